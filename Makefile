@@ -1,0 +1,49 @@
+# The two commands of the README are `make quickstart` and `make test`; both make
+# the virtual environment first and reuse it afterwards.
+PYTHON ?= $(shell for p in python3.12 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null \
+	&& echo $$p && break; done)
+# With an NVIDIA driver present the environment gets the CUDA build of jax.
+CUDA ?= $(if $(shell command -v nvidia-smi 2>/dev/null),cuda13,)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTEST_ARGS ?=
+
+.PHONY: install quickstart test lint format tables docs notebooks clean
+
+install: $(STAMP)
+
+$(STAMP): requirements.txt pyproject.toml
+	@test -n "$(PYTHON)" || { echo "jaxscale needs Python 3.12 (python3.12 or python3 on the PATH); set PYTHON=/path/to/python3.12" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt $(if $(CUDA),"jax[$(CUDA)]==0.11.2",)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+quickstart: $(STAMP)  ## Train, save, restore and generate on real text; writes one HTML report.
+	$(BIN)/jaxscale quickstart $(ARGS)
+
+test: $(STAMP)  ## Every test, doctest and notebook that runs without a GPU.
+	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
+	$(BIN)/jupytext --sync --quiet examples/*.py
+
+tables: $(STAMP)  ## Rewrite the tables and plots of README and docs from benchmarks/results.
+	$(BIN)/python -m benchmarks.tables
+
+docs: $(STAMP)
+	$(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html
+
+clean:
+	rm -rf $(VENV) dist build docs/_build docs/generated .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,52 @@
+"""Test configuration shared by the tests, the doctests and the notebooks.
+
+The environment is set before jax is imported: eight simulated CPU devices, and enough
+threads for the callbacks of the Mosaic GPU interpreter, which block while they wait for
+each other and would starve on a small machine.
+"""
+
+import importlib.util
+import os
+import shutil
+
+
+os.environ.setdefault("NPROC", "64")
+if shutil.which("nvidia-smi") is None:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+# Shapes and types of public functions are checked at run time where beartype is there.
+if importlib.util.find_spec("beartype") is not None:
+    from jaxtyping import install_import_hook
+
+    install_import_hook(["jaxscale", "pallas_kernels"], "beartype.beartype")
+
+import jax
+import pytest
+
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Skip the tests whose GPUs this machine lacks."""
+    needs = {"gpu": 1, "multigpu": 2}
+    found = sum(d.platform == "gpu" for d in jax.devices())
+    for item in items:
+        for marker, count in needs.items():
+            if found < count and item.get_closest_marker(marker):
+                item.add_marker(
+                    pytest.mark.skip(reason=f"needs {count} GPU(s), found {found}")
+                )
+
+
+@pytest.fixture
+def no_shape_hook():
+    """Switch the jaxtyping checks off, to reach an op's own error messages."""
+    import jaxtyping
+
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

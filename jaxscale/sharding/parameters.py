@@ -1,0 +1,103 @@
+"""Parameters of NNX modules on a mesh: shardings, sharded creation, placement.
+
+A module is a pytree, so a tree of `NamedSharding` with the module's own structure says
+where every parameter lives. The logical axes come from the metadata that
+`partitioned` leaves on each parameter.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.nn.initializers import Initializer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxscale.sharding.rules import AxisRules
+
+
+def partitioned(init: Initializer, *axes: str | None) -> Callable[..., Any]:
+    """`init` whose parameter carries the logical `axes`, for `nnx.Param`.
+
+    The eager form of Flax, which places the parameter at once, fails without a mesh
+    and inside `jax.shard_map`; `create` places all parameters in one step instead.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from flax import nnx
+        >>> init = partitioned(jax.nn.initializers.ones, "embed", "mlp")
+        >>> kernel = nnx.Param(init(jax.random.key(0), (4, 8), jnp.float32))
+        >>> logical_axes(kernel)
+        ('embed', 'mlp')
+    """
+    return nnx.with_partitioning(init, axes, eager_sharding=False)
+
+
+def logical_axes(variable: nnx.Variable) -> tuple[str | None, ...]:
+    """The logical axes of a parameter, one for each dimension; None where unnamed."""
+    axes = variable.get_metadata().get("out_sharding")
+    return tuple(axes) if axes is not None else (None,) * variable.ndim
+
+
+def specs[M](module: M, rules: AxisRules) -> M:
+    """The partition of each parameter of `module`, as a tree of its structure."""
+    return _map_variables(lambda v: rules.spec(*logical_axes(v)), module)
+
+
+def shardings[M](module: M, mesh: Mesh, rules: AxisRules) -> M:
+    """A `NamedSharding` for each parameter of `module`, as a tree of its structure.
+
+    Args:
+        module: A module, or the abstract module that `jax.eval_shape` gives.
+        mesh: The devices.
+        rules: The table of the recipe.
+
+    Raises:
+        ValueError: a dimension is not divisible by the mesh axes that it is split over;
+            the message names the parameter.
+    """
+
+    def place(path: tuple[Any, ...], leaf: Any, spec: PartitionSpec) -> NamedSharding:
+        sharding = NamedSharding(mesh, spec)
+        try:
+            sharding.shard_shape(leaf.shape)
+        except ValueError as error:
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            raise ValueError(
+                f"parameter {name.removesuffix('.value')} of shape {leaf.shape} cannot "
+                f"be split as {spec} over the mesh {dict(mesh.shape)}: a dimension is "
+                "not divisible; change the mesh or the rules"
+            ) from error
+        return sharding
+
+    return jax.tree_util.tree_map_with_path(place, module, specs(module, rules))
+
+
+def create[M](init: Callable[[], M], mesh: Mesh, rules: AxisRules) -> M:
+    """The module that `init` makes, each device computing only its own shards.
+
+    Args:
+        init: Makes the module, for example ``lambda: Decoder(config, rngs=rngs)``.
+        mesh: The devices.
+        rules: The table of the recipe.
+    """
+    with jax.set_mesh(mesh):
+        abstract = jax.eval_shape(init)
+        return jax.jit(init, out_shardings=shardings(abstract, mesh, rules))()
+
+
+def place[M](module: M, mesh: Mesh, rules: AxisRules) -> M:
+    """`module` moved to the mesh, or from one mesh to another."""
+    return jax.device_put(module, shardings(module, mesh, rules))
+
+
+def _map_variables(fn: Callable[[nnx.Variable], Any], module: Any) -> Any:
+    """`module` with the one leaf of each variable replaced by ``fn(variable)``."""
+
+    def replace(node: Any) -> Any:
+        if not isinstance(node, nnx.Variable):
+            return fn(nnx.Param(node))
+        value = fn(node)
+        return jax.tree.map(lambda _: value, node)
+
+    return jax.tree.map(replace, module, is_leaf=lambda n: isinstance(n, nnx.Variable))

@@ -1,0 +1,1 @@
+"""Pallas GPU kernels of jaxscale, usable without the rest of it."""
