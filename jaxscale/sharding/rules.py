@@ -44,9 +44,9 @@ class AxisRules:
     Example:
         >>> rules = fsdp_tp()
         >>> rules.spec("embed", "mlp")
-        PartitionSpec('fsdp', 'tensor')
+        P('fsdp', 'tensor')
         >>> dataclasses.replace(rules, mlp=None).spec("embed", "mlp")
-        PartitionSpec('fsdp', None)
+        P('fsdp', None)
     """
 
     layers: MeshAxes = None
