@@ -8,6 +8,7 @@ each other and would starve on a small machine.
 import importlib.util
 import os
 import shutil
+from collections.abc import Iterator
 
 
 os.environ.setdefault("NPROC", "64")
@@ -43,7 +44,7 @@ def pytest_collection_modifyitems(
 
 
 @pytest.fixture
-def no_shape_hook():
+def no_shape_hook() -> Iterator[None]:
     """Switch the jaxtyping checks off, to reach an op's own error messages."""
     import jaxtyping
 
