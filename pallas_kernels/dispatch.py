@@ -1,0 +1,109 @@
+"""The only fallback loop: every public op hands its implementations to `dispatch`.
+
+Two kinds of failure are kept apart. `Unsupported` means "not this implementation, try
+the next one"; `ValueError` and `TypeError` mean that the caller made a mistake, and
+leave the loop at once.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+
+__all__ = ["Unsupported", "dispatch"]
+
+logger = logging.getLogger("pallas_kernels")
+
+_logged: set[tuple[str, str]] = set()
+
+
+class Unsupported(NotImplementedError):
+    """An implementation cannot serve these arguments on this device.
+
+    The message says what was asked, what is supported, and what to do.
+    """
+
+
+def dispatch(
+    op_name: str,
+    implementations: Mapping[str, Callable[..., Any]],
+    implementation: str | Sequence[str] | None,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Runs the first implementation that supports the arguments.
+
+    The choice is logged once per op and implementation, at INFO, on the logger
+    "pallas_kernels".
+
+    Args:
+        op_name: name of the op, for messages.
+        implementations: name to callable, the preferred one first.
+        implementation: None tries all in their order; a name runs that one, and its
+            `Unsupported` reaches the caller; a sequence of names tries those in order.
+        *args: positional arguments of the implementation.
+        **kwargs: keyword arguments of the implementation.
+
+    Returns:
+        What the chosen implementation returned.
+
+    Raises:
+        ValueError: a name is unknown, or the sequence is empty.
+        Unsupported: the one implementation named cannot serve the arguments.
+        ExceptionGroup: all of several implementations raised `Unsupported`; the group
+            holds each reason.
+
+    Example:
+        >>> def fast(x):
+        ...     raise Unsupported("fast needs a Hopper GPU; use implementation='xla'")
+        >>> def portable(x):
+        ...     return 2 * x
+        >>> dispatch("double", {"fast": fast, "xla": portable}, None, 21)
+        42
+    """
+    if isinstance(implementation, str):
+        _check_known(op_name, implementations, [implementation])
+        result = implementations[implementation](*args, **kwargs)
+        _log_once(op_name, implementation)
+        return result
+    names = list(implementations) if implementation is None else list(implementation)
+    if not names:
+        raise ValueError(
+            f"implementation {implementation!r}: expected at least one name for"
+            f" {op_name}; pass None to choose among {list(implementations)}"
+        )
+    _check_known(op_name, implementations, names)
+    errors = []
+    for name in names:
+        try:
+            result = implementations[name](*args, **kwargs)
+        except Unsupported as error:
+            error.add_note(f"implementation: {name!r}")
+            errors.append(error)
+            continue
+        _log_once(op_name, name)
+        return result
+    reasons = "; ".join(
+        f"{name}: {error}" for name, error in zip(names, errors, strict=True)
+    )
+    raise ExceptionGroup(
+        f"no implementation of {op_name} supports the arguments ({reasons})", errors
+    )
+
+
+def _check_known(
+    op_name: str, implementations: Mapping[str, Any], names: Sequence[str]
+) -> None:
+    for name in names:
+        if name not in implementations:
+            raise ValueError(
+                f"implementation {name!r} of {op_name} does not exist; expected None"
+                f" or one (or a sequence) of {list(implementations)}"
+            )
+
+
+def _log_once(op_name: str, name: str) -> None:
+    if (op_name, name) not in _logged:
+        _logged.add((op_name, name))
+        logger.info("%s runs implementation %r", op_name, name)

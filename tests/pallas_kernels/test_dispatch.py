@@ -1,0 +1,90 @@
+"""The fallback loop: order, the two kinds of failure, and what it says."""
+
+import logging
+
+import pytest
+
+from pallas_kernels import dispatch as dispatch_module
+from pallas_kernels.dispatch import Unsupported, dispatch
+
+
+def refuses(reason):
+    def implementation(x, *, scale=1):
+        raise Unsupported(reason)
+
+    return implementation
+
+
+def works(x, *, scale=1):
+    return ("works", x * scale)
+
+
+def other(x, *, scale=1):
+    return ("other", x * scale)
+
+
+def broken(x, *, scale=1):
+    raise ValueError("x must be positive")
+
+
+def test_none_takes_the_first_that_supports_the_arguments():
+    table = {"fast": refuses("no GPU"), "works": works, "other": other}
+    assert dispatch("op", table, None, 3, scale=2) == ("works", 6)
+
+
+def test_a_name_runs_that_one_only():
+    assert dispatch("op", {"works": works, "other": other}, "other", 3) == ("other", 3)
+
+
+def test_a_sequence_is_tried_in_its_own_order():
+    table = {"works": works, "fast": refuses("no GPU"), "other": other}
+    assert dispatch("op", table, ("fast", "other", "works"), 3) == ("other", 3)
+
+
+def test_a_named_implementation_raises_its_own_unsupported():
+    with pytest.raises(Unsupported, match=r"^no GPU$"):
+        dispatch("op", {"fast": refuses("no GPU"), "works": works}, "fast", 3)
+
+
+def test_a_mistake_of_the_caller_is_not_retried():
+    with pytest.raises(ValueError, match="x must be positive"):
+        dispatch("op", {"broken": broken, "works": works}, None, 3)
+
+
+def test_all_failed_names_each_reason():
+    table = {"fast": refuses("no GPU"), "slow": refuses("too slow")}
+    with pytest.raises(ExceptionGroup) as caught:
+        dispatch("my_op", table, None, 3)
+    assert "my_op" in caught.value.message
+    assert "fast: no GPU; slow: too slow" in caught.value.message
+    assert [str(e) for e in caught.value.exceptions] == ["no GPU", "too slow"]
+    assert caught.value.exceptions[0].__notes__ == ["implementation: 'fast'"]
+
+
+def test_a_sequence_of_one_that_fails_is_still_a_group():
+    with pytest.raises(ExceptionGroup, match="fast: no GPU"):
+        dispatch("op", {"fast": refuses("no GPU")}, ["fast"], 3)
+
+
+@pytest.mark.parametrize("name", ["cuda", ["works", "cuda"]])
+def test_unknown_names_list_the_known_ones(name):
+    with pytest.raises(ValueError, match=r"'cuda' of op .* \['works', 'other'\]"):
+        dispatch("op", {"works": works, "other": other}, name, 3)
+
+
+def test_an_empty_sequence_is_a_mistake():
+    with pytest.raises(ValueError, match="expected at least one name"):
+        dispatch("op", {"works": works}, [], 3)
+
+
+def test_the_choice_is_logged_once(caplog, monkeypatch):
+    monkeypatch.setattr(dispatch_module, "_logged", set())
+    table = {"fast": refuses("no GPU"), "works": works, "other": other}
+    with caplog.at_level(logging.INFO, logger="pallas_kernels"):
+        for _ in range(3):
+            dispatch("op", table, None, 3)
+        dispatch("op", table, "other", 3)
+    assert [r.getMessage() for r in caplog.records] == [
+        "op runs implementation 'works'",
+        "op runs implementation 'other'",
+    ]
