@@ -19,7 +19,7 @@ if shutil.which("nvidia-smi") is None:
 if importlib.util.find_spec("beartype") is not None:
     from jaxtyping import install_import_hook
 
-    install_import_hook(["jaxscale", "pallas_kernels"], "beartype.beartype")
+    install_import_hook(["jaxscale", "pallas_kernels"], "tests.typechecker.check")
 
 import jax
 import pytest

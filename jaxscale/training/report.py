@@ -1,0 +1,170 @@
+"""One HTML file that tells what a run did: text, tables and interactive plots.
+
+The file is self-contained (plotly's script is inlined), so it opens in a browser
+without a network and can be mailed.
+"""
+
+import dataclasses
+import html
+import importlib
+import pathlib
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+
+
+_STYLE = """
+:root { color-scheme: light; }
+body { font: 16px/1.5 system-ui, sans-serif; color: #1d2733; background: #fff;
+       max-width: 960px; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.7rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; }
+table { border-collapse: collapse; width: 100%; font-size: .95rem; }
+th, td { text-align: left; padding: .35rem .7rem; border-bottom: 1px solid #dde3ea; }
+th { background: #f4f6f9; }
+td.number { text-align: right; font-variant-numeric: tabular-nums; }
+pre { background: #f4f6f9; padding: .8rem; white-space: pre-wrap; }
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Series:
+    """One line of a plot."""
+
+    name: str
+    """What the legend shows."""
+    x: Sequence[float]
+    """Horizontal positions."""
+    y: Sequence[float]
+    """Values, as many as `x`."""
+
+    def __post_init__(self) -> None:
+        if len(self.x) != len(self.y):
+            raise ValueError(
+                f"series {self.name!r} has {len(self.x)} x and {len(self.y)} y values"
+            )
+
+
+class Report:
+    """Collects the parts of a page in order and writes them as one HTML file.
+
+    Example:
+        >>> import tempfile
+        >>> report = Report("A run")
+        >>> report.heading("Loss")
+        >>> report.table(["step", "loss"], [[1, 2.5], [2, 2.25]])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     page = report.write(folder + "/report.html").read_text()
+        >>> "2.25" in page
+        True
+    """
+
+    def __init__(self, title: str) -> None:
+        self._title = title
+        self._parts: list[str] = []
+        self._has_plot = False
+
+    def heading(self, text: str) -> None:
+        """A heading over what follows."""
+        self._parts.append(f"<h2>{html.escape(text)}</h2>")
+
+    def text(self, text: str) -> None:
+        """A paragraph."""
+        self._parts.append(f"<p>{html.escape(text)}</p>")
+
+    def sample(self, text: str) -> None:
+        """Text whose line breaks and spaces count, such as generated code."""
+        self._parts.append(f"<pre>{html.escape(text)}</pre>")
+
+    def table(
+        self, columns: Sequence[str], rows: Sequence[Sequence[str | float]]
+    ) -> None:
+        """A table; numbers are shown with four significant digits.
+
+        Raises:
+            ValueError: a row has another number of cells than there are columns.
+        """
+        for row in rows:
+            if len(row) != len(columns):
+                raise ValueError(f"row {list(row)} must have {len(columns)} cells")
+        head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
+        body = "".join(
+            "<tr>" + "".join(_cell(value) for value in row) + "</tr>" for row in rows
+        )
+        self._parts.append(
+            f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        )
+
+    def facts(self, facts: Mapping[str, str | float]) -> None:
+        """A table of names and values."""
+        self.table(["what", "value"], [[name, value] for name, value in facts.items()])
+
+    def plot(
+        self,
+        series: Sequence[Series],
+        *,
+        x_title: str,
+        y_title: str,
+        log_y: bool = False,
+    ) -> None:
+        """An interactive line plot.
+
+        Args:
+            series: The lines.
+            x_title: What the horizontal axis shows, with its unit.
+            y_title: What the vertical axis shows, with its unit.
+            log_y: Whether the vertical axis is logarithmic.
+
+        Raises:
+            ImportError: plotly is missing; the message names the extra.
+        """
+        graph_objects = _plotly("graph_objects")
+        figure = graph_objects.Figure(
+            [
+                graph_objects.Scatter(x=list(s.x), y=list(s.y), name=s.name)
+                for s in series
+            ]
+        )
+        figure.update_layout(
+            template="plotly_white",
+            height=380,
+            margin={"l": 60, "r": 20, "t": 20, "b": 50},
+            xaxis_title=x_title,
+            yaxis_title=y_title,
+            yaxis_type="log" if log_y else "linear",
+            showlegend=len(series) > 1,
+            hovermode="x unified",
+        )
+        # The script itself is 4.7 MB: it goes in once, before the first plot.
+        self._parts.append(
+            figure.to_html(full_html=False, include_plotlyjs=not self._has_plot)
+        )
+        self._has_plot = True
+
+    def write(self, path: str | pathlib.Path) -> pathlib.Path:
+        """Write the page to `path`, making its folder; returns the path."""
+        path = pathlib.Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        title = html.escape(self._title)
+        path.write_text(
+            "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>"
+            "<meta name='viewport' content='width=device-width, initial-scale=1'>"
+            f"<title>{title}</title><style>{_STYLE}</style></head>\n"
+            f"<body><h1>{title}</h1>\n" + "\n".join(self._parts) + "\n</body></html>\n",
+            encoding="utf-8",
+        )
+        return path
+
+
+def _cell(value: str | float) -> str:
+    if isinstance(value, str):
+        return f"<td>{html.escape(value)}</td>"
+    shown = f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+    return f"<td class='number'>{shown}</td>"
+
+
+def _plotly(module: str) -> ModuleType:
+    try:
+        return importlib.import_module(f"plotly.{module}")
+    except ImportError as error:
+        raise ImportError(
+            "plots need plotly; install it with: pip install 'jaxscale[train]'"
+        ) from error
