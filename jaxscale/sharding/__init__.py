@@ -1,1 +1,48 @@
-"""sharding"""
+"""Meshes, axis rules, and parameters and operations that follow them."""
+
+from jaxscale.sharding.mesh import MESH_AXES, MeshConfig, make_mesh
+from jaxscale.sharding.parameters import (
+    create,
+    logical_axes,
+    partitioned,
+    place,
+    shardings,
+    specs,
+)
+from jaxscale.sharding.rules import (
+    REPLICATED,
+    AxisRules,
+    constrain,
+    contract,
+    dp,
+    fsdp,
+    fsdp_tp,
+    gather,
+    megascale_3d,
+    preset,
+    reshape,
+)
+
+
+__all__ = [
+    "MESH_AXES",
+    "REPLICATED",
+    "AxisRules",
+    "MeshConfig",
+    "constrain",
+    "contract",
+    "create",
+    "dp",
+    "fsdp",
+    "fsdp_tp",
+    "gather",
+    "logical_axes",
+    "make_mesh",
+    "megascale_3d",
+    "partitioned",
+    "place",
+    "preset",
+    "reshape",
+    "shardings",
+    "specs",
+]

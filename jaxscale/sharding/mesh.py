@@ -1,0 +1,132 @@
+"""Device meshes with the four axes that every recipe of jaxscale speaks of.
+
+The axes stand in the order of their appetite for bandwidth. Neighboring devices of
+one host share the last axis, so `tensor`, which communicates in every layer, runs over
+the fastest links and `data`, which communicates once a step, over the slowest.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+
+MESH_AXES = ("data", "fsdp", "pipe", "tensor")
+"""The axes of every mesh, slowest links first."""
+
+_AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Sizes of the mesh axes; their product is the number of devices.
+
+    Example:
+        >>> MeshConfig(fsdp=-1, tensor=2).sizes(8)
+        {'data': 1, 'fsdp': 4, 'pipe': 1, 'tensor': 2}
+    """
+
+    data: int = 1
+    """Copies of the model that each see other rows; -1 for all remaining devices."""
+    fsdp: int = 1
+    """Shards of the parameters, which also see other rows; -1 for the rest."""
+    pipe: int = 1
+    """Pipeline stages; -1 for the rest."""
+    tensor: int = 1
+    """Shards of heads, hidden features and sequence; -1 for the rest."""
+    axis_type: Literal["auto", "explicit"] = "auto"
+    """Whether the compiler propagates shardings or the types of arrays carry them."""
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without devices."""
+        sizes = {axis: getattr(self, axis) for axis in MESH_AXES}
+        for axis, size in sizes.items():
+            if size < 1 and size != -1:
+                raise ValueError(
+                    f"mesh axis {axis} has size {size}, expected at least 1, or -1 for "
+                    "all devices that the other axes leave"
+                )
+        rest = [axis for axis, size in sizes.items() if size == -1]
+        if len(rest) > 1:
+            raise ValueError(
+                f"mesh axes {' and '.join(rest)} are both -1, expected at most one; "
+                "give all but one of them a size"
+            )
+        if self.axis_type not in _AXIS_TYPES:
+            raise ValueError(
+                f"axis_type {self.axis_type!r} is unknown, expected one of "
+                f"{sorted(_AXIS_TYPES)}"
+            )
+
+    def sizes(self, num_devices: int) -> dict[str, int]:
+        """The size of each axis on `num_devices` devices, with -1 filled in.
+
+        Raises:
+            ValueError: the sizes do not multiply to `num_devices`.
+        """
+        sizes = {axis: getattr(self, axis) for axis in MESH_AXES}
+        written = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+        fixed = math.prod(size for size in sizes.values() if size != -1)
+        if fixed > num_devices:
+            raise ValueError(
+                f"the mesh {written} needs {fixed} devices, but there are "
+                f"{num_devices}; make an axis smaller, start more hosts, or simulate "
+                f"devices on a CPU with JAX_NUM_CPU_DEVICES={fixed}"
+            )
+        rest = [axis for axis, size in sizes.items() if size == -1]
+        if rest and num_devices % fixed == 0:
+            return sizes | {rest[0]: num_devices // fixed}
+        if rest:
+            raise ValueError(
+                f"the mesh {written} leaves no whole number for {rest[0]}: "
+                f"{num_devices} devices are not divisible by {fixed}; change the "
+                "other axes"
+            )
+        if fixed != num_devices:
+            raise ValueError(
+                f"the mesh {written} uses {fixed} of {num_devices} devices; set one "
+                "axis to -1 to use all, or pass make_mesh the devices to use, for "
+                f"example devices=jax.devices()[:{fixed}]"
+            )
+        return sizes
+
+
+def make_mesh(
+    config: MeshConfig | Mapping[str, Any], devices: Sequence[Any] | None = None
+) -> Mesh:
+    """A mesh with the axes `data`, `fsdp`, `pipe` and `tensor`, in this order.
+
+    Axes of size one cost nothing, so rules may name any of the four on every mesh.
+
+    Args:
+        config: The sizes of the axes, as a `MeshConfig` or a mapping of its fields.
+        devices: The `jax.Device` objects to use; by default all of all processes.
+
+    Raises:
+        ValueError: an axis is unknown, or the sizes do not fit the devices.
+
+    Example:
+        >>> import jax
+        >>> mesh = make_mesh({"fsdp": 2, "tensor": -1}, jax.devices()[:4])
+        >>> dict(mesh.shape)
+        {'data': 1, 'fsdp': 2, 'pipe': 1, 'tensor': 2}
+    """
+    if not isinstance(config, MeshConfig):
+        fields = {field.name for field in dataclasses.fields(MeshConfig)}
+        unknown = sorted(set(config) - fields)
+        if unknown:
+            raise ValueError(
+                f"mesh axis {unknown[0]!r} is unknown; use some of {MESH_AXES}"
+            )
+        config = MeshConfig(**config)
+    devices = jax.devices() if devices is None else devices
+    sizes = config.sizes(len(devices))
+    return jax.make_mesh(
+        tuple(sizes.values()),
+        tuple(sizes),
+        axis_types=(_AXIS_TYPES[config.axis_type],) * len(sizes),
+        devices=devices,
+    )
