@@ -1,0 +1,336 @@
+"""Text to token ids and back: a ``tokenizer.json``, or byte-level BPE trained here.
+
+The work is done by the `tokenizers` library of Hugging Face, an optional dependency
+(``pip install 'jaxscale[train]'``). This module adds what a language model needs around
+it: the ids that begin, end and pad a document, and encoding that never turns the text
+of a document into a control token.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+_FILE = "tokenizer.json"
+_CONFIG_FILE = "tokenizer_config.json"
+_NUM_BYTES = 256
+_ROLES = ("bos", "eos", "pad")
+
+# What the published tokenizers call their control tokens; looked for when no
+# tokenizer_config.json says it.
+_USUAL_NAMES = {
+    "bos": ("<|begin_of_text|>", "<s>", "<|endoftext|>"),
+    "eos": ("<|end_of_text|>", "</s>", "<|endoftext|>"),
+    "pad": ("<|finetune_right_pad_id|>", "<pad>", "<|pad|>", "[PAD]"),
+}
+
+
+class Tokenizer:
+    """Encodes text as token ids and decodes them, with the ids of control tokens.
+
+    Make one with `Tokenizer.from_file` or `Tokenizer.train`. It can be pickled, so data
+    loaders may send it to worker processes.
+
+    Example:
+        >>> tokenizer = Tokenizer.train(["to be or not to be"], vocab_size=260)
+        >>> tokenizer.vocab_size
+        260
+        >>> ids = tokenizer.encode("to be, or 不 to be")
+        >>> tokenizer.decode(ids)
+        'to be, or 不 to be'
+        >>> tokenizer.encode("to be", add_eos=True)[-1] == tokenizer.eos_id
+        True
+    """
+
+    def __init__(
+        self,
+        backend: Any,
+        *,
+        bos_token: str | None = None,
+        eos_token: str | None = None,
+        pad_token: str | None = None,
+    ) -> None:
+        """Wrap a `tokenizers.Tokenizer`.
+
+        Args:
+            backend: The `tokenizers.Tokenizer`; a copy of it is kept.
+            bos_token: The token that begins a document, None if there is none.
+            eos_token: The token that ends a document, None if there is none.
+            pad_token: The token that fills unused places, None if there is none.
+
+        Raises:
+            ValueError: a control token is not in the vocabulary.
+        """
+        self._backend = _require_tokenizers().Tokenizer.from_str(backend.to_str())
+        # A document that mentions "<|endoftext|>" must not end there.
+        self._backend.encode_special_tokens = True
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._tokens = {"bos": bos_token, "eos": eos_token, "pad": pad_token}
+        self._ids = {
+            role: None if token is None else self.token_id(token)
+            for role, token in self._tokens.items()
+        }
+        self._vocab_size = 1 + max(self._backend.get_vocab().values(), default=-1)
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> "Tokenizer":
+        """The tokenizer of a ``tokenizer.json``, or of the directory that holds one.
+
+        The control tokens are those that the ``tokenizer_config.json`` beside it names;
+        without one, the usual names are looked for in the vocabulary.
+
+        Args:
+            path: A file in the format of the `tokenizers` library, or a directory with
+                a ``tokenizer.json``, for example a Hugging Face model directory.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: the file is not a tokenizer, or its configuration names a
+                control token that is not in the vocabulary.
+            ImportError: the `tokenizers` library is not installed.
+        """
+        tokenizers = _require_tokenizers()
+        file = Path(path)
+        if file.is_dir():
+            file = file / _FILE
+        if not file.is_file():
+            raise FileNotFoundError(
+                f"path {str(path)!r} has no tokenizer: {file} does not exist; give a "
+                f"{_FILE} or a directory that holds one, or train one with "
+                "Tokenizer.train"
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        # The library raises plain Exception for whatever it cannot parse.
+        except Exception as error:
+            raise ValueError(
+                f"path {file} is not a tokenizer of the tokenizers library: {error}; "
+                f"convert it to a {_FILE} first"
+            ) from error
+        config = file.parent / _CONFIG_FILE
+        tokens = _configured_tokens(config) if config.is_file() else {}
+        vocab = backend.get_vocab()
+        for role in _ROLES:
+            if role not in tokens:
+                usual = (name for name in _USUAL_NAMES[role] if name in vocab)
+                tokens[role] = next(usual, None)
+        return cls(backend, **{f"{role}_token": tokens[role] for role in _ROLES})
+
+    @classmethod
+    def train(
+        cls,
+        texts: Iterable[str],
+        vocab_size: int,
+        special_tokens: Sequence[str] = ("<|endoftext|>",),
+    ) -> "Tokenizer":
+        """Byte-level BPE learned from `texts`; the same texts give the same tokenizer.
+
+        All 256 bytes are in the vocabulary, so every text can be encoded and comes back
+        unchanged. The control tokens have the first ids.
+
+        Args:
+            texts: The documents; read once, one by one.
+            vocab_size: Number of tokens to reach: control tokens, bytes and merges. A
+                very small corpus runs out of pairs to merge and gives fewer.
+            special_tokens: Control tokens. The usual names take their usual roles;
+                ``"<|endoftext|>"`` both begins and ends documents, as in GPT-2.
+
+        Raises:
+            ValueError: `vocab_size` has no room for the bytes and the control tokens,
+                or a control token is repeated.
+            TypeError: `texts` is one string instead of many.
+            ImportError: the `tokenizers` library is not installed.
+
+        References:
+            Sennrich et al., "Neural Machine Translation of Rare Words with Subword
+            Units", arXiv 1508.07909; bytes as the base alphabet: GPT-2, section 2.2.
+        """
+        tokenizers = _require_tokenizers()
+        if isinstance(texts, str):
+            raise TypeError("texts must be an iterable of strings, got one string")
+        if len(set(special_tokens)) != len(special_tokens):
+            raise ValueError(f"special_tokens {tuple(special_tokens)} repeat a token")
+        smallest = _NUM_BYTES + len(special_tokens)
+        if vocab_size < smallest:
+            raise ValueError(
+                f"vocab_size {vocab_size} is too small: {_NUM_BYTES} bytes and "
+                f"{len(special_tokens)} special tokens need at least {smallest}"
+            )
+        backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+            add_prefix_space=False
+        )
+        backend.decoder = tokenizers.decoders.ByteLevel()
+        trainer = tokenizers.trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=list(special_tokens),
+            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        backend.train_from_iterator(texts, trainer=trainer)
+        tokens = {
+            role: next((n for n in _USUAL_NAMES[role] if n in special_tokens), None)
+            for role in _ROLES
+        }
+        return cls(backend, **{f"{role}_token": tokens[role] for role in _ROLES})
+
+    def save(self, path: str | Path) -> None:
+        """Write ``tokenizer.json`` and ``tokenizer_config.json`` for `from_file`.
+
+        Args:
+            path: The directory; it is made if needed.
+        """
+        directory = Path(path)
+        if directory.suffix == ".json" or directory.is_file():
+            raise ValueError(
+                f"path {str(path)!r} must be a directory: {_FILE} and {_CONFIG_FILE} "
+                "are written into it"
+            )
+        directory.mkdir(parents=True, exist_ok=True)
+        self._backend.save(str(directory / _FILE))
+        config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        config |= {f"{role}_token": self._tokens[role] for role in _ROLES}
+        (directory / _CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+
+    def encode(
+        self, text: str, *, add_bos: bool = False, add_eos: bool = False
+    ) -> list[int]:
+        """The token ids of `text`.
+
+        The name of a control token inside the text is ordinary text; control tokens
+        come only from the two switches.
+
+        Args:
+            text: One document.
+            add_bos: Put `bos_id` before it.
+            add_eos: Put `eos_id` after it.
+
+        Raises:
+            ValueError: the wanted control token does not exist.
+        """
+        return self.encode_batch([text], add_bos=add_bos, add_eos=add_eos)[0]
+
+    def encode_batch(
+        self, texts: Sequence[str], *, add_bos: bool = False, add_eos: bool = False
+    ) -> list[list[int]]:
+        """`encode` for each of `texts`, on several threads."""
+        before = [self._control_id("bos")] if add_bos else []
+        after = [self._control_id("eos")] if add_eos else []
+        # The template of the file, if any, is left out: it would add tokens unasked.
+        encodings = self._backend.encode_batch_fast(
+            list(texts), add_special_tokens=False
+        )
+        return [before + encoding.ids + after for encoding in encodings]
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of `ids`; bytes that are not valid UTF-8 become U+FFFD.
+
+        Args:
+            ids: Token ids.
+            skip_special_tokens: Leave control tokens out of the text.
+
+        Raises:
+            ValueError: an id is not in the vocabulary.
+        """
+        ids = [int(i) for i in ids]
+        for i in ids:
+            # The library would drop it without a word.
+            if not 0 <= i < self._vocab_size:
+                raise ValueError(
+                    f"ids contain {i}, outside the vocabulary of {self._vocab_size} "
+                    "tokens; the model and the tokenizer disagree"
+                )
+        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def token_id(self, token: str) -> int:
+        """The id of one token given by name, for example ``"<|endoftext|>"``.
+
+        Raises:
+            ValueError: the token is not in the vocabulary.
+        """
+        found = self._backend.token_to_id(token)
+        if found is None:
+            special = sorted(
+                t.content for t in self._backend.get_added_tokens_decoder().values()
+            )
+            raise ValueError(
+                f"token {token!r} is not in the vocabulary; its special tokens are "
+                f"{special}"
+            )
+        return found
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id: the rows that an embedding needs."""
+        return self._vocab_size
+
+    @property
+    def bos_id(self) -> int | None:
+        """The id that begins a document, None if there is none."""
+        return self._ids["bos"]
+
+    @property
+    def eos_id(self) -> int | None:
+        """The id that ends a document, None if there is none."""
+        return self._ids["eos"]
+
+    @property
+    def pad_id(self) -> int | None:
+        """The id that fills unused places, None if there is none."""
+        return self._ids["pad"]
+
+    def __repr__(self) -> str:
+        tokens = ", ".join(f"{role}={self._tokens[role]!r}" for role in _ROLES)
+        return f"Tokenizer(vocab_size={self.vocab_size}, {tokens})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The library's own pickle forgets encode_special_tokens.
+        return _restore, (self._backend.to_str(), self._tokens)
+
+    def _control_id(self, role: str) -> int:
+        found = self._ids[role]
+        if found is None:
+            raise ValueError(
+                f"add_{role}: the tokenizer has no {role} token; name one with "
+                f"Tokenizer(backend, {role}_token=...)"
+            )
+        return found
+
+
+def _restore(serialized: str, tokens: dict[str, str | None]) -> Tokenizer:
+    """The tokenizer that was pickled."""
+    backend = _require_tokenizers().Tokenizer.from_str(serialized)
+    return Tokenizer(backend, **{f"{role}_token": tokens[role] for role in _ROLES})
+
+
+def _configured_tokens(file: Path) -> dict[str, str | None]:
+    """The control tokens that a ``tokenizer_config.json`` names, by role."""
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"path {file} is not valid JSON: {error}") from error
+    tokens = {}
+    for role in _ROLES:
+        token = config.get(f"{role}_token")
+        # Older files store the token with its stripping rules around it.
+        tokens[role] = token["content"] if isinstance(token, dict) else token
+    return tokens
+
+
+def _require_tokenizers() -> ModuleType:
+    """The `tokenizers` library, or an error that says how to install it."""
+    try:
+        import tokenizers
+        import tokenizers.decoders
+        import tokenizers.models
+        import tokenizers.pre_tokenizers
+        import tokenizers.trainers
+    except ImportError as error:
+        raise ImportError(
+            "jaxscale.models.Tokenizer needs the tokenizers library: "
+            "pip install 'jaxscale[train]'"
+        ) from error
+    return tokenizers

@@ -1,0 +1,170 @@
+import json
+import pickle
+import sys
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxscale.models.tokenizer import Tokenizer
+
+
+TEXTS = [
+    "def f(x):\n    return x + 1\n",
+    "the cat sat on the mat, the dog sat on the log\n",
+    "naïve façade — 你好, мир 🙂\n",
+] * 4
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.train(TEXTS, vocab_size=300, special_tokens=("<|endoftext|>",))
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(st.characters(codec="utf-8")))
+def test_any_text_comes_back(text):
+    tokenizer = _trained()
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize("text", ["", "\x00", "<|endoftext|>", " \r\n\t", "e\u0301🙂"])
+def test_awkward_texts_come_back(tokenizer, text):
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.eos_id not in ids
+
+
+def test_merges_shorten_the_text(tokenizer):
+    text = "the cat sat on the mat"
+    assert len(tokenizer.encode(text)) < len(text) / 2
+
+
+def test_training_is_deterministic():
+    # Equal counts leave the order of merges open; it must not follow a hash seed.
+    texts = [f"{a}{b} " for a in "abcdefgh" for b in "ijklmnop"]
+    first = Tokenizer.train(texts, vocab_size=290)
+    second = Tokenizer.train(iter(texts), vocab_size=290)
+    assert first._backend.to_str() == second._backend.to_str()
+
+
+def test_vocabulary_and_control_ids():
+    special = ("<s>", "</s>", "<pad>")
+    tokenizer = Tokenizer.train(TEXTS, vocab_size=270, special_tokens=special)
+    assert tokenizer.vocab_size == 270
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (0, 1, 2)
+    ids = tokenizer.encode("cat", add_bos=True, add_eos=True)
+    assert (ids[0], ids[-1]) == (0, 1)
+    assert tokenizer.decode(ids) == "<s>cat</s>"
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "cat"
+
+
+def test_batch_equals_one_by_one(tokenizer):
+    batch = tokenizer.encode_batch(TEXTS, add_eos=True)
+    assert batch == [tokenizer.encode(text, add_eos=True) for text in TEXTS]
+
+
+def test_saved_tokenizer_is_the_same(tokenizer, tmp_path):
+    tokenizer.save(tmp_path / "saved")
+    for path in (tmp_path / "saved", tmp_path / "saved" / "tokenizer.json"):
+        again = Tokenizer.from_file(path)
+        assert repr(again) == repr(tokenizer)
+        assert again.encode_batch(TEXTS) == tokenizer.encode_batch(TEXTS)
+
+
+def test_pickled_tokenizer_is_the_same(tokenizer):
+    again = pickle.loads(pickle.dumps(tokenizer))
+    text = "the <|endoftext|> cat"
+    assert again.encode(text) == tokenizer.encode(text)
+    assert repr(again) == repr(tokenizer)
+
+
+def test_template_of_the_file_adds_nothing(tokenizer, tmp_path):
+    tokenizer.save(tmp_path)
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    backend.enable_truncation(2)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    again = Tokenizer.from_file(tmp_path)
+    assert again.encode(TEXTS[0]) == tokenizer.encode(TEXTS[0])
+
+
+def test_control_tokens_of_the_configuration(tokenizer, tmp_path):
+    tokenizer.save(tmp_path)
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"eos_token": {"content": "the"}, "bos_token": None}))
+    again = Tokenizer.from_file(tmp_path)
+    assert again.eos_id == tokenizer.token_id("the")
+    assert again.bos_id is None
+    with pytest.raises(ValueError, match="add_bos: the tokenizer has no bos token"):
+        again.encode("cat", add_bos=True)
+    config.write_text(json.dumps({"eos_token": "<missing>"}))
+    with pytest.raises(ValueError, match=r"token '<missing>' is not in the vocab"):
+        Tokenizer.from_file(tmp_path)
+    config.write_text("{")
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json is not valid JSON"):
+        Tokenizer.from_file(tmp_path)
+
+
+def test_control_tokens_found_by_their_usual_names(tokenizer, tmp_path):
+    tokenizer.save(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    again = Tokenizer.from_file(tmp_path)
+    assert (again.bos_id, again.eos_id, again.pad_id) == (0, 0, None)
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"tokenizer\.json does not exist"):
+        Tokenizer.from_file(tmp_path)
+    with pytest.raises(FileNotFoundError, match="has no tokenizer"):
+        Tokenizer.from_file(tmp_path / "absent.json")
+
+
+@pytest.mark.parametrize("content", ["", "not json", "{}", '{"model": 3}'])
+def test_not_a_tokenizer_file(tmp_path, content):
+    file = tmp_path / "tokenizer.json"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=r"tokenizer\.json is not a tokenizer"):
+        Tokenizer.from_file(file)
+
+
+def test_saving_into_a_file(tokenizer, tmp_path):
+    with pytest.raises(ValueError, match="must be a directory"):
+        tokenizer.save(tmp_path / "tokenizer.json")
+
+
+def test_bad_training_arguments():
+    with pytest.raises(ValueError, match=r"vocab_size 257 is too small.* least 258"):
+        Tokenizer.train(TEXTS, vocab_size=257, special_tokens=("<s>", "</s>"))
+    with pytest.raises(ValueError, match="repeat a token"):
+        Tokenizer.train(TEXTS, vocab_size=300, special_tokens=("<s>", "<s>"))
+
+
+def test_one_string_is_not_a_corpus(no_shape_hook):
+    with pytest.raises(TypeError, match="got one string"):
+        Tokenizer.train("the cat", vocab_size=300)
+
+
+def test_unknown_token_and_unknown_id(tokenizer):
+    with pytest.raises(ValueError, match=r"'<pad>' is not .*\['<\|endoftext\|>'\]"):
+        tokenizer.token_id("<pad>")
+    with pytest.raises(ValueError, match="ids contain 300, outside the vocabulary of"):
+        tokenizer.decode([1, 300])
+
+
+def test_missing_library_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ImportError, match=r"pip install 'jaxscale\[train\]'"):
+        Tokenizer.train(TEXTS, vocab_size=300)
+
+
+_CACHE = []
+
+
+def _trained():
+    if not _CACHE:
+        _CACHE.append(Tokenizer.train(TEXTS, vocab_size=300))
+    return _CACHE[0]
