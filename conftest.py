@@ -19,6 +19,8 @@ if shutil.which("nvidia-smi") is None:
 if importlib.util.find_spec("beartype") is not None:
     from jaxtyping import install_import_hook
 
+    import tests.typechecker  # noqa: F401  the hook looks it up by name
+
     install_import_hook(["jaxscale", "pallas_kernels"], "tests.typechecker.check")
 
 import jax
