@@ -1,6 +1,8 @@
 """Decoders (GPT-2, GPT-J, LLaMA), Hugging Face files and tokenizers."""
 
+from jaxscale.models.config import DecoderConfig
+from jaxscale.models.presets import PRESETS, preset
 from jaxscale.models.tokenizer import Tokenizer
 
 
-__all__ = ["Tokenizer"]
+__all__ = ["PRESETS", "DecoderConfig", "Tokenizer", "preset"]

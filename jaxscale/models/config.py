@@ -1,0 +1,264 @@
+"""The hyperparameters of a decoder-only Transformer.
+
+Legend: L layers, N query heads, K key/value heads, H head dim, D model, F hidden,
+V vocabulary.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+from jaxscale.nn.embeddings import RopeScaling
+from jaxscale.sharding.rules import AxisRules
+
+
+type Norm = Literal["rmsnorm", "layernorm"]
+type Activation = Literal["swiglu", "gelu", "gelu_tanh"]
+type Position = Literal["rope", "learned"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """Shape and variant of a decoder; the defaults are those of LLaMA.
+
+    Example:
+        >>> config = DecoderConfig(
+        ...     vocab_size=256, d_model=64, num_layers=2, num_heads=4,
+        ...     num_kv_heads=2, head_dim=16, d_ff=128, max_seq_len=128,
+        ... )
+        >>> config.num_parameters()
+        106816
+        >>> dataclasses.replace(config, num_kv_heads=3)
+        Traceback (most recent call last):
+        ...
+        ValueError: num_heads 4 must be a multiple of num_kv_heads 3
+    """
+
+    vocab_size: int
+    """Rows of the embedding table, V."""
+    d_model: int
+    """Width of the residual stream, D."""
+    num_layers: int
+    """Number of blocks, L."""
+    num_heads: int
+    """Query heads, N."""
+    num_kv_heads: int
+    """Key and value heads, K; each serves N / K query heads."""
+    head_dim: int
+    """Features of a head, H."""
+    d_ff: int
+    """Hidden features of the feed-forward network, F."""
+    max_seq_len: int
+    """Longest sequence of training, in tokens; a hard limit with learned positions."""
+    norm: Norm = "rmsnorm"
+    """Normalization before attention, feed-forward network and output."""
+    norm_eps: float = 1e-5
+    """Added to the variance."""
+    activation: Activation = "swiglu"
+    """`swiglu` has a gate projection; `gelu` is exact, `gelu_tanh` GPT-2's form."""
+    position: Position = "rope"
+    """Rotary embeddings in every attention, or a learned table added once."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary frequencies."""
+    rope_scaling: RopeScaling | None = None
+    """Context extension of the rotary frequencies."""
+    rotary_dim: int | None = None
+    """Rotated features of a head; None rotates all."""
+    rope_interleaved: bool = False
+    """Rotate features (2i, 2i+1) as GPT-J does instead of (i, i + rotary_dim/2)."""
+    parallel_block: bool = False
+    """Attention and feed-forward network read one norm and are summed (GPT-J)."""
+    attention_bias: bool = False
+    """Bias in the query, key and value projections."""
+    attention_out_bias: bool = False
+    """Bias in the projection after attention."""
+    mlp_bias: bool = False
+    """Bias in the feed-forward network."""
+    lm_head_bias: bool = False
+    """Bias of the logits; needs an untied output projection."""
+    tie_embeddings: bool = False
+    """The output projection is the transposed embedding table."""
+    window: int | None = None
+    """Sliding window: a token attends to this many tokens, itself included."""
+    attention_softcap: float | None = None
+    """Attention logits become ``softcap * tanh(logits / softcap)``."""
+
+    def __post_init__(self) -> None:
+        self._check_sizes()
+        self._check_choices()
+        self._check_positions()
+
+    def _check_sizes(self) -> None:
+        for name in (
+            "vocab_size",
+            "d_model",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "d_ff",
+            "max_seq_len",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)} must be positive")
+        for name in ("window", "attention_softcap"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} {value} must be positive, or None for none")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads {self.num_heads} must be a multiple of "
+                f"num_kv_heads {self.num_kv_heads}"
+            )
+        if self.norm_eps <= 0:
+            raise ValueError(f"norm_eps {self.norm_eps} must be positive")
+
+    def _check_choices(self) -> None:
+        for name, kind in (
+            ("norm", Norm),
+            ("activation", Activation),
+            ("position", Position),
+        ):
+            value, choices = getattr(self, name), get_args(kind.__value__)
+            if value not in choices:
+                raise ValueError(f"{name} {value!r} is unknown; use one of {choices}")
+        if self.lm_head_bias and self.tie_embeddings:
+            raise ValueError(
+                "lm_head_bias True needs an output projection of its own; set "
+                "tie_embeddings=False"
+            )
+
+    def _check_positions(self) -> None:
+        if self.position == "learned":
+            for name in ("rope_scaling", "rotary_dim"):
+                value = getattr(self, name)
+                if value is not None:
+                    raise ValueError(
+                        f"{name} {value} has no effect with position 'learned'; "
+                        "leave it None or set position='rope'"
+                    )
+            return
+        dim = self.head_dim if self.rotary_dim is None else self.rotary_dim
+        if dim < 2 or dim % 2 or dim > self.head_dim:
+            name = "head_dim" if self.rotary_dim is None else "rotary_dim"
+            raise ValueError(
+                f"{name} {dim} must be even and between 2 and head_dim "
+                f"{self.head_dim} to be rotated"
+            )
+        if self.rope_theta <= 0:
+            raise ValueError(f"rope_theta {self.rope_theta} must be positive")
+
+    @property
+    def num_mlp_kernels(self) -> int:
+        """Kernels of the feed-forward network: gate, up and down, or up and down."""
+        return 3 if self.activation == "swiglu" else 2
+
+    def num_parameters(self) -> int:
+        """Parameters of the whole model, a tied table counted once."""
+        d, v = self.d_model, self.vocab_size
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        norm = d if self.norm == "rmsnorm" else 2 * d
+        block = self._block_matmul_parameters()
+        block += norm if self.parallel_block else 2 * norm
+        block += (q + 2 * kv) * self.attention_bias + d * self.attention_out_bias
+        block += (d + (self.num_mlp_kernels - 1) * self.d_ff) * self.mlp_bias
+        total = self.num_layers * block + v * d + norm
+        total += self.max_seq_len * d if self.position == "learned" else 0
+        total += 0 if self.tie_embeddings else d * v
+        return total + v * self.lm_head_bias
+
+    def flops_per_token(self, seq_len: int, causal: bool) -> float:
+        """Floating-point operations of forward and backward pass for one token.
+
+        ``6 M + 12 L N H keys``, where M counts the parameters that take part in
+        matrix products (blocks and output projection; no look-ups, norms or biases)
+        and `keys` is the number of keys a query meets on average: ``seq_len`` in the
+        full convention, as if nothing were masked, and ``seq_len / 2`` in the causal
+        one. With a window w < seq_len they are ``w`` and ``w - w**2 / (2 seq_len)``.
+        Recomputation (remat) is not counted: the result measures useful work.
+
+        Args:
+            seq_len: Tokens of a sequence.
+            causal: Count only the unmasked half of the attention matrix.
+
+        Example:
+            >>> from jaxscale.models.llama import llama2_7b
+            >>> round(llama2_7b().flops_per_token(4096, causal=True) / 1e9, 1)
+            42.9
+
+        References:
+            PaLM, arXiv 2204.02311, appendix B (the full convention).
+        """
+        if seq_len < 1:
+            raise ValueError(f"seq_len {seq_len} must be positive")
+        keys = min(seq_len, self.window or seq_len)
+        keys = keys - keys**2 / (2 * seq_len) if causal else float(keys)
+        matmul = self.num_layers * self._block_matmul_parameters()
+        matmul += self.d_model * self.vocab_size
+        heads = self.num_layers * self.num_heads * self.head_dim
+        return 6 * matmul + 12 * heads * keys
+
+    def _block_matmul_parameters(self) -> int:
+        heads = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        return self.d_model * (heads + self.num_mlp_kernels * self.d_ff)
+
+    def check_mesh(
+        self,
+        mesh_sizes: Mapping[str, int],
+        rules: AxisRules,
+        *,
+        batch_size: int | None = None,
+        num_tokens: int | None = None,
+    ) -> None:
+        """Check, before anything is compiled, that the model divides over a mesh.
+
+        Args:
+            mesh_sizes: Size of each mesh axis, as ``dict(mesh.shape)``.
+            rules: The table of the recipe.
+            batch_size: Rows of a batch over all devices, checked if given.
+            num_tokens: Tokens of a row, checked if given.
+
+        Raises:
+            ValueError: the rules use an axis that the mesh lacks, or a size is not
+                divisible by the mesh axes that it is split over.
+
+        Example:
+            >>> from jaxscale.models.gpt import gpt2_small
+            >>> from jaxscale.sharding.rules import fsdp_tp
+            >>> sizes = {"data": 1, "fsdp": 2, "pipe": 1, "tensor": 8}
+            >>> gpt2_small().check_mesh(sizes, fsdp_tp())
+            Traceback (most recent call last):
+            ...
+            ValueError: num_heads 12 is not divisible by 8, the product of the mesh axes
+            ('tensor',) ...
+        """
+        missing = sorted(rules.mesh_axes() - set(mesh_sizes))
+        if missing:
+            raise ValueError(
+                f"the rules use the mesh axes {missing}, but the mesh has only "
+                f"{sorted(mesh_sizes)}; make it with jaxscale.sharding.make_mesh"
+            )
+        divided = [
+            ("num_heads", self.num_heads, ("heads", "act_heads")),
+            ("num_kv_heads", self.num_kv_heads, ("kv_heads", "act_kv_heads")),
+            ("d_ff", self.d_ff, ("mlp", "act_mlp")),
+            ("vocab_size", self.vocab_size, ("vocab", "act_vocab")),
+            ("d_model", self.d_model, ("embed", "act_embed", "norm")),
+            ("num_layers", self.num_layers, ("layers",)),
+            ("batch_size", batch_size, ("batch",)),
+            ("num_tokens", num_tokens, ("tokens",)),
+        ]
+        for name, size, logical_axes in divided:
+            for axis in logical_axes if size is not None else ():
+                names = rules.spec(axis)[0] or ()
+                names = (names,) if isinstance(names, str) else names
+                ways = 1
+                for mesh_axis in names:
+                    ways *= mesh_sizes[mesh_axis]
+                if size is not None and size % ways:
+                    raise ValueError(
+                        f"{name} {size} is not divisible by {ways}, the product of the "
+                        f"mesh axes {tuple(names)} that the rules split {axis!r} over; "
+                        f"change {name}, make these mesh axes smaller, or set "
+                        f"{axis}=None in the rules"
+                    )

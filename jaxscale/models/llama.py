@@ -1,0 +1,189 @@
+"""LLaMA 1, 2, 3, 3.1 and 3.2: named configurations.
+
+References:
+    LLaMA, arXiv 2302.13971. Llama 2, arXiv 2307.09288. Llama 3, arXiv 2407.21783.
+"""
+
+import dataclasses
+
+from jaxscale.models.config import DecoderConfig
+from jaxscale.nn.embeddings import RopeScaling
+
+
+def _llama(
+    *,
+    d_model: int,
+    num_layers: int,
+    num_heads: int,
+    d_ff: int,
+    max_seq_len: int,
+    num_kv_heads: int | None = None,
+    vocab_size: int = 32_000,
+    rope_theta: float = 10_000.0,
+    norm_eps: float = 1e-5,
+) -> DecoderConfig:
+    return DecoderConfig(
+        vocab_size=vocab_size,
+        d_model=d_model,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads or num_heads,
+        head_dim=d_model // num_heads,
+        d_ff=d_ff,
+        max_seq_len=max_seq_len,
+        rope_theta=rope_theta,
+        norm_eps=norm_eps,
+    )
+
+
+def llama_tiny() -> DecoderConfig:
+    """A LLaMA of 35 thousand parameters, for tests."""
+    return _llama(
+        vocab_size=256,
+        d_model=32,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        d_ff=64,
+        max_seq_len=128,
+    )
+
+
+def llama_1b() -> DecoderConfig:
+    """A 1.14-billion LLaMA to train from scratch: Llama 3.2 1B's shape, small table.
+
+    Heads are 128 wide, as in the large models, which the kernels prefer to 64.
+    """
+    return _llama(
+        d_model=2048,
+        num_layers=16,
+        num_heads=16,
+        num_kv_heads=8,
+        d_ff=8192,
+        max_seq_len=4096,
+        rope_theta=500_000.0,
+    )
+
+
+def llama1_7b() -> DecoderConfig:
+    """LLaMA 7B."""
+    return dataclasses.replace(llama2_7b(), max_seq_len=2048, norm_eps=1e-6)
+
+
+def llama1_13b() -> DecoderConfig:
+    """LLaMA 13B."""
+    return dataclasses.replace(llama2_13b(), max_seq_len=2048, norm_eps=1e-6)
+
+
+def llama1_33b() -> DecoderConfig:
+    """LLaMA 33B (called 30B in some releases)."""
+    return _llama(
+        d_model=6656,
+        num_layers=60,
+        num_heads=52,
+        d_ff=17920,
+        max_seq_len=2048,
+        norm_eps=1e-6,
+    )
+
+
+def llama1_65b() -> DecoderConfig:
+    """LLaMA 65B."""
+    return _llama(
+        d_model=8192, num_layers=80, num_heads=64, d_ff=22016, max_seq_len=2048
+    )
+
+
+def llama2_7b() -> DecoderConfig:
+    """Llama 2 7B."""
+    return _llama(
+        d_model=4096, num_layers=32, num_heads=32, d_ff=11008, max_seq_len=4096
+    )
+
+
+def llama2_13b() -> DecoderConfig:
+    """Llama 2 13B."""
+    return _llama(
+        d_model=5120, num_layers=40, num_heads=40, d_ff=13824, max_seq_len=4096
+    )
+
+
+def llama2_70b() -> DecoderConfig:
+    """Llama 2 70B."""
+    return _llama(
+        d_model=8192,
+        num_layers=80,
+        num_heads=64,
+        num_kv_heads=8,
+        d_ff=28672,
+        max_seq_len=4096,
+    )
+
+
+def _llama3(
+    *, d_model: int, num_layers: int, num_heads: int, d_ff: int
+) -> DecoderConfig:
+    return _llama(
+        vocab_size=128_256,
+        d_model=d_model,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=8,
+        d_ff=d_ff,
+        max_seq_len=8192,
+        rope_theta=500_000.0,
+    )
+
+
+def _long_context(
+    config: DecoderConfig, factor: float, **changes: bool
+) -> DecoderConfig:
+    """`config` with the 131,072-token context of Llama 3.1 and later."""
+    scaling = RopeScaling(
+        factor=factor,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    )
+    return dataclasses.replace(
+        config, max_seq_len=131_072, rope_scaling=scaling, **changes
+    )
+
+
+def llama3_8b() -> DecoderConfig:
+    """Llama 3 8B."""
+    return _llama3(d_model=4096, num_layers=32, num_heads=32, d_ff=14336)
+
+
+def llama3_70b() -> DecoderConfig:
+    """Llama 3 70B."""
+    return _llama3(d_model=8192, num_layers=80, num_heads=64, d_ff=28672)
+
+
+def llama3_1_8b() -> DecoderConfig:
+    """Llama 3.1 8B."""
+    return _long_context(llama3_8b(), 8.0)
+
+
+def llama3_1_70b() -> DecoderConfig:
+    """Llama 3.1 70B."""
+    return _long_context(llama3_70b(), 8.0)
+
+
+def llama3_1_405b() -> DecoderConfig:
+    """Llama 3.1 405B."""
+    return _long_context(
+        _llama3(d_model=16384, num_layers=126, num_heads=128, d_ff=53248), 8.0
+    )
+
+
+def llama3_2_1b() -> DecoderConfig:
+    """Llama 3.2 1B."""
+    config = _llama3(d_model=2048, num_layers=16, num_heads=32, d_ff=8192)
+    return _long_context(config, 32.0, tie_embeddings=True)
+
+
+def llama3_2_3b() -> DecoderConfig:
+    """Llama 3.2 3B."""
+    config = _llama3(d_model=3072, num_layers=28, num_heads=24, d_ff=8192)
+    return _long_context(config, 32.0, tie_embeddings=True)

@@ -1,0 +1,204 @@
+"""Token embeddings and rotary position embeddings.
+
+Legend: B batch, T tokens, N heads, H head dim, D model, V vocabulary.
+"""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.nn.initializers import Initializer
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxscale.sharding.parameters import partitioned
+from jaxscale.sharding.rules import REPLICATED, AxisRules, gather
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How rotary frequencies are stretched beyond the context length of pretraining.
+
+    Example:
+        >>> RopeScaling(factor=8.0, original_max_position_embeddings=8192).kind
+        'llama3'
+    """
+
+    kind: Literal["llama3", "linear"] = "llama3"
+    """`linear` divides every frequency by `factor`; `llama3` only the low ones."""
+    factor: float
+    """How many times longer the context becomes."""
+    low_freq_factor: float = 1.0
+    """llama3: wavelengths longer than original / low_freq_factor are stretched."""
+    high_freq_factor: float = 4.0
+    """llama3: wavelengths shorter than original / high_freq_factor are kept."""
+    original_max_position_embeddings: int = 8192
+    """llama3: context length of pretraining, in tokens."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("llama3", "linear"):
+            raise ValueError(f"kind {self.kind!r} is unknown; use 'llama3' or 'linear'")
+        if self.factor < 1:
+            raise ValueError(f"factor {self.factor} must be at least 1")
+        if not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor {self.low_freq_factor} must be positive and less "
+                f"than high_freq_factor {self.high_freq_factor}"
+            )
+        if self.original_max_position_embeddings < 1:
+            raise ValueError(
+                "original_max_position_embeddings "
+                f"{self.original_max_position_embeddings} must be positive"
+            )
+
+
+def rope_inv_freq(
+    rotary_dim: int, theta: float = 10_000.0, scaling: RopeScaling | None = None
+) -> Float[np.ndarray, "pairs"]:
+    """The angular frequency, in radians per token, of each rotated pair of features.
+
+    ``inv_freq[i] = theta ** (-2 i / rotary_dim)``, stretched as `scaling` says.
+    Llama-3 scaling divides frequencies whose wavelength exceeds
+    ``original / low_freq_factor`` by `factor`, keeps those below
+    ``original / high_freq_factor`` and interpolates between.
+
+    Args:
+        rotary_dim: Number of rotated features of a head, even.
+        theta: Base of the geometric progression.
+        scaling: Context extension, or None.
+
+    Returns:
+        ``rotary_dim / 2`` frequencies in fp32, rounded from fp64.
+
+    Raises:
+        ValueError: `rotary_dim` is not positive and even.
+
+    Example:
+        >>> rope_inv_freq(4, theta=100.0)
+        array([1. , 0.1], dtype=float32)
+
+    References:
+        RoFormer, arXiv 2104.09864. Llama 3, arXiv 2407.21783.
+    """
+    if rotary_dim < 2 or rotary_dim % 2:
+        raise ValueError(f"rotary_dim {rotary_dim} must be positive and even")
+    inv_freq = theta ** (-np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
+    if scaling is not None and scaling.kind == "linear":
+        inv_freq = inv_freq / scaling.factor
+    elif scaling is not None:
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        turns = scaling.original_max_position_embeddings * inv_freq / (2 * np.pi)
+        kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+        inv_freq = inv_freq * (kept + (1 - kept) / scaling.factor)
+    return inv_freq.astype(np.float32)
+
+
+def rotary(
+    x: Float[Array, "B T N H"],
+    positions: Int[Array, "B T"],
+    inv_freq: Float[np.ndarray | Array, "pairs"],
+    interleaved: bool = False,
+) -> Float[Array, "B T N H"]:
+    """`x` with its first ``2 * pairs`` features rotated by position.
+
+    Pair `i` of a token at position `p`, seen as a complex number, is multiplied by
+    ``exp(1j * p * inv_freq[i])``. Features past ``2 * pairs`` are left alone. Angles
+    and products are computed in fp32.
+
+    Args:
+        x: Queries or keys.
+        positions: Position of each token in its sequence.
+        inv_freq: Radians per token, as `rope_inv_freq` makes them.
+        interleaved: Pair `i` is features ``(2 i, 2 i + 1)`` as in GPT-J instead of
+            ``(i, i + pairs)`` as in LLaMA.
+
+    Returns:
+        The rotated array in the type of `x`.
+
+    Raises:
+        ValueError: there are more pairs than `x` has features for.
+
+    Example:
+        >>> x = jnp.ones((1, 2, 1, 2))
+        >>> positions = jnp.arange(2)[None]
+        >>> print(rotary(x, positions, rope_inv_freq(2))[0, :, 0])
+        [[ 1.          1.        ]
+         [-0.30116868  1.3817732 ]]
+
+    References:
+        RoFormer, arXiv 2104.09864.
+    """
+    pairs = inv_freq.shape[0]
+    if 2 * pairs > x.shape[-1]:
+        raise ValueError(
+            f"inv_freq has {pairs} pairs, but x has only {x.shape[-1]} features a head"
+        )
+    angles = positions[..., None, None].astype(jnp.float32) * inv_freq  # [B, T, 1, P]
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    rotated, rest = x[..., : 2 * pairs].astype(jnp.float32), x[..., 2 * pairs :]
+    if interleaved:
+        a, b = rotated[..., 0::2], rotated[..., 1::2]
+        out = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1)
+        out = out.reshape(rotated.shape)
+    else:
+        a, b = rotated[..., :pairs], rotated[..., pairs:]
+        out = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    return jnp.concatenate([out.astype(x.dtype), rest], axis=-1)
+
+
+NORMAL_INIT = jax.nn.initializers.normal(0.02)
+"""Initialization of tables and kernels in GPT-2 and LLaMA."""
+
+
+class Embed(nnx.Module):
+    """A table of vectors, looked up by index.
+
+    An index outside the table gives NaN rather than another token's vector.
+
+    Example:
+        >>> embed = Embed(16, 4, rngs=nnx.Rngs(0))
+        >>> embed(jnp.array([[3, 7]])).shape
+        (1, 2, 4)
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        features: int,
+        *,
+        row_axis: str | None = "vocab",
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+        table_init: Initializer = NORMAL_INIT,
+        rules: AxisRules = REPLICATED,
+        rngs: nnx.Rngs,
+    ) -> None:
+        """Make the table.
+
+        Args:
+            num_embeddings: Rows of the table.
+            features: Columns of the table.
+            row_axis: Logical axis of the rows, None where they are never split.
+            dtype: Type of the result.
+            param_dtype: Type of the table.
+            table_init: Initializer of the table.
+            rules: The table of the recipe.
+            rngs: Source of the keys.
+        """
+        self.axes = (row_axis, "embed")
+        self.dtype = dtype
+        self.rules = rules
+        self.table = nnx.Param(
+            partitioned(table_init, *self.axes)(
+                rngs.params(), (num_embeddings, features), param_dtype
+            )
+        )
+
+    def __call__(self, indices: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """The rows of the table at `indices`, in `dtype`."""
+        out_axes = ("batch", "tokens", "act_embed")
+        out = gather(self.table[...], indices, self.axes, out_axes, self.rules)
+        return out.astype(self.dtype)
