@@ -1,1 +1,24 @@
 """Attention over packed sequences of different length."""
+
+from pallas_kernels.varlen_attention.api import (
+    varlen_attention,
+    varlen_attention_segment_ids,
+)
+from pallas_kernels.varlen_attention.reference import varlen_attention_reference
+from pallas_kernels.varlen_attention.segments import (
+    cu_seqlens_from_segment_ids,
+    positions_from_cu_seqlens,
+    segment_ids_from_cu_seqlens,
+)
+from pallas_kernels.varlen_attention.xla import XlaConfig
+
+
+__all__ = [
+    "XlaConfig",
+    "cu_seqlens_from_segment_ids",
+    "positions_from_cu_seqlens",
+    "segment_ids_from_cu_seqlens",
+    "varlen_attention",
+    "varlen_attention_reference",
+    "varlen_attention_segment_ids",
+]

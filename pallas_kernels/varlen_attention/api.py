@@ -1,0 +1,295 @@
+"""Attention over packed sequences of different length: the public functions.
+
+Axes: B sequences, T packed queries, S packed keys, N query heads, K key/value heads,
+H head dim of queries and keys, Hv head dim of values.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.dispatch import dispatch
+from pallas_kernels.varlen_attention.segments import (
+    Window,
+    check_cu_seqlens,
+    cu_seqlens_from_segment_ids,
+)
+from pallas_kernels.varlen_attention.xla import varlen_attention_xla
+
+
+IMPLEMENTATIONS: Mapping[str, Callable[..., tuple[Array, Array]]] = {
+    "xla": varlen_attention_xla,
+}
+"""Implementations of `varlen_attention`, the preferred one first."""
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def varlen_attention(
+    q: Float[Array, "T N H"],
+    k: Float[Array, "S K H"],
+    v: Float[Array, "S K Hv"],
+    cu_seqlens_q: Int[Array | np.ndarray, " bounds"],
+    cu_seqlens_k: Int[Array | np.ndarray, " bounds"] | None = None,
+    *,
+    causal: bool = False,
+    window: Window = (None, None),
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    alibi_slopes: Float[Array, " N"] | None = None,
+    return_lse: bool = False,
+    deterministic: bool = True,
+    implementation: str | Sequence[str] | None = None,
+    config: object | None = None,
+) -> Float[Array, "T N Hv"] | tuple[Float[Array, "T N Hv"], Float[Array, "T N"]]:
+    """Attention in which every packed sequence sees itself alone.
+
+    For query ``i`` and key ``j`` of one sequence, counted from the sequence's start,
+    let ``d = j - i - (len_k - len_q)`` be how far the key lies to the right of the
+    diagonal that ends in the bottom right corner. Then, for each head::
+
+        s[i, j] = cap(scale * q[i] . k[j]) - alibi_slope * |d|
+        lse[i]  = log(sum_j exp(s[i, j]) + exp(sink))
+        out[i]  = sum_j exp(s[i, j] - lse[i]) * v[j]
+
+    over the keys with ``-left <= d <= right``, and ``d <= 0`` if causal, where
+    ``cap(x) = softcap * tanh(x / softcap)``. Sequences lie one after another, so no
+    work and no memory goes to padding; scores are accumulated and normalized in fp32
+    and never stored. Differentiable once in reverse mode by q, k, v, sinks and
+    alibi_slopes, through ``out`` and through ``lse``; works under `jax.jit`,
+    `jax.vmap`, `jax.lax.scan`, `jax.checkpoint` (the residuals are named
+    ``varlen_attention_out`` and ``varlen_attention_lse``) and `jax.shard_map` over
+    heads and over data.
+
+    Args:
+        q: [T, N, H], queries of all sequences. T is a static budget of tokens; rows
+            past the last sequence may hold anything, NaN too.
+        k: [S, K, H], keys. K divides N: query head n reads key head ``n // (N / K)``.
+        v: [S, K, Hv], values. Hv may differ from H.
+        cu_seqlens_q: [B+1], prefix sums of the numbers of queries, from 0. To leave
+            room for more sequences, repeat the last value. A sequence may be empty.
+        cu_seqlens_k: [B+1], the same of the keys; None takes `cu_seqlens_q`.
+        causal: hide keys to the right of the diagonal.
+        window: (left, right), keys that are visible on each side of the diagonal
+            besides the one on it; None is no limit.
+        scale: factor of ``q . k``; None is ``1 / sqrt(H)``.
+        softcap: bound on the magnitude of scores; None is no bound.
+        sinks: [N], logit of one more key per head whose value is zero, unscaled.
+        alibi_slopes: [N], penalty per token of distance from the diagonal.
+        return_lse: also return ``lse``.
+        deterministic: gradients are equal bit for bit between runs. False allows an
+            implementation a faster sum whose order varies.
+        implementation: "xla", or several names in order of preference; None takes the
+            best one that supports the arguments on this device and always works.
+        config: block sizes of the named implementation (`XlaConfig` for "xla"); None
+            takes its own choice.
+
+    Returns:
+        ``out`` [T, N, Hv] in the type of q; or ``(out, lse)`` with lse fp32 [T, N], in
+        natural logarithm. A query that sees no key gets ``out = 0`` and lse the sink,
+        ``-inf`` without one. Rows past the last sequence get ``out = 0``,
+        ``lse = -inf`` and zero gradients.
+
+    Raises:
+        TypeError: q, k and v are not all fp32, all bf16 or all fp16; or cu_seqlens are
+            not integers.
+        ValueError: shapes do not match, N is not a multiple of K, an option is out of
+            range, or cu_seqlens that are not traced do not fit (traced ones cannot be
+            checked: sequences that pass T or S are cut there).
+        Unsupported: the implementation that was named cannot serve the arguments.
+
+    Example:
+        Three sequences of 3, 0 and 4 tokens in a budget of 8, 4 query heads on 2
+        key/value heads:
+
+        >>> import jax, numpy as np
+        >>> keys = jax.random.split(jax.random.key(0), 3)
+        >>> q = jax.random.normal(keys[0], (8, 4, 16))
+        >>> k, v = (jax.random.normal(key, (8, 2, 16)) for key in keys[1:])
+        >>> out = varlen_attention(q, k, v, np.array([0, 3, 3, 7]), causal=True)
+        >>> out.shape
+        (8, 4, 16)
+        >>> bool((out[0, :2] == v[0, 0]).all())  # a first token sees itself alone
+        True
+        >>> bool((out[7] == 0).all())  # past the last sequence
+        True
+
+    References:
+        ByteTransformer (arXiv 2210.03052), section III: attention without padding.
+        It unpacks q, k and v for longer sequences and stores the scores; here nothing
+        is unpacked, scores stay in blocks as in FlashAttention (arXiv 2205.14135), and
+        there is a backward pass. Argument names follow ``flash_attn_varlen_func``,
+        but no limit is None, not -1, and the lengths' maxima need not be known. ALiBi:
+        arXiv 2108.12409, penalizing both sides when not causal. Sinks: gpt-oss,
+        after arXiv 2309.17453. Softcap: Gemma 2 (arXiv 2408.00118), before ALiBi.
+    """
+    q, k, v = (jnp.asarray(x) for x in (q, k, v))
+    _check_arrays(q, k, v)
+    if cu_seqlens_k is None and k.shape[0] != q.shape[0]:
+        raise ValueError(
+            f"cu_seqlens_k is None but k has S={k.shape[0]} rows and q T={q.shape[0]}; "
+            "pass cu_seqlens_k when keys are packed differently from queries"
+        )
+    cu_q = check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.shape[0])
+    cu_k = cu_q
+    if cu_seqlens_k is not None:
+        cu_k = check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, k.shape[0])
+        if cu_k.shape != cu_q.shape:
+            raise ValueError(
+                "cu_seqlens_q and cu_seqlens_k must have one length, got "
+                f"{cu_q.shape[0]} and {cu_k.shape[0]}; repeat the last value to pad"
+            )
+    for name, x in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+        _check_per_head(name, x, q.shape[1])
+    scale = q.shape[2] ** -0.5 if scale is None else float(scale)
+    if not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap must be positive, got {softcap}; None disables it")
+    arrays = _vary_alike(q, k, v, cu_q, cu_k, sinks, alibi_slopes)
+    out, lse = dispatch(
+        "varlen_attention",
+        IMPLEMENTATIONS,
+        implementation,
+        *arrays,
+        window=_resolve_window(causal, window),
+        scale=scale,
+        softcap=None if softcap is None else float(softcap),
+        deterministic=deterministic,
+        config=config,
+    )
+    return (out, lse) if return_lse else out
+
+
+def varlen_attention_segment_ids(
+    q: Float[Array, "T N H"],
+    k: Float[Array, "S K H"],
+    v: Float[Array, "S K Hv"],
+    segment_ids_q: Int[Array | np.ndarray, " T"],
+    segment_ids_k: Int[Array | np.ndarray, " S"] | None = None,
+    *,
+    max_seqs: int,
+    **options: Any,
+) -> Float[Array, "T N Hv"] | tuple[Float[Array, "T N Hv"], Float[Array, "T N"]]:
+    """`varlen_attention` for sequences that are marked by an id on each row.
+
+    A query sees the keys with its own id, within the causal mask and the window.
+
+    Args:
+        q: [T, N, H], queries.
+        k: [S, K, H], keys.
+        v: [S, K, Hv], values.
+        segment_ids_q: [T], ids in ``[0, max_seqs)`` that do not decrease, then
+            negative ids to the end for rows of no sequence. Where 0 marks padding,
+            pass ``segment_ids - 1``.
+        segment_ids_k: [S], the same for keys; None takes `segment_ids_q`.
+        max_seqs: B, static; rows with a larger id count as padding when the ids are
+            traced.
+        **options: keyword arguments of `varlen_attention`.
+
+    Returns:
+        As `varlen_attention`.
+
+    Raises:
+        ValueError: ids that are not traced are out of order or reach `max_seqs`, or
+            their number is not that of the rows; and as `varlen_attention`.
+
+    Example:
+        >>> import jax, numpy as np
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 6, 2, 8))
+        >>> ids = np.array([0, 0, 0, 1, 1, -1])
+        >>> out = varlen_attention_segment_ids(q, k, v, ids, max_seqs=2)
+        >>> same = varlen_attention(q, k, v, np.array([0, 3, 5]))
+        >>> bool((out == same).all())
+        True
+    """
+    pairs = [("segment_ids_q", segment_ids_q, "q", q)]
+    if segment_ids_k is not None:
+        pairs.append(("segment_ids_k", segment_ids_k, "k", k))
+    for name, ids, rows_name, rows in pairs:
+        if ids.shape != rows.shape[:1]:
+            raise ValueError(
+                f"{name} must hold one id for each of the {rows.shape[0]} rows of "
+                f"{rows_name}, got shape {ids.shape}; for batched rows use jax.vmap"
+            )
+    cu_seqlens = [cu_seqlens_from_segment_ids(ids, max_seqs) for _, ids, *_ in pairs]
+    return varlen_attention(q, k, v, *cu_seqlens, **options)
+
+
+def _check_arrays(q: Array, k: Array, v: Array) -> None:
+    dtypes = [str(x.dtype) for x in (q, k, v)]
+    if len(set(dtypes)) > 1 or dtypes[0] not in DTYPES:
+        raise TypeError(
+            f"q, k and v must have one type of {', '.join(DTYPES)}, got "
+            f"{', '.join(dtypes)}; cast them with .astype"
+        )
+    for name, x, letters in (("q", q, "T, N, H"), ("k", k, "S, K, H")):
+        if x.ndim != 3:
+            raise ValueError(
+                f"{name} must be [{letters}], got shape {x.shape}; for batched rows "
+                "use jax.vmap"
+            )
+    if v.ndim != 3 or v.shape[:2] != k.shape[:2]:
+        raise ValueError(
+            f"v must be [S, K, Hv] with the S, K = {k.shape[:2]} of k, got {v.shape}"
+        )
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"q and k must have one head dim, got {q.shape[2]} and {k.shape[2]}"
+        )
+    if 0 in k.shape[1:] or q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"the number of query heads N={q.shape[1]} must be a multiple of the "
+            f"number of key/value heads K={k.shape[1]}"
+        )
+
+
+def _check_per_head(name: str, x: Array | None, heads: int) -> None:
+    if x is None:
+        return
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{name} must be floating, got {x.dtype}")
+    if x.shape != (heads,):
+        raise ValueError(
+            f"{name} must hold one number for each of the N={heads} query heads, got "
+            f"shape {x.shape}"
+        )
+
+
+def _resolve_window(causal: bool, window: Window) -> Window:
+    """The window with the causal mask folded in."""
+    if len(window) != 2:
+        raise ValueError(f"window must be (left, right), got {window!r}")
+    for side, size in zip(("left", "right"), window, strict=True):
+        if size is not None and (size != int(size) or size < 0):
+            raise ValueError(
+                f"window must hold non-negative integers or None, got {side}={size}; "
+                "None is no limit"
+            )
+    left, right = (None if size is None else int(size) for size in window)
+    return (left, 0) if causal else (left, right)
+
+
+def _vary_alike(*arrays: Array | None) -> list[Array | None]:
+    """Mark arrays that are equal on all devices as the others inside `jax.shard_map`.
+
+    With heads split and, say, one key/value head on every device, the gradient of the
+    latter is the sum over devices; the cast, whose transpose is that sum, makes it so.
+    """
+    axes = frozenset().union(
+        *(jax.typeof(x).manual_axis_type.varying for x in arrays if x is not None)
+    )
+
+    def cast(x: Array | None) -> Array | None:
+        if x is None:
+            return None
+        missing = tuple(sorted(axes - jax.typeof(x).manual_axis_type.varying))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return [cast(x) for x in arrays]

@@ -1,0 +1,374 @@
+"""Portable attention over packed sequences, in memory linear in the tokens.
+
+Online softmax over blocks of keys (Milakov & Gimelshein, arXiv 1805.02867; Dao et al.,
+arXiv 2205.14135), in plain JAX. Sequence, window and causal triangle leave each query
+one interval of keys (`segments.visible_ranges`), so a block of queries loops over the
+few blocks of keys that its intervals touch, and the backward pass does the same with
+the parts exchanged. The trip counts depend on data; the gradient is written by hand
+and recomputes the scores, so nothing of size [T, S] exists and nothing has to
+differentiate such a loop.
+
+Axes: B sequences, T packed queries, S packed keys, N query heads, K key/value heads,
+G = N / K query heads per key/value head, H head dim of queries and keys, Hv head dim of
+values. Heads lead inside this file: [K, G, T, H].
+"""
+
+import dataclasses
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_batching import custom_vmap
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.varlen_attention.segments import Window, visible_ranges
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class XlaConfig:
+    """Block sizes of the portable implementation."""
+
+    block_q: int = 128
+    """Queries of a block."""
+    block_k: int = 128
+    """Keys of a block."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if (size := getattr(self, field.name)) < 1:
+                raise ValueError(f"{field.name} must be at least 1, got {size}")
+
+
+class _Options(NamedTuple):
+    """What is static about a call."""
+
+    window: Window
+    scale: float
+    softcap: float | None
+    block_q: int
+    block_k: int
+
+
+class _Operands(NamedTuple):
+    """Arrays of a call, cut into blocks; rows of no sequence are zero."""
+
+    q: Float[Array, "blocks_q K G block_q H"]
+    k: Float[Array, "blocks_k K block_k H"]
+    v: Float[Array, "blocks_k K block_k Hv"]
+    start: Int[Array, "blocks_q block_q"]
+    stop: Int[Array, "blocks_q block_q"]
+    diagonal: Int[Array, "blocks_q block_q"]
+    slopes: Float[Array, "K G 1 1"] | None
+
+
+def varlen_attention_xla(
+    q: Float[Array, "T N H"],
+    k: Float[Array, "S K H"],
+    v: Float[Array, "S K Hv"],
+    cu_seqlens_q: Int[Array, " bounds"],
+    cu_seqlens_k: Int[Array, " bounds"],
+    sinks: Float[Array, " N"] | None,
+    alibi_slopes: Float[Array, " N"] | None,
+    *,
+    window: Window,
+    scale: float,
+    softcap: float | None,
+    deterministic: bool,
+    config: object,
+) -> tuple[Float[Array, "T N Hv"], Float[Array, "T N"]]:
+    """See `varlen_attention`; the arguments are checked and their defaults resolved."""
+    del deterministic  # no atomics: every sum has a fixed order
+    if config is None:
+        config = XlaConfig()
+    if not isinstance(config, XlaConfig):
+        raise Unsupported(
+            f"xla varlen_attention takes an XlaConfig, got config={config!r}; pass "
+            "the config of the implementation that you name"
+        )
+    options = _Options(
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        block_q=min(config.block_q, _round_up(q.shape[0], 8)),
+        block_k=min(config.block_k, _round_up(k.shape[0], 8)),
+    )
+    return _attention(options, q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, alibi_slopes)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(
+    options: _Options,
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_q: Array,
+    cu_k: Array,
+    sinks: Array | None,
+    slopes: Array | None,
+) -> tuple[Array, Array]:
+    return _attention_fwd(options, q, k, v, cu_q, cu_k, sinks, slopes)[0]
+
+
+def _attention_fwd(
+    options: _Options,
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_q: Array,
+    cu_k: Array,
+    sinks: Array | None,
+    slopes: Array | None,
+) -> tuple[tuple[Array, Array], tuple]:
+    x = _operands(options, q, k, v, cu_q, cu_k, slopes)
+    blocks_q, num_kv, groups, block_q, _ = x.q.shape
+    first, last = _touched_blocks(x.start, x.stop, options.block_k)
+    shape = (num_kv, groups, block_q, 1)
+    if sinks is None:
+        sink = jnp.full(shape, -jnp.inf, jnp.float32)
+    else:
+        sink = sinks.astype(jnp.float32).reshape(num_kv, groups, 1, 1)
+        sink = jnp.broadcast_to(sink, shape)
+    acc = jnp.zeros((*shape[:3], v.shape[-1]), jnp.float32)
+    # A sink is a key with the value zero that every query sees first.
+    carry = (acc, sink, (sink > -jnp.inf).astype(jnp.float32))
+    carry = tuple(_varying_like(c, x.q) for c in carry)
+
+    def query_block(i: Array) -> tuple[Array, Array]:
+        def key_block(j: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+            acc, m, total = carry
+            scores, mask, _ = _scores(options, x, i, j)
+            scores = jnp.where(mask, scores, -jnp.inf)
+            m_new = jnp.maximum(m, jnp.max(scores, axis=-1, keepdims=True))
+            m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new)
+            p = jnp.exp(scores - m_safe)
+            alpha = jnp.exp(m - m_safe)
+            total = alpha * total + jnp.sum(p, axis=-1, keepdims=True)
+            pv = _dot("kgts,ksv->kgtv", p.astype(v.dtype), x.v[j])
+            return alpha * acc + pv, m_new, total
+
+        acc, m, total = jax.lax.fori_loop(first[i], last[i], key_block, carry)
+        seen = total > 0.0
+        total = jnp.where(seen, total, 1.0)
+        out = acc / total
+        lse = jnp.where(seen, m + jnp.log(total), -jnp.inf)
+        return out.astype(q.dtype), lse
+
+    out, lse = jax.lax.map(query_block, jnp.arange(blocks_q, dtype=jnp.int32))
+    inside = _inside(cu_q, q.shape[0])
+    out = jnp.where(inside[:, None, None], _rows(out, q.shape[0]), 0)
+    lse = jnp.where(inside[:, None], _rows(lse, q.shape[0])[:, :, 0], -jnp.inf)
+    # Rematerialization policies may keep these two by name: see the docs of the op.
+    out = checkpoint_name(out, "varlen_attention_out")
+    lse = checkpoint_name(lse, "varlen_attention_lse")
+    return (out, lse), (q, k, v, cu_q, cu_k, sinks, slopes, out, lse)
+
+
+def _attention_bwd(
+    options: _Options, residuals: tuple, cotangents: tuple[Array, Array]
+) -> tuple[Array | None, ...]:
+    q, k, v, cu_q, cu_k, sinks, slopes, out, lse = residuals
+    x = _operands(options, q, k, v, cu_q, cu_k, slopes)
+    inside = _inside(cu_q, q.shape[0])[:, None]
+    dout, dlse = cotangents
+    dout = jnp.where(inside[..., None], dout, 0)
+    # With scores s and weights p = exp(s - lse), the gradient of a score is
+    # p * (dout . v - delta), delta = dout . out - dlse.
+    delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    seen = inside & (lse > -jnp.inf)
+    delta = jnp.where(seen, delta - dlse, 0.0)
+    lse = jnp.where(seen, lse, 0.0)
+    dsinks = None
+    if sinks is not None:
+        p_sink = jnp.where(seen, jnp.exp(sinks.astype(jnp.float32) - lse), 0.0)
+        dsinks = -jnp.sum(p_sink * delta, axis=0).astype(sinks.dtype)
+
+    groups = q.shape[1] // k.shape[1]
+    dout_b, lse_b, delta_b = (
+        _query_blocks(a, groups, options.block_q)
+        for a in (dout, lse[..., None], delta[..., None])
+    )
+    # The same ranges seen from the keys: which queries look at a key.
+    left, right = options.window
+    start, stop, _ = visible_ranges(cu_k, cu_q, k.shape[0], (right, left))
+    block_k = options.block_k
+    first, last = _touched_blocks(
+        _cut(start, block_k), _cut(stop, block_k), options.block_q
+    )
+
+    def key_block(carry: tuple[Array, ...], j: Array) -> tuple:
+        def query_block(i: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+            dq, dslopes, dk, dv = carry
+            scores, mask, (derivative, distance) = _scores(options, x, i, j)
+            p = jnp.where(mask, jnp.exp(scores - lse_b[i]), 0.0)
+            dv += _dot("kgts,kgtv->ksv", p.astype(v.dtype), dout_b[i])
+            dp = _dot("kgtv,ksv->kgts", dout_b[i], x.v[j])
+            ds = p * (dp - delta_b[i])
+            if slopes is not None:
+                dslopes -= jnp.sum(ds * distance, axis=(-1, -2), keepdims=True)
+            ds = (ds * derivative).astype(q.dtype)
+            dk += _dot("kgts,kgth->ksh", ds, x.q[i])
+            dq = dq.at[i].add(_dot("kgts,ksh->kgth", ds, x.k[j]))
+            return dq, dslopes, dk, dv
+
+        dk, dv = (
+            _varying_like(jnp.zeros(a.shape[1:], jnp.float32), a) for a in (x.k, x.v)
+        )
+        dq, dslopes, dk, dv = jax.lax.fori_loop(
+            first[j], last[j], query_block, (*carry, dk, dv)
+        )
+        return (dq, dslopes), (dk.astype(k.dtype), dv.astype(v.dtype))
+
+    dq = jnp.zeros(x.q.shape, jnp.float32)
+    dslopes = jnp.zeros((*x.q.shape[1:3], 1, 1), jnp.float32)
+    carry = tuple(_varying_like(c, x.q) for c in (dq, dslopes))
+    blocks_k = jnp.arange(x.k.shape[0], dtype=jnp.int32)
+    (dq, dslopes), (dk, dv) = jax.lax.scan(key_block, carry, blocks_k)
+    dq = _rows(dq, q.shape[0]).astype(q.dtype)
+    dk, dv = (_rows(a[:, :, None], k.shape[0]) for a in (dk, dv))
+    if slopes is not None:
+        dslopes = dslopes.reshape(slopes.shape).astype(slopes.dtype)
+    return dq, dk, dv, None, None, dsinks, None if slopes is None else dslopes
+
+
+_attention.defvjp(_attention_fwd, _attention_bwd)
+
+
+def _scores(
+    options: _Options, x: _Operands, i: Array, j: Array
+) -> tuple[Array, Array, tuple[Array, Array]]:
+    """Scores of query block `i` against key block `j`, before the mask.
+
+    Returns:
+        Scores [K, G, block_q, block_k], the mask [block_q, block_k] of what is seen,
+        and what the backward pass needs: the derivative of a score by ``q . k`` and
+        the distances that ALiBi multiplies.
+    """
+    scores = options.scale * _dot("kgth,ksh->kgts", x.q[i], x.k[j])
+    derivative = jnp.float32(options.scale)
+    if options.softcap is not None:
+        capped = jnp.tanh(scores / options.softcap)
+        scores = options.softcap * capped
+        derivative = options.scale * (1.0 - capped * capped)
+    columns = j * options.block_k + jnp.arange(options.block_k, dtype=jnp.int32)
+    mask = (x.start[i][:, None] <= columns) & (columns < x.stop[i][:, None])
+    distance = jnp.abs(x.diagonal[i][:, None] - columns).astype(jnp.float32)
+    if x.slopes is not None:
+        scores -= x.slopes * distance
+    return scores, mask, (derivative, distance)
+
+
+def _dot(subscripts: str, a: Array, b: Array) -> Array:
+    return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
+
+
+def _operands(
+    options: _Options,
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_q: Array,
+    cu_k: Array,
+    slopes: Array | None,
+) -> _Operands:
+    num_kv = k.shape[1]
+    groups = q.shape[1] // num_kv
+    # Rows of no sequence may hold anything, NaN too, and 0 * NaN is NaN.
+    q = jnp.where(_inside(cu_q, q.shape[0])[:, None, None], q, 0)
+    inside = _inside(cu_k, k.shape[0])[:, None, None]
+    k, v = (jnp.where(inside, a, 0) for a in (k, v))
+    ranges = visible_ranges(cu_q, cu_k, q.shape[0], options.window)
+    start, stop, diagonal = (_cut(r, options.block_q) for r in ranges)
+    if slopes is not None:
+        slopes = slopes.astype(jnp.float32).reshape(num_kv, groups, 1, 1)
+    return _Operands(
+        q=_query_blocks(q, groups, options.block_q),
+        k=_cut(k, options.block_k).swapaxes(1, 2),
+        v=_cut(v, options.block_k).swapaxes(1, 2),
+        start=start,
+        stop=stop,
+        diagonal=diagonal,
+        slopes=slopes,
+    )
+
+
+def _inside(cu_seqlens: Array, num_tokens: int) -> Array:
+    """Which rows belong to a sequence."""
+    return jnp.arange(num_tokens, dtype=jnp.int32) < cu_seqlens[-1]
+
+
+def _cut(x: Array, block: int) -> Array:
+    """[T, ...] to [blocks, block, ...], the last block filled with zeros."""
+    blocks = max(1, -(-x.shape[0] // block))
+    pad = [(0, blocks * block - x.shape[0])] + [(0, 0)] * (x.ndim - 1)
+    return jnp.pad(x, pad).reshape(blocks, block, *x.shape[1:])
+
+
+def _query_blocks(x: Array, groups: int, block: int) -> Array:
+    """[T, N, H] to [blocks, K, G, block, H]."""
+    x = _cut(x, block)
+    x = x.reshape(*x.shape[:2], x.shape[2] // groups, groups, x.shape[3])
+    return x.transpose(0, 2, 3, 1, 4)
+
+
+def _rows(x: Array, num_tokens: int) -> Array:
+    """The inverse of `_query_blocks`: [blocks, K, G, block, H] to [T, N, H]."""
+    x = x.transpose(0, 3, 1, 2, 4)
+    x = x.reshape(x.shape[0] * x.shape[1], x.shape[2] * x.shape[3], x.shape[4])
+    return x[:num_tokens]
+
+
+def _touched_blocks(start: Array, stop: Array, block: int) -> tuple[Array, Array]:
+    """For each block of rows, the range of column blocks that its intervals touch.
+
+    Args:
+        start: [blocks, rows], where the interval of a row starts.
+        stop: [blocks, rows], where it stops; equal to `start` if it is empty.
+        block: columns of a block.
+
+    Returns:
+        ``(first, last)``, int32 [blocks] each, the bounds of a loop; where nothing is
+        seen ``first > last``, and no union with other bounds grows by it.
+    """
+    seen = start < stop
+    limit = jnp.iinfo(jnp.int32).max
+    first = jnp.min(jnp.where(seen, start, limit), axis=1) // block
+    last = -(-jnp.max(jnp.where(seen, stop, 0), axis=1) // block)
+    return _union(first, last)
+
+
+@custom_vmap
+def _union(first: Array, last: Array) -> tuple[Array, Array]:
+    """Loop bounds that stay scalars under `jax.vmap`: the union over the batch.
+
+    A loop with batched bounds would turn each slice into a gather and each carry into
+    a select. Blocks that one element of the batch does not need are masked there.
+    """
+    return first, last
+
+
+@_union.def_vmap
+def _union_of_batch(
+    axis_size: int, in_batched: list[bool], first: Array, last: Array
+) -> tuple[tuple[Array, Array], tuple[bool, bool]]:
+    del axis_size
+    first = jnp.min(first, axis=0) if in_batched[0] else first
+    last = jnp.max(last, axis=0) if in_batched[1] else last
+    return _union(first, last), (False, False)
+
+
+def _varying_like(x: Array, like: Array) -> Array:
+    """Mark a constant as varying over the manual mesh axes that `like` varies over.
+
+    Inside `jax.shard_map` a loop must return what it took, and a carry that begins as
+    a constant would not be typed as differing between devices.
+    """
+    axes = jax.typeof(like).manual_axis_type.varying
+    missing = tuple(axes - jax.typeof(x).manual_axis_type.varying)
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _round_up(x: int, multiple: int) -> int:
+    return max(multiple, -(-x // multiple) * multiple)
