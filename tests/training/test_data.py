@@ -1,0 +1,316 @@
+import dataclasses
+import itertools
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxscale.models import Tokenizer
+from jaxscale.sharding import make_mesh
+from jaxscale.training.corpus import TokenCorpus
+from jaxscale.training.data import DataConfig, PackedBatches, PackedRows, load_text
+
+
+def numbered_corpus(lengths):
+    """Every token of the corpus has an id of its own, from 1 on."""
+    ends = np.cumsum([1, *lengths])
+    return TokenCorpus.from_ids(
+        [range(low, high) for low, high in itertools.pairwise(ends)]
+    )
+
+
+def pieces(row):
+    """The pieces of documents in a row, each with its targets and mask."""
+    ends = row["cu_seqlens"]
+    for low, high in itertools.pairwise(ends):
+        if high > low:
+            yield tuple(row[k][low:high] for k in ("tokens", "targets", "loss_mask"))
+
+
+corpora = st.lists(st.integers(1, 40), min_size=1, max_size=12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=corpora,
+    seq_len=st.integers(2, 24),
+    max_sequences=st.integers(1, 6),
+    seed=st.integers(0, 2**32),
+    shuffle=st.booleans(),
+    epoch=st.integers(0, 3),
+)
+def test_an_epoch_holds_every_token_once_with_its_successor(
+    lengths, seq_len, max_sequences, seed, shuffle, epoch
+):
+    corpus = numbered_corpus(lengths)
+    rows = PackedRows(
+        corpus,
+        seq_len=seq_len,
+        max_sequences=max_sequences,
+        seed=seed,
+        shuffle=shuffle,
+    )
+    document_of = np.repeat(np.arange(len(lengths)), lengths)
+    last = set(corpus.offsets[1:].tolist())
+    seen = []
+    for i in range(rows.rows_per_epoch):
+        row = rows[epoch * rows.rows_per_epoch + i]
+        used = int(row["cu_seqlens"][-1])
+        assert row["cu_seqlens"].shape == (max_sequences + 1,)
+        assert row["cu_seqlens"][0] == 0 and used <= seq_len
+        for name in ("tokens", "targets", "loss_mask"):
+            assert row[name].shape == (seq_len,)
+            assert not row[name][used:].any()
+        for tokens, targets, mask in pieces(row):
+            assert len(set(document_of[tokens - 1])) == 1
+            np.testing.assert_array_equal(np.diff(tokens), 1)
+            ends_document = np.isin(tokens, list(last))
+            np.testing.assert_array_equal(mask, ~ends_document)
+            np.testing.assert_array_equal(targets, np.where(mask, tokens + 1, 0))
+            seen.extend(tokens.tolist())
+    assert sorted(seen) == list(range(1, sum(lengths) + 1))
+
+
+def test_rows_are_full_unless_documents_are_short():
+    corpus = numbered_corpus([50, 70, 33, 90, 41])
+    rows = PackedRows(corpus, seq_len=16, max_sequences=4, seed=1)
+    assert rows.rows_per_epoch == -(-284 // 16)
+    used = [rows[i]["cu_seqlens"][-1] for i in range(rows.rows_per_epoch)]
+    assert sorted(used)[1:] == [16] * (rows.rows_per_epoch - 1)
+
+
+def test_one_sequence_a_row_never_mixes_documents():
+    rows = PackedRows(numbered_corpus([3, 9, 4]), seq_len=4, max_sequences=1, seed=0)
+    assert rows.rows_per_epoch == 1 + 3 + 1
+
+
+def order(config, count, **kwargs):
+    corpus = numbered_corpus([17, 5, 30, 8, 21, 2, 40])
+    iterator = iter(PackedBatches(corpus, config, **kwargs))
+    return np.concatenate([np.asarray(next(iterator).tokens) for _ in range(count)])
+
+
+def assert_equal(one, other):
+    for name in ("tokens", "targets", "loss_mask", "cu_seqlens"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+
+
+SMALL = DataConfig(seq_len=8, batch_size=2, max_sequences=4, prefetch=0)
+
+
+def test_order_depends_on_the_seed_and_the_epoch_alone():
+    rows_per_epoch = -(-123 // 8)
+    first = order(SMALL, 20)
+    np.testing.assert_array_equal(first, order(SMALL, 20))
+    np.testing.assert_array_equal(
+        first, order(dataclasses.replace(SMALL, prefetch=3), 20)
+    )
+    other = order(dataclasses.replace(SMALL, seed=1), 20)
+    assert (first != other).any()
+    one, two = first[:rows_per_epoch], first[rows_per_epoch : 2 * rows_per_epoch]
+    assert (one != two).any()
+    assert sorted(one[one > 0]) == sorted(two[two > 0]) == list(range(1, 124))
+
+
+def test_documents_and_rows_are_both_shuffled():
+    rows = order(SMALL, 8)
+    starts = rows[:, 0]
+    assert (np.diff(starts) < 0).any()
+    # Document order: what follows token 17, the last of document 0, in its row.
+    in_order = order(SMALL, 8, shuffle=False)
+    assert sorted(in_order[in_order > 0]) == in_order[in_order > 0].tolist()
+    follows = [int(row[list(row).index(17) + 1]) for row in in_order if 17 in row[:-1]]
+    assert follows == [18]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    steps=st.integers(0, 25),
+    prefetch=st.integers(0, 3),
+    batch_size=st.sampled_from([1, 2, 3, 4]),
+    seed=st.integers(0, 100),
+)
+def test_a_saved_position_resumes_bit_for_bit(steps, prefetch, batch_size, seed):
+    config = dataclasses.replace(
+        SMALL, prefetch=prefetch, batch_size=batch_size, seed=seed
+    )
+    batches = PackedBatches(numbered_corpus([17, 5, 30, 8, 1, 21]), config)
+    unbroken = iter(batches)
+    for _ in range(steps):
+        next(unbroken)
+    state = json.loads(json.dumps(unbroken.get_state()))
+    resumed = iter(batches)
+    next(resumed)
+    resumed.set_state(state)
+    assert resumed.get_state() == state
+    for _ in range(5):
+        assert_equal(next(resumed), next(unbroken))
+
+
+def test_the_batch_size_may_change_on_resume():
+    corpus = numbered_corpus([17, 5, 30, 8])
+    two = iter(PackedBatches(corpus, SMALL))
+    next(two)
+    three = iter(PackedBatches(corpus, dataclasses.replace(SMALL, batch_size=3)))
+    three.set_state(two.get_state())
+    expected = np.concatenate([next(two).tokens, next(two).tokens])[:3]
+    np.testing.assert_array_equal(next(three).tokens, expected)
+
+
+def test_a_position_of_other_data_is_refused():
+    state = iter(PackedBatches(numbered_corpus([17, 5]), SMALL)).get_state()
+    other = iter(PackedBatches(numbered_corpus([17, 6]), SMALL))
+    with pytest.raises(ValueError, match=r"position was made with corpus '\w+', this"):
+        other.set_state(state)
+    longer = dataclasses.replace(SMALL, seq_len=16)
+    other = iter(PackedBatches(numbered_corpus([17, 5]), longer))
+    with pytest.raises(ValueError, match="with seq_len 8, this data has 16"):
+        other.set_state(state)
+
+
+def test_an_evaluation_ends_with_padding():
+    corpus = numbered_corpus([17, 5])
+    config = dataclasses.replace(SMALL, batch_size=2)
+    batches = PackedBatches(corpus, config, epochs=1, shuffle=False)
+    for _ in range(2):
+        made = list(batches)
+        assert len(made) == len(batches) == 2
+        tokens = np.concatenate([np.asarray(batch.tokens) for batch in made])
+        assert sorted(tokens[tokens > 0].tolist()) == list(range(1, 23))
+        assert not made[-1].loss_mask[1].any() and not made[-1].cu_seqlens[1].any()
+        assert sum(int(batch.loss_mask.sum()) for batch in made) == 22 - 2
+
+
+def test_a_sharded_batch_is_the_batch():
+    config = dataclasses.replace(SMALL, batch_size=8)
+    mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
+    sharding = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+    corpus = numbered_corpus([17, 5, 30, 8])
+    sharded = next(iter(PackedBatches(corpus, config, sharding=sharding)))
+    whole = next(iter(PackedBatches(corpus, config)))
+    assert_equal(sharded, whole)
+    for array in jax.tree.leaves(sharded):
+        assert array.sharding.is_equivalent_to(sharding, 2)
+        assert array.addressable_shards[0].data.shape[0] == 2
+
+
+def test_rows_that_cannot_be_spread_evenly_are_refused():
+    mesh = make_mesh({"data": 2, "fsdp": 4})
+    rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+    corpus = numbered_corpus([17])
+    with pytest.raises(ValueError, match=r"batch_size 2 .* 8 shards .*data=2 x fsdp=4"):
+        PackedBatches(corpus, SMALL, sharding=rows)
+    with pytest.raises(ValueError, match="splits more than the rows"):
+        PackedBatches(
+            corpus, SMALL, sharding=NamedSharding(mesh, PartitionSpec("data", "fsdp"))
+        )
+    with pytest.raises(ValueError, match="epochs 0, expected at least 1"):
+        PackedBatches(corpus, SMALL, epochs=0)
+
+
+PROCESS = """
+    import sys
+    import jax
+    import numpy as np
+    from jax.sharding import NamedSharding, PartitionSpec
+    from jaxscale.sharding import make_mesh
+    from jaxscale.training.corpus import TokenCorpus
+    from jaxscale.training.data import DataConfig, PackedBatches
+
+    jax.config.update("jax_num_cpu_devices", 4)
+    jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+    corpus = TokenCorpus.from_ids([range(1, 60), range(60, 75), range(75, 129)])
+    config = DataConfig(seq_len=8, batch_size=4, max_sequences=4, prefetch=1)
+    # tensor=2 stays inside a process, tensor=8 spans both: they need the same rows.
+    for sizes in ({"data": 2, "fsdp": 2, "tensor": 2}, {"tensor": 8}):
+        mesh = make_mesh(sizes)
+        sharding = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+        batches = PackedBatches(corpus, config, sharding=sharding)
+        iterator = iter(batches)
+        seen = set()
+        for _ in range(-(-batches.rows.rows_per_epoch // 4)):
+            for shard in next(iterator).tokens.addressable_shards:
+                seen.update(np.asarray(shard.data).ravel().tolist())
+        print(len(batches.local_rows), sorted(seen - {0}))
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_read_disjoint_rows_that_make_the_whole():
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(PROCESS), address, str(rank)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    results = []
+    for output in outputs:
+        lines = [line.partition(" ") for line in output.splitlines()]
+        results.append([(int(count), json.loads(ids)) for count, _, ids in lines])
+    (split_0, whole_0), (split_1, whole_1) = results
+    assert split_0[0] == split_1[0] == 2
+    assert sorted(split_0[1] + split_1[1]) == list(range(1, 129))
+    assert whole_0 == whole_1 == (4, list(range(1, 129)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seq_len": 1}, "seq_len 1, expected at least 2"),
+        ({"batch_size": 0}, "batch_size 0, expected at least 1"),
+        ({"prefetch": -1}, "prefetch -1, expected at least 0"),
+        ({"held_out_fraction": 1.0}, r"held_out_fraction 1\.0, expected at least 0"),
+    ],
+)
+def test_impossible_settings_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        DataConfig(**changes)
+
+
+def test_text_is_found_split_and_tokenized(tmp_path):
+    for i in range(40):
+        (tmp_path / f"{i}.txt").write_text(f"document {i} " * (i + 1))
+    config = DataConfig(
+        paths=(str(tmp_path),), vocab_size=280, held_out_fraction=0.2, seq_len=16
+    )
+    text = load_text(config)
+    assert text.tokenizer.vocab_size <= 280
+    assert text.held_out is not None
+    assert len(text.train) + len(text.held_out) == 40
+    assert not set(text.train.names) & set(text.held_out.names)
+    everything = dataclasses.replace(config, held_out_fraction=0.0)
+    assert load_text(everything).held_out is None
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("to be or not to be")
+    tokenizer = Tokenizer.train(["to be or not to be"] * 3, 262)
+    tokenizer.save(tmp_path / "tokenizer")
+    config = DataConfig(
+        paths=(str(tmp_path / "a.txt"),),
+        tokenizer=str(tmp_path / "tokenizer"),
+        held_out_fraction=0.0,
+        vocab_size=262,
+    )
+    assert load_text(config).tokenizer.vocab_size == 262
+    with pytest.raises(ValueError, match=r"vocab_size 261 .* has 262 tokens; set the"):
+        load_text(dataclasses.replace(config, vocab_size=261))
