@@ -8,17 +8,22 @@ is traced again when the recipe changes and nothing depends on hidden global sta
 JAX has three kinds of mesh axes. On an *Auto* axis the compiler propagates shardings
 and a constraint steers it. On an *Explicit* axis the sharding is part of the type: an
 operation whose result is ambiguous must be told it (``out_sharding``), which Auto axes
-reject. On a *Manual* axis, inside `jax.shard_map`, arrays are already local. The
-functions `constrain`, `contract`, `gather` and `reshape` choose by axis type, so that
-the same module runs under all three.
+reject. On a *Manual* axis, inside `jax.shard_map`, arrays are local and the rules say
+nothing: whoever writes the `shard_map` passes each device its rows of the batch and
+whole parameters, or makes the collectives that split parameters need. The functions
+`constrain`, `contract`, `gather` and `reshape` choose by axis type, so that the same
+module runs under all three, and under meshes that mix them.
+
+The mesh is the one of `jax.set_mesh`, or else the one that the arrays live on.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Inexact, Int, Shaped
 
@@ -188,7 +193,8 @@ def constrain(
     """`x` with its dimensions split as `rules` say for the logical `axes`.
 
     Auto axes get a sharding constraint, Explicit axes a reshard, Manual axes nothing,
-    and without a mesh `x` comes back as it is.
+    and without a mesh `x` comes back as it is. A dimension that Auto axes do not divide
+    (one token over two devices) is left to the compiler; Explicit axes must divide it.
 
     Args:
         x: Any array.
@@ -196,18 +202,21 @@ def constrain(
         rules: The table of the recipe.
 
     Raises:
-        ValueError: `axes` does not name every dimension, or a rule names an axis that
-            the current mesh lacks.
+        ValueError: `axes` does not name every dimension, a rule names an axis that the
+            mesh lacks, or an Explicit axis does not divide its dimension.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jaxscale.sharding import make_mesh
+        >>> with jax.set_mesh(make_mesh({"data": -1})):
+        ...     x = constrain(jnp.ones((8, 4)), ("batch", None), dp())
+        >>> x.sharding.spec
+        P(('data', 'fsdp'), None)
     """
-    if len(axes) != x.ndim:
-        raise ValueError(f"axes {tuple(axes)} must name the {x.ndim} dimensions of x")
-    spec = rules.spec(*axes)
-    explicit, auto = _split_by_type(spec)
+    explicit, auto = _layout(x.shape, axes, rules, x)
     if explicit is not None:
         x = jax.sharding.reshard(x, explicit)
-    if auto is not None:
-        x = jax.lax.with_sharding_constraint(x, auto)
-    return x
+    return _steer(x, auto)
 
 
 def contract(
@@ -228,16 +237,28 @@ def contract(
     axes get a constraint.
 
     Args:
-        subscripts: As for `jax.numpy.einsum`, two operands.
+        subscripts: As for `jax.numpy.einsum`, two operands and the result, one letter
+            for each dimension.
         x: Activation.
         w: Parameter, already in the type of the computation.
         w_axes: Logical axes of `w`.
         out_axes: Logical axes of the result.
         rules: The table of the recipe.
         preferred_element_type: Type of the accumulation and of the result.
+
+    Raises:
+        ValueError: `subscripts` are not of the form ``"ab,bc->ac"``, or as `constrain`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> x, w = jnp.ones((2, 3, 4)), jnp.ones((4, 5))
+        >>> axes = ("embed", "mlp"), ("batch", "tokens", "act_mlp")
+        >>> contract("btd,df->btf", x, w, *axes, fsdp_tp())[0, 0]
+        Array([4., 4., 4., 4., 4.], dtype=float32)
     """
+    shape = _einsum_shape(subscripts, x.shape, w.shape)
     w = _gather_storage_axes(w, w_axes, rules)
-    explicit, auto = _split_by_type(rules.spec(*out_axes))
+    explicit, auto = _layout(shape, out_axes, rules, x, w)
     out = jnp.einsum(
         subscripts,
         x,
@@ -245,7 +266,7 @@ def contract(
         out_sharding=explicit,
         preferred_element_type=preferred_element_type,
     )
-    return out if auto is None else jax.lax.with_sharding_constraint(out, auto)
+    return _steer(out, auto)
 
 
 def gather(
@@ -255,13 +276,37 @@ def gather(
     out_axes: Sequence[str | None],
     rules: AxisRules,
 ) -> Shaped[Array, "..."]:
-    """``table[indices]`` along the first dimension, split as `out_axes` say."""
+    """``table[indices]`` along the first dimension, split as `out_axes` say.
+
+    Where the rows of the table are split over devices (a vocabulary over `tensor`),
+    each device looks up the rows that it has and the results are added up; the table
+    itself stays in place.
+
+    Args:
+        table: Parameter, for example a table of embeddings.
+        indices: Rows to take. Rows past the end give NaN (integers: the minimum).
+        table_axes: Logical axes of `table`.
+        out_axes: Logical axes of the result: those of `indices`, then of a row.
+        rules: The table of the recipe.
+
+    Raises:
+        ValueError: as `constrain`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> table = jnp.asarray([[1.0, 2.0], [3.0, 4.0]])
+        >>> axes = ("vocab", "embed"), ("tokens", "act_embed")
+        >>> gather(table, jnp.asarray([1, 1, 0]), *axes, fsdp_tp())[:, 0]
+        Array([3., 3., 1.], dtype=float32)
+    """
     table = _gather_storage_axes(table, table_axes, rules)
-    explicit, auto = _split_by_type(rules.spec(*out_axes))
-    if explicit is not None:
-        return table.at[indices].get(out_sharding=explicit)
-    out = jnp.take(table, indices, axis=0)
-    return out if auto is None else jax.lax.with_sharding_constraint(out, auto)
+    # The sum over the devices that hold rows has no place to go while the result is
+    # split over the same devices: the compiler would gather the whole table instead.
+    rows = _used(rules.spec(table_axes[0])) - set(_as_tuple(rules.batch))
+    shape = indices.shape + table.shape[1:]
+    explicit, auto = _layout(shape, out_axes, _without(rules, out_axes, rows), table)
+    out = table.at[indices].get(mode="fill", out_sharding=explicit)
+    return constrain(_steer(out, auto), out_axes, rules)
 
 
 def reshape(
@@ -270,23 +315,60 @@ def reshape(
     out_axes: Sequence[str | None],
     rules: AxisRules,
 ) -> Shaped[Array, "..."]:
-    """``x.reshape(shape)`` split as `out_axes` say (splitting or merging of heads)."""
-    explicit, auto = _split_by_type(rules.spec(*out_axes))
-    out = jax.lax.reshape(x, tuple(shape), out_sharding=explicit)
-    return out if auto is None else jax.lax.with_sharding_constraint(out, auto)
+    """``x.reshape(shape)`` split as `out_axes` say (splitting or merging of heads).
+
+    Args:
+        x: Any array.
+        shape: Shape of the result, without -1.
+        out_axes: Logical axes of the result.
+        rules: The table of the recipe.
+
+    Raises:
+        ValueError: as `constrain`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> axes = ("batch", "tokens", "act_heads", None)
+        >>> reshape(jnp.ones((2, 3, 8)), (2, 3, 2, 4), axes, fsdp_tp()).shape
+        (2, 3, 2, 4)
+    """
+    explicit, auto = _layout(tuple(shape), out_axes, rules, x)
+    return _steer(jax.lax.reshape(x, tuple(shape), out_sharding=explicit), auto)
+
+
+def require_axes(names: Iterable[str], mesh_axes: Sequence[str]) -> None:
+    """Raise where the rules name mesh axes that the mesh lacks."""
+    for name in names:
+        if name not in mesh_axes:
+            raise ValueError(
+                f"the rules use the mesh axis {name!r}, but the mesh has only "
+                f"{tuple(mesh_axes)}; make it with jaxscale.sharding.make_mesh or "
+                "choose other rules"
+            )
 
 
 def _gather_storage_axes(
     w: Shaped[Array, "..."], w_axes: Sequence[str | None], rules: AxisRules
 ) -> Shaped[Array, "..."]:
     """`w` split only over the mesh axes that its computation is split over."""
-    storage = set(_as_tuple(rules.batch))
+    computed = _without(rules, w_axes, set(_as_tuple(rules.batch)))
+    if computed != rules:
+        # Constraints hold for cotangents too: with this one the gradient leaves the
+        # backward pass split as the parameter, a reduce-scatter instead of a sum.
+        w = constrain(w, w_axes, rules)
+    return constrain(w, w_axes, computed)
+
+
+def _without(
+    rules: AxisRules, axes: Sequence[str | None], mesh_axes: set[str]
+) -> AxisRules:
+    """`rules` in which the logical `axes` are not split over `mesh_axes`."""
     kept = {
-        axis: tuple(n for n in _as_tuple(getattr(rules, axis)) if n not in storage)
-        for axis in w_axes
-        if axis is not None
+        axis: tuple(n for n in _as_tuple(getattr(rules, axis)) if n not in mesh_axes)
+        for axis in axes
+        if axis is not None and _used(rules.spec(axis)) & mesh_axes
     }
-    return constrain(w, w_axes, dataclasses.replace(rules, **kept))
+    return dataclasses.replace(rules, **kept)
 
 
 def _as_tuple(axes: MeshAxes) -> tuple[str, ...]:
@@ -295,33 +377,82 @@ def _as_tuple(axes: MeshAxes) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
-def _split_by_type(
-    spec: PartitionSpec,
-) -> tuple[PartitionSpec | None, PartitionSpec | None]:
-    """The parts of `spec` on Explicit and on Auto axes of the current mesh.
+def _used(spec: PartitionSpec) -> set[str]:
+    """The mesh axes in `spec`."""
+    return {name for entry in spec for name in _as_tuple(entry)}
+
+
+def _einsum_shape(
+    subscripts: str, x_shape: Sequence[int], w_shape: Sequence[int]
+) -> tuple[int, ...]:
+    """The shape of the result of an einsum of two operands."""
+    operands, arrow, out = subscripts.replace(" ", "").partition("->")
+    x_letters, _, w_letters = operands.partition(",")
+    lengths = len(x_letters), len(w_letters)
+    if (
+        not arrow
+        or not (x_letters + w_letters + out).isalpha()
+        or lengths != (len(x_shape), len(w_shape))
+    ):
+        raise ValueError(
+            f"subscripts {subscripts!r} do not fit operands of shapes "
+            f"{tuple(x_shape)} and {tuple(w_shape)}; write one letter for each "
+            "dimension, as in 'btd,df->btf'"
+        )
+    sizes = dict(zip(x_letters + w_letters, (*x_shape, *w_shape), strict=True))
+    return tuple(sizes[letter] for letter in out)
+
+
+def _steer(x: Array, auto: NamedSharding | None) -> Array:
+    return x if auto is None else jax.lax.with_sharding_constraint(x, auto)
+
+
+def _layout(
+    shape: Sequence[int],
+    axes: Sequence[str | None],
+    rules: AxisRules,
+    *arrays: Array,
+) -> tuple[NamedSharding | None, NamedSharding | None]:
+    """The sharding of an array over the Explicit and over the Auto axes of the mesh.
 
     A part is None when the mesh has no axis of that type.
     """
-    mesh = jax.sharding.get_abstract_mesh()
+    if len(axes) != len(shape):
+        raise ValueError(
+            f"axes {tuple(axes)} do not fit the shape {tuple(shape)}; name each "
+            "dimension, with None for one that is not split"
+        )
+    spec = rules.spec(*axes)
+    mesh = _current_mesh(arrays)
     if mesh.empty:
         return None, None
+    require_axes(sorted(_used(spec)), mesh.axis_names)
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    for entry in spec:
-        for name in _as_tuple(entry):
-            if name not in types:
-                raise ValueError(
-                    f"the rules use the mesh axis {name!r}, but the mesh has only "
-                    f"{mesh.axis_names}; make it with jaxscale.sharding.make_mesh or "
-                    "choose other rules"
-                )
 
-    def part(kind: AxisType) -> PartitionSpec | None:
+    def part(kind: AxisType) -> NamedSharding | None:
         if kind not in types.values():
             return None
         entries = []
-        for entry in spec:
+        for size, axis, entry in zip(shape, axes, spec, strict=True):
             names = tuple(n for n in _as_tuple(entry) if types[n] == kind)
-            entries.append(names[0] if len(names) == 1 else names or None)
-        return PartitionSpec(*entries)
+            count = math.prod(mesh.shape[n] for n in names)
+            if size % count and kind == AxisType.Explicit:
+                raise ValueError(
+                    f"dimension {axis!r} of size {size} is not divisible by the "
+                    f"{count} devices of the Explicit mesh axes {names}; pad it, or "
+                    f"use dataclasses.replace(rules, {axis}=None)"
+                )
+            if size % count:
+                entries.append(PartitionSpec.UNCONSTRAINED)
+            else:
+                entries.append(names[0] if len(names) == 1 else names or None)
+        return NamedSharding(mesh, PartitionSpec(*entries))
 
     return part(AxisType.Explicit), part(AxisType.Auto)
+
+
+def _current_mesh(arrays: Sequence[Array]) -> AbstractMesh:
+    """The mesh of the context, or else that of the first array that has one."""
+    context = jax.sharding.get_abstract_mesh()
+    meshes = (context, *(jax.typeof(array).sharding.mesh for array in arrays))
+    return next((mesh for mesh in meshes if not mesh.empty), context)
