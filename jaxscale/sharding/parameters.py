@@ -13,7 +13,7 @@ from flax import nnx
 from jax.nn.initializers import Initializer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxscale.sharding.rules import AxisRules
+from jaxscale.sharding.rules import AxisRules, require_axes
 
 
 def partitioned(init: Initializer, *axes: str | None) -> Callable[..., Any]:
@@ -40,33 +40,60 @@ def logical_axes(variable: nnx.Variable) -> tuple[str | None, ...]:
 
 
 def specs[M](module: M, rules: AxisRules) -> M:
-    """The partition of each parameter of `module`, as a tree of its structure."""
-    return _map_variables(lambda v: rules.spec(*logical_axes(v)), module)
+    """The partition of each parameter of `module`, as a tree of its structure.
+
+    Args:
+        module: A module, its abstract form, or any pytree of variables and arrays:
+            `flax.nnx.State`, the state of an optimizer. Plain arrays are replicated.
+        rules: The table of the recipe.
+
+    Raises:
+        ValueError: the logical axes of a parameter do not fit its shape or are unknown;
+            the message names the parameter.
+    """
+
+    def spec(name: str, variable: nnx.Variable) -> PartitionSpec:
+        axes = logical_axes(variable)
+        if len(axes) != variable.ndim:
+            raise ValueError(
+                f"parameter {name} of shape {variable.shape} has the logical axes "
+                f"{axes}, expected {variable.ndim}; name each dimension, and stack "
+                "layers by nnx.vmap with transform_metadata="
+                "{nnx.PARTITION_NAME: 'layers'}"
+            )
+        try:
+            return rules.spec(*axes)
+        except ValueError as error:
+            raise ValueError(f"parameter {name}: {error}") from error
+
+    return _map_variables(spec, module)
 
 
 def shardings[M](module: M, mesh: Mesh, rules: AxisRules) -> M:
     """A `NamedSharding` for each parameter of `module`, as a tree of its structure.
 
     Args:
-        module: A module, or the abstract module that `jax.eval_shape` gives.
+        module: A module, the abstract module that `jax.eval_shape` gives, or a pytree
+            as for `specs`.
         mesh: The devices.
         rules: The table of the recipe.
 
     Raises:
-        ValueError: a dimension is not divisible by the mesh axes that it is split over;
-            the message names the parameter.
+        ValueError: the rules name an axis that the mesh lacks, the axes of a parameter
+            do not fit its shape, or a dimension is not divisible by the mesh axes that
+            it is split over; the message names the parameter.
     """
+    require_axes(sorted(rules.mesh_axes()), mesh.axis_names)
 
     def place(path: tuple[Any, ...], leaf: Any, spec: PartitionSpec) -> NamedSharding:
         sharding = NamedSharding(mesh, spec)
         try:
             sharding.shard_shape(leaf.shape)
         except ValueError as error:
-            name = jax.tree_util.keystr(path, simple=True, separator=".")
             raise ValueError(
-                f"parameter {name.removesuffix('.value')} of shape {leaf.shape} cannot "
-                f"be split as {spec} over the mesh {dict(mesh.shape)}: a dimension is "
-                "not divisible; change the mesh or the rules"
+                f"parameter {_name(path)} of shape {leaf.shape} cannot be split as "
+                f"{spec} over the mesh {dict(mesh.shape)}: a dimension is not "
+                "divisible; change the mesh or the rules"
             ) from error
         return sharding
 
@@ -91,13 +118,20 @@ def place[M](module: M, mesh: Mesh, rules: AxisRules) -> M:
     return jax.device_put(module, shardings(module, mesh, rules))
 
 
-def _map_variables(fn: Callable[[nnx.Variable], Any], module: Any) -> Any:
-    """`module` with the one leaf of each variable replaced by ``fn(variable)``."""
+def _map_variables(fn: Callable[[str, nnx.Variable], Any], module: Any) -> Any:
+    """`module` with the leaf of each variable replaced by ``fn(name, variable)``."""
 
-    def replace(node: Any) -> Any:
+    def replace(path: tuple[Any, ...], node: Any) -> Any:
         if not isinstance(node, nnx.Variable):
-            return fn(nnx.Param(node))
-        value = fn(node)
+            return fn(_name(path), nnx.Param(node))
+        value = fn(_name(path), node)
         return jax.tree.map(lambda _: value, node)
 
-    return jax.tree.map(replace, module, is_leaf=lambda n: isinstance(n, nnx.Variable))
+    return jax.tree_util.tree_map_with_path(
+        replace, module, is_leaf=lambda node: isinstance(node, nnx.Variable)
+    )
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    name = jax.tree_util.keystr(path, simple=True, separator=".")
+    return name.removesuffix(".value")

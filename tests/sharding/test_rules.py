@@ -1,0 +1,426 @@
+"""Axis rules: the same function on every kind of mesh, and the errors of the table.
+
+The function under test is a small network that uses all four operations: a look-up in
+a table whose rows are split, a column-parallel and a row-parallel product, splitting
+and merging of heads. Its definition is the same network in numpy, in float64.
+"""
+
+import dataclasses
+from collections import Counter
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxscale.sharding import (
+    MESH_AXES,
+    REPLICATED,
+    AxisRules,
+    MeshConfig,
+    constrain,
+    contract,
+    dp,
+    fsdp,
+    fsdp_tp,
+    gather,
+    make_mesh,
+    megascale_3d,
+    preset,
+    reshape,
+)
+from tests.tolerances import RELATIVE, relative_error
+
+
+B, T, D, F, V, HEADS = 8, 16, 32, 64, 48, 8
+TOLERANCE = RELATIVE[jnp.dtype("float32")]
+PARAM_AXES = {
+    "table": ("vocab", "embed"),
+    "up": ("embed", "mlp"),
+    "scale": ("act_heads", None),
+    "down": ("mlp", "embed"),
+}
+
+
+def network(params, tokens, rules):
+    x = gather(
+        params["table"],
+        tokens,
+        PARAM_AXES["table"],
+        ("batch", "tokens", "act_embed"),
+        rules,
+    )
+    inner = ("batch", None, "act_mlp")
+    hidden = contract("btd,df->btf", x, params["up"], PARAM_AXES["up"], inner, rules)
+    heads = ("batch", None, "act_heads", None)
+    split = reshape(hidden, (*hidden.shape[:2], HEADS, F // HEADS), heads, rules)
+    split = jnp.tanh(split * params["scale"])
+    hidden = reshape(split, hidden.shape, inner, rules)
+    outer = ("batch", "tokens", "act_embed")
+    return contract(
+        "btf,fd->btd", hidden, params["down"], PARAM_AXES["down"], outer, rules
+    )
+
+
+def loss(params, tokens, target, rules):
+    out = network(params, tokens, rules)
+    return jnp.sum(out * constrain(target, ("batch", "tokens", "act_embed"), rules))
+
+
+def definition(params, tokens, target):
+    """Output and gradients of the network by hand."""
+    p = {name: np.asarray(value, np.float64) for name, value in params.items()}
+    x = p["table"][tokens]
+    split = (x @ p["up"]).reshape(B, T, HEADS, F // HEADS)
+    active = np.tanh(split * p["scale"])
+    hidden = active.reshape(B, T, F)
+    g_hidden = target @ p["down"].T
+    g_active = g_hidden.reshape(active.shape) * (1 - active**2)
+    g_up_out = (g_active * p["scale"]).reshape(B, T, F)
+    g_table = np.zeros_like(p["table"])
+    np.add.at(g_table, tokens, g_up_out @ p["up"].T)
+    grads = {
+        "table": g_table,
+        "up": np.einsum("btd,btf->df", x, g_up_out),
+        "scale": np.sum(g_active * split, axis=(0, 1)),
+        "down": np.einsum("btf,btd->fd", hidden, target),
+    }
+    return hidden @ p["down"], grads
+
+
+@pytest.fixture(scope="module")
+def problem():
+    rng = np.random.default_rng(0)
+    shapes = {"table": (V, D), "up": (D, F), "scale": (HEADS, F // HEADS)}
+    shapes["down"] = (F, D)
+    params = {n: rng.normal(size=s).astype("float32") for n, s in shapes.items()}
+    tokens = rng.integers(0, V, size=(B, T)).astype("int32")
+    target = rng.normal(size=(B, T, D)).astype("float32")
+    return params, tokens, target, *definition(params, tokens, target)
+
+
+def mesh_of(kind, sizes=(1, 4, 1, 2)):
+    """A mesh of one kind, or mixed: 'explicit' in the axes named by `kind`."""
+    types = tuple(
+        AxisType.Explicit if kind in ("explicit", axis) else AxisType.Auto
+        for axis in MESH_AXES
+    )
+    return jax.make_mesh(sizes, MESH_AXES, axis_types=types)
+
+
+def put(value, mesh, axes, rules):
+    return jax.device_put(value, NamedSharding(mesh, rules.spec(*axes)))
+
+
+def on_mesh(problem, mesh, rules):
+    params, tokens, target, *_ = problem
+    params = {n: put(v, mesh, PARAM_AXES[n], rules) for n, v in params.items()}
+    tokens = put(tokens, mesh, ("batch", None), rules)
+    return params, tokens, put(target, mesh, ("batch", None, None), rules)
+
+
+def check(problem, out, grads):
+    *_, expected, expected_grads = problem
+    assert relative_error(out, expected) < TOLERANCE
+    for name, grad in grads.items():
+        assert relative_error(grad, expected_grads[name]) < TOLERANCE, name
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit", "tensor", "fsdp"])
+@pytest.mark.parametrize("rules", [dp(), fsdp(), fsdp_tp(), megascale_3d()])
+def test_network_equals_its_definition(problem, rules, kind):
+    mesh = mesh_of(kind)
+    args = on_mesh(problem, mesh, rules)
+    with jax.set_mesh(mesh):
+        out = jax.jit(partial(network, rules=rules))(*args[:2])
+        grads = jax.jit(jax.grad(partial(loss, rules=rules)))(*args)
+    check(problem, out, grads)
+    # What is produced is split, not copied: by the rules, exactly.
+    spec = NamedSharding(mesh, rules.spec("batch", "tokens", "act_embed"))
+    assert out.sharding.is_equivalent_to(spec, out.ndim)
+    for name in ("table", "up", "down"):
+        spec = NamedSharding(mesh, rules.spec(*PARAM_AXES[name]))
+        assert grads[name].sharding.is_equivalent_to(spec, 2), name
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_mesh_is_found_on_the_arrays_without_set_mesh(problem, kind):
+    mesh, rules = mesh_of(kind), fsdp_tp()
+    params, tokens, target = on_mesh(problem, mesh, rules)
+    out = jax.jit(partial(network, rules=rules))(params, tokens)
+    grads = jax.jit(jax.grad(partial(loss, rules=rules)))(params, tokens, target)
+    check(problem, out, grads)
+    spec = NamedSharding(mesh, P("fsdp", "tensor"))
+    assert out.sharding.is_equivalent_to(spec, out.ndim)
+
+
+def test_without_a_mesh_rules_change_nothing(problem):
+    params, tokens, target, *_ = problem
+    params, tokens, target = jax.tree.map(jnp.asarray, (params, tokens, target))
+    out = network(params, tokens, fsdp_tp())
+    check(problem, out, jax.grad(loss)(params, tokens, target, fsdp_tp()))
+    np.testing.assert_array_equal(out, network(params, tokens, REPLICATED))
+
+
+@pytest.mark.parametrize("manual", [MESH_AXES, ("data", "fsdp"), ("data",)])
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_manual_axes_see_local_rows_and_whole_parameters(problem, manual, kind):
+    mesh, rules = mesh_of(kind, (2, 2, 1, 2)), fsdp_tp()
+    params, tokens, target, *_ = problem
+    rows = P(tuple(axis for axis in ("data", "fsdp") if axis in manual))
+
+    @partial(
+        jax.shard_map,
+        mesh=mesh,
+        axis_names=set(manual),
+        in_specs=(P(), rows, rows),
+        out_specs=(rows, P()),
+    )
+    def step(params, tokens, target):
+        out = network(params, tokens, rules)
+        # The transpose of the whole parameters' broadcast sums over the devices.
+        return out, jax.grad(loss)(params, tokens, target, rules)
+
+    params = jax.device_put(params, NamedSharding(mesh, P()))
+    placed = (jax.device_put(a, NamedSharding(mesh, rows)) for a in (tokens, target))
+    with jax.set_mesh(mesh):
+        check(problem, *jax.jit(step)(params, *placed))
+
+
+# ------------------------------------------------------------------------------------
+# What is communicated
+
+
+def collectives(fn, *args):
+    """How often the compiled `fn` runs each collective on each shape."""
+    found = Counter()
+    for line in jax.jit(fn).lower(*args).compile().as_text().splitlines():
+        for name in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all"):
+            if f" {name}(" in line or f" {name}-start(" in line:
+                shape = line.split(" = ")[1].split("{")[0].split("[")[1].split("]")[0]
+                found[name, tuple(int(n) for n in shape.split(","))] += 1
+    return found
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_fsdp_gathers_weights_and_leaves_activations_alone(problem, kind):
+    mesh, rules = make_mesh(MeshConfig(fsdp=8, axis_type=kind)), fsdp()
+    params, tokens, _ = on_mesh(problem, mesh, rules)
+    with jax.set_mesh(mesh):
+        found = collectives(partial(network, rules=rules), params, tokens)
+    weights = [params[name].shape for name in ("table", "up", "down")]
+    # The compiler may choose either layout of a gathered weight.
+    assert sorted(map(sorted, [shape for _, shape in found])) == sorted(
+        map(sorted, weights)
+    )
+    assert {name for name, _ in found} == {"all-gather"}
+    assert set(found.values()) == {1}
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_fsdp_reduces_gradients_of_weights_only(problem, kind):
+    mesh, rules = make_mesh(MeshConfig(fsdp=8, axis_type=kind)), fsdp()
+    args = on_mesh(problem, mesh, rules)
+    with jax.set_mesh(mesh):
+        grad = jax.grad(partial(loss, rules=rules))
+        found = collectives(grad, *args)
+        grads = jax.jit(grad)(*args)
+    assert all(shape[:2] != (B // 8, T) for _, shape in found), found
+    for name in ("table", "up", "down"):
+        local = grads[name].addressable_shards[0].data.size
+        assert local == grads[name].size // 8, name
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_row_parallel_product_sums_activations_once(problem, kind):
+    mesh, rules = make_mesh(MeshConfig(tensor=8, axis_type=kind)), fsdp_tp()
+    params, _, hidden, *_ = problem
+    hidden = np.tile(hidden, (1, 1, F // D))
+    x = put(hidden, mesh, ("batch", None, "act_mlp"), rules)
+    w = put(params["down"], mesh, ("mlp", "embed"), rules)
+
+    def product(x, w):
+        out_axes = ("batch", "tokens", "act_embed")
+        return contract("btf,fd->btd", x, w, ("mlp", "embed"), out_axes, rules)
+
+    with jax.set_mesh(mesh):
+        found = collectives(product, x, w)
+        out = jax.jit(product)(x, w)
+    # The CPU compiler sums and slices where the GPU's scatters the sum.
+    assert sum(found.values()) == 1
+    assert {name for name, _ in found} <= {"all-reduce", "reduce-scatter"}
+    spec = NamedSharding(mesh, P(None, "tensor"))
+    assert out.sharding.is_equivalent_to(spec, out.ndim)
+    expected = hidden.astype("float64") @ params["down"]
+    assert relative_error(out, expected) < TOLERANCE
+
+
+@pytest.mark.multigpu
+def test_gpu_scatters_sums(problem):
+    """On GPUs gradients of FSDP and row-parallel products are reduce-scattered."""
+    count = jax.device_count()
+    for sizes, fn in (({"fsdp": count}, jax.grad(loss)), ({"tensor": count}, loss)):
+        mesh, rules = make_mesh(sizes), fsdp_tp()
+        args = on_mesh(problem, mesh, rules)
+        with jax.set_mesh(mesh):
+            found = collectives(partial(fn, rules=rules), *args)
+        names = {name for name, _ in found}
+        assert "reduce-scatter" in names, found
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_rows_of_a_table_split_over_tensor_stay_in_place(problem, kind):
+    mesh, rules = make_mesh(MeshConfig(tensor=8, axis_type=kind)), fsdp_tp()
+    params, tokens, _ = on_mesh(problem, mesh, rules)
+
+    def look_up(table, tokens):
+        out_axes = ("batch", "tokens", "act_embed")
+        return gather(table, tokens, ("vocab", "embed"), out_axes, rules)
+
+    with jax.set_mesh(mesh):
+        found = collectives(look_up, params["table"], tokens)
+        out = jax.jit(look_up)(params["table"], tokens)
+        bad = jnp.full((B, T), V, jnp.int32)
+        past_the_end = jax.jit(look_up)(params["table"], bad)
+    assert "all-gather" not in {name for name, _ in found}
+    np.testing.assert_array_equal(out, problem[0]["table"][problem[1]])
+    assert np.isnan(past_the_end).all()
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_parameters_are_gathered_layer_by_layer_in_a_scan(kind):
+    """Stacked weights: one layer is whole at a time, gradients come out split."""
+    layers, rules = 3, fsdp()
+    mesh = make_mesh(MeshConfig(fsdp=8, axis_type=kind))
+    rng = np.random.default_rng(1)
+    stack = rng.normal(size=(layers, D, D)).astype("float32") / np.sqrt(D)
+    x = rng.normal(size=(B, D)).astype("float32")
+
+    def run(stack, x):
+        def layer(x, w):
+            axes = ("embed", "mlp"), ("batch", "act_embed")
+            return jnp.tanh(contract("bd,de->be", x, w, *axes, rules)), None
+
+        return jnp.sum(jax.lax.scan(layer, x, stack)[0] ** 2)
+
+    expected = jax.grad(run)(stack, x)  # without a mesh
+    stack = put(stack, mesh, ("layers", "embed", "mlp"), rules)
+    x = put(x, mesh, ("batch", None), rules)
+    with jax.set_mesh(mesh):
+        found = collectives(jax.grad(run), stack, x)
+        grad = jax.jit(jax.grad(run))(stack, x)
+    gathered = {shape for name, shape in found if name == "all-gather"}
+    assert gathered
+    assert (layers, D, D) not in gathered
+    assert relative_error(grad, expected) < TOLERANCE
+    assert grad.addressable_shards[0].data.shape == (layers, D // 8, D)
+
+
+# ------------------------------------------------------------------------------------
+# Edges
+
+
+@pytest.mark.parametrize("shape", [(3, 1), (1, 16), (6, 2)])
+@pytest.mark.parametrize("jit", [True, False])
+def test_auto_axes_that_do_not_divide_are_left_to_the_compiler(shape, jit):
+    x = np.random.default_rng(0).normal(size=shape).astype("float32")
+    with jax.set_mesh(mesh_of("auto")):
+        fn = partial(constrain, axes=("batch", "tokens"), rules=fsdp_tp())
+        np.testing.assert_array_equal((jax.jit(fn) if jit else fn)(jnp.asarray(x)), x)
+
+
+def test_explicit_axes_that_do_not_divide_raise():
+    with (
+        jax.set_mesh(mesh_of("explicit")),
+        pytest.raises(ValueError, match=r"'batch' of size 3 .* 4 devices .*batch=None"),
+    ):
+        constrain(jnp.ones((3, 2)), ("batch", "tokens"), fsdp_tp())
+
+
+@pytest.mark.parametrize(
+    ("subscripts", "out_axes"),
+    [
+        ("btd,df->fbt", ("act_mlp", "batch", None)),
+        ("btd,df->tbf", (None, "batch", "act_mlp")),
+        ("fd,btd->btf", None),
+    ],
+)
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_contract_in_any_order(kind, subscripts, out_axes):
+    mesh, rules = mesh_of(kind), fsdp_tp()
+    rng = np.random.default_rng(0)
+    x, w = (rng.normal(size=s).astype("float32") for s in ((B, T, D), (D, F)))
+    placed = (
+        put(x, mesh, ("batch", None, None), rules),
+        put(w, mesh, ("embed", "mlp"), rules),
+    )
+    if out_axes is None:  # the parameter is the second operand: not this order
+        with pytest.raises(ValueError, match="do not fit operands of shapes"):
+            contract(subscripts, *placed, ("embed", "mlp"), ("batch",), rules)
+        return
+    with jax.set_mesh(mesh):
+        out = contract(subscripts, *placed, ("embed", "mlp"), out_axes, rules)
+    expected = np.einsum(subscripts, x.astype("float64"), w)
+    assert relative_error(out, expected) < TOLERANCE
+    spec = NamedSharding(mesh, rules.spec(*out_axes))
+    assert out.sharding.is_equivalent_to(spec, out.ndim)
+
+
+def test_contract_accumulates_in_the_preferred_type():
+    x = jnp.full((1, 4096), 1.0, jnp.bfloat16)
+    w = jnp.full((4096, 1), 1.0 + 2**-7, jnp.bfloat16)
+    axes = ("embed", "mlp"), ("batch", "act_mlp")
+    out = contract("bd,df->bf", x, w, *axes, fsdp(), preferred_element_type=jnp.float32)
+    assert out.dtype == jnp.float32
+    assert out[0, 0] == 4096 * (1 + 2**-7)
+
+
+@pytest.mark.parametrize("bad", ["btd,df", "...d,df->...f", "bd,df->bf"])
+def test_contract_rejects_subscripts(bad):
+    with pytest.raises(ValueError, match=r"subscripts .* do not fit .*one letter"):
+        contract(bad, jnp.ones((2, 2, 2)), jnp.ones((2, 2)), (None,) * 2, (), dp())
+
+
+def test_rank_mismatch():
+    with pytest.raises(ValueError, match=r"axes \('batch',\) do not fit .*\(2, 3\)"):
+        constrain(jnp.ones((2, 3)), ("batch",), dp())
+
+
+def test_unknown_logical_axis():
+    with pytest.raises(ValueError, match=r"'features' is unknown; use one of \['act_"):
+        fsdp().spec("batch", "features")
+
+
+def test_one_mesh_axis_twice():
+    with pytest.raises(ValueError, match="uses a mesh axis twice; give one of them"):
+        fsdp_tp().spec("heads", "mlp")
+    both = AxisRules(mlp=("tensor", "tensor"))
+    with pytest.raises(ValueError, match="twice"):
+        both.spec("mlp")
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_mesh_axis_that_the_mesh_lacks(kind):
+    mesh = Mesh(np.asarray(jax.devices()), ("rows",), axis_types=(kind,))
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(ValueError, match=r"axis 'data', .* only \('rows',\); make"),
+    ):
+        constrain(jnp.ones((8,)), ("batch",), dp())
+
+
+def test_presets_by_name():
+    assert preset("fsdp_tp") == fsdp_tp()
+    assert preset("megascale_3d") == dataclasses.replace(fsdp_tp(), layers="pipe")
+    with pytest.raises(ValueError, match=r"'zero' is no preset; use one of \['dp'"):
+        preset("zero")
+
+
+def test_rules_are_hashable_and_know_their_mesh_axes():
+    assert hash(fsdp_tp()) == hash(fsdp_tp())
+    assert fsdp_tp().mesh_axes() == {"data", "fsdp", "tensor"}
+    assert megascale_3d().mesh_axes() == set(MESH_AXES)
+    assert REPLICATED.mesh_axes() == set()
