@@ -147,7 +147,7 @@ def varlen_attention(
             )
     for name, x in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
         _check_per_head(name, x, q.shape[1])
-    scale = q.shape[2] ** -0.5 if scale is None else float(scale)
+    scale = float(q.shape[2] ** -0.5 if scale is None else scale)
     if not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale}")
     if softcap is not None and not 0 < softcap < math.inf:

@@ -12,6 +12,7 @@ Axes: B sequences, T packed tokens.
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Int
 
 
@@ -21,7 +22,7 @@ type Window = tuple[int | None, int | None]
 
 def concrete(x: Array | np.ndarray) -> np.ndarray | None:
     """The values of `x` if they are known now, None under a transformation."""
-    if isinstance(x, jax.core.Tracer):
+    if isinstance(x, Tracer):
         return None
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return None
