@@ -1,0 +1,217 @@
+"""Directories of safetensors files: lazy reading, sharded writing, precise errors."""
+
+import contextlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+
+_FILE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_CONFIG = "config.json"
+
+# Names of the format; anything else is a quantized or foreign checkpoint.
+_DTYPES = {"F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
+
+
+class Checkpoint:
+    """The tensors of a Hugging Face directory, read piece by piece.
+
+    Only the headers are read at first. The files are memory-mapped, so a slice of a
+    tensor costs the memory of that slice.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """Open the directory.
+
+        Args:
+            path: Holds ``config.json`` and ``model.safetensors``, or shards and
+                ``model.safetensors.index.json``.
+
+        Raises:
+            FileNotFoundError: a file is missing.
+            ValueError: a file is damaged.
+        """
+        self.directory = Path(path)
+        if not self.directory.is_dir():
+            raise FileNotFoundError(
+                f"path {str(path)!r} is not a directory; download the model first, for "
+                "example with `hf download MODEL --local-dir DIRECTORY`"
+            )
+        self.config = _read_json(self.directory / _CONFIG)
+        self._files: dict[str, Path] = {}
+        self._open: dict[Path, Any] = {}
+        index = self.directory / _INDEX
+        if index.is_file():
+            self._read_index(index)
+        else:
+            file = self._require_file(self.directory / _FILE)
+            self._files = dict.fromkeys(self._handle(file).keys(), file)
+
+    def names(self) -> list[str]:
+        """Every tensor of the directory."""
+        return list(self._files)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def file(self, name: str) -> Path:
+        """The file that holds a tensor."""
+        return self._files[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, from the header."""
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> np.dtype:
+        """The type of a tensor, from the header.
+
+        Raises:
+            ValueError: it is not a floating-point type of 16 or 32 bits.
+        """
+        found = self._slice(name).get_dtype()
+        if found not in _DTYPES:
+            raise ValueError(
+                f"tensor {name!r} of {self.file(name)} has the type {found}; expected "
+                f"one of {sorted(_DTYPES)} (quantized checkpoints are not supported)"
+            )
+        return jnp.dtype(_DTYPES[found])
+
+    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """A slice of a tensor; the rest of it is not read."""
+        part = self._slice(name)
+        return np.asarray(part[index] if index else part[...])
+
+    def _read_index(self, index: Path) -> None:
+        """Map each tensor to its shard, and check that the shards hold them."""
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"{index} has no 'weight_map'; download it again")
+        for shard in sorted(set(weight_map.values())):
+            file = self.directory / shard
+            if not file.is_file():
+                raise FileNotFoundError(
+                    f"{index} names the shard {shard!r}, which does not exist; "
+                    "download it"
+                )
+            held = set(self._handle(file).keys())
+            for name in sorted(n for n, s in weight_map.items() if s == shard):
+                if name not in held:
+                    raise ValueError(f"{file} lacks {name!r}, which {index} puts there")
+            # A tensor that the index forgot is still there: it must not go unnoticed.
+            self._files |= dict.fromkeys(sorted(held), file)
+
+    def _require_file(self, file: Path) -> Path:
+        if file.is_file():
+            return file
+        other = sorted(p.name for p in self.directory.glob("*.bin"))
+        hint = f"; convert {other} to safetensors first" if other else ""
+        raise FileNotFoundError(
+            f"{self.directory} has neither {_FILE} nor {_INDEX}{hint}"
+        )
+
+    def _handle(self, file: Path) -> Any:
+        if file not in self._open:
+            try:
+                self._open[file] = safetensors.safe_open(file, framework="numpy")
+            except safetensors.SafetensorError as error:
+                raise ValueError(
+                    f"{file} is not a complete safetensors file ({error}); download it "
+                    "again"
+                ) from error
+        return self._open[file]
+
+    def _slice(self, name: str) -> Any:
+        return self._handle(self._files[name]).get_slice(name)
+
+
+def write_checkpoint(
+    path: str | Path,
+    config: Mapping[str, Any],
+    tensors: Iterable[tuple[str, int, Callable[[], np.ndarray]]],
+    max_shard_bytes: int,
+) -> None:
+    """Write a Hugging Face directory, one file's tensors in memory at a time.
+
+    Earlier weights in the directory are replaced once the new ones are complete.
+
+    Args:
+        path: The directory; made if needed.
+        config: What ``config.json`` will hold.
+        tensors: Name, bytes and a function that fetches the array, for each tensor.
+        max_shard_bytes: Size at which another file is begun; a tensor is never split.
+    """
+    directory = Path(path)
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"path {str(path)!r} must be a directory, not a file")
+    if max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes {max_shard_bytes} must be positive")
+    directory.mkdir(parents=True, exist_ok=True)
+    shards = _split(tensors, max_shard_bytes)
+    names = [_FILE]
+    if len(shards) > 1:
+        count = len(shards)
+        names = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+
+    written: list[Path] = []
+    try:
+        for name, shard in zip(names, shards, strict=True):
+            arrays = {
+                tensor: np.ascontiguousarray(fetch()) for tensor, _, fetch in shard
+            }
+            written.append(directory / f"{name}.partial")
+            # transformers refuses files that do not say which framework wrote them.
+            safetensors.numpy.save_file(arrays, written[-1], metadata={"format": "pt"})
+    except BaseException:
+        for file in written:
+            file.unlink(missing_ok=True)
+        raise
+
+    for old in (directory / _INDEX, *directory.glob("model*.safetensors")):
+        old.unlink(missing_ok=True)
+    for file in written:
+        file.rename(file.with_suffix(""))
+    if len(shards) > 1:
+        weight_map = {
+            tensor: name
+            for name, shard in zip(names, shards, strict=True)
+            for tensor, _, _ in shard
+        }
+        total = sum(size for shard in shards for _, size, _ in shard)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        _write_json(directory / _INDEX, index)
+    _write_json(directory / _CONFIG, config)
+
+
+def _split[T](
+    tensors: Iterable[tuple[str, int, T]], max_bytes: int
+) -> list[list[tuple[str, int, T]]]:
+    """`tensors` in groups of at most `max_bytes`, in their order."""
+    shards, size = [[]], 0
+    for tensor in tensors:
+        if shards[-1] and size + tensor[1] > max_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor[1]
+    return shards
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} does not exist")
+    with contextlib.suppress(ValueError):
+        values = json.loads(file.read_text())
+        if isinstance(values, dict):
+            return values
+    raise ValueError(f"{file} is not a JSON object; download it again")
+
+
+def _write_json(file: Path, values: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(values, indent=2) + "\n")

@@ -1,0 +1,187 @@
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxscale.models.gpt import gpt2_tiny, gptj_tiny
+from jaxscale.models.hf_config import config_from_hf, config_to_hf
+from jaxscale.models.llama import llama_tiny
+from jaxscale.models.presets import PRESETS
+from jaxscale.nn.embeddings import RopeScaling
+
+
+MODELS = Path(__file__).parents[1] / "fixtures" / "models"
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+}
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": 128,
+    "n_positions": 48,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 2,
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+}
+GPTJ = GPT2 | {"model_type": "gptj", "rotary_dim": 8}
+
+
+def read(directory, name="config.json"):
+    return json.loads((directory / name).read_text())
+
+
+@pytest.mark.parametrize("directory", sorted(MODELS.iterdir()), ids=lambda d: d.name)
+def test_old_and_new_keys_say_the_same(directory):
+    ours = config_from_hf(read(directory))
+    assert config_from_hf(read(directory, "config.other.json")) == ours
+    # The two files do differ in their keys.
+    styles = {
+        frozenset({"torch_dtype", "dtype"} & set(read(directory, name)))
+        for name in ("config.json", "config.other.json")
+    }
+    assert styles == {frozenset({"torch_dtype"}), frozenset({"dtype"})}
+
+
+def test_values_of_a_llama3():
+    config = config_from_hf(read(MODELS / "llama3_gqa"))
+    assert (config.d_model, config.d_ff, config.num_layers) == (32, 56, 2)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 2, 16)
+    assert config.rope_theta == 5000.0
+    assert config.rope_scaling == RopeScaling(
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=64,
+    )
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_presets_survive_the_round_trip(name):
+    config = PRESETS[name]()
+    values = json.loads(json.dumps(config_to_hf(config)))
+    assert config_from_hf(values) == config
+    assert not {"rope_theta", "rope_scaling", "torch_dtype"} & set(values)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"activation": "gelu"},
+        {"tie_embeddings": False},
+        {"d_ff": 72},
+    ],
+)
+def test_variants_of_gpt2_survive_the_round_trip(change):
+    config = dataclasses.replace(gpt2_tiny(), **change)
+    assert config_from_hf(config_to_hf(config)) == config
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"attention_bias": True, "attention_out_bias": True},
+        {"mlp_bias": True},
+        {"head_dim": 24},
+        {"rope_scaling": RopeScaling(kind="linear", factor=4.0)},
+    ],
+)
+def test_variants_of_llama_survive_the_round_trip(change):
+    config = dataclasses.replace(llama_tiny(), **change)
+    assert config_from_hf(config_to_hf(config)) == config
+
+
+def test_defaults_of_the_first_llama_files():
+    config = config_from_hf(LLAMA)
+    assert (config.num_kv_heads, config.head_dim) == (4, 8)
+    assert (config.rope_theta, config.rope_scaling) == (10_000.0, None)
+    assert not config.tie_embeddings
+    assert config_from_hf(GPT2).tie_embeddings
+
+
+def test_llama3_scaling_without_the_original_length():
+    scaling = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 1e4}
+    scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    config = config_from_hf(LLAMA | {"rope_parameters": scaling})
+    assert config.rope_scaling is not None
+    assert config.rope_scaling.original_max_position_embeddings == 128
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, r"model_type None is not supported; use one of \['gpt2', 'gptj', 'll"),
+        (LLAMA | {"model_type": "mistral"}, "model_type 'mistral' is not supported"),
+        (
+            {k: v for k, v in LLAMA.items() if k != "hidden_size"},
+            "config.json of model_type 'llama' lacks the key 'hidden_size'",
+        ),
+        (
+            {k: v for k, v in GPTJ.items() if k != "rotary_dim"},
+            "config.json of model_type 'gptj' lacks the key 'rotary_dim'",
+        ),
+        (LLAMA | {"hidden_act": "gelu"}, "hidden_act 'gelu' .* expected 'silu'"),
+        (LLAMA | {"hidden_size": 30}, "hidden_size 30 .* multiple of num_attention_h"),
+        (
+            LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "rope_type 'dynamic' is not supported; use 'default', 'linear' or 'llama3'",
+        ),
+        (
+            LLAMA | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+            "rope_type 'yarn' is not supported",
+        ),
+        (
+            LLAMA | {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
+            "lacks the key 'low_freq_factor'",
+        ),
+        (
+            LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}},
+            "partial_rotary_factor 0.5 is not supported",
+        ),
+        (
+            LLAMA | {"quantization_config": {"bits": 4}},
+            "quantization_config .'bits': 4. of config.json is not supported",
+        ),
+        (GPT2 | {"activation_function": "relu"}, "activation_function 'relu' is not s"),
+        (
+            GPT2 | {"scale_attn_by_inverse_layer_idx": True},
+            "scale_attn_by_inverse_layer_idx True .* expected False",
+        ),
+        (GPT2 | {"scale_attn_weights": False}, "scale_attn_weights False"),
+        (GPT2 | {"add_cross_attention": True}, "add_cross_attention True"),
+        (GPTJ | {"tie_word_embeddings": True}, "tie_word_embeddings True"),
+        (GPTJ | {"rotary": False}, "rotary False .* expected True"),
+    ],
+)
+def test_settings_that_the_decoder_lacks(values, message):
+    with pytest.raises(ValueError, match=message):
+        config_from_hf(values)
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "message"),
+    [
+        (llama_tiny, {"window": 8}, "LlamaForCausalLM, needs window=None instead of 8"),
+        (llama_tiny, {"rotary_dim": 4}, "rotary_dim=None instead of 4"),
+        (
+            llama_tiny,
+            {"attention_bias": True},
+            "attention_out_bias=True instead of False",
+        ),
+        (gpt2_tiny, {"mlp_bias": False}, "GPT2LMHeadModel, needs mlp_bias=True instea"),
+        (gpt2_tiny, {"num_kv_heads": 2}, "num_kv_heads=4 instead of 2"),
+        (gptj_tiny, {"rope_theta": 5e5}, "GPTJForCausalLM, needs rope_theta=10000.0"),
+        (gptj_tiny, {"activation": "swiglu"}, "activation='gelu_tanh' instead of 'swi"),
+    ],
+)
+def test_decoders_that_transformers_lacks(config, change, message):
+    with pytest.raises(ValueError, match=message):
+        config_to_hf(dataclasses.replace(config(), **change))
