@@ -1,1 +1,76 @@
-"""The command line."""
+"""The command line: ``jaxscale COMMAND``, also ``python -m jaxscale COMMAND``.
+
+Each command is a module with ``main(arguments) -> exit code``; it is imported when it
+is called, so that ``jaxscale --help`` answers at once.
+"""
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+
+from jaxscale.cli.errors import UsageError
+
+
+__all__ = ["COMMANDS", "UsageError", "main"]
+
+COMMANDS = {
+    "quickstart": "train a small model on real text, save, restore, generate, report",
+    "train": "train a decoder from a named run, whose settings are options",
+    "generate": "continue a prompt with a trained or a downloaded model",
+}
+"""What each command does, in a line."""
+
+_COLUMN = 2 + max(map(len, COMMANDS))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command that `arguments` name, by default those of the process.
+
+    Returns:
+        The exit code: 0 when all went well, 2 for a mistake in the arguments, which is
+        explained on standard error.
+    """
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_help())
+        return 0
+    name, *rest = arguments
+    if name == "--version":
+        from jaxscale import __version__
+
+        print(f"jaxscale {__version__}")
+        return 0
+    try:
+        if name not in COMMANDS:
+            raise UsageError(
+                f"{name!r} is no command{suggestion(name, COMMANDS)}; "
+                f"use one of {', '.join(COMMANDS)}"
+            )
+        return importlib.import_module(f"jaxscale.cli.{name}").main(rest)
+    except UsageError as error:
+        print(f"jaxscale: error: {error}", file=sys.stderr)
+        return 2
+
+
+def suggestion(word: str, known: Sequence[str] | dict[str, str]) -> str:
+    """`` (did you mean ...?)`` if one of `known` is spelled like `word`, else nothing.
+
+    Example:
+        >>> suggestion("tarin", COMMANDS)
+        ' (did you mean train?)'
+    """
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def _help() -> str:
+    commands = "\n".join(f"  {n:{_COLUMN}}{about}" for n, about in COMMANDS.items())
+    return f"""usage: jaxscale COMMAND [OPTIONS]
+
+Large Transformers that train and serve faster on NVIDIA GPUs, in JAX.
+
+commands:
+{commands}
+
+`jaxscale COMMAND --help` describes the options of a command."""

@@ -1,0 +1,139 @@
+"""The directory of a run: the settings it was started with, and its tokenizer.
+
+``run.json`` makes a directory the directory of a run. Beside it stand the tokenizer,
+the checkpoints and the metrics, so that the directory alone is enough to continue the
+run or to generate from it.
+"""
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from jaxscale import __version__
+
+
+RUN_FILE = "run.json"
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A dataclass as what JSON can hold: dictionaries, lists, text and numbers.
+
+    Example:
+        >>> from jaxscale.sharding import MeshConfig
+        >>> to_dict(MeshConfig(tensor=2))["tensor"]
+        2
+    """
+    return json.loads(json.dumps(dataclasses.asdict(config), default=str))
+
+
+def from_dict[C](kind: type[C], values: dict[str, Any]) -> C:
+    """The dataclass that `to_dict` took apart.
+
+    Raises:
+        ValueError: `values` has a field that `kind` does not know.
+
+    Example:
+        >>> from jaxscale.sharding import MeshConfig
+        >>> from_dict(MeshConfig, to_dict(MeshConfig(tensor=2))) == MeshConfig(tensor=2)
+        True
+    """
+    hints = typing.get_type_hints(kind)
+    unknown = sorted(set(values) - set(hints))
+    if unknown:
+        raise ValueError(
+            f"{kind.__name__} has no field {unknown[0]!r}; the file was written by "
+            "another version of jaxscale"
+        )
+    return kind(**{name: _revive(hints[name], v) for name, v in values.items()})
+
+
+def _revive(hint: Any, value: Any) -> Any:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        if value is None:
+            return None
+        (hint,) = (h for h in typing.get_args(hint) if h is not type(None))
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return from_dict(hint, value)
+    if typing.get_origin(hint) is tuple:
+        return tuple(value)
+    return Path(value) if hint is Path else value
+
+
+def is_run(directory: Path) -> bool:
+    """Whether `directory` is the directory of a run."""
+    return (directory / RUN_FILE).is_file()
+
+
+def write_config(directory: Path, config: Any) -> None:
+    """Make `directory` the directory of the run that `config` describes."""
+    directory.mkdir(parents=True, exist_ok=True)
+    content = {"jaxscale": __version__, "config": to_dict(config)}
+    (directory / RUN_FILE).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def read_config[C](directory: Path, kind: type[C]) -> C:
+    """The settings of the run in `directory`.
+
+    Raises:
+        ValueError: the file is damaged, or another version of jaxscale wrote it.
+    """
+    file = directory / RUN_FILE
+    try:
+        values = json.loads(file.read_text())["config"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{file} is damaged: {error!r}") from error
+    return from_dict(kind, values)
+
+
+def check_free(
+    directory: Path, config: Any, *, resume: bool, may_change: Collection[str]
+) -> None:
+    """Check that the run of `config` may write into `directory`.
+
+    Args:
+        directory: Where the run writes.
+        config: Its settings, a dataclass.
+        resume: Whether it may continue the run that is there.
+        may_change: Settings, as dotted names, in which a continued run may differ from
+            what it was started with.
+
+    Raises:
+        ValueError: the directory holds another run or other files.
+    """
+    if not directory.exists() or not any(directory.iterdir()):
+        return
+    if not is_run(directory):
+        raise ValueError(
+            f"output_dir {directory} holds files that are no run of jaxscale; "
+            "choose another directory"
+        )
+    if not resume:
+        raise ValueError(
+            f"output_dir {directory} already holds a run; add --resume to continue it, "
+            "or choose another directory"
+        )
+    before = _flat(to_dict(read_config(directory, type(config))))
+    now = _flat(to_dict(config))
+    for name in sorted(before.keys() | now.keys()):
+        allowed = any(f"{name}.".startswith(f"{free}.") for free in may_change)
+        if before.get(name) != now.get(name) and not allowed:
+            raise ValueError(
+                f"output_dir {directory} belongs to another run: its {name} is "
+                f"{before.get(name)!r}, this one's {now.get(name)!r}; use the same "
+                "settings, or choose another directory"
+            )
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dictionaries as one with dotted names."""
+    flat = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat

@@ -1,0 +1,52 @@
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxscale import __version__, cli
+from jaxscale.cli.errors import UsageError, usage_errors
+
+
+def test_help_names_every_command(capsys):
+    for arguments in ([], ["-h"], ["--help"]):
+        assert cli.main(arguments) == 0
+        text = capsys.readouterr().out
+        for name, about in cli.COMMANDS.items():
+            assert f"  {name} " in text and about in text
+
+
+def test_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"jaxscale {__version__}\n"
+
+
+def test_an_unknown_command_is_named_with_a_guess(capsys):
+    assert cli.main(["tarin"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == (
+        "jaxscale: error: 'tarin' is no command (did you mean train?); use one of "
+        "quickstart, train, generate\n"
+    )
+
+
+def test_python_dash_m_answers_without_importing_jax():
+    start = time.perf_counter()
+    result = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "jaxscale", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert result.stdout.startswith("usage: jaxscale COMMAND")
+    assert "| jax\n" not in result.stderr and "| numpy\n" not in result.stderr
+    assert time.perf_counter() - start < 2
+
+
+def test_only_what_the_library_rejects_is_a_mistake_of_usage():
+    for error in (ValueError("a"), FileNotFoundError("b"), ImportError("c")):
+        with pytest.raises(UsageError, match=str(error)), usage_errors():
+            raise error
+    with pytest.raises(RuntimeError), usage_errors():
+        raise RuntimeError
