@@ -1,5 +1,6 @@
 """Training: losses, optimizers, the step, checkpoints, metrics and the loop."""
 
+from jaxscale.training.checkpoint import Checkpointer
 from jaxscale.training.corpus import (
     Document,
     TokenCorpus,
@@ -18,20 +19,41 @@ from jaxscale.training.data import (
     load_tokenizer,
 )
 from jaxscale.training.losses import LossSums, chunked_cross_entropy
+from jaxscale.training.optimizer import (
+    OptimizerConfig,
+    decays,
+    make_optimizer,
+    make_schedule,
+)
+from jaxscale.training.step import (
+    TrainState,
+    make_eval_step,
+    make_train_step,
+    next_token_loss,
+)
 
 
 __all__ = [
+    "Checkpointer",
     "DataConfig",
     "Document",
     "LossSums",
+    "OptimizerConfig",
     "PackedBatchIterator",
     "PackedBatches",
     "PackedRows",
     "TextData",
     "TokenCorpus",
+    "TrainState",
     "chunked_cross_entropy",
+    "decays",
     "load_text",
     "load_tokenizer",
+    "make_eval_step",
+    "make_optimizer",
+    "make_schedule",
+    "make_train_step",
+    "next_token_loss",
     "python_corpus",
     "read_documents",
     "split",

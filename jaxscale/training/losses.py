@@ -37,7 +37,6 @@ def chunked_cross_entropy(
     chunk_size: int = 1024,
     z_loss: float = 0.0,
     bias: Float[Array, "V"] | None = None,
-    softcap: float | None = None,
     rules: AxisRules = REPLICATED,
 ) -> tuple[Float[Array, ""], LossSums]:
     r"""Summed cross-entropy of ``hidden @ kernel + bias`` against `targets`.
@@ -66,7 +65,6 @@ def chunked_cross_entropy(
             gradient of `kernel` fewer times.
         z_loss: Coefficient of the penalty that keeps the log-sum-exp near zero.
         bias: Added to the logits.
-        softcap: Logits become ``softcap * tanh(logits / softcap)``.
         rules: Where the arrays are split. Mesh axes that are Manual here hold complete
             arrays: the caller sums over them.
 
@@ -75,7 +73,7 @@ def chunked_cross_entropy(
         differentiable.
 
     Raises:
-        ValueError: `chunk_size` or `softcap` is not positive, or `z_loss` is negative.
+        ValueError: `chunk_size` is not positive, or `z_loss` is negative.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -93,8 +91,6 @@ def chunked_cross_entropy(
         raise ValueError(f"chunk_size {chunk_size} must be at least 1 position")
     if z_loss < 0:
         raise ValueError(f"z_loss {z_loss} must not be negative; 0 switches it off")
-    if softcap is not None and softcap <= 0:
-        raise ValueError(f"softcap {softcap} must be positive; None switches it off")
     flat = hidden.ndim == 2
     if flat:
         hidden, targets, mask = hidden[None], targets[None], mask[None]
@@ -105,7 +101,6 @@ def chunked_cross_entropy(
     settings = _Settings(
         chunk_size=chunk_size,
         z_loss=z_loss,
-        softcap=softcap,
         layout=layout,
         varying=tuple(_varying(x) for x in (hidden, kernel, bias) if x is not None),
     )
@@ -137,7 +132,6 @@ class _Layout:
 class _Settings:
     chunk_size: int
     z_loss: float
-    softcap: float | None
     layout: _Layout
     varying: tuple[frozenset[str], ...]
     """The Manual axes that each differentiable operand varies over."""
@@ -346,9 +340,6 @@ def _chunk(
     )
     if bias is not None:
         logits += bias.astype(jnp.float32)
-    cap = settings.softcap
-    if cap is not None:
-        logits = cap * jnp.tanh(logits / cap)
 
     vocab = settings.layout.vocab
     local = targets
@@ -375,6 +366,4 @@ def _chunk(
     scale = jnp.where(mask, 1 + 2 * settings.z_loss * lse, 0)[..., None]
     d_logits = scale * jnp.exp(logits - lse[..., None])
     d_logits -= (hot & mask[..., None]).astype(jnp.float32)
-    if cap is not None:
-        d_logits *= 1 - (logits / cap) ** 2
     return sums, d_logits

@@ -26,15 +26,13 @@ def inputs(dtype=jnp.float32, bias=True):
     return (hidden, kernel, offset), targets, mask
 
 
-def reference(params, targets, mask, z_loss, softcap):
+def reference(params, targets, mask, z_loss=0.0):
     hidden, kernel, bias = params
     logits = jnp.einsum(
         "btd,dv->btv", hidden.astype(jnp.float32), kernel, precision="highest"
     )
     if bias is not None:
         logits += bias
-    if softcap is not None:
-        logits = softcap * jnp.tanh(logits / softcap)
     lse = jax.nn.logsumexp(logits, axis=-1)
     nll = lse - jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
     return jnp.where(mask, nll + z_loss * lse**2, 0).sum()
@@ -46,14 +44,11 @@ def ours(params, targets, mask, **options):
 
 
 @pytest.mark.parametrize("chunk_size", [5, 8, 100])
-@pytest.mark.parametrize(
-    ("z_loss", "softcap", "bias"),
-    [(0.0, None, True), (0.01, None, False), (0.01, 3.0, True)],
-)
-def test_value_and_gradients(chunk_size, z_loss, softcap, bias):
+@pytest.mark.parametrize(("z_loss", "bias"), [(0.0, True), (0.01, False), (0.01, True)])
+def test_value_and_gradients(chunk_size, z_loss, bias):
     params, targets, mask = inputs(bias=bias)
     expected, expected_grads = jax.value_and_grad(reference)(
-        params, targets, mask, z_loss, softcap
+        params, targets, mask, z_loss
     )
 
     def three_times(params):  # the cotangent of the sum is not one
@@ -63,7 +58,6 @@ def test_value_and_gradients(chunk_size, z_loss, softcap, bias):
             mask,
             chunk_size=chunk_size,
             z_loss=z_loss,
-            softcap=softcap,
         )
         return 3 * loss, sums
 
@@ -106,7 +100,7 @@ def test_flat_tokens_and_targets_out_of_range_where_masked():
 def test_bf16_hidden_accumulates_in_fp32():
     params, targets, mask = inputs(jnp.bfloat16)
     grad = jax.grad(lambda p: ours(p, targets, mask, chunk_size=6)[0])(params)
-    expected = jax.grad(reference)(params, targets, mask, 0.0, None)
+    expected = jax.grad(reference)(params, targets, mask)
     assert [g.dtype for g in grad] == [jnp.bfloat16, jnp.float32, jnp.float32]
     # The gradient of a logit is rounded to bf16 (2^-8) before its two products.
     for g, e in zip(grad, expected, strict=True):
@@ -122,9 +116,7 @@ def test_sharded_equals_unsharded(kind):
 
     def function(params, targets, mask, rules):
         return jax.value_and_grad(
-            lambda p: ours(
-                p, targets, mask, chunk_size=5, z_loss=0.01, rules=rules, softcap=4.0
-            ),
+            lambda p: ours(p, targets, mask, chunk_size=5, z_loss=0.01, rules=rules),
             has_aux=True,
         )(params)
 
@@ -178,7 +170,7 @@ def test_inside_a_manual_region_the_caller_sums():
 def test_no_logits_of_all_tokens_exist():
     params, targets, mask = inputs(jnp.bfloat16)
     step = jax.jit(jax.grad(lambda p: ours(p, targets, mask, chunk_size=6)[0]))
-    plain = jax.jit(jax.grad(lambda p: reference(p, targets, mask, 0.0, None)))
+    plain = jax.jit(jax.grad(lambda p: reference(p, targets, mask)))
 
     def largest(function):
         text = function.lower(params).compile().as_text()
@@ -194,7 +186,6 @@ def test_no_logits_of_all_tokens_exist():
     [
         ({"chunk_size": 0}, "chunk_size 0 must be at least 1"),
         ({"z_loss": -1.0}, "z_loss -1.0 must not be negative"),
-        ({"softcap": 0.0}, "softcap 0.0 must be positive"),
     ],
 )
 def test_impossible_settings(options, message):

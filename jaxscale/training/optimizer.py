@@ -1,0 +1,243 @@
+"""AdamW, its learning-rate schedules, and which parameters decay."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from jaxscale.sharding.parameters import logical_axes
+
+
+type Schedule = Callable[[jax.typing.ArrayLike], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW with a warm-up and a schedule.
+
+    Example:
+        >>> OptimizerConfig(learning_rate=1e-3, schedule="wsd").decay_fraction
+        0.2
+    """
+
+    learning_rate: float = 3e-4
+    """Peak learning rate, reached at the end of the warm-up."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """After the warm-up: a half cosine down to the minimum, or the peak with a linear
+    descent over the last part (warm-up, stable, decay), or the peak."""
+    warmup_steps: int = 100
+    """Updates over which the learning rate rises linearly to its peak."""
+    decay_fraction: float = 0.2
+    """Part of all steps that the descent of ``"wsd"`` takes."""
+    min_ratio: float = 0.1
+    """Learning rate at the end, as a part of the peak; not used by ``"constant"``."""
+    b1: float = 0.9
+    """Decay rate of the first moment."""
+    b2: float = 0.95
+    """Decay rate of the second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled decay of matrices and embeddings, times the learning rate."""
+    clip_norm: float | None = 1.0
+    """Largest global norm of the gradients; None does not clip."""
+    mu_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which the first moment is kept between steps."""
+    nu_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which the second moment is kept between steps."""
+
+    def __post_init__(self) -> None:
+        _check(self.learning_rate > 0, "learning_rate", self.learning_rate, "> 0")
+        _check(
+            self.schedule in ("cosine", "wsd", "constant"),
+            "schedule",
+            self.schedule,
+            "cosine, wsd or constant",
+        )
+        _check(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, ">= 0")
+        for name in ("decay_fraction", "min_ratio"):
+            value = getattr(self, name)
+            _check(0 <= value <= 1, name, value, "between 0 and 1")
+        for name in ("b1", "b2"):
+            value = getattr(self, name)
+            _check(0 <= value < 1, name, value, "at least 0 and below 1")
+        _check(self.eps > 0, "eps", self.eps, "> 0")
+        _check(self.weight_decay >= 0, "weight_decay", self.weight_decay, ">= 0")
+        _check(
+            self.clip_norm is None or self.clip_norm > 0,
+            "clip_norm",
+            self.clip_norm,
+            "> 0, or None",
+        )
+        for name in ("mu_dtype", "nu_dtype"):
+            value = getattr(self, name)
+            _check(value in ("float32", "bfloat16"), name, value, "float32 or bfloat16")
+        # A second moment close to its limit moves by (1 - b2) of what is new in it;
+        # less than half a unit of bf16 (2^-9) is rounded away.
+        _check(
+            self.nu_dtype == "float32" or self.b2 <= 0.98,
+            "b2",
+            self.b2,
+            "at most 0.98 with nu_dtype bfloat16, whose rounding swallows the updates; "
+            "use nu_dtype float32",
+        )
+
+
+def _check(ok: bool, name: str, value: Any, expected: str) -> None:
+    if not ok:
+        raise ValueError(f"{name} {value!r} must be {expected}")
+
+
+def make_schedule(config: OptimizerConfig, total_steps: int) -> Schedule:
+    r"""The learning rate of update `n`, which counts from 0.
+
+    With peak :math:`p`, warm-up :math:`w`, total :math:`N` and minimum :math:`m`:
+    :math:`p (n + 1) / w` while :math:`n < w`; then for ``"cosine"``
+    :math:`m + (p - m)(1 + \cos \pi x) / 2` with :math:`x = (n - w) / (N - w)`; for
+    ``"wsd"`` :math:`p`, and over the last ``decay_fraction`` of the steps a line down
+    to :math:`m`, reached at :math:`n = N`.
+
+    Args:
+        config: Shape of the schedule.
+        total_steps: Updates in the entire run.
+
+    Raises:
+        ValueError: the warm-up, and for ``"wsd"`` the descent, do not fit in the run.
+
+    Example:
+        >>> config = OptimizerConfig(learning_rate=1.0, warmup_steps=2, min_ratio=0.0)
+        >>> schedule = make_schedule(config, total_steps=6)
+        >>> [round(float(schedule(n)), 2) for n in range(7)]
+        [0.5, 1.0, 1.0, 0.85, 0.5, 0.15, 0.0]
+
+    References:
+        WSD: MiniCPM (arXiv 2404.06395), section 4.
+    """
+    warmup, peak = config.warmup_steps, config.learning_rate
+    low = peak * config.min_ratio
+    descent = round(total_steps * config.decay_fraction)
+    needed = warmup + (descent if config.schedule == "wsd" else 0)
+    if config.schedule != "constant" and needed > total_steps:
+        raise ValueError(
+            f"warmup_steps {warmup} and the descent do not fit in {total_steps} steps, "
+            f"they need {needed}; lower warmup_steps or decay_fraction"
+        )
+
+    def schedule(count: jax.typing.ArrayLike) -> jax.Array:
+        n = jnp.asarray(count).astype(jnp.float32)
+        rate = jnp.full((), peak, jnp.float32)
+        if config.schedule == "cosine":
+            x = jnp.clip((n - warmup) / max(total_steps - warmup, 1), 0, 1)
+            rate = low + (peak - low) * (1 + jnp.cos(jnp.pi * x)) / 2
+        elif config.schedule == "wsd":
+            x = jnp.clip((n - (total_steps - descent)) / max(descent, 1), 0, 1)
+            rate = peak + (low - peak) * x
+        return jnp.where(n < warmup, peak * (n + 1) / max(warmup, 1), rate)
+
+    return schedule
+
+
+def decays(variable: nnx.Variable) -> bool:
+    """Whether weight decay applies: to matrices, not to scales and biases.
+
+    The rank alone does not tell: in a stack of blocks the scale of a norm has the shape
+    [L, D]. The logical axes do: what is left without ``"layers"`` has two or more
+    dimensions, and none of them is ``"norm"``.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jaxscale.sharding.parameters import partitioned
+        >>> def param(*axes, shape):
+        ...     init = partitioned(jax.nn.initializers.ones, *axes)
+        ...     return nnx.Param(init(jax.random.key(0), shape, jnp.float32))
+        >>> scale = param("layers", "norm", shape=(4, 8))
+        >>> kernel = param("embed", "mlp", shape=(8, 16))
+        >>> decays(scale), decays(kernel)
+        (False, True)
+    """
+    axes = [axis for axis in logical_axes(variable) if axis != "layers"]
+    return len(axes) >= 2 and "norm" not in axes
+
+
+def make_optimizer(
+    config: OptimizerConfig,
+    total_steps: int,
+    *,
+    transforms: Sequence[optax.GradientTransformation] = (),
+) -> optax.GradientTransformation:
+    """AdamW with clipping by global norm, decay by logical axes and the schedule.
+
+    Moments are made from the parameters, so that `jaxscale.sharding.shardings` splits
+    them in the same way. They are updated in fp32 and kept in the types of `config`.
+
+    Args:
+        config: Rates and types.
+        total_steps: Updates in the entire run, for the schedule.
+        transforms: More optax transforms, applied to the update before the learning
+            rate is; pruning during training comes in here.
+
+    References:
+        AdamW: arXiv 1711.05101.
+    """
+    clip = (
+        optax.identity()
+        if config.clip_norm is None
+        else optax.clip_by_global_norm(config.clip_norm)
+    )
+    return optax.chain(
+        clip,
+        _keep_moments_in(
+            optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps),
+            config.mu_dtype,
+            config.nu_dtype,
+        ),
+        _add_decayed_weights(config.weight_decay),
+        *transforms,
+        optax.scale_by_learning_rate(make_schedule(config, total_steps)),
+    )
+
+
+def _keep_moments_in(
+    adam: optax.GradientTransformation, mu_dtype: str, nu_dtype: str
+) -> optax.GradientTransformation:
+    """`adam` with fp32 arithmetic whatever type its state is kept in."""
+
+    def cast(tree: Any, dtype: str) -> Any:
+        return jax.tree.map(lambda x: x.astype(dtype), tree)
+
+    def init(params: optax.Params) -> Any:
+        state: Any = adam.init(cast(params, "float32"))
+        return state._replace(mu=cast(state.mu, mu_dtype), nu=cast(state.nu, nu_dtype))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        state = state._replace(
+            mu=cast(state.mu, "float32"), nu=cast(state.nu, "float32")
+        )
+        updates, state = adam.update(cast(updates, "float32"), state, params)
+        return updates, state._replace(
+            mu=cast(state.mu, mu_dtype), nu=cast(state.nu, nu_dtype)
+        )
+
+    return optax.GradientTransformation(init, update)
+
+
+def _add_decayed_weights(weight_decay: float) -> optax.GradientTransformation:
+    def add(update: Any, parameter: Any) -> Any:
+        if not decays(parameter if _is_variable(parameter) else nnx.Param(parameter)):
+            return update
+        return jax.tree.map(
+            lambda u, p: u + weight_decay * p.astype(u.dtype), update, parameter
+        )
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        return jax.tree.map(add, updates, params, is_leaf=_is_variable), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def _is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)

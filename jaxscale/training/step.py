@@ -1,0 +1,247 @@
+"""One update of the parameters as one jitted pure function."""
+
+import dataclasses
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jaxtyping import Array, Float, Int32
+
+from jaxscale.sharding.parameters import logical_axes
+from jaxscale.sharding.rules import REPLICATED, AxisRules, constrain, reshape
+from jaxscale.training.losses import LossSums, chunked_cross_entropy
+from jaxscale.training.optimizer import Schedule
+
+
+type LossFunction = Callable[[Any, Any], tuple[Array, LossSums]]
+"""``loss(model, batch)``: the sum over tokens to differentiate, and its parts."""
+
+type Metrics = dict[str, Array]
+type TrainStep = Callable[["TrainState", Any], tuple["TrainState", Metrics]]
+type EvalStep = Callable[[Any, Any], LossSums]
+
+
+# Trees of shardings and of shapes have this structure too, so the run-time checks of
+# the tests must leave the constructor alone.
+@typing.no_type_check
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """All that training changes; a pytree that a step takes and returns.
+
+    Example:
+        >>> import jax, optax
+        >>> from flax import nnx
+        >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+        >>> state = TrainState.create(model, optax.adam(1e-3))
+        >>> int(state.step), len(jax.tree.leaves(state.opt_state))
+        (0, 5)
+    """
+
+    step: Int32[Array, ""]
+    """Batches consumed, those of skipped updates included."""
+    skipped: Int32[Array, ""]
+    """Updates left out because the loss or the gradients were not finite."""
+    model: Any
+    """The module with its parameters."""
+    opt_state: Any
+    """State of the optimizer, over the `nnx.Param` of the model by path."""
+
+    @classmethod
+    def create(
+        cls, model: Any, optimizer: optax.GradientTransformation
+    ) -> "TrainState":
+        """The state before the first step.
+
+        Shard it by ``jaxscale.sharding.create(lambda: TrainState.create(...), ...)``.
+        """
+        return cls(
+            step=jnp.zeros((), jnp.int32),
+            skipped=jnp.zeros((), jnp.int32),
+            model=model,
+            opt_state=optimizer.init(nnx.state(model, nnx.Param)),
+        )
+
+
+def next_token_loss(*, chunk_size: int = 1024, z_loss: float = 0.0) -> LossFunction:
+    """The loss of a decoder on a `PackedBatch`.
+
+    Args:
+        chunk_size: Positions of a row whose logits exist at one time.
+        z_loss: Coefficient of the squared log-sum-exp.
+    """
+
+    def loss(model: Any, batch: Any) -> tuple[Array, LossSums]:
+        hidden = model.hidden(batch.tokens, cu_seqlens=batch.cu_seqlens)
+        kernel, bias = model.output_embedding()
+        return chunked_cross_entropy(
+            hidden,
+            kernel,
+            batch.targets,
+            batch.loss_mask,
+            chunk_size=chunk_size,
+            z_loss=z_loss,
+            bias=bias,
+            rules=model.rules,
+        )
+
+    return loss
+
+
+def make_train_step(
+    loss_fn: LossFunction,
+    optimizer: optax.GradientTransformation,
+    *,
+    schedule: Schedule,
+    microbatches: int = 1,
+    rules: AxisRules = REPLICATED,
+    shardings: TrainState | None = None,
+) -> TrainStep:
+    r"""The jitted ``step(state, batch) -> (state, metrics)``; `state` is donated.
+
+    The gradient is :math:`\sum_i g_i / \sum_i n_i` over microbatches and devices, with
+    :math:`g_i` the gradient of a summed loss and :math:`n_i` its unmasked tokens: each
+    token weighs the same, however the batch is cut. Microbatches are added in fp32.
+
+    When the loss or the norm of the gradients is not finite, the parameters, the
+    moments and the optimizer's own count, which the schedule reads, stay as they are:
+    ``state.step`` and ``state.skipped`` grow by one and the batch is lost.
+
+    Call it under ``jax.set_mesh(mesh)``: without, the rules have no effect.
+
+    Args:
+        loss_fn: Summed loss of a model on a microbatch.
+        optimizer: Takes fp32 gradients of the `nnx.Param` of the model.
+        schedule: Learning rate by count of applied updates, for the metrics alone.
+        microbatches: Parts of a batch that are differentiated one after the other. Each
+            device cuts its own rows, so nothing moves between devices.
+        rules: Where gradients and rows are split.
+        shardings: Of the state that comes out, for example ``jax.tree.map(lambda x:
+            x.sharding, state)``. Without, the compiler may write an equal sharding in
+            another way, for which the second call compiles again.
+
+    Returns:
+        The step. Its metrics are scalars: mean `loss` and `z_loss` by token,
+        `accuracy`, `grad_norm` before clipping, `param_norm` before the update, `lr`,
+        `tokens` of this batch, and `skipped` updates until now.
+
+    Raises:
+        ValueError: `microbatches` is not positive; at the first call, the rows of the
+            batch cannot be cut into them.
+    """
+    if microbatches < 1:
+        raise ValueError(f"microbatches {microbatches} must be at least 1")
+
+    def gradients(model: Any, batch: Any) -> tuple[LossSums, Any]:
+        graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+        def loss(params: Any) -> tuple[Array, LossSums]:
+            return loss_fn(nnx.merge(graph, params, rest), batch)
+
+        (_, sums), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        return sums, _constrain_variables(grads, rules)
+
+    def accumulated(model: Any, batch: Any) -> tuple[LossSums, Any]:
+        if microbatches == 1:
+            return gradients(model, batch)
+        parts = _cut(batch, microbatches, rules)
+        first = jax.tree.map(lambda x: x[0], parts)
+        rest = jax.tree.map(lambda x: x[1:], parts)
+
+        def add(total: Any, part: Any) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, gradients(model, part)), None
+
+        return jax.lax.scan(add, gradients(model, first), rest)[0]
+
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        sums, grads = accumulated(state.model, batch)
+        tokens = jnp.maximum(sums.tokens, 1).astype(jnp.float32)
+        grads = jax.tree.map(lambda g: g / tokens, grads)
+        norm = global_norm(grads)
+        finite = jnp.isfinite(norm) & jnp.isfinite(sums.nll + sums.z_loss)
+
+        params = nnx.state(state.model, nnx.Param)
+        with jax.numpy_dtype_promotion("standard"):
+            updates, opt_state = optimizer.update(grads, state.opt_state, params)
+            updated = optax.apply_updates(params, updates)
+
+        def keep_if_finite(new: Any, old: Any) -> Any:
+            return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+
+        model = _replace(state.model, keep_if_finite(updated, params))
+        new_state = TrainState(
+            step=state.step + 1,
+            skipped=state.skipped + (~finite).astype(jnp.int32),
+            model=model,
+            opt_state=keep_if_finite(opt_state, state.opt_state),
+        )
+        metrics = {
+            "loss": sums.nll / tokens,
+            "z_loss": sums.z_loss / tokens,
+            "accuracy": sums.correct.astype(jnp.float32) / tokens,
+            "grad_norm": norm,
+            "param_norm": global_norm(params),
+            "lr": schedule(state.step - state.skipped),
+            "tokens": sums.tokens,
+            "skipped": new_state.skipped,
+        }
+        return new_state, metrics
+
+    outputs = None if shardings is None else (shardings, None)
+    return jax.jit(step, donate_argnums=0, out_shardings=outputs)
+
+
+def make_eval_step(loss_fn: LossFunction) -> EvalStep:
+    """The jitted ``step(model, batch) -> LossSums``; add those of several batches."""
+
+    def step(model: Any, batch: Any) -> LossSums:
+        return loss_fn(model, batch)[1]
+
+    return jax.jit(step)
+
+
+def global_norm(tree: Any) -> Float[Array, ""]:
+    r""":math:`\sqrt{\sum x^2}` over all arrays of a tree, in fp32."""
+    squares = (jnp.square(x.astype(jnp.float32)).sum() for x in jax.tree.leaves(tree))
+    return jnp.sqrt(sum(squares, jnp.zeros((), jnp.float32)))
+
+
+def _cut(batch: Any, parts: int, rules: AxisRules) -> Any:
+    """Leaves [B, ...] as [parts, B / parts, ...]: each device cuts the rows it has."""
+
+    def cut(x: Array) -> Array:
+        rows = x.shape[0]
+        if rows % parts:
+            raise ValueError(
+                f"microbatches {parts} must divide the {rows} rows of a batch"
+            )
+        inner = (None,) * (x.ndim - 1)
+        # Rows r = a * parts + m go to part m: `a` keeps the split of the rows.
+        shape = (rows // parts, parts, *x.shape[1:])
+        x = reshape(x, shape, ("batch", None, *inner), rules)
+        return constrain(jnp.moveaxis(x, 1, 0), (None, "batch", *inner), rules)
+
+    return jax.tree.map(cut, batch)
+
+
+def _replace(model: Any, params: Any) -> Any:
+    """`model` with other parameters."""
+    graph, _, rest = nnx.split(model, nnx.Param, ...)
+    return nnx.merge(graph, params, rest)
+
+
+def _constrain_variables(tree: Any, rules: AxisRules) -> Any:
+    """`tree` with each `nnx.Variable` split as its logical axes say."""
+
+    def place(node: Any) -> Any:
+        if not isinstance(node, nnx.Variable):
+            return node
+        axes = logical_axes(node)
+        return jax.tree.map(lambda x: constrain(x, axes, rules), node)
+
+    return jax.tree.map(place, tree, is_leaf=lambda n: isinstance(n, nnx.Variable))

@@ -1,0 +1,223 @@
+"""The training step: accumulation, skipping, sharding, and against plain Adam."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jaxscale.sharding import MeshConfig, create, fsdp_tp, make_mesh
+from jaxscale.training.optimizer import OptimizerConfig, make_optimizer, make_schedule
+from jaxscale.training.step import (
+    TrainState,
+    make_eval_step,
+    make_train_step,
+    next_token_loss,
+)
+from tests.training import toy
+
+
+CONFIG = OptimizerConfig(learning_rate=0.01, warmup_steps=2, clip_norm=0.5)
+STEPS = 12
+LOSS = next_token_loss(chunk_size=5, z_loss=1e-3)
+
+
+def parts(config=CONFIG, **options):
+    optimizer = make_optimizer(config, STEPS)
+    step = make_train_step(
+        LOSS, optimizer, schedule=make_schedule(config, STEPS), **options
+    )
+    return optimizer, step
+
+
+def fresh(optimizer, **options):
+    return TrainState.create(toy.Toy(**options), optimizer)
+
+
+def arrays(tree):
+    return [np.asarray(x) for x in jax.tree.leaves(tree)]
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """One compiled step shared by the tests."""
+    return parts()
+
+
+def trace(step, state, seeds):
+    losses = []
+    for seed in seeds:
+        state, metrics = step(state, toy.batch(seed))
+        losses.append(float(metrics["loss"]))
+    return losses, state
+
+
+def test_equals_adamw_written_out(plain):
+    optimizer, step = plain
+    state = fresh(optimizer)
+    params = nnx.to_pure_dict(nnx.state(state.model, nnx.Param))
+    params = {k: np.asarray(v, np.float64) for k, v in params.items()}
+    mu = dict.fromkeys(params, 0.0)
+    nu = dict.fromkeys(params, 0.0)
+    schedule = make_schedule(CONFIG, STEPS)
+
+    def mean_loss(params, batch):
+        model = toy.Toy()
+        graph, _, rest = nnx.split(model, nnx.Param, ...)
+        fresh_state = nnx.state(model, nnx.Param)
+        nnx.replace_by_pure_dict(fresh_state, params)
+        model = nnx.merge(graph, fresh_state, rest)
+        logits = model.hidden(jnp.asarray(batch.tokens)) @ model.output[...]
+        lse = jax.nn.logsumexp(logits, -1)
+        nll = lse - jnp.take_along_axis(logits, batch.targets[..., None], -1)[..., 0]
+        return jnp.where(batch.loss_mask, nll + 1e-3 * lse**2, 0).sum() / float(
+            batch.loss_mask.sum()
+        )
+
+    for n in range(3):
+        batch = toy.batch(n)
+        grads = jax.grad(mean_loss)(
+            {k: jnp.asarray(v, jnp.float32) for k, v in params.items()}, batch
+        )
+        grads = {k: np.asarray(v, np.float64) for k, v in grads.items()}
+        norm = np.sqrt(sum((g**2).sum() for g in grads.values()))
+        state, metrics = step(state, batch)
+        np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-4)
+        assert norm > CONFIG.clip_norm  # else the clip is not tested
+        for k in params:
+            g = grads[k] * CONFIG.clip_norm / norm
+            mu[k] = CONFIG.b1 * mu[k] + (1 - CONFIG.b1) * g
+            nu[k] = CONFIG.b2 * nu[k] + (1 - CONFIG.b2) * g**2
+            first = mu[k] / (1 - CONFIG.b1 ** (n + 1))
+            second = nu[k] / (1 - CONFIG.b2 ** (n + 1))
+            decay = 0.0 if k == "scale" else CONFIG.weight_decay
+            update = first / (np.sqrt(second) + CONFIG.eps) + decay * params[k]
+            params[k] = params[k] - float(schedule(n)) * update
+    got = nnx.to_pure_dict(nnx.state(state.model, nnx.Param))
+    for k in params:
+        np.testing.assert_allclose(got[k], params[k], atol=2e-5)
+
+
+def test_accumulation_gives_the_same_update(plain):
+    optimizer, step = plain
+    _, step4 = parts(microbatches=4)
+    one, four = fresh(optimizer), fresh(optimizer)
+    batch = toy.batch(0)
+    counts = batch.loss_mask.reshape(2, 4, -1).sum((0, 2))
+    assert len(set(counts.tolist())) > 1  # microbatches of unequal weight
+    one, a = step(one, batch)
+    four, b = step4(four, batch)
+    for name in a:
+        np.testing.assert_allclose(a[name], b[name], rtol=2e-5, err_msg=name)
+    for x, y in zip(arrays(one.opt_state), arrays(four.opt_state), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-7)
+
+
+def test_not_finite_skips_the_update(plain):
+    optimizer, step = plain
+    state, _ = step(fresh(optimizer), toy.batch(0))
+    before = arrays((state.model, state.opt_state))
+    poisoned = jax.tree.map(jnp.copy, state)
+    poisoned.model.scale[...] = poisoned.model.scale[...].at[1, 3].set(jnp.nan)
+    broken = arrays((poisoned.model, poisoned.opt_state))
+    poisoned, metrics = step(poisoned, toy.batch(1))
+    assert np.isnan(metrics["loss"])
+    assert (int(poisoned.step), int(poisoned.skipped)) == (2, 1)
+    for x, y in zip(arrays((poisoned.model, poisoned.opt_state)), broken, strict=True):
+        np.testing.assert_array_equal(x, y)
+    # The next update has the learning rate that the skipped one would have had.
+    healthy = dataclasses.replace(
+        poisoned,
+        model=jax.tree.map(jnp.copy, state.model),
+        opt_state=jax.tree.map(jnp.copy, state.opt_state),
+    )
+    healthy, metrics = step(healthy, toy.batch(1))
+    expected, reference = step(state, toy.batch(1))
+    assert float(metrics["lr"]) == float(reference["lr"])
+    assert int(metrics["skipped"]) == 1
+    for x, y in zip(arrays(healthy.model), arrays(expected.model), strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert any(
+        (x != y).any() for x, y in zip(arrays(expected.model), before, strict=False)
+    )
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_sharded_trace_equals_unsharded(plain, kind):
+    optimizer, step = plain
+    expected, _ = trace(step, fresh(optimizer), range(4))
+    rules = fsdp_tp()
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2, axis_type=kind))
+    state = create(lambda: fresh(optimizer, rules=rules), mesh, rules)
+    layout = jax.tree.map(lambda x: x.sharding, state)
+    _, sharded_step = parts(microbatches=2, rules=rules, shardings=layout)
+    moment = state.opt_state[1].mu["up"]
+    assert moment[...].sharding == state.model.up[...].sharding
+    assert "tensor" in moment[...].sharding.spec
+    with jax.set_mesh(mesh):
+        rows = jax.NamedSharding(mesh, jax.P(("data", "fsdp")))
+        losses = []
+        for seed in range(4):
+            batch = jax.device_put(toy.batch(seed), rows)
+            state, metrics = sharded_step(state, batch)
+            losses.append(float(metrics["loss"]))
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert sharded_step._cache_size() == 1
+    assert [x.sharding for x in jax.tree.leaves(state)] == jax.tree.leaves(layout)
+
+
+def test_held_out_loss_falls(plain):
+    optimizer, step = plain
+    evaluate = make_eval_step(LOSS)
+    state = fresh(optimizer)
+
+    def held_out(model):
+        sums = evaluate(model, toy.batch(1000, rows=16))
+        return float(sums.nll) / int(sums.tokens)
+
+    before = held_out(state.model)
+    _, state = trace(step, state, range(STEPS))
+    assert held_out(state.model) < 0.8 * before
+
+
+def test_bf16_parameters_keep_their_type_and_moments():
+    config = dataclasses.replace(CONFIG, mu_dtype="bfloat16")
+    optimizer, step = parts(config=config)
+    state = fresh(optimizer, param_dtype=jnp.bfloat16)
+    types = [x.dtype for x in jax.tree.leaves(state)]
+    losses, state = trace(step, state, range(6))
+    assert [x.dtype for x in jax.tree.leaves(state)] == types
+    assert state.opt_state[1].mu["up"].dtype == jnp.bfloat16
+    assert state.opt_state[1].nu["up"].dtype == jnp.float32
+    assert losses[-1] < losses[0]
+
+
+def test_rows_that_cannot_be_cut():
+    optimizer, step = parts(microbatches=3)
+    with pytest.raises(ValueError, match="microbatches 3 must divide the 8 rows"):
+        step(fresh(optimizer), toy.batch(0))
+    with pytest.raises(ValueError, match="microbatches 0 must be at least 1"):
+        parts(microbatches=0)
+
+
+def test_masked_batch_changes_no_moment_by_nan(plain):
+    optimizer, step = plain
+    batch = toy.batch(0)
+    batch = dataclasses.replace(batch, loss_mask=np.zeros_like(batch.loss_mask))
+    state, metrics = step(fresh(optimizer), batch)
+    assert int(metrics["tokens"]) == 0
+    assert float(metrics["loss"]) == 0
+    assert all(np.isfinite(x).all() for x in arrays(state))
+
+
+def test_extra_transforms_see_the_update_before_the_learning_rate():
+    optimizer = make_optimizer(CONFIG, STEPS, transforms=[optax.set_to_zero()])
+    step = make_train_step(LOSS, optimizer, schedule=make_schedule(CONFIG, STEPS))
+    state = fresh(optimizer)
+    before = arrays(state.model)
+    state, _ = step(state, toy.batch(0))
+    for x, y in zip(arrays(state.model), before, strict=True):
+        np.testing.assert_array_equal(x, y)
