@@ -1,5 +1,6 @@
-"""Meshes, axis rules, and parameters and operations that follow them."""
+"""Multi-host start-up, meshes, axis rules, and what follows them on each device."""
 
+from jaxscale.sharding.distributed import Cluster, initialize
 from jaxscale.sharding.mesh import MESH_AXES, MeshConfig, make_mesh
 from jaxscale.sharding.parameters import (
     create,
@@ -28,6 +29,7 @@ __all__ = [
     "MESH_AXES",
     "REPLICATED",
     "AxisRules",
+    "Cluster",
     "MeshConfig",
     "constrain",
     "contract",
@@ -36,6 +38,7 @@ __all__ = [
     "fsdp",
     "fsdp_tp",
     "gather",
+    "initialize",
     "logical_axes",
     "make_mesh",
     "megascale_3d",

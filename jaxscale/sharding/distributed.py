@@ -1,0 +1,449 @@
+"""Start-up of a job of many processes: who is who, and do all of them answer.
+
+`jax.distributed.initialize` ends the process without an exception when the coordinator
+cannot be reached or a process is missing. `initialize` therefore lets the processes
+meet first, over the coordinator's port: process 0 waits for one line from each of the
+others, all of them learn what is wrong, and only then JAX starts its service there.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import os
+import re
+import socket
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+
+import jax
+
+
+_log = logging.getLogger(__name__)
+
+# Where launchers give no port: the last 4096, outside the ports of most services.
+_FIRST_PORT = 2**16 - 2**12
+_RETRY_SECONDS = 0.25
+_HELLO = "jaxscale"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """What one process knows about its job."""
+
+    process_id: int = 0
+    """Number of this process, from 0."""
+    num_processes: int = 1
+    """Number of processes of the job."""
+    coordinator: str | None = None
+    """``host:port`` of process 0; None for a single process."""
+    launcher: str = "single"
+    """Source of the above: arguments, environment, slurm, kubernetes, open_mpi, jax
+    (someone else had called `jax.distributed.initialize`) or single."""
+    local_device_ids: tuple[int, ...] | None = None
+    """GPUs of this host that the process uses; None for all that it sees."""
+
+
+_started: Cluster | None = None
+
+
+def initialize(
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    local_device_ids: Sequence[int] | None = None,
+    timeout: float = 120.0,
+) -> Cluster:
+    """Join the processes of a job, before any other use of JAX.
+
+    Under Slurm (``srun``), Open MPI (``mpirun``) and the JAX jobs of Kubeflow no
+    argument is needed; a plain Kubernetes Indexed Job sets two variables (see
+    `detect`). A process that is alone returns at once, so a script can always call
+    this. A second call returns the record of the first.
+
+    Args:
+        coordinator: ``host:port`` of process 0, a port that is free there and that the
+            other hosts can reach.
+        num_processes: Number of processes of the job.
+        process_id: Number of this process, from 0.
+        local_device_ids: GPUs of this host for this process. By default all, or the
+            one of its local rank where a launcher starts several on a host.
+        timeout: Seconds to wait for the other processes.
+
+    Returns:
+        What was found: number of the process, their count, coordinator, launcher.
+
+    Raises:
+        ValueError: an argument or variable is missing, malformed or contradicts
+            another process, or the port is taken.
+        TimeoutError: the coordinator or another process did not answer in time; the
+            message says who, where, and what to check.
+
+    Example:
+        >>> initialize().num_processes
+        1
+    """
+    global _started
+    if jax.distributed.is_initialized():
+        return _started or Cluster(
+            process_id=jax.process_index(),
+            num_processes=jax.process_count(),
+            launcher="jax",
+        )
+    cluster = detect(
+        os.environ,
+        coordinator=coordinator,
+        num_processes=num_processes,
+        process_id=process_id,
+        local_device_ids=local_device_ids,
+    )
+    if cluster.coordinator is None:
+        return cluster
+    _log.info(
+        "process %d of %d: %s", cluster.process_id, cluster.num_processes, cluster
+    )
+    deadline = time.monotonic() + timeout
+    if cluster.process_id == 0:
+        _await_others(cluster, timeout, deadline)
+    else:
+        _report_to_coordinator(cluster, timeout, deadline)
+    jax.distributed.initialize(
+        coordinator_address=cluster.coordinator,
+        num_processes=cluster.num_processes,
+        process_id=cluster.process_id,
+        local_device_ids=cluster.local_device_ids,
+        cluster_detection_method="deactivate",
+        initialization_timeout=max(30, int(timeout)),
+    )
+    _started = cluster
+    return cluster
+
+
+# ------------------------------------------------------------------------------------
+# Who is who
+
+
+def detect(
+    environ: Mapping[str, str],
+    *,
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    local_device_ids: Sequence[int] | None = None,
+) -> Cluster:
+    """The cluster that arguments and environment variables describe.
+
+    Arguments win, then ``JAX_COORDINATOR_ADDRESS``, ``JAX_NUM_PROCESSES`` and
+    ``JAX_PROCESS_ID`` (which Kubeflow sets), then the launcher:
+
+    - Open MPI: ``OMPI_COMM_WORLD_{SIZE,RANK,LOCAL_RANK,LOCAL_SIZE}``. The coordinator
+      is read from versions before 5 and known when all processes share a host;
+      otherwise pass ``mpirun -x JAX_COORDINATOR_ADDRESS=host:port``.
+    - Slurm: ``SLURM_PROCID``, ``SLURM_NTASKS`` and ``SLURM_STEP_NODELIST`` of ``srun``,
+      whose first host is the coordinator; ``JAX_COORDINATOR_PORT`` sets the port.
+    - Kubernetes: ``JOB_COMPLETION_INDEX`` of an Indexed Job is the number of the
+      process; the pod's specification sets the other two variables above.
+
+    Args:
+        environ: Environment variables, `os.environ`.
+        coordinator: As for `initialize`, and so the rest.
+        num_processes: Number of processes.
+        process_id: Number of this process.
+        local_device_ids: GPUs of this process.
+
+    Raises:
+        ValueError: something is missing, malformed or contradictory.
+
+    Example:
+        >>> detect({"JOB_COMPLETION_INDEX": "1", "JAX_NUM_PROCESSES": "2",
+        ...         "JAX_COORDINATOR_ADDRESS": "job-0.jobs:1234"}).launcher
+        'kubernetes'
+    """
+    given = {
+        "coordinator": coordinator,
+        "num_processes": num_processes,
+        "process_id": process_id,
+    }
+    launcher = "arguments"
+    if None in given.values():
+        launcher, found = _from_environment(environ)
+        for name, value in given.items():
+            if value is None:
+                given[name] = found.get(name)
+            elif name != "coordinator" and found.get(name, value) != value:
+                raise ValueError(
+                    f"{name} is {value}, but {launcher} says {found[name]}; leave the "
+                    "argument out, or give coordinator, num_processes and process_id"
+                )
+        local_device_ids = local_device_ids or found.get("local_device_ids")
+        if launcher == "single" and any(value is not None for value in given.values()):
+            launcher = "arguments"
+    coordinator, count, index = given.values()
+    if count == 1 or all(value is None for value in given.values()):
+        return Cluster()
+    for name, value in given.items():
+        if value is None:
+            raise ValueError(_missing(name, launcher))
+    _split_address(str(coordinator))
+    if count < 1:
+        raise ValueError(f"num_processes is {count}, expected at least 1")
+    if not 0 <= index < count:
+        raise ValueError(
+            f"process_id is {index}, expected 0 to {count - 1} for "
+            f"num_processes={count}; number the processes from 0"
+        )
+    return Cluster(
+        process_id=index,
+        num_processes=count,
+        coordinator=coordinator,
+        launcher=launcher,
+        local_device_ids=None if local_device_ids is None else tuple(local_device_ids),
+    )
+
+
+def _from_environment(environ: Mapping[str, str]) -> tuple[str, dict]:
+    """Name of the launcher, and what it says of coordinator, count, number, GPUs."""
+    explicit = {
+        "coordinator": environ.get("JAX_COORDINATOR_ADDRESS"),
+        "num_processes": _integer(environ, "JAX_NUM_PROCESSES"),
+        "process_id": _integer(environ, "JAX_PROCESS_ID"),
+    }
+    explicit = {name: value for name, value in explicit.items() if value is not None}
+    if len(explicit) == 3:
+        return "environment", explicit
+    if "OMPI_COMM_WORLD_RANK" in environ:  # before Slurm: mpirun may run under it
+        return "open_mpi", _open_mpi(environ) | explicit
+    if "SLURM_PROCID" in environ and "SLURM_STEP_NODELIST" in environ:
+        return "slurm", _slurm(environ) | explicit
+    if "JOB_COMPLETION_INDEX" in environ:
+        index = _integer(environ, "JOB_COMPLETION_INDEX")
+        return "kubernetes", {"process_id": index} | explicit
+    return ("environment" if explicit else "single"), explicit
+
+
+def _slurm(environ: Mapping[str, str]) -> dict:
+    nodes = environ["SLURM_STEP_NODELIST"]  # node001 or node[001-004,9],gpu7
+    first = re.match(r"([^\[,]+)(?:\[(\w+))?", nodes)
+    if first is None:
+        raise ValueError(f"SLURM_STEP_NODELIST is {nodes!r}, expected names of hosts")
+    job = _required(environ, "SLURM_JOB_ID")
+    port = environ.get("JAX_COORDINATOR_PORT", str(_FIRST_PORT + job % 2**12))
+    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "1")  # 4(x2),3
+    several = any(int(number) > 1 for number in re.findall(r"\b(\d+)", tasks))
+    return {
+        "coordinator": f"{first[1]}{first[2] or ''}:{port}",
+        "num_processes": _required(environ, "SLURM_NTASKS"),
+        "process_id": _integer(environ, "SLURM_PROCID"),
+    } | _local_gpu(environ, "SLURM_LOCALID", several)
+
+
+def _open_mpi(environ: Mapping[str, str]) -> dict:
+    count = _required(environ, "OMPI_COMM_WORLD_SIZE")
+    on_host = _integer(environ, "OMPI_COMM_WORLD_LOCAL_SIZE") or 1
+    found = {
+        "num_processes": count,
+        "process_id": _integer(environ, "OMPI_COMM_WORLD_RANK"),
+    } | _local_gpu(environ, "OMPI_COMM_WORLD_LOCAL_RANK", on_host > 1)
+    uri = environ.get("OMPI_MCA_orte_hnp_uri", "")  # 12582912.0;tcp://10.0.0.1,10.1.0.1
+    job = uri.partition(";")[0] or environ.get("PMIX_NAMESPACE", "")
+    port = environ.get(
+        "JAX_COORDINATOR_PORT", str(_FIRST_PORT + zlib.crc32(job.encode()) % 2**12)
+    )
+    address = re.search(r"tcp://([^,:]+)|tcp6://\[([^,\]]+)", uri)
+    if on_host == count:
+        found["coordinator"] = f"127.0.0.1:{port}"
+    elif address is not None:
+        found["coordinator"] = f"{address[1] or f'[{address[2]}]'}:{port}"
+    return found
+
+
+def _local_gpu(environ: Mapping[str, str], variable: str, several: bool) -> dict:
+    """One GPU for each process, where several share a host and see more than one."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if not several or (len(visible) == 1 and visible[0]):
+        return {}
+    return {"local_device_ids": (_required(environ, variable),)}
+
+
+def _integer(environ: Mapping[str, str], variable: str) -> int | None:
+    return _required(environ, variable) if variable in environ else None
+
+
+def _required(environ: Mapping[str, str], variable: str) -> int:
+    value = environ.get(variable)
+    if value is None or not value.strip().isdecimal():
+        raise ValueError(
+            f"environment variable {variable} is {value!r}, expected a whole number"
+        )
+    return int(value)
+
+
+def _missing(name: str, launcher: str) -> str:
+    variable = {
+        "coordinator": "JAX_COORDINATOR_ADDRESS=host:port (a host that all reach)",
+        "num_processes": "JAX_NUM_PROCESSES",
+        "process_id": "JAX_PROCESS_ID, or completionMode: Indexed in Kubernetes",
+    }[name]
+    return (
+        f"{name} is not known from {launcher}; pass {name}= to initialize, or set the "
+        f"environment variable {variable}, on every process"
+    )
+
+
+def _split_address(coordinator: str) -> tuple[str, int]:
+    host, _, port = coordinator.rpartition(":")
+    bare = host.removeprefix("[").removesuffix("]")
+    number = int(port) if port.isdecimal() else 0
+    if not bare or "/" in host or (":" in bare) != (bare != host) or number > 65535:
+        number = 0
+    if number < 1:
+        raise ValueError(
+            f"coordinator is {coordinator!r}, expected host:port with a port from 1 to "
+            "65535, such as node001:8476 or [fd00::1]:8476"
+        )
+    return bare, number
+
+
+# ------------------------------------------------------------------------------------
+# Does everyone answer
+
+
+def _await_others(cluster: Cluster, timeout: float, deadline: float) -> None:
+    """Process 0: wait for a line from each other process, then let all go."""
+    _, port = _split_address(cluster.coordinator or "")
+    try:
+        dual = socket.has_dualstack_ipv6()
+        server = socket.create_server(
+            ("", port),
+            family=socket.AF_INET6 if dual else socket.AF_INET,
+            dualstack_ipv6=dual,
+            backlog=1024,
+        )
+    except OSError as error:
+        raise ValueError(
+            f"coordinator {cluster.coordinator}: process 0 cannot listen on its port "
+            f"({error}); end the process that uses port {port} or choose another"
+        ) from error
+    arrived: dict[int, socket.socket] = {}
+    with contextlib.ExitStack() as connections:
+        connections.callback(server.close)
+        while True:
+            arrived = {i: other for i, other in arrived.items() if _waits(other)}
+            if len(arrived) == cluster.num_processes - 1:
+                break
+            server.settimeout(max(deadline - time.monotonic(), 0.001))
+            try:
+                connection, address = server.accept()
+            except TimeoutError:
+                raise TimeoutError(_who_is_missing(cluster, arrived, timeout)) from None
+            connections.enter_context(connection)
+            problem = _greet(connection, cluster, arrived)
+            if problem:
+                for other in (connection, *arrived.values()):
+                    _send(other, problem)
+                raise ValueError(f"{problem} (a process at {address[0]})")
+        # Closed before the answer: whoever connects now reaches the service of JAX.
+        server.close()
+        for connection in arrived.values():
+            _send(connection, "ok")
+
+
+def _greet(
+    connection: socket.socket, cluster: Cluster, arrived: dict[int, socket.socket]
+) -> str | None:
+    """Take one process in; or say what is wrong with it. Strangers are ignored."""
+    connection.settimeout(5.0)
+    words = _receive(connection).split()
+    if len(words) != 3 or words[0] != _HELLO or not (words[1] + words[2]).isdecimal():
+        return None
+    index, count = int(words[1]), int(words[2])
+    if count != cluster.num_processes:
+        return (
+            f"process {index} has num_processes={count}, but process 0 has "
+            f"{cluster.num_processes}; start all processes with the same number"
+        )
+    if not 1 <= index < count or (index in arrived and _waits(arrived[index])):
+        return (
+            f"two processes have process_id={index}; give each its own number from 0 "
+            f"to {count - 1}"
+        )
+    arrived[index] = connection
+    return None
+
+
+def _waits(connection: socket.socket) -> bool:
+    """Whether the other side is still there: a process that restarts comes again."""
+    connection.setblocking(False)
+    try:
+        return bool(connection.recv(1, socket.MSG_PEEK))
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        connection.settimeout(5.0)
+
+
+def _who_is_missing(
+    cluster: Cluster, arrived: Mapping[int, socket.socket], seconds: float
+) -> str:
+    present = {index for index, other in arrived.items() if _waits(other)}
+    missing = sorted(set(range(1, cluster.num_processes)) - present)
+    shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+    return (
+        f"{len(missing)} of {cluster.num_processes} processes ({shown}) did not reach "
+        f"process 0 at {cluster.coordinator} within {seconds:g} s; check that they "
+        f"run, that the host leads to this machine ({socket.gethostname()}), and that "
+        "no firewall closes the port"
+    )
+
+
+def _report_to_coordinator(cluster: Cluster, timeout: float, deadline: float) -> None:
+    """Another process: report to process 0, then wait until JAX's service is there."""
+    address = _split_address(cluster.coordinator or "")
+    problem = "no attempt was made"
+    reported = False
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            with socket.create_connection(
+                address, timeout=min(left, 5.0)
+            ) as connection:
+                if reported:
+                    return
+                connection.settimeout(left)
+                _send(
+                    connection, f"{_HELLO} {cluster.process_id} {cluster.num_processes}"
+                )
+                answer = _receive(connection)
+        except OSError as error:
+            problem = str(error)
+        else:
+            reported = answer == "ok"
+            if answer and not reported:
+                raise ValueError(answer)
+            problem = "it is in use by something that is not waiting for this process"
+        time.sleep(min(_RETRY_SECONDS, left))
+    raise TimeoutError(
+        f"process {cluster.process_id} of {cluster.num_processes} could not join the "
+        f"coordinator at host {address[0]}, port {address[1]} within {timeout:g} s "
+        f"(last: {problem}); check that process 0 is running and was started together "
+        f"with this one, that the host name is right on {socket.gethostname()}, and "
+        "that no firewall closes the port"
+    )
+
+
+def _send(connection: socket.socket, line: str) -> None:
+    try:
+        connection.sendall(line.encode() + b"\n")
+    except OSError as error:
+        _log.warning("a process left during start-up: %s", error)
+
+
+def _receive(connection: socket.socket) -> str:
+    """One line of at most 512 bytes; empty when the other side is silent or leaves."""
+    try:
+        with connection.makefile("rb") as stream:
+            return stream.readline(512).decode(errors="replace").strip()
+    except OSError:
+        return ""

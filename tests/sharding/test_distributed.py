@@ -1,0 +1,304 @@
+"""Multi-host start-up: launchers, and real processes that meet over loopback."""
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+from jaxscale.sharding import Cluster, initialize
+from jaxscale.sharding.distributed import detect
+
+
+SLURM = {
+    "SLURM_JOB_ID": "4100",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NODELIST": "gpu-a[007-008,12],gpu-b1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
+}
+
+
+# ------------------------------------------------------------------------------------
+# Who is who
+
+
+def test_slurm():
+    assert detect(SLURM) == Cluster(
+        process_id=3,
+        num_processes=4,
+        coordinator=f"gpu-a007:{61440 + 4100 % 4096}",
+        launcher="slurm",
+        local_device_ids=(1,),
+    )
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [("n1", "n1"), ("n1,n2", "n1"), ("n[3,5]", "n3"), ("n[09-11],m2", "n09")],
+)
+def test_slurm_node_lists(nodes, host):
+    found = detect(SLURM | {"SLURM_STEP_NODELIST": nodes, "JAX_COORDINATOR_PORT": "99"})
+    assert found.coordinator == f"{host}:99"
+
+
+@pytest.mark.parametrize(
+    ("change", "gpus"),
+    [
+        ({"SLURM_STEP_TASKS_PER_NODE": "1(x4)"}, None),  # one process owns the host
+        ({"SLURM_STEP_TASKS_PER_NODE": "1,3"}, (1,)),
+        ({"CUDA_VISIBLE_DEVICES": "5"}, None),  # Slurm has already bound one
+        ({"CUDA_VISIBLE_DEVICES": "4,5"}, (1,)),
+    ],
+)
+def test_gpus_of_a_process(change, gpus):
+    assert detect(SLURM | change).local_device_ids == gpus
+    chosen = detect(SLURM | change, local_device_ids=[2, 3])
+    assert chosen.local_device_ids == (2, 3)
+
+
+def test_open_mpi_wins_over_the_slurm_that_started_its_daemons():
+    found = detect(SLURM | OPEN_MPI)
+    assert (found.launcher, found.process_id) == ("open_mpi", 2)
+    assert found.coordinator.startswith("10.96.0.1:6")
+    assert found.local_device_ids == (0,)
+    six = "1;tcp6://[fe80::b9b,2620:10d::2]:43370"
+    found = detect(OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": six})
+    assert found.coordinator.startswith("[fe80::b9b]:6")
+
+
+def test_open_mpi_5_names_no_host():
+    environ = {k: v for k, v in OPEN_MPI.items() if "uri" not in k}
+    with pytest.raises(
+        ValueError,
+        match=r"coordinator is not known from open_mpi.*JAX_COORDINATOR_ADDR",
+    ):
+        detect(environ)
+    found = detect(environ | {"JAX_COORDINATOR_ADDRESS": "n1:8476"})
+    assert found.coordinator == "n1:8476"
+    alone = environ | {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}
+    assert detect(alone).coordinator.startswith("127.0.0.1:6")
+
+
+def test_kubernetes():
+    pod = {
+        "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+        "JOB_COMPLETION_INDEX": "1",
+        "JAX_COORDINATOR_ADDRESS": "train-0.train:8476",
+        "JAX_NUM_PROCESSES": "2",
+    }
+    assert detect(pod) == Cluster(
+        process_id=1,
+        num_processes=2,
+        coordinator="train-0.train:8476",
+        launcher="kubernetes",
+    )
+    del pod["JAX_NUM_PROCESSES"]
+    with pytest.raises(ValueError, match=r"num_processes .*kubernetes.*JAX_NUM_PROC"):
+        detect(pod)
+
+
+def test_kubeflow_sets_everything():
+    environ = {"JAX_COORDINATOR_ADDRESS": "j-0:1", "JAX_NUM_PROCESSES": "2"}
+    found = detect(environ | {"JAX_PROCESS_ID": "1"})
+    assert (found.launcher, found.process_id) == ("environment", 1)
+
+
+def test_arguments_win_and_a_lone_process_needs_none():
+    explicit = {"coordinator": "[fd00::1]:8476", "num_processes": 2, "process_id": 0}
+    assert detect(SLURM, **explicit).launcher == "arguments"
+    assert detect(SLURM, coordinator="n9:8476").coordinator == "n9:8476"
+    assert detect({}) == detect({"SLURM_PROCID": "0"}) == Cluster()
+    assert detect(SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}) == Cluster()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"coordinator": "node001"}, "coordinator is 'node001', expected host:port"),
+        ({"coordinator": "node001:0"}, "a port from 1 to 65535"),
+        ({"coordinator": "node001:70000"}, "a port from 1 to 65535"),
+        ({"coordinator": "http://node001:80"}, "expected host:port"),
+        ({"coordinator": "fd00::1:8476"}, r"such as .*\[fd00::1\]:8476"),
+        ({"process_id": 2}, "process_id is 2, expected 0 to 1 for num_processes=2"),
+        ({"process_id": -1}, "process_id is -1, expected 0 to 1"),
+        ({"num_processes": 0}, "num_processes is 0, expected at least 1"),
+        ({"process_id": None}, "process_id is not known from arguments; pass process"),
+        ({"num_processes": None}, "num_processes is not known .*JAX_NUM_PROCESSES"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    good = {"coordinator": "node001:8476", "num_processes": 2, "process_id": 0}
+    with pytest.raises(ValueError, match=message):
+        detect({}, **(good | arguments))
+
+
+def test_arguments_that_contradict_the_launcher():
+    with pytest.raises(ValueError, match="num_processes is 2, but slurm says 4; leave"):
+        detect(SLURM, num_processes=2)
+    with pytest.raises(ValueError, match="SLURM_NTASKS is 'four', expected a whole"):
+        detect(SLURM | {"SLURM_NTASKS": "four"})
+
+
+# ------------------------------------------------------------------------------------
+# Does everyone answer
+
+
+@pytest.fixture
+def port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def call(port, process_id, num_processes=2, timeout=1.0):
+    return initialize(f"127.0.0.1:{port}", num_processes, process_id, timeout=timeout)
+
+
+def test_unreachable_coordinator_is_an_error_in_time(port):
+    start = time.monotonic()
+    with pytest.raises(
+        TimeoutError,
+        match=rf"process 1 of 2 .* host 127.0.0.1, port {port} within 1 s .*refused.*"
+        "process 0 is running.*host name.*firewall",
+    ):
+        call(port, 1)
+    assert 0.9 < time.monotonic() - start < 3
+
+
+def test_unknown_host():
+    with pytest.raises(TimeoutError, match=r"host nowhere.invalid, port 8476 within 0"):
+        initialize("nowhere.invalid:8476", 2, 1, timeout=0.5)
+
+
+def test_port_that_belongs_to_something_else():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(TimeoutError, match="not waiting for this process"):
+            call(port, 1, timeout=0.5)
+        with pytest.raises(
+            ValueError, match=f"process 0 cannot listen .*port {port} or choose another"
+        ):
+            call(port, 0)
+
+
+def test_missing_processes_are_counted(port):
+    start = time.monotonic()
+    with pytest.raises(
+        TimeoutError, match=r"3 of 4 processes \(1, 2, 3\) did not reach process 0 at"
+    ):
+        call(port, 0, 4)
+    assert 0.9 < time.monotonic() - start < 3
+
+
+@pytest.mark.parametrize(
+    ("workers", "message"),
+    [
+        ([(1, 3)], "process 1 has num_processes=3, but process 0 has 4; start all"),
+        ([(2, 4), (2, 4)], "two processes have process_id=2; give each its own number"),
+    ],
+)
+def test_processes_that_contradict_each_other_all_learn_it(port, workers, message):
+    errors = []
+
+    def join(process_id, num_processes):
+        try:
+            call(port, process_id, num_processes, timeout=5)
+        except ValueError as error:
+            errors.append(str(error))
+
+    calls = [(0, 4), *workers]
+    threads = [threading.Thread(target=join, args=c) for c in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert len(errors) == len(calls)
+    assert all(message in error for error in errors), errors
+
+
+def test_process_that_restarts_while_others_are_awaited_is_let_in_again(port):
+    failure = []
+
+    def coordinate():
+        try:
+            call(port, 0, 3, timeout=2)
+        except (TimeoutError, ValueError) as error:
+            failure.append(str(error))
+
+    thread = threading.Thread(target=coordinate)
+    thread.start()
+    for _ in range(2):  # process 1 arrives, leaves, arrives again
+        for _ in range(100):
+            try:
+                connection = socket.create_connection(("127.0.0.1", port), 1)
+            except ConnectionRefusedError:
+                time.sleep(0.02)
+            else:
+                break
+        with connection:
+            connection.sendall(b"jaxscale 1 3\n")
+            time.sleep(0.2)
+    thread.join(10)
+    assert "2 of 3 processes (1, 2) did not reach" in failure[0]
+
+
+WORKER = """
+import sys
+import jax
+from jaxscale.sharding import initialize, make_mesh
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+jax.config.update("jax_num_cpu_devices", 2)
+cluster = initialize(f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2]), timeout=30)
+assert initialize() is cluster
+assert cluster.process_id == jax.process_index() and jax.process_count() == 2
+mesh = make_mesh({"data": 2, "tensor": 2})
+# The last axis stays within a process.
+assert {d.process_index for d in mesh.devices[cluster.process_id].flat} == {
+    cluster.process_id
+}
+value = np.arange(4.0, dtype=np.float32) + 1
+sharding = NamedSharding(mesh, P(("data", "tensor")))
+x = jax.make_array_from_callback((4,), sharding, lambda i: value[i])
+total = jax.jit(jax.shard_map(
+    lambda x: jax.lax.psum(x, ("data", "tensor")),
+    mesh=mesh, in_specs=P(("data", "tensor")), out_specs=P(),
+))(x)
+print("total", float(total[0]), cluster.launcher)
+"""
+
+
+def test_two_processes_sum_over_loopback(port):
+    environ = {k: v for k, v in os.environ.items() if not k.endswith("_proxy")}
+    environ |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.getcwd(), "NPROC": "2"}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(WORKER), str(port), str(index)],
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    try:
+        results = [worker.communicate(timeout=60) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    for worker, (out, err) in zip(workers, results, strict=True):
+        assert worker.returncode == 0, err
+        assert "total 10.0 arguments" in out
