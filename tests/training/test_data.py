@@ -120,15 +120,25 @@ def test_order_depends_on_the_seed_and_the_epoch_alone():
     assert sorted(one[one > 0]) == sorted(two[two > 0]) == list(range(1, 124))
 
 
-def test_documents_and_rows_are_both_shuffled():
-    rows = order(SMALL, 8)
-    starts = rows[:, 0]
+def first_epoch(lengths, **kwargs):
+    rows = PackedRows(numbered_corpus(lengths), seq_len=8, max_sequences=8, **kwargs)
+    return np.stack([rows[i]["tokens"] for i in range(rows.rows_per_epoch)])
+
+
+def test_rows_are_shuffled():
+    starts = first_epoch([160], seed=3)[:, 0]
+    assert sorted(starts) == list(range(1, 161, 8))
     assert (np.diff(starts) < 0).any()
-    # Document order: what follows token 17, the last of document 0, in its row.
-    in_order = order(SMALL, 8, shuffle=False)
-    assert sorted(in_order[in_order > 0]) == in_order[in_order > 0].tolist()
-    follows = [int(row[list(row).index(17) + 1]) for row in in_order if 17 in row[:-1]]
-    assert follows == [18]
+    in_order = first_epoch([160], seed=3, shuffle=False)
+    np.testing.assert_array_equal(in_order.ravel(), np.arange(1, 161))
+
+
+def test_documents_are_shuffled():
+    # Two documents of four tokens in each row: neighbors differ from the given order.
+    rows = first_epoch([4] * 40, seed=3)
+    in_order = first_epoch([4] * 40, seed=3, shuffle=False)
+    np.testing.assert_array_equal(in_order.ravel(), np.arange(1, 161))
+    assert sum(row[4] == row[0] + 4 for row in rows) < 5
 
 
 @settings(max_examples=25, deadline=None)
