@@ -4,12 +4,12 @@ Each command is a module with ``main(arguments) -> exit code``; it is imported w
 is called, so that ``jaxscale --help`` answers at once.
 """
 
-import difflib
 import importlib
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
-from jaxscale.cli.errors import UsageError
+from jaxscale.cli.errors import UsageError, suggestion
 
 
 __all__ = ["COMMANDS", "UsageError", "main"]
@@ -47,21 +47,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"{name!r} is no command{suggestion(name, COMMANDS)}; "
                 f"use one of {', '.join(COMMANDS)}"
             )
-        return importlib.import_module(f"jaxscale.cli.{name}").main(rest)
+        return _load(name).main(rest)
     except UsageError as error:
         print(f"jaxscale: error: {error}", file=sys.stderr)
         return 2
 
 
-def suggestion(word: str, known: Sequence[str] | dict[str, str]) -> str:
-    """`` (did you mean ...?)`` if one of `known` is spelled like `word`, else nothing.
-
-    Example:
-        >>> suggestion("tarin", COMMANDS)
-        ' (did you mean train?)'
-    """
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
+def _load(command: str) -> ModuleType:
+    try:
+        return importlib.import_module(f"jaxscale.cli.{command}")
+    except ModuleNotFoundError as error:
+        if not error.name or error.name.startswith("jaxscale"):
+            raise
+        raise UsageError(
+            f"{command} needs {error.name}, which is not installed; "
+            "pip install 'jaxscale[train]'"
+        ) from error
 
 
 def _help() -> str:

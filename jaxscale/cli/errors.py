@@ -1,7 +1,8 @@
 """Mistakes in the arguments, told apart from defects of the program."""
 
 import contextlib
-from collections.abc import Iterator
+import difflib
+from collections.abc import Iterable, Iterator
 
 
 class UsageError(Exception):
@@ -26,3 +27,14 @@ def usage_errors() -> Iterator[None]:
         yield
     except (ValueError, FileNotFoundError, ImportError) as error:
         raise UsageError(str(error)) from error
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """`` (did you mean ...?)`` if one of `known` is spelled like `word`, else nothing.
+
+    Example:
+        >>> suggestion("tarin", ["quickstart", "train"])
+        ' (did you mean train?)'
+    """
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""

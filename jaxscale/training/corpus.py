@@ -266,11 +266,12 @@ def tokenize(
     tokenizer: Tokenizer,
     cache_dir: str | Path | None = None,
 ) -> TokenCorpus:
-    """The tokens of `documents`, each followed by the tokenizer's end-of-text token.
+    """The tokens of `documents`, each between the tokens that begin and end a text.
 
     Args:
         documents: The documents.
-        tokenizer: Makes the ids; without an end-of-text token none is added.
+        tokenizer: Makes the ids. A token that it lacks is left out; one that it uses
+            for both purposes, as GPT-2 does, only ends documents.
         cache_dir: Where the result is kept and looked for, by the texts and the
             tokenizer; None keeps it in memory only.
 
@@ -293,15 +294,20 @@ def tokenize(
     return corpus
 
 
+def begins_documents(tokenizer: Tokenizer) -> bool:
+    """Whether documents and prompts begin with the beginning-of-text token."""
+    return tokenizer.bos_id is not None and tokenizer.bos_id != tokenizer.eos_id
+
+
 def _encode(
     documents: Sequence[Document], tokenizer: Tokenizer
 ) -> Iterator[Int32[np.ndarray, " _"]]:
     """The ids of each document; a few at a time, since lists of ints are large."""
-    add_eos = tokenizer.eos_id is not None
+    add_bos, add_eos = begins_documents(tokenizer), tokenizer.eos_id is not None
     for start in range(0, len(documents), _DOCUMENTS_A_BATCH):
         batch = documents[start : start + _DOCUMENTS_A_BATCH]
         texts = [document.text for document in batch]
-        for ids in tokenizer.encode_batch(texts, add_eos=add_eos):
+        for ids in tokenizer.encode_batch(texts, add_bos=add_bos, add_eos=add_eos):
             yield np.asarray(ids, np.int32)
 
 

@@ -102,6 +102,15 @@ def test_tokens_decode_to_the_documents_and_end_each_with_eos():
         assert tokenizer.decode(text) == document.text
 
 
+def test_a_beginning_of_its_own_is_added():
+    special = ("<s>", "</s>")
+    tokenizer = Tokenizer.train(["to be or not to be"], 270, special_tokens=special)
+    corpus = tokenize([Document(name="a", text="to be")], tokenizer)
+    first, *text, last = corpus[0].tolist()
+    assert (first, last) == (tokenizer.bos_id, tokenizer.eos_id) == (0, 1)
+    assert tokenizer.decode(text) == "to be"
+
+
 def test_the_cache_is_used_and_depends_on_text_and_tokenizer(tmp_path, monkeypatch):
     documents = python_corpus()[:5]
     tokenizer = Tokenizer.train((d.text for d in documents), 300)
