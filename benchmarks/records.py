@@ -1,0 +1,170 @@
+"""Result files: their form, how a run is merged into one, where they lie.
+
+``benchmarks/results/<device>/<benchmark>[_<part>].json`` holds one table. A run
+replaces the rows of its own case and params; rows of earlier runs stay and then carry
+what sets them apart from the head of the file (``commit``, ``date``, ``command``, ...).
+"""
+
+import datetime
+import json
+import math
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+
+HEAD = {
+    "benchmark": str,
+    "device": str,
+    "num_devices": int,
+    "jax": str,
+    "commit": str,
+    "date": str,
+    "command": str,
+    "timing": str,
+}
+"""Keys of a file, but for ``rows``; each may also stand on a row and then wins."""
+
+ROW = {
+    "case": str,
+    "params": dict,
+    "implementation": str,
+    "time_us": (int, float),
+    "metrics": dict,
+    "max_rel_error": (int, float, type(None)),
+}
+"""Keys of a row. ``max_rel_error`` is null only for end-to-end (wall time) rows."""
+
+INHERITED = tuple(key for key in HEAD if key not in ("benchmark", "device"))
+
+Record = dict[str, Any]
+
+
+def slug(device: str) -> str:
+    """The folder of a device: ``NVIDIA H200`` lies in ``nvidia_h200``."""
+    return re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
+
+
+def path_for(out: pathlib.Path, device: str, benchmark: str, part: str) -> pathlib.Path:
+    """Where a benchmark's results lie."""
+    stem = f"{benchmark}_{part}" if part else benchmark
+    return out / slug(device) / f"{stem}.json"
+
+
+def validate(record: Any) -> None:
+    """Raise ``ValueError`` unless ``record`` has the form of a result file."""
+    _check_keys(record, {**HEAD, "rows": list}, "file")
+    _check_date(record["date"], "file")
+    seen = set()
+    for i, row in enumerate(record["rows"]):
+        where = f"rows[{i}]"
+        optional = {key: HEAD[key] for key in INHERITED if key in row}
+        _check_keys(row, {**ROW, **optional}, where)
+        if "date" in row:
+            _check_date(row["date"], where)
+        if not (math.isfinite(row["time_us"]) and row["time_us"] > 0):
+            raise ValueError(f"{where}: time_us {row['time_us']}, expected above 0")
+        error = row["max_rel_error"]
+        timing = row.get("timing", record["timing"])
+        if error is None and not timing.startswith("wall"):
+            raise ValueError(f"{where}: max_rel_error is null, expected a number")
+        if error is not None and not (math.isfinite(error) and error >= 0):
+            raise ValueError(f"{where}: max_rel_error {error}, expected at least 0")
+        for name, value in row["metrics"].items():
+            if not isinstance(value, int | float) or not math.isfinite(value):
+                raise ValueError(f"{where}: metric {name} {value!r}, expected a number")
+        for name, value in row["params"].items():
+            if not isinstance(value, bool | int | float | str):
+                raise ValueError(f"{where}: param {name} {value!r}, expected a scalar")
+        key = (*identity(row), row["implementation"])
+        if key in seen:
+            raise ValueError(f"{where}: a second row for {key}")
+        seen.add(key)
+
+
+def _check_keys(record: Any, kinds: Mapping[str, Any], where: str) -> None:
+    if not isinstance(record, dict):
+        raise ValueError(f"{where}: {type(record).__name__}, expected an object")
+    if set(record) != set(kinds):
+        missing, extra = set(kinds) - set(record), set(record) - set(kinds)
+        raise ValueError(
+            f"{where}: missing keys {sorted(missing)}, unknown keys {sorted(extra)}"
+        )
+    for key, kind in kinds.items():
+        value = record[key]
+        if not isinstance(value, kind) or (
+            isinstance(value, bool) and kind is not bool
+        ):
+            raise ValueError(f"{where}: {key} {value!r} has the wrong type")
+
+
+def _check_date(date: str, where: str) -> None:
+    try:
+        datetime.date.fromisoformat(date)
+    except ValueError:
+        raise ValueError(f"{where}: date {date!r}, expected YYYY-MM-DD") from None
+
+
+def identity(row: Record) -> tuple[str, str]:
+    """What makes two rows comparable: their case and params."""
+    return row["case"], json.dumps(row["params"], sort_keys=True)
+
+
+def merge(old: Record | None, new: Record, replaced: Sequence[str] | None) -> Record:
+    """Put a run's rows in the place of those it measured again.
+
+    Args:
+        old: The file as it was, if there was one.
+        new: The file as this run alone would write it.
+        replaced: Names of the implementations that the run selected; ``None`` for all,
+            which also removes rows of implementations that no longer exist.
+    """
+    if old is None:
+        return new
+    validate(old)
+    ran = {identity(row) for row in new["rows"]}
+    kept = []
+    for row in old["rows"]:
+        if identity(row) in ran and (
+            replaced is None or row["implementation"] in replaced
+        ):
+            continue
+        inherited = {key: row.get(key, old[key]) for key in INHERITED}
+        kept.append(
+            {key: row[key] for key in ROW}
+            | {key: value for key, value in inherited.items() if value != new[key]}
+        )
+    # Rows of one case stay together, in the order of the file.
+    order = {identity(row): i for i, row in reversed([*enumerate(old["rows"])])}
+    rows = [*kept, *new["rows"]]
+    rows.sort(key=lambda row: order.get(identity(row), len(order) + len(kept)))
+    return {**new, "rows": rows}
+
+
+def full_rows(record: Record) -> list[Record]:
+    """The rows, each with all that it inherits from the head of the file."""
+    head = {key: record[key] for key in HEAD}
+    return [head | row for row in record["rows"]]
+
+
+def load(path: pathlib.Path) -> Record:
+    """Read and validate a result file."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        validate(record)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return record
+
+
+def dump(record: Record, path: pathlib.Path) -> None:
+    """Validate and write a result file, one row a line."""
+    validate(record)
+    head = [f" {json.dumps(key)}: {json.dumps(record[key])}" for key in HEAD]
+    rows = ",\n  ".join(json.dumps(row, allow_nan=False) for row in record["rows"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = "{\n" + ",\n".join(head) + f',\n "rows": [\n  {rows}\n ]\n' + "}\n"
+    path.write_text(text, encoding="utf-8")

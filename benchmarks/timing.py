@@ -1,0 +1,154 @@
+"""Timers: device time on a GPU, wall time elsewhere and end to end.
+
+Every timer takes a function and several sets of inputs, calls the function on one set
+after another, and returns one time per call (or per round trip over the sets, where
+calls cannot be told apart). The sets together exceed the L2 cache twice, so that no
+call finds its inputs there by accident.
+"""
+
+import importlib.util
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+
+L2_BYTES = 60e6
+"""L2 of the H200; the H100 has 50 MB."""
+
+MAX_SETS = 64
+
+
+def number_of_sets(nbytes: float) -> int:
+    """How many sets of inputs of ``nbytes`` it takes to pass through the L2 twice."""
+    if nbytes >= 2 * L2_BYTES:
+        return 1
+    return min(MAX_SETS, int(2 * L2_BYTES // max(nbytes, 1)) + 1)
+
+
+def torch_is_there() -> bool:
+    """Whether torch baselines can run: torch is installed and sees a GPU."""
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+class _EachSet:
+    """Calls ``function`` on every set; looks jitted, so the profiler leaves it so."""
+
+    def __init__(self, function: Callable, sets: Sequence[tuple]):
+        self.function, self.sets = function, sets
+
+    def __call__(self) -> list[Any]:
+        return [self.function(*inputs) for inputs in self.sets]
+
+    def trace(self):
+        raise NotImplementedError("only called")
+
+    def lower(self):
+        raise NotImplementedError("only called")
+
+
+def jax_device_time(function: Callable, sets: Sequence[tuple], calls: int) -> list:
+    """Kernel time of each call in seconds, by CUPTI.
+
+    The sum over the kernels of a call, without the gaps between them. With several
+    devices CUPTI reports the kernels of all: the mean over devices, one time for each
+    round over the sets.
+    """
+    from jax.experimental.mosaic.gpu import profiler
+
+    devices = {
+        device
+        for leaf in jax.tree.leaves(sets)
+        if isinstance(leaf, jax.Array)
+        for device in leaf.devices()
+    }
+    measured = profiler.measure(_EachSet(function, sets), aggregate=False)
+    times: list[float] = []
+    while len(times) < calls:
+        outputs, kernels = measured()
+        del outputs
+        if not kernels:
+            raise RuntimeError("CUPTI saw no kernel; is the function on the GPU?")
+        milliseconds = [duration for _, duration in kernels]
+        per_call, rest = divmod(len(kernels), len(sets))
+        if len(devices) <= 1 and rest == 0:
+            times += [
+                sum(milliseconds[i * per_call : (i + 1) * per_call]) / 1e3
+                for i in range(len(sets))
+            ]
+        else:
+            times.append(sum(milliseconds) / len(sets) / max(len(devices), 1) / 1e3)
+    return times
+
+
+def jax_wall_time(
+    function: Callable, sets: Sequence[tuple], calls: int, burst: int = 1
+) -> list:
+    """Wall time of a call in seconds: ``burst`` calls are dispatched, then awaited."""
+    return _wall_time(function, sets, calls, burst, jax.block_until_ready)
+
+
+def torch_device_time(function: Callable, sets: Sequence[tuple], calls: int) -> list:
+    """Time of each round over the sets in seconds, divided by the number of sets.
+
+    Replays of one CUDA graph of all calls between two events; where the function cannot
+    be captured, the calls themselves between events.
+    """
+    import torch
+
+    def each_set() -> None:
+        for inputs in sets:
+            function(*inputs)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            each_set()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            each_set()
+        replay: Callable[[], Any] = graph.replay
+    except RuntimeError:
+        torch.cuda.synchronize()
+        replay = each_set
+    replay()
+    times = []
+    for _ in range(-(-calls // len(sets))):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 1e3 / len(sets))
+    return times
+
+
+def torch_wall_time(
+    function: Callable, sets: Sequence[tuple], calls: int, burst: int = 1
+) -> list:
+    """Wall time of a call in seconds: ``burst`` calls are dispatched, then awaited."""
+    import torch
+
+    return _wall_time(
+        function, sets, calls, burst, lambda output: torch.cuda.synchronize()
+    )
+
+
+def _wall_time(function, sets, calls, burst, wait) -> list:
+    times = []
+    for i in range(calls):
+        start = time.perf_counter()
+        for j in range(burst):
+            output = function(*sets[(i * burst + j) % len(sets)])
+        wait(output)
+        times.append((time.perf_counter() - start) / burst)
+    return times

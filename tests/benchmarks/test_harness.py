@@ -1,0 +1,299 @@
+"""The harness measures, compares and merges; result files have their form."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import harness, records, timing
+from benchmarks.harness import Benchmark, Case, Custom, Jax, Measurement, Torch
+
+
+def inputs(params, key):
+    x_key, w_key = jax.random.split(key)
+    m, n, k = params["M"], params["N"], params["K"]
+    return (
+        jax.random.normal(x_key, (m, k), jnp.bfloat16),
+        jax.random.normal(w_key, (k, n), jnp.bfloat16),
+    )
+
+
+def unsupported(x, w):
+    raise NotImplementedError("needs a Hopper GPU")
+
+
+def measured_elsewhere(params, seed, samples):
+    return Measurement([2e-6] * samples, 1e-3, {"bytes": 5.0}, num_devices=4)
+
+
+IMPLEMENTATIONS = {
+    "xla": Jax(lambda params: jnp.matmul),
+    "dense": Jax(lambda params: lambda x, w: jnp.einsum("mk,kn->mn", x, w)),
+    "mosaic_gpu": Jax(lambda params: unsupported),
+    "torch": Torch(lambda params: lambda x, w: x @ w),
+    "elsewhere": Custom(measured_elsewhere),
+}
+
+
+def benchmark(**changes):
+    options = {
+        "name": "example",
+        "cases": [Case("big", {"M": 64, "N": 32, "K": 16})],
+        "quick_cases": [Case("tiny", {"M": 8, "N": 8, "K": 8})],
+        "inputs": inputs,
+        "reference": lambda params: jnp.matmul,
+        "implementations": IMPLEMENTATIONS,
+        "metrics": lambda p, s: {"tflops": 2 * p["M"] * p["N"] * p["K"] / s / 1e12},
+        "samples": 10,
+    }
+    return Benchmark(**(options | changes))
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch):
+    """Write results as on a GPU, with the times of a CPU."""
+
+    class Device:
+        platform, device_kind = "gpu", "NVIDIA H200"
+
+    monkeypatch.setattr(harness, "_on_gpu", lambda: True)
+    monkeypatch.setattr(timing, "jax_device_time", timing.jax_wall_time)
+    monkeypatch.setattr(timing, "number_of_sets", lambda nbytes: 3)
+    monkeypatch.setattr(harness.jax, "devices", lambda *a: [Device()])
+
+
+def test_quick_run_prints_and_writes_nothing(tmp_path, capsys):
+    assert harness._main(benchmark(), ["--quick", "--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "mosaic_gpu: not supported: needs a Hopper GPU" in out
+    assert "| tiny | 8 | 8 | 8 |" in out and "cpu x" in out and "wall time" in out
+    assert not [*tmp_path.rglob("*")]
+
+
+def test_cpu_never_writes(tmp_path, capsys):
+    assert harness._main(benchmark(), ["--out", str(tmp_path)]) == 0
+    assert "not written: the device is cpu" in capsys.readouterr().out
+    assert not [*tmp_path.rglob("*")]
+
+
+def test_measurement_is_that_of_the_function():
+    """The error is that of the output and the times are all there."""
+    off = Jax(lambda params: lambda x, w: (x @ w).astype(jnp.float32) * 1.5)
+    case = Case("c", {"M": 16, "N": 16, "K": 16})
+    results = harness.run_case(
+        benchmark(implementations=IMPLEMENTATIONS | {"off": off}),
+        case,
+        ["xla", "off", "mosaic_gpu", "elsewhere"],
+        samples=10,
+    )
+    assert results["mosaic_gpu"] == "not supported: needs a Hopper GPU"
+    assert results["off"].max_rel_error == pytest.approx(0.5, abs=0.02)
+    assert 0 < results["xla"].max_rel_error < 1e-2
+    assert len(results["xla"].seconds) == 10 and min(results["xla"].seconds) > 0
+    assert results["elsewhere"].num_devices == 4
+
+
+def test_implementations_take_turns(monkeypatch):
+    order = []
+
+    def timer(function, sets, calls, **wall):
+        order.append(function.__wrapped__.__name__)
+        return [1.0] * calls
+
+    def named(name):
+        def function(x, w):
+            return x @ w
+
+        function.__name__ = name
+        return Jax(lambda params: function)
+
+    monkeypatch.setattr(timing, "jax_wall_time", timer)
+    harness.run_case(
+        benchmark(implementations={"a": named("a"), "b": named("b")}),
+        Case("c", {"M": 8, "N": 8, "K": 8}),
+        ["a", "b"],
+        samples=10,
+    )
+    assert order == ["a", "b"] * harness.ROUNDS
+
+
+def test_inputs_take_turns():
+    seen = []
+    sets = [(1,), (2,), (3,)]
+    times = timing.jax_wall_time(lambda x: seen.append(x), sets, 3, burst=2)
+    assert seen == [1, 2, 3, 1, 2, 3] and len(times) == 3
+    assert timing.number_of_sets(200e6) == 1
+    sets_of_1mb = timing.number_of_sets(2e6)
+    assert sets_of_1mb * 2e6 > 2 * timing.L2_BYTES
+    assert timing.number_of_sets(0) == timing.MAX_SETS
+
+
+def test_profiler_calls_are_told_apart(monkeypatch):
+    """CUPTI's kernels are split over the calls of a round, in order."""
+    from jax.experimental.mosaic.gpu import profiler
+
+    def measure(f, *, aggregate):
+        assert not aggregate
+
+        def run():
+            f()
+            return None, [("a", 1.0), ("b", 2.0), ("a", 3.0), ("b", 4.0)]
+
+        return run
+
+    monkeypatch.setattr(profiler, "measure", measure)
+    called = []
+    times = timing.jax_device_time(called.append, [("s0",), ("s1",)], calls=3)
+    assert times == pytest.approx([3e-3, 7e-3, 3e-3, 7e-3])
+    assert called == ["s0", "s1", "s0", "s1"]
+
+
+def test_constant_inputs_are_refused():
+    zeros = benchmark(inputs=lambda params, key: (jnp.zeros((8, 8)),) * 2)
+    with pytest.raises(ValueError, match="constant"):
+        harness.run_case(zeros, zeros.quick_cases[0], ["xla"], 5)
+
+
+def test_wrong_results_are_not_written(tmp_path, capsys, fake_gpu):
+    wrong = {"xla": Jax(lambda params: lambda x, w: x @ w * jnp.bfloat16(jnp.nan))}
+    ran = harness._main(
+        benchmark(implementations=wrong), ["--out", str(tmp_path), "--commit", "abc"]
+    )
+    assert ran == 1 and "WRONG big xla: error inf" in capsys.readouterr().err
+    assert not [*tmp_path.rglob("*.json")]
+
+
+def test_runs_merge_into_the_file(tmp_path, fake_gpu):
+    two = benchmark(
+        cases=[
+            Case("big", {"M": 64, "N": 32, "K": 16}),
+            Case("wide", {"M": 8, "N": 64, "K": 16}),
+        ]
+    )
+    path = tmp_path / "nvidia_h200" / "example.json"
+
+    def run(*argv, commit):
+        assert (
+            harness._main(two, [*argv, "--out", str(tmp_path), "--commit", commit]) == 0
+        )
+        record = records.load(path)
+        return record, {
+            (row["case"], row["implementation"]): row
+            for row in records.full_rows(record)
+        }
+
+    record, rows = run(commit="one")
+    assert record["command"] == "python -m benchmarks.example"
+    assert record["timing"] == "device time, median of 10"
+    assert len(rows) == 2 * 3  # torch and mosaic_gpu cannot run
+    assert all(row["commit"] == "one" for row in rows.values())
+    assert rows["big", "elsewhere"]["num_devices"] == 4
+    assert rows["big", "xla"]["num_devices"] == 1
+    before = rows["wide", "xla"]["time_us"]
+
+    _, rows = run("--case", "b*", "--impl", "xla", commit="two")
+    assert rows["big", "xla"]["commit"] == "two"
+    assert rows["big", "xla"]["command"].endswith("--case 'b*' --impl xla")
+    assert rows["big", "dense"]["commit"] == rows["wide", "xla"]["commit"] == "one"
+    assert rows["wide", "xla"]["time_us"] == before
+    assert rows["big", "elsewhere"]["num_devices"] == 4
+
+    # Without --impl, implementations of the case that are gone go.
+    two.implementations = {"xla": IMPLEMENTATIONS["xla"]}
+    _, rows = run("--case", "big", commit="three")
+    assert [name for case, name in rows if case == "big"] == ["xla"]
+    assert [name for case, name in rows if case == "wide"] == [
+        "xla",
+        "dense",
+        "elsewhere",
+    ]
+
+
+def test_unknown_selection_is_an_error():
+    with pytest.raises(
+        SystemExit, match=r"no case matches 'nope'; there are: \['tiny'\]"
+    ):
+        harness._main(benchmark(), ["--quick", "--case", "nope"])
+
+
+def test_max_rel_error():
+    want = {"a": np.array([1.0, -4.0]), "b": np.zeros(2)}
+    got = {"a": np.array([1.0, -3.0]), "b": np.array([0.0, 0.125])}
+    assert harness.max_rel_error(got, want) == 0.25
+    assert harness.max_rel_error({"a": got["a"], "b": got["b"] + 1}, want) == 1.125
+    assert harness.max_rel_error(np.array([np.nan]), np.ones(1)) == float("inf")
+    with pytest.raises(ValueError, match="reference has"):
+        harness.max_rel_error(np.ones(3), np.ones(1))
+
+
+VALID = {
+    "benchmark": "b",
+    "device": "NVIDIA H200",
+    "num_devices": 1,
+    "jax": "0.11.2",
+    "commit": "abc",
+    "date": "2026-11-20",
+    "command": "python -m benchmarks.b",
+    "timing": "device time, median of 30",
+    "rows": [
+        {
+            "case": "c",
+            "params": {"M": 1},
+            "implementation": "mosaic_gpu",
+            "time_us": 1.5,
+            "metrics": {"tflops": 2.0},
+            "max_rel_error": 0.0,
+            "num_devices": 4,
+        }
+    ],
+}
+
+
+def changed(row=None, **head):
+    record = json.loads(json.dumps(VALID))
+    record.update(head)
+    record["rows"][0].update(row or {})
+    return record
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (changed(extra=1), r"unknown keys \['extra'\]"),
+        (changed(num_devices="4"), "num_devices '4' has the wrong type"),
+        (changed(date="20.11.2026"), "expected YYYY-MM-DD"),
+        (changed({"time_us": 0}), "expected above 0"),
+        (changed({"max_rel_error": None}), "expected a number"),
+        (changed({"max_rel_error": float("nan")}), "expected at least 0"),
+        (changed({"metrics": {"tflops": "2"}}), "metric tflops '2'"),
+        (changed({"params": {"M": [1]}}), "expected a scalar"),
+        (changed({"device": "x"}), r"unknown keys \['device'\]"),
+        (changed(rows=VALID["rows"] * 2), "a second row"),
+        ([], "expected an object"),
+    ],
+)
+def test_malformed_records_are_refused(record, message):
+    with pytest.raises(ValueError, match=message):
+        records.validate(record)
+
+
+def test_wall_time_rows_need_no_error(tmp_path):
+    record = changed({"max_rel_error": None, "timing": "wall time, median of 5"})
+    records.dump(record, tmp_path / "x.json")
+    assert records.load(tmp_path / "x.json") == record
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted(records.RESULTS.rglob("*.json")),
+    ids=lambda p: f"{p.parent.name}/{p.name}",
+)
+def test_committed_results_have_the_form(path):
+    record = records.load(path)
+    assert path.parent.name == records.slug(record["device"])
+    assert path.stem == record["benchmark"] or path.stem.startswith(
+        record["benchmark"] + "_"
+    )
+    assert record["rows"]

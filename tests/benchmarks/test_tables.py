@@ -1,0 +1,115 @@
+"""Tables show every row, and the documents match the results."""
+
+import copy
+
+import pytest
+
+from benchmarks import records, tables
+
+
+def row(case, name, time_us, tflops, **more):
+    return {
+        "case": case,
+        "params": {"M": 128, "N": 64 if case == "a" else 32},
+        "implementation": name,
+        "time_us": time_us,
+        "metrics": {"tflops": tflops, "gain": -0.25, "spread": 0.01},
+        "max_rel_error": 1e-3,
+        **more,
+    }
+
+
+RECORD = {
+    "benchmark": "matmul",
+    "device": "NVIDIA H200",
+    "num_devices": 1,
+    "jax": "0.11.2",
+    "commit": "new",
+    "date": "2026-11-20",
+    "command": "python -m benchmarks.matmul",
+    "timing": "device time, median of 30",
+    "rows": [
+        row("a", "mosaic_gpu", 100.0, 800.0),
+        row("a", "dense", 110.0, 727.0),
+        row("b", "mosaic_gpu", 50.0, 300.0, commit="old"),
+        row("b", "dense", 40.0, 375.0),
+        row("b", "torch", 41.5, 361.0),
+    ],
+}
+
+
+def test_every_row_is_shown_and_the_fastest_is_bold():
+    lines = tables.markdown(RECORD).splitlines()
+    assert lines[0] == (
+        "| case | M | N | mosaic_gpu | dense | torch | baseline / ours |"
+    )
+    assert lines[2] == "| a | 128 | 64 | **100 (800)** | 110 (727) | - | 1.10 |"
+    # The baseline wins, and is shown to.
+    assert lines[3] == "| b | 128 | 32 | 50 (300) | **40 (375)** | 41.5 (361) | 0.80 |"
+    assert "Time in us (tflops)" in lines[5] and "commit new, old" in lines[5]
+    assert "NVIDIA H200 x 1, device time" in lines[5]
+
+
+def test_negative_results_are_not_clipped():
+    text = tables.markdown(RECORD, metric="gain", implementations="mosaic*", cases="b")
+    assert "| b | 128 | 32 | 50 (-0.25) |" in text and "dense" not in text
+
+
+def document(tmp_path, text="<!-- table:matmul -->\nstale\n<!-- /table -->"):
+    results = tmp_path / "results"
+    records.dump(copy.deepcopy(RECORD), results / "nvidia_h200" / "matmul.json")
+    (tmp_path / "docs").mkdir(exist_ok=True)
+    (tmp_path / "README.md").write_text(f"before\n{text}\nafter\n")
+    return ["--root", str(tmp_path), "--results", str(results)]
+
+
+def test_documents_are_filled_and_checked(tmp_path, capsys):
+    arguments = document(tmp_path)
+    readme = tmp_path / "README.md"
+    stale = readme.read_text()
+    assert tables.main([*arguments, "--check"]) == 1
+    assert "out of date: README.md" in capsys.readouterr().out
+    assert readme.read_text() == stale
+    assert tables.main(arguments) == 0
+    text = readme.read_text()
+    assert tables.markdown(RECORD) in text and "stale" not in text
+    assert text.startswith("before\n") and text.endswith("after\n")
+    assert tables.main([*arguments, "--check"]) == 0
+    plot = tmp_path / "docs" / "_static" / "plots" / "nvidia_h200_matmul.svg"
+    first = plot.read_bytes()
+    assert b"mosaic_gpu" in first and b"tflops" in first
+    tables.main(arguments)
+    assert plot.read_bytes() == first and readme.read_text() == text
+
+    # A new number makes the documents stale.
+    path = tmp_path / "results" / "nvidia_h200" / "matmul.json"
+    new = copy.deepcopy(RECORD)
+    new["rows"][0]["time_us"] = 99.0
+    records.dump(new, path)
+    assert tables.main([*arguments, "--check"]) == 1
+
+
+def test_options_of_a_marker(tmp_path):
+    marker = "<!-- table:matmul metric=gain implementations=dense cases=a -->"
+    arguments = document(tmp_path, f"{marker}\n<!-- /table -->")
+    tables.main(arguments)
+    text = (tmp_path / "README.md").read_text()
+    assert "| a | 128 | 64 | 110 (-0.25) |" in text and marker in text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("<!-- table:other -->\n<!-- /table -->", "table:other wants .* not there"),
+        ("<!-- table:matmul -->\n", "1 markers .*, 0 with an end"),
+        ("<!-- table:matmul colour=red -->\n<!-- /table -->", "colour"),
+        ("<!-- table:matmul cases=zzz -->\n<!-- /table -->", "no row has"),
+    ],
+)
+def test_bad_markers_are_errors(tmp_path, text, message):
+    with pytest.raises(ValueError, match=message):
+        tables.main(document(tmp_path, text))
+
+
+def test_the_documents_of_the_project_are_up_to_date(capsys):
+    assert tables.main(["--check"]) == 0, capsys.readouterr()
