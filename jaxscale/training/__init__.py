@@ -1,6 +1,7 @@
 """Training: losses, optimizers, the step, checkpoints, metrics and the loop."""
 
 from jaxscale.training.checkpoint import Checkpointer
+from jaxscale.training.config import TrainConfig
 from jaxscale.training.corpus import (
     Document,
     TokenCorpus,
@@ -44,6 +45,7 @@ __all__ = [
     "PackedRows",
     "TextData",
     "TokenCorpus",
+    "TrainConfig",
     "TrainState",
     "chunked_cross_entropy",
     "decays",

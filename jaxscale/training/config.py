@@ -1,0 +1,143 @@
+"""The settings of a training run."""
+
+import dataclasses
+import json
+from typing import Any, Literal
+
+from jaxscale.models.config import DecoderConfig
+from jaxscale.sharding.mesh import MESH_AXES, MeshConfig
+from jaxscale.sharding.rules import AxisRules, preset
+from jaxscale.training.data import DataConfig
+from jaxscale.training.optimizer import OptimizerConfig, make_schedule
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Everything that `fit` needs to know about a run.
+
+    Example:
+        >>> from jaxscale.models.llama import llama_tiny
+        >>> data = DataConfig(vocab_size=256, seq_len=128, batch_size=8)
+        >>> config = TrainConfig(model=llama_tiny(), data=data, microbatches=2)
+        >>> dataclasses.replace(config, microbatches=3)
+        Traceback (most recent call last):
+        ...
+        ValueError: microbatches 3 must divide data.batch_size 8
+    """
+
+    model: DecoderConfig
+    """Shape of the decoder."""
+    data: DataConfig = DataConfig()  # noqa: RUF009  frozen
+    """Text, tokenizer and batches."""
+    optimizer: OptimizerConfig = OptimizerConfig()  # noqa: RUF009  frozen
+    """Learning rates, moments and decay."""
+    mesh: MeshConfig = MeshConfig()  # noqa: RUF009  frozen
+    """Devices."""
+    rules: str = "fsdp"
+    """Preset that says what the mesh splits: replicated, dp, fsdp, fsdp_tp or
+    megascale_3d."""
+    steps: int = 1000
+    """Batches of the entire run."""
+    microbatches: int = 1
+    """Parts of a batch whose gradients are added before an update: less memory."""
+    remat: Literal["none", "full", "dots", "dots_no_batch"] = "none"
+    """What the forward pass forgets and the backward pass computes again."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Type of the computation."""
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the parameters. With bfloat16 small updates are rounded away."""
+    loss_chunk: int = 1024
+    """Positions of each row whose logits exist at one time."""
+    z_loss: float = 0.0
+    """Coefficient of the squared log-sum-exp of the logits."""
+    seed: int = 0
+    """Decides the initial parameters."""
+    eval_every: int = 100
+    """Steps between evaluations on the held-out batches; the last step has one too."""
+    eval_batches: int = 16
+    """Most batches of an evaluation."""
+    checkpoint_every: int = 500
+    """Steps between checkpoints; the last step has one too."""
+    keep: int = 3
+    """Newest checkpoints that are kept."""
+    keep_every: int | None = None
+    """Checkpoints at multiples of this step are kept for good."""
+    log_every: int = 1
+    """Steps between records of the metrics."""
+    output_dir: str = "runs/train"
+    """Directory of this run: checkpoints and metrics."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "steps",
+            "microbatches",
+            "loss_chunk",
+            "eval_every",
+            "eval_batches",
+            "checkpoint_every",
+            "keep",
+            "log_every",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
+        if self.keep_every is not None and self.keep_every < 1:
+            raise ValueError(
+                f"keep_every {self.keep_every} must be at least 1, or None"
+            )
+        for name in ("z_loss", "seed"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} {getattr(self, name)} must not be negative")
+        if self.data.batch_size % self.microbatches:
+            raise ValueError(
+                f"microbatches {self.microbatches} must divide data.batch_size "
+                f"{self.data.batch_size}"
+            )
+        if self.data.seq_len > self.model.max_seq_len:
+            raise ValueError(
+                f"data.seq_len {self.data.seq_len} is longer than model.max_seq_len "
+                f"{self.model.max_seq_len}; shorten the rows or raise the limit"
+            )
+        if self.data.vocab_size > self.model.vocab_size:
+            raise ValueError(
+                f"data.vocab_size {self.data.vocab_size} is larger than "
+                f"model.vocab_size {self.model.vocab_size}; the tokenizer would make "
+                "tokens that the model lacks"
+            )
+        make_schedule(self.optimizer, self.steps)  # raises if it does not fit
+        sizes = {axis: getattr(self.mesh, axis) for axis in MESH_AXES}
+        # An axis of size -1 is known, and checked by `fit`, when the devices are.
+        self.check_mesh({axis: max(size, 1) for axis, size in sizes.items()})
+
+    @property
+    def axis_rules(self) -> AxisRules:
+        """The table that `rules` names."""
+        return preset(self.rules)
+
+    def check_mesh(self, sizes: dict[str, int]) -> None:
+        """Check that model and microbatches divide over the axes of a mesh.
+
+        Raises:
+            ValueError: a size is not divisible; the message says by what.
+        """
+        rows = self.data.batch_size // self.microbatches
+        try:
+            self.model.check_mesh(
+                sizes, self.axis_rules, batch_size=rows, num_tokens=self.data.seq_len
+            )
+        except ValueError as error:
+            if self.microbatches == 1 or "batch_size" not in str(error):
+                raise
+            raise ValueError(
+                f"a microbatch has data.batch_size / microbatches = {rows} rows: "
+                f"{error}"
+            ) from error
+
+    def identity(self) -> dict[str, Any]:
+        """What a run must keep to continue from its own checkpoint, as JSON.
+
+        The data is not part of it: its iterator knows itself from what it can continue.
+        Neither are `steps`, mesh, rules and all that changes speed and reports alone.
+        """
+        fields = ("model", "optimizer", "dtype", "param_dtype", "z_loss", "seed")
+        values = {name: dataclasses.asdict(self)[name] for name in fields}
+        return json.loads(json.dumps(values, default=str))

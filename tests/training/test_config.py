@@ -1,0 +1,69 @@
+"""Settings that cannot work fail when they are written down."""
+
+import dataclasses
+import json
+
+import pytest
+
+from jaxscale.models.llama import llama_tiny
+from jaxscale.sharding import MeshConfig
+from jaxscale.training.config import TrainConfig
+from jaxscale.training.data import DataConfig
+from jaxscale.training.optimizer import OptimizerConfig
+
+
+DATA = DataConfig(vocab_size=256, seq_len=64, batch_size=8)
+CONFIG = TrainConfig(model=llama_tiny(), data=DATA)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": 0}, "steps 0 must be at least 1"),
+        ({"keep_every": 0}, "keep_every 0 must be at least 1, or None"),
+        ({"z_loss": -1.0}, "z_loss -1.0 must not be negative"),
+        ({"microbatches": 3}, "microbatches 3 must divide data.batch_size 8"),
+        (
+            {"data": dataclasses.replace(DATA, seq_len=100_000)},
+            "data.seq_len 100000 is longer than model.max_seq_len",
+        ),
+        (
+            {"data": dataclasses.replace(DATA, vocab_size=50_000)},
+            "data.vocab_size 50000 is larger than model.vocab_size 256",
+        ),
+        (
+            {"steps": 10, "optimizer": OptimizerConfig(warmup_steps=20)},
+            "warmup_steps 20 and the descent do not fit in 10 steps",
+        ),
+        ({"rules": "zero3"}, "rules 'zero3' is no preset"),
+        (
+            {"rules": "fsdp_tp", "mesh": MeshConfig(tensor=3)},
+            "num_heads . is not divisible by 3",
+        ),
+        (
+            {"mesh": MeshConfig(data=4), "microbatches": 4},
+            "a microbatch has .* = 2 rows: batch_size 2 is not divisible by 4",
+        ),
+    ],
+)
+def test_impossible_settings(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(CONFIG, **changes)
+
+
+def test_unknown_axis_size_is_checked_when_the_devices_are_known():
+    config = dataclasses.replace(CONFIG, rules="fsdp_tp", mesh=MeshConfig(tensor=-1))
+    with pytest.raises(ValueError, match="not divisible by 3"):
+        config.check_mesh({"data": 1, "fsdp": 1, "pipe": 1, "tensor": 3})
+
+
+def test_identity_is_json_and_leaves_out_what_may_change():
+    identity = CONFIG.identity()
+    assert json.loads(json.dumps(identity)) == identity
+    longer = dataclasses.replace(
+        CONFIG, steps=5000, rules="dp", mesh=MeshConfig(data=2), remat="full"
+    )
+    assert longer.identity() == identity
+    assert dataclasses.replace(CONFIG, seed=1).identity() != identity
+    wider = dataclasses.replace(CONFIG.model, d_ff=2 * CONFIG.model.d_ff)
+    assert dataclasses.replace(CONFIG, model=wider).identity() != identity
