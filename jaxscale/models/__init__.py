@@ -1,8 +1,16 @@
 """Decoders (GPT-2, GPT-J, LLaMA), Hugging Face files and tokenizers."""
 
 from jaxscale.models.config import DecoderConfig
+from jaxscale.models.decoder import REMAT_POLICIES, Decoder
 from jaxscale.models.presets import PRESETS, preset
 from jaxscale.models.tokenizer import Tokenizer
 
 
-__all__ = ["PRESETS", "DecoderConfig", "Tokenizer", "preset"]
+__all__ = [
+    "PRESETS",
+    "REMAT_POLICIES",
+    "Decoder",
+    "DecoderConfig",
+    "Tokenizer",
+    "preset",
+]

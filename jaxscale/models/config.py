@@ -8,12 +8,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal, get_args
 
-from jaxscale.nn.embeddings import RopeScaling
+from jaxscale.nn.attention import AttentionConfig
+from jaxscale.nn.blocks import Activation, BlockConfig, Norm
+from jaxscale.nn.embeddings import RopeConfig, RopeScaling
 from jaxscale.sharding.rules import AxisRules
 
 
-type Norm = Literal["rmsnorm", "layernorm"]
-type Activation = Literal["swiglu", "gelu", "gelu_tanh"]
 type Position = Literal["rope", "learned"]
 
 
@@ -152,6 +152,35 @@ class DecoderConfig:
     def num_mlp_kernels(self) -> int:
         """Kernels of the feed-forward network: gate, up and down, or up and down."""
         return 3 if self.activation == "swiglu" else 2
+
+    def block(self) -> BlockConfig:
+        """The configuration of one block."""
+        rope = RopeConfig(
+            theta=self.rope_theta,
+            rotary_dim=self.rotary_dim,
+            interleaved=self.rope_interleaved,
+            scaling=self.rope_scaling,
+        )
+        return BlockConfig(
+            d_model=self.d_model,
+            d_ff=self.d_ff,
+            attention=AttentionConfig(
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                head_dim=self.head_dim,
+                use_bias=self.attention_bias,
+                use_out_bias=self.attention_out_bias,
+                rope=rope if self.position == "rope" else None,
+                window=self.window,
+                softcap=self.attention_softcap,
+            ),
+            norm=self.norm,
+            norm_eps=self.norm_eps,
+            activation=self.activation,
+            mlp_bias=self.mlp_bias,
+            parallel=self.parallel_block,
+            num_layers=self.num_layers,
+        )
 
     def num_parameters(self) -> int:
         """Parameters of the whole model, a tied table counted once."""

@@ -1,5 +1,23 @@
 """Neural network modules, and the packing of sequences that they run on."""
 
+from jaxscale.nn.attention import (
+    Attention,
+    AttentionConfig,
+    attention,
+    attention_mask,
+    masked_attention,
+)
+from jaxscale.nn.blocks import MLP, Block, BlockConfig, make_norm
+from jaxscale.nn.cache import KVCache
+from jaxscale.nn.embeddings import (
+    Embed,
+    RopeConfig,
+    RopeScaling,
+    rope_inv_freq,
+    rotary,
+)
+from jaxscale.nn.linear import Linear
+from jaxscale.nn.norms import LayerNorm, RMSNorm, layer_norm, rms_norm
 from jaxscale.nn.packing import (
     PackedBatch,
     assign_rows,
@@ -11,10 +29,30 @@ from jaxscale.nn.packing import (
 
 
 __all__ = [
+    "MLP",
+    "Attention",
+    "AttentionConfig",
+    "Block",
+    "BlockConfig",
+    "Embed",
+    "KVCache",
+    "LayerNorm",
+    "Linear",
     "PackedBatch",
+    "RMSNorm",
+    "RopeConfig",
+    "RopeScaling",
     "assign_rows",
+    "attention",
+    "attention_mask",
+    "layer_norm",
+    "make_norm",
+    "masked_attention",
     "pack",
     "pack_sequences",
     "positions",
+    "rms_norm",
+    "rope_inv_freq",
+    "rotary",
     "unpack",
 ]

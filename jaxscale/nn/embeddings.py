@@ -96,6 +96,30 @@ def rope_inv_freq(
     return inv_freq.astype(np.float32)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary embedding of a layer.
+
+    Example:
+        >>> RopeConfig(theta=100.0).inv_freq(4)
+        array([1. , 0.1], dtype=float32)
+    """
+
+    theta: float = 10_000.0
+    """Base of the frequencies."""
+    rotary_dim: int | None = None
+    """Rotated features of a head; None rotates all."""
+    interleaved: bool = False
+    """Pairs are (2i, 2i+1), as in GPT-J, instead of (i, i + rotary_dim/2)."""
+    scaling: RopeScaling | None = None
+    """Context extension."""
+
+    def inv_freq(self, head_dim: int) -> Float[np.ndarray, "pairs"]:
+        """The frequencies for heads of `head_dim` features."""
+        dim = head_dim if self.rotary_dim is None else self.rotary_dim
+        return rope_inv_freq(dim, self.theta, self.scaling)
+
+
 def rotary(
     x: Float[Array, "B T N H"],
     positions: Int[Array, "B T"],

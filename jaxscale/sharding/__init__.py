@@ -20,6 +20,7 @@ from jaxscale.sharding.rules import (
     fsdp_tp,
     gather,
     megascale_3d,
+    per_shard,
     preset,
     reshape,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "make_mesh",
     "megascale_3d",
     "partitioned",
+    "per_shard",
     "place",
     "preset",
     "reshape",

@@ -11,15 +11,15 @@ operation whose result is ambiguous must be told it (``out_sharding``), which Au
 reject. On a *Manual* axis, inside `jax.shard_map`, arrays are local and the rules say
 nothing: whoever writes the `shard_map` passes each device its rows of the batch and
 whole parameters, or makes the collectives that split parameters need. The functions
-`constrain`, `contract`, `gather` and `reshape` choose by axis type, so that the same
-module runs under all three, and under meshes that mix them.
+`constrain`, `contract`, `gather`, `reshape` and `per_shard` choose by axis type, so
+that the same module runs under all three, and under meshes that mix them.
 
 The mesh is the one of `jax.set_mesh`, or else the one that the arrays live on.
 """
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -338,6 +338,79 @@ def reshape(
     """
     explicit, auto = _layout(tuple(shape), out_axes, rules, x)
     return _steer(jax.lax.reshape(x, tuple(shape), out_sharding=explicit), auto)
+
+
+def per_shard(
+    fn: Callable[..., tuple[Array, ...]],
+    in_axes: Sequence[Sequence[str | None]],
+    out_axes: Sequence[Sequence[str | None]],
+    rules: AxisRules,
+) -> Callable[..., tuple[Array, ...]]:
+    """`fn` run by each device on its own shards, for work that no split axis couples.
+
+    Attention is independent over rows and heads, and a Pallas kernel cannot be split
+    by the compiler: both run under `jax.shard_map` over the Auto and Explicit axes of
+    the mesh. Without a mesh, or where every axis is Manual, `fn` runs as it is. Auto
+    axes that do not divide one of the dimensions are left out for all arguments.
+
+    Args:
+        fn: Function of arrays that returns a tuple of arrays.
+        in_axes: Logical axes of each argument.
+        out_axes: Logical axes of each result.
+        rules: The table of the recipe.
+
+    Returns:
+        A function of the same arguments, whole arrays, that gives the whole results.
+
+    Raises:
+        ValueError: as `constrain`, when called.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jaxscale.sharding import make_mesh
+        >>> axes = [("batch", None)]
+        >>> rows = per_shard(lambda x: (x.cumsum(axis=1),), axes, axes, dp())
+        >>> with jax.set_mesh(make_mesh({"data": -1})):
+        ...     (sums,) = rows(jnp.ones((8, 4)))
+        >>> print(sums[0])
+        [1. 2. 3. 4.]
+    """
+
+    def run(*args: Array) -> tuple[Array, ...]:
+        mesh = _current_mesh(args)
+        types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        free = frozenset(n for n, kind in types.items() if kind != AxisType.Manual)
+        if not free:
+            return fn(*args)
+        args = tuple(
+            constrain(x, axes, rules) for x, axes in zip(args, in_axes, strict=True)
+        )
+        divided = set(free)
+        for x, axes in zip(args, in_axes, strict=True):
+            for size, entry in zip(x.shape, rules.spec(*axes), strict=True):
+                names = free.intersection(_as_tuple(entry))
+                if size % math.prod(mesh.shape[n] for n in names):
+                    divided -= names
+
+        def local_spec(axes: Sequence[str | None]) -> PartitionSpec:
+            entries = (_as_tuple(entry) for entry in rules.spec(*axes))
+            return PartitionSpec(
+                *(tuple(n for n in names if n in divided) or None for names in entries)
+            )
+
+        # An enclosing shard_map that tracks which values vary over its axes needs the
+        # inner one to track them too; otherwise tracking only refuses kernels.
+        tracked = any(jax.typeof(x).manual_axis_type.varying for x in args)
+        return jax.shard_map(
+            fn,
+            mesh=mesh,
+            axis_names=free,
+            in_specs=tuple(local_spec(axes) for axes in in_axes),
+            out_specs=tuple(local_spec(axes) for axes in out_axes),
+            check_vma=tracked,
+        )(*args)
+
+    return run
 
 
 def require_axes(names: Iterable[str], mesh_axes: Sequence[str]) -> None:

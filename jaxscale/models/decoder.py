@@ -1,0 +1,371 @@
+"""The decoder-only Transformer behind GPT-2, GPT-J and LLaMA.
+
+Legend: B batch, T tokens of a row, S slots, K key/value heads, H head dim, D model,
+V vocabulary, L layers.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxscale.models.config import DecoderConfig
+from jaxscale.nn.blocks import Block, make_norm
+from jaxscale.nn.cache import KVCache
+from jaxscale.nn.embeddings import Embed
+from jaxscale.nn.linear import Linear
+from jaxscale.sharding.rules import (
+    REPLICATED,
+    AxisRules,
+    constrain,
+    contract,
+    per_shard,
+)
+from pallas_kernels.varlen_attention import positions_from_cu_seqlens
+from pallas_kernels.varlen_attention.segments import concrete
+
+
+_policies = jax.checkpoint_policies
+
+REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
+    "none": None,
+    "full": _policies.nothing_saveable,
+    "dots": _policies.dots_saveable,
+    "dots_no_batch": _policies.dots_with_no_batch_dims_saveable,
+    "attention": _policies.save_from_both_policies(
+        _policies.dots_with_no_batch_dims_saveable,
+        _policies.save_only_these_names("varlen_attention_out", "varlen_attention_lse"),
+    ),
+}
+"""What the forward pass of a block keeps for the backward pass.
+
+- ``none``: everything. Fastest, most memory.
+- ``full``: the block's input only; the block is computed twice.
+- ``dots``: results of all matrix products, attention scores among them.
+- ``dots_no_batch``: results of the linear layers; attention and elementwise operations
+  are computed twice. The usual choice for whole rows.
+- ``attention``: the same and the results of packed attention, which is then not
+  computed twice. The usual choice for packed rows.
+"""
+
+
+class Decoder(nnx.Module):
+    """Token embedding, a stack of identical blocks, a norm and an output projection.
+
+    The parameters of the blocks are stacked along a leading ``layers`` axis. The module
+    is a pytree: pass it to `jax.jit`, `jax.value_and_grad` and optax as it is.
+
+    Example:
+        >>> from jaxscale.models.llama import llama_tiny
+        >>> model = Decoder(llama_tiny(), rngs=nnx.Rngs(0))
+        >>> tokens = jnp.array([[1, 2, 3, 4, 5]])
+        >>> model(tokens).shape
+        (1, 5, 256)
+
+        Packed: the same tokens as two sequences of a row, two and three long.
+
+        >>> model(tokens, cu_seqlens=jnp.array([[0, 2, 5]])).shape
+        (1, 5, 256)
+
+        Incremental:
+
+        >>> logits, cache = model.decode(tokens, model.init_cache(1, max_len=16))
+        >>> next_token = logits[:, -1:].argmax(-1)
+        >>> logits, cache = model.decode(next_token, cache)
+        >>> print(cache.lengths)
+        [6]
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+        remat: str = "none",
+        scan_layers: bool = True,
+        rules: AxisRules = REPLICATED,
+        attention_implementation: str | None = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        """Make the parameters; on a mesh, inside `jaxscale.sharding.create`.
+
+        Args:
+            config: Shape and variant.
+            dtype: Type of the computation; norms, rotary angles, softmax and logits are
+                in fp32 whatever it is.
+            param_dtype: Type of the parameters.
+            remat: A name of `REMAT_POLICIES`.
+            scan_layers: Compile one block and loop over it, instead of every block.
+            rules: The table of the recipe.
+            attention_implementation: Passed to `jaxscale.nn.attention.attention`.
+            rngs: Source of the keys.
+
+        Raises:
+            ValueError: `remat` is not the name of a policy.
+        """
+        if remat not in REMAT_POLICIES:
+            raise ValueError(
+                f"remat {remat!r} is unknown; use one of {tuple(REMAT_POLICIES)}"
+            )
+        self.config = config
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.remat = remat
+        self.scan_layers = scan_layers
+        self.rules = rules
+        types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
+
+        def table(rows: int, row_axis: str | None) -> Embed:
+            return Embed(
+                rows,
+                config.d_model,
+                row_axis=row_axis,
+                rules=rules,
+                rngs=rngs,
+                **types,
+            )
+
+        self.embed = table(config.vocab_size, "vocab")
+        learned = config.position == "learned"
+        self.positions = table(config.max_seq_len, None) if learned else None
+
+        @nnx.split_rngs(splits=config.num_layers)
+        @nnx.vmap(
+            in_axes=0,
+            out_axes=0,
+            transform_metadata={nnx.PARTITION_NAME: "layers"},
+        )
+        def make_blocks(rngs: nnx.Rngs) -> Block:
+            return Block(
+                config.block(),
+                attention_implementation=attention_implementation,
+                rules=rules,
+                rngs=rngs,
+                **types,
+            )
+
+        self.blocks = make_blocks(rngs)
+        self.norm = make_norm(
+            config.norm, config.d_model, config.norm_eps, rngs=rngs, **types
+        )
+        self.lm_head = None if config.tie_embeddings else self._make_lm_head(rngs)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        cu_seqlens: Int[Array, "B seqs_plus_1"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T V"]:
+        """Logits of the next token, in fp32; arguments as for `hidden`."""
+        hidden = self.hidden(tokens, cu_seqlens=cu_seqlens, positions=positions)
+        return self.unembed(hidden)
+
+    def hidden(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        cu_seqlens: Int[Array, "B seqs_plus_1"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """The activations after the last norm, which `unembed` turns into logits.
+
+        Args:
+            tokens: Token ids. A row padded on the right needs no mask: no real token
+                sees the padding behind it.
+            cu_seqlens: Packed rows: sequence `i` of row `b` is the tokens from
+                ``cu_seqlens[b, i]`` to ``cu_seqlens[b, i + 1]``. Tokens past the last
+                sequence are padding; their activations mean nothing.
+            positions: Position of each token in its sequence; counted from the start of
+                the row or of the packed sequence if None.
+
+        Raises:
+            ValueError: a row is longer than the table of learned positions. In packed
+                rows, whose sequences cannot be measured here, a position outside the
+                table gives NaN.
+        """
+        if positions is None:
+            positions = self._positions(tokens, cu_seqlens)
+
+        def body(x: Array, block: Block) -> tuple[Array, None]:
+            return block(x, positions, cu_seqlens), None
+
+        policy = REMAT_POLICIES[self.remat]
+        if policy is not None:
+            # Inside a scan, XLA cannot undo the recomputation by merging it with the
+            # forward pass; outside, it must be kept from doing so.
+            prevent_cse = not self.scan_layers
+            body = jax.checkpoint(body, policy=policy, prevent_cse=prevent_cse)
+        x = self._embed(tokens, positions)
+        if self.scan_layers:
+            x, _ = jax.lax.scan(body, x, self.blocks)
+        else:
+            for layer in range(self.config.num_layers):
+                x, _ = body(x, jax.tree.map(lambda p, i=layer: p[i], self.blocks))
+        return self.norm(x)
+
+    def unembed(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Logits in fp32 of the activations that `hidden` returns."""
+        kernel, bias = self.output_embedding()
+        axes = ("batch", None, "act_vocab")
+        hidden = constrain(hidden, ("batch", None, "act_embed"), self.rules)
+        logits = contract(
+            "btd,dv->btv",
+            hidden,
+            kernel.astype(self.dtype),
+            ("embed", "vocab"),
+            axes,
+            self.rules,
+            preferred_element_type=jnp.float32,
+        )
+        if bias is None:
+            return logits
+        return logits + constrain(bias.astype(jnp.float32), axes[-1:], self.rules)
+
+    def output_embedding(
+        self,
+    ) -> tuple[Float[Array, "D V"], Float[Array, "V"] | None]:
+        """The kernel and the bias that turn activations into logits."""
+        if self.lm_head is None:
+            return self.embed.table[...].T, None
+        bias = self.lm_head.bias
+        return self.lm_head.kernel[...], None if bias is None else bias[...]
+
+    def init_cache(self, batch: int, max_len: int) -> KVCache:
+        """An empty cache for `batch` sequences of at most `max_len` tokens each.
+
+        Raises:
+            ValueError: `max_len` exceeds the table of learned positions.
+        """
+        self._check_length("max_len", max_len)
+        return KVCache.zeros(
+            num_layers=self.config.num_layers,
+            batch=batch,
+            capacity=max_len,
+            num_kv_heads=self.config.num_kv_heads,
+            head_dim=self.config.head_dim,
+            dtype=self.dtype,
+            rules=self.rules,
+        )
+
+    def decode(
+        self,
+        tokens: Int[Array, "B T"],
+        cache: KVCache,
+        *,
+        lengths: Int[Array, "B"] | None = None,
+        cache_is_empty: bool = False,
+    ) -> tuple[Float[Array, "B T V"], KVCache]:
+        """Logits of new tokens that continue the sequences in the cache.
+
+        The first call takes the prompts, padded on the right; later ones one token each
+        or more.
+
+        Args:
+            tokens: New tokens of each row.
+            cache: Tokens before them.
+            lengths: How many of the new tokens of each row are real, T if None.
+            cache_is_empty: Promise that the cache is empty, so that attention reads the
+                new tokens alone through the kernels for whole rows, not the slots.
+
+        Returns:
+            The logits in fp32, and the cache with the new tokens added. Logits of
+            padding mean nothing.
+
+        Raises:
+            ValueError: the cache cannot hold the new tokens. Under `jax.jit`, where the
+                lengths are unknown, only T is checked, and tokens past the last slot
+                are dropped.
+        """
+        hidden, cache = self.decode_hidden(
+            tokens, cache, lengths=lengths, cache_is_empty=cache_is_empty
+        )
+        return self.unembed(hidden), cache
+
+    def decode_hidden(
+        self,
+        tokens: Int[Array, "B T"],
+        cache: KVCache,
+        *,
+        lengths: Int[Array, "B"] | None = None,
+        cache_is_empty: bool = False,
+    ) -> tuple[Float[Array, "B T D"], KVCache]:
+        """As `decode`, but the activations before `unembed`."""
+        batch, num_tokens = tokens.shape
+        if lengths is None:
+            lengths = jnp.full(batch, num_tokens, jnp.int32)
+        _check_capacity(num_tokens, lengths, cache)
+        positions = cache.lengths[:, None] + jnp.arange(num_tokens)  # [B, T]
+
+        def body(
+            carry: tuple[Array, Array, Array], layer: tuple[Block, Array]
+        ) -> tuple[tuple[Array, Array, Array], None]:
+            block, index = layer
+            x, k, v = carry
+            return (
+                block.decode(x, positions, k, v, index, cache_is_empty=cache_is_empty),
+                None,
+            )
+
+        # The cache is carried, not scanned over, so that XLA updates it in place.
+        carry = (self._embed(tokens, positions), cache.k, cache.v)
+        layers = jnp.arange(self.config.num_layers)
+        (x, k, v), _ = jax.lax.scan(body, carry, (self.blocks, layers))
+        cache = KVCache(k=k, v=v, lengths=cache.lengths + lengths)
+        return self.norm(x), cache
+
+    def _make_lm_head(self, rngs: nnx.Rngs) -> Linear:
+        return Linear(
+            self.config.d_model,
+            self.config.vocab_size,
+            kernel_axes=("embed", "vocab"),
+            out_axes=("batch", None, "act_vocab"),
+            use_bias=self.config.lm_head_bias,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            rules=self.rules,
+            rngs=rngs,
+        )
+
+    def _embed(self, tokens: Array, positions: Array) -> Array:
+        x = self.embed(tokens)
+        return x if self.positions is None else x + self.positions(positions)
+
+    def _positions(self, tokens: Array, cu_seqlens: Array | None) -> Array:
+        """Positions counted from the start of each row or packed sequence."""
+        num_tokens = tokens.shape[1]
+        if cu_seqlens is None:
+            self._check_length("tokens per row", num_tokens)
+            return jnp.broadcast_to(jnp.arange(num_tokens), tokens.shape)
+
+        def positions(cu_seqlens: Array) -> tuple[Array]:
+            row = functools.partial(positions_from_cu_seqlens, num_tokens=num_tokens)
+            return (jax.vmap(row)(cu_seqlens),)
+
+        axes = [("batch", None)]
+        return per_shard(positions, axes, axes, self.rules)(cu_seqlens)[0]
+
+    def _check_length(self, name: str, length: int) -> None:
+        limit = self.config.max_seq_len
+        if self.config.position == "learned" and length > limit:
+            raise ValueError(
+                f"{name} {length} exceeds max_seq_len {limit}, the size of the table "
+                "of learned positions; shorten the sequences or pack them"
+            )
+
+
+def _check_capacity(num_tokens: int, lengths: Array, cache: KVCache) -> None:
+    """Raise where the new tokens are known not to fit."""
+    ends = concrete(cache.lengths + lengths)
+    needed = num_tokens if ends is None else int(ends.max())
+    if needed > cache.capacity:
+        raise ValueError(
+            f"the cache has {cache.capacity} slots a row, but {needed} tokens must fit;"
+            " make it with a larger max_len"
+        )

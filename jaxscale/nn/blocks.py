@@ -1,0 +1,315 @@
+"""The feed-forward network and the Transformer block.
+
+Legend: B batch, T tokens, D model, F hidden, S slots, K key/value heads, H head dim,
+L layers.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.nn.initializers import Initializer
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxscale.nn.attention import Attention, AttentionConfig
+from jaxscale.nn.embeddings import NORMAL_INIT
+from jaxscale.nn.linear import Linear
+from jaxscale.nn.norms import LayerNorm, RMSNorm
+from jaxscale.sharding.rules import REPLICATED, AxisRules, constrain
+
+
+type Norm = Literal["rmsnorm", "layernorm"]
+type Activation = Literal["swiglu", "gelu", "gelu_tanh"]
+
+
+class MLP(nnx.Module):
+    """Feed-forward network.
+
+    ``down(silu(gate(x)) * up(x))`` for SwiGLU, ``down(gelu(up(x)))`` otherwise.
+
+    Example:
+        >>> mlp = MLP(8, 16, activation="swiglu", rngs=nnx.Rngs(0))
+        >>> mlp(jnp.ones((1, 3, 8))).shape
+        (1, 3, 8)
+
+    References:
+        GLU Variants Improve Transformer, arXiv 2002.05202.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_ff: int,
+        *,
+        activation: Activation = "swiglu",
+        use_bias: bool = False,
+        out_init: Initializer = NORMAL_INIT,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+        rules: AxisRules = REPLICATED,
+        rngs: nnx.Rngs,
+    ) -> None:
+        """Make the projections.
+
+        Args:
+            d_model: Features of the input and the output.
+            d_ff: Hidden features.
+            activation: ``"swiglu"``, ``"gelu"`` (exact) or ``"gelu_tanh"``.
+            use_bias: Bias in every projection.
+            out_init: Initializer of the down projection.
+            dtype: Type of the computation.
+            param_dtype: Type of the parameters.
+            rules: The table of the recipe.
+            rngs: Source of the keys.
+        """
+        if activation not in get_args(Activation.__value__):
+            raise ValueError(
+                f"activation {activation!r} is unknown; use one of "
+                f"{get_args(Activation.__value__)}"
+            )
+        self.activation = activation
+
+        def project_in() -> Linear:
+            return Linear(
+                d_model,
+                d_ff,
+                kernel_axes=("embed", "mlp"),
+                out_axes=("batch", None, "act_mlp"),
+                use_bias=use_bias,
+                dtype=dtype,
+                param_dtype=param_dtype,
+                rules=rules,
+                rngs=rngs,
+            )
+
+        self.gate = project_in() if activation == "swiglu" else None
+        self.up = project_in()
+        self.down = Linear(
+            d_ff,
+            d_model,
+            kernel_axes=("mlp", "embed"),
+            out_axes=("batch", "tokens", "act_embed"),
+            use_bias=use_bias,
+            kernel_init=out_init,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            rules=rules,
+            rngs=rngs,
+        )
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Transform each token; `x` is whole along the tokens, the result is split."""
+        up = self.up(x)
+        if self.gate is not None:
+            return self.down(jax.nn.silu(self.gate(x)) * up)
+        return self.down(jax.nn.gelu(up, approximate=self.activation == "gelu_tanh"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockConfig:
+    """Shape and variant of a Transformer block.
+
+    Example:
+        >>> heads = AttentionConfig(num_heads=4, num_kv_heads=4, head_dim=8)
+        >>> BlockConfig(d_model=32, d_ff=64, attention=heads).norm
+        'rmsnorm'
+    """
+
+    d_model: int
+    """Width of the residual stream."""
+    d_ff: int
+    """Hidden features of the feed-forward network."""
+    attention: AttentionConfig
+    """The attention layer."""
+    norm: Norm = "rmsnorm"
+    """Normalization of the input of attention and feed-forward network."""
+    norm_eps: float = 1e-5
+    """Added to the variance."""
+    activation: Activation = "swiglu"
+    """Of the feed-forward network."""
+    mlp_bias: bool = False
+    """Bias in the feed-forward network."""
+    parallel: bool = False
+    """``x + attention(norm(x)) + mlp(norm(x))`` with one norm instead of two steps."""
+    num_layers: int = 1
+    """Depth of the model, which scales the initialization of residual projections."""
+
+
+def make_norm(
+    kind: Norm,
+    features: int,
+    eps: float,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    param_dtype: DTypeLike = jnp.float32,
+    rngs: nnx.Rngs,
+) -> RMSNorm | LayerNorm:
+    """The normalization layer called `kind`.
+
+    Raises:
+        ValueError: no layer has this name.
+
+    Example:
+        >>> type(make_norm("layernorm", 8, 1e-5, rngs=nnx.Rngs(0))).__name__
+        'LayerNorm'
+    """
+    if kind not in get_args(Norm.__value__):
+        raise ValueError(
+            f"norm {kind!r} is unknown; use one of {get_args(Norm.__value__)}"
+        )
+    layer = RMSNorm if kind == "rmsnorm" else LayerNorm
+    return layer(features, eps=eps, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+
+
+class Block(nnx.Module):
+    """Pre-norm Transformer block, serial or parallel.
+
+    Between blocks tokens are split over the tensor axis; the input of attention and of
+    the feed-forward network is gathered, and their outputs come back split, so that the
+    two together are one all-gather and one reduce-scatter each (sequence parallelism,
+    arXiv 2205.05198).
+
+    Example:
+        >>> heads = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
+        >>> config = BlockConfig(d_model=32, d_ff=64, attention=heads)
+        >>> block = Block(config, rngs=nnx.Rngs(0))
+        >>> block(jnp.ones((1, 5, 32)), jnp.arange(5)[None]).shape
+        (1, 5, 32)
+
+    References:
+        Pre-norm, arXiv 2002.04745. The residual projections start at
+        ``0.02 / sqrt(2 num_layers)`` as in GPT-2. Parallel form: GPT-J, PaLM
+        (arXiv 2204.02311).
+    """
+
+    def __init__(
+        self,
+        config: BlockConfig,
+        *,
+        attention_implementation: str | None = None,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+        rules: AxisRules = REPLICATED,
+        rngs: nnx.Rngs,
+    ) -> None:
+        """Make the layers.
+
+        Args:
+            config: Shape and variant.
+            attention_implementation: Passed to `jaxscale.nn.attention.attention`.
+            dtype: Type of the computation.
+            param_dtype: Type of the parameters.
+            rules: The table of the recipe.
+            rngs: Source of the keys.
+        """
+        self.parallel = config.parallel
+        self.rules = rules
+        out_init = jax.nn.initializers.normal(0.02 / math.sqrt(2 * config.num_layers))
+
+        def norm() -> RMSNorm | LayerNorm:
+            return make_norm(
+                config.norm,
+                config.d_model,
+                config.norm_eps,
+                dtype=dtype,
+                param_dtype=param_dtype,
+                rngs=rngs,
+            )
+
+        self.attention_norm = norm()
+        self.attention = Attention(
+            config.d_model,
+            config.attention,
+            out_init=out_init,
+            implementation=attention_implementation,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            rules=rules,
+            rngs=rngs,
+        )
+        self.mlp_norm = None if config.parallel else norm()
+        self.mlp = MLP(
+            config.d_model,
+            config.d_ff,
+            activation=config.activation,
+            use_bias=config.mlp_bias,
+            out_init=out_init,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            rules=rules,
+            rngs=rngs,
+        )
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        cu_seqlens: Int[Array, "B seqs_plus_1"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Transform whole rows, or packed sequences where `cu_seqlens` is given.
+
+        Args:
+            x: Residual stream.
+            positions: Position of each token in its sequence.
+            cu_seqlens: Boundaries of packed sequences.
+        """
+        out, _ = self._apply(
+            x, lambda h: (self.attention(h, positions, cu_seqlens), None)
+        )
+        return out
+
+    def decode(
+        self,
+        x: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        cache_k: Float[Array, "L B S K H"],
+        cache_v: Float[Array, "L B S K H"],
+        layer: Int[Array, ""],
+        *,
+        cache_is_empty: bool = False,
+    ) -> tuple[
+        Float[Array, "B T D"],
+        Float[Array, "L B S K H"],
+        Float[Array, "L B S K H"],
+    ]:
+        """Transform new tokens that also attend to the cache.
+
+        Args:
+            x: Residual stream of the new tokens.
+            positions: Slots of the new tokens.
+            cache_k: Keys of all layers.
+            cache_v: Values of all layers.
+            layer: Which layer of the cache is this block's.
+            cache_is_empty: Promise that nothing precedes `x`.
+
+        Returns:
+            The residual stream and the two updated caches.
+        """
+
+        def attend(h: Array) -> tuple[Array, tuple[Array, Array]]:
+            out, *caches = self.attention.decode(
+                h, positions, cache_k, cache_v, layer, cache_is_empty=cache_is_empty
+            )
+            return out, (caches[0], caches[1])
+
+        out, (cache_k, cache_v) = self._apply(x, attend)
+        return out, cache_k, cache_v
+
+    def _apply[Aux](
+        self, x: Array, attend: Callable[[Array], tuple[Array, Aux]]
+    ) -> tuple[Array, Aux]:
+        h = self._whole(self.attention_norm(x))
+        attended, aux = attend(h)
+        if self.mlp_norm is None:
+            return x + attended + self.mlp(h), aux
+        x = x + attended
+        return x + self.mlp(self._whole(self.mlp_norm(x))), aux
+
+    def _whole(self, h: Array) -> Array:
+        """`h` gathered along the tokens."""
+        return constrain(h, ("batch", None, "act_embed"), self.rules)

@@ -1,0 +1,128 @@
+"""Normalization layers with statistics in fp32.
+
+Legend: B batch, T tokens, D model.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jaxscale.sharding.parameters import partitioned
+
+
+def rms_norm(
+    x: Float[Array, "... D"], scale: Float[Array, "D"], eps: float
+) -> Float[Array, "... D"]:
+    """``x / sqrt(mean(x**2) + eps) * scale`` over the last dimension, in fp32.
+
+    Example:
+        >>> x = jnp.array([[1.0, 7.0]])
+        >>> print(rms_norm(x, jnp.ones(2), eps=0.0))
+        [[0.2 1.4]]
+
+    References:
+        Root Mean Square Layer Normalization, arXiv 1910.07467.
+    """
+    x = x.astype(jnp.float32)
+    variance = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(variance + eps) * scale.astype(jnp.float32)
+
+
+def layer_norm(
+    x: Float[Array, "... D"],
+    scale: Float[Array, "D"],
+    bias: Float[Array, "D"],
+    eps: float,
+) -> Float[Array, "... D"]:
+    """``(x - mean) / sqrt(variance + eps) * scale + bias``, in fp32.
+
+    Example:
+        >>> x = jnp.array([[1.0, 3.0]])
+        >>> print(layer_norm(x, jnp.ones(2), jnp.zeros(2), eps=0.0))
+        [[-1.  1.]]
+
+    References:
+        Layer Normalization, arXiv 1607.06450.
+    """
+    x = x.astype(jnp.float32)
+    x = x - jnp.mean(x, axis=-1, keepdims=True)
+    variance = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+    x = x * jax.lax.rsqrt(variance + eps) * scale.astype(jnp.float32)
+    return x + bias.astype(jnp.float32)
+
+
+class RMSNorm(nnx.Module):
+    """`rms_norm` with a learned scale.
+
+    Example:
+        >>> RMSNorm(4, rngs=nnx.Rngs(0))(jnp.ones((1, 2, 4))).shape
+        (1, 2, 4)
+    """
+
+    def __init__(
+        self,
+        features: int,
+        *,
+        eps: float = 1e-5,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        """Make a scale of ones.
+
+        Args:
+            features: Size of the normalized dimension.
+            eps: Added to the mean square.
+            dtype: Type of the result; statistics are in fp32.
+            param_dtype: Type of the scale.
+            rngs: Source of the keys.
+        """
+        self.eps = eps
+        self.dtype = dtype
+        ones = partitioned(jax.nn.initializers.ones, "norm")
+        self.scale = nnx.Param(ones(rngs.params(), (features,), param_dtype))
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """The normalized tokens, in `dtype`."""
+        return rms_norm(x, self.scale[...], self.eps).astype(self.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """`layer_norm` with a learned scale and bias.
+
+    Example:
+        >>> LayerNorm(4, rngs=nnx.Rngs(0))(jnp.ones((1, 2, 4))).shape
+        (1, 2, 4)
+    """
+
+    def __init__(
+        self,
+        features: int,
+        *,
+        eps: float = 1e-5,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        """Make a scale of ones and a bias of zeros.
+
+        Args:
+            features: Size of the normalized dimension.
+            eps: Added to the variance.
+            dtype: Type of the result; statistics are in fp32.
+            param_dtype: Type of the parameters.
+            rngs: Source of the keys.
+        """
+        self.eps = eps
+        self.dtype = dtype
+        ones = partitioned(jax.nn.initializers.ones, "norm")
+        zeros = partitioned(jax.nn.initializers.zeros, "norm")
+        self.scale = nnx.Param(ones(rngs.params(), (features,), param_dtype))
+        self.bias = nnx.Param(zeros(rngs.params(), (features,), param_dtype))
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """The normalized tokens, in `dtype`."""
+        out = layer_norm(x, self.scale[...], self.bias[...], self.eps)
+        return out.astype(self.dtype)
