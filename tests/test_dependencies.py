@@ -1,0 +1,65 @@
+"""The arrows between the packages hold, and a reversed arrow is noticed."""
+
+import subprocess
+import sys
+import textwrap
+import tomllib
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).parents[1]
+LINT_IMPORTS = Path(sys.executable).with_name("lint-imports")
+
+
+def lint(root: Path) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [LINT_IMPORTS, "--config", ROOT / "pyproject.toml", "--no-cache"],
+        cwd=root,
+        env={"PYTHONPATH": str(root), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_dependencies_run_one_way():
+    result = lint(ROOT)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "forbidden"),
+    [
+        ("pallas_kernels/dispatch.py", "jaxscale.sharding"),
+        ("pallas_kernels/matmul/api.py", "flax"),
+        ("jaxscale/nn/linear.py", "jaxscale.models"),
+        ("jaxscale/training/loop.py", "jaxscale.inference"),
+        ("jaxscale/inference/generate.py", "jaxscale.training"),
+    ],
+)
+def test_a_reversed_arrow_is_caught(tmp_path, module, forbidden):
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    layers = config["tool"]["importlinter"]["contracts"][0]["layers"]
+    names = [name.strip() for layer in layers for name in layer.split("|")]
+    for name in ("jaxscale", "pallas_kernels", *names):
+        package = tmp_path.joinpath(*name.split("."))
+        package.mkdir(parents=True, exist_ok=True)
+        (package / "__init__.py").touch()
+    file = tmp_path / module
+    file.parent.mkdir(exist_ok=True)
+    (file.parent / "__init__.py").touch()
+    assert lint(tmp_path).returncode == 0  # the copy itself is clean
+    file.write_text(
+        textwrap.dedent(f"""
+            def late():
+                import {forbidden}
+                return {forbidden}
+            """)
+    )
+    result = lint(tmp_path)
+    assert result.returncode != 0
+    arrow = f"{module.removesuffix('.py').replace('/', '.')} -> {forbidden}"
+    assert arrow in result.stdout.replace("\n", ""), result.stdout

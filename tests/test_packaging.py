@@ -1,0 +1,156 @@
+"""What a stranger installs: the wheel, its imports without extras, the pinned list."""
+
+import re
+import subprocess
+import sys
+import textwrap
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import jaxscale
+
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+PINS = (ROOT / "requirements.txt").read_text().splitlines()
+
+# Modules that come with extras alone. What the base dependencies bring may be imported
+# anywhere (flax brings orbax-checkpoint and rich).
+ONLY_EXTRAS = {
+    "train": ["grain", "plotly", "tensorboardX", "tokenizers", "tyro"],
+    "serve": ["fastapi", "prometheus_client", "pydantic", "uvicorn"],
+    "triton": ["jax_triton", "triton"],
+    "docs": ["matplotlib", "myst_nb", "sphinx"],
+    "notebooks": ["ipykernel", "jupytext"],
+    "dev": ["beartype", "build", "hypothesis", "importlinter", "nbmake", "pytest"],
+}
+BASE_PACKAGES = [
+    "jaxscale",
+    "jaxscale.sharding",
+    "jaxscale.nn",
+    "jaxscale.models",
+    "jaxscale.inference",
+    "jaxscale.training",
+    "pallas_kernels",
+]
+
+
+def run(*command, **kwargs) -> str:
+    result = subprocess.run(
+        [str(part) for part in command],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        **kwargs,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("dist")
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation"]
+    run(*build, "--outdir", out, ROOT, cwd=out)
+    (file,) = out.glob("*.whl")
+    return file
+
+
+def test_wheel_holds_the_two_packages_and_nothing_else(wheel):
+    assert wheel.name == f"jaxscale-{jaxscale.__version__}-py3-none-any.whl"
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in names}
+    info = f"jaxscale-{jaxscale.__version__}.dist-info"
+    assert tops == {"jaxscale", "pallas_kernels", info}
+    for needed in ("jaxscale/py.typed", "pallas_kernels/py.typed"):
+        assert needed in names
+    for table in ROOT.glob("pallas_kernels/tuned/*.json"):
+        assert f"pallas_kernels/tuned/{table.name}" in names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_imports_and_runs_without_any_extra(wheel, tmp_path):
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    run(*pip, "--disable-pip-version-check", "--target", tmp_path, wheel)
+    blocked = [module for modules in ONLY_EXTRAS.values() for module in modules]
+    script = f"""
+        import sys
+
+        class Blocker:
+            def find_spec(self, name, path=None, target=None):
+                if name.partition(".")[0] in {blocked!r}:
+                    raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+        sys.meta_path.insert(0, Blocker())
+        sys.path.insert(0, {str(tmp_path)!r})
+        for package in {BASE_PACKAGES!r}:
+            __import__(package)
+            assert sys.modules[package].__file__.startswith({str(tmp_path)!r})
+        try:
+            import tyro
+        except ModuleNotFoundError:
+            print("blocked")
+        """
+    script = textwrap.dedent(script)
+    out = run(sys.executable, "-W", "error", "-c", script, cwd=tmp_path)
+    assert out.split() == ["blocked"]
+
+
+@pytest.mark.parametrize("extra", ONLY_EXTRAS)
+def test_missing_extras_are_named(extra):
+    """A file that imports a module of an extra says how to get it."""
+    modules = "|".join(ONLY_EXTRAS[extra])
+    for file in [*ROOT.glob("jaxscale/*/*.py"), *ROOT.glob("pallas_kernels/**/*.py")]:
+        text = file.read_text()
+        imports = re.search(rf"^ *(import|from) ({modules})\b", text, re.MULTILINE)
+        if imports and file.parent.name != "cli":  # the command line has its own way
+            assert imports[0].startswith(" "), f"{file} imports {imports[2]} at the top"
+            assert re.search(r"jaxscale\[\w+\]", text), f"{file} names no extra"
+
+
+def test_pins_are_names_and_versions_only():
+    assert PINS
+    for line in PINS:
+        assert re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.!+]+", line), line
+    names = [canonicalize_name(line.split("==")[0]) for line in PINS]
+    assert len(set(names)) == len(names)
+
+
+def test_pins_satisfy_the_project():
+    pins = {canonicalize_name(n): v for n, v in (p.split("==") for p in PINS)}
+    # The CUDA builds come with the GPU machine; triton has no build without one.
+    extras = {name: EXTRAS[name] for name in EXTRAS if name[:4] not in ("cuda", "trit")}
+    for source, requirements in {"base": PROJECT["dependencies"], **extras}.items():
+        for requirement in map(Requirement, requirements):
+            name = canonicalize_name(requirement.name)
+            if source == "serve" and name not in pins:
+                continue  # serving is not part of the quickstart yet
+            assert name in pins, f"{requirement} of {source} is not pinned"
+            assert requirement.specifier.contains(pins[name]), (requirement, pins[name])
+
+
+def test_cuda_extras_take_the_pinned_jax():
+    (pin,) = [line for line in PINS if line.startswith("jax==")]
+    version = pin.split("==")[1]
+    for name in ("cuda12", "cuda13"):
+        (requirement,) = map(Requirement, EXTRAS[name])
+        assert requirement.name == "jax" and requirement.extras == {name}
+        assert requirement.specifier.contains(version)
+    assert f'"jax[$(CUDA)]=={version}"' in (ROOT / "Makefile").read_text()
+
+
+def test_ci_runs_the_commands_of_the_readme():
+    steps = (ROOT / ".ci/run").read_text()
+    for command in ("make lint", "make test", "make quickstart"):
+        assert re.search(rf"^{command}$", steps, re.MULTILINE), command
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text()
+    assert "run: .ci/run" in workflow
+    version = (ROOT / ".python-version").read_text().strip()
+    assert f'"{version}"' in workflow and PROJECT["requires-python"] == f">={version}"
