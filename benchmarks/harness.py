@@ -158,6 +158,8 @@ class Benchmark:
     """With wall time, how many calls are dispatched before they are awaited."""
     rotate: bool = True
     """Whether small inputs take turns; off where the inputs are state."""
+    memory: bool = False
+    """Whether to record what a call takes beyond its inputs, as ``memory_mb``."""
     part: str = ""
     """Suffix of the result file."""
 
@@ -240,6 +242,7 @@ class _Candidate:
     take: Callable[[int], list[float]]
     """Takes at least so many times, in seconds."""
     max_rel_error: float | None
+    metrics: dict[str, float]
     seconds: list[float] = dataclasses.field(default_factory=list)
 
 
@@ -254,19 +257,26 @@ def _prepare(
     device_time = benchmark.time == "device" and _on_gpu()
     wall = {} if device_time else {"burst": benchmark.burst}
     function = implementation.make(params)
+    metrics = {}
     if isinstance(implementation, Torch):
         timer = timing.torch_device_time if device_time else timing.torch_wall_time
         sets = _to_torch(sets)
+        if benchmark.memory:
+            metrics["memory_mb"] = timing.torch_memory(function, sets[0]) / 1e6
         output = function(*sets[0])
         found = _from_torch(output)
     else:
         timer = timing.jax_device_time if device_time else timing.jax_wall_time
         if implementation.jit and not hasattr(function, "lower"):
             function = jax.jit(function)
+        if benchmark.memory:
+            metrics["memory_mb"] = timing.jax_memory(function, sets[0]) / 1e6
         found = output = jax.block_until_ready(function(*sets[0]))
     error = None if expected is None else max_rel_error(found, expected)
     del found, output
-    return _Candidate(lambda calls: timer(function, sets, calls, **wall), error)
+    return _Candidate(
+        lambda calls: timer(function, sets, calls, **wall), error, metrics
+    )
 
 
 def run_case(
@@ -313,7 +323,7 @@ def run_case(
             candidate.seconds += candidate.take(-(-samples // ROUNDS))
     for name, candidate in candidates.items():
         results[name] = Measurement(
-            candidate.seconds, candidate.max_rel_error, num_devices=num_devices
+            candidate.seconds, candidate.max_rel_error, candidate.metrics, num_devices
         )
     return {name: results[name] for name in names}
 

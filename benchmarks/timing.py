@@ -152,3 +152,22 @@ def _wall_time(function, sets, calls, burst, wait) -> list:
         wait(output)
         times.append((time.perf_counter() - start) / burst)
     return times
+
+
+def jax_memory(function: Callable, inputs: tuple) -> float:
+    """Bytes of temporaries and outputs of a jitted function, from its compilation."""
+    analysis = function.lower(*inputs).compile().memory_analysis()
+    return analysis.temp_size_in_bytes + analysis.output_size_in_bytes
+
+
+def torch_memory(function: Callable, inputs: tuple) -> float:
+    """Most bytes that torch allocated during a call."""
+    import torch
+
+    function(*inputs)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    function(*inputs)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before

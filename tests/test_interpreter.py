@@ -1,4 +1,4 @@
-"""What tests/interpreter.py adds to the Mosaic GPU interpreter, and that it fails."""
+"""What tests/interpreter adds to the Mosaic GPU interpreter, and that it fails."""
 
 import functools
 
@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tests import interpreter
-from tests.interpreter import RaceError, cpu_mesh, interpret_mosaic_gpu
+from tests.interpreter import RaceError, cpu_mesh, interpret_mosaic_gpu, session
 
 
 P = jax.sharding.PartitionSpec
@@ -405,11 +405,11 @@ def test_deadlock_on_a_barrier_ends_and_the_next_kernel_runs():
 
 
 def test_patches_are_removed():
-    before = {place: getattr(*place) for place in interpreter.EXPECTED}
+    before = {place: getattr(*place) for place in session.EXPECTED}
     with interpret_mosaic_gpu():
-        assert interpreter.stock.JaxprInterpreter is interpreter.Interpreter
-    assert before == {place: getattr(*place) for place in interpreter.EXPECTED}
-    assert interpreter.stock.JaxprInterpreter is not interpreter.Interpreter
+        assert session.stock.JaxprInterpreter is session.Interpreter
+    assert before == {place: getattr(*place) for place in session.EXPECTED}
+    assert session.stock.JaxprInterpreter is not session.Interpreter
 
 
 def test_other_versions_are_refused(monkeypatch):
@@ -421,11 +421,11 @@ def test_other_versions_are_refused(monkeypatch):
         ):
             pass
     with monkeypatch.context() as patch:
-        patch.setattr(interpreter.stock, "resolve_ref", lambda aval, key: None)
+        patch.setattr(session.stock, "resolve_ref", lambda aval, key: None)
         with pytest.raises(RuntimeError, match=r"resolve_ref takes \(aval key\)"):
             interpreter.check_jax()
     with monkeypatch.context() as patch:
-        patch.delattr(interpreter.callbacks, "cluster_finished")
+        patch.delattr(session.callbacks, "cluster_finished")
         with pytest.raises(RuntimeError, match="cluster_finished is gone"):
             interpreter.check_jax()
 

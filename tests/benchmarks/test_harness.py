@@ -95,6 +95,34 @@ def test_measurement_is_that_of_the_function():
     assert results["elsewhere"].num_devices == 4
 
 
+def test_memory_of_a_call():
+    def wasteful(x, w):
+        return jax.lax.optimization_barrier(jnp.tile(x, (64, 1)))[:16] @ w
+
+    results = harness.run_case(
+        benchmark(
+            memory=True,
+            implementations={
+                "xla": IMPLEMENTATIONS["xla"],
+                "wasteful": Jax(lambda params: wasteful),
+            },
+        ),
+        Case("c", {"M": 16, "N": 16, "K": 512}),
+        ["xla", "wasteful"],
+        samples=5,
+    )
+    more = (
+        results["wasteful"].metrics["memory_mb"] - results["xla"].metrics["memory_mb"]
+    )
+    assert more >= 64 * 16 * 512 * 2 / 1e6
+
+
+def test_looped_calls_pass_for_jitted():
+    """The profiler would otherwise jit the loop over the sets."""
+    loop = timing._EachSet(abs, [(-1,), (2,)])
+    assert isinstance(loop, jax.stages.Wrapped) and loop() == [1, 2]
+
+
 def test_implementations_take_turns(monkeypatch):
     order = []
 

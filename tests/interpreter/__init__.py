@@ -1,0 +1,59 @@
+"""Runs Mosaic GPU kernels on a CPU, semaphores and peers included (the second ring).
+
+``interpret_mosaic_gpu`` puts jax's own Mosaic GPU interpreter in place of the compiler
+and teaches it what the kernels of this project use beyond it::
+
+    with interpret_mosaic_gpu(detect_races=True) as run:
+        y = np.asarray(jax.jit(kernel)(x))
+    assert not run.races_found  # also checked on leaving
+
+Added to the interpreter of jax 0.11.2:
+
+- semaphores, as scratch and through ``pl.get_global``: ``semaphore_signal`` and
+  ``semaphore_wait`` with ``device_id``, ``inc`` and ``decrement``;
+- ``plgpu.remote_ref`` for loads, stores and TMA copies on meshes of any rank;
+- the barrier over devices before a kernel, and after each point of the grid;
+- ``copy_smem_to_gmem`` with ``reduction_op="add"`` and with a predicate;
+- ``wgmma`` with its left operand in registers; for race detection, wgmma reads shared
+  memory until ``wgmma_wait`` or a read of the accumulator;
+- ``inline_mgpu`` through numpy stand-ins (:func:`register_inline`);
+- a bound on every wait: a deadlock is a ``TimeoutError`` that names the line;
+- two races that only hardware would show: a peer still writes or reads a device's
+  arrays when the device leaves the kernel, and those between blocks
+  (``concurrent_blocks=True``).
+
+What it cannot do, and therefore needs a test on a GPU:
+
+- NVLink multicast (``multicast_ref``, ``multimem_*``), which this project never uses;
+- ``RefUnion`` aliasing: each member has a buffer of its own;
+- stores to a wgmma accumulator, ``pl.run_state(plgpu.ACC.init(...))``, ``mma``;
+- atomics (``plgpu.atomic_*``), ``semaphore_read``, ``copy_gmem_to_smem`` without a
+  barrier, TMA gather, dynamic grids;
+- swizzles and tilings: buffers have their logical shape, so an access that reads wrong
+  rows on hardware reads right ones here;
+- without ``concurrent_blocks`` the blocks of a grid run one after another (all devices
+  in step), so a block may only wait for itself and for blocks before it.
+
+It patches private names of jax, so it refuses any other version (:func:`check_jax`).
+"""
+
+# ruff: noqa: E402 -- the version is checked before private names are imported
+from tests.interpreter.version import check_version
+
+
+check_version()
+
+from tests.interpreter.inline import register_inline, unregister_inline
+from tests.interpreter.run import RaceError, Run
+from tests.interpreter.session import check_jax, cpu_mesh, interpret_mosaic_gpu
+
+
+__all__ = [
+    "RaceError",
+    "Run",
+    "check_jax",
+    "cpu_mesh",
+    "interpret_mosaic_gpu",
+    "register_inline",
+    "unregister_inline",
+]

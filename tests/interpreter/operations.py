@@ -1,0 +1,301 @@
+"""Operations of kernels: peers, semaphores, wgmma and TMA stores.
+
+``interpret_*`` functions turn an equation into a call on the host, at tracing time;
+functions under ``fail_on_exception`` are those calls.
+"""
+
+import contextvars
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src.pallas import core as pallas_core
+from jax._src.pallas.mosaic.interpret import race_detection_state
+from jax._src.pallas.mosaic.interpret import utils as interpret_utils
+from jax._src.pallas.mosaic_gpu import core as gpu_core
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as callbacks
+from jax._src.pallas.mosaic_gpu.interpret import jaxpr_interpret as stock
+from jax._src.pallas.mosaic_gpu.interpret import shared_memory as memory
+from jax._src.state import indexing
+
+from tests.interpreter.devices import shared_memory_of_run, summary
+from tests.interpreter.run import current_run
+
+
+_KEY_FIELDS = [f.name for f in dataclasses.fields(memory.HostAllocationKey)]
+_DEVICE = _KEY_FIELDS.index("device_id")
+
+_stock_resolve_ref = stock.resolve_ref
+_stock_get_uninitialized_array = stock.get_uninitialized_array
+_stock_copy_smem_to_gmem = callbacks.copy_smem_to_gmem.__wrapped__
+
+
+# --- Peers and semaphores -------------------------------------------------------------
+
+current_interpreter: contextvars.ContextVar[Any] = contextvars.ContextVar("interpreter")
+
+
+def _on_device(key, device_id, device_id_type):
+    """The allocation that ``key`` names, on another device."""
+    devices = current_interpreter.get().device_info
+    logical = interpret_utils._device_id_to_logical(
+        device_id, device_id_type, devices.axis_sizes, devices.axis_indices
+    )
+    return jnp.asarray(key).at[..., _DEVICE].set(jnp.asarray(logical, jnp.int32))
+
+
+def resolve_ref(aval, allocation_key_as_array, transforms):
+    """Let the key of a remote ref name the peer's buffer."""
+    key, transforms = _stock_resolve_ref(
+        aval, allocation_key_as_array, tuple(transforms or ())
+    )
+    local = []
+    for transform in transforms:
+        if isinstance(transform, gpu_core.MulticastRef):
+            raise NotImplementedError("multicast refs are not interpreted")
+        if isinstance(transform, gpu_core.PeerMemRef):
+            key = _on_device(key, transform.device_id, transform.device_id_type)
+        else:
+            local.append(transform)
+    return key, tuple(local)
+
+
+def get_uninitialized_array(shape, dtype, memory_space, uninitialized_memory):
+    """Semaphores start at zero (their count lives in :class:`SharedMemory`)."""
+    if jnp.issubdtype(dtype, pallas_core.semaphore_dtype):
+        return jnp.zeros(shape, jnp.int32)
+    return _stock_get_uninitialized_array(
+        shape, dtype, memory_space, uninitialized_memory
+    )
+
+
+def _semaphore_key(key, index) -> tuple:
+    fields = dict(zip(_KEY_FIELDS, np.asarray(key).tolist(), strict=True))
+    del fields["initial_ref_count"], fields["memory_space_id"]
+    return (*fields.values(), *(int(i) for i in index))
+
+
+def _semaphore_index(aval, transforms):
+    index: list[Any] = []
+    for transform in transforms:
+        if not isinstance(transform, indexing.NDIndexer):
+            raise NotImplementedError(f"semaphore indexed by {transform}")
+        for i in transform.indices:
+            index.append(i.start if isinstance(i, indexing.Slice) else i)
+    rest = aval.shape[len(index) :]
+    if any(dim != 1 for dim in rest):
+        raise ValueError(f"index {index} names no single semaphore of {aval.shape}")
+    index += [0] * len(rest)
+    return tuple(jnp.asarray(i, jnp.int32) for i in index)
+
+
+@callbacks.fail_on_exception
+def _semaphore_signal(*, token, thread, key, index, increment):
+    shared_memory_of_run().signal(thread, _semaphore_key(key, index), int(increment))
+    return token
+
+
+@callbacks.fail_on_exception
+def _semaphore_wait(*, token, thread, key, index, value, decrement, where):
+    shared_memory_of_run().wait(
+        thread, _semaphore_key(key, index), int(value), bool(decrement), where
+    )
+    return token
+
+
+def interpret_semaphore_signal(interpreter, eqn, token, invals):
+    ref, transforms, increment, device_id, _ = jax.tree.unflatten(
+        eqn.params["args_tree"], invals
+    )
+    key, transforms = resolve_ref(eqn.invars[0].aval, ref, transforms)
+    if device_id is not None:
+        key = _on_device(key, device_id, eqn.params["device_id_type"])
+    return interpreter.call(
+        _semaphore_signal,
+        token,
+        key=key,
+        index=_semaphore_index(eqn.invars[0].aval, transforms),
+        increment=increment,
+    ), []
+
+
+def interpret_semaphore_wait(interpreter, eqn, token, invals):
+    ref, transforms, value, decrement = jax.tree.unflatten(
+        eqn.params["args_tree"], invals
+    )
+    key, transforms = resolve_ref(eqn.invars[0].aval, ref, transforms)
+    return interpreter.call(
+        functools.partial(_semaphore_wait, where=summary(eqn.source_info)),
+        token,
+        key=key,
+        index=_semaphore_index(eqn.invars[0].aval, transforms),
+        value=value,
+        decrement=jnp.asarray(decrement),
+    ), []
+
+
+def interpret_get_global(interpreter, eqn, token, invals):
+    """One allocation for each ``get_global`` of the kernel, shared by its blocks."""
+    what = eqn.params["what"]
+    if not jnp.issubdtype(what.dtype, pallas_core.semaphore_dtype):
+        raise NotImplementedError(f"pl.get_global of {what} is not interpreted")
+    # The equation may be traced more than once, its variable stays.
+    known = current_run().global_buffers
+    number = known.setdefault(eqn.outvars[0], 1_000_000 + len(known))
+    key = dict.fromkeys(_KEY_FIELDS, -1) | {
+        "device_id": interpreter.thread.device_id,
+        "buffer_id": number,
+    }
+    return token, [jnp.stack([jnp.asarray(v, jnp.int32) for v in key.values()])]
+
+
+# --- wgmma ----------------------------------------------------------------------------
+
+
+def access_of(shared_memory, key, transforms):
+    key = memory.HostAllocationKey.from_array(key)
+    transforms = jax.tree.map(int, callbacks._remove_noop_transforms(transforms))
+    return key, shared_memory.access(key, transforms)
+
+
+@callbacks.fail_on_exception
+def wgmma(*, token, mesh_location, thread, acc, a, b, source_info, a_is_ref):
+    shared_memory = shared_memory_of_run()
+    info = memory.GPULoggingInfo(mesh_location, thread, source_info)
+    get = functools.partial(
+        shared_memory.get_buffer_content, thread=thread, logging_info=info
+    )
+    operands = [access_of(shared_memory, *b)]
+    if a_is_ref:
+        operands.append(access_of(shared_memory, *a))
+    b_value, *rest = [get(key, access)[0] for key, access in operands]
+    a_value = rest[0] if a_is_ref else np.asarray(a)
+    acc_key, acc_access = access_of(shared_memory, *acc)
+    acc_value, _, _ = get(acc_key, acc_access)
+    shared_memory.store_buffer_content(
+        acc_key,
+        acc_access,
+        acc_value + np.matmul(a_value, b_value, dtype=acc_value.dtype),
+        thread,
+        logging_info=info,
+    )
+    if shared_memory.detect_races:
+        # The tensor core reads on its own time, through the async proxy.
+        clock = shared_memory.incr_clock(thread)
+        clock.inc(shared_memory.get_next_tma_thread_id())
+        for key, access in operands:
+            callbacks.get_races().check_read(
+                thread, clock.async_smem_clock.copy(), key, access, source_info
+            )
+        shared_memory.pending_wgmma[thread].append(clock)
+    return token
+
+
+@callbacks.fail_on_exception
+def wgmma_wait(*, token, thread, n):
+    shared_memory_of_run().wait_wgmma(thread, n)
+    return token
+
+
+def interpret_wgmma_wait(interpreter, eqn, token, invals):
+    return interpreter.call(functools.partial(wgmma_wait, n=eqn.params["n"]), token), []
+
+
+# --- TMA stores -----------------------------------------------------------------------
+
+
+class AtomicFrame(str):
+    """The source line of a reduction, which does not race with other reductions."""
+
+
+class ReduceTask(callbacks.AsyncCopySmemToGmemTask):
+    """A TMA store that adds to what is there, one element after another."""
+
+    def __call__(self, tma_thread_id: int):
+        shared_memory = shared_memory_of_run()
+        get = functools.partial(
+            shared_memory.get_buffer_content,
+            thread=self.thread,
+            logging_info=self.logging_info,
+        )
+        self.pre_read(tma_thread_id, shared_memory)
+        value, _, _ = get(self.src_allocation_key, self.src_access)
+        self.post_read(tma_thread_id, shared_memory)
+        shape, _ = shared_memory.buffer_shape_and_dtype(self.dst_allocation_key)
+        store = callbacks._clip_store_to_shape(self.dst_access, value, tuple(shape))
+        if store is not None:
+            access, value = store
+            with shared_memory.atomic:
+                old, (_, dtype), _ = get(self.dst_allocation_key, access)
+                total = old.astype(np.float32) + value.astype(np.float32)
+                shared_memory.store_buffer_content(
+                    self.dst_allocation_key,
+                    access,
+                    total.astype(dtype),
+                    self.thread,
+                    logging_info=self.logging_info,
+                )
+        self.post_write(tma_thread_id, shared_memory)
+
+    def post_read(self, tma_thread_id: int, shared_memory):
+        if not shared_memory.detect_races:
+            return
+        self.clock.inc(tma_thread_id)
+        self.write_clock = self.clock.copy()
+        clock, key = self.clock.async_smem_clock.copy(), self.dst_allocation_key
+        span, races = self.dst_access.range, callbacks.get_races()
+        frame = AtomicFrame(summary(self.source_info))
+        with races.lock:
+            others = [
+                *races.reads[key],
+                *(w for w in races.writes[key] if not isinstance(w[3], AtomicFrame)),
+            ]
+            races.writes[key].append((self.thread, clock, span, frame))
+        for other, other_clock, other_span, other_frame in others:
+            if not other_clock.ordered(clock) and race_detection_state._ranges_overlap(
+                span, other_span
+            ):
+                print(
+                    f"RACE DETECTED\n  reduction into {key}[{span}] from "
+                    f"{self.thread}, {frame}\n  access from {other}, {other_frame}"
+                )
+                races.races_found = True
+                return
+
+
+@callbacks.fail_on_exception
+def copy_smem_to_gmem(*, token, thread, predicate, reduction_op, **copy):
+    """The stock copy, with a predicate and with ``reduction_op="add"``."""
+    if predicate is not None and not bool(predicate):
+        return token
+    if reduction_op is None:
+        return _stock_copy_smem_to_gmem(
+            token=token, thread=thread, predicate=None, reduction_op=None, **copy
+        )
+    if reduction_op != "add":
+        raise NotImplementedError(f"reduction_op={reduction_op!r} is not interpreted")
+    shared_memory = shared_memory_of_run()
+    clock = shared_memory.incr_clock(thread) if shared_memory.detect_races else None
+    (src, src_access), (dst, dst_access) = (
+        access_of(
+            shared_memory,
+            copy[f"{end}_allocation_key_as_array"],
+            copy[f"{end}_transforms"],
+        )
+        for end in ("src", "dst")
+    )
+    task = ReduceTask(
+        mesh_location=copy["mesh_location"],
+        thread=thread,
+        src_allocation_key=src,
+        src_access=src_access,
+        dst_allocation_key=dst,
+        dst_access=dst_access,
+        source_info=copy["source_info"],
+        clock=clock,
+    )
+    shared_memory.execute_async_task(task)
+    return token
