@@ -9,11 +9,11 @@ import dataclasses
 import json
 import types
 import typing
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from jaxscale import __version__
+from jaxscale.training import TrainConfig
 
 
 RUN_FILE = "run.json"
@@ -89,17 +89,13 @@ def read_config[C](directory: Path, kind: type[C]) -> C:
     return from_dict(kind, values)
 
 
-def check_free(
-    directory: Path, config: Any, *, resume: bool, may_change: Collection[str]
-) -> None:
+def check_free(directory: Path, config: TrainConfig, *, resume: bool) -> None:
     """Check that the run of `config` may write into `directory`.
 
     Args:
         directory: Where the run writes.
-        config: Its settings, a dataclass.
+        config: Its settings.
         resume: Whether it may continue the run that is there.
-        may_change: Settings, as dotted names, in which a continued run may differ from
-            what it was started with.
 
     Raises:
         ValueError: the directory holds another run or other files.
@@ -116,16 +112,22 @@ def check_free(
             f"output_dir {directory} already holds a run; add --resume to continue it, "
             "or choose another directory"
         )
-    before = _flat(to_dict(read_config(directory, type(config))))
-    now = _flat(to_dict(config))
+    before, now = _identity(read_config(directory, TrainConfig)), _identity(config)
     for name in sorted(before.keys() | now.keys()):
-        allowed = any(f"{name}.".startswith(f"{free}.") for free in may_change)
-        if before.get(name) != now.get(name) and not allowed:
+        if before.get(name) != now.get(name):
             raise ValueError(
                 f"output_dir {directory} belongs to another run: its {name} is "
                 f"{before.get(name)!r}, this one's {now.get(name)!r}; use the same "
                 "settings, or choose another directory"
             )
+
+
+def _identity(config: TrainConfig) -> dict[str, Any]:
+    """What a continued run may not change, by dotted names."""
+    data = to_dict(config.data)
+    for free in ("batch_size", "prefetch", "cache_dir"):
+        del data[free]
+    return _flat(config.identity() | {"data": data})
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
