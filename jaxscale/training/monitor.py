@@ -1,0 +1,341 @@
+"""Metrics of a run: throughput and utilization, and where the records go."""
+
+import contextlib
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+
+type Record = dict[str, int | float | None]
+"""One line of the metrics; None where a quantity is unknown or not finite."""
+
+
+PEAK_BF16_FLOPS = {
+    "NVIDIA B200": 2250e12,
+    "NVIDIA GH200": 989e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA A100": 312e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA L4": 121e12,
+}
+"""Dense bf16 FLOP/s of the data sheets, by the beginning of the name of the device."""
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Dense bf16 FLOP/s of a device, None where the table does not know it.
+
+    Args:
+        device_kind: As ``jax.devices()[0].device_kind`` says.
+
+    Example:
+        >>> peak_flops("NVIDIA H100 80GB HBM3")
+        989000000000000.0
+        >>> print(peak_flops("cpu"))
+        None
+    """
+    for name, peak in PEAK_BF16_FLOPS.items():
+        if device_kind.startswith(name):
+            return peak
+    return None
+
+
+def mfu(
+    tokens_per_second_per_device: float, flops_per_token: float, peak_flops: float
+) -> float:
+    r"""Model FLOP/s utilization, a fraction of 1.
+
+    .. math:: \mathrm{MFU} = \frac{r \, F}{P}
+
+    The FLOPs of a token :math:`F` count the products of forward and backward pass,
+    nothing that is computed twice. There are two conventions for the attention matrix,
+    `causal` (the half that is needed) and `full`; they differ by 12% for LLaMA-3 8B at
+    8,192 tokens, so both are always reported. Both take each row for one sequence: on
+    packed rows of short documents less attention is computed than they count.
+
+    Args:
+        tokens_per_second_per_device: r; tokens that have a target.
+        flops_per_token: F, see `jaxscale.models.DecoderConfig.flops_per_token`.
+        peak_flops: P, in FLOP/s, of one device.
+
+    Example:
+        >>> round(mfu(10_000, 45e9, 989e12), 3)
+        0.455
+
+    References:
+        PaLM (arXiv 2204.02311), appendix B.
+    """
+    return tokens_per_second_per_device * flops_per_token / peak_flops
+
+
+class Writer:
+    """Takes the records of a run; the base class drops them."""
+
+    def start(self, first_step: int, total_steps: int) -> None:
+        """Called once, before the step after `first_step`."""
+
+    def write(self, record: Record) -> None:
+        """Called with the metrics of a step, or of an evaluation after a step."""
+
+    def close(self) -> None:
+        """Called at the end, also after an error."""
+
+
+class JsonlWriter(Writer):
+    """A file with one JSON object a line, for the step and for each evaluation.
+
+    A resumed run continues the file after the step of its checkpoint: lines of later
+    steps, which will be computed again, are removed.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Name the file; it is opened by `start`."""
+        self._path = Path(path)
+        self._file: Any = None
+
+    def start(self, first_step: int, total_steps: int) -> None:
+        """Keep the lines up to `first_step`."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        lines = self._path.read_text().splitlines() if self._path.exists() else []
+        kept = [line for line in lines if _step_of(line) <= first_step]
+        self._path.write_text("".join(line + "\n" for line in kept))
+        self._file = self._path.open("a")
+
+    def write(self, record: Record) -> None:
+        """Append and flush one line."""
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError):  # the last line of a killed run may be cut off
+        return math.inf
+
+
+class TensorBoardWriter(Writer):
+    """Scalars for TensorBoard."""
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        """Name the directory; it is opened by `start`.
+
+        Raises:
+            ImportError: tensorboardX is not installed.
+        """
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError as error:
+            raise ImportError(
+                "TensorBoardWriter needs tensorboardX: pip install 'jaxscale[train]'"
+            ) from error
+        self._open = lambda **options: SummaryWriter(str(directory), **options)
+        self._writer: Any = None
+
+    def start(self, first_step: int, total_steps: int) -> None:
+        """Open the event file; points of later steps are hidden."""
+        self._writer = self._open(purge_step=first_step + 1)
+
+    def write(self, record: Record) -> None:
+        """Add each finite number under its own name."""
+        for name, value in record.items():
+            if name != "step" and value is not None:
+                self._writer.add_scalar(name, value, record["step"])
+
+    def close(self) -> None:
+        """Write what is left."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+class ProgressBar(Writer):
+    """A line at the bottom of the terminal."""
+
+    def __init__(self, description: str = "train") -> None:
+        """Prepare the bar; it appears with `start`.
+
+        Raises:
+            ImportError: rich is not installed.
+        """
+        try:
+            from rich import progress
+        except ImportError as error:
+            raise ImportError(
+                "ProgressBar needs rich: pip install 'jaxscale[train]'"
+            ) from error
+        self._bar = progress.Progress(
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TextColumn("{task.fields[shown]}"),
+            progress.TimeRemainingColumn(),
+        )
+        self._description = description
+        self._task: Any = None
+        self._shown: dict[str, str] = {}
+
+    def start(self, first_step: int, total_steps: int) -> None:
+        """Show the bar."""
+        self._task = self._bar.add_task(
+            self._description, total=total_steps, completed=first_step, shown=""
+        )
+        self._bar.start()
+
+    def write(self, record: Record) -> None:
+        """Advance to the step and show its main numbers."""
+        formats = {
+            "loss": "loss {:.3f}",
+            "eval_loss": "held out {:.3f}",
+            "tokens_per_second_per_device": "{:,.0f} tok/s/device",
+            "mfu_causal": "MFU {:.1%}",
+        }
+        for name, text in formats.items():
+            value = record.get(name)
+            if value is not None:
+                self._shown[name] = text.format(value)
+        shown = "  ".join(self._shown[name] for name in formats if name in self._shown)
+        self._bar.update(self._task, completed=record["step"], shown=shown)
+
+    def close(self) -> None:
+        """Leave the last state on the screen."""
+        self._bar.stop()
+
+
+class Monitor:
+    """Measures steps without holding up the device, and feeds the writers.
+
+    `log` is called right after a step was dispatched and reads the metrics of the step
+    before, for which it waits. The device always has one step to work on meanwhile, and
+    the time between two reads is the time of a step. Throughput counts the tokens that
+    have a target; the first step of a process, which compiles, has none.
+    """
+
+    def __init__(
+        self,
+        writers: Sequence[Writer],
+        *,
+        num_devices: int,
+        total_steps: int,
+        log_every: int = 1,
+        flops_per_token: Mapping[str, float] | None = None,
+        peak_flops: float | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Describe the run.
+
+        Args:
+            writers: Where the records go.
+            num_devices: Devices that share the tokens of a step.
+            total_steps: Of the entire run.
+            log_every: Steps between two records; rates are means over them.
+            flops_per_token: FLOPs by convention, for example ``{"causal": 4.5e10}``.
+            peak_flops: Of one device; None leaves the utilization unknown.
+            clock: Gives seconds.
+        """
+        self._writers = list(writers)
+        self._num_devices = num_devices
+        self._total_steps = total_steps
+        self._log_every = log_every
+        self._flops_per_token = dict(flops_per_token or {})
+        self._peak = peak_flops
+        self._clock = clock
+        self._pending: tuple[int, Mapping[str, Any]] | None = None
+        self._compiled = False
+        self._since = 0.0
+        self._steps = 0
+        self._tokens = 0
+
+    def __enter__(self) -> "Monitor":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with contextlib.ExitStack() as stack:  # closes all, whatever fails
+            for writer in self._writers:
+                stack.callback(writer.close)
+            if error[0] is None:
+                self.flush()
+
+    def start(self, first_step: int) -> None:
+        """Begin after `first_step`, 0 in a new run."""
+        for writer in self._writers:
+            writer.start(first_step, self._total_steps)
+        self._restart_clock()
+
+    def log(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
+        """Keep the metrics of `step`, just dispatched, and record the step before."""
+        self.flush()
+        self._pending = (step, metrics)
+
+    def flush(self) -> None:
+        """Wait for the last step that was logged and record it."""
+        if self._pending is None:
+            return
+        step, metrics = self._pending
+        self._pending = None
+        values = {name: _number(x) for name, x in jax.device_get(metrics).items()}
+        self._steps += 1
+        self._tokens += int(values.get("tokens") or 0)
+        if step % self._log_every == 0 or step == self._total_steps:
+            self._write({"step": step, **values, **self._rates()})
+            self._restart_clock()
+        elif not self._compiled:
+            self._restart_clock()
+        self._compiled = True
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Time that counts for no step: evaluations, checkpoints."""
+        self.flush()
+        before = self._clock()
+        yield
+        self._since += self._clock() - before
+
+    def log_evaluation(self, step: int, **values: float | None) -> None:
+        """Record an evaluation after `step`; names get the prefix ``eval_``."""
+        record = {f"eval_{name}": _number(value) for name, value in values.items()}
+        self._write({"step": step, **record})
+
+    def _rates(self) -> Record:
+        seconds = (self._clock() - self._since) / self._steps
+        rate = None
+        if self._compiled and seconds > 0:
+            rate = self._tokens / self._steps / seconds / self._num_devices
+        record: Record = {
+            "step_seconds": seconds,
+            "tokens_per_second_per_device": rate,
+        }
+        for convention, flops in self._flops_per_token.items():
+            name = f"mfu_{convention}"
+            if rate is None or self._peak is None:
+                record[name] = None
+            else:
+                record[name] = mfu(rate, flops, self._peak)
+        return record
+
+    def _restart_clock(self) -> None:
+        self._since, self._steps, self._tokens = self._clock(), 0, 0
+
+    def _write(self, record: Record) -> None:
+        for writer in self._writers:
+            writer.write(record)
+
+
+def _number(x: Any) -> int | float | None:
+    """A Python number; None where it is not finite, which JSON cannot say."""
+    if x is None:
+        return None
+    value = x.item() if hasattr(x, "item") else x
+    return value if math.isfinite(value) else None
