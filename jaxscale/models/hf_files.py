@@ -144,7 +144,8 @@ def write_checkpoint(
     Args:
         path: The directory; made if needed.
         config: What ``config.json`` will hold.
-        tensors: Name, bytes and a function that fetches the array, for each tensor.
+        tensors: Name, bytes and a function that fetches the array, contiguous, for each
+            tensor.
         max_shard_bytes: Size at which another file is begun; a tensor is never split.
     """
     directory = Path(path)
@@ -162,9 +163,7 @@ def write_checkpoint(
     written: list[Path] = []
     try:
         for name, shard in zip(names, shards, strict=True):
-            arrays = {
-                tensor: np.ascontiguousarray(fetch()) for tensor, _, fetch in shard
-            }
+            arrays = {tensor: fetch() for tensor, _, fetch in shard}
             written.append(directory / f"{name}.partial")
             # transformers refuses files that do not say which framework wrote them.
             safetensors.numpy.save_file(arrays, written[-1], metadata={"format": "pt"})

@@ -34,6 +34,101 @@ GPT2 = {
 }
 GPTJ = GPT2 | {"model_type": "gptj", "rotary_dim": 8}
 
+# What the published files say, in their keys.
+PUBLISHED = {
+    "gpt2_small": {
+        "activation_function": "gelu_new",
+        "architectures": ["GPT2LMHeadModel"],
+        "attn_pdrop": 0.1,
+        "layer_norm_epsilon": 1e-05,
+        "model_type": "gpt2",
+        "n_ctx": 1024,
+        "n_embd": 768,
+        "n_head": 12,
+        "n_layer": 12,
+        "n_positions": 1024,
+        "vocab_size": 50257,
+    },
+    "gptj_6b": {
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-05,
+        "model_type": "gptj",
+        "n_embd": 4096,
+        "n_head": 16,
+        "n_inner": None,
+        "n_layer": 28,
+        "n_positions": 2048,
+        "rotary": True,
+        "rotary_dim": 64,
+        "scale_attn_weights": True,
+        "tie_word_embeddings": False,
+        "vocab_size": 50400,
+    },
+    "llama2_7b": {
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "max_position_embeddings": 4096,
+        "model_type": "llama",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 32,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float16",
+        "vocab_size": 32000,
+    },
+    "llama3_1_8b": {
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "model_type": "llama",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 128256,
+    },
+    "llama3_2_1b": {
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 131072,
+        "model_type": "llama",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 16,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 32.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 128256,
+    },
+}
+
 
 def read(directory, name="config.json"):
     return json.loads((directory / name).read_text())
@@ -49,6 +144,11 @@ def test_old_and_new_keys_say_the_same(directory):
         for name in ("config.json", "config.other.json")
     }
     assert styles == {frozenset({"torch_dtype"}), frozenset({"dtype"})}
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_published_files_give_the_presets(name):
+    assert config_from_hf(PUBLISHED[name]) == PRESETS[name]()
 
 
 def test_values_of_a_llama3():

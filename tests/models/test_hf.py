@@ -1,0 +1,444 @@
+"""Hugging Face directories against what transformers computed from them.
+
+The fixtures and their logits come from ``tests/fixtures/make_models.py``.
+"""
+
+import dataclasses
+import json
+import re
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+import tokenizers
+from jax.sharding import NamedSharding
+
+from jaxscale.models import hf, hf_files
+from jaxscale.models.hf_names import IGNORED
+from jaxscale.models.tokenizer import Tokenizer
+from jaxscale.sharding import MeshConfig, fsdp_tp, make_mesh, megascale_3d, shardings
+
+
+MODELS = Path(__file__).parents[1] / "fixtures" / "models"
+FAMILIES = sorted(directory.name for directory in MODELS.iterdir())
+SHARDED_MESH = MeshConfig(data=2, fsdp=2, pipe=1, tensor=2)
+
+# The bound of the project; the largest logit of the fixtures is about 6.
+ATOL = 1e-4
+
+
+def expected(name):
+    """Prompts and their fp32 logits, as lists."""
+    tensors = safetensors.numpy.load_file(MODELS / name / "expected.safetensors")
+    count = len(tensors) // 2
+    return [
+        [tensors[f"{kind}.{i}"] for i in range(count)] for kind in ("ids", "logits")
+    ]
+
+
+def weights(directory):
+    """Every tensor of a directory but the ignored buffers."""
+    files = sorted(Path(directory).glob("model*.safetensors"))
+    tensors = {k: v for f in files for k, v in safetensors.numpy.load_file(f).items()}
+    return {
+        name: value
+        for name, value in tensors.items()
+        if not any(re.search(pattern, name) for pattern in IGNORED)
+    }
+
+
+def padded(ids):
+    """Prompts as rows; a causal model does not see what comes after."""
+    rows = np.zeros((len(ids), max(map(len, ids))), np.int32)
+    for row, prompt in zip(rows, ids, strict=True):
+        row[: len(prompt)] = prompt
+    return jnp.asarray(rows)
+
+
+@jax.jit
+def forward(model, tokens, cu_seqlens=None):
+    # GPUs would round fp32 products to TF32.
+    with jax.default_matmul_precision("highest"):
+        return model(tokens, cu_seqlens=cu_seqlens)
+
+
+def assert_logits(model, name):
+    ids, logits = expected(name)
+    for got, want in zip(forward(model, padded(ids)), logits, strict=True):
+        np.testing.assert_allclose(got[: len(want)], want, rtol=0, atol=ATOL)
+
+
+def parameters(model):
+    leaves, _ = jax.tree_util.tree_flatten_with_path(model)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+
+
+def assert_same_parameters(got, want):
+    got, want = parameters(got), parameters(want)
+    assert got.keys() == want.keys()
+    for name in want:
+        assert got[name].dtype == want[name].dtype
+        np.testing.assert_array_equal(got[name], want[name])
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """Copies a fixture, so that a test may damage it."""
+
+    def make(name):
+        return shutil.copytree(MODELS / name, tmp_path / name)
+
+    return make
+
+
+def edit_weights(directory, change):
+    file = directory / "model.safetensors"
+    tensors = safetensors.numpy.load_file(file)
+    change(tensors)
+    safetensors.numpy.save_file(tensors, file, metadata={"format": "pt"})
+
+
+def edit_json(file, **changes):
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+# ------------------------------------------------------------------------------------
+# Values
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_match_transformers(name):
+    assert_logits(hf.load(MODELS / name, dtype=jnp.float32), name)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gptj", "llama3_gqa"])
+def test_packed_logits_match_transformers(name):
+    ids, logits = expected(name)
+    model = hf.load(MODELS / name)
+    ends = np.cumsum([len(prompt) for prompt in ids])
+    tokens = np.full((1, 64), 7, np.int32)
+    tokens[0, : ends[-1]] = np.concatenate(ids)
+    # One slot more than there are sequences, and rows past the last one.
+    cu_seqlens = jnp.asarray([[0, *ends, ends[-1]]], jnp.int32)
+    got = forward(model, jnp.asarray(tokens), cu_seqlens)[0, : ends[-1]]
+    np.testing.assert_allclose(got, np.concatenate(logits), rtol=0, atol=ATOL)
+
+
+def test_bf16_weights_stay_bf16():
+    model = hf.load(MODELS / "llama_bf16")
+    assert {leaf.dtype for leaf in jax.tree.leaves(model)} == {jnp.dtype(jnp.bfloat16)}
+    exact = hf.load(MODELS / "llama_bf16", param_dtype=jnp.float32)
+    assert {leaf.dtype for leaf in jax.tree.leaves(exact)} == {jnp.dtype(jnp.float32)}
+    for ours, theirs in zip(
+        jax.tree.leaves(model), jax.tree.leaves(exact), strict=True
+    ):
+        np.testing.assert_array_equal(ours.astype(jnp.float32), theirs)
+
+
+def test_fused_projection_of_gpt2_is_split():
+    model = hf.load(MODELS / "gpt2")
+    attention = model.blocks.attention
+    for layer in range(2):
+        prefix = f"transformer.h.{layer}.attn.c_attn"
+        fused = weights(MODELS / "gpt2")
+        kernel, bias = fused[f"{prefix}.weight"], fused[f"{prefix}.bias"]
+        for i, part in enumerate((attention.query, attention.key, attention.value)):
+            columns = slice(32 * i, 32 * (i + 1))
+            np.testing.assert_array_equal(part.kernel[layer], kernel[:, columns])
+            np.testing.assert_array_equal(part.bias[layer], bias[columns])
+
+
+# ------------------------------------------------------------------------------------
+# Shardings
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gptj", "llama3_gqa", "llama3_tied"])
+def test_sharded_load_equals_unsharded(name):
+    mesh, rules = make_mesh(SHARDED_MESH), fsdp_tp()
+    model = hf.load(MODELS / name, mesh=mesh, rules=rules)
+    wanted = parameters(shardings(model, mesh, rules))
+    split = 0
+    for path, leaf in parameters(model).items():
+        assert leaf.sharding == wanted[path]
+        split += not leaf.sharding.is_fully_replicated
+    assert split >= 8
+    assert_same_parameters(model, hf.load(MODELS / name))
+    with jax.set_mesh(mesh):
+        assert_logits(model, name)
+
+
+def test_explicit_mesh():
+    mesh = make_mesh(dataclasses.replace(SHARDED_MESH, axis_type="explicit"))
+    model = hf.load(MODELS / "llama3_gqa", mesh=mesh, rules=fsdp_tp())
+    with jax.set_mesh(mesh):
+        assert_logits(model, "llama3_gqa")
+
+
+def test_layers_split_over_pipe():
+    mesh = make_mesh(MeshConfig(data=1, fsdp=2, pipe=2, tensor=2))
+    model = hf.load(MODELS / "gpt2", mesh=mesh, rules=megascale_3d())
+    kernel = model.blocks.attention.query.kernel[...]
+    assert kernel.addressable_shards[0].data.shape == (1, 16, 16)
+    assert_same_parameters(model, hf.load(MODELS / "gpt2"))
+
+
+def test_replicated_on_a_mesh():
+    mesh = make_mesh(SHARDED_MESH)
+    model = hf.load(MODELS / "llama_mha", mesh=mesh)
+    for leaf in jax.tree.leaves(model):
+        assert isinstance(leaf.sharding, NamedSharding)
+        assert leaf.sharding.is_fully_replicated
+        assert leaf.sharding.mesh == mesh
+
+
+def test_each_shard_reads_only_its_slice(monkeypatch):
+    reads = []
+    original = hf_files.Checkpoint.read
+
+    def read(self, name, index):
+        value = original(self, name, index)
+        reads.append((name, value.shape))
+        return value
+
+    monkeypatch.setattr(hf_files.Checkpoint, "read", read)
+    hf.load(MODELS / "llama3_gqa", mesh=make_mesh(SHARDED_MESH), rules=fsdp_tp())
+    gate = [shape for name, shape in reads if name.endswith("0.mlp.gate_proj.weight")]
+    # [56, 32] in four pieces, each read once although two devices hold it.
+    assert gate == [(28, 16)] * 4
+    norm = [shape for name, shape in reads if name == "model.norm.weight"]
+    assert norm == [(32,)]
+
+
+def test_indivisible_sharding_names_the_parameter():
+    mesh = make_mesh(MeshConfig(data=1, fsdp=2, pipe=2, tensor=2))
+    with pytest.raises(ValueError, match=r"of shape \(3, .*cannot be split as"):
+        hf.load(MODELS / "llama3_sharded", mesh=mesh, rules=megascale_3d())
+
+
+# ------------------------------------------------------------------------------------
+# Saving
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_saved_tensors_are_those_of_the_file(name, tmp_path):
+    hf.save(hf.load(MODELS / name), tmp_path)
+    saved, original = weights(tmp_path), weights(MODELS / name)
+    if name == "gpt2_hub":
+        original = {f"transformer.{k}": v for k, v in original.items()}
+    assert saved.keys() == original.keys()
+    for tensor, value in original.items():
+        assert saved[tensor].dtype == value.dtype
+        assert saved[tensor].shape == value.shape
+        assert saved[tensor].tobytes() == value.tobytes()
+    config = json.loads((tmp_path / "config.json").read_text())
+    theirs = json.loads((MODELS / name / "config.json").read_text())
+    assert config["architectures"] == theirs["architectures"]
+    assert config["dtype"] == theirs.get("dtype", theirs.get("torch_dtype"))
+
+
+@pytest.mark.parametrize("name", ["gptj", "llama_bf16"])
+def test_saved_model_is_the_same(name, tmp_path):
+    model = hf.load(MODELS / name)
+    hf.save(model, tmp_path)
+    again = hf.load(tmp_path)
+    assert again.config == model.config
+    assert_same_parameters(again, model)
+
+
+def test_sharded_model_in_several_files(tmp_path):
+    name = "llama3_sharded"
+    mesh = make_mesh(MeshConfig(data=2, fsdp=4, pipe=1, tensor=1))
+    model = hf.load(MODELS / name, mesh=mesh, rules=fsdp_tp())
+    hf.save(model, tmp_path, max_shard_bytes=50_000)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert [f.name for f in files] == sorted(set(index["weight_map"].values()))
+    assert len(files) == 3
+    for file in files:
+        held = safetensors.numpy.load_file(file)
+        assert sum(v.nbytes for v in held.values()) <= 50_000
+        assert {index["weight_map"][name] for name in held} == {file.name}
+    original = weights(MODELS / name)
+    assert index["metadata"]["total_size"] == sum(v.nbytes for v in original.values())
+    assert_same_parameters(hf.load(tmp_path), hf.load(MODELS / name))
+
+    # A second save replaces the files of the first.
+    hf.save(model, tmp_path)
+    assert [f.name for f in tmp_path.glob("model*")] == ["model.safetensors"]
+    assert_same_parameters(hf.load(tmp_path), hf.load(MODELS / name))
+
+
+def test_failed_save_leaves_the_old_files(tmp_path, monkeypatch):
+    model = hf.load(MODELS / "llama_mha")
+    hf.save(model, tmp_path)
+    before = {f.name: f.read_bytes() for f in tmp_path.iterdir()}
+
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(hf, "_to_host", fail)
+    with pytest.raises(OSError, match="disk full"):
+        hf.save(model, tmp_path)
+    assert {f.name: f.read_bytes() for f in tmp_path.iterdir()} == before
+
+
+def test_tokenizer_is_saved_beside_the_model(tmp_path):
+    model = hf.load(MODELS / "llama_mha")
+    vocab = {name: i for i, name in enumerate(("to", "be", "<s>", "</s>", "<pad>"))}
+    tokenizer = Tokenizer(
+        tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="to")),
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+    )
+    hf.save(model, tmp_path, tokenizer=tokenizer)
+    assert repr(Tokenizer.from_file(tmp_path)) == repr(tokenizer)
+    config = json.loads((tmp_path / "config.json").read_text())
+    ids = [config[f"{role}_token_id"] for role in ("bos", "eos", "pad")]
+    assert ids == [2, 3, 4]
+    too_many = Tokenizer.train(["to be"], vocab_size=257)
+    with pytest.raises(ValueError, match="tokenizer has 257 tokens, but vocab_size of"):
+        hf.save(model, tmp_path, tokenizer=too_many)
+
+
+# ------------------------------------------------------------------------------------
+# Errors
+
+
+def test_missing_tensor(copy):
+    directory = copy("llama3_gqa")
+    gone = "model.layers.1.mlp.up_proj.weight"
+    edit_weights(directory, lambda tensors: tensors.pop(gone))
+    message = (
+        rf"llama3_gqa lacks the tensor '{gone}', expected with shape \(56, 32\) for "
+        r"blocks\.mlp\.up\.kernel"
+    )
+    with pytest.raises(ValueError, match=message):
+        hf.load(directory)
+
+
+def test_missing_first_tensor(copy):
+    directory = copy("llama3_gqa")
+    edit_weights(directory, lambda tensors: tensors.pop("model.embed_tokens.weight"))
+    with pytest.raises(ValueError, match=r"lacks the tensor 'model\.embed_tokens\.wei"):
+        hf.load(directory)
+
+
+def test_untied_file_without_an_output_projection(copy):
+    directory = copy("llama3_tied")
+    edit_json(directory / "config.json", tie_word_embeddings=False)
+    with pytest.raises(ValueError, match=r"lacks the tensor 'lm_head\.weight'"):
+        hf.load(directory)
+
+
+def test_unexpected_tensor(copy):
+    directory = copy("llama3_gqa")
+    extra = "model.layers.2.mlp.up_proj.weight"
+    edit_weights(
+        directory,
+        lambda tensors: tensors.update({extra: np.ones((56, 32), np.float32)}),
+    )
+    message = rf"tensor '{extra}' of .*/model\.safetensors has no place .* \(56, 32\)"
+    with pytest.raises(ValueError, match=message):
+        hf.load(directory)
+
+
+def test_misshapen_tensor(copy):
+    directory = copy("gpt2")
+    name = "transformer.h.0.attn.c_attn.weight"
+    edit_weights(
+        directory, lambda tensors: tensors.update({name: tensors[name].T.copy()})
+    )
+    message = (
+        rf"tensor '{name}' of .*/model\.safetensors has the shape \(96, 32\), expected "
+        r"shape \(32, 96\) for blocks\.attention\.query\.kernel and"
+    )
+    with pytest.raises(ValueError, match=message):
+        hf.load(directory)
+
+
+def test_tied_model_that_stores_its_table_twice(copy):
+    directory = copy("llama3_tied")
+    table = weights(directory)["model.embed_tokens.weight"]
+    edit_weights(directory, lambda t: t.update({"lm_head.weight": table}))
+    assert_same_parameters(hf.load(directory), hf.load(MODELS / "llama3_tied"))
+    edit_weights(directory, lambda t: t.update({"lm_head.weight": table + 1}))
+    with pytest.raises(ValueError, match=r"'lm_head\.weight' .* differs from"):
+        hf.load(directory)
+
+
+def test_types_that_do_not_fit(copy):
+    directory = copy("llama3_gqa")
+    name = "model.layers.1.mlp.up_proj.weight"
+    edit_weights(directory, lambda t: t.update({name: t[name].astype(np.float16)}))
+    with pytest.raises(ValueError, match=rf"'{name}' is float16, but .* is float32"):
+        hf.load(directory)
+    model = hf.load(directory, param_dtype=jnp.float32)
+    assert model.blocks.mlp.up.kernel.dtype == jnp.float32
+    edit_weights(directory, lambda t: t.update({name: t[name].astype(np.int8)}))
+    with pytest.raises(ValueError, match=rf"'{name}' of .* has the type I8; expected"):
+        hf.load(directory)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -40])
+def test_truncated_file(copy, keep):
+    file = copy("llama_mha") / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a complete safet"):
+        hf.load(file.parent)
+
+
+def test_missing_shard(copy):
+    directory = copy("llama3_sharded")
+    (directory / "model-00002-of-00003.safetensors").unlink()
+    message = r"index\.json names the shard 'model-00002-of-00003\.safetensors', which"
+    with pytest.raises(FileNotFoundError, match=message):
+        hf.load(directory)
+
+
+def test_index_that_disagrees_with_its_shards(copy):
+    directory = copy("llama3_sharded")
+    index = directory / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    other = weight_map | {"model.norm.weight": "model-00001-of-00003.safetensors"}
+    edit_json(index, weight_map=other)
+    with pytest.raises(ValueError, match=r"model-00001.* lacks 'model\.norm\.weight'"):
+        hf.load(directory)
+    edit_json(index, weight_map=None)
+    with pytest.raises(ValueError, match=r"index\.json has no 'weight_map'"):
+        hf.load(directory)
+
+
+def test_missing_files(copy, tmp_path):
+    with pytest.raises(FileNotFoundError, match="'gpt2' is not a directory; download"):
+        hf.load("gpt2")
+    with pytest.raises(FileNotFoundError, match=r"config\.json does not exist"):
+        hf.load(tmp_path)
+    directory = copy("gpt2")
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+    message = r"neither model\.safetensors nor .*; convert \['pytorch_model\.bin'\]"
+    with pytest.raises(FileNotFoundError, match=message):
+        hf.load(directory)
+
+
+def test_damaged_or_foreign_config(copy):
+    directory = copy("gpt2")
+    edit_json(directory / "config.json", model_type="bert")
+    with pytest.raises(ValueError, match="model_type 'bert' is not supported"):
+        hf.load(directory)
+    (directory / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json is not a JSON object"):
+        hf.load(directory)
+
+
+def test_bad_targets_of_save(tmp_path):
+    model = hf.load(MODELS / "llama_mha")
+    with pytest.raises(ValueError, match="max_shard_bytes 0 must be positive"):
+        hf.save(model, tmp_path, max_shard_bytes=0)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="must be a directory, not a file"):
+        hf.save(model, tmp_path / "file")
