@@ -6,11 +6,13 @@ V vocabulary, L layers.
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -155,6 +157,30 @@ class Decoder(nnx.Module):
             config.norm, config.d_model, config.norm_eps, rngs=rngs, **types
         )
         self.lm_head = None if config.tie_embeddings else self._make_lm_head(rngs)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        mesh: Mesh | None = None,
+        rules: AxisRules = REPLICATED,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike | None = None,
+        **options: Any,
+    ) -> "Decoder":
+        """The model of a Hugging Face directory: `jaxscale.models.load`."""
+        # That module builds on this one.
+        from jaxscale.models.hf import load
+
+        return load(
+            path,
+            mesh=mesh,
+            rules=rules,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            **options,
+        )
 
     def __call__(
         self,

@@ -18,6 +18,7 @@ import tokenizers
 from jax.sharding import NamedSharding
 
 from jaxscale.models import hf, hf_files
+from jaxscale.models.decoder import Decoder
 from jaxscale.models.hf_names import IGNORED
 from jaxscale.models.tokenizer import Tokenizer
 from jaxscale.sharding import MeshConfig, fsdp_tp, make_mesh, megascale_3d, shardings
@@ -137,6 +138,18 @@ def test_bf16_weights_stay_bf16():
         jax.tree.leaves(model), jax.tree.leaves(exact), strict=True
     ):
         np.testing.assert_array_equal(ours.astype(jnp.float32), theirs)
+
+
+def test_from_pretrained_is_load():
+    mesh = make_mesh(SHARDED_MESH)
+    options = {"mesh": mesh, "rules": fsdp_tp(), "param_dtype": jnp.bfloat16}
+    options |= {"dtype": jnp.float32, "remat": "full"}
+    model = Decoder.from_pretrained(MODELS / "gptj", **options)
+    want = hf.load(MODELS / "gptj", **options)
+    assert_same_parameters(model, want)
+    assert jax.tree.structure(model) == jax.tree.structure(want)
+    assert (model.dtype, model.remat, model.rules) == (jnp.float32, "full", fsdp_tp())
+    assert model.blocks.mlp.up.kernel.sharding.mesh == mesh
 
 
 def test_fused_projection_of_gpt2_is_split():
