@@ -41,6 +41,7 @@ import shlex
 import statistics
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -87,6 +88,14 @@ class Measurement:
             return 0.0
         low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
         return (high - low) / self.median
+
+
+@dataclasses.dataclass(frozen=True)
+class NoMeasurement:
+    """Why an implementation has no time: it cannot do the case, or it broke."""
+
+    reason: str
+    failed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,11 +290,10 @@ def _prepare(
 
 def run_case(
     benchmark: Benchmark, case: Case, names: Sequence[str], samples: int
-) -> dict[str, Measurement | str]:
-    """Measure implementations on one case.
+) -> dict[str, Measurement | NoMeasurement]:
+    """Measure implementations on one case, in turns.
 
-    Returns:
-        By name, the measurement, or why there is none.
+    One that breaks does not take the others with it.
     """
     seed = 0
     sets = [_checked_inputs(benchmark, case.params, seed)]
@@ -303,7 +311,7 @@ def run_case(
             expected = jax.jit(benchmark.reference(case.params))(*_to_fp32(sets[0]))
         expected = jax.tree.map(np.asarray, expected)
 
-    results: dict[str, Measurement | str] = {}
+    results: dict[str, Measurement | NoMeasurement] = {}
     candidates: dict[str, _Candidate] = {}
     for name in names:
         implementation = benchmark.implementations[name]
@@ -311,21 +319,32 @@ def run_case(
             if isinstance(implementation, Custom):
                 results[name] = implementation.measure(case.params, seed, samples)
             elif isinstance(implementation, Torch) and not timing.torch_is_there():
-                results[name] = "torch with a GPU is not installed"
+                results[name] = NoMeasurement("torch with a GPU is not there")
             else:
                 candidates[name] = _prepare(
                     benchmark, implementation, case.params, sets, expected
                 )
         except NotImplementedError as error:
-            results[name] = f"not supported: {error}"
+            results[name] = NoMeasurement(f"not supported: {error}")
+        except Exception as error:
+            results[name] = _failed(error)
     for _ in range(ROUNDS):
-        for candidate in candidates.values():
-            candidate.seconds += candidate.take(-(-samples // ROUNDS))
+        for name in list(candidates):
+            try:
+                candidates[name].seconds += candidates[name].take(-(-samples // ROUNDS))
+            except Exception as error:
+                results[name] = _failed(error)
+                del candidates[name]
     for name, candidate in candidates.items():
         results[name] = Measurement(
             candidate.seconds, candidate.max_rel_error, candidate.metrics, num_devices
         )
     return {name: results[name] for name in names}
+
+
+def _failed(error: Exception) -> NoMeasurement:
+    traceback.print_exception(error)
+    return NoMeasurement(f"failed: {type(error).__name__}", failed=True)
 
 
 def _row(benchmark: Benchmark, case: Case, name: str, m: Measurement) -> dict:
@@ -387,7 +406,11 @@ def _selected(
 def _parser(benchmark: Benchmark) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{benchmark.name}",
-        description="Implementations: " + ", ".join(benchmark.implementations),
+        description="Cases: "
+        + ", ".join(case.name for case in benchmark.cases)
+        + ". Implementations: "
+        + ", ".join(benchmark.implementations)
+        + ".",
     )
     add = parser.add_argument
     add("--case", action="append", help="cases by name or pattern; may be repeated")
@@ -417,14 +440,16 @@ def _main(benchmark: Benchmark, argv: Sequence[str] | None) -> int:
         rows = []
         for name, result in run_case(benchmark, case, names, samples).items():
             label = f"{case.name} {name}"
-            if isinstance(result, str):
-                print(f"{label}: {result}", flush=True)
+            if isinstance(result, NoMeasurement):
+                print(f"{label}: {result.reason}", flush=True)
+                wrong += [f"{label}: {result.reason}"] if result.failed else []
                 continue
             row = _row(benchmark, case, name, result)
             print(_line(row), flush=True)
             error = result.max_rel_error
             if error is not None and not error <= benchmark.max_rel_error:
-                wrong.append(f"{label}: error {error:.2g}")
+                allowed = benchmark.max_rel_error
+                wrong.append(f"{label}: error {error:.2g}, allowed {allowed:g}")
             else:
                 rows.append(row)
         if rows and write:  # after each case: a later one may run out of time
@@ -436,7 +461,7 @@ def _main(benchmark: Benchmark, argv: Sequence[str] | None) -> int:
 
         print("\n" + tables.markdown(_record(benchmark, shown, samples, commit, argv)))
     for line in wrong:
-        print(f"WRONG {line} (allowed {benchmark.max_rel_error})", file=sys.stderr)
+        print(f"WRONG {line}", file=sys.stderr)
     if not write and not args.quick:
         print(f"not written: the device is {jax.devices()[0].device_kind}")
     return 1 if wrong else 0

@@ -62,10 +62,12 @@ def _number(value: float) -> str:
     return f"{value:.3g}"
 
 
-def _cell(row: records.Record | None, metric: str | None, best: bool) -> str:
+def _cell(
+    row: records.Record | None, metric: str | None, scale: float, best: bool
+) -> str:
     if row is None:
         return "-"
-    text = _number(row["time_us"])
+    text = _number(row["time_us"] / scale)
     if metric is not None and metric in row["metrics"]:
         text += f" ({_number(row['metrics'][metric])})"
     return f"**{text}**" if best else text
@@ -116,6 +118,7 @@ def markdown(
             f"no row has implementation {implementations!r}, case {cases!r}"
         )
     metric = metric or _default_metric(rows)
+    unit, scale = ("ms", 1e3) if all(r["time_us"] >= 1e4 for r in rows) else ("us", 1)
     params = _ordered(name for row in rows for name in row["params"])
     names = _ordered(row["implementation"] for row in rows)
     head = ["case", *params, *names]
@@ -133,13 +136,13 @@ def markdown(
         for name in names:
             row = by_name.get(name)
             fastest = row is not None and row["time_us"] == best and len(by_name) > 1
-            cells.append(_cell(row, metric, fastest))
+            cells.append(_cell(row, metric, scale, fastest))
         if with_ratio:
             value = ratio(by_name)
             cells.append("-" if value is None else f"{value:.2f}")
         table.append(cells)
     text = "\n".join("| " + " | ".join(line) + " |" for line in table)
-    shown = "Time in us" + (f" ({metric})" if metric else "")
+    shown = f"Time in {unit}" + (f" ({metric})" if metric else "")
     return f"{text}\n\n{shown}. {_source(rows)}\n"
 
 

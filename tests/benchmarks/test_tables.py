@@ -55,6 +55,13 @@ def test_negative_results_are_not_clipped():
     assert "| b | 128 | 32 | 50 (-0.25) |" in text and "dense" not in text
 
 
+def test_long_times_are_in_milliseconds():
+    rows = [row("a", "jaxscale", 123_400.0, 1.0), row("a", "torch", 98_000.0, 2.0)]
+    text = tables.markdown(RECORD | {"rows": rows})
+    assert "| a | 128 | 64 | 123 (1) | **98 (2)** | 0.79 |" in text
+    assert "Time in ms (tflops)" in text
+
+
 def document(tmp_path, text="<!-- table:matmul -->\nstale\n<!-- /table -->"):
     results = tmp_path / "results"
     records.dump(copy.deepcopy(RECORD), results / "nvidia_h200" / "matmul.json")

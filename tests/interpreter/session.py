@@ -118,7 +118,11 @@ def interpret_mosaic_gpu(
     run = Run(timeout, concurrent_blocks)
     set_current_run(run)
     try:
-        with _patches(), plgpu.force_gpu_interpret_mode(params):
+        with (
+            _patches(),
+            plgpu.force_gpu_interpret_mode(params),
+            jax.default_device(jax.devices("cpu")[0]),
+        ):
             try:
                 yield run
                 jax.effects_barrier()
