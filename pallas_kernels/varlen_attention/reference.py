@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.varlen_attention.segments import (
-    Window,
     positions_from_cu_seqlens,
     segment_ids_from_cu_seqlens,
 )
@@ -22,7 +21,7 @@ def varlen_attention_reference(
     cu_seqlens_q: Int[Array, " bounds"],
     cu_seqlens_k: Int[Array, " bounds"],
     *,
-    window: Window,
+    window: tuple[int | Array | None, int | Array | None],
     scale: float,
     softcap: float | None = None,
     sinks: Float[Array, " N"] | None = None,

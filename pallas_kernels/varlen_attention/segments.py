@@ -128,7 +128,7 @@ def cu_seqlens_from_segment_ids(
     if values is not None and values.size:
         if values.max() >= max_seqs:
             raise ValueError(
-                f"segment_ids must be below max_seqs={max_seqs}, got "
+                f"segment ids must be below max_seqs={max_seqs}, got "
                 f"{values.max()}; raise max_seqs or renumber the sequences from 0"
             )
         order = np.where(values < 0, max_seqs, values)
@@ -136,7 +136,7 @@ def cu_seqlens_from_segment_ids(
         if falls.size:
             at = int(falls[0])
             raise ValueError(
-                "segment_ids must not decrease, with negative ids only at the end, "
+                "segment ids must not decrease, with negative ids only at the end, "
                 f"got {values[at]} before {values[at + 1]} at row {at}; pack the "
                 "sequences one after another"
             )

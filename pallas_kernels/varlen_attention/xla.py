@@ -123,18 +123,17 @@ def _attention_fwd(
     slopes: Array | None,
 ) -> tuple[tuple[Array, Array], tuple]:
     x = _operands(options, q, k, v, cu_q, cu_k, slopes)
-    blocks_q, num_kv, groups, block_q, _ = x.q.shape
+    blocks_q, num_kv, groups, *_ = x.q.shape
     first, last = _touched_blocks(x.start, x.stop, options.block_k)
-    shape = (num_kv, groups, block_q, 1)
-    if sinks is None:
-        sink = jnp.full(shape, -jnp.inf, jnp.float32)
-    else:
+    # Made from an operand, a carry has its sharding and varies over its manual axes,
+    # as what the loop returns does.
+    column = jnp.zeros_like(x.q[0, ..., :1], dtype=jnp.float32)
+    sink = jnp.float32(-jnp.inf)
+    if sinks is not None:
         sink = sinks.astype(jnp.float32).reshape(num_kv, groups, 1, 1)
-        sink = jnp.broadcast_to(sink, shape)
-    acc = jnp.zeros((*shape[:3], v.shape[-1]), jnp.float32)
     # A sink is a key with the value zero that every query sees first.
-    carry = (acc, sink, (sink > -jnp.inf).astype(jnp.float32))
-    carry = tuple(_varying_like(c, x.q) for c in carry)
+    acc = jnp.broadcast_to(column, (*column.shape[:3], v.shape[-1]))
+    carry = acc, column + sink, column + (sink > -jnp.inf).astype(jnp.float32)
 
     def query_block(i: Array) -> tuple[Array, Array]:
         def key_block(j: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -213,17 +212,14 @@ def _attention_bwd(
             dq = dq.at[i].add(_dot("kgts,ksh->kgth", ds, x.k[j]))
             return dq, dslopes, dk, dv
 
-        dk, dv = (
-            _varying_like(jnp.zeros(a.shape[1:], jnp.float32), a) for a in (x.k, x.v)
-        )
+        dk, dv = (jnp.zeros_like(a[0], dtype=jnp.float32) for a in (x.k, x.v))
         dq, dslopes, dk, dv = jax.lax.fori_loop(
             first[j], last[j], query_block, (*carry, dk, dv)
         )
         return (dq, dslopes), (dk.astype(k.dtype), dv.astype(v.dtype))
 
-    dq = jnp.zeros(x.q.shape, jnp.float32)
-    dslopes = jnp.zeros((*x.q.shape[1:3], 1, 1), jnp.float32)
-    carry = tuple(_varying_like(c, x.q) for c in (dq, dslopes))
+    dq = jnp.zeros_like(x.q, dtype=jnp.float32)
+    carry = dq, jnp.zeros_like(dq[0, ..., :1, :1])
     blocks_k = jnp.arange(x.k.shape[0], dtype=jnp.int32)
     (dq, dslopes), (dk, dv) = jax.lax.scan(key_block, carry, blocks_k)
     dq = _rows(dq, q.shape[0]).astype(q.dtype)
@@ -357,17 +353,6 @@ def _union_of_batch(
     first = jnp.min(first, axis=0) if in_batched[0] else first
     last = jnp.max(last, axis=0) if in_batched[1] else last
     return _union(first, last), (False, False)
-
-
-def _varying_like(x: Array, like: Array) -> Array:
-    """Mark a constant as varying over the manual mesh axes that `like` varies over.
-
-    Inside `jax.shard_map` a loop must return what it took, and a carry that begins as
-    a constant would not be typed as differing between devices.
-    """
-    axes = jax.typeof(like).manual_axis_type.varying
-    missing = tuple(axes - jax.typeof(x).manual_axis_type.varying)
-    return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def _round_up(x: int, multiple: int) -> int:
