@@ -1,3 +1,18 @@
-"""Large Transformers that train and serve faster on NVIDIA GPUs, in JAX."""
+"""Large Transformers that train and serve faster on NVIDIA GPUs, in JAX.
+
+Five published systems become one library; `pallas_kernels` holds their GPU kernels.
+
+1. **Flux**: tensor-parallel matmuls that hide their communication (planned).
+2. **ByteTransformer**: models that never compute on padding (packed decoders so far).
+3. **Flover**: serving in which requests join and leave at every token (planned).
+4. **MegaScale**: pretraining at scale (sharding, training and checkpoints so far).
+5. **Tile-wise sparsity**: pruned models that run faster than dense ones (planned).
+
+Subpackages, lowest first: `jaxscale.sharding`, `jaxscale.nn`, `jaxscale.models`, then
+`jaxscale.training` and `jaxscale.inference` side by side, and `jaxscale.cli`.
+"""
+
+__all__ = ["__version__"]
 
 __version__ = "0.1.0"
+"""Version of the distribution."""

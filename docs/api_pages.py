@@ -1,0 +1,102 @@
+"""Writes one API page for each package: every public name, from its docstring.
+
+Sphinx finds no docstring of a constant that a package imports from one of its files,
+so the pages name each object instead of leaving the list to ``automodule``.
+"""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import sys
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+
+
+TOP_PACKAGES = ("jaxscale", "pallas_kernels")
+
+
+def packages() -> list[str]:
+    """Every package of the distribution."""
+    found = list(TOP_PACKAGES)
+    for top in TOP_PACKAGES:
+        path = importlib.import_module(top).__path__
+        found += [m.name for m in pkgutil.walk_packages(path, f"{top}.") if m.ispkg]
+    return sorted(found)
+
+
+def write(folder: Path) -> None:
+    """Write the pages into `folder`, and remove those of packages that are gone."""
+    folder.mkdir(exist_ok=True)
+    pages = {f"{name}.rst": page(name) for name in packages()}
+    for old in folder.glob("*.rst"):
+        if old.name not in pages:
+            old.unlink()
+    for name, text in pages.items():
+        file = folder / name
+        if not file.exists() or file.read_text() != text:
+            file.write_text(text)
+
+
+def page(package: str) -> str:
+    """The page of one package, as reStructuredText."""
+    module = importlib.import_module(package)
+    lines = [package, "=" * len(package), "", f".. automodule:: {package}", ""]
+    lines += [f".. currentmodule:: {package}", ""]
+    for name in getattr(module, "__all__", ()):
+        lines += [*_directive(module, name), ""]
+    return "\n".join(lines)
+
+
+def docstring(module: ModuleType, name: str) -> str:
+    """What the author wrote about a public name; of a constant, the string under it."""
+    value = getattr(module, name)
+    if inspect.isclass(value):
+        text = value.__dict__.get("__doc__") or ""
+        by_dataclass = text.startswith(f"{value.__name__}(")
+        return "" if by_dataclass else text
+    if inspect.isroutine(value) or inspect.ismodule(value):
+        return value.__doc__ or ""
+    top = module.__name__.partition(".")[0]
+    for origin in list(sys.modules.values()):
+        file = getattr(origin, "__file__", None)
+        is_ours = getattr(origin, "__name__", "").partition(".")[0] == top
+        if file and is_ours and origin.__dict__.get(name) is value:
+            text = _strings_under_assignments(file).get(name)
+            if text:
+                return text
+    return ""
+
+
+def _directive(module: ModuleType, name: str) -> list[str]:
+    value = getattr(module, name)
+    if inspect.isclass(value):
+        return [f".. autoclass:: {name}", "   :members:", "   :show-inheritance:"]
+    if inspect.isroutine(value):
+        return [f".. autofunction:: {name}"]
+    if inspect.ismodule(value):
+        return [f".. automodule:: {value.__name__}", "   :members:"]
+    text = docstring(module, name)
+    return [f".. py:data:: {name}", "", *(f"   {line}" for line in text.splitlines())]
+
+
+@cache
+def _strings_under_assignments(file: str) -> dict[str, str]:
+    found = {}
+    for statement, following in pairwise(ast.parse(Path(file).read_text()).body):
+        if isinstance(statement, ast.Assign):
+            targets = statement.targets
+        elif isinstance(statement, ast.AnnAssign):
+            targets = [statement.target]
+        elif isinstance(statement, ast.TypeAlias):
+            targets = [statement.name]
+        else:
+            continue
+        if isinstance(following, ast.Expr) and isinstance(
+            following.value, ast.Constant
+        ):
+            text = inspect.cleandoc(str(following.value.value))
+            found |= {t.id: text for t in targets if isinstance(t, ast.Name)}
+    return found

@@ -1,0 +1,72 @@
+"""Sphinx: Markdown pages, and an API page for each package made from its docstrings."""
+
+import sys
+from pathlib import Path
+
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+
+import api_pages  # noqa: E402
+from docutils import nodes  # noqa: E402
+from sphinx.application import Sphinx  # noqa: E402
+from sphinx.ext.autosummary import AutoLink  # noqa: E402
+from sphinx.ext.napoleon import GoogleDocstring  # noqa: E402
+
+import jaxscale  # noqa: E402
+
+
+project = "jaxscale"
+author = "The jaxscale authors"
+copyright = "2026, the jaxscale authors"
+version = release = jaxscale.__version__
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+]
+exclude_patterns = ["_build"]
+
+html_theme = "sphinx_book_theme"
+html_title = f"jaxscale {release}"
+html_theme_options = {"home_page_in_toc": True, "show_navbar_depth": 2}
+
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 3
+# `make test` runs the notebooks; the pages show what they have stored.
+nb_execution_mode = "off"
+
+default_role = "name"
+add_module_names = False
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+# Types stand in the code: a colon in the docstring of a field is only a colon.
+GoogleDocstring._consume_inline_attribute = lambda self: ("", self._consume_to_end())
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 88
+
+api_pages.write(HERE / "generated")
+
+
+class Name(AutoLink):
+    """Single backticks in docstrings: a link where the name is an object, else code."""
+
+    def run(self):
+        found, messages = super().run()
+        as_code = [
+            nodes.literal(self.rawtext, node.astext())
+            if isinstance(node, nodes.emphasis)
+            else node
+            for node in found
+        ]
+        return as_code, messages
+
+
+def setup(app: Sphinx) -> None:
+    app.add_role("name", Name())
