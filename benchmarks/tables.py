@@ -33,7 +33,17 @@ from benchmarks import records
 ROOT = pathlib.Path(__file__).parent.parent
 DEFAULT_DEVICE = "nvidia_h200"
 
-OURS = ("mosaic_gpu", "triton", "xla", "auto", "jaxscale", "tile_wise", "tew")
+OURS = (
+    "mosaic_gpu",
+    "triton",
+    "xla",
+    "auto",
+    "jaxscale",
+    "jaxscale_packed",
+    "jaxscale_unrolled",
+    "tile_wise",
+    "tew",
+)
 """Names of our implementations; every other is a baseline."""
 
 MARKER = re.compile(

@@ -45,12 +45,15 @@ class PackedBatch:
     """int32, what each token should predict; 0 where there is nothing to predict."""
     loss_mask: Bool[Array | np.ndarray, "B T"]
     """Which targets count."""
-    cu_seqlens: Int[Array | np.ndarray, "B bounds"]
-    """int32 [B, S+1], prefix sums of the lengths; the last value is repeated."""
+    cu_seqlens: Int[Array | np.ndarray, "B bounds"] | None
+    """int32 [B, S+1], prefix sums of the lengths; the last value is repeated. None:
+    each row is one sequence, for which attention has the faster kernels."""
 
     @property
     def positions(self) -> Int[Array, "B T"]:
         """Position of each token within its sequence; 0 in the padding."""
+        if self.cu_seqlens is None:
+            return jnp.broadcast_to(jnp.arange(self.tokens.shape[1]), self.tokens.shape)
         return positions(self.cu_seqlens, self.tokens.shape[1])
 
 
