@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,9 @@ def write_checkpoint(
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _write_json(directory / _INDEX, index)
     _write_json(directory / _CONFIG, config)
+    for name in names:
+        # The library makes files that only their owner may read.
+        shutil.copymode(directory / _CONFIG, directory / name)
 
 
 def _split[T](

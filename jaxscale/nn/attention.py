@@ -80,15 +80,17 @@ def attention(
             positions = jnp.arange(num_q)[None] + (num_k - num_q)
             mask = attention_mask(positions, num_k, causal=causal, window=window)
             return masked_attention(q, k, v, mask, scale=scale, softcap=softcap)
-        return jax.nn.dot_product_attention(
-            q,
-            k,
-            v,
-            scale=scale,
-            is_causal=causal,
-            local_window_size=_finite_window(window, num_q, causal),
-            implementation=_dense_implementation(implementation, q, window, causal),
-        )
+        # JAX's own XLA implementation asks for the common type of bf16 and fp32.
+        with jax.numpy_dtype_promotion("standard"):
+            return jax.nn.dot_product_attention(
+                q,
+                k,
+                v,
+                scale=scale,
+                is_causal=causal,
+                local_window_size=_finite_window(window, num_q, causal),
+                implementation=_dense_implementation(implementation, q, window, causal),
+            )
     if num_q != num_k:
         raise ValueError(
             f"q has {num_q} tokens a row and k has {num_k}; packed rows and kernels "

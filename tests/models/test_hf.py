@@ -138,6 +138,10 @@ def test_bf16_weights_stay_bf16():
         jax.tree.leaves(model), jax.tree.leaves(exact), strict=True
     ):
         np.testing.assert_array_equal(ours.astype(jnp.float32), theirs)
+    # The computation is in bf16 too: close, and not the same.
+    ids, _ = expected("llama_bf16")
+    error = abs(forward(model, padded(ids)) - forward(exact, padded(ids))).max()
+    assert 1e-3 < error < 0.3
 
 
 def test_from_pretrained_is_load():
@@ -247,6 +251,8 @@ def test_saved_tensors_are_those_of_the_file(name, tmp_path):
         assert saved[tensor].dtype == value.dtype
         assert saved[tensor].shape == value.shape
         assert saved[tensor].tobytes() == value.tobytes()
+    modes = {file.stat().st_mode for file in tmp_path.iterdir()}
+    assert len(modes) == 1
     config = json.loads((tmp_path / "config.json").read_text())
     theirs = json.loads((MODELS / name / "config.json").read_text())
     assert config["architectures"] == theirs["architectures"]
