@@ -19,6 +19,7 @@ from jaxscale.training.data import (
     load_text,
     load_tokenizer,
 )
+from jaxscale.training.loop import Evaluation, FitResult, evaluate, fit, packed_batches
 from jaxscale.training.losses import LossSums, chunked_cross_entropy
 from jaxscale.training.monitor import (
     JsonlWriter,
@@ -47,6 +48,8 @@ __all__ = [
     "Checkpointer",
     "DataConfig",
     "Document",
+    "Evaluation",
+    "FitResult",
     "JsonlWriter",
     "LossSums",
     "Monitor",
@@ -63,6 +66,8 @@ __all__ = [
     "Writer",
     "chunked_cross_entropy",
     "decays",
+    "evaluate",
+    "fit",
     "load_text",
     "load_tokenizer",
     "make_eval_step",
@@ -71,6 +76,7 @@ __all__ = [
     "make_train_step",
     "mfu",
     "next_token_loss",
+    "packed_batches",
     "peak_flops",
     "python_corpus",
     "read_documents",

@@ -1,0 +1,332 @@
+"""The training loop."""
+
+import contextlib
+import dataclasses
+import itertools
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from jaxscale.models.decoder import Decoder
+from jaxscale.sharding.mesh import make_mesh
+from jaxscale.sharding.parameters import place, shardings
+from jaxscale.training.checkpoint import Checkpointer
+from jaxscale.training.config import TrainConfig
+from jaxscale.training.data import PackedBatches, TextData
+from jaxscale.training.monitor import (
+    JsonlWriter,
+    Monitor,
+    ProgressBar,
+    TensorBoardWriter,
+    Writer,
+    peak_flops,
+)
+from jaxscale.training.optimizer import make_optimizer, make_schedule
+from jaxscale.training.step import (
+    EvalStep,
+    Metrics,
+    TrainState,
+    make_eval_step,
+    make_train_step,
+    next_token_loss,
+)
+
+
+logger = logging.getLogger("jaxscale.training")
+
+type Hook = Callable[[int, TrainState, Metrics], TrainState | None]
+"""``hook(step, state, metrics)`` after each step; a state it returns replaces ours."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Means over the held-out tokens."""
+
+    loss: float
+    """Negative log-likelihood, in nats a token."""
+    accuracy: float
+    """Part of the tokens that were the model's first guess."""
+    tokens: int
+    """How many there were."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FitResult:
+    """What `fit` leaves in memory."""
+
+    state: TrainState
+    """The state after the last step, on the mesh."""
+    evaluation: Evaluation | None
+    """The last evaluation; None if there was none."""
+    interrupted: bool
+    """Whether a signal ended the run early; its checkpoint is on disk."""
+
+
+def fit(
+    config: TrainConfig,
+    *,
+    train_data: Iterable[Any],
+    eval_data: Iterable[Any] | None = None,
+    model: Any = None,
+    hooks: Sequence[Hook] = (),
+    transforms: Sequence[optax.GradientTransformation] = (),
+    writers: Sequence[Writer] | None = None,
+    devices: Sequence[Any] | None = None,
+) -> FitResult:
+    """Train a decoder, from the newest checkpoint in the output directory on.
+
+    The same call starts a run, continues an interrupted one bit for bit, on the same or
+    another mesh, and evaluates a finished one. SIGTERM or SIGINT (Ctrl-C) ends the run
+    after the current step with a checkpoint; a second one ends it at once.
+
+    Args:
+        config: The settings of the run.
+        train_data: Batches (`PackedBatch`) for all steps. Its iterator has
+            ``get_state()`` and ``set_state(state)``, as that of `PackedBatches`.
+        eval_data: Held-out batches; each evaluation begins at the first.
+        model: A decoder to begin with, for example pretrained; it is taken over, its
+            arrays are donated. None makes one from ``config.model``.
+        hooks: Called after each step.
+        transforms: More optax transforms before the learning rate, as for pruning.
+        writers: Where records go; None is a progress bar, and ``metrics.jsonl`` and
+            TensorBoard in the output directory.
+        devices: Of the mesh; None is all.
+
+    Returns:
+        The final state and the last evaluation.
+
+    Raises:
+        ValueError: the settings do not fit the devices, the checkpoint in the output
+            directory belongs to another run, or `train_data` ends before the last step.
+    """
+    mesh = make_mesh(config.mesh, devices)
+    config.check_mesh(dict(mesh.shape))
+    optimizer = make_optimizer(config.optimizer, config.steps, transforms=transforms)
+    loss = next_token_loss(chunk_size=config.loss_chunk, z_loss=config.z_loss)
+    eval_step = make_eval_step(loss)
+    evaluation = None
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.set_mesh(mesh))
+        checkpoints = stack.enter_context(_checkpointer(config))
+        monitor = stack.enter_context(_monitor(config, mesh, writers))
+        stop = stack.enter_context(stop_on_signal())
+        batches: Any = stack.enter_context(_closing(iter(train_data)))
+
+        # 1. The state, new or restored, on the mesh.
+        state, layout = _start(config, mesh, optimizer, model, checkpoints, batches)
+        del model  # its arrays belong to the state
+        train_step = make_train_step(
+            loss,
+            optimizer,
+            schedule=make_schedule(config.optimizer, config.steps),
+            microbatches=config.microbatches,
+            rules=config.axis_rules,
+            shardings=layout,
+        )
+
+        # 2. Steps. None of these lines waits for the step that it follows.
+        first = step = int(state.step)
+        monitor.start(first)
+        for step in range(first + 1, config.steps + 1):
+            batch = _next(batches, step, config)
+            state, metrics = train_step(state, to_rows(batch, config, mesh))
+            monitor.log(step, metrics)
+            for hook in hooks:
+                state = hook(step, state, metrics) or state
+
+            # 3. Now and then: evaluate, save.
+            last = step == config.steps
+            if eval_data is not None and (last or step % config.eval_every == 0):
+                with monitor.pause():
+                    evaluation = evaluate(config, mesh, eval_step, state, eval_data)
+                    monitor.log_evaluation(step, **dataclasses.asdict(evaluation))
+            if last or stop.is_set() or step % config.checkpoint_every == 0:
+                with monitor.pause():
+                    checkpoints.save(step, state, batches.get_state())
+            if stop.is_set():
+                logger.warning("stopped by a signal after step %d", step)
+                break
+        if eval_data is not None and first == config.steps:
+            evaluation = evaluate(config, mesh, eval_step, state, eval_data)
+    return FitResult(
+        state=state, evaluation=evaluation, interrupted=step < config.steps
+    )
+
+
+def packed_batches(
+    config: TrainConfig, text: TextData, devices: Sequence[Any] | None = None
+) -> tuple[PackedBatches, PackedBatches | None]:
+    """Batches for `fit` on the mesh of `config`: endless to train, one held-out pass.
+
+    Args:
+        config: The settings of the run.
+        text: From `load_text`.
+        devices: Of the mesh; None is all.
+    """
+    mesh = make_mesh(config.mesh, devices)
+    rows = NamedSharding(mesh, config.axis_rules.spec("batch"))
+    train = PackedBatches(text.train, config.data, sharding=rows)
+    if text.held_out is None:
+        return train, None
+    return train, PackedBatches(
+        text.held_out, config.data, sharding=rows, epochs=1, shuffle=False
+    )
+
+
+def evaluate(
+    config: TrainConfig,
+    mesh: Mesh,
+    eval_step: EvalStep,
+    state: TrainState,
+    eval_data: Iterable[Any],
+) -> Evaluation:
+    """Means over the first ``config.eval_batches`` held-out batches, from the first."""
+    with _closing(iter(eval_data)) as batches:
+        sums = [
+            eval_step(state.model, to_rows(batch, config, mesh))
+            for batch in itertools.islice(batches, config.eval_batches)
+        ]
+    sums = jax.device_get(sums)
+    tokens = sum(int(s.tokens) for s in sums)
+    if tokens == 0:
+        raise ValueError("eval_data has no batch with a target; give held-out text")
+    return Evaluation(
+        loss=sum(float(s.nll) for s in sums) / tokens,
+        accuracy=sum(int(s.correct) for s in sums) / tokens,
+        tokens=tokens,
+    )
+
+
+def to_rows(batch: Any, config: TrainConfig, mesh: Mesh) -> Any:
+    """`batch` with its rows spread over the mesh; nothing moves if they are already."""
+    return jax.device_put(batch, NamedSharding(mesh, config.axis_rules.spec("batch")))
+
+
+@contextlib.contextmanager
+def stop_on_signal() -> Iterator[threading.Event]:
+    """An event that the first SIGTERM or SIGINT sets; the second acts as usual.
+
+    Elsewhere than in the main thread, where Python allows no handlers, it is never set.
+    """
+    event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield event
+        return
+    previous = {}
+
+    def handle(number: int, frame: Any) -> None:
+        event.set()
+        for signal_number, handler in previous.items():
+            signal.signal(signal_number, handler)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        previous[number] = signal.signal(number, handle)
+    try:
+        yield event
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _start(
+    config: TrainConfig,
+    mesh: Mesh,
+    optimizer: optax.GradientTransformation,
+    model: Any,
+    checkpoints: Checkpointer,
+    batches: Any,
+) -> tuple[TrainState, TrainState]:
+    """The state of a new or of the saved run, and its shardings."""
+    rules = config.axis_rules
+
+    def create() -> TrainState:
+        decoder = Decoder(
+            config.model,
+            dtype=config.dtype,
+            param_dtype=config.param_dtype,
+            remat=config.remat,
+            rules=rules,
+            rngs=nnx.Rngs(config.seed),
+        )
+        return TrainState.create(decoder, optimizer)
+
+    def adopt(model: Any) -> TrainState:
+        return TrainState.create(model, optimizer)
+
+    abstract = jax.eval_shape(create) if model is None else jax.eval_shape(adopt, model)
+    layout = shardings(abstract, mesh, rules)
+    if checkpoints.steps:
+        target = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            abstract,
+            layout,
+        )
+        state, position = checkpoints.restore(target)
+        batches.set_state(position)
+        logger.info("continue after step %d", int(state.step))
+    elif model is None:
+        state = jax.jit(create, out_shardings=layout)()
+    else:
+        adopt = jax.jit(adopt, out_shardings=layout, donate_argnums=0)
+        state = adopt(place(model, mesh, rules))
+    return state, layout
+
+
+def _checkpointer(config: TrainConfig) -> Checkpointer:
+    return Checkpointer(
+        Path(config.output_dir) / "checkpoints",
+        keep=config.keep,
+        keep_every=config.keep_every,
+        config=config.identity(),
+    )
+
+
+def _monitor(
+    config: TrainConfig, mesh: Mesh, writers: Sequence[Writer] | None
+) -> Monitor:
+    if writers is None:
+        directory = Path(config.output_dir)
+        writers = [
+            ProgressBar(),
+            JsonlWriter(directory / "metrics.jsonl"),
+            TensorBoardWriter(directory / "tensorboard"),
+        ]
+    length = config.data.seq_len
+    return Monitor(
+        writers if jax.process_index() == 0 else (),
+        num_devices=mesh.size,
+        total_steps=config.steps,
+        log_every=config.log_every,
+        flops_per_token={
+            "causal": config.model.flops_per_token(length, causal=True),
+            "full": config.model.flops_per_token(length, causal=False),
+        },
+        peak_flops=peak_flops(mesh.devices.flat[0].device_kind),
+    )
+
+
+@contextlib.contextmanager
+def _closing(iterator: Iterator[Any]) -> Iterator[Iterator[Any]]:
+    """`iterator`, whose threads are stopped at the end if it has any."""
+    try:
+        yield iterator
+    finally:
+        getattr(iterator, "close", lambda: None)()
+
+
+def _next(batches: Iterator[Any], step: int, config: TrainConfig) -> Any:
+    for batch in batches:
+        return batch
+    raise ValueError(
+        f"train_data ended before step {step} of {config.steps}; give more data, more "
+        "epochs, or lower steps"
+    )

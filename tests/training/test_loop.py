@@ -1,0 +1,214 @@
+"""`fit` from end to end: exact resumption, other meshes, signals, hooks."""
+
+import dataclasses
+import json
+import os
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+from jaxscale.models.llama import llama_tiny
+from jaxscale.models.tokenizer import Tokenizer
+from jaxscale.sharding import MeshConfig
+from jaxscale.training.config import TrainConfig
+from jaxscale.training.corpus import TokenCorpus
+from jaxscale.training.data import DataConfig, PackedBatches, TextData
+from jaxscale.training.loop import fit, packed_batches
+from jaxscale.training.monitor import Writer
+from jaxscale.training.optimizer import OptimizerConfig
+
+
+MODEL = dataclasses.replace(
+    llama_tiny(),
+    vocab_size=32,
+    d_model=32,
+    d_ff=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+)
+DATA = DataConfig(vocab_size=32, seq_len=16, batch_size=8, max_sequences=4, prefetch=0)
+CONFIG = TrainConfig(
+    model=MODEL,
+    data=DATA,
+    optimizer=OptimizerConfig(learning_rate=0.02, warmup_steps=2, weight_decay=0.0),
+    mesh=MeshConfig(data=2, fsdp=2),
+    dtype="float32",
+    steps=6,
+    loss_chunk=8,
+    eval_every=100,
+    checkpoint_every=3,
+)
+DEVICES = jax.devices()[:4]
+
+
+def corpus(seed, documents=40):
+    """Documents that repeat a random pair: a copy task."""
+    rng = np.random.default_rng(seed)
+    return TokenCorpus.from_ids(
+        [
+            np.tile(rng.integers(1, 32, 2), int(rng.integers(2, 8)))
+            for _ in range(documents)
+        ]
+    )
+
+
+TRAIN, HELD_OUT = corpus(0), corpus(1, 10)
+
+
+class Losses(Writer):
+    """Collects the records by step."""
+
+    def __init__(self):
+        self.steps, self.evaluations = {}, {}
+
+    def write(self, record):
+        target = self.steps if "loss" in record else self.evaluations
+        target[record["step"]] = record
+
+    def losses(self):
+        return {step: record["loss"] for step, record in self.steps.items()}
+
+
+def run(config, **options):
+    writer = Losses()
+    held_out = PackedBatches(HELD_OUT, config.data, epochs=1, shuffle=False)
+    result = fit(
+        config,
+        train_data=PackedBatches(TRAIN, config.data),
+        eval_data=held_out,
+        writers=[writer],
+        devices=DEVICES,
+        **options,
+    )
+    return result, writer
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """A run of six steps on a 2 x 2 mesh, with checkpoints at three and six."""
+    directory = str(tmp_path_factory.mktemp("unbroken"))
+    config = dataclasses.replace(CONFIG, output_dir=directory)
+    return config, *run(config)
+
+
+def interrupt_after(step):
+    def hook(current, state, metrics):
+        if current == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return hook
+
+
+def test_loss_falls_and_records_are_complete(unbroken):
+    _, result, writer = unbroken
+    assert not result.interrupted
+    assert int(result.state.step) == 6
+    losses = writer.losses()
+    assert list(losses) == [1, 2, 3, 4, 5, 6]
+    assert losses[6] < losses[1] - 0.2
+    assert result.evaluation.loss < np.log(32) - 0.2
+    assert writer.evaluations[6]["eval_loss"] == result.evaluation.loss
+    record = writer.steps[6]
+    assert record["mfu_causal"] is None  # no peak is known for a CPU
+    assert record["tokens_per_second_per_device"] > 0
+    assert record["lr"] == pytest.approx(0.002 + 0.009 * (1 + np.cos(np.pi * 3 / 4)))
+
+
+def test_resumes_bit_for_bit_after_a_signal(unbroken, tmp_path):
+    config, result, writer = unbroken
+    config = dataclasses.replace(config, output_dir=str(tmp_path))
+    stopped, before = run(config, hooks=[interrupt_after(4)])
+    assert stopped.interrupted
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    resumed, after = run(config)
+    assert list(before.steps) == [1, 2, 3, 4]
+    assert list(after.steps) == [5, 6]
+    assert before.losses() | after.losses() == writer.losses()
+    for name in ("grad_norm", "param_norm", "lr"):
+        assert after.steps[6][name] == writer.steps[6][name]
+    assert resumed.evaluation == result.evaluation
+    for x, y in zip(
+        jax.tree.leaves(resumed.state), jax.tree.leaves(result.state), strict=True
+    ):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+@pytest.mark.parametrize(
+    ("rules", "mesh"),
+    [("fsdp", MeshConfig(fsdp=4)), ("fsdp_tp", MeshConfig(fsdp=2, tensor=2))],
+)
+def test_restores_on_another_mesh_with_the_same_loss(unbroken, rules, mesh):
+    config, result, _ = unbroken
+    config = dataclasses.replace(config, rules=rules, mesh=mesh)
+    restored, writer = run(config)  # the run is finished: evaluates alone
+    assert not writer.steps
+    assert restored.evaluation.loss == pytest.approx(result.evaluation.loss, rel=1e-5)
+    assert restored.evaluation.tokens == result.evaluation.tokens
+    assert dict(restored.state.step.sharding.mesh.shape)["data"] == 1
+
+
+def test_an_explicit_mesh_and_microbatches_give_the_same_trace(unbroken, tmp_path):
+    config, _, writer = unbroken
+    config = dataclasses.replace(
+        config,
+        output_dir=str(tmp_path),
+        mesh=MeshConfig(data=2, fsdp=2, axis_type="explicit"),
+        microbatches=2,
+    )
+    _, explicit = run(config)
+    for step, loss in writer.losses().items():
+        assert explicit.losses()[step] == pytest.approx(loss, rel=1e-5)
+
+
+def test_default_writers_files_and_data_from_text(tmp_path):
+
+    config = dataclasses.replace(
+        CONFIG, output_dir=str(tmp_path), steps=2, mesh=MeshConfig(), rules="dp"
+    )
+
+    letters = Tokenizer.train(["abc"], 300)
+    text = TextData(tokenizer=letters, train=TRAIN, held_out=HELD_OUT)
+    train, held_out = packed_batches(config, text, DEVICES[:1])
+    result = fit(config, train_data=train, eval_data=held_out, devices=DEVICES[:1])
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert [r["step"] for r in records] == [1, 2, 2]
+    assert records[2]["eval_loss"] == result.evaluation.loss
+    assert list((tmp_path / "tensorboard").iterdir())
+    assert (tmp_path / "checkpoints" / "2").is_dir()
+
+
+def test_hooks_may_replace_the_state_and_a_given_model_is_used(unbroken, tmp_path):
+    config, result, _ = unbroken
+    config = dataclasses.replace(config, output_dir=str(tmp_path), steps=2)
+    seen = []
+
+    def hook(step, state, metrics):
+        seen.append((step, float(metrics["loss"])))
+        return dataclasses.replace(state, skipped=state.skipped + 10)
+
+    model = jax.tree.map(lambda x: x.copy(), result.state.model)
+    second, writer = run(config, model=model, hooks=[hook])
+    assert [step for step, _ in seen] == [1, 2]
+    assert int(second.state.skipped) == 20
+    assert writer.losses()[1] < np.log(32) - 0.2  # trained before
+
+
+def test_data_that_ends_too_early(tmp_path):
+    config = dataclasses.replace(CONFIG, output_dir=str(tmp_path))
+    data = PackedBatches(corpus(3, 4), config.data, epochs=1)
+    with pytest.raises(ValueError, match=r"train_data ended before step \d of 6"):
+        fit(config, train_data=data, writers=[], devices=DEVICES)
+
+
+def test_another_run_in_the_directory(unbroken):
+    config, _, _ = unbroken
+    config = dataclasses.replace(config, seed=1)
+    with pytest.raises(
+        ValueError, match=r"belongs to another run, with seed 0 \(now 1"
+    ):
+        run(config)
