@@ -8,9 +8,11 @@ CUDA ?= $(if $(shell command -v nvidia-smi 2>/dev/null),cuda13,)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Arguments of pytest in `make test`; with any, the notebooks are left out.
 PYTEST_ARGS ?=
+NOTEBOOKS := $(if $(PYTEST_ARGS),,$(wildcard examples/*.ipynb))
 
-.PHONY: install quickstart test lint format tables docs notebooks clean
+.PHONY: install quickstart test lint format tables docs clean
 
 install: $(STAMP)
 
@@ -26,6 +28,7 @@ quickstart: $(STAMP)  ## Train, save, restore and generate on real text; writes 
 
 test: $(STAMP)  ## Every test, doctest and notebook that runs without a GPU.
 	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+	$(if $(NOTEBOOKS),$(BIN)/python -m pytest -q --nbmake $(NOTEBOOKS))
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -36,7 +39,7 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
-	$(BIN)/jupytext --sync --quiet examples/*.py
+	$(if $(wildcard examples/*.py),$(BIN)/jupytext --sync --quiet examples/*.py)
 
 tables: $(STAMP)  ## Rewrite the tables and plots of README and docs from benchmarks/results.
 	$(BIN)/python -m benchmarks.tables

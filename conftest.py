@@ -31,6 +31,10 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
+# Scripts that make fixtures need packages that the tests do without.
+collect_ignore = ["tests/fixtures"]
+
+
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:

@@ -73,7 +73,8 @@ def docstring(module: ModuleType, name: str) -> str:
 def _directive(module: ModuleType, name: str) -> list[str]:
     value = getattr(module, name)
     if inspect.isclass(value):
-        return [f".. autoclass:: {name}", "   :members:", "   :show-inheritance:"]
+        bases = ["   :show-inheritance:"] if value.__bases__ != (object,) else []
+        return [f".. autoclass:: {name}", "   :members:", *bases]
     if inspect.isroutine(value):
         return [f".. autofunction:: {name}"]
     if inspect.ismodule(value):

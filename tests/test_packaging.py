@@ -154,3 +154,28 @@ def test_ci_runs_the_commands_of_the_readme():
     assert "run: .ci/run" in workflow
     version = (ROOT / ".python-version").read_text().strip()
     assert f'"{version}"' in workflow and PROJECT["requires-python"] == f">={version}"
+
+
+def test_each_file_is_imported_once():
+    """Tests, doctests and the packages themselves share one copy of each module."""
+    files = [
+        str(module.__file__)
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] in ("jaxscale", "pallas_kernels", "tests", "conftest")
+        and getattr(module, "__file__", None)
+    ]
+    assert files
+    assert len(files) == len(set(files))
+    assert all(Path(file).is_relative_to(ROOT) for file in files), files
+
+
+@pytest.mark.parametrize(
+    "notebook", sorted(ROOT.glob("examples/*.ipynb")), ids=lambda path: path.stem
+)
+def test_notebooks_equal_their_scripts(notebook):
+    """`make format` keeps the pair in step; what is reviewed is the script."""
+    import jupytext
+
+    script = jupytext.read(notebook.with_suffix(".py"))
+    cells = [(cell.cell_type, cell.source) for cell in jupytext.read(notebook).cells]
+    assert cells == [(cell.cell_type, cell.source) for cell in script.cells]
