@@ -232,6 +232,37 @@ def test_wgmma_with_registers():
     np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("how", ["run_state", "store"])
+def test_accumulator_that_starts_with_a_value(how):
+    def body(a_ref, b_ref, o_ref, a_smem, b_smem, barrier):
+        plgpu.copy_gmem_to_smem(a_ref, a_smem, barrier)
+        plgpu.copy_gmem_to_smem(b_ref, b_smem, barrier)
+        plgpu.barrier_wait(barrier)
+        start = plgpu.load(a_smem, layout=plgpu.Layout.WGMMA).astype(F32)
+
+        def multiply(acc):
+            plgpu.wgmma(acc, a_smem, b_smem)
+
+        def stored(acc):
+            acc[...] = start
+            multiply(acc)
+            return acc[...]
+
+        if how == "run_state":
+            o_ref[...] = pl.run_state(multiply)(plgpu.ACC.init(start))
+        else:
+            o_ref[...] = pl.run_scoped(stored, plgpu.ACC((64, 64), F32))
+
+    a, b = values(64, 64, BF16), values(64, 64, BF16, seed=1)
+    tile = plgpu.SMEM((64, 64), BF16, transforms=TILED)
+    with interpret_mosaic_gpu(detect_races=True):
+        out = np.asarray(
+            matmul(body, a, b, [tile, tile, plgpu.Barrier(num_arrivals=2)])
+        )
+    a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+    np.testing.assert_allclose(out, a + a @ b, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("waits", [True, False])
 def test_reusing_an_operand_before_wgmma_wait_is_a_race(waits):
     def body(a_ref, b_ref, o_ref, a_smem, b_smem, barrier):

@@ -16,6 +16,8 @@ Added to the interpreter of jax 0.11.2:
 - ``copy_smem_to_gmem`` with ``reduction_op="add"`` and with a predicate;
 - ``wgmma`` with its left operand in registers; for race detection, wgmma reads shared
   memory until ``wgmma_wait`` or a read of the accumulator;
+- accumulators that start with a value: ``pl.run_state(f)(plgpu.ACC.init(x))`` and
+  ``acc[...] = x``;
 - ``inline_mgpu`` through numpy stand-ins (:func:`register_inline`);
 - a bound on every wait: a deadlock is a ``TimeoutError`` that names the line;
 - two races that only hardware would show: a peer still writes or reads a device's
@@ -26,8 +28,7 @@ What it cannot do, and therefore needs a test on a GPU:
 
 - NVLink multicast (``multicast_ref``, ``multimem_*``), which this project never uses;
 - ``RefUnion`` aliasing: each member has a buffer of its own;
-- stores to a wgmma accumulator, ``pl.run_state(plgpu.ACC.init(...))``, ``mma``;
-- atomics (``plgpu.atomic_*``), ``semaphore_read``, ``copy_gmem_to_smem`` without a
+- ``mma``, atomics (``plgpu.atomic_*``), ``semaphore_read``, TMA loads without a
   barrier, TMA gather, dynamic grids;
 - swizzles and tilings: buffers have their logical shape, so an access that reads wrong
   rows on hardware reads right ones here;

@@ -20,6 +20,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as callbacks
 from jax._src.pallas.mosaic_gpu.interpret import jaxpr_interpret as stock
 from jax._src.pallas.mosaic_gpu.interpret import shared_memory as memory
 from jax._src.state import indexing
+from jax._src.state import types as state_types
 
 from tests.interpreter.devices import shared_memory_of_run, summary
 from tests.interpreter.run import current_run
@@ -149,7 +150,7 @@ def interpret_get_global(interpreter, eqn, token, invals):
         "device_id": interpreter.thread.device_id,
         "buffer_id": number,
     }
-    return token, [jnp.stack([jnp.asarray(v, jnp.int32) for v in key.values()])]
+    return token, jnp.stack([jnp.asarray(v, jnp.int32) for v in key.values()])
 
 
 # --- wgmma ----------------------------------------------------------------------------
@@ -202,6 +203,66 @@ def wgmma_wait(*, token, thread, n):
 
 def interpret_wgmma_wait(interpreter, eqn, token, invals):
     return interpreter.call(functools.partial(wgmma_wait, n=eqn.params["n"]), token), []
+
+
+def interpret_accumulator_store(interpreter, eqn, token, invals):
+    """Overwrite an accumulator."""
+    return callbacks.call_swap(
+        token=token,
+        result_shape_and_dtype=eqn.outvars[0].aval,
+        mesh_location=interpreter.mesh_location,
+        thread=interpreter.thread,
+        allocation_key_as_array=invals[0],
+        transforms=(),
+        val=invals[1],
+        mask=None,
+        source_info=eqn.source_info,
+    )
+
+
+def interpret_run_state(interpreter, eqn, token, invals):
+    """Run a block with accumulators, and what it closes over, as registers."""
+    if not all(eqn.params["is_initialized"]):
+        raise NotImplementedError("pl.run_state with uninitialized refs")
+    place = {
+        "mesh_location": interpreter.mesh_location,
+        "thread": interpreter.thread,
+        "source_info": eqn.source_info,
+    }
+    is_ref = [isinstance(var.aval, state_types.AbstractRef) for var in eqn.invars]
+    keys = []
+    for value, ref in zip(invals, is_ref, strict=True):
+        if ref:
+            keys.append(value)
+            continue
+        token, request = callbacks.call_make_allocation_request_array(
+            token=token,
+            compute_unit=interpreter.thread,
+            memory_space_id=memory.get_memory_space_idx(gpu_core.MemorySpace.REGS),
+        )
+        token, key = callbacks.call_allocate_buffer(
+            token=token, allocation_request_as_array=request, value=value, **place
+        )
+        keys.append(key)
+    token, _ = interpreter.interpret(eqn.params["jaxpr"], token, *keys)
+    token = interpreter.call(functools.partial(wgmma_wait, n=0), token)
+    outputs = []
+    for var, key, ref in zip(eqn.outvars, keys, is_ref, strict=True):
+        if ref:
+            outputs.append(key)
+            continue
+        token, value = callbacks.call_get(
+            token=token,
+            result_shape_and_dtype=var.aval,
+            allocation_key_as_array=key,
+            transforms=(),
+            **place,
+        )
+        outputs.append(value)
+        token = callbacks.call_deallocate_buffer(
+            token=token, allocation_key_as_array=key, **place
+        )
+    return token, outputs
 
 
 # --- TMA stores -----------------------------------------------------------------------

@@ -8,12 +8,15 @@ from jax._src.pallas import primitives as pallas_primitives
 from jax._src.pallas.mosaic_gpu import primitives as gpu_primitives
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as callbacks
 from jax._src.pallas.mosaic_gpu.interpret import jaxpr_interpret as stock
+from jax._src.state import discharge
 from jax._src.state import types as state_types
 
 from tests.interpreter.inline import find_stand_in, inline
 from tests.interpreter.operations import (
     current_interpreter,
+    interpret_accumulator_store,
     interpret_get_global,
+    interpret_run_state,
     interpret_semaphore_signal,
     interpret_semaphore_wait,
     interpret_wgmma_wait,
@@ -33,6 +36,8 @@ EXTENSIONS = {
     gpu_primitives.semaphore_signal_p: interpret_semaphore_signal,
     gpu_primitives.semaphore_wait_p: interpret_semaphore_wait,
     gpu_primitives.wgmma_wait_p: interpret_wgmma_wait,
+    gpu_primitives.wgmma_accumulator_store_p: interpret_accumulator_store,
+    discharge.run_state_p: interpret_run_state,
 }
 
 
@@ -70,7 +75,9 @@ class Interpreter(stock.JaxprInterpreter):
         invals = get_invals()
         if _STANDS_FOR in eqn.params:
             original = eqn.params[_STANDS_FOR]
-            return EXTENSIONS[original.primitive](self, original, token, invals)
+            handler = EXTENSIONS[original.primitive]
+            token, out = handler(self, original, token, invals)
+            return token, out if original.primitive.multiple_results else [out]
         find_stand_in(eqn.params["mgpu_fn"])  # fail while tracing
         count = eqn.params["pytree_args"].num_leaves
         transforms = jax.tree.unflatten(
