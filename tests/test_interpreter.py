@@ -232,6 +232,69 @@ def test_wgmma_with_registers():
     np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-4)
 
 
+def test_two_views_of_the_same_bytes():
+    """TMA from any row into an untiled view, wgmma from the tiled view."""
+    swizzled = (plgpu.SwizzleTransform(128),)
+
+    def body(a_ref, b_ref, o_ref, a_smem, views, barrier):
+        tiled, untiled = views
+        plgpu.copy_gmem_to_smem(a_ref, a_smem, barrier)
+        for c in range(2):
+            source = b_ref.at[pl.ds(5, 64), pl.ds(64 * c, 64)]
+            plgpu.copy_gmem_to_smem(source, untiled.at[c], barrier)
+        plgpu.barrier_wait(barrier)
+
+        def scope(acc):
+            for c in range(2):
+                plgpu.wgmma(acc, a_smem.at[:, pl.ds(64 * c, 64)], tiled.at[c].T)
+            return acc[...]
+
+        o_ref[...] = pl.run_scoped(scope, plgpu.ACC((64, 64), F32))
+
+    a, b = values(64, 128, BF16), values(80, 128, BF16, seed=1)
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((64, 64), F32),
+        scratch_types=[
+            plgpu.SMEM((64, 128), BF16, transforms=TILED),
+            plgpu.RefUnion(
+                plgpu.SMEM((2, 64, 64), BF16, transforms=TILED),
+                plgpu.SMEM((2, 64, 64), BF16, transforms=swizzled),
+            ),
+            plgpu.Barrier(num_arrivals=3),
+        ],
+    )
+    with interpret_mosaic_gpu(detect_races=True):
+        out = np.asarray(kernel(a, b))
+    want = np.asarray(a, np.float32) @ np.asarray(b, np.float32)[5:69].T
+    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-4)
+
+
+def test_views_of_other_bytes_stay_apart():
+    """128 columns in tiles of 64 are not rows of 128: stock behavior, an error."""
+
+    def body(x_ref, o_ref, views):
+        tiled, rows = views
+        rows[...] = x_ref[...]
+        o_ref[...] = tiled[...]
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((64, 128), BF16),
+        scratch_types=[
+            plgpu.RefUnion(
+                plgpu.SMEM((64, 128), BF16, transforms=TILED),
+                plgpu.SMEM((64, 128), BF16),
+            )
+        ],
+    )
+    with (
+        pytest.raises(ValueError, match="alias group"),
+        interpret_mosaic_gpu(detect_races=True),
+    ):
+        kernel(values(64, 128, BF16)).block_until_ready()
+
+
 @pytest.mark.parametrize("how", ["run_state", "store"])
 def test_accumulator_that_starts_with_a_value(how):
     def body(a_ref, b_ref, o_ref, a_smem, b_smem, barrier):

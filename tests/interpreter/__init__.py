@@ -18,6 +18,8 @@ Added to the interpreter of jax 0.11.2:
   memory until ``wgmma_wait`` or a read of the accumulator;
 - accumulators that start with a value: ``pl.run_state(f)(plgpu.ACC.init(x))`` and
   ``acc[...] = x``;
+- ``RefUnion`` of a swizzled view (for TMA at any row) with a swizzled and tiled view as
+  wide as a tile (for wgmma), which name the same bytes;
 - ``inline_mgpu`` through numpy stand-ins (:func:`register_inline`);
 - a bound on every wait: a deadlock is a ``TimeoutError`` that names the line;
 - two races that only hardware would show: a peer still writes or reads a device's
@@ -27,7 +29,8 @@ Added to the interpreter of jax 0.11.2:
 What it cannot do, and therefore needs a test on a GPU:
 
 - NVLink multicast (``multicast_ref``, ``multimem_*``), which this project never uses;
-- ``RefUnion`` aliasing: each member has a buffer of its own;
+- ``RefUnion`` aliasing between views that differ in more than a tiling as wide as the
+  array: such members have buffers of their own;
 - ``mma``, atomics (``plgpu.atomic_*``), ``semaphore_read``, TMA loads without a
   barrier, TMA gather, dynamic grids;
 - swizzles and tilings: buffers have their logical shape, so an access that reads wrong

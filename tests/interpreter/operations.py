@@ -48,11 +48,37 @@ def _on_device(key, device_id, device_id_type):
     return jnp.asarray(key).at[..., _DEVICE].set(jnp.asarray(logical, jnp.int32))
 
 
+def _view(member) -> tuple:
+    """How a member of a ``RefUnion`` maps its elements to bytes."""
+    extract, *layout = member.transforms
+    shape = stock._member_inner_aval(member).shape
+    tiling, swizzle = (), 0
+    for transform in layout:
+        if isinstance(transform, gpu_core.UntilingTransform):
+            tiling = transform.tiling
+        if isinstance(transform, gpu_core.UnswizzleRef):
+            swizzle = transform.swizzle
+    # Tiles as wide as the array lie one after another, like its rows.
+    if tiling and tiling[1:] == shape[len(shape) - len(tiling) + 1 :]:
+        tiling = ()
+    return extract.offset, extract.dtype, shape, tiling, swizzle
+
+
 def resolve_ref(aval, allocation_key_as_array, transforms):
-    """Let the key of a remote ref name the peer's buffer."""
-    key, transforms = _stock_resolve_ref(
-        aval, allocation_key_as_array, tuple(transforms or ())
-    )
+    """Let the key of a remote ref name the peer's buffer.
+
+    The stock interpreter gives each member of a ``RefUnion`` a buffer of its own;
+    members that map the same elements to the same bytes share one here.
+    """
+    transforms = tuple(transforms or ())
+    if isinstance(aval, gpu_core.AbstractRefUnion):
+        extract, *transforms = transforms
+        members = stock.union_members(aval)
+        slot = [member.transforms[0] for member in members].index(extract)
+        views = [_view(member) for member in members]
+        key = allocation_key_as_array[views.index(views[slot])]
+    else:
+        key, transforms = _stock_resolve_ref(aval, allocation_key_as_array, transforms)
     local = []
     for transform in transforms:
         if isinstance(transform, gpu_core.MulticastRef):

@@ -38,6 +38,8 @@ _stock_interpret_pallas_call = pallas_call.interpret_pallas_call
 EXPECTED = {
     (stock, "resolve_ref"): "aval allocation_key_as_array transforms",
     (stock, "get_uninitialized_array"): "shape dtype memory_space uninitialized_memory",
+    (stock, "_member_inner_aval"): "member",
+    (stock, "union_members"): "aval",
     (stock.JaxprInterpreter, "interpret"): "self jaxpr token args",
     (
         stock.JaxprInterpreter,
