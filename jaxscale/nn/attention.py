@@ -51,9 +51,9 @@ def attention(
             own position; None is no limit.
         scale: Factor of the logits, ``1 / sqrt(H)`` if None.
         softcap: Logits become ``softcap * tanh(logits / softcap)``.
-        implementation: None picks one. ``"cudnn"`` and ``"xla"`` are those of
-            `jax.nn.dot_product_attention` for a row that is one sequence; any other
-            name, and every name with `cu_seqlens`, is an implementation of
+        implementation: None picks one. For a row that is one sequence, ``"cudnn"`` is
+            that of `jax.nn.dot_product_attention` and ``"xla"`` `masked_attention`;
+            any other name, and every name with `cu_seqlens`, is an implementation of
             `pallas_kernels.varlen_attention`.
 
     Returns:
@@ -76,12 +76,8 @@ def attention(
     scale = 1 / math.sqrt(h) if scale is None else scale
     dense = cu_seqlens is None
     if dense and implementation in (None, "cudnn", "xla"):
-        if softcap is not None or num_q != num_k:
-            positions = jnp.arange(num_q)[None] + (num_k - num_q)
-            mask = attention_mask(positions, num_k, causal=causal, window=window)
-            return masked_attention(q, k, v, mask, scale=scale, softcap=softcap)
-        # JAX's own XLA implementation asks for the common type of bf16 and fp32.
-        with jax.numpy_dtype_promotion("standard"):
+        chosen = _dense_implementation(implementation, q, window, causal)
+        if chosen == "cudnn" and softcap is None and num_q == num_k:
             return jax.nn.dot_product_attention(
                 q,
                 k,
@@ -89,8 +85,12 @@ def attention(
                 scale=scale,
                 is_causal=causal,
                 local_window_size=_finite_window(window, num_q, causal),
-                implementation=_dense_implementation(implementation, q, window, causal),
+                implementation="cudnn",
             )
+        # Not JAX's own XLA implementation: strict promotion forbids it in bf16.
+        positions = jnp.arange(num_q)[None] + (num_k - num_q)
+        mask = attention_mask(positions, num_k, causal=causal, window=window)
+        return masked_attention(q, k, v, mask, scale=scale, softcap=softcap)
     if num_q != num_k:
         raise ValueError(
             f"q has {num_q} tokens a row and k has {num_k}; packed rows and kernels "

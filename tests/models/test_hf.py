@@ -143,6 +143,15 @@ def test_bf16_weights_stay_bf16():
     error = abs(forward(model, padded(ids)) - forward(exact, padded(ids))).max()
     assert 1e-3 < error < 0.3
 
+    @jax.jit
+    def gradient_norms(model):
+        grads = jax.grad(lambda m: forward(m, padded(ids)).var())(model)
+        leaves = jax.tree.leaves(grads)
+        return jnp.stack([jnp.linalg.norm(g.astype(jnp.float32)) for g in leaves])
+
+    norms = gradient_norms(model)
+    assert ((norms > 0) & jnp.isfinite(norms)).all()
+
 
 def test_from_pretrained_is_load():
     mesh = make_mesh(SHARDED_MESH)
