@@ -83,6 +83,17 @@ class AxisRules:
     act_vocab: MeshAxes = None
     """Activations: logits."""
 
+    def __post_init__(self) -> None:
+        """Check the entries; a list would make the table unhashable."""
+        for field in dataclasses.fields(self):
+            entry = getattr(self, field.name)
+            names = entry if isinstance(entry, tuple) else (entry,)
+            if entry is not None and not all(isinstance(n, str) and n for n in names):
+                raise ValueError(
+                    f"the rule {field.name} is {entry!r}, expected a mesh axis, a "
+                    "tuple of mesh axes, or None"
+                )
+
     def spec(self, *axes: str | None) -> PartitionSpec:
         """The partition of an array whose dimensions are the named logical `axes`.
 

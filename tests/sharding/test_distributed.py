@@ -277,7 +277,25 @@ total = jax.jit(jax.shard_map(
     lambda x: jax.lax.psum(x, ("data", "tensor")),
     mesh=mesh, in_specs=P(("data", "tensor")), out_specs=P(),
 ))(x)
-print("total", float(total[0]), cluster.launcher)
+
+# Parameters are split over both processes, each computing its own shards.
+from flax import nnx
+from jaxscale.sharding import contract, create, fsdp, partitioned, place
+
+def make():
+    init = partitioned(jax.nn.initializers.normal(), "embed", "mlp")
+    return nnx.Param(init(jax.random.key(0), (8, 4), np.float32))
+
+mesh, axes = make_mesh({"fsdp": 4}), (("embed", "mlp"), ("batch", "act_mlp"))
+kernel = create(make, mesh, fsdp())
+assert [s.data.shape for s in kernel.get_value().addressable_shards] == [(2, 4)] * 2
+rows = jax.device_put(np.eye(8, dtype=np.float32), NamedSharding(mesh, P("fsdp")))
+run = jax.jit(lambda x, w: contract("be,em->bm", x, w[...], *axes, fsdp()))
+out = run(rows, kernel)
+copy = place(make(), mesh, fsdp())
+gap = jax.jit(lambda a, b: abs(a - b).max())(out, copy.get_value())
+assert out.sharding.spec == P("fsdp") or out.sharding.spec == P("fsdp", None)
+print("total", float(total[0]), cluster.launcher, float(gap) < 1e-6)
 """
 
 
@@ -301,4 +319,4 @@ def test_two_processes_sum_over_loopback(port):
             worker.kill()
     for worker, (out, err) in zip(workers, results, strict=True):
         assert worker.returncode == 0, err
-        assert "total 10.0 arguments" in out
+        assert "total 10.0 arguments True" in out

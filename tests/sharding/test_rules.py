@@ -412,6 +412,14 @@ def test_mesh_axis_that_the_mesh_lacks(kind):
         constrain(jnp.ones((8,)), ("batch",), dp())
 
 
+@pytest.mark.parametrize("entry", [["data"], "", 3, ("data", None)])
+def test_bad_entries(entry, no_shape_hook):
+    with pytest.raises(
+        ValueError, match=r"rule batch is .*, expected a mesh axis, a t"
+    ):
+        AxisRules(batch=entry)
+
+
 def test_presets_by_name():
     assert preset("fsdp_tp") == fsdp_tp()
     assert preset("megascale_3d") == dataclasses.replace(fsdp_tp(), layers="pipe")
