@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 import jaxscale
@@ -39,9 +40,30 @@ def rows(text: str) -> list[str]:
     return [name for _, name in re.findall(pattern, text, re.MULTILINE)]
 
 
-@pytest.mark.parametrize("place", ["docs/index.md", "jaxscale/__init__.py"])
+@pytest.mark.parametrize(
+    "place", ["README.md", "docs/index.md", "jaxscale/__init__.py"]
+)
 def test_the_five_systems_stand_in_order(place):
     assert rows((ROOT / place).read_text()) == SYSTEMS
+
+
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page):
+    for target in re.findall(r"\]\((?!\w+:|#)([^)#]+)", page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_examples_run(page):
+    """The Python of the first pages, top to bottom, as a reader would paste it."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    assert blocks
+    script = "\n".join(blocks)
+    with jax.numpy_dtype_promotion("standard"):  # the default of a reader's session
+        exec(compile(script, page, "exec"), {"__name__": "__main__"})
 
 
 def test_version_is_stated_once():
