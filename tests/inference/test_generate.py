@@ -1,0 +1,115 @@
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxscale.inference import SamplingConfig, generate
+from jaxscale.models import Decoder, preset
+from jaxscale.sharding import MeshConfig, create, fsdp_tp, make_mesh
+
+
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [200], [3, 1, 4, 1, 5]]
+SAMPLED = SamplingConfig(temperature=0.9, top_k=40)
+
+
+def make(name, **options):
+    model = Decoder(preset(name), rngs=nnx.Rngs(0), **options)
+    # At their initial size the blocks hardly change the token that goes in.
+    model.blocks = jax.tree.map(lambda p: 12 * p if p.ndim == 3 else p, model.blocks)
+    return model
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return make("llama_tiny")
+
+
+@jax.jit
+def most_likely(model, tokens):
+    return model(tokens).argmax(-1)
+
+
+def greedy_without_cache(model, prompt, num):
+    """The whole sequence through the model for every token."""
+    sequence = list(prompt)
+    for _ in range(num):
+        row = np.zeros((1, 24), np.int32)
+        row[0, : len(sequence)] = sequence
+        sequence.append(int(most_likely(model, row)[0, len(sequence) - 1]))
+    return sequence[len(prompt) :]
+
+
+@pytest.mark.parametrize("name", ["llama_tiny", "gptj_tiny", "gpt2_tiny"])
+def test_greedy_equals_the_whole_sequence_through_the_model(name):
+    model = make(name)
+    expected = [greedy_without_cache(model, prompt, 10) for prompt in PROMPTS]
+    assert len({token for tokens in expected for token in tokens}) > 5
+    assert generate(model, PROMPTS, max_new_tokens=10) == expected
+
+
+def test_a_continuation_ends_before_the_end_token(llama):
+    whole = generate(llama, PROMPTS, max_new_tokens=10)
+    eos_id = whole[0][4]
+    expected = [
+        tokens[: tokens.index(eos_id)] if eos_id in tokens else tokens
+        for tokens in whole
+    ]
+    assert len(expected[0]) <= 4
+    assert generate(llama, PROMPTS, max_new_tokens=10, eos_id=eos_id) == expected
+    # All rows end at once: the loop stops early and the rest is cut.
+    first = generate(llama, PROMPTS[:1], max_new_tokens=10, eos_id=eos_id)
+    assert first == expected[:1]
+
+
+def test_sampling_is_a_function_of_the_key(llama):
+    def run(seed):
+        return generate(
+            llama,
+            PROMPTS,
+            max_new_tokens=10,
+            sampling=SAMPLED,
+            key=jax.random.key(seed),
+        )
+
+    assert run(0) == run(0)
+    assert run(0) != run(1)
+    assert [len(tokens) for tokens in run(0)] == [10, 10, 10]
+
+
+def test_a_sharded_model_generates_the_same_tokens(llama):
+    mesh, rules = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2)), fsdp_tp()
+    sharded = create(lambda: make("llama_tiny", rules=rules), mesh, rules)
+    # Three prompts do not divide over the four devices of the batch.
+    for prompts in (PROMPTS, PROMPTS + PROMPTS[:1]):
+        expected = generate(llama, prompts, max_new_tokens=10)
+        with jax.set_mesh(mesh):
+            assert generate(sharded, prompts, max_new_tokens=10) == expected
+
+
+def test_a_prompt_may_fill_the_table_of_learned_positions():
+    model = make("gpt2_tiny")  # 64 positions
+    prompts = [list(range(60)), [1, 2]]
+    expected = [generate(model, [prompt], max_new_tokens=4)[0] for prompt in prompts]
+    assert generate(model, prompts, max_new_tokens=4) == expected
+    with pytest.raises(ValueError, match=r"prompts\[0\] has 61 tokens; with max_new_"):
+        generate(model, [list(range(61))], max_new_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompts": [[1], []]}, r"prompts\[1\] is empty; begin it with a token"),
+        ({"prompts": [[1, 256]]}, r"prompts\[0\] holds the token 256, outside the vo"),
+        ({"prompts": [[-1]]}, r"prompts\[0\] holds the token -1"),
+        ({"max_new_tokens": 0}, "max_new_tokens 0 must be positive"),
+        ({"eos_id": 300}, "eos_id 300 is outside the vocabulary of 256"),
+        ({"sampling": SAMPLED}, "key None cannot be drawn from at temperature 0.9"),
+    ],
+)
+def test_impossible_requests_are_refused(llama, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        generate(llama, **{"prompts": [[1]], "max_new_tokens": 3} | arguments)
+
+
+def test_no_prompts_give_no_continuations(llama):
+    assert generate(llama, [], max_new_tokens=3) == []
