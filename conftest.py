@@ -25,6 +25,7 @@ if importlib.util.find_spec("beartype") is not None:
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -57,3 +58,21 @@ def no_shape_hook() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(scope="module")
+def compile_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Take equal programs from a cache: every call of `fit` compiles anew."""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()

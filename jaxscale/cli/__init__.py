@@ -5,6 +5,7 @@ is called, so that ``jaxscale --help`` answers at once.
 """
 
 import importlib
+import logging
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -35,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_help())
         return 0
+    # Orbax reports its own defaults as warnings, under the name of absl.
+    logging.getLogger("absl").setLevel(logging.ERROR)
     name, *rest = arguments
     if name == "--version":
         from jaxscale import __version__
@@ -57,11 +60,9 @@ def _call(command: str, arguments: Sequence[str]) -> int:
     module = _load(command)
     if command != "quickstart":
         return module.main(arguments)
-    import tyro
-
-    config = tyro.cli(
+    config = _load("options").parse(
         module.QuickstartConfig,
-        args=arguments,
+        arguments,
         prog="jaxscale quickstart",
         description=f"{COMMANDS[command].capitalize()}.",
     )

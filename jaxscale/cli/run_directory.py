@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxscale import __version__
-from jaxscale.training import TrainConfig
+from jaxscale.training import TextData, TrainConfig
 
 
 RUN_FILE = "run.json"
@@ -68,25 +68,25 @@ def is_run(directory: Path) -> bool:
     return (directory / RUN_FILE).is_file()
 
 
-def write_config(directory: Path, config: Any) -> None:
-    """Make `directory` the directory of the run that `config` describes."""
+def write(directory: Path, config: TrainConfig, text: TextData) -> None:
+    """Make `directory` the directory of the run of `config` on `text`."""
     directory.mkdir(parents=True, exist_ok=True)
-    content = {"jaxscale": __version__, "config": to_dict(config)}
+    content = {
+        "jaxscale": __version__,
+        "text": text.train.fingerprint,
+        "config": to_dict(config),
+    }
+    text.tokenizer.save(directory)
     (directory / RUN_FILE).write_text(json.dumps(content, indent=2) + "\n")
 
 
-def read_config[C](directory: Path, kind: type[C]) -> C:
+def read_config(directory: Path) -> TrainConfig:
     """The settings of the run in `directory`.
 
     Raises:
         ValueError: the file is damaged, or another version of jaxscale wrote it.
     """
-    file = directory / RUN_FILE
-    try:
-        values = json.loads(file.read_text())["config"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{file} is damaged: {error!r}") from error
-    return from_dict(kind, values)
+    return from_dict(TrainConfig, _read(directory)["config"])
 
 
 def check_free(directory: Path, config: TrainConfig, *, resume: bool) -> None:
@@ -112,7 +112,7 @@ def check_free(directory: Path, config: TrainConfig, *, resume: bool) -> None:
             f"output_dir {directory} already holds a run; add --resume to continue it, "
             "or choose another directory"
         )
-    before, now = _identity(read_config(directory, TrainConfig)), _identity(config)
+    before, now = _identity(read_config(directory)), _identity(config)
     for name in sorted(before.keys() | now.keys()):
         if before.get(name) != now.get(name):
             raise ValueError(
@@ -120,6 +120,31 @@ def check_free(directory: Path, config: TrainConfig, *, resume: bool) -> None:
                 f"{before.get(name)!r}, this one's {now.get(name)!r}; use the same "
                 "settings, or choose another directory"
             )
+
+
+def check_text(directory: Path, text: TextData) -> None:
+    """Check that a continued run finds the text that it was started with.
+
+    Raises:
+        ValueError: the text has changed.
+    """
+    if is_run(directory) and _read(directory)["text"] != text.train.fingerprint:
+        raise ValueError(
+            f"output_dir {directory} belongs to a run on other text: the files, the "
+            "tokenizer or the Python that provides the corpus have changed; bring them "
+            "back, or choose another directory"
+        )
+
+
+def _read(directory: Path) -> dict[str, Any]:
+    file = directory / RUN_FILE
+    try:
+        content = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged: {error}") from error
+    if not isinstance(content, dict) or not {"text", "config"} <= set(content):
+        raise ValueError(f"{file} is damaged: it lacks the settings of the run")
+    return content
 
 
 def _identity(config: TrainConfig) -> dict[str, Any]:

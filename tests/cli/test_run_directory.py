@@ -4,9 +4,9 @@ import json
 import pytest
 
 from jaxscale.cli import run_directory
-from jaxscale.models import preset
+from jaxscale.models import Tokenizer, preset
 from jaxscale.sharding import MeshConfig
-from jaxscale.training import DataConfig, TrainConfig
+from jaxscale.training import DataConfig, TextData, TokenCorpus, TrainConfig
 
 
 RUN = TrainConfig(
@@ -14,47 +14,55 @@ RUN = TrainConfig(
 )
 
 
-def test_settings_come_back_as_they_were(tmp_path):
-    run_directory.write_config(tmp_path / "runs" / "one", RUN)
-    assert run_directory.is_run(tmp_path / "runs" / "one")
+def text_of(*documents):
+    return TextData(
+        tokenizer=Tokenizer.train(["to be or not to be"], 260),
+        train=TokenCorpus.from_ids(documents),
+        held_out=None,
+    )
+
+
+def test_settings_and_tokenizer_come_back_as_they_were(tmp_path):
+    run = tmp_path / "runs" / "one"
+    run_directory.write(run, RUN, text_of([1, 2]))
+    assert run_directory.is_run(run)
     assert not run_directory.is_run(tmp_path / "runs")
     assert RUN.model.rope_scaling is not None
-    assert run_directory.read_config(tmp_path / "runs" / "one", TrainConfig) == RUN
+    assert run_directory.read_config(run) == RUN
+    assert Tokenizer.from_file(run).vocab_size == 260
 
 
 def test_damaged_or_foreign_files_are_refused(tmp_path):
-    (tmp_path / "run.json").write_text("{")
-    with pytest.raises(ValueError, match=r"run\.json is damaged"):
-        run_directory.read_config(tmp_path, TrainConfig)
+    file = tmp_path / "run.json"
+    for damaged in ("{", "[]", '{"config": {}}'):
+        file.write_text(damaged)
+        with pytest.raises(ValueError, match=r"run\.json is damaged"):
+            run_directory.read_config(tmp_path)
     config = run_directory.to_dict(RUN) | {"speed": 1}
-    (tmp_path / "run.json").write_text(json.dumps({"config": config}))
-    with pytest.raises(
-        ValueError, match=r"TrainConfig has no field 'speed'; .* another version"
-    ):
-        run_directory.read_config(tmp_path, TrainConfig)
+    file.write_text(json.dumps({"config": config, "text": ""}))
+    with pytest.raises(ValueError, match=r"TrainConfig has no field 'speed'; .* anoth"):
+        run_directory.read_config(tmp_path)
 
 
 def test_a_directory_is_free_or_resumed_or_refused(tmp_path):
-    def check(directory, config=RUN, resume=False):
-        run_directory.check_free(directory, config, resume=resume)
-
-    check(tmp_path / "new")
-    check(tmp_path / "new", resume=True)
+    check = run_directory.check_free
+    for resume in (False, True):
+        check(tmp_path / "new", RUN, resume=resume)
     (tmp_path / "empty").mkdir()
-    check(tmp_path / "empty")
+    check(tmp_path / "empty", RUN, resume=False)
 
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("")
     for resume in (False, True):
         with pytest.raises(ValueError, match="other holds files that are no run"):
-            check(tmp_path / "other", resume=resume)
+            check(tmp_path / "other", RUN, resume=resume)
 
     run = tmp_path / "run"
-    run_directory.write_config(run, RUN)
+    run_directory.write(run, RUN, text_of([1, 2]))
     with pytest.raises(ValueError, match="already holds a run; add --resume"):
-        check(run)
-    check(run, resume=True)
-    longer = dataclasses.replace(RUN, steps=2000, mesh=MeshConfig(tensor=2))
+        check(run, RUN, resume=False)
+    check(run, RUN, resume=True)
+    longer = dataclasses.replace(RUN, steps=2000, mesh=MeshConfig(fsdp=2))
     check(run, longer, resume=True)
     other = dataclasses.replace(RUN, data=dataclasses.replace(RUN.data, seed=5))
     with pytest.raises(ValueError, match=r"its data\.seed is 0, this one's 5; use"):
@@ -62,3 +70,11 @@ def test_a_directory_is_free_or_resumed_or_refused(tmp_path):
     plain = dataclasses.replace(RUN, model=preset("llama3_8b"))
     with pytest.raises(ValueError, match=r"its model\.max_seq_len is 131072"):
         check(run, plain, resume=True)
+
+
+def test_a_continued_run_needs_its_text(tmp_path):
+    run_directory.check_text(tmp_path, text_of([1, 2]))
+    run_directory.write(tmp_path, RUN, text_of([1, 2]))
+    run_directory.check_text(tmp_path, text_of([1, 2]))
+    with pytest.raises(ValueError, match="belongs to a run on other text: the files"):
+        run_directory.check_text(tmp_path, text_of([1, 3]))

@@ -1,0 +1,120 @@
+"""Dataclasses as command-line options, by tyro."""
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import textwrap
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+import tyro
+from tyro.constructors import (
+    ConstructorRegistry,
+    StructConstructorSpec,
+    StructFieldSpec,
+    StructTypeInfo,
+)
+
+from jaxscale.cli.errors import usage_errors
+
+
+def parse[C](
+    kind: type[C],
+    arguments: Sequence[str],
+    *,
+    prog: str,
+    description: str,
+    default: C | None = None,
+) -> C:
+    """The `kind` that `arguments` describe; ends the process on ``--help``.
+
+    Fields of dataclasses are options, those of nested ones have dotted names. An
+    unknown option or a value of the wrong type ends the process with code 2 and says
+    what was expected.
+
+    Args:
+        kind: A dataclass whose fields have a string under them, which is their help.
+        arguments: What follows the name of the command.
+        prog: The command, for messages.
+        description: What the command does.
+        default: Values of the options that are not given.
+
+    Raises:
+        UsageError: a dataclass refuses its values.
+
+    Example:
+        >>> from jaxscale.sharding import MeshConfig
+        >>> parse(MeshConfig, ["--tensor", "2"], prog="mesh", description="").tensor
+        2
+    """
+    registry = ConstructorRegistry()
+    registry.struct_rule(_dataclass_fields)
+    return tyro.cli(
+        kind,
+        args=arguments,
+        prog=prog,
+        description=description,
+        default=tyro.MISSING_NONPROP if default is None else default,
+        config=(tyro.conf.AvoidSubcommands,),
+        registry=registry,
+    )
+
+
+def _dataclass_fields(info: StructTypeInfo) -> StructConstructorSpec | None:
+    """Tyro's own rule for dataclasses, but help is one paragraph.
+
+    Tyro keeps the line breaks of indented strings, which it then wraps again.
+    """
+    if not dataclasses.is_dataclass(info.type):
+        return None
+    hints = typing.get_type_hints(info.type, include_extras=True)
+    docs = field_docs(info.type)
+    fields = tuple(
+        StructFieldSpec(
+            name=field.name,
+            type=hints[field.name],
+            default=_default(field, info.default),
+            helptext=docs.get(field.name),
+        )
+        for field in dataclasses.fields(info.type)
+    )
+
+    def make(**values: Any) -> Any:
+        # Tyro draws a box around a ValueError, unless it comes from the outermost.
+        with usage_errors():
+            return info.type(**values)
+
+    return StructConstructorSpec(instantiate=make, fields=fields)
+
+
+def _default(field: dataclasses.Field[Any], instance: Any) -> Any:
+    if dataclasses.is_dataclass(instance):
+        return getattr(instance, field.name)
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return tyro.MISSING_NONPROP
+
+
+def field_docs(kind: type[Any]) -> dict[str, str]:
+    """The string under each field of a dataclass, as one paragraph.
+
+    Example:
+        >>> from jaxscale.sharding import MeshConfig
+        >>> field_docs(MeshConfig)["pipe"]
+        'Pipeline stages; -1 for the rest.'
+    """
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(definition, ast.ClassDef)
+    docs = {}
+    for field, below in itertools.pairwise(definition.body):
+        match field, below:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ):
+                docs[name] = " ".join(text.split())
+    return docs

@@ -1,0 +1,86 @@
+"""Named runs: what ``jaxscale train NAME`` starts from.
+
+A run is a Python function without arguments that returns a `TrainConfig`. Every model
+preset is the name of a run that trains it from scratch; ``module:function`` names a
+function of your own, for example ``my_runs:wide_llama`` in ``my_runs.py``.
+"""
+
+import dataclasses
+import importlib
+import os
+import sys
+from collections.abc import Callable
+
+from jaxscale.cli.errors import UsageError, suggestion
+from jaxscale.models import PRESETS, preset
+from jaxscale.sharding import MeshConfig
+from jaxscale.training import DataConfig, TrainConfig
+
+
+# Byte-level BPE needs 256 bytes and a control token; presets for tests know fewer.
+_SMALLEST_VOCABULARY = 512
+_LONGEST_ROW = 4096
+
+
+def from_preset(name: str) -> TrainConfig:
+    """A run that trains a model preset from scratch on the Python corpus.
+
+    Rows are as long as the model allows, 4,096 tokens at most. The mesh shards the
+    parameters over all devices.
+
+    Raises:
+        ValueError: no preset has this name.
+
+    Example:
+        >>> from_preset("llama_1b").data.seq_len
+        4096
+    """
+    model = preset(name)
+    vocab_size = max(model.vocab_size, _SMALLEST_VOCABULARY)
+    return TrainConfig(
+        model=dataclasses.replace(model, vocab_size=vocab_size),
+        data=DataConfig(
+            vocab_size=vocab_size, seq_len=min(model.max_seq_len, _LONGEST_ROW)
+        ),
+        mesh=MeshConfig(fsdp=-1),
+        output_dir=f"runs/{name}",
+    )
+
+
+def find_run(name: str) -> TrainConfig:
+    """The settings of the run called `name`, or made by ``module:function``.
+
+    Raises:
+        UsageError: there is no such run, or it returns something else.
+    """
+    if name in PRESETS:
+        return from_preset(name)
+    if ":" not in name:
+        raise UsageError(
+            f"{name!r} is no run{suggestion(name, PRESETS)}; use one of "
+            f"{', '.join(PRESETS)}, or module:function for your own"
+        )
+    config = _import(name)()
+    if not isinstance(config, TrainConfig):
+        raise UsageError(
+            f"{name} returned {type(config).__name__}, expected a TrainConfig"
+        )
+    return config
+
+
+def _import(name: str) -> Callable[[], object]:
+    module, _, function = name.partition(":")
+    # The command starts in its own directory, not in that of the user's file.
+    sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), function)
+    except ModuleNotFoundError as error:
+        if error.name != module.partition(".")[0] and error.name != module:
+            raise
+        raise UsageError(
+            f"{name}: there is no module {module!r} here or among the installed ones"
+        ) from error
+    except AttributeError as error:
+        raise UsageError(f"{name}: {error}") from error
+    finally:
+        sys.path.remove(os.getcwd())

@@ -1,0 +1,139 @@
+"""``jaxscale train RUN [OPTIONS]``: train a decoder from a named run."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import tyro
+from jax.experimental import multihost_utils
+
+from jaxscale import sharding
+from jaxscale.cli import run_directory
+from jaxscale.cli.devices import simulate_devices
+from jaxscale.cli.errors import UsageError, usage_errors
+from jaxscale.cli.options import parse
+from jaxscale.cli.runs import find_run
+from jaxscale.models import PRESETS
+from jaxscale.training import (
+    FitResult,
+    TrainConfig,
+    fit,
+    load_text,
+    load_tokenizer,
+    packed_batches,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainCommand:
+    """What the options of ``jaxscale train RUN`` describe."""
+
+    config: Annotated[TrainConfig, tyro.conf.arg(name="")]
+    """The run."""
+    resume: bool = False
+    """Continue the run in the output directory from its newest checkpoint."""
+    devices: int | None = None
+    """Simulate this many CPU devices instead of using those of the machine."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command.
+
+    Raises:
+        UsageError: the settings cannot work; nothing has been compiled or written.
+    """
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_help())
+        return 0
+    name, *options = arguments
+    if name.startswith("-"):
+        raise UsageError(f"the run comes first: jaxscale train RUN {name} ...")
+    with usage_errors():
+        run = find_run(name)
+    command = parse(
+        TrainCommand,
+        options,
+        prog=f"jaxscale train {name}",
+        description=f"Train {name}. Options change the settings of the named run.",
+        default=TrainCommand(config=run),
+    )
+    simulate_devices(command.devices)
+    with usage_errors():
+        sharding.initialize()
+    result = train(command.config, resume=command.resume)
+    if jax.process_index() == 0:
+        print(_report(command.config, result))
+    return 1 if result.interrupted else 0
+
+
+def train(config: TrainConfig, *, resume: bool = False) -> FitResult:
+    """Check `config`, prepare its output directory and text, and train.
+
+    Raises:
+        UsageError: the settings cannot work; nothing has been compiled or written.
+    """
+    directory = Path(config.output_dir)
+    with usage_errors():
+        check(config)
+        run_directory.check_free(directory, config, resume=resume)
+        text = load_text(config.data)
+        run_directory.check_text(directory, text)
+        train_data, eval_data = packed_batches(config, text)
+    if jax.process_count() > 1:
+        # Nobody writes before everybody has found the directory free.
+        multihost_utils.sync_global_devices("jaxscale train: settings checked")
+    if jax.process_index() == 0:
+        run_directory.write(directory, config, text)
+    return fit(config, train_data=train_data, eval_data=eval_data)
+
+
+def check(config: TrainConfig) -> None:
+    """Check what depends on this machine's devices and files, before any work.
+
+    Raises:
+        ValueError: the mesh does not fit the devices, the model or the batch does not
+            fit the mesh, or the tokenizer does not fit the vocabulary.
+        FileNotFoundError: there is no tokenizer where the settings say.
+    """
+    config.check_mesh(config.mesh.sizes(jax.device_count()))
+    if config.data.tokenizer is not None:
+        load_tokenizer(config.data)
+
+
+def _report(config: TrainConfig, result: FitResult) -> str:
+    """What came out of a run, and what to do next."""
+    step, directory = int(result.state.step), config.output_dir
+    if result.interrupted:
+        return (
+            f"stopped after step {step} of {config.steps}; its checkpoint is in "
+            f"{directory}: the same command with --resume continues"
+        )
+    held_out = result.evaluation
+    quality = f", held-out loss {held_out.loss:.3f}" if held_out else ""
+    return (
+        f"{step} steps{quality}; try: jaxscale generate --from {directory} "
+        '--prompt "..."'
+    )
+
+
+def _help() -> str:
+    runs = "\n".join(f"  {name}" for name in PRESETS)
+    return f"""usage: jaxscale train RUN [OPTIONS]
+
+Train a decoder. RUN names the settings to start from, each of which is an option:
+`jaxscale train RUN --help` describes them. Without other text in --data.paths, the
+model learns from the documentation and library source of the running Python.
+
+runs:
+{runs}
+  module:function  your own function without arguments that returns a TrainConfig
+
+examples:
+  jaxscale train llama_tiny --steps 100 --output-dir runs/tiny
+  jaxscale train llama_tiny --devices 4 --mesh.fsdp 2 --mesh.tensor 2
+  jaxscale train llama_1b --data.paths corpus/ --data.tokenizer tokenizer.json
+  jaxscale train llama_tiny --steps 200 --output-dir runs/tiny --resume
+  jaxscale generate --from runs/tiny --prompt "import "
+"""

@@ -1,0 +1,200 @@
+"""Training from the command line: help, what is refused, a run and its resumption."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from jaxscale import cli
+from jaxscale.cli import runs, train
+from jaxscale.cli.errors import UsageError
+from jaxscale.models import PRESETS, Tokenizer
+from jaxscale.training import TrainConfig
+
+
+TINY = [
+    *("llama_tiny", "--data.seq-len", "32", "--data.held-out-fraction", "0.3"),
+    *("--optimizer.warmup-steps", "0", "--eval-batches", "1"),
+]
+
+
+def in_a_line(text):
+    """What was printed without the boxes and line breaks of the terminal."""
+    return re.sub(r"[│╭╰─╮╯\s]+", " ", text)
+
+
+@pytest.fixture
+def text(tmp_path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for i in range(12):
+        (folder / f"{i}.txt").write_text(f"The number {i} follows {i - 1}. " * 20)
+    return folder
+
+
+@pytest.fixture
+def call(capfd):
+    """Run the command line here; the exit code, and what it printed in one line."""
+
+    def call(*arguments):
+        try:
+            code = cli.main(["train", *map(str, arguments)])
+        except SystemExit as stop:
+            code = stop.code
+        out, err = capfd.readouterr()
+        return code, in_a_line(out), in_a_line(err)
+
+    return call
+
+
+def test_help_lists_every_run_and_examples(call):
+    for arguments in ((), ("--help",)):
+        code, out, _ = call(*arguments)
+        assert code == 0
+        assert all(f" {name} " in out for name in PRESETS)
+        assert "jaxscale train llama_tiny --steps 100 --output-dir" in out
+
+
+def test_help_of_a_run_describes_each_setting(call):
+    code, out, _ = call("llama_tiny", "--help")
+    assert code == 0
+    for option in ("--steps", "--model.num-heads", "--data.paths", "--mesh.tensor"):
+        assert option in out
+    assert "(default: runs/llama_tiny)" in out
+    assert "Query heads" in out and "rope-scaling" not in out
+
+
+def test_every_preset_is_a_run():
+    for name in PRESETS:
+        config = runs.find_run(name)
+        assert config.model.vocab_size >= config.data.vocab_size > 256
+        assert config.output_dir == f"runs/{name}"
+
+
+def test_a_run_of_ones_own(tmp_path, monkeypatch):
+    (tmp_path / "my_runs.py").write_text(
+        "from jaxscale.cli.runs import from_preset\n"
+        "def small(): return from_preset('gpt2_tiny')\n"
+        "def wrong(): return 3\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert isinstance(runs.find_run("my_runs:small"), TrainConfig)
+    with pytest.raises(UsageError, match="my_runs:wrong returned int, expected a"):
+        runs.find_run("my_runs:wrong")
+    with pytest.raises(UsageError, match="has no attribute 'absent'"):
+        runs.find_run("my_runs:absent")
+    with pytest.raises(UsageError, match="there is no module 'nowhere'"):
+        runs.find_run("nowhere:run")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["lama_tiny"], r"'lama_tiny' is no run \(did you mean llama_tiny\?\); use"),
+        (["--steps", "3"], "the run comes first: jaxscale train RUN --steps"),
+        ([*TINY, "--stepz", "3"], "Unrecognized options: --stepz, 3 .* --steps INT"),
+        ([*TINY, "--steps", "few"], "--steps: invalid literal for int"),
+        ([*TINY, "--steps", "0"], "steps 0 must be at least 1"),
+        ([*TINY, "--dtype", "float8"], "invalid choice 'float8'"),
+        ([*TINY, "--rules", "best"], "rules 'best' is no preset; use one of"),
+        (
+            [*TINY, "--rules", "fsdp_tp", "--mesh.fsdp", "1", "--mesh.tensor", "8"],
+            r"num_heads 4 is not divisible by 8, .* \('tensor',\)",
+        ),
+        (
+            [*TINY, "--data.batch-size", "6"],
+            r"batch_size 6 is not divisible by 8, .*'fsdp'",
+        ),
+        (
+            [*TINY, "--mesh.data", "4", "--mesh.fsdp", "4", "--data.batch-size", "16"],
+            "needs 16 devices, but there are 8; make an axis smaller",
+        ),
+        (
+            ["llama_tiny", "--data.seq-len", "256"],
+            "seq_len 256 is longer than model.max_seq_len 128",
+        ),
+        (
+            [*TINY, "--data.vocab-size", "1024"],
+            "data.vocab_size 1024 is larger than model.vocab_size 512",
+        ),
+        ([*TINY, "--data.paths", "nowhere/"], "'nowhere/' matches no text: no such"),
+        (
+            [*TINY, "--data.tokenizer", "nowhere.json"],
+            "nowhere.json' has no tokenizer: .* does not exist",
+        ),
+    ],
+)
+def test_mistakes_are_explained_before_any_work(
+    call, tmp_path, monkeypatch, arguments, message
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "fit", pytest.fail)
+    code, out, err = call(*arguments)
+    assert code == 2
+    assert re.search(message, err), err
+    assert out == "" and "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tokenizer_larger_than_the_vocabulary(call, tmp_path, text, monkeypatch):
+    monkeypatch.setattr(train, "fit", pytest.fail)
+    words = "".join(chr(ord("a") + i % 26) + " " * (i % 3 == 0) for i in range(9999))
+    Tokenizer.train([words * 2], 600).save(tmp_path / "tokenizer")
+    tokenizer = Tokenizer.from_file(tmp_path / "tokenizer")
+    assert tokenizer.vocab_size > 270
+    code, _, err = call(
+        *TINY,
+        *("--model.vocab-size", "264", "--data.vocab-size", "264"),
+        *("--data.paths", text, "--data.tokenizer", tmp_path / "tokenizer"),
+    )
+    assert code == 2
+    assert "vocab_size 264 is too small for the tokenizer" in err
+
+
+def test_devices_are_simulated_before_jax_starts(tmp_path):
+    result = subprocess.run(
+        [
+            *(sys.executable, "-m", "jaxscale", "train", *TINY, "--devices", "3"),
+            *("--mesh.fsdp", "4", "--output-dir", str(tmp_path / "run")),
+        ],
+        capture_output=True,
+        text=True,
+        env={k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"},
+    )
+    assert result.returncode == 2
+    assert "fsdp=4, pipe=1, tensor=1 needs 4 devices, but there are 3" in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compile_once")
+def test_train_and_resume(call, tmp_path, text):
+    run = tmp_path / "run"
+    options = [*TINY, "--data.paths", text, "--output-dir", run]
+    options += ["--model.num-layers", "1", "--dtype", "float32"]
+    options += ["--optimizer.schedule", "constant"]
+    code, out, err = call(*options, "--steps", "3")
+    assert code == 0, err
+    assert re.search(rf"3 steps, held-out loss \d\.\d+; try: .* --from {run} ", out)
+    assert json.loads((run / "run.json").read_text())["config"]["steps"] == 3
+    assert Tokenizer.from_file(run).vocab_size <= 512
+
+    code, _, err = call(*options, "--steps", "5")
+    assert code == 2 and "already holds a run; add --resume to continue" in err
+    code, _, err = call(*options, "--steps", "5", "--seed", "1", "--resume")
+    assert code == 2 and "belongs to another run: its seed is 0, this one's 1" in err
+    extra = text / "extra.txt"
+    extra.write_text("Another document. ")
+    code, _, err = call(*options, "--steps", "5", "--resume")
+    assert code == 2 and "belongs to a run on other text" in err
+    extra.unlink()
+
+    code, out, err = call(*options, "--steps", "5", "--resume")
+    assert code == 0, err
+    assert "5 steps, held-out loss" in out
+    assert json.loads((run / "run.json").read_text())["config"]["steps"] == 5
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    assert [r["step"] for r in records if "loss" in r] == [1, 2, 3, 4, 5]
