@@ -95,7 +95,7 @@ def varlen_attention_xla(
         block_q=min(config.block_q, _round_up(q.shape[0], 8)),
         block_k=min(config.block_k, _round_up(k.shape[0], 8)),
     )
-    return _attention(options, q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, alibi_slopes)
+    return _jitted(options, q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, alibi_slopes)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -170,13 +170,13 @@ def _attention_bwd(
 ) -> tuple[Array | None, ...]:
     q, k, v, cu_q, cu_k, sinks, slopes, out, lse = residuals
     x = _operands(options, q, k, v, cu_q, cu_k, slopes)
-    inside = _inside(cu_q, q.shape[0])[:, None]
     dout, dlse = cotangents
-    dout = jnp.where(inside[..., None], dout, 0)
+    # What arrives for a query that sees nothing, NaN too, is nobody's gradient.
+    seen = _inside(cu_q, q.shape[0])[:, None] & (lse > -jnp.inf)
+    dout = jnp.where(seen[..., None], dout, 0)
     # With scores s and weights p = exp(s - lse), the gradient of a score is
     # p * (dout . v - delta), delta = dout . out - dlse.
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-    seen = inside & (lse > -jnp.inf)
     delta = jnp.where(seen, delta - dlse, 0.0)
     lse = jnp.where(seen, lse, 0.0)
     dsinks = None
@@ -230,6 +230,8 @@ def _attention_bwd(
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)
+# Outside of any jit, one program is compiled and not a hundred operations.
+_jitted = jax.jit(_attention, static_argnums=0)
 
 
 def _scores(
