@@ -150,13 +150,19 @@ def make_train_step(
         if microbatches == 1:
             return gradients(model, batch)
         parts = _cut(batch, microbatches, rules)
-        first = jax.tree.map(lambda x: x[0], parts)
-        rest = jax.tree.map(lambda x: x[1:], parts)
+        part = jax.tree.map(lambda x: x[0], parts)
+        sums, _ = jax.eval_shape(gradients, model, part)
+        zeros = (
+            jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums),
+            jax.tree.map(
+                lambda p: jnp.zeros_like(p, jnp.float32), nnx.state(model, nnx.Param)
+            ),
+        )
 
         def add(total: Any, part: Any) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, total, gradients(model, part)), None
 
-        return jax.lax.scan(add, gradients(model, first), rest)[0]
+        return jax.lax.scan(add, zeros, parts)[0]
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         sums, grads = accumulated(state.model, batch)
