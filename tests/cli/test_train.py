@@ -171,7 +171,7 @@ def test_devices_are_simulated_before_jax_starts(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("compile_once")
-def test_train_and_resume(call, tmp_path, text):
+def test_train_resume_and_generate(call, tmp_path, text, capfd):
     run = tmp_path / "run"
     options = [*TINY, "--data.paths", text, "--output-dir", run]
     options += ["--model.num-layers", "1", "--dtype", "float32"]
@@ -198,3 +198,11 @@ def test_train_and_resume(call, tmp_path, text):
     assert json.loads((run / "run.json").read_text())["config"]["steps"] == 5
     records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     assert [r["step"] for r in records if "loss" in r] == [1, 2, 3, 4, 5]
+
+    prompt = "The number "
+    arguments = ["generate", "--from", str(run), "--prompt", prompt]
+    assert cli.main([*arguments, "--max-new-tokens", "8", "--temperature", "0"]) == 0
+    out = capfd.readouterr().out
+    assert out.startswith(prompt) and len(out) > len(prompt) + 1
+    assert cli.main([*arguments, "--step", "4"]) == 2
+    assert "no checkpoint of step 4" in capfd.readouterr().err

@@ -1,0 +1,177 @@
+"""``jaxscale generate --from DIR --prompt TEXT``: continue a prompt."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import jax
+import jax.numpy as jnp
+import tyro
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxscale import sharding
+from jaxscale.cli import run_directory
+from jaxscale.cli.devices import simulate_devices
+from jaxscale.cli.errors import usage_errors
+from jaxscale.cli.options import parse
+from jaxscale.inference import SamplingConfig, generate
+from jaxscale.models import Decoder, Tokenizer
+from jaxscale.sharding import MeshConfig
+from jaxscale.training import Checkpointer
+from jaxscale.training.corpus import begins_documents
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateConfig:
+    """Where the model is, what it continues, and how tokens are drawn."""
+
+    source: Annotated[str, tyro.conf.arg(name="from", metavar="DIR")]
+    """The output directory of a run, or a Hugging Face directory with config.json,
+    safetensors and tokenizer.json."""
+    prompt: str
+    """The text to continue."""
+    max_new_tokens: int = 64
+    """Tokens to add at most; the model may end the text before."""
+    temperature: float = 0.8
+    """0 takes the likeliest token each time; 1 draws from the model's distribution."""
+    top_k: int | None = None
+    """Draw from this many likeliest tokens only."""
+    top_p: float | None = None
+    """Draw from the likeliest tokens that together have this probability only."""
+    seed: int = 0
+    """Decides what is drawn."""
+    step: int | None = None
+    """Which checkpoint of a run; the newest by default."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Type of the computation; by default that of the run or of the file."""
+    mesh: MeshConfig = MeshConfig()  # noqa: RUF009  it is frozen
+    """How a model too large for one device is spread over several."""
+    rules: str = "fsdp_tp"
+    """Which mesh axes split which dimensions, by the name of a preset."""
+    devices: int | None = None
+    """Simulate this many CPU devices instead of using those of the machine."""
+
+    def __post_init__(self) -> None:
+        """Check what needs no files."""
+        if not self.prompt:
+            raise ValueError("prompt is empty; give the model something to continue")
+        if self.max_new_tokens < 1:
+            raise ValueError(
+                f"max_new_tokens {self.max_new_tokens}, expected at least 1"
+            )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command.
+
+    Raises:
+        UsageError: there is no model, or it cannot do what is asked.
+    """
+    config = parse(
+        GenerateConfig,
+        arguments,
+        prog="jaxscale generate",
+        description="Continue a prompt with a trained or a downloaded model.",
+    )
+    simulate_devices(config.devices)
+    print(config.prompt + complete(config))
+    return 0
+
+
+def complete(config: GenerateConfig) -> str:
+    """The text that the model adds to the prompt.
+
+    Raises:
+        UsageError: there is no model, or it cannot do what is asked.
+    """
+    with usage_errors():
+        sampling = SamplingConfig(
+            temperature=config.temperature, top_k=config.top_k, top_p=config.top_p
+        )
+        source = Path(config.source)
+        tokenizer = Tokenizer.from_file(source)
+        mesh = _mesh(config.mesh)
+        load = _load_run if run_directory.is_run(source) else _load_hugging_face
+        with jax.set_mesh(mesh):
+            model = load(config, mesh)
+        prompt = tokenizer.encode(config.prompt, add_bos=begins_documents(tokenizer))
+        model.config.check_mesh(dict(mesh.shape), model.rules)
+        _check(config, model, tokenizer, prompt)
+    with jax.set_mesh(mesh):
+        (tokens,) = generate(
+            model,
+            [prompt],
+            max_new_tokens=config.max_new_tokens,
+            sampling=sampling,
+            eos_id=tokenizer.eos_id,
+            key=jax.random.key(config.seed),
+        )
+    # Tables are often rounded up to more rows than there are tokens; an untrained model
+    # may draw one of them, which has no text.
+    tokens = [token for token in tokens if token < tokenizer.vocab_size]
+    return tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def _mesh(config: MeshConfig) -> Mesh:
+    """The mesh on just as many devices as it needs."""
+    sizes = [getattr(config, axis) for axis in sharding.MESH_AXES]
+    needed = None if -1 in sizes else math.prod(sizes)
+    return sharding.make_mesh(config, jax.devices()[:needed])
+
+
+def _load_run(config: GenerateConfig, mesh: Mesh) -> Decoder:
+    """The model of a checkpoint, straight onto the mesh."""
+    directory = Path(config.source)
+    run = run_directory.read_config(directory)
+    rules = sharding.preset(config.rules)
+    run.model.check_mesh(dict(mesh.shape), rules)
+
+    def init() -> Decoder:
+        return Decoder(
+            run.model,
+            dtype=jnp.dtype(config.dtype or run.dtype),
+            param_dtype=jnp.dtype(run.param_dtype),
+            rules=rules,
+            rngs=nnx.Rngs(0),
+        )
+
+    abstract = jax.eval_shape(init)
+    places = sharding.shardings(abstract, mesh, rules)
+    target = jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        abstract,
+        places,
+    )
+    with Checkpointer(directory / "checkpoints", read_only=True) as checkpoints:
+        return checkpoints.restore_model(target, config.step)
+
+
+def _load_hugging_face(config: GenerateConfig, mesh: Mesh) -> Decoder:
+    if config.step is not None:
+        raise ValueError(
+            f"step {config.step} chooses a checkpoint of a run, but {config.source} is "
+            "a Hugging Face directory; leave it out"
+        )
+    rules = sharding.preset(config.rules)
+    dtype = None if config.dtype is None else jnp.dtype(config.dtype)
+    return Decoder.from_pretrained(config.source, mesh=mesh, rules=rules, dtype=dtype)
+
+
+def _check(
+    config: GenerateConfig, model: Decoder, tokenizer: Tokenizer, prompt: Sequence[int]
+) -> None:
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer in {config.source} has {tokenizer.vocab_size} tokens, the "
+            f"model knows {model.config.vocab_size}; they do not belong together"
+        )
+    length, limit = len(prompt) + config.max_new_tokens, model.config.max_seq_len
+    if length > limit:
+        raise ValueError(
+            f"the prompt has {len(prompt)} tokens, which with max_new_tokens "
+            f"{config.max_new_tokens} makes {length}, more than the {limit} that the "
+            "model was made for; shorten the prompt or lower max_new_tokens"
+        )

@@ -1,0 +1,109 @@
+import dataclasses
+import re
+import shutil
+
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from jaxscale import cli
+from jaxscale.models import Decoder, Tokenizer, hf, preset
+
+
+def in_a_line(text):
+    """What was printed without the boxes and line breaks of the terminal."""
+    return re.sub(r"[│╭╰─╮╯\s]+", " ", text)
+
+
+@pytest.fixture
+def call(capfd):
+    def call(*arguments):
+        try:
+            code = cli.main(["generate", *map(str, arguments)])
+        except SystemExit as stop:
+            code = stop.code
+        out, err = capfd.readouterr()
+        return code, in_a_line(out), in_a_line(err)
+
+    return call
+
+
+def test_help_describes_each_setting(call):
+    code, out, _ = call("--help")
+    assert code == 0
+    for option in ("--from DIR", "--prompt STR", "--max-new-tokens", "--temperature"):
+        assert option in out
+    assert "Hugging Face directory" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "Required options .*--from.*--prompt"),
+        (["--from", "x", "--prompt", ""], "prompt is empty; give the model something"),
+        (
+            ["--from", "x", "--prompt", "a", "--max-new-tokens", "0"],
+            "max_new_tokens 0, expected at least 1",
+        ),
+        (["--from", "nowhere", "--prompt", "a"], "'nowhere' has no tokenizer"),
+    ],
+)
+def test_mistakes_are_explained(call, arguments, message):
+    code, out, err = call(*arguments)
+    assert code == 2
+    assert re.search(message, err), err
+    assert out == ""
+
+
+@pytest.fixture(scope="module")
+def hugging_face(tmp_path_factory):
+    """What a download holds: model, configuration, tokenizer."""
+    directory = tmp_path_factory.mktemp("model")
+    tokenizer = Tokenizer.train(["to be or not to be"], 300)
+    config = dataclasses.replace(preset("llama_tiny"), vocab_size=300)
+    hf.save(Decoder(config, rngs=nnx.Rngs(0)), directory, tokenizer=tokenizer)
+    return directory
+
+
+def test_from_a_hugging_face_directory(call, hugging_face):
+    common = ("--from", hugging_face, "--prompt", "to be", "--max-new-tokens", "6")
+    code, likeliest, _ = call(*common, "--temperature", "0")
+    assert code == 0
+    model = hf.load(hugging_face)
+    tokenizer = Tokenizer.from_file(hugging_face)
+    tokens = tokenizer.encode("to be")
+    for _ in range(6):
+        tokens.append(int(model(jnp.array([tokens]))[0, -1].argmax()))
+    # Rows of the table past the tokenizer's last token have no text.
+    tokens = [token for token in tokens if token < tokenizer.vocab_size]
+    assert likeliest.split() == tokenizer.decode(tokens).split()
+
+    code, one, _ = call(*common, "--temperature", "1.5", "--seed", "1")
+    assert code == 0
+    assert call(*common, "--temperature", "1.5", "--seed", "1") == (0, one, "")
+    assert call(*common, "--temperature", "1.5", "--seed", "2")[1] != one
+
+
+def test_what_the_model_cannot_do(call, hugging_face):
+    source = ("--from", hugging_face, "--prompt", "to be")
+    code, _, err = call(*source, "--max-new-tokens", "128")
+    assert code == 2
+    assert re.search(r"has \d+ tokens, which with max_new_tokens 128 makes \d+,", err)
+    code, _, err = call(*source, "--step", "3")
+    assert code == 2 and "step 3 chooses a checkpoint of a run, but" in err
+    code, _, err = call(*source, "--mesh.tensor", "8")
+    assert code == 2 and "embed.table of shape (300, 32) cannot be split" in err
+    code, _, err = call(*source, "--mesh.tensor", "4")
+    assert code == 2 and "num_kv_heads 2 is not divisible by 4" in err
+    code, _, err = call(*source, "--mesh.tensor", "9")
+    assert code == 2 and "needs 9 devices, but there are 8" in err
+    code, _, err = call(*source, "--top-p", "2")
+    assert code == 2 and "top_p" in err
+
+
+def test_a_tokenizer_of_another_model(call, tmp_path):
+    shutil.copytree("tests/fixtures/models/llama3_gqa", tmp_path / "model")
+    Tokenizer.train(["to be or not to be"], 270).save(tmp_path / "model")
+    code, _, err = call("--from", tmp_path / "model", "--prompt", "to be")
+    assert code == 2
+    assert re.search(r"has \d+ tokens, the model knows 128; they do not belong", err)
