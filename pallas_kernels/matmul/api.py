@@ -1,0 +1,212 @@
+"""The public matrix product.
+
+Axis letters: B any leading axes, M rows, K contraction, N columns.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from pallas_kernels import tuning
+from pallas_kernels.dispatch import dispatch
+from pallas_kernels.matmul import mosaic_gpu, xla
+from pallas_kernels.matmul.config import MatmulConfig, Problem, heuristic, prefer_xla
+from pallas_kernels.mosaic import DeviceSpec
+
+
+__all__ = ["matmul"]
+
+
+def matmul(
+    x: Float[Array, "*B M K"],
+    w: Float[Array, "P Q"],
+    *,
+    rhs_transposed: bool = False,
+    out_dtype: DTypeLike | None = None,
+    implementation: str | Sequence[str] | None = None,
+    config: MatmulConfig | None = None,
+) -> Float[Array, "*B M N"]:
+    """Multiplies activations by a weight, with fp32 sums.
+
+    ``y[..., m, n] = sum_k x[..., m, k] w[k, n]``
+
+    Differentiable; both gradients run through the same implementations, with operands
+    read transposed where they are stored: ``dx = dy w^T`` and ``dw = x^T dy``. The
+    gradient of the output is rounded to the type of the operands first.
+
+    With ``implementation=None`` the Hopper kernel runs on Hopper GPUs where it is
+    expected not to lose: where it is within 2% of XLA in the table of tuned problems
+    or faster, and for problems that are not in the table if M is a multiple of 8 and
+    whole output tiles keep 83% of the GPU busy. XLA runs elsewhere. The compiler does
+    not partition the kernel: on several devices call this inside `jax.shard_map`.
+
+    Args:
+        x: [*B,M,K] activations; leading axes are merged with M.
+        w: [K,N] weight of the same type, or [N,K] with `rhs_transposed`.
+        rhs_transposed: w is stored as [N,K], as an embedding table is.
+        out_dtype: type of y; that of x by default.
+        implementation: "mosaic_gpu" (Hopper; bfloat16 or float16, K and N multiples of
+            64), "xla", a sequence of these, or None for the best.
+        config: how the kernel cuts this product (gradients look theirs up); None looks
+            it up: `pallas_kernels.tuning`.
+
+    Returns:
+        [*B,M,N] of `out_dtype`.
+
+    Raises:
+        ValueError: shapes or types of x and w disagree.
+        Unsupported: the implementation named cannot serve the arguments here.
+        ExceptionGroup: none of several named implementations can.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> x = jnp.arange(6, dtype=jnp.float32).reshape(2, 3)
+        >>> w = jnp.ones((3, 4), jnp.float32)
+        >>> matmul(x, w)
+        Array([[ 3.,  3.,  3.,  3.],
+               [12., 12., 12., 12.]], dtype=float32)
+    """
+    if x.dtype != w.dtype:
+        raise ValueError(
+            f"w has type {w.dtype}, expected that of x, {x.dtype}; cast one of them"
+        )
+    contracted = w.shape[1 if rhs_transposed else 0]
+    if contracted != x.shape[-1]:
+        raise ValueError(
+            f"w has shape {w.shape} (rhs_transposed={rhs_transposed}), expected"
+            f" {x.shape[-1]} input features as x of shape {x.shape} has"
+        )
+    call = _Call(
+        rhs_transposed=rhs_transposed,
+        out_dtype=jnp.dtype(x.dtype if out_dtype is None else out_dtype),
+        implementation=(
+            implementation
+            if implementation is None or isinstance(implementation, str)
+            else tuple(implementation)
+        ),
+        config=config,
+    )
+    axes = _varying(x, w)
+    rows = _as_varying(x, axes).reshape(-1, x.shape[-1])
+    y: Any = _matmul(rows, _as_varying(w, axes), call)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Call:
+    rhs_transposed: bool
+    out_dtype: Any
+    implementation: str | tuple[str, ...] | None
+    config: MatmulConfig | None
+
+
+def _varying(*arrays: jax.Array) -> frozenset:
+    """Mesh axes over which any of the arrays varies, inside `jax.shard_map`."""
+    return frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in arrays))
+
+
+def _as_varying(x: jax.Array, axes: frozenset) -> jax.Array:
+    """Marks an array as varying over mesh axes.
+
+    The transpose of the mark sums gradients over the axes, which the gradient rule
+    below, seeing only local values, could not know.
+    """
+    missing = tuple(sorted(axes - _varying(x)))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _matmul(x: jax.Array, w: jax.Array, call: _Call) -> jax.Array:
+    return _run(
+        x,
+        w,
+        call.implementation,
+        config=call.config,
+        out_dtype=call.out_dtype,
+        rhs_transposed=call.rhs_transposed,
+    )
+
+
+def _forward(x: jax.Array, w: jax.Array, call: _Call) -> tuple[jax.Array, Any]:
+    return _matmul(x, w, call), (x, w)
+
+
+def _backward(call: _Call, saved: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, w = saved
+    dy = dy.astype(x.dtype)
+    dx = _run(
+        dy,
+        w,
+        call.implementation,
+        out_dtype=x.dtype,
+        rhs_transposed=not call.rhs_transposed,
+    )
+    left, right = (dy, x) if call.rhs_transposed else (x, dy)
+    dw = _run(left, right, call.implementation, out_dtype=w.dtype, lhs_transposed=True)
+    return dx, dw
+
+
+_matmul.defvjp(_forward, _backward)
+
+
+def _run(
+    x: jax.Array,
+    w: jax.Array,
+    implementation: str | tuple[str, ...] | None,
+    *,
+    config: MatmulConfig | None = None,
+    **storage: Any,
+) -> jax.Array:
+    device = DeviceSpec.current()
+    if implementation is None:
+        implementation = _preferred(Problem.of(x, w, **storage), device)
+    implementations = {
+        "mosaic_gpu": functools.partial(_mosaic_gpu, device=device, config=config),
+        "xla": xla.matmul,
+    }
+    y = dispatch("matmul", implementations, implementation, x, w, **storage)
+    return _as_varying(y, _varying(x, w))  # kernels lose the mark
+
+
+_NOISE = 0.02
+"""Measured times differ by as much from run to run."""
+
+
+def _preferred(problem: Problem, device: DeviceSpec | None) -> tuple[str, ...]:
+    """The order in which implementations are tried."""
+    if device is None:
+        return ("xla",)
+    entry = tuning.tuned_entry("matmul", problem.key, device)
+    if entry is not None:
+        xla_wins = entry.xla_us < (1 - _NOISE) * entry.time_us
+    else:
+        xla_wins = prefer_xla(problem, device) is not None
+    return ("xla",) if xla_wins else ("mosaic_gpu", "xla")
+
+
+def _mosaic_gpu(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    device: DeviceSpec | None,
+    config: MatmulConfig | None,
+    **storage: Any,
+) -> jax.Array:
+    problem = Problem.of(x, w, **storage)
+    device = mosaic_gpu.check_problem(problem, device)
+    config = tuning.lookup(
+        "matmul",
+        problem.key,
+        device,
+        MatmulConfig,
+        config=config,
+        heuristic=functools.partial(heuristic, problem, device),
+    )
+    return mosaic_gpu.matmul(x, w, config=config, device=device, **storage)

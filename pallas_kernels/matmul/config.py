@@ -1,0 +1,247 @@
+"""How a matrix product is stored and cut: the problem, the config, and its choice.
+
+Axis letters: M rows, K contraction, N columns.
+"""
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels.mosaic import DeviceSpec
+
+
+__all__ = ["MatmulConfig", "Problem", "candidates", "heuristic", "prefer_xla"]
+
+CONSUMERS = 2
+"""Warpgroups that multiply; one more streams their operands."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MatmulConfig:
+    """How the kernel cuts a matrix product."""
+
+    tile_m: int = 128
+    """Rows of an output tile; a multiple of 64."""
+    tile_n: int = 256
+    """Columns of an output tile; a multiple of 64, at most 256."""
+    tile_k: int = 64
+    """Depth of one pipeline stage; a multiple of 64."""
+    stages: int = 4
+    """Stages of the ring between producer and consumers."""
+    split: Literal["m", "n"] = "m"
+    """Dimension along which the two consumers share an output tile."""
+    cluster: Literal["none", "m", "n"] = "none"
+    """Two neighboring blocks along this dimension load the operand that they share
+    once and multicast it within their cluster (inside one GPU)."""
+    minor: Literal["m", "n"] = "m"
+    """Dimension cut into bands by the order of the tiles, see `snake_order`."""
+    group: int = 8
+    """Tiles (pairs, in a cluster) across one band."""
+    store_slots: int = 2
+    """Buffers through which a consumer stores its part of the output, 128 bytes wide
+    each."""
+
+    def __post_init__(self) -> None:
+        for name in ("tile_m", "tile_n", "tile_k"):
+            value = getattr(self, name)
+            if value < 64 or value % 64:
+                raise ValueError(f"{name} {value}, expected a positive multiple of 64")
+        if self.tile_n > 256:
+            raise ValueError(
+                f"tile_n {self.tile_n}, expected at most 256; use a larger tile_m"
+            )
+        for name, least in (("stages", 2), ("group", 1), ("store_slots", 1)):
+            value = getattr(self, name)
+            if value < least:
+                raise ValueError(f"{name} {value}, expected at least {least}")
+        for name, known in (
+            ("split", ("m", "n")),
+            ("cluster", ("none", "m", "n")),
+            ("minor", ("m", "n")),
+        ):
+            value = getattr(self, name)
+            if value not in known:
+                raise ValueError(f"{name} {value!r}, expected one of {known}")
+        whole = getattr(self, f"tile_{self.split}")
+        if whole % (64 * CONSUMERS):
+            raise ValueError(
+                f"tile_{self.split} {whole}, expected a multiple of {64 * CONSUMERS}"
+                f" with split={self.split!r}; split along the other dimension"
+            )
+        if math.prod(self.block) > 64 * 256:
+            raise ValueError(
+                f"tile_m {self.tile_m} x tile_n {self.tile_n}, expected at most"
+                f" {CONSUMERS} x 64 x 256: the sums of a consumer stay in registers"
+            )
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows and columns of one consumer's part of an output tile."""
+        if self.split == "m":
+            return self.tile_m // CONSUMERS, self.tile_n
+        return self.tile_m, self.tile_n // CONSUMERS
+
+    @property
+    def cluster_tiles(self) -> tuple[int, int]:
+        """Output tiles of a cluster along m and n."""
+        return 1 + (self.cluster == "m"), 1 + (self.cluster == "n")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One matrix product ``[M,K] x [K,N] -> [M,N]`` and how its operands are stored."""
+
+    m: int
+    """Rows of the output; any number."""
+    n: int
+    """Columns of the output."""
+    k: int
+    """Length of the sums."""
+    dtype: jnp.dtype
+    """Type of both operands: bfloat16 or float16."""
+    out_dtype: jnp.dtype
+    """Type of the output: that of the operands or float32."""
+    lhs_transposed: bool = False
+    """The left operand is stored as [K,M]."""
+    rhs_transposed: bool = False
+    """The right operand is stored as [N,K]."""
+
+    @classmethod
+    def of(
+        cls,
+        x: Any,
+        w: Any,
+        out_dtype: DTypeLike,
+        lhs_transposed: bool = False,
+        rhs_transposed: bool = False,
+    ) -> "Problem":
+        """The problem of two arrays (or shapes with types)."""
+        k, m = x.shape if lhs_transposed else x.shape[::-1]
+        return cls(
+            m=m,
+            n=w.shape[0 if rhs_transposed else 1],
+            k=k,
+            dtype=jnp.dtype(x.dtype),
+            out_dtype=jnp.dtype(out_dtype),
+            lhs_transposed=lhs_transposed,
+            rhs_transposed=rhs_transposed,
+        )
+
+    @property
+    def key(self) -> str:
+        """Key in the tables of tuned configs, as in ``m=4096 n=8192 k=4096 bf16``."""
+        short = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+        dtype, out = (short.get(d.name, d.name) for d in (self.dtype, self.out_dtype))
+        parts = [f"m={self.m} n={self.n} k={self.k} {dtype}"]
+        if self.out_dtype != self.dtype:
+            parts.append(f"out={out}")
+        if self.lhs_transposed:
+            parts.append("lhs_transposed")
+        if self.rhs_transposed:
+            parts.append("rhs_transposed")
+        return " ".join(parts)
+
+
+# Tiles worth considering, the largest first. A consumer's fp32 sums fill the registers
+# at 128 x 256; smaller tiles need more traffic for each product but leave fewer
+# multiprocessors idle when the output is small.
+_TILES = (
+    MatmulConfig(tile_m=128, tile_n=256, stages=4, store_slots=2),
+    MatmulConfig(tile_m=128, tile_n=192, stages=4, store_slots=3),
+    MatmulConfig(tile_m=128, tile_n=128, stages=6, store_slots=2),
+    MatmulConfig(tile_m=64, tile_n=256, stages=4, store_slots=2, split="n"),
+    MatmulConfig(tile_m=128, tile_n=64, stages=8, store_slots=1),
+    MatmulConfig(tile_m=64, tile_n=128, stages=8, store_slots=1, split="n"),
+)
+
+# Cost model, in clock cycles of a multiprocessor (H200, measured to a few percent).
+_TENSOR_CORE = 2048  # multiply-adds a cycle, 16-bit operands
+_L2_BYTES = 48  # bytes a cycle from the L2 cache to one multiprocessor
+_TILE_OVERHEAD = 2000  # filling the ring once, storing the tile
+_LEAST_BUSY = 0.83  # below, cuBLAS wins: it also splits the sums (H200, measured)
+
+
+def _counts(problem: Problem, config: MatmulConfig) -> tuple[int, int]:
+    return -(-problem.m // config.tile_m), -(-problem.n // config.tile_n)
+
+
+def _cost(problem: Problem, config: MatmulConfig, device: DeviceSpec) -> float:
+    """Estimated cycles: waves of tiles, each bound by tensor cores or L2 traffic."""
+    waves = -(-math.prod(_counts(problem, config)) // device.num_sms)
+    area = config.tile_m * config.tile_n
+    edges = (config.tile_m + config.tile_n) * problem.dtype.itemsize
+    per_k = max(area / _TENSOR_CORE, edges / _L2_BYTES)
+    return waves * (problem.k * per_k + _TILE_OVERHEAD)
+
+
+def _clustered(problem: Problem, config: MatmulConfig) -> MatmulConfig:
+    """Pairs blocks along a dimension with an even number of tiles, rows first."""
+    for dimension, count in zip(("m", "n"), _counts(problem, config), strict=True):
+        if count % 2 == 0:
+            return dataclasses.replace(config, cluster=dimension)
+    return config
+
+
+def heuristic(problem: Problem, device: DeviceSpec) -> MatmulConfig:
+    """The config of a problem that was never tuned.
+
+    Args:
+        problem: what to compute.
+        device: number of multiprocessors.
+
+    Returns:
+        The tile of least estimated time, in clusters of two where the tiles pair up.
+
+    Example:
+        >>> from pallas_kernels.mosaic import H200
+        >>> bf16 = jnp.dtype(jnp.bfloat16)
+        >>> big = Problem(m=8192, n=8192, k=8192, dtype=bf16, out_dtype=bf16)
+        >>> config = heuristic(big, H200)
+        >>> config.tile_m, config.tile_n, config.cluster
+        (128, 256, 'm')
+    """
+    best = min(_TILES, key=lambda config: _cost(problem, config, device))
+    return _clustered(problem, best)
+
+
+def candidates(problem: Problem, device: DeviceSpec) -> tuple[MatmulConfig, ...]:
+    """Configs for the tuner: near the estimate, in several orders and clusters."""
+    estimates = {c: _cost(problem, c, device) for c in _TILES}
+    limit = 1.25 * min(estimates.values())
+    near = [c for c in _TILES if estimates[c] <= limit]
+    near = sorted(near, key=estimates.__getitem__)[:3]
+    best = _clustered(problem, near[0])
+    found = [_clustered(problem, c) for c in near]
+    found += [dataclasses.replace(near[0], cluster=c) for c in ("none", "m", "n")]
+    found += [
+        dataclasses.replace(best, minor=minor, group=group)
+        for minor, group in (("m", 4), ("m", 16), ("n", 4), ("n", 8))
+        if math.prod(_counts(problem, best)) > 2 * device.num_sms
+    ]
+    return tuple(dict.fromkeys(found))
+
+
+def prefer_xla(problem: Problem, device: DeviceSpec) -> str | None:
+    """Why XLA is the better choice for a problem that was never tuned, if it is.
+
+    Args:
+        problem: what to compute.
+        device: number of multiprocessors.
+
+    Returns:
+        A reason, or None where the kernel is expected not to lose.
+    """
+    if problem.m % 8:
+        return f"m={problem.m} is no multiple of 8, so its rows would be copied"
+    best = heuristic(problem, device)
+    waves = -(-math.prod(_counts(problem, best)) // device.num_sms)
+    area = waves * device.num_sms * best.tile_m * best.tile_n
+    busy = problem.m * problem.n / area
+    if busy < _LEAST_BUSY:
+        return (
+            f"the best cut keeps {busy:.0%} of the GPU busy, less than splitting sums"
+        )
+    return None

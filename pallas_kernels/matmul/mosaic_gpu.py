@@ -1,0 +1,487 @@
+"""Hopper matrix product, and the pieces of it that other kernels are made of.
+
+One block (a streaming multiprocessor) holds three warpgroups. The producer streams
+tiles of both operands into a ring of shared-memory stages with the bulk copy engine;
+two consumers multiply them with wgmma into registers and store their half of the output
+tile. The grid is persistent: a block walks over output tiles, and while the consumers
+store one tile the producer has already filled the ring for the next.
+
+A kernel that communicates (all-gather matmul, matmul reduce-scatter) reuses
+
+* `Tiles`: shapes, shared memory, and the views of operands and stages;
+* `load_tile` and `multiply_tile`: one output tile of the producer and of a consumer;
+  both carry the stage of the ring, so tiles follow each other without a bubble;
+* `store_tile`: registers to any destination, through a small ring of its own;
+* `run_roles`: the flat loop over tiles with an order of the caller's choosing, where
+  the caller may wait before the loads of a tile and signal after its store.
+
+Axis letters: M rows, K contraction, N columns.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+
+from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.matmul.config import CONSUMERS, MatmulConfig, Problem
+from pallas_kernels.mosaic import (
+    DeviceSpec,
+    check_hopper,
+    check_smem,
+    smem_bytes,
+    smem_transforms,
+    snake_order,
+)
+
+
+__all__ = [
+    "Tiles",
+    "check_problem",
+    "load_tile",
+    "matmul",
+    "multiply_tile",
+    "run_roles",
+    "store_tile",
+]
+
+PRODUCER_REGISTERS = 40
+CONSUMER_REGISTERS = 232
+# The layout in shared memory has tiles of 8 rows of 64 elements, and the copy engine
+# moves whole ones.
+TILE_ROWS, TILE_COLUMNS = 8, 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """A problem cut by a config: shapes, scratch memory and views for kernel bodies."""
+
+    problem: Problem
+    config: MatmulConfig
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Output tiles along m and n, rounded up to whole clusters."""
+        cm, cn = self.config.cluster_tiles
+        return (
+            pl.cdiv(self.problem.m, self.config.tile_m * cm) * cm,
+            pl.cdiv(self.problem.n, self.config.tile_n * cn) * cn,
+        )
+
+    @property
+    def k_tiles(self) -> int:
+        """Pipeline stages that one output tile consumes."""
+        return pl.cdiv(self.problem.k, self.config.tile_k)
+
+    @property
+    def store_columns(self) -> int:
+        """Columns of one store buffer: 128 bytes."""
+        return 128 // self.problem.out_dtype.itemsize
+
+    @property
+    def _x_shape(self) -> tuple[int, int]:
+        m, k = self.config.tile_m, self.config.tile_k
+        return (k, m) if self.problem.lhs_transposed else (m, k)
+
+    @property
+    def _w_shape(self) -> tuple[int, int]:
+        k, n = self.config.tile_k, self.config.tile_n
+        return (n, k) if self.problem.rhs_transposed else (k, n)
+
+    @property
+    def _store_shape(self) -> tuple[int, int, int, int]:
+        return (
+            CONSUMERS,
+            self.config.store_slots,
+            self.config.block[0],
+            self.store_columns,
+        )
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of one block, barriers included."""
+        c, p = self.config, self.problem
+        ring = smem_bytes(self._x_shape, p.dtype) + smem_bytes(self._w_shape, p.dtype)
+        stores = smem_bytes(self._store_shape, p.out_dtype)
+        return c.stages * ring + stores + 1024
+
+    def scratch_types(self) -> dict[str, Any]:
+        """Scratch of one block: the ring, its barriers and the store buffers."""
+        c, p = self.config, self.problem
+        if c.cluster == "none":
+            empty = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=c.stages)
+        else:
+            # A stage is written by both blocks, so both must have consumed it.
+            empty = plgpu.ClusterBarrier(
+                collective_axes=("cluster",),
+                num_arrivals=CONSUMERS,
+                num_barriers=c.stages,
+            )
+        ring = {
+            name: plgpu.SMEM(
+                (c.stages, *shape),
+                p.dtype,
+                transforms=smem_transforms(shape[1], p.dtype),
+            )
+            for name, shape in (("x_smem", self._x_shape), ("w_smem", self._w_shape))
+        }
+        return ring | {
+            "out_smem": plgpu.SMEM(
+                self._store_shape,
+                p.out_dtype,
+                transforms=smem_transforms(self.store_columns, p.out_dtype),
+            ),
+            "full": plgpu.Barrier(num_arrivals=2, num_barriers=c.stages),
+            "empty": empty,
+        }
+
+    def x_view(self, x: Any, m: Any, k: Any) -> Any:
+        """Tile (m, k) of the left operand in global memory."""
+        rows = pl.ds(m * self.config.tile_m, self.config.tile_m)
+        depth = pl.ds(k * self.config.tile_k, self.config.tile_k)
+        return x.at[depth, rows] if self.problem.lhs_transposed else x.at[rows, depth]
+
+    def w_view(self, w: Any, k: Any, n: Any) -> Any:
+        """Tile (k, n) of the right operand in global memory."""
+        depth = pl.ds(k * self.config.tile_k, self.config.tile_k)
+        columns = pl.ds(n * self.config.tile_n, self.config.tile_n)
+        if self.problem.rhs_transposed:
+            return w.at[columns, depth]
+        return w.at[depth, columns]
+
+    def operands(self, scratch: Any, slot: Any, consumer: Any) -> tuple[Any, Any]:
+        """The parts of a stage that one consumer multiplies, as [m,k] and [k,n]."""
+        block_m, block_n = self.config.block
+        x, w = scratch["x_smem"].at[slot], scratch["w_smem"].at[slot]
+        if self.config.split == "m":
+            rows = pl.ds(consumer * block_m, block_m)
+            x = x.at[:, rows] if self.problem.lhs_transposed else x.at[rows]
+        else:
+            columns = pl.ds(consumer * block_n, block_n)
+            w = w.at[columns] if self.problem.rhs_transposed else w.at[:, columns]
+        if self.problem.lhs_transposed:
+            x = x.transpose((1, 0))
+        if self.problem.rhs_transposed:
+            w = w.transpose((1, 0))
+        return x, w
+
+    def out_view(self, out: Any, m: Any, n: Any, consumer: Any, chunk: int) -> Any:
+        """Chunk of 128-byte columns of one consumer's part of output tile (m, n)."""
+        block_m, block_n = self.config.block
+        row, column = m * self.config.tile_m, n * self.config.tile_n
+        if self.config.split == "m":
+            row = row + consumer * block_m
+        else:
+            column = column + consumer * block_n
+        column = column + chunk * self.store_columns
+        return out.at[pl.ds(row, block_m), pl.ds(column, self.store_columns)]
+
+
+def _next_slot(slot: jax.Array, stages: int) -> jax.Array:
+    return jnp.where(slot == stages - 1, 0, slot + 1)
+
+
+def load_tile(tiles: Tiles, x: Any, w: Any, scratch: Any, m: Any, n: Any, slot: Any):
+    """Producer: streams the operands of output tile (m, n) into the ring.
+
+    Args:
+        tiles: the cut.
+        x: left operand in global memory.
+        w: right operand in global memory.
+        scratch: what `Tiles.scratch_types` allocated.
+        m: tile index along the rows of x.
+        n: tile index along the columns of w.
+        slot: int32, the next stage of the ring.
+
+    Returns:
+        The stage after the last one that was filled.
+    """
+    config = tiles.config
+    shared = {"none": (None, None), "m": (None, "cluster"), "n": ("cluster", None)}
+    x_axes, w_axes = shared[config.cluster]
+
+    def step(k: jax.Array, slot: jax.Array) -> jax.Array:
+        plgpu.barrier_wait(scratch["empty"].at[slot])
+        full = scratch["full"].at[slot]
+        plgpu.copy_gmem_to_smem(
+            tiles.x_view(x, m, k),
+            scratch["x_smem"].at[slot],
+            full,
+            collective_axes=x_axes,
+        )
+        plgpu.copy_gmem_to_smem(
+            tiles.w_view(w, k, n),
+            scratch["w_smem"].at[slot],
+            full,
+            collective_axes=w_axes,
+        )
+        return _next_slot(slot, config.stages)
+
+    return lax.fori_loop(0, tiles.k_tiles, step, slot)
+
+
+def multiply_tile(tiles: Tiles, scratch: Any, consumer: Any, slot: Any):
+    """Consumer: sums the products of one output tile.
+
+    Args:
+        tiles: the cut.
+        scratch: what `Tiles.scratch_types` allocated.
+        consumer: int32, which of the consumers this warpgroup is.
+        slot: int32, the next stage of the ring.
+
+    Returns:
+        The sums, fp32 [block_m, block_n], and the stage after the last one consumed.
+    """
+    stages = tiles.config.stages
+
+    def multiply(slot: jax.Array, acc: Any) -> None:
+        plgpu.barrier_wait(scratch["full"].at[slot])
+        plgpu.wgmma(acc, *tiles.operands(scratch, slot, consumer))
+
+    def scoped(acc: Any):
+        multiply(slot, acc)
+
+        def step(_: jax.Array, last: jax.Array) -> jax.Array:
+            now = _next_slot(last, stages)
+            multiply(now, acc)
+            # One product stays in flight, the one before it has left its stage.
+            plgpu.wgmma_wait(1)
+            plgpu.barrier_arrive(scratch["empty"].at[last])
+            return now
+
+        last = lax.fori_loop(1, tiles.k_tiles, step, slot)
+        sums = acc[...]
+        plgpu.barrier_arrive(scratch["empty"].at[last])
+        return sums, _next_slot(last, stages)
+
+    return pl.run_scoped(
+        scoped, plgpu.WGMMAAccumulatorRef(tiles.config.block, jnp.float32)
+    )
+
+
+def store_tile(
+    tiles: Tiles,
+    sums: jax.Array,
+    scratch: Any,
+    consumer: Any,
+    destination: Callable[[int], Any],
+) -> None:
+    """Consumer: stores its part of a tile; returns before the copies have arrived.
+
+    Args:
+        tiles: the cut.
+        sums: fp32 [block_m, block_n].
+        scratch: what `Tiles.scratch_types` allocated.
+        consumer: int32, which of the consumers this warpgroup is.
+        destination: chunk number to a [block_m, 128 bytes] view of global memory, here
+            or on a peer. Rows and columns past its array are dropped.
+    """
+    slots, width = tiles.config.store_slots, tiles.store_columns
+    values = sums.astype(tiles.problem.out_dtype)
+    for chunk in range(tiles.config.block[1] // width):
+        buffer = scratch["out_smem"].at[consumer, chunk % slots]
+        # The copy that used this buffer before has read it.
+        plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+        buffer[...] = values[:, chunk * width : (chunk + 1) * width]
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(buffer, destination(chunk))
+
+
+def run_roles(
+    tiles: Tiles,
+    scratch: Any,
+    for_each_tile: Callable[[Callable[[Any, Any, Any], Any], Any], Any],
+    load: Callable[[Any, Any, Any], Any],
+    store: Callable[[jax.Array, Any, Any, Any], None],
+) -> None:
+    """The body of a persistent kernel: producer and consumers over the same tiles.
+
+    Args:
+        tiles: the cut.
+        scratch: what `Tiles.scratch_types` allocated.
+        for_each_tile: ``(body, carry) -> carry`` that calls ``body(m, n, carry)`` for
+            every tile of this block, in the same order in all warpgroups.
+        load: producer, ``(m, n, slot) -> slot``; usually `load_tile`, after a wait
+            where the operand comes from a peer.
+        store: consumer, ``(sums, m, n, consumer) -> None``; usually `store_tile`,
+            before a signal where a peer waits for the tile.
+    """
+    stages = tiles.config.stages
+    warpgroup = lax.axis_index("warpgroup")
+    first = jnp.int32(0)
+
+    @pl.when(warpgroup == CONSUMERS)
+    def _producer():
+        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        slot = for_each_tile(load, first)
+
+        # Every stage must be handed back before the block ends: a barrier remembers
+        # only one phase, and the peer of a cluster still writes here until then.
+        def drain(_: jax.Array, slot: jax.Array) -> jax.Array:
+            plgpu.barrier_wait(scratch["empty"].at[slot])
+            return _next_slot(slot, stages)
+
+        lax.fori_loop(0, stages, drain, slot)
+
+    @pl.when(warpgroup < CONSUMERS)
+    def _consumer():
+        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+
+        def hand_over(slot: jax.Array, _: None) -> None:
+            plgpu.barrier_arrive(scratch["empty"].at[slot])
+
+        lax.fori_loop(0, stages, hand_over, None)
+
+        def tile(m: Any, n: Any, slot: Any) -> Any:
+            sums, slot = multiply_tile(tiles, scratch, warpgroup, slot)
+            store(sums, m, n, warpgroup)
+            return slot
+
+        for_each_tile(tile, first)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _snake_tiles(tiles: Tiles) -> Callable[..., Any]:
+    """Loop over this block's share of all output tiles in `snake_order`."""
+    config = tiles.config
+    cm, cn = config.cluster_tiles
+    counts = (tiles.counts[0] // cm, tiles.counts[1] // cn)
+
+    def for_each_tile(body: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
+        worker, workers = lax.axis_index("worker"), lax.axis_size("worker")
+        rank = lax.axis_index("cluster") if config.cluster != "none" else 0
+        total = math.prod(counts)
+        # ceil((total - worker) / workers) tiles for this worker.
+        mine = lax.div(total - 1 - worker + workers, jnp.int32(workers))
+
+        def step(i: jax.Array, carry: Any) -> Any:
+            m, n = snake_order(i * workers + worker, counts, config.minor, config.group)
+            m = m * cm + (rank if config.cluster == "m" else 0)
+            n = n * cn + (rank if config.cluster == "n" else 0)
+            return body(m, n, carry)
+
+        return lax.fori_loop(0, mine, step, carry)
+
+    return for_each_tile
+
+
+def check_problem(problem: Problem, device: DeviceSpec | None) -> DeviceSpec:
+    """Checks that the kernel can serve a problem on a device.
+
+    Raises:
+        Unsupported: it cannot; the message says what to do.
+    """
+    device = check_hopper(device, "matmul")
+    p = problem
+    if p.dtype not in (jnp.bfloat16, jnp.float16):
+        raise Unsupported(
+            f"matmul: operands of type {p.dtype.name}, the kernel takes bfloat16 or"
+            " float16; cast them or use implementation='xla'"
+        )
+    if p.out_dtype not in (p.dtype, jnp.float32):
+        raise Unsupported(
+            f"matmul: out_dtype {p.out_dtype.name}, the kernel writes {p.dtype.name}"
+            " or float32; use implementation='xla'"
+        )
+    if 0 in (p.m, p.n, p.k):
+        raise Unsupported(
+            f"matmul: empty product of m={p.m} n={p.n} k={p.k}; use"
+            " implementation='xla'"
+        )
+    # Stored columns must fill whole tiles of the layout; stored rows are padded.
+    columns = {
+        "n": p.n,
+        "m" if p.lhs_transposed else "k": p.m if p.lhs_transposed else p.k,
+    }
+    if p.rhs_transposed:
+        columns["k"] = p.k
+    for name, size in columns.items():
+        if size % TILE_COLUMNS:
+            raise Unsupported(
+                f"matmul: {name}={size}, the kernel needs a multiple of {TILE_COLUMNS}"
+                " there; pad it or use implementation='xla'"
+            )
+    return device
+
+
+def _pad_rows(x: jax.Array) -> jax.Array:
+    return jnp.pad(x, ((0, -x.shape[0] % TILE_ROWS), (0, 0)))
+
+
+def matmul(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    config: MatmulConfig,
+    device: DeviceSpec | None,
+    out_dtype: DTypeLike,
+    lhs_transposed: bool = False,
+    rhs_transposed: bool = False,
+) -> jax.Array:
+    """Computes ``x @ w`` on a Hopper GPU with fp32 sums.
+
+    Any number of rows is served; where a stored operand's is no multiple of 8, the
+    operand is copied first.
+
+    Args:
+        x: [M,K], or [K,M] with `lhs_transposed`; bfloat16 or float16.
+        w: [K,N], or [N,K] with `rhs_transposed`; the type of x.
+        config: how to cut it.
+        device: the GPU that the kernel is built for.
+        out_dtype: type of the output: that of x, or float32.
+        lhs_transposed: x is stored with K as rows.
+        rhs_transposed: w is stored with N as rows.
+
+    Returns:
+        [M,N] of `out_dtype`.
+
+    Raises:
+        Unsupported: the device, types, alignment or shared memory do not fit.
+    """
+    wanted = Problem.of(x, w, out_dtype, lhs_transposed, rhs_transposed)
+    device = check_problem(wanted, device)
+    x, w = _pad_rows(x), _pad_rows(w)
+    problem = Problem.of(x, w, out_dtype, lhs_transposed, rhs_transposed)
+    tiles = Tiles(problem=problem, config=config)
+    chunks = config.block[1] // tiles.store_columns
+    if config.block[1] % tiles.store_columns or chunks % config.store_slots:
+        raise Unsupported(
+            f"matmul: store_slots {config.store_slots}, expected a divisor of the"
+            f" {chunks} chunks of 128 bytes that a consumer stores"
+        )
+    check_smem(tiles.smem_bytes, device, f"matmul with {config}")
+    for_each_tile = _snake_tiles(tiles)
+
+    def body(x_ref, w_ref, out_ref, **scratch):
+        def store(sums, m, n, consumer):
+            def destination(chunk):
+                return tiles.out_view(out_ref, m, n, consumer, chunk)
+
+            store_tile(tiles, sums, scratch, consumer, destination)
+
+        load = functools.partial(load_tile, tiles, x_ref, w_ref, scratch)
+        run_roles(tiles, scratch, for_each_tile, load, store)
+
+    size = math.prod(config.cluster_tiles)
+    workers = min(device.num_sms // size, math.prod(tiles.counts) // size)
+    cluster = {"cluster": (size,), "cluster_names": ("cluster",)} if size > 1 else {}
+    out = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((problem.m, problem.n), problem.out_dtype),
+        scratch_types=tiles.scratch_types(),
+        grid=(workers,),
+        grid_names=("worker",),
+        num_threads=CONSUMERS + 1,
+        thread_name="warpgroup",
+        kernel_name="matmul",
+        **cluster,
+    )(x, w)
+    return out[: wanted.m, : wanted.n]

@@ -1,0 +1,34 @@
+"""The matrix product through XLA: cuBLAS on NVIDIA GPUs, portable elsewhere."""
+
+import jax
+from jax import lax
+from jax.typing import DTypeLike
+
+
+__all__ = ["matmul"]
+
+
+def matmul(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    out_dtype: DTypeLike,
+    lhs_transposed: bool = False,
+    rhs_transposed: bool = False,
+) -> jax.Array:
+    """Computes ``x @ w``; sums are fp32 for 16-bit operands.
+
+    Args:
+        x: [M,K], or [K,M] with `lhs_transposed`.
+        w: [K,N], or [N,K] with `rhs_transposed`.
+        out_dtype: type of the output.
+        lhs_transposed: x is stored with K as rows.
+        rhs_transposed: w is stored with N as rows.
+
+    Returns:
+        [M,N] of `out_dtype`.
+    """
+    contracted = ((0 if lhs_transposed else 1,), (1 if rhs_transposed else 0,))
+    return lax.dot_general(
+        x, w, (contracted, ((), ())), preferred_element_type=out_dtype
+    )

@@ -1,0 +1,199 @@
+"""What the Mosaic GPU kernels share: the device they are built for, layouts, orders.
+
+Kernels never ask the hardware. A `DeviceSpec` is handed down from the public function,
+so that the same kernel can be traced, interpreted and lowered where there is no GPU.
+"""
+
+import contextlib
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+
+from pallas_kernels.dispatch import Unsupported
+
+
+__all__ = [
+    "H200",
+    "DeviceSpec",
+    "check_hopper",
+    "check_smem",
+    "smem_bytes",
+    "smem_transforms",
+    "snake_order",
+    "use_device",
+]
+
+# Largest dynamic shared memory of one block, by compute capability.
+_SMEM_BYTES = {(8, 0): 166_912, (8, 9): 101_376, (9, 0): 232_448, (10, 0): 232_448}
+
+_assumed: ContextVar["DeviceSpec | None"] = ContextVar("assumed_device", default=None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceSpec:
+    """The facts about a GPU that kernels and heuristics depend on."""
+
+    name: str
+    """Lower-case name with underscores, as in ``tuned/<name>.json``."""
+    num_sms: int
+    """Streaming multiprocessors: how many persistent blocks run at a time."""
+    smem_bytes: int
+    """Largest shared memory of one block, in bytes."""
+    compute_capability: tuple[int, int]
+    """``(9, 0)`` is Hopper."""
+
+    def __post_init__(self) -> None:
+        for field in ("num_sms", "smem_bytes"):
+            if getattr(self, field) < 1:
+                raise ValueError(
+                    f"{field} {getattr(self, field)}, expected a positive number"
+                )
+
+    @classmethod
+    def current(cls) -> "DeviceSpec | None":
+        """The GPU that computations run on, or None where there is none.
+
+        Inside ``with use_device(spec)`` it is that spec.
+        """
+        if (spec := _assumed.get()) is not None:
+            return spec
+        if jax.default_backend() != "gpu":
+            return None
+        device: Any = jax.local_devices()[0]
+        major, minor = (int(x) for x in str(device.compute_capability).split("."))
+        return cls(
+            name=re.sub(r"[^a-z0-9]+", "_", device.device_kind.lower()).strip("_"),
+            num_sms=device.core_count,
+            smem_bytes=_SMEM_BYTES.get((major, minor), 49_152),
+            compute_capability=(major, minor),
+        )
+
+
+H200 = DeviceSpec(
+    name="nvidia_h200",
+    num_sms=132,
+    smem_bytes=_SMEM_BYTES[9, 0],
+    compute_capability=(9, 0),
+)
+"""NVIDIA H200 SXM, for lowering and interpreting kernels without a GPU."""
+
+
+@contextlib.contextmanager
+def use_device(spec: DeviceSpec) -> Iterator[DeviceSpec]:
+    """Makes public ops build their kernels for `spec`, whatever device is there.
+
+    Args:
+        spec: the device to assume, for example `H200` to lower kernels on a CPU.
+
+    Example:
+        >>> with use_device(H200):
+        ...     DeviceSpec.current().num_sms
+        132
+    """
+    token = _assumed.set(spec)
+    try:
+        yield spec
+    finally:
+        _assumed.reset(token)
+
+
+def check_hopper(device: DeviceSpec | None, op_name: str) -> DeviceSpec:
+    """Returns the device if the Hopper kernels run on it.
+
+    Raises:
+        Unsupported: there is no NVIDIA GPU, or it is of another generation.
+    """
+    if device is None:
+        raise Unsupported(
+            f"{op_name}: the Mosaic GPU kernel needs an NVIDIA Hopper GPU and the"
+            f" backend is {jax.default_backend()!r}; use implementation='xla'"
+        )
+    if device.compute_capability[0] != 9:
+        raise Unsupported(
+            f"{op_name}: the Mosaic GPU kernel needs compute capability 9.x, got"
+            f" {device.compute_capability} ({device.name}); use implementation='xla'"
+        )
+    return device
+
+
+def check_smem(num_bytes: int, device: DeviceSpec, what: str) -> None:
+    """Checks the shared memory of one block; the compiler does not.
+
+    Raises:
+        Unsupported: it is more than a block of this device can have.
+    """
+    if num_bytes > device.smem_bytes:
+        raise Unsupported(
+            f"{what} needs {num_bytes} bytes of shared memory a block and"
+            f" {device.name} has {device.smem_bytes}; use smaller tiles or fewer stages"
+        )
+
+
+def smem_transforms(minor_size: int, dtype: DTypeLike) -> tuple[Any, ...]:
+    """The layout that the tensor cores and the copy engine both read without conflicts.
+
+    Args:
+        minor_size: size of the last dimension of the buffer, in elements.
+        dtype: type of the elements.
+
+    Returns:
+        Transforms for `plgpu.SMEM`: tiles of 8 rows of one swizzled line.
+    """
+    itemsize = jnp.dtype(dtype).itemsize
+    swizzle = plgpu.find_swizzle(minor_size * itemsize * 8)
+    # Their base class is a protocol, which makes them look abstract to a type checker.
+    tiling = plgpu.TilingTransform((8, swizzle // itemsize))  # pyright: ignore[reportAbstractUsage]
+    return (tiling, plgpu.SwizzleTransform(swizzle))  # pyright: ignore[reportAbstractUsage]
+
+
+def smem_bytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
+    """Bytes of a shared-memory buffer, rounded up to the alignment of 1,024."""
+    return -(-math.prod(shape) * jnp.dtype(dtype).itemsize // 1024) * 1024
+
+
+def snake_order(
+    index: jax.Array,
+    tiles: tuple[int, int],
+    minor: Literal["m", "n"],
+    group: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Position of the `index`-th output tile in an order that reuses the L2 cache.
+
+    The grid of tiles is cut into bands of `group` along the minor dimension. A band is
+    walked line by line, and every other band backwards, so that blocks that run at the
+    same time share rows of one operand and columns of the other.
+
+    Args:
+        index: int32, ``0 <= index < tiles[0] * tiles[1]``.
+        tiles: number of tiles along m and n.
+        minor: dimension that is cut into bands.
+        group: tiles across one band.
+
+    Returns:
+        Tile indices ``(m, n)``.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> [tuple(map(int, snake_order(jnp.int32(i), (2, 4), "n", 2)))
+        ...  for i in range(8)]
+        [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (1, 3), (0, 2), (0, 3)]
+    """
+    minor_size, major_size = tiles if minor == "m" else (tiles[1], tiles[0])
+    group = min(group, minor_size)
+    band = lax.div(index, jnp.int32(group * major_size))
+    within = lax.rem(index, jnp.int32(group * major_size))
+    # The last band may be narrower.
+    width = jnp.minimum(jnp.int32(group), minor_size - band * group)
+    line = lax.div(within, width)
+    line = jnp.where(lax.rem(band, jnp.int32(2)) == 0, line, major_size - 1 - line)
+    across = band * group + lax.rem(within, width)
+    return (across, line) if minor == "m" else (line, across)

@@ -1,0 +1,388 @@
+"""Configs of kernels: where they come from, and the tuner that measures them.
+
+A config is looked up in this order: the one given by the caller, that of an enclosing
+``with override(op, config)``, the table ``tuned/<device>.json``, a heuristic. The table
+of a device is written on that device by
+
+    python -m pallas_kernels.tuning matmul
+
+and read from the package, or from the directory in ``PALLAS_KERNELS_TUNED_DIR``.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import functools
+import importlib
+import json
+import os
+import random
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.mosaic import DeviceSpec
+
+
+__all__ = [
+    "Tunable",
+    "TunedEntry",
+    "device_time_us",
+    "load_table",
+    "lookup",
+    "override",
+    "save_table",
+    "table_path",
+    "tune",
+    "tuned_entry",
+]
+
+OPS = ("matmul",)
+"""Ops that the tuner knows: each has a module ``pallas_kernels.<op>.tunable``."""
+
+_overrides: ContextVar[Mapping[str, Any] | None] = ContextVar(
+    "tuning_overrides", default=None
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TunedEntry:
+    """One row of a table: the fastest config of a problem, and how it was found."""
+
+    config: Mapping[str, Any]
+    """Fields of the config."""
+    time_us: float
+    """Median device time, in microseconds."""
+    xla_us: float
+    """Median device time of the XLA implementation in the same run."""
+    jax: str
+    """Version of jax."""
+    date: str
+    """Day of the measurement, as in 2026-11-20."""
+
+    def __post_init__(self) -> None:
+        for name in ("time_us", "xla_us"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not value > 0:
+                raise ValueError(f"{name} {value!r}, expected a positive number")
+        if not isinstance(self.config, Mapping):
+            raise ValueError(f"config {self.config!r}, expected an object")
+
+
+@contextlib.contextmanager
+def override(op_name: str, config: Any) -> Iterator[None]:
+    """Uses `config` for every call of an op inside the block that names none itself.
+
+    The choice is made when a function is traced: what `jax.jit` has compiled before
+    keeps its config.
+
+    Args:
+        op_name: name of the op, for example "matmul".
+        config: a config of that op.
+
+    Example:
+        >>> from pallas_kernels.matmul import MatmulConfig
+        >>> with override("matmul", MatmulConfig(tile_n=128)):
+        ...     lookup("matmul", "m=8 n=8 k=8 bf16", None, MatmulConfig,
+        ...            heuristic=MatmulConfig).tile_n
+        128
+    """
+    token = _overrides.set({**(_overrides.get() or {}), op_name: config})
+    try:
+        yield
+    finally:
+        _overrides.reset(token)
+
+
+def lookup[C](
+    op_name: str,
+    key: str,
+    device: DeviceSpec | None,
+    config_type: type[C],
+    *,
+    config: C | None = None,
+    heuristic: Callable[[], C],
+) -> C:
+    """Finds the config of a problem: explicit, override, table, heuristic.
+
+    Args:
+        op_name: name of the op.
+        key: the problem as in the table, for example ``m=4096 n=8192 k=4096 bf16``.
+        device: whose table to read; None reads none.
+        config_type: the op's config class.
+        config: what the caller asked for, if anything.
+        heuristic: called when nothing else is known.
+
+    Returns:
+        A config of type `config_type`.
+
+    Raises:
+        ValueError: a config of another type was given, or the table is malformed.
+    """
+    given = {"config": config, "override": (_overrides.get() or {}).get(op_name)}
+    for source, value in given.items():
+        if value is not None:
+            if not isinstance(value, config_type):
+                raise ValueError(
+                    f"{source} {value!r} for {op_name}, expected a"
+                    f" {config_type.__name__}"
+                )
+            return value
+    if device is not None and (entry := tuned_entry(op_name, key, device)) is not None:
+        return _parse_config(op_name, key, device, config_type, entry)
+    return heuristic()
+
+
+def tuned_entry(op_name: str, key: str, device: DeviceSpec) -> TunedEntry | None:
+    """The row of a problem in the table of a device, or None.
+
+    Raises:
+        ValueError: the table is malformed.
+    """
+    return load_table(table_path(device)).get(op_name, {}).get(key)
+
+
+def _parse_config[C](
+    op_name: str, key: str, device: DeviceSpec, config_type: type[C], entry: TunedEntry
+) -> C:
+    where = f"{table_path(device)}: {op_name}[{key!r}].config"
+    known = {f.name for f in dataclasses.fields(config_type)}  # type: ignore[arg-type]
+    if unknown := sorted(entry.config.keys() - known):
+        raise ValueError(
+            f"{where} has unknown fields {unknown}, expected some of {sorted(known)};"
+            f" {_retune(op_name)}"
+        )
+    try:
+        return config_type(**entry.config)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {error}; {_retune(op_name)}") from error
+
+
+def _retune(op_name: str) -> str:
+    return f"delete the entry or run `python -m pallas_kernels.tuning {op_name}`"
+
+
+def table_path(device: DeviceSpec) -> Path:
+    """Where the table of a device lies; it need not exist."""
+    directory = os.environ.get("PALLAS_KERNELS_TUNED_DIR")
+    base = Path(directory) if directory else Path(__file__).parent / "tuned"
+    return base / f"{device.name}.json"
+
+
+def load_table(path: Path) -> dict[str, dict[str, TunedEntry]]:
+    """Reads a table; one that does not exist is empty.
+
+    Args:
+        path: a JSON file ``{"<op>": {"<problem>": {"config": {...}, ...}}}``.
+
+    Returns:
+        Op and problem to entry.
+
+    Raises:
+        ValueError: the file is no such table; the message says where.
+    """
+    if not path.exists():
+        return {}
+    return _load_cached(path, path.stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=16)
+def _load_cached(path: Path, _mtime: int) -> dict[str, dict[str, TunedEntry]]:
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no JSON: {error}; repair or delete it") from error
+    if not isinstance(table, dict):
+        raise ValueError(f"{path}: expected an object of ops, got {table!r:.80}")
+    parsed: dict[str, dict[str, TunedEntry]] = {}
+    for op_name, rows in table.items():
+        if not isinstance(rows, dict):
+            raise ValueError(f"{path}: {op_name}: expected an object of problems")
+        for key, row in rows.items():
+            try:
+                parsed.setdefault(op_name, {})[key] = TunedEntry(**row)
+            except (TypeError, ValueError) as error:
+                raise ValueError(
+                    f"{path}: {op_name}[{key!r}]: {error}; {_retune(op_name)}"
+                ) from error
+    return parsed
+
+
+def save_table(path: Path, op_name: str, entries: Mapping[str, TunedEntry]) -> None:
+    """Adds entries of one op to a table, replacing those of the same problems."""
+    table = {
+        op: {key: dataclasses.asdict(entry) for key, entry in rows.items()}
+        for op, rows in load_table(path).items()
+    }
+    rows = table.setdefault(op_name, {})
+    rows.update({key: dataclasses.asdict(entry) for key, entry in entries.items()})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+
+
+@runtime_checkable
+class Tunable(Protocol):
+    """What a module ``pallas_kernels.<op>.tunable`` offers to the tuner."""
+
+    def problems(self) -> Mapping[str, Any]:
+        """Key of the table to problem."""
+        ...
+
+    def candidates(self, problem: Any, device: DeviceSpec) -> Sequence[Any]:
+        """Configs worth timing."""
+        ...
+
+    def arguments(self, problem: Any) -> tuple[jax.Array, ...]:
+        """Random operands."""
+        ...
+
+    def kernel(
+        self, problem: Any, config: Any, device: DeviceSpec
+    ) -> Callable[..., jax.Array]:
+        """The kernel with a config."""
+        ...
+
+    def baseline(self, problem: Any) -> Callable[..., jax.Array]:
+        """The XLA implementation, which also says what is right."""
+        ...
+
+
+def device_time_us(fn: Callable[..., Any], *args: Any, iterations: int) -> list[float]:
+    """Device time of each of several calls of a jitted function, in microseconds."""
+    from jax.experimental.mosaic.gpu import profiler
+
+    measured = profiler.Cupti(finalize=False).measure(fn, iterations=iterations)
+    _, times = measured(*args)
+    if times is None:
+        raise RuntimeError("no GPU kernel ran; the tuner needs an NVIDIA GPU")
+    return [1e3 * t for t in (times if isinstance(times, list) else [times])]
+
+
+def _compiled(
+    fns: Mapping[Any, Callable[..., jax.Array]],
+    args: tuple[jax.Array, ...],
+    want: jax.Array,
+    report: Callable[[str], None],
+) -> dict[Any, Callable[..., jax.Array]]:
+    """Those functions, compiled and run once, that work and give the right values."""
+    lowered: dict[Any, Any] = {}
+    for name, fn in fns.items():
+        try:
+            lowered[name] = jax.jit(fn).lower(*args)
+        except Unsupported as error:
+            report(f"  skipped {name}: {error}")
+    with ThreadPoolExecutor() as pool:
+        pending = {name: pool.submit(low.compile) for name, low in lowered.items()}
+    scale = jnp.max(jnp.abs(want))
+    good = {}
+    for name, future in pending.items():
+        try:
+            got = future.result()(*args).astype(jnp.float32)
+        except jax.errors.JaxRuntimeError as error:
+            report(f"  skipped {name}: {str(error).splitlines()[0]}")
+            continue
+        worst = float(jnp.max(jnp.abs(got - want)) / scale)
+        if worst < 2e-2:
+            good[name] = future.result()
+        else:
+            report(f"  rejected {name}: error {worst:.1e} against XLA")
+    return good
+
+
+def tune(
+    tunable: Tunable,
+    problem: Any,
+    device: DeviceSpec,
+    *,
+    finalists: int = 4,
+    rounds: int = 6,
+    iterations: int = 10,
+    report: Callable[[str], None] = print,
+) -> TunedEntry | None:
+    """Times the candidates of a problem on the GPU and returns the fastest.
+
+    All candidates are timed once, the best ones again, interleaved with XLA in a random
+    order: the clock of a busy GPU falls within seconds, and what runs first would win.
+
+    Args:
+        tunable: the op.
+        problem: one of its problems.
+        device: the GPU at hand.
+        finalists: candidates that reach the second part.
+        rounds: repetitions of the second part.
+        iterations: calls in each repetition.
+        report: called with each line to show.
+
+    Returns:
+        The entry, or None where no candidate works.
+    """
+    args = tunable.arguments(problem)
+    baseline = jax.jit(tunable.baseline(problem))
+    want = baseline(*args).astype(jnp.float32)
+    fns = {
+        c: tunable.kernel(problem, c, device)
+        for c in tunable.candidates(problem, device)
+    }
+    good = _compiled(fns, args, want, report)
+    if not good:
+        return None
+    first = {
+        c: statistics.median(device_time_us(fn, *args, iterations=iterations))
+        for c, fn in good.items()
+    }
+    best = sorted(first, key=first.__getitem__)[:finalists]
+    times: dict[Any, list[float]] = {None: [], **{c: [] for c in best}}
+    order = list(times)
+    shuffle = random.Random(0).shuffle
+    for _ in range(rounds):
+        shuffle(order)
+        for c in order:
+            fn = baseline if c is None else good[c]
+            times[c] += device_time_us(fn, *args, iterations=iterations)
+    median = {c: round(statistics.median(t), 2) for c, t in times.items()}
+    xla_us = median.pop(None)
+    winner = min(median, key=median.__getitem__)
+    report(f"  {median[winner]:.1f} us, XLA {xla_us:.1f} us: {winner}")
+    return TunedEntry(
+        config=dataclasses.asdict(winner),
+        time_us=median[winner],
+        xla_us=xla_us,
+        jax=jax.__version__,
+        date=datetime.date.today().isoformat(),
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Tunes an op on the GPU at hand and writes the table of the device."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pallas_kernels.tuning", description=main.__doc__
+    )
+    parser.add_argument("op", choices=OPS)
+    parser.add_argument(
+        "--only", metavar="TEXT", help="problems whose key holds this text"
+    )
+    options = parser.parse_args(argv)
+    device = DeviceSpec.current()
+    if device is None:
+        parser.error(f"no NVIDIA GPU: the backend is {jax.default_backend()!r}")
+    tunable: Any = importlib.import_module(f"pallas_kernels.{options.op}.tunable")
+    path = table_path(device)
+    for key, problem in tunable.problems().items():
+        if options.only is None or options.only in key:
+            print(key, flush=True)
+            entry = tune(tunable, problem, device)
+            if entry is not None:  # saved at once: a later failure loses nothing
+                save_table(path, options.op, {key: entry})
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""The Hopper kernel on a CPU: interpreted with race detection, and lowered for CUDA."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import tuning
+from pallas_kernels.matmul import MatmulConfig, matmul, mosaic_gpu, reference
+from pallas_kernels.matmul.config import Problem, candidates, heuristic
+from pallas_kernels.matmul.specs import SPECS
+from pallas_kernels.mosaic import H200, snake_order, use_device
+from tests.interpreter import interpret_mosaic_gpu
+from tests.lowering import lower_for_cuda
+from tests.tolerances import RELATIVE, relative_error
+
+
+BF16 = jnp.dtype(jnp.bfloat16)
+SMALL = MatmulConfig(tile_m=128, tile_n=64, stages=2, store_slots=1)
+P = jax.sharding.PartitionSpec
+
+
+def interpreted(x, w, config, num_sms=1, **kwargs):
+    device = dataclasses.replace(H200, num_sms=num_sms)
+    with interpret_mosaic_gpu(detect_races=True):
+        return np.asarray(
+            mosaic_gpu.matmul(
+                x, w, config=config, device=device, out_dtype=x.dtype, **kwargs
+            )
+        )
+
+
+@pytest.mark.parametrize(
+    ("num_sms", "m", "n", "k", "config"),
+    [
+        # Several tiles and more k steps than stages, so that the ring wraps and carries
+        # over from tile to tile.
+        (1, 256, 128, 192, SMALL),
+        (2, 256, 192, 192, SMALL),
+        (1, 128, 128, 64, SMALL),  # one k step
+        (1, 128, 192, 128, dataclasses.replace(SMALL, tile_n=192, store_slots=3)),
+        (1, 128, 256, 64, MatmulConfig(tile_n=128, stages=3, split="n", store_slots=1)),
+        (1, 64, 256, 128, MatmulConfig(tile_m=64, split="n", stages=2)),
+        (2, 256, 128, 64, dataclasses.replace(SMALL, minor="n", group=1)),
+        (2, 200, 128, 64, SMALL),  # rows past the end of a tile
+        (1, 131, 64, 64, SMALL),  # no multiple of 8: padded
+    ],
+)
+def test_interpreted_kernel_equals_the_reference(num_sms, m, n, k, config):
+    x = jax.random.normal(jax.random.key(0), (m, k), BF16)
+    w = jax.random.normal(jax.random.key(1), (k, n), BF16)
+    y = interpreted(x, w, config, num_sms)
+    assert y.shape == (m, n)
+    assert relative_error(y, reference.matmul(x, w)) < RELATIVE[BF16]
+
+
+@pytest.mark.parametrize("k", [128, 100])
+def test_interpreted_kernel_reads_operands_transposed(k):
+    config = dataclasses.replace(SMALL, tile_n=128)
+    x = jax.random.normal(jax.random.key(0), (128, k), jnp.float16)
+    w = jax.random.normal(jax.random.key(1), (k, 128), jnp.float16)
+    want = reference.matmul(x, w)
+    y = interpreted(x.T, w, config, lhs_transposed=True)
+    assert relative_error(y, want) < RELATIVE[jnp.dtype(jnp.float16)]
+    if k % 64 == 0:
+        y = interpreted(x, w.T, config, rhs_transposed=True)
+        assert relative_error(y, want) < RELATIVE[jnp.dtype(jnp.float16)]
+
+
+def test_gradients_run_the_kernel_under_shard_map_and_vmap():
+    mesh = jax.make_mesh((2,), ("t",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jax.random.normal(jax.random.key(0), (256, 128), BF16)
+    w = jax.random.normal(jax.random.key(1), (128, 64), BF16)
+
+    def loss(x, w, implementation):
+        f = functools.partial(matmul, implementation=implementation)
+        f = jax.shard_map(
+            jax.vmap(f, (0, None)),
+            mesh=mesh,
+            in_specs=(P("t"), P()),
+            out_specs=P("t"),
+        )
+        y = f(x.reshape(2, 128, 128), w)
+        return jnp.sum(jnp.sin(y.astype(jnp.float32)))
+
+    grad = jax.jit(jax.grad(loss, (0, 1)), static_argnums=2)
+    want = grad(x, w, "xla")
+    device = dataclasses.replace(H200, num_sms=1)
+    with (
+        use_device(device),
+        tuning.override("matmul", SMALL),
+        interpret_mosaic_gpu(),
+    ):
+        got = jax.tree.map(np.asarray, grad(x, w, "mosaic_gpu"))
+    for g, r in zip(got, want, strict=True):
+        assert relative_error(g, r) < RELATIVE[BF16]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_every_spec_lowers_with_its_gradients(spec):
+    x = jax.ShapeDtypeStruct((spec.m, spec.k), BF16)
+    w = jax.ShapeDtypeStruct((spec.k, spec.n), BF16)
+
+    def loss(x, w):
+        y = matmul(x, w, implementation="mosaic_gpu")
+        return jnp.sum(y.astype(jnp.float32))
+
+    with use_device(H200):
+        lower_for_cuda(jax.grad(loss, (0, 1)), x, w, kernels=2)
+        lower_for_cuda(
+            functools.partial(matmul, implementation="mosaic_gpu"), x, w, kernels=1
+        )
+
+
+@pytest.mark.parametrize("shape", [(4096, 4096, 4096), (512, 6144, 4096)])
+@pytest.mark.parametrize("out_dtype", [jnp.bfloat16, jnp.float32])
+def test_every_candidate_of_the_tuner_lowers(shape, out_dtype):
+    m, n, k = shape
+    problem = Problem(m=m, n=n, k=k, dtype=BF16, out_dtype=jnp.dtype(out_dtype))
+    found = candidates(problem, H200)
+    assert len(found) >= 3
+    x, w = jax.ShapeDtypeStruct((m, k), BF16), jax.ShapeDtypeStruct((k, n), BF16)
+    for config in found:
+        f = functools.partial(
+            mosaic_gpu.matmul, config=config, device=H200, out_dtype=out_dtype
+        )
+        lower_for_cuda(f, x, w, kernels=1)
+
+
+@pytest.mark.parametrize("m", [8, 200, 1024])
+@pytest.mark.parametrize("n", [64, 4096])
+@pytest.mark.parametrize(
+    "storage", [{}, {"lhs_transposed": True}, {"rhs_transposed": True}]
+)
+def test_the_heuristic_always_gives_a_kernel_that_lowers(m, n, storage):
+    m = -(-m // 64) * 64 if storage.get("lhs_transposed") else m
+    k = 192
+    x, w = (m, k), (k, n)
+    x = x[::-1] if storage.get("lhs_transposed") else x
+    w = w[::-1] if storage.get("rhs_transposed") else w
+    x, w = (jax.ShapeDtypeStruct(s, jnp.float16) for s in (x, w))
+    problem = Problem.of(x, w, jnp.float32, **storage)
+    assert (problem.m, problem.n, problem.k) == (m, n, k)
+    config = heuristic(problem, H200)
+    f = functools.partial(
+        mosaic_gpu.matmul, config=config, device=H200, out_dtype=jnp.float32, **storage
+    )
+    lower_for_cuda(f, x, w, kernels=1)
+
+
+@pytest.mark.parametrize("tiles", [(1, 1), (5, 3), (4, 9), (16, 7)])
+@pytest.mark.parametrize("minor", ["m", "n"])
+@pytest.mark.parametrize("group", [1, 2, 4, 8])
+def test_the_order_visits_every_tile_once(tiles, minor, group):
+    total = tiles[0] * tiles[1]
+    m, n = jax.vmap(lambda i: snake_order(i, tiles, minor, group))(
+        jnp.arange(total, dtype=jnp.int32)
+    )
+    assert set(zip(m.tolist(), n.tolist(), strict=True)) == {
+        (i, j) for i in range(tiles[0]) for j in range(tiles[1])
+    }

@@ -1,0 +1,170 @@
+"""Where configs come from, and what a broken table says."""
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import tuning
+from pallas_kernels.matmul import MatmulConfig, tunable
+from pallas_kernels.matmul.api import _preferred
+from pallas_kernels.matmul.config import Problem, candidates, heuristic
+from pallas_kernels.mosaic import H200
+
+
+KEY = "m=4096 n=8192 k=4096 bf16"
+BF16 = jnp.dtype(jnp.bfloat16)
+ENTRY = {
+    "config": {"tile_n": 192, "store_slots": 3},
+    "time_us": 10.5,
+    "xla_us": 11.0,
+    "jax": "0.11.2",
+    "date": "2026-11-20",
+}
+
+
+@pytest.fixture
+def table(tmp_path, monkeypatch):
+    monkeypatch.setenv("PALLAS_KERNELS_TUNED_DIR", str(tmp_path))
+
+    def write(content):
+        text = content if isinstance(content, str) else json.dumps(content)
+        (tmp_path / "nvidia_h200.json").write_text(text)
+
+    return write
+
+
+def look_up(**kwargs):
+    return tuning.lookup(
+        "matmul",
+        KEY,
+        H200,
+        MatmulConfig,
+        heuristic=lambda: MatmulConfig(tile_n=64, store_slots=1),
+        **kwargs,
+    )
+
+
+def test_explicit_then_override_then_table_then_heuristic(table):
+    assert look_up().tile_n == 64
+    table({"matmul": {KEY: ENTRY}})
+    assert look_up() == MatmulConfig(tile_n=192, store_slots=3)
+    with tuning.override("matmul", MatmulConfig(tile_n=128)):
+        assert look_up().tile_n == 128
+        assert look_up(config=MatmulConfig(tile_n=256)).tile_n == 256
+        with tuning.override("other", object()):
+            assert look_up().tile_n == 128
+    assert look_up().tile_n == 192
+
+
+def test_without_a_device_no_table_is_read(table):
+    table("no json")
+    assert (
+        tuning.lookup("matmul", KEY, None, MatmulConfig, heuristic=MatmulConfig)
+        == MatmulConfig()
+    )
+
+
+def test_an_override_ends_with_its_block_also_on_errors():
+    with pytest.raises(RuntimeError), tuning.override("matmul", MatmulConfig()):
+        raise RuntimeError
+    assert look_up().tile_n == 64
+
+
+@pytest.mark.parametrize("source", ["config", "override"])
+def test_a_config_of_another_op_is_refused(source):
+    with pytest.raises(ValueError, match=f"{source} .* expected a MatmulConfig"):
+        if source == "config":
+            look_up(config=H200)
+        with tuning.override("matmul", H200):
+            look_up()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "nvidia_h200.json is no JSON: .*repair or delete it"),
+        ([], "expected an object of ops"),
+        ({"matmul": []}, "matmul: expected an object of problems"),
+        ({"matmul": {KEY: {"config": {}}}}, r"(?s)m=4096.*missing.*time_us"),
+        ({"matmul": {KEY: ENTRY | {"time_us": -1}}}, "time_us -1, expected a positive"),
+        ({"matmul": {KEY: ENTRY | {"time_us": "a"}}}, r"(?s)m=4096.*time_us"),
+        ({"matmul": {KEY: ENTRY | {"config": 3}}}, r"(?s)m=4096.*config"),
+        (
+            {"matmul": {KEY: ENTRY | {"config": {"tile_x": 3}}}},
+            r"unknown fields \['tile_x'\].*run `python -m pallas_kernels.tuning matmul",
+        ),
+        (
+            {"matmul": {KEY: ENTRY | {"config": {"tile_n": 320}}}},
+            "tile_n 320, expected at most 256",
+        ),
+    ],
+)
+def test_malformed_tables_are_clear_errors(table, content, message):
+    table(content)
+    with pytest.raises(ValueError, match=message):
+        look_up()
+
+
+def test_saved_entries_are_read_back_and_replaced(tmp_path):
+    path = tmp_path / "deep" / "nvidia_h200.json"
+    first = tuning.TunedEntry(**ENTRY)
+    tuning.save_table(path, "matmul", {KEY: first, "other": first})
+    second = dataclasses.replace(first, time_us=9.0)
+    tuning.save_table(path, "matmul", {KEY: second})
+    assert tuning.load_table(path) == {"matmul": {KEY: second, "other": first}}
+
+
+def test_the_shipped_tables_parse():
+    tables = sorted((tuning.table_path(H200).parent).glob("*.json"))
+    assert [t.name for t in tables] == ["nvidia_h200.json"]
+    known = tunable.problems()
+    for key, entry in tuning.load_table(tables[0])["matmul"].items():
+        assert key in known, f"{key} belongs to no spec"
+        config = tuning.lookup(
+            "matmul", key, H200, MatmulConfig, heuristic=lambda: pytest.fail("no entry")
+        )
+        assert entry.config.items() <= dataclasses.asdict(config).items()
+
+
+def test_the_measured_winner_is_preferred(table):
+    problem = Problem(m=4096, n=8192, k=4096, dtype=BF16, out_dtype=BF16)
+    assert problem.key == KEY
+    assert _preferred(problem, None) == ("xla",)
+    assert _preferred(problem, H200) == ("mosaic_gpu", "xla")
+    table({"matmul": {KEY: ENTRY}})
+    assert _preferred(problem, H200) == ("mosaic_gpu", "xla")
+    table({"matmul": {KEY: ENTRY | {"xla_us": 9.0, "date": "2026-11-21"}}})
+    assert _preferred(problem, H200) == ("xla",)
+
+
+def test_unknown_problems_without_enough_tiles_go_to_xla():
+    def order(m, n):
+        problem = Problem(m=m, n=n, k=4096, dtype=BF16, out_dtype=BF16)
+        return _preferred(problem, H200)[0]
+
+    assert order(16, 1024) == "xla"
+    assert order(2048, 2560) == "xla"  # 160 tiles of 132 at a time
+    assert order(4001, 4096) == "xla"
+    assert order(4000, 4096) == "mosaic_gpu"
+
+
+def test_keys_name_what_differs():
+    problem = Problem(
+        m=1, n=2, k=3, dtype=BF16, out_dtype=jnp.dtype("float32"), rhs_transposed=True
+    )
+    assert problem.key == "m=1 n=2 k=3 bf16 out=f32 rhs_transposed"
+
+
+def test_the_tuner_has_little_to_time():
+    for problem in tunable.problems().values():
+        found = candidates(problem, H200)
+        assert heuristic(problem, H200) in found
+        assert len(found) == len(set(found)) <= 12
+
+
+def test_the_tuner_needs_a_gpu(capsys):
+    with pytest.raises(SystemExit):
+        tuning.main(["matmul"])
+    assert "no NVIDIA GPU: the backend is 'cpu'" in capsys.readouterr().err
