@@ -48,7 +48,7 @@ def matmul(
     not partition the kernel: on several devices call this inside `jax.shard_map`.
 
     Args:
-        x: [*B,M,K] activations; leading axes are merged with M.
+        x: ``[*B,M,K]`` activations; leading axes are merged with M.
         w: [K,N] weight of the same type, or [N,K] with `rhs_transposed`.
         rhs_transposed: w is stored as [N,K], as an embedding table is.
         out_dtype: type of y; that of x by default.
@@ -58,7 +58,7 @@ def matmul(
             it up: `pallas_kernels.tuning`.
 
     Returns:
-        [*B,M,N] of `out_dtype`.
+        ``[*B,M,N]`` of `out_dtype`.
 
     Raises:
         ValueError: shapes or types of x and w disagree.

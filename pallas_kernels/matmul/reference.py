@@ -12,11 +12,11 @@ def matmul(x: Float[Array, "*B M K"], w: Float[Array, "K N"]) -> Float[Array, "*
     """``y[..., m, n] = sum_k x[..., m, k] w[k, n]`` in fp32.
 
     Args:
-        x: [*B,M,K], any floating type.
+        x: ``[*B,M,K]``, any floating type.
         w: [K,N].
 
     Returns:
-        [*B,M,N], float32.
+        ``[*B,M,N]``, float32.
     """
     return jnp.matmul(
         x.astype(jnp.float32),
