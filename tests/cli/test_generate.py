@@ -73,7 +73,8 @@ def test_from_a_hugging_face_directory(call, hugging_face):
     tokenizer = Tokenizer.from_file(hugging_face)
     tokens = tokenizer.encode("to be")
     for _ in range(6):
-        tokens.append(int(model(jnp.array([tokens]))[0, -1].argmax()))
+        row = jnp.array([tokens + [0] * (16 - len(tokens))])  # one shape, one program
+        tokens.append(int(model(row)[0, len(tokens) - 1].argmax()))
     # Rows of the table past the tokenizer's last token have no text.
     tokens = [token for token in tokens if token < tokenizer.vocab_size]
     assert likeliest.split() == tokenizer.decode(tokens).split()
