@@ -243,9 +243,9 @@ def contract(
     """``einsum(subscripts, x, w)`` of an activation and a parameter.
 
     Mesh axes that split the batch only store the parameter (FSDP): `w` is gathered
-    over them first. A contraction over a dimension that stays split (a row-parallel
-    product) leaves partial sums: Explicit axes must be told where the sum goes, Auto
-    axes get a constraint.
+    over them first, and once more in the backward pass. A contraction over a dimension
+    that stays split (a row-parallel product) leaves partial sums: Explicit axes must
+    be told where the sum goes, Auto axes get a constraint.
 
     Args:
         subscripts: As for `jax.numpy.einsum`, two operands and the result, one letter
@@ -268,16 +268,23 @@ def contract(
         Array([4., 4., 4., 4., 4.], dtype=float32)
     """
     shape = _einsum_shape(subscripts, x.shape, w.shape)
-    w = _gather_storage_axes(w, w_axes, rules)
     explicit, auto = _layout(shape, out_axes, rules, x, w)
-    out = jnp.einsum(
-        subscripts,
-        x,
-        w,
-        out_sharding=explicit,
-        preferred_element_type=preferred_element_type,
-    )
-    return _steer(out, auto)
+
+    def product(x: Array, w: Array) -> Array:
+        out = jnp.einsum(
+            subscripts,
+            x,
+            _gather_storage_axes(w, w_axes, rules),
+            out_sharding=explicit,
+            preferred_element_type=preferred_element_type,
+        )
+        return _steer(out, auto)
+
+    if _is_gathered(w, w_axes, rules):
+        # The backward pass gathers `w` again: kept from the forward pass, the whole
+        # parameters of all layers would lie on every device.
+        product = jax.checkpoint(product)
+    return product(x, w)
 
 
 def gather(
@@ -445,6 +452,16 @@ def _gather_storage_axes(
         # backward pass split as the parameter, a reduce-scatter instead of a sum.
         w = constrain(w, w_axes, rules)
     return constrain(w, w_axes, computed)
+
+
+def _is_gathered(
+    w: Shaped[Array, "..."], w_axes: Sequence[str | None], rules: AxisRules
+) -> bool:
+    """Whether the mesh has more than one shard of `w` for one place of computation."""
+    mesh = _current_mesh((w,))
+    manual = set(mesh.manual_axes)
+    stored = _used(rules.spec(*w_axes)) & set(_as_tuple(rules.batch)) - manual
+    return any(mesh.shape.get(axis, 1) > 1 for axis in stored)
 
 
 def _without(

@@ -196,8 +196,12 @@ def test_manual_axes_see_local_rows_and_whole_parameters(problem, manual, kind):
 
 def collectives(fn, *args):
     """How often the compiled `fn` runs each collective on each shape."""
+    return collectives_of(jax.jit(fn).lower(*args).compile().as_text())
+
+
+def collectives_of(text):
     found = Counter()
-    for line in jax.jit(fn).lower(*args).compile().as_text().splitlines():
+    for line in text.splitlines():
         for name in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all"):
             if f" {name}(" in line or f" {name}-start(" in line:
                 shape = line.split(" = ")[1].split("{")[0].split("[")[1].split("]")[0]
@@ -292,7 +296,7 @@ def test_rows_of_a_table_split_over_tensor_stay_in_place(problem, kind):
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_parameters_are_gathered_layer_by_layer_in_a_scan(kind):
-    """Stacked weights: one layer is whole at a time, gradients come out split."""
+    """One layer is whole at a time, also for the backward pass; gradients are split."""
     layers, rules = 3, fsdp()
     mesh = make_mesh(MeshConfig(fsdp=8, axis_type=kind))
     rng = np.random.default_rng(1)
@@ -310,11 +314,12 @@ def test_parameters_are_gathered_layer_by_layer_in_a_scan(kind):
     stack = put(stack, mesh, ("layers", "embed", "mlp"), rules)
     x = put(x, mesh, ("batch", None), rules)
     with jax.set_mesh(mesh):
-        found = collectives(jax.grad(run), stack, x)
+        text = jax.jit(jax.grad(run)).lower(stack, x).compile().as_text()
         grad = jax.jit(jax.grad(run))(stack, x)
-    gathered = {shape for name, shape in found if name == "all-gather"}
-    assert gathered
-    assert (layers, D, D) not in gathered
+    found = collectives_of(text)
+    assert found["all-gather", (D, D)] == 2, found  # forward, and again backward
+    assert f"[{layers},{D // 8},{D}]" in text
+    assert f"[{layers},{D},{D}]" not in text  # neither gathered nor kept
     assert relative_error(grad, expected) < TOLERANCE
     assert grad.addressable_shards[0].data.shape == (layers, D // 8, D)
 
