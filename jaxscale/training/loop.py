@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import optax
 from flax import nnx
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
 from jaxscale.models.decoder import Decoder
@@ -85,7 +86,8 @@ def fit(
 
     The same call starts a run, continues an interrupted one bit for bit, on the same or
     another mesh, and evaluates a finished one. SIGTERM or SIGINT (Ctrl-C) ends the run
-    after the current step with a checkpoint; a second one ends it at once.
+    after the current step with a checkpoint; a second one ends it at once. Of several
+    processes any may get the SIGTERM.
 
     Args:
         config: The settings of the run.
@@ -118,7 +120,7 @@ def fit(
         stack.enter_context(jax.set_mesh(mesh))
         checkpoints = stack.enter_context(_checkpointer(config))
         monitor = stack.enter_context(_monitor(config, mesh, writers))
-        stop = stack.enter_context(stop_on_signal())
+        asked_to_stop = stack.enter_context(stop_on_signal())
         batches: Any = stack.enter_context(_closing(iter(train_data)))
 
         # 1. The state, new or restored, on the mesh.
@@ -144,15 +146,15 @@ def fit(
                 state = hook(step, state, metrics) or state
 
             # 3. Now and then: evaluate, save.
-            last = step == config.steps
+            last, stop = step == config.steps, asked_to_stop(step)
             if eval_data is not None and (last or step % config.eval_every == 0):
                 with monitor.pause():
                     evaluation = evaluate(config, mesh, eval_step, state, eval_data)
                     monitor.log_evaluation(step, **dataclasses.asdict(evaluation))
-            if last or stop.is_set() or step % config.checkpoint_every == 0:
+            if last or stop or step % config.checkpoint_every == 0:
                 with monitor.pause():
                     checkpoints.save(step, state, batches.get_state())
-            if stop.is_set():
+            if stop:
                 logger.warning("stopped by a signal after step %d", step)
                 break
         if eval_data is not None and first == config.steps:
@@ -212,29 +214,36 @@ def to_rows(batch: Any, config: TrainConfig, mesh: Mesh) -> Any:
 
 
 @contextlib.contextmanager
-def stop_on_signal() -> Iterator[threading.Event]:
-    """An event that the first SIGTERM or SIGINT sets; the second acts as usual.
+def stop_on_signal() -> Iterator[Callable[[int], bool]]:
+    """Whether to stop after a step, because of a signal.
 
-    Elsewhere than in the main thread, where Python allows no handlers, it is never set.
+    In one process the first SIGTERM or SIGINT asks for it and the second acts as usual.
+    Of several processes one that gets a SIGTERM is enough: the preemption service of
+    `jax.distributed` lets all of them stop after the same step, so each must ask after
+    each step. Elsewhere than in the main thread Python allows no handlers, and the
+    answer is always no.
     """
-    event = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield event
+    if jax.process_count() > 1:
+        yield multihost_utils.reached_preemption_sync_point
         return
-    previous = {}
+    event = threading.Event()
+    previous: dict[int, Any] = {}
+
+    def restore() -> None:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
     def handle(number: int, frame: Any) -> None:
         event.set()
-        for signal_number, handler in previous.items():
-            signal.signal(signal_number, handler)
+        restore()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        previous[number] = signal.signal(number, handle)
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            previous[number] = signal.signal(number, handle)
     try:
-        yield event
+        yield lambda step: event.is_set()
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        restore()
 
 
 def _start(

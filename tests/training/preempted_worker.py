@@ -1,0 +1,26 @@
+"""One of two processes of a run of which one gets a SIGTERM; see test_preemption."""
+
+import json
+import os
+import signal
+import sys
+
+import jax
+
+
+def main(coordinator: str, rank: int, directory: str) -> None:
+    jax.config.update("jax_num_cpu_devices", 2)
+    jax.distributed.initialize(coordinator, 2, rank)
+    from tests.training import test_preemption
+
+    def preempt(step, state, metrics):
+        if step == 2 and rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    config = test_preemption.config(directory)
+    result, losses = test_preemption.run(config, jax.devices(), hooks=[preempt])
+    print(json.dumps({"stopped": result.interrupted, "losses": losses}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
