@@ -1,11 +1,13 @@
 """``jaxscale train RUN [OPTIONS]``: train a decoder from a named run."""
 
 import dataclasses
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import jax
+import numpy as np
 import tyro
 from jax.experimental import multihost_utils
 
@@ -18,6 +20,7 @@ from jaxscale.cli.runs import find_run
 from jaxscale.models import PRESETS
 from jaxscale.training import (
     FitResult,
+    TextData,
     TrainConfig,
     fit,
     load_text,
@@ -81,9 +84,8 @@ def train(config: TrainConfig, *, resume: bool = False) -> FitResult:
         text = load_text(config.data)
         run_directory.check_text(directory, text)
         train_data, eval_data = packed_batches(config, text)
-    if jax.process_count() > 1:
-        # Nobody writes before everybody has found the directory free.
-        multihost_utils.sync_global_devices("jaxscale train: settings checked")
+        # A meeting too: nobody writes before everybody has found the directory free.
+        _check_same_text(text)
     if jax.process_index() == 0:
         run_directory.write(directory, config, text)
     return fit(config, train_data=train_data, eval_data=eval_data)
@@ -96,10 +98,32 @@ def check(config: TrainConfig) -> None:
         ValueError: the mesh does not fit the devices, the model or the batch does not
             fit the mesh, or the tokenizer does not fit the vocabulary.
         FileNotFoundError: there is no tokenizer where the settings say.
+        ImportError: a package that training needs is not installed.
     """
     config.check_mesh(config.mesh.sizes(jax.device_count()))
+    for package in ("grain", "orbax", "rich", "tensorboardX", "tokenizers"):
+        if importlib.util.find_spec(package) is None:
+            raise ImportError(
+                f"train needs {package}, which is not installed; "
+                "pip install 'jaxscale[train]'"
+            )
     if config.data.tokenizer is not None:
         load_tokenizer(config.data)
+
+
+def _check_same_text(text: TextData) -> None:
+    """Compare the text of all processes."""
+    if jax.process_count() == 1:
+        return
+    mine = np.frombuffer(bytes.fromhex(text.train.fingerprint), np.uint32)
+    everyones = np.asarray(multihost_utils.process_allgather(mine))
+    others = np.flatnonzero((everyones != everyones[0]).any(axis=1))
+    if others.size:
+        raise ValueError(
+            f"the processes {others.tolist()} found other text than process 0: files, "
+            "tokenizer or Python differ between the hosts; give all of them the same "
+            "data.paths, for example on a shared file system"
+        )
 
 
 def _report(config: TrainConfig, result: FitResult) -> str:

@@ -44,6 +44,17 @@ def test_python_dash_m_answers_without_importing_jax():
     assert time.perf_counter() - start < 2
 
 
+def test_a_missing_package_is_named_with_its_extra(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    for name in [m for m in sys.modules if m.startswith("jaxscale.cli.")]:
+        monkeypatch.delitem(sys.modules, name)
+    assert cli.main(["generate", "--help"]) == 2
+    assert capsys.readouterr().err == (
+        "jaxscale: error: generate needs tyro, which is not installed; "
+        "pip install 'jaxscale[train]'\n"
+    )
+
+
 def test_only_what_the_library_rejects_is_a_mistake_of_usage():
     for error in (ValueError("a"), FileNotFoundError("b"), ImportError("c")):
         with pytest.raises(UsageError, match=str(error)), usage_errors():

@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import shutil
+import socket
 import subprocess
 import sys
 
@@ -166,6 +168,41 @@ def test_devices_are_simulated_before_jax_starts(tmp_path):
     )
     assert result.returncode == 2
     assert "fsdp=4, pipe=1, tensor=1 needs 4 devices, but there are 3" in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_processes_that_find_different_text_are_told(tmp_path, text):
+    other = tmp_path / "other"
+    shutil.copytree(text, other)
+    (other / "extra.txt").write_text("Only here. ")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    processes = []
+    for rank, folder in enumerate([text, other]):
+        cluster = {
+            "JAX_COORDINATOR_ADDRESS": address,
+            "JAX_NUM_PROCESSES": "2",
+            "JAX_PROCESS_ID": str(rank),
+        }
+        processes.append(
+            subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "jaxscale", "train", *TINY),
+                    *("--devices", "1", "--data.paths", str(folder)),
+                    *("--output-dir", str(tmp_path / "run")),
+                ],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=os.environ | cluster,
+            )
+        )
+    for process in processes:
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 2, err
+        assert "the processes [1] found other text than process 0" in err
     assert not (tmp_path / "run").exists()
 
 
