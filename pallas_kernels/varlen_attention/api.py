@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import dispatch
+from pallas_kernels.mosaic import DeviceSpec
 from pallas_kernels.varlen_attention.segments import (
     Window,
     check_cu_seqlens,
@@ -162,6 +163,7 @@ def varlen_attention(
         scale=scale,
         softcap=None if softcap is None else float(softcap),
         deterministic=deterministic,
+        device=DeviceSpec.current(),
         config=config,
     )
     return (out, lse) if return_lse else out

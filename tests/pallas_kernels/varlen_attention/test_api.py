@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.mosaic import H200, use_device
 from pallas_kernels.varlen_attention import (
     XlaConfig,
     segment_ids_from_cu_seqlens,
@@ -286,3 +287,17 @@ def test_errors(no_shape_hook, changes, error, message):
 def test_config_errors():
     with pytest.raises(ValueError, match="block_q must be at least 1, got 0"):
         dataclasses.replace(CONFIG, block_q=0)
+
+
+def test_blocks_suit_the_device():
+    q, k, v = (jnp.zeros((2048, 1, 8)) for _ in range(3))
+    cu = np.array([0, 2048])
+
+    def largest_scores():
+        run = lambda *args: varlen_attention(*args)  # noqa: E731  traced anew
+        text = str(jax.make_jaxpr(run)(q, k, v, cu))
+        return max(n for n in (128, 512) if f"f32[1,1,{n},{n}]" in text)
+
+    assert largest_scores() == 128
+    with use_device(H200):
+        assert largest_scores() == 512

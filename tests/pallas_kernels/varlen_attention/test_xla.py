@@ -194,6 +194,7 @@ def test_finite_differences():
         )
 
 
+@pytest.mark.slow
 def test_every_spec():
     tokens, max_seqs = 160, 64
     runs = {}
