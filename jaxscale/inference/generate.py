@@ -17,6 +17,9 @@ from jaxscale.nn.cache import KVCache
 from jaxscale.sharding.rules import per_shard
 
 
+# Step, the newest token, all drawn tokens, which rows have ended, the cache.
+type _State = tuple[Array, Array, Array, Array, KVCache]
+
 PROMPT_BLOCK = 64
 """Prompts are padded to a multiple of this, so that few lengths are compiled."""
 
@@ -154,14 +157,11 @@ def _generate(
     def draw(logits: Array, step: Array) -> Array:
         return sample(logits[:, 0], jax.random.fold_in(key, step), sampling)
 
-    # step, the newest token, all drawn tokens, which rows have ended, the cache
-    State = tuple[Array, Array, Array, Array, KVCache]
-
-    def going(state: State) -> Array:
+    def going(state: _State) -> Array:
         step, _, _, ended, _ = state
         return (step < max_new_tokens) & ~jnp.all(ended)
 
-    def advance(state: State) -> State:
+    def advance(state: _State) -> _State:
         step, token, drawn, ended, cache = state
         logits, cache = model.decode(token[:, None], cache)
         token = draw(logits, step)
