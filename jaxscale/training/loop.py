@@ -145,18 +145,18 @@ def fit(
             for hook in hooks:
                 state = hook(step, state, metrics) or state
 
-            # 3. Now and then: evaluate, save.
+            # 3. Now and then: save, which goes on in the background, and evaluate.
             last, stop = step == config.steps, asked_to_stop(step)
+            if last or stop or step % config.checkpoint_every == 0:
+                with monitor.pause():
+                    checkpoints.save(step, state, batches.get_state())
+            if stop and not last:
+                logger.warning("stopped by a signal after step %d", step)
+                break
             if eval_data is not None and (last or step % config.eval_every == 0):
                 with monitor.pause():
                     evaluation = evaluate(config, mesh, eval_step, state, eval_data)
                     monitor.log_evaluation(step, **dataclasses.asdict(evaluation))
-            if last or stop or step % config.checkpoint_every == 0:
-                with monitor.pause():
-                    checkpoints.save(step, state, batches.get_state())
-            if stop:
-                logger.warning("stopped by a signal after step %d", step)
-                break
         if eval_data is not None and first == config.steps:
             evaluation = evaluate(config, mesh, eval_step, state, eval_data)
     return FitResult(
