@@ -19,6 +19,7 @@ import json
 import os
 import random
 import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
@@ -47,6 +48,9 @@ __all__ = [
 
 OPS = ("matmul",)
 """Ops that the tuner knows: each has a module ``pallas_kernels.<op>.tunable``."""
+
+_IDLE_SHARE = 6
+"""Pause after a measurement, as a multiple of the time that the GPU was busy."""
 
 _overrides: ContextVar[Mapping[str, Any] | None] = ContextVar(
     "tuning_overrides", default=None
@@ -310,7 +314,8 @@ def tune(
     """Times the candidates of a problem on the GPU and returns the fastest.
 
     All candidates are timed once, the best ones again, interleaved with XLA in a random
-    order: the clock of a busy GPU falls within seconds, and what runs first would win.
+    order, with pauses: the clock of a busy GPU falls within a tenth of a second, and
+    without them what runs first would win.
 
     Args:
         tunable: the op.
@@ -334,10 +339,13 @@ def tune(
     good = _compiled(fns, args, want, report)
     if not good:
         return None
-    first = {
-        c: statistics.median(device_time_us(fn, *args, iterations=iterations))
-        for c, fn in good.items()
-    }
+
+    def measure(fn: Callable[..., jax.Array]) -> list[float]:
+        taken = device_time_us(fn, *args, iterations=iterations)
+        time.sleep(_IDLE_SHARE * sum(taken) * 1e-6)
+        return taken
+
+    first = {c: statistics.median(measure(fn)) for c, fn in good.items()}
     best = sorted(first, key=first.__getitem__)[:finalists]
     times: dict[Any, list[float]] = {None: [], **{c: [] for c in best}}
     order = list(times)
@@ -345,8 +353,7 @@ def tune(
     for _ in range(rounds):
         shuffle(order)
         for c in order:
-            fn = baseline if c is None else good[c]
-            times[c] += device_time_us(fn, *args, iterations=iterations)
+            times[c] += measure(baseline if c is None else good[c])
     median = {c: round(statistics.median(t), 2) for c, t in times.items()}
     xla_us = median.pop(None)
     winner = min(median, key=median.__getitem__)

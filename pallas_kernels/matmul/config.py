@@ -216,11 +216,13 @@ def candidates(problem: Problem, device: DeviceSpec) -> tuple[MatmulConfig, ...]
     best = _clustered(problem, near[0])
     found = [_clustered(problem, c) for c in near]
     found += [dataclasses.replace(near[0], cluster=c) for c in ("none", "m", "n")]
-    found += [
-        dataclasses.replace(best, minor=minor, group=group)
-        for minor, group in (("m", 4), ("m", 16), ("n", 4), ("n", 8))
-        if math.prod(_counts(problem, best)) > 2 * device.num_sms
-    ]
+    if math.prod(_counts(problem, best)) > 2 * device.num_sms:
+        found += [
+            dataclasses.replace(best, minor=minor, group=group)
+            for minor, group in (("m", 4), ("m", 16), ("n", 4), ("n", 8))
+        ]
+        # Half as many barriers, for rings as deep in bytes.
+        found.append(dataclasses.replace(best, tile_k=128, stages=best.stages // 2))
     return tuple(dict.fromkeys(found))
 
 
