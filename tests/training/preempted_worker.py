@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import time
 
 import jax
 
@@ -16,6 +17,8 @@ def main(coordinator: str, rank: int, directory: str) -> None:
     def preempt(step, state, metrics):
         if step == 2 and rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
+        # The preemption service looks for the signal once a second.
+        time.sleep(0.1)
 
     config = test_preemption.config(directory)
     result, losses = test_preemption.run(config, jax.devices(), hooks=[preempt])
