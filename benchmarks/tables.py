@@ -40,7 +40,7 @@ OURS = (
     "auto",
     "jaxscale",
     "jaxscale_packed",
-    "jaxscale_unrolled",
+    "jaxscale_scan",
     "tile_wise",
     "tew",
 )

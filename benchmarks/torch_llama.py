@@ -80,9 +80,11 @@ def build(shape: Shape):
             self.blocks = nn.ModuleList(Block() for _ in range(shape.num_layers))
             self.norm = nn.RMSNorm(shape.d_model, eps=shape.norm_eps)
             self.lm_head = nn.Linear(shape.d_model, shape.vocab_size, bias=False)
-            for p in self.parameters():
+            for name, p in self.named_parameters():
                 if p.ndim > 1:
-                    nn.init.normal_(p, std=0.02)
+                    residual = name.endswith(("out.weight", "down.weight"))
+                    depth = (2 * shape.num_layers) ** 0.5 if residual else 1.0
+                    nn.init.normal_(p, std=0.02 / depth)
             if shape.tie_embeddings:
                 self.lm_head.weight = self.embed.weight
 
@@ -109,8 +111,14 @@ def measure(
     torch.manual_seed(seed)
     torch.set_float32_matmul_precision("high")
     model = build(shape).cuda()
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim == 1]
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+        [{"params": decayed}, {"params": others, "weight_decay": 0.0}],
+        lr=3e-4,
+        betas=(0.9, 0.95),
+        weight_decay=0.1,
+        fused=True,
     )
     positions = torch.arange(seq_len, device="cuda", dtype=torch.float32)
     exponents = torch.arange(0, shape.head_dim, 2, device="cuda") / shape.head_dim

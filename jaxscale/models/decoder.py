@@ -33,16 +33,28 @@ from pallas_kernels.varlen_attention.segments import concrete
 
 
 _policies = jax.checkpoint_policies
+_linear_saveable = _policies.dots_with_no_batch_dims_saveable
+_packed_attention_saveable = _policies.save_only_these_names(
+    "varlen_attention_out", "varlen_attention_lse"
+)
+
+
+def _attention_saveable(primitive: Any, *args: Any, **params: Any) -> bool:
+    """Whether to keep the result of a linear layer or of a fused attention."""
+    return (
+        # cuDNN's forward pass, whose result and log-sum-exp carry no names.
+        primitive.name.startswith("dot_product_attention_fwd")
+        or _packed_attention_saveable(primitive, *args, **params)
+        or _linear_saveable(primitive, *args, **params)
+    )
+
 
 REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
     "none": None,
     "full": _policies.nothing_saveable,
     "dots": _policies.dots_saveable,
-    "dots_no_batch": _policies.dots_with_no_batch_dims_saveable,
-    "attention": _policies.save_from_both_policies(
-        _policies.dots_with_no_batch_dims_saveable,
-        _policies.save_only_these_names("varlen_attention_out", "varlen_attention_lse"),
-    ),
+    "dots_no_batch": _linear_saveable,
+    "attention": _attention_saveable,
 }
 """What the forward pass of a block keeps for the backward pass.
 
@@ -50,9 +62,9 @@ REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
 - ``full``: the block's input only; the block is computed twice.
 - ``dots``: results of all matrix products, attention scores among them.
 - ``dots_no_batch``: results of the linear layers; attention and elementwise operations
-  are computed twice. The usual choice for whole rows.
-- ``attention``: the same and the results of packed attention, which is then not
-  computed twice. The usual choice for packed rows.
+  are computed twice.
+- ``attention``: the same and the results of fused attention (packed, cuDNN), so that
+  only elementwise operations are computed twice. The usual choice.
 """
 
 

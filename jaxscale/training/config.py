@@ -40,8 +40,11 @@ class TrainConfig:
     """Batches of the entire run."""
     microbatches: int = 1
     """Parts of a batch whose gradients are added before an update: less memory."""
-    remat: Literal["none", "full", "dots", "dots_no_batch"] = "none"
+    remat: Literal["none", "full", "dots", "dots_no_batch", "attention"] = "none"
     """What the forward pass forgets and the backward pass computes again."""
+    scan_layers: bool = False
+    """Compile one layer and loop over it: deep models compile sooner, steps are a few
+    per cent slower, and without `remat` memory holds every intermediate result."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of the computation."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"

@@ -263,6 +263,7 @@ def _start(
             dtype=config.dtype,
             param_dtype=config.param_dtype,
             remat=config.remat,
+            scan_layers=config.scan_layers,
             rules=rules,
             rngs=nnx.Rngs(config.seed),
         )
