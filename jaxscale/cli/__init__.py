@@ -50,24 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"{name!r} is no command{suggestion(name, COMMANDS)}; "
                 f"use one of {', '.join(COMMANDS)}"
             )
-        return _call(name, rest)
+        return _load(name).main(rest)
     except UsageError as error:
         print(f"jaxscale: error: {error}", file=sys.stderr)
         return 2
-
-
-def _call(command: str, arguments: Sequence[str]) -> int:
-    module = _load(command)
-    if command != "quickstart":
-        return module.main(arguments)
-    config = _load("options").parse(
-        module.QuickstartConfig,
-        arguments,
-        prog="jaxscale quickstart",
-        description=f"{COMMANDS[command].capitalize()}.",
-    )
-    module.run(config)
-    return 0
 
 
 def _load(command: str) -> ModuleType:

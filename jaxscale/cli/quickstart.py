@@ -19,6 +19,7 @@ import jax
 
 from jaxscale.cli import run_directory
 from jaxscale.cli.errors import usage_errors
+from jaxscale.cli.options import parse
 from jaxscale.inference import SamplingConfig, generate
 from jaxscale.models import DecoderConfig
 from jaxscale.sharding import MeshConfig
@@ -114,8 +115,7 @@ def read_text(session: Session) -> str:
 def train(session: Session) -> str:
     """Train from scratch; the last step saves a checkpoint."""
     config = session.train_config
-    run_directory.write_config(Path(config.output_dir), config)
-    session.text.tokenizer.save(config.output_dir)
+    run_directory.write(Path(config.output_dir), config, session.text)
     train_data, eval_data = packed_batches(config, session.text)
     result = fit(config, train_data=train_data, eval_data=eval_data)
     if result.interrupted or result.evaluation is None:
@@ -215,18 +215,16 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         UsageError: the settings cannot work; nothing has been compiled or written.
     """
-    from jaxscale.cli.options import parse
-
     config = parse(
         QuickstartConfig,
         arguments,
         prog="jaxscale quickstart",
         description="Train a small model on real text, save, restore and generate.",
     )
-    # Without a GPU, four simulated devices stand in for a machine of four.
-    jax.config.update("jax_num_cpu_devices", SIMULATED_DEVICES)
     with usage_errors():
         _make_room(config.output_dir)
+    # Without a GPU, four simulated devices stand in for a machine of four.
+    jax.config.update("jax_num_cpu_devices", SIMULATED_DEVICES)
     run(config)
     return 0
 
@@ -274,8 +272,8 @@ def run(config: QuickstartConfig, steps: Sequence[Step] = STEPS) -> Path:
 def _train_config(
     config: QuickstartConfig, num_devices: int, *, on_gpu: bool
 ) -> TrainConfig:
-    """A LLaMA of 1.3 million parameters on a 2 x 2 mesh, or on the GPUs there are."""
-    square = num_devices == 4
+    """A small LLaMA on a 2 x 2 mesh of simulated devices, or on the GPUs there are."""
+    tensor = 2 if num_devices >= 4 and num_devices % 2 == 0 else 1
     vocab_size = 2048
     return TrainConfig(
         model=DecoderConfig(
@@ -294,7 +292,7 @@ def _train_config(
         optimizer=OptimizerConfig(
             learning_rate=4e-3, warmup_steps=min(20, config.steps // 2)
         ),
-        mesh=MeshConfig(fsdp=2, tensor=2) if square else MeshConfig(fsdp=num_devices),
+        mesh=MeshConfig(fsdp=num_devices // tensor, tensor=tensor),
         rules="fsdp_tp",
         steps=config.steps,
         dtype="bfloat16" if on_gpu else "float32",

@@ -1,0 +1,82 @@
+"""The quickstart's steps; `make quickstart` runs the whole of it."""
+
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from jaxscale.cli import main, quickstart
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A quickstart of a few steps on the eight simulated devices."""
+    directory = tmp_path_factory.mktemp("quickstart") / "run"
+    config = quickstart.QuickstartConfig(steps=12, output_dir=directory)
+    report = quickstart.run(config)
+    return directory, report.read_text()
+
+
+@pytest.mark.slow
+def test_held_out_loss_falls_and_the_report_shows_it(finished):
+    directory, page = finished
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    losses = [r["eval_loss"] for r in map(json.loads, lines) if "eval_loss" in r]
+    assert losses[-1] < losses[0] < np.log(2048) + 0.2
+    assert f"{losses[-1]:.6f}" in page
+    assert "fsdp 4 x tensor 2" in page and "restored on fsdp 8" in page
+
+
+@pytest.mark.slow
+def test_report_needs_no_network(finished):
+    _, page = finished
+    assert "Plotly.newPlot" in page
+    outside = re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=[\"']http", page)
+    assert outside == []
+
+
+@pytest.mark.slow
+def test_the_run_can_be_generated_from_and_replaced(finished, capsys):
+    directory, _ = finished
+    arguments = ["generate", "--from", str(directory), "--prompt", "import "]
+    assert main([*arguments, "--max-new-tokens", "4", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out.startswith("import ")
+    quickstart._make_room(directory)
+    assert not directory.exists()
+
+
+def test_a_restored_model_that_differs_is_an_error(monkeypatch, tmp_path):
+    session = quickstart.Session(quickstart.QuickstartConfig(output_dir=tmp_path))
+    session.held_out_loss = 5.0
+    session.text = None
+    monkeypatch.setattr(quickstart, "packed_batches", lambda config, text: ((), ()))
+
+    class Result:
+        class evaluation:
+            loss = 5.1
+
+    monkeypatch.setattr(quickstart, "fit", lambda *args, **kwargs: Result)
+    with pytest.raises(RuntimeError, match=r"5\.100000, 5\.000000 was saved"):
+        quickstart.restore(session)
+
+
+def test_other_files_are_not_removed(tmp_path, capsys):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    assert main(["quickstart", "--output-dir", str(tmp_path)]) == 2
+    assert "holds files that are no run of jaxscale" in capsys.readouterr().err
+    assert (tmp_path / "thesis.txt").exists()
+
+
+@pytest.mark.parametrize("count, mesh", [(1, (1, 1)), (2, (2, 1)), (4, (2, 2))])
+def test_the_mesh_suits_the_devices(count, mesh):
+    config = quickstart.QuickstartConfig()
+    chosen = quickstart._train_config(config, count, on_gpu=False).mesh
+    assert (chosen.fsdp, chosen.tensor) == mesh
+
+
+def test_bad_settings_are_explained(capsys):
+    assert main(["quickstart", "--steps", "0"]) == 2
+    assert "steps 0, expected at least 1" in capsys.readouterr().err
+    assert jax.device_count() == 8
