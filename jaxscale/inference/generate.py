@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, Key
 from jaxscale.inference.sampling import SamplingConfig, sample
 from jaxscale.models.decoder import Decoder
 from jaxscale.nn.cache import KVCache
-from jaxscale.sharding.rules import per_shard
+from jaxscale.sharding.operations import per_shard
 
 
 # Step, the newest token, all drawn tokens, which rows have ended, the cache.

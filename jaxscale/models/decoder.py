@@ -21,13 +21,8 @@ from jaxscale.nn.blocks import Block, make_norm
 from jaxscale.nn.cache import KVCache
 from jaxscale.nn.embeddings import Embed
 from jaxscale.nn.linear import Linear
-from jaxscale.sharding.rules import (
-    REPLICATED,
-    AxisRules,
-    constrain,
-    contract,
-    per_shard,
-)
+from jaxscale.sharding.operations import constrain, contract, per_shard
+from jaxscale.sharding.rules import REPLICATED, AxisRules
 from pallas_kernels.varlen_attention import positions_from_cu_seqlens
 from pallas_kernels.varlen_attention.segments import concrete
 

@@ -18,7 +18,8 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxscale.nn.cache import CACHE_AXES, write_cache
 from jaxscale.nn.embeddings import NORMAL_INIT, RopeConfig, rotary
 from jaxscale.nn.linear import Linear
-from jaxscale.sharding.rules import REPLICATED, AxisRules, per_shard, reshape
+from jaxscale.sharding.operations import per_shard, reshape
+from jaxscale.sharding.rules import REPLICATED, AxisRules
 from pallas_kernels.varlen_attention import varlen_attention
 
 

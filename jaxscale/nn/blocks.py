@@ -20,7 +20,8 @@ from jaxscale.nn.attention import Attention, AttentionConfig
 from jaxscale.nn.embeddings import NORMAL_INIT
 from jaxscale.nn.linear import Linear
 from jaxscale.nn.norms import LayerNorm, RMSNorm
-from jaxscale.sharding.rules import REPLICATED, AxisRules, constrain
+from jaxscale.sharding.operations import constrain
+from jaxscale.sharding.rules import REPLICATED, AxisRules
 
 
 type Norm = Literal["rmsnorm", "layernorm"]

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxscale.sharding.rules import REPLICATED, AxisRules, constrain
+from jaxscale.sharding.operations import constrain
+from jaxscale.sharding.rules import REPLICATED, AxisRules
 
 
 CACHE_AXES = (None, "batch", None, "act_kv_heads", None)

@@ -14,8 +14,9 @@ from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxscale.sharding.operations import gather
 from jaxscale.sharding.parameters import partitioned
-from jaxscale.sharding.rules import REPLICATED, AxisRules, gather
+from jaxscale.sharding.rules import REPLICATED, AxisRules
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxscale.nn.embeddings import NORMAL_INIT
+from jaxscale.sharding.operations import constrain, contract
 from jaxscale.sharding.parameters import partitioned
-from jaxscale.sharding.rules import REPLICATED, AxisRules, constrain, contract
+from jaxscale.sharding.rules import REPLICATED, AxisRules
 
 
 class Linear(nnx.Module):

@@ -2,6 +2,13 @@
 
 from jaxscale.sharding.distributed import Cluster, initialize
 from jaxscale.sharding.mesh import MESH_AXES, MeshConfig, make_mesh
+from jaxscale.sharding.operations import (
+    constrain,
+    contract,
+    gather,
+    per_shard,
+    reshape,
+)
 from jaxscale.sharding.parameters import (
     create,
     logical_axes,
@@ -13,16 +20,11 @@ from jaxscale.sharding.parameters import (
 from jaxscale.sharding.rules import (
     REPLICATED,
     AxisRules,
-    constrain,
-    contract,
     dp,
     fsdp,
     fsdp_tp,
-    gather,
     megascale_3d,
-    per_shard,
     preset,
-    reshape,
 )
 
 

@@ -1,31 +1,16 @@
-"""Logical axes, the table that maps them to mesh axes, and sharding-aware operations.
+"""Logical axes, and the table that maps them to mesh axes.
 
 Every parameter and activation names its axes by what they mean (``"embed"``,
 ``"heads"``, ``"batch"``). One `AxisRules` table per recipe says which mesh axis each
 name is split over. Modules hold the table as a static attribute, so a jitted function
 is traced again when the recipe changes and nothing depends on hidden global state.
-
-JAX has three kinds of mesh axes. On an *Auto* axis the compiler propagates shardings
-and a constraint steers it. On an *Explicit* axis the sharding is part of the type: an
-operation whose result is ambiguous must be told it (``out_sharding``), which Auto axes
-reject. On a *Manual* axis, inside `jax.shard_map`, arrays are local and the rules say
-nothing: whoever writes the `shard_map` passes each device its rows of the batch and
-whole parameters, or makes the collectives that split parameters need. The functions
-`constrain`, `contract`, `gather`, `reshape` and `per_shard` choose by axis type, so
-that the same module runs under all three, and under meshes that mix them.
-
-The mesh is the one of `jax.set_mesh`, or else the one that the arrays live on.
+`jaxscale.sharding.operations` acts on it.
 """
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
-import jax
-import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
-from jax.typing import DTypeLike
-from jaxtyping import Array, Inexact, Int, Shaped
+from jax.sharding import PartitionSpec
 
 
 type MeshAxes = str | tuple[str, ...] | None
@@ -107,7 +92,7 @@ class AxisRules:
                     f"logical axis {axis!r} is unknown; use one of {sorted(_NAMES)}"
                 )
             entries.append(None if axis is None else getattr(self, axis))
-        used = [name for entry in entries for name in _as_tuple(entry)]
+        used = [name for entry in entries for name in as_tuple(entry)]
         if len(used) != len(set(used)):
             raise ValueError(
                 f"the axes {axes} map to {entries}, which uses a mesh axis twice; "
@@ -115,12 +100,33 @@ class AxisRules:
             )
         return PartitionSpec(*entries)
 
-    def mesh_axes(self) -> frozenset[str]:
-        """Every mesh axis that the table mentions."""
-        return frozenset(
-            name
-            for field in dataclasses.fields(self)
-            for name in _as_tuple(getattr(self, field.name))
+    def mesh_axes(self, axes: Sequence[str | None] | None = None) -> frozenset[str]:
+        """Every mesh axis that the logical `axes` use; by default, that the table uses.
+
+        Example:
+            >>> sorted(fsdp_tp().mesh_axes(("embed", "mlp")))
+            ['fsdp', 'tensor']
+        """
+        entries = dataclasses.astuple(self) if axes is None else self.spec(*axes)
+        return frozenset(name for entry in entries for name in as_tuple(entry))
+
+    def without(
+        self, mesh_axes: Iterable[str], axes: Sequence[str | None]
+    ) -> "AxisRules":
+        """The table in which the logical `axes` are not split over `mesh_axes`.
+
+        Example:
+            >>> fsdp_tp().without({"tensor"}, ("batch", "tokens")).batch
+            ('data', 'fsdp')
+        """
+        dropped = set(mesh_axes)
+        kept = {
+            axis: tuple(n for n in as_tuple(getattr(self, axis)) if n not in dropped)
+            for axis in axes
+            if axis is not None and self.mesh_axes([axis]) & dropped
+        }
+        return dataclasses.replace(
+            self, **{a: names or None for a, names in kept.items()}
         )
 
 
@@ -194,243 +200,6 @@ def preset(name: str) -> AxisRules:
     return PRESETS[name]()
 
 
-# ------------------------------------------------------------------------------------
-# Operations that choose by axis type
-
-
-def constrain(
-    x: Shaped[Array, "..."], axes: Sequence[str | None], rules: AxisRules
-) -> Shaped[Array, "..."]:
-    """`x` with its dimensions split as `rules` say for the logical `axes`.
-
-    Auto axes get a sharding constraint, Explicit axes a reshard, Manual axes nothing,
-    and without a mesh `x` comes back as it is. A dimension that Auto axes do not divide
-    (one token over two devices) is left to the compiler; Explicit axes must divide it.
-
-    Args:
-        x: Any array.
-        axes: One logical axis name, or None, for each dimension of `x`.
-        rules: The table of the recipe.
-
-    Raises:
-        ValueError: `axes` does not name every dimension, a rule names an axis that the
-            mesh lacks, or an Explicit axis does not divide its dimension.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from jaxscale.sharding import make_mesh
-        >>> with jax.set_mesh(make_mesh({"data": -1})):
-        ...     x = constrain(jnp.ones((8, 4)), ("batch", None), dp())
-        >>> x.sharding.spec
-        P(('data', 'fsdp'), None)
-    """
-    explicit, auto = _layout(x.shape, axes, rules, x)
-    if explicit is not None:
-        x = jax.sharding.reshard(x, explicit)
-    return _steer(x, auto)
-
-
-def contract(
-    subscripts: str,
-    x: Inexact[Array, "..."],
-    w: Inexact[Array, "..."],
-    w_axes: Sequence[str | None],
-    out_axes: Sequence[str | None],
-    rules: AxisRules,
-    *,
-    preferred_element_type: DTypeLike | None = None,
-) -> Inexact[Array, "..."]:
-    """``einsum(subscripts, x, w)`` of an activation and a parameter.
-
-    Mesh axes that split the batch only store the parameter (FSDP): `w` is gathered
-    over them first, and once more in the backward pass. A contraction over a dimension
-    that stays split (a row-parallel product) leaves partial sums: Explicit axes must
-    be told where the sum goes, Auto axes get a constraint.
-
-    Args:
-        subscripts: As for `jax.numpy.einsum`, two operands and the result, one letter
-            for each dimension.
-        x: Activation.
-        w: Parameter, already in the type of the computation.
-        w_axes: Logical axes of `w`.
-        out_axes: Logical axes of the result.
-        rules: The table of the recipe.
-        preferred_element_type: Type of the accumulation and of the result.
-
-    Raises:
-        ValueError: `subscripts` are not of the form ``"ab,bc->ac"``, or as `constrain`.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> x, w = jnp.ones((2, 3, 4)), jnp.ones((4, 5))
-        >>> axes = ("embed", "mlp"), ("batch", None, "act_mlp")
-        >>> contract("btd,df->btf", x, w, *axes, fsdp_tp())[0, 0]
-        Array([4., 4., 4., 4., 4.], dtype=float32)
-    """
-    shape = _einsum_shape(subscripts, x.shape, w.shape)
-    explicit, auto = _layout(shape, out_axes, rules, x, w)
-
-    def product(x: Array, w: Array) -> Array:
-        out = jnp.einsum(
-            subscripts,
-            x,
-            _gather_storage_axes(w, w_axes, rules),
-            out_sharding=explicit,
-            preferred_element_type=preferred_element_type,
-        )
-        return _steer(out, auto)
-
-    if _is_gathered(w, w_axes, rules):
-        # The backward pass gathers `w` again: kept from the forward pass, the whole
-        # parameters of all layers would lie on every device.
-        product = jax.checkpoint(product)
-    return product(x, w)
-
-
-def gather(
-    table: Shaped[Array, "rows *rest"],
-    indices: Int[Array, "..."],
-    table_axes: Sequence[str | None],
-    out_axes: Sequence[str | None],
-    rules: AxisRules,
-) -> Shaped[Array, "..."]:
-    """``table[indices]`` along the first dimension, split as `out_axes` say.
-
-    Where the rows of the table are split over devices (a vocabulary over `tensor`),
-    each device looks up the rows that it has and the results are added up; the table
-    itself stays in place.
-
-    Args:
-        table: Parameter, for example a table of embeddings.
-        indices: Rows to take. Rows past the end give NaN (integers: the minimum).
-        table_axes: Logical axes of `table`.
-        out_axes: Logical axes of the result: those of `indices`, then of a row.
-        rules: The table of the recipe.
-
-    Raises:
-        ValueError: as `constrain`.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> table = jnp.asarray([[1.0, 2.0], [3.0, 4.0]])
-        >>> axes = ("vocab", "embed"), ("tokens", "act_embed")
-        >>> gather(table, jnp.asarray([1, 1, 0]), *axes, fsdp_tp())[:, 0]
-        Array([3., 3., 1.], dtype=float32)
-    """
-    if _partly_manual(_current_mesh((table, indices))):
-        # The partitioner of jaxlib 0.11.2 aborts on split rows there.
-        table_axes = (None, *table_axes[1:])
-        table = constrain(table, table_axes, rules)
-    table = _gather_storage_axes(table, table_axes, rules)
-    # The sum over the devices that hold rows has no place to go while the result is
-    # split over the same devices: the compiler would gather the whole table instead.
-    rows = _used(rules.spec(*table_axes[:1])) - set(_as_tuple(rules.batch))
-    shape = indices.shape + table.shape[1:]
-    explicit, auto = _layout(shape, out_axes, _without(rules, out_axes, rows), table)
-    out = table.at[indices].get(mode="fill", out_sharding=explicit)
-    return constrain(_steer(out, auto), out_axes, rules)
-
-
-def reshape(
-    x: Shaped[Array, "..."],
-    shape: Sequence[int],
-    out_axes: Sequence[str | None],
-    rules: AxisRules,
-) -> Shaped[Array, "..."]:
-    """``x.reshape(shape)`` split as `out_axes` say (splitting or merging of heads).
-
-    Args:
-        x: Any array.
-        shape: Shape of the result, without -1.
-        out_axes: Logical axes of the result.
-        rules: The table of the recipe.
-
-    Raises:
-        ValueError: as `constrain`.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> axes = ("batch", None, "act_heads", None)
-        >>> reshape(jnp.ones((2, 3, 8)), (2, 3, 2, 4), axes, fsdp_tp()).shape
-        (2, 3, 2, 4)
-    """
-    explicit, auto = _layout(tuple(shape), out_axes, rules, x)
-    return _steer(jax.lax.reshape(x, tuple(shape), out_sharding=explicit), auto)
-
-
-def per_shard(
-    fn: Callable[..., tuple[Array, ...]],
-    in_axes: Sequence[Sequence[str | None]],
-    out_axes: Sequence[Sequence[str | None]],
-    rules: AxisRules,
-) -> Callable[..., tuple[Array, ...]]:
-    """`fn` run by each device on its own shards, for work that no split axis couples.
-
-    Attention is independent over rows and heads, and a Pallas kernel cannot be split
-    by the compiler: both run under `jax.shard_map` over the Auto and Explicit axes of
-    the mesh. Without a mesh, or where every axis is Manual, `fn` runs as it is. Auto
-    axes that do not divide one of the dimensions are left out for all arguments.
-
-    Args:
-        fn: Function of arrays that returns a tuple of arrays.
-        in_axes: Logical axes of each argument.
-        out_axes: Logical axes of each result.
-        rules: The table of the recipe.
-
-    Returns:
-        A function of the same arguments, whole arrays, that gives the whole results.
-
-    Raises:
-        ValueError: as `constrain`, when called.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from jaxscale.sharding import make_mesh
-        >>> axes = [("batch", None)]
-        >>> rows = per_shard(lambda x: (x.cumsum(axis=1),), axes, axes, dp())
-        >>> with jax.set_mesh(make_mesh({"data": -1})):
-        ...     (sums,) = rows(jnp.ones((8, 4)))
-        >>> print(sums[0])
-        [1. 2. 3. 4.]
-    """
-
-    def run(*args: Array) -> tuple[Array, ...]:
-        mesh = _current_mesh(args)
-        types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-        free = frozenset(n for n, kind in types.items() if kind != AxisType.Manual)
-        if not free:
-            return fn(*args)
-        args = tuple(
-            constrain(x, axes, rules) for x, axes in zip(args, in_axes, strict=True)
-        )
-        divided = set(free)
-        for x, axes in zip(args, in_axes, strict=True):
-            for size, entry in zip(x.shape, rules.spec(*axes), strict=True):
-                names = free.intersection(_as_tuple(entry))
-                if size % math.prod(mesh.shape[n] for n in names):
-                    divided -= names
-
-        def local_spec(axes: Sequence[str | None]) -> PartitionSpec:
-            entries = (_as_tuple(entry) for entry in rules.spec(*axes))
-            return PartitionSpec(
-                *(tuple(n for n in names if n in divided) or None for names in entries)
-            )
-
-        # An enclosing shard_map that tracks which values vary over its axes needs the
-        # inner one to track them too; otherwise tracking only refuses kernels.
-        tracked = any(jax.typeof(x).manual_axis_type.varying for x in args)
-        return jax.shard_map(
-            fn,
-            mesh=mesh,
-            axis_names=free,
-            in_specs=tuple(local_spec(axes) for axes in in_axes),
-            out_specs=tuple(local_spec(axes) for axes in out_axes),
-            check_vma=tracked,
-        )(*args)
-
-    return run
-
-
 def require_axes(names: Iterable[str], mesh_axes: Sequence[str]) -> None:
     """Raise where the rules name mesh axes that the mesh lacks."""
     for name in names:
@@ -442,127 +211,8 @@ def require_axes(names: Iterable[str], mesh_axes: Sequence[str]) -> None:
             )
 
 
-def _gather_storage_axes(
-    w: Shaped[Array, "..."], w_axes: Sequence[str | None], rules: AxisRules
-) -> Shaped[Array, "..."]:
-    """`w` split only over the mesh axes that its computation is split over."""
-    computed = _without(rules, w_axes, set(_as_tuple(rules.batch)))
-    if computed != rules:
-        # Constraints hold for cotangents too: with this one the gradient leaves the
-        # backward pass split as the parameter, a reduce-scatter instead of a sum.
-        w = constrain(w, w_axes, rules)
-    return constrain(w, w_axes, computed)
-
-
-def _is_gathered(
-    w: Shaped[Array, "..."], w_axes: Sequence[str | None], rules: AxisRules
-) -> bool:
-    """Whether the mesh has more than one shard of `w` for one place of computation."""
-    mesh = _current_mesh((w,))
-    manual = set(mesh.manual_axes)
-    stored = _used(rules.spec(*w_axes)) & set(_as_tuple(rules.batch)) - manual
-    return any(mesh.shape.get(axis, 1) > 1 for axis in stored)
-
-
-def _without(
-    rules: AxisRules, axes: Sequence[str | None], mesh_axes: set[str]
-) -> AxisRules:
-    """`rules` in which the logical `axes` are not split over `mesh_axes`."""
-    kept = {
-        axis: tuple(n for n in _as_tuple(getattr(rules, axis)) if n not in mesh_axes)
-        for axis in axes
-        if axis is not None and _used(rules.spec(axis)) & mesh_axes
-    }
-    return dataclasses.replace(rules, **kept)
-
-
-def _as_tuple(axes: MeshAxes) -> tuple[str, ...]:
+def as_tuple(axes: MeshAxes) -> tuple[str, ...]:
+    """The mesh axes of one entry of a table or of a partition."""
     if axes is None:
         return ()
     return (axes,) if isinstance(axes, str) else tuple(axes)
-
-
-def _used(spec: PartitionSpec) -> set[str]:
-    """The mesh axes in `spec`."""
-    return {name for entry in spec for name in _as_tuple(entry)}
-
-
-def _einsum_shape(
-    subscripts: str, x_shape: Sequence[int], w_shape: Sequence[int]
-) -> tuple[int, ...]:
-    """The shape of the result of an einsum of two operands."""
-    operands, arrow, out = subscripts.replace(" ", "").partition("->")
-    x_letters, _, w_letters = operands.partition(",")
-    lengths = len(x_letters), len(w_letters)
-    if (
-        not arrow
-        or not (x_letters + w_letters + out).isalpha()
-        or lengths != (len(x_shape), len(w_shape))
-    ):
-        raise ValueError(
-            f"subscripts {subscripts!r} do not fit operands of shapes "
-            f"{tuple(x_shape)} and {tuple(w_shape)}; write one letter for each "
-            "dimension, as in 'btd,df->btf'"
-        )
-    sizes = dict(zip(x_letters + w_letters, (*x_shape, *w_shape), strict=True))
-    return tuple(sizes[letter] for letter in out)
-
-
-def _steer(x: Array, auto: NamedSharding | None) -> Array:
-    return x if auto is None else jax.lax.with_sharding_constraint(x, auto)
-
-
-def _layout(
-    shape: Sequence[int],
-    axes: Sequence[str | None],
-    rules: AxisRules,
-    *arrays: Array,
-) -> tuple[NamedSharding | None, NamedSharding | None]:
-    """The sharding of an array over the Explicit and over the Auto axes of the mesh.
-
-    A part is None when the mesh has no axis of that type.
-    """
-    if len(axes) != len(shape):
-        raise ValueError(
-            f"axes {tuple(axes)} do not fit the shape {tuple(shape)}; name each "
-            "dimension, with None for one that is not split"
-        )
-    spec = rules.spec(*axes)
-    mesh = _current_mesh(arrays)
-    if mesh.empty:
-        return None, None
-    require_axes(sorted(_used(spec)), mesh.axis_names)
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-
-    def part(kind: AxisType) -> NamedSharding | None:
-        if kind not in types.values():
-            return None
-        entries = []
-        for size, axis, entry in zip(shape, axes, spec, strict=True):
-            names = tuple(n for n in _as_tuple(entry) if types[n] == kind)
-            count = math.prod(mesh.shape[n] for n in names)
-            if size % count and kind == AxisType.Explicit:
-                raise ValueError(
-                    f"dimension {axis!r} of size {size} is not divisible by the "
-                    f"{count} devices of the Explicit mesh axes {names}; pad it, or "
-                    f"use dataclasses.replace(rules, {axis}=None)"
-                )
-            if size % count:
-                entries.append(PartitionSpec.UNCONSTRAINED)
-            else:
-                entries.append(names[0] if len(names) == 1 else names or None)
-        return NamedSharding(mesh, PartitionSpec(*entries))
-
-    return part(AxisType.Explicit), part(AxisType.Auto)
-
-
-def _current_mesh(arrays: Sequence[Array]) -> AbstractMesh:
-    """The mesh of the context, or else that of the first array that has one."""
-    context = jax.sharding.get_abstract_mesh()
-    meshes = (context, *(jax.typeof(array).sharding.mesh for array in arrays))
-    return next((mesh for mesh in meshes if not mesh.empty), context)
-
-
-def _partly_manual(mesh: AbstractMesh) -> bool:
-    types = set(mesh.axis_types)
-    return AxisType.Manual in types and len(types) > 1

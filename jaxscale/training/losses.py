@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxscale.sharding.rules import REPLICATED, AxisRules, MeshAxes, constrain
+from jaxscale.sharding.operations import constrain
+from jaxscale.sharding.rules import REPLICATED, AxisRules, MeshAxes
 
 
 class LossSums(NamedTuple):

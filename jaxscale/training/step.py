@@ -11,8 +11,9 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
+from jaxscale.sharding.operations import constrain, reshape
 from jaxscale.sharding.parameters import logical_axes
-from jaxscale.sharding.rules import REPLICATED, AxisRules, constrain, reshape
+from jaxscale.sharding.rules import REPLICATED, AxisRules
 from jaxscale.training.losses import LossSums, chunked_cross_entropy
 from jaxscale.training.optimizer import Schedule
 

@@ -29,6 +29,7 @@ from jaxscale.sharding import (
     gather,
     make_mesh,
     megascale_3d,
+    per_shard,
     preset,
     reshape,
 )
@@ -322,6 +323,62 @@ def test_parameters_are_gathered_layer_by_layer_in_a_scan(kind):
     assert f"[{layers},{D},{D}]" not in text  # neither gathered nor kept
     assert relative_error(grad, expected) < TOLERANCE
     assert grad.addressable_shards[0].data.shape == (layers, D // 8, D)
+
+
+# ------------------------------------------------------------------------------------
+# Work on local shards
+
+
+def softmax_of_scores(q, k):
+    scores = jnp.einsum("bthd,bshd->bhts", q, k)
+    return (
+        jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), k),
+        scores.max((2, 3)),
+    )
+
+
+@pytest.mark.parametrize("kind", ["none", "auto", "explicit", "tensor", "manual"])
+@pytest.mark.parametrize("batch", [8, 6])
+def test_per_shard_equals_the_whole(kind, batch):
+    if kind == "explicit" and batch == 6:
+        pytest.skip("Explicit axes must divide: see the error below")
+    rng = np.random.default_rng(0)
+    q, k = (rng.normal(size=(batch, 5, 4, 8)).astype("float32") for _ in range(2))
+    axes, rules = ("batch", None, "act_heads", None), fsdp_tp()
+    local = per_shard(
+        softmax_of_scores, [axes, axes], [axes, ("batch", "act_heads")], rules
+    )
+
+    def loss(fn, q, k):
+        out, top = fn(q, k)
+        return jnp.sum(out**2) + jnp.sum(top)
+
+    expected = softmax_of_scores(q, k)
+    expected_grads = jax.grad(partial(loss, softmax_of_scores), argnums=(0, 1))(q, k)
+    run, grads = local, jax.grad(partial(loss, local), argnums=(0, 1))
+    mesh = mesh_of(kind, (1, 4, 1, 2))
+    if kind == "manual":
+        rows = P() if batch == 6 else P("fsdp")
+        both = {"mesh": mesh, "in_specs": (rows, rows), "out_specs": (rows, rows)}
+        run, grads = jax.shard_map(run, **both), jax.shard_map(grads, **both)
+    if kind == "none":
+        got = run(jnp.asarray(q), jnp.asarray(k)), grads(jnp.asarray(q), jnp.asarray(k))
+    else:
+        with jax.set_mesh(mesh):
+            got = jax.jit(run)(q, k), jax.jit(grads)(q, k)
+    pairs = zip(jax.tree.leaves(got), (*expected, *expected_grads), strict=True)
+    for ours, theirs in pairs:
+        assert relative_error(ours, theirs) < TOLERANCE
+
+
+def test_per_shard_does_not_communicate():
+    axes, rules = ("batch", None, "act_heads", None), fsdp_tp()
+    local = per_shard(
+        softmax_of_scores, [axes, axes], [axes, ("batch", "act_heads")], rules
+    )
+    mesh = mesh_of("auto")
+    x = put(np.ones((8, 5, 4, 8), np.float32), mesh, axes, rules)
+    assert not collectives(local, x, x)
 
 
 # ------------------------------------------------------------------------------------

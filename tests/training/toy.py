@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxscale.sharding.operations import constrain, contract, gather
 from jaxscale.sharding.parameters import partitioned
-from jaxscale.sharding.rules import REPLICATED, constrain, contract, gather
+from jaxscale.sharding.rules import REPLICATED
 
 
 VOCAB, WIDTH, HIDDEN, LAYERS = 32, 16, 32, 2
