@@ -18,13 +18,15 @@ from jaxscale.sharding.operations import per_shard
 
 
 # Step, the newest token, all drawn tokens, which rows have ended, the cache.
-type _State = tuple[Array, Array, Array, Array, KVCache]
 
 PROMPT_BLOCK = 64
 """Prompts are padded to a multiple of this, so that few lengths are compiled."""
 
 GREEDY = SamplingConfig(temperature=0.0)
 """The most likely token, always."""
+
+type _State = tuple[Array, Array, Array, Array, KVCache]
+"""Step, newest token, all drawn tokens, which rows have ended, and the cache."""
 
 
 def generate(

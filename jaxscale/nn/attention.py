@@ -20,6 +20,7 @@ from jaxscale.nn.embeddings import NORMAL_INIT, RopeConfig, rotary
 from jaxscale.nn.linear import Linear
 from jaxscale.sharding.operations import per_shard, reshape
 from jaxscale.sharding.rules import REPLICATED, AxisRules
+from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.varlen_attention import varlen_attention
 
 
@@ -62,6 +63,7 @@ def attention(
 
     Raises:
         ValueError: N is no multiple of K, or packed queries and keys differ in number.
+        Unsupported: the named implementation cannot do it.
 
     Example:
         >>> q, kv = jnp.ones((1, 3, 4, 8)), jnp.ones((1, 3, 2, 8))
@@ -77,15 +79,17 @@ def attention(
     scale = 1 / math.sqrt(h) if scale is None else scale
     dense = cu_seqlens is None
     if dense and implementation in (None, "cudnn", "xla"):
-        chosen = _dense_implementation(implementation, q, window, causal)
-        if chosen == "cudnn" and softcap is None and num_q == num_k:
+        unlimited = causal or window == (None, None)
+        plain = softcap is None and num_q == num_k and unlimited
+        chosen = _dense_implementation(implementation, q, plain)
+        if chosen == "cudnn":
             return jax.nn.dot_product_attention(
                 q,
                 k,
                 v,
                 scale=scale,
                 is_causal=causal,
-                local_window_size=_finite_window(window, num_q, causal),
+                local_window_size=None if window[0] is None else (window[0], 0),
                 implementation="cudnn",
             )
         # Not JAX's own XLA implementation: strict promotion forbids it in bf16.
@@ -176,31 +180,24 @@ def masked_attention(
     return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(b, t, n, h)
 
 
-def _finite_window(
-    window: Window, num_tokens: int, causal: bool
-) -> tuple[int, int] | None:
-    """`window` as `jax.nn.dot_product_attention` takes it."""
-    left, right = window
-    if left is None and (right is None or causal):
-        return None
-    left = num_tokens if left is None else left
-    return left, 0 if causal else num_tokens if right is None else right
-
-
 def _dense_implementation(
-    name: str | None, q: Float[Array, "B T N H"], window: Window, causal: bool
+    name: str | None, q: Float[Array, "B T N H"], plain: bool
 ) -> Literal["cudnn", "xla"]:
     """`name`, or if None cuDNN's flash attention where it can do it, else XLA."""
+    types = (jnp.bfloat16, jnp.float16)
+    supported = plain and q.dtype in types and q.shape[-1] % 8 == 0
+    if name == "cudnn" and not supported:
+        raise Unsupported(
+            "cudnn attention needs bf16 or fp16, a head dim divisible by 8, as many "
+            "queries as keys, no softcap, and a window only if causal, got "
+            f"{q.dtype}, head dim {q.shape[-1]}; use implementation=None to fall back "
+            "to xla"
+        )
     if name is not None:
         return "cudnn" if name == "cudnn" else "xla"
-    supported = (
-        jax.default_backend() == "gpu"
-        and q.dtype in (jnp.bfloat16, jnp.float16)
-        and q.shape[-1] % 8 == 0
-        and q.shape[-1] <= 128
-        and (causal or window == (None, None))
-    )
-    return "cudnn" if supported else "xla"
+    # Heads wider than 128 exist only on some devices.
+    flash = supported and jax.default_backend() == "gpu" and q.shape[-1] <= 128
+    return "cudnn" if flash else "xla"
 
 
 _Q_AXES = ("batch", None, "act_heads", None)

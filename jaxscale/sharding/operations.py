@@ -210,7 +210,8 @@ def per_shard(
         A function of the same arguments, whole arrays, that gives the whole results.
 
     Raises:
-        ValueError: as `constrain`, when called.
+        ValueError: as `constrain`, or an enclosing `jax.shard_map` over only some of
+            the axes tracks what varies over them; both when called.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -245,16 +246,20 @@ def per_shard(
                 *(tuple(n for n in names if n in divided) or None for names in entries)
             )
 
-        # An enclosing shard_map that tracks which values vary over its axes needs the
-        # inner one to track them too; otherwise tracking only refuses kernels.
-        tracked = any(jax.typeof(x).manual_axis_type.varying for x in args)
+        if any(jax.typeof(x).manual_axis_type.varying for x in args):
+            # JAX 0.11.2 cannot differentiate a tracking shard_map within another.
+            raise ValueError(
+                "check_vma True of the enclosing jax.shard_map leaves no room for the "
+                "one that splits attention over the remaining mesh axes; pass "
+                "check_vma=False to it, or make it manual over all axes"
+            )
         return jax.shard_map(
             fn,
             mesh=mesh,
             axis_names=free,
             in_specs=tuple(local_spec(axes) for axes in in_axes),
             out_specs=tuple(local_spec(axes) for axes in out_axes),
-            check_vma=tracked,
+            check_vma=False,
         )(*args)
 
     return run

@@ -1,0 +1,305 @@
+"""Decoders: packed, scanned, recomputed and incremental runs against plain ones."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxscale.models import PRESETS, REMAT_POLICIES, Decoder, preset
+from jaxscale.sharding import fsdp_tp, logical_axes
+from tests.tolerances import relative_error
+
+
+FAMILIES = ["llama_tiny", "gptj_tiny", "gpt2_tiny"]
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 256, (2, 16)), jnp.int32)
+BOUNDS = jnp.array([[0, 5, 5, 14, 14], [0, 16, 16, 16, 16]])
+
+
+def make(name, config=None, **options):
+    model = Decoder(config or preset(name), rngs=nnx.Rngs(0), **options)
+    # At their initial size the blocks hardly change the token that goes in.
+    model.blocks = jax.tree.map(lambda p: 12 * p if p.ndim == 3 else p, model.blocks)
+    return model
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request):
+    return make(request.param)
+
+
+@jax.jit
+def run(model, tokens, cu_seqlens=None):
+    return model(tokens, cu_seqlens=cu_seqlens)
+
+
+@jax.jit
+def loss_and_gradients(model, tokens, cu_seqlens=None):
+    def loss(model):
+        logits = model(tokens, cu_seqlens=cu_seqlens)[:, :14]
+        probabilities = jax.nn.log_softmax(logits)
+        return -jnp.take_along_axis(probabilities, tokens[:, 1:15, None], -1).mean()
+
+    return jax.value_and_grad(loss)(model)
+
+
+def named(model):
+    leaves, _ = jax.tree_util.tree_flatten_with_path(model)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf
+        for path, leaf in leaves
+    }
+
+
+def assert_equal_gradients(actual, expected, tolerance=1e-5):
+    # Some gradients, as that of the bias of the keys, are zero but for rounding.
+    scale = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(expected))
+    expected = named(expected)
+    for name, grad in named(actual).items():
+        error = float(jnp.abs(np.asarray(grad) - np.asarray(expected[name])).max())
+        assert error <= tolerance * scale, name
+
+
+def test_parameters_are_counted_and_their_axes_named(model):
+    config = model.config
+    assert sum(p.size for p in jax.tree.leaves(model)) == config.num_parameters()
+    variables, _ = jax.tree_util.tree_flatten_with_path(
+        model, is_leaf=lambda node: isinstance(node, nnx.Variable)
+    )
+    for path, variable in variables:
+        axes = logical_axes(variable)
+        assert len(axes) == variable.ndim, path
+        assert len(fsdp_tp().spec(*axes)) == variable.ndim, path
+        stacked = "blocks" in jax.tree_util.keystr(path)
+        assert (axes[0] == "layers") == stacked, path
+
+
+def test_names_of_parameters(model):
+    norm = ["scale"] if model.config.norm == "rmsnorm" else ["scale", "bias"]
+    heads = ["query.kernel", "key.kernel", "value.kernel", "out.kernel"]
+    expected = {"embed.table"}
+    expected |= {f"norm.{n}" for n in norm}
+    expected |= {f"blocks.attention_norm.{n}" for n in norm}
+    expected |= {f"blocks.attention.{n}" for n in heads}
+    expected |= {"blocks.mlp.up.kernel", "blocks.mlp.down.kernel"}
+    extra = {
+        "llama_tiny": {
+            "blocks.mlp_norm.scale",
+            "blocks.mlp.gate.kernel",
+            "lm_head.kernel",
+        },
+        "gptj_tiny": {
+            "blocks.mlp.up.bias",
+            "blocks.mlp.down.bias",
+            "lm_head.kernel",
+            "lm_head.bias",
+        },
+        "gpt2_tiny": {
+            "positions.table",
+            "blocks.mlp_norm.scale",
+            "blocks.mlp_norm.bias",
+            "blocks.mlp.up.bias",
+            "blocks.mlp.down.bias",
+            *(f"blocks.attention.{n}.bias" for n in ("query", "key", "value", "out")),
+        },
+    }
+    name = next(n for n in FAMILIES if preset(n) == model.config)
+    actual = {key.removesuffix(".value") for key in named(model)}
+    assert actual == expected | extra[name]
+
+
+@pytest.mark.parametrize("name", sorted(set(PRESETS) - {"llama3_1_405b"}))
+def test_presets_make_as_many_parameters_as_they_say(name):
+    config = preset(name)
+    model = jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    assert sum(p.size for p in jax.tree.leaves(model)) == config.num_parameters()
+
+
+def test_no_token_sees_a_later_one(model):
+    logits = run(model, TOKENS)
+    changed = run(model, TOKENS.at[:, 9].add(1))
+    np.testing.assert_array_equal(logits[:, :9], changed[:, :9])
+    assert (jnp.abs(logits - changed).max((0, 2))[9:] > 1e-4).all()
+
+
+def test_packed_sequences_equal_rows_of_their_own(model):
+    packed = run(model, TOKENS, BOUNDS)
+    padded = jnp.zeros((3, 16), jnp.int32)
+    padded = padded.at[0, :5].set(TOKENS[0, :5]).at[1, :9].set(TOKENS[0, 5:14])
+    padded = padded.at[2].set(TOKENS[1])
+    apart = run(model, padded)
+    assert relative_error(packed[0, :5], apart[0, :5]) < 1e-5
+    assert relative_error(packed[0, 5:14], apart[1, :9]) < 1e-5
+    assert relative_error(packed[1], apart[2]) < 1e-5
+    assert jnp.isfinite(packed).all()
+
+
+def test_every_parameter_has_a_finite_gradient(model):
+    _, gradients = loss_and_gradients(model, TOKENS)
+    assert all(jnp.isfinite(g).all() for g in jax.tree.leaves(gradients))
+    nonzero = {name for name, g in named(gradients).items() if (g != 0).any()}
+    assert nonzero == set(named(model))
+
+
+@pytest.fixture(scope="module")
+def packed_gradients():
+    """Of a llama whose first row is packed and second row whole."""
+    return loss_and_gradients(make("llama_tiny"), TOKENS, BOUNDS)
+
+
+def test_gradients_of_packed_sequences_equal_those_of_rows(packed_gradients):
+    model = make("llama_tiny")
+
+    def loss(model):
+        padded = jnp.zeros((4, 16), jnp.int32).at[3].set(TOKENS[1])
+        for row, (begin, end) in enumerate([(0, 5), (5, 14), (14, 16)]):
+            padded = padded.at[row, : end - begin].set(TOKENS[0, begin:end])
+        logits = jax.nn.log_softmax(model(padded))
+        first = jnp.concatenate([logits[0, :5], logits[1, :9], logits[2, :2]])
+        logits = jnp.stack([first, logits[3]])[:, :14]
+        return -jnp.take_along_axis(logits, TOKENS[:, 1:15, None], -1).mean()
+
+    expected, gradients = jax.jit(jax.value_and_grad(loss))(model)
+    np.testing.assert_allclose(packed_gradients[0], expected, rtol=1e-6)
+    assert_equal_gradients(packed_gradients[1], gradients)
+
+
+@pytest.mark.parametrize("remat", sorted(set(REMAT_POLICIES) - {"none"}))
+def test_recomputation_changes_nothing(remat, packed_gradients):
+    actual = loss_and_gradients(make("llama_tiny", remat=remat), TOKENS, BOUNDS)
+    np.testing.assert_allclose(actual[0], packed_gradients[0], rtol=1e-6)
+    assert_equal_gradients(actual[1], packed_gradients[1])
+
+
+def test_a_loop_over_layers_equals_the_scan(packed_gradients):
+    looped = make("llama_tiny", scan_layers=False, remat="full")
+    actual = loss_and_gradients(looped, TOKENS, BOUNDS)
+    np.testing.assert_allclose(actual[0], packed_gradients[0], rtol=1e-6)
+    assert_equal_gradients(actual[1], packed_gradients[1])
+
+
+def test_full_recomputation_keeps_less():
+    def kept_by(remat):
+        model = make("llama_tiny", remat=remat)
+        _, pull = jax.vjp(lambda m: m.hidden(TOKENS), model)
+        return sum(x.size for x in jax.tree.leaves(pull) if hasattr(x, "size"))
+
+    assert kept_by("full") < kept_by("dots_no_batch") < kept_by("none")
+
+
+def test_steps_with_a_cache_equal_the_whole_row(model):
+    expected = run(model, TOKENS)
+    decode = jax.jit(Decoder.decode)
+    logits, cache = decode(model, TOKENS[:, :7], model.init_cache(2, 20))
+    assert relative_error(logits, expected[:, :7]) < 1e-5
+    for t in range(7, 12):
+        logits, cache = decode(model, TOKENS[:, t : t + 1], cache)
+        assert relative_error(logits[:, 0], expected[:, t]) < 1e-5, t
+    logits, cache = decode(model, TOKENS[:, 12:], cache)  # several at once
+    assert relative_error(logits, expected[:, 12:]) < 1e-5
+    np.testing.assert_array_equal(cache.lengths, [16, 16])
+
+
+@pytest.mark.parametrize("cache_is_empty", [False, True])
+def test_prompts_of_different_lengths(model, cache_is_empty):
+    # Row 0 holds 3 tokens of its prompt, row 1 all 6; then both go on.
+    lengths = jnp.array([3, 6])
+    prompts = TOKENS[:, :6].at[0, 3:].set(255)
+    decode = jax.jit(Decoder.decode, static_argnames="cache_is_empty")
+    logits, cache = decode(
+        model,
+        prompts,
+        model.init_cache(2, 12),
+        lengths=lengths,
+        cache_is_empty=cache_is_empty,
+    )
+    expected = run(model, TOKENS)
+    assert relative_error(logits[0, :3], expected[0, :3]) < 1e-5
+    assert relative_error(logits[1], expected[1, :6]) < 1e-5
+    for _ in range(2):
+        rows = jnp.arange(2)
+        at = cache.lengths
+        logits, cache = decode(model, TOKENS[rows, at][:, None], cache)
+        assert relative_error(logits[:, 0], expected[rows, at]) < 1e-5
+    np.testing.assert_array_equal(cache.lengths, [5, 8])
+
+
+def test_a_window_limits_what_a_token_sees_with_and_without_a_cache():
+    config = dataclasses.replace(preset("llama_tiny"), window=3, num_layers=1)
+    model = make("", config)
+    logits = run(model, TOKENS)
+    changed = run(model, TOKENS.at[:, 4].add(1))
+    moved = jnp.abs(logits - changed).max((0, 2)) > 1e-5
+    assert moved.tolist() == [4 <= t < 7 for t in range(16)]
+    assert relative_error(run(model, TOKENS, BOUNDS)[1], logits[1]) < 1e-5
+    first, cache = model.decode(TOKENS[:, :8], model.init_cache(2, 16))
+    rest, _ = model.decode(TOKENS[:, 8:], cache)
+    assert relative_error(jnp.concatenate([first, rest], 1), logits) < 1e-5
+
+
+def test_a_softcap_with_and_without_a_cache():
+    plain = make("llama_tiny")
+    config = dataclasses.replace(preset("llama_tiny"), attention_softcap=0.1)
+    capped = make("", config)
+    logits = run(capped, TOKENS)
+    assert relative_error(logits, run(plain, TOKENS)) > 1e-2
+    assert relative_error(run(capped, TOKENS, BOUNDS)[1], logits[1]) < 1e-5
+    cached, _ = capped.decode(TOKENS, capped.init_cache(2, 16))
+    assert relative_error(cached, logits) < 1e-5
+
+
+def test_types():
+    exact = make("llama_tiny")
+    options = {"dtype": jnp.bfloat16, "param_dtype": jnp.float32}
+    low = make("llama_tiny", **options)
+    loss, gradients = loss_and_gradients(low, TOKENS)
+    assert jax.eval_shape(low.hidden, TOKENS).dtype == jnp.bfloat16
+    assert loss.dtype == jnp.float32
+    assert {g.dtype for g in jax.tree.leaves(gradients)} == {jnp.dtype("float32")}
+    logits = run(low, TOKENS)
+    assert logits.dtype == jnp.float32
+    assert 1e-4 < relative_error(logits, run(exact, TOKENS)) < 0.05
+    stored = Decoder(preset("llama_tiny"), param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    assert {p.dtype for p in jax.tree.leaves(stored)} == {jnp.dtype("bfloat16")}
+    assert stored.hidden(TOKENS).dtype == jnp.float32
+
+
+def test_positions_can_be_given(model):
+    expected = run(model, TOKENS[:, :8])
+    positions = jnp.tile(jnp.arange(8), (2, 1))
+    place = jax.jit(lambda at: model(TOKENS[:, :8], positions=at))
+    assert relative_error(place(positions), expected) < 1e-6
+    shifted = place(positions + 3)
+    if model.config.position == "rope":  # only distances count
+        assert relative_error(shifted, expected) < 1e-4
+    else:
+        assert relative_error(shifted, expected) > 1e-3
+
+
+def test_errors(no_shape_hook):
+    gpt2 = make("gpt2_tiny")
+    with pytest.raises(ValueError, match="tokens per row 65 exceeds max_seq_len 64"):
+        gpt2(jnp.zeros((1, 65), jnp.int32))
+    with pytest.raises(ValueError, match="max_len 65 exceeds max_seq_len 64"):
+        gpt2.init_cache(1, 65)
+    with pytest.raises(ValueError, match="remat 'some' is unknown; use one of"):
+        Decoder(preset("gpt2_tiny"), remat="some", rngs=nnx.Rngs(0))
+    cache = gpt2.init_cache(2, 8)
+    with pytest.raises(ValueError, match="has 8 slots a row, but 16 tokens must fit"):
+        gpt2.decode(TOKENS, cache)
+    _, cache = gpt2.decode(TOKENS[:, :8], cache)
+    with pytest.raises(ValueError, match="has 8 slots a row, but 9 tokens must fit"):
+        gpt2.decode(TOKENS[:, :1], cache)
+
+
+def test_packed_rows_may_be_longer_than_the_table_of_positions():
+    gpt2 = make("gpt2_tiny")
+    tokens = jnp.zeros((1, 80), jnp.int32)
+    bounds = jnp.array([[0, 40, 80]])
+    logits = run(gpt2, tokens, bounds)
+    assert jnp.isfinite(logits).all()
+    np.testing.assert_allclose(logits[0, :40], logits[0, 40:], rtol=1e-5, atol=1e-6)
+    # A sequence that is too long is not silently given another position's vector.
+    assert jnp.isnan(run(gpt2, tokens, jnp.array([[0, 66, 80]]))[0, 64:66]).all()

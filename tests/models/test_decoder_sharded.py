@@ -1,0 +1,118 @@
+"""Decoders split over eight devices against the same on one."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxscale.models import Decoder, preset
+from jaxscale.sharding import REPLICATED, MeshConfig, create, fsdp_tp, make_mesh
+
+
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 256, (8, 16)), jnp.int32)
+BOUNDS = jnp.tile(jnp.array([[0, 5, 5, 14, 14], [0, 16, 16, 16, 16]]), (4, 1))
+RULES = fsdp_tp()
+
+
+def make(name, rules):
+    model = Decoder(preset(name), rules=rules, rngs=nnx.Rngs(0))
+    model.blocks = jax.tree.map(lambda p: 12 * p if p.ndim == 3 else p, model.blocks)
+    return model
+
+
+def loss(model, tokens, cu_seqlens):
+    """Of the same rows, first whole and then packed."""
+
+    def one(logits):
+        wave = jnp.cos(jnp.arange(16.0)[:, None] + jnp.arange(256.0))
+        return (jax.nn.log_softmax(logits[:, :14]) * wave[:14]).mean()
+
+    return one(model(tokens)) + one(model(tokens, cu_seqlens=cu_seqlens))
+
+
+@functools.cache
+def expected(name):
+    model = make(name, REPLICATED)
+    return jax.jit(jax.value_and_grad(loss))(model, TOKENS, BOUNDS)
+
+
+def assert_as_expected(name, actual):
+    value, gradients = expected(name)
+    np.testing.assert_allclose(actual[0], value, rtol=1e-5)
+    gradients = jax.tree.leaves(gradients)
+    scale = max(float(jnp.abs(g).max()) for g in gradients)
+    for grad, exact in zip(jax.tree.leaves(actual[1]), gradients, strict=True):
+        np.testing.assert_allclose(grad, exact, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("llama_tiny", "auto"),
+        ("llama_tiny", "explicit"),
+        ("gptj_tiny", "explicit"),
+        ("gpt2_tiny", "explicit"),
+    ],
+)
+def test_split_decoder_equals_the_whole_one(name, kind):
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2, axis_type=kind))
+    model = create(lambda: make(name, RULES), mesh, RULES)
+    kernel = model.blocks.attention.query.kernel[...]
+    assert kernel.sharding.spec == PartitionSpec(None, "fsdp", "tensor")
+    rows = NamedSharding(mesh, RULES.spec("batch", None))
+    tokens, bounds = jax.device_put((TOKENS, BOUNDS), rows)
+    with jax.set_mesh(mesh):
+        actual = jax.jit(jax.value_and_grad(loss))(model, tokens, bounds)
+    assert_as_expected(name, actual)
+    gradient = actual[1].blocks.attention.query.kernel[...]
+    assert gradient.sharding.spec == kernel.sharding.spec
+
+
+def test_decoder_inside_a_shard_map_over_data():
+    # The other three axes stay with the compiler.
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    model = create(lambda: make("llama_tiny", RULES), mesh, RULES)
+    whole, rows = PartitionSpec(), PartitionSpec("data")
+
+    def step(model, tokens, bounds):
+        result = jax.value_and_grad(loss)(model, tokens, bounds)
+        return jax.lax.pmean(result, "data")
+
+    def over_data(check_vma):
+        return jax.jit(
+            jax.shard_map(
+                step,
+                in_specs=(whole, rows, rows),
+                out_specs=(whole, whole),
+                axis_names={"data"},
+                check_vma=check_vma,
+            )
+        )
+
+    with jax.set_mesh(mesh):
+        assert_as_expected("llama_tiny", over_data(False)(model, TOKENS, BOUNDS))
+        with pytest.raises(ValueError, match="pass check_vma=False to it"):
+            over_data(True)(model, TOKENS, BOUNDS)
+
+
+def test_cache_of_a_split_decoder():
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2, axis_type="explicit"))
+    model = create(lambda: make("llama_tiny", RULES), mesh, RULES)
+    whole = make("llama_tiny", REPLICATED)
+
+    @jax.jit
+    def run(model, tokens):
+        first, cache = model.decode(tokens[:, :8], model.init_cache(8, 16))
+        second, cache = model.decode(tokens[:, 8:10], cache)
+        return jnp.concatenate([first, second], axis=1), cache
+
+    with jax.set_mesh(mesh):
+        tokens = jax.device_put(TOKENS, NamedSharding(mesh, RULES.spec("batch", None)))
+        logits, cache = run(model, tokens)
+    assert cache.k.sharding.spec[1] == ("data", "fsdp")
+    assert cache.k.sharding.spec[3] == "tensor"
+    np.testing.assert_allclose(logits, whole(TOKENS)[:, :10], atol=1e-4)
