@@ -197,7 +197,7 @@ def per_shard(
 
     Attention is independent over rows and heads, and a Pallas kernel cannot be split
     by the compiler: both run under `jax.shard_map` over the Auto and Explicit axes of
-    the mesh. Without a mesh, or where every axis is Manual, `fn` runs as it is. Auto
+    the mesh. Without a mesh, or where no axis splits anything, `fn` runs as it is. Auto
     axes that do not divide one of the dimensions are left out for all arguments.
 
     Args:
@@ -228,7 +228,8 @@ def per_shard(
         mesh = _current_mesh(args)
         types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
         free = frozenset(n for n, kind in types.items() if kind != AxisType.Manual)
-        if not free:
+        split = (mesh.shape[n] > 1 or types[n] == AxisType.Explicit for n in free)
+        if not any(split):
             return fn(*args)
         args = tuple(
             constrain(x, axes, rules) for x, axes in zip(args, in_axes, strict=True)
