@@ -162,3 +162,38 @@ def test_impossible_heads_are_refused():
         AttentionConfig(num_heads=4, num_kv_heads=3, head_dim=8)
     with pytest.raises(ValueError, match="head_dim 0 must be positive"):
         AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("head_dim", "options"),
+    [
+        (64, {"causal": True}),
+        (128, {"causal": True}),
+        (128, {"causal": True, "window": (99, 0)}),
+        (128, {"causal": False}),
+        (256, {"causal": True, "implementation": "cudnn"}),
+    ],
+)
+def test_cudnn_equals_the_formula(head_dim, options):
+    shapes = [(2, 300, 8, head_dim), (2, 300, 2, head_dim), (2, 300, 2, head_dim)]
+    inputs = [jnp.asarray(RNG.normal(size=shape), jnp.bfloat16) for shape in shapes]
+    weights = jnp.asarray(RNG.normal(size=shapes[0]), jnp.float32)
+
+    def loss(q, k, v, **options):
+        out = attention(q, k, v, **options).astype(jnp.float32)
+        return (out * weights).sum(), out
+
+    run = jax.jit(
+        jax.grad(loss, argnums=(0, 1, 2), has_aux=True),
+        static_argnames=("causal", "window", "implementation"),
+    )
+    assert "cudnn" in run.lower(*inputs, **options).as_text()
+    actual = run(*inputs, **options)
+    exact = [x.astype(jnp.float32) for x in inputs]
+    with jax.default_matmul_precision("highest"):
+        expected = run(*exact, **{**options, "implementation": "xla"})
+    for ours, theirs in zip(
+        jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True
+    ):
+        assert relative_error(ours, theirs) < RELATIVE[jnp.dtype("bfloat16")]
