@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxscale.models import Decoder, preset
 from jaxscale.sharding import (
     MeshConfig,
     create,
@@ -73,6 +74,23 @@ def test_rank_of_each_spec_equals_rank_of_its_array():
     assert tree.blocks.kernel.get_value() == P(None, "fsdp", "tensor")
     assert logical_axes(model.blocks.scale) == (None, None)
     assert tree.head.get_value() == P("fsdp", "tensor")
+
+
+@pytest.mark.parametrize("name", ["llama_tiny", "gpt2_tiny", "gptj_tiny"])
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_every_parameter_of_the_decoders_names_its_axes(name, scan_layers, mesh):
+    model = jax.eval_shape(
+        lambda: Decoder(preset(name), scan_layers=scan_layers, rngs=nnx.Rngs(0))
+    )
+    variables = jax.tree.leaves(model, is_leaf=lambda n: isinstance(n, nnx.Variable))
+    placed = jax.tree.leaves(shardings(model, mesh, fsdp()))
+    for variable, sharding in zip(variables, placed, strict=True):
+        axes = logical_axes(variable)
+        assert len(sharding.spec) == len(axes) == variable.ndim
+        # FSDP splits every matrix; only vectors, stacked over layers or not, are whole.
+        split = sharding.shard_shape(variable.shape) != variable.shape
+        assert split or len([axis for axis in axes if axis != "layers"]) == 1, axes
+    shardings(model, mesh, fsdp_tp())  # everything divides
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
