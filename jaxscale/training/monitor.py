@@ -4,6 +4,8 @@ import contextlib
 import json
 import math
 import os
+import queue
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -217,10 +219,12 @@ class ProgressBar(Writer):
 class Monitor:
     """Measures steps without holding up the device, and feeds the writers.
 
-    `log` is called right after a step was dispatched and reads the metrics of the step
-    before, for which it waits. The device always has one step to work on meanwhile, and
-    the time between two reads is the time of a step. Throughput counts the tokens that
-    have a target; the first step of a process, which compiles, has none.
+    `log` is called right after a step was dispatched and returns at once. A thread
+    waits for the metrics, notes when they were there, and writes; the time between two
+    steps that are done is the time of a step, whether or not the call that dispatched
+    it waited for the device. `log` waits only when two older steps are not recorded
+    yet, so the host runs at most that far ahead. Throughput counts the tokens that have
+    a target; the first step of a process, which compiles, has none.
     """
 
     def __init__(
@@ -237,7 +241,7 @@ class Monitor:
         """Describe the run.
 
         Args:
-            writers: Where the records go.
+            writers: Where the records go; `write` is called on the thread.
             num_devices: Devices that share the tokens of a step.
             total_steps: Of the entire run.
             log_every: Steps between two records; rates are means over them.
@@ -252,19 +256,26 @@ class Monitor:
         self._flops_per_token = dict(flops_per_token or {})
         self._peak = peak_flops
         self._clock = clock
-        self._pending: tuple[int, Mapping[str, Any]] | None = None
         self._compiled = False
         self._since = 0.0
         self._steps = 0
         self._tokens = 0
+        self._error: BaseException | None = None
+        self._queue: queue.Queue[tuple[int, Any] | None] = queue.Queue(maxsize=1)
+        self._thread = threading.Thread(
+            target=self._work, name="jaxscale-monitor", daemon=True
+        )
 
     def __enter__(self) -> "Monitor":
+        self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         with contextlib.ExitStack() as stack:  # closes all, whatever fails
             for writer in self._writers:
                 stack.callback(writer.close)
+            stack.callback(self._thread.join)
+            stack.callback(self._queue.put, None)
             if error[0] is None:
                 self.flush()
 
@@ -274,26 +285,23 @@ class Monitor:
             writer.start(first_step, self._total_steps)
         self._restart_clock()
 
-    def log(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
-        """Keep the metrics of `step`, just dispatched, and record the step before."""
-        self.flush()
-        self._pending = (step, metrics)
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Have the metrics of `step`, just dispatched, recorded when they are there.
+
+        Raises:
+            Exception: what went wrong earlier, on the device or in a writer.
+        """
+        self._raise()
+        self._queue.put((step, metrics))
 
     def flush(self) -> None:
-        """Wait for the last step that was logged and record it."""
-        if self._pending is None:
-            return
-        step, metrics = self._pending
-        self._pending = None
-        values = {name: _number(x) for name, x in jax.device_get(metrics).items()}
-        self._steps += 1
-        self._tokens += int(values.get("tokens") or 0)
-        if step % self._log_every == 0 or step == self._total_steps:
-            self._write({"step": step, **values, **self._rates()})
-            self._restart_clock()
-        elif not self._compiled:
-            self._restart_clock()
-        self._compiled = True
+        """Wait until every step that was logged is recorded.
+
+        Raises:
+            Exception: what went wrong on the device or in a writer.
+        """
+        self._queue.join()
+        self._raise()
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -305,8 +313,36 @@ class Monitor:
 
     def log_evaluation(self, step: int, **values: float | None) -> None:
         """Record an evaluation after `step`; names get the prefix ``eval_``."""
+        self.flush()
         record = {f"eval_{name}": _number(value) for name, value in values.items()}
         self._write({"step": step, **record})
+
+    def _work(self) -> None:
+        while (item := self._queue.get()) is not None:
+            try:
+                if self._error is None:
+                    self._record(*item)
+            except Exception as error:  # raised to the caller of `log` or `flush`
+                self._error = error
+            finally:
+                self._queue.task_done()
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _record(self, step: int, metrics: Mapping[str, Any]) -> None:
+        values = {name: _number(x) for name, x in jax.device_get(metrics).items()}
+        self._steps += 1
+        self._tokens += int(values.get("tokens") or 0)
+        if step % self._log_every == 0 or step == self._total_steps:
+            record = {"step": step, **values, **self._rates()}
+            self._restart_clock()
+            self._write(record)
+        elif not self._compiled:
+            self._restart_clock()
+        self._compiled = True
 
     def _rates(self) -> Record:
         seconds = (self._clock() - self._since) / self._steps
