@@ -292,6 +292,9 @@ class Monitor:
             Exception: what went wrong earlier, on the device or in a writer.
         """
         self._raise()
+        for value in metrics.values():
+            # Now, since a copy asked for later may wait behind the next step.
+            value.copy_to_host_async()
         self._queue.put((step, metrics))
 
     def flush(self) -> None:
