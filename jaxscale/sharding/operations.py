@@ -254,14 +254,17 @@ def per_shard(
                 "one that splits attention over the remaining mesh axes; pass "
                 "check_vma=False to it, or make it manual over all axes"
             )
-        return jax.shard_map(
+        mapped = jax.shard_map(
             fn,
             mesh=mesh,
             axis_names=free,
             in_specs=tuple(local_spec(axes) for axes in in_axes),
             out_specs=tuple(local_spec(axes) for axes in out_axes),
             check_vma=False,
-        )(*args)
+        )
+        # Outside of `jax.jit`, jax 0.11.2 runs a shard_map operation by operation, and
+        # XLA crashes on some of them. Inside, this changes nothing.
+        return jax.jit(mapped, inline=True)(*args)
 
     return run
 
