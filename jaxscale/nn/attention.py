@@ -195,9 +195,10 @@ def _dense_implementation(
         )
     if name is not None:
         return "cudnn" if name == "cudnn" else "xla"
-    # Heads wider than 128 exist only on some devices.
-    flash = supported and jax.default_backend() == "gpu" and q.shape[-1] <= 128
-    return "cudnn" if flash else "xla"
+    if not supported or jax.default_backend() != "gpu":
+        return "xla"
+    widest = 256 if float(jax.devices()[0].compute_capability) >= 9 else 128
+    return "cudnn" if q.shape[-1] <= widest else "xla"
 
 
 _Q_AXES = ("batch", None, "act_heads", None)

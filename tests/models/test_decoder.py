@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxscale.models import PRESETS, REMAT_POLICIES, Decoder, preset
+from jaxscale.models import Decoder, preset
 from jaxscale.sharding import fsdp_tp, logical_axes
 from tests.tolerances import relative_error
 
@@ -110,7 +110,7 @@ def test_names_of_parameters(model):
     assert actual == expected | extra[name]
 
 
-@pytest.mark.parametrize("name", sorted(set(PRESETS) - {"llama3_1_405b"}))
+@pytest.mark.parametrize("name", ["gpt2_small", "gptj_6b", "llama2_70b", "llama3_2_1b"])
 def test_presets_make_as_many_parameters_as_they_say(name):
     config = preset(name)
     model = jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
@@ -166,7 +166,7 @@ def test_gradients_of_packed_sequences_equal_those_of_rows(packed_gradients):
     assert_equal_gradients(packed_gradients[1], gradients)
 
 
-@pytest.mark.parametrize("remat", sorted(set(REMAT_POLICIES) - {"none"}))
+@pytest.mark.parametrize("remat", ["dots_no_batch", "attention"])
 def test_recomputation_changes_nothing(remat, packed_gradients):
     actual = loss_and_gradients(make("llama_tiny", remat=remat), TOKENS, BOUNDS)
     np.testing.assert_allclose(actual[0], packed_gradients[0], rtol=1e-6)
@@ -254,7 +254,7 @@ def test_types():
     exact = make("llama_tiny")
     options = {"dtype": jnp.bfloat16, "param_dtype": jnp.float32}
     low = make("llama_tiny", **options)
-    loss, gradients = loss_and_gradients(low, TOKENS)
+    loss, gradients = jax.eval_shape(loss_and_gradients, low, TOKENS)
     assert jax.eval_shape(low.hidden, TOKENS).dtype == jnp.bfloat16
     assert loss.dtype == jnp.float32
     assert {g.dtype for g in jax.tree.leaves(gradients)} == {jnp.dtype("float32")}
@@ -263,7 +263,7 @@ def test_types():
     assert 1e-4 < relative_error(logits, run(exact, TOKENS)) < 0.05
     stored = Decoder(preset("llama_tiny"), param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     assert {p.dtype for p in jax.tree.leaves(stored)} == {jnp.dtype("bfloat16")}
-    assert stored.hidden(TOKENS).dtype == jnp.float32
+    assert jax.eval_shape(stored.hidden, TOKENS).dtype == jnp.float32
 
 
 def test_positions_can_be_given(model):

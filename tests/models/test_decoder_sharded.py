@@ -54,7 +54,6 @@ def assert_as_expected(name, actual):
     [
         ("llama_tiny", "auto"),
         ("llama_tiny", "explicit"),
-        ("gptj_tiny", "explicit"),
         ("gpt2_tiny", "explicit"),
     ],
 )
