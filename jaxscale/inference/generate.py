@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, Key
 from jaxscale.inference.sampling import SamplingConfig, sample
 from jaxscale.models.decoder import Decoder
 from jaxscale.nn.cache import KVCache
-from jaxscale.sharding.operations import per_shard
+from jaxscale.sharding.operations import constrain, per_shard
 
 
 # Step, the newest token, all drawn tokens, which rows have ended, the cache.
@@ -46,7 +46,8 @@ def generate(
     same tokens.
 
     Args:
-        model: A decoder, on one device or sharded.
+        model: A decoder, on one device or sharded. On Explicit mesh axes the number of
+            prompts must divide, and the rules must not split tokens, which come singly.
         prompts: Token ids, at least one a prompt.
         max_new_tokens: Most tokens to draw for a prompt.
         sampling: How to draw.
@@ -157,6 +158,8 @@ def _generate(
     logits = model.unembed(_last(model, hidden, lengths))
 
     def draw(logits: Array, step: Array) -> Array:
+        # Every device draws every row: tokens are few, and sorting wants whole rows.
+        logits = constrain(logits, (None, None, None), model.rules)
         return sample(logits[:, 0], jax.random.fold_in(key, step), sampling)
 
     def going(state: _State) -> Array:

@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -76,14 +78,18 @@ def test_sampling_is_a_function_of_the_key(llama):
     assert [len(tokens) for tokens in run(0)] == [10, 10, 10]
 
 
-def test_a_sharded_model_generates_the_same_tokens(llama):
-    mesh, rules = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2)), fsdp_tp()
+@pytest.mark.parametrize(("kind", "rows"), [("auto", 3), ("explicit", 4)])
+def test_a_sharded_model_generates_the_same_tokens(llama, kind, rows):
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2, axis_type=kind))
+    rules = fsdp_tp()
+    if kind == "explicit":  # where one token cannot be split over two devices
+        rules = dataclasses.replace(rules, tokens=None)
     sharded = create(lambda: make("llama_tiny", rules=rules), mesh, rules)
     # Three prompts do not divide over the four devices of the batch.
-    for prompts in (PROMPTS, PROMPTS + PROMPTS[:1]):
-        expected = generate(llama, prompts, max_new_tokens=10)
-        with jax.set_mesh(mesh):
-            assert generate(sharded, prompts, max_new_tokens=10) == expected
+    prompts = [*PROMPTS, [9, 9]][:rows]
+    expected = generate(llama, prompts, max_new_tokens=10)
+    with jax.set_mesh(mesh):
+        assert generate(sharded, prompts, max_new_tokens=10) == expected
 
 
 def test_a_prompt_may_fill_the_table_of_learned_positions():
