@@ -26,9 +26,10 @@ $(STAMP): requirements.txt pyproject.toml
 quickstart: $(STAMP)  ## Train, save, restore and generate on real text; writes one HTML report.
 	$(BIN)/jaxscale quickstart $(ARGS)
 
-test: $(STAMP)  ## Every test, doctest and notebook that runs without a GPU.
+test: $(STAMP)  ## Every test, doctest and notebook; the GPU tests where there is one.
 	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
 	$(if $(NOTEBOOKS),$(BIN)/python -m pytest -q --nbmake $(NOTEBOOKS))
+	$(if $(CUDA),$(BIN)/python -m pytest -m "gpu or multigpu" tests)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -7,13 +7,10 @@ each other and would starve on a small machine.
 
 import importlib.util
 import os
-import shutil
 from collections.abc import Iterator
 
 
 os.environ.setdefault("NPROC", "64")
-if shutil.which("nvidia-smi") is None:
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 # Shapes and types of public functions are checked at run time where beartype is there.
 if importlib.util.find_spec("beartype") is not None:
@@ -32,8 +29,19 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
-# Scripts that make fixtures need packages that the tests do without.
-collect_ignore = ["tests/fixtures"]
+# Not tests, and they import what a machine for GPU tests may lack.
+collect_ignore = ["tests/fixtures", "tests/typechecker.py"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep to the CPU, also where there are GPUs, unless GPU tests are asked for.
+
+    Tolerances and the eight devices of the other tests are those of the CPU.
+    """
+    selected = config.option.markexpr
+    if "gpu" not in selected or "not gpu" in selected:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        jax.config.update("jax_platforms", "cpu")
 
 
 def pytest_collection_modifyitems(

@@ -65,7 +65,8 @@ class DataConfig:
     """B, rows of a batch over all processes."""
     max_sequences: int = 32
     """S, most documents or pieces of documents in a row. Documents shorter than about
-    seq_len / max_sequences leave padding behind; 1 gives each row to one document."""
+    seq_len / max_sequences leave padding behind; 1 gives each row to one document, for
+    which attention has the faster kernels."""
     seed: int = 0
     """Decides the order of documents and rows."""
     held_out_fraction: float = 0.05
@@ -353,9 +354,13 @@ class PackedBatchIterator(Iterator[PackedBatch]):
 
     def __next__(self) -> PackedBatch:
         local = next(self._source)
-        return PackedBatch(
+        batch = PackedBatch(
             **{name: self._to_devices(rows) for name, rows in local.items()}
         )
+        if self._batches.config.max_sequences > 1:
+            return batch
+        # A row is one sequence; no token sees the padding behind it.
+        return dataclasses.replace(batch, cu_seqlens=None)
 
     def get_state(self) -> dict[str, Any]:
         """The position, as a small dictionary that JSON can hold."""

@@ -9,14 +9,16 @@ import textwrap
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxscale.models import Tokenizer
+from jaxscale.models import Decoder, Tokenizer, preset
 from jaxscale.sharding import make_mesh
 from jaxscale.training.corpus import TokenCorpus
 from jaxscale.training.data import DataConfig, PackedBatches, PackedRows, load_text
+from jaxscale.training.step import next_token_loss
 
 
 def numbered_corpus(lengths):
@@ -324,3 +326,20 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path):
     assert load_text(config).tokenizer.vocab_size == 262
     with pytest.raises(ValueError, match=r"vocab_size 261 .* has 262 tokens; set the"):
         load_text(dataclasses.replace(config, vocab_size=261))
+
+
+def test_rows_of_one_document_need_no_boundaries():
+    corpus = numbered_corpus([3, 9, 4, 30, 17])
+    config = DataConfig(vocab_size=256, seq_len=16, batch_size=4, max_sequences=1)
+    batches = PackedBatches(corpus, config, epochs=1)
+    batch = next(iter(batches))
+    assert batch.cu_seqlens is None
+    rows = [batches.rows[i] for i in range(4)]
+    np.testing.assert_array_equal(batch.tokens, [row["tokens"] for row in rows])
+    bounds = np.stack([row["cu_seqlens"] for row in rows])
+    assert (bounds[:, -1] < 16).any()  # with padding, so that it could matter
+
+    model = Decoder(preset("llama_tiny"), rngs=nnx.Rngs(0))
+    loss = jax.jit(next_token_loss())
+    expected, _ = loss(model, dataclasses.replace(batch, cu_seqlens=bounds))
+    np.testing.assert_allclose(loss(model, batch)[0], expected, rtol=1e-5)
