@@ -20,7 +20,7 @@ h1 { font-size: 1.7rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; }
 table { border-collapse: collapse; width: 100%; font-size: .95rem; }
 th, td { text-align: left; padding: .35rem .7rem; border-bottom: 1px solid #dde3ea; }
 th { background: #f4f6f9; }
-td.number { text-align: right; font-variant-numeric: tabular-nums; }
+td.number { font-variant-numeric: tabular-nums; }
 pre { background: #f4f6f9; padding: .8rem; white-space: pre-wrap; }
 """
 
@@ -138,6 +138,17 @@ class Report:
             figure.to_html(full_html=False, include_plotlyjs=not self._has_plot)
         )
         self._has_plot = True
+
+    def extend(self, other: "Report") -> None:
+        """Append the parts of another report, whose title is dropped.
+
+        Raises:
+            ValueError: both have plots, and so both the script that draws them.
+        """
+        if self._has_plot and other._has_plot:
+            raise ValueError("only one of two joined reports may have plots")
+        self._parts += other._parts
+        self._has_plot |= other._has_plot
 
     def write(self, path: str | pathlib.Path) -> pathlib.Path:
         """Write the page to `path`, making its folder; returns the path."""
