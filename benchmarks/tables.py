@@ -127,6 +127,9 @@ def markdown(
         raise ValueError(
             f"no row has implementation {implementations!r}, case {cases!r}"
         )
+    if metric is not None and not any(metric in row["metrics"] for row in rows):
+        known = _ordered(name for row in rows for name in row["metrics"])
+        raise ValueError(f"metric {metric!r}, expected one of {known}")
     metric = metric or _default_metric(rows)
     unit, scale = ("ms", 1e3) if all(r["time_us"] >= 1e4 for r in rows) else ("us", 1)
     params = _ordered(name for row in rows for name in row["params"])

@@ -49,7 +49,8 @@ def dispatch(
         What the chosen implementation returned.
 
     Raises:
-        ValueError: a name is unknown, or the sequence is empty.
+        ValueError: a name is unknown, the sequence is empty, or `implementation` is
+            neither a name nor a sequence.
         Unsupported: the one implementation named cannot serve the arguments.
         ExceptionGroup: all of several implementations raised `Unsupported`; the group
             holds each reason.
@@ -67,6 +68,11 @@ def dispatch(
         result = implementations[implementation](*args, **kwargs)
         _log_once(op_name, implementation)
         return result
+    if implementation is not None and not isinstance(implementation, Sequence):
+        raise ValueError(
+            f"implementation {implementation!r} of {op_name}: expected None or one (or"
+            f" a sequence) of {list(implementations)}"
+        )
     names = list(implementations) if implementation is None else list(implementation)
     if not names:
         raise ValueError(

@@ -103,6 +103,7 @@ def pack(
         [B+1]. The gradient of the padding is zero.
 
     Raises:
+        TypeError: lengths are not integers.
         ValueError: lengths that are not traced are negative, exceed L, or sum to more
             than `token_budget`. Traced ones cannot be checked: lengths are cut to L,
             and what passes the budget is left out of both results.
@@ -119,6 +120,15 @@ def pack(
     """
     padded = jnp.asarray(padded)
     max_len = padded.shape[1]
+    if not isinstance(lengths, jax.Array):
+        lengths = np.asarray(lengths)
+    if lengths.shape != padded.shape[:1]:
+        raise ValueError(
+            f"lengths must hold one number for each of the {padded.shape[0]} rows of "
+            f"padded, got shape {lengths.shape}"
+        )
+    if not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise TypeError(f"lengths must be integers, got {lengths.dtype}")
     _check_lengths(lengths, max_len, token_budget)
     lengths = jnp.clip(jnp.asarray(lengths, jnp.int32), 0, max_len)
     cu_seqlens = jnp.pad(jnp.cumsum(lengths, dtype=jnp.int32), (1, 0))
@@ -258,6 +268,10 @@ def pack_sequences(
             raise ValueError(
                 f"sequence {index} must be a vector of token ids, got "
                 f"{sequence.dtype}{list(sequence.shape)}"
+            )
+        if sequence.size and sequence.max() > np.iinfo(np.int32).max:
+            raise ValueError(
+                f"sequence {index} holds the token id {sequence.max()}, expected int32"
             )
     lengths = [len(sequence) for sequence in sequences]
     rows = assign_rows(lengths, token_budget, max_seqs)

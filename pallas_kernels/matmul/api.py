@@ -5,6 +5,7 @@ Axis letters: B any leading axes, M rows, K contraction, N columns.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels import tuning
-from pallas_kernels.dispatch import dispatch
+from pallas_kernels.dispatch import Unsupported, dispatch
 from pallas_kernels.matmul import mosaic_gpu, xla
 from pallas_kernels.matmul.config import MatmulConfig, Problem, heuristic, prefer_xla
 from pallas_kernels.mosaic import DeviceSpec
@@ -55,15 +56,17 @@ def matmul(
         implementation: "mosaic_gpu" (Hopper; bfloat16 or float16, K and N multiples of
             64), "xla", a sequence of these, or None for the best.
         config: how the kernel cuts this product (gradients look theirs up); None looks
-            it up: `pallas_kernels.tuning`.
+            it up: `pallas_kernels.tuning`. With one the kernel is tried first, and XLA,
+            which takes none, says so instead of ignoring it.
 
     Returns:
         ``[*B,M,N]`` of `out_dtype`.
 
     Raises:
-        ValueError: shapes or types of x and w disagree.
+        ValueError: shapes or types of x and w disagree, or are no matrices of floating
+            numbers.
         Unsupported: the implementation named cannot serve the arguments here.
-        ExceptionGroup: none of several named implementations can.
+        ExceptionGroup: none of several implementations can.
 
     Example:
         >>> import jax.numpy as jnp
@@ -73,10 +76,20 @@ def matmul(
         Array([[ 3.,  3.,  3.,  3.],
                [12., 12., 12., 12.]], dtype=float32)
     """
+    x, w = jnp.asarray(x), jnp.asarray(w)
+    if x.ndim < 2 or w.ndim != 2:
+        raise ValueError(
+            f"x has shape {x.shape} and w {w.shape}, expected [*B, M, K] and a matrix;"
+            " use jax.vmap for batches of weights"
+        )
     if x.dtype != w.dtype:
         raise ValueError(
             f"w has type {w.dtype}, expected that of x, {x.dtype}; cast one of them"
         )
+    out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    for name, dtype in (("x", x.dtype), ("out_dtype", out_dtype)):
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise ValueError(f"{name} has type {dtype}, expected a floating type")
     contracted = w.shape[1 if rhs_transposed else 0]
     if contracted != x.shape[-1]:
         raise ValueError(
@@ -85,7 +98,7 @@ def matmul(
         )
     call = _Call(
         rhs_transposed=rhs_transposed,
-        out_dtype=jnp.dtype(x.dtype if out_dtype is None else out_dtype),
+        out_dtype=out_dtype,
         implementation=(
             implementation
             if implementation is None or isinstance(implementation, str)
@@ -94,7 +107,7 @@ def matmul(
         config=config,
     )
     axes = _varying(x, w)
-    rows = _as_varying(x, axes).reshape(-1, x.shape[-1])
+    rows = _as_varying(x, axes).reshape(math.prod(x.shape[:-1]), x.shape[-1])
     y: Any = _matmul(rows, _as_varying(w, axes), call)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
@@ -166,10 +179,14 @@ def _run(
 ) -> jax.Array:
     device = DeviceSpec.current()
     if implementation is None:
-        implementation = _preferred(Problem.of(x, w, **storage), device)
+        problem = Problem.of(x, w, **storage)
+        kernel_first = config is not None
+        implementation = (
+            ("mosaic_gpu", "xla") if kernel_first else _preferred(problem, device)
+        )
     implementations = {
         "mosaic_gpu": functools.partial(_mosaic_gpu, device=device, config=config),
-        "xla": xla.matmul,
+        "xla": functools.partial(_xla, config=config),
     }
     y = dispatch("matmul", implementations, implementation, x, w, **storage)
     return _as_varying(y, _varying(x, w))  # kernels lose the mark
@@ -189,6 +206,17 @@ def _preferred(problem: Problem, device: DeviceSpec | None) -> tuple[str, ...]:
     else:
         xla_wins = prefer_xla(problem, device) is not None
     return ("xla",) if xla_wins else ("mosaic_gpu", "xla")
+
+
+def _xla(
+    x: jax.Array, w: jax.Array, *, config: MatmulConfig | None, **storage: Any
+) -> jax.Array:
+    if config is not None:
+        raise Unsupported(
+            f"matmul: XLA takes no config, got {config!r}; pass None or use"
+            " implementation='mosaic_gpu'"
+        )
+    return xla.matmul(x, w, **storage)
 
 
 def _mosaic_gpu(

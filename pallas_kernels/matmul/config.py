@@ -45,6 +45,9 @@ class MatmulConfig:
     each."""
 
     def __post_init__(self) -> None:
+        for name in ("tile_m", "tile_n", "tile_k", "stages", "group", "store_slots"):
+            if not isinstance(value := getattr(self, name), int):
+                raise ValueError(f"{name} {value!r}, expected an integer")
         for name in ("tile_m", "tile_n", "tile_k"):
             value = getattr(self, name)
             if value < 64 or value % 64:

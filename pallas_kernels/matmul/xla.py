@@ -1,6 +1,7 @@
 """The matrix product through XLA: cuBLAS on NVIDIA GPUs, portable elsewhere."""
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -28,7 +29,8 @@ def matmul(
     Returns:
         [M,N] of `out_dtype`.
     """
+    # XLA may sum in the type asked for: another type is rounded from fp32 sums.
+    sums = out_dtype if jnp.dtype(out_dtype) == x.dtype else jnp.float32
     contracted = ((0 if lhs_transposed else 1,), (1 if rhs_transposed else 0,))
-    return lax.dot_general(
-        x, w, (contracted, ((), ())), preferred_element_type=out_dtype
-    )
+    y = lax.dot_general(x, w, (contracted, ((), ())), preferred_element_type=sums)
+    return y.astype(out_dtype)

@@ -102,7 +102,7 @@ def varlen_attention(
             not integers.
         ValueError: shapes do not match, N is not a multiple of K, an option is out of
             range, or cu_seqlens that are not traced do not fit (traced ones cannot be
-            checked: sequences that pass T or S are cut there).
+            checked: prefix sums beyond T or S count as T or S).
         Unsupported: the implementation that was named cannot serve the arguments.
 
     Example:
@@ -146,8 +146,8 @@ def varlen_attention(
                 "cu_seqlens_q and cu_seqlens_k must have one length, got "
                 f"{cu_q.shape[0]} and {cu_k.shape[0]}; repeat the last value to pad"
             )
-    for name, x in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
-        _check_per_head(name, x, q.shape[1])
+    sinks = _per_head("sinks", sinks, q.shape[1])
+    alibi_slopes = _per_head("alibi_slopes", alibi_slopes, q.shape[1])
     scale = float(q.shape[2] ** -0.5 if scale is None else scale)
     if not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale}")
@@ -159,7 +159,7 @@ def varlen_attention(
         IMPLEMENTATIONS,
         implementation,
         *arrays,
-        window=_resolve_window(causal, window),
+        window=_resolve_window(causal, window, q.shape[0] + k.shape[0]),
         scale=scale,
         softcap=None if softcap is None else float(softcap),
         deterministic=deterministic,
@@ -211,14 +211,19 @@ def varlen_attention_segment_ids(
         >>> bool((out == same).all())
         True
     """
+    if segment_ids_k is None and k.shape[0] != q.shape[0]:
+        raise ValueError(
+            f"segment_ids_k is None but k has S={k.shape[0]} rows and q "
+            f"T={q.shape[0]}; pass segment_ids_k when keys are packed differently"
+        )
     pairs = [("segment_ids_q", segment_ids_q, "q", q)]
     if segment_ids_k is not None:
         pairs.append(("segment_ids_k", segment_ids_k, "k", k))
     for name, ids, rows_name, rows in pairs:
-        if ids.shape != rows.shape[:1]:
+        if np.shape(ids) != rows.shape[:1]:
             raise ValueError(
                 f"{name} must hold one id for each of the {rows.shape[0]} rows of "
-                f"{rows_name}, got shape {ids.shape}; for batched rows use jax.vmap"
+                f"{rows_name}, got shape {np.shape(ids)}; for batched rows use jax.vmap"
             )
     cu_seqlens = [cu_seqlens_from_segment_ids(ids, max_seqs) for _, ids, *_ in pairs]
     return varlen_attention(q, k, v, *cu_seqlens, **options)
@@ -241,20 +246,22 @@ def _check_arrays(q: Array, k: Array, v: Array) -> None:
         raise ValueError(
             f"v must be [S, K, Hv] with the S, K = {k.shape[:2]} of k, got {v.shape}"
         )
-    if q.shape[2] != k.shape[2]:
+    if q.shape[2] != k.shape[2] or not q.shape[2]:
         raise ValueError(
-            f"q and k must have one head dim, got {q.shape[2]} and {k.shape[2]}"
+            f"q and k must have one head dim, got {q.shape[2]} and {k.shape[2]}; "
+            "expected at least 1"
         )
-    if 0 in k.shape[1:] or q.shape[1] % k.shape[1]:
+    if 0 in (q.shape[1], k.shape[1]) or q.shape[1] % k.shape[1]:
         raise ValueError(
             f"the number of query heads N={q.shape[1]} must be a multiple of the "
             f"number of key/value heads K={k.shape[1]}"
         )
 
 
-def _check_per_head(name: str, x: Array | None, heads: int) -> None:
+def _per_head(name: str, x: Array | None, heads: int) -> Array | None:
     if x is None:
-        return
+        return None
+    x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"{name} must be floating, got {x.dtype}")
     if x.shape != (heads,):
@@ -262,19 +269,26 @@ def _check_per_head(name: str, x: Array | None, heads: int) -> None:
             f"{name} must hold one number for each of the N={heads} query heads, got "
             f"shape {x.shape}"
         )
+    return x
 
 
-def _resolve_window(causal: bool, window: Window) -> Window:
-    """The window with the causal mask folded in."""
-    if len(window) != 2:
+def _resolve_window(causal: bool, window: Window, num_rows: int) -> Window:
+    """The window with the causal mask folded in.
+
+    A side as large as both buffers together hides nothing and becomes None, which also
+    keeps sums of positions and sizes within int32.
+    """
+    if not isinstance(window, tuple | list) or len(window) != 2:
         raise ValueError(f"window must be (left, right), got {window!r}")
+    sizes = []
     for side, size in zip(("left", "right"), window, strict=True):
-        if size is not None and (size != int(size) or size < 0):
+        if size is not None and not (isinstance(size, int | np.integer) and size >= 0):
             raise ValueError(
                 f"window must hold non-negative integers or None, got {side}={size}; "
                 "None is no limit"
             )
-    left, right = (None if size is None else int(size) for size in window)
+        sizes.append(None if size is None or size >= num_rows else int(size))
+    left, right = sizes
     return (left, 0) if causal else (left, right)
 
 

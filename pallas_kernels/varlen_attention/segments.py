@@ -26,13 +26,17 @@ def concrete(x: Array | np.ndarray) -> np.ndarray | None:
         return None
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return None
-    return np.asarray(x)
+    values = np.asarray(x)
+    # Differences of unsigned numbers never fall below zero.
+    return values.astype(np.int64) if values.dtype.kind == "u" else values
 
 
 def check_cu_seqlens(
     name: str, cu_seqlens: Int[Array | np.ndarray, " bounds"], num_tokens: int
 ) -> Int[Array, " bounds"]:
     """Check prefix sums as far as they are known; return them as an int32 array.
+
+    Those that are not known are cut at `num_tokens`, so that nothing reads past it.
 
     Args:
         name: what to call the argument in messages.
@@ -44,6 +48,8 @@ def check_cu_seqlens(
         ValueError: it is not a vector of two or more entries; or its values, when they
             are not traced, do not start at 0, decrease, or pass `num_tokens`.
     """
+    if not isinstance(cu_seqlens, jax.Array):
+        cu_seqlens = np.asarray(cu_seqlens)
     if not jnp.issubdtype(cu_seqlens.dtype, jnp.integer):
         raise TypeError(f"{name} must hold integers, got {cu_seqlens.dtype}")
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
@@ -52,22 +58,23 @@ def check_cu_seqlens(
             f"{cu_seqlens.shape}; for batched rows use jax.vmap"
         )
     values = concrete(cu_seqlens)
-    if values is not None:
-        if values[0] != 0:
-            raise ValueError(f"{name} must start at 0, got {name}[0]={values[0]}")
-        falls = np.flatnonzero(np.diff(values) < 0)
-        if falls.size:
-            at = int(falls[0])
-            raise ValueError(
-                f"{name} must not decrease, got {name}[{at}]={values[at]} before "
-                f"{name}[{at + 1}]={values[at + 1]}; pass the prefix sums of the "
-                "lengths, not the lengths, and repeat the last value to pad"
-            )
-        if values[-1] > num_tokens:
-            raise ValueError(
-                f"{name} must end at most at num_tokens={num_tokens}, got "
-                f"{name}[-1]={values[-1]}; raise token_budget or drop sequences"
-            )
+    if values is None:
+        return jnp.minimum(cu_seqlens.astype(jnp.int32), num_tokens)
+    if values[0] != 0:
+        raise ValueError(f"{name} must start at 0, got {name}[0]={values[0]}")
+    falls = np.flatnonzero(np.diff(values) < 0)
+    if falls.size:
+        at = int(falls[0])
+        raise ValueError(
+            f"{name} must not decrease, got {name}[{at}]={values[at]} before "
+            f"{name}[{at + 1}]={values[at + 1]}; pass the prefix sums of the "
+            "lengths, not the lengths, and repeat the last value to pad"
+        )
+    if values[-1] > num_tokens:
+        raise ValueError(
+            f"{name} must end at most at num_tokens={num_tokens}, got "
+            f"{name}[-1]={values[-1]}; raise token_budget or drop sequences"
+        )
     return jnp.asarray(cu_seqlens, jnp.int32)
 
 
@@ -115,7 +122,9 @@ def cu_seqlens_from_segment_ids(
         int32 [max_seqs + 1].
 
     Raises:
-        ValueError: ids that are not traced are out of order, or reach `max_seqs`.
+        TypeError: `segment_ids` does not hold integers.
+        ValueError: ids that are not traced are out of order, or reach `max_seqs`; or
+            `segment_ids` is not a vector.
 
     Example:
         >>> import numpy as np
@@ -124,6 +133,15 @@ def cu_seqlens_from_segment_ids(
     """
     if max_seqs < 1:
         raise ValueError(f"max_seqs must be at least 1, got {max_seqs}")
+    if not isinstance(segment_ids, jax.Array):
+        segment_ids = np.asarray(segment_ids)
+    if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+        raise TypeError(f"segment ids must be integers, got {segment_ids.dtype}")
+    if segment_ids.ndim != 1:
+        raise ValueError(
+            f"segment ids must be a vector, got shape {segment_ids.shape}; for batched "
+            "rows use jax.vmap"
+        )
     values = concrete(segment_ids)
     if values is not None and values.size:
         if values.max() >= max_seqs:

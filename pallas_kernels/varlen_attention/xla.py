@@ -39,7 +39,10 @@ class XlaConfig:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            if (size := getattr(self, field.name)) < 1:
+            size = getattr(self, field.name)
+            if not isinstance(size, int):
+                raise ValueError(f"{field.name} must be an integer, got {size!r}")
+            if size < 1:
                 raise ValueError(f"{field.name} must be at least 1, got {size}")
 
 

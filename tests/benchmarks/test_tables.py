@@ -111,6 +111,7 @@ def test_options_of_a_marker(tmp_path):
         ("<!-- table:matmul -->\n", "1 markers .*, 0 with an end"),
         ("<!-- table:matmul colour=red -->\n<!-- /table -->", "colour"),
         ("<!-- table:matmul cases=zzz -->\n<!-- /table -->", "no row has"),
+        ("<!-- table:matmul metric=speed -->\n<!-- /table -->", "metric 'speed', exp"),
     ],
 )
 def test_bad_markers_are_errors(tmp_path, text, message):

@@ -109,6 +109,14 @@ def test_pack_errors(lengths, budget, message):
         packing.pack(np.zeros((4, MAX_LEN), np.float32), np.array(lengths), budget)
 
 
+def test_pack_refuses_lengths_of_another_form(no_shape_hook):
+    padded = np.zeros((4, MAX_LEN), np.float32)
+    with pytest.raises(TypeError, match="lengths must be integers, got float"):
+        packing.pack(padded, np.ones(4), 24)
+    with pytest.raises(ValueError, match=r"each of the 4 rows of padded, got .*\(3,\)"):
+        packing.pack(padded, np.ones(3, np.int32), 24)
+
+
 @pytest.mark.parametrize(
     ("cu_seqlens", "message"),
     [
@@ -183,6 +191,8 @@ def test_pack_sequences_refuses_what_is_no_vector_of_ids(no_shape_hook):
     for bad in (np.zeros((2, 2), np.int32), np.zeros(3, np.float32)):
         with pytest.raises(ValueError, match="sequence 1 must be a vector of token"):
             packing.pack_sequences([np.arange(2), bad], 8, 2)
+    with pytest.raises(ValueError, match="token id 8589934592, expected int32"):
+        packing.pack_sequences([np.array([2**33])], 8, 2)
 
 
 def test_packed_batch_is_a_pytree_of_its_rows():

@@ -99,6 +99,14 @@ def test_a_config_of_another_op_is_refused(source):
             {"matmul": {KEY: ENTRY | {"config": {"tile_n": 320}}}},
             "tile_n 320, expected at most 256",
         ),
+        (
+            {"matmul": {KEY: ENTRY | {"config": {"stages": 4.0}}}},
+            r"(?s)m=4096.*stages.*4\.0",
+        ),
+        (
+            {"matmul": {KEY: ENTRY | {"config": {"stages": "4"}}}},
+            r"(?s)m=4096.*stages.*'4'",
+        ),
     ],
 )
 def test_malformed_tables_are_clear_errors(table, content, message):

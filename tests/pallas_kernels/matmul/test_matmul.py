@@ -70,6 +70,30 @@ def test_wide_output_keeps_the_sums():
     assert relative_error(y, reference.matmul(x, w)) < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("dtype", "out_dtype"),
+    [(jnp.bfloat16, jnp.float16), (jnp.float16, jnp.bfloat16)],
+)
+def test_another_narrow_output_is_rounded_from_fp32(dtype, out_dtype):
+    x, w, _ = operands(16, 24, 4096, dtype)
+    y = matmul(x, w, out_dtype=out_dtype)
+    assert y.dtype == out_dtype
+    exact = reference.matmul(x, w).astype(out_dtype)
+    assert np.mean(np.asarray(y) == np.asarray(exact)) > 0.98
+
+
+def test_empty_products():
+    def run(x, w):
+        y, pullback = jax.vjp(matmul, x, w)
+        return y, *pullback(jnp.ones_like(y))
+
+    for m, k, n in ((3, 0, 4), (0, 3, 4), (3, 4, 0)):
+        x, w, _ = operands(m, n, k, jnp.float32)
+        y, dx, dw = run(x, w)
+        assert (y.shape, dx.shape, dw.shape) == ((m, n), (m, k), (k, n))
+        assert not np.any(y) and not np.any(dx) and not np.any(dw)
+
+
 def test_leading_axes_are_rows():
     x, w, _ = operands(24, 8, 16, jnp.float32)
     y = matmul(x.reshape(2, 3, 4, 16), w)
@@ -119,6 +143,31 @@ def test_mistakes_of_the_caller_are_named():
         matmul(x, w, implementation="cublas")
 
 
+def test_operands_that_are_no_matrices(no_shape_hook):
+    x, w, _ = operands(8, 16, 24, jnp.float32)
+    with pytest.raises(ValueError, match=r"x has shape \(24,\).*\[\*B, M, K\]"):
+        matmul(x[0], w)
+    with pytest.raises(ValueError, match=r"w \(1, 24, 16\).*jax.vmap"):
+        matmul(x, w[None])
+    with pytest.raises(ValueError, match="x has type int32, expected a floating"):
+        matmul(x.astype(jnp.int32), w.astype(jnp.int32))
+    with pytest.raises(ValueError, match="out_dtype has type int32"):
+        matmul(x, w, out_dtype=jnp.int32)
+
+
+def test_a_config_is_never_ignored():
+    x, w, _ = operands(64, 64, 64, jnp.bfloat16)
+    with pytest.raises(Unsupported, match=r"XLA takes no config, got MatmulConfig"):
+        matmul(x, w, implementation="xla", config=MatmulConfig())
+    with pytest.raises(ExceptionGroup, match=r"(?s)needs .* Hopper .*takes no config"):
+        matmul(x, w, config=MatmulConfig())
+    with use_device(H200):  # a small problem, for which XLA would be preferred
+        text = str(
+            jax.make_jaxpr(functools.partial(matmul, config=MatmulConfig()))(x, w)
+        )
+    assert "dot_general" not in text
+
+
 def test_the_kernel_says_what_it_needs():
     x, w, _ = operands(64, 64, 64, jnp.bfloat16)
     with pytest.raises(Unsupported, match="needs an NVIDIA Hopper GPU"):
@@ -156,8 +205,10 @@ def test_none_works_where_the_kernel_does_not():
         ("tile_m", 256, "tile_m 256 x tile_n 256.*registers"),
         ("stages", 1, "stages 1, expected at least 2"),
         ("group", 0, "group 0, expected at least 1"),
+        ("tile_k", 64.0, "tile_k 64.0, expected an integer"),
+        ("stages", "4", "stages '4', expected an integer"),
     ],
 )
-def test_impossible_configs_are_refused(field, value, message):
+def test_impossible_configs_are_refused(no_shape_hook, field, value, message):
     with pytest.raises(ValueError, match=message):
         MatmulConfig(**{field: value})

@@ -269,9 +269,18 @@ X = jnp.zeros((TOKENS, 2, 8))
         ({"window": (-1, 0)}, ValueError, r"got left=-1; None is no limit"),
         ({"window": (0, 1.5)}, ValueError, r"got right=1.5"),
         ({"window": (1,)}, ValueError, r"must be \(left, right\), got \(1,\)"),
+        ({"window": 4}, ValueError, r"must be \(left, right\), got 4"),
+        ({"window": (float("inf"), 0)}, ValueError, r"got left=inf; None is no limit"),
+        (
+            {"cu_seqlens_q": np.array([0, 20, 9], np.uint32)},
+            ValueError,
+            r"must not decrease, got cu_seqlens_q\[1\]=20",
+        ),
+        ({"q": X[..., :0], "k": X[..., :0]}, ValueError, r"got 0 and 0; expected at"),
         ({"softcap": 0.0}, ValueError, r"softcap must be positive, got 0.0"),
         ({"scale": float("nan")}, ValueError, r"scale must be finite, got nan"),
         ({"implementation": "cudnn"}, ValueError, r"'cudnn' of varlen_attention"),
+        ({"implementation": 3}, ValueError, r"3 of varlen_attention: expected None or"),
         (
             {"implementation": "xla", "config": "fast"},
             Unsupported,
@@ -284,9 +293,55 @@ def test_errors(no_shape_hook, changes, error, message):
         call(**changes)
 
 
-def test_config_errors():
+@pytest.mark.parametrize(
+    ("ids", "error", "message"),
+    [
+        (np.zeros(TOKENS, np.float32), TypeError, r"must be integers, got float32"),
+        (np.arange(TOKENS)[::-1].astype(np.uint8), ValueError, r"got 47 before 46"),
+        (np.zeros((1, TOKENS), np.int32), ValueError, r"got shape \(1, 48\)"),
+    ],
+)
+def test_segment_id_errors(no_shape_hook, ids, error, message):
+    q, k, v = (x[0] for x in batch())
+    with pytest.raises(error, match=message):
+        varlen_attention_segment_ids(q, k, v, ids, max_seqs=TOKENS)
+    with pytest.raises(ValueError, match=r"segment_ids_k is None but k has S=9 rows"):
+        varlen_attention_segment_ids(q, k[:9], v[:9], ids, max_seqs=TOKENS)
+
+
+@pytest.mark.parametrize("size", [TOKENS + 9, 2**31 - 1, 2**40])
+def test_a_window_wider_than_the_buffers_is_no_limit(size):
+    q, k, v = (x[0] for x in batch())
+    cu_q, cu_k = np.array([0, 20, 48]), np.array([0, 2, 9])
+    attend = functools.partial(varlen_attention, q, k[:9], v[:9], cu_q, cu_k)
+    for wide, none in [
+        ((size, 3), (None, 3)),
+        ((3, size), (3, None)),
+        ((size, size), (None, None)),
+    ]:
+        np.testing.assert_array_equal(attend(window=wide), attend(window=none))
+
+
+@pytest.mark.parametrize("beyond", [[0, 20, 55], [0, 50, 90], [0, 20, 40, 100, 100]])
+def test_traced_bounds_past_the_buffers_are_cut(beyond):
+    q, k, v = (x[0] for x in batch())
+
+    def loss(q, k, v, cu):
+        # Blocks that do not divide the tokens, so that the last one has padding.
+        config = XlaConfig(block_q=40, block_k=40)
+        out, lse = varlen_attention(q, k, v, cu, return_lse=True, config=config)
+        return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.where(lse > -jnp.inf, lse, 0.0))
+
+    run = jax.value_and_grad(loss, (0, 1, 2))
+    cut = np.minimum(beyond, TOKENS)
+    assert_trees_close(jax.jit(run)(q, k, v, np.array(beyond)), run(q, k, v, cut))
+
+
+def test_config_errors(no_shape_hook):
     with pytest.raises(ValueError, match="block_q must be at least 1, got 0"):
         dataclasses.replace(CONFIG, block_q=0)
+    with pytest.raises(ValueError, match=r"block_k must be an integer, got 16\.0"):
+        dataclasses.replace(CONFIG, block_k=16.0)
 
 
 def test_blocks_suit_the_device():
