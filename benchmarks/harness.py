@@ -152,7 +152,7 @@ class Benchmark:
     inputs: Callable[[Params, jax.Array], tuple]
     """Random inputs from a key: a tuple of arrays (or pytrees)."""
     implementations: Mapping[str, Implementation]
-    """By the names that DESIGN.md and the tables use."""
+    """By the names that the tables show; those of `tables.OURS` are ours."""
     reference: Callable[[Params], Callable] | None = None
     """Gives the fp32 definition, called with floating inputs cast to fp32."""
     metrics: Callable[[Params, float], dict[str, float]] | None = None

@@ -7,13 +7,13 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
-import api_pages  # noqa: E402
-from docutils import nodes  # noqa: E402
-from sphinx.application import Sphinx  # noqa: E402
-from sphinx.ext.autosummary import AutoLink  # noqa: E402
-from sphinx.ext.napoleon import GoogleDocstring  # noqa: E402
+import api_pages
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.ext.autosummary import AutoLink
+from sphinx.ext.napoleon import GoogleDocstring
 
-import jaxscale  # noqa: E402
+import jaxscale
 
 
 project = "jaxscale"
@@ -30,12 +30,14 @@ extensions = [
 exclude_patterns = ["_build"]
 
 html_theme = "sphinx_book_theme"
+html_static_path = ["_static"]
+html_css_files = ["style.css"]
 html_title = f"jaxscale {release}"
 html_theme_options = {"home_page_in_toc": True, "show_navbar_depth": 2}
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
-# `make test` runs the notebooks; the pages show what they have stored.
+# `make test` runs the notebooks; no page holds cells to run.
 nb_execution_mode = "off"
 
 default_role = "name"

@@ -1,6 +1,9 @@
 """The documentation builds without a warning and lists the five systems in order."""
 
+import ast
+import importlib
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +12,8 @@ import jax
 import pytest
 
 import jaxscale
+from jaxscale import cli
+from jaxscale.cli import generate, train
 
 
 ROOT = Path(__file__).parents[1]
@@ -59,11 +64,56 @@ def test_links_lead_to_files(page):
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
 def test_examples_run(page):
     """The Python of the first pages, top to bottom, as a reader would paste it."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
-    assert blocks
-    script = "\n".join(blocks)
+    script = "\n".join(blocks(ROOT / page))
+    assert script
     with jax.numpy_dtype_promotion("standard"):  # the default of a reader's session
         exec(compile(script, page, "exec"), {"__name__": "__main__"})
+
+
+def blocks(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_code_imports_what_exists(page):
+    for block in blocks(page):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                module = importlib.import_module(node.module)
+                for alias in node.names:
+                    assert hasattr(module, alias.name), f"{node.module}.{alias.name}"
+
+
+class Parsed(Exception):
+    """The command line has understood its arguments."""
+
+
+def commands() -> list[str]:
+    """Every call of the command line that pages and help texts show."""
+    texts = [*(page.read_text() for page in PAGES), train._help()]
+    found = re.findall(
+        r"^ *(?:\$ )?jaxscale ((?:train|generate|quickstart) .*)$",
+        "\n".join(texts),
+        re.MULTILINE,
+    )
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize("command", commands())
+def test_commands_are_understood(command, tmp_path, monkeypatch):
+    def parsed(*args, **kwargs):
+        raise Parsed
+
+    monkeypatch.setattr(train, "simulate_devices", lambda count: None)
+    monkeypatch.setattr(train, "train", parsed)
+    monkeypatch.setattr(generate, "complete", parsed)
+    monkeypatch.chdir(tmp_path)
+    for page in PAGES:  # the files that pages tell the reader to write
+        for block in blocks(page):
+            if name := re.match(r"# (\w+\.py)\n", block):
+                (tmp_path / name[1]).write_text(block)
+    with pytest.raises(Parsed):
+        cli.main(shlex.split(command, comments=True))
 
 
 def test_version_is_stated_once():

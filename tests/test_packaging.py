@@ -169,13 +169,18 @@ def test_each_file_is_imported_once():
     assert all(Path(file).is_relative_to(ROOT) for file in files), files
 
 
-@pytest.mark.parametrize(
-    "notebook", sorted(ROOT.glob("examples/*.ipynb")), ids=lambda path: path.stem
-)
-def test_notebooks_equal_their_scripts(notebook):
+NOTEBOOKS = sorted({path.stem for path in ROOT.glob("examples/*_*.*")})
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_notebooks_equal_their_scripts(name):
     """`make format` keeps the pair in step; what is reviewed is the script."""
     import jupytext
 
-    script = jupytext.read(notebook.with_suffix(".py"))
-    cells = [(cell.cell_type, cell.source) for cell in jupytext.read(notebook).cells]
+    script, notebook = (
+        jupytext.read(ROOT / "examples" / f"{name}.{end}") for end in ("py", "ipynb")
+    )
+    cells = [(cell.cell_type, cell.source) for cell in notebook.cells]
     assert cells == [(cell.cell_type, cell.source) for cell in script.cells]
+    assert not any(cell.get("outputs") for cell in notebook.cells)
+    assert cells[-1][0] == "code" and "assert " in cells[-1][1]

@@ -47,7 +47,7 @@ class GenerateConfig:
     """Which checkpoint of a run; the newest by default."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Type of the computation; by default that of the run or of the file."""
-    mesh: MeshConfig = MeshConfig()  # noqa: RUF009  it is frozen
+    mesh: MeshConfig = MeshConfig()
     """How a model too large for one device is spread over several."""
     rules: str = "fsdp_tp"
     """Which mesh axes split which dimensions, by the name of a preset."""

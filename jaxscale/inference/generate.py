@@ -17,8 +17,6 @@ from jaxscale.nn.cache import KVCache
 from jaxscale.sharding.operations import constrain, per_shard
 
 
-# Step, the newest token, all drawn tokens, which rows have ended, the cache.
-
 PROMPT_BLOCK = 64
 """Prompts are padded to a multiple of this, so that few lengths are compiled."""
 

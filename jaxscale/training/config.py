@@ -27,11 +27,11 @@ class TrainConfig:
 
     model: DecoderConfig
     """Shape of the decoder."""
-    data: DataConfig = DataConfig()  # noqa: RUF009  frozen
+    data: DataConfig = DataConfig()
     """Text, tokenizer and batches."""
-    optimizer: OptimizerConfig = OptimizerConfig()  # noqa: RUF009  frozen
+    optimizer: OptimizerConfig = OptimizerConfig()
     """Learning rates, moments and decay."""
-    mesh: MeshConfig = MeshConfig()  # noqa: RUF009  frozen
+    mesh: MeshConfig = MeshConfig()
     """Devices."""
     rules: str = "fsdp"
     """Preset that says what the mesh splits: replicated, dp, fsdp, fsdp_tp or

@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import re
 import shutil
 
@@ -6,26 +7,12 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jaxscale import cli
 from jaxscale.models import Decoder, Tokenizer, hf, preset
 
 
-def in_a_line(text):
-    """What was printed without the boxes and line breaks of the terminal."""
-    return re.sub(r"[│╭╰─╮╯\s]+", " ", text)
-
-
 @pytest.fixture
-def call(capfd):
-    def call(*arguments):
-        try:
-            code = cli.main(["generate", *map(str, arguments)])
-        except SystemExit as stop:
-            code = stop.code
-        out, err = capfd.readouterr()
-        return code, in_a_line(out), in_a_line(err)
-
-    return call
+def call(command):
+    return functools.partial(command, "generate")
 
 
 def test_help_describes_each_setting(call):

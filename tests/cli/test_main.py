@@ -1,6 +1,5 @@
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -32,7 +31,6 @@ def test_an_unknown_command_is_named_with_a_guess(capsys):
 
 
 def test_python_dash_m_answers_without_importing_jax():
-    start = time.perf_counter()
     result = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "jaxscale", "--help"],
         capture_output=True,
@@ -41,7 +39,6 @@ def test_python_dash_m_answers_without_importing_jax():
     )
     assert result.stdout.startswith("usage: jaxscale COMMAND")
     assert "| jax\n" not in result.stderr and "| numpy\n" not in result.stderr
-    assert time.perf_counter() - start < 2
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch, capsys):

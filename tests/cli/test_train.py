@@ -1,5 +1,6 @@
 """Training from the command line: help, what is refused, a run and its resumption."""
 
+import functools
 import json
 import os
 import re
@@ -23,11 +24,6 @@ TINY = [
 ]
 
 
-def in_a_line(text):
-    """What was printed without the boxes and line breaks of the terminal."""
-    return re.sub(r"[│╭╰─╮╯\s]+", " ", text)
-
-
 @pytest.fixture
 def text(tmp_path):
     folder = tmp_path / "text"
@@ -38,18 +34,8 @@ def text(tmp_path):
 
 
 @pytest.fixture
-def call(capfd):
-    """Run the command line here; the exit code, and what it printed in one line."""
-
-    def call(*arguments):
-        try:
-            code = cli.main(["train", *map(str, arguments)])
-        except SystemExit as stop:
-            code = stop.code
-        out, err = capfd.readouterr()
-        return code, in_a_line(out), in_a_line(err)
-
-    return call
+def call(command):
+    return functools.partial(command, "train")
 
 
 def test_help_lists_every_run_and_examples(call):

@@ -349,8 +349,10 @@ def test_blocks_suit_the_device():
     cu = np.array([0, 2048])
 
     def largest_scores():
-        run = lambda *args: varlen_attention(*args)  # noqa: E731  traced anew
-        text = str(jax.make_jaxpr(run)(q, k, v, cu))
+        def traced_anew(*args):
+            return varlen_attention(*args)
+
+        text = str(jax.make_jaxpr(traced_anew)(q, k, v, cu))
         return max(n for n in (128, 512) if f"f32[1,1,{n},{n}]" in text)
 
     assert largest_scores() == 128
