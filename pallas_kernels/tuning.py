@@ -40,6 +40,7 @@ __all__ = [
     "load_table",
     "lookup",
     "override",
+    "overriding",
     "save_table",
     "table_path",
     "tune",
@@ -106,6 +107,11 @@ def override(op_name: str, config: Any) -> Iterator[None]:
         _overrides.reset(token)
 
 
+def overriding(op_name: str) -> Any | None:
+    """The config that an enclosing ``with override(op_name, config)`` asks for."""
+    return (_overrides.get() or {}).get(op_name)
+
+
 def lookup[C](
     op_name: str,
     key: str,
@@ -131,7 +137,7 @@ def lookup[C](
     Raises:
         ValueError: a config of another type was given, or the table is malformed.
     """
-    given = {"config": config, "override": (_overrides.get() or {}).get(op_name)}
+    given = {"config": config, "override": overriding(op_name)}
     for source, value in given.items():
         if value is not None:
             if not isinstance(value, config_type):

@@ -56,8 +56,8 @@ def matmul(
         implementation: "mosaic_gpu" (Hopper; bfloat16 or float16, K and N multiples of
             64), "xla", a sequence of these, or None for the best.
         config: how the kernel cuts this product (gradients look theirs up); None looks
-            it up: `pallas_kernels.tuning`. With one the kernel is tried first, and XLA,
-            which takes none, says so instead of ignoring it.
+            it up: `pallas_kernels.tuning`. With one, or inside `tuning.override`, the
+            kernel is tried first. XLA takes none and refuses one given here.
 
     Returns:
         ``[*B,M,N]`` of `out_dtype`.
@@ -180,9 +180,9 @@ def _run(
     device = DeviceSpec.current()
     if implementation is None:
         problem = Problem.of(x, w, **storage)
-        kernel_first = config is not None
+        wanted = config is not None or tuning.overriding("matmul") is not None
         implementation = (
-            ("mosaic_gpu", "xla") if kernel_first else _preferred(problem, device)
+            ("mosaic_gpu", "xla") if wanted else _preferred(problem, device)
         )
     implementations = {
         "mosaic_gpu": functools.partial(_mosaic_gpu, device=device, config=config),

@@ -15,6 +15,36 @@ A kernel that communicates (all-gather matmul, matmul reduce-scatter) reuses
 * `run_roles`: the flat loop over tiles with an order of the caller's choosing, where
   the caller may wait before the loads of a tile and signal after its store.
 
+`matmul` at the end of this file is the shortest use of them. A matmul whose left
+operand arrives from peers, tile row by tile row, differs from it in two places::
+
+    def body(x_ref, w_ref, out_ref, arrived, **scratch):
+        def for_each_tile(body, carry):  # own rows first, then in order of arrival
+            ...
+
+        def load(m, n, slot):
+            pl.semaphore_wait(arrived.at[m], decrement=False)
+            return load_tile(tiles, x_ref, w_ref, scratch, m, n, slot)
+
+        def store(sums, m, n, consumer):
+            view = functools.partial(tiles.out_view, out_ref, m, n, consumer)
+            store_tile(tiles, sums, scratch, consumer, view)
+
+        run_roles(tiles, scratch, for_each_tile, load, store)
+
+    plgpu.kernel(body, ..., scratch_types=tiles.scratch_types() | {...},
+                 num_threads=CONSUMERS + 1, thread_name="warpgroup")
+
+Three things are the caller's: `store_tile` returns before its copies have arrived, so
+``plgpu.wait_smem_to_gmem(0)`` goes before a signal to a peer;
+both blocks of a cluster must walk over the same number of tiles; and `for_each_tile`
+must give the producer and both consumers the same tiles in the same order, or the ring
+deadlocks.
+
+The division of labor is that of CUTLASS 3's "warp-specialized persistent cooperative"
+kernel; unlike it the output goes through a ring of narrow buffers, which leaves the
+shared memory to the operands, and the tiles go in `snake_order`.
+
 Axis letters: M rows, K contraction, N columns.
 """
 
@@ -462,10 +492,8 @@ def matmul(
 
     def body(x_ref, w_ref, out_ref, **scratch):
         def store(sums, m, n, consumer):
-            def destination(chunk):
-                return tiles.out_view(out_ref, m, n, consumer, chunk)
-
-            store_tile(tiles, sums, scratch, consumer, destination)
+            view = functools.partial(tiles.out_view, out_ref, m, n, consumer)
+            store_tile(tiles, sums, scratch, consumer, view)
 
         load = functools.partial(load_tile, tiles, x_ref, w_ref, scratch)
         run_roles(tiles, scratch, for_each_tile, load, store)
