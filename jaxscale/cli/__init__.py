@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0 when all went well, 2 for a mistake in the arguments, which is
-        explained on standard error.
+        explained on standard error, 130 after Ctrl-C; otherwise that of the command.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -54,6 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"jaxscale: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("jaxscale: interrupted", file=sys.stderr)
+        return 130
 
 
 def _load(command: str) -> ModuleType:

@@ -25,7 +25,7 @@ def usage_errors() -> Iterator[None]:
     """
     try:
         yield
-    except (ValueError, FileNotFoundError, TimeoutError, ImportError) as error:
+    except (ValueError, OSError, ImportError) as error:
         raise UsageError(str(error)) from error
 
 

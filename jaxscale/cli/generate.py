@@ -92,6 +92,8 @@ def complete(config: GenerateConfig) -> str:
             temperature=config.temperature, top_k=config.top_k, top_p=config.top_p
         )
         source = Path(config.source)
+        if not source.is_dir():
+            raise ValueError(f"--from {source}: there is no such directory")
         tokenizer = Tokenizer.from_file(source)
         mesh = _mesh(config.mesh)
         load = _load_run if run_directory.is_run(source) else _load_hugging_face
@@ -167,6 +169,11 @@ def _check(
         raise ValueError(
             f"the tokenizer in {config.source} has {tokenizer.vocab_size} tokens, the "
             f"model knows {model.config.vocab_size}; they do not belong together"
+        )
+    if config.top_k is not None and config.top_k > model.config.vocab_size:
+        raise ValueError(
+            f"top_k {config.top_k} exceeds the vocabulary of {model.config.vocab_size};"
+            " lower it, or leave it out to draw from all tokens"
         )
     length, limit = len(prompt) + config.max_new_tokens, model.config.max_seq_len
     if length > limit:

@@ -76,8 +76,11 @@ def write(directory: Path, config: TrainConfig, text: TextData) -> None:
         "text": text.train.fingerprint,
         "config": to_dict(config),
     }
+    # By a rename: a killed process leaves the file whole, so the run can be resumed.
+    draft = directory / f".{RUN_FILE}"
+    draft.write_text(json.dumps(content, indent=2) + "\n")
+    draft.replace(directory / RUN_FILE)
     text.tokenizer.save(directory)
-    (directory / RUN_FILE).write_text(json.dumps(content, indent=2) + "\n")
 
 
 def read_config(directory: Path) -> TrainConfig:
@@ -98,8 +101,10 @@ def check_free(directory: Path, config: TrainConfig, *, resume: bool) -> None:
         resume: Whether it may continue the run that is there.
 
     Raises:
-        ValueError: the directory holds another run or other files.
+        ValueError: the directory holds another run or other files, or is a file.
     """
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"output_dir {directory} is a file; choose a directory")
     if not directory.exists() or not any(directory.iterdir()):
         return
     if not is_run(directory):
@@ -111,6 +116,12 @@ def check_free(directory: Path, config: TrainConfig, *, resume: bool) -> None:
         raise ValueError(
             f"output_dir {directory} already holds a run; add --resume to continue it, "
             "or choose another directory"
+        )
+    done = max(map(int, _checkpoints(directory)), default=0)
+    if done > config.steps:
+        raise ValueError(
+            f"steps {config.steps}, but the run in output_dir {directory} has done "
+            f"{done} already; raise steps, or choose another directory"
         )
     before, now = _identity(read_config(directory)), _identity(config)
     for name in sorted(before.keys() | now.keys()):
@@ -134,6 +145,15 @@ def check_text(directory: Path, text: TextData) -> None:
             "tokenizer or the Python that provides the corpus have changed; bring them "
             "back, or choose another directory"
         )
+
+
+def _checkpoints(directory: Path) -> list[str]:
+    """The names of the complete checkpoints, which are their steps."""
+    return [
+        entry.name
+        for entry in (directory / "checkpoints").glob("*")
+        if entry.name.isdecimal()
+    ]
 
 
 def _read(directory: Path) -> dict[str, Any]:

@@ -5,11 +5,14 @@ preset is the name of a run that trains it from scratch; ``module:function`` nam
 function of your own, for example ``my_runs:wide_llama`` in ``my_runs.py``.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import os
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Iterator
+from typing import Any
 
 from jaxscale.cli.errors import UsageError, suggestion
 from jaxscale.models import PRESETS, preset
@@ -51,7 +54,7 @@ def find_run(name: str) -> TrainConfig:
     """The settings of the run called `name`, or made by ``module:function``.
 
     Raises:
-        UsageError: there is no such run, or it returns something else.
+        UsageError: there is no such run, its function fails, or returns something else.
     """
     if name in PRESETS:
         return from_preset(name)
@@ -60,7 +63,8 @@ def find_run(name: str) -> TrainConfig:
             f"{name!r} is no run{suggestion(name, PRESETS)}; use one of "
             f"{', '.join(PRESETS)}, or module:function for your own"
         )
-    config = _import(name)()
+    with _user_errors(name):
+        config = _import(name)()
     if not isinstance(config, TrainConfig):
         raise UsageError(
             f"{name} returned {type(config).__name__}, expected a TrainConfig"
@@ -68,7 +72,7 @@ def find_run(name: str) -> TrainConfig:
     return config
 
 
-def _import(name: str) -> Callable[[], object]:
+def _import(name: str) -> Any:
     module, _, function = name.partition(":")
     # The command starts in its own directory, not in that of the user's file.
     sys.path.insert(0, os.getcwd())
@@ -78,9 +82,23 @@ def _import(name: str) -> Callable[[], object]:
         if error.name != module.partition(".")[0] and error.name != module:
             raise
         raise UsageError(
-            f"{name}: there is no module {module!r} here or among the installed ones"
+            f"{name}: there is no module {module!r} here or among the installed ones; "
+            "write my_runs:small for the function small in my_runs.py"
         ) from error
-    except AttributeError as error:
-        raise UsageError(f"{name}: {error}") from error
     finally:
         sys.path.remove(os.getcwd())
+
+
+@contextlib.contextmanager
+def _user_errors(name: str) -> Iterator[None]:
+    """Report what goes wrong in the user's module in a line, with its place."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise UsageError(
+            f"{name} failed: {type(error).__name__}: {error} "
+            f"({place.filename}:{place.lineno})"
+        ) from error

@@ -86,8 +86,8 @@ def train(config: TrainConfig, *, resume: bool = False) -> FitResult:
         train_data, eval_data = packed_batches(config, text)
         # A meeting too: nobody writes before everybody has found the directory free.
         _check_same_text(text)
-    if jax.process_index() == 0:
-        run_directory.write(directory, config, text)
+        if jax.process_index() == 0:
+            run_directory.write(directory, config, text)
     return fit(config, train_data=train_data, eval_data=eval_data)
 
 
@@ -136,6 +136,8 @@ def _report(config: TrainConfig, result: FitResult) -> str:
         )
     held_out = result.evaluation
     quality = f", held-out loss {held_out.loss:.3f}" if held_out else ""
+    if skipped := int(result.state.skipped):
+        quality += f", {skipped} updates skipped because they were not finite"
     return (
         f"{step} steps{quality}; try: jaxscale generate --from {directory} "
         '--prompt "..."'

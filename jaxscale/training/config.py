@@ -33,7 +33,7 @@ class TrainConfig:
     """Learning rates, moments and decay."""
     mesh: MeshConfig = MeshConfig()
     """Devices."""
-    rules: str = "fsdp"
+    rules: str = "fsdp_tp"
     """Preset that says what the mesh splits: replicated, dp, fsdp, fsdp_tp or
     megascale_3d."""
     steps: int = 1000
@@ -120,8 +120,20 @@ class TrainConfig:
         """Check that model and microbatches divide over the axes of a mesh.
 
         Raises:
-            ValueError: a size is not divisible; the message says by what.
+            ValueError: a size is not divisible, or nothing is split over an axis; the
+                message says which.
         """
+        unused = [
+            f"{axis}={size}"
+            for axis, size in sizes.items()
+            if size > 1 and axis not in self.axis_rules.mesh_axes()
+        ]
+        if unused:
+            raise ValueError(
+                f"rules {self.rules!r} split nothing over the mesh axes {unused}, "
+                "whose devices would all do the same work; choose other rules or set "
+                "these axes to 1"
+            )
         rows = self.data.batch_size // self.microbatches
         try:
             self.model.check_mesh(

@@ -108,9 +108,12 @@ def fit(
     Raises:
         ValueError: the settings do not fit the devices, the checkpoint in the output
             directory belongs to another run, or `train_data` ends before the last step.
+        TypeError: the position of `train_data` cannot be saved, or `eval_data` can be
+            walked through only once.
     """
     mesh = make_mesh(config.mesh, devices)
     config.check_mesh(dict(mesh.shape))
+    _check_data(train_data, eval_data)
     optimizer = make_optimizer(config.optimizer, config.steps, transforms=transforms)
     loss = next_token_loss(chunk_size=config.loss_chunk, z_loss=config.z_loss)
     eval_step = make_eval_step(loss)
@@ -137,6 +140,11 @@ def fit(
 
         # 2. Steps. None of these lines waits for the step that it follows.
         first = step = int(state.step)
+        if first > config.steps:
+            raise ValueError(
+                f"steps {config.steps}, but the run in output_dir {config.output_dir} "
+                f"has done {first} already; raise steps, or choose another directory"
+            )
         monitor.start(first)
         for step in range(first + 1, config.steps + 1):
             batch = _next(batches, step, config)
@@ -244,6 +252,22 @@ def stop_on_signal() -> Iterator[Callable[[int], bool]]:
         yield lambda step: event.is_set()
     finally:
         restore()
+
+
+def _check_data(train_data: Any, eval_data: Any) -> None:
+    """Fail now, not at the first checkpoint or the second evaluation."""
+    with _closing(iter(train_data)) as batches:
+        if not (hasattr(batches, "get_state") and hasattr(batches, "set_state")):
+            raise TypeError(
+                f"train_data gives a {type(batches).__name__} without get_state() and "
+                "set_state(), so no checkpoint could hold its position; give "
+                "PackedBatches, or an iterator that has both"
+            )
+    if eval_data is not None and iter(eval_data) is eval_data:
+        raise TypeError(
+            f"eval_data is a {type(eval_data).__name__}, which ends after the first "
+            "evaluation; give a list, or an object that begins anew at each iter()"
+        )
 
 
 def _start(

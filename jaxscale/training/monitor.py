@@ -108,7 +108,9 @@ class JsonlWriter(Writer):
         self._path.parent.mkdir(parents=True, exist_ok=True)
         lines = self._path.read_text().splitlines() if self._path.exists() else []
         kept = [line for line in lines if _step_of(line) <= first_step]
-        self._path.write_text("".join(line + "\n" for line in kept))
+        draft = self._path.with_name(f".{self._path.name}")
+        draft.write_text("".join(line + "\n" for line in kept))
+        draft.replace(self._path)  # a kill in between loses no line
         self._file = self._path.open("a")
 
     def write(self, record: Record) -> None:

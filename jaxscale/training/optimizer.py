@@ -29,8 +29,9 @@ class OptimizerConfig:
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """After the warm-up: a half cosine down to the minimum, or the peak with a linear
     descent over the last part (warm-up, stable, decay), or the peak."""
-    warmup_steps: int = 100
-    """Updates over which the learning rate rises linearly to its peak."""
+    warmup_steps: int | None = None
+    """Updates over which the learning rate rises linearly to its peak; None is a tenth
+    of the run, 100 at most."""
     decay_fraction: float = 0.2
     """Part of all steps that the descent of ``"wsd"`` takes."""
     min_ratio: float = 0.1
@@ -58,7 +59,12 @@ class OptimizerConfig:
             self.schedule,
             "cosine, wsd or constant",
         )
-        _check(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, ">= 0")
+        _check(
+            self.warmup_steps is None or self.warmup_steps >= 0,
+            "warmup_steps",
+            self.warmup_steps,
+            ">= 0, or None",
+        )
         for name in ("decay_fraction", "min_ratio"):
             value = getattr(self, name)
             _check(0 <= value <= 1, name, value, "between 0 and 1")
@@ -118,6 +124,8 @@ def make_schedule(config: OptimizerConfig, total_steps: int) -> Schedule:
         WSD: MiniCPM (arXiv 2404.06395), section 4.
     """
     warmup, peak = config.warmup_steps, config.learning_rate
+    if warmup is None:
+        warmup = min(100, total_steps // 10)
     low = peak * config.min_ratio
     descent = round(total_steps * config.decay_fraction)
     needed = warmup + (descent if config.schedule == "wsd" else 0)

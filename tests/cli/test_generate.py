@@ -32,7 +32,7 @@ def test_help_describes_each_setting(call):
             ["--from", "x", "--prompt", "a", "--max-new-tokens", "0"],
             "max_new_tokens 0, expected at least 1",
         ),
-        (["--from", "nowhere", "--prompt", "a"], "'nowhere' has no tokenizer"),
+        (["--from", "nowhere", "--prompt", "a"], "--from nowhere: there is no such"),
     ],
 )
 def test_mistakes_are_explained(call, arguments, message):
@@ -87,6 +87,8 @@ def test_what_the_model_cannot_do(call, hugging_face):
     assert code == 2 and "needs 9 devices, but there are 8" in err
     code, _, err = call(*source, "--top-p", "2")
     assert code == 2 and "top_p" in err
+    code, _, err = call(*source, "--top-k", "301")
+    assert code == 2 and "top_k 301 exceeds the vocabulary of 300; lower it" in err
 
 
 def test_a_tokenizer_of_another_model(call, tmp_path):

@@ -53,7 +53,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, capsys):
 
 
 def test_only_what_the_library_rejects_is_a_mistake_of_usage():
-    for error in (ValueError("a"), FileNotFoundError("b"), ImportError("c")):
+    for error in (ValueError("a"), PermissionError("b"), ImportError("c")):
         with pytest.raises(UsageError, match=str(error)), usage_errors():
             raise error
     with pytest.raises(RuntimeError), usage_errors():

@@ -57,6 +57,9 @@ def test_a_directory_is_free_or_resumed_or_refused(tmp_path):
         with pytest.raises(ValueError, match="other holds files that are no run"):
             check(tmp_path / "other", RUN, resume=resume)
 
+    with pytest.raises(ValueError, match=r"thesis\.tex is a file; choose a directory"):
+        check(tmp_path / "other" / "thesis.tex", RUN, resume=False)
+
     run = tmp_path / "run"
     run_directory.write(run, RUN, text_of([1, 2]))
     with pytest.raises(ValueError, match="already holds a run; add --resume"):
@@ -70,6 +73,9 @@ def test_a_directory_is_free_or_resumed_or_refused(tmp_path):
     plain = dataclasses.replace(RUN, model=preset("llama3_8b"))
     with pytest.raises(ValueError, match=r"its model\.max_seq_len is 131072"):
         check(run, plain, resume=True)
+    (run / "checkpoints" / "1500").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"steps 1000, but .* has done 1500 already"):
+        check(run, RUN, resume=True)
 
 
 def test_a_continued_run_needs_its_text(tmp_path):

@@ -67,6 +67,8 @@ def test_a_run_of_ones_own(tmp_path, monkeypatch):
         "from jaxscale.cli.runs import from_preset\n"
         "def small(): return from_preset('gpt2_tiny')\n"
         "def wrong(): return 3\n"
+        "def fails(): return {}['absent']\n"
+        "constant = 5\n"
     )
     monkeypatch.chdir(tmp_path)
     assert isinstance(runs.find_run("my_runs:small"), TrainConfig)
@@ -74,6 +76,13 @@ def test_a_run_of_ones_own(tmp_path, monkeypatch):
         runs.find_run("my_runs:wrong")
     with pytest.raises(UsageError, match="has no attribute 'absent'"):
         runs.find_run("my_runs:absent")
+    with pytest.raises(UsageError, match=r"KeyError: 'absent' \(.*my_runs\.py:4\)"):
+        runs.find_run("my_runs:fails")
+    with pytest.raises(UsageError, match="TypeError: 'int' object is not callable"):
+        runs.find_run("my_runs:constant")
+    (tmp_path / "broken.py").write_text("def f(:")
+    with pytest.raises(UsageError, match=r"broken:f failed: SyntaxError: .*broken\.py"):
+        runs.find_run("broken:f")
     with pytest.raises(UsageError, match="there is no module 'nowhere'"):
         runs.find_run("nowhere:run")
 

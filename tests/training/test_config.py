@@ -41,6 +41,10 @@ CONFIG = TrainConfig(model=llama_tiny(), data=DATA)
             "num_heads . is not divisible by 3",
         ),
         (
+            {"rules": "fsdp", "mesh": MeshConfig(tensor=2)},
+            r"rules 'fsdp' split nothing over the mesh axes \['tensor=2'\], whose dev",
+        ),
+        (
             {"mesh": MeshConfig(data=4), "microbatches": 4},
             "a microbatch has .* = 2 rows: batch_size 2 is not divisible by 4",
         ),

@@ -205,6 +205,22 @@ def test_data_that_ends_too_early(tmp_path):
         fit(config, train_data=data, writers=[], devices=DEVICES)
 
 
+def test_data_that_cannot_be_saved_or_repeated(tmp_path):
+    config = dataclasses.replace(CONFIG, output_dir=str(tmp_path))
+    data = PackedBatches(corpus(3), config.data)
+    with pytest.raises(TypeError, match="gives a list_iterator without get_state"):
+        fit(config, train_data=[], writers=[], devices=DEVICES)
+    with pytest.raises(TypeError, match="eval_data is a generator, which ends after"):
+        fit(config, train_data=data, eval_data=(x for x in data), devices=DEVICES)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_is_beyond_its_end(unbroken):
+    config, _, _ = unbroken
+    with pytest.raises(ValueError, match=r"steps 4, but .* has done 6 already"):
+        run(dataclasses.replace(config, steps=4))
+
+
 def test_another_run_in_the_directory(unbroken):
     config, _, _ = unbroken
     config = dataclasses.replace(config, seed=1)

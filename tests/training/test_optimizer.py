@@ -44,6 +44,12 @@ def test_constant_and_no_warmup():
     assert rates(10, [0], warmup_steps=0) == [2.0]
 
 
+@pytest.mark.parametrize(("total", "warmup"), [(5, 0), (20, 2), (5000, 100)])
+def test_the_default_warmup_fits_every_run(total, warmup):
+    counts = [0, 1, warmup, total]
+    assert rates(total, counts) == rates(total, counts, warmup_steps=warmup)
+
+
 def test_schedule_that_does_not_fit():
     with pytest.raises(ValueError, match=r"warmup_steps 90 .* fit in 100 steps.*110"):
         rates(100, [0], schedule="wsd", warmup_steps=90, decay_fraction=0.2)
