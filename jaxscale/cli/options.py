@@ -105,7 +105,7 @@ def field_docs(kind: type[Any]) -> dict[str, str]:
     Example:
         >>> from jaxscale.sharding import MeshConfig
         >>> field_docs(MeshConfig)["pipe"]
-        'Pipeline stages; -1 for the rest.'
+        'Parts of the stack of layers; -1 for the rest.'
     """
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(definition, ast.ClassDef)

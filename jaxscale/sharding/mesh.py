@@ -34,7 +34,7 @@ class MeshConfig:
     fsdp: int = 1
     """Shards of the parameters, which also see other rows; -1 for the rest."""
     pipe: int = 1
-    """Pipeline stages; -1 for the rest."""
+    """Parts of the stack of layers; -1 for the rest."""
     tensor: int = 1
     """Shards of heads, hidden features and sequence; -1 for the rest."""
     axis_type: Literal["auto", "explicit"] = "auto"

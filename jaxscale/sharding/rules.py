@@ -172,7 +172,11 @@ def fsdp_tp() -> AxisRules:
 
 
 def megascale_3d() -> AxisRules:
-    """MegaScale's 3-D parallelism: `fsdp_tp` with the layers split over `pipe`."""
+    """MegaScale's 3-D parallelism: `fsdp_tp` with the layers split over `pipe`.
+
+    Parameters and moments are split; every device still computes every layer, with
+    weights that the compiler fetches, as long as there is no pipeline.
+    """
     return dataclasses.replace(fsdp_tp(), layers="pipe")
 
 

@@ -17,7 +17,8 @@ _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1d2733; background: #fff;
        max-width: 960px; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.7rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; }
-table { border-collapse: collapse; width: 100%; font-size: .95rem; }
+table { border-collapse: collapse; width: 100%; margin-bottom: 1.5rem;
+        font-size: .95rem; }
 th, td { text-align: left; padding: .35rem .7rem; border-bottom: 1px solid #dde3ea; }
 th { background: #f4f6f9; }
 td.number { font-variant-numeric: tabular-nums; }

@@ -1,3 +1,5 @@
+"""Generation from the command line: of a run, of a download, and what is refused."""
+
 import dataclasses
 import functools
 import re

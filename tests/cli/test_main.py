@@ -1,3 +1,5 @@
+"""The command line before any command runs: help, version, what is missing."""
+
 import subprocess
 import sys
 

@@ -1,3 +1,5 @@
+"""Output directories come back as written, and those of others are refused."""
+
 import dataclasses
 import json
 

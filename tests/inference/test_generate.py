@@ -1,3 +1,5 @@
+"""Generation against the whole sequence through the model for every token."""
+
 import dataclasses
 
 import jax

@@ -1,3 +1,5 @@
+"""Draws follow the distribution that a loop over tokens gives."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,3 +1,5 @@
+"""Presets have their published sizes, and impossible shapes are refused."""
+
 import dataclasses
 
 import pytest

@@ -10,7 +10,14 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.models import Decoder, preset
-from jaxscale.sharding import REPLICATED, MeshConfig, create, fsdp_tp, make_mesh
+from jaxscale.sharding import (
+    REPLICATED,
+    MeshConfig,
+    create,
+    fsdp_tp,
+    make_mesh,
+    megascale_3d,
+)
 
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 256, (8, 16)), jnp.int32)
@@ -69,6 +76,16 @@ def test_split_decoder_equals_the_whole_one(name, kind):
     assert_as_expected(name, actual)
     gradient = actual[1].blocks.attention.query.kernel[...]
     assert gradient.sharding.spec == kernel.sharding.spec
+
+
+def test_layers_split_over_pipe():
+    mesh, rules = make_mesh(MeshConfig(fsdp=2, pipe=2, tensor=2)), megascale_3d()
+    model = create(lambda: make("llama_tiny", rules), mesh, rules)
+    kernel = model.blocks.attention.query.kernel[...]
+    assert kernel.sharding.spec == PartitionSpec("pipe", "fsdp", "tensor")
+    with jax.set_mesh(mesh):
+        actual = jax.jit(jax.value_and_grad(loss))(model, TOKENS, BOUNDS)
+    assert_as_expected("llama_tiny", actual)
 
 
 def test_decoder_inside_a_shard_map_over_data():

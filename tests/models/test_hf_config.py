@@ -1,3 +1,5 @@
+"""Configurations of transformers 4 and 5 are read; those of 5 are written."""
+
 import dataclasses
 import json
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""Any text comes back, files round trip, and mistakes are named."""
+
 import json
 import pickle
 import sys

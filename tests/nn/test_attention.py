@@ -1,3 +1,5 @@
+"""Attention against a loop over heads and queries in fp64."""
+
 import itertools
 
 import jax

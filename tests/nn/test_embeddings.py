@@ -1,3 +1,5 @@
+"""Rotary embeddings against complex numbers, and their scaling by hand."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,3 +1,5 @@
+"""Files become documents, which are split by their names."""
+
 import numpy as np
 import pytest
 

@@ -1,3 +1,5 @@
+"""Packed rows: every token once, in an order of the seed, resumed anywhere."""
+
 import dataclasses
 import itertools
 import json
