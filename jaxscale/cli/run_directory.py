@@ -69,8 +69,17 @@ def is_run(directory: Path) -> bool:
 
 
 def write(directory: Path, config: TrainConfig, text: TextData) -> None:
-    """Make `directory` the directory of the run of `config` on `text`."""
-    directory.mkdir(parents=True, exist_ok=True)
+    """Make `directory` the directory of the run of `config` on `text`.
+
+    Raises:
+        ValueError: it cannot be made.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"output_dir {directory} cannot be made: {error.strerror}; choose another"
+        ) from error
     content = {
         "jaxscale": __version__,
         "text": text.train.fingerprint,

@@ -62,6 +62,10 @@ def test_a_directory_is_free_or_resumed_or_refused(tmp_path):
     with pytest.raises(ValueError, match=r"thesis\.tex is a file; choose a directory"):
         check(tmp_path / "other" / "thesis.tex", RUN, resume=False)
 
+    with pytest.raises(ValueError, match="run cannot be made: Not a directory; choose"):
+        below = tmp_path / "other" / "thesis.tex" / "run"
+        run_directory.write(below, RUN, text_of([1, 2]))
+
     run = tmp_path / "run"
     run_directory.write(run, RUN, text_of([1, 2]))
     with pytest.raises(ValueError, match="already holds a run; add --resume"):
