@@ -1,4 +1,4 @@
-"""The documentation builds without a warning and lists the five systems in order."""
+"""The documentation builds, lists the five systems, and its code and commands work."""
 
 import ast
 import importlib
@@ -14,6 +14,7 @@ import pytest
 import jaxscale
 from jaxscale import cli
 from jaxscale.cli import generate, train
+from jaxscale.training import TrainConfig
 
 
 ROOT = Path(__file__).parents[1]
@@ -101,12 +102,16 @@ def commands() -> list[str]:
 
 @pytest.mark.parametrize("command", commands())
 def test_commands_are_understood(command, tmp_path, monkeypatch):
-    def parsed(*args, **kwargs):
+    devices = [1]
+
+    def check(config, **options):
+        if isinstance(config, TrainConfig):
+            config.check_mesh(config.mesh.sizes(devices[-1]))
         raise Parsed
 
-    monkeypatch.setattr(train, "simulate_devices", lambda count: None)
-    monkeypatch.setattr(train, "train", parsed)
-    monkeypatch.setattr(generate, "complete", parsed)
+    monkeypatch.setattr(train, "simulate_devices", lambda n: devices.append(n or 1))
+    monkeypatch.setattr(train, "train", check)
+    monkeypatch.setattr(generate, "complete", check)
     monkeypatch.chdir(tmp_path)
     for page in PAGES:  # the files that pages tell the reader to write
         for block in blocks(page):
