@@ -60,16 +60,20 @@ class DeviceSpec:
 
     @classmethod
     def current(cls) -> "DeviceSpec | None":
-        """The GPU that computations run on, or None where there is none.
+        """The NVIDIA GPU that computations run on, or None where there is none.
 
-        Inside ``with use_device(spec)`` it is that spec.
+        Inside ``with use_device(spec)`` it is that spec; `jax.default_device` counts,
+        the placement of arrays does not: it is not known under `jax.jit`.
         """
         if (spec := _assumed.get()) is not None:
             return spec
-        if jax.default_backend() != "gpu":
+        device: Any = jax.config.jax_default_device
+        if device is None or isinstance(device, str):
+            device = jax.local_devices(backend=device)[0]
+        capability = getattr(device, "compute_capability", "")
+        if not re.fullmatch(r"\d+\.\d+", str(capability)):  # a CPU, or AMD's "gfx942"
             return None
-        device: Any = jax.local_devices()[0]
-        major, minor = (int(x) for x in str(device.compute_capability).split("."))
+        major, minor = (int(x) for x in str(capability).split("."))
         return cls(
             name=re.sub(r"[^a-z0-9]+", "_", device.device_kind.lower()).strip("_"),
             num_sms=device.core_count,

@@ -21,6 +21,7 @@ from jaxscale.nn.linear import Linear
 from jaxscale.sharding.operations import per_shard, reshape
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.mosaic import DeviceSpec
 from pallas_kernels.varlen_attention import varlen_attention
 
 
@@ -195,9 +196,10 @@ def _dense_implementation(
         )
     if name is not None:
         return "cudnn" if name == "cudnn" else "xla"
-    if not supported or jax.default_backend() != "gpu":
+    device = DeviceSpec.current()
+    if not supported or device is None:
         return "xla"
-    widest = 256 if float(jax.devices()[0].compute_capability) >= 9 else 128
+    widest = 256 if device.compute_capability >= (9, 0) else 128
     return "cudnn" if q.shape[-1] <= widest else "xla"
 
 

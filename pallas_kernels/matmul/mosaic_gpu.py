@@ -36,10 +36,9 @@ operand arrives from peers, tile row by tile row, differs from it in two places:
                  num_threads=CONSUMERS + 1, thread_name="warpgroup")
 
 Three things are the caller's: `store_tile` returns before its copies have arrived, so
-``plgpu.wait_smem_to_gmem(0)`` goes before a signal to a peer;
-both blocks of a cluster must walk over the same number of tiles; and `for_each_tile`
-must give the producer and both consumers the same tiles in the same order, or the ring
-deadlocks.
+``plgpu.wait_smem_to_gmem(0)`` goes before a signal to a peer; both blocks of a cluster
+must walk over the same number of tiles; and `for_each_tile` must give the producer and
+both consumers the same tiles in the same order, or the ring deadlocks.
 
 The division of labor is that of CUTLASS 3's "warp-specialized persistent cooperative"
 kernel; unlike it the output goes through a ring of narrow buffers, which leaves the

@@ -72,7 +72,8 @@ def varlen_attention(
         q: [T, N, H], queries of all sequences. T is a static budget of tokens; rows
             past the last sequence may hold anything, NaN too.
         k: [S, K, H], keys. K divides N: query head n reads key head ``n // (N / K)``.
-        v: [S, K, Hv], values. Hv may differ from H.
+        v: [S, K, Hv], values. Hv may differ from H. NaN or infinity inside a sequence
+            may reach its neighbors, which share blocks with it.
         cu_seqlens_q: [B+1], prefix sums of the numbers of queries, from 0. To leave
             room for more sequences, repeat the last value. A sequence may be empty.
         cu_seqlens_k: [B+1], the same of the keys; None takes `cu_seqlens_q`.
