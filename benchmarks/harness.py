@@ -424,7 +424,10 @@ def _parser(benchmark: Benchmark) -> argparse.ArgumentParser:
 
 def _main(benchmark: Benchmark, argv: Sequence[str] | None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
-    args = _parser(benchmark).parse_args(argv)
+    parser = _parser(benchmark)
+    args = parser.parse_args(argv)
+    if args.samples is not None and args.samples < 1:
+        parser.error(f"--samples {args.samples}, expected at least 1")
     cases = {
         case.name: case
         for case in (benchmark.quick_cases if args.quick else benchmark.cases)
