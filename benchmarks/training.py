@@ -5,7 +5,7 @@ that none shares its memory. All train fp32 parameters with AdamW in bf16 on ran
 tokens, with gradient clipping; the time is the median wall time of a step that is
 awaited. Both conventions of model FLOP/s utilization count useful work only: 6 FLOPs a
 parameter and token plus attention, the whole matrix (`mfu_full`) or the causal half
-(`mfu_causal`), over 989 TFLOP/s.
+(`mfu_causal`), over the dense bf16 peak of the data sheet.
 
 - ``jaxscale``: whole rows, cuDNN attention, every layer compiled, nothing recomputed.
 - ``jaxscale_scan``: the same with one layer compiled and looped over, which keeps the
@@ -151,17 +151,20 @@ _DEFAULTS = {"remat": "none", "loss_chunk": 1024}
 
 
 def metrics(params: Any, seconds: float) -> dict[str, float]:
-    """Throughput and utilization of one GPU."""
-    from jaxscale import models
+    """Throughput, and utilization where the peak of the device is known."""
+    import jax
+
+    from jaxscale import models, training
 
     config = models.preset(params["model"])
     rate = params["batch"] * params["seq_len"] / seconds
-    peak = 989e12
-    return {
-        "tokens_per_second": rate,
-        "mfu_causal": rate * config.flops_per_token(params["seq_len"], True) / peak,
-        "mfu_full": rate * config.flops_per_token(params["seq_len"], False) / peak,
-    }
+    found = {"tokens_per_second": rate}
+    peak = training.peak_flops(jax.devices()[0].device_kind)
+    for name, causal in (("mfu_causal", True), ("mfu_full", False)):
+        if peak is not None:
+            flops = config.flops_per_token(params["seq_len"], causal)
+            found[name] = training.mfu(rate, flops, peak)
+    return found
 
 
 BENCHMARK = Benchmark(
