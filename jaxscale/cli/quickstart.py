@@ -114,7 +114,8 @@ def read_text(session: Session) -> str:
 def train(session: Session) -> str:
     """Train from scratch; the last step saves a checkpoint."""
     config = session.train_config
-    run_directory.write(Path(config.output_dir), config, session.text)
+    with usage_errors():
+        run_directory.write(Path(config.output_dir), config, session.text)
     train_data, eval_data = packed_batches(config, session.text)
     result = fit(config, train_data=train_data, eval_data=eval_data)
     if result.interrupted or result.evaluation is None:
@@ -307,11 +308,11 @@ def _train_config(
 
 def _make_room(directory: Path) -> None:
     """Remove an earlier quickstart; other files are not ours to remove."""
-    if not directory.exists() or not any(directory.iterdir()):
+    if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
         return
     if not run_directory.is_run(directory):
         raise ValueError(
-            f"output_dir {directory} holds files that are no run of jaxscale; choose "
+            f"output_dir {directory} is or holds what is no run of jaxscale; choose "
             "another directory"
         )
     shutil.rmtree(directory)

@@ -65,8 +65,11 @@ def test_a_restored_model_that_differs_is_an_error(monkeypatch, tmp_path):
 def test_other_files_are_not_removed(tmp_path, capsys):
     (tmp_path / "thesis.txt").write_text("years of work")
     assert main(["quickstart", "--output-dir", str(tmp_path)]) == 2
-    assert "holds files that are no run of jaxscale" in capsys.readouterr().err
-    assert (tmp_path / "thesis.txt").exists()
+    assert "holds what is no run of jaxscale" in capsys.readouterr().err
+    file = tmp_path / "thesis.txt"
+    assert main(["quickstart", "--output-dir", str(file)]) == 2
+    assert "thesis.txt is or holds" in capsys.readouterr().err
+    assert file.read_text() == "years of work"
 
 
 @pytest.mark.parametrize("count, mesh", [(1, (1, 1)), (2, (2, 1)), (4, (2, 2))])
