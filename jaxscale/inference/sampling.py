@@ -72,6 +72,8 @@ def filter_logits(
         before = jnp.cumsum(probabilities, axis=-1) - probabilities
         inside = jnp.where(before < config.top_p, ordered, jnp.inf)
         smallest = jnp.min(inside, axis=-1, keepdims=True)
+        # The first is in even where fp32 rounds top_p to zero.
+        smallest = jnp.minimum(smallest, ordered[:, :1])
         logits = jnp.where(logits < smallest, -jnp.inf, logits)
     return logits
 

@@ -5,6 +5,7 @@ V vocabulary.
 """
 
 import dataclasses
+import numbers
 from collections.abc import Mapping
 from typing import Literal, get_args
 
@@ -99,8 +100,11 @@ class DecoderConfig:
             "d_ff",
             "max_seq_len",
         ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)} must be positive")
+            value = getattr(self, name)
+            if not isinstance(value, numbers.Integral):
+                raise ValueError(f"{name} {value!r} must be an integer")
+            if value < 1:
+                raise ValueError(f"{name} {value} must be positive")
         for name in ("window", "attention_softcap"):
             value = getattr(self, name)
             if value is not None and value <= 0:

@@ -161,7 +161,13 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
 
 
 class _Keys(dict[str, Any]):
-    """A ``config.json`` whose missing keys are errors that name them."""
+    """A ``config.json`` whose missing keys are errors that name them.
+
+    A null is a missing key.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__({k: v for k, v in values.items() if v is not None})
 
     def __missing__(self, key: str) -> Any:
         raise ValueError(
@@ -214,6 +220,7 @@ def _gpt_sizes(values: _Keys) -> dict[str, Any]:
 
 def _from_llama(values: _Keys) -> DecoderConfig:
     _require(values, "hidden_act", "silu")
+    _require(values, "sliding_window", None)
     width, heads = values["hidden_size"], values["num_attention_heads"]
     theta, scaling = _rope(values)
     return DecoderConfig(
@@ -318,6 +325,11 @@ def _require(values: Mapping[str, Any], key: str, expected: Any) -> None:
 
 
 def _head_dim(width_key: str, width: int, heads_key: str, heads: int) -> int:
+    for key, value in ((width_key, width), (heads_key, heads)):
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(
+                f"{key} {value!r} of config.json must be a positive integer"
+            )
     if width % heads:
         raise ValueError(
             f"{width_key} {width} of config.json must be a multiple of {heads_key} "

@@ -92,8 +92,12 @@ class Checkpoint:
     def _read_index(self, index: Path) -> None:
         """Map each tensor to its shard, and check that the shards hold them."""
         weight_map = _read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ValueError(f"{index} has no 'weight_map'; download it again")
+        if not isinstance(weight_map, dict) or not all(
+            isinstance(shard, str) for shard in weight_map.values()
+        ):
+            raise ValueError(
+                f"{index} has no 'weight_map' of file names; download it again"
+            )
         for shard in sorted(set(weight_map.values())):
             file = self.directory / shard
             if not file.is_file():
@@ -105,8 +109,15 @@ class Checkpoint:
             for name in sorted(n for n, s in weight_map.items() if s == shard):
                 if name not in held:
                     raise ValueError(f"{file} lacks {name!r}, which {index} puts there")
-            # A tensor that the index forgot is still there: it must not go unnoticed.
-            self._files |= dict.fromkeys(sorted(held), file)
+            for name in sorted(held):
+                # One that the index forgot is still there: it must not go unnoticed.
+                if weight_map.get(name, shard) != shard or name in self._files:
+                    other = weight_map.get(name, self._files.get(name))
+                    raise ValueError(
+                        f"{file} holds {name!r}, and so does {other}; remove the "
+                        "files of an earlier download and download it again"
+                    )
+                self._files[name] = file
 
     def _require_file(self, file: Path) -> Path:
         if file.is_file():

@@ -340,7 +340,7 @@ class Attention(nnx.Module):
             attend,
             [_Q_AXES, _KV_AXES, _KV_AXES, *[("batch", None)] * (1 + len(packed))],
             [_Q_AXES],
-            self.rules,
+            self._head_rules,
         )(*self._project(x), positions, *packed)
         return self._merge(out)
 
@@ -405,9 +405,20 @@ class Attention(nnx.Module):
             attend,
             [*axes, CACHE_AXES, CACHE_AXES, ()],
             [_Q_AXES, CACHE_AXES, CACHE_AXES],
-            self.rules,
+            self._head_rules,
         )(*self._project(x), positions, cache_k, cache_v, layer)
         return self._merge(out), cache_k, cache_v
+
+    @property
+    def _head_rules(self) -> AxisRules:
+        """The rules by which query heads are split with the key heads that they read.
+
+        One device's query heads beside all key heads would be taken to share those
+        evenly, which is right only for a single key head.
+        """
+        if self.config.num_kv_heads == 1:
+            return self.rules
+        return dataclasses.replace(self.rules, act_heads=self.rules.act_kv_heads)
 
     @property
     def _window(self) -> Window:

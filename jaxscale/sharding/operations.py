@@ -50,10 +50,7 @@ def constrain(
         >>> x.sharding.spec
         P(('data', 'fsdp'), None)
     """
-    explicit, auto = _layout(x.shape, axes, rules, x)
-    if explicit is not None:
-        x = jax.sharding.reshard(x, explicit)
-    return _steer(x, auto)
+    return _constrain(x, axes, rules, x)
 
 
 def contract(
@@ -129,7 +126,8 @@ def gather(
 
     Args:
         table: Parameter, for example a table of embeddings.
-        indices: Rows to take. Rows past the end give NaN (integers: the minimum).
+        indices: Rows to take. Those outside the table, negative ones too, give NaN
+            (integers: the minimum).
         table_axes: Logical axes of `table`.
         out_axes: Logical axes of the result: those of `indices`, then of a row.
         rules: The table of the recipe.
@@ -155,7 +153,9 @@ def gather(
     rows = rules.mesh_axes(table_axes[:1]) - rules.mesh_axes(["batch"])
     shape = indices.shape + table.shape[1:]
     explicit, auto = _layout(shape, out_axes, rules.without(rows, out_axes), table)
-    out = table.at[indices].get(mode="fill", out_sharding=explicit)
+    out = table.at[indices].get(
+        mode="fill", wrap_negative_indices=False, out_sharding=explicit
+    )
     return constrain(_steer(out, auto), out_axes, rules)
 
 
@@ -232,7 +232,8 @@ def per_shard(
         if not any(split):
             return fn(*args)
         args = tuple(
-            constrain(x, axes, rules) for x, axes in zip(args, in_axes, strict=True)
+            _constrain(x, axes, rules, *args)
+            for x, axes in zip(args, in_axes, strict=True)
         )
         divided = set(free)
         for x, axes in zip(args, in_axes, strict=True):
@@ -267,6 +268,16 @@ def per_shard(
         return jax.jit(mapped, inline=True)(*args)
 
     return run
+
+
+def _constrain(
+    x: Array, axes: Sequence[str | None], rules: AxisRules, *arrays: Array
+) -> Array:
+    """`constrain` on the mesh of the context, or else that of `arrays`."""
+    explicit, auto = _layout(x.shape, axes, rules, *arrays)
+    if explicit is not None:
+        x = jax.sharding.reshard(x, explicit)
+    return _steer(x, auto)
 
 
 def _gather_storage_axes(

@@ -238,13 +238,15 @@ def _run(
             layout.rules.spec("embed", "vocab"),
             None if bias is None else layout.rules.spec("vocab"),
         )
-        function = jax.shard_map(
+        mapped = jax.shard_map(
             function,
             axis_names=set(layout.mesh),
             in_specs=specs,
             out_specs=(PartitionSpec(), out_gradients if gradients else None),
             check_vma=False,
         )
+        # As in `per_shard`: outside of `jax.jit` it would run one by one.
+        function = jax.jit(mapped, inline=True)
     value, grads = function(*operands)
     if grads is not None:
         d_hidden, d_kernel, d_bias = grads

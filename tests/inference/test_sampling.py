@@ -96,3 +96,10 @@ def test_bad_settings_are_refused(settings, message):
 def test_top_k_larger_than_the_vocabulary_is_refused():
     with pytest.raises(ValueError, match="top_k 51 exceeds the vocabulary of 50"):
         sample(jnp.asarray(LOGITS), jax.random.key(0), SamplingConfig(top_k=51))
+
+
+@pytest.mark.parametrize("top_p", [1e-9, 1e-45])
+def test_a_tiny_top_p_leaves_the_most_likely_token(top_p):
+    logits = jax.random.normal(jax.random.key(3), (8, 40))
+    drawn = sample(logits, jax.random.key(4), SamplingConfig(top_p=top_p))
+    np.testing.assert_array_equal(drawn, logits.argmax(-1))

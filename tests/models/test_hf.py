@@ -441,6 +441,18 @@ def test_index_that_disagrees_with_its_shards(copy):
         hf.load(directory)
 
 
+def test_tensor_in_two_shards(copy):
+    directory = copy("llama3_sharded")
+    first, *_, last = sorted(directory.glob("model-*.safetensors"))
+    tensors = safetensors.numpy.load_file(last)
+    name, value = next(iter(safetensors.numpy.load_file(first).items()))
+    tensors[name] = value + 1
+    safetensors.numpy.save_file(tensors, last)
+    message = rf"{last.name} holds '{re.escape(name)}', and so does {first.name}"
+    with pytest.raises(ValueError, match=message):
+        hf.load(directory)
+
+
 def test_missing_files(copy, tmp_path):
     with pytest.raises(FileNotFoundError, match="'gpt2' is not a directory; download"):
         hf.load("gpt2")

@@ -231,6 +231,11 @@ def test_llama3_scaling_without_the_original_length():
             "config.json of model_type 'gptj' lacks the key 'rotary_dim'",
         ),
         (LLAMA | {"hidden_act": "gelu"}, "hidden_act 'gelu' .* expected 'silu'"),
+        (LLAMA | {"sliding_window": 16}, "sliding_window 16 .* expected None"),
+        (LLAMA | {"rms_norm_eps": None}, "lacks the key 'rms_norm_eps'"),
+        (LLAMA | {"hidden_size": "64"}, "hidden_size '64' .* positive integer"),
+        (LLAMA | {"vocab_size": "128"}, "vocab_size '128' must be an integer"),
+        (GPTJ | {"rotary_dim": None}, "lacks the key 'rotary_dim'"),
         (LLAMA | {"hidden_size": 30}, "hidden_size 30 .* multiple of num_attention_h"),
         (
             LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
@@ -263,7 +268,7 @@ def test_llama3_scaling_without_the_original_length():
         (GPTJ | {"rotary": False}, "rotary False .* expected True"),
     ],
 )
-def test_settings_that_the_decoder_lacks(values, message):
+def test_settings_that_the_decoder_lacks(values, message, no_shape_hook):
     with pytest.raises(ValueError, match=message):
         config_from_hf(values)
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxscale import sharding
 from jaxscale.nn import Attention, AttentionConfig, RopeConfig, attention
 from jaxscale.nn.attention import _dense_implementation
 from pallas_kernels.dispatch import Unsupported
@@ -215,3 +216,31 @@ def test_cudnn_equals_the_formula(head_dim, options):
         jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True
     ):
         assert relative_error(ours, theirs) < RELATIVE[jnp.dtype("bfloat16")]
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_fewer_key_heads_than_devices(kind):
+    # Key heads are copied, query heads split: each must still read its own key head.
+    # There is no `jax.set_mesh`: the mesh is that of the parameters.
+    config = AttentionConfig(num_heads=8, num_kv_heads=2, head_dim=8)
+    mesh = sharding.make_mesh(sharding.MeshConfig(data=2, tensor=4, axis_type=kind))
+    rules = dataclasses.replace(sharding.fsdp_tp(), act_kv_heads=None)
+    x = jnp.asarray(RNG.normal(size=(2, 8, 32)), jnp.float32)
+    positions = jnp.broadcast_to(jnp.arange(8), (2, 8))
+
+    def make(rules):
+        init = jax.nn.initializers.normal(1.0)
+        return Attention(32, config, out_init=init, rules=rules, rngs=nnx.Rngs(0))
+
+    @jax.jit
+    def value_and_grad(layer, x):
+        return jax.value_and_grad(lambda m: (m(x, positions) ** 2).sum())(layer)
+
+    expected, expected_gradients = value_and_grad(make(sharding.REPLICATED), x)
+    layer = sharding.place(make(rules), mesh, rules)
+    value, gradients = value_and_grad(layer, x)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    for got, want in zip(
+        jax.tree.leaves(gradients), jax.tree.leaves(expected_gradients), strict=True
+    ):
+        assert relative_error(got, want) < 1e-4
