@@ -117,6 +117,9 @@ def test_commands_are_understood(command, tmp_path, monkeypatch):
         for block in blocks(page):
             if name := re.match(r"# (\w+\.py)\n", block):
                 (tmp_path / name[1]).write_text(block)
+                # Not another test's module of this name, which comes back at the end.
+                monkeypatch.setitem(sys.modules, name[1].removesuffix(".py"), None)
+                del sys.modules[name[1].removesuffix(".py")]
     with pytest.raises(Parsed):
         cli.main(shlex.split(command, comments=True))
 
