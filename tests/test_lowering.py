@@ -68,7 +68,8 @@ def test_function_with_its_own_mesh():
         (4,), ("tp",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:4]
     )
     fn = sharded(store_to(lambda y: plgpu.remote_ref(y, peer("tp", 4))), "tp", mesh)
-    lower_for_cuda(fn, jax.ShapeDtypeStruct((256, 64), jnp.bfloat16), kernels=1)
+    text = lower_for_cuda(fn, jax.ShapeDtypeStruct((256, 64), jnp.bfloat16), kernels=1)
+    assert "xla_replica_ids" in text
 
 
 def test_abstract_device_tells_its_size():
@@ -141,4 +142,5 @@ def test_static_arguments_and_pytrees():
     def fn(tree, *, scale):
         return store_to(lambda y: y)(tree["x"]) * jnp.bfloat16(scale)
 
-    lower_for_cuda(functools.partial(fn, scale=2.0), {"x": SHARD})
+    text = lower_for_cuda(functools.partial(fn, scale=2.0), {"x": SHARD})
+    assert "mosaic_gpu" in text and "2.000000e+00" in text
