@@ -11,6 +11,8 @@ parameter and token plus attention, the whole matrix (`mfu_full`) or the causal 
 - ``jaxscale_scan``: the same with one layer compiled and looped over, which keeps the
   results of matrix products and attention and computes the rest twice.
 - ``jaxscale_packed``: as `jaxscale`, but eight sequences of different length in a row.
+  Both conventions take the row for one sequence and so overstate its attention: compare
+  its tokens a second, not its utilization.
 - ``torch_compile``: whole rows, SDPA, `torch.compile`, fused AdamW.
 """
 

@@ -130,7 +130,7 @@ def check_hopper(device: DeviceSpec | None, op_name: str) -> DeviceSpec:
 
 
 def check_smem(num_bytes: int, device: DeviceSpec, what: str) -> None:
-    """Checks the shared memory of one block; the compiler does not.
+    """Checks the shared memory of one block before lowering fails on it.
 
     Raises:
         Unsupported: it is more than a block of this device can have.
