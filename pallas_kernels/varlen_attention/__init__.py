@@ -5,6 +5,7 @@ from pallas_kernels.varlen_attention.api import (
     varlen_attention_segment_ids,
 )
 from pallas_kernels.varlen_attention.reference import varlen_attention_reference
+from pallas_kernels.varlen_attention.relative import RelativeBias, RelativeBuckets
 from pallas_kernels.varlen_attention.segments import (
     cu_seqlens_from_segment_ids,
     positions_from_cu_seqlens,
@@ -14,6 +15,8 @@ from pallas_kernels.varlen_attention.xla import XlaConfig
 
 
 __all__ = [
+    "RelativeBias",
+    "RelativeBuckets",
     "XlaConfig",
     "cu_seqlens_from_segment_ids",
     "positions_from_cu_seqlens",

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import dispatch
 from pallas_kernels.mosaic import DeviceSpec
+from pallas_kernels.varlen_attention.relative import RelativeBias, check_relative_bias
 from pallas_kernels.varlen_attention.segments import (
     Window,
     check_cu_seqlens,
@@ -44,6 +45,7 @@ def varlen_attention(
     softcap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
     alibi_slopes: Float[Array, " N"] | None = None,
+    relative_bias: RelativeBias | None = None,
     return_lse: bool = False,
     deterministic: bool = True,
     implementation: str | Sequence[str] | None = None,
@@ -55,15 +57,16 @@ def varlen_attention(
     let ``d = j - i - (len_k - len_q)`` be how far the key lies to the right of the
     diagonal that ends in the bottom right corner. Then, for each head::
 
-        s[i, j] = cap(scale * q[i] . k[j]) - alibi_slope * |d|
+        s[i, j] = cap(scale * q[i] . k[j] + relative_bias(i, j)) - alibi_slope * |d|
         lse[i]  = log(sum_j exp(s[i, j]) + exp(sink))
         out[i]  = sum_j exp(s[i, j] - lse[i]) * v[j]
 
     over the keys with ``-left <= d <= right``, and ``d <= 0`` if causal, where
     ``cap(x) = softcap * tanh(x / softcap)``. Sequences lie one after another, so no
     work and no memory goes to padding; scores are accumulated and normalized in fp32
-    and never stored. Differentiable once in reverse mode by q, k, v, sinks and
-    alibi_slopes, through ``out`` and through ``lse``; works under `jax.jit`,
+    and never stored. Differentiable once in reverse mode by q, k, v, sinks,
+    alibi_slopes and the terms of relative_bias, through ``out`` and through ``lse``;
+    works under `jax.jit`,
     `jax.vmap`, `jax.lax.scan`, `jax.checkpoint` (the residuals are named
     ``varlen_attention_out`` and ``varlen_attention_lse``) and `jax.shard_map` over
     heads and over data.
@@ -84,6 +87,9 @@ def varlen_attention(
         softcap: bound on the magnitude of scores; None is no bound.
         sinks: [N], logit of one more key per head whose value is zero, unscaled.
         alibi_slopes: [N], penalty per token of distance from the diagonal.
+        relative_bias: terms of [T, N, P] and [S, N, P] from which each score reads one
+            entry by ``-d`` (`RelativeBias`), for self-attention: DeBERTa's disentangled
+            attention. The terms are not scaled.
         return_lse: also return ``lse``.
         deterministic: gradients are equal bit for bit between runs. False allows an
             implementation a faster sum whose order varies.
@@ -102,8 +108,9 @@ def varlen_attention(
         TypeError: q, k and v are not all fp32, all bf16 or all fp16; or cu_seqlens are
             not integers.
         ValueError: shapes do not match, N is not a multiple of K, an option is out of
-            range, or cu_seqlens that are not traced do not fit (traced ones cannot be
-            checked: prefix sums beyond T or S count as T or S).
+            range, relative_bias comes with cu_seqlens_k, or cu_seqlens that are not
+            traced do not fit (traced ones cannot be checked: prefix sums beyond T or S
+            count as T or S).
         Unsupported: the implementation that was named cannot serve the arguments.
 
     Example:
@@ -130,6 +137,8 @@ def varlen_attention(
         but no limit is None, not -1, and the lengths' maxima need not be known. ALiBi:
         arXiv 2108.12409, penalizing both sides when not causal. Sinks: gpt-oss,
         after arXiv 2309.17453. Softcap: Gemma 2 (arXiv 2408.00118), before ALiBi.
+        Relative bias: DeBERTa (arXiv 2006.03654), whose code adds it to the logits as
+        the product of contents is, hence within the softcap.
     """
     q, k, v = (jnp.asarray(x) for x in (q, k, v))
     _check_arrays(q, k, v)
@@ -149,17 +158,30 @@ def varlen_attention(
             )
     sinks = _per_head("sinks", sinks, q.shape[1])
     alibi_slopes = _per_head("alibi_slopes", alibi_slopes, q.shape[1])
+    if relative_bias is not None:
+        # With one packing the distance is that of the rows, in a tile of scores too.
+        if cu_seqlens_k is not None:
+            raise ValueError(
+                "relative_bias needs keys that are packed as the queries are, got "
+                "cu_seqlens_k; leave it None"
+            )
+        relative_bias = check_relative_bias(
+            relative_bias, q.shape[0], k.shape[0], q.shape[1]
+        )
     scale = float(q.shape[2] ** -0.5 if scale is None else scale)
     if not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale}")
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap must be positive, got {softcap}; None disables it")
-    arrays = _vary_alike(q, k, v, cu_q, cu_k, sinks, alibi_slopes)
+    *arrays, relative_bias = _vary_alike(
+        (q, k, v, cu_q, cu_k, sinks, alibi_slopes, relative_bias)
+    )
     out, lse = dispatch(
         "varlen_attention",
         IMPLEMENTATIONS,
         implementation,
         *arrays,
+        relative_bias=relative_bias,
         window=_resolve_window(causal, window, q.shape[0] + k.shape[0]),
         scale=scale,
         softcap=None if softcap is None else float(softcap),
@@ -293,20 +315,18 @@ def _resolve_window(causal: bool, window: Window, num_rows: int) -> Window:
     return (left, 0) if causal else (left, right)
 
 
-def _vary_alike(*arrays: Array | None) -> list[Array | None]:
+def _vary_alike(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
     """Mark arrays that are equal on all devices as the others inside `jax.shard_map`.
 
     With heads split and, say, one key/value head on every device, the gradient of the
     latter is the sum over devices; the cast, whose transpose is that sum, makes it so.
     """
     axes = frozenset().union(
-        *(jax.typeof(x).manual_axis_type.varying for x in arrays if x is not None)
+        *(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(arrays))
     )
 
-    def cast(x: Array | None) -> Array | None:
-        if x is None:
-            return None
+    def cast(x: Array) -> Array:
         missing = tuple(sorted(axes - jax.typeof(x).manual_axis_type.varying))
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
-    return [cast(x) for x in arrays]
+    return jax.tree.map(cast, arrays)

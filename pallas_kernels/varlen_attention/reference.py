@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.varlen_attention.relative import RelativeBias
 from pallas_kernels.varlen_attention.segments import (
     positions_from_cu_seqlens,
     segment_ids_from_cu_seqlens,
@@ -26,6 +27,7 @@ def varlen_attention_reference(
     softcap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
     alibi_slopes: Float[Array, " N"] | None = None,
+    relative_bias: RelativeBias | None = None,
 ) -> tuple[Float[Array, "T N Hv"], Float[Array, "T N"]]:
     """Attention over packed sequences through one dense [N, T, S] mask.
 
@@ -58,6 +60,17 @@ def varlen_attention_reference(
         mask &= distance <= right
 
     scores = scale * jnp.einsum("tnh,snh->nts", q, k, precision="highest")
+    if relative_bias is not None:
+        entries = relative_bias.buckets.entry(-distance)  # [T, S]
+        if (terms := relative_bias.query_terms) is not None:
+            terms = jnp.where((ids_q >= 0)[:, None, None], terms, 0.0)
+            terms = terms.astype(jnp.float32).swapaxes(0, 1)  # [N, T, P]
+            scores += jnp.take_along_axis(terms, entries[None], axis=2)
+        if (terms := relative_bias.key_terms) is not None:
+            terms = jnp.where((ids_k >= 0)[:, None, None], terms, 0.0)
+            terms = terms.astype(jnp.float32).swapaxes(0, 1)  # [N, S, P]
+            read = jnp.take_along_axis(terms, entries.T[None], axis=2)
+            scores += read.swapaxes(1, 2)
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
     if alibi_slopes is not None:

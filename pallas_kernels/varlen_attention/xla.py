@@ -10,12 +10,12 @@ differentiate such a loop.
 
 Axes: B sequences, T packed queries, S packed keys, N query heads, K key/value heads,
 G = N / K query heads per key/value head, H head dim of queries and keys, Hv head dim of
-values. Heads lead inside this file: [K, G, T, H].
+values, P entries of a row of relative terms. Heads lead inside this file: [K, G, T, H].
 """
 
 import dataclasses
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,12 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.mosaic import DeviceSpec
+from pallas_kernels.varlen_attention.relative import (
+    RelativeBias,
+    RelativeBuckets,
+    tile_bias,
+    tile_gradient,
+)
 from pallas_kernels.varlen_attention.segments import Window, visible_ranges
 
 
@@ -46,6 +52,10 @@ class XlaConfig:
                 raise ValueError(f"{field.name} must be at least 1, got {size}")
 
 
+type _Terms = tuple[Array | None, Array | None]
+"""Query and key terms of the relative bias, as they were passed."""
+
+
 class _Options(NamedTuple):
     """What is static about a call."""
 
@@ -54,6 +64,7 @@ class _Options(NamedTuple):
     softcap: float | None
     block_q: int
     block_k: int
+    buckets: RelativeBuckets | None
 
 
 class _Operands(NamedTuple):
@@ -66,6 +77,8 @@ class _Operands(NamedTuple):
     stop: Int[Array, "blocks_q block_q"]
     diagonal: Int[Array, "blocks_q block_q"]
     slopes: Float[Array, "K G 1 1"] | None
+    query_terms: Float[Array, "blocks_q K G block_q P"] | None
+    key_terms: Float[Array, "blocks_k K G block_k P"] | None
 
 
 def varlen_attention_xla(
@@ -77,6 +90,7 @@ def varlen_attention_xla(
     sinks: Float[Array, " N"] | None,
     alibi_slopes: Float[Array, " N"] | None,
     *,
+    relative_bias: RelativeBias | None,
     window: Window,
     scale: float,
     softcap: float | None,
@@ -99,8 +113,14 @@ def varlen_attention_xla(
         softcap=softcap,
         block_q=min(config.block_q, _round_up(q.shape[0], 8)),
         block_k=min(config.block_k, _round_up(k.shape[0], 8)),
+        buckets=None if relative_bias is None else relative_bias.buckets,
     )
-    return _jitted(options, q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, alibi_slopes)
+    terms = None, None
+    if relative_bias is not None:
+        terms = relative_bias.query_terms, relative_bias.key_terms
+    return _jitted(
+        options, q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, alibi_slopes, terms
+    )
 
 
 def _heuristic(device: DeviceSpec | None) -> XlaConfig:
@@ -120,8 +140,9 @@ def _attention(
     cu_k: Array,
     sinks: Array | None,
     slopes: Array | None,
+    terms: _Terms,
 ) -> tuple[Array, Array]:
-    return _attention_fwd(options, q, k, v, cu_q, cu_k, sinks, slopes)[0]
+    return _attention_fwd(options, q, k, v, cu_q, cu_k, sinks, slopes, terms)[0]
 
 
 def _attention_fwd(
@@ -133,8 +154,9 @@ def _attention_fwd(
     cu_k: Array,
     sinks: Array | None,
     slopes: Array | None,
+    terms: _Terms,
 ) -> tuple[tuple[Array, Array], tuple]:
-    x = _operands(options, q, k, v, cu_q, cu_k, slopes)
+    x = _operands(options, q, k, v, cu_q, cu_k, slopes, terms)
     blocks_q, num_kv, groups, *_ = x.q.shape
     first, last = _touched_blocks(x.start, x.stop, options.block_k)
     # Made from an operand, a carry has its sharding and varies over its manual axes,
@@ -174,14 +196,14 @@ def _attention_fwd(
     # Rematerialization policies may keep these two by name.
     out = checkpoint_name(out, "varlen_attention_out")
     lse = checkpoint_name(lse, "varlen_attention_lse")
-    return (out, lse), (q, k, v, cu_q, cu_k, sinks, slopes, out, lse)
+    return (out, lse), (q, k, v, cu_q, cu_k, sinks, slopes, terms, out, lse)
 
 
 def _attention_bwd(
     options: _Options, residuals: tuple, cotangents: tuple[Array, Array]
-) -> tuple[Array | None, ...]:
-    q, k, v, cu_q, cu_k, sinks, slopes, out, lse = residuals
-    x = _operands(options, q, k, v, cu_q, cu_k, slopes)
+) -> tuple[Any, ...]:
+    q, k, v, cu_q, cu_k, sinks, slopes, terms, out, lse = residuals
+    x = _operands(options, q, k, v, cu_q, cu_k, slopes, terms)
     dout, dlse = cotangents
     # What arrives for a query that sees nothing, NaN too, is nobody's gradient.
     seen = _inside(cu_q, q.shape[0])[:, None] & (lse > -jnp.inf)
@@ -209,9 +231,9 @@ def _attention_bwd(
         _cut(start, block_k), _cut(stop, block_k), options.block_q
     )
 
-    def key_block(carry: tuple[Array, ...], j: Array) -> tuple:
-        def query_block(i: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-            dq, dslopes, dk, dv = carry
+    def key_block(carry: tuple, j: Array) -> tuple:
+        def query_block(i: Array, carry: tuple) -> tuple:
+            (dq, dslopes, dquery_terms), (dk, dv, dkey_terms) = carry
             scores, mask, (derivative, distance) = _scores(options, x, i, j)
             p = jnp.where(mask, jnp.exp(scores - lse_b[i]), 0.0)
             dv += _dot("kgts,kgtv->ksv", p.astype(v.dtype), dout_b[i])
@@ -219,26 +241,44 @@ def _attention_bwd(
             ds = p * (dp - delta_b[i])
             if slopes is not None:
                 dslopes -= jnp.sum(ds * distance, axis=(-1, -2), keepdims=True)
-            ds = (ds * derivative).astype(q.dtype)
+            ds = ds * derivative
+            if options.buckets is not None:
+                types = jax.tree.map(lambda a: a.dtype, terms)
+                first = i * options.block_q - j * options.block_k
+                by_query, by_key = tile_gradient(options.buckets, ds, first, types)
+                if by_query is not None:
+                    dquery_terms = dquery_terms.at[i].add(by_query)
+                if by_key is not None:
+                    dkey_terms += by_key
+            ds = (options.scale * ds).astype(q.dtype)
             dk += _dot("kgts,kgth->ksh", ds, x.q[i])
             dq = dq.at[i].add(_dot("kgts,ksh->kgth", ds, x.k[j]))
-            return dq, dslopes, dk, dv
+            return (dq, dslopes, dquery_terms), (dk, dv, dkey_terms)
 
-        dk, dv = (jnp.zeros_like(a[0], dtype=jnp.float32) for a in (x.k, x.v))
-        dq, dslopes, dk, dv = jax.lax.fori_loop(
-            first[j], last[j], query_block, (*carry, dk, dv)
+        terms_j = None if x.key_terms is None else x.key_terms[j]
+        of_block = _zeros((x.k[j], x.v[j], terms_j))
+        carry, of_block = jax.lax.fori_loop(
+            first[j], last[j], query_block, (carry, of_block)
         )
-        return (dq, dslopes), (dk.astype(k.dtype), dv.astype(v.dtype))
+        originals = k, v, terms[1]
+        return carry, jax.tree.map(lambda a, b: a.astype(b.dtype), of_block, originals)
 
-    dq = jnp.zeros_like(x.q, dtype=jnp.float32)
-    carry = dq, jnp.zeros_like(dq[0, ..., :1, :1])
+    dq, dquery_terms = _zeros((x.q, x.query_terms))
+    carry = dq, jnp.zeros_like(dq[0, ..., :1, :1]), dquery_terms
     blocks_k = jnp.arange(x.k.shape[0], dtype=jnp.int32)
-    (dq, dslopes), (dk, dv) = jax.lax.scan(key_block, carry, blocks_k)
+    (dq, dslopes, dquery_terms), (dk, dv, dkey_terms) = jax.lax.scan(
+        key_block, carry, blocks_k
+    )
     dq = _rows(dq, q.shape[0]).astype(q.dtype)
     dk, dv = (_rows(a[:, :, None], k.shape[0]) for a in (dk, dv))
     if slopes is not None:
         dslopes = dslopes.reshape(slopes.shape).astype(slopes.dtype)
-    return dq, dk, dv, None, None, dsinks, None if slopes is None else dslopes
+    dterms = tuple(
+        None if a is None else _rows(da, a.shape[0]).astype(a.dtype)
+        for a, da in zip(terms, (dquery_terms, dkey_terms), strict=True)
+    )
+    dslopes = None if slopes is None else dslopes
+    return dq, dk, dv, None, None, dsinks, dslopes, dterms
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)
@@ -253,21 +293,34 @@ def _scores(
 
     Returns:
         Scores [K, G, block_q, block_k], the mask [block_q, block_k] of what is seen,
-        and what the backward pass needs: the derivative of a score by ``q . k`` and
-        the distances that ALiBi multiplies.
+        and what the backward pass needs: the derivative of a score by its logit and the
+        distances that ALiBi multiplies.
     """
     scores = options.scale * _dot("kgth,ksh->kgts", x.q[i], x.k[j])
-    derivative = jnp.float32(options.scale)
+    if options.buckets is not None:
+        scores += tile_bias(
+            options.buckets,
+            None if x.query_terms is None else x.query_terms[i],
+            None if x.key_terms is None else x.key_terms[j],
+            i * options.block_q - j * options.block_k,
+            (options.block_q, options.block_k),
+        )
+    derivative = jnp.float32(1.0)
     if options.softcap is not None:
         capped = jnp.tanh(scores / options.softcap)
         scores = options.softcap * capped
-        derivative = options.scale * (1.0 - capped * capped)
+        derivative = 1.0 - capped * capped
     columns = j * options.block_k + jnp.arange(options.block_k, dtype=jnp.int32)
     mask = (x.start[i][:, None] <= columns) & (columns < x.stop[i][:, None])
     distance = jnp.abs(x.diagonal[i][:, None] - columns).astype(jnp.float32)
     if x.slopes is not None:
         scores -= x.slopes * distance
     return scores, mask, (derivative, distance)
+
+
+def _zeros(tree: Any) -> Any:
+    """Sums in fp32 that start from nothing, as many as there are arrays."""
+    return jax.tree.map(lambda a: jnp.zeros_like(a, dtype=jnp.float32), tree)
 
 
 def _dot(subscripts: str, a: Array, b: Array) -> Array:
@@ -282,13 +335,22 @@ def _operands(
     cu_q: Array,
     cu_k: Array,
     slopes: Array | None,
+    terms: _Terms,
 ) -> _Operands:
     num_kv = k.shape[1]
     groups = q.shape[1] // num_kv
     # Rows of no sequence may hold anything, NaN too, and 0 * NaN is NaN.
     q = jnp.where(_inside(cu_q, q.shape[0])[:, None, None], q, 0)
+    query_terms, key_terms = terms
+    if query_terms is not None:
+        inside = _inside(cu_q, q.shape[0])[:, None, None]
+        query_terms = jnp.where(inside, query_terms, 0)
+        query_terms = _query_blocks(query_terms, groups, options.block_q)
     inside = _inside(cu_k, k.shape[0])[:, None, None]
     k, v = (jnp.where(inside, a, 0) for a in (k, v))
+    if key_terms is not None:
+        key_terms = jnp.where(inside, key_terms, 0)
+        key_terms = _query_blocks(key_terms, groups, options.block_k)
     ranges = visible_ranges(cu_q, cu_k, q.shape[0], options.window)
     start, stop, diagonal = (_cut(r, options.block_q) for r in ranges)
     if slopes is not None:
@@ -301,6 +363,8 @@ def _operands(
         stop=stop,
         diagonal=diagonal,
         slopes=slopes,
+        query_terms=query_terms,
+        key_terms=key_terms,
     )
 
 
