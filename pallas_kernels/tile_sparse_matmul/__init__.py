@@ -1,0 +1,16 @@
+"""Tile-wise sparse matrix product: each tile of columns of a weight keeps its rows."""
+
+from pallas_kernels.tile_sparse_matmul.api import tile_sparse_matmul
+from pallas_kernels.tile_sparse_matmul.format import (
+    TileSparse,
+    load_tile_sparse,
+    save_tile_sparse,
+)
+
+
+__all__ = [
+    "TileSparse",
+    "load_tile_sparse",
+    "save_tile_sparse",
+    "tile_sparse_matmul",
+]

@@ -1,0 +1,265 @@
+"""The public tile-sparse product.
+
+Axis letters: B any leading axes of tokens, M tokens, K input features, N output
+features, C packed output features (N without the pruned ones), T tiles, P room for
+rows in a tile, G columns of a tile.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from pallas_kernels.dispatch import dispatch
+from pallas_kernels.matmul import matmul
+from pallas_kernels.tile_sparse_matmul import epilogue, xla
+from pallas_kernels.tile_sparse_matmul.epilogue import ACTIVATIONS
+from pallas_kernels.tile_sparse_matmul.format import TileSparse
+
+
+__all__ = ["tile_sparse_matmul"]
+
+
+def tile_sparse_matmul(
+    x: Float[Array, "..."],
+    w: TileSparse,
+    *,
+    bias: Float[Array, " N"] | None = None,
+    activation: str | None = None,
+    feature_major: bool | tuple[bool, bool] = False,
+    implementation: str | Sequence[str] | None = None,
+) -> Float[Array, "..."]:
+    """Multiplies activations by a tile-wise sparse weight, with fp32 sums.
+
+    ``y[..., n] = activation(sum_k x[..., k] dense(w)[k, n] + bias[n])``
+
+    The kernels gather rows of activations that are stored feature by feature: there a
+    kept row is one run of memory. `feature_major` activations are [K,*B] and [N,*B]:
+    layers that follow each other stay in that layout and need no transposes, and
+    element-wise operations between them do not care.
+
+    Differentiable in x, ``w.values`` and bias. The gradient of the values is computed
+    for the kept rows alone; that of x is dense work with the unpacked weight, because
+    the transpose of a tile-wise weight has no tiles. Gradients of values past the
+    counts are zero, so a pruned weight never comes back.
+
+    Args:
+        x: ``[*B,K]`` activations, or ``[K,*B]``.
+        w: weight [K,N] of the same type.
+        bias: [N], added before the activation.
+        activation: "relu", "silu", "gelu" (exact), "gelu_tanh", or None.
+        feature_major: whether features are the leading axis, of x and y or of each.
+        implementation: "xla", a sequence of these, or None for the best.
+
+    Returns:
+        ``[*B,N]`` of the type of x, or ``[N,*B]``.
+
+    Raises:
+        ValueError: shapes or types disagree, or the activation is unknown.
+        Unsupported: the implementation named cannot serve the arguments here.
+        ExceptionGroup: none of several implementations can.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> mask = jnp.array([[True, False], [True, False], [False, True]])
+        >>> w = TileSparse.from_dense(jnp.ones((3, 2)), mask, tile=1)
+        >>> tile_sparse_matmul(jnp.array([[1.0, 2.0, 3.0]]), w)
+        Array([[3., 3.]], dtype=float32)
+
+    References:
+        Guo et al., SC 2020 (arXiv 2008.13006): see `TileSparse`.
+    """
+    x = jnp.asarray(x)
+    x_major, y_major = (
+        (feature_major, feature_major)
+        if isinstance(feature_major, bool)
+        else feature_major
+    )
+    _check(x, w, bias, activation, x_major)
+    call = _Call(
+        shape=w.shape,
+        granularity=w.granularity,
+        equal_counts=w.equal_counts,
+        activation=activation,
+        feature_major=(x_major, y_major),
+        implementation=(
+            implementation
+            if implementation is None or isinstance(implementation, str)
+            else tuple(implementation)
+        ),
+    )
+    batch = x.shape[1:] if x_major else x.shape[:-1]
+    tokens = math.prod(batch)
+    flat = x.reshape((w.shape[0], tokens) if x_major else (tokens, w.shape[0]))
+    pattern = (w.rows, w.counts, w.columns)
+    flat, values, bias, pattern = _as_varying_alike((flat, w.values, bias, pattern))
+    y: Any = _product(flat, values, bias, pattern, call)
+    return y.reshape((w.shape[1], *batch) if y_major else (*batch, w.shape[1]))
+
+
+def _check(
+    x: jax.Array, w: TileSparse, bias: Any, activation: str | None, x_major: bool
+) -> None:
+    """Refuses what the caller got wrong."""
+    inputs, outputs = w.shape
+    if w.values.ndim != 3:
+        raise ValueError(
+            f"w has values of shape {w.values.shape}, expected [T, P, G]; scan or vmap"
+            " over stacked weights"
+        )
+    if x.ndim < 1 or x.shape[0 if x_major else -1] != inputs:
+        raise ValueError(
+            f"x has shape {x.shape} ({'feature' if x_major else 'token'}-major),"
+            f" expected {inputs} features as w of shape {w.shape} has; see"
+            " feature_major"
+        )
+    if x.dtype != w.dtype:
+        raise ValueError(f"w has type {w.dtype}, expected that of x, {x.dtype}")
+    if bias is not None and bias.shape != (outputs,):
+        raise ValueError(f"bias has shape {bias.shape}, expected ({outputs},)")
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(
+            f"activation {activation!r}, expected None or one of {list(ACTIVATIONS)}"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Call:
+    """What is static in a call."""
+
+    shape: tuple[int, int]
+    granularity: int
+    equal_counts: bool
+    activation: str | None
+    feature_major: tuple[bool, bool]
+    implementation: str | tuple[str, ...] | None
+
+    def weight(self, values: Any, pattern: Any) -> TileSparse:
+        static = (self.shape, self.granularity, self.equal_counts)
+        return TileSparse.tree_unflatten(static, (values, *pattern))
+
+
+def _as_varying_alike(tree: Any) -> Any:
+    """Marks all arrays as varying over the mesh axes over which any of them does.
+
+    The transpose of the mark sums gradients over the axes, which the gradient rule
+    below, seeing only local values, could not know.
+    """
+    leaves = jax.tree.leaves(tree)
+    axes = frozenset().union(*(_varying(leaf) for leaf in leaves))
+
+    def mark(leaf: jax.Array) -> jax.Array:
+        missing = tuple(sorted(axes - _varying(leaf)))
+        return lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(mark, tree)
+
+
+def _varying(x: jax.Array) -> frozenset:
+    return jax.typeof(x).manual_axis_type.varying
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _product(
+    x: jax.Array, values: jax.Array, bias: Any, pattern: Any, call: _Call
+) -> jax.Array:
+    w = call.weight(values, pattern)
+    if w.columns is None:
+        return _run(x, w, bias, call.activation, call)
+    y_major = call.feature_major[1]
+    y = _run(x, w.packed(), None, None, call)
+    y = w.place_columns(y, axis=0 if y_major else 1)
+    return epilogue.apply(
+        y, bias, call.activation, feature_major=y_major, dtype=x.dtype
+    )
+
+
+def _forward(
+    x: jax.Array, values: jax.Array, bias: Any, pattern: Any, call: _Call
+) -> tuple[jax.Array, Any]:
+    linear = dataclasses.replace(call, activation=None)
+    z: Any = _product(x, values, bias, pattern, linear)
+    if call.activation is None:
+        return z, (x, values, bias, pattern, None)
+    y = epilogue.apply(
+        z,
+        None,
+        call.activation,
+        feature_major=call.feature_major[1],
+        dtype=x.dtype,
+    )
+    return y, (x, values, bias, pattern, z)
+
+
+def _backward(call: _Call, saved: Any, dy: jax.Array) -> tuple[Any, ...]:
+    x, values, bias, pattern, z = saved
+    w = call.weight(values, pattern)
+    x_major, y_major = call.feature_major
+    if z is not None:
+        activate = ACTIVATIONS[call.activation]  # pyright: ignore[reportArgumentType]
+        _, pullback = jax.vjp(activate, z.astype(jnp.float32))
+        (dy,) = pullback(dy.astype(jnp.float32))
+    dbias = None
+    if bias is not None:
+        sums = jnp.sum(dy, axis=1 if y_major else 0, dtype=jnp.float32)
+        dbias = sums.astype(bias.dtype)
+    dy = dy.astype(x.dtype)
+    if w.columns is not None:
+        along = 0 if y_major else 1
+        dy = jnp.take(dy, w.columns, axis=along, mode="fill", fill_value=0)
+    dvalues = xla.grad_values(x, dy, w, feature_major=call.feature_major)
+    dense = w.packed().to_dense()  # [K, C]
+    named = "xla" if call.implementation == "xla" else None
+    if x_major:
+        other = dy if y_major else dy.T
+        dx = matmul(dense, other, implementation=named)
+    else:
+        other = dy.T if y_major else dy
+        dx = matmul(other, dense, rhs_transposed=True, implementation=named)
+    return dx, dvalues, dbias, None
+
+
+_product.defvjp(_forward, _backward)
+
+
+def _run(
+    x: jax.Array, w: TileSparse, bias: Any, activation: str | None, call: _Call
+) -> jax.Array:
+    """The packed product with its epilogue, by the first implementation that can."""
+    implementations = {"xla": _xla}
+    y = dispatch(
+        "tile_sparse_matmul",
+        implementations,
+        call.implementation,
+        x,
+        w,
+        bias,
+        activation,
+        call.feature_major,
+    )
+    return _as_varying_alike((y, x))[0]  # kernels lose the mark
+
+
+def _xla(
+    x: jax.Array,
+    w: TileSparse,
+    bias: Any,
+    activation: str | None,
+    feature_major: tuple[bool, bool],
+) -> jax.Array:
+    bare = bias is None and activation is None
+    y = xla.tile_sparse_matmul(
+        x,
+        w,
+        feature_major=feature_major,
+        out_dtype=x.dtype if bare else jnp.float32,
+    )
+    return epilogue.apply(
+        y, bias, activation, feature_major=feature_major[1], dtype=x.dtype
+    )

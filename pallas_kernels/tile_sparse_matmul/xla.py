@@ -1,0 +1,111 @@
+"""The tile-sparse product through XLA: portable.
+
+Two forms. Where the activations that all tiles gather are fewer than the elements of
+the dense weight (decoding), they are gathered and multiplied tile by tile. Elsewhere
+the weight is unpacked and multiplied as a dense one: that costs one pass over the dense
+weight and saves nothing of its arithmetic, but it is what XLA does well.
+
+Axes: K input features, C packed columns, T tiles, P room for rows in a tile, G columns
+of a tile, M tokens. With `feature_major` activations are [features,M], else
+[M,features].
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from pallas_kernels.tile_sparse_matmul.format import TileSparse
+
+
+__all__ = ["gathers", "grad_values", "tile_sparse_matmul"]
+
+
+def gathers(w: TileSparse, tokens: int) -> bool:
+    """Whether gathering activations moves less than unpacking the weight."""
+    return tokens * w.tiles * w.room <= w.shape[0] * w.packed_columns
+
+
+def tile_sparse_matmul(
+    x: jax.Array,
+    w: TileSparse,
+    *,
+    feature_major: tuple[bool, bool],
+    out_dtype: DTypeLike,
+) -> jax.Array:
+    """Computes the packed product; sums are fp32 for 16-bit operands.
+
+    Args:
+        x: [M,K] activations, or [K,M].
+        w: weight; its `columns` are left to the caller.
+        feature_major: how the input and the output are stored.
+        out_dtype: type of the output.
+
+    Returns:
+        [M,C] of `out_dtype`, or [C,M].
+    """
+    x_major, y_major = feature_major
+    tokens = x.shape[1 if x_major else 0]
+    if not gathers(w, tokens):
+        dense = w.packed().to_dense()  # [K, C]
+        if y_major:
+            return _dot(dense, x, 0, 0 if x_major else 1, out_dtype)
+        return _dot(x, dense, 0 if x_major else 1, 0, out_dtype)
+    kept = jnp.take(x, w.rows, axis=0 if x_major else 1)  # [T, P, M] or [M, T, P]
+    letters = "tpm" if x_major else "mtp"
+    out = "tgm" if y_major else "mtg"
+    y = jnp.einsum(
+        f"{letters},tpg->{out}", kept, w.values, preferred_element_type=jnp.float32
+    ).astype(out_dtype)
+    if y_major:
+        return y.reshape(-1, tokens)[: w.packed_columns]
+    return y.reshape(tokens, -1)[:, : w.packed_columns]
+
+
+def _dot(a: jax.Array, b: jax.Array, i: int, j: int, out_dtype: DTypeLike) -> jax.Array:
+    # XLA may sum in the type asked for: another type is rounded from fp32 sums.
+    sums = out_dtype if jnp.dtype(out_dtype) == a.dtype else jnp.float32
+    y = lax.dot_general(a, b, (((i,), (j,)), ((), ())), preferred_element_type=sums)
+    return y.astype(out_dtype)
+
+
+def grad_values(
+    x: jax.Array, dy: jax.Array, w: TileSparse, *, feature_major: tuple[bool, bool]
+) -> jax.Array:
+    """The gradient of the values: ``sum_m x[m, rows[t, p]] dy[m, column(t, g)]``.
+
+    Args:
+        x: [M,K] activations, or [K,M].
+        dy: [M,C] gradient of the packed output, or [C,M].
+        w: weight.
+        feature_major: how x and dy are stored.
+
+    Returns:
+        [T,P,G] of the type of the values, zero past the counts.
+    """
+    x_major, y_major = feature_major
+    tokens = x.shape[1 if x_major else 0]
+    extra = w.tiles * w.tile - w.packed_columns
+    tiles = (w.tiles, w.tile)
+    if gathers(w, tokens):
+        pad = ((0, extra), (0, 0)) if y_major else ((0, 0), (0, extra))
+        dy = jnp.pad(dy, pad)
+        dy = dy.reshape((*tiles, tokens) if y_major else (tokens, *tiles))
+        kept = jnp.take(x, w.rows, axis=0 if x_major else 1)
+        grad = jnp.einsum(
+            f"{'tpm' if x_major else 'mtp'},{'tgm' if y_major else 'mtg'}->tpg",
+            kept,
+            dy,
+            preferred_element_type=jnp.float32,
+        )
+    else:
+        i, j = int(x_major), int(y_major)
+        grad = lax.dot_general(
+            x, dy, (((i,), (j,)), ((), ())), preferred_element_type=jnp.float32
+        )  # [K, C]
+        grad = jnp.pad(grad, ((0, 0), (0, extra))).reshape(-1, *tiles)
+        grad = jnp.take_along_axis(
+            jnp.swapaxes(grad, 0, 1), w.rows[:, :, None], axis=1
+        )  # [T, P, G]
+    kept_rows = jnp.arange(w.room) < w.counts[:, None]
+    return jnp.where(kept_rows[:, :, None], grad, 0).astype(w.dtype)

@@ -1,0 +1,224 @@
+"""The public product on a CPU: values, gradients, transformations, messages."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.tile_sparse_matmul import (
+    TileSparse,
+    reference,
+    tile_sparse_matmul,
+    xla,
+)
+from pallas_kernels.tile_sparse_matmul.epilogue import ACTIVATIONS
+from tests.pallas_kernels.tile_sparse_matmul.cases import random_weight
+from tests.tolerances import RELATIVE, relative_error
+
+
+P = jax.sharding.PartitionSpec
+CASES = {
+    "uneven": {"inputs": 96, "outputs": 48, "tile": 16, "counts": [7, 0, 96]},
+    "groups": {
+        "inputs": 64,
+        "outputs": 40,
+        "tile": 8,
+        "counts": [8] * 5,
+        "granularity": 8,
+    },
+    "last tile not full": {
+        "inputs": 32,
+        "outputs": 27,
+        "tile": 8,
+        "counts": [5, 9, 1, 32],
+    },
+    "columns": {
+        "inputs": 48,
+        "outputs": 24,
+        "tile": 8,
+        "counts": [9, 20, 4],
+        "pruned": [0, 3, 4, 9, 22],
+    },
+}
+LAYOUTS = [(a, b) for a in (False, True) for b in (False, True)]
+
+
+def normal(seed, shape, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def masked_dense(x, values, bias, w, mask, activation):
+    """The independent definition: a dense layer whose weight is masked."""
+    dense = jnp.where(mask, values, 0)
+    z = jnp.matmul(x.astype(jnp.float32), dense, precision="highest")
+    z = z if bias is None else z + bias.astype(jnp.float32)
+    return z if activation is None else ACTIVATIONS[activation](z)
+
+
+@pytest.mark.parametrize("tokens", [1, 160], ids=["gathered", "unpacked"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("uneven", a) for a in LAYOUTS]
+    + [("columns", a) for a in LAYOUTS]
+    + [("groups", (False, True)), ("last tile not full", (True, False))],
+)
+def test_values_and_gradients(name, tokens, layout):
+    w, dense, mask = random_weight(**CASES[name])
+    assert xla.gathers(w, tokens) == (tokens == 1)
+    inputs, outputs = w.shape
+    x, dy = normal(1, (tokens, inputs)), normal(2, (tokens, outputs))
+    bias = normal(3, (outputs,))
+
+    def ours(x, values, bias):
+        x = x.T if layout[0] else x
+        y = tile_sparse_matmul(
+            x,
+            w.with_values(values),
+            bias=bias,
+            activation="silu",
+            feature_major=layout,
+        )
+        return y.T if layout[1] else y
+
+    def plain(x, dense, bias):
+        return masked_dense(x, dense, bias, w, mask, "silu")
+
+    def run(f, *args):
+        def both(*args):
+            y, pullback = jax.vjp(f, *args)
+            return y, pullback(dy)
+
+        return jax.jit(both)(*args)
+
+    y, (dx, dvalues, dbias) = run(ours, x, w.values, bias)
+    want, (want_dx, want_dense, want_dbias) = run(plain, x, jnp.asarray(dense), bias)
+    assert relative_error(y, want) < 1e-5
+    linear = reference.tile_sparse_matmul(x, w)
+    assert relative_error(linear, x @ dense) < 1e-5
+    assert relative_error(dx, want_dx) < 1e-5
+    assert relative_error(dbias, want_dbias) < 1e-5
+    assert relative_error(w.with_values(dvalues).to_dense(), want_dense) < 1e-5
+    past = np.arange(w.room) >= np.asarray(w.counts)[:, None]
+    assert not np.any(np.asarray(dvalues)[past])
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+def test_narrow_types_and_activations(dtype, activation):
+    w, dense, mask = random_weight(128, 48, 16, [50, 3, 128], dtype=dtype)
+    x, bias = normal(1, (40, 128), dtype), normal(2, (48,), dtype)
+    y = tile_sparse_matmul(x, w, bias=bias, activation=activation)
+    want = masked_dense(x, jnp.asarray(dense), bias, w, mask, activation)
+    assert y.dtype == dtype
+    assert relative_error(y, want) < RELATIVE[jnp.dtype(dtype)]
+    assert relative_error(tile_sparse_matmul(x, w), x @ w.to_dense()) < 2e-2
+
+
+def test_chained_layers_need_no_transposes():
+    up, dense_up, _ = random_weight(32, 48, 16, [8, 20, 3])
+    down, dense_down, _ = random_weight(48, 24, 8, [11, 40, 2], seed=5)
+    x = normal(0, (2, 3, 32))
+    hidden = tile_sparse_matmul(x, up, feature_major=(False, True), activation="relu")
+    assert hidden.shape == (48, 2, 3)
+    y = tile_sparse_matmul(hidden, down, feature_major=(True, False))
+    want = np.maximum(np.asarray(x) @ dense_up, 0) @ dense_down
+    assert relative_error(y, want) < 1e-5
+
+
+def test_a_pruned_weight_never_comes_back():
+    w, _, mask = random_weight(32, 16, 8, [5, 12])
+    x, target = normal(1, (20, 32)), normal(2, (20, 16))
+
+    @jax.jit
+    def step(values):
+        def loss(values):
+            return jnp.mean(
+                (tile_sparse_matmul(x, w.with_values(values)) - target) ** 2
+            )
+
+        return values - 0.1 * jax.grad(loss)(values)
+
+    values = w.values
+    for _ in range(3):
+        values = step(values)
+    trained = w.with_values(values)
+    assert np.any(np.asarray(trained.to_dense()) != np.asarray(w.to_dense()))
+    assert not np.any(np.asarray(trained.to_dense())[~mask])
+    TileSparse(values, w.rows, w.counts, shape=w.shape)  # still valid
+
+
+def test_transformations_agree():
+    pairs = [random_weight(16, 16, 8, [5, 9], seed=s) for s in range(3)]
+    stacked = TileSparse.stack([w for w, _, _ in pairs])
+    dense = jnp.stack([jnp.asarray(d) for _, d, _ in pairs])
+    x = normal(1, (4, 6, 16))
+
+    def loss(f, weights, x):
+        y, _ = jax.lax.scan(lambda c, w: (jax.checkpoint(f)(c, w), None), x, weights)
+        return jnp.sum(jnp.sin(y))
+
+    def through(f, weights):
+        grad = jax.grad(functools.partial(loss, f, weights))
+        return jax.jit(jax.vmap(grad))(x)
+
+    got = through(tile_sparse_matmul, stacked)
+    assert relative_error(got, through(jnp.matmul, dense)) < 1e-5
+    per_weight = jax.vmap(tile_sparse_matmul, (None, 0))(x[0], stacked)
+    assert relative_error(per_weight, jnp.matmul(x[0], dense)) < 1e-5
+
+
+def test_sharded_equals_unsharded():
+    mesh = jax.make_mesh((4,), ("t",), axis_types=(jax.sharding.AxisType.Auto,))
+    up, dense_up, _ = random_weight(32, 64, 8, [5, 9, 32, 0, 7, 7, 1, 30])
+    down, dense_down, _ = random_weight(64, 24, 8, [33, 64, 5], seed=4)
+    x, dy = normal(1, (20, 32)), normal(2, (20, 24))
+    shards = up.shards(4, "columns"), down.shards(4, "rows")
+
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(P(), P("t"), P("t")), out_specs=P()
+    )
+    def mlp(x, up, down):
+        up, down = jax.tree.map(lambda leaf: leaf[0], (up, down))
+        hidden = tile_sparse_matmul(x, up, activation="relu")
+        return jax.lax.psum(tile_sparse_matmul(hidden, down), "t")
+
+    def ours(x, values):
+        parts = [w.with_values(v) for w, v in zip(shards, values, strict=True)]
+        return mlp(x, *parts)
+
+    def plain(x, weights):
+        return jax.nn.relu(x @ weights[0]) @ weights[1]
+
+    y, pullback = jax.vjp(ours, x, [w.values for w in shards])
+    dense = [jnp.asarray(dense_up), jnp.asarray(dense_down)]
+    want, wide = jax.vjp(plain, x, dense)
+    assert relative_error(y, want) < 1e-5
+    (dx, dvalues), (want_dx, want_dense) = pullback(dy), wide(dy)
+    assert relative_error(dx, want_dx) < 1e-5
+    turned = [w.with_values(v) for w, v in zip(shards, dvalues, strict=True)]
+    masks = [up.mask(), down.mask()]
+    for grad, want_grad, keep, axis in zip(
+        turned, want_dense, masks, (1, 0), strict=True
+    ):
+        parts = list(jax.vmap(TileSparse.to_dense)(grad))
+        found = jnp.concatenate(parts, axis=axis)
+        assert relative_error(found, jnp.where(keep, want_grad, 0)) < 1e-5
+
+
+def test_mistakes_of_the_caller_are_named(no_shape_hook):
+    w, _, _ = random_weight(16, 8, 4, [3, 9])
+    x = normal(0, (5, 16))
+    with pytest.raises(ValueError, match=r"x has shape \(5, 16\) \(feature-major\)"):
+        tile_sparse_matmul(x, w, feature_major=True)
+    with pytest.raises(ValueError, match="w has type float32, expected that of x"):
+        tile_sparse_matmul(x.astype(jnp.bfloat16), w)
+    with pytest.raises(ValueError, match=r"bias has shape \(16,\), expected \(8,\)"):
+        tile_sparse_matmul(x, w, bias=jnp.zeros(16))
+    with pytest.raises(ValueError, match="activation 'swish', expected None or one"):
+        tile_sparse_matmul(x, w, activation="swish")
+    with pytest.raises(ValueError, match=r"expected \[T, P, G\]; scan or vmap"):
+        tile_sparse_matmul(x, TileSparse.stack([w, w]))
+    with pytest.raises(ValueError, match="'cusparse' of tile_sparse_matmul does not"):
+        tile_sparse_matmul(x, w, implementation="cusparse")

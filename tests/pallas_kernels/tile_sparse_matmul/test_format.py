@@ -1,0 +1,184 @@
+"""The packed weight: round trips, what is refused, files."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.tile_sparse_matmul import (
+    TileSparse,
+    load_tile_sparse,
+    save_tile_sparse,
+)
+from tests.pallas_kernels.tile_sparse_matmul.cases import random_weight
+
+
+SMALL = (24, 12, 4, [5, 0, 24])  # inputs, outputs, tile, counts
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_round_trip_of_random_weights(data):
+    granularity = data.draw(st.sampled_from([1, 8]))
+    inputs = granularity * data.draw(st.integers(1, 6))
+    outputs, tile = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 8))
+    pruned = data.draw(st.sets(st.integers(0, outputs - 1), max_size=outputs - 1))
+    tiles = -(-(outputs - len(pruned)) // tile)
+    counts = [
+        granularity * data.draw(st.integers(0, inputs // granularity))
+        for _ in range(tiles)
+    ]
+    w, dense, mask = random_weight(
+        inputs, outputs, tile, counts, granularity, pruned=sorted(pruned)
+    )
+    np.testing.assert_array_equal(w.to_dense(), dense)
+    np.testing.assert_array_equal(w.mask(), mask)
+    np.testing.assert_array_equal(w.counts, counts)
+    assert w.sparsity == pytest.approx(1 - mask.mean())
+    assert w.equal_counts == (len(set(counts)) == 1)
+    again = TileSparse(
+        w.values, w.rows, w.counts, w.columns, shape=w.shape, granularity=granularity
+    )
+    np.testing.assert_array_equal(again.to_dense(), dense)
+
+
+def test_jit_vmap_scan_and_shard_map():
+    weights = [random_weight(*SMALL, seed=seed) for seed in range(2)]
+    weights += [random_weight(24, 12, 4, [17, 1, 2], seed=9)]
+    want = np.stack([dense for _, dense, _ in weights])
+    stacked = TileSparse.stack([w for w, _, _ in weights])
+    np.testing.assert_array_equal(jax.jit(jax.vmap(TileSparse.to_dense))(stacked), want)
+    _, found = jax.lax.scan(lambda c, w: (c, w.to_dense()), 0, stacked)
+    np.testing.assert_array_equal(found, want)
+    spec = jax.sharding.PartitionSpec("t")
+    mesh = jax.make_mesh((3,), ("t",), axis_types=(jax.sharding.AxisType.Auto,))
+    local = jax.shard_map(
+        lambda w: jax.vmap(TileSparse.to_dense)(w),
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=spec,
+    )
+    np.testing.assert_array_equal(local(stacked), want)
+
+
+def test_transpose():
+    w, dense, mask = random_weight(128, 192, 64, [64, 128, 0], granularity=64)
+    turned = w.transpose(granularity=64)
+    assert (turned.tile, turned.granularity, turned.shape) == (64, 64, (192, 128))
+    np.testing.assert_array_equal(turned.to_dense(), dense.T)
+    np.testing.assert_array_equal(turned.mask(), mask.T)
+    np.testing.assert_array_equal(turned.transpose(tile=64).to_dense(), dense)
+    with pytest.raises(ValueError, match=r"mask keeps only a part of row .* tile"):
+        w.transpose(tile=128)
+
+
+def test_shards_hold_their_part():
+    w, dense, _ = random_weight(64, 32, 8, [3, 40, 17, 64], granularity=1)
+    rows = w.shards(4, "rows")
+    for s in range(4):
+        part = jax.tree.map(lambda leaf, s=s: leaf[s], rows)
+        assert part.shape == (16, 32)
+        np.testing.assert_array_equal(part.to_dense(), dense[16 * s : 16 * s + 16])
+    columns = w.shards(2, "columns")
+    for s in range(2):
+        part = jax.tree.map(lambda leaf, s=s: leaf[s], columns)
+        np.testing.assert_array_equal(part.to_dense(), dense[:, 16 * s : 16 * s + 16])
+    with pytest.raises(ValueError, match=r"3 shards of columns: .* multiples of 8"):
+        w.shards(3, "columns")
+
+
+def test_folding_absorbs_pruned_columns():
+    up, dense_up, _ = random_weight(16, 12, 4, [3, 9], pruned=[0, 5, 6, 11])
+    down, dense_down, _ = random_weight(12, 8, 4, [6, 11], seed=3)
+    folded = down.fold_rows(up.columns)
+    assert up.packed().shape == (16, 8) and folded.shape == (8, 8)
+    x = np.random.default_rng(0).normal(size=(5, 16)).astype(np.float32)
+    got = x @ np.asarray(up.packed().to_dense()) @ np.asarray(folded.to_dense())
+    np.testing.assert_allclose(got, x @ dense_up @ dense_down, rtol=1e-4, atol=1e-4)
+
+
+def test_files(tmp_path):
+    a, dense_a, _ = random_weight(*SMALL, dtype=jnp.bfloat16)
+    b, dense_b, _ = random_weight(16, 12, 4, [3, 9], pruned=[0, 5, 6, 11])
+    path = tmp_path / "weights.safetensors"
+    save_tile_sparse(path, {"a": a, "b.c": b})
+    loaded = load_tile_sparse(path)
+    assert list(loaded) == ["a", "b.c"] and loaded["a"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(loaded["a"].to_dense().astype(jnp.float32), dense_a)
+    np.testing.assert_array_equal(loaded["b.c"].to_dense(), dense_b)
+    assert loaded["b.c"].equal_counts == b.equal_counts
+
+
+def test_files_that_are_refused(tmp_path, monkeypatch):
+    import safetensors.numpy
+
+    path = tmp_path / "weights.safetensors"
+    safetensors.numpy.save_file({"a": np.ones(3)}, path)
+    with pytest.raises(ValueError, match="holds no tile-sparse weights"):
+        load_tile_sparse(path)
+    path.write_bytes(b"nothing")
+    with pytest.raises(ValueError, match="is no safetensors file"):
+        load_tile_sparse(path)
+    w, _, _ = random_weight(*SMALL)
+    module = "pallas_kernels.tile_sparse_matmul.format.FORMAT_VERSION"
+    with monkeypatch.context() as patched:
+        patched.setattr(module, 99)
+        save_tile_sparse(path, {"a": w})
+    with pytest.raises(ValueError, match="has version 99 of the format, expected 1"):
+        load_tile_sparse(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"counts": [5, 25, 24]}, "counts from 5 to 25, expected 0 to the room P=24"),
+        ({"rows": 24}, "rows from .* to 24, expected 0 to 23"),
+        ({"rows": 0}, r"rows of tile 0: .* before 0, expected them sorted"),
+        ({"granularity": 8}, "rows are not kept in groups of granularity 8"),
+        ({"granularity": 3}, "granularity 3, expected one of 1, 8 and 64"),
+        ({"shape": (24, 16)}, r"3 tiles of 4 columns for 16 packed columns"),
+        ({"columns": [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 10]}, "name a column twice"),
+        ({"columns": [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 13]}, "columns from 0 to 13"),
+        ({"values": 1.0}, "values past the counts are not zero"),
+    ],
+)
+def test_construction_validates(change, message):
+    w, _, _ = random_weight(*SMALL)
+    fields = {f.name: getattr(w, f.name) for f in dataclasses.fields(w) if f.init}
+    for name, value in change.items():
+        if name == "rows":  # one wrong entry among the kept ones
+            value = w.rows.at[0, 3].set(value)
+        elif name == "values":
+            value = w.values.at[1, 0, 0].set(value)
+        elif name in ("counts", "columns"):
+            value = jnp.array(value, jnp.int32)
+        fields[name] = value
+    with pytest.raises(ValueError, match=message):
+        TileSparse(**fields)
+
+
+def test_masks_that_are_refused(no_shape_hook):
+    weight, mask = np.ones((8, 8), np.float32), np.ones((8, 8), bool)
+    with pytest.raises(ValueError, match=r"mask has shape \(8, 4\)"):
+        TileSparse.from_dense(weight, mask[:, :4], tile=4)
+    with pytest.raises(ValueError, match="expected booleans"):
+        TileSparse.from_dense(weight, mask.astype(np.float32), tile=4)
+    with pytest.raises(ValueError, match="tile 0, expected a positive"):
+        TileSparse.from_dense(weight, mask, tile=0)
+    with pytest.raises(ValueError, match="of column 7, which columns leaves out"):
+        TileSparse.from_dense(weight, mask, tile=4, columns=np.arange(7))
+    with pytest.raises(ValueError, match="room 12, expected a multiple of 8"):
+        TileSparse.from_dense(weight, mask, tile=4, room=12)
+    mask[3, 5] = False
+    with pytest.raises(ValueError, match="a part of row 3 in tile 1"):
+        TileSparse.from_dense(weight, mask, tile=4)
+
+
+def test_bytes():
+    w, _, _ = random_weight(*SMALL)
+    # 3 tiles with room for 24 rows of 4 columns; indices; counts.
+    assert w.nbytes == 4 * (3 * 24 * 4 + 3 * 24 + 3)
