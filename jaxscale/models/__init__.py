@@ -1,22 +1,40 @@
-"""Decoders (GPT-2, GPT-J, LLaMA), Hugging Face files and tokenizers."""
+"""Decoders (GPT-2, GPT-J, LLaMA), encoders (BERT and its relatives), their heads,
+Hugging Face files and tokenizers.
+"""
 
 from jaxscale.models.config import DecoderConfig
-from jaxscale.models.decoder import REMAT_POLICIES, Decoder
+from jaxscale.models.decoder import Decoder
+from jaxscale.models.encoder import EncoderModel
+from jaxscale.models.encoder_config import EncoderConfig
+from jaxscale.models.heads import Head, HeadConfig, pool
 from jaxscale.models.hf import load, save
 from jaxscale.models.hf_config import config_from_hf, config_to_hf
-from jaxscale.models.presets import PRESETS, preset
+from jaxscale.models.presets import (
+    ENCODER_PRESETS,
+    PRESETS,
+    encoder_preset,
+    preset,
+)
+from jaxscale.models.stack import REMAT_POLICIES
 from jaxscale.models.tokenizer import Tokenizer
 
 
 __all__ = [
+    "ENCODER_PRESETS",
     "PRESETS",
     "REMAT_POLICIES",
     "Decoder",
     "DecoderConfig",
+    "EncoderConfig",
+    "EncoderModel",
+    "Head",
+    "HeadConfig",
     "Tokenizer",
     "config_from_hf",
     "config_to_hf",
+    "encoder_preset",
     "load",
+    "pool",
     "preset",
     "save",
 ]

@@ -6,11 +6,11 @@ V vocabulary.
 
 import dataclasses
 import numbers
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal, get_args
 
 from jaxscale.nn.attention import AttentionConfig
-from jaxscale.nn.blocks import Activation, BlockConfig, Norm
+from jaxscale.nn.blocks import GATED, Activation, BlockConfig, Norm
 from jaxscale.nn.embeddings import RopeConfig, RopeScaling
 from jaxscale.sharding.rules import AxisRules
 
@@ -155,7 +155,7 @@ class DecoderConfig:
     @property
     def num_mlp_kernels(self) -> int:
         """Kernels of the feed-forward network: gate, up and down, or up and down."""
-        return 3 if self.activation == "swiglu" else 2
+        return 3 if self.activation in GATED else 2
 
     def block(self) -> BlockConfig:
         """The configuration of one block."""
@@ -265,13 +265,7 @@ class DecoderConfig:
             ValueError: num_heads 12 is not divisible by 8, the product of the mesh axes
             ('tensor',) ...
         """
-        missing = sorted(rules.mesh_axes() - set(mesh_sizes))
-        if missing:
-            raise ValueError(
-                f"the rules use the mesh axes {missing}, but the mesh has only "
-                f"{sorted(mesh_sizes)}; make it with jaxscale.sharding.make_mesh"
-            )
-        divided = [
+        divided: list[Divided] = [
             ("num_heads", self.num_heads, ("heads", "act_heads")),
             ("num_kv_heads", self.num_kv_heads, ("kv_heads", "act_kv_heads")),
             ("d_ff", self.d_ff, ("mlp", "act_mlp")),
@@ -281,17 +275,45 @@ class DecoderConfig:
             ("batch_size", batch_size, ("batch",)),
             ("num_tokens", num_tokens, ("tokens",)),
         ]
-        for name, size, logical_axes in divided:
-            for axis in logical_axes if size is not None else ():
-                names = rules.spec(axis)[0] or ()
-                names = (names,) if isinstance(names, str) else names
-                ways = 1
-                for mesh_axis in names:
-                    ways *= mesh_sizes[mesh_axis]
-                if size is not None and size % ways:
-                    raise ValueError(
-                        f"{name} {size} is not divisible by {ways}, the product of the "
-                        f"mesh axes {tuple(names)} that the rules split {axis!r} over; "
-                        f"change {name}, make these mesh axes smaller, or set "
-                        f"{axis}=None in the rules"
-                    )
+        check_division(divided, mesh_sizes, rules)
+
+
+type Divided = tuple[str, int | None, tuple[str, ...]]
+"""A size of a model, by its name, and the logical axes that it is split over."""
+
+
+def check_division(
+    divided: Iterable[Divided], mesh_sizes: Mapping[str, int], rules: AxisRules
+) -> None:
+    """Raise where the rules use a missing mesh axis or one that divides no size.
+
+    Args:
+        divided: The sizes; None is not checked.
+        mesh_sizes: Size of each mesh axis.
+        rules: The table of the recipe.
+
+    Example:
+        >>> from jaxscale.sharding.rules import AxisRules
+        >>> rules = AxisRules(mlp="tensor")
+        >>> check_division([("d_ff", 6, ("mlp",))], {"tensor": 2}, rules)
+    """
+    missing = sorted(rules.mesh_axes() - set(mesh_sizes))
+    if missing:
+        raise ValueError(
+            f"the rules use the mesh axes {missing}, but the mesh has only "
+            f"{sorted(mesh_sizes)}; make it with jaxscale.sharding.make_mesh"
+        )
+    for name, size, logical_axes in divided:
+        for axis in logical_axes if size is not None else ():
+            names = rules.spec(axis)[0] or ()
+            names = (names,) if isinstance(names, str) else names
+            ways = 1
+            for mesh_axis in names:
+                ways *= mesh_sizes[mesh_axis]
+            if size is not None and size % ways:
+                raise ValueError(
+                    f"{name} {size} is not divisible by {ways}, the product of the "
+                    f"mesh axes {tuple(names)} that the rules split {axis!r} over; "
+                    f"change {name}, make these mesh axes smaller, or set "
+                    f"{axis}=None in the rules"
+                )

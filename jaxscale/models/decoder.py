@@ -4,8 +4,6 @@ Legend: B batch, T tokens of a row, S slots, K key/value heads, H head dim, D mo
 V vocabulary, L layers.
 """
 
-import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,50 +15,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxscale.models.config import DecoderConfig
+from jaxscale.models.stack import check_remat, make_stack, run_stack, token_positions
 from jaxscale.nn.blocks import Block, make_norm
 from jaxscale.nn.cache import KVCache
 from jaxscale.nn.embeddings import Embed
 from jaxscale.nn.linear import Linear
-from jaxscale.sharding.operations import constrain, contract, per_shard
+from jaxscale.sharding.operations import constrain, contract
 from jaxscale.sharding.rules import REPLICATED, AxisRules
-from pallas_kernels.varlen_attention import positions_from_cu_seqlens
 from pallas_kernels.varlen_attention.segments import concrete
-
-
-_policies = jax.checkpoint_policies
-_linear_saveable = _policies.dots_with_no_batch_dims_saveable
-_packed_attention_saveable = _policies.save_only_these_names(
-    "varlen_attention_out", "varlen_attention_lse"
-)
-
-
-def _attention_saveable(primitive: Any, *args: Any, **params: Any) -> bool:
-    """Whether to keep the result of a linear layer or of a fused attention."""
-    return (
-        # cuDNN's forward pass, whose result and log-sum-exp carry no names.
-        primitive.name.startswith("dot_product_attention_fwd")
-        or _packed_attention_saveable(primitive, *args, **params)
-        or _linear_saveable(primitive, *args, **params)
-    )
-
-
-REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
-    "none": None,
-    "full": _policies.nothing_saveable,
-    "dots": _policies.dots_saveable,
-    "dots_no_batch": _linear_saveable,
-    "attention": _attention_saveable,
-}
-"""What the forward pass of a block keeps for the backward pass.
-
-- ``none``: everything. Fastest, most memory.
-- ``full``: the block's input only; the block is computed twice.
-- ``dots``: results of all matrix products, attention scores among them.
-- ``dots_no_batch``: results of the linear layers; attention and elementwise operations
-  are computed twice.
-- ``attention``: the same and the results of fused attention (packed, cuDNN), so that
-  only elementwise operations are computed twice. The usual choice.
-"""
 
 
 class Decoder(nnx.Module):
@@ -118,10 +80,7 @@ class Decoder(nnx.Module):
         Raises:
             ValueError: `remat` is not the name of a policy.
         """
-        if remat not in REMAT_POLICIES:
-            raise ValueError(
-                f"remat {remat!r} is unknown; use one of {tuple(REMAT_POLICIES)}"
-            )
+        check_remat(remat)
         self.config = config
         self.dtype = dtype
         self.param_dtype = param_dtype
@@ -144,13 +103,7 @@ class Decoder(nnx.Module):
         learned = config.position == "learned"
         self.positions = table(config.max_seq_len, None) if learned else None
 
-        @nnx.split_rngs(splits=config.num_layers)
-        @nnx.vmap(
-            in_axes=0,
-            out_axes=0,
-            transform_metadata={nnx.PARTITION_NAME: "layers"},
-        )
-        def make_blocks(rngs: nnx.Rngs) -> Block:
+        def make_block(rngs: nnx.Rngs) -> Block:
             return Block(
                 config.block(),
                 attention_implementation=attention_implementation,
@@ -159,7 +112,7 @@ class Decoder(nnx.Module):
                 **types,
             )
 
-        self.blocks = make_blocks(rngs)
+        self.blocks = make_stack(make_block, config.num_layers, rngs)
         self.norm = make_norm(
             config.norm, config.d_model, config.norm_eps, rngs=rngs, **types
         )
@@ -226,21 +179,14 @@ class Decoder(nnx.Module):
         if positions is None:
             positions = self._positions(tokens, cu_seqlens)
 
-        def body(x: Array, block: Block) -> tuple[Array, None]:
-            return block(x, positions, cu_seqlens), None
-
-        policy = REMAT_POLICIES[self.remat]
-        if policy is not None:
-            # Inside a scan, XLA cannot undo the recomputation by merging it with the
-            # forward pass; outside, it must be kept from doing so.
-            prevent_cse = not self.scan_layers
-            body = jax.checkpoint(body, policy=policy, prevent_cse=prevent_cse)
-        x = self._embed(tokens, positions)
-        if self.scan_layers:
-            x, _ = jax.lax.scan(body, x, self.blocks)
-        else:
-            for layer in range(self.config.num_layers):
-                x, _ = body(x, jax.tree.map(lambda p, i=layer: p[i], self.blocks))
+        x = run_stack(
+            self.blocks,
+            self._embed(tokens, positions),
+            lambda block, x, _: block(x, positions, cu_seqlens),
+            variants=[None] * self.config.num_layers,
+            remat=self.remat,
+            scan=self.scan_layers,
+        )
         return self.norm(x)
 
     def unembed(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
@@ -372,17 +318,9 @@ class Decoder(nnx.Module):
 
     def _positions(self, tokens: Array, cu_seqlens: Array | None) -> Array:
         """Positions counted from the start of each row or packed sequence."""
-        num_tokens = tokens.shape[1]
         if cu_seqlens is None:
-            self._check_length("tokens per row", num_tokens)
-            return jnp.broadcast_to(jnp.arange(num_tokens), tokens.shape)
-
-        def positions(cu_seqlens: Array) -> tuple[Array]:
-            row = functools.partial(positions_from_cu_seqlens, num_tokens=num_tokens)
-            return (jax.vmap(row)(cu_seqlens),)
-
-        axes = [("batch", None)]
-        return per_shard(positions, axes, axes, self.rules)(cu_seqlens)[0]
+            self._check_length("tokens per row", tokens.shape[1])
+        return token_positions(tokens, cu_seqlens, self.rules)
 
     def _check_length(self, name: str, length: int) -> None:
         limit = self.config.max_seq_len

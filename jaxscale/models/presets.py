@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 
-from jaxscale.models import gpt, llama
+from jaxscale.models import albert, bert, distilbert, gpt, llama, modernbert
 from jaxscale.models.config import DecoderConfig
+from jaxscale.models.encoder_config import EncoderConfig
 
 
 PRESETS: dict[str, Callable[[], DecoderConfig]] = {
@@ -34,11 +35,33 @@ PRESETS: dict[str, Callable[[], DecoderConfig]] = {
         llama.llama3_2_3b,
     )
 }
-"""Functions that make a configuration."""
+"""Functions that make the configuration of a decoder."""
+
+ENCODER_PRESETS: dict[str, Callable[[], EncoderConfig]] = {
+    function.__name__: function
+    for function in (
+        bert.bert_tiny,
+        bert.bert_base,
+        bert.bert_large,
+        bert.minilm_l6,
+        bert.roberta_tiny,
+        bert.roberta_base,
+        bert.roberta_large,
+        albert.albert_tiny,
+        albert.albert_base,
+        albert.albert_large,
+        distilbert.distilbert_tiny,
+        distilbert.distilbert_base,
+        modernbert.modernbert_tiny,
+        modernbert.modernbert_base,
+        modernbert.modernbert_large,
+    )
+}
+"""Functions that make the configuration of an encoder."""
 
 
 def preset(name: str) -> DecoderConfig:
-    """The configuration called `name`.
+    """The configuration of the decoder called `name`.
 
     Raises:
         ValueError: no preset has this name.
@@ -50,3 +73,20 @@ def preset(name: str) -> DecoderConfig:
     if name not in PRESETS:
         raise ValueError(f"preset {name!r} is unknown; use one of {sorted(PRESETS)}")
     return PRESETS[name]()
+
+
+def encoder_preset(name: str) -> EncoderConfig:
+    """The configuration of the encoder called `name`.
+
+    Raises:
+        ValueError: no preset has this name.
+
+    Example:
+        >>> encoder_preset("bert_base").num_layers
+        12
+    """
+    if name not in ENCODER_PRESETS:
+        raise ValueError(
+            f"encoder preset {name!r} is unknown; use one of {sorted(ENCODER_PRESETS)}"
+        )
+    return ENCODER_PRESETS[name]()

@@ -6,7 +6,7 @@ D model, L layers.
 
 import dataclasses
 import math
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -229,9 +229,12 @@ class AttentionConfig:
     rope: RopeConfig | None = None
     """Rotary embedding of queries and keys."""
     window: int | None = None
-    """A token attends to this many tokens, itself included."""
+    """Causal: a token attends to this many tokens, itself included. Otherwise: to
+    itself and this many tokens on each side."""
     softcap: float | None = None
     """Logits become ``softcap * tanh(logits / softcap)``."""
+    causal: bool = True
+    """No token sees a later one."""
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim"):
@@ -245,7 +248,7 @@ class AttentionConfig:
 
 
 class Attention(nnx.Module):
-    """Causal self-attention with its four projections.
+    """Self-attention with its four projections.
 
     The input is whole along the tokens; heads are split over the tensor axis, and the
     result leaves split along the tokens (sequence parallelism).
@@ -320,6 +323,9 @@ class Attention(nnx.Module):
         x: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
         cu_seqlens: Int[Array, "B seqs_plus_1"] | None = None,
+        *,
+        config: AttentionConfig | None = None,
+        shared: Any = None,
     ) -> Float[Array, "B T D"]:
         """Attend among the tokens of `x`, whole rows or packed sequences.
 
@@ -327,14 +333,20 @@ class Attention(nnx.Module):
             x: Normalized activations, whole along the tokens.
             positions: Position of each token in its sequence.
             cu_seqlens: Boundaries of packed sequences, as for `attention`.
+            config: Window and rotary embedding in the place of the layer's own, for
+                stacks whose layers differ in them; the shapes are the same.
+            shared: What all layers of a model read besides `x`; used by layers that add
+                a bias to the scores.
         """
+        del shared
+        config = self.config if config is None else config
         packed = () if cu_seqlens is None else (cu_seqlens,)
 
         def attend(
             q: Array, k: Array, v: Array, positions: Array, *packed: Array
         ) -> tuple[Array]:
-            q, k = self._rotate(q, k, positions)
-            return (self._attend(q, k, v, *packed),)
+            q, k = _rotate(config, q, k, positions)
+            return (self._attend(config, q, k, v, *packed),)
 
         (out,) = per_shard(
             attend,
@@ -371,7 +383,14 @@ class Attention(nnx.Module):
 
         Returns:
             The output and the two updated caches.
+
+        Raises:
+            ValueError: the attention is not causal, so that old tokens would have to
+                see the new ones.
         """
+        config = self.config
+        if not config.causal:
+            raise ValueError("causal False: only causal attention can be continued")
 
         def attend(
             q: Array,
@@ -382,21 +401,21 @@ class Attention(nnx.Module):
             cache_v: Array,
             layer: Array,
         ) -> tuple[Array, Array, Array]:
-            q, k = self._rotate(q, k, positions)
+            q, k = _rotate(config, q, k, positions)
             cache_k = write_cache(cache_k, k, layer, positions)
             cache_v = write_cache(cache_v, v, layer, positions)
             if cache_is_empty:
-                return self._attend(q, k, v), cache_k, cache_v
+                return self._attend(config, q, k, v), cache_k, cache_v
             mask = attention_mask(
-                positions, cache_k.shape[2], causal=True, window=self._window
+                positions, cache_k.shape[2], causal=True, window=_window(config)
             )
             out = masked_attention(
                 q,
                 jax.lax.dynamic_index_in_dim(cache_k, layer, keepdims=False),
                 jax.lax.dynamic_index_in_dim(cache_v, layer, keepdims=False),
                 mask,
-                scale=1 / math.sqrt(self.config.head_dim),
-                softcap=self.config.softcap,
+                scale=1 / math.sqrt(config.head_dim),
+                softcap=config.softcap,
             )
             return out, cache_k, cache_v
 
@@ -420,11 +439,6 @@ class Attention(nnx.Module):
             return self.rules
         return dataclasses.replace(self.rules, act_heads=self.rules.act_kv_heads)
 
-    @property
-    def _window(self) -> Window:
-        window = self.config.window
-        return (None, None) if window is None else (window - 1, 0)
-
     def _project(self, x: Array) -> tuple[Array, Array, Array]:
         """Queries, keys and values with their heads apart."""
         (b, t, _), c = x.shape, self.config
@@ -436,27 +450,22 @@ class Attention(nnx.Module):
             reshape(self.value(x), kv_shape, _KV_AXES, self.rules),
         )
 
-    def _rotate(self, q: Array, k: Array, positions: Array) -> tuple[Array, Array]:
-        rope = self.config.rope
-        if rope is None:
-            return q, k
-        inv_freq = rope.inv_freq(self.config.head_dim)
-        return (
-            rotary(q, positions, inv_freq, rope.interleaved),
-            rotary(k, positions, inv_freq, rope.interleaved),
-        )
-
     def _attend(
-        self, q: Array, k: Array, v: Array, cu_seqlens: Array | None = None
+        self,
+        config: AttentionConfig,
+        q: Array,
+        k: Array,
+        v: Array,
+        cu_seqlens: Array | None = None,
     ) -> Array:
         return attention(
             q,
             k,
             v,
             cu_seqlens=cu_seqlens,
-            causal=True,
-            window=self._window,
-            softcap=self.config.softcap,
+            causal=config.causal,
+            window=_window(config),
+            softcap=config.softcap,
             implementation=self.implementation,
         )
 
@@ -464,3 +473,22 @@ class Attention(nnx.Module):
         b, t, n, h = out.shape
         axes = ("batch", None, "act_heads")
         return self.out(reshape(out, (b, t, n * h), axes, self.rules))
+
+
+def _window(config: AttentionConfig) -> Window:
+    if config.window is None:
+        return (None, None)
+    return (config.window - 1, 0) if config.causal else (config.window, config.window)
+
+
+def _rotate(
+    config: AttentionConfig, q: Array, k: Array, positions: Array
+) -> tuple[Array, Array]:
+    rope = config.rope
+    if rope is None:
+        return q, k
+    inv_freq = rope.inv_freq(config.head_dim)
+    return (
+        rotary(q, positions, inv_freq, rope.interleaved),
+        rotary(k, positions, inv_freq, rope.interleaved),
+    )

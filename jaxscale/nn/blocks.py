@@ -7,7 +7,7 @@ L layers.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +25,26 @@ from jaxscale.sharding.rules import REPLICATED, AxisRules
 
 
 type Norm = Literal["rmsnorm", "layernorm"]
-type Activation = Literal["swiglu", "gelu", "gelu_tanh"]
+type Activation = Literal["swiglu", "geglu", "gelu", "gelu_tanh", "relu"]
+
+GATED: dict[str, Callable[[Array], Array]] = {
+    "swiglu": jax.nn.silu,
+    "geglu": lambda x: jax.nn.gelu(x, approximate=False),
+}
+"""Activations whose feed-forward network has a gate projection."""
+
+_PLAIN: dict[str, Callable[[Array], Array]] = {
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu": jax.nn.relu,
+}
 
 
 class MLP(nnx.Module):
     """Feed-forward network.
 
-    ``down(silu(gate(x)) * up(x))`` for SwiGLU, ``down(gelu(up(x)))`` otherwise.
+    ``down(act(gate(x)) * up(x))`` with SiLU for SwiGLU and GELU for GeGLU,
+    ``down(act(up(x)))`` otherwise.
 
     Example:
         >>> mlp = MLP(8, 16, activation="swiglu", rngs=nnx.Rngs(0))
@@ -60,7 +73,8 @@ class MLP(nnx.Module):
         Args:
             d_model: Features of the input and the output.
             d_ff: Hidden features.
-            activation: ``"swiglu"``, ``"gelu"`` (exact) or ``"gelu_tanh"``.
+            activation: ``"swiglu"``, ``"geglu"``, ``"gelu"`` (both exact),
+                ``"gelu_tanh"`` or ``"relu"``.
             use_bias: Bias in every projection.
             out_init: Initializer of the down projection.
             dtype: Type of the computation.
@@ -88,7 +102,7 @@ class MLP(nnx.Module):
                 rngs=rngs,
             )
 
-        self.gate = project_in() if activation == "swiglu" else None
+        self.gate = project_in() if activation in GATED else None
         self.up = project_in()
         self.down = Linear(
             d_ff,
@@ -107,8 +121,8 @@ class MLP(nnx.Module):
         """Transform each token; `x` is whole along the tokens, the result is split."""
         up = self.up(x)
         if self.gate is not None:
-            return self.down(jax.nn.silu(self.gate(x)) * up)
-        return self.down(jax.nn.gelu(up, approximate=self.activation == "gelu_tanh"))
+            return self.down(GATED[self.activation](self.gate(x)) * up)
+        return self.down(_PLAIN[self.activation](up))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,6 +145,12 @@ class BlockConfig:
     """Normalization of the input of attention and feed-forward network."""
     norm_eps: float = 1e-5
     """Added to the variance."""
+    norm_bias: bool = True
+    """Layer norms have a bias."""
+    post_norm: bool = False
+    """``norm(x + attention(x))`` as in BERT instead of ``x + attention(norm(x))``."""
+    attention_norm: bool = True
+    """False: attention reads the residual stream as it is (pre-norm only)."""
     activation: Activation = "swiglu"
     """Of the feed-forward network."""
     mlp_bias: bool = False
@@ -140,17 +160,29 @@ class BlockConfig:
     num_layers: int = 1
     """Depth of the model, which scales the initialization of residual projections."""
 
+    def __post_init__(self) -> None:
+        if self.post_norm and (self.parallel or not self.attention_norm):
+            raise ValueError(
+                f"post_norm True has two norms, of which parallel {self.parallel} and "
+                f"attention_norm {self.attention_norm} leave one; set post_norm=False"
+            )
+        if self.parallel and not self.attention_norm:
+            raise ValueError(
+                "parallel True needs attention_norm=True, the only norm of the block"
+            )
+
 
 def make_norm(
     kind: Norm,
     features: int,
     eps: float,
     *,
+    use_bias: bool = True,
     dtype: DTypeLike = jnp.float32,
     param_dtype: DTypeLike = jnp.float32,
     rngs: nnx.Rngs,
 ) -> RMSNorm | LayerNorm:
-    """The normalization layer called `kind`.
+    """The normalization layer called `kind`; only layer norms have a bias.
 
     Raises:
         ValueError: no layer has this name.
@@ -163,12 +195,14 @@ def make_norm(
         raise ValueError(
             f"norm {kind!r} is unknown; use one of {get_args(Norm.__value__)}"
         )
-    layer = RMSNorm if kind == "rmsnorm" else LayerNorm
-    return layer(features, eps=eps, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+    types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
+    if kind == "rmsnorm":
+        return RMSNorm(features, eps=eps, rngs=rngs, **types)
+    return LayerNorm(features, eps=eps, use_bias=use_bias, rngs=rngs, **types)
 
 
 class Block(nnx.Module):
-    """Pre-norm Transformer block, serial or parallel.
+    """Transformer block: pre-norm, serial or parallel, or post-norm.
 
     Between blocks tokens are split over the tensor axis; the input of attention and of
     the feed-forward network is gathered, and their outputs come back split, so that the
@@ -183,9 +217,9 @@ class Block(nnx.Module):
         (1, 5, 32)
 
     References:
-        Pre-norm, arXiv 2002.04745. The residual projections start at
-        ``0.02 / sqrt(2 num_layers)`` as in GPT-2. Parallel form: GPT-J, PaLM
-        (arXiv 2204.02311).
+        Pre-norm, arXiv 2002.04745; post-norm, arXiv 1706.03762. The residual
+        projections start at ``0.02 / sqrt(2 num_layers)`` as in GPT-2. Parallel form:
+        GPT-J, PaLM (arXiv 2204.02311).
     """
 
     def __init__(
@@ -193,6 +227,7 @@ class Block(nnx.Module):
         config: BlockConfig,
         *,
         attention_implementation: str | None = None,
+        attention_type: type[Attention] = Attention,
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
         rules: AxisRules = REPLICATED,
@@ -203,12 +238,14 @@ class Block(nnx.Module):
         Args:
             config: Shape and variant.
             attention_implementation: Passed to `jaxscale.nn.attention.attention`.
+            attention_type: Makes the attention layer from ``config.attention``.
             dtype: Type of the computation.
             param_dtype: Type of the parameters.
             rules: The table of the recipe.
             rngs: Source of the keys.
         """
         self.parallel = config.parallel
+        self.post_norm = config.post_norm
         self.rules = rules
         out_init = jax.nn.initializers.normal(0.02 / math.sqrt(2 * config.num_layers))
 
@@ -217,13 +254,14 @@ class Block(nnx.Module):
                 config.norm,
                 config.d_model,
                 config.norm_eps,
+                use_bias=config.norm_bias,
                 dtype=dtype,
                 param_dtype=param_dtype,
                 rngs=rngs,
             )
 
-        self.attention_norm = norm()
-        self.attention = Attention(
+        self.attention_norm = norm() if config.attention_norm else None
+        self.attention = attention_type(
             config.d_model,
             config.attention,
             out_init=out_init,
@@ -251,6 +289,9 @@ class Block(nnx.Module):
         x: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
         cu_seqlens: Int[Array, "B seqs_plus_1"] | None = None,
+        *,
+        attention: AttentionConfig | None = None,
+        shared: Any = None,
     ) -> Float[Array, "B T D"]:
         """Transform whole rows, or packed sequences where `cu_seqlens` is given.
 
@@ -258,10 +299,17 @@ class Block(nnx.Module):
             x: Residual stream.
             positions: Position of each token in its sequence.
             cu_seqlens: Boundaries of packed sequences.
+            attention: Variant of the attention, where it differs between layers.
+            shared: What all layers read besides `x`.
         """
-        out, _ = self._apply(
-            x, lambda h: (self.attention(h, positions, cu_seqlens), None)
-        )
+
+        def attend(h: Array) -> tuple[Array, None]:
+            attended = self.attention(
+                h, positions, cu_seqlens, config=attention, shared=shared
+            )
+            return attended, None
+
+        out, _ = self._apply(x, attend)
         return out
 
     def decode(
@@ -304,7 +352,11 @@ class Block(nnx.Module):
     def _apply[Aux](
         self, x: Array, attend: Callable[[Array], tuple[Array, Aux]]
     ) -> tuple[Array, Aux]:
-        h = self._whole(self.attention_norm(x))
+        if self.post_norm and self.attention_norm and self.mlp_norm:
+            attended, aux = attend(self._whole(x))
+            x = self.attention_norm(x + attended)
+            return self.mlp_norm(x + self.mlp(self._whole(x))), aux
+        h = self._whole(x if self.attention_norm is None else self.attention_norm(x))
         attended, aux = attend(h)
         if self.mlp_norm is None:
             return x + attended + self.mlp(h), aux

@@ -33,10 +33,10 @@ def rms_norm(
 def layer_norm(
     x: Float[Array, "... D"],
     scale: Float[Array, "D"],
-    bias: Float[Array, "D"],
+    bias: Float[Array, "D"] | None,
     eps: float,
 ) -> Float[Array, "... D"]:
-    """``(x - mean) / sqrt(variance + eps) * scale + bias``, in fp32.
+    """``(x - mean) / sqrt(variance + eps) * scale + bias``, in fp32; bias may be None.
 
     Example:
         >>> x = jnp.array([[1.0, 3.0]])
@@ -50,7 +50,7 @@ def layer_norm(
     x = x - jnp.mean(x, axis=-1, keepdims=True)
     variance = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
     x = x * jax.lax.rsqrt(variance + eps) * scale.astype(jnp.float32)
-    return x + bias.astype(jnp.float32)
+    return x if bias is None else x + bias.astype(jnp.float32)
 
 
 class RMSNorm(nnx.Module):
@@ -90,7 +90,7 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """`layer_norm` with a learned scale and bias.
+    """`layer_norm` with a learned scale and, usually, bias.
 
     Example:
         >>> LayerNorm(4, rngs=nnx.Rngs(0))(jnp.ones((1, 2, 4))).shape
@@ -102,6 +102,7 @@ class LayerNorm(nnx.Module):
         features: int,
         *,
         eps: float = 1e-5,
+        use_bias: bool = True,
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
@@ -111,6 +112,7 @@ class LayerNorm(nnx.Module):
         Args:
             features: Size of the normalized dimension.
             eps: Added to the variance.
+            use_bias: Add a bias.
             dtype: Type of the result; statistics are in fp32.
             param_dtype: Type of the parameters.
             rngs: Source of the keys.
@@ -120,9 +122,10 @@ class LayerNorm(nnx.Module):
         ones = partitioned(jax.nn.initializers.ones, "norm")
         zeros = partitioned(jax.nn.initializers.zeros, "norm")
         self.scale = nnx.Param(ones(rngs.params(), (features,), param_dtype))
-        self.bias = nnx.Param(zeros(rngs.params(), (features,), param_dtype))
+        bias = zeros(rngs.params(), (features,), param_dtype) if use_bias else None
+        self.bias = None if bias is None else nnx.Param(bias)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """The normalized tokens, in `dtype`."""
-        out = layer_norm(x, self.scale[...], self.bias[...], self.eps)
-        return out.astype(self.dtype)
+        bias = None if self.bias is None else self.bias[...]
+        return layer_norm(x, self.scale[...], bias, self.eps).astype(self.dtype)

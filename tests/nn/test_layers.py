@@ -115,8 +115,8 @@ def test_mlp(activation):
 
 
 def test_an_unknown_activation_is_refused(no_shape_hook):
-    with pytest.raises(ValueError, match="activation 'relu' is unknown; use one of"):
-        MLP(8, 16, activation="relu", rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="activation 'tanh' is unknown; use one of"):
+        MLP(8, 16, activation="tanh", rngs=nnx.Rngs(0))
 
 
 def block_config(parallel):

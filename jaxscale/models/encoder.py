@@ -1,0 +1,361 @@
+"""The encoder behind BERT, RoBERTa, ALBERT, DistilBERT and ModernBERT.
+
+Sequences are packed before the embedding and stay packed to the end: no layer computes
+on padding. Legend: B rows, T tokens of a row, S sequences of a row, L padded length,
+D model, E embedding.
+"""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxscale.models.encoder_config import EncoderConfig
+from jaxscale.models.heads import HeadConfig, make_head
+from jaxscale.models.stack import check_remat, make_stack, run_stack, token_positions
+from jaxscale.nn.attention import Attention
+from jaxscale.nn.blocks import Block
+from jaxscale.nn.embeddings import Embed
+from jaxscale.nn.linear import Linear
+from jaxscale.nn.norms import LayerNorm
+from jaxscale.nn.packing import pack, unpack
+from jaxscale.sharding.rules import REPLICATED, AxisRules
+from pallas_kernels.varlen_attention.segments import concrete
+
+
+class EncoderModel(nnx.Module):
+    """Embedding, a stack of blocks that attend in both directions, and maybe a head.
+
+    The parameters of the blocks are stacked along a leading ``layers`` axis. The module
+    is a pytree: pass it to `jax.jit`, `jax.value_and_grad` and optax as it is.
+
+    Example:
+        >>> from jaxscale.models.bert import bert_tiny
+        >>> head = HeadConfig(kind="sequence", num_labels=3, transform="tanh")
+        >>> model = EncoderModel(bert_tiny(), head=head, rngs=nnx.Rngs(0))
+
+        Two sequences, two and three tokens long, packed in one row:
+
+        >>> tokens, bounds = jnp.array([[1, 2, 3, 4, 5]]), jnp.array([[0, 2, 5]])
+        >>> model.hidden(tokens, cu_seqlens=bounds).shape
+        (1, 5, 32)
+        >>> model(tokens, cu_seqlens=bounds).shape
+        (1, 2, 3)
+
+        The same two sequences, padded:
+
+        >>> padded = jnp.array([[1, 2, 0], [3, 4, 5]])
+        >>> model.padded(padded, lengths=jnp.array([2, 3])).shape
+        (2, 3)
+
+    References:
+        BERT, arXiv 1810.04805; packing before the embedding: MosaicBERT (arXiv
+        2312.17482) and ModernBERT (arXiv 2412.13663). ByteTransformer (arXiv
+        2210.03052) packs and unpacks in each layer.
+    """
+
+    def __init__(
+        self,
+        config: EncoderConfig,
+        *,
+        head: HeadConfig | None = None,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+        remat: str = "none",
+        scan_layers: bool = True,
+        rules: AxisRules = REPLICATED,
+        attention_implementation: str | None = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        """Make the parameters; on a mesh, inside `jaxscale.sharding.create`.
+
+        Args:
+            config: Shape and variant.
+            head: What follows the last layer; None returns its activations.
+            dtype: Type of the computation; norms, rotary angles, softmax and logits are
+                in fp32 whatever it is.
+            param_dtype: Type of the parameters.
+            remat: A name of `REMAT_POLICIES`.
+            scan_layers: Compile one block (or one period of layers that differ) and
+                loop over it, instead of every block.
+            rules: The table of the recipe.
+            attention_implementation: Passed to `jaxscale.nn.attention.attention`.
+            rngs: Source of the keys.
+
+        Raises:
+            ValueError: `remat` is not the name of a policy.
+        """
+        check_remat(remat)
+        self.config = config
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.remat = remat
+        self.scan_layers = scan_layers
+        self.rules = rules
+        types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
+
+        def table(rows: int, row_axis: str | None) -> Embed:
+            return Embed(
+                rows,
+                config.table_dim,
+                row_axis=row_axis,
+                rules=rules,
+                rngs=rngs,
+                **types,
+            )
+
+        def norm(features: int) -> LayerNorm:
+            return LayerNorm(
+                features,
+                eps=config.norm_eps,
+                use_bias=config.norm_bias,
+                rngs=rngs,
+                **types,
+            )
+
+        def block(layer: int, rngs: nnx.Rngs) -> Block:
+            return Block(
+                config.block(layer),
+                attention_implementation=attention_implementation,
+                attention_type=self.attention_type,
+                rules=rules,
+                rngs=rngs,
+                **types,
+            )
+
+        def projection() -> Linear:
+            return Linear(
+                config.table_dim,
+                config.d_model,
+                kernel_axes=(None, "embed"),
+                out_axes=("batch", "tokens", "act_embed"),
+                use_bias=True,
+                rules=rules,
+                rngs=rngs,
+                **types,
+            )
+
+        self.embed = table(config.vocab_size, "vocab")
+        learned, rows = config.position == "learned", config.max_seq_len
+        self.positions = table(rows + config.position_offset, None) if learned else None
+        typed = config.token_types > 0
+        self.token_types = table(config.token_types, None) if typed else None
+        self.embed_norm = norm(config.table_dim)
+        self.embed_out = None if config.embed_dim is None else projection()
+        # The first pre-norm block has a norm less, so it cannot be in the stack.
+        first = 1 if config.pre_norm else 0
+        self.first = block(0, rngs) if config.pre_norm else None
+        count = 1 if config.share_layers else config.num_layers - first
+        self.blocks = (
+            make_stack(functools.partial(block, first), count, rngs) if count else None
+        )
+        self.norm = norm(config.d_model) if config.pre_norm else None
+        self.head = (
+            None
+            if head is None
+            else make_head(config, head, rngs=rngs, rules=rules, **types)
+        )
+
+    @property
+    def attention_type(self) -> type[Attention]:
+        """The class of the attention layers, chosen by the configuration."""
+        return Attention
+
+    def shared_inputs(self) -> Any:
+        """What every attention layer reads besides its input, computed once.
+
+        A table of relative positions, for layers that add a bias to the scores; they
+        get it as ``shared``.
+        """
+        return None
+
+    def __call__(
+        self,
+        tokens: Int[Array, "*B T"],
+        *,
+        cu_seqlens: Int[Array, "*B seqs_plus_1"] | None = None,
+        token_types: Int[Array, "*B T"] | None = None,
+        positions: Int[Array, "*B T"] | None = None,
+    ) -> Float[Array, "*B _ _"]:
+        """What the head answers, or without one the activations.
+
+        Arguments as for `hidden`. Heads of tokens answer for each token of a row, [B,
+        T, ...]; heads of sequences for each sequence, [B, S, ...]. Logits are in fp32.
+        """
+        hidden = self.hidden(
+            tokens, cu_seqlens=cu_seqlens, token_types=token_types, positions=positions
+        )
+        return hidden if self.head is None else self.answer(hidden, cu_seqlens)
+
+    def answer(
+        self,
+        hidden: Float[Array, "*B T D"],
+        cu_seqlens: Int[Array, "*B seqs_plus_1"] | None = None,
+    ) -> Float[Array, "*B _ _"]:
+        """What the head says about the activations that `hidden` returns.
+
+        Raises:
+            ValueError: there is no head.
+        """
+        if self.head is None:
+            raise ValueError("head None: make the model with a head")
+        if hidden.ndim == 2:
+            bounds = None if cu_seqlens is None else cu_seqlens[None]
+            return self.answer(hidden[None], bounds)[0]
+        return self.head(hidden, cu_seqlens, self.embed.table[...])
+
+    def output_embedding(
+        self,
+    ) -> tuple[Float[Array, "E C"], Float[Array, "C"] | None]:
+        """Kernel and bias that turn the features of the head into logits.
+
+        Raises:
+            ValueError: there is no head, or it is a pooler.
+        """
+        if self.head is None:
+            raise ValueError("head None: make the model with a head")
+        return self.head.output_embedding(self.embed.table[...])
+
+    def hidden(
+        self,
+        tokens: Int[Array, "*B T"],
+        *,
+        cu_seqlens: Int[Array, "*B seqs_plus_1"] | None = None,
+        token_types: Int[Array, "*B T"] | None = None,
+        positions: Int[Array, "*B T"] | None = None,
+    ) -> Float[Array, "*B T D"]:
+        """The activations of the last layer.
+
+        Args:
+            tokens: Token ids: packed rows, or one row without the axis B.
+            cu_seqlens: Boundaries: sequence `i` of row `b` is the tokens from
+                ``cu_seqlens[b, i]`` to ``cu_seqlens[b, i + 1]``. Tokens past the last
+                sequence are padding; their activations mean nothing. None: each row is
+                one sequence without padding.
+            token_types: Which text of a pair each token belongs to; None is the first.
+            positions: Position of each token in its sequence; counted from its start if
+                None.
+
+        Raises:
+            ValueError: a row is longer than the table of positions, or token types are
+                given to a model that has none. In packed rows, whose sequences cannot
+                be measured here, a position outside the table gives NaN.
+        """
+        if tokens.ndim == 1:
+            rows = [cu_seqlens, token_types, positions]
+            rows = [None if x is None else x[None] for x in rows]
+            names = ("cu_seqlens", "token_types", "positions")
+            named = dict(zip(names, rows, strict=True))
+            return self.hidden(tokens[None], **named)[0]
+        if cu_seqlens is None:
+            self._check_length("tokens per row", tokens.shape[1])
+        if positions is None:
+            positions = token_positions(tokens, cu_seqlens, self.rules)
+        config, shared = self.config, self.shared_inputs()
+
+        def call(block: Block, x: Array, layer: Any) -> Array:
+            return block(x, positions, cu_seqlens, attention=layer, shared=shared)
+
+        x = self._embed(tokens, positions, token_types)
+        variants = [config.attention(layer) for layer in range(config.num_layers)]
+        if self.first is not None:
+            x = call(self.first, x, variants.pop(0))
+        if self.blocks is not None:
+            x = run_stack(
+                self.blocks,
+                x,
+                call,
+                variants=variants,
+                remat=self.remat,
+                scan=self.scan_layers,
+                shared=config.share_layers,
+            )
+        return x if self.norm is None else self.norm(x)
+
+    def padded(
+        self,
+        tokens: Int[Array, "B L"],
+        *,
+        lengths: Int[Array | np.ndarray, "B"] | None = None,
+        mask: Bool[Array | np.ndarray, "B L"]
+        | Int[Array | np.ndarray, "B L"]
+        | None = None,
+        token_types: Int[Array, "B L"] | None = None,
+        token_budget: int | None = None,
+    ) -> Float[Array, "B *_"]:
+        """As a call on the same sequences packed: packs, computes, unpacks.
+
+        Args:
+            tokens: Token ids, padded on the right.
+            lengths: Tokens of each row that count; this or `mask`.
+            mask: 1 for these tokens and 0 for the padding.
+            token_types: As for `hidden`.
+            token_budget: Size of the packed buffer, static; None takes ``B * L``, which
+                always suffices and saves nothing but attention.
+
+        Returns:
+            [B, L, ...], zero in the padding, or [B, ...] from a head of sequences.
+
+        Raises:
+            ValueError: not exactly one of `lengths` and `mask` is given, a row of
+                `mask` is not ones and then zeros, or the budget is too small; the last
+                two only where the values are known, not under `jax.jit`.
+        """
+        if (lengths is None) == (mask is None):
+            raise ValueError("give exactly one of lengths and mask")
+        if lengths is None:
+            lengths = _lengths(jnp.asarray(mask))
+        batch, length = tokens.shape
+        self._check_length("padded length", length)
+        budget = batch * length if token_budget is None else token_budget
+        packed, cu_seqlens = pack(tokens, lengths, budget)
+        if token_types is not None:
+            token_types, _ = pack(token_types, lengths, budget)
+        out = self(packed, cu_seqlens=cu_seqlens, token_types=token_types)
+        if self.head is not None and self.head.config.pools:
+            return out
+        return unpack(out, cu_seqlens, length)
+
+    def _embed(
+        self, tokens: Array, positions: Array, token_types: Array | None
+    ) -> Array:
+        x = self.embed(tokens)
+        if self.token_types is not None:
+            if token_types is None:
+                token_types = jnp.zeros_like(tokens)
+            x = x + self.token_types(token_types)
+        elif token_types is not None:
+            raise ValueError(
+                "token_types given, but the model has no table of token types; leave "
+                "them out"
+            )
+        if self.positions is not None:
+            x = x + self.positions(positions + self.config.position_offset)
+        x = self.embed_norm(x)
+        return x if self.embed_out is None else self.embed_out(x)
+
+    def _check_length(self, name: str, length: int) -> None:
+        limit = self.config.max_seq_len
+        if self.config.position == "learned" and length > limit:
+            raise ValueError(
+                f"{name} {length} exceeds max_seq_len {limit}, the size of the table "
+                "of learned positions; shorten the sequences or pack them"
+            )
+
+
+def _lengths(mask: Array) -> Array:
+    """How many ones each row of a mask begins with."""
+    lengths = mask.astype(jnp.int32).sum(axis=1)
+    values = concrete(mask)
+    if values is not None:
+        falls = np.diff(values.astype(np.int8), axis=1) > 0
+        if (rows := np.flatnonzero(falls.any(axis=1))).size:
+            raise ValueError(
+                f"mask must hold ones and then zeros in each row, but row {rows[0]} "
+                "goes on after a zero; move the padding to the right"
+            )
+    return lengths

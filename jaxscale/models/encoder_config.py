@@ -1,0 +1,254 @@
+"""The hyperparameters of an encoder.
+
+Legend: L layers, N heads, H head dim, D model, E embedding, F hidden, V vocabulary.
+"""
+
+import dataclasses
+import numbers
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+from jaxscale.models.config import Divided, check_division
+from jaxscale.nn.attention import AttentionConfig
+from jaxscale.nn.blocks import GATED, Activation, BlockConfig
+from jaxscale.nn.embeddings import RopeConfig
+from jaxscale.sharding.rules import AxisRules
+
+
+type Family = Literal["bert", "roberta", "albert", "distilbert", "modernbert"]
+type EncoderPosition = Literal["learned", "rope", "none"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncoderConfig:
+    """Shape and variant of an encoder; the defaults are those of BERT.
+
+    Example:
+        >>> config = EncoderConfig(
+        ...     vocab_size=256, d_model=64, num_layers=2, num_heads=4, d_ff=128,
+        ...     max_seq_len=128,
+        ... )
+        >>> config.head_dim, config.num_parameters()
+        (16, 91776)
+        >>> dataclasses.replace(config, num_heads=3)
+        Traceback (most recent call last):
+        ...
+        ValueError: d_model 64 must be a multiple of num_heads 3
+    """
+
+    family: Family = "bert"
+    """Whose heads, names and configuration keys the model has in Hugging Face files."""
+    vocab_size: int
+    """Rows of the table of tokens, V."""
+    d_model: int
+    """Width of the residual stream, D."""
+    num_layers: int
+    """Number of layers, L."""
+    num_heads: int
+    """Attention heads, N."""
+    d_ff: int
+    """Hidden features of the feed-forward network, F."""
+    max_seq_len: int
+    """Longest sequence, in tokens; a hard limit with learned positions."""
+    embed_dim: int | None = None
+    """Width of the tables, E; None is D. A narrower one is projected up (ALBERT)."""
+    token_types: int = 2
+    """Rows of the table that tells the two texts of a pair apart; 0 has none."""
+    position: EncoderPosition = "learned"
+    """A learned table added to the tokens, rotary embeddings, or neither."""
+    position_offset: int = 0
+    """Row of the table of positions that the first token takes (RoBERTa: 2)."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary frequencies."""
+    rope_theta_local: float | None = None
+    """The same for layers with a window; None is `rope_theta`."""
+    window: int | None = None
+    """Keys that a token sees on each side in local layers; None makes all global."""
+    global_every: int = 1
+    """With a window: layers 0, n, 2n, ... see the whole sequence, the others do not."""
+    norm_eps: float = 1e-12
+    """Added to the variance."""
+    norm_bias: bool = True
+    """Layer norms have a bias."""
+    pre_norm: bool = False
+    """``x + f(norm(x))`` and a last norm (ModernBERT) instead of ``norm(x + f(x))``.
+    Attention of the first layer then reads the embedding, normalized, as it is."""
+    activation: Activation = "gelu"
+    """Of the feed-forward network."""
+    attention_bias: bool = True
+    """Bias in the four projections of attention."""
+    mlp_bias: bool = True
+    """Bias in the feed-forward network."""
+    share_layers: bool = False
+    """All layers are one block (ALBERT)."""
+    tie_embeddings: bool = True
+    """The masked-language-model head multiplies by the transposed table of tokens."""
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "d_model", "num_layers", "num_heads", "d_ff"):
+            self._check_integer(name, least=1)
+        for name in ("max_seq_len", "global_every"):
+            self._check_integer(name, least=1)
+        for name in ("token_types", "position_offset"):
+            self._check_integer(name, least=0)
+        for name in ("embed_dim", "window"):
+            if getattr(self, name) is not None:
+                self._check_integer(name, least=1)
+        if self.d_model % self.num_heads:
+            raise ValueError(
+                f"d_model {self.d_model} must be a multiple of num_heads "
+                f"{self.num_heads}"
+            )
+        for name in ("norm_eps", "rope_theta"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} {getattr(self, name)} must be positive")
+        for name, kind in (
+            ("family", Family),
+            ("position", EncoderPosition),
+            ("activation", Activation),
+        ):
+            value, choices = getattr(self, name), get_args(kind.__value__)
+            if value not in choices:
+                raise ValueError(f"{name} {value!r} is unknown; use one of {choices}")
+        if self.position == "rope" and self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} must be even to be rotated")
+        if self.position != "learned" and self.position_offset:
+            raise ValueError(
+                f"position_offset {self.position_offset} has no effect with position "
+                f"{self.position!r}; set it to 0"
+            )
+        if self.share_layers and self.pre_norm:
+            raise ValueError(
+                "share_layers True needs layers that are alike, and with pre_norm=True "
+                "the first one has a norm less; set one of them to False"
+            )
+
+    def _check_integer(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, numbers.Integral) or value < least:
+            raise ValueError(f"{name} {value!r} must be an integer of at least {least}")
+
+    @property
+    def head_dim(self) -> int:
+        """Features of a head, H."""
+        return self.d_model // self.num_heads
+
+    @property
+    def table_dim(self) -> int:
+        """Width of the tables of tokens, positions and types, E."""
+        return self.embed_dim or self.d_model
+
+    def attention(self, layer: int) -> AttentionConfig:
+        """The attention of one layer."""
+        local = self.window is not None and layer % self.global_every != 0
+        theta = self.rope_theta
+        if local and self.rope_theta_local is not None:
+            theta = self.rope_theta_local
+        return AttentionConfig(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_heads,
+            head_dim=self.head_dim,
+            use_bias=self.attention_bias,
+            use_out_bias=self.attention_bias,
+            rope=RopeConfig(theta=theta) if self.position == "rope" else None,
+            window=self.window if local else None,
+            causal=False,
+        )
+
+    def block(self, layer: int = 0) -> BlockConfig:
+        """The configuration of one layer."""
+        return BlockConfig(
+            d_model=self.d_model,
+            d_ff=self.d_ff,
+            attention=self.attention(layer),
+            norm="layernorm",
+            norm_eps=self.norm_eps,
+            norm_bias=self.norm_bias,
+            post_norm=not self.pre_norm,
+            attention_norm=not (self.pre_norm and layer == 0),
+            activation=self.activation,
+            mlp_bias=self.mlp_bias,
+            num_layers=self.num_layers,
+        )
+
+    def num_parameters(self) -> int:
+        """Parameters of the encoder without a head."""
+        d, e = self.d_model, self.table_dim
+        norm = 1 + self.norm_bias
+        block = self._block_matmul_parameters() + 2 * d * norm
+        block += 4 * d * self.attention_bias
+        block += (d + (self._num_mlp_kernels - 1) * self.d_ff) * self.mlp_bias
+        layers = 1 if self.share_layers else self.num_layers
+        # With pre_norm the norm that the first layer lacks is the last one.
+        total = layers * block + e * norm
+        rows = self.vocab_size + self.token_types
+        if self.position == "learned":
+            rows += self.max_seq_len + self.position_offset
+        total += rows * e + (0 if self.embed_dim is None else (e + 1) * d)
+        return total
+
+    def flops_per_token(self, seq_len: int, causal: bool = False) -> float:
+        """Floating-point operations of forward and backward pass for one token.
+
+        ``6 M + 12 N H keys``, summed over the layers: M counts the parameters of matrix
+        products, those of the output projection over the vocabulary among them, and
+        `keys` is ``seq_len`` or, in a layer with a window, its width.
+
+        Args:
+            seq_len: Tokens of a sequence.
+            causal: Must be False, or count half of the attention as for decoders; an
+                encoder has nothing to hide, so both give the same.
+        """
+        del causal
+        if seq_len < 1:
+            raise ValueError(f"seq_len {seq_len} must be positive")
+        keys = 0
+        for layer in range(self.num_layers):
+            window = self.attention(layer).window
+            keys += seq_len if window is None else min(seq_len, 2 * window + 1)
+        matmul = self.num_layers * self._block_matmul_parameters()
+        matmul += self.table_dim * self.vocab_size
+        if self.embed_dim is not None:
+            matmul += self.embed_dim * self.d_model
+        return 6.0 * matmul + 12.0 * self.d_model * keys
+
+    @property
+    def _num_mlp_kernels(self) -> int:
+        return 3 if self.activation in GATED else 2
+
+    def _block_matmul_parameters(self) -> int:
+        return self.d_model * (4 * self.d_model + self._num_mlp_kernels * self.d_ff)
+
+    def check_mesh(
+        self,
+        mesh_sizes: Mapping[str, int],
+        rules: AxisRules,
+        *,
+        batch_size: int | None = None,
+        num_tokens: int | None = None,
+    ) -> None:
+        """Check, before anything is compiled, that the model divides over a mesh.
+
+        Args:
+            mesh_sizes: Size of each mesh axis, as ``dict(mesh.shape)``.
+            rules: The table of the recipe.
+            batch_size: Rows of a batch over all devices, checked if given.
+            num_tokens: Tokens of a row, checked if given.
+
+        Raises:
+            ValueError: the rules use an axis that the mesh lacks, or a size is not
+                divisible by the mesh axes that it is split over.
+        """
+        heads = ("heads", "act_heads", "kv_heads", "act_kv_heads")
+        layers = 1 if self.share_layers else self.num_layers - self.pre_norm
+        divided: list[Divided] = [
+            ("num_heads", self.num_heads, heads),
+            ("d_ff", self.d_ff, ("mlp", "act_mlp")),
+            ("vocab_size", self.vocab_size, ("vocab", "act_vocab")),
+            ("d_model", self.d_model, ("embed", "act_embed", "norm")),
+            ("embed_dim", self.embed_dim, ("embed", "act_embed", "norm")),
+            ("num_layers", layers, ("layers",)),
+            ("batch_size", batch_size, ("batch",)),
+            ("num_tokens", num_tokens, ("tokens",)),
+        ]
+        check_division(divided, mesh_sizes, rules)

@@ -1,0 +1,285 @@
+"""Encoders: packed, padded, scanned and recomputed runs against plain ones."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxscale.models import (
+    ENCODER_PRESETS,
+    EncoderModel,
+    HeadConfig,
+    encoder_preset,
+    pool,
+)
+from jaxscale.sharding import fsdp_tp, logical_axes
+from tests.tolerances import relative_error
+
+
+FAMILIES = [name for name in ENCODER_PRESETS if name.endswith("_tiny")]
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 256, (2, 16)), jnp.int32)
+TYPES = jnp.asarray(np.random.default_rng(1).integers(0, 2, (2, 16)), jnp.int32)
+BOUNDS = jnp.array([[0, 5, 5, 14, 14], [0, 16, 16, 16, 16]])
+SPANS = [(0, 0, 5), (0, 5, 14), (1, 0, 16)]
+"""Row, begin and end of the sequences."""
+SLOTS = [(0, 0), (0, 2), (1, 0)]
+"""Row and place among the sequences of each of them."""
+
+MLM = HeadConfig(kind="masked_lm", transform="gelu", transform_norm=True)
+HEADS = {
+    "masked_lm": MLM,
+    "token": HeadConfig(kind="token", num_labels=5),
+    "span": HeadConfig(kind="span", num_labels=2, transform="gelu"),
+    "sequence": HeadConfig(kind="sequence", num_labels=3, transform="tanh"),
+    "mean": HeadConfig(
+        kind="sequence",
+        num_labels=3,
+        pooling="mean",
+        transform="gelu",
+        transform_norm=True,
+        transform_bias=False,
+        bias=False,
+    ),
+    "pooler": HeadConfig(kind="pooler", transform="tanh"),
+}
+
+
+def make(name, **options):
+    config = encoder_preset(name) if isinstance(name, str) else name
+    model = EncoderModel(config, rngs=nnx.Rngs(0), **options)
+
+    # At their initial size the blocks hardly change the token that goes in, biases do
+    # nothing, and all positions are alike.
+    def grow(path, p):
+        noise = jax.random.normal(jax.random.key(len(path) + p.size), p.shape, p.dtype)
+        kernel = "kernel" in jax.tree_util.keystr(path)
+        return p + (0.2 if kernel else 0.1) * noise
+
+    return jax.tree_util.tree_map_with_path(grow, model)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request):
+    return make(request.param, head=MLM)
+
+
+def types_of(model):
+    return TYPES if model.config.token_types == 2 else None
+
+
+@jax.jit
+def run(model, tokens, cu_seqlens=None, token_types=None):
+    return model(tokens, cu_seqlens=cu_seqlens, token_types=token_types)
+
+
+@jax.jit
+def loss_and_gradients(model, tokens, cu_seqlens=None):
+    def loss(model):
+        logits = model(tokens, cu_seqlens=cu_seqlens)[:, :14]
+        probabilities = jax.nn.log_softmax(logits)
+        return -jnp.take_along_axis(probabilities, tokens[:, 1:15, None], -1).mean()
+
+    return jax.value_and_grad(loss)(model)
+
+
+def named(model):
+    leaves, _ = jax.tree_util.tree_flatten_with_path(model)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf
+        for path, leaf in leaves
+    }
+
+
+def assert_equal_gradients(actual, expected, tolerance=1e-5):
+    scale = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(expected))
+    expected = named(expected)
+    for name, grad in named(actual).items():
+        error = float(jnp.abs(np.asarray(grad) - np.asarray(expected[name])).max())
+        assert error <= tolerance * scale, name
+
+
+def test_parameters_are_counted_and_their_axes_named(model):
+    bare = EncoderModel(model.config, rngs=nnx.Rngs(0))
+    counted = sum(p.size for p in jax.tree.leaves(bare))
+    assert counted == model.config.num_parameters()
+    variables, _ = jax.tree_util.tree_flatten_with_path(
+        model, is_leaf=lambda node: isinstance(node, nnx.Variable)
+    )
+    for path, variable in variables:
+        axes = logical_axes(variable)
+        assert len(axes) == variable.ndim, path
+        assert len(fsdp_tp().spec(*axes)) == variable.ndim, path
+        stacked = "blocks" in jax.tree_util.keystr(path)
+        assert (axes[0] == "layers") == stacked, path
+
+
+@pytest.mark.parametrize("name", ["bert_base", "albert_base", "modernbert_base"])
+def test_presets_make_as_many_parameters_as_they_say(name):
+    config = encoder_preset(name)
+    model = jax.eval_shape(lambda: EncoderModel(config, rngs=nnx.Rngs(0)))
+    assert sum(p.size for p in jax.tree.leaves(model)) == config.num_parameters()
+
+
+def test_packed_and_padded_sequences_equal_rows_of_their_own(model):
+    types = types_of(model)
+    packed = run(model, TOKENS, BOUNDS, types)
+    assert jnp.isfinite(packed).all()
+    # Each alone in a row, in front of tokens that must not matter.
+    rows = [np.roll(np.asarray(x), -5, 1)[0] for x in (TOKENS, TYPES)]
+    tokens, alone_types = (
+        jnp.stack([x[1], y]) for x, y in zip((TOKENS, TYPES), rows, strict=True)
+    )
+    alone_types = None if types is None else alone_types
+    bounds = jnp.array([[0, 16, 16, 16, 16], [0, 9, 9, 9, 9]])
+    alone = run(model, tokens, bounds, alone_types)
+    assert relative_error(packed[1], alone[0]) < 1e-5
+    assert relative_error(packed[0, 5:14], alone[1, :9]) < 1e-5
+
+    padded = jax.jit(EncoderModel.padded, static_argnames="token_budget")
+    mask = (jnp.arange(16) < jnp.array([[16], [9]])).astype(jnp.int32)
+    options = {"token_types": alone_types, "token_budget": 27}
+    got = padded(model, tokens, mask=mask, **options)
+    np.testing.assert_allclose(got[0], alone[0], atol=2e-5)
+    np.testing.assert_allclose(got[1, :9], alone[1, :9], atol=2e-5)
+    assert not got[1, 9:].any()
+
+
+def test_padded_heads_of_sequences():
+    model = make("bert_tiny", head=HEADS["sequence"])
+    lengths = np.array([9, 16])
+    padded = model.padded(TOKENS, lengths=lengths)
+    bounds = jnp.array([[0, 9], [0, 16]])
+    assert relative_error(padded, run(model, TOKENS, bounds)[:, 0]) < 1e-5
+    whole = run(model, TOKENS)
+    assert relative_error(padded[1], whole[1, 0]) < 1e-5
+    assert relative_error(run(model, TOKENS[0], bounds[0]), padded[:1]) < 1e-5
+
+
+def test_every_token_sees_both_directions(model):
+    moved = (run(model, TOKENS.at[:, 9].add(1)) != run(model, TOKENS)).any((0, 2))
+    assert moved.all()
+
+
+def test_windows_limit_what_local_layers_see():
+    config = dataclasses.replace(encoder_preset("modernbert_tiny"), num_layers=2)
+    windows = [config.attention(layer).window for layer in range(2)]
+    assert windows == [None, 3]
+    assert [config.attention(i).rope.theta for i in range(2)] == [160_000.0, 10_000.0]
+    model = make(config)
+    # Layer 1 alone: cut the first one off.
+    model.first = jax.tree.map(jnp.zeros_like, model.first)
+    moved = (run(model, TOKENS.at[:, 9].add(1)) != run(model, TOKENS)).any((0, 2))
+    assert moved.tolist() == [6 <= t <= 12 for t in range(16)]
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_heads_answer_packed_as_alone(kind):
+    model = make("bert_tiny", head=HEADS[kind])
+    packed = run(model, TOKENS, BOUNDS)
+    assert jnp.isfinite(packed).all()
+    tokens = jnp.roll(TOKENS, -5, 1)
+    alone = run(model, tokens, jnp.array([[0, 9, 9, 9, 9], [0, 11, 11, 11, 11]]))
+    if model.head.config.pools:
+        assert relative_error(packed[0, 2], alone[0, 0]) < 1e-5
+    else:
+        assert relative_error(packed[0, 5:14], alone[0, :9]) < 1e-5
+
+
+@pytest.mark.parametrize("pooling", ["first", "mean", "max"])
+def test_pooling(pooling):
+    hidden = jax.random.normal(jax.random.key(0), (2, 16, 8))
+    reduce = {"first": lambda x: x[0], "mean": np.mean, "max": np.max}[pooling]
+    reduced = np.zeros((2, 4, 8))
+    for (row, begin, end), (_, slot) in zip(SPANS, SLOTS, strict=True):
+        for i in range(8):
+            reduced[row, slot, i] = reduce(np.asarray(hidden[row, begin:end, i]))
+    poisoned = hidden.at[0, 14:].set(jnp.nan)
+    got = jax.jit(pool, static_argnums=2)(poisoned, BOUNDS, pooling)
+    np.testing.assert_allclose(got, reduced, atol=1e-6)
+
+
+def test_every_parameter_has_a_finite_gradient(model):
+    _, gradients = loss_and_gradients(model, TOKENS)
+    assert all(jnp.isfinite(g).all() for g in jax.tree.leaves(gradients))
+    nonzero = {name for name, g in named(gradients).items() if (g != 0).any()}
+    assert nonzero == set(named(model))
+
+
+@pytest.mark.parametrize("name", ["albert_tiny", "modernbert_tiny"])
+def test_loops_and_recomputation_change_nothing(name):
+    expected = loss_and_gradients(make(name, head=MLM), TOKENS, BOUNDS)
+    options = {"scan_layers": False, "remat": "full"}
+    actual = loss_and_gradients(make(name, head=MLM, **options), TOKENS, BOUNDS)
+    np.testing.assert_allclose(actual[0], expected[0], rtol=1e-6)
+    assert_equal_gradients(actual[1], expected[1])
+
+
+def test_types():
+    low = make("bert_tiny", head=MLM, dtype=jnp.bfloat16)
+    assert jax.eval_shape(low.hidden, TOKENS).dtype == jnp.bfloat16
+    logits = run(low, TOKENS)
+    assert logits.dtype == jnp.float32
+    error = relative_error(logits, run(make("bert_tiny", head=MLM), TOKENS))
+    assert 1e-4 < error < 0.05
+
+
+def test_errors(no_shape_hook):
+    model = make("bert_tiny")
+    with pytest.raises(ValueError, match="tokens per row 65 exceeds max_seq_len 64"):
+        model(jnp.zeros((1, 65), jnp.int32))
+    with pytest.raises(ValueError, match="exactly one of lengths and mask"):
+        model.padded(TOKENS)
+    with pytest.raises(ValueError, match="row 1 goes on after a zero"):
+        model.padded(TOKENS[:, :3], mask=jnp.array([[1, 1, 0], [1, 0, 1]]))
+    with pytest.raises(ValueError, match="token_budget=20 is too small for 25 tokens"):
+        model.padded(TOKENS, lengths=jnp.array([9, 16]), token_budget=20)
+    with pytest.raises(ValueError, match="token_types given, but the model has no"):
+        make("distilbert_tiny")(TOKENS, token_types=TYPES)
+    with pytest.raises(ValueError, match="head None: make the model with a head"):
+        model.answer(model.hidden(TOKENS))
+    with pytest.raises(ValueError, match="remat 'some' is unknown; use one of"):
+        EncoderModel(encoder_preset("bert_tiny"), remat="some", rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="causal False: only causal attention can"):
+        block = jax.tree.map(lambda p: p[0], model.blocks)
+        cache = jnp.zeros((1, 1, 4, 4, 8))
+        block.decode(
+            jnp.zeros((1, 1, 32)), jnp.zeros((1, 1), int), cache, cache, jnp.array(0)
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_heads": 5}, "d_model 32 must be a multiple of num_heads 5"),
+        ({"d_ff": 0}, "d_ff 0 must be an integer of at least 1"),
+        ({"window": 2.5}, "window 2.5 must be an integer of at least 1"),
+        ({"position": "alibi"}, "position 'alibi' is unknown; use one of"),
+        ({"norm_eps": 0}, "norm_eps 0 must be positive"),
+        ({"position": "none", "position_offset": 2}, "position_offset 2 has no effect"),
+        ({"pre_norm": True, "share_layers": True}, "share_layers True needs layers"),
+        ({"position": "rope", "num_heads": 32}, "head_dim 1 must be even"),
+    ],
+)
+def test_bad_configurations(changes, message, no_shape_hook):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(encoder_preset("bert_tiny"), **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kind": "regression"}, "kind 'regression' is unknown; use one of"),
+        ({"kind": "span"}, "num_labels 3, expected 2 for kind 'span'"),
+        ({"kind": "masked_lm"}, "num_labels 3, expected 0 for kind 'masked_lm'"),
+        ({"num_labels": 0}, "num_labels 0, expected 1 or more for kind 'sequence'"),
+        ({"labels": ("a",)}, "must name each of num_labels 3"),
+        ({"transform": "swish"}, "transform 'swish' is unknown; use one of"),
+    ],
+)
+def test_bad_heads(changes, message, no_shape_hook):
+    head = HeadConfig(kind="sequence", num_labels=3)
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(head, **changes)
