@@ -27,29 +27,27 @@ A benchmark module holds a :class:`Benchmark` and ends with ``BENCHMARK.main()``
     if __name__ == "__main__":
         BENCHMARK.main()
 
-``python -m benchmarks.matmul --case '4096*' --impl mosaic_gpu --impl dense`` selects;
+``python -m benchmarks.matmul --case '4096*' --impl mosaic_gpu dense`` selects;
 ``--quick`` runs the quick cases and writes nothing. On a machine without a GPU times
 are wall times, the device says ``cpu`` and nothing is ever written.
+
+A benchmark whose cases need more than a turn of each implementation, on several devices
+for example, gives ``measure`` in place of the one here, and ``compare`` for the metrics
+that set implementations of a case against each other.
 """
 
-import argparse
 import dataclasses
-import datetime
-import fnmatch
-import pathlib
-import shlex
 import statistics
-import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import records, timing
+from benchmarks import timing
 
 
 Params = Mapping[str, Any]
@@ -137,6 +135,7 @@ class Custom:
 
 
 Implementation = Jax | Torch | Custom
+Results = dict[str, Measurement | NoMeasurement]
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -171,13 +170,28 @@ class Benchmark:
     """Whether to record what a call takes beyond its inputs, as ``memory_mb``."""
     part: str = ""
     """Suffix of the result file."""
+    measure: (
+        Callable[[Sequence[Case], Sequence[str], int], Iterable[tuple[Case, Results]]]
+        | None
+    ) = None
+    """Measures cases, given names and samples, in place of `run_case` on each."""
+    compare: Callable[[Params, Mapping[str, float]], Mapping[str, dict]] | None = None
+    """Metrics of each implementation, from the params and the median of all."""
+    selectors: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Flag to param: ``{"rows": "M"}`` makes ``--rows 16 64`` select cases."""
+    timing: str | None = None
+    """What the times are, if `measure` takes them; begins with ``wall time``."""
 
     def main(self, argv: Sequence[str] | None = None) -> None:
         """Run from the command line."""
-        sys.exit(_main(self, argv))
+        from benchmarks import command
+
+        sys.exit(command.main(self, argv))
 
     def timing_text(self, on_gpu: bool, samples: int) -> str:
         """What the result file says of the times."""
+        if self.timing is not None:
+            return f"{self.timing}, median of {samples}"
         device = self.time == "device" and on_gpu
         return f"{'device' if device else 'wall'} time, median of {samples}"
 
@@ -263,7 +277,7 @@ def _prepare(
     expected: Output | None,
 ) -> _Candidate:
     """Compile and warm up an implementation, and compare it with the reference."""
-    device_time = benchmark.time == "device" and _on_gpu()
+    device_time = benchmark.time == "device" and timing.on_gpu()
     wall = {} if device_time else {"burst": benchmark.burst}
     function = implementation.make(params)
     metrics = {}
@@ -290,7 +304,7 @@ def _prepare(
 
 def run_case(
     benchmark: Benchmark, case: Case, names: Sequence[str], samples: int
-) -> dict[str, Measurement | NoMeasurement]:
+) -> Results:
     """Measure implementations on one case, in turns.
 
     One that breaks does not take the others with it.
@@ -301,7 +315,7 @@ def run_case(
     num_devices = max((len(a.devices()) for a in arrays), default=1)
     nbytes = sum(a.nbytes for a in arrays) / num_devices
     if benchmark.rotate and benchmark.time == "device":
-        count = timing.number_of_sets(nbytes) if _on_gpu() else 2
+        count = timing.number_of_sets(nbytes) if timing.on_gpu() else 2
         sets += [
             _checked_inputs(benchmark, case.params, seed + i) for i in range(1, count)
         ]
@@ -311,7 +325,7 @@ def run_case(
             expected = jax.jit(benchmark.reference(case.params))(*_to_fp32(sets[0]))
         expected = jax.tree.map(np.asarray, expected)
 
-    results: dict[str, Measurement | NoMeasurement] = {}
+    results: Results = {}
     candidates: dict[str, _Candidate] = {}
     for name in names:
         implementation = benchmark.implementations[name]
@@ -327,13 +341,13 @@ def run_case(
         except NotImplementedError as error:
             results[name] = NoMeasurement(f"not supported: {error}")
         except Exception as error:
-            results[name] = _failed(error)
+            results[name] = failed(error)
     for _ in range(ROUNDS):
         for name in list(candidates):
             try:
                 candidates[name].seconds += candidates[name].take(-(-samples // ROUNDS))
             except Exception as error:
-                results[name] = _failed(error)
+                results[name] = failed(error)
                 del candidates[name]
     for name, candidate in candidates.items():
         results[name] = Measurement(
@@ -342,183 +356,7 @@ def run_case(
     return {name: results[name] for name in names}
 
 
-def _failed(error: Exception) -> NoMeasurement:
+def failed(error: Exception) -> NoMeasurement:
+    """What is left of an implementation that broke; prints where it did."""
     traceback.print_exception(error)
     return NoMeasurement(f"failed: {type(error).__name__}", failed=True)
-
-
-def _row(benchmark: Benchmark, case: Case, name: str, m: Measurement) -> dict:
-    metrics = dict(
-        benchmark.metrics(case.params, m.median) if benchmark.metrics else {}
-    )
-    metrics |= m.metrics
-    metrics["spread"] = m.spread
-    return {
-        "case": case.name,
-        "params": dict(case.params),
-        "implementation": name,
-        "time_us": _rounded(m.median * 1e6),
-        "metrics": {key: _rounded(value) for key, value in metrics.items()},
-        "max_rel_error": None if m.max_rel_error is None else _rounded(m.max_rel_error),
-        "num_devices": m.num_devices,
-    }
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.5g}")
-
-
-# --- The command line -----------------------------------------------------------------
-
-
-def _on_gpu() -> bool:
-    return jax.devices()[0].platform == "gpu"
-
-
-def _commit(given: str | None) -> str:
-    if given:
-        return given
-    found = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=pathlib.Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if found.returncode:
-        raise SystemExit("there is no git here: name the commit with --commit")
-    return found.stdout.strip()
-
-
-def _selected(
-    names: Sequence[str], patterns: Sequence[str] | None, what: str
-) -> list[str]:
-    for pattern in patterns or ():
-        if not fnmatch.filter(names, pattern):
-            raise SystemExit(f"no {what} matches {pattern!r}; there are: {list(names)}")
-    return [
-        name
-        for name in names
-        if not patterns or any(fnmatch.fnmatch(name, p) for p in patterns)
-    ]
-
-
-def _parser(benchmark: Benchmark) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"python -m benchmarks.{benchmark.name}",
-        description="Cases: "
-        + ", ".join(case.name for case in benchmark.cases)
-        + ". Implementations: "
-        + ", ".join(benchmark.implementations)
-        + ".",
-    )
-    add = parser.add_argument
-    add("--case", action="append", help="cases by name or pattern; may be repeated")
-    add("--impl", action="append", help="implementations by name or pattern")
-    add("--quick", action="store_true", help="small cases; writes nothing")
-    add("--samples", type=int, help=f"times per implementation ({benchmark.samples})")
-    add("--commit", help="the commit measured, where there is no git")
-    add("--out", type=pathlib.Path, default=records.RESULTS, help="folder of results")
-    return parser
-
-
-def _main(benchmark: Benchmark, argv: Sequence[str] | None) -> int:
-    argv = sys.argv[1:] if argv is None else list(argv)
-    parser = _parser(benchmark)
-    args = parser.parse_args(argv)
-    if args.samples is not None and args.samples < 1:
-        parser.error(f"--samples {args.samples}, expected at least 1")
-    cases = {
-        case.name: case
-        for case in (benchmark.quick_cases if args.quick else benchmark.cases)
-    }
-    chosen = _selected(list(cases), args.case, "case")
-    names = _selected(list(benchmark.implementations), args.impl, "implementation")
-    write = not args.quick and _on_gpu()
-    samples = args.samples or (ROUNDS if args.quick else benchmark.samples)
-    commit = _commit(args.commit) if write else args.commit or "none"
-    shown, wrong = [], []
-    for case_name in chosen:
-        case = cases[case_name]
-        rows = []
-        for name, result in run_case(benchmark, case, names, samples).items():
-            label = f"{case.name} {name}"
-            if isinstance(result, NoMeasurement):
-                print(f"{label}: {result.reason}", flush=True)
-                wrong += [f"{label}: {result.reason}"] if result.failed else []
-                continue
-            row = _row(benchmark, case, name, result)
-            print(_line(row), flush=True)
-            error = result.max_rel_error
-            if error is not None and not error <= benchmark.max_rel_error:
-                allowed = benchmark.max_rel_error
-                wrong.append(f"{label}: error {error:.2g}, allowed {allowed:g}")
-            else:
-                rows.append(row)
-        if rows and write:  # after each case: a later one may run out of time
-            new = _record(benchmark, rows, samples, commit, argv)
-            _write(benchmark, new, args.out, names if args.impl else None)
-        shown += rows
-    if shown:
-        from benchmarks import tables
-
-        print("\n" + tables.markdown(_record(benchmark, shown, samples, commit, argv)))
-    for line in wrong:
-        print(f"WRONG {line}", file=sys.stderr)
-    if not write and not args.quick:
-        print(f"not written: the device is {jax.devices()[0].device_kind}")
-    return 1 if wrong else 0
-
-
-def _write(
-    benchmark: Benchmark, new: dict, out: pathlib.Path, replaced: Sequence[str] | None
-) -> None:
-    path = records.path_for(out, new["device"], benchmark.name, benchmark.part)
-    old = records.load(path) if path.exists() else None
-    records.dump(records.merge(old, new, replaced), path)
-    print(f"wrote {path}", flush=True)
-
-
-def _record(
-    benchmark: Benchmark, rows: list, samples: int, commit: str, argv: Sequence[str]
-) -> dict:
-    """The file that this run alone would write."""
-    num_devices = max(row.get("num_devices", 1) for row in rows)
-    rows = [
-        {k: v for k, v in row.items() if k != "num_devices" or v != num_devices}
-        for row in rows
-    ]
-    command = ["python", "-m", f"benchmarks.{benchmark.name}", *_without_paths(argv)]
-    return {
-        "benchmark": benchmark.name,
-        "device": jax.devices()[0].device_kind,
-        "num_devices": num_devices,
-        "jax": jax.__version__,
-        "commit": commit,
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": shlex.join(command),
-        "timing": benchmark.timing_text(_on_gpu(), samples),
-        "rows": rows,
-    }
-
-
-def _without_paths(argv: Sequence[str]) -> list[str]:
-    """The arguments that say what was measured, without ``--out`` and ``--commit``."""
-    kept, skip = [], False
-    for argument in argv:
-        name = argument.split("=")[0]
-        if skip or name in ("--out", "--commit"):
-            skip = not skip and argument == name
-        else:
-            kept.append(argument)
-    return kept
-
-
-def _line(row: Mapping[str, Any]) -> str:
-    metrics = ", ".join(f"{key} {value:g}" for key, value in row["metrics"].items())
-    error = row["max_rel_error"]
-    shown = "" if error is None else f", error {error:.1e}"
-    return (
-        f"{row['case']:24s} {row['implementation']:16s} {row['time_us']:12.1f} us  "
-        f"{metrics}{shown}"
-    )

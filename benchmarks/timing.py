@@ -27,6 +27,11 @@ def number_of_sets(nbytes: float) -> int:
     return min(MAX_SETS, int(2 * L2_BYTES // max(nbytes, 1)) + 1)
 
 
+def on_gpu() -> bool:
+    """Whether the default device of jax is a GPU."""
+    return jax.devices()[0].platform == "gpu"
+
+
 def torch_is_there() -> bool:
     """Whether torch baselines can run: torch is installed and sees a GPU."""
     if importlib.util.find_spec("torch") is None:

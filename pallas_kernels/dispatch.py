@@ -35,7 +35,7 @@ def dispatch(
     """Runs the first implementation that supports the arguments.
 
     The choice is logged once per op and implementation, at INFO, on the logger
-    "pallas_kernels".
+    "pallas_kernels", with why the implementations tried before were not taken.
 
     Args:
         op_name: name of the op, for messages.
@@ -66,7 +66,7 @@ def dispatch(
     if isinstance(implementation, str):
         _check_known(op_name, implementations, [implementation])
         result = implementations[implementation](*args, **kwargs)
-        _log_once(op_name, implementation)
+        _log_once(op_name, implementation, "")
         return result
     if implementation is not None and not isinstance(implementation, Sequence):
         raise ValueError(
@@ -88,11 +88,9 @@ def dispatch(
             error.add_note(f"implementation: {name!r}")
             errors.append(error)
             continue
-        _log_once(op_name, name)
+        _log_once(op_name, name, _reasons(names, errors))
         return result
-    reasons = "; ".join(
-        f"{name}: {error}" for name, error in zip(names, errors, strict=True)
-    )
+    reasons = _reasons(names, errors)
     raise ExceptionGroup(
         f"no implementation of {op_name} supports the arguments ({reasons})", errors
     )
@@ -109,7 +107,15 @@ def _check_known(
             )
 
 
-def _log_once(op_name: str, name: str) -> None:
+def _reasons(names: Sequence[str], errors: Sequence[Unsupported]) -> str:
+    """Why each of the first names was not taken."""
+    return "; ".join(
+        f"{name}: {error}" for name, error in zip(names, errors, strict=False)
+    )
+
+
+def _log_once(op_name: str, name: str, reasons: str) -> None:
     if (op_name, name) not in _logged:
         _logged.add((op_name, name))
-        logger.info("%s runs implementation %r", op_name, name)
+        why = f" ({reasons})" if reasons else ""
+        logger.info("%s runs implementation %r%s", op_name, name, why)

@@ -137,7 +137,7 @@ def _as_varying(x: jax.Array, axes: frozenset) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _matmul(x: jax.Array, w: jax.Array, call: _Call) -> jax.Array:
-    return _run(
+    return run(
         x,
         w,
         call.implementation,
@@ -154,7 +154,7 @@ def _forward(x: jax.Array, w: jax.Array, call: _Call) -> tuple[jax.Array, Any]:
 def _backward(call: _Call, saved: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, w = saved
     dy = dy.astype(x.dtype)
-    dx = _run(
+    dx = run(
         dy,
         w,
         call.implementation,
@@ -162,14 +162,14 @@ def _backward(call: _Call, saved: Any, dy: jax.Array) -> tuple[jax.Array, jax.Ar
         rhs_transposed=not call.rhs_transposed,
     )
     left, right = (dy, x) if call.rhs_transposed else (x, dy)
-    dw = _run(left, right, call.implementation, out_dtype=w.dtype, lhs_transposed=True)
+    dw = run(left, right, call.implementation, out_dtype=w.dtype, lhs_transposed=True)
     return dx, dw
 
 
 _matmul.defvjp(_forward, _backward)
 
 
-def _run(
+def run(
     x: jax.Array,
     w: jax.Array,
     implementation: str | tuple[str, ...] | None,
@@ -177,6 +177,18 @@ def _run(
     config: MatmulConfig | None = None,
     **storage: Any,
 ) -> jax.Array:
+    """`matmul` of two matrices without its gradient rule, for other ops' rules.
+
+    Args:
+        x: [M,K], or [K,M] with `lhs_transposed`.
+        w: [K,N], or [N,K] with `rhs_transposed`.
+        implementation: as in `matmul`.
+        config: as in `matmul`.
+        **storage: `out_dtype`, `lhs_transposed`, `rhs_transposed`.
+
+    Returns:
+        [M,N] of `out_dtype`.
+    """
     device = DeviceSpec.current()
     if implementation is None:
         problem = Problem.of(x, w, **storage)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import harness, records, timing
+from benchmarks import command, harness, records, timing
 from benchmarks.harness import Benchmark, Case, Custom, Jax, Measurement, Torch
 
 
@@ -59,14 +59,14 @@ def fake_gpu(monkeypatch):
     class Device:
         platform, device_kind = "gpu", "NVIDIA H200"
 
-    monkeypatch.setattr(harness, "_on_gpu", lambda: True)
+    monkeypatch.setattr(timing, "on_gpu", lambda: True)
     monkeypatch.setattr(timing, "jax_device_time", timing.jax_wall_time)
     monkeypatch.setattr(timing, "number_of_sets", lambda nbytes: 3)
-    monkeypatch.setattr(harness.jax, "devices", lambda *a: [Device()])
+    monkeypatch.setattr(jax, "devices", lambda *a: [Device()])
 
 
 def test_quick_run_prints_and_writes_nothing(tmp_path, capsys):
-    assert harness._main(benchmark(), ["--quick", "--out", str(tmp_path)]) == 0
+    assert command.main(benchmark(), ["--quick", "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "mosaic_gpu: not supported: needs a Hopper GPU" in out
     assert "| tiny | 8 | 8 | 8 |" in out and "cpu x" in out and "wall time" in out
@@ -74,7 +74,7 @@ def test_quick_run_prints_and_writes_nothing(tmp_path, capsys):
 
 
 def test_cpu_never_writes(tmp_path, capsys):
-    assert harness._main(benchmark(), ["--out", str(tmp_path)]) == 0
+    assert command.main(benchmark(), ["--out", str(tmp_path)]) == 0
     assert "not written: the device is cpu" in capsys.readouterr().out
     assert not [*tmp_path.rglob("*")]
 
@@ -189,7 +189,7 @@ def test_constant_inputs_are_refused():
 
 def test_wrong_results_are_not_written(tmp_path, capsys, fake_gpu):
     wrong = {"xla": Jax(lambda params: lambda x, w: x @ w * jnp.bfloat16(jnp.nan))}
-    ran = harness._main(
+    ran = command.main(
         benchmark(implementations=wrong), ["--out", str(tmp_path), "--commit", "abc"]
     )
     assert ran == 1 and "WRONG big xla: error inf" in capsys.readouterr().err
@@ -202,7 +202,7 @@ def test_one_that_breaks_leaves_the_others_alone(tmp_path, capsys, fake_gpu):
 
     some = {"broken": Jax(lambda params: broken), "xla": IMPLEMENTATIONS["xla"]}
     arguments = ["--out", str(tmp_path), "--commit", "abc"]
-    assert harness._main(benchmark(implementations=some), arguments) == 1
+    assert command.main(benchmark(implementations=some), arguments) == 1
     assert "WRONG big broken: failed: MemoryError" in capsys.readouterr().err
     (row,) = records.load(tmp_path / "nvidia_h200" / "example.json")["rows"]
     assert row["implementation"] == "xla"
@@ -219,7 +219,7 @@ def test_runs_merge_into_the_file(tmp_path, fake_gpu):
 
     def run(*argv, commit):
         assert (
-            harness._main(two, [*argv, "--out", str(tmp_path), "--commit", commit]) == 0
+            command.main(two, [*argv, "--out", str(tmp_path), "--commit", commit]) == 0
         )
         record = records.load(path)
         return record, {
@@ -258,7 +258,7 @@ def test_unknown_selection_is_an_error():
     with pytest.raises(
         SystemExit, match=r"no case matches 'nope'; there are: \['tiny'\]"
     ):
-        harness._main(benchmark(), ["--quick", "--case", "nope"])
+        command.main(benchmark(), ["--quick", "--case", "nope"])
 
 
 def test_max_rel_error():

@@ -85,6 +85,6 @@ def test_the_choice_is_logged_once(caplog, monkeypatch):
             dispatch("op", table, None, 3)
         dispatch("op", table, "other", 3)
     assert [r.getMessage() for r in caplog.records] == [
-        "op runs implementation 'works'",
+        "op runs implementation 'works' (fast: no GPU)",
         "op runs implementation 'other'",
     ]

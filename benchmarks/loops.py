@@ -1,0 +1,499 @@
+"""Times forms of a computation on several devices: many calls in one program.
+
+Dispatching a call to four GPUs costs the host about 180 us, more than many calls take,
+so no call is timed alone. A form becomes a program that calls it many times in a loop
+of fixed length, and the time of a call is the wall time of the program over the number
+of calls. An optimization barrier after each call makes the next one wait for it, and
+all results of the last turn are outputs, so that nothing is hoisted, shared or left
+out. A call takes the next of several sets of operands, which together exceed the L2.
+
+Forms are lowered one after another and compiled in threads, a batch of problems at a
+time; then the forms of a problem are timed in turns.
+"""
+
+import dataclasses
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from benchmarks import timing
+from benchmarks.harness import (
+    Measurement,
+    NoMeasurement,
+    Results,
+    failed,
+    max_rel_error,
+)
+
+
+SECONDS = 0.025
+"""Length of a timed program on a GPU, about."""
+
+COMPILE_SECONDS = 180.0
+"""Longest time to wait for one compilation."""
+
+RUN_SECONDS = 60.0
+"""A program that runs longer hangs: the command ends and says which one it was."""
+
+MAX_SETS = 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Operand:
+    """An array spread over the devices."""
+
+    shape: tuple[int, ...]
+    """Global shape."""
+    spec: PartitionSpec
+    """How it is split."""
+    dtype: Any = jnp.bfloat16
+    """Type of its elements."""
+    scale: float = 1.0
+    """Standard deviation of its elements, random normal numbers."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Check:
+    """How the results of some forms are compared, on a sample of their elements."""
+
+    expected: Callable[..., Any]
+    """From the operands of the problem, as a dict, to fp32 values; on each device."""
+    found: Callable[[Any], Any]
+    """From the result of a form to the values to compare; on each device."""
+    spec: PartitionSpec
+    """How both are split."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Form:
+    """One way to do a problem; runs on each device, inside `jax.shard_map`."""
+
+    name: str
+    """The implementation. Of several forms of one name the fastest counts."""
+    function: Callable[..., Any]
+    """From the operands to the result. Raises ``NotImplementedError`` if it cannot."""
+    operands: tuple[str, ...]
+    """Their names. The first is the same in all calls, the others take turns."""
+    out_spec: Any
+    """How the result is split."""
+    check: str
+    """Name of the check."""
+    compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Options of XLA."""
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """What to say of this form in its row."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Operands, and forms that are to be compared on them."""
+
+    label: str
+    """For messages."""
+    mesh: jax.sharding.Mesh
+    """The devices."""
+    operands: Mapping[str, Operand]
+    """By name; drawn at random."""
+    derived: Mapping[str, tuple[Callable[..., Any], PartitionSpec]]
+    """Further operands, each made on each device from a dict of the drawn ones."""
+    forms: Sequence[Form]
+    """What to time."""
+    checks: Mapping[str, Check]
+    """By name."""
+    num_sets: int
+    """How many sets of operands take turns."""
+    seconds: float
+    """Estimate of a call, from which the length of the loop follows."""
+
+
+def number_of_sets(nbytes: float) -> int:
+    """How many sets of operands of ``nbytes`` a device pass through its L2 twice."""
+    return min(MAX_SETS, timing.number_of_sets(nbytes)) if timing.on_gpu() else 2
+
+
+def on_devices(mesh: Any, function: Callable, in_specs: Any, out_specs: Any) -> Any:
+    """`function` of each device as a jitted function of global arrays."""
+    return jax.jit(
+        jax.shard_map(
+            function,
+            mesh=mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=False,
+        )
+    )
+
+
+def repeated(function: Callable, trips: int) -> Callable:
+    """Calls ``function(x, *set)`` on each set in turn, ``trips`` times over.
+
+    Returns:
+        ``(x, sets) -> results``: the results of the last turn.
+    """
+    call = jax.jit(function)  # traced and lowered once
+
+    def run(x: Any, sets: Sequence[tuple]) -> tuple:
+        shapes = [jax.eval_shape(call, x, *operands) for operands in sets]
+        start = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), tuple(shapes))
+
+        def turn(_: Any, carry: Any) -> Any:
+            x, results = carry[0], []
+            for operands in sets:
+                x, result = lax.optimization_barrier((x, call(x, *operands)))
+                results.append(result)
+            return x, tuple(results)
+
+        return lax.fori_loop(0, trips, turn, (x, start))[1]
+
+    return run
+
+
+# --- Compile --------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class _Ready:
+    """A form that is being compiled."""
+
+    form: Form
+    program: Future
+    calls: int
+    text: tuple
+
+
+@dataclasses.dataclass
+class Prepared:
+    """A problem whose programs are being compiled."""
+
+    problem: Problem
+    forms: list[_Ready]
+    refused: Results
+    """Why forms have no program, by name."""
+    helpers: dict[str, Future]
+    """Programs that make operands and compare results."""
+
+
+def _sharded(problem: Problem, name: str) -> jax.ShapeDtypeStruct:
+    if name in problem.operands:
+        operand = problem.operands[name]
+        shape, dtype, spec = operand.shape, operand.dtype, operand.spec
+    else:
+        function, spec = problem.derived[name]
+        drawn = {k: _sharded(problem, k) for k in problem.operands}
+        made = jax.eval_shape(_derive(problem, function, spec), drawn)
+        shape, dtype = made.shape, made.dtype
+    return jax.ShapeDtypeStruct(
+        shape, dtype, sharding=NamedSharding(problem.mesh, spec)
+    )
+
+
+def _spec(problem: Problem, name: str) -> PartitionSpec:
+    if name in problem.operands:
+        return problem.operands[name].spec
+    return problem.derived[name][1]
+
+
+def _derive(problem: Problem, function: Callable, spec: PartitionSpec) -> Any:
+    specs = {name: operand.spec for name, operand in problem.operands.items()}
+    return on_devices(problem.mesh, function, (specs,), spec)
+
+
+def _calls_per_turn(problem: Problem, form: Form) -> int:
+    sets = problem.num_sets if len(form.operands) > 1 else 1
+    return sets * -(-2 // sets)  # at least two, so that the loop costs little
+
+
+def _lower(problem: Problem, form: Form) -> tuple[Any, int]:
+    """The lowered program of a form and the number of calls in it."""
+    per_turn = _calls_per_turn(problem, form)
+    on_gpu = problem.mesh.devices.flat[0].platform == "gpu"
+    wanted = SECONDS / problem.seconds if on_gpu else 2
+    trips = max(2, round(wanted / per_turn))
+    first, *others = form.operands
+    count = problem.num_sets if others else 1
+    repeats = per_turn // count
+    one = tuple(_spec(problem, name) for name in others)
+
+    def device(x: Any, sets: Any) -> Any:
+        return repeated(form.function, trips)(x, sets * repeats)
+
+    program = on_devices(
+        problem.mesh, device, (_spec(problem, first), (one,) * count), form.out_spec
+    )
+    shapes = tuple(_sharded(problem, name) for name in others)
+    lowered = program.lower(_sharded(problem, first), (shapes,) * count)
+    return lowered, trips * per_turn
+
+
+def prepare(problem: Problem, pool: ThreadPoolExecutor) -> Prepared:
+    """Lower the forms of a problem and begin to compile them.
+
+    Forms that lower to the same program share it.
+    """
+    ready: list[_Ready] = []
+    refused: Results = {}
+    programs: dict[tuple, Future] = {}
+    checked: dict[str, Any] = {}
+    for form in problem.forms:
+        try:
+            lowered, calls = _lower(problem, form)
+        except NotImplementedError as error:
+            refused[form.name] = NoMeasurement(f"not supported: {error}")
+            continue
+        except Exception as error:
+            refused[form.name] = failed(error)
+            continue
+        options = dict(form.compiler_options)
+        text = (lowered.as_text(), tuple(options.items()))
+        if text not in programs:
+            programs[text] = pool.submit(lowered.compile, options or None)
+        ready.append(_Ready(form, programs[text], calls, text))
+        checked[form.check] = lowered, form.out_spec
+    return Prepared(problem, ready, refused, _helpers(problem, checked, pool))
+
+
+def _helpers(
+    problem: Problem, lowered: Mapping[str, Any], pool: ThreadPoolExecutor
+) -> dict[str, Future]:
+    """Programs that draw and derive operands, and that compare results.
+
+    Args:
+        problem: the problem.
+        lowered: the program of one form of each check, by name of the check.
+        pool: where they are compiled.
+    """
+    mesh = problem.mesh
+    programs = {f"draw {name}": _drawer(problem, name) for name in problem.operands}
+    drawn = {name: _sharded(problem, name) for name in problem.operands}
+    for name, (function, spec) in problem.derived.items():
+        programs[f"derive {name}"] = _derive(problem, function, spec).lower(drawn)
+    specs = {name: operand.spec for name, operand in problem.operands.items()}
+    for name, (program, out_spec) in lowered.items():
+        check = problem.checks[name]
+        expected = on_devices(mesh, check.expected, (specs,), check.spec)
+        with jax.default_matmul_precision("highest"):
+            programs[f"expected {name}"] = expected.lower(drawn)
+        result = jax.tree.map(
+            lambda spec, x: jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=NamedSharding(mesh, spec)
+            ),
+            out_spec,
+            program.out_info[0],
+        )
+        found = on_devices(mesh, check.found, (out_spec,), check.spec)
+        programs[f"found {name}"] = found.lower(result)
+    return {name: pool.submit(program.compile) for name, program in programs.items()}
+
+
+def _drawer(problem: Problem, name: str) -> Any:
+    """Program that draws an operand from a seed; each device draws its part."""
+    operand, mesh = problem.operands[name], problem.mesh
+    local = NamedSharding(mesh, operand.spec).shard_shape(operand.shape)
+    split = {axis for part in operand.spec for axis in _axes(part)}
+
+    def device(seed: jax.Array) -> jax.Array:
+        # The bit generator of the hardware: threefry takes seconds to compile.
+        random = jax.random.key(seed, impl="rbg")
+        for axis in mesh.axis_names:
+            if axis in split:  # else every device draws the same
+                random = jax.random.fold_in(random, lax.axis_index(axis) + 1)
+        return operand.scale * jax.random.normal(random, local, operand.dtype)
+
+    program = on_devices(mesh, device, PartitionSpec(), operand.spec)
+    return program.lower(jax.ShapeDtypeStruct((), jnp.int32))
+
+
+def _axes(part: Any) -> tuple:
+    return part if isinstance(part, tuple) else (part,) if part else ()
+
+
+# --- Run ------------------------------------------------------------------------------
+
+
+@contextmanager
+def bounded(what: str, seconds: float | None = None) -> Iterator[None]:
+    """End the process if the block takes longer: a kernel that hangs never returns."""
+    seconds = RUN_SECONDS if seconds is None else seconds
+
+    def end() -> None:
+        print(f"\nHANGS {what}: over {seconds:.0f} s; leave it out", flush=True)
+        os._exit(3)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _operands(prepared: Prepared) -> dict[str, list[Any]]:
+    """The sets of operands of a problem, by name."""
+    problem = prepared.problem
+    turning = {name for r in prepared.forms for name in r.form.operands[1:]}
+    arrays: dict[str, list[Any]] = {}
+    for index, name in enumerate(problem.operands):
+        program = prepared.helpers[f"draw {name}"].result()
+        count = problem.num_sets if name in turning else 1
+        arrays[name] = [program(np.int32(100 * index + i)) for i in range(count)]
+    first = {name: values[0] for name, values in arrays.items()}
+    for name in problem.derived:
+        arrays[name] = [prepared.helpers[f"derive {name}"].result()(first)]
+    return arrays
+
+
+@dataclasses.dataclass
+class _Timed:
+    """A form whose program ran and gave a result."""
+
+    ready: _Ready
+    arguments: tuple
+    program: Any
+    error: float = float("inf")
+    seconds: list[float] = dataclasses.field(default_factory=list)
+
+    def take(self) -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(self.program(*self.arguments))
+        return (time.perf_counter() - start) / self.ready.calls
+
+
+def run(prepared: Prepared, samples: int) -> Results:
+    """Time the forms of a problem in turns; one that breaks leaves the others alone.
+
+    Returns:
+        For each name the fastest of its forms.
+    """
+    problem, helpers = prepared.problem, prepared.helpers
+    results: Results = dict(prepared.refused)
+    arrays = _operands(prepared)
+    drawn = {name: arrays[name][0] for name in problem.operands}
+    expected = {
+        name: _host(helpers[f"expected {name}"].result()(drawn))
+        for name in {ready.form.check for ready in prepared.forms}
+    }
+    timed: list[_Timed] = []
+    for ready in prepared.forms:
+        with _caught(results, ready.form.name):
+            found = helpers[f"found {ready.form.check}"].result()
+            one, result = _first_run(problem, ready, arrays)
+            one.error = max_rel_error(_host(found(result)), expected[ready.form.check])
+            timed.append(one)
+    for turn in range(samples):
+        start = turn % max(len(timed), 1)
+        for one in [*timed[start:], *timed[:start]]:
+            with (
+                _caught(results, one.ready.form.name),
+                bounded(f"{problem.label} {one.ready.form.name}"),
+            ):
+                one.seconds.append(one.take())
+        timed = [one for one in timed if len(one.seconds) == turn + 1]
+        if turn == 0:
+            timed = _worth_timing(timed)
+    return results | _fastest(timed, problem)
+
+
+@contextmanager
+def _caught(results: Results, name: str) -> Iterator[None]:
+    """Note that an implementation broke, and go on."""
+    try:
+        yield
+    except TimeoutError:
+        reason = f"failed: no program after {COMPILE_SECONDS:.0f} s"
+        results[name] = NoMeasurement(reason, failed=True)
+    except Exception as error:
+        results[name] = failed(error)
+
+
+def _first_run(
+    problem: Problem, ready: _Ready, arrays: Mapping[str, list]
+) -> tuple[_Timed, Any]:
+    """Runs the program of a form once; gives its result on the first set as well."""
+    program = ready.program.result(COMPILE_SECONDS)
+    first, *others = ready.form.operands
+    sets = tuple(
+        tuple(arrays[name][i % len(arrays[name])] for name in others)
+        for i in range(problem.num_sets if others else 1)
+    )
+    arguments = (arrays[first][0], sets)
+    with bounded(f"{problem.label} {ready.form.name}"):
+        results = jax.block_until_ready(program(*arguments))
+    return _Timed(ready, arguments, program), results[0]
+
+
+def _host(tree: Any) -> Any:
+    return jax.tree.map(lambda x: np.asarray(x, np.float32), tree)
+
+
+def _worth_timing(timed: Sequence[_Timed]) -> list[_Timed]:
+    """Of the forms of one name, those that are within a tenth of the fastest."""
+    best: dict[str, float] = {}
+    for one in timed:
+        name = one.ready.form.name
+        best[name] = min(best.get(name, np.inf), one.seconds[0])
+    return [o for o in timed if o.seconds[0] <= 1.1 * best[o.ready.form.name]]
+
+
+def _fastest(timed: Sequence[_Timed], problem: Problem) -> Results:
+    results: dict[str, Measurement] = {}
+    texts = {o.ready.form.name: o.ready.text for o in timed}
+    for one in timed:
+        form = one.ready.form
+        metrics = dict(form.metrics)
+        if form.name == "auto" and "mosaic_gpu" in texts:
+            metrics["is_mosaic_gpu"] = float(one.ready.text == texts["mosaic_gpu"])
+        new = Measurement(one.seconds, one.error, metrics, problem.mesh.size)
+        old = results.get(form.name)
+        if old is None or statistics.median(new.seconds) < old.median:
+            results[form.name] = new
+    return dict(results)
+
+
+def measure(
+    problems: Sequence[Problem], samples: int, batch: int = 8
+) -> Iterator[tuple[Problem, Results]]:
+    """Time problems: compile a batch, run it, and so on.
+
+    Args:
+        problems: in the order in which they are wanted.
+        samples: times to take of each form.
+        batch: problems to compile before the first of them runs. Nothing is lowered or
+            compiled while something is timed.
+    """
+    threads = min(32, os.cpu_count() or 1)
+    with ThreadPoolExecutor(threads) as pool:
+        for i in range(0, len(problems), batch):
+            start = time.monotonic()
+            ready = [prepare(problem, pool) for problem in problems[i : i + batch]]
+            lowered = time.monotonic() - start
+            for prepared in ready:
+                programs = [r.program for r in prepared.forms]
+                for future in [*programs, *prepared.helpers.values()]:
+                    _wait(future, start + lowered + COMPILE_SECONDS)
+            total = time.monotonic() - start
+            print(
+                f"-- {len(ready)} problems lowered in {lowered:.0f} s, compiled after "
+                f"{total:.0f} s",
+                flush=True,
+            )
+            for prepared in ready:
+                yield prepared.problem, run(prepared, samples)
+
+
+def _wait(future: Future, until: float) -> None:
+    try:
+        future.exception(max(0.0, until - time.monotonic()))
+    except TimeoutError:
+        print("-- a compilation is slow; it goes on in the background", flush=True)

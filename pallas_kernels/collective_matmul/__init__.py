@@ -1,0 +1,10 @@
+"""Matrix products of tensor parallelism, together with their communication."""
+
+from pallas_kernels.collective_matmul.api import (
+    all_gather_matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
+
+
+__all__ = ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"]

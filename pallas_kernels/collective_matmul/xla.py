@@ -1,0 +1,220 @@
+"""Collective matrix products through XLA, in two forms.
+
+The plain form is a collective and a product, one after the other: what the compiler
+makes of ordinary code, and the baseline of the kernels. The ring cuts both into one
+step for each device, in which a transfer to the next device is independent of the
+product, so that the compiler may run them at the same time.
+
+The ring runs in one direction: where GPUs share a switch, one neighbor takes all that
+a GPU can send. Its steps are unrolled.
+
+Axis letters: B merged leading axes, m rows of a device, M rows of all, K contraction,
+N columns, D devices of the axis.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.matmul import xla
+
+
+__all__ = [
+    "all_gather_matmul",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+    "ring_all_gather_matmul",
+    "ring_matmul_all_reduce",
+    "ring_matmul_reduce_scatter",
+]
+
+_ROWS = 1  # the axis of [B,m,K] that is gathered and scattered
+
+
+def all_gather_matmul(
+    x: jax.Array,
+    ws: tuple[jax.Array, ...],
+    *,
+    axis_name: str,
+    out_dtype: DTypeLike,
+    rhs_transposed: bool,
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """Gathers rows, then multiplies them.
+
+    Args:
+        x: [B,m,K] rows of this device.
+        ws: weights [K,N_i], or [N_i,K] with `rhs_transposed`.
+        axis_name: mesh axis to gather over.
+        out_dtype: type of the products.
+        rhs_transposed: how the weights are stored.
+
+    Returns:
+        Products [B,D*m,N_i], and the gathered rows [B,D*m,K].
+    """
+    gathered = lax.all_gather(x, axis_name, axis=_ROWS, tiled=True)
+    dot = _dot(out_dtype, rhs_transposed)
+    return tuple(dot(gathered, w) for w in ws), gathered
+
+
+def matmul_reduce_scatter(
+    xs: tuple[jax.Array, ...],
+    ws: tuple[jax.Array, ...],
+    *,
+    axis_name: str,
+    out_dtype: DTypeLike,
+    rhs_transposed: bool,
+) -> jax.Array:
+    """Multiplies, then sums over devices and scatters rows.
+
+    The sum of a device is rounded to `out_dtype` before it travels.
+
+    Args:
+        xs: operands [B,M,K_i] of this device.
+        ws: their weights [K_i,N], or [N,K_i] with `rhs_transposed`.
+        axis_name: mesh axis to sum over.
+        out_dtype: type of the output.
+        rhs_transposed: how the weights are stored.
+
+    Returns:
+        [B,M/D,N], the rows of this device.
+    """
+    partial = _sum_of_products(xs, ws, out_dtype, rhs_transposed)
+    return lax.psum_scatter(partial, axis_name, scatter_dimension=_ROWS, tiled=True)
+
+
+def matmul_all_reduce(
+    xs: tuple[jax.Array, ...],
+    ws: tuple[jax.Array, ...],
+    *,
+    axis_name: str,
+    out_dtype: DTypeLike,
+    rhs_transposed: bool,
+) -> jax.Array:
+    """As `matmul_reduce_scatter`, with all rows [B,M,N] on every device."""
+    return lax.psum(_sum_of_products(xs, ws, out_dtype, rhs_transposed), axis_name)
+
+
+def ring_all_gather_matmul(
+    x: jax.Array,
+    ws: tuple[jax.Array, ...],
+    *,
+    axis_name: str,
+    out_dtype: DTypeLike,
+    rhs_transposed: bool,
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """As `all_gather_matmul`: multiplies one shard while the next one arrives."""
+    size, me = lax.axis_size(axis_name), lax.axis_index(axis_name)
+    to_previous = [(i, (i - 1) % size) for i in range(size)]
+    dot = _dot(out_dtype, rhs_transposed)
+    shards = [x]  # of devices me, me + 1, ...
+    for _ in range(size - 1):
+        shards.append(lax.ppermute(shards[-1], axis_name, to_previous))
+    ys = tuple(_in_order([dot(shard, w) for shard in shards], me) for w in ws)
+    return ys, _in_order(shards, me)
+
+
+def ring_matmul_reduce_scatter(
+    xs: tuple[jax.Array, ...],
+    ws: tuple[jax.Array, ...],
+    *,
+    axis_name: str,
+    out_dtype: DTypeLike,
+    rhs_transposed: bool,
+) -> jax.Array:
+    """As `matmul_reduce_scatter`: sums travel while the next ones are multiplied.
+
+    The sum of the rows of device d starts on device d + 1 and visits every other one
+    on its way to d. It travels in `out_dtype`, as many bytes as in the plain form, and
+    every device adds its products in fp32 and rounds: D roundings in a fixed order.
+    """
+    size, me = lax.axis_size(axis_name), lax.axis_index(axis_name)
+    rows = xs[0].shape[_ROWS] // size
+    to_next = [(i, (i + 1) % size) for i in range(size)]
+    wide = _type_of_sums(out_dtype)
+
+    def products(step: int) -> jax.Array:
+        start = (me - 1 - step) % size * rows
+        parts = tuple(lax.dynamic_slice_in_dim(x, start, rows, _ROWS) for x in xs)
+        return _sum_of_products(parts, ws, wide, rhs_transposed)
+
+    total = products(0).astype(out_dtype)
+    for step in range(1, size):
+        arrived = lax.ppermute(total, axis_name, to_next)
+        total = (products(step) + arrived.astype(wide)).astype(out_dtype)
+    return total
+
+
+def ring_matmul_all_reduce(
+    xs: tuple[jax.Array, ...],
+    ws: tuple[jax.Array, ...],
+    *,
+    axis_name: str,
+    out_dtype: DTypeLike,
+    rhs_transposed: bool,
+) -> jax.Array:
+    """As `matmul_all_reduce`: the ring of `ring_matmul_reduce_scatter`, then a gather.
+
+    The gather is one collective: no product is left that could hide its steps.
+    """
+    size, rows = lax.axis_size(axis_name), xs[0].shape[_ROWS]
+    if rows % size:
+        raise Unsupported(
+            f"matmul_all_reduce: the ring needs rows in multiples of the {size} devices"
+            f" of {axis_name!r}, got {rows}; pad them or use implementation='xla'"
+        )
+    mine = ring_matmul_reduce_scatter(
+        xs,
+        ws,
+        axis_name=axis_name,
+        out_dtype=out_dtype,
+        rhs_transposed=rhs_transposed,
+    )
+    return lax.all_gather(mine, axis_name, axis=_ROWS, tiled=True, to="invarying")
+
+
+def _dot(
+    out_dtype: DTypeLike, rhs_transposed: bool
+) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    product = functools.partial(
+        xla.matmul, out_dtype=out_dtype, rhs_transposed=rhs_transposed
+    )
+
+    def dot(x: jax.Array, w: jax.Array) -> jax.Array:
+        y = product(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), w)
+        return y.reshape(*x.shape[:-1], y.shape[-1])
+
+    return dot
+
+
+def _type_of_sums(out_dtype: DTypeLike) -> jnp.dtype:
+    wide = jnp.dtype(jnp.float32)
+    return max(jnp.dtype(out_dtype), wide, key=lambda dtype: dtype.itemsize)
+
+
+def _sum_of_products(
+    xs: tuple[jax.Array, ...],
+    ws: tuple[jax.Array, ...],
+    out_dtype: DTypeLike,
+    rhs_transposed: bool,
+) -> jax.Array:
+    """``sum_i x_i w_i`` on this device; several products are added in fp32."""
+    wide = _type_of_sums(out_dtype)
+    dot = _dot(out_dtype if len(xs) == 1 else wide, rhs_transposed)
+    first, *rest = (dot(x, w) for x, w in zip(xs, ws, strict=True))
+    return sum(rest, start=first).astype(out_dtype)
+
+
+def _in_order(parts: Sequence[jax.Array], me: jax.Array) -> jax.Array:
+    """Joins the rows of devices me, me + 1, ... in the order of the devices."""
+    size, (batch, rows, columns) = len(parts), parts[0].shape
+    joined = jnp.zeros((batch, size * rows, columns), parts[0].dtype)
+    for step, part in enumerate(parts):
+        start = (me + step) % size * rows
+        joined = lax.dynamic_update_slice_in_dim(joined, part, start, _ROWS)
+    return joined

@@ -1,0 +1,198 @@
+"""Programs of many calls do every call, on the right operands, and are compared."""
+
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from benchmarks import loops
+from benchmarks.harness import Measurement, NoMeasurement
+from benchmarks.loops import Check, Form, Operand, Problem
+
+
+P = jax.sharding.PartitionSpec
+
+
+def mesh(size=4):
+    auto = (jax.sharding.AxisType.Auto,)
+    return jax.make_mesh((size,), ("t",), auto, devices=jax.devices()[:size])
+
+
+def form(name, function, **changes):
+    options = {
+        "name": name,
+        "function": function,
+        "operands": ("x", "w"),
+        "out_spec": P(None, "t"),
+        "check": "product",
+    }
+    return Form(**(options | changes))
+
+
+def gathered(x, w):
+    return lax.all_gather(x, "t", tiled=True) @ w
+
+
+def problem(*forms, num_sets=2, **changes):
+    options = {
+        "label": "a problem",
+        "mesh": mesh(),
+        "operands": {
+            "x": Operand(shape=(16, 32), spec=P("t")),
+            "w": Operand(shape=(32, 64), spec=P(None, "t")),
+        },
+        "derived": {
+            "all_x": (lambda d: lax.all_gather(d["x"], "t", tiled=True), P()),
+        },
+        "forms": forms,
+        "checks": {
+            "product": Check(
+                expected=lambda d: gathered(
+                    d["x"].astype(jnp.float32), d["w"].astype(jnp.float32)
+                )[::3],
+                found=lambda y: y[::3],
+                spec=P(None, "t"),
+            )
+        },
+        "num_sets": num_sets,
+        "seconds": 1e-3,
+    }
+    return Problem(**(options | changes))
+
+
+def measure(*problems, samples=3):
+    return [results for _, results in loops.measure(problems, samples, batch=2)]
+
+
+def test_forms_are_timed_and_compared():
+    (results,) = measure(
+        problem(
+            form("xla", gathered),
+            form("alone", lambda x, w: x @ w, operands=("all_x", "w")),
+            form("off", lambda x, w: 1.5 * gathered(x, w)),
+        )
+    )
+    assert {name: len(r.seconds) for name, r in results.items()} == {
+        "xla": 3,
+        "alone": 3,
+        "off": 3,
+    }
+    assert 0 < results["xla"].max_rel_error < 1e-2
+    assert 0 < results["alone"].max_rel_error < 1e-2
+    assert results["off"].max_rel_error == pytest.approx(0.5, abs=0.02)
+    assert results["xla"].num_devices == 4
+
+
+@pytest.mark.parametrize("num_sets", [1, 3])
+def test_every_call_of_the_loop_is_there(num_sets):
+    """Compiled, a turn still holds a collective and a product for each call."""
+    one = form("xla", gathered)
+    lowered, calls = loops._lower(problem(one, num_sets=num_sets), one)
+    per_turn = max(2, num_sets)
+    assert calls == 2 * per_turn  # two turns on a CPU
+    text = lowered.compile().as_text()
+    bodies = [part for part in re.split(r"\n(?=[%E])", text) if "all-gather(" in part]
+    assert [body.count(" all-gather(") for body in bodies] == [per_turn]
+    assert not bodies[0].startswith("ENTRY")
+    products = bodies[0].count(" dot(") + bodies[0].count("kind=kCustom")
+    assert products == per_turn and " copy(" not in bodies[0]
+
+
+def test_calls_take_turns_with_the_sets_and_use_what_they_are_given():
+    def run(x, sets):
+        return loops.repeated(lambda x, w: x + w, trips=3)(x, sets)
+
+    sets = ((jnp.float32(1),), (jnp.float32(2),), (jnp.float32(3),))
+    assert [float(y) for y in jax.jit(run)(jnp.float32(10), sets)] == [11, 12, 13]
+
+
+def test_the_fastest_of_several_forms_counts_and_says_so(monkeypatch):
+    times = {0.0: 5.0, 1.0: 2.0, 2.0: 2.1}
+    taken = []
+
+    def take(self):
+        taken.append(self.ready.form.metrics["which"])
+        return times[taken[-1]]
+
+    monkeypatch.setattr(loops._Timed, "take", take)
+    (results,) = measure(
+        problem(*(form("best", gathered, metrics={"which": i}) for i in times))
+    )
+    assert results["best"].metrics == {"which": 1.0}
+    assert results["best"].seconds == [2.0] * 3
+    # Each turn begins with another; what is far behind after the first has no second.
+    assert taken == [0.0, 1.0, 2.0, 2.0, 1.0, 1.0, 2.0]
+
+
+def test_auto_says_whether_it_is_the_kernel():
+    def twice(x, w):
+        return gathered(x, w) * 2 / 2
+
+    for auto, expected in ((gathered, 1.0), (twice, 0.0)):
+        (results,) = measure(
+            problem(form("mosaic_gpu", gathered), form("auto", auto)), samples=1
+        )
+        assert results["auto"].metrics == {"is_mosaic_gpu": expected}
+
+
+def test_equal_programs_are_compiled_once():
+    with ThreadPoolExecutor(1) as pool:
+        prepared = loops.prepare(
+            problem(
+                form("a", gathered),
+                form("b", gathered),
+                form("c", gathered, compiler_options={"xla_cpu_enable_fast_math": 0}),
+            ),
+            pool,
+        )
+    a, b, c = (ready.program for ready in prepared.forms)
+    assert a is b and a is not c
+
+
+def test_forms_that_break_leave_the_others_alone(capsys):
+    def unsupported(x, w):
+        raise NotImplementedError("needs a Hopper GPU")
+
+    def broken(x, w):
+        raise MemoryError("too big")
+
+    first, second = measure(
+        problem(form("no", unsupported), form("broken", broken), form("xla", gathered)),
+        problem(form("xla", gathered)),
+    )
+    assert first["no"] == NoMeasurement("not supported: needs a Hopper GPU")
+    assert first["broken"] == NoMeasurement("failed: MemoryError", failed=True)
+    assert "too big" in capsys.readouterr().err
+    assert isinstance(first["xla"], Measurement)
+    assert isinstance(second["xla"], Measurement)
+
+
+def test_operands_differ_between_devices_and_sets():
+    one = problem(form("xla", gathered), num_sets=3)
+    with ThreadPoolExecutor(1) as pool:
+        arrays = loops._operands(loops.prepare(one, pool))
+    assert [len(arrays[name]) for name in ("x", "w", "all_x")] == [1, 3, 1]
+    x = np.asarray(arrays["x"][0], np.float32)
+    assert abs(x.mean()) < 0.2 and 0.8 < x.std() < 1.2
+    parts = [x[i * 4 : i * 4 + 4] for i in range(4)]
+    parts += [np.asarray(w, np.float32)[:4] for w in arrays["w"]]
+    flat = {part.tobytes() for part in parts}
+    assert len(flat) == 7
+    np.testing.assert_array_equal(np.asarray(arrays["all_x"][0], np.float32), x)
+
+
+def test_what_hangs_ends_the_process(monkeypatch, capsys):
+    ended = []
+    monkeypatch.setattr(loops.os, "_exit", ended.append)
+    with loops.bounded("case mosaic_gpu", seconds=0.01):
+        time.sleep(0.2)
+    assert ended == [3] and "HANGS case mosaic_gpu" in capsys.readouterr().out
+    with loops.bounded("quick", seconds=0.2):
+        pass
+    time.sleep(0.3)
+    assert ended == [3]
