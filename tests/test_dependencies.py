@@ -38,6 +38,7 @@ def test_dependencies_run_one_way():
         ("jaxscale/nn/linear.py", "jaxscale.models"),
         ("jaxscale/training/loop.py", "jaxscale.inference"),
         ("jaxscale/inference/generate.py", "jaxscale.training"),
+        ("jaxscale/training/loop.py", "jaxscale.pruning"),
     ],
 )
 def test_a_reversed_arrow_is_caught(tmp_path, module, forbidden):

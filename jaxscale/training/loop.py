@@ -78,6 +78,7 @@ def fit(
     eval_data: Iterable[Any] | None = None,
     model: Any = None,
     hooks: Sequence[Hook] = (),
+    gradient_transforms: Sequence[optax.GradientTransformation] = (),
     transforms: Sequence[optax.GradientTransformation] = (),
     writers: Sequence[Writer] | None = None,
     devices: Sequence[Any] | None = None,
@@ -97,7 +98,9 @@ def fit(
         model: A decoder to begin with, for example pretrained; it is taken over, its
             arrays are donated. None makes one from ``config.model``.
         hooks: Called after each step.
-        transforms: More optax transforms before the learning rate, as for pruning.
+        gradient_transforms: Optax transforms of the gradients before they are clipped,
+            as the masks of a pruned model.
+        transforms: More optax transforms before the learning rate.
         writers: Where records go; None is a progress bar, and ``metrics.jsonl`` and
             TensorBoard in the output directory.
         devices: Of the mesh; None is all.
@@ -114,7 +117,12 @@ def fit(
     mesh = make_mesh(config.mesh, devices)
     config.check_mesh(dict(mesh.shape))
     _check_data(train_data, eval_data)
-    optimizer = make_optimizer(config.optimizer, config.steps, transforms=transforms)
+    optimizer = make_optimizer(
+        config.optimizer,
+        config.steps,
+        gradient_transforms=gradient_transforms,
+        transforms=transforms,
+    )
     loss = next_token_loss(chunk_size=config.loss_chunk, z_loss=config.z_loss)
     eval_step = make_eval_step(loss)
     evaluation = None

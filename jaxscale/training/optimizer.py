@@ -175,6 +175,7 @@ def make_optimizer(
     config: OptimizerConfig,
     total_steps: int,
     *,
+    gradient_transforms: Sequence[optax.GradientTransformation] = (),
     transforms: Sequence[optax.GradientTransformation] = (),
 ) -> optax.GradientTransformation:
     """AdamW with clipping by global norm, decay by logical axes and the schedule.
@@ -185,8 +186,10 @@ def make_optimizer(
     Args:
         config: Rates and types.
         total_steps: Updates in the entire run, for the schedule.
+        gradient_transforms: Optax transforms of the gradients, before they are clipped;
+            the masks of a pruned model come in here.
         transforms: More optax transforms, applied to the update before the learning
-            rate is; pruning during training comes in here.
+            rate is.
 
     References:
         AdamW: arXiv 1711.05101.
@@ -197,6 +200,7 @@ def make_optimizer(
         else optax.clip_by_global_norm(config.clip_norm)
     )
     return optax.chain(
+        *gradient_transforms,
         clip,
         _keep_moments_in(
             optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps),

@@ -1,0 +1,50 @@
+"""Pruning to tile-wise and other patterns: scores, masks, schedules, sparse models."""
+
+from jaxscale.pruning.config import PATTERNS, TILE_WISE, PruneConfig, pruned_units
+from jaxscale.pruning.layers import choose, linears
+from jaxscale.pruning.masks import Masks, Scores, apply_masks, make_model_masks
+from jaxscale.pruning.schedule import (
+    PAPER_STAGES,
+    Pruner,
+    Stage,
+    cubic_stages,
+    mask_gradients,
+    one_shot,
+    paper_stages,
+)
+from jaxscale.pruning.scores import (
+    input_squares,
+    magnitude_scores,
+    taylor_scores,
+    wanda_scores,
+)
+from jaxscale.pruning.tilewise import Mask, Matrix, make_masks, tile_counts
+
+
+__all__ = [
+    "PAPER_STAGES",
+    "PATTERNS",
+    "TILE_WISE",
+    "Mask",
+    "Masks",
+    "Matrix",
+    "PruneConfig",
+    "Pruner",
+    "Scores",
+    "Stage",
+    "apply_masks",
+    "choose",
+    "cubic_stages",
+    "input_squares",
+    "linears",
+    "magnitude_scores",
+    "make_masks",
+    "make_model_masks",
+    "mask_gradients",
+    "one_shot",
+    "paper_stages",
+    "pruned_units",
+    "taylor_scores",
+    "tile_counts",
+    "wanda_scores",
+]

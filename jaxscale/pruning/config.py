@@ -1,0 +1,126 @@
+"""What to prune, and how much: the settings that masks are made from."""
+
+import dataclasses
+import math
+from typing import Literal, get_args
+
+
+type Pattern = Literal["ew", "vw", "bw", "2:4", "tw_k", "tw", "tew"]
+
+PATTERNS: dict[str, str] = {
+    "ew": "single weights, anywhere",
+    "vw": "weights of each vector along K, as many in every vector",
+    "bw": "square blocks",
+    "2:4": "two of every four weights along K",
+    "tw_k": "pieces of rows in tiles of columns",
+    "tw": "whole columns, then pieces of rows in tiles of the kept columns",
+    "tew": "as tw, and a few single weights besides",
+}
+"""Each pattern and what it keeps or prunes as a unit."""
+
+TILE_WISE = ("tw_k", "tw")
+"""Patterns whose masks `jaxscale.pruning.sparsify` turns into sparse layers."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PruneConfig:
+    """Pattern, sparsity and the layers that they apply to.
+
+    Example:
+        >>> PruneConfig(sparsity=0.75, tile=64).with_sparsity(0.5).tile
+        64
+        >>> PruneConfig(sparsity=75)
+        Traceback (most recent call last):
+        ...
+        ValueError: sparsity 75, expected at least 0 and below 1: the share of ...
+    """
+
+    sparsity: float = 0.75
+    """Share of the weights of the chosen layers that is pruned, 0 to below 1."""
+    pattern: Pattern = "tw"
+    """What is pruned as a unit: ew (single weights), vw (vectors along K), bw (blocks),
+    2:4, tw_k (tile-wise, rows only), tw (tile-wise, columns then rows), tew (tw and
+    some single weights)."""
+    tile: int = 128
+    """G, columns of a tile; the GPU kernels take 64, 128 and 256."""
+    k_granularity: int = 1
+    """Rows that a tile keeps or loses together: 1, 8 or 64."""
+    block: int = 32
+    """Side of the blocks of bw."""
+    vector: int = 16
+    """Length of the vectors of vw."""
+    single_fraction: float = 0.02
+    """Share of the weights that tew keeps as single ones, out of what it keeps."""
+    scope: Literal["global", "layer"] = "global"
+    """Rank the units of all chosen layers together, or give every layer the same
+    sparsity, which scores want that do not compare across layers (wanda)."""
+    apriori: float = 0.0
+    """How much the distribution that ew would choose biases the ranking of tiles: the
+    score of a unit is multiplied by the share of it that ew keeps, to this power."""
+    equal_work: bool = False
+    """All tiles of a layer keep equally many rows, and so do all shards: a kernel then
+    waits for no tile, at some cost in accuracy."""
+    shards: int = 1
+    """Tensor-parallel shards that the tiles must fit into and that equal_work
+    balances."""
+    dense: tuple[str, ...] = ()
+    """Layers to leave dense: names as in `blocks.mlp.up`, `blocks.mlp.up.0` for the
+    first of a stack, or patterns with * in them. The output projection always is."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.sparsity < 1 or math.isnan(self.sparsity):
+            raise ValueError(
+                f"sparsity {self.sparsity}, expected at least 0 and below 1: the share "
+                "of weights that is pruned"
+            )
+        if self.pattern not in PATTERNS:
+            raise ValueError(
+                f"pattern {self.pattern!r} is unknown; use one of {list(PATTERNS)}"
+            )
+        if self.pattern == "2:4" and self.sparsity not in (0.0, 0.5):
+            raise ValueError(
+                f"sparsity {self.sparsity}, expected 0.5: pattern 2:4 knows no other; "
+                "use tw for other shares"
+            )
+        for name in ("tile", "block", "vector", "shards"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)}, expected at least 1")
+        if self.k_granularity not in (1, 8, 64):
+            raise ValueError(
+                f"k_granularity {self.k_granularity}, expected 1, 8 or 64, which the "
+                "kernels know"
+            )
+        if not 0 <= self.single_fraction < 1:
+            raise ValueError(
+                f"single_fraction {self.single_fraction}, expected at least 0 and "
+                "below 1: a share of the kept weights"
+            )
+        if self.scope not in get_args(_SCOPES):
+            raise ValueError(f"scope {self.scope!r}, expected 'global' or 'layer'")
+        if not 0 <= self.apriori < math.inf:
+            raise ValueError(f"apriori {self.apriori}, expected 0 (off) or more")
+
+    def with_sparsity(self, sparsity: float) -> "PruneConfig":
+        """The same settings for another sparsity."""
+        return dataclasses.replace(self, sparsity=sparsity)
+
+    @property
+    def tiled(self) -> bool:
+        """Whether the pattern has tiles of columns."""
+        return self.pattern in ("tw_k", "tw", "tew")
+
+
+_SCOPES = Literal["global", "layer"]
+
+
+def pruned_units(total: int, sparsity: float) -> int:
+    """How many of `total` equal units a sparsity prunes: half a unit rounds up.
+
+    ``floor(total * sparsity + 1/2)``; every mask keeps exactly the rest.
+
+    Example:
+        >>> pruned_units(10, 0.75), pruned_units(1000, 0.9)
+        (8, 900)
+    """
+    # 0.29 * 100 is a little less than 29: what is missing by rounding is given back.
+    return math.floor(round(total * sparsity, 6) + 0.5)

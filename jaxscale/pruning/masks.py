@@ -1,0 +1,251 @@
+"""Masks of a model: made from scores, applied, saved and loaded."""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+import safetensors.numpy
+from flax import nnx
+from jaxtyping import Bool, Float
+
+from jaxscale.nn.linear import Linear
+from jaxscale.pruning.config import PruneConfig
+from jaxscale.pruning.layers import choose, layer_names, linears, matrices
+from jaxscale.pruning.tilewise import Matrix, make_masks
+
+
+type Scores = Mapping[str, Float[np.ndarray, "..."]]
+"""Importance of each weight, by the name of the layer; [L, K, N] for a stack."""
+
+_VERSION = "1"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Masks:
+    """What every chosen layer keeps.
+
+    Example:
+        >>> from jaxscale.models import Decoder, preset
+        >>> from jaxscale.pruning import magnitude_scores, make_model_masks
+        >>> model = Decoder(preset("llama_tiny"), rngs=nnx.Rngs(0))
+        >>> config = PruneConfig(pattern="tw", tile=8, sparsity=0.75)
+        >>> masks = make_model_masks(model, magnitude_scores(model), config)
+        >>> masks.sparsity, masks["blocks.mlp.up"].shape
+        (0.75, (2, 32, 64))
+    """
+
+    config: PruneConfig
+    """What they were made from."""
+    kept: Mapping[str, Bool[np.ndarray, "..."]]
+    """Where each weight is kept, [K, N] or [L, K, N], by the name of the layer. Layers
+    of a stack that stay dense keep everything."""
+    tiled: Mapping[str, Bool[np.ndarray, "..."]]
+    """The part of it in tiles: all but the single weights of ``tew``."""
+    chosen: Mapping[str, list[int]]
+    """The places in each stack that were pruned."""
+
+    def __getitem__(self, name: str) -> Bool[np.ndarray, "..."]:
+        return self.kept[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.kept)
+
+    @property
+    def sparsity(self) -> float:
+        """The share of the weights of the chosen layers that is pruned."""
+        parts = [
+            matrices(self.kept[name])[i]
+            for name, places in self.chosen.items()
+            for i in places
+        ]
+        return 1 - sum(int(p.sum()) for p in parts) / sum(p.size for p in parts)
+
+    def save(self, path: str | Path) -> None:
+        """Write them into a safetensors file, eight weights a byte."""
+        tensors, shapes = {}, {}
+        for name, kept in self.kept.items():
+            tensors[f"{name}.kept"] = np.packbits(kept)
+            tensors[f"{name}.tiled"] = np.packbits(self.tiled[name])
+            shapes[name] = list(kept.shape)
+        header = {
+            "format": "jaxscale_masks",
+            "version": _VERSION,
+            "config": json.dumps(dataclasses.asdict(self.config)),
+            "shapes": json.dumps(shapes),
+            "chosen": json.dumps({n: list(p) for n, p in self.chosen.items()}),
+        }
+        safetensors.numpy.save_file(tensors, path, metadata=header)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Masks":
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: the file is none of ours, or of another version.
+        """
+        try:
+            with safetensors.safe_open(path, framework="numpy") as file:
+                header = file.metadata() or {}
+                bits = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except safetensors.SafetensorError as error:
+            raise ValueError(f"{path} is no safetensors file: {error}") from error
+        if (header.get("format"), header.get("version")) != (
+            "jaxscale_masks",
+            _VERSION,
+        ):
+            raise ValueError(
+                f"{path} holds {header.get('format')!r} of version "
+                f"{header.get('version')!r}, expected jaxscale_masks {_VERSION}; prune "
+                "again"
+            )
+        shapes = json.loads(header["shapes"])
+
+        def unpack(part: str) -> dict[str, np.ndarray]:
+            return {
+                name: np.unpackbits(bits[f"{name}.{part}"], count=int(np.prod(shape)))
+                .reshape(shape)
+                .astype(np.bool_)
+                for name, shape in shapes.items()
+            }
+
+        config = json.loads(header["config"])
+        return cls(
+            config=PruneConfig(**config | {"dense": tuple(config["dense"])}),
+            kept=unpack("kept"),
+            tiled=unpack("tiled"),
+            chosen=json.loads(header["chosen"]),
+        )
+
+
+def make_model_masks(
+    model: Any,
+    scores: Scores,
+    config: PruneConfig,
+    *,
+    previous: Masks | None = None,
+) -> Masks:
+    """The masks of the layers of a model, ranked together.
+
+    Args:
+        model: Any model of `jaxscale.nn.Linear` layers.
+        scores: Importance of each weight, as `magnitude_scores` gives it.
+        config: Pattern, sparsity, layers.
+        previous: Masks of an earlier stage: what they pruned stays pruned.
+
+    Raises:
+        ValueError: a name in ``config.dense`` is unknown, the model is sparse already,
+            scores are missing or have another shape than the weight, units do not
+            divide a layer, or `previous` has pruned more.
+    """
+    chosen = choose(model, config.dense)
+    layers = linears(model)
+    entries: list[Matrix] = []
+    for name, places in chosen.items():
+        shape = layers[name].kernel.shape
+        score = _of_layer(scores, name, shape, "scores")
+        before: list[np.ndarray] | None = None
+        if previous is not None:
+            before = [
+                matrices(_of_layer(part, name, shape, "masks before"))
+                for part in (previous.kept, previous.tiled)
+            ]
+        rows, columns = _shards(layers[name], config.shards)
+        for i in places:
+            entries.append(
+                Matrix(
+                    name=layer_names(name, shape)[i],
+                    scores=matrices(score)[i],
+                    previous=None if before is None else before[0][i],
+                    previous_tiled=None if before is None else before[1][i],
+                    row_shards=rows,
+                    column_shards=columns,
+                )
+            )
+    made = iter(make_masks(entries, config))
+    kept, tiled = {}, {}
+    for name, places in chosen.items():
+        shape = layers[name].kernel.shape
+        kept[name] = np.ones(shape, np.bool_)
+        tiled[name] = np.ones(shape, np.bool_)
+        for i in places:
+            mask = next(made)
+            matrices(kept[name])[i] = mask.kept
+            matrices(tiled[name])[i] = mask.tiled
+    return Masks(config=config, kept=kept, tiled=tiled, chosen=chosen)
+
+
+def apply_masks(model: Any, masks: Masks) -> Any:
+    """A copy of `model` in which every pruned weight is zero.
+
+    Raises:
+        ValueError: the model lacks a layer of the masks, its weight has another shape,
+            or it is sparse already.
+    """
+    arrays = mask_arrays(model, masks)
+
+    def mask(path: tuple[Any, ...], node: Any) -> Any:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        kept = arrays.get(name.removesuffix(".kernel"))
+        if kept is None or not name.endswith(".kernel"):
+            return jax.tree.map(jnp.copy, node)
+        return jax.tree.map(lambda w: jnp.where(kept, w, jnp.zeros_like(w)), node)
+
+    return jax.tree_util.tree_map_with_path(
+        mask, model, is_leaf=lambda node: isinstance(node, nnx.Variable)
+    )
+
+
+def mask_arrays(model: Any, masks: Masks) -> dict[str, jax.Array]:
+    """The masks, checked against the model, each split as the weight is.
+
+    Raises:
+        ValueError: as `apply_masks`.
+    """
+    choose(model)  # raises for a model that is sparse
+    layers = linears(model)
+    arrays = {}
+    for name, kept in masks.kept.items():
+        if name not in layers:
+            raise ValueError(
+                f"the masks are for a layer {name}, which the model lacks; its layers "
+                f"are {', '.join(layers)}"
+            )
+        kernel = layers[name].kernel[...]
+        if kernel.shape != kept.shape:
+            raise ValueError(
+                f"the mask of layer {name} has shape {kept.shape}, expected "
+                f"{kernel.shape} as its weight has"
+            )
+        arrays[name] = jax.device_put(kept, kernel.sharding)
+    return arrays
+
+
+def _of_layer(
+    table: Mapping[str, np.ndarray], name: str, shape: tuple[int, ...], what: str
+) -> np.ndarray:
+    if name not in table:
+        raise ValueError(
+            f"{what} lack the layer {name}; make them from this model, with the same "
+            "layers left dense"
+        )
+    if table[name].shape != tuple(shape):
+        raise ValueError(
+            f"the {what} of layer {name} have shape {table[name].shape}, expected "
+            f"{tuple(shape)} as its weight has"
+        )
+    return table[name]
+
+
+def _shards(layer: Linear, number: int) -> tuple[int, int]:
+    """Over how many of `number` shards rows and columns of a layer are split."""
+    row, column = (
+        number if axis is not None and "tensor" in layer.rules.mesh_axes([axis]) else 1
+        for axis in layer.kernel_axes
+    )
+    return row, column

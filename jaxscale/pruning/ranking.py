@@ -1,0 +1,115 @@
+"""Exact selection of the best units of several arrays.
+
+All of this is numpy on the host: masks are made seldom, and must be reproducible.
+
+Legend: K input features, N output features.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Bool, Float, Shaped
+
+from jaxscale.pruning.config import pruned_units
+
+
+def keep_best(
+    scores: Sequence[Float[np.ndarray, "..."]],
+    keep: int,
+    *,
+    allowed: Sequence[Bool[np.ndarray, "..."]] | None = None,
+) -> list[Bool[np.ndarray, "..."]]:
+    """Which units are among the best `keep` of all arrays; ties go to the earlier.
+
+    Args:
+        scores: Any arrays, one entry a unit.
+        keep: How many units are kept, over all arrays.
+        allowed: Units that may be kept at all; None is all of them.
+
+    Returns:
+        For each array where it is kept; `keep` true entries in total.
+
+    Raises:
+        ValueError: fewer than `keep` units are allowed.
+
+    Example:
+        >>> a, b = keep_best([np.array([3.0, 1.0]), np.array([2.0, 2.0, 5.0])], 3)
+        >>> a, b
+        (array([ True, False]), array([ True, False,  True]))
+    """
+    flat = np.concatenate([score.ravel() for score in scores])
+    if allowed is not None:
+        may = np.concatenate([units.ravel() for units in allowed])
+        if may.sum() < keep:
+            raise ValueError(
+                f"{keep} units should be kept, but only {int(may.sum())} were left by "
+                "the mask before; sparsity must not fall from stage to stage"
+            )
+        flat = np.where(may, flat, -np.inf)
+    kept = best(flat, keep)
+    ends = np.cumsum([score.size for score in scores])[:-1]
+    return [
+        part.reshape(score.shape)
+        for part, score in zip(np.split(kept, ends), scores, strict=True)
+    ]
+
+
+def best(scores: Float[np.ndarray, " n"], keep: int) -> Bool[np.ndarray, " n"]:
+    """The `keep` highest of one array; ties go to the earlier."""
+    if keep <= 0:
+        return np.zeros(scores.shape, np.bool_)
+    if keep >= scores.size:
+        return np.ones(scores.shape, np.bool_)
+    threshold = np.partition(scores, scores.size - keep)[scores.size - keep]
+    kept = scores > threshold
+    ties = np.flatnonzero(scores == threshold)
+    kept[ties[: keep - int(kept.sum())]] = True
+    return kept
+
+
+def share_out(total: int, scores: Sequence[Float[np.ndarray, "..."]]) -> list[int]:
+    """`total` in as many parts, as equal as can be; the best scores get one more.
+
+    Example:
+        >>> share_out(7, [np.array([1.0]), np.array([5.0]), np.array([3.0])])
+        [2, 3, 2]
+    """
+    each, rest = divmod(total, len(scores))
+    means = np.array([score.mean() for score in scores])
+    more = best(means, rest)
+    return [each + int(extra) for extra in more]
+
+
+def keep_share(
+    scores: Sequence[Float[np.ndarray, "..."]],
+    sparsity: float,
+    *,
+    allowed: Sequence[Bool[np.ndarray, "..."]] | None = None,
+) -> list[Bool[np.ndarray, "..."]]:
+    """`keep_best` of the units that a sparsity leaves."""
+    total = sum(score.size for score in scores)
+    return keep_best(scores, total - pruned_units(total, sparsity), allowed=allowed)
+
+
+def unit_means(
+    matrix: Shaped[np.ndarray, "K N"], rows: int, columns: int
+) -> Float[np.ndarray, "a b"]:
+    """The mean of each unit of `rows` x `columns` elements."""
+    height, width = matrix.shape
+    parts = matrix.reshape(height // rows, rows, width // columns, columns)
+    return parts.mean((1, 3), dtype=np.float64)
+
+
+def unit_all(
+    matrix: Bool[np.ndarray, "K N"], rows: int, columns: int
+) -> Bool[np.ndarray, "a b"]:
+    """Whether all elements of each unit are true."""
+    height, width = matrix.shape
+    return matrix.reshape(height // rows, rows, width // columns, columns).all((1, 3))
+
+
+def spread(
+    units: Shaped[np.ndarray, "a b"], rows: int, columns: int
+) -> Shaped[np.ndarray, "K N"]:
+    """Each unit again as `rows` x `columns` elements."""
+    return units.repeat(rows, axis=0).repeat(columns, axis=1)

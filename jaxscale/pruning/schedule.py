@@ -1,0 +1,313 @@
+r"""When to prune how much, and training under masks.
+
+A schedule is a sequence of stages: at a step, go to a sparsity. In `fit` a `Pruner` is
+a hook that prunes at the stages and a transform of the gradients that holds pruned
+weights at zero in between. The masks are part of the optimizer's state: they are saved
+and restored with it, they change without compiling the step again, and the moments of
+pruned weights are zero.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from jaxscale.pruning.config import PruneConfig
+from jaxscale.pruning.layers import choose
+from jaxscale.pruning.masks import Masks, Scores, apply_masks, make_model_masks
+from jaxscale.pruning.scores import magnitude_scores
+
+
+PAPER_STAGES = (
+    *(0.25, 0.35, 0.5, 0.55, 0.6, 0.65),
+    *(0.7, 0.75, 0.8, 0.85, 0.9, 0.95),
+)
+"""Sparsities of the authors' stages for BERT."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A step of a schedule."""
+
+    step: int
+    """Prune when so many steps are done; 0 is before the first."""
+    sparsity: float
+    """Prune to this sparsity."""
+
+
+def one_shot(sparsity: float) -> tuple[Stage, ...]:
+    """Everything before the first step."""
+    return (Stage(step=0, sparsity=sparsity),)
+
+
+def paper_stages(sparsity: float, steps_per_stage: int) -> tuple[Stage, ...]:
+    """The authors' list up to `sparsity`, with as many steps after each stage.
+
+    Example:
+        >>> [stage.sparsity for stage in paper_stages(0.6, 10)]
+        [0.25, 0.35, 0.5, 0.55, 0.6]
+    """
+    below = [each for each in PAPER_STAGES if each < sparsity]
+    return _evenly([*below, sparsity], steps_per_stage)
+
+
+def cubic_stages(
+    sparsity: float, stages: int, steps_per_stage: int
+) -> tuple[Stage, ...]:
+    r"""Fast at first, slower towards the end.
+
+    :math:`s_i = s (1 - (1 - i / n)^3)` for stage :math:`i` of :math:`n`.
+
+    Example:
+        >>> [round(stage.sparsity, 3) for stage in cubic_stages(0.75, 3, 10)]
+        [0.528, 0.722, 0.75]
+
+    References:
+        Zhu and Gupta, "To prune, or not to prune" (arXiv 1710.01878).
+    """
+    if stages < 1:
+        raise ValueError(f"stages {stages}, expected at least 1")
+    shares = [1 - (1 - i / stages) ** 3 for i in range(1, stages + 1)]
+    return _evenly([sparsity * share for share in shares], steps_per_stage)
+
+
+def _evenly(sparsities: Sequence[float], steps: int) -> tuple[Stage, ...]:
+    if steps < 1:
+        raise ValueError(f"steps_per_stage {steps}, expected at least 1")
+    return tuple(Stage(step=i * steps, sparsity=s) for i, s in enumerate(sparsities))
+
+
+class MaskState(NamedTuple):
+    """What a mask of gradients keeps in the state of the optimizer."""
+
+    codes: dict[str, Any]
+    """By layer, for each weight: 0 pruned, 1 in a tile, 2 a single weight."""
+
+
+def mask_gradients(masks: Masks) -> optax.GradientTransformation:
+    """Gradients of pruned weights become zero.
+
+    First in the chain, before gradients are clipped: then clipping and moments know
+    only the weights that are there, and a weight that is zero, as `apply_masks` makes
+    it, stays zero under weight decay and any learning rate.
+
+    Args:
+        masks: What is kept at first; a `Pruner` changes it at its stages.
+    """
+    codes = _codes(masks)
+
+    def init(params: Any) -> MaskState:
+        kernels = {}
+        for path, node in _variables(params):
+            if (name := _layer(path)) in codes:
+                code = jnp.asarray(codes[name])
+                kernels[name] = jax.tree.map(lambda _, c=code: c, node)
+        return MaskState(codes=kernels)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        return _masked(updates, state.codes), state
+
+    return optax.GradientTransformation(init, update)
+
+
+class Pruner:
+    """Prunes a model during training, as a hook and a transform of `fit`.
+
+    Example::
+
+        pruner = Pruner(PruneConfig(sparsity=0.75), one_shot(0.75))
+        model = pruner.start(model)  # pruned to the sparsity of step 0
+        result = fit(
+            config,
+            model=model,
+            hooks=[pruner],
+            gradient_transforms=[pruner.transform],
+            ...
+        )
+        masks = pruner.masks_of(result.state)
+    """
+
+    def __init__(
+        self,
+        config: PruneConfig,
+        stages: Sequence[Stage],
+        *,
+        scores: Callable[[Any], Scores] = magnitude_scores,
+        on_stage: Callable[[int, Masks], None] | None = None,
+    ) -> None:
+        """Check the schedule.
+
+        Args:
+            config: Pattern and layers; its sparsity is that of the last stage.
+            stages: When to prune how much, in rising order.
+            scores: Importance of the weights of a model; called at each stage.
+            on_stage: Called with the step and the masks when a stage is done.
+
+        Raises:
+            ValueError: there is no stage, or steps or sparsities do not rise.
+        """
+        if not stages:
+            raise ValueError("stages is empty; give at least one, as one_shot does")
+        for before, after in itertools.pairwise(stages):
+            if before.step >= after.step or before.sparsity > after.sparsity:
+                raise ValueError(
+                    f"stages {before} and {after}: steps must rise, and sparsities "
+                    "must not fall"
+                )
+        for stage in stages:
+            config.with_sparsity(stage.sparsity)  # raises
+        self.config = config
+        self.stages = tuple(stages)
+        self._scores = scores
+        self._on_stage = on_stage
+        self._first: Masks | None = None
+
+    @property
+    def transform(self) -> optax.GradientTransformation:
+        """The transform for ``gradient_transforms`` of `fit`; after `start`."""
+        if self._first is None:
+            raise ValueError("transform is known after start(model); call that first")
+        return mask_gradients(self._first)
+
+    def start(self, model: Any) -> Any:
+        """A copy of `model` as it is before the first step.
+
+        Raises:
+            ValueError: as `make_model_masks`.
+        """
+        first = self.stages[0]
+        if first.step == 0:
+            self._first = self._masks(model, first, None)
+        else:
+            whole = Stage(step=0, sparsity=0.0)
+            plain = dataclasses.replace(self.config, pattern="ew")
+            ones = make_model_masks(
+                model, magnitude_scores(model), plain.with_sparsity(whole.sparsity)
+            )
+            self._first = dataclasses.replace(ones, config=self.config)
+        return apply_masks(model, self._first)
+
+    def __call__(self, step: int, state: Any, metrics: Any = None) -> Any:
+        """The hook: the pruned state if `step` is a stage, else None."""
+        del metrics
+        stage = next((s for s in self.stages if s.step == step and step), None)
+        if stage is None:
+            return None
+        masks = self._masks(state.model, stage, self.masks_of(state))
+        places = jax.tree.map(lambda x: x.sharding, state)
+        codes = _codes(masks)
+        # The shardings stay what they are, for which the step was compiled.
+        prune = jax.jit(_prune_state, donate_argnums=0, out_shardings=places)
+        return prune(state, codes)
+
+    def masks_of(self, state: Any) -> Masks:
+        """The masks that hold in a `TrainState`, for example a restored one.
+
+        Raises:
+            ValueError: it has not been trained with `transform`.
+        """
+        found = [
+            node
+            for node in jax.tree.leaves(state.opt_state, is_leaf=_is_masks)
+            if _is_masks(node)
+        ]
+        if len(found) != 1:
+            raise ValueError(
+                f"the state holds {len(found)} sets of masks, expected one: pass "
+                "gradient_transforms=[pruner.transform] to fit"
+            )
+        codes = {
+            name: np.asarray(jax.device_get(jax.tree.leaves(node)[0]))
+            for name, node in found[0].codes.items()
+        }
+        chosen = choose(state.model, self.config.dense)
+        masks = Masks(
+            config=self.config,
+            kept={name: code != 0 for name, code in codes.items()},
+            tiled={name: code == 1 for name, code in codes.items()},
+            chosen=chosen,
+        )
+        done = [s.sparsity for s in self.stages if s.step <= int(state.step)]
+        config = self.config.with_sparsity(done[-1] if done else 0.0)
+        return dataclasses.replace(masks, config=config)
+
+    def _masks(self, model: Any, stage: Stage, previous: Masks | None) -> Masks:
+        config = self.config.with_sparsity(stage.sparsity)
+        if previous is not None and previous.sparsity == 0:
+            previous = None  # nothing is pruned yet, and there are no tiles
+        masks = make_model_masks(model, self._scores(model), config, previous=previous)
+        if self._on_stage is not None:
+            self._on_stage(stage.step, masks)
+        return masks
+
+
+def _prune_state(state: Any, codes: Mapping[str, Any]) -> Any:
+    """A training state with pruned weights, and their moments, set to zero."""
+
+    def replace(node: Any) -> Any:
+        if not _is_masks(node):
+            return node
+        return MaskState(
+            codes={
+                name: jax.tree.map(lambda _, n=name: codes[n], variable)
+                for name, variable in node.codes.items()
+            }
+        )
+
+    opt_state = jax.tree.map(replace, state.opt_state, is_leaf=_is_masks)
+    return dataclasses.replace(
+        state,
+        model=_masked(state.model, codes),
+        opt_state=_masked(opt_state, codes),
+    )
+
+
+def _masked(tree: Any, codes: Mapping[str, Any]) -> Any:
+    """A tree in which what belongs to pruned weights is zero, moments for example."""
+
+    def mask(path: Any, node: Any) -> Any:
+        name = _layer(path)
+        if _is_masks(node) or name is None:
+            return node
+        # In the state of an optimizer the name stands behind that of the moment.
+        code = next(
+            (c for n, c in codes.items() if name == n or name.endswith(f".{n}")), None
+        )
+        if code is None:
+            return node
+        (kept,) = jax.tree.leaves(code)
+        return jax.tree.map(lambda x: jnp.where(kept != 0, x, jnp.zeros_like(x)), node)
+
+    return jax.tree_util.tree_map_with_path(
+        mask, tree, is_leaf=lambda n: isinstance(n, nnx.Variable) or _is_masks(n)
+    )
+
+
+def _variables(tree: Any) -> list[tuple[Any, Any]]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda node: isinstance(node, nnx.Variable)
+    )
+    return leaves
+
+
+def _layer(path: Any) -> str | None:
+    """The layer whose kernel a path leads to."""
+    name = jax.tree_util.keystr(path, simple=True, separator=".")
+    return name.removesuffix(".kernel") if name.endswith(".kernel") else None
+
+
+def _is_masks(node: Any) -> bool:
+    return isinstance(node, MaskState)
+
+
+def _codes(masks: Masks) -> dict[str, np.ndarray]:
+    return {
+        name: np.where(masks.tiled[name], 1, np.where(kept, 2, 0)).astype(np.int8)
+        for name, kept in masks.kept.items()
+    }

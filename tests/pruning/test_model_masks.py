@@ -1,0 +1,119 @@
+"""Masks of models: which layers, how they are applied, saved and checked."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxscale.models import Decoder
+from jaxscale.pruning import (
+    Masks,
+    PruneConfig,
+    apply_masks,
+    choose,
+    linears,
+    magnitude_scores,
+    make_model_masks,
+)
+from tests.pruning.conftest import CONFIG
+
+
+TILES = PruneConfig(sparsity=0.75, tile=8)
+
+
+def masks_of(model, config=TILES, **options):
+    return make_model_masks(model, magnitude_scores(model), config, **options)
+
+
+def test_all_layers_of_the_blocks_are_pruned_together(model):
+    masks = masks_of(model)
+    assert list(masks) == list(linears(model)) and "lm_head" not in masks
+    kept = sum(mask.sum() for mask in masks.kept.values())
+    total = sum(mask.size for mask in masks.kept.values())
+    assert kept == total / 4 and masks.sparsity == 0.75
+    # One ranking: the layers differ.
+    shares = {mask.mean() for name in masks for mask in masks[name]}
+    assert len(shares) > 3
+    layered = masks_of(model, dataclasses.replace(TILES, scope="layer"))
+    for name in layered:
+        assert [mask.mean() for mask in layered[name]] == [0.25, 0.25]
+
+
+def test_layers_stay_dense_by_name_rule_and_place(model):
+    config = dataclasses.replace(
+        TILES, dense=("blocks.attention.*", "blocks.mlp.up.0", "blocks.mlp.down")
+    )
+    masks = masks_of(model, config)
+    assert masks.chosen == {"blocks.mlp.gate": [0, 1], "blocks.mlp.up": [1]}
+    assert masks["blocks.mlp.up"][0].all()
+    pruned = [*masks["blocks.mlp.gate"], masks["blocks.mlp.up"][1]]
+    assert sum(m.sum() for m in pruned) == 3 * 32 * 64 / 4
+    assert masks.sparsity == 0.75
+
+
+def test_an_unknown_layer_is_an_error(model):
+    with pytest.raises(ValueError, match=r"'blocks.mlp.upp' is no layer of the model"):
+        choose(model, ["blocks.mlp.upp"])
+    with pytest.raises(ValueError, match=r"did you mean blocks.mlp.up"):
+        choose(model, ["blocks.mlp.upp"])
+    with pytest.raises(ValueError, match=r"dense 'blocks.mlp.up.2' is no layer"):
+        masks_of(model, dataclasses.replace(TILES, dense=("blocks.mlp.up.2",)))
+    with pytest.raises(ValueError, match="no layer is left to prune"):
+        masks_of(model, dataclasses.replace(TILES, dense=("blocks.*",)))
+
+
+def test_applied_masks_zero_just_the_pruned(model):
+    masks = masks_of(model)
+    pruned = apply_masks(model, masks)
+    for name, layer in linears(pruned).items():
+        before = np.asarray(linears(model)[name].kernel[...])
+        expected = np.where(masks[name], before, 0)
+        np.testing.assert_array_equal(layer.kernel[...], expected)
+    np.testing.assert_array_equal(pruned.embed.table[...], model.embed.table[...])
+    # A copy: to donate one does not take the other away.
+    jax.tree.map(lambda x: x.delete(), pruned)
+    assert np.isfinite(np.asarray(model.embed.table[...])).all()
+
+
+def test_masks_come_back_from_a_file(model, tmp_path):
+    config = dataclasses.replace(
+        TILES, pattern="tew", single_fraction=0.1, dense=("*.0",)
+    )
+    masks = masks_of(model, config)
+    masks.save(tmp_path / "masks.safetensors")
+    loaded = Masks.load(tmp_path / "masks.safetensors")
+    assert loaded.config == config and loaded.chosen == masks.chosen
+    for name in masks:
+        np.testing.assert_array_equal(loaded[name], masks[name])
+        np.testing.assert_array_equal(loaded.tiled[name], masks.tiled[name])
+    assert (masks["blocks.mlp.up"] != masks.tiled["blocks.mlp.up"]).any()
+
+
+def test_other_files_are_refused(tmp_path):
+    (tmp_path / "text").write_text("no masks")
+    with pytest.raises(ValueError, match="text is no safetensors file"):
+        Masks.load(tmp_path / "text")
+    import safetensors.numpy
+
+    safetensors.numpy.save_file({"x": np.ones(1)}, tmp_path / "other")
+    with pytest.raises(ValueError, match="other holds None of version None, expected"):
+        Masks.load(tmp_path / "other")
+
+
+def test_masks_must_fit_the_model(model):
+    masks = masks_of(model)
+    wide = Decoder(dataclasses.replace(CONFIG, d_ff=128), rngs=nnx.Rngs(0))
+    with pytest.raises(
+        ValueError, match=r"blocks.mlp.down has shape \(2, 64, 32\), expected \(2, 128"
+    ):
+        apply_masks(wide, masks)
+    gelu = Decoder(dataclasses.replace(CONFIG, activation="gelu"), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"layer blocks.mlp.gate, which the model lac"):
+        apply_masks(gelu, masks)
+    with pytest.raises(ValueError, match=r"scores lack the layer blocks.attention.key"):
+        make_model_masks(model, {}, TILES)
+    scores = magnitude_scores(wide)
+    with pytest.raises(ValueError, match=r"scores of layer blocks.mlp.down have shape"):
+        make_model_masks(model, scores, TILES)
