@@ -3,6 +3,10 @@
 ``benchmarks/results/<device>/<benchmark>[_<part>].json`` holds one table. A run
 replaces the rows of its own case and params; rows of earlier runs stay and then carry
 what sets them apart from the head of the file (``commit``, ``date``, ``command``, ...).
+
+Files that were written elsewhere (``--out``) are merged by
+
+    python -m benchmarks.records FOLDER/nvidia_h200/matmul.json ...
 """
 
 import datetime
@@ -10,7 +14,8 @@ import json
 import math
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 
@@ -150,6 +155,29 @@ def full_rows(record: Record) -> list[Record]:
     return [head | row for row in record["rows"]]
 
 
+_UNSHOWN = ("spread",)
+
+
+def ordered(values: Iterable[Any]) -> list:
+    """Each value once, in the order of appearance."""
+    return list(dict.fromkeys(values))
+
+
+def default_metric(rows: Sequence[Record]) -> str | None:
+    """The metric to show: the first that all rows have."""
+    names = [n for n in rows[0]["metrics"] if n not in _UNSHOWN]
+    return next((n for n in names if all(n in r["metrics"] for r in rows)), None)
+
+
+def lines(rows: Sequence[Record]) -> Iterator[tuple[Record, dict[str, Record]]]:
+    """For each case and params, its first row and its rows by implementation."""
+    by_identity: dict[tuple, dict[str, Record]] = {}
+    for row in rows:
+        by_identity.setdefault(identity(row), {})[row["implementation"]] = row
+    for by_name in by_identity.values():
+        yield next(iter(by_name.values())), by_name
+
+
 def load(path: pathlib.Path) -> Record:
     """Read and validate a result file."""
     try:
@@ -168,3 +196,17 @@ def dump(record: Record, path: pathlib.Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "{\n" + ",\n".join(head) + f',\n "rows": [\n  {rows}\n ]\n' + "}\n"
     path.write_text(text, encoding="utf-8")
+
+
+def main(argv: Sequence[str] | None = None, out: pathlib.Path = RESULTS) -> None:
+    """Merge files into those of this repository."""
+    for name in sys.argv[1:] if argv is None else argv:
+        new = load(pathlib.Path(name))
+        path = out / slug(new["device"]) / pathlib.Path(name).name
+        names = ordered(row["implementation"] for row in new["rows"])
+        dump(merge(load(path) if path.exists() else None, new, names), path)
+        print(f"wrote {path}: {len(new['rows'])} rows")
+
+
+if __name__ == "__main__":
+    main()

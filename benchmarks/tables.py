@@ -11,12 +11,17 @@ the stem of the file. Options follow the name::
     <!-- table:matmul metric=tflops implementations=mosaic_gpu,dense cases=4096* -->
 
 ``metric`` is what a cell shows beside the time (by default the first that all rows
-have), ``device`` a folder of results. ``--check`` changes nothing and fails if a block
+have), ``device`` a folder of results, and the name of a param chooses rows by its
+value: ``M=2048,8192``. With ``columns=M`` the values of a param stand side by side and
+a cell is the metric alone, or else the time; a last line has the means. With
+``pending=yes`` a table without results says so instead of failing. A plot is a block
+``<!-- plot:matmul -->``. ``--check`` changes nothing and fails if a block or a plot
 differs from what would be written.
 
 Every row of a file is shown, ours and baselines alike, the fastest of a line in bold.
 The last column is the time of the fastest baseline over that of our fastest: below 1
-the baseline wins.
+the baseline wins. Lower bounds, such as a product without its communication, compete
+with neither.
 """
 
 import argparse
@@ -24,10 +29,10 @@ import fnmatch
 import pathlib
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from benchmarks import records
+from benchmarks import plots, records
 
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -44,24 +49,19 @@ OURS = (
     "tile_wise",
     "tew",
 )
-"""Names of our implementations; every other is a baseline."""
+"""Names of our implementations; every other is a baseline or a bound."""
+
+BOUNDS = ("matmul_only", "comm_only", "ideal")
+"""What no implementation of the whole can be faster than."""
+
+PENDING = "Not measured yet."
 
 MARKER = re.compile(
-    r"(?P<open><!-- table:(?P<name>\S+)(?P<options>(?: \w+=\S+)*) -->\n)"
+    r"(?P<open><!-- (?P<what>table|plot):(?P<name>\S+)(?P<options>(?: \w+=\S+)*) -->\n)"
     r"(?P<body>.*?)"
-    r"(?P<close><!-- /table -->)",
+    r"(?P<close><!-- /(?P=what) -->)",
     re.DOTALL,
 )
-_UNSHOWN = ("spread",)
-
-
-def _ordered(values: Any) -> list:
-    return list(dict.fromkeys(values))
-
-
-def _default_metric(rows: Sequence[records.Record]) -> str | None:
-    names = [n for n in rows[0]["metrics"] if n not in _UNSHOWN]
-    return next((n for n in names if all(n in r["metrics"] for r in rows)), None)
 
 
 def _number(value: float) -> str:
@@ -83,19 +83,11 @@ def _cell(
     return f"**{text}**" if best else text
 
 
-def _lines(
-    rows: Sequence[records.Record],
-) -> Iterator[tuple[records.Record, dict[str, records.Record]]]:
-    """For each case and params, its first row and its rows by implementation."""
-    for identity in _ordered(records.identity(row) for row in rows):
-        same = [row for row in rows if records.identity(row) == identity]
-        yield same[0], {row["implementation"]: row for row in same}
-
-
 def ratio(by_name: dict[str, records.Record]) -> float | None:
     """Time of the fastest baseline over that of our fastest, if there are both."""
     ours = [row["time_us"] for name, row in by_name.items() if name in OURS]
-    others = [row["time_us"] for name, row in by_name.items() if name not in OURS]
+    rivals = by_name.keys() - {*OURS, *BOUNDS}
+    others = [by_name[name]["time_us"] for name in rivals]
     return min(others) / min(ours) if ours and others else None
 
 
@@ -105,6 +97,8 @@ def markdown(
     metric: str | None = None,
     implementations: str = "*",
     cases: str = "*",
+    columns: str | None = None,
+    **where: str,
 ) -> str:
     """One Markdown table of a result file.
 
@@ -113,57 +107,116 @@ def markdown(
         metric: The metric beside the time; by default the first that all rows have.
         implementations: Comma-separated names or patterns.
         cases: Comma-separated names or patterns.
+        columns: A param whose values become columns.
+        **where: Comma-separated values of params. One that leaves a single value has
+            no column.
 
     Returns:
         The table and a line that says where the numbers come from.
     """
-    rows = [
-        row
-        for row in records.full_rows(record)
-        if _matches(row["implementation"], implementations)
-        and _matches(row["case"], cases)
-    ]
-    if not rows:
-        raise ValueError(
-            f"no row has implementation {implementations!r}, case {cases!r}"
-        )
+    rows = _chosen(record, implementations, cases, where)
     if metric is not None and not any(metric in row["metrics"] for row in rows):
-        known = _ordered(name for row in rows for name in row["metrics"])
+        known = records.ordered(name for row in rows for name in row["metrics"])
         raise ValueError(f"metric {metric!r}, expected one of {known}")
-    metric = metric or _default_metric(rows)
+    if columns is not None and columns not in rows[0]["params"]:
+        raise ValueError(f"columns {columns!r}, expected one of {[*rows[0]['params']]}")
+    fixed = {p for p in where if len({row["params"][p] for row in rows}) == 1}
+    if columns is not None:
+        return _side_by_side(rows, metric, columns, fixed)
+    metric = metric or records.default_metric(rows)
     unit, scale = ("ms", 1e3) if all(r["time_us"] >= 1e4 for r in rows) else ("us", 1)
-    params = _ordered(name for row in rows for name in row["params"])
-    names = _ordered(row["implementation"] for row in rows)
+    params = records.ordered(p for row in rows for p in row["params"] if p not in fixed)
+    names = records.ordered(row["implementation"] for row in rows)
     head = ["case", *params, *names]
-    with_ratio = any(ratio(by_name) is not None for _, by_name in _lines(rows))
+    with_ratio = any(ratio(by_name) is not None for _, by_name in records.lines(rows))
     if with_ratio:
         head.append("baseline / ours")
     table = [
         head,
         ["---"] * (1 + len(params)) + ["--:"] * (len(head) - 1 - len(params)),
     ]
-    for first, by_name in _lines(rows):
-        best = min(row["time_us"] for row in by_name.values())
+    for first, by_name in records.lines(rows):
+        times = [r["time_us"] for name, r in by_name.items() if name not in BOUNDS]
+        best = min(times) if len(times) > 1 else None
         cells = [first["case"]]
         cells += [str(first["params"].get(name, "")) for name in params]
         for name in names:
             row = by_name.get(name)
-            fastest = row is not None and row["time_us"] == best and len(by_name) > 1
+            fastest = row is not None and row["time_us"] == best and name not in BOUNDS
             cells.append(_cell(row, metric, scale, fastest))
         if with_ratio:
             value = ratio(by_name)
             cells.append("-" if value is None else f"{value:.2f}")
         table.append(cells)
-    text = "\n".join("| " + " | ".join(line) + " |" for line in table)
     shown = f"Time in {unit}" + (f" ({metric})" if metric else "")
-    return f"{text}\n\n{shown}. {_source(rows)}\n"
+    return f"{_joined(table)}\n\n{shown}. {_source(rows)}\n"
+
+
+def _chosen(
+    record: records.Record, implementations: str, cases: str, where: dict[str, str]
+) -> list[records.Record]:
+    rows = records.full_rows(record)
+    known = records.ordered(name for row in rows for name in row["params"])
+    for name in where:
+        if name not in known:
+            raise ValueError(f"option {name!r}, expected one of the params {known}")
+    rows = [
+        row
+        for row in rows
+        if _matches(row["implementation"], implementations)
+        and _matches(row["case"], cases)
+        and all(_matches(str(row["params"].get(p)), v) for p, v in where.items())
+    ]
+    if not rows:
+        wanted = {"implementation": implementations, "case": cases, **where}
+        raise ValueError(f"no row has {wanted}")
+    return rows
+
+
+def _side_by_side(
+    rows: Sequence[records.Record], metric: str | None, columns: str, fixed: set[str]
+) -> str:
+    """A table whose columns are the values of a param, and the mean of each column."""
+    values = sorted({row["params"][columns] for row in rows})
+    params = records.ordered(p for row in rows for p in row["params"])
+    params = [p for p in params if p not in fixed and p != columns]
+    names = records.ordered(row["implementation"] for row in rows)
+    heads = ["case", *params, *(["implementation"] if len(names) > 1 else [])]
+    lines: dict[tuple, dict[Any, float]] = {}
+    for row in rows:
+        key = [row["case"], *(str(row["params"].get(p, "")) for p in params)]
+        key += [row["implementation"]] if len(names) > 1 else []
+        value = row["metrics"].get(metric) if metric else row["time_us"]
+        if value is not None:
+            lines.setdefault(tuple(key), {})[row["params"][columns]] = value
+    table = [
+        [*heads, *(f"{columns} {value}" for value in values)],
+        ["---"] * len(heads) + ["--:"] * len(values),
+    ]
+    for key, cells in lines.items():
+        table.append(
+            [*key, *(_number(cells[v]) if v in cells else "-" for v in values)]
+        )
+    if metric and len(lines) > 1 and len(names) == 1:
+        found = [[c[v] for c in lines.values() if v in c] for v in values]
+        means = [_number(sum(f) / len(f)) if f else "-" for f in found]
+        table.append(["mean", *[""] * (len(heads) - 1), *means])
+    shown = metric or "time in us"
+    who = f" of `{names[0]}`" if len(names) == 1 else ""
+    return f"{_joined(table)}\n\n{shown}{who}. {_source(rows)}\n"
+
+
+def _joined(table: Sequence[Sequence[str]]) -> str:
+    return "\n".join("| " + " | ".join(line) + " |" for line in table)
 
 
 def _source(rows: Sequence[records.Record]) -> str:
     def join(key: str) -> str:
-        return ", ".join(_ordered(str(row[key]) for row in rows))
+        return ", ".join(records.ordered(str(row[key]) for row in rows))
 
-    commands = ", ".join(f"`{c}`" for c in _ordered(row["command"] for row in rows))
+    commands = ", ".join(
+        f"`{c}`" for c in records.ordered(row["command"] for row in rows)
+    )
     errors = [r["max_rel_error"] for r in rows if r["max_rel_error"] is not None]
     worst = f"; largest relative error {max(errors):.1e}" if errors else ""
     return (
@@ -183,16 +236,26 @@ def fill(text: str, results: pathlib.Path, where: str = "text") -> str:
     def block(match: re.Match) -> str:
         options = dict(item.split("=", 1) for item in match["options"].split())
         device = options.pop("device", DEFAULT_DEVICE)
+        pending = options.pop("pending", None) == "yes"
+        name = f"{match['what']}:{match['name']}"
         path = results / device / f"{match['name']}.json"
+        if not path.exists() and pending:
+            return f"{match['open']}\n{PENDING}\n\n{match['close']}"
         if not path.exists():
-            raise ValueError(f"{where}: table:{match['name']} wants {path}, not there")
+            raise ValueError(f"{where}: {name} wants {path}, not there")
         try:
-            table = markdown(records.load(path), **options)
+            if match["what"] == "plot":
+                made = plots.link(path, depth=where.count("/"), **options)
+            else:
+                made = markdown(records.load(path), **options)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{where}: table:{match['name']}: {error}") from error
-        return f"{match['open']}\n{table}\n{match['close']}"
+            if not pending or "no row has" not in str(error):
+                raise ValueError(f"{where}: {name}: {error}") from error
+            made = f"{PENDING}\n"
+        return f"{match['open']}\n{made}\n{match['close']}"
 
-    opened, closed = text.count("<!-- table:"), len(MARKER.findall(text))
+    opened = len(re.findall("<!-- (?:table|plot):", text))
+    closed = len(MARKER.findall(text))
     if opened != closed:
         raise ValueError(
             f"{where}: {opened} markers '<!-- table:NAME -->', {closed} with an end "
@@ -211,60 +274,6 @@ def documents(root: pathlib.Path) -> list[pathlib.Path]:
     ]
 
 
-def plot(record: records.Record, path: pathlib.Path) -> None:
-    """Draw a result file as bars, one group a case.
-
-    The height is the metric of the table if there is one, else the time.
-    """
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    rows = records.full_rows(record)
-    metric = _default_metric(rows)
-    names = _ordered(row["implementation"] for row in rows)
-    lines = list(_lines(rows))
-    labels = _labels([first for first, _ in lines])
-    width = 0.8 / len(names)
-    # Without these the file would differ at every run.
-    with mpl.rc_context({"svg.hashsalt": "jaxscale", "svg.fonttype": "none"}):
-        figure = Figure(figsize=(max(6.0, 1.1 * len(lines) + 2), 4.0), layout="tight")
-        axes = figure.subplots()
-        for i, name in enumerate(names):
-            points = [
-                (x + (i - (len(names) - 1) / 2) * width, by_name[name])
-                for x, (_, by_name) in enumerate(lines)
-                if name in by_name
-            ]
-            heights = [
-                row["metrics"][metric] if metric else row["time_us"]
-                for _, row in points
-            ]
-            axes.bar([x for x, _ in points], heights, width, label=name)
-        axes.set_xticks(range(len(lines)), labels, rotation=30, ha="right")
-        axes.set_ylabel(metric or "time in us")
-        axes.set_title(f"{record['benchmark']}, {record['device']}")
-        axes.grid(axis="y", alpha=0.3)
-        axes.legend()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, format="svg", metadata={"Date": None})
-
-
-def _labels(rows: Sequence[records.Record]) -> list[str]:
-    """Case names, with the params that tell equal names apart."""
-    cases = [row["case"] for row in rows]
-    labels = []
-    for row in rows:
-        same = [r["params"] for r in rows if r["case"] == row["case"]]
-        differing = [
-            f"{key}={value}"
-            for key, value in row["params"].items()
-            if any(params.get(key) != value for params in same)
-        ]
-        labels.append(" ".join([row["case"], *differing]))
-    assert len(labels) == len(cases)
-    return labels
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tables")
@@ -281,13 +290,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         stale.append(str(path.relative_to(args.root)))
         if not args.check:
             path.write_text(new, encoding="utf-8")
-    plots = args.root / "docs" / "_static" / "plots"
     for path in sorted(args.results.glob("*/*.json")):
-        target = plots / f"{path.parent.name}_{path.stem}.svg"
+        record = records.load(path)
+        target = args.root / "docs" / plots.place(path)
+        if plots.is_current(record, target):
+            continue
+        stale.append(str(target.relative_to(args.root)))
         if not args.check:
-            plot(records.load(path), target)
-        elif not target.exists():
-            stale.append(str(target.relative_to(args.root)))
+            plots.draw(record, target)
     for name in stale:
         print(f"{'out of date' if args.check else 'wrote'}: {name}")
     if args.check and stale:

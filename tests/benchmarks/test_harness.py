@@ -254,6 +254,56 @@ def test_runs_merge_into_the_file(tmp_path, fake_gpu):
     ]
 
 
+def test_cases_are_chosen_by_params_and_compared(tmp_path, capsys, fake_gpu):
+    def measure(cases, names, samples):
+        for case in cases:
+            seconds = {"xla": 2e-6, "dense": 1e-6, "odd": 3e-6}
+            yield (
+                case,
+                {
+                    name: Measurement([seconds[name] * case.params["M"]] * samples, 0.0)
+                    for name in names
+                },
+            )
+
+    def compare(params, seconds):
+        return {name: {"speedup": seconds["dense"] / t} for name, t in seconds.items()}
+
+    of_all = benchmark(
+        cases=[Case("a", {"M": m, "N": 8, "K": 8}) for m in (16, 32, 64)],
+        measure=measure,
+        compare=compare,
+        selectors={"rows": "M"},
+        timing="wall time of something",
+        implementations=dict.fromkeys(("xla", "dense", "odd"), IMPLEMENTATIONS["xla"]),
+    )
+    arguments = ["--out", str(tmp_path), "--commit", "abc", "--skip", "odd"]
+    assert command.main(of_all, [*arguments, "--rows", "16", "64"]) == 0
+    out = capsys.readouterr().out
+    assert "1 cases left" in out and "a M=64" in out
+    path = tmp_path / "nvidia_h200" / "example.json"
+    record = records.load(path)
+    assert record["timing"] == "wall time of something, median of 10"
+    assert record["command"].endswith("--skip odd --rows 16 64")
+    assert [
+        (row["params"]["M"], row["implementation"], row["time_us"])
+        for row in record["rows"]
+    ] == [(16, "xla", 32), (16, "dense", 16), (64, "xla", 128), (64, "dense", 64)]
+    assert record["rows"][0]["metrics"]["speedup"] == 0.5
+    with pytest.raises(SystemExit, match="no M matches '17'; there are"):
+        command.main(of_all, ["--rows", "17"])
+
+    # A file written elsewhere is merged; rows of what it did not run stay.
+    out = tmp_path / "repository"
+    records.main([str(path)], out)
+    record["rows"] = record["rows"][:1]
+    record["rows"][0]["time_us"] = 7.0
+    records.dump(record, path)
+    records.main([str(path)], out)
+    merged = records.load(out / "nvidia_h200" / "example.json")
+    assert [row["time_us"] for row in merged["rows"]] == [16, 7, 128, 64]
+
+
 def test_unknown_selection_is_an_error():
     with pytest.raises(
         SystemExit, match=r"no case matches 'nope'; there are: \['tiny'\]"

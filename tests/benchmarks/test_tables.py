@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from benchmarks import records, tables
+from benchmarks import plots, records, tables
 
 
 def row(case, name, time_us, tflops, **more):
@@ -102,6 +102,115 @@ def test_options_of_a_marker(tmp_path):
     tables.main(arguments)
     text = (tmp_path / "README.md").read_text()
     assert "| a | 128 | 64 | 110 (-0.25) |" in text and marker in text
+
+
+def overlap_row(case, kind, m, name, time_us, **metrics):
+    return {
+        "case": case,
+        "params": {"kind": kind, "tp": 4, "M": m, "N": 64, "K": 32},
+        "implementation": name,
+        "time_us": time_us,
+        "metrics": metrics,
+        "max_rel_error": 1e-3,
+    }
+
+
+def star(e):
+    return {"overlap_efficiency_star": e, "overlap_efficiency": e / 2}
+
+
+OVERLAP = RECORD | {
+    "benchmark": "collective_matmul",
+    "num_devices": 4,
+    "timing": "wall time a call in loops inside one program, median of 7",
+    "rows": [
+        overlap_row("qkv", "all_gather", 512, "mosaic_gpu", 30.0, **star(-2.5)),
+        overlap_row("qkv", "all_gather", 512, "xla_nccl", 20.0, **star(0.0)),
+        overlap_row("qkv", "all_gather", 512, "matmul_only", 10.0),
+        overlap_row("qkv", "all_gather", 8192, "mosaic_gpu", 100.0, **star(0.9)),
+        overlap_row("qkv", "all_gather", 8192, "xla_nccl", 150.0, **star(0.0)),
+        overlap_row("up", "all_gather", 512, "mosaic_gpu", 40.0, **star(0.5)),
+        overlap_row("down", "reduce_scatter", 512, "mosaic_gpu", 41.0),
+    ],
+}
+
+
+def test_params_choose_rows_and_bounds_do_not_compete():
+    text = tables.markdown(OVERLAP, kind="all_gather", M="512", cases="qkv")
+    lines = text.splitlines()
+    assert lines[0] == (
+        "| case | tp | N | K | mosaic_gpu | xla_nccl | matmul_only | baseline / ours |"
+    )
+    assert lines[2] == "| qkv | 4 | 64 | 32 | 30 | **20** | 10 | 0.67 |"
+    with pytest.raises(ValueError, match="option 'colour', expected one of the params"):
+        tables.markdown(OVERLAP, colour="red")
+
+
+def test_values_of_a_param_stand_side_by_side():
+    text = tables.markdown(
+        OVERLAP,
+        metric="overlap_efficiency_star",
+        implementations="mosaic_gpu",
+        columns="M",
+        kind="all_gather",
+        tp="4",
+        N="64",
+        K="32",
+    )
+    assert text.splitlines()[:5] == [
+        "| case | M 512 | M 8192 |",
+        "| --- | --: | --: |",
+        "| qkv | -2.5 | 0.9 |",
+        "| up | 0.5 | - |",
+        "| mean | -1 | 0.9 |",
+    ]
+    assert "overlap_efficiency_star of `mosaic_gpu`. NVIDIA H200 x 4, wall time" in text
+    times = tables.markdown(OVERLAP, columns="M", kind="all_gather", cases="qkv")
+    assert "| qkv | 4 | 64 | 32 | xla_nccl | 20 | 150 |" in times
+    assert "mean" not in times and "time in us" in times
+    with pytest.raises(ValueError, match="columns 'Z', expected one of"):
+        tables.markdown(OVERLAP, columns="Z")
+
+
+def test_what_is_not_measured_yet_may_say_so(tmp_path):
+    text = (
+        "<!-- table:other pending=yes -->\n<!-- /table -->\n"
+        "<!-- table:matmul pending=yes M=77 -->\n<!-- /table -->\n"
+        "<!-- plot:other pending=yes alt=A_plot -->\n<!-- /plot -->\n"
+        "<!-- plot:matmul pending=yes alt=A_plot -->\n<!-- /plot -->"
+    )
+    tables.main(document(tmp_path, text))
+    made = (tmp_path / "README.md").read_text()
+    assert made.count("Not measured yet.") == 3
+    assert "![A plot](docs/_static/plots/nvidia_h200_matmul.svg)" in made
+
+
+@pytest.mark.parametrize("record", [RECORD, OVERLAP], ids=["bars", "curves"])
+def test_plots_know_what_they_show(tmp_path, record):
+    path = tmp_path / "plot.svg"
+    assert not plots.is_current(record, path)
+    plots.draw(record, path)
+    assert plots.is_current(record, path)
+    assert plots.is_current(record | {"commit": "later"}, path)
+    new = copy.deepcopy(record)
+    new["rows"][0]["metrics"]["overlap_efficiency"] = 0.123
+    assert not plots.is_current(new, path)
+
+
+def test_curves_hold_every_layer_and_negative_values(tmp_path):
+    plots.draw(OVERLAP, tmp_path / "plot.svg")
+    text = (tmp_path / "plot.svg").read_text()
+    for label in ("qkv", "up", "all_gather, 4 GPUs", "reduce_scatter, 4 GPUs", "E*"):
+        assert f">{label}<" in text, label
+
+
+def test_a_stale_plot_is_found(tmp_path, capsys):
+    arguments = document(tmp_path)
+    tables.main(arguments)
+    plot = tmp_path / "docs" / "_static" / "plots" / "nvidia_h200_matmul.svg"
+    plot.write_text(plot.read_text().replace(plots.digest(RECORD), "results of old"))
+    assert tables.main([*arguments, "--check"]) == 1
+    assert "nvidia_h200_matmul.svg" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
