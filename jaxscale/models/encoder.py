@@ -1,4 +1,4 @@
-"""The encoder behind BERT, RoBERTa, ALBERT, DistilBERT and ModernBERT.
+"""The encoder behind BERT, RoBERTa, ALBERT, DistilBERT, ModernBERT and DeBERTa.
 
 Sequences are packed before the embedding and stay packed to the end: no layer computes
 on padding. Legend: B rows, T tokens of a row, S sequences of a row, L padded length,
@@ -19,10 +19,13 @@ from jaxscale.models.heads import HeadConfig, make_head
 from jaxscale.models.stack import check_remat, make_stack, run_stack, token_positions
 from jaxscale.nn.attention import Attention
 from jaxscale.nn.blocks import Block
+from jaxscale.nn.convolution import SequenceConvolution
+from jaxscale.nn.disentangled import DisentangledAttention
 from jaxscale.nn.embeddings import Embed
 from jaxscale.nn.linear import Linear
 from jaxscale.nn.norms import LayerNorm
 from jaxscale.nn.packing import pack, unpack
+from jaxscale.sharding.operations import constrain
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 from pallas_kernels.varlen_attention.segments import concrete
 
@@ -98,10 +101,10 @@ class EncoderModel(nnx.Module):
         self.rules = rules
         types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
 
-        def table(rows: int, row_axis: str | None) -> Embed:
+        def table(rows: int, row_axis: str | None, width: int | None = None) -> Embed:
             return Embed(
                 rows,
-                config.table_dim,
+                width or config.table_dim,
                 row_axis=row_axis,
                 rules=rules,
                 rngs=rngs,
@@ -146,9 +149,31 @@ class EncoderModel(nnx.Module):
         self.token_types = table(config.token_types, None) if typed else None
         self.embed_norm = norm(config.table_dim)
         self.embed_out = None if config.embed_dim is None else projection()
-        # The first pre-norm block has a norm less, so it cannot be in the stack.
-        first = 1 if config.pre_norm else 0
-        self.first = block(0, rngs) if config.pre_norm else None
+        relative = config.relative
+        # Never split along its rows: every device reads all of it.
+        self.relative = (
+            None
+            if relative is None
+            else table(relative.num_entries, None, config.d_model)
+        )
+        self.relative_norm = norm(config.d_model) if config.relative_norm else None
+        self.convolution = (
+            SequenceConvolution(
+                config.d_model,
+                config.convolution,
+                activation=config.convolution_activation,
+                rules=rules,
+                rngs=rngs,
+                **types,
+            )
+            if config.convolution
+            else None
+        )
+        self.convolution_norm = norm(config.d_model) if config.convolution else None
+        # The first pre-norm block has a norm less, and the convolution stands behind
+        # the first block, so these cannot be in the stack.
+        first = 1 if config.separate_first else 0
+        self.first = block(0, rngs) if config.separate_first else None
         count = 1 if config.share_layers else config.num_layers - first
         self.blocks = (
             make_stack(functools.partial(block, first), count, rngs) if count else None
@@ -163,15 +188,21 @@ class EncoderModel(nnx.Module):
     @property
     def attention_type(self) -> type[Attention]:
         """The class of the attention layers, chosen by the configuration."""
-        return Attention
+        return Attention if self.config.relative is None else DisentangledAttention
 
-    def shared_inputs(self) -> Any:
+    def shared_inputs(self) -> Float[Array, "P D"] | None:
         """What every attention layer reads besides its input, computed once.
 
-        A table of relative positions, for layers that add a bias to the scores; they
-        get it as ``shared``.
+        The table of relative positions, for layers that attend to them; they get it as
+        ``shared``.
         """
-        return None
+        if self.relative is None:
+            return None
+        table = self.relative.table[...].astype(self.dtype)
+        table = constrain(table, (None, None), self.rules)
+        if self.relative_norm is None:
+            return table
+        return self.relative_norm(table[None])[0]
 
     def __call__(
         self,
@@ -260,10 +291,14 @@ class EncoderModel(nnx.Module):
         def call(block: Block, x: Array, layer: Any) -> Array:
             return block(x, positions, cu_seqlens, attention=layer, shared=shared)
 
-        x = self._embed(tokens, positions, token_types)
+        x = embedded = self._embed(tokens, positions, token_types)
         variants = [config.attention(layer) for layer in range(config.num_layers)]
         if self.first is not None:
             x = call(self.first, x, variants.pop(0))
+        if self.convolution is not None and self.convolution_norm is not None:
+            # Counted from the start of each sequence, whatever `positions` say.
+            places = token_positions(tokens, cu_seqlens, self.rules)
+            x = self.convolution_norm(x + self.convolution(embedded, places))
         if self.blocks is not None:
             x = run_stack(
                 self.blocks,

@@ -6,16 +6,20 @@ Legend: L layers, N heads, H head dim, D model, E embedding, F hidden, V vocabul
 import dataclasses
 import numbers
 from collections.abc import Mapping
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from jaxscale.models.config import Divided, check_division
 from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.blocks import GATED, Activation, BlockConfig
+from jaxscale.nn.convolution import ConvolutionActivation
+from jaxscale.nn.disentangled import DisentangledConfig, RelativePositions
 from jaxscale.nn.embeddings import RopeConfig
 from jaxscale.sharding.rules import AxisRules
 
 
-type Family = Literal["bert", "roberta", "albert", "distilbert", "modernbert"]
+type Family = Literal[
+    "bert", "roberta", "albert", "distilbert", "modernbert", "deberta"
+]
 type EncoderPosition = Literal["learned", "rope", "none"]
 
 
@@ -62,6 +66,15 @@ class EncoderConfig:
     """Base of the rotary frequencies."""
     rope_theta_local: float | None = None
     """The same for layers with a window; None is `rope_theta`."""
+    relative: RelativePositions | None = None
+    """A table of relative positions that attention reads (DeBERTa)."""
+    relative_norm: bool = False
+    """A layer norm over that table."""
+    convolution: int = 0
+    """Taps of a convolution of the embedding beside the first layer, odd; 0 has none
+    (DeBERTa-v2)."""
+    convolution_activation: ConvolutionActivation = "gelu"
+    """Of that convolution."""
     window: int | None = None
     """Keys that a token sees on each side in local layers; None makes all global."""
     global_every: int = 1
@@ -123,6 +136,28 @@ class EncoderConfig:
                 "the first one has a norm less; set one of them to False"
             )
 
+        self._check_relative()
+
+    def _check_relative(self) -> None:
+        self._check_integer("convolution", least=0)
+        self.attention(0)  # checks what relative positions allow
+        if self.relative_norm and self.relative is None:
+            raise ValueError(
+                "relative_norm True needs relative, the table that it normalizes"
+            )
+        if self.convolution and (self.pre_norm or self.share_layers):
+            raise ValueError(
+                f"convolution {self.convolution} needs a first layer of its own and a "
+                f"norm after it; set pre_norm {self.pre_norm} and share_layers "
+                f"{self.share_layers} to False"
+            )
+        choices = get_args(ConvolutionActivation.__value__)
+        if self.convolution_activation not in choices:
+            raise ValueError(
+                f"convolution_activation {self.convolution_activation!r} is unknown; "
+                f"use one of {choices}"
+            )
+
     def _check_integer(self, name: str, least: int) -> None:
         value = getattr(self, name)
         if not isinstance(value, numbers.Integral) or value < least:
@@ -138,22 +173,30 @@ class EncoderConfig:
         """Width of the tables of tokens, positions and types, E."""
         return self.embed_dim or self.d_model
 
+    @property
+    def separate_first(self) -> bool:
+        """Whether the first layer stands apart from the stack of the others."""
+        return self.pre_norm or self.convolution > 0
+
     def attention(self, layer: int) -> AttentionConfig:
         """The attention of one layer."""
         local = self.window is not None and layer % self.global_every != 0
         theta = self.rope_theta
         if local and self.rope_theta_local is not None:
             theta = self.rope_theta_local
-        return AttentionConfig(
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_heads,
-            head_dim=self.head_dim,
-            use_bias=self.attention_bias,
-            use_out_bias=self.attention_bias,
-            rope=RopeConfig(theta=theta) if self.position == "rope" else None,
-            window=self.window if local else None,
-            causal=False,
-        )
+        options: dict[str, Any] = {
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_heads,
+            "head_dim": self.head_dim,
+            "use_bias": self.attention_bias,
+            "use_out_bias": self.attention_bias,
+            "rope": RopeConfig(theta=theta) if self.position == "rope" else None,
+            "window": self.window if local else None,
+            "causal": False,
+        }
+        if self.relative is None:
+            return AttentionConfig(**options)
+        return DisentangledConfig(**options, relative=self.relative)
 
     def block(self, layer: int = 0) -> BlockConfig:
         """The configuration of one layer."""
@@ -185,13 +228,21 @@ class EncoderConfig:
         if self.position == "learned":
             rows += self.max_seq_len + self.position_offset
         total += rows * e + (0 if self.embed_dim is None else (e + 1) * d)
+        if self.relative is not None:
+            total += self.relative.num_entries * d + self.relative_norm * d * norm
+            if not self.relative.share_projections:
+                width = d + self.attention_bias
+                total += layers * self.relative.num_terms * d * width
+        if self.convolution:
+            total += self.convolution * d * d + d + d * norm
         return total
 
     def flops_per_token(self, seq_len: int, causal: bool = False) -> float:
         """Floating-point operations of forward and backward pass for one token.
 
         ``6 M + 12 N H keys``, summed over the layers: M counts the parameters of matrix
-        products, those of the output projection over the vocabulary among them, and
+        products, those of the output projection over the vocabulary and the rows of
+        relative positions among them, and
         `keys` is ``seq_len`` or, in a layer with a window, its width.
 
         Args:
@@ -210,6 +261,11 @@ class EncoderConfig:
         matmul += self.table_dim * self.vocab_size
         if self.embed_dim is not None:
             matmul += self.embed_dim * self.d_model
+        matmul += self.convolution * self.d_model**2
+        if self.relative is not None:
+            # Queries, or keys, times every row of the table.
+            terms = self.relative.num_terms * self.relative.num_entries
+            matmul += self.num_layers * terms * self.d_model
         return 6.0 * matmul + 12.0 * self.d_model * keys
 
     @property
@@ -240,7 +296,7 @@ class EncoderConfig:
                 divisible by the mesh axes that it is split over.
         """
         heads = ("heads", "act_heads", "kv_heads", "act_kv_heads")
-        layers = 1 if self.share_layers else self.num_layers - self.pre_norm
+        layers = 1 if self.share_layers else self.num_layers - self.separate_first
         divided: list[Divided] = [
             ("num_heads", self.num_heads, heads),
             ("d_ff", self.d_ff, ("mlp", "act_mlp")),

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from jaxscale.models import albert, bert, distilbert, gpt, llama, modernbert
+from jaxscale.models import albert, bert, deberta, distilbert, gpt, llama, modernbert
 from jaxscale.models.config import DecoderConfig
 from jaxscale.models.encoder_config import EncoderConfig
 
@@ -55,6 +55,15 @@ ENCODER_PRESETS: dict[str, Callable[[], EncoderConfig]] = {
         modernbert.modernbert_tiny,
         modernbert.modernbert_base,
         modernbert.modernbert_large,
+        deberta.deberta_v3_tiny,
+        deberta.deberta_v3_xsmall,
+        deberta.deberta_v3_small,
+        deberta.deberta_v3_base,
+        deberta.deberta_v3_large,
+        deberta.mdeberta_v3_base,
+        deberta.deberta_v2_tiny,
+        deberta.deberta_v2_xlarge,
+        deberta.deberta_v2_xxlarge,
     )
 }
 """Functions that make the configuration of an encoder."""

@@ -9,6 +9,12 @@ from jaxscale.nn.attention import (
 )
 from jaxscale.nn.blocks import MLP, Block, BlockConfig, make_norm
 from jaxscale.nn.cache import KVCache
+from jaxscale.nn.convolution import SequenceConvolution
+from jaxscale.nn.disentangled import (
+    DisentangledAttention,
+    DisentangledConfig,
+    RelativePositions,
+)
 from jaxscale.nn.embeddings import (
     Embed,
     RopeConfig,
@@ -34,14 +40,18 @@ __all__ = [
     "AttentionConfig",
     "Block",
     "BlockConfig",
+    "DisentangledAttention",
+    "DisentangledConfig",
     "Embed",
     "KVCache",
     "LayerNorm",
     "Linear",
     "PackedBatch",
     "RMSNorm",
+    "RelativePositions",
     "RopeConfig",
     "RopeScaling",
+    "SequenceConvolution",
     "assign_rows",
     "attention",
     "attention_mask",

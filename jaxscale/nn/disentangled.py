@@ -1,0 +1,266 @@
+"""Disentangled attention: contents and relative positions attend to each other.
+
+Legend: B rows, T tokens of a row, N heads, H head dim, D model, P entries of the table
+of relative positions.
+"""
+
+import dataclasses
+import math
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxscale.nn.attention import Attention, AttentionConfig
+from jaxscale.nn.linear import Linear
+from jaxscale.sharding.operations import constrain, contract, per_shard, reshape
+from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.varlen_attention import (
+    RelativeBias,
+    RelativeBuckets,
+    varlen_attention,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RelativePositions:
+    """How the scores of an attention layer depend on relative positions.
+
+    Example:
+        >>> positions = RelativePositions(span=256, max_distance=512)  # DeBERTa-v3
+        >>> positions.num_entries, positions.num_terms
+        (512, 2)
+    """
+
+    span: int
+    """Half the rows of the table of relative positions."""
+    max_distance: int | None = None
+    """Where the logarithmic buckets end; None gives each distance a row."""
+    content_to_position: bool = True
+    """Queries attend to the positions of keys (c2p)."""
+    position_to_content: bool = True
+    """The positions of queries attend to keys (p2c)."""
+    share_projections: bool = True
+    """Positions take the query and key projections of the contents."""
+
+    def __post_init__(self) -> None:
+        self.buckets  # noqa: B018  checks span and max_distance
+        if not self.num_terms:
+            raise ValueError(
+                "content_to_position False and position_to_content False leave nothing "
+                "of relative positions; set one of them"
+            )
+
+    @property
+    def buckets(self) -> RelativeBuckets:
+        """Which row of the table a distance takes."""
+        return RelativeBuckets(span=self.span, max_distance=self.max_distance)
+
+    @property
+    def num_entries(self) -> int:
+        """P, the rows of the table."""
+        return self.buckets.num_entries
+
+    @property
+    def num_terms(self) -> int:
+        """How many of the two terms there are."""
+        return self.content_to_position + self.position_to_content
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DisentangledConfig(AttentionConfig):
+    """Shape and variant of a disentangled attention layer.
+
+    Example:
+        >>> DisentangledConfig(
+        ...     num_heads=2, num_kv_heads=2, head_dim=8, causal=False,
+        ...     relative=RelativePositions(span=4),
+        ... ).scale * 24**0.5
+        1.0
+    """
+
+    relative: RelativePositions
+    """The terms that relative positions add to the scores."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        expected = {
+            "num_kv_heads": self.num_heads,
+            "rope": None,
+            "window": None,
+            "softcap": None,
+            "causal": False,
+        }
+        for name, value in expected.items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"{name} {getattr(self, name)} of disentangled attention must be "
+                    f"{value}"
+                )
+
+    @property
+    def scale(self) -> float:
+        """Factor of each of the two or three products that make a score."""
+        return 1 / math.sqrt(self.head_dim * (1 + self.relative.num_terms))
+
+
+class DisentangledAttention(Attention):
+    """Self-attention of DeBERTa-v2 and v3.
+
+    With ``d`` the row of the table of relative positions that the distance of query i
+    and key j takes, and ``pos_k``, ``pos_q`` the projected table::
+
+        s[i, j] = scale * (q[i] . k[j] + q[i] . pos_k[d] + k[j] . pos_q[d])
+
+    The last two are computed for all P rows, [T, N, P], and read by distance inside the
+    attention, so nothing of size [T, T] exists.
+
+    Example:
+        >>> from flax import nnx
+        >>> config = DisentangledConfig(
+        ...     num_heads=4, num_kv_heads=4, head_dim=8, use_bias=True, causal=False,
+        ...     relative=RelativePositions(span=4, max_distance=16),
+        ... )
+        >>> layer = DisentangledAttention(32, config, rngs=nnx.Rngs(0))
+        >>> x, table = jnp.ones((1, 5, 32)), jnp.ones((8, 32))
+        >>> layer(x, jnp.arange(5)[None], shared=table).shape
+        (1, 5, 32)
+
+    References:
+        DeBERTa, arXiv 2006.03654, section 3.1; DeBERTa-v3, arXiv 2111.09543.
+    """
+
+    def __init__(
+        self, d_model: int, config: DisentangledConfig, **options: Any
+    ) -> None:
+        """Make the projections; `options` are those of `Attention`."""
+        super().__init__(d_model, config, **options)
+        relative = config.relative
+        self.relative = relative
+        self.scale = config.scale
+
+        def project() -> Linear:
+            same = ("dtype", "param_dtype", "rules", "rngs")
+            return Linear(
+                d_model,
+                config.num_heads * config.head_dim,
+                kernel_axes=("embed", "heads"),
+                out_axes=(None, None, "act_heads"),
+                use_bias=config.use_bias,
+                **{name: options[name] for name in same if name in options},
+            )
+
+        own = not relative.share_projections
+        self.position_key = project() if own and relative.content_to_position else None
+        self.position_query = (
+            project() if own and relative.position_to_content else None
+        )
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        cu_seqlens: Int[Array, "B seqs_plus_1"] | None = None,
+        *,
+        config: AttentionConfig | None = None,
+        shared: Float[Array, "P D"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Attend among the tokens of `x`, whole rows or packed sequences.
+
+        Args:
+            x: Activations, whole along the tokens.
+            positions: Not read: distances are counted along the sequence.
+            cu_seqlens: Boundaries of packed sequences, as for `attention`.
+            config: Not read: all layers are alike.
+            shared: The table of relative positions, which all layers share.
+
+        Raises:
+            ValueError: there is no table.
+            Unsupported: the implementation that was asked for cannot add the terms.
+        """
+        del positions, config
+        if shared is None:
+            raise ValueError(
+                "shared None: disentangled attention needs the table of relative "
+                "positions, [P, D]"
+            )
+        if cu_seqlens is None:
+            ends = jnp.array([0, x.shape[1]], jnp.int32)
+            cu_seqlens = jnp.broadcast_to(ends, (x.shape[0], 2))
+        tables = []
+        if self.relative.content_to_position:
+            tables.append(self._project_table(self.position_key or self.key, shared))
+        if self.relative.position_to_content:
+            own = self.position_query or self.query
+            tables.append(self._project_table(own, shared))
+        queries = ("batch", None, "act_heads", None)
+        keys = ("batch", None, "act_kv_heads", None)
+        table_axes = [(None, "act_heads", None)] * len(tables)
+        (out,) = per_shard(
+            self._attend_rows,
+            [queries, keys, keys, ("batch", None), *table_axes],
+            [queries],
+            self._head_rules,
+        )(*self._project(x), cu_seqlens, *tables)
+        return self._merge(out)
+
+    def _project_table(
+        self, projection: Linear, table: Float[Array, "P D"]
+    ) -> Float[Array, "P N H"]:
+        """Keys or queries of the relative positions."""
+        axes = (None, "act_heads")
+        out = contract(
+            "pd,dh->ph",
+            constrain(table.astype(projection.dtype), (None, None), self.rules),
+            projection.kernel[...].astype(projection.dtype),
+            projection.kernel_axes,
+            axes,
+            self.rules,
+        )
+        if projection.bias is not None:
+            bias = projection.bias[...].astype(projection.dtype)
+            out = out + constrain(bias, axes[-1:], self.rules)
+        shape = (table.shape[0], self.config.num_heads, self.config.head_dim)
+        return reshape(out, shape, (None, "act_heads", None), self.rules)
+
+    def _attend_rows(
+        self, q: Array, k: Array, v: Array, cu_seqlens: Array, *tables: Array
+    ) -> tuple[Array]:
+        """What the rows and heads of one device attend to."""
+        relative = self.relative
+        scale = self.scale
+        if self.implementation == "cudnn":
+            raise Unsupported(
+                "cudnn attention cannot add relative positions; use implementation=None"
+            )
+        to_keys = tables[0] if relative.content_to_position else None
+        to_queries = tables[-1] if relative.position_to_content else None
+
+        def terms(x: Array, table: Array | None) -> Array | None:
+            if table is None:
+                return None
+            # Scaled before it is rounded, as the scores are.
+            product = jnp.einsum(
+                "tnh,pnh->tnp", x, table, preferred_element_type=jnp.float32
+            )
+            return (scale * product).astype(x.dtype)
+
+        def one_row(q: Array, k: Array, v: Array, cu_seqlens: Array) -> Array:
+            bias = RelativeBias(
+                query_terms=terms(q, to_keys),
+                key_terms=terms(k, to_queries),
+                buckets=relative.buckets,
+            )
+            out = varlen_attention(
+                q,
+                k,
+                v,
+                cu_seqlens,
+                scale=scale,
+                relative_bias=bias,
+                implementation=self.implementation,
+            )
+            return cast(Array, out)  # a tuple only with return_lse
+
+        return (jax.vmap(one_row)(q, k, v, cu_seqlens),)
