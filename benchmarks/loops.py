@@ -185,23 +185,17 @@ class Prepared:
 
 
 def _sharded(problem: Problem, name: str) -> jax.ShapeDtypeStruct:
-    if name in problem.operands:
-        operand = problem.operands[name]
-        shape, dtype, spec = operand.shape, operand.dtype, operand.spec
-    else:
-        function, spec = problem.derived[name]
+    made: Any = problem.operands.get(name)
+    if made is None:
         drawn = {k: _sharded(problem, k) for k in problem.operands}
-        made = jax.eval_shape(_derive(problem, function, spec), drawn)
-        shape, dtype = made.shape, made.dtype
-    return jax.ShapeDtypeStruct(
-        shape, dtype, sharding=NamedSharding(problem.mesh, spec)
-    )
+        made = jax.eval_shape(_derive(problem, *problem.derived[name]), drawn)
+    sharding = NamedSharding(problem.mesh, _spec(problem, name))
+    return jax.ShapeDtypeStruct(made.shape, made.dtype, sharding=sharding)
 
 
 def _spec(problem: Problem, name: str) -> PartitionSpec:
-    if name in problem.operands:
-        return problem.operands[name].spec
-    return problem.derived[name][1]
+    drawn = problem.operands.get(name)
+    return problem.derived[name][1] if drawn is None else drawn.spec
 
 
 def _derive(problem: Problem, function: Callable, spec: PartitionSpec) -> Any:
@@ -214,8 +208,12 @@ def _calls_per_turn(problem: Problem, form: Form) -> int:
     return sets * -(-2 // sets)  # at least two, so that the loop costs little
 
 
-def _lower(problem: Problem, form: Form) -> tuple[Any, int]:
-    """The lowered program of a form and the number of calls in it."""
+def program(problem: Problem, form: Form) -> tuple[Any, tuple, int]:
+    """The program that times a form.
+
+    Returns:
+        The jitted program, shapes of its arguments, and the number of calls in it.
+    """
     per_turn = _calls_per_turn(problem, form)
     on_gpu = problem.mesh.devices.flat[0].platform == "gpu"
     wanted = SECONDS / problem.seconds if on_gpu else 2
@@ -228,12 +226,11 @@ def _lower(problem: Problem, form: Form) -> tuple[Any, int]:
     def device(x: Any, sets: Any) -> Any:
         return repeated(form.function, trips)(x, sets * repeats)
 
-    program = on_devices(
+    jitted = on_devices(
         problem.mesh, device, (_spec(problem, first), (one,) * count), form.out_spec
     )
     shapes = tuple(_sharded(problem, name) for name in others)
-    lowered = program.lower(_sharded(problem, first), (shapes,) * count)
-    return lowered, trips * per_turn
+    return jitted, (_sharded(problem, first), (shapes,) * count), trips * per_turn
 
 
 def prepare(problem: Problem, pool: ThreadPoolExecutor) -> Prepared:
@@ -247,7 +244,8 @@ def prepare(problem: Problem, pool: ThreadPoolExecutor) -> Prepared:
     checked: dict[str, Any] = {}
     for form in problem.forms:
         try:
-            lowered, calls = _lower(problem, form)
+            jitted, arguments, calls = program(problem, form)
+            lowered = jitted.lower(*arguments)
         except NotImplementedError as error:
             refused[form.name] = NoMeasurement(f"not supported: {error}")
             continue

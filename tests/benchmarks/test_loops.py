@@ -92,10 +92,10 @@ def test_forms_are_timed_and_compared():
 def test_every_call_of_the_loop_is_there(num_sets):
     """Compiled, a turn still holds a collective and a product for each call."""
     one = form("xla", gathered)
-    lowered, calls = loops._lower(problem(one, num_sets=num_sets), one)
+    program, arguments, calls = loops.program(problem(one, num_sets=num_sets), one)
     per_turn = max(2, num_sets)
     assert calls == 2 * per_turn  # two turns on a CPU
-    text = lowered.compile().as_text()
+    text = program.lower(*arguments).compile().as_text()
     bodies = [part for part in re.split(r"\n(?=[%E])", text) if "all-gather(" in part]
     assert [body.count(" all-gather(") for body in bodies] == [per_turn]
     assert not bodies[0].startswith("ENTRY")

@@ -1,0 +1,406 @@
+"""Collective matrix products: ours, what bounds them, and every baseline.
+
+Sizes are those of an entire layer; each device multiplies ``1 / tp`` of it.
+
+- ``mosaic_gpu``: the fused kernel. ``auto``: what ``implementation=None`` picks.
+- ``matmul_only``: the product alone, of cuBLAS or of our matmul, whichever is faster
+  (``is_mosaic_gpu`` says); ``comm_only``: the same bytes written by a kernel that only
+  copies. No overlap can beat both.
+- ``xla_nccl``: the collective and the product, one after the other; ``xla_lhs``: the
+  same with XLA's latency-hiding scheduler; ``xla_ring``: our ring of ``ppermute``.
+- ``jax_sample``: the all-gather product of `jax.experimental.pallas.ops.gpu`.
+- ``torch_nccl``, ``torch_async_tp``: PyTorch, one process a GPU.
+
+``overlap_efficiency`` is Flux's ``E = 1 - (t - t_mm) / (t_xla - t_mm)``: the share of
+the exposed communication that is hidden. Some layers move more than they compute and
+cannot reach 1, so ``overlap_efficiency_star``, ``E* = (t_xla - t) / (t_xla - max(t_mm,
+t_comm))``, says how much of what can be gained is. Negative values are kept; where
+``t_xla`` is below a bound there is none.
+"""
+
+import argparse
+import functools
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from benchmarks import collective_baselines as baselines
+from benchmarks import loops, torch_collective
+from benchmarks.collective_baselines import AXIS
+from benchmarks.harness import Benchmark, Case, Custom, NoMeasurement, Results
+from benchmarks.loops import Check, Form, Operand, Problem
+from pallas_kernels import collective_matmul
+from pallas_kernels.collective_matmul.implementations import IMPLEMENTATIONS
+from pallas_kernels.collective_matmul.specs import ROWS, SPECS, TENSOR_PARALLEL
+from pallas_kernels.matmul import matmul
+from pallas_kernels.mosaic import DeviceSpec
+
+
+DECODE_ROWS = (16, 64, 512)
+"""M of `matmul_all_reduce`, which serves decoding."""
+
+SAMPLED_ROWS = 16
+"""Rows of each device that are compared with the reference."""
+
+SAMPLED_COLUMNS = 128
+"""Columns that are compared."""
+
+OURS = {
+    "all_gather": collective_matmul.all_gather_matmul,
+    "reduce_scatter": collective_matmul.matmul_reduce_scatter,
+    "all_reduce": collective_matmul.matmul_all_reduce,
+}
+
+BF16_BYTES = 2
+
+# Rates for estimates of how long a call takes.
+_FLOPS, _MEMORY, _LINK, _LAUNCH = 650e12, 3e12, 250e9, 15e-6
+
+
+# --- Cases ----------------------------------------------------------------------------
+
+
+def cases() -> Iterator[Case]:
+    """Every layer, way of communicating, number of devices and of rows."""
+    for tp in reversed(TENSOR_PARALLEL):
+        for spec in SPECS:
+            kinds: dict[str, Sequence[int]] = {spec.kind: ROWS}
+            if spec.kind == "reduce_scatter":
+                kinds["all_reduce"] = DECODE_ROWS
+            for kind, rows in kinds.items():
+                for m in rows:
+                    sizes = {"M": m, "N": spec.n, "K": spec.k}
+                    yield Case(spec.name, {"kind": kind, "tp": tp, **sizes})
+
+
+def quick_cases() -> Iterator[Case]:
+    """A tiny one of each kind."""
+    for kind in OURS:
+        sizes = {"M": 32, "N": 256, "K": 256}
+        yield Case("tiny", {"kind": kind, "tp": 4, **sizes})
+
+
+# --- Forms ----------------------------------------------------------------------------
+
+
+def bytes_sent(params: Mapping[str, Any]) -> float:
+    """Bytes that each device sends to others (and receives from them)."""
+    tp, m, n, k = (params[name] for name in ("tp", "M", "N", "K"))
+    others = (tp - 1) / tp
+    if params["kind"] == "all_gather":
+        return others * m * k * BF16_BYTES
+    passes = 2 if params["kind"] == "all_reduce" else 1
+    return passes * others * m * n * BF16_BYTES
+
+
+def estimate(params: Mapping[str, Any]) -> float:
+    """About how many seconds a call takes that overlaps nothing."""
+    tp, m, n, k = (params[name] for name in ("tp", "M", "N", "K"))
+    weight = n * k / tp * BF16_BYTES
+    product = max(2 * m * n * k / tp / _FLOPS, weight / _MEMORY)
+    return product + bytes_sent(params) / _LINK + _LAUNCH
+
+
+def problem(params: Mapping[str, Any], names: Sequence[str]) -> Problem:
+    """Operands and forms of one case."""
+    kind, tp, m, n, k = (params[name] for name in ("kind", "tp", "M", "N", "K"))
+    if kind == "all_gather":
+        operands = {
+            "x": Operand(shape=(m, k), spec=P(AXIS)),
+            "w": Operand(shape=(k, n), spec=P(None, AXIS)),
+        }
+        gathered = lambda drawn: lax.all_gather(drawn["x"], AXIS, tiled=True)  # noqa: E731
+        derived = {"x_gathered": (gathered, P())}
+        touched = m * k + n * k / tp + m * n / tp
+    else:
+        operands = {
+            "x": Operand(shape=(m, k), spec=P(None, AXIS)),
+            "w": Operand(shape=(k, n), spec=P(AXIS)),
+            "partial": Operand(shape=(tp * m, n), spec=P(AXIS), scale=k**0.5),
+        }
+        derived = {}
+        touched = m * k / tp + n * k / tp + m * n
+    if tp > len(jax.devices()):
+        raise NotImplementedError(f"tp={tp} on {len(jax.devices())} devices")
+    mesh = jax.make_mesh((tp,), (AXIS,), (AxisType.Auto,), devices=jax.devices()[:tp])
+    return Problem(
+        label=f"{kind} tp={tp} M={m} N={n} K={k}",
+        mesh=mesh,
+        operands=operands,
+        derived=derived,
+        forms=[form for form in forms(params) if form.name in names],
+        checks=checks(params),
+        num_sets=loops.number_of_sets(touched * BF16_BYTES),
+        seconds=estimate(params),
+    )
+
+
+def forms(params: Mapping[str, Any]) -> list[Form]:
+    """All that runs in JAX."""
+    kind, tp = params["kind"], params["tp"]
+    gathers = kind == "all_gather"
+    out_spec = {"all_gather": P(None, AXIS), "reduce_scatter": P(AXIS)}.get(kind, P())
+
+    def collective(name: str, function: Any, **more: Any) -> Form:
+        return Form(
+            name=name,
+            function=function,
+            operands=("x", "w"),
+            out_spec=out_spec,
+            check="result",
+            **more,
+        )
+
+    def ours(implementation: str | None) -> Any:
+        options = {"axis_name": AXIS, "implementation": implementation}
+        return functools.partial(OURS[kind], **options)
+
+    def alone(function: Any, is_mosaic_gpu: bool) -> Form:
+        return Form(
+            name="matmul_only",
+            function=function,
+            operands=("x_gathered" if gathers else "x", "w"),
+            out_spec=P(None, AXIS) if gathers else P(AXIS),
+            check="result" if gathers else "product",
+            metrics={"is_mosaic_gpu": float(is_mosaic_gpu)},
+        )
+
+    def pushed(blocks: int) -> Form:
+        push = getattr(baselines, f"push_{kind}")
+
+        def function(x: jax.Array) -> jax.Array:
+            return push(x, size=tp, blocks=blocks, device=DeviceSpec.current())
+
+        return Form(
+            name="comm_only",
+            function=function,
+            operands=("x" if gathers else "partial",),
+            out_spec=P(AXIS),
+            check="pushed",
+        )
+
+    xla = baselines.xla_collective(kind)
+    found = [
+        *(
+            [collective("mosaic_gpu", ours("mosaic_gpu"))]
+            if "mosaic_gpu" in IMPLEMENTATIONS["matmul_all_reduce"]
+            else []
+        ),
+        collective("auto", ours(None)),
+        alone(baselines.product, False),
+        alone(functools.partial(matmul, implementation="mosaic_gpu"), True),
+        *(pushed(blocks) for blocks in baselines.PUSH_BLOCKS),
+        collective("xla_nccl", xla),
+        collective("xla_lhs", xla, compiler_options=baselines.LATENCY_HIDING),
+        collective("xla_ring", ours("xla_ring")),
+    ]
+    if gathers:
+        found += [
+            collective("jax_sample", functools.partial(baselines.jax_sample, **config))
+            for config in baselines.SAMPLE_CONFIGS
+        ]
+    return found
+
+
+# --- Checks ---------------------------------------------------------------------------
+
+
+def checks(params: Mapping[str, Any]) -> dict[str, Check]:
+    """Comparisons on rows of every device and some columns, in fp32."""
+    kind, tp, m, n, k = (params[name] for name in ("kind", "tp", "M", "N", "K"))
+    random = np.random.default_rng(0)
+    mine = np.sort(random.choice(m // tp, min(SAMPLED_ROWS, m // tp), replace=False))
+    every = (np.arange(tp)[:, None] * (m // tp) + mine).ravel()
+    width = n // tp if kind == "all_gather" else n
+    columns = np.sort(random.choice(width, min(SAMPLED_COLUMNS, width), replace=False))
+
+    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.matmul(x.astype(jnp.float32), w[:, columns].astype(jnp.float32))
+
+    def partial(drawn: Any) -> jax.Array:
+        return product(drawn["x"][every], drawn["w"])
+
+    if kind == "all_gather":
+        some = np.sort(random.choice(k, min(SAMPLED_COLUMNS, k), replace=False))
+
+        def gathered(drawn: Any) -> jax.Array:
+            return lax.all_gather(drawn["x"][mine], AXIS, tiled=True)
+
+        return {
+            "result": Check(
+                expected=lambda drawn: product(gathered(drawn), drawn["w"]),
+                found=lambda y: y[every][:, columns],
+                spec=P(None, AXIS),
+            ),
+            "pushed": Check(
+                expected=lambda drawn: gathered(drawn)[:, some],
+                found=lambda y: y[every][:, some],
+                spec=P(AXIS),
+            ),
+        }
+
+    def arrived(drawn: Any) -> jax.Array:
+        """What each other device has for this one: [D-1, rows, columns]."""
+        rows = drawn["partial"][every][:, columns].reshape(tp, len(mine), len(columns))
+        return jnp.stack(
+            [
+                lax.ppermute(
+                    jnp.take(rows, (lax.axis_index(AXIS) + r) % tp, axis=0),
+                    AXIS,
+                    [(i, (i + r) % tp) for i in range(tp)],
+                )
+                for r in range(1, tp)
+            ]
+        )
+
+    compared = {
+        "product": Check(
+            expected=partial, found=lambda y: y[every][:, columns], spec=P(AXIS)
+        )
+    }
+    if kind == "reduce_scatter":
+        return compared | {
+            "result": Check(
+                expected=lambda drawn: lax.psum_scatter(
+                    partial(drawn), AXIS, tiled=True
+                ),
+                found=lambda y: y[mine][:, columns],
+                spec=P(AXIS),
+            ),
+            "pushed": Check(
+                expected=arrived,
+                found=lambda y: y[:, mine][:, :, columns],
+                spec=P(AXIS),
+            ),
+        }
+    return compared | {
+        "result": Check(
+            expected=lambda drawn: lax.psum(partial(drawn), AXIS),
+            found=lambda y: y[every][:, columns],
+            spec=P(AXIS),
+        ),
+        "pushed": Check(
+            expected=lambda drawn: lax.all_gather(arrived(drawn)[0], AXIS, tiled=True),
+            found=lambda y: y[every][:, columns],
+            spec=P(AXIS),
+        ),
+    }
+
+
+# --- Measure --------------------------------------------------------------------------
+
+
+def metrics(params: Mapping[str, Any], seconds: float) -> dict[str, float]:
+    """Rates of one device."""
+    flops = 2 * params["M"] * params["N"] * params["K"] / params["tp"]
+    return {
+        "tflops": flops / seconds / 1e12,
+        "nvlink_gb_per_s": bytes_sent(params) / seconds / 1e9,
+    }
+
+
+def compare(
+    params: Mapping[str, Any], seconds: Mapping[str, float]
+) -> dict[str, dict[str, float]]:
+    """Speed-up over XLA and the efficiencies of the overlap; see the module."""
+    found: dict[str, dict[str, float]] = {name: {} for name in seconds}
+    xla = seconds.get("xla_nccl")
+    if xla is None:
+        return found
+    alone, bare = seconds.get("matmul_only"), seconds.get("comm_only")
+    for name, t in seconds.items():
+        if name in ("matmul_only", "comm_only"):
+            continue
+        found[name]["speedup"] = xla / t
+        if alone is not None and xla > alone:
+            found[name]["overlap_efficiency"] = 1 - (t - alone) / (xla - alone)
+        if alone is not None and bare is not None and xla > max(alone, bare):
+            best = max(alone, bare)
+            found[name]["overlap_efficiency_star"] = (xla - t) / (xla - best)
+    return found
+
+
+def measure(
+    wanted: Sequence[Case], names: Sequence[str], samples: int
+) -> Iterator[tuple[Case, Results]]:
+    """Time the cases: PyTorch's first, in processes of their own, then JAX's."""
+    theirs = [name for name in names if name in torch_collective.NAMES]
+    ours = [name for name in names if name not in theirs]
+    elsewhere = torch_collective.measure(
+        [dict(case.params) for case in wanted], theirs, samples
+    )
+    if not ours:
+        yield from zip(wanted, elsewhere, strict=True)
+        return
+    problems: list[Problem] = []
+    places: list[int] = []
+    for place, case in enumerate(wanted):
+        try:
+            problems.append(problem(case.params, ours))
+            places.append(place)
+        except NotImplementedError as error:
+            reason = NoMeasurement(f"not supported: {error}")
+            yield case, dict.fromkeys(names, reason)
+    measured = loops.measure(problems, samples)
+    for place, (_, results) in zip(places, measured, strict=True):
+        every = results | elsewhere[place]
+        missing = NoMeasurement("not supported: no such form of this kind")
+        yield wanted[place], {name: every.get(name, missing) for name in names}
+
+
+def _elsewhere(params: Any, seed: int, samples: int) -> Any:
+    raise NotImplementedError("`measure` times all implementations")
+
+
+NAMES = (
+    "mosaic_gpu",
+    "auto",
+    "matmul_only",
+    "comm_only",
+    "xla_nccl",
+    "xla_lhs",
+    "xla_ring",
+    "jax_sample",
+    *torch_collective.NAMES,
+)
+
+BENCHMARK = Benchmark(
+    name="collective_matmul",
+    cases=tuple(cases()),
+    quick_cases=tuple(quick_cases()),
+    inputs=lambda params, key: (),
+    implementations={name: Custom(_elsewhere) for name in NAMES},
+    metrics=metrics,
+    measure=measure,
+    compare=compare,
+    selectors={"kind": "kind", "tp": "tp", "rows": "M"},
+    timing="wall time a call in loops inside one program",
+    samples=7,
+)
+
+
+def prepare_devices(argv: Sequence[str]) -> None:
+    """Before jax starts: no multicast, only the GPUs that are needed, a CPU as four.
+
+    jax's sample takes all devices that it sees.
+    """
+    os.environ.update(torch_collective.NO_MULTICAST)
+    jax.config.update("jax_num_cpu_devices", 4)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--tp", nargs="+", type=int, default=[])
+    sizes = parser.parse_known_args(argv)[0].tp
+    if sizes and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(max(sizes))))
+
+
+if __name__ == "__main__":
+    prepare_devices(sys.argv[1:])
+    BENCHMARK.main()
