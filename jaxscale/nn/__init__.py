@@ -22,7 +22,7 @@ from jaxscale.nn.embeddings import (
     rope_inv_freq,
     rotary,
 )
-from jaxscale.nn.linear import Linear
+from jaxscale.nn.linear import Linear, TileSparseLinear
 from jaxscale.nn.norms import LayerNorm, RMSNorm, layer_norm, rms_norm
 from jaxscale.nn.packing import (
     PackedBatch,
@@ -52,6 +52,7 @@ __all__ = [
     "RopeConfig",
     "RopeScaling",
     "SequenceConvolution",
+    "TileSparseLinear",
     "assign_rows",
     "attention",
     "attention_mask",

@@ -1,7 +1,10 @@
-"""The linear projection: the only place where a block's weight meets an activation.
+"""Linear projections: the only place where a block's weight meets an activation.
 
-Legend: B batch, T tokens.
+Legend: B batch, T tokens; of a sparse weight S shards, J tiles, P room for rows in a
+tile, G columns of a tile, C packed columns.
 """
+
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +14,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxscale.nn.embeddings import NORMAL_INIT
-from jaxscale.sharding.operations import constrain, contract
+from jaxscale.sharding.operations import constrain, contract, per_shard
 from jaxscale.sharding.parameters import partitioned
 from jaxscale.sharding.rules import REPLICATED, AxisRules
+from pallas_kernels.tile_sparse_matmul import TileSparse, tile_sparse_matmul
 
 
 class Linear(nnx.Module):
@@ -82,5 +86,131 @@ class Linear(nnx.Module):
         if self.bias is None:
             return out
         # The bias is stored split like the kernel; it is added split like the result.
+        bias = self.bias[...].astype(self.dtype)
+        return out + constrain(bias, self.out_axes[-1:], self.rules)
+
+
+class SparsePattern(nnx.Variable):
+    """Which weights a `TileSparseLinear` has; no parameter, training leaves it."""
+
+
+class TileSparseLinear(nnx.Module):
+    """``y = x @ weight + bias`` with a weight of which each tile keeps its own rows.
+
+    `jaxscale.pruning.sparsify` makes it from a pruned `Linear`. The weight comes in S
+    shards of equal shape, a tensor-parallel device holding its part of them: each shard
+    has tiles of its own columns where the rules split the output features, and all
+    tiles with its own rows where they split the input features, whose products are then
+    summed. On fewer devices one computes several shards.
+
+    Example:
+        >>> mask = jnp.ones((4, 8), bool).at[::2, :4].set(False)
+        >>> sparse = TileSparse.from_dense(jnp.ones((4, 8)), mask, tile=4)
+        >>> layer = TileSparseLinear(
+        ...     TileSparse.stack([sparse]), split=None, kernel_axes=("embed", "mlp"),
+        ...     out_axes=("batch", None, "act_mlp"),
+        ... )
+        >>> layer(jnp.ones((1, 1, 4)))[0, 0]
+        Array([2., 2., 2., 2., 4., 4., 4., 4.], dtype=float32)
+    """
+
+    def __init__(
+        self,
+        weight: TileSparse,
+        *,
+        split: Literal["rows", "columns"] | None,
+        kernel_axes: tuple[str | None, str | None],
+        out_axes: tuple[str | None, ...],
+        bias: nnx.Param | None = None,
+        dtype: DTypeLike = jnp.float32,
+        rules: AxisRules = REPLICATED,
+        implementation: str | None = None,
+    ) -> None:
+        """Take over a weight.
+
+        Args:
+            weight: Stacked shards, [S, ...]; [L, S, ...] for a stack of layers.
+            split: What the shards divide: input features (rows) or output features.
+            kernel_axes: Logical axes of the dense kernel.
+            out_axes: Logical axes of the result, (batch, tokens, features).
+            bias: Of the dense layer.
+            dtype: Type of the computation and the result.
+            rules: The table of the recipe.
+            implementation: Passed to `tile_sparse_matmul`.
+        """
+        self.split = split
+        self.kernel_axes = kernel_axes
+        self.out_axes = out_axes
+        self.dtype = dtype
+        self.rules = rules
+        self.implementation = implementation
+        self.shape, self.granularity = weight.shape, weight.granularity
+        self.equal_counts = weight.equal_counts
+        self.bias = bias
+        # Beside the shards, FSDP stores a part of the rows of each tile.
+        storage = kernel_axes[1] if split == "rows" else kernel_axes[0]
+
+        def variable(kind: type[nnx.Variable], array: Array, *axes: str | None) -> Any:
+            layers = ("layers",) * (array.ndim - 1 - len(axes))
+            names = (*layers, self._shard_axis, *axes)
+            return kind(array, out_sharding=names, eager_sharding=False)
+
+        self.values = variable(nnx.Param, weight.values, None, storage, None)
+        self.rows = variable(SparsePattern, weight.rows, None, None)
+        self.counts = variable(SparsePattern, weight.counts, None)
+        columns = weight.columns
+        self.columns = (
+            None if columns is None else variable(SparsePattern, columns, None)
+        )
+
+    @property
+    def _shard_axis(self) -> str | None:
+        """The logical axis that the shards divide."""
+        return self.kernel_axes[0 if self.split == "rows" else 1]
+
+    @property
+    def weight(self) -> TileSparse:
+        """The stacked shards, in the type of the computation."""
+        columns = None if self.columns is None else self.columns[...]
+        leaves = (
+            self.values[...].astype(self.dtype),
+            self.rows[...],
+            self.counts[...],
+            columns,
+        )
+        static = (self.shape, self.granularity, self.equal_counts)
+        return TileSparse.tree_unflatten(static, leaves)
+
+    def __call__(self, x: Float[Array, "B T in"]) -> Float[Array, "B T out"]:
+        """The projection of each token, in `dtype`."""
+        by_rows = self.split == "rows"
+        leaves, structure = jax.tree.flatten(self.weight)
+
+        def product(x: Array, *leaves: Array) -> tuple[Array]:
+            shards = len(leaves[0])
+            parts = [
+                jax.tree.unflatten(structure, [leaf[s] for leaf in leaves])
+                for s in range(shards)
+            ]
+            xs = jnp.split(x, shards, axis=-1) if by_rows else [x] * shards
+            ys = [
+                tile_sparse_matmul(x, w, implementation=self.implementation)
+                for x, w in zip(xs, parts, strict=True)
+            ]
+            return (sum(ys[1:], ys[0])[None] if by_rows else jnp.concatenate(ys, -1),)
+
+        axis = self._shard_axis
+        x_axes = ("batch", None, axis if by_rows else None)
+        (out,) = per_shard(
+            product,
+            [x_axes, *((axis, *(None,) * (leaf.ndim - 1)) for leaf in leaves)],
+            [(axis, "batch", None, None) if by_rows else ("batch", None, axis)],
+            self.rules,
+        )(x.astype(self.dtype), *leaves)
+        if by_rows:
+            out = out.sum(0)  # over the devices
+        out = constrain(out, self.out_axes, self.rules)
+        if self.bias is None:
+            return out
         bias = self.bias[...].astype(self.dtype)
         return out + constrain(bias, self.out_axes[-1:], self.rules)

@@ -1,6 +1,7 @@
 """Pruning to tile-wise and other patterns: scores, masks, schedules, sparse models."""
 
 from jaxscale.pruning.config import PATTERNS, TILE_WISE, PruneConfig, pruned_units
+from jaxscale.pruning.convert import sparsify
 from jaxscale.pruning.layers import choose, linears
 from jaxscale.pruning.masks import Masks, Scores, apply_masks, make_model_masks
 from jaxscale.pruning.schedule import (
@@ -44,6 +45,7 @@ __all__ = [
     "one_shot",
     "paper_stages",
     "pruned_units",
+    "sparsify",
     "taylor_scores",
     "tile_counts",
     "wanda_scores",

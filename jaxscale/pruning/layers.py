@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float
 
-from jaxscale.nn.linear import Linear
+from jaxscale.nn.linear import Linear, TileSparseLinear
 
 
 def linears(model: Any) -> dict[str, Linear]:
@@ -47,7 +47,7 @@ def choose(model: Any, dense: Sequence[str] = ()) -> dict[str, list[int]]:
         dense: Names or patterns of layers that stay dense.
 
     Raises:
-        ValueError: a name fits no layer of the model.
+        ValueError: a name fits no layer of the model, or the model is sparse already.
 
     Example:
         >>> from jaxscale.models import Decoder, preset
@@ -55,6 +55,7 @@ def choose(model: Any, dense: Sequence[str] = ()) -> dict[str, list[int]]:
         >>> choose(model, dense=["blocks.attention.*", "*.0"])["blocks.mlp.up"]
         [1]
     """
+    check_dense(model)
     names = {
         name: layer_names(name, layer.kernel.shape)
         for name, layer in linears(model).items()
@@ -77,6 +78,16 @@ def choose(model: Any, dense: Sequence[str] = ()) -> dict[str, list[int]]:
         for name, stack in names.items()
     }
     return {name: places for name, places in chosen.items() if places}
+
+
+def check_dense(model: Any) -> None:
+    """Raise where a layer of the model is sparse already."""
+    for path, node in nnx.iter_modules(model):
+        if isinstance(node, TileSparseLinear):
+            raise ValueError(
+                f"layer {'.'.join(map(str, path))} is sparse already; prune the dense "
+                "model that it was made from"
+            )
 
 
 def layer_names(name: str, shape: Sequence[int]) -> list[str]:

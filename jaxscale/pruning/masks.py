@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float
 
 from jaxscale.nn.linear import Linear
 from jaxscale.pruning.config import PruneConfig
-from jaxscale.pruning.layers import choose, layer_names, linears, matrices
+from jaxscale.pruning.layers import check_dense, choose, layer_names, linears, matrices
 from jaxscale.pruning.tilewise import Matrix, make_masks
 
 
@@ -155,7 +155,7 @@ def make_model_masks(
                 matrices(_of_layer(part, name, shape, "masks before"))
                 for part in (previous.kept, previous.tiled)
             ]
-        rows, columns = _shards(layers[name], config.shards)
+        rows, columns = layer_shards(layers[name], config.shards)
         for i in places:
             entries.append(
                 Matrix(
@@ -187,7 +187,12 @@ def apply_masks(model: Any, masks: Masks) -> Any:
         ValueError: the model lacks a layer of the masks, its weight has another shape,
             or it is sparse already.
     """
-    arrays = mask_arrays(model, masks)
+    check_masks(model, masks)
+    layers = linears(model)
+    arrays = {
+        name: jax.device_put(kept, layers[name].kernel[...].sharding)
+        for name, kept in masks.kept.items()
+    }
 
     def mask(path: tuple[Any, ...], node: Any) -> Any:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -201,29 +206,26 @@ def apply_masks(model: Any, masks: Masks) -> Any:
     )
 
 
-def mask_arrays(model: Any, masks: Masks) -> dict[str, jax.Array]:
-    """The masks, checked against the model, each split as the weight is.
+def check_masks(model: Any, masks: Masks) -> None:
+    """Raise where masks do not fit a model.
 
     Raises:
         ValueError: as `apply_masks`.
     """
-    choose(model)  # raises for a model that is sparse
+    check_dense(model)
     layers = linears(model)
-    arrays = {}
     for name, kept in masks.kept.items():
         if name not in layers:
             raise ValueError(
                 f"the masks are for a layer {name}, which the model lacks; its layers "
                 f"are {', '.join(layers)}"
             )
-        kernel = layers[name].kernel[...]
-        if kernel.shape != kept.shape:
+        shape = layers[name].kernel.shape
+        if kept.shape != shape:
             raise ValueError(
-                f"the mask of layer {name} has shape {kept.shape}, expected "
-                f"{kernel.shape} as its weight has"
+                f"the mask of layer {name} has shape {kept.shape}, expected {shape} as "
+                "its weight has"
             )
-        arrays[name] = jax.device_put(kept, kernel.sharding)
-    return arrays
 
 
 def _of_layer(
@@ -242,7 +244,7 @@ def _of_layer(
     return table[name]
 
 
-def _shards(layer: Linear, number: int) -> tuple[int, int]:
+def layer_shards(layer: Linear, number: int) -> tuple[int, int]:
     """Over how many of `number` shards rows and columns of a layer are split."""
     row, column = (
         number if axis is not None and "tensor" in layer.rules.mesh_axes([axis]) else 1

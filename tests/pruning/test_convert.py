@@ -1,0 +1,221 @@
+"""Sparse models against the masked dense ones that they are made from."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxscale import sharding
+from jaxscale.inference import SamplingConfig, generate
+from jaxscale.models import Decoder
+from jaxscale.nn import TileSparseLinear
+from jaxscale.pruning import (
+    PruneConfig,
+    apply_masks,
+    choose,
+    linears,
+    magnitude_scores,
+    make_model_masks,
+    sparsify,
+)
+from jaxscale.training import Checkpointer
+from tests.pruning.conftest import CONFIG, batches, mean_loss, perturbed
+from tests.tolerances import RELATIVE, relative_error
+
+
+TILES = PruneConfig(sparsity=0.75, tile=8)
+
+
+def pruned(model, config=TILES):
+    """The masked dense model and the sparse one."""
+    masks = make_model_masks(model, magnitude_scores(model), config)
+    return masks, apply_masks(model, masks), sparsify(model, masks)
+
+
+def sparse_layers(model):
+    return {
+        ".".join(map(str, path)): node
+        for path, node in nnx.iter_modules(model)
+        if isinstance(node, TileSparseLinear)
+    }
+
+
+def dense_kernel(layer, place):
+    """The weight of one layer of a stack, put together from its shards."""
+    w = jax.tree.map(lambda x: x[place], layer.weight)
+    parts = [
+        np.asarray(jax.tree.map(lambda x, s=s: x[s], w).to_dense())
+        for s in range(len(w.values))
+    ]
+    return np.concatenate(parts, axis=0 if layer.split == "rows" else 1)
+
+
+def tensor_mesh(fsdp=2, tensor=2):
+    devices = jax.devices()[: fsdp * tensor]
+    return sharding.make_mesh(sharding.MeshConfig(fsdp=fsdp, tensor=tensor), devices)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pattern": "tw"},
+        {"pattern": "tw_k", "k_granularity": 8},
+        {"pattern": "tw", "equal_work": True, "shards": 2},
+        {"pattern": "tw", "dense": ("*.1",), "shards": 4, "tile": 4},
+        {"pattern": "tw", "sparsity": 0.97},
+        {"pattern": "tw_k", "sparsity": 0.0},
+    ],
+)
+def test_a_sparse_layer_holds_the_kept_weights(changes, model):
+    """Exactly, for stacks, shards, empty tiles and layers that keep everything."""
+    model = jax.tree.map(lambda x: x, model)
+    for layer in linears(model).values():
+        layer.rules = sharding.preset("fsdp_tp")
+    masks, masked, sparse = pruned(model, dataclasses.replace(TILES, **changes))
+    layers = sparse_layers(sparse)
+    assert set(layers) == set(masks)
+    for name, dense in linears(masked).items():
+        for place in range(2):
+            found = dense_kernel(layers[name], place)
+            np.testing.assert_array_equal(found, dense.kernel[...][place])
+
+
+def test_packed_rows_give_what_the_masked_model_gives(model):
+    _, masked, sparse = pruned(perturbed(model))
+    batch = batches(1)[0]
+    run = jax.jit(lambda m, b: m(b.tokens, cu_seqlens=b.cu_seqlens))
+    expected = run(masked, batch)
+    assert relative_error(run(sparse, batch), expected) < RELATIVE[expected.dtype]
+    assert np.abs(expected).max() > 0.1
+
+
+def biased():
+    config = dataclasses.replace(
+        CONFIG,
+        activation="gelu",
+        mlp_bias=True,
+        attention_bias=True,
+        attention_out_bias=True,
+    )
+    rules = sharding.preset("fsdp_tp")
+    return perturbed(Decoder(config, rules=rules, rngs=nnx.Rngs(0)))
+
+
+def test_gradients_are_those_of_the_masked_model():
+    """With biases; of the kept weights, and of everything else."""
+    model = biased()
+    masks, masked, sparse = pruned(model)
+    batch = batches(1)[0]
+
+    def gradients(model):
+        graph, params, rest = nnx.split(model, nnx.Param, ...)
+        grads = jax.grad(lambda p: mean_loss(nnx.merge(graph, p, rest), batch))(params)
+        return nnx.merge(graph, grads, rest)
+
+    expected, found = jax.jit(gradients)(masked), jax.jit(gradients)(sparse)
+    layers = sparse_layers(found)
+    for name, layer in linears(expected).items():
+        kernel = np.where(masks[name], layer.kernel[...], 0)
+        for place in range(2):
+            np.testing.assert_allclose(
+                dense_kernel(layers[name], place), kernel[place], rtol=1e-3, atol=1e-7
+            )
+        np.testing.assert_allclose(
+            layers[name].bias[...], layer.bias[...], rtol=1e-3, atol=1e-7
+        )
+    np.testing.assert_allclose(
+        found.embed.table[...], expected.embed.table[...], rtol=1e-3, atol=1e-7
+    )
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_sharded_equals_unsharded(tensor):
+    """Two shards on two devices, and both on each of them; values and gradients."""
+    model = biased()
+    config = dataclasses.replace(TILES, shards=2)
+    _, masked, sparse = pruned(model, config)
+    batch = batches(1, rows=4 // tensor * tensor)[0]
+
+    @jax.jit
+    def loss_and_gradient(model, batch):
+        graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+        def loss(params):
+            return mean_loss(nnx.merge(graph, params, rest), batch)
+
+        return jax.value_and_grad(loss)(params)
+
+    loss, grads = loss_and_gradient(sparse, batch)
+    mesh, rules = tensor_mesh(4 // tensor, tensor), sharding.preset("fsdp_tp")
+    placed = sharding.place(sparse, mesh, rules)
+    values = placed.blocks.mlp.up.values[...]
+    if tensor == 2:
+        assert values.sharding.spec[1] == "tensor"
+        shard = values.addressable_shards[0].data.shape
+        assert shard[1] == values.shape[1] // 2
+    with jax.set_mesh(mesh):
+        split_loss, split_grads = loss_and_gradient(placed, batch)
+    np.testing.assert_allclose(split_loss, loss, rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(split_grads), jax.tree.leaves(grads), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(loss, mean_loss(masked, batch), rtol=1e-5)
+
+
+def test_tiles_of_a_layer_have_equal_room(model):
+    config = dataclasses.replace(TILES, equal_work=True, scope="layer")
+    _, _, sparse = pruned(model, config)
+    for layer in sparse_layers(sparse).values():
+        counts = np.asarray(layer.counts[...])
+        assert counts.max() - counts.min() <= 1
+
+
+def test_generation_is_that_of_the_masked_model(model):
+    _, masked, sparse = pruned(perturbed(model))
+    options = {"max_new_tokens": 6, "sampling": SamplingConfig(temperature=0.0)}
+    prompts = [[1, 2, 3], [4, 5]]
+    key = jax.random.key(0)
+    expected = generate(masked, prompts, key=key, **options)
+    assert generate(sparse, prompts, key=key, **options) == expected
+
+
+def test_a_checkpoint_brings_the_sparse_model_back(model, tmp_path):
+    _, _, sparse = pruned(perturbed(model))
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, {"model": sparse}, {})
+    target = jax.eval_shape(lambda: sparse)
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    target = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), target
+    )
+    with Checkpointer(tmp_path, read_only=True) as checkpoints:
+        restored = checkpoints.restore_model(target)
+    tokens = jnp.array([[1, 2, 3]])
+    np.testing.assert_array_equal(restored(tokens), sparse(tokens))
+
+
+def test_types_stay(model):
+    low = Decoder(CONFIG, dtype=jnp.bfloat16, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+    _, masked, sparse = pruned(low)
+    assert sparse.blocks.mlp.up.values.dtype == jnp.float32
+    batch = batches(1)[0]
+    hidden = sparse.hidden(batch.tokens)
+    assert hidden.dtype == jnp.bfloat16
+    error = relative_error(hidden, masked.hidden(batch.tokens))
+    assert error < RELATIVE[hidden.dtype]
+
+
+def test_what_cannot_be_converted(model):
+    masks, _, sparse = pruned(model)
+    with pytest.raises(ValueError, match=r"blocks.attention.key is sparse already"):
+        choose(sparse)
+    with pytest.raises(ValueError, match=r"is sparse already; prune the dense model"):
+        sparsify(sparse, masks)
+    with pytest.raises(ValueError, match=r"is sparse already"):
+        apply_masks(sparse, masks)
+    blocks = dataclasses.replace(TILES, pattern="bw", block=8)
+    masks = make_model_masks(model, magnitude_scores(model), blocks)
+    with pytest.raises(ValueError, match=r"pattern 'bw' has no sparse form, expected"):
+        sparsify(model, masks)
