@@ -227,7 +227,10 @@ def program(problem: Problem, form: Form) -> tuple[Any, tuple, int]:
         return repeated(form.function, trips)(x, sets * repeats)
 
     jitted = on_devices(
-        problem.mesh, device, (_spec(problem, first), (one,) * count), form.out_spec
+        problem.mesh,
+        device,
+        (_spec(problem, first), (one,) * count),
+        (form.out_spec,) * per_turn,
     )
     shapes = tuple(_sharded(problem, name) for name in others)
     return jitted, (_sharded(problem, first), (shapes,) * count), trips * per_turn
