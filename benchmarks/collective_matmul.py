@@ -298,33 +298,27 @@ def checks(params: Mapping[str, Any]) -> dict[str, Check]:
 # --- Measure --------------------------------------------------------------------------
 
 
-def metrics(params: Mapping[str, Any], seconds: float) -> dict[str, float]:
-    """Rates of one device."""
-    flops = 2 * params["M"] * params["N"] * params["K"] / params["tp"]
-    return {
-        "tflops": flops / seconds / 1e12,
-        "nvlink_gb_per_s": bytes_sent(params) / seconds / 1e9,
-    }
-
-
 def compare(
     params: Mapping[str, Any], seconds: Mapping[str, float]
 ) -> dict[str, dict[str, float]]:
-    """Speed-up over XLA and the efficiencies of the overlap; see the module."""
-    found: dict[str, dict[str, float]] = {name: {} for name in seconds}
+    """Rates of a device, speed-up over XLA, efficiencies of the overlap."""
+    flops = 2 * params["M"] * params["N"] * params["K"] / params["tp"]
     xla = seconds.get("xla_nccl")
-    if xla is None:
-        return found
     alone, bare = seconds.get("matmul_only"), seconds.get("comm_only")
+    found: dict[str, dict[str, float]] = {}
     for name, t in seconds.items():
-        if name in ("matmul_only", "comm_only"):
+        here = found[name] = {}
+        if name != "comm_only":
+            here["tflops"] = flops / t / 1e12
+        if name != "matmul_only":
+            here["nvlink_gb_per_s"] = bytes_sent(params) / t / 1e9
+        if xla is None or name in ("matmul_only", "comm_only"):
             continue
-        found[name]["speedup"] = xla / t
+        here["speedup"] = xla / t
         if alone is not None and xla > alone:
-            found[name]["overlap_efficiency"] = 1 - (t - alone) / (xla - alone)
+            here["overlap_efficiency"] = 1 - (t - alone) / (xla - alone)
         if alone is not None and bare is not None and xla > max(alone, bare):
-            best = max(alone, bare)
-            found[name]["overlap_efficiency_star"] = (xla - t) / (xla - best)
+            here["overlap_efficiency_star"] = (xla - t) / (xla - max(alone, bare))
     return found
 
 
@@ -378,7 +372,6 @@ BENCHMARK = Benchmark(
     quick_cases=tuple(quick_cases()),
     inputs=lambda params, key: (),
     implementations={name: Custom(_elsewhere) for name in NAMES},
-    metrics=metrics,
     measure=measure,
     compare=compare,
     selectors={"kind": "kind", "tp": "tp", "rows": "M"},
