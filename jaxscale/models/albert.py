@@ -1,10 +1,23 @@
-"""ALBERT: named configurations.
+"""ALBERT: named configurations, and its Hugging Face files.
 
 References:
     ALBERT, arXiv 1909.11942: one block is every layer, and the tables are narrow.
 """
 
+from typing import Any
+
+from jaxscale.models.bert import bert_keys, write_bert_keys
 from jaxscale.models.encoder_config import EncoderConfig
+from jaxscale.models.heads import HeadConfig, HeadKind
+from jaxscale.models.hf_config import Keys, require
+from jaxscale.models.hf_encoder import (
+    EncoderFamily,
+    bert_attention,
+    bert_tables,
+    read_activation,
+    unlabeled,
+)
+from jaxscale.models.hf_names import TensorMap, layer_norm, linear
 
 
 def _albert(
@@ -50,3 +63,93 @@ def albert_base() -> EncoderConfig:
 def albert_large() -> EncoderConfig:
     """ALBERT-large v2, 17 million parameters."""
     return _albert(d_model=1024, num_layers=24, num_heads=16)
+
+
+# ------------------------------------------------------------------------------------
+# Hugging Face files
+
+
+def _read(values: Keys) -> EncoderConfig:
+    require(values, "num_hidden_groups", 1)
+    require(values, "inner_group_num", 1)
+    return EncoderConfig(
+        family="albert",
+        embed_dim=values["embedding_size"],
+        share_layers=True,
+        **bert_keys(values),
+    )
+
+
+def _write(config: EncoderConfig) -> dict[str, Any]:
+    own = {
+        "embedding_size": config.table_dim,
+        "num_hidden_groups": 1,
+        "inner_group_num": 1,
+    }
+    return write_bert_keys(config) | own
+
+
+def _head(values: Keys, kind: HeadKind) -> HeadConfig:
+    if kind == "masked_lm":
+        activation = read_activation(values, "hidden_act")
+        return unlabeled(kind, transform=activation, transform_norm=True)
+    pools = kind in ("sequence", "pooler")
+    return unlabeled(kind, transform="tanh" if pools else None)
+
+
+def _tensors(config: EncoderConfig) -> list[TensorMap]:
+    root, ours = "albert.encoder", "blocks"
+    block = root + ".albert_layer_groups.{layer}.albert_layers.0."
+    return [
+        *bert_tables("albert.embeddings", config.token_types),
+        *linear(f"{root}.embedding_hidden_mapping_in", "embed_out"),
+        *layer_norm(block + "full_layer_layer_norm", f"{ours}.mlp_norm"),
+        *bert_attention(block + "attention", ours),
+        *linear(block + "attention.dense", f"{ours}.attention.out"),
+        *layer_norm(block + "attention.LayerNorm", f"{ours}.attention_norm"),
+        *linear(block + "ffn", f"{ours}.mlp.up"),
+        *linear(block + "ffn_output", f"{ours}.mlp.down"),
+    ]
+
+
+def _head_tensors(config: EncoderConfig, head: HeadConfig) -> list[TensorMap]:
+    if head.kind == "masked_lm":
+        return [
+            TensorMap(name="predictions.bias", parameters=("head.bias",)),
+            *linear("predictions.dense", "head.transform"),
+            *layer_norm("predictions.LayerNorm", "head.norm"),
+        ]
+    pooler = linear("albert.pooler", "head.transform")
+    if head.kind == "pooler":
+        return pooler
+    name = "qa_outputs" if head.kind == "span" else "classifier"
+    return [*(pooler if head.pools else []), *linear(name, "head.output")]
+
+
+ALBERT = EncoderFamily(
+    model_type="albert",
+    architectures={
+        None: "AlbertModel",
+        "pooler": "AlbertModel",
+        "masked_lm": "AlbertForMaskedLM",
+        "sequence": "AlbertForSequenceClassification",
+        "token": "AlbertForTokenClassification",
+        "span": "AlbertForQuestionAnswering",
+    },
+    prefix="albert.",
+    read=_read,
+    write=_write,
+    head=_head,
+    tensors=_tensors,
+    head_tensors=_head_tensors,
+    tied={
+        "predictions.decoder.weight": "albert.embeddings.word_embeddings.weight",
+        "predictions.decoder.bias": "predictions.bias",
+    },
+    head_names=(
+        *("predictions.", "sop_classifier.", "albert.pooler.", "pooler."),
+        *("classifier.", "qa_outputs."),
+    ),
+    other_architectures={"AlbertForPreTraining": "masked_lm"},
+)
+"""ALBERT's files."""

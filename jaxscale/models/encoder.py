@@ -6,11 +6,13 @@ D model, E embedding.
 """
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -204,6 +206,30 @@ class EncoderModel(nnx.Module):
             return table
         return self.relative_norm(table[None])[0]
 
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        mesh: Mesh | None = None,
+        rules: AxisRules = REPLICATED,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike | None = None,
+        **options: Any,
+    ) -> "EncoderModel":
+        """The model of a Hugging Face directory: `jaxscale.models.load_encoder`."""
+        # That module builds on this one.
+        from jaxscale.models.hf import load_encoder
+
+        return load_encoder(
+            path,
+            mesh=mesh,
+            rules=rules,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            **options,
+        )
+
     def __call__(
         self,
         tokens: Int[Array, "*B T"],
@@ -241,7 +267,7 @@ class EncoderModel(nnx.Module):
 
     def output_embedding(
         self,
-    ) -> tuple[Float[Array, "E C"], Float[Array, "C"] | None]:
+    ) -> tuple[Float[Array, "width answers"], Float[Array, "answers"] | None]:
         """Kernel and bias that turn the features of the head into logits.
 
         Raises:

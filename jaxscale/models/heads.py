@@ -277,7 +277,7 @@ class Head(nnx.Module):
         self,
         hidden: Float[Array, "B T D"],
         cu_seqlens: Int[Array, "B seqs_plus_1"] | None = None,
-    ) -> Float[Array, "B _ E"]:
+    ) -> Float[Array, "B _ width"]:
         """What the last projection reads: pooled if asked, then transformed."""
         x = hidden
         if self.config.pools:
@@ -289,7 +289,7 @@ class Head(nnx.Module):
 
     def output_embedding(
         self, table: Float[Array, "V E"] | None = None
-    ) -> tuple[Float[Array, "E C"], Float[Array, "C"] | None]:
+    ) -> tuple[Float[Array, "width answers"], Float[Array, "answers"] | None]:
         """Kernel and bias of the last projection; `table` where it is tied.
 
         Raises:

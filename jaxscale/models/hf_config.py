@@ -111,8 +111,8 @@ def config_from_hf(values: Mapping[str, Any]) -> DecoderConfig:
         raise ValueError(
             f"model_type {family!r} is not supported; use one of {sorted(readers)}"
         )
-    _require(values, "quantization_config", None)
-    return readers[family](_Keys(values))
+    require(values, "quantization_config", None)
+    return readers[family](Keys(values))
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
 # Families
 
 
-class _Keys(dict[str, Any]):
+class Keys(dict[str, Any]):
     """A ``config.json`` whose missing keys are errors that name them.
 
     A null is a missing key.
@@ -175,10 +175,10 @@ class _Keys(dict[str, Any]):
         )
 
 
-def _from_gpt2(values: _Keys) -> DecoderConfig:
-    _require(values, "add_cross_attention", False)
-    _require(values, "scale_attn_weights", True)
-    _require(values, "scale_attn_by_inverse_layer_idx", False)
+def _from_gpt2(values: Keys) -> DecoderConfig:
+    require(values, "add_cross_attention", False)
+    require(values, "scale_attn_weights", True)
+    require(values, "scale_attn_by_inverse_layer_idx", False)
     return DecoderConfig(
         **_gpt_sizes(values),
         **_FIXED["gpt2"],
@@ -186,16 +186,16 @@ def _from_gpt2(values: _Keys) -> DecoderConfig:
     )
 
 
-def _from_gptj(values: _Keys) -> DecoderConfig:
+def _from_gptj(values: Keys) -> DecoderConfig:
     # Keys of the published file that transformers itself no longer reads.
-    _require(values, "rotary", True)
-    _require(values, "scale_attn_weights", True)
-    _require(values, "tie_word_embeddings", False)
+    require(values, "rotary", True)
+    require(values, "scale_attn_weights", True)
+    require(values, "tie_word_embeddings", False)
     sizes = _gpt_sizes(values)
     return DecoderConfig(**sizes, **_FIXED["gptj"], rotary_dim=values["rotary_dim"])
 
 
-def _gpt_sizes(values: _Keys) -> dict[str, Any]:
+def _gpt_sizes(values: Keys) -> dict[str, Any]:
     """What GPT-2 and GPT-J call by the same names."""
     width, heads = values["n_embd"], values["n_head"]
     activation = values["activation_function"]
@@ -210,7 +210,7 @@ def _gpt_sizes(values: _Keys) -> dict[str, Any]:
         "num_layers": values["n_layer"],
         "num_heads": heads,
         "num_kv_heads": heads,
-        "head_dim": _head_dim("n_embd", width, "n_head", heads),
+        "head_dim": divided_width("n_embd", width, "n_head", heads),
         "d_ff": values.get("n_inner") or 4 * width,
         "max_seq_len": values["n_positions"],
         "norm_eps": float(values["layer_norm_epsilon"]),
@@ -218,9 +218,9 @@ def _gpt_sizes(values: _Keys) -> dict[str, Any]:
     }
 
 
-def _from_llama(values: _Keys) -> DecoderConfig:
-    _require(values, "hidden_act", "silu")
-    _require(values, "sliding_window", None)
+def _from_llama(values: Keys) -> DecoderConfig:
+    require(values, "hidden_act", "silu")
+    require(values, "sliding_window", None)
     width, heads = values["hidden_size"], values["num_attention_heads"]
     theta, scaling = _rope(values)
     return DecoderConfig(
@@ -231,7 +231,7 @@ def _from_llama(values: _Keys) -> DecoderConfig:
         num_heads=heads,
         num_kv_heads=values.get("num_key_value_heads") or heads,
         head_dim=values.get("head_dim")
-        or _head_dim("hidden_size", width, "num_attention_heads", heads),
+        or divided_width("hidden_size", width, "num_attention_heads", heads),
         d_ff=values["intermediate_size"],
         max_seq_len=values["max_position_embeddings"],
         norm_eps=float(values["rms_norm_eps"]),
@@ -273,10 +273,10 @@ def _to_llama(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-def _rope(values: _Keys) -> tuple[float, RopeScaling | None]:
+def _rope(values: Keys) -> tuple[float, RopeScaling | None]:
     """Base and scaling of the rotary frequencies, from the keys of any version."""
     old = values.get("rope_scaling") or {}
-    rope = _Keys(
+    rope = Keys(
         {"rope_theta": values.get("rope_theta", 10_000.0)}
         | old
         | (values.get("rope_parameters") or {})
@@ -314,7 +314,7 @@ def _rope(values: _Keys) -> tuple[float, RopeScaling | None]:
 # Checks
 
 
-def _require(values: Mapping[str, Any], key: str, expected: Any) -> None:
+def require(values: Mapping[str, Any], key: str, expected: Any) -> None:
     """Stops at a setting that `Decoder` does not have."""
     found = values.get(key, expected)
     if found != expected:
@@ -324,7 +324,8 @@ def _require(values: Mapping[str, Any], key: str, expected: Any) -> None:
         )
 
 
-def _head_dim(width_key: str, width: int, heads_key: str, heads: int) -> int:
+def divided_width(width_key: str, width: int, heads_key: str, heads: int) -> int:
+    """The part of a width that each head has; stops where it does not divide."""
     for key, value in ((width_key, width), (heads_key, heads)):
         if not isinstance(value, int) or value < 1:
             raise ValueError(

@@ -21,11 +21,19 @@ class TensorMap:
     """Paths in `Decoder`; several are joined along their last dimension."""
     transpose: bool = False
     """The file stores a kernel as [out, in]."""
+    first_layer: int = 0
+    """Number that the first of the stacked blocks has in the file."""
 
     @property
     def stacked(self) -> bool:
         """Each block has a tensor of its own."""
         return "{layer}" in self.name
+
+    def tensor(self, layer: int | None) -> str:
+        """Name of the tensor of one of the stacked blocks; None if not stacked."""
+        if layer is None:
+            return self.name
+        return self.name.format(layer=layer + self.first_layer)
 
 
 PREFIXES = {"gpt2": "transformer.", "gptj": "transformer.", "llama": "model."}
@@ -52,7 +60,7 @@ def tensor_maps(config: DecoderConfig) -> list[TensorMap]:
     tables = {"gpt2": _gpt2, "gptj": _gptj, "llama": _llama}
     maps = tables[family](config)
     if not config.tie_embeddings:
-        maps += _linear("lm_head", "lm_head", bias=config.lm_head_bias)
+        maps += linear("lm_head", "lm_head", bias=config.lm_head_bias)
     return maps
 
 
@@ -62,13 +70,13 @@ def _gpt2(config: DecoderConfig) -> list[TensorMap]:
     return [
         TensorMap(name="transformer.wte.weight", parameters=("embed.table",)),
         TensorMap(name="transformer.wpe.weight", parameters=("positions.table",)),
-        *_layer_norm(block + "ln_1", ours + "attention_norm"),
-        *_linear(block + "attn.c_attn", query, key, value, transpose=False),
-        *_linear(block + "attn.c_proj", ours + "attention.out", transpose=False),
-        *_layer_norm(block + "ln_2", ours + "mlp_norm"),
-        *_linear(block + "mlp.c_fc", ours + "mlp.up", transpose=False),
-        *_linear(block + "mlp.c_proj", ours + "mlp.down", transpose=False),
-        *_layer_norm("transformer.ln_f", "norm"),
+        *layer_norm(block + "ln_1", ours + "attention_norm"),
+        *linear(block + "attn.c_attn", query, key, value, transpose=False),
+        *linear(block + "attn.c_proj", ours + "attention.out", transpose=False),
+        *layer_norm(block + "ln_2", ours + "mlp_norm"),
+        *linear(block + "mlp.c_fc", ours + "mlp.up", transpose=False),
+        *linear(block + "mlp.c_proj", ours + "mlp.down", transpose=False),
+        *layer_norm("transformer.ln_f", "norm"),
     ]
 
 
@@ -76,14 +84,14 @@ def _gptj(config: DecoderConfig) -> list[TensorMap]:
     block, ours = "transformer.h.{layer}.", "blocks."
     return [
         TensorMap(name="transformer.wte.weight", parameters=("embed.table",)),
-        *_layer_norm(block + "ln_1", ours + "attention_norm"),
-        *_linear(block + "attn.q_proj", ours + "attention.query", bias=False),
-        *_linear(block + "attn.k_proj", ours + "attention.key", bias=False),
-        *_linear(block + "attn.v_proj", ours + "attention.value", bias=False),
-        *_linear(block + "attn.out_proj", ours + "attention.out", bias=False),
-        *_linear(block + "mlp.fc_in", ours + "mlp.up"),
-        *_linear(block + "mlp.fc_out", ours + "mlp.down"),
-        *_layer_norm("transformer.ln_f", "norm"),
+        *layer_norm(block + "ln_1", ours + "attention_norm"),
+        *linear(block + "attn.q_proj", ours + "attention.query", bias=False),
+        *linear(block + "attn.k_proj", ours + "attention.key", bias=False),
+        *linear(block + "attn.v_proj", ours + "attention.value", bias=False),
+        *linear(block + "attn.out_proj", ours + "attention.out", bias=False),
+        *linear(block + "mlp.fc_in", ours + "mlp.up"),
+        *linear(block + "mlp.fc_out", ours + "mlp.down"),
+        *layer_norm("transformer.ln_f", "norm"),
     ]
 
 
@@ -92,22 +100,23 @@ def _llama(config: DecoderConfig) -> list[TensorMap]:
     attention, mlp = config.attention_bias, config.mlp_bias
     return [
         TensorMap(name="model.embed_tokens.weight", parameters=("embed.table",)),
-        _scale(block + "input_layernorm", ours + "attention_norm"),
-        *_linear(block + "self_attn.q_proj", ours + "attention.query", bias=attention),
-        *_linear(block + "self_attn.k_proj", ours + "attention.key", bias=attention),
-        *_linear(block + "self_attn.v_proj", ours + "attention.value", bias=attention),
-        *_linear(block + "self_attn.o_proj", ours + "attention.out", bias=attention),
-        _scale(block + "post_attention_layernorm", ours + "mlp_norm"),
-        *_linear(block + "mlp.gate_proj", ours + "mlp.gate", bias=mlp),
-        *_linear(block + "mlp.up_proj", ours + "mlp.up", bias=mlp),
-        *_linear(block + "mlp.down_proj", ours + "mlp.down", bias=mlp),
-        _scale("model.norm", "norm"),
+        scale(block + "input_layernorm", ours + "attention_norm"),
+        *linear(block + "self_attn.q_proj", ours + "attention.query", bias=attention),
+        *linear(block + "self_attn.k_proj", ours + "attention.key", bias=attention),
+        *linear(block + "self_attn.v_proj", ours + "attention.value", bias=attention),
+        *linear(block + "self_attn.o_proj", ours + "attention.out", bias=attention),
+        scale(block + "post_attention_layernorm", ours + "mlp_norm"),
+        *linear(block + "mlp.gate_proj", ours + "mlp.gate", bias=mlp),
+        *linear(block + "mlp.up_proj", ours + "mlp.up", bias=mlp),
+        *linear(block + "mlp.down_proj", ours + "mlp.down", bias=mlp),
+        scale("model.norm", "norm"),
     ]
 
 
-def _linear(
+def linear(
     theirs: str, *ours: str, bias: bool = True, transpose: bool = True
 ) -> list[TensorMap]:
+    """The tensors of a linear layer, or of several whose outputs are joined."""
     kernel = TensorMap(
         name=f"{theirs}.weight",
         parameters=tuple(f"{path}.kernel" for path in ours),
@@ -119,10 +128,12 @@ def _linear(
     return [kernel, TensorMap(name=f"{theirs}.bias", parameters=biases)]
 
 
-def _layer_norm(theirs: str, ours: str) -> list[TensorMap]:
+def layer_norm(theirs: str, ours: str) -> list[TensorMap]:
+    """The tensors of a layer norm."""
     bias = TensorMap(name=f"{theirs}.bias", parameters=(f"{ours}.bias",))
-    return [_scale(theirs, ours), bias]
+    return [scale(theirs, ours), bias]
 
 
-def _scale(theirs: str, ours: str) -> TensorMap:
+def scale(theirs: str, ours: str) -> TensorMap:
+    """The tensor of a norm without a bias."""
     return TensorMap(name=f"{theirs}.weight", parameters=(f"{ours}.scale",))

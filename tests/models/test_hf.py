@@ -17,7 +17,7 @@ import safetensors.numpy
 import tokenizers
 from jax.sharding import NamedSharding
 
-from jaxscale.models import hf, hf_files
+from jaxscale.models import hf, hf_files, hf_tensors
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.hf_names import IGNORED
 from jaxscale.models.tokenizer import Tokenizer
@@ -308,7 +308,7 @@ def test_failed_save_leaves_the_old_files(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(hf, "_to_host", fail)
+    monkeypatch.setattr(hf_tensors, "_to_host", fail)
     with pytest.raises(OSError, match="disk full"):
         hf.save(model, tmp_path)
     assert {f.name: f.read_bytes() for f in tmp_path.iterdir()} == before

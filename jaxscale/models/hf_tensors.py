@@ -1,0 +1,312 @@
+"""Parameters of a model read from, and written to, the tensors of a directory.
+
+Each parameter is read straight into its place: every device gets its own shard, filled
+from the memory-mapped files block by block. The host holds one shard of one parameter
+at a time (the stacked parameter of all blocks counts as one), never the model. Axis
+letters of shapes: L layers, D model, V vocabulary.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.typing import DTypeLike
+
+from jaxscale.models.hf_files import Checkpoint
+from jaxscale.models.hf_names import TensorMap
+from jaxscale.sharding.parameters import shardings
+from jaxscale.sharding.rules import AxisRules
+
+
+def read_model[M](
+    checkpoint: Checkpoint,
+    maps: Sequence[TensorMap],
+    make: Callable[[DTypeLike, DTypeLike], M],
+    *,
+    mesh: Mesh | None,
+    rules: AxisRules,
+    dtype: DTypeLike | None,
+    param_dtype: DTypeLike | None,
+    ignored: Sequence[str],
+    tied: Mapping[str, str],
+) -> M:
+    """The model that `make` describes with the values of the file.
+
+    Args:
+        checkpoint: The directory.
+        maps: Which tensors hold which parameters. The first is the table of tokens,
+            whose type is that of the model. Parameters without a tensor keep the
+            values that `make` gives them.
+        make: Makes the model for a type of the computation and one of the parameters.
+        mesh: The devices; None is the first one alone.
+        rules: Which mesh axes split which parameters.
+        dtype: Type of the computation; None is that of the parameters.
+        param_dtype: Type of the parameters; None keeps that of each tensor.
+        ignored: Patterns of the names of tensors that no model needs.
+        tied: Tensors that some files hold besides the one that they equal.
+
+    Raises:
+        ValueError: a tensor is missing, unexpected or of the wrong shape or type.
+    """
+    table = _require_tensor(checkpoint, maps[0].name)
+    main_dtype = _dtype_of(checkpoint, [table], param_dtype)
+
+    def init() -> M:
+        return make(main_dtype if dtype is None else dtype, main_dtype)
+
+    abstract = jax.eval_shape(init)
+    shapes = {name: leaf.shape for name, leaf in parameters_of(abstract).items()}
+    _check_tensors(checkpoint, maps, shapes, ignored, tied)
+    if mesh is None:
+        places = dict.fromkeys(shapes, SingleDeviceSharding(jax.devices()[0]))
+    else:
+        places = parameters_of(shardings(abstract, mesh, rules))
+    sources = {name: entry for entry in maps for name in entry.parameters}
+    new = [name for name in shapes if name not in sources]
+    values = {}
+    if new:
+        draw = jax.jit(
+            lambda: [parameters_of(init())[name] for name in new],
+            out_shardings=[places[name] for name in new],
+        )
+        values = dict(zip(new, draw(), strict=True))
+    for name in sources:
+        values[name] = _read_parameter(
+            checkpoint, sources[name], name, shapes, places[name], param_dtype
+        )
+    leaves = [values[name] for name in shapes]
+    return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+
+
+def parameters_of(model: Any) -> dict[str, Any]:
+    """Each parameter, or what stands for it in the tree, by its path."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(model)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(
+            ".value"
+        ): leaf
+        for path, leaf in leaves
+    }
+
+
+def without_absent_prefix(
+    checkpoint: Checkpoint, maps: Sequence[TensorMap], prefix: str
+) -> list[TensorMap]:
+    """`maps` as the file names them, which may leave `prefix` out of all names."""
+    if any(name.startswith(prefix) for name in checkpoint.names()):
+        return list(maps)
+    return [
+        dataclasses.replace(entry, name=entry.name.removeprefix(prefix))
+        for entry in maps
+    ]
+
+
+# ------------------------------------------------------------------------------------
+# Names and checks
+
+
+def _require_tensor(checkpoint: Checkpoint, name: str, where: str = "") -> str:
+    """`name`, which the checkpoint must have."""
+    if name in checkpoint:
+        return name
+    raise ValueError(
+        f"{checkpoint.directory} lacks the tensor {name!r}{where}; the download is "
+        "incomplete or config.json is of another model"
+    )
+
+
+def _check_tensors(
+    checkpoint: Checkpoint,
+    maps: Sequence[TensorMap],
+    shapes: dict[str, tuple[int, ...]],
+    ignored: Sequence[str],
+    tied: Mapping[str, str],
+) -> None:
+    """Stops at the first tensor that is missing, misshapen or unexpected."""
+    names = set(checkpoint.names())
+    for entry in maps:
+        expected = _file_shape(entry, shapes)
+        for name in _names(entry, shapes):
+            where = f"shape {expected} for {' and '.join(entry.parameters)}"
+            _require_tensor(checkpoint, name, f", expected with {where}")
+            names.remove(name)
+            if checkpoint.shape(name) != expected:
+                raise ValueError(
+                    f"tensor {name!r} of {checkpoint.file(name)} has the shape "
+                    f"{checkpoint.shape(name)}, expected {where}; config.json is of "
+                    "another model"
+                )
+    for name, source in tied.items():
+        if name in names:  # some files store what is tied twice
+            _check_tied(checkpoint, source, name)
+            names.remove(name)
+    for name in sorted(names):
+        if not any(re.search(pattern, name) for pattern in ignored):
+            raise ValueError(
+                f"tensor {name!r} of {checkpoint.file(name)} has no place in the "
+                f"model that config.json describes; it has shape "
+                f"{checkpoint.shape(name)}"
+            )
+
+
+def _check_tied(checkpoint: Checkpoint, source: str, copy: str) -> None:
+    """Stops if the tensor `copy` of a tied model is not `source`."""
+    shape = checkpoint.shape(source)
+    equal = checkpoint.shape(copy) == shape
+    rows = 4096
+    for start in range(0, shape[0] if equal else 0, rows):
+        index = (slice(start, min(start + rows, shape[0])), *map(slice, shape[1:]))
+        ours, theirs = (checkpoint.read(name, index) for name in (source, copy))
+        equal = equal and np.array_equal(ours, theirs)
+    if not equal:
+        raise ValueError(
+            f"tensor {copy!r} of {checkpoint.file(copy)} differs from {source!r}, but "
+            "config.json ties them; set tie_word_embeddings to false in config.json"
+        )
+
+
+def _names(entry: TensorMap, shapes: dict[str, tuple[int, ...]]) -> list[str]:
+    """The names of the tensors of one entry, one for each block if it is stacked."""
+    if not entry.stacked:
+        return [entry.name]
+    num_layers = shapes[entry.parameters[0]][0]
+    return [entry.tensor(layer) for layer in range(num_layers)]
+
+
+def _file_shape(
+    entry: TensorMap, shapes: dict[str, tuple[int, ...]]
+) -> tuple[int, ...]:
+    """The shape of one tensor in the file."""
+    parts = [shapes[name][1 if entry.stacked else 0 :] for name in entry.parameters]
+    shape = (*parts[0][:-1], sum(part[-1] for part in parts))
+    return shape[::-1] if entry.transpose else shape
+
+
+# ------------------------------------------------------------------------------------
+# Reading
+
+
+def _read_parameter(
+    checkpoint: Checkpoint,
+    entry: TensorMap,
+    name: str,
+    shapes: dict[str, tuple[int, ...]],
+    sharding: NamedSharding | SingleDeviceSharding,
+    param_dtype: DTypeLike | None,
+) -> jax.Array:
+    """One parameter on its devices, each given only its own shard."""
+    shape = shapes[name]
+    dtype = _dtype_of(checkpoint, _names(entry, shapes), param_dtype)
+    # The parameter's place in a tensor that several share.
+    before = entry.parameters[: entry.parameters.index(name)]
+    offset = sum(shapes[other][-1] for other in before)
+
+    devices: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        # The index is None only for devices of other processes, which are left out.
+        parts = zip(index or (), shape, strict=True)
+        bounds = tuple(part.indices(size)[:2] for part, size in parts)
+        devices.setdefault(bounds, []).append(device)
+    arrays = []
+    for bounds, copies in devices.items():
+        shard = _read_shard(checkpoint, entry, bounds, offset, dtype)
+        arrays += [jax.device_put(shard, device) for device in copies]
+        # The host memory of this shard is free before the next one is read.
+        jax.block_until_ready(arrays)
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+
+
+def _read_shard(
+    checkpoint: Checkpoint,
+    entry: TensorMap,
+    bounds: tuple[tuple[int, int], ...],
+    offset: int,
+    dtype: np.dtype,
+) -> np.ndarray:
+    """A box of a parameter, `bounds` being its start and end in each dimension."""
+    layers = range(*bounds[0]) if entry.stacked else (None,)
+    inner = [slice(*b) for b in (bounds[1:] if entry.stacked else bounds)]
+    inner[-1] = slice(inner[-1].start + offset, inner[-1].stop + offset)
+    index = tuple(inner[::-1] if entry.transpose else inner)
+    shard = np.empty([stop - start for start, stop in bounds], dtype)
+    for i, layer in enumerate(layers):
+        tensor = checkpoint.read(entry.tensor(layer), index)
+        _assign(shard[i] if entry.stacked else shard, tensor, entry.transpose)
+    return shard
+
+
+def _assign(target: np.ndarray, source: np.ndarray, transpose: bool) -> None:
+    """Copy `source`, or its transpose, into `target`, converting to its type."""
+    if not transpose:
+        target[...] = source
+        return
+    # In strips of rows that fit in the cache: four times as fast as in one go.
+    for start in range(0, source.shape[0], 64):
+        rows = slice(start, start + 64)
+        target[:, rows] = source[rows].T
+
+
+def _dtype_of(
+    checkpoint: Checkpoint, names: list[str], wanted: DTypeLike | None
+) -> np.dtype:
+    """The type of the parameter that is read from the tensors `names`."""
+    found = [checkpoint.dtype(name) for name in names]
+    if wanted is not None:
+        return jnp.dtype(wanted)
+    for name, dtype in zip(names, found, strict=True):
+        if dtype != found[0]:
+            raise ValueError(
+                f"tensor {name!r} is {dtype}, but {names[0]!r} is {found[0]}, and both "
+                "belong to one stacked parameter; give param_dtype to convert them"
+            )
+    return found[0]
+
+
+# ------------------------------------------------------------------------------------
+# Writing
+
+
+def tensors_to_write(
+    maps: Sequence[TensorMap], parameters: dict[str, jax.Array]
+) -> Iterator[tuple[str, int, Callable[[], np.ndarray]]]:
+    """Name, bytes and content of each tensor, in the order of the file."""
+    shapes = {name: value.shape for name, value in parameters.items()}
+    stacked = [entry for entry in maps if entry.stacked]
+    first = maps.index(stacked[0]) if stacked else 0
+    num_layers = shapes[stacked[0].parameters[0]][0] if stacked else 0
+    layered = [(entry, layer) for layer in range(num_layers) for entry in stacked]
+    single = [(entry, None) for entry in maps if not entry.stacked]
+    for entry, layer in single[:first] + layered + single[first:]:
+        dtype = parameters[entry.parameters[0]].dtype
+        size = int(np.prod(_file_shape(entry, shapes))) * dtype.itemsize
+
+        def fetch(entry: TensorMap = entry, layer: int | None = layer) -> np.ndarray:
+            parts = [_to_host(parameters[name], layer) for name in entry.parameters]
+            joined = np.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
+            tensor = np.empty(_file_shape(entry, shapes), joined.dtype)
+            _assign(tensor, joined, entry.transpose)
+            return tensor
+
+        yield entry.tensor(layer), size, fetch
+
+
+def _to_host(value: jax.Array, layer: int | None) -> np.ndarray:
+    """`value`, or one block of it, gathered from the shards without a collective."""
+    start = 0 if layer is None else 1
+    host = np.empty(value.shape[start:], value.dtype)
+    for shard in value.addressable_shards:
+        if shard.replica_id != 0:
+            continue
+        data = shard.data
+        if layer is not None:
+            low, high, _ = shard.index[0].indices(value.shape[0])
+            if not low <= layer < high:
+                continue
+            data = jax.lax.dynamic_index_in_dim(data, layer - low, 0, keepdims=False)
+        host[shard.index[start:]] = np.asarray(data)
+    return host

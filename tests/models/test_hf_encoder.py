@@ -1,0 +1,353 @@
+"""Encoders in Hugging Face directories against what transformers computed from them.
+
+The fixtures and their outputs come from ``tests/fixtures/make_encoders.py``.
+"""
+
+import dataclasses
+import functools
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from jaxscale.models import (
+    EncoderModel,
+    HeadConfig,
+    encoder_config_from_hf,
+    encoder_config_to_hf,
+    encoder_head,
+    encoder_preset,
+    hf,
+    load_encoder,
+)
+from jaxscale.models.families import FAMILIES
+from jaxscale.sharding import MeshConfig, fsdp_tp, make_mesh
+
+
+ENCODERS = Path(__file__).parents[1] / "fixtures" / "encoders"
+FAMILY_NAMES = sorted(directory.name for directory in ENCODERS.iterdir())
+KINDS = ["hidden", "masked_lm", "sequence", "token", "span"]
+
+# The bound of the project; the largest output of the fixtures is about 5.
+ATOL = 1e-4
+
+
+@functools.cache
+def fixture(family):
+    return safetensors.numpy.load_file(ENCODERS / family / "expected.safetensors")
+
+
+def prompts(family):
+    """The prompts packed in one row: tokens, boundaries and types, if it has them."""
+    expected = fixture(family)
+    count = sum(key.startswith("ids.") for key in expected)
+    ids = [expected[f"ids.{i}"] for i in range(count)]
+    ends = np.cumsum([len(row) for row in ids])
+
+    def row(parts):
+        tokens = np.full((1, 64), 7, np.int32)
+        tokens[0, : ends[-1]] = np.concatenate(parts)
+        return jnp.asarray(tokens)
+
+    types = None
+    if "types.0" in expected:
+        types = row([expected[f"types.{i}"] for i in range(count)])
+        types = jnp.minimum(types, 1)
+    # One slot more than there are sequences, and tokens past the last one.
+    return row(ids), jnp.asarray([[0, *ends, ends[-1]]], jnp.int32), types
+
+
+def compose(family, kind, directory):
+    """The directory that transformers saved with a head."""
+    source = ENCODERS / family
+    if kind == "hidden":
+        return source
+    heads = json.loads((source / "heads.json").read_text())
+    base = safetensors.numpy.load_file(source / "model.safetensors")
+    tensors = {heads["prefix"] + name: value for name, value in base.items()}
+    extra = safetensors.numpy.load_file(source / "heads.safetensors")
+    start = f"{kind}/"
+    tensors |= {k.removeprefix(start): v for k, v in extra.items() if start in k}
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(heads[kind]))
+    safetensors.numpy.save_file(
+        tensors, directory / "model.safetensors", metadata={"format": "pt"}
+    )
+    return directory
+
+
+@jax.jit
+def forward(model, tokens, bounds, types):
+    # GPUs would round fp32 products to TF32.
+    with jax.default_matmul_precision("highest"):
+        hidden = model.hidden(tokens, cu_seqlens=bounds, token_types=types)
+        answer = None if model.head is None else model.answer(hidden, bounds)
+        return hidden, answer
+
+
+def outputs(model, family):
+    """What the model says about each prompt, as the fixture names it."""
+    tokens, bounds, types = prompts(family)
+    hidden, answer = forward(model, tokens, bounds, types)
+    spans = [slice(*pair) for pair in zip(bounds[0], bounds[0, 1:-1], strict=False)]
+    found = {f"hidden.{i}": hidden[0, span] for i, span in enumerate(spans)}
+    if answer is None:
+        return found
+    kind = model.head.config.kind
+    for i, span in enumerate(spans):
+        found[f"{kind}.{i}"] = answer[0, i if model.head.config.pools else span]
+    return found
+
+
+def assert_as_transformers(model, family):
+    expected = fixture(family)
+    for name, got in outputs(model, family).items():
+        np.testing.assert_allclose(got, expected[name], rtol=0, atol=ATOL, err_msg=name)
+
+
+def assert_same_parameters(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def edit_json(file, **changes):
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """Copies a fixture, so that a test may damage it."""
+
+    def make(name):
+        return shutil.copytree(ENCODERS / name, tmp_path / name)
+
+    return make
+
+
+# ------------------------------------------------------------------------------------
+# Values
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_match_transformers(family, kind, tmp_path):
+    model = load_encoder(compose(family, kind, tmp_path / "file"))
+    pools = "pooler.0" in fixture(family)
+    found = None if model.head is None else model.head.config.kind
+    assert found == (("pooler" if pools else None) if kind == "hidden" else kind)
+    assert_as_transformers(model, family)
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_bf16_is_as_exact_as_transformers(family):
+    model = load_encoder(
+        ENCODERS / family, head=None, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16
+    )
+    expected = fixture(family)
+    got = outputs(model, family)
+    assert got["hidden.0"].dtype == jnp.bfloat16
+    error = max(
+        np.abs(np.asarray(value, np.float32) - expected[name]).max()
+        for name, value in got.items()
+    )
+    assert 0 < error <= 2 * expected["bf16_error.hidden"]
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_other_keys_of_the_configuration_say_the_same(family):
+    configs = [
+        encoder_config_from_hf(json.loads((ENCODERS / family / name).read_text()))
+        for name in ("config.json", "config.other.json")
+    ]
+    assert configs[0] == configs[1]
+    assert configs[0].family == family
+
+
+@pytest.mark.parametrize("family", ["bert", "modernbert"])
+def test_sharded(family, tmp_path):
+    mesh = make_mesh(MeshConfig(data=1, fsdp=2, tensor=4))
+    rules = dataclasses.replace(fsdp_tp(), vocab=None, act_vocab=None)
+    directory = compose(family, "sequence", tmp_path / "file")
+    model = EncoderModel.from_pretrained(directory, mesh=mesh, rules=rules)
+    kernel = model.blocks.attention.query.kernel[...]
+    assert kernel.addressable_shards[0].data.shape[1:] == (16, 8)
+    with jax.set_mesh(mesh):
+        assert_as_transformers(model, family)
+
+
+def test_names_of_files_converted_from_tensorflow(copy):
+    directory = copy("bert")
+    file = directory / "model.safetensors"
+    old = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+            "LayerNorm.bias", "LayerNorm.beta"
+        ): value
+        for name, value in safetensors.numpy.load_file(file).items()
+    }
+    old = {f"bert.{name}": value for name, value in old.items()}
+    table = old["bert.embeddings.word_embeddings.weight"]
+    # What bert-base-uncased holds besides.
+    old |= {
+        "bert.embeddings.position_ids": np.arange(40)[None],
+        "cls.seq_relationship.weight": np.ones((2, 32), np.float32),
+        "cls.predictions.decoder.weight": table,
+    }
+    extra = safetensors.numpy.load_file(directory / "heads.safetensors")
+    start = "masked_lm/"
+    old |= {k.removeprefix(start): v for k, v in extra.items() if start in k}
+    safetensors.numpy.save_file(old, file, metadata={"format": "pt"})
+    edit_json(directory / "config.json", architectures=["BertForPreTraining"])
+    assert_as_transformers(load_encoder(directory), "bert")
+    old["cls.predictions.decoder.weight"] = table + 1
+    safetensors.numpy.save_file(old, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"decoder\.weight' .* differs from"):
+        load_encoder(directory)
+
+
+def test_another_head_begins_anew(tmp_path):
+    directory = compose("bert", "masked_lm", tmp_path / "file")
+    assert load_encoder(directory, head=None).head is None
+    config = encoder_config_from_hf(json.loads((directory / "config.json").read_text()))
+    head = encoder_head(config, "sequence", labels=("no", "yes"))
+    models = [load_encoder(directory, head=head, seed=seed) for seed in (0, 0, 1)]
+    assert_same_parameters(models[0], models[1])
+    kernels = [model.head.output.kernel[...] for model in models]
+    assert kernels[0].shape == (32, 2)
+    assert abs(kernels[0] - kernels[2]).max() > 1e-3
+    hidden = {k: v for k, v in outputs(models[2], "bert").items() if "hidden" in k}
+    for name, value in hidden.items():
+        np.testing.assert_allclose(value, fixture("bert")[name], rtol=0, atol=ATOL)
+
+
+# ------------------------------------------------------------------------------------
+# Saving
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_files_hold_what_was_loaded(family, kind, tmp_path):
+    source = compose(family, kind, tmp_path / "file")
+    model = load_encoder(source)
+    hf.save(model, tmp_path / "saved")
+    again = load_encoder(tmp_path / "saved")
+    assert again.config == model.config
+    assert_same_parameters(again, model)
+    theirs, ours = (
+        safetensors.numpy.load_file(directory / "model.safetensors")
+        for directory in (source, tmp_path / "saved")
+    )
+    # Heads of tokens have no pooler; the fixture's encoder does.
+    theirs = {k: v for k, v in theirs.items() if k in ours or "pooler" not in k}
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert ours[name].tobytes() == value.tobytes(), name
+    saved, original = (
+        json.loads((directory / "config.json").read_text())
+        for directory in (tmp_path / "saved", source)
+    )
+    assert saved["architectures"] == original["architectures"]
+    assert saved.get("id2label") == original.get("id2label") or kind == "span"
+
+
+def test_presets_are_written_and_read():
+    for name in ("bert_base", "roberta_base", "albert_base", "distilbert_base"):
+        config = encoder_preset(name)
+        assert encoder_config_from_hf(encoder_config_to_hf(config)) == config
+    config = encoder_preset("modernbert_base")
+    values = encoder_config_to_hf(config)
+    assert values["local_attention"] == 128
+    assert values["layer_types"][:4] == [
+        *("full_attention", "sliding_attention", "sliding_attention"),
+        "full_attention",
+    ]
+    assert encoder_config_from_hf(values) == config
+
+
+# ------------------------------------------------------------------------------------
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        (
+            "bert",
+            {"position_embedding_type": "relative_key"},
+            "position_embedding_type 'relative_key' of config.json is not supported",
+        ),
+        ("roberta", {"is_decoder": True}, "is_decoder True of config.json is not"),
+        ("bert", {"add_cross_attention": True}, "add_cross_attention True of"),
+        ("bert", {"hidden_act": "silu"}, "hidden_act 'silu' of config.json is not"),
+        ("bert", {"tie_word_embeddings": False}, "tie_word_embeddings False of"),
+        ("bert", {"num_attention_heads": 5}, "32 of config.json must be a multiple"),
+        ("bert", {"hidden_size": None}, "'bert' lacks the key 'hidden_size'"),
+        ("bert", {"quantization_config": {}}, "quantization_config {} of config.json"),
+        ("bert", {"model_type": "xlnet"}, "model_type 'xlnet' is not an encoder that"),
+        ("albert", {"num_hidden_groups": 2}, "num_hidden_groups 2 of config.json is"),
+        ("modernbert", {"hidden_activation": "silu"}, "hidden_activation 'silu' of"),
+        (
+            "modernbert",
+            {"layer_types": ["sliding_attention"] * 5},
+            r"layer_types \['sliding_attention', .* is not supported",
+        ),
+        (
+            "modernbert",
+            {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
+            "rope_type 'yarn' of config.json is not supported",
+        ),
+    ],
+)
+def test_unsupported_settings(family, changes, message):
+    values = json.loads((ENCODERS / family / "config.json").read_text())
+    with pytest.raises(ValueError, match=message):
+        encoder_config_from_hf(values | changes)
+
+
+def test_unsupported_heads(copy):
+    directory = copy("bert")
+    edit_json(directory / "config.json", architectures=["BertForMultipleChoice"])
+    with pytest.raises(ValueError, match=r"\['BertForMultipleChoice'\] of config.json"):
+        load_encoder(directory)
+    assert load_encoder(directory, head=None).head is None
+    with pytest.raises(ValueError, match="kind 'pooler': transformers has no such"):
+        encoder_head(encoder_preset("distilbert_tiny"), "pooler")
+    with pytest.raises(ValueError, match="num_labels 0, expected 1 or more"):
+        encoder_head(encoder_preset("bert_tiny"), "token")
+
+
+def test_models_that_transformers_lacks():
+    config = dataclasses.replace(encoder_preset("bert_tiny"), position="rope")
+    message = "'bert' of transformers needs position='learned' instead of 'rope'"
+    with pytest.raises(ValueError, match=message):
+        encoder_config_to_hf(config)
+    head = HeadConfig(kind="sequence", num_labels=2, transform="gelu")
+    with pytest.raises(ValueError, match="needs transform='tanh' instead of 'gelu'"):
+        encoder_config_to_hf(encoder_preset("bert_tiny"), head)
+
+
+def test_missing_and_unexpected_tensors(copy):
+    directory = copy("distilbert")
+    file = directory / "model.safetensors"
+    tensors = safetensors.numpy.load_file(file)
+    gone = tensors.pop("transformer.layer.1.ffn.lin1.weight")
+    safetensors.numpy.save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks the tensor 'transformer\.layer\.1\."):
+        load_encoder(directory)
+    tensors["transformer.layer.1.ffn.lin1.weight"] = gone
+    tensors["transformer.layer.2.ffn.lin1.weight"] = gone
+    safetensors.numpy.save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"'transformer\.layer\.2\..* has no place"):
+        load_encoder(directory)
+
+
+def test_encoders_are_no_decoders():
+    with pytest.raises(ValueError, match="model_type 'bert' is not supported by Dec"):
+        hf.load(ENCODERS / "bert")
+    assert set(FAMILIES) >= set(FAMILY_NAMES)
