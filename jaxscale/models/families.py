@@ -21,6 +21,20 @@ FAMILIES: dict[str, EncoderFamily] = {
 """Every family of encoders, by the ``model_type`` of transformers."""
 
 
+def family_of(config: EncoderConfig) -> EncoderFamily:
+    """How the encoder that `config` describes is written in files.
+
+    Raises:
+        ValueError: its family has no files.
+    """
+    if config.family not in FAMILIES:
+        raise ValueError(
+            f"family {config.family!r} is not read from files nor written to them; "
+            f"those that are: {sorted(FAMILIES)}"
+        )
+    return FAMILIES[config.family]
+
+
 def encoder_head(
     config: EncoderConfig,
     kind: HeadKind,
@@ -44,7 +58,7 @@ def encoder_head(
         >>> encoder_head(bert_base(), "sequence", num_labels=3).transform
         'tanh'
     """
-    family = FAMILIES[config.family]
+    family = family_of(config)
     _require_kind(family, kind)
     head = family.head(Keys(encoder_config_to_hf(config)), kind)
     if num_labels is None:
@@ -88,7 +102,7 @@ def encoder_config_to_hf(
         >>> encoder_config_from_hf(values) == bert_base()
         True
     """
-    family = FAMILIES[config.family]
+    family = family_of(config)
     kind = None if head is None else head.kind
     _require_kind(family, kind)
     values = {

@@ -19,6 +19,7 @@ from jaxscale.models.families import (
     FAMILIES,
     encoder_config_from_hf,
     encoder_config_to_hf,
+    family_of,
     head_from_hf,
 )
 from jaxscale.models.heads import HeadConfig
@@ -144,7 +145,7 @@ def load_encoder(
     """
     checkpoint = Checkpoint(path)
     config = encoder_config_from_hf(checkpoint.config)
-    family = FAMILIES[config.family]
+    family = family_of(config)
     pooler = any("pooler." in name for name in checkpoint.names())
     own = head_from_hf(checkpoint.config, has_pooler=pooler) if head == "file" else None
     layers = own if head == "file" else head
@@ -241,7 +242,7 @@ def _described(
         return config_to_hf(model.config), tensor_maps(model.config)
     head = None if model.head is None else model.head.config
     values = encoder_config_to_hf(model.config, head)
-    family = FAMILIES[model.config.family]
+    family = family_of(model.config)
     maps = family.tensors(model.config)
     if head is not None:
         maps += family.head_tensors(model.config, head)
