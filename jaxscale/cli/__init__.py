@@ -16,8 +16,9 @@ from jaxscale.cli.errors import UsageError, suggestion
 __all__ = ["COMMANDS", "UsageError", "main"]
 
 COMMANDS = {
-    "quickstart": "train a small model on real text, save, restore, generate, report",
+    "quickstart": "train a small model on real text, restore, prune, generate, report",
     "train": "train a decoder from a named run, whose settings are options",
+    "prune": "prune a trained model, train it under the masks, report",
     "generate": "continue a prompt with a trained or a downloaded model",
 }
 """What each command does, in a line."""

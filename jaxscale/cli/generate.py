@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 import jax
 import jax.numpy as jnp
 import tyro
-from flax import nnx
 from jax.sharding import Mesh
 
 from jaxscale import sharding
@@ -19,8 +18,8 @@ from jaxscale.cli.errors import usage_errors
 from jaxscale.cli.options import parse
 from jaxscale.inference import SamplingConfig, generate
 from jaxscale.models import Decoder, Tokenizer
+from jaxscale.pruning import TILE_WISE, Masks, sparsify
 from jaxscale.sharding import MeshConfig
-from jaxscale.training import Checkpointer
 from jaxscale.training.corpus import begins_documents
 
 
@@ -51,6 +50,9 @@ class GenerateConfig:
     """How a model too large for one device is spread over several."""
     rules: str = "fsdp_tp"
     """Which mesh axes split which dimensions, by the name of a preset."""
+    sparse: bool = True
+    """Compute only what a model keeps that was pruned tile-wise; otherwise all of it,
+    zeros included."""
     devices: int | None = None
     """Simulate this many CPU devices instead of using those of the machine."""
 
@@ -125,30 +127,18 @@ def _mesh(config: MeshConfig) -> Mesh:
 
 
 def _load_run(config: GenerateConfig, mesh: Mesh) -> Decoder:
-    """The model of a checkpoint, straight onto the mesh."""
-    directory = Path(config.source)
-    run = run_directory.read_config(directory)
-    rules = sharding.preset(config.rules)
-    run.model.check_mesh(dict(mesh.shape), rules)
-
-    def init() -> Decoder:
-        return Decoder(
-            run.model,
-            dtype=jnp.dtype(config.dtype or run.dtype),
-            param_dtype=jnp.dtype(run.param_dtype),
-            rules=rules,
-            rngs=nnx.Rngs(0),
-        )
-
-    abstract = jax.eval_shape(init)
-    places = sharding.shardings(abstract, mesh, rules)
-    target = jax.tree.map(
-        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-        abstract,
-        places,
+    """The model of a checkpoint; a pruned one computes only what it keeps."""
+    directory, rules = Path(config.source), sharding.preset(config.rules)
+    model = run_directory.load_model(
+        directory, mesh, rules, dtype=config.dtype, step=config.step
     )
-    with Checkpointer(directory / "checkpoints", read_only=True) as checkpoints:
-        return checkpoints.restore_model(target, config.step)
+    file = directory / run_directory.MASKS_FILE
+    if not (config.sparse and file.is_file()):
+        return model
+    masks = Masks.load(file)
+    if masks.config.pattern not in TILE_WISE:
+        return model
+    return sharding.place(sparsify(model, masks), mesh, rules)
 
 
 def _load_hugging_face(config: GenerateConfig, mesh: Mesh) -> Decoder:

@@ -12,11 +12,20 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from jaxscale import __version__
-from jaxscale.training import TextData, TrainConfig
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxscale import __version__, sharding
+from jaxscale.models import Decoder
+from jaxscale.sharding import AxisRules
+from jaxscale.training import Checkpointer, TextData, TrainConfig
 
 
 RUN_FILE = "run.json"
+MASKS_FILE = "masks.safetensors"
+"""Beside it where the run is that of a pruned model."""
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -99,6 +108,49 @@ def read_config(directory: Path) -> TrainConfig:
         ValueError: the file is damaged, or another version of jaxscale wrote it.
     """
     return from_dict(TrainConfig, _read(directory)["config"])
+
+
+def load_model(
+    directory: Path,
+    mesh: Mesh,
+    rules: AxisRules,
+    *,
+    dtype: str | None = None,
+    step: int | None = None,
+) -> Decoder:
+    """The dense model of a checkpoint, straight onto the mesh.
+
+    Args:
+        directory: Of the run.
+        mesh: The devices.
+        rules: What the mesh splits.
+        dtype: Of the computation; None is that of the run.
+        step: Which checkpoint; None is the newest.
+
+    Raises:
+        ValueError: model and mesh do not fit, or the run file is damaged.
+        FileNotFoundError: there is no such checkpoint.
+    """
+    run = read_config(directory)
+    run.model.check_mesh(dict(mesh.shape), rules)
+
+    def init() -> Decoder:
+        return Decoder(
+            run.model,
+            dtype=jnp.dtype(dtype or run.dtype),
+            param_dtype=jnp.dtype(run.param_dtype),
+            rules=rules,
+            rngs=nnx.Rngs(0),
+        )
+
+    abstract = jax.eval_shape(init)
+    target = jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        abstract,
+        sharding.shardings(abstract, mesh, rules),
+    )
+    with Checkpointer(directory / "checkpoints", read_only=True) as checkpoints:
+        return checkpoints.restore_model(target, step)
 
 
 def check_free(directory: Path, config: TrainConfig, *, resume: bool) -> None:

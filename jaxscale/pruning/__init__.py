@@ -3,7 +3,14 @@
 from jaxscale.pruning.config import PATTERNS, TILE_WISE, PruneConfig, pruned_units
 from jaxscale.pruning.convert import sparsify
 from jaxscale.pruning.layers import choose, linears
-from jaxscale.pruning.masks import Masks, Scores, apply_masks, make_model_masks
+from jaxscale.pruning.masks import (
+    Masks,
+    Scores,
+    apply_masks,
+    check_layers,
+    make_model_masks,
+)
+from jaxscale.pruning.report import LayerReport, Work, layer_reports, picture, work
 from jaxscale.pruning.schedule import (
     PAPER_STAGES,
     Pruner,
@@ -26,6 +33,7 @@ __all__ = [
     "PAPER_STAGES",
     "PATTERNS",
     "TILE_WISE",
+    "LayerReport",
     "Mask",
     "Masks",
     "Matrix",
@@ -33,10 +41,13 @@ __all__ = [
     "Pruner",
     "Scores",
     "Stage",
+    "Work",
     "apply_masks",
+    "check_layers",
     "choose",
     "cubic_stages",
     "input_squares",
+    "layer_reports",
     "linears",
     "magnitude_scores",
     "make_masks",
@@ -44,9 +55,11 @@ __all__ = [
     "mask_gradients",
     "one_shot",
     "paper_stages",
+    "picture",
     "pruned_units",
     "sparsify",
     "taylor_scores",
     "tile_counts",
     "wanda_scores",
+    "work",
 ]

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float
 from jaxscale.nn.linear import Linear
 from jaxscale.pruning.config import PruneConfig
 from jaxscale.pruning.layers import check_dense, choose, layer_names, linears, matrices
-from jaxscale.pruning.tilewise import Matrix, make_masks
+from jaxscale.pruning.tilewise import Matrix, check_units, make_masks
 
 
 type Scores = Mapping[str, Float[np.ndarray, "..."]]
@@ -178,6 +178,30 @@ def make_model_masks(
             matrices(kept[name])[i] = mask.kept
             matrices(tiled[name])[i] = mask.tiled
     return Masks(config=config, kept=kept, tiled=tiled, chosen=chosen)
+
+
+def check_layers(model: Any, config: PruneConfig) -> None:
+    """Raise what `make_model_masks` would, before scores are made.
+
+    Raises:
+        ValueError: a name in ``config.dense`` is unknown, no layer is left, the model
+            is sparse already, or units do not divide a layer.
+    """
+    layers = linears(model)
+    chosen = choose(model, config.dense)
+    if not chosen:
+        make_masks([], config)  # raises
+    for name, places in chosen.items():
+        shape = layers[name].kernel.shape
+        rows, columns = layer_shards(layers[name], config.shards)
+        for i in places:
+            matrix = Matrix(
+                name=layer_names(name, shape)[i],
+                scores=np.broadcast_to(np.float32(1), shape[-2:]),
+                row_shards=rows,
+                column_shards=columns,
+            )
+            check_units(matrix, config)
 
 
 def apply_masks(model: Any, masks: Masks) -> Any:

@@ -355,6 +355,7 @@ def _allowed(matrices: Sequence[Matrix]) -> list[np.ndarray] | None:
 
 def _check(matrix: Matrix, config: PruneConfig) -> None:
     """Whether the scores are numbers and the units divide the matrix."""
+    check_units(matrix, config)
     name, scores = matrix.name, matrix.scores
     if not np.isfinite(scores).all() or scores.min(initial=0) < 0:
         raise ValueError(
@@ -366,7 +367,11 @@ def _check(matrix: Matrix, config: PruneConfig) -> None:
             f"the mask of layer {name} has shape {matrix.previous.shape}, expected "
             f"{scores.shape} as its weight has"
         )
-    height, width = scores.shape
+
+
+def check_units(matrix: Matrix, config: PruneConfig) -> None:
+    """Raise where the units of a pattern do not divide a matrix or its shards."""
+    height, width = matrix.scores.shape
     shards = matrix.row_shards, matrix.column_shards
     in_a_shard = " in a shard" if max(shards) > 1 else ""
     row_unit, column_unit = _unit(config)
@@ -377,8 +382,8 @@ def _check(matrix: Matrix, config: PruneConfig) -> None:
         if size % (count * length):
             raise ValueError(
                 f"{what} {length} does not divide the {size / count:g} {kind}"
-                f"{in_a_shard} of layer {name}; choose a divisor, or leave the layer "
-                f"dense: dense=({name!r},)"
+                f"{in_a_shard} of layer {matrix.name}; choose a divisor, or leave the "
+                f"layer dense: dense=({matrix.name!r},)"
             )
 
 

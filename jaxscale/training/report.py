@@ -10,6 +10,7 @@ import importlib
 import pathlib
 from collections.abc import Mapping, Sequence
 from types import ModuleType
+from typing import Any
 
 
 _STYLE = """
@@ -124,15 +125,64 @@ class Report:
                 for s in series
             ]
         )
+        self._figure(
+            figure,
+            x_title,
+            y_title,
+            yaxis_type="log" if log_y else "linear",
+            showlegend=len(series) > 1,
+            hovermode="x unified",
+        )
+
+    def bars(self, series: Sequence[Series], *, x_title: str, y_title: str) -> None:
+        """An interactive bar chart, for example a histogram.
+
+        Args:
+            series: One color of bars each; `x` are their middles, `y` their heights.
+            x_title: What the horizontal axis shows, with its unit.
+            y_title: What the vertical axis shows, with its unit.
+
+        Raises:
+            ImportError: plotly is missing; the message names the extra.
+        """
+        graph_objects = _plotly("graph_objects")
+        figure = graph_objects.Figure(
+            [graph_objects.Bar(x=list(s.x), y=list(s.y), name=s.name) for s in series]
+        )
+        self._figure(figure, x_title, y_title, showlegend=len(series) > 1)
+
+    def image(
+        self, values: Sequence[Sequence[float]], *, x_title: str, y_title: str
+    ) -> None:
+        """An interactive image in shades of one color, its first row on top.
+
+        Args:
+            values: Rows of numbers from 0 (white) to 1.
+            x_title: What the columns are.
+            y_title: What the rows are.
+
+        Raises:
+            ImportError: plotly is missing; the message names the extra.
+        """
+        graph_objects = _plotly("graph_objects")
+        heatmap = graph_objects.Heatmap(
+            z=[[round(float(v), 3) for v in row] for row in values],
+            zmin=0,
+            zmax=1,
+            colorscale="Blues",
+        )
+        figure = graph_objects.Figure([heatmap])
+        self._figure(figure, x_title, y_title, yaxis_autorange="reversed")
+
+    def _figure(self, figure: Any, x_title: str, y_title: str, **layout: Any) -> None:
+        """Lay a figure out as all are, and append it."""
         figure.update_layout(
             template="plotly_white",
             height=380,
             margin={"l": 60, "r": 20, "t": 20, "b": 50},
             xaxis_title=x_title,
             yaxis_title=y_title,
-            yaxis_type="log" if log_y else "linear",
-            showlegend=len(series) > 1,
-            hovermode="x unified",
+            **layout,
         )
         # The script itself is 4.7 MB: it goes in once, before the first plot.
         self._parts.append(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxscale.cli import main, quickstart
+from jaxscale.pruning import Masks
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +28,17 @@ def test_held_out_loss_falls_and_the_report_shows_it(finished):
     assert losses[-1] < losses[0] < np.log(2048) + 0.2
     assert f"{losses[-1]:.6f}" in page
     assert "fsdp 4 x tensor 2" in page and "restored on fsdp 8" in page
+
+
+@pytest.mark.slow
+def test_the_model_is_pruned_and_generates(finished, capsys):
+    directory, page = finished
+    masks = Masks.load(directory / "pruned/masks.safetensors")
+    assert masks.sparsity == 0.75
+    assert "trained under the masks" in page and "same held-out loss up to" in page
+    arguments = ["generate", "--from", str(directory / "pruned"), "--prompt", "import "]
+    assert main([*arguments, "--max-new-tokens", "4", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out.startswith("import ")
 
 
 @pytest.mark.slow

@@ -1,0 +1,307 @@
+"""Prune a trained model and train on under the masks: what ``prune`` does.
+
+Pruning and training know nothing of each other; they meet here.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from jaxscale.pruning import (
+    Masks,
+    PruneConfig,
+    Pruner,
+    Scores,
+    Stage,
+    cubic_stages,
+    layer_reports,
+    magnitude_scores,
+    one_shot,
+    paper_stages,
+    picture,
+    taylor_scores,
+    wanda_scores,
+    work,
+)
+from jaxscale.pruning.layers import matrices
+from jaxscale.sharding import make_mesh
+from jaxscale.training import (
+    Evaluation,
+    FitResult,
+    TextData,
+    TrainConfig,
+    TrainState,
+    Writer,
+    evaluate,
+    fit,
+    make_eval_step,
+    next_token_loss,
+    packed_batches,
+)
+from jaxscale.training.loop import to_rows
+from jaxscale.training.report import Report, Series
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TuneConfig:
+    """How weights are scored, and when they are pruned."""
+
+    score: Literal["magnitude", "taylor", "wanda"] = "taylor"
+    """Importance of a weight: its square, what its removal changes of the loss to first
+    order, or its square times that of its inputs (rank the last in each layer)."""
+    score_batches: int = 8
+    """Batches of training text that taylor and wanda are measured on."""
+    schedule: Literal["one_shot", "cubic", "paper"] = "one_shot"
+    """Everything before the first step, or in stages during the first half of the
+    steps: fast at first and slower later, or through the list of the paper."""
+    stages: int = 5
+    """Stages of cubic."""
+
+    def __post_init__(self) -> None:
+        for name in ("score_batches", "stages"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)}, expected at least 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pruned:
+    """A pruned and tuned model, and what it cost."""
+
+    result: FitResult
+    """The training under masks."""
+    masks: Masks
+    """Those of the last stage."""
+    scores: Scores
+    """Of the model before it was pruned."""
+    before: Evaluation
+    """Held-out, of the dense model."""
+    after: Evaluation
+    """Held-out, of the model pruned to the full sparsity at once, before training."""
+
+    measure: Callable[[Any], Evaluation]
+    """Gives the held-out loss of any model on the mesh."""
+
+    @property
+    def tuned(self) -> Evaluation:
+        """Held-out, after training under the masks."""
+        assert self.result.evaluation is not None  # there is held-out text
+        return self.result.evaluation
+
+
+def make_stages(prune: PruneConfig, tune: TuneConfig, steps: int) -> tuple[Stage, ...]:
+    """The stages of a schedule within the first half of `steps`.
+
+    Raises:
+        ValueError: there are more stages than steps in that half.
+
+    Example:
+        >>> prune = PruneConfig(sparsity=0.5)
+        >>> stages = make_stages(prune, TuneConfig(schedule="paper"), 60)
+        >>> [(stage.step, stage.sparsity) for stage in stages]
+        [(0, 0.25), (10, 0.35), (20, 0.5)]
+    """
+    if tune.schedule == "one_shot":
+        return one_shot(prune.sparsity)
+    if tune.schedule == "cubic":
+        count = tune.stages
+    else:
+        count = len(paper_stages(prune.sparsity, 1))
+    each = (steps // 2) // count
+    if each < 1:
+        raise ValueError(
+            f"steps {steps}: half of them are fewer than the {count} stages of the "
+            f"schedule {tune.schedule}; raise steps or use one_shot"
+        )
+    if tune.schedule == "cubic":
+        return cubic_stages(prune.sparsity, tune.stages, each)
+    return paper_stages(prune.sparsity, each)
+
+
+def prune_and_tune(
+    config: TrainConfig,
+    model: Any,
+    text: TextData,
+    prune: PruneConfig,
+    tune: TuneConfig,
+    *,
+    say: Callable[[str], None] = print,
+    writers: list[Writer] | None = None,
+) -> Pruned:
+    """Prune `model`, train it under the masks, and measure it before and after.
+
+    Args:
+        config: Training under the masks: steps, learning rate, mesh, directory.
+        model: The dense model on the mesh of `config`; it is left as it is.
+        text: To train and to measure on.
+        prune: Pattern and sparsity.
+        tune: Scores and schedule.
+        say: Called with a line on each thing that was done.
+        writers: As for `fit`.
+
+    Raises:
+        ValueError: the masks cannot be made.
+        KeyboardInterrupt: a signal ended the training.
+    """
+    mesh = make_mesh(config.mesh)
+    train_data, eval_data = packed_batches(config, text)
+    assert eval_data is not None
+    loss = next_token_loss(chunk_size=config.loss_chunk)
+    eval_step = make_eval_step(loss)
+
+    def measure(model: Any) -> Evaluation:
+        with jax.set_mesh(mesh):
+            state = TrainState.create(model, optax.identity())
+            return evaluate(config, mesh, eval_step, state, eval_data)
+
+    scores = _scores(config, mesh, text, tune)
+    first: Scores = {}
+
+    def score(model: Any) -> Scores:
+        with jax.set_mesh(mesh):
+            found = scores(model)
+        first.update({} if first else found)
+        return found
+
+    def on_stage(step: int, masks: Masks) -> None:
+        say(f"step {step}: pruned to {masks.sparsity:.1%}")
+
+    stages = make_stages(prune, tune, config.steps)
+    pruner = Pruner(prune, stages, scores=score, on_stage=on_stage)
+    start = at_once = pruner.start(model)
+    if len(stages) > 1:
+        at_once = Pruner(prune, one_shot(prune.sparsity), scores=score).start(model)
+    before, after = measure(model), measure(at_once)
+    say(f"held-out loss {before.loss:.3f}, pruned {after.loss:.3f}")
+    result = fit(
+        config,
+        train_data=train_data,
+        eval_data=eval_data,
+        model=start,
+        hooks=[pruner],
+        gradient_transforms=[pruner.transform],
+        writers=writers,
+    )
+    if result.interrupted:
+        raise KeyboardInterrupt
+    return Pruned(
+        result=result,
+        masks=pruner.masks_of(result.state),
+        scores=first,
+        before=before,
+        after=after,
+        measure=measure,
+    )
+
+
+def _scores(
+    config: TrainConfig, mesh: Mesh, text: TextData, tune: TuneConfig
+) -> Callable[[Any], Scores]:
+    if tune.score == "magnitude":
+        return magnitude_scores
+    loss = next_token_loss(chunk_size=config.loss_chunk)
+
+    def mean_loss(model: Any, batch: Any) -> Any:
+        total, sums = loss(model, batch)
+        return total / jnp.maximum(sums.tokens, 1).astype(jnp.float32)
+
+    measure = {"taylor": taylor_scores, "wanda": wanda_scores}[tune.score]
+
+    def scores(model: Any) -> Scores:
+        train_data, _ = packed_batches(config, text)
+        batches = iter(train_data)
+        try:
+            some = [
+                to_rows(next(batches), config, mesh) for _ in range(tune.score_batches)
+            ]
+        finally:
+            getattr(batches, "close", lambda: None)()
+        return measure(model, mean_loss, some)
+
+    return scores
+
+
+def bytes_per_token(text: TextData) -> float:
+    """Of the held-out text; makes losses of different tokenizers comparable."""
+    if text.held_out is None:
+        return math.nan
+    tokens = text.held_out.tokens
+    return len(text.tokenizer.decode(tokens.tolist()).encode()) / len(tokens)
+
+
+def add_to_report(report: Report, pruned: Pruned, bytes_per_token: float) -> None:
+    """A section on what was pruned, and what it did to the model."""
+    masks = pruned.masks
+    config, cost = masks.config, work(masks)
+    report.heading("Pruning")
+    report.text(
+        f"Pattern {config.pattern}, {masks.sparsity:.1%} of the weights of the chosen "
+        "layers; the losses are held-out, in nats a token and in bits a byte."
+    )
+    report.table(
+        ["model", "held-out loss", "bits a byte"],
+        [
+            [name, f"{e.loss:.4f}", f"{e.loss / np.log(2) / bytes_per_token:.3f}"]
+            for name, e in (
+                ("dense", pruned.before),
+                ("pruned at once", pruned.after),
+                ("trained under the masks", pruned.tuned),
+            )
+        ],
+    )
+    report.facts(
+        {
+            "weights of the chosen layers": cost.dense,
+            "kept in tiles" if config.tiled else "kept": cost.tiled,
+            "kept as single weights": cost.single,
+            "fullest tile over the mean": cost.imbalance,
+            "bytes dense (bf16)": 2 * cost.dense,
+            "bytes kept (bf16, indices of single weights)": cost.sparse_bytes,
+        }
+    )
+    layers = layer_reports(masks, pruned.scores)
+    report.table(
+        ["layer", "shape", "sparsity", "kept score", "rows of the tiles"],
+        [
+            [
+                layer.name,
+                f"{layer.shape[0]} x {layer.shape[1]}",
+                f"{layer.sparsity:.1%}",
+                f"{layer.kept_score:.1%}",
+                _range(layer.tile_rows),
+            ]
+            for layer in layers
+        ],
+    )
+    shares = [
+        layer.tile_rows / layer.shape[0]
+        for layer in layers
+        if layer.tile_rows is not None
+    ]
+    if shares:
+        counts, edges = np.histogram(np.concatenate(shares), bins=20, range=(0, 1))
+        middles = (edges[1:] + edges[:-1]) / 2
+        bars = Series(name="tiles", x=middles.tolist(), y=counts.tolist())
+        report.bars([bars], x_title="rows kept, as a part of K", y_title="tiles")
+    for name in _pictured(masks):
+        report.text(f"What {name} keeps: inputs from top to bottom, outputs across.")
+        image = picture(matrices(masks.kept[name])[masks.chosen[name][0]], size=96)
+        report.image(image.tolist(), x_title="outputs", y_title="inputs")
+
+
+def _range(rows: np.ndarray | None) -> str:
+    if rows is None or not rows.size:
+        return "-"
+    return f"{rows.min()} to {rows.max()}"
+
+
+def _pictured(masks: Masks) -> list[str]:
+    """The smallest and the largest layer: enough to see the pattern."""
+    names = sorted(masks.chosen, key=lambda name: masks.kept[name].size)
+    return list(dict.fromkeys([names[-1], names[0]]))

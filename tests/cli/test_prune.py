@@ -1,0 +1,136 @@
+"""Pruning from the command line: a run of it, and what is refused."""
+
+import functools
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from jaxscale import cli, sharding
+from jaxscale.cli import pruning, run_directory
+from jaxscale.pruning import Masks, PruneConfig, linears
+
+
+@pytest.fixture
+def call(command):
+    return functools.partial(command, "prune")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The directory of a run of a few steps on a little text."""
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(12):
+        text = f"The number {i} follows {i - 1}. " * 20
+        (folder / f"{i}.txt").write_text(text)
+    directory = tmp_path_factory.mktemp("run") / "dense"
+    options = {
+        "data.paths": folder,
+        "data.seq-len": 32,
+        "data.held-out-fraction": 0.3,
+        "optimizer.warmup-steps": 0,
+        "optimizer.learning-rate": 0.01,
+        "eval-batches": 1,
+        "dtype": "float32",
+        "steps": 12,
+        "output-dir": directory,
+    }
+    arguments = [str(x) for n, v in options.items() for x in (f"--{n}", v)]
+    assert cli.main(["train", "llama_tiny", *arguments]) == 0
+    return directory
+
+
+def test_prune_trains_under_masks_and_reports(trained, command, tmp_path):
+    directory = tmp_path / "pruned"
+    call = functools.partial(command, "prune")
+    code, out, err = call(
+        *("--from", trained, "--output-dir", directory, "--sparsity", 0.75),
+        *("--pattern", "tw", "--tile", 8, "--steps", 8, "--score", "magnitude"),
+        *("--schedule", "cubic", "--stages", 2, "--dense", "blocks.attention.*"),
+    )
+    assert code == 0, err
+    assert "step 0: pruned to 65.6%" in out and "step 2: pruned to 75.0%" in out
+
+    masks = Masks.load(directory / "masks.safetensors")
+    assert masks.sparsity == 0.75 and list(masks) == [
+        "blocks.mlp.down",
+        "blocks.mlp.gate",
+        "blocks.mlp.up",
+    ]
+    mesh = sharding.make_mesh(sharding.MeshConfig(fsdp=-1))
+    with jax.set_mesh(mesh):
+        model = run_directory.load_model(directory, mesh, sharding.fsdp())
+    for name, layer in linears(model).items():
+        weight = np.asarray(layer.kernel[...])
+        kept = masks.kept.get(name, np.ones(weight.shape, bool))
+        assert (weight[~kept] == 0).all() and (weight[kept] != 0).all()
+
+    losses = re.search(
+        r"dense ([\d.]+), pruned ([\d.]+), trained .* ([\d.]+); rep", out
+    )
+    dense, pruned, tuned = map(float, losses.groups())
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    evaluations = [r["eval_loss"] for r in map(json.loads, lines) if "eval_loss" in r]
+    assert f"{evaluations[-1]:.3f}" == f"{tuned:.3f}" and tuned < pruned
+    page = (directory / "report.html").read_text()
+    assert f"{dense:.2f}" in page and "blocks.mlp.up.1" in page and "75.0%" in page
+    assert page.count("Plotly.newPlot") == 3  # histogram and two pictures
+
+    # The directory is that of a run; its model says the same in the sparse form.
+    texts = []
+    for form in ("--sparse", "--no-sparse"):
+        options = ["--prompt", "The number", "--temperature", 0, "--max-new-tokens", 4]
+        code, out, err = command("generate", "--from", directory, form, *options)
+        assert code == 0, err
+        texts.append(out)
+    assert texts[0] == texts[1] != ""
+    code, out, err = call("--from", directory, "--tile", 8)
+    assert code == 2 and "holds a model that is sparse already; prune the dense" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sparsity", "1"], "sparsity 1.0, expected at least 0 and below 1"),
+        (["--sparsity", "-0.5"], "sparsity -0.5, expected at least 0 and below 1"),
+        (["--pattern", "tile"], "invalid choice|expected one of|choose"),
+        (["--k-granularity", "3"], "k_granularity 3, expected 1, 8 or 64"),
+        (["--steps", "0"], "steps 0, expected at least 1"),
+        (
+            ["--schedule", "paper", "--steps", "10"],
+            "half of them are fewer than the 8 stages of the schedule paper",
+        ),
+        (["--tile", "128"], "tile 128 does not divide the 16 columns of layer blocks"),
+        (
+            ["--tile", "8", "--dense", "blocks.mlp.upp"],
+            r"dense 'blocks.mlp.upp' is no layer of the model \(did you mean",
+        ),
+        (["--tile", "8", "--step", "5"], "there is no checkpoint of step 5"),
+    ],
+)
+def test_mistakes_are_explained(trained, call, tmp_path, arguments, message):
+    directory = tmp_path / "out"
+    code, _, err = call("--from", trained, "--output-dir", directory, *arguments)
+    assert code == 2
+    assert re.search(message, err), err
+    assert not directory.exists()
+
+
+def test_what_is_no_run_is_refused(call, tmp_path):
+    code, _, err = call("--from", tmp_path)
+    assert code == 2 and "is no directory of a run; give the output directory" in err
+
+
+def test_a_directory_in_use_is_refused(trained, call):
+    code, _, err = call("--from", trained, "--output-dir", trained, "--tile", 8)
+    assert code == 2 and "already holds a run" in err
+
+
+def test_stages_fit_into_half_of_the_steps():
+    prune = PruneConfig(sparsity=0.75)
+    cubic = pruning.TuneConfig(schedule="cubic", stages=4)
+    stages = pruning.make_stages(prune, cubic, 80)
+    assert [stage.step for stage in stages] == [0, 10, 20, 30]
+    assert stages[-1].sparsity == 0.75
