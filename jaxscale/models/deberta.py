@@ -1,12 +1,22 @@
-"""DeBERTa-v2 and DeBERTa-v3: named configurations.
+"""DeBERTa-v2 and DeBERTa-v3: named configurations, and their Hugging Face files.
 
 References:
     DeBERTa, arXiv 2006.03654. DeBERTa-v3, arXiv 2111.09543.
 """
 
 import dataclasses
+from typing import Any
 
 from jaxscale.models.encoder_config import EncoderConfig
+from jaxscale.models.heads import HeadConfig, HeadKind
+from jaxscale.models.hf_config import Keys, divided_width, require
+from jaxscale.models.hf_encoder import (
+    ACTIVATION_NAMES,
+    EncoderFamily,
+    read_activation,
+    unlabeled,
+)
+from jaxscale.models.hf_names import TensorMap, layer_norm, linear
 from jaxscale.nn.disentangled import RelativePositions
 
 
@@ -22,7 +32,7 @@ def _deberta(
     convolution: int = 0,
 ) -> EncoderConfig:
     return EncoderConfig(
-        family="deberta",
+        family="deberta-v2",
         vocab_size=vocab_size,
         d_model=d_model,
         num_layers=num_layers,
@@ -97,3 +107,218 @@ def deberta_v2_xlarge() -> EncoderConfig:
 def deberta_v2_xxlarge() -> EncoderConfig:
     """DeBERTa-v2-xxlarge, 1.6 billion parameters."""
     return dataclasses.replace(deberta_v2_xlarge(), num_layers=48)
+
+
+# ------------------------------------------------------------------------------------
+# Hugging Face files
+
+
+def _read(values: Keys) -> EncoderConfig:
+    require(values, "tie_word_embeddings", True)
+    require(values, "conv_groups", 1)
+    width, heads = values["hidden_size"], values["num_attention_heads"]
+    head_dim = divided_width("hidden_size", width, "num_attention_heads", heads)
+    require(values, "attention_head_size", head_dim)
+    require(values, "embedding_size", width)
+    biased = values.get("position_biased_input", True)
+    taps = values.get("conv_kernel_size", 0)
+    norms = values.get("norm_rel_ebd", "none").lower().split("|")
+    return EncoderConfig(
+        family="deberta-v2",
+        vocab_size=values["vocab_size"],
+        d_model=width,
+        num_layers=values["num_hidden_layers"],
+        num_heads=heads,
+        d_ff=values["intermediate_size"],
+        max_seq_len=values["max_position_embeddings"],
+        token_types=values.get("type_vocab_size", 0),
+        position="learned" if biased else "none",
+        relative=_read_relative(values),
+        relative_norm="layer_norm" in [norm.strip() for norm in norms],
+        convolution=taps,
+        convolution_activation=values.get("conv_act", "tanh") if taps else "gelu",
+        norm_eps=float(values.get("layer_norm_eps", 1e-7)),
+        activation=read_activation(values, "hidden_act"),
+    )
+
+
+def _read_relative(values: Keys) -> RelativePositions:
+    types = values.get("pos_att_type") or []
+    if isinstance(types, str):
+        types = [kind.strip() for kind in types.lower().split("|")]
+    known = {"c2p", "p2c"}
+    if not values.get("relative_attention", False) or not known.issuperset(types):
+        raise ValueError(
+            f"relative_attention {values.get('relative_attention', False)} and "
+            f"pos_att_type {types} of config.json are not supported for model_type "
+            "'deberta-v2'; expected True and one or both of 'c2p' and 'p2c'"
+        )
+    farthest = values.get("max_relative_positions", -1)
+    if farthest < 1:
+        farthest = values["max_position_embeddings"]
+    buckets = values.get("position_buckets", -1)
+    return RelativePositions(
+        span=buckets if buckets > 0 else farthest,
+        max_distance=farthest if buckets > 0 else None,
+        content_to_position="c2p" in types,
+        position_to_content="p2c" in types,
+        share_projections=values.get("share_att_key", False),
+    )
+
+
+def _write(config: EncoderConfig) -> dict[str, Any]:
+    relative = config.relative
+    values: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.d_model,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "intermediate_size": config.d_ff,
+        "max_position_embeddings": config.max_seq_len,
+        "type_vocab_size": config.token_types,
+        "position_biased_input": config.position == "learned",
+        "relative_attention": relative is not None,
+        "norm_rel_ebd": "layer_norm" if config.relative_norm else "none",
+        "layer_norm_eps": config.norm_eps,
+        "hidden_act": ACTIVATION_NAMES.get(config.activation, config.activation),
+        "pooler_hidden_size": config.d_model,
+        "pooler_hidden_act": "gelu",
+        "pooler_dropout": 0,
+        "legacy": True,  # the names of the head that we write
+        "tie_word_embeddings": config.tie_embeddings,
+        "pad_token_id": 0,
+    }
+    if relative is not None:
+        types = {
+            "p2c": relative.position_to_content,
+            "c2p": relative.content_to_position,
+        }
+        bucketed = relative.max_distance is not None
+        values |= {
+            "pos_att_type": [name for name, present in types.items() if present],
+            "position_buckets": relative.span if bucketed else -1,
+            "max_relative_positions": relative.max_distance or relative.span,
+            "share_att_key": relative.share_projections,
+        }
+    if config.convolution:
+        values["conv_kernel_size"] = config.convolution
+        values["conv_act"] = config.convolution_activation
+    return values
+
+
+def _head(values: Keys, kind: HeadKind) -> HeadConfig:
+    if kind == "masked_lm":
+        activation = read_activation(values, "hidden_act")
+        return unlabeled(kind, transform=activation, transform_norm=True)
+    if kind not in ("sequence", "pooler"):
+        return unlabeled(kind)
+    require(values, "pooler_hidden_size", values["hidden_size"])
+    if values.get("pooler_hidden_act") == "tanh":
+        return unlabeled(kind, transform="tanh")
+    return unlabeled(kind, transform=read_activation(values, "pooler_hidden_act"))
+
+
+def _write_head(head: HeadConfig) -> dict[str, Any]:
+    if head.kind != "sequence" or head.transform is None:
+        return {}
+    activation = ACTIVATION_NAMES.get(head.transform, head.transform)
+    return {"pooler_hidden_act": activation}
+
+
+def _tensors(config: EncoderConfig) -> list[TensorMap]:
+    embeddings, encoder = "deberta.embeddings.", "deberta.encoder."
+    tables = {embeddings + "word_embeddings": "embed"}
+    if config.position == "learned":
+        tables[embeddings + "position_embeddings"] = "positions"
+    if config.token_types:
+        tables[embeddings + "token_type_embeddings"] = "token_types"
+    tables[encoder + "rel_embeddings"] = "relative"
+    maps = [
+        TensorMap(name=f"{theirs}.weight", parameters=(f"{ours}.table",))
+        for theirs, ours in tables.items()
+    ]
+    maps += layer_norm(embeddings + "LayerNorm", "embed_norm")
+    if config.relative_norm:
+        maps += layer_norm(encoder + "LayerNorm", "relative_norm")
+    if config.convolution:
+        # [out, in, taps] in the file, the reverse in ours.
+        maps += linear(encoder + "conv.conv", "convolution")
+        maps += layer_norm(encoder + "conv.LayerNorm", "convolution_norm")
+    apart = config.separate_first
+    if apart:
+        maps += _block(config, encoder + "layer.0.", "first")
+    if config.num_layers > apart:
+        block = _block(config, encoder + "layer.{layer}.", "blocks")
+        maps += [dataclasses.replace(m, first_layer=int(apart)) for m in block]
+    return maps
+
+
+def _block(config: EncoderConfig, theirs: str, ours: str) -> list[TensorMap]:
+    relative = config.relative
+    projections = ["query", "key", "value"]
+    if relative is not None and not relative.share_projections:
+        projections += ["position_key"] * relative.content_to_position
+        projections += ["position_query"] * relative.position_to_content
+    return [
+        *(
+            entry
+            for name in projections
+            for entry in linear(
+                f"{theirs}attention.self.{name.replace('position', 'pos')}_proj",
+                f"{ours}.attention.{name}",
+            )
+        ),
+        *linear(theirs + "attention.output.dense", f"{ours}.attention.out"),
+        *layer_norm(theirs + "attention.output.LayerNorm", f"{ours}.attention_norm"),
+        *linear(theirs + "intermediate.dense", f"{ours}.mlp.up"),
+        *linear(theirs + "output.dense", f"{ours}.mlp.down"),
+        *layer_norm(theirs + "output.LayerNorm", f"{ours}.mlp_norm"),
+    ]
+
+
+def _head_tensors(config: EncoderConfig, head: HeadConfig) -> list[TensorMap]:
+    del config
+    if head.kind == "masked_lm":
+        root = "cls.predictions"
+        return [
+            TensorMap(name=f"{root}.bias", parameters=("head.bias",)),
+            *linear(f"{root}.transform.dense", "head.transform"),
+            *layer_norm(f"{root}.transform.LayerNorm", "head.norm"),
+        ]
+    pooler = linear("pooler.dense", "head.transform")
+    name = "qa_outputs" if head.kind == "span" else "classifier"
+    return [*(pooler if head.pools else []), *linear(name, "head.output")]
+
+
+DEBERTA = EncoderFamily(
+    model_type="deberta-v2",
+    architectures={
+        None: "DebertaV2Model",
+        "masked_lm": "DebertaV2ForMaskedLM",
+        "sequence": "DebertaV2ForSequenceClassification",
+        "token": "DebertaV2ForTokenClassification",
+        "span": "DebertaV2ForQuestionAnswering",
+    },
+    prefix="deberta.",
+    read=_read,
+    write=_write,
+    head=_head,
+    write_head=_write_head,
+    tensors=_tensors,
+    head_tensors=_head_tensors,
+    tied={
+        "cls.predictions.decoder.weight": "deberta.embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+    },
+    head_names=(
+        *("cls.", "lm_predictions.", "mask_predictions.", "pooler.", "classifier."),
+        "qa_outputs.",
+    ),
+    # The published files, whose heads transformers reads with legacy=false.
+    other_names={
+        "cls.predictions.transform.": "lm_predictions.lm_head.",
+        "cls.predictions.bias": "lm_predictions.lm_head.bias",
+    },
+    unread=("deberta.embeddings.position_embeddings.",),
+)
+"""The files of DeBERTa-v2 and v3."""

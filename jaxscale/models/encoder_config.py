@@ -18,7 +18,7 @@ from jaxscale.sharding.rules import AxisRules
 
 
 type Family = Literal[
-    "bert", "roberta", "albert", "distilbert", "modernbert", "deberta"
+    "bert", "roberta", "albert", "distilbert", "modernbert", "deberta-v2"
 ]
 type EncoderPosition = Literal["learned", "rope", "none"]
 
@@ -140,6 +140,11 @@ class EncoderConfig:
 
     def _check_relative(self) -> None:
         self._check_integer("convolution", least=0)
+        if self.convolution and self.convolution % 2 == 0:
+            raise ValueError(
+                f"convolution {self.convolution} must be odd, so that as many tokens "
+                "come out as go in"
+            )
         self.attention(0)  # checks what relative positions allow
         if self.relative_norm and self.relative is None:
             raise ValueError(

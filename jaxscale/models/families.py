@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxscale.models.albert import ALBERT
 from jaxscale.models.bert import BERT, ROBERTA
+from jaxscale.models.deberta import DEBERTA
 from jaxscale.models.distilbert import DISTILBERT
 from jaxscale.models.encoder_config import EncoderConfig
 from jaxscale.models.heads import HeadConfig, HeadKind
@@ -16,7 +17,7 @@ from jaxscale.models.modernbert import MODERNBERT
 
 FAMILIES: dict[str, EncoderFamily] = {
     family.model_type: family
-    for family in (BERT, ROBERTA, ALBERT, DISTILBERT, MODERNBERT)
+    for family in (BERT, ROBERTA, ALBERT, DISTILBERT, MODERNBERT, DEBERTA)
 }
 """Every family of encoders, by the ``model_type`` of transformers."""
 

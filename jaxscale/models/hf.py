@@ -24,6 +24,7 @@ from jaxscale.models.families import (
 )
 from jaxscale.models.heads import HeadConfig
 from jaxscale.models.hf_config import config_from_hf, config_to_hf, model_type
+from jaxscale.models.hf_encoder import EncoderFamily
 from jaxscale.models.hf_files import Checkpoint, write_checkpoint
 from jaxscale.models.hf_names import IGNORED, PREFIXES, TensorMap, tensor_maps
 from jaxscale.models.hf_tensors import (
@@ -153,7 +154,7 @@ def load_encoder(
     if own is not None:
         maps += family.head_tensors(config, own)
     maps = without_absent_prefix(checkpoint, maps, family.prefix)
-    maps = [_old_norm(checkpoint, entry) for entry in maps]
+    maps = [_as_named(checkpoint, family, entry) for entry in maps]
 
     def make(dtype: DTypeLike, param_dtype: DTypeLike) -> EncoderModel:
         return EncoderModel(
@@ -175,7 +176,10 @@ def load_encoder(
         rules=rules,
         dtype=dtype,
         param_dtype=param_dtype,
-        ignored=(*_ENCODER_BUFFERS, *("^" + re.escape(n) for n in family.head_names)),
+        ignored=(
+            *_ENCODER_BUFFERS,
+            *("^" + re.escape(n) for n in (*family.head_names, *family.unread)),
+        ),
         tied=family.tied if masked_lm else {},
     )
 
@@ -272,13 +276,23 @@ _ENCODER_BUFFERS = (
 """Buffers of old files, recomputed from the configuration."""
 
 
-def _old_norm(checkpoint: Checkpoint, entry: TensorMap) -> TensorMap:
-    """`entry` under the names that files converted from TensorFlow give to norms."""
+def _as_named(
+    checkpoint: Checkpoint, family: EncoderFamily, entry: TensorMap
+) -> TensorMap:
+    """`entry` under the name that the file gives it.
+
+    Files converted from TensorFlow call the parts of norms otherwise.
+    """
+    names = [
+        other + entry.name.removeprefix(start)
+        for start, other in family.other_names.items()
+        if entry.name.startswith(start)
+    ]
     for new, old in ((".weight", ".gamma"), (".bias", ".beta")):
-        name = entry.name.removesuffix(f"LayerNorm{new}")
-        if name != entry.name:
-            older = dataclasses.replace(entry, name=f"{name}LayerNorm{old}")
-            first = 0 if entry.stacked else None
-            if older.tensor(first) in checkpoint:
-                return older
+        if entry.name.endswith(f"LayerNorm{new}"):
+            names.append(entry.name.removesuffix(new) + old)
+    for name in names:
+        renamed = dataclasses.replace(entry, name=name)
+        if renamed.tensor(0 if entry.stacked else None) in checkpoint:
+            return renamed
     return entry

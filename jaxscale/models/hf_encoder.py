@@ -59,6 +59,10 @@ class EncoderFamily:
         default_factory=dict
     )
     """Further classes whose files hold a head that we have, beside ones we lack."""
+    other_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Beginnings of names, and those that some files have in their place."""
+    unread: Sequence[str] = ()
+    """Beginnings of the names of tensors that files may hold though they are unused."""
 
 
 def read_activation(values: Keys, key: str) -> PlainActivation:

@@ -248,7 +248,7 @@ def _assign(target: np.ndarray, source: np.ndarray, transpose: bool) -> None:
     # In strips of rows that fit in the cache: four times as fast as in one go.
     for start in range(0, source.shape[0], 64):
         rows = slice(start, start + 64)
-        target[:, rows] = source[rows].T
+        target[..., rows] = source[rows].T
 
 
 def _dtype_of(

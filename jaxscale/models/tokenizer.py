@@ -27,6 +27,16 @@ _USUAL_NAMES = {
 }
 
 
+# What directories hold that were saved without a tokenizer.json, DeBERTa-v3's first.
+_OTHER_FILES = {
+    "spm.model": "SentencePiece",
+    "spiece.model": "SentencePiece",
+    "sentencepiece.bpe.model": "SentencePiece",
+    "tokenizer.model": "SentencePiece",
+    "vocab.txt": "WordPiece",
+}
+
+
 class Tokenizer:
     """Encodes text as token ids and decodes them, with the ids of control tokens.
 
@@ -98,9 +108,8 @@ class Tokenizer:
             file = file / _FILE
         if not file.is_file():
             raise FileNotFoundError(
-                f"path {str(path)!r} has no tokenizer: {file} does not exist; give a "
-                f"{_FILE} or a directory that holds one, or train one with "
-                "Tokenizer.train"
+                f"path {str(path)!r} has no tokenizer: {file} does not exist; "
+                + _instead_of(file)
             )
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
@@ -201,7 +210,9 @@ class Tokenizer:
         """The token ids of `text`.
 
         The name of a control token inside the text is ordinary text; control tokens
-        come only from the two switches.
+        come only from the two switches. (Not so where the vocabulary itself has that
+        name as a piece, as SentencePiece's does: ``"[SEP]"`` in the text of DeBERTa-v3
+        is that token.)
 
         Args:
             text: One document.
@@ -318,6 +329,22 @@ def _configured_tokens(file: Path) -> dict[str, str | None]:
         # Older files store the token with its stripping rules around it.
         tokens[role] = token["content"] if isinstance(token, dict) else token
     return tokens
+
+
+def _instead_of(file: Path) -> str:
+    """What to do where `file` does not exist."""
+    for name in _OTHER_FILES:
+        if (file.parent / name).is_file():
+            return (
+                f"{name} beside it is in another format, that of "
+                f"{_OTHER_FILES[name]}; convert it once, where transformers is "
+                "installed, with AutoTokenizer.from_pretrained(path)"
+                ".save_pretrained(path)"
+            )
+    return (
+        f"give a {_FILE} or a directory that holds one, or train one with "
+        "Tokenizer.train"
+    )
 
 
 def _require_tokenizers() -> ModuleType:

@@ -3,6 +3,7 @@
 import json
 import pickle
 import sys
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -116,6 +117,24 @@ def test_control_tokens_found_by_their_usual_names(tokenizer, tmp_path):
     (tmp_path / "tokenizer_config.json").unlink()
     again = Tokenizer.from_file(tmp_path)
     assert (again.bos_id, again.eos_id, again.pad_id) == (0, 0, None)
+
+
+def test_unigrams_of_deberta():
+    """A tokenizer that transformers saved, and its ids."""
+    directory = Path(__file__).parents[1] / "fixtures" / "deberta_tokenizer"
+    again = Tokenizer.from_file(directory)
+    assert (again.bos_id, again.eos_id, again.pad_id) == (1, 2, 0)
+    for case in json.loads((directory / "expected.json").read_text()):
+        ids = again.encode(case["text"], add_bos=True, add_eos=True)
+        assert ids == case["ids"]
+        assert again.decode(ids) == case["decoded"]
+
+
+def test_files_of_other_formats(tmp_path):
+    (tmp_path / "spm.model").write_bytes(b"")
+    message = r"spm\.model beside it is in another format, that of SentencePiece; conv"
+    with pytest.raises(FileNotFoundError, match=message):
+        Tokenizer.from_file(tmp_path)
 
 
 def test_missing_file(tmp_path):
