@@ -24,12 +24,14 @@ from pallas_kernels.dispatch import Unsupported
 __all__ = [
     "H200",
     "DeviceSpec",
+    "as_varying",
     "check_hopper",
     "check_smem",
     "smem_bytes",
     "smem_transforms",
     "snake_order",
     "use_device",
+    "varying",
 ]
 
 # Largest dynamic shared memory of one block, by compute capability.
@@ -201,3 +203,18 @@ def snake_order(
     line = jnp.where(lax.rem(band, jnp.int32(2)) == 0, line, major_size - 1 - line)
     across = band * group + lax.rem(within, width)
     return (across, line) if minor == "m" else (line, across)
+
+
+def varying(*arrays: jax.Array) -> frozenset[str]:
+    """Mesh axes over which any of the arrays varies, inside `jax.shard_map`."""
+    return frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in arrays))
+
+
+def as_varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """Marks an array as varying over mesh axes: kernels lose the mark.
+
+    The transpose of the mark sums gradients over the axes, which a gradient rule,
+    seeing only local values, could not know.
+    """
+    missing = tuple(sorted(axes - varying(x)))
+    return lax.pcast(x, missing, to="varying") if missing else x

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.collective_matmul import gradients
 from pallas_kernels.collective_matmul.implementations import Call
+from pallas_kernels.mosaic import as_varying, varying
 
 
 __all__ = ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"]
@@ -45,11 +46,11 @@ def all_gather_matmul(
     and MLP of a parallel block.
 
     Differentiable. ``dx`` is one `matmul_reduce_scatter` over all weights, and ``dw``
-    reads the gathered x, which is kept as a residual under the name
-    ``all_gather_matmul_gathered``: inside `jax.checkpoint` a policy such as
-    ``jax.checkpoint_policies.save_anything_except_these_names`` has it gathered again
-    instead, with D times less memory. Gradients of outputs are rounded to the type of
-    the operands first.
+    reads the gathered x, a residual D times as large as x. Inside `jax.checkpoint` it
+    goes by the name ``all_gather_matmul_gathered`` and y by ``all_gather_matmul_out``:
+    ``jax.checkpoint_policies.save_only_these_names("all_gather_matmul_out")`` keeps the
+    products and gathers x again (a kernel then multiplies again too, XLA does not).
+    Gradients of outputs are rounded to the type of the operands first.
 
     Args:
         x: ``[*B,m,K]``, the rows of this device.
@@ -137,7 +138,8 @@ def matmul_reduce_scatter(
 
     Differentiable. The gradients of all x are one `all_gather_matmul`, whose gathered
     ``dy`` also serves the gradients of the weights. Gradients of outputs are rounded to
-    the type of the operands first.
+    the type of the operands first. To `jax.checkpoint` y is
+    ``matmul_reduce_scatter_out``.
 
     Args:
         x: ``[*B,M,K]``, the features of this device; or a sequence, whose K may differ.
@@ -215,6 +217,7 @@ def matmul_all_reduce(
     Differentiable: ``dx_i = dy w_i^T`` and ``dw_i = x_i^T dy``, without communication
     where types track what is equal on all devices (`check_vma` of `jax.shard_map`, the
     default). Without it ``dy`` is summed over devices first, as `jax.lax.psum` does.
+    To `jax.checkpoint` y is ``matmul_all_reduce_out``.
 
     Args:
         x: ``[*B,M,K]``, the features of this device; or a sequence, whose K may differ.
@@ -348,14 +351,14 @@ def _call(
             f"axis_name {axis_name!r} is no axis of an enclosing jax.shard_map; call"
             " the op inside one, over a mesh with that axis"
         ) from None
-    if not isinstance(implementation, str | None):
+    if isinstance(implementation, Sequence) and not isinstance(implementation, str):
         implementation = tuple(implementation)
     return Call(
         axis_name=axis_name,
         size=size,
         out_dtype=out_dtype,
         implementation=implementation,
-        tracked=bool(gradients.varying(lax.axis_index(axis_name))),
+        tracked=bool(varying(lax.axis_index(axis_name))),
         **options,
     )
 
@@ -364,10 +367,10 @@ def _alike(
     xs: Mapping[str, jax.Array], ws: Mapping[str, jax.Array], call: Call
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """The operands, all marked as varying over the axis and where any of them does."""
-    axes = gradients.varying(*xs.values(), *ws.values())
+    axes = varying(*xs.values(), *ws.values())
     if call.tracked:
         axes |= {call.axis_name}
-    x, w = (tuple(gradients.as_varying(a, axes) for a in d.values()) for d in (xs, ws))
+    x, w = (tuple(as_varying(a, axes) for a in d.values()) for d in (xs, ws))
     return x, w
 
 

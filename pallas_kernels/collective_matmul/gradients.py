@@ -18,52 +18,26 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.collective_matmul.implementations import Call, run
 from pallas_kernels.matmul import api as local
+from pallas_kernels.mosaic import as_varying, varying
 
 
-__all__ = [
-    "all_gather_matmul",
-    "as_varying",
-    "matmul_all_reduce",
-    "matmul_reduce_scatter",
-    "varying",
-]
+__all__ = ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"]
 
 type Arrays = tuple[jax.Array, ...]
-
-
-def varying(*arrays: jax.Array) -> frozenset[str]:
-    """Mesh axes over which any of the arrays varies, inside `jax.shard_map`."""
-    return frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in arrays))
-
-
-def as_varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
-    """Marks an array as varying over mesh axes.
-
-    The transpose of the mark sums gradients over the axes, which the rules below,
-    seeing only local values, could not know.
-    """
-    missing = tuple(sorted(axes - varying(x)))
-    return lax.pcast(x, missing, to="varying") if missing else x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def all_gather_matmul(x: jax.Array, ws: Arrays, call: Call) -> Arrays:
     """Products [B,D*m,N_i] of each weight, then the gathered x if asked for."""
-    ys, gathered = _gather(x, ws, call)
-    return (*ys, gathered) if call.return_gathered else ys
-
-
-def _gather(x: jax.Array, ws: Arrays, call: Call) -> tuple[Arrays, jax.Array]:
-    axes = varying(x, *ws)
     ys, gathered = run("all_gather_matmul", x, ws, call)
-    # Kernels lose the mark.
-    return tuple(as_varying(y, axes) for y in ys), as_varying(gathered, axes)
+    return (*ys, gathered) if call.return_gathered else ys
 
 
 def _all_gather_forward(
     x: jax.Array, ws: Arrays, call: Call
 ) -> tuple[Arrays, tuple[Any, ...]]:
-    ys, gathered = _gather(x, ws, call)
+    ys, gathered = run("all_gather_matmul", x, ws, call)
+    ys = checkpoint_name(ys, "all_gather_matmul_out")
     gathered = checkpoint_name(gathered, "all_gather_matmul_gathered")
     return ((*ys, gathered) if call.return_gathered else ys), (gathered, ws)
 
@@ -73,7 +47,8 @@ def _all_gather_backward(
 ) -> tuple[jax.Array, Arrays]:
     gathered, ws = saved
     dys = tuple(dy.astype(gathered.dtype) for dy in cotangents[: len(ws)])
-    dx = _reduce(dys, ws, call.transposed(gathered.dtype, return_gathered=False))
+    transposed = call.transposed(gathered.dtype, return_gathered=False)
+    dx = run("matmul_reduce_scatter", dys, ws, transposed)
     if call.return_gathered:
         dx += lax.psum_scatter(
             cotangents[-1], call.axis_name, scatter_dimension=1, tiled=True
@@ -88,18 +63,14 @@ all_gather_matmul.defvjp(_all_gather_forward, _all_gather_backward)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def matmul_reduce_scatter(xs: Arrays, ws: Arrays, call: Call) -> jax.Array:
     """Rows [B,M/D,N] of the sum over pairs and devices."""
-    return _reduce(xs, ws, call)
-
-
-def _reduce(xs: Arrays, ws: Arrays, call: Call) -> jax.Array:
-    y = run("matmul_reduce_scatter", xs, ws, call)
-    return as_varying(y, varying(*xs, *ws))
+    return run("matmul_reduce_scatter", xs, ws, call)
 
 
 def _reduce_scatter_forward(
     xs: Arrays, ws: Arrays, call: Call
 ) -> tuple[jax.Array, tuple[Arrays, Arrays]]:
-    return matmul_reduce_scatter(xs, ws, call), (xs, ws)
+    y = matmul_reduce_scatter(xs, ws, call)
+    return checkpoint_name(y, "matmul_reduce_scatter_out"), (xs, ws)
 
 
 def _reduce_scatter_backward(
@@ -107,7 +78,8 @@ def _reduce_scatter_backward(
 ) -> tuple[Arrays, Arrays]:
     xs, ws = saved
     dtype = xs[0].dtype
-    dxs, gathered = _gather(dy.astype(dtype), ws, call.transposed(dtype))
+    transposed = call.transposed(dtype)
+    dxs, gathered = run("all_gather_matmul", dy.astype(dtype), ws, transposed)
     pairs = zip(xs, ws, strict=True)
     return dxs, tuple(_weight_gradient(x, gathered, w, call) for x, w in pairs)
 
@@ -118,14 +90,14 @@ matmul_reduce_scatter.defvjp(_reduce_scatter_forward, _reduce_scatter_backward)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def matmul_all_reduce(xs: Arrays, ws: Arrays, call: Call) -> jax.Array:
     """The sum over pairs and devices, [B,M,N] on each device."""
-    y = run("matmul_all_reduce", xs, ws, call)
-    return as_varying(y, varying(*xs, *ws) - {call.axis_name})
+    return run("matmul_all_reduce", xs, ws, call)
 
 
 def _all_reduce_forward(
     xs: Arrays, ws: Arrays, call: Call
 ) -> tuple[jax.Array, tuple[Arrays, Arrays]]:
-    return matmul_all_reduce(xs, ws, call), (xs, ws)
+    y = matmul_all_reduce(xs, ws, call)
+    return checkpoint_name(y, "matmul_all_reduce_out"), (xs, ws)
 
 
 def _all_reduce_backward(

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -19,7 +18,7 @@ from pallas_kernels import tuning
 from pallas_kernels.dispatch import Unsupported, dispatch
 from pallas_kernels.matmul import mosaic_gpu, xla
 from pallas_kernels.matmul.config import MatmulConfig, Problem, heuristic, prefer_xla
-from pallas_kernels.mosaic import DeviceSpec
+from pallas_kernels.mosaic import DeviceSpec, as_varying, varying
 
 
 __all__ = ["matmul"]
@@ -106,9 +105,9 @@ def matmul(
         ),
         config=config,
     )
-    axes = _varying(x, w)
-    rows = _as_varying(x, axes).reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    y: Any = _matmul(rows, _as_varying(w, axes), call)
+    axes = varying(x, w)
+    rows = as_varying(x, axes).reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    y: Any = _matmul(rows, as_varying(w, axes), call)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
@@ -118,21 +117,6 @@ class _Call:
     out_dtype: Any
     implementation: str | tuple[str, ...] | None
     config: MatmulConfig | None
-
-
-def _varying(*arrays: jax.Array) -> frozenset:
-    """Mesh axes over which any of the arrays varies, inside `jax.shard_map`."""
-    return frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in arrays))
-
-
-def _as_varying(x: jax.Array, axes: frozenset) -> jax.Array:
-    """Marks an array as varying over mesh axes.
-
-    The transpose of the mark sums gradients over the axes, which the gradient rule
-    below, seeing only local values, could not know.
-    """
-    missing = tuple(sorted(axes - _varying(x)))
-    return lax.pcast(x, missing, to="varying") if missing else x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -201,7 +185,7 @@ def run(
         "xla": functools.partial(_xla, config=config),
     }
     y = dispatch("matmul", implementations, implementation, x, w, **storage)
-    return _as_varying(y, _varying(x, w))  # kernels lose the mark
+    return as_varying(y, varying(x, w))  # kernels lose the mark
 
 
 _NOISE = 0.02

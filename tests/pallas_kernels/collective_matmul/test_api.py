@@ -55,8 +55,9 @@ def test_values_and_gradients(name, size, implementation, check_vma):
     check(got, expected_with_gradients(name, x, w, dy), F32)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("rhs_transposed", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "rhs_transposed"), [(jnp.bfloat16, True), (jnp.float16, False)]
+)
 @pytest.mark.parametrize("implementation", FORMS)
 @pytest.mark.parametrize("name", OPS)
 def test_types_and_storage(name, implementation, rhs_transposed, dtype):
@@ -171,11 +172,15 @@ def test_the_ring_passes_shards_on(name):
         assert "all-gather(" not in both
 
 
-MESHES = [((2, 2), "tensor"), ((2, 2), "data"), ((2, 2, 2), "data")]
+MESHES = [
+    ((2, 2), "tensor", "xla"),
+    ((2, 2), "data", "xla_ring"),
+    ((2, 2, 2), "data", "xla"),
+    ((2, 2, 2), "data", "xla_ring"),
+]
 
 
-@pytest.mark.parametrize("implementation", FORMS)
-@pytest.mark.parametrize(("sizes", "axis"), MESHES)
+@pytest.mark.parametrize(("sizes", "axis", "implementation"), MESHES)
 @pytest.mark.parametrize("name", OPS)
 def test_one_axis_of_several(name, sizes, axis, implementation):
     """Groups of devices along the other axes each have their own operands."""
@@ -270,15 +275,13 @@ def test_all_reduce_is_psum_to_gradients_inside_shard_map(implementation, check_
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("implementation", FORMS)
 def test_a_stack_of_layers(implementation, check_vma):
-    """Under jit, scan over layers, remat that drops the gathered rows, donation."""
+    """Under jit, scan over layers, remat that gathers again, donation."""
     layers, size = 3, 4
     x = normal((8, 16), F32, 1)
     up = 0.1 * normal((layers, 16, 32), F32, 2)
     down = 0.1 * normal((layers, 32, 16), F32, 3)
     options = {"axis_name": "tensor", "implementation": implementation}
-    policy = jax.checkpoint_policies.save_anything_except_these_names(
-        "all_gather_matmul_gathered"
-    )
+    policy = jax.checkpoint_policies.save_only_these_names("all_gather_matmul_out")
 
     def run(x, up, down):
         @functools.partial(jax.checkpoint, policy=policy)
@@ -385,6 +388,8 @@ def test_mistakes_that_all_ops_share(no_shape_hook, name):
         traced(functools.partial(op, axis_name=("tensor",)), (8, 4), (4, 6))
     with pytest.raises(ValueError, match=f"'nccl' of {name} does not exist; expected"):
         traced(functools.partial(op, implementation="nccl"), (8, 4), (4, 6))
+    with pytest.raises(ValueError, match=f"implementation 3 of {name}: expected None"):
+        traced(functools.partial(op, implementation=3), (8, 4), (4, 6))
     for form in FORMS:
         with pytest.raises(Unsupported, match=f"{form!r} takes no config, got 'tiles'"):
             given = functools.partial(op, implementation=form, config="tiles")
