@@ -26,7 +26,7 @@ Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 LATENCY_HIDING = {"xla_gpu_enable_latency_hiding_scheduler": True}
 """Options of the compiler for ``xla_lhs``."""
 
-PUSH_BLOCKS = (16, 48)
+PUSH_BLOCKS = (16, 48, 132)
 """Numbers of blocks that `push` is tried with; 15 multiprocessors fill NVLink."""
 
 SAMPLE_CONFIGS = (

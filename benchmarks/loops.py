@@ -14,7 +14,6 @@ time; then the forms of a problem are timed in turns.
 import dataclasses
 import os
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -42,9 +41,6 @@ SECONDS = 0.025
 
 COMPILE_SECONDS = 180.0
 """Longest time to wait for one compilation."""
-
-RUN_SECONDS = 60.0
-"""A program that runs longer hangs: the command ends and says which one it was."""
 
 MAX_SETS = 16
 
@@ -322,24 +318,6 @@ def _axes(part: Any) -> tuple:
 # --- Run ------------------------------------------------------------------------------
 
 
-@contextmanager
-def bounded(what: str, seconds: float | None = None) -> Iterator[None]:
-    """End the process if the block takes longer: a kernel that hangs never returns."""
-    seconds = RUN_SECONDS if seconds is None else seconds
-
-    def end() -> None:
-        print(f"\nHANGS {what}: over {seconds:.0f} s; leave it out", flush=True)
-        os._exit(3)
-
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
 def _operands(prepared: Prepared) -> dict[str, list[Any]]:
     """The sets of operands of a problem, by name."""
     problem = prepared.problem
@@ -397,7 +375,7 @@ def run(prepared: Prepared, samples: int) -> Results:
         for one in [*timed[start:], *timed[:start]]:
             with (
                 _caught(results, one.ready.form.name),
-                bounded(f"{problem.label} {one.ready.form.name}"),
+                timing.bounded(f"{problem.label} {one.ready.form.name}"),
             ):
                 one.seconds.append(one.take())
         timed = [one for one in timed if len(one.seconds) == turn + 1]
@@ -429,7 +407,7 @@ def _first_run(
         for i in range(problem.num_sets if others else 1)
     )
     arguments = (arrays[first][0], sets)
-    with bounded(f"{problem.label} {ready.form.name}"):
+    with timing.bounded(f"{problem.label} {ready.form.name}"):
         results = jax.block_until_ready(program(*arguments))
     return _Timed(ready, arguments, program), results[0]
 
@@ -490,7 +468,15 @@ def measure(
                 flush=True,
             )
             for prepared in ready:
-                yield prepared.problem, run(prepared, samples)
+                yield prepared.problem, _run_or_say(prepared, samples)
+
+
+def _run_or_say(prepared: Prepared, samples: int) -> Results:
+    try:
+        return run(prepared, samples)
+    except Exception as error:  # memory for the operands, for example
+        broken = failed(error)
+        return dict.fromkeys([form.name for form in prepared.problem.forms], broken)
 
 
 def _wait(future: Future, until: float) -> None:

@@ -122,7 +122,7 @@ def markdown(
         raise ValueError(f"columns {columns!r}, expected one of {[*rows[0]['params']]}")
     fixed = {p for p in where if len({row["params"][p] for row in rows}) == 1}
     if columns is not None:
-        return _side_by_side(rows, metric, columns, fixed)
+        return _side_by_side(rows, metric, columns)
     metric = metric or records.default_metric(rows)
     unit, scale = ("ms", 1e3) if all(r["time_us"] >= 1e4 for r in rows) else ("us", 1)
     params = records.ordered(p for row in rows for p in row["params"] if p not in fixed)
@@ -174,12 +174,19 @@ def _chosen(
 
 
 def _side_by_side(
-    rows: Sequence[records.Record], metric: str | None, columns: str, fixed: set[str]
+    rows: Sequence[records.Record], metric: str | None, columns: str
 ) -> str:
-    """A table whose columns are the values of a param, and the mean of each column."""
+    """A table whose columns are the values of a param, and the mean of each column.
+
+    Params that follow from the case are left out.
+    """
     values = sorted({row["params"][columns] for row in rows})
-    params = records.ordered(p for row in rows for p in row["params"])
-    params = [p for p in params if p not in fixed and p != columns]
+    found: dict[tuple[str, str], set] = {}
+    for row in rows:
+        for name, value in row["params"].items():
+            found.setdefault((name, row["case"]), set()).add(value)
+    free = records.ordered(name for (name, _), each in found.items() if len(each) > 1)
+    params = [name for name in free if name != columns]
     names = records.ordered(row["implementation"] for row in rows)
     heads = ["case", *params, *(["implementation"] if len(names) > 1 else [])]
     lines: dict[tuple, dict[Any, float]] = {}
@@ -198,8 +205,8 @@ def _side_by_side(
             [*key, *(_number(cells[v]) if v in cells else "-" for v in values)]
         )
     if metric and len(lines) > 1 and len(names) == 1:
-        found = [[c[v] for c in lines.values() if v in c] for v in values]
-        means = [_number(sum(f) / len(f)) if f else "-" for f in found]
+        each = [[c[v] for c in lines.values() if v in c] for v in values]
+        means = [_number(sum(e) / len(e)) if e else "-" for e in each]
         table.append(["mean", *[""] * (len(heads) - 1), *means])
     shown = metric or "time in us"
     who = f" of `{names[0]}`" if len(names) == 1 else ""

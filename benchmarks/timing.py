@@ -7,8 +7,11 @@ call finds its inputs there by accident.
 """
 
 import importlib.util
+import os
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -18,6 +21,9 @@ L2_BYTES = 60e6
 """L2 of the H200; the H100 has 50 MB."""
 
 MAX_SETS = 64
+
+RUN_SECONDS = 60.0
+"""A program on several devices that runs longer hangs."""
 
 
 def number_of_sets(nbytes: float) -> int:
@@ -39,6 +45,24 @@ def torch_is_there() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+@contextmanager
+def bounded(what: str, seconds: float | None = None) -> Iterator[None]:
+    """End the process if the block takes longer: a kernel that hangs never returns."""
+    seconds = RUN_SECONDS if seconds is None else seconds
+
+    def end() -> None:
+        print(f"\nHANGS {what}: over {seconds:.0f} s; leave it out", flush=True)
+        os._exit(3)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class _EachSet:

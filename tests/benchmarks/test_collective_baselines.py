@@ -52,6 +52,15 @@ def test_push_sends_rows_to_their_owner(rows, blocks):
             np.testing.assert_array_equal(y[owner, r], sent[(owner - r - 1) % 4, owner])
 
 
+def test_push_of_an_all_reduce_is_both():
+    x = jax.random.normal(jax.random.key(0), (4 * 4 * 8, 128), BF16)
+    y = interpreted(baselines.push_all_reduce, x, 1).reshape(4, 4, 8, 128)
+    sent = np.asarray(x).reshape(4, 4, 8, 128)  # source, owner
+    want = np.stack([sent[(owner - 1) % 4, owner] for owner in range(4)])
+    for device in range(4):
+        np.testing.assert_array_equal(y[device], want)
+
+
 @pytest.mark.parametrize("m", [16, 512, 8192])
 @pytest.mark.parametrize("size", [2, 4])
 def test_push_lowers(m, size):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from benchmarks import loops
+from benchmarks import loops, timing
 from benchmarks.harness import Measurement, NoMeasurement
 from benchmarks.loops import Check, Form, Operand, Problem
 
@@ -188,11 +188,11 @@ def test_operands_differ_between_devices_and_sets():
 
 def test_what_hangs_ends_the_process(monkeypatch, capsys):
     ended = []
-    monkeypatch.setattr(loops.os, "_exit", ended.append)
-    with loops.bounded("case mosaic_gpu", seconds=0.01):
+    monkeypatch.setattr(timing.os, "_exit", ended.append)
+    with timing.bounded("case mosaic_gpu", seconds=0.01):
         time.sleep(0.2)
     assert ended == [3] and "HANGS case mosaic_gpu" in capsys.readouterr().out
-    with loops.bounded("quick", seconds=0.2):
+    with timing.bounded("quick", seconds=0.2):
         pass
     time.sleep(0.3)
     assert ended == [3]
