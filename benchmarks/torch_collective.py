@@ -37,7 +37,7 @@ NO_MULTICAST = {
 }
 """Environment that keeps NCCL and PyTorch from NVLink multicast."""
 
-START_SECONDS = 90.0
+START_SECONDS = 150.0
 """Longest time until the first result."""
 
 RESULT_SECONDS = 40.0
@@ -173,11 +173,14 @@ def _lines(arrived: queue.Queue) -> Iterator[dict[str, Any]]:
             return
         if line is None:
             return
-        if line.startswith("{"):
-            patience = RESULT_SECONDS
-            yield json.loads(line)
-        else:
+        if not line.startswith("{"):
             print(line, end="", flush=True)
+            continue
+        result = json.loads(line)
+        if "done" in result:
+            return
+        patience = RESULT_SECONDS
+        yield result
 
 
 # --- The children's side --------------------------------------------------------------
@@ -217,6 +220,7 @@ def child(job: Mapping[str, Any], rank: int) -> None:
                     traceback.print_exc()
                 reason = f"failed: {type(error).__name__}"
                 _say(rank, _no_result(place, name, reason, failed=True))
+    _say(rank, {"done": True})  # from here on nothing matters, even if it hangs
     dist.barrier()
     dist.destroy_process_group()
 

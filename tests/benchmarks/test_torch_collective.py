@@ -78,7 +78,7 @@ def test_the_faster_of_calls_and_graph_counts(stand_in, capsys):
             "failed": False,
         },
     ]
-    first, second = run(stand_in(lines))
+    first, second = run(stand_in([*lines, {"done": True}], "time.sleep(100)"))
     assert first["torch_nccl"] == Measurement(
         [2e-6, 2e-6, 9e-6], 1e-3, {"cuda_graph": 1.0}, 2
     )
