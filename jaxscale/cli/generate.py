@@ -53,6 +53,9 @@ class GenerateConfig:
     sparse: bool = True
     """Compute only what a model keeps that was pruned tile-wise; otherwise all of it,
     zeros included."""
+    tensor_parallel: Literal["fused", "xla"] | None = None
+    """Who communicates over the mesh axis `tensor`: kernels that multiply meanwhile,
+    XLA's collectives written out, or the compiler as it sees fit (None)."""
     devices: int | None = None
     """Simulate this many CPU devices instead of using those of the machine."""
 
@@ -130,7 +133,12 @@ def _load_run(config: GenerateConfig, mesh: Mesh) -> Decoder:
     """The model of a checkpoint; a pruned one computes only what it keeps."""
     directory, rules = Path(config.source), sharding.preset(config.rules)
     model = run_directory.load_model(
-        directory, mesh, rules, dtype=config.dtype, step=config.step
+        directory,
+        mesh,
+        rules,
+        dtype=config.dtype,
+        step=config.step,
+        tensor_parallel=config.tensor_parallel,
     )
     file = directory / run_directory.MASKS_FILE
     if not (config.sparse and file.is_file()):
@@ -149,7 +157,13 @@ def _load_hugging_face(config: GenerateConfig, mesh: Mesh) -> Decoder:
         )
     rules = sharding.preset(config.rules)
     dtype = None if config.dtype is None else jnp.dtype(config.dtype)
-    return Decoder.from_pretrained(config.source, mesh=mesh, rules=rules, dtype=dtype)
+    return Decoder.from_pretrained(
+        config.source,
+        mesh=mesh,
+        rules=rules,
+        dtype=dtype,
+        tensor_parallel=config.tensor_parallel,
+    )
 
 
 def _check(

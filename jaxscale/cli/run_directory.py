@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from jaxscale import __version__, sharding
 from jaxscale.models import Decoder
-from jaxscale.sharding import AxisRules
+from jaxscale.sharding import AxisRules, TensorParallel
 from jaxscale.training import Checkpointer, TextData, TrainConfig
 
 
@@ -117,6 +117,7 @@ def load_model(
     *,
     dtype: str | None = None,
     step: int | None = None,
+    tensor_parallel: TensorParallel = None,
 ) -> Decoder:
     """The dense model of a checkpoint, straight onto the mesh.
 
@@ -126,6 +127,7 @@ def load_model(
         rules: What the mesh splits.
         dtype: Of the computation; None is that of the run.
         step: Which checkpoint; None is the newest.
+        tensor_parallel: Who communicates, whatever it was during the run.
 
     Raises:
         ValueError: model and mesh do not fit, or the run file is damaged.
@@ -140,6 +142,7 @@ def load_model(
             dtype=jnp.dtype(dtype or run.dtype),
             param_dtype=jnp.dtype(run.param_dtype),
             rules=rules,
+            tensor_parallel=tensor_parallel,
             rngs=nnx.Rngs(0),
         )
 

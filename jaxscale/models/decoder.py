@@ -22,6 +22,7 @@ from jaxscale.nn.embeddings import Embed
 from jaxscale.nn.linear import Linear
 from jaxscale.sharding.operations import constrain, contract
 from jaxscale.sharding.rules import REPLICATED, AxisRules
+from jaxscale.sharding.tensor_parallel import TensorParallel, check_tensor_parallel
 from pallas_kernels.varlen_attention.segments import concrete
 
 
@@ -61,6 +62,7 @@ class Decoder(nnx.Module):
         remat: str = "none",
         scan_layers: bool = True,
         rules: AxisRules = REPLICATED,
+        tensor_parallel: TensorParallel = None,
         attention_implementation: str | None = None,
         rngs: nnx.Rngs,
     ) -> None:
@@ -74,19 +76,25 @@ class Decoder(nnx.Module):
             remat: A name of `REMAT_POLICIES`.
             scan_layers: Compile one block and loop over it, instead of every block.
             rules: The table of the recipe.
+            tensor_parallel: Who communicates where the rules split heads and hidden
+                features: ``"fused"`` kernels, ``"xla"`` collectives, or the compiler
+                if None. Parameters and numbers are the same.
             attention_implementation: Passed to `jaxscale.nn.attention.attention`.
             rngs: Source of the keys.
 
         Raises:
-            ValueError: `remat` is not the name of a policy.
+            ValueError: `remat` is not the name of a policy, or `tensor_parallel` is
+                unknown or finds no one mesh axis in the rules.
         """
         check_remat(remat)
+        check_tensor_parallel(tensor_parallel, rules)
         self.config = config
         self.dtype = dtype
         self.param_dtype = param_dtype
         self.remat = remat
         self.scan_layers = scan_layers
         self.rules = rules
+        self.tensor_parallel = tensor_parallel
         types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
 
         def table(rows: int, row_axis: str | None) -> Embed:
@@ -108,6 +116,7 @@ class Decoder(nnx.Module):
                 config.block(),
                 attention_implementation=attention_implementation,
                 rules=rules,
+                tensor_parallel=tensor_parallel,
                 rngs=rngs,
                 **types,
             )
@@ -185,6 +194,7 @@ class Decoder(nnx.Module):
             lambda block, x, _: block(x, positions, cu_seqlens),
             variants=[None] * self.config.num_layers,
             remat=self.remat,
+            keep_gathered=self.tensor_parallel == "fused",
             scan=self.scan_layers,
         )
         return self.norm(x)

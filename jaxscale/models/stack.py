@@ -20,7 +20,14 @@ from pallas_kernels.varlen_attention import positions_from_cu_seqlens
 
 
 _policies = jax.checkpoint_policies
-_linear_saveable = _policies.dots_with_no_batch_dims_saveable
+# A fused product is no dot to the policies; the names are those of the results.
+_linear_saveable = _policies.save_from_both_policies(
+    _policies.dots_with_no_batch_dims_saveable,
+    _policies.save_only_these_names(
+        "all_gather_matmul_out", "matmul_reduce_scatter_out", "matmul_all_reduce_out"
+    ),
+)
+_gathered_saveable = _policies.save_only_these_names("all_gather_matmul_gathered")
 _packed_attention_saveable = _policies.save_only_these_names(
     "varlen_attention_out", "varlen_attention_lse"
 )
@@ -39,7 +46,9 @@ def _attention_saveable(primitive: Any, *args: Any, **params: Any) -> bool:
 REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
     "none": None,
     "full": _policies.nothing_saveable,
-    "dots": _policies.dots_saveable,
+    "dots": _policies.save_from_both_policies(
+        _policies.dots_saveable, _linear_saveable
+    ),
     "dots_no_batch": _linear_saveable,
     "attention": _attention_saveable,
 }
@@ -52,6 +61,9 @@ REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
   are computed twice.
 - ``attention``: the same and the results of fused attention (packed, cuDNN), so that
   only elementwise operations are computed twice. The usual choice.
+
+With ``tensor_parallel="fused"`` the last three also keep the gathered inputs of the
+linear layers, which only the kernel could make again; ``"xla"`` gathers them again.
 """
 
 
@@ -85,6 +97,7 @@ def run_stack[Variant](
     remat: str,
     scan: bool,
     shared: bool = False,
+    keep_gathered: bool = False,
 ) -> Float[Array, "B T D"]:
     """`x` after all blocks, ``x = call(block, x, variant)`` one after the other.
 
@@ -97,8 +110,12 @@ def run_stack[Variant](
         remat: A name of `REMAT_POLICIES`.
         scan: Loop over the blocks in the compiled program, instead of one copy each.
         shared: The stack holds one block, which is every layer.
+        keep_gathered: Where `remat` keeps results of linear layers, also keep what
+            `all_gather_matmul` gathered for them.
     """
     policy, num_layers = REMAT_POLICIES[remat], len(variants)
+    if keep_gathered and remat not in ("none", "full"):
+        policy = _policies.save_from_both_policies(policy, _gathered_saveable)
 
     def one(x: Array, block: Block, variant: Variant) -> Array:
         def body(x: Array, block: Block) -> Array:

@@ -22,7 +22,12 @@ from jaxscale.nn.embeddings import (
     rope_inv_freq,
     rotary,
 )
-from jaxscale.nn.linear import Linear, TileSparseLinear
+from jaxscale.nn.linear import (
+    ColumnParallelLinear,
+    Linear,
+    RowParallelLinear,
+    TileSparseLinear,
+)
 from jaxscale.nn.norms import LayerNorm, RMSNorm, layer_norm, rms_norm
 from jaxscale.nn.packing import (
     PackedBatch,
@@ -40,6 +45,7 @@ __all__ = [
     "AttentionConfig",
     "Block",
     "BlockConfig",
+    "ColumnParallelLinear",
     "DisentangledAttention",
     "DisentangledConfig",
     "Embed",
@@ -51,6 +57,7 @@ __all__ = [
     "RelativePositions",
     "RopeConfig",
     "RopeScaling",
+    "RowParallelLinear",
     "SequenceConvolution",
     "TileSparseLinear",
     "assign_rows",

@@ -6,6 +6,7 @@ D model, L layers.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 import jax
@@ -17,9 +18,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxscale.nn.cache import CACHE_AXES, write_cache
 from jaxscale.nn.embeddings import NORMAL_INIT, RopeConfig, rotary
-from jaxscale.nn.linear import Linear
+from jaxscale.nn.linear import ColumnParallelLinear, RowParallelLinear
 from jaxscale.sharding.operations import per_shard, reshape
 from jaxscale.sharding.rules import REPLICATED, AxisRules
+from jaxscale.sharding.tensor_parallel import TensorParallel
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.mosaic import DeviceSpec
 from pallas_kernels.varlen_attention import varlen_attention
@@ -250,8 +252,11 @@ class AttentionConfig:
 class Attention(nnx.Module):
     """Self-attention with its four projections.
 
-    The input is whole along the tokens; heads are split over the tensor axis, and the
-    result leaves split along the tokens (sequence parallelism).
+    The tokens of the input are gathered, heads are split over the tensor axis, and the
+    result leaves split along the tokens (sequence parallelism). A block calls the
+    projections `inputs` and `out` itself, since it may share their communication with
+    other layers, and `attend` or `attend_cached` between them, which subclasses may
+    replace.
 
     Example:
         >>> config = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
@@ -271,6 +276,7 @@ class Attention(nnx.Module):
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
         rules: AxisRules = REPLICATED,
+        tensor_parallel: TensorParallel = None,
         rngs: nnx.Rngs,
     ) -> None:
         """Make the projections.
@@ -283,40 +289,47 @@ class Attention(nnx.Module):
             dtype: Type of the computation.
             param_dtype: Type of the parameters.
             rules: The table of the recipe.
+            tensor_parallel: Who communicates: `jaxscale.sharding.column_parallel`.
             rngs: Source of the keys.
         """
         self.config = config
         self.implementation = implementation
         self.rules = rules
+        options: dict[str, Any] = {
+            "dtype": dtype,
+            "param_dtype": param_dtype,
+            "rules": rules,
+            "tensor_parallel": tensor_parallel,
+            "rngs": rngs,
+        }
 
-        def project(heads: int, name: str) -> Linear:
-            return Linear(
+        def project(heads: int, name: str) -> ColumnParallelLinear:
+            return ColumnParallelLinear(
                 d_model,
                 heads * config.head_dim,
                 kernel_axes=("embed", name),
                 out_axes=("batch", None, f"act_{name}"),
                 use_bias=config.use_bias,
-                dtype=dtype,
-                param_dtype=param_dtype,
-                rules=rules,
-                rngs=rngs,
+                **options,
             )
 
         self.query = project(config.num_heads, "heads")
         self.key = project(config.num_kv_heads, "kv_heads")
         self.value = project(config.num_kv_heads, "kv_heads")
-        self.out = Linear(
+        self.out = RowParallelLinear(
             config.num_heads * config.head_dim,
             d_model,
             kernel_axes=("heads", "embed"),
             out_axes=("batch", "tokens", "act_embed"),
             use_bias=config.use_out_bias,
             kernel_init=out_init,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            rules=rules,
-            rngs=rngs,
+            **options,
         )
+
+    @property
+    def inputs(self) -> tuple[nnx.Module, ...]:
+        """The layers that make queries, keys and values."""
+        return self.query, self.key, self.value
 
     def __call__(
         self,
@@ -330,7 +343,7 @@ class Attention(nnx.Module):
         """Attend among the tokens of `x`, whole rows or packed sequences.
 
         Args:
-            x: Normalized activations, whole along the tokens.
+            x: Normalized activations.
             positions: Position of each token in its sequence.
             cu_seqlens: Boundaries of packed sequences, as for `attention`.
             config: Window and rotary embedding in the place of the layer's own, for
@@ -338,6 +351,20 @@ class Attention(nnx.Module):
             shared: What all layers of a model read besides `x`; used by layers that add
                 a bias to the scores.
         """
+        heads = self.split_heads(ColumnParallelLinear.together(self.inputs, x))
+        out = self.attend(heads, positions, cu_seqlens, config=config, shared=shared)
+        return self.out(self.join_heads(out))
+
+    def attend(
+        self,
+        heads: Sequence[Float[Array, "B T _heads H"]],
+        positions: Int[Array, "B T"],
+        cu_seqlens: Int[Array, "B seqs_plus_1"] | None = None,
+        *,
+        config: AttentionConfig | None = None,
+        shared: Any = None,
+    ) -> Float[Array, "B T N H"]:
+        """The attended values of queries, keys and values from `split_heads`."""
         del shared
         config = self.config if config is None else config
         packed = () if cu_seqlens is None else (cu_seqlens,)
@@ -353,8 +380,8 @@ class Attention(nnx.Module):
             [_Q_AXES, _KV_AXES, _KV_AXES, *[("batch", None)] * (1 + len(packed))],
             [_Q_AXES],
             self._head_rules,
-        )(*self._project(x), positions, *packed)
-        return self._merge(out)
+        )(*heads, positions, *packed)
+        return out
 
     def decode(
         self,
@@ -388,6 +415,27 @@ class Attention(nnx.Module):
             ValueError: the attention is not causal, so that old tokens would have to
                 see the new ones.
         """
+        heads = self.split_heads(ColumnParallelLinear.together(self.inputs, x))
+        out, cache_k, cache_v = self.attend_cached(
+            heads, positions, cache_k, cache_v, layer, cache_is_empty=cache_is_empty
+        )
+        return self.out(self.join_heads(out)), cache_k, cache_v
+
+    def attend_cached(
+        self,
+        heads: Sequence[Float[Array, "B T _heads H"]],
+        positions: Int[Array, "B T"],
+        cache_k: Float[Array, "L B S K H"],
+        cache_v: Float[Array, "L B S K H"],
+        layer: Int[Array, ""],
+        *,
+        cache_is_empty: bool = False,
+    ) -> tuple[
+        Float[Array, "B T N H"],
+        Float[Array, "L B S K H"],
+        Float[Array, "L B S K H"],
+    ]:
+        """As `attend`, with the cache and the other arguments of `decode`."""
         config = self.config
         if not config.causal:
             raise ValueError("causal False: only causal attention can be continued")
@@ -425,8 +473,28 @@ class Attention(nnx.Module):
             [*axes, CACHE_AXES, CACHE_AXES, ()],
             [_Q_AXES, CACHE_AXES, CACHE_AXES],
             self._head_rules,
-        )(*self._project(x), positions, cache_k, cache_v, layer)
-        return self._merge(out), cache_k, cache_v
+        )(*heads, positions, cache_k, cache_v, layer)
+        return out, cache_k, cache_v
+
+    def split_heads(
+        self, projected: Sequence[Float[Array, "B T _features"]]
+    ) -> tuple[Float[Array, "B T _heads H"], ...]:
+        """What the layers `inputs` give, with the heads apart."""
+        c = self.config
+        return tuple(
+            reshape(x, (*x.shape[:2], heads, c.head_dim), axes, self.rules)
+            for x, heads, axes in zip(
+                projected,
+                (c.num_heads, c.num_kv_heads, c.num_kv_heads),
+                (_Q_AXES, _KV_AXES, _KV_AXES),
+                strict=True,
+            )
+        )
+
+    def join_heads(self, out: Float[Array, "B T N H"]) -> Float[Array, "B T features"]:
+        """What `attend` gives, with the heads side by side, as `out` takes it."""
+        b, t, n, h = out.shape
+        return reshape(out, (b, t, n * h), ("batch", None, "act_heads"), self.rules)
 
     @property
     def _head_rules(self) -> AxisRules:
@@ -438,17 +506,6 @@ class Attention(nnx.Module):
         if self.config.num_kv_heads == 1:
             return self.rules
         return dataclasses.replace(self.rules, act_heads=self.rules.act_kv_heads)
-
-    def _project(self, x: Array) -> tuple[Array, Array, Array]:
-        """Queries, keys and values with their heads apart."""
-        (b, t, _), c = x.shape, self.config
-        q_shape = (b, t, c.num_heads, c.head_dim)
-        kv_shape = (b, t, c.num_kv_heads, c.head_dim)
-        return (
-            reshape(self.query(x), q_shape, _Q_AXES, self.rules),
-            reshape(self.key(x), kv_shape, _KV_AXES, self.rules),
-            reshape(self.value(x), kv_shape, _KV_AXES, self.rules),
-        )
 
     def _attend(
         self,
@@ -468,11 +525,6 @@ class Attention(nnx.Module):
             softcap=config.softcap,
             implementation=self.implementation,
         )
-
-    def _merge(self, out: Array) -> Array:
-        b, t, n, h = out.shape
-        axes = ("batch", None, "act_heads")
-        return self.out(reshape(out, (b, t, n * h), axes, self.rules))
 
 
 def _window(config: AttentionConfig) -> Window:

@@ -6,7 +6,7 @@ L layers.
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -18,10 +18,10 @@ from jaxtyping import Array, Float, Int
 
 from jaxscale.nn.attention import Attention, AttentionConfig
 from jaxscale.nn.embeddings import NORMAL_INIT
-from jaxscale.nn.linear import Linear
+from jaxscale.nn.linear import ColumnParallelLinear, RowParallelLinear
 from jaxscale.nn.norms import LayerNorm, RMSNorm
-from jaxscale.sharding.operations import constrain
 from jaxscale.sharding.rules import REPLICATED, AxisRules
+from jaxscale.sharding.tensor_parallel import TensorParallel
 
 
 type Norm = Literal["rmsnorm", "layernorm"]
@@ -66,6 +66,7 @@ class MLP(nnx.Module):
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
         rules: AxisRules = REPLICATED,
+        tensor_parallel: TensorParallel = None,
         rngs: nnx.Rngs,
     ) -> None:
         """Make the projections.
@@ -80,6 +81,7 @@ class MLP(nnx.Module):
             dtype: Type of the computation.
             param_dtype: Type of the parameters.
             rules: The table of the recipe.
+            tensor_parallel: Who communicates: `jaxscale.sharding.column_parallel`.
             rngs: Source of the keys.
         """
         if activation not in get_args(Activation.__value__):
@@ -89,40 +91,52 @@ class MLP(nnx.Module):
             )
         self.activation = activation
 
-        def project_in() -> Linear:
-            return Linear(
+        options: dict[str, Any] = {
+            "use_bias": use_bias,
+            "dtype": dtype,
+            "param_dtype": param_dtype,
+            "rules": rules,
+            "tensor_parallel": tensor_parallel,
+            "rngs": rngs,
+        }
+
+        def project_in() -> ColumnParallelLinear:
+            return ColumnParallelLinear(
                 d_model,
                 d_ff,
                 kernel_axes=("embed", "mlp"),
                 out_axes=("batch", None, "act_mlp"),
-                use_bias=use_bias,
-                dtype=dtype,
-                param_dtype=param_dtype,
-                rules=rules,
-                rngs=rngs,
+                **options,
             )
 
         self.gate = project_in() if activation in GATED else None
         self.up = project_in()
-        self.down = Linear(
+        self.down = RowParallelLinear(
             d_ff,
             d_model,
             kernel_axes=("mlp", "embed"),
             out_axes=("batch", "tokens", "act_embed"),
-            use_bias=use_bias,
             kernel_init=out_init,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            rules=rules,
-            rngs=rngs,
+            **options,
         )
 
+    @property
+    def inputs(self) -> tuple[nnx.Module, ...]:
+        """The layers before the activation."""
+        return (self.up,) if self.gate is None else (self.gate, self.up)
+
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Transform each token; `x` is whole along the tokens, the result is split."""
-        up = self.up(x)
-        if self.gate is not None:
-            return self.down(GATED[self.activation](self.gate(x)) * up)
-        return self.down(_PLAIN[self.activation](up))
+        """Transform each token; the tokens are gathered, those of the result split."""
+        return self.down(self.activate(ColumnParallelLinear.together(self.inputs, x)))
+
+    def activate(
+        self, projected: Sequence[Float[Array, "B T F"]]
+    ) -> Float[Array, "B T F"]:
+        """What `down` takes, from what the layers `inputs` give."""
+        *gate, up = projected
+        if gate:
+            return GATED[self.activation](gate[0]) * up
+        return _PLAIN[self.activation](up)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -204,10 +218,10 @@ def make_norm(
 class Block(nnx.Module):
     """Transformer block: pre-norm, serial or parallel, or post-norm.
 
-    Between blocks tokens are split over the tensor axis; the input of attention and of
-    the feed-forward network is gathered, and their outputs come back split, so that the
-    two together are one all-gather and one reduce-scatter each (sequence parallelism,
-    arXiv 2205.05198).
+    Between blocks tokens are split over the tensor axis (sequence parallelism, arXiv
+    2205.05198). Attention and feed-forward network each gather their input once, for
+    all their projections, and scatter the sum of their output; in a parallel block one
+    gather and one scatter serve both.
 
     Example:
         >>> heads = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
@@ -231,6 +245,7 @@ class Block(nnx.Module):
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
         rules: AxisRules = REPLICATED,
+        tensor_parallel: TensorParallel = None,
         rngs: nnx.Rngs,
     ) -> None:
         """Make the layers.
@@ -242,11 +257,11 @@ class Block(nnx.Module):
             dtype: Type of the computation.
             param_dtype: Type of the parameters.
             rules: The table of the recipe.
+            tensor_parallel: Who communicates: `jaxscale.sharding.column_parallel`.
             rngs: Source of the keys.
         """
         self.parallel = config.parallel
         self.post_norm = config.post_norm
-        self.rules = rules
         out_init = jax.nn.initializers.normal(0.02 / math.sqrt(2 * config.num_layers))
 
         def norm() -> RMSNorm | LayerNorm:
@@ -269,6 +284,7 @@ class Block(nnx.Module):
             dtype=dtype,
             param_dtype=param_dtype,
             rules=rules,
+            tensor_parallel=tensor_parallel,
             rngs=rngs,
         )
         self.mlp_norm = None if config.parallel else norm()
@@ -281,6 +297,7 @@ class Block(nnx.Module):
             dtype=dtype,
             param_dtype=param_dtype,
             rules=rules,
+            tensor_parallel=tensor_parallel,
             rngs=rngs,
         )
 
@@ -303,14 +320,13 @@ class Block(nnx.Module):
             shared: What all layers read besides `x`.
         """
 
-        def attend(h: Array) -> tuple[Array, None]:
-            attended = self.attention(
-                h, positions, cu_seqlens, config=attention, shared=shared
+        def attend(heads: Sequence[Array]) -> tuple[Array, None]:
+            out = self.attention.attend(
+                heads, positions, cu_seqlens, config=attention, shared=shared
             )
-            return attended, None
+            return out, None
 
-        out, _ = self._apply(x, attend)
-        return out
+        return self._apply(x, attend)[0]
 
     def decode(
         self,
@@ -340,9 +356,9 @@ class Block(nnx.Module):
             The residual stream and the two updated caches.
         """
 
-        def attend(h: Array) -> tuple[Array, tuple[Array, Array]]:
-            out, *caches = self.attention.decode(
-                h, positions, cache_k, cache_v, layer, cache_is_empty=cache_is_empty
+        def attend(heads: Sequence[Array]) -> tuple[Array, tuple[Array, Array]]:
+            out, *caches = self.attention.attend_cached(
+                heads, positions, cache_k, cache_v, layer, cache_is_empty=cache_is_empty
             )
             return out, (caches[0], caches[1])
 
@@ -350,19 +366,22 @@ class Block(nnx.Module):
         return out, cache_k, cache_v
 
     def _apply[Aux](
-        self, x: Array, attend: Callable[[Array], tuple[Array, Aux]]
+        self, x: Array, attend: Callable[[Sequence[Array]], tuple[Array, Aux]]
     ) -> tuple[Array, Aux]:
+        attention, mlp = self.attention, self.mlp
+        gather, scatter = ColumnParallelLinear.together, RowParallelLinear.summed
+        pre_norm = None if self.post_norm else self.attention_norm
+        h = x if pre_norm is None else pre_norm(x)
+        if self.parallel:
+            projected = gather([*attention.inputs, *mlp.inputs], h)
+            count = len(attention.inputs)
+            attended, aux = attend(attention.split_heads(projected[:count]))
+            hidden = attention.join_heads(attended), mlp.activate(projected[count:])
+            return x + scatter([attention.out, mlp.down], hidden), aux
+        attended, aux = attend(attention.split_heads(gather(attention.inputs, h)))
+        x = x + attention.out(attention.join_heads(attended))
         if self.post_norm and self.attention_norm and self.mlp_norm:
-            attended, aux = attend(self._whole(x))
-            x = self.attention_norm(x + attended)
-            return self.mlp_norm(x + self.mlp(self._whole(x))), aux
-        h = self._whole(x if self.attention_norm is None else self.attention_norm(x))
-        attended, aux = attend(h)
-        if self.mlp_norm is None:
-            return x + attended + self.mlp(h), aux
-        x = x + attended
-        return x + self.mlp(self._whole(self.mlp_norm(x))), aux
-
-    def _whole(self, h: Array) -> Array:
-        """`h` gathered along the tokens."""
-        return constrain(h, ("batch", None, "act_embed"), self.rules)
+            x = self.attention_norm(x)
+            return self.mlp_norm(x + mlp(x)), aux
+        h = x if self.mlp_norm is None else self.mlp_norm(x)
+        return x + mlp(h), aux

@@ -6,6 +6,7 @@ of relative positions.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, cast
 
 import jax
@@ -157,19 +158,19 @@ class DisentangledAttention(Attention):
             project() if own and relative.position_to_content else None
         )
 
-    def __call__(
+    def attend(
         self,
-        x: Float[Array, "B T D"],
+        heads: Sequence[Float[Array, "B T N H"]],
         positions: Int[Array, "B T"],
         cu_seqlens: Int[Array, "B seqs_plus_1"] | None = None,
         *,
         config: AttentionConfig | None = None,
         shared: Float[Array, "P D"] | None = None,
-    ) -> Float[Array, "B T D"]:
-        """Attend among the tokens of `x`, whole rows or packed sequences.
+    ) -> Float[Array, "B T N H"]:
+        """The attended values of queries, keys and values from `split_heads`.
 
         Args:
-            x: Activations, whole along the tokens.
+            heads: Queries, keys and values.
             positions: Not read: distances are counted along the sequence.
             cu_seqlens: Boundaries of packed sequences, as for `attention`.
             config: Not read: all layers are alike.
@@ -186,8 +187,9 @@ class DisentangledAttention(Attention):
                 "positions, [P, D]"
             )
         if cu_seqlens is None:
-            ends = jnp.array([0, x.shape[1]], jnp.int32)
-            cu_seqlens = jnp.broadcast_to(ends, (x.shape[0], 2))
+            rows, num_tokens = heads[0].shape[:2]
+            ends = jnp.array([0, num_tokens], jnp.int32)
+            cu_seqlens = jnp.broadcast_to(ends, (rows, 2))
         tables = []
         if self.relative.content_to_position:
             tables.append(self._project_table(self.position_key or self.key, shared))
@@ -202,8 +204,8 @@ class DisentangledAttention(Attention):
             [queries, keys, keys, ("batch", None), *table_axes],
             [queries],
             self._head_rules,
-        )(*self._project(x), cu_seqlens, *tables)
-        return self._merge(out)
+        )(*heads, cu_seqlens, *tables)
+        return out
 
     def _project_table(
         self, projection: Linear, table: Float[Array, "P D"]

@@ -4,6 +4,9 @@ Legend: B batch, T tokens; of a sparse weight S shards, J tiles, P room for rows
 tile, G columns of a tile, C packed columns.
 """
 
+import functools
+import operator
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -17,6 +20,12 @@ from jaxscale.nn.embeddings import NORMAL_INIT
 from jaxscale.sharding.operations import constrain, contract, per_shard
 from jaxscale.sharding.parameters import partitioned
 from jaxscale.sharding.rules import REPLICATED, AxisRules
+from jaxscale.sharding.tensor_parallel import (
+    TensorParallel,
+    check_tensor_parallel,
+    column_parallel,
+    row_parallel,
+)
 from pallas_kernels.tile_sparse_matmul import TileSparse, tile_sparse_matmul
 
 
@@ -78,16 +87,170 @@ class Linear(nnx.Module):
         out = contract(
             "bti,io->bto",
             x.astype(self.dtype),
-            self.kernel[...].astype(self.dtype),
+            self.weight,
             self.kernel_axes,
             self.out_axes,
             self.rules,
         )
+        return self.add_bias(out)
+
+    @property
+    def weight(self) -> Float[Array, "in out"]:
+        """The kernel in the type of the computation."""
+        return self.kernel[...].astype(self.dtype)
+
+    def add_bias(self, out: Float[Array, "B T out"]) -> Float[Array, "B T out"]:
+        """`out` plus the bias if there is one."""
         if self.bias is None:
             return out
         # The bias is stored split like the kernel; it is added split like the result.
         bias = self.bias[...].astype(self.dtype)
         return out + constrain(bias, self.out_axes[-1:], self.rules)
+
+
+class ColumnParallelLinear(Linear):
+    """A `Linear` whose output features are split over the tensor axis.
+
+    The tokens of its input may be split over the same axis (sequence parallelism); they
+    are gathered on the way in, and gradients of the input are scattered on the way
+    back. Parameters are those of `Linear`, by name, shape and split.
+
+    Example:
+        >>> from jaxscale.sharding import create, fsdp_tp, make_mesh
+        >>> mesh, rules = make_mesh({"data": -1, "tensor": 4}), fsdp_tp()
+        >>> up = create(lambda: ColumnParallelLinear(
+        ...     4, 8, kernel_axes=("embed", "mlp"), out_axes=("batch", None, "act_mlp"),
+        ...     rules=rules, tensor_parallel="fused", rngs=nnx.Rngs(0),
+        ... ), mesh, rules)
+        >>> with jax.set_mesh(mesh):
+        ...     hidden = up(jnp.ones((2, 8, 4)))
+        >>> hidden.shape, hidden.sharding.spec
+        ((2, 8, 8), P(('data', 'fsdp'), None, 'tensor'))
+
+    References:
+        Megatron-LM, arXiv 1909.08053. Sequence parallelism, arXiv 2205.05198.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        tensor_parallel: TensorParallel = None,
+        **options: Any,
+    ) -> None:
+        """Make the parameters.
+
+        Args:
+            in_features: Features of the input.
+            out_features: Features of the output.
+            tensor_parallel: Who communicates: `jaxscale.sharding.column_parallel`.
+            **options: The other arguments of `Linear`.
+        """
+        check_tensor_parallel(tensor_parallel)
+        super().__init__(in_features, out_features, **options)
+        self.tensor_parallel: TensorParallel = tensor_parallel
+
+    def __call__(self, x: Float[Array, "B T in"]) -> Float[Array, "B T out"]:
+        """The projection of each token, whole along the tokens, in `dtype`."""
+        return self.together([self], x)[0]
+
+    @staticmethod
+    def together(
+        layers: Sequence[Any], x: Float[Array, "B T in"]
+    ) -> tuple[Float[Array, "B T _out"], ...]:
+        """The projections of `x` by several layers that share one gather.
+
+        Layers of another kind, as pruning puts in their place, run one by one.
+        """
+        first = layers[0]
+        if not all(isinstance(layer, ColumnParallelLinear) for layer in layers):
+            x = constrain(x, ("batch", None, "act_embed"), first.rules)
+            return tuple(layer(x) for layer in layers)
+        outs = column_parallel(
+            x.astype(first.dtype),
+            [layer.weight for layer in layers],
+            kernel_axes=[layer.kernel_axes for layer in layers],
+            out_axes=[layer.out_axes for layer in layers],
+            rules=first.rules,
+            tensor_parallel=first.tensor_parallel,
+        )
+        return tuple(
+            layer.add_bias(out) for layer, out in zip(layers, outs, strict=True)
+        )
+
+
+class RowParallelLinear(Linear):
+    """A `Linear` whose input features are split over the tensor axis.
+
+    The products of the devices are summed; each keeps the tokens that are its own where
+    the rules split them (sequence parallelism). The bias is added once, after the sum.
+    Parameters are those of `Linear`, by name, shape and split.
+
+    Example:
+        >>> from jaxscale.sharding import create, fsdp_tp, make_mesh
+        >>> mesh, rules = make_mesh({"data": -1, "tensor": 4}), fsdp_tp()
+        >>> down = create(lambda: RowParallelLinear(
+        ...     8, 4, kernel_axes=("mlp", "embed"),
+        ...     out_axes=("batch", "tokens", "act_embed"),
+        ...     rules=rules, tensor_parallel="fused", rngs=nnx.Rngs(0),
+        ... ), mesh, rules)
+        >>> with jax.set_mesh(mesh):
+        ...     out = down(jnp.ones((2, 8, 8)))
+        >>> out.shape, out.sharding.spec
+        ((2, 8, 4), P(('data', 'fsdp'), 'tensor', None))
+
+    References:
+        Megatron-LM, arXiv 1909.08053. Sequence parallelism, arXiv 2205.05198.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        tensor_parallel: TensorParallel = None,
+        **options: Any,
+    ) -> None:
+        """Make the parameters.
+
+        Args:
+            in_features: Features of the input.
+            out_features: Features of the output.
+            tensor_parallel: Who communicates: `jaxscale.sharding.row_parallel`.
+            **options: The other arguments of `Linear`.
+        """
+        check_tensor_parallel(tensor_parallel)
+        super().__init__(in_features, out_features, **options)
+        self.tensor_parallel: TensorParallel = tensor_parallel
+
+    def __call__(self, x: Float[Array, "B T in"]) -> Float[Array, "B T out"]:
+        """The projection of each token, in `dtype`."""
+        return self.summed([self], [x])
+
+    @staticmethod
+    def summed(
+        layers: Sequence[Any], xs: Sequence[Float[Array, "B T _in"]]
+    ) -> Float[Array, "B T out"]:
+        """The sum of projections, each of its own input, in one communication.
+
+        Layers of another kind, as pruning puts in their place, run one by one.
+        """
+        first = layers[0]
+        if not all(isinstance(layer, RowParallelLinear) for layer in layers):
+            outs = [layer(x) for layer, x in zip(layers, xs, strict=True)]
+            return functools.reduce(operator.add, outs)
+        out = row_parallel(
+            [x.astype(first.dtype) for x in xs],
+            [layer.weight for layer in layers],
+            kernel_axes=[layer.kernel_axes for layer in layers],
+            out_axes=first.out_axes,
+            rules=first.rules,
+            tensor_parallel=first.tensor_parallel,
+        )
+        for layer in layers:
+            out = layer.add_bias(out)
+        return out
 
 
 class SparsePattern(nnx.Variable):

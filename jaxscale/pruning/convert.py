@@ -39,7 +39,7 @@ def sparsify(model: Any, masks: Masks, *, implementation: str | None = None) -> 
 
     Raises:
         ValueError: the pattern is not tile-wise, the masks do not fit the model, or it
-            is sparse already, or its layers communicate inside fused kernels.
+            is sparse already.
 
     Example:
         >>> from flax import nnx

@@ -26,6 +26,11 @@ from jaxscale.sharding.rules import (
     megascale_3d,
     preset,
 )
+from jaxscale.sharding.tensor_parallel import (
+    TensorParallel,
+    column_parallel,
+    row_parallel,
+)
 
 
 __all__ = [
@@ -34,6 +39,8 @@ __all__ = [
     "AxisRules",
     "Cluster",
     "MeshConfig",
+    "TensorParallel",
+    "column_parallel",
     "constrain",
     "contract",
     "create",
@@ -50,6 +57,7 @@ __all__ = [
     "place",
     "preset",
     "reshape",
+    "row_parallel",
     "shardings",
     "specs",
 ]

@@ -12,6 +12,7 @@ that the same module runs under all three, and under meshes that mix them.
 The mesh is the one of `jax.set_mesh`, or else the one that the arrays live on.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
@@ -225,49 +226,103 @@ def per_shard(
     """
 
     def run(*args: Array) -> tuple[Array, ...]:
+        shards = Shards.of(args, in_axes, rules)
+        return fn(*args) if shards is None else shards.run(fn, in_axes, out_axes, args)
+
+    return run
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shards:
+    """How a `jax.shard_map` over all axes that are not Manual cuts its arguments.
+
+    `per_shard` is this without knowledge of the axes; a function that communicates asks
+    `names` over which axes a dimension is split.
+    """
+
+    mesh: AbstractMesh
+    """Of the context, or that of the arguments."""
+    free: frozenset[str]
+    """The mesh axes that are not Manual yet."""
+    divided: frozenset[str]
+    """Those of them that divide every dimension which the rules split over them."""
+    rules: AxisRules
+    """The table of the recipe."""
+
+    @classmethod
+    def of(
+        cls,
+        args: Sequence[Array],
+        in_axes: Sequence[Sequence[str | None]],
+        rules: AxisRules,
+    ) -> "Shards | None":
+        """What becomes of `args`; None where no axis splits anything."""
         mesh = _current_mesh(args)
         types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
         free = frozenset(n for n, kind in types.items() if kind != AxisType.Manual)
-        split = (mesh.shape[n] > 1 or types[n] == AxisType.Explicit for n in free)
-        if not any(split):
-            return fn(*args)
-        args = tuple(
-            _constrain(x, axes, rules, *args)
-            for x, axes in zip(args, in_axes, strict=True)
-        )
+        if not any(mesh.shape[n] > 1 or types[n] == AxisType.Explicit for n in free):
+            return None
         divided = set(free)
         for x, axes in zip(args, in_axes, strict=True):
+            require_axes(sorted(rules.mesh_axes(axes)), mesh.axis_names)
             for size, entry in zip(x.shape, rules.spec(*axes), strict=True):
                 names = free.intersection(as_tuple(entry))
                 if size % math.prod(mesh.shape[n] for n in names):
                     divided -= names
+        return cls(mesh=mesh, free=free, divided=frozenset(divided), rules=rules)
 
-        def local_spec(axes: Sequence[str | None]) -> PartitionSpec:
-            entries = (as_tuple(entry) for entry in rules.spec(*axes))
-            return PartitionSpec(
-                *(tuple(n for n in names if n in divided) or None for names in entries)
-            )
+    def names(self, axis: str | None) -> tuple[str, ...]:
+        """The mesh axes that split the logical `axis` here."""
+        entry = None if axis is None else self.rules.spec(axis)[0]
+        return tuple(n for n in as_tuple(entry) if n in self.divided)
 
+    def spec(self, axes: Sequence[str | None]) -> PartitionSpec:
+        """The partition of an array with these logical `axes`."""
+        entries = [self.names(axis) for axis in axes]
+        if entries:
+            # A gradient is summed over axes that its array does not name, those of one
+            # device too; on Explicit axes the name would be part of the type.
+            used = {name for names in entries for name in names}
+            entries[0] += tuple(name for name in self._of_one if name not in used)
+        return PartitionSpec(*(names or None for names in entries))
+
+    @property
+    def _of_one(self) -> tuple[str, ...]:
+        types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
+        return tuple(
+            n for n, kind in types if kind == AxisType.Auto and self.mesh.shape[n] == 1
+        )
+
+    def run(
+        self,
+        fn: Callable[..., tuple[Array, ...]],
+        in_axes: Sequence[Sequence[str | None]],
+        out_axes: Sequence[Sequence[str | None]],
+        args: Sequence[Array],
+    ) -> tuple[Array, ...]:
+        """``fn(*args)`` with each device at its own shards."""
+        args = tuple(
+            _constrain(x, axes, self.rules, *args)
+            for x, axes in zip(args, in_axes, strict=True)
+        )
         if any(jax.typeof(x).manual_axis_type.varying for x in args):
             # JAX 0.11.2 cannot differentiate a tracking shard_map within another.
             raise ValueError(
                 "check_vma True of the enclosing jax.shard_map leaves no room for the "
-                "one that splits attention over the remaining mesh axes; pass "
+                "one that splits work over the remaining mesh axes; pass "
                 "check_vma=False to it, or make it manual over all axes"
             )
         mapped = jax.shard_map(
             fn,
-            mesh=mesh,
-            axis_names=free,
-            in_specs=tuple(local_spec(axes) for axes in in_axes),
-            out_specs=tuple(local_spec(axes) for axes in out_axes),
+            mesh=self.mesh,
+            axis_names=self.free,
+            in_specs=tuple(self.spec(axes) for axes in in_axes),
+            out_specs=tuple(self.spec(axes) for axes in out_axes),
             check_vma=False,
         )
         # Outside of `jax.jit`, jax 0.11.2 runs a shard_map operation by operation, and
         # XLA crashes on some of them. Inside, this changes nothing.
         return jax.jit(mapped, inline=True)(*args)
-
-    return run
 
 
 def _constrain(

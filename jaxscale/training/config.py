@@ -7,6 +7,7 @@ from typing import Any, Literal
 from jaxscale.models.config import DecoderConfig
 from jaxscale.sharding.mesh import MESH_AXES, MeshConfig
 from jaxscale.sharding.rules import AxisRules, preset
+from jaxscale.sharding.tensor_parallel import check_tensor_parallel
 from jaxscale.training.data import DataConfig
 from jaxscale.training.optimizer import OptimizerConfig, make_schedule
 
@@ -36,6 +37,10 @@ class TrainConfig:
     rules: str = "fsdp_tp"
     """Preset that says what the mesh splits: replicated, dp, fsdp, fsdp_tp or
     megascale_3d."""
+    tensor_parallel: Literal["fused", "xla"] | None = None
+    """Who communicates over the axis `tensor`: kernels that multiply meanwhile, XLA's
+    collectives written out, or the compiler as it sees fit (None). A run may change
+    it; the numbers are the same."""
     steps: int = 1000
     """Batches of the entire run."""
     microbatches: int = 1
@@ -106,6 +111,7 @@ class TrainConfig:
                 f"model.vocab_size {self.model.vocab_size}; the tokenizer would make "
                 "tokens that the model lacks"
             )
+        check_tensor_parallel(self.tensor_parallel, self.axis_rules)
         make_schedule(self.optimizer, self.steps)  # raises if it does not fit
         sizes = {axis: getattr(self.mesh, axis) for axis in MESH_AXES}
         # An axis of size -1 is known, and checked by `fit`, when the devices are.

@@ -297,6 +297,7 @@ def _start(
             remat=config.remat,
             scan_layers=config.scan_layers,
             rules=rules,
+            tensor_parallel=config.tensor_parallel,
             rngs=nnx.Rngs(config.seed),
         )
         return TrainState.create(decoder, optimizer)

@@ -8,7 +8,7 @@ from flax import nnx
 
 from jaxscale import sharding
 from jaxscale.models import Decoder
-from jaxscale.nn.linear import Linear
+from jaxscale.nn.linear import ColumnParallelLinear, RowParallelLinear
 from jaxscale.pruning import (
     input_squares,
     linears,
@@ -22,15 +22,24 @@ from tests.pruning.conftest import CONFIG, batches, mean_loss, perturbed
 def inputs_of(model, data, monkeypatch):
     """What each layer was given, recorded layer by layer without a scan."""
     seen = {}
-    call = Linear.__call__
+    together, summed = ColumnParallelLinear.together, RowParallelLinear.summed
 
-    def record(self, x):
-        if not isinstance(self.kernel[...], jax.core.Tracer):
-            kernel = np.asarray(self.kernel[...])
+    def record(layers, xs):
+        for layer, x in zip(layers, xs, strict=True):
+            kernel = np.asarray(layer.kernel[...])
             seen.setdefault(kernel.tobytes(), []).append(np.asarray(x))
-        return call(self, x)
 
-    monkeypatch.setattr(Linear, "__call__", record)
+    def record_together(layers, x):
+        record(layers, [x] * len(layers))
+        return together(layers, x)
+
+    def record_summed(layers, xs):
+        record(layers, xs)
+        return summed(layers, xs)
+
+    patch = monkeypatch.setattr
+    patch(ColumnParallelLinear, "together", staticmethod(record_together))
+    patch(RowParallelLinear, "summed", staticmethod(record_summed))
     unrolled = nnx.clone(model)
     unrolled.scan_layers, unrolled.remat = False, "none"
     for batch in data:

@@ -1,0 +1,326 @@
+"""Tensor and sequence parallelism: products whose tokens are gathered or scattered.
+
+Between tensor-parallel regions each device has some tokens of a row with all features,
+inside them all tokens with some features (heads, hidden features). A *column-parallel*
+product enters a region: it gathers the tokens. A *row-parallel* product leaves it: it
+sums over the devices and scatters the tokens. Both exist in three forms,
+
+- ``None``: `contract` and constraints; the compiler inserts the collectives,
+- ``"xla"``: the collectives are written out, each beside its product,
+- ``"fused"``: each is one kernel that communicates while it multiplies, where
+  `pallas_kernels.collective_matmul` has one for the device and the shapes, otherwise as
+  ``"xla"``; the logger ``pallas_kernels`` says once which it is,
+
+which take the same parameters and give the same numbers.
+
+Legend: B batch, T tokens of a row, K features that are contracted, N features of the
+result.
+
+References:
+    Megatron-LM, arXiv 1909.08053. Sequence parallelism, arXiv 2205.05198. Flux, arXiv
+    2406.06858.
+"""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+from jaxtyping import Array, Float
+
+from jaxscale.sharding.operations import Shards, constrain, contract
+from jaxscale.sharding.rules import AxisRules, as_tuple
+from pallas_kernels.collective_matmul import (
+    all_gather_matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
+
+
+type TensorParallel = Literal["fused", "xla"] | None
+"""Who writes the collectives: a kernel, XLA's own operations, or the compiler."""
+
+_SPLIT = ("batch", "tokens", None)
+_WHOLE = ("batch", None, None)
+_IMPLEMENTATIONS: dict[str, str | None] = {"fused": None, "xla": "xla"}
+
+
+def column_parallel(
+    x: Float[Array, "B T K"],
+    kernels: Sequence[Float[Array, "K _N"]],
+    *,
+    kernel_axes: Sequence[tuple[str | None, str | None]],
+    out_axes: Sequence[Sequence[str | None]],
+    rules: AxisRules,
+    tensor_parallel: TensorParallel = None,
+) -> tuple[Float[Array, "B T _N"], ...]:
+    """``x @ kernel`` for several kernels that share one gather of the tokens.
+
+    Where the tokens are not split (one new token of each row) nothing is gathered, and
+    the three forms are one.
+
+    Args:
+        x: Activations, split along the tokens or whole.
+        kernels: Parameters in the type of the computation.
+        kernel_axes: Logical axes of each kernel.
+        out_axes: Logical axes of each result.
+        rules: The table of the recipe.
+        tensor_parallel: Form of the collectives.
+
+    Returns:
+        One product for each kernel, whole along the tokens.
+
+    Raises:
+        ValueError: `tensor_parallel` is unknown, or the rules split the features over
+            several mesh axes.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jaxscale.sharding import fsdp_tp, make_mesh
+        >>> with jax.set_mesh(make_mesh({"fsdp": -1, "tensor": 4})):
+        ...     x, up = jnp.ones((2, 8, 4)), jnp.ones((4, 16))
+        ...     (hidden,) = column_parallel(
+        ...         x, [up], kernel_axes=[("embed", "mlp")],
+        ...         out_axes=[("batch", None, "act_mlp")], rules=fsdp_tp(),
+        ...         tensor_parallel="xla",
+        ...     )
+        >>> hidden.shape, hidden.sharding.spec
+        ((2, 8, 16), P(('data', 'fsdp'), None, 'tensor'))
+    """
+    features = [axes[1] for axes in kernel_axes]
+    in_axes = [_SPLIT, *kernel_axes]
+    region = _Region.of([x, *kernels], in_axes, features, rules, tensor_parallel)
+    if region is None or not region.splits_tokens:
+        x = constrain(x, _WHOLE, rules)
+        return tuple(
+            contract("btk,kn->btn", x, w, w_axes, axes, rules)
+            for w, w_axes, axes in zip(kernels, kernel_axes, out_axes, strict=True)
+        )
+
+    def local(x: Array, *kernels: Array) -> tuple[Array, ...]:
+        return all_gather_matmul(
+            x,
+            region.whole(kernels, kernel_axes),
+            axis_name=region.axis,
+            implementation=region.implementation,
+        )
+
+    local_axes = [("batch", None, axis) for axis in features]
+    outs = region.run(local, in_axes, local_axes, [x, *kernels])
+    return tuple(
+        constrain(out, axes, rules) for out, axes in zip(outs, out_axes, strict=True)
+    )
+
+
+def row_parallel(
+    xs: Sequence[Float[Array, "B T _K"]],
+    kernels: Sequence[Float[Array, "_K N"]],
+    *,
+    kernel_axes: Sequence[tuple[str | None, str | None]],
+    out_axes: Sequence[str | None],
+    rules: AxisRules,
+    tensor_parallel: TensorParallel = None,
+) -> Float[Array, "B T N"]:
+    """``sum_i xs[i] @ kernels[i]``, with one sum over the devices for all of them.
+
+    The tokens of the result are scattered where the rules split them and their number
+    divides; otherwise each device gets the whole sum (one new token of each row).
+
+    Args:
+        xs: Activations whose features are split as the rows of their kernel.
+        kernels: Parameters in the type of the computation.
+        kernel_axes: Logical axes of each kernel.
+        out_axes: Logical axes of the result.
+        rules: The table of the recipe.
+        tensor_parallel: Form of the collectives.
+
+    Returns:
+        The sum, split as `out_axes` say.
+
+    Raises:
+        ValueError: `tensor_parallel` is unknown, or the rules split the features over
+            several mesh axes.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jaxscale.sharding import fsdp_tp, make_mesh
+        >>> with jax.set_mesh(make_mesh({"fsdp": -1, "tensor": 4})):
+        ...     hidden, down = jnp.ones((2, 8, 16)), jnp.ones((16, 4))
+        ...     out = row_parallel(
+        ...         [hidden], [down], kernel_axes=[("mlp", "embed")],
+        ...         out_axes=("batch", "tokens", "act_embed"), rules=fsdp_tp(),
+        ...         tensor_parallel="xla",
+        ...     )
+        >>> float(out[0, 0, 0]), out.sharding.spec
+        (16.0, P(('data', 'fsdp'), 'tensor', None))
+    """
+    features = [axes[0] for axes in kernel_axes]
+    in_axes = [*(("batch", None, axis) for axis in features), *kernel_axes]
+    region = _Region.of([*xs, *kernels], in_axes, features, rules, tensor_parallel)
+    if region is None or not all(map(region.shards.names, features)):
+        outs = (
+            contract("btk,kn->btn", x, w, axes, out_axes, rules)
+            for x, w, axes in zip(xs, kernels, kernel_axes, strict=True)
+        )
+        return functools.reduce(operator.add, outs)
+    product: Any
+    product = matmul_reduce_scatter if region.splits_tokens else matmul_all_reduce
+
+    def local(*args: Array) -> tuple[Array]:
+        return (
+            product(
+                args[: len(xs)],
+                region.whole(args[len(xs) :], kernel_axes),
+                axis_name=region.axis,
+                implementation=region.implementation,
+            ),
+        )
+
+    local_axes = _SPLIT if region.splits_tokens else _WHOLE
+    (out,) = region.run(local, in_axes, [local_axes], [*xs, *kernels])
+    return constrain(out, out_axes, rules)
+
+
+def tensor_axis(rules: AxisRules, *features: str | None) -> str | None:
+    """The one mesh axis over which the rules split `features`; None if over none.
+
+    Axes that split the batch only store parameters and do not count.
+
+    Raises:
+        ValueError: there are several.
+
+    Example:
+        >>> from jaxscale.sharding import fsdp, fsdp_tp
+        >>> tensor_axis(fsdp_tp(), "heads", "mlp"), tensor_axis(fsdp(), "heads")
+        ('tensor', None)
+    """
+    storage = rules.mesh_axes(["batch"])
+    split = [rules.mesh_axes([axis]) for axis in features]
+    split = [names for names in split if names - storage]
+    found = frozenset().union(*split)
+    if len(found) > 1:
+        raise ValueError(
+            f"the rules split {features} over the mesh axes {sorted(found)}, but "
+            "tensor_parallel communicates over one; give these logical axes the same "
+            "single mesh axis, or set tensor_parallel=None"
+        )
+    return next(iter(found), None)
+
+
+def check_tensor_parallel(
+    tensor_parallel: str | None, rules: AxisRules | None = None
+) -> None:
+    """Raise where `tensor_parallel` is no `TensorParallel`, or `rules` leave it idle.
+
+    Example:
+        >>> from jaxscale.sharding import fsdp, fsdp_tp
+        >>> check_tensor_parallel("fused", fsdp_tp())
+        >>> check_tensor_parallel("fused", fsdp())
+        Traceback (most recent call last):
+        ...
+        ValueError: tensor_parallel 'fused' needs rules that split heads and mlp over
+        one mesh axis, got heads=None and mlp=None; use fsdp_tp() or megascale_3d(), or
+        set tensor_parallel=None
+    """
+    if tensor_parallel is None:
+        return
+    if tensor_parallel not in _IMPLEMENTATIONS:
+        raise ValueError(
+            f"tensor_parallel {tensor_parallel!r} is unknown; use one of "
+            f"{(*_IMPLEMENTATIONS, None)}"
+        )
+    if rules is not None and not (
+        tensor_axis(rules, "heads", "mlp")
+        and tensor_axis(rules, "heads")
+        and tensor_axis(rules, "mlp")
+    ):
+        raise ValueError(
+            f"tensor_parallel {tensor_parallel!r} needs rules that split heads and mlp "
+            f"over one mesh axis, got heads={rules.heads!r} and mlp={rules.mlp!r}; use "
+            "fsdp_tp() or megascale_3d(), or set tensor_parallel=None"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Region:
+    """A product whose collectives are written out."""
+
+    axis: str
+    """The mesh axis that it communicates over."""
+    splits_tokens: bool
+    """Whether tokens are split over this axis outside of the region."""
+    shards: Shards
+    implementation: str | None
+
+    @classmethod
+    def of(
+        cls,
+        args: Sequence[Array],
+        in_axes: Sequence[Sequence[str | None]],
+        features: Sequence[str | None],
+        rules: AxisRules,
+        tensor_parallel: TensorParallel,
+    ) -> "_Region | None":
+        """The region of a product, or None where the compiler does all there is to do.
+
+        That is so without a mesh, on an axis of one device or that divides no features,
+        and inside a `jax.shard_map` over the axis, where parameters are whole.
+        """
+        check_tensor_parallel(tensor_parallel)
+        if tensor_parallel is None:
+            return None
+        axis = tensor_axis(rules, *features)
+        shards = None if axis is None else Shards.of(args, in_axes, rules)
+        if axis is None or shards is None or axis not in shards.divided:
+            return None
+        size = shards.mesh.shape[axis]
+        if size == 1:
+            return None
+        return cls(
+            axis=axis,
+            splits_tokens=rules.mesh_axes(["tokens"]) == {axis}
+            and args[0].shape[1] % size == 0,
+            shards=shards,
+            implementation=_IMPLEMENTATIONS[tensor_parallel],
+        )
+
+    def whole(
+        self,
+        kernels: Sequence[Array],
+        kernel_axes: Sequence[tuple[str | None, str | None]],
+    ) -> list[Array]:
+        """`kernels` gathered over the mesh axes that only store them (FSDP)."""
+        gathered = []
+        for w, axes in zip(kernels, kernel_axes, strict=True):
+            for dimension, names in enumerate(map(self._storage, axes)):
+                if names:
+                    w = jax.lax.all_gather(w, names, axis=dimension, tiled=True)
+            gathered.append(w)
+        return gathered
+
+    def run(
+        self,
+        local: Callable[..., tuple[Array, ...]],
+        in_axes: Sequence[Sequence[str | None]],
+        out_axes: Sequence[Sequence[str | None]],
+        args: Sequence[Array],
+    ) -> tuple[Array, ...]:
+        """`local` on each device's shards."""
+        kernel_axes = [axes for axes in in_axes if len(axes) == 2]
+        storage = {n for axes in kernel_axes for a in axes for n in self._storage(a)}
+
+        def saveable(primitive: Any, *_: Any, **params: Any) -> bool:
+            # The backward pass gathers kernels again: kept from the forward pass, the
+            # whole parameters of all layers would lie on every device.
+            name = params.get("axis_name", ())
+            return primitive.name != "all_gather" or storage.isdisjoint(as_tuple(name))
+
+        if storage:
+            local = jax.checkpoint(local, policy=saveable)
+        return self.shards.run(local, in_axes, out_axes, args)
+
+    def _storage(self, axis: str | None) -> tuple[str, ...]:
+        names, sizes = self.shards.names(axis), self.shards.mesh.shape
+        return tuple(n for n in names if n != self.axis and sizes[n] > 1)

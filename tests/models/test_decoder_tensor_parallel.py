@@ -1,0 +1,308 @@
+"""Decoders whose collectives are written out against the same without a mesh."""
+
+import dataclasses
+import functools
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxscale.inference import generate
+from jaxscale.models import Decoder, preset
+from jaxscale.sharding import (
+    REPLICATED,
+    MeshConfig,
+    create,
+    fsdp_tp,
+    logical_axes,
+    make_mesh,
+)
+from tests.sharding.test_rules import collectives_of
+from tests.tolerances import relative_error
+
+
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 256, (4, 16)), jnp.int32)
+BOUNDS = jnp.tile(jnp.array([[0, 5, 5, 14, 14], [0, 16, 16, 16, 16]]), (2, 1))
+RULES = fsdp_tp()
+CONFIGS = {
+    # Eight query heads that share four key heads: four devices have one each.
+    "llama": dataclasses.replace(
+        preset("llama_tiny"), num_heads=8, num_kv_heads=4, head_dim=4
+    ),
+    "gpt2": preset("gpt2_tiny"),
+    "gptj": preset("gptj_tiny"),
+}
+
+
+def make(name, rules=REPLICATED, **options):
+    model = Decoder(CONFIGS[name], rules=rules, rngs=nnx.Rngs(0), **options)
+    model.blocks = jax.tree.map(lambda p: 12 * p if p.ndim == 3 else p, model.blocks)
+    return model
+
+
+def on_mesh(name, sizes, tensor_parallel, *, kind="auto", rules=RULES, **options):
+    count = int(np.prod(list(sizes.values())))
+    mesh = make_mesh(MeshConfig(**sizes, axis_type=kind), jax.devices()[:count])
+    options["tensor_parallel"] = tensor_parallel
+    return mesh, create(lambda: make(name, rules, **options), mesh, rules)
+
+
+def loss(model, tokens, cu_seqlens):
+    """Of the same rows, first whole and then packed."""
+
+    def one(logits):
+        wave = jnp.cos(jnp.arange(16.0)[:, None] + jnp.arange(256.0))
+        return (jax.nn.log_softmax(logits[:, :14]) * wave[:14]).mean()
+
+    return one(model(tokens)) + one(model(tokens, cu_seqlens=cu_seqlens))
+
+
+@functools.cache
+def expected(name):
+    return jax.jit(jax.value_and_grad(loss))(make(name), TOKENS, BOUNDS)
+
+
+def gradients(mesh, model):
+    rows = NamedSharding(mesh, RULES.spec("batch", None))
+    with jax.set_mesh(mesh):
+        return jax.jit(jax.value_and_grad(loss))(
+            model, *jax.device_put((TOKENS, BOUNDS), rows)
+        )
+
+
+def assert_as_expected(name, actual, tolerance=1e-5):
+    value, grads = expected(name)
+    np.testing.assert_allclose(actual[0], value, rtol=tolerance)
+    grads = jax.tree.leaves(grads)
+    scale = max(float(jnp.abs(g).max()) for g in grads)
+    for grad, exact in zip(jax.tree.leaves(actual[1]), grads, strict=True):
+        np.testing.assert_allclose(grad, exact, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "kind", "tensor_parallel"),
+    [
+        ("llama", {"data": 2, "tensor": 4}, "auto", "xla"),
+        ("llama", {"fsdp": 2, "tensor": 2}, "explicit", "fused"),
+        ("gpt2", {"data": 2, "fsdp": 2, "tensor": 2}, "auto", "xla"),
+        ("gptj", {"tensor": 2}, "auto", "fused"),
+        ("gptj", {"fsdp": 2, "tensor": 2}, "explicit", "xla"),
+    ],
+)
+def test_loss_and_gradients(name, sizes, kind, tensor_parallel):
+    mesh, model = on_mesh(name, sizes, tensor_parallel, kind=kind)
+    assert_as_expected(name, gradients(mesh, model))
+
+
+def test_bf16_is_as_far_off_as_without_a_mesh():
+    low = {"dtype": jnp.bfloat16}
+    mesh, model = on_mesh("llama", {"tensor": 4}, "xla", **low)
+    exact, alone = make("llama")(TOKENS), make("llama", **low)(TOKENS)
+    with jax.set_mesh(mesh):
+        logits = jax.jit(lambda m: m(TOKENS))(model)
+    error = relative_error(alone, exact)
+    assert 1e-4 < error < 0.05
+    assert relative_error(np.asarray(logits), exact) < 2 * error
+
+
+def test_key_heads_fewer_than_devices_are_copied():
+    rules = dataclasses.replace(RULES, kv_heads=None, act_kv_heads=None)
+    sizes = {"data": 2, "tensor": 4}
+    config = dataclasses.replace(CONFIGS["llama"], num_kv_heads=2)
+    with pytest.raises(ValueError, match="num_kv_heads 2 is not divisible by 4"):
+        config.check_mesh({**sizes, "fsdp": 1, "pipe": 1}, RULES)
+    config.check_mesh({**sizes, "fsdp": 1, "pipe": 1}, rules)
+    mesh, model = on_mesh("llama", sizes, "xla", rules=rules)
+    assert_as_expected("llama", gradients(mesh, model))
+
+
+@pytest.mark.parametrize("tensor_parallel", ["fused", "xla", None])
+def test_parameters_are_the_same(tensor_parallel):
+    def described(model):
+        leaves, _ = jax.tree_util.tree_flatten_with_path(
+            model, is_leaf=lambda node: isinstance(node, nnx.Variable)
+        )
+        return {
+            jax.tree_util.keystr(path): (v.shape, v.dtype, logical_axes(v))
+            for path, v in leaves
+        }
+
+    build = functools.partial(make, "gptj", RULES)
+    model = jax.eval_shape(lambda: build(tensor_parallel=tensor_parallel))
+    assert described(model) == described(jax.eval_shape(build))
+    assert model.tensor_parallel == tensor_parallel
+
+
+def test_pretrained_models_take_the_option():
+    path = "tests/fixtures/models/llama3_gqa"
+    tokens = TOKENS[:, :8] % 128
+    mesh = make_mesh(MeshConfig(data=2, tensor=2), jax.devices()[:4])
+    model = Decoder.from_pretrained(
+        path, mesh=mesh, rules=RULES, tensor_parallel="xla", param_dtype=jnp.float32
+    )
+    alone = Decoder.from_pretrained(path, param_dtype=jnp.float32)
+    with jax.set_mesh(mesh):
+        logits = jax.jit(lambda m: m(tokens))(model)
+    assert relative_error(np.asarray(logits), alone(tokens)) < 1e-5
+    with pytest.raises(ValueError, match="'xla' needs rules that split heads and mlp"):
+        Decoder.from_pretrained(path, tensor_parallel="xla")
+
+
+# ------------------------------------------------------------------------------------
+# New tokens
+
+
+@pytest.mark.parametrize("name", ["llama", "gptj"])
+def test_new_tokens(name):
+    """A prompt whose tokens are split, then single tokens, which are not."""
+    mesh, model = on_mesh(name, {"data": 2, "tensor": 2}, "xla")
+
+    @jax.jit
+    def run(model, tokens):
+        first, cache = model.decode(tokens[:, :8], model.init_cache(4, 16))
+        second, cache = model.decode(tokens[:, 8:9], cache)
+        third, cache = model.decode(tokens[:, 9:10], cache)
+        return jnp.concatenate([first, second, third], axis=1), cache
+
+    with jax.set_mesh(mesh):
+        logits, cache = run(model, TOKENS)
+    assert cache.k.sharding.spec[3] == "tensor"
+    assert relative_error(logits, make(name)(TOKENS)[:, :10]) < 1e-5
+
+
+def test_generation():
+    prompts = [[5, 6, 7, 8, 9], [200], [3, 1, 4]]  # a number that does not divide
+    expected = generate(make("llama"), prompts, max_new_tokens=4)
+    mesh, model = on_mesh("llama", {"data": 2, "tensor": 4}, "fused")
+    with jax.set_mesh(mesh):
+        assert generate(model, prompts, max_new_tokens=4) == expected
+
+
+# ------------------------------------------------------------------------------------
+# What is communicated and kept
+
+
+def activations_moved(compiled):
+    """Collectives on activations, [rows, tokens, features], by what they are."""
+    found = Counter()
+    for (name, shape), count in collectives_of(compiled.as_text()).items():
+        if len(shape) == 3:
+            found[name] += count
+    return found
+
+
+@pytest.mark.parametrize(("name", "each"), [("llama", 2), ("gptj", 1)])
+def test_collectives_of_a_block(name, each):
+    mesh, model = on_mesh(name, {"data": 2, "fsdp": 2, "tensor": 2}, "xla")
+    x = jax.device_put(
+        jnp.ones((4, 16, 32)), NamedSharding(mesh, RULES.spec("batch", "tokens", None))
+    )
+    positions = jnp.tile(jnp.arange(16), (4, 1))
+
+    def run(blocks, x):
+        def layer(x, block):
+            return block(x, positions), None
+
+        return jnp.sum(jax.lax.scan(layer, x, blocks)[0] ** 2)
+
+    with jax.set_mesh(mesh):
+        forward = jax.jit(run).lower(model.blocks, x).compile()
+        grad = jax.grad(run, argnums=(0, 1))
+        backward = jax.jit(grad).lower(model.blocks, x).compile()
+    # Each form is once in the compiled loop over layers.
+    assert activations_moved(forward) == {"all-gather": each, "reduce-scatter": each}
+    assert activations_moved(backward) == {
+        "all-gather": 2 * each,
+        "reduce-scatter": 2 * each,
+    }
+
+
+def test_recomputation_keeps_the_same():
+    """Policies know the products that are written out; only fused gathers are kept."""
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+
+    def kept(remat, tensor_parallel):
+        model = jax.eval_shape(
+            lambda: make("llama", RULES, remat=remat, tensor_parallel=tensor_parallel)
+        )
+        with jax.set_mesh(mesh):
+            pull = jax.eval_shape(
+                lambda m: jax.vjp(lambda m: m.hidden(TOKENS), m)[1], model
+            )
+        return sum(x.size for x in jax.tree.leaves(pull) if hasattr(x, "size"))
+
+    gathered = 2 * 2 * 2 * TOKENS.size * 32  # per layer two, on each of two devices
+    for remat in ("full", "dots_no_batch", "attention"):
+        by_compiler = kept(remat, None)
+        assert kept(remat, "xla") == by_compiler, remat
+        more = 0 if remat == "full" else gathered
+        assert kept(remat, "fused") == by_compiler + more, remat
+
+
+def test_recomputation_changes_nothing():
+    options = {"remat": "attention", "scan_layers": False}
+    mesh, model = on_mesh("llama", {"fsdp": 2, "tensor": 2}, "fused", **options)
+    assert_as_expected("llama", gradients(mesh, model))
+
+
+def test_inside_a_shard_map_over_data():
+    mesh, model = on_mesh("gptj", {"data": 2, "fsdp": 2, "tensor": 2}, "xla")
+    whole, rows = PartitionSpec(), PartitionSpec("data")
+
+    def step(model, tokens, bounds):
+        return jax.lax.pmean(jax.value_and_grad(loss)(model, tokens, bounds), "data")
+
+    run = jax.shard_map(
+        step,
+        in_specs=(whole, rows, rows),
+        out_specs=(whole, whole),
+        axis_names={"data"},
+        check_vma=False,
+    )
+    with jax.set_mesh(mesh):
+        assert_as_expected("gptj", jax.jit(run)(model, TOKENS, BOUNDS))
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("name", ["llama", "gptj"])
+def test_fused_on_gpus(name):
+    """The kernels beside the compiler's collectives, on all GPUs but at most four."""
+    shape = {"d_model": 512, "d_ff": 1024, "num_heads": 8, "head_dim": 64}
+    config = dataclasses.replace(
+        CONFIGS[name], num_kv_heads=4 if name == "llama" else 8, **shape
+    )
+    if name == "gptj":
+        config = dataclasses.replace(config, max_seq_len=512)
+    count = 4 if jax.device_count() >= 4 else 2
+    mesh = make_mesh(MeshConfig(tensor=count), jax.devices()[:count])
+    tokens = jnp.asarray(np.random.default_rng(1).integers(0, 256, (2, 512)), jnp.int32)
+
+    def run(tensor_parallel):
+        model = create(
+            lambda: Decoder(
+                config,
+                dtype=jnp.bfloat16,
+                rules=RULES,
+                tensor_parallel=tensor_parallel,
+                rngs=nnx.Rngs(0),
+            ),
+            mesh,
+            RULES,
+        )
+
+        def loss(model):
+            return jnp.square(model(tokens)).mean()
+
+        with jax.set_mesh(mesh):
+            value, grads = jax.jit(jax.value_and_grad(loss))(model)
+            step = jax.jit(lambda m: m.decode(tokens[:, :65], m.init_cache(2, 128))[0])
+            return jax.device_get((value, grads, step(model)))
+
+    ours, theirs = run("fused"), run(None)
+    pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)
+    for a, b in pairs:
+        assert relative_error(a, b) < 3e-2
