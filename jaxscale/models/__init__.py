@@ -21,7 +21,7 @@ from jaxscale.models.presets import (
     preset,
 )
 from jaxscale.models.stack import REMAT_POLICIES
-from jaxscale.models.tokenizer import Tokenizer
+from jaxscale.models.tokenizer import EncodedText, Tokenizer
 
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "REMAT_POLICIES",
     "Decoder",
     "DecoderConfig",
+    "EncodedText",
     "EncoderConfig",
     "EncoderModel",
     "Head",

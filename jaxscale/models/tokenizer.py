@@ -6,6 +6,7 @@ it: the ids that begin, end and pad a document, and encoding that never turns th
 of a document into a control token.
 """
 
+import dataclasses
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,14 +17,17 @@ from typing import Any
 _FILE = "tokenizer.json"
 _CONFIG_FILE = "tokenizer_config.json"
 _NUM_BYTES = 256
-_ROLES = ("bos", "eos", "pad")
+_ROLES = ("bos", "eos", "pad", "mask")
+# BERT's names for the tokens that begin and end a text.
+_ALIASES = {"bos": "cls", "eos": "sep"}
 
 # What the published tokenizers call their control tokens; looked for when no
 # tokenizer_config.json says it.
 _USUAL_NAMES = {
-    "bos": ("<|begin_of_text|>", "<s>", "<|endoftext|>"),
-    "eos": ("<|end_of_text|>", "</s>", "<|endoftext|>"),
+    "bos": ("<|begin_of_text|>", "<s>", "<|endoftext|>", "[CLS]"),
+    "eos": ("<|end_of_text|>", "</s>", "<|endoftext|>", "[SEP]"),
     "pad": ("<|finetune_right_pad_id|>", "<pad>", "<|pad|>", "[PAD]"),
+    "mask": ("<mask>", "[MASK]"),
 }
 
 
@@ -35,6 +39,20 @@ _OTHER_FILES = {
     "tokenizer.model": "SentencePiece",
     "vocab.txt": "WordPiece",
 }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncodedText:
+    """A text, or a pair, as a model for classification or embeddings reads it."""
+
+    ids: list[int]
+    """Token ids, with the control tokens of the file's template."""
+    types: list[int]
+    """0 for tokens of the first text, 1 for those of the second."""
+    spans: list[tuple[int, int]]
+    """Characters of its text that each token stands for; (0, 0) for control tokens."""
+    control: list[bool]
+    """Which tokens the template added."""
 
 
 class Tokenizer:
@@ -61,6 +79,7 @@ class Tokenizer:
         bos_token: str | None = None,
         eos_token: str | None = None,
         pad_token: str | None = None,
+        mask_token: str | None = None,
     ) -> None:
         """Wrap a `tokenizers.Tokenizer`.
 
@@ -69,16 +88,22 @@ class Tokenizer:
             bos_token: The token that begins a document, None if there is none.
             eos_token: The token that ends a document, None if there is none.
             pad_token: The token that fills unused places, None if there is none.
+            mask_token: The token that stands for one to be guessed, None if there is
+                none.
 
         Raises:
             ValueError: a control token is not in the vocabulary.
         """
-        self._backend = _require_tokenizers().Tokenizer.from_str(backend.to_str())
         # A document that mentions "<|endoftext|>" must not end there.
-        self._backend.encode_special_tokens = True
+        self._backend = _copy(backend)
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._tokens = {"bos": bos_token, "eos": eos_token, "pad": pad_token}
+        self._tokens = {
+            "bos": bos_token,
+            "eos": eos_token,
+            "pad": pad_token,
+            "mask": mask_token,
+        }
         self._ids = {
             role: None if token is None else self.token_id(token)
             for role, token in self._tokens.items()
@@ -236,6 +261,53 @@ class Tokenizer:
         )
         return [before + encoding.ids + after for encoding in encodings]
 
+    def encode_inputs(
+        self,
+        texts: Sequence[str | tuple[str, str]],
+        *,
+        max_length: int | None = None,
+    ) -> list[EncodedText]:
+        """Texts and pairs of texts within the template of the file, as BERT reads them.
+
+        A single text becomes ``[CLS] text [SEP]``, a pair ``[CLS] a [SEP] b [SEP]``, or
+        what else the file says; a file without a template adds nothing.
+
+        Args:
+            texts: Each a text, or a pair: two sentences, a question and its context.
+            max_length: Most tokens, control tokens included; longer texts are cut at
+                the end, of a pair the longer text first. None cuts nothing.
+
+        Raises:
+            ValueError: `max_length` leaves no room for the control tokens.
+
+        Example:
+            >>> tokenizer = Tokenizer.train(["to be or not to be"], vocab_size=260)
+            >>> [encoded.types for encoded in tokenizer.encode_inputs([("to", "be")])]
+            [[0, 1]]
+        """
+        backend = self._backend
+        if max_length is not None:
+            most = max(
+                backend.num_special_tokens_to_add(pair) for pair in (False, True)
+            )
+            if max_length <= most:
+                raise ValueError(
+                    f"max_length {max_length} must exceed the {most} control tokens of "
+                    "a pair"
+                )
+            backend = _copy(backend)
+            backend.enable_truncation(max_length)
+        encodings = backend.encode_batch(list(texts), add_special_tokens=True)
+        return [
+            EncodedText(
+                ids=encoding.ids,
+                types=encoding.type_ids,
+                spans=encoding.offsets,
+                control=[bool(flag) for flag in encoding.special_tokens_mask],
+            )
+            for encoding in encodings
+        ]
+
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
         """The text of `ids`; bytes that are not valid UTF-8 become U+FFFD.
 
@@ -293,6 +365,17 @@ class Tokenizer:
         """The id that fills unused places, None if there is none."""
         return self._ids["pad"]
 
+    @property
+    def mask_id(self) -> int | None:
+        """The id that stands for a token to be guessed, None if there is none."""
+        return self._ids["mask"]
+
+    @property
+    def control_ids(self) -> list[int]:
+        """The ids of all control tokens, those without a role among them."""
+        added = self._backend.get_added_tokens_decoder().items()
+        return sorted(i for i, token in added if token.special)
+
     def __repr__(self) -> str:
         tokens = ", ".join(f"{role}={self._tokens[role]!r}" for role in _ROLES)
         return f"Tokenizer(vocab_size={self.vocab_size}, {tokens})"
@@ -311,6 +394,13 @@ class Tokenizer:
         return found
 
 
+def _copy(backend: Any) -> Any:
+    """A tokenizer whose settings may be changed."""
+    copied = _require_tokenizers().Tokenizer.from_str(backend.to_str())
+    copied.encode_special_tokens = True
+    return copied
+
+
 def _restore(serialized: str, tokens: dict[str, str | None]) -> Tokenizer:
     """The tokenizer that was pickled."""
     backend = _require_tokenizers().Tokenizer.from_str(serialized)
@@ -326,6 +416,8 @@ def _configured_tokens(file: Path) -> dict[str, str | None]:
     tokens = {}
     for role in _ROLES:
         token = config.get(f"{role}_token")
+        if token is None:
+            token = config.get(f"{_ALIASES.get(role, role)}_token")
         # Older files store the token with its stripping rules around it.
         tokens[role] = token["content"] if isinstance(token, dict) else token
     return tokens

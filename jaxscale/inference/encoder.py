@@ -1,0 +1,539 @@
+"""Texts to embeddings and answers of an encoder, packed so that nothing is padded.
+
+Legend: B rows, T tokens of a row, S sequences of a row, D model, C labels.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxscale.models.encoder import EncoderModel
+from jaxscale.models.heads import Pooling, pool
+from jaxscale.models.hf import load_encoder
+from jaxscale.models.tokenizer import EncodedText, Tokenizer
+from jaxscale.nn.packing import assign_rows
+from jaxscale.sharding.rules import REPLICATED, AxisRules
+
+
+type Text = str | tuple[str, str]
+
+# A row of T tokens has room for T / 8 texts: shorter ones leave some of it empty.
+_TOKENS_A_SEQUENCE = 8
+_SMALLEST_BUDGET = 128
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncodePlan:
+    """How texts are packed: which go into which row, and how large it is."""
+
+    lengths: tuple[int, ...]
+    """Tokens of each text."""
+    rows: tuple[tuple[int, ...], ...]
+    """Indices of the texts of each row."""
+    budgets: tuple[int, ...]
+    """Tokens that each row is computed with; a few different numbers."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all texts."""
+        return sum(self.lengths)
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens of all rows, the unused ones among them."""
+        return sum(self.budgets)
+
+
+class Encoder:
+    """An encoder, its tokenizer and its pooling, for lists of texts of any lengths.
+
+    Texts are tokenized, sorted by length and packed into rows of one of a few budgets
+    of tokens, for each of which the model is compiled once. While the device computes a
+    row, the next one is on its way; results come back in the order of the texts.
+
+    Example:
+        >>> from flax import nnx
+        >>> from jaxscale.models import EncoderModel, Tokenizer, encoder_preset
+        >>> tokenizer = Tokenizer.train(["to be or not to be"], vocab_size=256 + 1)
+        >>> config = dataclasses.replace(encoder_preset("bert_tiny"), vocab_size=300)
+        >>> encoder = Encoder(EncoderModel(config, rngs=nnx.Rngs(0)), tokenizer)
+        >>> encoder.encode(["to be", "or not"], token_budget=64).shape
+        (2, 32)
+    """
+
+    def __init__(
+        self,
+        model: EncoderModel,
+        tokenizer: Tokenizer,
+        *,
+        pooling: Pooling = "mean",
+        normalize: bool = False,
+        max_length: int | None = None,
+        mesh: Mesh | None = None,
+    ) -> None:
+        """Put the parts together; nothing is compiled yet.
+
+        Args:
+            model: The encoder, with a head if `predict` is to be called.
+            tokenizer: Its tokenizer.
+            pooling: What `encode` makes of the tokens of a text.
+            normalize: Whether `encode` scales each embedding to length 1.
+            max_length: Most tokens of a text; None is what the model allows.
+            mesh: The devices that the model is on; None is one. Rows are split over
+                the mesh axes of its rule for ``batch``.
+
+        Raises:
+            ValueError: the tokenizer has more tokens than the model, `pooling` is
+                unknown, or `max_length` exceeds what the model allows.
+        """
+        if pooling not in get_args(Pooling.__value__):
+            raise ValueError(
+                f"pooling {pooling!r} is unknown; use one of "
+                f"{get_args(Pooling.__value__)}"
+            )
+        config = model.config
+        if tokenizer.vocab_size > config.vocab_size:
+            raise ValueError(
+                f"tokenizer has {tokenizer.vocab_size} tokens, but vocab_size of the "
+                f"model is {config.vocab_size}; they do not belong together"
+            )
+        if max_length is not None and not 0 < max_length <= config.max_seq_len:
+            raise ValueError(
+                f"max_length {max_length} must be positive and at most "
+                f"{config.max_seq_len}, the longest sequence of the model"
+            )
+        self.model = model
+        self.tokenizer = tokenizer
+        self.pooling: Pooling = pooling
+        self.normalize = normalize
+        self.max_length = max_length or config.max_seq_len
+        self.mesh = mesh
+        embed = functools.partial(_embed, pooling=pooling, normalize=normalize)
+        self._embed = jax.jit(embed)
+        self._answer = jax.jit(_answer)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        pooling: Pooling | None = None,
+        normalize: bool | None = None,
+        max_length: int | None = None,
+        mesh: Mesh | None = None,
+        rules: AxisRules = REPLICATED,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike | None = None,
+        **options: Any,
+    ) -> "Encoder":
+        """The encoder of a Hugging Face or sentence-transformers directory.
+
+        A ``modules.json`` says how sentences are embedded: its pooling, whether
+        embeddings are normalized, and the longest text. Without one, the mean over the
+        tokens is taken as it is.
+
+        Args:
+            path: The directory, with ``config.json``, safetensors and
+                ``tokenizer.json``.
+            pooling: In the place of the directory's.
+            normalize: In the place of the directory's.
+            max_length: In the place of the directory's.
+            mesh: The devices; None is the first one alone.
+            rules: Which mesh axes split parameters and rows.
+            dtype: Type of the computation; None is that of the parameters.
+            param_dtype: Type of the parameters; None keeps that of the file.
+            **options: Further arguments of `jaxscale.models.load_encoder`.
+
+        Raises:
+            FileNotFoundError: a file is missing.
+            ValueError: as `load_encoder`, or ``modules.json`` asks for what we lack.
+        """
+        settings = _sentence_settings(Path(path))
+        source = settings.pop("path")
+        model = load_encoder(
+            source,
+            mesh=mesh,
+            rules=rules,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            **options,
+        )
+        limit = settings.get("max_length")
+        if limit is not None:
+            settings["max_length"] = min(limit, model.config.max_seq_len)
+        given = {"pooling": pooling, "normalize": normalize, "max_length": max_length}
+        settings |= {name: v for name, v in given.items() if v is not None}
+        return cls(model, Tokenizer.from_file(source), mesh=mesh, **settings)
+
+    def encode(
+        self,
+        texts: Sequence[Text],
+        *,
+        token_budget: int = 16384,
+        truncate: bool = False,
+        progress: bool | None = None,
+    ) -> Float[np.ndarray, "texts D"]:
+        """One vector for each text, in fp32.
+
+        Args:
+            texts: Texts, or pairs of texts.
+            token_budget: Most tokens of a row on each device. More keep a large GPU
+                busy; the results do not depend on it.
+            truncate: Cut texts of more than `max_length` tokens; otherwise they are an
+                error.
+            progress: Show a bar; None shows one in a terminal.
+
+        Returns:
+            The embeddings in the order of `texts`.
+
+        Raises:
+            TypeError: `texts` is one string, or holds what is no text.
+            ValueError: a text is empty or too long, or the budget is too small for it.
+        """
+        found = self._run(self._embed, texts, token_budget, truncate, progress)
+        width = self.model.config.d_model
+        rows = np.empty((len(texts), width), np.float32)
+        for index, row in found:
+            rows[index] = row
+        return rows
+
+    def predict(
+        self,
+        texts: Sequence[Text],
+        *,
+        token_budget: int = 16384,
+        truncate: bool = False,
+        progress: bool | None = None,
+    ) -> Float[np.ndarray, "texts C"] | list[Float[np.ndarray, "_ C"]]:
+        """The logits of the model's head for each text, in fp32.
+
+        Arguments and errors as for `encode`.
+
+        Returns:
+            [texts, C] from a head of sequences. From a head of tokens a list: for each
+            text [tokens, C], the tokens being those of ``tokenizer.encode_inputs``.
+
+        Raises:
+            ValueError: also where the model has no head.
+        """
+        head = self.model.head
+        if head is None or head.config.kind == "pooler":
+            raise ValueError(
+                "the model has no head that answers; load it from a directory with "
+                "one, or call encode for embeddings"
+            )
+        found = self._run(self._answer, texts, token_budget, truncate, progress)
+        if not head.config.pools:
+            answers: list[Any] = [None] * len(texts)
+            for index, rows in found:
+                answers[index] = rows
+            return answers
+        logits = np.empty((len(texts), head.config.num_labels), np.float32)
+        for index, row in found:
+            logits[index] = row
+        return logits
+
+    def plan(
+        self,
+        texts: Sequence[Text],
+        *,
+        token_budget: int = 16384,
+        truncate: bool = False,
+    ) -> EncodePlan:
+        """How `encode` would pack `texts`; arguments and errors as there."""
+        return self._plan(self._tokenize(texts, truncate), token_budget)
+
+    # --------------------------------------------------------------------------------
+
+    def _tokenize(self, texts: Sequence[Text], truncate: bool) -> list[EncodedText]:
+        _check_texts(texts)
+        limit = self.max_length
+        encoded = self.tokenizer.encode_inputs(texts)
+        long = [i for i, text in enumerate(encoded) if len(text.ids) > limit]
+        if long and not truncate:
+            raise ValueError(
+                f"texts[{long[0]}] has {len(encoded[long[0]].ids)} tokens, more than "
+                f"max_length {limit} (and so have {len(long) - 1} others); shorten "
+                "them, or cut them with truncate=True"
+            )
+        if long:
+            cut = self.tokenizer.encode_inputs(
+                [texts[i] for i in long], max_length=limit
+            )
+            for i, text in zip(long, cut, strict=True):
+                encoded[i] = text
+        for i, text in enumerate(encoded):
+            if not text.ids:
+                raise ValueError(f"texts[{i}] {texts[i]!r} has no tokens; leave it out")
+        return encoded
+
+    def _plan(self, encoded: Sequence[EncodedText], token_budget: int) -> EncodePlan:
+        if token_budget < 1:
+            raise ValueError(f"token_budget {token_budget} must be at least 1")
+        lengths = [len(text.ids) for text in encoded]
+        longest = max(range(len(lengths)), key=lambda i: lengths[i], default=None)
+        if longest is not None and lengths[longest] > token_budget:
+            raise ValueError(
+                f"token_budget {token_budget} is smaller than the {lengths[longest]} "
+                f"tokens of texts[{longest}]; raise it, or lower max_length and "
+                "truncate"
+            )
+        order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+        rows = assign_rows(
+            [lengths[i] for i in order], token_budget, max_sequences(token_budget)
+        )
+        rows = [tuple(order[i] for i in row) for row in rows]
+        sizes = budgets(token_budget)
+
+        def budget(row: Sequence[int]) -> int:
+            needed = sum(lengths[i] for i in row)
+            return min(
+                size
+                for size in sizes
+                if size >= needed and max_sequences(size) >= len(row)
+            )
+
+        return EncodePlan(
+            lengths=tuple(lengths),
+            rows=tuple(rows),
+            budgets=tuple(budget(row) for row in rows),
+        )
+
+    def _run(
+        self,
+        function: Callable[..., Array],
+        texts: Sequence[Text],
+        token_budget: int,
+        truncate: bool,
+        progress: bool | None,
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        """Index and result of each text, row after row."""
+        encoded = self._tokenize(texts, truncate)
+        plan = self._plan(encoded, token_budget)
+        pooled = function is self._embed or bool(
+            self.model.head and self.model.head.config.pools
+        )
+        waiting: collections.deque[tuple[list[tuple[int, ...]], Array]]
+        waiting = collections.deque()
+
+        def finish() -> Iterator[tuple[int, np.ndarray]]:
+            rows, result = waiting.popleft()
+            values = np.asarray(result, np.float32)
+            for row, value in zip(rows, values, strict=False):
+                place = 0
+                for slot, index in enumerate(row):
+                    end = place + plan.lengths[index]
+                    yield index, value[slot] if pooled else value[place:end]
+                    place = end
+
+        with _bar(progress, len(texts)) as advance, self._on_mesh():
+            for rows, size in self._steps(plan):
+                batch = self._batch([[encoded[i] for i in row] for row in rows], size)
+                waiting.append((rows, function(self.model, *batch)))
+                if len(waiting) > 1:
+                    yield from finish()
+                advance(sum(map(len, rows)))
+            while waiting:
+                yield from finish()
+
+    def _steps(self, plan: EncodePlan) -> Iterator[tuple[list[tuple[int, ...]], int]]:
+        """Rows of one budget, as many as the devices take at a time."""
+        group: list[tuple[int, ...]] = []
+        for i, (row, size) in enumerate(zip(plan.rows, plan.budgets, strict=True)):
+            group.append(row)
+            last = i + 1 == len(plan.rows) or plan.budgets[i + 1] != size
+            if last or len(group) == self._num_rows:
+                yield group, size
+                group = []
+
+    def _batch(
+        self, rows: Sequence[Sequence[EncodedText]], size: int
+    ) -> tuple[Array, Array | None, Array]:
+        """Tokens, types and boundaries of rows; rows that are missing are empty."""
+        shape = (self._num_rows, size)
+        tokens, types = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+        bounds = np.zeros((shape[0], max_sequences(size) + 1), np.int32)
+        for i, row in enumerate(rows):
+            ends = np.cumsum([len(text.ids) for text in row])
+            tokens[i, : ends[-1]] = np.concatenate([text.ids for text in row])
+            types[i, : ends[-1]] = np.concatenate([text.types for text in row])
+            bounds[i, 1 : len(row) + 1] = ends
+            bounds[i, len(row) + 1 :] = ends[-1]
+        place = None
+        if self.mesh is not None:
+            spec = self.model.rules.spec("batch", None)
+            place = NamedSharding(self.mesh, spec)
+        used = types if self.model.config.token_types > 1 else None
+        return jax.device_put((tokens, used, bounds), place)
+
+    @property
+    def _num_rows(self) -> int:
+        """Rows that are computed at a time: one for each part of the batch."""
+        if self.mesh is None:
+            return 1
+        axes = self.model.rules.mesh_axes(["batch"])
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+    def _on_mesh(self) -> contextlib.AbstractContextManager[Any]:
+        if self.mesh is None:
+            return contextlib.nullcontext()
+        return jax.set_mesh(self.mesh)
+
+
+def budgets(token_budget: int) -> tuple[int, ...]:
+    """The sizes of rows that the model is compiled for, the smallest first.
+
+    A quarter each time, so that the last rows of a list, which are not full, do not
+    cost as much as full ones.
+
+    Example:
+        >>> budgets(16384)
+        (256, 1024, 4096, 16384)
+    """
+    sizes = [token_budget]
+    while sizes[-1] // 4 >= _SMALLEST_BUDGET:
+        sizes.append(sizes[-1] // 4)
+    return tuple(sorted(sizes))
+
+
+def max_sequences(token_budget: int) -> int:
+    """Most texts of a row of `token_budget` tokens."""
+    return max(8, token_budget // _TOKENS_A_SEQUENCE)
+
+
+def _hidden(model: EncoderModel, tokens: Array, types: Any, bounds: Array) -> Array:
+    return model.hidden(tokens, cu_seqlens=bounds, token_types=types)
+
+
+def _embed(
+    model: EncoderModel,
+    tokens: Int[Array, "B T"],
+    types: Int[Array, "B T"] | None,
+    bounds: Int[Array, "B seqs_plus_1"],
+    *,
+    pooling: Pooling,
+    normalize: bool,
+) -> Float[Array, "B S D"]:
+    hidden = _hidden(model, tokens, types, bounds)
+    vectors = pool(hidden, bounds, pooling, model.rules).astype(jnp.float32)
+    if not normalize:
+        return vectors
+    norms = jnp.linalg.norm(vectors, axis=-1, keepdims=True)
+    return vectors / jnp.maximum(norms, 1e-12)
+
+
+def _answer(
+    model: EncoderModel,
+    tokens: Int[Array, "B T"],
+    types: Int[Array, "B T"] | None,
+    bounds: Int[Array, "B seqs_plus_1"],
+) -> Float[Array, "B _ C"]:
+    return model.answer(_hidden(model, tokens, types, bounds), bounds)
+
+
+def _check_texts(texts: Sequence[Text]) -> None:
+    if isinstance(texts, str):
+        raise TypeError(
+            "texts must be a list of strings, got one string; pass [text] for one text"
+        )
+    for i, text in enumerate(texts):
+        parts = text if isinstance(text, tuple) else (text,)
+        if not all(isinstance(part, str) for part in parts) or (
+            isinstance(text, tuple) and len(text) != 2
+        ):
+            raise TypeError(
+                f"texts[{i}] must be a string or a pair of strings, got {text!r}"
+            )
+        if not all(part.strip() for part in parts):
+            raise ValueError(f"texts[{i}] {text!r} is empty; leave it out")
+
+
+@contextlib.contextmanager
+def _bar(wanted: bool | None, total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar over the texts, or nothing."""
+    if wanted is None:
+        wanted = sys.stderr.isatty()
+    if not wanted:
+        yield lambda count: None
+        return
+    try:
+        from rich import console, progress
+    except ImportError as error:
+        raise ImportError(
+            "the progress bar needs rich: pip install 'jaxscale[serve]', or pass "
+            "progress=False"
+        ) from error
+    with progress.Progress(
+        progress.TextColumn("encode"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeRemainingColumn(),
+        console=console.Console(stderr=True),
+    ) as bar:
+        task = bar.add_task("encode", total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+# ------------------------------------------------------------------------------------
+# Directories of sentence-transformers
+
+_POOLINGS: dict[str, Pooling] = {
+    "pooling_mode_cls_token": "first",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_max_tokens": "max",
+}
+
+
+def _sentence_settings(path: Path) -> dict[str, Any]:
+    """Where the model lies, and the arguments of `Encoder` that the directory says."""
+    settings: dict[str, Any] = {"path": path}
+    file = path / "modules.json"
+    if not file.is_file():
+        return settings
+    settings["normalize"] = False
+    for module in json.loads(file.read_text()):
+        kind = module["type"].rpartition(".")[2]
+        if kind == "Transformer":
+            settings["path"] = path / module["path"]
+        elif kind == "Pooling":
+            config = path / module["path"] / "config.json"
+            settings["pooling"] = _pooling(json.loads(config.read_text()), config)
+        elif kind == "Normalize":
+            settings["normalize"] = True
+        else:
+            raise ValueError(
+                f"{file} has the module {module['type']!r}, which is not supported; "
+                "expected Transformer, Pooling and Normalize"
+            )
+    limits = settings["path"] / "sentence_bert_config.json"
+    if limits.is_file():
+        settings["max_length"] = json.loads(limits.read_text()).get("max_seq_length")
+    return settings
+
+
+def _pooling(config: dict[str, Any], file: Path) -> Pooling:
+    modes = [
+        name
+        for name, value in config.items()
+        if name.startswith("pooling_mode_") and value is True
+    ]
+    if len(modes) != 1 or modes[0] not in _POOLINGS:
+        raise ValueError(
+            f"{file} sets {modes or 'no pooling_mode'}, which is not supported; "
+            f"expected one of {sorted(_POOLINGS)}"
+        )
+    return _POOLINGS[modes[0]]
