@@ -19,6 +19,7 @@ from jaxscale.pruning.schedule import (
     mask_gradients,
     one_shot,
     paper_stages,
+    set_masks,
 )
 from jaxscale.pruning.scores import (
     input_squares,
@@ -57,6 +58,7 @@ __all__ = [
     "paper_stages",
     "picture",
     "pruned_units",
+    "set_masks",
     "sparsify",
     "taylor_scores",
     "tile_counts",

@@ -28,6 +28,9 @@ def sparsify(model: Any, masks: Masks, *, implementation: str | None = None) -> 
     place it on a mesh by `jaxscale.sharding.place`. ``config.shards`` of the masks
     must be divisible by the size of the mesh axis ``tensor`` to be split over it.
 
+    The communication of a sparse layer is XLA's, also in a model with
+    ``tensor_parallel="fused"``: the kernels that hide it multiply by dense weights.
+
     Args:
         model: The dense model; its weights may but need not be masked.
         masks: Tile-wise masks (patterns ``tw`` and ``tw_k``).

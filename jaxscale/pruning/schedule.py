@@ -199,12 +199,7 @@ class Pruner:
         stage = next((s for s in self.stages if s.step == step and step), None)
         if stage is None:
             return None
-        masks = self._masks(state.model, stage, self.masks_of(state))
-        places = jax.tree.map(lambda x: x.sharding, state)
-        codes = _codes(masks)
-        # The shardings stay what they are, for which the step was compiled.
-        prune = jax.jit(_prune_state, donate_argnums=0, out_shardings=places)
-        return prune(state, codes)
+        return set_masks(state, self._masks(state.model, stage, self.masks_of(state)))
 
     def masks_of(self, state: Any) -> Masks:
         """The masks that hold in a `TrainState`, for example a restored one.
@@ -245,6 +240,21 @@ class Pruner:
         if self._on_stage is not None:
             self._on_stage(stage.step, masks)
         return masks
+
+
+def set_masks(state: Any, masks: Masks) -> Any:
+    """A training state under other masks, of the same layers.
+
+    What they prune becomes zero, weights and moments, and the optimizer holds it there.
+
+    Args:
+        state: A `TrainState` whose optimizer has `mask_gradients`; it is donated.
+        masks: From now on.
+    """
+    # The shardings stay what they are, for which the step was compiled.
+    places = jax.tree.map(lambda x: x.sharding, state)
+    prune = jax.jit(_prune_state, donate_argnums=0, out_shardings=places)
+    return prune(state, _codes(masks))
 
 
 def _prune_state(state: Any, codes: Mapping[str, Any]) -> Any:

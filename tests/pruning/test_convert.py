@@ -92,7 +92,7 @@ def test_packed_rows_give_what_the_masked_model_gives(model):
     assert np.abs(expected).max() > 0.1
 
 
-def biased():
+def biased(**options):
     config = dataclasses.replace(
         CONFIG,
         activation="gelu",
@@ -101,7 +101,7 @@ def biased():
         attention_out_bias=True,
     )
     rules = sharding.preset("fsdp_tp")
-    return perturbed(Decoder(config, rules=rules, rngs=nnx.Rngs(0)))
+    return perturbed(Decoder(config, rules=rules, rngs=nnx.Rngs(0), **options))
 
 
 def test_gradients_are_those_of_the_masked_model():
@@ -131,11 +131,15 @@ def test_gradients_are_those_of_the_masked_model():
     )
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_sharded_equals_unsharded(tensor):
-    """Two shards on two devices, and both on each of them; values and gradients."""
-    model = biased()
-    config = dataclasses.replace(TILES, shards=2)
+@pytest.mark.parametrize("tensor, parallel", [(1, None), (2, None), (2, "fused")])
+def test_sharded_equals_unsharded(tensor, parallel):
+    """Two shards on two devices, and both on each of them; values and gradients.
+
+    In a model with fused layers those that stay dense go on as they are.
+    """
+    model = biased(tensor_parallel=parallel)
+    dense = ("blocks.attention.*",) if parallel else ()
+    config = dataclasses.replace(TILES, shards=2, dense=dense)
     _, masked, sparse = pruned(model, config)
     batch = batches(1, rows=4 // tensor * tensor)[0]
 

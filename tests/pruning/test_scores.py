@@ -8,7 +8,6 @@ from flax import nnx
 
 from jaxscale import sharding
 from jaxscale.models import Decoder
-from jaxscale.nn.linear import ColumnParallelLinear, RowParallelLinear
 from jaxscale.pruning import (
     input_squares,
     linears,
@@ -16,31 +15,23 @@ from jaxscale.pruning import (
     taylor_scores,
     wanda_scores,
 )
+from jaxscale.pruning.layers import replace_linears
+from jaxscale.pruning.scores import _Probed
 from tests.pruning.conftest import CONFIG, batches, mean_loss, perturbed
 
 
 def inputs_of(model, data, monkeypatch):
     """What each layer was given, recorded layer by layer without a scan."""
     seen = {}
-    together, summed = ColumnParallelLinear.together, RowParallelLinear.summed
+    call = _Probed.__call__
 
-    def record(layers, xs):
-        for layer, x in zip(layers, xs, strict=True):
-            kernel = np.asarray(layer.kernel[...])
-            seen.setdefault(kernel.tobytes(), []).append(np.asarray(x))
+    def record(self, x):
+        kernel = np.asarray(self.kernel[...])
+        seen.setdefault(kernel.tobytes(), []).append(np.asarray(x))
+        return call(self, x)
 
-    def record_together(layers, x):
-        record(layers, [x] * len(layers))
-        return together(layers, x)
-
-    def record_summed(layers, xs):
-        record(layers, xs)
-        return summed(layers, xs)
-
-    patch = monkeypatch.setattr
-    patch(ColumnParallelLinear, "together", staticmethod(record_together))
-    patch(RowParallelLinear, "summed", staticmethod(record_summed))
-    unrolled = nnx.clone(model)
+    monkeypatch.setattr(_Probed, "__call__", record)
+    unrolled = replace_linears(model, dict.fromkeys(linears(model), _Probed))
     unrolled.scan_layers, unrolled.remat = False, "none"
     for batch in data:
         unrolled.hidden(batch.tokens, cu_seqlens=batch.cu_seqlens)
