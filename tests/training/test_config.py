@@ -45,6 +45,10 @@ CONFIG = TrainConfig(model=llama_tiny(), data=DATA)
             r"rules 'fsdp' split nothing over the mesh axes \['tensor=2'\], whose dev",
         ),
         (
+            {"rules": "fsdp", "tensor_parallel": "fused"},
+            "tensor_parallel 'fused' needs rules that split heads and mlp over one",
+        ),
+        (
             {"mesh": MeshConfig(data=4), "microbatches": 4},
             "a microbatch has .* = 2 rows: batch_size 2 is not divisible by 4",
         ),

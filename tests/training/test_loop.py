@@ -123,6 +123,25 @@ def test_loss_falls_and_records_are_complete(unbroken):
     assert record["lr"] == pytest.approx(0.002 + 0.009 * (1 + np.cos(np.pi * 3 / 4)))
 
 
+def test_a_run_may_change_who_communicates(unbroken, tmp_path):
+    """Tensor parallelism written out, then by the compiler: the numbers of no mesh."""
+    _, _, writer = unbroken
+    config = dataclasses.replace(
+        CONFIG,
+        mesh=MeshConfig(fsdp=2, tensor=2),
+        tensor_parallel="xla",
+        remat="attention",
+        output_dir=str(tmp_path),
+    )
+    _, before = run(config, hooks=[interrupt_after(3)])
+    resumed = dataclasses.replace(config, tensor_parallel=None)
+    result, after = run(resumed)
+    assert result.state.model.tensor_parallel is None
+    assert list(before.losses()) == [1, 2, 3] and list(after.losses()) == [4, 5, 6]
+    found = before.losses() | after.losses()
+    assert found == pytest.approx(writer.losses(), rel=1e-4)
+
+
 def test_resumes_bit_for_bit_after_a_signal(unbroken, tmp_path):
     config, result, writer = unbroken
     config = dataclasses.replace(config, output_dir=str(tmp_path))
