@@ -13,7 +13,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -191,7 +191,8 @@ def prune(session: Session) -> str:
         output_dir=directory,
     )
     tensor = dense.mesh.sizes(jax.device_count())["tensor"]
-    narrowest = dense.model.num_kv_heads * dense.model.head_dim
+    model = cast(DecoderConfig, dense.model)
+    narrowest = model.num_kv_heads * model.head_dim
     # The kernels want tiles of at least 64 columns; this model is small.
     settings = PruneConfig(
         sparsity=0.75, tile=min(64, narrowest // tensor), shards=tensor

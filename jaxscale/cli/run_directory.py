@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxscale import __version__, sharding
-from jaxscale.models import Decoder
+from jaxscale.models import Decoder, DecoderConfig
 from jaxscale.sharding import AxisRules, TensorParallel
 from jaxscale.training import Checkpointer, TextData, TrainConfig
 
@@ -64,12 +64,23 @@ def _revive(hint: Any, value: Any) -> Any:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         if value is None:
             return None
-        (hint,) = (h for h in typing.get_args(hint) if h is not type(None))
+        hints = [h for h in typing.get_args(hint) if h is not type(None)]
+        # Of several dataclasses the first that has all fields; they differ in these.
+        hint = next(
+            (h for h in hints if _has_fields(h, value)),
+            hints[0],
+        )
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return from_dict(hint, value)
     if typing.get_origin(hint) is tuple:
         return tuple(value)
     return Path(value) if hint is Path else value
+
+
+def _has_fields(hint: Any, value: Any) -> bool:
+    if not dataclasses.is_dataclass(hint) or not isinstance(value, dict):
+        return False
+    return set(value) <= {field.name for field in dataclasses.fields(hint)}
 
 
 def is_run(directory: Path) -> bool:
@@ -130,15 +141,19 @@ def load_model(
         tensor_parallel: Who communicates, whatever it was during the run.
 
     Raises:
-        ValueError: model and mesh do not fit, or the run file is damaged.
+        ValueError: model and mesh do not fit, the run trained an encoder, or the run
+            file is damaged.
         FileNotFoundError: there is no such checkpoint.
     """
     run = read_config(directory)
+    if not isinstance(run.model, DecoderConfig):
+        raise ValueError(f"{directory} trained an encoder, expected a decoder")
+    config = run.model
     run.model.check_mesh(dict(mesh.shape), rules)
 
     def init() -> Decoder:
         return Decoder(
-            run.model,
+            config,
             dtype=jnp.dtype(dtype or run.dtype),
             param_dtype=jnp.dtype(run.param_dtype),
             rules=rules,

@@ -19,8 +19,14 @@ from jaxscale.training.data import (
     load_text,
     load_tokenizer,
 )
+from jaxscale.training.labeled import (
+    LabeledBatch,
+    LabeledBatches,
+    classification_loss,
+)
 from jaxscale.training.loop import Evaluation, FitResult, evaluate, fit, packed_batches
 from jaxscale.training.losses import LossSums, chunked_cross_entropy
+from jaxscale.training.masked import MaskedBatches, MaskingConfig, masked_lm_loss
 from jaxscale.training.monitor import (
     JsonlWriter,
     Monitor,
@@ -51,7 +57,11 @@ __all__ = [
     "Evaluation",
     "FitResult",
     "JsonlWriter",
+    "LabeledBatch",
+    "LabeledBatches",
     "LossSums",
+    "MaskedBatches",
+    "MaskingConfig",
     "Monitor",
     "OptimizerConfig",
     "PackedBatchIterator",
@@ -65,6 +75,7 @@ __all__ = [
     "TrainState",
     "Writer",
     "chunked_cross_entropy",
+    "classification_loss",
     "decays",
     "evaluate",
     "fit",
@@ -74,6 +85,7 @@ __all__ = [
     "make_optimizer",
     "make_schedule",
     "make_train_step",
+    "masked_lm_loss",
     "mfu",
     "next_token_loss",
     "packed_batches",

@@ -5,6 +5,7 @@ import json
 from typing import Any, Literal
 
 from jaxscale.models.config import DecoderConfig
+from jaxscale.models.encoder_config import EncoderConfig
 from jaxscale.sharding.mesh import MESH_AXES, MeshConfig
 from jaxscale.sharding.rules import AxisRules, preset
 from jaxscale.sharding.tensor_parallel import check_tensor_parallel
@@ -26,8 +27,8 @@ class TrainConfig:
         ValueError: microbatches 3 must divide data.batch_size 8
     """
 
-    model: DecoderConfig
-    """Shape of the decoder."""
+    model: DecoderConfig | EncoderConfig
+    """Shape of the model."""
     data: DataConfig = DataConfig()
     """Text, tokenizer and batches."""
     optimizer: OptimizerConfig = OptimizerConfig()

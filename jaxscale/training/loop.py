@@ -17,6 +17,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
 from jaxscale.models.decoder import Decoder
+from jaxscale.models.encoder_config import EncoderConfig
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.parameters import place, shardings
 from jaxscale.training.checkpoint import Checkpointer
@@ -33,6 +34,7 @@ from jaxscale.training.monitor import (
 from jaxscale.training.optimizer import make_optimizer, make_schedule
 from jaxscale.training.step import (
     EvalStep,
+    LossFunction,
     Metrics,
     TrainState,
     make_eval_step,
@@ -77,13 +79,14 @@ def fit(
     train_data: Iterable[Any],
     eval_data: Iterable[Any] | None = None,
     model: Any = None,
+    loss: LossFunction | None = None,
     hooks: Sequence[Hook] = (),
     gradient_transforms: Sequence[optax.GradientTransformation] = (),
     transforms: Sequence[optax.GradientTransformation] = (),
     writers: Sequence[Writer] | None = None,
     devices: Sequence[Any] | None = None,
 ) -> FitResult:
-    """Train a decoder, from the newest checkpoint in the output directory on.
+    """Train a model, from the newest checkpoint in the output directory on.
 
     The same call starts a run, continues an interrupted one bit for bit, on the same or
     another mesh, and evaluates a finished one. SIGTERM or SIGINT (Ctrl-C) ends the run
@@ -95,8 +98,10 @@ def fit(
         train_data: Batches (`PackedBatch`) for all steps. Its iterator has
             ``get_state()`` and ``set_state(state)``, as that of `PackedBatches`.
         eval_data: Held-out batches; each evaluation begins at the first.
-        model: A decoder to begin with, for example pretrained; it is taken over, its
-            arrays are donated. None makes one from ``config.model``.
+        model: A model to begin with, for example pretrained; it is taken over, its
+            arrays are donated. None makes a decoder from ``config.model``.
+        loss: What is minimized: `masked_lm_loss`, `classification_loss`, or another
+            function of a model and a batch. None is `next_token_loss`, for decoders.
         hooks: Called after each step.
         gradient_transforms: Optax transforms of the gradients before they are clipped,
             as the masks of a pruned model.
@@ -114,6 +119,8 @@ def fit(
         TypeError: the position of `train_data` cannot be saved, or `eval_data` can be
             walked through only once.
     """
+    if loss is None or model is None:
+        _require_decoder(config, loss, model)
     mesh = make_mesh(config.mesh, devices)
     config.check_mesh(dict(mesh.shape))
     _check_data(train_data, eval_data)
@@ -123,7 +130,8 @@ def fit(
         gradient_transforms=gradient_transforms,
         transforms=transforms,
     )
-    loss = next_token_loss(chunk_size=config.loss_chunk, z_loss=config.z_loss)
+    if loss is None:
+        loss = next_token_loss(chunk_size=config.loss_chunk, z_loss=config.z_loss)
     eval_step = make_eval_step(loss)
     evaluation = None
 
@@ -278,6 +286,19 @@ def _check_data(train_data: Any, eval_data: Any) -> None:
         )
 
 
+def _require_decoder(
+    config: TrainConfig, loss: LossFunction | None, model: Any
+) -> None:
+    """Stop where an encoder lacks what only decoders have by default."""
+    if isinstance(config.model, EncoderConfig):
+        missing = [n for n, v in (("loss", loss), ("model", model)) if v is None]
+        raise ValueError(
+            f"{' and '.join(missing)} must be given to train an encoder: its head and "
+            "its loss depend on the task, for example model=EncoderModel(config.model, "
+            "head=encoder_head(config.model, 'masked_lm'), ...), loss=masked_lm_loss()"
+        )
+
+
 def _start(
     config: TrainConfig,
     mesh: Mesh,
@@ -290,6 +311,8 @@ def _start(
     rules = config.axis_rules
 
     def create() -> TrainState:
+        if isinstance(config.model, EncoderConfig):
+            raise TypeError("an encoder is given as model")  # checked by fit
         decoder = Decoder(
             config.model,
             dtype=config.dtype,

@@ -27,6 +27,8 @@ class LossSums(NamedTuple):
     """Number of unmasked tokens."""
     correct: Int[Array, ""]
     """Number of unmasked tokens whose target has the largest logit."""
+    inputs: Int[Array, ""] | None = None
+    """Number of tokens that the model read, where it is not that of the unmasked."""
 
 
 def chunked_cross_entropy(

@@ -128,7 +128,8 @@ def make_train_step(
     Returns:
         The step. Its metrics are scalars: mean `loss` and `z_loss` by token,
         `accuracy`, `grad_norm` before clipping, `param_norm` before the update, `lr`,
-        `tokens` of this batch, and `skipped` updates until now.
+        `tokens` of this batch (all that the model read, if the loss tells them), and
+        `skipped` updates until now.
 
     Raises:
         ValueError: `microbatches` is not positive; at the first call, the rows of the
@@ -194,7 +195,7 @@ def make_train_step(
             "grad_norm": norm,
             "param_norm": global_norm(params),
             "lr": schedule(state.step - state.skipped),
-            "tokens": sums.tokens,
+            "tokens": sums.tokens if sums.inputs is None else sums.inputs,
             "skipped": new_state.skipped,
         }
         return new_state, metrics

@@ -1,0 +1,257 @@
+"""Texts with labels, packed: classification of texts and of tokens.
+
+Axes: B rows, T tokens of a row, S sequences of a row, C labels.
+"""
+
+import dataclasses
+import hashlib
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jaxtyping import Array, Bool, Int
+
+from jaxscale.models.tokenizer import EncodedText
+from jaxscale.nn.packing import assign_rows
+from jaxscale.training.losses import LossSums
+from jaxscale.training.step import LossFunction
+
+
+# As a pytree it also carries shardings or shapes in the place of arrays.
+@typing.no_type_check
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LabeledBatch:
+    """Packed rows of texts, and what each text or token should be called."""
+
+    tokens: Int[Array | np.ndarray, "B T"]
+    """int32, token ids; 0 in the padding."""
+    token_types: Int[Array | np.ndarray, "B T"]
+    """int32, which text of a pair each token belongs to."""
+    cu_seqlens: Int[Array | np.ndarray, "B bounds"]
+    """int32 [B, S+1], prefix sums of the lengths; the last value is repeated."""
+    labels: Int[Array | np.ndarray, "B _"]
+    """int32, of each sequence [B, S] or of each token [B, T]."""
+    loss_mask: Bool[Array | np.ndarray, "B _"]
+    """Which labels count."""
+
+
+class LabeledBatches:
+    """Batches of packed texts with labels; each `iter` starts at the first.
+
+    Texts are shuffled in each epoch and packed into rows in that order; rows of padding
+    fill the last batch of an epoch. No text is split or left out.
+
+    Example:
+        >>> from jaxscale.models import Tokenizer
+        >>> tokenizer = Tokenizer.train(["to be or not to be"], vocab_size=260)
+        >>> texts = tokenizer.encode_inputs(["to be", "or", "not", "to"])
+        >>> batches = LabeledBatches(
+        ...     texts, [1, 0, 0, 1], seq_len=8, batch_size=2, max_sequences=4, epochs=1
+        ... )
+        >>> sum(int(batch.loss_mask.sum()) for batch in batches)
+        4
+    """
+
+    def __init__(
+        self,
+        texts: Sequence[EncodedText],
+        labels: Sequence[int] | Sequence[Sequence[int]],
+        *,
+        seq_len: int,
+        batch_size: int,
+        max_sequences: int,
+        seed: int = 0,
+        sharding: NamedSharding | None = None,
+        epochs: int | None = None,
+        shuffle: bool = True,
+    ) -> None:
+        """Describe the batches.
+
+        Args:
+            texts: From ``Tokenizer.encode_inputs``.
+            labels: The label of each text; or, for each text, one of each token, -1
+                where none counts.
+            seq_len: T, tokens of a row.
+            batch_size: B, rows of a batch.
+            max_sequences: S, most texts of a row.
+            seed: Decides the order of the texts.
+            sharding: How the rows of a batch are spread; None: on the default device.
+            epochs: Passes over the texts, None for no end.
+            shuffle: Whether texts are shuffled, anew in each epoch.
+
+        Raises:
+            ValueError: labels do not fit the texts, or a text is longer than a row.
+        """
+        if not texts:
+            raise ValueError("texts is empty; training needs at least one text")
+        if len(texts) != len(labels):
+            raise ValueError(
+                f"labels has {len(labels)} entries for {len(texts)} texts; give one "
+                "for each"
+            )
+        for name, value in (("batch_size", batch_size), ("epochs", epochs)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} {value}, expected at least 1")
+        self.texts = [np.asarray(text.ids, np.int32) for text in texts]
+        self.types = [np.asarray(text.types, np.int32) for text in texts]
+        self.labels = [np.asarray(label, np.int32) for label in labels]
+        self.by_token = self.labels[0].ndim == 1
+        for i, (ids, label) in enumerate(zip(self.texts, self.labels, strict=True)):
+            expected = ids.shape if self.by_token else ()
+            if label.shape != expected:
+                raise ValueError(
+                    f"labels[{i}] has shape {label.shape}, expected {expected}: one "
+                    f"label for the text, or one for each of its {len(ids)} tokens"
+                )
+            if len(ids) > seq_len:
+                raise ValueError(
+                    f"texts[{i}] has {len(ids)} tokens, more than seq_len {seq_len}; "
+                    "raise it, or cut the text with encode_inputs(max_length=...)"
+                )
+            if not self.by_token and label < 0:
+                raise ValueError(f"labels[{i}] {label} must not be negative")
+        self.seq_len = seq_len
+        self.batch_size = batch_size
+        self.max_sequences = max_sequences
+        self.seed = seed
+        self.sharding = sharding
+        self.epochs = epochs
+        self.shuffle = shuffle
+        digest = hashlib.sha256()
+        for array in (*self.texts, *self.types, *self.labels):
+            digest.update(array.tobytes())
+        self.identity = {
+            "texts": digest.hexdigest()[:16],
+            "seq_len": seq_len,
+            "batch_size": batch_size,
+            "max_sequences": max_sequences,
+            "seed": seed,
+            "shuffle": shuffle,
+        }
+
+    def rows_of(self, epoch: int) -> list[list[int]]:
+        """The texts of each row of an epoch."""
+        order = np.arange(len(self.texts))
+        if self.shuffle:
+            # The raw stream of Philox is the same in every release of numpy.
+            bits = np.random.Philox(key=[self.seed, epoch])
+            order = np.argsort(bits.random_raw(len(order)), kind="stable")
+        lengths = [len(self.texts[i]) for i in order]
+        rows = assign_rows(lengths, self.seq_len, self.max_sequences)
+        return [[int(order[i]) for i in row] for row in rows]
+
+    def __iter__(self) -> "LabeledBatchIterator":
+        return LabeledBatchIterator(self)
+
+
+class LabeledBatchIterator(Iterator[LabeledBatch]):
+    """Walks through `LabeledBatches`; its position can be saved and restored."""
+
+    def __init__(self, batches: LabeledBatches) -> None:
+        """Begin with the first batch."""
+        self._batches = batches
+        self._epoch, self._row = 0, 0
+        self._rows = batches.rows_of(0)
+
+    def __next__(self) -> LabeledBatch:
+        batches = self._batches
+        if self._row >= len(self._rows):
+            self._epoch, self._row = self._epoch + 1, 0
+            if batches.epochs is None or self._epoch < batches.epochs:
+                self._rows = batches.rows_of(self._epoch)
+        if batches.epochs is not None and self._epoch >= batches.epochs:
+            raise StopIteration
+        rows = self._rows[self._row : self._row + batches.batch_size]
+        self._row += batches.batch_size
+        made = self._make(rows)
+        if batches.sharding is None:
+            return jax.tree.map(jnp.asarray, made)
+        sharding = batches.sharding
+        return jax.tree.map(
+            lambda x: jax.make_array_from_callback(x.shape, sharding, lambda i: x[i]),
+            made,
+        )
+
+    def get_state(self) -> dict[str, Any]:
+        """The position, as a small dictionary that JSON can hold."""
+        return {"epoch": self._epoch, "row": self._row, **self._batches.identity}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Continue where `get_state` was called, bit for bit.
+
+        Raises:
+            ValueError: the state comes from other texts or another packing.
+        """
+        for name, mine in self._batches.identity.items():
+            if state.get(name) != mine:
+                raise ValueError(
+                    f"the saved position was made with {name} {state.get(name)!r}, "
+                    f"this data has {mine!r}; resume with the same settings and texts"
+                )
+        self._epoch, self._row = int(state["epoch"]), int(state["row"])
+        self._rows = self._batches.rows_of(self._epoch)
+
+    def _make(self, rows: Sequence[Sequence[int]]) -> LabeledBatch:
+        batches = self._batches
+        shape = (batches.batch_size, batches.seq_len)
+        seqs = batches.max_sequences
+        answers = shape if batches.by_token else (shape[0], seqs)
+        tokens, types = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+        bounds = np.zeros((shape[0], seqs + 1), np.int32)
+        labels = np.full(answers, -1, np.int32)
+        for b, row in enumerate(rows):
+            ends = np.cumsum([len(batches.texts[i]) for i in row])
+            bounds[b, 1:] = ends[-1]
+            bounds[b, 1 : len(row) + 1] = ends
+            tokens[b, : ends[-1]] = np.concatenate([batches.texts[i] for i in row])
+            types[b, : ends[-1]] = np.concatenate([batches.types[i] for i in row])
+            chosen = [np.atleast_1d(batches.labels[i]) for i in row]
+            joined = np.concatenate(chosen)
+            labels[b, : len(joined)] = joined
+        return LabeledBatch(
+            tokens=tokens,
+            token_types=types,
+            cu_seqlens=bounds,
+            labels=np.maximum(labels, 0),
+            loss_mask=labels >= 0,
+        )
+
+
+def classification_loss() -> LossFunction:
+    r"""The loss of an encoder with a ``sequence`` or ``token`` head.
+
+    The sum of :math:`-\log \mathrm{softmax}(l)_y` over the texts, or tokens, that have
+    a label :math:`y`, on batches of `LabeledBatches`.
+    """
+
+    def loss(model: Any, batch: Any) -> tuple[Array, LossSums]:
+        found = None if model.head is None else model.head.config.kind
+        expected = "sequence"
+        if batch.labels.shape[1] == batch.tokens.shape[1] and found == "token":
+            expected = "token"
+        if found != expected:
+            raise ValueError(
+                f"the head of the model is {found!r}, expected {expected!r} for these "
+                "labels; make the model with head=encoder_head(config, ...)"
+            )
+        types = batch.token_types if model.config.token_types > 1 else None
+        logits = model(batch.tokens, cu_seqlens=batch.cu_seqlens, token_types=types)
+        log_p = jax.nn.log_softmax(logits, axis=-1)
+        picked = jnp.take_along_axis(log_p, batch.labels[..., None], axis=-1)[..., 0]
+        nll = -jnp.where(batch.loss_mask, picked, 0).sum()
+        right = (logits.argmax(-1) == batch.labels) & batch.loss_mask
+        sums = LossSums(
+            nll=nll,
+            z_loss=jnp.zeros((), jnp.float32),
+            tokens=batch.loss_mask.sum(dtype=jnp.int32),
+            correct=right.sum(dtype=jnp.int32),
+            inputs=batch.cu_seqlens[:, -1].sum(),
+        )
+        return nll, sums
+
+    return loss
