@@ -6,7 +6,8 @@ Five published systems become one library; `pallas_kernels` holds their GPU kern
 2. **ByteTransformer**: models that never compute on padding (packed decoders so far).
 3. **Flover**: serving in which requests join and leave at every token (planned).
 4. **MegaScale**: pretraining at scale (sharding, training and checkpoints so far).
-5. **Tile-wise sparsity**: pruned models that run faster than dense ones (masks so far).
+5. **Tile-wise sparsity**: pruned models that run faster than dense ones (pruning so
+   far: masks, training under them, sparse layers).
 
 Subpackages, lowest first: `jaxscale.sharding`, `jaxscale.nn`, `jaxscale.models`, then
 `jaxscale.training`, `jaxscale.inference` and `jaxscale.pruning` side by side, and

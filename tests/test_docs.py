@@ -12,8 +12,9 @@ import jax
 import pytest
 
 import jaxscale
+from docs import tilewise_pictures
 from jaxscale import cli
-from jaxscale.cli import generate, train
+from jaxscale.cli import generate, prune, train
 from jaxscale.training import TrainConfig
 
 
@@ -93,7 +94,7 @@ def commands() -> list[str]:
     """Every call of the command line that pages and help texts show."""
     texts = [*(page.read_text() for page in PAGES), train._help()]
     found = re.findall(
-        r"^ *(?:\$ )?jaxscale ((?:train|generate|quickstart) .*)$",
+        r"^ *(?:\$ )?jaxscale ((?:train|generate|prune|quickstart) .*)$",
         "\n".join(texts),
         re.MULTILINE,
     )
@@ -112,6 +113,7 @@ def test_commands_are_understood(command, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "simulate_devices", lambda n: devices.append(n or 1))
     monkeypatch.setattr(train, "train", check)
     monkeypatch.setattr(generate, "complete", check)
+    monkeypatch.setattr(prune, "run", check)
     monkeypatch.chdir(tmp_path)
     for page in PAGES:  # the files that pages tell the reader to write
         for block in blocks(page):
@@ -122,6 +124,10 @@ def test_commands_are_understood(command, tmp_path, monkeypatch):
                 del sys.modules[name[1].removesuffix(".py")]
     with pytest.raises(Parsed):
         cli.main(shlex.split(command, comments=True))
+
+
+def test_the_picture_of_the_patterns_is_current():
+    assert tilewise_pictures.PATH.read_text() == tilewise_pictures.svg()
 
 
 def test_version_is_stated_once():

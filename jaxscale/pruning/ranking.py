@@ -67,17 +67,30 @@ def best(scores: Float[np.ndarray, " n"], keep: int) -> Bool[np.ndarray, " n"]:
     return kept
 
 
-def share_out(total: int, scores: Sequence[Float[np.ndarray, "..."]]) -> list[int]:
+def share_out(
+    total: int, scores: Sequence[Float[np.ndarray, "..."]], room: Sequence[int]
+) -> list[int]:
     """`total` in as many parts, as equal as can be; the best scores get one more.
 
+    Args:
+        total: At most the sum of `room`.
+        scores: Of each part; its mean decides.
+        room: The most that each part takes.
+
     Example:
-        >>> share_out(7, [np.array([1.0]), np.array([5.0]), np.array([3.0])])
-        [2, 3, 2]
+        >>> scores = [np.array([1.0]), np.array([5.0]), np.array([3.0])]
+        >>> share_out(7, scores, [9, 9, 9]), share_out(7, scores, [9, 1, 9])
+        ([2, 3, 2], [3, 1, 3])
     """
-    each, rest = divmod(total, len(scores))
+    space = np.array(room)
+    # The highest level up to which all parts can be filled.
+    level = 0
+    while level < space.max() and np.minimum(space, level + 1).sum() <= total:
+        level += 1
+    counts = np.minimum(space, level)
     means = np.array([score.mean() for score in scores])
-    more = best(means, rest)
-    return [each + int(extra) for extra in more]
+    more = best(np.where(space > level, means, -np.inf), total - int(counts.sum()))
+    return [int(count) for count in counts + more]
 
 
 def keep_share(

@@ -294,7 +294,9 @@ def _keep_columns(
             continue
         kept[i].append(columns)
         size, space = size + width, space + room
-    return [np.sort(np.concatenate(columns)) for columns in kept]
+    # In a later stage a matrix may have no columns left.
+    none = np.zeros(0, np.int64)
+    return [np.sort(np.concatenate([none, *columns])) for columns in kept]
 
 
 def _column_groups(
@@ -330,13 +332,16 @@ def _balance(
 ) -> Bool[np.ndarray, "R T"]:
     """As many pieces as `kept` has, shared out equally among tiles and row shards."""
     rows, tiles = score.shape
+    if not tiles:
+        return kept
     if allowed is not None:
         score = np.where(allowed, score, -np.inf)
     # [shards, rows of a shard, T] as one list of lots: each is a tile in a shard.
     by_shard = score.reshape(row_shards, rows // row_shards, tiles)
     lots = [by_shard[s, :, t] for s in range(row_shards) for t in range(tiles)]
     finite = [np.where(np.isfinite(lot), lot, 0) for lot in lots]
-    counts = share_out(int(kept.sum()), finite)
+    room = [int(np.isfinite(lot).sum()) for lot in lots]
+    counts = share_out(int(kept.sum()), finite, room)
     out = np.zeros_like(by_shard, dtype=np.bool_)
     for i, (lot, count) in enumerate(zip(lots, counts, strict=True)):
         may = None if allowed is None else [np.isfinite(lot)]

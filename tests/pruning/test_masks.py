@@ -258,6 +258,43 @@ def test_pruned_units_stay_pruned_from_stage_to_stage(pattern, equal_work):
         before = masks
 
 
+@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.given(
+    seed=st.integers(0, 10**6),
+    sparsities=st.lists(st.floats(0.05, 0.99), min_size=2, max_size=4),
+    pattern=st.sampled_from(["tw", "tw_k", "tew"]),
+    equal_work=st.booleans(),
+    weak=st.sampled_from([1.0, 1e-6]),
+)
+def test_stages_of_tiles_are_exact_and_nested(
+    seed, sparsities, pattern, equal_work, weak
+):
+    """Also where a layer loses all its rows on the way."""
+    before = None
+    for stage, sparsity in enumerate(sorted(sparsities)):
+        weights = matrices((32, 32), (16, 64), seed=seed + stage)
+        weights[1] = dataclasses.replace(
+            weights[1], scores=(weights[1].scores * weak).astype(np.float32)
+        )
+        if before is not None:
+            weights = [
+                dataclasses.replace(m, previous=b.kept, previous_tiled=b.tiled)
+                for m, b in zip(weights, before, strict=True)
+            ]
+        config = PruneConfig(
+            pattern=pattern, sparsity=sparsity, tile=8, equal_work=equal_work
+        )
+        masks = make_masks(weights, config)
+        unit_size = 1 if pattern == "tew" else 8
+        total = 2048 // unit_size
+        kept = sum(int(mask.kept.sum()) for mask in masks)
+        assert kept == (total - pruned_units(total, sparsity)) * unit_size
+        for mask, then in zip(masks, before or masks, strict=True):
+            assert not (mask.kept & ~then.kept).any()
+            assert not (mask.tiled & ~then.tiled).any()
+        before = masks
+
+
 def test_sparsity_must_not_fall():
     weights = matrices((32, 32))
     (first,) = make_masks(weights, PruneConfig(pattern="ew", sparsity=0.75))
