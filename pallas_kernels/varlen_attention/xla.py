@@ -243,9 +243,9 @@ def _attention_bwd(
                 dslopes -= jnp.sum(ds * distance, axis=(-1, -2), keepdims=True)
             ds = ds * derivative
             if options.buckets is not None:
-                types = jax.tree.map(lambda a: a.dtype, terms)
+                present = terms[0] is not None, terms[1] is not None
                 first = i * options.block_q - j * options.block_k
-                by_query, by_key = tile_gradient(options.buckets, ds, first, types)
+                by_query, by_key = tile_gradient(options.buckets, ds, first, present)
                 if by_query is not None:
                     dquery_terms = dquery_terms.at[i].add(by_query)
                 if by_key is not None:
