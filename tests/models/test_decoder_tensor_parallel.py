@@ -270,39 +270,52 @@ def test_inside_a_shard_map_over_data():
 @pytest.mark.multigpu
 @pytest.mark.parametrize("name", ["llama", "gptj"])
 def test_fused_on_gpus(name):
-    """The kernels beside the compiler's collectives, on all GPUs but at most four."""
+    """In bf16 the kernels are as near to fp32 as the compiler's collectives are."""
     shape = {"d_model": 512, "d_ff": 1024, "num_heads": 8, "head_dim": 64}
+    heads = 4 if name == "llama" else 8
     config = dataclasses.replace(
-        CONFIGS[name], num_kv_heads=4 if name == "llama" else 8, **shape
+        CONFIGS[name], num_kv_heads=heads, max_seq_len=512, **shape
     )
-    if name == "gptj":
-        config = dataclasses.replace(config, max_seq_len=512)
     count = 4 if jax.device_count() >= 4 else 2
     mesh = make_mesh(MeshConfig(tensor=count), jax.devices()[:count])
-    tokens = jnp.asarray(np.random.default_rng(1).integers(0, 256, (2, 512)), jnp.int32)
+    rng = np.random.default_rng(1)
+    tokens = jnp.asarray(rng.integers(0, 256, (2, 512)), jnp.int32)
 
-    def run(tensor_parallel):
-        model = create(
-            lambda: Decoder(
+    def run(tensor_parallel, dtype):
+        def init():
+            model = Decoder(
                 config,
-                dtype=jnp.bfloat16,
+                dtype=dtype,
                 rules=RULES,
                 tensor_parallel=tensor_parallel,
                 rngs=nnx.Rngs(0),
-            ),
-            mesh,
-            RULES,
-        )
+            )
+            # Attention that prefers some tokens, so that its gradients count.
+            scale = lambda p: 3 * p if p.ndim == 3 else p  # noqa: E731
+            model.blocks = jax.tree.map(scale, model.blocks)
+            return model
 
         def loss(model):
-            return jnp.square(model(tokens)).mean()
+            wave = jnp.cos(jnp.arange(512.0)[:, None] + jnp.arange(256.0))
+            return (jax.nn.log_softmax(model(tokens)) * wave).mean()
 
-        with jax.set_mesh(mesh):
+        def steps(model):
+            first, cache = model.decode(tokens[:, :256], model.init_cache(2, 512))
+            second, _ = model.decode(tokens[:, 256:257], cache)
+            return jnp.concatenate([first, second], axis=1)
+
+        model = create(init, mesh, RULES)
+        with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
             value, grads = jax.jit(jax.value_and_grad(loss))(model)
-            step = jax.jit(lambda m: m.decode(tokens[:, :65], m.init_cache(2, 128))[0])
-            return jax.device_get((value, grads, step(model)))
+            return jax.device_get((value, grads, jax.jit(steps)(model)))
 
-    ours, theirs = run("fused"), run(None)
-    pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)
-    for a, b in pairs:
-        assert relative_error(a, b) < 3e-2
+    exact = jax.tree.leaves(run(None, jnp.float32))
+    compiler, fused = (
+        [
+            relative_error(a, e)
+            for a, e in zip(jax.tree.leaves(found), exact, strict=True)
+        ]
+        for found in (run(None, jnp.bfloat16), run("fused", jnp.bfloat16))
+    )
+    for ours, theirs in zip(fused, compiler, strict=True):
+        assert ours < 2 * theirs + 2e-3
