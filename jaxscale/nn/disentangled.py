@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxscale.nn.attention import Attention, AttentionConfig
-from jaxscale.nn.linear import Linear
+from jaxscale.nn.linear import Linear, TileSparseLinear
 from jaxscale.sharding.operations import constrain, contract, per_shard, reshape
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.varlen_attention import (
@@ -208,10 +208,14 @@ class DisentangledAttention(Attention):
         return out
 
     def _project_table(
-        self, projection: Linear, table: Float[Array, "P D"]
+        self, projection: Linear | TileSparseLinear, table: Float[Array, "P D"]
     ) -> Float[Array, "P N H"]:
         """Keys or queries of the relative positions."""
         axes = (None, "act_heads")
+        shape = (table.shape[0], self.config.num_heads, self.config.head_dim)
+        if isinstance(projection, TileSparseLinear):
+            out = projection(constrain(table, (None, None), self.rules)[None])[0]
+            return reshape(out, shape, (None, "act_heads", None), self.rules)
         out = contract(
             "pd,dh->ph",
             constrain(table.astype(projection.dtype), (None, None), self.rules),
@@ -223,7 +227,6 @@ class DisentangledAttention(Attention):
         if projection.bias is not None:
             bias = projection.bias[...].astype(projection.dtype)
             out = out + constrain(bias, axes[-1:], self.rules)
-        shape = (table.shape[0], self.config.num_heads, self.config.head_dim)
         return reshape(out, shape, (None, "act_heads", None), self.rules)
 
     def _attend_rows(

@@ -65,7 +65,8 @@ class PruneConfig:
     balances."""
     dense: tuple[str, ...] = ()
     """Layers to leave dense: names as in `blocks.mlp.up`, `blocks.mlp.up.0` for the
-    first of a stack, or patterns with * in them. The output projection always is."""
+    first of a stack, or patterns with * in them. Heads and embeddings
+    always are."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.sparsity < 1 or math.isnan(self.sparsity):

@@ -22,7 +22,8 @@ from jaxscale.nn.linear import Linear, TileSparseLinear
 def linears(model: Any) -> dict[str, Linear]:
     """The linear layers that can be pruned, by name, in the order of their names.
 
-    The projection onto the vocabulary is not among them: losses read its kernel.
+    Those of blocks, that is: projections onto the vocabulary or labels and of small
+    embeddings are not among them.
 
     Example:
         >>> from jaxscale.models import Decoder, preset
@@ -32,7 +33,7 @@ def linears(model: Any) -> dict[str, Linear]:
     found = {
         ".".join(map(str, path)): node
         for path, node in nnx.iter_modules(model)
-        if isinstance(node, Linear) and "vocab" not in node.kernel_axes
+        if isinstance(node, Linear) and not {"vocab", None} & {*node.kernel_axes}
     }
     return dict(sorted(found.items()))
 

@@ -10,7 +10,7 @@ from flax import nnx
 
 from jaxscale import sharding
 from jaxscale.inference import SamplingConfig, generate
-from jaxscale.models import Decoder
+from jaxscale.models import Decoder, EncoderModel, HeadConfig, encoder_preset
 from jaxscale.nn import TileSparseLinear
 from jaxscale.pruning import (
     PruneConfig,
@@ -166,6 +166,21 @@ def test_sharded_equals_unsharded(tensor, parallel):
     for a, b in zip(jax.tree.leaves(split_grads), jax.tree.leaves(grads), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6)
     np.testing.assert_allclose(loss, mean_loss(masked, batch), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["modernbert", "deberta_v3"])
+def test_encoders(name):
+    """A first layer of its own; positions through the layers of queries and keys."""
+    head = HeadConfig(kind="sequence", num_labels=3, transform="tanh")
+    config = encoder_preset(f"{name}_tiny")
+    model = perturbed(EncoderModel(config, head=head, rngs=nnx.Rngs(0)))
+    masks, masked, sparse = pruned(model)
+    assert not [name for name in masks if name.startswith(("head", "embed"))]
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 256, (2, 16)), jnp.int32)
+    run = jax.jit(lambda m: m(tokens, cu_seqlens=jnp.array([[0, 5, 16], [0, 16, 16]])))
+    valid = np.array([[True, True], [True, False]])
+    found, expected = run(sparse)[valid], run(masked)[valid]
+    assert relative_error(found, expected) < RELATIVE[expected.dtype]
 
 
 def test_tiles_of_a_layer_have_equal_room(model):

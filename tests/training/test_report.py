@@ -27,6 +27,17 @@ def test_parts_stand_in_order_and_the_script_once(tmp_path):
     assert "details" not in text.split("<h1>")[1].split("</h1>")[0]
 
 
+def test_bars_and_images_show_their_numbers(tmp_path):
+    report = Report("r")
+    bars = Series(name="tiles", x=[0.125, 0.375], y=[4321, 1234])
+    report.bars([bars], x_title="rows kept", y_title="how many")
+    report.image([[0.0, 0.123456], [1.0, 0.5]], x_title="outputs", y_title="inputs")
+    text = report.write(tmp_path / "page.html").read_text()
+    assert '"type":"bar"' in text and '"type":"heatmap"' in text
+    assert "[0.125,0.375]" in text and "[4321,1234]" in text and "how many" in text
+    assert "[[0.0,0.123],[1.0,0.5]]" in text and '"autorange":"reversed"' in text
+
+
 def test_two_reports_with_plots_are_not_joined():
     first, second = Report("1"), Report("2")
     for report in (first, second):
