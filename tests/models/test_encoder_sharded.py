@@ -1,0 +1,111 @@
+"""Encoders split over eight devices against the same on one."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxscale.models import EncoderModel, encoder_head, encoder_preset
+from jaxscale.sharding import REPLICATED, MeshConfig, create, fsdp_tp, make_mesh
+
+
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 256, (8, 16)), jnp.int32)
+BOUNDS = jnp.tile(jnp.array([[0, 5, 5, 14, 14], [0, 16, 16, 16, 16]]), (4, 1))
+RULES = fsdp_tp()
+CASES = [("bert_tiny", "sequence"), ("albert_tiny", "masked_lm")]
+CASES += [("modernbert_tiny", "masked_lm")]
+
+
+def make(name, kind, rules):
+    config = encoder_preset(name)
+    labels = {"num_labels": 3} if kind == "sequence" else {}
+    head = encoder_head(config, kind, **labels)
+    model = EncoderModel(config, head=head, rules=rules, rngs=nnx.Rngs(0))
+    # Enough for attention to choose; more would magnify rounding errors.
+    return jax.tree.map(lambda p: 4 * p if p.ndim > 1 else p, model)
+
+
+def loss(model, tokens, bounds):
+    logits = model(tokens, cu_seqlens=bounds)
+    # What lies past the last sequence must not count.
+    logits = logits[:, :1] if logits.shape[1] < 16 else logits[:, :14]
+    wave = jnp.cos(jnp.arange(float(logits.shape[1]))[:, None] + 1)
+    wave = wave + jnp.sin(jnp.arange(float(logits.shape[2])))
+    return (jax.nn.log_softmax(logits) * wave).mean()
+
+
+@functools.cache
+def expected(name, kind):
+    model = make(name, kind, REPLICATED)
+    return jax.jit(jax.value_and_grad(loss))(model, TOKENS, BOUNDS)
+
+
+def assert_as_expected(name, kind, actual):
+    value, gradients = expected(name, kind)
+    np.testing.assert_allclose(actual[0], value, rtol=1e-5)
+    gradients = jax.tree.leaves(gradients)
+    scale = max(float(jnp.abs(g).max()) for g in gradients)
+    for grad, exact in zip(jax.tree.leaves(actual[1]), gradients, strict=True):
+        np.testing.assert_allclose(grad, exact, atol=2e-5 * scale)
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_split_encoder_equals_the_whole_one(name, kind):
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    model = create(lambda: make(name, kind, RULES), mesh, RULES)
+    kernel = model.blocks.attention.query.kernel[...]
+    assert kernel.sharding.spec == PartitionSpec(None, "fsdp", "tensor")
+    rows = NamedSharding(mesh, RULES.spec("batch", None))
+    tokens, bounds = jax.device_put((TOKENS, BOUNDS), rows)
+    with jax.set_mesh(mesh):
+        actual = jax.jit(jax.value_and_grad(loss))(model, tokens, bounds)
+    assert_as_expected(name, kind, actual)
+    gradient = actual[1].blocks.attention.query.kernel[...]
+    assert gradient.sharding.spec == kernel.sharding.spec
+
+
+def test_encoder_inside_a_shard_map_over_data():
+    # The other three axes stay with the compiler.
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    name, kind = CASES[0]
+    model = create(lambda: make(name, kind, RULES), mesh, RULES)
+    whole, rows = PartitionSpec(), PartitionSpec("data")
+
+    def step(model, tokens, bounds):
+        result = jax.value_and_grad(loss)(model, tokens, bounds)
+        return jax.lax.pmean(result, "data")
+
+    over_data = jax.shard_map(
+        step,
+        in_specs=(whole, rows, rows),
+        out_specs=(whole, whole),
+        axis_names={"data"},
+        check_vma=False,
+    )
+    with jax.set_mesh(mesh):
+        actual = jax.jit(over_data)(model, TOKENS, BOUNDS)
+    assert_as_expected(name, kind, actual)
+
+
+def test_encoder_inside_a_shard_map_over_everything():
+    mesh = make_mesh(MeshConfig(data=8))
+    name, kind = CASES[0]
+    model = make(name, kind, RULES)
+    rows = PartitionSpec("data")
+
+    def step(model, tokens, bounds):
+        result = jax.value_and_grad(loss)(model, tokens, bounds)
+        return jax.lax.pmean(result, "data")
+
+    mapped = jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), rows, rows),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    assert_as_expected(name, kind, jax.jit(mapped)(model, TOKENS, BOUNDS))
