@@ -47,7 +47,7 @@ __all__ = [
     "tuned_entry",
 ]
 
-OPS = ("matmul",)
+OPS = ("matmul", "tile_sparse_matmul")
 """Ops that the tuner knows: each has a module ``pallas_kernels.<op>.tunable``."""
 
 _IDLE_SHARE = 6

@@ -1,6 +1,7 @@
 """Tile-wise sparse matrix product: each tile of columns of a weight keeps its rows."""
 
 from pallas_kernels.tile_sparse_matmul.api import tile_sparse_matmul
+from pallas_kernels.tile_sparse_matmul.config import TileSparseConfig
 from pallas_kernels.tile_sparse_matmul.format import (
     TileSparse,
     load_tile_sparse,
@@ -10,6 +11,7 @@ from pallas_kernels.tile_sparse_matmul.format import (
 
 __all__ = [
     "TileSparse",
+    "TileSparseConfig",
     "load_tile_sparse",
     "save_tile_sparse",
     "tile_sparse_matmul",

@@ -16,11 +16,27 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels.dispatch import dispatch
+from pallas_kernels import tuning
+from pallas_kernels.dispatch import Unsupported, dispatch
 from pallas_kernels.matmul import matmul
-from pallas_kernels.tile_sparse_matmul import epilogue, xla
+from pallas_kernels.mosaic import DeviceSpec
+from pallas_kernels.tile_sparse_matmul import (
+    epilogue,
+    mosaic_gpu,
+    mosaic_gpu_grad,
+    triton,
+    xla,
+)
+from pallas_kernels.tile_sparse_matmul.config import (
+    GradConfig,
+    Problem,
+    TileSparseConfig,
+    heuristic,
+    prefer_dense,
+    prefer_triton,
+)
 from pallas_kernels.tile_sparse_matmul.epilogue import ACTIVATIONS
-from pallas_kernels.tile_sparse_matmul.format import TileSparse
+from pallas_kernels.tile_sparse_matmul.format import STEP, TileSparse
 
 
 __all__ = ["tile_sparse_matmul"]
@@ -34,6 +50,7 @@ def tile_sparse_matmul(
     activation: str | None = None,
     feature_major: bool | tuple[bool, bool] = False,
     implementation: str | Sequence[str] | None = None,
+    config: TileSparseConfig | None = None,
 ) -> Float[Array, "..."]:
     """Multiplies activations by a tile-wise sparse weight, with fp32 sums.
 
@@ -42,12 +59,23 @@ def tile_sparse_matmul(
     The kernels gather rows of activations that are stored feature by feature: there a
     kept row is one run of memory. `feature_major` activations are [K,*B] and [N,*B]:
     layers that follow each other stay in that layout and need no transposes, and
-    element-wise operations between them do not care.
+    element-wise operations between them do not care. Token-major input of a weight of
+    granularity 1 or 8 is transposed first; token-major output, and either input of
+    granularity 64, cost nothing.
 
     Differentiable in x, ``w.values`` and bias. The gradient of the values is computed
-    for the kept rows alone; that of x is dense work with the unpacked weight, because
-    the transpose of a tile-wise weight has no tiles. Gradients of values past the
-    counts are zero, so a pruned weight never comes back.
+    for the kept rows alone, by a kernel of the same family on Hopper; that of x is
+    dense work with the unpacked weight, because the transpose of a tile-wise weight has
+    no tiles. Gradients of values past the counts are zero, so a pruned weight never
+    comes back.
+
+    With ``implementation=None`` a kernel runs on NVIDIA GPUs, unless so little is
+    pruned that unpacking the weight for a dense product is expected to be faster; on
+    Hopper that of Mosaic GPU, or Triton's for at most 64 tokens where it is there. The
+    packed weight is all there is: a layer that is known to stay nearly full is better
+    kept dense. Bias and activation are part of the kernel where no columns are pruned,
+    and a fused kernel of XLA elsewhere. The compiler does not partition the kernels: on
+    several devices call this inside `jax.shard_map`, with `TileSparse.shards`.
 
     Args:
         x: ``[*B,K]`` activations, or ``[K,*B]``.
@@ -55,7 +83,12 @@ def tile_sparse_matmul(
         bias: [N], added before the activation.
         activation: "relu", "silu", "gelu" (exact), "gelu_tanh", or None.
         feature_major: whether features are the leading axis, of x and y or of each.
-        implementation: "xla", a sequence of these, or None for the best.
+        implementation: "mosaic_gpu" (Hopper; bfloat16 or float16, tiles of 64, 128 or
+            256), "triton" (Ampere, Ada and Hopper; the same types and tiles; needs the
+            extra ``triton``), "xla", a sequence of these, or None for the best.
+        config: how the Hopper kernel cuts this product; None looks it up:
+            `pallas_kernels.tuning`. With one the kernel is tried first; the others take
+            none and refuse one given here.
 
     Returns:
         ``[*B,N]`` of the type of x, or ``[N,*B]``.
@@ -93,10 +126,14 @@ def tile_sparse_matmul(
             if implementation is None or isinstance(implementation, str)
             else tuple(implementation)
         ),
+        config=config,
     )
     batch = x.shape[1:] if x_major else x.shape[:-1]
     tokens = math.prod(batch)
     flat = x.reshape((w.shape[0], tokens) if x_major else (tokens, w.shape[0]))
+    if not x_major and _order(flat, w, call)[0] != "xla" and w.granularity < STEP:
+        # Here, so that the gradient of the values finds it transposed too.
+        flat, call = flat.T, dataclasses.replace(call, feature_major=(True, y_major))
     pattern = (w.rows, w.counts, w.columns)
     flat, values, bias, pattern = _as_varying_alike((flat, w.values, bias, pattern))
     y: Any = _product(flat, values, bias, pattern, call)
@@ -139,6 +176,7 @@ class _Call:
     activation: str | None
     feature_major: tuple[bool, bool]
     implementation: str | tuple[str, ...] | None
+    config: TileSparseConfig | None
 
     def weight(self, values: Any, pattern: Any) -> TileSparse:
         static = (self.shape, self.granularity, self.equal_counts)
@@ -213,8 +251,9 @@ def _backward(call: _Call, saved: Any, dy: jax.Array) -> tuple[Any, ...]:
     if w.columns is not None:
         along = 0 if y_major else 1
         dy = jnp.take(dy, w.columns, axis=along, mode="fill", fill_value=0)
-    dvalues = xla.grad_values(x, dy, w, feature_major=call.feature_major)
+    dvalues = _run_grad(x, dy, w, call)
     dense = w.packed().to_dense()  # [K, C]
+    # The transpose of a tile-wise weight is not tile-wise: dense work.
     named = "xla" if call.implementation == "xla" else None
     if x_major:
         other = dy if y_major else dy.T
@@ -228,38 +267,137 @@ def _backward(call: _Call, saved: Any, dy: jax.Array) -> tuple[Any, ...]:
 _product.defvjp(_forward, _backward)
 
 
+def _order(x: jax.Array, w: TileSparse, call: _Call) -> tuple[str, ...]:
+    """The implementations to try."""
+    named = call.implementation
+    if named is not None:
+        return (named,) if isinstance(named, str) else named
+    device = DeviceSpec.current()
+    wanted = call.config is not None or tuning.overriding(_OP) is not None
+    if device is None and not wanted:
+        return ("xla",)
+    problem = Problem.of(x, w, call.feature_major)
+    if not wanted and device is not None and prefer_dense(problem, device):
+        return ("xla",)
+    if not wanted and prefer_triton(problem):
+        return ("triton", "mosaic_gpu", "xla")
+    return ("mosaic_gpu", "triton", "xla")
+
+
+def _alone(names: tuple[str, ...]) -> str | tuple[str, ...]:
+    """One name as itself: its own error reaches the caller."""
+    return names[0] if len(names) == 1 else names
+
+
+_OP = "tile_sparse_matmul"
+
+
 def _run(
     x: jax.Array, w: TileSparse, bias: Any, activation: str | None, call: _Call
 ) -> jax.Array:
     """The packed product with its epilogue, by the first implementation that can."""
-    implementations = {"xla": _xla}
     y = dispatch(
-        "tile_sparse_matmul",
-        implementations,
-        call.implementation,
+        _OP,
+        {"mosaic_gpu": _mosaic_gpu, "triton": _triton, "xla": _xla},
+        _alone(_order(x, w, call)),
         x,
         w,
         bias,
         activation,
-        call.feature_major,
+        call,
     )
     return _as_varying_alike((y, x))[0]  # kernels lose the mark
 
 
+def _run_grad(x: jax.Array, dy: jax.Array, w: TileSparse, call: _Call) -> jax.Array:
+    """The gradient of the values, by the first implementation that can."""
+    order = _order(x, w, call)
+    if "xla" not in order and order != ("mosaic_gpu",):
+        order = ("mosaic_gpu", "xla")  # Triton has no kernel for it
+    grad = dispatch(
+        f"{_OP} (gradient of the values)",
+        {"mosaic_gpu": _grad_mosaic_gpu, "xla": xla.grad_values},
+        _alone(tuple(name for name in order if name != "triton")),
+        x,
+        dy,
+        w,
+        feature_major=call.feature_major,
+    )
+    return _as_varying_alike((grad, x))[0]
+
+
+def _refuse_config(name: str, call: _Call) -> None:
+    if call.config is not None:
+        raise Unsupported(
+            f"{_OP}: {name} takes no config, got {call.config!r}; pass None or use"
+            " implementation='mosaic_gpu'"
+        )
+
+
 def _xla(
-    x: jax.Array,
-    w: TileSparse,
-    bias: Any,
-    activation: str | None,
-    feature_major: tuple[bool, bool],
+    x: jax.Array, w: TileSparse, bias: Any, activation: str | None, call: _Call
 ) -> jax.Array:
+    _refuse_config("XLA", call)
     bare = bias is None and activation is None
     y = xla.tile_sparse_matmul(
         x,
         w,
-        feature_major=feature_major,
+        feature_major=call.feature_major,
         out_dtype=x.dtype if bare else jnp.float32,
     )
     return epilogue.apply(
-        y, bias, activation, feature_major=feature_major[1], dtype=x.dtype
+        y, bias, activation, feature_major=call.feature_major[1], dtype=x.dtype
+    )
+
+
+def _triton(
+    x: jax.Array, w: TileSparse, bias: Any, activation: str | None, call: _Call
+) -> jax.Array:
+    _refuse_config("Triton", call)
+    return triton.tile_sparse_matmul(
+        x,
+        w,
+        bias,
+        activation,
+        feature_major=call.feature_major,
+        device=DeviceSpec.current(),
+    )
+
+
+def _mosaic_gpu(
+    x: jax.Array, w: TileSparse, bias: Any, activation: str | None, call: _Call
+) -> jax.Array:
+    problem = Problem.of(x, w, call.feature_major)
+    device = mosaic_gpu.check_problem(problem, DeviceSpec.current())
+    config = tuning.lookup(
+        _OP,
+        problem.key,
+        device,
+        TileSparseConfig,
+        config=call.config,
+        heuristic=functools.partial(heuristic, problem, device),
+    )
+    return mosaic_gpu.tile_sparse_matmul(
+        x,
+        w,
+        bias,
+        activation,
+        feature_major=call.feature_major,
+        config=config,
+        device=device,
+    )
+
+
+def _grad_mosaic_gpu(
+    x: jax.Array, dy: jax.Array, w: TileSparse, *, feature_major: tuple[bool, bool]
+) -> jax.Array:
+    problem = Problem.of(x, w, feature_major)
+    device = mosaic_gpu.check_problem(problem, DeviceSpec.current())
+    return mosaic_gpu_grad.grad_values(
+        x,
+        dy,
+        w,
+        feature_major=feature_major,
+        config=GradConfig.of(problem),
+        device=device,
     )

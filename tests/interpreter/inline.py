@@ -88,7 +88,9 @@ def inline(*, token, mesh_location, thread, args, is_ref, eqn):
         values.append(value)
     extra = {}
     if "closure" in inspect.signature(stand_in.function).parameters:
-        extra["closure"] = dict(inspect.getclosurevars(function).nonlocals)
+        # The run-time type checker wraps functions, nested ones too.
+        inner = inspect.unwrap(function)
+        extra["closure"] = dict(inspect.getclosurevars(inner).nonlocals)
     result = stand_in.function(
         *jax.tree.unflatten(eqn.params["pytree_args"], values), **extra
     )

@@ -1,0 +1,354 @@
+"""How a tile-sparse product is cut: the problem, the config, and its choice.
+
+Axes: M tokens, K input features, N packed output features, P room for rows in a tile, G
+columns of a tile.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels.matmul.config import CONSUMERS, MatmulConfig
+from pallas_kernels.matmul.config import Problem as MatmulProblem
+from pallas_kernels.mosaic import DeviceSpec
+from pallas_kernels.tile_sparse_matmul.format import STEP, TileSparse
+
+
+__all__ = [
+    "GradConfig",
+    "Problem",
+    "TileSparseConfig",
+    "candidates",
+    "heuristic",
+    "prefer_dense",
+    "prefer_triton",
+]
+
+TILES = (64, 128, 256)
+"""Tile sizes that the kernel takes."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TileSparseConfig:
+    """How the Hopper kernel cuts a tile-sparse product."""
+
+    block_tokens: int = 256
+    """Tokens of an output block: 64, 128 or 256; its features are those of a tile."""
+    stages: int = 4
+    """Stages of the ring between producer and consumers."""
+    lag: int = 2
+    """Steps that a gather may be in flight; at most ``stages - 2``."""
+    ahead: int = 1
+    """Steps whose indices are read at a time, before the steps that precede them are
+    gathered; less where that does not divide the steps of a tile. Long steps hide the
+    latency of memory behind one, short ones need several."""
+    cluster: Literal[1, 2] = 1
+    """Blocks side by side along the tokens that load the weight once and share it."""
+    group: int = 4
+    """Clusters along the tokens in a band: all tiles of a band run before the next."""
+    splits: int = 1
+    """Parts into which the rows of a tile are cut; they are added by XLA."""
+    store_slots: int = 2
+    """Buffers through which a consumer stores its part of the output."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if not isinstance(value := getattr(self, field.name), int) or value < 1:
+                raise ValueError(
+                    f"{field.name} {value!r}, expected an integer of at least 1"
+                )
+        if self.block_tokens not in (64, 128, 256):
+            raise ValueError(
+                f"block_tokens {self.block_tokens}, expected 64, 128 or 256"
+            )
+        if self.cluster > 2:
+            raise ValueError(f"cluster {self.cluster}, expected 1 or 2")
+        if self.stages < self.lag + 2:
+            raise ValueError(
+                f"stages {self.stages} with lag {self.lag}: expected at least"
+                f" {self.lag + 2}, or producer and consumers wait for each other"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GradConfig:
+    """How the Hopper kernel cuts the gradient of the values."""
+
+    block_rows: int = 128
+    """Kept rows of an output block: 64, 128 or 256; its features are those of a
+    tile."""
+    stages: int = 6
+    """Stages of the ring between producers and consumers."""
+    lag: int = 3
+    """Steps that a gather may be in flight; at most ``stages - 2``."""
+    cluster: int = 1
+    """Blocks side by side along the rows that load the gradient of the output once and
+    share it: 1 or 2."""
+
+    def __post_init__(self) -> None:
+        if self.block_rows not in (64, 128, 256):
+            raise ValueError(f"block_rows {self.block_rows}, expected 64, 128 or 256")
+        if self.cluster not in (1, 2):
+            raise ValueError(f"cluster {self.cluster}, expected 1 or 2")
+        if self.lag < 1 or self.stages < self.lag + 2:
+            raise ValueError(
+                f"stages {self.stages} with lag {self.lag}: expected a lag of at least"
+                f" 1 and at least {self.lag + 2} stages"
+            )
+
+    @classmethod
+    def of(cls, problem: "Problem") -> "GradConfig":
+        """The largest block whose sums leave registers for two producers."""
+        rows = 64 if problem.tile == 256 else 128
+        stages = min(196_608 // (128 * (rows + problem.tile)), 8)
+        return cls(block_rows=rows, stages=stages, lag=min(stages - 2, 3))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One tile-sparse product and how its operands are stored."""
+
+    m: int
+    """Tokens."""
+    n: int
+    """Packed output features."""
+    k: int
+    """Input features."""
+    room: int
+    """Rows that fit into a tile; where tiles are full, what a tile multiplies."""
+    tile: int
+    """Columns of a tile."""
+    granularity: int
+    """Rows are kept in aligned groups of so many."""
+    dtype: jnp.dtype
+    """Type of all operands: bfloat16 or float16."""
+    x_major: bool
+    """The input is stored feature by feature."""
+    y_major: bool
+    """The output is stored feature by feature."""
+
+    @classmethod
+    def of(cls, x: Any, w: TileSparse, feature_major: tuple[bool, bool]) -> "Problem":
+        """The problem of activations (or their shape) and a weight."""
+        x_major, y_major = feature_major
+        return cls(
+            m=x.shape[1 if x_major else 0],
+            n=w.packed_columns,
+            k=w.shape[0],
+            room=w.room,
+            tile=w.tile,
+            granularity=w.granularity,
+            dtype=jnp.dtype(x.dtype),
+            x_major=x_major,
+            y_major=y_major,
+        )
+
+    @property
+    def tiles(self) -> int:
+        """Number of tiles."""
+        return -(-self.n // self.tile)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether single rows are gathered; else the copy engine moves whole groups."""
+        return self.granularity < STEP or (self.x_major and self.m % STEP > 0)
+
+    @property
+    def key(self) -> str:
+        """Key in the tables of tuned configs."""
+        short = {"bfloat16": "bf16", "float16": "f16"}
+        majors = "".join(
+            "f" if major else "t" for major in (self.x_major, self.y_major)
+        )
+        return (
+            f"m={self.m} n={self.n} k={self.k} room={self.room} tile={self.tile}"
+            f" granularity={self.granularity}"
+            f" {short.get(self.dtype.name, self.dtype.name)} {majors}"
+        )
+
+    def matmul(
+        self, config: TileSparseConfig, out_dtype: DTypeLike
+    ) -> tuple[MatmulProblem, MatmulConfig]:
+        """The cut as that of a matrix product, whose building blocks the kernel uses.
+
+        A feature-major output is the product of the transposed weight and x, another
+        one that of x and the weight.
+        """
+        x_is_k_major = self.gathers or self.x_major
+        shared: dict[str, Any] = {
+            "k": self.room,
+            "dtype": self.dtype,
+            "out_dtype": jnp.dtype(out_dtype),
+        }
+        clustered = config.cluster > 1
+        if self.y_major:
+            problem = MatmulProblem(
+                m=config.splits * self.tiles * self.tile,
+                n=self.m,
+                lhs_transposed=True,
+                rhs_transposed=not x_is_k_major,
+                **shared,
+            )
+            tile_m, tile_n, cluster = self.tile, config.block_tokens, "n"
+        else:
+            problem = MatmulProblem(
+                m=self.m,
+                n=config.splits * self.tiles * self.tile,
+                lhs_transposed=x_is_k_major,
+                rhs_transposed=False,
+                **shared,
+            )
+            tile_m, tile_n, cluster = config.block_tokens, self.tile, "m"
+        return problem, MatmulConfig(
+            tile_m=tile_m,
+            tile_n=tile_n,
+            tile_k=STEP,
+            stages=config.stages,
+            split="m" if tile_m >= 64 * CONSUMERS else "n",
+            cluster=cluster if clustered else "none",
+            store_slots=config.store_slots,
+        )
+
+
+def _fits(problem: Problem, block_tokens: int) -> bool:
+    """Whether two consumers can share the block and its sums fit their registers."""
+    area = block_tokens * problem.tile
+    return 64 * 128 <= area <= CONSUMERS * 64 * 256
+
+
+def heuristic(problem: Problem, device: DeviceSpec) -> TileSparseConfig:
+    """The config of a problem that was never tuned.
+
+    Args:
+        problem: what to compute.
+        device: number of multiprocessors.
+
+    Returns:
+        The largest block that keeps the multiprocessors busy; for few tokens, the rows
+        of a tile split among multiprocessors. No clusters: on an H200 waiting for each
+        other cost the blocks more than sharing the weights saved.
+
+    Example:
+        >>> from pallas_kernels.mosaic import H200
+        >>> big = Problem(m=4096, n=4096, k=4096, room=1024, tile=128, granularity=1,
+        ...               dtype=jnp.dtype("bfloat16"), x_major=True, y_major=True)
+        >>> heuristic(big, H200).block_tokens
+        256
+    """
+    alone = [c for c in _configs(problem, device) if c.cluster == 1]
+    return min(alone, key=lambda config: _cost(problem, config, device))
+
+
+# Cost model, in clock cycles of a multiprocessor; from times at 4096 x 4096 x 4096 with
+# 50% and 75% pruned on an H200: steps run at the rate of a dense product, what a block
+# costs beyond them is fixed.
+_TENSOR_CORE = 2048  # multiply-adds a cycle, 16-bit operands
+_EFFICIENCY = 0.98  # of the tensor cores, of that of a dense product
+_L2_BYTES = 48  # bytes a cycle from the L2 cache to one multiprocessor
+_HBM_BYTES = 2300  # bytes a cycle from memory to all of them
+_BLOCK_OVERHEAD = 4500  # filling the ring, storing the block
+_SPLIT_OVERHEAD = 4000  # another kernel, which adds the parts
+_FEW_TOKENS = 64
+
+
+def _cost(problem: Problem, config: TileSparseConfig, device: DeviceSpec) -> float:
+    """Estimated cycles: waves of blocks, each bound by tensor cores or L2 traffic."""
+    p, c = problem, config
+    blocks = -(-p.m // (c.block_tokens * c.cluster)) * p.tiles * c.splits
+    waves = -(-blocks // (device.num_sms // c.cluster))
+    bytes_moved = 2 * (min(c.block_tokens, -(-p.m // 8) * 8) + p.tile / c.cluster)
+    products = c.block_tokens * p.tile / (_TENSOR_CORE * _EFFICIENCY)
+    step = max(products, bytes_moved / _L2_BYTES)
+    cycles = waves * (p.room / c.splits * step + _BLOCK_OVERHEAD)
+    weight = 2 * p.tiles * p.tile * p.room / _HBM_BYTES
+    busy = min(1.0, blocks * c.cluster / device.num_sms)
+    return max(cycles, weight / busy) + _SPLIT_OVERHEAD * (c.splits > 1)
+
+
+def prefer_dense(problem: Problem, device: DeviceSpec) -> bool:
+    """Whether unpacking the weight and a dense product is expected to be faster.
+
+    The dense weight is not at hand: unpacking it costs reading the packed one and
+    writing the dense one, so this is rare. Who knows that a layer stays as full as this
+    keeps it dense.
+
+    Args:
+        problem: what to compute.
+        device: number of multiprocessors.
+
+    Example:
+        >>> from pallas_kernels.mosaic import H200
+        >>> full = Problem(m=8192, n=4096, k=4096, room=4096, tile=128, granularity=1,
+        ...                dtype=jnp.dtype("bfloat16"), x_major=True, y_major=True)
+        >>> prefer_dense(full, H200)
+        True
+        >>> prefer_dense(dataclasses.replace(full, room=2048), H200)
+        False
+    """
+    p = problem
+    dense = max(
+        p.m * p.n * p.k / (_TENSOR_CORE * device.num_sms),
+        2 * p.k * p.n / _HBM_BYTES,
+    )
+    unpack = 2 * p.n * (p.room + 2 * p.k) / _HBM_BYTES + _SPLIT_OVERHEAD
+    sparse = _cost(problem, heuristic(problem, device), device)
+    return dense + unpack < sparse
+
+
+def prefer_triton(problem: Problem) -> bool:
+    """Whether Triton's kernel is the faster one on Hopper: for few tokens, measured.
+
+    Args:
+        problem: what to compute.
+    """
+    return problem.gathers and problem.m <= _FEW_TOKENS
+
+
+def _configs(problem: Problem, device: DeviceSpec) -> list[TileSparseConfig]:
+    found = []
+    for tokens in (256, 128, 64):
+        if not _fits(problem, tokens):
+            continue
+        if tokens >= 2 * problem.m and _fits(problem, tokens // 2):
+            continue
+        # What fits into shared memory beside 32 KB of store buffers.
+        stages = min(196_608 // (128 * (tokens + problem.tile)), 8)
+        lag = min(stages - 2, 2 if tokens == 256 else 4)
+        ahead = 1 if tokens > 64 else 4
+        split_features = problem.y_major and problem.tile >= 128
+        rows = problem.tile // 2 if split_features else tokens
+        slots = 2 if problem.y_major and rows == 64 and tokens > 64 else 1
+        for cluster in (1, 2):
+            if cluster * tokens >= 2 * problem.m and cluster > 1:
+                continue
+            base = TileSparseConfig(
+                block_tokens=tokens,
+                stages=stages,
+                lag=lag,
+                ahead=ahead,
+                cluster=cluster,
+                store_slots=slots,
+            )
+            found.append(base)
+            if problem.m <= 128 and cluster == 1:
+                steps = problem.room // STEP
+                found += [
+                    dataclasses.replace(base, splits=splits)
+                    for splits in (2, 4, 8)
+                    if splits <= steps // 2
+                    and splits * problem.tiles <= 2 * device.num_sms
+                ]
+    return found
+
+
+def candidates(problem: Problem, device: DeviceSpec) -> tuple[TileSparseConfig, ...]:
+    """Configs for the tuner."""
+    found = _configs(problem, device)
+    best = heuristic(problem, device)
+    if problem.m > 2 * best.block_tokens:
+        found += [dataclasses.replace(best, group=group) for group in (2, 8)]
+    if best.lag > 1:
+        found.append(dataclasses.replace(best, lag=best.lag - 1))
+    return tuple(dict.fromkeys(found))

@@ -1,0 +1,473 @@
+"""Hopper tile-sparse product: gathered rows of x, packed weights, wgmma.
+
+The roles and the ring are those of `pallas_kernels.matmul.mosaic_gpu`, whose building
+blocks this kernel uses. An output block is one tile of features by `block_tokens`
+tokens; its sums run over the rows that the tile keeps, 64 at a time::
+
+    producer    weights: packed, a plain copy by the copy engine, shared by a cluster
+                x: rows from anywhere. Feature-major x makes a kept row one run of
+                memory, which cp.async gathers 16 bytes a lane (granularity 1 and 8);
+                aligned groups of 64 rows are plain copies too (granularity 64)
+    consumers   wgmma from shared memory; bias, activation, store
+
+A feature-major output is ``values^T x[rows]``, a token-major one ``x[rows]^T values``:
+the operands change places and nothing is transposed in memory.
+
+cp.async completes without a barrier. The producer therefore issues the gathers of `lag`
+further steps before it waits for one, shows it to the tensor cores and arrives at its
+barrier; consumers give a stage back one step late. Both together want ``lag + 2``
+stages. The indices of a step are read while the step before is gathered.
+
+Blocks are cut from a persistent grid, tiles of many rows first, so that uneven tiles
+leave little idle time at the end. Blocks of one tile run side by side and share its
+weights in the L2 cache; bands of `group` clusters of tokens bound what of x must stay
+there.
+
+Axes: M tokens, K input features, N packed output features, T tiles, P room for rows in
+a tile, G columns of a tile.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.matmul.mosaic_gpu import Tiles, store_tile
+from pallas_kernels.mosaic import DeviceSpec, check_hopper
+from pallas_kernels.tile_sparse_matmul import epilogue
+from pallas_kernels.tile_sparse_matmul.config import TILES, Problem, TileSparseConfig
+from pallas_kernels.tile_sparse_matmul.format import STEP, TileSparse
+from pallas_kernels.tile_sparse_matmul.gather import gather_rows, load_rows
+from pallas_kernels.tile_sparse_matmul.ring import (
+    GatherRing,
+    Ring,
+    check_tiles,
+    hand_over,
+    launch,
+    multiply_steps,
+    next_slot,
+    run_roles,
+    two_producers,
+)
+
+
+__all__ = ["check_problem", "tile_sparse_matmul"]
+
+
+def check_problem(problem: Problem, device: DeviceSpec | None) -> DeviceSpec:
+    """Checks that the kernel can serve a problem on a device.
+
+    Raises:
+        Unsupported: it cannot; the message says what to do.
+    """
+    device = check_hopper(device, "tile_sparse_matmul")
+    p = problem
+    if p.dtype not in (jnp.bfloat16, jnp.float16):
+        raise Unsupported(
+            f"tile_sparse_matmul: operands of type {p.dtype.name}, the kernel takes"
+            " bfloat16 or float16; cast them or use implementation='xla'"
+        )
+    if p.tile not in TILES:
+        raise Unsupported(
+            f"tile_sparse_matmul: tile {p.tile}, the kernel takes {TILES}; prune with"
+            " one of these or use implementation='xla'"
+        )
+    if 0 in (p.m, p.n, p.k):
+        raise Unsupported(
+            f"tile_sparse_matmul: empty product of m={p.m} n={p.n} k={p.k}; use"
+            " implementation='xla'"
+        )
+    return device
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Cut:
+    """A problem cut by a config."""
+
+    problem: Problem
+    config: TileSparseConfig
+    has_bias: bool
+    activation: str | None
+    equal_steps: int | None
+    """Steps of each tile, where all have as many. Rooms are as small as they can be,
+    and past the counts values are zero: nothing need be read to know it."""
+
+    @property
+    def dtype_stored(self) -> Any:
+        return jnp.float32 if self.config.splits > 1 else self.problem.dtype
+
+    @functools.cached_property
+    def tiles(self) -> Tiles:
+        problem, config = self.problem.matmul(self.config, self.dtype_stored)
+        return Tiles(problem=problem, config=config)
+
+    @property
+    def token_clusters(self) -> int:
+        return pl.cdiv(self.problem.m, self.config.block_tokens * self.config.cluster)
+
+    @property
+    def out_shape(self) -> tuple[int, int]:
+        """Whole tiles of the layout: 8 rows of 128 bytes."""
+        p, splits = self.problem, self.config.splits
+        whole = p.n % (8 if p.y_major else self.tiles.store_columns) == 0
+        features = p.n if splits == 1 and whole else splits * p.tiles * p.tile
+        return (features, p.m) if p.y_major else (p.m, features)
+
+    def operands(self, scratch: Any) -> tuple[Any, Any]:
+        """The rings of x and of the weights."""
+        pair = scratch["w_smem"], scratch["x_smem"]
+        return pair if self.problem.y_major else pair[::-1]
+
+    @property
+    def steps_of_block(self) -> int | None:
+        """Steps of each block, where all have as many."""
+        steps, splits = self.equal_steps, self.config.splits
+        return None if steps is None or steps % splits else steps // splits
+
+    @property
+    def steps_together(self) -> int:
+        """Steps whose indices are read at a time."""
+        steps = self.steps_of_block
+        if steps is None:
+            return 1
+        return max(n for n in range(1, self.config.ahead + 1) if steps % n == 0)
+
+    @property
+    def producers(self) -> tuple[str, ...]:
+        """What producers there are; each is a warpgroup."""
+        if not self.problem.gathers:
+            return ("load",)
+        return ("load", "gather") if two_producers(self.tiles) else ("gather",)
+
+    def steps(self, counts: Any, block: "_Block") -> tuple[Any, Any]:
+        """First and last (excluded) step of a block."""
+        steps = self.equal_steps
+        if steps is None:
+            steps = lax.div(counts[block.tile] + (STEP - 1), jnp.int32(STEP))
+        splits = self.config.splits
+        if splits == 1:
+            return jnp.int32(0), jnp.int32(steps)
+        return (
+            lax.div(steps * block.split, jnp.int32(splits)),
+            lax.div(steps * (block.split + 1), jnp.int32(splits)),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """An output block: which tile, which part of its rows, which tokens."""
+
+    tile: Any
+    split: Any
+    tokens: Any
+
+
+class _Schedule:
+    """The output blocks of one multiprocessor (one cluster), in order."""
+
+    def __init__(self, cut: _Cut, order: Any) -> None:
+        self.cut, self.order = cut, order
+        self.clusters = cut.token_clusters
+        self.lines = cut.problem.tiles * cut.config.splits
+        self.worker, self.workers = lax.axis_index("worker"), lax.axis_size("worker")
+
+    def locate(self, index: Any) -> _Block:
+        """The `index`-th of all blocks."""
+        config, lines = self.cut.config, self.lines
+        group = min(config.group, self.clusters)
+        band = lax.div(index, jnp.int32(group * lines))
+        within = index - band * (group * lines)
+        width = jnp.minimum(jnp.int32(group), self.clusters - band * group)
+        line = lax.div(within, width)
+        tokens = band * group + lax.rem(within, width)
+        rank = lax.axis_index("cluster") if config.cluster > 1 else 0
+        tokens = tokens * config.cluster + rank
+        tile = lax.div(line, jnp.int32(config.splits))
+        split = lax.rem(line, jnp.int32(config.splits))
+        return _Block(tile if self.order is None else self.order[tile], split, tokens)
+
+    def first(self) -> _Block:
+        """The first of this multiprocessor; there is one."""
+        return self.locate(self.worker)
+
+    def for_each(self, body: Callable[..., Any], carry: Any) -> Any:
+        """Loops over them: ``body(block, the one after, carry) -> carry``."""
+        total = self.clusters * self.lines
+        mine = lax.div(total - 1 - self.worker + self.workers, jnp.int32(self.workers))
+
+        def block(i: jax.Array, carry: Any) -> Any:
+            index = i * self.workers + self.worker
+            after = jnp.where(i + 1 < mine, index + self.workers, index)
+            return body(self.locate(index), self.locate(after), carry)
+
+        return lax.fori_loop(0, mine, block, carry)
+
+
+def _load_weights(
+    cut: _Cut, refs: dict[str, Any], scratch: Any, block: _Block, k: Any, slot: Any
+) -> None:
+    """Starts the copy of one step of a tile."""
+    _, w_smem = cut.operands(scratch)
+    plgpu.copy_gmem_to_smem(
+        refs["values"].at[block.tile, pl.ds(pl.multiple_of(k * STEP, STEP), STEP)],
+        w_smem.at[slot],
+        scratch["full"].at[slot],
+        collective_axes=("cluster",) if cut.config.cluster > 1 else None,
+    )
+
+
+def _load(cut: _Cut, refs: dict[str, Any], scratch: Any, schedule: _Schedule) -> None:
+    """Starts the plain copies: weights, and x where whole groups of rows are kept."""
+    config, problem = cut.config, cut.problem
+    x_smem, _ = cut.operands(scratch)
+    ring = Ring(scratch, config.stages)
+
+    def load_block(block: _Block, _: _Block, slot: Any) -> Any:
+        def group_of(k: Any) -> Any:
+            # One step past the last is read ahead; it must lie within the room.
+            return refs["rows"][block.tile, jnp.minimum(k * STEP, problem.room - 1)]
+
+        def step(k: jax.Array, carry: Any) -> Any:
+            slot, group = carry
+            following = group if problem.gathers else group_of(k + 1)
+            ring.acquire(slot)
+            _load_weights(cut, refs, scratch, block, k, slot)
+            if not problem.gathers:
+                token = pl.ds(block.tokens * config.block_tokens, config.block_tokens)
+                rows = pl.ds(pl.multiple_of(group, STEP), STEP)
+                x = refs["x"]
+                view = x.at[rows, token] if problem.x_major else x.at[token, rows]
+                plgpu.copy_gmem_to_smem(view, x_smem.at[slot], ring.full.at[slot])
+            return next_slot(slot, config.stages), following
+
+        first, last = cut.steps(refs["counts"], block)
+        group = jnp.int32(0) if problem.gathers else group_of(first)
+        return lax.fori_loop(first, last, step, (slot, group))[0]
+
+    ring.drain(schedule.for_each(load_block, jnp.int32(0)))
+
+
+def _gather(
+    cut: _Cut, refs: dict[str, Any], scratch: Any, schedule: _Schedule, alone: bool
+) -> None:
+    """Gathers rows of x, and loads the weights if it is alone.
+
+    The indices of the next few steps are read before these are gathered.
+    """
+    config, problem = cut.config, cut.problem
+    ring = GatherRing(scratch, config.stages, config.lag)
+    x_smem, _ = cut.operands(scratch)
+    together = cut.steps_together
+    # Where all blocks have as many steps, indices are read across the end of a block.
+    chained = cut.steps_of_block is not None
+    covered = cut.token_clusters * config.cluster * config.block_tokens
+
+    def indices_of(tile: Any, step: Any) -> tuple[jax.Array, ...]:
+        # Steps past the last are read ahead; they must lie within the room.
+        step = jnp.minimum(step, problem.room // STEP - together)
+        found = []
+        for i in range(together):
+            rows = pl.ds(pl.multiple_of((step + i) * STEP, STEP), STEP)
+            found.append(load_rows(refs["rows"].at[tile, rows], STEP))
+        return tuple(found)
+
+    def gather_block(block: _Block, after: _Block, carry: Any) -> Any:
+        first, last = cut.steps(refs["counts"], block)
+        first_after, _ = cut.steps(refs["counts"], after)
+
+        def some_steps(i: jax.Array, carry: Any) -> Any:
+            slot, flying, indices = carry
+            k = first + i * together
+            tile, then = block.tile, k + together
+            if chained:
+                tile = jnp.where(then < last, tile, after.tile)
+                then = jnp.where(then < last, then, first_after)
+            following = indices_of(tile, then)
+            for j in range(together):
+                ring.acquire(slot)
+                if alone:
+                    _load_weights(cut, refs, scratch, block, k + j, slot)
+                gather_rows(
+                    refs["x"],
+                    indices[j],
+                    block.tokens * config.block_tokens,
+                    x_smem.at[slot],
+                    count=STEP,
+                    width=config.block_tokens,
+                    masked=covered > problem.m,
+                )
+                slot, flying = ring.commit(slot, flying)
+            return slot, flying, following
+
+        if not chained:
+            carry = (*carry[:2], indices_of(block.tile, first))
+        rounds = lax.div(last - first, jnp.int32(together))
+        return lax.fori_loop(0, rounds, some_steps, carry)
+
+    start = schedule.first()
+    first, _ = cut.steps(refs["counts"], start)
+    carry = (jnp.int32(0), jnp.int32(0), indices_of(start.tile, first))
+    ring.finish(*schedule.for_each(gather_block, carry)[:2])
+
+
+def _consume(
+    cut: _Cut, refs: dict[str, Any], scratch: Any, schedule: _Schedule, consumer: Any
+) -> None:
+    """A consumer: multiplies its part of each block and stores it."""
+    hand_over(scratch, cut.config.stages)
+
+    def consume_block(block: _Block, _: _Block, slot: Any) -> Any:
+        tile, tokens = block.tile, block.tokens
+        first, last = cut.steps(refs["counts"], block)
+        sums, slot = multiply_steps(cut.tiles, scratch, consumer, first, last, slot)
+        line = block.split * cut.problem.tiles + tile
+        m, n = (line, tokens) if cut.problem.y_major else (tokens, line)
+        sums = _epilogue(cut, refs, sums, tile, consumer)
+        view = functools.partial(cut.tiles.out_view, refs["out"], m, n, consumer)
+        store_tile(cut.tiles, sums, scratch, consumer, view)
+        return slot
+
+    schedule.for_each(consume_block, jnp.int32(0))
+    # Only shared memory must outlive the copies; the end of the kernel awaits the rest.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _epilogue(
+    cut: _Cut, refs: dict[str, Any], sums: jax.Array, tile: Any, consumer: Any
+) -> jax.Array:
+    config, y_major = cut.tiles.config, cut.problem.y_major
+    if cut.has_bias:
+        size = config.block[0 if y_major else 1]
+        start = tile * cut.problem.tile
+        if config.split == ("m" if y_major else "n"):
+            start = start + consumer * size
+        along = 1 if y_major else 0  # the axis of the sums that bias lacks
+        bias = plgpu.load(
+            refs["bias"].at[pl.ds(start, size)],
+            layout=plgpu.Layout.WGMMA.reduce(along),
+            optimized=False,
+        )
+        sums = sums + lax.broadcast_in_dim(bias, sums.shape, (1 - along,))
+    if cut.activation is not None:
+        sums = epilogue.KERNEL_ACTIVATIONS[cut.activation](sums)
+    return sums
+
+
+def tile_sparse_matmul(
+    x: jax.Array,
+    w: TileSparse,
+    bias: jax.Array | None = None,
+    activation: str | None = None,
+    *,
+    feature_major: tuple[bool, bool],
+    config: TileSparseConfig,
+    device: DeviceSpec | None,
+) -> jax.Array:
+    """Computes the packed product on a Hopper GPU with fp32 sums.
+
+    Args:
+        x: [M,K] activations, or [K,M]; bfloat16 or float16.
+        w: weight; its `columns` are left to the caller.
+        bias: [N] or None.
+        activation: a name in `ACTIVATIONS`, or None.
+        feature_major: how the input and the output are stored.
+        config: how to cut it.
+        device: the GPU that the kernel is built for.
+
+    Returns:
+        [M,N] of the type of x, or [N,M].
+
+    Raises:
+        Unsupported: the device, types, tile or shared memory do not fit.
+    """
+    x_major, y_major = feature_major
+    wanted = Problem.of(x, w, feature_major)
+    device = check_problem(wanted, device)
+    if wanted.gathers and not x_major:
+        x, x_major = x.T, True  # a kept row must be one run of memory
+    # Stored rows and columns fill whole tiles of the layout, but for few columns.
+    unit = STEP if y_major and wanted.m > STEP else 8
+    along = 1 if x_major else 0
+    if extra := -x.shape[along] % unit:
+        x = jnp.pad(x, ((0, extra), (0, 0)) if along == 0 else ((0, 0), (0, extra)))
+    problem = Problem.of(x, w, (x_major, y_major))
+    fused = config.splits == 1
+    cut = _Cut(
+        problem=problem,
+        config=config,
+        has_bias=bias is not None and fused,
+        activation=activation if fused else None,
+        equal_steps=w.room // STEP if w.equal_counts else None,
+    )
+    check_tiles(cut.tiles, device, config)
+    inputs = {"x": x, "values": w.values, "rows": w.rows, "counts": w.counts}
+    if cut.has_bias and bias is not None:
+        padded = w.tiles * w.tile - w.packed_columns
+        inputs["bias"] = jnp.pad(bias.astype(jnp.float32), (0, padded))
+    if not w.equal_counts and w.tiles > 1 and fused:
+        inputs["order"] = _falling(w.counts)
+    y = _call(cut, inputs, device)
+    if not fused:
+        y = _add_parts(y, cut, bias, activation)
+    return y[: wanted.n, : wanted.m] if y_major else y[: wanted.m, : wanted.n]
+
+
+def _falling(counts: jax.Array) -> jax.Array:
+    """The tiles by falling count, int32 [T]; comparisons are cheaper than a sort."""
+    number = jnp.arange(len(counts), dtype=jnp.int32)
+    before = (counts[:, None] < counts) | (
+        (counts[:, None] == counts) & (number[:, None] > number)
+    )
+    rank = jnp.sum(before, axis=1, dtype=jnp.int32)
+    return jnp.sum(
+        jnp.where(rank == number[:, None], number, 0), axis=1, dtype=jnp.int32
+    )
+
+
+def _add_parts(
+    parts: jax.Array, cut: _Cut, bias: jax.Array | None, activation: str | None
+) -> jax.Array:
+    """Sums the parts of a split product; one fused kernel of XLA with the epilogue."""
+    p, splits = cut.problem, cut.config.splits
+    if p.y_major:
+        sums = jnp.sum(parts.reshape(splits, -1, p.m), axis=0)[: p.n]
+    else:
+        sums = jnp.sum(parts.reshape(p.m, splits, -1), axis=1)[:, : p.n]
+    return epilogue.apply(
+        sums, bias, activation, feature_major=p.y_major, dtype=p.dtype
+    )
+
+
+def _call(cut: _Cut, inputs: dict[str, jax.Array], device: DeviceSpec) -> jax.Array:
+    names = [*inputs, "out"]
+
+    def body(*args: Any, **scratch: Any) -> None:
+        refs = dict(zip(names, args, strict=True))
+        schedule = _Schedule(cut, refs.get("order"))
+
+        roles = {
+            "load": lambda: _load(cut, refs, scratch, schedule),
+            "gather": lambda: _gather(
+                cut, refs, scratch, schedule, alone="load" not in cut.producers
+            ),
+        }
+        run_roles(
+            lambda consumer: _consume(cut, refs, scratch, schedule, consumer),
+            {role: roles[role] for role in cut.producers},
+        )
+
+    blocks = cut.token_clusters * cut.problem.tiles * cut.config.splits
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(cut.out_shape, cut.dtype_stored),
+        scratch_types=cut.tiles.scratch_types(),
+        kernel_name="tile_sparse_matmul",
+        **launch(blocks, cut.config.cluster, device, len(cut.producers)),
+    )(*inputs.values())

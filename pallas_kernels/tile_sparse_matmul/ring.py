@@ -1,0 +1,225 @@
+"""The ring of shared-memory stages between a producer that gathers and its consumers.
+
+Invariant: at the head of a step the producer has handed over all gathers but the `lag`
+youngest, and a consumer has given back all stages but the last one it multiplied. A
+producer that waits for stage ``s - stages`` therefore needs ``stages >= lag + 2``.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.matmul.config import CONSUMERS
+from pallas_kernels.matmul.mosaic_gpu import Tiles
+from pallas_kernels.mosaic import DeviceSpec, check_smem
+from pallas_kernels.tile_sparse_matmul.gather import commit_gather, wait_gathers
+
+
+__all__ = [
+    "GatherRing",
+    "Ring",
+    "check_tiles",
+    "hand_over",
+    "launch",
+    "multiply_steps",
+    "next_slot",
+    "run_roles",
+    "two_producers",
+]
+
+# All warpgroups together have 512 registers for each of 128 threads. The one that
+# gathers computes addresses, the one that loads only starts copies.
+_REGISTERS = {
+    ("load",): {"consume": 232, "load": 40},
+    ("gather",): {"consume": 224, "gather": 56},
+    ("load", "gather"): {"consume": 208, "load": 40, "gather": 56},
+}
+
+_FOUR_WARPGROUPS = 64 * 128
+"""Largest block of a consumer beside two producers: ptxas compiles a kernel of 512
+threads with 128 registers a thread, whatever a warpgroup asks for later."""
+
+
+def two_producers(tiles: Tiles) -> bool:
+    """Whether plain copies and gathers can have a warpgroup each."""
+    return math.prod(tiles.config.block) <= _FOUR_WARPGROUPS
+
+
+def launch(
+    blocks: int, cluster: int, device: DeviceSpec, producers: int
+) -> dict[str, Any]:
+    """The grid of a persistent kernel: blocks (clusters) to compute, threads."""
+    clusters: dict[str, Any] = (
+        {"cluster": (cluster,), "cluster_names": ("cluster",)} if cluster > 1 else {}
+    )
+    return clusters | {
+        "grid": (min(device.num_sms // cluster, blocks),),
+        "grid_names": ("worker",),
+        "num_threads": CONSUMERS + producers,
+        "thread_name": "warpgroup",
+    }
+
+
+def run_roles(
+    consume: Callable[[Any], None], producers: Mapping[str, Callable[[], None]]
+) -> None:
+    """The body of a kernel: each warpgroup plays its role.
+
+    Args:
+        consume: gets the number of the consumer.
+        producers: "load" starts plain copies, "gather" gathers rows. Alone, either does
+            what else is to be done. Together, the wait for indices does not hold up the
+            plain copies.
+    """
+    warpgroup = lax.axis_index("warpgroup")
+    registers = _REGISTERS[tuple(producers)]
+
+    @pl.when(warpgroup < CONSUMERS)
+    def _consume() -> None:
+        plgpu.set_max_registers(registers["consume"], action="increase")
+        consume(warpgroup)
+
+    for i, (role, produce) in enumerate(producers.items()):
+
+        @pl.when(warpgroup == CONSUMERS + i)
+        def _produce(role: str = role, produce: Callable[[], None] = produce) -> None:
+            plgpu.set_max_registers(registers[role], action="decrease")
+            produce()
+
+
+def check_tiles(tiles: Tiles, device: DeviceSpec, config: Any) -> None:
+    """Refuses what does not fit into a multiprocessor.
+
+    Raises:
+        Unsupported: shared memory or store buffers do not fit.
+    """
+    slots, columns = tiles.config.store_slots, tiles.store_columns
+    chunks = tiles.config.block[1] // columns
+    if tiles.config.block[1] % columns or chunks % slots:
+        raise Unsupported(
+            f"tile_sparse_matmul: store_slots {slots}, expected a divisor of the"
+            f" {chunks} chunks of 128 bytes that a consumer stores"
+        )
+    check_smem(tiles.smem_bytes, device, f"tile_sparse_matmul with {config}")
+
+
+def next_slot(slot: Any, stages: int) -> Any:
+    """The stage after `slot`."""
+    return jnp.where(slot == stages - 1, 0, slot + 1)
+
+
+def _back(slot: Any, by: int, stages: int) -> Any:
+    return jnp.where(slot >= by, slot - by, slot - by + stages)
+
+
+class Ring:
+    """The side of a producer: it waits for each stage before it fills it."""
+
+    def __init__(self, scratch: Any, stages: int) -> None:
+        self.full, self.empty = scratch["full"], scratch["empty"]
+        self.stages = stages
+
+    def acquire(self, slot: Any) -> None:
+        """Waits until the consumers have given the stage back."""
+        plgpu.barrier_wait(self.empty.at[slot])
+
+    def drain(self, slot: Any) -> None:
+        """Waits until all stages have come back, at the end.
+
+        A barrier remembers only one phase, and the peer of a cluster still writes here
+        until then.
+        """
+
+        def wait(_: jax.Array, slot: jax.Array) -> jax.Array:
+            self.acquire(slot)
+            return next_slot(slot, self.stages)
+
+        lax.fori_loop(0, self.stages, wait, slot)
+
+
+class GatherRing(Ring):
+    """The side of a producer that gathers: it hands a stage over `lag` steps later.
+
+    Its state is the next stage and the number of gathers in flight.
+    """
+
+    def __init__(self, scratch: Any, stages: int, lag: int) -> None:
+        super().__init__(scratch, stages)
+        self.lag = lag
+
+    def commit(self, slot: Any, flying: Any) -> tuple[Any, Any]:
+        """Ends the gather of a stage and hands over the one `lag` steps ago."""
+        commit_gather()
+        slot = next_slot(slot, self.stages)
+        pl.when(flying == self.lag)(functools.partial(self._show, slot, self.lag))
+        return slot, jnp.minimum(flying + 1, self.lag)
+
+    def _show(self, slot: Any, in_flight: int) -> None:
+        wait_gathers(in_flight)
+        plgpu.commit_smem()
+        done = _back(slot, in_flight + 1, self.stages)
+        plgpu.barrier_arrive(self.full.at[done])
+
+    def finish(self, slot: Any, flying: Any) -> None:
+        """Hands over what is in flight and drains the ring."""
+        for in_flight in reversed(range(self.lag)):
+            show = functools.partial(self._show, slot, in_flight)
+            pl.when(flying > in_flight)(show)
+        self.drain(slot)
+
+
+def hand_over(scratch: Any, stages: int) -> None:
+    """Consumer: gives all stages to the producer, at the start."""
+
+    def give(slot: jax.Array, _: None) -> None:
+        plgpu.barrier_arrive(scratch["empty"].at[slot])
+
+    lax.fori_loop(0, stages, give, None)
+
+
+def multiply_steps(
+    tiles: Tiles, scratch: Any, consumer: Any, first: Any, last: Any, slot: Any
+) -> tuple[jax.Array, Any]:
+    """Consumer: sums the products of the steps ``first .. last - 1``; maybe none.
+
+    Args:
+        tiles: the cut.
+        scratch: what `Tiles.scratch_types` allocated.
+        consumer: int32, which of the consumers this warpgroup is.
+        first: int32.
+        last: int32.
+        slot: int32, the next stage of the ring.
+
+    Returns:
+        The sums, fp32 of the size of a consumer's block, and the next stage.
+    """
+    stages = tiles.config.stages
+    full, empty = scratch["full"], scratch["empty"]
+
+    def scoped(acc: Any) -> Any:
+        def step(k: jax.Array, slot: jax.Array) -> jax.Array:
+            plgpu.barrier_wait(full.at[slot])
+            plgpu.wgmma(acc, *tiles.operands(scratch, slot, consumer))
+            # One product stays in flight, the one before it has left its stage.
+            plgpu.wgmma_wait(1)
+            before = _back(slot, 1, stages)
+            pl.when(k > first)(lambda: plgpu.barrier_arrive(empty.at[before]))
+            return next_slot(slot, stages)
+
+        after = lax.fori_loop(first, last, step, slot)
+        sums = acc[...]
+        before = _back(after, 1, stages)
+        pl.when(last > first)(lambda: plgpu.barrier_arrive(empty.at[before]))
+        return sums, after
+
+    return pl.run_scoped(
+        scoped, plgpu.WGMMAAccumulatorRef(tiles.config.block, jnp.float32)
+    )

@@ -1,0 +1,87 @@
+"""Tile-sparse products of real models: one list for tests, tuner and benchmarks.
+
+Axes: M tokens, K input features, N output features, T tiles, P room for rows in a tile,
+G columns of a tile.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels.tile_sparse_matmul.format import STEP, TileSparse
+
+
+__all__ = ["SHAPES", "SPECS", "TileSparseSpec"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TileSparseSpec:
+    """A named product of equally full tiles."""
+
+    name: str
+    """Layer, tokens and what is pruned."""
+    m: int
+    """Tokens."""
+    n: int
+    """Output features."""
+    k: int
+    """Input features."""
+    room: int
+    """Rows that each tile keeps."""
+    tile: int = 128
+    """Columns of a tile."""
+    granularity: int = 1
+    """Rows are kept in aligned groups of so many."""
+    feature_major: tuple[bool, bool] = (True, True)
+    """How the input and the output are stored."""
+
+    def weight_shape(self, dtype: DTypeLike = jnp.bfloat16) -> TileSparse:
+        """The weight with shapes in place of arrays."""
+        tiles = -(-self.n // self.tile)
+        leaves: Any = (
+            jax.ShapeDtypeStruct((tiles, self.room, self.tile), dtype),
+            jax.ShapeDtypeStruct((tiles, self.room), jnp.int32),
+            jax.ShapeDtypeStruct((tiles,), jnp.int32),
+            None,
+        )
+        static = ((self.k, self.n), self.granularity, True)
+        return TileSparse.tree_unflatten(static, leaves)
+
+
+SHAPES = {
+    "bert_up": (768, 3072),
+    "bert_down": (3072, 768),
+    "square_4096": (4096, 4096),
+    "llama3_8b_up": (4096, 14336),
+    "llama3_8b_down": (14336, 4096),
+    "square_8192": (8192, 8192),
+    "llama3_70b_up": (8192, 28672),
+}
+"""Input and output features of the layers."""
+
+
+def _spec(layer: str, m: int, sparsity: float, **kwargs: Any) -> TileSparseSpec:
+    k, n = SHAPES[layer]
+    room = round(k * (1 - sparsity) / STEP) * STEP
+    extra = "".join(f"_{name}{value}" for name, value in kwargs.items())
+    name = f"{layer}_m{m}_s{100 * sparsity:g}{extra}"
+    for word, short in (("feature_major", ""), (" ", ""), ("granularity", "rows")):
+        name = name.replace(word, short)
+    return TileSparseSpec(name=name, m=m, n=n, k=k, room=room, **kwargs)
+
+
+SPECS: tuple[TileSparseSpec, ...] = (
+    _spec("square_4096", 4096, 0.75),
+    _spec("square_4096", 4096, 0.75, feature_major=(False, False)),
+    _spec("square_4096", 4096, 0.75, granularity=64, feature_major=(False, False)),
+    _spec("square_4096", 4096, 0.75, tile=64),
+    _spec("square_4096", 4096, 0.75, tile=256),
+    _spec("square_4096", 4096, 0.5),
+    *(_spec(layer, 4096, 0.75) for layer in SHAPES if layer != "square_4096"),
+    *(_spec("llama3_8b_up", m, 0.75) for m in (1, 8, 16, 32, 64, 128, 512, 2048)),
+    *(_spec("square_4096", m, 0.75) for m in (8, 64, 512, 2048, 8192)),
+)
+"""Every problem that is lowered in the tests and tuned."""

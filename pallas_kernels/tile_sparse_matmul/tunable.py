@@ -1,0 +1,99 @@
+"""What the tuner needs to know of the tile-sparse product."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.mosaic import DeviceSpec
+from pallas_kernels.tile_sparse_matmul import config as config_module
+from pallas_kernels.tile_sparse_matmul import mosaic_gpu, xla
+from pallas_kernels.tile_sparse_matmul.config import Problem, TileSparseConfig
+from pallas_kernels.tile_sparse_matmul.format import TileSparse
+from pallas_kernels.tile_sparse_matmul.specs import SPECS
+
+
+__all__ = [
+    "arguments",
+    "baseline",
+    "candidates",
+    "kernel",
+    "problems",
+    "random_weight",
+]
+
+
+def problems() -> Mapping[str, Problem]:
+    """The problems of `SPECS`, in bfloat16."""
+    found = []
+    for spec in SPECS:
+        shape = (spec.m, spec.k)
+        x = jax.ShapeDtypeStruct(
+            shape[::-1] if spec.feature_major[0] else shape, jnp.bfloat16
+        )
+        found.append(Problem.of(x, spec.weight_shape(), spec.feature_major))
+    return {problem.key: problem for problem in found}
+
+
+def candidates(problem: Problem, device: DeviceSpec) -> Sequence[TileSparseConfig]:
+    """Configs worth timing."""
+    return config_module.candidates(problem, device)
+
+
+def random_weight(problem: Problem, key: jax.Array) -> TileSparse:
+    """A weight with full tiles of random rows, made on the device.
+
+    Args:
+        problem: its shape.
+        key: of `jax.random`.
+    """
+    values_key, rows_key = jax.random.split(key)
+    groups = problem.k // problem.granularity
+    kept = problem.room // problem.granularity
+    scores = jax.random.uniform(rows_key, (problem.tiles, groups))
+    chosen = jnp.sort(jnp.argsort(scores, axis=1)[:, :kept], axis=1)
+    rows = chosen[:, :, None] * problem.granularity + jnp.arange(problem.granularity)
+    shape = (problem.tiles, problem.room, problem.tile)
+    return TileSparse(
+        jax.random.normal(values_key, shape, problem.dtype),
+        rows.reshape(problem.tiles, problem.room).astype(jnp.int32),
+        jnp.full((problem.tiles,), problem.room, jnp.int32),
+        shape=(problem.k, problem.n),
+        granularity=problem.granularity,
+    )
+
+
+def arguments(problem: Problem) -> tuple[jax.Array, TileSparse]:
+    """Random activations and weight."""
+    x_key, w_key = jax.random.split(jax.random.key(0))
+    shape = (problem.k, problem.m) if problem.x_major else (problem.m, problem.k)
+    return (
+        jax.random.normal(x_key, shape, problem.dtype),
+        random_weight(problem, w_key),
+    )
+
+
+def _storage(problem: Problem) -> tuple[bool, bool]:
+    return problem.x_major, problem.y_major
+
+
+def kernel(
+    problem: Problem, config: TileSparseConfig, device: DeviceSpec
+) -> Callable[..., jax.Array]:
+    """The kernel with a config."""
+    return functools.partial(
+        mosaic_gpu.tile_sparse_matmul,
+        feature_major=_storage(problem),
+        config=config,
+        device=device,
+    )
+
+
+def baseline(problem: Problem) -> Callable[..., jax.Array]:
+    """The unpacked weight multiplied by XLA."""
+    return functools.partial(
+        xla.tile_sparse_matmul,
+        feature_major=_storage(problem),
+        out_dtype=problem.dtype,
+    )

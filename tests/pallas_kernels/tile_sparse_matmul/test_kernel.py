@@ -1,0 +1,328 @@
+"""The Hopper kernels on a CPU: interpreted with race detection, lowered for CUDA."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import tuning
+from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.mosaic import H200, use_device
+from pallas_kernels.tile_sparse_matmul import (
+    mosaic_gpu,
+    mosaic_gpu_grad,
+    tile_sparse_matmul,
+)
+from pallas_kernels.tile_sparse_matmul.config import (
+    GradConfig,
+    Problem,
+    TileSparseConfig,
+    candidates,
+    heuristic,
+)
+from pallas_kernels.tile_sparse_matmul.epilogue import ACTIVATIONS, KERNEL_ACTIVATIONS
+from pallas_kernels.tile_sparse_matmul.specs import SPECS
+from tests.interpreter import interpret_mosaic_gpu
+from tests.lowering import lower_for_cuda
+from tests.pallas_kernels.tile_sparse_matmul import stand_ins  # noqa: F401
+from tests.pallas_kernels.tile_sparse_matmul.cases import random_weight
+from tests.tolerances import RELATIVE, relative_error
+
+
+BF16 = jnp.dtype(jnp.bfloat16)
+SMALL = TileSparseConfig(block_tokens=64, stages=3, lag=1, cluster=1, store_slots=1)
+WIDE = dataclasses.replace(SMALL, block_tokens=128)
+
+
+def normal(seed, shape, dtype=jnp.bfloat16):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def interpreted(x, w, config, layout, num_sms=1, **epilogue):
+    device = dataclasses.replace(H200, num_sms=num_sms)
+    with interpret_mosaic_gpu(detect_races=True):
+        return np.asarray(
+            mosaic_gpu.tile_sparse_matmul(
+                x, w, feature_major=layout, config=config, device=device, **epilogue
+            )
+        )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "weight", "layout", "config", "num_sms"),
+    [
+        # Uneven tiles: none, one row, more than all stages hold; the ring carries over.
+        (64, (256, 384, 128, [0, 1, 256], 1), (True, True), SMALL, 1),
+        (64, (256, 256, 128, [65, 192], 1), (True, False), SMALL, 2),
+        (64, (256, 256, 128, [8, 136], 8), (False, True), SMALL, 1),
+        # More stages and lag than a tile has steps.
+        (
+            64,
+            (128, 256, 128, [64, 64], 1),
+            (True, True),
+            dataclasses.replace(SMALL, stages=6, lag=4),
+            1,
+        ),
+        # Clusters, one of them half past the end; bands of one.
+        (
+            192,
+            (192, 256, 128, [130, 20], 1),
+            (True, True),
+            dataclasses.replace(SMALL, cluster=2, group=1),
+            2,
+        ),
+        (
+            128,
+            (192, 256, 128, [130, 20], 1),
+            (True, False),
+            dataclasses.replace(SMALL, cluster=2),
+            2,
+        ),
+        (24, (128, 128, 128, [100], 1), (True, True), SMALL, 1),  # few tokens
+        (24, (128, 128, 128, [100], 1), (True, False), SMALL, 1),
+        (5, (128, 128, 128, [100], 1), (False, False), SMALL, 1),  # padded
+        (100, (128, 100, 64, [100, 7], 1), (True, True), WIDE, 1),
+        (128, (128, 192, 64, [70, 128, 3], 1), (True, False), WIDE, 1),
+        (64, (128, 256, 256, [90], 1), (True, True), SMALL, 1),
+        # Sums too large for two producers; indices of two steps at a time.
+        (
+            256,
+            (256, 256, 128, [130, 130], 1),
+            (True, True),
+            TileSparseConfig(stages=3, lag=1, ahead=3),
+            1,
+        ),
+        (
+            64,
+            (256, 384, 128, [200, 200, 200], 1),
+            (True, True),
+            dataclasses.replace(SMALL, ahead=2),
+            1,
+        ),
+        # Groups of 64 rows, by the copy engine, from both layouts.
+        (128, (256, 256, 128, [64, 192], 64), (True, True), SMALL, 1),
+        (128, (256, 256, 128, [64, 192], 64), (False, True), SMALL, 1),
+        (72, (256, 256, 128, [128, 0], 64), (False, False), SMALL, 1),
+        # Split sums: parts of unequal and of no steps.
+        (
+            16,
+            (256, 256, 128, [192, 64], 1),
+            (True, True),
+            dataclasses.replace(SMALL, splits=2),
+            2,
+        ),
+        (
+            16,
+            (256, 200, 128, [192, 64], 1),
+            (True, False),
+            dataclasses.replace(SMALL, splits=4),
+            1,
+        ),
+    ],
+)
+def test_interpreted_kernel_equals_the_reference(
+    tokens, weight, layout, config, num_sms
+):
+    w, dense, _ = random_weight(*weight, dtype=BF16)
+    x, bias = normal(1, (tokens, w.shape[0])), normal(2, (w.shape[1],))
+    y = interpreted(
+        x.T if layout[0] else x,
+        w,
+        config,
+        layout,
+        num_sms,
+        bias=bias,
+        activation="gelu",
+    )
+    want = x.astype(jnp.float32) @ dense + bias.astype(jnp.float32)
+    want = ACTIVATIONS["gelu"](want)
+    assert y.dtype == BF16
+    assert relative_error(y.T if layout[1] else y, want) < RELATIVE[BF16]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "weight", "layout", "config", "num_sms"),
+    [
+        # A block without rows, one partly kept, tokens padded to whole steps.
+        (
+            144,
+            (512, 256, 128, [3, 300], 1),
+            (True, True),
+            GradConfig(block_rows=128, stages=3, lag=1),
+            1,
+        ),
+        (
+            128,
+            (512, 240, 128, [320, 70], 1),
+            (False, False),
+            GradConfig(block_rows=128, stages=4, lag=2, cluster=2),
+            2,
+        ),
+        (
+            64,
+            (256, 128, 64, [0, 130], 1),
+            (True, True),
+            GradConfig(block_rows=256, stages=3, lag=1),
+            1,
+        ),
+        (
+            64,
+            (128, 256, 256, [70], 1),
+            (True, True),
+            GradConfig(block_rows=64, stages=3, lag=1),
+            1,
+        ),
+    ],
+)
+def test_interpreted_gradient_equals_the_reference(
+    tokens, weight, layout, config, num_sms
+):
+    w, _, mask = random_weight(*weight, dtype=BF16)
+    x, dy = normal(1, (tokens, w.shape[0])), normal(2, (tokens, w.shape[1]))
+    with interpret_mosaic_gpu(detect_races=True):
+        grad = mosaic_gpu_grad.grad_values(
+            x.T if layout[0] else x,
+            dy.T if layout[1] else dy,
+            w,
+            feature_major=layout,
+            config=config,
+            device=dataclasses.replace(H200, num_sms=num_sms),
+        )
+    want = np.where(mask, x.T.astype(jnp.float32) @ dy.astype(jnp.float32), 0)
+    assert relative_error(w.with_values(grad).to_dense(), want) < RELATIVE[BF16]
+    past = np.arange(w.room) >= np.asarray(w.counts)[:, None]
+    assert grad.dtype == BF16 and not np.any(np.asarray(grad)[past])
+
+
+def test_activations_of_kernels_are_accurate():
+    x = jnp.linspace(-8, 8, 4001)
+    for name, activation in ACTIVATIONS.items():
+        np.testing.assert_allclose(
+            KERNEL_ACTIVATIONS[name](x), activation(x), rtol=0, atol=2e-6
+        )
+
+
+def shapes(spec, dtype=jnp.bfloat16):
+    """Shapes of x, w and dy of a named problem."""
+    w = spec.weight_shape(dtype)
+    x_major, y_major = spec.feature_major
+    x, y = (spec.m, spec.k), (spec.m, spec.n)
+    return (
+        jax.ShapeDtypeStruct(x[::-1] if x_major else x, dtype),
+        w,
+        jax.ShapeDtypeStruct(y[::-1] if y_major else y, dtype),
+    )
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_every_spec_lowers(spec):
+    x, w, _ = shapes(spec)
+    problem = Problem.of(x, w, spec.feature_major)
+    # All that the tuner tries for some, what the heuristic chooses for the others.
+    some = spec in SPECS[:5] or spec.m == 8
+    for config in candidates(problem, H200) if some else [heuristic(problem, H200)]:
+        run = functools.partial(
+            mosaic_gpu.tile_sparse_matmul,
+            feature_major=spec.feature_major,
+            config=config,
+            device=H200,
+        )
+        lower_for_cuda(run, x, w, kernels=1)
+
+
+@pytest.mark.parametrize("spec", SPECS[:6], ids=lambda spec: spec.name)
+def test_gradients_lower(spec):
+    x, w, dy = shapes(spec)
+
+    def grad(x, w, dy):
+        def ours(x, values):
+            return tile_sparse_matmul(
+                x, w.with_values(values), feature_major=spec.feature_major
+            )
+
+        return jax.vjp(ours, x, w.values)[1](dy)
+
+    with use_device(H200):
+        text = lower_for_cuda(grad, x, w, dy)
+    assert "tile_sparse_grad_values" in text
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("layout", [(True, True), (False, False)])
+def test_epilogues_lower(activation, layout):
+    spec = dataclasses.replace(SPECS[0], feature_major=layout)
+    x, w, _ = shapes(spec, jnp.float16)
+    bias = jax.ShapeDtypeStruct((spec.n,), jnp.float16)
+
+    def run(x, w, bias):
+        return tile_sparse_matmul(
+            x,
+            w,
+            bias=bias,
+            activation=activation,
+            feature_major=layout,
+            implementation="mosaic_gpu",
+        )
+
+    with use_device(H200):
+        lower_for_cuda(run, x, w, bias, kernels=1)
+
+
+def test_dispatch_chooses():
+    def text(spec, **kwargs):
+        x, w, _ = shapes(spec)
+        with use_device(H200):
+            return str(
+                jax.make_jaxpr(
+                    functools.partial(
+                        tile_sparse_matmul, feature_major=spec.feature_major, **kwargs
+                    )
+                )(x, w)
+            )
+
+    sparse = SPECS[0]
+    full = dataclasses.replace(sparse, room=sparse.k, m=8192)
+    assert "dot_general" not in text(sparse)
+    assert "dot_general" in text(full)  # nothing is pruned: unpacked and multiplied
+    assert "dot_general" not in text(full, config=TileSparseConfig())
+    with tuning.override("tile_sparse_matmul", TileSparseConfig()):
+        assert "dot_general" not in text(full)
+    assert "dot_general" in text(sparse, implementation="xla")
+    odd = dataclasses.replace(sparse, tile=32)
+    assert "dot_general" in text(odd)  # no kernel takes tiles of 32
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("block_tokens", 192, "block_tokens 192, expected 64, 128 or 256"),
+        ("lag", 3, "stages 4 with lag 3: expected at least 5"),
+        ("cluster", 3, "cluster 3, expected 1 or 2"),
+        ("splits", 0, "splits 0, expected an integer of at least 1"),
+        ("group", 2.0, "group 2.0, expected an integer"),
+    ],
+)
+def test_impossible_configs_are_refused(no_shape_hook, field, value, message):
+    with pytest.raises(ValueError, match=message):
+        TileSparseConfig(**{field: value})
+
+
+def test_the_kernel_says_what_it_needs():
+    w, _, _ = random_weight(128, 128, 128, [64], dtype=BF16)
+    small, _, _ = random_weight(128, 128, 32, [64, 1, 2, 3], dtype=BF16)
+    x = normal(0, (64, 128))
+    run = functools.partial(tile_sparse_matmul, implementation="mosaic_gpu")
+    with pytest.raises(Unsupported, match="needs an NVIDIA Hopper GPU"):
+        run(x, w)
+    with pytest.raises(Unsupported, match=r"XLA takes no config"):
+        tile_sparse_matmul(x, w, implementation="xla", config=SMALL)
+    with use_device(H200):
+        with pytest.raises(Unsupported, match=r"tile 32, the kernel takes \(64, 128"):
+            run(x, small)
+        with pytest.raises(Unsupported, match=r"bytes of shared memory.*fewer stages"):
+            run(x, w, config=dataclasses.replace(SMALL, stages=40))
+        with pytest.raises(Unsupported, match=r"float32.*bfloat16 or float16"):
+            run(x.astype(jnp.float32), w.with_values(w.values.astype(jnp.float32)))
