@@ -94,7 +94,8 @@ class TileSparse:
     granularity: int = dataclasses.field(default=1, kw_only=True)
     """Rows are kept in aligned groups of so many: 1, 8 or 64."""
     equal_counts: bool = dataclasses.field(init=False, default=False)
-    """Whether all tiles are known to keep the same number of rows."""
+    """Whether all tiles are known to keep the same number of rows, with no more room
+    than these need: kernels then need not read the counts."""
 
     def __post_init__(self) -> None:
         _check_static(self)
@@ -364,7 +365,9 @@ class TileSparse:
                 f" {self.room}"
             )
         lead = [(0, 0)] * (self.values.ndim - 2)
-        (_, _, *others), static = self.tree_flatten_with_keys()
+        (_, _, *others), (shape, granularity, equal) = self.tree_flatten_with_keys()
+        # Kernels take equal tiles for full ones.
+        static = (shape, granularity, equal and not extra)
         values = jnp.pad(self.values, [*lead, (0, extra), (0, 0)])
         rows = jnp.pad(self.rows, [*lead, (0, extra)], mode="edge")
         return self.tree_unflatten(static, (values, rows, *(x for _, x in others)))
@@ -552,7 +555,8 @@ def _check_values(w: TileSparse) -> bool:
     values = concrete(w.values)
     if values is not None and values[~kept].any():
         raise ValueError("values past the counts are not zero, expected zeros")
-    return bool(counts.size) and bool((counts == counts[0]).all())
+    full = bool(counts.size) and w.room == _room(int(counts.max()), w.tile)
+    return full and bool((counts == counts[0]).all())
 
 
 def save_tile_sparse(path: str | Path, weights: Mapping[str, TileSparse]) -> None:

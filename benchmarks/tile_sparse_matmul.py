@@ -1,0 +1,396 @@
+"""Products with tile-wise sparse weights, and with dense, 2:4, block and int8 ones.
+
+``python -m benchmarks.tile_sparse_matmul --rows 4096 --sparsity 0.75`` selects by the
+number of tokens and by what is pruned; ``--case 'square_4096*'`` by layer.
+
+Every implementation has operands of its own, as many sets of them as pass through the
+L2 cache twice, and is compared with the fp32 product of its own operands. Dense
+baselines get full random weights: zeros would save power and flatter them. ``ideal`` is
+a dense product with as many input features as a tile keeps, what no sparse kernel beats
+by much. Ours read and write feature-major activations, as in a chain of layers.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import harness, timing
+from benchmarks.harness import (
+    ROUNDS,
+    Benchmark,
+    Case,
+    Custom,
+    Measurement,
+    NoMeasurement,
+    Params,
+    Results,
+)
+from pallas_kernels.tile_sparse_matmul import (
+    TileSparse,
+    reference,
+    tile_sparse_matmul,
+)
+from pallas_kernels.tile_sparse_matmul.specs import SHAPES
+
+
+OURS = ("mosaic_gpu", "triton", "auto")
+DECODING = 64  # most tokens of a step of decoding
+TOKENS = (1, 8, 16, 32, 64, 128, 512, 2048, 4096, 8192)
+SPARSITIES = (0.0, 0.25, 0.5, 0.625, 0.75, 0.875, 0.9, 0.95)
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """An implementation on one case.
+
+    Args:
+        operands: gives operands from a seed.
+        function: what is timed.
+        exact: the fp32 definition of what it computes.
+        torch: whether the function takes tensors of torch.
+        prepare: turns tensors into what the function takes, before the timing.
+        metrics: further metrics from the operands.
+    """
+
+    operands: Callable[[int], tuple]
+    function: Callable
+    exact: Callable
+    torch: bool = False
+    prepare: Callable | None = None
+    metrics: Callable[[tuple], dict[str, float]] | None = None
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    """Random normal bfloat16."""
+    return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+
+
+def sparse_weight(params: Params, seed: int) -> TileSparse:
+    """A random weight; tiles keep equally many rows or between 3/4 and 5/4 as many."""
+    rng = np.random.default_rng(seed)
+    k, n, tile, unit = (params[x] for x in ("K", "N", "tile", "k_granularity"))
+    tiles = -(-n // tile)
+    mean = k * (1 - params["sparsity"])
+    share = rng.uniform(0.75, 1.25, tiles) if params["uneven"] else np.ones(tiles)
+    counts = np.clip(np.round(mean * share / unit) * unit, unit, k).astype(int)
+    room = -(-counts.max() // 64) * 64
+    rows = np.zeros((tiles, room), np.int32)
+    for t, count in enumerate(counts):
+        groups = np.sort(rng.permutation(k // unit)[: count // unit])
+        found = (groups[:, None] * unit + np.arange(unit)).reshape(-1)
+        rows[t] = np.pad(found, (0, room - count), mode="edge")
+    kept = jnp.arange(room) < jnp.asarray(counts)[:, None]
+    values = jnp.where(kept[:, :, None], normal(seed, tiles, room, tile), 0)
+    return TileSparse(
+        values,
+        jnp.asarray(rows),
+        jnp.asarray(counts, jnp.int32),
+        shape=(k, n),
+        granularity=unit,
+    )
+
+
+def kept_features(params: Params) -> int:
+    """Input features that a tile keeps on average."""
+    unit = params["k_granularity"]
+    return max(round(params["K"] * (1 - params["sparsity"]) / unit), 1) * unit
+
+
+def _ours(name: str, params: Params) -> Form:
+    def operands(seed: int) -> tuple:
+        return normal(seed + 1, params["K"], params["M"]), sparse_weight(params, seed)
+
+    def exact(x: jax.Array, w: TileSparse) -> jax.Array:
+        return reference.tile_sparse_matmul(x.T, w).T
+
+    return Form(
+        operands,
+        functools.partial(
+            tile_sparse_matmul,
+            feature_major=True,
+            implementation=None if name == "auto" else name,
+        ),
+        exact,
+        metrics=lambda operands: {"weight_mb": operands[1].nbytes / 1e6},
+    )
+
+
+def _dense(params: Params, features: int, torch: bool = False) -> Form:
+    def operands(seed: int) -> tuple:
+        return (
+            normal(seed, params["M"], features),
+            normal(seed + 1, features, params["N"]),
+        )
+
+    return Form(
+        operands,
+        lambda x, w: x @ w,
+        jnp.matmul,
+        torch=torch,
+        metrics=lambda operands: {"weight_mb": operands[1].nbytes / 1e6},
+    )
+
+
+def _int8(params: Params) -> Form:
+    """Weight-only int8 with a scale for each output feature."""
+    if params["M"] > DECODING:
+        raise NotImplementedError("int8 weights are for decoding")
+
+    def operands(seed: int) -> tuple:
+        key = jax.random.key(seed)
+        w = jax.random.randint(key, (params["K"], params["N"]), -127, 128, jnp.int8)
+        scale = jnp.abs(normal(seed + 1, params["N"])) + 0.1
+        return normal(seed, params["M"], params["K"]), w, scale.astype(jnp.bfloat16)
+
+    def function(x: jax.Array, w: jax.Array, scale: jax.Array) -> jax.Array:
+        return (x @ w.astype(x.dtype)) * scale
+
+    return Form(operands, function, function)
+
+
+def _bcoo(params: Params) -> Form:
+    from jax.experimental import sparse
+
+    if params["K"] * params["N"] > 768 * 3072 or params["M"] > 128:
+        raise NotImplementedError("BCOO is far slower: one small shape is enough")
+    kept = round(params["K"] * params["N"] * (1 - params["sparsity"]))
+
+    def operands(seed: int) -> tuple:
+        rng = np.random.default_rng(seed)
+        at = np.sort(rng.permutation(params["K"] * params["N"])[:kept])
+        places = jnp.asarray(np.stack(np.divmod(at, params["N"]), axis=1))
+        w = sparse.BCOO((normal(seed, kept), places), shape=(params["K"], params["N"]))
+        return normal(seed + 1, params["M"], params["K"]), w
+
+    return Form(operands, lambda x, w: x @ w, lambda x, w: x @ w.todense())
+
+
+def _two_four(params: Params) -> Form:
+    """PyTorch's 2:4 weights on cuSPARSELt, with the fastest algorithm."""
+    if params["sparsity"] != 0.5:
+        raise NotImplementedError("2:4 sparsity prunes 50%")
+    if params["M"] % 16:
+        raise NotImplementedError(f"M={params['M']}, 2:4 wants a multiple of 16")
+    pattern = np.array([1, 0, 0, 1], bool)
+
+    def operands(seed: int) -> tuple:
+        mask = jnp.tile(jnp.asarray(pattern), (params["N"], params["K"] // 4))
+        w = jnp.where(mask, normal(seed, params["N"], params["K"]), 0)
+        return normal(seed + 1, params["M"], params["K"]), w
+
+    def prepare(x: Any, w: Any) -> tuple:
+        import torch
+
+        compressed = torch._cslt_compress(w)
+        algorithm = torch._cslt_sparse_mm_search(compressed, x.t())
+        return x, compressed, algorithm
+
+    def function(x: Any, compressed: Any, algorithm: Any) -> Any:
+        import torch
+
+        return torch._cslt_sparse_mm(compressed, x.t(), alg_id=algorithm)
+
+    def exact(x: jax.Array, w: jax.Array) -> jax.Array:
+        return w @ x.T
+
+    return Form(operands, function, exact, torch=True, prepare=prepare)
+
+
+def _block_sparse(params: Params) -> Form:
+    """PyTorch's block-sparse rows of 64 x 64, by its Triton kernel."""
+    rows, columns = params["N"] // 64, params["K"] // 64
+    kept = max(round(rows * columns * (1 - params["sparsity"])), 1)
+
+    def operands(seed: int) -> tuple:
+        rng = np.random.default_rng(seed)
+        mask = np.zeros(rows * columns, bool)
+        mask[rng.permutation(rows * columns)[:kept]] = True
+        wide = np.kron(mask.reshape(rows, columns), np.ones((64, 64), bool))
+        w = jnp.where(jnp.asarray(wide), normal(seed, params["N"], params["K"]), 0)
+        return normal(seed + 1, params["M"], params["K"]), w
+
+    def function(x: Any, w: Any) -> Any:
+        import torch
+
+        return torch.nn.functional.linear(x, w)
+
+    return Form(
+        operands,
+        function,
+        lambda x, w: x @ w.T,
+        torch=True,
+        prepare=lambda x, w: (x, w.to_sparse_bsr((64, 64))),
+    )
+
+
+FORMS: Mapping[str, Callable[[Params], Form]] = {
+    **{name: functools.partial(_ours, name) for name in OURS},
+    "dense": lambda params: _dense(params, params["K"]),
+    "torch_dense": lambda params: _dense(params, params["K"], torch=True),
+    "ideal": lambda params: _dense(params, kept_features(params)),
+    "cusparselt_2_4": _two_four,
+    "torch_bsr": _block_sparse,
+    "bcoo": _bcoo,
+    "int8_dense": _int8,
+}
+
+
+@dataclasses.dataclass
+class Ready:
+    """An implementation with its operands, compiled and compared."""
+
+    take: Callable[[int], list[float]]
+    max_rel_error: float
+    metrics: dict[str, float]
+    seconds: list[float] = dataclasses.field(default_factory=list)
+
+
+def make_ready(form: Form) -> Ready:
+    """Makes operands, compiles and compares."""
+    sets = [form.operands(0)]
+    nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(sets[0]))
+    count = timing.number_of_sets(nbytes) if timing.on_gpu() else 2
+    sets += [form.operands(100 * i) for i in range(1, count)]
+    with jax.default_matmul_precision("highest"):
+        want = jax.jit(form.exact)(*harness._to_fp32(sets[0]))
+    metrics = form.metrics(sets[0]) if form.metrics else {}
+    if form.torch:
+        if not timing.torch_is_there():
+            raise NotImplementedError("torch with a GPU is not there")
+        tensors = [harness._to_torch(operands) for operands in sets]
+        tensors = [form.prepare(*t) if form.prepare else t for t in tensors]
+        found = harness._from_torch(form.function(*tensors[0]))
+        take = functools.partial(timing.torch_device_time, form.function, tensors)
+    else:
+        function = jax.jit(form.function)
+        found = jax.block_until_ready(function(*sets[0]))
+        timer = timing.jax_device_time if timing.on_gpu() else timing.jax_wall_time
+        take = functools.partial(timer, function, sets)
+    return Ready(take, harness.max_rel_error(found, np.asarray(want)), metrics)
+
+
+def measure(
+    wanted: Sequence[Case], names: Sequence[str], samples: int
+) -> Iterator[tuple[Case, Results]]:
+    """Times the implementations of each case in turns, with pauses.
+
+    The clock of a busy GPU falls within a tenth of a second: without pauses what runs
+    after a long product would look slow.
+    """
+    for case in wanted:
+        results: Results = {}
+        ready: dict[str, Ready] = {}
+        for name in names:
+            try:
+                ready[name] = make_ready(FORMS[name](case.params))
+            except NotImplementedError as error:
+                results[name] = NoMeasurement(f"not supported: {error}")
+            except Exception as error:
+                results[name] = harness._failed(error)
+        for _ in range(ROUNDS):
+            for name in [name for name in ready if name not in results]:
+                try:
+                    taken = ready[name].take(-(-samples // ROUNDS))
+                except Exception as error:
+                    results[name] = harness._failed(error)
+                    continue
+                ready[name].seconds += taken
+                if timing.on_gpu():
+                    time.sleep(min(6 * sum(taken), 0.5))
+        for name, one in ready.items():
+            if name not in results:
+                results[name] = Measurement(one.seconds, one.max_rel_error, one.metrics)
+        yield case, {name: results[name] for name in names}
+
+
+def compare(params: Params, medians: Mapping[str, float]) -> Mapping[str, dict]:
+    """Speed-up over the best dense product of the same run."""
+    dense = [medians[name] for name in ("dense", "torch_dense") if name in medians]
+    if not dense:
+        return {}
+    return {name: {"speed_up": min(dense) / t} for name, t in medians.items()}
+
+
+def metrics(params: Params, seconds: float) -> dict[str, float]:
+    """Rate as if nothing were pruned."""
+    work = 2 * params["M"] * params["N"] * params["K"]
+    return {"dense_tflops": work / seconds / 1e12}
+
+
+def case(
+    layer: str,
+    m: int,
+    sparsity: float,
+    tile: int = 128,
+    granularity: int = 1,
+    uneven: bool = False,
+) -> Case:
+    """One problem."""
+    k, n = SHAPES[layer]
+    return Case(
+        layer,
+        {
+            "M": m,
+            "N": n,
+            "K": k,
+            "sparsity": sparsity,
+            "tile": tile,
+            "k_granularity": granularity,
+            "uneven": uneven,
+        },
+    )
+
+
+def cases() -> list[Case]:
+    """All layers, tokens and sparsities; tiles, groups and uneven tiles at one."""
+    found = [case(layer, m, s) for layer in SHAPES for m in TOKENS for s in SPARSITIES]
+    for sparsity in (0.5, 0.75):
+        found += [case("square_4096", 4096, sparsity, tile=t) for t in (64, 256)]
+        found += [case("square_4096", 4096, sparsity, granularity=g) for g in (8, 64)]
+        found.append(case("square_4096", 4096, sparsity, uneven=True))
+    return found
+
+
+QUICK = Case(
+    "tiny",
+    {
+        "M": 32,
+        "N": 192,
+        "K": 128,
+        "sparsity": 0.5,
+        "tile": 64,
+        "k_granularity": 1,
+        "uneven": True,
+    },
+)
+
+
+def _elsewhere(params: Params, seed: int, samples: int) -> Measurement:
+    raise NotImplementedError("`measure` times all implementations")
+
+
+BENCHMARK = Benchmark(
+    name="tile_sparse_matmul",
+    cases=cases(),
+    quick_cases=[QUICK],
+    inputs=lambda params, key: (),
+    implementations={name: Custom(_elsewhere) for name in FORMS},
+    metrics=metrics,
+    measure=measure,
+    compare=compare,
+    selectors={
+        "rows": "M",
+        "sparsity": "sparsity",
+        "tile": "tile",
+        "granularity": "k_granularity",
+    },
+)
+
+if __name__ == "__main__":
+    BENCHMARK.main()
