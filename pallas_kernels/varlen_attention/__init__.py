@@ -4,6 +4,11 @@ from pallas_kernels.varlen_attention.api import (
     varlen_attention,
     varlen_attention_segment_ids,
 )
+from pallas_kernels.varlen_attention.config import (
+    BackwardBlocks,
+    ForwardBlocks,
+    MosaicGpuConfig,
+)
 from pallas_kernels.varlen_attention.reference import varlen_attention_reference
 from pallas_kernels.varlen_attention.relative import RelativeBias, RelativeBuckets
 from pallas_kernels.varlen_attention.segments import (
@@ -15,6 +20,9 @@ from pallas_kernels.varlen_attention.xla import XlaConfig
 
 
 __all__ = [
+    "BackwardBlocks",
+    "ForwardBlocks",
+    "MosaicGpuConfig",
     "RelativeBias",
     "RelativeBuckets",
     "XlaConfig",

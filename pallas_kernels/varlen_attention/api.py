@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import dispatch
 from pallas_kernels.mosaic import DeviceSpec
+from pallas_kernels.varlen_attention.mosaic_gpu import varlen_attention_mosaic_gpu
 from pallas_kernels.varlen_attention.relative import RelativeBias, check_relative_bias
 from pallas_kernels.varlen_attention.segments import (
     Window,
@@ -26,8 +27,12 @@ from pallas_kernels.varlen_attention.xla import varlen_attention_xla
 
 IMPLEMENTATIONS: Mapping[str, Callable[..., tuple[Array, Array]]] = {
     "xla": varlen_attention_xla,
+    "mosaic_gpu": varlen_attention_mosaic_gpu,
 }
-"""Implementations of `varlen_attention`, the preferred one first."""
+"""Implementations of `varlen_attention`, the preferred one first.
+
+The kernel must be named until its tests on a GPU have passed in this form.
+"""
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -93,10 +98,11 @@ def varlen_attention(
         return_lse: also return ``lse``.
         deterministic: gradients are equal bit for bit between runs. False allows an
             implementation a faster sum whose order varies.
-        implementation: "xla", or several names in order of preference; None takes the
-            best one that supports the arguments on this device and always works.
-        config: block sizes of the named implementation (`XlaConfig` for "xla"); None
-            takes its own choice.
+        implementation: "xla", "mosaic_gpu" (a kernel for Hopper GPUs, bf16 and fp16),
+            or several names in order of preference; None takes the best one that
+            supports the arguments on this device and always works.
+        config: block sizes of the named implementation (`XlaConfig` for "xla",
+            `MosaicGpuConfig` for "mosaic_gpu"); None takes its own choice.
 
     Returns:
         ``out`` [T, N, Hv] in the type of q; or ``(out, lse)`` with lse fp32 [T, N], in

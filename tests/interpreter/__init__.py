@@ -20,7 +20,9 @@ Added to the interpreter of jax 0.11.2:
   ``acc[...] = x``;
 - ``RefUnion`` of a swizzled view (for TMA at any row) with a swizzled and tiled view as
   wide as a tile (for wgmma), which name the same bytes;
-- ``inline_mgpu`` through numpy stand-ins (:func:`register_inline`);
+- ``inline_mgpu`` through numpy stand-ins (:func:`register_inline`), also of semaphores
+  and of refs that reach past the end of an array;
+- TMA loads of rows before the first, which read as zero;
 - a bound on every wait: a deadlock is a ``TimeoutError`` that names the line;
 - two races that only hardware would show: a peer still writes or reads a device's
   arrays when the device leaves the kernel, and those between blocks

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 from jax._src import callback, source_info_util
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as callbacks
 from jax._src.pallas.mosaic_gpu.interpret import shared_memory as memory
@@ -131,6 +132,22 @@ class SharedMemory(memory.GPUSharedMemory):
                             f"{frame}, but that device may have left the kernel"
                         )
 
+    def get_buffer_content(self, key, access, *args, **kwargs):
+        """Rows before the first read as zero, as those past the last do in a copy."""
+        shape = tuple(self.buffer_shape_and_dtype(key).shape)
+        starts = [s.start for s in access.range if isinstance(s, slice)]
+        if access.permutation is not None or min(starts, default=0) >= 0:
+            return super().get_buffer_content(key, access, *args, **kwargs)
+        inside, cut = inner_part(access.range, shape)
+        if inside is None:
+            kind = self.buffer_shape_and_dtype(key)
+            return np.zeros(access.shape, kind.dtype), kind, None
+        inner = dataclasses.replace(access, range=inside)
+        value, kind, clock = super().get_buffer_content(key, inner, *args, **kwargs)
+        whole = np.zeros(access.shape, kind.dtype)
+        whole[cut] = value
+        return whole, kind, clock
+
     def signal(self, thread, key: tuple, increment: int) -> None:
         clock = self.incr_clock(thread) if self.detect_races else None
         with self.semaphore_changed:
@@ -173,6 +190,21 @@ class SharedMemory(memory.GPUSharedMemory):
         with self.lock:
             while len(pending) > n:
                 self.clocks[thread].update(pending.popleft())
+
+
+def inner_part(window: tuple, shape: tuple[int, ...]) -> tuple:
+    """The part of a window that lies in a buffer: there, and within the window."""
+    inside, cut = [], []
+    for index, size in zip(window, shape, strict=True):
+        if isinstance(index, slice):
+            start, stop = max(index.start, 0), min(index.stop, size)
+            if start >= stop:
+                return None, None
+            inside.append(slice(start, stop, index.step))
+            cut.append(slice(start - index.start, stop - index.start))
+        else:
+            inside.append(index)
+    return tuple(inside), tuple(cut)
 
 
 def summary(source_info) -> str:

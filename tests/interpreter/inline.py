@@ -9,8 +9,12 @@ import numpy as np
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as callbacks
 from jax._src.pallas.mosaic_gpu.interpret import shared_memory as memory
 
-from tests.interpreter.devices import shared_memory_of_run
-from tests.interpreter.operations import access_of
+from tests.interpreter.devices import inner_part, shared_memory_of_run
+from tests.interpreter.operations import (
+    access_of,
+    semaphore_counts,
+    set_semaphore_counts,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,12 +23,19 @@ class StandIn:
 
     function: Callable
     writes: tuple[int, ...]
+    part: Callable | None
 
 
 _stand_ins: dict[str, StandIn] = {}
 
 
-def register_inline(name: str, function: Callable, *, writes: tuple[int, ...] = ()):
+def register_inline(
+    name: str,
+    function: Callable,
+    *,
+    writes: tuple[int, ...] = (),
+    part: Callable | None = None,
+):
     """Interpret the ``inline_mgpu`` functions called ``name`` by a numpy function.
 
     Args:
@@ -37,12 +48,14 @@ def register_inline(name: str, function: Callable, *, writes: tuple[int, ...] = 
             pytree of arrays). If it has a parameter ``closure``, it also gets the
             closure variables of the inline function by name.
         writes: Positions, among the flat arguments, of the refs that it writes.
-            Writing any other has no effect.
+            Writing any other has no effect. A ref of semaphores is their counts.
+        part: Which part of the refs it writes, a tuple of slices, from the same
+            arguments; None is all. What it leaves alone may be written by others.
 
     Raises:
         ValueError: If another function is registered under the name.
     """
-    stand_in = StandIn(function, tuple(writes))
+    stand_in = StandIn(function, tuple(writes), part)
     if _stand_ins.setdefault(name, stand_in) != stand_in:
         raise ValueError(
             f"name {name!r} already stands for {_stand_ins[name]}; rename the inline "
@@ -66,8 +79,22 @@ def find_stand_in(function) -> StandIn:
     )
 
 
+def part_of(access, part: tuple[slice, ...]):
+    """The access to a part of a window."""
+    if access.permutation is not None:
+        raise NotImplementedError("a part of a transposed ref")
+    parts = iter(part)
+    window = tuple(
+        slice(index.start + within.start, index.start + within.stop)
+        if isinstance(index, slice) and (within := next(parts, None)) is not None
+        else index
+        for index in access.range
+    )
+    return dataclasses.replace(access, range=window)
+
+
 @callbacks.fail_on_exception
-def inline(*, token, mesh_location, thread, args, is_ref, eqn):
+def inline(*, token, mesh_location, thread, args, is_ref, counts, eqn):
     stand_in, function = (
         find_stand_in(eqn.params["mgpu_fn"]),
         eqn.params["mgpu_fn"],
@@ -79,10 +106,15 @@ def inline(*, token, mesh_location, thread, args, is_ref, eqn):
         if not ref:
             values.append(np.asarray(arg))
             continue
+        if counts[i]:
+            values.append(semaphore_counts(arg, counts[i]))
+            continue
         refs[i] = key, access = access_of(shared_memory, *arg)
-        value, _, clock = shared_memory.get_buffer_content(
+        value, (_, dtype), clock = shared_memory.get_buffer_content(
             key, access, thread, logging_info=info
         )
+        if value is None or value.shape != access.shape:  # reaches past the end
+            value = callbacks._pad_to_requested(value, access.shape, dtype, 0)
         if clock is not None and i not in stand_in.writes:
             races.check_read(thread, clock.generic_clock, key, access, eqn.source_info)
         values.append(value)
@@ -95,9 +127,21 @@ def inline(*, token, mesh_location, thread, args, is_ref, eqn):
         *jax.tree.unflatten(eqn.params["pytree_args"], values), **extra
     )
     for i in stand_in.writes:
+        if counts[i]:
+            set_semaphore_counts(args[i], values[i])
+            continue
         key, access = refs[i]
+        shape, _ = shared_memory.buffer_shape_and_dtype(key)
+        if stand_in.part is not None:
+            part = stand_in.part(*jax.tree.unflatten(eqn.params["pytree_args"], values))
+            access = part_of(access, part)
+            values[i] = values[i][part]
+        inside, cut = inner_part(access.range, tuple(shape))
+        if inside is None:
+            continue
+        access = dataclasses.replace(access, range=inside)
         _, _, clock = shared_memory.store_buffer_content(
-            key, access, values[i], thread, logging_info=info
+            key, access, values[i][cut], thread, logging_info=info
         )
         if clock is not None:
             races.check_write(thread, clock.generic_clock, key, access, eqn.source_info)

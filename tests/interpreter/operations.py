@@ -119,6 +119,23 @@ def _semaphore_index(aval, transforms):
     return tuple(jnp.asarray(i, jnp.int32) for i in index)
 
 
+def is_semaphore(aval) -> bool:
+    return jnp.issubdtype(aval.dtype, pallas_core.semaphore_dtype)
+
+
+def semaphore_counts(arg, size: int) -> np.ndarray:
+    """The counts of a vector of semaphores, for functions that count by themselves."""
+    semaphores = shared_memory_of_run().semaphores
+    keys = [_semaphore_key(arg[0], (i,)) for i in range(size)]
+    return np.array([semaphores[key].count for key in keys], np.int32)
+
+
+def set_semaphore_counts(arg, counts: np.ndarray) -> None:
+    semaphores = shared_memory_of_run().semaphores
+    for i, count in enumerate(counts):
+        semaphores[_semaphore_key(arg[0], (i,))].count = int(count)
+
+
 @callbacks.fail_on_exception
 def _semaphore_signal(*, token, thread, key, index, increment):
     shared_memory_of_run().signal(thread, _semaphore_key(key, index), int(increment))

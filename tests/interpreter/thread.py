@@ -20,6 +20,7 @@ from tests.interpreter.operations import (
     interpret_semaphore_signal,
     interpret_semaphore_wait,
     interpret_wgmma_wait,
+    is_semaphore,
     resolve_ref,
     wgmma,
     wgmma_wait,
@@ -86,6 +87,11 @@ class Interpreter(stock.JaxprInterpreter):
         is_ref = tuple(
             isinstance(var.aval, state_types.AbstractRef) for var in eqn.invars[:count]
         )
+        # How many semaphores each argument names.
+        counts = tuple(
+            var.aval.size if ref and is_semaphore(var.aval) else 0
+            for var, ref in zip(eqn.invars[:count], is_ref, strict=True)
+        )
         args = [
             resolve_ref(var.aval, value, path) if ref else value
             for var, value, path, ref in zip(
@@ -93,7 +99,7 @@ class Interpreter(stock.JaxprInterpreter):
             )
         ]
         return callback.io_callback(
-            functools.partial(inline, is_ref=is_ref, eqn=eqn),
+            functools.partial(inline, is_ref=is_ref, counts=counts, eqn=eqn),
             (callbacks.TOKEN_SHAPE_DTYPE, [var.aval for var in eqn.outvars]),
             token=token,
             mesh_location=self.mesh_location,

@@ -1,0 +1,176 @@
+"""How the Hopper kernels of variable-length attention are cut."""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+
+from pallas_kernels.mosaic import DeviceSpec, smem_bytes
+
+
+__all__ = [
+    "BackwardBlocks",
+    "ForwardBlocks",
+    "MosaicGpuConfig",
+    "Problem",
+    "backward_blocks",
+    "backward_smem",
+    "forward_blocks",
+    "forward_smem",
+]
+
+ROWS = 64
+"""Rows of a tile that one warpgroup multiplies."""
+
+CHUNK = 64
+"""Columns of a shared-memory chunk: 128 bytes, the widest swizzled line."""
+
+HEAD_DIMS = (64, 128, 256)
+"""Head dims that the kernels are built for; others are padded to the next."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ForwardBlocks:
+    """How the forward kernel is cut."""
+
+    consumers: int = 2
+    """Warpgroups that multiply, each 64 queries; 1 leaves room for a second block on
+    the multiprocessor, which suits short sequences."""
+    block_k: int = 128
+    """Keys of a step."""
+    stages: int = 2
+    """Steps whose keys and values fit in shared memory at a time."""
+    overlap: bool = True
+    """Start the scores of the next step before the products of this one."""
+    ping_pong: bool = False
+    """While one warpgroup computes exponentials the other one multiplies."""
+
+    def __post_init__(self) -> None:
+        _check(self, consumers=(1, 2, 3), block_k=(64, 128, 192, 256))
+        if self.stages < 2:
+            raise ValueError(f"stages {self.stages}, expected at least 2")
+        if self.ping_pong and self.consumers != 2:
+            raise ValueError(
+                f"ping_pong with consumers={self.consumers}, expected 2 of them"
+            )
+
+    @property
+    def block_q(self) -> int:
+        """Queries of a tile."""
+        return ROWS * self.consumers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BackwardBlocks:
+    """How the backward kernel is cut; it has two multiplying warpgroups."""
+
+    block_q: int = 64
+    """Queries of a step."""
+    stages: int = 2
+    """Steps whose queries and gradients fit in shared memory at a time."""
+
+    def __post_init__(self) -> None:
+        _check(self, block_q=(64, 128))
+        if self.stages < 1:
+            raise ValueError(f"stages {self.stages}, expected at least 1")
+
+    @property
+    def block_k(self) -> int:
+        """Keys of a tile."""
+        return ROWS * 2
+
+
+def _check(blocks: object, **allowed: tuple[int, ...] | range) -> None:
+    for name, values in allowed.items():
+        value = getattr(blocks, name)
+        if value not in values:
+            raise ValueError(f"{name} {value!r}, expected one of {list(values)}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MosaicGpuConfig:
+    """Block sizes of the Hopper kernels."""
+
+    forward: ForwardBlocks | None = None
+    """The forward pass; None takes the heuristic's choice."""
+    backward: BackwardBlocks | None = None
+    """The backward pass; None takes the heuristic's choice."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What is static about a call, after padding.
+
+    Axes: R rows of the batch, T packed queries and S packed keys of a row, N query
+    heads, K key/value heads, H head dim.
+    """
+
+    rows: int
+    """R."""
+    queries: int
+    """T, of one row."""
+    keys: int
+    """S, of one row."""
+    max_seqs: int
+    """B, of one row."""
+    heads: int
+    """N."""
+    kv_heads: int
+    """K."""
+    head_dim: int
+    """H, one of `HEAD_DIMS`."""
+    dtype: jnp.dtype
+    """bfloat16 or float16."""
+
+    @property
+    def groups(self) -> int:
+        """Query heads that read one key/value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of 64 columns of a row."""
+        return self.head_dim // CHUNK
+
+
+def forward_smem(problem: Problem, blocks: ForwardBlocks) -> int:
+    """Shared memory of a block of the forward kernel, barriers included."""
+    queries = smem_bytes((blocks.block_q, problem.head_dim), problem.dtype)
+    keys = smem_bytes((blocks.block_k, problem.head_dim), problem.dtype)
+    return queries + 2 * blocks.stages * keys + 2048
+
+
+def backward_smem(problem: Problem, blocks: BackwardBlocks) -> int:
+    """Shared memory of a block of the backward kernel, barriers included."""
+    queries = smem_bytes((blocks.block_q, problem.head_dim), problem.dtype)
+    keys = smem_bytes((blocks.block_k, problem.head_dim), problem.dtype)
+    scores = smem_bytes((blocks.block_q, blocks.block_k), problem.dtype)
+    sums = smem_bytes((blocks.block_q, problem.head_dim), jnp.float32)
+    stats = smem_bytes((blocks.stages, 2, blocks.block_q), jnp.float32)
+    return 2 * keys + 2 * blocks.stages * queries + 2 * scores + sums + stats + 2048
+
+
+def forward_blocks(problem: Problem, device: DeviceSpec) -> ForwardBlocks:
+    """The forward blocks of a problem that was never tuned.
+
+    Args:
+        problem: what to compute.
+        device: number of multiprocessors.
+
+    Returns:
+        Tiles of 128 queries; of 64, two blocks to a multiprocessor, where the
+        sequences are so short on average that larger tiles would be half empty.
+    """
+    del device
+    length = math.ceil(problem.queries / problem.max_seqs)
+    if problem.head_dim == 64:
+        if length <= 128:
+            return ForwardBlocks(consumers=1, block_k=64)
+        return ForwardBlocks(consumers=3 if length > 512 else 2)
+    return ForwardBlocks(block_k=64 if problem.head_dim == 256 else 128)
+
+
+def backward_blocks(problem: Problem, device: DeviceSpec) -> BackwardBlocks:
+    """The backward blocks of a problem that was never tuned."""
+    del device
+    return BackwardBlocks(block_q=128 if problem.head_dim == 64 else 64)

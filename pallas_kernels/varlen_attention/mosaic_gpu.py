@@ -1,0 +1,359 @@
+"""Hopper implementation of variable-length attention: what surrounds the kernels.
+
+The forward and the backward kernel take a batch of R packed rows. One call has one row;
+`jax.vmap` over a leading axis makes it many, in one grid, so that the blocks of all
+rows share the multiprocessors. What is done here: checks, padding, the gradient rule,
+the batching rule.
+
+Axes: R rows of the batch, T packed queries, S packed keys, N query heads, K key/value
+heads, H head dim.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_batching import custom_vmap
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.mosaic import DeviceSpec, check_hopper, check_smem
+from pallas_kernels.varlen_attention.config import (
+    HEAD_DIMS,
+    BackwardBlocks,
+    ForwardBlocks,
+    MosaicGpuConfig,
+    Problem,
+    backward_blocks,
+    backward_smem,
+    forward_blocks,
+    forward_smem,
+)
+from pallas_kernels.varlen_attention.mosaic_gpu_backward import backward
+from pallas_kernels.varlen_attention.mosaic_gpu_forward import Scores, forward
+from pallas_kernels.varlen_attention.relative import RelativeBias
+from pallas_kernels.varlen_attention.schedule import Sequences
+from pallas_kernels.varlen_attention.segments import Window
+from pallas_kernels.varlen_attention.xla import varlen_attention_xla
+
+
+__all__ = ["varlen_attention_mosaic_gpu"]
+
+_ROW_MULTIPLE = 8
+_LARGEST_INT = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What is static about a call."""
+
+    scores: Scores
+    config: MosaicGpuConfig
+    device: DeviceSpec
+
+
+def varlen_attention_mosaic_gpu(
+    q: Float[Array, "T N H"],
+    k: Float[Array, "S K H"],
+    v: Float[Array, "S K Hv"],
+    cu_seqlens_q: Int[Array, " bounds"],
+    cu_seqlens_k: Int[Array, " bounds"],
+    sinks: Float[Array, " N"] | None,
+    alibi_slopes: Float[Array, " N"] | None,
+    *,
+    relative_bias: RelativeBias | None,
+    window: Window,
+    scale: float,
+    softcap: float | None,
+    deterministic: bool,
+    device: DeviceSpec | None,
+    config: object,
+) -> tuple[Float[Array, "T N Hv"], Float[Array, "T N"]]:
+    """See `varlen_attention`; the arguments are checked and their defaults resolved.
+
+    Head dims other than 64, 128 and 256 are padded with zeros to the next of them. The
+    gradient at head dims above 128 is that of the portable implementation.
+    """
+    del deterministic  # sums have a fixed order
+    device = check_hopper(device, "varlen_attention")
+    if relative_bias is not None:
+        raise Unsupported(
+            "varlen_attention: the Mosaic GPU kernel has no relative_bias; use"
+            " implementation='xla'"
+        )
+    head_dim = _padded_head_dim(q, k, v)
+    if config is not None and not isinstance(config, MosaicGpuConfig):
+        raise Unsupported(
+            f"mosaic_gpu varlen_attention takes a MosaicGpuConfig, got {config!r}; pass"
+            " the config of the implementation that you name"
+        )
+    scores = Scores(window, scale, softcap, sinks is not None, alibi_slopes is not None)
+    num_queries, value_dim = q.shape[0], v.shape[2]
+    q, k, v = (_pad(x, head_dim) for x in (q, k, v))
+    call = _Call(scores, config or MosaicGpuConfig(), device)
+    # Raised here, where another implementation may still be chosen.
+    _forward_blocks(call, _problem(q[None], k[None], cu_seqlens_q[None]))
+    out, lse = _jitted(call, q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, alibi_slopes)
+    return out[:num_queries, :, :value_dim], lse[:num_queries]
+
+
+def _padded_head_dim(q: Array, k: Array, v: Array) -> int:
+    """The head dim that the kernels are built for."""
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        raise Unsupported(
+            f"varlen_attention: type {q.dtype.name}, the kernel takes bfloat16 or"
+            " float16; cast them or use implementation='xla'"
+        )
+    widest = max(q.shape[2], v.shape[2])
+    if widest > HEAD_DIMS[-1]:
+        raise Unsupported(
+            f"varlen_attention: head dim {widest}, the kernel takes at most"
+            f" {HEAD_DIMS[-1]}; use implementation='xla'"
+        )
+    if 0 in (*q.shape, *k.shape, *v.shape):
+        raise Unsupported(
+            f"varlen_attention: empty arrays of shapes {q.shape}, {k.shape}, {v.shape};"
+            " use implementation='xla'"
+        )
+    return min(n for n in HEAD_DIMS if n >= widest)
+
+
+def _pad(x: Array, head_dim: int) -> Array:
+    """Rows to a multiple of 8 and columns to the head dim of the kernel, with zeros."""
+    padding = ((0, -x.shape[0] % _ROW_MULTIPLE), (0, 0), (0, head_dim - x.shape[2]))
+    return jnp.pad(x, padding) if any(map(any, padding)) else x
+
+
+# --- The gradient rule ----------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(
+    call: _Call,
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_q: Array,
+    cu_k: Array,
+    sinks: Array | None,
+    slopes: Array | None,
+) -> tuple[Array, Array]:
+    return _attention_fwd(call, q, k, v, cu_q, cu_k, sinks, slopes)[0]
+
+
+def _attention_fwd(
+    call: _Call,
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_q: Array,
+    cu_k: Array,
+    sinks: Array | None,
+    slopes: Array | None,
+) -> tuple[tuple[Array, Array], tuple]:
+    optional = [x.astype(jnp.float32) for x in (sinks, slopes) if x is not None]
+    out, lse = _batched(_forward, call)(q, k, v, cu_q, cu_k, *optional)
+    axes = _varying(q, k, v, cu_q, cu_k)
+    out, lse = _as_varying(out, axes), _as_varying(lse, axes)
+    # Rematerialization policies may keep these two by name.
+    out = checkpoint_name(out, "varlen_attention_out")
+    lse = checkpoint_name(lse, "varlen_attention_lse")
+    return (out, lse), (q, k, v, cu_q, cu_k, sinks, slopes, out, lse)
+
+
+def _attention_bwd(
+    call: _Call, residuals: tuple, cotangents: tuple[Array, Array]
+) -> tuple[Array | None, ...]:
+    q, k, v, cu_q, cu_k, sinks, slopes, out, lse = residuals
+    dout, dlse = cotangents
+    # What arrives for a query that sees nothing, NaN too, is nobody's gradient.
+    inside = jnp.arange(q.shape[0], dtype=jnp.int32) < cu_q[-1]
+    seen = inside[:, None] & (lse > -jnp.inf)
+    delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    delta = jnp.where(seen, delta - dlse, 0.0)
+    dsinks = None
+    if sinks is not None:
+        logits = jnp.where(seen, sinks.astype(jnp.float32) - lse, -jnp.inf)
+        dsinks = -jnp.sum(jnp.exp(logits) * delta, axis=0).astype(sinks.dtype)
+    lse = jnp.where(seen, lse, jnp.inf)
+    if not _has_backward(call, q):
+        dq, dk, dv, dsinks, dslopes = _xla_gradients(call, residuals, cotangents)
+        return dq, dk, dv, None, None, dsinks, dslopes
+    optional = [] if slopes is None else [slopes.astype(jnp.float32)]
+    grads = _batched(_backward, call)(q, k, v, dout, lse, delta, cu_q, cu_k, *optional)
+    axes = _varying(q, k, v, cu_q, cu_k, dout)
+    dq, dk, dv, *dslopes = (_as_varying(x, axes) for x in grads)
+    dslopes = dslopes[0].astype(slopes.dtype) if slopes is not None else None
+    return dq, dk, dv, None, None, dsinks, dslopes
+
+
+def _has_backward(call: _Call, q: Array) -> bool:
+    """Whether the backward kernel serves the head dim; named blocks are taken as such.
+
+    At head dim 256 the sums of 64 keys alone would fill the registers of a warpgroup.
+    """
+    return q.shape[-1] < HEAD_DIMS[-1] or call.config.backward is not None
+
+
+def _xla_gradients(
+    call: _Call, residuals: tuple, cotangents: tuple[Array, Array]
+) -> tuple[Array | None, ...]:
+    """The gradients of the portable implementation, which recomputes its forward."""
+    q, k, v, cu_q, cu_k, sinks, slopes, *_ = residuals
+
+    def portable(
+        q: Array, k: Array, v: Array, sinks: Array | None, slopes: Array | None
+    ) -> tuple[Array, Array]:
+        return varlen_attention_xla(
+            q,
+            k,
+            v,
+            cu_q,
+            cu_k,
+            sinks,
+            slopes,
+            relative_bias=None,
+            window=call.scores.window,
+            scale=call.scores.scale,
+            softcap=call.scores.softcap,
+            deterministic=True,
+            device=call.device,
+            config=None,
+        )
+
+    return jax.vjp(portable, q, k, v, sinks, slopes)[1](cotangents)
+
+
+_attention.defvjp(_attention_fwd, _attention_bwd)
+# Outside of any jit, one program is compiled and not a hundred operations.
+_jitted = jax.jit(_attention, static_argnums=0)
+
+
+def _varying(*arrays: Array) -> frozenset:
+    """Mesh axes over which any of the arrays varies, inside `jax.shard_map`."""
+    return frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in arrays))
+
+
+def _as_varying(x: Array, axes: frozenset) -> Array:
+    """Marks what a kernel returned, which loses the mark."""
+    missing = tuple(sorted(axes - _varying(x)))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+# --- The batching rule ----------------------------------------------------------------
+
+
+def _batched(run: Callable[..., tuple[Array, ...]], call: _Call) -> Callable[..., Any]:
+    """A function of one row from one of many rows, whose `jax.vmap` is one call."""
+
+    def of_rows(*arrays: Array) -> tuple[Array, ...]:
+        @custom_vmap
+        def rows(*arrays: Array) -> tuple[Array, ...]:
+            return run(call, *arrays)
+
+        @rows.def_vmap
+        def _(size: int, batched: list[bool], *arrays: Array) -> tuple[Any, Any]:
+            def merge(x: Array, has_axis: bool) -> Array:
+                x = x if has_axis else jnp.broadcast_to(x, (size, *x.shape))
+                return x.reshape(-1, *x.shape[2:])
+
+            flat = map(merge, arrays, batched)
+            results = of_rows(*flat)
+            split = tuple(x.reshape(size, -1, *x.shape[1:]) for x in results)
+            return split, tuple(True for _ in split)
+
+        return rows(*arrays)
+
+    def of_one(*arrays: Array) -> tuple[Array, ...]:
+        return tuple(x[0] for x in of_rows(*(a[None] for a in arrays)))
+
+    return of_one
+
+
+def _problem(q: Array, k: Array, cu_q: Array) -> Problem:
+    problem = Problem(
+        rows=q.shape[0],
+        queries=q.shape[1],
+        keys=k.shape[1],
+        max_seqs=cu_q.shape[1] - 1,
+        heads=q.shape[2],
+        kv_heads=k.shape[2],
+        head_dim=q.shape[3],
+        dtype=q.dtype,
+    )
+    for name, x in (("q", q), ("k", k)):
+        if x.size > _LARGEST_INT:
+            raise Unsupported(
+                f"varlen_attention: {name} has {x.size} elements, the kernel counts to"
+                f" {_LARGEST_INT}; split the batch or use implementation='xla'"
+            )
+    return problem
+
+
+def _forward_blocks(call: _Call, problem: Problem) -> ForwardBlocks:
+    blocks = call.config.forward or forward_blocks(problem, call.device)
+    size = forward_smem(problem, blocks)
+    check_smem(size, call.device, f"varlen_attention with {blocks}")
+    return blocks
+
+
+def _backward_blocks(call: _Call, problem: Problem) -> BackwardBlocks:
+    blocks = call.config.backward or backward_blocks(problem, call.device)
+    if blocks.block_q * problem.head_dim < 64 * 128:
+        raise Unsupported(
+            f"varlen_attention: block_q={blocks.block_q} with head dim"
+            f" {problem.head_dim}, expected 128: two warpgroups share dq in parts of"
+            " 64 x 64"
+        )
+    size = backward_smem(problem, blocks)
+    check_smem(size, call.device, f"gradient of varlen_attention with {blocks}")
+    return blocks
+
+
+def _forward(
+    call: _Call,
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_q: Array,
+    cu_k: Array,
+    *optional: Array,
+) -> tuple[Array, Array]:
+    """Of many rows: ``(out, lse)``."""
+    problem = _problem(q, k, cu_q)
+    seqs = Sequences.of(cu_q, cu_k, problem.queries, problem.keys)
+    arrays = iter(optional)
+    sinks = next(arrays) if call.scores.sinks else None
+    slopes = next(arrays) if call.scores.alibi else None
+    blocks = _forward_blocks(call, problem)
+    return forward(
+        problem, call.scores, blocks, q, k, v, seqs, sinks, slopes, call.device
+    )
+
+
+def _backward(
+    call: _Call,
+    q: Array,
+    k: Array,
+    v: Array,
+    dout: Array,
+    lse: Array,
+    delta: Array,
+    cu_q: Array,
+    cu_k: Array,
+    *optional: Array,
+) -> tuple[Array, ...]:
+    """Of many rows: ``(dq, dk, dv)`` and, with slopes, their gradient."""
+    problem = _problem(q, k, cu_q)
+    blocks = _backward_blocks(call, problem)
+    seqs = Sequences.of(cu_q, cu_k, problem.queries, problem.keys)
+    slopes = optional[0] if optional else None
+    grads = backward(
+        problem, call.scores, blocks, q, k, v, dout, lse, delta, seqs, slopes
+    )
+    return tuple(x for x in grads if x is not None)

@@ -1,0 +1,644 @@
+"""Hopper backward kernel of variable-length attention.
+
+One block computes the gradients of one tile of 128 keys of one sequence and key/value
+head; it loops over the queries that see them, for all query heads of the group. With
+scores ``s``, weights ``p = exp(s - lse)`` and ``delta = dout . out - dlse``::
+
+    dv = p^T dout      ds = p (dout v^T - delta)      dk = ds^T q      dq = ds k
+
+Scores are computed transposed, keys by queries, so that ``p^T`` and ``ds^T`` are left
+operands in registers. A warpgroup owns 64 keys and keeps their dk and dv in registers
+for the whole loop (128 of its registers at head dim 128); 64 queries a step is what
+fits beside them.
+
+**dq is summed over blocks**, in fp32 in global memory, which the copy engine adds to.
+The order is fixed, and with it every bit: a counter for each tile of queries says how
+many tiles of keys have added to it, and each waits for its turn. Blocks go over the
+queries from the last to the first, so under a causal mask as without one all blocks of
+a sequence begin with the same tile of queries and follow one another at the distance of
+one addition, while the multiplication goes on. A block waits only for blocks that come
+before it in the grid, which the hardware starts first. The producer warpgroup does the
+waiting and adding, a ring behind its loads. Two passes, each with its own sums in
+registers, would need no order but seven products instead of five.
+
+Queries are cut into tiles of their own buffer: a tile's dq, lse and delta lie in arrays
+of ``[tile, row of the tile]``, aligned wherever its sequence starts. Queries that are
+not the tile's have ``lse = inf``, which makes their weights zero.
+"""
+
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.mosaic import smem_transforms
+from pallas_kernels.varlen_attention.config import (
+    CHUNK,
+    ROWS,
+    BackwardBlocks,
+    Problem,
+)
+from pallas_kernels.varlen_attention.mosaic_gpu_forward import (
+    LOG2E,
+    Scores,
+    chunked,
+    copy_rows,
+    decode_block,
+    heads_together,
+    index_arrays,
+)
+from pallas_kernels.varlen_attention.rows import NO_LIMIT, keep_band, store_rows
+from pallas_kernels.varlen_attention.schedule import (
+    Sequences,
+    interval_of_keys,
+    most_tiles,
+    tile_sequences,
+)
+
+
+__all__ = ["backward"]
+
+_CONSUMERS = 2
+_FIELDS = (
+    "row", "k_base", "k_first", "k_stop", "index", "first", "last", "full_first",
+    "full_last", "offset", "q_start", "k_start", "q_tile", "q_total",
+)  # fmt: skip
+# Registers of a thread of the producer and of a consumer.
+_REGISTERS = (24, 240)
+
+
+def _key_table(
+    problem: Problem,
+    scores: Scores,
+    blocks: BackwardBlocks,
+    seqs: Sequences,
+    q_first: Int[Array, " E"],
+) -> tuple[Int[Array, "slots fields"], Int[Array, " slots"]]:
+    """What the block of each tile of keys needs to know; and which slots are used."""
+    block_q, block_k = blocks.block_q, blocks.block_k
+    slots = most_tiles(problem.rows, problem.keys, problem.max_seqs, block_k)
+    cost = (seqs.q_end - seqs.q_start) * seqs.real
+    tiles, _ = tile_sequences(seqs.k_start, seqs.k_end, cost, block_k, slots)
+    seq = Sequences(*(x[tiles.sequence] for x in seqs))
+    k0 = seq.k_start + tiles.index * block_k
+    k1 = jnp.minimum(k0 + block_k, seq.k_end)
+    # A tile that would read past the data is moved up; the rest of a row is not read.
+    base = jnp.where(seq.real == 1, jnp.minimum(k0, seq.k_total - block_k), k0)
+    left, right = scores.window
+    offset = seq.k_end - seq.q_end
+    row_first, row_last = seq.q_start, seq.q_end
+    if right is not None:
+        row_first = jnp.maximum(row_first, k0 - right - offset)
+    if left is not None:
+        row_last = jnp.minimum(row_last, k1 + left - offset)
+    seen = (row_first < row_last) & (seq.real == 1)
+    first = jnp.where(seen, (row_first - seq.q_start) // block_q, 0)
+    last = jnp.where(seen, -(-(row_last - seq.q_start) // block_q), 0)
+    # Tiles of queries [full_first, full_last) see all of the keys: no mask.
+    full_first, full_last = first, last
+    if right is not None:
+        full_first = -(-(k0 + block_k - 1 - right - offset - seq.q_start) // block_q)
+        full_first = jnp.clip(full_first, first, last)
+    if left is not None:
+        full_last = (k0 + left - offset - seq.q_start + 1) // block_q
+        full_last = jnp.clip(full_last, full_first, last)
+    whole = k1 - k0 == block_k
+    fields = {
+        "row": seq.row,
+        "k_base": base,
+        "k_first": k0 - base,
+        "k_stop": (k1 - base) * tiles.used,
+        "index": tiles.index,
+        "first": first,
+        "last": last,
+        "full_first": jnp.where(whole, full_first, last),
+        "full_last": jnp.where(whole, full_last, last),
+        "offset": offset,
+        "q_start": seq.q_start,
+        "k_start": seq.k_start,
+        "q_tile": q_first[tiles.sequence],
+        "q_total": seq.q_total,
+    }
+    return jnp.stack([fields[name] for name in _FIELDS], axis=1), tiles.used
+
+
+def backward(
+    problem: Problem,
+    scores: Scores,
+    blocks: BackwardBlocks,
+    q: Float[Array, "R T N H"],
+    k: Float[Array, "R S K H"],
+    v: Float[Array, "R S K H"],
+    dout: Float[Array, "R T N H"],
+    lse: Float[Array, "R T N"],
+    delta: Float[Array, "R T N"],
+    seqs: Sequences,
+    slopes: Float[Array, "R N"] | None,
+) -> tuple[Array, Array, Array, Array | None]:
+    """Runs the kernel; ``(dq, dk, dv, dslopes)``.
+
+    `lse` must be ``inf`` for queries that see no key.
+    """
+    block_q = blocks.block_q
+    q_slots = most_tiles(problem.rows, problem.queries, problem.max_seqs, block_q)
+    q_end = jnp.where(seqs.real == 1, seqs.q_end, seqs.q_start)
+    tiles, q_first = tile_sequences(seqs.q_start, q_end, None, block_q, q_slots)
+    seq = Sequences(*(x[tiles.sequence] for x in seqs))
+    nominal = seq.q_start + tiles.index * block_q
+    base = jnp.minimum(nominal, seq.q_total - block_q)
+    stats = _stats(problem, lse, delta, seq, base, nominal, tiles.used, block_q)
+    table, used = _key_table(problem, scores, blocks, seqs, q_first)
+    slots = table.shape[0]
+    extra = [] if slopes is None else [slopes]
+    outputs = [
+        jax.ShapeDtypeStruct(
+            (problem.heads, q_slots, block_q, problem.head_dim), jnp.float32
+        ),
+        jax.ShapeDtypeStruct(k.shape, k.dtype),
+        jax.ShapeDtypeStruct(v.shape, v.dtype),
+    ]
+    if scores.alibi:
+        shape = (slots, problem.heads, blocks.block_k)
+        outputs.append(jax.ShapeDtypeStruct(shape, jnp.float32))
+    body = functools.partial(_body, problem, scores, blocks, slots, q_slots)
+    sums, dk, dv, *slope_sums = plgpu.kernel(
+        body,
+        out_type=tuple(outputs),
+        scratch_types=_scratch(problem, blocks),
+        grid=(slots * problem.kv_heads,),
+        grid_names=("block",),
+        num_threads=_CONSUMERS + 1,
+        thread_name="warpgroup",
+        kernel_name="varlen_attention_backward",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(table, q, k, v, dout, stats, *extra)
+    dq = _unpack_dq(problem, scores, blocks, sums, seqs, q_first)
+    if not slope_sums:
+        return dq, dk, dv, None
+    row = seqs.row[tile_rows(seqs, problem, blocks)]
+    by_slot = jnp.where((used == 1)[:, None], jnp.sum(slope_sums[0], axis=2), 0.0)
+    dslopes = jnp.zeros((problem.rows, problem.heads), jnp.float32)
+    return dq, dk, dv, dslopes.at[row].add(by_slot)
+
+
+def tile_rows(
+    seqs: Sequences, problem: Problem, blocks: BackwardBlocks
+) -> Int[Array, " slots"]:
+    """The sequence of each tile of keys."""
+    slots = most_tiles(problem.rows, problem.keys, problem.max_seqs, blocks.block_k)
+    cost = (seqs.q_end - seqs.q_start) * seqs.real
+    tiles, _ = tile_sequences(seqs.k_start, seqs.k_end, cost, blocks.block_k, slots)
+    return tiles.sequence
+
+
+def _stats(
+    problem: Problem,
+    lse: Array,
+    delta: Array,
+    seq: Sequences,
+    base: Array,
+    nominal: Array,
+    used: Array,
+    block_q: int,
+) -> Float[Array, "N slots two block_q"]:
+    """Lse, to base 2, and delta of each tile of queries."""
+    rows = base[:, None] + jnp.arange(block_q, dtype=jnp.int32)
+    mine = (
+        (rows >= nominal[:, None]) & (rows < seq.q_end[:, None]) & (used == 1)[:, None]
+    )
+    flat = seq.row[:, None] * problem.queries + jnp.clip(rows, 0, problem.queries - 1)
+    lse, delta = (x.reshape(-1, problem.heads)[flat] for x in (lse, delta))
+    lse = jnp.where(mine[..., None], lse * LOG2E, jnp.inf)
+    delta = jnp.where(mine[..., None], delta, 0.0)
+    return jnp.stack([lse, delta]).transpose(3, 1, 0, 2)
+
+
+def _unpack_dq(
+    problem: Problem,
+    scores: Scores,
+    blocks: BackwardBlocks,
+    sums: Float[Array, "N slots block_q H"],
+    seqs: Sequences,
+    q_first: Int[Array, " E"],
+) -> Float[Array, "R T N H"]:
+    """From tiles to packed rows; zero where no key was seen."""
+    block_q = blocks.block_q
+    rows = jnp.arange(problem.queries, dtype=jnp.int32)
+    bounds = problem.max_seqs + 1
+    starts = seqs.q_start.reshape(problem.rows, bounds)
+    # The sequence of each row of the buffer, the rest of the buffer included.
+    inside = jnp.sum(starts[:, None, :] <= rows[None, :, None], axis=2, dtype=jnp.int32)
+    names = jnp.arange(problem.rows, dtype=jnp.int32)[:, None] * bounds + inside - 1
+    seq = Sequences(*(x[names] for x in seqs))
+    index = (rows - seq.q_start) // block_q
+    nominal = seq.q_start + index * block_q
+    base = jnp.minimum(nominal, seq.q_total - block_q)
+    end = jnp.minimum(nominal + block_q, seq.q_end)
+    start, stop = interval_of_keys(nominal, end - 1, seq, scores.window)
+    seen = (start < stop) & (seq.real == 1)
+    tile = jnp.where(seen, q_first[names] + index, 0)
+    within = jnp.where(seen, rows - base, 0)
+    dq = sums.transpose(1, 2, 0, 3)[tile, within] * scores.scale
+    return jnp.where(seen[..., None, None], dq, 0.0).astype(problem.dtype)
+
+
+def _scratch(problem: Problem, blocks: BackwardBlocks) -> dict[str, Any]:
+    """Shared memory of a block."""
+    stages, chunks, dtype = blocks.stages, problem.chunks, problem.dtype
+    units = blocks.block_q // ROWS
+    queries = chunked((stages,), blocks.block_q, chunks, dtype)
+    keys = chunked((), blocks.block_k, chunks, dtype)
+    return {
+        "k_smem": keys,
+        "v_smem": keys,
+        "q_smem": queries,
+        "do_smem": queries,
+        "stats_smem": plgpu.SMEM((stages, 2, blocks.block_q), jnp.float32),
+        "ds_smem": plgpu.SMEM(
+            (2, units, blocks.block_k, ROWS),
+            dtype,
+            transforms=smem_transforms(ROWS, dtype),
+        ),
+        "dq_smem": plgpu.SMEM(
+            (units * chunks, ROWS, CHUNK),
+            jnp.float32,
+            transforms=smem_transforms(CHUNK, jnp.float32),
+        ),
+        "kv_full": plgpu.Barrier(num_arrivals=2 * chunks),
+        "q_full": plgpu.Barrier(num_arrivals=chunks + 1, num_barriers=stages),
+        "do_full": plgpu.Barrier(num_arrivals=chunks, num_barriers=stages),
+        "q_empty": plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=stages),
+        "do_empty": plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=stages),
+        "ds_full": plgpu.Barrier(num_arrivals=_CONSUMERS),
+        "dq_full": plgpu.Barrier(num_arrivals=_CONSUMERS),
+        "dq_empty": plgpu.Barrier(num_arrivals=1),
+    }
+
+
+def _body(
+    problem: Problem,
+    scores: Scores,
+    blocks: BackwardBlocks,
+    slots: int,
+    q_slots: int,
+    table: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    dout: Any,
+    stats: Any,
+    *refs: Any,
+    **scratch: Any,
+) -> None:
+    """The kernel: one producer and two consumers."""
+    slopes = refs[0] if scores.alibi else None
+    dq, dk, dv, *slope_sums = refs[1:] if scores.alibi else refs
+    slot, kv_head = decode_block(
+        lax.axis_index("block"), slots, heads_together(problem), 1
+    )
+    warpgroup = lax.axis_index("warpgroup")
+    turns = pl.get_global(plgpu.SemaphoreType.REGULAR((problem.heads * q_slots,)))
+
+    def fields() -> dict[str, Any]:
+        return {name: table[slot, i] for i, name in enumerate(_FIELDS)}
+
+    @pl.when(warpgroup == _CONSUMERS)
+    def _producer() -> None:
+        plgpu.set_max_registers(_REGISTERS[0], action="decrease")
+        tile = fields()
+
+        @pl.when(tile["k_stop"] > 0)
+        def _() -> None:
+            producer = Producer(problem, scores, blocks, tile, kv_head, scratch)
+            producer.run(q, k, v, dout, stats, dq, turns, q_slots)
+
+    @pl.when(warpgroup < _CONSUMERS)
+    def _consumer() -> None:
+        plgpu.set_max_registers(_REGISTERS[1], action="increase")
+        tile = fields()
+
+        @pl.when(tile["k_stop"] > 0)
+        def _() -> None:
+            consumer = Consumer(
+                problem, scores, blocks, tile, warpgroup, kv_head, slopes, scratch
+            )
+            slope_ref = slope_sums[0].at[slot] if scores.alibi else None
+            sums = consumer.run(slope_ref)
+            row, first = tile["row"], tile["k_base"] + warpgroup * ROWS
+            start, stop = (tile[x] - warpgroup * ROWS for x in ("k_first", "k_stop"))
+            factors = scores.scale, 1.0
+            for ref, values, factor in zip((dk, dv), sums, factors, strict=True):
+                here = ref.at[row, pl.ds(first, ROWS), kv_head]
+                store_rows(here, (values * factor).astype(problem.dtype), start, stop)
+            plgpu.barrier_wait(scratch["dq_empty"])  # see its last phase
+
+
+def _query_start(blocks: BackwardBlocks, tile: dict[str, Any], index: Any) -> Any:
+    """The first row of a tile of queries; the last one may be moved up."""
+    return jnp.minimum(
+        tile["q_start"] + index * blocks.block_q, tile["q_total"] - blocks.block_q
+    )
+
+
+class Producer:
+    """Streams queries and gradients in, and dq out."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        scores: Scores,
+        blocks: BackwardBlocks,
+        tile: dict[str, Any],
+        kv_head: Any,
+        scratch: dict[str, Any],
+    ) -> None:
+        self.problem, self.scores, self.blocks = problem, scores, blocks
+        self.tile, self.kv_head, self.scratch = tile, kv_head, scratch
+        self.per_head = tile["last"] - tile["first"]
+
+    def place(self, step: Any) -> tuple[Any, Any]:
+        """The query head and the tile of queries of a step."""
+        group = lax.div(step, self.per_head)
+        head = self.kv_head * self.problem.groups + group
+        return head, self.tile["last"] - 1 - lax.rem(step, self.per_head)
+
+    def run(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        dout: Any,
+        stats: Any,
+        dq: Any,
+        turns: Any,
+        q_slots: int,
+    ) -> None:
+        """All steps; a step's dq is added when its stage of the ring is loaded anew."""
+        scratch, stages = self.scratch, self.blocks.stages
+        plgpu.barrier_arrive(scratch["dq_empty"])
+        for ref, name in ((k, "k"), (v, "v")):
+            copy_rows(
+                ref,
+                self.tile["row"],
+                self.tile["k_base"],
+                self.kv_head,
+                scratch[f"{name}_smem"][1],
+                scratch["kv_full"],
+            )
+        steps = self.per_head * self.problem.groups
+
+        def step(i: Any, _: None) -> None:
+            pl.when(i < steps)(lambda: self.load(i, q, dout, stats))
+            pl.when(i >= stages)(lambda: self.add(i - stages, dq, turns, q_slots))
+
+        lax.fori_loop(0, jnp.where(steps > 0, steps + stages, 0), step, None)
+
+        # Every waiter must see each phase of a barrier.
+        def drain(i: Any, _: None) -> None:
+            stage = lax.rem(steps + i, jnp.int32(stages))
+            plgpu.barrier_wait(scratch["q_empty"].at[stage])
+            plgpu.barrier_wait(scratch["do_empty"].at[stage])
+
+        lax.fori_loop(0, stages, drain, None)
+
+    def load(self, step: Any, q: Any, dout: Any, stats: Any) -> None:
+        """Queries, gradients, lse and delta of a step."""
+        scratch, row = self.scratch, self.tile["row"]
+        head, index = self.place(step)
+        stage = lax.rem(step, jnp.int32(self.blocks.stages))
+        start = _query_start(self.blocks, self.tile, index)
+        plgpu.barrier_wait(scratch["q_empty"].at[stage])
+        full = scratch["q_full"].at[stage]
+        copy_rows(q, row, start, head, scratch["q_smem"][1].at[stage], full)
+        here = stats.at[head, self.tile["q_tile"] + index]
+        plgpu.copy_gmem_to_smem(here, scratch["stats_smem"].at[stage], full)
+        plgpu.barrier_wait(scratch["do_empty"].at[stage])
+        full = scratch["do_full"].at[stage]
+        copy_rows(dout, row, start, head, scratch["do_smem"][1].at[stage], full)
+
+    def add(self, step: Any, dq: Any, turns: Any, q_slots: int) -> None:
+        """Dq of a step to global memory, when it is this block's turn."""
+        scratch, block_q = self.scratch, self.blocks.block_q
+        head, index = self.place(step)
+        # How many tiles of keys before this one are seen by these queries.
+        rank = self.tile["index"]
+        if self.scores.window[0] is not None:
+            seen = self.tile["q_start"] + index * block_q + self.tile["offset"]
+            seen = seen - self.scores.window[0] - self.tile["k_start"]
+            rank = rank - lax.div(jnp.maximum(seen, 0), jnp.int32(self.blocks.block_k))
+        q_tile = self.tile["q_tile"] + index
+        turn = turns.at[head * q_slots + q_tile]
+        plgpu.barrier_wait(scratch["dq_full"])
+        pl.semaphore_wait(turn, rank, decrement=False)
+
+        def store(reduction: Literal["add"] | None) -> None:
+            for m in range(block_q // ROWS):
+                for chunk in range(self.problem.chunks):
+                    rows, columns = pl.ds(m * ROWS, ROWS), pl.ds(chunk * CHUNK, CHUNK)
+                    plgpu.copy_smem_to_gmem(
+                        scratch["dq_smem"].at[m * self.problem.chunks + chunk],
+                        dq.at[head, q_tile, rows, columns],
+                        reduction_op=reduction,
+                    )
+
+        pl.when(rank == 0)(lambda: store(None))
+        pl.when(rank > 0)(lambda: store("add"))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(scratch["dq_empty"])
+        plgpu.wait_smem_to_gmem(0)
+        pl.semaphore_signal(turn)
+
+
+class Consumer:
+    """One warpgroup: 64 keys against all queries that see the tile."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        scores: Scores,
+        blocks: BackwardBlocks,
+        tile: dict[str, Any],
+        warpgroup: Any,
+        kv_head: Any,
+        slopes: Any,
+        scratch: dict[str, Any],
+    ) -> None:
+        self.problem, self.scores, self.blocks = problem, scores, blocks
+        self.tile, self.warpgroup, self.kv_head = tile, warpgroup, kv_head
+        self.slopes, self.scratch = slopes, scratch
+        self.k_smem, self.v_smem, self.q_smem, self.do_smem = (
+            scratch[f"{name}_smem"][0] for name in ("k", "v", "q", "do")
+        )
+        self.mine = pl.ds(warpgroup * ROWS, ROWS)
+        self.shape = (ROWS, blocks.block_q)
+
+    def run(self, slope_ref: Any) -> tuple[Any, Any]:
+        """The sums dk and dv, fp32 [64, H]; partial sums for slopes are stored."""
+
+        def hand_over(stage: Any, _: None) -> None:
+            plgpu.barrier_arrive(self.scratch["q_empty"].at[stage])
+            plgpu.barrier_arrive(self.scratch["do_empty"].at[stage])
+
+        lax.fori_loop(0, self.blocks.stages, hand_over, None)
+        plgpu.barrier_wait(self.scratch["kv_full"])
+        acc = plgpu.WGMMAAccumulatorRef((ROWS, self.problem.head_dim), jnp.float32)
+        return pl.run_scoped(functools.partial(self._loop, slope_ref), acc, acc)
+
+    def _loop(self, slope_ref: Any, dk: Any, dv: Any) -> tuple[Any, Any]:
+        first, last, full_first, full_last = (
+            self.tile[x] for x in ("first", "last", "full_first", "full_last")
+        )
+
+        def head_loop(group: Any, number: Any) -> Any:
+            head = self.kv_head * self.problem.groups + group
+            row_sums = ()
+            if self.scores.alibi:
+                zero = jnp.zeros((ROWS,), jnp.float32)
+                row_sums = plgpu.layout_cast(zero, plgpu.Layout.WGMMA.reduce(1))
+
+            def section(begin: Any, end: Any, carry: Any, masked: bool) -> Any:
+                """Tiles of queries from `end` down to `begin`."""
+
+                def step(i: Any, carry: Any) -> Any:
+                    number, sums = carry
+                    sums = self.step(number, head, end - 1 - i, masked, sums, dk, dv)
+                    return number + 1, sums
+
+                return lax.fori_loop(0, end - begin, step, carry)
+
+            carry = number, row_sums
+            if self.scores.window[0] is not None:
+                carry = section(full_last, last, carry, True)
+            carry = section(full_first, full_last, carry, False)
+            number, row_sums = section(first, full_first, carry, True)
+            if self.scores.alibi:
+                store_rows(slope_ref.at[head, self.mine], row_sums, 0, ROWS)
+            return number
+
+        lax.fori_loop(0, self.problem.groups, head_loop, jnp.int32(0))
+        return dk[...], dv[...]
+
+    def step(
+        self,
+        number: Any,
+        head: Any,
+        index: Any,
+        masked: bool,
+        slope_sums: Any,
+        dk: Any,
+        dv: Any,
+    ) -> Any:
+        """One tile of queries."""
+        stage = lax.rem(number, jnp.int32(self.blocks.stages))
+        chunks, units = self.problem.chunks, self.blocks.block_q // ROWS
+        scratch, dtype = self.scratch, self.problem.dtype
+        plgpu.barrier_wait(scratch["q_full"].at[stage])
+        plgpu.barrier_wait(scratch["do_full"].at[stage])
+
+        def weights(s_acc: Any, dp_acc: Any) -> tuple[Any, ...]:
+            for c in range(chunks):
+                queries = self.q_smem.at[stage, c].transpose((1, 0))
+                plgpu.wgmma(s_acc, self.k_smem.at[c, self.mine], queries)
+            for c in range(chunks):
+                gradients = self.do_smem.at[stage, c].transpose((1, 0))
+                plgpu.wgmma(dp_acc, self.v_smem.at[c, self.mine], gradients)
+            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=chunks)
+            p, derivative, distance = self.weights(s, stage, head, index, masked)
+            dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+            # Operands in registers are made after the products, see the forward pass.
+            p = lax.optimization_barrier(p)
+            ds = p * (dp - self.per_query(stage, 1))
+            sums = slope_sums
+            if distance is not None:
+                sums = sums - jnp.sum(ds * distance, axis=1)
+            if derivative is not None:
+                ds = ds * derivative
+            p, ds = lax.optimization_barrier((p.astype(dtype), ds.astype(dtype)))
+            return p, ds, sums
+
+        acc = plgpu.WGMMAAccumulatorRef(self.shape, jnp.float32)
+        p, ds, slope_sums = pl.run_scoped(weights, acc, acc)
+        buffer = scratch["ds_smem"].at[lax.rem(number, jnp.int32(2))]
+        per_consumer = units * chunks // _CONSUMERS
+        mine = [n * _CONSUMERS + self.warpgroup for n in range(per_consumer)]
+
+        def products(*dq_accs: Any) -> list[Any]:
+            for c in range(chunks):
+                columns = dv.at[:, c * CHUNK : (c + 1) * CHUNK]
+                plgpu.wgmma(columns, p, self.do_smem.at[stage, c])
+            for c in range(chunks):
+                columns = dk.at[:, c * CHUNK : (c + 1) * CHUNK]
+                plgpu.wgmma(columns, ds, self.q_smem.at[stage, c])
+            for m in range(units):
+                buffer[m, self.mine] = ds[:, m * ROWS : (m + 1) * ROWS]
+            plgpu.commit_smem()
+            # Both halves of the keys are needed for dq. Two buffers, because a
+            # warpgroup may still multiply one while the other one writes the next.
+            plgpu.barrier_arrive(scratch["ds_full"])
+            plgpu.barrier_wait(scratch["ds_full"])
+            for unit, dq_acc in zip(mine, dq_accs, strict=True):
+                m = lax.div(unit, jnp.int32(chunks))
+                c = lax.rem(unit, jnp.int32(chunks))
+                left = buffer.at[m].transpose((1, 0))
+                plgpu.wgmma(dq_acc, left, self.k_smem.at[c])
+            return [dq_acc[...] for dq_acc in dq_accs]
+
+        part = plgpu.WGMMAAccumulatorRef((ROWS, CHUNK), jnp.float32)
+        dq = pl.run_scoped(products, *[part] * per_consumer)
+        plgpu.barrier_arrive(scratch["q_empty"].at[stage])
+        plgpu.barrier_arrive(scratch["do_empty"].at[stage])
+        plgpu.barrier_wait(scratch["dq_empty"])
+        for unit, values in zip(mine, dq, strict=True):
+            scratch["dq_smem"].at[unit][...] = values
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(scratch["dq_full"])
+        return slope_sums
+
+    def per_query(self, stage: Any, which: int) -> Any:
+        """Lse (0) or delta (1) of the queries, as columns of the scores."""
+        row = plgpu.load(
+            self.scratch["stats_smem"].at[stage, which],
+            layout=plgpu.Layout.WGMMA.reduce(0),
+        )
+        return lax.broadcast_in_dim(row, self.shape, [1])
+
+    def weights(
+        self, s: Any, stage: Any, head: Any, index: Any, masked: bool
+    ) -> tuple[Any, Any, Any]:
+        """Weights, the derivative of a score by the product, and distances."""
+        x = self.scores
+        left, right = x.window
+        derivative = distances = None
+        first_key = self.tile["k_base"] + self.warpgroup * ROWS
+        first_query = _query_start(self.blocks, self.tile, index)
+        # How far the first key lies to the right of the first query's diagonal.
+        shift = first_key - first_query - self.tile["offset"]
+        if x.plain:
+            s = s * x.factor
+        elif x.softcap is not None:
+            capped = jnp.tanh(s * (x.scale / x.softcap))
+            derivative = 1.0 - capped * capped
+            s = capped * (x.softcap * LOG2E)
+        else:
+            s = s * (x.scale * LOG2E)
+        if x.alibi:
+            rows, columns = index_arrays(self.shape)
+            distances = jnp.abs(rows - columns + shift).astype(jnp.float32)
+            s = s - distances * (self.slopes[self.tile["row"], head] * LOG2E)
+        if masked:
+            offset = self.warpgroup * ROWS
+            s = keep_band(
+                s,
+                rows=(self.tile["k_first"] - offset, self.tile["k_stop"] - offset - 1),
+                columns=(0, NO_LIMIT),
+                distance=(
+                    -NO_LIMIT if right is None else shift - right,
+                    NO_LIMIT if left is None else shift + left,
+                ),
+            )
+        return jnp.exp2(s - self.per_query(stage, 0)), derivative, distances

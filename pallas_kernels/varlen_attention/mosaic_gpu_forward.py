@@ -1,0 +1,710 @@
+"""Hopper forward kernel of variable-length attention.
+
+A tile is some queries of one sequence and head. A producer warpgroup streams keys and
+values through a ring of shared-memory stages; each consumer holds 64 queries, its
+scores, its weights and its sums in registers, as FlashAttention-3 does. Blocks stay on
+their multiprocessor and take tiles by ticket, the expensive ones first: while the
+consumers end one tile the producer loads the next.
+
+**Any row.** A sequence starts wherever the one before it ends, and the copy engine
+writes shared memory as the tensor cores want it (tiles of 8 rows) only from rows that
+are multiples of 8. But a chunk of 64 columns with swizzled lines has the same bytes,
+tiled by 8 rows or not, and without tiles the copy may start at any row. So every buffer
+is a union of two views, one that the copies write and one that wgmma reads.
+
+**Past the end.** Tiles at the end of a sequence also hold rows of its neighbors. Their
+weights are masked to zero, but zero times NaN is NaN, and what lies past the last
+sequence may be NaN. A step that would read it is moved up to end with the data; the
+keys that it then holds twice are masked.
+
+**Masks** are applied in the first and last steps of a tile alone: the steps are cut
+into three loops, and the one in the middle knows of no mask.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.mosaic import DeviceSpec
+from pallas_kernels.varlen_attention.config import (
+    CHUNK,
+    ROWS,
+    ForwardBlocks,
+    Problem,
+)
+from pallas_kernels.varlen_attention.rows import (
+    NO_LIMIT,
+    keep_band,
+    store_rows,
+    take_ticket,
+)
+from pallas_kernels.varlen_attention.schedule import (
+    Sequences,
+    interval_of_keys,
+    most_tiles,
+    tile_sequences,
+)
+from pallas_kernels.varlen_attention.segments import Window
+
+
+__all__ = [
+    "LOG2E",
+    "Scores",
+    "chunked",
+    "copy_rows",
+    "decode_block",
+    "forward",
+    "heads_together",
+    "index_arrays",
+]
+
+LOG2E = math.log2(math.e)
+_LN2 = math.log(2.0)
+_L2_BYTES = 32 * 2**20
+"""Keys and values of the heads that run together should fit in the L2 cache."""
+
+_FIELDS = ("row", "q0", "rows", "k0", "steps", "first", "last", "offset", "k_end",
+           "k_total", "real")  # fmt: skip
+_PUBLISHED = (*_FIELDS, "head")
+
+
+@jax.tree_util.register_static
+class Scores:
+    """How a score follows from ``q . k``: the static part."""
+
+    def __init__(
+        self,
+        window: Window,
+        scale: float,
+        softcap: float | None,
+        sinks: bool,
+        alibi: bool,
+    ) -> None:
+        self.window, self.scale, self.softcap = window, scale, softcap
+        self.sinks, self.alibi = sinks, alibi
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Scores) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(vars(self).values()))
+
+    @property
+    def plain(self) -> bool:
+        """Nothing happens to a product but a positive factor."""
+        return self.softcap is None and not self.alibi and self.scale > 0
+
+    @property
+    def factor(self) -> float:
+        """What turns scores as `log2_scores` gives them into powers of two."""
+        return self.scale * LOG2E if self.plain else 1.0
+
+
+def chunked(stages: tuple[int, ...], rows: int, chunks: int, dtype: Any) -> Any:
+    """Rows in chunks of 64 columns, as wgmma reads them and as copies write them."""
+    shape = (*stages, chunks, rows, CHUNK)
+    swizzle = plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
+    tiling = plgpu.TilingTransform((8, CHUNK))  # pyright: ignore[reportAbstractUsage]
+    return plgpu.RefUnion(
+        plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle)),
+        plgpu.SMEM(shape, dtype, transforms=(swizzle,)),
+    )
+
+
+def index_arrays(shape: tuple[int, int]) -> tuple[Any, Any]:
+    """Row and column of each accumulator, int32."""
+    rows, columns = (
+        plgpu.broadcasted_iota(jnp.int32, shape, d, layout=plgpu.Layout.WGMMA)
+        for d in (0, 1)
+    )
+    return rows, columns
+
+
+def heads_together(problem: Problem) -> int:
+    """Key/value heads whose tiles run side by side; a divisor of their number."""
+    per_head = 2 * problem.keys * problem.head_dim * problem.dtype.itemsize
+    most = max(1, _L2_BYTES // per_head)
+    return max(n for n in range(1, problem.kv_heads + 1)
+               if problem.kv_heads % n == 0 and n <= most)  # fmt: skip
+
+
+def decode_block(index: Any, slots: Any, kv_heads: int, copies: int) -> tuple[Any, Any]:
+    """The slot and the head of a piece of work.
+
+    Slots, the expensive ones first, are the outer loop, but for groups of `kv_heads`
+    heads at a time, which share the L2 cache.
+
+    Args:
+        index: int32, which piece.
+        slots: tiles of a head.
+        kv_heads: key/value heads of a group.
+        copies: query heads of a key/value head that have blocks of their own.
+    """
+    width = jnp.int32(kv_heads * copies)
+    group = lax.div(index, width * slots)
+    within = lax.rem(index, width * slots)
+    return lax.div(within, width), group * width + lax.rem(within, width)
+
+
+def _table(
+    problem: Problem, scores: Scores, blocks: ForwardBlocks, seqs: Sequences
+) -> tuple[Int[Array, "slots fields"], Int[Array, " one"]]:
+    """`_FIELDS` of the tile in each slot, and how many slots are used."""
+    block_q, block_k = blocks.block_q, blocks.block_k
+    slots = most_tiles(problem.rows, problem.queries, problem.max_seqs, block_q)
+    cost = (seqs.k_end - seqs.k_start) * seqs.real
+    tiles, _ = tile_sequences(seqs.q_start, seqs.q_end, cost, block_q, slots)
+    seq = Sequences(*(x[tiles.sequence] for x in seqs))
+    index = tiles.index
+    if scores.window[1] is not None:  # the last tiles see the most keys
+        index = -(-(seq.q_end - seq.q_start) // block_q) - 1 - index
+    q0 = seq.q_start + index * block_q
+    q1 = jnp.minimum(q0 + block_q, seq.q_end)
+    start, stop = interval_of_keys(q0, q1 - 1, seq, scores.window)
+    steps = jnp.maximum(-(-(stop - start) // block_k), 0)
+    # Steps [first, last) need no mask: each of their keys is seen by all queries.
+    left, right = scores.window
+    offset = seq.k_end - seq.q_end
+    first, seen_by_all = jnp.zeros_like(steps), seq.k_end
+    if left is not None:
+        first = -(-(q1 - 1 + offset - left - start) // block_k)
+        first = jnp.clip(first, 0, steps)
+    if right is not None:
+        seen_by_all = jnp.minimum(seen_by_all, q0 + offset + right + 1)
+    last = jnp.clip((seen_by_all - start) // block_k, first, steps)
+    fields = {
+        "row": seq.row,
+        "q0": q0,
+        "rows": (q1 - q0) * tiles.used,
+        "k0": start,
+        "steps": steps,
+        "first": first,
+        "last": last,
+        "offset": offset,
+        "k_end": stop if right is None else seq.k_end,
+        "k_total": seq.k_total,
+        "real": seq.real,
+    }
+    return jnp.stack([fields[name] for name in _FIELDS], axis=1), tiles.count[None]
+
+
+def forward(
+    problem: Problem,
+    scores: Scores,
+    blocks: ForwardBlocks,
+    q: Float[Array, "R T N H"],
+    k: Float[Array, "R S K H"],
+    v: Float[Array, "R S K H"],
+    seqs: Sequences,
+    sinks: Float[Array, "R N"] | None,
+    slopes: Float[Array, "R N"] | None,
+    device: DeviceSpec,
+) -> tuple[Float[Array, "R T N H"], Float[Array, "R T N"]]:
+    """Runs the kernel; ``(out, lse)``."""
+    table, count = _table(problem, scores, blocks, seqs)
+    extra = [x for x in (sinks, slopes) if x is not None]
+    body = functools.partial(_body, problem, scores, blocks)
+    consumers, stages = blocks.consumers, blocks.stages
+    ring = chunked((stages,), blocks.block_k, problem.chunks, problem.dtype)
+    chunks = problem.chunks
+    workers = device.num_sms * (2 if consumers == 1 else 1)
+    return plgpu.kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct(q.shape[:3], jnp.float32),
+        ),
+        scratch_types={
+            "q_smem": chunked((consumers,), ROWS, chunks, problem.dtype),
+            "k_smem": ring,
+            "v_smem": ring,
+            "tile_smem": plgpu.SMEM((2, 16), jnp.int32),
+            "mailbox": plgpu.SMEM((1,), jnp.int32),
+            "q_full": plgpu.Barrier(num_arrivals=chunks, num_barriers=consumers),
+            "k_full": plgpu.Barrier(num_arrivals=chunks, num_barriers=stages),
+            "v_full": plgpu.Barrier(num_arrivals=chunks, num_barriers=stages),
+            "tile_full": plgpu.Barrier(num_arrivals=1, num_barriers=2),
+            "q_empty": plgpu.Barrier(num_arrivals=1, num_barriers=consumers),
+            "k_empty": plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
+            "v_empty": plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
+            "tile_empty": plgpu.Barrier(num_arrivals=consumers, num_barriers=2),
+            "turn": plgpu.Barrier(num_arrivals=consumers),
+        },
+        grid=(min(workers, table.shape[0] * problem.heads),),
+        grid_names=("worker",),
+        num_threads=consumers + 1,
+        thread_name="warpgroup",
+        kernel_name="varlen_attention",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(table, count, q, k, v, *extra)
+
+
+_REGISTERS = {2: (24, 240), 3: (32, 160)}
+"""Registers of a thread of the producer and of a consumer, by number of consumers.
+
+A block starts with as many for each thread as the whole file holds for that number of
+threads, 168 for 384 and 128 for 512, and what one gives up others may take: more would
+wait forever. A single consumer has enough from the start.
+"""
+
+
+def _body(
+    problem: Problem,
+    scores: Scores,
+    blocks: ForwardBlocks,
+    table: Any,
+    count: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    *refs: Any,
+    **scratch: Any,
+) -> None:
+    """The kernel: one producer and some consumers."""
+    *extra, out, lse = refs
+    warpgroup = lax.axis_index("warpgroup")
+    registers = _REGISTERS.get(blocks.consumers)
+    counter = pl.get_global(plgpu.SemaphoreType.REGULAR((1,)))
+
+    @pl.when(warpgroup == blocks.consumers)
+    def _producer() -> None:
+        if registers:
+            plgpu.set_max_registers(registers[0], action="decrease")
+        take = functools.partial(_take_tile, problem, table, count, counter, scratch)
+        load = functools.partial(_load, problem, blocks, q, k, v, scratch)
+
+        def next_tile(carry: Any) -> Any:
+            _, number, steps = carry
+            tile = take(number)
+            there = tile["rows"] > 0
+            pl.when(there)(functools.partial(load, tile, steps))
+            return there, number + 1, steps + jnp.where(there, tile["steps"], 0)
+
+        start = jnp.bool_(True), jnp.int32(0), jnp.int32(0)
+        _, number, steps = lax.while_loop(lambda carry: carry[0], next_tile, start)
+        _drain(blocks, scratch, number, steps)
+
+    @pl.when(warpgroup < blocks.consumers)
+    def _consumer() -> None:
+        if registers:
+            plgpu.set_max_registers(registers[1], action="increase")
+        _hand_over(blocks, scratch, warpgroup)
+
+        def next_tile(carry: Any) -> Any:
+            _, number, steps = carry
+            place = lax.rem(number, jnp.int32(2))
+            plgpu.barrier_wait(scratch["tile_full"].at[place])
+            tile = {
+                name: scratch["tile_smem"][place, i]
+                for i, name in enumerate(_PUBLISHED)
+            }
+            plgpu.barrier_arrive(scratch["tile_empty"].at[place])
+            there = tile["rows"] > 0
+
+            @pl.when(there)
+            def _() -> None:
+                row, head = tile["row"], tile["head"]
+                extras = iter(extra)
+                sink = next(extras)[row, head] if scores.sinks else None
+                slope = next(extras)[row, head] if scores.alibi else None
+                consumer = Consumer(
+                    problem,
+                    scores,
+                    blocks,
+                    tile,
+                    warpgroup,
+                    sink,
+                    slope,
+                    scratch,
+                    steps,
+                )
+                here = pl.ds(tile["q0"] + warpgroup * ROWS, ROWS)
+                rows = tile["rows"] - warpgroup * ROWS
+
+                @pl.when(rows > 0)
+                def _() -> None:
+                    sums, log_sum = consumer.run()
+                    values = sums.astype(problem.dtype)
+                    store_rows(out.at[row, here, head], values, 0, rows)
+                    store_rows(lse.at[row, here, head], log_sum, 0, rows)
+
+                pl.when(rows <= 0)(consumer.stand_by)
+
+            return there, number + 1, steps + jnp.where(there, tile["steps"], 0)
+
+        start = jnp.bool_(True), jnp.int32(0), jnp.int32(0)
+        lax.while_loop(lambda carry: carry[0], next_tile, start)
+
+
+def _take_tile(
+    problem: Problem, table: Any, count: Any, counter: Any, scratch: Any, number: Any
+) -> dict[str, Any]:
+    """Takes a ticket and tells the consumers; a tile without rows is the end."""
+    index = take_ticket(counter, scratch["mailbox"])
+    slots = count[0]
+    slot, head = decode_block(index, slots, heads_together(problem), problem.groups)
+    there = head < problem.heads
+    slot = jnp.where(there, slot, 0)
+    tile = {name: table[slot, i] for i, name in enumerate(_FIELDS)}
+    tile["rows"] = jnp.where(there, tile["rows"], 0)
+    tile["head"] = head
+    place = lax.rem(number, jnp.int32(2))
+    plgpu.barrier_wait(scratch["tile_empty"].at[place])
+    for i, name in enumerate(_PUBLISHED):
+        scratch["tile_smem"][place, i] = tile[name]
+    plgpu.barrier_arrive(scratch["tile_full"].at[place])
+    return tile
+
+
+def _hand_over(blocks: ForwardBlocks, scratch: Any, warpgroup: Any) -> None:
+    """A consumer gives all buffers to the producer."""
+    for name in ("k_empty", "v_empty"):
+        for stage in range(blocks.stages):
+            plgpu.barrier_arrive(scratch[name].at[stage])
+    for place in range(2):
+        plgpu.barrier_arrive(scratch["tile_empty"].at[place])
+    plgpu.barrier_arrive(scratch["q_empty"].at[warpgroup])
+
+
+def _drain(blocks: ForwardBlocks, scratch: Any, number: Any, steps: Any) -> None:
+    """The producer takes all buffers back: waiters must see each phase of a barrier."""
+    for i in range(blocks.stages):
+        stage = lax.rem(steps + i, jnp.int32(blocks.stages))
+        plgpu.barrier_wait(scratch["k_empty"].at[stage])
+        plgpu.barrier_wait(scratch["v_empty"].at[stage])
+    for i in range(2):
+        plgpu.barrier_wait(scratch["tile_empty"].at[lax.rem(number + i, jnp.int32(2))])
+    for w in range(blocks.consumers):
+        plgpu.barrier_wait(scratch["q_empty"].at[w])
+
+
+def _step_start(blocks: ForwardBlocks, tile: dict[str, Any], step: Any) -> Any:
+    """The first key of a step; the last step may be moved up to end with the data."""
+    return jnp.minimum(
+        tile["k0"] + step * blocks.block_k, tile["k_total"] - blocks.block_k
+    )
+
+
+def copy_rows(
+    ref: Any, row: Any, start: Any, head: Any, smem: Any, barrier: Any
+) -> None:
+    """Rows of a head into chunks of shared memory."""
+    chunks, rows, _ = smem.shape
+    for chunk in range(chunks):
+        columns = pl.ds(chunk * CHUNK, CHUNK)
+        source = ref.at[row, pl.ds(start, rows), head, columns]
+        plgpu.copy_gmem_to_smem(source, smem.at[chunk], barrier)
+
+
+def _load(
+    problem: Problem,
+    blocks: ForwardBlocks,
+    q: Any,
+    k: Any,
+    v: Any,
+    scratch: Any,
+    tile: dict[str, Any],
+    steps: Any,
+) -> None:
+    """The producer: queries of a tile, then keys and values step by step."""
+    (_, q_smem), (_, k_smem), (_, v_smem) = (scratch[f"{name}_smem"] for name in "qkv")
+    row, head = tile["row"], tile["head"]
+    for w in range(blocks.consumers):
+        start = tile["q0"] + w * ROWS
+        plgpu.barrier_wait(scratch["q_empty"].at[w])
+        copy_rows(q, row, start, head, q_smem.at[w], scratch["q_full"].at[w])
+    kv_head = lax.div(head, jnp.int32(problem.groups))
+
+    def step(i: Any, _: None) -> None:
+        stage = lax.rem(steps + i, jnp.int32(blocks.stages))
+        start = _step_start(blocks, tile, i)
+        for ref, smem, name in ((k, k_smem, "k"), (v, v_smem, "v")):
+            plgpu.barrier_wait(scratch[f"{name}_empty"].at[stage])
+            full = scratch[f"{name}_full"].at[stage]
+            copy_rows(ref, row, start, kv_head, smem.at[stage], full)
+
+    lax.fori_loop(0, tile["steps"], step, None)
+
+
+class Consumer:
+    """One warpgroup: 64 queries against all keys that the tile sees."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        scores: Scores,
+        blocks: ForwardBlocks,
+        tile: dict[str, Any],
+        warpgroup: Any,
+        sink: Any,
+        slope: Any,
+        scratch: Any,
+        steps_before: Any,
+    ) -> None:
+        self.problem, self.scores, self.blocks = problem, scores, blocks
+        self.tile, self.warpgroup, self.scratch = tile, warpgroup, scratch
+        self.sink, self.slope, self.steps_before = sink, slope, steps_before
+        self.q_smem, self.k_smem, self.v_smem = (
+            scratch[f"{name}_smem"][0] for name in "qkv"
+        )
+        self.shape = (ROWS, blocks.block_k)
+        self.q0 = tile["q0"] + warpgroup * ROWS
+
+    # --- pieces of a step -------------------------------------------------------------
+
+    def stage(self, step: Any) -> Any:
+        """The stage of the ring that holds a step."""
+        return lax.rem(self.steps_before + step, jnp.int32(self.blocks.stages))
+
+    def wait(self, name: str, step: Any) -> Any:
+        """The stage of a step, once its keys or values are there."""
+        stage = self.stage(step)
+        plgpu.barrier_wait(self.scratch[f"{name}_full"].at[stage])
+        return stage
+
+    def release(self, name: str, step: Any) -> None:
+        """Hands the stage of a step back to the producer."""
+        plgpu.barrier_arrive(self.scratch[f"{name}_empty"].at[self.stage(step)])
+
+    def take_turns(self) -> None:
+        """Meets the other consumer: one has multiplied, the other one exponentiated."""
+        if self.blocks.ping_pong:
+            plgpu.barrier_arrive(self.scratch["turn"])
+            plgpu.barrier_wait(self.scratch["turn"])
+
+    def multiply_keys(self, acc: Any, stage: Any) -> None:
+        """Starts ``q @ k.T``, one wgmma group a chunk."""
+        for chunk in range(self.problem.chunks):
+            keys = self.k_smem.at[stage, chunk].transpose((1, 0))
+            plgpu.wgmma(acc, self.q_smem.at[self.warpgroup, chunk], keys)
+
+    def multiply_values(self, acc: Any, weights: Any, stage: Any) -> None:
+        """Starts ``weights @ v``, one wgmma group a chunk."""
+        for chunk in range(self.problem.chunks):
+            columns = acc.at[:, chunk * CHUNK : (chunk + 1) * CHUNK]
+            plgpu.wgmma(columns, weights, self.v_smem.at[stage, chunk])
+
+    def log2_scores(self, products: Any, step: Any, masked: bool) -> Any:
+        """Scores; times `Scores.factor` they are logarithms to base 2."""
+        x = self.scores
+        start = _step_start(self.blocks, self.tile, step)
+        # How far the first key lies to the right of the first query's diagonal.
+        shift = start - self.q0 - self.tile["offset"]
+        if not x.plain:
+            if x.softcap is not None:
+                capped = jnp.tanh(products * (x.scale / x.softcap))
+                products = capped * (x.softcap * LOG2E)
+            else:
+                products = products * (x.scale * LOG2E)
+            if x.alibi:
+                rows, columns = index_arrays(self.shape)
+                away = jnp.abs(columns - rows + shift).astype(jnp.float32)
+                products = products - away * (self.slope * LOG2E)
+        if masked:
+            left, right = x.window
+            # Keys of the step before, which a step that was moved up holds again.
+            least = self.tile["k0"] + step * self.blocks.block_k - start
+            products = keep_band(
+                products,
+                rows=(0, NO_LIMIT),
+                columns=(least, self.tile["k_end"] - start - 1),
+                distance=(
+                    -NO_LIMIT if left is None else -left - shift,
+                    NO_LIMIT if right is None else right - shift,
+                ),
+            )
+        return products
+
+    def softmax(self, s: Any, m: Any, total: Any, masked: bool) -> tuple[Any, ...]:
+        """Weights of a step, and the factor of what was summed before."""
+        factor = self.scores.factor
+        m_new = jnp.maximum(m, jnp.max(s, axis=1) * factor)
+        safe = m_new
+        if masked:  # a query may have seen nothing yet
+            safe = jnp.where(m_new == -jnp.inf, jnp.zeros_like(m_new), m_new)
+        alpha = jnp.exp2(m - safe)
+        s = s * factor if factor != 1.0 else s
+        p = jnp.exp2(s - lax.broadcast_in_dim(safe, self.shape, [0]))
+        total = total * alpha + jnp.sum(p, axis=1)
+        return p, m_new, total, alpha
+
+    def spread(self, column: Any) -> Any:
+        """A number a query to the shape of the sums."""
+        return lax.broadcast_in_dim(column, (ROWS, self.problem.head_dim), [0])
+
+    # --- loops ------------------------------------------------------------------------
+
+    def sections(self, step: Any, carry: Any, start: int) -> Any:
+        """All steps from `start`: with a mask, without, with a mask."""
+        first, last, steps = (self.tile[x] for x in ("first", "last", "steps"))
+        masked = functools.partial(step, masked=True)
+        if self.scores.window[0] is not None:
+            carry = lax.fori_loop(start, first, masked, carry)
+            last = jnp.maximum(last, start)
+            first = jnp.maximum(first, start)
+        else:
+            first = jnp.int32(start)
+            last = jnp.maximum(last, start)
+        carry = lax.fori_loop(first, last, functools.partial(step, masked=False), carry)
+        return lax.fori_loop(last, steps, masked, carry)
+
+    def run(self) -> tuple[Any, Any]:
+        """The outputs of the tile: values [64, H] and lse [64], fp32."""
+        plgpu.barrier_wait(self.scratch["q_full"].at[self.warpgroup])
+        column = plgpu.Layout.WGMMA.reduce(1)
+        m = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), column)
+        total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), column)
+        loop = self.overlapped if self.blocks.overlap else self.in_turn
+        acc = plgpu.WGMMAAccumulatorRef((ROWS, self.problem.head_dim), jnp.float32)
+        sums, m, total = pl.run_scoped(functools.partial(loop, m, total), acc)
+        return self.normalize(sums, m, total)
+
+    def stand_by(self) -> None:
+        """Keeps step with the others where a sequence ends before this warpgroup."""
+        plgpu.barrier_wait(self.scratch["q_full"].at[self.warpgroup])
+        plgpu.barrier_arrive(self.scratch["q_empty"].at[self.warpgroup])
+
+        def step(i: Any, _: None) -> None:
+            for name in ("k", "v"):
+                self.wait(name, i)
+                self.release(name, i)
+                self.take_turns()
+
+        if self.blocks.ping_pong:
+            pl.when(self.warpgroup == 1)(self.take_turns)
+        lax.fori_loop(0, self.tile["steps"], step, None)
+        if self.blocks.ping_pong:
+            pl.when(self.warpgroup == 0)(self.take_turns)
+
+    def in_turn(self, m: Any, total: Any, acc: Any) -> tuple[Any, Any, Any]:
+        """Steps one after another; two consumers keep the tensor cores busy."""
+
+        def step(i: Any, carry: Any, masked: bool) -> Any:
+            m, total = carry
+            stage = self.wait("k", i)
+
+            def product(scores: Any) -> Any:
+                self.multiply_keys(scores, stage)
+                self.take_turns()
+                return scores[...]
+
+            s = pl.run_scoped(
+                product, plgpu.WGMMAAccumulatorRef(self.shape, jnp.float32)
+            )
+            self.release("k", i)
+            s = self.log2_scores(s, i, masked)
+            p, m, total, alpha = self.softmax(s, m, total, masked)
+            sums = plgpu.wgmma_accumulator_load(acc, wait_n=None)
+            acc[...] = sums * self.spread(alpha)
+            p = p.astype(self.problem.dtype)
+            m, total, p = lax.optimization_barrier((m, total, p))
+            stage = self.wait("v", i)
+            self.take_turns()
+            self.multiply_values(acc, p, stage)
+            plgpu.wgmma_wait(0)
+            self.release("v", i)
+            return m, total
+
+        if self.blocks.ping_pong:
+            pl.when(self.warpgroup == 1)(self.take_turns)
+        m, total = self.sections(step, (m, total), 0)
+        plgpu.barrier_arrive(self.scratch["q_empty"].at[self.warpgroup])
+        if self.blocks.ping_pong:
+            pl.when(self.warpgroup == 0)(self.take_turns)
+        return acc[...], m, total
+
+    def overlapped(self, m: Any, total: Any, acc: Any) -> tuple[Any, Any, Any]:
+        """While weights of a step are computed, values of the one before multiply."""
+        steps = self.tile["steps"]
+
+        def step(i: Any, carry: Any, masked: bool) -> Any:
+            m, total, p = carry
+            keys, values = self.wait("k", i), self.wait("v", i - 1)
+            self.take_turns()
+
+            def products(scores: Any) -> Any:
+                self.multiply_keys(scores, keys)
+                self.multiply_values(acc, p, values)
+                return plgpu.wgmma_accumulator_load(scores, wait_n=self.problem.chunks)
+
+            s = pl.run_scoped(
+                products, plgpu.WGMMAAccumulatorRef(self.shape, jnp.float32)
+            )
+            self.release("k", i)
+            self.take_turns()
+            s = self.log2_scores(s, i, masked)
+            p, m, total, alpha = self.softmax(s, m, total, masked)
+            sums = acc[...]
+            # No register that a later product reads may be written while products run,
+            # or the assembler (its note C7513) makes them run one after another. So the
+            # weights become 16-bit operands only here.
+            p, m, total = lax.optimization_barrier((p, m, total))
+            self.release("v", i - 1)
+            acc[...] = sums * self.spread(alpha)
+            return m, total, p.astype(self.problem.dtype)
+
+        def first_step(_: Any, carry: Any, masked: bool) -> Any:
+            m, total, _ = carry
+            keys = self.wait("k", 0)
+            self.take_turns()
+
+            def products(scores: Any) -> Any:
+                self.multiply_keys(scores, keys)
+                return scores[...]
+
+            s = pl.run_scoped(
+                products, plgpu.WGMMAAccumulatorRef(self.shape, jnp.float32)
+            )
+            self.release("k", 0)
+            self.take_turns()
+            s = self.log2_scores(s, jnp.int32(0), masked)
+            p, m, total, _ = self.softmax(s, m, total, masked)
+            return m, total, p.astype(self.problem.dtype)
+
+        def last_values(_: Any, p: Any) -> Any:
+            self.multiply_values(acc, p, self.wait("v", steps - 1))
+            plgpu.wgmma_wait(0)
+            self.release("v", steps - 1)
+            return p
+
+        if self.blocks.ping_pong:
+            pl.when(self.warpgroup == 1)(self.take_turns)
+        p = plgpu.layout_cast(
+            jnp.zeros(self.shape, self.problem.dtype), plgpu.Layout.WGMMA
+        )
+        # Loops of at most one trip, because tiles without keys exist.
+        once = jnp.minimum(steps, 1)
+        clear = jnp.where(self.tile["first"] == 0, jnp.minimum(self.tile["last"], 1), 0)
+        carry = m, total, p
+        for begin, end, masked in ((0, clear, False), (clear, once, True)):
+            body = functools.partial(first_step, masked=masked)
+            carry = lax.fori_loop(begin, end, body, carry)
+        m, total, p = self.sections(step, carry, 1)
+        plgpu.barrier_arrive(self.scratch["q_empty"].at[self.warpgroup])
+        lax.fori_loop(0, once, last_values, p)
+        if self.blocks.ping_pong:
+            pl.when(self.warpgroup == 0)(self.take_turns)
+        return acc[...], m, total
+
+    def normalize(self, sums: Any, m: Any, total: Any) -> tuple[Any, Any]:
+        """Divides by the sum of weights, the sink's included; and the logarithm."""
+        zero, minus_inf = jnp.zeros_like(m), jnp.full_like(m, -jnp.inf)
+        if self.sink is not None:  # one more key, whose value is zero
+            sink = jnp.where(self.tile["real"] == 1, self.sink * LOG2E, -jnp.inf)
+            m_new = jnp.maximum(m, sink)
+            safe = jnp.where(m_new == -jnp.inf, zero, m_new)
+            alpha = jnp.exp2(m - safe)
+            total = total * alpha + jnp.exp2(sink - safe)
+            sums = sums * self.spread(alpha)
+            m = m_new
+        seen = total > 0
+        inverse = jnp.where(seen, 1.0 / jnp.where(seen, total, zero + 1.0), zero)
+        log_sum = jnp.where(seen, (m + jnp.log2(total)) * _LN2, minus_inf)
+        return sums * self.spread(inverse), log_sum

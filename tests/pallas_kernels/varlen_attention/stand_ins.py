@@ -1,0 +1,37 @@
+"""What the interpreter runs in place of the kernels' own instructions."""
+
+import numpy as np
+
+from tests.interpreter import register_inline
+
+
+def _rows(first, stop, size):
+    first = min(max(0, int(first)), size)
+    return slice(first, min(max(first, int(stop)), size))
+
+
+def _store_some_rows(ref, values, first, stop):
+    rows = _rows(first, stop, len(ref))
+    ref[rows] = values[rows]
+
+
+def _stored_part(ref, values, first, stop):
+    return (_rows(first, stop, len(ref)),)
+
+
+def _next_ticket(counter, mailbox):
+    counter[0] += 1
+    return np.int32(counter[0] - 1)
+
+
+def _mask_outside_band(values, row_least, row_most, least, most, near, far):
+    rows, columns = np.indices(values.shape)
+    keep = (row_least <= rows) & (rows <= row_most)
+    keep &= (least <= columns) & (columns <= most)
+    keep &= (near <= columns - rows) & (columns - rows <= far)
+    return np.where(keep, values, np.float32(-np.inf))
+
+
+register_inline("store_some_rows", _store_some_rows, writes=(0,), part=_stored_part)
+register_inline("next_ticket", _next_ticket, writes=(0,))
+register_inline("mask_outside_band", _mask_outside_band)

@@ -1,0 +1,359 @@
+"""The Hopper kernels on a CPU: interpreted, both passes, and lowered for CUDA."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tests.pallas_kernels.varlen_attention.stand_ins  # noqa: F401  registers them
+from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.mosaic import H200, check_smem, use_device
+from pallas_kernels.varlen_attention import (
+    BackwardBlocks,
+    ForwardBlocks,
+    MosaicGpuConfig,
+    varlen_attention,
+    varlen_attention_reference,
+)
+from pallas_kernels.varlen_attention.config import (
+    Problem,
+    backward_blocks,
+    backward_smem,
+    forward_blocks,
+    forward_smem,
+)
+from pallas_kernels.varlen_attention.schedule import (
+    Sequences,
+    most_tiles,
+    tile_sequences,
+)
+from pallas_kernels.varlen_attention.specs import SPECS
+from tests.interpreter import interpret_mosaic_gpu
+from tests.lowering import lower_for_cuda
+from tests.tolerances import RELATIVE, relative_error
+
+
+BF16 = jnp.dtype(jnp.bfloat16)
+kernel = functools.partial(varlen_attention, implementation="mosaic_gpu")
+one_sm = dataclasses.replace(H200, num_sms=1)
+NARROW = MosaicGpuConfig(forward=ForwardBlocks(block_k=64))
+
+
+def operands(tokens, keys, heads, kv_heads, head_dim, dtype=BF16, seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = [(tokens, heads), (keys, kv_heads), (keys, kv_heads), (tokens, heads)]
+    return [rng.normal(size=(*s, head_dim)).astype(dtype) for s in shapes]
+
+
+def gradients(attend, q, k, v, dout, dlse, extra):
+    """(out, lse) and the gradients of q, k, v and of what is in `extra`."""
+
+    def run(q, k, v, extra, dout, dlse):
+        results, pullback = jax.vjp(attend, q, k, v, extra)
+        return *results, pullback((dout.astype(results[0].dtype), dlse))
+
+    return jax.jit(run)(q, k, v, extra, dout, dlse)
+
+
+def expected(q, k, v, dout, dlse, extra, cu_q, cu_k, options):
+    left, right = options.get("window", (None, None))
+    window = (left, 0) if options.get("causal") else (left, right)
+
+    def attend(q, k, v, extra):
+        return varlen_attention_reference(
+            q,
+            k,
+            v,
+            cu_q,
+            cu_k,
+            window=window,
+            scale=options.get("scale", q.shape[-1] ** -0.5),
+            softcap=options.get("softcap"),
+            **extra,
+        )
+
+    cu_q, cu_k = jnp.asarray(cu_q), jnp.asarray(cu_k)
+    wide = [np.asarray(x, np.float32) for x in (q, k, v, dout)]
+    return gradients(attend, *wide, dlse, extra)
+
+
+CASES = {
+    # Tiles that start at any row and end before a step does, in padding of NaN.
+    "awkward lengths": (
+        [1, 7, 8, 9, 63, 65],
+        [1, 7, 8, 9, 63, 65],
+        (168, 168, 1, 1, 64),
+        {},
+        NARROW,
+    ),
+    # More steps than stages, query heads that share keys, an empty sequence.
+    "one long, causal": (
+        [3, 150, 0, 20],
+        [3, 150, 0, 20],
+        (176, 176, 2, 1, 128),
+        {"causal": True},
+        None,
+    ),
+    "cross lengths, window, sinks": (
+        [5, 100, 0, 9, 3],
+        [64, 133, 7, 0, 5],
+        (120, 216, 1, 1, 64),
+        {"window": (20, 3), "sinks": True},
+        NARROW,
+    ),
+    "everything": (
+        [70, 9],
+        [139, 5],
+        (80, 144, 2, 2, 64),
+        {
+            "causal": True,
+            "window": (60, None),
+            "scale": 0.3,
+            "softcap": 2.0,
+            "sinks": True,
+            "alibi_slopes": True,
+        },
+        NARROW,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted_kernels_equal_the_reference(name):
+    lengths_q, lengths_k, shape, options, config = CASES[name]
+    q, k, v, dout = operands(*shape)
+    heads = shape[2]
+    options = dict(options)
+    extra = {}
+    for key in ("sinks", "alibi_slopes"):
+        if options.pop(key, False):
+            extra[key] = np.linspace(0.1, 0.7, heads, dtype=np.float32)
+    cu_q, cu_k = (
+        np.cumsum([0, *lengths], dtype=np.int32) for lengths in (lengths_q, lengths_k)
+    )
+    dlse = np.random.default_rng(1).normal(size=(shape[0], heads)).astype(np.float32)
+    # Of a query that sees nothing, lse is -inf and has no gradient.
+    want = expected(q, k, v, dout, np.zeros_like(dlse), extra, cu_q, cu_k, options)
+    dlse = np.where(np.isfinite(want[1]), dlse, 0).astype(np.float32)
+    want = expected(q, k, v, dout, dlse, extra, cu_q, cu_k, options)
+    for x in (q, dout, dlse):
+        x[cu_q[-1] :] = np.nan
+    for x in (k, v):
+        x[cu_k[-1] :] = np.nan
+
+    def attend(q, k, v, extra):
+        return kernel(q, k, v, cu_q, cu_k, return_lse=True, config=config, **options,
+                      **extra)  # fmt: skip
+
+    # Race detection reads the stores of two neighbors' rows apart, see stand_ins.
+    races = name == "cross lengths, window, sinks"
+    with use_device(one_sm), interpret_mosaic_gpu(detect_races=races) as run:
+        got = jax.tree.map(np.asarray, gradients(attend, q, k, v, dout, dlse, extra))
+        assert run.kernels == 2
+    tolerance = RELATIVE[BF16]
+    finite = np.isfinite(want[1])
+    assert (np.isfinite(got[1]) == finite).all()
+    assert relative_error(got[1][finite], want[1][finite]) < 1e-4
+    assert relative_error(got[0], want[0]) < tolerance
+    assert (np.asarray(got[0], np.float32)[cu_q[-1] :] == 0).all()
+    for x, y in zip(jax.tree.leaves(got[2]), jax.tree.leaves(want[2]), strict=True):
+        assert relative_error(x, y) < tolerance
+    for gradient, end in zip(got[2][:3], (cu_q[-1], cu_k[-1], cu_k[-1]), strict=True):
+        assert (np.asarray(gradient, np.float32)[end:] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("blocks", "head_dim"),
+    [
+        (ForwardBlocks(consumers=1, block_k=64), 64),
+        (ForwardBlocks(consumers=3, block_k=64), 64),
+        (ForwardBlocks(overlap=False, ping_pong=True, block_k=64), 64),
+        (ForwardBlocks(block_k=64), 256),
+    ],
+)
+def test_every_way_to_cut_the_forward_pass(blocks, head_dim):
+    q, k, v, _ = operands(72, 72, 1, 1, head_dim, jnp.dtype(jnp.float16))
+    cu = np.array([0, 3, 70], np.int32)
+    want = expected(q, k, v, q, np.zeros(q.shape[:2], np.float32), {}, cu, cu,
+                    {"causal": True})  # fmt: skip
+    with use_device(one_sm), interpret_mosaic_gpu():
+        config = MosaicGpuConfig(forward=blocks)
+        arrays = map(jnp.asarray, (q, k, v))
+        out = np.asarray(kernel(*arrays, cu, causal=True, config=config))
+    assert relative_error(out, want[0]) < RELATIVE[jnp.dtype(jnp.float16)]
+
+
+def test_vmap_is_one_call_and_pads_what_the_kernel_needs():
+    rows, tokens, head_dim = 2, 37, 40
+    arrays = [operands(tokens, tokens, 1, 1, head_dim, seed=s) for s in range(rows)]
+    q, k, v, dout = (np.stack(x) for x in zip(*arrays, strict=True))
+    cu = np.array([[0, 20, 20, 30], [0, 35, 36, 37]], np.int32)
+
+    def attend(q, k, v, implementation):
+        one = functools.partial(
+            varlen_attention, causal=True, implementation=implementation
+        )
+        out = jax.vmap(one)(q, k, v, cu)
+        return jnp.sum(out.astype(jnp.float32) * np.asarray(dout, np.float32))
+
+    run = jax.jit(jax.value_and_grad(attend, (0, 1, 2)), static_argnums=3)
+    want = run(q, k, v, "xla")
+    with use_device(one_sm), interpret_mosaic_gpu() as interpreted:
+        got = jax.tree.map(np.asarray, run(q, k, v, "mosaic_gpu"))
+        assert interpreted.kernels == 2
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert relative_error(x, y) < RELATIVE[BF16]
+
+
+@pytest.mark.parametrize("cost", [None, "length"])
+def test_tiles_cover_every_row_once(cost):
+    lengths = [[5, 0, 64, 65], [1, 1, 130, 0]]
+    cu = np.stack([np.cumsum([0, *row]) for row in lengths]).astype(np.int32)
+    seqs = Sequences.of(jnp.asarray(cu), jnp.asarray(cu), 140, 140)
+    slots = most_tiles(2, 140, 4, 64)
+    by = None if cost is None else seqs.k_end - seqs.k_start
+    tiles, first = tile_sequences(seqs.q_start, seqs.q_end, by, 64, slots)
+    sequence, index, used = (np.asarray(x) for x in tiles[:3])
+    assert used.sum() == tiles.count <= slots
+    assert (used[: int(tiles.count)] == 1).all()
+    assert (np.asarray(first)[sequence] + index)[used == 1].tolist() == list(
+        range(int(tiles.count))
+    )
+    covered = np.zeros((2, 140), int)
+    start, end = np.asarray(seqs.q_start), np.asarray(seqs.q_end)
+    for e, i in zip(sequence[used == 1], index[used == 1], strict=True):
+        rows = slice(start[e] + i * 64, min(start[e] + (i + 1) * 64, end[e]))
+        covered[np.asarray(seqs.row)[e], rows] += 1
+    assert (covered == 1).all()
+    if by is not None:
+        costs = np.asarray(by)[sequence[used == 1]]
+        assert (np.diff(costs) <= 0).all()
+
+
+def problem_of(spec):
+    return Problem(
+        rows=1,
+        queries=-(-sum(spec.lengths_q) // 8) * 8,
+        keys=-(-sum(spec.lengths_k) // 8) * 8,
+        max_seqs=len(spec.lengths_q),
+        heads=spec.num_heads,
+        kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype=BF16,
+    )
+
+
+def test_shared_memory_suffices_for_every_spec():
+    for spec in SPECS:
+        problem = problem_of(spec)
+        blocks = forward_blocks(problem, H200)
+        check_smem(forward_smem(problem, blocks), H200, spec.name)
+        if spec.head_dim < 256:
+            blocks = backward_blocks(problem, H200)
+            check_smem(backward_smem(problem, blocks), H200, spec.name)
+
+
+def kinds():
+    """One spec of each that lead to different kernels; sizes alone do not."""
+    found = {}
+    for spec in SPECS:
+        key = (
+            spec.head_dim,
+            spec.causal,
+            tuple(side is None for side in spec.window),
+            spec.softcap is None,
+            spec.sinks,
+            spec.alibi,
+            forward_blocks(problem_of(spec), H200),
+        )
+        found.setdefault(key, spec)
+    return found.values()
+
+
+@pytest.mark.parametrize("spec", kinds(), ids=lambda spec: spec.name)
+def test_every_kind_of_spec_lowers_with_its_gradients(spec):
+    problem = problem_of(spec)
+    q = jax.ShapeDtypeStruct((problem.queries, spec.num_heads, spec.head_dim), BF16)
+    k = jax.ShapeDtypeStruct((problem.keys, spec.num_kv_heads, spec.head_dim), BF16)
+    per_head = jax.ShapeDtypeStruct((spec.num_heads,), jnp.float32)
+    extra = {
+        name: per_head
+        for name, there in (("sinks", spec.sinks), ("alibi_slopes", spec.alibi))
+        if there
+    }
+    cu_q, cu_k = spec.cu_seqlens()
+
+    def loss(q, k, v, extra):
+        out = kernel(q, k, v, cu_q, cu_k, causal=spec.causal, window=spec.window,
+                     softcap=spec.softcap, **extra)  # fmt: skip
+        return jnp.sum(out.astype(jnp.float32))
+
+    with use_device(H200):
+        grad = jax.value_and_grad(loss, (0, 1, 2, 3))
+        lower_for_cuda(grad, q, k, k, extra, kernels=1 + (spec.head_dim < 256))
+
+
+def test_lowers_inside_shard_map_over_heads_and_data():
+    P = jax.sharding.PartitionSpec
+    mesh = jax.make_mesh((2, 2), ("d", "t"), (jax.sharding.AxisType.Auto,) * 2)
+    cu = np.array([0, 100, 256], np.int32)
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P("d", None, "t"),) * 3,
+        out_specs=P("d", None, "t"),
+    )
+    def attend(q, k, v):
+        return jax.vmap(lambda *x: kernel(*x, cu, causal=True))(q, k, v)
+
+    def loss(*x):
+        return jnp.sum(attend(*x).astype(jnp.float32))
+
+    x = jax.ShapeDtypeStruct((2, 256, 4, 64), BF16)
+    with use_device(H200):
+        lower_for_cuda(jax.grad(loss, (0, 1, 2)), x, x, x, kernels=2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": np.float32}, "takes bfloat16 or float16"),
+        ({"head_dim": 320}, "takes at most 256"),
+        ({"config": object()}, "takes a MosaicGpuConfig"),
+        ({"blocks": ForwardBlocks(stages=8)}, "bytes of shared memory"),
+    ],
+)
+def test_what_the_kernel_cannot_do_names_a_way_out(change, message):
+    head_dim = change.get("head_dim", 128)
+    dtype = jnp.dtype(change.get("dtype", BF16))
+    q, k, v, _ = map(jnp.asarray, operands(64, 64, 1, 1, head_dim, dtype))
+    config = change.get("config")
+    if "blocks" in change:
+        config = MosaicGpuConfig(forward=change["blocks"])
+    with use_device(H200), pytest.raises(Unsupported, match=message):
+        kernel(q, k, v, np.array([0, 64]), config=config)
+
+
+def test_needs_a_hopper_gpu():
+    q, k, v, _ = map(jnp.asarray, operands(64, 64, 1, 1, 64))
+    with pytest.raises(Unsupported, match="Hopper"):
+        kernel(q, k, v, np.array([0, 64]))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ForwardBlocks(consumers=4), "consumers 4, expected one of"),
+        (lambda: ForwardBlocks(stages=1), "stages 1, expected at least 2"),
+        (lambda: ForwardBlocks(consumers=3, ping_pong=True), "expected 2 of them"),
+        (lambda: BackwardBlocks(block_q=96), "block_q 96, expected one of"),
+        (lambda: BackwardBlocks(stages=0), "stages 0, expected at least 1"),
+    ],
+)
+def test_blocks_are_checked(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

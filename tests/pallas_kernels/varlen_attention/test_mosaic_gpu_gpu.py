@@ -1,0 +1,174 @@
+"""The Hopper kernels on a GPU: values, gradients, repeatability, poisoned memory."""
+
+import functools
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.varlen_attention import (
+    ForwardBlocks,
+    MosaicGpuConfig,
+    varlen_attention,
+    varlen_attention_reference,
+)
+from tests.tolerances import RELATIVE, relative_error
+
+
+pytestmark = pytest.mark.gpu
+BF16 = jnp.dtype(jnp.bfloat16)
+kernel = functools.partial(varlen_attention, implementation="mosaic_gpu")
+
+AWKWARD = [1, 7, 8, 9, 63, 64, 65, 127, 129, 400]
+LENGTHS = {
+    "awkward": (AWKWARD, AWKWARD),
+    "zeros": ([0, 65, 0, 0, 129, 1, 0, 700], [0, 65, 0, 0, 129, 1, 0, 700]),
+    "one long": ([3, 1, 2, 900, 1, 1, 4, 7], [3, 1, 2, 900, 1, 1, 4, 7]),
+    "none": ([0], [0]),
+    "cross": ([129, 1, 64, 0, 65, 7, 9, 63], [7, 127, 65, 8, 0, 64, 63, 900 - 334]),
+}
+TOKENS = 1000
+# (key/value heads of 4, options); sinks and slopes are replaced by arrays.
+FEATURES = {
+    "full": (4, {}),
+    "causal grouped": (2, {"causal": True}),
+    "multi-query window": (1, {"window": (40, 20)}),
+    "window causal": (4, {"causal": True, "window": (100, None)}),
+    "softcap sinks": (2, {"softcap": 2.0, "sinks": True, "causal": True}),
+    "alibi": (4, {"alibi_slopes": True}),
+}
+
+
+def operands(tokens, heads, kv_heads, head_dim, dtype=BF16, seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = [heads, kv_heads, kv_heads, heads]
+    return [
+        rng.normal(size=(tokens, n, head_dim)).astype(jnp.dtype(dtype)) for n in shapes
+    ]
+
+
+def poison(*arrays):
+    """Leaves NaN in freed memory, where the next outputs will lie."""
+    jax.block_until_ready([jnp.full(x.shape, jnp.nan, x.dtype) for x in arrays])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def with_gradients(attend, q, k, v, extra, dout):
+    (out, lse), pullback = jax.vjp(attend, q, k, v, extra)
+    dlse = jnp.where(jnp.isfinite(lse), 0.1, 0.0)
+    return out, lse, pullback((dout.astype(out.dtype), dlse))
+
+
+def check(lengths_q, lengths_k, head_dim, kv_heads, options, dtype=BF16, config=None,
+          tokens=TOKENS):  # fmt: skip
+    q, k, v, dout = operands(tokens, 4, kv_heads, head_dim, dtype)
+    options, extra = dict(options), {}
+    for name in ("sinks", "alibi_slopes"):
+        if options.pop(name, False):
+            extra[name] = jnp.linspace(0.05, 0.6, 4, dtype=jnp.float32)
+    cu_q, cu_k = (
+        jnp.asarray(np.cumsum([0, *x]), jnp.int32) for x in (lengths_q, lengths_k)
+    )
+    left, right = options.get("window", (None, None))
+    window = (left, 0) if options.get("causal") else (left, right)
+
+    def reference(q, k, v, extra):
+        return varlen_attention_reference(
+            q, k, v, cu_q, cu_k, window=window, scale=head_dim**-0.5,
+            softcap=options.get("softcap"), **extra,
+        )  # fmt: skip
+
+    wide = [jnp.asarray(x, jnp.float32) for x in (q, k, v)]
+    with jax.default_matmul_precision("highest"):
+        want = with_gradients(reference, *wide, extra, jnp.asarray(dout, jnp.float32))
+    for x, end in ((q, cu_q[-1]), (dout, cu_q[-1]), (k, cu_k[-1]), (v, cu_k[-1])):
+        x[int(end) :] = np.nan
+    arrays = [jnp.asarray(x) for x in (q, k, v)]
+    poison(*arrays, *arrays)
+
+    def attend(q, k, v, extra):
+        return kernel(q, k, v, cu_q, cu_k, return_lse=True, config=config, **options,
+                      **extra)  # fmt: skip
+
+    got = with_gradients(attend, *arrays, extra, jnp.asarray(dout))
+    again = with_gradients(attend, *arrays, extra, jnp.asarray(dout))
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(again), strict=True):
+        assert np.array_equal(np.asarray(x), np.asarray(y))
+    finite = np.isfinite(want[1])
+    assert (np.isfinite(got[1]) == finite).all()
+    assert relative_error(got[1][finite], want[1][finite]) < 1e-3
+    got, want = (jax.tree.leaves((x[0], x[2])) for x in (got, want))
+    for x, y in zip(got, want, strict=True):
+        assert relative_error(x, y) < RELATIVE[jnp.dtype(dtype)]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_values_and_gradients(head_dim, feature, lengths):
+    check(*LENGTHS[lengths], head_dim, *FEATURES[feature])
+
+
+@pytest.mark.parametrize("head_dim", [32, 96, 256])
+def test_other_head_dims(head_dim):
+    check(AWKWARD, AWKWARD, head_dim, 2, {"causal": True}, jnp.float16)
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        ForwardBlocks(consumers=1, block_k=64),
+        ForwardBlocks(consumers=3),
+        ForwardBlocks(overlap=False, ping_pong=True),
+        ForwardBlocks(ping_pong=True),
+        ForwardBlocks(block_k=64, stages=4),
+    ],
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_way_to_cut_the_forward_pass(blocks, causal):
+    config = MosaicGpuConfig(forward=blocks)
+    check(AWKWARD, AWKWARD, 64, 2, {"causal": causal}, config=config)
+
+
+def test_random_lengths():
+    draw = random.Random(0)
+    for _ in range(6):
+        number = draw.randrange(1, 9)
+        lengths = [draw.choice([0, 1, draw.randrange(1, 300)]) for _ in range(number)]
+        lengths = [*lengths, *[0] * (8 - number)]
+        check(lengths, lengths, 128, 2, {"causal": draw.random() < 0.5}, tokens=2400)
+
+
+def test_gradients_repeat_bit_for_bit_where_many_blocks_add():
+    q, k, v, dout = map(jnp.asarray, operands(8192, 8, 2, 128))
+    cu = np.array([0, 100, 6000, 8192], np.int32)
+
+    def attend(q, k, v, extra):
+        return kernel(q, k, v, cu, causal=True, return_lse=True)
+
+    first = with_gradients(attend, q, k, v, {}, dout)
+    for _ in range(20):
+        again = with_gradients(attend, q, k, v, {}, dout)
+        for x, y in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True):
+            assert bool(jnp.array_equal(x, y))
+
+
+def test_vmap_scan_and_remat():
+    q, k, v, _ = (jnp.stack([jnp.asarray(x)] * 3) for x in operands(512, 4, 2, 64))
+    cu = jnp.asarray([[0, 100, 512], [0, 1, 300], [0, 256, 256]], jnp.int32)
+
+    def through(implementation):
+        def loss(q, k, v, cu):
+            attend = functools.partial(
+                varlen_attention, causal=True, implementation=implementation
+            )
+            step = jax.checkpoint(lambda c, _: (attend(c, k, v, cu) * 0.5, None))
+            out, _ = jax.lax.scan(step, q, None, length=2)
+            return jnp.sum(jnp.sin(out.astype(jnp.float32)))
+
+        return jax.jit(jax.vmap(jax.grad(loss, (0, 1, 2))))(q, k, v, cu)
+
+    for x, y in zip(through("mosaic_gpu"), through("xla"), strict=True):
+        assert relative_error(x, y) < 3e-2
