@@ -15,30 +15,12 @@ A kernel that communicates (all-gather matmul, matmul reduce-scatter) reuses
 * `run_roles`: the flat loop over tiles with an order of the caller's choosing, where
   the caller may wait before the loads of a tile and signal after its store.
 
-`matmul` at the end of this file is the shortest use of them. A matmul whose left
-operand arrives from peers, tile row by tile row, differs from it in two places::
-
-    def body(x_ref, w_ref, out_ref, arrived, **scratch):
-        def for_each_tile(body, carry):  # own rows first, then in order of arrival
-            ...
-
-        def load(m, n, slot):
-            pl.semaphore_wait(arrived.at[m], decrement=False)
-            return load_tile(tiles, x_ref, w_ref, scratch, m, n, slot)
-
-        def store(sums, m, n, consumer):
-            view = functools.partial(tiles.out_view, out_ref, m, n, consumer)
-            store_tile(tiles, sums, scratch, consumer, view)
-
-        run_roles(tiles, scratch, for_each_tile, load, store)
-
-    plgpu.kernel(body, ..., scratch_types=tiles.scratch_types() | {...},
-                 num_threads=CONSUMERS + 1, thread_name="warpgroup")
-
-Three things are the caller's: `store_tile` returns before its copies have arrived, so
-``plgpu.wait_smem_to_gmem(0)`` goes before a signal to a peer; both blocks of a cluster
-must walk over the same number of tiles; and `for_each_tile` must give the producer and
-both consumers the same tiles in the same order, or the ring deadlocks.
+`matmul` at the end of this file is the shortest use of them; the kernels of
+`pallas_kernels.collective_matmul` are the others. Three things are the caller's:
+`store_tile` returns before its copies have arrived, so a wait for them goes before a
+signal to whoever reads them; both blocks of a cluster must walk over the same number of
+tiles and stages; and `for_each_tile` must give the producer and both consumers the same
+tiles in the same order, or the ring deadlocks.
 
 The division of labor is that of CUTLASS 3's "warp-specialized persistent cooperative"
 kernel; unlike it the output goes through a ring of narrow buffers, which leaves the
@@ -78,12 +60,16 @@ __all__ = [
     "load_tile",
     "matmul",
     "multiply_tile",
+    "next_slot",
     "run_roles",
+    "snake_tiles",
     "store_tile",
 ]
 
-PRODUCER_REGISTERS = 40
-CONSUMER_REGISTERS = 232
+# A multiprocessor has 65,536 registers: 512 for each of the 128 threads of all
+# warpgroups, the producer, two consumers, and one that communicates in some kernels.
+REGISTERS = {"producer": 40, "consumer": 232}
+REGISTERS_COMMUNICATING = {"producer": 40, "consumer": 208, "communicator": 56}
 # The layout in shared memory has tiles of 8 rows of 64 elements, and the copy engine
 # moves whole ones.
 TILE_ROWS, TILE_COLUMNS = 8, 64
@@ -214,7 +200,8 @@ class Tiles:
         return out.at[pl.ds(row, block_m), pl.ds(column, self.store_columns)]
 
 
-def _next_slot(slot: jax.Array, stages: int) -> jax.Array:
+def next_slot(slot: jax.Array, stages: int) -> jax.Array:
+    """The stage of the ring after `slot`."""
     return jnp.where(slot == stages - 1, 0, slot + 1)
 
 
@@ -252,12 +239,20 @@ def load_tile(tiles: Tiles, x: Any, w: Any, scratch: Any, m: Any, n: Any, slot: 
             full,
             collective_axes=w_axes,
         )
-        return _next_slot(slot, config.stages)
+        return next_slot(slot, config.stages)
 
     return lax.fori_loop(0, tiles.k_tiles, step, slot)
 
 
-def multiply_tile(tiles: Tiles, scratch: Any, consumer: Any, slot: Any):
+def multiply_tile(
+    tiles: Tiles,
+    scratch: Any,
+    consumer: Any,
+    slot: Any,
+    *,
+    k_tiles: int | None = None,
+    meanwhile: Callable[[], None] | None = None,
+):
     """Consumer: sums the products of one output tile.
 
     Args:
@@ -265,11 +260,16 @@ def multiply_tile(tiles: Tiles, scratch: Any, consumer: Any, slot: Any):
         scratch: what `Tiles.scratch_types` allocated.
         consumer: int32, which of the consumers this warpgroup is.
         slot: int32, the next stage of the ring.
+        k_tiles: stages that the tile consumes, where several products share the sums;
+            by default those of `tiles`.
+        meanwhile: called once while the tensor cores have work, for what would stall
+            them between two tiles.
 
     Returns:
         The sums, fp32 [block_m, block_n], and the stage after the last one consumed.
     """
     stages = tiles.config.stages
+    k_tiles = tiles.k_tiles if k_tiles is None else k_tiles
 
     def multiply(slot: jax.Array, acc: Any) -> None:
         plgpu.barrier_wait(scratch["full"].at[slot])
@@ -277,19 +277,21 @@ def multiply_tile(tiles: Tiles, scratch: Any, consumer: Any, slot: Any):
 
     def scoped(acc: Any):
         multiply(slot, acc)
+        if meanwhile is not None:
+            meanwhile()
 
         def step(_: jax.Array, last: jax.Array) -> jax.Array:
-            now = _next_slot(last, stages)
+            now = next_slot(last, stages)
             multiply(now, acc)
             # One product stays in flight, the one before it has left its stage.
             plgpu.wgmma_wait(1)
             plgpu.barrier_arrive(scratch["empty"].at[last])
             return now
 
-        last = lax.fori_loop(1, tiles.k_tiles, step, slot)
+        last = lax.fori_loop(1, k_tiles, step, slot)
         sums = acc[...]
         plgpu.barrier_arrive(scratch["empty"].at[last])
-        return sums, _next_slot(last, stages)
+        return sums, next_slot(last, stages)
 
     return pl.run_scoped(
         scoped, plgpu.WGMMAAccumulatorRef(tiles.config.block, jnp.float32)
@@ -302,6 +304,7 @@ def store_tile(
     scratch: Any,
     consumer: Any,
     destination: Callable[[int], Any],
+    finish: Callable[[int, jax.Array], jax.Array] | None = None,
 ) -> None:
     """Consumer: stores its part of a tile; returns before the copies have arrived.
 
@@ -312,14 +315,17 @@ def store_tile(
         consumer: int32, which of the consumers this warpgroup is.
         destination: chunk number to a [block_m, 128 bytes] view of global memory, here
             or on a peer. Rows and columns past its array are dropped.
+        finish: ``(chunk number, its sums) -> what is stored``; None stores the sums.
     """
     slots, width = tiles.config.store_slots, tiles.store_columns
-    values = sums.astype(tiles.problem.out_dtype)
     for chunk in range(tiles.config.block[1] // width):
+        values = sums[:, chunk * width : (chunk + 1) * width]
+        if finish is not None:
+            values = finish(chunk, values)
         buffer = scratch["out_smem"].at[consumer, chunk % slots]
         # The copy that used this buffer before has read it.
         plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
-        buffer[...] = values[:, chunk * width : (chunk + 1) * width]
+        buffer[...] = values.astype(tiles.problem.out_dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(buffer, destination(chunk))
 
@@ -329,7 +335,8 @@ def run_roles(
     scratch: Any,
     for_each_tile: Callable[[Callable[[Any, Any, Any], Any], Any], Any],
     load: Callable[[Any, Any, Any], Any],
-    store: Callable[[jax.Array, Any, Any, Any], None],
+    consume: Callable[[Any, Any, Any, Any], Any],
+    communicate: Callable[[], None] | None = None,
 ) -> None:
     """The body of a persistent kernel: producer and consumers over the same tiles.
 
@@ -340,29 +347,38 @@ def run_roles(
             every tile of this block, in the same order in all warpgroups.
         load: producer, ``(m, n, slot) -> slot``; usually `load_tile`, after a wait
             where the operand comes from a peer.
-        store: consumer, ``(sums, m, n, consumer) -> None``; usually `store_tile`,
-            before a signal where a peer waits for the tile.
+        consume: consumer, ``(m, n, slot, consumer) -> slot``; `multiply_tile` and
+            `store_tile`.
+        communicate: the work of one more warpgroup, if there is one.
     """
     stages = tiles.config.stages
     warpgroup = lax.axis_index("warpgroup")
     first = jnp.int32(0)
+    registers = REGISTERS if communicate is None else REGISTERS_COMMUNICATING
+
+    if communicate is not None:
+
+        @pl.when(warpgroup == CONSUMERS + 1)
+        def _communicator():
+            plgpu.set_max_registers(registers["communicator"], action="decrease")
+            communicate()
 
     @pl.when(warpgroup == CONSUMERS)
     def _producer():
-        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        plgpu.set_max_registers(registers["producer"], action="decrease")
         slot = for_each_tile(load, first)
 
         # Every stage must be handed back before the block ends: a barrier remembers
         # only one phase, and the peer of a cluster still writes here until then.
         def drain(_: jax.Array, slot: jax.Array) -> jax.Array:
             plgpu.barrier_wait(scratch["empty"].at[slot])
-            return _next_slot(slot, stages)
+            return next_slot(slot, stages)
 
         lax.fori_loop(0, stages, drain, slot)
 
     @pl.when(warpgroup < CONSUMERS)
     def _consumer():
-        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+        plgpu.set_max_registers(registers["consumer"], action="increase")
 
         def hand_over(slot: jax.Array, _: None) -> None:
             plgpu.barrier_arrive(scratch["empty"].at[slot])
@@ -370,19 +386,24 @@ def run_roles(
         lax.fori_loop(0, stages, hand_over, None)
 
         def tile(m: Any, n: Any, slot: Any) -> Any:
-            sums, slot = multiply_tile(tiles, scratch, warpgroup, slot)
-            store(sums, m, n, warpgroup)
-            return slot
+            return consume(m, n, slot, warpgroup)
 
         for_each_tile(tile, first)
         plgpu.wait_smem_to_gmem(0)
 
 
-def _snake_tiles(tiles: Tiles) -> Callable[..., Any]:
-    """Loop over this block's share of all output tiles in `snake_order`."""
-    config = tiles.config
+def snake_tiles(config: MatmulConfig, counts: tuple[int, int]) -> Callable[..., Any]:
+    """Loop over a block's share of output tiles in `snake_order`, for `run_roles`.
+
+    Args:
+        config: clusters and the order.
+        counts: output tiles along m and n, in whole clusters.
+
+    Returns:
+        ``(body, carry) -> carry`` that calls ``body(m, n, carry)`` for each tile.
+    """
     cm, cn = config.cluster_tiles
-    counts = (tiles.counts[0] // cm, tiles.counts[1] // cn)
+    counts = (counts[0] // cm, counts[1] // cn)
 
     def for_each_tile(body: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
         worker, workers = lax.axis_index("worker"), lax.axis_size("worker")
@@ -487,15 +508,17 @@ def matmul(
             f" {chunks} chunks of 128 bytes that a consumer stores"
         )
     check_smem(tiles.smem_bytes, device, f"matmul with {config}")
-    for_each_tile = _snake_tiles(tiles)
+    for_each_tile = snake_tiles(config, tiles.counts)
 
     def body(x_ref, w_ref, out_ref, **scratch):
-        def store(sums, m, n, consumer):
+        def consume(m, n, slot, consumer):
+            sums, slot = multiply_tile(tiles, scratch, consumer, slot)
             view = functools.partial(tiles.out_view, out_ref, m, n, consumer)
             store_tile(tiles, sums, scratch, consumer, view)
+            return slot
 
         load = functools.partial(load_tile, tiles, x_ref, w_ref, scratch)
-        run_roles(tiles, scratch, for_each_tile, load, store)
+        run_roles(tiles, scratch, for_each_tile, load, consume)
 
     size = math.prod(config.cluster_tiles)
     workers = min(device.num_sms // size, math.prod(tiles.counts) // size)
