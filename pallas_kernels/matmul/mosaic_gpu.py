@@ -64,12 +64,13 @@ __all__ = [
     "run_roles",
     "snake_tiles",
     "store_tile",
+    "tile_at",
 ]
 
-# A multiprocessor has 65,536 registers: 512 for each of the 128 threads of all
-# warpgroups, the producer, two consumers, and one that communicates in some kernels.
-REGISTERS = {"producer": 40, "consumer": 232}
-REGISTERS_COMMUNICATING = {"producer": 40, "consumer": 208, "communicator": 56}
+# A block of 384 threads is launched with 168 registers each, 504 for three warpgroups'
+# threads together: with more asked for, a consumer would wait for them forever.
+PRODUCER_REGISTERS = 40
+CONSUMER_REGISTERS = 232
 # The layout in shared memory has tiles of 8 rows of 64 elements, and the copy engine
 # moves whole ones.
 TILE_ROWS, TILE_COLUMNS = 8, 64
@@ -336,7 +337,11 @@ def run_roles(
     for_each_tile: Callable[[Callable[[Any, Any, Any], Any], Any], Any],
     load: Callable[[Any, Any, Any], Any],
     consume: Callable[[Any, Any, Any, Any], Any],
-    communicate: Callable[[], None] | None = None,
+    *,
+    communicate: Callable[[Any], None] | None = None,
+    communicators: int = 1,
+    finish: Callable[[Any], None] | None = None,
+    consumer_carry: Any = None,
 ) -> None:
     """The body of a persistent kernel: producer and consumers over the same tiles.
 
@@ -347,25 +352,20 @@ def run_roles(
             every tile of this block, in the same order in all warpgroups.
         load: producer, ``(m, n, slot) -> slot``; usually `load_tile`, after a wait
             where the operand comes from a peer.
-        consume: consumer, ``(m, n, slot, consumer) -> slot``; `multiply_tile` and
-            `store_tile`.
-        communicate: the work of one more warpgroup, if there is one.
+        consume: consumer, ``(m, n, carry, consumer) -> carry``; `multiply_tile` and
+            `store_tile`. The carry is the stage of the ring, or a pair of it and
+            `consumer_carry`.
+        communicate: work for warps beside the producer's, called with their number;
+            copies, barriers and semaphores only.
+        communicators: how many warps communicate, at most 3.
+        finish: consumer, called with the carry after its last tile.
+        consumer_carry: what else the consumers carry from tile to tile, at first.
     """
     stages = tiles.config.stages
     warpgroup = lax.axis_index("warpgroup")
     first = jnp.int32(0)
-    registers = REGISTERS if communicate is None else REGISTERS_COMMUNICATING
 
-    if communicate is not None:
-
-        @pl.when(warpgroup == CONSUMERS + 1)
-        def _communicator():
-            plgpu.set_max_registers(registers["communicator"], action="decrease")
-            communicate()
-
-    @pl.when(warpgroup == CONSUMERS)
-    def _producer():
-        plgpu.set_max_registers(registers["producer"], action="decrease")
+    def produce() -> None:
         slot = for_each_tile(load, first)
 
         # Every stage must be handed back before the block ends: a barrier remembers
@@ -376,20 +376,61 @@ def run_roles(
 
         lax.fori_loop(0, stages, drain, slot)
 
+    @pl.when(warpgroup == CONSUMERS)
+    def _producer():
+        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        if communicate is None:
+            produce()
+            return
+
+        @plgpu.warp_map
+        def _warps(warp: jax.Array) -> None:
+            pl.when(warp == 0)(produce)
+
+            @pl.when((warp > 0) & (warp <= communicators))
+            def _communicator():
+                communicate(warp - 1)
+
     @pl.when(warpgroup < CONSUMERS)
     def _consumer():
-        plgpu.set_max_registers(registers["consumer"], action="increase")
+        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
 
         def hand_over(slot: jax.Array, _: None) -> None:
             plgpu.barrier_arrive(scratch["empty"].at[slot])
 
         lax.fori_loop(0, stages, hand_over, None)
 
-        def tile(m: Any, n: Any, slot: Any) -> Any:
-            return consume(m, n, slot, warpgroup)
+        def tile(m: Any, n: Any, carry: Any) -> Any:
+            return consume(m, n, carry, warpgroup)
 
-        for_each_tile(tile, first)
+        carry = first if consumer_carry is None else (first, consumer_carry)
+        carry = for_each_tile(tile, carry)
+        if finish is not None:
+            finish(carry)
         plgpu.wait_smem_to_gmem(0)
+
+
+def tile_at(
+    config: MatmulConfig, counts: tuple[int, int], index: Any, rank: Any
+) -> tuple[Any, Any]:
+    """An output tile by its place in `snake_order`.
+
+    Args:
+        config: clusters and the order.
+        counts: output tiles along m and n, in whole clusters.
+        index: int32, number of the cluster.
+        rank: int32, number of the block within its cluster.
+
+    Returns:
+        Tile indices ``(m, n)``.
+    """
+    cm, cn = config.cluster_tiles
+    clusters = (counts[0] // cm, counts[1] // cn)
+    m, n = snake_order(index, clusters, config.minor, config.group)
+    return (
+        m * cm + (rank if config.cluster == "m" else 0),
+        n * cn + (rank if config.cluster == "n" else 0),
+    )
 
 
 def snake_tiles(config: MatmulConfig, counts: tuple[int, int]) -> Callable[..., Any]:
@@ -402,20 +443,16 @@ def snake_tiles(config: MatmulConfig, counts: tuple[int, int]) -> Callable[..., 
     Returns:
         ``(body, carry) -> carry`` that calls ``body(m, n, carry)`` for each tile.
     """
-    cm, cn = config.cluster_tiles
-    counts = (counts[0] // cm, counts[1] // cn)
+    total = math.prod(counts) // math.prod(config.cluster_tiles)
 
     def for_each_tile(body: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
         worker, workers = lax.axis_index("worker"), lax.axis_size("worker")
         rank = lax.axis_index("cluster") if config.cluster != "none" else 0
-        total = math.prod(counts)
         # ceil((total - worker) / workers) tiles for this worker.
         mine = lax.div(total - 1 - worker + workers, jnp.int32(workers))
 
         def step(i: jax.Array, carry: Any) -> Any:
-            m, n = snake_order(i * workers + worker, counts, config.minor, config.group)
-            m = m * cm + (rank if config.cluster == "m" else 0)
-            n = n * cn + (rank if config.cluster == "n" else 0)
+            m, n = tile_at(config, counts, i * workers + worker, rank)
             return body(m, n, carry)
 
         return lax.fori_loop(0, mine, step, carry)

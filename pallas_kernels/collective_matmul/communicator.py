@@ -1,0 +1,181 @@
+"""Warps that move data between GPUs while the rest of their block multiplies.
+
+A *communicator* is one of the warps that a producer warpgroup has to spare. What it
+moves is cut into *pieces*, each announced to whoever waits for it by a signal, and
+pieces into *chunks*, each of which passes through a buffer in shared memory: the copy
+engine brings it in, and takes it out to one or several places, here or on a peer.
+
+Axis letters: D devices.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
+
+from pallas_kernels.mosaic import smem_bytes
+
+
+__all__ = ["Chunks", "peers", "relay", "wait_for_signal"]
+
+BUFFER_BYTES = 8_192
+"""Shared memory of one buffer."""
+BOX = 256
+"""Largest side of a box that the copy engine moves."""
+
+
+@plgpu.inline_mgpu()
+def proxy_fence(_: Any) -> None:
+    """Orders what the copy engine does next after the memory accesses before.
+
+    A wait on a semaphore is an ordinary access; the copy engine is another way to
+    memory (a *proxy* in PTX), and nothing else orders the two.
+    """
+    llvm.inline_asm(
+        ir.Type.parse("!llvm.void"), [], "fence.proxy.async;", "", has_side_effects=True
+    )
+
+
+def wait_for_signal(
+    semaphore: Any, value: Any, memory_scope: Literal["sys", "gpu"] = "sys"
+) -> None:
+    """Waits until a semaphore has reached a value; copies may follow at once.
+
+    Args:
+        semaphore: a reference to one semaphore, which keeps its value.
+        value: int32, the least value to wait for.
+        memory_scope: "gpu" where only this device signals, which is cheaper.
+    """
+    plgpu.semaphore_wait(semaphore, value, decrement=False, memory_scope=memory_scope)
+    proxy_fence()
+
+
+def peers(axis_name: str, devices: int) -> list[tuple[int, dict[str, jax.Array]]]:
+    """Distance and address of each peer along a mesh axis, the next device first.
+
+    A list, since the host must know the address of a tiled copy to a peer, and so
+    loops over peers must be unrolled.
+    """
+    me = lax.axis_index(axis_name)
+    return [
+        (distance, {axis_name: lax.rem(me + distance, jnp.int32(devices))})
+        for distance in range(1, devices)
+    ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chunks:
+    """How a piece, some rows and columns of an array, is cut into chunks."""
+
+    piece: tuple[int, int]
+    """Rows and columns of a piece."""
+    chunk: tuple[int, int]
+    """Rows and columns of a chunk."""
+    dtype: jnp.dtype
+    """Type of the elements."""
+
+    @classmethod
+    def of(
+        cls, piece: tuple[int, int], array_columns: int, dtype: jnp.dtype
+    ) -> "Chunks":
+        """Chunks that fill a buffer, or less.
+
+        Args:
+            piece: rows, a power of two times a number below 8, and columns.
+            array_columns: columns of the array. Chunks are narrower: whole rows would
+                be moved as one line of bytes, which does not end where rows end.
+            dtype: type of the elements.
+        """
+        width = min(piece[1], BOX, array_columns // 2)
+        height = min(piece[0], BOX)
+        while height * width * dtype.itemsize > BUFFER_BYTES:
+            height //= 2
+        return cls(piece=piece, chunk=(height, width), dtype=dtype)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Chunks along rows and columns."""
+        return (
+            pl.cdiv(self.piece[0], self.chunk[0]),
+            pl.cdiv(self.piece[1], self.chunk[1]),
+        )
+
+    def window(self, row: Any, column: Any, index: Any) -> tuple[Any, Any]:
+        """Rows and columns of a chunk of the piece that starts at (row, column)."""
+        across = jnp.int32(self.counts[1])
+        return (
+            pl.ds(row + self.chunk[0] * lax.div(index, across), self.chunk[0]),
+            pl.ds(column + self.chunk[1] * lax.rem(index, across), self.chunk[1]),
+        )
+
+    def scratch_types(self, communicators: int, buffers: int) -> dict[str, Any]:
+        """Scratch of one block."""
+        count = communicators * buffers
+        return {
+            "chunk": plgpu.SMEM((count, *self.chunk), self.dtype),
+            "chunk_full": plgpu.Barrier(num_barriers=count),
+        }
+
+    def smem_bytes(self, communicators: int, buffers: int) -> int:
+        """Shared memory of one block."""
+        return smem_bytes((communicators * buffers, *self.chunk), self.dtype)
+
+
+def relay(
+    chunks: Chunks,
+    scratch: Any,
+    warp: Any,
+    buffers: int,
+    source: Callable[[Any], Any],
+    send: Callable[[Any, Any], None],
+    copies: int,
+) -> None:
+    """Moves one piece; returns when all of it has arrived.
+
+    Half of the buffers are coming in while the others go out.
+
+    Args:
+        chunks: how the piece is cut.
+        scratch: what `Chunks.scratch_types` allocated.
+        warp: int32, number of this communicator in its block.
+        buffers: buffers of each communicator, at least 2.
+        source: number of a chunk to where it lies.
+        send: ``(buffer, number of the chunk)``, starts `copies` copies.
+        copies: how many places a chunk goes to.
+    """
+    total = chunks.counts[0] * chunks.counts[1]
+    leaving = buffers // 2
+    ahead = min(buffers - leaving, total)
+
+    def slot(chunk: Any) -> jax.Array:
+        return warp * buffers + lax.rem(chunk, jnp.int32(buffers))
+
+    def load(chunk: Any) -> None:
+        where = slot(chunk)
+        plgpu.copy_gmem_to_smem(
+            source(chunk), scratch["chunk"].at[where], scratch["chunk_full"].at[where]
+        )
+
+    for chunk in range(ahead):
+        load(jnp.int32(chunk))
+
+    def step(chunk: jax.Array, _: None) -> None:
+        where = slot(chunk)
+        plgpu.barrier_wait(scratch["chunk_full"].at[where])
+        send(scratch["chunk"].at[where], chunk)
+
+        @pl.when(chunk + ahead < total)
+        def _prefetch():
+            # All but the newest chunks have left their buffers.
+            plgpu.wait_smem_to_gmem(leaving * copies, wait_read_only=True)
+            load(chunk + ahead)
+
+    lax.fori_loop(0, total, step, None)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=False)
