@@ -5,6 +5,7 @@ A config is looked up in this order: the one given by the caller, that of an enc
 of a device is written on that device by
 
     python -m pallas_kernels.tuning matmul
+    python -m pallas_kernels.tuning collective_matmul --only llama70b_qkv tp=4
 
 and read from the package, or from the directory in ``PALLAS_KERNELS_TUNED_DIR``.
 """
@@ -16,6 +17,7 @@ import datetime
 import functools
 import importlib
 import json
+import math
 import os
 import random
 import statistics
@@ -47,7 +49,7 @@ __all__ = [
     "tuned_entry",
 ]
 
-OPS = ("matmul", "tile_sparse_matmul")
+OPS = ("matmul", "collective_matmul", "tile_sparse_matmul")
 """Ops that the tuner knows: each has a module ``pallas_kernels.<op>.tunable``."""
 
 _IDLE_SHARE = 6
@@ -243,14 +245,14 @@ class Tunable(Protocol):
     """What a module ``pallas_kernels.<op>.tunable`` offers to the tuner."""
 
     def problems(self) -> Mapping[str, Any]:
-        """Key of the table to problem."""
+        """Problems, whose `key` is that of the table, by what they are called."""
         ...
 
     def candidates(self, problem: Any, device: DeviceSpec) -> Sequence[Any]:
         """Configs worth timing."""
         ...
 
-    def arguments(self, problem: Any) -> tuple[jax.Array, ...]:
+    def arguments(self, problem: Any) -> tuple[Any, ...]:
         """Random operands."""
         ...
 
@@ -262,6 +264,12 @@ class Tunable(Protocol):
 
     def baseline(self, problem: Any) -> Callable[..., jax.Array]:
         """The XLA implementation, which also says what is right."""
+        ...
+
+    def time_us(
+        self, fn: Callable[..., Any], *args: Any, iterations: int
+    ) -> list[float]:
+        """Time of each of several calls of a compiled function, in microseconds."""
         ...
 
 
@@ -276,9 +284,13 @@ def device_time_us(fn: Callable[..., Any], *args: Any, iterations: int) -> list[
     return [1e3 * t for t in (times if isinstance(times, list) else [times])]
 
 
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
 def _compiled(
     fns: Mapping[Any, Callable[..., jax.Array]],
-    args: tuple[jax.Array, ...],
+    args: tuple[Any, ...],
     want: jax.Array,
     report: Callable[[str], None],
 ) -> dict[Any, Callable[..., jax.Array]]:
@@ -287,8 +299,8 @@ def _compiled(
     for name, fn in fns.items():
         try:
             lowered[name] = jax.jit(fn).lower(*args)
-        except Unsupported as error:
-            report(f"  skipped {name}: {error}")
+        except Exception as error:  # one that does not lower must not end the run
+            report(f"  skipped {name}: {_line(error)}")
     with ThreadPoolExecutor() as pool:
         pending = {name: pool.submit(low.compile) for name, low in lowered.items()}
     scale = jnp.max(jnp.abs(want))
@@ -297,7 +309,7 @@ def _compiled(
         try:
             got = future.result()(*args).astype(jnp.float32)
         except jax.errors.JaxRuntimeError as error:
-            report(f"  skipped {name}: {str(error).splitlines()[0]}")
+            report(f"  skipped {name}: {_line(error)}")
             continue
         worst = float(jnp.max(jnp.abs(got - want)) / scale)
         if worst < 2e-2:
@@ -336,7 +348,7 @@ def tune(
         The entry, or None where no candidate works.
     """
     args = tunable.arguments(problem)
-    baseline = jax.jit(tunable.baseline(problem))
+    baseline = jax.jit(tunable.baseline(problem)).lower(*args).compile()
     want = baseline(*args).astype(jnp.float32)
     fns = {
         c: tunable.kernel(problem, c, device)
@@ -347,7 +359,7 @@ def tune(
         return None
 
     def measure(fn: Callable[..., jax.Array]) -> list[float]:
-        taken = device_time_us(fn, *args, iterations=iterations)
+        taken = tunable.time_us(fn, *args, iterations=iterations)
         time.sleep(_IDLE_SHARE * sum(taken) * 1e-6)
         return taken
 
@@ -380,7 +392,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("op", choices=OPS)
     parser.add_argument(
-        "--only", metavar="TEXT", help="problems whose key holds this text"
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="TEXT",
+        help="problems whose name holds each of these: llama70b_qkv tp=4 'm=16 '",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="begin no problem after these"
     )
     options = parser.parse_args(argv)
     device = DeviceSpec.current()
@@ -388,13 +407,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"no NVIDIA GPU: the backend is {jax.default_backend()!r}")
     tunable: Any = importlib.import_module(f"pallas_kernels.{options.op}.tunable")
     path = table_path(device)
-    for key, problem in tunable.problems().items():
-        if options.only is None or options.only in key:
-            print(key, flush=True)
+    end = time.monotonic() + options.seconds
+    for name, problem in tunable.problems().items():
+        if not all(text in f"{name} " for text in options.only):
+            continue
+        if time.monotonic() > end:
+            print(f"stopped before {name}")
+            break
+        print(name, flush=True)
+        try:
             entry = tune(tunable, problem, device)
-            if entry is not None:  # saved at once: a later failure loses nothing
-                save_table(path, options.op, {key: entry})
-    print(f"wrote {path}")
+        except Unsupported as error:
+            print(f"  skipped: {error}")
+            continue
+        if entry is not None:  # saved at once: a later failure loses nothing
+            save_table(path, options.op, {problem.key: entry})
+            print(f"  wrote {path}", flush=True)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,12 @@ from pallas_kernels.collective_matmul.api import (
     matmul_all_reduce,
     matmul_reduce_scatter,
 )
+from pallas_kernels.collective_matmul.config import CollectiveConfig
 
 
-__all__ = ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"]
+__all__ = [
+    "CollectiveConfig",
+    "all_gather_matmul",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+]

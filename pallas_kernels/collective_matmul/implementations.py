@@ -10,17 +10,43 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
 
-from pallas_kernels.collective_matmul import xla
+from pallas_kernels import tuning
+from pallas_kernels.collective_matmul import mosaic_gpu, xla
+from pallas_kernels.collective_matmul.config import (
+    CollectiveConfig,
+    CollectiveProblem,
+    Kind,
+    heuristic,
+)
+from pallas_kernels.collective_matmul.device_order import by_device_order
 from pallas_kernels.dispatch import Unsupported, dispatch
+from pallas_kernels.mosaic import DeviceSpec, as_varying, check_hopper, varying
 
 
-__all__ = ["IMPLEMENTATIONS", "OPS", "Call", "run"]
+__all__ = ["IMPLEMENTATIONS", "OPS", "Call", "problem_of", "run"]
 
-OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+type Arrays = tuple[jax.Array, ...]
 
-PREFERRED = ("xla",)
-"""What ``implementation=None`` tries, in this order."""
+OP = "collective_matmul"
+"""The name in tables of tuned configs."""
+OPS: Mapping[str, Kind] = {
+    "all_gather_matmul": "all_gather",
+    "matmul_reduce_scatter": "reduce_scatter",
+    "matmul_all_reduce": "all_reduce",
+}
+"""Ops and the kind of communication, as in keys of tuned configs."""
+
+SIZES = (2, 4, 8)
+"""Devices of an axis that the kernels are built for."""
+
+_LEAST_ROWS = 1024
+"""Rows of all devices from which a problem that was never tuned is expected to gain."""
+_NOISE = 0.02
+"""Measured times differ by as much from run to run."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,6 +83,10 @@ class Call:
         )
 
 
+PREFERRED = ("mosaic_gpu", "xla")
+"""What ``implementation=None`` tries, in this order."""
+
+
 def _without_config(op_name: str, function: Callable[..., Any], name: str) -> Any:
     """An XLA form, which knows no config and needs no permission."""
 
@@ -78,9 +108,160 @@ def _without_config(op_name: str, function: Callable[..., Any], name: str) -> An
     return implementation
 
 
-# A kernel joins here, as "mosaic_gpu", and in PREFERRED.
+def check_mesh(op_name: str, call: Call) -> DeviceSpec:
+    """Checks that a kernel can reach its peers, as far as tracing shows.
+
+    That the devices stand in order shows only when the function is lowered:
+    `pallas_kernels.collective_matmul.device_order`.
+
+    Returns:
+        The GPU.
+
+    Raises:
+        Unsupported: it cannot.
+    """
+    device = check_hopper(DeviceSpec.current(), op_name)
+    instead = "use implementation='xla'"
+    if (count := jax.process_count()) > 1:
+        raise Unsupported(
+            f"{op_name}: there are {count} processes, and the kernel addresses GPUs of"
+            f" one process; {instead}"
+        )
+    if call.size not in SIZES:
+        raise Unsupported(
+            f"{op_name}: axis {call.axis_name!r} has {call.size} devices, expected one"
+            f" of {SIZES}; {instead}"
+        )
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.are_all_axes_manual:
+        others = sorted(set(mesh.axis_names) - set(mesh.manual_axes))
+        raise Unsupported(
+            f"{op_name}: the compiler divides arrays over axes {others}, and the kernel"
+            " addresses GPUs of the entire mesh; make all axes manual"
+            " (jax.shard_map without axis_names)"
+        )
+    return device
+
+
+def problem_of(op_name: str, x: Any, ws: Arrays, call: Call) -> CollectiveProblem:
+    """The problem that an op solves, by which its config is known."""
+    xs = (x,) if op_name == "all_gather_matmul" else x
+    batch, rows, _ = xs[0].shape
+    columns = tuple(w.shape[0 if call.rhs_transposed else 1] for w in ws)
+    gathers = op_name == "all_gather_matmul"
+    return CollectiveProblem(
+        kind=OPS[op_name],
+        batch=batch,
+        m=rows * call.size if gathers else -(-rows // call.size) * call.size,
+        n=columns if gathers else columns[:1],
+        k=tuple(x.shape[-1] for x in xs),
+        devices=call.size,
+        dtype=xs[0].dtype,
+        rhs_transposed=call.rhs_transposed,
+    )
+
+
+def _check_gain(op_name: str, problem: CollectiveProblem, device: DeviceSpec) -> None:
+    """Raises `Unsupported` where XLA is expected to be faster."""
+    if (entry := tuning.tuned_entry(OP, problem.key, device)) is not None:
+        if entry.xla_us < (1 - _NOISE) * entry.time_us:
+            raise Unsupported(
+                f"{op_name}: XLA was faster when {problem.key} was tuned on"
+                f" {device.name}; implementation='mosaic_gpu' runs the kernel"
+            )
+    elif problem.batch * problem.m < _LEAST_ROWS:
+        raise Unsupported(
+            f"{op_name}: {problem.batch * problem.m} rows are too few to gain, expected"
+            f" {_LEAST_ROWS}; implementation='mosaic_gpu' runs the kernel"
+        )
+
+
+def _mosaic_gpu(op_name: str, x: Any, ws: Arrays, call: Call) -> Any:
+    device = check_mesh(op_name, call)
+    problem = problem_of(op_name, x, ws, call)
+    wanted = call.config is not None or tuning.overriding(OP) is not None
+    if call.implementation is None and not wanted:
+        _check_gain(op_name, problem, device)
+    kernel = functools.partial(
+        getattr(mosaic_gpu, op_name),
+        axis_name=call.axis_name,
+        config=tuning.lookup(
+            OP,
+            problem.key,
+            device,
+            CollectiveConfig,
+            config=call.config,
+            heuristic=functools.partial(heuristic, problem, device),
+        ),
+        device=device,
+        out_dtype=call.out_dtype,
+        rhs_transposed=call.rhs_transposed,
+    )
+    if op_name == "matmul_all_reduce":
+        kernel = _with_padded_rows(kernel, call.size)
+    portable = _after("mosaic_gpu", op_name, call)
+    axes = varying(*jax.tree.leaves((x, ws)))
+    if op_name == "matmul_all_reduce":
+        axes -= {call.axis_name}
+
+    def marked(x: Any, ws: Arrays) -> Any:
+        return jax.tree.map(lambda y: as_varying(y, axes), kernel(x, ws))
+
+    product = custom_vmap(functools.partial(by_device_order, op_name, marked, portable))
+    product.def_vmap(functools.partial(_batched, op_name, call))
+    return product(x, ws)
+
+
+def _after(name: str, op_name: str, call: Call) -> Callable[..., Any] | None:
+    """The implementation that the caller would have next, if any."""
+    names = PREFERRED if call.implementation is None else call.implementation
+    if isinstance(names, str) or names[-1] == name or call.config is not None:
+        return None
+    implementation = IMPLEMENTATIONS[op_name][names[names.index(name) + 1]]
+    return lambda x, ws: implementation(x, ws, call)
+
+
+def _batched(
+    op_name: str, call: Call, size: int, batched: Any, x: Any, ws: Arrays
+) -> tuple[Any, Any]:
+    """`jax.vmap` of a kernel: more leading axes, or one call after the other."""
+    x_batched, w_batched = (jax.tree.leaves(flags) for flags in batched)
+    if any(w_batched) or not all(x_batched):
+        flags = jax.tree.leaves(batched)
+        leaves, structure = jax.tree.flatten((x, ws))
+        mapped = [a for a, flag in zip(leaves, flags, strict=True) if flag]
+
+        def one(mapped: list[jax.Array]) -> Any:
+            rest = iter(mapped)
+            own = [next(rest) if f else a for a, f in zip(leaves, flags, strict=True)]
+            own_x, own_ws = structure.unflatten(own)
+            return run(op_name, own_x, own_ws, call)
+
+        outputs = lax.map(one, mapped)
+    else:
+        merged = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), x)
+        outputs = jax.tree.map(
+            lambda y: y.reshape(size, -1, *y.shape[1:]), run(op_name, merged, ws, call)
+        )
+    return outputs, jax.tree.map(lambda _: True, outputs)
+
+
+def _with_padded_rows(kernel: Callable[..., Any], size: int) -> Callable[..., Any]:
+    """An all-reduce whose devices each reduce a whole number of rows."""
+
+    def padded(xs: Arrays, ws: Arrays) -> jax.Array:
+        rows = xs[0].shape[1]
+        more = -rows % size
+        return kernel(tuple(jnp.pad(x, ((0, 0), (0, more), (0, 0))) for x in xs), ws)[
+            :, :rows
+        ]
+
+    return padded
+
+
 IMPLEMENTATIONS: Mapping[str, Mapping[str, Callable[[Any, Any, Call], Any]]] = {
     op_name: {
+        "mosaic_gpu": functools.partial(_mosaic_gpu, op_name),
         "xla": _without_config(op_name, getattr(xla, op_name), "xla"),
         "xla_ring": _without_config(
             op_name, getattr(xla, f"ring_{op_name}"), "xla_ring"

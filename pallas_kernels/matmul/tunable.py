@@ -11,9 +11,10 @@ from pallas_kernels.matmul import mosaic_gpu, xla
 from pallas_kernels.matmul.config import MatmulConfig, Problem
 from pallas_kernels.matmul.specs import SPECS
 from pallas_kernels.mosaic import DeviceSpec
+from pallas_kernels.tuning import device_time_us as time_us
 
 
-__all__ = ["arguments", "baseline", "candidates", "kernel", "problems"]
+__all__ = ["arguments", "baseline", "candidates", "kernel", "problems", "time_us"]
 
 
 def problems() -> Mapping[str, Problem]:

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import tuning
+from pallas_kernels.collective_matmul import CollectiveConfig
+from pallas_kernels.collective_matmul import tunable as collective_tunable
 from pallas_kernels.matmul import MatmulConfig, tunable
 from pallas_kernels.matmul.api import _preferred
 from pallas_kernels.matmul.config import Problem, candidates, heuristic
@@ -127,13 +129,19 @@ def test_saved_entries_are_read_back_and_replaced(tmp_path):
 def test_the_shipped_tables_parse():
     tables = sorted((tuning.table_path(H200).parent).glob("*.json"))
     assert [t.name for t in tables] == ["nvidia_h200.json"]
-    known = tunable.problems()
-    for key, entry in tuning.load_table(tables[0])["matmul"].items():
-        assert key in known, f"{key} belongs to no spec"
-        config = tuning.lookup(
-            "matmul", key, H200, MatmulConfig, heuristic=lambda: pytest.fail("no entry")
-        )
-        assert entry.config.items() <= dataclasses.asdict(config).items()
+    ops = {
+        "matmul": (tunable, MatmulConfig),
+        "collective_matmul": (collective_tunable, CollectiveConfig),
+    }
+    for op, rows in tuning.load_table(tables[0]).items():
+        module, config_type = ops[op]
+        known = {problem.key for problem in module.problems().values()}
+        for key, entry in rows.items():
+            assert key in known, f"{key} belongs to no spec"
+            config = tuning.lookup(
+                op, key, H200, config_type, heuristic=lambda: pytest.fail("no entry")
+            )
+            assert entry.config.items() <= dataclasses.asdict(config).items()
 
 
 def test_the_measured_winner_is_preferred(table):

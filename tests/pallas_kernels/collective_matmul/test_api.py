@@ -330,6 +330,20 @@ def test_every_layer(spec):
         check(y, expected(name, x, w), jnp.bfloat16)
 
 
+@pytest.mark.parametrize("implementation", FORMS)
+@pytest.mark.parametrize("name", OPS)
+def test_vmap(name, implementation):
+    """Over operands and weights, and over either alone, at any place."""
+    x, w, _ = operands(name, 2, m=3, n=8, k=16)
+    xs, ws = (jnp.stack([a, 2 * a, -a], axis=2) for a in (x, w))
+    op = functools.partial(OPS[name], axis_name="tensor", implementation=implementation)
+    for x_axis, w_axis, factors in ((1, 1, (1, 4, 1)), (1, None, (1, 2, -1))):
+        f = on_devices(make_mesh(2), jax.vmap(op, (x_axis, w_axis)))
+        y = f(xs, w if w_axis is None else ws)
+        want = expected(name, x, w)
+        check(y, jnp.stack([f * want for f in factors], axis=1), F32)
+
+
 def test_eager_calls():
     x, w, _ = operands("all_gather_matmul", 2, m=3, n=8, k=16)
     got = jax.shard_map(

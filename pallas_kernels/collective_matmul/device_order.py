@@ -1,0 +1,119 @@
+"""A choice that waits for the devices: kernels address peers by their place in a mesh.
+
+A kernel of Pallas that communicates takes the number of a device in the mesh for the
+number of the GPU, so the devices of the mesh must be 0, 1, 2, ... in this order. While
+a function is traced only sizes and names of the mesh are known; which devices it has
+is known when it is lowered. So both forms are traced, and one of them is lowered.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
+from jax.sharding import Mesh
+
+from pallas_kernels.dispatch import Unsupported
+
+
+__all__ = ["by_device_order"]
+
+logger = logging.getLogger("pallas_kernels")
+
+_logged: set[tuple[str, str]] = set()
+
+
+def by_device_order(
+    op_name: str,
+    kernel: Callable[..., Any],
+    portable: Callable[..., Any] | None,
+    *args: Any,
+) -> Any:
+    """Computes ``kernel(*args)`` where devices stand in order, else ``portable``.
+
+    Why the kernel does not run is logged once per op.
+
+    Args:
+        op_name: name of the op, for messages.
+        kernel: a function of arrays.
+        portable: a function of the same arrays with outputs of the same types; None
+            where there is no other way.
+        *args: pytrees of arrays.
+
+    Returns:
+        What the chosen function returns.
+
+    Raises:
+        Unsupported: devices are in another order and `portable` is None. It is raised
+            when the function is lowered, before it runs.
+    """
+    leaves, structure = jax.tree.flatten(args)
+    outputs: Any = None
+
+    def flat(function: Callable[..., Any]) -> Any:
+        def of_leaves(*leaves: jax.Array) -> list[jax.Array]:
+            nonlocal outputs
+            results, outputs = jax.tree.flatten(function(*structure.unflatten(leaves)))
+            return results
+
+        return jax.make_jaxpr(of_leaves)(*leaves)
+
+    fused = flat(kernel)
+    other = None if portable is None else flat(portable)
+    if other is not None and other.out_avals != fused.out_avals:
+        raise TypeError(
+            f"{op_name}: the kernel returns {fused.out_avals}, its replacement"
+            f" {other.out_avals}"
+        )
+    results = _by_device_order.bind(
+        *leaves, op_name=op_name, kernel=fused, portable=other
+    )
+    return outputs.unflatten(results)
+
+
+_by_device_order = Primitive("by_device_order")
+_by_device_order.multiple_results = True
+
+
+@_by_device_order.def_impl
+def _run(*args: Any, **params: Any) -> Any:
+    return jax.jit(lambda *args: _by_device_order.bind(*args, **params))(*args)
+
+
+@_by_device_order.def_effectful_abstract_eval
+def _types(*_: Any, kernel: Any, portable: Any, **__: Any) -> Any:
+    effects = kernel.effects | (portable.effects if portable else frozenset())
+    return kernel.out_avals, effects
+
+
+def _lower(context: Any, *args: Any, op_name: str, kernel: Any, portable: Any) -> Any:
+    reason = _out_of_order(context)
+    chosen = kernel
+    if reason is not None:
+        if portable is None:
+            raise Unsupported(f"{op_name}: {reason}; use implementation='xla'")
+        if (op_name, reason) not in _logged:
+            _logged.add((op_name, reason))
+            logger.info("%s runs without the kernel: %s", op_name, reason)
+        chosen = portable
+    return mlir.lower_fun(jaxpr_as_fun(chosen))(context, *args)
+
+
+def _out_of_order(context: Any) -> str | None:
+    """What is wrong with the devices of a mesh; an abstract mesh has none."""
+    mesh = getattr(context.module_context.axis_context, "mesh", None)
+    if not isinstance(mesh, Mesh):
+        return None
+    ids = mesh.device_ids.ravel()
+    if np.array_equal(ids, np.arange(ids.size)):
+        return None
+    return (
+        f"the devices of the mesh are {ids.tolist()}, and kernels that communicate need"
+        f" 0 to {ids.size - 1} in order"
+    )
+
+
+mlir.register_lowering(_by_device_order, _lower)

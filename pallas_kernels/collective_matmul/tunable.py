@@ -1,0 +1,180 @@
+"""What the tuner needs to know of the collective matrix products.
+
+Dispatching a call to several GPUs takes longer than many calls, so a program calls an
+op many times in a loop, and the first operand says how many times.
+
+Axis letters: B leading axes, M rows of all devices, K contraction, N columns.
+"""
+
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels.collective_matmul import config as config_module
+from pallas_kernels.collective_matmul.config import (
+    CollectiveConfig,
+    CollectiveProblem,
+    Kind,
+)
+from pallas_kernels.collective_matmul.implementations import OPS, Call, run
+from pallas_kernels.collective_matmul.specs import ROWS, SPECS, TENSOR_PARALLEL
+from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.mosaic import DeviceSpec
+
+
+__all__ = ["arguments", "baseline", "candidates", "kernel", "problems", "time_us"]
+
+AXIS = "tensor"
+
+DECODE_ROWS = 512
+"""Up to as many rows an all-reduce is tuned too, which serves decoding."""
+
+LEAST_SECONDS = 0.02
+"""A timed program runs about as long."""
+
+
+def problems() -> Mapping[str, CollectiveProblem]:
+    """The problems of `SPECS` in bfloat16, by name of the layer and key."""
+    found = {}
+    for size in TENSOR_PARALLEL:
+        for spec in SPECS:
+            n, k = spec.local(size)
+            for rows in ROWS:
+                kinds: list[Kind] = [spec.kind]
+                if spec.kind == "reduce_scatter" and rows <= DECODE_ROWS:
+                    kinds.append("all_reduce")
+                for kind in kinds:
+                    problem = CollectiveProblem(
+                        kind=kind,
+                        m=rows,
+                        n=(n,),
+                        k=(k,),
+                        devices=size,
+                        dtype=jnp.dtype(jnp.bfloat16),
+                    )
+                    found[f"{spec.name} {problem.key}"] = problem
+    return found
+
+
+def candidates(
+    problem: CollectiveProblem, device: DeviceSpec
+) -> Sequence[CollectiveConfig]:
+    """Configs worth timing."""
+    return config_module.candidates(problem, device)
+
+
+def _mesh(problem: CollectiveProblem) -> Mesh:
+    if (found := len(jax.devices())) < problem.devices:
+        raise Unsupported(f"{problem.devices} devices are needed, {found} are there")
+    devices = jax.devices()[: problem.devices]
+    return jax.make_mesh((problem.devices,), (AXIS,), (AxisType.Auto,), devices=devices)
+
+
+def _specs(problem: CollectiveProblem) -> tuple[P, P, P]:
+    """How x, the weights and the output are split."""
+    rows, columns = P(None, AXIS), P(None, None, AXIS)
+    w_in, w_out = (P(AXIS), P(None, AXIS))
+    if problem.rhs_transposed:
+        w_in, w_out = w_out, w_in
+    if problem.kind == "all_gather":
+        return rows, w_out, columns
+    return columns, w_in, rows if problem.kind == "reduce_scatter" else P()
+
+
+def arguments(problem: CollectiveProblem) -> tuple[Any, ...]:
+    """How often to call, then tuples of random normal x and of weights."""
+    mesh, size = _mesh(problem), problem.devices
+    x_spec, w_spec, _ = _specs(problem)
+    gathers = problem.kind == "all_gather"
+    xs = [(problem.batch, problem.m, k if gathers else k * size) for k in problem.k]
+    ws = [
+        (k, n * size) if gathers else (k * size, n)
+        for k in problem.k
+        for n in problem.n
+    ]
+    if problem.rhs_transposed:
+        ws = [shape[::-1] for shape in ws]
+
+    def drawn(seed: int, shape: tuple[int, ...], spec: P) -> jax.Array:
+        normal = functools.partial(jax.random.normal, shape=shape, dtype=problem.dtype)
+        sharded = jax.jit(normal, out_shardings=NamedSharding(mesh, spec))
+        return sharded(jax.random.key(seed))
+
+    return (
+        np.int32(1),
+        tuple(drawn(i, shape, x_spec) for i, shape in enumerate(xs)),
+        tuple(drawn(100 + i, shape, w_spec) for i, shape in enumerate(ws)),
+    )
+
+
+def _program(
+    problem: CollectiveProblem, implementation: str, config: CollectiveConfig | None
+) -> Callable[..., jax.Array]:
+    """``(count, xs, ws)`` to the first product of the last of `count` calls."""
+    op_name = next(op for op, kind in OPS.items() if kind == problem.kind)
+    gathers = problem.kind == "all_gather"
+    call = Call(
+        axis_name=AXIS,
+        size=problem.devices,
+        rhs_transposed=problem.rhs_transposed,
+        out_dtype=problem.dtype,
+        implementation=implementation,
+        config=config,
+        tracked=False,
+    )
+
+    def once(xs: Any, ws: Any) -> jax.Array:
+        outputs = run(op_name, xs[0] if gathers else xs, ws, call)
+        return outputs[0][0] if gathers else outputs
+
+    def local(count: jax.Array, xs: Any, ws: Any) -> jax.Array:
+        def turn(_: jax.Array, carry: Any) -> Any:
+            # The next call waits for this one, and none is hoisted.
+            return lax.optimization_barrier((carry[0], once(carry[0], ws)))
+
+        y = jax.eval_shape(once, xs, ws)
+        start = (xs, jnp.zeros(y.shape, y.dtype))
+        return lax.fori_loop(0, count, turn, start)[1]
+
+    x_spec, w_spec, out_spec = _specs(problem)
+    return jax.shard_map(
+        local,
+        mesh=_mesh(problem),
+        in_specs=(P(), x_spec, w_spec),
+        out_specs=out_spec,
+        check_vma=False,
+    )
+
+
+def kernel(
+    problem: CollectiveProblem, config: CollectiveConfig, device: DeviceSpec
+) -> Callable[..., jax.Array]:
+    """The kernel with a config, in a loop; the GPU is the one at hand."""
+    del device
+    return _program(problem, "mosaic_gpu", config)
+
+
+def baseline(problem: CollectiveProblem) -> Callable[..., jax.Array]:
+    """A collective and cuBLAS through XLA, in a loop."""
+    return _program(problem, "xla", None)
+
+
+def time_us(fn: Callable[..., Any], *args: Any, iterations: int) -> list[float]:
+    """Wall time of a call in a loop of at least `iterations`, for each of them."""
+    operands = args[1:]
+
+    def seconds(count: int) -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(fn(np.int32(count), *operands))
+        return time.perf_counter() - start
+
+    count = max(iterations, round(LEAST_SECONDS / (seconds(2) / 2)))
+    return [1e6 * seconds(count) / count] * count

@@ -1,0 +1,123 @@
+"""The tuner on simulated devices: what it runs is right, and losers are left out."""
+
+import json
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import tuning
+from pallas_kernels.collective_matmul import CollectiveConfig, tunable
+from pallas_kernels.collective_matmul.config import CollectiveProblem, heuristic
+from pallas_kernels.collective_matmul.specs import ROWS, SPECS
+from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.mosaic import H200
+from tests.pallas_kernels.collective_matmul.cases import check
+
+
+BF16 = jnp.dtype(jnp.bfloat16)
+
+
+def problem_of(kind, **options):
+    sizes = {"m": 64, "n": (64,), "k": (32,), "devices": 4} | options
+    return CollectiveProblem(kind=kind, dtype=BF16, **sizes)
+
+
+@pytest.mark.parametrize("rhs_transposed", [False, True])
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce"])
+def test_the_loop_computes_the_product(kind, rhs_transposed):
+    problem = problem_of(kind, rhs_transposed=rhs_transposed)
+    count, (x,), (w,) = arguments = tunable.arguments(problem)
+    assert count == 1
+    program = jax.jit(tunable.baseline(problem))
+    w_32 = np.asarray(w.mT if rhs_transposed else w).astype(np.float32)
+    want = np.asarray(x).astype(np.float32) @ w_32
+    check(program(*arguments), want, BF16)
+    check(program(np.int32(3), (x,), (w,)), want, BF16)
+    assert not np.any(program(np.int32(0), (x,), (w,)))
+
+
+def test_problems_are_those_of_the_layers():
+    found = tunable.problems()
+    assert len(found) == 2 * (len(SPECS) * len(ROWS) + 5 * 3)
+    problem = found["llama70b_down reduce_scatter tp=4 m=2048 n=8192 k=7168 bf16"]
+    assert (problem.m, problem.n, problem.k) == (2048, (8192,), (7168,))
+    for problem in found.values():
+        candidates = tunable.candidates(problem, H200)
+        assert heuristic(problem, H200) in candidates
+        assert len(candidates) <= 12
+
+
+def test_the_fastest_that_works_wins():
+    """Of candidates that fail to lower, that are wrong, that are slow."""
+    problem = problem_of("reduce_scatter")
+    unsupported, wrong, slow, fast = (
+        CollectiveConfig(stages=stages) for stages in (2, 3, 4, 5)
+    )
+
+    def kernel(problem, config, device):
+        plain = tunable._program(problem, "xla", None)
+        ring = tunable._program(problem, "xla_ring", None)
+        return {
+            unsupported: tunable.kernel(problem, config, device),
+            wrong: lambda *args: 1.1 * plain(*args),
+            slow: jax.named_call(lambda *args: ring(*args), name="slow"),
+            fast: ring,
+        }[config]
+
+    fake = types.SimpleNamespace(
+        **{name: getattr(tunable, name) for name in tunable.__all__}
+    )
+    fake.kernel = kernel
+    fake.time_us = lambda fn, *_, iterations: [1.0 + ("slow" in fn.as_text())]
+    fake.candidates = lambda *_: [unsupported, wrong, slow, fast]
+    said = []
+    entry = tuning.tune(fake, problem, H200, rounds=1, report=said.append)
+    assert entry.config["stages"] == 5
+    assert entry.time_us == 1
+    assert "Unsupported: matmul_reduce_scatter: the Mosaic GPU kernel" in said[0]
+    assert "rejected" in said[1] and "against XLA" in said[1]
+    assert len(said) == 3
+
+
+def test_each_call_of_a_loop_has_its_time(monkeypatch):
+    monkeypatch.setattr(tunable, "LEAST_SECONDS", 0.0)
+    counts = []
+    times = tunable.time_us(lambda count, x: counts.append(count), 0, 1, iterations=7)
+    assert counts == [2, 7]
+    assert len(times) == 7 and len(set(times)) == 1 and times[0] > 0
+
+
+def test_problems_that_need_more_devices_are_skipped():
+    with pytest.raises(Unsupported, match="16 devices are needed, 8 are there"):
+        tunable.arguments(problem_of("all_gather", devices=16))
+
+
+def test_the_command_saves_each_problem_at_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PALLAS_KERNELS_TUNED_DIR", str(tmp_path))
+    monkeypatch.setattr(tuning.DeviceSpec, "current", lambda: H200)
+    tuned = []
+
+    def tune(_, problem, device):
+        if problem.m == 64:
+            raise Unsupported("no such devices")
+        tuned.append(problem)
+        return tuning.TunedEntry(
+            config={}, time_us=1.0, xla_us=2.0, jax="0.11.2", date="2026-11-21"
+        )
+
+    monkeypatch.setattr(tuning, "tune", tune)
+    arguments = ["collective_matmul", "--only", "llama70b_qkv", "tp=4", "m=16 "]
+    tuning.main(arguments)
+    assert [(p.m, p.n) for p in tuned] == [(16, (2560,))]
+    table = json.loads((tmp_path / "nvidia_h200.json").read_text())
+    assert list(table["collective_matmul"]) == [
+        "all_gather tp=4 m=16 n=2560 k=8192 bf16"
+    ]
+    tuning.main(["collective_matmul", "--only", "llama70b_qkv", "m=64 "])
+    assert "skipped: no such devices" in capsys.readouterr().out
+    tuning.main([*arguments, "--seconds", "-1"])
+    assert "stopped before llama70b_qkv" in capsys.readouterr().out
+    assert len(tuned) == 1
