@@ -45,7 +45,9 @@ def one_shot_all_reduce(
     chunks = pl.cdiv(flat.shape[0], CHUNK[0])
     blocks = min(chunks, device.num_sms)
 
-    def body(y_ref, out_ref, received, buffer, loaded, all_loaded):
+    def body(
+        y_ref: Any, out_ref: Any, received: Any, buffer: Any, loaded: Any, added: Any
+    ) -> None:
         arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((chunks,)))
         me = lax.axis_index(axis_name)
         block = lax.axis_index("block")
@@ -75,9 +77,9 @@ def one_shot_all_reduce(
             wait_for_signal(arrived.at[chunk], devices - 1)
             for source in range(devices):
                 plgpu.copy_gmem_to_smem(
-                    received.at[source, rows], buffer.at[source], all_loaded
+                    received.at[source, rows], buffer.at[source], added
                 )
-            plgpu.barrier_wait(all_loaded)
+            plgpu.barrier_wait(added)
             total = buffer[0].astype(jnp.float32)
             for source in range(1, devices):
                 total += buffer[source].astype(jnp.float32)

@@ -54,10 +54,10 @@ def wait_for_signal(
         memory_scope: "gpu" where only this device signals, which is cheaper.
     """
     plgpu.semaphore_wait(semaphore, value, decrement=False, memory_scope=memory_scope)
-    proxy_fence()
+    proxy_fence()  # pyright: ignore[reportCallIssue]  (the context is passed for us)
 
 
-def peers(axis_name: str, devices: int) -> list[tuple[int, dict[str, jax.Array]]]:
+def peers(axis_name: str, devices: int) -> list[tuple[int, Any]]:
     """Distance and address of each peer along a mesh axis, the next device first.
 
     A list, since the host must know the address of a tiled copy to a peer, and so
@@ -172,7 +172,7 @@ def relay(
         send(scratch["chunk"].at[where], chunk)
 
         @pl.when(chunk + ahead < total)
-        def _prefetch():
+        def _prefetch() -> None:
             # All but the newest chunks have left their buffers.
             plgpu.wait_smem_to_gmem(leaving * copies, wait_read_only=True)
             load(chunk + ahead)

@@ -31,6 +31,9 @@ class CollectiveConfig(MatmulConfig):
     """Warps that send, in each of those blocks; at most 3."""
     buffers: int = 2
     """Buffers of 8 KiB for each of those warps."""
+    one_shot: bool = False
+    """All-reduce: exchange whole sums once, after a product through XLA. Pays for few
+    rows."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -92,8 +95,7 @@ class CollectiveProblem:
         return " ".join(parts + ["rhs_transposed"] * self.rhs_transposed)
 
     def counts(self, config: MatmulConfig) -> tuple[int, int]:
-        """Output tiles along the rows of one device, and along the columns of all
-        weights."""
+        """Output tiles of one device's rows, and along the columns of all weights."""
         return (
             self.batch * -(-self.rows // config.tile_m),
             sum(-(-n // config.tile_n) for n in self.n),
@@ -109,11 +111,14 @@ _TILES = (
 _TENSOR_CORE = 2048  # multiply-adds a cycle, 16-bit operands
 _L2_BYTES = 48  # bytes a cycle from the L2 cache to one multiprocessor
 _TILE_OVERHEAD = 2000  # filling the ring once, storing the tile
+_SENDERS = {"all_gather": 32, "reduce_scatter": 64, "all_reduce": 64}
+_ONE_SHOT_ROWS = 128
 
 
 def _cost(
     problem: CollectiveProblem, config: MatmulConfig, device: DeviceSpec
 ) -> float:
+    """Estimated cycles of the product alone, as for `pallas_kernels.matmul`."""
     rows, columns = problem.counts(config)
     waves = -(-rows * problem.devices * columns // device.num_sms)
     area = config.tile_m * config.tile_n
@@ -122,15 +127,22 @@ def _cost(
     return waves * (sum(problem.k) * per_k + _TILE_OVERHEAD)
 
 
+def _tiles(problem: CollectiveProblem) -> list[CollectiveConfig]:
+    """Cuts that fit the columns, with the choices that depend on the kind alone."""
+    senders = _SENDERS[problem.kind]
+    fitting = [c for c in _TILES if c.tile_n <= max(64, min(problem.n))]
+    return [dataclasses.replace(c, senders=senders) for c in fitting]
+
+
 def _clustered(
     problem: CollectiveProblem, config: CollectiveConfig
 ) -> CollectiveConfig:
-    """Pairs blocks along a dimension with an even number of tiles, rows first."""
+    """Pairs blocks along the rows, else along the columns, where tiles pair up."""
     rows, columns = problem.counts(config)
-    for dimension, count in (("m", rows), ("n", columns)):
-        if count % 2 == 0:
-            return dataclasses.replace(config, cluster=dimension)
-    return config
+    # Row blocks of an all-gather pair up across devices; those of one owner must.
+    if problem.kind == "all_gather" or rows % 2 == 0:
+        return dataclasses.replace(config, cluster="m")
+    return dataclasses.replace(config, cluster="none" if columns % 2 else "n")
 
 
 def heuristic(problem: CollectiveProblem, device: DeviceSpec) -> CollectiveConfig:
@@ -139,24 +151,44 @@ def heuristic(problem: CollectiveProblem, device: DeviceSpec) -> CollectiveConfi
     Args:
         problem: what to compute.
         device: number of multiprocessors.
+
+    Returns:
+        The tile of least estimated time, in clusters of two where the tiles pair up;
+        one shot for an all-reduce of few rows.
+
+    Example:
+        >>> from pallas_kernels.mosaic import H200
+        >>> qkv = CollectiveProblem(kind="all_gather", m=8192, n=(2560,), k=(8192,),
+        ...                         devices=4, dtype=jnp.dtype(jnp.bfloat16))
+        >>> config = heuristic(qkv, H200)
+        >>> config.tile_m, config.tile_n, config.cluster
+        (128, 256, 'm')
     """
-    best = min(_TILES, key=lambda config: _cost(problem, config, device))
-    return _clustered(problem, best)
+    best = min(_tiles(problem), key=lambda config: _cost(problem, config, device))
+    few = problem.kind == "all_reduce" and problem.batch * problem.m <= _ONE_SHOT_ROWS
+    return dataclasses.replace(_clustered(problem, best), one_shot=few)
 
 
 def candidates(
     problem: CollectiveProblem, device: DeviceSpec
 ) -> tuple[CollectiveConfig, ...]:
-    """Configs for the tuner."""
-    estimates = {c: _cost(problem, c, device) for c in _TILES}
+    """Configs for the tuner: near the estimate, with few or many senders."""
+    chosen = heuristic(problem, device)
+    if chosen.one_shot:
+        return (chosen, dataclasses.replace(chosen, one_shot=False))
+    tiles = _tiles(problem)
+    estimates = {c: _cost(problem, c, device) for c in tiles}
     limit = 1.3 * min(estimates.values())
     near = sorted(
-        (c for c in _TILES if estimates[c] <= limit), key=estimates.__getitem__
+        (c for c in tiles if estimates[c] <= limit), key=estimates.__getitem__
     )
-    found = [_clustered(problem, c) for c in near]
-    found += [dataclasses.replace(near[0], cluster=c) for c in ("none", "m", "n")]
-    if problem.kind == "all_gather":
-        found += [dataclasses.replace(found[0], senders=s) for s in (16, 32, 64)]
-    if math.prod(problem.counts(found[0])) * problem.devices > 2 * device.num_sms:
-        found += [dataclasses.replace(found[0], group=group) for group in (4, 16)]
+    found = [chosen, *(_clustered(problem, c) for c in near[1:2])]
+    senders = (16, 64) if problem.kind == "all_gather" else (32, 132)
+    found += [dataclasses.replace(chosen, senders=s) for s in senders]
+    # Fewer stages make room for more communicators in fewer blocks.
+    many = dataclasses.replace(
+        chosen, stages=chosen.stages - 1, communicators=3, store_slots=2
+    )
+    found += [dataclasses.replace(many, senders=s) for s in (8, 16, 32)]
+    found += [dataclasses.replace(chosen, group=4)]
     return tuple(dict.fromkeys(found))

@@ -7,7 +7,7 @@ is known when it is lowered. So both forms are traced, and one of them is lowere
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -38,7 +38,7 @@ def by_device_order(
 
     Args:
         op_name: name of the op, for messages.
-        kernel: a function of arrays.
+        kernel: a function of arrays, which must mark its outputs as varying itself.
         portable: a function of the same arrays with outputs of the same types; None
             where there is no other way.
         *args: pytrees of arrays.
@@ -53,16 +53,18 @@ def by_device_order(
     leaves, structure = jax.tree.flatten(args)
     outputs: Any = None
 
-    def flat(function: Callable[..., Any]) -> Any:
+    def flat(function: Callable[..., Any], types: Sequence[Any]) -> Any:
         def of_leaves(*leaves: jax.Array) -> list[jax.Array]:
             nonlocal outputs
             results, outputs = jax.tree.flatten(function(*structure.unflatten(leaves)))
             return results
 
-        return jax.make_jaxpr(of_leaves)(*leaves)
+        return jax.make_jaxpr(of_leaves)(*types)
 
-    fused = flat(kernel)
-    other = None if portable is None else flat(portable)
+    # jax 0.11.2 refuses kernels that run warps of their own on operands whose types say
+    # over which mesh axes they vary, so the kernel is traced without.
+    fused = flat(kernel, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
+    other = None if portable is None else flat(portable, leaves)
     if other is not None and other.out_avals != fused.out_avals:
         raise TypeError(
             f"{op_name}: the kernel returns {fused.out_avals}, its replacement"
@@ -99,7 +101,11 @@ def _lower(context: Any, *args: Any, op_name: str, kernel: Any, portable: Any) -
             _logged.add((op_name, reason))
             logger.info("%s runs without the kernel: %s", op_name, reason)
         chosen = portable
-    return mlir.lower_fun(jaxpr_as_fun(chosen))(context, *args)
+    as_traced = context.replace(avals_in=chosen.in_avals)
+    results = mlir.lower_fun(jaxpr_as_fun(chosen))(as_traced, *args)
+    if as_traced.tokens_out is not None:
+        context.set_tokens_out(as_traced.tokens_out)
+    return results
 
 
 def _out_of_order(context: Any) -> str | None:

@@ -52,6 +52,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from pallas_kernels.collective_matmul.all_reduce import one_shot_all_reduce
 from pallas_kernels.collective_matmul.communicator import (
     Chunks,
     peers,
@@ -59,6 +60,7 @@ from pallas_kernels.collective_matmul.communicator import (
     wait_for_signal,
 )
 from pallas_kernels.collective_matmul.config import CollectiveConfig
+from pallas_kernels.collective_matmul.xla import sum_of_products
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.matmul.config import CONSUMERS, Problem
 from pallas_kernels.matmul.mosaic_gpu import (
@@ -72,7 +74,7 @@ from pallas_kernels.matmul.mosaic_gpu import (
     store_tile,
     tile_at,
 )
-from pallas_kernels.mosaic import DeviceSpec, check_smem
+from pallas_kernels.mosaic import DeviceSpec, check_hopper, check_smem
 
 
 __all__ = ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"]
@@ -188,11 +190,12 @@ def _cut(
     out_dtype: DTypeLike,
     rhs_transposed: bool,
 ) -> tuple[list[Tiles], DeviceSpec]:
-    """The tiles of each pair of [.., m,K] rows and a weight, if the kernel can do it."""
+    """The tiles of each pair of [..,m,K] rows and a weight, if the kernel can."""
+    device = check_hopper(device, "collective_matmul")
     tiles = []
     for slab, w in zip(slabs, ws, strict=True):
         problem = Problem.of(slab[0], w, out_dtype, rhs_transposed=rhs_transposed)
-        device = check_problem(problem, device)
+        check_problem(problem, device)
         if problem.n < config.tile_n and problem.n <= 64:
             # jax 0.11.2 drops the column index of an array that is one line wide, and
             # the part of a tile past its end lands on its beginning.
@@ -430,7 +433,8 @@ def matmul_all_reduce(
 ) -> jax.Array:
     """Computes ``all_reduce(sum_i x_i @ w_i)``, equal bit for bit between runs.
 
-    Each device reduces its share of the rows and pushes it to the others (two shots).
+    Each device reduces its share of the rows and pushes it to the others (two shots);
+    of few rows each device reduces all, after a product through XLA (one shot).
 
     Args:
         xs: [B,M,K_i] each; bfloat16 or float16.
@@ -447,6 +451,17 @@ def matmul_all_reduce(
     Raises:
         Unsupported: the device, types, alignment or shared memory do not fit.
     """
+    if config.one_shot:
+        _, device = _cut(
+            xs,
+            ws,
+            config=config,
+            device=device,
+            out_dtype=out_dtype,
+            rhs_transposed=rhs_transposed,
+        )
+        sums = sum_of_products(xs, ws, out_dtype, rhs_transposed)
+        return one_shot_all_reduce(sums, axis_name=axis_name, device=device)
     return _reduce(
         xs,
         ws,
@@ -521,9 +536,7 @@ def _reduce(
         out, partial, received = refs[2 * len(xs) :]
         # By tile: consumers that have stored it here; peers whose sums have come in.
         stored = pl.get_global(plgpu.SemaphoreType.REGULAR((math.prod(counts),)))
-        arrived = pl.get_global(
-            plgpu.SemaphoreType.REGULAR((own_blocks * counts[1],))
-        )
+        arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((own_blocks * counts[1],)))
         finished = pl.get_global(plgpu.SemaphoreType.REGULAR)
 
         def own_tile(m, n):
@@ -536,7 +549,10 @@ def _reduce(
 
         def send_tile(piece, warp):
             size = math.prod(config.cluster_tiles)
-            index, rank = lax.div(piece, jnp.int32(size)), lax.rem(piece, jnp.int32(size))
+            index, rank = (
+                lax.div(piece, jnp.int32(size)),
+                lax.rem(piece, jnp.int32(size)),
+            )
             m, n = tile_at(config, counts, index, rank)
             distance, b, number = place(m)
             corner = number * config.tile_m, n * config.tile_n

@@ -32,6 +32,7 @@ __all__ = [
     "ring_all_gather_matmul",
     "ring_matmul_all_reduce",
     "ring_matmul_reduce_scatter",
+    "sum_of_products",
 ]
 
 _ROWS = 1  # the axis of [B,m,K] that is gathered and scattered
@@ -84,7 +85,7 @@ def matmul_reduce_scatter(
     Returns:
         [B,M/D,N], the rows of this device.
     """
-    partial = _sum_of_products(xs, ws, out_dtype, rhs_transposed)
+    partial = sum_of_products(xs, ws, out_dtype, rhs_transposed)
     return lax.psum_scatter(partial, axis_name, scatter_dimension=_ROWS, tiled=True)
 
 
@@ -97,7 +98,7 @@ def matmul_all_reduce(
     rhs_transposed: bool,
 ) -> jax.Array:
     """As `matmul_reduce_scatter`, with all rows [B,M,N] on every device."""
-    return lax.psum(_sum_of_products(xs, ws, out_dtype, rhs_transposed), axis_name)
+    return lax.psum(sum_of_products(xs, ws, out_dtype, rhs_transposed), axis_name)
 
 
 def ring_all_gather_matmul(
@@ -141,7 +142,7 @@ def ring_matmul_reduce_scatter(
     def products(step: int) -> jax.Array:
         start = (me - 1 - step) % size * rows
         parts = tuple(lax.dynamic_slice_in_dim(x, start, rows, _ROWS) for x in xs)
-        return _sum_of_products(parts, ws, wide, rhs_transposed)
+        return sum_of_products(parts, ws, wide, rhs_transposed)
 
     total = products(0).astype(out_dtype)
     for step in range(1, size):
@@ -197,7 +198,7 @@ def _type_of_sums(out_dtype: DTypeLike) -> jnp.dtype:
     return max(jnp.dtype(out_dtype), wide, key=lambda dtype: dtype.itemsize)
 
 
-def _sum_of_products(
+def sum_of_products(
     xs: tuple[jax.Array, ...],
     ws: tuple[jax.Array, ...],
     out_dtype: DTypeLike,

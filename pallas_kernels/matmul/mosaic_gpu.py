@@ -376,20 +376,20 @@ def run_roles(
 
         lax.fori_loop(0, stages, drain, slot)
 
+    def share_warps(communicate: Callable[[Any], None], warp: jax.Array) -> None:
+        pl.when(warp == 0)(produce)
+
+        @pl.when((warp > 0) & (warp <= communicators))
+        def _communicator():
+            communicate(warp - 1)
+
     @pl.when(warpgroup == CONSUMERS)
     def _producer():
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
         if communicate is None:
             produce()
-            return
-
-        @plgpu.warp_map
-        def _warps(warp: jax.Array) -> None:
-            pl.when(warp == 0)(produce)
-
-            @pl.when((warp > 0) & (warp <= communicators))
-            def _communicator():
-                communicate(warp - 1)
+        else:
+            plgpu.warp_map(functools.partial(share_warps, communicate))
 
     @pl.when(warpgroup < CONSUMERS)
     def _consumer():

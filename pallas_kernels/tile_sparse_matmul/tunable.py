@@ -12,6 +12,7 @@ from pallas_kernels.tile_sparse_matmul import mosaic_gpu, xla
 from pallas_kernels.tile_sparse_matmul.config import Problem, TileSparseConfig
 from pallas_kernels.tile_sparse_matmul.format import TileSparse
 from pallas_kernels.tile_sparse_matmul.specs import SPECS
+from pallas_kernels.tuning import device_time_us as time_us
 
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "kernel",
     "problems",
     "random_weight",
+    "time_us",
 ]
 
 

@@ -88,7 +88,7 @@ def test_without_a_gpu_xla_runs_and_the_reason_is_said_once(name, said):
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("name", OPS)
 def test_the_order_of_devices_decides_when_a_function_is_lowered(name, check_vma, said):
-    shapes = shape(2048, 512), shape(512, 1024)
+    shapes = shape(8192, 512), shape(512, 1024)
     with use_device(H200):
         in_order = split(name, mesh_of(0, 1, 2, 3), check_vma)
         lower_for_cuda(in_order, *shapes, kernels=1)
@@ -200,7 +200,7 @@ def test_the_kernel_runs_where_it_is_expected_to_gain(tmp_path, monkeypatch, sai
     name = "all_gather_matmul"
     mesh = make_mesh(4)
     few = shape(512, 512), shape(512, 1024)
-    many = shape(2048, 512), shape(512, 1024)
+    many = shape(8192, 512), shape(512, 1024)
     monkeypatch.setenv("PALLAS_KERNELS_TUNED_DIR", str(tmp_path))
 
     def uses_kernel(shapes, **options):
@@ -224,7 +224,7 @@ def test_the_kernel_runs_where_it_is_expected_to_gain(tmp_path, monkeypatch, sai
         }
         key = "all_gather tp=4 m={} n=256 k=512 bf16"
         rows = {
-            key.format(2048): entry,
+            key.format(8192): entry,
             key.format(512): entry | {"xla_us": 110.0},
         }
         table = tmp_path / "nvidia_h200.json"

@@ -1,0 +1,322 @@
+"""The Hopper kernels on a CPU: interpreted with races looked for, lowered for CUDA."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.collective_matmul import CollectiveConfig, mosaic_gpu
+from pallas_kernels.collective_matmul.config import (
+    CollectiveProblem,
+    candidates,
+    heuristic,
+)
+from pallas_kernels.collective_matmul.specs import SPECS
+from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.matmul import MatmulConfig
+from pallas_kernels.matmul import mosaic_gpu as matmul_kernel
+from pallas_kernels.mosaic import H200
+from tests.interpreter import cpu_mesh, interpret_mosaic_gpu
+from tests.lowering import lower_for_cuda
+from tests.tolerances import RELATIVE, relative_error
+
+
+BF16, FP16 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)
+SMALL = CollectiveConfig(tile_m=128, tile_n=64, stages=2)
+P = jax.sharding.PartitionSpec
+REDUCTIONS = {
+    "reduce_scatter": (mosaic_gpu.matmul_reduce_scatter, P("data", "tensor")),
+    "all_reduce": (mosaic_gpu.matmul_all_reduce, P("data")),
+}
+
+
+def by_device(x, axis, devices):
+    """`x` scaled by the number of the device that holds it: a wrong source shows."""
+    rows = x.shape[axis]
+    scale = 1 + jnp.arange(rows) * devices // rows
+    return x * jnp.expand_dims(scale, range(1, x.ndim - axis)).astype(x.dtype)
+
+
+def wide(x):
+    return np.asarray(x, np.float32)
+
+
+def gather(mesh, x, ws, *, config, num_sms=1, transposed=False):
+    device = dataclasses.replace(H200, num_sms=num_sms)
+
+    def local(x, ws):
+        return mosaic_gpu.all_gather_matmul(
+            x,
+            ws,
+            axis_name="tensor",
+            config=config,
+            device=device,
+            out_dtype=x.dtype,
+            rhs_transposed=transposed,
+        )
+
+    w_spec = P("tensor") if transposed else P(None, "tensor")
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(P("data", "tensor"), w_spec),
+        out_specs=(P("data", None, "tensor"), P("data")),
+        check_vma=False,
+    )(x, ws)
+
+
+def reduce(mesh, xs, ws, *, kind, config, num_sms=1, transposed=False):
+    device = dataclasses.replace(H200, num_sms=num_sms)
+    op, out_spec = REDUCTIONS[kind]
+
+    def local(xs, ws):
+        return op(
+            xs,
+            ws,
+            axis_name="tensor",
+            config=config,
+            device=device,
+            out_dtype=xs[0].dtype,
+            rhs_transposed=transposed,
+        )
+
+    w_spec = P(None, "tensor") if transposed else P("tensor")
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(P("data", None, "tensor"), w_spec),
+        out_specs=out_spec,
+        check_vma=False,
+    )(xs, ws)
+
+
+def normal(seed, shape, dtype=BF16):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+# Rows of all devices, columns and depth of one; several tiles, rows that end within a
+# tile and that are no multiple of 8, columns past the end, weights that share a gather,
+# leading axes, more tiles than blocks.
+CASES = {
+    "plain": {"rows": 256, "columns": (128,), "depth": (128,)},
+    "several": {"rows": 400, "columns": (64, 192), "depth": (64, 128), "batch": 2},
+    "ragged": {"rows": 2 * 131, "columns": (192,), "depth": (64,)},
+    "stored_transposed": {"rows": 256, "columns": (128,), "depth": (64,), "t": True},
+    "fp16": {"rows": 256, "columns": (64,), "depth": (192,), "dtype": FP16},
+}
+PARALLEL = {
+    "pairs_of_rows": dataclasses.replace(SMALL, cluster="m"),
+    "pairs_of_columns": dataclasses.replace(SMALL, cluster="n"),
+    "three_communicators": dataclasses.replace(SMALL, communicators=3, senders=1),
+    "few_senders": dataclasses.replace(SMALL, senders=1, buffers=4, group=2),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_gather_matmul(name):
+    check_gather(cpu_mesh(data=1, tensor=2), config=SMALL, **CASES[name])
+
+
+def check_gather(
+    mesh, *, rows, columns, depth, batch=1, t=False, dtype=BF16, config, **how
+):
+    devices = mesh.shape["tensor"]
+    x = by_device(normal(1, (batch, rows, depth[0]), dtype), 1, devices)
+    ws = [normal(i, (depth[0], n * devices), dtype) for i, n in enumerate(columns)]
+    stored = tuple(w.T if t else w for w in ws)
+    races = {"detect_races": not how} | how
+    with interpret_mosaic_gpu(**races):
+        run = functools.partial(
+            gather, mesh, config=config, num_sms=1 + bool(how), transposed=t
+        )
+        outs, gathered = jax.tree.map(np.asarray, jax.jit(run)(x, stored))
+    np.testing.assert_array_equal(wide(gathered), wide(x))
+    for out, w in zip(outs, ws, strict=True):
+        assert out.dtype == dtype
+        assert relative_error(out, wide(x) @ wide(w)) < RELATIVE[dtype]
+
+
+@pytest.mark.parametrize("kind", REDUCTIONS)
+@pytest.mark.parametrize("name", CASES)
+def test_reductions(name, kind):
+    check_reduction(cpu_mesh(data=1, tensor=2), kind=kind, config=SMALL, **CASES[name])
+
+
+def check_reduction(
+    mesh, *, kind, rows, columns, depth, batch=1, t=False, dtype=BF16, config, **how
+):
+    devices = mesh.shape["tensor"]
+    xs, ws = [], []
+    for i, k in enumerate(depth):
+        xs.append(normal(i, (batch, rows, k * devices), dtype))
+        w = by_device(normal(10 + i, (k * devices, columns[0]), dtype), 0, devices)
+        ws.append(w)
+    stored = tuple(w.T if t else w for w in ws)
+    races = {"detect_races": not how} | how
+    with interpret_mosaic_gpu(**races):
+        run = functools.partial(
+            reduce, mesh, kind=kind, config=config, num_sms=1 + bool(how), transposed=t
+        )
+        y = np.asarray(jax.jit(run)(tuple(xs), stored))
+    want = sum(wide(x) @ wide(w) for x, w in zip(xs, ws, strict=True))
+    assert y.dtype == dtype
+    assert relative_error(y, want) < RELATIVE[dtype]
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
+def test_blocks_side_by_side(name, kind):
+    """Depth of one stage: consumers run as far apart as they can."""
+    mesh = cpu_mesh(data=1, tensor=2)
+    case = {"rows": 512, "columns": (128,), "depth": (64,), "concurrent_blocks": True}
+    if kind == "all_gather":
+        check_gather(mesh, config=PARALLEL[name], **case)
+    else:
+        check_reduction(mesh, kind=kind, config=PARALLEL[name], **case)
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce"])
+def test_one_axis_of_two(kind):
+    case = {"batch": 2, **CASES["plain"]}
+    mesh = cpu_mesh(data=2, tensor=2)
+    if kind == "all_gather":
+        check_gather(mesh, config=SMALL, **case)
+    else:
+        check_reduction(mesh, kind=kind, config=SMALL, **case)
+
+
+def test_four_devices_and_two_kernels_in_one_program():
+    mesh = cpu_mesh(data=1, tensor=4)
+    x = by_device(normal(1, (1, 512, 64)), 1, 4)
+    up, down = normal(2, (64, 256)), 0.1 * normal(3, (256, 64))
+
+    @jax.jit
+    def both(x, up, down):
+        ((hidden,), _) = gather(mesh, x, (up,), config=SMALL)
+        return reduce(mesh, (hidden,), (down,), kind="reduce_scatter", config=SMALL)
+
+    with interpret_mosaic_gpu(detect_races=True) as run:
+        y = np.asarray(both(x, up, down))
+        assert run.kernels == 2
+    hidden = wide((wide(x) @ wide(up)).astype(BF16))
+    assert relative_error(y, hidden @ wide(down)) < RELATIVE[BF16]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 64])
+def test_one_shot(rows):
+    """Every device adds up in the same order: all have the same bits."""
+    mesh = cpu_mesh(data=1, tensor=4)
+    x, w = normal(1, (1, rows, 256)), by_device(normal(2, (256, 128)), 0, 4)
+    config = dataclasses.replace(SMALL, one_shot=True)
+    run = functools.partial(reduce, mesh, kind="all_reduce", config=config, num_sms=2)
+    with interpret_mosaic_gpu(detect_races=True):
+        y = jax.jit(run)((x,), (w,))
+        copies = [np.asarray(shard.data) for shard in y.addressable_shards]
+    for copy in copies:
+        np.testing.assert_array_equal(wide(copy), wide(copies[0]))
+    assert relative_error(copies[0], wide(x) @ wide(w)) < RELATIVE[BF16]
+
+
+def test_gathered_products_equal_those_of_the_plain_kernel_bit_for_bit():
+    x, w = normal(1, (1, 256, 192)), normal(2, (192, 128))
+    mesh = cpu_mesh(data=1, tensor=2)
+    plain = MatmulConfig(tile_m=128, tile_n=64, stages=2, store_slots=1)
+    device = dataclasses.replace(H200, num_sms=1)
+    with interpret_mosaic_gpu():
+        ((y,), _) = jax.jit(functools.partial(gather, mesh, config=SMALL))(x, (w,))
+        want = matmul_kernel.matmul(
+            x[0], w, config=plain, device=device, out_dtype=BF16
+        )
+        np.testing.assert_array_equal(wide(y[0]), wide(want))
+
+
+def lowered(problem, config):
+    """The text of a kernel for devices that need not exist."""
+    devices = problem.devices
+    gathers = problem.kind == "all_gather"
+    (k,), (n,) = problem.k, problem.n
+    x = jax.ShapeDtypeStruct((1, problem.m, k if gathers else k * devices), BF16)
+    w_shape = (k, n * devices) if gathers else (k * devices, n)
+    w = jax.ShapeDtypeStruct(w_shape, BF16)
+
+    def run(x, w):
+        if gathers:
+            return gather(None, x, (w,), config=config, num_sms=132)
+        return reduce(None, (x,), (w,), kind=problem.kind, config=config, num_sms=132)
+
+    # Raises if the kernel asks for multicast, or for too much shared memory.
+    return lower_for_cuda(run, x, w, mesh={"data": 1, "tensor": devices}, kernels=1)
+
+
+def problem_of(spec, devices, rows, kind=None):
+    n, k = spec.local(devices)
+    return CollectiveProblem(
+        kind=kind or spec.kind, m=rows, n=(n,), k=(k,), devices=devices, dtype=BF16
+    )
+
+
+@pytest.mark.parametrize(("devices", "rows"), [(4, 8192), (4, 2048), (2, 1024)])
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_every_spec_lowers(spec, devices, rows):
+    problem = problem_of(spec, devices, rows)
+    lowered(problem, heuristic(problem, H200))
+
+
+@pytest.mark.parametrize("spec", SPECS[:2], ids=lambda spec: spec.name)
+def test_every_candidate_of_the_tuner_lowers(spec):
+    problem = problem_of(spec, 4, 8192)
+    found = candidates(problem, H200)
+    assert len(found) >= 6
+    for config in found:
+        lowered(problem, config)
+
+
+@pytest.mark.parametrize("rows", [16, 512])
+def test_all_reduce_lowers_for_decoding(rows):
+    problem = problem_of(SPECS[1], 4, rows, "all_reduce")
+    config = heuristic(problem, H200)
+    assert config.one_shot == (rows == 16)
+    lowered(problem, config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tile_n": 256, "stages": 8}, "bytes of shared memory"),
+        ({"tile_m": 64, "tile_n": 128, "split": "n"}, "split='n'"),
+        ({"cluster": "m"}, "3 row blocks of a device"),
+    ],
+)
+def test_configs_that_do_not_fit(changes, message):
+    problem = CollectiveProblem(
+        kind="reduce_scatter", m=768, n=(256,), k=(128,), devices=2, dtype=BF16
+    )
+    config = dataclasses.replace(CollectiveConfig(), **changes)
+    with pytest.raises(Unsupported, match=message):
+        lowered(problem, config)
+
+
+def test_narrow_weights_need_a_narrow_tile():
+    problem = CollectiveProblem(
+        kind="all_gather", m=256, n=(64,), k=(128,), devices=2, dtype=BF16
+    )
+    with pytest.raises(Unsupported, match="64 columns with tile_n=256"):
+        lowered(problem, CollectiveConfig())
+    assert heuristic(problem, H200).tile_n == 64
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"senders": 0}, "senders 0, expected an integer from 1"),
+        ({"communicators": 4}, "communicators 4, expected an integer from 1 to 3"),
+        ({"buffers": 1}, "buffers 1, expected an integer from 2"),
+        ({"minor": "n"}, "minor 'n', expected 'm'"),
+    ],
+)
+def test_bad_configs(changes, message):
+    with pytest.raises(ValueError, match=message):
+        CollectiveConfig(**changes)

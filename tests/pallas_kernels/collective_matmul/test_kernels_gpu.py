@@ -1,0 +1,242 @@
+"""The kernels on several GPUs: values, repeatability, reuse, stragglers, meshes."""
+
+import functools
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from pallas_kernels.collective_matmul import (
+    CollectiveConfig,
+    all_gather_matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
+from pallas_kernels.matmul import matmul
+from tests.pallas_kernels.collective_matmul.test_kernels import by_device, normal
+from tests.tolerances import RELATIVE, relative_error
+
+
+pytestmark = pytest.mark.multigpu
+BF16, FP16 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)
+P = jax.sharding.PartitionSpec
+KINDS = {
+    "all_gather": all_gather_matmul,
+    "reduce_scatter": matmul_reduce_scatter,
+    "all_reduce": matmul_all_reduce,
+}
+SPECS = {
+    "all_gather": (P("tensor"), P(None, "tensor"), P(None, "tensor")),
+    "reduce_scatter": (P(None, "tensor"), P("tensor"), P("tensor")),
+    "all_reduce": (P(None, "tensor"), P("tensor"), P()),
+}
+CONFIGS = {
+    "heuristic": None,
+    "alone": CollectiveConfig(),
+    "pairs_of_columns": CollectiveConfig(cluster="n", senders=16),
+    "three_communicators": CollectiveConfig(
+        tile_n=128, stages=4, communicators=3, senders=8
+    ),
+}
+
+
+def gpus(*sizes, names=("tensor",)):
+    count = int(np.prod(sizes))
+    if len(jax.devices()) < count:
+        pytest.skip(f"needs {count} GPUs")
+    auto = (jax.sharding.AxisType.Auto,) * len(sizes)
+    return jax.make_mesh(sizes, names, auto, devices=jax.devices()[:count])
+
+
+def every_gpu():
+    return gpus(max(n for n in (2, 4, 8) if n <= len(jax.devices())))
+
+
+def split(kind, mesh, *, before=None, **options):
+    """An op of global matrices on a mesh."""
+    op = functools.partial(
+        KINDS[kind], axis_name="tensor", implementation="mosaic_gpu", **options
+    )
+
+    def local(x, w):
+        return op(x if before is None else before(x), w)
+
+    *in_specs, out_specs = SPECS[kind]
+    return jax.jit(
+        jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=tuple(in_specs),
+            out_specs=out_specs,
+            check_vma=False,
+        )
+    )
+
+
+def operands(kind, mesh, rows, columns, depth, dtype=BF16):
+    """x and w whose parts on each device are scaled by its number."""
+    devices = mesh.shape["tensor"]
+    if kind == "all_gather":
+        x = by_device(normal(1, (rows, depth), dtype), 0, devices)
+        return x, normal(2, (depth, columns * devices), dtype)
+    x = normal(1, (rows, depth * devices), dtype)
+    return x, by_device(normal(2, (depth * devices, columns), dtype), 0, devices)
+
+
+def exact(x, w):
+    with jax.default_matmul_precision("highest"):
+        return np.asarray(x, np.float32) @ np.asarray(w, np.float32)
+
+
+def poison(shape, dtype):
+    """Leaves NaN in freed memory of every GPU, where outputs will lie."""
+    for device in jax.devices():
+        with jax.default_device(device):
+            jax.block_until_ready([jnp.full(shape, jnp.nan, dtype) for _ in range(4)])
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_and_repeatability(kind, dtype, config):
+    mesh = every_gpu()
+    x, w = operands(kind, mesh, 2048, 512, 1024, dtype)
+    f = split(kind, mesh, config=CONFIGS[config])
+    poison((2048, 4096), dtype)
+    y = f(x, w)
+    assert relative_error(y, exact(x, w)) < RELATIVE[dtype]
+    for _ in range(5):
+        assert (f(x, w) == y).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_rows(kind):
+    mesh = every_gpu()
+    devices = mesh.shape["tensor"]
+    draw = random.Random(0)
+    for _ in range(6):
+        rows = devices * draw.randrange(1, 700)
+        columns, depth = (64 * draw.randrange(1, 12) for _ in range(2))
+        x, w = operands(kind, mesh, rows, columns, depth)
+        y = split(kind, mesh)(x, w)
+        assert relative_error(y, exact(x, w)) < RELATIVE[BF16], (rows, columns, depth)
+
+
+def test_gathered_rows_are_exact_and_products_those_of_the_plain_kernel():
+    mesh = every_gpu()
+    x, w = operands("all_gather", mesh, 4096, 1024, 2048)
+    op = functools.partial(
+        all_gather_matmul,
+        axis_name="tensor",
+        return_gathered=True,
+        implementation="mosaic_gpu",
+        config=CollectiveConfig(cluster="m"),
+    )
+    *in_specs, out_spec = SPECS["all_gather"]
+    run = jax.shard_map(
+        op,
+        mesh=mesh,
+        in_specs=tuple(in_specs),
+        out_specs=(out_spec, P()),
+        check_vma=False,
+    )
+    y, gathered = jax.jit(run)(x, w)
+    assert (gathered == x).all()
+    plain = functools.partial(
+        matmul, implementation="mosaic_gpu", config=CollectiveConfig(cluster="m")
+    )
+    columns = w.shape[1] // mesh.shape["tensor"]
+    want = jax.jit(plain)(x, w[:, :columns])
+    assert (np.asarray(y[:, :columns]) == np.asarray(want)).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_calls_back_to_back(kind):
+    """Buffers and semaphores are reused at once; nothing is looked at in between."""
+    mesh = every_gpu()
+    x, w = operands(kind, mesh, 1024, 256, 512)
+    want = split(kind, mesh)(x, w)
+
+    @jax.jit
+    def many(x, w):
+        def turn(_, carry):
+            wrong, x = carry
+            y = split(kind, mesh)(x, w)
+            wrong += jnp.any(y != want)
+            return lax.optimization_barrier((wrong, x))
+
+        return lax.fori_loop(0, 1000, turn, (jnp.int32(0), x))[0]
+
+    assert many(x, w) == 0
+    outputs = [split(kind, mesh)(x, w) for _ in range(50)]
+    assert all(bool((y == want).all()) for y in outputs)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_slow_device(kind, late):
+    mesh = every_gpu()
+    x, w = operands(kind, mesh, 1024, 256, 512)
+
+    def work(x):
+        """Milliseconds of products on one device."""
+        big = jnp.zeros((4096, 4096), BF16)
+        busy = lax.fori_loop(0, 50, lambda _, a: a @ a, big)
+        return x + busy[0, 0]
+
+    def before(x):
+        return lax.cond(lax.axis_index("tensor") == late, work, lambda x: x, x)
+
+    y = split(kind, mesh, before=before)(x, w)
+    assert relative_error(y, exact(x, w)) < RELATIVE[BF16]
+
+
+@pytest.mark.parametrize("tensor_first", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_axis_of_two(kind, tensor_first):
+    names = ("tensor", "data") if tensor_first else ("data", "tensor")
+    mesh = gpus(2, 2, names=names)
+    x = jnp.stack([operands(kind, mesh, 512, 256, 512)[0] * (1 + i) for i in range(2)])
+    w = operands(kind, mesh, 512, 256, 512)[1]
+    x_spec, w_spec, out_spec = SPECS[kind]
+    op = functools.partial(KINDS[kind], axis_name="tensor", implementation="mosaic_gpu")
+    run = jax.shard_map(
+        op,
+        mesh=mesh,
+        in_specs=(P("data", *x_spec), w_spec),
+        out_specs=P("data", *out_spec),
+        check_vma=False,
+    )
+    y = jax.jit(run)(x, w)
+    for got, rows in zip(y, x, strict=True):
+        assert relative_error(got, exact(rows, w)) < RELATIVE[BF16]
+
+
+def test_two_kernels_and_another_collective_in_one_program_with_gradients():
+    mesh = every_gpu()
+    x = normal(1, (2048, 512))
+    up, down = 0.05 * normal(2, (512, 2048)), 0.05 * normal(3, (2048, 512))
+
+    def layer(implementation, x, up, down):
+        options = {"axis_name": "tensor", "implementation": implementation}
+        hidden = all_gather_matmul(x, up, **options)
+        y = matmul_reduce_scatter(jax.nn.silu(hidden), down, **options)
+        norm = lax.psum(jnp.sum(jnp.square(y.astype(jnp.float32))), "tensor")
+        return y * lax.rsqrt(norm).astype(y.dtype)
+
+    def loss(x, up, down, implementation):
+        run = jax.shard_map(
+            functools.partial(layer, implementation),
+            mesh=mesh,
+            in_specs=(P("tensor"), P(None, "tensor"), P("tensor")),
+            out_specs=P("tensor"),
+        )
+        return jnp.sum(jnp.sin(run(x, up, down).astype(jnp.float32)))
+
+    grad = jax.jit(jax.grad(loss, (0, 1, 2)), static_argnums=3)
+    got, want = (grad(x, up, down, name) for name in ("mosaic_gpu", "xla"))
+    for g, r in zip(got, want, strict=True):
+        assert relative_error(g, r) < RELATIVE[BF16]
