@@ -221,7 +221,8 @@ class Encoder:
     ) -> Float[np.ndarray, "texts C"] | list[Float[np.ndarray, "_ C"]]:
         """The logits of the model's head for each text, in fp32.
 
-        Arguments and errors as for `encode`.
+        Arguments and errors as for `encode`. Logits of a ``masked_lm`` head take 4 V
+        bytes for each token of the budget: give it a small one.
 
         Returns:
             [texts, C] from a head of sequences. From a head of tokens a list: for each

@@ -14,10 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+import tokenizers
 
 from jaxscale.models import (
     EncoderModel,
     HeadConfig,
+    Tokenizer,
     encoder_config_from_hf,
     encoder_config_to_hf,
     encoder_head,
@@ -146,18 +148,21 @@ def test_answers_match_transformers(family, kind, tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
-def test_bf16_is_as_exact_as_transformers(family):
-    model = load_encoder(
-        ENCODERS / family, head=None, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16
-    )
+def test_bf16_is_as_exact_as_transformers(family, tmp_path):
+    directory = compose(family, "masked_lm", tmp_path / "file")
+    model = load_encoder(directory, param_dtype=jnp.bfloat16)
+    assert {leaf.dtype for leaf in jax.tree.leaves(model)} == {jnp.dtype("bfloat16")}
     expected = fixture(family)
     got = outputs(model, family)
     assert got["hidden.0"].dtype == jnp.bfloat16
-    error = max(
-        np.abs(np.asarray(value, np.float32) - expected[name]).max()
-        for name, value in got.items()
-    )
-    assert 0 < error <= 2 * expected["bf16_error.hidden"]
+    assert got["masked_lm.0"].dtype == jnp.float32
+    for kind in ("hidden", "masked_lm"):
+        error = max(
+            np.abs(np.asarray(value, np.float32) - expected[name]).max()
+            for name, value in got.items()
+            if name.startswith(kind)
+        )
+        assert 0 < error <= 2 * expected[f"bf16_error.{kind}"], kind
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
@@ -254,6 +259,18 @@ def test_saved_files_hold_what_was_loaded(family, kind, tmp_path):
     )
     assert saved["architectures"] == original["architectures"]
     assert saved.get("id2label") == original.get("id2label") or kind == "span"
+
+
+def test_padding_token_that_positions_depend_on(tmp_path):
+    model = load_encoder(ENCODERS / "roberta")
+    names = {"<s>": 0, "<pad>": 1, "</s>": 2, "cat": 3}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(names, unk_token="cat"))
+    hf.save(model, tmp_path, tokenizer=Tokenizer(backend, pad_token="<pad>"))
+    values = json.loads((tmp_path / "config.json").read_text())
+    assert values["pad_token_id"] == 1
+    assert encoder_config_from_hf(values) == model.config
+    with pytest.raises(ValueError, match="pads with 2, but positions of the model are"):
+        hf.save(model, tmp_path, tokenizer=Tokenizer(backend, pad_token="</s>"))
 
 
 def test_presets_are_written_and_read():
