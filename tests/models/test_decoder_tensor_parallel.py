@@ -21,6 +21,8 @@ from jaxscale.sharding import (
     logical_axes,
     make_mesh,
 )
+from pallas_kernels.mosaic import H200, use_device
+from tests.lowering import CUSTOM_CALL, lower_for_cuda
 from tests.sharding.test_rules import collectives_of
 from tests.tolerances import relative_error
 
@@ -243,6 +245,44 @@ def test_recomputation_keeps_the_same():
         assert kept(remat, "fused") == by_compiler + more, remat
 
 
+@pytest.mark.parametrize(
+    ("name", "remat", "kernels"),
+    [
+        ("llama", "attention", 8),  # two gathers and two scatters, each way
+        ("gptj", "attention", 4),
+        # The forward pass twice, but for the last sum, which nothing needs again.
+        ("llama", "full", 11),
+    ],
+)
+def test_fused_kernels_of_a_block(name, remat, kernels):
+    """What a GPU would run, in a loop over layers and beside FSDP."""
+    shape = {"d_model": 256, "d_ff": 512, "num_heads": 4, "head_dim": 64}
+    config = dataclasses.replace(CONFIGS[name], num_kv_heads=4, **shape)
+    options = {"dtype": jnp.bfloat16, "attention_implementation": "xla"}
+    model = jax.eval_shape(
+        lambda: Decoder(
+            config,
+            rules=RULES,
+            remat=remat,
+            tensor_parallel="fused",
+            rngs=nnx.Rngs(0),
+            **options,
+        )
+    )
+
+    def loss(model, tokens):
+        return jnp.square(model.hidden(tokens).astype(jnp.float32)).sum()
+
+    with use_device(H200):
+        text = lower_for_cuda(
+            jax.grad(loss),
+            model,
+            jax.ShapeDtypeStruct((4, 4096), jnp.int32),
+            mesh={"data": 1, "fsdp": 2, "pipe": 1, "tensor": 2},
+        )
+    assert text.count(f"@{CUSTOM_CALL}") == kernels
+
+
 def test_recomputation_changes_nothing():
     options = {"remat": "attention", "scan_layers": False}
     mesh, model = on_mesh("llama", {"fsdp": 2, "tensor": 2}, "fused", **options)
@@ -274,12 +314,13 @@ def test_fused_on_gpus(name):
     shape = {"d_model": 512, "d_ff": 1024, "num_heads": 8, "head_dim": 64}
     heads = 4 if name == "llama" else 8
     config = dataclasses.replace(
-        CONFIGS[name], num_kv_heads=heads, max_seq_len=512, **shape
+        CONFIGS[name], num_kv_heads=heads, max_seq_len=4096, **shape
     )
     count = 4 if jax.device_count() >= 4 else 2
     mesh = make_mesh(MeshConfig(tensor=count), jax.devices()[:count])
     rng = np.random.default_rng(1)
-    tokens = jnp.asarray(rng.integers(0, 256, (2, 512)), jnp.int32)
+    # As many rows as kernels are preferred from.
+    tokens = jnp.asarray(rng.integers(0, 256, (2, 2048)), jnp.int32)
 
     def run(tensor_parallel, dtype):
         def init():
@@ -296,7 +337,7 @@ def test_fused_on_gpus(name):
             return model
 
         def loss(model):
-            wave = jnp.cos(jnp.arange(512.0)[:, None] + jnp.arange(256.0))
+            wave = jnp.cos(jnp.arange(2048.0)[:, None] + jnp.arange(256.0))
             return (jax.nn.log_softmax(model(tokens)) * wave).mean()
 
         def steps(model):
