@@ -38,7 +38,6 @@ from benchmarks.collective_baselines import AXIS
 from benchmarks.harness import Benchmark, Case, Custom, NoMeasurement, Results
 from benchmarks.loops import Check, Form, Operand, Problem
 from pallas_kernels import collective_matmul
-from pallas_kernels.collective_matmul.implementations import IMPLEMENTATIONS
 from pallas_kernels.collective_matmul.specs import ROWS, SPECS, TENSOR_PARALLEL
 from pallas_kernels.matmul import matmul
 from pallas_kernels.mosaic import DeviceSpec
@@ -189,11 +188,7 @@ def forms(params: Mapping[str, Any]) -> list[Form]:
 
     xla = baselines.xla_collective(kind)
     found = [
-        *(
-            [collective("mosaic_gpu", ours("mosaic_gpu"))]
-            if "mosaic_gpu" in IMPLEMENTATIONS["matmul_all_reduce"]
-            else []
-        ),
+        collective("mosaic_gpu", ours("mosaic_gpu")),
         collective("auto", ours(None)),
         alone(baselines.product, False),
         alone(functools.partial(matmul, implementation="mosaic_gpu"), True),

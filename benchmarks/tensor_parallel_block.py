@@ -35,7 +35,6 @@ from pallas_kernels.collective_matmul import (
     matmul_all_reduce,
     matmul_reduce_scatter,
 )
-from pallas_kernels.collective_matmul.implementations import IMPLEMENTATIONS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -226,7 +225,6 @@ def problem(params: Mapping[str, Any], names: Sequence[str]) -> Problem:
         )
         for name, (implementation, compiler_options) in FORMS.items()
         if name in names
-        and (implementation in (None, *IMPLEMENTATIONS["matmul_all_reduce"]))
     ]
 
     def expected(drawn: Mapping[str, jax.Array]) -> Any:
