@@ -23,7 +23,7 @@ class StandIn:
 
     function: Callable
     writes: tuple[int, ...]
-    part: Callable | None
+    part: Callable | None = None
 
 
 _stand_ins: dict[str, StandIn] = {
