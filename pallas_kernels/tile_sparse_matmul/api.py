@@ -37,6 +37,7 @@ from pallas_kernels.tile_sparse_matmul.config import (
 )
 from pallas_kernels.tile_sparse_matmul.epilogue import ACTIVATIONS
 from pallas_kernels.tile_sparse_matmul.format import STEP, TileSparse
+from pallas_kernels.tile_sparse_matmul.transposed import has_tiles, transposed
 
 
 __all__ = ["tile_sparse_matmul"]
@@ -66,8 +67,9 @@ def tile_sparse_matmul(
     Differentiable in x, ``w.values`` and bias. The gradient of the values is computed
     for the kept rows alone, by a kernel of the same family on Hopper; that of x is
     dense work with the unpacked weight, because the transpose of a tile-wise weight has
-    no tiles. Gradients of values past the counts are zero, so a pruned weight never
-    comes back.
+    no tiles; of granularity 64 it has, and where half or more is pruned a sparse
+    product gives the gradient on Hopper. Gradients of values past the counts are zero,
+    so a pruned weight never comes back.
 
     With ``implementation=None`` a kernel runs on NVIDIA GPUs, unless so little is
     pruned that unpacking the weight for a dense product is expected to be faster; on
@@ -238,7 +240,7 @@ def _forward(
 def _backward(call: _Call, saved: Any, dy: jax.Array) -> tuple[Any, ...]:
     x, values, bias, pattern, z = saved
     w = call.weight(values, pattern)
-    x_major, y_major = call.feature_major
+    y_major = call.feature_major[1]
     if z is not None:
         activate = ACTIVATIONS[call.activation]  # pyright: ignore[reportArgumentType]
         _, pullback = jax.vjp(activate, z.astype(jnp.float32))
@@ -252,16 +254,29 @@ def _backward(call: _Call, saved: Any, dy: jax.Array) -> tuple[Any, ...]:
         along = 0 if y_major else 1
         dy = jnp.take(dy, w.columns, axis=along, mode="fill", fill_value=0)
     dvalues = _run_grad(x, dy, w, call)
+    return _grad_inputs(dy, w, call), dvalues, dbias, None
+
+
+def _grad_inputs(dy: jax.Array, w: TileSparse, call: _Call) -> jax.Array:
+    """The gradient of x: sparse where the transpose has tiles, dense elsewhere."""
+    x_major, y_major = call.feature_major
+    forth = dataclasses.replace(call, feature_major=(y_major, y_major))
+    # Tiles of 64 columns share less: above half full a dense product is faster.
+    sparse = has_tiles(w) and 2 * w.room <= w.shape[0]
+    if sparse and "mosaic_gpu" in _order(dy, w, forth):
+        back = dataclasses.replace(call, feature_major=(y_major, x_major), config=None)
+        try:
+            dx = _mosaic_gpu(dy, transposed(w), None, None, back)
+            return _as_varying_alike((dx, dy))[0]
+        except Unsupported:
+            pass  # a dense product always can
     dense = w.packed().to_dense()  # [K, C]
-    # The transpose of a tile-wise weight is not tile-wise: dense work.
     named = "xla" if call.implementation == "xla" else None
     if x_major:
         other = dy if y_major else dy.T
-        dx = matmul(dense, other, implementation=named)
-    else:
-        other = dy.T if y_major else dy
-        dx = matmul(other, dense, rhs_transposed=True, implementation=named)
-    return dx, dvalues, dbias, None
+        return matmul(dense, other, implementation=named)
+    other = dy.T if y_major else dy
+    return matmul(other, dense, rhs_transposed=True, implementation=named)
 
 
 _product.defvjp(_forward, _backward)

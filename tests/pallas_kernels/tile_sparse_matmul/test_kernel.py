@@ -25,6 +25,7 @@ from pallas_kernels.tile_sparse_matmul.config import (
 )
 from pallas_kernels.tile_sparse_matmul.epilogue import ACTIVATIONS, KERNEL_ACTIVATIONS
 from pallas_kernels.tile_sparse_matmul.specs import SPECS
+from pallas_kernels.tile_sparse_matmul.transposed import has_tiles, transposed
 from tests.interpreter import interpret_mosaic_gpu
 from tests.lowering import lower_for_cuda
 from tests.pallas_kernels.tile_sparse_matmul import stand_ins  # noqa: F401
@@ -326,3 +327,33 @@ def test_the_kernel_says_what_it_needs():
             run(x, w, config=dataclasses.replace(SMALL, stages=40))
         with pytest.raises(Unsupported, match=r"float32.*bfloat16 or float16"):
             run(x.astype(jnp.float32), w.with_values(w.values.astype(jnp.float32)))
+
+
+def test_transpose_on_the_device():
+    w, dense, mask = random_weight(256, 384, 128, [64, 0, 192], granularity=64)
+    assert has_tiles(w) and not has_tiles(random_weight(256, 384, 128, [64] * 3)[0])
+    turned = jax.jit(transposed)(w)
+    assert (turned.shape, turned.tile, turned.granularity) == ((384, 256), 64, 64)
+    np.testing.assert_array_equal(turned.to_dense(), dense.T)
+    np.testing.assert_array_equal(turned.mask(), mask.T)
+
+
+def test_gradient_of_the_inputs_is_sparse_for_groups_of_rows():
+    w, dense, _ = random_weight(256, 256, 128, [64, 192], granularity=64, dtype=BF16)
+    dy = normal(1, (64, 256))
+    dx = interpreted(
+        dy, transposed(w), dataclasses.replace(WIDE, stages=3), (False, False)
+    )
+    want = dy.astype(jnp.float32) @ dense.T
+    assert relative_error(dx, want) < RELATIVE[BF16]
+    spec = SPECS[2]
+    x, shape, dy = shapes(spec)
+
+    def grad(x, w, dy):
+        run = functools.partial(tile_sparse_matmul, feature_major=spec.feature_major)
+        return jax.vjp(lambda x: run(x, w), x)[1](dy)
+
+    with use_device(H200):
+        lowered = jax.jit(grad).trace(x, shape, dy)
+        assert "dot_general" not in str(lowered.jaxpr)
+        lower_for_cuda(grad, x, shape, dy)
