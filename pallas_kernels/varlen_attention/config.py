@@ -95,6 +95,10 @@ class MosaicGpuConfig:
     """The forward pass; None takes the heuristic's choice."""
     backward: BackwardBlocks | None = None
     """The backward pass; None takes the heuristic's choice."""
+    relative_bias: bool = False
+    """Read a relative-position bias in the forward kernel, at head dims up to 128. Off
+    as long as it has run in the interpreter alone; the gradients are the portable
+    implementation's."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -35,11 +35,15 @@ from pallas_kernels.varlen_attention.config import (
     forward_smem,
 )
 from pallas_kernels.varlen_attention.mosaic_gpu_backward import backward
-from pallas_kernels.varlen_attention.mosaic_gpu_forward import Scores, forward
-from pallas_kernels.varlen_attention.relative import RelativeBias
+from pallas_kernels.varlen_attention.mosaic_gpu_forward import (
+    Scores,
+    forward,
+    tile_terms,
+)
+from pallas_kernels.varlen_attention.relative import RelativeBias, RelativeBuckets
 from pallas_kernels.varlen_attention.schedule import Sequences
 from pallas_kernels.varlen_attention.segments import Window
-from pallas_kernels.varlen_attention.xla import varlen_attention_xla
+from pallas_kernels.varlen_attention.xla import varlen_attention_xla_backward
 
 
 __all__ = ["varlen_attention_mosaic_gpu"]
@@ -77,28 +81,30 @@ def varlen_attention_mosaic_gpu(
     """See `varlen_attention`; the arguments are checked and their defaults resolved.
 
     Head dims other than 64, 128 and 256 are padded with zeros to the next of them. The
-    gradient at head dims above 128 is that of the portable implementation.
+    gradient at head dims above 128, and with a relative bias, is that of the portable
+    implementation.
     """
     del deterministic  # sums have a fixed order
     device = check_hopper(device, "varlen_attention")
-    if relative_bias is not None:
-        raise Unsupported(
-            "varlen_attention: the Mosaic GPU kernel has no relative_bias; use"
-            " implementation='xla'"
-        )
     head_dim = _padded_head_dim(q, k, v)
     if config is not None and not isinstance(config, MosaicGpuConfig):
         raise Unsupported(
             f"mosaic_gpu varlen_attention takes a MosaicGpuConfig, got {config!r}; pass"
             " the config of the implementation that you name"
         )
-    scores = Scores(window, scale, softcap, sinks is not None, alibi_slopes is not None)
+    config = config or MosaicGpuConfig()
+    relative, terms = _checked_terms(relative_bias, q, config)
+    scores = Scores(
+        window, scale, softcap, sinks is not None, alibi_slopes is not None, relative
+    )
     num_queries, value_dim = q.shape[0], v.shape[2]
     q, k, v = (_pad(x, head_dim) for x in (q, k, v))
-    call = _Call(scores, config or MosaicGpuConfig(), device)
+    call = _Call(scores, config, device)
     # Raised here, where another implementation may still be chosen.
     _forward_blocks(call, _problem(q[None], k[None], cu_seqlens_q[None]))
-    out, lse = _jitted(call, q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, alibi_slopes)
+    out, lse = _jitted(
+        call, q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, alibi_slopes, terms
+    )
     return out[:num_queries, :, :value_dim], lse[:num_queries]
 
 
@@ -123,6 +129,35 @@ def _padded_head_dim(q: Array, k: Array, v: Array) -> int:
     return min(n for n in HEAD_DIMS if n >= widest)
 
 
+type _Terms = tuple[Array | None, Array | None]
+"""Query and key terms of a relative bias."""
+
+
+def _checked_terms(
+    bias: RelativeBias | None, q: Array, config: MosaicGpuConfig
+) -> tuple[tuple[RelativeBuckets, bool, bool] | None, _Terms]:
+    """What `Scores` says of a relative bias, and its terms."""
+    if bias is None:
+        return None, (None, None)
+    if not config.relative_bias:
+        raise Unsupported(
+            "varlen_attention: the Hopper kernel reads a relative bias only with"
+            " config=MosaicGpuConfig(relative_bias=True), for it has not been measured;"
+            " use implementation='xla'"
+        )
+    terms = bias.query_terms, bias.key_terms
+    for x in terms:
+        if x is not None and x.dtype != q.dtype:
+            raise Unsupported(
+                f"varlen_attention: terms of a relative bias of type {x.dtype.name}, "
+                f"the kernel takes that of q, {q.dtype.name}; cast them or use "
+                "implementation='xla'"
+            )
+    by_query, by_key = (None if x is None else _pad(x, x.shape[2]) for x in terms)
+    relative = bias.buckets, by_query is not None, by_key is not None
+    return relative, (by_query, by_key)
+
+
 def _pad(x: Array, head_dim: int) -> Array:
     """Rows to a multiple of 8 and columns to the head dim of the kernel, with zeros."""
     padding = ((0, -x.shape[0] % _ROW_MULTIPLE), (0, 0), (0, head_dim - x.shape[2]))
@@ -142,8 +177,9 @@ def _attention(
     cu_k: Array,
     sinks: Array | None,
     slopes: Array | None,
+    terms: _Terms,
 ) -> tuple[Array, Array]:
-    return _attention_fwd(call, q, k, v, cu_q, cu_k, sinks, slopes)[0]
+    return _attention_fwd(call, q, k, v, cu_q, cu_k, sinks, slopes, terms)[0]
 
 
 def _attention_fwd(
@@ -155,21 +191,39 @@ def _attention_fwd(
     cu_k: Array,
     sinks: Array | None,
     slopes: Array | None,
+    terms: _Terms,
 ) -> tuple[tuple[Array, Array], tuple]:
     optional = [x.astype(jnp.float32) for x in (sinks, slopes) if x is not None]
+    # The copy engine moves whole lines of 16 bytes.
+    optional += [
+        jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % 8)))
+        for x in terms
+        if x is not None
+    ]
     out, lse = _batched(_forward, call)(q, k, v, cu_q, cu_k, *optional)
     axes = _varying(q, k, v, cu_q, cu_k)
     out, lse = _as_varying(out, axes), _as_varying(lse, axes)
     # Rematerialization policies may keep these two by name.
     out = checkpoint_name(out, "varlen_attention_out")
     lse = checkpoint_name(lse, "varlen_attention_lse")
-    return (out, lse), (q, k, v, cu_q, cu_k, sinks, slopes, out, lse)
+    return (out, lse), (q, k, v, cu_q, cu_k, sinks, slopes, terms, out, lse)
 
 
 def _attention_bwd(
     call: _Call, residuals: tuple, cotangents: tuple[Array, Array]
-) -> tuple[Array | None, ...]:
-    q, k, v, cu_q, cu_k, sinks, slopes, out, lse = residuals
+) -> tuple[Any, ...]:
+    q, k, v, cu_q, cu_k, sinks, slopes, _, out, lse = residuals
+    if not _has_backward(call, q):
+        relative = call.scores.relative
+        return varlen_attention_xla_backward(
+            residuals,
+            cotangents,
+            buckets=None if relative is None else relative[0],
+            window=call.scores.window,
+            scale=call.scores.scale,
+            softcap=call.scores.softcap,
+            device=call.device,
+        )
     dout, dlse = cotangents
     # What arrives for a query that sees nothing, NaN too, is nobody's gradient.
     inside = jnp.arange(q.shape[0], dtype=jnp.int32) < cu_q[-1]
@@ -181,52 +235,22 @@ def _attention_bwd(
         logits = jnp.where(seen, sinks.astype(jnp.float32) - lse, -jnp.inf)
         dsinks = -jnp.sum(jnp.exp(logits) * delta, axis=0).astype(sinks.dtype)
     lse = jnp.where(seen, lse, jnp.inf)
-    if not _has_backward(call, q):
-        dq, dk, dv, dsinks, dslopes = _xla_gradients(call, residuals, cotangents)
-        return dq, dk, dv, None, None, dsinks, dslopes
     optional = [] if slopes is None else [slopes.astype(jnp.float32)]
     grads = _batched(_backward, call)(q, k, v, dout, lse, delta, cu_q, cu_k, *optional)
     axes = _varying(q, k, v, cu_q, cu_k, dout)
     dq, dk, dv, *dslopes = (_as_varying(x, axes) for x in grads)
     dslopes = dslopes[0].astype(slopes.dtype) if slopes is not None else None
-    return dq, dk, dv, None, None, dsinks, dslopes
+    return dq, dk, dv, None, None, dsinks, dslopes, (None, None)
 
 
 def _has_backward(call: _Call, q: Array) -> bool:
-    """Whether the backward kernel serves the head dim; named blocks are taken as such.
+    """Whether the backward kernel serves the call; named blocks are taken as such.
 
     At head dim 256 the sums of 64 keys alone would fill the registers of a warpgroup.
     """
+    if call.scores.relative is not None:
+        return False
     return q.shape[-1] < HEAD_DIMS[-1] or call.config.backward is not None
-
-
-def _xla_gradients(
-    call: _Call, residuals: tuple, cotangents: tuple[Array, Array]
-) -> tuple[Array | None, ...]:
-    """The gradients of the portable implementation, which recomputes its forward."""
-    q, k, v, cu_q, cu_k, sinks, slopes, *_ = residuals
-
-    def portable(
-        q: Array, k: Array, v: Array, sinks: Array | None, slopes: Array | None
-    ) -> tuple[Array, Array]:
-        return varlen_attention_xla(
-            q,
-            k,
-            v,
-            cu_q,
-            cu_k,
-            sinks,
-            slopes,
-            relative_bias=None,
-            window=call.scores.window,
-            scale=call.scores.scale,
-            softcap=call.scores.softcap,
-            deterministic=True,
-            device=call.device,
-            config=None,
-        )
-
-    return jax.vjp(portable, q, k, v, sinks, slopes)[1](cotangents)
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)
@@ -297,7 +321,11 @@ def _problem(q: Array, k: Array, cu_q: Array) -> Problem:
 
 def _forward_blocks(call: _Call, problem: Problem) -> ForwardBlocks:
     blocks = call.config.forward or forward_blocks(problem, call.device)
+    if call.scores.relative is not None and call.config.forward is None:
+        blocks = ForwardBlocks(block_k=64)  # the terms take more room than the keys
     size = forward_smem(problem, blocks)
+    if (relative := tile_terms(call.scores, blocks)) is not None:
+        size += relative.smem(blocks.stages, problem.dtype.itemsize)
     check_smem(size, call.device, f"varlen_attention with {blocks}")
     return blocks
 
@@ -330,9 +358,10 @@ def _forward(
     arrays = iter(optional)
     sinks = next(arrays) if call.scores.sinks else None
     slopes = next(arrays) if call.scores.alibi else None
+    terms = tuple(arrays)
     blocks = _forward_blocks(call, problem)
     return forward(
-        problem, call.scores, blocks, q, k, v, seqs, sinks, slopes, call.device
+        problem, call.scores, blocks, q, k, v, seqs, sinks, slopes, call.device, terms
     )
 
 

@@ -39,6 +39,8 @@ from pallas_kernels.varlen_attention.config import (
     ForwardBlocks,
     Problem,
 )
+from pallas_kernels.varlen_attention.diagonals import TileTerms
+from pallas_kernels.varlen_attention.relative import RelativeBuckets
 from pallas_kernels.varlen_attention.rows import (
     NO_LIMIT,
     keep_band,
@@ -86,9 +88,10 @@ class Scores:
         softcap: float | None,
         sinks: bool,
         alibi: bool,
+        relative: tuple[RelativeBuckets, bool, bool] | None = None,
     ) -> None:
         self.window, self.scale, self.softcap = window, scale, softcap
-        self.sinks, self.alibi = sinks, alibi
+        self.sinks, self.alibi, self.relative = sinks, alibi, relative
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Scores) and vars(self) == vars(other)
@@ -99,7 +102,8 @@ class Scores:
     @property
     def plain(self) -> bool:
         """Nothing happens to a product but a positive factor."""
-        return self.softcap is None and not self.alibi and self.scale > 0
+        changed = self.softcap is not None or self.alibi or self.relative is not None
+        return not changed and self.scale > 0
 
     @property
     def factor(self) -> float:
@@ -206,14 +210,20 @@ def forward(
     sinks: Float[Array, "R N"] | None,
     slopes: Float[Array, "R N"] | None,
     device: DeviceSpec,
+    terms: tuple[Float[Array, "R rows N P"], ...] = (),
 ) -> tuple[Float[Array, "R T N H"], Float[Array, "R T N"]]:
-    """Runs the kernel; ``(out, lse)``."""
+    """Runs the kernel; ``(out, lse)``. `terms` of a relative bias, as `Scores` says."""
     table, count = _table(problem, scores, blocks, seqs)
     extra = [x for x in (sinks, slopes) if x is not None]
     body = functools.partial(_body, problem, scores, blocks)
     consumers, stages = blocks.consumers, blocks.stages
     ring = chunked((stages,), blocks.block_k, problem.chunks, problem.dtype)
     chunks = problem.chunks
+    relative = tile_terms(scores, blocks)
+    bias_scratch = {}
+    if relative is not None:
+        bias_scratch = relative.scratch(stages, problem.dtype)
+        extra += [jnp.asarray(relative.table()), *terms]
     workers = device.num_sms * (2 if consumers == 1 else 1)
     return plgpu.kernel(
         body,
@@ -236,6 +246,7 @@ def forward(
             "v_empty": plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
             "tile_empty": plgpu.Barrier(num_arrivals=consumers, num_barriers=2),
             "turn": plgpu.Barrier(num_arrivals=consumers),
+            **bias_scratch,
         },
         grid=(min(workers, table.shape[0] * problem.heads),),
         grid_names=("worker",),
@@ -272,13 +283,19 @@ def _body(
     warpgroup = lax.axis_index("warpgroup")
     registers = _REGISTERS.get(blocks.consumers)
     counter = pl.get_global(plgpu.SemaphoreType.REGULAR((1,)))
+    relative = tile_terms(scores, blocks)
+    bias = tuple(extra[scores.sinks + scores.alibi :])
 
     @pl.when(warpgroup == blocks.consumers)
     def _producer() -> None:
         if registers:
             plgpu.set_max_registers(registers[0], action="decrease")
         take = functools.partial(_take_tile, problem, table, count, counter, scratch)
-        load = functools.partial(_load, problem, blocks, q, k, v, scratch)
+        loads = problem, blocks, relative, bias, q, k, v, scratch
+        load = functools.partial(_load, *loads)
+        if relative is not None:
+            entries = scratch["entries_smem"]
+            plgpu.copy_gmem_to_smem(bias[0], entries, scratch["entries_full"])
 
         def next_tile(carry: Any) -> Any:
             _, number, steps = carry
@@ -289,13 +306,15 @@ def _body(
 
         start = jnp.bool_(True), jnp.int32(0), jnp.int32(0)
         _, number, steps = lax.while_loop(lambda carry: carry[0], next_tile, start)
-        _drain(blocks, scratch, number, steps)
+        _drain(blocks, scratch, number, steps, relative is not None)
 
     @pl.when(warpgroup < blocks.consumers)
     def _consumer() -> None:
         if registers:
             plgpu.set_max_registers(registers[1], action="increase")
-        _hand_over(blocks, scratch, warpgroup)
+        _hand_over(blocks, scratch, warpgroup, relative is not None)
+        if relative is not None:
+            plgpu.barrier_wait(scratch["entries_full"])
 
         def next_tile(carry: Any) -> Any:
             _, number, steps = carry
@@ -363,9 +382,11 @@ def _take_tile(
     return tile
 
 
-def _hand_over(blocks: ForwardBlocks, scratch: Any, warpgroup: Any) -> None:
+def _hand_over(
+    blocks: ForwardBlocks, scratch: Any, warpgroup: Any, relative: bool
+) -> None:
     """A consumer gives all buffers to the producer."""
-    for name in ("k_empty", "v_empty"):
+    for name in ("k_empty", "v_empty", *(("terms_empty",) if relative else ())):
         for stage in range(blocks.stages):
             plgpu.barrier_arrive(scratch[name].at[stage])
     for place in range(2):
@@ -373,12 +394,16 @@ def _hand_over(blocks: ForwardBlocks, scratch: Any, warpgroup: Any) -> None:
     plgpu.barrier_arrive(scratch["q_empty"].at[warpgroup])
 
 
-def _drain(blocks: ForwardBlocks, scratch: Any, number: Any, steps: Any) -> None:
+def _drain(
+    blocks: ForwardBlocks, scratch: Any, number: Any, steps: Any, relative: bool
+) -> None:
     """The producer takes all buffers back: waiters must see each phase of a barrier."""
     for i in range(blocks.stages):
         stage = lax.rem(steps + i, jnp.int32(blocks.stages))
         plgpu.barrier_wait(scratch["k_empty"].at[stage])
         plgpu.barrier_wait(scratch["v_empty"].at[stage])
+        if relative:
+            plgpu.barrier_wait(scratch["terms_empty"].at[stage])
     for i in range(2):
         plgpu.barrier_wait(scratch["tile_empty"].at[lax.rem(number + i, jnp.int32(2))])
     for w in range(blocks.consumers):
@@ -403,9 +428,16 @@ def copy_rows(
         plgpu.copy_gmem_to_smem(source, smem.at[chunk], barrier)
 
 
+def tile_terms(scores: Scores, blocks: ForwardBlocks) -> TileTerms | None:
+    """The terms of a relative bias that a block reads in a step."""
+    return TileTerms.of(scores.relative, ROWS, blocks.consumers, blocks.block_k)
+
+
 def _load(
     problem: Problem,
     blocks: ForwardBlocks,
+    relative: TileTerms | None,
+    bias: tuple[Any, ...],
     q: Any,
     k: Any,
     v: Any,
@@ -429,6 +461,9 @@ def _load(
             plgpu.barrier_wait(scratch[f"{name}_empty"].at[stage])
             full = scratch[f"{name}_full"].at[stage]
             copy_rows(ref, row, start, kv_head, smem.at[stage], full)
+            if name == "k" and relative is not None:
+                place = row, head
+                relative.load(scratch, stage, bias, place, tile["q0"], start)
 
     lax.fori_loop(0, tile["steps"], step, None)
 
@@ -497,12 +532,23 @@ class Consumer:
         start = _step_start(self.blocks, self.tile, step)
         # How far the first key lies to the right of the first query's diagonal.
         shift = start - self.q0 - self.tile["offset"]
+        scale = x.scale
+        if (relative := tile_terms(x, self.blocks)) is not None:
+            products = relative.add_step(
+                products * scale,
+                self.scratch,
+                self.stage(step),
+                self.warpgroup,
+                self.tile["q0"],
+                start,
+            )
+            scale = 1.0
         if not x.plain:
             if x.softcap is not None:
-                capped = jnp.tanh(products * (x.scale / x.softcap))
+                capped = jnp.tanh(products * (scale / x.softcap))
                 products = capped * (x.softcap * LOG2E)
             else:
-                products = products * (x.scale * LOG2E)
+                products = products * (scale * LOG2E)
             if x.alibi:
                 rows, columns = index_arrays(self.shape)
                 away = jnp.abs(columns - rows + shift).astype(jnp.float32)
@@ -571,11 +617,16 @@ class Consumer:
         plgpu.barrier_wait(self.scratch["q_full"].at[self.warpgroup])
         plgpu.barrier_arrive(self.scratch["q_empty"].at[self.warpgroup])
 
+        relative = tile_terms(self.scores, self.blocks) is not None
+
         def step(i: Any, _: None) -> None:
             for name in ("k", "v"):
                 self.wait(name, i)
                 self.release(name, i)
                 self.take_turns()
+            if relative:
+                self.wait("terms", i)
+                self.release("terms", i)
 
         if self.blocks.ping_pong:
             pl.when(self.warpgroup == 1)(self.take_turns)

@@ -107,19 +107,63 @@ def varlen_attention_xla(
             f"xla varlen_attention takes an XlaConfig, got config={config!r}; pass "
             "the config of the implementation that you name"
         )
-    options = _Options(
-        window=window,
-        scale=scale,
-        softcap=softcap,
-        block_q=min(config.block_q, _round_up(q.shape[0], 8)),
-        block_k=min(config.block_k, _round_up(k.shape[0], 8)),
-        buckets=None if relative_bias is None else relative_bias.buckets,
-    )
+    buckets = None if relative_bias is None else relative_bias.buckets
+    options = _options(config, q, k, window, scale, softcap, buckets)
     terms = None, None
     if relative_bias is not None:
         terms = relative_bias.query_terms, relative_bias.key_terms
     return _jitted(
         options, q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, alibi_slopes, terms
+    )
+
+
+def varlen_attention_xla_backward(
+    residuals: tuple,
+    cotangents: tuple[Array, Array],
+    *,
+    buckets: RelativeBuckets | None,
+    window: Window,
+    scale: float,
+    softcap: float | None,
+    device: DeviceSpec | None,
+) -> tuple[Any, ...]:
+    """The gradients, whatever computed the results.
+
+    Args:
+        residuals: ``(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, alibi_slopes,
+            (query_terms, key_terms), out, lse)``.
+        cotangents: of out and lse.
+        buckets: of the relative bias.
+        window: as for the forward pass, and so are the rest.
+        scale: factor of ``q . k``.
+        softcap: bound on scores.
+        device: what it runs on.
+
+    Returns:
+        One gradient for each residual but the last two.
+    """
+    q, k, *_ = residuals
+    config = _heuristic(device)
+    options = _options(config, q, k, window, scale, softcap, buckets)
+    return _attention_bwd(options, residuals, cotangents)
+
+
+def _options(
+    config: XlaConfig,
+    q: Array,
+    k: Array,
+    window: Window,
+    scale: float,
+    softcap: float | None,
+    buckets: RelativeBuckets | None,
+) -> _Options:
+    return _Options(
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        block_q=min(config.block_q, _round_up(q.shape[0], 8)),
+        block_k=min(config.block_k, _round_up(k.shape[0], 8)),
+        buckets=buckets,
     )
 
 

@@ -32,6 +32,26 @@ def _mask_outside_band(values, row_least, row_most, least, most, near, far):
     return np.where(keep, values, np.float32(-np.inf))
 
 
+def _add_diagonals(products, base, part, table, boxes, closure):
+    terms, boxes = closure["terms"], iter(boxes)
+    table = table.reshape(-1)
+    rows, columns = np.indices(products.shape)
+    block = base + terms.reach
+    mine = block + part * terms.rows
+    entries = table[mine + rows - columns]
+    sums = products.copy()
+    if terms.by_query:
+        first = table[mine - terms.keys + 1]
+        first = min(first, terms.num_entries - terms.query_width)
+        sums += next(boxes)[rows, entries - first].astype(np.float32)
+    if terms.by_key:
+        first = table[block - terms.keys + 1]
+        first = min(first, terms.num_entries - terms.key_width)
+        sums += next(boxes)[columns, entries - first].astype(np.float32)
+    return sums
+
+
+register_inline("add_diagonals", _add_diagonals)
 register_inline("store_some_rows", _store_some_rows, writes=(0,), part=_stored_part)
 register_inline("next_ticket", _next_ticket, writes=(0,))
 register_inline("mask_outside_band", _mask_outside_band)

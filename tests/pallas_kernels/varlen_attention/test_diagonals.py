@@ -14,8 +14,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.varlen_attention import RelativeBuckets
 from pallas_kernels.varlen_attention.diagonals import TileTerms
 from pallas_kernels.varlen_attention.relative import tile_bias
-from tests.interpreter import interpret_mosaic_gpu, register_inline
+from tests.interpreter import interpret_mosaic_gpu
 from tests.lowering import lower_for_cuda
+from tests.pallas_kernels.varlen_attention import stand_ins  # noqa: F401
 
 
 ROWS = 64
@@ -24,29 +25,6 @@ BUCKETS = {
     "small": RelativeBuckets(span=12, max_distance=40),
     "linear": RelativeBuckets(span=30),
 }
-
-
-def add_diagonals(products, base, part, table, boxes, closure):
-    """What the interpreter runs in place of the lanes."""
-    terms, boxes = closure["terms"], iter(boxes)
-    table = table.reshape(-1)
-    rows, columns = np.indices(products.shape)
-    block = base + terms.reach
-    mine = block + part * terms.rows
-    entries = table[mine + rows - columns]
-    sums = products.copy()
-    if terms.by_query:
-        first = table[mine - terms.keys + 1]
-        first = min(first, terms.num_entries - terms.query_width)
-        sums += next(boxes)[rows, entries - first].astype(np.float32)
-    if terms.by_key:
-        first = table[block - terms.keys + 1]
-        first = min(first, terms.num_entries - terms.key_width)
-        sums += next(boxes)[columns, entries - first].astype(np.float32)
-    return sums
-
-
-register_inline("add_diagonals", add_diagonals)
 
 
 STEPS, STAGES, HEAD = 3, 2, 1
