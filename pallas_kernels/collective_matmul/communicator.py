@@ -25,8 +25,6 @@ from pallas_kernels.mosaic import smem_bytes
 
 __all__ = ["Chunks", "peers", "relay", "wait_for_signal"]
 
-BUFFER_BYTES = 8_192
-"""Shared memory of one buffer."""
 BOX = 256
 """Largest side of a box that the copy engine moves."""
 
@@ -83,20 +81,25 @@ class Chunks:
 
     @classmethod
     def of(
-        cls, piece: tuple[int, int], array_columns: int, dtype: jnp.dtype
+        cls,
+        piece: tuple[int, int],
+        array_columns: int,
+        dtype: jnp.dtype,
+        buffer_bytes: int,
     ) -> "Chunks":
         """Chunks that fill a buffer, or less.
 
         Args:
-            piece: rows, a power of two times a number below 8, and columns.
+            piece: rows and columns.
             array_columns: columns of the array. Chunks are narrower: whole rows would
                 be moved as one line of bytes, which does not end where rows end.
             dtype: type of the elements.
+            buffer_bytes: size of a buffer.
         """
         width = min(piece[1], BOX, array_columns // 2)
         height = min(piece[0], BOX)
-        while height * width * dtype.itemsize > BUFFER_BYTES:
-            height //= 2
+        while height * width * dtype.itemsize > buffer_bytes and height > 1:
+            height = pl.cdiv(height, 2)
         return cls(piece=piece, chunk=(height, width), dtype=dtype)
 
     @property
@@ -139,7 +142,9 @@ def relay(
 ) -> None:
     """Moves one piece; returns when all of it has arrived.
 
-    Half of the buffers are coming in while the others go out.
+    Half of the buffers are coming in while the others are under way. A buffer counts as
+    under way until its chunk has arrived, not only left: what is sent faster than the
+    links take it piles up on the chip, in front of what the block loads.
 
     Args:
         chunks: how the piece is cut.
@@ -173,8 +178,8 @@ def relay(
 
         @pl.when(chunk + ahead < total)
         def _prefetch() -> None:
-            # All but the newest chunks have left their buffers.
-            plgpu.wait_smem_to_gmem(leaving * copies, wait_read_only=True)
+            # All but the newest chunks have arrived.
+            plgpu.wait_smem_to_gmem(leaving * copies, wait_read_only=False)
             load(chunk + ahead)
 
     lax.fori_loop(0, total, step, None)

@@ -30,7 +30,11 @@ class CollectiveConfig(MatmulConfig):
     communicators: int = 1
     """Warps that send, in each of those blocks; at most 3."""
     buffers: int = 2
-    """Buffers of 8 KiB for each of those warps."""
+    """Buffers of each of those warps. Half of them are under way to peers."""
+    buffer_bytes: int = 8192
+    """Size of a buffer; a power of two."""
+    piece_rows: int = 64
+    """All-gather: rows that are announced to peers at a time, 256 columns wide."""
     one_shot: bool = False
     """All-reduce: exchange whole sums once, after a product through XLA. Pays for few
     rows."""
@@ -41,12 +45,23 @@ class CollectiveConfig(MatmulConfig):
             ("senders", 1, math.inf),
             ("communicators", 1, 3),
             ("buffers", 2, math.inf),
+            ("buffer_bytes", 1024, math.inf),
+            ("piece_rows", 8, self.tile_m),
         ):
             value = getattr(self, name)
             if not isinstance(value, int) or not least <= value <= most:
                 raise ValueError(
                     f"{name} {value!r}, expected an integer from {least} to {most}"
                 )
+        if self.buffer_bytes & (self.buffer_bytes - 1):
+            raise ValueError(
+                f"buffer_bytes {self.buffer_bytes}, expected a power of two"
+            )
+        if self.tile_m % self.piece_rows:
+            raise ValueError(
+                f"piece_rows {self.piece_rows}, expected a divisor of tile_m"
+                f" {self.tile_m}"
+            )
         if self.minor != "m":
             raise ValueError(
                 f"minor {self.minor!r}, expected 'm': rows are served as they arrive"
@@ -183,12 +198,17 @@ def candidates(
         (c for c in tiles if estimates[c] <= limit), key=estimates.__getitem__
     )
     found = [chosen, *(_clustered(problem, c) for c in near[1:2])]
-    senders = (16, 64) if problem.kind == "all_gather" else (32, 132)
-    found += [dataclasses.replace(chosen, senders=s) for s in senders]
+    # From few blocks that send much at a time to many that send little.
+    for senders, size, rows in ((16, 8192, 128), (64, 4096, 64), (132, 2048, 32)):
+        found.append(
+            dataclasses.replace(
+                chosen, senders=senders, buffer_bytes=size, piece_rows=rows
+            )
+        )
     # Fewer stages make room for more communicators in fewer blocks.
     many = dataclasses.replace(
         chosen, stages=chosen.stages - 1, communicators=3, store_slots=2
     )
-    found += [dataclasses.replace(many, senders=s) for s in (8, 16, 32)]
+    found += [dataclasses.replace(many, senders=s) for s in (8, 16)]
     found += [dataclasses.replace(chosen, group=4)]
     return tuple(dict.fromkeys(found))

@@ -259,10 +259,11 @@ def all_gather_matmul(
     cn = config.cluster_tiles[1]
     # The number of devices is even, so row blocks always pair up.
     counts = (devices * own_blocks, pl.cdiv(sum(widths), cn) * cn)
-    chunks = Chunks.of((config.tile_m, 256), depth, x.dtype)
+    chunks = Chunks.of((config.piece_rows, 256), depth, x.dtype, config.buffer_bytes)
     strip = chunks.chunk[1]
+    chunks = dataclasses.replace(chunks, piece=(config.piece_rows, strip))
     strips = pl.cdiv(depth, strip)
-    chunks = dataclasses.replace(chunks, piece=(config.tile_m, strip))
+    pieces = strips * (config.tile_m // config.piece_rows)  # of a row block
 
     def place(m: Any) -> tuple[Any, Any, Any, Any]:
         """Device, leading index and row block of a row of tiles; is it our own."""
@@ -275,11 +276,18 @@ def all_gather_matmul(
         w_refs, out_refs, gathered = refs[: len(ws)], refs[len(ws) : -1], refs[-1]
         arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((devices * own_blocks,)))
 
-        def send_strip(piece, warp):
-            block = lax.div(piece, jnp.int32(strips))
+        def send_piece(piece, warp):
+            block, within = (
+                lax.div(piece, jnp.int32(pieces)),
+                lax.rem(piece, jnp.int32(pieces)),
+            )
             b, number = layout.split(block)
             me = layout.device(0)
-            corner = number * config.tile_m, strip * lax.rem(piece, jnp.int32(strips))
+            down, across = (
+                lax.div(within, jnp.int32(strips)),
+                lax.rem(within, jnp.int32(strips)),
+            )
+            corner = number * config.tile_m + down * config.piece_rows, across * strip
             others = peers(axis_name, devices)
             copies = [gathered, *(plgpu.remote_ref(gathered, p) for _, p in others)]
 
@@ -329,7 +337,7 @@ def all_gather_matmul(
 
             def remote(slot):
                 block = b * layout.blocks + number
-                wait_for_signal(arrived.at[source * own_blocks + block], strips)
+                wait_for_signal(arrived.at[source * own_blocks + block], pieces)
                 return stream(gathered.at[layout.slab(b, source)], slot)
 
             local = functools.partial(stream, x_ref.at[b])
@@ -357,7 +365,7 @@ def all_gather_matmul(
             snake_tiles(config, counts),
             load,
             consume,
-            communicate=layout.for_each_piece(own_blocks * strips, send_strip),
+            communicate=layout.for_each_piece(own_blocks * pieces, send_piece),
             communicators=config.communicators,
         )
 
@@ -523,7 +531,9 @@ def _reduce(
         )
     columns, cn = tiles[0].problem.n, config.cluster_tiles[1]
     counts = (devices * own_blocks, pl.cdiv(tiles[0].counts[1], cn) * cn)
-    chunks = Chunks.of((config.tile_m, config.tile_n), columns, dtype)
+    chunks = Chunks.of(
+        (config.tile_m, config.tile_n), columns, dtype, config.buffer_bytes
+    )
     width = tiles[0].store_columns
 
     def place(m: Any) -> tuple[Any, Any, Any]:
