@@ -2,12 +2,11 @@
 
 Five published systems become one library; `pallas_kernels` holds their GPU kernels.
 
-1. **Flux**: tensor-parallel matmuls that hide their communication (planned).
+1. **Flux**: tensor-parallel matmuls that hide their communication.
 2. **ByteTransformer**: models that never compute on padding (encoders, decoders).
 3. **Flover**: serving in which requests join and leave at every token (planned).
 4. **MegaScale**: pretraining at scale (sharding, training and checkpoints so far).
-5. **Tile-wise sparsity**: pruned models that run faster than dense ones (pruning so
-   far: masks, training under them, sparse layers).
+5. **Tile-wise sparsity**: pruned models that run faster than dense ones.
 
 Subpackages, lowest first: `jaxscale.sharding`, `jaxscale.nn`, `jaxscale.models`, then
 `jaxscale.training`, `jaxscale.inference` and `jaxscale.pruning` side by side, and
