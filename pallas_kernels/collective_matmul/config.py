@@ -35,6 +35,9 @@ class CollectiveConfig(MatmulConfig):
     """Size of a buffer; a power of two."""
     piece_rows: int = 64
     """All-gather: rows that are announced to peers at a time, 256 columns wide."""
+    spare_rounds: int = 0
+    """All-gather: rounds of output tiles that blocks leave to the others while they
+    send."""
     one_shot: bool = False
     """All-reduce: exchange whole sums once, after a product through XLA. Pays for few
     rows."""
@@ -47,6 +50,7 @@ class CollectiveConfig(MatmulConfig):
             ("buffers", 2, math.inf),
             ("buffer_bytes", 1024, math.inf),
             ("piece_rows", 8, self.tile_m),
+            ("spare_rounds", 0, math.inf),
         ):
             value = getattr(self, name)
             if not isinstance(value, int) or not least <= value <= most:
@@ -210,5 +214,7 @@ def candidates(
         chosen, stages=chosen.stages - 1, communicators=3, store_slots=2
     )
     found += [dataclasses.replace(many, senders=s) for s in (8, 16)]
+    if problem.kind == "all_gather":
+        found.append(dataclasses.replace(many, senders=8, spare_rounds=2))
     found += [dataclasses.replace(chosen, group=4)]
     return tuple(dict.fromkeys(found))

@@ -359,10 +359,13 @@ def all_gather_matmul(
 
             return slot
 
+        size = math.prod(config.cluster_tiles)
+        workers = device.num_sms // size
+        late = min(pl.cdiv(config.senders, size), workers - 1)
         run_roles(
             tiles[0],
             scratch,
-            snake_tiles(config, counts),
+            snake_tiles(config, counts, late=late, rounds=config.spare_rounds),
             load,
             consume,
             communicate=layout.for_each_piece(own_blocks * pieces, send_piece),

@@ -433,12 +433,17 @@ def tile_at(
     )
 
 
-def snake_tiles(config: MatmulConfig, counts: tuple[int, int]) -> Callable[..., Any]:
+def snake_tiles(
+    config: MatmulConfig, counts: tuple[int, int], *, late: int = 0, rounds: int = 0
+) -> Callable[..., Any]:
     """Loop over a block's share of output tiles in `snake_order`, for `run_roles`.
 
     Args:
         config: clusters and the order.
         counts: output tiles along m and n, in whole clusters.
+        late: how many workers, the first ones, have other things to do at first; fewer
+            than there are.
+        rounds: rounds of tiles that the others do without them.
 
     Returns:
         ``(body, carry) -> carry`` that calls ``body(m, n, carry)`` for each tile.
@@ -448,14 +453,23 @@ def snake_tiles(config: MatmulConfig, counts: tuple[int, int]) -> Callable[..., 
     def for_each_tile(body: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
         worker, workers = lax.axis_index("worker"), lax.axis_size("worker")
         rank = lax.axis_index("cluster") if config.cluster != "none" else 0
-        # ceil((total - worker) / workers) tiles for this worker.
-        mine = lax.div(total - 1 - worker + workers, jnp.int32(workers))
+        # Whole rounds only, so that what is left is dealt out to all.
+        early_rounds = min(rounds, total // (workers - late))
+        done = early_rounds * (workers - late)
+        early = jnp.where(worker < late, 0, early_rounds)
+        # ceil((total - done - worker) / workers) more tiles for this worker.
+        more = lax.div(total - done - 1 - worker + workers, jnp.int32(workers))
 
         def step(i: jax.Array, carry: Any) -> Any:
-            m, n = tile_at(config, counts, i * workers + worker, rank)
+            index = jnp.where(
+                i < early,
+                i * (workers - late) + worker - late,
+                done + (i - early) * workers + worker,
+            )
+            m, n = tile_at(config, counts, index, rank)
             return body(m, n, carry)
 
-        return lax.fori_loop(0, mine, step, carry)
+        return lax.fori_loop(0, early + more, step, carry)
 
     return for_each_tile
 

@@ -112,6 +112,7 @@ PARALLEL = {
     "pairs_of_columns": dataclasses.replace(SMALL, cluster="n"),
     "three_communicators": dataclasses.replace(SMALL, communicators=3, senders=1),
     "few_senders": dataclasses.replace(SMALL, senders=1, buffers=4, group=2),
+    "spare_rounds": dataclasses.replace(SMALL, senders=1, spare_rounds=2),
     "little_at_a_time": dataclasses.replace(SMALL, buffer_bytes=2048, piece_rows=32),
 }
 
