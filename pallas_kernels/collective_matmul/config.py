@@ -33,6 +33,8 @@ class CollectiveConfig(MatmulConfig):
     """Buffers of each of those warps. Half of them are under way to peers."""
     buffer_bytes: int = 8192
     """Size of a buffer; a power of two."""
+    transfer: Literal["push", "pull"] = "push"
+    """All-gather: communicators write to peers, or read from them."""
     piece_rows: int = 64
     """All-gather: rows that are announced to peers at a time, 256 columns wide."""
     spare_rounds: int = 0
@@ -66,6 +68,8 @@ class CollectiveConfig(MatmulConfig):
                 f"piece_rows {self.piece_rows}, expected a divisor of tile_m"
                 f" {self.tile_m}"
             )
+        if self.transfer not in ("push", "pull"):
+            raise ValueError(f"transfer {self.transfer!r}, expected 'push' or 'pull'")
         if self.minor != "m":
             raise ValueError(
                 f"minor {self.minor!r}, expected 'm': rows are served as they arrive"
@@ -216,5 +220,8 @@ def candidates(
     found += [dataclasses.replace(many, senders=s) for s in (8, 16)]
     if problem.kind == "all_gather":
         found.append(dataclasses.replace(many, senders=8, spare_rounds=2))
+        for senders in (32, 132):
+            pull = {"transfer": "pull", "senders": senders}
+            found.append(dataclasses.replace(chosen, **pull))
     found += [dataclasses.replace(chosen, group=4)]
     return tuple(dict.fromkeys(found))

@@ -8,7 +8,8 @@ signaled row block by row block, or tile by tile. Data goes straight to its dest
 over NVLink (TMA stores to `plgpu.remote_ref`), never through multicast.
 
 All-gather matmul. The communicators push this device's rows to all peers at once, a
-strip of a row block at a time, and count it in ``arrived[source, row block]`` there.
+piece of a row block at a time, and count it in ``arrived[source, row block]`` there; or
+they pull the rows of the peers and count them here.
 The tiles come in the order of arrival: own rows first, then row block 0 of every peer,
 row block 1 of every peer, ...; the producer waits for the row block of a tile before it
 streams it. The gathered rows stay in an output: the backward pass wants them.
@@ -92,6 +93,8 @@ class Layout:
     batch: int
     rows: int
     """Rows of one device within one leading index."""
+    num_blocks: int
+    """Blocks of the grid."""
     config: CollectiveConfig
 
     @property
@@ -118,30 +121,49 @@ class Layout:
         """Where the rows of a device lie in a [B*D,m,...] view of [B,D*m,...]."""
         return batch * self.devices + device
 
-    def for_each_piece(self, count: int, body: Callable[[Any, Any], None]) -> Any:
+    @property
+    def senders(self) -> int:
+        """Blocks whose communicators have work to do."""
+        return min(self.config.senders, self.num_blocks)
+
+    def for_each_piece(
+        self,
+        count: int,
+        body: Callable[[Any, Any], None],
+        finish: Callable[[], None] = lambda: None,
+    ) -> Callable[[Any], None]:
         """The work of communicators: ``body(piece, warp)`` for each one's pieces.
 
         The pieces are dealt out over the first `senders` blocks, and over the warps of
-        a block last, so that neighboring pieces are under way at the same time.
+        a block last, so that neighboring pieces are under way at the same time. Each of
+        these communicators calls `finish` at the end.
         """
         config = self.config
-        blocks = lax.axis_size("worker")
         block = lax.axis_index("worker")
         if config.cluster != "none":
-            block, blocks = block * 2 + lax.axis_index("cluster"), blocks * 2
-        senders = min(config.senders, blocks)
+            block = block * 2 + lax.axis_index("cluster")
 
         def communicate(warp: Any) -> None:
-            first, step = warp * senders + block, config.communicators * senders
+            first = warp * self.senders + block
+            step = config.communicators * self.senders
             mine = lax.div(count - 1 - first + step, jnp.int32(step))
-            lax.fori_loop(
-                0,
-                jnp.where(block < senders, mine, 0),
-                lambda i, _: body(first + i * step, warp),
-                None,
-            )
+
+            @pl.when(block < self.senders)
+            def _work():
+                lax.fori_loop(0, mine, lambda i, _: body(first + i * step, warp), None)
+                finish()
 
         return communicate
+
+
+def _num_blocks(config: CollectiveConfig, device: DeviceSpec) -> int:
+    """One block to a multiprocessor, in whole clusters.
+
+    All blocks must be resident at once, since blocks of different devices wait for each
+    other; so there are never more of them than multiprocessors.
+    """
+    size = math.prod(config.cluster_tiles)
+    return device.num_sms // size * size
 
 
 def _launch(
@@ -154,11 +176,7 @@ def _launch(
     device: DeviceSpec,
     name: str,
 ) -> Sequence[jax.Array]:
-    """Runs a body on one block, or half a cluster, per multiprocessor.
-
-    All blocks must be resident at once, since blocks of different devices wait for each
-    other; so there are never more of them than multiprocessors.
-    """
+    """Runs a body on one block, or half a cluster, per multiprocessor."""
     parts = (config.communicators, config.buffers)
     need = tiles.smem_bytes + chunks.smem_bytes(*parts)
     check_smem(need, device, f"collective_matmul with {config}")
@@ -168,7 +186,7 @@ def _launch(
         body,
         out_type=list(out_type),
         scratch_types=tiles.scratch_types() | chunks.scratch_types(*parts),
-        grid=(device.num_sms // size,),
+        grid=(_num_blocks(config, device) // size,),
         grid_names=("worker",),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
@@ -250,6 +268,7 @@ def all_gather_matmul(
         devices=devices,
         batch=batch,
         rows=x.shape[1],
+        num_blocks=_num_blocks(config, device),
         config=config,
     )
     own_blocks = layout.blocks_of_device
@@ -276,39 +295,75 @@ def all_gather_matmul(
         w_refs, out_refs, gathered = refs[: len(ws)], refs[len(ws) : -1], refs[-1]
         arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((devices * own_blocks,)))
 
-        def send_piece(piece, warp):
-            block, within = (
-                lax.div(piece, jnp.int32(pieces)),
-                lax.rem(piece, jnp.int32(pieces)),
-            )
+        left = pl.get_global(plgpu.SemaphoreType.REGULAR)
+        others = peers(axis_name, devices)
+
+        def piece_of(block, within):
+            """Leading index and first row and column of a piece of a row block."""
             b, number = layout.split(block)
-            me = layout.device(0)
-            down, across = (
-                lax.div(within, jnp.int32(strips)),
-                lax.rem(within, jnp.int32(strips)),
-            )
-            corner = number * config.tile_m + down * config.piece_rows, across * strip
-            others = peers(axis_name, devices)
-            copies = [gathered, *(plgpu.remote_ref(gathered, p) for _, p in others)]
+            down = lax.div(within, jnp.int32(strips)) * config.piece_rows
+            across = lax.rem(within, jnp.int32(strips)) * strip
+            return b, (number * config.tile_m + down, across)
+
+        def move(source, b, corner, places, warp):
+            row, column = corner
 
             def send(buffer, chunk):
-                window = chunks.window(*corner, chunk)
-                for copy in copies:
-                    where = copy.at[(layout.slab(b, me), *window)]
-                    plgpu.copy_smem_to_gmem(buffer, where)
+                window = chunks.window(row, column, chunk)
+                for place, slab in places:
+                    plgpu.copy_smem_to_gmem(buffer, place.at[(slab, *window)])
 
             relay(
                 chunks,
                 scratch,
                 warp,
                 config.buffers,
-                lambda chunk: x_ref.at[(b, *chunks.window(*corner, chunk))],
+                lambda chunk: source.at[(b, *chunks.window(row, column, chunk))],
                 send,
-                len(copies),
+                len(places),
             )
+
+        def push_piece(piece, warp):
+            block = lax.div(piece, jnp.int32(pieces))
+            b, corner = piece_of(block, lax.rem(piece, jnp.int32(pieces)))
+            me = layout.device(0)
+            copies = [gathered, *(plgpu.remote_ref(gathered, p) for _, p in others)]
+            move(x_ref, b, corner, [(c, layout.slab(b, me)) for c in copies], warp)
             for _, peer in others:
                 arrival = arrived.at[me * own_blocks + block]
                 pl.semaphore_signal(arrival, device_id=peer)
+
+        def pull_piece(piece, warp):
+            # The row blocks of the peers as the tiles come, own ones at the end.
+            row, last = lax.div(piece, jnp.int32(pieces)), (devices - 1) * own_blocks
+            own = row >= last
+            block = jnp.where(own, row - last, lax.div(row, jnp.int32(devices - 1)))
+            distance = jnp.where(own, 0, 1 + lax.rem(row, jnp.int32(devices - 1)))
+            b, corner = piece_of(block, lax.rem(piece, jnp.int32(pieces)))
+            for r, peer in [(0, None), *others]:
+
+                @pl.when(distance == r)
+                def _from(r=r, peer=peer):
+                    rows_ref = x_ref if peer is None else plgpu.remote_ref(x_ref, peer)
+                    source = layout.device(r)
+                    slab = layout.slab(b, source)
+                    move(rows_ref, b, corner, [(gathered, slab)], warp)
+                    arrival = arrived.at[source * own_blocks + block]
+                    plgpu.semaphore_signal(arrival, memory_scope="gpu")
+
+        def wait_until_pulled():
+            # The rows here must stay until all peers have them.
+            for _, peer in others:
+                pl.semaphore_signal(left, device_id=peer)
+            all_of_them = (devices - 1) * layout.senders * config.communicators
+            pl.semaphore_wait(left, all_of_them, decrement=False)
+
+        if config.transfer == "push":
+            communicate = layout.for_each_piece(own_blocks * pieces, push_piece)
+        else:
+            communicate = layout.for_each_piece(
+                devices * own_blocks * pieces, pull_piece, wait_until_pulled
+            )
 
         def load(m, n, slot):
             source, b, number, own = place(m)
@@ -337,7 +392,9 @@ def all_gather_matmul(
 
             def remote(slot):
                 block = b * layout.blocks + number
-                wait_for_signal(arrived.at[source * own_blocks + block], pieces)
+                arrival = arrived.at[source * own_blocks + block]
+                scope = "sys" if config.transfer == "push" else "gpu"
+                wait_for_signal(arrival, pieces, scope)
                 return stream(gathered.at[layout.slab(b, source)], slot)
 
             local = functools.partial(stream, x_ref.at[b])
@@ -360,15 +417,14 @@ def all_gather_matmul(
             return slot
 
         size = math.prod(config.cluster_tiles)
-        workers = device.num_sms // size
-        late = min(pl.cdiv(config.senders, size), workers - 1)
+        late = min(pl.cdiv(layout.senders, size), layout.num_blocks // size - 1)
         run_roles(
             tiles[0],
             scratch,
             snake_tiles(config, counts, late=late, rounds=config.spare_rounds),
             load,
             consume,
-            communicate=layout.for_each_piece(own_blocks * pieces, send_piece),
+            communicate=communicate,
             communicators=config.communicators,
         )
 
@@ -524,6 +580,7 @@ def _reduce(
         devices=devices,
         batch=batch,
         rows=slabs[0].shape[1],
+        num_blocks=_num_blocks(config, device),
         config=config,
     )
     own_blocks = layout.blocks_of_device
