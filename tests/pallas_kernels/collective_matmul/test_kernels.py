@@ -329,6 +329,6 @@ def test_narrow_weights_need_a_narrow_tile():
         ({"piece_rows": 48}, "piece_rows 48, expected a divisor of tile_m 128"),
     ],
 )
-def test_bad_configs(changes, message):
+def test_bad_configs(changes, message, no_shape_hook):
     with pytest.raises(ValueError, match=message):
         CollectiveConfig(**changes)
