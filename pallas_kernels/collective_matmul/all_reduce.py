@@ -42,7 +42,11 @@ def one_shot_all_reduce(
     """
     devices = lax.axis_size(axis_name)
     flat = y.reshape(-1, CHUNK[1])
-    chunks = pl.cdiv(flat.shape[0], CHUNK[0])
+    rows = flat.shape[0]
+    # Whole rows are moved as one line of bytes: past the last of a device it would end
+    # in the first rows of the next one.
+    flat = jnp.pad(flat, ((0, -rows % CHUNK[0]), (0, 0)))
+    chunks = flat.shape[0] // CHUNK[0]
     blocks = min(chunks, device.num_sms)
 
     def body(
@@ -106,4 +110,4 @@ def one_shot_all_reduce(
         grid_names=("block",),
         kernel_name="one_shot_all_reduce",
     )(flat)
-    return out.reshape(y.shape)
+    return out[:rows].reshape(y.shape)

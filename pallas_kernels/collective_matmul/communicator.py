@@ -92,11 +92,15 @@ class Chunks:
         Args:
             piece: rows and columns.
             array_columns: columns of the array. Chunks are narrower: whole rows would
-                be moved as one line of bytes, which does not end where rows end.
+                be moved as one line of bytes, which does not end where rows end. Their
+                width divides that of the piece, so that none reaches into the next
+                piece, which may not be there yet.
             dtype: type of the elements.
             buffer_bytes: size of a buffer.
         """
-        width = min(piece[1], BOX, array_columns // 2)
+        width = piece[1]
+        while width > min(BOX, array_columns // 2):
+            width //= 2
         height = min(piece[0], BOX)
         while height * width * dtype.itemsize > buffer_bytes and height > 1:
             height = pl.cdiv(height, 2)

@@ -214,8 +214,9 @@ def candidates(
             )
         )
     # Fewer stages make room for more communicators in fewer blocks.
+    slots = 1 if chosen.tile_n % 128 else 2  # they divide the lines of 64 columns
     many = dataclasses.replace(
-        chosen, stages=chosen.stages - 1, communicators=3, store_slots=2
+        chosen, stages=chosen.stages - 1, communicators=3, store_slots=slots
     )
     found += [dataclasses.replace(many, senders=s) for s in (8, 16)]
     if problem.kind == "all_gather":

@@ -214,14 +214,21 @@ def _cut(
     for slab, w in zip(slabs, ws, strict=True):
         problem = Problem.of(slab[0], w, out_dtype, rhs_transposed=rhs_transposed)
         check_problem(problem, device)
-        if problem.n < config.tile_n and problem.n <= 64:
+        if problem.n <= 64 < config.tile_n * config.cluster_tiles[1]:
             # jax 0.11.2 drops the column index of an array that is one line wide, and
             # the part of a tile past its end lands on its beginning.
             raise Unsupported(
-                f"collective_matmul: {problem.n} columns with tile_n={config.tile_n};"
-                " use tile_n=64"
+                f"collective_matmul: {problem.n} columns with tile_n={config.tile_n}"
+                f" and cluster={config.cluster!r}; use tile_n=64, not cluster='n'"
             )
-        tiles.append(Tiles(problem=problem, config=config))
+        cut = Tiles(problem=problem, config=config)
+        if (lines := config.block[1] // cut.store_columns) % config.store_slots:
+            # The first of a tile would overwrite the last of the one before.
+            raise Unsupported(
+                f"collective_matmul: store_slots {config.store_slots}, expected a"
+                f" divisor of the {lines} chunks of 128 bytes that a consumer stores"
+            )
+        tiles.append(cut)
     return tiles, device
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.collective_matmul import CollectiveConfig, mosaic_gpu
+from pallas_kernels.collective_matmul.communicator import Chunks
 from pallas_kernels.collective_matmul.config import (
     CollectiveProblem,
     candidates,
@@ -214,6 +215,23 @@ def test_four_devices_and_two_kernels_in_one_program():
     assert relative_error(y, hidden @ wide(down)) < RELATIVE[BF16]
 
 
+@pytest.mark.parametrize("tile_n", [64, 128, 192, 256])
+def test_chunks_stay_within_their_piece(tile_n):
+    """The columns beyond belong to a tile that may not be stored yet."""
+    for columns in range(128, 1024, 64):
+        chunks = Chunks.of((128, tile_n), columns, BF16, 8192)
+        assert tile_n % chunks.chunk[1] == 0
+        assert 16 <= chunks.chunk[1] < columns  # never whole rows
+
+
+def test_tiles_wider_than_half_of_the_columns():
+    config = dataclasses.replace(SMALL, tile_n=128)
+    case = {"rows": 256, "columns": (192,), "depth": (64,)}
+    check_reduction(
+        cpu_mesh(data=1, tensor=2), kind="reduce_scatter", config=config, **case
+    )
+
+
 @pytest.mark.parametrize("rows", [1, 3, 64])
 def test_one_shot(rows):
     """Every device adds up in the same order: all have the same bits."""
@@ -297,6 +315,7 @@ def test_all_reduce_lowers_for_decoding(rows):
         ({"tile_n": 256, "stages": 8}, "bytes of shared memory"),
         ({"tile_m": 64, "tile_n": 128, "split": "n"}, "split='n'"),
         ({"cluster": "m"}, "3 row blocks of a device"),
+        ({"tile_n": 192, "store_slots": 2}, "divisor of the 3 chunks"),
     ],
 )
 def test_configs_that_do_not_fit(changes, message):
@@ -314,6 +333,8 @@ def test_narrow_weights_need_a_narrow_tile():
     )
     with pytest.raises(Unsupported, match="64 columns with tile_n=256"):
         lowered(problem, CollectiveConfig())
+    with pytest.raises(Unsupported, match="cluster='n'"):
+        lowered(problem, dataclasses.replace(SMALL, cluster="n"))
     assert heuristic(problem, H200).tile_n == 64
 
 

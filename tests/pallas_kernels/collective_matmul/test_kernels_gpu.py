@@ -112,6 +112,31 @@ def test_values_and_repeatability(kind, dtype, config):
         assert (f(x, w) == y).all()
 
 
+@pytest.mark.parametrize("kind", ["reduce_scatter", "all_reduce"])
+@pytest.mark.parametrize(("tile_n", "columns"), [(256, 320), (192, 256), (128, 192)])
+def test_columns_that_end_within_a_tile(kind, tile_n, columns):
+    """The first call counts: later ones find the sums of the one before."""
+    mesh = every_gpu()
+    x, w = operands(kind, mesh, 2048, columns, 512)
+    f = split(kind, mesh, config=CollectiveConfig(tile_n=tile_n))
+    for sign in (1, -1):
+        poison((2048, 2048), BF16)
+        y = f(sign * x, w)
+        assert relative_error(y, sign * exact(x, w)) < RELATIVE[BF16]
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 64), (3, 320), (5, 2560)])
+def test_one_shot_of_any_size(rows, columns):
+    """Parts of a chunk must not end in what another device has sent."""
+    mesh = every_gpu()
+    x, w = operands("all_reduce", mesh, rows, columns, 256)
+    config = CollectiveConfig(tile_n=64, one_shot=True)
+    f = split("all_reduce", mesh, config=config)
+    for sign in (1, -1) * 10:
+        y = f(sign * x, w)
+        assert relative_error(y, sign * exact(x, w)) < RELATIVE[BF16]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_rows(kind):
     mesh = every_gpu()
