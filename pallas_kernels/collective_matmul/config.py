@@ -213,10 +213,13 @@ def candidates(
                 chosen, senders=senders, buffer_bytes=size, piece_rows=rows
             )
         )
-    # Fewer stages make room for more communicators in fewer blocks.
-    slots = 1 if chosen.tile_n % 128 else 2  # they divide the lines of 64 columns
+    # Fewer stages make room for more communicators in fewer blocks: one of a wide tile
+    # also for another store buffer, two of the narrowest one.
     many = dataclasses.replace(
-        chosen, stages=chosen.stages - 1, communicators=3, store_slots=slots
+        chosen,
+        stages=chosen.stages - (2 if chosen.tile_n == 64 else 1),
+        communicators=3,
+        store_slots=2 if chosen.tile_n == 256 else 1,
     )
     found += [dataclasses.replace(many, senders=s) for s in (8, 16)]
     if problem.kind == "all_gather":

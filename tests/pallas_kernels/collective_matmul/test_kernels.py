@@ -19,6 +19,7 @@ from pallas_kernels.collective_matmul.specs import SPECS
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.matmul import MatmulConfig
 from pallas_kernels.matmul import mosaic_gpu as matmul_kernel
+from pallas_kernels.matmul.config import Problem
 from pallas_kernels.mosaic import H200
 from tests.interpreter import cpu_mesh, interpret_mosaic_gpu
 from tests.lowering import lower_for_cuda
@@ -299,6 +300,24 @@ def test_every_candidate_of_the_tuner_lowers(spec):
     assert len(found) >= 6
     for config in found:
         lowered(problem, config)
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce"])
+@pytest.mark.parametrize("columns", [64, 128, 192, 256, 320, 7168])
+def test_every_candidate_fits(kind, columns):
+    problem = CollectiveProblem(
+        kind=kind, m=8192, n=(columns,), k=(1024,), devices=4, dtype=BF16
+    )
+    product = Problem(m=2048, n=columns, k=1024, dtype=BF16, out_dtype=BF16)
+    for config in candidates(problem, H200):
+        tiles = matmul_kernel.Tiles(problem=product, config=config)
+        assert config.block[1] // tiles.store_columns % config.store_slots == 0
+        piece, width = (config.tile_m, config.tile_n), columns
+        if kind == "all_gather":
+            piece, width = (config.piece_rows, 256), 1024
+        chunks = Chunks.of(piece, width, BF16, config.buffer_bytes)
+        need = chunks.smem_bytes(config.communicators, config.buffers)
+        assert tiles.smem_bytes + need <= H200.smem_bytes, config
 
 
 @pytest.mark.parametrize("rows", [16, 512])
