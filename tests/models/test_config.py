@@ -62,7 +62,7 @@ def test_an_unknown_preset_lists_the_names():
         ({"head_dim": 7}, "head_dim 7 must be even"),
         ({"rope_theta": 0.0}, "rope_theta 0.0 must be positive"),
         ({"norm": "batchnorm"}, r"norm 'batchnorm' is unknown; use one of \('rmsn"),
-        ({"activation": "relu"}, r"activation 'relu' is unknown; use one of \('swig"),
+        ({"activation": "mish"}, r"activation 'mish' is unknown; use one of \('swig"),
         ({"position": "alibi"}, r"position 'alibi' is unknown; use one of \('rope'"),
         ({"position": "learned", "rotary_dim": 4}, "rotary_dim 4 has no effect"),
         ({"tie_embeddings": True, "lm_head_bias": True}, "set tie_embeddings=False"),
