@@ -228,6 +228,7 @@ def _attention_bwd(
     # What arrives for a query that sees nothing, NaN too, is nobody's gradient.
     inside = jnp.arange(q.shape[0], dtype=jnp.int32) < cu_q[-1]
     seen = inside[:, None] & (lse > -jnp.inf)
+    dout = jnp.where(seen[..., None], dout, 0)
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     delta = jnp.where(seen, delta - dlse, 0.0)
     dsinks = None
