@@ -100,7 +100,7 @@ def assert_equal_gradients(actual, expected, tolerance=1e-5):
     scale = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(expected))
     expected = named(expected)
     for name, grad in named(actual).items():
-        error = float(jnp.abs(np.asarray(grad) - np.asarray(expected[name])).max())
+        error = float(np.abs(np.asarray(grad) - np.asarray(expected[name])).max())
         assert error <= tolerance * scale, name
 
 
