@@ -148,7 +148,7 @@ def relay(
 
     Half of the buffers are coming in while the others are under way. A buffer counts as
     under way until its chunk has arrived, not only left: what is sent faster than the
-    links take it piles up on the chip, in front of what the block loads.
+    links take it is expected to pile up on the chip, in front of what the block loads.
 
     Args:
         chunks: how the piece is cut.

@@ -227,8 +227,8 @@ def heuristic(problem: Problem, device: DeviceSpec) -> TileSparseConfig:
 
     Returns:
         The largest block that keeps the multiprocessors busy; for few tokens, the rows
-        of a tile split among multiprocessors. No clusters: on an H200 waiting for each
-        other cost the blocks more than sharing the weights saved.
+        of a tile split among multiprocessors. No clusters: in first trials on an H200
+        waiting for each other cost the blocks more than sharing the weights saved.
 
     Example:
         >>> from pallas_kernels.mosaic import H200
@@ -242,8 +242,8 @@ def heuristic(problem: Problem, device: DeviceSpec) -> TileSparseConfig:
 
 
 # Cost model, in clock cycles of a multiprocessor; from times at 4096 x 4096 x 4096 with
-# 50% and 75% pruned on an H200: steps run at the rate of a dense product, what a block
-# costs beyond them is fixed.
+# 50% and 75% pruned in first trials on an H200: steps run at the rate of a dense
+# product, what a block costs beyond them is fixed.
 _TENSOR_CORE = 2048  # multiply-adds a cycle, 16-bit operands
 _EFFICIENCY = 0.98  # of the tensor cores, of that of a dense product
 _L2_BYTES = 48  # bytes a cycle from the L2 cache to one multiprocessor
@@ -298,7 +298,7 @@ def prefer_dense(problem: Problem, device: DeviceSpec) -> bool:
 
 
 def prefer_triton(problem: Problem) -> bool:
-    """Whether Triton's kernel is the faster one on Hopper: for few tokens, measured.
+    """Whether Triton's kernel is the faster one on Hopper: for few tokens, by trials.
 
     Args:
         problem: what to compute.
