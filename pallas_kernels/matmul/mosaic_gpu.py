@@ -304,7 +304,7 @@ def store_tile(
     sums: jax.Array,
     scratch: Any,
     consumer: Any,
-    destination: Callable[[int], Any],
+    destination: Callable[[int], Any | None],
     finish: Callable[[int, jax.Array], jax.Array] | None = None,
 ) -> None:
     """Consumer: stores its part of a tile; returns before the copies have arrived.
@@ -315,11 +315,15 @@ def store_tile(
         scratch: what `Tiles.scratch_types` allocated.
         consumer: int32, which of the consumers this warpgroup is.
         destination: chunk number to a [block_m, 128 bytes] view of global memory, here
-            or on a peer. Rows and columns past its array are dropped.
+            or on a peer; None leaves the chunk out. Rows and columns past its array are
+            dropped, but not where that is one chunk wide: jax 0.11.2 then ignores the
+            column, and what lies past the end must be left out.
         finish: ``(chunk number, its sums) -> what is stored``; None stores the sums.
     """
     slots, width = tiles.config.store_slots, tiles.store_columns
     for chunk in range(tiles.config.block[1] // width):
+        if (view := destination(chunk)) is None:
+            continue
         values = sums[:, chunk * width : (chunk + 1) * width]
         if finish is not None:
             values = finish(chunk, values)
@@ -328,7 +332,7 @@ def store_tile(
         plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
         buffer[...] = values.astype(tiles.problem.out_dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(buffer, destination(chunk))
+        plgpu.copy_smem_to_gmem(buffer, view)
 
 
 def run_roles(

@@ -33,7 +33,6 @@ from pallas_kernels.tile_sparse_matmul.config import (
     TileSparseConfig,
     heuristic,
     prefer_dense,
-    prefer_triton,
 )
 from pallas_kernels.tile_sparse_matmul.epilogue import ACTIVATIONS
 from pallas_kernels.tile_sparse_matmul.format import STEP, TileSparse
@@ -72,12 +71,12 @@ def tile_sparse_matmul(
     so a pruned weight never comes back.
 
     With ``implementation=None`` a kernel runs on NVIDIA GPUs, unless so little is
-    pruned that unpacking the weight for a dense product is expected to be faster; on
-    Hopper that of Mosaic GPU, or Triton's for at most 64 tokens where it is there. The
-    packed weight is all there is: a layer that is known to stay nearly full is better
-    kept dense. Bias and activation are part of the kernel where no columns are pruned,
-    and a fused kernel of XLA elsewhere. The compiler does not partition the kernels: on
-    several devices call this inside `jax.shard_map`, with `TileSparse.shards`.
+    pruned that unpacking the weight for a dense product is expected to be faster: that
+    of Mosaic GPU on Hopper, Triton's elsewhere. The packed weight is all there is: a
+    layer that is known to stay nearly full is better kept dense. Bias and activation
+    are part of the kernel where no columns are pruned, and a fused kernel of XLA
+    elsewhere. The compiler does not partition the kernels: on several devices call
+    this inside `jax.shard_map`, with `TileSparse.shards`.
 
     Args:
         x: ``[*B,K]`` activations, or ``[K,*B]``.
@@ -294,8 +293,6 @@ def _order(x: jax.Array, w: TileSparse, call: _Call) -> tuple[str, ...]:
     problem = Problem.of(x, w, call.feature_major)
     if not wanted and device is not None and prefer_dense(problem, device):
         return ("xla",)
-    if not wanted and prefer_triton(problem):
-        return ("triton", "mosaic_gpu", "xla")
     return ("mosaic_gpu", "triton", "xla")
 
 

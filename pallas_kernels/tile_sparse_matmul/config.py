@@ -23,7 +23,6 @@ __all__ = [
     "candidates",
     "heuristic",
     "prefer_dense",
-    "prefer_triton",
 ]
 
 TILES = (64, 128, 256)
@@ -250,7 +249,6 @@ _L2_BYTES = 48  # bytes a cycle from the L2 cache to one multiprocessor
 _HBM_BYTES = 2300  # bytes a cycle from memory to all of them
 _BLOCK_OVERHEAD = 4500  # filling the ring, storing the block
 _SPLIT_OVERHEAD = 4000  # another kernel, which adds the parts
-_FEW_TOKENS = 64
 
 
 def _cost(problem: Problem, config: TileSparseConfig, device: DeviceSpec) -> float:
@@ -297,26 +295,18 @@ def prefer_dense(problem: Problem, device: DeviceSpec) -> bool:
     return dense + unpack < sparse
 
 
-def prefer_triton(problem: Problem) -> bool:
-    """Whether Triton's kernel is the faster one on Hopper: for few tokens, by trials.
-
-    Args:
-        problem: what to compute.
-    """
-    return problem.gathers and problem.m <= _FEW_TOKENS
-
-
 def _configs(problem: Problem, device: DeviceSpec) -> list[TileSparseConfig]:
     found = []
     for tokens in (256, 128, 64):
         if not _fits(problem, tokens):
             continue
-        if tokens >= 2 * problem.m and _fits(problem, tokens // 2):
+        half = tokens // 2
+        if half >= max(problem.m, 64) and _fits(problem, half):
             continue
         # What fits into shared memory beside 32 KB of store buffers.
         stages = min(196_608 // (128 * (tokens + problem.tile)), 8)
-        lag = min(stages - 2, 2 if tokens == 256 else 4)
-        ahead = 1 if tokens > 64 else 4
+        lag = min(stages - 2, {256: 2, 128: 4, 64: 6}[tokens])
+        ahead = 1 if tokens > 64 else 8
         split_features = problem.y_major and problem.tile >= 128
         rows = problem.tile // 2 if split_features else tokens
         slots = 2 if problem.y_major and rows == 64 and tokens > 64 else 1

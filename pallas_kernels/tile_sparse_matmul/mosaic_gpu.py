@@ -114,11 +114,18 @@ class _Cut:
 
     @property
     def out_shape(self) -> tuple[int, int]:
-        """Whole tiles of the layout: 8 rows of 128 bytes."""
-        p, splits = self.problem, self.config.splits
-        whole = p.n % (8 if p.y_major else self.tiles.store_columns) == 0
+        """Whole tiles of the layout, 8 rows of 128 bytes; one may be narrower."""
+        p, splits, line = self.problem, self.config.splits, self.tiles.store_columns
+        whole = p.n % (8 if p.y_major else line) == 0
         features = p.n if splits == 1 and whole else splits * p.tiles * p.tile
-        return (features, p.m) if p.y_major else (p.m, features)
+        if not p.y_major:
+            return p.m, features
+        return features, p.m if p.m <= line else pl.cdiv(p.m, line) * line
+
+    @property
+    def one_line(self) -> bool:
+        """Whether the output is not wider than one chunk of a store."""
+        return self.out_shape[1] <= self.tiles.store_columns
 
     def operands(self, scratch: Any) -> tuple[Any, Any]:
         """The rings of x and of the weights."""
@@ -200,11 +207,22 @@ class _Schedule:
     def for_each(self, body: Callable[..., Any], carry: Any) -> Any:
         """Loops over them: ``body(block, the one after, carry) -> carry``."""
         total = self.clusters * self.lines
-        mine = lax.div(total - 1 - self.worker + self.workers, jnp.int32(self.workers))
+        rounds = lax.div(total, jnp.int32(self.workers))
+        left = total - rounds * self.workers
+        # Of tiles by falling count every other round goes backwards: who had the most
+        # work gets the least.
+        snakes = self.order is not None
+        place = self.workers - 1 - self.worker if snakes else self.worker
+        last = jnp.where(lax.rem(rounds, 2) == 1, place, self.worker)
+        mine = rounds + jnp.where(last < left, 1, 0)
+
+        def number(i: jax.Array) -> jax.Array:
+            within = jnp.where(lax.rem(i, 2) == 1, place, self.worker)
+            return i * self.workers + within
 
         def block(i: jax.Array, carry: Any) -> Any:
-            index = i * self.workers + self.worker
-            after = jnp.where(i + 1 < mine, index + self.workers, index)
+            index = number(i)
+            after = jnp.where(i + 1 < mine, number(i + 1), index)
             return body(self.locate(index), self.locate(after), carry)
 
         return lax.fori_loop(0, mine, block, carry)
@@ -330,8 +348,20 @@ def _consume(
         line = block.split * cut.problem.tiles + tile
         m, n = (line, tokens) if cut.problem.y_major else (tokens, line)
         sums = _epilogue(cut, refs, sums, tile, consumer)
-        view = functools.partial(cut.tiles.out_view, refs["out"], m, n, consumer)
-        store_tile(cut.tiles, sums, scratch, consumer, view)
+
+        def view(chunk: int) -> Any:
+            if cut.one_line and chunk:
+                return None
+            return cut.tiles.out_view(refs["out"], m, n, consumer, chunk)
+
+        def store() -> None:
+            store_tile(cut.tiles, sums, scratch, consumer, view)
+
+        if cut.one_line:  # see `store_tile`
+            beyond = consumer if cut.tiles.config.split == "n" else 0
+            pl.when(n + beyond == 0)(store)
+        else:
+            store()
         return slot
 
     schedule.for_each(consume_block, jnp.int32(0))
@@ -392,10 +422,8 @@ def tile_sparse_matmul(
     device = check_problem(wanted, device)
     if wanted.gathers and not x_major:
         x, x_major = x.T, True  # a kept row must be one run of memory
-    # Stored rows and columns fill whole tiles of the layout, but for few columns.
-    unit = STEP if y_major and wanted.m > STEP else 8
     along = 1 if x_major else 0
-    if extra := -x.shape[along] % unit:
+    if extra := -x.shape[along] % 8:  # runs of 16 bytes, whole tiles of the layout
         x = jnp.pad(x, ((0, extra), (0, 0)) if along == 0 else ((0, 0), (0, extra)))
     problem = Problem.of(x, w, (x_major, y_major))
     fused = config.splits == 1
@@ -437,7 +465,7 @@ def _add_parts(
     """Sums the parts of a split product; one fused kernel of XLA with the epilogue."""
     p, splits = cut.problem, cut.config.splits
     if p.y_major:
-        sums = jnp.sum(parts.reshape(splits, -1, p.m), axis=0)[: p.n]
+        sums = jnp.sum(parts.reshape(splits, -1, parts.shape[1]), axis=0)[: p.n, : p.m]
     else:
         sums = jnp.sum(parts.reshape(p.m, splits, -1), axis=1)[:, : p.n]
     return epilogue.apply(

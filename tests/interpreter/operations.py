@@ -370,11 +370,36 @@ class ReduceTask(callbacks.AsyncCopySmemToGmemTask):
                 return
 
 
+def _check_column(copy: dict) -> None:
+    """Refuse stores past the columns of an array that is one line of 128 bytes wide.
+
+    Jax 0.11.2 ignores the column of a line there: what lies past the end would be
+    written over what does not.
+    """
+    shared_memory = shared_memory_of_run()
+    dst, access = access_of(
+        shared_memory,
+        copy["dst_allocation_key_as_array"],
+        copy["dst_transforms"],
+    )
+    shape, dtype = shared_memory.buffer_shape_and_dtype(dst)
+    if len(shape) < 2 or len(access.range) != len(shape):
+        return
+    column = access.range[-1]
+    start = column.start if isinstance(column, slice) else column
+    if shape[-1] * np.dtype(dtype).itemsize <= 128 and start >= shape[-1]:
+        raise IndexError(
+            f"store at column {start} of an array of shape {tuple(shape)}, one line "
+            "wide: jax ignores the column there; leave the store out"
+        )
+
+
 @callbacks.fail_on_exception
 def copy_smem_to_gmem(*, token, thread, predicate, reduction_op, **copy):
     """The stock copy, with a predicate and with ``reduction_op="add"``."""
     if predicate is not None and not bool(predicate):
         return token
+    _check_column(copy)
     if reduction_op is None:
         return _stock_copy_smem_to_gmem(
             token=token, thread=thread, predicate=None, reduction_op=None, **copy

@@ -107,6 +107,31 @@ def interpreted(x, w, config, layout, num_sms=1, **epilogue):
         (128, (256, 256, 128, [64, 192], 64), (True, True), SMALL, 1),
         (128, (256, 256, 128, [64, 192], 64), (False, True), SMALL, 1),
         (72, (256, 256, 128, [128, 0], 64), (False, False), SMALL, 1),
+        # Rounds of blocks that go forth and back, the last one not full.
+        (
+            128,
+            (128, 512, 128, [70, 128, 3, 64], 1),
+            (True, True),
+            dataclasses.replace(SMALL, group=1),
+            3,
+        ),
+        # An output one line wide: what lies past its columns is not stored.
+        (64, (128, 100, 64, [100, 7], 1), (True, True), WIDE, 1),
+        (64, (128, 64, 128, [100], 1), (False, False), SMALL, 1),
+        (
+            40,
+            (128, 128, 128, [128], 1),
+            (True, True),
+            dataclasses.replace(SMALL, cluster=2),
+            2,
+        ),
+        (
+            40,
+            (256, 256, 256, [200], 8),
+            (True, True),
+            dataclasses.replace(SMALL, splits=2),
+            1,
+        ),
         # Split sums: parts of unequal and of no steps.
         (
             16,
@@ -196,6 +221,29 @@ def test_interpreted_gradient_equals_the_reference(
     assert relative_error(w.with_values(grad).to_dense(), want) < RELATIVE[BF16]
     past = np.arange(w.room) >= np.asarray(w.counts)[:, None]
     assert grad.dtype == BF16 and not np.any(np.asarray(grad)[past])
+
+
+def test_every_number_of_tokens_has_a_config():
+    for tile in (64, 128, 256):
+        for m in (1, 8, 31, 32, 33, 64, 100, 128, 4096):
+            w = dataclasses.replace(SPECS[0], tile=tile).weight_shape()
+            x = jax.ShapeDtypeStruct((4096, m), jnp.bfloat16)
+            found = candidates(Problem.of(x, w, (True, True)), H200)
+            assert min(c.block_tokens for c in found) < max(2 * m, 129)
+
+
+def test_split_sums_of_an_odd_number_of_tokens_lower():
+    w = dataclasses.replace(SPECS[0], room=512).weight_shape()
+    for m in (40, 100):
+        x = jax.ShapeDtypeStruct((4096, m), jnp.bfloat16)
+        config = heuristic(Problem.of(x, w, (True, True)), H200)
+        run = functools.partial(
+            mosaic_gpu.tile_sparse_matmul,
+            feature_major=(True, True),
+            config=dataclasses.replace(config, splits=2),
+            device=H200,
+        )
+        lower_for_cuda(run, x, w, kernels=1)
 
 
 def test_activations_of_kernels_are_accurate():
