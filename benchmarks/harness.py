@@ -168,6 +168,8 @@ class Benchmark:
     """Whether small inputs take turns; off where the inputs are state."""
     memory: bool = False
     """Whether to record what a call takes beyond its inputs, as ``memory_mb``."""
+    count_kernels: bool = False
+    """Whether to record how many kernels a call in JAX launches, as ``kernels``."""
     part: str = ""
     """Suffix of the result file."""
     measure: (
@@ -295,6 +297,8 @@ def _prepare(
         if benchmark.memory:
             metrics["memory_mb"] = timing.jax_memory(function, sets[0]) / 1e6
         found = output = jax.block_until_ready(function(*sets[0]))
+        if benchmark.count_kernels and timing.on_gpu():
+            metrics["kernels"] = float(timing.jax_kernels(function, sets[0]))
     error = None if expected is None else max_rel_error(found, expected)
     del found, output
     return _Candidate(

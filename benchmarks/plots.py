@@ -139,7 +139,130 @@ def _curves(
         panel.legend(fontsize=7)
 
 
-SHAPES = {"collective_matmul": _overlap}
+def _attention(figure: Any, record: records.Record) -> None:
+    """Rate against length, or time where lengths differ, and what packing saves.
+
+    The savings are over cuDNN on a padded batch, against the share of its padding.
+    """
+    rows = record["rows"]
+    dense = [r for r in rows if r["case"].startswith("dense_")]
+    bert = [r for r in rows if r["case"].startswith("bert_base_b16_")]
+    kinds = records.ordered(
+        (r["params"]["pass"], r["params"]["head_dim"], r["params"]["causal"])
+        for r in dense
+    )
+    passes = records.ordered(r["params"]["pass"] for r in rows)
+    panels = len(kinds) + 2 * len(passes)
+    width = min(3, panels)
+    figure.set_size_inches(4.4 * width, 3.4 * -(-panels // width))
+    flat = iter(figure.subplots(-(-panels // width), width, squeeze=False).flat)
+    colors = _colors(rows)
+    for kind in sorted(kinds):
+        what, head_dim, causal = kind
+        here = [
+            r
+            for r in dense
+            if tuple(r["params"][x] for x in ("pass", "head_dim", "causal")) == kind
+        ]
+        panel = next(flat)
+        _against_length(panel, here, colors, lambda r: r["metrics"]["tflops"])
+        panel.set_title(f"{what}, D{head_dim}, {'causal' if causal else 'full'}")
+        panel.set_ylabel("TFLOP/s")
+    for what in passes:
+        panel = next(flat)
+        here = [r for r in bert if r["params"]["pass"] == what]
+        _against_length(panel, here, colors, lambda r: r["time_us"])
+        panel.set_yscale("log")
+        panel.set_title(f"{what}, BERT-base, batch 16")
+        panel.set_ylabel("us")
+    for what in passes:
+        panel = next(flat)
+        here = [r for r in rows if r["params"]["pass"] == what]
+        _savings(panel, here, "mosaic_gpu", ("cudnn_padded",))
+        panel.set_title(f"{what}, time saved over cudnn_padded")
+    for panel in flat:
+        panel.set_visible(False)
+    figure.suptitle(f"{record['benchmark']}, {record['device']}")
+
+
+def _encoders(figure: Any, record: records.Record) -> None:
+    """Time against length for each model and batch, and what packing saves."""
+    rows = record["rows"]
+    kinds = records.ordered((r["params"]["model"], r["params"]["batch"]) for r in rows)
+    width = min(3, len(kinds) + 1)
+    lines = -(-(len(kinds) + 1) // width)
+    figure.set_size_inches(4.4 * width, 3.4 * lines)
+    flat = iter(figure.subplots(lines, width, squeeze=False).flat)
+    colors = _colors(rows)
+    for model, batch in sorted(kinds):
+        here = [r for r in rows if r["params"]["model"] == model]
+        here = [r for r in here if r["params"]["batch"] == batch]
+        panel = next(flat)
+        _against_length(panel, here, colors, lambda r: r["time_us"] / 1e3)
+        panel.set_yscale("log")
+        panel.set_title(f"{model}, batch {batch}")
+        panel.set_ylabel("ms")
+    panel = next(flat)
+    _savings(panel, rows, "jaxscale", ("jax_padded", "torch_compile"))
+    panel.set_title("time saved over padded models")
+    for panel in flat:
+        panel.set_visible(False)
+    figure.suptitle(f"{record['benchmark']}, {record['device']}")
+
+
+def _colors(rows: Sequence[records.Record]) -> dict[str, str]:
+    names = records.ordered(row["implementation"] for row in rows)
+    return {name: f"C{i}" for i, name in enumerate(names)}
+
+
+def _against_length(
+    panel: Any, rows: Sequence[records.Record], colors: dict[str, str], value: Any
+) -> None:
+    """A line for each implementation."""
+    for name in records.ordered(row["implementation"] for row in rows):
+        points = sorted(
+            (row["params"]["max_len"], value(row))
+            for row in rows
+            if row["implementation"] == name
+        )
+        x, y = zip(*points, strict=True)
+        panel.plot(x, y, marker="o", markersize=3, label=name, color=colors[name])
+    every = sorted({row["params"]["max_len"] for row in rows})
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(every, [str(n) for n in every], fontsize=7)
+    panel.minorticks_off()
+    panel.set_xlabel("longest sequence", fontsize=8)
+    panel.grid(alpha=0.3)
+    if rows:
+        panel.legend(fontsize=6)
+
+
+def _savings(
+    panel: Any, rows: Sequence[records.Record], ours: str, rivals: Sequence[str]
+) -> None:
+    """The share of a rival's time that ours saves, against the share of padding."""
+    for rival in rivals:
+        points = []
+        for first, by_name in records.lines(rows):
+            p = first["params"]
+            if ours in by_name and rival in by_name and p["tokens"]:
+                padding = 1 - p["tokens"] / (p["batch"] * p["max_len"])
+                ratio = by_name[ours]["time_us"] / by_name[rival]["time_us"]
+                points.append((padding, 1 - ratio))
+        panel.scatter(*(list(zip(*points, strict=True)) or ((), ())), s=8, label=rival)
+    panel.axline((0, 0), slope=1, color="black", linewidth=0.8, linestyle=":")
+    panel.set_xlim(0, 1)
+    panel.set_ylim(-1, 1)
+    panel.set_xlabel("share of padding", fontsize=8)
+    panel.grid(alpha=0.3)
+    panel.legend(fontsize=6)
+
+
+SHAPES = {
+    "collective_matmul": _overlap,
+    "encoder": _encoders,
+    "varlen_attention": _attention,
+}
 """Drawings of particular benchmarks."""
 
 

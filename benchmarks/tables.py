@@ -11,12 +11,13 @@ the stem of the file. Options follow the name::
     <!-- table:matmul metric=tflops implementations=mosaic_gpu,dense cases=4096* -->
 
 ``metric`` is what a cell shows beside the time (by default the first that all rows
-have), ``device`` a folder of results, and the name of a param chooses rows by its
-value: ``M=2048,8192``. With ``columns=M`` the values of a param stand side by side and
-a cell is the metric alone, or else the time; a last line has the means. With
-``pending=yes`` a table without results says so instead of failing. A plot is a block
-``<!-- plot:matmul -->``. ``--check`` changes nothing and fails if a block or a plot
-differs from what would be written.
+have), ``device`` a folder of results, ``params`` the params that have a column (by
+default all), and the name of a param chooses rows by its value: ``M=2048,8192``. With
+``columns=M`` the values of a param stand side by side and a cell is the metric alone,
+or else the time; a last line has the means. With ``pending=yes`` a table without
+results says so instead of failing. A plot is a block ``<!-- plot:matmul -->``.
+``--check`` changes nothing and fails if a block or a plot differs from what would be
+written.
 
 Every row of a file is shown, ours and baselines alike, the fastest of a line in bold.
 The last column is the time of the fastest baseline over that of our fastest: below 1
@@ -97,6 +98,7 @@ def markdown(
     metric: str | None = None,
     implementations: str = "*",
     cases: str = "*",
+    params: str = "*",
     columns: str | None = None,
     **where: str,
 ) -> str:
@@ -107,6 +109,7 @@ def markdown(
         metric: The metric beside the time; by default the first that all rows have.
         implementations: Comma-separated names or patterns.
         cases: Comma-separated names or patterns.
+        params: The same, of the params that have a column.
         columns: A param whose values become columns.
         **where: Comma-separated values of params. One that leaves a single value has
             no column.
@@ -125,21 +128,25 @@ def markdown(
         return _side_by_side(rows, metric, columns)
     metric = metric or records.default_metric(rows)
     unit, scale = ("ms", 1e3) if all(r["time_us"] >= 1e4 for r in rows) else ("us", 1)
-    params = records.ordered(p for row in rows for p in row["params"] if p not in fixed)
+    shown = [
+        name
+        for name in records.ordered(p for row in rows for p in row["params"])
+        if name not in fixed and _matches(name, params)
+    ]
     names = records.ordered(row["implementation"] for row in rows)
-    head = ["case", *params, *names]
+    head = ["case", *shown, *names]
     with_ratio = any(ratio(by_name) is not None for _, by_name in records.lines(rows))
     if with_ratio:
         head.append("baseline / ours")
     table = [
         head,
-        ["---"] * (1 + len(params)) + ["--:"] * (len(head) - 1 - len(params)),
+        ["---"] * (1 + len(shown)) + ["--:"] * (len(head) - 1 - len(shown)),
     ]
     for first, by_name in records.lines(rows):
         times = [r["time_us"] for name, r in by_name.items() if name not in BOUNDS]
         best = min(times) if len(times) > 1 else None
         cells = [first["case"]]
-        cells += [str(first["params"].get(name, "")) for name in params]
+        cells += [str(first["params"].get(name, "")) for name in shown]
         for name in names:
             row = by_name.get(name)
             fastest = row is not None and row["time_us"] == best and name not in BOUNDS
@@ -148,8 +155,8 @@ def markdown(
             value = ratio(by_name)
             cells.append("-" if value is None else f"{value:.2f}")
         table.append(cells)
-    shown = f"Time in {unit}" + (f" ({metric})" if metric else "")
-    return f"{_joined(table)}\n\n{shown}. {_source(rows)}\n"
+    what = f"Time in {unit}" + (f" ({metric})" if metric else "")
+    return f"{_joined(table)}\n\n{what}. {_source(rows)}\n"
 
 
 def _chosen(

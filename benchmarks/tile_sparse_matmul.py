@@ -292,13 +292,13 @@ def measure(
             except NotImplementedError as error:
                 results[name] = NoMeasurement(f"not supported: {error}")
             except Exception as error:
-                results[name] = harness._failed(error)
+                results[name] = harness.failed(error)
         for _ in range(ROUNDS):
             for name in [name for name in ready if name not in results]:
                 try:
                     taken = ready[name].take(-(-samples // ROUNDS))
                 except Exception as error:
-                    results[name] = harness._failed(error)
+                    results[name] = harness.failed(error)
                     continue
                 ready[name].seconds += taken
                 if timing.on_gpu():

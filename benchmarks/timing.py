@@ -115,6 +115,17 @@ def jax_device_time(function: Callable, sets: Sequence[tuple], calls: int) -> li
     return times
 
 
+def jax_kernels(function: Callable, inputs: tuple) -> int:
+    """How many kernels a call launches, copies and fills among them; prints them."""
+    from jax.experimental.mosaic.gpu import profiler
+
+    measured = profiler.measure(_EachSet(function, [inputs]), aggregate=False)
+    _, kernels = measured()
+    for name, milliseconds in kernels or ():
+        print(f"   {milliseconds * 1e3:9.1f} us  {name[:100]}", flush=True)
+    return len(kernels or ())
+
+
 def jax_wall_time(
     function: Callable, sets: Sequence[tuple], calls: int, burst: int = 1
 ) -> list:

@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 
 from benchmarks import plots, records, tables
@@ -146,6 +147,11 @@ def test_params_choose_rows_and_bounds_do_not_compete():
         tables.markdown(OVERLAP, colour="red")
 
 
+def test_only_some_params_have_a_column():
+    lines = tables.markdown(OVERLAP, cases="qkv", params="M,t*").splitlines()
+    assert lines[0].startswith("| case | tp | M | mosaic_gpu |")
+
+
 def test_values_of_a_param_stand_side_by_side():
     text = tables.markdown(
         OVERLAP,
@@ -188,7 +194,44 @@ def test_what_is_not_measured_yet_may_say_so(tmp_path):
     assert "![A plot](docs/_static/plots/nvidia_h200_matmul.svg)" in made
 
 
-@pytest.mark.parametrize("record", [RECORD, OVERLAP], ids=["bars", "curves"])
+def attention_row(case, name, time_us, what="fwd", batch=16, max_len=512, tokens=16):
+    params = {"pass": what, "head_dim": 64, "causal": False}
+    params |= {"batch": batch, "max_len": max_len, "tokens": tokens}
+    return row(case, name, time_us, 400.0) | {"params": params}
+
+
+ATTENTION = RECORD | {
+    "benchmark": "varlen_attention",
+    "rows": [
+        attention_row("dense_d64_l512_full", "mosaic_gpu", 10.0),
+        attention_row("dense_d64_l512_full", "cudnn_padded", 11.0),
+        attention_row("bert_base_b16_l512", "mosaic_gpu", 5.0, tokens=4096),
+        attention_row("bert_base_b16_l512", "cudnn_padded", 12.0, tokens=4096),
+        attention_row("bert_base_b16_l512", "cudnn_packed", 12.0, "fwd_bwd"),
+    ],
+}
+
+
+def encoder_row(model, name, time_us):
+    params = {"model": model, "batch": 16, "max_len": 512, "tokens": 4096}
+    return row(f"{model}_b16_l512", name, time_us, 1.0) | {"params": params}
+
+
+ENCODER = RECORD | {
+    "benchmark": "encoder",
+    "rows": [
+        encoder_row("bert_base", "jaxscale", 2000.0),
+        encoder_row("bert_base", "torch_compile", 5000.0),
+        encoder_row("albert_base", "jaxscale", 1500.0),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [RECORD, OVERLAP, ATTENTION, ENCODER],
+    ids=["bars", "curves", "attention", "encoder"],
+)
 def test_plots_know_what_they_show(tmp_path, record):
     path = tmp_path / "plot.svg"
     assert not plots.is_current(record, path)
@@ -205,6 +248,27 @@ def test_curves_hold_every_layer_and_negative_values(tmp_path):
     text = (tmp_path / "plot.svg").read_text()
     for label in ("qkv", "up", "all_gather, 4 GPUs", "reduce_scatter, 4 GPUs", "E*"):
         assert f">{label}<" in text, label
+
+
+def test_attention_against_length_and_padding(tmp_path):
+    plots.draw(ATTENTION, tmp_path / "plot.svg")
+    text = (tmp_path / "plot.svg").read_text()
+    for label in ("fwd, D64, full", "fwd, BERT-base, batch 16", "share of padding"):
+        assert f">{label}<" in text, label
+    plots.draw(ENCODER, tmp_path / "plot.svg")
+    text = (tmp_path / "plot.svg").read_text()
+    for label in ("bert_base, batch 16", "albert_base, batch 16", "torch_compile"):
+        assert f">{label}<" in text, label
+
+
+def test_savings_are_paired_with_the_share_of_padding():
+    from matplotlib.figure import Figure
+
+    panel = Figure().subplots()
+    plots._savings(panel, ATTENTION["rows"], "mosaic_gpu", ("cudnn_padded",))
+    found = panel.collections[0].get_offsets()
+    expected = [(1 - 16 / 8192, 1 - 10 / 11), (0.5, 1 - 5 / 12)]
+    np.testing.assert_allclose(found, expected)
 
 
 def test_a_stale_plot_is_found(tmp_path, capsys):

@@ -1,0 +1,269 @@
+"""Encoders end to end: ours packed, a plain padded one in JAX, and transformers.
+
+``python -m benchmarks.encoder --model bert_base --max_len 1024 --batch 16`` selects.
+Tokens and lengths, uniform in [0.2 L, L] as in ByteTransformer's paper, come padded,
+and activations go padded, so packing and unpacking are within the time: the wall time
+of a call among ten that are dispatched one after another. Parameters are random, the
+same for all, in bf16; errors are those of the activations against a padded model in
+fp32. ``memory_mb`` is what a call takes beside parameters and input.
+
+- ``jaxscale``: `EncoderModel.padded`, on a buffer of the tokens of the batch, rounded
+  up to a multiple of 256.
+- ``jax_padded``: the same model in plain JAX with cuDNN's attention. For DeBERTa,
+  whose scores cuDNN takes as a bias, [B, N, L, L].
+- ``torch_eager``, ``torch_sdpa``: transformers with stored and with fused scores.
+- ``torch_compile``, ``torch_compile_graphs``: by `torch.compile` and fused scores
+  where the model has them; with its default mode and with CUDA graphs.
+
+Programs of JAX are compiled at once, in threads.
+"""
+
+import dataclasses
+import functools
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from benchmarks import plain_encoder, timing, torch_encoder
+from benchmarks.harness import Benchmark, Case, Jax, Params, Results, Torch, run_case
+from benchmarks.plain_encoder import Switches
+from jaxscale import models
+from pallas_kernels.varlen_attention.specs import bytetransformer
+
+
+MODELS = ("bert_base", "albert_base", "distilbert_base", "deberta_v3_base")
+LENGTHS = (64, 128, 256, 384, 512, 768, 1024)
+BATCHES = (1, 8, 16, 64)
+
+
+def lengths_of(params: Params) -> np.ndarray:
+    """Tokens of each sequence of a case."""
+    return bytetransformer(params["batch"], params["max_len"]).astype(np.int32)
+
+
+def case(model: str, batch: int, max_len: int) -> Case:
+    """One batch of one model."""
+    params = {"model": model, "batch": batch, "max_len": max_len}
+    params["tokens"] = int(lengths_of(params).sum())
+    return Case(f"{model}_b{batch}_l{max_len}", params)
+
+
+def importance(case: Case) -> int:
+    """Lower comes first: the targets name these cases."""
+    model, batch, length = (case.params[x] for x in ("model", "batch", "max_len"))
+    if batch == 16 and length == (1024 if model == "bert_base" else 512):
+        return 0
+    return 1 if batch == 16 and model == "bert_base" else 2 if batch == 16 else 3
+
+
+def token_budget(params: Params) -> int:
+    """Size of the packed buffer."""
+    return -(-params["tokens"] // 256) * 256
+
+
+def config_of(params: Params) -> models.EncoderConfig:
+    """The model, with as many positions as the batch needs."""
+    config = models.encoder_preset(params["model"])
+    longest = max(config.max_seq_len, params["max_len"])
+    return dataclasses.replace(config, max_seq_len=longest)
+
+
+def fused(config: models.EncoderConfig) -> str | None:
+    """The attention of our model: the Hopper kernel where it can serve."""
+    return "mosaic_gpu" if timing.on_gpu() and config.relative is None else None
+
+
+@functools.lru_cache(maxsize=2)
+def _parameters(config: models.EncoderConfig) -> tuple[tuple[jax.Array, ...], Any]:
+    """Random parameters in bf16 and the tree that they are leaves of.
+
+    Biases and norms, which begin as zeros and ones, are random too.
+    """
+
+    def make(key: jax.Array) -> models.EncoderModel:
+        model = models.EncoderModel(
+            config,
+            dtype=jnp.bfloat16,
+            scan_layers=False,
+            attention_implementation=fused(config),
+            rngs=nnx.Rngs(key),
+        )
+        leaves, tree = jax.tree.flatten(model)
+        keys = jax.random.split(jax.random.fold_in(key, 1), len(leaves))
+        noisy = [
+            (x + 0.02 * jax.random.normal(k, x.shape)).astype(jnp.bfloat16)
+            for x, k in zip(leaves, keys, strict=True)
+        ]
+        return jax.tree.unflatten(tree, noisy)
+
+    leaves, tree = jax.tree.flatten(jax.jit(make)(jax.random.key(0)))
+    return tuple(leaves), tree
+
+
+def inputs(params: Params, key: jax.Array) -> tuple:
+    """Parameters, random tokens and lengths."""
+    config = config_of(params)
+    shape = params["batch"], params["max_len"]
+    tokens = jax.random.randint(key, shape, 5, config.vocab_size, jnp.int32)
+    return _parameters(config)[0], tokens, jnp.asarray(lengths_of(params))
+
+
+def model_of(params: Params, leaves: Sequence[jax.Array]) -> models.EncoderModel:
+    """The model that has these parameters."""
+    return jax.tree.unflatten(_parameters(config_of(params))[1], leaves)
+
+
+def ours(params: Params) -> Callable:
+    """Packed before the embedding, unpacked after the last layer."""
+
+    def run(leaves: Any, tokens: Any, lengths: Any) -> jax.Array:
+        model = model_of(params, leaves)
+        return model.padded(tokens, lengths=lengths, token_budget=token_budget(params))
+
+    return run
+
+
+def plain(params: Params, **switches: Any) -> Callable:
+    """A plain encoder."""
+
+    def run(leaves: Any, tokens: Any, lengths: Any) -> jax.Array:
+        # Positions are integers of another type than tokens.
+        with jax.numpy_dtype_promotion("standard"):
+            return plain_encoder.hidden(
+                model_of(params, leaves), tokens, lengths, Switches(**switches)
+            )
+
+    return run
+
+
+def reference(params: Params) -> Callable:
+    """The definition: padded, scores stored."""
+    return plain(params, attention="xla", scan=True)
+
+
+def transformers(name: str) -> Torch:
+    """A baseline in torch."""
+
+    def make(params: Params) -> Callable:
+        leaves = _parameters(config_of(params))[0]
+        return torch_encoder.forward(name, model_of(params, leaves))
+
+    return Torch(make)
+
+
+class Program:
+    """A jitted function that is compiled once, also where its memory is asked for."""
+
+    def __init__(self, function: Callable):
+        self.jitted = jax.jit(function)
+        self.lowered = self.compiled = None
+
+    def lower(self, *inputs: Any) -> "Program":
+        """Trace it, once."""
+        if self.lowered is None:
+            self.lowered = self.jitted.lower(*inputs)
+        return self
+
+    def compile(self) -> Any:
+        """Compile it, once."""
+        if self.compiled is None and self.lowered is not None:
+            self.compiled = self.lowered.compile()
+        return self.compiled
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run it."""
+        return self.lower(*inputs).compile()(*inputs)
+
+
+Makers = Mapping[str, Callable[[Params], Callable]]
+
+
+def measure_with(makers: Makers, benchmark: Benchmark) -> Callable:
+    """What times the cases of a benchmark, whose JAX functions `makers` make."""
+
+    def measure(
+        cases: Sequence[Case], names: Sequence[str], samples: int
+    ) -> Iterator[tuple[Case, Results]]:
+        for case in cases:
+            start = time.monotonic()
+            programs = {
+                n: Program(makers[n](case.params)) for n in names if n in makers
+            }
+            arguments = inputs(case.params, jax.random.key(0))
+            with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+                for program in programs.values():
+                    try:
+                        pool.submit(program.lower(*arguments).compile)
+                    except NotImplementedError:
+                        continue  # said when it is prepared
+            print(f"-- compiled in {time.monotonic() - start:.0f} s", flush=True)
+            found = {
+                name: Jax(lambda params, p=programs[name]: p)
+                if name in programs
+                else benchmark.implementations[name]
+                for name in names
+            }
+            yield (
+                case,
+                run_case(
+                    dataclasses.replace(benchmark, implementations=found, measure=None),
+                    case,
+                    names,
+                    samples,
+                ),
+            )
+            jax.clear_caches()
+
+    return measure
+
+
+def metrics(params: Params, seconds: float) -> dict[str, float]:
+    """Tokens a second, padding not counted."""
+    return {"tokens_per_second": params["tokens"] / seconds}
+
+
+def compare(params: Params, medians: Mapping[str, float]) -> Mapping[str, dict]:
+    """How much faster than the compiled model of transformers."""
+    if "torch_compile" not in medians:
+        return {}
+    best = medians["torch_compile"]
+    return {name: {"vs_torch_compile": best / t} for name, t in medians.items()}
+
+
+MAKERS: Makers = {"jaxscale": ours, "jax_padded": plain}
+
+BENCHMARK = Benchmark(
+    name="encoder",
+    cases=sorted(
+        (case(m, b, n) for m in MODELS for b in BATCHES for n in LENGTHS),
+        key=importance,
+    ),
+    quick_cases=[
+        case(f"{name}_tiny", 3, 24) for name in ("bert", "albert", "deberta_v3")
+    ],
+    inputs=inputs,
+    reference=reference,
+    implementations={
+        **{name: Jax(make) for name, make in MAKERS.items()},
+        **{name: transformers(name) for name in torch_encoder.MODES},
+    },
+    metrics=metrics,
+    compare=compare,
+    time="wall",
+    burst=10,
+    samples=20,
+    max_rel_error=5e-2,
+    memory=True,
+    selectors={"model": "model", "batch": "batch", "max_len": "max_len"},
+)
+BENCHMARK.measure = measure_with(MAKERS, BENCHMARK)
+
+if __name__ == "__main__":
+    BENCHMARK.main()

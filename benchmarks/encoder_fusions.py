@@ -1,0 +1,174 @@
+"""What XLA fuses of a layer of BERT, and what the rest costs.
+
+``python -m benchmarks.encoder_fusions``. ByteTransformer writes kernels by hand for
+bias + residual + norm and for bias + GELU behind a product; here the compiler is
+expected to make them. For each, on packed tokens in bf16, device time and ``kernels``,
+how many a call launches:
+
+- ``xla``: as the layers of our models say it.
+- ``separate``: a kernel for each step.
+
+``product`` is that of the case ``product_bias_gelu`` alone, what no fusion behind it
+can beat. ``layer`` is a whole layer with our attention, and ``layer_products`` its six
+products alone, to weigh the others by.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import encoder, timing
+from benchmarks.harness import Benchmark, Case, Jax, Params
+from jaxscale.nn.norms import layer_norm
+from pallas_kernels.varlen_attention import varlen_attention
+from pallas_kernels.varlen_attention.specs import bytetransformer
+
+
+HEAD_DIM = 64
+EPS = 1e-12
+
+
+def _barrier(separate: bool) -> Callable[[jax.Array], jax.Array]:
+    return jax.lax.optimization_barrier if separate else (lambda x: x)
+
+
+def _norm(own: Callable, product: Any, residual: Any, w: Any) -> jax.Array:
+    x = own(residual + own(product + w["bias"]))
+    return layer_norm(x, w["scale"], w["shift"], EPS).astype(x.dtype)
+
+
+def _gelu(own: Callable, product: Any, w: Any) -> jax.Array:
+    return jax.nn.gelu(own(product + w["bias"]), approximate=False)
+
+
+type Piece = Callable[[Any, Any], Any]
+
+
+def bias_residual_norm(own: Callable, attention: str | None) -> Piece:
+    """``norm(residual + product + bias)``."""
+    return lambda x, w: _norm(own, x["product"], x["residual"], w)
+
+
+def product_bias_gelu(own: Callable, attention: str | None) -> Piece:
+    """``gelu(x @ kernel + bias)``."""
+    return lambda x, w: _gelu(own, own(x["residual"] @ w["kernel"]), w)
+
+
+def product(own: Callable, attention: str | None) -> Piece:
+    """``x @ kernel``."""
+    return lambda x, w: x["residual"] @ w["kernel"]
+
+
+def layer_products(own: Callable, attention: str | None) -> Piece:
+    """The six products of a layer."""
+
+    def run(x: Any, w: Any) -> tuple:
+        h = x["residual"]
+        qkv = [h @ w[n]["kernel"] for n in "qkv"]
+        wide = h @ w["up"]["kernel"]
+        return *qkv, qkv[0] @ w["out"]["kernel"], wide, wide @ w["down"]["kernel"]
+
+    return run
+
+
+def layer(own: Callable, attention: str | None) -> Piece:
+    """A post-norm layer on packed tokens."""
+
+    def attend(x: Any, w: Any, bounds: Any) -> jax.Array:
+        q, k, v = (
+            own(own(x @ w[n]["kernel"]) + w[n]["bias"]).reshape(-1, _heads(x), HEAD_DIM)
+            for n in "qkv"
+        )
+        out = varlen_attention(q, k, v, bounds, implementation=attention)
+        return jnp.asarray(out).reshape(x.shape)
+
+    def run(x: Any, w: Any) -> jax.Array:
+        h = x["residual"]
+        out = own(attend(h, w, x["bounds"]))
+        h = own(_norm(own, own(out @ w["out"]["kernel"]), h, w["out"]))
+        wide = own(_gelu(own, own(h @ w["up"]["kernel"]), w["up"]))
+        return _norm(own, own(wide @ w["down"]["kernel"]), h, w["down"])
+
+    return run
+
+
+def _heads(x: jax.Array) -> int:
+    return max(1, x.shape[-1] // HEAD_DIM)
+
+
+PIECES: Mapping[str, Callable[[Callable, str | None], Piece]] = {
+    piece.__name__: piece
+    for piece in (
+        layer,
+        layer_products,
+        product_bias_gelu,
+        product,
+        bias_residual_norm,
+    )
+}
+
+
+def make(separate: bool, params: Params) -> Piece:
+    """The piece of a case."""
+    what = params["what"]
+    if separate and "product" in what and what != "product_bias_gelu":
+        raise NotImplementedError("there is nothing to fuse")
+    kernel = "mosaic_gpu" if timing.on_gpu() else None
+    return PIECES[what](_barrier(separate), kernel)
+
+
+def _lengths(params: Params) -> np.ndarray:
+    return bytetransformer(params["batch"], params["max_len"])
+
+
+def case(what: str, batch: int, max_len: int, features: int = 768) -> Case:
+    """A piece of a layer on the tokens of a batch."""
+    params = {"batch": batch, "max_len": max_len, "features": features, "what": what}
+    params["tokens"] = encoder.token_budget({"tokens": int(_lengths(params).sum())})
+    return Case(what, params)
+
+
+def inputs(params: Params, key: jax.Array) -> tuple:
+    """Random activations and parameters."""
+    rows, d = params["tokens"], params["features"]
+    keys = iter(jax.random.split(key, 40))
+
+    def normal(*shape: int) -> jax.Array:
+        return jax.random.normal(next(keys), shape, jnp.bfloat16)
+
+    def weights(fan_in: int, fan_out: int) -> dict[str, jax.Array]:
+        kernel = normal(fan_in, fan_out) * jnp.asarray(fan_in**-0.5, jnp.bfloat16)
+        small = {n: normal(fan_out) for n in ("bias", "scale", "shift")}
+        return {"kernel": kernel, **small}
+
+    bounds = np.cumsum([0, *_lengths(params)], dtype=np.int32)
+    x = {"residual": normal(rows, d), "product": normal(rows, d)}
+    x["bounds"] = jnp.asarray(bounds)
+    if params["what"].startswith("product"):
+        return x, weights(d, 4 * d)
+    if params["what"] == "bias_residual_norm":
+        return x, weights(1, d)
+    shapes = dict.fromkeys(("q", "k", "v", "out"), (d, d))
+    shapes |= {"up": (d, 4 * d), "down": (4 * d, d)}
+    return x, {name: weights(*shape) for name, shape in shapes.items()}
+
+
+BENCHMARK = Benchmark(
+    name="encoder_fusions",
+    cases=[case(what, 16, 1024) for what in PIECES],
+    quick_cases=[case(what, 2, 16, 128) for what in PIECES],
+    inputs=inputs,
+    reference=lambda params: PIECES[params["what"]](_barrier(False), None),
+    implementations={
+        "xla": Jax(functools.partial(make, False)),
+        "separate": Jax(functools.partial(make, True)),
+    },
+    count_kernels=True,
+)
+
+if __name__ == "__main__":
+    BENCHMARK.main()

@@ -1,0 +1,70 @@
+"""The PyTorch baselines of `benchmarks.encoder`: transformers on a padded batch."""
+
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+from jaxscale import models
+
+
+MODES = {
+    "torch_eager": ("eager", None),
+    "torch_sdpa": ("sdpa", None),
+    "torch_compile": ("sdpa", "default"),
+    "torch_compile_graphs": ("sdpa", "reduce-overhead"),
+}
+"""Attention and mode of `torch.compile`, by name of the implementation."""
+
+
+def forward(name: str, model: models.EncoderModel) -> Callable[..., Any]:
+    """A function of tokens and lengths: transformers' model with these parameters.
+
+    Its activations are zero in the padding, as those of the others are. The mask is
+    made at the first call.
+
+    Args:
+        name: one of `MODES`.
+        model: its parameters are saved and read by transformers.
+
+    Raises:
+        NotImplementedError: the model has no such attention.
+    """
+    import torch
+    import transformers
+
+    attention, mode = MODES[name]
+    disentangled = model.config.relative is not None
+    if disentangled and name == "torch_sdpa":
+        raise NotImplementedError("transformers has no fused DeBERTa attention")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    # The others compute no pooled vector.
+    pooled = model.config.family in ("bert", "roberta", "albert")
+    options = {"add_pooling_layer": False} if pooled else {}
+    with tempfile.TemporaryDirectory() as directory:
+        models.save(model, directory)
+        theirs = transformers.AutoModel.from_pretrained(
+            directory,
+            dtype=torch.bfloat16,
+            attn_implementation="eager" if disentangled else attention,
+            **options,
+        )
+    theirs = theirs.to(device).eval()
+    masks: list[Any] = []
+
+    @torch.inference_mode()
+    def run(tokens: Any, mask: Any) -> Any:
+        out = theirs(input_ids=tokens, attention_mask=mask).last_hidden_state
+        return out * mask[..., None].to(out.dtype)
+
+    if mode is not None:
+        torch.compiler.reset()
+        run = torch.compile(run, mode=mode, dynamic=False)
+
+    def call(leaves: Any, tokens: Any, lengths: Any) -> Any:
+        del leaves  # it has its own copy
+        if not masks:
+            places = torch.arange(tokens.shape[1], device=tokens.device)
+            masks.append((tokens.long(), (places < lengths[:, None]).long()))
+        return run(*masks[0])
+
+    return call

@@ -1,0 +1,464 @@
+"""Attention over sequences of different length: ours, cuDNN's, XLA's and PyTorch's.
+
+``python -m benchmarks.varlen_attention --pass fwd --case 'bert_base_b16_*'`` selects by
+pass and name, ``--pattern``, ``--head_dim`` and ``--causal`` by what the lengths and
+the heads are. Cases come in the order of their importance, those of the targets first.
+
+Every implementation gets the same random packed sequences, laid out as it wants them
+before it is timed, in as many sets as pass through the L2 cache twice. Packed buffers
+are rounded up to 64 rows, padded ones are as long as the longest sequence. Rates count
+useful work alone, that of the gradients 2.5 times that of the result. Errors are those
+of a head (of the query heads of a key head) in up to four sequences, the longest and
+the shortest among them, against fp32; ``norm_error`` is the same by norms.
+
+Programs of several cases are compiled at once, in threads, before the first is timed.
+"""
+
+import dataclasses
+import functools
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import harness, timing
+from benchmarks.attention_baselines import FORMS, Form, rounded
+from benchmarks.harness import (
+    Benchmark,
+    Case,
+    Custom,
+    Measurement,
+    NoMeasurement,
+    Params,
+    Results,
+)
+from pallas_kernels.varlen_attention.specs import (
+    SPECS,
+    VarlenSpec,
+    bytetransformer,
+    documents,
+)
+
+
+BATCH = 6
+"""Cases whose programs are compiled at once."""
+ROUNDS = 3
+SAMPLED = 4
+"""Sequences that are compared with fp32."""
+QUICK = (
+    VarlenSpec(
+        name="tiny_full",
+        pattern="bytetransformer",
+        lengths_q=tuple(map(int, bytetransformer(4, 24))),
+        lengths_k=tuple(map(int, bytetransformer(4, 24))),
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=16,
+    ),
+    VarlenSpec(
+        name="tiny_causal",
+        pattern="documents",
+        lengths_q=tuple(map(int, documents(3, 40))),
+        lengths_k=tuple(map(int, documents(3, 40))),
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        causal=True,
+    ),
+    VarlenSpec(
+        name="tiny_prefill",
+        pattern="constant",
+        lengths_q=(8, 8),
+        lengths_k=(24, 24),
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        causal=True,
+    ),
+)
+
+
+def plain(spec: VarlenSpec) -> bool:
+    """Whether a spec asks for no more than most implementations have."""
+    features = spec.softcap, spec.sinks, spec.alibi
+    return spec.window == (None, None) and not any(features)
+
+
+def importance(spec: VarlenSpec) -> int:
+    """Lower comes first: the targets name these cases."""
+    name = spec.name
+    if name.startswith(("dense_d64_l4096_full", "dense_d128_l4096")):
+        return 0
+    if name.startswith("bert_base_b16_") or spec.pattern == "documents":
+        return 1
+    if name.startswith(("long_tail", "bimodal", "prefill", "wide")):
+        return 2
+    if name.startswith("bert_base"):
+        return 3
+    return 4 if spec.pattern != "constant" else 5
+
+
+BY_NAME = {spec.name: spec for spec in (*QUICK, *filter(plain, SPECS))}
+
+
+def case(spec: VarlenSpec, what: str) -> Case:
+    """One problem: a spec and ``fwd`` or ``fwd_bwd``."""
+    grouped = spec.num_heads != spec.num_kv_heads
+    heads = f"{spec.num_heads}/{spec.num_kv_heads}" if grouped else str(spec.num_heads)
+    return Case(
+        spec.name,
+        {
+            "pass": what,
+            "pattern": spec.pattern,
+            "head_dim": spec.head_dim,
+            "heads": heads,
+            "causal": spec.causal,
+            "batch": len(spec.lengths_q),
+            "max_len": spec.max_len,
+            "tokens": sum(spec.lengths_q),
+        },
+    )
+
+
+def cases(specs: Sequence[VarlenSpec]) -> list[Case]:
+    """Both passes of specs."""
+    return [case(spec, what) for spec in specs for what in ("fwd", "fwd_bwd")]
+
+
+# --- The definition -------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """Which sequences and which key head are compared."""
+
+    sequences: tuple[int, ...]
+    kv_head: int
+
+
+def sample(spec: VarlenSpec) -> Sample:
+    """The longest, the shortest that is not empty, and random others."""
+    lengths = np.asarray(spec.lengths_q)
+    random = np.random.default_rng(0)
+    order = [int(lengths.argmax()), int(np.where(lengths, lengths, 2**30).argmin())]
+    order += [int(b) for b in random.permutation(len(lengths)) if lengths[b]]
+    chosen = tuple(dict.fromkeys(order))[:SAMPLED]
+    return Sample(chosen, int(random.integers(spec.num_kv_heads)))
+
+
+def definition(causal: bool, scale: float) -> Callable:
+    """Attention of one sequence and key head in fp32, and its gradients."""
+
+    def attend(q: Any, k: Any, v: Any, len_q: Any, len_k: Any) -> Any:
+        i, j = jnp.arange(q.shape[0])[:, None], jnp.arange(k.shape[0])[None]
+        mask = (i < len_q) & (j < len_k)
+        if causal:
+            mask &= j - i <= len_k - len_q
+        scores = scale * jnp.einsum("lgh,sh->gls", q, k)
+        weights = jax.nn.softmax(jnp.where(mask, scores, -1e30), axis=-1)
+        return jnp.einsum("gls,sh->lgh", jnp.where(mask, weights, 0.0), v)
+
+    def run(q: Any, k: Any, v: Any, dout: Any, len_q: Any, len_k: Any) -> tuple:
+        out, back = jax.vjp(lambda q, k, v: attend(q, k, v, len_q, len_k), q, k, v)
+        return out, *back(dout)
+
+    return run
+
+
+def _room(length: int) -> int:
+    return max(64, 1 << (length - 1).bit_length())
+
+
+@functools.cache
+def _definition_program(
+    pool: ThreadPoolExecutor, causal: bool, rows: int, keys: int, groups: int, dim: int
+) -> Future:
+    """Compiles `definition` for sequences of up to so many rows."""
+    shapes = [(rows, groups, dim), (keys, dim), (keys, dim), (rows, groups, dim)]
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    length = jax.ShapeDtypeStruct((), jnp.int32)
+    run = definition(causal, dim**-0.5)
+    with jax.default_matmul_precision("highest"):
+        lowered = jax.jit(run).lower(*arguments, length, length)
+    # Trying out the products of many lengths would take longer than all else.
+    options = {"xla_gpu_autotune_level": 0} if timing.on_gpu() else None
+    return pool.submit(lowered.compile, options)
+
+
+def programs_of_definition(spec: VarlenSpec, pool: ThreadPoolExecutor) -> list[Future]:
+    """For each sampled sequence, its program."""
+    groups = spec.num_heads // spec.num_kv_heads
+    return [
+        _definition_program(
+            pool,
+            spec.causal,
+            _room(spec.lengths_q[b]),
+            _room(spec.lengths_k[b]),
+            groups,
+            spec.head_dim,
+        )
+        for b in sample(spec).sequences
+    ]
+
+
+def _group(spec: VarlenSpec) -> slice:
+    """The query heads of the key head that is compared."""
+    groups = spec.num_heads // spec.num_kv_heads
+    head = sample(spec).kv_head
+    return slice(head * groups, (head + 1) * groups)
+
+
+def expected(
+    spec: VarlenSpec, packed: Sequence[jax.Array], programs: Sequence[Future]
+) -> list[list[np.ndarray]]:
+    """The results and gradients of each sampled sequence."""
+    bounds_q, bounds_k = spec.cu_seqlens()
+    q, k, v, dout = (np.asarray(x).astype(np.float32) for x in packed)
+    head, group = sample(spec).kv_head, _group(spec)
+    found = []
+    for b, program in zip(sample(spec).sequences, programs, strict=True):
+        len_q, len_k = spec.lengths_q[b], spec.lengths_k[b]
+        rows, keys = slice(bounds_q[b], bounds_q[b + 1]), slice(*bounds_k[b : b + 2])
+        own = [q[rows, group], k[keys, head], v[keys, head], dout[rows, group]]
+        rooms = [_room(len_q), _room(len_k), _room(len_k), _room(len_q)]
+        own = [
+            np.pad(x, ((0, room - len(x)), *((0, 0),) * (x.ndim - 1)))
+            for x, room in zip(own, rooms, strict=True)
+        ]
+        out = program.result()(*own, np.int32(len_q), np.int32(len_k))
+        sizes = (len_q, len_q, len_k, len_k)
+        found.append([np.asarray(x)[:n] for x, n in zip(out, sizes, strict=True)])
+    return found
+
+
+def errors(
+    spec: VarlenSpec,
+    form: Form,
+    found: Sequence[np.ndarray],
+    wanted: Sequence[Sequence[np.ndarray]],
+) -> tuple[float, float]:
+    """Errors of the result and the gradients: by the largest, and by norms."""
+    head, group = sample(spec).kv_head, _group(spec)
+    worst = [0.0, 0.0]
+    for i, array in enumerate(found):
+        lengths = spec.lengths_k if i >= 2 else spec.lengths_q
+        heads = slice(head, head + 1) if i >= 2 else group
+        rows = [
+            form.layout.rows(array, lengths, b)[:, heads].astype(np.float32)
+            for b in sample(spec).sequences
+        ]
+        factor = form.dq_factor if i == 1 else 1.0
+        actual = factor * np.concatenate([x.reshape(-1) for x in rows])
+        right = np.concatenate([one[i].reshape(-1) for one in wanted])
+        by_norm = float(np.linalg.norm(actual - right) / np.linalg.norm(right))
+        by_largest = harness.max_rel_error(actual, right)
+        by_norm = by_norm if np.isfinite(by_norm) else float("inf")
+        worst = [max(worst[0], by_largest), max(worst[1], by_norm)]
+    return worst[0], worst[1]
+
+
+# --- Compile and time -----------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Prepared:
+    """A case whose programs are being compiled."""
+
+    case: Case
+    spec: VarlenSpec
+    gradient: bool
+    draw: Future
+    definition: list[Future]
+    forms: dict[str, tuple[Form, Future, Future | None]]
+    """Form, program that lays operands out, program to be timed (none for torch)."""
+    results: Results
+
+
+def _drawing(spec: VarlenSpec) -> Callable:
+    """Random normal packed q, k, v and gradients of the result, in bfloat16."""
+    queries = rounded(sum(spec.lengths_q)), spec.num_heads, spec.head_dim
+    keys = rounded(sum(spec.lengths_k)), spec.num_kv_heads, spec.head_dim
+
+    def draw(seed: Any) -> tuple:
+        # The bit generator of the hardware: threefry takes long to compile.
+        each = jax.random.split(jax.random.key(seed, impl="rbg"), 4)
+        shapes = (queries, keys, keys, queries)
+        return tuple(
+            jax.random.normal(key, shape, jnp.bfloat16)
+            for key, shape in zip(each, shapes, strict=True)
+        )
+
+    return draw
+
+
+def prepare(case: Case, names: Sequence[str], pool: ThreadPoolExecutor) -> Prepared:
+    """Lower the forms of a case and begin to compile them."""
+    spec, gradient = BY_NAME[case.name], case.params["pass"] == "fwd_bwd"
+    drawing = jax.jit(_drawing(spec)).lower(jax.ShapeDtypeStruct((), jnp.uint32))
+    forms: dict[str, Any] = {}
+    results: Results = {}
+    for name in names:
+        try:
+            form = FORMS[name](spec, gradient)
+            if form.torch and not timing.torch_is_there():
+                raise NotImplementedError("torch with a GPU is not there")
+            lay = jax.jit(functools.partial(form.lay, spec, gradient))
+            laid = lay.lower(*drawing.out_info)
+            program = None
+            if not form.torch:
+                # jax.nn promotes types.
+                with jax.numpy_dtype_promotion("standard"):
+                    lowered = jax.jit(form.function(gradient)).lower(*laid.out_info)
+                program = pool.submit(lowered.compile)
+            forms[name] = form, pool.submit(laid.compile), program
+        except NotImplementedError as error:
+            results[name] = NoMeasurement(f"not supported: {error}")
+        except Exception as error:
+            results[name] = harness.failed(error)
+    return Prepared(
+        case,
+        spec,
+        gradient,
+        pool.submit(drawing.compile),
+        programs_of_definition(spec, pool),
+        forms,
+        results,
+    )
+
+
+def _make_ready(
+    prepared: Prepared,
+    form: Form,
+    lay: Callable,
+    program: Callable | None,
+    packed: Sequence[tuple],
+    wanted: Sequence[Sequence[np.ndarray]],
+) -> tuple[Callable, float, float]:
+    """A timer, and the two errors."""
+    sets = [lay(*arrays) for arrays in packed]
+    if program is None:
+        function = form.function(prepared.gradient)
+        sets = [harness._to_torch(operands) for operands in sets]
+        found = harness._from_torch(function(*sets[0]))
+        timer = timing.torch_device_time
+    else:
+        function = program
+        found = jax.block_until_ready(function(*sets[0]))
+        timer = timing.jax_device_time if timing.on_gpu() else timing.jax_wall_time
+    found = [np.asarray(x) for x in found]
+    by_largest, by_norm = errors(prepared.spec, form, found, wanted)
+
+    def take(calls: int) -> list[float]:
+        # All calls in one go: to begin to profile takes longer than the calls.
+        return timer(function, sets * -(-calls // len(sets)), calls)
+
+    return take, by_largest, by_norm
+
+
+def run(prepared: Prepared, names: Sequence[str], samples: int) -> Results:
+    """Time the forms of a case in turns, with pauses: a busy GPU slows down."""
+    spec, results = prepared.spec, prepared.results
+    draw = prepared.draw.result()
+    packed = [draw(np.uint32(0))]
+    nbytes = sum(x.nbytes for x in packed[0])
+    count = timing.number_of_sets(nbytes) if timing.on_gpu() else 2
+    count = min(count, max(2, samples // ROUNDS))
+    packed += [draw(np.uint32(i)) for i in range(1, count)]
+    wanted = expected(spec, packed[0], prepared.definition)
+    ready, taken = {}, {}
+    for name, (form, lay, program) in prepared.forms.items():
+        try:
+            done = None if program is None else program.result()
+            one = _make_ready(prepared, form, lay.result(), done, packed, wanted)
+            ready[name], taken[name] = one, []
+        except NotImplementedError as error:
+            results[name] = NoMeasurement(f"not supported: {error}")
+        except Exception as error:
+            results[name] = harness.failed(error)
+    for _ in range(ROUNDS):
+        for name in [name for name in ready if name not in results]:
+            try:
+                times = ready[name][0](-(-samples // ROUNDS))
+            except Exception as error:
+                results[name] = harness.failed(error)
+                continue
+            taken[name] += times
+            if timing.on_gpu():
+                time.sleep(min(3 * sum(times), 0.2))
+    flops = spec.flops() * (3.5 if prepared.gradient else 1.0)
+    for name in [name for name in ready if name not in results]:
+        _, by_largest, by_norm = ready[name]
+        rate = flops / statistics.median(taken[name]) / 1e12
+        metrics = {"tflops": rate, "norm_error": by_norm}
+        results[name] = Measurement(taken[name], by_largest, metrics)
+    return {name: results[name] for name in names}
+
+
+def measure(
+    wanted: Sequence[Case], names: Sequence[str], samples: int
+) -> Iterator[tuple[Case, Results]]:
+    """Compile the programs of a few cases, time them, and so on."""
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        for i in range(0, len(wanted), BATCH):
+            start = time.monotonic()
+            batch = [prepare(case, names, pool) for case in wanted[i : i + BATCH]]
+            lowered = time.monotonic() - start
+            for one in batch:
+                futures = [one.draw, *one.definition]
+                futures += [f for _, *both in one.forms.values() for f in both if f]
+                for future in futures:
+                    future.exception()
+            compiled = time.monotonic() - start
+            print(
+                f"-- {len(batch)} cases lowered in {lowered:.0f} s, compiled after "
+                f"{compiled:.0f} s",
+                flush=True,
+            )
+            for one in batch:
+                try:
+                    yield one.case, run(one, names, samples)
+                except Exception as error:  # memory for the operands, for example
+                    yield one.case, dict.fromkeys(names, harness.failed(error))
+
+
+def compare(params: Params, medians: Mapping[str, float]) -> Mapping[str, dict]:
+    """How much faster than cuDNN: than the packed, and than the better of two."""
+    found: dict[str, dict] = {name: {} for name in medians}
+    rivals = [medians[n] for n in ("cudnn_packed", "cudnn_padded") if n in medians]
+    for name, seconds in medians.items():
+        if "cudnn_packed" in medians:
+            found[name]["vs_cudnn_packed"] = medians["cudnn_packed"] / seconds
+        if rivals:
+            found[name]["vs_cudnn"] = min(rivals) / seconds
+    return found
+
+
+def _elsewhere(params: Params, seed: int, samples: int) -> Measurement:
+    raise NotImplementedError("`measure` times all implementations")
+
+
+BENCHMARK = Benchmark(
+    name="varlen_attention",
+    cases=cases(sorted(filter(plain, SPECS), key=importance)),
+    quick_cases=cases(QUICK),
+    inputs=lambda params, key: (),
+    implementations={name: Custom(_elsewhere) for name in FORMS},
+    measure=measure,
+    compare=compare,
+    samples=18,
+    selectors={
+        "pass": "pass",
+        "pattern": "pattern",
+        "head_dim": "head_dim",
+        "causal": "causal",
+    },
+)
+
+if __name__ == "__main__":
+    BENCHMARK.main()
