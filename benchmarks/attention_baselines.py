@@ -22,12 +22,17 @@ SCORES_BYTES = 8e9
 """Most memory for scores of an implementation that stores them."""
 
 
+def padded_length(lengths: Sequence[int]) -> int:
+    """What a batch is padded to; odd lengths have no gradient in cuDNN."""
+    return -(-max(lengths) // 8) * 8
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """Where the rows of sequences lie in an array: packed is [T, heads, H].
 
     Args:
-        padded: [B, L, heads, H] instead, zero in the padding.
+        padded: [B, L, heads, H] instead, zero in the padding, L a multiple of 8.
         batched: [1, T, heads, H] instead.
         heads_first: the axis of heads before that of rows.
     """
@@ -40,7 +45,7 @@ class Layout:
         """The packed rows in this layout."""
         if self.padded:
             starts = np.cumsum([0, *lengths[:-1]])
-            offsets = np.arange(max(lengths))
+            offsets = np.arange(padded_length(lengths))
             inside = offsets < np.asarray(lengths)[:, None]  # [B, L]
             rows = np.where(inside, starts[:, None] + offsets, 0)
             x = jnp.where(inside[..., None, None], x[rows], jnp.zeros((), x.dtype))
@@ -199,8 +204,8 @@ def cudnn_padded(spec: VarlenSpec, gradient: bool) -> Form:
 def padding_mask(spec: VarlenSpec) -> np.ndarray:
     """Which keys the queries of a padded batch see: [B, 1, L, S]."""
     len_q, len_k = (np.asarray(x) for x in (spec.lengths_q, spec.lengths_k))
-    i = np.arange(len_q.max())[None, :, None]
-    j = np.arange(len_k.max())[None, None, :]
+    i = np.arange(padded_length(spec.lengths_q))[None, :, None]
+    j = np.arange(padded_length(spec.lengths_k))[None, None, :]
     mask = (i < len_q[:, None, None]) & (j < len_k[:, None, None])
     if spec.causal:
         mask &= j - i <= (len_k - len_q)[:, None, None]

@@ -9,8 +9,10 @@ how many a call launches:
 - ``separate``: a kernel for each step.
 
 ``product`` is that of the case ``product_bias_gelu`` alone, what no fusion behind it
-can beat. ``layer`` is a whole layer with our attention, and ``layer_products`` its six
-products alone, to weigh the others by.
+can beat; ``product_bias_jax_gelu`` is the same with the function of jax. ``qkv`` are
+three products of one input with their biases, which XLA turns into one product and
+takes apart again; ``qkv_apart`` keeps it from doing so. ``layer`` is a whole layer with
+our attention, and ``layer_products`` its six products alone, to weigh the others by.
 """
 
 import functools
@@ -23,6 +25,7 @@ import numpy as np
 
 from benchmarks import encoder, timing
 from benchmarks.harness import Benchmark, Case, Jax, Params
+from jaxscale.nn.blocks import gelu
 from jaxscale.nn.norms import layer_norm
 from pallas_kernels.varlen_attention import varlen_attention
 from pallas_kernels.varlen_attention.specs import bytetransformer
@@ -42,7 +45,7 @@ def _norm(own: Callable, product: Any, residual: Any, w: Any) -> jax.Array:
 
 
 def _gelu(own: Callable, product: Any, w: Any) -> jax.Array:
-    return jax.nn.gelu(own(product + w["bias"]), approximate=False)
+    return gelu(own(product + w["bias"]))
 
 
 type Piece = Callable[[Any, Any], Any]
@@ -58,9 +61,34 @@ def product_bias_gelu(own: Callable, attention: str | None) -> Piece:
     return lambda x, w: _gelu(own, own(x["residual"] @ w["kernel"]), w)
 
 
+def product_bias_jax_gelu(own: Callable, attention: str | None) -> Piece:
+    """The same with the GELU of jax, by the complementary error function."""
+
+    def run(x: Any, w: Any) -> jax.Array:
+        wide = own(own(x["residual"] @ w["kernel"]) + w["bias"])
+        return jax.nn.gelu(wide, approximate=False)
+
+    return run
+
+
 def product(own: Callable, attention: str | None) -> Piece:
     """``x @ kernel``."""
     return lambda x, w: x["residual"] @ w["kernel"]
+
+
+def qkv(own: Callable, attention: str | None) -> Piece:
+    """Three products of one input and their biases."""
+    return lambda x, w: _three([x["residual"]] * 3, w)
+
+
+def qkv_apart(own: Callable, attention: str | None) -> Piece:
+    """The same products of what the compiler takes for three inputs."""
+    return lambda x, w: _three(jax.lax.optimization_barrier([x["residual"]] * 3), w)
+
+
+def _three(inputs: Any, w: Any) -> tuple:
+    named = zip(inputs, "qkv", strict=True)
+    return tuple(x @ w[name]["kernel"] + w[name]["bias"] for x, name in named)
 
 
 def layer_products(own: Callable, attention: str | None) -> Piece:
@@ -105,17 +133,24 @@ PIECES: Mapping[str, Callable[[Callable, str | None], Piece]] = {
     for piece in (
         layer,
         layer_products,
+        qkv,
+        qkv_apart,
         product_bias_gelu,
+        product_bias_jax_gelu,
         product,
         bias_residual_norm,
     )
 }
 
 
+FUSED = ("layer", "bias_residual_norm", "product_bias_gelu")
+"""What is also measured step by step."""
+
+
 def make(separate: bool, params: Params) -> Piece:
     """The piece of a case."""
     what = params["what"]
-    if separate and "product" in what and what != "product_bias_gelu":
+    if separate and what not in FUSED:
         raise NotImplementedError("there is nothing to fuse")
     kernel = "mosaic_gpu" if timing.on_gpu() else None
     return PIECES[what](_barrier(separate), kernel)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxscale.models import EncoderConfig
+from jaxscale.nn.blocks import gelu
 from jaxscale.nn.packing import pack, positions, unpack
 from pallas_kernels.varlen_attention import varlen_attention
 
@@ -113,8 +114,9 @@ class _Steps:
 
 
 def _activation(config: EncoderConfig) -> Callable[[jax.Array], jax.Array]:
-    approximate = config.activation == "gelu_tanh"
-    return lambda x: jax.nn.gelu(x, approximate=approximate)
+    if config.activation == "gelu":
+        return gelu  # faster than that of jax
+    return lambda x: jax.nn.gelu(x, approximate=True)
 
 
 def _heads(x: jax.Array, config: EncoderConfig) -> jax.Array:

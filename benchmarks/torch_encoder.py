@@ -51,7 +51,6 @@ def forward(name: str, model: models.EncoderModel) -> Callable[..., Any]:
     theirs = theirs.to(device).eval()
     masks: list[Any] = []
 
-    @torch.inference_mode()
     def run(tokens: Any, mask: Any) -> Any:
         out = theirs(input_ids=tokens, attention_mask=mask).last_hidden_state
         return out * mask[..., None].to(out.dtype)
@@ -65,6 +64,7 @@ def forward(name: str, model: models.EncoderModel) -> Callable[..., Any]:
         if not masks:
             places = torch.arange(tokens.shape[1], device=tokens.device)
             masks.append((tokens.long(), (places < lengths[:, None]).long()))
-        return run(*masks[0])
+        with torch.no_grad():
+            return run(*masks[0])
 
     return call

@@ -6,10 +6,11 @@ the heads are. Cases come in the order of their importance, those of the targets
 
 Every implementation gets the same random packed sequences, laid out as it wants them
 before it is timed, in as many sets as pass through the L2 cache twice. Packed buffers
-are rounded up to 64 rows, padded ones are as long as the longest sequence. Rates count
-useful work alone, that of the gradients 2.5 times that of the result. Errors are those
-of a head (of the query heads of a key head) in up to four sequences, the longest and
-the shortest among them, against fp32; ``norm_error`` is the same by norms.
+are rounded up to 64 rows, padded rows to the longest sequence and a multiple of 8.
+Rates count useful work alone, that of the gradients 2.5 times that of the result.
+Errors are those of a head (of the query heads of a key head) in up to four sequences,
+the longest and the shortest among them, against fp32; ``norm_error`` is the same by
+norms.
 
 Programs of several cases are compiled at once, in threads, before the first is timed.
 """

@@ -27,14 +27,29 @@ from jaxscale.sharding.tensor_parallel import TensorParallel
 type Norm = Literal["rmsnorm", "layernorm"]
 type Activation = Literal["swiglu", "geglu", "gelu", "gelu_tanh", "relu"]
 
-GATED: dict[str, Callable[[Array], Array]] = {
-    "swiglu": jax.nn.silu,
-    "geglu": lambda x: jax.nn.gelu(x, approximate=False),
-}
+
+def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """``x * Phi(x)`` with the distribution function of the normal distribution.
+
+    `jax.nn.gelu` asks for the complementary error function, which is accurate however
+    small the result. For types of 16 bits the error function in fp32 suffices: it is
+    off by less than 1e-6, and the far tail is below that.
+
+    Example:
+        >>> print(gelu(jnp.array([-1.0, 0.0, 2.0], jnp.bfloat16)))
+        [-0.158203 0 1.95312]
+    """
+    if x.dtype.itemsize > 2:
+        return jax.nn.gelu(x, approximate=False)
+    y = x.astype(jnp.float32)
+    return (0.5 * y * (1 + jax.lax.erf(y * math.sqrt(0.5)))).astype(x.dtype)
+
+
+GATED: dict[str, Callable[[Array], Array]] = {"swiglu": jax.nn.silu, "geglu": gelu}
 """Activations whose feed-forward network has a gate projection."""
 
 _PLAIN: dict[str, Callable[[Array], Array]] = {
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu": gelu,
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "relu": jax.nn.relu,
 }

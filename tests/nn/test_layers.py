@@ -20,6 +20,7 @@ from jaxscale.nn import (
     make_norm,
     rms_norm,
 )
+from jaxscale.nn.blocks import gelu
 
 
 RNG = np.random.default_rng(0)
@@ -112,6 +113,25 @@ def test_mlp(activation):
         hidden = (erf_gelu if activation == "gelu" else tanh_gelu)(up)
     expected = hidden @ np.asarray(mlp.down.kernel[...])
     np.testing.assert_allclose(mlp(jnp.asarray(x)), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_gelu_is_as_exact_as_its_type(dtype):
+    """Values and slopes, from far to the left to far to the right."""
+    x = jnp.linspace(-12, 12, 4001).astype(dtype)
+    exact = np.asarray(x, np.float64)
+    want = erf_gelu(exact)
+    eps = float(jnp.finfo(dtype).eps)
+    found = np.asarray(gelu(x), np.float64)
+    assert np.all(np.abs(found - want) <= eps * np.abs(want) + 1e-6)
+    # The derivative is Phi(x) + x phi(x).
+    density = np.exp(-(exact**2) / 2) / math.sqrt(2 * math.pi)
+    cumulative = 0.5 * (1 + np.vectorize(math.erf)(exact / math.sqrt(2)))
+    slopes = jax.vmap(jax.grad(gelu))(x)
+    assert slopes.dtype == dtype
+    np.testing.assert_allclose(
+        np.asarray(slopes, np.float64), cumulative + exact * density, atol=2 * eps
+    )
 
 
 def test_an_unknown_activation_is_refused(no_shape_hook):
