@@ -261,6 +261,7 @@ BENCHMARK = Benchmark(
     samples=20,
     max_rel_error=5e-2,
     memory=True,
+    count_kernels=True,
     selectors={"model": "model", "batch": "batch", "max_len": "max_len"},
 )
 BENCHMARK.measure = measure_with(MAKERS, BENCHMARK)

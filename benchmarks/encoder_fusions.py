@@ -107,9 +107,11 @@ def layer(own: Callable, attention: str | None) -> Piece:
     """A post-norm layer on packed tokens."""
 
     def attend(x: Any, w: Any, bounds: Any) -> jax.Array:
+        inputs = jax.lax.optimization_barrier([x] * 3)  # as our models do
+        products = (own(y @ w[n]["kernel"]) for y, n in zip(inputs, "qkv", strict=True))
         q, k, v = (
-            own(own(x @ w[n]["kernel"]) + w[n]["bias"]).reshape(-1, _heads(x), HEAD_DIM)
-            for n in "qkv"
+            own(product + w[n]["bias"]).reshape(-1, _heads(x), HEAD_DIM)
+            for product, n in zip(products, "qkv", strict=True)
         )
         out = varlen_attention(q, k, v, bounds, implementation=attention)
         return jnp.asarray(out).reshape(x.shape)
@@ -117,7 +119,8 @@ def layer(own: Callable, attention: str | None) -> Piece:
     def run(x: Any, w: Any) -> jax.Array:
         h = x["residual"]
         out = own(attend(h, w, x["bounds"]))
-        h = own(_norm(own, own(out @ w["out"]["kernel"]), h, w["out"]))
+        h = _norm(own, own(out @ w["out"]["kernel"]), h, w["out"])
+        h = jax.lax.optimization_barrier(h)  # as our models do
         wide = own(_gelu(own, own(h @ w["up"]["kernel"]), w["up"]))
         return _norm(own, own(wide @ w["down"]["kernel"]), h, w["down"])
 

@@ -169,7 +169,8 @@ class Benchmark:
     memory: bool = False
     """Whether to record what a call takes beyond its inputs, as ``memory_mb``."""
     count_kernels: bool = False
-    """Whether to record how many kernels a call in JAX launches, as ``kernels``."""
+    """Whether to record how many kernels a call in JAX launches, as ``kernels``, and
+    how long they take together, without the gaps, as ``kernel_us``."""
     part: str = ""
     """Suffix of the result file."""
     measure: (
@@ -298,7 +299,9 @@ def _prepare(
             metrics["memory_mb"] = timing.jax_memory(function, sets[0]) / 1e6
         found = output = jax.block_until_ready(function(*sets[0]))
         if benchmark.count_kernels and timing.on_gpu():
-            metrics["kernels"] = float(timing.jax_kernels(function, sets[0]))
+            kernels = timing.jax_kernels(function, sets[0])
+            metrics["kernels"] = float(len(kernels))
+            metrics["kernel_us"] = 1e6 * sum(seconds for _, seconds in kernels)
     error = None if expected is None else max_rel_error(found, expected)
     del found, output
     return _Candidate(

@@ -115,15 +115,19 @@ def jax_device_time(function: Callable, sets: Sequence[tuple], calls: int) -> li
     return times
 
 
-def jax_kernels(function: Callable, inputs: tuple) -> int:
-    """How many kernels a call launches, copies and fills among them; prints them."""
+def jax_kernels(function: Callable, inputs: tuple) -> list[tuple[str, float]]:
+    """Names and seconds of the kernels that a call launches, copies among them."""
     from jax.experimental.mosaic.gpu import profiler
 
-    measured = profiler.measure(_EachSet(function, [inputs]), aggregate=False)
-    _, kernels = measured()
-    for name, milliseconds in kernels or ():
-        print(f"   {milliseconds * 1e3:9.1f} us  {name[:100]}", flush=True)
-    return len(kernels or ())
+    _, kernels = profiler.measure(_EachSet(function, [inputs]), aggregate=False)()
+    found = [(name, milliseconds / 1e3) for name, milliseconds in kernels or ()]
+    by_name: dict[str, list[float]] = {}
+    for name, seconds in found:
+        by_name.setdefault(name, []).append(seconds)
+    for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1])):
+        total = 1e6 * sum(times)
+        print(f"{len(times):6d} x {name[:80]:80s} {total:9.1f} us", flush=True)
+    return found
 
 
 def jax_wall_time(

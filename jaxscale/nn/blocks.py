@@ -396,7 +396,9 @@ class Block(nnx.Module):
         attended, aux = attend(attention.split_heads(gather(attention.inputs, h)))
         x = x + attention.out(attention.join_heads(attended))
         if self.post_norm and self.attention_norm and self.mlp_norm:
-            x = self.attention_norm(x)
-            return self.mlp_norm(x + mlp(x)), aux
+            # What is normalized is read twice, by a product and by a sum. Without the
+            # barriers XLA would compute it twice.
+            x = jax.lax.optimization_barrier(self.attention_norm(x))
+            return jax.lax.optimization_barrier(self.mlp_norm(x + mlp(x))), aux
         h = x if self.mlp_norm is None else self.mlp_norm(x)
         return x + mlp(h), aux

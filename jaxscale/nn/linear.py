@@ -167,14 +167,26 @@ class ColumnParallelLinear(Linear):
         if not all(isinstance(layer, ColumnParallelLinear) for layer in layers):
             x = constrain(x, ("batch", None, "act_embed"), first.rules)
             return tuple(layer(x) for layer in layers)
-        outs = column_parallel(
-            x.astype(first.dtype),
-            [layer.weight for layer in layers],
-            kernel_axes=[layer.kernel_axes for layer in layers],
-            out_axes=[layer.out_axes for layer in layers],
-            rules=first.rules,
-            tensor_parallel=first.tensor_parallel,
-        )
+        x = x.astype(first.dtype)
+        groups, inputs = [layers], [x]
+        if first.tensor_parallel is None and first.bias is not None:
+            # XLA would make one product of them, and then copy each part out of it to
+            # add its bias. It does not where the inputs look different.
+            x = constrain(x, ("batch", None, "act_embed"), first.rules)
+            groups = [[layer] for layer in layers]
+            inputs = jax.lax.optimization_barrier([x] * len(layers))
+        outs = [
+            out
+            for group, x in zip(groups, inputs, strict=True)
+            for out in column_parallel(
+                x,
+                [layer.weight for layer in group],
+                kernel_axes=[layer.kernel_axes for layer in group],
+                out_axes=[layer.out_axes for layer in group],
+                rules=first.rules,
+                tensor_parallel=first.tensor_parallel,
+            )
+        ]
         return tuple(
             layer.add_bias(out) for layer, out in zip(layers, outs, strict=True)
         )
