@@ -15,7 +15,7 @@ fp32. ``memory_mb`` is what a call takes beside parameters and input.
 - ``torch_compile``, ``torch_compile_graphs``: by `torch.compile` and fused scores
   where the model has them; with its default mode and with CUDA graphs.
 
-Programs of JAX are compiled at once, in threads.
+Programs of JAX of several cases are compiled at once, in threads.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -41,6 +41,8 @@ from pallas_kernels.varlen_attention.specs import bytetransformer
 MODELS = ("bert_base", "albert_base", "distilbert_base", "deberta_v3_base")
 LENGTHS = (64, 128, 256, 384, 512, 768, 1024)
 BATCHES = (1, 8, 16, 64)
+BATCH = 4
+"""Cases whose programs are compiled at once."""
 
 
 def lengths_of(params: Params) -> np.ndarray:
@@ -80,7 +82,7 @@ def fused(config: models.EncoderConfig) -> str | None:
     return "mosaic_gpu" if timing.on_gpu() and config.relative is None else None
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=BATCH)
 def _parameters(config: models.EncoderConfig) -> tuple[tuple[jax.Array, ...], Any]:
     """Random parameters in bf16 and the tree that they are leaves of.
 
@@ -188,37 +190,42 @@ Makers = Mapping[str, Callable[[Params], Callable]]
 def measure_with(makers: Makers, benchmark: Benchmark) -> Callable:
     """What times the cases of a benchmark, whose JAX functions `makers` make."""
 
+    def prepare(
+        case: Case, names: Sequence[str], pool: ThreadPoolExecutor
+    ) -> tuple[dict[str, Program], list[Future]]:
+        programs = {n: Program(makers[n](case.params)) for n in names if n in makers}
+        arguments = inputs(case.params, jax.random.key(0))
+        futures = []
+        for program in programs.values():
+            try:
+                futures.append(pool.submit(program.lower(*arguments).compile))
+            except NotImplementedError:
+                continue  # said when it is prepared
+        return programs, futures
+
     def measure(
         cases: Sequence[Case], names: Sequence[str], samples: int
     ) -> Iterator[tuple[Case, Results]]:
-        for case in cases:
+        for i in range(0, len(cases), BATCH):
             start = time.monotonic()
-            programs = {
-                n: Program(makers[n](case.params)) for n in names if n in makers
-            }
-            arguments = inputs(case.params, jax.random.key(0))
+            batch = cases[i : i + BATCH]
             with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-                for program in programs.values():
-                    try:
-                        pool.submit(program.lower(*arguments).compile)
-                    except NotImplementedError:
-                        continue  # said when it is prepared
+                ready = [prepare(case, names, pool) for case in batch]
+                for _, futures in ready:
+                    for future in futures:
+                        future.exception()
             print(f"-- compiled in {time.monotonic() - start:.0f} s", flush=True)
-            found = {
-                name: Jax(lambda params, p=programs[name]: p)
-                if name in programs
-                else benchmark.implementations[name]
-                for name in names
-            }
-            yield (
-                case,
-                run_case(
-                    dataclasses.replace(benchmark, implementations=found, measure=None),
-                    case,
-                    names,
-                    samples,
-                ),
-            )
+            for case, (programs, _) in zip(batch, ready, strict=True):
+                found = {
+                    name: Jax(lambda params, p=programs[name]: p)
+                    if name in programs
+                    else benchmark.implementations[name]
+                    for name in names
+                }
+                ours = dataclasses.replace(
+                    benchmark, implementations=found, measure=None
+                )
+                yield case, run_case(ours, case, names, samples)
             jax.clear_caches()
 
     return measure

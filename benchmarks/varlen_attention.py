@@ -220,7 +220,7 @@ def expected(
 ) -> list[list[np.ndarray]]:
     """The results and gradients of each sampled sequence."""
     bounds_q, bounds_k = spec.cu_seqlens()
-    q, k, v, dout = (np.asarray(x).astype(np.float32) for x in packed)
+    q, k, v, dout = (np.asarray(x) for x in packed)
     head, group = sample(spec).kv_head, _group(spec)
     found = []
     for b, program in zip(sample(spec).sequences, programs, strict=True):
@@ -229,7 +229,9 @@ def expected(
         own = [q[rows, group], k[keys, head], v[keys, head], dout[rows, group]]
         rooms = [_room(len_q), _room(len_k), _room(len_k), _room(len_q)]
         own = [
-            np.pad(x, ((0, room - len(x)), *((0, 0),) * (x.ndim - 1)))
+            np.pad(
+                x.astype(np.float32), ((0, room - len(x)), *((0, 0),) * (x.ndim - 1))
+            )
             for x, room in zip(own, rooms, strict=True)
         ]
         out = program.result()(*own, np.int32(len_q), np.int32(len_k))
