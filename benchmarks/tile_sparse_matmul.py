@@ -31,7 +31,10 @@ from benchmarks.harness import (
     Params,
     Results,
 )
+from jaxscale.pruning import PruneConfig
+from jaxscale.pruning.tilewise import Matrix, make_masks
 from pallas_kernels.tile_sparse_matmul import (
+    SingleWeights,
     TileSparse,
     reference,
     tile_sparse_matmul,
@@ -40,6 +43,7 @@ from pallas_kernels.tile_sparse_matmul.specs import SHAPES
 
 
 OURS = ("mosaic_gpu", "triton", "auto")
+SINGLES = 0.02  # of what `tew` keeps, outside of tiles; the default of the pruner
 DECODING = 64  # most tokens of a step of decoding
 TOKENS = (1, 8, 16, 32, 64, 128, 512, 2048, 4096, 8192)
 SPARSITIES = (0.0, 0.25, 0.5, 0.625, 0.75, 0.875, 0.9, 0.95)
@@ -72,12 +76,21 @@ def normal(seed: int, *shape: int) -> jax.Array:
 
 
 def sparse_weight(params: Params, seed: int) -> TileSparse:
-    """A random weight; tiles keep equally many rows or between 3/4 and 5/4 as many."""
+    """A random weight under the mask that ``mask`` names.
+
+    Tiles of ``equal`` masks keep equally many random rows, those of ``uneven`` ones
+    between 3/4 and 5/4 as many; ``pruned`` is what the pruner (tw_k) makes of a weight
+    whose rows and columns have scales of their own, as those of trained models have.
+    """
     rng = np.random.default_rng(seed)
     k, n, tile, unit = (params[x] for x in ("K", "N", "tile", "k_granularity"))
+    if params["mask"] == "pruned":
+        return _pruned_weight(params, rng)
     tiles = -(-n // tile)
     mean = k * (1 - params["sparsity"])
-    share = rng.uniform(0.75, 1.25, tiles) if params["uneven"] else np.ones(tiles)
+    share = (
+        rng.uniform(0.75, 1.25, tiles) if params["mask"] == "uneven" else np.ones(tiles)
+    )
     counts = np.clip(np.round(mean * share / unit) * unit, unit, k).astype(int)
     room = -(-counts.max() // 64) * 64
     rows = np.zeros((tiles, room), np.int32)
@@ -93,6 +106,27 @@ def sparse_weight(params: Params, seed: int) -> TileSparse:
         jnp.asarray(counts, jnp.int32),
         shape=(k, n),
         granularity=unit,
+    )
+
+
+def _pruned_weight(params: Params, rng: np.random.Generator) -> TileSparse:
+    """A weight with lognormal scales of rows and columns, pruned by magnitude."""
+    k, n = params["K"], params["N"]
+    weight = rng.standard_normal((k, n), np.float32)
+    for shape in ((k, 1), (1, n)):
+        weight *= np.exp(0.5 * rng.standard_normal(shape, np.float32))
+    config = PruneConfig(
+        pattern="tw_k",
+        sparsity=params["sparsity"],
+        tile=params["tile"],
+        k_granularity=params["k_granularity"],
+    )
+    (mask,) = make_masks([Matrix(name="weight", scores=np.abs(weight))], config)
+    return TileSparse.from_dense(
+        weight.astype(jnp.bfloat16),
+        mask.kept,
+        tile=params["tile"],
+        granularity=params["k_granularity"],
     )
 
 
@@ -119,6 +153,34 @@ def _ours(name: str, params: Params) -> Form:
         exact,
         metrics=lambda operands: {"weight_mb": operands[1].nbytes / 1e6},
     )
+
+
+def _tile_element_wise(name: str | None, params: Params) -> Form:
+    """Tiles and, besides, single weights; `name` None lets the op choose the form."""
+    room = round(params["K"] * (1 - params["sparsity"]) * SINGLES)
+    if params["sparsity"] not in (0.5, 0.75):
+        raise NotImplementedError("single weights are measured at 50% and 75%")
+
+    def operands(seed: int) -> tuple:
+        keys = jax.random.split(jax.random.key(seed))
+        shape = room, params["N"]
+        rows = jax.random.randint(keys[0], shape, 0, params["K"], jnp.int32)
+        values = jax.random.normal(keys[1], shape, jnp.bfloat16)
+        singles = SingleWeights(values, rows, params["K"])
+        x = normal(seed + 1, params["K"], params["M"])
+        return x, sparse_weight(params, seed), singles
+
+    def function(x: jax.Array, w: TileSparse, singles: SingleWeights) -> jax.Array:
+        return tile_sparse_matmul(
+            x, w, singles=singles, feature_major=True, implementation=name
+        )
+
+    def exact(x: jax.Array, w: TileSparse, singles: SingleWeights) -> jax.Array:
+        columns = jnp.broadcast_to(jnp.arange(params["N"]), singles.rows.shape)
+        dense = w.to_dense().at[singles.rows, columns].add(singles.values)
+        return dense.T @ x
+
+    return Form(operands, function, exact)
 
 
 def _dense(params: Params, features: int, torch: bool = False) -> Form:
@@ -231,6 +293,8 @@ def _block_sparse(params: Params) -> Form:
 
 FORMS: Mapping[str, Callable[[Params], Form]] = {
     **{name: functools.partial(_ours, name) for name in OURS},
+    "tew": functools.partial(_tile_element_wise, "mosaic_gpu"),
+    "tew_auto": functools.partial(_tile_element_wise, None),
     "dense": lambda params: _dense(params, params["K"]),
     "torch_dense": lambda params: _dense(params, params["K"], torch=True),
     "ideal": lambda params: _dense(params, kept_features(params)),
@@ -272,23 +336,49 @@ def make_ready(form: Form) -> Ready:
         found = jax.block_until_ready(function(*sets[0]))
         timer = timing.jax_device_time if timing.on_gpu() else timing.jax_wall_time
         take = functools.partial(timer, function, sets)
-    return Ready(take, harness.max_rel_error(found, np.asarray(want)), metrics)
+    return Ready(take, _max_rel_error(found, want), metrics)
+
+
+def _max_rel_error(found: Any, want: Any) -> float:
+    """As `harness.max_rel_error`, on the device; NaN counts as infinite."""
+
+    @jax.jit
+    def worst(found: Any, want: Any) -> jax.Array:
+        errors = [
+            jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b))
+            for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True)
+        ]
+        finite = [jnp.all(jnp.isfinite(a)) for a in jax.tree.leaves(found)]
+        all_finite = jnp.all(jnp.stack(finite))
+        return jnp.where(all_finite, jnp.max(jnp.stack(errors)), jnp.inf)
+
+    return float(worst(harness._to_fp32(jax.tree.map(jnp.asarray, found)), want))
 
 
 def measure(
-    wanted: Sequence[Case], names: Sequence[str], samples: int
+    wanted: Sequence[Case],
+    names: Sequence[str],
+    samples: int,
+    forms: Mapping[str, Callable[[Params], Form]] | None = None,
 ) -> Iterator[tuple[Case, Results]]:
     """Times the implementations of each case in turns, with pauses.
 
     The clock of a busy GPU falls within a tenth of a second: without pauses what runs
     after a long product would look slow.
+
+    Args:
+        wanted: the cases.
+        names: of implementations.
+        samples: times to take of each.
+        forms: of the implementations; None is `FORMS`.
     """
+    forms = FORMS if forms is None else forms
     for case in wanted:
         results: Results = {}
         ready: dict[str, Ready] = {}
         for name in names:
             try:
-                ready[name] = make_ready(FORMS[name](case.params))
+                ready[name] = make_ready(forms[name](case.params))
             except NotImplementedError as error:
                 results[name] = NoMeasurement(f"not supported: {error}")
             except Exception as error:
@@ -329,7 +419,7 @@ def case(
     sparsity: float,
     tile: int = 128,
     granularity: int = 1,
-    uneven: bool = False,
+    mask: str = "equal",
 ) -> Case:
     """One problem."""
     k, n = SHAPES[layer]
@@ -342,7 +432,7 @@ def case(
             "sparsity": sparsity,
             "tile": tile,
             "k_granularity": granularity,
-            "uneven": uneven,
+            "mask": mask,
         },
     )
 
@@ -353,7 +443,8 @@ def cases() -> list[Case]:
     for sparsity in (0.5, 0.75):
         found += [case("square_4096", 4096, sparsity, tile=t) for t in (64, 256)]
         found += [case("square_4096", 4096, sparsity, granularity=g) for g in (8, 64)]
-        found.append(case("square_4096", 4096, sparsity, uneven=True))
+        for mask in ("uneven", "pruned"):
+            found.append(case("square_4096", 4096, sparsity, mask=mask))
     return found
 
 
@@ -366,7 +457,7 @@ QUICK = Case(
         "sparsity": 0.5,
         "tile": 64,
         "k_granularity": 1,
-        "uneven": True,
+        "mask": "uneven",
     },
 )
 
@@ -389,6 +480,7 @@ BENCHMARK = Benchmark(
         "sparsity": "sparsity",
         "tile": "tile",
         "granularity": "k_granularity",
+        "mask": "mask",
     },
 )
 

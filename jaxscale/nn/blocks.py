@@ -18,8 +18,13 @@ from jaxtyping import Array, Float, Int
 
 from jaxscale.nn.attention import Attention, AttentionConfig
 from jaxscale.nn.embeddings import NORMAL_INIT
-from jaxscale.nn.linear import ColumnParallelLinear, RowParallelLinear
+from jaxscale.nn.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    TileSparseLinear,
+)
 from jaxscale.nn.norms import LayerNorm, RMSNorm
+from jaxscale.sharding.operations import constrain
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 from jaxscale.sharding.tensor_parallel import TensorParallel
 
@@ -136,17 +141,28 @@ class MLP(nnx.Module):
         )
 
     @property
-    def inputs(self) -> tuple[nnx.Module, ...]:
+    def inputs(self) -> tuple[Any, ...]:
         """The layers before the activation."""
         return (self.up,) if self.gate is None else (self.gate, self.up)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Transform each token; the tokens are gathered, those of the result split."""
+        if self.is_sparse:  # what they share stays feature-major
+            x = constrain(x, ("batch", None, "act_embed"), self.down.rules)
+            inputs = [layer(x, (False, True)) for layer in self.inputs]
+            down: Any = self.down
+            return down(self.activate(inputs), (True, False))
         return self.down(self.activate(ColumnParallelLinear.together(self.inputs, x)))
 
+    @property
+    def is_sparse(self) -> bool:
+        """Whether pruning has made all layers sparse."""
+        layers = (*self.inputs, self.down)
+        return all(isinstance(layer, TileSparseLinear) for layer in layers)
+
     def activate(
-        self, projected: Sequence[Float[Array, "B T F"]]
-    ) -> Float[Array, "B T F"]:
+        self, projected: Sequence[Float[Array, "*tokens_and_F"]]
+    ) -> Float[Array, "*tokens_and_F"]:
         """What `down` takes, from what the layers `inputs` give."""
         *gate, up = projected
         if gate:

@@ -26,7 +26,11 @@ from jaxscale.sharding.tensor_parallel import (
     column_parallel,
     row_parallel,
 )
-from pallas_kernels.tile_sparse_matmul import TileSparse, tile_sparse_matmul
+from pallas_kernels.tile_sparse_matmul import (
+    SingleWeights,
+    TileSparse,
+    tile_sparse_matmul,
+)
 
 
 class Linear(nnx.Module):
@@ -272,8 +276,9 @@ class SparsePattern(nnx.Variable):
 class TileSparseLinear(nnx.Module):
     """``y = x @ weight + bias`` with a weight of which each tile keeps its own rows.
 
-    `jaxscale.pruning.sparsify` makes it from a pruned `Linear`. The weight comes in S
-    shards of equal shape, a tensor-parallel device holding its part of them: each shard
+    `jaxscale.pruning.sparsify` makes it from a pruned `Linear`; weights that are kept
+    outside of tiles, if any, stand beside them. The weight comes in S shards of equal
+    shape, a tensor-parallel device holding its part of them: each shard
     has tiles of its own columns where the rules split the output features, and all
     tiles with its own rows where they split the input features, whose products are then
     summed. On fewer devices one computes several shards.
@@ -296,6 +301,7 @@ class TileSparseLinear(nnx.Module):
         split: Literal["rows", "columns"] | None,
         kernel_axes: tuple[str | None, str | None],
         out_axes: tuple[str | None, ...],
+        singles: SingleWeights | None = None,
         bias: nnx.Param | None = None,
         dtype: DTypeLike = jnp.float32,
         rules: AxisRules = REPLICATED,
@@ -308,6 +314,7 @@ class TileSparseLinear(nnx.Module):
             split: What the shards divide: input features (rows) or output features.
             kernel_axes: Logical axes of the dense kernel.
             out_axes: Logical axes of the result, (batch, tokens, features).
+            singles: Weights outside of tiles, in shards like those of `weight`.
             bias: Of the dense layer.
             dtype: Type of the computation and the result.
             rules: The table of the recipe.
@@ -337,6 +344,11 @@ class TileSparseLinear(nnx.Module):
         self.columns = (
             None if columns is None else variable(SparsePattern, columns, None)
         )
+        single_values = single_rows = None
+        if singles is not None and singles.room:
+            single_values = variable(nnx.Param, singles.values, None, None)
+            single_rows = variable(SparsePattern, singles.rows, None, None)
+        self.single_values, self.single_rows = single_values, single_rows
 
     @property
     def _shard_axis(self) -> str | None:
@@ -356,10 +368,33 @@ class TileSparseLinear(nnx.Module):
         static = (self.shape, self.granularity, self.equal_counts)
         return TileSparse.tree_unflatten(static, leaves)
 
-    def __call__(self, x: Float[Array, "B T in"]) -> Float[Array, "B T out"]:
-        """The projection of each token, in `dtype`."""
+    @property
+    def singles(self) -> SingleWeights | None:
+        """The shards of what is kept outside of tiles, in the computation's type."""
+        values, rows = self.single_values, self.single_rows
+        if values is None or rows is None:
+            return None
+        return SingleWeights(values[...].astype(self.dtype), rows[...], self.shape[0])
+
+    def __call__(
+        self,
+        x: Float[Array, "..."],
+        feature_major: tuple[bool, bool] = (False, False),
+    ) -> Float[Array, "..."]:
+        """The projection of each token, in `dtype`.
+
+        Args:
+            x: [B,T,in]; [in,B,T] with ``feature_major[0]``.
+            feature_major: Whether features are the leading axis, of `x` and of the
+                result. The kernels want them there: between two sparse layers this
+                saves transposes.
+
+        Returns:
+            [B,T,out]; [out,B,T] with ``feature_major[1]``.
+        """
         by_rows = self.split == "rows"
-        leaves, structure = jax.tree.flatten(self.weight)
+        x_along, y_along = (0 if major else -1 for major in feature_major)
+        leaves, structure = jax.tree.flatten((self.weight, self.singles))
 
         def product(x: Array, *leaves: Array) -> tuple[Array]:
             shards = len(leaves[0])
@@ -367,25 +402,40 @@ class TileSparseLinear(nnx.Module):
                 jax.tree.unflatten(structure, [leaf[s] for leaf in leaves])
                 for s in range(shards)
             ]
-            xs = jnp.split(x, shards, axis=-1) if by_rows else [x] * shards
+            xs = jnp.split(x, shards, axis=x_along) if by_rows else [x] * shards
             ys = [
-                tile_sparse_matmul(x, w, implementation=self.implementation)
-                for x, w in zip(xs, parts, strict=True)
+                tile_sparse_matmul(
+                    x,
+                    w,
+                    singles=singles,
+                    feature_major=feature_major,
+                    implementation=self.implementation,
+                )
+                for x, (w, singles) in zip(xs, parts, strict=True)
             ]
-            return (sum(ys[1:], ys[0])[None] if by_rows else jnp.concatenate(ys, -1),)
+            if by_rows:
+                return (sum(ys[1:], ys[0])[None],)
+            return (ys[0] if shards == 1 else jnp.concatenate(ys, y_along),)
+
+        def axes(features: str | None, major: bool, *others: Any) -> tuple[Any, ...]:
+            return (features, *others) if major else (*others, features)
 
         axis = self._shard_axis
-        x_axes = ("batch", None, axis if by_rows else None)
+        x_axes = axes(axis if by_rows else None, feature_major[0], "batch", None)
+        y_axes = axes(None if by_rows else axis, feature_major[1], "batch", None)
         (out,) = per_shard(
             product,
             [x_axes, *((axis, *(None,) * (leaf.ndim - 1)) for leaf in leaves)],
-            [(axis, "batch", None, None) if by_rows else ("batch", None, axis)],
+            [(axis, *y_axes) if by_rows else y_axes],
             self.rules,
         )(x.astype(self.dtype), *leaves)
         if by_rows:
             out = out.sum(0)  # over the devices
-        out = constrain(out, self.out_axes, self.rules)
+        *others, features = self.out_axes
+        out = constrain(out, axes(features, feature_major[1], *others), self.rules)
         if self.bias is None:
             return out
-        bias = self.bias[...].astype(self.dtype)
-        return out + constrain(bias, self.out_axes[-1:], self.rules)
+        bias = constrain(
+            self.bias[...].astype(self.dtype), self.out_axes[-1:], self.rules
+        )
+        return out + (bias[:, None, None] if feature_major[1] else bias)

@@ -18,7 +18,7 @@ PATTERNS: dict[str, str] = {
 }
 """Each pattern and what it keeps or prunes as a unit."""
 
-TILE_WISE = ("tw_k", "tw")
+TILE_WISE = ("tw_k", "tw", "tew")
 """Patterns whose masks `jaxscale.pruning.sparsify` turns into sparse layers."""
 
 
@@ -63,6 +63,11 @@ class PruneConfig:
     shards: int = 1
     """Tensor-parallel shards that the tiles must fit into and that equal_work
     balances."""
+    hidden_together: bool = True
+    """With tw, the gate and up projections of a feed-forward network keep the same
+    columns, and its down projection only rows of these: `jaxscale.pruning.sparsify`
+    then leaves the other hidden features out altogether. Ranked over all layers only:
+    ``scope="layer"`` leaves every layer its own choice."""
     dense: tuple[str, ...] = ()
     """Layers to leave dense: names as in `blocks.mlp.up`, `blocks.mlp.up.0` for the
     first of a stack, or patterns with * in them. Heads and embeddings
@@ -108,7 +113,7 @@ class PruneConfig:
     @property
     def tiled(self) -> bool:
         """Whether the pattern has tiles of columns."""
-        return self.pattern in ("tw_k", "tw", "tew")
+        return self.pattern in TILE_WISE
 
 
 _SCOPES = Literal["global", "layer"]

@@ -1,25 +1,41 @@
 """From a pruned model to one that computes only what was kept.
 
-Legend: K input features, N output features, C packed columns, J tiles.
+Legend: K input features, N output features, F hidden features of a feed-forward
+network, C packed columns, L layers, S shards.
 """
 
 import dataclasses
+import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 
 from jaxscale.nn.linear import Linear, TileSparseLinear
 from jaxscale.pruning.config import TILE_WISE
-from jaxscale.pruning.layers import kernels, matrices, replace_linears
+from jaxscale.pruning.layers import (
+    FeedForward,
+    feed_forwards,
+    kernels,
+    linears,
+    matrices,
+    replace_linears,
+)
 from jaxscale.pruning.masks import Masks, check_masks, layer_shards
 from jaxscale.pruning.tilewise import tile_columns
-from pallas_kernels.tile_sparse_matmul import TileSparse
+from pallas_kernels.tile_sparse_matmul import SingleWeights, TileSparse
 
 
-def sparsify(model: Any, masks: Masks, *, implementation: str | None = None) -> Any:
+def sparsify(
+    model: Any,
+    masks: Masks,
+    *,
+    drop_hidden: bool = True,
+    implementation: str | None = None,
+) -> Any:
     """A copy of `model` whose pruned layers store and compute only what is kept.
 
     All layers of a stack, and all tensor-parallel shards, get arrays of equal shape:
@@ -28,12 +44,20 @@ def sparsify(model: Any, masks: Masks, *, implementation: str | None = None) -> 
     place it on a mesh by `jaxscale.sharding.place`. ``config.shards`` of the masks
     must be divisible by the size of the mesh axis ``tensor`` to be split over it.
 
+    Hidden features of feed-forward networks whose columns are pruned are left out,
+    where that changes nothing (``hidden_together`` of `PruneConfig` sees to it): gate
+    and up give fewer features, and the row indices of down count only these.
+
+    Single weights of pattern ``tew`` stand beside the tiles; see `SingleWeights` for
+    what they cost.
+
     The communication of a sparse layer is XLA's, also in a model with
     ``tensor_parallel="fused"``: the kernels that hide it multiply by dense weights.
 
     Args:
         model: The dense model; its weights may but need not be masked.
-        masks: Tile-wise masks (patterns ``tw`` and ``tw_k``).
+        masks: Tile-wise masks (patterns ``tw_k``, ``tw`` and ``tew``).
+        drop_hidden: Leave pruned hidden features out.
         implementation: Passed to `tile_sparse_matmul`.
 
     Returns:
@@ -61,16 +85,33 @@ def sparsify(model: Any, masks: Masks, *, implementation: str | None = None) -> 
             f"{list(TILE_WISE)}; run the masked dense model, as apply_masks gives it"
         )
     check_masks(model, masks)
-    weights = kernels(model, masks)
+    layers, weights = linears(model), kernels(model, masks)
+    alive: dict[str, Bool[np.ndarray, "L F"]] = {}
+    feeders: dict[str, str] = {}
+    for network in feed_forwards(model) if drop_hidden else ():
+        if (hidden := _hidden(network, layers, masks)) is not None:
+            alive |= dict.fromkeys(network.inputs, hidden)
+            feeders[network.down] = network.inputs[0]
+    packed: dict[str, _Packed] = {}
+    for name in sorted(masks, key=lambda name: name in feeders):
+        feeder = packed[feeders[name]] if name in feeders else None
+        parts = _parts(layers[name], weights[name], masks, name, alive.get(name))
+        packed[name] = _pack(parts, masks, name in alive, feeder)
 
     def convert(name: str, layer: Linear) -> TileSparseLinear:
-        split, weight = _pack(layer, weights[name], masks, name)
+        found = packed[name]
+        shape = layer.kernel.shape[:-2]
+        weight, singles = found.stacked(shape, layer.kernel[...].dtype)
+        bias: Any = layer.bias
+        if bias is not None and found.columns is not None:
+            bias = bias.replace(found.packed_bias(bias[...]))
         return TileSparseLinear(
             weight,
-            split=split,
+            split=found.split,
             kernel_axes=layer.kernel_axes,
             out_axes=layer.out_axes,
-            bias=layer.bias,
+            singles=singles,
+            bias=bias,
             dtype=layer.dtype,
             rules=layer.rules,
             implementation=implementation,
@@ -81,10 +122,89 @@ def sparsify(model: Any, masks: Masks, *, implementation: str | None = None) -> 
     )
 
 
-def _pack(
-    layer: Linear, weight: Float[np.ndarray, "..."], masks: Masks, name: str
-) -> tuple[Literal["rows", "columns"] | None, TileSparse]:
-    """The shards of a layer, stacked: [S, ...], or [L, S, ...] for a stack."""
+def _hidden(
+    network: FeedForward, layers: Mapping[str, Linear], masks: Masks
+) -> Bool[np.ndarray, "L F"] | None:
+    """The hidden features to keep; None where leaving others out changes anything."""
+    config = masks.config
+    names = (*network.inputs, network.down)
+    if config.pattern != "tw" or config.k_granularity > 1 or not {*names} <= {*masks}:
+        return None
+    columns = [matrices(masks.tiled[name]).any(axis=1) for name in network.inputs]
+    alive = np.logical_and.reduce(columns)
+    _, shards = layer_shards(layers[network.inputs[0]], config.shards)
+    for own in columns:
+        for kept, hidden in zip(own, alive, strict=True):
+            for shard in np.split(np.arange(kept.size), shards):
+                tiles = hidden[shard][kept[shard]].reshape(-1, config.tile)
+                if (tiles.any(1) != tiles.all(1)).any():
+                    return None  # a tile would lose some of its columns
+    # A hidden feature without weights is zero, or what its bias makes of it.
+    biased = any(layers[name].bias is not None for name in network.inputs)
+    if biased and (matrices(masks.kept[network.down]).any(axis=2) & ~alive).any():
+        return None
+    return alive
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Packed:
+    """The shards of the layers of a stack, layer by layer."""
+
+    split: Literal["rows", "columns"] | None
+    weights: list[TileSparse]
+    singles: list[SingleWeights]
+    columns: list[jax.Array] | None
+    """The hidden feature that each output is, where others are left out."""
+
+    def stacked(
+        self, shape: tuple[int, ...], dtype: Any
+    ) -> tuple[TileSparse, SingleWeights | None]:
+        """[*shape, S, ...] each, for a stack of `shape` layers."""
+        shards = len(self.weights) // math.prod(shape)
+
+        def split(x: jax.Array) -> jax.Array:
+            return x.reshape(*shape, shards, *x.shape[1:])
+
+        weight = jax.tree.map(split, TileSparse.stack(self.weights))
+        weight = weight.with_values(weight.values.astype(dtype))
+        if not self.singles[0].room:
+            return weight, None
+        singles = jax.tree.map(lambda *parts: split(jnp.stack(parts)), *self.singles)
+        values = singles.values.astype(dtype)
+        return weight, dataclasses.replace(singles, values=values)
+
+    def packed_bias(self, bias: jax.Array) -> jax.Array:
+        """The bias of the outputs that are left, [..., S C]."""
+        assert self.columns is not None
+        columns = jnp.stack(self.columns)  # [L S, C]
+        leading = bias.shape[:-1]
+        shards = len(self.columns) // math.prod(leading)
+        bias = bias.reshape(len(columns), bias.shape[-1] // shards)
+        kept = jax.vmap(lambda b, c: jnp.take(b, c, mode="fill", fill_value=0), (0, 0))(
+            bias, columns
+        )
+        return kept.reshape(*leading, -1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Part:
+    """One shard of one layer."""
+
+    weight: Float[np.ndarray, "K N"]
+    tiled: Bool[np.ndarray, "K N"]
+    single: Bool[np.ndarray, "K N"]
+    columns: Int[np.ndarray, " C"] | None
+    """Of its tiles; those of its rows are the same in all shards."""
+
+
+def _parts(
+    layer: Linear,
+    weight: Float[np.ndarray, "..."],
+    masks: Masks,
+    name: str,
+    alive: Bool[np.ndarray, "L F"] | None,
+) -> tuple[Literal["rows", "columns"] | None, list[_Part]]:
+    """What the shards divide, and the shards of each layer of a stack."""
     config = masks.config
     by_rows, by_columns = layer_shards(layer, config.shards)
     shards = max(by_rows, by_columns)
@@ -92,39 +212,68 @@ def _pack(
     if shards > 1:
         split = "rows" if by_rows > 1 else "columns"
     axis = 0 if split == "rows" else 1
-    packed = []
-    for dense, mask in zip(matrices(weight), matrices(masks.tiled[name]), strict=True):
-        # The columns of a tile are the same in all shards of its rows.
-        columns = tile_columns(mask, config.pattern)
-        for part, keeps in zip(
-            np.split(dense, shards, axis), np.split(mask, shards, axis), strict=True
+    parts = []
+    stack = matrices(weight), matrices(masks.tiled[name]), matrices(masks.kept[name])
+    for i, (dense, tiled, kept) in enumerate(zip(*stack, strict=True)):
+        single = kept & ~tiled
+        if alive is not None:
+            tiled = tiled & alive[i]
+        columns = tile_columns(tiled, config.pattern)
+        for shard in zip(
+            *(np.split(x, shards, axis) for x in (dense, tiled, single)), strict=True
         ):
             own = columns
             if split == "columns":
-                own = tile_columns(keeps, config.pattern)
-            packed.append(_from_dense(part, keeps, own, masks))
-    tiles = max(w.tiles for w in packed)
-    packed = [_with_tiles(w, tiles) for w in packed]
-    stacked: TileSparse = TileSparse.stack(packed)
-    dtype = layer.kernel[...].dtype
-    leading = (shards,) if weight.ndim == 2 else (-1, shards)
-    stacked = jax.tree.map(lambda x: x.reshape(*leading, *x.shape[1:]), stacked)
-    return split, stacked.with_values(stacked.values.astype(dtype))
+                own = tile_columns(shard[1], config.pattern)
+            if own is not None and not own.size:
+                own = np.arange(config.tile)  # a tile without rows
+            parts.append(
+                _Part(weight=shard[0], tiled=shard[1], single=shard[2], columns=own)
+            )
+    return split, parts
 
 
-def _from_dense(
-    weight: Float[np.ndarray, "K N"],
-    mask: Bool[np.ndarray, "K N"],
-    columns: np.ndarray | None,
+def _pack(
+    split_parts: tuple[Literal["rows", "columns"] | None, list[_Part]],
     masks: Masks,
-) -> TileSparse:
+    drop: bool,
+    feeder: _Packed | None,
+) -> _Packed:
+    """Packs shards.
+
+    Args:
+        split_parts: What `_parts` gave.
+        masks: All of them.
+        drop: Whether outputs without columns are left out.
+        feeder: The layer that gives the inputs, where it leaves some out.
+    """
+    split, parts = split_parts
     config = masks.config
     granularity: Any = config.k_granularity
-    if columns is not None and not columns.size:
-        columns = np.arange(config.tile)  # a tile without rows
-    return TileSparse.from_dense(
-        weight, mask, tile=config.tile, granularity=granularity, columns=columns
-    )
+    weights = [
+        TileSparse.from_dense(
+            part.weight,
+            part.tiled,
+            tile=config.tile,
+            granularity=granularity,
+            columns=part.columns,
+        )
+        for part in parts
+    ]
+    tiles = max(w.tiles for w in weights)
+    weights = [_with_tiles(w, tiles) for w in weights]
+    if feeder is not None and feeder.columns is not None:
+        weights = [
+            w.fold_rows(columns)
+            for w, columns in zip(weights, feeder.columns, strict=True)
+        ]
+    columns = None
+    if drop:
+        columns = [w.columns for w in weights if w.columns is not None]
+        weights = [w.packed() for w in weights]
+    room = max(int(part.single.sum(0).max(initial=0)) for part in parts)
+    singles = [SingleWeights.from_dense(p.weight, p.single, room) for p in parts]
+    return _Packed(split=split, weights=weights, singles=singles, columns=columns)
 
 
 def _with_tiles(w: TileSparse, tiles: int) -> TileSparse:

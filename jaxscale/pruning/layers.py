@@ -6,6 +6,7 @@ its first layer.
 Legend: L layers, K input features, N output features.
 """
 
+import dataclasses
 import difflib
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,6 +17,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float
 
+from jaxscale.nn.blocks import MLP
 from jaxscale.nn.linear import Linear, TileSparseLinear
 
 
@@ -36,6 +38,38 @@ def linears(model: Any) -> dict[str, Linear]:
         if isinstance(node, Linear) and not {"vocab", None} & {*node.kernel_axes}
     }
     return dict(sorted(found.items()))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FeedForward:
+    """The names of the projections of a feed-forward network."""
+
+    inputs: tuple[str, ...]
+    """Gate, if there is one, and up."""
+    down: str
+    """Back from the hidden features."""
+
+
+def feed_forwards(model: Any) -> list[FeedForward]:
+    """The feed-forward networks of a model; a stack of layers is one.
+
+    Example:
+        >>> from jaxscale.models import Decoder, preset
+        >>> feed_forwards(Decoder(preset("llama_tiny"), rngs=nnx.Rngs(0)))[0].inputs
+        ('blocks.mlp.gate', 'blocks.mlp.up')
+    """
+    found = []
+    for path, node in nnx.iter_modules(model):
+        if isinstance(node, MLP):
+            name = ".".join(map(str, path))
+            inputs = ("up",) if node.gate is None else ("gate", "up")
+            found.append(
+                FeedForward(
+                    inputs=tuple(f"{name}.{each}" for each in inputs),
+                    down=f"{name}.down",
+                )
+            )
+    return found
 
 
 def choose(model: Any, dense: Sequence[str] = ()) -> dict[str, list[int]]:

@@ -16,7 +16,14 @@ from jaxtyping import Bool, Float
 
 from jaxscale.nn.linear import Linear
 from jaxscale.pruning.config import PruneConfig
-from jaxscale.pruning.layers import check_dense, choose, layer_names, linears, matrices
+from jaxscale.pruning.layers import (
+    check_dense,
+    choose,
+    feed_forwards,
+    layer_names,
+    linears,
+    matrices,
+)
 from jaxscale.pruning.tilewise import Matrix, check_units, make_masks
 
 
@@ -145,8 +152,10 @@ def make_model_masks(
     """
     chosen = choose(model, config.dense)
     layers = linears(model)
+    related = _related(model) if config.hidden_together else {}
     entries: list[Matrix] = []
-    for name, places in chosen.items():
+    for name in sorted(chosen, key=lambda name: name in related):
+        places = chosen[name]
         shape = layers[name].kernel.shape
         score = _of_layer(scores, name, shape, "scores")
         before: list[np.ndarray] | None = None
@@ -156,28 +165,42 @@ def make_model_masks(
                 for part in (previous.kept, previous.tiled)
             ]
         rows, columns = layer_shards(layers[name], config.shards)
+        shares, fed_by = related.get(name, (None, None))
         for i in places:
             entries.append(
                 Matrix(
                     name=layer_names(name, shape)[i],
                     scores=matrices(score)[i],
+                    shares=shares and layer_names(shares, shape)[i],
+                    fed_by=fed_by and layer_names(fed_by, shape)[i],
                     previous=None if before is None else before[0][i],
                     previous_tiled=None if before is None else before[1][i],
                     row_shards=rows,
                     column_shards=columns,
                 )
             )
-    made = iter(make_masks(entries, config))
+    names = [entry.name for entry in entries]
+    made = dict(zip(names, make_masks(entries, config), strict=True))
     kept, tiled = {}, {}
     for name, places in chosen.items():
         shape = layers[name].kernel.shape
         kept[name] = np.ones(shape, np.bool_)
         tiled[name] = np.ones(shape, np.bool_)
         for i in places:
-            mask = next(made)
+            mask = made[layer_names(name, shape)[i]]
             matrices(kept[name])[i] = mask.kept
             matrices(tiled[name])[i] = mask.tiled
     return Masks(config=config, kept=kept, tiled=tiled, chosen=chosen)
+
+
+def _related(model: Any) -> dict[str, tuple[str | None, str | None]]:
+    """By layer: with which it shares its columns, and which feeds it."""
+    found: dict[str, tuple[str | None, str | None]] = {}
+    for network in feed_forwards(model):
+        first, *others = network.inputs
+        found |= dict.fromkeys(others, (first, None))
+        found[network.down] = (None, first)
+    return found
 
 
 def check_layers(model: Any, config: PruneConfig) -> None:

@@ -10,10 +10,12 @@ The patterns with tiles, after Guo et al. (SC 2020, arXiv 2008.13006), in steps:
 1. Columns (tw, tew). The share :math:`\sqrt{1 - s}` of the weights lies in columns
    that stay. The columns of a matrix are ranked and cut into groups of G; the groups of
    all matrices are ranked by their means. So each matrix keeps a multiple of G columns,
-   one group at least: they become its tiles, in rising order.
+   one group at least: they become its tiles, in rising order. Matrices that share
+   their columns (gate and up of a feed-forward network) are ranked as one.
 2. Rows. A piece is ``k_granularity`` rows of one tile, all of equal size. The best
    pieces are kept until the whole mask has sparsity :math:`s`, however many columns
-   step 1 took.
+   step 1 took. Rows of input features that step 1 has pruned are left out, unless
+   too little is left then.
 3. Single weights (tew). Steps 1 and 2 keep a little less, and the best of the other
    weights fill up what is missing.
 
@@ -60,6 +62,11 @@ class Matrix:
     """Devices that K is split over."""
     column_shards: int = 1
     """Devices that N is split over."""
+    shares: str | None = None
+    """A matrix before this one with which it keeps the same columns."""
+    fed_by: str | None = None
+    """A matrix before this one whose columns are the input features of this one: of
+    those that it does not keep no rows are kept."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -216,15 +223,14 @@ def _tiles(
         columns = [np.arange(m.scores.shape[1]) for m in matrices]
     else:
         columns = _keep_columns(matrices, ranked, densities, config, pieces)
-    scores, allowed = [], []
-    for i, matrix in enumerate(matrices):
+    scores = []
+    for i in range(len(matrices)):
         score = unit_means(ranked[i][:, columns[i]], rows, tile)
         if densities is not None:
             score *= _bias(unit_means(densities[i][:, columns[i]], rows, tile), config)
         scores.append(score)
-        if matrix.previous_tiled is not None:
-            allowed.append(unit_all(matrix.previous_tiled[:, columns[i]], rows, tile))
-    units = keep_best(scores, pieces, allowed=allowed or None)
+    allowed = _allowed_pieces(matrices, columns, config, pieces)
+    units = keep_best(scores, pieces, allowed=allowed)
     if config.equal_work:
         units = [
             _balance(score, unit, matrix.row_shards, allowed[i] if allowed else None)
@@ -238,6 +244,31 @@ def _tiles(
         mask[:, chosen] = spread(unit, rows, tile)
         kept.append(mask)
     return kept
+
+
+def _allowed_pieces(
+    matrices: Sequence[Matrix],
+    columns: Sequence[np.ndarray],
+    config: PruneConfig,
+    pieces: int,
+) -> list[np.ndarray] | None:
+    """Which pieces may be kept; None for all of them."""
+    rows, tile = config.k_granularity, config.tile
+    place = {matrix.name: i for i, matrix in enumerate(matrices)}
+    before, fed = [], []
+    for matrix, chosen in zip(matrices, columns, strict=True):
+        height = matrix.scores.shape[0]
+        units = np.ones((height // rows, chosen.size // tile), np.bool_)
+        if matrix.previous_tiled is not None:
+            units &= unit_all(matrix.previous_tiled[:, chosen], rows, tile)
+        before.append(units)
+        comes = np.ones(height, np.bool_)
+        if config.pattern == "tw" and matrix.fed_by in place:
+            comes = np.isin(np.arange(height), columns[place[matrix.fed_by]])
+        fed.append(units & comes.reshape(-1, rows).any(1)[:, None])
+    if sum(int(units.sum()) for units in fed) >= pieces:
+        return fed
+    return before  # else too little is left
 
 
 def _tile_element_wise(matrices: Sequence[Matrix], config: PruneConfig) -> list[Mask]:
@@ -266,56 +297,107 @@ def _keep_columns(
     pieces: int,
 ) -> list[np.ndarray]:
     """The columns of each matrix that stay, a multiple of the tile in each shard."""
-    groups: list[tuple[float, int, np.ndarray, int]] = []
-    for i, matrix in enumerate(matrices):
-        score = ranked[i].mean(axis=0)
-        if densities is not None:
-            score = score * _bias(densities[i].mean(axis=0), config)
-        candidates = _column_groups(matrix, score, config.tile)
+    groups: list[tuple[float, list[int], np.ndarray, int]] = []
+    for bundle in _bundles(matrices, config):
+        score = np.zeros(matrices[bundle[0]].scores.shape[1])
+        for i in bundle:
+            own = ranked[i].mean(axis=0)
+            if densities is not None:
+                own = own * _bias(densities[i].mean(axis=0), config)
+            score += own / len(bundle)
+        candidates = _column_groups([matrices[i] for i in bundle], score, config.tile)
         for place, columns in enumerate(candidates):
-            if matrix.previous_tiled is None:
-                room = columns.size * matrix.scores.shape[0]
-            else:
-                room = int(matrix.previous_tiled[:, columns].sum())
+            room = sum(_room(matrices[i], columns) for i in bundle)
             # The first group of each matrix stays: no layer loses all of its output.
             mean = math.inf if place == 0 else float(score[columns].mean())
-            groups.append((mean, i, columns, room))
+            groups.append((mean, bundle, columns, room))
     groups.sort(key=lambda group: -group[0])
     total = sum(m.scores.size for m in matrices)
     wanted = total * math.sqrt(1 - config.sparsity)
     needed = pieces * config.k_granularity * config.tile
     kept: list[list[np.ndarray]] = [[] for _ in matrices]
     size = space = 0
-    for mean, i, columns, room in groups:
-        width = columns.size * matrices[i].scores.shape[0]
+    for mean, bundle, columns, room in groups:
+        width = sum(columns.size * matrices[i].scores.shape[0] for i in bundle)
         # The group that crosses the wanted share stays if that comes closer to it.
         closer = size + width / 2 <= wanted
         if mean < math.inf and not closer and space >= needed:
             continue
-        kept[i].append(columns)
+        for i in bundle:
+            kept[i].append(columns)
         size, space = size + width, space + room
     # In a later stage a matrix may have no columns left.
     none = np.zeros(0, np.int64)
     return [np.sort(np.concatenate([none, *columns])) for columns in kept]
 
 
+def _room(matrix: Matrix, columns: np.ndarray) -> int:
+    """Weights of some columns that may be kept."""
+    if matrix.previous_tiled is None:
+        return columns.size * matrix.scores.shape[0]
+    return int(matrix.previous_tiled[:, columns].sum())
+
+
+def _bundles(matrices: Sequence[Matrix], config: PruneConfig) -> list[list[int]]:
+    """The places of matrices, those that keep the same columns together."""
+    bundles: dict[str, list[int]] = {}
+    for i, matrix in enumerate(matrices):
+        bundle = bundles.get(matrix.shares or "")
+        if bundle is None or config.pattern != "tw":
+            bundles[matrix.name] = [i]
+        elif _same_tiles([*(matrices[j] for j in bundle), matrix], config):
+            bundle.append(i)
+        else:
+            bundles[matrix.name] = [i]
+    return list(bundles.values())
+
+
+def _same_tiles(matrices: Sequence[Matrix], config: PruneConfig) -> bool:
+    """Whether what earlier stages left of some matrices has the same tiles."""
+    if all(matrix.previous_tiled is None for matrix in matrices):
+        return True
+    kept = [_alive([matrix]) for matrix in matrices]
+    some = np.logical_or.reduce(kept)
+    for shard in np.split(np.arange(some.size), matrices[0].column_shards):
+        alive = shard[some[shard]]
+        if alive.size % config.tile:
+            return False
+        tiles = [each[alive].reshape(-1, config.tile) for each in kept]
+        if any((tile.any(1) != tile.all(1)).any() for tile in tiles):
+            return False
+    return True
+
+
+def _alive(matrices: Sequence[Matrix]) -> Bool[np.ndarray, " N"]:
+    """The columns of which an earlier stage left anything in some matrix."""
+    return np.logical_or.reduce(
+        [
+            np.ones(m.scores.shape[1], np.bool_)
+            if m.previous_tiled is None
+            else m.previous_tiled.any(axis=0)
+            for m in matrices
+        ]
+    )
+
+
 def _column_groups(
-    matrix: Matrix, score: Float[np.ndarray, " N"], tile: int
+    matrices: Sequence[Matrix], score: Float[np.ndarray, " N"], tile: int
 ) -> list[Int[np.ndarray, " G"]]:
-    """The columns of a matrix in groups, best first: one tile in each shard.
+    """The columns of matrices in groups, best first: one tile in each shard.
 
     After the first stage the tiles are what they were, so that no weight comes back.
     """
-    shards = np.split(np.arange(score.size), matrix.column_shards)
+    first, alive = matrices[0], _alive(matrices)
+    shards = np.split(np.arange(score.size), first.column_shards)
     parts = []
     for shard in shards:
-        if matrix.previous_tiled is None:
+        if first.previous_tiled is None:
             order = shard[np.argsort(-score[shard], kind="stable")]
             parts.append(order.reshape(-1, tile))
             continue
-        alive = shard[matrix.previous_tiled[:, shard].any(axis=0)].reshape(-1, tile)
-        order = np.argsort(-score[alive].mean(axis=1), kind="stable")
-        parts.append(alive[order])
+        left = shard[alive[shard]].reshape(-1, tile)
+        order = np.argsort(-score[left].mean(axis=1), kind="stable")
+        parts.append(left[order])
     count = max(len(part) for part in parts)
     groups = [
         np.concatenate([part[i] for part in parts if i < len(part)])

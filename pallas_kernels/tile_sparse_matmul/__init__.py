@@ -7,9 +7,11 @@ from pallas_kernels.tile_sparse_matmul.format import (
     load_tile_sparse,
     save_tile_sparse,
 )
+from pallas_kernels.tile_sparse_matmul.singles import SingleWeights
 
 
 __all__ = [
+    "SingleWeights",
     "TileSparse",
     "TileSparseConfig",
     "load_tile_sparse",

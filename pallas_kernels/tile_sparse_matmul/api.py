@@ -36,6 +36,10 @@ from pallas_kernels.tile_sparse_matmul.config import (
 )
 from pallas_kernels.tile_sparse_matmul.epilogue import ACTIVATIONS
 from pallas_kernels.tile_sparse_matmul.format import STEP, TileSparse
+from pallas_kernels.tile_sparse_matmul.singles import (
+    SingleWeights,
+    single_weights_matmul,
+)
 from pallas_kernels.tile_sparse_matmul.transposed import has_tiles, transposed
 
 
@@ -46,6 +50,7 @@ def tile_sparse_matmul(
     x: Float[Array, "..."],
     w: TileSparse,
     *,
+    singles: SingleWeights | None = None,
     bias: Float[Array, " N"] | None = None,
     activation: str | None = None,
     feature_major: bool | tuple[bool, bool] = False,
@@ -63,12 +68,12 @@ def tile_sparse_matmul(
     granularity 1 or 8 is transposed first; token-major output, and either input of
     granularity 64, cost nothing.
 
-    Differentiable in x, ``w.values`` and bias. The gradient of the values is computed
-    for the kept rows alone, by a kernel of the same family on Hopper; that of x is
-    dense work with the unpacked weight, because the transpose of a tile-wise weight has
-    no tiles; of granularity 64 it has, and where half or more is pruned a sparse
-    product gives the gradient on Hopper. Gradients of values past the counts are zero,
-    so a pruned weight never comes back.
+    Differentiable in x, ``w.values``, ``singles.values`` and bias. The gradient of the
+    values is computed for the kept rows alone, by a kernel of the same family on
+    Hopper; that of x is dense work with the unpacked weight, because the transpose of a
+    tile-wise weight has no tiles; of granularity 64 it has, and where half or more is
+    pruned a sparse product gives the gradient on Hopper. Gradients of values past the
+    counts are zero, so a pruned weight never comes back.
 
     With ``implementation=None`` a kernel runs on NVIDIA GPUs, unless so little is
     pruned that unpacking the weight for a dense product is expected to be faster: that
@@ -78,9 +83,14 @@ def tile_sparse_matmul(
     elsewhere. The compiler does not partition the kernels: on several devices call
     this inside `jax.shard_map`, with `TileSparse.shards`.
 
+    Weights outside of tiles (`singles`) are added by XLA, each at the cost of dozens in
+    a tile: cheap for few tokens. For many the whole weight is expected to be faster
+    unpacked and dense, which ``implementation=None`` then does.
+
     Args:
         x: ``[*B,K]`` activations, or ``[K,*B]``.
         w: weight [K,N] of the same type.
+        singles: weights that are kept outside of tiles, of the same type, or None.
         bias: [N], added before the activation.
         activation: "relu", "silu", "gelu" (exact), "gelu_tanh", or None.
         feature_major: whether features are the leading axis, of x and y or of each.
@@ -116,6 +126,8 @@ def tile_sparse_matmul(
         else feature_major
     )
     _check(x, w, bias, activation, x_major)
+    if singles is not None:
+        _check_singles(w, singles)
     call = _Call(
         shape=w.shape,
         granularity=w.granularity,
@@ -132,6 +144,9 @@ def tile_sparse_matmul(
     batch = x.shape[1:] if x_major else x.shape[:-1]
     tokens = math.prod(batch)
     flat = x.reshape((w.shape[0], tokens) if x_major else (tokens, w.shape[0]))
+    if singles is not None and singles.room:
+        y = _with_singles(flat, w, singles, bias, call)
+        return y.reshape((w.shape[1], *batch) if y_major else (*batch, w.shape[1]))
     if not x_major and _order(flat, w, call)[0] != "xla" and w.granularity < STEP:
         # Here, so that the gradient of the values finds it transposed too.
         flat, call = flat.T, dataclasses.replace(call, feature_major=(True, y_major))
@@ -165,6 +180,60 @@ def _check(
         raise ValueError(
             f"activation {activation!r}, expected None or one of {list(ACTIVATIONS)}"
         )
+
+
+def _check_singles(w: TileSparse, singles: SingleWeights) -> None:
+    """Refuses single weights of another matrix."""
+    shape = singles.inputs, singles.values.shape[-1]
+    if singles.values.ndim != 2 or shape != w.shape:
+        raise ValueError(
+            f"singles have values of shape {singles.values.shape} for"
+            f" {singles.inputs} inputs, expected [J, {w.shape[1]}] for {w.shape[0]}, as"
+            " w has"
+        )
+    if singles.values.dtype != w.dtype:
+        raise ValueError(
+            f"singles have type {singles.values.dtype}, expected that of w, {w.dtype}"
+        )
+
+
+def _with_singles(
+    x: jax.Array, w: TileSparse, singles: SingleWeights, bias: Any, call: "_Call"
+) -> jax.Array:
+    """The product by what is in tiles and what is not."""
+    x_major, y_major = call.feature_major
+    if _singles_want_dense(x, w, singles, call):
+        dense = w.to_dense() + singles.to_dense()
+        y = xla.dense_matmul(
+            x, dense, feature_major=call.feature_major, out_dtype=jnp.float32
+        )
+    else:
+        y = tile_sparse_matmul(
+            x,
+            w,
+            feature_major=call.feature_major,
+            implementation=call.implementation,
+            config=call.config,
+        ).astype(jnp.float32)
+        extra = single_weights_matmul(x if x_major else x.T, singles)
+        y = y + (extra if y_major else extra.T)
+    return epilogue.apply(
+        y, bias, call.activation, feature_major=y_major, dtype=x.dtype
+    ).astype(x.dtype)
+
+
+def _singles_want_dense(
+    x: jax.Array, w: TileSparse, singles: SingleWeights, call: "_Call"
+) -> bool:
+    """Whether one dense product is expected to be faster than tiles and singles."""
+    order = _order(x, w, call)
+    problem = Problem.of(x, w, call.feature_major)
+    if order == ("xla",):
+        return not xla.gathers(w, problem.m)
+    device = DeviceSpec.current()
+    if call.implementation is not None or device is None:
+        return False
+    return prefer_dense(problem, device, singles.room)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -265,7 +265,7 @@ def _cost(problem: Problem, config: TileSparseConfig, device: DeviceSpec) -> flo
     return max(cycles, weight / busy) + _SPLIT_OVERHEAD * (c.splits > 1)
 
 
-def prefer_dense(problem: Problem, device: DeviceSpec) -> bool:
+def prefer_dense(problem: Problem, device: DeviceSpec, singles: int = 0) -> bool:
     """Whether unpacking the weight and a dense product is expected to be faster.
 
     The dense weight is not at hand: unpacking it costs reading the packed one and
@@ -275,6 +275,7 @@ def prefer_dense(problem: Problem, device: DeviceSpec) -> bool:
     Args:
         problem: what to compute.
         device: number of multiprocessors.
+        singles: weights outside of tiles that each output feature has room for.
 
     Example:
         >>> from pallas_kernels.mosaic import H200
@@ -292,6 +293,10 @@ def prefer_dense(problem: Problem, device: DeviceSpec) -> bool:
     )
     unpack = 2 * p.n * (p.room + 2 * p.k) / _HBM_BYTES + _SPLIT_OVERHEAD
     sparse = _cost(problem, heuristic(problem, device), device)
+    if singles:
+        # Each reads a row of x from the L2 cache; XLA does some in one pass.
+        read = 2 * p.m * p.n * singles / (_L2_BYTES * device.num_sms)
+        sparse += read + _SPLIT_OVERHEAD * -(-singles // 8)
     return dense + unpack < sparse
 
 

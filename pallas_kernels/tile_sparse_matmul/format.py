@@ -139,7 +139,7 @@ class TileSparse:
             granularity: rows are kept in aligned groups of so many.
             columns: [C], the columns that are kept, in the order in which the tiles
                 take them; None keeps all, in order. A mask from which whole columns are
-                pruned wants ``numpy.flatnonzero(mask.any(0))``.
+                pruned wants ``numpy.flatnonzero(mask.any(0))``. N stands for none.
             room: P, if it must be more than the fullest tile needs, for stacking.
 
         Returns:
@@ -166,7 +166,12 @@ class TileSparse:
                     f"mask keeps weights of column {lost[0]}, which columns leaves out;"
                     " pass columns=numpy.flatnonzero(mask.any(0))"
                 )
-            weight, mask = weight[:, chosen], mask[:, chosen]
+            real = chosen < num_columns
+            at = np.where(real, chosen, 0)
+            weight, mask = np.where(real, weight[:, at], 0), mask[:, at] & real
+            for place in np.flatnonzero(~real):  # keeps the rows of its tile
+                first = place // tile * tile
+                mask[:, place] = mask[:, first : first + tile].any(1)
         kept = _kept_rows(mask, tile)  # [T, K]
         counts = kept.sum(1).astype(np.int32)
         needed = _room(int(counts.max(initial=0)), tile)

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.tile_sparse_matmul.format import TileSparse
 
 
-__all__ = ["gathers", "grad_values", "tile_sparse_matmul"]
+__all__ = ["dense_matmul", "gathers", "grad_values", "tile_sparse_matmul"]
 
 
 def gathers(w: TileSparse, tokens: int) -> bool:
@@ -48,18 +48,28 @@ def tile_sparse_matmul(
     tokens = x.shape[1 if x_major else 0]
     if not gathers(w, tokens):
         dense = w.packed().to_dense()  # [K, C]
-        if y_major:
-            return _dot(dense, x, 0, 0 if x_major else 1, out_dtype)
-        return _dot(x, dense, 0 if x_major else 1, 0, out_dtype)
+        return dense_matmul(x, dense, feature_major=feature_major, out_dtype=out_dtype)
     kept = jnp.take(x, w.rows, axis=0 if x_major else 1)  # [T, P, M] or [M, T, P]
     letters = "tpm" if x_major else "mtp"
     out = "tgm" if y_major else "mtg"
-    y = jnp.einsum(
-        f"{letters},tpg->{out}", kept, w.values, preferred_element_type=jnp.float32
-    ).astype(out_dtype)
+    y = _einsum(f"{letters},tpg->{out}", kept, w.values).astype(out_dtype)
     if y_major:
         return y.reshape(-1, tokens)[: w.packed_columns]
     return y.reshape(tokens, -1)[:, : w.packed_columns]
+
+
+def dense_matmul(
+    x: jax.Array,
+    dense: jax.Array,
+    *,
+    feature_major: tuple[bool, bool],
+    out_dtype: DTypeLike,
+) -> jax.Array:
+    """The product by a dense weight [K,C]; arguments and result as above."""
+    x_major, y_major = feature_major
+    if y_major:
+        return _dot(dense, x, 0, 0 if x_major else 1, out_dtype)
+    return _dot(x, dense, 0 if x_major else 1, 0, out_dtype)
 
 
 def _dot(a: jax.Array, b: jax.Array, i: int, j: int, out_dtype: DTypeLike) -> jax.Array:
@@ -67,6 +77,19 @@ def _dot(a: jax.Array, b: jax.Array, i: int, j: int, out_dtype: DTypeLike) -> ja
     sums = out_dtype if jnp.dtype(out_dtype) == a.dtype else jnp.float32
     y = lax.dot_general(a, b, (((i,), (j,)), ((), ())), preferred_element_type=sums)
     return y.astype(out_dtype)
+
+
+def _einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Products of tiles with fp32 sums."""
+
+    def run(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
+
+    def widened(a: jax.Array, b: jax.Array) -> jax.Array:
+        return run(a.astype(jnp.float32), b.astype(jnp.float32))
+
+    # XLA's batched products on a CPU do not sum bfloat16 in fp32.
+    return lax.platform_dependent(a, b, cpu=widened, default=run)
 
 
 def grad_values(
@@ -92,12 +115,8 @@ def grad_values(
         dy = jnp.pad(dy, pad)
         dy = dy.reshape((*tiles, tokens) if y_major else (tokens, *tiles))
         kept = jnp.take(x, w.rows, axis=0 if x_major else 1)
-        grad = jnp.einsum(
-            f"{'tpm' if x_major else 'mtp'},{'tgm' if y_major else 'mtg'}->tpg",
-            kept,
-            dy,
-            preferred_element_type=jnp.float32,
-        )
+        letters = "tpm" if x_major else "mtp", "tgm" if y_major else "mtg"
+        grad = _einsum(f"{letters[0]},{letters[1]}->tpg", kept, dy)
     else:
         i, j = int(x_major), int(y_major)
         grad = lax.dot_general(

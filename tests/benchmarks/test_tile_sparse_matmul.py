@@ -13,17 +13,25 @@ SMALL = benchmark.QUICK.params | {"M": 16, "K": 128, "N": 192}
 
 
 def test_weights_have_the_sparsity_asked_for():
-    params = SMALL | {"sparsity": 0.75, "uneven": False}
+    params = SMALL | {"sparsity": 0.75, "mask": "equal"}
     w = benchmark.sparse_weight(params, 0)
     assert w.sparsity == pytest.approx(0.75) and w.equal_counts
     assert benchmark.kept_features(params) == 32
-    uneven = benchmark.sparse_weight(params | {"uneven": True, "k_granularity": 8}, 0)
+    uneven = benchmark.sparse_weight(params | {"mask": "uneven", "k_granularity": 8}, 0)
     counts = np.asarray(uneven.counts)
     assert len(set(counts)) > 1 and np.all((counts >= 24) & (counts <= 40))
     assert uneven.granularity == 8
 
 
-@pytest.mark.parametrize("name", ["auto", "dense", "ideal", "bcoo", "int8_dense"])
+def test_the_pruner_makes_a_mask_of_its_own():
+    params = SMALL | {"sparsity": 0.75, "mask": "pruned"}
+    w = benchmark.sparse_weight(params, 0)
+    assert w.sparsity == pytest.approx(0.75) and len(set(np.asarray(w.counts))) > 1
+
+
+@pytest.mark.parametrize(
+    "name", ["auto", "tew_auto", "dense", "ideal", "bcoo", "int8_dense"]
+)
 def test_forms_compute_what_they_say(name):
     ready = benchmark.make_ready(benchmark.FORMS[name](SMALL))
     assert 0 < ready.max_rel_error < 3e-2

@@ -1,5 +1,6 @@
 """Sparse models against the masked dense ones that they are made from."""
 
+import contextlib
 import dataclasses
 
 import jax
@@ -29,10 +30,10 @@ from tests.tolerances import RELATIVE, relative_error
 TILES = PruneConfig(sparsity=0.75, tile=8)
 
 
-def pruned(model, config=TILES):
+def pruned(model, config=TILES, **options):
     """The masked dense model and the sparse one."""
     masks = make_model_masks(model, magnitude_scores(model), config)
-    return masks, apply_masks(model, masks), sparsify(model, masks)
+    return masks, apply_masks(model, masks), sparsify(model, masks, **options)
 
 
 def sparse_layers(model):
@@ -74,7 +75,8 @@ def test_a_sparse_layer_holds_the_kept_weights(changes, model):
     model = jax.tree.map(lambda x: x, model)
     for layer in linears(model).values():
         layer.rules = sharding.preset("fsdp_tp")
-    masks, masked, sparse = pruned(model, dataclasses.replace(TILES, **changes))
+    config = dataclasses.replace(TILES, **changes)
+    masks, masked, sparse = pruned(model, config, drop_hidden=False)
     layers = sparse_layers(sparse)
     assert set(layers) == set(masks)
     for name, dense in linears(masked).items():
@@ -107,7 +109,7 @@ def biased(**options):
 def test_gradients_are_those_of_the_masked_model():
     """With biases; of the kept weights, and of everything else."""
     model = biased()
-    masks, masked, sparse = pruned(model)
+    masks, masked, sparse = pruned(model, drop_hidden=False)
     batch = batches(1)[0]
 
     def gradients(model):
@@ -166,6 +168,81 @@ def test_sharded_equals_unsharded(tensor, parallel):
     for a, b in zip(jax.tree.leaves(split_grads), jax.tree.leaves(grads), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6)
     np.testing.assert_allclose(loss, mean_loss(masked, batch), rtol=1e-5)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("kind", ["gated", "biased"])
+def test_pruned_hidden_features_are_left_out(kind, shards, model):
+    """Of gate, up and down, with their biases; the model gives what it gave."""
+    model = perturbed(model) if kind == "gated" else biased()
+    if shards > 1:
+        model = jax.tree.map(lambda x: x, model)
+        for layer in linears(model).values():
+            layer.rules = sharding.preset("fsdp_tp")
+    config = dataclasses.replace(TILES, shards=shards, sparsity=0.6)
+    masks, masked, sparse = pruned(model, config)
+    whole = sparsify(model, masks, drop_hidden=False)
+    up, down = sparse.blocks.mlp.up, sparse.blocks.mlp.down
+    hidden = up.shape[1]
+    assert hidden == down.shape[0] < whole.blocks.mlp.up.shape[1]
+    assert up.columns is None and down.rows[...].max() < hidden
+    names = ["up", "down"] if kind == "biased" else ["gate", "up", "down"]
+    for layer in names:
+        few, many = (getattr(m.blocks.mlp, layer) for m in (sparse, whole))
+        assert few.counts[...].sum() == many.counts[...].sum()  # none was in vain
+    batch = batches(1)[0]
+    run = jax.jit(lambda m, b: m(b.tokens, cu_seqlens=b.cu_seqlens))
+    expected = run(masked, batch)
+    assert relative_error(run(sparse, batch), expected) < RELATIVE[expected.dtype]
+
+
+def test_hidden_features_stay_where_leaving_them_out_would_change_the_model():
+    """Down keeps rows of features that are nothing but a bias."""
+    model = biased()
+    config = dataclasses.replace(TILES, sparsity=0.6, hidden_together=False)
+    masks, masked, sparse = pruned(model, config)
+    fed = masks.tiled["blocks.mlp.up"].any(axis=1)
+    assert (masks["blocks.mlp.down"].any(axis=2) & ~fed).any()
+    assert sparse.blocks.mlp.up.shape[1] == CONFIG.d_ff
+    batch = batches(1)[0]
+    expected = masked(batch.tokens)
+    assert relative_error(sparse(batch.tokens), expected) < RELATIVE[expected.dtype]
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_single_weights_stand_beside_the_tiles(shards):
+    """Values and gradients of tile-element-wise masks, also on two devices."""
+    model = biased()
+    config = dataclasses.replace(
+        TILES, pattern="tew", single_fraction=0.2, shards=shards
+    )
+    masks, masked, sparse = pruned(model, config)
+    layers = sparse_layers(sparse)
+    kept = sum(
+        int((layer.single_rows[...] < layer.shape[0]).sum())
+        for layer in layers.values()
+    )
+    assert kept == sum(int((masks[n] & ~masks.tiled[n]).sum()) for n in masks) > 100
+    batch = batches(1)[0]
+
+    def table_gradient(model):
+        graph, params, rest = nnx.split(model, nnx.Param, ...)
+        loss, grads = jax.value_and_grad(
+            lambda p: mean_loss(nnx.merge(graph, p, rest), batch)
+        )(params)
+        return loss, grads["embed"]["table"][...]
+
+    loss, grad = jax.jit(table_gradient)(masked)
+    with (
+        jax.set_mesh(tensor_mesh(1, shards)) if shards > 1 else contextlib.nullcontext()
+    ):
+        if shards > 1:
+            sparse = sharding.place(
+                sparse, tensor_mesh(1, shards), sharding.preset("fsdp_tp")
+            )
+        found, found_grad = jax.jit(table_gradient)(sparse)
+    np.testing.assert_allclose(found, loss, rtol=1e-5)
+    np.testing.assert_allclose(found_grad, grad, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["modernbert", "deberta_v3"])

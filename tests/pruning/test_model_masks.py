@@ -115,5 +115,5 @@ def test_masks_must_fit_the_model(model):
     with pytest.raises(ValueError, match=r"scores lack the layer blocks.attention.key"):
         make_model_masks(model, {}, TILES)
     scores = magnitude_scores(wide)
-    with pytest.raises(ValueError, match=r"scores of layer blocks.mlp.down have shape"):
+    with pytest.raises(ValueError, match=r"scores of layer blocks.mlp.gate have shape"):
         make_model_masks(model, scores, TILES)

@@ -1,5 +1,6 @@
 """The public product on a CPU: values, gradients, transformations, messages."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.tile_sparse_matmul import (
+    SingleWeights,
     TileSparse,
     reference,
     tile_sparse_matmul,
@@ -116,6 +118,29 @@ def test_narrow_types_and_activations(dtype, activation):
     assert relative_error(tile_sparse_matmul(x, w), x @ w.to_dense()) < 2e-2
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_few_tokens_of_narrow_types(dtype, layout):
+    """Gathered, values and gradients; XLA on a CPU knows no such batched product."""
+    w, dense, mask = random_weight(128, 48, 16, [50, 3, 60], dtype=dtype)
+    x, dy = normal(1, (8, 128), dtype), normal(2, (8, 48), dtype)
+    assert xla.gathers(w, 8)
+
+    def ours(x, values):
+        stored = x.T if layout[0] else x
+        y = tile_sparse_matmul(stored, w.with_values(values), feature_major=layout)
+        return y.T if layout[1] else y
+
+    y, pullback = jax.vjp(ours, x, w.values)
+    dx, dvalues = pullback(dy)
+    wide = x.astype(jnp.float32), dy.astype(jnp.float32)
+    bound = RELATIVE[jnp.dtype(dtype)]
+    assert relative_error(y, wide[0] @ dense) < bound
+    assert relative_error(dx, wide[1] @ dense.T) < bound
+    want = jnp.where(mask, wide[0].T @ wide[1], 0)
+    assert relative_error(w.with_values(dvalues).to_dense(), want) < bound
+
+
 def test_chained_layers_need_no_transposes():
     up, dense_up, _ = random_weight(32, 48, 16, [8, 20, 3])
     down, dense_down, _ = random_weight(48, 24, 8, [11, 40, 2], seed=5)
@@ -222,3 +247,62 @@ def test_mistakes_of_the_caller_are_named(no_shape_hook):
         tile_sparse_matmul(x, TileSparse.stack([w, w]))
     with pytest.raises(ValueError, match="'cusparse' of tile_sparse_matmul does not"):
         tile_sparse_matmul(x, w, implementation="cusparse")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("tokens", [2, 160], ids=["gathered", "unpacked"])
+@pytest.mark.parametrize("room", [0, 3, 8, 21])
+def test_single_weights_beside_the_tiles(room, tokens, layout):
+    w, dense, mask = random_weight(96, 48, 16, [7, 0, 60])
+    rng = np.random.default_rng(room)
+    extra = ~mask & (rng.random(mask.shape) < room / 96)
+    if room:
+        extra[:room, 16] = True  # the fullest column
+    wide = rng.normal(size=mask.shape).astype(np.float32)
+    singles = SingleWeights.from_dense(wide, extra)
+    assert singles.room >= room
+    np.testing.assert_array_equal(singles.to_dense(), np.where(extra, wide, 0))
+    x, dy, bias = normal(1, (tokens, 96)), normal(2, (tokens, 48)), normal(3, (48,))
+
+    def ours(x, values, single_values):
+        y = tile_sparse_matmul(
+            x.T if layout[0] else x,
+            w.with_values(values),
+            singles=dataclasses.replace(singles, values=single_values),
+            bias=bias,
+            activation="gelu_tanh",
+            feature_major=layout,
+        )
+        return y.T if layout[1] else y
+
+    def plain(x, dense):
+        whole = jnp.where(mask | extra, dense, 0)
+        return masked_dense(x, whole, bias, w, mask | extra, "gelu_tanh")
+
+    whole = jnp.asarray(np.where(extra, wide, dense))
+    y, pullback = jax.vjp(ours, x, w.values, singles.values)
+    want, want_pullback = jax.vjp(plain, x, whole)
+    assert relative_error(y, want) < 1e-5
+    (dx, dvalues, dsingles), (want_dx, want_dense) = pullback(dy), want_pullback(dy)
+    assert relative_error(dx, want_dx) < 1e-5
+    found = w.with_values(dvalues).to_dense()
+    found += dataclasses.replace(singles, values=dsingles).to_dense()
+    assert relative_error(found, want_dense) < 1e-5
+    assert not np.any(np.asarray(dsingles)[np.asarray(singles.rows) == 96])
+
+
+def test_single_weights_of_another_matrix_are_refused(no_shape_hook):
+    w, _, _ = random_weight(32, 16, 8, [5, 12])
+    x = normal(0, (2, 32))
+    wrong = SingleWeights.from_dense(np.eye(24, 16), np.eye(24, 16) > 0)
+    with pytest.raises(ValueError, match=r"for 24 inputs, expected \[J, 16\] for 32"):
+        tile_sparse_matmul(x, w, singles=wrong)
+    narrow = SingleWeights.from_dense(
+        np.eye(32, 16, dtype=np.float16), np.eye(32, 16) > 0
+    )
+    with pytest.raises(ValueError, match="singles have type float16, expected that of"):
+        tile_sparse_matmul(x, w, singles=narrow)
+    with pytest.raises(
+        ValueError, match=r"mask has shape \(2, 2\), expected \(32, 16\)"
+    ):
+        SingleWeights.from_dense(np.eye(32, 16), np.eye(2) > 0)

@@ -14,7 +14,7 @@ from pallas_kernels.tile_sparse_matmul import (
     load_tile_sparse,
     save_tile_sparse,
 )
-from tests.pallas_kernels.tile_sparse_matmul.cases import random_weight
+from tests.pallas_kernels.tile_sparse_matmul.cases import random_mask, random_weight
 
 
 SMALL = (24, 12, 4, [5, 0, 24])  # inputs, outputs, tile, counts
@@ -182,3 +182,20 @@ def test_bytes():
     w, _, _ = random_weight(*SMALL)
     # 3 tiles with room for 24 rows of 4 columns; indices; counts.
     assert w.nbytes == 4 * (3 * 24 * 4 + 3 * 24 + 3)
+
+
+def test_columns_that_stand_for_none():
+    """In a tile with others, and a tile of them; rows folded too."""
+    rng = np.random.default_rng(0)
+    dense = rng.normal(size=(12, 8)).astype(np.float32)
+    mask = random_mask(rng, 12, 8, 2, [5, 3, 7, 0])
+    mask[:, 5] = False
+    columns = np.array([0, 1, 2, 3, 4, 8, 8, 8])
+    w = TileSparse.from_dense(dense, mask, tile=2, columns=columns)
+    np.testing.assert_array_equal(w.to_dense(), np.where(mask, dense, 0))
+    np.testing.assert_array_equal(w.mask(), mask)
+    order = np.array([7, 3, 12, 0, 11])
+    folded = w.fold_rows(jnp.asarray(order))
+    want = np.where(mask, dense, 0)[np.minimum(order, 11)]
+    want[2] = 0
+    np.testing.assert_array_equal(folded.to_dense(), want)
