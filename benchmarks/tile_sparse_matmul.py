@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -376,9 +377,14 @@ def measure(
     for case in wanted:
         results: Results = {}
         ready: dict[str, Ready] = {}
-        for name in names:
+        with ThreadPoolExecutor(max(len(names), 1)) as pool:  # they compile together
+            made = {
+                name: pool.submit(lambda n=name, p=case.params: make_ready(forms[n](p)))
+                for name in names
+            }
+        for name, future in made.items():
             try:
-                ready[name] = make_ready(forms[name](case.params))
+                ready[name] = future.result()
             except NotImplementedError as error:
                 results[name] = NoMeasurement(f"not supported: {error}")
             except Exception as error:

@@ -168,7 +168,8 @@ class TileSparse:
                 )
             real = chosen < num_columns
             at = np.where(real, chosen, 0)
-            weight, mask = np.where(real, weight[:, at], 0), mask[:, at] & real
+            weight = np.where(real, weight[:, at], 0)
+            mask = np.logical_and(mask[:, at], real)
             for place in np.flatnonzero(~real):  # keeps the rows of its tile
                 first = place // tile * tile
                 mask[:, place] = mask[:, first : first + tile].any(1)

@@ -83,6 +83,33 @@ def test_every_candidate_of_the_tuner(layout, tokens):
         assert relative_error(y, want) < RELATIVE[BF16], config
 
 
+@pytest.mark.parametrize(
+    ("tokens", "outputs", "tile", "granularity", "layout"),
+    [
+        (64, 512, 64, 1, (True, True)),
+        (64, 512, 64, 64, (True, True)),
+        (16, 60, 128, 1, (True, False)),
+        (200, 64, 128, 8, (False, False)),
+        (33, 64, 256, 1, (True, True)),
+    ],
+)
+def test_outputs_one_line_wide(tokens, outputs, tile, granularity, layout):
+    """Stores past their columns would overwrite what lies before."""
+    tiles = -(-outputs // tile)
+    counts = [448, 64, 0, 512, 128, 192, 256, 64][:tiles]
+    w, _, _ = random_weight(512, outputs, tile, counts, granularity, BF16)
+    x = normal(1, (tokens, 512))
+    poison((outputs, tokens), BF16)
+    y = tile_sparse_matmul(
+        x.T if layout[0] else x,
+        w,
+        feature_major=layout,
+        implementation="mosaic_gpu",
+    )
+    want = reference.tile_sparse_matmul(x, w)
+    assert relative_error(y.T if layout[1] else y, want) < RELATIVE[BF16]
+
+
 @pytest.mark.parametrize("layout", [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("cluster", [1, 2])
 def test_gradient_of_the_values(layout, cluster):
