@@ -258,10 +258,73 @@ def _savings(
     panel.legend(fontsize=6)
 
 
+def _speed_up(figure: Any, record: records.Record) -> None:
+    """Speed-up over the dense product against sparsity, with the ideal line.
+
+    One panel for each layer and number of tokens that was measured at several
+    sparsities, for tiles of 128 that keep equally many rows.
+    """
+    panels: dict[tuple[str, int], list[records.Record]] = {}
+    for row in record["rows"]:
+        p = row["params"]
+        plain = (p["tile"], p["k_granularity"], p["mask"]) == (128, 1, "equal")
+        if plain and "speed_up" in row["metrics"]:
+            panels.setdefault((row["case"], p["M"]), []).append(row)
+    several = {
+        key: rows
+        for key, rows in panels.items()
+        if len({row["params"]["sparsity"] for row in rows}) > 2
+    }
+    figure.set_size_inches(max(6.0, 4.5 * len(several)), 4.0)
+    axes = figure.subplots(1, max(len(several), 1), squeeze=False)[0]
+    names = ("mosaic_gpu", "triton", "ideal")
+    for panel, ((case, tokens), rows) in zip(axes, several.items(), strict=False):
+        for name in names:
+            points = sorted(
+                (100 * row["params"]["sparsity"], row["metrics"]["speed_up"])
+                for row in rows
+                if row["implementation"] == name
+            )
+            style = "--" if name == "ideal" else "-"
+            panel.plot(*zip(*points, strict=True), style, marker="o", label=name)
+        panel.axhline(1, color="black", linewidth=0.8)
+        panel.set_yscale("log", base=2)
+        panel.set_yticks([1, 2, 4, 8, 16], ["1", "2", "4", "8", "16"])
+        panel.set_title(f"{case}, {tokens} tokens", fontsize=10)
+        panel.set_xlabel("pruned, %")
+        panel.set_ylabel("times as fast as dense")
+        panel.grid(alpha=0.3)
+        panel.legend()
+
+
+def _accuracy(figure: Any, record: records.Record) -> None:
+    """Held-out bits per byte against sparsity by pattern: mean and range of seeds."""
+    found: dict[str, dict[float, list[float]]] = {}
+    for row in record["rows"]:
+        by_sparsity = found.setdefault(row["implementation"], {})
+        values = by_sparsity.setdefault(100 * row["params"]["sparsity"], [])
+        values.append(row["metrics"]["bits_per_byte"])
+    figure.set_size_inches(7.0, 4.5)
+    axes = figure.subplots()
+    for name, by_sparsity in found.items():
+        x = sorted(by_sparsity)
+        means = [sum(by_sparsity[s]) / len(by_sparsity[s]) for s in x]
+        below = [mean - min(by_sparsity[s]) for s, mean in zip(x, means, strict=True)]
+        above = [max(by_sparsity[s]) - mean for s, mean in zip(x, means, strict=True)]
+        style = "k--" if name == "dense" else "o-"
+        axes.errorbar(x, means, (below, above), fmt=style, capsize=3, label=name)
+    axes.set_xlabel("pruned, %")
+    axes.set_ylabel("held-out bits per byte")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+
+
 SHAPES = {
     "collective_matmul": _overlap,
     "encoder": _encoders,
     "varlen_attention": _attention,
+    "pruning_accuracy": _accuracy,
+    "tile_sparse_matmul": _speed_up,
 }
 """Drawings of particular benchmarks."""
 

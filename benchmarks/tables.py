@@ -49,6 +49,7 @@ OURS = (
     "jaxscale_scan",
     "tile_wise",
     "tew",
+    "tew_auto",
 )
 """Names of our implementations; every other is a baseline or a bound."""
 
