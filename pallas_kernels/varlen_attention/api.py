@@ -26,13 +26,10 @@ from pallas_kernels.varlen_attention.xla import varlen_attention_xla
 
 
 IMPLEMENTATIONS: Mapping[str, Callable[..., tuple[Array, Array]]] = {
-    "xla": varlen_attention_xla,
     "mosaic_gpu": varlen_attention_mosaic_gpu,
+    "xla": varlen_attention_xla,
 }
-"""Implementations of `varlen_attention`, the preferred one first.
-
-The kernel must be named until its tests on a GPU have passed in this form.
-"""
+"""Implementations of `varlen_attention`, the preferred one first."""
 
 DTYPES = ("float32", "bfloat16", "float16")
 

@@ -17,6 +17,7 @@ __all__ = [
     "backward_smem",
     "forward_blocks",
     "forward_smem",
+    "query_buffers",
 ]
 
 ROWS = 64
@@ -137,11 +138,16 @@ class Problem:
         return self.head_dim // CHUNK
 
 
+def query_buffers(problem: Problem) -> int:
+    """Tiles whose queries the forward kernel holds: the next one's, where they fit."""
+    return 2 if problem.head_dim <= 128 else 1
+
+
 def forward_smem(problem: Problem, blocks: ForwardBlocks) -> int:
     """Shared memory of a block of the forward kernel, barriers included."""
     queries = smem_bytes((blocks.block_q, problem.head_dim), problem.dtype)
     keys = smem_bytes((blocks.block_k, problem.head_dim), problem.dtype)
-    return queries + 2 * blocks.stages * keys + 2048
+    return query_buffers(problem) * queries + 2 * blocks.stages * keys + 2048
 
 
 def backward_smem(problem: Problem, blocks: BackwardBlocks) -> int:
@@ -168,8 +174,8 @@ def forward_blocks(problem: Problem, device: DeviceSpec) -> ForwardBlocks:
     del device
     length = math.ceil(problem.queries / problem.max_seqs)
     if problem.head_dim == 64:
-        if length <= 128:
-            return ForwardBlocks(consumers=1, block_k=64)
+        if length <= 384:
+            return ForwardBlocks(consumers=1, block_k=64, stages=3)
         return ForwardBlocks(consumers=3 if length > 512 else 2)
     return ForwardBlocks(block_k=64 if problem.head_dim == 256 else 128)
 

@@ -48,7 +48,6 @@ from pallas_kernels.varlen_attention.xla import varlen_attention_xla_backward
 
 __all__ = ["varlen_attention_mosaic_gpu"]
 
-_ROW_MULTIPLE = 8
 _LARGEST_INT = 2**31 - 1
 
 
@@ -59,6 +58,8 @@ class _Call:
     scores: Scores
     config: MosaicGpuConfig
     device: DeviceSpec
+    one_packing: bool
+    """Keys are packed as the queries are, so every query sees at least itself."""
 
 
 def varlen_attention_mosaic_gpu(
@@ -97,15 +98,15 @@ def varlen_attention_mosaic_gpu(
     scores = Scores(
         window, scale, softcap, sinks is not None, alibi_slopes is not None, relative
     )
-    num_queries, value_dim = q.shape[0], v.shape[2]
+    value_dim = v.shape[2]
     q, k, v = (_pad(x, head_dim) for x in (q, k, v))
-    call = _Call(scores, config, device)
+    call = _Call(scores, config, device, cu_seqlens_k is cu_seqlens_q)
     # Raised here, where another implementation may still be chosen.
     _forward_blocks(call, _problem(q[None], k[None], cu_seqlens_q[None]))
     out, lse = _jitted(
         call, q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, alibi_slopes, terms
     )
-    return out[:num_queries, :, :value_dim], lse[:num_queries]
+    return out[..., :value_dim], lse
 
 
 def _padded_head_dim(q: Array, k: Array, v: Array) -> int:
@@ -153,15 +154,14 @@ def _checked_terms(
                 f"the kernel takes that of q, {q.dtype.name}; cast them or use "
                 "implementation='xla'"
             )
-    by_query, by_key = (None if x is None else _pad(x, x.shape[2]) for x in terms)
-    relative = bias.buckets, by_query is not None, by_key is not None
-    return relative, (by_query, by_key)
+    relative = bias.buckets, terms[0] is not None, terms[1] is not None
+    return relative, terms
 
 
 def _pad(x: Array, head_dim: int) -> Array:
-    """Rows to a multiple of 8 and columns to the head dim of the kernel, with zeros."""
-    padding = ((0, -x.shape[0] % _ROW_MULTIPLE), (0, 0), (0, head_dim - x.shape[2]))
-    return jnp.pad(x, padding) if any(map(any, padding)) else x
+    """Columns to the head dim of the kernel, with zeros."""
+    missing = head_dim - x.shape[2]
+    return jnp.pad(x, ((0, 0), (0, 0), (0, missing))) if missing else x
 
 
 # --- The gradient rule ----------------------------------------------------------------
@@ -225,10 +225,12 @@ def _attention_bwd(
             device=call.device,
         )
     dout, dlse = cotangents
-    # What arrives for a query that sees nothing, NaN too, is nobody's gradient.
+    # What arrives for a query that sees nothing, NaN too, is nobody's gradient. What
+    # lies past the last sequence is not read.
     inside = jnp.arange(q.shape[0], dtype=jnp.int32) < cu_q[-1]
     seen = inside[:, None] & (lse > -jnp.inf)
-    dout = jnp.where(seen[..., None], dout, 0)
+    if not call.one_packing:
+        dout = jnp.where(seen[..., None], dout, 0)
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     delta = jnp.where(seen, delta - dlse, 0.0)
     dsinks = None

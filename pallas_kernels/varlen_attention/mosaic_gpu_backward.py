@@ -17,8 +17,8 @@ many tiles of keys have added to it, and each waits for its turn. Blocks go over
 queries from the last to the first, so under a causal mask as without one all blocks of
 a sequence begin with the same tile of queries and follow one another at the distance of
 one addition, while the multiplication goes on. A block waits only for blocks that come
-before it in the grid, which the hardware starts first. The producer warpgroup does the
-waiting and adding, a ring behind its loads. Two passes, each with its own sums in
+before it in the grid, which the hardware starts first. A warpgroup of its own does the
+waiting and adding. Two passes, each with its own sums in
 registers, would need no order but seven products instead of five.
 
 Queries are cut into tiles of their own buffer: a tile's dq, lse and delta lie in arrays
@@ -52,7 +52,11 @@ from pallas_kernels.varlen_attention.mosaic_gpu_forward import (
     heads_together,
     index_arrays,
 )
-from pallas_kernels.varlen_attention.rows import NO_LIMIT, keep_band, store_rows
+from pallas_kernels.varlen_attention.rows import (
+    keep_band,
+    scale_and_add_row,
+    store_rows,
+)
 from pallas_kernels.varlen_attention.schedule import (
     Sequences,
     interval_of_keys,
@@ -68,8 +72,10 @@ _FIELDS = (
     "row", "k_base", "k_first", "k_stop", "index", "first", "last", "full_first",
     "full_last", "offset", "q_start", "k_start", "q_tile", "q_total",
 )  # fmt: skip
-# Registers of a thread of the producer and of a consumer.
-_REGISTERS = (24, 240)
+# Behind the consumers come a warpgroup that loads and one that adds to dq.
+_LOADER, _ADDER = _CONSUMERS, _CONSUMERS + 1
+# Registers of a thread of these two and of a consumer.
+_REGISTERS = (24, 232)
 
 
 def _key_table(
@@ -157,7 +163,7 @@ def backward(
     extra = [] if slopes is None else [slopes]
     outputs = [
         jax.ShapeDtypeStruct(
-            (problem.heads, q_slots, block_q, problem.head_dim), jnp.float32
+            (q_slots, block_q, problem.heads, problem.head_dim), jnp.float32
         ),
         jax.ShapeDtypeStruct(k.shape, k.dtype),
         jax.ShapeDtypeStruct(v.shape, v.dtype),
@@ -172,7 +178,7 @@ def backward(
         scratch_types=_scratch(problem, blocks),
         grid=(slots * problem.kv_heads,),
         grid_names=("block",),
-        num_threads=_CONSUMERS + 1,
+        num_threads=_CONSUMERS + 2,
         thread_name="warpgroup",
         kernel_name="varlen_attention_backward",
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -181,9 +187,10 @@ def backward(
     if not slope_sums:
         return dq, dk, dv, None
     row = seqs.row[tile_rows(seqs, problem, blocks)]
-    by_slot = jnp.where((used == 1)[:, None], jnp.sum(slope_sums[0], axis=2), 0.0)
-    dslopes = jnp.zeros((problem.rows, problem.heads), jnp.float32)
-    return dq, dk, dv, dslopes.at[row].add(by_slot)
+    by_slot = jnp.sum(slope_sums[0], axis=2)
+    # No scatter, which would add in any order.
+    mine = (row == jnp.arange(problem.rows, dtype=jnp.int32)[:, None]) & (used == 1)
+    return dq, dk, dv, jnp.sum(jnp.where(mine[..., None], by_slot, 0.0), axis=1)
 
 
 def tile_rows(
@@ -206,15 +213,15 @@ def _stats(
     used: Array,
     block_q: int,
 ) -> Float[Array, "N slots two block_q"]:
-    """Lse, to base 2, and delta of each tile of queries."""
+    """Lse, to base 2, and delta of each tile of queries, both negative."""
     rows = base[:, None] + jnp.arange(block_q, dtype=jnp.int32)
     mine = (
         (rows >= nominal[:, None]) & (rows < seq.q_end[:, None]) & (used == 1)[:, None]
     )
     flat = seq.row[:, None] * problem.queries + jnp.clip(rows, 0, problem.queries - 1)
     lse, delta = (x.reshape(-1, problem.heads)[flat] for x in (lse, delta))
-    lse = jnp.where(mine[..., None], lse * LOG2E, jnp.inf)
-    delta = jnp.where(mine[..., None], delta, 0.0)
+    lse = jnp.where(mine[..., None], lse * -LOG2E, -jnp.inf)
+    delta = jnp.where(mine[..., None], -delta, 0.0)
     return jnp.stack([lse, delta]).transpose(3, 1, 0, 2)
 
 
@@ -222,7 +229,7 @@ def _unpack_dq(
     problem: Problem,
     scores: Scores,
     blocks: BackwardBlocks,
-    sums: Float[Array, "N slots block_q H"],
+    sums: Float[Array, "slots block_q N H"],
     seqs: Sequences,
     q_first: Int[Array, " E"],
 ) -> Float[Array, "R T N H"]:
@@ -243,7 +250,7 @@ def _unpack_dq(
     seen = (start < stop) & (seq.real == 1)
     tile = jnp.where(seen, q_first[names] + index, 0)
     within = jnp.where(seen, rows - base, 0)
-    dq = sums.transpose(1, 2, 0, 3)[tile, within] * scores.scale
+    dq = sums[tile, within] * scores.scale
     return jnp.where(seen[..., None, None], dq, 0.0).astype(problem.dtype)
 
 
@@ -295,7 +302,7 @@ def _body(
     *refs: Any,
     **scratch: Any,
 ) -> None:
-    """The kernel: one producer and two consumers."""
+    """The kernel: two consumers, one warpgroup that loads and one that adds."""
     slopes = refs[0] if scores.alibi else None
     dq, dk, dv, *slope_sums = refs[1:] if scores.alibi else refs
     slot, kv_head = decode_block(
@@ -307,7 +314,7 @@ def _body(
     def fields() -> dict[str, Any]:
         return {name: table[slot, i] for i, name in enumerate(_FIELDS)}
 
-    @pl.when(warpgroup == _CONSUMERS)
+    @pl.when(warpgroup >= _LOADER)
     def _producer() -> None:
         plgpu.set_max_registers(_REGISTERS[0], action="decrease")
         tile = fields()
@@ -315,7 +322,14 @@ def _body(
         @pl.when(tile["k_stop"] > 0)
         def _() -> None:
             producer = Producer(problem, scores, blocks, tile, kv_head, scratch)
-            producer.run(q, k, v, dout, stats, dq, turns, q_slots)
+
+            @pl.when(warpgroup == _LOADER)
+            def _() -> None:
+                producer.load_all(q, k, v, dout, stats)
+
+            @pl.when(warpgroup == _ADDER)
+            def _() -> None:
+                producer.add_all(dq, turns, q_slots)
 
     @pl.when(warpgroup < _CONSUMERS)
     def _consumer() -> None:
@@ -346,7 +360,7 @@ def _query_start(blocks: BackwardBlocks, tile: dict[str, Any], index: Any) -> An
 
 
 class Producer:
-    """Streams queries and gradients in, and dq out."""
+    """Streams queries and gradients in, and dq out: two warpgroups."""
 
     def __init__(
         self,
@@ -367,20 +381,14 @@ class Producer:
         head = self.kv_head * self.problem.groups + group
         return head, self.tile["last"] - 1 - lax.rem(step, self.per_head)
 
-    def run(
-        self,
-        q: Any,
-        k: Any,
-        v: Any,
-        dout: Any,
-        stats: Any,
-        dq: Any,
-        turns: Any,
-        q_slots: int,
-    ) -> None:
-        """All steps; a step's dq is added when its stage of the ring is loaded anew."""
+    @property
+    def steps(self) -> Any:
+        """Of all query heads of the group."""
+        return self.per_head * self.problem.groups
+
+    def load_all(self, q: Any, k: Any, v: Any, dout: Any, stats: Any) -> None:
+        """Keys and values, then what each step needs."""
         scratch, stages = self.scratch, self.blocks.stages
-        plgpu.barrier_arrive(scratch["dq_empty"])
         for ref, name in ((k, "k"), (v, "v")):
             copy_rows(
                 ref,
@@ -390,21 +398,28 @@ class Producer:
                 scratch[f"{name}_smem"][1],
                 scratch["kv_full"],
             )
-        steps = self.per_head * self.problem.groups
 
         def step(i: Any, _: None) -> None:
-            pl.when(i < steps)(lambda: self.load(i, q, dout, stats))
-            pl.when(i >= stages)(lambda: self.add(i - stages, dq, turns, q_slots))
+            self.load(i, q, dout, stats)
 
-        lax.fori_loop(0, jnp.where(steps > 0, steps + stages, 0), step, None)
+        lax.fori_loop(0, self.steps, step, None)
 
         # Every waiter must see each phase of a barrier.
         def drain(i: Any, _: None) -> None:
-            stage = lax.rem(steps + i, jnp.int32(stages))
+            stage = lax.rem(self.steps + i, jnp.int32(stages))
             plgpu.barrier_wait(scratch["q_empty"].at[stage])
             plgpu.barrier_wait(scratch["do_empty"].at[stage])
 
         lax.fori_loop(0, stages, drain, None)
+
+    def add_all(self, dq: Any, turns: Any, q_slots: int) -> None:
+        """Dq of each step to global memory."""
+        plgpu.barrier_arrive(self.scratch["dq_empty"])
+
+        def step(i: Any, _: None) -> None:
+            self.add(i, dq, turns, q_slots)
+
+        lax.fori_loop(0, self.steps, step, None)
 
     def load(self, step: Any, q: Any, dout: Any, stats: Any) -> None:
         """Queries, gradients, lse and delta of a step."""
@@ -433,8 +448,8 @@ class Producer:
             rank = rank - lax.div(jnp.maximum(seen, 0), jnp.int32(self.blocks.block_k))
         q_tile = self.tile["q_tile"] + index
         turn = turns.at[head * q_slots + q_tile]
+        plgpu.semaphore_wait(turn, rank, decrement=False, memory_scope="gpu")
         plgpu.barrier_wait(scratch["dq_full"])
-        pl.semaphore_wait(turn, rank, decrement=False)
 
         def store(reduction: Literal["add"] | None) -> None:
             for m in range(block_q // ROWS):
@@ -442,7 +457,7 @@ class Producer:
                     rows, columns = pl.ds(m * ROWS, ROWS), pl.ds(chunk * CHUNK, CHUNK)
                     plgpu.copy_smem_to_gmem(
                         scratch["dq_smem"].at[m * self.problem.chunks + chunk],
-                        dq.at[head, q_tile, rows, columns],
+                        dq.at[q_tile, rows, head, columns],
                         reduction_op=reduction,
                     )
 
@@ -451,7 +466,7 @@ class Producer:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(scratch["dq_empty"])
         plgpu.wait_smem_to_gmem(0)
-        pl.semaphore_signal(turn)
+        plgpu.semaphore_signal(turn, memory_scope="gpu")
 
 
 class Consumer:
@@ -490,9 +505,7 @@ class Consumer:
         return pl.run_scoped(functools.partial(self._loop, slope_ref), acc, acc)
 
     def _loop(self, slope_ref: Any, dk: Any, dv: Any) -> tuple[Any, Any]:
-        first, last, full_first, full_last = (
-            self.tile[x] for x in ("first", "last", "full_first", "full_last")
-        )
+        first, last = self.tile["first"], self.tile["last"]
 
         def head_loop(group: Any, number: Any) -> Any:
             head = self.kv_head * self.problem.groups + group
@@ -501,21 +514,13 @@ class Consumer:
                 zero = jnp.zeros((ROWS,), jnp.float32)
                 row_sums = plgpu.layout_cast(zero, plgpu.Layout.WGMMA.reduce(1))
 
-            def section(begin: Any, end: Any, carry: Any, masked: bool) -> Any:
-                """Tiles of queries from `end` down to `begin`."""
-
-                def step(i: Any, carry: Any) -> Any:
-                    number, sums = carry
-                    sums = self.step(number, head, end - 1 - i, masked, sums, dk, dv)
-                    return number + 1, sums
-
-                return lax.fori_loop(0, end - begin, step, carry)
+            def step(i: Any, carry: Any) -> Any:
+                number, sums = carry
+                sums = self.step(number, head, last - 1 - i, sums, dk, dv)
+                return number + 1, sums
 
             carry = number, row_sums
-            if self.scores.window[0] is not None:
-                carry = section(full_last, last, carry, True)
-            carry = section(full_first, full_last, carry, False)
-            number, row_sums = section(first, full_first, carry, True)
+            number, row_sums = lax.fori_loop(0, last - first, step, carry)
             if self.scores.alibi:
                 store_rows(slope_ref.at[head, self.mine], row_sums, 0, ROWS)
             return number
@@ -528,7 +533,6 @@ class Consumer:
         number: Any,
         head: Any,
         index: Any,
-        masked: bool,
         slope_sums: Any,
         dk: Any,
         dv: Any,
@@ -548,11 +552,12 @@ class Consumer:
                 gradients = self.do_smem.at[stage, c].transpose((1, 0))
                 plgpu.wgmma(dp_acc, self.v_smem.at[c, self.mine], gradients)
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=chunks)
-            p, derivative, distance = self.weights(s, stage, head, index, masked)
+            p, derivative, distance = self.weights(s, stage, head, index)
             dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
             # Operands in registers are made after the products, see the forward pass.
             p = lax.optimization_barrier(p)
-            ds = p * (dp - self.per_query(stage, 1))
+            delta = scratch["stats_smem"].at[stage, 1]
+            ds = p * scale_and_add_row(dp, 1.0, delta)
             sums = slope_sums
             if distance is not None:
                 sums = sums - jnp.sum(ds * distance, axis=1)
@@ -567,13 +572,10 @@ class Consumer:
         per_consumer = units * chunks // _CONSUMERS
         mine = [n * _CONSUMERS + self.warpgroup for n in range(per_consumer)]
 
-        def products(*dq_accs: Any) -> list[Any]:
+        def products(*dq_accs: Any) -> None:
             for c in range(chunks):
                 columns = dv.at[:, c * CHUNK : (c + 1) * CHUNK]
                 plgpu.wgmma(columns, p, self.do_smem.at[stage, c])
-            for c in range(chunks):
-                columns = dk.at[:, c * CHUNK : (c + 1) * CHUNK]
-                plgpu.wgmma(columns, ds, self.q_smem.at[stage, c])
             for m in range(units):
                 buffer[m, self.mine] = ds[:, m * ROWS : (m + 1) * ROWS]
             plgpu.commit_smem()
@@ -586,29 +588,28 @@ class Consumer:
                 c = lax.rem(unit, jnp.int32(chunks))
                 left = buffer.at[m].transpose((1, 0))
                 plgpu.wgmma(dq_acc, left, self.k_smem.at[c])
-            return [dq_acc[...] for dq_acc in dq_accs]
+            plgpu.wgmma_wait(per_consumer)
+            plgpu.barrier_arrive(scratch["do_empty"].at[stage])
+            for c in range(chunks):
+                columns = dk.at[:, c * CHUNK : (c + 1) * CHUNK]
+                plgpu.wgmma(columns, ds, self.q_smem.at[stage, c])
+            # While dk is multiplied, dq goes to shared memory and the producer adds it.
+            plgpu.wgmma_wait(chunks)
+            plgpu.barrier_wait(scratch["dq_empty"])
+            for unit, dq_acc in zip(mine, dq_accs, strict=True):
+                values = plgpu.wgmma_accumulator_load(dq_acc, wait_n=None)
+                scratch["dq_smem"].at[unit][...] = values
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(scratch["dq_full"])
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(scratch["q_empty"].at[stage])
 
         part = plgpu.WGMMAAccumulatorRef((ROWS, CHUNK), jnp.float32)
-        dq = pl.run_scoped(products, *[part] * per_consumer)
-        plgpu.barrier_arrive(scratch["q_empty"].at[stage])
-        plgpu.barrier_arrive(scratch["do_empty"].at[stage])
-        plgpu.barrier_wait(scratch["dq_empty"])
-        for unit, values in zip(mine, dq, strict=True):
-            scratch["dq_smem"].at[unit][...] = values
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(scratch["dq_full"])
+        pl.run_scoped(products, *[part] * per_consumer)
         return slope_sums
 
-    def per_query(self, stage: Any, which: int) -> Any:
-        """Lse (0) or delta (1) of the queries, as columns of the scores."""
-        row = plgpu.load(
-            self.scratch["stats_smem"].at[stage, which],
-            layout=plgpu.Layout.WGMMA.reduce(0),
-        )
-        return lax.broadcast_in_dim(row, self.shape, [1])
-
     def weights(
-        self, s: Any, stage: Any, head: Any, index: Any, masked: bool
+        self, s: Any, stage: Any, head: Any, index: Any
     ) -> tuple[Any, Any, Any]:
         """Weights, the derivative of a score by the product, and distances."""
         x = self.scores
@@ -618,27 +619,31 @@ class Consumer:
         first_query = _query_start(self.blocks, self.tile, index)
         # How far the first key lies to the right of the first query's diagonal.
         shift = first_key - first_query - self.tile["offset"]
-        if x.plain:
-            s = s * x.factor
-        elif x.softcap is not None:
+        factor = x.scale * LOG2E
+        if x.softcap is not None:
             capped = jnp.tanh(s * (x.scale / x.softcap))
             derivative = 1.0 - capped * capped
-            s = capped * (x.softcap * LOG2E)
-        else:
-            s = s * (x.scale * LOG2E)
+            s, factor = capped, x.softcap * LOG2E
         if x.alibi:
             rows, columns = index_arrays(self.shape)
             distances = jnp.abs(rows - columns + shift).astype(jnp.float32)
-            s = s - distances * (self.slopes[self.tile["row"], head] * LOG2E)
-        if masked:
-            offset = self.warpgroup * ROWS
-            s = keep_band(
-                s,
-                rows=(self.tile["k_first"] - offset, self.tile["k_stop"] - offset - 1),
-                columns=(0, NO_LIMIT),
-                distance=(
-                    -NO_LIMIT if right is None else shift - right,
-                    NO_LIMIT if left is None else shift + left,
-                ),
-            )
-        return jnp.exp2(s - self.per_query(stage, 0)), derivative, distances
+            s = s * factor - distances * (self.slopes[self.tile["row"], head] * LOG2E)
+            factor = 1.0
+        full = index >= self.tile["full_first"]
+        if left is not None:
+            full &= index < self.tile["full_last"]
+        offset = self.warpgroup * ROWS
+        mask = functools.partial(
+            keep_band,
+            rows=(self.tile["k_first"] - offset, self.tile["k_stop"] - offset - 1),
+            distance=(
+                None if right is None else shift - right,
+                None if left is None else shift + left,
+            ),
+        )
+        # One loop whose steps may mask: loops of their own for steps that do and steps
+        # that do not would need more registers than there are.
+        s = lax.cond(full, lambda s: s, mask, s)
+        lse = self.scratch["stats_smem"].at[stage, 0]
+        weights = jnp.exp2(scale_and_add_row(s, factor, lse))
+        return weights, derivative, distances

@@ -38,11 +38,12 @@ from pallas_kernels.varlen_attention.config import (
     ROWS,
     ForwardBlocks,
     Problem,
+    query_buffers,
 )
 from pallas_kernels.varlen_attention.diagonals import TileTerms
 from pallas_kernels.varlen_attention.relative import RelativeBuckets
 from pallas_kernels.varlen_attention.rows import (
-    NO_LIMIT,
+    copy_line,
     keep_band,
     store_rows,
     take_ticket,
@@ -196,7 +197,9 @@ def _table(
         "k_total": seq.k_total,
         "real": seq.real,
     }
-    return jnp.stack([fields[name] for name in _FIELDS], axis=1), tiles.count[None]
+    table = jnp.stack([fields[name] for name in _FIELDS], axis=1)
+    # A line without rows for every ticket past the last tile.
+    return jnp.pad(table, ((0, 1), (0, 0))), tiles.count[None]
 
 
 def forward(
@@ -217,8 +220,8 @@ def forward(
     extra = [x for x in (sinks, slopes) if x is not None]
     body = functools.partial(_body, problem, scores, blocks)
     consumers, stages = blocks.consumers, blocks.stages
-    ring = chunked((stages,), blocks.block_k, problem.chunks, problem.dtype)
-    chunks = problem.chunks
+    chunks, ahead = problem.chunks, query_buffers(problem)
+    ring = chunked((stages,), blocks.block_k, chunks, problem.dtype)
     relative = tile_terms(scores, blocks)
     bias_scratch = {}
     if relative is not None:
@@ -232,23 +235,25 @@ def forward(
             jax.ShapeDtypeStruct(q.shape[:3], jnp.float32),
         ),
         scratch_types={
-            "q_smem": chunked((consumers,), ROWS, chunks, problem.dtype),
+            "q_smem": chunked((ahead, consumers), ROWS, chunks, problem.dtype),
             "k_smem": ring,
             "v_smem": ring,
-            "tile_smem": plgpu.SMEM((2, 16), jnp.int32),
+            "tile_smem": plgpu.SMEM((2, len(_PUBLISHED)), jnp.int32),
             "mailbox": plgpu.SMEM((1,), jnp.int32),
-            "q_full": plgpu.Barrier(num_arrivals=chunks, num_barriers=consumers),
+            "q_full": plgpu.Barrier(
+                num_arrivals=chunks, num_barriers=ahead * consumers
+            ),
             "k_full": plgpu.Barrier(num_arrivals=chunks, num_barriers=stages),
             "v_full": plgpu.Barrier(num_arrivals=chunks, num_barriers=stages),
             "tile_full": plgpu.Barrier(num_arrivals=1, num_barriers=2),
-            "q_empty": plgpu.Barrier(num_arrivals=1, num_barriers=consumers),
+            "q_empty": plgpu.Barrier(num_arrivals=1, num_barriers=ahead * consumers),
             "k_empty": plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
             "v_empty": plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
             "tile_empty": plgpu.Barrier(num_arrivals=consumers, num_barriers=2),
             "turn": plgpu.Barrier(num_arrivals=consumers),
             **bias_scratch,
         },
-        grid=(min(workers, table.shape[0] * problem.heads),),
+        grid=(min(workers, (table.shape[0] - 1) * problem.heads),),
         grid_names=("worker",),
         num_threads=consumers + 1,
         thread_name="warpgroup",
@@ -290,29 +295,54 @@ def _body(
     def _producer() -> None:
         if registers:
             plgpu.set_max_registers(registers[0], action="decrease")
-        take = functools.partial(_take_tile, problem, table, count, counter, scratch)
-        loads = problem, blocks, relative, bias, q, k, v, scratch
-        load = functools.partial(_load, *loads)
+        load_queries = functools.partial(_load_queries, problem, blocks, q, scratch)
+        load_steps = functools.partial(
+            _load_steps, problem, blocks, relative, bias, k, v, scratch
+        )
+        workers = lax.axis_size("worker")
+        together = heads_together(problem), problem.groups
+
+        def take(number: Any, ticket: Any) -> dict[str, Any]:
+            """Tells the consumers which tile it is; without rows it is the end."""
+            slots = count[0]
+            slot, head = decode_block(ticket, slots, *together)
+            slot = jnp.where(head < problem.heads, slot, slots)
+            place = lax.rem(number, jnp.int32(2))
+            line = scratch["tile_smem"].at[place]
+            plgpu.barrier_wait(scratch["tile_empty"].at[place])
+            copy_line(table.at[slot], line, head)
+            plgpu.barrier_arrive(scratch["tile_full"].at[place])
+            fields = {name: line[i] for i, name in enumerate(_FIELDS)}
+            return fields | {"head": head}
+
         if relative is not None:
             entries = scratch["entries_smem"]
             plgpu.copy_gmem_to_smem(bias[0], entries, scratch["entries_full"])
 
         def next_tile(carry: Any) -> Any:
-            _, number, steps = carry
-            tile = take(number)
-            there = tile["rows"] > 0
-            pl.when(there)(functools.partial(load, tile, steps))
-            return there, number + 1, steps + jnp.where(there, tile["steps"], 0)
+            tile, number, steps = carry
+            load_queries(tile, number)
+            # The first step is under way while the next tile is looked up.
+            begun = jnp.minimum(tile["steps"], 1)
+            load_steps(tile, steps, 0, begun)
+            ticket = take_ticket(counter, scratch["mailbox"]) + workers
+            following = take(number + 1, ticket)
+            load_steps(tile, steps, begun, tile["steps"])
+            return following, number + 1, steps + tile["steps"]
 
-        start = jnp.bool_(True), jnp.int32(0), jnp.int32(0)
-        _, number, steps = lax.while_loop(lambda carry: carry[0], next_tile, start)
-        _drain(blocks, scratch, number, steps, relative is not None)
+        first = take(jnp.int32(0), lax.axis_index("worker"))
+        _, number, steps = lax.while_loop(
+            lambda carry: carry[0]["rows"] > 0,
+            next_tile,
+            (first, jnp.int32(0), jnp.int32(0)),
+        )
+        _drain(problem, blocks, scratch, number, steps, relative is not None)
 
     @pl.when(warpgroup < blocks.consumers)
     def _consumer() -> None:
         if registers:
             plgpu.set_max_registers(registers[1], action="increase")
-        _hand_over(blocks, scratch, warpgroup, relative is not None)
+        _hand_over(problem, blocks, scratch, warpgroup, relative is not None)
         if relative is not None:
             plgpu.barrier_wait(scratch["entries_full"])
 
@@ -333,17 +363,8 @@ def _body(
                 extras = iter(extra)
                 sink = next(extras)[row, head] if scores.sinks else None
                 slope = next(extras)[row, head] if scores.alibi else None
-                consumer = Consumer(
-                    problem,
-                    scores,
-                    blocks,
-                    tile,
-                    warpgroup,
-                    sink,
-                    slope,
-                    scratch,
-                    steps,
-                )
+                consumer = Consumer(problem, scores, blocks, tile, warpgroup, sink,
+                                    slope, scratch, number, steps)  # fmt: skip
                 here = pl.ds(tile["q0"] + warpgroup * ROWS, ROWS)
                 rows = tile["rows"] - warpgroup * ROWS
 
@@ -362,28 +383,12 @@ def _body(
         lax.while_loop(lambda carry: carry[0], next_tile, start)
 
 
-def _take_tile(
-    problem: Problem, table: Any, count: Any, counter: Any, scratch: Any, number: Any
-) -> dict[str, Any]:
-    """Takes a ticket and tells the consumers; a tile without rows is the end."""
-    index = take_ticket(counter, scratch["mailbox"])
-    slots = count[0]
-    slot, head = decode_block(index, slots, heads_together(problem), problem.groups)
-    there = head < problem.heads
-    slot = jnp.where(there, slot, 0)
-    tile = {name: table[slot, i] for i, name in enumerate(_FIELDS)}
-    tile["rows"] = jnp.where(there, tile["rows"], 0)
-    tile["head"] = head
-    place = lax.rem(number, jnp.int32(2))
-    plgpu.barrier_wait(scratch["tile_empty"].at[place])
-    for i, name in enumerate(_PUBLISHED):
-        scratch["tile_smem"][place, i] = tile[name]
-    plgpu.barrier_arrive(scratch["tile_full"].at[place])
-    return tile
-
-
 def _hand_over(
-    blocks: ForwardBlocks, scratch: Any, warpgroup: Any, relative: bool
+    problem: Problem,
+    blocks: ForwardBlocks,
+    scratch: Any,
+    warpgroup: Any,
+    relative: bool,
 ) -> None:
     """A consumer gives all buffers to the producer."""
     for name in ("k_empty", "v_empty", *(("terms_empty",) if relative else ())):
@@ -391,11 +396,17 @@ def _hand_over(
             plgpu.barrier_arrive(scratch[name].at[stage])
     for place in range(2):
         plgpu.barrier_arrive(scratch["tile_empty"].at[place])
-    plgpu.barrier_arrive(scratch["q_empty"].at[warpgroup])
+    for i in range(query_buffers(problem)):
+        plgpu.barrier_arrive(scratch["q_empty"].at[i * blocks.consumers + warpgroup])
 
 
 def _drain(
-    blocks: ForwardBlocks, scratch: Any, number: Any, steps: Any, relative: bool
+    problem: Problem,
+    blocks: ForwardBlocks,
+    scratch: Any,
+    number: Any,
+    steps: Any,
+    relative: bool,
 ) -> None:
     """The producer takes all buffers back: waiters must see each phase of a barrier."""
     for i in range(blocks.stages):
@@ -405,9 +416,17 @@ def _drain(
         if relative:
             plgpu.barrier_wait(scratch["terms_empty"].at[stage])
     for i in range(2):
-        plgpu.barrier_wait(scratch["tile_empty"].at[lax.rem(number + i, jnp.int32(2))])
-    for w in range(blocks.consumers):
-        plgpu.barrier_wait(scratch["q_empty"].at[w])
+        place = lax.rem(number + 1 + i, jnp.int32(2))
+        plgpu.barrier_wait(scratch["tile_empty"].at[place])
+    for i in range(query_buffers(problem)):
+        buffer = _query_buffer(problem, number + i)
+        for w in range(blocks.consumers):
+            plgpu.barrier_wait(scratch["q_empty"].at[buffer * blocks.consumers + w])
+
+
+def _query_buffer(problem: Problem, number: Any) -> Any:
+    """The buffer for the queries of a block's nth tile."""
+    return lax.rem(number, jnp.int32(query_buffers(problem)))
 
 
 def _step_start(blocks: ForwardBlocks, tile: dict[str, Any], step: Any) -> Any:
@@ -433,31 +452,46 @@ def tile_terms(scores: Scores, blocks: ForwardBlocks) -> TileTerms | None:
     return TileTerms.of(scores.relative, ROWS, blocks.consumers, blocks.block_k)
 
 
-def _load(
+def _load_queries(
+    problem: Problem,
+    blocks: ForwardBlocks,
+    q: Any,
+    scratch: Any,
+    tile: dict[str, Any],
+    number: Any,
+) -> None:
+    """The producer: queries of a block's nth tile."""
+    buffer, smem = _query_buffer(problem, number), scratch["q_smem"][1]
+    for w in range(blocks.consumers):
+        start, head = tile["q0"] + w * ROWS, tile["head"]
+        place = buffer * blocks.consumers + w
+        plgpu.barrier_wait(scratch["q_empty"].at[place])
+        full = scratch["q_full"].at[place]
+        copy_rows(q, tile["row"], start, head, smem.at[buffer, w], full)
+
+
+def _load_steps(
     problem: Problem,
     blocks: ForwardBlocks,
     relative: TileTerms | None,
     bias: tuple[Any, ...],
-    q: Any,
     k: Any,
     v: Any,
     scratch: Any,
     tile: dict[str, Any],
     steps: Any,
+    begin: Any,
+    end: Any,
 ) -> None:
-    """The producer: queries of a tile, then keys and values step by step."""
-    (_, q_smem), (_, k_smem), (_, v_smem) = (scratch[f"{name}_smem"] for name in "qkv")
+    """The producer: keys and values of some steps of a tile."""
     row, head = tile["row"], tile["head"]
-    for w in range(blocks.consumers):
-        start = tile["q0"] + w * ROWS
-        plgpu.barrier_wait(scratch["q_empty"].at[w])
-        copy_rows(q, row, start, head, q_smem.at[w], scratch["q_full"].at[w])
     kv_head = lax.div(head, jnp.int32(problem.groups))
 
     def step(i: Any, _: None) -> None:
         stage = lax.rem(steps + i, jnp.int32(blocks.stages))
         start = _step_start(blocks, tile, i)
-        for ref, smem, name in ((k, k_smem, "k"), (v, v_smem, "v")):
+        for ref, name in ((k, "k"), (v, "v")):
+            smem = scratch[f"{name}_smem"][1]
             plgpu.barrier_wait(scratch[f"{name}_empty"].at[stage])
             full = scratch[f"{name}_full"].at[stage]
             copy_rows(ref, row, start, kv_head, smem.at[stage], full)
@@ -465,7 +499,7 @@ def _load(
                 place = row, head
                 relative.load(scratch, stage, bias, place, tile["q0"], start)
 
-    lax.fori_loop(0, tile["steps"], step, None)
+    lax.fori_loop(begin, end, step, None)
 
 
 class Consumer:
@@ -481,11 +515,14 @@ class Consumer:
         sink: Any,
         slope: Any,
         scratch: Any,
+        number: Any,
         steps_before: Any,
     ) -> None:
         self.problem, self.scores, self.blocks = problem, scores, blocks
         self.tile, self.warpgroup, self.scratch = tile, warpgroup, scratch
         self.sink, self.slope, self.steps_before = sink, slope, steps_before
+        self.buffer = _query_buffer(problem, number)
+        self.q_barrier = self.buffer * blocks.consumers + warpgroup
         self.q_smem, self.k_smem, self.v_smem = (
             scratch[f"{name}_smem"][0] for name in "qkv"
         )
@@ -518,7 +555,7 @@ class Consumer:
         """Starts ``q @ k.T``, one wgmma group a chunk."""
         for chunk in range(self.problem.chunks):
             keys = self.k_smem.at[stage, chunk].transpose((1, 0))
-            plgpu.wgmma(acc, self.q_smem.at[self.warpgroup, chunk], keys)
+            plgpu.wgmma(acc, self.q_smem.at[self.buffer, self.warpgroup, chunk], keys)
 
     def multiply_values(self, acc: Any, weights: Any, stage: Any) -> None:
         """Starts ``weights @ v``, one wgmma group a chunk."""
@@ -559,11 +596,10 @@ class Consumer:
             least = self.tile["k0"] + step * self.blocks.block_k - start
             products = keep_band(
                 products,
-                rows=(0, NO_LIMIT),
                 columns=(least, self.tile["k_end"] - start - 1),
                 distance=(
-                    -NO_LIMIT if left is None else -left - shift,
-                    NO_LIMIT if right is None else right - shift,
+                    None if left is None else -left - shift,
+                    None if right is None else right - shift,
                 ),
             )
         return products
@@ -603,7 +639,7 @@ class Consumer:
 
     def run(self) -> tuple[Any, Any]:
         """The outputs of the tile: values [64, H] and lse [64], fp32."""
-        plgpu.barrier_wait(self.scratch["q_full"].at[self.warpgroup])
+        plgpu.barrier_wait(self.scratch["q_full"].at[self.q_barrier])
         column = plgpu.Layout.WGMMA.reduce(1)
         m = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), column)
         total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), column)
@@ -614,8 +650,8 @@ class Consumer:
 
     def stand_by(self) -> None:
         """Keeps step with the others where a sequence ends before this warpgroup."""
-        plgpu.barrier_wait(self.scratch["q_full"].at[self.warpgroup])
-        plgpu.barrier_arrive(self.scratch["q_empty"].at[self.warpgroup])
+        plgpu.barrier_wait(self.scratch["q_full"].at[self.q_barrier])
+        plgpu.barrier_arrive(self.scratch["q_empty"].at[self.q_barrier])
 
         relative = tile_terms(self.scores, self.blocks) is not None
 
@@ -666,7 +702,7 @@ class Consumer:
         if self.blocks.ping_pong:
             pl.when(self.warpgroup == 1)(self.take_turns)
         m, total = self.sections(step, (m, total), 0)
-        plgpu.barrier_arrive(self.scratch["q_empty"].at[self.warpgroup])
+        plgpu.barrier_arrive(self.scratch["q_empty"].at[self.q_barrier])
         if self.blocks.ping_pong:
             pl.when(self.warpgroup == 0)(self.take_turns)
         return acc[...], m, total
@@ -738,7 +774,7 @@ class Consumer:
             body = functools.partial(first_step, masked=masked)
             carry = lax.fori_loop(begin, end, body, carry)
         m, total, p = self.sections(step, carry, 1)
-        plgpu.barrier_arrive(self.scratch["q_empty"].at[self.warpgroup])
+        plgpu.barrier_arrive(self.scratch["q_empty"].at[self.q_barrier])
         lax.fori_loop(0, once, last_values, p)
         if self.blocks.ping_pong:
             pl.when(self.warpgroup == 0)(self.take_turns)

@@ -1,5 +1,6 @@
 """What the kernels say to the hardware themselves: masks, stores of rows, tickets."""
 
+import functools
 from typing import Any
 
 import jax
@@ -8,20 +9,29 @@ import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, math, vector
 
 
-__all__ = ["NO_LIMIT", "keep_band", "store_rows", "take_ticket"]
+__all__ = [
+    "copy_line",
+    "keep_band",
+    "scale_and_add_row",
+    "store_rows",
+    "take_ticket",
+]
 
-NO_LIMIT = 2**30
+_FAR = 2**30
 """Larger than any index, and small enough to be added to one."""
+
+type Limits = tuple[Any | None, Any | None]
+"""The least and the largest index that stay; None is no limit."""
 
 
 def keep_band(
     values: jax.Array,
-    rows: tuple[Any, Any],
-    columns: tuple[Any, Any],
-    distance: tuple[Any, Any],
+    rows: Limits = (None, None),
+    columns: Limits = (None, None),
+    distance: Limits = (None, None),
 ) -> jax.Array:
     """Accumulators with ``-inf`` wherever an index or a distance is out of bounds.
 
@@ -31,63 +41,153 @@ def keep_band(
 
     Args:
         values: fp32 [64, columns], in the layout of wgmma accumulators.
-        rows: least and largest row that stay.
-        columns: least and largest column.
-        distance: least and largest ``column - row``. `NO_LIMIT` is no limit.
+        rows: limits of the row.
+        columns: limits of the column.
+        distance: limits of ``column - row``.
     """
     scalar, layout = plgpu.Layout.WG_SPLAT(()), plgpu.Layout.WGMMA
+    limits = (*rows, *columns, *distance)
+    given = tuple(limit is not None for limit in limits)
 
     @plgpu.inline_mgpu(
-        arg_types=(layout, *[scalar] * 6),
+        arg_types=(layout, *[scalar] * sum(given)),
         return_type=plgpu.ShapeDtypeStruct(values.shape, jnp.float32, layout),
     )
     def mask_outside_band(ctx: Any, values: Any, *bounds: Any) -> Any:
         del ctx
-        return _keep_band(values, *(bound.registers.item() for bound in bounds))
+        numbers = iter(bound.registers.item() for bound in bounds)
+        return _keep_band(
+            values, *(next(numbers) if there else None for there in given)
+        )
 
-    bounds = (*rows, *columns, *distance)
-    return mask_outside_band(values, *(jnp.int32(bound) for bound in bounds))
+    bounds = (jnp.int32(limit) for limit in limits if limit is not None)
+    return mask_outside_band(values, *bounds)
 
 
-def _keep_band(values: Any, *bounds: ir.Value) -> Any:
+def _first_element(values: Any) -> tuple[ir.Value, ir.Value]:
+    """Row and column of the first element of a lane, int32."""
+    i32 = ir.IntegerType.get_signless(32)
+    row, column = next(iter(values.layout.thread_idxs(values.shape)))
+    return arith.index_cast(i32, row), arith.index_cast(i32, column)
+
+
+def _register_places(values: Any) -> dict[tuple[int, ...], tuple[int, int]]:
+    """How far the element of each register lies from the lane's first, by index."""
+    width = values.shape[1]
+    strides = values.layout.tiling.tile_strides((width, 1))
+    return {
+        at: divmod(sum(i * s for i, s in zip(at, strides, strict=False)), width)
+        for at in np.ndindex(values.registers.shape)
+    }
+
+
+def _keep_band(values: Any, *limits: ir.Value | None) -> Any:
     """Emits the comparisons of one lane."""
     i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-    row_least, row_most, least, most, near, far = bounds
-    compare, is_less = arith.cmpi, arith.CmpIPredicate.sle
-    width = values.shape[1]
-    lane_row, lane_column = (
-        arith.index_cast(i32, i)
-        for i in next(iter(values.layout.thread_idxs(values.shape)))
-    )
-    strides = values.layout.tiling.tile_strides((width, 1))
-    places = [
-        divmod(sum(i * s for i, s in zip(at, strides, strict=False)), width)
-        for at in np.ndindex(values.registers.shape)
-    ]
-    limits = {}
-    for offset in {row for row, _ in places}:
-        row = arith.addi(lane_row, arith.constant(i32, offset))
-        inside = arith.andi(
-            compare(is_less, row_least, row), compare(is_less, row, row_most)
+    row_least, row_most, least, most, near, far = limits
+    is_less = functools.partial(arith.cmpi, arith.CmpIPredicate.sle)
+    lane_row, lane_column = _first_element(values)
+    places = _register_places(values)
+
+    def both(combine: Any, first: Any, second: Any) -> Any:
+        """Of two limits that may not be there."""
+        if first is None or second is None:
+            return second if first is None else first
+        return combine(first, second)
+
+    def conditions(row_offset: int) -> tuple[Any, Any, Any]:
+        """Whether the row stays; the least and the largest offset of a column."""
+        row = arith.addi(lane_row, arith.constant(i32, row_offset))
+        stays = both(
+            arith.andi,
+            None if row_least is None else is_less(row_least, row),
+            None if row_most is None else is_less(row, row_most),
         )
-        low = arith.maxsi(least, arith.addi(row, near))
-        high = arith.minsi(most, arith.addi(row, far))
-        high = arith.select(inside, high, arith.constant(i32, -NO_LIMIT))
-        limits[offset] = tuple(arith.subi(x, lane_column) for x in (low, high))
+        low, high = (
+            both(combine, limit, None if away is None else arith.addi(row, away))
+            for combine, limit, away in (
+                (arith.maxsi, least, near),
+                (arith.minsi, most, far),
+            )
+        )
+        if stays is not None and high is not None:
+            high, stays = arith.select(stays, high, arith.constant(i32, -_FAR)), None
+        low, high = (
+            None if x is None else arith.subi(x, lane_column) for x in (low, high)
+        )
+        return stays, low, high
+
+    by_row = {row: conditions(row) for row in {row for row, _ in places.values()}}
     hidden = arith.constant(f32, ir.FloatAttr.get(f32, -np.inf))
     masked = np.empty_like(values.registers)
-    shape = values.registers.shape
-    for (row, column), at in zip(places, np.ndindex(shape), strict=True):
-        register, (low, high) = values.registers[at], limits[row]
+    for at, (row, column) in places.items():
+        register, (stays, low, high) = values.registers[at], by_row[row]
         for i in range(ir.VectorType(register.type).shape[0]):
             here = arith.constant(i32, column + i)
-            seen = arith.andi(compare(is_less, low, here), compare(is_less, here, high))
-            where = {"dynamic_position": [], "static_position": [i]}
-            value = arith.select(seen, vector.extract(register, **where), hidden)
-            register = vector.insert(value, register, **where)
+            seen = both(arith.andi, stays, None if low is None else is_less(low, here))
+            seen = both(arith.andi, seen, None if high is None else is_less(here, high))
+            if seen is not None:
+                where = {"dynamic_position": [], "static_position": [i]}
+                value = arith.select(seen, vector.extract(register, **where), hidden)
+                register = vector.insert(value, register, **where)
         masked[at] = register
     return mgpu.FragmentedArray(
         _registers=masked, _layout=values.layout, _is_signed=values.is_signed
+    )
+
+
+def scale_and_add_row(values: jax.Array, factor: float, row: Any) -> jax.Array:
+    """``values * factor + row``, the row read from shared memory where it is needed.
+
+    As an array the row would take a register for every fourth column, for as long as
+    the compiler likes to load it ahead.
+
+    Args:
+        values: fp32 [64, columns], in the layout of wgmma accumulators.
+        factor: of all values.
+        row: fp32 [columns] of shared memory.
+    """
+    layout = plgpu.Layout.WGMMA
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout, plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct(values.shape, jnp.float32, layout),
+    )
+    def add_shared_row(ctx: Any, values: Any, row: Any) -> Any:
+        del ctx
+        return _scale_and_add_row(values, factor, row)
+
+    add: Any = add_shared_row  # the decorator supplies the context
+    return add(values, row)
+
+
+def _scale_and_add_row(values: Any, factor: float, row: ir.Value) -> Any:
+    """Emits the loads and additions of one lane."""
+    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    pair = ir.VectorType.get((2,), f32)
+    factors = arith.constant(
+        pair, ir.DenseElementsAttr.get_splat(pair, ir.FloatAttr.get(f32, factor))
+    )
+    _, lane_column = _first_element(values)
+    address = llvm.ptrtoint(i32, mgpu.utils.memref_ptr(row))
+    address = arith.addi(address, arith.muli(lane_column, arith.constant(i32, 4)))
+    places = _register_places(values)
+    results = np.empty_like(values.registers)
+    for column in sorted({column for _, column in places.values()}):
+        loaded = llvm.inline_asm(
+            ir.Type.parse("!llvm.struct<(f32, f32)>"),
+            [address],
+            f"ld.shared.v2.f32 {{$0, $1}}, [$2+{4 * column}];",
+            "=f,=f,r",
+            has_side_effects=True,  # stays where it is
+        )
+        numbers = [llvm.extractvalue(f32, loaded, [i]) for i in range(2)]
+        numbers = vector.from_elements(pair, numbers)
+        for at, (_, register_column) in places.items():
+            if register_column == column:
+                results[at] = math.fma(values.registers[at], factors, numbers)
+    return mgpu.FragmentedArray(
+        _registers=results, _layout=values.layout, _is_signed=values.is_signed
     )
 
 
@@ -96,7 +196,7 @@ def store_rows(ref: Any, values: jax.Array, first: Any, stop: Any) -> None:
 
     A tile of a packed sequence may start at any row and end before the tile does: the
     copy engine stores whole boxes, so each lane stores its own elements, predicated.
-    Four lanes write 16 bytes of a row at a time, which the L2 cache merges.
+    Each writes 16 bytes at a time.
 
     Args:
         ref: [64, columns] or [64] of global memory; other rows are not touched and may
@@ -124,32 +224,76 @@ def _store(ref: Any, values: Any, first: ir.Value, stop: ir.Value) -> None:
     """Emits the stores of one lane."""
     i32, i64 = (ir.IntegerType.get_signless(n) for n in (32, 64))
     strides, _ = ir.MemRefType(ref.type).get_strides_and_offset()
-    address = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ref))
-    itemsize = mgpu.utils.bytewidth(values.mlir_dtype)
-    places = values.layout.thread_idxs(values.shape)
-    for place, at in zip(places, np.ndindex(values.registers.shape), strict=True):
+    strides = [stride * mgpu.utils.bytewidth(values.mlir_dtype) for stride in strides]
+    indices = np.ndindex(values.registers.shape)
+    words = {at: llvm.bitcast(i32, values.registers[at]) for at in indices}
+    if len(values.shape) == 1:
+        places = list(values.layout.thread_idxs(values.shape))
+        pieces = [(place, [w]) for place, w in zip(places, words.values(), strict=True)]
+    else:
+        pieces = _whole_pieces(values, words)
+    for place, piece in pieces:
         row = arith.index_cast(i32, place[0])
         inside = arith.andi(
             arith.cmpi(arith.CmpIPredicate.sge, row, first),
             arith.cmpi(arith.CmpIPredicate.slt, row, stop),
         )
-        offset = arith.constant(i64, 0)
+        address = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ref))
         for index, stride in zip(place, strides, strict=True):
-            scaled = arith.muli(
-                arith.index_cast(i64, index), arith.constant(i64, stride * itemsize)
-            )
-            offset = arith.addi(offset, scaled)
-        register = values.registers[at]
-        size = mgpu.utils.bitwidth(register.type)
-        if size != 32:
-            raise NotImplementedError(f"registers of {size} bits")
+            offset = arith.muli(arith.index_cast(i64, index), mgpu.utils.c(stride, i64))
+            address = arith.addi(address, offset)
+        names = ", ".join(f"${2 + i}" for i in range(len(piece)))
+        vector_of = f".v{len(piece)}" if len(piece) > 1 else ""
         llvm.inline_asm(
             ir.Type.parse("!llvm.void"),
-            [inside, arith.addi(address, offset), llvm.bitcast(i32, register)],
-            "@$0 st.global.b32 [$1], $2;",
-            "b,l,r",
+            [inside, address, *piece],
+            f"@$0 st.global{vector_of}.b32 [$1], {{{names}}};",
+            "b,l" + ",r" * len(piece),
             has_side_effects=True,
         )
+
+
+def _whole_pieces(
+    values: Any, words: dict[tuple[int, ...], ir.Value]
+) -> list[tuple[tuple[ir.Value, ir.Value], list[ir.Value]]]:
+    """16-bit values in pieces of 16 bytes, with the row and the column of each.
+
+    A lane holds 4 bytes out of every 16 of its rows, the next lane the next 4. Four
+    lanes transpose four such words of each, so that a lane has all 16 bytes of one.
+    """
+    i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
+    lane_row, lane_column = _first_element(values)
+    lane = arith.remui(mgpu.utils.thread_idx(), mgpu.utils.c(4, i32))
+    lane_column = arith.muli(lane, mgpu.utils.c(8, i32))
+    by_place = {place: words[at] for at, place in _register_places(values).items()}
+    pieces = []
+    for row, column in by_place:
+        if column % 32:
+            continue
+        four = [by_place[row, column + 8 * i] for i in range(4)]
+        for bit in (1, 2):
+            odd = arith.cmpi(
+                arith.CmpIPredicate.ne,
+                arith.andi(lane, mgpu.utils.c(bit, i32)),
+                mgpu.utils.c(0, i32),
+            )
+            for low in (i for i in range(4) if not i & bit):
+                high = low + bit
+                received = llvm.inline_asm(
+                    i32,
+                    [arith.select(odd, four[low], four[high])],
+                    f"shfl.sync.bfly.b32 $0, $1, {bit}, 31, 0xffffffff;",
+                    "=r,r",
+                    has_side_effects=True,
+                )
+                four[low] = arith.select(odd, received, four[low])
+                four[high] = arith.select(odd, four[high], received)
+        place = (
+            arith.index_cast(index, arith.addi(at, mgpu.utils.c(offset, i32)))
+            for at, offset in ((lane_row, row), (lane_column, column))
+        )
+        pieces.append((tuple(place), four))
+    return pieces
 
 
 def take_ticket(counter: Any, mailbox: Any) -> jax.Array:
@@ -196,3 +340,43 @@ def take_ticket(counter: Any, mailbox: Any) -> jax.Array:
 
     take: Any = next_ticket  # the decorator supplies the context
     return take(counter, mailbox)
+
+
+def copy_line(source: Any, target: Any, last: Any) -> None:
+    """Copies numbers from global to shared memory, one a lane, by a warpgroup.
+
+    Args:
+        source: int32 [n] of global memory, at most 128 numbers.
+        target: int32 [n + 1] of shared memory.
+        last: int32, goes behind them.
+    """
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), scalar))
+    def copy_one_line(ctx: Any, source: Any, target: Any, last: Any) -> None:
+        del ctx
+        i32 = ir.IntegerType.get_signless(32)
+        size = ir.MemRefType(source.type).shape[0]
+        lane = arith.remui(mgpu.utils.thread_idx(), mgpu.utils.c(128, i32))
+        addresses = [
+            llvm.getelementptr(
+                ptr.type, ptr, [lane], [-(2**31)], i32, llvm.GEPNoWrapFlags.none
+            )
+            for ptr in map(mgpu.utils.memref_ptr, (source, target))
+        ]
+        copies, ends = (
+            arith.cmpi(predicate, lane, mgpu.utils.c(size, i32))
+            for predicate in (arith.CmpIPredicate.ult, arith.CmpIPredicate.eq)
+        )
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"),
+            [copies, ends, *addresses, last.registers.item()],
+            "{ .reg .b32 t; @$0 ld.global.b32 t, [$2]; @$0 st.shared.b32 [$3], t;"
+            " @$1 st.shared.b32 [$3], $4; }",
+            "b,b,l,r,r",
+            has_side_effects=True,
+        )
+        mgpu.utils.warpgroup_barrier()
+
+    copy: Any = copy_one_line  # the decorator supplies the context
+    copy(source, target, jnp.int32(last))

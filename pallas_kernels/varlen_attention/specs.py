@@ -156,7 +156,8 @@ class VarlenSpec:
             diagonal = np.arange(len_q, dtype=np.int64) + len_k - len_q
             start = 0 if left is None else np.maximum(diagonal - left, 0)
             stop = len_k if right is None else np.minimum(diagonal + right + 1, len_k)
-            pairs += int(np.maximum(stop - start, 0).sum() if len_q else 0)
+            seen = np.broadcast_to(np.maximum(stop - start, 0), len_q)
+            pairs += int(seen.sum(dtype=np.int64))
         return 4 * self.num_heads * self.head_dim * pairs
 
     def scaled(

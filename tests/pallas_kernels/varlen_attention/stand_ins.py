@@ -24,12 +24,23 @@ def _next_ticket(counter, mailbox):
     return np.int32(counter[0] - 1)
 
 
-def _mask_outside_band(values, row_least, row_most, least, most, near, far):
+def _copy_one_line(source, target, last):
+    target[:-1] = source
+    target[-1] = last
+
+
+def _mask_outside_band(values, *bounds, closure):
     rows, columns = np.indices(values.shape)
-    keep = (row_least <= rows) & (rows <= row_most)
-    keep &= (least <= columns) & (columns <= most)
-    keep &= (near <= columns - rows) & (columns - rows <= far)
+    indices = rows, rows, columns, columns, columns - rows, columns - rows
+    keep, bounds = np.ones(values.shape, bool), iter(bounds)
+    for i, (index, given) in enumerate(zip(indices, closure["given"], strict=True)):
+        if given:
+            keep &= index <= next(bounds) if i % 2 else next(bounds) <= index
     return np.where(keep, values, np.float32(-np.inf))
+
+
+def _add_shared_row(values, row, closure):
+    return values * np.float32(closure["factor"]) + row
 
 
 def _add_diagonals(products, base, part, table, boxes, closure):
@@ -55,3 +66,5 @@ register_inline("add_diagonals", _add_diagonals)
 register_inline("store_some_rows", _store_some_rows, writes=(0,), part=_stored_part)
 register_inline("next_ticket", _next_ticket, writes=(0,))
 register_inline("mask_outside_band", _mask_outside_band)
+register_inline("add_shared_row", _add_shared_row)
+register_inline("copy_one_line", _copy_one_line, writes=(1,))

@@ -2,6 +2,8 @@
 
 import copy
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -221,3 +223,12 @@ def test_every_spec():
         arguments = cases.poison(tensors, *cotangents, cu_q, cu_k, 0.0)
         expected = definition(*arguments, cu_q, cu_k)
         assert_matches(ours(*arguments, cu_q, cu_k), expected, cu_q, cu_k, 2e-5)
+
+
+def test_flops_count_visible_pairs():
+    spec = next(s for s in SPECS if s.name == "bert_base_b8_l64")
+    each_pair = 4 * spec.num_heads * spec.head_dim
+    assert spec.flops() == each_pair * sum(n * n for n in spec.lengths_q)
+    spec = dataclasses.replace(spec, lengths_q=(3,), lengths_k=(5,), causal=True)
+    assert spec.flops() == each_pair * (3 + 4 + 5)
+    assert dataclasses.replace(spec, window=(1, None)).flops() == each_pair * 6
