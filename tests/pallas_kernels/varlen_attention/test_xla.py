@@ -1,7 +1,6 @@
 """The portable implementation against the definition."""
 
 import copy
-
 import dataclasses
 
 import jax
