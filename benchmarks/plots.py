@@ -285,6 +285,8 @@ def _speed_up(figure: Any, record: records.Record) -> None:
                 for row in rows
                 if row["implementation"] == name
             )
+            if not points:
+                continue
             style = "--" if name == "ideal" else "-"
             panel.plot(*zip(*points, strict=True), style, marker="o", label=name)
         panel.axhline(1, color="black", linewidth=0.8)
@@ -311,8 +313,10 @@ def _accuracy(figure: Any, record: records.Record) -> None:
         means = [sum(by_sparsity[s]) / len(by_sparsity[s]) for s in x]
         below = [mean - min(by_sparsity[s]) for s, mean in zip(x, means, strict=True)]
         above = [max(by_sparsity[s]) - mean for s, mean in zip(x, means, strict=True)]
-        style = "k--" if name == "dense" else "o-"
-        axes.errorbar(x, means, (below, above), fmt=style, capsize=3, label=name)
+        if name == "dense":
+            axes.axhline(means[0], color="black", linestyle="--", label=name)
+            continue
+        axes.errorbar(x, means, (below, above), fmt="o-", capsize=3, label=name)
     axes.set_xlabel("pruned, %")
     axes.set_ylabel("held-out bits per byte")
     axes.grid(alpha=0.3)

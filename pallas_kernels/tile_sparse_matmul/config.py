@@ -249,6 +249,9 @@ _L2_BYTES = 48  # bytes a cycle from the L2 cache to one multiprocessor
 _HBM_BYTES = 2300  # bytes a cycle from memory to all of them
 _BLOCK_OVERHEAD = 4500  # filling the ring, storing the block
 _SPLIT_OVERHEAD = 4000  # another kernel, which adds the parts
+# From 20 single weights of each of 14,336 output features, 1 to 64 tokens.
+_SINGLES_BYTES = 900  # bytes a cycle of the rows of x that XLA gathers
+_SINGLES_OVERHEAD = 5000  # a pass over eight of them
 
 
 def _cost(problem: Problem, config: TileSparseConfig, device: DeviceSpec) -> float:
@@ -294,9 +297,8 @@ def prefer_dense(problem: Problem, device: DeviceSpec, singles: int = 0) -> bool
     unpack = 2 * p.n * (p.room + 2 * p.k) / _HBM_BYTES + _SPLIT_OVERHEAD
     sparse = _cost(problem, heuristic(problem, device), device)
     if singles:
-        # Each reads a row of x from the L2 cache; XLA does some in one pass.
-        read = 2 * p.m * p.n * singles / (_L2_BYTES * device.num_sms)
-        sparse += read + _SPLIT_OVERHEAD * -(-singles // 8)
+        read = 2 * p.m * p.n * singles / _SINGLES_BYTES
+        sparse += read + _SINGLES_OVERHEAD * -(-singles // 8)
     return dense + unpack < sparse
 
 
