@@ -14,9 +14,10 @@ fits beside them.
 **dq is summed over blocks**, in fp32 in global memory, which the copy engine adds to.
 The order is fixed, and with it every bit: a counter for each tile of queries says how
 many tiles of keys have added to it, and each waits for its turn. Blocks go over the
-queries from the last to the first, so under a causal mask as without one all blocks of
-a sequence begin with the same tile of queries and follow one another at the distance of
-one addition, while the multiplication goes on. A block waits only for blocks that come
+queries that see them from the first to the last, and the last tile of keys that a tile
+of queries sees adds first. Under a causal mask that is the order in which blocks come
+by when they start together, for every query head of a group; without a mask they follow
+one another at the distance of one addition. A block waits only for blocks that come
 before it in the grid, which the hardware starts first. A warpgroup of its own does the
 waiting and adding. Two passes, each with its own sums in
 registers, would need no order but seven products instead of five.
@@ -69,8 +70,9 @@ __all__ = ["backward"]
 
 _CONSUMERS = 2
 _FIELDS = (
-    "row", "k_base", "k_first", "k_stop", "index", "first", "last", "full_first",
-    "full_last", "offset", "q_start", "k_start", "q_tile", "q_total",
+    "row", "k_base", "k_first", "k_stop", "index", "k_tiles", "first", "last",
+    "full_first", "full_last", "offset", "q_start", "q_len", "reach", "q_tile",
+    "q_total",
 )  # fmt: skip
 # Behind the consumers come a warpgroup that loads and one that adds to dq.
 _LOADER, _ADDER = _CONSUMERS, _CONSUMERS + 1
@@ -91,7 +93,9 @@ def _key_table(
     cost = (seqs.q_end - seqs.q_start) * seqs.real
     tiles, _ = tile_sequences(seqs.k_start, seqs.k_end, cost, block_k, slots)
     seq = Sequences(*(x[tiles.sequence] for x in seqs))
-    k0 = seq.k_start + tiles.index * block_k
+    k_tiles = -(-(seq.k_end - seq.k_start) // block_k)
+    index = k_tiles - 1 - tiles.index  # a tile waits for those behind it
+    k0 = seq.k_start + index * block_k
     k1 = jnp.minimum(k0 + block_k, seq.k_end)
     # A tile that would read past the data is moved up; the rest of a row is not read.
     base = jnp.where(seq.real == 1, jnp.minimum(k0, seq.k_total - block_k), k0)
@@ -119,14 +123,17 @@ def _key_table(
         "k_base": base,
         "k_first": k0 - base,
         "k_stop": (k1 - base) * tiles.used,
-        "index": tiles.index,
+        "index": index,
+        "k_tiles": k_tiles,
         "first": first,
         "last": last,
         "full_first": jnp.where(whole, full_first, last),
         "full_last": jnp.where(whole, full_last, last),
         "offset": offset,
         "q_start": seq.q_start,
-        "k_start": seq.k_start,
+        "q_len": seq.q_end - seq.q_start,
+        # Query i of the sequence sees the keys before i + 1 + reach.
+        "reach": seq.q_start + offset + (right or 0) - seq.k_start,
         "q_tile": q_first[tiles.sequence],
         "q_total": seq.q_total,
     }
@@ -379,7 +386,7 @@ class Producer:
         """The query head and the tile of queries of a step."""
         group = lax.div(step, self.per_head)
         head = self.kv_head * self.problem.groups + group
-        return head, self.tile["last"] - 1 - lax.rem(step, self.per_head)
+        return head, self.tile["first"] + lax.rem(step, self.per_head)
 
     @property
     def steps(self) -> Any:
@@ -440,12 +447,13 @@ class Producer:
         """Dq of a step to global memory, when it is this block's turn."""
         scratch, block_q = self.scratch, self.blocks.block_q
         head, index = self.place(step)
-        # How many tiles of keys before this one are seen by these queries.
-        rank = self.tile["index"]
-        if self.scores.window[0] is not None:
-            seen = self.tile["q_start"] + index * block_q + self.tile["offset"]
-            seen = seen - self.scores.window[0] - self.tile["k_start"]
-            rank = rank - lax.div(jnp.maximum(seen, 0), jnp.int32(self.blocks.block_k))
+        # The last tile of keys that these queries see adds first.
+        last = self.tile["k_tiles"] - 1
+        if self.scores.window[1] is not None:
+            stop = jnp.minimum((index + 1) * block_q, self.tile["q_len"])
+            seen = stop + self.tile["reach"]
+            last = jnp.minimum(last, lax.div(seen - 1, jnp.int32(self.blocks.block_k)))
+        rank = last - self.tile["index"]
         q_tile = self.tile["q_tile"] + index
         turn = turns.at[head * q_slots + q_tile]
         plgpu.semaphore_wait(turn, rank, decrement=False, memory_scope="gpu")
@@ -516,7 +524,7 @@ class Consumer:
 
             def step(i: Any, carry: Any) -> Any:
                 number, sums = carry
-                sums = self.step(number, head, last - 1 - i, sums, dk, dv)
+                sums = self.step(number, head, first + i, sums, dk, dv)
                 return number + 1, sums
 
             carry = number, row_sums
