@@ -19,8 +19,8 @@ of queries sees adds first. Under a causal mask that is the order in which block
 by when they start together, for every query head of a group; without a mask they follow
 one another at the distance of one addition. A block waits only for blocks that come
 before it in the grid, which the hardware starts first. A warpgroup of its own does the
-waiting and adding. Two passes, each with its own sums in
-registers, would need no order but seven products instead of five.
+waiting and adding. Two passes, each with its own sums in registers, would need no order
+but seven products instead of five.
 
 Queries are cut into tiles of their own buffer: a tile's dq, lse and delta lie in arrays
 of ``[tile, row of the tile]``, aligned wherever its sequence starts. Queries that are
@@ -66,10 +66,10 @@ from pallas_kernels.varlen_attention.schedule import (
 )
 
 
-__all__ = ["backward"]
+__all__ = ["FIELDS", "backward", "key_table", "rank_of"]
 
 _CONSUMERS = 2
-_FIELDS = (
+FIELDS = (
     "row", "k_base", "k_first", "k_stop", "index", "k_tiles", "first", "last",
     "full_first", "full_last", "offset", "q_start", "q_len", "reach", "q_tile",
     "q_total",
@@ -80,7 +80,7 @@ _LOADER, _ADDER = _CONSUMERS, _CONSUMERS + 1
 _REGISTERS = (24, 232)
 
 
-def _key_table(
+def key_table(
     problem: Problem,
     scores: Scores,
     blocks: BackwardBlocks,
@@ -137,7 +137,7 @@ def _key_table(
         "q_tile": q_first[tiles.sequence],
         "q_total": seq.q_total,
     }
-    return jnp.stack([fields[name] for name in _FIELDS], axis=1), tiles.used
+    return jnp.stack([fields[name] for name in FIELDS], axis=1), tiles.used
 
 
 def backward(
@@ -165,7 +165,7 @@ def backward(
     nominal = seq.q_start + tiles.index * block_q
     base = jnp.minimum(nominal, seq.q_total - block_q)
     stats = _stats(problem, lse, delta, seq, base, nominal, tiles.used, block_q)
-    table, used = _key_table(problem, scores, blocks, seqs, q_first)
+    table, used = key_table(problem, scores, blocks, seqs, q_first)
     slots = table.shape[0]
     extra = [] if slopes is None else [slopes]
     outputs = [
@@ -319,7 +319,7 @@ def _body(
     turns = pl.get_global(plgpu.SemaphoreType.REGULAR((problem.heads * q_slots,)))
 
     def fields() -> dict[str, Any]:
-        return {name: table[slot, i] for i, name in enumerate(_FIELDS)}
+        return {name: table[slot, i] for i, name in enumerate(FIELDS)}
 
     @pl.when(warpgroup >= _LOADER)
     def _producer() -> None:
@@ -364,6 +364,18 @@ def _query_start(blocks: BackwardBlocks, tile: dict[str, Any], index: Any) -> An
     return jnp.minimum(
         tile["q_start"] + index * blocks.block_q, tile["q_total"] - blocks.block_q
     )
+
+
+def rank_of(
+    scores: Scores, blocks: BackwardBlocks, tile: dict[str, Any], index: Any
+) -> Any:
+    """How many tiles of keys add to a tile of queries before this one: those behind."""
+    last = tile["k_tiles"] - 1
+    if scores.window[1] is not None:
+        stop = jnp.minimum((index + 1) * blocks.block_q, tile["q_len"])
+        seen = stop + tile["reach"]
+        last = jnp.minimum(last, lax.div(seen - 1, jnp.int32(blocks.block_k)))
+    return last - tile["index"]
 
 
 class Producer:
@@ -447,13 +459,7 @@ class Producer:
         """Dq of a step to global memory, when it is this block's turn."""
         scratch, block_q = self.scratch, self.blocks.block_q
         head, index = self.place(step)
-        # The last tile of keys that these queries see adds first.
-        last = self.tile["k_tiles"] - 1
-        if self.scores.window[1] is not None:
-            stop = jnp.minimum((index + 1) * block_q, self.tile["q_len"])
-            seen = stop + self.tile["reach"]
-            last = jnp.minimum(last, lax.div(seen - 1, jnp.int32(self.blocks.block_k)))
-        rank = last - self.tile["index"]
+        rank = rank_of(self.scores, self.blocks, self.tile, index)
         q_tile = self.tile["q_tile"] + index
         turn = turns.at[head * q_slots + q_tile]
         plgpu.semaphore_wait(turn, rank, decrement=False, memory_scope="gpu")

@@ -25,6 +25,12 @@ from pallas_kernels.varlen_attention.config import (
     forward_blocks,
     forward_smem,
 )
+from pallas_kernels.varlen_attention.mosaic_gpu_backward import (
+    FIELDS,
+    key_table,
+    rank_of,
+)
+from pallas_kernels.varlen_attention.mosaic_gpu_forward import Scores
 from pallas_kernels.varlen_attention.schedule import (
     Sequences,
     most_tiles,
@@ -233,6 +239,41 @@ def test_tiles_cover_every_row_once(cost):
     if by is not None:
         costs = np.asarray(by)[sequence[used == 1]]
         assert (np.diff(costs) <= 0).all()
+
+
+@pytest.mark.parametrize(
+    "window", [(None, None), (None, 0), (70, 0), (30, 100), (90, None)]
+)
+@pytest.mark.parametrize("block_q", [64, 128])
+def test_tiles_of_keys_add_one_by_one_and_wait_for_earlier_blocks_alone(
+    window, block_q
+):
+    rng = np.random.default_rng(0)
+    blocks = BackwardBlocks(block_q=block_q)
+    scores = Scores(window, 1.0, None, False, False)
+    for _ in range(8):
+        lengths = rng.integers(0, rng.choice([40, 700]), (2, 4))
+        cu_q, cu_k = np.cumsum(np.pad(lengths, ((0, 0), (1, 0))), 1, dtype=np.int32)
+        rows, keys = int(cu_q[-1]) + 3, int(cu_k[-1]) + 3
+        problem = Problem(
+            rows=1, queries=rows, keys=keys, max_seqs=4, heads=1, kv_heads=1,
+            head_dim=64, dtype=BF16,
+        )  # fmt: skip
+        seqs = Sequences.of(
+            jnp.asarray(cu_q)[None], jnp.asarray(cu_k)[None], rows, keys
+        )
+        q_end = jnp.where(seqs.real == 1, seqs.q_end, seqs.q_start)
+        slots = most_tiles(1, rows, 4, block_q)
+        _, q_first = tile_sequences(seqs.q_start, q_end, None, block_q, slots)
+        table, _ = key_table(problem, scores, blocks, seqs, q_first)
+        turns = {}
+        for line in np.asarray(table):
+            tile = dict(zip(FIELDS, line, strict=True))
+            for i in range(tile["first"], tile["last"] if tile["k_stop"] > 0 else 0):
+                rank = int(rank_of(scores, blocks, tile, i))
+                turns.setdefault(tile["q_tile"] + i, []).append(rank)
+        # Lines are in the order of the grid.
+        assert all(ranks == list(range(len(ranks))) for ranks in turns.values())
 
 
 def problem_of(spec):
