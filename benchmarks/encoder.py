@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks import plain_encoder, timing, torch_encoder
+from benchmarks import plain_encoder, torch_encoder
 from benchmarks.harness import Benchmark, Case, Jax, Params, Results, Torch, run_case
 from benchmarks.plain_encoder import Switches
 from jaxscale import models
@@ -77,11 +77,6 @@ def config_of(params: Params) -> models.EncoderConfig:
     return dataclasses.replace(config, max_seq_len=longest)
 
 
-def fused(config: models.EncoderConfig) -> str | None:
-    """The attention of our model: the Hopper kernel where it can serve."""
-    return "mosaic_gpu" if timing.on_gpu() and config.relative is None else None
-
-
 @functools.lru_cache(maxsize=BATCH)
 def _parameters(config: models.EncoderConfig) -> tuple[tuple[jax.Array, ...], Any]:
     """Random parameters in bf16 and the tree that they are leaves of.
@@ -91,11 +86,7 @@ def _parameters(config: models.EncoderConfig) -> tuple[tuple[jax.Array, ...], An
 
     def make(key: jax.Array) -> models.EncoderModel:
         model = models.EncoderModel(
-            config,
-            dtype=jnp.bfloat16,
-            scan_layers=False,
-            attention_implementation=fused(config),
-            rngs=nnx.Rngs(key),
+            config, dtype=jnp.bfloat16, scan_layers=False, rngs=nnx.Rngs(key)
         )
         leaves, tree = jax.tree.flatten(model)
         keys = jax.random.split(jax.random.fold_in(key, 1), len(leaves))

@@ -12,7 +12,8 @@ how many a call launches:
 can beat; ``product_bias_jax_gelu`` is the same with the function of jax. ``qkv`` are
 three products of one input with their biases, which XLA turns into one product and
 takes apart again; ``qkv_apart`` keeps it from doing so. ``layer`` is a whole layer with
-our attention, and ``layer_products`` its six products alone, to weigh the others by.
+our attention, to weigh the others by, and ``layer_with_barriers`` the same with the
+products of one input kept apart and norms computed once, as our models say it.
 """
 
 import functools
@@ -23,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import encoder, timing
+from benchmarks import encoder
 from benchmarks.harness import Benchmark, Case, Jax, Params
 from jaxscale.nn.blocks import gelu
 from jaxscale.nn.norms import layer_norm
@@ -51,17 +52,17 @@ def _gelu(own: Callable, product: Any, w: Any) -> jax.Array:
 type Piece = Callable[[Any, Any], Any]
 
 
-def bias_residual_norm(own: Callable, attention: str | None) -> Piece:
+def bias_residual_norm(own: Callable) -> Piece:
     """``norm(residual + product + bias)``."""
     return lambda x, w: _norm(own, x["product"], x["residual"], w)
 
 
-def product_bias_gelu(own: Callable, attention: str | None) -> Piece:
+def product_bias_gelu(own: Callable) -> Piece:
     """``gelu(x @ kernel + bias)``."""
     return lambda x, w: _gelu(own, own(x["residual"] @ w["kernel"]), w)
 
 
-def product_bias_jax_gelu(own: Callable, attention: str | None) -> Piece:
+def product_bias_jax_gelu(own: Callable) -> Piece:
     """The same with the GELU of jax, by the complementary error function."""
 
     def run(x: Any, w: Any) -> jax.Array:
@@ -71,17 +72,17 @@ def product_bias_jax_gelu(own: Callable, attention: str | None) -> Piece:
     return run
 
 
-def product(own: Callable, attention: str | None) -> Piece:
+def product(own: Callable) -> Piece:
     """``x @ kernel``."""
     return lambda x, w: x["residual"] @ w["kernel"]
 
 
-def qkv(own: Callable, attention: str | None) -> Piece:
+def qkv(own: Callable) -> Piece:
     """Three products of one input and their biases."""
     return lambda x, w: _three([x["residual"]] * 3, w)
 
 
-def qkv_apart(own: Callable, attention: str | None) -> Piece:
+def qkv_apart(own: Callable) -> Piece:
     """The same products of what the compiler takes for three inputs."""
     return lambda x, w: _three(jax.lax.optimization_barrier([x["residual"]] * 3), w)
 
@@ -91,51 +92,40 @@ def _three(inputs: Any, w: Any) -> tuple:
     return tuple(x @ w[name]["kernel"] + w[name]["bias"] for x, name in named)
 
 
-def layer_products(own: Callable, attention: str | None) -> Piece:
-    """The six products of a layer."""
-
-    def run(x: Any, w: Any) -> tuple:
-        h = x["residual"]
-        qkv = [h @ w[n]["kernel"] for n in "qkv"]
-        wide = h @ w["up"]["kernel"]
-        return *qkv, qkv[0] @ w["out"]["kernel"], wide, wide @ w["down"]["kernel"]
-
-    return run
+def layer(own: Callable) -> Piece:
+    """A post-norm layer on packed tokens, as the compiler takes it."""
+    return lambda x, w: _layer(own, lambda y: y, x, w)
 
 
-def layer(own: Callable, attention: str | None) -> Piece:
-    """A post-norm layer on packed tokens."""
+def layer_with_barriers(own: Callable) -> Piece:
+    """The same as our models say it."""
+    return lambda x, w: _layer(own, jax.lax.optimization_barrier, x, w)
 
-    def attend(x: Any, w: Any, bounds: Any) -> jax.Array:
-        inputs = jax.lax.optimization_barrier([x] * 3)  # as our models do
-        products = (own(y @ w[n]["kernel"]) for y, n in zip(inputs, "qkv", strict=True))
-        q, k, v = (
-            own(product + w[n]["bias"]).reshape(-1, _heads(x), HEAD_DIM)
-            for product, n in zip(products, "qkv", strict=True)
-        )
-        out = varlen_attention(q, k, v, bounds, implementation=attention)
-        return jnp.asarray(out).reshape(x.shape)
 
-    def run(x: Any, w: Any) -> jax.Array:
-        h = x["residual"]
-        out = own(attend(h, w, x["bounds"]))
-        h = _norm(own, own(out @ w["out"]["kernel"]), h, w["out"])
-        h = jax.lax.optimization_barrier(h)  # as our models do
-        wide = own(_gelu(own, own(h @ w["up"]["kernel"]), w["up"]))
-        return _norm(own, own(wide @ w["down"]["kernel"]), h, w["down"])
-
-    return run
+def _layer(own: Callable, keep: Callable, x: Any, w: Any) -> jax.Array:
+    residual = x["residual"]
+    inputs = keep([residual] * 3)
+    products = [own(y @ w[n]["kernel"]) for y, n in zip(inputs, "qkv", strict=True)]
+    q, k, v = (
+        own(y + w[n]["bias"]).reshape(-1, _heads(residual), HEAD_DIM)
+        for y, n in zip(products, "qkv", strict=True)
+    )
+    out = jnp.asarray(varlen_attention(q, k, v, x["bounds"])).reshape(residual.shape)
+    h = keep(_norm(own, own(own(out) @ w["out"]["kernel"]), residual, w["out"]))
+    h = own(h)
+    wide = own(_gelu(own, own(h @ w["up"]["kernel"]), w["up"]))
+    return _norm(own, own(wide @ w["down"]["kernel"]), h, w["down"])
 
 
 def _heads(x: jax.Array) -> int:
     return max(1, x.shape[-1] // HEAD_DIM)
 
 
-PIECES: Mapping[str, Callable[[Callable, str | None], Piece]] = {
+PIECES: Mapping[str, Callable[[Callable], Piece]] = {
     piece.__name__: piece
     for piece in (
         layer,
-        layer_products,
+        layer_with_barriers,
         qkv,
         qkv_apart,
         product_bias_gelu,
@@ -155,8 +145,7 @@ def make(separate: bool, params: Params) -> Piece:
     what = params["what"]
     if separate and what not in FUSED:
         raise NotImplementedError("there is nothing to fuse")
-    kernel = "mosaic_gpu" if timing.on_gpu() else None
-    return PIECES[what](_barrier(separate), kernel)
+    return PIECES[what](_barrier(separate))
 
 
 def _lengths(params: Params) -> np.ndarray:
@@ -200,7 +189,7 @@ BENCHMARK = Benchmark(
     cases=[case(what, 16, 1024) for what in PIECES],
     quick_cases=[case(what, 2, 16, 128) for what in PIECES],
     inputs=inputs,
-    reference=lambda params: PIECES[params["what"]](_barrier(False), None),
+    reference=lambda params: PIECES[params["what"]](_barrier(False)),
     implementations={
         "xla": Jax(functools.partial(make, False)),
         "separate": Jax(functools.partial(make, True)),

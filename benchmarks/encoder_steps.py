@@ -24,16 +24,11 @@ def _step(packed: bool, switches: Mapping[str, Any], params: Params) -> Callable
     return encoder.plain(params, token_budget=budget, **switches)
 
 
-def _ours(params: Params) -> Callable:
-    fused = encoder.fused(encoder.config_of(params))
-    return _step(True, {"attention": "varlen", "implementation": fused}, params)
-
-
 MAKERS: encoder.Makers = {
     "padded": functools.partial(_step, False, {"attention": "xla", "separate": True}),
     "fusions": functools.partial(_step, False, {"attention": "xla"}),
     "packing": functools.partial(_step, True, {"attention": "xla"}),
-    "attention": _ours,
+    "attention": functools.partial(_step, True, {"attention": "varlen"}),
 }
 
 

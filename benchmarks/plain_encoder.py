@@ -32,8 +32,6 @@ class Switches:
     """Nothing is fused: a kernel for each bias, activation, sum and norm."""
     scan: bool = False
     """Compile one layer and loop over it."""
-    implementation: str | None = None
-    """Of our attention."""
 
 
 def hidden(
@@ -166,9 +164,7 @@ def _attend(
     if switches.attention == "varlen":
         if bounds is None:
             raise NotImplementedError("our attention takes packed tokens")
-        out = varlen_attention(
-            q, k, v, bounds, scale=scale, implementation=switches.implementation
-        )
+        out = varlen_attention(q, k, v, bounds, scale=scale)
         return jnp.asarray(out).reshape(-1, width)
     if bounds is not None:
         q, k, v = (unpack(x, bounds, length) for x in (q, k, v))
