@@ -81,7 +81,7 @@ class TileTerms:
 
     def _width(self, queries: int) -> int:
         distances = queries + self.keys - 1
-        # An odd number of 16 bytes, for the banks.
+        # An odd number of 16 bytes, for the banks; one of them for `first_entry`.
         width = -(-distances // (2 * _ALIGNMENT)) * 2 * _ALIGNMENT + _ALIGNMENT
         return min(width, self.num_entries)
 
@@ -113,6 +113,8 @@ class TileTerms:
     def first_entry(self, table: Any, base: Any, width: int) -> Any:
         """The first entry of the box whose smallest distance is ``base - keys + 1``.
 
+        A box starts at whole lines of 16 bytes too; it is wide enough for that.
+
         Args:
             table: the table in global memory.
             base: distance of the first query and key that read the box.
@@ -120,7 +122,8 @@ class TileTerms:
         """
         index = base - (self.keys - 1) + self.reach
         line, column = lax.div(index, TABLE_COLUMNS), lax.rem(index, TABLE_COLUMNS)
-        return jnp.minimum(table[line, column], self.num_entries - width)
+        first = jnp.minimum(table[line, column], self.num_entries - width)
+        return first - lax.rem(first, _ALIGNMENT)
 
     # --- shared memory ----------------------------------------------------------------
 
@@ -304,7 +307,8 @@ def _add_diagonals(
         if present:
             smallest = entry(arith.subi(first, constant(terms.keys - 1)))
             limit = constant(terms.num_entries - width)
-            reads.append((next(remaining), axis, arith.minsi(smallest, limit)))
+            first = arith.andi(arith.minsi(smallest, limit), constant(-_ALIGNMENT))
+            reads.append((next(remaining), axis, first))
 
     def add(value: ir.Value, place: tuple[ir.Value, ...]) -> ir.Value:
         row, column = (arith.index_cast(i32, x) for x in place)

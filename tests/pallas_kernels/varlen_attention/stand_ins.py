@@ -53,11 +53,11 @@ def _add_diagonals(products, base, part, table, boxes, closure):
     sums = products.copy()
     if terms.by_query:
         first = table[mine - terms.keys + 1]
-        first = min(first, terms.num_entries - terms.query_width)
+        first = min(first, terms.num_entries - terms.query_width) // 8 * 8
         sums += next(boxes)[rows, entries - first].astype(np.float32)
     if terms.by_key:
         first = table[block - terms.keys + 1]
-        first = min(first, terms.num_entries - terms.key_width)
+        first = min(first, terms.num_entries - terms.key_width) // 8 * 8
         sums += next(boxes)[columns, entries - first].astype(np.float32)
     return sums
 
