@@ -97,9 +97,9 @@ class MosaicGpuConfig:
     backward: BackwardBlocks | None = None
     """The backward pass; None takes the heuristic's choice."""
     relative_bias: bool = False
-    """Read a relative-position bias in the forward kernel, at head dims up to 128. Off
-    as long as it has run in the interpreter alone; the gradients are the portable
-    implementation's."""
+    """Read a relative-position bias in the forward kernel, at head dims up to 128. Off,
+    because the buckets of DeBERTa-v3 have run in the interpreter alone; the gradients
+    are the portable implementation's."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -168,8 +168,9 @@ def forward_blocks(problem: Problem, device: DeviceSpec) -> ForwardBlocks:
         device: number of multiprocessors.
 
     Returns:
-        Tiles of 128 queries; of 64, two blocks to a multiprocessor, where the
-        sequences are so short on average that larger tiles would be half empty.
+        Tiles of 128 queries, at head dim 64 of 192; of 64, two blocks to a
+        multiprocessor, where the sequences are so short on average (the budget of
+        tokens over that of sequences) that larger tiles would be half empty.
     """
     del device
     length = math.ceil(problem.queries / problem.max_seqs)

@@ -143,7 +143,7 @@ def _checked_terms(
     if not config.relative_bias:
         raise Unsupported(
             "varlen_attention: the Hopper kernel reads a relative bias only with"
-            " config=MosaicGpuConfig(relative_bias=True), for it has not been measured;"
+            " config=MosaicGpuConfig(relative_bias=True), until it has passed on a GPU;"
             " use implementation='xla'"
         )
     terms = bias.query_terms, bias.key_terms
