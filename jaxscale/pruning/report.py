@@ -48,8 +48,8 @@ class Work:
 
     @property
     def sparse_bytes(self) -> int:
-        """Bytes of the kept weights in bf16; single ones carry two indices."""
-        return 2 * self.tiled + 10 * self.single
+        """Bytes of the kept weights in bf16; single ones carry a row number."""
+        return 2 * self.tiled + 6 * self.single
 
 
 def layer_reports(masks: Masks, scores: Scores) -> list[LayerReport]:

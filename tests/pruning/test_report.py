@@ -34,7 +34,7 @@ def test_work_counts_tiles_and_single_weights():
     cost = work(handmade())
     assert (cost.dense, cost.tiled, cost.single) == (32, 16, 1)
     assert cost.imbalance == (3 / 2 + 1) / 2
-    assert cost.sparse_bytes == 16 * 2 + 10
+    assert cost.sparse_bytes == 16 * 2 + 6
 
 
 def test_layers_one_by_one():
