@@ -36,8 +36,12 @@ from benchmarks.harness import (
 )
 
 
-SECONDS = 0.025
-"""Length of a timed program on a GPU, about."""
+SECONDS = 0.06
+"""Length of a timed program on a GPU, about.
+
+Starting a program on several GPUs costs up to a millisecond, which is to be a small
+part of it.
+"""
 
 COMPILE_SECONDS = 180.0
 """Longest time to wait for one compilation."""
@@ -349,7 +353,11 @@ class _Timed:
     def take(self) -> float:
         start = time.perf_counter()
         jax.block_until_ready(self.program(*self.arguments))
-        return (time.perf_counter() - start) / self.ready.calls
+        taken = time.perf_counter() - start
+        # As long a rest, so that the next form finds the GPUs as this one did: else
+        # each is slowed by the heat and the power that the one before it took.
+        time.sleep(min(taken, SECONDS))
+        return taken / self.ready.calls
 
 
 def run(prepared: Prepared, samples: int) -> Results:

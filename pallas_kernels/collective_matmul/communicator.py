@@ -1,9 +1,8 @@
-"""Warps that move data between GPUs while the rest of their block multiplies.
+"""What warps do that read from other GPUs while the rest of their block multiplies.
 
-A *communicator* is one of the warps that a producer warpgroup has to spare. What it
-moves is cut into *pieces*, each announced to whoever waits for it by a signal, and
-pieces into *chunks*, each of which passes through a buffer in shared memory: the copy
-engine brings it in, and takes it out to one or several places, here or on a peer.
+What such a warp reads is cut into *pieces*, each announced to whoever waits for it by a
+signal, and pieces into *chunks*, each of which passes through a buffer in shared
+memory: the copy engine brings it in, from a peer as a rule, and takes it out again.
 
 Axis letters: D devices.
 """
@@ -122,69 +121,70 @@ class Chunks:
             pl.ds(column + self.chunk[1] * lax.rem(index, across), self.chunk[1]),
         )
 
-    def scratch_types(self, communicators: int, buffers: int) -> dict[str, Any]:
+    def scratch_types(self, buffers: int) -> dict[str, Any]:
         """Scratch of one block."""
-        count = communicators * buffers
         return {
-            "chunk": plgpu.SMEM((count, *self.chunk), self.dtype),
-            "chunk_full": plgpu.Barrier(num_barriers=count),
+            "chunk": plgpu.SMEM((buffers, *self.chunk), self.dtype),
+            "chunk_full": plgpu.Barrier(num_barriers=buffers),
         }
 
-    def smem_bytes(self, communicators: int, buffers: int) -> int:
+    def smem_bytes(self, buffers: int) -> int:
         """Shared memory of one block."""
-        return smem_bytes((communicators * buffers, *self.chunk), self.dtype)
+        return smem_bytes((buffers, *self.chunk), self.dtype)
 
 
 def relay(
     chunks: Chunks,
     scratch: Any,
-    warp: Any,
     buffers: int,
-    source: Callable[[Any], Any],
-    send: Callable[[Any, Any], None],
-    copies: int,
+    total: Any,
+    source: Callable[[Any, Callable[[Any], None]], None],
+    target: Callable[[Any], Any],
+    stored: Callable[[Any], None] = lambda chunk: None,
 ) -> None:
-    """Moves one piece; returns when all of it has arrived.
+    """Copies chunks, from peers as a rule; returns when all of them are here.
 
-    Half of the buffers are coming in while the others are under way. A buffer counts as
-    under way until its chunk has arrived, not only left: what is sent faster than the
-    links take it is expected to pile up on the chip, in front of what the block loads.
+    All buffers but one are coming in while that one is being written: what comes from a
+    peer takes microseconds, what goes to the memory of this device does not.
 
     Args:
-        chunks: how the piece is cut.
+        chunks: how pieces are cut.
         scratch: what `Chunks.scratch_types` allocated.
-        warp: int32, number of this communicator in its block.
-        buffers: buffers of each communicator, at least 2.
-        source: number of a chunk to where it lies.
-        send: ``(buffer, number of the chunk)``, starts `copies` copies.
-        copies: how many places a chunk goes to.
+        buffers: how many buffers, at least 2.
+        total: int32, how many chunks.
+        source: ``(chunk, load)``, calls ``load`` with where a chunk lies.
+        target: number of a chunk to where it goes on this device.
+        stored: called with the number of each chunk once its copy has begun.
     """
-    total = chunks.counts[0] * chunks.counts[1]
-    leaving = buffers // 2
-    ahead = min(buffers - leaving, total)
+    ahead = buffers - 1
 
     def slot(chunk: Any) -> jax.Array:
-        return warp * buffers + lax.rem(chunk, jnp.int32(buffers))
+        return lax.rem(chunk, jnp.int32(buffers))
 
     def load(chunk: Any) -> None:
         where = slot(chunk)
-        plgpu.copy_gmem_to_smem(
-            source(chunk), scratch["chunk"].at[where], scratch["chunk_full"].at[where]
-        )
 
-    for chunk in range(ahead):
-        load(jnp.int32(chunk))
+        def copy(place: Any) -> None:
+            plgpu.copy_gmem_to_smem(
+                place, scratch["chunk"].at[where], scratch["chunk_full"].at[where]
+            )
+
+        source(chunk, copy)
+
+    lax.fori_loop(0, jnp.minimum(ahead, total), lambda chunk, _: load(chunk), None)
 
     def step(chunk: jax.Array, _: None) -> None:
         where = slot(chunk)
         plgpu.barrier_wait(scratch["chunk_full"].at[where])
-        send(scratch["chunk"].at[where], chunk)
+        plgpu.copy_smem_to_gmem(scratch["chunk"].at[where], target(chunk))
 
         @pl.when(chunk + ahead < total)
         def _prefetch() -> None:
-            # All but the newest chunks have arrived.
-            plgpu.wait_smem_to_gmem(leaving * copies, wait_read_only=False)
+            # The chunk that used this buffer before has left it.
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
             load(chunk + ahead)
+
+        stored(chunk)
 
     lax.fori_loop(0, total, step, None)
     plgpu.wait_smem_to_gmem(0, wait_read_only=False)

@@ -21,25 +21,15 @@ Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CollectiveConfig(MatmulConfig):
-    """How the kernel cuts a matrix product, and who sends."""
+    """How the kernel cuts a matrix product, and how it fetches what peers have."""
 
     store_slots: int = 1
-    senders: int = 132
-    """Blocks that also send; more than there are means all. What a multiprocessor sends
-    stands in the way of what it loads: few leave the others undisturbed."""
-    communicators: int = 1
-    """Warps that send, in each of those blocks; at most 3."""
     buffers: int = 2
-    """Buffers of each of those warps. Half of them are under way to peers."""
+    """Buffers of a block through which it fetches; all but one are under way."""
     buffer_bytes: int = 8192
     """Size of a buffer; a power of two."""
-    transfer: Literal["push", "pull"] = "push"
-    """All-gather: communicators write to peers, or read from them."""
     piece_rows: int = 64
-    """All-gather: rows that are announced to peers at a time, 256 columns wide."""
-    spare_rounds: int = 0
-    """All-gather: rounds of output tiles that blocks leave to the others while they
-    send."""
+    """All-gather: rows that a block fetches at a time, 256 columns wide."""
     one_shot: bool = False
     """All-reduce: exchange whole sums once, after a product through XLA. Pays for few
     rows."""
@@ -47,12 +37,9 @@ class CollectiveConfig(MatmulConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, least, most in (
-            ("senders", 1, math.inf),
-            ("communicators", 1, 3),
             ("buffers", 2, math.inf),
             ("buffer_bytes", 1024, math.inf),
             ("piece_rows", 8, self.tile_m),
-            ("spare_rounds", 0, math.inf),
         ):
             value = getattr(self, name)
             if not isinstance(value, int) or not least <= value <= most:
@@ -68,8 +55,6 @@ class CollectiveConfig(MatmulConfig):
                 f"piece_rows {self.piece_rows}, expected a divisor of tile_m"
                 f" {self.tile_m}"
             )
-        if self.transfer not in ("push", "pull"):
-            raise ValueError(f"transfer {self.transfer!r}, expected 'push' or 'pull'")
         if self.minor != "m":
             raise ValueError(
                 f"minor {self.minor!r}, expected 'm': rows are served as they arrive"
@@ -134,7 +119,7 @@ _TILES = (
 _TENSOR_CORE = 2048  # multiply-adds a cycle, 16-bit operands
 _L2_BYTES = 48  # bytes a cycle from the L2 cache to one multiprocessor
 _TILE_OVERHEAD = 2000  # filling the ring once, storing the tile
-_SENDERS = {"all_gather": 32, "reduce_scatter": 64, "all_reduce": 64}
+_LINK_BYTES = 170  # bytes a cycle from all peers to one device
 _ONE_SHOT_ROWS = 128
 
 
@@ -152,20 +137,33 @@ def _cost(
 
 def _tiles(problem: CollectiveProblem) -> list[CollectiveConfig]:
     """Cuts that fit the columns, with the choices that depend on the kind alone."""
-    senders = _SENDERS[problem.kind]
-    fitting = [c for c in _TILES if c.tile_n <= max(64, min(problem.n))]
-    return [dataclasses.replace(c, senders=senders) for c in fitting]
+    return [c for c in _TILES if c.tile_n <= max(64, min(problem.n))]
 
 
-def _clustered(
-    problem: CollectiveProblem, config: CollectiveConfig
-) -> CollectiveConfig:
+def _bytes_fetched(problem: CollectiveProblem) -> int:
+    """Bytes that one device gets from the others, of a gather or a reduction."""
+    columns = problem.k if problem.kind == "all_gather" else problem.n
+    rows = problem.batch * problem.rows * (problem.devices - 1)
+    return rows * sum(columns[:1]) * problem.dtype.itemsize
+
+
+def _pairs(problem: CollectiveProblem, config: CollectiveConfig) -> CollectiveConfig:
     """Pairs blocks along the rows, else along the columns, where tiles pair up."""
     rows, columns = problem.counts(config)
     # Row blocks of an all-gather pair up across devices; those of one owner must.
     if problem.kind == "all_gather" or rows % 2 == 0:
         return dataclasses.replace(config, cluster="m")
     return dataclasses.replace(config, cluster="none" if columns % 2 else "n")
+
+
+def _clustered(
+    problem: CollectiveProblem, config: CollectiveConfig, device: DeviceSpec
+) -> CollectiveConfig:
+    """Pairs blocks unless they wait for peers: a pair waits for the slower of two."""
+    waiting = _bytes_fetched(problem) / _LINK_BYTES
+    if waiting > 0.4 * _cost(problem, config, device):
+        return dataclasses.replace(config, cluster="none")
+    return _pairs(problem, config)
 
 
 def heuristic(problem: CollectiveProblem, device: DeviceSpec) -> CollectiveConfig:
@@ -176,26 +174,26 @@ def heuristic(problem: CollectiveProblem, device: DeviceSpec) -> CollectiveConfi
         device: number of multiprocessors.
 
     Returns:
-        The tile of least estimated time, in clusters of two where the tiles pair up;
-        one shot for an all-reduce of few rows.
+        The tile of least estimated time, in clusters of two where the product takes
+        long and the tiles pair up; one shot for an all-reduce of few rows.
 
     Example:
         >>> from pallas_kernels.mosaic import H200
-        >>> qkv = CollectiveProblem(kind="all_gather", m=8192, n=(2560,), k=(8192,),
-        ...                         devices=4, dtype=jnp.dtype(jnp.bfloat16))
-        >>> config = heuristic(qkv, H200)
+        >>> up = CollectiveProblem(kind="all_gather", m=8192, n=(14336,), k=(8192,),
+        ...                        devices=4, dtype=jnp.dtype(jnp.bfloat16))
+        >>> config = heuristic(up, H200)
         >>> config.tile_m, config.tile_n, config.cluster
         (128, 256, 'm')
     """
     best = min(_tiles(problem), key=lambda config: _cost(problem, config, device))
     few = problem.kind == "all_reduce" and problem.batch * problem.m <= _ONE_SHOT_ROWS
-    return dataclasses.replace(_clustered(problem, best), one_shot=few)
+    return dataclasses.replace(_clustered(problem, best, device), one_shot=few)
 
 
 def candidates(
     problem: CollectiveProblem, device: DeviceSpec
 ) -> tuple[CollectiveConfig, ...]:
-    """Configs for the tuner: near the estimate, with few or many senders."""
+    """Configs for the tuner: near the estimate, with other pairs and buffers."""
     chosen = heuristic(problem, device)
     if chosen.one_shot:
         return (chosen, dataclasses.replace(chosen, one_shot=False))
@@ -205,27 +203,14 @@ def candidates(
     near = sorted(
         (c for c in tiles if estimates[c] <= limit), key=estimates.__getitem__
     )
-    found = [chosen, *(_clustered(problem, c) for c in near[1:2])]
-    # From few blocks that send much at a time to many that send little.
-    for senders, size, rows in ((16, 8192, 128), (64, 4096, 64), (132, 2048, 32)):
-        found.append(
-            dataclasses.replace(
-                chosen, senders=senders, buffer_bytes=size, piece_rows=rows
-            )
-        )
-    # Fewer stages make room for more communicators in fewer blocks: one of a wide tile
-    # also for another store buffer, two of the narrowest one.
-    many = dataclasses.replace(
-        chosen,
-        stages=chosen.stages - (2 if chosen.tile_n == 64 else 1),
-        communicators=3,
-        store_slots=2 if chosen.tile_n == 256 else 1,
-    )
-    found += [dataclasses.replace(many, senders=s) for s in (8, 16)]
+    found = [chosen, *(_clustered(problem, c, device) for c in near[1:3])]
+    paired = _pairs(problem, chosen)
+    found += [paired, dataclasses.replace(chosen, cluster="none")]
+    if problem.counts(chosen)[1] % 2 == 0:
+        found.append(dataclasses.replace(chosen, cluster="n"))
+    for config in (chosen, paired):
+        found.append(dataclasses.replace(config, buffers=3, buffer_bytes=4096))
+        found.append(dataclasses.replace(config, group=4))
     if problem.kind == "all_gather":
-        found.append(dataclasses.replace(many, senders=8, spare_rounds=2))
-        for senders in (32, 132):
-            pull = {"transfer": "pull", "senders": senders}
-            found.append(dataclasses.replace(chosen, **pull))
-    found += [dataclasses.replace(chosen, group=4)]
+        found.append(dataclasses.replace(chosen, piece_rows=32))
     return tuple(dict.fromkeys(found))

@@ -43,7 +43,7 @@ OPS: Mapping[str, Kind] = {
 SIZES = (2, 4, 8)
 """Devices of an axis that the kernels are built for."""
 
-_LEAST_ROWS = 4096
+_LEAST_ROWS = 2048
 """Rows of all devices from which a problem that was never tuned is expected to gain."""
 _NOISE = 0.02
 """Measured times differ by as much from run to run."""

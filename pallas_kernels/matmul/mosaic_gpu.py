@@ -32,7 +32,7 @@ Axis letters: M rows, K contraction, N columns.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -41,6 +41,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
+from jaxlib.mlir.dialects import nvvm
 
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.matmul.config import CONSUMERS, MatmulConfig, Problem
@@ -201,6 +202,16 @@ class Tiles:
         return out.at[pl.ds(row, block_m), pl.ds(column, self.store_columns)]
 
 
+EARLY_STAGES = 8
+"""Stages of a tile that take as long as its predecessor needs to reach memory."""
+
+
+@plgpu.inline_mgpu()
+def wgmma_fence(_: Any) -> None:
+    """Lets the tensor cores read and write the registers of the sums."""
+    nvvm.wgmma_fence_aligned()
+
+
 def next_slot(slot: jax.Array, stages: int) -> jax.Array:
     """The stage of the ring after `slot`."""
     return jnp.where(slot == stages - 1, 0, slot + 1)
@@ -253,6 +264,7 @@ def multiply_tile(
     *,
     k_tiles: int | None = None,
     meanwhile: Callable[[], None] | None = None,
+    then: tuple[Any, Callable[[Any, Any, Any], tuple[Any, Any]]] | None = None,
 ):
     """Consumer: sums the products of one output tile.
 
@@ -264,7 +276,9 @@ def multiply_tile(
         k_tiles: stages that the tile consumes, where several products share the sums;
             by default those of `tiles`.
         meanwhile: called once while the tensor cores have work, for what would stall
-            them between two tiles.
+            them between two tiles: some microseconds after the last tile was stored.
+        then: int32, how many stages follow, and where the operands lie in one of them:
+            a function as `Tiles.operands`, which serves the others.
 
     Returns:
         The sums, fp32 [block_m, block_n], and the stage after the last one consumed.
@@ -272,24 +286,35 @@ def multiply_tile(
     stages = tiles.config.stages
     k_tiles = tiles.k_tiles if k_tiles is None else k_tiles
 
-    def multiply(slot: jax.Array, acc: Any) -> None:
-        plgpu.barrier_wait(scratch["full"].at[slot])
-        plgpu.wgmma(acc, *tiles.operands(scratch, slot, consumer))
+    def multiply(slot: jax.Array, acc: Any, operands: Any) -> None:
+        wgmma_fence()  # pyright: ignore[reportCallIssue]  (the context is passed)
+        plgpu.wgmma(acc, *operands(scratch, slot, consumer))
+
+    # Before there are sums: with a wait between their zeros and the first product ptxas
+    # may give up on keeping products in flight.
+    plgpu.barrier_wait(scratch["full"].at[slot])
 
     def scoped(acc: Any):
-        multiply(slot, acc)
-        if meanwhile is not None:
-            meanwhile()
+        multiply(slot, acc, tiles.operands)
 
-        def step(_: jax.Array, last: jax.Array) -> jax.Array:
+        def step(operands: Any, _: jax.Array, last: jax.Array) -> jax.Array:
             now = next_slot(last, stages)
-            multiply(now, acc)
+            plgpu.barrier_wait(scratch["full"].at[now])
+            multiply(now, acc, operands)
             # One product stays in flight, the one before it has left its stage.
             plgpu.wgmma_wait(1)
             plgpu.barrier_arrive(scratch["empty"].at[last])
             return now
 
-        last = lax.fori_loop(1, k_tiles, step, slot)
+        step_here = functools.partial(step, tiles.operands)
+        early = min(k_tiles, EARLY_STAGES) if meanwhile is not None else 1
+        last = lax.fori_loop(1, early, step_here, slot)
+        if meanwhile is not None:
+            meanwhile()
+        last = lax.fori_loop(early, k_tiles, step_here, last)
+        if then is not None:
+            count, operands = then
+            last = lax.fori_loop(0, count, functools.partial(step, operands), last)
         sums = acc[...]
         plgpu.barrier_arrive(scratch["empty"].at[last])
         return sums, next_slot(last, stages)
@@ -305,7 +330,6 @@ def store_tile(
     scratch: Any,
     consumer: Any,
     destination: Callable[[int], Any | None],
-    finish: Callable[[int, jax.Array], jax.Array] | None = None,
 ) -> None:
     """Consumer: stores its part of a tile; returns before the copies have arrived.
 
@@ -318,15 +342,12 @@ def store_tile(
             or on a peer; None leaves the chunk out. Rows and columns past its array are
             dropped, but not where that is one chunk wide: jax 0.11.2 then ignores the
             column, and what lies past the end must be left out.
-        finish: ``(chunk number, its sums) -> what is stored``; None stores the sums.
     """
     slots, width = tiles.config.store_slots, tiles.store_columns
     for chunk in range(tiles.config.block[1] // width):
         if (view := destination(chunk)) is None:
             continue
         values = sums[:, chunk * width : (chunk + 1) * width]
-        if finish is not None:
-            values = finish(chunk, values)
         buffer = scratch["out_smem"].at[consumer, chunk % slots]
         # The copy that used this buffer before has read it.
         plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
@@ -342,8 +363,7 @@ def run_roles(
     load: Callable[[Any, Any, Any], Any],
     consume: Callable[[Any, Any, Any, Any], Any],
     *,
-    communicate: Callable[[Any], None] | None = None,
-    communicators: int = 1,
+    spare_warps: Sequence[Callable[[], None]] = (),
     finish: Callable[[Any], None] | None = None,
     consumer_carry: Any = None,
 ) -> None:
@@ -359,9 +379,8 @@ def run_roles(
         consume: consumer, ``(m, n, carry, consumer) -> carry``; `multiply_tile` and
             `store_tile`. The carry is the stage of the ring, or a pair of it and
             `consumer_carry`.
-        communicate: work for warps beside the producer's, called with their number;
-            copies, barriers and semaphores only.
-        communicators: how many warps communicate, at most 3.
+        spare_warps: work for up to 3 warps beside the producer's: copies, barriers and
+            semaphores only.
         finish: consumer, called with the carry after its last tile.
         consumer_carry: what else the consumers carry from tile to tile, at first.
     """
@@ -380,20 +399,17 @@ def run_roles(
 
         lax.fori_loop(0, stages, drain, slot)
 
-    def share_warps(communicate: Callable[[Any], None], warp: jax.Array) -> None:
-        pl.when(warp == 0)(produce)
-
-        @pl.when((warp > 0) & (warp <= communicators))
-        def _communicator():
-            communicate(warp - 1)
+    def share_warps(warp: jax.Array) -> None:
+        for number, work in enumerate((produce, *spare_warps)):
+            pl.when(warp == number)(work)
 
     @pl.when(warpgroup == CONSUMERS)
     def _producer():
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        if communicate is None:
-            produce()
+        if spare_warps:
+            plgpu.warp_map(share_warps)
         else:
-            plgpu.warp_map(functools.partial(share_warps, communicate))
+            produce()
 
     @pl.when(warpgroup < CONSUMERS)
     def _consumer():
@@ -437,17 +453,12 @@ def tile_at(
     )
 
 
-def snake_tiles(
-    config: MatmulConfig, counts: tuple[int, int], *, late: int = 0, rounds: int = 0
-) -> Callable[..., Any]:
+def snake_tiles(config: MatmulConfig, counts: tuple[int, int]) -> Callable[..., Any]:
     """Loop over a block's share of output tiles in `snake_order`, for `run_roles`.
 
     Args:
         config: clusters and the order.
         counts: output tiles along m and n, in whole clusters.
-        late: how many workers, the first ones, have other things to do at first; fewer
-            than there are.
-        rounds: rounds of tiles that the others do without them.
 
     Returns:
         ``(body, carry) -> carry`` that calls ``body(m, n, carry)`` for each tile.
@@ -457,23 +468,14 @@ def snake_tiles(
     def for_each_tile(body: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
         worker, workers = lax.axis_index("worker"), lax.axis_size("worker")
         rank = lax.axis_index("cluster") if config.cluster != "none" else 0
-        # Whole rounds only, so that what is left is dealt out to all.
-        early_rounds = min(rounds, total // (workers - late))
-        done = early_rounds * (workers - late)
-        early = jnp.where(worker < late, 0, early_rounds)
-        # ceil((total - done - worker) / workers) more tiles for this worker.
-        more = lax.div(total - done - 1 - worker + workers, jnp.int32(workers))
+        # ceil((total - worker) / workers) tiles for this worker.
+        mine = lax.div(total - 1 - worker + workers, jnp.int32(workers))
 
         def step(i: jax.Array, carry: Any) -> Any:
-            index = jnp.where(
-                i < early,
-                i * (workers - late) + worker - late,
-                done + (i - early) * workers + worker,
-            )
-            m, n = tile_at(config, counts, index, rank)
+            m, n = tile_at(config, counts, i * workers + worker, rank)
             return body(m, n, carry)
 
-        return lax.fori_loop(0, early + more, step, carry)
+        return lax.fori_loop(0, mine, step, carry)
 
     return for_each_tile
 

@@ -29,6 +29,7 @@ class StandIn:
 _stand_ins: dict[str, StandIn] = {
     # Fences order accesses that the interpreter already makes in order.
     "proxy_fence": StandIn(lambda: (), (), None),
+    "wgmma_fence": StandIn(lambda: (), (), None),
 }
 
 

@@ -36,10 +36,8 @@ SPECS = {
 CONFIGS = {
     "heuristic": None,
     "alone": CollectiveConfig(),
-    "pairs_of_columns": CollectiveConfig(cluster="n", senders=16),
-    "three_communicators": CollectiveConfig(
-        tile_n=128, stages=4, communicators=3, senders=8
-    ),
+    "pairs_of_columns": CollectiveConfig(cluster="n"),
+    "many_buffers": CollectiveConfig(tile_n=128, buffers=4, piece_rows=32),
 }
 
 
