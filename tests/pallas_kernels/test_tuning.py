@@ -3,8 +3,11 @@
 import dataclasses
 import json
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.experimental.mosaic.gpu import profiler
 
 from pallas_kernels import tuning
 from pallas_kernels.collective_matmul import CollectiveConfig
@@ -178,6 +181,46 @@ def test_the_tuner_has_little_to_time():
         found = candidates(problem, H200)
         assert heuristic(problem, H200) in found
         assert len(found) == len(set(found)) <= 12
+
+
+def test_calls_take_turns_on_copies_that_exceed_the_l2(monkeypatch):
+    """A profiler in place of CUPTI sees the operands of each call."""
+    seen = []
+
+    class Recorder:
+        def __init__(self, finalize):
+            pass
+
+        def measure(self, fn, *, iterations):
+            assert isinstance(fn, jax.stages.Wrapped)  # or CUPTI's would be jitted anew
+
+            def run():
+                fn()
+                results = [fn() for _ in range(iterations)]
+                return results[0], [0.25] * iterations
+
+            return run
+
+    monkeypatch.setattr(profiler, "Cupti", Recorder)
+
+    def record(x, w):
+        np.testing.assert_array_equal(w["values"], weight["values"])
+        seen.append((x.unsafe_buffer_pointer(), w["values"].unsafe_buffer_pointer()))
+
+    def timed(floats, iterations):
+        seen.clear()
+        monkeypatch.setattr(tuning, "_L2_BYTES", 2 * 4096 * floats)
+        return tuning.device_time_us(record, x, weight, iterations=iterations)
+
+    x = jnp.ones((1, 1024))
+    weight = {"values": jnp.arange(3 * 1024.0)}
+    assert timed(4, iterations=10) == [250.0] * 10  # 64 KiB of 16 KiB: five sets
+    assert len(seen) == 11 and len(set(seen)) == 5 and seen[:5] == seen[5:10]
+    assert all(len({x, w}) == 2 for x, w in seen)
+    assert len(timed(9, iterations=2)) == 10  # each set at least once
+    assert len(set(seen)) == 10
+    timed(1, iterations=3)  # as large as the L2 twice: no copies
+    assert len(set(seen)) == 1 and len(seen) == 4
 
 
 def test_the_tuner_needs_a_gpu(capsys):
