@@ -82,6 +82,8 @@ def main(arguments: Sequence[str]) -> int:
         description="Continue a prompt with a trained or a downloaded model.",
     )
     simulate_devices(config.devices)
+    if config.tensor_parallel == "fused":
+        sharding.launch_in_order()
     print(config.prompt + complete(config))
     return 0
 

@@ -63,6 +63,8 @@ def main(arguments: Sequence[str]) -> int:
         default=TrainCommand(config=run),
     )
     simulate_devices(command.devices)
+    if command.config.tensor_parallel == "fused":
+        sharding.launch_in_order()
     with usage_errors():
         sharding.initialize()
     result = train(command.config, resume=command.resume)

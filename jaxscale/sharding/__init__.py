@@ -29,6 +29,7 @@ from jaxscale.sharding.rules import (
 from jaxscale.sharding.tensor_parallel import (
     TensorParallel,
     column_parallel,
+    launch_in_order,
     row_parallel,
 )
 
@@ -49,6 +50,7 @@ __all__ = [
     "fsdp_tp",
     "gather",
     "initialize",
+    "launch_in_order",
     "logical_axes",
     "make_mesh",
     "megascale_3d",

@@ -24,6 +24,7 @@ References:
 import dataclasses
 import functools
 import operator
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -45,6 +46,23 @@ type TensorParallel = Literal["fused", "xla"] | None
 _SPLIT = ("batch", "tokens", None)
 _WHOLE = ("batch", None, None)
 _IMPLEMENTATIONS: dict[str, str | None] = {"fused": None, "xla": "xla"}
+
+
+def launch_in_order() -> None:
+    """Makes GPUs start kernels in the order of the program; call before using devices.
+
+    A fused kernel fills a GPU and waits for its peers, and so does a collective of
+    NCCL that XLA runs beside it. If two GPUs start the two in a different order, each
+    may wait for what has no room on the other. With one queue for all kernels the order
+    is the same everywhere. The command line does this for ``"fused"``.
+
+    Sets the environment variable ``CUDA_DEVICE_MAX_CONNECTIONS`` to 1 unless it is set,
+    which CUDA reads when the first GPU is used.
+
+    References:
+        Megatron-LM requires the same of its overlapped tensor parallelism.
+    """
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def column_parallel(

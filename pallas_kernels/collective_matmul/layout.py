@@ -82,30 +82,43 @@ class Layout:
         """Where the rows of a device lie in a [B*D,m,...] view of [B,D*m,...]."""
         return batch * self.devices + device
 
+    @property
+    def block(self) -> Any:
+        """Number of this block."""
+        block = lax.axis_index("worker")
+        if self.config.cluster == "none":
+            return block
+        return block * 2 + lax.axis_index("cluster")
+
     def pieces_of_block(self, count: int) -> tuple[Any, Callable[[Any], Any]]:
         """How many of the pieces a block moves, and the number of its i-th one.
 
         They are dealt out one by one, so that neighbors are under way together.
         """
-        block = lax.axis_index("worker")
-        if self.config.cluster != "none":
-            block = block * 2 + lax.axis_index("cluster")
         step = jnp.int32(self.num_blocks)
-        return lax.div(count - 1 - block + step, step), lambda i: block + i * step
+        mine = lax.div(count - 1 - self.block + step, step)
+        return mine, lambda i: self.block + i * step
 
     def leave(self, left: Any) -> None:
-        """Waits until no peer reads the memory of this device any more."""
+        """Says that this block reads no more; one waits until no peer reads here.
+
+        The others end, and make room for a kernel of NCCL that a peer may wait for
+        before it can end its own.
+        """
         for _, peer in peers(self.axis_name, self.devices):
             pl.semaphore_signal(left, device_id=peer)
-        everyone = (self.devices - 1) * self.num_blocks
-        pl.semaphore_wait(left, everyone, decrement=False)
+
+        @pl.when(self.block == 0)
+        def _wait() -> None:
+            everyone = (self.devices - 1) * self.num_blocks
+            pl.semaphore_wait(left, everyone, decrement=False)
 
 
 def num_blocks(config: CollectiveConfig, device: DeviceSpec) -> int:
     """One block to a multiprocessor, in whole clusters.
 
-    All blocks must be resident at once, since blocks of different devices wait for each
-    other; so there are never more of them than multiprocessors.
+    All blocks must be resident at once, since they wait for each other; so there are
+    never more of them than multiprocessors.
     """
     size = math.prod(config.cluster_tiles)
     return device.num_sms // size * size
@@ -119,10 +132,11 @@ def launch(
     chunks: Chunks,
     config: CollectiveConfig,
     device: DeviceSpec,
+    blocks: int,
     name: str,
     scratch_types: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> Sequence[jax.Array]:
-    """Runs a body on one block, or half a cluster, per multiprocessor."""
+    """Runs a body on so many blocks, one or half a cluster to a multiprocessor."""
     need = tiles.smem_bytes + chunks.smem_bytes(config.buffers)
     check_smem(need, device, f"collective_matmul with {config}")
     size = math.prod(config.cluster_tiles)
@@ -135,7 +149,7 @@ def launch(
             **chunks.scratch_types(config.buffers),
             **scratch_types,
         },
-        grid=(num_blocks(config, device) // size,),
+        grid=(blocks // size,),
         grid_names=("worker",),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",

@@ -247,6 +247,7 @@ def all_gather_matmul(
         chunks=chunks,
         config=config,
         device=device,
+        blocks=layout.num_blocks,
         name="all_gather_matmul",
     )
     *outs, gathered = (

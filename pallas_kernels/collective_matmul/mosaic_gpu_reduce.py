@@ -454,6 +454,7 @@ def _reduce(
         chunks=chunks,
         config=config,
         device=device,
+        blocks=layout.num_blocks,
         name="matmul_all_reduce" if share else "matmul_reduce_scatter",
         scratch_types=scratch_types,
     )

@@ -1,7 +1,8 @@
 """What the tuner needs to know of the collective matrix products.
 
 Dispatching a call to several GPUs takes longer than many calls, so a program calls an
-op many times in a loop, and the first operand says how many times.
+op many times in a loop: once for each entry of the first operand. Their number is part
+of the program, since a loop whose length is data asks the host at every turn.
 
 Axis letters: B leading axes, M rows of all devices, K contraction, N columns.
 """
@@ -37,8 +38,11 @@ AXIS = "tensor"
 DECODE_ROWS = 512
 """Up to as many rows an all-reduce is tuned too, which serves decoding."""
 
-LEAST_SECONDS = 0.02
+SECONDS = 0.03
 """A timed program runs about as long."""
+
+# Rates for estimates of how long a call takes.
+_FLOPS, _LINK, _LAUNCH = 650e12, 250e9, 20e-6
 
 
 def problems() -> Mapping[str, CollectiveProblem]:
@@ -89,8 +93,20 @@ def _specs(problem: CollectiveProblem) -> tuple[P, P, P]:
     return columns, w_in, rows if problem.kind == "reduce_scatter" else P()
 
 
+def _calls(problem: CollectiveProblem) -> int:
+    """How many calls take `SECONDS`, about; 2 where there is no GPU."""
+    if jax.default_backend() != "gpu":
+        return 2
+    rows = problem.batch * problem.m
+    products = 2 * rows * sum(problem.n) * sum(problem.k) / _FLOPS
+    moved = problem.batch * problem.rows * (problem.devices - 1)
+    width = problem.k[0] if problem.kind == "all_gather" else problem.n[0]
+    links = moved * width * problem.dtype.itemsize / _LINK
+    return max(2, round(SECONDS / (products + links + _LAUNCH)))
+
+
 def arguments(problem: CollectiveProblem) -> tuple[Any, ...]:
-    """How often to call, then tuples of random normal x and of weights."""
+    """An entry for each call, then tuples of random normal x and of weights."""
     mesh, size = _mesh(problem), problem.devices
     x_spec, w_spec, _ = _specs(problem)
     gathers = problem.kind == "all_gather"
@@ -109,7 +125,7 @@ def arguments(problem: CollectiveProblem) -> tuple[Any, ...]:
         return sharded(jax.random.key(seed))
 
     return (
-        np.int32(1),
+        np.zeros(_calls(problem), np.int8),
         tuple(drawn(i, shape, x_spec) for i, shape in enumerate(xs)),
         tuple(drawn(100 + i, shape, w_spec) for i, shape in enumerate(ws)),
     )
@@ -118,7 +134,7 @@ def arguments(problem: CollectiveProblem) -> tuple[Any, ...]:
 def _program(
     problem: CollectiveProblem, implementation: str, config: CollectiveConfig | None
 ) -> Callable[..., jax.Array]:
-    """``(count, xs, ws)`` to the first product of the last of `count` calls."""
+    """``(turns, xs, ws)`` to the first product of the last of the calls."""
     op_name = next(op for op, kind in OPS.items() if kind == problem.kind)
     gathers = problem.kind == "all_gather"
     call = Call(
@@ -135,14 +151,14 @@ def _program(
         outputs = run(op_name, xs[0] if gathers else xs, ws, call)
         return outputs[0][0] if gathers else outputs
 
-    def local(count: jax.Array, xs: Any, ws: Any) -> jax.Array:
-        def turn(_: jax.Array, carry: Any) -> Any:
+    def local(turns: jax.Array, xs: Any, ws: Any) -> jax.Array:
+        def turn(carry: Any, _: jax.Array) -> Any:
             # The next call waits for this one, and none is hoisted.
-            return lax.optimization_barrier((carry[0], once(carry[0], ws)))
+            return lax.optimization_barrier((carry[0], once(carry[0], ws))), None
 
         y = jax.eval_shape(once, xs, ws)
         start = (xs, jnp.zeros(y.shape, y.dtype))
-        return lax.fori_loop(0, count, turn, start)[1]
+        return lax.scan(turn, start, turns)[0][1]
 
     x_spec, w_spec, out_spec = _specs(problem)
     return jax.shard_map(
@@ -168,13 +184,20 @@ def baseline(problem: CollectiveProblem) -> Callable[..., jax.Array]:
 
 
 def time_us(fn: Callable[..., Any], *args: Any, iterations: int) -> list[float]:
-    """Wall time of a call in a loop of at least `iterations`, for each of them."""
-    operands = args[1:]
+    """Wall time of a call in the loop of a program, for each of at least `iterations`.
 
-    def seconds(count: int) -> float:
+    Args:
+        fn: a compiled program.
+        *args: its arguments, an entry for each call first.
+        iterations: how many calls to time.
+
+    Returns:
+        The mean time of a call in each program, in microseconds, once for each call.
+    """
+    calls = args[0].shape[0]
+    times: list[float] = []
+    while len(times) < iterations:
         start = time.perf_counter()
-        jax.block_until_ready(fn(np.int32(count), *operands))
-        return time.perf_counter() - start
-
-    count = max(iterations, round(LEAST_SECONDS / (seconds(2) / 2)))
-    return [1e6 * seconds(count) / count] * count
+        jax.block_until_ready(fn(*args))
+        times += [1e6 * (time.perf_counter() - start) / calls] * calls
+    return times

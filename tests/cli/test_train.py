@@ -239,3 +239,26 @@ def test_train_resume_and_generate(call, tmp_path, text, capfd):
     assert out.startswith(prompt) and len(out) > len(prompt) + 1
     assert cli.main([*arguments, "--step", "4"]) == 2
     assert "no checkpoint of step 4" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("choice", "queues"), [("fused", "1"), ("xla", None)])
+def test_fused_kernels_and_collectives_start_in_the_order_of_the_program(
+    choice, queues, monkeypatch
+):
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.setenv(name, "8")
+    monkeypatch.delenv(name)
+    seen = []
+    monkeypatch.setattr(
+        train.sharding, "initialize", lambda: seen.append(os.environ.get(name))
+    )
+    monkeypatch.setattr(train, "train", lambda *_, **__: pytest.fail("not here"))
+    with pytest.raises(pytest.fail.Exception):
+        train.main([*TINY, "--tensor-parallel", choice, "--rules", "fsdp_tp"])
+    assert seen == [queues]
+
+
+def test_the_number_of_queues_that_the_user_chose_stays(monkeypatch):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    train.sharding.launch_in_order()
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"

@@ -1,7 +1,10 @@
 """The kernels on several GPUs: values, repeatability, reuse, stragglers, meshes."""
 
 import functools
+import os
 import random
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -270,3 +273,144 @@ def test_two_kernels_and_another_collective_in_one_program_with_gradients():
     got, want = (grad(x, up, down, name) for name in ("mosaic_gpu", "xla"))
     for g, r in zip(got, want, strict=True):
         assert relative_error(g, r) < RELATIVE[BF16]
+
+
+@pytest.mark.parametrize("rhs_transposed", [False, True])
+def test_several_weights_share_a_gather_and_several_products_a_sum(rhs_transposed):
+    mesh = every_gpu()
+    devices = mesh.shape["tensor"]
+    x = by_device(normal(1, (2, 520, 256)), 1, devices)
+    ups = [normal(2 + i, (256, n * devices)) for i, n in enumerate((320, 64))]
+    hidden = [normal(4 + i, (2, 520, k * devices)) for i, k in enumerate((192, 128))]
+    downs = [normal(6 + i, (k * devices, 320)) for i, k in enumerate((192, 128))]
+    stored = lambda ws: tuple(w.T if rhs_transposed else w for w in ws)  # noqa: E731
+    options = {
+        "axis_name": "tensor",
+        "rhs_transposed": rhs_transposed,
+        "implementation": "mosaic_gpu",
+        "config": CollectiveConfig(tile_n=64, stages=6),
+    }
+
+    def both(x, ups, hidden, downs):
+        gathered = all_gather_matmul(x, ups, **options)
+        return gathered, matmul_reduce_scatter(hidden, downs, **options)
+
+    columns, rows = P(None, "tensor"), P("tensor")
+    if rhs_transposed:
+        columns, rows = rows, columns
+    run = jax.shard_map(
+        both,
+        mesh=mesh,
+        in_specs=(P(None, "tensor"), columns, P(None, None, "tensor"), rows),
+        out_specs=(P(None, None, "tensor"), P(None, "tensor")),
+        check_vma=False,
+    )
+    outs, total = jax.jit(run)(x, stored(ups), tuple(hidden), stored(downs))
+    for out, w in zip(outs, ups, strict=True):
+        assert relative_error(out, exact(x, w)) < RELATIVE[BF16]
+    want = sum(exact(h, w) for h, w in zip(hidden, downs, strict=True))
+    assert relative_error(total, want) < RELATIVE[BF16]
+
+
+def test_scan_over_layers_with_remat_and_donated_operands():
+    mesh = every_gpu()
+    x = normal(1, (1024, 256))
+    ups, downs = 0.1 * normal(2, (4, 256, 1024)), 0.05 * normal(3, (4, 1024, 256))
+
+    def layers(implementation, x, ups, downs):
+        options = {"axis_name": "tensor", "implementation": implementation}
+
+        @jax.checkpoint
+        def layer(x, weights):
+            hidden = jax.nn.silu(all_gather_matmul(x, weights[0], **options))
+            return x + matmul_reduce_scatter(hidden, weights[1], **options), None
+
+        return lax.scan(layer, x, (ups, downs))[0]
+
+    def step(x, ups, downs, implementation):
+        run = jax.shard_map(
+            functools.partial(layers, implementation),
+            mesh=mesh,
+            in_specs=(P("tensor"), P(None, None, "tensor"), P(None, "tensor")),
+            out_specs=P("tensor"),
+        )
+
+        def loss(ups, downs):
+            return jnp.sum(jnp.sin(run(x, ups, downs).astype(jnp.float32)))
+
+        return jax.grad(loss, (0, 1))(ups, downs)
+
+    def grads(implementation):
+        donated = jax.jit(step, static_argnums=3, donate_argnums=(1, 2))
+        return donated(x, jnp.copy(ups), jnp.copy(downs), implementation)
+
+    for got, want in zip(grads("mosaic_gpu"), grads("xla"), strict=True):
+        assert relative_error(got, want) < RELATIVE[BF16]
+
+
+OVERLAPPED = """
+import functools, sys, jax, jax.numpy as jnp
+from jax import lax
+from jaxscale.sharding import launch_in_order
+launch_in_order()
+from pallas_kernels.collective_matmul import all_gather_matmul, matmul_reduce_scatter
+P = jax.sharding.PartitionSpec
+mesh = jax.make_mesh((2, 2), ("data", "tensor"), (jax.sharding.AxisType.Auto,) * 2)
+options = {"axis_name": "tensor", "implementation": "mosaic_gpu"}
+draw = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
+normal = lambda i, shape: 0.1 * draw(jax.random.key(i), shape)
+x, up, down = normal(1, (2048, 512)), normal(2, (512, 2048)), normal(3, (2048, 512))
+big = normal(4, (4096, 4096))
+
+def local(x, up, down, big):
+    def turn(_, carry):
+        x, big = carry
+        # Nothing orders the sum over one axis and the kernels over the other.
+        total = 0.5 * lax.psum(big, "data")
+        hidden = all_gather_matmul(x, up, **options)
+        y = matmul_reduce_scatter(hidden, down, **options)
+        return x + 0 * y, total
+    return lax.fori_loop(0, 300, turn, (x, big))
+
+run = jax.jit(jax.shard_map(local, mesh=mesh, check_vma=False,
+    in_specs=(P("tensor"), P(None, "tensor"), P("tensor"), P("data")),
+    out_specs=(P("tensor"), P("data"))))
+for options_of_xla in ({}, {"xla_gpu_enable_latency_hiding_scheduler": True}):
+    program = run.lower(x, up, down, big).compile(options_of_xla or None)
+    y, total = jax.block_until_ready(program(x, up, down, big))
+    assert (y == x).all()
+print("done")
+"""
+
+
+def test_a_collective_of_another_axis_beside_the_kernels():
+    """In a process of its own, which a deadlock would not let end."""
+    gpus(2, 2, names=("data", "tensor"))
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    done = subprocess.run(
+        [sys.executable, "-c", OVERLAPPED],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env=environment,
+        check=False,
+    )
+    assert done.stdout.strip() == "done", done.stderr[-2000:]
+
+
+def test_captured_into_a_cuda_graph():
+    """The same programs with and without graphs, on buffers of every call."""
+    mesh = every_gpu()
+    for kind in KINDS:
+        x, w = operands(kind, mesh, 1024, 256, 512)
+        f = split(kind, mesh)
+
+        def several(x, w, f=f):
+            return [f(sign * x, w) for sign in (1, -1) * 3]
+
+        lowered = jax.jit(several).lower(x, w)
+        graph = lowered.compile({"xla_gpu_graph_min_graph_size": 1})
+        plain = lowered.compile({"xla_gpu_enable_command_buffer": ""})
+        for scale in (1, 2, 4):
+            for got, want in zip(graph(scale * x, w), plain(scale * x, w), strict=True):
+                assert (got == want).all()
