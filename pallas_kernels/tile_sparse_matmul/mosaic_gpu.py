@@ -93,6 +93,8 @@ class _Cut:
 
     problem: Problem
     config: TileSparseConfig
+    tokens_stored: int
+    """Rows of a token-major output: those past its end are not stored."""
     has_bias: bool
     activation: str | None
     equal_steps: int | None
@@ -113,13 +115,18 @@ class _Cut:
         return pl.cdiv(self.problem.m, self.config.block_tokens * self.config.cluster)
 
     @property
+    def blocks(self) -> int:
+        """Output blocks, or clusters of them."""
+        return self.token_clusters * self.problem.tiles * self.config.splits
+
+    @property
     def out_shape(self) -> tuple[int, int]:
-        """Whole tiles of the layout, 8 rows of 128 bytes; one may be narrower."""
+        """Whole tiles of the layout, 8 rows of 128 bytes; one alone may be smaller."""
         p, splits, line = self.problem, self.config.splits, self.tiles.store_columns
         whole = p.n % (8 if p.y_major else line) == 0
         features = p.n if splits == 1 and whole else splits * p.tiles * p.tile
         if not p.y_major:
-            return p.m, features
+            return self.tokens_stored, features
         return features, p.m if p.m <= line else pl.cdiv(p.m, line) * line
 
     @property
@@ -417,19 +424,15 @@ def tile_sparse_matmul(
     Raises:
         Unsupported: the device, types, tile or shared memory do not fit.
     """
-    x_major, y_major = feature_major
     wanted = Problem.of(x, w, feature_major)
     device = check_problem(wanted, device)
-    if wanted.gathers and not x_major:
-        x, x_major = x.T, True  # a kept row must be one run of memory
-    along = 1 if x_major else 0
-    if extra := -x.shape[along] % 8:  # runs of 16 bytes, whole tiles of the layout
-        x = jnp.pad(x, ((0, extra), (0, 0)) if along == 0 else ((0, 0), (0, extra)))
+    x, (x_major, y_major), config = _stored(x, w, feature_major, config)
     problem = Problem.of(x, w, (x_major, y_major))
     fused = config.splits == 1
     cut = _Cut(
         problem=problem,
         config=config,
+        tokens_stored=wanted.m if wanted.m < 8 else problem.m,
         has_bias=bias is not None and fused,
         activation=activation if fused else None,
         equal_steps=w.room // STEP if w.equal_counts else None,
@@ -439,12 +442,44 @@ def tile_sparse_matmul(
     if cut.has_bias and bias is not None:
         padded = w.tiles * w.tile - w.packed_columns
         inputs["bias"] = jnp.pad(bias.astype(jnp.float32), (0, padded))
-    if not w.equal_counts and w.tiles > 1 and fused:
+    # Where each multiprocessor has one block at most, no order is better than another.
+    several = cut.blocks > device.num_sms // config.cluster
+    if not w.equal_counts and w.tiles > 1 and fused and several:
         inputs["order"] = _falling(w.counts)
     y = _call(cut, inputs, device)
     if not fused:
         y = _add_parts(y, cut, bias, activation)
-    return y[: wanted.n, : wanted.m] if y_major else y[: wanted.m, : wanted.n]
+    y = y[: wanted.n, : wanted.m] if y_major else y[: wanted.m, : wanted.n]
+    return y.reshape((wanted.n, wanted.m)) if wanted.y_major != y_major else y
+
+
+def _stored(
+    x: jax.Array,
+    w: TileSparse,
+    feature_major: tuple[bool, bool],
+    config: TileSparseConfig,
+) -> tuple[jax.Array, tuple[bool, bool], TileSparseConfig]:
+    """The input as the kernel wants it, how it and the output are stored, the config.
+
+    One token is the same memory in either layout: the copy engine, which wants lines of
+    16 bytes, then reads and writes a row.
+    """
+    x_major, y_major = feature_major
+    single = x.shape[1 if x_major else 0] == 1
+    if single and y_major:
+        y_major, config = False, dataclasses.replace(config, store_slots=1)
+    by_engine = w.granularity == STEP
+    if x_major and single and by_engine:
+        x, x_major = x.reshape(1, -1), False
+    if not x_major and not by_engine:
+        x, x_major = x.T, True  # a kept row must be one run of memory
+    along = 1 if x_major else 0
+    tokens = x.shape[along]
+    if x_major or tokens > 8:  # runs of 16 bytes, whole tiles of the layout
+        extra = -tokens % 8
+        if extra:
+            x = jnp.pad(x, ((0, extra), (0, 0)) if along == 0 else ((0, 0), (0, extra)))
+    return x, (x_major, y_major), config
 
 
 def _falling(counts: jax.Array) -> jax.Array:
@@ -467,7 +502,7 @@ def _add_parts(
     if p.y_major:
         sums = jnp.sum(parts.reshape(splits, -1, parts.shape[1]), axis=0)[: p.n, : p.m]
     else:
-        sums = jnp.sum(parts.reshape(p.m, splits, -1), axis=1)[:, : p.n]
+        sums = jnp.sum(parts.reshape(len(parts), splits, -1), axis=1)[:, : p.n]
     return epilogue.apply(
         sums, bias, activation, feature_major=p.y_major, dtype=p.dtype
     )
@@ -491,11 +526,10 @@ def _call(cut: _Cut, inputs: dict[str, jax.Array], device: DeviceSpec) -> jax.Ar
             {role: roles[role] for role in cut.producers},
         )
 
-    blocks = cut.token_clusters * cut.problem.tiles * cut.config.splits
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct(cut.out_shape, cut.dtype_stored),
         scratch_types=cut.tiles.scratch_types(),
         kernel_name="tile_sparse_matmul",
-        **launch(blocks, cut.config.cluster, device, len(cut.producers)),
+        **launch(cut.blocks, cut.config.cluster, device, len(cut.producers)),
     )(*inputs.values())

@@ -68,7 +68,7 @@ def test_values(implementation, layout, tokens, tile, granularity, dtype):
 
 
 @pytest.mark.parametrize("layout", [(True, True), (True, False), (False, False)])
-@pytest.mark.parametrize("tokens", [16, 1000])
+@pytest.mark.parametrize("tokens", [1, 3, 16, 1000])
 def test_every_candidate_of_the_tuner(layout, tokens):
     device = DeviceSpec.current()
     w, _, _ = random_weight(1024, 1024, 128, UNEVEN, dtype=BF16)
@@ -91,6 +91,9 @@ def test_every_candidate_of_the_tuner(layout, tokens):
         (16, 60, 128, 1, (True, False)),
         (200, 64, 128, 8, (False, False)),
         (33, 64, 256, 1, (True, True)),
+        (1, 64, 256, 1, (True, True)),
+        (1, 512, 64, 64, (True, True)),
+        (5, 512, 64, 64, (False, False)),
     ],
 )
 def test_outputs_one_line_wide(tokens, outputs, tile, granularity, layout):

@@ -232,6 +232,63 @@ def test_every_number_of_tokens_has_a_config():
             assert min(c.block_tokens for c in found) < max(2 * m, 129)
 
 
+@pytest.mark.parametrize("layout", [(True, True), (False, False), (True, False)])
+@pytest.mark.parametrize(
+    ("tokens", "weight", "changes"),
+    [
+        (1, (256, 384, 128, [0, 1, 200], 1), {}),
+        (1, (192, 200, 128, [130, 64], 8), {"splits": 2, "store_slots": 2}),
+        (1, (128, 100, 64, [100, 7], 1), {"block_tokens": 128}),
+        (1, (128, 60, 128, [100], 1), {"cluster": 2}),
+        (1, (256, 256, 128, [64, 192], 64), {}),
+        (3, (256, 256, 128, [64, 192], 64), {"cluster": 2}),
+        (7, (128, 256, 256, [100], 1), {}),
+    ],
+)
+def test_few_tokens_are_stored_as_they_are(tokens, weight, changes, layout):
+    """Fewer than eight: the copy engine clips, and one token is the same either way."""
+    w, dense, _ = random_weight(*weight, dtype=BF16)
+    x, bias = normal(1, (tokens, w.shape[0])), normal(2, (w.shape[1],))
+    config = dataclasses.replace(SMALL, **changes)
+    y = interpreted(
+        x.T if layout[0] else x, w, config, layout, config.cluster, bias=bias
+    )
+    want = x.astype(jnp.float32) @ dense + bias.astype(jnp.float32)
+    assert y.shape == (want.T if layout[1] else want).shape
+    assert relative_error(y.T if layout[1] else y, want) < RELATIVE[BF16]
+
+
+@pytest.mark.parametrize("layout", [(True, True), (False, False), (False, True)])
+@pytest.mark.parametrize("granularity", [1, 64])
+def test_few_tokens_take_no_needless_kernels(layout, granularity):
+    """The order of uneven tiles where all run at once, slices of what is stored."""
+    spec = dataclasses.replace(SPECS[0], granularity=granularity, feature_major=layout)
+    uneven = spec.weight_shape()
+    static = (uneven.shape, granularity, False)
+    uneven = uneven.tree_unflatten(static, [*jax.tree.leaves(uneven), None])
+
+    def operations(tokens):
+        shape = (spec.k, tokens) if layout[0] else (tokens, spec.k)
+        x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+        config = heuristic(Problem.of(x, uneven, layout), H200)
+        run = functools.partial(
+            mosaic_gpu.tile_sparse_matmul,
+            feature_major=layout,
+            config=dataclasses.replace(config, splits=1),  # sums of parts are needed
+            device=H200,
+        )
+        text = lower_for_cuda(run, x, uneven, kernels=1)
+        return {
+            name: text.count(f"stablehlo.{name}")
+            for name in ("slice", "pad", "reduce(", "compare")
+        }
+
+    nothing = {"slice": 0, "pad": 0, "reduce(": 0, "compare": 0}
+    assert operations(1) == nothing | {"pad": int(granularity == 1)}
+    assert operations(64) == nothing
+    assert operations(4096)["compare"] > 0  # several blocks each: in order
+
+
 def test_split_sums_of_an_odd_number_of_tokens_lower():
     w = dataclasses.replace(SPECS[0], room=512).weight_shape()
     for m in (40, 100):
