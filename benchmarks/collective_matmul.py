@@ -2,7 +2,8 @@
 
 Sizes are those of an entire layer; each device multiplies ``1 / tp`` of it.
 
-- ``mosaic_gpu``: the fused kernel. ``auto``: what ``implementation=None`` picks.
+- ``mosaic_gpu``: the fused kernel, tuned where the tables have an entry; ``untuned``:
+  with the config of the heuristic. ``auto``: what ``implementation=None`` picks.
 - ``matmul_only``: the product alone, of cuBLAS or of our matmul, whichever is faster
   (``is_mosaic_gpu`` says); ``comm_only``: the same bytes written by a kernel that only
   copies. No overlap can beat both.
@@ -38,9 +39,14 @@ from benchmarks.collective_baselines import AXIS
 from benchmarks.harness import Benchmark, Case, Custom, NoMeasurement, Results
 from benchmarks.loops import Check, Form, Operand, Problem
 from pallas_kernels import collective_matmul
+from pallas_kernels.collective_matmul.config import (
+    CollectiveConfig,
+    CollectiveProblem,
+    heuristic,
+)
 from pallas_kernels.collective_matmul.specs import ROWS, SPECS, TENSOR_PARALLEL
 from pallas_kernels.matmul import matmul
-from pallas_kernels.mosaic import DeviceSpec
+from pallas_kernels.mosaic import H200, DeviceSpec
 
 
 DECODE_ROWS = (16, 64, 512)
@@ -158,8 +164,8 @@ def forms(params: Mapping[str, Any]) -> list[Form]:
             **more,
         )
 
-    def ours(implementation: str | None) -> Any:
-        options = {"axis_name": AXIS, "implementation": implementation}
+    def ours(implementation: str | None, **more: Any) -> Any:
+        options = {"axis_name": AXIS, "implementation": implementation, **more}
         return functools.partial(OURS[kind], **options)
 
     def alone(function: Any, is_mosaic_gpu: bool) -> Form:
@@ -189,6 +195,7 @@ def forms(params: Mapping[str, Any]) -> list[Form]:
     xla = baselines.xla_collective(kind)
     found = [
         collective("mosaic_gpu", ours("mosaic_gpu")),
+        collective("untuned", ours("mosaic_gpu", config=untuned(params))),
         collective("auto", ours(None)),
         alone(baselines.product, False),
         alone(functools.partial(matmul, implementation="mosaic_gpu"), True),
@@ -203,6 +210,16 @@ def forms(params: Mapping[str, Any]) -> list[Form]:
             for config in baselines.SAMPLE_CONFIGS
         ]
     return found
+
+
+def untuned(params: Mapping[str, Any]) -> CollectiveConfig:
+    """The config of a case that no table has."""
+    kind, tp, m, n, k = (params[name] for name in ("kind", "tp", "M", "N", "K"))
+    n, k = (n // tp, k) if kind == "all_gather" else (n, k // tp)
+    local = CollectiveProblem(
+        kind=kind, m=m, n=(n,), k=(k,), devices=tp, dtype=jnp.dtype(jnp.bfloat16)
+    )
+    return heuristic(local, DeviceSpec.current() or H200)
 
 
 # --- Checks ---------------------------------------------------------------------------
@@ -351,6 +368,7 @@ def _elsewhere(params: Any, seed: int, samples: int) -> Any:
 
 NAMES = (
     "mosaic_gpu",
+    "untuned",
     "auto",
     "matmul_only",
     "comm_only",

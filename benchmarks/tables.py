@@ -44,6 +44,7 @@ OURS = (
     "triton",
     "xla",
     "auto",
+    "untuned",
     "jaxscale",
     "jaxscale_packed",
     "jaxscale_scan",
