@@ -7,9 +7,9 @@ in one flat order, and what a tile needs from a peer is signaled row block by ro
 (`mosaic_gpu_gather`), or tile by tile (`mosaic_gpu_reduce`). Data comes over NVLink by
 TMA loads from `plgpu.remote_ref`, never through multicast.
 
-Why reads. What a multiprocessor writes to a peer waits in front of what it asks of its
-own memory when the links are full, and the product starves; a read that is under way
-waits elsewhere. Many blocks that each read a little disturb the product least.
+Why reads. When the links are full, what a multiprocessor writes to a peer seems to wait
+in front of what it asks of its own memory; reads disturbed the product far less in
+trials, and least when every block reads a little.
 
 A device leaves the kernel when all peers have read what they need of it, so nothing is
 read from memory that XLA has reused. Before a kernel starts, a barrier of XLA's makes
