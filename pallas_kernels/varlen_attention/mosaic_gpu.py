@@ -232,6 +232,8 @@ def _attention_bwd(
     if not call.one_packing:
         dout = jnp.where(seen[..., None], dout, 0)
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    # Summed in one pass over both, and not where it is cut into tiles.
+    delta = lax.optimization_barrier(delta)
     delta = jnp.where(seen, delta - dlse, 0.0)
     dsinks = None
     if sinks is not None:

@@ -60,6 +60,7 @@ from pallas_kernels.varlen_attention.rows import (
 )
 from pallas_kernels.varlen_attention.schedule import (
     Sequences,
+    Tiles,
     interval_of_keys,
     most_tiles,
     tile_sequences,
@@ -86,13 +87,13 @@ def key_table(
     blocks: BackwardBlocks,
     seqs: Sequences,
     q_first: Int[Array, " E"],
-) -> tuple[Int[Array, "slots fields"], Int[Array, " slots"]]:
-    """What the block of each tile of keys needs to know; and which slots are used."""
+) -> Int[Array, "slots fields"]:
+    """What the block of each tile of keys needs to know."""
     block_q, block_k = blocks.block_q, blocks.block_k
     slots = most_tiles(problem.rows, problem.keys, problem.max_seqs, block_k)
     cost = (seqs.q_end - seqs.q_start) * seqs.real
-    tiles, _ = tile_sequences(seqs.k_start, seqs.k_end, cost, block_k, slots)
-    seq = Sequences(*(x[tiles.sequence] for x in seqs))
+    tiles = tile_sequences(seqs.k_start, seqs.k_end, cost, block_k, slots)
+    seq = tiles.sequences(seqs)
     k_tiles = -(-(seq.k_end - seq.k_start) // block_k)
     index = k_tiles - 1 - tiles.index  # a tile waits for those behind it
     k0 = seq.k_start + index * block_k
@@ -122,7 +123,7 @@ def key_table(
         "row": seq.row,
         "k_base": base,
         "k_first": k0 - base,
-        "k_stop": (k1 - base) * tiles.used,
+        "k_stop": k1 - base,
         "index": index,
         "k_tiles": k_tiles,
         "first": first,
@@ -134,10 +135,10 @@ def key_table(
         "q_len": seq.q_end - seq.q_start,
         # Query i of the sequence sees the keys before i + 1 + reach.
         "reach": seq.q_start + offset + (right or 0) - seq.k_start,
-        "q_tile": q_first[tiles.sequence],
+        "q_tile": tiles.of(q_first),
         "q_total": seq.q_total,
     }
-    return jnp.stack([fields[name] for name in FIELDS], axis=1), tiles.used
+    return tiles.table([fields[name] for name in FIELDS])
 
 
 def backward(
@@ -160,12 +161,9 @@ def backward(
     block_q = blocks.block_q
     q_slots = most_tiles(problem.rows, problem.queries, problem.max_seqs, block_q)
     q_end = jnp.where(seqs.real == 1, seqs.q_end, seqs.q_start)
-    tiles, q_first = tile_sequences(seqs.q_start, q_end, None, block_q, q_slots)
-    seq = Sequences(*(x[tiles.sequence] for x in seqs))
-    nominal = seq.q_start + tiles.index * block_q
-    base = jnp.minimum(nominal, seq.q_total - block_q)
-    stats = _stats(problem, lse, delta, seq, base, nominal, tiles.used, block_q)
-    table, used = key_table(problem, scores, blocks, seqs, q_first)
+    tiles = tile_sequences(seqs.q_start, q_end, None, block_q, q_slots)
+    stats = _stats(problem, lse, delta, seqs, tiles, block_q)
+    table = key_table(problem, scores, blocks, seqs, tiles.first)
     slots = table.shape[0]
     extra = [] if slopes is None else [slopes]
     outputs = [
@@ -190,42 +188,36 @@ def backward(
         kernel_name="varlen_attention_backward",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(table, q, k, v, dout, stats, *extra)
-    dq = _unpack_dq(problem, scores, blocks, sums, seqs, q_first)
+    dq = _unpack_dq(problem, scores, blocks, sums, seqs, tiles.first)
     if not slope_sums:
         return dq, dk, dv, None
-    row = seqs.row[tile_rows(seqs, problem, blocks)]
+    row, k_stop = (table[:, FIELDS.index(name)] for name in ("row", "k_stop"))
     by_slot = jnp.sum(slope_sums[0], axis=2)
     # No scatter, which would add in any order.
-    mine = (row == jnp.arange(problem.rows, dtype=jnp.int32)[:, None]) & (used == 1)
+    mine = (row == jnp.arange(problem.rows, dtype=jnp.int32)[:, None]) & (k_stop > 0)
     return dq, dk, dv, jnp.sum(jnp.where(mine[..., None], by_slot, 0.0), axis=1)
-
-
-def tile_rows(
-    seqs: Sequences, problem: Problem, blocks: BackwardBlocks
-) -> Int[Array, " slots"]:
-    """The sequence of each tile of keys."""
-    slots = most_tiles(problem.rows, problem.keys, problem.max_seqs, blocks.block_k)
-    cost = (seqs.q_end - seqs.q_start) * seqs.real
-    tiles, _ = tile_sequences(seqs.k_start, seqs.k_end, cost, blocks.block_k, slots)
-    return tiles.sequence
 
 
 def _stats(
     problem: Problem,
     lse: Array,
     delta: Array,
-    seq: Sequences,
-    base: Array,
-    nominal: Array,
-    used: Array,
+    seqs: Sequences,
+    tiles: Tiles,
     block_q: int,
 ) -> Float[Array, "N slots two block_q"]:
     """Lse, to base 2, and delta of each tile of queries, both negative."""
-    rows = base[:, None] + jnp.arange(block_q, dtype=jnp.int32)
-    mine = (
-        (rows >= nominal[:, None]) & (rows < seq.q_end[:, None]) & (used == 1)[:, None]
+    seq = tiles.sequences(seqs)
+    nominal = seq.q_start + tiles.index * block_q
+    base = jnp.minimum(nominal, seq.q_total - block_q)
+    # Not computed again for each row and head.
+    table = lax.optimization_barrier(
+        tiles.table([nominal, seq.q_end, base, seq.row * problem.queries])
     )
-    flat = seq.row[:, None] * problem.queries + jnp.clip(rows, 0, problem.queries - 1)
+    first, stop, base, row = jnp.split(table, 4, axis=1)
+    rows = base + jnp.arange(block_q, dtype=jnp.int32)
+    mine = (rows >= first) & (rows < stop)
+    flat = row + jnp.clip(rows, 0, problem.queries - 1)
     lse, delta = (x.reshape(-1, problem.heads)[flat] for x in (lse, delta))
     lse = jnp.where(mine[..., None], lse * -LOG2E, -jnp.inf)
     delta = jnp.where(mine[..., None], -delta, 0.0)
@@ -242,23 +234,23 @@ def _unpack_dq(
 ) -> Float[Array, "R T N H"]:
     """From tiles to packed rows; zero where no key was seen."""
     block_q = blocks.block_q
-    rows = jnp.arange(problem.queries, dtype=jnp.int32)
-    bounds = problem.max_seqs + 1
-    starts = seqs.q_start.reshape(problem.rows, bounds)
-    # The sequence of each row of the buffer, the rest of the buffer included.
-    inside = jnp.sum(starts[:, None, :] <= rows[None, :, None], axis=2, dtype=jnp.int32)
-    names = jnp.arange(problem.rows, dtype=jnp.int32)[:, None] * bounds + inside - 1
-    seq = Sequences(*(x[names] for x in seqs))
-    index = (rows - seq.q_start) // block_q
+    by_row = problem.rows, 1, -1
+    seq = Sequences(*(x.reshape(by_row) for x in seqs))
+    rows = jnp.arange(problem.queries, dtype=jnp.int32)[:, None]
+    # For all pairs of a row of the buffer and a sequence, of which one is right.
+    index = lax.div(rows - seq.q_start, jnp.int32(block_q))
     nominal = seq.q_start + index * block_q
     base = jnp.minimum(nominal, seq.q_total - block_q)
     end = jnp.minimum(nominal + block_q, seq.q_end)
     start, stop = interval_of_keys(nominal, end - 1, seq, scores.window)
-    seen = (start < stop) & (seq.real == 1)
-    tile = jnp.where(seen, q_first[names] + index, 0)
-    within = jnp.where(seen, rows - base, 0)
-    dq = sums[tile, within] * scores.scale
-    return jnp.where(seen[..., None, None], dq, 0.0).astype(problem.dtype)
+    seen = (seq.q_start <= rows) & (rows < seq.q_end) & (start < stop) & (seq.real == 1)
+    source = (q_first.reshape(by_row) + index) * block_q + rows - base
+    source = jnp.sum(jnp.where(seen, source, 0), axis=2, dtype=jnp.int32)
+    # Numbers a row, and not computed again for each of its elements.
+    source, there = lax.optimization_barrier((source, jnp.any(seen, axis=2)))
+    flat = sums.reshape(-1, problem.heads, problem.head_dim)
+    dq = flat[source] * scores.scale
+    return jnp.where(there[..., None, None], dq, 0.0).astype(problem.dtype)
 
 
 def _scratch(problem: Problem, blocks: BackwardBlocks) -> dict[str, Any]:

@@ -74,7 +74,7 @@ _L2_BYTES = 32 * 2**20
 """Keys and values of the heads that run together should fit in the L2 cache."""
 
 _FIELDS = ("row", "q0", "rows", "k0", "steps", "first", "last", "offset", "k_end",
-           "k_total", "real")  # fmt: skip
+           "k_total", "real", "slots")  # fmt: skip
 _PUBLISHED = (*_FIELDS, "head")
 
 
@@ -160,14 +160,16 @@ def decode_block(index: Any, slots: Any, kv_heads: int, copies: int) -> tuple[An
 
 def _table(
     problem: Problem, scores: Scores, blocks: ForwardBlocks, seqs: Sequences
-) -> tuple[Int[Array, "slots fields"], Int[Array, " one"]]:
-    """`_FIELDS` of the tile in each slot, and how many slots are used."""
+) -> Int[Array, "slots fields"]:
+    """`_FIELDS` of the tile in each slot; "slots" are those that are used.
+
+    The last line has no rows: it is for every ticket past the last tile.
+    """
     block_q, block_k = blocks.block_q, blocks.block_k
     slots = most_tiles(problem.rows, problem.queries, problem.max_seqs, block_q)
     cost = (seqs.k_end - seqs.k_start) * seqs.real
-    tiles, _ = tile_sequences(seqs.q_start, seqs.q_end, cost, block_q, slots)
-    seq = Sequences(*(x[tiles.sequence] for x in seqs))
-    index = tiles.index
+    tiles = tile_sequences(seqs.q_start, seqs.q_end, cost, block_q, slots + 1)
+    seq, index = tiles.sequences(seqs), tiles.index
     if scores.window[1] is not None:  # the last tiles see the most keys
         index = -(-(seq.q_end - seq.q_start) // block_q) - 1 - index
     q0 = seq.q_start + index * block_q
@@ -187,7 +189,7 @@ def _table(
     fields = {
         "row": seq.row,
         "q0": q0,
-        "rows": (q1 - q0) * tiles.used,
+        "rows": q1 - q0,
         "k0": start,
         "steps": steps,
         "first": first,
@@ -197,9 +199,7 @@ def _table(
         "k_total": seq.k_total,
         "real": seq.real,
     }
-    table = jnp.stack([fields[name] for name in _FIELDS], axis=1)
-    # A line without rows for every ticket past the last tile.
-    return jnp.pad(table, ((0, 1), (0, 0))), tiles.count[None]
+    return tiles.table([fields[name] for name in _FIELDS[:-1]], total=True)
 
 
 def forward(
@@ -216,7 +216,7 @@ def forward(
     terms: tuple[Float[Array, "R rows N P"], ...] = (),
 ) -> tuple[Float[Array, "R T N H"], Float[Array, "R T N"]]:
     """Runs the kernel; ``(out, lse)``. `terms` of a relative bias, as `Scores` says."""
-    table, count = _table(problem, scores, blocks, seqs)
+    table = _table(problem, scores, blocks, seqs)
     extra = [x for x in (sinks, slopes) if x is not None]
     body = functools.partial(_body, problem, scores, blocks)
     consumers, stages = blocks.consumers, blocks.stages
@@ -259,7 +259,7 @@ def forward(
         thread_name="warpgroup",
         kernel_name="varlen_attention",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(table, count, q, k, v, *extra)
+    )(table, q, k, v, *extra)
 
 
 _REGISTERS = {2: (24, 240), 3: (32, 160)}
@@ -276,7 +276,6 @@ def _body(
     scores: Scores,
     blocks: ForwardBlocks,
     table: Any,
-    count: Any,
     q: Any,
     k: Any,
     v: Any,
@@ -304,7 +303,7 @@ def _body(
 
         def take(number: Any, ticket: Any) -> dict[str, Any]:
             """Tells the consumers which tile it is; without rows it is the end."""
-            slots = count[0]
+            slots = table[0, _FIELDS.index("slots")]
             slot, head = decode_block(ticket, slots, *together)
             slot = jnp.where(head < problem.heads, slot, slots)
             place = lax.rem(number, jnp.int32(2))

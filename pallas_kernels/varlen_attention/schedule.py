@@ -11,17 +11,19 @@ start first and the cheap ones fill the gaps at the end.
 What lies past the last sequence is listed as one more sequence that sees nothing, so
 the kernels write its zeros too.
 
-Everything is a few small XLA operations on int32; a model that attends with one
-``cu_seqlens`` in every layer computes them once.
+Everything is int32 and written so that XLA makes two kernels of it, the order of the
+sequences and the table: a short sequence takes little longer than a launch. A model
+that attends with one ``cu_seqlens`` in every layer computes them once.
 
-Axes: R rows of the batch, B sequences of a row, E = R * (B + 1) sequences and rests,
-T packed queries of a row.
+Axes: R rows of the batch, B sequences of a row, E sequences and rests of all
+rows, empty sequences included, T packed queries of a row.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from pallas_kernels.varlen_attention.segments import Window
 
@@ -30,6 +32,12 @@ __all__ = ["Sequences", "Tiles", "interval_of_keys", "most_tiles", "tile_sequenc
 
 _PAIRWISE = 2048
 """Up to this many sequences, an order by pairwise comparison beats a sort."""
+_LEAST_SEQUENCES = 32
+"""Empty ones are added up to this many: sums over fewer are not done by warps, and XLA
+makes more kernels of them."""
+_ALL_PAIRS = 2**16
+"""Up to this many pairs of a slot and a sequence, to compute a table for all of them
+beats a kernel that finds each slot's sequence."""
 
 
 class Sequences(NamedTuple):
@@ -56,15 +64,22 @@ class Sequences(NamedTuple):
         num_queries: int,
         num_keys: int,
     ) -> "Sequences":
-        """The sequences that prefix sums describe."""
+        """The sequences that prefix sums describe, and perhaps some empty ones."""
         rows, bounds = cu_q.shape
+        padded = max(bounds, -(-_LEAST_SEQUENCES // rows))
+        index = jnp.arange(padded, dtype=jnp.int32)
 
         def with_rest(cu: Array, total: int) -> tuple[Array, Array]:
-            end = jnp.full((rows, 1), total, jnp.int32)
-            return cu.reshape(-1), jnp.concatenate([cu[:, 1:], end], 1).reshape(-1)
+            # A pad fuses, where a concatenation would be a kernel of its own.
+            end = jnp.pad(cu[:, 1:], ((0, 0), (0, 1)), constant_values=total)
+            start, end = (
+                jnp.pad(x, ((0, 0), (0, padded - bounds))).reshape(-1)
+                for x in (cu, end)
+            )
+            return start, end
 
         def each(x: Array) -> Array:
-            return jnp.broadcast_to(x, (rows, bounds)).reshape(-1)
+            return jnp.broadcast_to(x, (rows, padded)).reshape(-1)
 
         (q_start, q_end), (k_start, k_end) = (
             with_rest(cu_q, num_queries),
@@ -78,25 +93,55 @@ class Sequences(NamedTuple):
             k_end=k_end,
             q_total=each(cu_q[:, -1:]),
             k_total=each(cu_k[:, -1:]),
-            real=each(
-                (jnp.arange(bounds, dtype=jnp.int32) < bounds - 1).astype(jnp.int32)[
-                    None
-                ]
-            ),
+            real=each((index < bounds - 1).astype(jnp.int32)),
         )
 
 
 class Tiles(NamedTuple):
-    """Tiles of all sequences, one entry a slot of the grid."""
+    """Tiles of all sequences, one a slot of the grid.
 
-    sequence: Int[Array, " slots"]
-    """Index into `Sequences`."""
-    index: Int[Array, " slots"]
+    Where they are few, slots stand against sequences, of which `mine` picks one; what
+    is said of a tile is computed for all pairs. Else each slot has looked up its own.
+    """
+
+    index: Int[Array, "slots E"] | Int[Array, " slots"]
     """Which tile of the sequence."""
-    used: Int[Array, " slots"]
-    """1, or 0 for a slot past the last tile."""
-    count: Int[Array, ""]
-    """How many slots are used: the first ones."""
+    mine: Bool[Array, "slots E"] | Bool[Array, " slots"]
+    """Whether the slot holds that tile; none, past the last tile."""
+    sequence: Int[Array, " slots"] | None
+    """Index into `Sequences`; None where all pairs are computed."""
+    first: Int[Array, " E"]
+    """The slot of each sequence's first tile."""
+    counts: Int[Array, " E"]
+    """Tiles of each sequence; as many slots as their sum are used, the first ones."""
+
+    def of(self, x: Int[Array, " E"]) -> Array:
+        """What is said of each sequence, for each tile.
+
+        In the shape of `index`, or one that broadcasts to it.
+        """
+        return x[None] if self.sequence is None else x[self.sequence]
+
+    def sequences(self, seqs: Sequences) -> Sequences:
+        """The sequence of each tile."""
+        return Sequences(*(self.of(x) for x in seqs))
+
+    def table(
+        self, fields: Sequence[Array], total: bool = False
+    ) -> Int[Array, "slots fields"]:
+        """One line a slot, zeros for a slot past the last tile.
+
+        Args:
+            fields: columns, in the shape of `index` or what broadcasts to it.
+            total: whether one more column says how many slots are used, in all lines.
+        """
+        columns = [jnp.where(self.mine, x, 0) for x in fields]
+        if total:
+            pairs = self.sequence is None
+            numbers = self.counts if pairs else jnp.sum(self.counts, dtype=jnp.int32)
+            columns.append(jnp.broadcast_to(numbers, self.index.shape))
+        table = jnp.stack(columns, axis=1)
+        return table if table.ndim == 2 else jnp.sum(table, axis=2, dtype=jnp.int32)
 
 
 def most_tiles(rows: int, tokens: int, max_seqs: int, block: int) -> int:
@@ -123,7 +168,7 @@ def tile_sequences(
     cost: Int[Array, " E"] | None,
     block: int,
     slots: int,
-) -> tuple[Tiles, Int[Array, " E"]]:
+) -> Tiles:
     """Cuts sequences into tiles.
 
     Args:
@@ -132,22 +177,20 @@ def tile_sequences(
         cost: what a tile of it costs; sequences are listed by falling cost. None keeps
             their order.
         block: rows of a tile.
-        slots: `most_tiles`.
-
-    Returns:
-        The tiles, and the slot of each sequence's first tile.
+        slots: how many to list, at least `most_tiles`.
     """
-    counts = -(-(end - start) // block)
+    counts = (end - start + block - 1) // block
     first = _first_tiles(counts, jnp.zeros_like(counts) if cost is None else cost)
     slot = jnp.arange(slots, dtype=jnp.int32)
-    mine = (first[None] <= slot[:, None]) & (slot[:, None] < (first + counts)[None])
+    index = slot[:, None] - first[None]
+    mine = (index >= 0) & (index < counts[None])
+    if slots * counts.shape[0] <= _ALL_PAIRS:
+        return Tiles(index, mine, None, first, counts)
     names = jnp.arange(counts.shape[0], dtype=jnp.int32)
     sequence = jnp.sum(jnp.where(mine, names[None] + 1, 0), axis=1, dtype=jnp.int32) - 1
     used = sequence >= 0
     sequence = jnp.maximum(sequence, 0)
-    index = jnp.where(used, slot - first[sequence], 0)
-    count = jnp.sum(counts, dtype=jnp.int32)
-    return Tiles(sequence, index, used.astype(jnp.int32), count), first
+    return Tiles(slot - first[sequence], used, sequence, first, counts)
 
 
 def interval_of_keys(

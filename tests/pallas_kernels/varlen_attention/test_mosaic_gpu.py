@@ -15,6 +15,7 @@ from pallas_kernels.varlen_attention import (
     BackwardBlocks,
     ForwardBlocks,
     MosaicGpuConfig,
+    schedule,
     varlen_attention,
     varlen_attention_reference,
 )
@@ -216,20 +217,26 @@ def test_vmap_is_one_call_and_pads_what_the_kernel_needs():
         assert relative_error(x, y) < RELATIVE[BF16]
 
 
+@pytest.mark.parametrize("all_pairs", [0, 2**16])
 @pytest.mark.parametrize("cost", [None, "length"])
-def test_tiles_cover_every_row_once(cost):
+def test_tiles_cover_every_row_once(cost, all_pairs, monkeypatch):
+    monkeypatch.setattr(schedule, "_ALL_PAIRS", all_pairs)
     lengths = [[5, 0, 64, 65], [1, 1, 130, 0]]
     cu = np.stack([np.cumsum([0, *row]) for row in lengths]).astype(np.int32)
     seqs = Sequences.of(jnp.asarray(cu), jnp.asarray(cu), 140, 140)
     slots = most_tiles(2, 140, 4, 64)
     by = None if cost is None else seqs.k_end - seqs.k_start
-    tiles, first = tile_sequences(seqs.q_start, seqs.q_end, by, 64, slots)
-    sequence, index, used = (np.asarray(x) for x in tiles[:3])
-    assert used.sum() == tiles.count <= slots
-    assert (used[: int(tiles.count)] == 1).all()
-    assert (np.asarray(first)[sequence] + index)[used == 1].tolist() == list(
-        range(int(tiles.count))
-    )
+    tiles = tile_sequences(seqs.q_start, seqs.q_end, by, 64, slots)
+    assert (tiles.sequence is None) == (all_pairs > 0)
+    names = tiles.of(jnp.arange(len(seqs.row), dtype=jnp.int32))
+    table = tiles.table([names, tiles.index, jnp.ones_like(tiles.index)], total=True)
+    sequence, index, used, totals = np.asarray(table).T
+    total = totals[0]
+    assert (totals == total).all()
+    assert used.tolist() == [1] * total + [0] * (slots - total)
+    assert (np.asarray(table)[total:, :3] == 0).all()
+    first = np.asarray(tiles.first)
+    assert (first[sequence] + index)[used == 1].tolist() == list(range(total))
     covered = np.zeros((2, 140), int)
     start, end = np.asarray(seqs.q_start), np.asarray(seqs.q_end)
     for e, i in zip(sequence[used == 1], index[used == 1], strict=True):
@@ -246,7 +253,7 @@ def test_tiles_cover_every_row_once(cost):
 )
 @pytest.mark.parametrize("block_q", [64, 128])
 def test_tiles_of_keys_add_one_by_one_and_wait_for_earlier_blocks_alone(
-    window, block_q
+    window, block_q, monkeypatch
 ):
     rng = np.random.default_rng(0)
     blocks = BackwardBlocks(block_q=block_q)
@@ -264,8 +271,12 @@ def test_tiles_of_keys_add_one_by_one_and_wait_for_earlier_blocks_alone(
         )
         q_end = jnp.where(seqs.real == 1, seqs.q_end, seqs.q_start)
         slots = most_tiles(1, rows, 4, block_q)
-        _, q_first = tile_sequences(seqs.q_start, q_end, None, block_q, slots)
-        table, _ = key_table(problem, scores, blocks, seqs, q_first)
+        tiles = tile_sequences(seqs.q_start, q_end, None, block_q, slots)
+        table = key_table(problem, scores, blocks, seqs, tiles.first)
+        with monkeypatch.context() as patch:  # as with many sequences
+            patch.setattr(schedule, "_ALL_PAIRS", 0)
+            same = key_table(problem, scores, blocks, seqs, tiles.first)
+        assert (same == table).all()
         turns = {}
         for line in np.asarray(table):
             tile = dict(zip(FIELDS, line, strict=True))
