@@ -8,6 +8,7 @@ Axis letters: D devices.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -139,7 +140,7 @@ def relay(
     buffers: int,
     total: Any,
     source: Callable[[Any, Callable[[Any], None]], None],
-    target: Callable[[Any], Any],
+    target: Callable[[Any, Callable[[Any], None]], None],
     stored: Callable[[Any], None] = lambda chunk: None,
 ) -> None:
     """Copies chunks, from peers as a rule; returns when all of them are here.
@@ -153,7 +154,7 @@ def relay(
         buffers: how many buffers, at least 2.
         total: int32, how many chunks.
         source: ``(chunk, load)``, calls ``load`` with where a chunk lies.
-        target: number of a chunk to where it goes on this device.
+        target: ``(chunk, store)``, calls ``store`` with where it goes on this device.
         stored: called with the number of each chunk once its copy has begun.
     """
     ahead = buffers - 1
@@ -176,7 +177,10 @@ def relay(
     def step(chunk: jax.Array, _: None) -> None:
         where = slot(chunk)
         plgpu.barrier_wait(scratch["chunk_full"].at[where])
-        plgpu.copy_smem_to_gmem(scratch["chunk"].at[where], target(chunk))
+        target(
+            chunk,
+            functools.partial(plgpu.copy_smem_to_gmem, scratch["chunk"].at[where]),
+        )
 
         @pl.when(chunk + ahead < total)
         def _prefetch() -> None:

@@ -152,9 +152,10 @@ def all_gather_matmul(
                     there = plgpu.remote_ref(x_ref, peer).at[(b, *window)]
                     pl.when(distance == r)(functools.partial(load, there))
 
-            def target(index):
+            def target(index, store):
                 distance, _, b, window = chunk_at(index)
-                return gathered.at[(layout.slab(b, layout.device(distance)), *window)]
+                slab = layout.slab(b, layout.device(distance))
+                store(gathered.at[(slab, *window)])
 
             def stored(index):
                 @pl.when(lax.rem(index, jnp.int32(per_piece)) == per_piece - 1)

@@ -270,46 +270,57 @@ def _reduce(
                     layout.order, counts, lax.div(piece, size), lax.rem(piece, size)
                 )
                 distance, b, number = place(m)
-                corner = number * config.tile_m, n * config.tile_n
+                own, index = distance == devices, m * counts[1] + n
 
-                def move(there, here, signal):
-                    wait_for_signal(signal, 1)
+                def window(chunk):
+                    corner = number * config.tile_m, n * config.tile_n
+                    return chunks.window(*corner, chunk)
 
-                    def at(place, chunk):
-                        ref, slab = place
-                        return ref.at[(slab, *chunks.window(*corner, chunk))]
+                def from_peer(turn, _):
+                    # What I hold at distance r from another device, it holds for me.
+                    r = jnp.where(own, turn + 1, distance)
+                    theirs = layout.slab(b, layout.device(devices - r))
 
-                    relay(
-                        chunks,
-                        scratch,
-                        config.buffers,
-                        jnp.int32(math.prod(chunks.counts)),
-                        lambda chunk, load: load(at(there, chunk)),
-                        functools.partial(at, here),
-                    )
+                    def source(chunk, load):
+                        mine = layout.slab(b, layout.device(0))
+                        for apart, peer in others:
 
-                # What I hold at distance r from another device, it holds for me.
-                index = m * counts[1] + n
-                for apart, peer in others:
-                    r = devices - apart  # this device, as seen from the peer
+                            @pl.when(distance == devices - apart)
+                            def _partial(peer=peer):
+                                there = plgpu.remote_ref(partial, peer)
+                                load(there.at[(mine, *window(chunk))])
 
-                    @pl.when(distance == r)
-                    def _partial(r=r, peer=peer):
-                        there = plgpu.remote_ref(partial, peer)
-                        slab = layout.slab(b, layout.device(0))
-                        here = (received, (r - 1) * batch + b)
-                        move((there, slab), here, ready.at[index])
+                            if share:
+
+                                @pl.when(own & (turn == devices - apart - 1))
+                                def _sum(peer=peer):
+                                    there = plgpu.remote_ref(out, peer)
+                                    load(there.at[(theirs, *window(chunk))])
+
+                    def target(chunk, store):
+                        @pl.when(distance < devices)
+                        def _partial():
+                            slab = (r - 1) * batch + b
+                            store(received.at[(slab, *window(chunk))])
+
+                        if share:
+
+                            @pl.when(own)
+                            def _sum():
+                                store(out.at[(theirs, *window(chunk))])
+
+                    signal = index + jnp.where(own, turn * own_tiles, 0)
+                    wait_for_signal(ready.at[signal], 1)
+                    count = jnp.int32(math.prod(chunks.counts))
+                    relay(chunks, scratch, config.buffers, count, source, target)
+
+                    @pl.when(distance < devices)
+                    def _arrived():
                         arrival = arrived.at[own_tile(m, n)]
                         plgpu.semaphore_signal(arrival, memory_scope="gpu")
 
-                    if share:
-
-                        @pl.when(distance == devices)
-                        def _sum(r=r, apart=apart, peer=peer):
-                            there = plgpu.remote_ref(out, peer)
-                            slab = layout.slab(b, layout.device(apart))
-                            signal = ready.at[index + (r - 1) * own_tiles]
-                            move((there, slab), (out, slab), signal)
+                turns = jnp.where(own, (devices - 1) * share, 1)
+                lax.fori_loop(0, turns, from_peer, None)
 
             lax.fori_loop(0, mine, pull_tile, None)
             layout.leave(left)

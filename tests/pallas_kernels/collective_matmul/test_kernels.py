@@ -168,6 +168,13 @@ def check_reduction(
     assert relative_error(y, want) < RELATIVE[dtype]
 
 
+@pytest.mark.parametrize("kind", REDUCTIONS)
+def test_reductions_over_four_devices(kind):
+    """Which of the peers holds what is plain only with more than one."""
+    case = {"rows": 4 * 72, "columns": (128,), "depth": (64,), "batch": 2}
+    check_reduction(cpu_mesh(data=1, tensor=4), kind=kind, config=SMALL, **case)
+
+
 @pytest.mark.parametrize("name", PARALLEL)
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
 def test_blocks_side_by_side(name, kind):
