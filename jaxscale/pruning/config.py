@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from numbers import Integral, Real
 from typing import Literal, get_args
 
 
@@ -74,10 +75,10 @@ class PruneConfig:
     always are."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.sparsity < 1 or math.isnan(self.sparsity):
+        if not isinstance(self.sparsity, Real) or not 0 <= self.sparsity < 1:
             raise ValueError(
-                f"sparsity {self.sparsity}, expected at least 0 and below 1: the share "
-                "of weights that is pruned"
+                f"sparsity {self.sparsity!r}, expected at least 0 and below 1: the "
+                "share of weights that is pruned"
             )
         if self.pattern not in PATTERNS:
             raise ValueError(
@@ -89,8 +90,9 @@ class PruneConfig:
                 "use tw for other shares"
             )
         for name in ("tile", "block", "vector", "shards"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)}, expected at least 1")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+                raise ValueError(f"{name} {value!r}, expected at least 1, whole")
         if self.k_granularity not in (1, 8, 64):
             raise ValueError(
                 f"k_granularity {self.k_granularity}, expected 1, 8 or 64, which the "

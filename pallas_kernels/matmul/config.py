@@ -239,6 +239,8 @@ def prefer_xla(problem: Problem, device: DeviceSpec) -> str | None:
     Returns:
         A reason, or None where the kernel is expected not to lose.
     """
+    if 0 in (problem.m, problem.n, problem.k):
+        return "the product is empty"
     if problem.m % 8:
         return f"m={problem.m} is no multiple of 8, so its rows would be copied"
     best = heuristic(problem, device)

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
@@ -120,11 +121,8 @@ def tile_sparse_matmul(
         Guo et al., SC 2020 (arXiv 2008.13006): see `TileSparse`.
     """
     x = jnp.asarray(x)
-    x_major, y_major = (
-        (feature_major, feature_major)
-        if isinstance(feature_major, bool)
-        else feature_major
-    )
+    bias = None if bias is None else jnp.asarray(bias)
+    x_major, y_major = _layouts(feature_major)
     _check(x, w, bias, activation, x_major)
     if singles is not None:
         _check_singles(w, singles)
@@ -147,7 +145,7 @@ def tile_sparse_matmul(
     if singles is not None and singles.room:
         y = _with_singles(flat, w, singles, bias, call)
         return y.reshape((w.shape[1], *batch) if y_major else (*batch, w.shape[1]))
-    if not x_major and _order(flat, w, call)[0] != "xla" and w.granularity < STEP:
+    if not x_major and _order(flat, w, call)[:1] != ("xla",) and w.granularity < STEP:
         # Here, so that the gradient of the values finds it transposed too.
         flat, call = flat.T, dataclasses.replace(call, feature_major=(True, y_major))
     pattern = (w.rows, w.counts, w.columns)
@@ -156,15 +154,37 @@ def tile_sparse_matmul(
     return y.reshape((w.shape[1], *batch) if y_major else (*batch, w.shape[1]))
 
 
+def _layouts(feature_major: Any) -> tuple[bool, bool]:
+    """Whether features are the leading axis of x and of y."""
+    if isinstance(feature_major, bool | np.bool_):
+        return bool(feature_major), bool(feature_major)
+    if not isinstance(feature_major, Sequence) or len(feature_major) != 2:
+        raise ValueError(
+            f"feature_major {feature_major!r}, expected a bool, or two: of x and of y"
+        )
+    x_major, y_major = feature_major
+    return bool(x_major), bool(y_major)
+
+
 def _check(
     x: jax.Array, w: TileSparse, bias: Any, activation: str | None, x_major: bool
 ) -> None:
     """Refuses what the caller got wrong."""
+    if not isinstance(w, TileSparse):
+        raise TypeError(
+            f"w is a {type(w).__name__}, expected a TileSparse; pack a dense weight"
+            " with TileSparse.from_dense"
+        )
     inputs, outputs = w.shape
     if w.values.ndim != 3:
         raise ValueError(
             f"w has values of shape {w.values.shape}, expected [T, P, G]; scan or vmap"
             " over stacked weights"
+        )
+    if w.values.shape[:-1] != w.rows.shape or w.tiles * w.tile < w.packed_columns:
+        raise ValueError(
+            f"w has values of shape {w.values.shape} for rows of shape {w.rows.shape}"
+            f" and {w.packed_columns} columns; see with_values"
         )
     if x.ndim < 1 or x.shape[0 if x_major else -1] != inputs:
         raise ValueError(
@@ -184,6 +204,8 @@ def _check(
 
 def _check_singles(w: TileSparse, singles: SingleWeights) -> None:
     """Refuses single weights of another matrix."""
+    if not isinstance(singles, SingleWeights):
+        raise TypeError(f"singles is a {type(singles).__name__}, not SingleWeights")
     shape = singles.inputs, singles.values.shape[-1]
     if singles.values.ndim != 2 or shape != w.shape:
         raise ValueError(
@@ -357,7 +379,7 @@ def _order(x: jax.Array, w: TileSparse, call: _Call) -> tuple[str, ...]:
         return (named,) if isinstance(named, str) else named
     device = DeviceSpec.current()
     wanted = call.config is not None or tuning.overriding(_OP) is not None
-    if device is None and not wanted:
+    if 0 in x.shape or (device is None and not wanted):
         return ("xla",)
     problem = Problem.of(x, w, call.feature_major)
     if not wanted and device is not None and prefer_dense(problem, device):

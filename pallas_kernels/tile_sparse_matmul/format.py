@@ -155,7 +155,7 @@ class TileSparse:
                 f"mask has shape {mask.shape} and type {mask.dtype}, expected booleans"
                 f" of shape {weight.shape} as the weight has"
             )
-        if tile < 1:
+        if not isinstance(tile, int | np.integer) or tile < 1:
             raise ValueError(f"tile {tile}, expected a positive number of columns")
         num_rows, num_columns = weight.shape
         chosen = None if columns is None else np.asarray(columns)
@@ -426,9 +426,11 @@ class TileSparse:
             ValueError: it does not divide.
         """
         inputs, outputs = self.shape
+        if axis not in ("rows", "columns"):
+            raise ValueError(f"axis {axis!r}, expected 'rows' or 'columns'")
         size = inputs if axis == "rows" else outputs
         unit = self.granularity if axis == "rows" else self.tile
-        if axis not in ("rows", "columns") or size % (number * unit):
+        if number < 1 or size % (number * unit):
             raise ValueError(
                 f"{number} shards of {axis}: expected a number that cuts {size} into"
                 f" multiples of {unit}"
@@ -502,6 +504,11 @@ def _check_static(w: TileSparse) -> None:
     if w.granularity not in GRANULARITIES:
         raise ValueError(f"granularity {w.granularity}, expected one of 1, 8 and 64")
     inputs, outputs = w.shape
+    if 0 in w.shape:
+        raise ValueError(f"shape {w.shape}, expected at least one row and one column")
+    for name in ("rows", "counts", "columns"):  # kernels read them as they are
+        if (array := getattr(w, name)) is not None and array.dtype != np.int32:
+            raise ValueError(f"{name} of type {array.dtype}, expected int32")
     if inputs % w.granularity:
         raise ValueError(
             f"shape {w.shape}: {inputs} rows, expected a multiple of the granularity"
@@ -625,16 +632,26 @@ def load_tile_sparse(path: str | Path) -> dict[str, TileSparse]:
             f"{path} holds no tile-sparse weights (format {header.get('format')!r});"
             " write them with save_tile_sparse"
         )
-    if header["version"] != str(FORMAT_VERSION):
+    if header.get("version") != str(FORMAT_VERSION):
         raise ValueError(
-            f"{path} has version {header['version']} of the format, expected"
+            f"{path} has version {header.get('version')} of the format, expected"
             f" {FORMAT_VERSION}; pack the dense weight again"
         )
+    try:
+        return _read_weights(tensors, json.loads(header["weights"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+
+
+def _read_weights(
+    tensors: Mapping[str, np.ndarray], described: Mapping[str, Any]
+) -> dict[str, TileSparse]:
+    """The weights of a file, validated."""
     weights = {}
-    for name, static in json.loads(header["weights"]).items():
+    for name, static in described.items():
         parts = {n: tensors.get(f"{name}.{n}") for n in ("values", "rows", "counts")}
         if missing := [n for n, array in parts.items() if array is None]:
-            raise ValueError(f"{path}: {name} lacks {missing}, the file is damaged")
+            raise ValueError(f"{name} lacks {missing}")
         columns = tensors.get(f"{name}.columns")
         weights[name] = TileSparse(
             **{n: jnp.asarray(array) for n, array in parts.items()},

@@ -54,8 +54,8 @@ def tile_sparse_matmul(
     out = "tgm" if y_major else "mtg"
     y = _einsum(f"{letters},tpg->{out}", kept, w.values).astype(out_dtype)
     if y_major:
-        return y.reshape(-1, tokens)[: w.packed_columns]
-    return y.reshape(tokens, -1)[:, : w.packed_columns]
+        return y.reshape(w.tiles * w.tile, tokens)[: w.packed_columns]
+    return y.reshape(tokens, w.tiles * w.tile)[:, : w.packed_columns]
 
 
 def dense_matmul(

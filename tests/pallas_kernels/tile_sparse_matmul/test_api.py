@@ -1,5 +1,6 @@
 """The public product on a CPU: values, gradients, transformations, messages."""
 
+import contextlib
 import dataclasses
 import functools
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.mosaic import H200, use_device
 from pallas_kernels.tile_sparse_matmul import (
     SingleWeights,
     TileSparse,
@@ -247,6 +249,46 @@ def test_mistakes_of_the_caller_are_named(no_shape_hook):
         tile_sparse_matmul(x, TileSparse.stack([w, w]))
     with pytest.raises(ValueError, match="'cusparse' of tile_sparse_matmul does not"):
         tile_sparse_matmul(x, w, implementation="cusparse")
+    with pytest.raises(ValueError, match="expected at least one name"):
+        tile_sparse_matmul(x, w, implementation=())
+    with pytest.raises(TypeError, match=r"w is a .*, expected a TileSparse; pack a"):
+        tile_sparse_matmul(x, w.to_dense())
+    with pytest.raises(TypeError, match=r"singles is a .*, not SingleWeights"):
+        tile_sparse_matmul(x, w, singles=w.to_dense())
+    with pytest.raises(ValueError, match=r"bias has shape \(\), expected \(8,\)"):
+        tile_sparse_matmul(x, w, bias=1.0)
+    for odd in ((True, False, True), "tf!", 1):
+        with pytest.raises(ValueError, match=r"feature_major .*, expected a bool, or"):
+            tile_sparse_matmul(x, w, feature_major=odd)
+    with pytest.raises(ValueError, match=r"shape \(2, 1, 4\) for rows of shape \(2, "):
+        tile_sparse_matmul(x, w.with_values(w.values[:, :1]))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("device", [None, H200])
+def test_no_tokens(layout, device):
+    """An empty batch gives an empty one, and weights that get no gradient."""
+    w, _, _ = random_weight(16, 8, 4, [3, 9])
+
+    def run(x, values, bias):
+        return tile_sparse_matmul(
+            x,
+            w.with_values(values),
+            bias=bias,
+            activation="silu",
+            feature_major=layout,
+        )
+
+    x = jnp.zeros((16, 0) if layout[0] else (0, 16))
+    with use_device(device) if device else contextlib.nullcontext():
+        y, pullback = jax.vjp(run, x, w.values, jnp.ones(8))
+        dx, dvalues, dbias = pullback(y)
+    assert y.shape == ((8, 0) if layout[1] else (0, 8))
+    assert dx.shape == x.shape
+    assert dvalues.shape == w.values.shape and not np.any(dvalues)
+    np.testing.assert_array_equal(dbias, np.zeros(8))
+    with pytest.raises(ValueError, match="expected 16 features"):
+        tile_sparse_matmul(jnp.zeros((0, 17)), w)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

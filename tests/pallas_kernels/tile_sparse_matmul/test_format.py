@@ -133,6 +133,42 @@ def test_files_that_are_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda tensors, header: tensors.pop("a.rows"), r"a lacks \['rows'\]"),
+        (lambda tensors, header: header.pop("version"), "has version None"),
+        (lambda tensors, header: header.pop("weights"), "is damaged: 'weights'"),
+        (lambda tensors, header: header.update(weights="{"), "is damaged: Expecting"),
+        (lambda tensors, header: header.update(weights='{"a": {}}'), "'shape'"),
+        (lambda tensors, _: tensors.update({"a.counts": np.int32([99] * 3)}), "counts"),
+    ],
+)
+def test_damaged_files_are_refused(tmp_path, damage, message):
+    import safetensors.numpy
+
+    w, _, _ = random_weight(*SMALL)
+    path = tmp_path / "weights.safetensors"
+    save_tile_sparse(path, {"a": w})
+    with safetensors.safe_open(path, framework="numpy") as file:
+        header = dict(file.metadata())
+    tensors = safetensors.numpy.load_file(path)
+    damage(tensors, header)
+    safetensors.numpy.save_file(tensors, path, metadata=header)
+    with pytest.raises(ValueError, match=message) as error:
+        load_tile_sparse(path)
+    assert str(path) in str(error.value)
+
+
+def test_shards_that_are_refused(no_shape_hook):
+    w, _, _ = random_weight(*SMALL)
+    for number in (0, -1):
+        with pytest.raises(ValueError, match=f"{number} shards of rows: expected a"):
+            w.shards(number, "rows")
+    with pytest.raises(ValueError, match="axis 'tiles', expected 'rows' or 'columns'"):
+        w.shards(2, "tiles")
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"counts": [5, 25, 24]}, "counts from 5 to 25, expected 0 to the room P=24"),
@@ -144,6 +180,8 @@ def test_files_that_are_refused(tmp_path, monkeypatch):
         ({"columns": [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 10]}, "name a column twice"),
         ({"columns": [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 13]}, "columns from 0 to 13"),
         ({"values": 1.0}, "values past the counts are not zero"),
+        ({"index_type": "rows"}, "rows of type int16, expected int32"),
+        ({"index_type": "counts"}, "counts of type int16, expected int32"),
     ],
 )
 def test_construction_validates(change, message):
@@ -154,6 +192,8 @@ def test_construction_validates(change, message):
             value = w.rows.at[0, 3].set(value)
         elif name == "values":
             value = w.values.at[1, 0, 0].set(value)
+        elif name == "index_type":
+            name, value = value, getattr(w, value).astype(jnp.int16)
         elif name in ("counts", "columns"):
             value = jnp.array(value, jnp.int32)
         fields[name] = value
@@ -169,6 +209,11 @@ def test_masks_that_are_refused(no_shape_hook):
         TileSparse.from_dense(weight, mask.astype(np.float32), tile=4)
     with pytest.raises(ValueError, match="tile 0, expected a positive"):
         TileSparse.from_dense(weight, mask, tile=0)
+    with pytest.raises(ValueError, match=r"tile 4\.0, expected a positive"):
+        TileSparse.from_dense(weight, mask, tile=4.0)
+    for empty in ((0, 8), (8, 0)):
+        with pytest.raises(ValueError, match=r"expected at least one row and one col"):
+            TileSparse.from_dense(np.ones(empty), np.ones(empty, bool), tile=4)
     with pytest.raises(ValueError, match="of column 7, which columns leaves out"):
         TileSparse.from_dense(weight, mask, tile=4, columns=np.arange(7))
     with pytest.raises(ValueError, match="room 12, expected a multiple of 8"):
