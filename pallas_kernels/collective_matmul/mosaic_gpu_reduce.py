@@ -19,9 +19,11 @@ Axis letters: B leading axes, M rows of all devices, K contraction, N columns; D
 devices.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -51,6 +53,7 @@ from pallas_kernels.collective_matmul.xla import sum_of_products
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.matmul.config import CONSUMERS
 from pallas_kernels.matmul.mosaic_gpu import (
+    Tiles,
     load_tile,
     multiply_tile,
     next_slot,
@@ -157,20 +160,352 @@ def matmul_all_reduce(
     )
 
 
-def _reduce(
-    xs: tuple[jax.Array, ...],
-    ws: tuple[jax.Array, ...],
-    *,
-    axis_name: str,
-    config: CollectiveConfig,
-    device: DeviceSpec | None,
-    out_dtype: DTypeLike,
-    rhs_transposed: bool,
-    share: bool,
-) -> jax.Array:
-    batch, total_rows, _ = xs[0].shape
-    devices = lax.axis_size(axis_name)
-    dtype = xs[0].dtype
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A reduction as it is cut."""
+
+    layout: Layout
+    """Rows and devices."""
+    tiles: Sequence[Tiles]
+    """The tiles of each product; their sums share one output tile."""
+    chunks: Chunks
+    """How a tile is read from a peer."""
+    share: bool
+    """Whether all devices get the sums of all rows."""
+
+    @property
+    def config(self) -> CollectiveConfig:
+        """How the products are cut."""
+        return self.layout.config
+
+    @property
+    def devices(self) -> int:
+        """D."""
+        return self.layout.devices
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Output tiles along rows and columns, in whole clusters."""
+        cn = self.config.cluster_tiles[1]
+        columns = pl.cdiv(self.tiles[0].counts[1], cn) * cn
+        return self.devices * self.layout.blocks_of_device, columns
+
+    @property
+    def own_tiles(self) -> int:
+        """Output tiles of one device."""
+        return self.layout.blocks_of_device * self.counts[1]
+
+    @property
+    def steps(self) -> int:
+        """Stages of the ring that the sums of one peer take in an own tile."""
+        return self.config.tile_m // self.config.tile_k
+
+    @property
+    def for_each_tile(self) -> Callable[..., Any]:
+        """The tiles of a block, for `run_roles`."""
+        return snake_tiles(self.layout.order, self.counts)
+
+    def place(self, m: Any) -> tuple[Any, Any, Any]:
+        """Distance of the owner, leading index and row block of a row of tiles."""
+        own_blocks = jnp.int32(self.layout.blocks_of_device)
+        distance = 1 + lax.div(m, own_blocks)
+        return distance, *self.layout.split(lax.rem(m, own_blocks))
+
+    def own_tile(self, m: Any, n: Any) -> Any:
+        """Number of a tile among those of its owner."""
+        return self.number(lax.rem(m, jnp.int32(self.layout.blocks_of_device)), n)
+
+    def number(self, m: Any, n: Any) -> Any:
+        """Number of a tile."""
+        return m * self.counts[1] + n
+
+    def scratch_types(self) -> dict[str, Any]:
+        """Scratch of one block beside the ring and the chunks."""
+        # The consumers tell the announcer of each tile; it is at most two behind.
+        found: dict[str, Any] = {
+            "stored": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=2),
+            "free": plgpu.Barrier(num_barriers=2),
+        }
+        first, c = self.tiles[0], self.config
+        if first.problem.rhs_transposed:
+            # Sums of peers lie in the ring as rows, however the weight is stored.
+            transforms = smem_transforms(c.tile_n, first.problem.dtype)
+            shape = (c.stages, c.tile_k, c.tile_n)
+            rows = plgpu.SMEM(shape, first.problem.dtype, transforms=transforms)
+            found["w_smem"] = plgpu.RefUnion(first.scratch_types()["w_smem"], rows)
+        return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Roles:
+    """What the warps of a block do."""
+
+    plan: Plan
+    """How the work is cut."""
+    xs: Sequence[Any]
+    """Left operands, [B*D,m,K_i]."""
+    ws: Sequence[Any]
+    """Right operands."""
+    identity: Any
+    """[tile_m,tile_m]."""
+    out: Any
+    """Sums: [B,m,N], or [B*D,m,N] where all devices get all of them."""
+    partial: Any
+    """Partial sums of this device for the others, [B*D,m,N]."""
+    received: Any
+    """Partial sums of the others for this one, [(D-1)*B,m,N] by their distance."""
+    scratch: Mapping[str, Any]
+    """Shared memory and barriers."""
+    sums_smem: Any
+    """The part of the ring for w, [stages,tile_k,tile_n] however w is stored."""
+    ready: Any
+    """Semaphores by distance and tile: it is stored there for this device. First the
+    partial sums; then, where all share them, the sums."""
+    arrived: Any
+    """Semaphores by tile: peers whose partial sums are here."""
+    left: Any
+    """Semaphore: blocks of peers that read no more."""
+
+    @classmethod
+    def of(cls, plan: Plan, refs: Sequence[Any], scratch: dict[str, Any]) -> "Roles":
+        """From what the kernel gets."""
+        products = len(plan.tiles)
+        identity, out, partial, received = refs[2 * products :]
+        sums_smem = scratch["w_smem"]
+        if plan.tiles[0].problem.rhs_transposed:
+            scratch["w_smem"], sums_smem = sums_smem
+        semaphores = (1 + plan.share) * (plan.devices - 1) * plan.own_tiles
+        return cls(
+            plan=plan,
+            xs=refs[:products],
+            ws=refs[products : 2 * products],
+            identity=identity,
+            out=out,
+            partial=partial,
+            received=received,
+            scratch=scratch,
+            sums_smem=sums_smem,
+            ready=pl.get_global(plgpu.SemaphoreType.REGULAR((semaphores,))),
+            arrived=pl.get_global(plgpu.SemaphoreType.REGULAR((plan.own_tiles,))),
+            left=pl.get_global(plgpu.SemaphoreType.REGULAR),
+        )
+
+    def run(self) -> None:
+        """Each warp takes its role."""
+        run_roles(
+            self.plan.tiles[0],
+            self.scratch,
+            self.plan.for_each_tile,
+            self.load,
+            self.consume,
+            spare_warps=[self.pull, self.announce],
+            finish=lambda carry: self.hand_on(carry[1]),
+            consumer_carry=jnp.int32(0),
+        )
+
+    @property
+    def peers(self) -> list[tuple[int, Any]]:
+        """Distance and address of each peer."""
+        return peers(self.plan.layout.axis_name, self.plan.devices)
+
+    def slab(self, batch: Any, distance: Any) -> Any:
+        """Where the rows of the device at a distance lie in [B*D,m,...]."""
+        return self.plan.layout.slab(batch, self.plan.layout.device(distance))
+
+    # --- Spare warps ------------------------------------------------------------------
+
+    def pull(self) -> None:
+        """Reads what peers have for this device, as they announce it."""
+        plan, size = self.plan, math.prod(self.plan.config.cluster_tiles)
+        mine, piece_of = plan.layout.pieces_of_block(math.prod(plan.counts))
+
+        def pull_tile(i: jax.Array, _: None) -> None:
+            cluster, rank = (
+                f(piece_of(i), jnp.int32(size)) for f in (lax.div, lax.rem)
+            )
+            m, n = tile_at(plan.layout.order, plan.counts, cluster, rank)
+            own = plan.place(m)[0] == plan.devices
+            # A tile for another device stands for that which this one gets from the
+            # device that is as far away on the other side; an own one for those of all.
+            turns = jnp.where(own, (plan.devices - 1) * plan.share, 1)
+            lax.fori_loop(0, turns, lambda turn, _: self._pull(m, n, turn), None)
+
+        lax.fori_loop(0, mine, pull_tile, None)
+        plan.layout.leave(self.left)
+
+    def _pull(self, m: Any, n: Any, turn: Any) -> None:
+        plan = self.plan
+        distance, b, row_block = plan.place(m)
+        own = distance == plan.devices
+        # What I hold at distance r from another device, it holds for me.
+        r = jnp.where(own, turn + 1, distance)
+        theirs = self.slab(b, plan.devices - r)
+
+        def window(chunk: Any) -> Any:
+            corner = row_block * plan.config.tile_m, n * plan.config.tile_n
+            return plan.chunks.window(*corner, chunk)
+
+        def source(chunk: Any, load: Callable[[Any], None]) -> None:
+            for apart, peer in self.peers:
+
+                @pl.when(distance == plan.devices - apart)
+                def _partial(peer: Any = peer) -> None:
+                    there = plgpu.remote_ref(self.partial, peer)
+                    load(there.at[(self.slab(b, 0), *window(chunk))])
+
+                if plan.share:
+
+                    @pl.when(own & (turn == plan.devices - apart - 1))
+                    def _sum(peer: Any = peer) -> None:
+                        there = plgpu.remote_ref(self.out, peer)
+                        load(there.at[(theirs, *window(chunk))])
+
+        def target(chunk: Any, store: Callable[[Any], None]) -> None:
+            @pl.when(distance < plan.devices)
+            def _partial() -> None:
+                slab = (r - 1) * plan.layout.batch + b
+                store(self.received.at[(slab, *window(chunk))])
+
+            if plan.share:
+
+                @pl.when(own)
+                def _sum() -> None:
+                    store(self.out.at[(theirs, *window(chunk))])
+
+        index = plan.number(m, n) + jnp.where(own, turn * plan.own_tiles, 0)
+        wait_for_signal(self.ready.at[index], 1)
+        count = jnp.int32(math.prod(plan.chunks.counts))
+        relay(plan.chunks, self.scratch, plan.config.buffers, count, source, target)
+
+        @pl.when(distance < plan.devices)
+        def _arrived() -> None:
+            arrival = self.arrived.at[plan.own_tile(m, n)]
+            plgpu.semaphore_signal(arrival, memory_scope="gpu")
+
+    def announce(self) -> None:
+        """Tells who needs a tile of this device that it is there.
+
+        A signal to a peer takes a microsecond that the consumers do not have.
+        """
+        plan = self.plan
+
+        def announce_tile(m: Any, n: Any, i: Any) -> Any:
+            (distance, _, _), index = plan.place(m), plan.number(m, n)
+            half = lax.rem(i, jnp.int32(2))
+
+            @pl.when(i >= 2)
+            def _free() -> None:
+                plgpu.barrier_arrive(self.scratch["free"].at[half])
+
+            plgpu.barrier_wait(self.scratch["stored"].at[half])
+
+            @pl.when(distance < plan.devices)
+            def _partial() -> None:
+                layout = plan.layout
+                owner: Any = {layout.axis_name: layout.device(distance)}
+                pl.semaphore_signal(self.ready.at[index], device_id=owner)
+
+            if plan.share:
+
+                @pl.when(distance == plan.devices)
+                def _sum() -> None:
+                    for r, peer in self.peers:
+                        there = self.ready.at[index + (r - 1) * plan.own_tiles]
+                        pl.semaphore_signal(there, device_id=peer)
+
+            return i + 1
+
+        plan.for_each_tile(announce_tile, jnp.int32(0))
+
+    # --- Producer ---------------------------------------------------------------------
+
+    def load(self, m: Any, n: Any, slot: Any) -> Any:
+        """Streams the operands of a tile, and of an own one the sums of the peers."""
+        plan = self.plan
+        distance, b, row_block = plan.place(m)
+        slab = self.slab(b, distance)
+        for x, w, cut in zip(self.xs, self.ws, plan.tiles, strict=True):
+            slot = load_tile(cut, x.at[slab], w, self.scratch, row_block, n, slot)
+
+        def load_sums(slot: Any) -> Any:
+            arrival = self.arrived.at[plan.own_tile(m, n)]
+            wait_for_signal(arrival, plan.devices - 1, "gpu")
+            for r, step in itertools.product(range(1, plan.devices), range(plan.steps)):
+                slab = (r - 1) * plan.layout.batch + b
+                self._load_sums(slab, row_block, n, step, slot)
+                slot = next_slot(slot, plan.config.stages)
+            return slot
+
+        own = distance == plan.devices
+        return lax.cond(own, load_sums, lambda slot: slot, slot)
+
+    def _load_sums(self, slab: Any, m: Any, n: Any, step: int, slot: Any) -> None:
+        """One stage of the sums of one peer, and the columns that pick them."""
+        config = self.plan.config
+        depth, full = config.tile_k, self.scratch["full"].at[slot]
+        rows = pl.ds(m * config.tile_m + step * depth, depth)
+        columns = pl.ds(n * config.tile_n, config.tile_n)
+        picked = self.identity.at[:, pl.ds(step * depth, depth)]
+        sums = self.received.at[slab, rows, columns]
+        plgpu.barrier_wait(self.scratch["empty"].at[slot])
+        plgpu.copy_gmem_to_smem(picked, self.scratch["x_smem"].at[slot], full)
+        plgpu.copy_gmem_to_smem(sums, self.sums_smem.at[slot], full)
+
+    # --- Consumers --------------------------------------------------------------------
+
+    def consume(self, m: Any, n: Any, carry: Any, consumer: Any) -> Any:
+        """Sums a tile and stores it: an own one as a result, others as partial sums."""
+        plan, (slot, done) = self.plan, carry
+        distance, b, row_block = plan.place(m)
+        own = distance == plan.devices
+        sums, slot = multiply_tile(
+            plan.tiles[0],
+            self.scratch,
+            consumer,
+            slot,
+            k_tiles=sum(cut.k_tiles for cut in plan.tiles),
+            # By then the copies of the last tile have arrived.
+            meanwhile=functools.partial(self.hand_on, done),
+            then=(jnp.where(own, (plan.devices - 1) * plan.steps, 0), self.add),
+        )
+
+        def store(rows: Any) -> None:
+            cut = plan.tiles[0]
+            view = functools.partial(cut.out_view, rows, row_block, n, consumer)
+            store_tile(cut, sums, self.scratch, consumer, view)
+
+        @pl.when(own)
+        def _own() -> None:
+            store(self.out.at[self.slab(b, 0) if plan.share else b])
+
+        @pl.when(distance < plan.devices)
+        def _of_peer() -> None:
+            store(self.partial.at[self.slab(b, distance)])
+
+        return slot, done + 1
+
+    def add(self, scratch: Any, slot: Any, consumer: Any) -> tuple[Any, Any]:
+        """Rows of the identity, and the sums of a peer that they pick."""
+        height = self.plan.config.block[0]
+        rows = scratch["x_smem"].at[slot, pl.ds(consumer * height, height)]
+        return rows, self.sums_smem.at[slot]
+
+    def hand_on(self, done: Any) -> None:
+        """Lets the last of the tiles done so far be announced."""
+
+        @pl.when(done > 0)
+        def _any() -> None:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=False)
+            half = lax.rem(done - 1, jnp.int32(2))
+
+            @pl.when(done > 2)
+            def _until_free() -> None:
+                plgpu.barrier_wait(self.scratch["free"].at[half])
+
+            plgpu.barrier_arrive(self.scratch["stored"].at[half])
+
+
+def _check(config: CollectiveConfig, dtype: jnp.dtype, out_dtype: DTypeLike) -> None:
     if jnp.dtype(out_dtype) != dtype:
         raise Unsupported(
             f"collective_matmul: out_dtype {jnp.dtype(out_dtype).name}, the kernel"
@@ -186,7 +521,23 @@ def _reduce(
             f"collective_matmul: tile_k={config.tile_k}, the kernel adds partial sums"
             f" in whole stages; use a divisor of tile_m={config.tile_m}"
         )
-    rows = total_rows // devices
+
+
+def _reduce(
+    xs: tuple[jax.Array, ...],
+    ws: tuple[jax.Array, ...],
+    *,
+    axis_name: str,
+    config: CollectiveConfig,
+    device: DeviceSpec | None,
+    out_dtype: DTypeLike,
+    rhs_transposed: bool,
+    share: bool,
+) -> jax.Array:
+    batch, total_rows, _ = xs[0].shape
+    devices = lax.axis_size(axis_name)
+    dtype, rows = xs[0].dtype, total_rows // devices
+    _check(config, dtype, out_dtype)
     slabs = [pad_rows(x.reshape(batch * devices, rows, x.shape[-1])) for x in xs]
     tiles, device = cut_tiles(
         slabs,
@@ -204,256 +555,23 @@ def _reduce(
         num_blocks=num_blocks(config, device),
         config=config,
     )
-    own_blocks = layout.blocks_of_device
-    if config.cluster == "m" and own_blocks % 2:
+    if config.cluster == "m" and layout.blocks_of_device % 2:
         raise Unsupported(
-            f"collective_matmul: cluster='m' and {own_blocks} row blocks of a device;"
-            " a pair would belong to two devices; use cluster='n' or 'none'"
+            f"collective_matmul: cluster='m' and {layout.blocks_of_device} row blocks"
+            " of a device; a pair would belong to two devices; use cluster='n' or"
+            " 'none'"
         )
-    columns, cn = tiles[0].problem.n, config.cluster_tiles[1]
-    counts = (devices * own_blocks, pl.cdiv(tiles[0].counts[1], cn) * cn)
-    own_tiles = own_blocks * counts[1]
-    chunks = Chunks.of(
-        (config.tile_m, config.tile_n), columns, dtype, config.buffer_bytes
-    )
-    steps = config.tile_m // config.tile_k  # of the ring, for the sums of a peer
-    # The consumers tell the announcer of each tile; it is at most two tiles behind.
-    scratch_types: dict[str, Any] = {
-        "stored": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=2),
-        "free": plgpu.Barrier(num_barriers=2),
-    }
-    if rhs_transposed:
-        # Sums of peers lie in the ring as rows, however the weight is stored.
-        rows_of_w = (config.stages, config.tile_k, config.tile_n)
-        transforms = smem_transforms(config.tile_n, dtype)
-        scratch_types["w_smem"] = plgpu.RefUnion(
-            tiles[0].scratch_types()["w_smem"],
-            plgpu.SMEM(rows_of_w, dtype, transforms=transforms),
-        )
-
-    def place(m: Any) -> tuple[Any, Any, Any]:
-        """Distance of the owner, leading index and row block of a row of tiles."""
-        distance = 1 + lax.div(m, jnp.int32(own_blocks))
-        return distance, *layout.split(lax.rem(m, jnp.int32(own_blocks)))
-
-    def body(*refs, **scratch):
-        x_refs, w_refs = refs[: len(xs)], refs[len(xs) : 2 * len(xs)]
-        identity, out, partial, received = refs[2 * len(xs) :]
-        sums_smem = scratch["w_smem"]
-        if rhs_transposed:
-            scratch["w_smem"], sums_smem = sums_smem
-        # By distance and tile: whether it is stored there for this device, first the
-        # partial sums (then, where all share them, the sums).
-        ready = pl.get_global(
-            plgpu.SemaphoreType.REGULAR(((1 + share) * (devices - 1) * own_tiles,))
-        )
-        # By tile: peers whose sums have come in.
-        arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((own_tiles,)))
-        left = pl.get_global(plgpu.SemaphoreType.REGULAR)
-        others = peers(axis_name, devices)
-
-        def own_tile(m, n):
-            """Number of a tile among those of its owner."""
-            return lax.rem(m, jnp.int32(own_blocks)) * counts[1] + n
-
-        def own_rows(b):
-            """The slab of `out` with the rows of this device."""
-            return layout.slab(b, layout.device(0)) if share else b
-
-        def pull():
-            mine, piece_of = layout.pieces_of_block(math.prod(counts))
-
-            def pull_tile(i, _):
-                size = jnp.int32(math.prod(config.cluster_tiles))
-                piece = piece_of(i)
-                m, n = tile_at(
-                    layout.order, counts, lax.div(piece, size), lax.rem(piece, size)
-                )
-                distance, b, number = place(m)
-                own, index = distance == devices, m * counts[1] + n
-
-                def window(chunk):
-                    corner = number * config.tile_m, n * config.tile_n
-                    return chunks.window(*corner, chunk)
-
-                def from_peer(turn, _):
-                    # What I hold at distance r from another device, it holds for me.
-                    r = jnp.where(own, turn + 1, distance)
-                    theirs = layout.slab(b, layout.device(devices - r))
-
-                    def source(chunk, load):
-                        mine = layout.slab(b, layout.device(0))
-                        for apart, peer in others:
-
-                            @pl.when(distance == devices - apart)
-                            def _partial(peer=peer):
-                                there = plgpu.remote_ref(partial, peer)
-                                load(there.at[(mine, *window(chunk))])
-
-                            if share:
-
-                                @pl.when(own & (turn == devices - apart - 1))
-                                def _sum(peer=peer):
-                                    there = plgpu.remote_ref(out, peer)
-                                    load(there.at[(theirs, *window(chunk))])
-
-                    def target(chunk, store):
-                        @pl.when(distance < devices)
-                        def _partial():
-                            slab = (r - 1) * batch + b
-                            store(received.at[(slab, *window(chunk))])
-
-                        if share:
-
-                            @pl.when(own)
-                            def _sum():
-                                store(out.at[(theirs, *window(chunk))])
-
-                    signal = index + jnp.where(own, turn * own_tiles, 0)
-                    wait_for_signal(ready.at[signal], 1)
-                    count = jnp.int32(math.prod(chunks.counts))
-                    relay(chunks, scratch, config.buffers, count, source, target)
-
-                    @pl.when(distance < devices)
-                    def _arrived():
-                        arrival = arrived.at[own_tile(m, n)]
-                        plgpu.semaphore_signal(arrival, memory_scope="gpu")
-
-                turns = jnp.where(own, (devices - 1) * share, 1)
-                lax.fori_loop(0, turns, from_peer, None)
-
-            lax.fori_loop(0, mine, pull_tile, None)
-            layout.leave(left)
-
-        def load(m, n, slot):
-            distance, b, number = place(m)
-            slab = layout.slab(b, layout.device(distance))
-            for x_ref, w_ref, cut in zip(x_refs, w_refs, tiles, strict=True):
-                slot = load_tile(cut, x_ref.at[slab], w_ref, scratch, number, n, slot)
-
-            def add_received(slot):
-                wait_for_signal(arrived.at[own_tile(m, n)], devices - 1, "gpu")
-                for r, step in itertools.product(range(1, devices), range(steps)):
-                    load_received((r - 1) * batch + b, step, slot)
-                    slot = next_slot(slot, config.stages)
-                return slot
-
-            def load_received(slab, step, slot):
-                depth, full = config.tile_k, scratch["full"].at[slot]
-                row = number * config.tile_m + step * depth
-                columns = pl.ds(n * config.tile_n, config.tile_n)
-                picked = identity.at[:, pl.ds(step * depth, depth)]
-                sums = received.at[slab, pl.ds(row, depth), columns]
-                plgpu.barrier_wait(scratch["empty"].at[slot])
-                plgpu.copy_gmem_to_smem(picked, scratch["x_smem"].at[slot], full)
-                plgpu.copy_gmem_to_smem(sums, sums_smem.at[slot], full)
-
-            return lax.cond(distance == devices, add_received, lambda slot: slot, slot)
-
-        tiles_of_block = snake_tiles(layout.order, counts)
-
-        def announce():
-            """Tells who needs a tile of this device that it is there.
-
-            A signal to a peer takes a microsecond that the consumers do not have.
-            """
-
-            def announce_tile(m, n, i):
-                distance, _, _ = place(m)
-                index = m * counts[1] + n
-                half = lax.rem(i, jnp.int32(2))
-
-                @pl.when(i >= 2)
-                def _free():
-                    plgpu.barrier_arrive(scratch["free"].at[half])
-
-                plgpu.barrier_wait(scratch["stored"].at[half])
-
-                @pl.when(distance < devices)
-                def _partial():
-                    owner: Any = {axis_name: layout.device(distance)}
-                    pl.semaphore_signal(ready.at[index], device_id=owner)
-
-                if share:
-
-                    @pl.when(distance == devices)
-                    def _sum():
-                        for r, peer in others:
-                            there = ready.at[index + (r - 1) * own_tiles]
-                            pl.semaphore_signal(there, device_id=peer)
-
-                return i + 1
-
-            tiles_of_block(announce_tile, jnp.int32(0))
-
-        def hand_on(done):
-            """Consumer: lets the last of the tiles done so far be announced."""
-
-            @pl.when(done > 0)
-            def _():
-                plgpu.wait_smem_to_gmem(0, wait_read_only=False)
-                half = lax.rem(done - 1, jnp.int32(2))
-
-                @pl.when(done > 2)
-                def _until_free():
-                    plgpu.barrier_wait(scratch["free"].at[half])
-
-                plgpu.barrier_arrive(scratch["stored"].at[half])
-
-        def add(scratch, slot, consumer):
-            """Rows of the identity, and the sums of a peer that they pick."""
-            height = config.block[0]
-            rows = scratch["x_smem"].at[slot, pl.ds(consumer * height, height)]
-            return rows, sums_smem.at[slot]
-
-        def consume(m, n, carry, consumer):
-            slot, done = carry
-            distance, b, number = place(m)
-            sums, slot = multiply_tile(
-                tiles[0],
-                scratch,
-                consumer,
-                slot,
-                k_tiles=sum(cut.k_tiles for cut in tiles),
-                # By then the copies of the last tile have arrived.
-                meanwhile=functools.partial(hand_on, done),
-                then=(jnp.where(distance == devices, (devices - 1) * steps, 0), add),
-            )
-
-            def store(rows_ref):
-                view = functools.partial(
-                    tiles[0].out_view, rows_ref, number, n, consumer
-                )
-                store_tile(tiles[0], sums, scratch, consumer, view)
-
-            @pl.when(distance == devices)
-            def _own():
-                store(out.at[own_rows(b)])
-
-            @pl.when(distance < devices)
-            def _of_peer():
-                store(partial.at[layout.slab(b, layout.device(distance))])
-
-            return slot, done + 1
-
-        run_roles(
-            tiles[0],
-            scratch,
-            tiles_of_block,
-            load,
-            consume,
-            spare_warps=[pull, announce],
-            finish=lambda carry: hand_on(carry[1]),
-            consumer_carry=jnp.int32(0),
-        )
-
+    columns = tiles[0].problem.n
+    tile = (config.tile_m, config.tile_n)
+    chunks = Chunks.of(tile, columns, dtype, config.buffer_bytes)
+    plan = Plan(layout=layout, tiles=tiles, chunks=chunks, share=share)
     shapes = [
         batch * (devices if share else 1),  # the result
         batch * devices,  # partial sums of this device
         batch * (devices - 1),  # partial sums of the peers, by distance from them
     ]
     out, *_ = launch(
-        body,
+        lambda *refs, **scratch: Roles.of(plan, refs, scratch).run(),
         *slabs,
         *ws,
         jnp.asarray(np.eye(config.tile_m), dtype),
@@ -467,6 +585,6 @@ def _reduce(
         device=device,
         blocks=layout.num_blocks,
         name="matmul_all_reduce" if share else "matmul_reduce_scatter",
-        scratch_types=scratch_types,
+        scratch_types=plan.scratch_types(),
     )
     return out[:, :rows].reshape(batch, -1, columns)
