@@ -113,9 +113,7 @@ def matmul_all_reduce(
     *,
     axis_name: str,
     config: CollectiveConfig,
-    device: DeviceSpec | None,
-    out_dtype: DTypeLike,
-    rhs_transposed: bool = False,
+    **options: Any,
 ) -> jax.Array:
     """Computes ``all_reduce(sum_i x_i @ w_i)``, equal bit for bit between runs.
 
@@ -127,9 +125,7 @@ def matmul_all_reduce(
         ws: weights [K_i,N], or [N,K_i] with `rhs_transposed`.
         axis_name: mesh axis of the sum.
         config: how to cut it.
-        device: the GPU that the kernel is built for.
-        out_dtype: the type of x: partial sums travel in it.
-        rhs_transposed: weights are stored with N as rows.
+        **options: as of `matmul_reduce_scatter`.
 
     Returns:
         [B,M,N].
@@ -137,27 +133,13 @@ def matmul_all_reduce(
     Raises:
         Unsupported: the device, types, alignment or shared memory do not fit.
     """
-    if config.one_shot:
-        _, device = cut_tiles(
-            xs,
-            ws,
-            config=config,
-            device=device,
-            out_dtype=out_dtype,
-            rhs_transposed=rhs_transposed,
-        )
-        sums = sum_of_products(xs, ws, out_dtype, rhs_transposed)
-        return one_shot_all_reduce(sums, axis_name=axis_name, device=device)
-    return _reduce(
-        xs,
-        ws,
-        axis_name=axis_name,
-        config=config,
-        device=device,
-        out_dtype=out_dtype,
-        rhs_transposed=rhs_transposed,
-        share=True,
-    )
+    if not config.one_shot:
+        options |= {"axis_name": axis_name, "config": config}
+        return _reduce(xs, ws, share=True, **options)
+    options = {"rhs_transposed": False, **options}
+    _, device = cut_tiles(xs, ws, config=config, **options)
+    sums = sum_of_products(xs, ws, options["out_dtype"], options["rhs_transposed"])
+    return one_shot_all_reduce(sums, axis_name=axis_name, device=device)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -531,7 +513,7 @@ def _reduce(
     config: CollectiveConfig,
     device: DeviceSpec | None,
     out_dtype: DTypeLike,
-    rhs_transposed: bool,
+    rhs_transposed: bool = False,
     share: bool,
 ) -> jax.Array:
     batch, total_rows, _ = xs[0].shape
