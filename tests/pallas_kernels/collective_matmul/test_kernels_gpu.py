@@ -315,7 +315,8 @@ def test_several_weights_share_a_gather_and_several_products_a_sum(rhs_transpose
 def test_scan_over_layers_with_remat_and_donated_operands():
     mesh = every_gpu()
     x = normal(1, (1024, 256))
-    ups, downs = 0.1 * normal(2, (4, 256, 1024)), 0.05 * normal(3, (4, 1024, 256))
+    # Small enough that rounding does not grow from layer to layer.
+    ups, downs = 0.05 * normal(2, (4, 256, 1024)), 0.02 * normal(3, (4, 1024, 256))
 
     def layers(implementation, x, ups, downs):
         options = {"axis_name": "tensor", "implementation": implementation}
