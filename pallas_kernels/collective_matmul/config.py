@@ -120,6 +120,7 @@ _TENSOR_CORE = 2048  # multiply-adds a cycle, 16-bit operands
 _L2_BYTES = 48  # bytes a cycle from the L2 cache to one multiprocessor
 _TILE_OVERHEAD = 2000  # filling the ring once, storing the tile
 _LINK_BYTES = 170  # bytes a cycle from all peers to one device
+_BESIDE = 1.1  # a product beside reads from peers takes so much longer
 _ONE_SHOT_ROWS = 128
 
 
@@ -129,10 +130,25 @@ def _cost(
     """Estimated cycles of the product alone, as for `pallas_kernels.matmul`."""
     rows, columns = problem.counts(config)
     waves = -(-rows * problem.devices * columns // device.num_sms)
+    return waves * _tile_cost(problem, config)
+
+
+def _tile_cost(problem: CollectiveProblem, config: MatmulConfig) -> float:
+    """Estimated cycles of one tile."""
     area = config.tile_m * config.tile_n
     edges = (config.tile_m + config.tile_n) * problem.dtype.itemsize
     per_k = max(area / _TENSOR_CORE, edges / _L2_BYTES)
-    return waves * (sum(problem.k) * per_k + _TILE_OVERHEAD)
+    return sum(problem.k) * per_k + _TILE_OVERHEAD
+
+
+def _estimate(
+    problem: CollectiveProblem, config: MatmulConfig, device: DeviceSpec
+) -> float:
+    """Estimated cycles of the kernel: the last rows gathered still need their tiles."""
+    product = _cost(problem, config, device)
+    if problem.kind != "all_gather":
+        return product
+    return max(_BESIDE * product, _waiting(problem) + _tile_cost(problem, config))
 
 
 def _tiles(problem: CollectiveProblem) -> list[CollectiveConfig]:
@@ -140,11 +156,11 @@ def _tiles(problem: CollectiveProblem) -> list[CollectiveConfig]:
     return [c for c in _TILES if c.tile_n <= max(64, min(problem.n))]
 
 
-def _bytes_fetched(problem: CollectiveProblem) -> int:
-    """Bytes that one device gets from the others, of a gather or a reduction."""
+def _waiting(problem: CollectiveProblem) -> float:
+    """Estimated cycles in which a device gets what it needs of the others."""
     columns = problem.k if problem.kind == "all_gather" else problem.n
     rows = problem.batch * problem.rows * (problem.devices - 1)
-    return rows * sum(columns[:1]) * problem.dtype.itemsize
+    return rows * sum(columns[:1]) * problem.dtype.itemsize / _LINK_BYTES
 
 
 def _pairs(problem: CollectiveProblem, config: CollectiveConfig) -> CollectiveConfig:
@@ -160,8 +176,7 @@ def _clustered(
     problem: CollectiveProblem, config: CollectiveConfig, device: DeviceSpec
 ) -> CollectiveConfig:
     """Pairs blocks unless they wait for peers: a pair waits for the slower of two."""
-    waiting = _bytes_fetched(problem) / _LINK_BYTES
-    if waiting > 0.4 * _cost(problem, config, device):
+    if _waiting(problem) > 0.4 * _cost(problem, config, device):
         return dataclasses.replace(config, cluster="none")
     return _pairs(problem, config)
 
@@ -185,7 +200,7 @@ def heuristic(problem: CollectiveProblem, device: DeviceSpec) -> CollectiveConfi
         >>> config.tile_m, config.tile_n, config.cluster
         (128, 256, 'm')
     """
-    best = min(_tiles(problem), key=lambda config: _cost(problem, config, device))
+    best = min(_tiles(problem), key=lambda config: _estimate(problem, config, device))
     few = problem.kind == "all_reduce" and problem.batch * problem.m <= _ONE_SHOT_ROWS
     return dataclasses.replace(_clustered(problem, best, device), one_shot=few)
 
@@ -198,7 +213,7 @@ def candidates(
     if chosen.one_shot:
         return (chosen, dataclasses.replace(chosen, one_shot=False))
     tiles = _tiles(problem)
-    estimates = {c: _cost(problem, c, device) for c in tiles}
+    estimates = {c: _estimate(problem, c, device) for c in tiles}
     limit = 1.3 * min(estimates.values())
     near = sorted(
         (c for c in tiles if estimates[c] <= limit), key=estimates.__getitem__

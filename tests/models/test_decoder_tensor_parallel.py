@@ -358,5 +358,5 @@ def test_fused_on_gpus(name):
         ]
         for found in (run(None, jnp.bfloat16), run("fused", jnp.bfloat16))
     )
-    for ours, theirs in zip(fused, compiler, strict=True):
-        assert ours < 2 * theirs + 2e-3
+    # The worst of all: of one number, such as the loss, an error may be small by luck.
+    assert max(fused) < 1.5 * max(compiler) + 2e-3, (fused, compiler)
