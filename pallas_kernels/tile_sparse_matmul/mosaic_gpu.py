@@ -16,7 +16,9 @@ the operands change places and nothing is transposed in memory.
 cp.async completes without a barrier. The producer therefore issues the gathers of `lag`
 further steps before it waits for one, shows it to the tensor cores and arrives at its
 barrier; consumers give a stage back one step late. Both together want ``lag + 2``
-stages. The indices of a step are read while the step before is gathered.
+stages. The indices of a step are read while the step before is gathered. Of uneven
+tiles, what a block needs before its first step (its place in the order, its count, its
+first indices) is read while the blocks before it run.
 
 Blocks are cut from a persistent grid, tiles of many rows first, so that uneven tiles
 leave little idle time at the end. Blocks of one tile run side by side and share its
@@ -160,11 +162,11 @@ class _Cut:
             return ("load",)
         return ("load", "gather") if two_producers(self.tiles) else ("gather",)
 
-    def steps(self, counts: Any, block: "_Block") -> tuple[Any, Any]:
+    def steps(self, block: "_Block") -> tuple[Any, Any]:
         """First and last (excluded) step of a block."""
         steps = self.equal_steps
         if steps is None:
-            steps = lax.div(counts[block.tile] + (STEP - 1), jnp.int32(STEP))
+            steps = lax.div(block.count + (STEP - 1), jnp.int32(STEP))
         splits = self.config.splits
         if splits == 1:
             return jnp.int32(0), jnp.int32(steps)
@@ -179,6 +181,8 @@ class _Block:
     """An output block: which tile, which part of its rows, which tokens."""
 
     tile: Any
+    count: Any
+    """Rows of the tile; not used where all have as many."""
     split: Any
     tokens: Any
 
@@ -186,15 +190,28 @@ class _Block:
 class _Schedule:
     """The output blocks of one multiprocessor (one cluster), in order."""
 
-    def __init__(self, cut: _Cut, order: Any) -> None:
-        self.cut, self.order = cut, order
+    def __init__(self, cut: _Cut, refs: dict[str, Any]) -> None:
+        self.cut, self.order = cut, refs.get("order")
+        self.counts = refs["counts"] if cut.equal_steps is None else None
         self.clusters = cut.token_clusters
         self.lines = cut.problem.tiles * cut.config.splits
         self.worker, self.workers = lax.axis_index("worker"), lax.axis_size("worker")
+        total = self.clusters * self.lines
+        self.rounds = lax.div(total, jnp.int32(self.workers))
+        # Of tiles by falling count every other round goes backwards: who had the most
+        # work gets the least.
+        snakes = self.order is not None
+        self.place = self.workers - 1 - self.worker if snakes else self.worker
+        last = jnp.where(lax.rem(self.rounds, 2) == 1, self.place, self.worker)
+        left = total - self.rounds * self.workers
+        self.mine = self.rounds + jnp.where(last < left, 1, 0)
 
-    def locate(self, index: Any) -> _Block:
-        """The `index`-th of all blocks."""
+    def locate(self, i: Any) -> tuple[Any, Any, Any]:
+        """Of the `i`-th block here, or the last: place in the order, split, tokens."""
         config, lines = self.cut.config, self.lines
+        i = jnp.minimum(i, self.mine - 1)
+        within = jnp.where(lax.rem(i, 2) == 1, self.place, self.worker)
+        index = i * self.workers + within
         group = min(config.group, self.clusters)
         band = lax.div(index, jnp.int32(group * lines))
         within = index - band * (group * lines)
@@ -203,36 +220,44 @@ class _Schedule:
         tokens = band * group + lax.rem(within, width)
         rank = lax.axis_index("cluster") if config.cluster > 1 else 0
         tokens = tokens * config.cluster + rank
-        tile = lax.div(line, jnp.int32(config.splits))
-        split = lax.rem(line, jnp.int32(config.splits))
-        return _Block(tile if self.order is None else self.order[tile], split, tokens)
+        splits = jnp.int32(config.splits)
+        return lax.div(line, splits), lax.rem(line, splits), tokens
+
+    def tile(self, i: Any) -> Any:
+        """The tile of the `i`-th block here, or of the last."""
+        place = self.locate(i)[0]
+        return place if self.order is None else self.order[place]
+
+    def count(self, tile: Any) -> Any:
+        """The rows of a tile, where they differ."""
+        return jnp.int32(0) if self.counts is None else self.counts[tile]
+
+    def block(self, i: Any, tile: Any, count: Any) -> _Block:
+        """The `i`-th block here, or the last, whose tile and count are at hand."""
+        return _Block(tile, count, *self.locate(i)[1:])
 
     def first(self) -> _Block:
         """The first of this multiprocessor; there is one."""
-        return self.locate(self.worker)
+        tile = self.tile(jnp.int32(0))
+        return self.block(jnp.int32(0), tile, self.count(tile))
 
     def for_each(self, body: Callable[..., Any], carry: Any) -> Any:
-        """Loops over them: ``body(block, the one after, carry) -> carry``."""
-        total = self.clusters * self.lines
-        rounds = lax.div(total, jnp.int32(self.workers))
-        left = total - rounds * self.workers
-        # Of tiles by falling count every other round goes backwards: who had the most
-        # work gets the least.
-        snakes = self.order is not None
-        place = self.workers - 1 - self.worker if snakes else self.worker
-        last = jnp.where(lax.rem(rounds, 2) == 1, place, self.worker)
-        mine = rounds + jnp.where(last < left, 1, 0)
+        """Loops over them: ``body(block, the one after, carry) -> carry``.
 
-        def number(i: jax.Array) -> jax.Array:
-            within = jnp.where(lax.rem(i, 2) == 1, place, self.worker)
-            return i * self.workers + within
+        A count is read one block ahead and its tile two: memory answers meanwhile.
+        """
 
-        def block(i: jax.Array, carry: Any) -> Any:
-            index = number(i)
-            after = jnp.where(i + 1 < mine, number(i + 1), index)
-            return body(self.locate(index), self.locate(after), carry)
+        def block(i: jax.Array, state: Any) -> Any:
+            tile, count, tile_after, carry = state
+            count_after = self.count(tile_after)
+            tile_then = self.tile(i + 2)
+            here = self.block(i, tile, count)
+            after = self.block(i + 1, tile_after, count_after)
+            return tile_after, count_after, tile_then, body(here, after, carry)
 
-        return lax.fori_loop(0, mine, block, carry)
+        start = self.first()
+        state = start.tile, start.count, self.tile(jnp.int32(1)), carry
+        return lax.fori_loop(0, self.mine, block, state)[-1]
 
 
 def _load_weights(
@@ -254,14 +279,18 @@ def _load(cut: _Cut, refs: dict[str, Any], scratch: Any, schedule: _Schedule) ->
     x_smem, _ = cut.operands(scratch)
     ring = Ring(scratch, config.stages)
 
-    def load_block(block: _Block, _: _Block, slot: Any) -> Any:
-        def group_of(k: Any) -> Any:
-            # One step past the last is read ahead; it must lie within the room.
-            return refs["rows"][block.tile, jnp.minimum(k * STEP, problem.room - 1)]
+    def group_of(block: _Block, k: Any) -> Any:
+        # One step past the last is read ahead; it must lie within the room.
+        if problem.gathers:
+            return jnp.int32(0)
+        return refs["rows"][block.tile, jnp.minimum(k * STEP, problem.room - 1)]
+
+    def load_block(block: _Block, after: _Block, carry: Any) -> Any:
+        group_after = group_of(after, cut.steps(after)[0])
 
         def step(k: jax.Array, carry: Any) -> Any:
             slot, group = carry
-            following = group if problem.gathers else group_of(k + 1)
+            following = group_of(block, k + 1)
             ring.acquire(slot)
             _load_weights(cut, refs, scratch, block, k, slot)
             if not problem.gathers:
@@ -272,11 +301,12 @@ def _load(cut: _Cut, refs: dict[str, Any], scratch: Any, schedule: _Schedule) ->
                 plgpu.copy_gmem_to_smem(view, x_smem.at[slot], ring.full.at[slot])
             return next_slot(slot, config.stages), following
 
-        first, last = cut.steps(refs["counts"], block)
-        group = jnp.int32(0) if problem.gathers else group_of(first)
-        return lax.fori_loop(first, last, step, (slot, group))[0]
+        slot, _ = lax.fori_loop(*cut.steps(block), step, carry)
+        return slot, group_after
 
-    ring.drain(schedule.for_each(load_block, jnp.int32(0)))
+    start = schedule.first()
+    carry = (jnp.int32(0), group_of(start, cut.steps(start)[0]))
+    ring.drain(schedule.for_each(load_block, carry)[0])
 
 
 def _gather(
@@ -290,7 +320,8 @@ def _gather(
     ring = GatherRing(scratch, config.stages, config.lag)
     x_smem, _ = cut.operands(scratch)
     together = cut.steps_together
-    # Where all blocks have as many steps, indices are read across the end of a block.
+    # Where all blocks have as many steps, indices are read across the end of a block,
+    # elsewhere those of the first step of a block while the one before it runs.
     chained = cut.steps_of_block is not None
     covered = cut.token_clusters * config.cluster * config.block_tokens
 
@@ -304,8 +335,9 @@ def _gather(
         return tuple(found)
 
     def gather_block(block: _Block, after: _Block, carry: Any) -> Any:
-        first, last = cut.steps(refs["counts"], block)
-        first_after, _ = cut.steps(refs["counts"], after)
+        first, last = cut.steps(block)
+        first_after, _ = cut.steps(after)
+        indices_after = None if chained else indices_of(after.tile, first_after)
 
         def some_steps(i: jax.Array, carry: Any) -> Any:
             slot, flying, indices = carry
@@ -331,13 +363,12 @@ def _gather(
                 slot, flying = ring.commit(slot, flying)
             return slot, flying, following
 
-        if not chained:
-            carry = (*carry[:2], indices_of(block.tile, first))
         rounds = lax.div(last - first, jnp.int32(together))
-        return lax.fori_loop(0, rounds, some_steps, carry)
+        slot, flying, indices = lax.fori_loop(0, rounds, some_steps, carry)
+        return slot, flying, indices if indices_after is None else indices_after
 
     start = schedule.first()
-    first, _ = cut.steps(refs["counts"], start)
+    first, _ = cut.steps(start)
     carry = (jnp.int32(0), jnp.int32(0), indices_of(start.tile, first))
     ring.finish(*schedule.for_each(gather_block, carry)[:2])
 
@@ -350,7 +381,7 @@ def _consume(
 
     def consume_block(block: _Block, _: _Block, slot: Any) -> Any:
         tile, tokens = block.tile, block.tokens
-        first, last = cut.steps(refs["counts"], block)
+        first, last = cut.steps(block)
         sums, slot = multiply_steps(cut.tiles, scratch, consumer, first, last, slot)
         line = block.split * cut.problem.tiles + tile
         m, n = (line, tokens) if cut.problem.y_major else (tokens, line)
@@ -513,7 +544,7 @@ def _call(cut: _Cut, inputs: dict[str, jax.Array], device: DeviceSpec) -> jax.Ar
 
     def body(*args: Any, **scratch: Any) -> None:
         refs = dict(zip(names, args, strict=True))
-        schedule = _Schedule(cut, refs.get("order"))
+        schedule = _Schedule(cut, refs)
 
         roles = {
             "load": lambda: _load(cut, refs, scratch, schedule),
