@@ -340,10 +340,11 @@ class TileSparseLinear(nnx.Module):
         self.values = variable(nnx.Param, weight.values, None, storage, None)
         self.rows = variable(SparsePattern, weight.rows, None, None)
         self.counts = variable(SparsePattern, weight.counts, None)
-        columns = weight.columns
+        columns, order = weight.columns, weight.order
         self.columns = (
             None if columns is None else variable(SparsePattern, columns, None)
         )
+        self.order = None if order is None else variable(SparsePattern, order, None)
         single_values = single_rows = None
         if singles is not None and singles.room:
             single_values = variable(nnx.Param, singles.values, None, None)
@@ -358,12 +359,12 @@ class TileSparseLinear(nnx.Module):
     @property
     def weight(self) -> TileSparse:
         """The stacked shards, in the type of the computation."""
-        columns = None if self.columns is None else self.columns[...]
         leaves = (
             self.values[...].astype(self.dtype),
             self.rows[...],
             self.counts[...],
-            columns,
+            None if self.columns is None else self.columns[...],
+            None if self.order is None else self.order[...],
         )
         static = (self.shape, self.granularity, self.equal_counts)
         return TileSparse.tree_unflatten(static, leaves)

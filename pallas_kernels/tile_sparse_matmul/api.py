@@ -148,7 +148,7 @@ def tile_sparse_matmul(
     if not x_major and _order(flat, w, call)[:1] != ("xla",) and w.granularity < STEP:
         # Here, so that the gradient of the values finds it transposed too.
         flat, call = flat.T, dataclasses.replace(call, feature_major=(True, y_major))
-    pattern = (w.rows, w.counts, w.columns)
+    pattern = (w.rows, w.counts, w.columns, w.order)
     flat, values, bias, pattern = _as_varying_alike((flat, w.values, bias, pattern))
     y: Any = _product(flat, values, bias, pattern, call)
     return y.reshape((w.shape[1], *batch) if y_major else (*batch, w.shape[1]))

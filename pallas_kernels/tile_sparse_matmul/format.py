@@ -44,6 +44,8 @@ FORMAT_VERSION = 1
 
 GRANULARITIES = (1, 8, 64)
 
+_LEAVES = ("values", "rows", "counts", "columns", "order")
+
 STEP = 64
 """Rows that a kernel multiplies at a time: the room in a tile is a multiple of it."""
 
@@ -96,23 +98,29 @@ class TileSparse:
     equal_counts: bool = dataclasses.field(init=False, default=False)
     """Whether all tiles are known to keep the same number of rows, with no more room
     than these need: kernels then need not read the counts."""
+    order: Int[Array, "*layers T"] | None = dataclasses.field(init=False, default=None)
+    """The tiles by falling count, in which kernels take them; None where they keep
+    equally many rows or their counts are not known."""
 
     def __post_init__(self) -> None:
         _check_static(self)
-        object.__setattr__(self, "equal_counts", _check_values(self))
+        equal = _check_values(self)
+        object.__setattr__(self, "equal_counts", equal)
+        counts = concrete(self.counts)
+        if counts is not None and self.values.ndim == 3 and not equal:
+            order = np.argsort(-counts, kind="stable").astype(np.int32)
+            object.__setattr__(self, "order", jnp.asarray(order))
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
         """The leaves with their names, and what is static."""
-        names = ("values", "rows", "counts", "columns")
-        leaves = [(jax.tree_util.GetAttrKey(n), getattr(self, n)) for n in names]
+        leaves = [(jax.tree_util.GetAttrKey(n), getattr(self, n)) for n in _LEAVES]
         return leaves, (self.shape, self.granularity, self.equal_counts)
 
     @classmethod
     def tree_unflatten(cls, static: Any, leaves: Any) -> "TileSparse":
         """Puts leaves back, whatever they are: nothing is validated."""
         w = object.__new__(cls)
-        names = ("values", "rows", "counts", "columns")
-        parts = dict(zip(names, leaves, strict=True))
+        parts = dict(zip(_LEAVES, leaves, strict=True))
         static = zip(("shape", "granularity", "equal_counts"), static, strict=True)
         for name, value in (parts | dict(static)).items():
             object.__setattr__(w, name, value)
@@ -301,8 +309,8 @@ class TileSparse:
         """
         leaves, (shape, *others) = self.tree_flatten_with_keys()
         shape = (shape[0], self.packed_columns)
-        parts = [leaf for _, leaf in leaves]
-        return self.tree_unflatten((shape, *others), (*parts[:3], None))
+        parts = {key.name: leaf for key, leaf in leaves} | {"columns": None}
+        return self.tree_unflatten((shape, *others), parts.values())
 
     def fold_rows(self, columns: Int[Array, " C"]) -> "TileSparse":
         """The weight for inputs of which only some features come, in another order.
@@ -401,11 +409,16 @@ class TileSparse:
             )
         room = max(w.room for w in weights)
         weights = [w.with_room(room) for w in weights]
-        leaves = zip(*(jax.tree.leaves(w) for w in weights), strict=True)
-        stacked = [jnp.stack(leaf) for leaf in leaves]
         equal = all(w.equal_counts for w in weights)
         static = (weights[0].shape, weights[0].granularity, equal)
-        return cls.tree_unflatten(static, (*stacked, *[None] * (4 - len(stacked))))
+        stacked = []
+        for name in _LEAVES:
+            leaves = [getattr(w, name) for w in weights]
+            if name == "order" and any(leaf is not None for leaf in leaves):
+                as_it_is = jnp.arange(weights[0].tiles, dtype=jnp.int32)
+                leaves = [as_it_is if leaf is None else leaf for leaf in leaves]
+            stacked.append(None if leaves[0] is None else jnp.stack(leaves))
+        return cls.tree_unflatten(static, stacked)
 
     def shards(self, number: int, axis: Literal["rows", "columns"]) -> "TileSparse":
         """Cuts the weight for tensor parallelism; runs on the host.

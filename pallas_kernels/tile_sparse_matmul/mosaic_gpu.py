@@ -20,8 +20,8 @@ stages. The indices of a step are read while the step before is gathered. Of une
 tiles, what a block needs before its first step (its place in the order, its count, its
 first indices) is read while the blocks before it run.
 
-Blocks are cut from a persistent grid, tiles of many rows first, so that uneven tiles
-leave little idle time at the end. Blocks of one tile run side by side and share its
+Blocks are cut from a persistent grid; of uneven tiles those of many rows and those of
+few take turns. Blocks of one tile run side by side and share its
 weights in the L2 cache; bands of `group` clusters of tokens bound what of x must stay
 there.
 
@@ -198,10 +198,13 @@ class _Schedule:
         self.worker, self.workers = lax.axis_index("worker"), lax.axis_size("worker")
         total = self.clusters * self.lines
         self.rounds = lax.div(total, jnp.int32(self.workers))
-        # Of tiles by falling count every other round goes backwards: who had the most
-        # work gets the least.
-        snakes = self.order is not None
-        self.place = self.workers - 1 - self.worker if snakes else self.worker
+        # Of tiles by falling count every other band goes backwards, or every other
+        # round where there is one band: who had the most work gets the least.
+        self.group = min(cut.config.group, self.clusters)
+        bands = pl.cdiv(self.clusters, self.group)
+        self.bands_turn = self.order is not None and bands > 1
+        rounds_turn = self.order is not None and bands == 1
+        self.place = self.workers - 1 - self.worker if rounds_turn else self.worker
         last = jnp.where(lax.rem(self.rounds, 2) == 1, self.place, self.worker)
         left = total - self.rounds * self.workers
         self.mine = self.rounds + jnp.where(last < left, 1, 0)
@@ -212,7 +215,7 @@ class _Schedule:
         i = jnp.minimum(i, self.mine - 1)
         within = jnp.where(lax.rem(i, 2) == 1, self.place, self.worker)
         index = i * self.workers + within
-        group = min(config.group, self.clusters)
+        group = self.group
         band = lax.div(index, jnp.int32(group * lines))
         within = index - band * (group * lines)
         width = jnp.minimum(jnp.int32(group), self.clusters - band * group)
@@ -220,6 +223,8 @@ class _Schedule:
         tokens = band * group + lax.rem(within, width)
         rank = lax.axis_index("cluster") if config.cluster > 1 else 0
         tokens = tokens * config.cluster + rank
+        if self.bands_turn:
+            line = jnp.where(lax.rem(band, 2) == 1, lines - 1 - line, line)
         splits = jnp.int32(config.splits)
         return lax.div(line, splits), lax.rem(line, splits), tokens
 
@@ -475,8 +480,8 @@ def tile_sparse_matmul(
         inputs["bias"] = jnp.pad(bias.astype(jnp.float32), (0, padded))
     # Where each multiprocessor has one block at most, no order is better than another.
     several = cut.blocks > device.num_sms // config.cluster
-    if not w.equal_counts and w.tiles > 1 and fused and several:
-        inputs["order"] = _falling(w.counts)
+    if w.order is not None and fused and several:
+        inputs["order"] = w.order
     y = _call(cut, inputs, device)
     if not fused:
         y = _add_parts(y, cut, bias, activation)
@@ -511,18 +516,6 @@ def _stored(
         if extra:
             x = jnp.pad(x, ((0, extra), (0, 0)) if along == 0 else ((0, 0), (0, extra)))
     return x, (x_major, y_major), config
-
-
-def _falling(counts: jax.Array) -> jax.Array:
-    """The tiles by falling count, int32 [T]; comparisons are cheaper than a sort."""
-    number = jnp.arange(len(counts), dtype=jnp.int32)
-    before = (counts[:, None] < counts) | (
-        (counts[:, None] == counts) & (number[:, None] > number)
-    )
-    rank = jnp.sum(before, axis=1, dtype=jnp.int32)
-    return jnp.sum(
-        jnp.where(rank == number[:, None], number, 0), axis=1, dtype=jnp.int32
-    )
 
 
 def _add_parts(

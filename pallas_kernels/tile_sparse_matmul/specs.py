@@ -46,6 +46,7 @@ class TileSparseSpec:
             jax.ShapeDtypeStruct((tiles, self.room), jnp.int32),
             jax.ShapeDtypeStruct((tiles,), jnp.int32),
             None,
+            None,
         )
         static = ((self.k, self.n), self.granularity, True)
         return TileSparse.tree_unflatten(static, leaves)

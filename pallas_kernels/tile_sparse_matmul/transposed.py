@@ -8,6 +8,7 @@ Axes: K input features, N output features, T tiles, P room for rows in a tile, G
 of a tile, B groups of 64 rows.
 """
 
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels.tile_sparse_matmul.format import STEP, TileSparse
@@ -55,5 +56,18 @@ def transposed(w: TileSparse) -> TileSparse:
         rows.reshape(groups, outputs),
         counts,
         None,
+        _falling(counts),
     )
     return TileSparse.tree_unflatten(((outputs, inputs), STEP, False), leaves)
+
+
+def _falling(counts: jax.Array) -> jax.Array:
+    """The tiles by falling count, int32 [T]; comparisons are cheaper than a sort."""
+    number = jnp.arange(len(counts), dtype=jnp.int32)
+    before = (counts[:, None] < counts) | (
+        (counts[:, None] == counts) & (number[:, None] > number)
+    )
+    rank = jnp.sum(before, axis=1, dtype=jnp.int32)
+    return jnp.sum(
+        jnp.where(rank == number[:, None], number, 0), axis=1, dtype=jnp.int32
+    )

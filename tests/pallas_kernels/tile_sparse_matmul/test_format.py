@@ -40,10 +40,24 @@ def test_round_trip_of_random_weights(data):
     np.testing.assert_array_equal(w.counts, counts)
     assert w.sparsity == pytest.approx(1 - mask.mean())
     assert w.equal_counts == (len(set(counts)) == 1)
+    if w.equal_counts:
+        assert w.order is None
+    else:
+        by_count = sorted(range(tiles), key=lambda t: -counts[t])
+        np.testing.assert_array_equal(w.order, by_count)
     again = TileSparse(
         w.values, w.rows, w.counts, w.columns, shape=w.shape, granularity=granularity
     )
     np.testing.assert_array_equal(again.to_dense(), dense)
+
+
+def test_order_of_a_stack():
+    """Equal tiles stack with uneven ones, and may be taken as they come."""
+    uneven, _, _ = random_weight(24, 12, 4, [3, 1, 17])
+    equal, _, _ = random_weight(24, 12, 4, [17, 17, 17])
+    assert TileSparse.stack([equal, equal]).order is None
+    mixed = TileSparse.stack([equal, uneven])
+    np.testing.assert_array_equal(mixed.order, [[0, 1, 2], [2, 0, 1]])
 
 
 def test_jit_vmap_scan_and_shard_map():
@@ -225,8 +239,8 @@ def test_masks_that_are_refused(no_shape_hook):
 
 def test_bytes():
     w, _, _ = random_weight(*SMALL)
-    # 3 tiles with room for 24 rows of 4 columns; indices; counts.
-    assert w.nbytes == 4 * (3 * 24 * 4 + 3 * 24 + 3)
+    # 3 tiles with room for 24 rows of 4 columns; indices; counts; order.
+    assert w.nbytes == 4 * (3 * 24 * 4 + 3 * 24 + 3 + 3)
 
 
 def test_columns_that_stand_for_none():
