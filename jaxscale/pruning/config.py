@@ -93,9 +93,10 @@ class PruneConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
                 raise ValueError(f"{name} {value!r}, expected at least 1, whole")
-        if self.k_granularity not in (1, 8, 64):
+        granularity = self.k_granularity
+        if isinstance(granularity, bool) or granularity not in (1, 8, 64):
             raise ValueError(
-                f"k_granularity {self.k_granularity}, expected 1, 8 or 64, which the "
+                f"k_granularity {granularity!r}, expected 1, 8 or 64, which the "
                 "kernels know"
             )
         if not 0 <= self.single_fraction < 1:
@@ -107,6 +108,8 @@ class PruneConfig:
             raise ValueError(f"scope {self.scope!r}, expected 'global' or 'layer'")
         if not 0 <= self.apriori < math.inf:
             raise ValueError(f"apriori {self.apriori}, expected 0 (off) or more")
+        if isinstance(self.dense, str):
+            raise ValueError(f"dense {self.dense!r}, expected a tuple of names")
 
     def with_sparsity(self, sparsity: float) -> "PruneConfig":
         """The same settings for another sparsity."""

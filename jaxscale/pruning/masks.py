@@ -83,7 +83,10 @@ class Masks:
         header = {
             "format": "jaxscale_masks",
             "version": _VERSION,
-            "config": json.dumps(dataclasses.asdict(self.config)),
+            "config": json.dumps(
+                dataclasses.asdict(self.config),
+                default=lambda number: number.item(),  # of numpy
+            ),
             "shapes": json.dumps(shapes),
             "chosen": json.dumps({n: list(p) for n, p in self.chosen.items()}),
         }

@@ -103,6 +103,7 @@ class TileSparse:
     equally many rows or their counts are not known."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))  # static: hashable
         _check_static(self)
         equal = _check_values(self)
         object.__setattr__(self, "equal_counts", equal)
@@ -163,8 +164,8 @@ class TileSparse:
                 f"mask has shape {mask.shape} and type {mask.dtype}, expected booleans"
                 f" of shape {weight.shape} as the weight has"
             )
-        if not isinstance(tile, int | np.integer) or tile < 1:
-            raise ValueError(f"tile {tile}, expected a positive number of columns")
+        if not _is_whole(tile) or tile < 1:
+            raise ValueError(f"tile {tile!r}, expected a positive number of columns")
         num_rows, num_columns = weight.shape
         chosen = None if columns is None else np.asarray(columns)
         if chosen is not None:
@@ -185,9 +186,9 @@ class TileSparse:
         counts = kept.sum(1).astype(np.int32)
         needed = _room(int(counts.max(initial=0)), tile)
         room = needed if room is None else room
-        if room < needed or room % _room(1, tile):
+        if not _is_whole(room) or room < needed or room % _room(1, tile):
             raise ValueError(
-                f"room {room}, expected a multiple of {_room(1, tile)} that holds the"
+                f"room {room!r}, expected a multiple of {_room(1, tile)} that holds the"
                 f" {counts.max(initial=0)} rows of the fullest tile"
             )
         values = np.zeros((len(counts), room, tile), weight.dtype)
@@ -443,9 +444,9 @@ class TileSparse:
             raise ValueError(f"axis {axis!r}, expected 'rows' or 'columns'")
         size = inputs if axis == "rows" else outputs
         unit = self.granularity if axis == "rows" else self.tile
-        if number < 1 or size % (number * unit):
+        if not _is_whole(number) or number < 1 or size % (number * unit):
             raise ValueError(
-                f"{number} shards of {axis}: expected a number that cuts {size} into"
+                f"{number!r} shards of {axis}: expected a number that cuts {size} into"
                 f" multiples of {unit}"
             )
         if axis == "columns" and self.columns is not None:
@@ -468,6 +469,10 @@ class TileSparse:
             )
         ]
         return TileSparse.stack(parts)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _room(count: int, tile: int) -> int:
@@ -514,10 +519,12 @@ def _check_columns(columns: np.ndarray, outputs: int) -> None:
 
 def _check_static(w: TileSparse) -> None:
     """Refuses shapes that do not fit together."""
-    if w.granularity not in GRANULARITIES:
-        raise ValueError(f"granularity {w.granularity}, expected one of 1, 8 and 64")
+    if not _is_whole(w.granularity) or w.granularity not in GRANULARITIES:
+        raise ValueError(f"granularity {w.granularity!r}, expected one of 1, 8 and 64")
+    if len(w.shape) != 2 or not all(map(_is_whole, w.shape)):
+        raise ValueError(f"shape {w.shape}, expected two integers, K and N")
     inputs, outputs = w.shape
-    if 0 in w.shape:
+    if min(w.shape) < 1:
         raise ValueError(f"shape {w.shape}, expected at least one row and one column")
     for name in ("rows", "counts", "columns"):  # kernels read them as they are
         if (array := getattr(w, name)) is not None and array.dtype != np.int32:

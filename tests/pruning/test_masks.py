@@ -323,6 +323,8 @@ def test_equal_scores_keep_the_earlier():
         ({"sparsity": "0.5"}, "sparsity '0.5', expected at least 0 and below 1"),
         ({"sparsity": None}, "sparsity None, expected at least 0 and below 1"),
         ({"k_granularity": 2}, "k_granularity 2, expected 1, 8 or 64"),
+        ({"k_granularity": True}, "k_granularity True, expected 1, 8 or 64"),
+        ({"dense": "blocks.*"}, "dense 'blocks.*', expected a tuple of names"),
         ({"single_fraction": 1.0}, "single_fraction 1.0, expected"),
         ({"scope": "model"}, "scope 'model', expected 'global' or 'layer'"),
         ({"apriori": -1.0}, "apriori -1.0, expected 0"),

@@ -46,7 +46,12 @@ def test_round_trip_of_random_weights(data):
         by_count = sorted(range(tiles), key=lambda t: -counts[t])
         np.testing.assert_array_equal(w.order, by_count)
     again = TileSparse(
-        w.values, w.rows, w.counts, w.columns, shape=w.shape, granularity=granularity
+        w.values,
+        w.rows,
+        w.counts,
+        w.columns,
+        shape=w.shape,
+        granularity=granularity,
     )
     np.testing.assert_array_equal(again.to_dense(), dense)
 
@@ -175,7 +180,7 @@ def test_damaged_files_are_refused(tmp_path, damage, message):
 
 def test_shards_that_are_refused(no_shape_hook):
     w, _, _ = random_weight(*SMALL)
-    for number in (0, -1):
+    for number in (0, -1, 2.0):
         with pytest.raises(ValueError, match=f"{number} shards of rows: expected a"):
             w.shards(number, "rows")
     with pytest.raises(ValueError, match="axis 'tiles', expected 'rows' or 'columns'"):
@@ -190,6 +195,10 @@ def test_shards_that_are_refused(no_shape_hook):
         ({"rows": 0}, r"rows of tile 0: .* before 0, expected them sorted"),
         ({"granularity": 8}, "rows are not kept in groups of granularity 8"),
         ({"granularity": 3}, "granularity 3, expected one of 1, 8 and 64"),
+        ({"granularity": True}, "granularity True, expected one of 1, 8 and 64"),
+        ({"shape": (24, 12, 1)}, r"shape \(24, 12, 1\), expected two integers"),
+        ({"shape": (24, 12.0)}, r"shape \(24, 12.0\), expected two integers"),
+        ({"shape": (24, -12)}, "expected at least one row and one column"),
         ({"shape": (24, 16)}, r"3 tiles of 4 columns for 16 packed columns"),
         ({"columns": [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 10]}, "name a column twice"),
         ({"columns": [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 13]}, "columns from 0 to 13"),
@@ -198,7 +207,7 @@ def test_shards_that_are_refused(no_shape_hook):
         ({"index_type": "counts"}, "counts of type int16, expected int32"),
     ],
 )
-def test_construction_validates(change, message):
+def test_construction_validates(no_shape_hook, change, message):
     w, _, _ = random_weight(*SMALL)
     fields = {f.name: getattr(w, f.name) for f in dataclasses.fields(w) if f.init}
     for name, value in change.items():
@@ -215,6 +224,12 @@ def test_construction_validates(change, message):
         TileSparse(**fields)
 
 
+def test_a_shape_from_a_file_is_hashable(no_shape_hook):
+    w, dense, _ = random_weight(*SMALL)
+    again = TileSparse(w.values, w.rows, w.counts, shape=[*w.shape])
+    np.testing.assert_array_equal(jax.jit(TileSparse.to_dense)(again), dense)
+
+
 def test_masks_that_are_refused(no_shape_hook):
     weight, mask = np.ones((8, 8), np.float32), np.ones((8, 8), bool)
     with pytest.raises(ValueError, match=r"mask has shape \(8, 4\)"):
@@ -225,6 +240,10 @@ def test_masks_that_are_refused(no_shape_hook):
         TileSparse.from_dense(weight, mask, tile=0)
     with pytest.raises(ValueError, match=r"tile 4\.0, expected a positive"):
         TileSparse.from_dense(weight, mask, tile=4.0)
+    with pytest.raises(ValueError, match="tile True, expected a positive"):
+        TileSparse.from_dense(weight, mask, tile=True)
+    with pytest.raises(ValueError, match=r"room 8\.0, expected a multiple of 8"):
+        TileSparse.from_dense(weight, mask, tile=4, room=8.0)
     for empty in ((0, 8), (8, 0)):
         with pytest.raises(ValueError, match=r"expected at least one row and one col"):
             TileSparse.from_dense(np.ones(empty), np.ones(empty, bool), tile=4)
