@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,7 @@ class Masks:
         """Read what `save` wrote.
 
         Raises:
-            ValueError: the file is none of ours, or of another version.
+            ValueError: the file is none of ours, of another version, or damaged.
         """
         try:
             with safetensors.safe_open(path, framework="numpy") as file:
@@ -114,15 +115,26 @@ class Masks:
                 f"{header.get('version')!r}, expected jaxscale_masks {_VERSION}; prune "
                 "again"
             )
+        try:
+            return cls._from_file(header, bits)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
+
+    @classmethod
+    def _from_file(
+        cls, header: Mapping[str, str], bits: Mapping[str, np.ndarray]
+    ) -> "Masks":
         shapes = json.loads(header["shapes"])
 
         def unpack(part: str) -> dict[str, np.ndarray]:
-            return {
-                name: np.unpackbits(bits[f"{name}.{part}"], count=int(np.prod(shape)))
-                .reshape(shape)
-                .astype(np.bool_)
-                for name, shape in shapes.items()
-            }
+            found = {}
+            for name, shape in shapes.items():
+                packed, size = bits[f"{name}.{part}"], math.prod(shape)
+                if packed.size != -(-size // 8):
+                    raise ValueError(f"{name}.{part} has {packed.size} bytes")
+                mask = np.unpackbits(packed, count=size).reshape(shape)
+                found[name] = mask.astype(np.bool_)
+            return found
 
         config = json.loads(header["config"])
         return cls(
@@ -271,11 +283,16 @@ def check_masks(model: Any, masks: Masks) -> None:
                 f"are {', '.join(layers)}"
             )
         shape = layers[name].kernel.shape
-        if kept.shape != shape:
-            raise ValueError(
-                f"the mask of layer {name} has shape {kept.shape}, expected {shape} as "
-                "its weight has"
-            )
+        for mask in (kept, masks.tiled[name]):
+            if mask.shape != shape:
+                raise ValueError(
+                    f"the mask of layer {name} has shape {mask.shape}, expected "
+                    f"{shape} as its weight has"
+                )
+            if mask.dtype != np.bool_:
+                raise ValueError(
+                    f"the mask of layer {name} has type {mask.dtype}, expected bool"
+                )
 
 
 def _of_layer(

@@ -16,6 +16,8 @@ from pallas_kernels.matmul import MatmulConfig, tunable
 from pallas_kernels.matmul.api import _preferred
 from pallas_kernels.matmul.config import Problem, candidates, heuristic
 from pallas_kernels.mosaic import H200
+from pallas_kernels.tile_sparse_matmul import TileSparseConfig
+from pallas_kernels.tile_sparse_matmul import tunable as tile_sparse_tunable
 
 
 KEY = "m=4096 n=8192 k=4096 bf16"
@@ -135,6 +137,7 @@ def test_the_shipped_tables_parse():
     ops = {
         "matmul": (tunable, MatmulConfig),
         "collective_matmul": (collective_tunable, CollectiveConfig),
+        "tile_sparse_matmul": (tile_sparse_tunable, TileSparseConfig),
     }
     for op, rows in tuning.load_table(tables[0]).items():
         module, config_type = ops[op]

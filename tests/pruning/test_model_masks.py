@@ -5,6 +5,8 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+import safetensors
+import safetensors.numpy
 from flax import nnx
 
 from jaxscale.models import Decoder
@@ -95,14 +97,36 @@ def test_other_files_are_refused(tmp_path):
     (tmp_path / "text").write_text("no masks")
     with pytest.raises(ValueError, match="text is no safetensors file"):
         Masks.load(tmp_path / "text")
-    import safetensors.numpy
-
     safetensors.numpy.save_file({"x": np.ones(1)}, tmp_path / "other")
     with pytest.raises(ValueError, match="other holds None of version None, expected"):
         Masks.load(tmp_path / "other")
 
 
-def test_masks_must_fit_the_model(model):
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda bits, header: header.pop("shapes"), "is damaged: 'shapes'"),
+        (lambda bits, header: bits.pop("blocks.mlp.up.kept"), "is damaged: 'blocks.ml"),
+        (lambda bits, header: header.update(config="{"), "is damaged: Expecting"),
+        (
+            lambda bits, header: bits.update({"blocks.mlp.up.tiled": np.ones(3)}),
+            "is damaged: blocks.mlp.up.tiled has 3 bytes",
+        ),
+    ],
+)
+def test_damaged_files_are_refused(model, tmp_path, damage, message):
+    path = tmp_path / "masks.safetensors"
+    masks_of(model).save(path)
+    with safetensors.safe_open(path, framework="numpy") as file:
+        header = file.metadata()
+        bits = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    damage(bits, header)
+    safetensors.numpy.save_file(bits, path, metadata=header)
+    with pytest.raises(ValueError, match=message):
+        Masks.load(path)
+
+
+def test_masks_must_fit_the_model(no_shape_hook, model):
     masks = masks_of(model)
     wide = Decoder(dataclasses.replace(CONFIG, d_ff=128), rngs=nnx.Rngs(0))
     with pytest.raises(
@@ -112,6 +136,14 @@ def test_masks_must_fit_the_model(model):
     gelu = Decoder(dataclasses.replace(CONFIG, activation="gelu"), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"layer blocks.mlp.gate, which the model lac"):
         apply_masks(gelu, masks)
+    for part in ("kept", "tiled"):
+        table = getattr(masks, part)
+        other = {name: mask.astype(np.float32) for name, mask in table.items()}
+        with pytest.raises(ValueError, match="has type float32, expected bool"):
+            apply_masks(model, dataclasses.replace(masks, **{part: other}))
+        other = {name: mask[..., 1:] for name, mask in table.items()}
+        with pytest.raises(ValueError, match=r"has shape .*, expected \(2, 32"):
+            apply_masks(model, dataclasses.replace(masks, **{part: other}))
     with pytest.raises(ValueError, match=r"scores lack the layer blocks.attention.key"):
         make_model_masks(model, {}, TILES)
     scores = magnitude_scores(wide)
