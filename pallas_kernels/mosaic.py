@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.core import jaxpr_as_fun
 from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Unsupported
@@ -30,6 +31,7 @@ __all__ = [
     "smem_bytes",
     "smem_transforms",
     "snake_order",
+    "unmarked",
     "use_device",
     "varying",
 ]
@@ -208,6 +210,21 @@ def snake_order(
 def varying(*arrays: jax.Array) -> frozenset[str]:
     """Mesh axes over which any of the arrays varies, inside `jax.shard_map`."""
     return frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in arrays))
+
+
+def unmarked(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel whose body does not see over which mesh axes its arguments vary.
+
+    `plgpu.warp_map` refuses references that are marked so.
+    """
+
+    def run(*args: jax.Array) -> Any:
+        unmarked_args = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
+        jaxpr, outputs = jax.make_jaxpr(kernel, return_shape=True)(*unmarked_args)
+        results = jaxpr_as_fun(jaxpr)(*args)
+        return jax.tree.unflatten(jax.tree.structure(outputs), results)
+
+    return run
 
 
 def as_varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:

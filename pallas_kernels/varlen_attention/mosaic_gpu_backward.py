@@ -18,7 +18,7 @@ queries that see them from the first to the last, and the last tile of keys that
 of queries sees adds first. Under a causal mask that is the order in which blocks come
 by when they start together, for every query head of a group; without a mask they follow
 one another at the distance of one addition. A block waits only for blocks that come
-before it in the grid, which the hardware starts first. A warpgroup of its own does the
+before it in the grid, which the hardware starts first. A warp of its own does the
 waiting and adding. Two passes, each with its own sums in registers, would need no order
 but seven products instead of five.
 
@@ -28,6 +28,7 @@ not the tile's have ``lse = inf``, which makes their weights zero.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -37,7 +38,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.mosaic import smem_transforms
+from pallas_kernels.mosaic import smem_transforms, unmarked
 from pallas_kernels.varlen_attention.config import (
     CHUNK,
     ROWS,
@@ -55,6 +56,7 @@ from pallas_kernels.varlen_attention.mosaic_gpu_forward import (
 )
 from pallas_kernels.varlen_attention.rows import (
     keep_band,
+    read_number,
     scale_and_add_row,
     store_rows,
 )
@@ -75,10 +77,10 @@ FIELDS = (
     "full_first", "full_last", "offset", "q_start", "q_len", "reach", "q_tile",
     "q_total",
 )  # fmt: skip
-# Behind the consumers come a warpgroup that loads and one that adds to dq.
-_LOADER, _ADDER = _CONSUMERS, _CONSUMERS + 1
-# Registers of a thread of these two and of a consumer.
-_REGISTERS = (24, 232)
+# Registers of a thread of the producer and of a consumer.
+_REGISTERS = (24, 240)
+# Warps of the producer: one loads, one adds to dq.
+_LOADER, _ADDER = 0, 1
 
 
 def key_table(
@@ -177,17 +179,18 @@ def backward(
         shape = (slots, problem.heads, blocks.block_k)
         outputs.append(jax.ShapeDtypeStruct(shape, jnp.float32))
     body = functools.partial(_body, problem, scores, blocks, slots, q_slots)
-    sums, dk, dv, *slope_sums = plgpu.kernel(
+    run = plgpu.kernel(
         body,
         out_type=tuple(outputs),
         scratch_types=_scratch(problem, blocks),
         grid=(slots * problem.kv_heads,),
         grid_names=("block",),
-        num_threads=_CONSUMERS + 2,
+        num_threads=_CONSUMERS + 1,
         thread_name="warpgroup",
         kernel_name="varlen_attention_backward",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(table, q, k, v, dout, stats, *extra)
+    )
+    sums, dk, dv, *slope_sums = unmarked(run)(table, q, k, v, dout, stats, *extra)
     dq = _unpack_dq(problem, scores, blocks, sums, seqs, tiles.first)
     if not slope_sums:
         return dq, dk, dv, None
@@ -301,7 +304,7 @@ def _body(
     *refs: Any,
     **scratch: Any,
 ) -> None:
-    """The kernel: two consumers, one warpgroup that loads and one that adds."""
+    """The kernel: two consumers, and a producer whose warps load and add."""
     slopes = refs[0] if scores.alibi else None
     dq, dk, dv, *slope_sums = refs[1:] if scores.alibi else refs
     slot, kv_head = decode_block(
@@ -313,7 +316,10 @@ def _body(
     def fields() -> dict[str, Any]:
         return {name: table[slot, i] for i, name in enumerate(FIELDS)}
 
-    @pl.when(warpgroup >= _LOADER)
+    def read(name: str) -> Any:
+        return read_number(table.at[slot, pl.ds(FIELDS.index(name), 1)])
+
+    @pl.when(warpgroup == _CONSUMERS)
     def _producer() -> None:
         plgpu.set_max_registers(_REGISTERS[0], action="decrease")
         tile = fields()
@@ -322,28 +328,30 @@ def _body(
         def _() -> None:
             producer = Producer(problem, scores, blocks, tile, kv_head, scratch)
 
-            @pl.when(warpgroup == _LOADER)
-            def _() -> None:
-                producer.load_all(q, k, v, dout, stats)
+            @plgpu.warp_map
+            def _(warp: Any) -> None:
+                @pl.when(warp == _LOADER)
+                def _() -> None:
+                    producer.load_all(q, k, v, dout, stats)
 
-            @pl.when(warpgroup == _ADDER)
-            def _() -> None:
-                producer.add_all(dq, turns, q_slots)
+                @pl.when(warp == _ADDER)
+                def _() -> None:
+                    producer.add_all(dq, turns, q_slots)
 
     @pl.when(warpgroup < _CONSUMERS)
     def _consumer() -> None:
         plgpu.set_max_registers(_REGISTERS[1], action="increase")
-        tile = fields()
 
-        @pl.when(tile["k_stop"] > 0)
+        @pl.when(read("k_stop") > 0)
         def _() -> None:
             consumer = Consumer(
-                problem, scores, blocks, tile, warpgroup, kv_head, slopes, scratch
+                problem, scores, blocks, read, warpgroup, kv_head, slopes, scratch
             )
             slope_ref = slope_sums[0].at[slot] if scores.alibi else None
             sums = consumer.run(slope_ref)
-            row, first = tile["row"], tile["k_base"] + warpgroup * ROWS
-            start, stop = (tile[x] - warpgroup * ROWS for x in ("k_first", "k_stop"))
+            offset = warpgroup * ROWS
+            row, first = read("row"), read("k_base") + offset
+            start, stop = read("k_first") - offset, read("k_stop") - offset
             factors = scores.scale, 1.0
             for ref, values, factor in zip((dk, dv), sums, factors, strict=True):
                 here = ref.at[row, pl.ds(first, ROWS), kv_head]
@@ -351,11 +359,12 @@ def _body(
             plgpu.barrier_wait(scratch["dq_empty"])  # see its last phase
 
 
-def _query_start(blocks: BackwardBlocks, tile: dict[str, Any], index: Any) -> Any:
+def _query_start(
+    blocks: BackwardBlocks, field: Callable[[str], Any], index: Any
+) -> Any:
     """The first row of a tile of queries; the last one may be moved up."""
-    return jnp.minimum(
-        tile["q_start"] + index * blocks.block_q, tile["q_total"] - blocks.block_q
-    )
+    block_q = blocks.block_q
+    return jnp.minimum(field("q_start") + index * block_q, field("q_total") - block_q)
 
 
 def rank_of(
@@ -371,7 +380,7 @@ def rank_of(
 
 
 class Producer:
-    """Streams queries and gradients in, and dq out: two warpgroups."""
+    """Streams queries and gradients in, and dq out: a warp each."""
 
     def __init__(
         self,
@@ -437,7 +446,7 @@ class Producer:
         scratch, row = self.scratch, self.tile["row"]
         head, index = self.place(step)
         stage = lax.rem(step, jnp.int32(self.blocks.stages))
-        start = _query_start(self.blocks, self.tile, index)
+        start = _query_start(self.blocks, self.tile.__getitem__, index)
         plgpu.barrier_wait(scratch["q_empty"].at[stage])
         full = scratch["q_full"].at[stage]
         copy_rows(q, row, start, head, scratch["q_smem"][1].at[stage], full)
@@ -483,14 +492,15 @@ class Consumer:
         problem: Problem,
         scores: Scores,
         blocks: BackwardBlocks,
-        tile: dict[str, Any],
+        read: Callable[[str], Any],
         warpgroup: Any,
         kv_head: Any,
         slopes: Any,
         scratch: dict[str, Any],
     ) -> None:
         self.problem, self.scores, self.blocks = problem, scores, blocks
-        self.tile, self.warpgroup, self.kv_head = tile, warpgroup, kv_head
+        # Registers are scarce: what of the tile only some steps need, they read again.
+        self.read, self.warpgroup, self.kv_head = read, warpgroup, kv_head
         self.slopes, self.scratch = slopes, scratch
         self.k_smem, self.v_smem, self.q_smem, self.do_smem = (
             scratch[f"{name}_smem"][0] for name in ("k", "v", "q", "do")
@@ -511,7 +521,12 @@ class Consumer:
         return pl.run_scoped(functools.partial(self._loop, slope_ref), acc, acc)
 
     def _loop(self, slope_ref: Any, dk: Any, dv: Any) -> tuple[Any, Any]:
-        first, last = self.tile["first"], self.tile["last"]
+        first, last = self.read("first"), self.read("last")
+        full = self.read("full_first"), self.read("full_last")
+
+        # Slopes have a sum for each head; else the heads of a group are one loop.
+        loops = self.problem.groups if self.scores.alibi else 1
+        steps = (last - first) * (self.problem.groups // loops)
 
         def head_loop(group: Any, number: Any) -> Any:
             head = self.kv_head * self.problem.groups + group
@@ -521,17 +536,19 @@ class Consumer:
                 row_sums = plgpu.layout_cast(zero, plgpu.Layout.WGMMA.reduce(1))
 
             def step(i: Any, carry: Any) -> Any:
-                number, sums = carry
-                sums = self.step(number, head, first + i, sums, dk, dv)
-                return number + 1, sums
+                del i
+                number, index, sums = carry
+                sums = self.step(number, head, index, full, sums, dk, dv)
+                following = jnp.where(index + 1 == last, first, index + 1)
+                return number + 1, following, sums
 
-            carry = number, row_sums
-            number, row_sums = lax.fori_loop(0, last - first, step, carry)
+            carry = number, first, row_sums
+            number, _, row_sums = lax.fori_loop(0, steps, step, carry)
             if self.scores.alibi:
                 store_rows(slope_ref.at[head, self.mine], row_sums, 0, ROWS)
             return number
 
-        lax.fori_loop(0, self.problem.groups, head_loop, jnp.int32(0))
+        lax.fori_loop(0, loops, head_loop, jnp.int32(0))
         return dk[...], dv[...]
 
     def step(
@@ -539,6 +556,7 @@ class Consumer:
         number: Any,
         head: Any,
         index: Any,
+        full: tuple[Any, Any],
         slope_sums: Any,
         dk: Any,
         dv: Any,
@@ -558,7 +576,7 @@ class Consumer:
                 gradients = self.do_smem.at[stage, c].transpose((1, 0))
                 plgpu.wgmma(dp_acc, self.v_smem.at[c, self.mine], gradients)
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=chunks)
-            p, derivative, distance = self.weights(s, stage, head, index)
+            p, derivative, distance = self.weights(s, stage, head, index, full)
             dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
             # Operands in registers are made after the products, see the forward pass.
             p = lax.optimization_barrier(p)
@@ -615,16 +633,11 @@ class Consumer:
         return slope_sums
 
     def weights(
-        self, s: Any, stage: Any, head: Any, index: Any
+        self, s: Any, stage: Any, head: Any, index: Any, full: tuple[Any, Any]
     ) -> tuple[Any, Any, Any]:
         """Weights, the derivative of a score by the product, and distances."""
         x = self.scores
-        left, right = x.window
         derivative = distances = None
-        first_key = self.tile["k_base"] + self.warpgroup * ROWS
-        first_query = _query_start(self.blocks, self.tile, index)
-        # How far the first key lies to the right of the first query's diagonal.
-        shift = first_key - first_query - self.tile["offset"]
         factor = x.scale * LOG2E
         if x.softcap is not None:
             capped = jnp.tanh(s * (x.scale / x.softcap))
@@ -632,24 +645,36 @@ class Consumer:
             s, factor = capped, x.softcap * LOG2E
         if x.alibi:
             rows, columns = index_arrays(self.shape)
-            distances = jnp.abs(rows - columns + shift).astype(jnp.float32)
-            s = s * factor - distances * (self.slopes[self.tile["row"], head] * LOG2E)
-            factor = 1.0
-        full = index >= self.tile["full_first"]
-        if left is not None:
-            full &= index < self.tile["full_last"]
-        offset = self.warpgroup * ROWS
-        mask = functools.partial(
-            keep_band,
-            rows=(self.tile["k_first"] - offset, self.tile["k_stop"] - offset - 1),
+            distances = jnp.abs(rows - columns + self.shift(index)).astype(jnp.float32)
+            slope = self.slopes[self.read("row"), head] * LOG2E
+            s, factor = s * factor - distances * slope, 1.0
+        unmasked = index >= full[0]
+        if x.window[0] is not None:
+            unmasked &= index < full[1]
+        # One loop whose steps may mask: loops of their own for steps that do and steps
+        # that do not would need more registers than there are.
+        mask = functools.partial(self.mask, index=index)
+        s = lax.cond(unmasked, lambda s: s, mask, s)
+        lse = self.scratch["stats_smem"].at[stage, 0]
+        weights = jnp.exp2(scale_and_add_row(s, factor, lse))
+        return weights, derivative, distances
+
+    def shift(self, index: Any) -> Any:
+        """How far the first key lies to the right of the first query's diagonal."""
+        first_key = self.read("k_base") + self.warpgroup * ROWS
+        first_query = _query_start(self.blocks, self.read, index)
+        return first_key - first_query - self.read("offset")
+
+    def mask(self, s: Any, index: Any) -> Any:
+        """``-inf`` for keys that are not the tile's and beyond the window."""
+        left, right = self.scores.window
+        first, last = self.read("k_first"), self.read("k_stop") - 1
+        offset, shift = self.warpgroup * ROWS, self.shift(index)
+        return keep_band(
+            s,
+            rows=(first - offset, last - offset),
             distance=(
                 None if right is None else shift - right,
                 None if left is None else shift + left,
             ),
         )
-        # One loop whose steps may mask: loops of their own for steps that do and steps
-        # that do not would need more registers than there are.
-        s = lax.cond(full, lambda s: s, mask, s)
-        lse = self.scratch["stats_smem"].at[stage, 0]
-        weights = jnp.exp2(scale_and_add_row(s, factor, lse))
-        return weights, derivative, distances

@@ -15,6 +15,7 @@ from jaxlib.mlir.dialects import arith, llvm, math, vector
 __all__ = [
     "copy_line",
     "keep_band",
+    "read_number",
     "scale_and_add_row",
     "store_rows",
     "take_ticket",
@@ -294,6 +295,34 @@ def _whole_pieces(
         )
         pieces.append((tuple(place), four))
     return pieces
+
+
+def read_number(ref: Any) -> jax.Array:
+    """A number of global memory, read where it is needed.
+
+    Read as any other it would be read once, ahead of a loop, and take a register there.
+
+    Args:
+        ref: int32 [1].
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT(())),
+    )
+    def read_one_number(ctx: Any, ref: Any) -> Any:
+        del ctx
+        number = llvm.inline_asm(
+            ir.IntegerType.get_signless(32),
+            [mgpu.utils.memref_ptr(ref)],
+            "ld.global.nc.b32 $0, [$1];",
+            "=r,l",
+            has_side_effects=True,  # stays where it is
+        )
+        return mgpu.FragmentedArray.splat(number, (), is_signed=True)
+
+    read: Any = read_one_number  # the decorator supplies the context
+    return read(ref)
 
 
 def take_ticket(counter: Any, mailbox: Any) -> jax.Array:

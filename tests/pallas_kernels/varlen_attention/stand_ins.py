@@ -24,6 +24,10 @@ def _next_ticket(counter, mailbox):
     return np.int32(counter[0] - 1)
 
 
+def _read_one_number(ref):
+    return np.int32(ref[0])
+
+
 def _copy_one_line(source, target, last):
     target[:-1] = source
     target[-1] = last
@@ -67,4 +71,5 @@ register_inline("store_some_rows", _store_some_rows, writes=(0,), part=_stored_p
 register_inline("next_ticket", _next_ticket, writes=(0,))
 register_inline("mask_outside_band", _mask_outside_band)
 register_inline("add_shared_row", _add_shared_row)
+register_inline("read_one_number", _read_one_number)
 register_inline("copy_one_line", _copy_one_line, writes=(1,))
