@@ -4,8 +4,9 @@
 Tokens and lengths, uniform in [0.2 L, L] as in ByteTransformer's paper, come padded,
 and activations go padded, so packing and unpacking are within the time: the wall time
 of a call among ten that are dispatched one after another. Parameters are random, the
-same for all, in bf16; errors are those of the activations against a padded model in
-fp32. ``memory_mb`` is what a call takes beside parameters and input.
+same for all, in bf16, those of each layer in arrays of their own; errors are those of
+the activations against a padded model in fp32. ``memory_mb`` is what a call takes
+beside parameters and input.
 
 - ``jaxscale``: `EncoderModel.padded`, on a buffer of the tokens of the batch, rounded
   up to a multiple of 256.
@@ -78,16 +79,14 @@ def config_of(params: Params) -> models.EncoderConfig:
 
 
 @functools.lru_cache(maxsize=BATCH)
-def _parameters(config: models.EncoderConfig) -> tuple[tuple[jax.Array, ...], Any]:
-    """Random parameters in bf16 and the tree that they are leaves of.
+def random_model(config: models.EncoderConfig) -> models.EncoderModel:
+    """A model with random parameters in bf16.
 
     Biases and norms, which begin as zeros and ones, are random too.
     """
 
     def make(key: jax.Array) -> models.EncoderModel:
-        model = models.EncoderModel(
-            config, dtype=jnp.bfloat16, scan_layers=False, rngs=nnx.Rngs(key)
-        )
+        model = models.EncoderModel(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(key))
         leaves, tree = jax.tree.flatten(model)
         keys = jax.random.split(jax.random.fold_in(key, 1), len(leaves))
         noisy = [
@@ -96,7 +95,13 @@ def _parameters(config: models.EncoderConfig) -> tuple[tuple[jax.Array, ...], An
         ]
         return jax.tree.unflatten(tree, noisy)
 
-    leaves, tree = jax.tree.flatten(jax.jit(make)(jax.random.key(0)))
+    return jax.jit(make)(jax.random.key(0))
+
+
+@functools.lru_cache(maxsize=BATCH)
+def _parameters(config: models.EncoderConfig) -> tuple[tuple[jax.Array, ...], Any]:
+    """The parameters of the model, unstacked, and the tree that they are leaves of."""
+    leaves, tree = jax.tree.flatten(random_model(config).unstacked())
     return tuple(leaves), tree
 
 
@@ -109,7 +114,7 @@ def inputs(params: Params, key: jax.Array) -> tuple:
 
 
 def model_of(params: Params, leaves: Sequence[jax.Array]) -> models.EncoderModel:
-    """The model that has these parameters."""
+    """The model, unstacked, that has these parameters."""
     return jax.tree.unflatten(_parameters(config_of(params))[1], leaves)
 
 
@@ -145,8 +150,7 @@ def transformers(name: str) -> Torch:
     """A baseline in torch."""
 
     def make(params: Params) -> Callable:
-        leaves = _parameters(config_of(params))[0]
-        return torch_encoder.forward(name, model_of(params, leaves))
+        return torch_encoder.forward(name, random_model(config_of(params)))
 
     return Torch(make)
 

@@ -5,15 +5,16 @@ bias + residual + norm and for bias + GELU behind a product; here the compiler i
 expected to make them. For each, on packed tokens in bf16, device time and ``kernels``,
 how many a call launches:
 
-- ``xla``: as the layers of our models say it.
+- ``xla``: left to the compiler.
 - ``separate``: a kernel for each step.
+- ``jaxscale``: products with their bias and activation by our kernel, as in our models.
 
 ``product`` is that of the case ``product_bias_gelu`` alone, what no fusion behind it
 can beat; ``product_bias_jax_gelu`` is the same with the function of jax. ``qkv`` are
 three products of one input with their biases, which XLA turns into one product and
 takes apart again; ``qkv_apart`` keeps it from doing so. ``layer`` is a whole layer with
 our attention, to weigh the others by, and ``layer_with_barriers`` the same with the
-products of one input kept apart and norms computed once, as our models say it.
+products of one input kept apart and norms computed once.
 """
 
 import functools
@@ -28,6 +29,7 @@ from benchmarks import encoder
 from benchmarks.harness import Benchmark, Case, Jax, Params
 from jaxscale.nn.blocks import gelu
 from jaxscale.nn.norms import layer_norm
+from pallas_kernels.matmul import dense
 from pallas_kernels.varlen_attention import varlen_attention
 from pallas_kernels.varlen_attention.specs import bytetransformer
 
@@ -102,6 +104,33 @@ def layer_with_barriers(own: Callable) -> Piece:
     return lambda x, w: _layer(own, jax.lax.optimization_barrier, x, w)
 
 
+def qkv_dense(x: Any, w: Any) -> tuple:
+    """`qkv` by our kernel."""
+    return _dense(x["residual"], [w[name] for name in "qkv"])
+
+
+def product_bias_gelu_dense(x: Any, w: Any) -> jax.Array:
+    """`product_bias_gelu` by our kernel."""
+    return _dense(x["residual"], [w], "gelu")[0]
+
+
+def layer_dense(x: Any, w: Any) -> jax.Array:
+    """`layer` as in our models."""
+    residual, keep = x["residual"], jax.lax.optimization_barrier
+    heads = _heads(residual)
+    q, k, v = (y.reshape(-1, heads, HEAD_DIM) for y in qkv_dense(x, w))
+    out = jnp.asarray(varlen_attention(q, k, v, x["bounds"])).reshape(residual.shape)
+    own = _barrier(False)
+    h = keep(_norm(own, out @ w["out"]["kernel"], residual, w["out"]))
+    (wide,) = _dense(h, [w["up"]], "gelu")
+    return _norm(own, wide @ w["down"]["kernel"], h, w["down"])
+
+
+def _dense(x: Any, layers: Any, activation: str | None = None) -> tuple:
+    kernels, biases = ([w[name] for w in layers] for name in ("kernel", "bias"))
+    return dense(x, kernels, biases, activation=activation)
+
+
 def _layer(own: Callable, keep: Callable, x: Any, w: Any) -> jax.Array:
     residual = x["residual"]
     inputs = keep([residual] * 3)
@@ -136,6 +165,13 @@ PIECES: Mapping[str, Callable[[Callable], Piece]] = {
 }
 
 
+DENSE: Mapping[str, Piece] = {
+    "layer": layer_dense,
+    "qkv": qkv_dense,
+    "product_bias_gelu": product_bias_gelu_dense,
+}
+
+
 FUSED = ("layer", "bias_residual_norm", "product_bias_gelu")
 """What is also measured step by step."""
 
@@ -146,6 +182,13 @@ def make(separate: bool, params: Params) -> Piece:
     if separate and what not in FUSED:
         raise NotImplementedError("there is nothing to fuse")
     return PIECES[what](_barrier(separate))
+
+
+def make_dense(params: Params) -> Piece:
+    """The piece of a case by our kernel."""
+    if params["what"] not in DENSE:
+        raise NotImplementedError("our kernel does not compute this")
+    return DENSE[params["what"]]
 
 
 def _lengths(params: Params) -> np.ndarray:
@@ -191,6 +234,7 @@ BENCHMARK = Benchmark(
     inputs=inputs,
     reference=lambda params: PIECES[params["what"]](_barrier(False)),
     implementations={
+        "jaxscale": Jax(make_dense),
         "xla": Jax(functools.partial(make, False)),
         "separate": Jax(functools.partial(make, True)),
     },

@@ -9,6 +9,8 @@ step before, `total` that over the first.
 - ``packing``: linear layers, norms and activations on packed tokens; attention on
   padded ones, unpacked and packed again in every layer.
 - ``attention``: our attention on packed tokens.
+- ``epilogues``: our model, of which one kernel computes linear layers with bias and
+  GELU.
 """
 
 import functools
@@ -29,6 +31,7 @@ MAKERS: encoder.Makers = {
     "fusions": functools.partial(_step, False, {"attention": "xla"}),
     "packing": functools.partial(_step, True, {"attention": "xla"}),
     "attention": functools.partial(_step, True, {"attention": "varlen"}),
+    "epilogues": encoder.ours,
 }
 
 

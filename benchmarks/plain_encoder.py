@@ -40,7 +40,7 @@ def hidden(
     """The activations of the last layer, [B, L, D], zero in the padding.
 
     Args:
-        model: an `EncoderModel`, post-norm, of which the parameters are read.
+        model: an `EncoderModel`, unstacked, post-norm, whose parameters are read.
         tokens: [B, L], padded on the right.
         lengths: [B].
         switches: how.
@@ -77,13 +77,12 @@ def hidden(
         hidden = own(activate(own.linear(x, block.mlp.up)))
         return own.norm(own(x + own.linear(hidden, block.mlp.down)), block.mlp_norm)
 
-    stacked = model.blocks
     if switches.scan and not config.share_layers:
+        stacked = jax.tree.map(lambda *p: jnp.stack(p), *model.blocks)
         x, _ = jax.lax.scan(lambda x, block: (layer(x, block), None), x, stacked)
     else:
         for i in range(config.num_layers):
-            at = 0 if config.share_layers else i
-            x = layer(x, jax.tree.map(lambda p, at=at: p[at], stacked))
+            x = layer(x, model.blocks[0 if config.share_layers else i])
     if bounds is not None:
         return unpack(x, bounds, length)
     inside = jnp.arange(length) < lengths[:, None]

@@ -9,6 +9,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -18,7 +19,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxscale.models.encoder_config import EncoderConfig
 from jaxscale.models.heads import HeadConfig, make_head
-from jaxscale.models.stack import check_remat, make_stack, run_stack, token_positions
+from jaxscale.models.stack import (
+    check_remat,
+    make_stack,
+    run_stack,
+    token_positions,
+    unstack,
+)
 from jaxscale.nn.attention import Attention
 from jaxscale.nn.blocks import Block
 from jaxscale.nn.convolution import SequenceConvolution
@@ -229,6 +236,18 @@ class EncoderModel(nnx.Module):
             param_dtype=param_dtype,
             **options,
         )
+
+    def unstacked(self) -> "EncoderModel":
+        """The same model for inference, each block with parameters of its own.
+
+        Its program is faster and takes longer to compile: no parameter is copied out
+        of the stack, and no loop runs over it. It cannot be saved.
+        """
+        model = jax.tree.map(lambda p: p, self)
+        model.scan_layers = False
+        if isinstance(self.blocks, Block):
+            model.blocks = unstack(self.blocks)
+        return model
 
     def __call__(
         self,

@@ -24,7 +24,10 @@ _policies = jax.checkpoint_policies
 _linear_saveable = _policies.save_from_both_policies(
     _policies.dots_with_no_batch_dims_saveable,
     _policies.save_only_these_names(
-        "all_gather_matmul_out", "matmul_reduce_scatter_out", "matmul_all_reduce_out"
+        "all_gather_matmul_out",
+        "matmul_reduce_scatter_out",
+        "matmul_all_reduce_out",
+        "dense_out",
     ),
 )
 _gathered_saveable = _policies.save_only_these_names("all_gather_matmul_gathered")
@@ -88,8 +91,23 @@ def make_stack(
     return make(rngs)
 
 
+def unstack(blocks: Block) -> Sequence[Block]:
+    """The blocks of a stack, each with parameters of its own.
+
+    A compiled program that runs the blocks of a stack one by one copies each parameter
+    out of it; those of single blocks it reads where they are.
+    """
+    (count,) = {p.shape[0] for p in jax.tree.leaves(blocks)}
+
+    @jax.jit
+    def split(blocks: Block) -> list[Block]:
+        return [jax.tree.map(lambda p, i=i: p[i], blocks) for i in range(count)]
+
+    return nnx.List(split(blocks))
+
+
 def run_stack[Variant](
-    blocks: Block,
+    blocks: Block | Sequence[Block],
     x: Float[Array, "B T D"],
     call: Callable[[Block, Array, Variant], Array],
     *,
@@ -102,7 +120,7 @@ def run_stack[Variant](
     """`x` after all blocks, ``x = call(block, x, variant)`` one after the other.
 
     Args:
-        blocks: The stack.
+        blocks: The stack, or blocks that `unstack` made, which are not scanned.
         x: Residual stream.
         call: Runs one block.
         variants: What `call` is told besides, one for each layer. A scan compiles the
@@ -128,10 +146,14 @@ def run_stack[Variant](
         return body(x, block)
 
     def block_at(layer: int) -> Block:
-        return jax.tree.map(lambda p: p[0 if shared else layer], blocks)
+        layer = 0 if shared else layer
+        if not isinstance(blocks, Block):
+            return blocks[layer]
+        return jax.tree.map(lambda p: p[layer], blocks)
 
     period, done = _period(variants), 0
-    if scan and (shared or period == 1):
+    stack = blocks if scan and isinstance(blocks, Block) else None
+    if stack is not None and (shared or period == 1):
         only = block_at(0)  # without a layer axis; read if all layers are this one
 
         def layers(x: Array, block: Block | None) -> tuple[Array, None]:
@@ -140,9 +162,9 @@ def run_stack[Variant](
             return x, None
 
         done = num_layers // period * period
-        xs = None if shared else blocks
+        xs = None if shared else stack
         x, _ = jax.lax.scan(layers, x, xs, length=done // period)
-    elif scan:
+    elif stack is not None:
         done = num_layers // period * period
 
         def group(x: Array, part: Block) -> tuple[Array, None]:
@@ -151,7 +173,7 @@ def run_stack[Variant](
             return x, None
 
         parts = jax.tree.map(
-            lambda p: p[:done].reshape(-1, period, *p.shape[1:]), blocks
+            lambda p: p[:done].reshape(-1, period, *p.shape[1:]), stack
         )
         x, _ = jax.lax.scan(group, x, parts)
     for layer in range(done, num_layers):

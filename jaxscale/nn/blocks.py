@@ -27,37 +27,15 @@ from jaxscale.nn.norms import LayerNorm, RMSNorm
 from jaxscale.sharding.operations import constrain
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 from jaxscale.sharding.tensor_parallel import TensorParallel
+from pallas_kernels.matmul import ACTIVATIONS, gelu
 
 
 type Norm = Literal["rmsnorm", "layernorm"]
 type Activation = Literal["swiglu", "geglu", "gelu", "gelu_tanh", "relu"]
 
 
-def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """``x * Phi(x)`` with the distribution function of the normal distribution.
-
-    `jax.nn.gelu` asks for the complementary error function, which is accurate however
-    small the result. For types of 16 bits the error function in fp32 suffices: it is
-    off by less than 1e-6, and the far tail is below that.
-
-    Example:
-        >>> print(gelu(jnp.array([-1.0, 0.0, 2.0], jnp.bfloat16)))
-        [-0.158203 0 1.95312]
-    """
-    if x.dtype.itemsize > 2:
-        return jax.nn.gelu(x, approximate=False)
-    y = x.astype(jnp.float32)
-    return (0.5 * y * (1 + jax.lax.erf(y * math.sqrt(0.5)))).astype(x.dtype)
-
-
 GATED: dict[str, Callable[[Array], Array]] = {"swiglu": jax.nn.silu, "geglu": gelu}
 """Activations whose feed-forward network has a gate projection."""
-
-_PLAIN: dict[str, Callable[[Array], Array]] = {
-    "gelu": gelu,
-    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-    "relu": jax.nn.relu,
-}
 
 
 class MLP(nnx.Module):
@@ -152,7 +130,11 @@ class MLP(nnx.Module):
             inputs = [layer(x, (False, True)) for layer in self.inputs]
             down: Any = self.down
             return down(self.activate(inputs), (True, False))
-        return self.down(self.activate(ColumnParallelLinear.together(self.inputs, x)))
+        if self.gate is not None:
+            projected = ColumnParallelLinear.together(self.inputs, x)
+            return self.down(self.activate(projected))
+        (hidden,) = ColumnParallelLinear.together(self.inputs, x, self.activation)
+        return self.down(hidden)
 
     @property
     def is_sparse(self) -> bool:
@@ -167,7 +149,7 @@ class MLP(nnx.Module):
         *gate, up = projected
         if gate:
             return GATED[self.activation](gate[0]) * up
-        return _PLAIN[self.activation](up)
+        return ACTIVATIONS[self.activation](up)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

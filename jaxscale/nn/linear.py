@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxscale.nn.embeddings import NORMAL_INIT
-from jaxscale.sharding.operations import constrain, contract, per_shard
+from jaxscale.sharding.operations import Shards, constrain, contract, per_shard
 from jaxscale.sharding.parameters import partitioned
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 from jaxscale.sharding.tensor_parallel import (
@@ -26,6 +26,7 @@ from jaxscale.sharding.tensor_parallel import (
     column_parallel,
     row_parallel,
 )
+from pallas_kernels.matmul import ACTIVATIONS, dense
 from pallas_kernels.tile_sparse_matmul import (
     SingleWeights,
     TileSparse,
@@ -161,19 +162,33 @@ class ColumnParallelLinear(Linear):
 
     @staticmethod
     def together(
-        layers: Sequence[Any], x: Float[Array, "B T in"]
+        layers: Sequence[Any],
+        x: Float[Array, "B T in"],
+        activation: str | None = None,
     ) -> tuple[Float[Array, "B T _out"], ...]:
         """The projections of `x` by several layers that share one gather.
 
         Layers of another kind, as pruning puts in their place, run one by one.
+
+        Args:
+            layers: What projects.
+            x: Activations.
+            activation: A name in `pallas_kernels.matmul.ACTIVATIONS`: what follows each
+                projection.
         """
         first = layers[0]
+        activate = (lambda y: y) if activation is None else ACTIVATIONS[activation]
         if not all(isinstance(layer, ColumnParallelLinear) for layer in layers):
             x = constrain(x, ("batch", None, "act_embed"), first.rules)
-            return tuple(layer(x) for layer in layers)
+            return tuple(activate(layer(x)) for layer in layers)
         x = x.astype(first.dtype)
         groups, inputs = [layers], [x]
         if first.tensor_parallel is None and first.bias is not None:
+            in_axes = [("batch", None, None), *(layer.kernel_axes for layer in layers)]
+            weights = [layer.weight for layer in layers]
+            if Shards.of([x, *weights], in_axes, first.rules) is None:
+                biases = [layer.bias[...].astype(first.dtype) for layer in layers]
+                return dense(x, weights, biases, activation=activation)
             # XLA would make one product of them, and then copy each part out of it to
             # add its bias. It does not where the inputs look different.
             x = constrain(x, ("batch", None, "act_embed"), first.rules)
@@ -192,7 +207,8 @@ class ColumnParallelLinear(Linear):
             )
         ]
         return tuple(
-            layer.add_bias(out) for layer, out in zip(layers, outs, strict=True)
+            activate(layer.add_bias(out))
+            for layer, out in zip(layers, outs, strict=True)
         )
 
 

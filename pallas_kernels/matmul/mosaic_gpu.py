@@ -264,6 +264,7 @@ def multiply_tile(
     *,
     k_tiles: int | None = None,
     meanwhile: Callable[[], None] | None = None,
+    pieces: Sequence[Callable[[], None]] = (),
     then: tuple[Any, Callable[[Any, Any, Any], tuple[Any, Any]]] | None = None,
 ):
     """Consumer: sums the products of one output tile.
@@ -277,6 +278,8 @@ def multiply_tile(
             by default those of `tiles`.
         meanwhile: called once while the tensor cores have work, for what would stall
             them between two tiles: some microseconds after the last tile was stored.
+        pieces: work on registers that fills the time of the first products: each is
+            called once, every other stage, while two products are in flight.
         then: int32, how many stages follow, and where the operands lie in one of them:
             a function as `Tiles.operands`, which serves the others.
 
@@ -297,18 +300,32 @@ def multiply_tile(
     def scoped(acc: Any):
         multiply(slot, acc, tiles.operands)
 
-        def step(operands: Any, _: jax.Array, last: jax.Array) -> jax.Array:
+        def step(
+            operands: Any,
+            _: Any,
+            last: jax.Array,
+            piece: Callable[[], None] | None = None,
+        ) -> jax.Array:
             now = next_slot(last, stages)
             plgpu.barrier_wait(scratch["full"].at[now])
             multiply(now, acc, operands)
+            if piece is not None:
+                piece()
             # One product stays in flight, the one before it has left its stage.
             plgpu.wgmma_wait(1)
             plgpu.barrier_arrive(scratch["empty"].at[last])
             return now
 
         step_here = functools.partial(step, tiles.operands)
-        early = min(k_tiles, EARLY_STAGES) if meanwhile is not None else 1
-        last = lax.fori_loop(1, early, step_here, slot)
+        last, done = slot, 1
+        for number in range(1, min(k_tiles, 2 * len(pieces))):
+            piece = pieces[number // 2] if number % 2 else None
+            last = step_here(number, last, piece)
+            done = number + 1
+        for piece in pieces[done // 2 :]:
+            piece()
+        early = min(k_tiles, EARLY_STAGES) if meanwhile is not None else done
+        last = lax.fori_loop(done, early, step_here, last)
         if meanwhile is not None:
             meanwhile()
         last = lax.fori_loop(early, k_tiles, step_here, last)

@@ -96,10 +96,6 @@ class MosaicGpuConfig:
     """The forward pass; None takes the heuristic's choice."""
     backward: BackwardBlocks | None = None
     """The backward pass; None takes the heuristic's choice."""
-    relative_bias: bool = False
-    """Read a relative-position bias in the forward kernel, at head dims up to 128. Off,
-    because the buckets of DeBERTa-v3 have run in the interpreter alone; the gradients
-    are the portable implementation's."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -94,7 +94,7 @@ def varlen_attention_mosaic_gpu(
             " the config of the implementation that you name"
         )
     config = config or MosaicGpuConfig()
-    relative, terms = _checked_terms(relative_bias, q, config)
+    relative, terms = _checked_terms(relative_bias, q)
     scores = Scores(
         window, scale, softcap, sinks is not None, alibi_slopes is not None, relative
     )
@@ -135,17 +135,11 @@ type _Terms = tuple[Array | None, Array | None]
 
 
 def _checked_terms(
-    bias: RelativeBias | None, q: Array, config: MosaicGpuConfig
+    bias: RelativeBias | None, q: Array
 ) -> tuple[tuple[RelativeBuckets, bool, bool] | None, _Terms]:
     """What `Scores` says of a relative bias, and its terms."""
     if bias is None:
         return None, (None, None)
-    if not config.relative_bias:
-        raise Unsupported(
-            "varlen_attention: the Hopper kernel reads a relative bias only with"
-            " config=MosaicGpuConfig(relative_bias=True), until it has passed on a GPU;"
-            " use implementation='xla'"
-        )
     terms = bias.query_terms, bias.key_terms
     for x in terms:
         if x is not None and x.dtype != q.dtype:

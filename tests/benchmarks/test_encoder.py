@@ -21,7 +21,7 @@ def test_plain_models_compute_what_ours_do(name):
     leaves, tokens, lengths = encoder.inputs(case.params, jax.random.key(1))
     leaves = [x.astype(jnp.float32) for x in leaves]
     config = encoder.config_of(case.params)
-    model = EncoderModel(config, rngs=nnx.Rngs(0))  # computes in fp32
+    model = EncoderModel(config, rngs=nnx.Rngs(0)).unstacked()  # computes in fp32
     model = jax.tree.unflatten(jax.tree.structure(model), leaves)
     budget = encoder.token_budget(case.params)
     want = model.padded(tokens, lengths=lengths, token_budget=budget)

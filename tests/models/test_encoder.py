@@ -104,6 +104,18 @@ def assert_equal_gradients(actual, expected, tolerance=1e-5):
         assert error <= tolerance * scale, name
 
 
+@pytest.mark.parametrize("name", ["bert_tiny", "albert_tiny", "deberta_v3_tiny"])
+def test_blocks_with_parameters_of_their_own(name):
+    model = make(name, head=MLM)
+    unstacked = model.unstacked()
+    assert model.scan_layers and not unstacked.scan_layers
+    assert unstacked.unstacked().blocks is not None  # twice is as good as once
+    shapes = [p.shape for p in jax.tree.leaves(unstacked.blocks[0])]
+    assert shapes == [p.shape[1:] for p in jax.tree.leaves(model.blocks)]
+    actual, expected = (run(m, TOKENS, BOUNDS) for m in (unstacked, model))
+    assert relative_error(actual[:, :14], expected[:, :14]) < 1e-5
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_parameters_are_counted_and_their_axes_named(name):
     config = encoder_preset(name)

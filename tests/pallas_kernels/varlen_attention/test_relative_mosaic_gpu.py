@@ -77,7 +77,7 @@ def make(name, tokens=TOKENS, heads=HEADS):
         arrays["sinks"] = jnp.linspace(-1.0, 1.0, heads)
     if options.pop("alibi_slopes", False):
         arrays["alibi_slopes"] = jnp.linspace(0.01, 0.1, heads)
-    config = MosaicGpuConfig(forward=blocks, relative_bias=True)
+    config = MosaicGpuConfig(forward=blocks)
     return arrays, buckets, cu, config, options
 
 
@@ -167,15 +167,14 @@ def test_lowers(name):
         lower_for_cuda(run, *rows, kernels=1)
 
 
-def test_off_until_measured():
+def test_terms_of_another_type_are_refused():
     arrays, buckets, cu, _, options = make("short")
-    with use_device(H200):
-        with pytest.raises(Unsupported, match=r"MosaicGpuConfig\(relative_bias=True\)"):
-            attend(arrays, buckets, cu, None, options)
-        arrays["key_terms"] = arrays["key_terms"].astype(jnp.float32)
-        config = MosaicGpuConfig(relative_bias=True)
-        with pytest.raises(Unsupported, match="type float32, the kernel takes that of"):
-            attend(arrays, buckets, cu, config, options)
+    arrays["key_terms"] = arrays["key_terms"].astype(jnp.float32)
+    with (
+        use_device(H200),
+        pytest.raises(Unsupported, match="type float32, the kernel takes that of"),
+    ):
+        attend(arrays, buckets, cu, None, options)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,193 @@
+"""The public linear layer: product, bias and activation of one input.
+
+Axis letters: B any leading axes, M rows, K contraction, N columns.
+"""
+
+import dataclasses
+import functools
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from pallas_kernels.dispatch import dispatch
+from pallas_kernels.matmul import mosaic_gpu_dense
+from pallas_kernels.matmul.activations import ACTIVATIONS
+from pallas_kernels.matmul.api import run
+from pallas_kernels.mosaic import DeviceSpec, as_varying, check_hopper, varying
+
+
+__all__ = ["dense"]
+
+
+def dense(
+    x: Float[Array, "*B M K"],
+    ws: Sequence[Float[Array, "K _N"]],
+    biases: Sequence[Float[Array, " _N"]],
+    *,
+    activation: str | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> tuple[Float[Array, "*B M _N"], ...]:
+    """Linear layers of one input, with bias and activation.
+
+    ``y_i = activation(x @ w_i + bias_i)``
+
+    On Hopper GPUs one kernel computes all of them: it reads x once, and computes the
+    activation of one tile while the tensor cores multiply the next. Elsewhere XLA
+    multiplies, one product for each weight, and fuses what follows. Differentiable; the
+    gradient of an activation starts from its input, which is then stored as well.
+
+    Args:
+        x: ``[*B,M,K]`` activations; leading axes are merged with M.
+        ws: weights of the same type, [K,N] each.
+        biases: [N] each.
+        activation: "gelu" (exact), "gelu_tanh", "relu", or None.
+        implementation: "mosaic_gpu" (Hopper; bfloat16 or float16, K and N multiples of
+            64, M of 8), "xla", a sequence of these, or None for the best.
+
+    Returns:
+        One ``[*B,M,N]`` of the type of x for each weight.
+
+    Raises:
+        ValueError: shapes or types disagree, or the activation is unknown.
+        Unsupported: the implementation named cannot serve the arguments here.
+        ExceptionGroup: none of several implementations can.
+
+    Example:
+        >>> x, w = jnp.ones((2, 3)), jnp.ones((3, 2))
+        >>> (y,) = dense(x, [w], [jnp.array([-4.0, 0.0])], activation="relu")
+        >>> y
+        Array([[0., 3.],
+               [0., 3.]], dtype=float32)
+    """
+    _check(x, ws, biases, activation)
+    if implementation is None:
+        device = DeviceSpec.current()
+        implementation = "xla" if device is None else ("mosaic_gpu", "xla")
+    implementations = {"mosaic_gpu": _mosaic_gpu, "xla": _xla}
+    return dispatch(
+        "dense",
+        implementations,
+        implementation,
+        x,
+        tuple(ws),
+        tuple(biases),
+        activation,
+    )
+
+
+def _check(
+    x: Array, ws: Sequence[Array], biases: Sequence[Array], activation: str | None
+) -> None:
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(
+            f"activation {activation!r}, expected None or one of {list(ACTIVATIONS)}"
+        )
+    if not ws or len(ws) != len(biases):
+        raise ValueError(
+            f"{len(ws)} weights and {len(biases)} biases, expected a bias for each of"
+            " at least one weight"
+        )
+    for w, bias in zip(ws, biases, strict=True):
+        if (*w.shape, *bias.shape) != (x.shape[-1], *2 * bias.shape):
+            raise ValueError(
+                f"x, a weight and its bias have shapes {x.shape}, {w.shape} and"
+                f" {bias.shape}, expected [*B, M, K], [K, N] and [N]"
+            )
+        if not x.dtype == w.dtype == bias.dtype:
+            raise ValueError(
+                f"x, a weight and its bias have types {x.dtype}, {w.dtype} and"
+                f" {bias.dtype}, expected one type; cast them"
+            )
+
+
+def _xla(
+    x: Array, ws: tuple[Array, ...], biases: tuple[Array, ...], activation: str | None
+) -> tuple[Array, ...]:
+    # XLA would make one product of several, and then copy each part out of it to add
+    # its bias. It does not where the inputs look different.
+    inputs = [x] if len(ws) == 1 else jax.lax.optimization_barrier([x] * len(ws))
+    layers = zip(inputs, ws, biases, strict=True)
+    return tuple(_activate(x @ w + bias, activation) for x, w, bias in layers)
+
+
+def _activate(x: Array, activation: str | None) -> Array:
+    return x if activation is None else ACTIVATIONS[activation](x)
+
+
+def _mosaic_gpu(
+    x: Array, ws: tuple[Array, ...], biases: tuple[Array, ...], activation: str | None
+) -> tuple[Array, ...]:
+    rows = math.prod(x.shape[:-1])
+    device = check_hopper(DeviceSpec.current(), "dense")
+    call = _Call(activation=activation, device=device)
+    axes = varying(x, *ws, *biases)
+    flat, ws, biases = jax.tree.map(
+        lambda a: as_varying(a, axes), (x.reshape(rows, -1), ws, biases)
+    )
+    ys: Any = _jitted(flat, ws, biases, call)
+    return tuple(y.reshape(*x.shape[:-1], -1) for y in ys)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Call:
+    activation: str | None
+    device: DeviceSpec
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _dense(
+    x: Array, ws: tuple[Array, ...], biases: tuple[Array, ...], call: _Call
+) -> tuple[Array, ...]:
+    ys = mosaic_gpu_dense.dense(
+        x,
+        ws,
+        biases,
+        activation=call.activation,
+        config=mosaic_gpu_dense.dense_config(x.shape[0], [w.shape[1] for w in ws]),
+        device=call.device,
+    )
+    axes = varying(x, *ws, *biases)
+    return tuple(as_varying(y, axes) for y in ys)  # kernels lose the mark
+
+
+def _forward(
+    x: Array, ws: tuple[Array, ...], biases: tuple[Array, ...], call: _Call
+) -> tuple[tuple[Array, ...], Any]:
+    ys: Any = _dense(x, ws, biases, dataclasses.replace(call, activation=None))
+    # A rematerialization policy may keep these by name.
+    ys = tuple(checkpoint_name(y, "dense_out") for y in ys)
+    kept = None if call.activation is None else ys
+    return tuple(_activate(y, call.activation) for y in ys), (x, ws, kept)
+
+
+def _backward(call: _Call, saved: Any, dys: tuple[Array, ...]) -> tuple[Any, ...]:
+    x, ws, kept = saved
+    if kept is not None:
+        activate = functools.partial(_activate, activation=call.activation)
+        dys = tuple(
+            jax.vjp(activate, y)[1](dy)[0] for y, dy in zip(kept, dys, strict=True)
+        )
+    # One of several parts is rounded once, with the sum.
+    dtype = x.dtype if len(ws) == 1 else jnp.float32
+    parts = (
+        run(dy, w, None, out_dtype=dtype, rhs_transposed=True)
+        for dy, w in zip(dys, ws, strict=True)
+    )
+    dx = functools.reduce(operator.add, parts).astype(x.dtype)
+    dws = tuple(
+        run(x, dy, None, out_dtype=w.dtype, lhs_transposed=True)
+        for dy, w in zip(dys, ws, strict=True)
+    )
+    dbiases = tuple(jnp.sum(dy, 0, dtype=jnp.float32).astype(dy.dtype) for dy in dys)
+    return dx, dws, dbiases
+
+
+_dense.defvjp(_forward, _backward)
+# The layers of a model are traced and lowered once.
+_jitted = jax.jit(_dense, static_argnums=3)

@@ -1,0 +1,223 @@
+"""Hopper kernel of linear layers: several weights of one input, bias and activation.
+
+Behind a short product the activation costs as much as the product, and it needs other
+units of a multiprocessor. So a consumer keeps the sums of a tile, with their bias and
+rounded, in registers, starts the products of its next tile, and while the tensor cores
+have those it computes the activation of the kept tile, one chunk of columns every other
+stage, and stores it.
+
+Axis letters: M rows, K contraction, N columns.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.matmul.activations import KERNEL_ACTIVATIONS
+from pallas_kernels.matmul.config import MatmulConfig, Problem
+from pallas_kernels.matmul.mosaic_gpu import (
+    CONSUMERS,
+    TILE_ROWS,
+    Tiles,
+    check_problem,
+    load_tile,
+    multiply_tile,
+    run_roles,
+    snake_tiles,
+)
+from pallas_kernels.mosaic import DeviceSpec, check_smem
+
+
+__all__ = ["dense", "dense_config"]
+
+CHUNK = 64
+"""Columns of a chunk, 128 bytes."""
+
+
+def dense_config(m: int, widths: Sequence[int]) -> MatmulConfig:
+    """How the kernel cuts a product of `m` rows with weights of these widths.
+
+    Raises:
+        Unsupported: a width is no multiple of 64.
+    """
+    common = math.gcd(*widths)
+    stages = {192: 4, 128: 5, 64: 7}
+    tile_n = next((n for n in stages if common % n == 0), None)
+    if tile_n is None:
+        raise Unsupported(
+            f"dense: weights of {list(widths)} columns, the kernel needs multiples of"
+            f" {CHUNK}; pad them or use implementation='xla'"
+        )
+    paired = pl.cdiv(m, 128) % 2 == 0
+    return MatmulConfig(
+        tile_n=tile_n,
+        stages=stages[tile_n],
+        store_slots=tile_n // CHUNK,
+        cluster="m" if paired else "none",
+    )
+
+
+def dense(
+    x: jax.Array,
+    ws: Sequence[jax.Array],
+    biases: Sequence[jax.Array],
+    *,
+    activation: str | None,
+    config: MatmulConfig,
+    device: DeviceSpec | None,
+) -> tuple[jax.Array, ...]:
+    """Computes ``activation(x @ w + bias)`` for each weight on a Hopper GPU.
+
+    Args:
+        x: [M,K]; bfloat16 or float16, M a multiple of 8.
+        ws: weights [K,N] each, of the type of x; N multiples of `config.tile_n`.
+        biases: [N] each, of the type of x.
+        activation: a name in `ACTIVATIONS`, or None.
+        config: how to cut it.
+        device: the GPU that the kernel is built for.
+
+    Returns:
+        [M,N] each, of the type of x.
+
+    Raises:
+        Unsupported: the device, types, alignment or shared memory do not fit.
+    """
+    problems = [Problem.of(x, w, x.dtype) for w in ws]
+    for problem in problems:
+        device = check_problem(problem, device)
+        if problem.m % TILE_ROWS or problem.n % config.tile_n:
+            raise Unsupported(
+                f"dense: m={problem.m} n={problem.n}, the kernel needs multiples of"
+                f" {TILE_ROWS} and {config.tile_n}; use implementation='xla'"
+            )
+    tiles = [Tiles(problem=problem, config=config) for problem in problems]
+    widths = [problem.n // config.tile_n for problem in problems]
+    starts = [0, *itertools.accumulate(widths)]
+    cut = tiles[0]
+    counts = cut.counts[0], starts[-1]
+    if config.split != "m" or config.cluster == "n":
+        raise Unsupported(
+            f"dense: {config}, expected split='m' and clusters along m or none"
+        )
+    chunks = config.tile_n // CHUNK
+    lines = sum(problem.n for problem in problems) // CHUNK
+    assert device is not None
+    size = cut.smem_bytes + lines * CHUNK * x.dtype.itemsize
+    check_smem(size, device, f"dense with {config}")
+    act = (lambda y: y) if activation is None else KERNEL_ACTIVATIONS[activation]
+
+    def body(x_ref, *refs, bias_smem, bias_full, **scratch):
+        w_refs, bias_refs = refs[: len(ws)], refs[len(ws) : 2 * len(ws)]
+        out_refs = refs[2 * len(ws) :]
+
+        def load(m: Any, n: Any, slot: Any) -> Any:
+            def choose(i: int, slot: Any) -> Any:
+                """From the last weight that begins at or before column tile n."""
+
+                def run(slot: Any) -> Any:
+                    ref, column = w_refs[i], n - starts[i]
+                    return load_tile(tiles[i], x_ref, ref, scratch, m, column, slot)
+
+                if i == 0:
+                    return run(slot)
+                earlier = functools.partial(choose, i - 1)
+                return lax.cond(n >= starts[i], run, earlier, slot)
+
+            return choose(len(ws) - 1, slot)
+
+        def finish(kept: Any, consumer: Any, chunk: int) -> None:
+            """Activates and stores a chunk of the tile that was kept, if there is."""
+            values, m, n = kept
+            y = act(values[chunk].astype(jnp.float32)).astype(x.dtype)
+            buffer = scratch["out_smem"].at[consumer, chunk]
+
+            @pl.when(m >= 0)
+            def _store():
+                # The copy that used this buffer before has read it.
+                plgpu.wait_smem_to_gmem(chunks - 1, wait_read_only=True)
+                buffer[...] = y
+                plgpu.commit_smem()
+                for i, out in enumerate(out_refs):
+
+                    @pl.when((n >= starts[i]) & (n < starts[i + 1]))
+                    def _copy(i=i, out=out):
+                        view = tiles[i].out_view(out, m, n - starts[i], consumer, chunk)
+                        plgpu.copy_smem_to_gmem(buffer, view)
+
+        def consume(m: Any, n: Any, carry: Any, consumer: Any) -> Any:
+            slot, kept = carry
+            pieces = [
+                functools.partial(finish, kept, consumer, chunk)
+                for chunk in range(chunks)
+            ]
+            sums, slot = multiply_tile(cut, scratch, consumer, slot, pieces=pieces)
+            values = []
+            for chunk in range(chunks):
+                bias = plgpu.load(
+                    bias_smem.at[n * chunks + chunk],
+                    layout=plgpu.Layout.WGMMA.reduce(0),
+                    optimized=False,
+                )
+                part = sums[:, chunk * CHUNK : (chunk + 1) * CHUNK]
+                wide = lax.broadcast_in_dim(bias.astype(jnp.float32), part.shape, (1,))
+                values.append((part + wide).astype(x.dtype))
+            return slot, (tuple(values), m, n)
+
+        def last(carry: Any) -> None:
+            _, kept = carry
+            for chunk in range(chunks):
+                finish(kept, lax.axis_index("warpgroup"), chunk)
+
+        @pl.when(lax.axis_index("warpgroup") == CONSUMERS)
+        def _biases():
+            for i, bias_ref in enumerate(bias_refs):
+                first = starts[i] * chunks
+                rows = pl.ds(first, problems[i].n // CHUNK)
+                plgpu.copy_gmem_to_smem(bias_ref, bias_smem.at[rows], bias_full)
+
+        @pl.when(lax.axis_index("warpgroup") < CONSUMERS)
+        def _wait():
+            plgpu.barrier_wait(bias_full)
+
+        nothing = plgpu.layout_cast(
+            jnp.zeros((config.block[0], CHUNK), x.dtype), plgpu.Layout.WGMMA
+        )
+        kept = (nothing,) * chunks, jnp.int32(-1), jnp.int32(0)
+        run_roles(
+            cut,
+            scratch,
+            snake_tiles(config, counts),
+            load,
+            consume,
+            finish=last,
+            consumer_carry=kept,
+        )
+
+    size = math.prod(config.cluster_tiles)
+    workers = min(device.num_sms // size, math.prod(counts) // size)
+    cluster = {"cluster": (size,), "cluster_names": ("cluster",)} if size > 1 else {}
+    ys = plgpu.kernel(
+        body,
+        out_type=[jax.ShapeDtypeStruct((p.m, p.n), x.dtype) for p in problems],
+        scratch_types=cut.scratch_types()
+        | {
+            "bias_smem": plgpu.SMEM((lines, CHUNK), x.dtype),
+            "bias_full": plgpu.Barrier(num_arrivals=len(ws)),
+        },
+        grid=(workers,),
+        grid_names=("worker",),
+        num_threads=CONSUMERS + 1,
+        thread_name="warpgroup",
+        kernel_name="dense",
+        **cluster,
+    )(x, *ws, *(bias.reshape(-1, CHUNK) for bias in biases))
+    return tuple(ys)

@@ -1,0 +1,173 @@
+"""Linear layers with bias and activation: portable, interpreted and lowered."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.matmul import MatmulConfig, dense, gelu
+from pallas_kernels.matmul.activations import ACTIVATIONS, KERNEL_ACTIVATIONS
+from pallas_kernels.matmul.mosaic_gpu_dense import dense as kernel
+from pallas_kernels.matmul.mosaic_gpu_dense import dense_config
+from pallas_kernels.mosaic import H200, use_device
+from tests.interpreter import interpret_mosaic_gpu
+from tests.lowering import lower_for_cuda
+from tests.tolerances import RELATIVE, relative_error
+
+
+BF16 = jnp.dtype(jnp.bfloat16)
+SMALL = MatmulConfig(tile_m=128, tile_n=64, stages=2, store_slots=1)
+WIDE = MatmulConfig(tile_m=128, tile_n=128, stages=2, store_slots=2)
+PLAIN = {
+    None: lambda y: y,
+    "relu": lambda y: np.maximum(y, 0),
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
+
+
+def operands(m, widths, k, dtype=BF16):
+    keys = iter(jax.random.split(jax.random.key(0), 2 * len(widths) + 1))
+    x = jax.random.normal(next(keys), (m, k), dtype)
+    ws = [
+        jax.random.normal(next(keys), (k, n), dtype) * jnp.asarray(k**-0.5, dtype)
+        for n in widths
+    ]
+    return x, ws, [jax.random.normal(next(keys), (n,), dtype) for n in widths]
+
+
+def expected(x, ws, biases, activation):
+    """By the definition, in fp32."""
+    x, ws, biases = jax.tree.map(lambda a: a.astype(jnp.float32), (x, ws, biases))
+    products = (
+        jnp.einsum("...k,kn->...n", x, w, precision="highest") + bias
+        for w, bias in zip(ws, biases, strict=True)
+    )
+    return [PLAIN[activation](y) for y in products]
+
+
+def assert_close(actual, wanted):
+    assert len(actual) == len(wanted)
+    for y, want in zip(actual, wanted, strict=True):
+        assert relative_error(np.asarray(y), want) < RELATIVE[BF16]
+
+
+@pytest.mark.parametrize(
+    ("num_sms", "m", "widths", "k", "activation", "config"),
+    [
+        (1, 256, (64,), 320, "gelu", SMALL),  # kept from tile to tile
+        (2, 264, (128, 128), 192, None, WIDE),  # rows past the end of a tile
+        (1, 256, (128, 256), 64, "gelu_tanh", WIDE),  # pieces left after one stage
+        (1, 128, (64, 128), 128, "relu", SMALL),
+        (1, 128, (192,), 192, "gelu", dense_config(128, [192])),
+    ],
+)
+def test_interpreted_kernel(num_sms, m, widths, k, activation, config):
+    x, ws, biases = operands(m, widths, k)
+    device = dataclasses.replace(H200, num_sms=num_sms)
+    with interpret_mosaic_gpu(detect_races=True):
+        ys = kernel(x, ws, biases, activation=activation, config=config, device=device)
+        ys = [np.asarray(y) for y in ys]
+    assert [y.shape for y in ys] == [(m, n) for n in widths]
+    assert_close(ys, expected(x, ws, biases, activation))
+
+
+def test_gradients_of_the_kernel():
+    x, ws, biases = operands(128, (64, 64), 64)
+    dys = [jax.random.normal(jax.random.key(i), (128, 64)) for i in (3, 4)]
+
+    def loss(arguments, implementation):
+        x, ws, biases = arguments
+        ys = dense(x, ws, biases, activation="gelu", implementation=implementation)
+        return sum(
+            jnp.vdot(y.astype(jnp.float32), d) for y, d in zip(ys, dys, strict=True)
+        )
+
+    def wanted(arguments):
+        x, ws, biases = arguments
+        ys = expected(x, ws, biases, "gelu")
+        return sum(jnp.vdot(y, d) for y, d in zip(ys, dys, strict=True))
+
+    want = jax.grad(wanted)((x, ws, biases))
+    with use_device(dataclasses.replace(H200, num_sms=1)), interpret_mosaic_gpu():
+        found = jax.grad(loss)((x, ws, biases), "mosaic_gpu")
+        found = jax.tree.map(np.asarray, found)
+    portable = jax.grad(loss)((x, ws, biases), "xla")
+    for actual in (found, portable):
+        for g, w in zip(jax.tree.leaves(actual), jax.tree.leaves(want), strict=True):
+            assert relative_error(g, w) < 2 * RELATIVE[BF16]
+
+
+@pytest.mark.parametrize("activation", list(PLAIN))
+def test_portable_layers(activation):
+    x, ws, biases = operands(6, (5, 7), 4, jnp.float32)
+    ys = dense(x.reshape(2, 3, 4), ws, biases, activation=activation)
+    assert [y.shape for y in ys] == [(2, 3, 5), (2, 3, 7)]
+    flat = [y.reshape(6, -1) for y in ys]
+    assert_close(flat, expected(x, ws, biases, activation))
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "relu"])
+def test_activations_of_kernels(name):
+    x = jnp.concatenate([jnp.linspace(-9, 9, 30_001), jnp.array([-1e30, 1e30])])
+    found, want = KERNEL_ACTIVATIONS[name](x), PLAIN[name](x)
+    # Less than half of what rounding to bfloat16 does at 1, and where the gate closes.
+    near = jnp.abs(x) < 4
+    assert float(jnp.max(jnp.abs(found - want), where=near, initial=0)) < 2e-5
+    bound = jnp.maximum(1e-4, 5e-5 * jnp.abs(x))
+    assert bool(jnp.all(jnp.abs(found - want) < bound))
+    assert float(KERNEL_ACTIVATIONS[name](jnp.float32(-jnp.inf))) <= 0
+    assert bool(jnp.isnan(KERNEL_ACTIVATIONS[name](jnp.float32(jnp.nan))))
+    assert ACTIVATIONS["gelu"] is gelu
+
+
+@pytest.mark.parametrize(
+    ("m", "widths", "k"),
+    [
+        (9984, (768, 768, 768), 768),
+        (9984, (3072,), 768),
+        (2048, (1024, 256, 256), 1024),
+        (256, (64,), 64),
+    ],
+)
+def test_layers_lower_with_their_gradients(m, widths, k):
+    x, ws, biases = jax.eval_shape(lambda: operands(m, widths, k))
+    run = functools.partial(dense, activation="gelu", implementation="mosaic_gpu")
+
+    def loss(x, ws, biases):
+        return sum(jnp.sum(y.astype(jnp.float32)) for y in run(x, ws, biases))
+
+    with use_device(H200):
+        lower_for_cuda(run, x, ws, biases, kernels=1)
+        lower_for_cuda(jax.grad(loss, (0, 1, 2)), x, ws, biases)
+
+
+def test_what_the_kernel_cannot_do_goes_to_xla():
+    run = functools.partial(dense, activation="gelu")
+    with use_device(H200):
+        for args in (
+            operands(128, (64,), 64, jnp.float32),
+            operands(12, (64,), 64),
+            operands(128, (96,), 64),
+        ):
+            with pytest.raises(Unsupported):
+                run(*args, implementation="mosaic_gpu")
+            assert_close(run(*args), expected(*args, "gelu"))
+    with pytest.raises(Unsupported, match="dense"):
+        run(*operands(128, (64,), 64), implementation="mosaic_gpu")
+
+
+def test_mistakes():
+    x, ws, biases = operands(8, (4, 4), 4)
+    with pytest.raises(ValueError, match="activation 'tanh'"):
+        dense(x, ws, biases, activation="tanh")
+    with pytest.raises(ValueError, match="2 weights and 1 biases"):
+        dense(x, ws, biases[:1])
+    with pytest.raises(ValueError, match=r"expected \[\*B, M, K\], \[K, N\] and \[N\]"):
+        dense(x, ws, [b[:3] for b in biases])
+    with pytest.raises(ValueError, match="expected one type"):
+        dense(x, ws, [b.astype(jnp.float32) for b in biases])

@@ -1,0 +1,56 @@
+"""Linear layers with bias and activation on a GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.matmul import dense
+from tests.pallas_kernels.matmul.test_dense import assert_close, expected, operands
+from tests.tolerances import RELATIVE, relative_error
+
+
+pytestmark = pytest.mark.gpu
+run = functools.partial(dense, implementation="mosaic_gpu")
+
+
+@pytest.mark.parametrize("activation", [None, "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize(
+    ("m", "widths", "k"),
+    [
+        (9984, (768, 768, 768), 768),
+        (5120, (3072,), 768),
+        (8, (64,), 64),
+        (1000, (1024, 128), 256),
+        (4104, (192, 64), 4096),
+    ],
+)
+def test_values_repeat_and_are_right(m, widths, k, activation):
+    x, ws, biases = operands(m, widths, k)
+    f = jax.jit(functools.partial(run, activation=activation))
+    ys = f(x, ws, biases)
+    assert_close(ys, expected(x, ws, biases, activation))
+    for _ in range(10):
+        for y, again in zip(ys, f(x, ws, biases), strict=True):
+            np.testing.assert_array_equal(y, again)
+
+
+def test_gradients():
+    x, ws, biases = operands(1024, (256, 128), 512)
+    dys = [
+        jax.random.normal(jax.random.key(i), (1024, n))
+        for i, n in enumerate((256, 128))
+    ]
+
+    def loss(f, arguments):
+        ys = f(*arguments, activation="gelu")
+        return sum(
+            jnp.vdot(y.astype(jnp.float32), d) for y, d in zip(ys, dys, strict=True)
+        )
+
+    found = jax.jit(jax.grad(functools.partial(loss, run)))((x, ws, biases))
+    want = jax.grad(functools.partial(loss, expected))((x, ws, biases))
+    for g, w in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        assert relative_error(g, w) < 2 * RELATIVE[jnp.dtype(jnp.bfloat16)]
