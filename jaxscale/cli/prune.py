@@ -134,7 +134,7 @@ def tuning_config(
     output_dir: Path,
 ) -> TrainConfig:
     """The settings of a run under masks, from those of the dense run."""
-    rate = learning_rate or run.optimizer.learning_rate / 2
+    rate = run.optimizer.learning_rate / 2 if learning_rate is None else learning_rate
     optimizer = dataclasses.replace(
         run.optimizer, learning_rate=rate, warmup_steps=min(10, steps // 10)
     )

@@ -98,6 +98,7 @@ def test_prune_trains_under_masks_and_reports(trained, command, tmp_path):
         (["--pattern", "tile"], "invalid choice|expected one of|choose"),
         (["--k-granularity", "3"], "k_granularity 3, expected 1, 8 or 64"),
         (["--steps", "0"], "steps 0, expected at least 1"),
+        (["--learning-rate", "0"], "learning_rate 0.0 must be > 0"),
         (
             ["--schedule", "paper", "--steps", "10"],
             "half of them are fewer than the 8 stages of the schedule paper",
