@@ -23,7 +23,11 @@ from pallas_kernels.varlen_attention import (
     positions_from_cu_seqlens,
     segment_ids_from_cu_seqlens,
 )
-from pallas_kernels.varlen_attention.segments import check_cu_seqlens, concrete
+from pallas_kernels.varlen_attention.segments import (
+    check_cu_seqlens,
+    concrete,
+    cut_cu_seqlens,
+)
 
 
 # As a pytree it also carries shardings, shapes or None in the place of arrays, so its
@@ -171,6 +175,7 @@ def unpack(
     """
     packed = jnp.asarray(packed)
     cu = check_cu_seqlens("cu_seqlens", cu_seqlens, packed.shape[0])
+    cu = cut_cu_seqlens(cu, packed.shape[0])
     values = concrete(cu_seqlens)
     if values is not None and (longest := np.diff(values).max()) > max_len:
         raise ValueError(

@@ -35,8 +35,9 @@ class ForwardBlocks:
     """How the forward kernel is cut."""
 
     consumers: int = 2
-    """Warpgroups that multiply, each 64 queries; 1 leaves room for a second block on
-    the multiprocessor, which suits short sequences."""
+    """Warpgroups that multiply, each 64 queries. 1 is a kernel of its own, for short
+    sequences: a block is one warpgroup with one tile, and four share a
+    multiprocessor."""
     block_k: int = 128
     """Keys of a step."""
     stages: int = 2
@@ -143,7 +144,8 @@ def forward_smem(problem: Problem, blocks: ForwardBlocks) -> int:
     """Shared memory of a block of the forward kernel, barriers included."""
     queries = smem_bytes((blocks.block_q, problem.head_dim), problem.dtype)
     keys = smem_bytes((blocks.block_k, problem.head_dim), problem.dtype)
-    return query_buffers(problem) * queries + 2 * blocks.stages * keys + 2048
+    buffers = 1 if blocks.consumers == 1 else query_buffers(problem)
+    return buffers * queries + 2 * blocks.stages * keys + 2048
 
 
 def backward_smem(problem: Problem, blocks: BackwardBlocks) -> int:
@@ -164,15 +166,15 @@ def forward_blocks(problem: Problem, device: DeviceSpec) -> ForwardBlocks:
         device: number of multiprocessors.
 
     Returns:
-        Tiles of 128 queries, at head dim 64 of 192; of 64, two blocks to a
-        multiprocessor, where the sequences are so short on average (the budget of
-        tokens over that of sequences) that larger tiles would be half empty.
+        Tiles of 128 queries, at head dim 64 of 192; of 64, where the sequences are so
+        short on average (the budget of tokens over that of sequences) that larger tiles
+        would be half empty, and not so many that blocks search long for theirs.
     """
     del device
     length = math.ceil(problem.queries / problem.max_seqs)
     if problem.head_dim == 64:
-        if length <= 384:
-            return ForwardBlocks(consumers=1, block_k=64, stages=3)
+        if length <= 384 and problem.max_seqs < 1024:
+            return ForwardBlocks(consumers=1, block_k=64, overlap=False)
         return ForwardBlocks(consumers=3 if length > 512 else 2)
     return ForwardBlocks(block_k=64 if problem.head_dim == 256 else 128)
 

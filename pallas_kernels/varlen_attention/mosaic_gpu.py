@@ -34,12 +34,10 @@ from pallas_kernels.varlen_attention.config import (
     forward_blocks,
     forward_smem,
 )
+from pallas_kernels.varlen_attention.consumer import Scores, tile_terms
 from pallas_kernels.varlen_attention.mosaic_gpu_backward import backward
-from pallas_kernels.varlen_attention.mosaic_gpu_forward import (
-    Scores,
-    forward,
-    tile_terms,
-)
+from pallas_kernels.varlen_attention.mosaic_gpu_forward import forward
+from pallas_kernels.varlen_attention.mosaic_gpu_short import forward_short
 from pallas_kernels.varlen_attention.relative import RelativeBias, RelativeBuckets
 from pallas_kernels.varlen_attention.schedule import Sequences
 from pallas_kernels.varlen_attention.segments import Window
@@ -324,6 +322,10 @@ def _forward_blocks(call: _Call, problem: Problem) -> ForwardBlocks:
         blocks = ForwardBlocks(block_k=64)  # the terms take more room than the keys
     size = forward_smem(problem, blocks)
     if (relative := tile_terms(call.scores, blocks)) is not None:
+        if blocks.consumers == 1:
+            raise Unsupported(
+                "varlen_attention: consumers=1 with a relative bias, expected 2 or 3"
+            )
         size += relative.smem(blocks.stages, problem.dtype.itemsize)
     check_smem(size, call.device, f"varlen_attention with {blocks}")
     return blocks
@@ -353,12 +355,16 @@ def _forward(
 ) -> tuple[Array, Array]:
     """Of many rows: ``(out, lse)``."""
     problem = _problem(q, k, cu_q)
-    seqs = Sequences.of(cu_q, cu_k, problem.queries, problem.keys)
     arrays = iter(optional)
     sinks = next(arrays) if call.scores.sinks else None
     slopes = next(arrays) if call.scores.alibi else None
     terms = tuple(arrays)
     blocks = _forward_blocks(call, problem)
+    if blocks.consumers == 1:
+        return forward_short(
+            problem, call.scores, blocks, q, k, v, cu_q, cu_k, sinks, slopes
+        )
+    seqs = Sequences.of(cu_q, cu_k, problem.queries, problem.keys)
     return forward(
         problem, call.scores, blocks, q, k, v, seqs, sinks, slopes, call.device, terms
     )

@@ -16,13 +16,9 @@ is a union of two views, one that the copies write and one that wgmma reads.
 weights are masked to zero, but zero times NaN is NaN, and what lies past the last
 sequence may be NaN. A step that would read it is moved up to end with the data; the
 keys that it then holds twice are masked.
-
-**Masks** are applied in the first and last steps of a tile alone: the steps are cut
-into three loops, and the one in the middle knows of no mask.
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -40,11 +36,17 @@ from pallas_kernels.varlen_attention.config import (
     Problem,
     query_buffers,
 )
+from pallas_kernels.varlen_attention.consumer import (
+    LOG2E,
+    Consumer,
+    Scores,
+    index_arrays,
+    step_start,
+    tile_terms,
+)
 from pallas_kernels.varlen_attention.diagonals import TileTerms
-from pallas_kernels.varlen_attention.relative import RelativeBuckets
 from pallas_kernels.varlen_attention.rows import (
     copy_line,
-    keep_band,
     store_rows,
     take_ticket,
 )
@@ -54,7 +56,6 @@ from pallas_kernels.varlen_attention.schedule import (
     most_tiles,
     tile_sequences,
 )
-from pallas_kernels.varlen_attention.segments import Window
 
 
 __all__ = [
@@ -68,48 +69,12 @@ __all__ = [
     "index_arrays",
 ]
 
-LOG2E = math.log2(math.e)
-_LN2 = math.log(2.0)
 _L2_BYTES = 32 * 2**20
 """Keys and values of the heads that run together should fit in the L2 cache."""
 
 _FIELDS = ("row", "q0", "rows", "k0", "steps", "first", "last", "offset", "k_end",
            "k_total", "real", "slots")  # fmt: skip
 _PUBLISHED = (*_FIELDS, "head")
-
-
-@jax.tree_util.register_static
-class Scores:
-    """How a score follows from ``q . k``: the static part."""
-
-    def __init__(
-        self,
-        window: Window,
-        scale: float,
-        softcap: float | None,
-        sinks: bool,
-        alibi: bool,
-        relative: tuple[RelativeBuckets, bool, bool] | None = None,
-    ) -> None:
-        self.window, self.scale, self.softcap = window, scale, softcap
-        self.sinks, self.alibi, self.relative = sinks, alibi, relative
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Scores) and vars(self) == vars(other)
-
-    def __hash__(self) -> int:
-        return hash(tuple(vars(self).values()))
-
-    @property
-    def plain(self) -> bool:
-        """Nothing happens to a product but a positive factor."""
-        changed = self.softcap is not None or self.alibi or self.relative is not None
-        return not changed and self.scale > 0
-
-    @property
-    def factor(self) -> float:
-        """What turns scores as `log2_scores` gives them into powers of two."""
-        return self.scale * LOG2E if self.plain else 1.0
 
 
 def chunked(stages: tuple[int, ...], rows: int, chunks: int, dtype: Any) -> Any:
@@ -121,15 +86,6 @@ def chunked(stages: tuple[int, ...], rows: int, chunks: int, dtype: Any) -> Any:
         plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle)),
         plgpu.SMEM(shape, dtype, transforms=(swizzle,)),
     )
-
-
-def index_arrays(shape: tuple[int, int]) -> tuple[Any, Any]:
-    """Row and column of each accumulator, int32."""
-    rows, columns = (
-        plgpu.broadcasted_iota(jnp.int32, shape, d, layout=plgpu.Layout.WGMMA)
-        for d in (0, 1)
-    )
-    return rows, columns
 
 
 def heads_together(problem: Problem) -> int:
@@ -158,19 +114,20 @@ def decode_block(index: Any, slots: Any, kv_heads: int, copies: int) -> tuple[An
     return lax.div(within, width), group * width + lax.rem(within, width)
 
 
-def _table(
-    problem: Problem, scores: Scores, blocks: ForwardBlocks, seqs: Sequences
-) -> Int[Array, "slots fields"]:
-    """`_FIELDS` of the tile in each slot; "slots" are those that are used.
+def tile_fields(
+    scores: Scores, blocks: ForwardBlocks, seq: Sequences, index: Array
+) -> dict[str, Array]:
+    """`_FIELDS` but the last of the tile of a sequence, all of one shape.
 
-    The last line has no rows: it is for every ticket past the last tile.
+    Args:
+        scores: what queries see.
+        blocks: size of tiles and steps.
+        seq: the tile's sequence.
+        index: which tile of it. If queries see no keys to their right, the last tile,
+            which sees the most, is number 0.
     """
     block_q, block_k = blocks.block_q, blocks.block_k
-    slots = most_tiles(problem.rows, problem.queries, problem.max_seqs, block_q)
-    cost = (seqs.k_end - seqs.k_start) * seqs.real
-    tiles = tile_sequences(seqs.q_start, seqs.q_end, cost, block_q, slots + 1)
-    seq, index = tiles.sequences(seqs), tiles.index
-    if scores.window[1] is not None:  # the last tiles see the most keys
+    if scores.window[1] is not None:
         index = -(-(seq.q_end - seq.q_start) // block_q) - 1 - index
     q0 = seq.q_start + index * block_q
     q1 = jnp.minimum(q0 + block_q, seq.q_end)
@@ -186,7 +143,7 @@ def _table(
     if right is not None:
         seen_by_all = jnp.minimum(seen_by_all, q0 + offset + right + 1)
     last = jnp.clip((seen_by_all - start) // block_k, first, steps)
-    fields = {
+    return {
         "row": seq.row,
         "q0": q0,
         "rows": q1 - q0,
@@ -199,6 +156,19 @@ def _table(
         "k_total": seq.k_total,
         "real": seq.real,
     }
+
+
+def tile_table(
+    problem: Problem, scores: Scores, blocks: ForwardBlocks, seqs: Sequences
+) -> Int[Array, "slots fields"]:
+    """`_FIELDS` of the tile in each slot; "slots" are those that are used.
+
+    The last line has no rows: it is for every ticket past the last tile.
+    """
+    slots = most_tiles(problem.rows, problem.queries, problem.max_seqs, blocks.block_q)
+    cost = (seqs.k_end - seqs.k_start) * seqs.real
+    tiles = tile_sequences(seqs.q_start, seqs.q_end, cost, blocks.block_q, slots + 1)
+    fields = tile_fields(scores, blocks, tiles.sequences(seqs), tiles.index)
     return tiles.table([fields[name] for name in _FIELDS[:-1]], total=True)
 
 
@@ -216,7 +186,7 @@ def forward(
     terms: tuple[Float[Array, "R rows N P"], ...] = (),
 ) -> tuple[Float[Array, "R T N H"], Float[Array, "R T N"]]:
     """Runs the kernel; ``(out, lse)``. `terms` of a relative bias, as `Scores` says."""
-    table = _table(problem, scores, blocks, seqs)
+    table = tile_table(problem, scores, blocks, seqs)
     extra = [x for x in (sinks, slopes) if x is not None]
     body = functools.partial(_body, problem, scores, blocks)
     consumers, stages = blocks.consumers, blocks.stages
@@ -227,7 +197,6 @@ def forward(
     if relative is not None:
         bias_scratch = relative.scratch(stages, problem.dtype)
         extra += [jnp.asarray(relative.table()), *terms]
-    workers = device.num_sms * (2 if consumers == 1 else 1)
     return plgpu.kernel(
         body,
         out_type=(
@@ -253,7 +222,7 @@ def forward(
             "turn": plgpu.Barrier(num_arrivals=consumers),
             **bias_scratch,
         },
-        grid=(min(workers, (table.shape[0] - 1) * problem.heads),),
+        grid=(min(device.num_sms, (table.shape[0] - 1) * problem.heads),),
         grid_names=("worker",),
         num_threads=consumers + 1,
         thread_name="warpgroup",
@@ -267,7 +236,7 @@ _REGISTERS = {2: (24, 240), 3: (32, 160)}
 
 A block starts with as many for each thread as the whole file holds for that number of
 threads, 168 for 384 and 128 for 512, and what one gives up others may take: more would
-wait forever. A single consumer has enough from the start.
+wait forever.
 """
 
 
@@ -285,15 +254,14 @@ def _body(
     """The kernel: one producer and some consumers."""
     *extra, out, lse = refs
     warpgroup = lax.axis_index("warpgroup")
-    registers = _REGISTERS.get(blocks.consumers)
+    registers = _REGISTERS[blocks.consumers]
     counter = pl.get_global(plgpu.SemaphoreType.REGULAR((1,)))
     relative = tile_terms(scores, blocks)
     bias = tuple(extra[scores.sinks + scores.alibi :])
 
     @pl.when(warpgroup == blocks.consumers)
     def _producer() -> None:
-        if registers:
-            plgpu.set_max_registers(registers[0], action="decrease")
+        plgpu.set_max_registers(registers[0], action="decrease")
         load_queries = functools.partial(_load_queries, problem, blocks, q, scratch)
         load_steps = functools.partial(
             _load_steps, problem, blocks, relative, bias, k, v, scratch
@@ -339,8 +307,7 @@ def _body(
 
     @pl.when(warpgroup < blocks.consumers)
     def _consumer() -> None:
-        if registers:
-            plgpu.set_max_registers(registers[1], action="increase")
+        plgpu.set_max_registers(registers[1], action="increase")
         _hand_over(problem, blocks, scratch, warpgroup, relative is not None)
         if relative is not None:
             plgpu.barrier_wait(scratch["entries_full"])
@@ -362,8 +329,9 @@ def _body(
                 extras = iter(extra)
                 sink = next(extras)[row, head] if scores.sinks else None
                 slope = next(extras)[row, head] if scores.alibi else None
+                buffer = _query_buffer(problem, number)
                 consumer = Consumer(problem, scores, blocks, tile, warpgroup, sink,
-                                    slope, scratch, number, steps)  # fmt: skip
+                                    slope, scratch, buffer, steps)  # fmt: skip
                 here = pl.ds(tile["q0"] + warpgroup * ROWS, ROWS)
                 rows = tile["rows"] - warpgroup * ROWS
 
@@ -428,13 +396,6 @@ def _query_buffer(problem: Problem, number: Any) -> Any:
     return lax.rem(number, jnp.int32(query_buffers(problem)))
 
 
-def _step_start(blocks: ForwardBlocks, tile: dict[str, Any], step: Any) -> Any:
-    """The first key of a step; the last step may be moved up to end with the data."""
-    return jnp.minimum(
-        tile["k0"] + step * blocks.block_k, tile["k_total"] - blocks.block_k
-    )
-
-
 def copy_rows(
     ref: Any, row: Any, start: Any, head: Any, smem: Any, barrier: Any
 ) -> None:
@@ -444,11 +405,6 @@ def copy_rows(
         columns = pl.ds(chunk * CHUNK, CHUNK)
         source = ref.at[row, pl.ds(start, rows), head, columns]
         plgpu.copy_gmem_to_smem(source, smem.at[chunk], barrier)
-
-
-def tile_terms(scores: Scores, blocks: ForwardBlocks) -> TileTerms | None:
-    """The terms of a relative bias that a block reads in a step."""
-    return TileTerms.of(scores.relative, ROWS, blocks.consumers, blocks.block_k)
 
 
 def _load_queries(
@@ -488,7 +444,7 @@ def _load_steps(
 
     def step(i: Any, _: None) -> None:
         stage = lax.rem(steps + i, jnp.int32(blocks.stages))
-        start = _step_start(blocks, tile, i)
+        start = step_start(blocks, tile, i)
         for ref, name in ((k, "k"), (v, "v")):
             smem = scratch[f"{name}_smem"][1]
             plgpu.barrier_wait(scratch[f"{name}_empty"].at[stage])
@@ -499,298 +455,3 @@ def _load_steps(
                 relative.load(scratch, stage, bias, place, tile["q0"], start)
 
     lax.fori_loop(begin, end, step, None)
-
-
-class Consumer:
-    """One warpgroup: 64 queries against all keys that the tile sees."""
-
-    def __init__(
-        self,
-        problem: Problem,
-        scores: Scores,
-        blocks: ForwardBlocks,
-        tile: dict[str, Any],
-        warpgroup: Any,
-        sink: Any,
-        slope: Any,
-        scratch: Any,
-        number: Any,
-        steps_before: Any,
-    ) -> None:
-        self.problem, self.scores, self.blocks = problem, scores, blocks
-        self.tile, self.warpgroup, self.scratch = tile, warpgroup, scratch
-        self.sink, self.slope, self.steps_before = sink, slope, steps_before
-        self.buffer = _query_buffer(problem, number)
-        self.q_barrier = self.buffer * blocks.consumers + warpgroup
-        self.q_smem, self.k_smem, self.v_smem = (
-            scratch[f"{name}_smem"][0] for name in "qkv"
-        )
-        self.shape = (ROWS, blocks.block_k)
-        self.q0 = tile["q0"] + warpgroup * ROWS
-
-    # --- pieces of a step -------------------------------------------------------------
-
-    def stage(self, step: Any) -> Any:
-        """The stage of the ring that holds a step."""
-        return lax.rem(self.steps_before + step, jnp.int32(self.blocks.stages))
-
-    def wait(self, name: str, step: Any) -> Any:
-        """The stage of a step, once its keys or values are there."""
-        stage = self.stage(step)
-        plgpu.barrier_wait(self.scratch[f"{name}_full"].at[stage])
-        return stage
-
-    def release(self, name: str, step: Any) -> None:
-        """Hands the stage of a step back to the producer."""
-        plgpu.barrier_arrive(self.scratch[f"{name}_empty"].at[self.stage(step)])
-
-    def take_turns(self) -> None:
-        """Meets the other consumer: one has multiplied, the other one exponentiated."""
-        if self.blocks.ping_pong:
-            plgpu.barrier_arrive(self.scratch["turn"])
-            plgpu.barrier_wait(self.scratch["turn"])
-
-    def multiply_keys(self, acc: Any, stage: Any) -> None:
-        """Starts ``q @ k.T``, one wgmma group a chunk."""
-        for chunk in range(self.problem.chunks):
-            keys = self.k_smem.at[stage, chunk].transpose((1, 0))
-            plgpu.wgmma(acc, self.q_smem.at[self.buffer, self.warpgroup, chunk], keys)
-
-    def multiply_values(self, acc: Any, weights: Any, stage: Any) -> None:
-        """Starts ``weights @ v``, one wgmma group a chunk."""
-        for chunk in range(self.problem.chunks):
-            columns = acc.at[:, chunk * CHUNK : (chunk + 1) * CHUNK]
-            plgpu.wgmma(columns, weights, self.v_smem.at[stage, chunk])
-
-    def log2_scores(self, products: Any, step: Any, masked: bool) -> Any:
-        """Scores; times `Scores.factor` they are logarithms to base 2."""
-        x = self.scores
-        start = _step_start(self.blocks, self.tile, step)
-        # How far the first key lies to the right of the first query's diagonal.
-        shift = start - self.q0 - self.tile["offset"]
-        scale = x.scale
-        if (relative := tile_terms(x, self.blocks)) is not None:
-            products = relative.add_step(
-                products * scale,
-                self.scratch,
-                self.stage(step),
-                self.warpgroup,
-                self.tile["q0"],
-                start,
-            )
-            scale = 1.0
-        if not x.plain:
-            if x.softcap is not None:
-                capped = jnp.tanh(products * (scale / x.softcap))
-                products = capped * (x.softcap * LOG2E)
-            else:
-                products = products * (scale * LOG2E)
-            if x.alibi:
-                rows, columns = index_arrays(self.shape)
-                away = jnp.abs(columns - rows + shift).astype(jnp.float32)
-                products = products - away * (self.slope * LOG2E)
-        if masked:
-            left, right = x.window
-            # Keys of the step before, which a step that was moved up holds again.
-            least = self.tile["k0"] + step * self.blocks.block_k - start
-            products = keep_band(
-                products,
-                columns=(least, self.tile["k_end"] - start - 1),
-                distance=(
-                    None if left is None else -left - shift,
-                    None if right is None else right - shift,
-                ),
-            )
-        return products
-
-    def softmax(self, s: Any, m: Any, total: Any, masked: bool) -> tuple[Any, ...]:
-        """Weights of a step, and the factor of what was summed before."""
-        factor = self.scores.factor
-        m_new = jnp.maximum(m, jnp.max(s, axis=1) * factor)
-        safe = m_new
-        if masked:  # a query may have seen nothing yet
-            safe = jnp.where(m_new == -jnp.inf, jnp.zeros_like(m_new), m_new)
-        alpha = jnp.exp2(m - safe)
-        s = s * factor if factor != 1.0 else s
-        p = jnp.exp2(s - lax.broadcast_in_dim(safe, self.shape, [0]))
-        total = total * alpha + jnp.sum(p, axis=1)
-        return p, m_new, total, alpha
-
-    def spread(self, column: Any) -> Any:
-        """A number a query to the shape of the sums."""
-        return lax.broadcast_in_dim(column, (ROWS, self.problem.head_dim), [0])
-
-    # --- loops ------------------------------------------------------------------------
-
-    def sections(self, step: Any, carry: Any, start: int) -> Any:
-        """All steps from `start`: with a mask, without, with a mask."""
-        first, last, steps = (self.tile[x] for x in ("first", "last", "steps"))
-        masked = functools.partial(step, masked=True)
-        if self.scores.window[0] is not None:
-            carry = lax.fori_loop(start, first, masked, carry)
-            last = jnp.maximum(last, start)
-            first = jnp.maximum(first, start)
-        else:
-            first = jnp.int32(start)
-            last = jnp.maximum(last, start)
-        carry = lax.fori_loop(first, last, functools.partial(step, masked=False), carry)
-        return lax.fori_loop(last, steps, masked, carry)
-
-    def run(self) -> tuple[Any, Any]:
-        """The outputs of the tile: values [64, H] and lse [64], fp32."""
-        plgpu.barrier_wait(self.scratch["q_full"].at[self.q_barrier])
-        column = plgpu.Layout.WGMMA.reduce(1)
-        m = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), column)
-        total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), column)
-        loop = self.overlapped if self.blocks.overlap else self.in_turn
-        acc = plgpu.WGMMAAccumulatorRef((ROWS, self.problem.head_dim), jnp.float32)
-        sums, m, total = pl.run_scoped(functools.partial(loop, m, total), acc)
-        return self.normalize(sums, m, total)
-
-    def stand_by(self) -> None:
-        """Keeps step with the others where a sequence ends before this warpgroup."""
-        plgpu.barrier_wait(self.scratch["q_full"].at[self.q_barrier])
-        plgpu.barrier_arrive(self.scratch["q_empty"].at[self.q_barrier])
-
-        relative = tile_terms(self.scores, self.blocks) is not None
-
-        def step(i: Any, _: None) -> None:
-            for name in ("k", "v"):
-                self.wait(name, i)
-                self.release(name, i)
-                self.take_turns()
-            if relative:
-                self.wait("terms", i)
-                self.release("terms", i)
-
-        if self.blocks.ping_pong:
-            pl.when(self.warpgroup == 1)(self.take_turns)
-        lax.fori_loop(0, self.tile["steps"], step, None)
-        if self.blocks.ping_pong:
-            pl.when(self.warpgroup == 0)(self.take_turns)
-
-    def in_turn(self, m: Any, total: Any, acc: Any) -> tuple[Any, Any, Any]:
-        """Steps one after another; two consumers keep the tensor cores busy."""
-
-        def step(i: Any, carry: Any, masked: bool) -> Any:
-            m, total = carry
-            stage = self.wait("k", i)
-
-            def product(scores: Any) -> Any:
-                self.multiply_keys(scores, stage)
-                self.take_turns()
-                return scores[...]
-
-            s = pl.run_scoped(
-                product, plgpu.WGMMAAccumulatorRef(self.shape, jnp.float32)
-            )
-            self.release("k", i)
-            s = self.log2_scores(s, i, masked)
-            p, m, total, alpha = self.softmax(s, m, total, masked)
-            sums = plgpu.wgmma_accumulator_load(acc, wait_n=None)
-            acc[...] = sums * self.spread(alpha)
-            p = p.astype(self.problem.dtype)
-            m, total, p = lax.optimization_barrier((m, total, p))
-            stage = self.wait("v", i)
-            self.take_turns()
-            self.multiply_values(acc, p, stage)
-            plgpu.wgmma_wait(0)
-            self.release("v", i)
-            return m, total
-
-        if self.blocks.ping_pong:
-            pl.when(self.warpgroup == 1)(self.take_turns)
-        m, total = self.sections(step, (m, total), 0)
-        plgpu.barrier_arrive(self.scratch["q_empty"].at[self.q_barrier])
-        if self.blocks.ping_pong:
-            pl.when(self.warpgroup == 0)(self.take_turns)
-        return acc[...], m, total
-
-    def overlapped(self, m: Any, total: Any, acc: Any) -> tuple[Any, Any, Any]:
-        """While weights of a step are computed, values of the one before multiply."""
-        steps = self.tile["steps"]
-
-        def step(i: Any, carry: Any, masked: bool) -> Any:
-            m, total, p = carry
-            keys, values = self.wait("k", i), self.wait("v", i - 1)
-            self.take_turns()
-
-            def products(scores: Any) -> Any:
-                self.multiply_keys(scores, keys)
-                self.multiply_values(acc, p, values)
-                return plgpu.wgmma_accumulator_load(scores, wait_n=self.problem.chunks)
-
-            s = pl.run_scoped(
-                products, plgpu.WGMMAAccumulatorRef(self.shape, jnp.float32)
-            )
-            self.release("k", i)
-            self.take_turns()
-            s = self.log2_scores(s, i, masked)
-            p, m, total, alpha = self.softmax(s, m, total, masked)
-            sums = acc[...]
-            # No register that a later product reads may be written while products run,
-            # or the assembler (its note C7513) makes them run one after another. So the
-            # weights become 16-bit operands only here.
-            p, m, total = lax.optimization_barrier((p, m, total))
-            self.release("v", i - 1)
-            acc[...] = sums * self.spread(alpha)
-            return m, total, p.astype(self.problem.dtype)
-
-        def first_step(_: Any, carry: Any, masked: bool) -> Any:
-            m, total, _ = carry
-            keys = self.wait("k", 0)
-            self.take_turns()
-
-            def products(scores: Any) -> Any:
-                self.multiply_keys(scores, keys)
-                return scores[...]
-
-            s = pl.run_scoped(
-                products, plgpu.WGMMAAccumulatorRef(self.shape, jnp.float32)
-            )
-            self.release("k", 0)
-            self.take_turns()
-            s = self.log2_scores(s, jnp.int32(0), masked)
-            p, m, total, _ = self.softmax(s, m, total, masked)
-            return m, total, p.astype(self.problem.dtype)
-
-        def last_values(_: Any, p: Any) -> Any:
-            self.multiply_values(acc, p, self.wait("v", steps - 1))
-            plgpu.wgmma_wait(0)
-            self.release("v", steps - 1)
-            return p
-
-        if self.blocks.ping_pong:
-            pl.when(self.warpgroup == 1)(self.take_turns)
-        p = plgpu.layout_cast(
-            jnp.zeros(self.shape, self.problem.dtype), plgpu.Layout.WGMMA
-        )
-        # Loops of at most one trip, because tiles without keys exist.
-        once = jnp.minimum(steps, 1)
-        clear = jnp.where(self.tile["first"] == 0, jnp.minimum(self.tile["last"], 1), 0)
-        carry = m, total, p
-        for begin, end, masked in ((0, clear, False), (clear, once, True)):
-            body = functools.partial(first_step, masked=masked)
-            carry = lax.fori_loop(begin, end, body, carry)
-        m, total, p = self.sections(step, carry, 1)
-        plgpu.barrier_arrive(self.scratch["q_empty"].at[self.q_barrier])
-        lax.fori_loop(0, once, last_values, p)
-        if self.blocks.ping_pong:
-            pl.when(self.warpgroup == 0)(self.take_turns)
-        return acc[...], m, total
-
-    def normalize(self, sums: Any, m: Any, total: Any) -> tuple[Any, Any]:
-        """Divides by the sum of weights, the sink's included; and the logarithm."""
-        zero, minus_inf = jnp.zeros_like(m), jnp.full_like(m, -jnp.inf)
-        if self.sink is not None:  # one more key, whose value is zero
-            sink = jnp.where(self.tile["real"] == 1, self.sink * LOG2E, -jnp.inf)
-            m_new = jnp.maximum(m, sink)
-            safe = jnp.where(m_new == -jnp.inf, zero, m_new)
-            alpha = jnp.exp2(m - safe)
-            total = total * alpha + jnp.exp2(sink - safe)
-            sums = sums * self.spread(alpha)
-            m = m_new
-        seen = total > 0
-        inverse = jnp.where(seen, 1.0 / jnp.where(seen, total, zero + 1.0), zero)
-        log_sum = jnp.where(seen, (m + jnp.log2(total)) * _LN2, minus_inf)
-        return sums * self.spread(inverse), log_sum

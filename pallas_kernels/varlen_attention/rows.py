@@ -1,6 +1,7 @@
-"""What the kernels say to the hardware themselves: masks, stores of rows, tickets."""
+"""What the kernels say to the hardware themselves: masks, stores of rows, tiles."""
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -9,11 +10,12 @@ import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, math, vector
+from jaxlib.mlir.dialects import arith, llvm, math, memref, vector
 
 
 __all__ = [
     "copy_line",
+    "find_tile",
     "keep_band",
     "read_number",
     "scale_and_add_row",
@@ -409,3 +411,114 @@ def copy_line(source: Any, target: Any, last: Any) -> None:
 
     copy: Any = copy_one_line  # the decorator supplies the context
     copy(source, target, jnp.int32(last))
+
+
+def find_tile(
+    bounds: Any, number: Any, block: int, tokens: int
+) -> tuple[jax.Array, jax.Array]:
+    """The sequence that holds a tile, and which tile of it, found by each warp.
+
+    Each lane counts the tiles of some sequences in a row, the warp sums the counts, and
+    the lane whose tiles include the one asked for says so. If it counted more than one
+    sequence, those are searched in turn.
+
+    Args:
+        bounds: int32 [B + 1] of global memory, prefix sums of the lengths. What they
+            leave of the tokens counts as one more sequence.
+        number: int32, which tile of all, in the order of the sequences.
+        block: rows of a tile.
+        tokens: rows of the packed buffer.
+
+    Returns:
+        ``(sequence, index)``; -1 and anything past the last tile.
+    """
+    scalar = plgpu.Layout.WG_SPLAT(())
+    integer = plgpu.ShapeDtypeStruct((), jnp.int32, scalar)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), scalar), return_type=(integer, integer)
+    )
+    def search_tile(ctx: Any, bounds: Any, number: Any) -> Any:
+        del ctx
+        found = _search_tile(bounds, number.registers.item(), block, tokens)
+        return tuple(mgpu.FragmentedArray.splat(x, (), is_signed=True) for x in found)
+
+    search: Any = search_tile  # the decorator supplies the context
+    return search(bounds, jnp.int32(number))
+
+
+def _search_tile(
+    bounds: Any, number: ir.Value, block: int, tokens: int
+) -> tuple[ir.Value, ir.Value]:
+    """Emits the search."""
+    i32 = ir.IntegerType.get_signless(32)
+    c = functools.partial(mgpu.utils.c, ty=i32)
+    lane = arith.remui(mgpu.utils.thread_idx(), c(32))
+    sequences = ir.MemRefType(bounds.type).shape[0]
+
+    def bound(at: ir.Value) -> ir.Value:
+        """Where a sequence starts, the rest of the tokens included."""
+        inside = arith.minui(at, c(sequences - 1))
+        value = memref.load(bounds, [arith.index_cast(ir.IndexType.get(), inside)])
+        past = arith.cmpi(arith.CmpIPredicate.uge, at, c(sequences))
+        return arith.select(past, c(tokens), arith.minsi(value, c(tokens)))
+
+    def count(first: ir.Value, size: int) -> ir.Value:
+        """The tiles of some sequences."""
+        starts = [bound(arith.addi(first, c(i))) for i in range(size + 1)]
+        counts = [
+            arith.divui(arith.addi(arith.subi(end, start), c(block - 1)), c(block))
+            for start, end in itertools.pairwise(starts)
+        ]
+        return functools.reduce(arith.addi, counts)
+
+    first, size, found = c(0), sequences, None
+    while size > 1 or found is None:
+        size = -(-size // 32)
+        mine = arith.addi(first, arith.muli(lane, c(size)))
+        owner, number = _owner(number, count(mine, size), lane)
+        there = arith.cmpi(arith.CmpIPredicate.ult, owner, c(32))
+        found = there if found is None else found
+        first = arith.addi(first, arith.muli(owner, c(size)))
+    return arith.select(found, first, c(-1)), number
+
+
+def _owner(
+    number: ir.Value, count: ir.Value, lane: ir.Value
+) -> tuple[ir.Value, ir.Value]:
+    """The lane of a warp that has the element of a number, and its number in the lane.
+
+    Args:
+        number: which of all elements of the warp.
+        count: how many elements this lane has.
+        lane: this one.
+
+    Returns:
+        ``(lane, number)``; lane 32 if there are not so many elements.
+    """
+    i32 = ir.IntegerType.get_signless(32)
+
+    def shuffle(kind: str, value: ir.Value, source: ir.Value) -> ir.Value:
+        return llvm.inline_asm(
+            i32,
+            [value, source],
+            f"shfl.sync.{kind}, 0xffffffff;",
+            "=r,r,r",
+            has_side_effects=True,
+        )
+
+    sums = count
+    for distance in (mgpu.utils.c(2**i, i32) for i in range(5)):
+        lower = shuffle("up.b32 $0, $1, $2, 0", sums, distance)
+        reaches = arith.cmpi(arith.CmpIPredicate.uge, lane, distance)
+        sums = arith.select(reaches, arith.addi(sums, lower), sums)
+    within = arith.subi(number, arith.subi(sums, count))
+    votes = llvm.inline_asm(
+        i32,
+        [arith.cmpi(arith.CmpIPredicate.ult, within, count)],
+        "vote.sync.ballot.b32 $0, $1, 0xffffffff;",
+        "=r,b",
+        has_side_effects=True,
+    )
+    owner = math.cttz(votes)
+    return owner, shuffle("idx.b32 $0, $1, $2, 31", within, owner)

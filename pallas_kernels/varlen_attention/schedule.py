@@ -25,7 +25,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from pallas_kernels.varlen_attention.segments import Window
+from pallas_kernels.varlen_attention.segments import Window, cut_cu_seqlens
 
 
 __all__ = ["Sequences", "Tiles", "interval_of_keys", "most_tiles", "tile_sequences"]
@@ -65,6 +65,8 @@ class Sequences(NamedTuple):
         num_keys: int,
     ) -> "Sequences":
         """The sequences that prefix sums describe, and perhaps some empty ones."""
+        cu_q = cut_cu_seqlens(cu_q, num_queries)
+        cu_k = cut_cu_seqlens(cu_k, num_keys)
         rows, bounds = cu_q.shape
         padded = max(bounds, -(-_LEAST_SEQUENCES // rows))
         index = jnp.arange(padded, dtype=jnp.int32)

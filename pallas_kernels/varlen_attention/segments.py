@@ -36,7 +36,7 @@ def check_cu_seqlens(
 ) -> Int[Array, " bounds"]:
     """Check prefix sums as far as they are known; return them as an int32 array.
 
-    Those that are not known are cut at `num_tokens`, so that nothing reads past it.
+    Those that are not known may pass `num_tokens`, see `cut_cu_seqlens`.
 
     Args:
         name: what to call the argument in messages.
@@ -59,7 +59,7 @@ def check_cu_seqlens(
         )
     values = concrete(cu_seqlens)
     if values is None:
-        return jnp.minimum(cu_seqlens.astype(jnp.int32), num_tokens)
+        return jnp.asarray(cu_seqlens, jnp.int32)
     if values[0] != 0:
         raise ValueError(f"{name} must start at 0, got {name}[0]={values[0]}")
     falls = np.flatnonzero(np.diff(values) < 0)
@@ -76,6 +76,11 @@ def check_cu_seqlens(
             f"{name}[-1]={values[-1]}; raise token_budget or drop sequences"
         )
     return jnp.asarray(cu_seqlens, jnp.int32)
+
+
+def cut_cu_seqlens(cu_seqlens: Int[Array, "..."], num_tokens: int) -> Int[Array, "..."]:
+    """Prefix sums that end with the buffer, so that nothing reads past it."""
+    return jnp.minimum(cu_seqlens, num_tokens)
 
 
 def segment_ids_from_cu_seqlens(

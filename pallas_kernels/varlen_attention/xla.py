@@ -31,7 +31,11 @@ from pallas_kernels.varlen_attention.relative import (
     tile_bias,
     tile_gradient,
 )
-from pallas_kernels.varlen_attention.segments import Window, visible_ranges
+from pallas_kernels.varlen_attention.segments import (
+    Window,
+    cut_cu_seqlens,
+    visible_ranges,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,9 +116,9 @@ def varlen_attention_xla(
     terms = None, None
     if relative_bias is not None:
         terms = relative_bias.query_terms, relative_bias.key_terms
-    return _jitted(
-        options, q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, alibi_slopes, terms
-    )
+    cu_q = cut_cu_seqlens(cu_seqlens_q, q.shape[0])
+    cu_k = cut_cu_seqlens(cu_seqlens_k, k.shape[0])
+    return _jitted(options, q, k, v, cu_q, cu_k, sinks, alibi_slopes, terms)
 
 
 def varlen_attention_xla_backward(
@@ -142,10 +146,11 @@ def varlen_attention_xla_backward(
     Returns:
         One gradient for each residual but the last two.
     """
-    q, k, *_ = residuals
+    q, k, v, cu_q, cu_k, *others = residuals
+    cu_q, cu_k = cut_cu_seqlens(cu_q, q.shape[0]), cut_cu_seqlens(cu_k, k.shape[0])
     config = _heuristic(device)
     options = _options(config, q, k, window, scale, softcap, buckets)
-    return _attention_bwd(options, residuals, cotangents)
+    return _attention_bwd(options, (q, k, v, cu_q, cu_k, *others), cotangents)
 
 
 def _options(

@@ -33,6 +33,15 @@ def _copy_one_line(source, target, last):
     target[-1] = last
 
 
+def _search_tile(bounds, number, closure):
+    ends = np.append(bounds[1:], closure["tokens"])
+    counts = -(-(ends - bounds) // closure["block"])
+    first = np.cumsum(counts) - counts
+    (mine,) = np.nonzero((first <= number) & (number < first + counts))
+    sequence = mine[0] if mine.size else -1
+    return np.int32(sequence), np.int32(number - first[sequence])
+
+
 def _mask_outside_band(values, *bounds, closure):
     rows, columns = np.indices(values.shape)
     indices = rows, rows, columns, columns, columns - rows, columns - rows
@@ -69,6 +78,7 @@ def _add_diagonals(products, base, part, table, boxes, closure):
 register_inline("add_diagonals", _add_diagonals)
 register_inline("store_some_rows", _store_some_rows, writes=(0,), part=_stored_part)
 register_inline("next_ticket", _next_ticket, writes=(0,))
+register_inline("search_tile", _search_tile)
 register_inline("mask_outside_band", _mask_outside_band)
 register_inline("add_shared_row", _add_shared_row)
 register_inline("read_one_number", _read_one_number)

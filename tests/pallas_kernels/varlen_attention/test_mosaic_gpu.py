@@ -178,6 +178,7 @@ def test_interpreted_kernels_equal_the_reference(name):
     ("blocks", "head_dim"),
     [
         (ForwardBlocks(consumers=1, block_k=64), 64),
+        (ForwardBlocks(consumers=1, block_k=64, overlap=False), 64),
         (ForwardBlocks(consumers=3, block_k=64), 64),
         (ForwardBlocks(overlap=False, ping_pong=True, block_k=64), 64),
         (ForwardBlocks(block_k=64), 256),
@@ -193,6 +194,20 @@ def test_every_way_to_cut_the_forward_pass(blocks, head_dim):
         arrays = map(jnp.asarray, (q, k, v))
         out = np.asarray(kernel(*arrays, cu, causal=True, config=config))
     assert relative_error(out, want[0]) < RELATIVE[jnp.dtype(jnp.float16)]
+
+
+@pytest.mark.parametrize("consumers", [1, 2])
+def test_traced_bounds_past_the_buffers_are_cut(consumers):
+    q, k, v, _ = operands(72, 72, 1, 1, 64)
+    config = MosaicGpuConfig(forward=ForwardBlocks(consumers=consumers, block_k=64))
+    run = jax.jit(functools.partial(kernel, config=config))
+    with use_device(one_sm), interpret_mosaic_gpu():
+        got, want = (
+            np.asarray(run(q, k, v, np.array([0, 20, end, end + 9], np.int32)))
+            for end in (90, 72)
+        )
+    assert np.isfinite(want.astype(np.float32)).all()
+    assert (got == want).all()
 
 
 def test_vmap_is_one_call_and_pads_what_the_kernel_needs():

@@ -139,6 +139,7 @@ def test_other_head_dims(head_dim):
     "blocks",
     [
         ForwardBlocks(consumers=1, block_k=64),
+        ForwardBlocks(consumers=1, overlap=False),
         ForwardBlocks(consumers=3),
         ForwardBlocks(overlap=False, ping_pong=True),
         ForwardBlocks(ping_pong=True),
@@ -158,6 +159,15 @@ def test_random_lengths():
         lengths = [draw.choice([0, 1, draw.randrange(1, 300)]) for _ in range(number)]
         lengths = [*lengths, *[0] * (8 - number)]
         check(lengths, lengths, 128, 2, {"causal": draw.random() < 0.5}, tokens=2400)
+
+
+@pytest.mark.parametrize("number", [31, 32, 33, 200, 1100])
+def test_many_sequences(number):
+    draw = random.Random(number)
+    lengths = [draw.choice([0, 1, 2, 3]) for _ in range(number - 2)]
+    lengths = [70, *lengths, 130]
+    config = MosaicGpuConfig(forward=ForwardBlocks(consumers=1, block_k=64))
+    check(lengths, lengths, 64, 2, {"causal": True}, config=config, tokens=2400)
 
 
 def test_gradients_repeat_bit_for_bit_where_many_blocks_add():

@@ -35,14 +35,14 @@ CASES = {
         SMALL,
         ("query", "key"),
         [70, 1, 63],
-        ForwardBlocks(consumers=1, block_k=64, overlap=False),
+        ForwardBlocks(block_k=64, overlap=False),
         {"softcap": 1.5},
     ),
     "causal": (
         LINEAR,
         ("key",),
         [130],
-        ForwardBlocks(consumers=1, block_k=128),
+        ForwardBlocks(),
         {"causal": True, "alibi_slopes": True},
     ),
     "window": (

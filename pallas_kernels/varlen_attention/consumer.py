@@ -1,0 +1,394 @@
+"""What multiplies in the Hopper forward kernels: one warpgroup, one tile.
+
+The warpgroup holds 64 queries, their scores, weights and sums in registers and walks
+over the keys that they see, as FlashAttention-3 does. Who copies keys and values to
+shared memory, and when, is said elsewhere.
+
+**Masks** are applied in the first and last steps of a tile alone: the steps are cut
+into three loops, and the one in the middle knows of no mask.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.varlen_attention.config import (
+    CHUNK,
+    ROWS,
+    ForwardBlocks,
+    Problem,
+)
+from pallas_kernels.varlen_attention.diagonals import TileTerms
+from pallas_kernels.varlen_attention.relative import RelativeBuckets
+from pallas_kernels.varlen_attention.rows import keep_band
+from pallas_kernels.varlen_attention.segments import Window
+
+
+__all__ = ["LOG2E", "Consumer", "Scores", "index_arrays", "step_start", "tile_terms"]
+
+LOG2E = math.log2(math.e)
+_LN2 = math.log(2.0)
+
+
+@jax.tree_util.register_static
+class Scores:
+    """How a score follows from ``q . k``: the static part."""
+
+    def __init__(
+        self,
+        window: Window,
+        scale: float,
+        softcap: float | None,
+        sinks: bool,
+        alibi: bool,
+        relative: tuple[RelativeBuckets, bool, bool] | None = None,
+    ) -> None:
+        self.window, self.scale, self.softcap = window, scale, softcap
+        self.sinks, self.alibi, self.relative = sinks, alibi, relative
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Scores) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(vars(self).values()))
+
+    @property
+    def plain(self) -> bool:
+        """Nothing happens to a product but a positive factor."""
+        changed = self.softcap is not None or self.alibi or self.relative is not None
+        return not changed and self.scale > 0
+
+    @property
+    def factor(self) -> float:
+        """What turns scores as `log2_scores` gives them into powers of two."""
+        return self.scale * LOG2E if self.plain else 1.0
+
+
+def index_arrays(shape: tuple[int, int]) -> tuple[Any, Any]:
+    """Row and column of each accumulator, int32."""
+    rows, columns = (
+        plgpu.broadcasted_iota(jnp.int32, shape, d, layout=plgpu.Layout.WGMMA)
+        for d in (0, 1)
+    )
+    return rows, columns
+
+
+def step_start(blocks: ForwardBlocks, tile: dict[str, Any], step: Any) -> Any:
+    """The first key of a step; the last step may be moved up to end with the data."""
+    return jnp.minimum(
+        tile["k0"] + step * blocks.block_k, tile["k_total"] - blocks.block_k
+    )
+
+
+def tile_terms(scores: Scores, blocks: ForwardBlocks) -> TileTerms | None:
+    """The terms of a relative bias that a block reads in a step."""
+    return TileTerms.of(scores.relative, ROWS, blocks.consumers, blocks.block_k)
+
+
+class Consumer:
+    """One warpgroup: 64 queries against all keys that the tile sees."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        scores: Scores,
+        blocks: ForwardBlocks,
+        tile: dict[str, Any],
+        warpgroup: Any,
+        sink: Any,
+        slope: Any,
+        scratch: Any,
+        buffer: Any = 0,
+        steps_before: Any = 0,
+    ) -> None:
+        self.problem, self.scores, self.blocks = problem, scores, blocks
+        self.tile, self.warpgroup, self.scratch = tile, warpgroup, scratch
+        self.sink, self.slope, self.steps_before = sink, slope, steps_before
+        self.buffer = buffer
+        self.q_barrier = buffer * blocks.consumers + warpgroup
+        self.q_smem, self.k_smem, self.v_smem = (
+            scratch[f"{name}_smem"][0] for name in "qkv"
+        )
+        self.shape = (ROWS, blocks.block_k)
+        self.q0 = tile["q0"] + warpgroup * ROWS
+
+    # --- pieces of a step -------------------------------------------------------------
+
+    def stage(self, step: Any) -> Any:
+        """The stage of the ring that holds a step."""
+        return lax.rem(self.steps_before + step, jnp.int32(self.blocks.stages))
+
+    def wait(self, name: str, step: Any) -> Any:
+        """The stage of a step, once its keys or values are there."""
+        stage = self.stage(step)
+        plgpu.barrier_wait(self.scratch[f"{name}_full"].at[stage])
+        return stage
+
+    def release(self, name: str, step: Any) -> None:
+        """Hands the stage of a step back to the producer."""
+        plgpu.barrier_arrive(self.scratch[f"{name}_empty"].at[self.stage(step)])
+
+    def release_queries(self) -> None:
+        """Hands the queries back."""
+        plgpu.barrier_arrive(self.scratch["q_empty"].at[self.q_barrier])
+
+    def take_turns(self) -> None:
+        """Meets the other consumer: one has multiplied, the other one exponentiated."""
+        if self.blocks.ping_pong:
+            plgpu.barrier_arrive(self.scratch["turn"])
+            plgpu.barrier_wait(self.scratch["turn"])
+
+    def multiply_keys(self, acc: Any, stage: Any) -> None:
+        """Starts ``q @ k.T``, one wgmma group a chunk."""
+        for chunk in range(self.problem.chunks):
+            keys = self.k_smem.at[stage, chunk].transpose((1, 0))
+            plgpu.wgmma(acc, self.q_smem.at[self.buffer, self.warpgroup, chunk], keys)
+
+    def multiply_values(self, acc: Any, weights: Any, stage: Any) -> None:
+        """Starts ``weights @ v``, one wgmma group a chunk."""
+        for chunk in range(self.problem.chunks):
+            columns = acc.at[:, chunk * CHUNK : (chunk + 1) * CHUNK]
+            plgpu.wgmma(columns, weights, self.v_smem.at[stage, chunk])
+
+    def log2_scores(self, products: Any, step: Any, masked: bool) -> Any:
+        """Scores; times `Scores.factor` they are logarithms to base 2."""
+        x = self.scores
+        start = step_start(self.blocks, self.tile, step)
+        # How far the first key lies to the right of the first query's diagonal.
+        shift = start - self.q0 - self.tile["offset"]
+        scale = x.scale
+        if (relative := tile_terms(x, self.blocks)) is not None:
+            products = relative.add_step(
+                products * scale,
+                self.scratch,
+                self.stage(step),
+                self.warpgroup,
+                self.tile["q0"],
+                start,
+            )
+            scale = 1.0
+        if not x.plain:
+            if x.softcap is not None:
+                capped = jnp.tanh(products * (scale / x.softcap))
+                products = capped * (x.softcap * LOG2E)
+            else:
+                products = products * (scale * LOG2E)
+            if x.alibi:
+                rows, columns = index_arrays(self.shape)
+                away = jnp.abs(columns - rows + shift).astype(jnp.float32)
+                products = products - away * (self.slope * LOG2E)
+        if masked:
+            left, right = x.window
+            # Keys of the step before, which a step that was moved up holds again.
+            least = self.tile["k0"] + step * self.blocks.block_k - start
+            products = keep_band(
+                products,
+                columns=(least, self.tile["k_end"] - start - 1),
+                distance=(
+                    None if left is None else -left - shift,
+                    None if right is None else right - shift,
+                ),
+            )
+        return products
+
+    def softmax(self, s: Any, m: Any, total: Any, masked: bool) -> tuple[Any, ...]:
+        """Weights of a step, and the factor of what was summed before."""
+        factor = self.scores.factor
+        m_new = jnp.maximum(m, jnp.max(s, axis=1) * factor)
+        safe = m_new
+        if masked:  # a query may have seen nothing yet
+            safe = jnp.where(m_new == -jnp.inf, jnp.zeros_like(m_new), m_new)
+        alpha = jnp.exp2(m - safe)
+        s = s * factor if factor != 1.0 else s
+        p = jnp.exp2(s - lax.broadcast_in_dim(safe, self.shape, [0]))
+        total = total * alpha + jnp.sum(p, axis=1)
+        return p, m_new, total, alpha
+
+    def spread(self, column: Any) -> Any:
+        """A number a query to the shape of the sums."""
+        return lax.broadcast_in_dim(column, (ROWS, self.problem.head_dim), [0])
+
+    # --- loops ------------------------------------------------------------------------
+
+    def sections(self, step: Any, carry: Any, start: int) -> Any:
+        """All steps from `start`: with a mask, without, with a mask."""
+        first, last, steps = (self.tile[x] for x in ("first", "last", "steps"))
+        masked = functools.partial(step, masked=True)
+        if self.scores.window[0] is not None:
+            carry = lax.fori_loop(start, first, masked, carry)
+            last = jnp.maximum(last, start)
+            first = jnp.maximum(first, start)
+        else:
+            first = jnp.int32(start)
+            last = jnp.maximum(last, start)
+        carry = lax.fori_loop(first, last, functools.partial(step, masked=False), carry)
+        return lax.fori_loop(last, steps, masked, carry)
+
+    def run(self) -> tuple[Any, Any]:
+        """The outputs of the tile: values [64, H] and lse [64], fp32."""
+        plgpu.barrier_wait(self.scratch["q_full"].at[self.q_barrier])
+        column = plgpu.Layout.WGMMA.reduce(1)
+        m = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), column)
+        total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), column)
+        loop = self.overlapped if self.blocks.overlap else self.in_turn
+        acc = plgpu.WGMMAAccumulatorRef((ROWS, self.problem.head_dim), jnp.float32)
+        sums, m, total = pl.run_scoped(functools.partial(loop, m, total), acc)
+        return self.normalize(sums, m, total)
+
+    def stand_by(self) -> None:
+        """Keeps step with the others where a sequence ends before this warpgroup."""
+        plgpu.barrier_wait(self.scratch["q_full"].at[self.q_barrier])
+        self.release_queries()
+
+        relative = tile_terms(self.scores, self.blocks) is not None
+
+        def step(i: Any, _: None) -> None:
+            for name in ("k", "v"):
+                self.wait(name, i)
+                self.release(name, i)
+                self.take_turns()
+            if relative:
+                self.wait("terms", i)
+                self.release("terms", i)
+
+        if self.blocks.ping_pong:
+            pl.when(self.warpgroup == 1)(self.take_turns)
+        lax.fori_loop(0, self.tile["steps"], step, None)
+        if self.blocks.ping_pong:
+            pl.when(self.warpgroup == 0)(self.take_turns)
+
+    def in_turn(self, m: Any, total: Any, acc: Any) -> tuple[Any, Any, Any]:
+        """Steps one after another; two consumers keep the tensor cores busy."""
+
+        def step(i: Any, carry: Any, masked: bool) -> Any:
+            m, total = carry
+            stage = self.wait("k", i)
+
+            def product(scores: Any) -> Any:
+                self.multiply_keys(scores, stage)
+                self.take_turns()
+                return scores[...]
+
+            s = pl.run_scoped(
+                product, plgpu.WGMMAAccumulatorRef(self.shape, jnp.float32)
+            )
+            self.release("k", i)
+            s = self.log2_scores(s, i, masked)
+            p, m, total, alpha = self.softmax(s, m, total, masked)
+            sums = plgpu.wgmma_accumulator_load(acc, wait_n=None)
+            acc[...] = sums * self.spread(alpha)
+            p = p.astype(self.problem.dtype)
+            m, total, p = lax.optimization_barrier((m, total, p))
+            stage = self.wait("v", i)
+            self.take_turns()
+            self.multiply_values(acc, p, stage)
+            plgpu.wgmma_wait(0)
+            self.release("v", i)
+            return m, total
+
+        if self.blocks.ping_pong:
+            pl.when(self.warpgroup == 1)(self.take_turns)
+        m, total = self.sections(step, (m, total), 0)
+        self.release_queries()
+        if self.blocks.ping_pong:
+            pl.when(self.warpgroup == 0)(self.take_turns)
+        return acc[...], m, total
+
+    def overlapped(self, m: Any, total: Any, acc: Any) -> tuple[Any, Any, Any]:
+        """While weights of a step are computed, values of the one before multiply."""
+        steps = self.tile["steps"]
+
+        def step(i: Any, carry: Any, masked: bool) -> Any:
+            m, total, p = carry
+            keys = self.wait("k", i)
+            self.take_turns()
+
+            def products(scores: Any) -> Any:
+                self.multiply_keys(scores, keys)
+                self.multiply_values(acc, p, self.stage(i - 1))
+                return plgpu.wgmma_accumulator_load(scores, wait_n=self.problem.chunks)
+
+            s = pl.run_scoped(
+                products, plgpu.WGMMAAccumulatorRef(self.shape, jnp.float32)
+            )
+            self.release("k", i)
+            self.take_turns()
+            s = self.log2_scores(s, i, masked)
+            p, m, total, alpha = self.softmax(s, m, total, masked)
+            # Also keeps the exponentials ahead of the wait for the products: without a
+            # loop between them, the assembler moves that wait before all of them.
+            self.wait("v", i)
+            sums = acc[...]
+            # No register that a later product reads may be written while products run,
+            # or the assembler (its note C7513) makes them run one after another. So the
+            # weights become 16-bit operands only here.
+            p, m, total = lax.optimization_barrier((p, m, total))
+            self.release("v", i - 1)
+            acc[...] = sums * self.spread(alpha)
+            return m, total, p.astype(self.problem.dtype)
+
+        def first_step(_: Any, carry: Any, masked: bool) -> Any:
+            m, total, _ = carry
+            keys = self.wait("k", 0)
+            self.take_turns()
+
+            def products(scores: Any) -> Any:
+                self.multiply_keys(scores, keys)
+                return scores[...]
+
+            s = pl.run_scoped(
+                products, plgpu.WGMMAAccumulatorRef(self.shape, jnp.float32)
+            )
+            self.release("k", 0)
+            self.take_turns()
+            s = self.log2_scores(s, jnp.int32(0), masked)
+            p, m, total, _ = self.softmax(s, m, total, masked)
+            self.wait("v", 0)
+            return m, total, p.astype(self.problem.dtype)
+
+        def last_values(_: Any, p: Any) -> Any:
+            self.multiply_values(acc, p, self.stage(steps - 1))
+            plgpu.wgmma_wait(0)
+            self.release("v", steps - 1)
+            return p
+
+        if self.blocks.ping_pong:
+            pl.when(self.warpgroup == 1)(self.take_turns)
+        p = plgpu.layout_cast(
+            jnp.zeros(self.shape, self.problem.dtype), plgpu.Layout.WGMMA
+        )
+        # Loops of at most one trip, because tiles without keys exist.
+        once = jnp.minimum(steps, 1)
+        clear = jnp.where(self.tile["first"] == 0, jnp.minimum(self.tile["last"], 1), 0)
+        carry = m, total, p
+        for begin, end, masked in ((0, clear, False), (clear, once, True)):
+            body = functools.partial(first_step, masked=masked)
+            carry = lax.fori_loop(begin, end, body, carry)
+        m, total, p = self.sections(step, carry, 1)
+        self.release_queries()
+        lax.fori_loop(0, once, last_values, p)
+        if self.blocks.ping_pong:
+            pl.when(self.warpgroup == 0)(self.take_turns)
+        return acc[...], m, total
+
+    def normalize(self, sums: Any, m: Any, total: Any) -> tuple[Any, Any]:
+        """Divides by the sum of weights, the sink's included; and the logarithm."""
+        zero, minus_inf = jnp.zeros_like(m), jnp.full_like(m, -jnp.inf)
+        if self.sink is not None:  # one more key, whose value is zero
+            sink = jnp.where(self.tile["real"] == 1, self.sink * LOG2E, -jnp.inf)
+            m_new = jnp.maximum(m, sink)
+            safe = jnp.where(m_new == -jnp.inf, zero, m_new)
+            alpha = jnp.exp2(m - safe)
+            total = total * alpha + jnp.exp2(sink - safe)
+            sums = sums * self.spread(alpha)
+            m = m_new
+        seen = total > 0
+        inverse = jnp.where(seen, 1.0 / jnp.where(seen, total, zero + 1.0), zero)
+        log_sum = jnp.where(seen, (m + jnp.log2(total)) * _LN2, minus_inf)
+        return sums * self.spread(inverse), log_sum
