@@ -259,6 +259,7 @@ BENCHMARK = Benchmark(
     implementations={name: Custom(_elsewhere) for name in FORMS},
     measure=measure,
     compare=compare,
+    max_rel_error=5e-2,  # each step of a layer rounds to bfloat16
     selectors={
         "rows": "M",
         "pass": "pass",
