@@ -28,6 +28,7 @@ from pallas_kernels.tile_sparse_matmul import (
     triton,
     xla,
 )
+from pallas_kernels.tile_sparse_matmul.arguments import check_product, check_singles
 from pallas_kernels.tile_sparse_matmul.config import (
     GradConfig,
     Problem,
@@ -123,9 +124,9 @@ def tile_sparse_matmul(
     x = jnp.asarray(x)
     bias = None if bias is None else jnp.asarray(bias)
     x_major, y_major = _layouts(feature_major)
-    _check(x, w, bias, activation, x_major)
+    check_product(x, w, bias, activation, x_major)
     if singles is not None:
-        _check_singles(w, singles)
+        check_singles(w, singles)
     call = _Call(
         shape=w.shape,
         granularity=w.granularity,
@@ -164,59 +165,6 @@ def _layouts(feature_major: Any) -> tuple[bool, bool]:
         )
     x_major, y_major = feature_major
     return bool(x_major), bool(y_major)
-
-
-def _check(
-    x: jax.Array, w: TileSparse, bias: Any, activation: str | None, x_major: bool
-) -> None:
-    """Refuses what the caller got wrong."""
-    if not isinstance(w, TileSparse):
-        raise TypeError(
-            f"w is a {type(w).__name__}, expected a TileSparse; pack a dense weight"
-            " with TileSparse.from_dense"
-        )
-    inputs, outputs = w.shape
-    if w.values.ndim != 3:
-        raise ValueError(
-            f"w has values of shape {w.values.shape}, expected [T, P, G]; scan or vmap"
-            " over stacked weights"
-        )
-    if w.values.shape[:-1] != w.rows.shape or w.tiles * w.tile < w.packed_columns:
-        raise ValueError(
-            f"w has values of shape {w.values.shape} for rows of shape {w.rows.shape}"
-            f" and {w.packed_columns} columns; see with_values"
-        )
-    if x.ndim < 1 or x.shape[0 if x_major else -1] != inputs:
-        raise ValueError(
-            f"x has shape {x.shape} ({'feature' if x_major else 'token'}-major),"
-            f" expected {inputs} features as w of shape {w.shape} has; see"
-            " feature_major"
-        )
-    if x.dtype != w.dtype:
-        raise ValueError(f"w has type {w.dtype}, expected that of x, {x.dtype}")
-    if bias is not None and bias.shape != (outputs,):
-        raise ValueError(f"bias has shape {bias.shape}, expected ({outputs},)")
-    if activation is not None and activation not in ACTIVATIONS:
-        raise ValueError(
-            f"activation {activation!r}, expected None or one of {list(ACTIVATIONS)}"
-        )
-
-
-def _check_singles(w: TileSparse, singles: SingleWeights) -> None:
-    """Refuses single weights of another matrix."""
-    if not isinstance(singles, SingleWeights):
-        raise TypeError(f"singles is a {type(singles).__name__}, not SingleWeights")
-    shape = singles.inputs, singles.values.shape[-1]
-    if singles.values.ndim != 2 or shape != w.shape:
-        raise ValueError(
-            f"singles have values of shape {singles.values.shape} for"
-            f" {singles.inputs} inputs, expected [J, {w.shape[1]}] for {w.shape[0]}, as"
-            " w has"
-        )
-    if singles.values.dtype != w.dtype:
-        raise ValueError(
-            f"singles have type {singles.values.dtype}, expected that of w, {w.dtype}"
-        )
 
 
 def _with_singles(

@@ -24,9 +24,6 @@ of a tile, C packed columns (at most T * G).
 """
 
 import dataclasses
-import json
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -34,20 +31,21 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.tile_sparse_matmul.validation import (
+    STEP,
+    check_columns,
+    check_shapes,
+    check_values,
+    is_whole,
+    kept_rows,
+    room_for,
+)
 from pallas_kernels.varlen_attention.segments import concrete
 
 
-__all__ = ["FORMAT_VERSION", "TileSparse", "load_tile_sparse", "save_tile_sparse"]
-
-FORMAT_VERSION = 1
-"""Version of the files that `save_tile_sparse` writes."""
-
-GRANULARITIES = (1, 8, 64)
+__all__ = ["STEP", "TileSparse"]
 
 _LEAVES = ("values", "rows", "counts", "columns", "order")
-
-STEP = 64
-"""Rows that a kernel multiplies at a time: the room in a tile is a multiple of it."""
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -104,8 +102,8 @@ class TileSparse:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))  # static: hashable
-        _check_static(self)
-        equal = _check_values(self)
+        check_shapes(self)
+        equal = check_values(self)
         object.__setattr__(self, "equal_counts", equal)
         counts = concrete(self.counts)
         if counts is not None and self.values.ndim == 3 and not equal:
@@ -164,12 +162,12 @@ class TileSparse:
                 f"mask has shape {mask.shape} and type {mask.dtype}, expected booleans"
                 f" of shape {weight.shape} as the weight has"
             )
-        if not _is_whole(tile) or tile < 1:
+        if not is_whole(tile) or tile < 1:
             raise ValueError(f"tile {tile!r}, expected a positive number of columns")
         num_rows, num_columns = weight.shape
         chosen = None if columns is None else np.asarray(columns)
         if chosen is not None:
-            _check_columns(chosen, num_columns)
+            check_columns(chosen, num_columns)
             if (lost := np.setdiff1d(np.flatnonzero(mask.any(0)), chosen)).size:
                 raise ValueError(
                     f"mask keeps weights of column {lost[0]}, which columns leaves out;"
@@ -182,13 +180,14 @@ class TileSparse:
             for place in np.flatnonzero(~real):  # keeps the rows of its tile
                 first = place // tile * tile
                 mask[:, place] = mask[:, first : first + tile].any(1)
-        kept = _kept_rows(mask, tile)  # [T, K]
+        kept = kept_rows(mask, tile)  # [T, K]
         counts = kept.sum(1).astype(np.int32)
-        needed = _room(int(counts.max(initial=0)), tile)
+        needed = room_for(int(counts.max(initial=0)), tile)
         room = needed if room is None else room
-        if not _is_whole(room) or room < needed or room % _room(1, tile):
+        unit = room_for(1, tile)
+        if not is_whole(room) or room < needed or room % unit:
             raise ValueError(
-                f"room {room!r}, expected a multiple of {_room(1, tile)} that holds the"
+                f"room {room!r}, expected a multiple of {unit} that holds the"
                 f" {counts.max(initial=0)} rows of the fullest tile"
             )
         values = np.zeros((len(counts), room, tile), weight.dtype)
@@ -332,7 +331,7 @@ class TileSparse:
                 the new order.
         """
         order = np.asarray(columns)
-        _check_columns(order, self.shape[0])
+        check_columns(order, self.shape[0])
         real = order < self.shape[0]
         at = np.where(real, order, 0)
         return TileSparse.from_dense(
@@ -373,11 +372,10 @@ class TileSparse:
         Raises:
             ValueError: it has more room already.
         """
-        extra = room - self.room
-        if extra < 0 or room % _room(1, self.tile):
+        extra, unit = room - self.room, room_for(1, self.tile)
+        if extra < 0 or room % unit:
             raise ValueError(
-                f"room {room}, expected a multiple of {_room(1, self.tile)} of at least"
-                f" {self.room}"
+                f"room {room}, expected a multiple of {unit} of at least {self.room}"
             )
         lead = [(0, 0)] * (self.values.ndim - 2)
         (_, _, *others), (shape, granularity, equal) = self.tree_flatten_with_keys()
@@ -444,7 +442,7 @@ class TileSparse:
             raise ValueError(f"axis {axis!r}, expected 'rows' or 'columns'")
         size = inputs if axis == "rows" else outputs
         unit = self.granularity if axis == "rows" else self.tile
-        if not _is_whole(number) or number < 1 or size % (number * unit):
+        if not is_whole(number) or number < 1 or size % (number * unit):
             raise ValueError(
                 f"{number!r} shards of {axis}: expected a number that cuts {size} into"
                 f" multiples of {unit}"
@@ -469,214 +467,3 @@ class TileSparse:
             )
         ]
         return TileSparse.stack(parts)
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-def _room(count: int, tile: int) -> int:
-    """Rows to make room for: whole steps, small ones where no kernel runs the tile."""
-    unit = STEP if tile % STEP == 0 else 8
-    return max(-(-count // unit), 1) * unit
-
-
-def _kept_rows(mask: np.ndarray, tile: int) -> np.ndarray:
-    """Which rows each tile keeps, [T,K], of a mask that must be tile-wise."""
-    num_rows, num_columns = mask.shape
-    tiles = max(-(-num_columns // tile), 1)
-    kept = np.zeros((tiles, num_rows), np.bool_)
-    for t in range(tiles):
-        part = mask[:, t * tile : (t + 1) * tile]
-        kept[t] = part.any(1)
-        odd = np.flatnonzero(kept[t] & ~part.all(1))
-        if odd.size:
-            raise ValueError(
-                f"mask keeps only a part of row {odd[0]} in tile {t} (packed columns"
-                f" {t * tile} to {t * tile + part.shape[1] - 1}), expected whole rows;"
-                f" prune with tiles of {tile}, or pass the tile and the columns that"
-                " the mask was made with"
-            )
-    return kept
-
-
-def _check_columns(columns: np.ndarray, outputs: int) -> None:
-    """Refuses columns out of range or named twice; `outputs` itself is padding."""
-    if columns.ndim != 1 or columns.dtype.kind not in "iu":
-        raise ValueError(
-            f"columns of shape {columns.shape} and type {columns.dtype}, expected a"
-            " vector of integers"
-        )
-    if columns.size and not (columns.min() >= 0 and columns.max() <= outputs):
-        raise ValueError(
-            f"columns from {columns.min()} to {columns.max()}, expected 0 to"
-            f" {outputs - 1}, or {outputs} for a column that stands for none"
-        )
-    real = columns[columns < outputs]
-    if len(np.unique(real)) != len(real):
-        raise ValueError("columns name a column twice, expected each at most once")
-
-
-def _check_static(w: TileSparse) -> None:
-    """Refuses shapes that do not fit together."""
-    if not _is_whole(w.granularity) or w.granularity not in GRANULARITIES:
-        raise ValueError(f"granularity {w.granularity!r}, expected one of 1, 8 and 64")
-    if len(w.shape) != 2 or not all(map(_is_whole, w.shape)):
-        raise ValueError(f"shape {w.shape}, expected two integers, K and N")
-    inputs, outputs = w.shape
-    if min(w.shape) < 1:
-        raise ValueError(f"shape {w.shape}, expected at least one row and one column")
-    for name in ("rows", "counts", "columns"):  # kernels read them as they are
-        if (array := getattr(w, name)) is not None and array.dtype != np.int32:
-            raise ValueError(f"{name} of type {array.dtype}, expected int32")
-    if inputs % w.granularity:
-        raise ValueError(
-            f"shape {w.shape}: {inputs} rows, expected a multiple of the granularity"
-            f" {w.granularity}"
-        )
-    leading = w.values.shape[:-1]
-    if w.values.ndim < 3 or w.rows.shape != leading or w.counts.shape != leading[:-1]:
-        raise ValueError(
-            f"values {w.values.shape}, rows {w.rows.shape}, counts {w.counts.shape}:"
-            " expected [T, P, G], [T, P] and [T]"
-        )
-    if not 0 <= w.tiles * w.tile - w.packed_columns < w.tile:
-        raise ValueError(
-            f"{w.tiles} tiles of {w.tile} columns for {w.packed_columns} packed"
-            f" columns of a weight of shape {w.shape}: expected as many as hold them"
-        )
-    if w.columns is not None and w.packed_columns > outputs:
-        raise ValueError(f"{w.packed_columns} columns, expected at most N={outputs}")
-
-
-def _check_values(w: TileSparse) -> bool:
-    """Refuses indices and counts that are wrong; whether the counts are equal."""
-    rows, counts = concrete(w.rows), concrete(w.counts)
-    if rows is None or counts is None or w.values.ndim != 3:
-        return False
-    if counts.size and not (counts.min() >= 0 and counts.max() <= w.room):
-        raise ValueError(
-            f"counts from {counts.min()} to {counts.max()}, expected 0 to the room"
-            f" P={w.room}"
-        )
-    inputs = w.shape[0]
-    if rows.size and not (rows.min() >= 0 and rows.max() < inputs):
-        raise ValueError(
-            f"rows from {rows.min()} to {rows.max()}, expected 0 to {inputs - 1}"
-        )
-    kept = np.arange(w.room) < counts[:, None]
-    if (falls := (np.diff(rows, axis=1) <= 0) & kept[:, 1:]).any():
-        t, p = np.argwhere(falls)[0]
-        raise ValueError(
-            f"rows of tile {t}: {rows[t, p]} before {rows[t, p + 1]}, expected them"
-            " sorted, each once"
-        )
-    g = w.granularity
-    if g > 1:
-        # Only the kept entries: those past the counts repeat the last row.
-        group = np.where(kept, rows - np.arange(w.room) % g, 0)
-        starts = np.repeat(group[:, ::g], g, axis=1)[:, : w.room]
-        if (counts % g).any() or (np.where(kept, group - starts, 0)).any():
-            raise ValueError(
-                f"rows are not kept in groups of granularity {g}; prune with it, or"
-                " pass granularity=1"
-            )
-        if (starts % g).any():
-            raise ValueError(f"groups of rows do not start at multiples of {g}")
-    if (columns := w.columns) is not None and (known := concrete(columns)) is not None:
-        _check_columns(known, w.shape[1])
-    values = concrete(w.values)
-    if values is not None and values[~kept].any():
-        raise ValueError("values past the counts are not zero, expected zeros")
-    full = bool(counts.size) and w.room == _room(int(counts.max()), w.tile)
-    return full and bool((counts == counts[0]).all())
-
-
-def save_tile_sparse(path: str | Path, weights: Mapping[str, TileSparse]) -> None:
-    """Writes weights into a safetensors file.
-
-    Tensors are called ``<name>.values`` and so on; what is static lies in the header,
-    with the version of the format.
-
-    Args:
-        path: file to write.
-        weights: name to weight.
-
-    Example:
-        >>> import jax.numpy as jnp, tempfile, pathlib
-        >>> w = TileSparse.from_dense(jnp.ones((8, 8)), jnp.ones((8, 8), bool), tile=8)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     file = pathlib.Path(folder, "w.safetensors")
-        ...     save_tile_sparse(file, {"mlp": w})
-        ...     load_tile_sparse(file)["mlp"].shape
-        (8, 8)
-    """
-    import safetensors.numpy
-
-    tensors, static = {}, {}
-    for name, w in weights.items():
-        for leaf in ("values", "rows", "counts", "columns"):
-            if (array := getattr(w, leaf)) is not None:
-                tensors[f"{name}.{leaf}"] = np.ascontiguousarray(array)
-        static[name] = {"shape": w.shape, "granularity": w.granularity}
-    header = {
-        "format": "tile_sparse",
-        "version": str(FORMAT_VERSION),
-        "weights": json.dumps(static),
-    }
-    safetensors.numpy.save_file(tensors, path, metadata=header)
-
-
-def load_tile_sparse(path: str | Path) -> dict[str, TileSparse]:
-    """Reads what `save_tile_sparse` wrote, and validates it.
-
-    Args:
-        path: the file.
-
-    Returns:
-        Name to weight.
-
-    Raises:
-        ValueError: the file is none of ours, of another version, or damaged.
-    """
-    import safetensors
-
-    try:
-        with safetensors.safe_open(path, framework="numpy") as file:
-            header = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"{path} is no safetensors file: {error}") from error
-    if header.get("format") != "tile_sparse":
-        raise ValueError(
-            f"{path} holds no tile-sparse weights (format {header.get('format')!r});"
-            " write them with save_tile_sparse"
-        )
-    if header.get("version") != str(FORMAT_VERSION):
-        raise ValueError(
-            f"{path} has version {header.get('version')} of the format, expected"
-            f" {FORMAT_VERSION}; pack the dense weight again"
-        )
-    try:
-        return _read_weights(tensors, json.loads(header["weights"]))
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
-
-
-def _read_weights(
-    tensors: Mapping[str, np.ndarray], described: Mapping[str, Any]
-) -> dict[str, TileSparse]:
-    """The weights of a file, validated."""
-    weights = {}
-    for name, static in described.items():
-        parts = {n: tensors.get(f"{name}.{n}") for n in ("values", "rows", "counts")}
-        if missing := [n for n, array in parts.items() if array is None]:
-            raise ValueError(f"{name} lacks {missing}")
-        columns = tensors.get(f"{name}.columns")
-        weights[name] = TileSparse(
-            **{n: jnp.asarray(array) for n, array in parts.items()},
-            columns=None if columns is None else jnp.asarray(columns),
-            shape=tuple(static["shape"]),
-            granularity=static["granularity"],
-        )
-    return weights

@@ -143,7 +143,7 @@ def test_files_that_are_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="is no safetensors file"):
         load_tile_sparse(path)
     w, _, _ = random_weight(*SMALL)
-    module = "pallas_kernels.tile_sparse_matmul.format.FORMAT_VERSION"
+    module = "pallas_kernels.tile_sparse_matmul.files.FORMAT_VERSION"
     with monkeypatch.context() as patched:
         patched.setattr(module, 99)
         save_tile_sparse(path, {"a": w})
@@ -203,6 +203,7 @@ def test_shards_that_are_refused(no_shape_hook):
         ({"columns": [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 10]}, "name a column twice"),
         ({"columns": [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 13]}, "columns from 0 to 13"),
         ({"values": 1.0}, "values past the counts are not zero"),
+        ({"room": 20}, "room for 20 rows in a tile, expected a multiple of 8"),
         ({"index_type": "rows"}, "rows of type int16, expected int32"),
         ({"index_type": "counts"}, "counts of type int16, expected int32"),
     ],
@@ -215,6 +216,9 @@ def test_construction_validates(no_shape_hook, change, message):
             value = w.rows.at[0, 3].set(value)
         elif name == "values":
             value = w.values.at[1, 0, 0].set(value)
+        elif name == "room":
+            fields["values"] = w.values[:, :value]
+            name, value = "rows", w.rows[:, :value]
         elif name == "index_type":
             name, value = value, getattr(w, value).astype(jnp.int16)
         elif name in ("counts", "columns"):

@@ -1,0 +1,65 @@
+"""What the caller of a tile-sparse product got wrong."""
+
+from typing import Any
+
+import jax
+
+from pallas_kernels.tile_sparse_matmul.epilogue import ACTIVATIONS
+from pallas_kernels.tile_sparse_matmul.format import TileSparse
+from pallas_kernels.tile_sparse_matmul.singles import SingleWeights
+
+
+__all__ = ["check_product", "check_singles"]
+
+
+def check_product(
+    x: jax.Array, w: TileSparse, bias: Any, activation: str | None, x_major: bool
+) -> None:
+    """Refuses what the caller got wrong."""
+    if not isinstance(w, TileSparse):
+        raise TypeError(
+            f"w is a {type(w).__name__}, expected a TileSparse; pack a dense weight"
+            " with TileSparse.from_dense"
+        )
+    inputs, outputs = w.shape
+    if w.values.ndim != 3:
+        raise ValueError(
+            f"w has values of shape {w.values.shape}, expected [T, P, G]; scan or vmap"
+            " over stacked weights"
+        )
+    if w.values.shape[:-1] != w.rows.shape or w.tiles * w.tile < w.packed_columns:
+        raise ValueError(
+            f"w has values of shape {w.values.shape} for rows of shape {w.rows.shape}"
+            f" and {w.packed_columns} columns; see with_values"
+        )
+    if x.ndim < 1 or x.shape[0 if x_major else -1] != inputs:
+        raise ValueError(
+            f"x has shape {x.shape} ({'feature' if x_major else 'token'}-major),"
+            f" expected {inputs} features as w of shape {w.shape} has; see"
+            " feature_major"
+        )
+    if x.dtype != w.dtype:
+        raise ValueError(f"w has type {w.dtype}, expected that of x, {x.dtype}")
+    if bias is not None and bias.shape != (outputs,):
+        raise ValueError(f"bias has shape {bias.shape}, expected ({outputs},)")
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(
+            f"activation {activation!r}, expected None or one of {list(ACTIVATIONS)}"
+        )
+
+
+def check_singles(w: TileSparse, singles: SingleWeights) -> None:
+    """Refuses single weights of another matrix."""
+    if not isinstance(singles, SingleWeights):
+        raise TypeError(f"singles is a {type(singles).__name__}, not SingleWeights")
+    shape = singles.inputs, singles.values.shape[-1]
+    if singles.values.ndim != 2 or shape != w.shape:
+        raise ValueError(
+            f"singles have values of shape {singles.values.shape} for"
+            f" {singles.inputs} inputs, expected [J, {w.shape[1]}] for {w.shape[0]}, as"
+            " w has"
+        )
+    if singles.values.dtype != w.dtype:
+        raise ValueError(
+            f"singles have type {singles.values.dtype}, expected that of w, {w.dtype}"
+        )
