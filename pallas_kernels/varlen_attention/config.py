@@ -9,6 +9,7 @@ from pallas_kernels.mosaic import DeviceSpec, smem_bytes
 
 
 __all__ = [
+    "MOST_SHORT_SEQUENCES",
     "BackwardBlocks",
     "ForwardBlocks",
     "MosaicGpuConfig",
@@ -25,6 +26,9 @@ ROWS = 64
 
 CHUNK = 64
 """Columns of a shared-memory chunk: 128 bytes, the widest swizzled line."""
+
+MOST_SHORT_SEQUENCES = 1023
+"""Sequences of a row, at most, where each block searches for its own."""
 
 HEAD_DIMS = (64, 128, 256)
 """Head dims that the kernels are built for; others are padded to the next."""
@@ -173,7 +177,7 @@ def forward_blocks(problem: Problem, device: DeviceSpec) -> ForwardBlocks:
     del device
     length = math.ceil(problem.queries / problem.max_seqs)
     if problem.head_dim == 64:
-        if length <= 384 and problem.max_seqs < 1024:
+        if length <= 384 and problem.max_seqs <= MOST_SHORT_SEQUENCES:
             return ForwardBlocks(consumers=1, block_k=64, overlap=False)
         return ForwardBlocks(consumers=3 if length > 512 else 2)
     return ForwardBlocks(block_k=64 if problem.head_dim == 256 else 128)

@@ -25,6 +25,7 @@ from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.mosaic import DeviceSpec, check_hopper, check_smem
 from pallas_kernels.varlen_attention.config import (
     HEAD_DIMS,
+    MOST_SHORT_SEQUENCES,
     BackwardBlocks,
     ForwardBlocks,
     MosaicGpuConfig,
@@ -320,12 +321,14 @@ def _forward_blocks(call: _Call, problem: Problem) -> ForwardBlocks:
     blocks = call.config.forward or forward_blocks(problem, call.device)
     if call.scores.relative is not None and call.config.forward is None:
         blocks = ForwardBlocks(block_k=64)  # the terms take more room than the keys
+    most = MOST_SHORT_SEQUENCES
+    if blocks.consumers == 1 and (call.scores.relative or problem.max_seqs > most):
+        raise Unsupported(
+            "varlen_attention: consumers=1 takes no relative bias and at most "
+            f"{most} sequences, got {problem.max_seqs}; expected 2 or 3"
+        )
     size = forward_smem(problem, blocks)
     if (relative := tile_terms(call.scores, blocks)) is not None:
-        if blocks.consumers == 1:
-            raise Unsupported(
-                "varlen_attention: consumers=1 with a relative bias, expected 2 or 3"
-            )
         size += relative.smem(blocks.stages, problem.dtype.itemsize)
     check_smem(size, call.device, f"varlen_attention with {blocks}")
     return blocks

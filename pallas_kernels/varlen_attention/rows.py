@@ -418,14 +418,15 @@ def find_tile(
 ) -> tuple[jax.Array, jax.Array]:
     """The sequence that holds a tile, and which tile of it, found by each warp.
 
-    Each lane counts the tiles of some sequences in a row, the warp sums the counts, and
-    the lane whose tiles include the one asked for says so. If it counted more than one
-    sequence, those are searched in turn.
+    Each lane counts the tiles of some sequences in a row, finds out how many tiles come
+    before them, and says so if the one asked for is among them. If it counted more than
+    one sequence, those are searched in turn. Up to 31 sequences are in the order of
+    falling length: the expensive tiles come first.
 
     Args:
-        bounds: int32 [B + 1] of global memory, prefix sums of the lengths. What they
-            leave of the tokens counts as one more sequence.
-        number: int32, which tile of all, in the order of the sequences.
+        bounds: int32 [B + 1] of global memory, prefix sums of at most 1023 lengths.
+            What they leave of the tokens counts as one more sequence.
+        number: int32, which tile of all.
         block: rows of a tile.
         tokens: rows of the packed buffer.
 
@@ -472,47 +473,56 @@ def _search_tile(
         ]
         return functools.reduce(arith.addi, counts)
 
-    first, size, found = c(0), sequences, None
-    while size > 1 or found is None:
-        size = -(-size // 32)
-        mine = arith.addi(first, arith.muli(lane, c(size)))
-        owner, number = _owner(number, count(mine, size), lane)
-        there = arith.cmpi(arith.CmpIPredicate.ult, owner, c(32))
-        found = there if found is None else found
-        first = arith.addi(first, arith.muli(owner, c(size)))
-    return arith.select(found, first, c(-1)), number
+    each = -(-sequences // 32)
+    mine = arith.muli(lane, c(each))
+    owner, number = _owner(number, count(mine, each), lane, -(-sequences // each))
+    found = arith.cmpi(arith.CmpIPredicate.ult, owner, c(32))
+    sequence = arith.muli(owner, c(each))
+    if each > 1:
+        mine = arith.addi(sequence, lane)
+        owner, number = _owner(number, count(mine, 1), lane, each)
+        sequence = arith.addi(sequence, owner)
+    return arith.select(found, sequence, c(-1)), number
 
 
 def _owner(
-    number: ir.Value, count: ir.Value, lane: ir.Value
+    number: ir.Value, count: ir.Value, lane: ir.Value, lanes: int
 ) -> tuple[ir.Value, ir.Value]:
     """The lane of a warp that has the element of a number, and its number in the lane.
+
+    Lanes with the most elements come first.
 
     Args:
         number: which of all elements of the warp.
         count: how many elements this lane has.
         lane: this one.
+        lanes: those past so many are not asked.
 
     Returns:
         ``(lane, number)``; lane 32 if there are not so many elements.
     """
     i32 = ir.IntegerType.get_signless(32)
+    c = functools.partial(mgpu.utils.c, ty=i32)
 
-    def shuffle(kind: str, value: ir.Value, source: ir.Value) -> ir.Value:
+    def take(value: ir.Value, source: ir.Value) -> ir.Value:
         return llvm.inline_asm(
             i32,
             [value, source],
-            f"shfl.sync.{kind}, 0xffffffff;",
+            "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;",
             "=r,r,r",
             has_side_effects=True,
         )
 
-    sums = count
-    for distance in (mgpu.utils.c(2**i, i32) for i in range(5)):
-        lower = shuffle("up.b32 $0, $1, $2, 0", sums, distance)
-        reaches = arith.cmpi(arith.CmpIPredicate.uge, lane, distance)
-        sums = arith.select(reaches, arith.addi(sums, lower), sums)
-    within = arith.subi(number, arith.subi(sums, count))
+    asked = arith.cmpi(arith.CmpIPredicate.ult, lane, c(lanes))
+    count = arith.select(asked, count, c(0))
+    # Of lanes with as many elements the first one comes first.
+    key = arith.addi(arith.muli(count, c(32)), arith.subi(c(31), lane))
+    within = number
+    for other in range(lanes):
+        theirs = take(key, c(other))
+        ahead = arith.cmpi(arith.CmpIPredicate.ugt, theirs, key)
+        before = arith.select(ahead, arith.shrui(theirs, c(5)), c(0))
+        within = arith.subi(within, before)
     votes = llvm.inline_asm(
         i32,
         [arith.cmpi(arith.CmpIPredicate.ult, within, count)],
@@ -521,4 +531,4 @@ def _owner(
         has_side_effects=True,
     )
     owner = math.cttz(votes)
-    return owner, shuffle("idx.b32 $0, $1, $2, 31", within, owner)
+    return owner, take(within, owner)

@@ -36,10 +36,10 @@ def _copy_one_line(source, target, last):
 def _search_tile(bounds, number, closure):
     ends = np.append(bounds[1:], closure["tokens"])
     counts = -(-(ends - bounds) // closure["block"])
-    first = np.cumsum(counts) - counts
-    (mine,) = np.nonzero((first <= number) & (number < first + counts))
-    sequence = mine[0] if mine.size else -1
-    return np.int32(sequence), np.int32(number - first[sequence])
+    order = np.argsort(-counts, stable=True)
+    tiles = [(e, i) for e in order for i in range(counts[e])]
+    sequence, index = tiles[number] if number < len(tiles) else (-1, 0)
+    return np.int32(sequence), np.int32(index)
 
 
 def _mask_outside_band(values, *bounds, closure):

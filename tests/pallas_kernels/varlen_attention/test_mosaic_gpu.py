@@ -407,6 +407,14 @@ def test_what_the_kernel_cannot_do_names_a_way_out(change, message):
         kernel(q, k, v, np.array([0, 64]), config=config)
 
 
+def test_blocks_search_among_so_many_sequences_at_most():
+    q, k, v, _ = map(jnp.asarray, operands(64, 64, 1, 1, 64))
+    config = MosaicGpuConfig(forward=ForwardBlocks(consumers=1))
+    message = "consumers=1 takes no relative bias and at most 1023 sequences, got 1024"
+    with use_device(H200), pytest.raises(Unsupported, match=message):
+        kernel(q, k, v, np.zeros(1025, np.int32), config=config)
+
+
 def test_needs_a_hopper_gpu():
     q, k, v, _ = map(jnp.asarray, operands(64, 64, 1, 1, 64))
     with pytest.raises(Unsupported, match="Hopper"):
