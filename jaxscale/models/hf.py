@@ -203,8 +203,9 @@ def save(
             configuration.
 
     Raises:
-        ValueError: transformers has no counterpart of the model, this process does
-            not hold all of it, or the tokenizer has more tokens than the model.
+        ValueError: transformers has no counterpart of the model, it is unstacked, this
+            process does not hold all of it, or the tokenizer has more tokens than the
+            model.
 
     Example:
         >>> import tempfile
@@ -215,6 +216,10 @@ def save(
         >>> bool((again.embed.table[...] == model.embed.table[...]).all())
         True
     """
+    if isinstance(model, EncoderModel) and isinstance(model.blocks, nnx.List):
+        raise ValueError(
+            "model is unstacked, for inference; save the model that it was made of"
+        )
     values, maps = _described(model)
     parameters = parameters_of(model)
     for name, value in parameters.items():

@@ -156,6 +156,19 @@ def test_results_come_in_the_order_of_the_texts():
     np.testing.assert_allclose(again, got[order], atol=1e-5)
 
 
+def test_unscanned_layers_have_parameters_of_their_own(tmp_path):
+    scanned = make()
+    model = jax.tree.map(lambda p: p, scanned.model)
+    model.scan_layers = False
+    fast = Encoder(model, scanned.tokenizer)
+    many = texts(12)
+    expected = scanned.encode(many, token_budget=128)
+    np.testing.assert_allclose(fast.encode(many, token_budget=128), expected, atol=1e-5)
+    assert isinstance(fast.model.blocks, nnx.List)
+    with pytest.raises(ValueError, match="unstacked, for inference"):
+        save(fast.model, tmp_path)
+
+
 def test_few_budgets_are_compiled():
     encoder = make()
     for count in (3, 30, 200, 41):
