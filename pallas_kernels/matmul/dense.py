@@ -37,10 +37,11 @@ def dense(
 
     ``y_i = activation(x @ w_i + bias_i)``
 
-    On Hopper GPUs one kernel computes all of them: it reads x once, and computes the
-    activation of one tile while the tensor cores multiply the next. Elsewhere XLA
-    multiplies, one product for each weight, and fuses what follows. Differentiable; the
-    gradient of an activation starts from its input, which is then stored as well.
+    On Hopper GPUs one kernel computes all of them, unless they are so small that it
+    would leave most of the GPU idle: it reads x once, and computes the activation of
+    one tile while the tensor cores multiply the next. Elsewhere XLA multiplies, one
+    product for each weight, and fuses what follows. Differentiable; the gradient of an
+    activation starts from its input, which is then stored as well.
 
     Args:
         x: ``[*B,M,K]`` activations; leading axes are merged with M.
@@ -67,8 +68,7 @@ def dense(
     """
     _check(x, ws, biases, activation)
     if implementation is None:
-        device = DeviceSpec.current()
-        implementation = "xla" if device is None else ("mosaic_gpu", "xla")
+        implementation = ("mosaic_gpu", "xla") if _fills(x, ws) else "xla"
     implementations = {"mosaic_gpu": _mosaic_gpu, "xla": _xla}
     return dispatch(
         "dense",
@@ -79,6 +79,13 @@ def dense(
         tuple(biases),
         activation,
     )
+
+
+def _fills(x: Array, ws: Sequence[Array]) -> bool:
+    """Whether half of the GPU gets a tile; XLA splits the sums of small products."""
+    device = DeviceSpec.current()
+    results = x.size // max(x.shape[-1], 1) * sum(w.shape[1] for w in ws)
+    return device is not None and 2 * results >= device.num_sms * 128 * 192
 
 
 def _check(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -144,6 +145,21 @@ def test_layers_lower_with_their_gradients(m, widths, k):
     with use_device(H200):
         lower_for_cuda(run, x, ws, biases, kernels=1)
         lower_for_cuda(jax.grad(loss, (0, 1, 2)), x, ws, biases)
+
+
+@pytest.mark.parametrize(("m", "by"), [(8, "xla"), (512, "xla"), (768, "mosaic_gpu")])
+def test_small_products_go_to_xla(m, by, monkeypatch):
+    module, taken = sys.modules["pallas_kernels.matmul.dense"], []
+    for name in ("xla", "mosaic_gpu"):
+
+        def take(x, ws, biases, activation, name=name):
+            taken.append(name)
+            return (x,)
+
+        monkeypatch.setattr(module, f"_{name}", take)
+    with use_device(H200):
+        dense(*operands(m, (3072,), 768))
+    assert taken == [by]
 
 
 def test_what_the_kernel_cannot_do_goes_to_xla():
