@@ -164,9 +164,9 @@ def replace_linears(
         replacements: What to make of the layer of each name.
     """
     copy = jax.tree.map(lambda x: x, model)
-    modules = dict(nnx.iter_modules(copy))
+    modules = {".".join(map(str, path)): m for path, m in nnx.iter_modules(copy)}
     layers = linears(copy)
     for name, make in replacements.items():
-        *parents, last = name.split(".")
-        setattr(modules[tuple(parents)], last, make(layers[name]))
+        parent, _, last = name.rpartition(".")
+        setattr(modules[parent], last, make(layers[name]))
     return copy

@@ -245,13 +245,17 @@ def test_single_weights_stand_beside_the_tiles(shards):
     np.testing.assert_allclose(found_grad, grad, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize("unstacked", [None, "before", "after"])
 @pytest.mark.parametrize("name", ["modernbert", "deberta_v3"])
-def test_encoders(name):
+def test_encoders(name, unstacked):
     """A first layer of its own; positions through the layers of queries and keys."""
     head = HeadConfig(kind="sequence", num_labels=3, transform="tanh")
     config = encoder_preset(f"{name}_tiny")
     model = perturbed(EncoderModel(config, head=head, rngs=nnx.Rngs(0)))
-    masks, masked, sparse = pruned(model)
+    masks, masked, sparse = pruned(
+        model.unstacked() if unstacked == "before" else model
+    )
+    sparse = sparse.unstacked() if unstacked == "after" else sparse
     assert not [name for name in masks if name.startswith(("head", "embed"))]
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 256, (2, 16)), jnp.int32)
     run = jax.jit(lambda m: m(tokens, cu_seqlens=jnp.array([[0, 5, 16], [0, 16, 16]])))
