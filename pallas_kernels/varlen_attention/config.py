@@ -30,6 +30,9 @@ CHUNK = 64
 MOST_SHORT_SEQUENCES = 1023
 """Sequences of a row, at most, where each block searches for its own."""
 
+_LONG = 768
+"""From this average length on, blocks of one query head outweigh their number."""
+
 HEAD_DIMS = (64, 128, 256)
 """Head dims that the kernels are built for; others are padded to the next."""
 
@@ -74,11 +77,17 @@ class BackwardBlocks:
     """Queries of a step."""
     stages: int = 2
     """Steps whose queries and gradients fit in shared memory at a time."""
+    splits: int = 1
+    """Blocks that share the query heads of a key/value head, a divisor of their number:
+    each writes dk and dv of its own, which are added afterwards. Blocks of one head go
+    over the queries side by side, and what they add to stays in the L2 cache."""
 
     def __post_init__(self) -> None:
         _check(self, block_q=(64, 128))
-        if self.stages < 1:
-            raise ValueError(f"stages {self.stages}, expected at least 1")
+        for name in ("stages", "splits"):
+            if getattr(self, name) < 1:
+                value = getattr(self, name)
+                raise ValueError(f"{name} {value}, expected at least 1")
 
     @property
     def block_k(self) -> int:
@@ -184,6 +193,19 @@ def forward_blocks(problem: Problem, device: DeviceSpec) -> ForwardBlocks:
 
 
 def backward_blocks(problem: Problem, device: DeviceSpec) -> BackwardBlocks:
-    """The backward blocks of a problem that was never tuned."""
+    """The backward blocks of a problem that was never tuned.
+
+    Args:
+        problem: what to compute.
+        device: not used.
+
+    Returns:
+        Steps of 64 queries, at head dim 64 of 128; for sequences that are long on
+        average, a block for each query head.
+    """
     del device
-    return BackwardBlocks(block_q=128 if problem.head_dim == 64 else 64)
+    is_long = problem.queries >= _LONG * problem.max_seqs
+    return BackwardBlocks(
+        block_q=128 if problem.head_dim == 64 else 64,
+        splits=problem.groups if is_long else 1,
+    )

@@ -342,6 +342,11 @@ def _backward_blocks(call: _Call, problem: Problem) -> BackwardBlocks:
             f" {problem.head_dim}, expected 128: two warpgroups share dq in parts of"
             " 64 x 64"
         )
+    if problem.groups % blocks.splits:
+        raise Unsupported(
+            f"varlen_attention: splits={blocks.splits} of {problem.groups} query heads,"
+            " expected a divisor"
+        )
     size = backward_smem(problem, blocks)
     check_smem(size, call.device, f"gradient of varlen_attention with {blocks}")
     return blocks

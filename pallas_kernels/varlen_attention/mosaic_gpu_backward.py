@@ -1,8 +1,9 @@
 """Hopper backward kernel of variable-length attention.
 
 One block computes the gradients of one tile of 128 keys of one sequence and key/value
-head; it loops over the queries that see them, for all query heads of the group. With
-scores ``s``, weights ``p = exp(s - lse)`` and ``delta = dout . out - dlse``::
+head; it loops over the queries that see them, for all query heads of the group or for a
+part of them. With scores ``s``, weights ``p = exp(s - lse)`` and
+``delta = dout . out - dlse``::
 
     dv = p^T dout      ds = p (dout v^T - delta)      dk = ds^T q      dq = ds k
 
@@ -77,10 +78,13 @@ FIELDS = (
     "full_first", "full_last", "offset", "q_start", "q_len", "reach", "q_tile",
     "q_total",
 )  # fmt: skip
+QUERY_FIELDS = "row", "base", "first", "stop", "adders"
 # Registers of a thread of the producer and of a consumer.
 _REGISTERS = (24, 240)
 # Warps of the producer: one loads, one adds to dq.
 _LOADER, _ADDER = 0, 1
+# Parts of 64 rows and a head that a warpgroup of the last blocks turns into dq.
+_UNITS = 4
 
 
 def key_table(
@@ -162,18 +166,21 @@ def backward(
     """
     block_q = blocks.block_q
     q_slots = most_tiles(problem.rows, problem.queries, problem.max_seqs, block_q)
-    q_end = jnp.where(seqs.real == 1, seqs.q_end, seqs.q_start)
-    tiles = tile_sequences(seqs.q_start, q_end, None, block_q, q_slots)
-    stats = _stats(problem, lse, delta, seqs, tiles, block_q)
+    tiles = tile_sequences(seqs.q_start, seqs.q_end, None, block_q, q_slots)
+    q_table = _query_table(scores, blocks, seqs, tiles)
+    stats = _stats(problem, lse, delta, q_table, block_q)
     table = key_table(problem, scores, blocks, seqs, tiles.first)
     slots = table.shape[0]
     extra = [] if slopes is None else [slopes]
+    key_heads = problem.kv_heads * blocks.splits
+    by_key_head = (*k.shape[:2], key_heads, problem.head_dim)
     outputs = [
         jax.ShapeDtypeStruct(
             (q_slots, block_q, problem.heads, problem.head_dim), jnp.float32
         ),
-        jax.ShapeDtypeStruct(k.shape, k.dtype),
-        jax.ShapeDtypeStruct(v.shape, v.dtype),
+        jax.ShapeDtypeStruct(q.shape, q.dtype),
+        jax.ShapeDtypeStruct(by_key_head, k.dtype),
+        jax.ShapeDtypeStruct(by_key_head, v.dtype),
     ]
     if scores.alibi:
         shape = (slots, problem.heads, blocks.block_k)
@@ -183,15 +190,16 @@ def backward(
         body,
         out_type=tuple(outputs),
         scratch_types=_scratch(problem, blocks),
-        grid=(slots * problem.kv_heads,),
+        grid=(slots * key_heads + q_slots * -(-problem.heads // _finished(blocks)),),
         grid_names=("block",),
         num_threads=_CONSUMERS + 1,
         thread_name="warpgroup",
         kernel_name="varlen_attention_backward",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    sums, dk, dv, *slope_sums = unmarked(run)(table, q, k, v, dout, stats, *extra)
-    dq = _unpack_dq(problem, scores, blocks, sums, seqs, tiles.first)
+    operands = table, q_table, q, k, v, dout, stats, *extra
+    _, dq, dk, dv, *slope_sums = unmarked(run)(*operands)
+    dk, dv = (_add_splits(x, problem.kv_heads) for x in (dk, dv))
     if not slope_sums:
         return dq, dk, dv, None
     row, k_stop = (table[:, FIELDS.index(name)] for name in ("row", "k_stop"))
@@ -201,59 +209,62 @@ def backward(
     return dq, dk, dv, jnp.sum(jnp.where(mine[..., None], by_slot, 0.0), axis=1)
 
 
+def _query_table(
+    scores: Scores, blocks: BackwardBlocks, seqs: Sequences, tiles: Tiles
+) -> Int[Array, "slots fields"]:
+    """`QUERY_FIELDS` of each tile of queries."""
+    block_q, block_k = blocks.block_q, blocks.block_k
+    seq = tiles.sequences(seqs)
+    nominal = seq.q_start + tiles.index * block_q
+    end = jnp.minimum(nominal + block_q, seq.q_end)
+    # A tile that would read past the data is moved up; the rest of a row is not read.
+    base = jnp.where(
+        seq.real == 1, jnp.minimum(nominal, seq.q_total - block_q), nominal
+    )
+    start, stop = interval_of_keys(nominal, end - 1, seq, scores.window)
+    adders = (stop - 1 - seq.k_start) // block_k - (start - seq.k_start) // block_k + 1
+    fields = {
+        "row": seq.row,
+        "base": base,
+        "first": nominal - base,
+        "stop": end - base,
+        "adders": jnp.where(start < stop, adders, 0),
+    }
+    # Not computed again for each row and head.
+    return lax.optimization_barrier(tiles.table([fields[x] for x in QUERY_FIELDS]))
+
+
 def _stats(
     problem: Problem,
     lse: Array,
     delta: Array,
-    seqs: Sequences,
-    tiles: Tiles,
+    q_table: Int[Array, "slots fields"],
     block_q: int,
 ) -> Float[Array, "N slots two block_q"]:
     """Lse, to base 2, and delta of each tile of queries, both negative."""
-    seq = tiles.sequences(seqs)
-    nominal = seq.q_start + tiles.index * block_q
-    base = jnp.minimum(nominal, seq.q_total - block_q)
-    # Not computed again for each row and head.
-    table = lax.optimization_barrier(
-        tiles.table([nominal, seq.q_end, base, seq.row * problem.queries])
-    )
-    first, stop, base, row = jnp.split(table, 4, axis=1)
-    rows = base + jnp.arange(block_q, dtype=jnp.int32)
-    mine = (rows >= first) & (rows < stop)
-    flat = row + jnp.clip(rows, 0, problem.queries - 1)
+    row, base, first, stop, _ = jnp.split(q_table, len(QUERY_FIELDS), axis=1)
+    index = jnp.arange(block_q, dtype=jnp.int32)
+    mine = (index >= first) & (index < stop)
+    flat = row * problem.queries + jnp.clip(base + index, 0, problem.queries - 1)
     lse, delta = (x.reshape(-1, problem.heads)[flat] for x in (lse, delta))
     lse = jnp.where(mine[..., None], lse * -LOG2E, -jnp.inf)
     delta = jnp.where(mine[..., None], -delta, 0.0)
     return jnp.stack([lse, delta]).transpose(3, 1, 0, 2)
 
 
-def _unpack_dq(
-    problem: Problem,
-    scores: Scores,
-    blocks: BackwardBlocks,
-    sums: Float[Array, "slots block_q N H"],
-    seqs: Sequences,
-    q_first: Int[Array, " E"],
-) -> Float[Array, "R T N H"]:
-    """From tiles to packed rows; zero where no key was seen."""
-    block_q = blocks.block_q
-    by_row = problem.rows, 1, -1
-    seq = Sequences(*(x.reshape(by_row) for x in seqs))
-    rows = jnp.arange(problem.queries, dtype=jnp.int32)[:, None]
-    # For all pairs of a row of the buffer and a sequence, of which one is right.
-    index = lax.div(rows - seq.q_start, jnp.int32(block_q))
-    nominal = seq.q_start + index * block_q
-    base = jnp.minimum(nominal, seq.q_total - block_q)
-    end = jnp.minimum(nominal + block_q, seq.q_end)
-    start, stop = interval_of_keys(nominal, end - 1, seq, scores.window)
-    seen = (seq.q_start <= rows) & (rows < seq.q_end) & (start < stop) & (seq.real == 1)
-    source = (q_first.reshape(by_row) + index) * block_q + rows - base
-    source = jnp.sum(jnp.where(seen, source, 0), axis=2, dtype=jnp.int32)
-    # Numbers a row, and not computed again for each of its elements.
-    source, there = lax.optimization_barrier((source, jnp.any(seen, axis=2)))
-    flat = sums.reshape(-1, problem.heads, problem.head_dim)
-    dq = flat[source] * scores.scale
-    return jnp.where(there[..., None, None], dq, 0.0).astype(problem.dtype)
+def _add_splits(
+    sums: Float[Array, "R S heads H"], kv_heads: int
+) -> Float[Array, "R S K H"]:
+    """Sums of blocks that shared the query heads of a group."""
+    parts = sums.reshape(*sums.shape[:2], kv_heads, -1, sums.shape[3])
+    if parts.shape[3] == 1:
+        return sums
+    return jnp.sum(parts, axis=3, dtype=jnp.float32).astype(sums.dtype)
+
+
+def _finished(blocks: BackwardBlocks) -> int:
+    """Heads of a tile of queries that one of the last blocks turns into dq."""
+    return _UNITS * _CONSUMERS * ROWS // blocks.block_q
 
 
 def _scratch(problem: Problem, blocks: BackwardBlocks) -> dict[str, Any]:
@@ -296,6 +307,7 @@ def _body(
     slots: int,
     q_slots: int,
     table: Any,
+    q_table: Any,
     q: Any,
     k: Any,
     v: Any,
@@ -304,13 +316,15 @@ def _body(
     *refs: Any,
     **scratch: Any,
 ) -> None:
-    """The kernel: two consumers, and a producer whose warps load and add."""
+    """The kernel: two consumers, and a producer whose warps load and add.
+
+    The last blocks turn sums of dq, as they become complete, into dq.
+    """
     slopes = refs[0] if scores.alibi else None
-    dq, dk, dv, *slope_sums = refs[1:] if scores.alibi else refs
-    slot, kv_head = decode_block(
-        lax.axis_index("block"), slots, heads_together(problem), 1
-    )
-    warpgroup = lax.axis_index("warpgroup")
+    sums, dq, dk, dv, *slope_sums = refs[1:] if scores.alibi else refs
+    block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
+    slot, key_head = decode_block(block, slots, heads_together(problem), 1)
+    adding = key_head < problem.kv_heads * blocks.splits
     turns = pl.get_global(plgpu.SemaphoreType.REGULAR((problem.heads * q_slots,)))
 
     def fields() -> dict[str, Any]:
@@ -324,9 +338,9 @@ def _body(
         plgpu.set_max_registers(_REGISTERS[0], action="decrease")
         tile = fields()
 
-        @pl.when(tile["k_stop"] > 0)
+        @pl.when(adding & (tile["k_stop"] > 0))
         def _() -> None:
-            producer = Producer(problem, scores, blocks, tile, kv_head, scratch)
+            producer = Producer(problem, scores, blocks, tile, key_head, scratch)
 
             @plgpu.warp_map
             def _(warp: Any) -> None:
@@ -336,27 +350,77 @@ def _body(
 
                 @pl.when(warp == _ADDER)
                 def _() -> None:
-                    producer.add_all(dq, turns, q_slots)
+                    producer.add_all(sums, turns, q_slots)
 
     @pl.when(warpgroup < _CONSUMERS)
     def _consumer() -> None:
         plgpu.set_max_registers(_REGISTERS[1], action="increase")
 
-        @pl.when(read("k_stop") > 0)
+        @pl.when(adding & (read("k_stop") > 0))
         def _() -> None:
             consumer = Consumer(
-                problem, scores, blocks, read, warpgroup, kv_head, slopes, scratch
+                problem, scores, blocks, read, warpgroup, key_head, slopes, scratch
             )
             slope_ref = slope_sums[0].at[slot] if scores.alibi else None
-            sums = consumer.run(slope_ref)
+            key_sums = consumer.run(slope_ref)
             offset = warpgroup * ROWS
             row, first = read("row"), read("k_base") + offset
             start, stop = read("k_first") - offset, read("k_stop") - offset
             factors = scores.scale, 1.0
-            for ref, values, factor in zip((dk, dv), sums, factors, strict=True):
-                here = ref.at[row, pl.ds(first, ROWS), kv_head]
+            for ref, values, factor in zip((dk, dv), key_sums, factors, strict=True):
+                here = ref.at[row, pl.ds(first, ROWS), key_head]
                 store_rows(here, (values * factor).astype(problem.dtype), start, stop)
             plgpu.barrier_wait(scratch["dq_empty"])  # see its last phase
+
+        @pl.when(~adding)
+        def _() -> None:
+            index = block - slots * problem.kv_heads * blocks.splits
+            finish = functools.partial(_finish, problem, scores, blocks, q_slots)
+            finish(index, warpgroup, q_table, turns, sums, dq)
+
+
+def _finish(
+    problem: Problem,
+    scores: Scores,
+    blocks: BackwardBlocks,
+    q_slots: int,
+    index: Any,
+    warpgroup: Any,
+    q_table: Any,
+    turns: Any,
+    sums: Any,
+    dq: Any,
+) -> None:
+    """Dq of a tile of queries and some heads, once all have added to it."""
+    group, q_tile = lax.div(index, jnp.int32(q_slots)), lax.rem(index, q_slots)
+    tile = {name: q_table[q_tile, i] for i, name in enumerate(QUERY_FIELDS)}
+    layout = plgpu.Layout.WGMMA
+
+    def unit(i: Any, _: None) -> None:
+        number = i * _CONSUMERS + warpgroup
+        chunks, parts = jnp.int32(problem.chunks), jnp.int32(blocks.block_q // ROWS)
+        columns = pl.ds(lax.rem(number, chunks) * CHUNK, CHUNK)
+        number = lax.div(number, chunks)
+        first = lax.rem(number, parts) * ROWS
+        head = group * _finished(blocks) + lax.div(number, parts)
+
+        @pl.when((head < problem.heads) & (tile["first"] < tile["stop"]))
+        def _() -> None:
+            turn, adders = turns.at[head * q_slots + q_tile], tile["adders"]
+            plgpu.semaphore_wait(turn, adders, decrement=False, memory_scope="gpu")
+            here = sums.at[q_tile, pl.ds(first, ROWS), head, columns]
+            zeros = jnp.zeros(here.shape, jnp.float32)
+            values = lax.cond(
+                adders > 0,
+                lambda: plgpu.load(here, layout=layout, optimized=False),
+                lambda: plgpu.layout_cast(zeros, layout),
+            )
+            values = (values * scores.scale).astype(problem.dtype)
+            rows = pl.ds(tile["base"] + first, ROWS)
+            target = dq.at[tile["row"], rows, head, columns]
+            store_rows(target, values, tile["first"] - first, tile["stop"] - first)
+
+    lax.fori_loop(0, _UNITS * problem.chunks, unit, None)
 
 
 def _query_start(
@@ -388,33 +452,34 @@ class Producer:
         scores: Scores,
         blocks: BackwardBlocks,
         tile: dict[str, Any],
-        kv_head: Any,
+        key_head: Any,
         scratch: dict[str, Any],
     ) -> None:
         self.problem, self.scores, self.blocks = problem, scores, blocks
-        self.tile, self.kv_head, self.scratch = tile, kv_head, scratch
+        self.tile, self.key_head, self.scratch = tile, key_head, scratch
+        self.heads = problem.groups // blocks.splits
         self.per_head = tile["last"] - tile["first"]
 
     def place(self, step: Any) -> tuple[Any, Any]:
         """The query head and the tile of queries of a step."""
-        group = lax.div(step, self.per_head)
-        head = self.kv_head * self.problem.groups + group
+        head = self.key_head * self.heads + lax.div(step, self.per_head)
         return head, self.tile["first"] + lax.rem(step, self.per_head)
 
     @property
     def steps(self) -> Any:
-        """Of all query heads of the group."""
-        return self.per_head * self.problem.groups
+        """Of all query heads of the block."""
+        return self.per_head * self.heads
 
     def load_all(self, q: Any, k: Any, v: Any, dout: Any, stats: Any) -> None:
         """Keys and values, then what each step needs."""
         scratch, stages = self.scratch, self.blocks.stages
+        kv_head = lax.div(self.key_head, jnp.int32(self.blocks.splits))
         for ref, name in ((k, "k"), (v, "v")):
             copy_rows(
                 ref,
                 self.tile["row"],
                 self.tile["k_base"],
-                self.kv_head,
+                kv_head,
                 scratch[f"{name}_smem"][1],
                 scratch["kv_full"],
             )
@@ -432,12 +497,12 @@ class Producer:
 
         lax.fori_loop(0, stages, drain, None)
 
-    def add_all(self, dq: Any, turns: Any, q_slots: int) -> None:
+    def add_all(self, sums: Any, turns: Any, q_slots: int) -> None:
         """Dq of each step to global memory."""
         plgpu.barrier_arrive(self.scratch["dq_empty"])
 
         def step(i: Any, _: None) -> None:
-            self.add(i, dq, turns, q_slots)
+            self.add(i, sums, turns, q_slots)
 
         lax.fori_loop(0, self.steps, step, None)
 
@@ -456,7 +521,7 @@ class Producer:
         full = scratch["do_full"].at[stage]
         copy_rows(dout, row, start, head, scratch["do_smem"][1].at[stage], full)
 
-    def add(self, step: Any, dq: Any, turns: Any, q_slots: int) -> None:
+    def add(self, step: Any, sums: Any, turns: Any, q_slots: int) -> None:
         """Dq of a step to global memory, when it is this block's turn."""
         scratch, block_q = self.scratch, self.blocks.block_q
         head, index = self.place(step)
@@ -472,7 +537,7 @@ class Producer:
                     rows, columns = pl.ds(m * ROWS, ROWS), pl.ds(chunk * CHUNK, CHUNK)
                     plgpu.copy_smem_to_gmem(
                         scratch["dq_smem"].at[m * self.problem.chunks + chunk],
-                        dq.at[q_tile, rows, head, columns],
+                        sums.at[q_tile, rows, head, columns],
                         reduction_op=reduction,
                     )
 
@@ -494,13 +559,13 @@ class Consumer:
         blocks: BackwardBlocks,
         read: Callable[[str], Any],
         warpgroup: Any,
-        kv_head: Any,
+        key_head: Any,
         slopes: Any,
         scratch: dict[str, Any],
     ) -> None:
         self.problem, self.scores, self.blocks = problem, scores, blocks
         # Registers are scarce: what of the tile only some steps need, they read again.
-        self.read, self.warpgroup, self.kv_head = read, warpgroup, kv_head
+        self.read, self.warpgroup, self.key_head = read, warpgroup, key_head
         self.slopes, self.scratch = slopes, scratch
         self.k_smem, self.v_smem, self.q_smem, self.do_smem = (
             scratch[f"{name}_smem"][0] for name in ("k", "v", "q", "do")
@@ -524,12 +589,13 @@ class Consumer:
         first, last = self.read("first"), self.read("last")
         full = self.read("full_first"), self.read("full_last")
 
-        # Slopes have a sum for each head; else the heads of a group are one loop.
-        loops = self.problem.groups if self.scores.alibi else 1
-        steps = (last - first) * (self.problem.groups // loops)
+        # Slopes have a sum for each head; else the heads are one loop.
+        heads = self.problem.groups // self.blocks.splits
+        loops = heads if self.scores.alibi else 1
+        steps = (last - first) * (heads // loops)
 
         def head_loop(group: Any, number: Any) -> Any:
-            head = self.kv_head * self.problem.groups + group
+            head = self.key_head * heads + group
             row_sums = ()
             if self.scores.alibi:
                 zero = jnp.zeros((ROWS,), jnp.float32)

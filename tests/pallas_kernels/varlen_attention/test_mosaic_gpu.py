@@ -96,13 +96,14 @@ CASES = {
         {},
         NARROW,
     ),
-    # More steps than stages, query heads that share keys, an empty sequence.
+    # More steps than stages, query heads that share keys in two blocks, an empty
+    # sequence.
     "one long, causal": (
         [3, 150, 0, 20],
         [3, 150, 0, 20],
-        (176, 176, 2, 1, 128),
+        (176, 176, 4, 1, 128),
         {"causal": True},
-        None,
+        MosaicGpuConfig(backward=BackwardBlocks(splits=2)),
     ),
     "cross lengths, window": (
         [5, 100, 0, 9, 3],
@@ -429,6 +430,7 @@ def test_needs_a_hopper_gpu():
         (lambda: ForwardBlocks(consumers=3, ping_pong=True), "expected 2 of them"),
         (lambda: BackwardBlocks(block_q=96), "block_q 96, expected one of"),
         (lambda: BackwardBlocks(stages=0), "stages 0, expected at least 1"),
+        (lambda: BackwardBlocks(splits=0), "splits 0, expected at least 1"),
     ],
 )
 def test_blocks_are_checked(make, message):

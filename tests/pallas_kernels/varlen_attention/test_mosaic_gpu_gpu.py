@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.varlen_attention import (
+    BackwardBlocks,
     ForwardBlocks,
     MosaicGpuConfig,
     varlen_attention,
@@ -150,6 +151,14 @@ def test_other_head_dims(head_dim):
 def test_every_way_to_cut_the_forward_pass(blocks, causal):
     config = MosaicGpuConfig(forward=blocks)
     check(AWKWARD, AWKWARD, 64, 2, {"causal": causal}, config=config)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_blocks_share_query_heads(head_dim):
+    config = MosaicGpuConfig(
+        backward=BackwardBlocks(block_q=128 * 64 // head_dim, splits=2)
+    )
+    check(AWKWARD, AWKWARD, head_dim, 1, {"causal": True}, config=config)
 
 
 def test_random_lengths():
