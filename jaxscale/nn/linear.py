@@ -183,7 +183,8 @@ class ColumnParallelLinear(Linear):
             return tuple(activate(layer(x)) for layer in layers)
         x = x.astype(first.dtype)
         groups, inputs = [layers], [x]
-        if first.tensor_parallel is None and first.bias is not None:
+        has_bias = all(layer.bias is not None for layer in layers)
+        if first.tensor_parallel is None and has_bias:
             in_axes = [("batch", None, None), *(layer.kernel_axes for layer in layers)]
             weights = [layer.weight for layer in layers]
             if Shards.of([x, *weights], in_axes, first.rules) is None:

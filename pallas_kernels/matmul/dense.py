@@ -135,7 +135,7 @@ def _mosaic_gpu(
     call = _Call(activation=activation, device=device)
     axes = varying(x, *ws, *biases)
     flat, ws, biases = jax.tree.map(
-        lambda a: as_varying(a, axes), (x.reshape(rows, -1), ws, biases)
+        lambda a: as_varying(a, axes), (x.reshape(rows, x.shape[-1]), ws, biases)
     )
     ys: Any = _jitted(flat, ws, biases, call)
     return tuple(y.reshape(*x.shape[:-1], -1) for y in ys)

@@ -42,6 +42,9 @@ __all__ = ["dense", "dense_config"]
 CHUNK = 64
 """Columns of a chunk, 128 bytes."""
 
+MOST_COLUMNS = 256 * CHUNK
+"""Columns of a weight: the copy engine moves a bias in at most 256 lines of a chunk."""
+
 
 def dense_config(m: int, widths: Sequence[int]) -> MatmulConfig:
     """How the kernel cuts a product of `m` rows with weights of these widths.
@@ -79,7 +82,8 @@ def dense(
 
     Args:
         x: [M,K]; bfloat16 or float16, M a multiple of 8.
-        ws: weights [K,N] each, of the type of x; N multiples of `config.tile_n`.
+        ws: weights [K,N] each, of the type of x; N multiples of `config.tile_n`, at
+            most `MOST_COLUMNS`.
         biases: [N] each, of the type of x.
         activation: a name in `ACTIVATIONS`, or None.
         config: how to cut it.
@@ -98,6 +102,11 @@ def dense(
             raise Unsupported(
                 f"dense: m={problem.m} n={problem.n}, the kernel needs multiples of"
                 f" {TILE_ROWS} and {config.tile_n}; use implementation='xla'"
+            )
+        if problem.n > MOST_COLUMNS:
+            raise Unsupported(
+                f"dense: n={problem.n}, the kernel takes at most {MOST_COLUMNS} columns"
+                " of a weight; cut it or use implementation='xla'"
             )
     tiles = [Tiles(problem=problem, config=config) for problem in problems]
     widths = [problem.n // config.tile_n for problem in problems]

@@ -5,7 +5,7 @@ import math
 
 import jax.numpy as jnp
 
-from pallas_kernels.mosaic import DeviceSpec, smem_bytes
+from pallas_kernels.mosaic import smem_bytes
 
 
 __all__ = [
@@ -171,19 +171,17 @@ def backward_smem(problem: Problem, blocks: BackwardBlocks) -> int:
     return 2 * keys + 2 * blocks.stages * queries + 2 * scores + sums + stats + 2048
 
 
-def forward_blocks(problem: Problem, device: DeviceSpec) -> ForwardBlocks:
+def forward_blocks(problem: Problem) -> ForwardBlocks:
     """The forward blocks of a problem that was never tuned.
 
     Args:
         problem: what to compute.
-        device: number of multiprocessors.
 
     Returns:
         Tiles of 128 queries, at head dim 64 of 192; of 64, where the sequences are so
         short on average (the budget of tokens over that of sequences) that larger tiles
         would be half empty, and not so many that blocks search long for theirs.
     """
-    del device
     length = math.ceil(problem.queries / problem.max_seqs)
     if problem.head_dim == 64:
         if length <= 384 and problem.max_seqs <= MOST_SHORT_SEQUENCES:
@@ -192,18 +190,16 @@ def forward_blocks(problem: Problem, device: DeviceSpec) -> ForwardBlocks:
     return ForwardBlocks(block_k=64 if problem.head_dim == 256 else 128)
 
 
-def backward_blocks(problem: Problem, device: DeviceSpec) -> BackwardBlocks:
+def backward_blocks(problem: Problem) -> BackwardBlocks:
     """The backward blocks of a problem that was never tuned.
 
     Args:
         problem: what to compute.
-        device: not used.
 
     Returns:
         Steps of 64 queries, at head dim 64 of 128; for sequences that are long on
         average, a block for each query head.
     """
-    del device
     is_long = problem.queries >= _LONG * problem.max_seqs
     return BackwardBlocks(
         block_q=128 if problem.head_dim == 64 else 64,

@@ -318,7 +318,7 @@ def _problem(q: Array, k: Array, cu_q: Array) -> Problem:
 
 
 def _forward_blocks(call: _Call, problem: Problem) -> ForwardBlocks:
-    blocks = call.config.forward or forward_blocks(problem, call.device)
+    blocks = call.config.forward or forward_blocks(problem)
     if call.scores.relative is not None and call.config.forward is None:
         blocks = ForwardBlocks(block_k=64)  # the terms take more room than the keys
     most = MOST_SHORT_SEQUENCES
@@ -335,7 +335,7 @@ def _forward_blocks(call: _Call, problem: Problem) -> ForwardBlocks:
 
 
 def _backward_blocks(call: _Call, problem: Problem) -> BackwardBlocks:
-    blocks = call.config.backward or backward_blocks(problem, call.device)
+    blocks = call.config.backward or backward_blocks(problem)
     if blocks.block_q * problem.head_dim < 64 * 128:
         raise Unsupported(
             f"varlen_attention: block_q={blocks.block_q} with head dim"

@@ -46,14 +46,12 @@ from pallas_kernels.varlen_attention.config import (
     BackwardBlocks,
     Problem,
 )
+from pallas_kernels.varlen_attention.consumer import LOG2E, Scores, index_arrays
 from pallas_kernels.varlen_attention.mosaic_gpu_forward import (
-    LOG2E,
-    Scores,
     chunked,
     copy_rows,
     decode_block,
     heads_together,
-    index_arrays,
 )
 from pallas_kernels.varlen_attention.rows import (
     keep_band,

@@ -37,10 +37,8 @@ from pallas_kernels.varlen_attention.config import (
     query_buffers,
 )
 from pallas_kernels.varlen_attention.consumer import (
-    LOG2E,
     Consumer,
     Scores,
-    index_arrays,
     step_start,
     tile_terms,
 )
@@ -59,14 +57,12 @@ from pallas_kernels.varlen_attention.schedule import (
 
 
 __all__ = [
-    "LOG2E",
-    "Scores",
     "chunked",
     "copy_rows",
     "decode_block",
     "forward",
     "heads_together",
-    "index_arrays",
+    "tile_fields",
 ]
 
 _L2_BYTES = 32 * 2**20

@@ -13,6 +13,7 @@ from jaxscale.nn import (
     AttentionConfig,
     Block,
     BlockConfig,
+    ColumnParallelLinear,
     LayerNorm,
     Linear,
     RMSNorm,
@@ -76,6 +77,22 @@ def test_linear():
     expected = x @ np.asarray(layer.kernel[...]) + bias
     np.testing.assert_allclose(layer(jnp.asarray(x)), expected, rtol=1e-5, atol=1e-6)
     assert linear(False).bias is None
+
+
+def test_projections_with_and_without_bias():
+    axes = {"kernel_axes": ("embed", "mlp"), "out_axes": ("batch", None, "act_mlp")}
+    layers = [
+        ColumnParallelLinear(4, 8, use_bias=use_bias, rngs=nnx.Rngs(i), **axes)
+        for i, use_bias in enumerate((True, False))
+    ]
+    layers[0].bias[...] = jnp.arange(8.0)
+    x = jax.random.normal(jax.random.key(2), (2, 3, 4))
+    for order in (layers, layers[::-1]):
+        outs = ColumnParallelLinear.together(order, x, "relu")
+        for layer, out in zip(order, outs, strict=True):
+            y = np.asarray(x) @ np.asarray(layer.kernel[...])
+            y += 0 if layer.bias is None else np.arange(8.0)
+            np.testing.assert_allclose(out, np.maximum(y, 0), atol=1e-6)
 
 
 def test_linear_computes_in_its_type_and_keeps_that_of_its_parameters():

@@ -77,6 +77,17 @@ def test_interpreted_kernel(num_sms, m, widths, k, activation, config):
     assert_close(ys, expected(x, ws, biases, activation))
 
 
+def test_kernel_of_a_batch_of_layers():
+    x, ws, biases = operands(128, (64,), 64)
+    batch = jax.tree.map(lambda a: jnp.stack([a, -2 * a]), (x, ws, biases))
+    run = functools.partial(dense, activation="gelu", implementation="mosaic_gpu")
+    with use_device(dataclasses.replace(H200, num_sms=1)), interpret_mosaic_gpu():
+        ys = jax.tree.map(np.asarray, jax.vmap(run)(*batch))
+    for i in range(2):
+        x, ws, biases = jax.tree.map(lambda a, i=i: a[i], batch)
+        assert_close([y[i] for y in ys], expected(x, ws, biases, "gelu"))
+
+
 def test_gradients_of_the_kernel():
     x, ws, biases = operands(128, (64, 64), 64)
     dys = [jax.random.normal(jax.random.key(i), (128, 64)) for i in (3, 4)]
@@ -169,10 +180,15 @@ def test_what_the_kernel_cannot_do_goes_to_xla():
             operands(128, (64,), 64, jnp.float32),
             operands(12, (64,), 64),
             operands(128, (96,), 64),
+            operands(8, (64 * 257,), 64),  # the bias in more lines than one copy moves
         ):
             with pytest.raises(Unsupported):
                 run(*args, implementation="mosaic_gpu")
             assert_close(run(*args), expected(*args, "gelu"))
+        nothing = operands(0, (64,), 64)
+        with pytest.raises(Unsupported, match="empty product"):
+            run(*nothing, implementation="mosaic_gpu")
+        assert run(*nothing)[0].shape == (0, 64)
     with pytest.raises(Unsupported, match="dense"):
         run(*operands(128, (64,), 64), implementation="mosaic_gpu")
 

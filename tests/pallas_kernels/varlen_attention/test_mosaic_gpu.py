@@ -26,12 +26,12 @@ from pallas_kernels.varlen_attention.config import (
     forward_blocks,
     forward_smem,
 )
+from pallas_kernels.varlen_attention.consumer import Scores
 from pallas_kernels.varlen_attention.mosaic_gpu_backward import (
     FIELDS,
     key_table,
     rank_of,
 )
-from pallas_kernels.varlen_attention.mosaic_gpu_forward import Scores
 from pallas_kernels.varlen_attention.schedule import (
     Sequences,
     most_tiles,
@@ -319,10 +319,10 @@ def problem_of(spec):
 def test_shared_memory_suffices_for_every_spec():
     for spec in SPECS:
         problem = problem_of(spec)
-        blocks = forward_blocks(problem, H200)
+        blocks = forward_blocks(problem)
         check_smem(forward_smem(problem, blocks), H200, spec.name)
         if spec.head_dim < 256:
-            blocks = backward_blocks(problem, H200)
+            blocks = backward_blocks(problem)
             check_smem(backward_smem(problem, blocks), H200, spec.name)
 
 
@@ -337,7 +337,7 @@ def kinds():
             spec.softcap is None,
             spec.sinks,
             spec.alibi,
-            forward_blocks(problem_of(spec), H200),
+            forward_blocks(problem_of(spec)),
         )
         found.setdefault(key, spec)
     return found.values()
