@@ -33,6 +33,7 @@ __all__ = [
     "snake_order",
     "unmarked",
     "use_device",
+    "vary_alike",
     "varying",
 ]
 
@@ -235,3 +236,9 @@ def as_varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
     """
     missing = tuple(sorted(axes - varying(x)))
     return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def vary_alike(tree: Any) -> Any:
+    """Marks all arrays as varying over the mesh axes over which any of them does."""
+    axes = varying(*jax.tree.leaves(tree))
+    return jax.tree.map(lambda x: as_varying(x, axes), tree)

@@ -19,7 +19,13 @@ from pallas_kernels.dispatch import dispatch
 from pallas_kernels.matmul import mosaic_gpu_dense
 from pallas_kernels.matmul.activations import ACTIVATIONS
 from pallas_kernels.matmul.api import run
-from pallas_kernels.mosaic import DeviceSpec, as_varying, check_hopper, varying
+from pallas_kernels.mosaic import (
+    DeviceSpec,
+    as_varying,
+    check_hopper,
+    vary_alike,
+    varying,
+)
 
 
 __all__ = ["dense"]
@@ -133,10 +139,7 @@ def _mosaic_gpu(
     rows = math.prod(x.shape[:-1])
     device = check_hopper(DeviceSpec.current(), "dense")
     call = _Call(activation=activation, device=device)
-    axes = varying(x, *ws, *biases)
-    flat, ws, biases = jax.tree.map(
-        lambda a: as_varying(a, axes), (x.reshape(rows, x.shape[-1]), ws, biases)
-    )
+    flat, ws, biases = vary_alike((x.reshape(rows, x.shape[-1]), ws, biases))
     ys: Any = _jitted(flat, ws, biases, call)
     return tuple(y.reshape(*x.shape[:-1], -1) for y in ys)
 

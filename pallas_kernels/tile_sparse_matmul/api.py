@@ -14,13 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels import tuning
 from pallas_kernels.dispatch import Unsupported, dispatch
 from pallas_kernels.matmul import matmul
-from pallas_kernels.mosaic import DeviceSpec
+from pallas_kernels.mosaic import DeviceSpec, vary_alike
 from pallas_kernels.tile_sparse_matmul import (
     epilogue,
     mosaic_gpu,
@@ -150,7 +149,7 @@ def tile_sparse_matmul(
         # Here, so that the gradient of the values finds it transposed too.
         flat, call = flat.T, dataclasses.replace(call, feature_major=(True, y_major))
     pattern = (w.rows, w.counts, w.columns, w.order)
-    flat, values, bias, pattern = _as_varying_alike((flat, w.values, bias, pattern))
+    flat, values, bias, pattern = vary_alike((flat, w.values, bias, pattern))
     y: Any = _product(flat, values, bias, pattern, call)
     return y.reshape((w.shape[1], *batch) if y_major else (*batch, w.shape[1]))
 
@@ -223,26 +222,6 @@ class _Call:
         return TileSparse.tree_unflatten(static, (values, *pattern))
 
 
-def _as_varying_alike(tree: Any) -> Any:
-    """Marks all arrays as varying over the mesh axes over which any of them does.
-
-    The transpose of the mark sums gradients over the axes, which the gradient rule
-    below, seeing only local values, could not know.
-    """
-    leaves = jax.tree.leaves(tree)
-    axes = frozenset().union(*(_varying(leaf) for leaf in leaves))
-
-    def mark(leaf: jax.Array) -> jax.Array:
-        missing = tuple(sorted(axes - _varying(leaf)))
-        return lax.pcast(leaf, missing, to="varying") if missing else leaf
-
-    return jax.tree.map(mark, tree)
-
-
-def _varying(x: jax.Array) -> frozenset:
-    return jax.typeof(x).manual_axis_type.varying
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _product(
     x: jax.Array, values: jax.Array, bias: Any, pattern: Any, call: _Call
@@ -305,7 +284,7 @@ def _grad_inputs(dy: jax.Array, w: TileSparse, call: _Call) -> jax.Array:
         back = dataclasses.replace(call, feature_major=(y_major, x_major), config=None)
         try:
             dx = _mosaic_gpu(dy, transposed(w), None, None, back)
-            return _as_varying_alike((dx, dy))[0]
+            return vary_alike((dx, dy))[0]
         except Unsupported:
             pass  # a dense product always can
     dense = w.packed().to_dense()  # [K, C]
@@ -357,7 +336,7 @@ def _run(
         activation,
         call,
     )
-    return _as_varying_alike((y, x))[0]  # kernels lose the mark
+    return vary_alike((y, x))[0]  # kernels lose the mark
 
 
 def _run_grad(x: jax.Array, dy: jax.Array, w: TileSparse, call: _Call) -> jax.Array:
@@ -374,7 +353,7 @@ def _run_grad(x: jax.Array, dy: jax.Array, w: TileSparse, call: _Call) -> jax.Ar
         w,
         feature_major=call.feature_major,
     )
-    return _as_varying_alike((grad, x))[0]
+    return vary_alike((grad, x))[0]
 
 
 def _refuse_config(name: str, call: _Call) -> None:

@@ -8,13 +8,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import dispatch
-from pallas_kernels.mosaic import DeviceSpec
+from pallas_kernels.mosaic import DeviceSpec, vary_alike
 from pallas_kernels.varlen_attention.mosaic_gpu import varlen_attention_mosaic_gpu
 from pallas_kernels.varlen_attention.relative import RelativeBias, check_relative_bias
 from pallas_kernels.varlen_attention.segments import (
@@ -176,7 +175,9 @@ def varlen_attention(
         raise ValueError(f"scale must be finite, got {scale}")
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap must be positive, got {softcap}; None disables it")
-    *arrays, relative_bias = _vary_alike(
+    # Where heads are split and, say, one key/value head lies on every device, the
+    # gradient of the latter is the sum over devices, the transpose of the mark.
+    *arrays, relative_bias = vary_alike(
         (q, k, v, cu_q, cu_k, sinks, alibi_slopes, relative_bias)
     )
     out, lse = dispatch(
@@ -316,20 +317,3 @@ def _resolve_window(causal: bool, window: Window, num_rows: int) -> Window:
         sizes.append(None if size is None or size >= num_rows else int(size))
     left, right = sizes
     return (left, 0) if causal else (left, right)
-
-
-def _vary_alike(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Mark arrays that are equal on all devices as the others inside `jax.shard_map`.
-
-    With heads split and, say, one key/value head on every device, the gradient of the
-    latter is the sum over devices; the cast, whose transpose is that sum, makes it so.
-    """
-    axes = frozenset().union(
-        *(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(arrays))
-    )
-
-    def cast(x: Array) -> Array:
-        missing = tuple(sorted(axes - jax.typeof(x).manual_axis_type.varying))
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(cast, arrays)

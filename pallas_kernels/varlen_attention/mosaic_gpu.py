@@ -22,7 +22,13 @@ from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Unsupported
-from pallas_kernels.mosaic import DeviceSpec, check_hopper, check_smem
+from pallas_kernels.mosaic import (
+    DeviceSpec,
+    as_varying,
+    check_hopper,
+    check_smem,
+    varying,
+)
 from pallas_kernels.varlen_attention.config import (
     HEAD_DIMS,
     MOST_SHORT_SEQUENCES,
@@ -194,8 +200,8 @@ def _attention_fwd(
         if x is not None
     ]
     out, lse = _batched(_forward, call)(q, k, v, cu_q, cu_k, *optional)
-    axes = _varying(q, k, v, cu_q, cu_k)
-    out, lse = _as_varying(out, axes), _as_varying(lse, axes)
+    axes = varying(q, k, v, cu_q, cu_k)
+    out, lse = as_varying(out, axes), as_varying(lse, axes)
     # Rematerialization policies may keep these two by name.
     out = checkpoint_name(out, "varlen_attention_out")
     lse = checkpoint_name(lse, "varlen_attention_lse")
@@ -235,8 +241,8 @@ def _attention_bwd(
     lse = jnp.where(seen, lse, jnp.inf)
     optional = [] if slopes is None else [slopes.astype(jnp.float32)]
     grads = _batched(_backward, call)(q, k, v, dout, lse, delta, cu_q, cu_k, *optional)
-    axes = _varying(q, k, v, cu_q, cu_k, dout)
-    dq, dk, dv, *dslopes = (_as_varying(x, axes) for x in grads)
+    axes = varying(q, k, v, cu_q, cu_k, dout)
+    dq, dk, dv, *dslopes = (as_varying(x, axes) for x in grads)
     dslopes = dslopes[0].astype(slopes.dtype) if slopes is not None else None
     return dq, dk, dv, None, None, dsinks, dslopes, (None, None)
 
@@ -254,17 +260,6 @@ def _has_backward(call: _Call, q: Array) -> bool:
 _attention.defvjp(_attention_fwd, _attention_bwd)
 # Outside of any jit, one program is compiled and not a hundred operations.
 _jitted = jax.jit(_attention, static_argnums=0)
-
-
-def _varying(*arrays: Array) -> frozenset:
-    """Mesh axes over which any of the arrays varies, inside `jax.shard_map`."""
-    return frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in arrays))
-
-
-def _as_varying(x: Array, axes: frozenset) -> Array:
-    """Marks what a kernel returned, which loses the mark."""
-    missing = tuple(sorted(axes - _varying(x)))
-    return lax.pcast(x, missing, to="varying") if missing else x
 
 
 # --- The batching rule ----------------------------------------------------------------
