@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -316,24 +316,45 @@ class Ready:
     seconds: list[float] = dataclasses.field(default_factory=list)
 
 
-def make_ready(form: Form) -> Ready:
-    """Makes operands, compiles and compares."""
-    sets = [form.operands(0)]
+@dataclasses.dataclass
+class Compiled:
+    """An implementation, a set of operands, and programs for them."""
+
+    form: Form
+    operands: tuple
+    exact: Callable
+    function: Callable
+
+
+def compiled(form: Form) -> Compiled:
+    """Makes a set of operands and compiles, which needs the GPU hardly."""
+    if form.torch and not timing.torch_is_there():
+        raise NotImplementedError("torch with a GPU is not there")
+    operands = form.operands(0)
+    # To try out the products of the definition would take longer than to run it once.
+    options = {"xla_gpu_autotune_level": 0} if timing.on_gpu() else None
+    with jax.default_matmul_precision("highest"):
+        exact = jax.jit(form.exact).lower(*harness._to_fp32(operands)).compile(options)
+    function = form.function
+    if not form.torch:
+        function = jax.jit(function).lower(*operands).compile()
+    return Compiled(form, operands, exact, function)
+
+
+def make_ready(done: Compiled) -> Ready:
+    """Makes all operands and compares."""
+    form, function, sets = done.form, done.function, [done.operands]
     nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(sets[0]))
     count = timing.number_of_sets(nbytes) if timing.on_gpu() else 2
     sets += [form.operands(100 * i) for i in range(1, count)]
-    with jax.default_matmul_precision("highest"):
-        want = jax.jit(form.exact)(*harness._to_fp32(sets[0]))
+    want = done.exact(*harness._to_fp32(sets[0]))
     metrics = form.metrics(sets[0]) if form.metrics else {}
     if form.torch:
-        if not timing.torch_is_there():
-            raise NotImplementedError("torch with a GPU is not there")
         tensors = [harness._to_torch(operands) for operands in sets]
         tensors = [form.prepare(*t) if form.prepare else t for t in tensors]
-        found = harness._from_torch(form.function(*tensors[0]))
-        take = functools.partial(timing.torch_device_time, form.function, tensors)
+        found = harness._from_torch(function(*tensors[0]))
+        take = functools.partial(timing.torch_device_time, function, tensors)
     else:
-        function = jax.jit(form.function)
         found = jax.block_until_ready(function(*sets[0]))
         timer = timing.jax_device_time if timing.on_gpu() else timing.jax_wall_time
         take = functools.partial(timer, function, sets)
@@ -375,34 +396,41 @@ def measure(
     """
     forms = FORMS if forms is None else forms
     for case in wanted:
-        results: Results = {}
-        ready: dict[str, Ready] = {}
+        pending = {}
         with ThreadPoolExecutor(max(len(names), 1)) as pool:  # they compile together
-            made = {
-                name: pool.submit(lambda n=name, p=case.params: make_ready(forms[n](p)))
-                for name in names
-            }
-        for name, future in made.items():
+            for name in names:
+                make = lambda n=name, p=case.params: compiled(forms[n](p))  # noqa: E731
+                pending[name] = pool.submit(make)
+        with timing.turn():
+            results = _timed(pending, samples)
+        yield case, {name: results[name] for name in names}
+
+
+def _timed(pending: Mapping[str, Future], samples: int) -> Results:
+    """Times what was compiled, in turns."""
+    results: Results = {}
+    ready: dict[str, Ready] = {}
+    for name, future in pending.items():
+        try:
+            ready[name] = make_ready(future.result())
+        except NotImplementedError as error:
+            results[name] = NoMeasurement(f"not supported: {error}")
+        except Exception as error:
+            results[name] = harness.failed(error)
+    for _ in range(ROUNDS):
+        for name in [name for name in ready if name not in results]:
             try:
-                ready[name] = future.result()
-            except NotImplementedError as error:
-                results[name] = NoMeasurement(f"not supported: {error}")
+                taken = ready[name].take(-(-samples // ROUNDS))
             except Exception as error:
                 results[name] = harness.failed(error)
-        for _ in range(ROUNDS):
-            for name in [name for name in ready if name not in results]:
-                try:
-                    taken = ready[name].take(-(-samples // ROUNDS))
-                except Exception as error:
-                    results[name] = harness.failed(error)
-                    continue
-                ready[name].seconds += taken
-                if timing.on_gpu():
-                    time.sleep(min(6 * sum(taken), 0.5))
-        for name, one in ready.items():
-            if name not in results:
-                results[name] = Measurement(one.seconds, one.max_rel_error, one.metrics)
-        yield case, {name: results[name] for name in names}
+                continue
+            ready[name].seconds += taken
+            if timing.on_gpu():
+                time.sleep(min(6 * sum(taken), 0.5))
+    for name, one in ready.items():
+        if name not in results:
+            results[name] = Measurement(one.seconds, one.max_rel_error, one.metrics)
+    return results
 
 
 def compare(params: Params, medians: Mapping[str, float]) -> Mapping[str, dict]:

@@ -6,6 +6,7 @@ calls cannot be told apart). The sets together exceed the L2 cache twice, so tha
 call finds its inputs there by accident.
 """
 
+import fcntl
 import importlib.util
 import os
 import threading
@@ -63,6 +64,22 @@ def bounded(what: str, seconds: float | None = None) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+@contextmanager
+def turn() -> Iterator[None]:
+    """Have the GPU alone among the processes that were told of one another.
+
+    Where the environment variable ``BENCHMARK_LOCK`` names a file, processes that
+    measure parts of a benchmark compile side by side and run one after another.
+    """
+    path = os.environ.get("BENCHMARK_LOCK")
+    if path is None:
+        yield
+        return
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield  # closing the file lets the next one go
 
 
 class _EachSet:

@@ -425,9 +425,11 @@ def measure(
             )
             for one in batch:
                 try:
-                    yield one.case, run(one, names, samples)
+                    with timing.turn():
+                        results = run(one, names, samples)
                 except Exception as error:  # memory for the operands, for example
-                    yield one.case, dict.fromkeys(names, harness.failed(error))
+                    results = dict.fromkeys(names, harness.failed(error))
+                yield one.case, results
 
 
 def compare(params: Params, medians: Mapping[str, float]) -> Mapping[str, dict]:

@@ -1,5 +1,6 @@
 """The harness measures, compares and merges; result files have their form."""
 
+import fcntl
 import json
 import re
 
@@ -159,6 +160,18 @@ def test_inputs_take_turns():
     sets_of_1mb = timing.number_of_sets(2e6)
     assert sets_of_1mb * 2e6 > 2 * timing.L2_BYTES
     assert timing.number_of_sets(0) == timing.MAX_SETS
+
+
+def test_processes_that_share_a_gpu_measure_in_turns(monkeypatch, tmp_path):
+    with timing.turn():  # nobody else was named
+        pass
+    path = tmp_path / "lock"
+    monkeypatch.setenv("BENCHMARK_LOCK", str(path))
+    with open(path, "w") as other:
+        now = fcntl.LOCK_EX | fcntl.LOCK_NB
+        with timing.turn(), pytest.raises(BlockingIOError):
+            fcntl.flock(other, now)
+        fcntl.flock(other, now)
 
 
 def test_profiler_calls_are_told_apart(monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import command
 from benchmarks import tile_sparse_layers as benchmark
-from benchmarks.tile_sparse_matmul import make_ready
+from benchmarks.tile_sparse_matmul import compiled, make_ready
 from jaxscale.nn import TileSparseLinear
 
 
@@ -18,7 +18,7 @@ SMALL = {"D": 64, "F": 128, "length": 16, "tile": 32}
 @pytest.mark.parametrize("layer", ["swiglu", "swiglu_dropped", "bert_base"])
 def test_layers_compute_what_they_say(layer, run, name):
     params = benchmark.case(layer, 32, 0.75, run, **SMALL).params
-    ready = make_ready(benchmark.FORMS[name](params))
+    ready = make_ready(compiled(benchmark.FORMS[name](params)))
     assert 0 < ready.max_rel_error < 3e-2
 
 
