@@ -9,6 +9,8 @@ from pallas_kernels.mosaic import smem_bytes
 
 
 __all__ = [
+    "BACKWARD_CONSUMERS",
+    "BACKWARD_TILES",
     "MOST_SHORT_SEQUENCES",
     "BackwardBlocks",
     "ForwardBlocks",
@@ -18,6 +20,7 @@ __all__ = [
     "backward_smem",
     "forward_blocks",
     "forward_smem",
+    "gradient_stages",
     "query_buffers",
 ]
 
@@ -26,6 +29,12 @@ ROWS = 64
 
 CHUNK = 64
 """Columns of a shared-memory chunk: 128 bytes, the widest swizzled line."""
+
+BACKWARD_CONSUMERS = 2
+"""Warpgroups of the backward kernel that multiply."""
+
+BACKWARD_TILES = {64: (128, 128), 128: (64, 128), 256: (64, 64)}
+"""Queries of a step and keys of a tile of the backward kernel, by head dim."""
 
 MOST_SHORT_SEQUENCES = 1023
 """Sequences of a row, at most, where each block searches for its own."""
@@ -75,24 +84,27 @@ class BackwardBlocks:
 
     block_q: int = 64
     """Queries of a step."""
+    block_k: int = 128
+    """Keys of a tile, 64 for each warpgroup; or 64, which both share."""
     stages: int = 2
-    """Steps whose queries and gradients fit in shared memory at a time."""
+    """Steps whose queries and gradients fit in shared memory at a time; where the
+    warpgroups share the keys, there is room for gradients of one step alone."""
     splits: int = 1
     """Blocks that share the query heads of a key/value head, a divisor of their number:
     each writes dk and dv of its own, which are added afterwards. Blocks of one head go
     over the queries side by side, and what they add to stays in the L2 cache."""
 
     def __post_init__(self) -> None:
-        _check(self, block_q=(64, 128))
+        _check(self, block_q=(64, 128), block_k=(64, 128))
         for name in ("stages", "splits"):
             if getattr(self, name) < 1:
                 value = getattr(self, name)
                 raise ValueError(f"{name} {value}, expected at least 1")
 
     @property
-    def block_k(self) -> int:
-        """Keys of a tile."""
-        return ROWS * 2
+    def shared(self) -> bool:
+        """Whether both warpgroups work on the same keys."""
+        return self.block_k == ROWS
 
 
 def _check(blocks: object, **allowed: tuple[int, ...] | range) -> None:
@@ -153,6 +165,11 @@ def query_buffers(problem: Problem) -> int:
     return 2 if problem.head_dim <= 128 else 1
 
 
+def gradient_stages(blocks: BackwardBlocks) -> int:
+    """Steps whose gradients the backward kernel holds."""
+    return 1 if blocks.shared else blocks.stages
+
+
 def forward_smem(problem: Problem, blocks: ForwardBlocks) -> int:
     """Shared memory of a block of the forward kernel, barriers included."""
     queries = smem_bytes((blocks.block_q, problem.head_dim), problem.dtype)
@@ -165,10 +182,12 @@ def backward_smem(problem: Problem, blocks: BackwardBlocks) -> int:
     """Shared memory of a block of the backward kernel, barriers included."""
     queries = smem_bytes((blocks.block_q, problem.head_dim), problem.dtype)
     keys = smem_bytes((blocks.block_k, problem.head_dim), problem.dtype)
-    scores = smem_bytes((blocks.block_q, blocks.block_k), problem.dtype)
-    sums = smem_bytes((blocks.block_q, problem.head_dim), jnp.float32)
+    # Ds twice, or weights and ds.
+    scores = 2 * smem_bytes((blocks.block_q, blocks.block_k), problem.dtype)
+    sums = smem_bytes((BACKWARD_CONSUMERS * ROWS, CHUNK), jnp.float32)
     stats = smem_bytes((blocks.stages, 2, blocks.block_q), jnp.float32)
-    return 2 * keys + 2 * blocks.stages * queries + 2 * scores + sums + stats + 2048
+    steps = blocks.stages + gradient_stages(blocks)
+    return 2 * keys + steps * queries + scores + sums + stats + 2048
 
 
 def forward_blocks(problem: Problem) -> ForwardBlocks:
@@ -197,11 +216,13 @@ def backward_blocks(problem: Problem) -> BackwardBlocks:
         problem: what to compute.
 
     Returns:
-        Steps of 64 queries, at head dim 64 of 128; for sequences that are long on
-        average, a block for each query head.
+        The tiles of the head dim; for sequences that are long on average, a block for
+        each query head.
     """
     is_long = problem.queries >= _LONG * problem.max_seqs
+    block_q, block_k = BACKWARD_TILES[problem.head_dim]
     return BackwardBlocks(
-        block_q=128 if problem.head_dim == 64 else 64,
+        block_q=block_q,
+        block_k=block_k,
         splits=problem.groups if is_long else 1,
     )

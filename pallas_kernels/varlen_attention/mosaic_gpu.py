@@ -30,6 +30,7 @@ from pallas_kernels.mosaic import (
     varying,
 )
 from pallas_kernels.varlen_attention.config import (
+    BACKWARD_TILES,
     HEAD_DIMS,
     MOST_SHORT_SEQUENCES,
     BackwardBlocks,
@@ -87,8 +88,7 @@ def varlen_attention_mosaic_gpu(
     """See `varlen_attention`; the arguments are checked and their defaults resolved.
 
     Head dims other than 64, 128 and 256 are padded with zeros to the next of them. The
-    gradient at head dims above 128, and with a relative bias, is that of the portable
-    implementation.
+    gradient with a relative bias is that of the portable implementation.
     """
     del deterministic  # sums have a fixed order
     device = check_hopper(device, "varlen_attention")
@@ -212,12 +212,11 @@ def _attention_bwd(
     call: _Call, residuals: tuple, cotangents: tuple[Array, Array]
 ) -> tuple[Any, ...]:
     q, k, v, cu_q, cu_k, sinks, slopes, _, out, lse = residuals
-    if not _has_backward(call, q):
-        relative = call.scores.relative
+    if (relative := call.scores.relative) is not None:
         return varlen_attention_xla_backward(
             residuals,
             cotangents,
-            buckets=None if relative is None else relative[0],
+            buckets=relative[0],
             window=call.scores.window,
             scale=call.scores.scale,
             softcap=call.scores.softcap,
@@ -245,16 +244,6 @@ def _attention_bwd(
     dq, dk, dv, *dslopes = (as_varying(x, axes) for x in grads)
     dslopes = dslopes[0].astype(slopes.dtype) if slopes is not None else None
     return dq, dk, dv, None, None, dsinks, dslopes, (None, None)
-
-
-def _has_backward(call: _Call, q: Array) -> bool:
-    """Whether the backward kernel serves the call; named blocks are taken as such.
-
-    At head dim 256 the sums of 64 keys alone would fill the registers of a warpgroup.
-    """
-    if call.scores.relative is not None:
-        return False
-    return q.shape[-1] < HEAD_DIMS[-1] or call.config.backward is not None
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)
@@ -331,11 +320,11 @@ def _forward_blocks(call: _Call, problem: Problem) -> ForwardBlocks:
 
 def _backward_blocks(call: _Call, problem: Problem) -> BackwardBlocks:
     blocks = call.config.backward or backward_blocks(problem)
-    if blocks.block_q * problem.head_dim < 64 * 128:
+    tile, expected = (blocks.block_q, blocks.block_k), BACKWARD_TILES[problem.head_dim]
+    if tile != expected:
         raise Unsupported(
-            f"varlen_attention: block_q={blocks.block_q} with head dim"
-            f" {problem.head_dim}, expected 128: two warpgroups share dq in parts of"
-            " 64 x 64"
+            f"varlen_attention: block_q, block_k = {tile} with head dim"
+            f" {problem.head_dim}, expected {expected}"
         )
     if problem.groups % blocks.splits:
         raise Unsupported(

@@ -1,16 +1,14 @@
 """Hopper backward kernel of variable-length attention.
 
-One block computes the gradients of one tile of 128 keys of one sequence and key/value
-head; it loops over the queries that see them, for all query heads of the group or for a
-part of them. With scores ``s``, weights ``p = exp(s - lse)`` and
-``delta = dout . out - dlse``::
+One block computes the gradients of one tile of 128 keys, 64 at head dim 256, of one
+sequence and key/value head; it loops over the queries that see them, for all query
+heads of the group or for a part of them. With scores ``s``, weights
+``p = exp(s - lse)`` and ``delta = dout . out - dlse``::
 
     dv = p^T dout      ds = p (dout v^T - delta)      dk = ds^T q      dq = ds k
 
-Scores are computed transposed, keys by queries, so that ``p^T`` and ``ds^T`` are left
-operands in registers. A warpgroup owns 64 keys and keeps their dk and dv in registers
-for the whole loop (128 of its registers at head dim 128); 64 queries a step is what
-fits beside them.
+Dk and dv stay in the registers of the two warpgroups for the whole loop (128 registers
+of a thread at head dims 128 and 256); 64 queries a step is what fits beside them.
 
 **dq is summed over blocks**, in fp32 in global memory, which the copy engine adds to.
 The order is fixed, and with it every bit: a counter for each tile of queries says how
@@ -29,7 +27,6 @@ not the tile's have ``lse = inf``, which makes their weights zero.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -40,25 +37,27 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.mosaic import smem_transforms, unmarked
+from pallas_kernels.varlen_attention.backward_consumer import (
+    OwnKeys,
+    SharedKeys,
+    query_start,
+)
 from pallas_kernels.varlen_attention.config import (
+    BACKWARD_CONSUMERS,
     CHUNK,
     ROWS,
     BackwardBlocks,
     Problem,
+    gradient_stages,
 )
-from pallas_kernels.varlen_attention.consumer import LOG2E, Scores, index_arrays
+from pallas_kernels.varlen_attention.consumer import LOG2E, Scores
 from pallas_kernels.varlen_attention.mosaic_gpu_forward import (
     chunked,
     copy_rows,
     decode_block,
     heads_together,
 )
-from pallas_kernels.varlen_attention.rows import (
-    keep_band,
-    read_number,
-    scale_and_add_row,
-    store_rows,
-)
+from pallas_kernels.varlen_attention.rows import read_number, store_rows
 from pallas_kernels.varlen_attention.schedule import (
     Sequences,
     Tiles,
@@ -70,7 +69,6 @@ from pallas_kernels.varlen_attention.schedule import (
 
 __all__ = ["FIELDS", "backward", "key_table", "rank_of"]
 
-_CONSUMERS = 2
 FIELDS = (
     "row", "k_base", "k_first", "k_stop", "index", "k_tiles", "first", "last",
     "full_first", "full_last", "offset", "q_start", "q_len", "reach", "q_tile",
@@ -181,7 +179,7 @@ def backward(
         jax.ShapeDtypeStruct(by_key_head, v.dtype),
     ]
     if scores.alibi:
-        shape = (slots, problem.heads, blocks.block_k)
+        shape = (slots, problem.heads, BACKWARD_CONSUMERS * ROWS)
         outputs.append(jax.ShapeDtypeStruct(shape, jnp.float32))
     body = functools.partial(_body, problem, scores, blocks, slots, q_slots)
     run = plgpu.kernel(
@@ -190,7 +188,7 @@ def backward(
         scratch_types=_scratch(problem, blocks),
         grid=(slots * key_heads + q_slots * -(-problem.heads // _finished(blocks)),),
         grid_names=("block",),
-        num_threads=_CONSUMERS + 1,
+        num_threads=BACKWARD_CONSUMERS + 1,
         thread_name="warpgroup",
         kernel_name="varlen_attention_backward",
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -262,39 +260,46 @@ def _add_splits(
 
 def _finished(blocks: BackwardBlocks) -> int:
     """Heads of a tile of queries that one of the last blocks turns into dq."""
-    return _UNITS * _CONSUMERS * ROWS // blocks.block_q
+    return _UNITS * BACKWARD_CONSUMERS * ROWS // blocks.block_q
 
 
 def _scratch(problem: Problem, blocks: BackwardBlocks) -> dict[str, Any]:
     """Shared memory of a block."""
     stages, chunks, dtype = blocks.stages, problem.chunks, problem.dtype
-    units = blocks.block_q // ROWS
-    queries = chunked((stages,), blocks.block_q, chunks, dtype)
+    do_stages, units = gradient_stages(blocks), blocks.block_q // ROWS
     keys = chunked((), blocks.block_k, chunks, dtype)
+    scores = functools.partial(
+        plgpu.SMEM, dtype=dtype, transforms=smem_transforms(ROWS, dtype)
+    )
+    shared = {}
+    if blocks.shared:
+        shared = {
+            "p_smem": scores((blocks.block_k, ROWS)),
+            "p_full": plgpu.Barrier(num_arrivals=BACKWARD_CONSUMERS),
+        }
     return {
         "k_smem": keys,
         "v_smem": keys,
-        "q_smem": queries,
-        "do_smem": queries,
+        "q_smem": chunked((stages,), blocks.block_q, chunks, dtype),
+        "do_smem": chunked((do_stages,), blocks.block_q, chunks, dtype),
         "stats_smem": plgpu.SMEM((stages, 2, blocks.block_q), jnp.float32),
-        "ds_smem": plgpu.SMEM(
-            (2, units, blocks.block_k, ROWS),
-            dtype,
-            transforms=smem_transforms(ROWS, dtype),
-        ),
+        "ds_smem": scores((1 if blocks.shared else 2, units, blocks.block_k, ROWS)),
         "dq_smem": plgpu.SMEM(
-            (units * chunks, ROWS, CHUNK),
+            (BACKWARD_CONSUMERS, ROWS, CHUNK),
             jnp.float32,
             transforms=smem_transforms(CHUNK, jnp.float32),
         ),
         "kv_full": plgpu.Barrier(num_arrivals=2 * chunks),
         "q_full": plgpu.Barrier(num_arrivals=chunks + 1, num_barriers=stages),
-        "do_full": plgpu.Barrier(num_arrivals=chunks, num_barriers=stages),
-        "q_empty": plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=stages),
-        "do_empty": plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=stages),
-        "ds_full": plgpu.Barrier(num_arrivals=_CONSUMERS),
-        "dq_full": plgpu.Barrier(num_arrivals=_CONSUMERS),
+        "do_full": plgpu.Barrier(num_arrivals=chunks, num_barriers=do_stages),
+        "q_empty": plgpu.Barrier(num_arrivals=BACKWARD_CONSUMERS, num_barriers=stages),
+        "do_empty": plgpu.Barrier(
+            num_arrivals=BACKWARD_CONSUMERS, num_barriers=do_stages
+        ),
+        "ds_full": plgpu.Barrier(num_arrivals=BACKWARD_CONSUMERS),
+        "dq_full": plgpu.Barrier(num_arrivals=BACKWARD_CONSUMERS),
         "dq_empty": plgpu.Barrier(num_arrivals=1),
+        **shared,
     }
 
 
@@ -331,7 +336,7 @@ def _body(
     def read(name: str) -> Any:
         return read_number(table.at[slot, pl.ds(FIELDS.index(name), 1)])
 
-    @pl.when(warpgroup == _CONSUMERS)
+    @pl.when(warpgroup == BACKWARD_CONSUMERS)
     def _producer() -> None:
         plgpu.set_max_registers(_REGISTERS[0], action="decrease")
         tile = fields()
@@ -350,24 +355,20 @@ def _body(
                 def _() -> None:
                     producer.add_all(sums, turns, q_slots)
 
-    @pl.when(warpgroup < _CONSUMERS)
+    @pl.when(warpgroup < BACKWARD_CONSUMERS)
     def _consumer() -> None:
         plgpu.set_max_registers(_REGISTERS[1], action="increase")
 
         @pl.when(adding & (read("k_stop") > 0))
         def _() -> None:
-            consumer = Consumer(
+            consumer = (SharedKeys if blocks.shared else OwnKeys)(
                 problem, scores, blocks, read, warpgroup, key_head, slopes, scratch
             )
             slope_ref = slope_sums[0].at[slot] if scores.alibi else None
-            key_sums = consumer.run(slope_ref)
-            offset = warpgroup * ROWS
-            row, first = read("row"), read("k_base") + offset
-            start, stop = read("k_first") - offset, read("k_stop") - offset
-            factors = scores.scale, 1.0
-            for ref, values, factor in zip((dk, dv), key_sums, factors, strict=True):
-                here = ref.at[row, pl.ds(first, ROWS), key_head]
-                store_rows(here, (values * factor).astype(problem.dtype), start, stop)
+            dk_sums, dv_sums = consumer.run(slope_ref)
+            row = read("row")
+            consumer.store(dk.at[row, :, key_head], dk_sums * scores.scale)
+            consumer.store(dv.at[row, :, key_head], dv_sums)
             plgpu.barrier_wait(scratch["dq_empty"])  # see its last phase
 
         @pl.when(~adding)
@@ -395,7 +396,7 @@ def _finish(
     layout = plgpu.Layout.WGMMA
 
     def unit(i: Any, _: None) -> None:
-        number = i * _CONSUMERS + warpgroup
+        number = i * BACKWARD_CONSUMERS + warpgroup
         chunks, parts = jnp.int32(problem.chunks), jnp.int32(blocks.block_q // ROWS)
         columns = pl.ds(lax.rem(number, chunks) * CHUNK, CHUNK)
         number = lax.div(number, chunks)
@@ -419,14 +420,6 @@ def _finish(
             store_rows(target, values, tile["first"] - first, tile["stop"] - first)
 
     lax.fori_loop(0, _UNITS * problem.chunks, unit, None)
-
-
-def _query_start(
-    blocks: BackwardBlocks, field: Callable[[str], Any], index: Any
-) -> Any:
-    """The first row of a tile of queries; the last one may be moved up."""
-    block_q = blocks.block_q
-    return jnp.minimum(field("q_start") + index * block_q, field("q_total") - block_q)
 
 
 def rank_of(
@@ -457,6 +450,7 @@ class Producer:
         self.tile, self.key_head, self.scratch = tile, key_head, scratch
         self.heads = problem.groups // blocks.splits
         self.per_head = tile["last"] - tile["first"]
+        self.stages = blocks.stages, gradient_stages(blocks)
 
     def place(self, step: Any) -> tuple[Any, Any]:
         """The query head and the tile of queries of a step."""
@@ -470,7 +464,7 @@ class Producer:
 
     def load_all(self, q: Any, k: Any, v: Any, dout: Any, stats: Any) -> None:
         """Keys and values, then what each step needs."""
-        scratch, stages = self.scratch, self.blocks.stages
+        scratch = self.scratch
         kv_head = lax.div(self.key_head, jnp.int32(self.blocks.splits))
         for ref, name in ((k, "k"), (v, "v")):
             copy_rows(
@@ -488,12 +482,10 @@ class Producer:
         lax.fori_loop(0, self.steps, step, None)
 
         # Every waiter must see each phase of a barrier.
-        def drain(i: Any, _: None) -> None:
-            stage = lax.rem(self.steps + i, jnp.int32(stages))
-            plgpu.barrier_wait(scratch["q_empty"].at[stage])
-            plgpu.barrier_wait(scratch["do_empty"].at[stage])
-
-        lax.fori_loop(0, stages, drain, None)
+        for name, stages in zip(("q_empty", "do_empty"), self.stages, strict=True):
+            for i in range(stages):
+                stage = lax.rem(self.steps + i, jnp.int32(stages))
+                plgpu.barrier_wait(scratch[name].at[stage])
 
     def add_all(self, sums: Any, turns: Any, q_slots: int) -> None:
         """Dq of each step to global memory."""
@@ -508,237 +500,42 @@ class Producer:
         """Queries, gradients, lse and delta of a step."""
         scratch, row = self.scratch, self.tile["row"]
         head, index = self.place(step)
-        stage = lax.rem(step, jnp.int32(self.blocks.stages))
-        start = _query_start(self.blocks, self.tile.__getitem__, index)
+        stage, do_stage = (lax.rem(step, jnp.int32(n)) for n in self.stages)
+        start = query_start(self.blocks, self.tile.__getitem__, index)
         plgpu.barrier_wait(scratch["q_empty"].at[stage])
         full = scratch["q_full"].at[stage]
         copy_rows(q, row, start, head, scratch["q_smem"][1].at[stage], full)
         here = stats.at[head, self.tile["q_tile"] + index]
         plgpu.copy_gmem_to_smem(here, scratch["stats_smem"].at[stage], full)
-        plgpu.barrier_wait(scratch["do_empty"].at[stage])
-        full = scratch["do_full"].at[stage]
-        copy_rows(dout, row, start, head, scratch["do_smem"][1].at[stage], full)
+        plgpu.barrier_wait(scratch["do_empty"].at[do_stage])
+        full = scratch["do_full"].at[do_stage]
+        copy_rows(dout, row, start, head, scratch["do_smem"][1].at[do_stage], full)
 
     def add(self, step: Any, sums: Any, turns: Any, q_slots: int) -> None:
         """Dq of a step to global memory, when it is this block's turn."""
-        scratch, block_q = self.scratch, self.blocks.block_q
+        scratch, chunks = self.scratch, self.problem.chunks
         head, index = self.place(step)
         rank = rank_of(self.scores, self.blocks, self.tile, index)
         q_tile = self.tile["q_tile"] + index
         turn = turns.at[head * q_slots + q_tile]
         plgpu.semaphore_wait(turn, rank, decrement=False, memory_scope="gpu")
-        plgpu.barrier_wait(scratch["dq_full"])
 
-        def store(reduction: Literal["add"] | None) -> None:
-            for m in range(block_q // ROWS):
-                for chunk in range(self.problem.chunks):
-                    rows, columns = pl.ds(m * ROWS, ROWS), pl.ds(chunk * CHUNK, CHUNK)
-                    plgpu.copy_smem_to_gmem(
-                        scratch["dq_smem"].at[m * self.problem.chunks + chunk],
-                        sums.at[q_tile, rows, head, columns],
-                        reduction_op=reduction,
-                    )
+        def store(first: int, reduction: Literal["add"] | None) -> None:
+            for part in range(BACKWARD_CONSUMERS):
+                m, chunk = divmod(first + part, chunks)
+                rows, columns = pl.ds(m * ROWS, ROWS), pl.ds(chunk * CHUNK, CHUNK)
+                plgpu.copy_smem_to_gmem(
+                    scratch["dq_smem"].at[part],
+                    sums.at[q_tile, rows, head, columns],
+                    reduction_op=reduction,
+                )
 
-        pl.when(rank == 0)(lambda: store(None))
-        pl.when(rank > 0)(lambda: store("add"))
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.barrier_arrive(scratch["dq_empty"])
+        parts = self.blocks.block_q // ROWS * chunks
+        for first in range(0, parts, BACKWARD_CONSUMERS):
+            plgpu.barrier_wait(scratch["dq_full"])
+            pl.when(rank == 0)(functools.partial(store, first, None))
+            pl.when(rank > 0)(functools.partial(store, first, "add"))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(scratch["dq_empty"])
         plgpu.wait_smem_to_gmem(0)
         plgpu.semaphore_signal(turn, memory_scope="gpu")
-
-
-class Consumer:
-    """One warpgroup: 64 keys against all queries that see the tile."""
-
-    def __init__(
-        self,
-        problem: Problem,
-        scores: Scores,
-        blocks: BackwardBlocks,
-        read: Callable[[str], Any],
-        warpgroup: Any,
-        key_head: Any,
-        slopes: Any,
-        scratch: dict[str, Any],
-    ) -> None:
-        self.problem, self.scores, self.blocks = problem, scores, blocks
-        # Registers are scarce: what of the tile only some steps need, they read again.
-        self.read, self.warpgroup, self.key_head = read, warpgroup, key_head
-        self.slopes, self.scratch = slopes, scratch
-        self.k_smem, self.v_smem, self.q_smem, self.do_smem = (
-            scratch[f"{name}_smem"][0] for name in ("k", "v", "q", "do")
-        )
-        self.mine = pl.ds(warpgroup * ROWS, ROWS)
-        self.shape = (ROWS, blocks.block_q)
-
-    def run(self, slope_ref: Any) -> tuple[Any, Any]:
-        """The sums dk and dv, fp32 [64, H]; partial sums for slopes are stored."""
-
-        def hand_over(stage: Any, _: None) -> None:
-            plgpu.barrier_arrive(self.scratch["q_empty"].at[stage])
-            plgpu.barrier_arrive(self.scratch["do_empty"].at[stage])
-
-        lax.fori_loop(0, self.blocks.stages, hand_over, None)
-        plgpu.barrier_wait(self.scratch["kv_full"])
-        acc = plgpu.WGMMAAccumulatorRef((ROWS, self.problem.head_dim), jnp.float32)
-        return pl.run_scoped(functools.partial(self._loop, slope_ref), acc, acc)
-
-    def _loop(self, slope_ref: Any, dk: Any, dv: Any) -> tuple[Any, Any]:
-        first, last = self.read("first"), self.read("last")
-        full = self.read("full_first"), self.read("full_last")
-
-        # Slopes have a sum for each head; else the heads are one loop.
-        heads = self.problem.groups // self.blocks.splits
-        loops = heads if self.scores.alibi else 1
-        steps = (last - first) * (heads // loops)
-
-        def head_loop(group: Any, number: Any) -> Any:
-            head = self.key_head * heads + group
-            row_sums = ()
-            if self.scores.alibi:
-                zero = jnp.zeros((ROWS,), jnp.float32)
-                row_sums = plgpu.layout_cast(zero, plgpu.Layout.WGMMA.reduce(1))
-
-            def step(i: Any, carry: Any) -> Any:
-                del i
-                number, index, sums = carry
-                sums = self.step(number, head, index, full, sums, dk, dv)
-                following = jnp.where(index + 1 == last, first, index + 1)
-                return number + 1, following, sums
-
-            carry = number, first, row_sums
-            number, _, row_sums = lax.fori_loop(0, steps, step, carry)
-            if self.scores.alibi:
-                store_rows(slope_ref.at[head, self.mine], row_sums, 0, ROWS)
-            return number
-
-        lax.fori_loop(0, loops, head_loop, jnp.int32(0))
-        return dk[...], dv[...]
-
-    def step(
-        self,
-        number: Any,
-        head: Any,
-        index: Any,
-        full: tuple[Any, Any],
-        slope_sums: Any,
-        dk: Any,
-        dv: Any,
-    ) -> Any:
-        """One tile of queries."""
-        stage = lax.rem(number, jnp.int32(self.blocks.stages))
-        chunks, units = self.problem.chunks, self.blocks.block_q // ROWS
-        scratch, dtype = self.scratch, self.problem.dtype
-        plgpu.barrier_wait(scratch["q_full"].at[stage])
-        plgpu.barrier_wait(scratch["do_full"].at[stage])
-
-        def weights(s_acc: Any, dp_acc: Any) -> tuple[Any, ...]:
-            for c in range(chunks):
-                queries = self.q_smem.at[stage, c].transpose((1, 0))
-                plgpu.wgmma(s_acc, self.k_smem.at[c, self.mine], queries)
-            for c in range(chunks):
-                gradients = self.do_smem.at[stage, c].transpose((1, 0))
-                plgpu.wgmma(dp_acc, self.v_smem.at[c, self.mine], gradients)
-            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=chunks)
-            p, derivative, distance = self.weights(s, stage, head, index, full)
-            dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-            # Operands in registers are made after the products, see the forward pass.
-            p = lax.optimization_barrier(p)
-            delta = scratch["stats_smem"].at[stage, 1]
-            ds = p * scale_and_add_row(dp, 1.0, delta)
-            sums = slope_sums
-            if distance is not None:
-                sums = sums - jnp.sum(ds * distance, axis=1)
-            if derivative is not None:
-                ds = ds * derivative
-            p, ds = lax.optimization_barrier((p.astype(dtype), ds.astype(dtype)))
-            return p, ds, sums
-
-        acc = plgpu.WGMMAAccumulatorRef(self.shape, jnp.float32)
-        p, ds, slope_sums = pl.run_scoped(weights, acc, acc)
-        buffer = scratch["ds_smem"].at[lax.rem(number, jnp.int32(2))]
-        per_consumer = units * chunks // _CONSUMERS
-        mine = [n * _CONSUMERS + self.warpgroup for n in range(per_consumer)]
-
-        def products(*dq_accs: Any) -> None:
-            for c in range(chunks):
-                columns = dv.at[:, c * CHUNK : (c + 1) * CHUNK]
-                plgpu.wgmma(columns, p, self.do_smem.at[stage, c])
-            for m in range(units):
-                buffer[m, self.mine] = ds[:, m * ROWS : (m + 1) * ROWS]
-            plgpu.commit_smem()
-            # Both halves of the keys are needed for dq. Two buffers, because a
-            # warpgroup may still multiply one while the other one writes the next.
-            plgpu.barrier_arrive(scratch["ds_full"])
-            plgpu.barrier_wait(scratch["ds_full"])
-            for unit, dq_acc in zip(mine, dq_accs, strict=True):
-                m = lax.div(unit, jnp.int32(chunks))
-                c = lax.rem(unit, jnp.int32(chunks))
-                left = buffer.at[m].transpose((1, 0))
-                plgpu.wgmma(dq_acc, left, self.k_smem.at[c])
-            plgpu.wgmma_wait(per_consumer)
-            plgpu.barrier_arrive(scratch["do_empty"].at[stage])
-            for c in range(chunks):
-                columns = dk.at[:, c * CHUNK : (c + 1) * CHUNK]
-                plgpu.wgmma(columns, ds, self.q_smem.at[stage, c])
-            # While dk is multiplied, dq goes to shared memory and the producer adds it.
-            plgpu.wgmma_wait(chunks)
-            plgpu.barrier_wait(scratch["dq_empty"])
-            for unit, dq_acc in zip(mine, dq_accs, strict=True):
-                values = plgpu.wgmma_accumulator_load(dq_acc, wait_n=None)
-                scratch["dq_smem"].at[unit][...] = values
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(scratch["dq_full"])
-            plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(scratch["q_empty"].at[stage])
-
-        part = plgpu.WGMMAAccumulatorRef((ROWS, CHUNK), jnp.float32)
-        pl.run_scoped(products, *[part] * per_consumer)
-        return slope_sums
-
-    def weights(
-        self, s: Any, stage: Any, head: Any, index: Any, full: tuple[Any, Any]
-    ) -> tuple[Any, Any, Any]:
-        """Weights, the derivative of a score by the product, and distances."""
-        x = self.scores
-        derivative = distances = None
-        factor = x.scale * LOG2E
-        if x.softcap is not None:
-            capped = jnp.tanh(s * (x.scale / x.softcap))
-            derivative = 1.0 - capped * capped
-            s, factor = capped, x.softcap * LOG2E
-        if x.alibi:
-            rows, columns = index_arrays(self.shape)
-            distances = jnp.abs(rows - columns + self.shift(index)).astype(jnp.float32)
-            slope = self.slopes[self.read("row"), head] * LOG2E
-            s, factor = s * factor - distances * slope, 1.0
-        unmasked = index >= full[0]
-        if x.window[0] is not None:
-            unmasked &= index < full[1]
-        # One loop whose steps may mask: loops of their own for steps that do and steps
-        # that do not would need more registers than there are.
-        mask = functools.partial(self.mask, index=index)
-        s = lax.cond(unmasked, lambda s: s, mask, s)
-        lse = self.scratch["stats_smem"].at[stage, 0]
-        weights = jnp.exp2(scale_and_add_row(s, factor, lse))
-        return weights, derivative, distances
-
-    def shift(self, index: Any) -> Any:
-        """How far the first key lies to the right of the first query's diagonal."""
-        first_key = self.read("k_base") + self.warpgroup * ROWS
-        first_query = _query_start(self.blocks, self.read, index)
-        return first_key - first_query - self.read("offset")
-
-    def mask(self, s: Any, index: Any) -> Any:
-        """``-inf`` for keys that are not the tile's and beyond the window."""
-        left, right = self.scores.window
-        first, last = self.read("k_first"), self.read("k_stop") - 1
-        offset, shift = self.warpgroup * ROWS, self.shift(index)
-        return keep_band(
-            s,
-            rows=(first - offset, last - offset),
-            distance=(
-                None if right is None else shift - right,
-                None if left is None else shift + left,
-            ),
-        )

@@ -12,6 +12,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, math, memref, vector
 
+from pallas_kernels.mosaic import smem_transforms
+
 
 __all__ = [
     "copy_line",
@@ -19,6 +21,7 @@ __all__ = [
     "keep_band",
     "read_number",
     "scale_and_add_row",
+    "store_columns",
     "store_rows",
     "take_ticket",
 ]
@@ -252,6 +255,54 @@ def _store(ref: Any, values: Any, first: ir.Value, stop: ir.Value) -> None:
             [inside, address, *piece],
             f"@$0 st.global{vector_of}.b32 [$1], {{{names}}};",
             "b,l" + ",r" * len(piece),
+            has_side_effects=True,
+        )
+
+
+def store_columns(ref: Any, values: jax.Array, first: Any) -> None:
+    """Writes some columns of a tile of shared memory that is an operand of wgmma.
+
+    A slice of such a tile must be of whole lines: two warpgroups that have the columns
+    of one line write their own part of it this way.
+
+    Args:
+        ref: 16-bit [64, 64] of shared memory, in tiles of 8 swizzled lines.
+        values: [64, columns], in the layout of wgmma accumulators.
+        first: int32, the first column, a multiple of 8.
+    """
+    scalar, transforms = plgpu.Layout.WG_SPLAT(()), smem_transforms(64, values.dtype)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(transforms), plgpu.Layout.WGMMA, scalar)
+    )
+    def store_some_columns(ctx: Any, ref: Any, values: Any, first: Any) -> None:
+        del ctx
+        _store_columns(ref, values, first.registers.item())
+
+    store: Any = store_some_columns  # the decorator supplies the context
+    store(ref, values, jnp.int32(first))
+
+
+def _store_columns(ref: Any, values: Any, first: ir.Value) -> None:
+    """Emits the stores of one lane, of two values each."""
+    i32 = ir.IntegerType.get_signless(32)
+    c = functools.partial(mgpu.utils.c, ty=i32)
+    lane_row, lane_column = _first_element(values)
+    line = llvm.ptrtoint(i32, mgpu.utils.memref_ptr(ref))
+    line = arith.addi(line, arith.muli(lane_row, c(128)))
+    line = arith.addi(line, arith.muli(lane_column, c(2)))
+    # The eight pieces of 16 bytes of a line are permuted by the number of the line.
+    swizzle = arith.muli(arith.remui(lane_row, c(8)), c(16))
+    swizzle = arith.xori(swizzle, arith.muli(first, c(2)))
+    for at, (row, column) in _register_places(values).items():
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"),
+            [
+                arith.addi(line, arith.xori(swizzle, c(2 * column))),
+                llvm.bitcast(i32, values.registers[at]),
+            ],
+            f"st.shared.b32 [$0+{128 * row}], $1;",
+            "r,r",
             has_side_effects=True,
         )
 

@@ -19,6 +19,14 @@ def _stored_part(ref, values, first, stop):
     return (_rows(first, stop, len(ref)),)
 
 
+def _store_some_columns(ref, values, first):
+    ref[:, int(first) : int(first) + values.shape[1]] = values
+
+
+def _stored_columns(ref, values, first):
+    return slice(0, len(ref)), slice(int(first), int(first) + values.shape[1])
+
+
 def _next_ticket(counter, mailbox):
     counter[0] += 1
     return np.int32(counter[0] - 1)
@@ -77,6 +85,9 @@ def _add_diagonals(products, base, part, table, boxes, closure):
 
 register_inline("add_diagonals", _add_diagonals)
 register_inline("store_some_rows", _store_some_rows, writes=(0,), part=_stored_part)
+register_inline(
+    "store_some_columns", _store_some_columns, writes=(0,), part=_stored_columns
+)
 register_inline("next_ticket", _next_ticket, writes=(0,))
 register_inline("search_tile", _search_tile)
 register_inline("mask_outside_band", _mask_outside_band)

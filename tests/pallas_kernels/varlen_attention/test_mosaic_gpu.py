@@ -126,6 +126,41 @@ CASES = {
         },
         NARROW,
     ),
+    "awkward lengths, head dim 256": (
+        [1, 7, 8, 9, 63, 65],
+        [1, 7, 8, 9, 63, 65],
+        (168, 168, 1, 1, 256),
+        {},
+        None,
+    ),
+    "one long, causal, head dim 256": (
+        [3, 150, 0, 20],
+        [3, 150, 0, 20],
+        (176, 176, 4, 1, 256),
+        {"causal": True},
+        MosaicGpuConfig(backward=BackwardBlocks(block_k=64, splits=2)),
+    ),
+    "cross lengths, window, head dim 256": (
+        [5, 100, 0, 9, 3],
+        [64, 133, 7, 0, 5],
+        (120, 216, 1, 1, 256),
+        {"window": (20, 3)},
+        None,
+    ),
+    "everything, head dim 256": (
+        [70, 9],
+        [139, 5],
+        (80, 144, 2, 2, 256),
+        {
+            "causal": True,
+            "window": (60, None),
+            "scale": 0.1,
+            "softcap": 2.0,
+            "sinks": True,
+            "alibi_slopes": True,
+        },
+        None,
+    ),
 }
 
 
@@ -159,7 +194,7 @@ def test_interpreted_kernels_equal_the_reference(name):
                       **extra)  # fmt: skip
 
     # Race detection reads the stores of two neighbors' rows apart, see stand_ins.
-    races = name == "cross lengths, window"
+    races = name.startswith("cross lengths, window")
     with use_device(one_sm), interpret_mosaic_gpu(detect_races=races) as run:
         got = jax.tree.map(np.asarray, gradients(attend, q, k, v, dout, dlse, extra))
         assert run.kernels == 2
@@ -267,12 +302,12 @@ def test_tiles_cover_every_row_once(cost, all_pairs, monkeypatch):
 @pytest.mark.parametrize(
     "window", [(None, None), (None, 0), (70, 0), (30, 100), (90, None)]
 )
-@pytest.mark.parametrize("block_q", [64, 128])
+@pytest.mark.parametrize(("block_q", "block_k"), [(64, 64), (64, 128), (128, 128)])
 def test_tiles_of_keys_add_one_by_one_and_wait_for_earlier_blocks_alone(
-    window, block_q, monkeypatch
+    window, block_q, block_k, monkeypatch
 ):
     rng = np.random.default_rng(0)
-    blocks = BackwardBlocks(block_q=block_q)
+    blocks = BackwardBlocks(block_q=block_q, block_k=block_k)
     scores = Scores(window, 1.0, None, False, False)
     for _ in range(8):
         lengths = rng.integers(0, rng.choice([40, 700]), (2, 4))
@@ -321,9 +356,8 @@ def test_shared_memory_suffices_for_every_spec():
         problem = problem_of(spec)
         blocks = forward_blocks(problem)
         check_smem(forward_smem(problem, blocks), H200, spec.name)
-        if spec.head_dim < 256:
-            blocks = backward_blocks(problem)
-            check_smem(backward_smem(problem, blocks), H200, spec.name)
+        blocks = backward_blocks(problem)
+        check_smem(backward_smem(problem, blocks), H200, spec.name)
 
 
 def kinds():
@@ -363,7 +397,7 @@ def test_every_kind_of_spec_lowers_with_its_gradients(spec):
 
     with use_device(H200):
         grad = jax.value_and_grad(loss, (0, 1, 2, 3))
-        lower_for_cuda(grad, q, k, k, extra, kernels=1 + (spec.head_dim < 256))
+        lower_for_cuda(grad, q, k, k, extra, kernels=2)
 
 
 def test_lowers_inside_shard_map_over_heads_and_data():
@@ -408,6 +442,15 @@ def test_what_the_kernel_cannot_do_names_a_way_out(change, message):
         kernel(q, k, v, np.array([0, 64]), config=config)
 
 
+def test_gradients_take_the_tiles_of_their_head_dim():
+    q, k, v, _ = map(jnp.asarray, operands(64, 64, 1, 1, 256))
+    config = MosaicGpuConfig(backward=BackwardBlocks())
+    attend = functools.partial(kernel, cu_seqlens_q=np.array([0, 64]), config=config)
+    message = r"block_q, block_k = \(64, 128\) with head dim 256, expected \(64, 64\)"
+    with use_device(H200), pytest.raises(Unsupported, match=message):
+        jax.eval_shape(lambda *x: jax.vjp(attend, *x)[1](x[0]), q, k, v)
+
+
 def test_blocks_search_among_so_many_sequences_at_most():
     q, k, v, _ = map(jnp.asarray, operands(64, 64, 1, 1, 64))
     config = MosaicGpuConfig(forward=ForwardBlocks(consumers=1))
@@ -429,6 +472,7 @@ def test_needs_a_hopper_gpu():
         (lambda: ForwardBlocks(stages=1), "stages 1, expected at least 2"),
         (lambda: ForwardBlocks(consumers=3, ping_pong=True), "expected 2 of them"),
         (lambda: BackwardBlocks(block_q=96), "block_q 96, expected one of"),
+        (lambda: BackwardBlocks(block_k=256), "block_k 256, expected one of"),
         (lambda: BackwardBlocks(stages=0), "stages 0, expected at least 1"),
         (lambda: BackwardBlocks(splits=0), "splits 0, expected at least 1"),
     ],

@@ -15,6 +15,7 @@ from pallas_kernels.varlen_attention import (
     varlen_attention,
     varlen_attention_reference,
 )
+from pallas_kernels.varlen_attention.config import BACKWARD_TILES
 from tests.tolerances import RELATIVE, relative_error
 
 
@@ -126,12 +127,12 @@ def check(lengths_q, lengths_k, head_dim, kv_heads, options, dtype=BF16, config=
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_values_and_gradients(head_dim, feature, lengths):
     check(*LENGTHS[lengths], head_dim, *FEATURES[feature])
 
 
-@pytest.mark.parametrize("head_dim", [32, 96, 256])
+@pytest.mark.parametrize("head_dim", [32, 96, 200])
 def test_other_head_dims(head_dim):
     check(AWKWARD, AWKWARD, head_dim, 2, {"causal": True}, jnp.float16)
 
@@ -153,11 +154,11 @@ def test_every_way_to_cut_the_forward_pass(blocks, causal):
     check(AWKWARD, AWKWARD, 64, 2, {"causal": causal}, config=config)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", BACKWARD_TILES)
 def test_blocks_share_query_heads(head_dim):
-    config = MosaicGpuConfig(
-        backward=BackwardBlocks(block_q=128 * 64 // head_dim, splits=2)
-    )
+    block_q, block_k = BACKWARD_TILES[head_dim]
+    blocks = BackwardBlocks(block_q=block_q, block_k=block_k, splits=2)
+    config = MosaicGpuConfig(backward=blocks)
     check(AWKWARD, AWKWARD, head_dim, 1, {"causal": True}, config=config)
 
 
@@ -179,10 +180,11 @@ def test_many_sequences(number):
     check(lengths, lengths, 64, 2, {"causal": True}, config=config, tokens=2400)
 
 
-def test_gradients_repeat_bit_for_bit_where_many_blocks_add():
-    q, k, v, dout = map(jnp.asarray, operands(8192, 8, 2, 128))
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_gradients_repeat_bit_for_bit_where_many_blocks_add(head_dim):
+    q, k, v, dout = map(jnp.asarray, operands(8192, 8, 2, head_dim))
     cu = jnp.asarray([0, 100, 6000, 8192], jnp.int32)
-    run, _ = runs(128, (None, None), True, None, None)
+    run, _ = runs(head_dim, (None, None), True, None, None)
     first = run(q, k, v, {}, cu, cu, dout)
     for _ in range(20):
         again = run(q, k, v, {}, cu, cu, dout)

@@ -1,0 +1,391 @@
+"""What multiplies in the Hopper backward kernel: one warpgroup of a block.
+
+Scores are computed transposed, keys by queries. At head dims up to 128 a warpgroup owns
+64 keys: it keeps their dk and dv in registers, and ``p^T`` and ``ds^T`` are left
+operands in registers too. At head dim 256 sums of 64 keys fill the registers of both
+warpgroups, which so share the keys: each has the scores of half of the queries of a
+step, and half of the columns of dk, dv and dq; weights go through shared memory.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.varlen_attention.config import (
+    BACKWARD_CONSUMERS,
+    CHUNK,
+    ROWS,
+    BackwardBlocks,
+    Problem,
+    gradient_stages,
+)
+from pallas_kernels.varlen_attention.consumer import LOG2E, Scores, index_arrays
+from pallas_kernels.varlen_attention.rows import (
+    keep_band,
+    scale_and_add_row,
+    store_columns,
+    store_rows,
+)
+
+
+__all__ = ["OwnKeys", "SharedKeys", "query_start"]
+
+_DQ_PART = plgpu.WGMMAAccumulatorRef((ROWS, CHUNK), jnp.float32)
+
+
+def query_start(blocks: BackwardBlocks, field: Callable[[str], Any], index: Any) -> Any:
+    """The first row of a tile of queries; the last one may be moved up."""
+    block_q = blocks.block_q
+    return jnp.minimum(field("q_start") + index * block_q, field("q_total") - block_q)
+
+
+class Consumer:
+    """One warpgroup: its part of the scores of all steps, its part of the sums."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        scores: Scores,
+        blocks: BackwardBlocks,
+        read: Callable[[str], Any],
+        warpgroup: Any,
+        key_head: Any,
+        slopes: Any,
+        scratch: dict[str, Any],
+    ) -> None:
+        self.problem, self.scores, self.blocks = problem, scores, blocks
+        # Registers are scarce: what of the tile only some steps need, they read again.
+        self.read, self.warpgroup, self.key_head = read, warpgroup, key_head
+        self.slopes, self.scratch = slopes, scratch
+        self.k_smem, self.v_smem, self.q_smem, self.do_smem = (
+            scratch[f"{name}_smem"][0] for name in ("k", "v", "q", "do")
+        )
+        self.mine = pl.ds(warpgroup * ROWS, ROWS)
+        self.stages = blocks.stages, gradient_stages(blocks)
+
+    # Its share. At each use anew: numbers that a loop keeps take registers.
+
+    @property
+    def key_offset(self) -> Any:
+        """The first of its 64 keys, in the tile."""
+        return 0 if self.blocks.shared else self.warpgroup * ROWS
+
+    @property
+    def query_offset(self) -> Any:
+        """The first of its queries, in those of a step."""
+        return self.warpgroup * self.shape[1] if self.blocks.shared else 0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Its scores of a step, keys by queries."""
+        sharing = BACKWARD_CONSUMERS if self.blocks.shared else 1
+        return ROWS, self.blocks.block_q // sharing
+
+    @property
+    def queries(self) -> Any:
+        """Its queries."""
+        return pl.ds(self.query_offset, self.shape[1])
+
+    @property
+    def sum_chunks(self) -> int:
+        """Chunks of 64 columns of dk and dv that it sums."""
+        return self.problem.chunks // (BACKWARD_CONSUMERS if self.blocks.shared else 1)
+
+    @property
+    def first_chunk(self) -> Any:
+        """The first of them."""
+        return self.warpgroup * self.sum_chunks if self.blocks.shared else 0
+
+    def run(self, slope_ref: Any) -> tuple[Any, Any]:
+        """The sums dk and dv, fp32; partial sums for slopes are stored."""
+        for name, stages in zip(("q_empty", "do_empty"), self.stages, strict=True):
+            for stage in range(stages):
+                plgpu.barrier_arrive(self.scratch[name].at[stage])
+        plgpu.barrier_wait(self.scratch["kv_full"])
+        acc = plgpu.WGMMAAccumulatorRef((ROWS, self.sum_chunks * CHUNK), jnp.float32)
+        return pl.run_scoped(functools.partial(self._loop, slope_ref), acc, acc)
+
+    def store(self, ref: Any, values: Any) -> None:
+        """Writes its part of dk or dv of the tile to ``[S, H]``."""
+        offset = self.key_offset
+        start, stop = self.read("k_first") - offset, self.read("k_stop") - offset
+        here = ref.at[
+            pl.ds(self.read("k_base") + offset, ROWS),
+            pl.ds(self.first_chunk * CHUNK, self.sum_chunks * CHUNK),
+        ]
+        store_rows(here, values.astype(self.problem.dtype), start, stop)
+
+    def _loop(self, slope_ref: Any, dk: Any, dv: Any) -> tuple[Any, Any]:
+        first, last = self.read("first"), self.read("last")
+        full = self.read("full_first"), self.read("full_last")
+
+        # Slopes have a sum for each head; else the heads are one loop.
+        heads = self.problem.groups // self.blocks.splits
+        loops = heads if self.scores.alibi else 1
+        steps = (last - first) * (heads // loops)
+
+        def head_loop(group: Any, number: Any) -> Any:
+            head = self.key_head * heads + group
+            row_sums = ()
+            if self.scores.alibi:
+                zero = jnp.zeros((ROWS,), jnp.float32)
+                row_sums = plgpu.layout_cast(zero, plgpu.Layout.WGMMA.reduce(1))
+
+            def step(i: Any, carry: Any) -> Any:
+                del i
+                number, index, sums = carry
+                sums = self.step(number, head, index, full, sums, dk, dv)
+                following = jnp.where(index + 1 == last, first, index + 1)
+                return number + 1, following, sums
+
+            carry = number, first, row_sums
+            number, _, row_sums = lax.fori_loop(0, steps, step, carry)
+            if self.scores.alibi:
+                store_rows(slope_ref.at[head, self.mine], row_sums, 0, ROWS)
+            return number
+
+        lax.fori_loop(0, loops, head_loop, jnp.int32(0))
+        return dk[...], dv[...]
+
+    def step(
+        self,
+        number: Any,
+        head: Any,
+        index: Any,
+        full: tuple[Any, Any],
+        slope_sums: Any,
+        dk: Any,
+        dv: Any,
+    ) -> Any:
+        """One tile of queries; returns the sums for slopes."""
+        raise NotImplementedError
+
+    # --- pieces of a step -------------------------------------------------------------
+
+    def start_scores(self, acc: Any, left: Any, right: Any) -> None:
+        """Starts keys by queries, one wgmma group a chunk."""
+        for c in range(self.problem.chunks):
+            columns = right.at[c, self.queries].transpose((1, 0))
+            plgpu.wgmma(acc, left.at[c, pl.ds(self.key_offset, ROWS)], columns)
+
+    def start_sum(self, acc: Any, left: Any, right: Any, c: int) -> None:
+        """Starts a product of keys by queries, a chunk of columns of dk or dv."""
+        columns = acc.at[:, c * CHUNK : (c + 1) * CHUNK]
+        plgpu.wgmma(columns, left, right.at[self.first_chunk + c])
+
+    def start_dq(self, acc: Any, buffer: Any, n: int) -> None:
+        """Starts the nth of its parts of dq; both warpgroups' ds lies in the buffer."""
+        chunks = jnp.int32(self.problem.chunks)
+        unit = n * BACKWARD_CONSUMERS + self.warpgroup
+        left = buffer.at[lax.div(unit, chunks)].transpose((1, 0))
+        plgpu.wgmma(acc, left, self.k_smem.at[lax.rem(unit, chunks)])
+
+    def hand_over_dq(self, acc: Any) -> None:
+        """Gives a part of dq, which is complete, to the producer, who adds it."""
+        plgpu.barrier_wait(self.scratch["dq_empty"])
+        values = plgpu.wgmma_accumulator_load(acc, wait_n=None)
+        self.scratch["dq_smem"].at[self.warpgroup][...] = values
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.scratch["dq_full"])
+
+    def stats(self, stage: Any, which: int) -> Any:
+        """Minus lse (0) or minus delta (1) of its queries."""
+        return self.scratch["stats_smem"].at[stage, which, self.queries]
+
+    def score_gradients(
+        self,
+        p: Any,
+        dp: Any,
+        derivative: Any,
+        distance: Any,
+        stage: Any,
+        slope_sums: Any,
+    ) -> tuple[Any, Any]:
+        """Ds, and the sums for slopes with it."""
+        ds = p * scale_and_add_row(dp, 1.0, self.stats(stage, 1))
+        if distance is not None:
+            slope_sums = slope_sums - jnp.sum(ds * distance, axis=1)
+        if derivative is not None:
+            ds = ds * derivative
+        return ds, slope_sums
+
+    def meet(self, name: str) -> None:
+        """What this warpgroup wrote is there, and what the other one wrote too."""
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.scratch[name])
+        plgpu.barrier_wait(self.scratch[name])
+
+    def weights(
+        self, s: Any, stage: Any, head: Any, index: Any, full: tuple[Any, Any]
+    ) -> tuple[Any, Any, Any]:
+        """Weights, the derivative of a score by the product, and distances."""
+        x = self.scores
+        derivative = distances = None
+        factor = x.scale * LOG2E
+        if x.softcap is not None:
+            capped = jnp.tanh(s * (x.scale / x.softcap))
+            derivative = 1.0 - capped * capped
+            s, factor = capped, x.softcap * LOG2E
+        if x.alibi:
+            rows, columns = index_arrays(self.shape)
+            distances = jnp.abs(rows - columns + self.shift(index)).astype(jnp.float32)
+            slope = self.slopes[self.read("row"), head] * LOG2E
+            s, factor = s * factor - distances * slope, 1.0
+        unmasked = index >= full[0]
+        if x.window[0] is not None:
+            unmasked &= index < full[1]
+        # One loop whose steps may mask: loops of their own for steps that do and steps
+        # that do not would need more registers than there are.
+        mask = functools.partial(self.mask, index=index)
+        s = lax.cond(unmasked, lambda s: s, mask, s)
+        weights = jnp.exp2(scale_and_add_row(s, factor, self.stats(stage, 0)))
+        return weights, derivative, distances
+
+    def shift(self, index: Any) -> Any:
+        """How far the first key lies to the right of the first query's diagonal."""
+        first_key = self.read("k_base") + self.key_offset
+        first_query = query_start(self.blocks, self.read, index) + self.query_offset
+        return first_key - first_query - self.read("offset")
+
+    def mask(self, s: Any, index: Any) -> Any:
+        """``-inf`` for keys that are not the tile's and beyond the window."""
+        left, right = self.scores.window
+        first, last = self.read("k_first"), self.read("k_stop") - 1
+        offset, shift = self.key_offset, self.shift(index)
+        return keep_band(
+            s,
+            rows=(first - offset, last - offset),
+            distance=(
+                None if right is None else shift - right,
+                None if left is None else shift + left,
+            ),
+        )
+
+
+class OwnKeys(Consumer):
+    """64 keys of its own, all queries of a step, all columns."""
+
+    def step(
+        self,
+        number: Any,
+        head: Any,
+        index: Any,
+        full: tuple[Any, Any],
+        slope_sums: Any,
+        dk: Any,
+        dv: Any,
+    ) -> Any:
+        """One tile of queries."""
+        stage = lax.rem(number, jnp.int32(self.blocks.stages))
+        scratch, dtype = self.scratch, self.problem.dtype
+        plgpu.barrier_wait(scratch["q_full"].at[stage])
+        plgpu.barrier_wait(scratch["do_full"].at[stage])
+
+        def weights(s_acc: Any, dp_acc: Any) -> tuple[Any, ...]:
+            self.start_scores(s_acc, self.k_smem, self.q_smem.at[stage])
+            self.start_scores(dp_acc, self.v_smem, self.do_smem.at[stage])
+            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=self.problem.chunks)
+            p, derivative, distance = self.weights(s, stage, head, index, full)
+            dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+            # Operands in registers are made after the products, see the forward pass.
+            p = lax.optimization_barrier(p)
+            ds, sums = self.score_gradients(
+                p, dp, derivative, distance, stage, slope_sums
+            )
+            p, ds = lax.optimization_barrier((p.astype(dtype), ds.astype(dtype)))
+            return p, ds, sums
+
+        acc = plgpu.WGMMAAccumulatorRef(self.shape, jnp.float32)
+        p, ds, slope_sums = pl.run_scoped(weights, acc, acc)
+        # Two buffers, because a warpgroup may still multiply one while the other one
+        # writes the next.
+        buffer = scratch["ds_smem"].at[lax.rem(number, jnp.int32(2))]
+
+        def products(dq_acc: Any) -> None:
+            chunks = range(self.problem.chunks)
+            for c in chunks:
+                self.start_sum(dv, p, self.do_smem.at[stage], c)
+            for m in range(self.blocks.block_q // ROWS):
+                buffer[m, self.mine] = ds[:, m * ROWS : (m + 1) * ROWS]
+            self.meet("ds_full")
+            self.start_dq(dq_acc, buffer, 0)
+            plgpu.wgmma_wait(1)
+            plgpu.barrier_arrive(scratch["do_empty"].at[stage])
+            for c in chunks:
+                self.start_sum(dk, ds, self.q_smem.at[stage], c)
+            # While dk is multiplied, dq goes to shared memory.
+            plgpu.wgmma_wait(len(chunks))
+            self.hand_over_dq(dq_acc)
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(scratch["q_empty"].at[stage])
+
+        pl.run_scoped(products, _DQ_PART)
+        return slope_sums
+
+
+class SharedKeys(Consumer):
+    """The 64 keys of both warpgroups, half of the queries, half of the columns."""
+
+    def step(
+        self,
+        number: Any,
+        head: Any,
+        index: Any,
+        full: tuple[Any, Any],
+        slope_sums: Any,
+        dk: Any,
+        dv: Any,
+    ) -> Any:
+        """One tile of queries."""
+        stage, do_stage = (lax.rem(number, jnp.int32(n)) for n in self.stages)
+        scratch, dtype = self.scratch, self.problem.dtype
+        # One buffer each. Once the gradients of the next step are there, both
+        # warpgroups have multiplied with these weights; once its weights are there,
+        # with this ds.
+        p_smem, buffer = scratch["p_smem"], scratch["ds_smem"].at[0]
+        plgpu.barrier_wait(scratch["q_full"].at[stage])
+
+        def weights(s_acc: Any, dp_acc: Any) -> Any:
+            self.start_scores(s_acc, self.k_smem, self.q_smem.at[stage])
+            plgpu.barrier_wait(scratch["do_full"].at[do_stage])
+            self.start_scores(dp_acc, self.v_smem, self.do_smem.at[do_stage])
+            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=self.problem.chunks)
+            p, derivative, distance = self.weights(s, stage, head, index, full)
+            store_columns(p_smem, p.astype(dtype), self.query_offset)
+            self.meet("p_full")
+            self.start_sum(dv, p_smem, self.do_smem.at[do_stage], 0)
+            dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
+            ds, sums = self.score_gradients(
+                p, dp, derivative, distance, stage, slope_sums
+            )
+            store_columns(buffer.at[0], ds.astype(dtype), self.query_offset)
+            plgpu.wgmma_wait(0)
+            return sums
+
+        def products(*dq_accs: Any) -> None:
+            self.meet("ds_full")
+            # Parts of dq as far apart as can be: the producer has room for one of each
+            # warpgroup, and adds it while the others are multiplied.
+            self.start_dq(dq_accs[0], buffer, 0)
+            self.start_sum(dv, p_smem, self.do_smem.at[do_stage], 1)
+            self.start_dq(dq_accs[1], buffer, 1)
+            for c in range(2):
+                self.start_sum(dk, buffer.at[0], self.q_smem.at[stage], c)
+            plgpu.wgmma_wait(4)
+            self.hand_over_dq(dq_accs[0])
+            plgpu.wgmma_wait(3)
+            plgpu.barrier_arrive(scratch["do_empty"].at[do_stage])
+            plgpu.wgmma_wait(2)
+            self.hand_over_dq(dq_accs[1])
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(scratch["q_empty"].at[stage])
+
+        acc = plgpu.WGMMAAccumulatorRef(self.shape, jnp.float32)
+        slope_sums = pl.run_scoped(weights, acc, acc)
+        pl.run_scoped(products, _DQ_PART, _DQ_PART)
+        return slope_sums
