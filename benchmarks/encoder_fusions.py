@@ -27,9 +27,8 @@ import numpy as np
 
 from benchmarks import encoder
 from benchmarks.harness import Benchmark, Case, Jax, Params
-from jaxscale.nn.blocks import gelu
 from jaxscale.nn.norms import layer_norm
-from pallas_kernels.matmul import dense
+from pallas_kernels.matmul import dense, gelu
 from pallas_kernels.varlen_attention import varlen_attention
 from pallas_kernels.varlen_attention.specs import bytetransformer
 

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxscale.models import EncoderConfig
-from jaxscale.nn.blocks import gelu
 from jaxscale.nn.packing import pack, positions, unpack
+from pallas_kernels.matmul import gelu
 from pallas_kernels.varlen_attention import varlen_attention
 
 

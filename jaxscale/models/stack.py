@@ -28,6 +28,7 @@ _linear_saveable = _policies.save_from_both_policies(
         "matmul_reduce_scatter_out",
         "matmul_all_reduce_out",
         "dense_out",
+        "tile_sparse_matmul_out",
     ),
 )
 _gathered_saveable = _policies.save_only_these_names("all_gather_matmul_gathered")

@@ -5,7 +5,9 @@ L layers.
 """
 
 import dataclasses
+import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
@@ -27,15 +29,14 @@ from jaxscale.nn.norms import LayerNorm, RMSNorm
 from jaxscale.sharding.operations import constrain
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 from jaxscale.sharding.tensor_parallel import TensorParallel
-from pallas_kernels.matmul import ACTIVATIONS, gelu
 
 
 type Norm = Literal["rmsnorm", "layernorm"]
 type Activation = Literal["swiglu", "geglu", "gelu", "gelu_tanh", "relu"]
 
 
-GATED: dict[str, Callable[[Array], Array]] = {"swiglu": jax.nn.silu, "geglu": gelu}
-"""Activations whose feed-forward network has a gate projection."""
+GATED = {"swiglu": "silu", "geglu": "gelu"}
+"""Of feed-forward networks with a gate projection: what follows the gate."""
 
 
 class MLP(nnx.Module):
@@ -120,21 +121,28 @@ class MLP(nnx.Module):
 
     @property
     def inputs(self) -> tuple[Any, ...]:
-        """The layers before the activation."""
+        """The layers that read the input."""
         return (self.up,) if self.gate is None else (self.gate, self.up)
+
+    @property
+    def activations(self) -> tuple[str | None, ...]:
+        """What follows each of `inputs`."""
+        gate = GATED.get(self.activation)
+        return (self.activation,) if gate is None else (gate, None)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Transform each token; the tokens are gathered, those of the result split."""
-        if self.is_sparse:  # what they share stays feature-major
-            x = constrain(x, ("batch", None, "act_embed"), self.down.rules)
-            inputs = [layer(x, (False, True)) for layer in self.inputs]
-            down: Any = self.down
-            return down(self.activate(inputs), (True, False))
-        if self.gate is not None:
-            projected = ColumnParallelLinear.together(self.inputs, x)
-            return self.down(self.activate(projected))
-        (hidden,) = ColumnParallelLinear.together(self.inputs, x, self.activation)
-        return self.down(hidden)
+        if not self.is_sparse:
+            together = ColumnParallelLinear.together
+            return self.down(self.join(together(self.inputs, x, self.activations)))
+        # What sparse layers share stays feature-major.
+        x = constrain(x, ("batch", None, "act_embed"), self.down.rules)
+        projected = [
+            layer(x, activation, feature_major=(False, True))
+            for layer, activation in zip(self.inputs, self.activations, strict=True)
+        ]
+        down: Any = self.down
+        return down(self.join(projected), feature_major=(True, False))
 
     @property
     def is_sparse(self) -> bool:
@@ -142,14 +150,11 @@ class MLP(nnx.Module):
         layers = (*self.inputs, self.down)
         return all(isinstance(layer, TileSparseLinear) for layer in layers)
 
-    def activate(
+    def join(
         self, projected: Sequence[Float[Array, "*tokens_and_F"]]
     ) -> Float[Array, "*tokens_and_F"]:
-        """What `down` takes, from what the layers `inputs` give."""
-        *gate, up = projected
-        if gate:
-            return GATED[self.activation](gate[0]) * up
-        return ACTIVATIONS[self.activation](up)
+        """What `down` takes, from what `inputs` with `activations` give."""
+        return functools.reduce(operator.mul, projected)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -386,10 +391,11 @@ class Block(nnx.Module):
         pre_norm = None if self.post_norm else self.attention_norm
         h = x if pre_norm is None else pre_norm(x)
         if self.parallel:
-            projected = gather([*attention.inputs, *mlp.inputs], h)
             count = len(attention.inputs)
+            activations = (*[None] * count, *mlp.activations)
+            projected = gather([*attention.inputs, *mlp.inputs], h, activations)
             attended, aux = attend(attention.split_heads(projected[:count]))
-            hidden = attention.join_heads(attended), mlp.activate(projected[count:])
+            hidden = attention.join_heads(attended), mlp.join(projected[count:])
             return x + scatter([attention.out, mlp.down], hidden), aux
         attended, aux = attend(attention.split_heads(gather(attention.inputs, h)))
         x = x + attention.out(attention.join_heads(attended))

@@ -17,7 +17,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxscale.nn.embeddings import NORMAL_INIT
-from jaxscale.sharding.operations import Shards, constrain, contract, per_shard
+from jaxscale.sharding.operations import (
+    Shards,
+    constrain,
+    contract,
+    per_shard,
+    reshape,
+)
 from jaxscale.sharding.parameters import partitioned
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 from jaxscale.sharding.tensor_parallel import (
@@ -26,7 +32,8 @@ from jaxscale.sharding.tensor_parallel import (
     column_parallel,
     row_parallel,
 )
-from pallas_kernels.matmul import ACTIVATIONS, dense
+from pallas_kernels.matmul import dense
+from pallas_kernels.matmul.activations import activate
 from pallas_kernels.tile_sparse_matmul import (
     SingleWeights,
     TileSparse,
@@ -35,7 +42,7 @@ from pallas_kernels.tile_sparse_matmul import (
 
 
 class Linear(nnx.Module):
-    """``y = x @ kernel + bias``.
+    """``y = activation(x @ kernel + bias)``.
 
     Example:
         >>> up = Linear(
@@ -87,8 +94,15 @@ class Linear(nnx.Module):
         bias = zeros(rngs.params(), (out_features,), param_dtype) if use_bias else None
         self.bias = None if bias is None else nnx.Param(bias)
 
-    def __call__(self, x: Float[Array, "B T in"]) -> Float[Array, "B T out"]:
-        """The projection of each token, in `dtype`."""
+    def __call__(
+        self, x: Float[Array, "B T in"], activation: str | None = None
+    ) -> Float[Array, "B T out"]:
+        """The projection of each token, in `dtype`.
+
+        Args:
+            x: Activations.
+            activation: What follows, a name in `pallas_kernels.matmul.ACTIVATIONS`.
+        """
         out = contract(
             "bti,io->bto",
             x.astype(self.dtype),
@@ -97,7 +111,7 @@ class Linear(nnx.Module):
             self.out_axes,
             self.rules,
         )
-        return self.add_bias(out)
+        return activate(self.add_bias(out), activation)
 
     @property
     def weight(self) -> Float[Array, "in out"]:
@@ -156,15 +170,17 @@ class ColumnParallelLinear(Linear):
         super().__init__(in_features, out_features, **options)
         self.tensor_parallel: TensorParallel = tensor_parallel
 
-    def __call__(self, x: Float[Array, "B T in"]) -> Float[Array, "B T out"]:
+    def __call__(
+        self, x: Float[Array, "B T in"], activation: str | None = None
+    ) -> Float[Array, "B T out"]:
         """The projection of each token, whole along the tokens, in `dtype`."""
-        return self.together([self], x)[0]
+        return self.together([self], x, [activation])[0]
 
     @staticmethod
     def together(
         layers: Sequence[Any],
         x: Float[Array, "B T in"],
-        activation: str | None = None,
+        activations: Sequence[str | None] | None = None,
     ) -> tuple[Float[Array, "B T _out"], ...]:
         """The projections of `x` by several layers that share one gather.
 
@@ -173,14 +189,18 @@ class ColumnParallelLinear(Linear):
         Args:
             layers: What projects.
             x: Activations.
-            activation: A name in `pallas_kernels.matmul.ACTIVATIONS`: what follows each
-                projection.
+            activations: What follows each projection: a name in
+                `pallas_kernels.matmul.ACTIVATIONS`, or None.
         """
         first = layers[0]
-        activate = (lambda y: y) if activation is None else ACTIVATIONS[activation]
+        if activations is None:
+            activations = [None] * len(layers)
         if not all(isinstance(layer, ColumnParallelLinear) for layer in layers):
             x = constrain(x, ("batch", None, "act_embed"), first.rules)
-            return tuple(activate(layer(x)) for layer in layers)
+            return tuple(
+                layer(x, activation)
+                for layer, activation in zip(layers, activations, strict=True)
+            )
         x = x.astype(first.dtype)
         groups, inputs = [layers], [x]
         has_bias = all(layer.bias is not None for layer in layers)
@@ -189,7 +209,10 @@ class ColumnParallelLinear(Linear):
             weights = [layer.weight for layer in layers]
             if Shards.of([x, *weights], in_axes, first.rules) is None:
                 biases = [layer.bias[...].astype(first.dtype) for layer in layers]
-                return dense(x, weights, biases, activation=activation)
+                if len({*activations}) == 1:
+                    return dense(x, weights, biases, activation=activations[0])
+                outs = dense(x, weights, biases)
+                return tuple(map(activate, outs, activations))
             # XLA would make one product of them, and then copy each part out of it to
             # add its bias. It does not where the inputs look different.
             x = constrain(x, ("batch", None, "act_embed"), first.rules)
@@ -208,8 +231,8 @@ class ColumnParallelLinear(Linear):
             )
         ]
         return tuple(
-            activate(layer.add_bias(out))
-            for layer, out in zip(layers, outs, strict=True)
+            activate(layer.add_bias(out), activation)
+            for layer, out, activation in zip(layers, outs, activations, strict=True)
         )
 
 
@@ -257,9 +280,11 @@ class RowParallelLinear(Linear):
         super().__init__(in_features, out_features, **options)
         self.tensor_parallel: TensorParallel = tensor_parallel
 
-    def __call__(self, x: Float[Array, "B T in"]) -> Float[Array, "B T out"]:
+    def __call__(
+        self, x: Float[Array, "B T in"], activation: str | None = None
+    ) -> Float[Array, "B T out"]:
         """The projection of each token, in `dtype`."""
-        return self.summed([self], [x])
+        return activate(self.summed([self], [x]), activation)
 
     @staticmethod
     def summed(
@@ -291,14 +316,15 @@ class SparsePattern(nnx.Variable):
 
 
 class TileSparseLinear(nnx.Module):
-    """``y = x @ weight + bias`` with a weight of which each tile keeps its own rows.
+    """`Linear` with a weight of which each tile keeps its own rows.
 
     `jaxscale.pruning.sparsify` makes it from a pruned `Linear`; weights that are kept
     outside of tiles, if any, stand beside them. The weight comes in S shards of equal
     shape, a tensor-parallel device holding its part of them: each shard
     has tiles of its own columns where the rules split the output features, and all
     tiles with its own rows where they split the input features, whose products are then
-    summed. On fewer devices one computes several shards.
+    summed. On fewer devices one computes several shards. Bias and activation are part
+    of the kernel, but follow the sum where there is one.
 
     Example:
         >>> mask = jnp.ones((4, 8), bool).at[::2, :4].set(False)
@@ -346,8 +372,10 @@ class TileSparseLinear(nnx.Module):
         self.shape, self.granularity = weight.shape, weight.granularity
         self.equal_counts = weight.equal_counts
         self.bias = bias
-        # Beside the shards, FSDP stores a part of the rows of each tile.
-        storage = kernel_axes[1] if split == "rows" else kernel_axes[0]
+        # The shards divide one axis of the kernel, one shard none. By the other, FSDP
+        # stores a part of the rows of each tile.
+        rows = split == "rows" or (split is None and kernel_axes[1] == "embed")
+        self._shard_axis, storage = kernel_axes if rows else kernel_axes[::-1]
 
         def variable(kind: type[nnx.Variable], array: Array, *axes: str | None) -> Any:
             layers = ("layers",) * (array.ndim - 1 - len(axes))
@@ -367,11 +395,6 @@ class TileSparseLinear(nnx.Module):
             single_values = variable(nnx.Param, singles.values, None, None)
             single_rows = variable(SparsePattern, singles.rows, None, None)
         self.single_values, self.single_rows = single_values, single_rows
-
-    @property
-    def _shard_axis(self) -> str | None:
-        """The logical axis that the shards divide."""
-        return self.kernel_axes[0 if self.split == "rows" else 1]
 
     @property
     def weight(self) -> TileSparse:
@@ -394,15 +417,26 @@ class TileSparseLinear(nnx.Module):
             return None
         return SingleWeights(values[...].astype(self.dtype), rows[...], self.shape[0])
 
+    @property
+    def _shards_of_bias(self) -> Float[Array, "S C"] | None:
+        """The bias beside the columns of each shard."""
+        if self.bias is None:
+            return None
+        shape = len(self.values[...]), self.shape[1]
+        return reshape(self.bias[...], shape, (self._shard_axis, None), self.rules)
+
     def __call__(
         self,
         x: Float[Array, "..."],
+        activation: str | None = None,
+        *,
         feature_major: tuple[bool, bool] = (False, False),
     ) -> Float[Array, "..."]:
         """The projection of each token, in `dtype`.
 
         Args:
             x: [B,T,in]; [in,B,T] with ``feature_major[0]``.
+            activation: What follows, a name in `pallas_kernels.matmul.ACTIVATIONS`.
             feature_major: Whether features are the leading axis, of `x` and of the
                 result. The kernels want them there: between two sparse layers this
                 saves transposes.
@@ -410,9 +444,11 @@ class TileSparseLinear(nnx.Module):
         Returns:
             [B,T,out]; [out,B,T] with ``feature_major[1]``.
         """
-        by_rows = self.split == "rows"
+        by_rows, axis = self.split == "rows", self._shard_axis
         x_along, y_along = (0 if major else -1 for major in feature_major)
-        leaves, structure = jax.tree.flatten((self.weight, self.singles))
+        # Products of some of the rows are summed before bias and activation.
+        bias, follow = (None, None) if by_rows else (self._shards_of_bias, activation)
+        leaves, structure = jax.tree.flatten((self.weight, self.singles, bias))
 
         def product(x: Array, *leaves: Array) -> tuple[Array]:
             shards = len(leaves[0])
@@ -426,10 +462,12 @@ class TileSparseLinear(nnx.Module):
                     x,
                     w,
                     singles=singles,
+                    bias=bias,
+                    activation=follow,
                     feature_major=feature_major,
                     implementation=self.implementation,
                 )
-                for x, (w, singles) in zip(xs, parts, strict=True)
+                for x, (w, singles, bias) in zip(xs, parts, strict=True)
             ]
             if by_rows:
                 return (sum(ys[1:], ys[0])[None],)
@@ -438,9 +476,9 @@ class TileSparseLinear(nnx.Module):
         def axes(features: str | None, major: bool, *others: Any) -> tuple[Any, ...]:
             return (features, *others) if major else (*others, features)
 
-        axis = self._shard_axis
         x_axes = axes(axis if by_rows else None, feature_major[0], "batch", None)
-        y_axes = axes(None if by_rows else axis, feature_major[1], "batch", None)
+        split = axis if self.split == "columns" else None
+        y_axes = axes(split, feature_major[1], "batch", None)
         (out,) = per_shard(
             product,
             [x_axes, *((axis, *(None,) * (leaf.ndim - 1)) for leaf in leaves)],
@@ -451,9 +489,9 @@ class TileSparseLinear(nnx.Module):
             out = out.sum(0)  # over the devices
         *others, features = self.out_axes
         out = constrain(out, axes(features, feature_major[1], *others), self.rules)
-        if self.bias is None:
-            return out
-        bias = constrain(
-            self.bias[...].astype(self.dtype), self.out_axes[-1:], self.rules
-        )
-        return out + (bias[:, None, None] if feature_major[1] else bias)
+        if by_rows and self.bias is not None:
+            bias = constrain(
+                self.bias[...].astype(self.dtype), self.out_axes[-1:], self.rules
+            )
+            out = out + (bias[:, None, None] if feature_major[1] else bias)
+        return activate(out, activation) if by_rows else out

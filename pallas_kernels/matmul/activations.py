@@ -9,7 +9,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
-__all__ = ["ACTIVATIONS", "KERNEL_ACTIVATIONS", "gelu"]
+__all__ = [
+    "ACTIVATIONS",
+    "KERNEL_ACTIVATIONS",
+    "activate",
+    "check_activation",
+    "gelu",
+    "gelu_by_erf",
+]
 
 
 def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -25,16 +32,43 @@ def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """
     if x.dtype.itemsize > 2:
         return jax.nn.gelu(x, approximate=False)
-    y = x.astype(jnp.float32)
-    return (0.5 * y * (1 + jax.lax.erf(y * math.sqrt(0.5)))).astype(x.dtype)
+    return gelu_by_erf(x.astype(jnp.float32)).astype(x.dtype)
+
+
+def gelu_by_erf(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`gelu` of fp32 to the accuracy of 16 bits."""
+    return 0.5 * x * (1 + jax.lax.erf(x * math.sqrt(0.5)))
 
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": gelu,
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
     "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
 }
-"""Activations by name, for XLA."""
+"""Activations by name, for XLA; all keep zero."""
+
+
+def check_activation(activation: str | None) -> None:
+    """Raises ValueError where an activation has no such name."""
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(
+            f"activation {activation!r}, expected None or one of {list(ACTIVATIONS)}"
+        )
+
+
+def activate(x: Float[Array, "..."], activation: str | None) -> Float[Array, "..."]:
+    """An activation of x, by its name in `ACTIVATIONS`; None leaves x as it is.
+
+    Raises:
+        ValueError: there is no such activation.
+
+    Example:
+        >>> activate(jnp.array([-1.0, 2.0]), "relu")
+        Array([0., 2.], dtype=float32)
+    """
+    check_activation(activation)
+    return x if activation is None else ACTIVATIONS[activation](x)
 
 
 def _gate(x: Array, limit: float, factors: tuple[float, ...]) -> Array:
@@ -83,5 +117,6 @@ KERNEL_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": functools.partial(_gate, limit=4.25, factors=_ERF),
     "gelu_tanh": functools.partial(_gate, limit=4.0, factors=_TANH),
     "relu": lambda x: jnp.maximum(x, 0.0),
+    "silu": jax.nn.silu,
 }
 """The same of fp32 in the bodies of Pallas kernels, to the accuracy of 16 bits."""

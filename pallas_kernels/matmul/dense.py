@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import dispatch
 from pallas_kernels.matmul import mosaic_gpu_dense
-from pallas_kernels.matmul.activations import ACTIVATIONS
+from pallas_kernels.matmul.activations import activate, check_activation
 from pallas_kernels.matmul.api import run
 from pallas_kernels.mosaic import (
     DeviceSpec,
@@ -53,7 +53,7 @@ def dense(
         x: ``[*B,M,K]`` activations; leading axes are merged with M.
         ws: weights of the same type, [K,N] each.
         biases: [N] each.
-        activation: "gelu" (exact), "gelu_tanh", "relu", or None.
+        activation: "gelu" (exact), "gelu_tanh", "relu", "silu", or None.
         implementation: "mosaic_gpu" (Hopper; bfloat16 or float16, K and N multiples of
             64, M of 8), "xla", a sequence of these, or None for the best.
 
@@ -97,10 +97,7 @@ def _fills(x: Array, ws: Sequence[Array]) -> bool:
 def _check(
     x: Array, ws: Sequence[Array], biases: Sequence[Array], activation: str | None
 ) -> None:
-    if activation is not None and activation not in ACTIVATIONS:
-        raise ValueError(
-            f"activation {activation!r}, expected None or one of {list(ACTIVATIONS)}"
-        )
+    check_activation(activation)
     if not ws or len(ws) != len(biases):
         raise ValueError(
             f"{len(ws)} weights and {len(biases)} biases, expected a bias for each of"
@@ -126,11 +123,7 @@ def _xla(
     # its bias. It does not where the inputs look different.
     inputs = [x] if len(ws) == 1 else jax.lax.optimization_barrier([x] * len(ws))
     layers = zip(inputs, ws, biases, strict=True)
-    return tuple(_activate(x @ w + bias, activation) for x, w, bias in layers)
-
-
-def _activate(x: Array, activation: str | None) -> Array:
-    return x if activation is None else ACTIVATIONS[activation](x)
+    return tuple(activate(x @ w + bias, activation) for x, w, bias in layers)
 
 
 def _mosaic_gpu(
@@ -173,15 +166,15 @@ def _forward(
     # A rematerialization policy may keep these by name.
     ys = tuple(checkpoint_name(y, "dense_out") for y in ys)
     kept = None if call.activation is None else ys
-    return tuple(_activate(y, call.activation) for y in ys), (x, ws, kept)
+    return tuple(activate(y, call.activation) for y in ys), (x, ws, kept)
 
 
 def _backward(call: _Call, saved: Any, dys: tuple[Array, ...]) -> tuple[Any, ...]:
     x, ws, kept = saved
     if kept is not None:
-        activate = functools.partial(_activate, activation=call.activation)
+        follow = functools.partial(activate, activation=call.activation)
         dys = tuple(
-            jax.vjp(activate, y)[1](dy)[0] for y, dy in zip(kept, dys, strict=True)
+            jax.vjp(follow, y)[1](dy)[0] for y, dy in zip(kept, dys, strict=True)
         )
     # One of several parts is rounded once, with the sum.
     dtype = x.dtype if len(ws) == 1 else jnp.float32

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from pallas_kernels import tuning
@@ -35,7 +36,6 @@ from pallas_kernels.tile_sparse_matmul.config import (
     heuristic,
     prefer_dense,
 )
-from pallas_kernels.tile_sparse_matmul.epilogue import ACTIVATIONS
 from pallas_kernels.tile_sparse_matmul.format import STEP, TileSparse
 from pallas_kernels.tile_sparse_matmul.singles import (
     SingleWeights,
@@ -242,15 +242,11 @@ def _forward(
 ) -> tuple[jax.Array, Any]:
     linear = dataclasses.replace(call, activation=None)
     z: Any = _product(x, values, bias, pattern, linear)
+    # A rematerialization policy may keep it by name.
+    z = checkpoint_name(z, "tile_sparse_matmul_out")
     if call.activation is None:
         return z, (x, values, bias, pattern, None)
-    y = epilogue.apply(
-        z,
-        None,
-        call.activation,
-        feature_major=call.feature_major[1],
-        dtype=x.dtype,
-    )
+    y = epilogue.activate_in_fp32(z, call.activation, x.dtype)
     return y, (x, values, bias, pattern, z)
 
 
@@ -259,9 +255,10 @@ def _backward(call: _Call, saved: Any, dy: jax.Array) -> tuple[Any, ...]:
     w = call.weight(values, pattern)
     y_major = call.feature_major[1]
     if z is not None:
-        activate = ACTIVATIONS[call.activation]  # pyright: ignore[reportArgumentType]
-        _, pullback = jax.vjp(activate, z.astype(jnp.float32))
-        (dy,) = pullback(dy.astype(jnp.float32))
+        activate = functools.partial(
+            epilogue.activate_in_fp32, activation=call.activation, dtype=x.dtype
+        )
+        (dy,) = jax.vjp(activate, z.astype(jnp.float32))[1](dy)
     dbias = None
     if bias is not None:
         sums = jnp.sum(dy, axis=1 if y_major else 0, dtype=jnp.float32)
@@ -368,13 +365,7 @@ def _xla(
     x: jax.Array, w: TileSparse, bias: Any, activation: str | None, call: _Call
 ) -> jax.Array:
     _refuse_config("XLA", call)
-    bare = bias is None and activation is None
-    y = xla.tile_sparse_matmul(
-        x,
-        w,
-        feature_major=call.feature_major,
-        out_dtype=x.dtype if bare else jnp.float32,
-    )
+    y = xla.tile_sparse_matmul(x, w, feature_major=call.feature_major)
     return epilogue.apply(
         y, bias, activation, feature_major=call.feature_major[1], dtype=x.dtype
     )

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.tile_sparse_matmul.epilogue import ACTIVATIONS
+from pallas_kernels.matmul.activations import check_activation
 from pallas_kernels.tile_sparse_matmul.format import TileSparse
 from pallas_kernels.tile_sparse_matmul.singles import SingleWeights
 
@@ -42,10 +42,7 @@ def check_product(
         raise ValueError(f"w has type {w.dtype}, expected that of x, {x.dtype}")
     if bias is not None and bias.shape != (outputs,):
         raise ValueError(f"bias has shape {bias.shape}, expected ({outputs},)")
-    if activation is not None and activation not in ACTIVATIONS:
-        raise ValueError(
-            f"activation {activation!r}, expected None or one of {list(ACTIVATIONS)}"
-        )
+    check_activation(activation)
 
 
 def check_singles(w: TileSparse, singles: SingleWeights) -> None:

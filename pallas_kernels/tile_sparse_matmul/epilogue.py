@@ -1,48 +1,23 @@
-"""What follows a product: bias and activation, in fp32, rounded once."""
-
-import functools
-import math
-from collections.abc import Callable
+"""What XLA does after a product: bias and activation in fp32, rounded once."""
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-
-__all__ = ["ACTIVATIONS", "KERNEL_ACTIVATIONS", "apply"]
-
-
-def _relu(x: jax.Array) -> jax.Array:
-    return jnp.where(x > 0, x, jnp.zeros_like(x))  # jax.nn.relu does not lower
+from pallas_kernels.matmul.activations import activate, gelu_by_erf
 
 
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "relu": _relu,
-    "silu": jax.nn.silu,
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
-}
-"""Activations by name; all keep zero."""
-
-# erf(x) = 1 - (a1 t + ... + a5 t^5) exp(-x^2) with t = 1 / (1 + p x), for x >= 0, to
-# 1.5e-7 (Abramowitz and Stegun, 7.1.26).
-_ERF_P = 0.3275911
-_ERF_A = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
+__all__ = ["activate_in_fp32", "apply"]
 
 
-def _gelu_without_erf(x: jax.Array) -> jax.Array:
-    """The exact GELU to fp32 accuracy, of operations that Mosaic GPU lowers."""
-    u = jnp.abs(x) * math.sqrt(0.5)
-    t = 1.0 / (1.0 + _ERF_P * u)
-    tail = jnp.zeros_like(t)
-    for a in reversed(_ERF_A):
-        tail = (tail + a) * t
-    half = 0.5 * tail * jnp.exp(-u * u)  # the Gaussian's tail beyond |x|
-    return x * jnp.where(x > 0, 1.0 - half, half)
-
-
-KERNEL_ACTIVATIONS = ACTIVATIONS | {"gelu": _gelu_without_erf}
-"""`ACTIVATIONS` for the bodies of Pallas kernels."""
+def activate_in_fp32(
+    x: jax.Array, activation: str | None, dtype: DTypeLike
+) -> jax.Array:
+    """An activation of x in fp32, as exact as `dtype`, its type, can tell."""
+    x = x.astype(jnp.float32)
+    if activation == "gelu" and jnp.dtype(dtype).itemsize <= 2:
+        return gelu_by_erf(x).astype(dtype)
+    return activate(x, activation).astype(dtype)
 
 
 def apply(
@@ -71,6 +46,4 @@ def apply(
     if bias is not None:
         bias = bias.astype(jnp.float32)
         y = y + (bias[:, None] if feature_major else bias)
-    if activation is not None:
-        y = ACTIVATIONS[activation](y)
-    return y.astype(dtype)
+    return activate_in_fp32(y, activation, dtype)

@@ -41,6 +41,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.matmul.activations import KERNEL_ACTIVATIONS
 from pallas_kernels.matmul.mosaic_gpu import Tiles, store_tile
 from pallas_kernels.mosaic import DeviceSpec, check_hopper
 from pallas_kernels.tile_sparse_matmul import epilogue
@@ -427,9 +428,10 @@ def _epilogue(
             layout=plgpu.Layout.WGMMA.reduce(along),
             optimized=False,
         )
+        bias = bias.astype(jnp.float32)  # here: outside it would be one more kernel
         sums = sums + lax.broadcast_in_dim(bias, sums.shape, (1 - along,))
     if cut.activation is not None:
-        sums = epilogue.KERNEL_ACTIVATIONS[cut.activation](sums)
+        sums = KERNEL_ACTIVATIONS[cut.activation](sums)
     return sums
 
 
@@ -477,7 +479,7 @@ def tile_sparse_matmul(
     inputs = {"x": x, "values": w.values, "rows": w.rows, "counts": w.counts}
     if cut.has_bias and bias is not None:
         padded = w.tiles * w.tile - w.packed_columns
-        inputs["bias"] = jnp.pad(bias.astype(jnp.float32), (0, padded))
+        inputs["bias"] = jnp.pad(bias, (0, padded)) if padded else bias
     # Where each multiprocessor has one block at most, no order is better than another.
     several = cut.blocks > device.num_sms // config.cluster
     if w.order is not None and fused and several:

@@ -97,5 +97,4 @@ def baseline(problem: Problem) -> Callable[..., jax.Array]:
     return functools.partial(
         xla.tile_sparse_matmul,
         feature_major=_storage(problem),
-        out_dtype=problem.dtype,
     )

@@ -31,7 +31,6 @@ def tile_sparse_matmul(
     w: TileSparse,
     *,
     feature_major: tuple[bool, bool],
-    out_dtype: DTypeLike,
 ) -> jax.Array:
     """Computes the packed product; sums are fp32 for 16-bit operands.
 
@@ -39,20 +38,19 @@ def tile_sparse_matmul(
         x: [M,K] activations, or [K,M].
         w: weight; its `columns` are left to the caller.
         feature_major: how the input and the output are stored.
-        out_dtype: type of the output.
 
     Returns:
-        [M,C] of `out_dtype`, or [C,M].
+        [M,C] of the type of x, or [C,M].
     """
     x_major, y_major = feature_major
     tokens = x.shape[1 if x_major else 0]
     if not gathers(w, tokens):
         dense = w.packed().to_dense()  # [K, C]
-        return dense_matmul(x, dense, feature_major=feature_major, out_dtype=out_dtype)
+        return dense_matmul(x, dense, feature_major=feature_major, out_dtype=x.dtype)
     kept = jnp.take(x, w.rows, axis=0 if x_major else 1)  # [T, P, M] or [M, T, P]
     letters = "tpm" if x_major else "mtp"
     out = "tgm" if y_major else "mtg"
-    y = _einsum(f"{letters},tpg->{out}", kept, w.values).astype(out_dtype)
+    y = _einsum(f"{letters},tpg->{out}", kept, w.values).astype(x.dtype)
     if y_major:
         return y.reshape(w.tiles * w.tile, tokens)[: w.packed_columns]
     return y.reshape(tokens, w.tiles * w.tile)[:, : w.packed_columns]
@@ -65,7 +63,7 @@ def dense_matmul(
     feature_major: tuple[bool, bool],
     out_dtype: DTypeLike,
 ) -> jax.Array:
-    """The product by a dense weight [K,C]; arguments and result as above."""
+    """The product by a dense weight [K,C], of `out_dtype`; otherwise as above."""
     x_major, y_major = feature_major
     if y_major:
         return _dot(dense, x, 0, 0 if x_major else 1, out_dtype)

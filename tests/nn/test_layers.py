@@ -21,7 +21,7 @@ from jaxscale.nn import (
     make_norm,
     rms_norm,
 )
-from jaxscale.nn.blocks import gelu
+from pallas_kernels.matmul import gelu
 
 
 RNG = np.random.default_rng(0)
@@ -88,7 +88,7 @@ def test_projections_with_and_without_bias():
     layers[0].bias[...] = jnp.arange(8.0)
     x = jax.random.normal(jax.random.key(2), (2, 3, 4))
     for order in (layers, layers[::-1]):
-        outs = ColumnParallelLinear.together(order, x, "relu")
+        outs = ColumnParallelLinear.together(order, x, ["relu", "relu"])
         for layer, out in zip(order, outs, strict=True):
             y = np.asarray(x) @ np.asarray(layer.kernel[...])
             y += 0 if layer.bias is None else np.arange(8.0)

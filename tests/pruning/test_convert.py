@@ -85,8 +85,11 @@ def test_a_sparse_layer_holds_the_kept_weights(changes, model):
             np.testing.assert_array_equal(found, dense.kernel[...][place])
 
 
-def test_packed_rows_give_what_the_masked_model_gives(model):
-    _, masked, sparse = pruned(perturbed(model))
+@pytest.mark.parametrize("parallel", [False, True])
+def test_packed_rows_give_what_the_masked_model_gives(parallel):
+    """Blocks in a row and in parallel, whose first layers are called together."""
+    config = dataclasses.replace(CONFIG, parallel_block=parallel, mlp_bias=parallel)
+    _, masked, sparse = pruned(perturbed(Decoder(config, rngs=nnx.Rngs(0))))
     batch = batches(1)[0]
     run = jax.jit(lambda m, b: m(b.tokens, cu_seqlens=b.cu_seqlens))
     expected = run(masked, batch)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.matmul import dense
+from pallas_kernels.matmul import ACTIVATIONS, dense
 from tests.pallas_kernels.matmul.test_dense import assert_close, expected, operands
 from tests.tolerances import RELATIVE, relative_error
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 run = functools.partial(dense, implementation="mosaic_gpu")
 
 
-@pytest.mark.parametrize("activation", [None, "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
 @pytest.mark.parametrize(
     ("m", "widths", "k"),
     [

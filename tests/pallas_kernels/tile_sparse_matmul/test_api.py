@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.matmul import ACTIVATIONS
 from pallas_kernels.mosaic import H200, use_device
 from pallas_kernels.tile_sparse_matmul import (
     SingleWeights,
@@ -17,7 +18,6 @@ from pallas_kernels.tile_sparse_matmul import (
     tile_sparse_matmul,
     xla,
 )
-from pallas_kernels.tile_sparse_matmul.epilogue import ACTIVATIONS
 from tests.pallas_kernels.tile_sparse_matmul.cases import random_weight
 from tests.tolerances import RELATIVE, relative_error
 
@@ -118,6 +118,36 @@ def test_narrow_types_and_activations(dtype, activation):
     assert y.dtype == dtype
     assert relative_error(y, want) < RELATIVE[jnp.dtype(dtype)]
     assert relative_error(tile_sparse_matmul(x, w), x @ w.to_dense()) < 2e-2
+
+
+@pytest.mark.parametrize("name", ["uneven", "columns"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradients_through_activations(activation, dtype, name):
+    """Of what is pruned as a column, too: there the bias is all there is."""
+    w, dense, mask = random_weight(**CASES[name], dtype=dtype)
+    inputs, outputs = w.shape
+    x, dy = normal(1, (160, inputs), dtype), normal(2, (160, outputs), dtype)
+    bias = normal(3, (outputs,), dtype)
+
+    def ours(x, values, bias):
+        w_ = w.with_values(values)
+        return tile_sparse_matmul(x, w_, bias=bias, activation=activation)
+
+    def plain(x, dense, bias):
+        return masked_dense(x, dense, bias, w, mask, activation)
+
+    wide = [a.astype(jnp.float32) for a in (x, jnp.asarray(dense), bias)]
+    y, pullback = jax.vjp(ours, x, w.values, bias)
+    want, want_pullback = jax.vjp(plain, *wide)
+    found, expected = pullback(dy), want_pullback(dy.astype(jnp.float32))
+    dense_grad = w.with_values(found[1]).to_dense()
+    bound = RELATIVE[jnp.dtype(dtype)]
+    assert relative_error(y, want) < bound
+    for got, wanted in zip((found[0], dense_grad, found[2]), expected, strict=True):
+        assert got.dtype == dtype
+        # What is rounded before may lie on the other side of a kink.
+        assert relative_error(got, wanted) < 2 * bound
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

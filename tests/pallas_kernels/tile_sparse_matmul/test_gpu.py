@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from pallas_kernels.matmul import ACTIVATIONS
 from pallas_kernels.mosaic import DeviceSpec
 from pallas_kernels.tile_sparse_matmul import (
     mosaic_gpu,
@@ -16,7 +17,6 @@ from pallas_kernels.tile_sparse_matmul import (
     tile_sparse_matmul,
 )
 from pallas_kernels.tile_sparse_matmul.config import GradConfig, Problem, candidates
-from pallas_kernels.tile_sparse_matmul.epilogue import ACTIVATIONS
 from tests.pallas_kernels.tile_sparse_matmul.cases import random_weight
 from tests.tolerances import RELATIVE, relative_error
 

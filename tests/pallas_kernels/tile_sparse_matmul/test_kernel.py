@@ -10,6 +10,7 @@ import pytest
 
 from pallas_kernels import tuning
 from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.matmul.activations import ACTIVATIONS, activate
 from pallas_kernels.mosaic import H200, use_device
 from pallas_kernels.tile_sparse_matmul import (
     mosaic_gpu,
@@ -23,7 +24,6 @@ from pallas_kernels.tile_sparse_matmul.config import (
     candidates,
     heuristic,
 )
-from pallas_kernels.tile_sparse_matmul.epilogue import ACTIVATIONS, KERNEL_ACTIVATIONS
 from pallas_kernels.tile_sparse_matmul.specs import SPECS
 from pallas_kernels.tile_sparse_matmul.transposed import has_tiles, transposed
 from tests.interpreter import interpret_mosaic_gpu
@@ -171,6 +171,17 @@ def test_interpreted_kernel_equals_the_reference(
     assert relative_error(y.T if layout[1] else y, want) < RELATIVE[BF16]
 
 
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+def test_interpreted_epilogues(activation):
+    w, dense, _ = random_weight(128, 192, 128, [65, 0], dtype=BF16)
+    x, bias = normal(1, (64, 128)), normal(2, (192,))
+    y_major = activation in (None, "silu", "relu")
+    y = interpreted(x.T, w, SMALL, (True, y_major), bias=bias, activation=activation)
+    want = x.astype(jnp.float32) @ dense + bias.astype(jnp.float32)
+    want = activate(want, activation)
+    assert relative_error(y.T if y_major else y, want) < RELATIVE[BF16]
+
+
 @pytest.mark.parametrize(
     ("tokens", "weight", "layout", "config", "num_sms"),
     [
@@ -306,14 +317,6 @@ def test_split_sums_of_an_odd_number_of_tokens_lower():
         lower_for_cuda(run, x, w, kernels=1)
 
 
-def test_activations_of_kernels_are_accurate():
-    x = jnp.linspace(-8, 8, 4001)
-    for name, activation in ACTIVATIONS.items():
-        np.testing.assert_allclose(
-            KERNEL_ACTIVATIONS[name](x), activation(x), rtol=0, atol=2e-6
-        )
-
-
 def shapes(spec, dtype=jnp.bfloat16):
     """Shapes of x, w and dy of a named problem."""
     w = spec.weight_shape(dtype)
@@ -378,6 +381,30 @@ def test_epilogues_lower(activation, layout):
 
     with use_device(H200):
         lower_for_cuda(run, x, w, bias, kernels=1)
+
+
+def test_rematerialization_may_keep_the_product():
+    x, w, _ = shapes(SPECS[0])
+
+    def kernels(*names):
+        keep = jax.checkpoint_policies.save_only_these_names(*names)
+
+        @functools.partial(jax.checkpoint, policy=keep)
+        def layer(x, values, w):
+            y = tile_sparse_matmul(
+                x,
+                w.with_values(values),
+                activation="silu",
+                feature_major=SPECS[0].feature_major,
+                implementation="mosaic_gpu",
+            )
+            return jnp.sum(y.astype(jnp.float32))
+
+        with use_device(H200):
+            text = lower_for_cuda(jax.value_and_grad(layer), x, w.values, w)
+        return text.count("@mosaic_gpu_v2")
+
+    assert kernels("tile_sparse_matmul_out") == kernels() - 1
 
 
 def test_dispatch_chooses():
