@@ -28,6 +28,7 @@ import numpy as np
 from benchmarks import encoder
 from benchmarks.harness import Benchmark, Case, Jax, Params
 from jaxscale.nn.norms import layer_norm
+from pallas_kernels import layer_norm as kernels
 from pallas_kernels.matmul import dense, gelu
 from pallas_kernels.varlen_attention import varlen_attention
 from pallas_kernels.varlen_attention.specs import bytetransformer
@@ -113,16 +114,31 @@ def product_bias_gelu_dense(x: Any, w: Any) -> jax.Array:
     return _dense(x["residual"], [w], "gelu")[0]
 
 
+def bias_residual_norm_dense(x: Any, w: Any) -> jax.Array:
+    """`bias_residual_norm` by our kernel."""
+    return _norm_dense(x["product"], x["residual"], w)
+
+
 def layer_dense(x: Any, w: Any) -> jax.Array:
     """`layer` as in our models."""
     residual, keep = x["residual"], jax.lax.optimization_barrier
     heads = _heads(residual)
     q, k, v = (y.reshape(-1, heads, HEAD_DIM) for y in qkv_dense(x, w))
     out = jnp.asarray(varlen_attention(q, k, v, x["bounds"])).reshape(residual.shape)
-    own = _barrier(False)
-    h = keep(_norm(own, out @ w["out"]["kernel"], residual, w["out"]))
+    h = keep(_norm_dense(out @ w["out"]["kernel"], residual, w["out"]))
     (wide,) = _dense(h, [w["up"]], "gelu")
-    return _norm(own, wide @ w["down"]["kernel"], h, w["down"])
+    return _norm_dense(wide @ w["down"]["kernel"], h, w["down"])
+
+
+def _norm_dense(product: Any, residual: Any, w: Any) -> jax.Array:
+    return kernels.layer_norm(
+        product,
+        w["scale"],
+        w["shift"],
+        residual=residual,
+        x_bias=w["bias"],
+        eps=EPS,
+    )
 
 
 def _dense(x: Any, layers: Any, activation: str | None = None) -> tuple:
@@ -168,6 +184,7 @@ DENSE: Mapping[str, Piece] = {
     "layer": layer_dense,
     "qkv": qkv_dense,
     "product_bias_gelu": product_bias_gelu_dense,
+    "bias_residual_norm": bias_residual_norm_dense,
 }
 
 

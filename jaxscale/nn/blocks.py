@@ -26,7 +26,7 @@ from jaxscale.nn.linear import (
     TileSparseLinear,
 )
 from jaxscale.nn.norms import LayerNorm, RMSNorm
-from jaxscale.sharding.operations import constrain
+from jaxscale.sharding.operations import Shards, constrain
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 from jaxscale.sharding.tensor_parallel import TensorParallel
 
@@ -133,8 +133,7 @@ class MLP(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Transform each token; the tokens are gathered, those of the result split."""
         if not self.is_sparse:
-            together = ColumnParallelLinear.together
-            return self.down(self.join(together(self.inputs, x, self.activations)))
+            return self.down(self.hidden(x))
         # What sparse layers share stays feature-major.
         x = constrain(x, ("batch", None, "act_embed"), self.down.rules)
         projected = [
@@ -143,6 +142,11 @@ class MLP(nnx.Module):
         ]
         down: Any = self.down
         return down(self.join(projected), feature_major=(True, False))
+
+    def hidden(self, x: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
+        """What `down` projects, where not all layers are sparse."""
+        together = ColumnParallelLinear.together
+        return self.join(together(self.inputs, x, self.activations))
 
     @property
     def is_sparse(self) -> bool:
@@ -231,6 +235,28 @@ def make_norm(
     if kind == "rmsnorm":
         return RMSNorm(features, eps=eps, rngs=rngs, **types)
     return LayerNorm(features, eps=eps, use_bias=use_bias, rngs=rngs, **types)
+
+
+def norm_of_sum(
+    norm: RMSNorm | LayerNorm,
+    layer: RowParallelLinear | TileSparseLinear,
+    h: Float[Array, "B T _in"],
+    residual: Float[Array, "B T D"],
+) -> Float[Array, "B T D"]:
+    """``norm(residual + layer(h))``, bias, sum and norm in a kernel if there is one.
+
+    The kernel serves layer norms behind dense layers that no mesh axis splits.
+    """
+    axes = ("batch", "tokens", "act_embed")
+    if (
+        isinstance(norm, LayerNorm)
+        and isinstance(layer, RowParallelLinear)
+        and residual.dtype == layer.dtype
+        and Shards.of([residual], [axes], layer.rules) is None
+    ):
+        product, bias = layer.apart(h)
+        return norm.of_sum(product, residual, bias)
+    return norm(residual + layer(h))
 
 
 class Block(nnx.Module):
@@ -398,11 +424,17 @@ class Block(nnx.Module):
             hidden = attention.join_heads(attended), mlp.join(projected[count:])
             return x + scatter([attention.out, mlp.down], hidden), aux
         attended, aux = attend(attention.split_heads(gather(attention.inputs, h)))
-        x = x + attention.out(attention.join_heads(attended))
+        joined = attention.join_heads(attended)
         if self.post_norm and self.attention_norm and self.mlp_norm:
             # What is normalized is read twice, by a product and by a sum. Without the
             # barriers XLA would compute it twice.
-            x = jax.lax.optimization_barrier(self.attention_norm(x))
-            return jax.lax.optimization_barrier(self.mlp_norm(x + mlp(x))), aux
+            x = norm_of_sum(self.attention_norm, attention.out, joined, x)
+            x = jax.lax.optimization_barrier(x)
+            if mlp.is_sparse:
+                x = self.mlp_norm(x + mlp(x))
+            else:
+                x = norm_of_sum(self.mlp_norm, mlp.down, mlp.hidden(x), x)
+            return jax.lax.optimization_barrier(x), aux
+        x = x + attention.out(joined)
         h = x if self.mlp_norm is None else self.mlp_norm(x)
         return x + mlp(h), aux

@@ -294,11 +294,25 @@ class RowParallelLinear(Linear):
 
         Layers of another kind, as pruning puts in their place, run one by one.
         """
-        first = layers[0]
         if not all(isinstance(layer, RowParallelLinear) for layer in layers):
             outs = [layer(x) for layer, x in zip(layers, xs, strict=True)]
             return functools.reduce(operator.add, outs)
-        out = row_parallel(
+        out = RowParallelLinear._products(layers, xs)
+        for layer in layers:
+            out = layer.add_bias(out)
+        return out
+
+    def apart(
+        self, x: Float[Array, "B T in"]
+    ) -> tuple[Float[Array, "B T out"], Float[Array, "out"] | None]:
+        """The projection without the bias, and the bias."""
+        bias = None if self.bias is None else self.bias[...].astype(self.dtype)
+        return self._products([self], [x]), bias
+
+    @staticmethod
+    def _products(layers: Sequence[Any], xs: Sequence[Array]) -> Array:
+        first = layers[0]
+        return row_parallel(
             [x.astype(first.dtype) for x in xs],
             [layer.weight for layer in layers],
             kernel_axes=[layer.kernel_axes for layer in layers],
@@ -306,9 +320,6 @@ class RowParallelLinear(Linear):
             rules=first.rules,
             tensor_parallel=first.tensor_parallel,
         )
-        for layer in layers:
-            out = layer.add_bias(out)
-        return out
 
 
 class SparsePattern(nnx.Variable):

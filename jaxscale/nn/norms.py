@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxscale.sharding.parameters import partitioned
+from pallas_kernels import layer_norm as kernels
 
 
 def rms_norm(
@@ -46,11 +47,9 @@ def layer_norm(
     References:
         Layer Normalization, arXiv 1607.06450.
     """
-    x = x.astype(jnp.float32)
-    x = x - jnp.mean(x, axis=-1, keepdims=True)
-    variance = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-    x = x * jax.lax.rsqrt(variance + eps) * scale.astype(jnp.float32)
-    return x if bias is None else x + bias.astype(jnp.float32)
+    return kernels.layer_norm(
+        x, scale, bias, eps=eps, dtype=jnp.float32, implementation="xla"
+    )
 
 
 class RMSNorm(nnx.Module):
@@ -129,3 +128,24 @@ class LayerNorm(nnx.Module):
         """The normalized tokens, in `dtype`."""
         bias = None if self.bias is None else self.bias[...]
         return layer_norm(x, self.scale[...], bias, self.eps).astype(self.dtype)
+
+    def of_sum(
+        self,
+        x: Float[Array, "B T D"],
+        residual: Float[Array, "B T D"],
+        x_bias: Float[Array, "D"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """The normalized sum of these, in `dtype`, by a kernel where there is one.
+
+        No mesh axis may split the arguments.
+        """
+        bias = None if self.bias is None else self.bias[...]
+        return kernels.layer_norm(
+            x,
+            self.scale[...],
+            bias,
+            residual=residual,
+            x_bias=x_bias,
+            eps=self.eps,
+            dtype=self.dtype,
+        )

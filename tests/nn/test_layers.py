@@ -21,7 +21,12 @@ from jaxscale.nn import (
     make_norm,
     rms_norm,
 )
+from jaxscale.nn.blocks import norm_of_sum
+from jaxscale.nn.linear import RowParallelLinear
+from jaxscale.sharding import MeshConfig, fsdp_tp, make_mesh
 from pallas_kernels.matmul import gelu
+from pallas_kernels.mosaic import H200, use_device
+from tests.lowering import lower_for_cuda
 
 
 RNG = np.random.default_rng(0)
@@ -52,6 +57,71 @@ def test_statistics_of_norms_are_in_fp32(kind):
     expected = exact(x.astype(jnp.float32))
     # One rounding of the result; sums in bf16 would be off by a tenth.
     np.testing.assert_allclose(out.astype(jnp.float32), expected, rtol=2**-8)
+
+
+def row_parallel(rules, use_bias=True):
+    layer = RowParallelLinear(
+        32,
+        64,
+        kernel_axes=("mlp", "embed"),
+        out_axes=("batch", "tokens", "act_embed"),
+        use_bias=use_bias,
+        rules=rules,
+        dtype=jnp.bfloat16,
+        rngs=nnx.Rngs(1),
+    )
+    if use_bias:
+        layer.bias[...] = jnp.asarray(normal(64))
+    return layer
+
+
+@pytest.mark.parametrize("use_bias", [True, False])
+@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
+def test_norms_of_sums(kind, use_bias):
+    rules = fsdp_tp()
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    h, residual = (jnp.asarray(normal(4, 8, d), jnp.bfloat16) for d in (32, 64))
+    norm = make_norm(kind, 64, 1e-5, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    layer = row_parallel(rules, use_bias)
+    wide = h.astype(jnp.float32) @ layer.weight.astype(jnp.float32)
+    if use_bias:
+        wide += layer.bias[...]
+    expected = norm(residual.astype(jnp.float32) + wide).astype(jnp.float32)
+    found = [norm_of_sum(norm, layer, h, residual)]
+    with jax.set_mesh(mesh):
+        found.append(norm_of_sum(norm, layer, h, residual))
+    for out in found:
+        assert out.dtype == jnp.bfloat16
+        np.testing.assert_allclose(
+            out.astype(jnp.float32), expected, rtol=2**-5, atol=2**-5
+        )
+
+
+def test_post_norms_are_kernels_where_no_axis_splits_them():
+    rules = fsdp_tp()
+    norm = make_norm("layernorm", 64, 1e-5, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    layer = row_parallel(rules)
+    h, x = (jax.ShapeDtypeStruct((4, 8, d), jnp.bfloat16) for d in (32, 64))
+
+    def run(h, residual):
+        return norm_of_sum(norm, layer, h, residual)
+
+    with use_device(H200):
+        lower_for_cuda(run, h, x, kernels=1)
+        with jax.set_mesh(make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))):
+            assert "mosaic_gpu" not in jax.jit(run).lower(h, x).as_text()
+
+
+def test_post_norm_block():
+    heads = AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=4)
+    config = BlockConfig(
+        d_model=8, d_ff=16, attention=heads, norm="layernorm", post_norm=True
+    )
+    post = Block(config, rngs=nnx.Rngs(0))
+    x, positions = jnp.asarray(normal(1, 5, 8)), jnp.arange(5)[None]
+    middle = post.attention_norm(x + post.attention(x, positions))
+    expected = post.mlp_norm(middle + post.mlp(middle))
+    np.testing.assert_allclose(post(x, positions), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_an_unknown_norm_is_refused(no_shape_hook):

@@ -1,0 +1,218 @@
+"""Hopper kernel of layer normalization: a row lies across the lanes of one warp.
+
+Nothing but memory limits it, so it should ask for much and wait for little. Each warp
+reads its rows straight into registers, 16 bytes a lane at a time, sums them by shuffles
+inside the warp, and writes them; no warp waits for another one.
+
+Axis letters: T rows, D columns.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+
+from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.layer_norm.config import LayerNormConfig
+from pallas_kernels.mosaic import DeviceSpec, check_hopper, check_smem, smem_bytes
+
+
+__all__ = ["MOST_COLUMNS", "heuristic", "layer_norm"]
+
+MOST_COLUMNS = 4096
+"""Of a row: 128 numbers a lane."""
+
+WARPS = 4
+"""Of a block, and rows that it has at least."""
+
+LANES = 32
+
+
+def heuristic(t: int, d: int) -> LayerNormConfig:
+    """How the kernel cuts [t,d]."""
+    del t, d
+    return LayerNormConfig()
+
+
+def layer_norm(
+    x: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    x_bias: jax.Array | None,
+    *,
+    eps: float,
+    dtype: DTypeLike,
+    config: LayerNormConfig,
+    device: DeviceSpec | None,
+) -> jax.Array:
+    """Normalizes the rows of ``x + x_bias + residual`` on a Hopper GPU.
+
+    Args:
+        x: [T,D]; bfloat16, float16 or float32. D a multiple of 64 (of 128 for best use
+            of the memory), at most `MOST_COLUMNS`; T at least 4.
+        scale: [D], of any of these types.
+        bias: [D], or None.
+        residual: [T,D] of the type of x, or None.
+        x_bias: [D], or None.
+        eps: added to the variance.
+        dtype: type of the output, one of these.
+        config: how to cut it.
+        device: the GPU that the kernel is built for.
+
+    Returns:
+        [T,D] of `dtype`.
+
+    Raises:
+        Unsupported: the device, types or shape do not fit.
+    """
+    device = check_hopper(device, "layer_norm")
+    t, d = x.shape
+    inputs = [a for a in (x, residual, x_bias, scale, bias) if a is not None]
+    _check(t, d, [*(a.dtype for a in inputs), jnp.dtype(dtype)])
+    rows = min(config.rows, t // WARPS * WARPS)
+    groups = pl.cdiv(t, rows)
+    blocks = min(groups, config.blocks_per_sm * device.num_sms or groups)
+    num_rows = 1 + (residual is not None)
+    width, layout = _layout(d, x.dtype)
+    shape = (rows, d // width, width)
+    stages = config.stages
+    check_smem(
+        num_rows * stages * smem_bytes(shape, x.dtype), device, f"rows of {d}, {config}"
+    )
+
+    def body(*refs: Any, full: Any = None, **buffers: Any) -> None:
+        row_refs, out_ref = refs[:num_rows], refs[-1]
+        vectors = [
+            plgpu.load(ref, layout=layout.reduce(0), optimized=False)
+            for ref in refs[num_rows:-1]
+        ]
+        addends = vectors[: x_bias is not None]
+        affine = vectors[len(addends) :]
+        block = lax.axis_index("block")
+        count = lax.div(groups - 1 - block, jnp.int32(blocks)) + 1
+
+        def span(step: Any) -> Any:
+            # The last rows are a whole group too; what two blocks write is the same.
+            return pl.ds(jnp.minimum((block + step * blocks) * rows, t - rows), rows)
+
+        def read(refs: Sequence[Any]) -> list[jax.Array]:
+            return [plgpu.load(ref, layout=layout, optimized=False) for ref in refs]
+
+        def fetch(step: Any) -> None:
+            slot = lax.rem(step, jnp.int32(stages))
+
+            @pl.when(step < count)
+            def _start():
+                for ref, buffer in zip(row_refs, buffers.values(), strict=True):
+                    plgpu.copy_gmem_to_smem(
+                        ref.at[span(step)], buffer.at[slot], full.at[slot]
+                    )
+
+        def write(step: Any, values: Sequence[jax.Array]) -> None:
+            y = _normalize([*values, *addends], affine, eps, layout)
+            out_ref[span(step)] = y.astype(dtype)
+
+        def staged(step: Any, _: Any) -> None:
+            slot = lax.rem(step, jnp.int32(stages))
+            plgpu.barrier_wait(full.at[slot])
+            values = read([buffer.at[slot] for buffer in buffers.values()])
+            plgpu.commit_smem()  # all warps have read the slot
+            fetch(step + stages)
+            write(step, values)
+
+        def direct(step: Any, _: Any) -> None:
+            write(step, read([ref.at[span(step)] for ref in row_refs]))
+
+        if blocks == groups and not stages:
+            direct(0, None)
+            return
+        for step in range(stages):
+            fetch(jnp.int32(step))
+        lax.fori_loop(jnp.int32(0), count, staged if stages else direct, None)
+
+    buffers = {
+        name: plgpu.SMEM((stages, *shape), x.dtype)
+        for name in ("x_smem", "residual_smem")[:num_rows]
+    }
+    full = plgpu.Barrier(num_arrivals=num_rows, num_barriers=stages)
+    y = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((t, *shape[1:]), dtype),
+        scratch_types={"full": full, **buffers} if stages else {},
+        grid=(blocks,),
+        grid_names=("block",),
+        kernel_name="layer_norm",
+        # No array is both read and written.
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    )(*(a.reshape(*a.shape[:-1], *shape[1:]) for a in inputs))
+    return y.reshape(t, d)
+
+
+def _normalize(
+    values: Sequence[jax.Array],
+    affine: Sequence[jax.Array],
+    eps: float,
+    layout: Any,
+) -> jax.Array:
+    """The sum of `values`, normalized, in fp32; scaled and shifted by `affine`.
+
+    Of `values` the first are rows, others vectors that are added to each row.
+    """
+    shape = values[0].shape
+
+    def wide(a: jax.Array, *axes: int) -> jax.Array:
+        a = lax.broadcast_in_dim(a.astype(jnp.float32), shape, axes)
+        return plgpu.layout_cast(a, layout)
+
+    def mean(a: jax.Array) -> jax.Array:
+        # Registers of a lane first, then the lanes.
+        return jnp.sum(jnp.sum(a, 1), 1) * (1 / (shape[1] * shape[2]))
+
+    h = values[0].astype(jnp.float32)
+    for value in values[1:]:
+        rows = value.shape == shape
+        h = h + (value.astype(jnp.float32) if rows else wide(value, 1, 2))
+    h = h - wide(mean(h), 0)
+    scale, *bias = (wide(vector, 1, 2) for vector in affine)
+    y = h * wide(lax.rsqrt(mean(h * h) + eps), 0) * scale
+    return y + bias[0] if bias else y
+
+
+def _layout(d: int, dtype: jnp.dtype) -> tuple[int, Any]:
+    """Columns that a warp reads at a time, up to 16 bytes a lane; the layout of rows.
+
+    Of [rows, columns / width, width]: rows are dealt to the warps in turn.
+    """
+    piece = 16 // dtype.itemsize
+    # Of rows that are read at once jax cannot infer the layout of the sums.
+    while d % (LANES * piece) or d == LANES * piece:
+        piece //= 2
+    width = LANES * piece
+    tiling = plgpu.Tiling(((WARPS, 1, width), (piece,)))
+    layout = plgpu.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1)
+    return width, layout
+
+
+def _check(t: int, d: int, dtypes: Sequence[jnp.dtype]) -> None:
+    known = ("bfloat16", "float16", "float32")
+    if any(dtype.name not in known for dtype in dtypes):
+        raise Unsupported(
+            f"layer_norm: types {[dtype.name for dtype in dtypes]}, the kernel takes"
+            f" {known}; use implementation='xla'"
+        )
+    if d % 64 or not 0 < d <= MOST_COLUMNS:
+        raise Unsupported(
+            f"layer_norm: rows of {d}, the kernel takes multiples of 64 up to"
+            f" {MOST_COLUMNS}; use implementation='xla'"
+        )
+    if t < WARPS:
+        raise Unsupported(
+            f"layer_norm: {t} rows, the kernel needs at least {WARPS}; use"
+            " implementation='xla'"
+        )

@@ -1,0 +1,243 @@
+"""Layer normalization: portable, interpreted and lowered."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.layer_norm import (
+    LayerNormConfig,
+    layer_norm,
+    reference,
+)
+from pallas_kernels.layer_norm.specs import SPECS
+from pallas_kernels.mosaic import H200, use_device
+from tests.interpreter import interpret_mosaic_gpu
+from tests.lowering import lower_for_cuda
+from tests.tolerances import RELATIVE, relative_error
+
+
+BF16 = jnp.dtype(jnp.bfloat16)
+EPS = 1e-5
+CONFIGS = {
+    "direct": LayerNormConfig(),
+    "two_rows": LayerNormConfig(rows=8),
+    "resident": LayerNormConfig(blocks_per_sm=3),
+    "staged": LayerNormConfig(blocks_per_sm=2, stages=3),
+}
+SMALL = dataclasses.replace(H200, num_sms=2)
+
+
+def operands(t, d, dtype=BF16, *, mean=0.0, bias=True, residual=True, x_bias=True):
+    """x, scale, bias, residual and x_bias; the sum has this mean."""
+    keys = jax.random.split(jax.random.key(t + d), 5)
+    x, other = (jax.random.normal(k, (t, d)) + mean / 2 for k in keys[:2])
+    scale, shift, first = (jax.random.normal(k, (d,)) for k in keys[2:])
+    arrays = {
+        "x": x,
+        "scale": scale,
+        "bias": shift if bias else None,
+        "residual": other if residual else None,
+        "x_bias": first if x_bias else None,
+    }
+    return jax.tree.map(lambda a: a.astype(dtype), arrays)
+
+
+def expected(arrays):
+    return reference.layer_norm(**arrays, eps=EPS)
+
+
+def run(arrays, **options):
+    return layer_norm(**arrays, eps=EPS, **options)
+
+
+def interpreted(arrays, num_sms=2, **options):
+    device = dataclasses.replace(H200, num_sms=num_sms)
+    with use_device(device), interpret_mosaic_gpu(detect_races=True):
+        return np.asarray(run(arrays, implementation="mosaic_gpu", **options))
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+@pytest.mark.parametrize(("bias", "residual"), [(True, True), (False, False)])
+def test_portable_values_and_gradients(spec, bias, residual):
+    arrays = operands(
+        min(spec.t, 64), spec.d, jnp.float32, bias=bias, residual=residual
+    )
+    dy = jax.random.normal(jax.random.key(1), arrays["x"].shape)
+    y, pullback = jax.vjp(functools.partial(run, implementation="xla"), arrays)
+    want, pullback_of_definition = jax.vjp(expected, arrays)
+    assert relative_error(y, want) < 1e-5
+    found, wanted = pullback(dy), pullback_of_definition(dy)
+    for g, w in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert relative_error(g, w) < 1e-5
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize(
+    ("t", "d", "dtype", "bias", "residual"),
+    [
+        (4, 256, jnp.bfloat16, True, True),
+        (7, 768, jnp.bfloat16, True, True),  # rows that two groups share
+        (130, 384, jnp.bfloat16, False, True),  # pieces of 8 bytes
+        (33, 64, jnp.float16, True, False),  # of 4
+        (9, 512, jnp.float16, False, False),
+        (10, 256, jnp.float32, True, True),
+        (12, 1024, jnp.bfloat16, False, False),
+    ],
+)
+def test_interpreted_kernel(t, d, dtype, bias, residual, config):
+    arrays = operands(
+        t, d, dtype, bias=bias, residual=residual, x_bias=bias == residual
+    )
+    y = interpreted(arrays, config=config)
+    assert y.shape == (t, d) and y.dtype == arrays["x"].dtype
+    assert relative_error(y, expected(arrays)) < RELATIVE[jnp.dtype(dtype)]
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_rows_do_not_mix(config):
+    arrays = operands(13, 256)
+    bad = jnp.array([0, 5, 12])
+    y = interpreted(arrays | {"x": arrays["x"].at[bad].set(jnp.nan)}, config=config)
+    good = np.setdiff1d(np.arange(13), bad)
+    assert np.isnan(y[bad]).all()
+    np.testing.assert_array_equal(y[good], interpreted(arrays, config=config)[good])
+
+
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
+def test_variance_where_the_mean_is_large(implementation):
+    """A difference of mean squares would leave nothing of it in fp32."""
+    arrays = operands(8, 256, jnp.float32, mean=4096.0)
+    f = functools.partial(run, implementation="xla")
+    y = (f if implementation == "xla" else interpreted)(arrays)
+    wide = {name: np.asarray(a, np.float64) for name, a in arrays.items()}
+    h = wide["x"] + wide["x_bias"] + wide["residual"]
+    h = (h - h.mean(1, keepdims=True)) / np.sqrt(h.var(1, keepdims=True) + EPS)
+    assert relative_error(y, h * wide["scale"] + wide["bias"]) < 1e-3
+
+
+def test_the_sum_is_not_rounded():
+    alone = operands(8, 256, residual=False, x_bias=False)
+    x, scale = alone["x"], alone["scale"]
+    arrays = alone | {
+        "residual": jnp.full_like(x, 512),
+        "x_bias": jnp.full_like(scale, 256),
+    }
+    wanted = expected(alone)  # a constant changes nothing
+    assert relative_error(interpreted(arrays), wanted) < RELATIVE[BF16]
+    assert relative_error(run(arrays, implementation="xla"), wanted) < RELATIVE[BF16]
+
+
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
+def test_types_of_parameters_and_output_are_free(implementation):
+    wide = operands(6, 256)
+    wide |= {n: wide[n].astype(jnp.float32) for n in ("scale", "bias", "x_bias")}
+    f = functools.partial(run, implementation="xla")
+    y = (f if implementation == "xla" else interpreted)(wide, dtype=jnp.float32)
+    assert y.dtype == jnp.float32
+    assert relative_error(y, expected(wide)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("bias", "residual"), [(True, True), (False, True), (True, False)]
+)
+def test_gradients_of_the_kernel(bias, residual):
+    arrays = operands(6, 256, bias=bias, residual=residual, x_bias=bias)
+    dy = jax.random.normal(jax.random.key(1), arrays["x"].shape)
+
+    def loss(f, arrays):
+        return jnp.vdot(f(arrays).astype(jnp.float32), dy)
+
+    kernel = functools.partial(run, implementation="mosaic_gpu")
+    with use_device(SMALL), interpret_mosaic_gpu():
+        found = jax.tree.map(np.asarray, jax.grad(loss, argnums=1)(kernel, arrays))
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), arrays)
+    wanted = jax.grad(loss, argnums=1)(expected, wide)
+    assert jax.tree.structure(found) == jax.tree.structure(arrays)
+    for g, w in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert relative_error(g, w) < RELATIVE[BF16]
+
+
+def test_leading_axes_and_batches_of_the_kernel():
+    arrays = operands(12, 256)
+    wanted = expected(arrays).reshape(2, 6, 256)
+    rows = ("x", "residual")
+    cut = arrays | {name: arrays[name].reshape(2, 6, 256) for name in rows}
+    assert relative_error(interpreted(cut), wanted) < RELATIVE[BF16]
+    kernel = functools.partial(run, implementation="mosaic_gpu")
+    axes = {name: 0 if name in rows else None for name in cut}
+    with use_device(SMALL), interpret_mosaic_gpu():
+        y = np.asarray(jax.vmap(kernel, in_axes=(axes,))(cut))
+    assert relative_error(y, wanted) < RELATIVE[BF16]
+
+
+def test_kernel_in_a_checked_shard_map():
+    arrays = operands(16, 256)
+    dy = jax.random.normal(jax.random.key(1), arrays["x"].shape)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+    specs = {name: rows if a.ndim == 2 else whole for name, a in arrays.items()}
+
+    def loss(arrays):
+        kernel = functools.partial(run, implementation="mosaic_gpu")
+        sharded = jax.shard_map(kernel, mesh=mesh, in_specs=(specs,), out_specs=rows)
+        return jnp.vdot(sharded(arrays).astype(jnp.float32), dy)
+
+    with use_device(H200):
+        gradients = jax.eval_shape(jax.grad(loss), arrays)
+    assert jax.tree.map(jnp.shape, gradients) == jax.tree.map(jnp.shape, arrays)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_kernels_lower_with_their_gradients(spec, config):
+    arrays = jax.eval_shape(lambda: operands(spec.t, spec.d))
+    f = functools.partial(run, implementation="mosaic_gpu", config=config)
+    if spec.t < 4:
+        with use_device(H200), pytest.raises(Unsupported, match="at least 4"):
+            lower_for_cuda(f, arrays)
+        return
+
+    def gradients(arrays, dy):
+        y, pullback = jax.vjp(f, arrays)
+        return y, pullback(dy)
+
+    with use_device(H200):
+        lower_for_cuda(gradients, arrays, arrays["x"], kernels=1)
+
+
+def test_what_the_kernel_cannot_do_goes_to_xla():
+    with use_device(H200):
+        for t, d in ((3, 256), (0, 256), (8, 96), (8, 8192), (1, 768)):
+            arrays = operands(t, d)
+            with pytest.raises(Unsupported):
+                run(arrays, implementation="mosaic_gpu")
+            y = run(arrays)
+            assert y.shape == (t, d)
+            if t:
+                assert relative_error(y, expected(arrays)) < RELATIVE[BF16]
+        large = LayerNormConfig(rows=64, blocks_per_sm=1, stages=4)
+        with pytest.raises(Unsupported, match="shared memory"):
+            run(operands(64, 768), implementation="mosaic_gpu", config=large)
+    with pytest.raises(Unsupported, match="layer_norm"):
+        run(operands(8, 256), implementation="mosaic_gpu")
+
+
+def test_mistakes():
+    arrays = operands(8, 4, jnp.float32)
+    for name in ("scale", "bias", "residual", "x_bias"):
+        with pytest.raises(ValueError, match=r"expected \[\*B, D\], \[D\]"):
+            run(arrays | {name: arrays[name][:3]})
+    with pytest.raises(ValueError, match="expected one type"):
+        run(arrays | {"residual": arrays["residual"].astype(BF16)})
+    for options, message in (
+        ({"rows": 6}, "rows 6"),
+        ({"blocks_per_sm": 17}, "blocks_per_sm 17"),
+        ({"stages": 2}, "stages 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            LayerNormConfig(**options)
