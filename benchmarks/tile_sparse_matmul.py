@@ -77,16 +77,18 @@ def normal(seed: int, *shape: int) -> jax.Array:
 
 
 def sparse_weight(params: Params, seed: int) -> TileSparse:
-    """A random weight under the mask that ``mask`` names.
+    """A random weight under the mask that ``mask`` names, the same for all seeds.
 
     Tiles of ``equal`` masks keep equally many random rows, those of ``uneven`` ones
     between 3/4 and 5/4 as many; ``pruned`` is what the pruner (tw_k) makes of a weight
     whose rows and columns have scales of their own, as those of trained models have.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     k, n, tile, unit = (params[x] for x in ("K", "N", "tile", "k_granularity"))
     if params["mask"] == "pruned":
-        return _pruned_weight(params, rng)
+        pruned = _pruned_weight(params, rng)
+        scales = 1 + 0.1 * normal(seed, *pruned.values.shape)
+        return pruned.with_values(pruned.values * scales)
     tiles = -(-n // tile)
     mean = k * (1 - params["sparsity"])
     share = (

@@ -5,9 +5,7 @@ L layers.
 """
 
 import dataclasses
-import functools
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
@@ -22,6 +20,7 @@ from jaxscale.nn.attention import Attention, AttentionConfig
 from jaxscale.nn.embeddings import NORMAL_INIT
 from jaxscale.nn.linear import (
     ColumnParallelLinear,
+    Linear,
     RowParallelLinear,
     TileSparseLinear,
 )
@@ -29,6 +28,7 @@ from jaxscale.nn.norms import LayerNorm, RMSNorm
 from jaxscale.sharding.operations import Shards, constrain
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 from jaxscale.sharding.tensor_parallel import TensorParallel
+from pallas_kernels.matmul.activations import activate
 
 
 type Norm = Literal["rmsnorm", "layernorm"]
@@ -126,9 +126,12 @@ class MLP(nnx.Module):
 
     @property
     def activations(self) -> tuple[str | None, ...]:
-        """What follows each of `inputs`."""
-        gate = GATED.get(self.activation)
-        return (self.activation,) if gate is None else (gate, None)
+        """What follows each of `inputs`.
+
+        That of a gate is left to `join`: the kernel that multiplies reads the gate
+        anyway, and a product would not hide it.
+        """
+        return (self.activation,) if self.gate is None else (None, None)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Transform each token; the tokens are gathered, those of the result split."""
@@ -158,7 +161,8 @@ class MLP(nnx.Module):
         self, projected: Sequence[Float[Array, "*tokens_and_F"]]
     ) -> Float[Array, "*tokens_and_F"]:
         """What `down` takes, from what `inputs` with `activations` give."""
-        return functools.reduce(operator.mul, projected)
+        *gate, up = projected
+        return activate(gate[0], GATED[self.activation]) * up if gate else up
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -239,7 +243,7 @@ def make_norm(
 
 def norm_of_sum(
     norm: RMSNorm | LayerNorm,
-    layer: RowParallelLinear | TileSparseLinear,
+    layer: Linear | TileSparseLinear,
     h: Float[Array, "B T _in"],
     residual: Float[Array, "B T D"],
 ) -> Float[Array, "B T D"]:

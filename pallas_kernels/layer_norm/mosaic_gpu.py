@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.layer_norm.config import LayerNormConfig
-from pallas_kernels.mosaic import DeviceSpec, check_hopper, check_smem, smem_bytes
+from pallas_kernels.mosaic import DeviceSpec, check_hopper
 
 
 __all__ = ["MOST_COLUMNS", "heuristic", "layer_norm"]
@@ -33,10 +33,15 @@ WARPS = 4
 LANES = 32
 
 
-def heuristic(t: int, d: int) -> LayerNormConfig:
-    """How the kernel cuts [t,d]."""
-    del t, d
-    return LayerNormConfig()
+def heuristic(t: int, d: int, device: DeviceSpec) -> LayerNormConfig:
+    """How the kernel cuts [t,d].
+
+    A multiprocessor has the registers of about 7,000 / d blocks of 4 rows, or of 4,000
+    / d of 8: more rows where with 4 a second wave of blocks would begin, and with 8
+    none does.
+    """
+    few, many = (4 * (7000 // d), 8 * (4000 // d))
+    return LayerNormConfig(rows=8 if few < t / device.num_sms <= many else 4)
 
 
 def layer_norm(
@@ -48,7 +53,7 @@ def layer_norm(
     *,
     eps: float,
     dtype: DTypeLike,
-    config: LayerNormConfig,
+    config: LayerNormConfig | None,
     device: DeviceSpec | None,
 ) -> jax.Array:
     """Normalizes the rows of ``x + x_bias + residual`` on a Hopper GPU.
@@ -62,7 +67,7 @@ def layer_norm(
         x_bias: [D], or None.
         eps: added to the variance.
         dtype: type of the output, one of these.
-        config: how to cut it.
+        config: how to cut it; None takes the heuristic's choice.
         device: the GPU that the kernel is built for.
 
     Returns:
@@ -75,18 +80,13 @@ def layer_norm(
     t, d = x.shape
     inputs = [a for a in (x, residual, x_bias, scale, bias) if a is not None]
     _check(t, d, [*(a.dtype for a in inputs), jnp.dtype(dtype)])
+    config = config or heuristic(t, d, device)
     rows = min(config.rows, t // WARPS * WARPS)
-    groups = pl.cdiv(t, rows)
-    blocks = min(groups, config.blocks_per_sm * device.num_sms or groups)
     num_rows = 1 + (residual is not None)
     width, layout = _layout(d, x.dtype)
     shape = (rows, d // width, width)
-    stages = config.stages
-    check_smem(
-        num_rows * stages * smem_bytes(shape, x.dtype), device, f"rows of {d}, {config}"
-    )
 
-    def body(*refs: Any, full: Any = None, **buffers: Any) -> None:
+    def body(*refs: Any) -> None:
         row_refs, out_ref = refs[:num_rows], refs[-1]
         vectors = [
             plgpu.load(ref, layout=layout.reduce(0), optimized=False)
@@ -94,58 +94,18 @@ def layer_norm(
         ]
         addends = vectors[: x_bias is not None]
         affine = vectors[len(addends) :]
-        block = lax.axis_index("block")
-        count = lax.div(groups - 1 - block, jnp.int32(blocks)) + 1
+        # The last rows are a whole group too; what two blocks write is the same.
+        span = pl.ds(jnp.minimum(lax.axis_index("block") * rows, t - rows), rows)
+        values = [
+            plgpu.load(ref.at[span], layout=layout, optimized=False) for ref in row_refs
+        ]
+        y = _normalize([*values, *addends], affine, eps, layout)
+        out_ref[span] = y.astype(dtype)
 
-        def span(step: Any) -> Any:
-            # The last rows are a whole group too; what two blocks write is the same.
-            return pl.ds(jnp.minimum((block + step * blocks) * rows, t - rows), rows)
-
-        def read(refs: Sequence[Any]) -> list[jax.Array]:
-            return [plgpu.load(ref, layout=layout, optimized=False) for ref in refs]
-
-        def fetch(step: Any) -> None:
-            slot = lax.rem(step, jnp.int32(stages))
-
-            @pl.when(step < count)
-            def _start():
-                for ref, buffer in zip(row_refs, buffers.values(), strict=True):
-                    plgpu.copy_gmem_to_smem(
-                        ref.at[span(step)], buffer.at[slot], full.at[slot]
-                    )
-
-        def write(step: Any, values: Sequence[jax.Array]) -> None:
-            y = _normalize([*values, *addends], affine, eps, layout)
-            out_ref[span(step)] = y.astype(dtype)
-
-        def staged(step: Any, _: Any) -> None:
-            slot = lax.rem(step, jnp.int32(stages))
-            plgpu.barrier_wait(full.at[slot])
-            values = read([buffer.at[slot] for buffer in buffers.values()])
-            plgpu.commit_smem()  # all warps have read the slot
-            fetch(step + stages)
-            write(step, values)
-
-        def direct(step: Any, _: Any) -> None:
-            write(step, read([ref.at[span(step)] for ref in row_refs]))
-
-        if blocks == groups and not stages:
-            direct(0, None)
-            return
-        for step in range(stages):
-            fetch(jnp.int32(step))
-        lax.fori_loop(jnp.int32(0), count, staged if stages else direct, None)
-
-    buffers = {
-        name: plgpu.SMEM((stages, *shape), x.dtype)
-        for name in ("x_smem", "residual_smem")[:num_rows]
-    }
-    full = plgpu.Barrier(num_arrivals=num_rows, num_barriers=stages)
     y = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((t, *shape[1:]), dtype),
-        scratch_types={"full": full, **buffers} if stages else {},
-        grid=(blocks,),
+        grid=(pl.cdiv(t, rows),),
         grid_names=("block",),
         kernel_name="layer_norm",
         # No array is both read and written.
