@@ -5,7 +5,7 @@ import math
 
 import jax.numpy as jnp
 
-from pallas_kernels.mosaic import smem_bytes
+from pallas_kernels.mosaic import DeviceSpec, smem_bytes
 
 
 __all__ = [
@@ -38,6 +38,12 @@ BACKWARD_TILES = {64: (128, 128), 128: (64, 128), 256: (64, 64)}
 
 MOST_SHORT_SEQUENCES = 1023
 """Sequences of a row, at most, where each block searches for its own."""
+
+_SHORT_BLOCKS = 4
+"""Blocks of one warpgroup that share a multiprocessor."""
+
+_SHORT_KEYS = 1024
+"""Keys on average that one warpgroup is still quick to go through alone."""
 
 _LONG = 768
 """From this average length on, blocks of one query head outweigh their number."""
@@ -190,22 +196,27 @@ def backward_smem(problem: Problem, blocks: BackwardBlocks) -> int:
     return 2 * keys + steps * queries + scores + sums + stats + 2048
 
 
-def forward_blocks(problem: Problem) -> ForwardBlocks:
+def forward_blocks(problem: Problem, device: DeviceSpec) -> ForwardBlocks:
     """The forward blocks of a problem that was never tuned.
 
     Args:
         problem: what to compute.
+        device: the GPU.
 
     Returns:
         Tiles of 128 queries, at head dim 64 of 192; of 64, where the sequences are so
         short on average (the budget of tokens over that of sequences) that larger tiles
-        would be half empty, and not so many that blocks search long for theirs.
+        would be half empty, or where all such tiles fit in the GPU at once, and not so
+        many sequences that blocks search long for theirs.
     """
-    length = math.ceil(problem.queries / problem.max_seqs)
+    queries = math.ceil(problem.queries / problem.max_seqs)
+    keys = math.ceil(problem.keys / problem.max_seqs)
     if problem.head_dim == 64:
-        if length <= 384 and problem.max_seqs <= MOST_SHORT_SEQUENCES:
+        tiles = problem.rows * problem.heads * math.ceil(problem.queries / ROWS)
+        few = tiles <= _SHORT_BLOCKS * device.num_sms and keys <= _SHORT_KEYS
+        if (queries <= 384 or few) and problem.max_seqs <= MOST_SHORT_SEQUENCES:
             return ForwardBlocks(consumers=1, block_k=64, overlap=False)
-        return ForwardBlocks(consumers=3 if length > 512 else 2)
+        return ForwardBlocks(consumers=3 if queries > 512 else 2)
     return ForwardBlocks(block_k=64 if problem.head_dim == 256 else 128)
 
 

@@ -351,10 +351,23 @@ def problem_of(spec):
     )
 
 
+def test_one_warpgroup_takes_short_sequences_and_few_tiles():
+    def consumers(seqs, length, heads=12, keys=None):
+        problem = Problem(rows=1, queries=seqs * length, keys=seqs * (keys or length),
+                          max_seqs=seqs, heads=heads, kv_heads=heads, head_dim=64,
+                          dtype=BF16)  # fmt: skip
+        return forward_blocks(problem, H200).consumers
+
+    assert consumers(16, 384) == 1 and consumers(16, 448) == 2
+    assert consumers(1, 1024) == 1 and consumers(1, 1024, keys=16384) == 3
+    assert consumers(1, 1024, heads=64) == 3  # more tiles than fit at once
+    assert consumers(1024, 8) == 2  # too many to search through
+
+
 def test_shared_memory_suffices_for_every_spec():
     for spec in SPECS:
         problem = problem_of(spec)
-        blocks = forward_blocks(problem)
+        blocks = forward_blocks(problem, H200)
         check_smem(forward_smem(problem, blocks), H200, spec.name)
         blocks = backward_blocks(problem)
         check_smem(backward_smem(problem, blocks), H200, spec.name)
@@ -371,7 +384,7 @@ def kinds():
             spec.softcap is None,
             spec.sinks,
             spec.alibi,
-            forward_blocks(problem_of(spec)),
+            forward_blocks(problem_of(spec), H200),
         )
         found.setdefault(key, spec)
     return found.values()
