@@ -26,7 +26,7 @@ class MatmulConfig:
     tile_m: int = 128
     """Rows of an output tile; a multiple of 64."""
     tile_n: int = 256
-    """Columns of an output tile; a multiple of 64, at most 256."""
+    """Columns of an output tile; a multiple of 64, at most 320."""
     tile_k: int = 64
     """Depth of one pipeline stage; a multiple of 64."""
     stages: int = 4
@@ -52,9 +52,9 @@ class MatmulConfig:
             value = getattr(self, name)
             if value < 64 or value % 64:
                 raise ValueError(f"{name} {value}, expected a positive multiple of 64")
-        if self.tile_n > 256:
+        if self.tile_n > 320:
             raise ValueError(
-                f"tile_n {self.tile_n}, expected at most 256; use a larger tile_m"
+                f"tile_n {self.tile_n}, expected at most 320; use a larger tile_m"
             )
         for name, least in (("stages", 2), ("group", 1), ("store_slots", 1)):
             value = getattr(self, name)
@@ -74,10 +74,10 @@ class MatmulConfig:
                 f"tile_{self.split} {whole}, expected a multiple of {64 * CONSUMERS}"
                 f" with split={self.split!r}; split along the other dimension"
             )
-        if math.prod(self.block) > 64 * 256:
+        if math.prod(self.block) > 64 * 320:
             raise ValueError(
                 f"tile_m {self.tile_m} x tile_n {self.tile_n}, expected at most"
-                f" {CONSUMERS} x 64 x 256: the sums of a consumer stay in registers"
+                f" {CONSUMERS} x 64 x 320: the sums of a consumer stay in registers"
             )
 
     @property
@@ -86,6 +86,14 @@ class MatmulConfig:
         if self.split == "m":
             return self.tile_m // CONSUMERS, self.tile_n
         return self.tile_m, self.tile_n // CONSUMERS
+
+    @property
+    def product_columns(self) -> list[slice]:
+        """Columns of a consumer's part, cut for instructions that take at most 256."""
+        columns = self.block[1]
+        parts = -(-columns // 256)
+        width = -(-columns // (64 * parts)) * 64
+        return [slice(i, min(i + width, columns)) for i in range(0, columns, width)]
 
     @property
     def cluster_tiles(self) -> tuple[int, int]:
@@ -149,9 +157,10 @@ class Problem:
 
 
 # Tiles worth considering, the largest first. A consumer's fp32 sums fill the registers
-# at 128 x 256; smaller tiles need more traffic for each product but leave fewer
+# at 128 x 320; smaller tiles need more traffic for each product but leave fewer
 # multiprocessors idle when the output is small.
 _TILES = (
+    MatmulConfig(tile_m=128, tile_n=320, stages=3, store_slots=3),
     MatmulConfig(tile_m=128, tile_n=256, stages=4, store_slots=2),
     MatmulConfig(tile_m=128, tile_n=192, stages=4, store_slots=3),
     MatmulConfig(tile_m=128, tile_n=128, stages=6, store_slots=2),
@@ -164,6 +173,7 @@ _TILES = (
 _TENSOR_CORE = 2048  # multiply-adds a cycle, 16-bit operands
 _L2_BYTES = 48  # bytes a cycle from the L2 cache to one multiprocessor
 _TILE_OVERHEAD = 2000  # filling the ring once, storing the tile
+_SECOND_PRODUCT = 1.05  # where a stage takes two products, and the ring is short
 _LEAST_BUSY = 0.83  # below, cuBLAS wins: it also splits the sums (H200, measured)
 
 
@@ -177,7 +187,8 @@ def _cost(problem: Problem, config: MatmulConfig, device: DeviceSpec) -> float:
     area = config.tile_m * config.tile_n
     edges = (config.tile_m + config.tile_n) * problem.dtype.itemsize
     per_k = max(area / _TENSOR_CORE, edges / _L2_BYTES)
-    return waves * (problem.k * per_k + _TILE_OVERHEAD)
+    slower = _SECOND_PRODUCT if len(config.product_columns) > 1 else 1.0
+    return waves * (problem.k * per_k * slower + _TILE_OVERHEAD)
 
 
 def _clustered(problem: Problem, config: MatmulConfig) -> MatmulConfig:
@@ -213,7 +224,7 @@ def heuristic(problem: Problem, device: DeviceSpec) -> MatmulConfig:
 def candidates(problem: Problem, device: DeviceSpec) -> tuple[MatmulConfig, ...]:
     """Configs for the tuner: near the estimate, in several orders and clusters."""
     estimates = {c: _cost(problem, c, device) for c in _TILES}
-    limit = 1.25 * min(estimates.values())
+    limit = 1.3 * min(estimates.values())
     near = [c for c in _TILES if estimates[c] <= limit]
     near = sorted(near, key=estimates.__getitem__)[:3]
     best = _clustered(problem, near[0])
@@ -224,8 +235,10 @@ def candidates(problem: Problem, device: DeviceSpec) -> tuple[MatmulConfig, ...]
             dataclasses.replace(best, minor=minor, group=group)
             for minor, group in (("m", 4), ("m", 16), ("n", 4), ("n", 8))
         ]
-        # Half as many barriers, for rings as deep in bytes.
-        found.append(dataclasses.replace(best, tile_k=128, stages=best.stages // 2))
+        if best.stages % 2 == 0:
+            # Half as many barriers, for rings as deep in bytes.
+            deep = dataclasses.replace(best, tile_k=128, stages=best.stages // 2)
+            found.append(deep)
     return tuple(dict.fromkeys(found))
 
 

@@ -288,10 +288,13 @@ def multiply_tile(
     """
     stages = tiles.config.stages
     k_tiles = tiles.k_tiles if k_tiles is None else k_tiles
+    parts = tiles.config.product_columns
 
     def multiply(slot: jax.Array, acc: Any, operands: Any) -> None:
+        x, w = operands(scratch, slot, consumer)
         wgmma_fence()  # pyright: ignore[reportCallIssue]  (the context is passed)
-        plgpu.wgmma(acc, *operands(scratch, slot, consumer))
+        for part in parts:
+            plgpu.wgmma(acc.at[:, part], x, w.at[:, part])
 
     # Before there are sums: with a wait between their zeros and the first product ptxas
     # may give up on keeping products in flight.
@@ -311,8 +314,8 @@ def multiply_tile(
             multiply(now, acc, operands)
             if piece is not None:
                 piece()
-            # One product stays in flight, the one before it has left its stage.
-            plgpu.wgmma_wait(1)
+            # One stage stays in flight, the one before it has been multiplied.
+            plgpu.wgmma_wait(len(parts))
             plgpu.barrier_arrive(scratch["empty"].at[last])
             return now
 
@@ -366,8 +369,9 @@ def store_tile(
             continue
         values = sums[:, chunk * width : (chunk + 1) * width]
         buffer = scratch["out_smem"].at[consumer, chunk % slots]
-        # The copy that used this buffer before has read it.
-        plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+        # The copy that used this buffer before has read it. Those of the last tile had
+        # the time of this one's products.
+        plgpu.wait_smem_to_gmem(min(chunk, slots - 1), wait_read_only=True)
         buffer[...] = values.astype(tiles.problem.out_dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(buffer, view)
@@ -575,12 +579,6 @@ def matmul(
     x, w = _pad_rows(x), _pad_rows(w)
     problem = Problem.of(x, w, out_dtype, lhs_transposed, rhs_transposed)
     tiles = Tiles(problem=problem, config=config)
-    chunks = config.block[1] // tiles.store_columns
-    if config.block[1] % tiles.store_columns or chunks % config.store_slots:
-        raise Unsupported(
-            f"matmul: store_slots {config.store_slots}, expected a divisor of the"
-            f" {chunks} chunks of 128 bytes that a consumer stores"
-        )
     check_smem(tiles.smem_bytes, device, f"matmul with {config}")
     for_each_tile = snake_tiles(config, tiles.counts)
 

@@ -103,8 +103,8 @@ def test_a_config_of_another_op_is_refused(source):
             r"unknown fields \['tile_x'\].*run `python -m pallas_kernels.tuning matmul",
         ),
         (
-            {"matmul": {KEY: ENTRY | {"config": {"tile_n": 320}}}},
-            "tile_n 320, expected at most 256",
+            {"matmul": {KEY: ENTRY | {"config": {"tile_n": 384}}}},
+            "tile_n 384, expected at most 320",
         ),
         (
             {"matmul": {KEY: ENTRY | {"config": {"stages": 4.0}}}},
@@ -167,7 +167,8 @@ def test_unknown_problems_without_enough_tiles_go_to_xla():
         return _preferred(problem, H200)[0]
 
     assert order(16, 1024) == "xla"
-    assert order(2048, 2560) == "xla"  # 160 tiles of 132 at a time
+    assert order(1024, 2560) == "xla"  # 112 tiles on 132 multiprocessors
+    assert order(2048, 2560) == "mosaic_gpu"  # 128 wide ones
     assert order(4001, 4096) == "xla"
     assert order(4000, 4096) == "mosaic_gpu"
 

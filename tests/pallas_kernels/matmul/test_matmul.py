@@ -211,7 +211,7 @@ def test_none_works_where_the_kernel_does_not():
     [
         ("tile_m", 96, "tile_m 96, expected a positive multiple of 64"),
         ("tile_m", 64, "tile_m 64, expected a multiple of 128 with split='m'"),
-        ("tile_n", 320, "tile_n 320, expected at most 256"),
+        ("tile_n", 384, "tile_n 384, expected at most 320"),
         ("tile_m", 256, "tile_m 256 x tile_n 256.*registers"),
         ("stages", 1, "stages 1, expected at least 2"),
         ("group", 0, "group 0, expected at least 1"),

@@ -53,7 +53,9 @@ def test_values_and_gradients(shape, rhs_transposed, dtype):
     assert relative_error(dw.T if rhs_transposed else dw, want_dw) < tolerance
 
 
-@pytest.mark.parametrize("shape", [(2048, 2048, 1024), (392, 6144, 2048)])
+@pytest.mark.parametrize(
+    "shape", [(2048, 2048, 1024), (392, 6144, 2048), (2048, 2560, 1024)]
+)
 def test_every_candidate_of_the_tuner(shape):
     m, n, k = shape
     device = DeviceSpec.current()
@@ -66,8 +68,33 @@ def test_every_candidate_of_the_tuner(shape):
         assert relative_error(y, want) < RELATIVE[BF16], config
 
 
-def test_results_repeat_bit_for_bit():
-    x, w, _ = operands(4104, 4096, 2048)
+@pytest.mark.parametrize("cluster", ["none", "m", "n"])
+@pytest.mark.parametrize("stored", ["x", "w", "neither"])
+@pytest.mark.parametrize("shape", [(2048, 2560, 1024), (1032, 5888, 64)])
+def test_tiles_of_two_products(shape, stored, cluster):
+    """Of each storage and type; the second shape ends within tiles, of odd numbers."""
+    m, n, k = shape
+    m = -(-m // 64) * 64 if stored == "x" else m
+    config = MatmulConfig(tile_n=320, stages=3, store_slots=3, cluster=cluster)
+    for dtype, out_dtype in ((BF16, BF16), (jnp.float16, jnp.float32)):
+        x, w, _ = operands(m, n, k, dtype)
+        poison((m, n), out_dtype)
+        y = mosaic_gpu.matmul(
+            x.T if stored == "x" else x,
+            w.T if stored == "w" else w,
+            config=config,
+            device=DeviceSpec.current(),
+            out_dtype=out_dtype,
+            lhs_transposed=stored == "x",
+            rhs_transposed=stored == "w",
+        )
+        tolerance = 1e-4 if out_dtype == jnp.float32 else RELATIVE[BF16]
+        assert relative_error(y, reference.matmul(x, w)) < tolerance, dtype
+
+
+@pytest.mark.parametrize("shape", [(4104, 4096, 2048), (2048, 2560, 2048)])
+def test_results_repeat_bit_for_bit(shape):
+    x, w, _ = operands(*shape)
     f = jax.jit(kernel)
     first = f(x, w)
     for _ in range(50):

@@ -20,6 +20,7 @@ from tests.tolerances import RELATIVE, relative_error
 
 BF16 = jnp.dtype(jnp.bfloat16)
 SMALL = MatmulConfig(tile_m=128, tile_n=64, stages=2, store_slots=1)
+WIDE = MatmulConfig(tile_m=128, tile_n=320, stages=3, store_slots=3)  # two products
 P = jax.sharding.PartitionSpec
 
 
@@ -47,6 +48,11 @@ def interpreted(x, w, config, num_sms=1, **kwargs):
         (2, 256, 128, 64, dataclasses.replace(SMALL, minor="n", group=1)),
         (2, 200, 128, 64, SMALL),  # rows past the end of a tile
         (1, 131, 64, 64, SMALL),  # no multiple of 8: padded
+        (1, 128, 640, 256, WIDE),
+        (2, 200, 448, 64, WIDE),  # rows and columns past the end, one k step
+        # Store buffers that do not divide the chunks of a tile: the next begins with
+        # one that the last may still be read from.
+        (1, 256, 192, 64, dataclasses.replace(SMALL, tile_n=192, store_slots=2)),
     ],
 )
 def test_interpreted_kernel_equals_the_reference(num_sms, m, n, k, config):
@@ -58,10 +64,10 @@ def test_interpreted_kernel_equals_the_reference(num_sms, m, n, k, config):
 
 
 @pytest.mark.parametrize("k", [128, 100])
-def test_interpreted_kernel_reads_operands_transposed(k):
-    config = dataclasses.replace(SMALL, tile_n=128)
+@pytest.mark.parametrize("config", [dataclasses.replace(SMALL, tile_n=128), WIDE])
+def test_interpreted_kernel_reads_operands_transposed(config, k):
     x = jax.random.normal(jax.random.key(0), (128, k), jnp.float16)
-    w = jax.random.normal(jax.random.key(1), (k, 128), jnp.float16)
+    w = jax.random.normal(jax.random.key(1), (k, config.tile_n), jnp.float16)
     want = reference.matmul(x, w)
     y = interpreted(x.T, w, config, lhs_transposed=True)
     assert relative_error(y, want) < RELATIVE[jnp.dtype(jnp.float16)]
@@ -115,7 +121,9 @@ def test_every_spec_lowers_with_its_gradients(spec):
         )
 
 
-@pytest.mark.parametrize("shape", [(4096, 4096, 4096), (512, 6144, 4096)])
+@pytest.mark.parametrize(
+    "shape", [(4096, 4096, 4096), (512, 6144, 4096), (2048, 2560, 8192)]
+)
 @pytest.mark.parametrize("out_dtype", [jnp.bfloat16, jnp.float32])
 def test_every_candidate_of_the_tuner_lowers(shape, out_dtype):
     m, n, k = shape
@@ -128,6 +136,39 @@ def test_every_candidate_of_the_tuner_lowers(shape, out_dtype):
             mosaic_gpu.matmul, config=config, device=H200, out_dtype=out_dtype
         )
         lower_for_cuda(f, x, w, kernels=1)
+
+
+def test_wide_tiles_are_chosen_where_they_save_a_wave():
+    def tile(m, n):
+        problem = Problem(m=m, n=n, k=8192, dtype=BF16, out_dtype=BF16)
+        config = heuristic(problem, H200)
+        assert config.tile_m == 128
+        return config.tile_n
+
+    assert tile(2048, 2560) == tile(4096, 2560) == 320  # 128 and 256 tiles
+    assert tile(8192, 2560) == 256  # as much work in five waves as in four of wide ones
+    assert tile(2048, 2048) == tile(8192, 8192) == 256
+
+
+@pytest.mark.parametrize("cluster", ["none", "m", "n"])
+@pytest.mark.parametrize(
+    "storage", [{}, {"lhs_transposed": True}, {"rhs_transposed": True}]
+)
+def test_wide_tiles_lower(storage, cluster):
+    m, n, k = 1024, 2624, 512
+    x, w = (m, k), (k, n)
+    x = x[::-1] if storage.get("lhs_transposed") else x
+    w = w[::-1] if storage.get("rhs_transposed") else w
+    for dtype, out_dtype in ((jnp.bfloat16, jnp.bfloat16), (jnp.float16, jnp.float32)):
+        f = functools.partial(
+            mosaic_gpu.matmul,
+            config=dataclasses.replace(WIDE, cluster=cluster),
+            device=H200,
+            out_dtype=out_dtype,
+            **storage,
+        )
+        shapes = (jax.ShapeDtypeStruct(shape, dtype) for shape in (x, w))
+        lower_for_cuda(f, *shapes, kernels=1)
 
 
 @pytest.mark.parametrize("m", [8, 200, 1024])
