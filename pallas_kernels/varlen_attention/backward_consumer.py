@@ -7,6 +7,7 @@ warpgroups, which so share the keys: each has the scores of half of the queries 
 step, and half of the columns of dk, dv and dq; weights go through shared memory.
 """
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -65,10 +66,28 @@ class Consumer:
         self.k_smem, self.v_smem, self.q_smem, self.do_smem = (
             scratch[f"{name}_smem"][0] for name in ("k", "v", "q", "do")
         )
-        self.mine = pl.ds(warpgroup * ROWS, ROWS)
         self.stages = blocks.stages, gradient_stages(blocks)
+        self.zero = jnp.int32(0)
+
+    def afresh(self) -> "Consumer":
+        """Itself, for one step.
+
+        The compiler does not see that places in shared memory are the same in every
+        step. It would compute the descriptors of all operands ahead of the loop, more
+        than there are registers for, and read them back in each step.
+        """
+        step = copy.copy(self)
+        step.warpgroup, step.zero = lax.optimization_barrier(
+            (self.warpgroup, self.zero)
+        )
+        return step
 
     # Its share. At each use anew: numbers that a loop keeps take registers.
+
+    @property
+    def mine(self) -> Any:
+        """Its rows of what both warpgroups' rows make up."""
+        return pl.ds(self.warpgroup * ROWS, ROWS)
 
     @property
     def key_offset(self) -> Any:
@@ -139,7 +158,7 @@ class Consumer:
             def step(i: Any, carry: Any) -> Any:
                 del i
                 number, index, sums = carry
-                sums = self.step(number, head, index, full, sums, dk, dv)
+                sums = self.afresh().step(number, head, index, full, sums, dk, dv)
                 following = jnp.where(index + 1 == last, first, index + 1)
                 return number + 1, following, sums
 
@@ -171,7 +190,8 @@ class Consumer:
         """Starts keys by queries, one wgmma group a chunk."""
         for c in range(self.problem.chunks):
             columns = right.at[c, self.queries].transpose((1, 0))
-            plgpu.wgmma(acc, left.at[c, pl.ds(self.key_offset, ROWS)], columns)
+            rows = pl.ds(self.key_offset, ROWS)
+            plgpu.wgmma(acc, left.at[self.zero + c, rows], columns)
 
     def start_sum(self, acc: Any, left: Any, right: Any, c: int) -> None:
         """Starts a product of keys by queries, a chunk of columns of dk or dv."""
