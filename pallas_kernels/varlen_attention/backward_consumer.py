@@ -384,7 +384,6 @@ class SharedKeys(Consumer):
                 p, dp, derivative, distance, stage, slope_sums
             )
             store_columns(buffer.at[0], ds.astype(dtype), self.query_offset)
-            plgpu.wgmma_wait(0)
             return sums
 
         def products(*dq_accs: Any) -> None:
