@@ -191,7 +191,11 @@ def backward(
         num_threads=BACKWARD_CONSUMERS + 1,
         thread_name="warpgroup",
         kernel_name="varlen_attention_backward",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        # Barriers order all that threads share: what a store writes is read by the copy
+        # engine or the tensor cores after one, and written again after another.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=True
+        ),
     )
     operands = table, q_table, q, k, v, dout, stats, *extra
     _, dq, dk, dv, *slope_sums = unmarked(run)(*operands)
