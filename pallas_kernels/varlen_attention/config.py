@@ -39,11 +39,16 @@ BACKWARD_TILES = {64: (128, 128), 128: (64, 128), 256: (64, 64)}
 MOST_SHORT_SEQUENCES = 1023
 """Sequences of a row, at most, where each block searches for its own."""
 
-_SHORT_BLOCKS = 4
-"""Blocks of one warpgroup that share a multiprocessor."""
+_SHORT_BLOCKS, _SHORT_BACKWARD_BLOCKS = 4, 3
+"""Blocks of one warpgroup that share a multiprocessor, by pass."""
 
 _SHORT_KEYS = 1024
-"""Keys on average that one warpgroup is still quick to go through alone."""
+"""Keys on average that one warpgroup is still quick to go through alone; in the
+backward pass, queries of all heads of a group too."""
+
+_SHORT, _SHORT_BACKWARD = 384, 256
+"""Up to these average lengths blocks of one warpgroup do better, by pass: for longer
+sequences, seven products instead of five cost the backward pass more than they save."""
 
 _LONG = 768
 """From this average length on, blocks of one query head outweigh their number."""
@@ -86,8 +91,11 @@ class ForwardBlocks:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BackwardBlocks:
-    """How the backward kernel is cut; it has two multiplying warpgroups."""
+    """How the backward kernel is cut."""
 
+    consumers: int = BACKWARD_CONSUMERS
+    """Warpgroups that multiply. 1 is a kernel of its own, for short sequences and head
+    dim 64, without ALiBi: a block is one warpgroup with 64 queries or 64 keys."""
     block_q: int = 64
     """Queries of a step."""
     block_k: int = 128
@@ -101,7 +109,7 @@ class BackwardBlocks:
     over the queries side by side, and what they add to stays in the L2 cache."""
 
     def __post_init__(self) -> None:
-        _check(self, block_q=(64, 128), block_k=(64, 128))
+        _check(self, consumers=(1, 2), block_q=(64, 128), block_k=(64, 128))
         for name in ("stages", "splits"):
             if getattr(self, name) < 1:
                 value = getattr(self, name)
@@ -186,6 +194,9 @@ def forward_smem(problem: Problem, blocks: ForwardBlocks) -> int:
 
 def backward_smem(problem: Problem, blocks: BackwardBlocks) -> int:
     """Shared memory of a block of the backward kernel, barriers included."""
+    if blocks.consumers == 1:
+        tiles = 4 + 2 * blocks.stages  # two of its own, two a step, weights and ds
+        return tiles * smem_bytes((ROWS, problem.head_dim), problem.dtype) + 2048
     queries = smem_bytes((blocks.block_q, problem.head_dim), problem.dtype)
     keys = smem_bytes((blocks.block_k, problem.head_dim), problem.dtype)
     # Ds twice, or weights and ds.
@@ -214,22 +225,29 @@ def forward_blocks(problem: Problem, device: DeviceSpec) -> ForwardBlocks:
     if problem.head_dim == 64:
         tiles = problem.rows * problem.heads * math.ceil(problem.queries / ROWS)
         few = tiles <= _SHORT_BLOCKS * device.num_sms and keys <= _SHORT_KEYS
-        if (queries <= 384 or few) and problem.max_seqs <= MOST_SHORT_SEQUENCES:
+        if (queries <= _SHORT or few) and problem.max_seqs <= MOST_SHORT_SEQUENCES:
             return ForwardBlocks(consumers=1, block_k=64, overlap=False)
         return ForwardBlocks(consumers=3 if queries > 512 else 2)
     return ForwardBlocks(block_k=64 if problem.head_dim == 256 else 128)
 
 
-def backward_blocks(problem: Problem) -> BackwardBlocks:
+def backward_blocks(
+    problem: Problem, device: DeviceSpec, alibi: bool = False
+) -> BackwardBlocks:
     """The backward blocks of a problem that was never tuned.
 
     Args:
         problem: what to compute.
+        device: the GPU.
+        alibi: whether scores depend on slopes, which have gradients too.
 
     Returns:
         The tiles of the head dim; for sequences that are long on average, a block for
-        each query head.
+        each query head. Where they are short, or all tiles fit in the GPU at once, the
+        kernel for short sequences, but for ALiBi.
     """
+    if _is_short_backward(problem, device) and not alibi:
+        return BackwardBlocks(consumers=1, block_q=ROWS, block_k=ROWS)
     is_long = problem.queries >= _LONG * problem.max_seqs
     block_q, block_k = BACKWARD_TILES[problem.head_dim]
     return BackwardBlocks(
@@ -237,3 +255,16 @@ def backward_blocks(problem: Problem) -> BackwardBlocks:
         block_k=block_k,
         splits=problem.groups if is_long else 1,
     )
+
+
+def _is_short_backward(problem: Problem, device: DeviceSpec) -> bool:
+    """Whether blocks of one warpgroup do better."""
+    if problem.head_dim != 64 or problem.max_seqs > MOST_SHORT_SEQUENCES:
+        return False
+    queries = math.ceil(problem.queries / problem.max_seqs)
+    keys = math.ceil(problem.keys / problem.max_seqs)
+    tiles = problem.heads * math.ceil(problem.queries / ROWS)
+    tiles += problem.kv_heads * math.ceil(problem.keys / ROWS)
+    few = problem.rows * tiles <= _SHORT_BACKWARD_BLOCKS * device.num_sms
+    few = few and max(keys, queries * problem.groups) <= _SHORT_KEYS
+    return max(queries, keys) <= _SHORT_BACKWARD or few

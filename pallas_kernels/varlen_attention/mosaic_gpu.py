@@ -33,6 +33,7 @@ from pallas_kernels.varlen_attention.config import (
     BACKWARD_TILES,
     HEAD_DIMS,
     MOST_SHORT_SEQUENCES,
+    ROWS,
     BackwardBlocks,
     ForwardBlocks,
     MosaicGpuConfig,
@@ -46,6 +47,7 @@ from pallas_kernels.varlen_attention.consumer import Scores, tile_terms
 from pallas_kernels.varlen_attention.mosaic_gpu_backward import backward
 from pallas_kernels.varlen_attention.mosaic_gpu_forward import forward
 from pallas_kernels.varlen_attention.mosaic_gpu_short import forward_short
+from pallas_kernels.varlen_attention.mosaic_gpu_short_backward import backward_short
 from pallas_kernels.varlen_attention.relative import RelativeBias, RelativeBuckets
 from pallas_kernels.varlen_attention.schedule import Sequences
 from pallas_kernels.varlen_attention.segments import Window
@@ -230,14 +232,11 @@ def _attention_bwd(
     if not call.one_packing:
         dout = jnp.where(seen[..., None], dout, 0)
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-    # Summed in one pass over both, and not where it is cut into tiles.
-    delta = lax.optimization_barrier(delta)
     delta = jnp.where(seen, delta - dlse, 0.0)
     dsinks = None
     if sinks is not None:
         logits = jnp.where(seen, sinks.astype(jnp.float32) - lse, -jnp.inf)
         dsinks = -jnp.sum(jnp.exp(logits) * delta, axis=0).astype(sinks.dtype)
-    lse = jnp.where(seen, lse, jnp.inf)
     optional = [] if slopes is None else [slopes.astype(jnp.float32)]
     grads = _batched(_backward, call)(q, k, v, dout, lse, delta, cu_q, cu_k, *optional)
     axes = varying(q, k, v, cu_q, cu_k, dout)
@@ -319,8 +318,17 @@ def _forward_blocks(call: _Call, problem: Problem) -> ForwardBlocks:
 
 
 def _backward_blocks(call: _Call, problem: Problem) -> BackwardBlocks:
-    blocks = call.config.backward or backward_blocks(problem)
+    alibi = call.scores.alibi
+    blocks = call.config.backward or backward_blocks(problem, call.device, alibi)
     tile, expected = (blocks.block_q, blocks.block_k), BACKWARD_TILES[problem.head_dim]
+    if blocks.consumers == 1:
+        expected, most = (ROWS, ROWS), MOST_SHORT_SEQUENCES
+        if problem.head_dim != 64 or alibi or problem.max_seqs > most:
+            raise Unsupported(
+                "varlen_attention: a gradient with consumers=1 takes head dim 64, no"
+                f" ALiBi and at most {most} sequences, got head dim {problem.head_dim}"
+                f" and {problem.max_seqs} sequences; expected 2"
+            )
     if tile != expected:
         raise Unsupported(
             f"varlen_attention: block_q, block_k = {tile} with head dim"
@@ -377,6 +385,13 @@ def _backward(
     """Of many rows: ``(dq, dk, dv)`` and, with slopes, their gradient."""
     problem = _problem(q, k, cu_q)
     blocks = _backward_blocks(call, problem)
+    if blocks.consumers == 1:
+        return backward_short(
+            problem, call.scores, blocks, q, k, v, dout, lse, delta, cu_q, cu_k
+        )
+    # Summed in one pass, and not where it is cut into tiles.
+    delta = lax.optimization_barrier(delta)
+    lse = jnp.where(lse > -jnp.inf, lse, jnp.inf)
     seqs = Sequences.of(cu_q, cu_k, problem.queries, problem.keys)
     slopes = optional[0] if optional else None
     grads = backward(

@@ -29,7 +29,7 @@ from pallas_kernels.varlen_attention.schedule import Sequences, most_tiles
 from pallas_kernels.varlen_attention.segments import cut_cu_seqlens
 
 
-__all__ = ["forward_short"]
+__all__ = ["forward_short", "sequence_of"]
 
 
 def forward_short(
@@ -94,7 +94,7 @@ def _body(
 
     @pl.when(sequence >= 0)
     def _() -> None:
-        seq = _sequence(problem, cu_q, cu_k, row, sequence)
+        seq = sequence_of(problem, cu_q, cu_k, row, sequence)
         tile = tile_fields(scores, blocks, seq, index)
         q0 = tile["q0"]
         extras = iter(extra)
@@ -116,7 +116,7 @@ def _body(
         store_rows(lse.at[row, here, head], log_sum, 0, tile["rows"])
 
 
-def _sequence(
+def sequence_of(
     problem: Problem, cu_q: Any, cu_k: Any, row: Any, number: Any
 ) -> Sequences:
     """One sequence of a row; the last one is what the others leave of it."""

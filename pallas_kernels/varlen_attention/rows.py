@@ -19,6 +19,7 @@ __all__ = [
     "copy_line",
     "find_tile",
     "keep_band",
+    "load_rows",
     "read_number",
     "scale_and_add_row",
     "store_columns",
@@ -228,7 +229,7 @@ def store_rows(ref: Any, values: jax.Array, first: Any, stop: Any) -> None:
 
 def _store(ref: Any, values: Any, first: ir.Value, stop: ir.Value) -> None:
     """Emits the stores of one lane."""
-    i32, i64 = (ir.IntegerType.get_signless(n) for n in (32, 64))
+    i32 = ir.IntegerType.get_signless(32)
     strides, _ = ir.MemRefType(ref.type).get_strides_and_offset()
     strides = [stride * mgpu.utils.bytewidth(values.mlir_dtype) for stride in strides]
     indices = np.ndindex(values.registers.shape)
@@ -239,15 +240,8 @@ def _store(ref: Any, values: Any, first: ir.Value, stop: ir.Value) -> None:
     else:
         pieces = _whole_pieces(values, words)
     for place, piece in pieces:
-        row = arith.index_cast(i32, place[0])
-        inside = arith.andi(
-            arith.cmpi(arith.CmpIPredicate.sge, row, first),
-            arith.cmpi(arith.CmpIPredicate.slt, row, stop),
-        )
-        address = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ref))
-        for index, stride in zip(place, strides, strict=True):
-            offset = arith.muli(arith.index_cast(i64, index), mgpu.utils.c(stride, i64))
-            address = arith.addi(address, offset)
+        inside = _is_between(arith.index_cast(i32, place[0]), first, stop)
+        address = _address(ref, place, strides)
         names = ", ".join(f"${2 + i}" for i in range(len(piece)))
         vector_of = f".v{len(piece)}" if len(piece) > 1 else ""
         llvm.inline_asm(
@@ -257,6 +251,76 @@ def _store(ref: Any, values: Any, first: ir.Value, stop: ir.Value) -> None:
             "b,l" + ",r" * len(piece),
             has_side_effects=True,
         )
+
+
+def load_rows(ref: Any, first: Any, stop: Any, otherwise: float) -> jax.Array:
+    """Reads rows `first` to `stop` of a column of a tile, each lane what it needs.
+
+    Args:
+        ref: fp32 [64] of global memory; other rows are not read and may lie outside the
+            array.
+        first: int32, the first row to read.
+        stop: int32, the row after the last.
+        otherwise: what the other rows are.
+
+    Returns:
+        fp32 [64], in the layout of a column of wgmma accumulators.
+    """
+    layout, scalar = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), scalar, scalar),
+        return_type=plgpu.ShapeDtypeStruct(ref.shape, jnp.float32, layout),
+    )
+    def load_some_rows(ctx: Any, ref: Any, first: Any, stop: Any) -> Any:
+        del ctx
+        first, stop = first.registers.item(), stop.registers.item()
+        return _load(ref, layout.to_mgpu(), first, stop, otherwise)
+
+    load: Any = load_some_rows  # the decorator supplies the context
+    return load(ref, jnp.int32(first), jnp.int32(stop))
+
+
+def _load(
+    ref: Any, layout: Any, first: ir.Value, stop: ir.Value, otherwise: float
+) -> Any:
+    """Emits the loads of one lane."""
+    f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
+    shape = tuple(ir.MemRefType(ref.type).shape)
+    strides, _ = ir.MemRefType(ref.type).get_strides_and_offset()
+    registers = np.empty(layout.registers_shape(shape), object)
+    places = layout.thread_idxs(shape)
+    for at, place in zip(np.ndindex(registers.shape), places, strict=True):
+        loaded = llvm.inline_asm(
+            f32,
+            [
+                _is_between(arith.index_cast(i32, place[0]), first, stop),
+                _address(ref, place, [4 * strides[0]]),
+                arith.constant(f32, ir.FloatAttr.get(f32, otherwise)),
+            ],
+            "{ .reg .b32 t; mov.b32 t, $3; @$1 ld.global.b32 t, [$2]; mov.b32 $0, t; }",
+            "=f,b,l,f",
+            has_side_effects=True,  # stays where it is
+        )
+        registers[at] = vector.broadcast(ir.VectorType.get((1,), f32), loaded)
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+
+def _is_between(row: ir.Value, first: ir.Value, stop: ir.Value) -> ir.Value:
+    return arith.andi(
+        arith.cmpi(arith.CmpIPredicate.sge, row, first),
+        arith.cmpi(arith.CmpIPredicate.slt, row, stop),
+    )
+
+
+def _address(ref: ir.Value, place: tuple[ir.Value, ...], strides: list[int]) -> Any:
+    """Of an element of a ref; strides in bytes."""
+    i64 = ir.IntegerType.get_signless(64)
+    address = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ref))
+    for index, stride in zip(place, strides, strict=True):
+        offset = arith.muli(arith.index_cast(i64, index), mgpu.utils.c(stride, i64))
+        address = arith.addi(address, offset)
+    return address
 
 
 def store_columns(ref: Any, values: jax.Array, first: Any) -> None:

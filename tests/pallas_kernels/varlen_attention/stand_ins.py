@@ -19,6 +19,13 @@ def _stored_part(ref, values, first, stop):
     return (_rows(first, stop, len(ref)),)
 
 
+def _load_some_rows(ref, first, stop, closure):
+    values = np.full(len(ref), np.float32(closure["otherwise"]))
+    rows = _rows(first, stop, len(ref))
+    values[rows] = ref[rows]
+    return values
+
+
 def _store_some_columns(ref, values, first):
     ref[:, int(first) : int(first) + values.shape[1]] = values
 
@@ -84,6 +91,7 @@ def _add_diagonals(products, base, part, table, boxes, closure):
 
 
 register_inline("add_diagonals", _add_diagonals)
+register_inline("load_some_rows", _load_some_rows)
 register_inline("store_some_rows", _store_some_rows, writes=(0,), part=_stored_part)
 register_inline(
     "store_some_columns", _store_some_columns, writes=(0,), part=_stored_columns

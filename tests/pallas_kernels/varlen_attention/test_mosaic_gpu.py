@@ -46,7 +46,13 @@ from tests.tolerances import RELATIVE, relative_error
 BF16 = jnp.dtype(jnp.bfloat16)
 kernel = functools.partial(varlen_attention, implementation="mosaic_gpu")
 one_sm = dataclasses.replace(H200, num_sms=1)
-NARROW = MosaicGpuConfig(forward=ForwardBlocks(block_k=64))
+NARROW = MosaicGpuConfig(
+    forward=ForwardBlocks(block_k=64), backward=BackwardBlocks(block_q=128)
+)
+SHORT = MosaicGpuConfig(
+    forward=ForwardBlocks(consumers=1, block_k=64),
+    backward=BackwardBlocks(consumers=1, block_k=64),
+)
 
 
 def operands(tokens, keys, heads, kv_heads, head_dim, dtype=BF16, seed=0):
@@ -125,6 +131,47 @@ CASES = {
             "alibi_slopes": True,
         },
         NARROW,
+    ),
+    "awkward lengths, short": (
+        [1, 7, 8, 9, 63, 65],
+        [1, 7, 8, 9, 63, 65],
+        (168, 168, 1, 1, 64),
+        {},
+        SHORT,
+    ),
+    "fewer tokens than a tile, short": (
+        [3, 20],
+        [30, 1],
+        (40, 37, 1, 1, 64),
+        {},
+        SHORT,
+    ),
+    "one long, causal, short": (
+        [3, 200, 0, 20],
+        [3, 200, 0, 20],
+        (225, 225, 4, 2, 64),
+        {"causal": True},
+        SHORT,
+    ),
+    "cross lengths, window, short": (
+        [5, 100, 0, 9, 3],
+        [64, 133, 7, 0, 5],
+        (120, 216, 2, 1, 64),
+        {"window": (20, 3)},
+        SHORT,
+    ),
+    "everything, short": (
+        [70, 129, 9],
+        [139, 127, 5],
+        (209, 280, 2, 2, 64),
+        {
+            "causal": True,
+            "window": (60, None),
+            "scale": 0.3,
+            "softcap": 2.0,
+            "sinks": True,
+        },
+        SHORT,
     ),
     "awkward lengths, head dim 256": (
         [1, 7, 8, 9, 63, 65],
@@ -246,6 +293,23 @@ def test_traced_bounds_past_the_buffers_are_cut(consumers):
     assert (got == want).all()
 
 
+def test_short_gradients_in_fp16_with_traced_bounds_past_the_buffers():
+    q, k, v, dout = operands(150, 150, 1, 1, 64, jnp.dtype(jnp.float16))
+    dlse, cut = np.zeros((150, 1), np.float32), np.array([0, 3, 3, 150], np.int32)
+    want = expected(q, k, v, dout, dlse, {}, cut, cut, {"causal": True})[2][:3]
+
+    @jax.jit
+    def run(cu, q, k, v, dout):
+        attend = functools.partial(kernel, cu_seqlens_q=cu, causal=True, config=SHORT)
+        return jax.vjp(attend, q, k, v)[1](dout)
+
+    past = np.array([0, 3, 3, 170], np.int32)
+    with use_device(one_sm), interpret_mosaic_gpu():
+        got = jax.tree.map(np.asarray, run(past, q, k, v, dout))
+    for x, y in zip(got, want, strict=True):
+        assert relative_error(x, y) < RELATIVE[jnp.dtype(jnp.float16)]
+
+
 def test_vmap_is_one_call_and_pads_what_the_kernel_needs():
     rows, tokens, head_dim = 2, 37, 40
     arrays = [operands(tokens, tokens, 1, 1, head_dim, seed=s) for s in range(rows)]
@@ -364,12 +428,27 @@ def test_one_warpgroup_takes_short_sequences_and_few_tiles():
     assert consumers(1024, 8) == 2  # too many to search through
 
 
+def test_one_warpgroup_takes_gradients_of_short_sequences_and_few_tiles():
+    def consumers(seqs, length, heads=12, keys=None, alibi=False, head_dim=64):
+        problem = Problem(rows=1, queries=seqs * length, keys=seqs * (keys or length),
+                          max_seqs=seqs, heads=heads, kv_heads=12, head_dim=head_dim,
+                          dtype=BF16)  # fmt: skip
+        return backward_blocks(problem, H200, alibi).consumers
+
+    assert consumers(64, 256) == 1 and consumers(64, 257) == 2
+    assert consumers(64, 256, alibi=True) == consumers(64, 256, head_dim=128) == 2
+    assert consumers(64, 256, keys=1024) == 2
+    assert consumers(1, 1024) == 1 and consumers(1, 1088) == 2
+    assert consumers(1, 512, heads=24) == 1 and consumers(1, 640, heads=24) == 2
+    assert consumers(1024, 8) == 2  # too many to search through
+
+
 def test_shared_memory_suffices_for_every_spec():
     for spec in SPECS:
         problem = problem_of(spec)
         blocks = forward_blocks(problem, H200)
         check_smem(forward_smem(problem, blocks), H200, spec.name)
-        blocks = backward_blocks(problem)
+        blocks = backward_blocks(problem, H200)
         check_smem(backward_smem(problem, blocks), H200, spec.name)
 
 
@@ -385,6 +464,7 @@ def kinds():
             spec.sinks,
             spec.alibi,
             forward_blocks(problem_of(spec), H200),
+            backward_blocks(problem_of(spec), H200, spec.alibi).consumers,
         )
         found.setdefault(key, spec)
     return found.values()
@@ -472,6 +552,24 @@ def test_blocks_search_among_so_many_sequences_at_most():
         kernel(q, k, v, np.zeros(1025, np.int32), config=config)
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "sequences", "alibi", "message"),
+    [
+        (128, 1, False, "takes head dim 64, .* got head dim 128 and 1 sequences"),
+        (64, 1024, False, "at most 1023 sequences, got head dim 64 and 1024"),
+        (64, 1, True, "no ALiBi"),
+    ],
+)
+def test_what_short_gradients_cannot_do_is_said(head_dim, sequences, alibi, message):
+    q, k, v, _ = map(jnp.asarray, operands(64, 64, 1, 1, head_dim))
+    extra = {"alibi_slopes": jnp.ones(1)} if alibi else {}
+    config = MosaicGpuConfig(backward=SHORT.backward)
+    cu = np.zeros(sequences + 1, np.int32)
+    attend = functools.partial(kernel, cu_seqlens_q=cu, config=config, **extra)
+    with use_device(H200), pytest.raises(Unsupported, match=message):
+        jax.eval_shape(lambda *x: jax.vjp(attend, *x)[1](x[0]), q, k, v)
+
+
 def test_needs_a_hopper_gpu():
     q, k, v, _ = map(jnp.asarray, operands(64, 64, 1, 1, 64))
     with pytest.raises(Unsupported, match="Hopper"):
@@ -484,6 +582,7 @@ def test_needs_a_hopper_gpu():
         (lambda: ForwardBlocks(consumers=4), "consumers 4, expected one of"),
         (lambda: ForwardBlocks(stages=1), "stages 1, expected at least 2"),
         (lambda: ForwardBlocks(consumers=3, ping_pong=True), "expected 2 of them"),
+        (lambda: BackwardBlocks(consumers=3), "consumers 3, expected one of"),
         (lambda: BackwardBlocks(block_q=96), "block_q 96, expected one of"),
         (lambda: BackwardBlocks(block_k=256), "block_k 256, expected one of"),
         (lambda: BackwardBlocks(stages=0), "stages 0, expected at least 1"),

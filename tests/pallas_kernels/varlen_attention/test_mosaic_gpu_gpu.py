@@ -37,6 +37,11 @@ LENGTHS = {
     ),
 }
 TOKENS = 1000
+SHORT = MosaicGpuConfig(
+    forward=ForwardBlocks(consumers=1, block_k=64, overlap=False),
+    backward=BackwardBlocks(consumers=1, block_k=64),
+)
+LONG = MosaicGpuConfig(forward=ForwardBlocks(), backward=BackwardBlocks(block_q=128))
 # (key/value heads of 4, options); sinks and slopes are replaced by arrays.
 FEATURES = {
     "full": (4, {}),
@@ -132,6 +137,18 @@ def test_values_and_gradients(head_dim, feature, lengths):
     check(*LENGTHS[lengths], head_dim, *FEATURES[feature])
 
 
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_short_sequences_in_the_kernels_for_long_ones(feature, lengths):
+    check(*LENGTHS[lengths], 64, *FEATURES[feature], config=LONG)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("feature", [x for x in FEATURES if x != "alibi"])
+def test_kernels_for_short_sequences_in_fp16(feature, lengths):
+    check(*LENGTHS[lengths], 64, *FEATURES[feature], jnp.float16, SHORT)
+
+
 @pytest.mark.parametrize("head_dim", [32, 96, 200])
 def test_other_head_dims(head_dim):
     check(AWKWARD, AWKWARD, head_dim, 2, {"causal": True}, jnp.float16)
@@ -162,13 +179,32 @@ def test_blocks_share_query_heads(head_dim):
     check(AWKWARD, AWKWARD, head_dim, 1, {"causal": True}, config=config)
 
 
-def test_random_lengths():
+@pytest.mark.parametrize(("head_dim", "config"), [(64, SHORT), (128, None)])
+def test_random_lengths(head_dim, config):
     draw = random.Random(0)
     for _ in range(6):
         number = draw.randrange(1, 9)
         lengths = [draw.choice([0, 1, draw.randrange(1, 300)]) for _ in range(number)]
         lengths = [*lengths, *[0] * (8 - number)]
-        check(lengths, lengths, 128, 2, {"causal": draw.random() < 0.5}, tokens=2400)
+        options = {"causal": draw.random() < 0.5}
+        check(lengths, lengths, head_dim, 2, options, config=config, tokens=2400)
+
+
+def test_short_gradients_repeat_bit_for_bit_where_the_grid_is_large():
+    draw = random.Random(1)
+    lengths = [draw.randrange(0, 257) for _ in range(32)]
+    q, k, v, dout = map(jnp.asarray, operands(sum(lengths), 12, 12, 64))
+    cu = jnp.asarray(np.cumsum([0, *lengths]), jnp.int32)
+    ours, definition = runs(64, (None, None), True, None, SHORT)
+    first = ours(q, k, v, {}, cu, cu, dout)
+    for _ in range(20):
+        again = ours(q, k, v, {}, cu, cu, dout)
+        for x, y in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True):
+            assert bool(jnp.array_equal(x, y))
+    wide = [x.astype(jnp.float32) for x in (q, k, v, dout)]
+    want = definition(*wide[:3], {}, cu, cu, wide[3])
+    for x, y in zip(jax.tree.leaves(first[2]), jax.tree.leaves(want[2]), strict=True):
+        assert relative_error(x, y) < RELATIVE[BF16]
 
 
 @pytest.mark.parametrize("number", [31, 32, 33, 200, 1023])
@@ -176,8 +212,7 @@ def test_many_sequences(number):
     draw = random.Random(number)
     lengths = [draw.choice([0, 1, 2, 3]) for _ in range(number - 2)]
     lengths = [70, *lengths, 130]
-    config = MosaicGpuConfig(forward=ForwardBlocks(consumers=1, block_k=64))
-    check(lengths, lengths, 64, 2, {"causal": True}, config=config, tokens=2400)
+    check(lengths, lengths, 64, 2, {"causal": True}, config=SHORT, tokens=2400)
 
 
 @pytest.mark.parametrize("head_dim", [128, 256])
