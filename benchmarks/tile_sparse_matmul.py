@@ -233,7 +233,16 @@ def _bcoo(params: Params) -> Form:
         w = sparse.BCOO((normal(seed, kept), places), shape=(params["K"], params["N"]))
         return normal(seed + 1, params["M"], params["K"]), w
 
-    return Form(operands, lambda x, w: x @ w, lambda x, w: x @ w.todense())
+    def function(x: jax.Array, w: sparse.BCOO) -> jax.Array:
+        y = sparse.bcoo_dot_general(
+            w.T,
+            x.T,
+            dimension_numbers=(((1,), (0,)), ((), ())),
+            preferred_element_type=jnp.float32,
+        )
+        return y.astype(x.dtype)
+
+    return Form(operands, function, lambda x, w: w.todense().T @ x.T)
 
 
 def _two_four(params: Params) -> Form:

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
+import os
 from typing import Any, no_type_check
 
 import jax
@@ -156,6 +157,21 @@ def _check(x: jax.Array, w: TileSparse, device: DeviceSpec | None) -> None:
         )
 
 
+def _jax_triton() -> Any:
+    """The module jax_triton.
+
+    It empties Triton's cache directory in the environment, without which others who use
+    Triton in the process, `torch.compile` among them, fail.
+    """
+    before = os.environ.get("TRITON_CACHE_DIR")
+    module = importlib.import_module("jax_triton")
+    if before is None:
+        os.environ.pop("TRITON_CACHE_DIR", None)
+    else:
+        os.environ["TRITON_CACHE_DIR"] = before
+    return module
+
+
 def _call(
     x: jax.Array,
     values: jax.Array,
@@ -168,7 +184,7 @@ def _call(
     y_major: bool,
     launch: Launch,
 ) -> jax.Array:
-    jax_triton: Any = importlib.import_module("jax_triton")
+    jax_triton = _jax_triton()
     (tiles, room, tile), tokens = values.shape, x.shape[1]
     return jax_triton.triton_call(
         x,

@@ -1,6 +1,8 @@
 """The Triton kernel on a CPU: compiled for three generations of GPUs; refusals."""
 
 import functools
+import os
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,7 @@ import pytest
 
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.mosaic import H200, DeviceSpec, use_device
-from pallas_kernels.tile_sparse_matmul import tile_sparse_matmul
+from pallas_kernels.tile_sparse_matmul import tile_sparse_matmul, triton
 from pallas_kernels.tile_sparse_matmul.triton import launch_of, tile_sparse_kernel
 from tests.pallas_kernels.tile_sparse_matmul.cases import random_weight
 
@@ -105,3 +107,17 @@ def test_a_missing_package_is_named(monkeypatch):
         jax.eval_shape(
             functools.partial(tile_sparse_matmul, implementation="triton"), x, w
         )
+
+
+@pytest.mark.parametrize("before", [None, "somewhere"])
+def test_the_cache_of_other_users_of_triton_stays(monkeypatch, tmp_path, before):
+    line = 'import os; os.environ["TRITON_CACHE_DIR"] = ""'
+    (tmp_path / "jax_triton.py").write_text(line)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "jax_triton", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", before or "")
+    if before is None:
+        monkeypatch.delenv("TRITON_CACHE_DIR")
+    assert triton._jax_triton().__name__ == "jax_triton"
+    assert os.environ.get("TRITON_CACHE_DIR") == before
+    del sys.modules["jax_triton"]

@@ -1,0 +1,212 @@
+"""Many benchmarks in a given time: the commands behind the tables of the docs.
+
+    python -m benchmarks.suite --minutes 9                  # begins with the targets
+    python -m benchmarks.suite attention encoder --out DIR --commit HASH
+
+Each GPU has a lane, in which several processes compile side by side and measure in
+turns (`timing.turn`). Commands that need several GPUs run alone, after the lanes. What
+has not finished in time is ended: each command writes its rows case by case, so what
+was measured counts. Commands write to folders of their own, which are merged at the
+end (`benchmarks.records`), and their output lies there too.
+"""
+
+import argparse
+import dataclasses
+import os
+import pathlib
+import queue
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+
+from benchmarks import records
+
+
+PROCESSES = 3
+"""That share a GPU: about what keeps it busy while the others compile."""
+
+RESERVED = 5.0
+"""Seconds of the time given that are left for merging."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """One command line of a benchmark."""
+
+    topic: str
+    """What to select it by."""
+    line: str
+    """Module of `benchmarks` and arguments."""
+    gpus: int = 1
+    """That it needs; with more than one it runs alone."""
+
+
+_ATTENTION = "--impl mosaic_gpu cudnn_packed cudnn_padded torch_varlen"
+_SPARSE = "--impl mosaic_gpu triton dense torch_dense ideal"
+
+COMMANDS = (
+    Command(
+        "attention",
+        "varlen_attention --case dense_* --impl mosaic_gpu cudnn_packed cudnn_padded "
+        "jax_sample torch_varlen torch_sdpa",
+    ),
+    Command("attention", f"varlen_attention --case bert_base_* {_ATTENTION}"),
+    Command(
+        "attention",
+        f"varlen_attention --case llama_* prefill_* falcon_* {_ATTENTION}",
+    ),
+    Command(
+        "encoder",
+        "encoder --batch 16 --max_len 512 1024 --skip torch_compile_graphs "
+        "--samples 10",
+    ),
+    Command("encoder", "encoder_steps --samples 10"),
+    Command("encoder", "encoder_fusions --samples 10"),
+    Command("sparse", "tile_sparse_layers --impl mosaic_gpu triton dense ideal"),
+    Command(
+        "sparse",
+        "tile_sparse_matmul --case square_* llama3_8b_* --rows 4096 8192 "
+        f"--sparsity 0.5 0.75 {_SPARSE} cusparselt_2_4 torch_bsr",
+    ),
+    Command(
+        "sparse",
+        "tile_sparse_matmul --case llama3_8b_up --rows 1 8 16 32 64 --sparsity 0.75 "
+        f"{_SPARSE} tew int8_dense",
+    ),
+    Command("sparse", f"tile_sparse_matmul --case square_4096 --rows 2048 {_SPARSE}"),
+    Command("matmul", "matmul"),
+    Command(
+        "attention",
+        f"varlen_attention --case wide_* long_tail_* bimodal_* {_ATTENTION}",
+    ),
+    Command(
+        "attention",
+        "varlen_attention --case uniform_* skewed_* zero_length_* constant_* "
+        f"{_ATTENTION}",
+    ),
+    *(
+        Command("collective", f"{line} --tp {gpus}", gpus)
+        for gpus in (4, 2)
+        for line in (
+            "collective_matmul --rows 8192 2048 --skip auto",
+            "collective_matmul --rows 16 64 512 --impl auto xla_nccl xla_lhs xla_ring",
+            "tensor_parallel_block",
+        )
+    ),
+)
+"""In the order of their importance."""
+
+
+class Suite:
+    """Runs commands until a time."""
+
+    def __init__(self, folder: pathlib.Path, commit: str | None, seconds: float):
+        self.folder, self.commit = folder, commit
+        self.start = time.monotonic()
+        self.end = self.start + seconds
+
+    def run(self, number: int, command: Command, gpus: Sequence[int]) -> None:
+        """Run a command on these GPUs, unless time is over."""
+        left = self.end - time.monotonic()
+        if left <= 0:
+            print(f"no time for: {command.line}", flush=True)
+            return
+        name, *arguments = shlex.split(command.line)
+        out = self.folder / f"{number:02d}_{name}"
+        out.mkdir(parents=True, exist_ok=True)
+        line = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
+        line += ["--out", str(out)]
+        line += ["--commit", self.commit] if self.commit else []
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+        if command.gpus == 1:
+            environment["BENCHMARK_LOCK"] = str(self.folder / f"gpu_{gpus[0]}.lock")
+        with open(out / "log.txt", "w") as log:
+            try:
+                code = subprocess.run(
+                    line,
+                    env=environment,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    timeout=left,
+                    check=False,
+                ).returncode
+                ended = "done" if code == 0 else f"exit status {code}"
+            except subprocess.TimeoutExpired:
+                ended = "out of time"
+        rows = len(re.findall(r" us  ", (out / "log.txt").read_text()))
+        taken = time.monotonic() - self.start
+        print(f"{taken:5.0f} s  {ended}, {rows} rows: {command.line}", flush=True)
+
+    def run_all(self, commands: Sequence[Command], gpus: int) -> None:
+        """First the lanes of single GPUs, then what needs several."""
+        waiting: queue.SimpleQueue[tuple[int, Command]] = queue.SimpleQueue()
+        for number, command in enumerate(commands):
+            if command.gpus == 1:
+                waiting.put((number, command))
+
+        def work(gpu: int) -> None:
+            while True:
+                try:
+                    number, command = waiting.get_nowait()
+                except queue.Empty:
+                    return
+                self.run(number, command, [gpu])
+
+        workers = [
+            threading.Thread(target=work, args=[gpu])
+            for _ in range(PROCESSES)
+            for gpu in range(gpus)
+        ]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        for number, command in enumerate(commands):
+            if 1 < command.gpus <= gpus:
+                self.run(number, command, range(command.gpus))
+
+
+def number_of_gpus() -> int:
+    """GPUs of this machine, 0 without a driver; none is touched."""
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    found = subprocess.run(
+        ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=False
+    )
+    return len(found.stdout.splitlines())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the commands of some topics, or all; the exit status is 1 without a GPU."""
+    topics = list(dict.fromkeys(command.topic for command in COMMANDS))
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.suite")
+    add = parser.add_argument
+    add("topics", nargs="*", help=f"some of {topics}; all by default")
+    add("--minutes", type=float, default=60.0, help="time for all (60)")
+    add("--commit", help="the commit measured, where there is no git")
+    add("--out", type=pathlib.Path, default=records.RESULTS, help="folder of results")
+    args = parser.parse_args(argv)
+    if unknown := sorted({*args.topics} - {*topics}):
+        parser.error(f"unknown topics {unknown}; there are: {topics}")
+    if args.minutes <= 0:
+        parser.error(f"--minutes {args.minutes}, expected above 0")
+    if not (gpus := number_of_gpus()):
+        print("there is no GPU", file=sys.stderr)
+        return 1
+    chosen = [c for c in COMMANDS if not args.topics or c.topic in args.topics]
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="benchmarks_"))
+    print(f"{len(chosen)} commands on {gpus} GPUs; logs in {folder}", flush=True)
+    Suite(folder, args.commit, 60 * args.minutes - RESERVED).run_all(chosen, gpus)
+    found = sorted(str(path) for path in folder.glob("*/*/*.json"))
+    records.main(found, args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
