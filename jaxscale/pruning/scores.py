@@ -166,9 +166,11 @@ class _Probed(Linear):
             eager_sharding=False,
         )
 
-    def __call__(self, x: Float[Array, "B T in"]) -> Float[Array, "B T out"]:
-        """The projection, which is that of the layer without a probe."""
-        return super().__call__(_observe(x, self.probe[...]))
+    def __call__(
+        self, x: Float[Array, "B T in"], activation: str | None = None
+    ) -> Float[Array, "B T out"]:
+        """What the layer without a probe gives."""
+        return super().__call__(_observe(x, self.probe[...]), activation)
 
 
 @jax.custom_vjp
