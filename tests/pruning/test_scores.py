@@ -25,10 +25,10 @@ def inputs_of(model, data, monkeypatch):
     seen = {}
     call = _Probed.__call__
 
-    def record(self, x):
+    def record(self, x, activation=None):
         kernel = np.asarray(self.kernel[...])
         seen.setdefault(kernel.tobytes(), []).append(np.asarray(x))
-        return call(self, x)
+        return call(self, x, activation)
 
     monkeypatch.setattr(_Probed, "__call__", record)
     unrolled = replace_linears(model, dict.fromkeys(linears(model), _Probed))
