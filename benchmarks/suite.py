@@ -3,11 +3,12 @@
     python -m benchmarks.suite --minutes 9                  # begins with the targets
     python -m benchmarks.suite attention encoder --out DIR --commit HASH
 
-Each GPU has a lane, in which several processes compile side by side and measure in
-turns (`timing.turn`). Commands that need several GPUs run alone, after the lanes. What
-has not finished in time is ended: each command writes its rows case by case, so what
-was measured counts. Commands write to folders of their own, which are merged at the
-end (`benchmarks.records`), and their output lies there too.
+Each GPU has a lane. First come the commands that need a GPU for themselves, one after
+another, then those whose processes compile side by side and measure in turns
+(`timing.turn`), at last, alone, those that need several GPUs. What has not finished in
+time is ended: each command writes its rows case by case, so what was measured counts.
+Commands write to folders of their own, which are merged at the end
+(`benchmarks.records`), and their output lies there too.
 """
 
 import argparse
@@ -31,6 +32,9 @@ from benchmarks import records
 PROCESSES = 3
 """That share a GPU: about what keeps it busy while the others compile."""
 
+SHARING = ("varlen_attention", "tile_sparse_matmul", "tile_sparse_layers")
+"""Benchmarks that measure in turns. Wall times would suffer from the neighbors."""
+
 RESERVED = 5.0
 """Seconds of the time given that are left for merging."""
 
@@ -45,6 +49,11 @@ class Command:
     """Module of `benchmarks` and arguments."""
     gpus: int = 1
     """That it needs; with more than one it runs alone."""
+
+    @property
+    def shares(self) -> bool:
+        """Whether others may run on its GPU."""
+        return self.gpus == 1 and self.line.split()[0] in SHARING
 
 
 _ATTENTION = "--impl mosaic_gpu cudnn_packed cudnn_padded torch_varlen"
@@ -124,7 +133,7 @@ class Suite:
         line += ["--out", str(out)]
         line += ["--commit", self.commit] if self.commit else []
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
-        if command.gpus == 1:
+        if command.shares:
             environment["BENCHMARK_LOCK"] = str(self.folder / f"gpu_{gpus[0]}.lock")
         with open(out / "log.txt", "w") as log:
             try:
@@ -144,11 +153,21 @@ class Suite:
         print(f"{taken:5.0f} s  {ended}, {rows} rows: {command.line}", flush=True)
 
     def run_all(self, commands: Sequence[Command], gpus: int) -> None:
-        """First the lanes of single GPUs, then what needs several."""
+        """Single GPUs first, then what needs several."""
+        numbered = list(enumerate(commands))
+        single = [(n, c) for n, c in numbered if c.gpus == 1]
+        self._lanes([(n, c) for n, c in single if not c.shares], gpus, 1)
+        self._lanes([(n, c) for n, c in single if c.shares], gpus, PROCESSES)
+        for number, command in numbered:
+            if 1 < command.gpus <= gpus:
+                self.run(number, command, range(command.gpus))
+
+    def _lanes(
+        self, numbered: Sequence[tuple[int, Command]], gpus: int, processes: int
+    ) -> None:
         waiting: queue.SimpleQueue[tuple[int, Command]] = queue.SimpleQueue()
-        for number, command in enumerate(commands):
-            if command.gpus == 1:
-                waiting.put((number, command))
+        for one in numbered:
+            waiting.put(one)
 
         def work(gpu: int) -> None:
             while True:
@@ -160,16 +179,13 @@ class Suite:
 
         workers = [
             threading.Thread(target=work, args=[gpu])
-            for _ in range(PROCESSES)
+            for _ in range(processes)
             for gpu in range(gpus)
         ]
         for worker in workers:
             worker.start()
         for worker in workers:
             worker.join()
-        for number, command in enumerate(commands):
-            if 1 < command.gpus <= gpus:
-                self.run(number, command, range(command.gpus))
 
 
 def number_of_gpus() -> int:
