@@ -23,10 +23,10 @@ from pallas_kernels.varlen_attention.config import (
     ROWS,
     BackwardBlocks,
     Problem,
-    gradient_stages,
 )
 from pallas_kernels.varlen_attention.consumer import LOG2E, Scores, index_arrays
 from pallas_kernels.varlen_attention.rows import (
+    in_register_order,
     keep_band,
     scale_and_add_row,
     store_columns,
@@ -66,7 +66,7 @@ class Consumer:
         self.k_smem, self.v_smem, self.q_smem, self.do_smem = (
             scratch[f"{name}_smem"][0] for name in ("k", "v", "q", "do")
         )
-        self.stages = blocks.stages, gradient_stages(blocks)
+        self.stages = blocks.stages, blocks.gradient_stages
         self.zero = jnp.int32(0)
 
     def afresh(self) -> "Consumer":
@@ -120,9 +120,13 @@ class Consumer:
         """The first of them."""
         return self.warpgroup * self.sum_chunks if self.blocks.shared else 0
 
+    def free(self) -> dict[str, int]:
+        """Barriers that say what may be written, and how many of each: all of it."""
+        return dict(zip(("q_empty", "do_empty"), self.stages, strict=True))
+
     def run(self, slope_ref: Any) -> tuple[Any, Any]:
         """The sums dk and dv, fp32; partial sums for slopes are stored."""
-        for name, stages in zip(("q_empty", "do_empty"), self.stages, strict=True):
+        for name, stages in self.free().items():
             for stage in range(stages):
                 plgpu.barrier_arrive(self.scratch[name].at[stage])
         plgpu.barrier_wait(self.scratch["kv_full"])
@@ -155,21 +159,27 @@ class Consumer:
                 zero = jnp.zeros((ROWS,), jnp.float32)
                 row_sums = plgpu.layout_cast(zero, plgpu.Layout.WGMMA.reduce(1))
 
-            def step(i: Any, carry: Any) -> Any:
+            def step(i: Any, carry: Any, **options: bool) -> Any:
                 del i
                 number, index, sums = carry
-                sums = self.afresh().step(number, head, index, full, sums, dk, dv)
+                sums = self.afresh().step(
+                    number, head, index, full, sums, dk, dv, **options
+                )
                 following = jnp.where(index + 1 == last, first, index + 1)
                 return number + 1, following, sums
 
             carry = number, first, row_sums
-            number, _, row_sums = lax.fori_loop(0, steps, step, carry)
+            number, _, row_sums = self.steps(steps, step, carry)
             if self.scores.alibi:
                 store_rows(slope_ref.at[head, self.mine], row_sums, 0, ROWS)
             return number
 
         lax.fori_loop(0, loops, head_loop, jnp.int32(0))
         return dk[...], dv[...]
+
+    def steps(self, count: Any, step: Callable[..., Any], carry: Any) -> Any:
+        """All steps of a head or of several; the carry begins with a step's number."""
+        return lax.fori_loop(0, count, step, carry)
 
     def step(
         self,
@@ -207,11 +217,11 @@ class Consumer:
 
     def hand_over_dq(self, acc: Any) -> None:
         """Gives a part of dq, which is complete, to the producer, who adds it."""
-        plgpu.barrier_wait(self.scratch["dq_empty"])
-        values = plgpu.wgmma_accumulator_load(acc, wait_n=None)
+        plgpu.barrier_wait(self.scratch["dq_empty"].at[self.warpgroup])
+        values = in_register_order(plgpu.wgmma_accumulator_load(acc, wait_n=None))
         self.scratch["dq_smem"].at[self.warpgroup][...] = values
         plgpu.commit_smem()
-        plgpu.barrier_arrive(self.scratch["dq_full"])
+        plgpu.barrier_arrive(self.scratch["dq_full"].at[self.warpgroup])
 
     def stats(self, stage: Any, which: int) -> Any:
         """Minus lse (0) or minus delta (1) of its queries."""
@@ -233,12 +243,6 @@ class Consumer:
         if derivative is not None:
             ds = ds * derivative
         return ds, slope_sums
-
-    def meet(self, name: str) -> None:
-        """What this warpgroup wrote is there, and what the other one wrote too."""
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(self.scratch[name])
-        plgpu.barrier_wait(self.scratch[name])
 
     def weights(
         self, s: Any, stage: Any, head: Any, index: Any, full: tuple[Any, Any]
@@ -288,7 +292,42 @@ class Consumer:
 
 
 class OwnKeys(Consumer):
-    """64 keys of its own, all queries of a step, all columns."""
+    """64 keys of its own, all queries of a step, all columns.
+
+    Products and what lies between them take turns in a warpgroup: it stands still until
+    all but the last few of the products it started are done. So the tensor cores are
+    busy only while the warpgroups are at different places of a step. The second one
+    starts half a step late, and nothing makes them meet: dq of a step, which needs the
+    ds of both, is multiplied in the step after it.
+    """
+
+    def free(self) -> dict[str, int]:
+        """Those of the stages, and both buffers of ds."""
+        return super().free() | {"ds_empty": 2}
+
+    def steps(self, count: Any, step: Callable[..., Any], carry: Any) -> Any:
+        """All steps, and dq of the last one."""
+        once = jnp.minimum(count, 1)
+
+        @pl.when((self.warpgroup == 1) & (count > 0))
+        def _() -> None:
+            plgpu.barrier_wait(self.scratch["half_a_step"])
+
+        def end(_: Any, number: Any) -> Any:
+            last = functools.partial(self.afresh().last_dq, number - 1)
+            pl.run_scoped(last, _DQ_PART)
+            return number
+
+        carry = lax.fori_loop(0, once, functools.partial(step, begin=True), carry)
+        carry = lax.fori_loop(once, count, step, carry)
+        lax.fori_loop(0, once, end, carry[0])
+        return carry
+
+    def _loop(self, slope_ref: Any, dk: Any, dv: Any) -> tuple[Any, Any]:
+        sums = super()._loop(slope_ref, dk, dv)
+        for buffer in range(2):  # see the last phase
+            plgpu.barrier_wait(self.scratch["ds_empty"].at[buffer])
+        return sums
 
     def step(
         self,
@@ -299,19 +338,26 @@ class OwnKeys(Consumer):
         slope_sums: Any,
         dk: Any,
         dv: Any,
+        begin: bool = False,
     ) -> Any:
-        """One tile of queries."""
-        stage = lax.rem(number, jnp.int32(self.blocks.stages))
+        """One tile of queries, and dq of the one before it."""
+        stage, do_stage = (lax.rem(number, jnp.int32(n)) for n in self.stages)
         scratch, dtype = self.scratch, self.problem.dtype
         plgpu.barrier_wait(scratch["q_full"].at[stage])
-        plgpu.barrier_wait(scratch["do_full"].at[stage])
 
         def weights(s_acc: Any, dp_acc: Any) -> tuple[Any, ...]:
             self.start_scores(s_acc, self.k_smem, self.q_smem.at[stage])
-            self.start_scores(dp_acc, self.v_smem, self.do_smem.at[stage])
+            plgpu.barrier_wait(scratch["do_full"].at[do_stage])
+            self.start_scores(dp_acc, self.v_smem, self.do_smem.at[do_stage])
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=self.problem.chunks)
             p, derivative, distance = self.weights(s, stage, head, index, full)
             dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+            if begin:
+
+                @pl.when(self.warpgroup == 0)
+                def _() -> None:
+                    plgpu.barrier_arrive(scratch["half_a_step"])
+
             # Operands in registers are made after the products, see the forward pass.
             p = lax.optimization_barrier(p)
             ds, sums = self.score_gradients(
@@ -322,30 +368,57 @@ class OwnKeys(Consumer):
 
         acc = plgpu.WGMMAAccumulatorRef(self.shape, jnp.float32)
         p, ds, slope_sums = pl.run_scoped(weights, acc, acc)
-        # Two buffers, because a warpgroup may still multiply one while the other one
-        # writes the next.
-        buffer = scratch["ds_smem"].at[lax.rem(number, jnp.int32(2))]
 
-        def products(dq_acc: Any) -> None:
+        def products(*dq_acc: Any) -> None:
             chunks = range(self.problem.chunks)
             for c in chunks:
-                self.start_sum(dv, p, self.do_smem.at[stage], c)
-            for m in range(self.blocks.block_q // ROWS):
-                buffer[m, self.mine] = ds[:, m * ROWS : (m + 1) * ROWS]
-            self.meet("ds_full")
-            self.start_dq(dq_acc, buffer, 0)
-            plgpu.wgmma_wait(1)
-            plgpu.barrier_arrive(scratch["do_empty"].at[stage])
+                self.start_sum(dv, p, self.do_smem.at[do_stage], c)
+            self.hand_over_ds(ds, number)
+            for acc in dq_acc:
+                self.start_dq_of(number - 1, acc)
             for c in chunks:
                 self.start_sum(dk, ds, self.q_smem.at[stage], c)
-            # While dk is multiplied, dq goes to shared memory.
+            plgpu.wgmma_wait(len(dq_acc) + len(chunks))
+            plgpu.barrier_arrive(scratch["do_empty"].at[do_stage])
             plgpu.wgmma_wait(len(chunks))
-            self.hand_over_dq(dq_acc)
+            for acc in dq_acc:
+                self.finish_dq_of(number - 1, acc)
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(scratch["q_empty"].at[stage])
 
-        pl.run_scoped(products, _DQ_PART)
+        if begin:
+            products()
+        else:
+            pl.run_scoped(products, _DQ_PART)
         return slope_sums
+
+    def hand_over_ds(self, ds: Any, number: Any) -> None:
+        """Gives ds of a step to both warpgroups."""
+        buffer = lax.rem(number, jnp.int32(2))
+        plgpu.barrier_wait(self.scratch["ds_empty"].at[buffer])
+        smem = self.scratch["ds_smem"].at[buffer]
+        for m in range(self.blocks.block_q // ROWS):
+            smem[m, self.mine] = ds[:, m * ROWS : (m + 1) * ROWS]
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.scratch["ds_full"].at[buffer])
+
+    def start_dq_of(self, number: Any, acc: Any) -> None:
+        """Starts dq of a step, once ds of both warpgroups is there."""
+        buffer = lax.rem(number, jnp.int32(2))
+        plgpu.barrier_wait(self.scratch["ds_full"].at[buffer])
+        self.start_dq(acc, self.scratch["ds_smem"].at[buffer], 0)
+
+    def finish_dq_of(self, number: Any, acc: Any) -> None:
+        """Gives dq of a step, which is complete, to the producer."""
+        buffer = lax.rem(number, jnp.int32(2))
+        plgpu.barrier_arrive(self.scratch["ds_empty"].at[buffer])
+        self.hand_over_dq(acc)
+
+    def last_dq(self, number: Any, acc: Any) -> None:
+        """Dq of the last step."""
+        self.start_dq_of(number, acc)
+        plgpu.wgmma_wait(0)
+        self.finish_dq_of(number, acc)
 
 
 class SharedKeys(Consumer):
@@ -408,3 +481,9 @@ class SharedKeys(Consumer):
         slope_sums = pl.run_scoped(weights, acc, acc)
         pl.run_scoped(products, _DQ_PART, _DQ_PART)
         return slope_sums
+
+    def meet(self, name: str) -> None:
+        """What this warpgroup wrote is there, and what the other one wrote too."""
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.scratch[name])
+        plgpu.barrier_wait(self.scratch[name])

@@ -20,7 +20,6 @@ __all__ = [
     "backward_smem",
     "forward_blocks",
     "forward_smem",
-    "gradient_stages",
     "query_buffers",
 ]
 
@@ -100,9 +99,6 @@ class BackwardBlocks:
     """Queries of a step."""
     block_k: int = 128
     """Keys of a tile, 64 for each warpgroup; or 64, which both share."""
-    stages: int = 2
-    """Steps whose queries and gradients fit in shared memory at a time; where the
-    warpgroups share the keys, there is room for gradients of one step alone."""
     splits: int = 1
     """Blocks that share the query heads of a key/value head, a divisor of their number:
     each writes dk and dv of its own, which are added afterwards. Blocks of one head go
@@ -110,15 +106,23 @@ class BackwardBlocks:
 
     def __post_init__(self) -> None:
         _check(self, consumers=(1, 2), block_q=(64, 128), block_k=(64, 128))
-        for name in ("stages", "splits"):
-            if getattr(self, name) < 1:
-                value = getattr(self, name)
-                raise ValueError(f"{name} {value}, expected at least 1")
+        if self.splits < 1:
+            raise ValueError(f"splits {self.splits}, expected at least 1")
 
     @property
     def shared(self) -> bool:
         """Whether both warpgroups work on the same keys."""
         return self.block_k == ROWS
+
+    @property
+    def stages(self) -> int:
+        """Steps whose queries fit in shared memory at a time."""
+        return 2 if self.block_k == ROWS else 3
+
+    @property
+    def gradient_stages(self) -> int:
+        """Steps whose gradients do."""
+        return self.stages - 1
 
 
 def _check(blocks: object, **allowed: tuple[int, ...] | range) -> None:
@@ -179,11 +183,6 @@ def query_buffers(problem: Problem) -> int:
     return 2 if problem.head_dim <= 128 else 1
 
 
-def gradient_stages(blocks: BackwardBlocks) -> int:
-    """Steps whose gradients the backward kernel holds."""
-    return 1 if blocks.shared else blocks.stages
-
-
 def forward_smem(problem: Problem, blocks: ForwardBlocks) -> int:
     """Shared memory of a block of the forward kernel, barriers included."""
     queries = smem_bytes((blocks.block_q, problem.head_dim), problem.dtype)
@@ -203,7 +202,7 @@ def backward_smem(problem: Problem, blocks: BackwardBlocks) -> int:
     scores = 2 * smem_bytes((blocks.block_q, blocks.block_k), problem.dtype)
     sums = smem_bytes((BACKWARD_CONSUMERS * ROWS, CHUNK), jnp.float32)
     stats = smem_bytes((blocks.stages, 2, blocks.block_q), jnp.float32)
-    steps = blocks.stages + gradient_stages(blocks)
+    steps = blocks.stages + blocks.gradient_stages
     return 2 * keys + steps * queries + scores + sums + stats + 2048
 
 

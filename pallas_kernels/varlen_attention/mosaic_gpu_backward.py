@@ -8,7 +8,8 @@ heads of the group or for a part of them. With scores ``s``, weights
     dv = p^T dout      ds = p (dout v^T - delta)      dk = ds^T q      dq = ds k
 
 Dk and dv stay in the registers of the two warpgroups for the whole loop (128 registers
-of a thread at head dims 128 and 256); 64 queries a step is what fits beside them.
+of a thread at head dims 128 and 256); 64 queries a step is what fits beside them. The
+warpgroups work half a step apart (`backward_consumer.OwnKeys`).
 
 **dq is summed over blocks**, in fp32 in global memory, which the copy engine adds to.
 The order is fixed, and with it every bit: a counter for each tile of queries says how
@@ -17,9 +18,9 @@ queries that see them from the first to the last, and the last tile of keys that
 of queries sees adds first. Under a causal mask that is the order in which blocks come
 by when they start together, for every query head of a group; without a mask they follow
 one another at the distance of one addition. A block waits only for blocks that come
-before it in the grid, which the hardware starts first. A warp of its own does the
-waiting and adding. Two passes, each with its own sums in registers, would need no order
-but seven products instead of five.
+before it in the grid, which the hardware starts first. One warp waits for turns, a step
+ahead of another one that adds. Two passes, each with its own sums in registers, would
+need no order but seven products instead of five.
 
 Queries are cut into tiles of their own buffer: a tile's dq, lse and delta lie in arrays
 of ``[tile, row of the tile]``, aligned wherever its sequence starts. Queries that are
@@ -48,16 +49,19 @@ from pallas_kernels.varlen_attention.config import (
     ROWS,
     BackwardBlocks,
     Problem,
-    gradient_stages,
 )
 from pallas_kernels.varlen_attention.consumer import LOG2E, Scores
 from pallas_kernels.varlen_attention.mosaic_gpu_forward import (
     chunked,
     copy_rows,
     decode_block,
-    heads_together,
 )
-from pallas_kernels.varlen_attention.rows import read_number, store_rows
+from pallas_kernels.varlen_attention.rows import (
+    FLAT,
+    load_in_register_order,
+    read_number,
+    store_rows,
+)
 from pallas_kernels.varlen_attention.schedule import (
     Sequences,
     Tiles,
@@ -77,8 +81,10 @@ FIELDS = (
 QUERY_FIELDS = "row", "base", "first", "stop", "adders"
 # Registers of a thread of the producer and of a consumer.
 _REGISTERS = (24, 240)
-# Warps of the producer: one loads, one adds to dq.
-_LOADER, _ADDER = 0, 1
+# Warps of the producer: one loads, one waits for turns, one adds to dq.
+_LOADER, _POLLER, _ADDER = 0, 1, 2
+# Heads whose tiles run side by side, at most.
+_TOGETHER = 8
 # Parts of 64 rows and a head that a warpgroup of the last blocks turns into dq.
 _UNITS = 4
 
@@ -172,7 +178,7 @@ def backward(
     by_key_head = (*k.shape[:2], key_heads, problem.head_dim)
     outputs = [
         jax.ShapeDtypeStruct(
-            (q_slots, block_q, problem.heads, problem.head_dim), jnp.float32
+            (q_slots, problem.heads, _units(problem, blocks), *FLAT), jnp.float32
         ),
         jax.ShapeDtypeStruct(q.shape, q.dtype),
         jax.ShapeDtypeStruct(by_key_head, k.dtype),
@@ -262,6 +268,21 @@ def _add_splits(
     return jnp.sum(parts, axis=3, dtype=jnp.float32).astype(sums.dtype)
 
 
+def _units(problem: Problem, blocks: BackwardBlocks) -> int:
+    """Parts of 64 x 64 of dq of a tile of queries and a head."""
+    return blocks.block_q // ROWS * problem.chunks
+
+
+def _heads_together(problem: Problem, blocks: BackwardBlocks) -> int:
+    """Heads of keys whose tiles run side by side; a divisor of their number.
+
+    The more there are, the fewer tiles of each run at a time and wait for one another.
+    But what they read and add to should stay in the L2 cache.
+    """
+    heads = problem.kv_heads * blocks.splits
+    return max(n for n in range(1, _TOGETHER + 1) if heads % n == 0)
+
+
 def _finished(blocks: BackwardBlocks) -> int:
     """Heads of a tile of queries that one of the last blocks turns into dq."""
     return _UNITS * BACKWARD_CONSUMERS * ROWS // blocks.block_q
@@ -270,16 +291,24 @@ def _finished(blocks: BackwardBlocks) -> int:
 def _scratch(problem: Problem, blocks: BackwardBlocks) -> dict[str, Any]:
     """Shared memory of a block."""
     stages, chunks, dtype = blocks.stages, problem.chunks, problem.dtype
-    do_stages, units = gradient_stages(blocks), blocks.block_q // ROWS
+    do_stages, units = blocks.gradient_stages, blocks.block_q // ROWS
     keys = chunked((), blocks.block_k, chunks, dtype)
     scores = functools.partial(
         plgpu.SMEM, dtype=dtype, transforms=smem_transforms(ROWS, dtype)
     )
-    shared = {}
+    both = functools.partial(plgpu.Barrier, num_arrivals=BACKWARD_CONSUMERS)
+    one = functools.partial(plgpu.Barrier, num_arrivals=1)
     if blocks.shared:
-        shared = {
+        own_or_shared = {
             "p_smem": scores((blocks.block_k, ROWS)),
-            "p_full": plgpu.Barrier(num_arrivals=BACKWARD_CONSUMERS),
+            "p_full": both(),
+            "ds_full": both(),
+        }
+    else:
+        own_or_shared = {
+            "ds_full": both(num_barriers=2),
+            "ds_empty": both(num_barriers=2),
+            "half_a_step": one(),
         }
     return {
         "k_smem": keys,
@@ -288,22 +317,17 @@ def _scratch(problem: Problem, blocks: BackwardBlocks) -> dict[str, Any]:
         "do_smem": chunked((do_stages,), blocks.block_q, chunks, dtype),
         "stats_smem": plgpu.SMEM((stages, 2, blocks.block_q), jnp.float32),
         "ds_smem": scores((1 if blocks.shared else 2, units, blocks.block_k, ROWS)),
-        "dq_smem": plgpu.SMEM(
-            (BACKWARD_CONSUMERS, ROWS, CHUNK),
-            jnp.float32,
-            transforms=smem_transforms(CHUNK, jnp.float32),
-        ),
+        "dq_smem": plgpu.SMEM((BACKWARD_CONSUMERS, *FLAT), jnp.float32),
         "kv_full": plgpu.Barrier(num_arrivals=2 * chunks),
         "q_full": plgpu.Barrier(num_arrivals=chunks + 1, num_barriers=stages),
         "do_full": plgpu.Barrier(num_arrivals=chunks, num_barriers=do_stages),
-        "q_empty": plgpu.Barrier(num_arrivals=BACKWARD_CONSUMERS, num_barriers=stages),
-        "do_empty": plgpu.Barrier(
-            num_arrivals=BACKWARD_CONSUMERS, num_barriers=do_stages
-        ),
-        "ds_full": plgpu.Barrier(num_arrivals=BACKWARD_CONSUMERS),
-        "dq_full": plgpu.Barrier(num_arrivals=BACKWARD_CONSUMERS),
-        "dq_empty": plgpu.Barrier(num_arrivals=1),
-        **shared,
+        "q_empty": both(num_barriers=stages),
+        "do_empty": both(num_barriers=do_stages),
+        "dq_full": one(num_barriers=BACKWARD_CONSUMERS),
+        "dq_empty": one(num_barriers=BACKWARD_CONSUMERS),
+        "turn_full": one(),
+        "turn_empty": one(),
+        **own_or_shared,
     }
 
 
@@ -330,7 +354,8 @@ def _body(
     slopes = refs[0] if scores.alibi else None
     sums, dq, dk, dv, *slope_sums = refs[1:] if scores.alibi else refs
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-    slot, key_head = decode_block(block, slots, heads_together(problem), 1)
+    together = _heads_together(problem, blocks)
+    slot, key_head = decode_block(block, slots, together, 1)
     adding = key_head < problem.kv_heads * blocks.splits
     turns = pl.get_global(plgpu.SemaphoreType.REGULAR((problem.heads * q_slots,)))
 
@@ -355,6 +380,10 @@ def _body(
                 def _() -> None:
                     producer.load_all(q, k, v, dout, stats)
 
+                @pl.when(warp == _POLLER)
+                def _() -> None:
+                    producer.poll_all(turns, q_slots)
+
                 @pl.when(warp == _ADDER)
                 def _() -> None:
                     producer.add_all(sums, turns, q_slots)
@@ -373,7 +402,8 @@ def _body(
             row = read("row")
             consumer.store(dk.at[row, :, key_head], dk_sums * scores.scale)
             consumer.store(dv.at[row, :, key_head], dv_sums)
-            plgpu.barrier_wait(scratch["dq_empty"])  # see its last phase
+            # See the last phase.
+            plgpu.barrier_wait(scratch["dq_empty"].at[warpgroup])
 
         @pl.when(~adding)
         def _() -> None:
@@ -397,26 +427,25 @@ def _finish(
     """Dq of a tile of queries and some heads, once all have added to it."""
     group, q_tile = lax.div(index, jnp.int32(q_slots)), lax.rem(index, q_slots)
     tile = {name: q_table[q_tile, i] for i, name in enumerate(QUERY_FIELDS)}
-    layout = plgpu.Layout.WGMMA
 
     def unit(i: Any, _: None) -> None:
         number = i * BACKWARD_CONSUMERS + warpgroup
-        chunks, parts = jnp.int32(problem.chunks), jnp.int32(blocks.block_q // ROWS)
-        columns = pl.ds(lax.rem(number, chunks) * CHUNK, CHUNK)
-        number = lax.div(number, chunks)
-        first = lax.rem(number, parts) * ROWS
-        head = group * _finished(blocks) + lax.div(number, parts)
+        units = jnp.int32(_units(problem, blocks))
+        head = group * _finished(blocks) + lax.div(number, units)
+        number = lax.rem(number, units)
+        first = lax.div(number, jnp.int32(problem.chunks)) * ROWS
+        columns = pl.ds(lax.rem(number, jnp.int32(problem.chunks)) * CHUNK, CHUNK)
 
         @pl.when((head < problem.heads) & (tile["first"] < tile["stop"]))
         def _() -> None:
             turn, adders = turns.at[head * q_slots + q_tile], tile["adders"]
             plgpu.semaphore_wait(turn, adders, decrement=False, memory_scope="gpu")
-            here = sums.at[q_tile, pl.ds(first, ROWS), head, columns]
-            zeros = jnp.zeros(here.shape, jnp.float32)
+            here = sums.at[q_tile, head, number]
+            zeros = jnp.zeros((ROWS, CHUNK), jnp.float32)
             values = lax.cond(
                 adders > 0,
-                lambda: plgpu.load(here, layout=layout, optimized=False),
-                lambda: plgpu.layout_cast(zeros, layout),
+                lambda: load_in_register_order(here),
+                lambda: plgpu.layout_cast(zeros, plgpu.Layout.WGMMA),
             )
             values = (values * scores.scale).astype(problem.dtype)
             rows = pl.ds(tile["base"] + first, ROWS)
@@ -454,7 +483,7 @@ class Producer:
         self.tile, self.key_head, self.scratch = tile, key_head, scratch
         self.heads = problem.groups // blocks.splits
         self.per_head = tile["last"] - tile["first"]
-        self.stages = blocks.stages, gradient_stages(blocks)
+        self.stages = blocks.stages, blocks.gradient_stages
 
     def place(self, step: Any) -> tuple[Any, Any]:
         """The query head and the tile of queries of a step."""
@@ -491,9 +520,30 @@ class Producer:
                 stage = lax.rem(self.steps + i, jnp.int32(stages))
                 plgpu.barrier_wait(scratch[name].at[stage])
 
+    def poll_all(self, turns: Any, q_slots: int) -> None:
+        """Tells the adder of its turns."""
+
+        def step(i: Any, _: None) -> None:
+            turn, rank = self.turn(i, turns, q_slots)
+            plgpu.semaphore_wait(turn, rank, decrement=False, memory_scope="gpu")
+            plgpu.barrier_wait(self.scratch["turn_empty"])
+            plgpu.barrier_arrive(self.scratch["turn_full"])
+
+        lax.fori_loop(0, self.steps, step, None)
+        plgpu.barrier_wait(self.scratch["turn_empty"])  # see its last phase
+
+    def turn(self, step: Any, turns: Any, q_slots: int) -> tuple[Any, Any]:
+        """Who counts additions to dq of a step, and how many come before."""
+        head, index = self.place(step)
+        q_tile = self.tile["q_tile"] + index
+        rank = rank_of(self.scores, self.blocks, self.tile, index)
+        return turns.at[head * q_slots + q_tile], rank
+
     def add_all(self, sums: Any, turns: Any, q_slots: int) -> None:
         """Dq of each step to global memory."""
-        plgpu.barrier_arrive(self.scratch["dq_empty"])
+        for part in range(BACKWARD_CONSUMERS):
+            plgpu.barrier_arrive(self.scratch["dq_empty"].at[part])
+        plgpu.barrier_arrive(self.scratch["turn_empty"])
 
         def step(i: Any, _: None) -> None:
             self.add(i, sums, turns, q_slots)
@@ -517,29 +567,26 @@ class Producer:
 
     def add(self, step: Any, sums: Any, turns: Any, q_slots: int) -> None:
         """Dq of a step to global memory, when it is this block's turn."""
-        scratch, chunks = self.scratch, self.problem.chunks
+        scratch = self.scratch
+        turn, rank = self.turn(step, turns, q_slots)
         head, index = self.place(step)
-        rank = rank_of(self.scores, self.blocks, self.tile, index)
-        q_tile = self.tile["q_tile"] + index
-        turn = turns.at[head * q_slots + q_tile]
-        plgpu.semaphore_wait(turn, rank, decrement=False, memory_scope="gpu")
+        here = sums.at[self.tile["q_tile"] + index, head]
+        plgpu.barrier_wait(scratch["turn_full"])
+        plgpu.barrier_arrive(scratch["turn_empty"])
 
-        def store(first: int, reduction: Literal["add"] | None) -> None:
-            for part in range(BACKWARD_CONSUMERS):
-                m, chunk = divmod(first + part, chunks)
-                rows, columns = pl.ds(m * ROWS, ROWS), pl.ds(chunk * CHUNK, CHUNK)
-                plgpu.copy_smem_to_gmem(
-                    scratch["dq_smem"].at[part],
-                    sums.at[q_tile, rows, head, columns],
-                    reduction_op=reduction,
-                )
+        def store(unit: int, reduction: Literal["add"] | None) -> None:
+            plgpu.copy_smem_to_gmem(
+                scratch["dq_smem"].at[unit % BACKWARD_CONSUMERS],
+                here.at[unit],
+                reduction_op=reduction,
+            )
 
-        parts = self.blocks.block_q // ROWS * chunks
-        for first in range(0, parts, BACKWARD_CONSUMERS):
-            plgpu.barrier_wait(scratch["dq_full"])
-            pl.when(rank == 0)(functools.partial(store, first, None))
-            pl.when(rank > 0)(functools.partial(store, first, "add"))
+        for unit in range(_units(self.problem, self.blocks)):
+            part = unit % BACKWARD_CONSUMERS
+            plgpu.barrier_wait(scratch["dq_full"].at[part])
+            pl.when(rank == 0)(functools.partial(store, unit, None))
+            pl.when(rank > 0)(functools.partial(store, unit, "add"))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.barrier_arrive(scratch["dq_empty"])
+            plgpu.barrier_arrive(scratch["dq_empty"].at[part])
         plgpu.wait_smem_to_gmem(0)
         plgpu.semaphore_signal(turn, memory_scope="gpu")

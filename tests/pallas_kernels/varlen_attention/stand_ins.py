@@ -91,6 +91,8 @@ def _add_diagonals(products, base, part, table, boxes, closure):
 
 
 register_inline("add_diagonals", _add_diagonals)
+register_inline("flatten_registers", lambda values: values.reshape(16, 256))
+register_inline("unflatten_registers", lambda values: values.reshape(64, 64))
 register_inline("load_some_rows", _load_some_rows)
 register_inline("store_some_rows", _store_some_rows, writes=(0,), part=_stored_part)
 register_inline(

@@ -585,7 +585,7 @@ def test_needs_a_hopper_gpu():
         (lambda: BackwardBlocks(consumers=3), "consumers 3, expected one of"),
         (lambda: BackwardBlocks(block_q=96), "block_q 96, expected one of"),
         (lambda: BackwardBlocks(block_k=256), "block_k 256, expected one of"),
-        (lambda: BackwardBlocks(stages=0), "stages 0, expected at least 1"),
+        (lambda: BackwardBlocks(splits=0), "splits 0, expected at least 1"),
         (lambda: BackwardBlocks(splits=0), "splits 0, expected at least 1"),
     ],
 )
