@@ -28,6 +28,7 @@ not the tile's have ``lse = inf``, which makes their weights zero.
 """
 
 import functools
+import math
 from typing import Any, Literal
 
 import jax
@@ -71,7 +72,7 @@ from pallas_kernels.varlen_attention.schedule import (
 )
 
 
-__all__ = ["FIELDS", "backward", "key_table", "rank_of"]
+__all__ = ["FIELDS", "backward", "heads_together", "key_table", "rank_of"]
 
 FIELDS = (
     "row", "k_base", "k_first", "k_stop", "index", "k_tiles", "first", "last",
@@ -83,8 +84,10 @@ QUERY_FIELDS = "row", "base", "first", "stop", "adders"
 _REGISTERS = (24, 240)
 # Warps of the producer: one loads, one waits for turns, one adds to dq.
 _LOADER, _POLLER, _ADDER = 0, 1, 2
-# Heads whose tiles run side by side, at most.
+# Heads whose tiles run side by side, at most: `max_seqs` may be far more than there are.
 _TOGETHER = 8
+# Half of the L2 cache.
+_L2_BYTES = 32 * 2**20
 # Parts of 64 rows and a head that a warpgroup of the last blocks turns into dq.
 _UNITS = 4
 
@@ -273,14 +276,18 @@ def _units(problem: Problem, blocks: BackwardBlocks) -> int:
     return blocks.block_q // ROWS * problem.chunks
 
 
-def _heads_together(problem: Problem, blocks: BackwardBlocks) -> int:
+def heads_together(problem: Problem, blocks: BackwardBlocks) -> int:
     """Heads of keys whose tiles run side by side; a divisor of their number.
 
     The more there are, the fewer tiles of each run at a time and wait for one another.
-    But what they read and add to should stay in the L2 cache.
+    But what their tiles of one sequence read and add to should stay in the L2 cache:
+    queries and gradients of 16 bits, and sums of 32.
     """
+    length = math.ceil(problem.queries / problem.max_seqs)
+    per_head = length * problem.head_dim * (2 * problem.dtype.itemsize + 4)
     heads = problem.kv_heads * blocks.splits
-    return max(n for n in range(1, _TOGETHER + 1) if heads % n == 0)
+    most = min(max(1, _L2_BYTES // per_head), _TOGETHER)
+    return max(n for n in range(1, most + 1) if heads % n == 0)
 
 
 def _finished(blocks: BackwardBlocks) -> int:
@@ -354,7 +361,7 @@ def _body(
     slopes = refs[0] if scores.alibi else None
     sums, dq, dk, dv, *slope_sums = refs[1:] if scores.alibi else refs
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-    together = _heads_together(problem, blocks)
+    together = heads_together(problem, blocks)
     slot, key_head = decode_block(block, slots, together, 1)
     adding = key_head < problem.kv_heads * blocks.splits
     turns = pl.get_global(plgpu.SemaphoreType.REGULAR((problem.heads * q_slots,)))

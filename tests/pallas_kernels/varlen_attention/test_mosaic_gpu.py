@@ -29,6 +29,7 @@ from pallas_kernels.varlen_attention.config import (
 from pallas_kernels.varlen_attention.consumer import Scores
 from pallas_kernels.varlen_attention.mosaic_gpu_backward import (
     FIELDS,
+    heads_together,
     key_table,
     rank_of,
 )
@@ -121,7 +122,7 @@ CASES = {
     "everything": (
         [70, 9],
         [139, 5],
-        (80, 144, 2, 2, 64),
+        (80, 144, 2, 1, 64),
         {
             "causal": True,
             "window": (60, None),
@@ -197,7 +198,7 @@ CASES = {
     "everything, head dim 256": (
         [70, 9],
         [139, 5],
-        (80, 144, 2, 2, 256),
+        (80, 144, 2, 1, 256),
         {
             "causal": True,
             "window": (60, None),
@@ -542,6 +543,26 @@ def test_gradients_take_the_tiles_of_their_head_dim():
     message = r"block_q, block_k = \(64, 128\) with head dim 256, expected \(64, 64\)"
     with use_device(H200), pytest.raises(Unsupported, match=message):
         jax.eval_shape(lambda *x: jax.vjp(attend, *x)[1](x[0]), q, k, v)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "max_seqs", "heads", "together"),
+    [(16384, 1, 16, 1), (16384, 4, 16, 4), (16384, 16, 16, 8), (64, 16, 12, 6)],
+)
+def test_heads_whose_gradients_run_side_by_side_fit_in_the_cache(
+    tokens, max_seqs, heads, together
+):
+    problem = Problem(
+        rows=1,
+        queries=tokens,
+        keys=tokens,
+        max_seqs=max_seqs,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=128,
+        dtype=BF16,
+    )
+    assert heads_together(problem, BackwardBlocks()) == together
 
 
 def test_blocks_search_among_so_many_sequences_at_most():
