@@ -10,7 +10,7 @@ step, and half of the columns of dk, dv and dq; weights go through shared memory
 import copy
 import functools
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -69,7 +69,7 @@ class Consumer:
         self.stages = blocks.stages, blocks.gradient_stages
         self.zero = jnp.int32(0)
 
-    def afresh(self) -> Self:
+    def afresh[C: Consumer](self: C) -> C:
         """Itself, for one step.
 
         The compiler does not see that places in shared memory are the same in every

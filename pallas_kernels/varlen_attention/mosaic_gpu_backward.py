@@ -84,10 +84,10 @@ QUERY_FIELDS = "row", "base", "first", "stop", "adders"
 _REGISTERS = (24, 240)
 # Warps of the producer: one loads, one waits for turns, one adds to dq.
 _LOADER, _POLLER, _ADDER = 0, 1, 2
-# Heads whose tiles run side by side, at most: `max_seqs` may be far more than there are.
+# Heads side by side, at most: there may be far fewer sequences than `max_seqs`.
 _TOGETHER = 8
-# Half of the L2 cache.
-_L2_BYTES = 32 * 2**20
+# Of the L2 cache, what such heads may take: measured, less than half.
+_L2_BYTES = 24 * 2**20
 # Parts of 64 rows and a head that a warpgroup of the last blocks turns into dq.
 _UNITS = 4
 
