@@ -69,7 +69,7 @@ class Consumer:
         self.stages = blocks.stages, blocks.gradient_stages
         self.zero = jnp.int32(0)
 
-    def afresh[C: Consumer](self: C) -> C:
+    def afresh(self) -> "Consumer":
         """Itself, for one step.
 
         The compiler does not see that places in shared memory are the same in every
@@ -314,7 +314,7 @@ class OwnKeys(Consumer):
             plgpu.barrier_wait(self.scratch["half_a_step"])
 
         def end(_: Any, number: Any) -> Any:
-            last = functools.partial(self.afresh().last_dq, number - 1)
+            last = functools.partial(self.last_dq, number - 1)
             pl.run_scoped(last, _DQ_PART)
             return number
 
