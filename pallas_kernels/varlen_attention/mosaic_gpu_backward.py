@@ -60,7 +60,6 @@ from pallas_kernels.varlen_attention.mosaic_gpu_forward import (
 from pallas_kernels.varlen_attention.rows import (
     FLAT,
     load_in_register_order,
-    read_number,
     store_rows,
 )
 from pallas_kernels.varlen_attention.schedule import (
@@ -70,6 +69,7 @@ from pallas_kernels.varlen_attention.schedule import (
     most_tiles,
     tile_sequences,
 )
+from pallas_kernels.varlen_attention.search import read_number
 
 
 __all__ = ["FIELDS", "backward", "heads_together", "key_table", "rank_of"]

@@ -43,17 +43,14 @@ from pallas_kernels.varlen_attention.consumer import (
     tile_terms,
 )
 from pallas_kernels.varlen_attention.diagonals import TileTerms
-from pallas_kernels.varlen_attention.rows import (
-    copy_line,
-    store_rows,
-    take_ticket,
-)
+from pallas_kernels.varlen_attention.rows import store_rows
 from pallas_kernels.varlen_attention.schedule import (
     Sequences,
     interval_of_keys,
     most_tiles,
     tile_sequences,
 )
+from pallas_kernels.varlen_attention.search import copy_line, take_ticket
 
 
 __all__ = [

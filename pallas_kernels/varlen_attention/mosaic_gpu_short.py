@@ -24,8 +24,9 @@ from pallas_kernels.varlen_attention.mosaic_gpu_forward import (
     copy_rows,
     tile_fields,
 )
-from pallas_kernels.varlen_attention.rows import find_tile, store_rows
+from pallas_kernels.varlen_attention.rows import store_rows
 from pallas_kernels.varlen_attention.schedule import Sequences, most_tiles
+from pallas_kernels.varlen_attention.search import find_tile
 from pallas_kernels.varlen_attention.segments import cut_cu_seqlens
 
 

@@ -32,17 +32,13 @@ from pallas_kernels.varlen_attention.config import ROWS, BackwardBlocks, Problem
 from pallas_kernels.varlen_attention.consumer import LOG2E, Scores
 from pallas_kernels.varlen_attention.mosaic_gpu_forward import chunked, copy_rows
 from pallas_kernels.varlen_attention.mosaic_gpu_short import sequence_of
-from pallas_kernels.varlen_attention.rows import (
-    find_tile,
-    keep_band,
-    load_rows,
-    store_rows,
-)
+from pallas_kernels.varlen_attention.rows import keep_band, load_rows, store_rows
 from pallas_kernels.varlen_attention.schedule import (
     Sequences,
     interval_of_keys,
     most_tiles,
 )
+from pallas_kernels.varlen_attention.search import find_tile
 
 
 __all__ = ["backward_short"]
