@@ -209,7 +209,7 @@ def in_register_order(values: jax.Array) -> jax.Array:
         values: fp32 [64, 64], in the layout of wgmma accumulators.
 
     Returns:
-        fp32 [16, 256], see `from_register_order`.
+        fp32 [16, 256], which `load_in_register_order` reads.
     """
 
     @plgpu.inline_mgpu(
