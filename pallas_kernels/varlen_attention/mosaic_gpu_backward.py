@@ -29,7 +29,7 @@ not the tile's have ``lse = inf``, which makes their weights zero.
 
 import functools
 import math
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,8 +42,8 @@ from pallas_kernels.mosaic import smem_transforms, unmarked
 from pallas_kernels.varlen_attention.backward_consumer import (
     OwnKeys,
     SharedKeys,
-    query_start,
 )
+from pallas_kernels.varlen_attention.backward_producer import Producer, units
 from pallas_kernels.varlen_attention.config import (
     BACKWARD_CONSUMERS,
     CHUNK,
@@ -54,7 +54,6 @@ from pallas_kernels.varlen_attention.config import (
 from pallas_kernels.varlen_attention.consumer import LOG2E, Scores
 from pallas_kernels.varlen_attention.mosaic_gpu_forward import (
     chunked,
-    copy_rows,
     decode_block,
 )
 from pallas_kernels.varlen_attention.rows import (
@@ -72,7 +71,7 @@ from pallas_kernels.varlen_attention.schedule import (
 from pallas_kernels.varlen_attention.search import read_number
 
 
-__all__ = ["FIELDS", "backward", "heads_together", "key_table", "rank_of"]
+__all__ = ["FIELDS", "backward", "heads_together", "key_table"]
 
 FIELDS = (
     "row", "k_base", "k_first", "k_stop", "index", "k_tiles", "first", "last",
@@ -181,7 +180,7 @@ def backward(
     by_key_head = (*k.shape[:2], key_heads, problem.head_dim)
     outputs = [
         jax.ShapeDtypeStruct(
-            (q_slots, problem.heads, _units(problem, blocks), *FLAT), jnp.float32
+            (q_slots, problem.heads, units(problem, blocks), *FLAT), jnp.float32
         ),
         jax.ShapeDtypeStruct(q.shape, q.dtype),
         jax.ShapeDtypeStruct(by_key_head, k.dtype),
@@ -269,11 +268,6 @@ def _add_splits(
     if parts.shape[3] == 1:
         return sums
     return jnp.sum(parts, axis=3, dtype=jnp.float32).astype(sums.dtype)
-
-
-def _units(problem: Problem, blocks: BackwardBlocks) -> int:
-    """Parts of 64 x 64 of dq of a tile of queries and a head."""
-    return blocks.block_q // ROWS * problem.chunks
 
 
 def heads_together(problem: Problem, blocks: BackwardBlocks) -> int:
@@ -437,9 +431,9 @@ def _finish(
 
     def unit(i: Any, _: None) -> None:
         number = i * BACKWARD_CONSUMERS + warpgroup
-        units = jnp.int32(_units(problem, blocks))
-        head = group * _finished(blocks) + lax.div(number, units)
-        number = lax.rem(number, units)
+        each = jnp.int32(units(problem, blocks))
+        head = group * _finished(blocks) + lax.div(number, each)
+        number = lax.rem(number, each)
         first = lax.div(number, jnp.int32(problem.chunks)) * ROWS
         columns = pl.ds(lax.rem(number, jnp.int32(problem.chunks)) * CHUNK, CHUNK)
 
@@ -460,140 +454,3 @@ def _finish(
             store_rows(target, values, tile["first"] - first, tile["stop"] - first)
 
     lax.fori_loop(0, _UNITS * problem.chunks, unit, None)
-
-
-def rank_of(
-    scores: Scores, blocks: BackwardBlocks, tile: dict[str, Any], index: Any
-) -> Any:
-    """How many tiles of keys add to a tile of queries before this one: those behind."""
-    last = tile["k_tiles"] - 1
-    if scores.window[1] is not None:
-        stop = jnp.minimum((index + 1) * blocks.block_q, tile["q_len"])
-        seen = stop + tile["reach"]
-        last = jnp.minimum(last, lax.div(seen - 1, jnp.int32(blocks.block_k)))
-    return last - tile["index"]
-
-
-class Producer:
-    """Streams queries and gradients in, and dq out: a warp each."""
-
-    def __init__(
-        self,
-        problem: Problem,
-        scores: Scores,
-        blocks: BackwardBlocks,
-        tile: dict[str, Any],
-        key_head: Any,
-        scratch: dict[str, Any],
-    ) -> None:
-        self.problem, self.scores, self.blocks = problem, scores, blocks
-        self.tile, self.key_head, self.scratch = tile, key_head, scratch
-        self.heads = problem.groups // blocks.splits
-        self.per_head = tile["last"] - tile["first"]
-        self.stages = blocks.stages, blocks.gradient_stages
-
-    def place(self, step: Any) -> tuple[Any, Any]:
-        """The query head and the tile of queries of a step."""
-        head = self.key_head * self.heads + lax.div(step, self.per_head)
-        return head, self.tile["first"] + lax.rem(step, self.per_head)
-
-    @property
-    def steps(self) -> Any:
-        """Of all query heads of the block."""
-        return self.per_head * self.heads
-
-    def load_all(self, q: Any, k: Any, v: Any, dout: Any, stats: Any) -> None:
-        """Keys and values, then what each step needs."""
-        scratch = self.scratch
-        kv_head = lax.div(self.key_head, jnp.int32(self.blocks.splits))
-        for ref, name in ((k, "k"), (v, "v")):
-            copy_rows(
-                ref,
-                self.tile["row"],
-                self.tile["k_base"],
-                kv_head,
-                scratch[f"{name}_smem"][1],
-                scratch["kv_full"],
-            )
-
-        def step(i: Any, _: None) -> None:
-            self.load(i, q, dout, stats)
-
-        lax.fori_loop(0, self.steps, step, None)
-
-        # Every waiter must see each phase of a barrier.
-        for name, stages in zip(("q_empty", "do_empty"), self.stages, strict=True):
-            for i in range(stages):
-                stage = lax.rem(self.steps + i, jnp.int32(stages))
-                plgpu.barrier_wait(scratch[name].at[stage])
-
-    def poll_all(self, turns: Any, q_slots: int) -> None:
-        """Tells the adder of its turns."""
-
-        def step(i: Any, _: None) -> None:
-            turn, rank = self.turn(i, turns, q_slots)
-            plgpu.semaphore_wait(turn, rank, decrement=False, memory_scope="gpu")
-            plgpu.barrier_wait(self.scratch["turn_empty"])
-            plgpu.barrier_arrive(self.scratch["turn_full"])
-
-        lax.fori_loop(0, self.steps, step, None)
-        plgpu.barrier_wait(self.scratch["turn_empty"])  # see its last phase
-
-    def turn(self, step: Any, turns: Any, q_slots: int) -> tuple[Any, Any]:
-        """Who counts additions to dq of a step, and how many come before."""
-        head, index = self.place(step)
-        q_tile = self.tile["q_tile"] + index
-        rank = rank_of(self.scores, self.blocks, self.tile, index)
-        return turns.at[head * q_slots + q_tile], rank
-
-    def add_all(self, sums: Any, turns: Any, q_slots: int) -> None:
-        """Dq of each step to global memory."""
-        for part in range(BACKWARD_CONSUMERS):
-            plgpu.barrier_arrive(self.scratch["dq_empty"].at[part])
-        plgpu.barrier_arrive(self.scratch["turn_empty"])
-
-        def step(i: Any, _: None) -> None:
-            self.add(i, sums, turns, q_slots)
-
-        lax.fori_loop(0, self.steps, step, None)
-
-    def load(self, step: Any, q: Any, dout: Any, stats: Any) -> None:
-        """Queries, gradients, lse and delta of a step."""
-        scratch, row = self.scratch, self.tile["row"]
-        head, index = self.place(step)
-        stage, do_stage = (lax.rem(step, jnp.int32(n)) for n in self.stages)
-        start = query_start(self.blocks, self.tile.__getitem__, index)
-        plgpu.barrier_wait(scratch["q_empty"].at[stage])
-        full = scratch["q_full"].at[stage]
-        copy_rows(q, row, start, head, scratch["q_smem"][1].at[stage], full)
-        here = stats.at[head, self.tile["q_tile"] + index]
-        plgpu.copy_gmem_to_smem(here, scratch["stats_smem"].at[stage], full)
-        plgpu.barrier_wait(scratch["do_empty"].at[do_stage])
-        full = scratch["do_full"].at[do_stage]
-        copy_rows(dout, row, start, head, scratch["do_smem"][1].at[do_stage], full)
-
-    def add(self, step: Any, sums: Any, turns: Any, q_slots: int) -> None:
-        """Dq of a step to global memory, when it is this block's turn."""
-        scratch = self.scratch
-        turn, rank = self.turn(step, turns, q_slots)
-        head, index = self.place(step)
-        here = sums.at[self.tile["q_tile"] + index, head]
-        plgpu.barrier_wait(scratch["turn_full"])
-        plgpu.barrier_arrive(scratch["turn_empty"])
-
-        def store(unit: int, reduction: Literal["add"] | None) -> None:
-            plgpu.copy_smem_to_gmem(
-                scratch["dq_smem"].at[unit % BACKWARD_CONSUMERS],
-                here.at[unit],
-                reduction_op=reduction,
-            )
-
-        for unit in range(_units(self.problem, self.blocks)):
-            part = unit % BACKWARD_CONSUMERS
-            plgpu.barrier_wait(scratch["dq_full"].at[part])
-            pl.when(rank == 0)(functools.partial(store, unit, None))
-            pl.when(rank > 0)(functools.partial(store, unit, "add"))
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.barrier_arrive(scratch["dq_empty"].at[part])
-        plgpu.wait_smem_to_gmem(0)
-        plgpu.semaphore_signal(turn, memory_scope="gpu")

@@ -19,6 +19,7 @@ from pallas_kernels.varlen_attention import (
     varlen_attention,
     varlen_attention_reference,
 )
+from pallas_kernels.varlen_attention.backward_producer import rank_of
 from pallas_kernels.varlen_attention.config import (
     Problem,
     backward_blocks,
@@ -31,7 +32,6 @@ from pallas_kernels.varlen_attention.mosaic_gpu_backward import (
     FIELDS,
     heads_together,
     key_table,
-    rank_of,
 )
 from pallas_kernels.varlen_attention.schedule import (
     Sequences,
