@@ -204,7 +204,10 @@ def measure_with(makers: Makers, benchmark: Benchmark) -> Callable:
         for i in range(0, len(cases), BATCH):
             start = time.monotonic()
             batch = cases[i : i + BATCH]
-            with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            with (
+                timing.preparing(),
+                ThreadPoolExecutor(os.cpu_count() or 1) as pool,
+            ):
                 ready = [prepare(case, names, pool) for case in batch]
                 for _, futures in ready:
                     for future in futures:

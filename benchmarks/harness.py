@@ -316,6 +316,28 @@ def run_case(
 
     One that breaks does not take the others with it.
     """
+    with timing.preparing():
+        results, candidates, num_devices = _candidates(benchmark, case, names, samples)
+    with timing.turn():
+        for _ in range(ROUNDS):
+            for name in list(candidates):
+                candidate = candidates[name]
+                try:
+                    candidate.seconds += candidate.take(-(-samples // ROUNDS))
+                except Exception as error:
+                    results[name] = failed(error)
+                    del candidates[name]
+    for name, candidate in candidates.items():
+        results[name] = Measurement(
+            candidate.seconds, candidate.max_rel_error, candidate.metrics, num_devices
+        )
+    return {name: results[name] for name in names}
+
+
+def _candidates(
+    benchmark: Benchmark, case: Case, names: Sequence[str], samples: int
+) -> tuple[Results, dict[str, _Candidate], int]:
+    """What is to be timed, checked; what is not; and the number of devices."""
     seed = 0
     sets = [_checked_inputs(benchmark, case.params, seed)]
     arrays = [a for a in jax.tree.leaves(sets) if isinstance(a, jax.Array)]
@@ -352,18 +374,7 @@ def run_case(
             results[name] = NoMeasurement(f"not supported: {error}")
         except Exception as error:
             results[name] = failed(error)
-    for _ in range(ROUNDS):
-        for name in list(candidates):
-            try:
-                candidates[name].seconds += candidates[name].take(-(-samples // ROUNDS))
-            except Exception as error:
-                results[name] = failed(error)
-                del candidates[name]
-    for name, candidate in candidates.items():
-        results[name] = Measurement(
-            candidate.seconds, candidate.max_rel_error, candidate.metrics, num_devices
-        )
-    return {name: results[name] for name in names}
+    return results, candidates, num_devices
 
 
 def failed(error: Exception) -> NoMeasurement:

@@ -32,8 +32,12 @@ from benchmarks import records
 PROCESSES = 3
 """That share a GPU: about what keeps it busy while the others compile."""
 
-SHARING = ("varlen_attention", "tile_sparse_matmul", "tile_sparse_layers")
-"""Benchmarks that measure in turns. Wall times would suffer from the neighbors."""
+SHARING = (
+    ("encoder", "encoder_steps"),
+    ("varlen_attention", "tile_sparse_matmul", "tile_sparse_layers"),
+)
+"""Benchmarks that measure in turns. The first take wall times, which suffer from busy
+neighbors, and compile only while nobody measures."""
 
 RESERVED = 5.0
 """Seconds of the time given that are left for merging."""
@@ -51,9 +55,12 @@ class Command:
     """That it needs; with more than one it runs alone."""
 
     @property
-    def shares(self) -> bool:
-        """Whether others may run on its GPU."""
-        return self.gpus == 1 and self.line.split()[0] in SHARING
+    def company(self) -> tuple[str, ...]:
+        """Benchmarks that may run on its GPU meanwhile; none where it needs it alone."""
+        name = self.line.split()[0]
+        if self.gpus > 1:
+            return ()
+        return next((names for names in SHARING if name in names), ())
 
 
 _ATTENTION = "--impl mosaic_gpu cudnn_packed cudnn_padded torch_varlen"
@@ -70,10 +77,13 @@ COMMANDS = (
         "attention",
         f"varlen_attention --case llama_* prefill_* falcon_* {_ATTENTION}",
     ),
-    Command(
-        "encoder",
-        "encoder --batch 16 --max_len 512 1024 --skip torch_compile_graphs "
-        "--samples 10",
+    *(
+        Command(
+            "encoder",
+            f"encoder --model {model} --batch 16 --skip torch_eager "
+            "torch_compile_graphs --samples 10",
+        )
+        for model in ("bert_base", "deberta_v3_base", "albert_base", "distilbert_base")
     ),
     Command("encoder", "encoder_steps --samples 10"),
     Command("encoder", "encoder_fusions --samples 10"),
@@ -133,7 +143,7 @@ class Suite:
         line += ["--out", str(out)]
         line += ["--commit", self.commit] if self.commit else []
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
-        if command.shares:
+        if command.company:
             environment["BENCHMARK_LOCK"] = str(self.folder / f"gpu_{gpus[0]}.lock")
         with open(out / "log.txt", "w") as log:
             try:
@@ -156,8 +166,9 @@ class Suite:
         """Single GPUs first, then what needs several."""
         numbered = list(enumerate(commands))
         single = [(n, c) for n, c in numbered if c.gpus == 1]
-        self._lanes([(n, c) for n, c in single if not c.shares], gpus, 1)
-        self._lanes([(n, c) for n, c in single if c.shares], gpus, PROCESSES)
+        for company in ((), *SHARING):
+            lane = [(n, c) for n, c in single if c.company == company]
+            self._lanes(lane, gpus, PROCESSES if company else 1)
         for number, command in numbered:
             if 1 < command.gpus <= gpus:
                 self.run(number, command, range(command.gpus))

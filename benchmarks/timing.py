@@ -73,12 +73,28 @@ def turn() -> Iterator[None]:
     Where the environment variable ``BENCHMARK_LOCK`` names a file, processes that
     measure parts of a benchmark compile side by side and run one after another.
     """
+    with _held(fcntl.LOCK_EX):
+        yield
+
+
+@contextmanager
+def preparing() -> Iterator[None]:
+    """Compile or check beside others that do, while nobody has a `turn`.
+
+    For benchmarks of wall times, which suffer from busy neighbors.
+    """
+    with _held(fcntl.LOCK_SH):
+        yield
+
+
+@contextmanager
+def _held(kind: int) -> Iterator[None]:
     path = os.environ.get("BENCHMARK_LOCK")
     if path is None:
         yield
         return
     with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, kind)
         yield  # closing the file lets the next one go
 
 

@@ -171,6 +171,10 @@ def test_processes_that_share_a_gpu_measure_in_turns(monkeypatch, tmp_path):
         now = fcntl.LOCK_EX | fcntl.LOCK_NB
         with timing.turn(), pytest.raises(BlockingIOError):
             fcntl.flock(other, now)
+        with timing.preparing():
+            fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(other, now)
         fcntl.flock(other, now)
 
 

@@ -34,22 +34,26 @@ json.dump(what, open({str(calls)!r} + f"/{{os.getpid()}}", "w"))
 print("case mosaic_gpu 1.0 us  tflops 1")
 """
     fake(tmp_path, monkeypatch, body)
-    monkeypatch.setattr(suite, "SHARING", ("one",))
+    monkeypatch.setattr(suite, "SHARING", (("other",), ("one",)))
     commands = [suite.Command("a", f"one --case '{i}_*'") for i in range(8)]
     commands += [suite.Command("a", f"own {i}") for i in range(4)]
+    commands += [suite.Command("a", "other")]
     commands += [suite.Command("b", "two", 2), suite.Command("b", "four", 4)]
     suite.Suite(tmp_path / "out", "abc", 60).run_all(commands, gpus=2)
     found = [json.loads(path.read_text()) for path in calls.iterdir()]
     single = [call for call in found if call["line"][1] == "benchmarks.one"]
     (pair,) = (call for call in found if call["line"][1] == "benchmarks.two")
-    assert len(found) == 13  # there are no four GPUs
+    assert len(found) == 14  # there are no four GPUs
     assert sorted(call["line"][3] for call in single) == [f"{i}_*" for i in range(8)]
     assert {call["CUDA_VISIBLE_DEVICES"] for call in single} == {"0", "1"}
     for call in single:
         assert call["BENCHMARK_LOCK"].endswith(f"{call['CUDA_VISIBLE_DEVICES']}.lock")
         assert call["stop"] <= pair["start"]
     own = [call for call in found if call["line"][1] == "benchmarks.own"]
-    assert max(c["stop"] for c in own) <= min(c["start"] for c in single)
+    (other,) = (c for c in found if c["line"][1] == "benchmarks.other")
+    assert other["BENCHMARK_LOCK"] is not None
+    assert max(c["stop"] for c in own) <= other["start"]
+    assert other["stop"] <= min(c["start"] for c in single)
     for gpu in "01":
         lane = [c for c in own if c["CUDA_VISIBLE_DEVICES"] == gpu]
         lane.sort(key=lambda c: c["start"])
@@ -57,7 +61,7 @@ print("case mosaic_gpu 1.0 us  tflops 1")
         assert all(a["stop"] <= b["start"] for a, b in itertools.pairwise(lane))
     assert pair["CUDA_VISIBLE_DEVICES"] == "0,1" and pair["BENCHMARK_LOCK"] is None
     assert all(call["line"][-2:] == ["--commit", "abc"] for call in found)
-    assert capsys.readouterr().out.count("done, 1 rows") == 13
+    assert capsys.readouterr().out.count("done, 1 rows") == 14
 
 
 def test_what_takes_too_long_is_ended(tmp_path, monkeypatch, capsys):
