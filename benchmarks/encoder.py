@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks import plain_encoder, torch_encoder
+from benchmarks import plain_encoder, timing, torch_encoder
 from benchmarks.harness import Benchmark, Case, Jax, Params, Results, Torch, run_case
 from benchmarks.plain_encoder import Switches
 from jaxscale import models

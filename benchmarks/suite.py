@@ -56,7 +56,7 @@ class Command:
 
     @property
     def company(self) -> tuple[str, ...]:
-        """Benchmarks that may run on its GPU meanwhile; none where it needs it alone."""
+        """Benchmarks that may run on its GPU meanwhile, if any."""
         name = self.line.split()[0]
         if self.gpus > 1:
             return ()
