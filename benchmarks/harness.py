@@ -53,6 +53,9 @@ from benchmarks import timing
 Params = Mapping[str, Any]
 Output = Any
 
+SEED = 0
+"""Of the first set of inputs."""
+
 ROUNDS = 5
 """How often the implementations of a case take turns."""
 
@@ -317,8 +320,14 @@ def run_case(
     One that breaks does not take the others with it.
     """
     with timing.preparing():
-        results, candidates, num_devices = _candidates(benchmark, case, names, samples)
+        results, candidates, num_devices = _candidates(benchmark, case, names)
     with timing.turn():
+        for name in names:
+            custom = benchmark.implementations[name]
+            if isinstance(custom, Custom):
+                results[name] = _attempt(
+                    lambda c=custom: c.measure(case.params, SEED, samples)
+                )
         for _ in range(ROUNDS):
             for name in list(candidates):
                 candidate = candidates[name]
@@ -335,18 +344,17 @@ def run_case(
 
 
 def _candidates(
-    benchmark: Benchmark, case: Case, names: Sequence[str], samples: int
+    benchmark: Benchmark, case: Case, names: Sequence[str]
 ) -> tuple[Results, dict[str, _Candidate], int]:
     """What is to be timed, checked; what is not; and the number of devices."""
-    seed = 0
-    sets = [_checked_inputs(benchmark, case.params, seed)]
+    sets = [_checked_inputs(benchmark, case.params, SEED)]
     arrays = [a for a in jax.tree.leaves(sets) if isinstance(a, jax.Array)]
     num_devices = max((len(a.devices()) for a in arrays), default=1)
     nbytes = sum(a.nbytes for a in arrays) / num_devices
     if benchmark.rotate and benchmark.time == "device":
         count = timing.number_of_sets(nbytes) if timing.on_gpu() else 2
         sets += [
-            _checked_inputs(benchmark, case.params, seed + i) for i in range(1, count)
+            _checked_inputs(benchmark, case.params, SEED + i) for i in range(1, count)
         ]
     expected = None
     if benchmark.reference is not None:
@@ -361,20 +369,29 @@ def _candidates(
     candidates: dict[str, _Candidate] = {}
     for name in names:
         implementation = benchmark.implementations[name]
-        try:
-            if isinstance(implementation, Custom):
-                results[name] = implementation.measure(case.params, seed, samples)
-            elif isinstance(implementation, Torch) and not timing.torch_is_there():
-                results[name] = NoMeasurement("torch with a GPU is not there")
-            else:
-                candidates[name] = _prepare(
-                    benchmark, implementation, case.params, sets, expected
-                )
-        except NotImplementedError as error:
-            results[name] = NoMeasurement(f"not supported: {error}")
-        except Exception as error:
-            results[name] = failed(error)
+        if isinstance(implementation, Custom):
+            continue
+        if isinstance(implementation, Torch) and not timing.torch_is_there():
+            results[name] = NoMeasurement("torch with a GPU is not there")
+            continue
+        made = _attempt(
+            lambda i=implementation: _prepare(benchmark, i, case.params, sets, expected)
+        )
+        if isinstance(made, NoMeasurement):
+            results[name] = made
+        else:
+            candidates[name] = made
     return results, candidates, num_devices
+
+
+def _attempt[T](make: Callable[[], T]) -> T | NoMeasurement:
+    """What it makes, or why it does not."""
+    try:
+        return make()
+    except NotImplementedError as error:
+        return NoMeasurement(f"not supported: {error}")
+    except Exception as error:
+        return failed(error)
 
 
 def failed(error: Exception) -> NoMeasurement:

@@ -50,6 +50,7 @@ from pallas_kernels.varlen_attention.config import (
     ROWS,
     BackwardBlocks,
     Problem,
+    largest_divisor,
 )
 from pallas_kernels.varlen_attention.consumer import LOG2E, Scores
 from pallas_kernels.varlen_attention.mosaic_gpu_forward import (
@@ -71,7 +72,7 @@ from pallas_kernels.varlen_attention.schedule import (
 from pallas_kernels.varlen_attention.search import read_number
 
 
-__all__ = ["FIELDS", "backward", "heads_together", "key_table"]
+__all__ = ["FIELDS", "backward", "key_heads_together", "key_table"]
 
 FIELDS = (
     "row", "k_base", "k_first", "k_stop", "index", "k_tiles", "first", "last",
@@ -85,7 +86,7 @@ _REGISTERS = (24, 240)
 _LOADER, _POLLER, _ADDER = 0, 1, 2
 # Heads side by side, at most: there may be far fewer sequences than `max_seqs`.
 _TOGETHER = 8
-# Of the L2 cache, what such heads may take: measured, less than half.
+# What of the L2 cache such heads may take, by trial.
 _L2_BYTES = 24 * 2**20
 # Parts of 64 rows and a head that a warpgroup of the last blocks turns into dq.
 _UNITS = 4
@@ -270,7 +271,7 @@ def _add_splits(
     return jnp.sum(parts, axis=3, dtype=jnp.float32).astype(sums.dtype)
 
 
-def heads_together(problem: Problem, blocks: BackwardBlocks) -> int:
+def key_heads_together(problem: Problem, blocks: BackwardBlocks) -> int:
     """Heads of keys whose tiles run side by side; a divisor of their number.
 
     The more there are, the fewer tiles of each run at a time and wait for one another.
@@ -280,8 +281,7 @@ def heads_together(problem: Problem, blocks: BackwardBlocks) -> int:
     length = math.ceil(problem.queries / problem.max_seqs)
     per_head = length * problem.head_dim * (2 * problem.dtype.itemsize + 4)
     heads = problem.kv_heads * blocks.splits
-    most = min(max(1, _L2_BYTES // per_head), _TOGETHER)
-    return max(n for n in range(1, most + 1) if heads % n == 0)
+    return largest_divisor(heads, min(_L2_BYTES // per_head, _TOGETHER))
 
 
 def _finished(blocks: BackwardBlocks) -> int:
@@ -292,7 +292,7 @@ def _finished(blocks: BackwardBlocks) -> int:
 def _scratch(problem: Problem, blocks: BackwardBlocks) -> dict[str, Any]:
     """Shared memory of a block."""
     stages, chunks, dtype = blocks.stages, problem.chunks, problem.dtype
-    do_stages, units = blocks.gradient_stages, blocks.block_q // ROWS
+    do_stages, parts = blocks.gradient_stages, blocks.block_q // ROWS
     keys = chunked((), blocks.block_k, chunks, dtype)
     scores = functools.partial(
         plgpu.SMEM, dtype=dtype, transforms=smem_transforms(ROWS, dtype)
@@ -317,7 +317,7 @@ def _scratch(problem: Problem, blocks: BackwardBlocks) -> dict[str, Any]:
         "q_smem": chunked((stages,), blocks.block_q, chunks, dtype),
         "do_smem": chunked((do_stages,), blocks.block_q, chunks, dtype),
         "stats_smem": plgpu.SMEM((stages, 2, blocks.block_q), jnp.float32),
-        "ds_smem": scores((1 if blocks.shared else 2, units, blocks.block_k, ROWS)),
+        "ds_smem": scores((1 if blocks.shared else 2, parts, blocks.block_k, ROWS)),
         "dq_smem": plgpu.SMEM((BACKWARD_CONSUMERS, *FLAT), jnp.float32),
         "kv_full": plgpu.Barrier(num_arrivals=2 * chunks),
         "q_full": plgpu.Barrier(num_arrivals=chunks + 1, num_barriers=stages),
@@ -355,7 +355,7 @@ def _body(
     slopes = refs[0] if scores.alibi else None
     sums, dq, dk, dv, *slope_sums = refs[1:] if scores.alibi else refs
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-    together = heads_together(problem, blocks)
+    together = key_heads_together(problem, blocks)
     slot, key_head = decode_block(block, slots, together, 1)
     adding = key_head < problem.kv_heads * blocks.splits
     turns = pl.get_global(plgpu.SemaphoreType.REGULAR((problem.heads * q_slots,)))

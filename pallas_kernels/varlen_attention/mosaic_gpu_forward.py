@@ -34,6 +34,7 @@ from pallas_kernels.varlen_attention.config import (
     ROWS,
     ForwardBlocks,
     Problem,
+    largest_divisor,
     query_buffers,
 )
 from pallas_kernels.varlen_attention.consumer import (
@@ -84,9 +85,7 @@ def chunked(stages: tuple[int, ...], rows: int, chunks: int, dtype: Any) -> Any:
 def heads_together(problem: Problem) -> int:
     """Key/value heads whose tiles run side by side; a divisor of their number."""
     per_head = 2 * problem.keys * problem.head_dim * problem.dtype.itemsize
-    most = max(1, _L2_BYTES // per_head)
-    return max(n for n in range(1, problem.kv_heads + 1)
-               if problem.kv_heads % n == 0 and n <= most)  # fmt: skip
+    return largest_divisor(problem.kv_heads, _L2_BYTES // per_head)
 
 
 def decode_block(index: Any, slots: Any, kv_heads: int, copies: int) -> tuple[Any, Any]:

@@ -151,6 +151,40 @@ def test_implementations_take_turns(monkeypatch):
     assert order == ["a", "b"] * harness.ROUNDS
 
 
+def test_a_case_is_prepared_beside_others_and_timed_alone(monkeypatch, tmp_path):
+    monkeypatch.setenv("BENCHMARK_LOCK", str(tmp_path / "lock"))
+    seen = []
+
+    def shared():
+        """Whether others could prepare now."""
+        with open(tmp_path / "lock", "w") as other:
+            try:
+                fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            return True
+
+    def timer(function, sets, calls, **wall):
+        seen.append(("timed", shared()))
+        return [1.0] * calls
+
+    def make(params):
+        seen.append(("made", shared()))
+        return lambda x, w: x @ w
+
+    def custom(params, seed, samples):
+        seen.append(("custom", shared()))
+        return harness.Measurement([1.0], None, {})
+
+    monkeypatch.setattr(timing, "jax_wall_time", timer)
+    implementations = {"a": Jax(make), "b": harness.Custom(custom)}
+    case = Case("c", {"M": 8, "N": 8, "K": 8})
+    run = benchmark(implementations=implementations)
+    results = harness.run_case(run, case, ["a", "b"], samples=10)
+    assert all(isinstance(r, harness.Measurement) for r in results.values())
+    assert set(seen) == {("made", True), ("timed", False), ("custom", False)}
+
+
 def test_inputs_take_turns():
     seen = []
     sets = [(1,), (2,), (3,)]

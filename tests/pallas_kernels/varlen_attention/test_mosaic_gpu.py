@@ -30,7 +30,7 @@ from pallas_kernels.varlen_attention.config import (
 from pallas_kernels.varlen_attention.consumer import Scores
 from pallas_kernels.varlen_attention.mosaic_gpu_backward import (
     FIELDS,
-    heads_together,
+    key_heads_together,
     key_table,
 )
 from pallas_kernels.varlen_attention.schedule import (
@@ -562,7 +562,7 @@ def test_heads_whose_gradients_run_side_by_side_fit_in_the_cache(
         head_dim=128,
         dtype=BF16,
     )
-    assert heads_together(problem, BackwardBlocks()) == together
+    assert key_heads_together(problem, BackwardBlocks()) == together
 
 
 def test_blocks_search_among_so_many_sequences_at_most():
