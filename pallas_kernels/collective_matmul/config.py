@@ -111,6 +111,7 @@ class CollectiveProblem:
 
 
 _TILES = (
+    CollectiveConfig(tile_m=128, tile_n=320, stages=3, store_slots=2),
     CollectiveConfig(tile_m=128, tile_n=256, stages=4),
     CollectiveConfig(tile_m=128, tile_n=192, stages=4),
     CollectiveConfig(tile_m=128, tile_n=128, stages=6),
@@ -119,9 +120,11 @@ _TILES = (
 _TENSOR_CORE = 2048  # multiply-adds a cycle, 16-bit operands
 _L2_BYTES = 48  # bytes a cycle from the L2 cache to one multiprocessor
 _TILE_OVERHEAD = 2000  # filling the ring once, storing the tile
+_WIDEST = 0.98  # time at 320 columns: less of a GPU's power goes to moving operands
 _LINK_BYTES = 170  # bytes a cycle from all peers to one device
 _BESIDE = 1.1  # a product beside reads from peers takes so much longer
 _ONE_SHOT_ROWS = 128
+_ROOMY_BYTES = 176 << 10  # rings that leave room for more buffers
 
 
 def _cost(
@@ -138,6 +141,8 @@ def _tile_cost(problem: CollectiveProblem, config: MatmulConfig) -> float:
     area = config.tile_m * config.tile_n
     edges = (config.tile_m + config.tile_n) * problem.dtype.itemsize
     per_k = max(area / _TENSOR_CORE, edges / _L2_BYTES)
+    if config.tile_n > 256:
+        per_k *= _WIDEST
     return sum(problem.k) * per_k + _TILE_OVERHEAD
 
 
@@ -219,13 +224,11 @@ def candidates(
         (c for c in tiles if estimates[c] <= limit), key=estimates.__getitem__
     )
     found = [chosen, *(_clustered(problem, c, device) for c in near[1:3])]
-    paired = _pairs(problem, chosen)
-    found += [paired, dataclasses.replace(chosen, cluster="none")]
-    if problem.counts(chosen)[1] % 2 == 0:
-        found.append(dataclasses.replace(chosen, cluster="n"))
-    for config in (chosen, paired):
-        found.append(dataclasses.replace(config, buffers=3, buffer_bytes=4096))
-        found.append(dataclasses.replace(config, group=4))
-    if problem.kind == "all_gather":
-        found.append(dataclasses.replace(chosen, piece_rows=32))
+    for config in near[:2]:
+        found += [_pairs(problem, config), config]
+    stage = (chosen.tile_m + chosen.tile_n) * chosen.tile_k * problem.dtype.itemsize
+    roomy = chosen.stages * stage <= _ROOMY_BYTES
+    for buffers, nbytes in ((3, 8192), (2, 16384)) if roomy else ((3, 4096),):
+        more = dataclasses.replace(chosen, buffers=buffers, buffer_bytes=nbytes)
+        found.append(dataclasses.replace(more, store_slots=1))
     return tuple(dict.fromkeys(found))

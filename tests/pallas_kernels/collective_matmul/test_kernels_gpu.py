@@ -40,6 +40,7 @@ CONFIGS = {
     "heuristic": None,
     "alone": CollectiveConfig(),
     "pairs_of_columns": CollectiveConfig(cluster="n"),
+    "widest": CollectiveConfig(tile_n=320, stages=3, store_slots=2, cluster="m"),
     "many_buffers": CollectiveConfig(tile_n=128, buffers=4, piece_rows=32),
 }
 
@@ -114,12 +115,14 @@ def test_values_and_repeatability(kind, dtype, config):
 
 
 @pytest.mark.parametrize("kind", ["reduce_scatter", "all_reduce"])
-@pytest.mark.parametrize(("tile_n", "columns"), [(256, 320), (192, 256), (128, 192)])
+@pytest.mark.parametrize(
+    ("tile_n", "columns"), [(320, 512), (256, 320), (192, 256), (128, 192)]
+)
 def test_columns_that_end_within_a_tile(kind, tile_n, columns):
     """The first call counts: later ones find the sums of the one before."""
     mesh = every_gpu()
     x, w = operands(kind, mesh, 2048, columns, 512)
-    f = split(kind, mesh, config=CollectiveConfig(tile_n=tile_n))
+    f = split(kind, mesh, config=CollectiveConfig(tile_n=tile_n, stages=3))
     for sign in (1, -1):
         poison((2048, 2048), BF16)
         y = f(sign * x, w)
