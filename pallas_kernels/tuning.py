@@ -53,9 +53,6 @@ __all__ = [
 OPS = ("matmul", "collective_matmul", "tile_sparse_matmul")
 """Ops that the tuner knows: each has a module ``pallas_kernels.<op>.tunable``."""
 
-_IDLE_SHARE = 6
-"""Pause after a measurement, as a multiple of the time that the GPU was busy."""
-
 _L2_BYTES = 60e6
 """L2 of the H200; the H100 has 50 MB."""
 
@@ -250,6 +247,9 @@ def save_table(path: Path, op_name: str, entries: Mapping[str, TunedEntry]) -> N
 class Tunable(Protocol):
     """What a module ``pallas_kernels.<op>.tunable`` offers to the tuner."""
 
+    IDLE_SHARE: float
+    """Pause after a measurement, as a multiple of the time that the GPU was busy."""
+
     def problems(self) -> Mapping[str, Any]:
         """Problems, whose `key` is that of the table, by what they are called."""
         ...
@@ -405,7 +405,7 @@ def tune(
 
     def measure(fn: Callable[..., jax.Array]) -> list[float]:
         taken = tunable.time_us(fn, *args, iterations=iterations)
-        time.sleep(_IDLE_SHARE * sum(taken) * 1e-6)
+        time.sleep(tunable.IDLE_SHARE * sum(taken) * 1e-6)
         return taken
 
     first = {c: statistics.median(measure(fn)) for c, fn in good.items()}

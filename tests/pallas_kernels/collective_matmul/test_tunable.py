@@ -81,6 +81,22 @@ def test_the_fastest_that_works_wins():
     assert len(said) == 3
 
 
+def test_pauses_are_those_of_the_op(monkeypatch):
+    pauses = []
+    monkeypatch.setattr(tuning.time, "sleep", pauses.append)
+    problem = problem_of("reduce_scatter")
+    fake = types.SimpleNamespace(
+        **{name: getattr(tunable, name) for name in tunable.__all__}
+    )
+    fake.kernel = lambda *_: tunable._program(problem, "xla_ring", None)
+    fake.time_us = lambda *_, iterations: [1e6, 2e6]
+    fake.candidates = lambda *_: [CollectiveConfig()]
+    tuning.tune(fake, problem, H200, rounds=1)
+    fake.IDLE_SHARE = 6
+    tuning.tune(fake, problem, H200, rounds=1)
+    assert pauses == pytest.approx([3.0] * 3 + [18.0] * 3)
+
+
 def test_each_call_of_a_loop_has_its_time():
     runs = []
     turns = np.zeros(3, np.int8)
