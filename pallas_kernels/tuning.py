@@ -24,7 +24,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -333,34 +333,70 @@ def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def _compiled(
-    fns: Mapping[Any, Callable[..., jax.Array]],
-    args: tuple[Any, ...],
-    want: jax.Array,
-    report: Callable[[str], None],
-) -> dict[Any, Callable[..., jax.Array]]:
-    """Those functions, compiled and run once, that work and give the right values."""
-    lowered: dict[Any, Any] = {}
-    for name, fn in fns.items():
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Prepared:
+    """A problem whose candidates are being compiled."""
+
+    tunable: Tunable
+    args: tuple[Any, ...]
+    """Its operands."""
+    baseline: Any
+    """The compiled baseline."""
+    candidates: Mapping[Any, Future]
+    """What each config compiles to."""
+    skipped: Sequence[str]
+    """What to say of the candidates that do not lower."""
+
+
+def _prepare(
+    tunable: Tunable, problem: Any, device: DeviceSpec, pool: ThreadPoolExecutor
+) -> _Prepared:
+    """Draws operands, lowers all programs and begins to compile the candidates.
+
+    Only compilers of candidates are at work when this returns, in the threads of
+    `pool`, so that another problem can be timed meanwhile. Lowering would disturb it: a
+    program of 30 ms seems to take 5 ms longer where its caller has to wait for the
+    interpreter's lock. So would the baseline, whose products XLA tries out on the GPU.
+    """
+    args = tunable.arguments(problem)
+    baseline = pool.submit(jax.jit(tunable.baseline(problem)).lower(*args).compile)
+    candidates, skipped = {}, []
+    for config in tunable.candidates(problem, device):
         try:
-            lowered[name] = jax.jit(fn).lower(*args)
+            lowered = jax.jit(tunable.kernel(problem, config, device)).lower(*args)
         except Exception as error:  # one that does not lower must not end the run
-            report(f"  skipped {name}: {_line(error)}")
-    with ThreadPoolExecutor() as pool:
-        pending = {name: pool.submit(low.compile) for name, low in lowered.items()}
+            skipped.append(f"  skipped {config}: {_line(error)}")
+        else:
+            candidates[config] = pool.submit(lowered.compile)
+    return _Prepared(
+        tunable=tunable,
+        args=jax.block_until_ready(args),
+        baseline=baseline.result(),
+        candidates=candidates,
+        skipped=skipped,
+    )
+
+
+def _working(
+    prepared: _Prepared, report: Callable[[str], None]
+) -> dict[Any, Callable[..., jax.Array]]:
+    """The candidates, run once, that work and give the right values."""
+    want = prepared.baseline(*prepared.args).astype(jnp.float32)
     scale = jnp.max(jnp.abs(want))
+    for line in prepared.skipped:
+        report(line)
     good = {}
-    for name, future in pending.items():
+    for config, future in prepared.candidates.items():
         try:
-            got = future.result()(*args).astype(jnp.float32)
-        except jax.errors.JaxRuntimeError as error:
-            report(f"  skipped {name}: {_line(error)}")
+            got = future.result()(*prepared.args).astype(jnp.float32)
+        except Exception as error:  # nor one that does not compile or run
+            report(f"  skipped {config}: {_line(error)}")
             continue
         worst = float(jnp.max(jnp.abs(got - want)) / scale)
         if worst < 2e-2:
-            good[name] = future.result()
+            good[config] = future.result()
         else:
-            report(f"  rejected {name}: error {worst:.1e} against XLA")
+            report(f"  rejected {config}: error {worst:.1e} against XLA")
     return good
 
 
@@ -392,19 +428,38 @@ def tune(
     Returns:
         The entry, or None where no candidate works.
     """
-    args = tunable.arguments(problem)
-    baseline = jax.jit(tunable.baseline(problem)).lower(*args).compile()
-    want = baseline(*args).astype(jnp.float32)
-    fns = {
-        c: tunable.kernel(problem, c, device)
-        for c in tunable.candidates(problem, device)
-    }
-    good = _compiled(fns, args, want, report)
+    with _compilers() as pool:
+        prepared = _prepare(tunable, problem, device, pool)
+    return _measure(
+        prepared,
+        finalists=finalists,
+        rounds=rounds,
+        iterations=iterations,
+        report=report,
+    )
+
+
+def _compilers() -> ThreadPoolExecutor:
+    """Threads that leave cores to the one that measures."""
+    return ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2))
+
+
+def _measure(
+    prepared: _Prepared,
+    *,
+    finalists: int = 4,
+    rounds: int = 6,
+    iterations: int = 10,
+    report: Callable[[str], None] = print,
+) -> TunedEntry | None:
+    """The part of `tune` that needs the GPU for itself."""
+    tunable, baseline = prepared.tunable, prepared.baseline
+    good = _working(prepared, report)
     if not good:
         return None
 
     def measure(fn: Callable[..., jax.Array]) -> list[float]:
-        taken = tunable.time_us(fn, *args, iterations=iterations)
+        taken = tunable.time_us(fn, *prepared.args, iterations=iterations)
         time.sleep(tunable.IDLE_SHARE * sum(taken) * 1e-6)
         return taken
 
@@ -451,23 +506,46 @@ def main(argv: Sequence[str] | None = None) -> None:
     if device is None:
         parser.error(f"no NVIDIA GPU: the backend is {jax.default_backend()!r}")
     tunable: Any = importlib.import_module(f"pallas_kernels.{options.op}.tunable")
+    wanted = {
+        name: problem
+        for name, problem in tunable.problems().items()
+        if all(text in f"{name} " for text in options.only)
+    }
     path = table_path(device)
     end = time.monotonic() + options.seconds
-    for name, problem in tunable.problems().items():
-        if not all(text in f"{name} " for text in options.only):
-            continue
-        if time.monotonic() > end:
-            print(f"stopped before {name}")
-            break
-        print(name, flush=True)
-        try:
-            entry = tune(tunable, problem, device)
-        except Unsupported as error:
-            print(f"  skipped: {error}")
-            continue
-        if entry is not None:  # saved at once: a later failure loses nothing
-            save_table(path, options.op, {problem.key: entry})
-            print(f"  wrote {path}", flush=True)
+    with _compilers() as pool:
+        following = None
+        for name, later in itertools.pairwise([None, *wanted, None]):
+            # Lets go of the one before: at most two problems have operands.
+            prepared = following
+            following = None
+            if later is not None and time.monotonic() <= end:
+                following = _attempt(tunable, wanted[later], device, pool)
+            if name is None:
+                continue
+            if prepared is None or time.monotonic() > end:
+                print(f"stopped before {name}")
+                break
+            print(name, flush=True)
+            if isinstance(prepared, str):
+                print(f"  skipped: {prepared}")
+                continue
+            entry = _measure(prepared)
+            if entry is not None:  # saved at once: a later failure loses nothing
+                save_table(path, options.op, {wanted[name].key: entry})
+                print(f"  wrote {path}", flush=True)
+
+
+def _attempt(
+    tunable: Tunable, problem: Any, device: DeviceSpec, pool: ThreadPoolExecutor
+) -> _Prepared | str:
+    """The prepared problem, or why there is none, which must not end the run."""
+    try:
+        return _prepare(tunable, problem, device, pool)
+    except Unsupported as error:
+        return str(error)
+    except Exception as error:
+        return _line(error)
 
 
 if __name__ == "__main__":

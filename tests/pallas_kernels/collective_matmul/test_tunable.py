@@ -2,6 +2,7 @@
 
 import json
 import types
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -118,15 +119,21 @@ def test_the_command_saves_each_problem_at_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tuning.DeviceSpec, "current", lambda: H200)
     tuned = []
 
-    def tune(_, problem, device):
+    def prepare(_, problem, device, pool):
         if problem.m == 64:
             raise Unsupported("no such devices")
-        tuned.append(problem)
+        return tuning._Prepared(
+            tunable=tunable, args=(problem,), baseline=None, candidates={}, skipped=[]
+        )
+
+    def measure(prepared):
+        tuned.append(prepared.args[0])
         return tuning.TunedEntry(
             config={}, time_us=1.0, xla_us=2.0, jax="0.11.2", date="2026-11-21"
         )
 
-    monkeypatch.setattr(tuning, "tune", tune)
+    monkeypatch.setattr(tuning, "_prepare", prepare)
+    monkeypatch.setattr(tuning, "_measure", measure)
     arguments = ["collective_matmul", "--only", "llama70b_qkv", "tp=4", "m=16 "]
     tuning.main(arguments)
     assert [(p.m, p.n) for p in tuned] == [(16, (2560,))]
@@ -139,3 +146,89 @@ def test_the_command_saves_each_problem_at_once(tmp_path, monkeypatch, capsys):
     tuning.main([*arguments, "--seconds", "-1"])
     assert "stopped before llama70b_qkv" in capsys.readouterr().out
     assert len(tuned) == 1
+
+
+@pytest.fixture
+def three_problems(tmp_path, monkeypatch):
+    """Small ones for the command, whose config is a ring in place of the kernel."""
+    monkeypatch.setenv("PALLAS_KERNELS_TUNED_DIR", str(tmp_path))
+    monkeypatch.setattr(tuning.DeviceSpec, "current", lambda: H200)
+    found = {f"m={m}": problem_of("reduce_scatter", m=m) for m in (16, 32, 64)}
+    monkeypatch.setattr(tunable, "problems", lambda: found)
+    monkeypatch.setattr(tunable, "candidates", lambda *_: [CollectiveConfig()])
+    monkeypatch.setattr(
+        tunable,
+        "kernel",
+        lambda problem, *_: tunable._program(problem, "xla_ring", None),
+    )
+    monkeypatch.setattr(tunable, "IDLE_SHARE", 0)
+    return found
+
+
+def test_the_next_problem_is_prepared_while_one_is_measured(
+    three_problems, monkeypatch, capsys
+):
+    prepared, measured, alive = [], [], []
+    real = tuning._prepare
+
+    def prepare(*args):
+        assert len([ref for ref in alive if ref() is not None]) <= 1
+        ready = real(*args)
+        alive.append(weakref.ref(ready))
+        prepared.append(ready)
+        return alive[-1]()
+
+    def time_us(fn, *args, iterations):
+        rows = args[1][0].shape[1]
+        if rows not in measured:
+            measured.append(rows)
+            following = prepared.pop() if len(measured) < 3 else None
+            prepared.clear()  # or they would live on here
+            if following is not None:
+                assert following.args[1][0].shape[1] == 2 * rows
+                (program,) = following.candidates.values()
+                program.result(timeout=60)  # it is compiled though this one waits
+        return [1.0]
+
+    monkeypatch.setattr(tuning, "_prepare", prepare)
+    monkeypatch.setattr(tunable, "time_us", time_us)
+    tuning.main(["collective_matmul"])
+    assert measured == [16, 32, 64]
+    assert len(alive) == 3 and capsys.readouterr().out.count("  wrote") == 3
+
+
+@pytest.mark.parametrize("where", ["arguments", "baseline"])
+def test_a_problem_that_cannot_be_prepared_is_reported_alone(
+    where, three_problems, monkeypatch, tmp_path, capsys
+):
+    real = getattr(tunable, where)
+
+    def breaks(problem):
+        if problem.m == 32:
+            raise MemoryError("too big")
+        return real(problem)
+
+    monkeypatch.setattr(tunable, where, breaks)
+    tuning.main(["collective_matmul"])
+    out = capsys.readouterr().out
+    assert "m=32\n  skipped: MemoryError: too big\nm=64\n" in out
+    table = json.loads((tmp_path / "nvidia_h200.json").read_text())
+    assert list(table["collective_matmul"]) == [
+        three_problems[name].key for name in ("m=16", "m=64")
+    ]
+
+
+def test_no_problem_is_begun_after_the_given_seconds(
+    three_problems, monkeypatch, capsys
+):
+    now = [0.0]
+    monkeypatch.setattr(tuning.time, "monotonic", lambda: now[0])
+
+    def time_us(fn, *args, iterations):
+        now[0] = 11.0
+        return [1.0]
+
+    monkeypatch.setattr(tunable, "time_us", time_us)
+    tuning.main(["collective_matmul", "--seconds", "10"])
+    out = capsys.readouterr().out
+    assert out.count("  wrote") == 1 and out.endswith("stopped before m=32\n")
