@@ -21,6 +21,7 @@ t_comm))``, says how much of what can be gained is. Negative values are kept; wh
 """
 
 import argparse
+import contextlib
 import functools
 import os
 import sys
@@ -35,7 +36,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import collective_baselines as baselines
-from benchmarks import loops, torch_collective
+from benchmarks import loops, timing, torch_collective
 from benchmarks.collective_baselines import AXIS
 from benchmarks.harness import Benchmark, Case, Custom, NoMeasurement, Results
 from benchmarks.loops import Check, Form, Operand, Problem
@@ -347,9 +348,10 @@ def measure(
     """Time the cases: PyTorch's first, in processes of their own, then JAX's."""
     theirs = [name for name in names if name in torch_collective.NAMES]
     ours = [name for name in names if name not in theirs]
-    elsewhere = torch_collective.measure(
-        [dict(case.params) for case in wanted], theirs, samples
-    )
+    with timing.turn() if theirs else contextlib.nullcontext():
+        elsewhere = torch_collective.measure(
+            [dict(case.params) for case in wanted], theirs, samples
+        )
     if not ours:
         yield from zip(wanted, elsewhere, strict=True)
         return

@@ -8,7 +8,8 @@ all results of the last turn are outputs, so that nothing is hoisted, shared or 
 out. A call takes the next of several sets of operands, which together exceed the L2.
 
 Forms are lowered one after another and compiled in threads, a batch of problems at a
-time; then the forms of a problem are timed in turns.
+time; then the forms of a problem are timed in turns. Forms that lower to the same
+program, such as ``auto`` and what it picks, are timed once and share the times.
 """
 
 import dataclasses
@@ -340,15 +341,29 @@ def _operands(prepared: Prepared) -> dict[str, list[Any]]:
     return arrays
 
 
+def _alike(forms: Sequence[_Ready]) -> list[list[_Ready]]:
+    """Groups of forms that one measurement serves."""
+    groups: dict[tuple, list[_Ready]] = {}
+    for ready in forms:
+        same = (ready.text, ready.form.operands, ready.form.check)
+        groups.setdefault(same, []).append(ready)
+    return list(groups.values())
+
+
 @dataclasses.dataclass
 class _Timed:
-    """A form whose program ran and gave a result."""
+    """A program that ran and gave a result."""
 
-    ready: _Ready
+    alike: list[_Ready]
+    """The forms whose program it is."""
     arguments: tuple
     program: Any
     error: float = float("inf")
     seconds: list[float] = dataclasses.field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.alike[0].form.name
 
     def take(self) -> float:
         start = time.perf_counter()
@@ -357,7 +372,7 @@ class _Timed:
         # As long a rest, so that the next form finds the GPUs as this one did: else
         # each is slowed by the heat and the power that the one before it took.
         time.sleep(min(taken, SECONDS))
-        return taken / self.ready.calls
+        return taken / self.alike[0].calls
 
 
 def run(prepared: Prepared, samples: int) -> Results:
@@ -375,18 +390,19 @@ def run(prepared: Prepared, samples: int) -> Results:
         for name in {ready.form.check for ready in prepared.forms}
     }
     timed: list[_Timed] = []
-    for ready in prepared.forms:
-        with _caught(results, ready.form.name):
-            found = helpers[f"found {ready.form.check}"].result()
-            one, result = _first_run(problem, ready, arrays)
-            one.error = max_rel_error(_host(found(result)), expected[ready.form.check])
+    for alike in _alike(prepared.forms):
+        check = alike[0].form.check
+        with _caught(results, alike):
+            found = helpers[f"found {check}"].result()
+            one, result = _first_run(problem, alike, arrays)
+            one.error = max_rel_error(_host(found(result)), expected[check])
             timed.append(one)
     for turn in range(samples):
         start = turn % max(len(timed), 1)
         for one in [*timed[start:], *timed[:start]]:
             with (
-                _caught(results, one.ready.form.name),
-                timing.bounded(f"{problem.label} {one.ready.form.name}"),
+                _caught(results, one.alike),
+                timing.bounded(f"{problem.label} {one.name}"),
             ):
                 one.seconds.append(one.take())
         timed = [one for one in timed if len(one.seconds) == turn + 1]
@@ -396,21 +412,23 @@ def run(prepared: Prepared, samples: int) -> Results:
 
 
 @contextmanager
-def _caught(results: Results, name: str) -> Iterator[None]:
-    """Note that an implementation broke, and go on."""
+def _caught(results: Results, alike: Sequence[_Ready]) -> Iterator[None]:
+    """Note that implementations broke, and go on."""
+    names = [ready.form.name for ready in alike]
     try:
         yield
     except TimeoutError:
         reason = f"failed: no program after {COMPILE_SECONDS:.0f} s"
-        results[name] = NoMeasurement(reason, failed=True)
+        results.update(dict.fromkeys(names, NoMeasurement(reason, failed=True)))
     except Exception as error:
-        results[name] = failed(error)
+        results.update(dict.fromkeys(names, failed(error)))
 
 
 def _first_run(
-    problem: Problem, ready: _Ready, arrays: Mapping[str, list]
+    problem: Problem, alike: list[_Ready], arrays: Mapping[str, list]
 ) -> tuple[_Timed, Any]:
-    """Runs the program of a form once; gives its result on the first set as well."""
+    """Runs the program of forms once; gives its result on the first set as well."""
+    ready = alike[0]
     program = ready.program.result(COMPILE_SECONDS)
     first, *others = ready.form.operands
     sets = tuple(
@@ -420,7 +438,7 @@ def _first_run(
     arguments = (arrays[first][0], sets)
     with timing.bounded(f"{problem.label} {ready.form.name}"):
         results = jax.block_until_ready(program(*arguments))
-    return _Timed(ready, arguments, program), results[0]
+    return _Timed(alike, arguments, program), results[0]
 
 
 def _host(tree: Any) -> Any:
@@ -431,18 +449,24 @@ def _worth_timing(timed: Sequence[_Timed]) -> list[_Timed]:
     """Of the forms of one name, those that are within a tenth of the fastest."""
     best: dict[str, float] = {}
     for one in timed:
-        name = one.ready.form.name
-        best[name] = min(best.get(name, np.inf), one.seconds[0])
-    return [o for o in timed if o.seconds[0] <= 1.1 * best[o.ready.form.name]]
+        for ready in one.alike:
+            name = ready.form.name
+            best[name] = min(best.get(name, np.inf), one.seconds[0])
+    return [
+        one
+        for one in timed
+        if any(one.seconds[0] <= 1.1 * best[ready.form.name] for ready in one.alike)
+    ]
 
 
 def _fastest(timed: Sequence[_Timed], problem: Problem) -> Results:
     results: dict[str, Measurement] = {}
-    for one in timed:
-        form = one.ready.form
+    pairs = [(one, ready) for one in timed for ready in one.alike]
+    for one, ready in pairs:
+        form = ready.form
         metrics = dict(form.metrics)
         if form.name == "auto":
-            metrics["is_mosaic_gpu"] = float(KERNEL in one.ready.text[0])
+            metrics["is_mosaic_gpu"] = float(KERNEL in ready.text[0])
         new = Measurement(one.seconds, one.error, metrics, problem.mesh.size)
         old = results.get(form.name)
         if old is None or statistics.median(new.seconds) < old.median:
@@ -464,21 +488,30 @@ def measure(
     threads = min(32, os.cpu_count() or 1)
     with ThreadPoolExecutor(threads) as pool:
         for i in range(0, len(problems), batch):
-            start = time.monotonic()
-            ready = [prepare(problem, pool) for problem in problems[i : i + batch]]
-            lowered = time.monotonic() - start
+            with timing.preparing():
+                ready = _compile(problems[i : i + batch], pool)
             for prepared in ready:
-                programs = [r.program for r in prepared.forms]
-                for future in [*programs, *prepared.helpers.values()]:
-                    _wait(future, start + lowered + COMPILE_SECONDS)
-            total = time.monotonic() - start
-            print(
-                f"-- {len(ready)} problems lowered in {lowered:.0f} s, compiled after "
-                f"{total:.0f} s",
-                flush=True,
-            )
-            for prepared in ready:
-                yield prepared.problem, _run_or_say(prepared, samples)
+                with timing.turn():
+                    results = _run_or_say(prepared, samples)
+                yield prepared.problem, results
+
+
+def _compile(problems: Sequence[Problem], pool: ThreadPoolExecutor) -> list[Prepared]:
+    """Prepare problems, wait for their programs and say how long that took."""
+    start = time.monotonic()
+    ready = [prepare(problem, pool) for problem in problems]
+    lowered = time.monotonic() - start
+    for prepared in ready:
+        programs = [r.program for r in prepared.forms]
+        for future in [*programs, *prepared.helpers.values()]:
+            _wait(future, start + lowered + COMPILE_SECONDS)
+    total = time.monotonic() - start
+    print(
+        f"-- {len(ready)} problems lowered in {lowered:.0f} s, compiled after "
+        f"{total:.0f} s",
+        flush=True,
+    )
+    return ready
 
 
 def _run_or_say(prepared: Prepared, samples: int) -> Results:

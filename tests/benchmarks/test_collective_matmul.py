@@ -1,5 +1,6 @@
 """The benchmark of collective products: cases, metrics, checks, the whole command."""
 
+import contextlib
 import functools
 import types
 
@@ -282,6 +283,30 @@ def test_rows_of_a_gpu_are_written(tmp_path, monkeypatch, capsys):
     assert rows["xla_nccl"]["metrics"].get("overlap_efficiency", 0) == 0
     assert "speedup" not in rows["matmul_only"]["metrics"]
     assert rows["xla_ring"]["params"] == params()
+
+
+@pytest.mark.parametrize("names", [["torch_nccl"], ["xla_nccl"]])
+def test_processes_of_pytorch_have_a_turn(names, monkeypatch):
+    turns, during = [], []
+
+    @contextlib.contextmanager
+    def turn():
+        turns.append("begins")
+        yield
+        turns.append("ends")
+
+    def elsewhere(problems, names, samples):
+        during.extend(turns)
+        return [dict.fromkeys(names) for _ in problems]
+
+    monkeypatch.setattr(timing, "turn", turn)
+    monkeypatch.setattr(benchmark.torch_collective, "measure", elsewhere)
+    monkeypatch.setattr(loops, "measure", lambda problems, _: [(problems[0], {})])
+    case = next(benchmark.quick_cases())
+    for _ in benchmark.measure([case], names, samples=1):
+        # Whoever takes a result holds no lock, and nobody waits for nothing to do.
+        assert turns == (["begins", "ends"] if names == ["torch_nccl"] else [])
+    assert during == turns[:1]
 
 
 def test_only_the_devices_that_are_needed_are_seen(monkeypatch):

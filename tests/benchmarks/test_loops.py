@@ -1,5 +1,6 @@
 """Programs of many calls do every call, on the right operands, and are compared."""
 
+import contextlib
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -116,12 +117,15 @@ def test_the_fastest_of_several_forms_counts_and_says_so(monkeypatch):
     taken = []
 
     def take(self):
-        taken.append(self.ready.form.metrics["which"])
+        taken.append(self.alike[0].form.metrics["which"])
         return times[taken[-1]]
+
+    def scaled(factor):  # or all would be one program
+        return lambda x, w: (1 + factor) * gathered(x, w)
 
     monkeypatch.setattr(loops._Timed, "take", take)
     (results,) = measure(
-        problem(*(form("best", gathered, metrics={"which": i}) for i in times))
+        problem(*(form("best", scaled(i), metrics={"which": i}) for i in times))
     )
     assert results["best"].metrics == {"which": 1.0}
     assert results["best"].seconds == [2.0] * 3
@@ -148,6 +152,95 @@ def test_equal_programs_are_compiled_once():
         )
     a, b, c = (ready.program for ready in prepared.forms)
     assert a is b and a is not c
+
+
+def test_equal_programs_are_timed_once(monkeypatch):
+    """Also between names; but not where the operands differ."""
+    taken = []
+    real = loops._Timed.take
+
+    def take(self):
+        taken.append([ready.form.name for ready in self.alike])
+        return real(self)
+
+    monkeypatch.setattr(loops._Timed, "take", take)
+    (results,) = measure(
+        problem(
+            form("auto", gathered),
+            form("xla", gathered, metrics={"which": 1.0}),
+            form("other", gathered, operands=("x", "v")),
+            operands={
+                "x": Operand(shape=(16, 32), spec=P("t")),
+                "w": Operand(shape=(32, 64), spec=P(None, "t")),
+                "v": Operand(shape=(32, 64), spec=P(None, "t")),
+            },
+        )
+    )
+    assert sorted(taken) == [["auto", "xla"]] * 3 + [["other"]] * 3
+    auto, xla, other = (results[name] for name in ("auto", "xla", "other"))
+    assert auto.seconds == xla.seconds and len(xla.seconds) == 3
+    assert auto.seconds != other.seconds
+    assert auto.max_rel_error == xla.max_rel_error < 1e-2 < other.max_rel_error
+    assert auto.metrics == {"is_mosaic_gpu": 0.0} and xla.metrics == {"which": 1.0}
+
+
+def test_a_program_that_breaks_is_missed_by_all_of_its_names(monkeypatch):
+    def take(self):
+        if self.name == "auto":
+            raise MemoryError
+        return 1.0
+
+    monkeypatch.setattr(loops._Timed, "take", take)
+    (results,) = measure(
+        problem(
+            form("auto", gathered),
+            form("xla", gathered),
+            form("off", lambda x, w: 1.5 * gathered(x, w)),
+        )
+    )
+    broken = NoMeasurement("failed: MemoryError", failed=True)
+    assert results["auto"] == results["xla"] == broken
+    assert results["off"].seconds == [1.0] * 3
+
+
+def test_programs_are_made_beside_others_and_timed_in_turn(monkeypatch):
+    seen, held = [], []
+
+    def lock(name):
+        @contextlib.contextmanager
+        def taken():
+            assert not held  # a process must not wait for itself
+            held.append(name)
+            yield
+            held.pop()
+
+        return taken
+
+    def noted(what, real):
+        def call(*args, **kwargs):
+            seen.append((what, *held))
+            return real(*args, **kwargs)
+
+        return call
+
+    def lowered(x, w):
+        seen.append(("lower", *held))
+        return gathered(x, w)
+
+    monkeypatch.setattr(timing, "preparing", lock("preparing"))
+    monkeypatch.setattr(timing, "turn", lock("turn"))
+    monkeypatch.setattr(loops, "_wait", noted("compile", loops._wait))
+    monkeypatch.setattr(loops, "_operands", noted("draw", loops._operands))
+    monkeypatch.setattr(loops._Timed, "take", noted("time", loops._Timed.take))
+    one = problem(form("xla", lowered))
+    for _ in loops.measure([one] * 3, samples=1, batch=2):
+        assert not held  # whoever takes a result may be slow
+    assert set(seen) == {
+        ("lower", "preparing"),
+        ("compile", "preparing"),
+        ("draw", "turn"),
+        ("time", "turn"),
+    }
 
 
 def test_forms_that_break_leave_the_others_alone(capsys):
