@@ -8,12 +8,15 @@ of a device is written on that device by
     python -m pallas_kernels.tuning collective_matmul --only llama70b_qkv tp=4
 
 and read from the package, or from the directory in ``PALLAS_KERNELS_TUNED_DIR``.
+Several tuners can share GPUs and a table: where ``PALLAS_KERNELS_TUNING_LOCK`` names a
+file, they lower side by side and measure one after another.
 """
 
 import argparse
 import contextlib
 import dataclasses
 import datetime
+import fcntl
 import functools
 import importlib
 import itertools
@@ -333,6 +336,18 @@ def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
+@contextlib.contextmanager
+def _shared(kind: int) -> Iterator[None]:
+    """Waits for other tuners: ``fcntl.LOCK_SH`` to prepare, ``LOCK_EX`` to measure."""
+    path = os.environ.get("PALLAS_KERNELS_TUNING_LOCK")
+    if not path:
+        yield
+        return
+    with open(path, "w") as file:
+        fcntl.flock(file, kind)
+        yield
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Prepared:
     """A problem whose candidates are being compiled."""
@@ -530,10 +545,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             if isinstance(prepared, str):
                 print(f"  skipped: {prepared}")
                 continue
-            entry = _measure(prepared)
-            if entry is not None:  # saved at once: a later failure loses nothing
-                save_table(path, options.op, {wanted[name].key: entry})
-                print(f"  wrote {path}", flush=True)
+            with _shared(fcntl.LOCK_EX):
+                entry = _measure(prepared)
+                if entry is not None:  # saved at once: a later failure loses nothing
+                    save_table(path, options.op, {wanted[name].key: entry})
+                    print(f"  wrote {path}", flush=True)
 
 
 def _attempt(
@@ -541,7 +557,8 @@ def _attempt(
 ) -> _Prepared | str:
     """The prepared problem, or why there is none, which must not end the run."""
     try:
-        return _prepare(tunable, problem, device, pool)
+        with _shared(fcntl.LOCK_SH):
+            return _prepare(tunable, problem, device, pool)
     except Unsupported as error:
         return str(error)
     except Exception as error:

@@ -1,5 +1,6 @@
 """The tuner on simulated devices: what it runs is right, and losers are left out."""
 
+import fcntl
 import json
 import types
 import weakref
@@ -232,3 +233,29 @@ def test_no_problem_is_begun_after_the_given_seconds(
     tuning.main(["collective_matmul", "--seconds", "10"])
     out = capsys.readouterr().out
     assert out.count("  wrote") == 1 and out.endswith("stopped before m=32\n")
+
+
+def test_tuners_that_share_gpus_prepare_together_and_measure_alone(
+    three_problems, monkeypatch, tmp_path
+):
+    lock, found = tmp_path / "lock", {"arguments": set(), "time_us": set()}
+    monkeypatch.setenv("PALLAS_KERNELS_TUNING_LOCK", str(lock))
+
+    def free(kind):
+        with open(lock, "w") as other:
+            try:
+                fcntl.flock(other, kind | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            return True
+
+    def note(name):
+        found[name].add((free(fcntl.LOCK_SH), free(fcntl.LOCK_EX)))
+
+    real = tunable.arguments
+    monkeypatch.setattr(tunable, "arguments", lambda p: (note("arguments"), real(p))[1])
+    monkeypatch.setattr(
+        tunable, "time_us", lambda *_, iterations: (note("time_us"), [1.0])[1]
+    )
+    tuning.main(["collective_matmul"])
+    assert found == {"arguments": {(True, False)}, "time_us": {(False, False)}}
