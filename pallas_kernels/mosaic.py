@@ -28,6 +28,7 @@ __all__ = [
     "as_varying",
     "check_hopper",
     "check_smem",
+    "largest_divisor",
     "smem_bytes",
     "smem_transforms",
     "snake_order",
@@ -242,3 +243,8 @@ def vary_alike(tree: Any) -> Any:
     """Marks all arrays as varying over the mesh axes over which any of them does."""
     axes = varying(*jax.tree.leaves(tree))
     return jax.tree.map(lambda x: as_varying(x, axes), tree)
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """The largest divisor up to `most`; 1 where that is less."""
+    return max(n for n in range(1, max(1, min(number, most)) + 1) if number % n == 0)

@@ -1,8 +1,8 @@
 """What warps do that read from other GPUs while the rest of their block multiplies.
 
 What such a warp reads is cut into *pieces*, each announced to whoever waits for it by a
-signal, and pieces into *chunks*, each of which passes through a buffer in shared
-memory: the copy engine brings it in, from a peer as a rule, and takes it out again.
+signal, and pieces into *chunks*, lines of memory that pass through a buffer in shared
+memory: the copy engine brings one in, from a peer as a rule, and takes it out again.
 
 Axis letters: D devices.
 """
@@ -20,13 +20,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-from pallas_kernels.mosaic import smem_bytes
+from pallas_kernels.mosaic import largest_divisor, smem_bytes
 
 
 __all__ = ["Chunks", "peers", "relay", "wait_for_signal"]
-
-BOX = 256
-"""Largest side of a box that the copy engine moves."""
 
 
 @plgpu.inline_mgpu()
@@ -70,68 +67,63 @@ def peers(axis_name: str, devices: int) -> list[tuple[int, Any]]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chunks:
-    """How a piece, some rows and columns of an array, is cut into chunks."""
+    """How rows of an array are cut into chunks, each one line of memory.
 
-    piece: tuple[int, int]
-    """Rows and columns of a piece."""
-    chunk: tuple[int, int]
-    """Rows and columns of a chunk."""
+    Only for such a line does a kernel look up where a peer keeps its array. For boxes
+    of an array the host writes descriptors with that address, and in a CUDA graph it
+    does so once: XLA records a graph anew when arrays of its own GPU have moved, not
+    when those of a peer have.
+    """
+
+    shape: tuple[int, int]
+    """Rows and columns of a chunk: whole rows, or a part of one."""
+    across: int
+    """Chunks in a row of the array."""
     dtype: jnp.dtype
     """Type of the elements."""
 
     @classmethod
     def of(
-        cls,
-        piece: tuple[int, int],
-        array_columns: int,
-        dtype: jnp.dtype,
-        buffer_bytes: int,
+        cls, rows: int, columns: int, dtype: jnp.dtype, buffer_bytes: int
     ) -> "Chunks":
-        """Chunks that fill a buffer, or less.
+        """The largest chunks that fit a buffer.
 
         Args:
-            piece: rows and columns.
-            array_columns: columns of the array. Chunks are narrower: whole rows would
-                be moved as one line of bytes, which does not end where rows end. Their
-                width divides that of the piece, so that none reaches into the next
-                piece, which may not be there yet.
+            rows: how many rows are to be whole chunks.
+            columns: columns of the array, a multiple of 8.
             dtype: type of the elements.
             buffer_bytes: size of a buffer.
         """
-        width = piece[1]
-        while width > min(BOX, array_columns // 2):
-            width //= 2
-        height = min(piece[0], BOX)
-        while height * width * dtype.itemsize > buffer_bytes and height > 1:
-            height = pl.cdiv(height, 2)
-        return cls(piece=piece, chunk=(height, width), dtype=dtype)
+        most = buffer_bytes // dtype.itemsize
+        width = 8 * largest_divisor(columns // 8, most // 8)  # 16 bytes at least
+        height = 1
+        while rows % (2 * height) == 0 and 2 * height * columns <= most:
+            height *= 2
+        return cls(shape=(height, width), across=columns // width, dtype=dtype)
 
-    @property
-    def counts(self) -> tuple[int, int]:
-        """Chunks along rows and columns."""
-        return (
-            pl.cdiv(self.piece[0], self.chunk[0]),
-            pl.cdiv(self.piece[1], self.chunk[1]),
-        )
+    def count(self, rows: int) -> int:
+        """Chunks in so many rows."""
+        return rows // self.shape[0] * self.across
 
-    def window(self, row: Any, column: Any, index: Any) -> tuple[Any, Any]:
-        """Rows and columns of a chunk of the piece that starts at (row, column)."""
-        across = jnp.int32(self.counts[1])
-        return (
-            pl.ds(row + self.chunk[0] * lax.div(index, across), self.chunk[0]),
-            pl.ds(column + self.chunk[1] * lax.rem(index, across), self.chunk[1]),
-        )
+    def window(self, index: Any) -> tuple[Any, Any]:
+        """Rows and columns of a chunk."""
+        height, width = self.shape
+        if self.across == 1:
+            return pl.ds(index * height, height), pl.ds(0, width)
+        across = jnp.int32(self.across)
+        row, column = lax.div(index, across), lax.rem(index, across)
+        return pl.ds(row, 1), pl.ds(column * width, width)
 
     def scratch_types(self, buffers: int) -> dict[str, Any]:
         """Scratch of one block."""
         return {
-            "chunk": plgpu.SMEM((buffers, *self.chunk), self.dtype),
+            "chunk": plgpu.SMEM((buffers, *self.shape), self.dtype),
             "chunk_full": plgpu.Barrier(num_barriers=buffers),
         }
 
     def smem_bytes(self, buffers: int) -> int:
         """Shared memory of one block."""
-        return smem_bytes((buffers, *self.chunk), self.dtype)
+        return smem_bytes((buffers, *self.shape), self.dtype)
 
 
 def relay(
@@ -139,7 +131,7 @@ def relay(
     scratch: Any,
     buffers: int,
     total: Any,
-    source: Callable[[Any, Callable[[Any], None]], None],
+    source: Callable[[Any], Any],
     target: Callable[[Any, Callable[[Any], None]], None],
     stored: Callable[[Any], None] = lambda chunk: None,
 ) -> None:
@@ -153,7 +145,7 @@ def relay(
         scratch: what `Chunks.scratch_types` allocated.
         buffers: how many buffers, at least 2.
         total: int32, how many chunks.
-        source: ``(chunk, load)``, calls ``load`` with where a chunk lies.
+        source: from the number of a chunk to where it lies, on a peer as a rule.
         target: ``(chunk, store)``, calls ``store`` with where it goes on this device.
         stored: called with the number of each chunk once its copy has begun.
     """
@@ -164,13 +156,12 @@ def relay(
 
     def load(chunk: Any) -> None:
         where = slot(chunk)
-
-        def copy(place: Any) -> None:
-            plgpu.copy_gmem_to_smem(
-                place, scratch["chunk"].at[where], scratch["chunk_full"].at[where]
-            )
-
-        source(chunk, copy)
+        plgpu.copy_gmem_to_smem(
+            source(chunk),
+            scratch["chunk"].at[where],
+            scratch["chunk_full"].at[where],
+            oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,  # or it were no line
+        )
 
     lax.fori_loop(0, jnp.minimum(ahead, total), lambda chunk, _: load(chunk), None)
 

@@ -5,7 +5,6 @@ N columns; D devices.
 """
 
 import dataclasses
-import math
 from typing import Literal
 
 import jax.numpy as jnp
@@ -27,33 +26,28 @@ class CollectiveConfig(MatmulConfig):
     buffers: int = 2
     """Buffers of a block through which it fetches; all but one are under way."""
     buffer_bytes: int = 8192
-    """Size of a buffer; a power of two."""
-    piece_rows: int = 64
-    """All-gather: rows that a block fetches at a time, 256 columns wide."""
+    """Largest size of a buffer; a power of two."""
+    piece_chunks: int = 4
+    """All-gather: how often a buffer is filled before others are told."""
     one_shot: bool = False
     """All-reduce: exchange whole sums once, after a product through XLA. Pays for few
     rows."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, least, most in (
-            ("buffers", 2, math.inf),
-            ("buffer_bytes", 1024, math.inf),
-            ("piece_rows", 8, self.tile_m),
+        for name, least in (
+            ("buffers", 2),
+            ("buffer_bytes", 1024),
+            ("piece_chunks", 1),
         ):
             value = getattr(self, name)
-            if not isinstance(value, int) or not least <= value <= most:
+            if not isinstance(value, int) or value < least:
                 raise ValueError(
-                    f"{name} {value!r}, expected an integer from {least} to {most}"
+                    f"{name} {value!r}, expected an integer of at least {least}"
                 )
         if self.buffer_bytes & (self.buffer_bytes - 1):
             raise ValueError(
                 f"buffer_bytes {self.buffer_bytes}, expected a power of two"
-            )
-        if self.tile_m % self.piece_rows:
-            raise ValueError(
-                f"piece_rows {self.piece_rows}, expected a divisor of tile_m"
-                f" {self.tile_m}"
             )
         if self.minor != "m":
             raise ValueError(
@@ -157,8 +151,11 @@ def _estimate(
 
 
 def _tiles(problem: CollectiveProblem) -> list[CollectiveConfig]:
-    """Cuts that fit the columns, with the choices that depend on the kind alone."""
-    return [c for c in _TILES if c.tile_n <= max(64, min(problem.n))]
+    """Cuts that fit the columns."""
+    widest = max(64, min(problem.n))
+    if problem.kind == "all_reduce":
+        widest = min(widest, 256)  # the copy engine takes boxes of sums to their places
+    return [c for c in _TILES if c.tile_n <= widest]
 
 
 def _waiting(problem: CollectiveProblem) -> float:

@@ -9,7 +9,6 @@ streams it. The gathered rows stay in an output: the backward pass wants them.
 Axis letters: B leading axes, m rows of one device, K contraction, N columns; D devices.
 """
 
-import dataclasses
 import functools
 import math
 from typing import Any
@@ -23,7 +22,6 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.collective_matmul.communicator import (
     Chunks,
-    peers,
     relay,
     wait_for_signal,
 )
@@ -46,6 +44,11 @@ from pallas_kernels.mosaic import DeviceSpec
 
 
 __all__ = ["all_gather_matmul"]
+
+
+def divide(number: Any, by: Any) -> tuple[jax.Array, jax.Array]:
+    """Quotient and remainder, of int32."""
+    return lax.div(number, jnp.int32(by)), lax.rem(number, jnp.int32(by))
 
 
 def all_gather_matmul(
@@ -101,11 +104,15 @@ def all_gather_matmul(
     cn = config.cluster_tiles[1]
     # The number of devices is even, so row blocks always pair up.
     counts = (devices * own_blocks, pl.cdiv(sum(widths), cn) * cn)
-    chunks = Chunks.of((config.piece_rows, 256), depth, x.dtype, config.buffer_bytes)
-    strip = chunks.chunk[1]
-    chunks = dataclasses.replace(chunks, piece=(config.piece_rows, strip))
-    strips = pl.cdiv(depth, strip)
-    pieces = strips * (config.tile_m // config.piece_rows)  # of a row block
+    # Row blocks hold a whole number of chunks, the last and lower one of a device too.
+    common = math.gcd(config.tile_m, x.shape[1])
+    chunks = Chunks.of(common, depth, x.dtype, config.buffer_bytes)
+    heights = config.tile_m, x.shape[1] - (layout.blocks - 1) * config.tile_m
+    sizes = [chunks.count(height) for height in heights]
+    per_piece = math.gcd(config.piece_chunks, *sizes)
+    # Pieces of a row block, of the last one, of a device within one leading index.
+    pieces, last_pieces = (size // per_piece for size in sizes)
+    of_device = (layout.blocks - 1) * pieces + last_pieces
 
     def place(m: Any) -> tuple[Any, Any, Any, Any]:
         """Device, leading index and row block of a row of tiles; is it our own."""
@@ -117,52 +124,49 @@ def all_gather_matmul(
     def body(x_ref, *refs, **scratch):
         w_refs, out_refs, gathered = refs[: len(ws)], refs[len(ws) : -1], refs[-1]
         arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((devices * own_blocks,)))
-
         left = pl.get_global(plgpu.SemaphoreType.REGULAR)
-        others = peers(axis_name, devices)
 
         def pull():
-            mine, piece_of = layout.pieces_of_block(devices * own_blocks * pieces)
-            per_piece = math.prod(chunks.counts)
+            of_peers = (devices - 1) * batch * of_device
+            mine, piece_of = layout.pieces_of_block(devices * batch * of_device)
 
             def chunk_at(index):
-                """Distance of the source, row block, leading index, rows and columns.
+                """Source, row block, leading index, rows and columns.
 
                 The row blocks of peers come in the order of their tiles, own ones last.
                 """
-                piece = piece_of(lax.div(index, jnp.int32(per_piece)))
-                row, within = (f(piece, jnp.int32(pieces)) for f in (lax.div, lax.rem))
-                own, last = row >= (devices - 1) * own_blocks, jnp.int32(devices - 1)
-                distance = jnp.where(own, 0, 1 + lax.rem(row, last))
-                block = jnp.where(own, row - last * own_blocks, lax.div(row, last))
-                b, number = layout.split(block)
-                down = lax.div(within, jnp.int32(strips)) * config.piece_rows
-                across = lax.rem(within, jnp.int32(strips)) * strip
-                window = chunks.window(
-                    number * config.tile_m + down,
-                    across,
-                    lax.rem(index, jnp.int32(per_piece)),
+                turn, chunk = divide(index, per_piece)
+                own = piece_of(turn) >= of_peers
+                sources = jnp.where(own, 1, devices - 1)
+                number = piece_of(turn) - jnp.where(own, of_peers, 0)
+                b, number = divide(number, sources * of_device)
+                full = (layout.blocks - 1) * pieces * sources
+                last = number >= full
+                row, piece = divide(
+                    number - jnp.where(last, full, 0),
+                    jnp.where(last, last_pieces, pieces),
                 )
-                return distance, block, b, window
+                block = jnp.where(last, layout.blocks - 1, lax.div(row, sources))
+                which = jnp.where(last, row, lax.rem(row, sources))
+                device = layout.device(jnp.where(own, 0, 1 + which))
+                chunk = (block * pieces + piece) * per_piece + chunk
+                return device, b * layout.blocks + block, b, chunks.window(chunk)
 
-            def source(index, load):
-                distance, _, b, window = chunk_at(index)
-                pl.when(distance == 0)(lambda: load(x_ref.at[(b, *window)]))
-                for r, peer in others:
-                    there = plgpu.remote_ref(x_ref, peer).at[(b, *window)]
-                    pl.when(distance == r)(functools.partial(load, there))
+            def source(index):
+                device, _, b, window = chunk_at(index)
+                there: Any = {axis_name: device}
+                return plgpu.remote_ref(x_ref, there).at[(b, *window)]
 
             def target(index, store):
-                distance, _, b, window = chunk_at(index)
-                slab = layout.slab(b, layout.device(distance))
-                store(gathered.at[(slab, *window)])
+                device, _, b, window = chunk_at(index)
+                store(gathered.at[(layout.slab(b, device), *window)])
 
             def stored(index):
                 @pl.when(lax.rem(index, jnp.int32(per_piece)) == per_piece - 1)
                 def _announce():
-                    distance, block, _, _ = chunk_at(index)
+                    device, block, _, _ = chunk_at(index)
                     plgpu.wait_smem_to_gmem(0, wait_read_only=False)
-                    arrival = arrived.at[layout.device(distance) * own_blocks + block]
+                    arrival = arrived.at[device * own_blocks + block]
                     plgpu.semaphore_signal(arrival, memory_scope="gpu")
 
             relay(
@@ -204,7 +208,8 @@ def all_gather_matmul(
             def remote(slot):
                 block = b * layout.blocks + number
                 arrival = arrived.at[source * own_blocks + block]
-                wait_for_signal(arrival, pieces, "gpu")
+                last = number == layout.blocks - 1
+                wait_for_signal(arrival, jnp.where(last, last_pieces, pieces), "gpu")
                 return stream(gathered.at[layout.slab(b, source)], slot)
 
             local = functools.partial(stream, x_ref.at[b])

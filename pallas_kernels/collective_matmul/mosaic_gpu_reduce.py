@@ -233,9 +233,11 @@ class Roles:
     out: Any
     """Sums: [B,m,N], or [B*D,m,N] where all devices get all of them."""
     partial: Any
-    """Partial sums of this device for the others, [B*D,m,N]."""
+    """Sums of this device for the others, one tile of [tile_m,tile_n] after another:
+    partial sums, then, where all share them, the sums."""
     received: Any
-    """Partial sums of the others for this one, [(D-1)*B,m,N] by their distance."""
+    """Partial sums of the others for this one, in the same order: a tile has the same
+    number for the device that holds it as for the one that wants it."""
     scratch: Mapping[str, Any]
     """Shared memory and barriers."""
     sums_smem: Any
@@ -316,47 +318,39 @@ class Roles:
         plan.layout.leave(self.left)
 
     def _pull(self, m: Any, n: Any, turn: Any) -> None:
-        plan = self.plan
+        plan, layout = self.plan, self.plan.layout
         distance, b, row_block = plan.place(m)
         own = distance == plan.devices
         # What I hold at distance r from another device, it holds for me.
         r = jnp.where(own, turn + 1, distance)
-        theirs = self.slab(b, plan.devices - r)
+        device = layout.device(plan.devices - r)
+        start = plan.number(m, n) * plan.chunks.count(plan.config.tile_m)
 
-        def window(chunk: Any) -> Any:
-            corner = row_block * plan.config.tile_m, n * plan.config.tile_n
-            return plan.chunks.window(*corner, chunk)
-
-        def source(chunk: Any, load: Callable[[Any], None]) -> None:
-            for apart, peer in self.peers:
-
-                @pl.when(distance == plan.devices - apart)
-                def _partial(peer: Any = peer) -> None:
-                    there = plgpu.remote_ref(self.partial, peer)
-                    load(there.at[(self.slab(b, 0), *window(chunk))])
-
-                if plan.share:
-
-                    @pl.when(own & (turn == plan.devices - apart - 1))
-                    def _sum(peer: Any = peer) -> None:
-                        there = plgpu.remote_ref(self.out, peer)
-                        load(there.at[(theirs, *window(chunk))])
+        def source(chunk: Any) -> Any:
+            there: Any = {layout.axis_name: device}
+            partial = plgpu.remote_ref(self.partial, there)
+            return partial.at[plan.chunks.window(start + chunk)]
 
         def target(chunk: Any, store: Callable[[Any], None]) -> None:
             @pl.when(distance < plan.devices)
             def _partial() -> None:
-                slab = (r - 1) * plan.layout.batch + b
-                store(self.received.at[(slab, *window(chunk))])
+                store(self.received.at[plan.chunks.window(start + chunk)])
 
             if plan.share:
 
                 @pl.when(own)
                 def _sum() -> None:
-                    store(self.out.at[(theirs, *window(chunk))])
+                    height, width = plan.chunks.shape
+                    row = row_block * plan.config.tile_m + chunk * height
+                    place = pl.ds(row, height), pl.ds(n * width, width)
+                    store(self.out.at[(layout.slab(b, device), *place)])
 
         index = plan.number(m, n) + jnp.where(own, turn * plan.own_tiles, 0)
         wait_for_signal(self.ready.at[index], 1)
-        count = jnp.int32(math.prod(plan.chunks.counts))
+        # Rows of a partial tile past the end are zeros; sums there have no place.
+        height, tile = plan.chunks.shape[0], plan.config.tile_m
+        rows = jnp.where(own, layout.rows - row_block * tile, tile)
+        count = lax.div(jnp.minimum(rows, tile), jnp.int32(height))
         relay(plan.chunks, self.scratch, plan.config.buffers, count, source, target)
 
         @pl.when(distance < plan.devices)
@@ -412,23 +406,22 @@ class Roles:
         def load_sums(slot: Any) -> Any:
             arrival = self.arrived.at[plan.own_tile(m, n)]
             wait_for_signal(arrival, plan.devices - 1, "gpu")
+            tile = plan.own_tile(m, n)
             for r, step in itertools.product(range(1, plan.devices), range(plan.steps)):
-                slab = (r - 1) * plan.layout.batch + b
-                self._load_sums(slab, row_block, n, step, slot)
+                self._load_sums(tile + (r - 1) * plan.own_tiles, step, slot)
                 slot = next_slot(slot, plan.config.stages)
             return slot
 
         own = distance == plan.devices
         return lax.cond(own, load_sums, lambda slot: slot, slot)
 
-    def _load_sums(self, slab: Any, m: Any, n: Any, step: int, slot: Any) -> None:
-        """One stage of the sums of one peer, and the columns that pick them."""
+    def _load_sums(self, tile: Any, step: int, slot: Any) -> None:
+        """One stage of a tile of one peer, and the columns that pick its rows."""
         config = self.plan.config
         depth, full = config.tile_k, self.scratch["full"].at[slot]
-        rows = pl.ds(m * config.tile_m + step * depth, depth)
-        columns = pl.ds(n * config.tile_n, config.tile_n)
+        rows = pl.ds(tile * config.tile_m + step * depth, depth)
         picked = self.identity.at[:, pl.ds(step * depth, depth)]
-        sums = self.received.at[slab, rows, columns]
+        sums = self.received.at[rows, pl.ds(0, config.tile_n)]
         plgpu.barrier_wait(self.scratch["empty"].at[slot])
         plgpu.copy_gmem_to_smem(picked, self.scratch["x_smem"].at[slot], full)
         plgpu.copy_gmem_to_smem(sums, self.sums_smem.at[slot], full)
@@ -451,18 +444,18 @@ class Roles:
             then=(jnp.where(own, (plan.devices - 1) * plan.steps, 0), self.add),
         )
 
-        def store(rows: Any) -> None:
+        def store(rows: Any, m: Any, n: Any) -> None:
             cut = plan.tiles[0]
-            view = functools.partial(cut.out_view, rows, row_block, n, consumer)
+            view = functools.partial(cut.out_view, rows, m, n, consumer)
             store_tile(cut, sums, self.scratch, consumer, view)
 
         @pl.when(own)
         def _own() -> None:
-            store(self.out.at[self.slab(b, 0) if plan.share else b])
+            store(self.out.at[self.slab(b, 0) if plan.share else b], row_block, n)
 
-        @pl.when(distance < plan.devices)
-        def _of_peer() -> None:
-            store(self.partial.at[self.slab(b, distance)])
+        @pl.when((distance < plan.devices) | plan.share)
+        def _for_peers() -> None:
+            store(self.partial, plan.number(m, n), 0)
 
         return slot, done + 1
 
@@ -544,22 +537,29 @@ def _reduce(
             " 'none'"
         )
     columns = tiles[0].problem.n
-    tile = (config.tile_m, config.tile_n)
-    chunks = Chunks.of(tile, columns, dtype, config.buffer_bytes)
+    if share and config.tile_n > 256:
+        raise Unsupported(
+            f"collective_matmul: tile_n={config.tile_n}, the kernel hands on sums in"
+            " boxes of at most 256 columns; use tile_n=256"
+        )
+    # Chunks of a tile, and of its rows within the result, are a whole number.
+    common = math.gcd(config.tile_m, layout.rows)
+    chunks = Chunks.of(common, config.tile_n, dtype, config.buffer_bytes)
     plan = Plan(layout=layout, tiles=tiles, chunks=chunks, share=share)
-    shapes = [
-        batch * (devices if share else 1),  # the result
-        batch * devices,  # partial sums of this device
-        batch * (devices - 1),  # partial sums of the peers, by distance from them
-    ]
+    rows_of_tiles = plan.own_tiles * config.tile_m
+    slabs_of_result = batch * (devices if share else 1)
     out, *_ = launch(
         lambda *refs, **scratch: Roles.of(plan, refs, scratch).run(),
         *slabs,
         *ws,
         jnp.asarray(np.eye(config.tile_m), dtype),
         out_type=[
-            jax.ShapeDtypeStruct((slabs_of, layout.rows, columns), dtype)
-            for slabs_of in shapes
+            jax.ShapeDtypeStruct(shape, dtype)
+            for shape in (
+                (slabs_of_result, layout.rows, columns),
+                ((devices - 1 + share) * rows_of_tiles, config.tile_n),  # partial
+                ((devices - 1) * rows_of_tiles, config.tile_n),  # received
+            )
         ],
         tiles=tiles[0],
         chunks=chunks,

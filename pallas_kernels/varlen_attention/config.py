@@ -20,7 +20,6 @@ __all__ = [
     "backward_smem",
     "forward_blocks",
     "forward_smem",
-    "largest_divisor",
     "query_buffers",
 ]
 
@@ -182,11 +181,6 @@ class Problem:
 def query_buffers(problem: Problem) -> int:
     """Tiles whose queries the forward kernel holds: the next one's, where they fit."""
     return 2 if problem.head_dim <= 128 else 1
-
-
-def largest_divisor(number: int, most: int) -> int:
-    """The largest divisor up to `most`; 1 where that is less."""
-    return max(n for n in range(1, max(1, min(number, most)) + 1) if number % n == 0)
 
 
 def forward_smem(problem: Problem, blocks: ForwardBlocks) -> int:

@@ -38,7 +38,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.mosaic import smem_transforms, unmarked
+from pallas_kernels.mosaic import largest_divisor, smem_transforms, unmarked
 from pallas_kernels.varlen_attention.backward_consumer import (
     OwnKeys,
     SharedKeys,
@@ -50,7 +50,6 @@ from pallas_kernels.varlen_attention.config import (
     ROWS,
     BackwardBlocks,
     Problem,
-    largest_divisor,
 )
 from pallas_kernels.varlen_attention.consumer import LOG2E, Scores
 from pallas_kernels.varlen_attention.mosaic_gpu_forward import (

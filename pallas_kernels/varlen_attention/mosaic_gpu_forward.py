@@ -28,13 +28,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.mosaic import DeviceSpec
+from pallas_kernels.mosaic import DeviceSpec, largest_divisor
 from pallas_kernels.varlen_attention.config import (
     CHUNK,
     ROWS,
     ForwardBlocks,
     Problem,
-    largest_divisor,
     query_buffers,
 )
 from pallas_kernels.varlen_attention.consumer import (

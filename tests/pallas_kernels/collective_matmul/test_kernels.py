@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.mosaic.gpu.launch_context import LaunchContext
 
 from pallas_kernels.collective_matmul import CollectiveConfig, mosaic_gpu
 from pallas_kernels.collective_matmul.communicator import Chunks
@@ -114,7 +115,7 @@ PARALLEL = {
     "pairs_of_rows": dataclasses.replace(SMALL, cluster="m"),
     "pairs_of_columns": dataclasses.replace(SMALL, cluster="n"),
     "many_buffers": dataclasses.replace(SMALL, buffers=4, group=2),
-    "little_at_a_time": dataclasses.replace(SMALL, buffer_bytes=2048, piece_rows=32),
+    "little_at_a_time": dataclasses.replace(SMALL, buffer_bytes=1024, piece_chunks=3),
 }
 
 
@@ -215,13 +216,19 @@ def test_four_devices_and_two_kernels_in_one_program():
     assert relative_error(y, hidden @ wide(down)) < RELATIVE[BF16]
 
 
-@pytest.mark.parametrize("tile_n", [64, 128, 192, 256, 320])
-def test_chunks_stay_within_their_piece(tile_n):
-    """The columns beyond belong to a tile that may not be stored yet."""
-    for columns in range(128, 1024, 64):
-        chunks = Chunks.of((128, tile_n), columns, BF16, 8192)
-        assert tile_n % chunks.chunk[1] == 0
-        assert 16 <= chunks.chunk[1] < columns  # never whole rows
+@pytest.mark.parametrize("columns", [64, 192, 320, 4160, 8192, 12288, 28672])
+@pytest.mark.parametrize("rows", [8, 24, 128])
+def test_chunks_are_lines_that_fill_a_buffer(rows, columns):
+    """Each element of some rows is in one of their chunks, next to those around it."""
+    chunks = Chunks.of(rows, columns, BF16, 8192)
+    height, width = chunks.shape
+    assert height == 1 or width == columns
+    assert chunks.smem_bytes(1) <= 8192 and width % 8 == 0
+    seen = np.zeros((rows, columns), int)
+    for index in range(chunks.count(rows)):
+        row, column = (int(part.start) for part in chunks.window(jnp.int32(index)))
+        seen[row : row + height, column : column + width] += 1
+    assert (seen == 1).all()
 
 
 def test_tiles_wider_than_half_of_the_columns():
@@ -325,12 +332,30 @@ def test_every_candidate_fits(kind, columns):
     product = Problem(m=2048, n=columns, k=1024, dtype=BF16, out_dtype=BF16)
     for config in candidates(problem, H200):
         tiles = matmul_kernel.Tiles(problem=product, config=config)
-        piece, width = (config.tile_m, config.tile_n), columns
-        if kind == "all_gather":
-            piece, width = (config.piece_rows, 256), 1024
-        chunks = Chunks.of(piece, width, BF16, config.buffer_bytes)
+        width = 1024 if kind == "all_gather" else config.tile_n
+        chunks = Chunks.of(config.tile_m, width, BF16, config.buffer_bytes)
         need = chunks.smem_bytes(config.buffers)
         assert tiles.smem_bytes + need <= H200.smem_bytes, config
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce"])
+def test_addresses_of_peers_are_looked_up_on_the_device(kind, monkeypatch):
+    """What the host looks up stays as it is in a recorded CUDA graph."""
+    looked_up = []
+    real = LaunchContext.to_remote
+
+    def to_remote(self, *args, on_host=False, **options):
+        looked_up.append(on_host)
+        return real(self, *args, on_host=on_host, **options)
+
+    monkeypatch.setattr(LaunchContext, "to_remote", to_remote)
+    for config in (SMALL, dataclasses.replace(SMALL, one_shot=kind == "all_reduce")):
+        problem = CollectiveProblem(
+            kind=kind, m=1024, n=(384,), k=(320,), devices=4, dtype=BF16
+        )
+        lowered(problem, config)
+        assert looked_up and not any(looked_up)
+        looked_up.clear()
 
 
 @pytest.mark.parametrize("rows", [16, 512])
@@ -372,10 +397,10 @@ def test_narrow_weights_need_a_narrow_tile():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"buffers": 1}, "buffers 1, expected an integer from 2"),
+        ({"buffers": 1}, "buffers 1, expected an integer of at least 2"),
         ({"minor": "n"}, "minor 'n', expected 'm'"),
         ({"buffer_bytes": 3000}, "buffer_bytes 3000, expected a power of two"),
-        ({"piece_rows": 48}, "piece_rows 48, expected a divisor of tile_m 128"),
+        ({"piece_chunks": 0}, "piece_chunks 0, expected an integer of at least 1"),
     ],
 )
 def test_bad_configs(changes, message, no_shape_hook):
