@@ -228,4 +228,8 @@ def candidates(
     for buffers, nbytes in ((3, 8192), (2, 16384)) if roomy else ((3, 4096),):
         more = dataclasses.replace(chosen, buffers=buffers, buffer_bytes=nbytes)
         found.append(dataclasses.replace(more, store_slots=1))
+    if chosen.cluster == "none" and chosen.tile_n <= 256:
+        # The links are the bound: a short ring leaves room for much under way.
+        short = dataclasses.replace(chosen, stages=3, buffers=4)
+        found += [short, dataclasses.replace(short, buffer_bytes=16384)]
     return tuple(dict.fromkeys(found))

@@ -372,11 +372,13 @@ def test_all_reduce_lowers_for_decoding(rows):
         ({"tile_n": 256, "stages": 8}, "bytes of shared memory"),
         ({"tile_m": 64, "tile_n": 128, "split": "n"}, "split='n'"),
         ({"cluster": "m"}, "3 row blocks of a device"),
+        ({"tile_n": 320, "stages": 3, "kind": "all_reduce"}, "at most 256 columns"),
     ],
 )
 def test_configs_that_do_not_fit(changes, message):
+    changes = {"kind": "reduce_scatter", **changes}
     problem = CollectiveProblem(
-        kind="reduce_scatter", m=768, n=(256,), k=(128,), devices=2, dtype=BF16
+        kind=changes.pop("kind"), m=768, n=(256,), k=(128,), devices=2, dtype=BF16
     )
     config = dataclasses.replace(CollectiveConfig(), **changes)
     with pytest.raises(Unsupported, match=message):
