@@ -23,7 +23,7 @@ from jaxlib.mlir.dialects import llvm
 from pallas_kernels.mosaic import largest_divisor, smem_bytes
 
 
-__all__ = ["Chunks", "peers", "relay", "wait_for_signal"]
+__all__ = ["Chunks", "divide", "peers", "relay", "wait_for_signal"]
 
 
 @plgpu.inline_mgpu()
@@ -50,6 +50,11 @@ def wait_for_signal(
     """
     plgpu.semaphore_wait(semaphore, value, decrement=False, memory_scope=memory_scope)
     proxy_fence()  # pyright: ignore[reportCallIssue]  (the context is passed for us)
+
+
+def divide(number: Any, by: Any) -> tuple[jax.Array, jax.Array]:
+    """Quotient and remainder, of int32."""
+    return lax.div(number, jnp.int32(by)), lax.rem(number, jnp.int32(by))
 
 
 def peers(axis_name: str, devices: int) -> list[tuple[int, Any]]:
@@ -110,8 +115,7 @@ class Chunks:
         height, width = self.shape
         if self.across == 1:
             return pl.ds(index * height, height), pl.ds(0, width)
-        across = jnp.int32(self.across)
-        row, column = lax.div(index, across), lax.rem(index, across)
+        row, column = divide(index, self.across)
         return pl.ds(row, 1), pl.ds(column * width, width)
 
     def scratch_types(self, buffers: int) -> dict[str, Any]:

@@ -116,7 +116,7 @@ _L2_BYTES = 48  # bytes a cycle from the L2 cache to one multiprocessor
 _TILE_OVERHEAD = 2000  # filling the ring once, storing the tile
 # Time at 320 columns: less power goes to moving operands, but rings are shorter, which
 # tells where sums of peers pass through them.
-_WIDEST = {"all_gather": 0.98, "reduce_scatter": 1.01, "all_reduce": 1.0}
+_WIDEST = {"all_gather": 0.98, "reduce_scatter": 1.01}
 _LINK_BYTES = 170  # bytes a cycle from all peers to one device
 _BESIDE = 1.1  # a product beside reads from peers takes so much longer
 _ONE_SHOT_ROWS = 128

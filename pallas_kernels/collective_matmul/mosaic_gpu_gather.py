@@ -22,6 +22,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.collective_matmul.communicator import (
     Chunks,
+    divide,
     relay,
     wait_for_signal,
 )
@@ -44,11 +45,6 @@ from pallas_kernels.mosaic import DeviceSpec
 
 
 __all__ = ["all_gather_matmul"]
-
-
-def divide(number: Any, by: Any) -> tuple[jax.Array, jax.Array]:
-    """Quotient and remainder, of int32."""
-    return lax.div(number, jnp.int32(by)), lax.rem(number, jnp.int32(by))
 
 
 def all_gather_matmul(

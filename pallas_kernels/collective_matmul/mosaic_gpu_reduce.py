@@ -4,7 +4,8 @@ Reduce-scatter. Tiles for the next device come first, then those for the one aft
 ..., own ones last, so that no two devices read from one. The consumers store partial
 sums locally, as any matmul does, and go on. Of the two spare warps that each block
 uses one announces stored tiles to their owners, and one reads over NVLink what peers
-have announced to this device.
+have announced to this device. Partial sums lie one tile after another, so that a tile
+is a line of memory (`Chunks` says why that matters).
 
 Own tiles are the usual products and then the sums of the peers, times the identity:
 these pass through the same ring as two more stages for each peer, and the tensor cores
@@ -37,6 +38,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.collective_matmul.all_reduce import one_shot_all_reduce
 from pallas_kernels.collective_matmul.communicator import (
     Chunks,
+    divide,
     peers,
     relay,
     wait_for_signal,
@@ -304,9 +306,7 @@ class Roles:
         mine, piece_of = plan.layout.pieces_of_block(math.prod(plan.counts))
 
         def pull_tile(i: jax.Array, _: None) -> None:
-            cluster, rank = (
-                f(piece_of(i), jnp.int32(size)) for f in (lax.div, lax.rem)
-            )
+            cluster, rank = divide(piece_of(i), size)
             m, n = tile_at(plan.layout.order, plan.counts, cluster, rank)
             own = plan.place(m)[0] == plan.devices
             # A tile for another device stands for that which this one gets from the

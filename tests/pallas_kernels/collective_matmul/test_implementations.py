@@ -210,6 +210,10 @@ def test_the_kernel_runs_where_it_is_expected_to_gain(tmp_path, monkeypatch, sai
         assert not uses_kernel(few)
         assert "512 rows are too few to gain" in said.records[-1].getMessage()
         assert uses_kernel(many)
+        enough = shape(1024, 512), shape(512, 1024)
+        assert uses_kernel(enough)
+        on_two = text_for_cuda(split(name, make_mesh(2)), *enough)
+        assert CUSTOM_CALL not in on_two  # where less is to be hidden
         assert uses_kernel(few, implementation="mosaic_gpu")
         assert uses_kernel(few, implementation=("mosaic_gpu", "xla_ring"))
         assert uses_kernel(few, config=SMALL)

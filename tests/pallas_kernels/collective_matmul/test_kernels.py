@@ -177,6 +177,14 @@ def test_reductions_over_four_devices(kind):
     check_reduction(cpu_mesh(data=1, tensor=4), kind=kind, config=SMALL, **case)
 
 
+def test_sums_that_are_as_wide_as_a_tile():
+    """Then rows of the result are a line, which must end where a device's rows do."""
+    config = dataclasses.replace(SMALL, tile_n=128)
+    case = {"rows": 4 * 72, "columns": (128,), "depth": (64,), "batch": 2}
+    mesh = cpu_mesh(data=1, tensor=4)
+    check_reduction(mesh, kind="all_reduce", config=config, **case)
+
+
 @pytest.mark.parametrize("name", PARALLEL)
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
 def test_blocks_side_by_side(name, kind):
@@ -338,8 +346,16 @@ def test_every_candidate_fits(kind, columns):
         assert tiles.smem_bytes + need <= H200.smem_bytes, config
 
 
-@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce"])
-def test_addresses_of_peers_are_looked_up_on_the_device(kind, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "one_shot"),
+    [
+        ("all_gather", False),
+        ("reduce_scatter", False),
+        ("all_reduce", False),
+        ("all_reduce", True),
+    ],
+)
+def test_addresses_of_peers_are_looked_up_on_the_device(kind, one_shot, monkeypatch):
     """What the host looks up stays as it is in a recorded CUDA graph."""
     looked_up = []
     real = LaunchContext.to_remote
@@ -349,13 +365,29 @@ def test_addresses_of_peers_are_looked_up_on_the_device(kind, monkeypatch):
         return real(self, *args, on_host=on_host, **options)
 
     monkeypatch.setattr(LaunchContext, "to_remote", to_remote)
-    for config in (SMALL, dataclasses.replace(SMALL, one_shot=kind == "all_reduce")):
-        problem = CollectiveProblem(
-            kind=kind, m=1024, n=(384,), k=(320,), devices=4, dtype=BF16
-        )
-        lowered(problem, config)
-        assert looked_up and not any(looked_up)
-        looked_up.clear()
+    problem = CollectiveProblem(
+        kind=kind, m=1024, n=(384,), k=(320,), devices=4, dtype=BF16
+    )
+    lowered(problem, dataclasses.replace(SMALL, one_shot=one_shot))
+    assert looked_up and not any(looked_up)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "columns", "tile_n", "cluster"),
+    [
+        ("all_gather", 8192, 14336, 320, "m"),
+        ("all_gather", 512, 2560, 128, "m"),  # row blocks pair up across devices
+        ("reduce_scatter", 512, 8192, 256, "none"),  # one row block for each owner
+        ("reduce_scatter", 8192, 192, 128, "m"),
+        ("all_reduce", 8192, 14336, 256, "m"),
+    ],
+)
+def test_what_the_heuristic_chooses(kind, rows, columns, tile_n, cluster):
+    problem = CollectiveProblem(
+        kind=kind, m=rows, n=(columns,), k=(8192,), devices=4, dtype=BF16
+    )
+    config = heuristic(problem, H200)
+    assert (config.tile_n, config.cluster) == (tile_n, cluster)
 
 
 @pytest.mark.parametrize("rows", [16, 512])
