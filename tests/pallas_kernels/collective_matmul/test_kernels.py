@@ -373,19 +373,26 @@ def test_addresses_of_peers_are_looked_up_on_the_device(kind, one_shot, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("kind", "rows", "columns", "tile_n", "cluster"),
+    ("kind", "m", "n", "k", "tile_n", "cluster"),
     [
-        ("all_gather", 8192, 14336, 320, "m"),
-        ("all_gather", 512, 2560, 128, "m"),  # row blocks pair up across devices
-        ("reduce_scatter", 512, 8192, 256, "none"),  # one row block for each owner
-        ("reduce_scatter", 8192, 192, 128, "m"),
-        ("all_reduce", 8192, 14336, 256, "m"),
+        ("all_gather", 8192, 14336, 8192, 320, "m"),
+        ("all_gather", 512, 2560, 8192, 128, "m"),  # row blocks pair up across devices
+        (
+            "reduce_scatter",
+            512,
+            8192,
+            8192,
+            256,
+            "none",
+        ),  # one row block for each owner
+        ("reduce_scatter", 8192, 192, 8192, 128, "m"),
+        ("reduce_scatter", 8192, 4096, 1024, 256, "none"),  # links are the bound
+        ("reduce_scatter", 8192, 4096, 3584, 256, "m"),
+        ("all_reduce", 8192, 14336, 8192, 256, "m"),
     ],
 )
-def test_what_the_heuristic_chooses(kind, rows, columns, tile_n, cluster):
-    problem = CollectiveProblem(
-        kind=kind, m=rows, n=(columns,), k=(8192,), devices=4, dtype=BF16
-    )
+def test_what_the_heuristic_chooses(kind, m, n, k, tile_n, cluster):
+    problem = CollectiveProblem(kind=kind, m=m, n=(n,), k=(k,), devices=4, dtype=BF16)
     config = heuristic(problem, H200)
     assert (config.tile_n, config.cluster) == (tile_n, cluster)
 
