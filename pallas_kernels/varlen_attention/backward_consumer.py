@@ -24,7 +24,12 @@ from pallas_kernels.varlen_attention.config import (
     BackwardBlocks,
     Problem,
 )
-from pallas_kernels.varlen_attention.consumer import LOG2E, Scores, index_arrays
+from pallas_kernels.varlen_attention.consumer import (
+    LOG2E,
+    Scores,
+    index_arrays,
+    left_operands,
+)
 from pallas_kernels.varlen_attention.rows import (
     in_register_order,
     keep_band,
@@ -130,6 +135,9 @@ class Consumer:
             for stage in range(stages):
                 plgpu.barrier_arrive(self.scratch[name].at[stage])
         plgpu.barrier_wait(self.scratch["kv_full"])
+        keys = self.k_smem.at[:, pl.ds(self.key_offset, ROWS)]
+        held = self.blocks.held
+        self.held = left_operands(keys, self.problem.chunks, held)[:held]
         acc = plgpu.WGMMAAccumulatorRef((ROWS, self.sum_chunks * CHUNK), jnp.float32)
         return pl.run_scoped(functools.partial(self._loop, slope_ref), acc, acc)
 
@@ -196,12 +204,15 @@ class Consumer:
 
     # --- pieces of a step -------------------------------------------------------------
 
-    def start_scores(self, acc: Any, left: Any, right: Any) -> None:
+    def start_scores(
+        self, acc: Any, left: Any, right: Any, held: tuple[Any, ...] = ()
+    ) -> None:
         """Starts keys by queries, one wgmma group a chunk."""
         for c in range(self.problem.chunks):
             columns = right.at[c, self.queries].transpose((1, 0))
             rows = pl.ds(self.key_offset, ROWS)
-            plgpu.wgmma(acc, left.at[self.zero + c, rows], columns)
+            here = held[c] if c < len(held) else left.at[self.zero + c, rows]
+            plgpu.wgmma(acc, here, columns)
 
     def start_sum(self, acc: Any, left: Any, right: Any, c: int) -> None:
         """Starts a product of keys by queries, a chunk of columns of dk or dv."""
@@ -346,7 +357,7 @@ class OwnKeys(Consumer):
         plgpu.barrier_wait(scratch["q_full"].at[stage])
 
         def weights(s_acc: Any, dp_acc: Any) -> tuple[Any, ...]:
-            self.start_scores(s_acc, self.k_smem, self.q_smem.at[stage])
+            self.start_scores(s_acc, self.k_smem, self.q_smem.at[stage], self.held)
             plgpu.barrier_wait(scratch["do_full"].at[do_stage])
             self.start_scores(dp_acc, self.v_smem, self.do_smem.at[do_stage])
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=self.problem.chunks)
@@ -444,7 +455,7 @@ class SharedKeys(Consumer):
         plgpu.barrier_wait(scratch["q_full"].at[stage])
 
         def weights(s_acc: Any, dp_acc: Any) -> Any:
-            self.start_scores(s_acc, self.k_smem, self.q_smem.at[stage])
+            self.start_scores(s_acc, self.k_smem, self.q_smem.at[stage], self.held)
             plgpu.barrier_wait(scratch["do_full"].at[do_stage])
             self.start_scores(dp_acc, self.v_smem, self.do_smem.at[do_stage])
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=self.problem.chunks)

@@ -72,9 +72,12 @@ class ForwardBlocks:
     """Start the scores of the next step before the products of this one."""
     ping_pong: bool = False
     """While one warpgroup computes exponentials the other one multiplies."""
+    held: int = 0
+    """Chunks of 64 columns of the queries that a warpgroup holds in registers, where
+    the tensor cores read them at no cost to shared memory."""
 
     def __post_init__(self) -> None:
-        _check(self, consumers=(1, 2, 3), block_k=(64, 128, 192, 256))
+        _check(self, consumers=(1, 2, 3), block_k=(64, 128, 192, 256), held=range(5))
         if self.stages < 2:
             raise ValueError(f"stages {self.stages}, expected at least 2")
         if self.ping_pong and self.consumers != 2:
@@ -103,9 +106,14 @@ class BackwardBlocks:
     """Blocks that share the query heads of a key/value head, a divisor of their number:
     each writes dk and dv of its own, which are added afterwards. Blocks of one head go
     over the queries side by side, and what they add to stays in the L2 cache."""
+    held: int = 0
+    """Chunks of 64 columns of the keys that a warpgroup holds in registers, as in the
+    forward pass."""
 
     def __post_init__(self) -> None:
-        _check(self, consumers=(1, 2), block_q=(64, 128), block_k=(64, 128))
+        _check(
+            self, consumers=(1, 2), block_q=(64, 128), block_k=(64, 128), held=range(5)
+        )
         if self.splits < 1:
             raise ValueError(f"splits {self.splits}, expected at least 1")
 
@@ -206,18 +214,22 @@ def backward_smem(problem: Problem, blocks: BackwardBlocks) -> int:
     return 2 * keys + steps * queries + scores + sums + stats + 2048
 
 
-def forward_blocks(problem: Problem, device: DeviceSpec) -> ForwardBlocks:
+def forward_blocks(
+    problem: Problem, device: DeviceSpec, alibi: bool = False
+) -> ForwardBlocks:
     """The forward blocks of a problem that was never tuned.
 
     Args:
         problem: what to compute.
         device: the GPU.
+        alibi: whether scores depend on slopes, which takes registers.
 
     Returns:
         Tiles of 128 queries, at head dim 64 of 192; of 64, where the sequences are so
         short on average (the budget of tokens over that of sequences) that larger tiles
         would be half empty, or where all such tiles fit in the GPU at once, and not so
-        many sequences that blocks search long for theirs.
+        many sequences that blocks search long for theirs. From head dim 128 on queries
+        are held in registers, as far as there are enough.
     """
     queries = math.ceil(problem.queries / problem.max_seqs)
     keys = math.ceil(problem.keys / problem.max_seqs)
@@ -227,7 +239,9 @@ def forward_blocks(problem: Problem, device: DeviceSpec) -> ForwardBlocks:
         if (queries <= _SHORT or few) and problem.max_seqs <= MOST_SHORT_SEQUENCES:
             return ForwardBlocks(consumers=1, block_k=64, overlap=False)
         return ForwardBlocks(consumers=3 if queries > 512 else 2)
-    return ForwardBlocks(block_k=64 if problem.head_dim == 256 else 128)
+    if problem.head_dim == 128:
+        return ForwardBlocks(held=0 if alibi else 2)
+    return ForwardBlocks(block_k=64, overlap=False, ping_pong=True, held=2)
 
 
 def backward_blocks(
@@ -253,6 +267,7 @@ def backward_blocks(
         block_q=block_q,
         block_k=block_k,
         splits=problem.groups if is_long else 1,
+        held=1 if problem.head_dim == 256 and not alibi else 0,
     )
 
 

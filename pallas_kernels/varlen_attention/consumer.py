@@ -30,7 +30,15 @@ from pallas_kernels.varlen_attention.rows import keep_band
 from pallas_kernels.varlen_attention.segments import Window
 
 
-__all__ = ["LOG2E", "Consumer", "Scores", "index_arrays", "step_start", "tile_terms"]
+__all__ = [
+    "LOG2E",
+    "Consumer",
+    "Scores",
+    "index_arrays",
+    "left_operands",
+    "step_start",
+    "tile_terms",
+]
 
 LOG2E = math.log2(math.e)
 _LN2 = math.log(2.0)
@@ -77,6 +85,16 @@ def index_arrays(shape: tuple[int, int]) -> tuple[Any, Any]:
         for d in (0, 1)
     )
     return rows, columns
+
+
+def left_operands(ref: Any, chunks: int, held: int) -> tuple[Any, ...]:
+    """Chunks ``[rows, 64]`` of shared memory; the first `held` of them in registers."""
+
+    def in_registers(chunk: Any) -> Any:
+        return plgpu.load(chunk, layout=plgpu.Layout.WGMMA, optimized=False)
+
+    every = [ref.at[chunk] for chunk in range(chunks)]
+    return *map(in_registers, every[:held]), *every[held:]
 
 
 def step_start(blocks: ForwardBlocks, tile: dict[str, Any], step: Any) -> Any:
@@ -148,7 +166,7 @@ class Consumer:
         """Starts ``q @ k.T``, one wgmma group a chunk."""
         for chunk in range(self.problem.chunks):
             keys = self.k_smem.at[stage, chunk].transpose((1, 0))
-            plgpu.wgmma(acc, self.q_smem.at[self.buffer, self.warpgroup, chunk], keys)
+            plgpu.wgmma(acc, self.queries[chunk], keys)
 
     def multiply_values(self, acc: Any, weights: Any, stage: Any) -> None:
         """Starts ``weights @ v``, one wgmma group a chunk."""
@@ -233,6 +251,10 @@ class Consumer:
     def run(self) -> tuple[Any, Any]:
         """The outputs of the tile: values [64, H] and lse [64], fp32."""
         plgpu.barrier_wait(self.scratch["q_full"].at[self.q_barrier])
+        queries = self.q_smem.at[self.buffer, self.warpgroup]
+        self.queries = left_operands(queries, self.problem.chunks, self.blocks.held)
+        if self.blocks.held:  # before the copy engine writes the next ones
+            plgpu.commit_smem()
         column = plgpu.Layout.WGMMA.reduce(1)
         m = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), column)
         total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), column)

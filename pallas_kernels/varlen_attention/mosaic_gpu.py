@@ -301,7 +301,8 @@ def _problem(q: Array, k: Array, cu_q: Array) -> Problem:
 
 
 def _forward_blocks(call: _Call, problem: Problem) -> ForwardBlocks:
-    blocks = call.config.forward or forward_blocks(problem, call.device)
+    alibi = call.scores.alibi
+    blocks = call.config.forward or forward_blocks(problem, call.device, alibi)
     if call.scores.relative is not None and call.config.forward is None:
         blocks = ForwardBlocks(block_k=64)  # the terms take more room than the keys
     most = MOST_SHORT_SEQUENCES

@@ -266,6 +266,9 @@ def test_interpreted_kernels_equal_the_reference(name):
         (ForwardBlocks(consumers=3, block_k=64), 64),
         (ForwardBlocks(overlap=False, ping_pong=True, block_k=64), 64),
         (ForwardBlocks(block_k=64), 256),
+        (ForwardBlocks(consumers=1, block_k=64, overlap=False, held=1), 64),
+        (ForwardBlocks(block_k=64, held=1), 128),
+        (ForwardBlocks(block_k=64, held=3), 256),
     ],
 )
 def test_every_way_to_cut_the_forward_pass(blocks, head_dim):
@@ -607,7 +610,8 @@ def test_needs_a_hopper_gpu():
         (lambda: BackwardBlocks(block_q=96), "block_q 96, expected one of"),
         (lambda: BackwardBlocks(block_k=256), "block_k 256, expected one of"),
         (lambda: BackwardBlocks(splits=0), "splits 0, expected at least 1"),
-        (lambda: BackwardBlocks(splits=0), "splits 0, expected at least 1"),
+        (lambda: ForwardBlocks(held=5), "held 5, expected one of"),
+        (lambda: BackwardBlocks(held=-1), "held -1, expected one of"),
     ],
 )
 def test_blocks_are_checked(make, message):

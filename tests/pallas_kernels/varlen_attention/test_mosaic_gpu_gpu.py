@@ -163,6 +163,7 @@ def test_other_head_dims(head_dim):
         ForwardBlocks(overlap=False, ping_pong=True),
         ForwardBlocks(ping_pong=True),
         ForwardBlocks(block_k=64, stages=4),
+        ForwardBlocks(held=1),
     ],
 )
 @pytest.mark.parametrize("causal", [False, True])
