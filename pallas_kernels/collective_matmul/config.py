@@ -118,6 +118,7 @@ _TILE_OVERHEAD = 2000  # filling the ring once, storing the tile
 # tells where sums of peers pass through them.
 _WIDEST = {"all_gather": 0.98, "reduce_scatter": 1.01}
 _LINK_BYTES = 170  # bytes a cycle from all peers to one device
+_LINK_LATENCY = 15000  # until the first of them are there, barriers included
 _BESIDE = 1.1  # a product beside reads from peers takes so much longer
 _ONE_SHOT_ROWS = 128
 _ROOMY_BYTES = 176 << 10  # rings that leave room for more buffers
@@ -165,7 +166,8 @@ def _waiting(problem: CollectiveProblem) -> float:
     """Estimated cycles in which a device gets what it needs of the others."""
     columns = problem.k if problem.kind == "all_gather" else problem.n
     rows = problem.batch * problem.rows * (problem.devices - 1)
-    return rows * sum(columns[:1]) * problem.dtype.itemsize / _LINK_BYTES
+    nbytes = rows * sum(columns[:1]) * problem.dtype.itemsize
+    return _LINK_LATENCY + nbytes / _LINK_BYTES
 
 
 def _pairs(problem: CollectiveProblem, config: CollectiveConfig) -> CollectiveConfig:
@@ -199,8 +201,8 @@ def heuristic(problem: CollectiveProblem, device: DeviceSpec) -> CollectiveConfi
         (128, 320, 'm')
     """
     best = min(_tiles(problem), key=lambda config: _estimate(problem, config, device))
-    # Where links are the bound of a reduction, pairs cost some 8 % (H200, measured).
-    if problem.kind == "all_gather" or _waiting(problem) < _cost(problem, best, device):
+    # Where the links are nearly the bound, pairs cost some 8 % (H200, measured).
+    if _waiting(problem) < 0.75 * _cost(problem, best, device):
         best = _pairs(problem, best)
     few = problem.kind == "all_reduce" and problem.batch * problem.m <= _ONE_SHOT_ROWS
     return dataclasses.replace(best, one_shot=few)
