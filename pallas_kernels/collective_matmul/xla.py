@@ -58,7 +58,9 @@ def all_gather_matmul(
     Returns:
         Products [B,D*m,N_i], and the gathered rows [B,D*m,K].
     """
-    gathered = lax.all_gather(x, axis_name, axis=_ROWS, tiled=True)
+    gathered = _merged(
+        lambda x, rows: lax.all_gather(x, axis_name, axis=rows, tiled=True), x
+    )
     dot = _dot(out_dtype, rhs_transposed)
     return tuple(dot(gathered, w) for w in ws), gathered
 
@@ -85,8 +87,12 @@ def matmul_reduce_scatter(
     Returns:
         [B,M/D,N], the rows of this device.
     """
-    partial = sum_of_products(xs, ws, out_dtype, rhs_transposed)
-    return lax.psum_scatter(partial, axis_name, scatter_dimension=_ROWS, tiled=True)
+    return _merged(
+        lambda partial, rows: lax.psum_scatter(
+            partial, axis_name, scatter_dimension=rows, tiled=True
+        ),
+        sum_of_products(xs, ws, out_dtype, rhs_transposed),
+    )
 
 
 def matmul_all_reduce(
@@ -98,7 +104,8 @@ def matmul_all_reduce(
     rhs_transposed: bool,
 ) -> jax.Array:
     """As `matmul_reduce_scatter`, with all rows [B,M,N] on every device."""
-    return lax.psum(sum_of_products(xs, ws, out_dtype, rhs_transposed), axis_name)
+    partial = sum_of_products(xs, ws, out_dtype, rhs_transposed)
+    return _merged(lambda partial, rows: lax.psum(partial, axis_name), partial)
 
 
 def ring_all_gather_matmul(
@@ -177,6 +184,16 @@ def ring_matmul_all_reduce(
         rhs_transposed=rhs_transposed,
     )
     return lax.all_gather(mine, axis_name, axis=_ROWS, tiled=True, to="invarying")
+
+
+def _merged(
+    collective: Callable[[jax.Array, int], jax.Array], x: jax.Array
+) -> jax.Array:
+    """A collective of ``(x, axis of the rows)``, without a leading axis of size one.
+
+    With it XLA may choose other layouts around the collective, and copy.
+    """
+    return collective(x[0], 0)[None] if x.shape[0] == 1 else collective(x, _ROWS)
 
 
 def _dot(

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import logging
+import re
 
 import jax
 import jax.numpy as jnp
@@ -50,9 +51,9 @@ def mesh_of(*numbers, shape=None):
     return Mesh(devices, names, axis_types=(AxisType.Auto,) * devices.ndim)
 
 
-def split(name, mesh, check_vma=True, **options):
+def split(name, mesh, check_vma=True, op=None, **options):
     """An op of global arrays [M,K] and [K,N]."""
-    op = functools.partial(OPS[name], **OPTIONS, **options)
+    op = op or functools.partial(OPS[name], **OPTIONS, **options)
     specs = {
         "all_gather_matmul": (P("tensor"), P(None, "tensor"), P(None, "tensor")),
         "matmul_reduce_scatter": (P(None, "tensor"), P("tensor"), P("tensor")),
@@ -83,6 +84,35 @@ def test_without_a_gpu_xla_runs_and_the_reason_is_said_once(name, said):
     [message] = [r.getMessage() for r in said.records]
     assert f"{name} runs implementation 'xla' (mosaic_gpu: {name}: " in message
     assert "needs an NVIDIA Hopper GPU and the backend is 'cpu'" in message
+
+
+def plain(name, mesh):
+    """An op as its definition says, without any of ours."""
+
+    def run(x, w):
+        if name == "all_gather_matmul":
+            return jnp.dot(lax.all_gather(x, "tensor", tiled=True), w)
+        partial = jnp.dot(x, w)
+        if name == "matmul_all_reduce":
+            return lax.psum(partial, "tensor")
+        return lax.psum_scatter(partial, "tensor", tiled=True)
+
+    return split(name, mesh, op=run)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_dispatch_to_xla_costs_nothing(name):
+    mesh = mesh_of(0, 1, 2, 3)
+    operands = shape(64, 512), shape(512, 256)
+
+    def work(f):
+        """What the compiled program does, and on which shapes."""
+        text = jax.jit(f).lower(*operands).compile().as_text()
+        found = re.findall(r" = (\S+?)(?:{\S*})? ([a-z][\w-]*)\(", text)
+        free = ("parameter", "bitcast", "constant")
+        return sorted(x for x in found if x[1] not in free)
+
+    assert work(split(name, mesh)) == work(plain(name, mesh)) != []
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
