@@ -58,7 +58,7 @@ def all_gather_matmul(
     Returns:
         Products [B,D*m,N_i], and the gathered rows [B,D*m,K].
     """
-    gathered = _merged(
+    gathered = _over_rows(
         lambda x, rows: lax.all_gather(x, axis_name, axis=rows, tiled=True), x
     )
     dot = _dot(out_dtype, rhs_transposed)
@@ -87,7 +87,7 @@ def matmul_reduce_scatter(
     Returns:
         [B,M/D,N], the rows of this device.
     """
-    return _merged(
+    return _over_rows(
         lambda partial, rows: lax.psum_scatter(
             partial, axis_name, scatter_dimension=rows, tiled=True
         ),
@@ -105,7 +105,7 @@ def matmul_all_reduce(
 ) -> jax.Array:
     """As `matmul_reduce_scatter`, with all rows [B,M,N] on every device."""
     partial = sum_of_products(xs, ws, out_dtype, rhs_transposed)
-    return _merged(lambda partial, rows: lax.psum(partial, axis_name), partial)
+    return _over_rows(lambda partial, rows: lax.psum(partial, axis_name), partial)
 
 
 def ring_all_gather_matmul(
@@ -186,7 +186,7 @@ def ring_matmul_all_reduce(
     return lax.all_gather(mine, axis_name, axis=_ROWS, tiled=True, to="invarying")
 
 
-def _merged(
+def _over_rows(
     collective: Callable[[jax.Array, int], jax.Array], x: jax.Array
 ) -> jax.Array:
     """A collective of ``(x, axis of the rows)``, without a leading axis of size one.
