@@ -173,8 +173,8 @@ def _waiting(problem: CollectiveProblem) -> float:
 def _pairs(problem: CollectiveProblem, config: CollectiveConfig) -> CollectiveConfig:
     """Pairs blocks along the rows where tiles pair up.
 
-    A pair waits for the slower of two, which costs up to 2 %; that it loads less gains
-    up to 10 % (H200, measured). Pairs along the columns lose.
+    A pair loads less but waits for the slower of two: with the same tiles it gains or
+    costs up to 2 % (H200, measured). Pairs along the columns lose.
     """
     # Row blocks of an all-gather pair up across devices; those of one owner must.
     even = problem.kind == "all_gather" or problem.counts(config)[0] % 2 == 0

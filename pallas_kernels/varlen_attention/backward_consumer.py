@@ -27,8 +27,8 @@ from pallas_kernels.varlen_attention.config import (
 from pallas_kernels.varlen_attention.consumer import (
     LOG2E,
     Scores,
+    in_registers,
     index_arrays,
-    left_operands,
 )
 from pallas_kernels.varlen_attention.rows import (
     in_register_order,
@@ -136,8 +136,7 @@ class Consumer:
                 plgpu.barrier_arrive(self.scratch[name].at[stage])
         plgpu.barrier_wait(self.scratch["kv_full"])
         keys = self.k_smem.at[:, pl.ds(self.key_offset, ROWS)]
-        held = self.blocks.held
-        self.held = left_operands(keys, self.problem.chunks, held)[:held]
+        self.held = in_registers(keys, min(self.blocks.held, self.problem.chunks))
         acc = plgpu.WGMMAAccumulatorRef((ROWS, self.sum_chunks * CHUNK), jnp.float32)
         return pl.run_scoped(functools.partial(self._loop, slope_ref), acc, acc)
 

@@ -73,8 +73,8 @@ class ForwardBlocks:
     ping_pong: bool = False
     """While one warpgroup computes exponentials the other one multiplies."""
     held: int = 0
-    """Chunks of 64 columns of the queries that a warpgroup holds in registers, where
-    the tensor cores read them at no cost to shared memory."""
+    """Chunks of 64 columns of the queries, at most all, that a warpgroup holds in
+    registers, where the tensor cores read them at no cost to shared memory."""
 
     def __post_init__(self) -> None:
         _check(self, consumers=(1, 2, 3), block_k=(64, 128, 192, 256), held=range(5))
@@ -107,8 +107,8 @@ class BackwardBlocks:
     each writes dk and dv of its own, which are added afterwards. Blocks of one head go
     over the queries side by side, and what they add to stays in the L2 cache."""
     held: int = 0
-    """Chunks of 64 columns of the keys that a warpgroup holds in registers, as in the
-    forward pass."""
+    """Chunks of 64 columns of the keys, at most all, that a warpgroup of two holds in
+    registers, as in the forward pass."""
 
     def __post_init__(self) -> None:
         _check(
@@ -116,6 +116,10 @@ class BackwardBlocks:
         )
         if self.splits < 1:
             raise ValueError(f"splits {self.splits}, expected at least 1")
+        if self.held and self.consumers != BACKWARD_CONSUMERS:
+            raise ValueError(
+                f"held {self.held} with consumers={self.consumers}, expected 2 of them"
+            )
 
     @property
     def shared(self) -> bool:

@@ -34,8 +34,8 @@ __all__ = [
     "LOG2E",
     "Consumer",
     "Scores",
+    "in_registers",
     "index_arrays",
-    "left_operands",
     "step_start",
     "tile_terms",
 ]
@@ -87,14 +87,12 @@ def index_arrays(shape: tuple[int, int]) -> tuple[Any, Any]:
     return rows, columns
 
 
-def left_operands(ref: Any, chunks: int, held: int) -> tuple[Any, ...]:
-    """Chunks ``[rows, 64]`` of shared memory; the first `held` of them in registers."""
-
-    def in_registers(chunk: Any) -> Any:
-        return plgpu.load(chunk, layout=plgpu.Layout.WGMMA, optimized=False)
-
-    every = [ref.at[chunk] for chunk in range(chunks)]
-    return *map(in_registers, every[:held]), *every[held:]
+def in_registers(ref: Any, count: int) -> tuple[Any, ...]:
+    """The first chunks ``[64, 64]`` of shared memory, as left operands of products."""
+    return tuple(
+        plgpu.load(ref.at[chunk], layout=plgpu.Layout.WGMMA, optimized=False)
+        for chunk in range(count)
+    )
 
 
 def step_start(blocks: ForwardBlocks, tile: dict[str, Any], step: Any) -> Any:
@@ -166,7 +164,9 @@ class Consumer:
         """Starts ``q @ k.T``, one wgmma group a chunk."""
         for chunk in range(self.problem.chunks):
             keys = self.k_smem.at[stage, chunk].transpose((1, 0))
-            plgpu.wgmma(acc, self.queries[chunk], keys)
+            held = chunk < len(self.held)
+            queries = self.held[chunk] if held else self.queries.at[chunk]
+            plgpu.wgmma(acc, queries, keys)
 
     def multiply_values(self, acc: Any, weights: Any, stage: Any) -> None:
         """Starts ``weights @ v``, one wgmma group a chunk."""
@@ -251,9 +251,10 @@ class Consumer:
     def run(self) -> tuple[Any, Any]:
         """The outputs of the tile: values [64, H] and lse [64], fp32."""
         plgpu.barrier_wait(self.scratch["q_full"].at[self.q_barrier])
-        queries = self.q_smem.at[self.buffer, self.warpgroup]
-        self.queries = left_operands(queries, self.problem.chunks, self.blocks.held)
-        if self.blocks.held:  # before the copy engine writes the next ones
+        self.queries = self.q_smem.at[self.buffer, self.warpgroup]
+        held = min(self.blocks.held, self.problem.chunks)
+        self.held = in_registers(self.queries, held)
+        if held:  # before the copy engine writes the next ones
             plgpu.commit_smem()
         column = plgpu.Layout.WGMMA.reduce(1)
         m = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), column)

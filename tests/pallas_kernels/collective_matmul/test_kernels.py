@@ -378,14 +378,7 @@ def test_addresses_of_peers_are_looked_up_on_the_device(kind, one_shot, monkeypa
         ("all_gather", 8192, 14336, 8192, 320, "m"),
         ("all_gather", 512, 2560, 8192, 128, "m"),  # row blocks pair up across devices
         ("all_gather", 8192, 2560, 8192, 256, "none"),  # links are nearly the bound
-        (
-            "reduce_scatter",
-            512,
-            8192,
-            8192,
-            256,
-            "none",
-        ),  # one row block for each owner
+        ("reduce_scatter", 512, 8192, 8192, 256, "none"),  # a row block an owner
         ("reduce_scatter", 8192, 192, 8192, 128, "m"),
         ("reduce_scatter", 8192, 4096, 1024, 256, "none"),  # links are the bound
         ("reduce_scatter", 8192, 4096, 3584, 256, "m"),

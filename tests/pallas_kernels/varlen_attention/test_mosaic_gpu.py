@@ -612,6 +612,7 @@ def test_needs_a_hopper_gpu():
         (lambda: BackwardBlocks(splits=0), "splits 0, expected at least 1"),
         (lambda: ForwardBlocks(held=5), "held 5, expected one of"),
         (lambda: BackwardBlocks(held=-1), "held -1, expected one of"),
+        (lambda: BackwardBlocks(consumers=1, held=1), "held 1 .* expected 2 of them"),
     ],
 )
 def test_blocks_are_checked(make, message):
