@@ -26,7 +26,7 @@ from pallas_kernels.varlen_attention.config import (
 )
 from pallas_kernels.varlen_attention.diagonals import TileTerms
 from pallas_kernels.varlen_attention.relative import RelativeBuckets
-from pallas_kernels.varlen_attention.rows import keep_band
+from pallas_kernels.varlen_attention.rows import any_of_warp, keep_band
 from pallas_kernels.varlen_attention.segments import Window
 
 
@@ -42,6 +42,12 @@ __all__ = [
 
 LOG2E = math.log2(math.e)
 _LN2 = math.log(2.0)
+
+_SLACK = 8.0
+"""How far, as logarithms to base 2, scores of a query may exceed its running maximum
+before that follows them. Weights reach at most ``2 ** _SLACK``, which operands of 16
+bits and sums of 32 bear, and most steps leave the sums as they are, as in
+FlashAttention-4."""
 
 
 @jax.tree_util.register_static
@@ -216,9 +222,11 @@ class Consumer:
         return products
 
     def softmax(self, s: Any, m: Any, total: Any, masked: bool) -> tuple[Any, ...]:
-        """Weights of a step, and the factor of what was summed before."""
+        """Weights of a step; the factor of what was summed before, if it is not 1."""
         factor = self.scores.factor
-        m_new = jnp.maximum(m, jnp.max(s, axis=1) * factor)
+        highest = jnp.max(s, axis=1) * factor
+        grown = highest > m + _SLACK
+        m_new = jnp.where(grown, highest, m)
         safe = m_new
         if masked:  # a query may have seen nothing yet
             safe = jnp.where(m_new == -jnp.inf, jnp.zeros_like(m_new), m_new)
@@ -226,11 +234,16 @@ class Consumer:
         s = s * factor if factor != 1.0 else s
         p = jnp.exp2(s - lax.broadcast_in_dim(safe, self.shape, [0]))
         total = total * alpha + jnp.sum(p, axis=1)
-        return p, m_new, total, alpha
+        return p, m_new, total, (any_of_warp(grown), alpha)
 
     def spread(self, column: Any) -> Any:
         """A number a query to the shape of the sums."""
         return lax.broadcast_in_dim(column, (ROWS, self.problem.head_dim), [0])
+
+    def rescale(self, sums: Any, factor: tuple[Any, Any]) -> Any:
+        """The sums times a factor, which is 1 in most steps: those do nothing."""
+        changes, alpha = factor
+        return lax.cond(changes, lambda: sums * self.spread(alpha), lambda: sums)
 
     # --- loops ------------------------------------------------------------------------
 
@@ -288,6 +301,7 @@ class Consumer:
 
     def in_turn(self, m: Any, total: Any, acc: Any) -> tuple[Any, Any, Any]:
         """Steps one after another; two consumers keep the tensor cores busy."""
+        steps = self.tile["steps"]
 
         def step(i: Any, carry: Any, masked: bool) -> Any:
             m, total = carry
@@ -302,10 +316,11 @@ class Consumer:
                 product, plgpu.WGMMAAccumulatorRef(self.shape, jnp.float32)
             )
             self.release("k", i)
+            pl.when(i == steps - 1)(self.release_queries)
             s = self.log2_scores(s, i, masked)
             p, m, total, alpha = self.softmax(s, m, total, masked)
             sums = plgpu.wgmma_accumulator_load(acc, wait_n=None)
-            acc[...] = sums * self.spread(alpha)
+            acc[...] = self.rescale(sums, alpha)
             p = p.astype(self.problem.dtype)
             m, total, p = lax.optimization_barrier((m, total, p))
             stage = self.wait("v", i)
@@ -318,7 +333,7 @@ class Consumer:
         if self.blocks.ping_pong:
             pl.when(self.warpgroup == 1)(self.take_turns)
         m, total = self.sections(step, (m, total), 0)
-        self.release_queries()
+        pl.when(steps == 0)(self.release_queries)
         if self.blocks.ping_pong:
             pl.when(self.warpgroup == 0)(self.take_turns)
         return acc[...], m, total
@@ -353,7 +368,7 @@ class Consumer:
             # weights become 16-bit operands only here.
             p, m, total = lax.optimization_barrier((p, m, total))
             self.release("v", i - 1)
-            acc[...] = sums * self.spread(alpha)
+            acc[...] = self.rescale(sums, alpha)
             return m, total, p.astype(self.problem.dtype)
 
         def first_step(_: Any, carry: Any, masked: bool) -> Any:

@@ -279,10 +279,17 @@ def _body(
 
         def next_tile(carry: Any) -> Any:
             tile, number, steps = carry
-            load_queries(tile, number)
             # The first step is under way while the next tile is looked up.
             begun = jnp.minimum(tile["steps"], 1)
-            load_steps(tile, steps, 0, begun)
+            loads = [
+                functools.partial(load_queries, tile, number),
+                functools.partial(load_steps, tile, steps, 0, begun),
+            ]
+            if query_buffers(problem) == 1:
+                # Queries wait for the last step of the tile before, keys do not.
+                loads.reverse()
+            for load in loads:
+                load()
             ticket = take_ticket(counter, scratch["mailbox"]) + workers
             following = take(number + 1, ticket)
             load_steps(tile, steps, begun, tile["steps"])

@@ -1,4 +1,4 @@
-"""What the kernels say to the hardware themselves: masks, rows, columns."""
+"""What the kernels say to the hardware themselves: masks, rows, columns, votes."""
 
 import functools
 from typing import Any
@@ -16,6 +16,7 @@ from pallas_kernels.mosaic import smem_transforms
 
 __all__ = [
     "FLAT",
+    "any_of_warp",
     "in_register_order",
     "keep_band",
     "load_in_register_order",
@@ -478,3 +479,40 @@ def _whole_pieces(
         )
         pieces.append((tuple(place), four))
     return pieces
+
+
+def any_of_warp(column: jax.Array) -> jax.Array:
+    """Whether something holds for a row of this warp; other warps may differ.
+
+    For branches without barriers and without products of the tensor cores, which a
+    warp may take or not by itself.
+
+    Args:
+        column: bool [64], in the layout of a column of wgmma accumulators.
+
+    Returns:
+        bool [].
+    """
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA.reduce(1),),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.bool_, scalar),
+    )
+    def vote_of_warp(ctx: Any, column: Any) -> Any:
+        del ctx
+        mine = [
+            vector.extract(register, dynamic_position=[], static_position=[0])
+            for register in column.registers.flat
+        ]
+        vote = llvm.inline_asm(
+            ir.IntegerType.get_signless(1),
+            [functools.reduce(arith.ori, mine)],
+            "vote.sync.any.pred $0, $1, 0xffffffff;",
+            "=b,b",
+            has_side_effects=True,  # all lanes of the warp meet here
+        )
+        return mgpu.FragmentedArray.splat(vote, (), is_signed=False)
+
+    vote: Any = vote_of_warp  # the decorator supplies the context
+    return vote(column)
