@@ -86,7 +86,7 @@ _LOADER, _POLLER, _ADDER = 0, 1, 2
 # Heads side by side, at most: there may be far fewer sequences than `max_seqs`.
 _TOGETHER = 8
 # What of the L2 cache such heads may take, by trial.
-_L2_BYTES = 24 * 2**20
+_L2_BYTES = 40 * 2**20
 # Parts of 64 rows and a head that a warpgroup of the last blocks turns into dq.
 _UNITS = 4
 

@@ -570,7 +570,14 @@ def test_gradients_take_the_tiles_of_their_head_dim():
 
 @pytest.mark.parametrize(
     ("tokens", "max_seqs", "heads", "together"),
-    [(16384, 1, 16, 1), (16384, 4, 16, 4), (16384, 16, 16, 8), (64, 16, 12, 6)],
+    [
+        (32768, 1, 16, 1),
+        (16384, 1, 16, 2),
+        (16384, 2, 16, 4),
+        (16384, 4, 16, 8),
+        (16384, 16, 16, 8),
+        (64, 16, 12, 6),
+    ],
 )
 def test_heads_whose_gradients_run_side_by_side_fit_in_the_cache(
     tokens, max_seqs, heads, together
