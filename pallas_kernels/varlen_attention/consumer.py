@@ -43,11 +43,12 @@ __all__ = [
 LOG2E = math.log2(math.e)
 _LN2 = math.log(2.0)
 
-_SLACK = 8.0
-"""How far, as logarithms to base 2, scores of a query may exceed its running maximum
-before that follows them. Weights reach at most ``2 ** _SLACK``, which operands of 16
-bits and sums of 32 bear, and most steps leave the sums as they are, as in
-FlashAttention-4."""
+_SLACK, _SHARE = 8.0, 4.0
+"""When the running maximum of a query follows scores that exceed it: at once if the
+largest weight is then a ``2 ** -_SHARE``-th of their sum or more, and if it is
+``2 ** _SLACK`` or more. Else most steps leave the sums as they are, as in
+FlashAttention-4. A maximum's own weight is 1 and not rounded, which tells in the error
+where it is a good part of the sum; weights of `_SLACK` are no burden to 16 bits."""
 
 
 @jax.tree_util.register_static
@@ -225,7 +226,8 @@ class Consumer:
         """Weights of a step; the factor of what was summed before, if it is not 1."""
         factor = self.scores.factor
         highest = jnp.max(s, axis=1) * factor
-        grown = highest > m + _SLACK
+        slack = jnp.minimum(jnp.maximum(jnp.log2(total) - _SHARE, 0.0), _SLACK)
+        grown = highest > m + slack
         m_new = jnp.where(grown, highest, m)
         safe = m_new
         if masked:  # a query may have seen nothing yet
