@@ -48,7 +48,7 @@ _SLACK, _SHARE = 8.0, 4.0
 largest weight is then a ``2 ** -_SHARE``-th of their sum or more, and if it is
 ``2 ** _SLACK`` or more. Else most steps leave the sums as they are, as in
 FlashAttention-4. A maximum's own weight is 1 and not rounded, which tells in the error
-where it is a good part of the sum; weights of `_SLACK` are no burden to 16 bits."""
+where it is a good part of the sum; 16 bits hold weights up to the limit as well."""
 
 
 @jax.tree_util.register_static
