@@ -43,12 +43,13 @@ __all__ = [
 LOG2E = math.log2(math.e)
 _LN2 = math.log(2.0)
 
-_SLACK, _SHARE = 8.0, 4.0
+_SLACK, _SHARE = 8.0, 3.0
 """When the running maximum of a query follows scores that exceed it: at once if the
 largest weight is then a ``2 ** -_SHARE``-th of their sum or more, and if it is
 ``2 ** _SLACK`` or more. Else most steps leave the sums as they are, as in
 FlashAttention-4. A maximum's own weight is 1 and not rounded, which tells in the error
-where it is a good part of the sum; 16 bits hold weights up to the limit as well."""
+where it is a good part of the sum; 16 bits hold weights up to the limit as well. The
+limit is computed anew only where sums are scaled: it is too low meanwhile, at most."""
 
 
 @jax.tree_util.register_static
@@ -222,30 +223,53 @@ class Consumer:
             )
         return products
 
-    def softmax(self, s: Any, m: Any, total: Any, masked: bool) -> tuple[Any, ...]:
-        """Weights of a step; the factor of what was summed before, if it is not 1."""
+    def softmax(
+        self, s: Any, state: tuple[Any, ...], masked: bool
+    ) -> tuple[Any, tuple[Any, ...], Any, tuple[Any, ...]]:
+        """Weights of a step, and what `accumulate` has to know.
+
+        The state of a query is the score that weights are relative to, the limit above
+        which another one takes its place, and the sum of the weights.
+        """
         factor = self.scores.factor
+        m, limit, total = state
         highest = jnp.max(s, axis=1) * factor
-        slack = jnp.minimum(jnp.maximum(jnp.log2(total) - _SHARE, 0.0), _SLACK)
-        grown = highest > m + slack
+        grown = highest > limit
         m_new = jnp.where(grown, highest, m)
         safe = m_new
         if masked:  # a query may have seen nothing yet
             safe = jnp.where(m_new == -jnp.inf, jnp.zeros_like(m_new), m_new)
-        alpha = jnp.exp2(m - safe)
         s = s * factor if factor != 1.0 else s
         p = jnp.exp2(s - lax.broadcast_in_dim(safe, self.shape, [0]))
-        total = total * alpha + jnp.sum(p, axis=1)
-        return p, m_new, total, (any_of_warp(grown), alpha)
+        added = m - safe, jnp.sum(p, axis=1)
+        return p, (m_new, limit, total), any_of_warp(grown), added
+
+    def accumulate(
+        self, sums: Any, state: tuple[Any, ...], grown: Any, added: tuple[Any, Any]
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """Sums and state for a step's values; most steps leave the sums as they are."""
+        m, limit, total = state
+        shift, weights = added
+
+        def follow() -> tuple[Any, ...]:
+            alpha = jnp.exp2(shift)
+            new = total * alpha + weights
+            return sums * self.spread(alpha), self.limit(m, new), new
+
+        def stay() -> tuple[Any, ...]:
+            return sums, limit, total + weights
+
+        sums, limit, total = lax.cond(grown, follow, stay)
+        return sums, (m, limit, total)
+
+    def limit(self, m: Any, total: Any) -> Any:
+        """The score above which weights become relative to a larger one."""
+        share = jnp.log2(total) - _SHARE
+        return m + jnp.minimum(jnp.maximum(share, 0.0), _SLACK)
 
     def spread(self, column: Any) -> Any:
         """A number a query to the shape of the sums."""
         return lax.broadcast_in_dim(column, (ROWS, self.problem.head_dim), [0])
-
-    def rescale(self, sums: Any, factor: tuple[Any, Any]) -> Any:
-        """The sums times a factor, which is 1 in most steps: those do nothing."""
-        changes, alpha = factor
-        return lax.cond(changes, lambda: sums * self.spread(alpha), lambda: sums)
 
     # --- loops ------------------------------------------------------------------------
 
@@ -276,7 +300,8 @@ class Consumer:
         total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), column)
         loop = self.overlapped if self.blocks.overlap else self.in_turn
         acc = plgpu.WGMMAAccumulatorRef((ROWS, self.problem.head_dim), jnp.float32)
-        sums, m, total = pl.run_scoped(functools.partial(loop, m, total), acc)
+        sums, state = pl.run_scoped(functools.partial(loop, (m, m, total)), acc)
+        m, _, total = state
         return self.normalize(sums, m, total)
 
     def stand_by(self) -> None:
@@ -301,12 +326,11 @@ class Consumer:
         if self.blocks.ping_pong:
             pl.when(self.warpgroup == 0)(self.take_turns)
 
-    def in_turn(self, m: Any, total: Any, acc: Any) -> tuple[Any, Any, Any]:
+    def in_turn(self, state: tuple[Any, ...], acc: Any) -> tuple[Any, tuple[Any, ...]]:
         """Steps one after another; two consumers keep the tensor cores busy."""
         steps = self.tile["steps"]
 
-        def step(i: Any, carry: Any, masked: bool) -> Any:
-            m, total = carry
+        def step(i: Any, state: Any, masked: bool) -> Any:
             stage = self.wait("k", i)
 
             def product(scores: Any) -> Any:
@@ -320,32 +344,34 @@ class Consumer:
             self.release("k", i)
             pl.when(i == steps - 1)(self.release_queries)
             s = self.log2_scores(s, i, masked)
-            p, m, total, alpha = self.softmax(s, m, total, masked)
+            p, state, grown, added = self.softmax(s, state, masked)
             sums = plgpu.wgmma_accumulator_load(acc, wait_n=None)
-            acc[...] = self.rescale(sums, alpha)
+            acc[...], state = self.accumulate(sums, state, grown, added)
             p = p.astype(self.problem.dtype)
-            m, total, p = lax.optimization_barrier((m, total, p))
+            state, p = lax.optimization_barrier((state, p))
             stage = self.wait("v", i)
             self.take_turns()
             self.multiply_values(acc, p, stage)
             plgpu.wgmma_wait(0)
             self.release("v", i)
-            return m, total
+            return state
 
         if self.blocks.ping_pong:
             pl.when(self.warpgroup == 1)(self.take_turns)
-        m, total = self.sections(step, (m, total), 0)
+        state = self.sections(step, state, 0)
         pl.when(steps == 0)(self.release_queries)
         if self.blocks.ping_pong:
             pl.when(self.warpgroup == 0)(self.take_turns)
-        return acc[...], m, total
+        return acc[...], state
 
-    def overlapped(self, m: Any, total: Any, acc: Any) -> tuple[Any, Any, Any]:
+    def overlapped(
+        self, state: tuple[Any, ...], acc: Any
+    ) -> tuple[Any, tuple[Any, ...]]:
         """While weights of a step are computed, values of the one before multiply."""
         steps = self.tile["steps"]
 
         def step(i: Any, carry: Any, masked: bool) -> Any:
-            m, total, p = carry
+            state, p = carry
             keys = self.wait("k", i)
             self.take_turns()
 
@@ -360,7 +386,7 @@ class Consumer:
             self.release("k", i)
             self.take_turns()
             s = self.log2_scores(s, i, masked)
-            p, m, total, alpha = self.softmax(s, m, total, masked)
+            p, state, grown, added = self.softmax(s, state, masked)
             # Also keeps the exponentials ahead of the wait for the products: without a
             # loop between them, the assembler moves that wait before all of them.
             self.wait("v", i)
@@ -368,13 +394,13 @@ class Consumer:
             # No register that a later product reads may be written while products run,
             # or the assembler (its note C7513) makes them run one after another. So the
             # weights become 16-bit operands only here.
-            p, m, total = lax.optimization_barrier((p, m, total))
+            p, state, added = lax.optimization_barrier((p, state, added))
             self.release("v", i - 1)
-            acc[...] = self.rescale(sums, alpha)
-            return m, total, p.astype(self.problem.dtype)
+            acc[...], state = self.accumulate(sums, state, grown, added)
+            return state, p.astype(self.problem.dtype)
 
         def first_step(_: Any, carry: Any, masked: bool) -> Any:
-            m, total, _ = carry
+            state, _ = carry
             keys = self.wait("k", 0)
             self.take_turns()
 
@@ -388,9 +414,9 @@ class Consumer:
             self.release("k", 0)
             self.take_turns()
             s = self.log2_scores(s, jnp.int32(0), masked)
-            p, m, total, _ = self.softmax(s, m, total, masked)
+            p, (m, _, _), _, (_, total) = self.softmax(s, state, masked)
             self.wait("v", 0)
-            return m, total, p.astype(self.problem.dtype)
+            return (m, self.limit(m, total), total), p.astype(self.problem.dtype)
 
         def last_values(_: Any, p: Any) -> Any:
             self.multiply_values(acc, p, self.stage(steps - 1))
@@ -406,16 +432,16 @@ class Consumer:
         # Loops of at most one trip, because tiles without keys exist.
         once = jnp.minimum(steps, 1)
         clear = jnp.where(self.tile["first"] == 0, jnp.minimum(self.tile["last"], 1), 0)
-        carry = m, total, p
+        carry = state, p
         for begin, end, masked in ((0, clear, False), (clear, once, True)):
             body = functools.partial(first_step, masked=masked)
             carry = lax.fori_loop(begin, end, body, carry)
-        m, total, p = self.sections(step, carry, 1)
+        state, p = self.sections(step, carry, 1)
         self.release_queries()
         lax.fori_loop(0, once, last_values, p)
         if self.blocks.ping_pong:
             pl.when(self.warpgroup == 0)(self.take_turns)
-        return acc[...], m, total
+        return acc[...], state
 
     def normalize(self, sums: Any, m: Any, total: Any) -> tuple[Any, Any]:
         """Divides by the sum of weights, the sink's included; and the logarithm."""
