@@ -270,6 +270,8 @@ class Consumer:
             distances = jnp.abs(rows - columns + self.shift(index)).astype(jnp.float32)
             slope = self.slopes[self.read("row"), head] * LOG2E
             s, factor = s * factor - distances * slope, 1.0
+        elif factor <= 0:  # which would not leave -inf as it is
+            s, factor = s * factor, 1.0
         unmasked = index >= full[0]
         if x.window[0] is not None:
             unmasked &= index < full[1]

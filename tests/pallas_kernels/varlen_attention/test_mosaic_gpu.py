@@ -133,6 +133,20 @@ CASES = {
         },
         NARROW,
     ),
+    "scores against the product": (
+        [3, 66],
+        [9, 5],
+        (70, 20, 1, 1, 64),
+        {"causal": True, "scale": -0.2},
+        NARROW,
+    ),
+    "scores that do not depend on the product": (
+        [3, 66],
+        [3, 66],
+        (70, 70, 1, 1, 64),
+        {"window": (20, 3), "scale": 0.0},
+        NARROW,
+    ),
     "awkward lengths, short": (
         [1, 7, 8, 9, 63, 65],
         [1, 7, 8, 9, 63, 65],
