@@ -263,6 +263,14 @@ def _batched(run: Callable[..., tuple[Array, ...]], call: _Call) -> Callable[...
 
         @rows.def_vmap
         def _(size: int, batched: list[bool], *arrays: Array) -> tuple[Any, Any]:
+            most = _LARGEST_INT // max(
+                x.size // size if has_axis else x.size
+                for x, has_axis in zip(arrays, batched, strict=True)
+            )
+            if 0 < most < size:  # more than the kernel counts to: some rows at a time
+                results = _some_at_a_time(of_rows, most, batched, arrays)
+                return results, tuple(True for _ in results)
+
             def merge(x: Array, has_axis: bool) -> Array:
                 x = x if has_axis else jnp.broadcast_to(x, (size, *x.shape))
                 return x.reshape(-1, *x.shape[2:])
@@ -278,6 +286,23 @@ def _batched(run: Callable[..., tuple[Array, ...]], call: _Call) -> Callable[...
         return tuple(x[0] for x in of_rows(*(a[None] for a in arrays)))
 
     return of_one
+
+
+def _some_at_a_time(
+    run: Callable[..., tuple[Array, ...]],
+    most: int,
+    batched: list[bool],
+    arrays: tuple[Array, ...],
+) -> tuple[Array, ...]:
+    """`jax.vmap` of `run` over those arrays that are `batched`, a few at a time."""
+
+    def one(mapped: tuple[Array, ...]) -> tuple[Array, ...]:
+        mine = iter(mapped)
+        pairs = zip(arrays, batched, strict=True)
+        return run(*(next(mine) if has_axis else x for x, has_axis in pairs))
+
+    mapped = tuple(x for x, has_axis in zip(arrays, batched, strict=True) if has_axis)
+    return lax.map(one, mapped, batch_size=most)
 
 
 def _problem(q: Array, k: Array, cu_q: Array) -> Problem:

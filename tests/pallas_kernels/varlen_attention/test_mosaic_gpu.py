@@ -15,6 +15,7 @@ from pallas_kernels.varlen_attention import (
     BackwardBlocks,
     ForwardBlocks,
     MosaicGpuConfig,
+    mosaic_gpu,
     schedule,
     varlen_attention,
     varlen_attention_reference,
@@ -380,6 +381,32 @@ def test_vmap_is_one_call_and_pads_what_the_kernel_needs():
     with use_device(one_sm), interpret_mosaic_gpu() as interpreted:
         got = jax.tree.map(np.asarray, run(q, k, v, "mosaic_gpu"))
         assert interpreted.kernels == 2
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert relative_error(x, y) < RELATIVE[BF16]
+
+
+def test_vmap_over_more_than_the_kernel_counts_to_takes_some_rows_at_a_time(
+    monkeypatch,
+):
+    rows, tokens = 3, 20
+    arrays = [operands(tokens, tokens, 1, 1, 64, seed=s) for s in range(rows)]
+    q, k, v, dout = (np.stack(x) for x in zip(*arrays, strict=True))
+    cu = np.array([[0, 20, 20], [0, 3, 17], [0, 0, 9]], np.int32)
+
+    def attend(q, k, implementation):
+        def one(q, k, cu):  # rows share their values
+            value = jnp.asarray(v[0])
+            return varlen_attention(q, k, value, cu, implementation=implementation)
+
+        out = jax.vmap(one)(q, k, cu)
+        return jnp.sum(out.astype(jnp.float32) * np.asarray(dout, np.float32))
+
+    run = jax.jit(jax.value_and_grad(attend, (0, 1)), static_argnums=2)
+    want = run(q, k, "xla")
+    monkeypatch.setattr(mosaic_gpu, "_LARGEST_INT", 2 * q[0].size)
+    with use_device(one_sm), interpret_mosaic_gpu() as interpreted:
+        got = jax.tree.map(np.asarray, run(q, k, "mosaic_gpu"))
+        assert interpreted.kernels == 4  # two rows and one, both passes
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert relative_error(x, y) < RELATIVE[BF16]
 
