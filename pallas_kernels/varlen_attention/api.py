@@ -10,6 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import dispatch
@@ -107,8 +108,8 @@ def varlen_attention(
         ``lse = -inf`` and zero gradients.
 
     Raises:
-        TypeError: q, k and v are not all fp32, all bf16 or all fp16; or cu_seqlens are
-            not integers.
+        TypeError: q, k and v are not all fp32, all bf16 or all fp16; cu_seqlens are
+            not integers; or scale or softcap is traced or no number.
         ValueError: shapes do not match, N is not a multiple of K, an option is out of
             range, relative_bias comes with cu_seqlens_k, or cu_seqlens that are not
             traced do not fit (traced ones cannot be checked: prefix sums beyond T or S
@@ -170,9 +171,10 @@ def varlen_attention(
         relative_bias = check_relative_bias(
             relative_bias, q.shape[0], k.shape[0], q.shape[1]
         )
-    scale = float(q.shape[2] ** -0.5 if scale is None else scale)
+    scale = _number("scale", q.shape[2] ** -0.5 if scale is None else scale)
     if not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale}")
+    softcap = None if softcap is None else _number("softcap", softcap)
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap must be positive, got {softcap}; None disables it")
     # Where heads are split and, say, one key/value head lies on every device, the
@@ -188,7 +190,7 @@ def varlen_attention(
         relative_bias=relative_bias,
         window=_resolve_window(causal, window, q.shape[0] + k.shape[0]),
         scale=scale,
-        softcap=None if softcap is None else float(softcap),
+        softcap=softcap,
         deterministic=deterministic,
         device=DeviceSpec.current(),
         config=config,
@@ -226,6 +228,7 @@ def varlen_attention_segment_ids(
         As `varlen_attention`.
 
     Raises:
+        TypeError: ids or `max_seqs` are not integers; and as `varlen_attention`.
         ValueError: ids that are not traced are out of order or reach `max_seqs`, or
             their number is not that of the rows; and as `varlen_attention`.
 
@@ -238,6 +241,8 @@ def varlen_attention_segment_ids(
         >>> bool((out == same).all())
         True
     """
+    q, k, v = (jnp.asarray(x) for x in (q, k, v))
+    _check_arrays(q, k, v)
     if segment_ids_k is None and k.shape[0] != q.shape[0]:
         raise ValueError(
             f"segment_ids_k is None but k has S={k.shape[0]} rows and q "
@@ -283,6 +288,19 @@ def _check_arrays(q: Array, k: Array, v: Array) -> None:
             f"the number of query heads N={q.shape[1]} must be a multiple of the "
             f"number of key/value heads K={k.shape[1]}"
         )
+
+
+def _number(name: str, value: Any) -> float:
+    """A number that programs are built for, so it must be known now."""
+    if isinstance(value, Tracer):
+        raise TypeError(
+            f"{name} must be known when the program is traced, got {value}; make it a "
+            "static argument"
+        )
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be a number, got {value!r}") from None
 
 
 def _per_head(name: str, x: Array | None, heads: int) -> Array | None:

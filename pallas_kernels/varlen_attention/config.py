@@ -78,8 +78,7 @@ class ForwardBlocks:
 
     def __post_init__(self) -> None:
         _check(self, consumers=(1, 2, 3), block_k=(64, 128, 192, 256), held=range(5))
-        if self.stages < 2:
-            raise ValueError(f"stages {self.stages}, expected at least 2")
+        _check_least(self, stages=2)
         if self.ping_pong and self.consumers != 2:
             raise ValueError(
                 f"ping_pong with consumers={self.consumers}, expected 2 of them"
@@ -114,8 +113,7 @@ class BackwardBlocks:
         _check(
             self, consumers=(1, 2), block_q=(64, 128), block_k=(64, 128), held=range(5)
         )
-        if self.splits < 1:
-            raise ValueError(f"splits {self.splits}, expected at least 1")
+        _check_least(self, splits=1)
         if self.held and self.consumers != BACKWARD_CONSUMERS:
             raise ValueError(
                 f"held {self.held} with consumers={self.consumers}, expected 2 of them"
@@ -144,6 +142,15 @@ def _check(blocks: object, **allowed: tuple[int, ...] | range) -> None:
             raise ValueError(f"{name} {value!r}, expected one of {list(values)}")
 
 
+def _check_least(blocks: object, **limits: int) -> None:
+    for name, least in limits.items():
+        value = getattr(blocks, name)
+        if not isinstance(value, int):
+            raise ValueError(f"{name} {value!r}, expected an integer")
+        if value < least:
+            raise ValueError(f"{name} {value}, expected at least {least}")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MosaicGpuConfig:
     """Block sizes of the Hopper kernels."""
@@ -152,6 +159,12 @@ class MosaicGpuConfig:
     """The forward pass; None takes the heuristic's choice."""
     backward: BackwardBlocks | None = None
     """The backward pass; None takes the heuristic's choice."""
+
+    def __post_init__(self) -> None:
+        for name, kind in (("forward", ForwardBlocks), ("backward", BackwardBlocks)):
+            value = getattr(self, name)
+            if not isinstance(value, kind | None):
+                raise TypeError(f"{name} {value!r}, expected {kind.__name__} or None")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -151,11 +151,17 @@ def check_relative_bias(
     """Check the terms against the number of rows and heads; return them as arrays.
 
     Raises:
-        TypeError: `bias` is no RelativeBias, or its terms are not floating.
+        TypeError: `bias` is no RelativeBias, its buckets are no RelativeBuckets, or its
+            terms are not floating.
         ValueError: their shapes do not fit, or there are none.
     """
     if not isinstance(bias, RelativeBias):
         raise TypeError(f"relative_bias must be a RelativeBias, got {type(bias)}")
+    if not isinstance(bias.buckets, RelativeBuckets):
+        raise TypeError(
+            "relative_bias.buckets must be RelativeBuckets, got "
+            f"{type(bias.buckets).__name__}; they say which entry a distance takes"
+        )
     terms = {}
     for name, rows in (("query_terms", num_queries), ("key_terms", num_keys)):
         x = getattr(bias, name)

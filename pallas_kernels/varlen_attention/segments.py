@@ -127,7 +127,7 @@ def cu_seqlens_from_segment_ids(
         int32 [max_seqs + 1].
 
     Raises:
-        TypeError: `segment_ids` does not hold integers.
+        TypeError: `segment_ids` does not hold integers, or `max_seqs` is none.
         ValueError: ids that are not traced are out of order, or reach `max_seqs`; or
             `segment_ids` is not a vector.
 
@@ -136,6 +136,10 @@ def cu_seqlens_from_segment_ids(
         >>> cu_seqlens_from_segment_ids(np.array([0, 0, 2, 2, 2, -1]), max_seqs=4)
         Array([0, 2, 2, 5, 5], dtype=int32)
     """
+    if not isinstance(max_seqs, int | np.integer):  # it is a shape
+        raise TypeError(
+            f"max_seqs must be an integer, got {max_seqs!r}; under jax.jit it is static"
+        )
     if max_seqs < 1:
         raise ValueError(f"max_seqs must be at least 1, got {max_seqs}")
     if not isinstance(segment_ids, jax.Array):

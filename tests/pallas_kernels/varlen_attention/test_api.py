@@ -278,7 +278,9 @@ X = jnp.zeros((TOKENS, 2, 8))
         ),
         ({"q": X[..., :0], "k": X[..., :0]}, ValueError, r"got 0 and 0; expected at"),
         ({"softcap": 0.0}, ValueError, r"softcap must be positive, got 0.0"),
+        ({"softcap": "1x"}, TypeError, r"softcap must be a number, got '1x'"),
         ({"scale": float("nan")}, ValueError, r"scale must be finite, got nan"),
+        ({"scale": jnp.ones(2)}, TypeError, r"scale must be a number, got Array"),
         ({"implementation": "cudnn"}, ValueError, r"'cudnn' of varlen_attention"),
         ({"implementation": 3}, ValueError, r"3 of varlen_attention: expected None or"),
         (
@@ -291,6 +293,12 @@ X = jnp.zeros((TOKENS, 2, 8))
 def test_errors(no_shape_hook, changes, error, message):
     with pytest.raises(error, match=message):
         call(**changes)
+
+
+@pytest.mark.parametrize("name", ["scale", "softcap"])
+def test_traced_numbers_are_named(no_shape_hook, name):
+    with pytest.raises(TypeError, match=f"{name} must be known when .* is traced"):
+        jax.jit(lambda value: call(**{name: value}))(0.5)
 
 
 @pytest.mark.parametrize(
@@ -307,6 +315,22 @@ def test_segment_id_errors(no_shape_hook, ids, error, message):
         varlen_attention_segment_ids(q, k, v, ids, max_seqs=TOKENS)
     with pytest.raises(ValueError, match=r"segment_ids_k is None but k has S=9 rows"):
         varlen_attention_segment_ids(q, k[:9], v[:9], ids, max_seqs=TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"max_seqs": 2.5}, TypeError, r"max_seqs must be an integer, got 2.5"),
+        ({"max_seqs": 0}, ValueError, r"max_seqs must be at least 1, got 0"),
+        ({"q": jnp.float32(1)}, ValueError, r"q must be \[T, N, H\], got shape \(\)"),
+    ],
+)
+def test_errors_of_the_other_entrance(no_shape_hook, changes, error, message):
+    q, k, v = (x[0] for x in batch())
+    ids = np.zeros(TOKENS, np.int32)
+    arguments = {"q": q, "k": k, "v": v, "segment_ids_q": ids, "max_seqs": 1}
+    with pytest.raises(error, match=message):
+        varlen_attention_segment_ids(**(arguments | changes))
 
 
 @pytest.mark.parametrize("size", [TOKENS + 9, 2**31 - 1, 2**40])

@@ -691,12 +691,20 @@ def test_needs_a_hopper_gpu():
         (lambda: BackwardBlocks(consumers=3), "consumers 3, expected one of"),
         (lambda: BackwardBlocks(block_q=96), "block_q 96, expected one of"),
         (lambda: BackwardBlocks(block_k=256), "block_k 256, expected one of"),
+        (lambda: ForwardBlocks(stages=2.5), "stages 2.5, expected an integer"),
         (lambda: BackwardBlocks(splits=0), "splits 0, expected at least 1"),
+        (lambda: BackwardBlocks(splits=1.5), "splits 1.5, expected an integer"),
         (lambda: ForwardBlocks(held=5), "held 5, expected one of"),
         (lambda: BackwardBlocks(held=-1), "held -1, expected one of"),
         (lambda: BackwardBlocks(consumers=1, held=1), "held 1 .* expected 2 of them"),
     ],
 )
-def test_blocks_are_checked(make, message):
+def test_blocks_are_checked(no_shape_hook, make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_each_pass_takes_its_own_blocks(no_shape_hook):
+    message = r"forward BackwardBlocks\(.*\), expected ForwardBlocks or None"
+    with pytest.raises(TypeError, match=message):
+        MosaicGpuConfig(forward=BackwardBlocks())

@@ -491,6 +491,9 @@ def test_errors_of_the_call(no_shape_hook):
         varlen_attention(X, X, X, cu, cu, relative_bias=bias)
     with pytest.raises(TypeError, match=r"must be a RelativeBias, got .*Array"):
         varlen_attention(X, X, X, cu, relative_bias=X)
+    bias = RelativeBias(query_terms=jnp.zeros((9, 2, 10)), buckets=5)
+    with pytest.raises(TypeError, match=r"buckets must be RelativeBuckets, got int"):
+        varlen_attention(X, X, X, cu, relative_bias=bias)
 
 
 @pytest.mark.parametrize(
