@@ -16,6 +16,7 @@ from jaxscale.models.hf_encoder import (
     bert_tables,
     read_activation,
     unlabeled,
+    vocabulary_projection,
 )
 from jaxscale.models.hf_names import TensorMap, layer_norm, linear
 
@@ -68,6 +69,9 @@ def albert_large() -> EncoderConfig:
 # ------------------------------------------------------------------------------------
 # Hugging Face files
 
+# Of transformers, for files that lack the key; other families take "gelu".
+_DEFAULTS = {"hidden_act": "gelu_new"}
+
 
 def _read(values: Keys) -> EncoderConfig:
     require(values, "num_hidden_groups", 1)
@@ -76,7 +80,7 @@ def _read(values: Keys) -> EncoderConfig:
         family="albert",
         embed_dim=values["embedding_size"],
         share_layers=True,
-        **bert_keys(values),
+        **bert_keys(Keys(_DEFAULTS | values)),
     )
 
 
@@ -91,7 +95,7 @@ def _write(config: EncoderConfig) -> dict[str, Any]:
 
 def _head(values: Keys, kind: HeadKind) -> HeadConfig:
     if kind == "masked_lm":
-        activation = read_activation(values, "hidden_act")
+        activation = read_activation(Keys(_DEFAULTS | values), "hidden_act")
         return unlabeled(kind, transform=activation, transform_norm=True)
     pools = kind in ("sequence", "pooler")
     return unlabeled(kind, transform="tanh" if pools else None)
@@ -115,7 +119,7 @@ def _tensors(config: EncoderConfig) -> list[TensorMap]:
 def _head_tensors(config: EncoderConfig, head: HeadConfig) -> list[TensorMap]:
     if head.kind == "masked_lm":
         return [
-            TensorMap(name="predictions.bias", parameters=("head.bias",)),
+            *vocabulary_projection(config, "predictions.decoder", "predictions.bias"),
             *linear("predictions.dense", "head.transform"),
             *layer_norm("predictions.LayerNorm", "head.norm"),
         ]

@@ -16,6 +16,7 @@ from jaxscale.models.hf_encoder import (
     bert_tables,
     read_activation,
     unlabeled,
+    vocabulary_projection,
 )
 from jaxscale.models.hf_names import TensorMap, layer_norm, linear
 
@@ -111,7 +112,6 @@ def bert_keys(values: Keys) -> dict[str, Any]:
     require(values, "position_embedding_type", "absolute")
     require(values, "is_decoder", False)
     require(values, "add_cross_attention", False)
-    require(values, "tie_word_embeddings", True)
     width, heads = values["hidden_size"], values["num_attention_heads"]
     divided_width("hidden_size", width, "num_attention_heads", heads)
     return {
@@ -124,6 +124,7 @@ def bert_keys(values: Keys) -> dict[str, Any]:
         "token_types": values.get("type_vocab_size", 2),
         "norm_eps": float(values.get("layer_norm_eps", 1e-12)),
         "activation": read_activation(values, "hidden_act"),
+        "tie_embeddings": values.get("tie_word_embeddings", True),
     }
 
 
@@ -188,7 +189,7 @@ def _bert_head_tensors(config: EncoderConfig, head: HeadConfig) -> list[TensorMa
     if head.kind == "masked_lm":
         root = "cls.predictions"
         return [
-            TensorMap(name=f"{root}.bias", parameters=("head.bias",)),
+            *vocabulary_projection(config, f"{root}.decoder", f"{root}.bias"),
             *linear(f"{root}.transform.dense", "head.transform"),
             *layer_norm(f"{root}.transform.LayerNorm", "head.norm"),
         ]
@@ -202,7 +203,7 @@ def _bert_head_tensors(config: EncoderConfig, head: HeadConfig) -> list[TensorMa
 def _roberta_head_tensors(config: EncoderConfig, head: HeadConfig) -> list[TensorMap]:
     if head.kind == "masked_lm":
         return [
-            TensorMap(name="lm_head.bias", parameters=("head.bias",)),
+            *vocabulary_projection(config, "lm_head.decoder", "lm_head.bias"),
             *linear("lm_head.dense", "head.transform"),
             *layer_norm("lm_head.layer_norm", "head.norm"),
         ]

@@ -15,6 +15,7 @@ from jaxscale.models.hf_encoder import (
     EncoderFamily,
     read_activation,
     unlabeled,
+    vocabulary_projection,
 )
 from jaxscale.models.hf_names import TensorMap, layer_norm, linear
 from jaxscale.nn.disentangled import RelativePositions
@@ -114,7 +115,6 @@ def deberta_v2_xxlarge() -> EncoderConfig:
 
 
 def _read(values: Keys) -> EncoderConfig:
-    require(values, "tie_word_embeddings", True)
     require(values, "conv_groups", 1)
     width, heads = values["hidden_size"], values["num_attention_heads"]
     head_dim = divided_width("hidden_size", width, "num_attention_heads", heads)
@@ -139,6 +139,9 @@ def _read(values: Keys) -> EncoderConfig:
         convolution_activation=values.get("conv_act", "tanh") if taps else "gelu",
         norm_eps=float(values.get("layer_norm_eps", 1e-7)),
         activation=read_activation(values, "hidden_act"),
+        # The head of the published files has no projection but the table.
+        tie_embeddings=values.get("tie_word_embeddings", True)
+        or not values.get("legacy", True),
     )
 
 
@@ -277,11 +280,10 @@ def _block(config: EncoderConfig, theirs: str, ours: str) -> list[TensorMap]:
 
 
 def _head_tensors(config: EncoderConfig, head: HeadConfig) -> list[TensorMap]:
-    del config
     if head.kind == "masked_lm":
         root = "cls.predictions"
         return [
-            TensorMap(name=f"{root}.bias", parameters=("head.bias",)),
+            *vocabulary_projection(config, f"{root}.decoder", f"{root}.bias"),
             *linear(f"{root}.transform.dense", "head.transform"),
             *layer_norm(f"{root}.transform.LayerNorm", "head.norm"),
         ]

@@ -8,13 +8,14 @@ from typing import Any
 
 from jaxscale.models.encoder_config import EncoderConfig
 from jaxscale.models.heads import HeadConfig, HeadKind
-from jaxscale.models.hf_config import Keys, divided_width, require
+from jaxscale.models.hf_config import Keys, divided_width
 from jaxscale.models.hf_encoder import (
     ACTIVATION_NAMES,
     EncoderFamily,
     bert_tables,
     read_activation,
     unlabeled,
+    vocabulary_projection,
 )
 from jaxscale.models.hf_names import TensorMap, layer_norm, linear
 
@@ -56,7 +57,6 @@ def distilbert_base() -> EncoderConfig:
 
 
 def _read(values: Keys) -> EncoderConfig:
-    require(values, "tie_word_embeddings", True)
     divided_width("dim", values["dim"], "n_heads", values["n_heads"])
     return EncoderConfig(
         family="distilbert",
@@ -69,6 +69,7 @@ def _read(values: Keys) -> EncoderConfig:
         max_seq_len=values["max_position_embeddings"],
         token_types=0,
         activation=read_activation(values, "activation"),
+        tie_embeddings=values.get("tie_word_embeddings", True),
     )
 
 
@@ -113,7 +114,7 @@ def _head_tensors(config: EncoderConfig, head: HeadConfig) -> list[TensorMap]:
         return [
             *linear("vocab_transform", "head.transform"),
             *layer_norm("vocab_layer_norm", "head.norm"),
-            TensorMap(name="vocab_projector.bias", parameters=("head.bias",)),
+            *vocabulary_projection(config, "vocab_projector"),
         ]
     before = linear("pre_classifier", "head.transform") if head.pools else []
     name = "qa_outputs" if head.kind == "span" else "classifier"

@@ -180,7 +180,7 @@ def load_encoder(
             *_ENCODER_BUFFERS,
             *("^" + re.escape(n) for n in (*family.head_names, *family.unread)),
         ),
-        tied=family.tied if masked_lm else {},
+        tied=family.tied if masked_lm and config.tie_embeddings else {},
     )
 
 
@@ -286,7 +286,8 @@ def _as_named(
 ) -> TensorMap:
     """`entry` under the name that the file gives it.
 
-    Files converted from TensorFlow call the parts of norms otherwise.
+    Files converted from TensorFlow call the parts of norms otherwise; versions before 5
+    stored the bias of a projection that is not tied under one of its two names.
     """
     names = [
         other + entry.name.removeprefix(start)
@@ -296,7 +297,9 @@ def _as_named(
     for new, old in ((".weight", ".gamma"), (".bias", ".beta")):
         if entry.name.endswith(f"LayerNorm{new}"):
             names.append(entry.name.removesuffix(new) + old)
-    for name in names:
+    if entry.name.endswith(".bias") and entry.name in family.tied:
+        names.append(family.tied[entry.name])
+    for name in (entry.name, *names):
         renamed = dataclasses.replace(entry, name=name)
         if renamed.tensor(0 if entry.stacked else None) in checkpoint:
             return renamed

@@ -110,6 +110,21 @@ def unlabeled(kind: HeadKind, **layers: Any) -> HeadConfig:
     return HeadConfig(kind=kind, num_labels=count, **layers)
 
 
+def vocabulary_projection(
+    config: EncoderConfig, theirs: str, bias: str | None = None
+) -> list[TensorMap]:
+    """The last projection of a masked-language-model head.
+
+    Args:
+        config: The encoder, whose table of tokens is the kernel if it is tied.
+        theirs: The name of the projection.
+        bias: The name of the bias where it is tied too; None is that of `theirs`.
+    """
+    if not config.tie_embeddings:
+        return linear(theirs, "head.output")
+    return [TensorMap(name=bias or f"{theirs}.bias", parameters=("head.bias",))]
+
+
 def bert_attention(theirs: str, ours: str) -> list[TensorMap]:
     """Query, key and value under BERT's names."""
     names = ("query", "key", "value")

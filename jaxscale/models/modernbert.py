@@ -16,6 +16,7 @@ from jaxscale.models.hf_encoder import (
     EncoderFamily,
     read_activation,
     unlabeled,
+    vocabulary_projection,
 )
 from jaxscale.models.hf_names import TensorMap, layer_norm, linear, scale
 
@@ -80,11 +81,11 @@ def modernbert_large() -> EncoderConfig:
 # Hugging Face files
 
 _KINDS = {"full": "full_attention", "local": "sliding_attention"}
+_EVERY = "global_attn_every_n_layers"
 
 
 def _read(values: Keys) -> EncoderConfig:
     require(values, "hidden_activation", "gelu")
-    require(values, "tie_word_embeddings", True)
     width, heads = values["hidden_size"], values["num_attention_heads"]
     divided_width("hidden_size", width, "num_attention_heads", heads)
     theta, theta_local = _thetas(values)
@@ -109,6 +110,7 @@ def _read(values: Keys) -> EncoderConfig:
         activation="geglu",
         attention_bias=values.get("attention_bias", False),
         mlp_bias=values.get("mlp_bias", False),
+        tie_embeddings=values.get("tie_word_embeddings", True),
     )
 
 
@@ -132,9 +134,10 @@ def _thetas(values: Keys) -> tuple[float, float]:
 
 def _global_every(values: Keys) -> int:
     """The distance of the layers that see everything, of any version."""
-    types = values.get("layer_types")
-    if types is None:
-        return values.get("global_attn_every_n_layers", 3)
+    types, every = values.get("layer_types"), values.get(_EVERY, 3)
+    # Few layers do not tell; versions with `layer_types` read this key in their place.
+    if types is None or list(types) == _layer_types(len(types), every):
+        return every
     full = [i for i, kind in enumerate(types) if kind == _KINDS["full"]]
     every = full[1] - full[0] if len(full) > 1 else len(types)
     if list(types) != _layer_types(len(types), every):
@@ -162,6 +165,7 @@ def _write(config: EncoderConfig) -> dict[str, Any]:
         "max_position_embeddings": config.max_seq_len,
         "local_attention": 2 * (config.window or 0),
         "layer_types": _layer_types(config.num_layers, config.global_every),
+        _EVERY: config.global_every,
         "rope_parameters": {
             kind: {"rope_theta": theta, "rope_type": "default"}
             for kind, theta in thetas.items()
@@ -250,9 +254,8 @@ def _head_tensors(config: EncoderConfig, head: HeadConfig) -> list[TensorMap]:
     ]
     if head.kind != "masked_lm":
         return [*maps, *linear("classifier", "head.output", bias=head.bias)]
-    if head.bias:
-        maps.append(TensorMap(name="decoder.bias", parameters=("head.bias",)))
-    return maps
+    projection = vocabulary_projection(config, "decoder")
+    return [*maps, *(m for m in projection if head.bias or "bias" not in m.name)]
 
 
 MODERNBERT = EncoderFamily(

@@ -216,6 +216,69 @@ def test_names_of_files_converted_from_tensorflow(copy):
         load_encoder(directory)
 
 
+# The projection over the vocabulary of each family.
+PROJECTIONS = {
+    "albert": "predictions.decoder",
+    "bert": "cls.predictions.decoder",
+    "distilbert": "vocab_projector",
+    "modernbert": "decoder",
+    "roberta": "lm_head.decoder",
+}
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_projections_that_are_not_tied(family, tmp_path):
+    directory = compose(family, "masked_lm", tmp_path / "file")
+    file = directory / "model.safetensors"
+    tensors = safetensors.numpy.load_file(file)
+    edit_json(directory / "config.json", tie_word_embeddings=False)
+    with pytest.raises(ValueError, match=f"lacks the tensor '{PROJECTIONS[family]}"):
+        load_encoder(directory)
+
+    # What the fixture ties, as a tensor of its own; the bias has one name of two.
+    source = FAMILIES[family].tied[f"{PROJECTIONS[family]}.weight"]
+    tensors[f"{PROJECTIONS[family]}.weight"] = tensors[source]
+    safetensors.numpy.save_file(tensors, file, metadata={"format": "pt"})
+    model = load_encoder(directory)
+    assert not model.config.tie_embeddings
+    assert_as_transformers(model, family)
+    hf.save(model, tmp_path / "saved")
+    assert_same_parameters(load_encoder(tmp_path / "saved"), model)
+
+    # Of both names, transformers 5 reads that of the projection.
+    tensors[f"{PROJECTIONS[family]}.bias"] = np.ones(99, np.float32)
+    tensors[f"{PROJECTIONS[family]}.weight"] = np.zeros_like(tensors[source])
+    safetensors.numpy.save_file(tensors, file, metadata={"format": "pt"})
+    answers = outputs(load_encoder(directory), family)
+    np.testing.assert_array_equal(answers["masked_lm.0"], 1)
+    np.testing.assert_allclose(
+        answers["hidden.0"], fixture(family)["hidden.0"], rtol=0, atol=ATOL
+    )
+
+
+def test_heads_of_labels_need_no_tied_table(tmp_path):
+    directory = compose("bert", "sequence", tmp_path / "file")
+    edit_json(directory / "config.json", tie_word_embeddings=False)
+    assert_as_transformers(load_encoder(directory), "bert")
+
+
+def test_albert_without_an_activation(copy):
+    directory = copy("albert")
+    values = json.loads((directory / "config.json").read_text())
+    assert values.pop("hidden_act") == "gelu_new"
+    (directory / "config.json").write_text(json.dumps(values))
+    assert_as_transformers(load_encoder(directory), "albert")
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 4])
+def test_windows_of_few_layers_are_written_and_read(num_layers):
+    config = encoder_preset("modernbert_tiny")
+    config = dataclasses.replace(config, num_layers=num_layers, global_every=4)
+    values = encoder_config_to_hf(config)
+    assert values["layer_types"].count("full_attention") == 1
+    assert encoder_config_from_hf(values) == config
+
+
 def test_another_head_begins_anew(tmp_path):
     directory = compose("bert", "masked_lm", tmp_path / "file")
     assert load_encoder(directory, head=None).head is None
@@ -302,7 +365,6 @@ def test_presets_are_written_and_read():
         ("roberta", {"is_decoder": True}, "is_decoder True of config.json is not"),
         ("bert", {"add_cross_attention": True}, "add_cross_attention True of"),
         ("bert", {"hidden_act": "silu"}, "hidden_act 'silu' of config.json is not"),
-        ("bert", {"tie_word_embeddings": False}, "tie_word_embeddings False of"),
         ("bert", {"num_attention_heads": 5}, "32 of config.json must be a multiple"),
         ("bert", {"hidden_size": None}, "'bert' lacks the key 'hidden_size'"),
         ("bert", {"quantization_config": {}}, "quantization_config {} of config.json"),
