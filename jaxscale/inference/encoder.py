@@ -9,8 +9,9 @@ import dataclasses
 import functools
 import json
 import math
+import numbers
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -168,6 +169,14 @@ class Encoder:
         """
         settings = _sentence_settings(Path(path))
         source = settings.pop("path")
+        tokenizer = Tokenizer.from_file(source)
+        lower_case = settings.pop("lower_case", False)
+        if lower_case and tokenizer.encode("A") != tokenizer.encode("a"):
+            raise ValueError(
+                f"path {str(path)!r} sets do_lower_case, which is not supported: its "
+                "tokenizer tells upper case from lower; set it to false and give texts "
+                "in lower case"
+            )
         model = load_encoder(
             source,
             mesh=mesh,
@@ -178,10 +187,11 @@ class Encoder:
         )
         limit = settings.get("max_length")
         if limit is not None:
+            # Where there is no limit, the files say a number of thirty digits.
             settings["max_length"] = min(limit, model.config.max_seq_len)
         given = {"pooling": pooling, "normalize": normalize, "max_length": max_length}
         settings |= {name: v for name, v in given.items() if v is not None}
-        return cls(model, Tokenizer.from_file(source), mesh=mesh, **settings)
+        return cls(model, tokenizer, mesh=mesh, **settings)
 
     def encode(
         self,
@@ -205,8 +215,9 @@ class Encoder:
             The embeddings in the order of `texts`.
 
         Raises:
-            TypeError: `texts` is one string, or holds what is no text.
-            ValueError: a text is empty or too long, or the budget is too small for it.
+            TypeError: `texts` is one string or no list, or holds what is no text.
+            ValueError: a text is empty or too long, or the budget is too small for it
+                or no positive integer.
         """
         found = self._run(self._embed, texts, token_budget, truncate, progress)
         width = self.model.config.d_model
@@ -282,13 +293,16 @@ class Encoder:
             for i, text in zip(long, cut, strict=True):
                 encoded[i] = text
         for i, text in enumerate(encoded):
-            if not text.ids:
+            # Characters without a token, as a zero-width space, leave the template.
+            if all(text.control):
                 raise ValueError(f"texts[{i}] {texts[i]!r} has no tokens; leave it out")
         return encoded
 
     def _plan(self, encoded: Sequence[EncodedText], token_budget: int) -> EncodePlan:
-        if token_budget < 1:
-            raise ValueError(f"token_budget {token_budget} must be at least 1")
+        if not isinstance(token_budget, numbers.Integral) or token_budget < 1:
+            raise ValueError(
+                f"token_budget {token_budget!r} must be at least 1, an integer"
+            )
         lengths = [len(text.ids) for text in encoded]
         longest = max(range(len(lengths)), key=lambda i: lengths[i], default=None)
         if longest is not None and lengths[longest] > token_budget:
@@ -326,9 +340,19 @@ class Encoder:
         truncate: bool,
         progress: bool | None,
     ) -> Iterator[tuple[int, np.ndarray]]:
-        """Index and result of each text, row after row."""
+        """Index and result of each text, row after row; mistakes are raised at once."""
         encoded = self._tokenize(texts, truncate)
-        plan = self._plan(encoded, token_budget)
+        return self._results(
+            function, encoded, self._plan(encoded, token_budget), progress
+        )
+
+    def _results(
+        self,
+        function: Callable[..., Array],
+        encoded: Sequence[EncodedText],
+        plan: EncodePlan,
+        progress: bool | None,
+    ) -> Iterator[tuple[int, np.ndarray]]:
         pooled = function is self._embed or bool(
             self.model.head and self.model.head.config.pools
         )
@@ -345,7 +369,7 @@ class Encoder:
                     yield index, value[slot] if pooled else value[place:end]
                     place = end
 
-        with _bar(progress, len(texts)) as advance, self._on_mesh():
+        with _bar(progress, len(encoded)) as advance, self._on_mesh():
             for rows, size in self._steps(plan):
                 batch = self._batch([[encoded[i] for i in row] for row in rows], size)
                 waiting.append((rows, function(self.model, *batch)))
@@ -455,13 +479,21 @@ def _check_texts(texts: Sequence[Text]) -> None:
         raise TypeError(
             "texts must be a list of strings, got one string; pass [text] for one text"
         )
+    # Answers come in the order of the texts, so they must have one and lie still.
+    ordered = hasattr(texts, "__getitem__") and not isinstance(texts, Mapping)
+    if not ordered:
+        raise TypeError(
+            f"texts must be a list of strings, got {type(texts).__name__}; pass "
+            "list(texts)"
+        )
     for i, text in enumerate(texts):
         parts = text if isinstance(text, tuple) else (text,)
         if not all(isinstance(part, str) for part in parts) or (
             isinstance(text, tuple) and len(text) != 2
         ):
             raise TypeError(
-                f"texts[{i}] must be a string or a pair of strings, got {text!r}"
+                f"texts[{i}] must be a string or a pair of strings (a tuple), got "
+                f"{text!r}"
             )
         if not all(part.strip() for part in parts):
             raise ValueError(f"texts[{i}] {text!r} is empty; leave it out")
@@ -497,6 +529,10 @@ def _bar(wanted: bool | None, total: int) -> Iterator[Callable[[int], None]]:
 # Directories of sentence-transformers
 
 _POOLINGS: dict[str, Pooling] = {
+    # Values of "pooling_mode", and the flags that releases before 6 wrote.
+    "cls": "first",
+    "mean": "mean",
+    "max": "max",
     "pooling_mode_cls_token": "first",
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_max_tokens": "max",
@@ -510,13 +546,13 @@ def _sentence_settings(path: Path) -> dict[str, Any]:
     if not file.is_file():
         return settings
     settings["normalize"] = False
-    for module in json.loads(file.read_text()):
+    for module in _read_json(file):
         kind = module["type"].rpartition(".")[2]
         if kind == "Transformer":
             settings["path"] = path / module["path"]
         elif kind == "Pooling":
             config = path / module["path"] / "config.json"
-            settings["pooling"] = _pooling(json.loads(config.read_text()), config)
+            settings["pooling"] = _pooling(_read_json(config), config)
         elif kind == "Normalize":
             settings["normalize"] = True
         else:
@@ -524,21 +560,55 @@ def _sentence_settings(path: Path) -> dict[str, Any]:
                 f"{file} has the module {module['type']!r}, which is not supported; "
                 "expected Transformer, Pooling and Normalize"
             )
-    limits = settings["path"] / "sentence_bert_config.json"
-    if limits.is_file():
-        settings["max_length"] = json.loads(limits.read_text()).get("max_seq_length")
-    return settings
+    _refuse_prompt(path / "config_sentence_transformers.json")
+    return settings | _text_settings(settings["path"])
 
 
 def _pooling(config: dict[str, Any], file: Path) -> Pooling:
-    modes = [
-        name
-        for name, value in config.items()
-        if name.startswith("pooling_mode_") and value is True
-    ]
+    modes = config.get("pooling_mode")
+    if modes is None:
+        modes = [
+            name
+            for name, value in config.items()
+            if name.startswith("pooling_mode_") and value is True
+        ]
+    modes = [modes] if isinstance(modes, str) else modes
     if len(modes) != 1 or modes[0] not in _POOLINGS:
         raise ValueError(
             f"{file} sets {modes or 'no pooling_mode'}, which is not supported; "
             f"expected one of {sorted(_POOLINGS)}"
         )
     return _POOLINGS[modes[0]]
+
+
+def _refuse_prompt(file: Path) -> None:
+    """Stop at a prompt that every text would get: its embedding would be another."""
+    config = _read_json(file) if file.is_file() else {}
+    name = config.get("default_prompt_name")
+    prompt = (config.get("prompts") or {}).get(name)
+    if prompt:
+        raise ValueError(
+            f"{file} sets default_prompt_name {name!r}, which is not supported; set it "
+            f"to null and begin each text with {prompt!r} yourself"
+        )
+
+
+def _text_settings(directory: Path) -> dict[str, Any]:
+    """The most tokens of a text, and whether texts must be in lower case."""
+    # The first was named after the model once; newer releases write the last alone.
+    files = sorted(directory.glob("sentence_*_config.json"))
+    config = _read_json(files[0]) if files else {}
+    limit = config.get("max_seq_length")
+    file = directory / "tokenizer_config.json"
+    if limit is None and file.is_file():
+        limit = _read_json(file).get("model_max_length")
+    return {"max_length": limit, "lower_case": bool(config.get("do_lower_case"))}
+
+
+def _read_json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(
+            f"{file} is not valid JSON ({error}); download it again"
+        ) from error

@@ -272,6 +272,55 @@ def test_directories_say_how_sentences_are_embedded(tmp_path):
         Encoder.from_pretrained(tmp_path)
 
 
+def test_directories_of_newer_releases(tmp_path):
+    """Release 6 names the pooling, and leaves the longest text to the tokenizer."""
+    save(make().model, tmp_path, tokenizer=bert_tokenizer())
+    for given, expected in (("cls", "first"), (["max"], "max"), ("mean", "mean")):
+        write_modules(tmp_path, "Transformer", "Pooling", pooling_mode=given)
+        assert Encoder.from_pretrained(tmp_path).pooling == expected
+    write_modules(tmp_path, "Transformer", "Pooling", pooling_mode=["cls", "mean"])
+    with pytest.raises(ValueError, match=r"sets \['cls', 'mean'\], which is not"):
+        Encoder.from_pretrained(tmp_path)
+    write_modules(tmp_path, "Transformer", "Pooling", pooling_mode="mean")
+    file = tmp_path / "tokenizer_config.json"
+    values = json.loads(file.read_text())
+    for limit, expected in ((7, 7), (10**30, 64)):
+        file.write_text(json.dumps(values | {"model_max_length": limit}))
+        assert Encoder.from_pretrained(tmp_path).max_length == expected
+    # An older file says it in the place of the tokenizer, and had other names.
+    limits = tmp_path / "sentence_roberta_config.json"
+    limits.write_text('{"max_seq_length": 9}')
+    assert Encoder.from_pretrained(tmp_path).max_length == 9
+
+
+def test_directories_whose_texts_would_be_changed(tmp_path):
+    save(make().model, tmp_path, tokenizer=bert_tokenizer())
+    write_modules(tmp_path, "Transformer", "Pooling", pooling_mode_mean_tokens=True)
+    limits = tmp_path / "sentence_bert_config.json"
+    limits.write_text('{"do_lower_case": true}')
+    with pytest.raises(ValueError, match="sets do_lower_case, which is not supported"):
+        Encoder.from_pretrained(tmp_path)
+    limits.write_text('{"do_lower_case": false}')
+    Encoder.from_pretrained(tmp_path)
+    limits.write_text('{"do_lower_case": true}')
+    file = tmp_path / "tokenizer.json"
+    values = json.loads(file.read_text()) | {"normalizer": {"type": "Lowercase"}}
+    file.write_text(json.dumps(values))
+    Encoder.from_pretrained(tmp_path)  # its tokenizer does that itself
+    prompts = tmp_path / "config_sentence_transformers.json"
+    values = {"prompts": {"query": "query: "}, "default_prompt_name": None}
+    prompts.write_text(json.dumps(values))
+    Encoder.from_pretrained(tmp_path)
+    prompts.write_text(json.dumps(values | {"default_prompt_name": "query"}))
+    with pytest.raises(
+        ValueError, match=r"default_prompt_name 'query', .*'query: ' yo"
+    ):
+        Encoder.from_pretrained(tmp_path)
+    prompts.write_text("{")
+    with pytest.raises(ValueError, match=r"transformers\.json is not valid JSON"):
+        Encoder.from_pretrained(tmp_path)
+
+
 # ------------------------------------------------------------------------------------
 # Mistakes
 
@@ -305,11 +354,23 @@ def test_no_texts_give_no_results():
         (["cat", None], TypeError, r"texts\[1\] must be a string or a pair .* None"),
         (["cat", b"mat"], TypeError, r"texts\[1\] must be a string or a pair"),
         ([("a", "b", "c")], TypeError, r"texts\[0\] must be a string or a pair"),
+        ([["cat", "mat"]], TypeError, r"pair of strings \(a tuple\), got \['cat'"),
+        (iter(["cat"]), TypeError, r"got list_iterator; pass list\(texts\)"),
+        ({"cat", "mat"}, TypeError, r"a list of strings, got set; pass list\(texts\)"),
+        ({"cat": 1}, TypeError, r"a list of strings, got dict; pass list\(texts\)"),
+        (None, TypeError, "texts must be a list of strings, got NoneType"),
     ],
 )
 def test_wrong_texts(wrong, error, message, no_shape_hook):
-    with pytest.raises(error, match=message):
-        make().encode(wrong, token_budget=64)
+    for method in ("encode", "plan"):
+        with pytest.raises(error, match=message):
+            getattr(make(), method)(wrong, token_budget=64)
+
+
+def test_texts_without_tokens(minilm):
+    # Not white space, but nothing that the tokenizer keeps.
+    with pytest.raises(ValueError, match=r"texts\[1\] '\\u200b' has no tokens; leave"):
+        minilm.encode(["cat", "\u200b"], token_budget=64)
 
 
 def test_wrong_settings(no_shape_hook):
@@ -318,6 +379,8 @@ def test_wrong_settings(no_shape_hook):
         encoder.encode(["cat", "the cat sat on mat"], token_budget=5)
     with pytest.raises(ValueError, match="token_budget 0 must be at least 1"):
         encoder.encode(["cat"], token_budget=0)
+    with pytest.raises(ValueError, match=r"token_budget 64\.5 must be at least 1, an"):
+        encoder.encode(["cat"], token_budget=64.5)
     with pytest.raises(ValueError, match="the model has no head that answers"):
         encoder.predict(["cat"])
     with pytest.raises(ValueError, match="max_length 65 must be positive and at most"):
