@@ -38,6 +38,8 @@ class LabeledBatch:
     """int32, of each sequence [B, S] or of each token [B, T]."""
     loss_mask: Bool[Array | np.ndarray, "B _"]
     """Which labels count."""
+    num_labels: int | None = dataclasses.field(default=None, metadata={"static": True})
+    """One more than the largest label of all batches, if that is known."""
 
 
 class LabeledBatches:
@@ -85,7 +87,9 @@ class LabeledBatches:
             shuffle: Whether texts are shuffled, anew in each epoch.
 
         Raises:
-            ValueError: labels do not fit the texts, or a text is longer than a row.
+            TypeError: a text is not encoded, or a label is no integer.
+            ValueError: labels do not fit the texts, or a text is empty or longer than a
+                row.
         """
         if not texts:
             raise ValueError("texts is empty; training needs at least one text")
@@ -97,10 +101,13 @@ class LabeledBatches:
         for name, value in (("batch_size", batch_size), ("epochs", epochs)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} {value}, expected at least 1")
+        for i, (text, label) in enumerate(zip(texts, labels, strict=True)):
+            _check_types(i, text, label)
         self.texts = [np.asarray(text.ids, np.int32) for text in texts]
         self.types = [np.asarray(text.types, np.int32) for text in texts]
         self.labels = [np.asarray(label, np.int32) for label in labels]
         self.by_token = self.labels[0].ndim == 1
+        self.num_labels = 1 + max(int(label.max(initial=-1)) for label in self.labels)
         for i, (ids, label) in enumerate(zip(self.texts, self.labels, strict=True)):
             expected = ids.shape if self.by_token else ()
             if label.shape != expected:
@@ -108,6 +115,8 @@ class LabeledBatches:
                     f"labels[{i}] has shape {label.shape}, expected {expected}: one "
                     f"label for the text, or one for each of its {len(ids)} tokens"
                 )
+            if not len(ids):
+                raise ValueError(f"texts[{i}] has no tokens; leave it out")
             if len(ids) > seq_len:
                 raise ValueError(
                     f"texts[{i}] has {len(ids)} tokens, more than seq_len {seq_len}; "
@@ -219,6 +228,22 @@ class LabeledBatchIterator(Iterator[LabeledBatch]):
             cu_seqlens=bounds,
             labels=np.maximum(labels, 0),
             loss_mask=labels >= 0,
+            num_labels=batches.num_labels,
+        )
+
+
+def _check_types(i: int, text: Any, label: Any) -> None:
+    """Stop at what would fail without a name, and at a number that would be rounded."""
+    if not isinstance(text, EncodedText):
+        raise TypeError(
+            f"texts[{i}] must be an EncodedText, got {text!r}; pass "
+            "tokenizer.encode_inputs(texts)"
+        )
+    array = np.asarray(label)
+    if array.size and array.dtype.kind not in "biu":
+        raise TypeError(
+            f"labels[{i}] must be an integer, or one for each token, got {label!r}; "
+            "number the classes from 0"
         )
 
 
@@ -227,17 +252,32 @@ def classification_loss() -> LossFunction:
 
     The sum of :math:`-\log \mathrm{softmax}(l)_y` over the texts, or tokens, that have
     a label :math:`y`, on batches of `LabeledBatches`.
+    It raises ValueError for another head, one that has fewer labels than the data, and
+    one of a single label, which has nothing to learn.
     """
 
     def loss(model: Any, batch: Any) -> tuple[Array, LossSums]:
-        found = None if model.head is None else model.head.config.kind
+        head = None if model.head is None else model.head.config
+        found = None if head is None else head.kind
         expected = "sequence"
         if batch.labels.shape[1] == batch.tokens.shape[1] and found == "token":
             expected = "token"
-        if found != expected:
+        if head is None or found != expected:
             raise ValueError(
                 f"the head of the model is {found!r}, expected {expected!r} for these "
                 "labels; make the model with head=encoder_head(config, ...)"
+            )
+        count = head.num_labels
+        if count < 2:
+            raise ValueError(
+                f"num_labels {count} of the head leaves nothing to choose, and a loss "
+                "of 0; give it one for each class, at least 2"
+            )
+        if batch.num_labels is not None and batch.num_labels > count:
+            raise ValueError(
+                f"num_labels {count} of the head is too small for the data, whose "
+                f"labels reach {batch.num_labels - 1}; make the head with "
+                f"num_labels={batch.num_labels}"
             )
         types = batch.token_types if model.config.token_types > 1 else None
         logits = model(batch.tokens, cu_seqlens=batch.cu_seqlens, token_types=types)

@@ -305,6 +305,42 @@ def test_wrong_labels():
         LabeledBatches(texts, labels, **sizes | {"seq_len": 5})
     with pytest.raises(ValueError, match="texts is empty"):
         LabeledBatches([], [], **sizes)
+    empty = EncodedText(ids=[], types=[], spans=[], control=[])
+    with pytest.raises(ValueError, match=r"texts\[2\] has no tokens; leave it out"):
+        LabeledBatches([*texts[:2], empty], labels, **sizes)
+
+
+def test_wrong_types(no_shape_hook):
+    texts, labels = labeled(3)
+    sizes = {"seq_len": 32, "batch_size": 2, "max_sequences": 4}
+    with pytest.raises(TypeError, match=r"texts\[0\] must be an EncodedText, got 'a'"):
+        LabeledBatches(["a", "b", "c"], labels, **sizes)
+    message = r"labels\[1\] must be an integer, or one for each token, got 0\.7"
+    with pytest.raises(TypeError, match=message):
+        LabeledBatches(texts, [0, 0.7, 1], **sizes)
+    with pytest.raises(TypeError, match=r"labels\[0\] must be an integer, .* got 'no'"):
+        LabeledBatches(texts, ["no", "yes", "no"], **sizes)
+
+
+def test_one_label_is_no_choice():
+    texts, labels = labeled(3)
+    data = LabeledBatches(texts, labels, seq_len=32, batch_size=2, max_sequences=4)
+    head = encoder_head(MODEL, "sequence", num_labels=1)
+    model = EncoderModel(MODEL, head=head, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="num_labels 1 of the head leaves nothing to"):
+        classification_loss()(model, next(iter(data)))
+
+
+@pytest.mark.parametrize("kind", ["sequence", "token"])
+def test_labels_beyond_those_of_the_head(kind):
+    texts, labels = labeled(3, kind=kind)
+    labels[2] = 2 if kind == "sequence" else [2 for _ in labels[2]]
+    data = LabeledBatches(texts, labels, seq_len=32, batch_size=2, max_sequences=4)
+    head = encoder_head(MODEL, kind, num_labels=2)
+    model = EncoderModel(MODEL, head=head, rngs=nnx.Rngs(0))
+    message = "num_labels 2 of the head is too small for the data, whose labels reach 2"
+    with pytest.raises(ValueError, match=message):
+        jax.jit(classification_loss())(model, next(iter(data)))
 
 
 def test_encoders_need_a_head_and_a_loss(tmp_path):
