@@ -135,16 +135,17 @@ def _thetas(values: Keys) -> tuple[float, float]:
 def _global_every(values: Keys) -> int:
     """The distance of the layers that see everything, of any version."""
     types, every = values.get("layer_types"), values.get(_EVERY, 3)
+    num_layers = values["num_hidden_layers"]
     # Few layers do not tell; versions with `layer_types` read this key in their place.
-    if types is None or list(types) == _layer_types(len(types), every):
+    if types is None or list(types) == _layer_types(num_layers, every):
         return every
     full = [i for i, kind in enumerate(types) if kind == _KINDS["full"]]
     every = full[1] - full[0] if len(full) > 1 else len(types)
-    if list(types) != _layer_types(len(types), every):
+    if list(types) != _layer_types(num_layers, every):
         raise ValueError(
             f"layer_types {types} of config.json is not supported; expected "
-            f"{_KINDS['full']!r} at the layers 0, n, 2n, ... and {_KINDS['local']!r} "
-            "elsewhere"
+            f"{_KINDS['full']!r} at the layers 0, n, 2n, ... of {num_layers} and "
+            f"{_KINDS['local']!r} elsewhere"
         )
     return every
 

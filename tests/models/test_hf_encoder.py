@@ -378,6 +378,11 @@ def test_presets_are_written_and_read():
         ),
         (
             "modernbert",
+            {"layer_types": ["full_attention"]},
+            r"layer_types \['full_attention'\] of config.json .* of 5 and",
+        ),
+        (
+            "modernbert",
             {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
             "rope_type 'yarn' of config.json is not supported",
         ),
