@@ -81,11 +81,20 @@ def read_activation(values: Keys, key: str) -> PlainActivation:
 
 
 def read_labels(values: Keys, head: HeadConfig) -> HeadConfig:
-    """`head` with the labels of ``config.json``."""
+    """`head` with the labels of ``config.json``.
+
+    Raises:
+        ValueError: they are not numbered 0, 1, 2, ...
+    """
     if head.kind in ("masked_lm", "pooler"):
         return head
     names = values.get("id2label") or {}
     count = len(names) or values.get("num_labels", 2)
+    if names and {int(key) for key in names} != set(range(count)):
+        raise ValueError(
+            f"id2label {names} of config.json must number its labels from 0 to "
+            f"{count - 1}"
+        )
     ordered = tuple(str(names.get(str(i), names.get(i))) for i in range(count))
     unnamed = not names or ordered == tuple(f"LABEL_{i}" for i in range(count))
     return dataclasses.replace(

@@ -400,6 +400,10 @@ def test_unsupported_heads(copy):
     with pytest.raises(ValueError, match=r"\['BertForMultipleChoice'\] of config.json"):
         load_encoder(directory)
     assert load_encoder(directory, head=None).head is None
+    changes = {"architectures": ["BertForTokenClassification"]}
+    edit_json(directory / "config.json", **changes, id2label={"0": "a", "2": "b"})
+    with pytest.raises(ValueError, match="must number its labels from 0 to 1"):
+        load_encoder(directory)
     with pytest.raises(ValueError, match="kind 'pooler': transformers has no such"):
         encoder_head(encoder_preset("distilbert_tiny"), "pooler")
     with pytest.raises(ValueError, match="num_labels 0, expected 1 or more"):
