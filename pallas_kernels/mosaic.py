@@ -69,10 +69,13 @@ class DeviceSpec:
         """The NVIDIA GPU that computations run on, or None where there is none.
 
         Inside ``with use_device(spec)`` it is that spec; `jax.default_device` counts,
-        the placement of arrays does not: it is not known under `jax.jit`.
+        and so does a mesh of CPUs (`jax.shard_map`, `jax.set_mesh`). The placement of
+        arrays does not: it is not known under `jax.jit`.
         """
         if (spec := _assumed.get()) is not None:
             return spec
+        if _platform() == "cpu":
+            return None
         device: Any = jax.config.jax_default_device
         if device is None or isinstance(device, str):
             device = jax.local_devices(backend=device)[0]
@@ -116,6 +119,12 @@ def use_device(spec: DeviceSpec) -> Iterator[DeviceSpec]:
         _assumed.reset(token)
 
 
+def _platform() -> str | None:
+    """The platform of the mesh in use, which a program may have beside the default."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return None if device is None else device.platform
+
+
 def check_hopper(device: DeviceSpec | None, op_name: str) -> DeviceSpec:
     """Returns the device if the Hopper kernels run on it.
 
@@ -125,7 +134,8 @@ def check_hopper(device: DeviceSpec | None, op_name: str) -> DeviceSpec:
     if device is None:
         raise Unsupported(
             f"{op_name}: the Mosaic GPU kernel needs an NVIDIA Hopper GPU and the"
-            f" backend is {jax.default_backend()!r}; use implementation='xla'"
+            f" backend is {(_platform() or jax.default_backend())!r}; use"
+            " implementation='xla'"
         )
     if device.compute_capability[0] != 9:
         raise Unsupported(

@@ -37,3 +37,13 @@ def test_the_default_device_counts_on_a_machine_with_a_gpu(monkeypatch, device):
     with jax.default_device("cpu" if device == "cpu" else jax.devices("cpu")[1]):
         assert DeviceSpec.current() is None
     assert DeviceSpec.current() == H200
+
+
+def test_a_mesh_of_cpus_counts_on_a_machine_with_a_gpu(monkeypatch):
+    monkeypatch.setattr(jax, "local_devices", lambda backend: [gpu("9.0")])
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices("cpu")[:2])
+    with jax.set_mesh(mesh):
+        assert DeviceSpec.current() is None
+        with use_device(H200):
+            assert DeviceSpec.current() is H200
+    assert DeviceSpec.current() == H200

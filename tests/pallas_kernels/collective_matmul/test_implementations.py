@@ -5,6 +5,7 @@ import functools
 import json
 import logging
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from pallas_kernels.collective_matmul import (
 )
 from pallas_kernels.collective_matmul.device_order import by_device_order
 from pallas_kernels.dispatch import Unsupported
-from pallas_kernels.mosaic import H200, use_device
+from pallas_kernels.mosaic import H200, DeviceSpec, use_device
 from tests.interpreter import interpret_mosaic_gpu
 from tests.lowering import CUSTOM_CALL, lower_for_cuda
 from tests.pallas_kernels.collective_matmul.cases import (
@@ -84,6 +85,22 @@ def test_without_a_gpu_xla_runs_and_the_reason_is_said_once(name, said):
     [message] = [r.getMessage() for r in said.records]
     assert f"{name} runs implementation 'xla' (mosaic_gpu: {name}: " in message
     assert "needs an NVIDIA Hopper GPU and the backend is 'cpu'" in message
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_xla_runs_on_a_mesh_of_cpus_beside_a_gpu(name, monkeypatch):
+    """With as many rows as kernels are preferred from."""
+    mesh = mesh_of(0, 1, 2, 3)
+    x, w = normal((8192, 256), BF16, 1), normal((256, 256), BF16, 2)
+    want = jax.jit(plain(name, mesh))(x, w)
+    gpu = types.SimpleNamespace(
+        device_kind="NVIDIA H200", compute_capability="9.0", core_count=132
+    )
+    monkeypatch.setattr(jax, "local_devices", lambda backend: [gpu])
+    assert DeviceSpec.current() == H200
+    check(jax.jit(split(name, mesh))(x, w), want, BF16)
+    with pytest.raises(Unsupported, match=r"an NVIDIA Hopper GPU .* is 'cpu'"):
+        split(name, mesh, implementation="mosaic_gpu")(x, w)
 
 
 def plain(name, mesh):
