@@ -301,10 +301,6 @@ class Shards:
         args: Sequence[Array],
     ) -> tuple[Array, ...]:
         """``fn(*args)`` with each device at its own shards."""
-        args = tuple(
-            _constrain(x, axes, self.rules, *args)
-            for x, axes in zip(args, in_axes, strict=True)
-        )
         if any(jax.typeof(x).manual_axis_type.varying for x in args):
             # JAX 0.11.2 cannot differentiate a tracking shard_map within another.
             raise ValueError(
@@ -320,9 +316,18 @@ class Shards:
             out_specs=tuple(self.spec(axes) for axes in out_axes),
             check_vma=False,
         )
+
+        def placed(*args: Array) -> tuple[Array, ...]:
+            split = (
+                _constrain(x, axes, self.rules, *args)
+                for x, axes in zip(args, in_axes, strict=True)
+            )
+            return mapped(*split)
+
         # Outside of `jax.jit`, jax 0.11.2 runs a shard_map operation by operation, and
-        # XLA crashes on some of them. Inside, this changes nothing.
-        return jax.jit(mapped, inline=True)(*args)
+        # XLA crashes on some of them; nor does it move an array of one device to the
+        # mesh of the others. Inside, this changes nothing.
+        return jax.jit(placed, inline=True)(*args)
 
 
 def _constrain(

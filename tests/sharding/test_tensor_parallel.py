@@ -312,6 +312,17 @@ def test_fused_says_what_runs(caplog, monkeypatch):
     assert said == {"all_gather_matmul": 1, "matmul_reduce_scatter": 1}
 
 
+@pytest.mark.parametrize("tensor_parallel", ["xla", "fused", None])
+def test_eager_layers_run_on_the_mesh_of_their_parameters(tensor_parallel):
+    """Without a mesh in the context, on an input that lies on one device."""
+    mesh = make_mesh(MeshConfig(fsdp=2, tensor=2), jax.devices()[:4])
+    params, x, _ = problem()
+    params = {n: put(v, mesh, AXES[n], RULES) for n, v in params.items()}
+    options = {"rules": RULES, "tensor_parallel": tensor_parallel}
+    out = network(params, jnp.asarray(x), **options)
+    assert relative_error(out, definition(*problem())[0]) < TOLERANCE
+
+
 def test_errors(no_shape_hook):
     with pytest.raises(ValueError, match=r"tensor_parallel 'nccl' is unknown; use one"):
         check_tensor_parallel("nccl")
