@@ -91,8 +91,8 @@ def column_parallel(
         One product for each kernel, whole along the tokens.
 
     Raises:
-        ValueError: `tensor_parallel` is unknown, or the rules split the features over
-            several mesh axes.
+        ValueError: `tensor_parallel` is unknown, shapes disagree, or the rules split
+            the features over several mesh axes.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -107,6 +107,7 @@ def column_parallel(
         >>> hidden.shape, hidden.sharding.spec
         ((2, 8, 16), P(('data', 'fsdp'), None, 'tensor'))
     """
+    _check_shapes([x] * len(kernels), kernels)
     features = [axes[1] for axes in kernel_axes]
     in_axes = [_SPLIT, *kernel_axes]
     region = _Region.of([x, *kernels], in_axes, features, rules, tensor_parallel)
@@ -158,8 +159,8 @@ def row_parallel(
         The sum, split as `out_axes` say.
 
     Raises:
-        ValueError: `tensor_parallel` is unknown, or the rules split the features over
-            several mesh axes.
+        ValueError: `tensor_parallel` is unknown, shapes disagree, or the rules split
+            the features over several mesh axes.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -174,6 +175,7 @@ def row_parallel(
         >>> float(out[0, 0, 0]), out.sharding.spec
         (16.0, P(('data', 'fsdp'), 'tensor', None))
     """
+    _check_shapes(xs, kernels)
     features = [axes[0] for axes in kernel_axes]
     in_axes = [*(("batch", None, axis) for axis in features), *kernel_axes]
     region = _Region.of([*xs, *kernels], in_axes, features, rules, tensor_parallel)
@@ -199,6 +201,15 @@ def row_parallel(
     local_axes = _SPLIT if region.splits_tokens else _WHOLE
     (out,) = region.run(local, in_axes, [local_axes], [*xs, *kernels])
     return constrain(out, out_axes, rules)
+
+
+def _check_shapes(xs: Sequence[Array], kernels: Sequence[Array]) -> None:
+    for x, kernel in zip(xs, kernels, strict=True):
+        if x.ndim != 3 or x.shape[-1] != kernel.shape[0]:
+            raise ValueError(
+                f"x has shape {x.shape} and its kernel {kernel.shape}, expected "
+                f"[batch, tokens, {kernel.shape[0]} features]"
+            )
 
 
 def tensor_axis(rules: AxisRules, *features: str | None) -> str | None:

@@ -323,6 +323,20 @@ def test_eager_layers_run_on_the_mesh_of_their_parameters(tensor_parallel):
     assert relative_error(out, definition(*problem())[0]) < TOLERANCE
 
 
+@pytest.mark.parametrize("tensor_parallel", ["xla", None])
+def test_shapes_that_disagree(no_shape_hook, tensor_parallel):
+    mesh = make_mesh(MeshConfig(data=2, tensor=4))
+    params, x, _ = problem()
+    run = partial(network, rules=RULES, tensor_parallel=tensor_parallel)
+    with jax.set_mesh(mesh):
+        with pytest.raises(ValueError, match=r"x has shape \(16, 32\) and its kernel"):
+            run(params, x[0])
+        with pytest.raises(ValueError, match=r"\[batch, tokens, 32 features\]"):
+            run(params, x[..., :24])
+        with pytest.raises(ValueError, match=r"and its kernel \(40, 32\), expected"):
+            run({**params, "down": np.ones((40, D), "float32")}, x)
+
+
 def test_errors(no_shape_hook):
     with pytest.raises(ValueError, match=r"tensor_parallel 'nccl' is unknown; use one"):
         check_tensor_parallel("nccl")
