@@ -43,9 +43,9 @@ OPS: Mapping[str, Kind] = {
 SIZES = (2, 4, 8)
 """Devices of an axis that the kernels are built for."""
 
-_LEAST_ROWS = {"all_gather": 4096, "reduce_scatter": 4096, "all_reduce": 8192}
-"""Rows of all devices, times their number, from which a problem that was never tuned is
-expected to gain: the fewer devices, the less is there to hide."""
+_LEAST_ROWS, _LEAST_ROWS_REDUCED = 1024, 8192
+"""Rows of all devices from which a problem that was never tuned is expected to gain; of
+an all-reduce divided by the number of devices: the fewer, the less is there to hide."""
 _NOISE = 0.02
 """Measured times differ by as much from run to run."""
 
@@ -165,7 +165,9 @@ def problem_of(op_name: str, x: Any, ws: Arrays, call: Call) -> CollectiveProble
 def _check_gain(op_name: str, problem: CollectiveProblem, device: DeviceSpec) -> None:
     """Raises `Unsupported` where XLA is expected to be faster."""
     rows = problem.batch * problem.m
-    least = _LEAST_ROWS[problem.kind] // problem.devices
+    least = _LEAST_ROWS
+    if problem.kind == "all_reduce":
+        least = _LEAST_ROWS_REDUCED // problem.devices
     if (entry := tuning.tuned_entry(OP, problem.key, device)) is not None:
         if entry.xla_us < (1 - _NOISE) * entry.time_us:
             raise Unsupported(

@@ -259,8 +259,11 @@ def test_the_kernel_runs_where_it_is_expected_to_gain(tmp_path, monkeypatch, sai
         assert uses_kernel(many)
         enough = shape(1024, 512), shape(512, 1024)
         assert uses_kernel(enough)
-        on_two = text_for_cuda(split(name, make_mesh(2)), *enough)
-        assert CUSTOM_CALL not in on_two  # where less is to be hidden
+        assert CUSTOM_CALL in text_for_cuda(split(name, make_mesh(2)), *enough)
+        for size in (2, 4):  # the fewer devices, the less is there to hide
+            reduced = split("matmul_all_reduce", make_mesh(size))
+            text = text_for_cuda(reduced, shape(2048, 1024), shape(1024, 512))
+            assert (CUSTOM_CALL in text) == (size == 4)
         assert uses_kernel(few, implementation="mosaic_gpu")
         assert uses_kernel(few, implementation=("mosaic_gpu", "xla_ring"))
         assert uses_kernel(few, config=SMALL)
