@@ -141,6 +141,8 @@ class Consumer:
         )
         self.shape = (ROWS, blocks.block_k)
         self.q0 = tile["q0"] + warpgroup * ROWS
+        # In few steps a branch takes longer than what it may leave out.
+        self.on_demand = blocks.consumers > 1
 
     # --- pieces of a step -------------------------------------------------------------
 
@@ -235,17 +237,19 @@ class Consumer:
         m, limit, total = state
         highest = jnp.max(s, axis=1) * factor
         grown = highest > limit
-        m_new = jnp.where(grown, highest, m)
+        on_demand = self.on_demand
+        m_new = jnp.where(grown, highest, m) if on_demand else jnp.maximum(highest, m)
         safe = m_new
         if masked:  # a query may have seen nothing yet
             safe = jnp.where(m_new == -jnp.inf, jnp.zeros_like(m_new), m_new)
         s = s * factor if factor != 1.0 else s
         p = jnp.exp2(s - lax.broadcast_in_dim(safe, self.shape, [0]))
         added = m - safe, jnp.sum(p, axis=1)
-        return p, (m_new, limit, total), any_of_warp(grown), added
+        scales = any_of_warp(grown) if on_demand else None
+        return p, (m_new, limit, total), scales, added
 
     def accumulate(
-        self, sums: Any, state: tuple[Any, ...], grown: Any, added: tuple[Any, Any]
+        self, sums: Any, state: tuple[Any, ...], scales: Any, added: tuple[Any, Any]
     ) -> tuple[Any, tuple[Any, ...]]:
         """Sums and state for a step's values; most steps leave the sums as they are."""
         m, limit, total = state
@@ -259,11 +263,16 @@ class Consumer:
         def stay() -> tuple[Any, ...]:
             return sums, limit, total + weights
 
-        sums, limit, total = lax.cond(grown, follow, stay)
+        if self.on_demand:
+            sums, limit, total = lax.cond(scales, follow, stay)
+        else:
+            sums, limit, total = follow()
         return sums, (m, limit, total)
 
     def limit(self, m: Any, total: Any) -> Any:
         """The score above which weights become relative to a larger one."""
+        if not self.on_demand:
+            return m
         share = jnp.log2(total) - _SHARE
         return m + jnp.minimum(jnp.maximum(share, 0.0), _SLACK)
 
@@ -344,9 +353,9 @@ class Consumer:
             self.release("k", i)
             pl.when(i == steps - 1)(self.release_queries)
             s = self.log2_scores(s, i, masked)
-            p, state, grown, added = self.softmax(s, state, masked)
+            p, state, scales, added = self.softmax(s, state, masked)
             sums = plgpu.wgmma_accumulator_load(acc, wait_n=None)
-            acc[...], state = self.accumulate(sums, state, grown, added)
+            acc[...], state = self.accumulate(sums, state, scales, added)
             p = p.astype(self.problem.dtype)
             state, p = lax.optimization_barrier((state, p))
             stage = self.wait("v", i)
@@ -386,7 +395,7 @@ class Consumer:
             self.release("k", i)
             self.take_turns()
             s = self.log2_scores(s, i, masked)
-            p, state, grown, added = self.softmax(s, state, masked)
+            p, state, scales, added = self.softmax(s, state, masked)
             # Also keeps the exponentials ahead of the wait for the products: without a
             # loop between them, the assembler moves that wait before all of them.
             self.wait("v", i)
@@ -396,7 +405,7 @@ class Consumer:
             # weights become 16-bit operands only here.
             p, state, added = lax.optimization_barrier((p, state, added))
             self.release("v", i - 1)
-            acc[...], state = self.accumulate(sums, state, grown, added)
+            acc[...], state = self.accumulate(sums, state, scales, added)
             return state, p.astype(self.problem.dtype)
 
         def first_step(_: Any, carry: Any, masked: bool) -> Any:
