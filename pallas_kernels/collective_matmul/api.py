@@ -49,8 +49,8 @@ def all_gather_matmul(
     With ``implementation=None`` the kernel runs on Hopper GPUs of one process over an
     axis of 2, 4 or 8 devices, where it is expected not to lose: where it was within 2%
     of XLA when the problem was tuned or faster, and for problems that were not tuned
-    from 1,024 rows on. It also needs the mesh to hold devices 0, 1, 2, ... in this
-    order, and all its axes to be manual. XLA runs elsewhere; the logger
+    from 256 rows of each device on. It also needs the mesh to hold devices 0, 1, 2, ...
+    in this order, and all its axes to be manual. XLA runs elsewhere; the logger
     "pallas_kernels" says why.
 
     Differentiable. ``dx`` is one `matmul_reduce_scatter` over all weights, and ``dw``

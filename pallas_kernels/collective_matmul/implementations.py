@@ -43,9 +43,11 @@ OPS: Mapping[str, Kind] = {
 SIZES = (2, 4, 8)
 """Devices of an axis that the kernels are built for."""
 
-_LEAST_ROWS, _LEAST_ROWS_REDUCED = 1024, 8192
-"""Rows of all devices from which a problem that was never tuned is expected to gain; of
-an all-reduce divided by the number of devices: the fewer, the less is there to hide."""
+_LEAST_ROWS = 256
+"""Rows of one device from which a problem that was never tuned is expected to gain."""
+_LEAST_ROWS_REDUCED = 8192
+"""The like for an all-reduce, rows of all devices times devices: the fewer devices, the
+less is there to hide."""
 _NOISE = 0.02
 """Measured times differ by as much from run to run."""
 
@@ -165,7 +167,7 @@ def problem_of(op_name: str, x: Any, ws: Arrays, call: Call) -> CollectiveProble
 def _check_gain(op_name: str, problem: CollectiveProblem, device: DeviceSpec) -> None:
     """Raises `Unsupported` where XLA is expected to be faster."""
     rows = problem.batch * problem.m
-    least = _LEAST_ROWS
+    least = _LEAST_ROWS * problem.devices
     if problem.kind == "all_reduce":
         least = _LEAST_ROWS_REDUCED // problem.devices
     if (entry := tuning.tuned_entry(OP, problem.key, device)) is not None:

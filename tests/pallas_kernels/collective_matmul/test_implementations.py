@@ -259,7 +259,7 @@ def test_the_kernel_runs_where_it_is_expected_to_gain(tmp_path, monkeypatch, sai
         assert uses_kernel(many)
         enough = shape(1024, 512), shape(512, 1024)
         assert uses_kernel(enough)
-        assert CUSTOM_CALL in text_for_cuda(split(name, make_mesh(2)), *enough)
+        assert CUSTOM_CALL in text_for_cuda(split(name, make_mesh(2)), *few)
         for size in (2, 4):  # the fewer devices, the less is there to hide
             reduced = split("matmul_all_reduce", make_mesh(size))
             text = text_for_cuda(reduced, shape(2048, 1024), shape(1024, 512))
