@@ -142,10 +142,18 @@ def merge(old: Record | None, new: Record, replaced: Sequence[str] | None) -> Re
             {key: row[key] for key in ROW}
             | {key: value for key, value in inherited.items() if value != new[key]}
         )
-    # Rows of one case stay together, in the order of the file.
-    order = {identity(row): i for i, row in reversed([*enumerate(old["rows"])])}
-    rows = [*kept, *new["rows"]]
-    rows.sort(key=lambda row: order.get(identity(row), len(order) + len(kept)))
+    # Rows of one case stay together, and all in the order of the file.
+    order: dict[tuple[str, ...], int] = {}
+    for i, row in enumerate(old["rows"]):
+        order.setdefault(identity(row), i)
+        order[*identity(row), row["implementation"]] = i
+    rows, last = [*kept, *new["rows"]], len(old["rows"])
+
+    def place(row: Record) -> tuple[int, int]:
+        each = *identity(row), row["implementation"]
+        return order.get(identity(row), last), order.get(each, last)
+
+    rows.sort(key=place)
     return {**new, "rows": rows}
 
 

@@ -344,7 +344,8 @@ def test_cases_are_chosen_by_params_and_compared(tmp_path, capsys, fake_gpu):
     with pytest.raises(SystemExit, match="no M matches '17'; there are"):
         command.main(of_all, ["--rows", "17"])
 
-    # A file written elsewhere is merged; rows of what it did not run stay.
+    # A file written elsewhere is merged; rows of what it did not run stay, and all keep
+    # their places.
     out = tmp_path / "repository"
     records.main([str(path)], out)
     record["rows"] = record["rows"][:1]
@@ -352,7 +353,7 @@ def test_cases_are_chosen_by_params_and_compared(tmp_path, capsys, fake_gpu):
     records.dump(record, path)
     records.main([str(path)], out)
     merged = records.load(out / "nvidia_h200" / "example.json")
-    assert [row["time_us"] for row in merged["rows"]] == [16, 7, 128, 64]
+    assert [row["time_us"] for row in merged["rows"]] == [7, 16, 128, 64]
 
 
 def test_unknown_selection_is_an_error():
