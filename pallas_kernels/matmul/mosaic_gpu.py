@@ -424,16 +424,14 @@ def run_roles(
         for number, work in enumerate((produce, *spare_warps)):
             pl.when(warp == number)(work)
 
-    @pl.when(warpgroup == CONSUMERS)
-    def _producer():
+    def producer() -> None:
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
         if spare_warps:
             plgpu.warp_map(share_warps)
         else:
             produce()
 
-    @pl.when(warpgroup < CONSUMERS)
-    def _consumer():
+    def consumer() -> None:
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
 
         def hand_over(slot: jax.Array, _: None) -> None:
@@ -449,6 +447,11 @@ def run_roles(
         if finish is not None:
             finish(carry)
         plgpu.wait_smem_to_gmem(0)
+
+    # One branch or the other. As two that follow each other, ptxas may take it that a
+    # warp comes to the second one divided by the waits of the first; the stage of the
+    # ring then lies in registers that the tensor cores cannot read.
+    lax.cond(warpgroup < CONSUMERS, consumer, producer)
 
 
 def tile_at(
