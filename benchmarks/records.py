@@ -143,17 +143,17 @@ def merge(old: Record | None, new: Record, replaced: Sequence[str] | None) -> Re
             | {key: value for key, value in inherited.items() if value != new[key]}
         )
     # Rows of one case stay together, and all in the order of the file.
-    order: dict[tuple[str, ...], int] = {}
-    for i, row in enumerate(old["rows"]):
-        order.setdefault(identity(row), i)
-        order[*identity(row), row["implementation"]] = i
-    rows, last = [*kept, *new["rows"]], len(old["rows"])
-
-    def place(row: Record) -> tuple[int, int]:
-        each = *identity(row), row["implementation"]
-        return order.get(identity(row), last), order.get(each, last)
-
-    rows.sort(key=place)
+    rows, end = [*kept, *new["rows"]], len(old["rows"])
+    first = {identity(row): i for i, row in reversed([*enumerate(old["rows"])])}
+    each = {
+        (*identity(row), row["implementation"]): i for i, row in enumerate(old["rows"])
+    }
+    rows.sort(
+        key=lambda row: (
+            first.get(identity(row), end),
+            each.get((*identity(row), row["implementation"]), end),
+        )
+    )
     return {**new, "rows": rows}
 
 
