@@ -397,7 +397,7 @@ BENCHMARK = Benchmark(
     measure=measure,
     compare=compare,
     selectors={"kind": "kind", "tp": "tp", "rows": "M"},
-    timing="wall time a call in loops inside one program",
+    timing="wall time a call in loops inside one program, in random order",
     samples=7,
 )
 

@@ -8,8 +8,10 @@ all results of the last turn are outputs, so that nothing is hoisted, shared or 
 out. A call takes the next of several sets of operands, which together exceed the L2.
 
 Forms are lowered one after another and compiled in threads, a batch of problems at a
-time; then the forms of a problem are timed in turns. Forms that lower to the same
-program, such as ``auto`` and what it picks, are timed once and share the times.
+time; then the forms of a problem are timed in turns, each turn in another random order:
+the power and heat of a form slow the one after it, and with the same neighbor in every
+turn one form would look several percent slower than another. Forms that lower to the
+same program, such as ``auto`` and what it picks, are timed once and share the times.
 """
 
 import dataclasses
@@ -369,8 +371,7 @@ class _Timed:
         start = time.perf_counter()
         jax.block_until_ready(self.program(*self.arguments))
         taken = time.perf_counter() - start
-        # As long a rest, so that the next form finds the GPUs as this one did: else
-        # each is slowed by the heat and the power that the one before it took.
+        # As long a rest: less of the power and the heat is left for the next form.
         time.sleep(min(taken, SECONDS))
         return taken / self.alike[0].calls
 
@@ -397,9 +398,10 @@ def run(prepared: Prepared, samples: int) -> Results:
             one, result = _first_run(problem, alike, arrays)
             one.error = max_rel_error(_host(found(result)), expected[check])
             timed.append(one)
+    random = np.random.default_rng(0)
     for turn in range(samples):
-        start = turn % max(len(timed), 1)
-        for one in [*timed[start:], *timed[:start]]:
+        for place in random.permutation(len(timed)):
+            one = timed[place]
             with (
                 _caught(results, one.alike),
                 timing.bounded(f"{problem.label} {one.name}"),
