@@ -113,7 +113,7 @@ def test_calls_take_turns_with_the_sets_and_use_what_they_are_given():
 
 
 def test_the_fastest_of_several_forms_counts_and_says_so(monkeypatch):
-    times = {0.0: 5.0, 1.0: 2.0, 2.0: 2.1}
+    times = {0.0: 5.0, 1.0: 2.0, 2.0: 2.05}
     taken = []
 
     def take(self):
@@ -173,6 +173,38 @@ def test_equal_programs_are_compiled_once():
         )
     a, b, c = (ready.program for ready in prepared.forms)
     assert a is b and a is not c
+
+
+def test_products_of_xla_are_also_compiled_as_cublas_chooses(monkeypatch):
+    """On a GPU, for every name alike: XLA's own choice is at times a slow one."""
+    monkeypatch.setattr(timing, "on_gpu", lambda: True)
+    taken = []
+
+    def take(self):
+        taken.append([(ready.form.name, ready.text[1]) for ready in self.alike])
+        return 1.0 + len(taken) / 1e3
+
+    monkeypatch.setattr(loops._Timed, "take", take)
+    hiding = {"xla_gpu_enable_latency_hiding_scheduler": True}
+    (results,) = measure(
+        problem(
+            form("auto", gathered),
+            form("xla", gathered),
+            form("lhs", gathered, compiler_options=hiding),
+            form("no product", lambda x, w: 1.0 * w[:16]),
+        ),
+        samples=1,
+    )
+    own = ("xla_gpu_autotune_level", 0)
+    on = ("xla_gpu_enable_latency_hiding_scheduler", True)
+    assert sorted(taken) == [
+        [("auto", ()), ("xla", ())],
+        [("auto", (own,)), ("xla", (own,))],
+        [("lhs", (on,))],
+        [("lhs", (on, own))],
+        [("no product", ())],
+    ]
+    assert results["auto"].seconds == results["xla"].seconds
 
 
 def test_equal_programs_are_timed_once(monkeypatch):
