@@ -234,4 +234,8 @@ def candidates(
         # The links are the bound: a short ring leaves room for much under way.
         short = dataclasses.replace(chosen, stages=3, buffers=4)
         found += [short, dataclasses.replace(short, buffer_bytes=16384)]
+    if _waiting(problem) > 0.8 * _cost(problem, chosen, device):
+        # They are idle until the first tile is there, and after the last of a peer.
+        small = [c for c in tiles if c.tile_n == 128]
+        found += small + [_pairs(problem, config) for config in small]
     return tuple(dict.fromkeys(found))
