@@ -10,7 +10,7 @@ out. A call takes the next of several sets of operands, which together exceed th
 Forms are lowered one after another and compiled in threads, a batch of problems at a
 time; then the forms of a problem are timed in turns, each turn in another random order:
 the power and heat of a form slow the one after it, and with the same neighbor in every
-turn one form would look several percent slower than another. Forms that lower to the
+turn one form would look some percent slower than another. Forms that lower to the
 same program, such as ``auto`` and what it picks, are timed once and share the times.
 """
 
@@ -60,9 +60,9 @@ PRODUCT = "stablehlo.dot_general"
 CUBLAS_CHOOSES = {"xla_gpu_autotune_level": 0}
 """Options of XLA under which cuBLAS itself chooses the algorithm of a product.
 
-By default XLA times several beside whatever else compiles, and at times keeps one that
-is a quarter slower. Programs with such products are compiled both ways; the fastest one
-counts.
+By default XLA times several beside whatever else compiles, and programs were at times a
+quarter slower than in another run. Those with such products are compiled both ways; the
+fastest one counts.
 """
 
 
