@@ -8,10 +8,12 @@ all results of the last turn are outputs, so that nothing is hoisted, shared or 
 out. A call takes the next of several sets of operands, which together exceed the L2.
 
 Forms are lowered one after another and compiled in threads, a batch of problems at a
-time; then the forms of a problem are timed in turns, each turn in another random order:
-the power and heat of a form slow the one after it, and with the same neighbor in every
-turn one form would look some percent slower than another. Forms that lower to the
-same program, such as ``auto`` and what it picks, are timed once and share the times.
+time; those with a product of XLA, which times algorithms for it, one by one and while
+nothing else uses the GPUs. Then the forms of a problem are timed in turns, each turn in
+another random order: the power and heat of a form slow the one after it, and with the
+same neighbor in every turn one form would look some percent slower than another. Forms
+that lower to the same program, such as ``auto`` and what it picks, are timed once and
+share the times.
 """
 
 import dataclasses
@@ -60,9 +62,8 @@ PRODUCT = "stablehlo.dot_general"
 CUBLAS_CHOOSES = {"xla_gpu_autotune_level": 0}
 """Options of XLA under which cuBLAS itself chooses the algorithm of a product.
 
-By default XLA times several beside whatever else compiles, and programs were at times a
-quarter slower than in another run. Those with such products are compiled both ways; the
-fastest one counts.
+By default XLA times several and keeps the fastest; either choice is at times the slower
+one by a tenth. Programs with such products are compiled both ways; the fastest counts.
 """
 
 
@@ -179,14 +180,36 @@ def repeated(function: Callable, trips: int) -> Callable:
 # --- Compile --------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(eq=False)
+class _Program:
+    """A lowered program and, once it is wanted, its compilation."""
+
+    lowered: Any
+    text: str
+    options: dict[str, Any]
+    """Options of XLA."""
+    compiled: Future | None = None
+
+    @property
+    def times_algorithms(self) -> bool:
+        """Whether XLA uses the GPUs to compile it."""
+        if self.options.items() >= CUBLAS_CHOOSES.items():
+            return False
+        return timing.on_gpu() and PRODUCT in self.text
+
+    def compile(self, pool: ThreadPoolExecutor) -> Future:
+        if self.compiled is None:
+            self.compiled = pool.submit(self.lowered.compile, self.options or None)
+        return self.compiled
+
+
 @dataclasses.dataclass
 class _Ready:
     """A form that is being compiled."""
 
     form: Form
-    program: Future
+    program: _Program
     calls: int
-    text: tuple
 
 
 @dataclasses.dataclass
@@ -254,13 +277,13 @@ def program(problem: Problem, form: Form) -> tuple[Any, tuple, int]:
 
 
 def prepare(problem: Problem, pool: ThreadPoolExecutor) -> Prepared:
-    """Lower the forms of a problem and begin to compile them.
+    """Lower the forms of a problem and begin to compile what needs no GPU for that.
 
     Forms that lower to the same program share it.
     """
     ready: list[_Ready] = []
     refused: Results = {}
-    programs: dict[tuple, Future] = {}
+    programs: dict[tuple, _Program] = {}
     checked: dict[str, Any] = {}
     for form in problem.forms:
         try:
@@ -272,11 +295,13 @@ def prepare(problem: Problem, pool: ThreadPoolExecutor) -> Prepared:
         except Exception as error:
             refused[form.name] = failed(error)
             continue
-        for options in _choices(form, lowered.as_text()):
-            text = (lowered.as_text(), tuple(options.items()))
-            if text not in programs:
-                programs[text] = pool.submit(lowered.compile, options or None)
-            ready.append(_Ready(form, programs[text], calls, text))
+        text = lowered.as_text()
+        for options in _choices(form, text):
+            new = _Program(lowered, text, options)
+            one = programs.setdefault((text, *options.items()), new)
+            if not one.times_algorithms:
+                one.compile(pool)
+            ready.append(_Ready(form, one, calls))
         checked[form.check] = lowered, form.out_spec
     return Prepared(problem, ready, refused, _helpers(problem, checked, pool))
 
@@ -319,7 +344,11 @@ def _helpers(
         )
         found = on_devices(mesh, check.found, (out_spec,), check.spec)
         programs[f"found {name}"] = found.lower(result)
-    return {name: pool.submit(program.compile) for name, program in programs.items()}
+    options = CUBLAS_CHOOSES if timing.on_gpu() else None  # none of them is timed
+    return {
+        name: pool.submit(program.compile, options)
+        for name, program in programs.items()
+    }
 
 
 def _drawer(problem: Problem, name: str) -> Any:
@@ -366,7 +395,7 @@ def _alike(forms: Sequence[_Ready]) -> list[list[_Ready]]:
     """Groups of forms that one measurement serves."""
     groups: dict[tuple, list[_Ready]] = {}
     for ready in forms:
-        same = (ready.text, ready.form.operands, ready.form.check)
+        same = (ready.program, ready.form.operands, ready.form.check)
         groups.setdefault(same, []).append(ready)
     return list(groups.values())
 
@@ -450,7 +479,8 @@ def _first_run(
 ) -> tuple[_Timed, Any]:
     """Runs the program of forms once; gives its result on the first set as well."""
     ready = alike[0]
-    program = ready.program.result(COMPILE_SECONDS)
+    assert ready.program.compiled is not None
+    program = ready.program.compiled.result(COMPILE_SECONDS)
     first, *others = ready.form.operands
     sets = tuple(
         tuple(arrays[name][i % len(arrays[name])] for name in others)
@@ -487,7 +517,7 @@ def _fastest(timed: Sequence[_Timed], problem: Problem) -> Results:
         form = ready.form
         metrics = dict(form.metrics)
         if form.name == "auto":
-            metrics["is_mosaic_gpu"] = float(KERNEL in ready.text[0])
+            metrics["is_mosaic_gpu"] = float(KERNEL in ready.program.text)
         new = Measurement(one.seconds, one.error, metrics, problem.mesh.size)
         old = results.get(form.name)
         if old is None or statistics.median(new.seconds) < old.median:
@@ -509,8 +539,7 @@ def measure(
     threads = min(32, os.cpu_count() or 1)
     with ThreadPoolExecutor(threads) as pool:
         for i in range(0, len(problems), batch):
-            with timing.preparing():
-                ready = _compile(problems[i : i + batch], pool)
+            ready = _compile(problems[i : i + batch], pool)
             for prepared in ready:
                 with timing.turn():
                     results = _run_or_say(prepared, samples)
@@ -520,16 +549,23 @@ def measure(
 def _compile(problems: Sequence[Problem], pool: ThreadPoolExecutor) -> list[Prepared]:
     """Prepare problems, wait for their programs and say how long that took."""
     start = time.monotonic()
-    ready = [prepare(problem, pool) for problem in problems]
-    lowered = time.monotonic() - start
-    for prepared in ready:
-        programs = [r.program for r in prepared.forms]
-        for future in [*programs, *prepared.helpers.values()]:
-            _wait(future, start + lowered + COMPILE_SECONDS)
+    with timing.preparing():
+        ready = [prepare(problem, pool) for problem in problems]
+        lowered = time.monotonic() - start
+        until = time.monotonic() + COMPILE_SECONDS
+        for prepared in ready:
+            begun = (one.program.compiled for one in prepared.forms)
+            for future in [*filter(None, begun), *prepared.helpers.values()]:
+                _wait(future, until)
+    compiled = time.monotonic() - start
+    with timing.turn():
+        for program in (one.program for prepared in ready for one in prepared.forms):
+            if program.compiled is None:
+                _wait(program.compile(pool), time.monotonic() + COMPILE_SECONDS)
     total = time.monotonic() - start
     print(
         f"-- {len(ready)} problems lowered in {lowered:.0f} s, compiled after "
-        f"{total:.0f} s",
+        f"{compiled:.0f} s, where XLA times algorithms after {total:.0f} s",
         flush=True,
     )
     return ready

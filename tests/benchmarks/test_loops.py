@@ -181,7 +181,12 @@ def test_products_of_xla_are_also_compiled_as_cublas_chooses(monkeypatch):
     taken = []
 
     def take(self):
-        taken.append([(ready.form.name, ready.text[1]) for ready in self.alike])
+        taken.append(
+            [
+                (ready.form.name, tuple(ready.program.options.items()))
+                for ready in self.alike
+            ]
+        )
         return 1.0 + len(taken) / 1e3
 
     monkeypatch.setattr(loops._Timed, "take", take)
@@ -256,7 +261,9 @@ def test_a_program_that_breaks_is_missed_by_all_of_its_names(monkeypatch):
     assert results["off"].seconds == [1.0] * 3
 
 
-def test_programs_are_made_beside_others_and_timed_in_turn(monkeypatch):
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_programs_are_made_beside_others_and_timed_in_turn(on_gpu, monkeypatch):
+    """Those for which XLA times algorithms are made in turn as well, one by one."""
     seen, held = [], []
 
     def lock(name):
@@ -280,6 +287,18 @@ def test_programs_are_made_beside_others_and_timed_in_turn(monkeypatch):
         seen.append(("lower", *held))
         return gathered(x, w)
 
+    def compiled(self, pool):
+        done = compile_(self, pool)
+        if on_gpu and self.times_algorithms:
+            assert all(other.done() for other in begun)
+            seen.append(("choose", *held))
+        begun.append(done)
+        return done
+
+    begun = []
+    compile_ = loops._Program.compile
+    monkeypatch.setattr(loops._Program, "compile", compiled)
+    monkeypatch.setattr(timing, "on_gpu", lambda: on_gpu)
     monkeypatch.setattr(timing, "preparing", lock("preparing"))
     monkeypatch.setattr(timing, "turn", lock("turn"))
     monkeypatch.setattr(loops, "_wait", noted("compile", loops._wait))
@@ -288,7 +307,8 @@ def test_programs_are_made_beside_others_and_timed_in_turn(monkeypatch):
     one = problem(form("xla", lowered))
     for _ in loops.measure([one] * 3, samples=1, batch=2):
         assert not held  # whoever takes a result may be slow
-    assert set(seen) == {
+    in_turn = {("choose", "turn"), ("compile", "turn")} if on_gpu else set()
+    assert set(seen) == in_turn | {
         ("lower", "preparing"),
         ("compile", "preparing"),
         ("draw", "turn"),
