@@ -42,6 +42,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if "gpu" not in selected or "not gpu" in selected:
         os.environ["JAX_PLATFORMS"] = "cpu"
         jax.config.update("jax_platforms", "cpu")
+        # Most of the time goes to compiling programs that run for milliseconds.
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0".strip()
 
 
 def pytest_collection_modifyitems(

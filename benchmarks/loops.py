@@ -62,8 +62,9 @@ PRODUCT = "stablehlo.dot_general"
 CUBLAS_CHOOSES = {"xla_gpu_autotune_level": 0}
 """Options of XLA under which cuBLAS itself chooses the algorithm of a product.
 
-By default XLA times several and keeps the fastest; either choice is at times the slower
-one by a tenth. Programs with such products are compiled both ways; the fastest counts.
+By default XLA times several and keeps the fastest; at times neither it nor cuBLAS finds
+what the other does. Programs with such products are compiled both ways; the fastest
+counts.
 """
 
 

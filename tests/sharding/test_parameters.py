@@ -100,8 +100,10 @@ def test_create_splits_without_changing_values(kind):
     kernel = model.blocks.kernel.get_value()
     assert kernel.sharding == NamedSharding(mesh, P(None, "fsdp", "tensor"))
     assert kernel.addressable_shards[0].data.shape == (LAYERS, 16 // 4, 32 // 2)
+    # Under jit the scale and the shift of a random number round once or twice, which
+    # near zero is an error of an ulp of the largest number.
     for ours, theirs in zip(values(model), values(make()), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-6)  # fused under jit
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
 def test_place_moves_between_meshes_and_recipes(mesh):
