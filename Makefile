@@ -29,7 +29,7 @@ quickstart: $(STAMP)  ## Train, save, restore and generate on real text; writes 
 
 test: $(STAMP)  ## Every test, doctest and notebook; the GPU tests where there is one.
 	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
-	$(if $(NOTEBOOKS),$(BIN)/python -m pytest -q --nbmake $(NOTEBOOKS))
+	$(if $(NOTEBOOKS),$(BIN)/python -m pytest -q -n 2 --nbmake $(NOTEBOOKS))
 	$(if $(CUDA),$(BIN)/python -m pytest -m "gpu or multigpu" tests)
 
 lint: $(STAMP)

@@ -24,6 +24,7 @@ Added to the interpreter of jax 0.11.2:
   and of refs that reach past the end of an array;
 - TMA loads of rows before the first, which read as zero;
 - a bound on every wait: a deadlock is a ``TimeoutError`` that names the line;
+- operations take numpy arrays: to make jax arrays of them took half of the time;
 - two races that only hardware would show: a peer still writes or reads a device's
   arrays when the device leaves the kernel, and those between blocks
   (``concurrent_blocks=True``).
