@@ -32,7 +32,8 @@ LAYERS = 3
 
 class Layer(nnx.Module):
     def __init__(self, *, rngs):
-        init = partitioned(jax.nn.initializers.lecun_normal(), "embed", "mlp")
+        # Exact however it is compiled: no shift that rounds near zero.
+        init = partitioned(jax.nn.initializers.uniform(0.3), "embed", "mlp")
         self.kernel = nnx.Param(init(rngs.params(), (16, 32), jnp.float32))
         self.scale = nnx.Param(jnp.ones((7,)))  # without logical axes
 
@@ -100,10 +101,8 @@ def test_create_splits_without_changing_values(kind):
     kernel = model.blocks.kernel.get_value()
     assert kernel.sharding == NamedSharding(mesh, P(None, "fsdp", "tensor"))
     assert kernel.addressable_shards[0].data.shape == (LAYERS, 16 // 4, 32 // 2)
-    # Under jit the scale and the shift of a random number round once or twice, which
-    # near zero is an error of an ulp of the largest number.
     for ours, theirs in zip(values(model), values(make()), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)  # fused under jit
 
 
 def test_place_moves_between_meshes_and_recipes(mesh):
