@@ -165,8 +165,8 @@ drawn = inference.generate(
     sampling=inference.SamplingConfig(temperature=0.7, top_k=40),
     key=jax.random.key(0),
 )
-for prompt, tokens in zip(prompts, drawn, strict=True):
-    print(repr(prompt + text.tokenizer.decode(tokens)))
+for prompt, before, new in zip(prompts, ids, drawn, strict=True):
+    print(repr(prompt + text.tokenizer.continuation(before, new)))
 
 # %% [markdown]
 # ## What this showed

@@ -161,7 +161,7 @@ print("dense kernel", dense.blocks.mlp.up.kernel.shape, "sparse", layer.values.s
 prompt = [text.tokenizer.encode("def read_lines(path):")]
 options = {"max_new_tokens": 16, "sampling": inference.GREEDY}
 drawn = inference.generate(sparse, prompt, **options)
-print(repr(text.tokenizer.decode(drawn[0])))
+print(repr(text.tokenizer.continuation(prompt[0], drawn[0])))
 
 # %% [markdown]
 # ## What this showed

@@ -121,7 +121,7 @@ def complete(config: GenerateConfig) -> str:
     # Tables are often rounded up to more rows than there are tokens; an untrained model
     # may draw one of them, which has no text.
     tokens = [token for token in tokens if token < tokenizer.vocab_size]
-    return tokenizer.decode(tokens, skip_special_tokens=True)
+    return tokenizer.continuation(prompt, tokens)
 
 
 def _mesh(config: MeshConfig) -> Mesh:

@@ -267,9 +267,10 @@ def continue_prompts(session: Session) -> str:
     with jax.set_mesh(mesh):
         # Rows are split over the mesh: repeat the prompts until they divide.
         prompts = [PROMPTS[i % len(PROMPTS)] for i in range(4 * len(PROMPTS))]
+        ids = [tokenizer.encode(prompt) for prompt in prompts]
         drawn = generate(
             model,
-            [tokenizer.encode(prompt) for prompt in prompts],
+            ids,
             max_new_tokens=tokens,
             sampling=SamplingConfig(temperature=0.7, top_k=40),
             key=jax.random.key(session.config.seed),
@@ -277,8 +278,8 @@ def continue_prompts(session: Session) -> str:
     seconds = time.perf_counter() - start
     session.report.heading("Generated text")
     session.report.text("Sampled at temperature 0.7 from the 40 likeliest tokens.")
-    for prompt, ids in zip(PROMPTS, drawn, strict=False):
-        text = prompt + tokenizer.decode(ids)
+    for prompt, before, new in zip(PROMPTS, ids, drawn, strict=False):
+        text = prompt + tokenizer.continuation(before, new)
         session.report.sample(text)
         session.console.print(text, style="dim", markup=False, soft_wrap=True)
         session.console.print()

@@ -7,8 +7,10 @@ of a document into a control token.
 """
 
 import dataclasses
+import itertools
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +18,10 @@ from typing import Any
 
 _FILE = "tokenizer.json"
 _CONFIG_FILE = "tokenizer_config.json"
+_MAP_FILE = "special_tokens_map.json"
+_TEMPLATE_FILE = "chat_template.jinja"
 _NUM_BYTES = 256
+_LONGEST_RUN = 512
 _ROLES = ("bos", "eos", "pad", "mask")
 # BERT's names for the tokens that begin and end a text.
 _ALIASES = {"bos": "cls", "eos": "sep"}
@@ -80,6 +85,7 @@ class Tokenizer:
         eos_token: str | None = None,
         pad_token: str | None = None,
         mask_token: str | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         """Wrap a `tokenizers.Tokenizer`.
 
@@ -90,6 +96,8 @@ class Tokenizer:
             pad_token: The token that fills unused places, None if there is none.
             mask_token: The token that stands for one to be guessed, None if there is
                 none.
+            settings: What else ``tokenizer_config.json`` says, such as
+                ``model_max_length`` or ``chat_template``: kept for `save`.
 
         Raises:
             ValueError: a control token is not in the vocabulary.
@@ -108,6 +116,7 @@ class Tokenizer:
             role: None if token is None else self.token_id(token)
             for role, token in self._tokens.items()
         }
+        self._settings = dict(settings or {})
         self._vocab_size = 1 + max(self._backend.get_vocab().values(), default=-1)
 
     @classmethod
@@ -144,14 +153,17 @@ class Tokenizer:
                 f"path {file} is not a tokenizer of the tokenizers library: {error}; "
                 f"convert it to a {_FILE} first"
             ) from error
-        config = file.parent / _CONFIG_FILE
-        tokens = _configured_tokens(config) if config.is_file() else {}
-        vocab = backend.get_vocab()
-        for role in _ROLES:
-            if role not in tokens:
-                usual = (name for name in _USUAL_NAMES[role] if name in vocab)
-                tokens[role] = next(usual, None)
-        return cls(backend, **{f"{role}_token": tokens[role] for role in _ROLES})
+        found = _settings(file.parent)
+        if found is None:
+            vocab = backend.get_vocab()
+            tokens = {
+                role: next((n for n in _USUAL_NAMES[role] if n in vocab), None)
+                for role in _ROLES
+            }
+        else:
+            tokens = {role: _configured(found, role) for role in _ROLES}
+        tokens = {f"{role}_token": token for role, token in tokens.items()}
+        return cls(backend, **tokens, settings=found)
 
     @classmethod
     def train(
@@ -204,7 +216,8 @@ class Tokenizer:
             initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        backend.train_from_iterator(texts, trainer=trainer)
+        pieces = (piece for text in texts for piece in _without_long_runs(text))
+        backend.train_from_iterator(pieces, trainer=trainer)
         tokens = {
             role: next((n for n in _USUAL_NAMES[role] if n in special_tokens), None)
             for role in _ROLES
@@ -213,6 +226,9 @@ class Tokenizer:
 
     def save(self, path: str | Path) -> None:
         """Write ``tokenizer.json`` and ``tokenizer_config.json`` for `from_file`.
+
+        What the files said that this one came from stays: control tokens without a role
+        here, ``model_max_length``, the chat template.
 
         Args:
             path: The directory; it is made if needed.
@@ -225,8 +241,18 @@ class Tokenizer:
             )
         directory.mkdir(parents=True, exist_ok=True)
         self._backend.save(str(directory / _FILE))
-        config = {"tokenizer_class": "PreTrainedTokenizerFast"}
-        config |= {f"{role}_token": self._tokens[role] for role in _ROLES}
+        config = {"tokenizer_class": "PreTrainedTokenizerFast"} | self._settings
+        for role in _ROLES:
+            if _configured(config, role) != self._tokens[role]:
+                config[f"{role}_token"] = self._tokens[role]
+        template = config.pop("chat_template", None)
+        if isinstance(template, str):
+            (directory / _TEMPLATE_FILE).write_text(template, "utf-8")
+        else:
+            # A list holds named templates, for which there is no file; and the template
+            # of another tokenizer must not stay beside this one.
+            (directory / _TEMPLATE_FILE).unlink(missing_ok=True)
+            config |= {} if template is None else {"chat_template": template}
         (directory / _CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
 
     def encode(
@@ -328,6 +354,43 @@ class Tokenizer:
                 )
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
+    def continuation(
+        self,
+        prompt: Sequence[int],
+        new: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+    ) -> str:
+        """The text that the tokens `new` add to the text of the tokens `prompt`.
+
+        Decoding `new` alone would lose the space before its first word where the
+        vocabulary is SentencePiece's or WordPiece's, and characters whose bytes lie on
+        both sides.
+
+        Args:
+            prompt: Token ids of what was given.
+            new: Token ids of what follows, for example from
+                `jaxscale.inference.generate`.
+            skip_special_tokens: Leave control tokens out of the text.
+
+        Raises:
+            ValueError: an id is not in the vocabulary.
+
+        Example:
+            >>> tokenizer = Tokenizer.train(["to be or not to be"], vocab_size=260)
+            >>> tokenizer.continuation(tokenizer.encode("to"), tokenizer.encode(" be"))
+            ' be'
+        """
+        before, whole = (
+            self.decode(ids, skip_special_tokens=skip_special_tokens)
+            for ids in (prompt, [*prompt, *new])
+        )
+        # Not all of `before`: it may end in the first bytes of a character.
+        same = itertools.takewhile(
+            lambda pair: pair[0] == pair[1], zip(before, whole, strict=False)
+        )
+        return whole[len(list(same)) :]
+
     def token_id(self, token: str) -> int:
         """The id of one token given by name, for example ``"<|endoftext|>"``.
 
@@ -371,6 +434,11 @@ class Tokenizer:
         return self._ids["mask"]
 
     @property
+    def chat_template(self) -> str | list[dict[str, str]] | None:
+        """The Jinja template that lays out a conversation, or several by name."""
+        return self._settings.get("chat_template")
+
+    @property
     def control_ids(self) -> list[int]:
         """The ids of all control tokens, those without a role among them."""
         added = self._backend.get_added_tokens_decoder().items()
@@ -382,7 +450,7 @@ class Tokenizer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The library's own pickle forgets encode_special_tokens.
-        return _restore, (self._backend.to_str(), self._tokens)
+        return _restore, (self._backend.to_str(), self._tokens, self._settings)
 
     def _control_id(self, role: str) -> int:
         found = self._ids[role]
@@ -401,26 +469,69 @@ def _copy(backend: Any) -> Any:
     return copied
 
 
-def _restore(serialized: str, tokens: dict[str, str | None]) -> Tokenizer:
+def _restore(
+    serialized: str, tokens: dict[str, str | None], settings: dict[str, Any]
+) -> Tokenizer:
     """The tokenizer that was pickled."""
     backend = _require_tokenizers().Tokenizer.from_str(serialized)
-    return Tokenizer(backend, **{f"{role}_token": tokens[role] for role in _ROLES})
+    named = {f"{role}_token": token for role, token in tokens.items()}
+    return Tokenizer(backend, **named, settings=settings)
 
 
-def _configured_tokens(file: Path) -> dict[str, str | None]:
-    """The control tokens that a ``tokenizer_config.json`` names, by role."""
+def _without_long_runs(text: str) -> Iterator[str]:
+    """The text in pieces, none of which holds a long run without a word boundary.
+
+    Training takes time with the square of the longest word, and the word of a text
+    without spaces is the whole text. Ordinary text comes back in one piece.
+    """
+    start = 0
+    for run in re.finditer(rf"\S{{{_LONGEST_RUN},}}|\s{{{_LONGEST_RUN},}}", text):
+        yield text[start : run.start()]
+        for at in range(run.start(), run.end(), _LONGEST_RUN):
+            yield text[at : min(at + _LONGEST_RUN, run.end())]
+        start = run.end()
+    yield text[start:]
+
+
+def _settings(directory: Path) -> dict[str, Any] | None:
+    """What the files beside a ``tokenizer.json`` say of it, None without any."""
+    # Older directories name some control tokens only in a file of their own.
+    files = [directory / name for name in (_MAP_FILE, _CONFIG_FILE)]
+    files = [file for file in files if file.is_file()]
+    if not files:
+        return None
+    settings: dict[str, Any] = {}
+    for file in files:
+        settings |= _json_object(file)
+    template = directory / _TEMPLATE_FILE
+    if template.is_file():
+        settings["chat_template"] = template.read_text("utf-8")
+    return settings
+
+
+def _json_object(file: Path) -> dict[str, Any]:
     try:
-        config = json.loads(file.read_text())
+        found = json.loads(file.read_text("utf-8"))
     except ValueError as error:
         raise ValueError(f"path {file} is not valid JSON: {error}") from error
-    tokens = {}
-    for role in _ROLES:
-        token = config.get(f"{role}_token")
-        if token is None:
-            token = config.get(f"{_ALIASES.get(role, role)}_token")
+    if not isinstance(found, dict):
+        raise ValueError(f"path {file} holds {found!r:.80}, expected a JSON object")
+    return found
+
+
+def _configured(settings: Mapping[str, Any], role: str) -> str | None:
+    """The control token that a ``tokenizer_config.json`` names for a role."""
+    for name in (role, _ALIASES.get(role, role)):
+        token = settings.get(f"{name}_token")
         # Older files store the token with its stripping rules around it.
-        tokens[role] = token["content"] if isinstance(token, dict) else token
-    return tokens
+        token = token.get("content") if isinstance(token, dict) else token
+        if token is not None:
+            if not isinstance(token, str):
+                raise ValueError(
+                    f"{name}_token {token!r} of {_CONFIG_FILE} must be a string"
+                )
+            return token
+    return None
 
 
 def _instead_of(file: Path) -> str:

@@ -45,6 +45,9 @@ _STDLIB_EXCLUDED = frozenset(
     }
 )
 _DOCUMENTS_A_BATCH = 256
+# Part of the name of a cached corpus; another one than that of older files, which lack
+# what is read here.
+_CACHE_FORMAT = b"2"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,6 +196,8 @@ class TokenCorpus:
     """The name of each document."""
     fingerprint: str
     """Equal for equal tokens; a saved position in one corpus is refused by another."""
+    vocab_size: int
+    """One more than the largest token id: what a model must know to read it."""
 
     @classmethod
     def from_ids(
@@ -207,22 +212,26 @@ class TokenCorpus:
             names: The name of each; by default its number.
 
         Raises:
-            ValueError: there is no document, or one is empty.
+            ValueError: there is no document, one is empty or not a list of ids, an id
+                is negative or no int32, or the names are not as many.
         """
-        arrays = [np.asarray(ids, np.int32) for ids in documents]
+        arrays = [_checked(ids, i) for i, ids in enumerate(documents)]
         if not arrays:
             raise ValueError("documents is empty; a corpus needs at least one document")
-        for i, ids in enumerate(arrays):
-            if ids.size == 0:
-                raise ValueError(f"documents[{i}] has no tokens; leave it out")
+        if names is not None and len(names) != len(arrays):
+            raise ValueError(
+                f"names has {len(names)} entries for {len(arrays)} documents; give one "
+                "for each, or none"
+            )
         offsets = np.cumsum([0, *(len(ids) for ids in arrays)], dtype=np.int64)
         tokens = np.concatenate(arrays)
         digest = hashlib.sha256(tokens.tobytes() + offsets.tobytes()).hexdigest()
         return cls(
             tokens=tokens,
             offsets=offsets,
-            names=tuple(names or map(str, range(len(arrays)))),
+            names=tuple(map(str, range(len(arrays))) if names is None else names),
             fingerprint=digest[:16],
+            vocab_size=1 + int(tokens.max()),
         )
 
     def save(self, directory: str | Path) -> None:
@@ -232,7 +241,9 @@ class TokenCorpus:
         draft = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
         np.save(draft / "tokens.npy", self.tokens)
         np.save(draft / "offsets.npy", self.offsets)
-        about = {"names": self.names, "fingerprint": self.fingerprint}
+        about = {
+            name: getattr(self, name) for name in ("names", "fingerprint", "vocab_size")
+        }
         (draft / "about.json").write_text(json.dumps(about))
         try:
             draft.rename(target)
@@ -244,14 +255,24 @@ class TokenCorpus:
 
     @classmethod
     def load(cls, directory: str | Path) -> "TokenCorpus":
-        """The corpus that `save` wrote, its tokens mapped into memory, not read."""
+        """The corpus that `save` wrote, its tokens mapped into memory, not read.
+
+        Raises:
+            ValueError: an older version wrote it.
+        """
         source = Path(directory)
         about = json.loads((source / "about.json").read_text())
+        if "vocab_size" not in about:
+            raise ValueError(
+                f"directory {source} was written by an older version, without the "
+                "vocab_size of its tokens; tokenize the text again"
+            )
         return cls(
             tokens=np.load(source / "tokens.npy", mmap_mode="r"),
             offsets=np.load(source / "offsets.npy"),
             names=tuple(about["names"]),
             fingerprint=about["fingerprint"],
+            vocab_size=about["vocab_size"],
         )
 
     def __len__(self) -> int:
@@ -311,8 +332,27 @@ def _encode(
             yield np.asarray(ids, np.int32)
 
 
+def _checked(ids: Sequence[int] | np.ndarray, number: int) -> Int32[np.ndarray, " _"]:
+    """The token ids of one document."""
+    array = np.asarray(ids)
+    if array.size == 0:
+        raise ValueError(f"documents[{number}] has no tokens; leave it out")
+    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(
+            f"documents[{number}] has shape {array.shape} and type {array.dtype}, "
+            "expected one row of integers: token ids"
+        )
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or high > np.iinfo(np.int32).max - 1:
+        raise ValueError(
+            f"documents[{number}] holds {low if low < 0 else high}, which is no token "
+            "id: ids are at least 0 and below 2**31 - 1"
+        )
+    return array.astype(np.int32)
+
+
 def _cache_key(documents: Sequence[Document], tokenizer: Tokenizer) -> str:
-    digest = hashlib.sha256(pickle.dumps(tokenizer, protocol=4))
+    digest = hashlib.sha256(_CACHE_FORMAT + pickle.dumps(tokenizer, protocol=4))
     for document in documents:
         for part in (document.name, document.text):
             data = part.encode()

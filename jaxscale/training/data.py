@@ -308,10 +308,17 @@ class PackedBatches:
             shuffle: Whether documents and rows are shuffled, anew in each epoch.
 
         Raises:
-            ValueError: the rows of a batch cannot be spread evenly.
+            ValueError: the rows of a batch cannot be spread evenly, or the corpus holds
+                ids from ``config.vocab_size`` on.
         """
         if epochs is not None and epochs < 1:
             raise ValueError(f"epochs {epochs}, expected at least 1, or None for ever")
+        if corpus.vocab_size > config.vocab_size:
+            raise ValueError(
+                f"corpus holds the token id {corpus.vocab_size - 1}, outside the "
+                f"vocabulary of vocab_size {config.vocab_size}; raise it in the "
+                "configurations of data and model, or tokenize again"
+            )
         if sharding is not None:
             _check_divisible(sharding, config.batch_size)
         self.config = config

@@ -76,6 +76,51 @@ def test_saved_tokenizer_is_the_same(tokenizer, tmp_path):
         assert again.encode_batch(TEXTS) == tokenizer.encode_batch(TEXTS)
 
 
+def test_what_other_libraries_read_is_kept(tmp_path):
+    source, saved = tmp_path / "source", tmp_path / "saved"
+    names = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+    Tokenizer.train(TEXTS, vocab_size=270, special_tokens=names).save(source)
+    # As transformers writes them; older directories name some tokens in another file.
+    said = {
+        "tokenizer_class": "BertTokenizer",
+        "cls_token": "[CLS]",
+        "sep_token": {"content": "[SEP]", "lstrip": False},
+        "model_max_length": 512,
+        "do_lower_case": True,
+    }
+    others = {"unk_token": "[UNK]", "pad_token": "[PAD]", "mask_token": "[MASK]"}
+    (source / "tokenizer_config.json").write_text(json.dumps(said))
+    (source / "special_tokens_map.json").write_text(json.dumps(others))
+    template = "{% for m in messages %}{{ m.content }} ü{% endfor %}"
+    (source / "chat_template.jinja").write_text(template, "utf-8")
+
+    tokenizer = pickle.loads(pickle.dumps(Tokenizer.from_file(source)))
+    assert tokenizer.chat_template == template
+    for _ in range(2):  # and the copy of a copy
+        tokenizer.save(saved)
+        assert json.loads((saved / "tokenizer_config.json").read_text()) == (
+            said | others
+        )
+        assert (saved / "chat_template.jinja").read_text("utf-8") == template
+        tokenizer = Tokenizer.from_file(saved)
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.mask_id) == (2, 3, 4)
+
+    named = [{"name": "default", "template": template}]
+    config = said | {"chat_template": named}
+    (source / "tokenizer_config.json").write_text(json.dumps(config))
+    (source / "chat_template.jinja").unlink()
+    Tokenizer.from_file(source).save(saved)
+    assert Tokenizer.from_file(saved).chat_template == named
+
+
+@pytest.mark.parametrize("saved", ["[]", '{"eos_token": 3}', '{"pad_token": ["a"]}'])
+def test_a_configuration_of_another_form_is_refused(tokenizer, tmp_path, saved):
+    tokenizer.save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(saved)
+    with pytest.raises(ValueError, match="tokenizer_config"):
+        Tokenizer.from_file(tmp_path)
+
+
 def test_pickled_tokenizer_is_the_same(tokenizer):
     again = pickle.loads(pickle.dumps(tokenizer))
     text = "the <|endoftext|> cat"
@@ -167,6 +212,57 @@ def test_bad_training_arguments():
 def test_one_string_is_not_a_corpus(no_shape_hook):
     with pytest.raises(TypeError, match="got one string"):
         Tokenizer.train("the cat", vocab_size=300)
+
+
+@pytest.mark.parametrize("kind", ["SentencePiece", "WordPiece"])
+def test_a_continuation_keeps_its_space(kind):
+    words = ["the", "cat", "sat", "mat"]
+    if kind == "SentencePiece":
+        mark, model = "\u2581", tokenizers.models.WordLevel
+        vocab = {"<unk>": 0} | {mark + word: i for i, word in enumerate(words, 1)}
+        backend = tokenizers.Tokenizer(model(vocab, unk_token="<unk>"))
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+        backend.decoder = tokenizers.decoders.Metaspace()
+    else:
+        model = tokenizers.models.WordPiece
+        vocab = {word: i for i, word in enumerate(["[UNK]", *words, "##s"])}
+        backend = tokenizers.Tokenizer(model(vocab))
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        backend.decoder = tokenizers.decoders.WordPiece()
+    tokenizer = Tokenizer(backend)
+    prompt, new = tokenizer.encode("the cat"), tokenizer.encode("sat mat")
+    assert tokenizer.decode(new) == "sat mat"  # what was lost
+    assert tokenizer.continuation(prompt, new) == " sat mat"
+    assert tokenizer.continuation([], new) == "sat mat"
+    assert tokenizer.continuation(prompt, []) == ""
+    if kind == "WordPiece":
+        assert tokenizer.continuation(prompt, [5]) == "s"
+
+
+def test_a_continuation_of_half_a_character(tokenizer):
+    ids = tokenizer.encode("a🙂")
+    assert tokenizer.continuation(ids[:-1], ids[-1:]) == "🙂"
+    end = tokenizer.eos_id
+    assert tokenizer.continuation([end], [*ids, end]) == "a🙂"
+    assert (
+        tokenizer.continuation([end], [*ids, end], skip_special_tokens=False)
+        == "a🙂<|endoftext|>"
+    )
+
+
+def test_a_text_without_spaces_is_learned_in_time(tokenizer):
+    # A word of 300,000 letters once took the square of that; the test's limit is hit.
+    import random
+
+    letters = "".join(random.Random(0).choices("abcdefgh", k=300_000))
+    learned = Tokenizer.train([letters, " " * 100_000], vocab_size=300)
+    assert learned.vocab_size == 300
+    assert learned.decode(learned.encode(letters[:999])) == letters[:999]
+    # Runs that are cut do not move the words around them.
+    text = TEXTS[1] * 5
+    cut = Tokenizer.train([text + "x" * 600 + "\n" + text], vocab_size=300)
+    whole = Tokenizer.train([text, "x" * 512, "x" * 88 + "\n", text], vocab_size=300)
+    assert cut._backend.to_str() == whole._backend.to_str()
 
 
 def test_unknown_token_and_unknown_id(tokenizer):

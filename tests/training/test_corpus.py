@@ -1,9 +1,12 @@
 """Files become documents, which are split by their names."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from jaxscale.models import Tokenizer
+from jaxscale.training import DataConfig, PackedBatches
 from jaxscale.training import corpus as corpus_module
 from jaxscale.training.corpus import (
     Document,
@@ -148,6 +151,38 @@ def test_empty_corpora_are_refused():
         TokenCorpus.from_ids([])
     with pytest.raises(ValueError, match=r"documents\[1\] has no tokens"):
         TokenCorpus.from_ids([[1], []])
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([3, -5], "holds -5"),
+        ([1, 2**40 + 3], "holds 1099511627779"),
+        (np.array([2**31 - 1], np.uint32), "holds 2147483647"),
+        ([1.5, 2.0], "type float64"),
+        ([True], "type bool"),
+        ([[1, 2]], r"shape \(1, 2\)"),
+        (7, r"shape \(\)"),
+    ],
+)
+def test_what_is_no_token_id_is_refused(ids, message, no_shape_hook):
+    with pytest.raises(ValueError, match=rf"documents\[1\].*{message}"):
+        TokenCorpus.from_ids([[1], ids])
+
+
+def test_as_many_names_as_documents():
+    with pytest.raises(ValueError, match="names has 1 entries for 2 documents"):
+        TokenCorpus.from_ids([[1], [2]], ["a"])
+
+
+def test_ids_outside_the_vocabulary_are_refused(tmp_path):
+    TokenCorpus.from_ids([[1, 2], [9]]).save(tmp_path / "x")
+    corpus = TokenCorpus.load(tmp_path / "x")
+    assert corpus.vocab_size == 10
+    config = DataConfig(vocab_size=10, seq_len=2, batch_size=1, max_sequences=1)
+    PackedBatches(corpus, config)
+    with pytest.raises(ValueError, match=r"token id 9, outside.*vocab_size 9"):
+        PackedBatches(corpus, dataclasses.replace(config, vocab_size=9))
 
 
 def test_fingerprints_tell_corpora_apart():
