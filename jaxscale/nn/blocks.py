@@ -252,11 +252,12 @@ def norm_of_sum(
     The kernel serves layer norms behind dense layers that no mesh axis splits.
     """
     axes = ("batch", "tokens", "act_embed")
+    shards = Shards.of([residual], [axes], layer.rules)
     if (
         isinstance(norm, LayerNorm)
         and isinstance(layer, RowParallelLinear)
         and residual.dtype == layer.dtype
-        and Shards.of([residual], [axes], layer.rules) is None
+        and (shards is None or shards.devices == 1)
     ):
         product, bias = layer.apart(h)
         return norm.of_sum(product, residual, bias)

@@ -207,7 +207,8 @@ class ColumnParallelLinear(Linear):
         if first.tensor_parallel is None and has_bias:
             in_axes = [("batch", None, None), *(layer.kernel_axes for layer in layers)]
             weights = [layer.weight for layer in layers]
-            if Shards.of([x, *weights], in_axes, first.rules) is None:
+            shards = Shards.of([x, *weights], in_axes, first.rules)
+            if shards is None or shards.devices == 1:
                 biases = [layer.bias[...].astype(first.dtype) for layer in layers]
                 if len({*activations}) == 1:
                     return dense(x, weights, biases, activation=activations[0])

@@ -271,6 +271,11 @@ class Shards:
                     divided -= names
         return cls(mesh=mesh, free=free, divided=frozenset(divided), rules=rules)
 
+    @property
+    def devices(self) -> int:
+        """Among how many devices arguments may be split."""
+        return math.prod(self.mesh.shape[name] for name in self.free)
+
     def names(self, axis: str | None) -> tuple[str, ...]:
         """The mesh axes that split the logical `axis` here."""
         entry = None if axis is None else self.rules.spec(axis)[0]

@@ -6,6 +6,7 @@ Axis letters: B any leading axes, T rows, D columns.
 import dataclasses
 import functools
 import math
+import string
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from pallas_kernels.mosaic import (
     vary_alike,
     varying,
 )
+from pallas_kernels.partition import by_shards, check_local
 
 
 __all__ = ["layer_norm"]
@@ -90,7 +92,12 @@ def layer_norm(
         device=DeviceSpec.current(),
     )
     implementations = {"mosaic_gpu": _mosaic_gpu, "xla": _xla}
-    return dispatch("layer_norm", implementations, implementation, arrays, call)
+
+    def run(*arrays: Array | None) -> Array:
+        return dispatch("layer_norm", implementations, implementation, arrays, call)
+
+    rows = string.ascii_lowercase[: x.ndim - 1] + "D"
+    return by_shards(run, arrays, [rows, "D", "D", rows, "D"], rows)
 
 
 type _Arrays = tuple[Array, Array, Array | None, Array | None, Array | None]
@@ -130,6 +137,7 @@ def _xla(arrays: _Arrays, call: _Call) -> Array:
 
 def _mosaic_gpu(arrays: _Arrays, call: _Call) -> Array:
     check_hopper(call.device, "layer_norm")
+    check_local("layer_norm", *arrays)
     x, scale, bias, residual, x_bias = arrays
     shape = (math.prod(x.shape[:-1]), x.shape[-1])
     flat = None if residual is None else residual.reshape(shape)

@@ -6,6 +6,7 @@ Axis letters: B any leading axes, M rows, K contraction, N columns.
 import dataclasses
 import functools
 import math
+import string
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from pallas_kernels.dispatch import Unsupported, dispatch
 from pallas_kernels.matmul import mosaic_gpu, xla
 from pallas_kernels.matmul.config import MatmulConfig, Problem, heuristic, prefer_xla
 from pallas_kernels.mosaic import DeviceSpec, as_varying, varying
+from pallas_kernels.partition import by_shards, check_local
 
 
 __all__ = ["matmul"]
@@ -45,7 +47,8 @@ def matmul(
     expected not to lose: where it is within 2% of XLA in the table of tuned problems
     or faster, and for problems that are not in the table if M is a multiple of 8 and
     whole output tiles keep 83% of the GPU busy. XLA runs elsewhere. The compiler does
-    not partition the kernel: on several devices call this inside `jax.shard_map`.
+    not partition the kernel: on several devices it runs inside `jax.shard_map`, and
+    where the types of Explicit mesh axes say that rows or columns are split.
 
     Args:
         x: ``[*B,M,K]`` activations; leading axes are merged with M.
@@ -105,10 +108,17 @@ def matmul(
         ),
         config=config,
     )
-    axes = varying(x, w)
-    rows = as_varying(x, axes).reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    y: Any = _matmul(rows, as_varying(w, axes), call)
-    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+    def run(x: jax.Array, w: jax.Array) -> jax.Array:
+        axes = varying(x, w)
+        rows = as_varying(x, axes).reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        y: Any = _matmul(rows, as_varying(w, axes), call)
+        return y.reshape(*x.shape[:-1], y.shape[-1])
+
+    *rows, columns = string.ascii_lowercase[: x.ndim]
+    leading = "".join(rows)
+    w_dims = columns + "K" if rhs_transposed else "K" + columns
+    return by_shards(run, [x, w], [leading + "K", w_dims], leading + columns)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -225,6 +235,7 @@ def _mosaic_gpu(
 ) -> jax.Array:
     problem = Problem.of(x, w, **storage)
     device = mosaic_gpu.check_problem(problem, device)
+    check_local("matmul", x, w)
     config = tuning.lookup(
         "matmul",
         problem.key,

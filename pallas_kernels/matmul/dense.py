@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 import operator
+import string
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from pallas_kernels.mosaic import (
     vary_alike,
     varying,
 )
+from pallas_kernels.partition import by_shards, check_local
 
 
 __all__ = ["dense"]
@@ -73,18 +75,20 @@ def dense(
                [0., 3.]], dtype=float32)
     """
     _check(x, ws, biases, activation)
-    if implementation is None:
-        implementation = ("mosaic_gpu", "xla") if _fills(x, ws) else "xla"
     implementations = {"mosaic_gpu": _mosaic_gpu, "xla": _xla}
-    return dispatch(
-        "dense",
-        implementations,
-        implementation,
-        x,
-        tuple(ws),
-        tuple(biases),
-        activation,
-    )
+
+    def run(x: Array, *layers: Array) -> tuple[Array, ...]:
+        ws, biases = layers[: len(layers) // 2], layers[len(layers) // 2 :]
+        names = implementation
+        if names is None:
+            names = ("mosaic_gpu", "xla") if _fills(x, ws) else "xla"
+        return dispatch("dense", implementations, names, x, ws, biases, activation)
+
+    *rows, columns = string.ascii_lowercase[: x.ndim]
+    leading = "".join(rows)
+    dims = [leading + "K", *["K" + columns] * len(ws), *[columns] * len(ws)]
+    out = (leading + columns,) * len(ws)
+    return by_shards(run, [x, *ws, *biases], dims, out)
 
 
 def _fills(x: Array, ws: Sequence[Array]) -> bool:
@@ -131,6 +135,7 @@ def _mosaic_gpu(
 ) -> tuple[Array, ...]:
     rows = math.prod(x.shape[:-1])
     device = check_hopper(DeviceSpec.current(), "dense")
+    check_local("dense", x, *ws, *biases)
     call = _Call(activation=activation, device=device)
     flat, ws, biases = vary_alike((x.reshape(rows, x.shape[-1]), ws, biases))
     ys: Any = _jitted(flat, ws, biases, call)

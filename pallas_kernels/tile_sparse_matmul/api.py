@@ -8,6 +8,7 @@ rows in a tile, G columns of a tile.
 import dataclasses
 import functools
 import math
+import string
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from pallas_kernels import tuning
 from pallas_kernels.dispatch import Unsupported, dispatch
 from pallas_kernels.matmul import matmul
 from pallas_kernels.mosaic import DeviceSpec, vary_alike
+from pallas_kernels.partition import by_shards, check_local
 from pallas_kernels.tile_sparse_matmul import (
     epilogue,
     mosaic_gpu,
@@ -81,8 +83,9 @@ def tile_sparse_matmul(
     of Mosaic GPU on Hopper, Triton's elsewhere. The packed weight is all there is: a
     layer that is known to stay nearly full is better kept dense. Bias and activation
     are part of the kernel where no columns are pruned, and a fused kernel of XLA
-    elsewhere. The compiler does not partition the kernels: on several devices call
-    this inside `jax.shard_map`, with `TileSparse.shards`.
+    elsewhere. The compiler does not partition the kernels: on several devices they run
+    inside `jax.shard_map`, with `TileSparse.shards`, and where the types of Explicit
+    mesh axes say that tokens are split.
 
     Weights outside of tiles (`singles`) are added by XLA, each at the cost of dozens in
     a tile: cheap for few tokens. For many the whole weight is expected to be faster
@@ -139,6 +142,29 @@ def tile_sparse_matmul(
         ),
         config=config,
     )
+    weights, structure = jax.tree.flatten((w, singles, bias))
+
+    def run(x: jax.Array, *weights: jax.Array) -> jax.Array:
+        w, singles, bias = structure.unflatten(weights)
+        return _tile_sparse_matmul(x, w, singles, bias, call)
+
+    rows = string.ascii_lowercase[: x.ndim - 1]
+    x_dims, y_dims = (
+        "K" + rows if major else rows + "K" for major in call.feature_major
+    )
+    dims = [x_dims, *("W" * a.ndim for a in weights)]
+    return by_shards(run, [x, *weights], dims, y_dims)
+
+
+def _tile_sparse_matmul(
+    x: jax.Array,
+    w: TileSparse,
+    singles: SingleWeights | None,
+    bias: jax.Array | None,
+    call: "_Call",
+) -> jax.Array:
+    """The product of one device's activations."""
+    x_major, y_major = call.feature_major
     batch = x.shape[1:] if x_major else x.shape[:-1]
     tokens = math.prod(batch)
     flat = x.reshape((w.shape[0], tokens) if x_major else (tokens, w.shape[0]))
@@ -375,6 +401,7 @@ def _triton(
     x: jax.Array, w: TileSparse, bias: Any, activation: str | None, call: _Call
 ) -> jax.Array:
     _refuse_config("Triton", call)
+    check_local(_OP, x, w.values)
     return triton.tile_sparse_matmul(
         x,
         w,
@@ -390,6 +417,7 @@ def _mosaic_gpu(
 ) -> jax.Array:
     problem = Problem.of(x, w, call.feature_major)
     device = mosaic_gpu.check_problem(problem, DeviceSpec.current())
+    check_local(_OP, x, w.values)
     config = tuning.lookup(
         _OP,
         problem.key,
@@ -414,6 +442,7 @@ def _grad_mosaic_gpu(
 ) -> jax.Array:
     problem = Problem.of(x, w, feature_major)
     device = mosaic_gpu.check_problem(problem, DeviceSpec.current())
+    check_local(_OP, x, w.values)
     return mosaic_gpu_grad.grad_values(
         x,
         dy,

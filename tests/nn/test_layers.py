@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
 
 from jaxscale.nn import (
     MLP,
@@ -110,6 +111,12 @@ def test_post_norms_are_kernels_where_no_axis_splits_them():
         lower_for_cuda(run, h, x, kernels=1)
         with jax.set_mesh(make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))):
             assert "mosaic_gpu" not in jax.jit(run).lower(h, x).as_text()
+        one = jax.make_mesh(
+            (1, 1, 1, 1),
+            ("data", "fsdp", "pipe", "tensor"),
+            axis_types=(AxisType.Explicit,) * 4,
+        )
+        lower_for_cuda(run, h, x, mesh=one, kernels=1)
 
 
 def test_post_norm_block():

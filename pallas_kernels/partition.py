@@ -1,0 +1,153 @@
+"""Ops on meshes: nothing partitions a kernel, so it runs where arrays are local.
+
+The compiler does not know how to split a kernel. Inside `jax.shard_map` over all mesh
+axes a kernel sees the arrays of one device, and all is well. Elsewhere it depends on
+the type of the axes:
+
+- *Explicit*: the types of the operands say how they are split. `by_shards` runs the op
+  in a `jax.shard_map` of its own, each device on its shards, where only independent
+  dimensions are split: rows, columns, heads.
+- *Auto*: the compiler splits the operands after tracing. `check_local` makes the kernel
+  decline, and XLA computes the op.
+
+An op calls `by_shards` once, in its public function, and each of its kernels
+`check_local`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from pallas_kernels.dispatch import Unsupported
+
+
+__all__ = ["by_shards", "check_local"]
+
+
+def check_local(op_name: str, *arrays: jax.Array | None) -> None:
+    """Refuses arrays that are not those of one device.
+
+    Args:
+        op_name: name of the op, for messages.
+        *arrays: all operands; None stands for one that was not given.
+
+    Raises:
+        Unsupported: the compiler may split them over several devices.
+    """
+    mesh = _mesh_of([x for x in arrays if x is not None])
+    free = _free_axes(mesh)
+    explicit = _explicit_axes(mesh)
+    if explicit or any(mesh.shape[name] > 1 for name in free):
+        raise Unsupported(
+            f"{op_name}: the compiler does not partition the kernel over the mesh axes"
+            f" {sorted(free)}; call it inside jax.shard_map over all of them, or use"
+            " implementation='xla'"
+        )
+
+
+def by_shards[R](
+    fn: Callable[..., R],
+    args: Sequence[jax.Array | None],
+    dims: Sequence[str],
+    out_dims: Any,
+) -> R:
+    """``fn(*args)``, on an Explicit mesh with each device at its own shards.
+
+    A dimension has one letter in all arrays that share it. A lower-case letter is a
+    dimension along which the op is independent, so that a device computes its part of
+    the result from its part of the operands; other dimensions must be whole. Where the
+    operands are split otherwise, and without an Explicit mesh, `fn` runs as it is.
+
+    Args:
+        fn: a function of arrays.
+        args: its arguments; None stands for one that was not given.
+        dims: a letter for each dimension of each argument.
+        out_dims: a letter for each dimension of the result, or a pytree of such strings
+            like the result.
+
+    Returns:
+        What `fn` returns, split as the operands are.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+        >>> with jax.set_mesh(mesh):
+        ...     x = jax.device_put(jnp.ones((8, 4)), PartitionSpec("data"))
+        ...     sums = by_shards(lambda x: x.sum(1), [x], ["mK"], "m")
+        >>> jax.typeof(sums)
+        ShapedArray(float32[8@data])
+    """
+    present = [x for x in args if x is not None]
+    mesh = _mesh_of(present)
+    free = _free_axes(mesh)
+    explicit = _explicit_axes(mesh)
+    large = {name for name in free if mesh.shape[name] > 1}
+    # jax 0.11.2 cannot differentiate a shard_map within one that tracks what varies.
+    tracked = any(jax.typeof(x).manual_axis_type.varying for x in present)
+    if not explicit or large - explicit or tracked:
+        return fn(*args)
+    given = [letters for x, letters in zip(args, dims, strict=True) if x is not None]
+    split = _split(present, given)
+    if split is None:
+        return fn(*args)
+
+    def spec(letters: str) -> PartitionSpec:
+        return PartitionSpec(*(split.get(letter) for letter in letters))
+
+    def local(*present: jax.Array) -> R:
+        rest = iter(present)
+        return fn(*(None if x is None else next(rest) for x in args))
+
+    mapped = jax.shard_map(
+        local,
+        mesh=mesh,
+        # None given means all but those over which a `jax.vmap` is split already.
+        axis_names=free if mesh.manual_axes else frozenset(),
+        in_specs=tuple(map(spec, given)),
+        out_specs=jax.tree.map(spec, out_dims),
+        check_vma=False,
+    )
+
+    def placed(*present: jax.Array) -> R:
+        pairs = zip(present, given, strict=True)
+        shardings = ((x, NamedSharding(mesh, spec(letters))) for x, letters in pairs)
+        return mapped(*(jax.sharding.reshard(x, where) for x, where in shardings))
+
+    # Outside of `jax.jit`, jax 0.11.2 runs a shard_map operation by operation.
+    return jax.jit(placed, inline=True)(*present)
+
+
+def _mesh_of(arrays: Sequence[jax.Array]) -> AbstractMesh:
+    """The mesh of the context, or else that of the first array that has one."""
+    context = jax.sharding.get_abstract_mesh()
+    meshes = (context, *(jax.typeof(x).sharding.mesh for x in arrays))
+    return next((mesh for mesh in meshes if not mesh.empty), context)
+
+
+def _free_axes(mesh: AbstractMesh) -> frozenset[str]:
+    """The axes over which the compiler, not the program, splits arrays."""
+    return frozenset(mesh.axis_names) - frozenset(mesh.manual_axes)
+
+
+def _explicit_axes(mesh: AbstractMesh) -> set[str]:
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name for name, kind in types if kind == AxisType.Explicit}
+
+
+def _split(arrays: Sequence[jax.Array], dims: Sequence[str]) -> dict[str, Any] | None:
+    """The mesh axes of each letter, or None where an op is not local to its shards."""
+    found: dict[str, Any] = {}
+    for x, letters in zip(arrays, dims, strict=True):
+        spec = jax.typeof(x).sharding.spec
+        if spec.unreduced:
+            return None
+        for letter, entry in zip(letters, spec, strict=True):
+            if entry is None:
+                continue
+            if letter.isupper() or found.setdefault(letter, entry) != entry:
+                return None
+    entries = (e if isinstance(e, tuple) else (e,) for e in found.values())
+    names = [name for entry in entries for name in entry]
+    return found if len(set(names)) == len(names) else None
