@@ -16,15 +16,17 @@ from types import ModuleType
 
 
 TOP_PACKAGES = ("jaxscale", "pallas_kernels")
+# For authors of kernels; `pallas_kernels` exports what users need of it.
+INTERNAL_PACKAGES = ("pallas_kernels.mosaic",)
 
 
 def packages() -> list[str]:
-    """Every package of the distribution."""
+    """Every public package of the distribution."""
     found = list(TOP_PACKAGES)
     for top in TOP_PACKAGES:
         path = importlib.import_module(top).__path__
         found += [m.name for m in pkgutil.walk_packages(path, f"{top}.") if m.ispkg]
-    return sorted(found)
+    return sorted(set(found) - set(INTERNAL_PACKAGES))
 
 
 def write(folder: Path) -> None:

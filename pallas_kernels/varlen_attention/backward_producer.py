@@ -8,15 +8,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.varlen_attention.backward_consumer import query_start
+from pallas_kernels.mosaic.copies import copy_rows
 from pallas_kernels.varlen_attention.config import (
     BACKWARD_CONSUMERS,
     ROWS,
     BackwardBlocks,
     Problem,
 )
-from pallas_kernels.varlen_attention.consumer import Scores
-from pallas_kernels.varlen_attention.mosaic_gpu_forward import copy_rows
+from pallas_kernels.varlen_attention.mainloop import Scores
+from pallas_kernels.varlen_attention.mainloop_backward import query_start
 
 
 __all__ = ["Producer", "rank_of", "units"]

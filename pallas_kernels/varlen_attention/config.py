@@ -5,7 +5,8 @@ import math
 
 import jax.numpy as jnp
 
-from pallas_kernels.mosaic import DeviceSpec, smem_bytes
+from pallas_kernels.mosaic.copies import CHUNK, smem_bytes
+from pallas_kernels.mosaic.device import DeviceSpec
 
 
 __all__ = [
@@ -25,9 +26,6 @@ __all__ = [
 
 ROWS = 64
 """Rows of a tile that one warpgroup multiplies."""
-
-CHUNK = 64
-"""Columns of a shared-memory chunk: 128 bytes, the widest swizzled line."""
 
 BACKWARD_CONSUMERS = 2
 """Warpgroups of the backward kernel that multiply."""

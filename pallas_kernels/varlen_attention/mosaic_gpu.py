@@ -29,6 +29,8 @@ from pallas_kernels.mosaic import (
     check_smem,
     varying,
 )
+from pallas_kernels.varlen_attention.backward import backward
+from pallas_kernels.varlen_attention.backward_short import backward_short
 from pallas_kernels.varlen_attention.config import (
     BACKWARD_TILES,
     HEAD_DIMS,
@@ -43,13 +45,11 @@ from pallas_kernels.varlen_attention.config import (
     forward_blocks,
     forward_smem,
 )
-from pallas_kernels.varlen_attention.consumer import Scores, tile_terms
-from pallas_kernels.varlen_attention.mosaic_gpu_backward import backward
-from pallas_kernels.varlen_attention.mosaic_gpu_forward import forward
-from pallas_kernels.varlen_attention.mosaic_gpu_short import forward_short
-from pallas_kernels.varlen_attention.mosaic_gpu_short_backward import backward_short
+from pallas_kernels.varlen_attention.forward import forward
+from pallas_kernels.varlen_attention.forward_short import forward_short
+from pallas_kernels.varlen_attention.mainloop import Scores, tile_terms
 from pallas_kernels.varlen_attention.relative import RelativeBias, RelativeBuckets
-from pallas_kernels.varlen_attention.schedule import Sequences
+from pallas_kernels.varlen_attention.scheduler import Sequences
 from pallas_kernels.varlen_attention.segments import Window
 from pallas_kernels.varlen_attention.xla import varlen_attention_xla_backward
 

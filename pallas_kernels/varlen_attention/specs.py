@@ -1,6 +1,6 @@
 """Named shapes of real models and workloads, and patterns of sequence lengths.
 
-One list feeds the tests (`VarlenSpec.scaled` down), the tuner and the benchmarks.
+One list feeds the tests (`VarlenSpec.scaled` down) and the benchmarks.
 
 Axes: B sequences, N query heads, K key/value heads, H head dim.
 """
@@ -107,7 +107,7 @@ class VarlenSpec:
     """
 
     name: str
-    """What it is called in tables and tuning files."""
+    """What it is called in tables."""
     pattern: str
     """How the lengths are distributed."""
     lengths_q: tuple[int, ...]
@@ -356,4 +356,4 @@ SPECS: tuple[VarlenSpec, ...] = (
     *_serving(),
     *_features(),
 )
-"""Every shape that is tested, tuned and benchmarked."""
+"""Every shape that is tested and benchmarked."""

@@ -16,9 +16,14 @@ from pallas_kernels.varlen_attention import (
     ForwardBlocks,
     MosaicGpuConfig,
     mosaic_gpu,
-    schedule,
+    scheduler,
     varlen_attention,
     varlen_attention_reference,
+)
+from pallas_kernels.varlen_attention.backward import (
+    FIELDS,
+    key_heads_together,
+    key_table,
 )
 from pallas_kernels.varlen_attention.backward_producer import rank_of
 from pallas_kernels.varlen_attention.config import (
@@ -28,13 +33,8 @@ from pallas_kernels.varlen_attention.config import (
     forward_blocks,
     forward_smem,
 )
-from pallas_kernels.varlen_attention.consumer import Scores
-from pallas_kernels.varlen_attention.mosaic_gpu_backward import (
-    FIELDS,
-    key_heads_together,
-    key_table,
-)
-from pallas_kernels.varlen_attention.schedule import (
+from pallas_kernels.varlen_attention.mainloop import Scores
+from pallas_kernels.varlen_attention.scheduler import (
     Sequences,
     most_tiles,
     tile_sequences,
@@ -414,7 +414,7 @@ def test_vmap_over_more_than_the_kernel_counts_to_takes_some_rows_at_a_time(
 @pytest.mark.parametrize("all_pairs", [0, 2**16])
 @pytest.mark.parametrize("cost", [None, "length"])
 def test_tiles_cover_every_row_once(cost, all_pairs, monkeypatch):
-    monkeypatch.setattr(schedule, "_ALL_PAIRS", all_pairs)
+    monkeypatch.setattr(scheduler, "_ALL_PAIRS", all_pairs)
     lengths = [[5, 0, 64, 65], [1, 1, 130, 0]]
     cu = np.stack([np.cumsum([0, *row]) for row in lengths]).astype(np.int32)
     seqs = Sequences.of(jnp.asarray(cu), jnp.asarray(cu), 140, 140)
@@ -468,7 +468,7 @@ def test_tiles_of_keys_add_one_by_one_and_wait_for_earlier_blocks_alone(
         tiles = tile_sequences(seqs.q_start, q_end, None, block_q, slots)
         table = key_table(problem, scores, blocks, seqs, tiles.first)
         with monkeypatch.context() as patch:  # as with many sequences
-            patch.setattr(schedule, "_ALL_PAIRS", 0)
+            patch.setattr(scheduler, "_ALL_PAIRS", 0)
             same = key_table(problem, scores, blocks, seqs, tiles.first)
         assert (same == table).all()
         turns = {}

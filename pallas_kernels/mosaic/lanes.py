@@ -1,4 +1,7 @@
-"""What the kernels say to the hardware themselves: masks, rows, columns, votes."""
+"""What each lane does with its registers: masks, rows, columns, votes.
+
+Inline PTX and MLIR, for what Pallas has no operation.
+"""
 
 import functools
 from typing import Any
@@ -11,7 +14,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, math, vector
 
-from pallas_kernels.mosaic import smem_transforms
+from pallas_kernels.mosaic.aliases import Ref, Scalar
+from pallas_kernels.mosaic.copies import smem_transforms
 
 
 __all__ = [
@@ -32,7 +36,7 @@ _FAR = 2**30
 FLAT = (16, 256)
 _REGISTER_ORDER = plgpu.Layout.WG_STRIDED(FLAT, vec_size=4)
 
-type Limits = tuple[Any | None, Any | None]
+type Limits = tuple[Scalar, Scalar]
 """The least and the largest index that stay; None is no limit."""
 
 
@@ -145,7 +149,7 @@ def _keep_band(values: Any, *limits: ir.Value | None) -> Any:
     )
 
 
-def scale_and_add_row(values: jax.Array, factor: float, row: Any) -> jax.Array:
+def scale_and_add_row(values: jax.Array, factor: float, row: Ref) -> jax.Array:
     """``values * factor + row``, the row read from shared memory where it is needed.
 
     As an array the row would take a register for every fourth column, for as long as
@@ -225,7 +229,7 @@ def in_register_order(values: jax.Array) -> jax.Array:
     return flatten(values)
 
 
-def load_in_register_order(ref: Any) -> jax.Array:
+def load_in_register_order(ref: Ref) -> jax.Array:
     """What was stored `in_register_order`.
 
     Args:
@@ -265,7 +269,7 @@ def _with_layout(values: Any, layout: Any, shape: tuple[int, ...]) -> Any:
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
 
-def store_rows(ref: Any, values: jax.Array, first: Any, stop: Any) -> None:
+def store_rows(ref: Ref, values: jax.Array, first: Scalar, stop: Scalar) -> None:
     """Writes rows `first` to `stop` of a tile that lies in registers.
 
     A tile of a packed sequence may start at any row and end before the tile does: the
@@ -320,7 +324,7 @@ def _store(ref: Any, values: Any, first: ir.Value, stop: ir.Value) -> None:
         )
 
 
-def load_rows(ref: Any, first: Any, stop: Any, otherwise: float) -> jax.Array:
+def load_rows(ref: Ref, first: Scalar, stop: Scalar, otherwise: float) -> jax.Array:
     """Reads rows `first` to `stop` of a column of a tile, each lane what it needs.
 
     Args:

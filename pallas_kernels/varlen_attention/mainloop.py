@@ -18,21 +18,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.mosaic.copies import CHUNK
+from pallas_kernels.mosaic.lanes import any_of_warp, keep_band
 from pallas_kernels.varlen_attention.config import (
-    CHUNK,
     ROWS,
     ForwardBlocks,
     Problem,
 )
-from pallas_kernels.varlen_attention.diagonals import TileTerms
 from pallas_kernels.varlen_attention.relative import RelativeBuckets
-from pallas_kernels.varlen_attention.rows import any_of_warp, keep_band
+from pallas_kernels.varlen_attention.relative_mosaic_gpu import TileTerms
 from pallas_kernels.varlen_attention.segments import Window
 
 
 __all__ = [
     "LOG2E",
-    "Consumer",
+    "ForwardMainloop",
     "Scores",
     "in_registers",
     "index_arrays",
@@ -115,7 +115,7 @@ def tile_terms(scores: Scores, blocks: ForwardBlocks) -> TileTerms | None:
     return TileTerms.of(scores.relative, ROWS, blocks.consumers, blocks.block_k)
 
 
-class Consumer:
+class ForwardMainloop:
     """One warpgroup: 64 queries against all keys that the tile sees."""
 
     def __init__(

@@ -28,35 +28,37 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.mosaic import DeviceSpec, largest_divisor
+from pallas_kernels.mosaic.copies import chunked, copy_rows
+from pallas_kernels.mosaic.device import DeviceSpec
+from pallas_kernels.mosaic.lanes import store_rows
+from pallas_kernels.mosaic.tile_scheduler import (
+    copy_line,
+    decode_block,
+    largest_divisor,
+    take_ticket,
+)
 from pallas_kernels.varlen_attention.config import (
-    CHUNK,
     ROWS,
     ForwardBlocks,
     Problem,
     query_buffers,
 )
-from pallas_kernels.varlen_attention.consumer import (
-    Consumer,
+from pallas_kernels.varlen_attention.mainloop import (
+    ForwardMainloop,
     Scores,
     step_start,
     tile_terms,
 )
-from pallas_kernels.varlen_attention.diagonals import TileTerms
-from pallas_kernels.varlen_attention.rows import store_rows
-from pallas_kernels.varlen_attention.schedule import (
+from pallas_kernels.varlen_attention.relative_mosaic_gpu import TileTerms
+from pallas_kernels.varlen_attention.scheduler import (
     Sequences,
     interval_of_keys,
     most_tiles,
     tile_sequences,
 )
-from pallas_kernels.varlen_attention.search import copy_line, take_ticket
 
 
 __all__ = [
-    "chunked",
-    "copy_rows",
-    "decode_block",
     "forward",
     "heads_together",
     "tile_fields",
@@ -70,39 +72,10 @@ _FIELDS = ("row", "q0", "rows", "k0", "steps", "first", "last", "offset", "k_end
 _PUBLISHED = (*_FIELDS, "head")
 
 
-def chunked(stages: tuple[int, ...], rows: int, chunks: int, dtype: Any) -> Any:
-    """Rows in chunks of 64 columns, as wgmma reads them and as copies write them."""
-    shape = (*stages, chunks, rows, CHUNK)
-    swizzle = plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
-    tiling = plgpu.TilingTransform((8, CHUNK))  # pyright: ignore[reportAbstractUsage]
-    return plgpu.RefUnion(
-        plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle)),
-        plgpu.SMEM(shape, dtype, transforms=(swizzle,)),
-    )
-
-
 def heads_together(problem: Problem) -> int:
     """Key/value heads whose tiles run side by side; a divisor of their number."""
     per_head = 2 * problem.keys * problem.head_dim * problem.dtype.itemsize
     return largest_divisor(problem.kv_heads, _L2_BYTES // per_head)
-
-
-def decode_block(index: Any, slots: Any, kv_heads: int, copies: int) -> tuple[Any, Any]:
-    """The slot and the head of a piece of work.
-
-    Slots, the expensive ones first, are the outer loop, but for groups of `kv_heads`
-    heads at a time, which share the L2 cache.
-
-    Args:
-        index: int32, which piece.
-        slots: tiles of a head.
-        kv_heads: key/value heads of a group.
-        copies: query heads of a key/value head that have blocks of their own.
-    """
-    width = jnp.int32(kv_heads * copies)
-    group = lax.div(index, width * slots)
-    within = lax.rem(index, width * slots)
-    return lax.div(within, width), group * width + lax.rem(within, width)
 
 
 def tile_fields(
@@ -328,19 +301,21 @@ def _body(
                 sink = next(extras)[row, head] if scores.sinks else None
                 slope = next(extras)[row, head] if scores.alibi else None
                 buffer = _query_buffer(problem, number)
-                consumer = Consumer(problem, scores, blocks, tile, warpgroup, sink,
-                                    slope, scratch, buffer, steps)  # fmt: skip
+                mainloop = ForwardMainloop(
+                    problem, scores, blocks, tile, warpgroup,
+                    sink, slope, scratch, buffer, steps,
+                )  # fmt: skip
                 here = pl.ds(tile["q0"] + warpgroup * ROWS, ROWS)
                 rows = tile["rows"] - warpgroup * ROWS
 
                 @pl.when(rows > 0)
                 def _() -> None:
-                    sums, log_sum = consumer.run()
+                    sums, log_sum = mainloop.run()
                     values = sums.astype(problem.dtype)
                     store_rows(out.at[row, here, head], values, 0, rows)
                     store_rows(lse.at[row, here, head], log_sum, 0, rows)
 
-                pl.when(rows <= 0)(consumer.stand_by)
+                pl.when(rows <= 0)(mainloop.stand_by)
 
             return there, number + 1, steps + jnp.where(there, tile["steps"], 0)
 
@@ -392,17 +367,6 @@ def _drain(
 def _query_buffer(problem: Problem, number: Any) -> Any:
     """The buffer for the queries of a block's nth tile."""
     return lax.rem(number, jnp.int32(query_buffers(problem)))
-
-
-def copy_rows(
-    ref: Any, row: Any, start: Any, head: Any, smem: Any, barrier: Any
-) -> None:
-    """Rows of a head into chunks of shared memory."""
-    chunks, rows, _ = smem.shape
-    for chunk in range(chunks):
-        columns = pl.ds(chunk * CHUNK, CHUNK)
-        source = ref.at[row, pl.ds(start, rows), head, columns]
-        plgpu.copy_gmem_to_smem(source, smem.at[chunk], barrier)
 
 
 def _load_queries(

@@ -17,25 +17,25 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.varlen_attention.config import (
-    BACKWARD_CONSUMERS,
-    CHUNK,
-    ROWS,
-    BackwardBlocks,
-    Problem,
-)
-from pallas_kernels.varlen_attention.consumer import (
-    LOG2E,
-    Scores,
-    in_registers,
-    index_arrays,
-)
-from pallas_kernels.varlen_attention.rows import (
+from pallas_kernels.mosaic.copies import CHUNK
+from pallas_kernels.mosaic.lanes import (
     in_register_order,
     keep_band,
     scale_and_add_row,
     store_columns,
     store_rows,
+)
+from pallas_kernels.varlen_attention.config import (
+    BACKWARD_CONSUMERS,
+    ROWS,
+    BackwardBlocks,
+    Problem,
+)
+from pallas_kernels.varlen_attention.mainloop import (
+    LOG2E,
+    Scores,
+    in_registers,
+    index_arrays,
 )
 
 
@@ -50,7 +50,7 @@ def query_start(blocks: BackwardBlocks, field: Callable[[str], Any], index: Any)
     return jnp.minimum(field("q_start") + index * block_q, field("q_total") - block_q)
 
 
-class Consumer:
+class BackwardMainloop:
     """One warpgroup: its part of the scores of all steps, its part of the sums."""
 
     def __init__(
@@ -74,7 +74,7 @@ class Consumer:
         self.stages = blocks.stages, blocks.gradient_stages
         self.zero = jnp.int32(0)
 
-    def afresh(self) -> "Consumer":
+    def afresh(self) -> "BackwardMainloop":
         """Itself, for one step.
 
         The compiler does not see that places in shared memory are the same in every
@@ -303,7 +303,7 @@ class Consumer:
         )
 
 
-class OwnKeys(Consumer):
+class OwnKeys(BackwardMainloop):
     """64 keys of its own, all queries of a step, all columns.
 
     Products and what lies between them take turns in a warpgroup: it stands still until
@@ -433,7 +433,7 @@ class OwnKeys(Consumer):
         self.finish_dq_of(number, acc)
 
 
-class SharedKeys(Consumer):
+class SharedKeys(BackwardMainloop):
     """The 64 keys of both warpgroups, half of the queries, half of the columns."""
 
     def step(

@@ -12,8 +12,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.varlen_attention import RelativeBuckets
-from pallas_kernels.varlen_attention.diagonals import TileTerms
 from pallas_kernels.varlen_attention.relative import tile_bias
+from pallas_kernels.varlen_attention.relative_mosaic_gpu import TileTerms
 from tests.interpreter import interpret_mosaic_gpu
 from tests.lowering import lower_for_cuda
 from tests.pallas_kernels.varlen_attention import stand_ins  # noqa: F401

@@ -27,18 +27,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.mosaic import smem_transforms
+from pallas_kernels.mosaic.copies import chunked, copy_rows, smem_transforms
+from pallas_kernels.mosaic.lanes import keep_band, load_rows, store_rows
+from pallas_kernels.mosaic.tile_scheduler import find_tile
 from pallas_kernels.varlen_attention.config import ROWS, BackwardBlocks, Problem
-from pallas_kernels.varlen_attention.consumer import LOG2E, Scores
-from pallas_kernels.varlen_attention.mosaic_gpu_forward import chunked, copy_rows
-from pallas_kernels.varlen_attention.mosaic_gpu_short import sequence_of
-from pallas_kernels.varlen_attention.rows import keep_band, load_rows, store_rows
-from pallas_kernels.varlen_attention.schedule import (
+from pallas_kernels.varlen_attention.forward_short import sequence_of
+from pallas_kernels.varlen_attention.mainloop import LOG2E, Scores
+from pallas_kernels.varlen_attention.scheduler import (
     Sequences,
     interval_of_keys,
     most_tiles,
 )
-from pallas_kernels.varlen_attention.search import find_tile
 
 
 __all__ = ["backward_short"]

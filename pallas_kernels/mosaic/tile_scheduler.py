@@ -1,21 +1,101 @@
-"""How a kernel finds its work on the device: tickets, table lines, tiles."""
+"""Which tile a block computes: static orders, and a dynamic scheduler on the device.
+
+With the dynamic scheduler blocks stay on their multiprocessor and take tiles by ticket
+(`take_ticket`), so that whoever is done first takes the next one. The tile of a ticket
+is a line of a table (`copy_line`) or found from the lengths of sequences (`find_tile`).
+"""
 
 import functools
 import itertools
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, math, memref
 
+from pallas_kernels.mosaic.aliases import Ref, Scalar
 
-__all__ = ["copy_line", "find_tile", "read_number", "take_ticket"]
+
+__all__ = [
+    "copy_line",
+    "decode_block",
+    "find_tile",
+    "largest_divisor",
+    "read_number",
+    "snake_order",
+    "take_ticket",
+]
 
 
-def read_number(ref: Any) -> jax.Array:
+def snake_order(
+    index: jax.Array,
+    tiles: tuple[int, int],
+    minor: Literal["m", "n"],
+    group: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Position of the `index`-th output tile in an order that reuses the L2 cache.
+
+    The grid of tiles is cut into bands of `group` along the minor dimension. A band is
+    walked line by line, and every other band backwards, so that blocks that run at the
+    same time share rows of one operand and columns of the other.
+
+    Args:
+        index: int32, ``0 <= index < tiles[0] * tiles[1]``.
+        tiles: number of tiles along m and n.
+        minor: dimension that is cut into bands.
+        group: tiles across one band.
+
+    Returns:
+        Tile indices ``(m, n)``.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> [tuple(map(int, snake_order(jnp.int32(i), (2, 4), "n", 2)))
+        ...  for i in range(8)]
+        [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (1, 3), (0, 2), (0, 3)]
+    """
+    minor_size, major_size = tiles if minor == "m" else (tiles[1], tiles[0])
+    group = min(group, minor_size)
+    band = lax.div(index, jnp.int32(group * major_size))
+    within = lax.rem(index, jnp.int32(group * major_size))
+    # The last band may be narrower.
+    width = jnp.minimum(jnp.int32(group), minor_size - band * group)
+    line = lax.div(within, width)
+    line = jnp.where(lax.rem(band, jnp.int32(2)) == 0, line, major_size - 1 - line)
+    across = band * group + lax.rem(within, width)
+    return (across, line) if minor == "m" else (line, across)
+
+
+def decode_block(
+    index: Scalar, slots: Scalar, kv_heads: int, copies: int
+) -> tuple[Scalar, Scalar]:
+    """The slot and the head of a piece of work.
+
+    Slots, the expensive ones first, are the outer loop, but for groups of `kv_heads`
+    heads at a time, which share the L2 cache.
+
+    Args:
+        index: int32, which piece.
+        slots: tiles of a head.
+        kv_heads: key/value heads of a group.
+        copies: query heads of a key/value head that have blocks of their own.
+    """
+    width = jnp.int32(kv_heads * copies)
+    group = lax.div(index, width * slots)
+    within = lax.rem(index, width * slots)
+    return lax.div(within, width), group * width + lax.rem(within, width)
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """The largest divisor up to `most`; 1 where that is less."""
+    return max(n for n in range(1, max(1, min(number, most)) + 1) if number % n == 0)
+
+
+def read_number(ref: Ref) -> jax.Array:
     """A number of global memory, read where it is needed.
 
     Read as any other it would be read once, ahead of a loop, and take a register there.
@@ -43,7 +123,7 @@ def read_number(ref: Any) -> jax.Array:
     return read(ref)
 
 
-def take_ticket(counter: Any, mailbox: Any) -> jax.Array:
+def take_ticket(counter: Ref, mailbox: Ref) -> jax.Array:
     """The next number of a counter in global memory, for a whole warpgroup.
 
     Blocks that take their work by ticket share it as evenly as it can be: whoever is
@@ -89,7 +169,7 @@ def take_ticket(counter: Any, mailbox: Any) -> jax.Array:
     return take(counter, mailbox)
 
 
-def copy_line(source: Any, target: Any, last: Any) -> None:
+def copy_line(source: Ref, target: Ref, last: Scalar) -> None:
     """Copies numbers from global to shared memory, one a lane, by a warpgroup.
 
     Args:
@@ -130,7 +210,7 @@ def copy_line(source: Any, target: Any, last: Any) -> None:
 
 
 def find_tile(
-    bounds: Any, number: Any, block: int, tokens: int
+    bounds: Ref, number: Scalar, block: int, tokens: int
 ) -> tuple[jax.Array, jax.Array]:
     """The sequence that holds a tile, and which tile of it, found by each warp.
 

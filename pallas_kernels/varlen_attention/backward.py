@@ -9,7 +9,7 @@ heads of the group or for a part of them. With scores ``s``, weights
 
 Dk and dv stay in the registers of the two warpgroups for the whole loop (128 registers
 of a thread at head dims 128 and 256); 64 queries a step is what fits beside them. The
-warpgroups work half a step apart (`backward_consumer.OwnKeys`).
+warpgroups work half a step apart (`mainloop_backward.OwnKeys`).
 
 **dq is summed over blocks**, in fp32 in global memory, which the copy engine adds to.
 The order is fixed, and with it every bit: a counter for each tile of queries says how
@@ -38,37 +38,37 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.mosaic import largest_divisor, smem_transforms, unmarked
-from pallas_kernels.varlen_attention.backward_consumer import (
-    OwnKeys,
-    SharedKeys,
-)
-from pallas_kernels.varlen_attention.backward_producer import Producer, units
-from pallas_kernels.varlen_attention.config import (
-    BACKWARD_CONSUMERS,
-    CHUNK,
-    ROWS,
-    BackwardBlocks,
-    Problem,
-)
-from pallas_kernels.varlen_attention.consumer import LOG2E, Scores
-from pallas_kernels.varlen_attention.mosaic_gpu_forward import (
-    chunked,
-    decode_block,
-)
-from pallas_kernels.varlen_attention.rows import (
+from pallas_kernels.mosaic.copies import CHUNK, chunked, smem_transforms
+from pallas_kernels.mosaic.lanes import (
     FLAT,
     load_in_register_order,
     store_rows,
 )
-from pallas_kernels.varlen_attention.schedule import (
+from pallas_kernels.mosaic.manual_axes import unmarked
+from pallas_kernels.mosaic.tile_scheduler import (
+    decode_block,
+    largest_divisor,
+    read_number,
+)
+from pallas_kernels.varlen_attention.backward_producer import Producer, units
+from pallas_kernels.varlen_attention.config import (
+    BACKWARD_CONSUMERS,
+    ROWS,
+    BackwardBlocks,
+    Problem,
+)
+from pallas_kernels.varlen_attention.mainloop import LOG2E, Scores
+from pallas_kernels.varlen_attention.mainloop_backward import (
+    OwnKeys,
+    SharedKeys,
+)
+from pallas_kernels.varlen_attention.scheduler import (
     Sequences,
     Tiles,
     interval_of_keys,
     most_tiles,
     tile_sequences,
 )
-from pallas_kernels.varlen_attention.search import read_number
 
 
 __all__ = ["FIELDS", "backward", "key_heads_together", "key_table"]

@@ -17,16 +17,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.mosaic.copies import chunked, copy_rows
+from pallas_kernels.mosaic.lanes import store_rows
+from pallas_kernels.mosaic.tile_scheduler import find_tile
 from pallas_kernels.varlen_attention.config import ROWS, ForwardBlocks, Problem
-from pallas_kernels.varlen_attention.consumer import Consumer, Scores, step_start
-from pallas_kernels.varlen_attention.mosaic_gpu_forward import (
-    chunked,
-    copy_rows,
+from pallas_kernels.varlen_attention.forward import (
     tile_fields,
 )
-from pallas_kernels.varlen_attention.rows import store_rows
-from pallas_kernels.varlen_attention.schedule import Sequences, most_tiles
-from pallas_kernels.varlen_attention.search import find_tile
+from pallas_kernels.varlen_attention.mainloop import ForwardMainloop, Scores, step_start
+from pallas_kernels.varlen_attention.scheduler import Sequences, most_tiles
 from pallas_kernels.varlen_attention.segments import cut_cu_seqlens
 
 
@@ -143,7 +142,7 @@ def sequence_of(
     )
 
 
-class _Alone(Consumer):
+class _Alone(ForwardMainloop):
     """A warpgroup that copies its keys and values itself."""
 
     def keys_of(self, k: Any, v: Any, head: Any) -> None:

@@ -1,0 +1,40 @@
+"""What the Mosaic GPU kernels share.
+
+`device` is the device that a kernel is built for, `tile_scheduler` which tile a block
+computes, `copies` shared memory and what fills it, `lanes` what lanes do with registers
+(masks, rows, columns, votes), `manual_axes` the marks of `jax.shard_map`, and `aliases`
+names for what Pallas gives no type to.
+"""
+
+from pallas_kernels.mosaic.copies import smem_bytes, smem_transforms
+from pallas_kernels.mosaic.device import (
+    H200,
+    DeviceSpec,
+    check_hopper,
+    check_smem,
+    use_device,
+)
+from pallas_kernels.mosaic.manual_axes import (
+    as_varying,
+    unmarked,
+    vary_alike,
+    varying,
+)
+from pallas_kernels.mosaic.tile_scheduler import largest_divisor, snake_order
+
+
+__all__ = [
+    "H200",
+    "DeviceSpec",
+    "as_varying",
+    "check_hopper",
+    "check_smem",
+    "largest_divisor",
+    "smem_bytes",
+    "smem_transforms",
+    "snake_order",
+    "unmarked",
+    "use_device",
+    "vary_alike",
+    "varying",
+]

@@ -1,0 +1,61 @@
+"""Shared memory: how buffers lie there, and copies that fill them."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+
+from pallas_kernels.mosaic.aliases import Ref, Scalar
+
+
+__all__ = ["CHUNK", "chunked", "copy_rows", "smem_bytes", "smem_transforms"]
+
+CHUNK = 64
+"""Columns of a chunk: 128 bytes of 16-bit numbers, the widest swizzled line."""
+
+
+def smem_transforms(minor_size: int, dtype: DTypeLike) -> tuple[Any, ...]:
+    """The layout that the tensor cores and the copy engine both read without conflicts.
+
+    Args:
+        minor_size: size of the last dimension of the buffer, in elements.
+        dtype: type of the elements.
+
+    Returns:
+        Transforms for `plgpu.SMEM`: tiles of 8 rows of one swizzled line.
+    """
+    itemsize = jnp.dtype(dtype).itemsize
+    swizzle = plgpu.find_swizzle(minor_size * itemsize * 8)
+    # Their base class is a protocol, which makes them look abstract to a type checker.
+    tiling = plgpu.TilingTransform((8, swizzle // itemsize))  # pyright: ignore[reportAbstractUsage]
+    return (tiling, plgpu.SwizzleTransform(swizzle))  # pyright: ignore[reportAbstractUsage]
+
+
+def smem_bytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
+    """Bytes of a shared-memory buffer, rounded up to the alignment of 1,024."""
+    return -(-math.prod(shape) * jnp.dtype(dtype).itemsize // 1024) * 1024
+
+
+def chunked(stages: tuple[int, ...], rows: int, chunks: int, dtype: DTypeLike) -> Any:
+    """Rows in chunks of 64 columns, as wgmma reads them and as copies write them."""
+    shape = (*stages, chunks, rows, CHUNK)
+    swizzle = plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
+    tiling = plgpu.TilingTransform((8, CHUNK))  # pyright: ignore[reportAbstractUsage]
+    return plgpu.RefUnion(
+        plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle)),
+        plgpu.SMEM(shape, dtype, transforms=(swizzle,)),
+    )
+
+
+def copy_rows(
+    ref: Ref, row: Scalar, start: Scalar, head: Scalar, smem: Ref, barrier: Ref
+) -> None:
+    """Rows of a head into chunks of shared memory."""
+    chunks, rows, _ = smem.shape
+    for chunk in range(chunks):
+        columns = pl.ds(chunk * CHUNK, CHUNK)
+        source = ref.at[row, pl.ds(start, rows), head, columns]
+        plgpu.copy_gmem_to_smem(source, smem.at[chunk], barrier)
