@@ -6,6 +6,7 @@ leave the loop at once.
 """
 
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ __all__ = ["Unsupported", "dispatch"]
 
 logger = logging.getLogger("pallas_kernels")
 
-_logged: set[tuple[str, str]] = set()
+_logged: set[tuple[str, str, str]] = set()
 
 
 class Unsupported(NotImplementedError):
@@ -34,8 +35,9 @@ def dispatch(
 ) -> Any:
     """Runs the first implementation that supports the arguments.
 
-    The choice is logged once per op and implementation, at INFO, on the logger
-    "pallas_kernels", with why the implementations tried before were not taken.
+    The choice is logged at INFO, on the logger "pallas_kernels", with why the
+    implementations tried before were not taken: once per op, implementation and reason,
+    where reasons that differ in numbers alone count as one.
 
     Args:
         op_name: name of the op, for messages.
@@ -115,7 +117,9 @@ def _reasons(names: Sequence[str], errors: Sequence[Unsupported]) -> str:
 
 
 def _log_once(op_name: str, name: str, reasons: str) -> None:
-    if (op_name, name) not in _logged:
-        _logged.add((op_name, name))
+    # Each shape of a model gives other numbers.
+    choice = op_name, name, re.sub(r"\d+", "0", reasons)
+    if choice not in _logged:
+        _logged.add(choice)
         why = f" ({reasons})" if reasons else ""
         logger.info("%s runs implementation %r%s", op_name, name, why)

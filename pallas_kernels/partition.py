@@ -5,8 +5,8 @@ axes a kernel sees the arrays of one device, and all is well. Elsewhere it depen
 the type of the axes:
 
 - *Explicit*: the types of the operands say how they are split. `by_shards` runs the op
-  in a `jax.shard_map` of its own, each device on its shards, where only independent
-  dimensions are split: rows, columns, heads.
+  in a `jax.shard_map` of its own, each device on its shards of the independent
+  dimensions: rows, columns, heads.
 - *Auto*: the compiler splits the operands after tracing. `check_local` makes the kernel
   decline, and XLA computes the op.
 
@@ -14,6 +14,7 @@ An op calls `by_shards` once, in its public function, and each of its kernels
 `check_local`.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,13 +53,15 @@ def by_shards[R](
     args: Sequence[jax.Array | None],
     dims: Sequence[str],
     out_dims: Any,
+    *,
+    gather: bool = True,
 ) -> R:
     """``fn(*args)``, on an Explicit mesh with each device at its own shards.
 
     A dimension has one letter in all arrays that share it. A lower-case letter is a
     dimension along which the op is independent, so that a device computes its part of
-    the result from its part of the operands; other dimensions must be whole. Where the
-    operands are split otherwise, and without an Explicit mesh, `fn` runs as it is.
+    the result from its part of the operands; other dimensions must be whole. What is
+    split otherwise is gathered. Without an Explicit mesh `fn` runs as it is.
 
     Args:
         fn: a function of arrays.
@@ -66,6 +69,8 @@ def by_shards[R](
         dims: a letter for each dimension of each argument.
         out_dims: a letter for each dimension of the result, or a pytree of such strings
             like the result.
+        gather: False runs `fn` as it is where a dimension that must be whole is split:
+            for what XLA computes without a gather.
 
     Returns:
         What `fn` returns, split as the operands are.
@@ -89,9 +94,9 @@ def by_shards[R](
     if not explicit or large - explicit or tracked:
         return fn(*args)
     given = [letters for x, letters in zip(args, dims, strict=True) if x is not None]
-    split = _split(present, given)
-    if split is None:
+    if not gather and not all(map(_is_whole, present, given)):
         return fn(*args)
+    split = _split(present, given)
 
     def spec(letters: str) -> PartitionSpec:
         return PartitionSpec(*(split.get(letter) for letter in letters))
@@ -136,18 +141,33 @@ def _explicit_axes(mesh: AbstractMesh) -> set[str]:
     return {name for name, kind in types if kind == AxisType.Explicit}
 
 
-def _split(arrays: Sequence[jax.Array], dims: Sequence[str]) -> dict[str, Any] | None:
-    """The mesh axes of each letter, or None where an op is not local to its shards."""
+def _split(arrays: Sequence[jax.Array], dims: Sequence[str]) -> dict[str, Any]:
+    """The mesh axes of each letter along which devices share the work."""
+    mesh = _mesh_of(arrays)
     found: dict[str, Any] = {}
+    used: set[str] = set()
     for x, letters in zip(arrays, dims, strict=True):
-        spec = jax.typeof(x).sharding.spec
-        if spec.unreduced:
-            return None
-        for letter, entry in zip(letters, spec, strict=True):
-            if entry is None:
+        for letter, entry in zip(letters, jax.typeof(x).sharding.spec, strict=True):
+            axes = entry if isinstance(entry, tuple) else (entry,)
+            if entry is None or letter in found or used.intersection(axes):
                 continue
-            if letter.isupper() or found.setdefault(letter, entry) != entry:
-                return None
-    entries = (e if isinstance(e, tuple) else (e,) for e in found.values())
-    names = [name for entry in entries for name in entry]
-    return found if len(set(names)) == len(names) else None
+            # Heads of queries and of keys share a letter and differ in number.
+            count = math.prod(mesh.shape[name] for name in axes)
+            if letter.islower() and all(
+                size % count == 0
+                for y, names in zip(arrays, dims, strict=True)
+                for size, name in zip(y.shape, names, strict=True)
+                if name == letter
+            ):
+                found[letter] = entry
+                used.update(axes)
+    return found
+
+
+def _is_whole(x: jax.Array, letters: str) -> bool:
+    """Whether no dimension is split that must be whole."""
+    spec = jax.typeof(x).sharding.spec
+    return all(
+        entry is None or letter.islower()
+        for letter, entry in zip(letters, spec, strict=True)
+    )

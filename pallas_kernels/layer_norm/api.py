@@ -97,7 +97,7 @@ def layer_norm(
         return dispatch("layer_norm", implementations, implementation, arrays, call)
 
     rows = string.ascii_lowercase[: x.ndim - 1] + "D"
-    return by_shards(run, arrays, [rows, "D", "D", rows, "D"], rows)
+    return by_shards(run, arrays, [rows, "D", "D", rows, "D"], rows, gather=False)
 
 
 type _Arrays = tuple[Array, Array, Array | None, Array | None, Array | None]

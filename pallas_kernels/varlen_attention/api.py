@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -15,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import dispatch
 from pallas_kernels.mosaic import DeviceSpec, vary_alike
+from pallas_kernels.partition import by_shards
 from pallas_kernels.varlen_attention.mosaic_gpu import varlen_attention_mosaic_gpu
 from pallas_kernels.varlen_attention.relative import RelativeBias, check_relative_bias
 from pallas_kernels.varlen_attention.segments import (
@@ -177,24 +179,36 @@ def varlen_attention(
     softcap = None if softcap is None else _number("softcap", softcap)
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap must be positive, got {softcap}; None disables it")
-    # Where heads are split and, say, one key/value head lies on every device, the
-    # gradient of the latter is the sum over devices, the transpose of the mark.
-    *arrays, relative_bias = vary_alike(
-        (q, k, v, cu_q, cu_k, sinks, alibi_slopes, relative_bias)
-    )
-    out, lse = dispatch(
-        "varlen_attention",
-        IMPLEMENTATIONS,
-        implementation,
-        *arrays,
-        relative_bias=relative_bias,
-        window=_resolve_window(causal, window, q.shape[0] + k.shape[0]),
-        scale=scale,
-        softcap=softcap,
-        deterministic=deterministic,
-        device=DeviceSpec.current(),
-        config=config,
-    )
+    terms, structure = jax.tree.flatten(relative_bias)
+    window = _resolve_window(causal, window, q.shape[0] + k.shape[0])
+
+    def run(*arrays: Any) -> tuple[Array, Array]:
+        q, k, v, cu_q, cu_k, sinks, slopes, *terms = arrays
+        # Where heads are split and, say, one key/value head lies on every device, the
+        # gradient of the latter is the sum over devices, the transpose of the mark.
+        relative_bias = structure.unflatten(terms)
+        cu_k = cu_q if cu_k is None else cu_k
+        *marked, relative_bias = vary_alike(
+            (q, k, v, cu_q, cu_k, sinks, slopes, relative_bias)
+        )
+        return dispatch(
+            "varlen_attention",
+            IMPLEMENTATIONS,
+            implementation,
+            *marked,
+            relative_bias=relative_bias,
+            window=window,
+            scale=scale,
+            softcap=softcap,
+            deterministic=deterministic,
+            device=DeviceSpec.current(),
+            config=config,
+        )
+
+    other_cu = None if cu_k is cu_q else cu_k  # the same array stays the same
+    arrays = (q, k, v, cu_q, other_cu, sinks, alibi_slopes, *terms)
+    dims = ["TnH", "SnH", "SnV", "B", "B", "n", "n", *["TnP"] * len(terms)]
+    out, lse = by_shards(run, arrays, dims, ("TnV", "Tn"))
     return (out, lse) if return_lse else out
 
 

@@ -29,6 +29,7 @@ from pallas_kernels.mosaic import (
     check_smem,
     varying,
 )
+from pallas_kernels.partition import check_local
 from pallas_kernels.varlen_attention.backward import backward
 from pallas_kernels.varlen_attention.backward_short import backward_short
 from pallas_kernels.varlen_attention.config import (
@@ -94,6 +95,7 @@ def varlen_attention_mosaic_gpu(
     """
     del deterministic  # sums have a fixed order
     device = check_hopper(device, "varlen_attention")
+    check_local("varlen_attention", q, k, v)
     head_dim = _padded_head_dim(q, k, v)
     if config is not None and not isinstance(config, MosaicGpuConfig):
         raise Unsupported(

@@ -77,6 +77,17 @@ def test_an_empty_sequence_is_a_mistake():
         dispatch("op", {"works": works}, [], 3)
 
 
+def test_another_reason_is_logged_another_number_is_not(caplog, monkeypatch):
+    monkeypatch.setattr(dispatch_module, "_logged", set())
+    with caplog.at_level(logging.INFO, logger="pallas_kernels"):
+        for reason in ("3 rows", "5 rows", "type f32", "3 rows"):
+            dispatch("op", {"fast": refuses(reason), "works": works}, None, 3)
+    assert [r.getMessage() for r in caplog.records] == [
+        "op runs implementation 'works' (fast: 3 rows)",
+        "op runs implementation 'works' (fast: type f32)",
+    ]
+
+
 def test_the_choice_is_logged_once(caplog, monkeypatch):
     monkeypatch.setattr(dispatch_module, "_logged", set())
     table = {"fast": refuses("no GPU"), "works": works, "other": other}
