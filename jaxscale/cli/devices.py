@@ -5,6 +5,9 @@ import jax
 from jaxscale.cli.errors import UsageError
 
 
+_MOST_DEVICES = 4096  # more take minutes to start
+
+
 def simulate_devices(count: int | None) -> None:
     """Give the process `count` simulated CPU devices instead of the real ones.
 
@@ -12,11 +15,11 @@ def simulate_devices(count: int | None) -> None:
         count: How many; None keeps the devices of the machine.
 
     Raises:
-        UsageError: `count` is not positive.
+        UsageError: `count` is not positive, or larger than any machine.
     """
     if count is None:
         return
-    if count < 1:
-        raise UsageError(f"--devices {count}, expected at least 1")
+    if not 1 <= count <= _MOST_DEVICES:
+        raise UsageError(f"--devices {count}, expected 1 to {_MOST_DEVICES}")
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)

@@ -20,6 +20,7 @@ from jaxscale.inference import SamplingConfig, generate
 from jaxscale.models import Decoder, Tokenizer
 from jaxscale.pruning import TILE_WISE, Masks, sparsify
 from jaxscale.sharding import MeshConfig
+from jaxscale.training.config import MAX_SEED
 from jaxscale.training.corpus import begins_documents
 
 
@@ -67,6 +68,8 @@ class GenerateConfig:
             raise ValueError(
                 f"max_new_tokens {self.max_new_tokens}, expected at least 1"
             )
+        if not 0 <= self.seed <= MAX_SEED:
+            raise ValueError(f"seed {self.seed}, expected 0 to {MAX_SEED}")
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -42,6 +42,7 @@ from jaxscale.training import (
     load_text,
     packed_batches,
 )
+from jaxscale.training.config import MAX_SEED, MAX_STEPS
 from jaxscale.training.report import Report, Series
 
 
@@ -62,10 +63,11 @@ class QuickstartConfig:
 
     def __post_init__(self) -> None:
         """Check what needs no devices."""
-        if self.steps < 1:
-            raise ValueError(f"steps {self.steps}, expected at least 1")
-        if self.seed < 0:
-            raise ValueError(f"seed {self.seed}, expected at least 0")
+        for name, least, most in (("steps", 1, MAX_STEPS), ("seed", 0, MAX_SEED)):
+            if not least <= getattr(self, name) <= most:
+                raise ValueError(
+                    f"{name} {getattr(self, name)}, expected {least} to {most}"
+                )
 
 
 class Session:

@@ -5,6 +5,7 @@ V vocabulary.
 """
 
 import dataclasses
+import math
 import numbers
 from collections.abc import Iterable, Mapping
 from typing import Literal, get_args
@@ -107,15 +108,17 @@ class DecoderConfig:
                 raise ValueError(f"{name} {value} must be positive")
         for name in ("window", "attention_softcap"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"{name} {value} must be positive, or None for none")
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(
+                    f"{name} {value} must be positive and finite, or None for none"
+                )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads {self.num_heads} must be a multiple of "
                 f"num_kv_heads {self.num_kv_heads}"
             )
-        if self.norm_eps <= 0:
-            raise ValueError(f"norm_eps {self.norm_eps} must be positive")
+        if not 0 < self.norm_eps < math.inf:
+            raise ValueError(f"norm_eps {self.norm_eps} must be positive and finite")
 
     def _check_choices(self) -> None:
         for name, kind in (
@@ -149,8 +152,10 @@ class DecoderConfig:
                 f"{name} {dim} must be even and between 2 and head_dim "
                 f"{self.head_dim} to be rotated"
             )
-        if self.rope_theta <= 0:
-            raise ValueError(f"rope_theta {self.rope_theta} must be positive")
+        if not 0 < self.rope_theta < math.inf:
+            raise ValueError(
+                f"rope_theta {self.rope_theta} must be positive and finite"
+            )
 
     @property
     def num_mlp_kernels(self) -> int:

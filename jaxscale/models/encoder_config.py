@@ -4,6 +4,7 @@ Legend: L layers, N heads, H head dim, D model, E embedding, F hidden, V vocabul
 """
 
 import dataclasses
+import math
 import numbers
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
@@ -112,9 +113,12 @@ class EncoderConfig:
                 f"d_model {self.d_model} must be a multiple of num_heads "
                 f"{self.num_heads}"
             )
-        for name in ("norm_eps", "rope_theta"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} {getattr(self, name)} must be positive")
+        for name in ("norm_eps", "rope_theta", "rope_theta_local"):
+            value = getattr(self, name)
+            if name == "rope_theta_local" and value is None:
+                continue
+            if not 0 < value < math.inf:
+                raise ValueError(f"{name} {value} must be positive and finite")
         for name, kind in (
             ("family", Family),
             ("position", EncoderPosition),

@@ -4,6 +4,7 @@ Legend: B batch, T tokens, N heads, H head dim, D model, V vocabulary.
 """
 
 import dataclasses
+import math
 from typing import Literal
 
 import jax
@@ -42,9 +43,9 @@ class RopeScaling:
     def __post_init__(self) -> None:
         if self.kind not in ("llama3", "linear"):
             raise ValueError(f"kind {self.kind!r} is unknown; use 'llama3' or 'linear'")
-        if self.factor < 1:
-            raise ValueError(f"factor {self.factor} must be at least 1")
-        if not 0 < self.low_freq_factor < self.high_freq_factor:
+        if not 1 <= self.factor < math.inf:
+            raise ValueError(f"factor {self.factor} must be at least 1 and finite")
+        if not 0 < self.low_freq_factor < self.high_freq_factor < math.inf:
             raise ValueError(
                 f"low_freq_factor {self.low_freq_factor} must be positive and less "
                 f"than high_freq_factor {self.high_freq_factor}"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from typing import Any, Literal
 
 from jaxscale.models.config import DecoderConfig
@@ -11,6 +12,12 @@ from jaxscale.sharding.rules import AxisRules, preset
 from jaxscale.sharding.tensor_parallel import check_tensor_parallel
 from jaxscale.training.data import DataConfig
 from jaxscale.training.optimizer import OptimizerConfig, make_schedule
+
+
+MAX_STEPS = 2**31 - 1
+"""Steps are counted on the devices, in int32."""
+MAX_SEED = 2**32 - 1
+"""`jax.random.key` keeps 32 bits: a larger seed would act as a smaller one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,9 +100,14 @@ class TrainConfig:
             raise ValueError(
                 f"keep_every {self.keep_every} must be at least 1, or None"
             )
-        for name in ("z_loss", "seed"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} {getattr(self, name)} must not be negative")
+        if self.steps > MAX_STEPS:
+            raise ValueError(f"steps {self.steps} must be at most {MAX_STEPS}")
+        if not 0 <= self.z_loss < math.inf:
+            raise ValueError(
+                f"z_loss {self.z_loss} must not be negative, infinite or NaN"
+            )
+        if not 0 <= self.seed <= MAX_SEED:
+            raise ValueError(f"seed {self.seed} must be from 0 to {MAX_SEED}")
         if self.data.batch_size % self.microbatches:
             raise ValueError(
                 f"microbatches {self.microbatches} must divide data.batch_size "

@@ -66,13 +66,15 @@ class DataConfig:
     max_sequences: int = 32
     """S, most documents or pieces of documents in a row. Documents shorter than about
     seq_len / max_sequences leave padding behind; 1 gives each row to one document, for
-    which attention has the faster kernels."""
+    which attention has the faster kernels. A row holds no more pieces than tokens, so
+    numbers above seq_len + 1 change nothing."""
     seed: int = 0
     """Decides the order of documents and rows."""
     held_out_fraction: float = 0.05
     """Share of the documents kept for evaluation, chosen by a hash of their names."""
     prefetch: int = 2
-    """Batches made ahead of time on another thread; 0 makes each when asked."""
+    """Batches made ahead of time on another thread, 1,000 at most; 0 makes each when
+    asked."""
     cache_dir: str | None = None
     """Where the tokenized text is kept for the next run; None keeps it in memory."""
 
@@ -90,6 +92,11 @@ class DataConfig:
             value = getattr(self, name)
             if value < smallest:
                 raise ValueError(f"{name} {value}, expected at least {smallest}")
+        for name, largest in (("prefetch", 1000), ("seed", 2**63 - 1)):
+            if getattr(self, name) > largest:
+                raise ValueError(
+                    f"{name} {getattr(self, name)}, expected at most {largest}"
+                )
         if not 0 <= self.held_out_fraction < 1:
             raise ValueError(
                 f"held_out_fraction {self.held_out_fraction}, expected at least 0 and "
@@ -193,7 +200,8 @@ class PackedRows:
         """Lay out one epoch; see the class and `DataConfig` for the arguments."""
         self._corpus = corpus
         self._seq_len = seq_len
-        self._max_sequences = max_sequences
+        # With seq_len + 1 every document already has a stretch as short as one place.
+        self._max_sequences = max_sequences = min(max_sequences, seq_len + 1)
         self._seed = seed
         self._shuffle = shuffle
         lengths = np.diff(corpus.offsets)

@@ -5,6 +5,7 @@ Axes: B batch, T tokens of a row, D model, V vocabulary.
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -77,7 +78,7 @@ def chunked_cross_entropy(
         differentiable.
 
     Raises:
-        ValueError: `chunk_size` is not positive, or `z_loss` is negative.
+        ValueError: `chunk_size` is not positive, or `z_loss` is negative or not finite.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -93,8 +94,10 @@ def chunked_cross_entropy(
     """
     if chunk_size < 1:
         raise ValueError(f"chunk_size {chunk_size} must be at least 1 position")
-    if z_loss < 0:
-        raise ValueError(f"z_loss {z_loss} must not be negative; 0 switches it off")
+    if not 0 <= z_loss < math.inf:
+        raise ValueError(
+            f"z_loss {z_loss} must not be negative, infinite or NaN; 0 switches it off"
+        )
     flat = hidden.ndim == 2
     if flat:
         hidden, targets, mask = hidden[None], targets[None], mask[None]

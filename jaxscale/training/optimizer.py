@@ -1,6 +1,7 @@
 """AdamW, its learning-rate schedules, and which parameters decay."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -52,7 +53,7 @@ class OptimizerConfig:
     """Type in which the second moment is kept between steps."""
 
     def __post_init__(self) -> None:
-        _check(self.learning_rate > 0, "learning_rate", self.learning_rate, "> 0")
+        _check_positive(self, "learning_rate", "eps")
         _check(
             self.schedule in ("cosine", "wsd", "constant"),
             "schedule",
@@ -71,8 +72,12 @@ class OptimizerConfig:
         for name in ("b1", "b2"):
             value = getattr(self, name)
             _check(0 <= value < 1, name, value, "at least 0 and below 1")
-        _check(self.eps > 0, "eps", self.eps, "> 0")
-        _check(self.weight_decay >= 0, "weight_decay", self.weight_decay, ">= 0")
+        _check(
+            0 <= self.weight_decay < math.inf,
+            "weight_decay",
+            self.weight_decay,
+            ">= 0 and finite",
+        )
         _check(
             self.clip_norm is None or self.clip_norm > 0,
             "clip_norm",
@@ -91,6 +96,12 @@ class OptimizerConfig:
             "at most 0.98 with nu_dtype bfloat16, whose rounding swallows the updates; "
             "use nu_dtype float32",
         )
+
+
+def _check_positive(config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        _check(0 < value < math.inf, name, value, "> 0 and finite")
 
 
 def _check(ok: bool, name: str, value: Any, expected: str) -> None:

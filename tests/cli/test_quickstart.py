@@ -62,7 +62,7 @@ def test_the_run_can_be_generated_from_and_replaced(finished, capsys):
 def test_a_restored_model_that_differs_is_an_error(monkeypatch, tmp_path):
     session = quickstart.Session(quickstart.QuickstartConfig(output_dir=tmp_path))
     session.held_out_loss = 5.0
-    session.text = None
+    monkeypatch.setattr(session, "text", None, raising=False)
     monkeypatch.setattr(quickstart, "packed_batches", lambda config, text: ((), ()))
 
     class Result:
@@ -93,5 +93,7 @@ def test_the_mesh_suits_the_devices(count, mesh):
 
 def test_bad_settings_are_explained(capsys):
     assert main(["quickstart", "--steps", "0"]) == 2
-    assert "steps 0, expected at least 1" in capsys.readouterr().err
+    assert "steps 0, expected 1 to 2147483647" in capsys.readouterr().err
+    assert main(["quickstart", "--seed", str(2**32)]) == 2
+    assert "seed 4294967296, expected 0 to 4294967295" in capsys.readouterr().err
     assert jax.device_count() == 8

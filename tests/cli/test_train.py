@@ -96,6 +96,9 @@ def test_a_run_of_ones_own(tmp_path, monkeypatch):
         ([*TINY, "--stepz", "3"], "Unrecognized options: --stepz, 3 .* --steps INT"),
         ([*TINY, "--steps", "few"], "--steps: invalid literal for int"),
         ([*TINY, "--steps", "0"], "steps 0 must be at least 1"),
+        ([*TINY, "--steps", str(10**12)], "steps 1000000000000 must be at most"),
+        ([*TINY, "--seed", str(2**70)], "seed 1180591620717411303424 must be from 0"),
+        ([*TINY, "--devices", "100000"], "--devices 100000, expected 1 to 4096"),
         ([*TINY, "--dtype", "float8"], "invalid choice 'float8'"),
         ([*TINY, "--rules", "best"], "rules 'best' is no preset; use one of"),
         (

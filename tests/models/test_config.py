@@ -1,6 +1,7 @@
 """Presets have their published sizes, and impossible shapes are refused."""
 
 import dataclasses
+import math
 
 import pytest
 
@@ -54,9 +55,13 @@ def test_an_unknown_preset_lists_the_names():
         ({"num_kv_heads": 3}, "num_heads 4 must be a multiple of num_kv_heads 3"),
         ({"d_model": 0}, "d_model 0 must be positive"),
         ({"vocab_size": -1}, "vocab_size -1 must be positive"),
-        ({"window": 0}, "window 0 must be positive, or None"),
+        ({"window": 0}, "window 0 must be positive and finite, or None"),
         ({"attention_softcap": -1.0}, "attention_softcap -1.0 must be positive"),
         ({"norm_eps": 0.0}, "norm_eps 0.0 must be positive"),
+        ({"norm_eps": math.nan}, "norm_eps nan must be positive and finite"),
+        ({"rope_theta": math.nan}, "rope_theta nan must be positive and finite"),
+        ({"attention_softcap": math.nan}, "attention_softcap nan must be positive and"),
+        ({"attention_softcap": math.inf}, "attention_softcap inf must be positive and"),
         ({"rotary_dim": 10}, "rotary_dim 10 must be even and between 2 and head_dim"),
         ({"rotary_dim": 3}, "rotary_dim 3 must be even"),
         ({"head_dim": 7}, "head_dim 7 must be even"),

@@ -187,7 +187,8 @@ def test_windows_limit_what_local_layers_see():
     config = dataclasses.replace(encoder_preset("modernbert_tiny"), num_layers=2)
     windows = [config.attention(layer).window for layer in range(2)]
     assert windows == [None, 3]
-    assert [config.attention(i).rope.theta for i in range(2)] == [160_000.0, 10_000.0]
+    ropes = [config.attention(layer).rope for layer in range(2)]
+    assert [rope and rope.theta for rope in ropes] == [160_000.0, 10_000.0]
     model = make(config)
     # Layer 1 alone: cut the first one off.
     model.first = jax.tree.map(jnp.zeros_like, model.first)
@@ -280,6 +281,8 @@ def test_errors(no_shape_hook):
         ({"window": 2.5}, "window 2.5 must be an integer of at least 1"),
         ({"position": "alibi"}, "position 'alibi' is unknown; use one of"),
         ({"norm_eps": 0}, "norm_eps 0 must be positive"),
+        ({"norm_eps": float("nan")}, "norm_eps nan must be positive and finite"),
+        ({"rope_theta_local": 0.0}, "rope_theta_local 0.0 must be positive"),
         ({"position": "none", "position_offset": 2}, "position_offset 2 has no effect"),
         ({"pre_norm": True, "share_layers": True}, "share_layers True needs layers"),
         ({"position": "rope", "num_heads": 32}, "head_dim 1 must be even"),

@@ -104,6 +104,7 @@ def test_linear_scaling_divides_positions():
     ("settings", "message"),
     [
         ({"factor": 0.5}, "factor 0.5 must be at least 1"),
+        ({"factor": float("nan")}, "factor nan must be at least 1 and finite"),
         ({"factor": 2.0, "low_freq_factor": 4.0}, "low_freq_factor 4.0 must be"),
         ({"factor": 2.0, "kind": "yarn"}, "kind 'yarn' is unknown; use 'llama3'"),
         (

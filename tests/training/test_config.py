@@ -3,12 +3,14 @@
 import dataclasses
 import json
 
+import jax.numpy as jnp
 import pytest
 
 from jaxscale.models.llama import llama_tiny
 from jaxscale.sharding import MeshConfig
 from jaxscale.training.config import TrainConfig
 from jaxscale.training.data import DataConfig
+from jaxscale.training.losses import chunked_cross_entropy
 from jaxscale.training.optimizer import OptimizerConfig
 
 
@@ -22,6 +24,9 @@ CONFIG = TrainConfig(model=llama_tiny(), data=DATA)
         ({"steps": 0}, "steps 0 must be at least 1"),
         ({"keep_every": 0}, "keep_every 0 must be at least 1, or None"),
         ({"z_loss": -1.0}, "z_loss -1.0 must not be negative"),
+        ({"z_loss": float("nan")}, "z_loss nan must not be negative, infinite or NaN"),
+        ({"steps": 2**31}, "steps 2147483648 must be at most 2147483647"),
+        ({"seed": 2**32}, "seed 4294967296 must be from 0 to 4294967295"),
         ({"microbatches": 3}, "microbatches 3 must divide data.batch_size 8"),
         (
             {"data": dataclasses.replace(DATA, seq_len=100_000)},
@@ -57,6 +62,17 @@ CONFIG = TrainConfig(model=llama_tiny(), data=DATA)
 def test_impossible_settings(changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(CONFIG, **changes)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_rates_that_are_not_finite(value, no_shape_hook):
+    for name in ("learning_rate", "eps", "weight_decay"):
+        with pytest.raises(ValueError, match=f"{name} {value} must be >"):
+            OptimizerConfig(**{name: value})
+    x = jnp.ones((2, 4))
+    with pytest.raises(ValueError, match=f"z_loss {value} must not be negative"):
+        mask = jnp.ones(2, bool)
+        chunked_cross_entropy(x, x.T, jnp.zeros(2, int), mask, z_loss=value)
 
 
 def test_unknown_axis_size_is_checked_when_the_devices_are_known():

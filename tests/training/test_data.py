@@ -68,7 +68,7 @@ def test_an_epoch_holds_every_token_once_with_its_successor(
     for i in range(rows.rows_per_epoch):
         row = rows[epoch * rows.rows_per_epoch + i]
         used = int(row["cu_seqlens"][-1])
-        assert row["cu_seqlens"].shape == (max_sequences + 1,)
+        assert row["cu_seqlens"].shape == (min(max_sequences, seq_len + 1) + 1,)
         assert row["cu_seqlens"][0] == 0 and used <= seq_len
         for name in ("tokens", "targets", "loss_mask"):
             assert row[name].shape == (seq_len,)
@@ -199,7 +199,8 @@ def test_an_evaluation_ends_with_padding():
         assert len(made) == len(batches) == 2
         tokens = np.concatenate([np.asarray(batch.tokens) for batch in made])
         assert sorted(tokens[tokens > 0].tolist()) == list(range(1, 23))
-        assert not made[-1].loss_mask[1].any() and not made[-1].cu_seqlens[1].any()
+        padding = jax.tree.map(lambda x: np.asarray(x[1]), made[-1])
+        assert not padding.loss_mask.any() and not padding.cu_seqlens.any()
         assert sum(int(batch.loss_mask.sum()) for batch in made) == 22 - 2
 
 
@@ -292,12 +293,24 @@ def test_two_processes_read_disjoint_rows_that_make_the_whole():
         ({"seq_len": 1}, "seq_len 1, expected at least 2"),
         ({"batch_size": 0}, "batch_size 0, expected at least 1"),
         ({"prefetch": -1}, "prefetch -1, expected at least 0"),
+        ({"prefetch": 10**8}, "prefetch 100000000, expected at most 1000"),
+        ({"seed": 2**64}, "seed 18446744073709551616, expected at most"),
         ({"held_out_fraction": 1.0}, r"held_out_fraction 1\.0, expected at least 0"),
     ],
 )
 def test_impossible_settings_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         DataConfig(**changes)
+
+
+def test_a_row_has_room_for_no_more_pieces_than_tokens():
+    corpus = TokenCorpus.from_ids([[1], [2, 3], [4], [5], [6, 7, 8]] * 3)
+    many = PackedRows(corpus, seq_len=4, max_sequences=10**9)
+    every = PackedRows(corpus, seq_len=4, max_sequences=5)
+    assert many.rows_per_epoch == every.rows_per_epoch == 6
+    for row in range(6):
+        for name, values in every[row].items():
+            np.testing.assert_array_equal(many[row][name], values)
 
 
 def test_text_is_found_split_and_tokenized(tmp_path):

@@ -20,7 +20,7 @@ from jaxscale.training.step import (
 from tests.training import toy
 
 
-CONFIG = OptimizerConfig(learning_rate=0.01, warmup_steps=2, clip_norm=0.5)
+CONFIG = OptimizerConfig(learning_rate=0.01, warmup_steps=3, clip_norm=0.5)
 STEPS = 12
 LOSS = next_token_loss(chunk_size=5, z_loss=1e-3)
 
@@ -77,6 +77,8 @@ def test_equals_adamw_written_out(plain):
             batch.loss_mask.sum()
         )
 
+    clip = CONFIG.clip_norm
+    assert clip is not None
     for n in range(3):
         batch = toy.batch(n)
         grads = jax.grad(mean_loss)(
@@ -86,9 +88,9 @@ def test_equals_adamw_written_out(plain):
         norm = np.sqrt(sum((g**2).sum() for g in grads.values()))
         state, metrics = step(state, batch)
         np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-4)
-        assert norm > CONFIG.clip_norm  # else the clip is not tested
+        assert norm > clip  # else the clip is not tested
         for k in params:
-            g = grads[k] * CONFIG.clip_norm / norm
+            g = grads[k] * clip / norm
             mu[k] = CONFIG.b1 * mu[k] + (1 - CONFIG.b1) * g
             nu[k] = CONFIG.b2 * nu[k] + (1 - CONFIG.b2) * g**2
             first = mu[k] / (1 - CONFIG.b1 ** (n + 1))
@@ -137,6 +139,7 @@ def test_not_finite_skips_the_update(plain):
     healthy, metrics = step(healthy, toy.batch(1))
     expected, reference = step(state, toy.batch(1))
     assert float(metrics["lr"]) == float(reference["lr"])
+    np.testing.assert_allclose(metrics["lr"], 0.01 * 2 / 3, rtol=1e-6)
     assert int(metrics["skipped"]) == 1
     for x, y in zip(arrays(healthy.model), arrays(expected.model), strict=True):
         np.testing.assert_array_equal(x, y)
