@@ -10,8 +10,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 
-__all__ = ["Unsupported", "dispatch"]
+
+__all__ = ["Unsupported", "check_floating", "dispatch"]
 
 logger = logging.getLogger("pallas_kernels")
 
@@ -96,6 +98,29 @@ def dispatch(
     raise ExceptionGroup(
         f"no implementation of {op_name} supports the arguments ({reasons})", errors
     )
+
+
+_FLOATING = ("bfloat16", "float16", "float32", "float64")
+
+
+def check_floating(**dtypes: Any) -> None:
+    """Refuses numbers that an op would truncate, or whose gradients would be zero.
+
+    Args:
+        **dtypes: type of each argument, by its name.
+
+    Raises:
+        ValueError: a type is none of bfloat16, float16, float32 and float64.
+
+    Example:
+        >>> check_floating(x=jnp.float32, scale=jnp.bfloat16)
+    """
+    for name, dtype in dtypes.items():
+        if jnp.dtype(dtype).name not in _FLOATING:
+            raise ValueError(
+                f"{name} has type {jnp.dtype(dtype)}, expected one of {_FLOATING}; cast"
+                " it"
+            )
 
 
 def _check_known(

@@ -42,6 +42,7 @@ from pallas_kernels.mosaic import DeviceSpec
 __all__ = [
     "Tunable",
     "TunedEntry",
+    "check_config",
     "device_time_us",
     "load_table",
     "lookup",
@@ -120,6 +121,20 @@ def overriding(op_name: str) -> Any | None:
     return (_overrides.get() or {}).get(op_name)
 
 
+def check_config(
+    op_name: str, config: Any, config_type: type, source: str = "config"
+) -> None:
+    """Refuses a config that is another op's.
+
+    Raises:
+        ValueError: `config` is neither None nor of type `config_type`.
+    """
+    if config is not None and not isinstance(config, config_type):
+        raise ValueError(
+            f"{source} {config!r} for {op_name}, expected a {config_type.__name__}"
+        )
+
+
 def lookup[C](
     op_name: str,
     key: str,
@@ -147,12 +162,8 @@ def lookup[C](
     """
     given = {"config": config, "override": overriding(op_name)}
     for source, value in given.items():
+        check_config(op_name, value, config_type, source)
         if value is not None:
-            if not isinstance(value, config_type):
-                raise ValueError(
-                    f"{source} {value!r} for {op_name}, expected a"
-                    f" {config_type.__name__}"
-                )
             return value
     if device is not None and (entry := tuned_entry(op_name, key, device)) is not None:
         return _parse_config(op_name, key, device, config_type, entry)

@@ -261,7 +261,8 @@ def norm_of_sum(
     ):
         product, bias = layer.apart(h)
         return norm.of_sum(product, residual, bias)
-    return norm(residual + layer(h))
+    # As in the kernel the sum is not rounded: in fp16 it may pass 65,504.
+    return norm(residual.astype(jnp.float32) + layer(h).astype(jnp.float32))
 
 
 class Block(nnx.Module):

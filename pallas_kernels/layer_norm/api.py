@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.dispatch import dispatch
+from pallas_kernels import tuning
+from pallas_kernels.dispatch import Unsupported, check_floating, dispatch
 from pallas_kernels.layer_norm import mosaic_gpu, xla
 from pallas_kernels.layer_norm.config import LayerNormConfig
 from pallas_kernels.mosaic import (
@@ -61,17 +62,20 @@ def layer_norm(
         residual: ``[*B,D]`` of the type of x; None adds nothing.
         x_bias: [D], of any floating type; None adds nothing. The bias of a product that
             gave x, which would cost as much as the norm if it were added by itself.
-        eps: added to the variance.
+        eps: added to the variance; zero or positive.
         dtype: type of y; None is that of x.
         implementation: "mosaic_gpu" (Hopper; D a multiple of 64, at most 4096, at least
             4 rows), "xla", a sequence of these, or None for the best.
-        config: how the kernel is cut; the portable one ignores it.
+        config: how the kernel is cut; None leaves it to a heuristic. XLA takes none and
+            refuses one.
 
     Returns:
         ``[*B,D]`` of `dtype`.
 
     Raises:
-        ValueError: shapes disagree, or the types of x and the residual.
+        ValueError: shapes disagree, or the types of x and the residual; a type is not
+            floating or has fewer than 16 bits; eps is negative or not finite; or the
+            config is another op's.
         Unsupported: the implementation named cannot serve the arguments here.
         ExceptionGroup: none of several implementations can.
 
@@ -85,9 +89,14 @@ def layer_norm(
     """
     arrays = (x, scale, bias, residual, x_bias)
     _check(arrays)
+    dtype = jnp.dtype(x.dtype if dtype is None else dtype)
+    check_floating(dtype=dtype)
+    if not (math.isfinite(eps) and eps >= 0):
+        raise ValueError(f"eps {eps}, expected zero or a positive finite number")
+    tuning.check_config("layer_norm", config, LayerNormConfig)
     call = _Call(
         eps=eps,
-        dtype=jnp.dtype(x.dtype if dtype is None else dtype),
+        dtype=dtype,
         config=config,
         device=DeviceSpec.current(),
     )
@@ -102,6 +111,8 @@ def layer_norm(
 
 type _Arrays = tuple[Array, Array, Array | None, Array | None, Array | None]
 """x, scale, bias, residual and x_bias."""
+
+_NAMES = ("x", "scale", "bias", "residual", "x_bias")
 
 
 def _check(arrays: _Arrays) -> None:
@@ -121,6 +132,8 @@ def _check(arrays: _Arrays) -> None:
             f"x and residual have types {x.dtype} and {residual.dtype}, expected one"
             " type; cast them"
         )
+    given = zip(_NAMES, arrays, strict=True)
+    check_floating(**{name: a.dtype for name, a in given if a is not None})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,6 +145,15 @@ class _Call:
 
 
 def _xla(arrays: _Arrays, call: _Call) -> Array:
+    if call.config is not None:
+        raise Unsupported(
+            f"layer_norm: XLA takes no config, got {call.config!r}; pass None or use"
+            " implementation='mosaic_gpu'"
+        )
+    return _portable(arrays, call)
+
+
+def _portable(arrays: _Arrays, call: _Call) -> Array:
     return xla.layer_norm(*arrays, eps=call.eps, dtype=call.dtype)
 
 
@@ -163,7 +185,7 @@ def _forward(arrays: _Arrays, call: _Call) -> tuple[Any, _Arrays]:
 
 
 def _backward(call: _Call, arrays: _Arrays, dy: Array) -> tuple[_Arrays]:
-    gradients = jax.vjp(functools.partial(_xla, call=call), arrays)[1](dy)
+    gradients = jax.vjp(functools.partial(_portable, call=call), arrays)[1](dy)
     return (gradients[0],)
 
 

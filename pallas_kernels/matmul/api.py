@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels import tuning
-from pallas_kernels.dispatch import Unsupported, dispatch
+from pallas_kernels.dispatch import Unsupported, check_floating, dispatch
 from pallas_kernels.matmul import mosaic_gpu, xla
 from pallas_kernels.matmul.config import MatmulConfig, Problem, heuristic, prefer_xla
 from pallas_kernels.mosaic import DeviceSpec, as_varying, varying
@@ -66,7 +66,7 @@ def matmul(
 
     Raises:
         ValueError: shapes or types of x and w disagree, or are no matrices of floating
-            numbers.
+            numbers of 16 bits or more, or the config is another op's.
         Unsupported: the implementation named cannot serve the arguments here.
         ExceptionGroup: none of several implementations can.
 
@@ -89,9 +89,8 @@ def matmul(
             f"w has type {w.dtype}, expected that of x, {x.dtype}; cast one of them"
         )
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
-    for name, dtype in (("x", x.dtype), ("out_dtype", out_dtype)):
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise ValueError(f"{name} has type {dtype}, expected a floating type")
+    check_floating(x=x.dtype, out_dtype=out_dtype)
+    tuning.check_config("matmul", config, MatmulConfig)
     contracted = w.shape[1 if rhs_transposed else 0]
     if contracted != x.shape[-1]:
         raise ValueError(
@@ -192,7 +191,7 @@ def run(
         )
     implementations = {
         "mosaic_gpu": functools.partial(_mosaic_gpu, device=device, config=config),
-        "xla": functools.partial(_xla, config=config),
+        "xla": functools.partial(_xla, wide=device is None, config=config),
     }
     y = dispatch("matmul", implementations, implementation, x, w, **storage)
     return as_varying(y, varying(x, w))  # kernels lose the mark
@@ -215,14 +214,19 @@ def _preferred(problem: Problem, device: DeviceSpec | None) -> tuple[str, ...]:
 
 
 def _xla(
-    x: jax.Array, w: jax.Array, *, config: MatmulConfig | None, **storage: Any
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    wide: bool,
+    config: MatmulConfig | None,
+    **storage: Any,
 ) -> jax.Array:
     if config is not None:
         raise Unsupported(
             f"matmul: XLA takes no config, got {config!r}; pass None or use"
             " implementation='mosaic_gpu'"
         )
-    return xla.matmul(x, w, **storage)
+    return xla.matmul(x, w, wide=wide, **storage)
 
 
 def _mosaic_gpu(

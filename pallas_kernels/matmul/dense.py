@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from pallas_kernels.dispatch import dispatch
+from pallas_kernels.dispatch import check_floating, dispatch
 from pallas_kernels.matmul import mosaic_gpu_dense
 from pallas_kernels.matmul.activations import activate, check_activation
 from pallas_kernels.matmul.api import run
@@ -102,6 +102,7 @@ def _check(
     x: Array, ws: Sequence[Array], biases: Sequence[Array], activation: str | None
 ) -> None:
     check_activation(activation)
+    check_floating(x=x.dtype)
     if not ws or len(ws) != len(biases):
         raise ValueError(
             f"{len(ws)} weights and {len(biases)} biases, expected a bias for each of"
@@ -127,7 +128,15 @@ def _xla(
     # its bias. It does not where the inputs look different.
     inputs = [x] if len(ws) == 1 else jax.lax.optimization_barrier([x] * len(ws))
     layers = zip(inputs, ws, biases, strict=True)
-    return tuple(activate(x @ w + bias, activation) for x, w, bias in layers)
+    # On a CPU sums may stay in the type asked for, as in `pallas_kernels.matmul.xla`.
+    wide = DeviceSpec.current() is None and x.dtype.itemsize < 4
+    product = functools.partial(
+        jnp.matmul, preferred_element_type=jnp.float32 if wide else None
+    )
+    return tuple(
+        activate(product(x, w).astype(x.dtype) + bias, activation)
+        for x, w, bias in layers
+    )
 
 
 def _mosaic_gpu(

@@ -109,7 +109,8 @@ def tile_sparse_matmul(
         ``[*B,N]`` of the type of x, or ``[N,*B]``.
 
     Raises:
-        ValueError: shapes or types disagree, or the activation is unknown.
+        ValueError: shapes or types disagree, a type is not floating or has fewer than
+            16 bits, the activation is unknown, or the config is another op's.
         Unsupported: the implementation named cannot serve the arguments here.
         ExceptionGroup: none of several implementations can.
 
@@ -127,6 +128,7 @@ def tile_sparse_matmul(
     bias = None if bias is None else jnp.asarray(bias)
     x_major, y_major = _layouts(feature_major)
     check_product(x, w, bias, activation, x_major)
+    tuning.check_config(_OP, config, TileSparseConfig)
     if singles is not None:
         check_singles(w, singles)
     call = _Call(

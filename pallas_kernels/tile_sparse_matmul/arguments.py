@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.dispatch import check_floating
 from pallas_kernels.matmul.activations import check_activation
 from pallas_kernels.tile_sparse_matmul.format import TileSparse
 from pallas_kernels.tile_sparse_matmul.singles import SingleWeights
@@ -40,6 +41,9 @@ def check_product(
         )
     if x.dtype != w.dtype:
         raise ValueError(f"w has type {w.dtype}, expected that of x, {x.dtype}")
+    check_floating(x=x.dtype)
+    if bias is not None:
+        check_floating(bias=bias.dtype)
     if bias is not None and bias.shape != (outputs,):
         raise ValueError(f"bias has shape {bias.shape}, expected ({outputs},)")
     check_activation(activation)

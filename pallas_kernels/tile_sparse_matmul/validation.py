@@ -23,6 +23,8 @@ __all__ = [
 
 GRANULARITIES = (1, 8, 64)
 
+_LARGEST_INDEX = 2**31 - 1
+
 STEP = 64
 """Rows that a kernel multiplies at a time: the room in a tile is a multiple of it."""
 
@@ -83,6 +85,11 @@ def check_shapes(w: Any) -> None:
     inputs, outputs = w.shape
     if min(w.shape) < 1:
         raise ValueError(f"shape {w.shape}, expected at least one row and one column")
+    if max(w.shape) > _LARGEST_INDEX:
+        raise ValueError(
+            f"shape {w.shape}, expected at most {_LARGEST_INDEX} rows and columns,"
+            " which int32 counts"
+        )
     for name in ("rows", "counts", "columns"):  # kernels read them as they are
         if (array := getattr(w, name)) is not None and array.dtype != np.int32:
             raise ValueError(f"{name} of type {array.dtype}, expected int32")

@@ -10,6 +10,8 @@ of a tile, M tokens. With `feature_major` activations are [features,M], else
 [M,features].
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -71,10 +73,19 @@ def dense_matmul(
 
 
 def _dot(a: jax.Array, b: jax.Array, i: int, j: int, out_dtype: DTypeLike) -> jax.Array:
-    # XLA may sum in the type asked for: another type is rounded from fp32 sums.
-    sums = out_dtype if jnp.dtype(out_dtype) == a.dtype else jnp.float32
-    y = lax.dot_general(a, b, (((i,), (j,)), ((), ())), preferred_element_type=sums)
-    return y.astype(out_dtype)
+    # XLA may sum in the type asked for: another type is rounded from fp32 sums, and on
+    # a CPU, where it does, that type as well.
+    def run(a: jax.Array, b: jax.Array, *, sums: DTypeLike) -> jax.Array:
+        y = lax.dot_general(a, b, (((i,), (j,)), ((), ())), preferred_element_type=sums)
+        return y.astype(out_dtype)
+
+    wide = functools.partial(run, sums=jnp.float32)
+    as_asked = functools.partial(run, sums=out_dtype)
+    if jnp.dtype(out_dtype) != a.dtype:
+        return wide(a, b)
+    if a.dtype.itemsize > 2:
+        return as_asked(a, b)
+    return lax.platform_dependent(a, b, cpu=wide, default=as_asked)
 
 
 def _einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:

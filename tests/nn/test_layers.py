@@ -1,5 +1,10 @@
 """Linear, norms, MLP and block against their formulas in numpy."""
 
+# Wrong types are passed on purpose, and optional parts are there.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalCall=false
+# pyright: reportOptionalSubscript=false, reportOptionalMemberAccess=false
+# pyright: reportOperatorIssue=false
+
 import math
 
 import jax
@@ -60,7 +65,7 @@ def test_statistics_of_norms_are_in_fp32(kind):
     np.testing.assert_allclose(out.astype(jnp.float32), expected, rtol=2**-8)
 
 
-def row_parallel(rules, use_bias=True):
+def row_parallel(rules, use_bias=True, dtype=jnp.bfloat16):
     layer = RowParallelLinear(
         32,
         64,
@@ -68,7 +73,7 @@ def row_parallel(rules, use_bias=True):
         out_axes=("batch", "tokens", "act_embed"),
         use_bias=use_bias,
         rules=rules,
-        dtype=jnp.bfloat16,
+        dtype=dtype,
         rngs=nnx.Rngs(1),
     )
     if use_bias:
@@ -117,6 +122,21 @@ def test_post_norms_are_kernels_where_no_axis_splits_them():
             axis_types=(AxisType.Explicit,) * 4,
         )
         lower_for_cuda(run, h, x, mesh=one, kernels=1)
+
+
+@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
+def test_norms_of_sums_beyond_fp16(kind):
+    """On a mesh too, where no kernel adds the residual."""
+    h = jnp.asarray(15_000 * normal(4, 8, 32), jnp.float16)
+    residual = jnp.full((4, 8, 64), 65_000, jnp.float16)
+    norm = make_norm(kind, 64, 1e-5, dtype=jnp.float16, rngs=nnx.Rngs(0))
+    layer = row_parallel(fsdp_tp(), dtype=jnp.float16)
+    assert bool(jnp.isinf(residual + layer(h)).any())
+    wide = residual.astype(jnp.float32) + layer(h).astype(jnp.float32)
+    with jax.set_mesh(make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))):
+        out = norm_of_sum(norm, layer, h, residual)
+    assert bool(jnp.isfinite(out).all())
+    np.testing.assert_allclose(out, norm(wide), rtol=2**-8, atol=2**-8)
 
 
 def test_post_norm_block():

@@ -232,6 +232,36 @@ def test_mistakes():
         run(arrays | {"residual": arrays["residual"].astype(BF16)})
     with pytest.raises(ValueError, match="rows 6"):
         LayerNormConfig(rows=6)
+    for eps in (-1e-5, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=r"eps .* expected zero or a positive"):
+            layer_norm(**arrays, eps=eps)
+    with pytest.raises(Unsupported, match="XLA takes no config"):
+        run(arrays, implementation="xla", config=LayerNormConfig())
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_, jnp.float8_e4m3fn])
+def test_types_whose_results_would_be_truncated_are_refused(no_shape_hook, dtype):
+    arrays = operands(8, 4, jnp.float32)
+    for name in ("scale", "bias", "x_bias"):
+        with pytest.raises(ValueError, match=f"{name} has type .* expected one of"):
+            run(arrays | {name: arrays[name].astype(dtype)})
+    with pytest.raises(ValueError, match=r"config 4 .*expected a LayerNormConfig"):
+        run(arrays, config=4)
+    rows = {name: arrays[name].astype(dtype) for name in ("x", "residual")}
+    with pytest.raises(ValueError, match=r"x has type .* expected one of"):
+        run(arrays | rows)
+    with pytest.raises(ValueError, match=r"dtype has type .* expected one of"):
+        run(arrays, dtype=dtype)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
+def test_sums_beyond_fp16(implementation):
+    arrays = operands(8, 256, jnp.float16)
+    arrays |= {name: arrays[name] * 15_000 for name in ("x", "residual")}
+    assert float(jnp.abs(arrays["x"] + arrays["residual"]).max()) == jnp.inf
+    f = functools.partial(run, implementation="xla")
+    y = (f if implementation == "xla" else interpreted)(arrays)
+    assert relative_error(y, expected(arrays)) < RELATIVE[jnp.dtype(jnp.float16)]
 
 
 def test_the_heuristic_avoids_a_second_wave():

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,10 @@ import pytest
 
 from pallas_kernels import tuning
 from pallas_kernels.dispatch import Unsupported
-from pallas_kernels.matmul import MatmulConfig, matmul, reference
+from pallas_kernels.matmul import MatmulConfig, dense, matmul, reference
 from pallas_kernels.matmul.specs import SPECS
 from pallas_kernels.mosaic import H200, use_device
+from pallas_kernels.tile_sparse_matmul import xla as sparse_xla
 from tests.tolerances import RELATIVE, relative_error
 
 
@@ -147,16 +149,63 @@ def test_mistakes_of_the_caller_are_named():
         matmul(x, w, implementation="cublas")
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_sums_are_fp32_whatever_follows(dtype):
+    """XLA on a CPU merges a transpose into a product, which then sums in `dtype`."""
+    x, w, dy = operands(64, 96, 4096, dtype)
+    want = reference.matmul(x, w)
+    tolerance = 2 * float(jnp.finfo(dtype).eps)
+    found = {
+        "matmul": matmul,
+        "dense": lambda x, w: dense(x, [w], [jnp.zeros(96, dtype)])[0],
+        "tile_sparse": xla_dense,
+    }
+    for name, f in found.items():
+        y = jax.jit(lambda x, w, f=f: f(x, w).T)(x, w).T
+        assert relative_error(y, want) < tolerance, name
+    # Sums over 4,096 columns.
+    wide = jax.random.normal(jax.random.key(1), (96, 4096), dtype)
+    dy = jax.random.normal(jax.random.key(2), (64, 4096), dtype)
+
+    def input_gradient(x):
+        return gradients(matmul, x, wide, dy)[0].T
+
+    want = reference.matmul(dy, wide.T)
+    y = jax.jit(input_gradient)(jnp.zeros((64, 96), dtype)).T
+    assert relative_error(y, want) < tolerance
+
+
+def xla_dense(x, w):
+    majors = {"feature_major": (False, False), "out_dtype": x.dtype}
+    return sparse_xla.dense_matmul(x, w, **majors)
+
+
+@pytest.mark.parametrize(
+    "dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8, jnp.complex64]
+)
+def test_types_without_right_gradients_are_refused(no_shape_hook, dtype):
+    x, w, _ = operands(8, 16, 24, jnp.float32)
+    with pytest.raises(ValueError, match=r"x has type .*, expected one of .*bfloat16"):
+        matmul(x.astype(dtype), w.astype(dtype))
+    with pytest.raises(ValueError, match=r"out_dtype has type .*, expected one of"):
+        matmul(x, w, out_dtype=dtype)
+    with pytest.raises(ValueError, match=r"x has type .*, expected one of"):
+        dense(x.astype(dtype), [w.astype(dtype)], [jnp.ones(16, dtype)])
+
+
+def test_configs_of_another_op_are_refused(no_shape_hook):
+    x, w, _ = operands(8, 16, 24, jnp.float32)
+    wrong: Any = 128
+    with pytest.raises(ValueError, match=r"config 128 .*expected a MatmulConfig"):
+        matmul(x, w, config=wrong)
+
+
 def test_operands_that_are_no_matrices(no_shape_hook):
     x, w, _ = operands(8, 16, 24, jnp.float32)
     with pytest.raises(ValueError, match=r"x has shape \(24,\).*\[\*B, M, K\]"):
         matmul(x[0], w)
     with pytest.raises(ValueError, match=r"w \(1, 24, 16\).*jax.vmap"):
         matmul(x, w[None])
-    with pytest.raises(ValueError, match="x has type int32, expected a floating"):
-        matmul(x.astype(jnp.int32), w.astype(jnp.int32))
-    with pytest.raises(ValueError, match="out_dtype has type int32"):
-        matmul(x, w, out_dtype=jnp.int32)
 
 
 def test_a_config_is_never_ignored():

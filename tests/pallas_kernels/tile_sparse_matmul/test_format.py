@@ -1,6 +1,10 @@
 """The packed weight: round trips, what is refused, files."""
 
+# Wrong types are passed on purpose.
+# pyright: reportArgumentType=false
+
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +15,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels.tile_sparse_matmul import (
     TileSparse,
+    files,
     load_tile_sparse,
     save_tile_sparse,
 )
@@ -147,8 +152,35 @@ def test_files_that_are_refused(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(module, 99)
         save_tile_sparse(path, {"a": w})
-    with pytest.raises(ValueError, match="has version 99 of the format, expected 1"):
+    with pytest.raises(ValueError, match="has version 99 of the format, expected 2"):
         load_tile_sparse(path)
+
+
+def test_a_flipped_bit_is_noticed(tmp_path):
+    w, _, _ = random_weight(16, 12, 4, [3, 9, 4], pruned=[0])
+    path = tmp_path / "weights.safetensors"
+    save_tile_sparse(path, {"a": w})
+    good = path.read_bytes()
+    header = 8 + int.from_bytes(good[:8], "little")
+    places = np.random.default_rng(0).integers(0, len(good), 60)
+    # Some in the header and most in the tensors, one of them the last byte.
+    for place in (0, 7, 8, header - 1, header, len(good) - 1, *places):
+        bad = bytearray(good)
+        bad[place] ^= 1 << int(place) % 8
+        path.write_bytes(bad)
+        with pytest.raises(ValueError, match=r"is no|holds no|has version|is damaged"):
+            load_tile_sparse(path)
+    for size in (0, 7, header - 1, len(good) - 1):
+        path.write_bytes(good[:size])
+        with pytest.raises(ValueError, match="is no safetensors file"):
+            load_tile_sparse(path)
+    path.write_bytes(good)
+    assert load_tile_sparse(path)["a"].shape == (16, 12)
+
+
+def declared(inputs):
+    """The header of a weight that is said to have so many rows."""
+    return json.dumps({"a": {"shape": [inputs, 12], "granularity": 1}})
 
 
 @pytest.mark.parametrize(
@@ -159,10 +191,20 @@ def test_files_that_are_refused(tmp_path, monkeypatch):
         (lambda tensors, header: header.pop("weights"), "is damaged: 'weights'"),
         (lambda tensors, header: header.update(weights="{"), "is damaged: Expecting"),
         (lambda tensors, header: header.update(weights='{"a": {}}'), "'shape'"),
+        (lambda tensors, header: header.update(weights="[]"), "expected an object"),
+        (lambda tensors, header: header.update(weights="[" * 10**5), "is damaged"),
+        (lambda tensors, header: header.update(weights=declared(10**12)), "int32"),
+        (lambda tensors, header: header.update(weights=declared(2**30)), "65536 times"),
         (lambda tensors, _: tensors.update({"a.counts": np.int32([99] * 3)}), "counts"),
+        (lambda tensors, _: tensors.update({"b": np.ones(2)}), r"unknown .*\['b'\]"),
+        (
+            lambda tensors, _: tensors.update({"a.values": np.ones((3, 24, 4), int)}),
+            "a.values has type int64",
+        ),
     ],
 )
 def test_damaged_files_are_refused(tmp_path, damage, message):
+    """Though their checksum is right."""
     import safetensors.numpy
 
     w, _, _ = random_weight(*SMALL)
@@ -172,6 +214,7 @@ def test_damaged_files_are_refused(tmp_path, damage, message):
         header = dict(file.metadata())
     tensors = safetensors.numpy.load_file(path)
     damage(tensors, header)
+    header["sha256"] = files._digest(tensors, header.get("weights", ""))
     safetensors.numpy.save_file(tensors, path, metadata=header)
     with pytest.raises(ValueError, match=message) as error:
         load_tile_sparse(path)
