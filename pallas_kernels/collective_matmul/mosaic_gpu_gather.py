@@ -9,8 +9,10 @@ streams it. The gathered rows stay in an output: the backward pass wants them.
 Axis letters: B leading axes, m rows of one device, K contraction, N columns; D devices.
 """
 
+import dataclasses
 import functools
 import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -35,13 +37,14 @@ from pallas_kernels.collective_matmul.layout import (
     pad_rows,
 )
 from pallas_kernels.matmul.mosaic_gpu import (
-    load_tile,
+    Columns,
     multiply_tile,
     run_roles,
     snake_tiles,
     store_tile,
 )
 from pallas_kernels.mosaic import DeviceSpec
+from pallas_kernels.mosaic.aliases import Ref, Scalar
 
 
 __all__ = ["all_gather_matmul"]
@@ -93,158 +96,24 @@ def all_gather_matmul(
         num_blocks=num_blocks(config, device),
         config=config,
     )
-    own_blocks = layout.blocks_of_device
-    widths = [t.counts[1] for t in tiles]
-    # Column tiles of all weights, one weight after the other.
-    starts = [sum(widths[:i]) for i in range(len(ws))]
-    cn = config.cluster_tiles[1]
-    # The number of devices is even, so row blocks always pair up.
-    counts = (devices * own_blocks, pl.cdiv(sum(widths), cn) * cn)
     # Row blocks hold a whole number of chunks, the last and lower one of a device too.
-    common = math.gcd(config.tile_m, x.shape[1])
+    common = math.gcd(config.tile_m, layout.rows)
     chunks = Chunks.of(common, depth, x.dtype, config.buffer_bytes)
-    heights = config.tile_m, x.shape[1] - (layout.blocks - 1) * config.tile_m
-    sizes = [chunks.count(height) for height in heights]
-    per_piece = math.gcd(config.piece_chunks, *sizes)
-    # Pieces of a row block, of the last one, of a device within one leading index.
-    pieces, last_pieces = (size // per_piece for size in sizes)
-    of_device = (layout.blocks - 1) * pieces + last_pieces
-
-    def place(m: Any) -> tuple[Any, Any, Any, Any]:
-        """Device, leading index and row block of a row of tiles; is it our own."""
-        own, others = m < own_blocks, jnp.int32(devices - 1)
-        block = jnp.where(own, m, lax.div(m - own_blocks, others))
-        distance = jnp.where(own, 0, 1 + lax.rem(m - own_blocks, others))
-        return layout.device(distance), *layout.split(block), own
-
-    def body(x_ref, *refs, **scratch):
-        w_refs, out_refs, gathered = refs[: len(ws)], refs[len(ws) : -1], refs[-1]
-        arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((devices * own_blocks,)))
-        left = pl.get_global(plgpu.SemaphoreType.REGULAR)
-
-        def pull():
-            of_peers = (devices - 1) * batch * of_device
-            mine, piece_of = layout.pieces_of_block(devices * batch * of_device)
-
-            def chunk_at(index):
-                """Source, row block, leading index, rows and columns.
-
-                The row blocks of peers come in the order of their tiles, own ones last.
-                """
-                turn, chunk = divide(index, per_piece)
-                own = piece_of(turn) >= of_peers
-                sources = jnp.where(own, 1, devices - 1)
-                number = piece_of(turn) - jnp.where(own, of_peers, 0)
-                b, number = divide(number, sources * of_device)
-                full = (layout.blocks - 1) * pieces * sources
-                last = number >= full
-                row, piece = divide(
-                    number - jnp.where(last, full, 0),
-                    jnp.where(last, last_pieces, pieces),
-                )
-                block = jnp.where(last, layout.blocks - 1, lax.div(row, sources))
-                which = jnp.where(last, row, lax.rem(row, sources))
-                device = layout.device(jnp.where(own, 0, 1 + which))
-                chunk = (block * pieces + piece) * per_piece + chunk
-                return device, b * layout.blocks + block, b, chunks.window(chunk)
-
-            def source(index):
-                device, _, b, window = chunk_at(index)
-                there: Any = {axis_name: device}
-                return plgpu.remote_ref(x_ref, there).at[(b, *window)]
-
-            def target(index, store):
-                device, _, b, window = chunk_at(index)
-                store(gathered.at[(layout.slab(b, device), *window)])
-
-            def stored(index):
-                @pl.when(lax.rem(index, jnp.int32(per_piece)) == per_piece - 1)
-                def _announce():
-                    device, block, _, _ = chunk_at(index)
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=False)
-                    arrival = arrived.at[device * own_blocks + block]
-                    plgpu.semaphore_signal(arrival, memory_scope="gpu")
-
-            relay(
-                chunks,
-                scratch,
-                config.buffers,
-                mine * per_piece,
-                source,
-                target,
-                stored,
-            )
-            layout.leave(left)
-
-        def load(m, n, slot):
-            source, b, number, own = place(m)
-
-            def stream(rows_ref, slot):
-                """From the rows and the weight that column tile n belongs to."""
-
-                def choose(i, slot):
-                    def run(slot):
-                        return load_tile(
-                            tiles[i],
-                            rows_ref,
-                            w_refs[i],
-                            scratch,
-                            number,
-                            n - starts[i],
-                            slot,
-                        )
-
-                    if i == 0:
-                        return run(slot)
-                    earlier = functools.partial(choose, i - 1)
-                    return lax.cond(n >= starts[i], run, earlier, slot)
-
-                return choose(len(ws) - 1, slot)
-
-            def remote(slot):
-                block = b * layout.blocks + number
-                arrival = arrived.at[source * own_blocks + block]
-                last = number == layout.blocks - 1
-                wait_for_signal(arrival, jnp.where(last, last_pieces, pieces), "gpu")
-                return stream(gathered.at[layout.slab(b, source)], slot)
-
-            local = functools.partial(stream, x_ref.at[b])
-            return lax.cond(own, local, remote, slot)
-
-        def consume(m, n, slot, consumer):
-            source, b, number, _ = place(m)
-            sums, slot = multiply_tile(tiles[0], scratch, consumer, slot)
-            for i, out in enumerate(out_refs):
-                end = starts[i + 1] if i + 1 < len(ws) else counts[1]
-
-                @pl.when((n >= starts[i]) & (n < end))
-                def _store(i=i, out=out):
-                    rows_ref = out.at[layout.slab(b, source)]
-                    view = functools.partial(
-                        tiles[i].out_view, rows_ref, number, n - starts[i], consumer
-                    )
-                    store_tile(tiles[i], sums, scratch, consumer, view)
-
-            return slot
-
-        run_roles(
-            tiles[0],
-            scratch,
-            snake_tiles(layout.order, counts),
-            load,
-            consume,
-            spare_warps=[pull],
-        )
-
-    shape = (batch * devices, layout.rows)
-    outputs = [
-        jax.ShapeDtypeStruct((*shape, t.problem.n), t.problem.out_dtype) for t in tiles
-    ]
+    plan = Plan(layout=layout, columns=Columns(tiles=tiles), chunks=chunks)
+    gathered_rows = (batch * devices, layout.rows)
     results = launch(
-        body,
+        lambda *refs, **scratch: Roles.of(plan, refs, scratch).run(),
         x,
         *ws,
-        out_type=[*outputs, jax.ShapeDtypeStruct((*shape, depth), x.dtype)],
+        out_type=[
+            *(
+                jax.ShapeDtypeStruct(
+                    (*gathered_rows, cut.problem.n), cut.problem.out_dtype
+                )
+                for cut in tiles
+            ),
+            jax.ShapeDtypeStruct((*gathered_rows, depth), x.dtype),
+        ],
         tiles=tiles[0],
         chunks=chunks,
         config=config,
@@ -253,6 +122,234 @@ def all_gather_matmul(
         name="all_gather_matmul",
     )
     *outs, gathered = (
-        y[:, :rows].reshape(batch, devices * rows, y.shape[-1]) for y in results
+        y[:, :rows].reshape(batch, devices * rows, y.shape[-1])  # [B,D*m,N or K]
+        for y in results
     )
     return tuple(outs), gathered
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A gather and its products as they are cut.
+
+    A row block is moved in *pieces* of some chunks, each announced when it is there.
+    """
+
+    layout: Layout
+    """Rows and devices."""
+    columns: Columns
+    """The tiles of each weight, one weight after the other."""
+    chunks: Chunks
+    """How rows are read from a peer."""
+
+    @property
+    def config(self) -> CollectiveConfig:
+        """How the products are cut."""
+        return self.layout.config
+
+    @property
+    def devices(self) -> int:
+        """D."""
+        return self.layout.devices
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Output tiles along rows and columns, in whole clusters."""
+        # The number of devices is even, so row blocks always pair up.
+        return self.devices * self.layout.blocks_of_device, self.columns.count
+
+    @property
+    def for_each_tile(self) -> Callable[..., Any]:
+        """The tiles of a block, for `run_roles`."""
+        return snake_tiles(self.layout.order, self.counts)
+
+    def place(self, m: Scalar) -> tuple[Scalar, Scalar, Scalar, Scalar]:
+        """Device, leading index and row block of a row of tiles; is it our own."""
+        own_blocks = self.layout.blocks_of_device
+        own, others = m < own_blocks, jnp.int32(self.devices - 1)
+        block = jnp.where(own, m, lax.div(m - own_blocks, others))
+        distance = jnp.where(own, 0, 1 + lax.rem(m - own_blocks, others))
+        return self.layout.device(distance), *self.layout.split(block), own
+
+    @property
+    def _chunks_of_blocks(self) -> tuple[int, int]:
+        """Chunks of a row block, and of the last one of a device."""
+        tile = self.config.tile_m
+        last = self.layout.rows - (self.layout.blocks - 1) * tile
+        return self.chunks.count(tile), self.chunks.count(last)
+
+    @property
+    def piece_chunks(self) -> int:
+        """Chunks of a piece."""
+        return math.gcd(self.config.piece_chunks, *self._chunks_of_blocks)
+
+    @property
+    def pieces(self) -> tuple[int, int]:
+        """Pieces of a row block, and of the last one of a device."""
+        full, last = self._chunks_of_blocks
+        return full // self.piece_chunks, last // self.piece_chunks
+
+    @property
+    def pieces_of_rows(self) -> int:
+        """Pieces of a device's rows within one leading index."""
+        full, last = self.pieces
+        return (self.layout.blocks - 1) * full + last
+
+    def chunk(self, piece: Callable[[Scalar], Scalar], index: Scalar) -> Any:
+        """Where a chunk lies: device, row block, leading index, rows and columns.
+
+        The row blocks of peers come in the order of their tiles, own ones last.
+
+        Args:
+            piece: from the number of a turn to that of the piece moved in it.
+            index: int32, number of the chunk among those that this block moves.
+        """
+        layout, (pieces, last_pieces) = self.layout, self.pieces
+        of_peers = (self.devices - 1) * layout.batch * self.pieces_of_rows
+        turn, chunk = divide(index, self.piece_chunks)
+        own = piece(turn) >= of_peers
+        sources = jnp.where(own, 1, self.devices - 1)
+        number = piece(turn) - jnp.where(own, of_peers, 0)
+        b, number = divide(number, sources * self.pieces_of_rows)
+        full = (layout.blocks - 1) * pieces * sources
+        last = number >= full
+        row, part = divide(
+            number - jnp.where(last, full, 0), jnp.where(last, last_pieces, pieces)
+        )
+        block = jnp.where(last, layout.blocks - 1, lax.div(row, sources))
+        which = jnp.where(last, row, lax.rem(row, sources))
+        device = layout.device(jnp.where(own, 0, 1 + which))
+        chunk = (block * pieces + part) * self.piece_chunks + chunk
+        return device, b * layout.blocks + block, b, self.chunks.window(chunk)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Roles:
+    """What the warps of a block do."""
+
+    plan: Plan
+    """How the work is cut."""
+    x: Ref
+    """Rows of this device, [B,m,K]."""
+    ws: Sequence[Ref]
+    """Weights."""
+    outs: Sequence[Ref]
+    """Products, [B*D,m,N] each."""
+    gathered: Ref
+    """Rows of all devices, [B*D,m,K]."""
+    scratch: Mapping[str, Ref]
+    """Shared memory and barriers."""
+    arrived: Ref
+    """Semaphores by device and row block: pieces that are here."""
+    left: Ref
+    """Semaphore: blocks of peers that read no more."""
+
+    @classmethod
+    def of(cls, plan: Plan, refs: Sequence[Ref], scratch: dict[str, Ref]) -> "Roles":
+        """From what the kernel gets."""
+        weights = len(plan.columns.tiles)
+        x, *refs, gathered = refs
+        return cls(
+            plan=plan,
+            x=x,
+            ws=refs[:weights],
+            outs=refs[weights:],
+            gathered=gathered,
+            scratch=scratch,
+            arrived=pl.get_global(
+                plgpu.SemaphoreType.REGULAR(
+                    (plan.devices * plan.layout.blocks_of_device,)
+                )
+            ),
+            left=pl.get_global(plgpu.SemaphoreType.REGULAR),
+        )
+
+    def run(self) -> None:
+        """Each warp takes its role."""
+        run_roles(
+            self.plan.columns.tiles[0],
+            self.scratch,
+            self.plan.for_each_tile,
+            self.load,
+            self.consume,
+            spare_warps=[self.pull],
+        )
+
+    # --- Spare warp -------------------------------------------------------------------
+
+    def pull(self) -> None:
+        """Copies rows of the peers, then own ones, to the gathered array."""
+        plan, layout = self.plan, self.plan.layout
+        total = plan.devices * layout.batch * plan.pieces_of_rows
+        mine, piece = layout.pieces_of_block(total)
+        chunk_at = functools.partial(plan.chunk, piece)
+
+        def source(index: Scalar) -> Ref:
+            device, _, b, window = chunk_at(index)
+            there: Any = {layout.axis_name: device}
+            return plgpu.remote_ref(self.x, there).at[(b, *window)]
+
+        def target(index: Scalar, store: Callable[[Ref], None]) -> None:
+            device, _, b, window = chunk_at(index)
+            store(self.gathered.at[(layout.slab(b, device), *window)])
+
+        def stored(index: Scalar) -> None:
+            last = plan.piece_chunks - 1
+
+            @pl.when(lax.rem(index, jnp.int32(plan.piece_chunks)) == last)
+            def _announce() -> None:
+                device, block, _, _ = chunk_at(index)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=False)
+                arrival = self.arrived.at[device * layout.blocks_of_device + block]
+                plgpu.semaphore_signal(arrival, memory_scope="gpu")
+
+        relay(
+            plan.chunks,
+            self.scratch,
+            plan.config.buffers,
+            mine * plan.piece_chunks,
+            source,
+            target,
+            stored,
+        )
+        layout.leave(self.left)
+
+    # --- Producer ---------------------------------------------------------------------
+
+    def load(self, m: Scalar, n: Scalar, slot: Scalar) -> Scalar:
+        """Streams the operands of a tile, once its rows are here."""
+        layout = self.plan.layout
+        source, b, row_block, own = self.plan.place(m)
+
+        def stream(rows: Ref, slot: Scalar) -> Scalar:
+            load_tile = self.plan.columns.load_tile
+            return load_tile(rows, self.ws, self.scratch, row_block, n, slot)
+
+        def local(slot: Scalar) -> Scalar:
+            return stream(self.x.at[b], slot)
+
+        def remote(slot: Scalar) -> Scalar:
+            block = b * layout.blocks + row_block
+            arrival = self.arrived.at[source * layout.blocks_of_device + block]
+            pieces, last_pieces = self.plan.pieces
+            last = row_block == layout.blocks - 1
+            wait_for_signal(arrival, jnp.where(last, last_pieces, pieces), "gpu")
+            return stream(self.gathered.at[layout.slab(b, source)], slot)
+
+        return lax.cond(own, local, remote, slot)
+
+    # --- Consumers --------------------------------------------------------------------
+
+    def consume(self, m: Scalar, n: Scalar, slot: Scalar, consumer: Scalar) -> Scalar:
+        """Multiplies a tile and stores it."""
+        plan, columns = self.plan, self.plan.columns
+        source, b, row_block, _ = plan.place(m)
+        sums, slot = multiply_tile(columns.tiles[0], self.scratch, consumer, slot)
+
+        def store(i: int, start: int) -> None:
+            cut, rows = columns.tiles[i], self.outs[i].at[plan.layout.slab(b, source)]
+            view = functools.partial(cut.out_view, rows, row_block, n - start, consumer)
+            store_tile(cut, sums, self.scratch, consumer, view)
+
+        columns.for_weight(n, store)
+        return slot

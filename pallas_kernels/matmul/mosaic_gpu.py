@@ -11,6 +11,7 @@ A kernel that communicates (all-gather matmul, matmul reduce-scatter) reuses
 * `Tiles`: shapes, shared memory, and the views of operands and stages;
 * `load_tile` and `multiply_tile`: one output tile of the producer and of a consumer;
   both carry the stage of the ring, so tiles follow each other without a bubble;
+* `Columns`: which of several weights a column tile belongs to;
 * `store_tile`: registers to any destination, through a small ring of its own;
 * `run_roles`: the flat loop over tiles with an order of the caller's choosing, where
   the caller may wait before the loads of a tile and signal after its store.
@@ -31,6 +32,7 @@ Axis letters: M rows, K contraction, N columns.
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -56,6 +58,7 @@ from pallas_kernels.mosaic import (
 
 
 __all__ = [
+    "Columns",
     "Tiles",
     "check_problem",
     "load_tile",
@@ -254,6 +257,56 @@ def load_tile(tiles: Tiles, x: Any, w: Any, scratch: Any, m: Any, n: Any, slot: 
         return next_slot(slot, config.stages)
 
     return lax.fori_loop(0, tiles.k_tiles, step, slot)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Columns:
+    """Column tiles of several weights of one left operand, one weight after another.
+
+    All weights have one config, so that a tile of any of them passes through one ring.
+    """
+
+    tiles: Sequence[Tiles]
+    """The tiles of each weight."""
+
+    @property
+    def starts(self) -> list[int]:
+        """The first column tile of each weight, then their number."""
+        return [0, *itertools.accumulate(cut.counts[1] for cut in self.tiles)]
+
+    @property
+    def count(self) -> int:
+        """Column tiles of all weights."""
+        return self.starts[-1]
+
+    def load_tile(
+        self, x: Any, ws: Sequence[Any], scratch: Any, m: Any, n: Any, slot: Any
+    ) -> Any:
+        """`load_tile` from the weight that column tile `n` belongs to."""
+        starts = self.starts
+
+        def load(i: int, slot: Any) -> Any:
+            """From weight i or an earlier one."""
+
+            def from_this(slot: Any) -> Any:
+                return load_tile(
+                    self.tiles[i], x, ws[i], scratch, m, n - starts[i], slot
+                )
+
+            if i == 0:
+                return from_this(slot)
+            earlier = functools.partial(load, i - 1)
+            return lax.cond(n >= starts[i], from_this, earlier, slot)
+
+        return load(len(self.tiles) - 1, slot)
+
+    def for_weight(self, n: Any, work: Callable[[int, int], None]) -> None:
+        """Calls ``work(i, start)`` for weight i, to which column tile `n` belongs."""
+        for i, (start, end) in enumerate(itertools.pairwise(self.starts)):
+
+            @pl.when((n >= start) & (n < end))
+            def _(i: int = i, start: int = start) -> None:
+                work(i, start)
 
 
 def multiply_tile(

@@ -10,7 +10,6 @@ Axis letters: M rows, K contraction, N columns.
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -27,9 +26,9 @@ from pallas_kernels.matmul.config import MatmulConfig, Problem
 from pallas_kernels.matmul.mosaic_gpu import (
     CONSUMERS,
     TILE_ROWS,
+    Columns,
     Tiles,
     check_problem,
-    load_tile,
     multiply_tile,
     run_roles,
     snake_tiles,
@@ -109,10 +108,8 @@ def dense(
                 " of a weight; cut it or use implementation='xla'"
             )
     tiles = [Tiles(problem=problem, config=config) for problem in problems]
-    widths = [problem.n // config.tile_n for problem in problems]
-    starts = [0, *itertools.accumulate(widths)]
-    cut = tiles[0]
-    counts = cut.counts[0], starts[-1]
+    cut, columns = tiles[0], Columns(tiles=tiles)
+    counts = cut.counts[0], columns.count
     if config.split != "m" or config.cluster == "n":
         raise Unsupported(
             f"dense: {config}, expected split='m' and clusters along m or none"
@@ -129,19 +126,7 @@ def dense(
         out_refs = refs[2 * len(ws) :]
 
         def load(m: Any, n: Any, slot: Any) -> Any:
-            def choose(i: int, slot: Any) -> Any:
-                """From the last weight that begins at or before column tile n."""
-
-                def run(slot: Any) -> Any:
-                    ref, column = w_refs[i], n - starts[i]
-                    return load_tile(tiles[i], x_ref, ref, scratch, m, column, slot)
-
-                if i == 0:
-                    return run(slot)
-                earlier = functools.partial(choose, i - 1)
-                return lax.cond(n >= starts[i], run, earlier, slot)
-
-            return choose(len(ws) - 1, slot)
+            return columns.load_tile(x_ref, w_refs, scratch, m, n, slot)
 
         def finish(kept: Any, consumer: Any, chunk: int) -> None:
             """Activates and stores a chunk of the tile that was kept, if there is."""
@@ -155,12 +140,13 @@ def dense(
                 plgpu.wait_smem_to_gmem(chunks - 1, wait_read_only=True)
                 buffer[...] = y
                 plgpu.commit_smem()
-                for i, out in enumerate(out_refs):
 
-                    @pl.when((n >= starts[i]) & (n < starts[i + 1]))
-                    def _copy(i=i, out=out):
-                        view = tiles[i].out_view(out, m, n - starts[i], consumer, chunk)
-                        plgpu.copy_smem_to_gmem(buffer, view)
+                def copy(i: int, start: int) -> None:
+                    out, column = out_refs[i], n - start
+                    view = tiles[i].out_view(out, m, column, consumer, chunk)
+                    plgpu.copy_smem_to_gmem(buffer, view)
+
+                columns.for_weight(n, copy)
 
         def consume(m: Any, n: Any, carry: Any, consumer: Any) -> Any:
             slot, kept = carry
@@ -189,7 +175,7 @@ def dense(
         @pl.when(lax.axis_index("warpgroup") == CONSUMERS)
         def _biases():
             for i, bias_ref in enumerate(bias_refs):
-                first = starts[i] * chunks
+                first = columns.starts[i] * chunks
                 rows = pl.ds(first, problems[i].n // CHUNK)
                 plgpu.copy_gmem_to_smem(bias_ref, bias_smem.at[rows], bias_full)
 
