@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, Key
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """How tokens are drawn: temperature first, then top-k, then top-p.
+    """The settings of drawing tokens: temperature first, then top-k, then top-p.
 
     Example:
         >>> SamplingConfig(temperature=0.8, top_p=0.95).top_k is None

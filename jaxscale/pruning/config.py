@@ -117,7 +117,7 @@ class PruneConfig:
 
     @property
     def tiled(self) -> bool:
-        """Whether the pattern has tiles of columns."""
+        """True where the pattern has tiles of columns."""
         return self.pattern in TILE_WISE
 
 
@@ -125,7 +125,7 @@ _SCOPES = Literal["global", "layer"]
 
 
 def pruned_units(total: int, sparsity: float) -> int:
-    """How many of `total` equal units a sparsity prunes: half a unit rounds up.
+    """Return how many of `total` equal units a sparsity prunes; half a unit rounds up.
 
     ``floor(total * sparsity + 1/2)``; every mask keeps exactly the rest.
 

@@ -204,7 +204,7 @@ def _parts(
     name: str,
     alive: Bool[np.ndarray, "L F"] | None,
 ) -> tuple[Literal["rows", "columns"] | None, list[_Part]]:
-    """What the shards divide, and the shards of each layer of a stack."""
+    """Return what the shards divide, and the shards of each layer of a stack."""
     config = masks.config
     by_rows, by_columns = layer_shards(layer, config.shards)
     shards = max(by_rows, by_columns)

@@ -36,7 +36,7 @@ _VERSION = "1"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Masks:
-    """What every chosen layer keeps.
+    """The masks of all chosen layers: what each of them keeps.
 
     Example:
         >>> from jaxscale.models import Decoder, preset
@@ -209,7 +209,7 @@ def make_model_masks(
 
 
 def _related(model: Any) -> dict[str, tuple[str | None, str | None]]:
-    """By layer: with which it shares its columns, and which feeds it."""
+    """Map each layer to the one that shares its columns and the one that feeds it."""
     found: dict[str, tuple[str | None, str | None]] = {}
     for network in feed_forwards(model):
         first, *others = network.inputs

@@ -19,7 +19,7 @@ def keep_best(
     *,
     allowed: Sequence[Bool[np.ndarray, "..."]] | None = None,
 ) -> list[Bool[np.ndarray, "..."]]:
-    """Which units are among the best `keep` of all arrays; ties go to the earlier.
+    """Mark the best `keep` units of all arrays together; ties go to the earlier.
 
     Args:
         scores: Any arrays, one entry a unit.
@@ -116,7 +116,7 @@ def unit_means(
 def unit_all(
     matrix: Bool[np.ndarray, "K N"], rows: int, columns: int
 ) -> Bool[np.ndarray, "a b"]:
-    """Whether all elements of each unit are true."""
+    """Mark the units whose elements are all true."""
     height, width = matrix.shape
     return matrix.reshape(height // rows, rows, width // columns, columns).all((1, 3))
 

@@ -33,7 +33,7 @@ class LayerReport:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """What the pruned layers cost to run, beside the dense ones."""
+    """The cost of running the pruned layers, beside that of the dense ones."""
 
     dense: int
     """Multiply-adds a token of the dense layers."""
@@ -95,7 +95,7 @@ def layer_reports(masks: Masks, scores: Scores) -> list[LayerReport]:
 
 
 def work(masks: Masks) -> Work:
-    """What the chosen layers cost to run."""
+    """Count what the chosen layers cost to run."""
     dense = tiled = single = 0
     ratios = []
     for name, places in masks.chosen.items():

@@ -84,7 +84,7 @@ def _evenly(sparsities: Sequence[float], steps: int) -> tuple[Stage, ...]:
 
 
 class MaskState(NamedTuple):
-    """What a mask of gradients keeps in the state of the optimizer."""
+    """The state of the optimizer under a mask of gradients."""
 
     codes: dict[str, Any]
     """By layer, for each weight: 0 pruned, 1 in a tile, 2 a single weight."""

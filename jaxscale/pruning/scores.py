@@ -169,7 +169,7 @@ class _Probed(Linear):
     def __call__(
         self, x: Float[Array, "B T in"], activation: str | None = None
     ) -> Float[Array, "B T out"]:
-        """What the layer without a probe gives."""
+        """Return what the layer without a probe gives."""
         return super().__call__(_observe(x, self.probe[...]), activation)
 
 

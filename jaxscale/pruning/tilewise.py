@@ -71,7 +71,7 @@ class Matrix:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mask:
-    """What a matrix keeps."""
+    """The elements that one matrix keeps."""
 
     kept: Bool[np.ndarray, "K N"]
     """Everything."""
@@ -252,7 +252,7 @@ def _allowed_pieces(
     config: PruneConfig,
     pieces: int,
 ) -> list[np.ndarray] | None:
-    """Which pieces may be kept; None for all of them."""
+    """Mark the pieces that may be kept; None stands for all of them."""
     rows, tile = config.k_granularity, config.tile
     place = {matrix.name: i for i, matrix in enumerate(matrices)}
     before, fed = [], []
@@ -353,7 +353,7 @@ def _bundles(matrices: Sequence[Matrix], config: PruneConfig) -> list[list[int]]
 
 
 def _same_tiles(matrices: Sequence[Matrix], config: PruneConfig) -> bool:
-    """Whether what earlier stages left of some matrices has the same tiles."""
+    """Return whether what earlier stages left of the matrices has the same tiles."""
     if all(matrix.previous_tiled is None for matrix in matrices):
         return True
     kept = [_alive([matrix]) for matrix in matrices]
@@ -412,7 +412,7 @@ def _balance(
     row_shards: int,
     allowed: Bool[np.ndarray, "R T"] | None,
 ) -> Bool[np.ndarray, "R T"]:
-    """As many pieces as `kept` has, shared out equally among tiles and row shards."""
+    """Share out as many pieces as `kept` has equally among tiles and row shards."""
     rows, tiles = score.shape
     if not tiles:
         return kept
@@ -441,7 +441,7 @@ def _allowed(matrices: Sequence[Matrix]) -> list[np.ndarray] | None:
 
 
 def _check(matrix: Matrix, config: PruneConfig) -> None:
-    """Whether the scores are numbers and the units divide the matrix."""
+    """Check that the scores are numbers and that the units divide the matrix."""
     check_units(matrix, config)
     name, scores = matrix.name, matrix.scores
     if not np.isfinite(scores).all() or scores.min(initial=0) < 0:

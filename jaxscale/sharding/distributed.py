@@ -29,7 +29,7 @@ _HELLO = "jaxscale"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """What one process knows about its job."""
+    """The place of one process in its job."""
 
     process_id: int = 0
     """Number of this process, from 0."""
@@ -373,7 +373,7 @@ def _greet(
 
 
 def _waits(connection: socket.socket) -> bool:
-    """Whether the other side is still there: a process that restarts comes again."""
+    """Return whether the other side still waits; one that restarts comes again."""
     connection.setblocking(False)
     try:
         return bool(connection.recv(1, socket.MSG_PEEK))

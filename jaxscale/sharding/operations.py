@@ -234,7 +234,7 @@ def per_shard(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shards:
-    """How a `jax.shard_map` over all axes that are not Manual cuts its arguments.
+    """The specs by which a `jax.shard_map` over all but the Manual axes cuts arguments.
 
     `per_shard` is this without knowledge of the axes; a function that communicates asks
     `names` over which axes a dimension is split.
@@ -256,7 +256,7 @@ class Shards:
         in_axes: Sequence[Sequence[str | None]],
         rules: AxisRules,
     ) -> "Shards | None":
-        """What becomes of `args`; None where no axis splits anything."""
+        """Return how `args` are cut; None where no axis splits anything."""
         mesh = _current_mesh(args)
         types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
         free = frozenset(n for n, kind in types.items() if kind != AxisType.Manual)
@@ -360,7 +360,7 @@ def _gather_storage_axes(
 def _is_gathered(
     w: Shaped[Array, "..."], w_axes: Sequence[str | None], rules: AxisRules
 ) -> bool:
-    """Whether the mesh has more than one shard of `w` for one place of computation."""
+    """Return whether one device computes with more than one shard of `w`."""
     mesh = _current_mesh((w,))
     manual = set(mesh.manual_axes)
     stored = rules.mesh_axes(w_axes) & rules.mesh_axes(["batch"]) - manual

@@ -85,7 +85,7 @@ def _first_element(values: Any) -> tuple[ir.Value, ir.Value]:
 
 
 def _register_places(values: Any) -> dict[tuple[int, ...], tuple[int, int]]:
-    """How far the element of each register lies from the lane's first, by index."""
+    """Return the offset of each register's element from its lane's first."""
     width = values.shape[1]
     strides = values.layout.tiling.tile_strides((width, 1))
     return {
@@ -103,13 +103,13 @@ def _keep_band(values: Any, *limits: ir.Value | None) -> Any:
     places = _register_places(values)
 
     def both(combine: Any, first: Any, second: Any) -> Any:
-        """Of two limits that may not be there."""
+        """Combine two limits, each of which may not be there."""
         if first is None or second is None:
             return second if first is None else first
         return combine(first, second)
 
     def conditions(row_offset: int) -> tuple[Any, Any, Any]:
-        """Whether the row stays; the least and the largest offset of a column."""
+        """Return whether the row stays, and its columns' least and largest offset."""
         row = arith.addi(lane_row, arith.constant(i32, row_offset))
         stays = both(
             arith.andi,
@@ -230,7 +230,7 @@ def in_register_order(values: jax.Array) -> jax.Array:
 
 
 def load_in_register_order(ref: Ref) -> jax.Array:
-    """What was stored `in_register_order`.
+    """Load what was stored `in_register_order`.
 
     Args:
         ref: fp32 [16, 256] of global memory.
@@ -385,7 +385,7 @@ def _is_between(row: ir.Value, first: ir.Value, stop: ir.Value) -> ir.Value:
 
 
 def _address(ref: ir.Value, place: tuple[ir.Value, ...], strides: list[int]) -> Any:
-    """Of an element of a ref; strides in bytes."""
+    """Compute the address of an element of a ref; strides are in bytes."""
     i64 = ir.IntegerType.get_signless(64)
     address = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ref))
     for index, stride in zip(place, strides, strict=True):
@@ -486,7 +486,7 @@ def _whole_pieces(
 
 
 def any_of_warp(column: jax.Array) -> jax.Array:
-    """Whether something holds for a row of this warp; other warps may differ.
+    """Return whether something holds for any row of this warp; other warps may differ.
 
     For branches without barriers and without products of the tensor cores, which a
     warp may take or not by itself.

@@ -254,7 +254,7 @@ def _search_tile(
     sequences = ir.MemRefType(bounds.type).shape[0]
 
     def bound(at: ir.Value) -> ir.Value:
-        """Where a sequence starts, the rest of the tokens included."""
+        """Return where a sequence starts; the tokens after the last count as one."""
         inside = arith.minui(at, c(sequences - 1))
         value = memref.load(bounds, [arith.index_cast(ir.IndexType.get(), inside)])
         past = arith.cmpi(arith.CmpIPredicate.uge, at, c(sequences))

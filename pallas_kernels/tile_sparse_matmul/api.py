@@ -183,7 +183,7 @@ def _tile_sparse_matmul(
 
 
 def _layouts(feature_major: Any) -> tuple[bool, bool]:
-    """Whether features are the leading axis of x and of y."""
+    """Return whether features are the leading axis of x and of y."""
     if isinstance(feature_major, bool | np.bool_):
         return bool(feature_major), bool(feature_major)
     if not isinstance(feature_major, Sequence) or len(feature_major) != 2:
@@ -235,7 +235,7 @@ def _singles_want_dense(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Call:
-    """What is static in a call."""
+    """The static part of a call."""
 
     shape: tuple[int, int]
     granularity: int

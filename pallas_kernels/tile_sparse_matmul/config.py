@@ -31,7 +31,7 @@ TILES = (64, 128, 256)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TileSparseConfig:
-    """How the Hopper kernel cuts a tile-sparse product."""
+    """The tiling of a tile-sparse product on Hopper."""
 
     block_tokens: int = 256
     """Tokens of an output block: 64, 128 or 256; its features are those of a tile."""
@@ -73,7 +73,7 @@ class TileSparseConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GradConfig:
-    """How the Hopper kernel cuts the gradient of the values."""
+    """The tiling of the gradient of the values on Hopper."""
 
     block_rows: int = 128
     """Kept rows of an output block: 64, 128 or 256; its features are those of a
@@ -151,7 +151,7 @@ class Problem:
 
     @property
     def gathers(self) -> bool:
-        """Whether single rows are gathered; else the copy engine moves whole groups."""
+        """True where single rows are gathered; else TMA moves whole groups."""
         return self.granularity < STEP or (self.x_major and self.m % STEP > 0)
 
     @property
@@ -212,7 +212,7 @@ class Problem:
 
 
 def _fits(problem: Problem, block_tokens: int) -> bool:
-    """Whether two consumers can share the block and its sums fit their registers."""
+    """Return whether two consumers can share the block and its sums."""
     area = block_tokens * problem.tile
     return 64 * 128 <= area <= CONSUMERS * 64 * 256
 

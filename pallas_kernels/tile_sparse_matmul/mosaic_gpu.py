@@ -134,7 +134,7 @@ class _Cut:
 
     @property
     def one_line(self) -> bool:
-        """Whether the output is not wider than one chunk of a store."""
+        """True where the output is no wider than one chunk of a store."""
         return self.out_shape[1] <= self.tiles.store_columns
 
     def operands(self, scratch: Any) -> tuple[Any, Any]:
@@ -158,7 +158,7 @@ class _Cut:
 
     @property
     def producers(self) -> tuple[str, ...]:
-        """What producers there are; each is a warpgroup."""
+        """The producers of a block; each is a warpgroup."""
         if not self.problem.gathers:
             return ("load",)
         return ("load", "gather") if two_producers(self.tiles) else ("gather",)
@@ -211,7 +211,7 @@ class _Schedule:
         self.mine = self.rounds + jnp.where(last < left, 1, 0)
 
     def locate(self, i: Any) -> tuple[Any, Any, Any]:
-        """Of the `i`-th block here, or the last: place in the order, split, tokens."""
+        """Return place in the order, split and tokens of block `i`, or of the last."""
         config, lines = self.cut.config, self.lines
         i = jnp.minimum(i, self.mine - 1)
         within = jnp.where(lax.rem(i, 2) == 1, self.place, self.worker)

@@ -49,7 +49,7 @@ threads with 128 registers a thread, whatever a warpgroup asks for later."""
 
 
 def two_producers(tiles: Tiles) -> bool:
-    """Whether plain copies and gathers can have a warpgroup each."""
+    """True where plain copies and gathers can have a warpgroup each."""
     return math.prod(tiles.config.block) <= _FOUR_WARPGROUPS
 
 

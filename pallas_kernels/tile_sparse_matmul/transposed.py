@@ -18,7 +18,7 @@ __all__ = ["has_tiles", "transposed"]
 
 
 def has_tiles(w: TileSparse) -> bool:
-    """Whether the transpose of a weight is tile-wise, for the kernels."""
+    """Return whether the transpose of a weight is tile-wise, for the kernels."""
     whole = w.shape[1] == w.tiles * w.tile and w.columns is None
     return w.granularity == STEP and w.tile % STEP == 0 and whole
 

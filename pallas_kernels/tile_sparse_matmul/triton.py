@@ -32,7 +32,7 @@ __all__ = ["Launch", "launch_of", "tile_sparse_kernel", "tile_sparse_matmul"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Launch:
-    """How Triton cuts a product."""
+    """The tiling and launch of one product by Triton."""
 
     block_tokens: int
     """Tokens of a program; its features are those of a tile."""
@@ -43,7 +43,7 @@ class Launch:
 
 
 def launch_of(tokens: int, tile: int, tiles: int, device: DeviceSpec) -> Launch:
-    """How to cut a product on a GPU.
+    """Choose the launch of a product on a GPU.
 
     Args:
         tokens: M.

@@ -30,7 +30,7 @@ STEP = 64
 
 
 def is_whole(value: Any) -> bool:
-    """Whether a value is an integer, of Python or numpy, and no bool."""
+    """Return whether a value is an integer, of Python or numpy, and no bool."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
@@ -41,7 +41,7 @@ def room_for(count: int, tile: int) -> int:
 
 
 def kept_rows(mask: np.ndarray, tile: int) -> np.ndarray:
-    """Which rows each tile keeps, [T,K], of a mask that must be tile-wise."""
+    """Mark the rows that each tile keeps, [T,K], of a mask that must be tile-wise."""
     num_rows, num_columns = mask.shape
     tiles = max(-(-num_columns // tile), 1)
     kept = np.zeros((tiles, num_rows), np.bool_)

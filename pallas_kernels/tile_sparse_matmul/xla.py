@@ -24,7 +24,7 @@ __all__ = ["dense_matmul", "gathers", "grad_values", "tile_sparse_matmul"]
 
 
 def gathers(w: TileSparse, tokens: int) -> bool:
-    """Whether gathering activations moves less than unpacking the weight."""
+    """Return whether gathering activations moves less than unpacking the weight."""
     return tokens * w.tiles * w.room <= w.shape[0] * w.packed_columns
 
 
