@@ -120,7 +120,8 @@ def run(command: PruneCommand) -> Pruned:
         f"prune {source} to {command.prune.sparsity:.1%}, pattern "
         f"{command.prune.pattern}"
     )
-    pruned = prune_and_tune(config, model, text, command.prune, command.tune)
+    with run_directory.given_up_on_failure(directory):
+        pruned = prune_and_tune(config, model, text, command.prune, command.tune)
     finish(directory, pruned, text)
     return pruned
 

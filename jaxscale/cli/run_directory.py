@@ -5,10 +5,12 @@ the checkpoints and the metrics, so that the directory alone is enough to contin
 run or to generate from it.
 """
 
+import contextlib
 import dataclasses
 import json
 import types
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,12 @@ from jaxscale import __version__, sharding
 from jaxscale.models import Decoder, DecoderConfig
 from jaxscale.sharding import AxisRules, TensorParallel
 from jaxscale.training import Checkpointer, TextData, TrainConfig
+from jaxscale.training.checkpoint import complete_steps
 
 
 RUN_FILE = "run.json"
+FAILED_FILE = "run.failed.json"
+"""In its place where the run ended before its first checkpoint."""
 MASKS_FILE = "masks.safetensors"
 """Beside it where the run is that of a pruned model."""
 
@@ -109,7 +114,22 @@ def write(directory: Path, config: TrainConfig, text: TextData) -> None:
     draft = directory / f".{RUN_FILE}"
     draft.write_text(json.dumps(content, indent=2) + "\n")
     draft.replace(directory / RUN_FILE)
+    (directory / FAILED_FILE).unlink(missing_ok=True)
     text.tokenizer.save(directory)
+
+
+@contextlib.contextmanager
+def given_up_on_failure(directory: Path) -> Iterator[None]:
+    """Leave `directory` free for another run if this one fails with nothing saved.
+
+    Its files stay, and ``run.json`` becomes ``run.failed.json``.
+    """
+    try:
+        yield
+    except BaseException:
+        if jax.process_index() == 0 and not _saved(directory) and is_run(directory):
+            (directory / RUN_FILE).replace(directory / FAILED_FILE)
+        raise
 
 
 def read_config(directory: Path) -> TrainConfig:
@@ -171,22 +191,36 @@ def load_model(
         return checkpoints.restore_model(target, step)
 
 
-def check_free(directory: Path, config: TrainConfig, *, resume: bool) -> None:
+def check_free(
+    directory: Path, config: TrainConfig, *, resume: bool, step: int | None = None
+) -> None:
     """Check that the run of `config` may write into `directory`.
+
+    A run that has saved nothing binds nobody: other settings may resume it.
 
     Args:
         directory: Where the run writes.
         config: Its settings.
         resume: Whether it may continue the run that is there.
+        step: The checkpoint that it continues from; None is the newest.
 
     Raises:
-        ValueError: the directory holds another run or other files, or is a file.
+        ValueError: the directory holds another run or other files, or is a file, or
+            there is no checkpoint of `step`.
     """
+    saved = _saved(directory)
+    if step is not None and not (resume and step in saved):
+        raise ValueError(
+            f"step {step} must be a checkpoint of a run that --resume continues; in "
+            f"output_dir {directory} there are {saved}"
+        )
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"output_dir {directory} is a file; choose a directory")
     if not directory.exists() or not any(directory.iterdir()):
         return
     if not is_run(directory):
+        if (directory / FAILED_FILE).is_file() and not saved:
+            return
         raise ValueError(
             f"output_dir {directory} holds files that are no run of jaxscale; "
             "choose another directory"
@@ -196,7 +230,9 @@ def check_free(directory: Path, config: TrainConfig, *, resume: bool) -> None:
             f"output_dir {directory} already holds a run; add --resume to continue it, "
             "or choose another directory"
         )
-    done = max(map(int, _checkpoints(directory)), default=0)
+    if not saved:
+        return
+    done = saved[-1] if step is None else step
     if done > config.steps:
         raise ValueError(
             f"steps {config.steps}, but the run in output_dir {directory} has done "
@@ -218,7 +254,9 @@ def check_text(directory: Path, text: TextData) -> None:
     Raises:
         ValueError: the text has changed.
     """
-    if is_run(directory) and _read(directory)["text"] != text.train.fingerprint:
+    if not (is_run(directory) and _saved(directory)):
+        return
+    if _read(directory)["text"] != text.train.fingerprint:
         raise ValueError(
             f"output_dir {directory} belongs to a run on other text: the files, the "
             "tokenizer or the Python that provides the corpus have changed; bring them "
@@ -226,13 +264,8 @@ def check_text(directory: Path, text: TextData) -> None:
         )
 
 
-def _checkpoints(directory: Path) -> list[str]:
-    """The names of the complete checkpoints, which are their steps."""
-    return [
-        entry.name
-        for entry in (directory / "checkpoints").glob("*")
-        if entry.name.isdecimal()
-    ]
+def _saved(directory: Path) -> list[int]:
+    return complete_steps(directory / "checkpoints")
 
 
 def _read(directory: Path) -> dict[str, Any]:
@@ -247,10 +280,14 @@ def _read(directory: Path) -> dict[str, Any]:
 
 
 def _identity(config: TrainConfig) -> dict[str, Any]:
-    """What a continued run may not change, by dotted names."""
+    """What a continued run may not change, by dotted names.
+
+    Where the text comes from is free: what it is, `check_text` compares.
+    """
     data = to_dict(config.data)
-    for free in ("batch_size", "prefetch", "cache_dir"):
-        del data[free]
+    free = ("paths", "suffixes", "tokenizer", "cache_dir", "batch_size", "prefetch")
+    for name in free:
+        del data[name]
     return _flat(config.identity() | {"data": data})
 
 

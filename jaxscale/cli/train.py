@@ -19,6 +19,7 @@ from jaxscale.cli.options import parse
 from jaxscale.cli.runs import find_run
 from jaxscale.models import PRESETS
 from jaxscale.training import (
+    DamagedCheckpoint,
     FitResult,
     TextData,
     TrainConfig,
@@ -27,6 +28,7 @@ from jaxscale.training import (
     load_tokenizer,
     packed_batches,
 )
+from jaxscale.training.checkpoint import set_aside_after
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,8 @@ class TrainCommand:
     """The run."""
     resume: bool = False
     """Continue the run in the output directory from its newest checkpoint."""
+    step: int | None = None
+    """Continue from this checkpoint instead; those of later steps are set aside."""
     devices: int | None = None
     """Simulate this many CPU devices instead of using those of the machine."""
 
@@ -67,14 +71,21 @@ def main(arguments: Sequence[str]) -> int:
         sharding.launch_in_order()
     with usage_errors():
         sharding.initialize()
-    result = train(command.config, resume=command.resume)
+    result = train(command.config, resume=command.resume, step=command.step)
     if jax.process_index() == 0:
         print(_report(command.config, result))
     return 1 if result.interrupted else 0
 
 
-def train(config: TrainConfig, *, resume: bool = False) -> FitResult:
+def train(
+    config: TrainConfig, *, resume: bool = False, step: int | None = None
+) -> FitResult:
     """Check `config`, prepare its output directory and text, and train.
+
+    Args:
+        config: The settings of the run.
+        resume: Whether to continue the run in the output directory.
+        step: The checkpoint to continue from; None is the newest that can be read.
 
     Raises:
         UsageError: the settings cannot work; nothing has been compiled or written.
@@ -82,7 +93,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> FitResult:
     directory = Path(config.output_dir)
     with usage_errors():
         check(config)
-        run_directory.check_free(directory, config, resume=resume)
+        run_directory.check_free(directory, config, resume=resume, step=step)
         text = load_text(config.data)
         run_directory.check_text(directory, text)
         train_data, eval_data = packed_batches(config, text)
@@ -90,7 +101,13 @@ def train(config: TrainConfig, *, resume: bool = False) -> FitResult:
         _check_same_text(text)
         if jax.process_index() == 0:
             run_directory.write(directory, config, text)
-    return fit(config, train_data=train_data, eval_data=eval_data)
+    try:
+        with run_directory.given_up_on_failure(directory):
+            if step is not None:
+                set_aside_after(directory / "checkpoints", step)
+            return fit(config, train_data=train_data, eval_data=eval_data)
+    except DamagedCheckpoint as error:
+        raise UsageError(str(error)) from None
 
 
 def check(config: TrainConfig) -> None:

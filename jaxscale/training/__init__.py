@@ -1,6 +1,6 @@
 """Training: losses, optimizers, the step, checkpoints, metrics and the loop."""
 
-from jaxscale.training.checkpoint import Checkpointer
+from jaxscale.training.checkpoint import Checkpointer, DamagedCheckpoint
 from jaxscale.training.config import TrainConfig
 from jaxscale.training.corpus import (
     Document,
@@ -52,6 +52,7 @@ from jaxscale.training.step import (
 
 __all__ = [
     "Checkpointer",
+    "DamagedCheckpoint",
     "DataConfig",
     "Document",
     "Evaluation",

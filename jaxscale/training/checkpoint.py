@@ -1,16 +1,27 @@
 """Checkpoints of a run: parameters by name, optimizer, data position, settings."""
 
+import contextlib
+import logging
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 
+
+logger = logging.getLogger("jaxscale.training")
 
 _ITEMS = ("state", "data", "config")
+
+
+class DamagedCheckpoint(ValueError):
+    """Files of a checkpoint are missing or cut off; its message names it."""
 
 
 class Checkpointer:
@@ -20,7 +31,9 @@ class Checkpointer:
     under the path of each parameter, so that it outlives changes of the code), ``data``
     (position of the data iterator) and ``config`` (settings of the run). It becomes
     visible by a rename when all of it is written: what a killed process leaves behind
-    is ignored, and removed when the next run opens the directory.
+    is ignored, and removed when the next run opens the directory. Where the newest one
+    cannot be read, for example after a disk was full, the one before is taken, with a
+    line on the log; a directory that lacks an item counts for nothing.
 
     Example:
         >>> import tempfile, jax.numpy as jnp
@@ -65,6 +78,9 @@ class Checkpointer:
         self.directory = Path(directory).resolve()
         self._config = dict(config or {})
         self._orbax = ocp = _require_orbax()
+        if not read_only:  # Orbax would count them among those to keep
+            whole = complete_steps(self.directory)
+            _set_aside(self.directory, set(_numbered(self.directory)) - set(whole))
         policies = ocp.checkpoint_managers
         preserve = [policies.LatestN(keep)]
         if keep_every is not None:
@@ -94,7 +110,7 @@ class Checkpointer:
     @property
     def steps(self) -> list[int]:
         """The steps of which there is a complete checkpoint, oldest first."""
-        return sorted(self._manager.all_steps())
+        return complete_steps(self.directory)
 
     def save(self, step: int, state: Any, data_state: Mapping[str, Any]) -> None:
         """Copy `state` to the host and write it in the background.
@@ -128,46 +144,70 @@ class Checkpointer:
         Args:
             target: Arrays or `jax.ShapeDtypeStruct` with the wanted structure, types
                 and shardings, on whatever mesh.
-            step: Which checkpoint; None is the newest.
+            step: Which checkpoint; None is the newest that can be read.
 
         Raises:
             FileNotFoundError: there is no checkpoint, or none of `step`.
+            DamagedCheckpoint: that of `step`, or every one, cannot be read.
             ValueError: the settings of the run or the parameters differ; the message
                 names them.
         """
-        step = self._find(step)
         args = self._orbax.args
-        items = self._manager.restore(
-            step,
-            args=args.Composite(data=args.JsonRestore(), config=args.JsonRestore()),
-        )
-        self._check_config(step, items["config"])
-        return self._restore_arrays(target, step, prefix=""), dict(items["data"])
+
+        def read(step: int) -> tuple[S, dict[str, Any]]:
+            with self._reading(step):
+                items = self._manager.restore(
+                    step,
+                    args=args.Composite(
+                        data=args.JsonRestore(), config=args.JsonRestore()
+                    ),
+                )
+                data, config = dict(items["data"]), dict(items["config"])
+            self._check_config(step, config)
+            return self._restore_arrays(target, step, prefix=""), data
+
+        return self._newest(read, step)
 
     def restore_model[M](self, target: M, step: int | None = None) -> M:
         """The model alone, without the optimizer, for evaluation and generation.
 
         Args:
             target: Module with the wanted types and shardings, for example abstract.
-            step: Which checkpoint; None is the newest.
+            step: Which checkpoint; None is the newest that can be read.
 
         Raises:
             FileNotFoundError: there is no checkpoint, or none of `step`.
+            DamagedCheckpoint: that of `step`, or every one, cannot be read.
             ValueError: the parameters differ; the message names them.
         """
-        return self._restore_arrays(target, self._find(step), prefix="model.")
+
+        def read(step: int) -> M:
+            return self._restore_arrays(target, step, prefix="model.")
+
+        return self._newest(read, step)
 
     def config(self, step: int | None = None) -> dict[str, Any]:
         """The settings that a checkpoint was made with.
 
         Raises:
             FileNotFoundError: there is no checkpoint, or none of `step`.
+            DamagedCheckpoint: that of `step`, or every one, cannot be read.
         """
         args = self._orbax.args
-        restored = self._manager.restore(
-            self._find(step), args=args.Composite(config=args.JsonRestore())
-        )
-        return dict(restored["config"])
+
+        def read(step: int) -> dict[str, Any]:
+            with self._reading(step):
+                restored = self._manager.restore(
+                    step, args=args.Composite(config=args.JsonRestore())
+                )
+                return dict(restored["config"])
+
+        return self._newest(read, step)
+
+    def set_aside_after(self, step: int) -> None:
+        """Rename the checkpoints of later steps; see the function of this name."""
+        set_aside_after(self.directory, step)
+        self._manager.reload()
 
     def wait(self) -> None:
         """Return when everything is on disk; raises what went wrong on the way."""
@@ -191,6 +231,38 @@ class Checkpointer:
             )
         return steps[-1] if step is None else step
 
+    def _newest[R](self, read: Callable[[int], R], step: int | None) -> R:
+        """What `read` finds in the checkpoint of `step`, or in the newest it can."""
+        if step is not None:
+            return read(self._find(step))
+        self._find(None)
+        for candidate in reversed(self.steps):
+            result, error = None, None
+            try:
+                result = read(candidate)
+            except DamagedCheckpoint as damaged:
+                error = damaged
+            if _everywhere(error is None):
+                return result  # pyright: ignore[reportReturnType]
+            logger.warning("%s", error or f"another process: {candidate} is damaged")
+        raise DamagedCheckpoint(
+            f"no checkpoint in {self.directory} can be read; choose another output_dir"
+        )
+
+    @contextlib.contextmanager
+    def _reading(self, step: int) -> Iterator[None]:
+        """Errors of the file formats, many lines long, as `DamagedCheckpoint`."""
+        try:
+            yield
+        except (MemoryError, PermissionError, jax.errors.JaxRuntimeError):
+            raise  # the machine's fault
+        except Exception as error:
+            reason = (str(error).splitlines() or [""])[0]
+            raise DamagedCheckpoint(
+                f"checkpoint {step} in {self.directory} is damaged and not used "
+                f"({type(error).__name__}: {reason[:100]})"
+            ) from error
+
     def _check_config(self, step: int, saved: Mapping[str, Any]) -> None:
         ours, theirs = _flatten(self._config), _flatten(saved)
         differences = [
@@ -206,8 +278,12 @@ class Checkpointer:
 
     def _restore_arrays[S](self, target: S, step: int, *, prefix: str) -> S:
         wanted = {prefix + name: leaf for name, leaf in named_leaves(target).items()}
-        saved = self._manager.item_metadata(step).state.tree
-        found = {n: x for n, x in _flatten(saved).items() if n.startswith(prefix)}
+        with self._reading(step):
+            metadata = self._manager.item_metadata(step).state
+            if metadata is None:
+                raise FileNotFoundError("state/_METADATA")
+            saved = _flatten(metadata.tree)
+        found = {name: x for name, x in saved.items() if name.startswith(prefix)}
         self._check_arrays(step, wanted, found)
         abstract = _nest(
             {
@@ -216,16 +292,13 @@ class Checkpointer:
             }
         )
         ocp = self._orbax
-        restored = self._manager.restore(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.PyTreeRestore(
-                    abstract,
-                    restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
-                    partial_restore=bool(prefix),
-                )
-            ),
+        args = ocp.args.PyTreeRestore(
+            abstract,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
+            partial_restore=bool(prefix),
         )
+        with self._reading(step):
+            restored = self._manager.restore(step, args=ocp.args.Composite(state=args))
         arrays = _flatten(restored["state"])
         return jax.tree.unflatten(
             jax.tree.structure(target), [arrays[name] for name in wanted]
@@ -248,6 +321,56 @@ class Checkpointer:
                 f"optimizer: it {', '.join(problems[:5])}{more}; use the settings that "
                 "it was made with"
             )
+
+
+def complete_steps(directory: str | os.PathLike[str]) -> list[int]:
+    """The steps of which there is a checkpoint with all its items, oldest first.
+
+    Args:
+        directory: Of the checkpoints; it need not exist.
+    """
+    path = Path(directory)
+    return sorted(
+        step
+        for step in _numbered(path)
+        if all((path / str(step) / item).is_dir() for item in _ITEMS)
+    )
+
+
+def set_aside_after(directory: str | os.PathLike[str], step: int) -> None:
+    """Rename the checkpoints of later steps than `step`, ``12`` to ``12.aside``.
+
+    A run that is continued from `step` then writes its own.
+
+    Args:
+        directory: Of the checkpoints, on which no `Checkpointer` is writing.
+        step: The newest that stays.
+    """
+    path = Path(directory)
+    _set_aside(path, {other for other in _numbered(path) if other > step})
+
+
+def _set_aside(directory: Path, steps: set[int]) -> None:
+    if jax.process_index() == 0:
+        for step in steps:
+            aside = directory / f"{step}.aside"
+            shutil.rmtree(aside, ignore_errors=True)
+            (directory / str(step)).rename(aside)
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("checkpoints set aside")
+
+
+def _numbered(directory: Path) -> list[int]:
+    """The entries whose name is a step, complete or not."""
+    names = [path.name for path in directory.glob("*")]
+    return [int(name) for name in names if name.isdecimal() and name == str(int(name))]
+
+
+def _everywhere(ok: bool) -> bool:
+    """Whether it is so on all processes, which must take the same checkpoint."""
+    if jax.process_count() == 1:
+        return ok
+    return bool(np.all(multihost_utils.process_allgather(np.array(ok))))
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:

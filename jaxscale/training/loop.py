@@ -116,6 +116,7 @@ def fit(
     Raises:
         ValueError: the settings do not fit the devices, the checkpoint in the output
             directory belongs to another run, or `train_data` ends before the last step.
+        DamagedCheckpoint: none of the checkpoints there can be read.
         TypeError: the position of `train_data` cannot be saved, or `eval_data` can be
             walked through only once.
     """
@@ -338,6 +339,7 @@ def _start(
         )
         state, position = checkpoints.restore(target)
         batches.set_state(position)
+        checkpoints.set_aside_after(int(state.step))  # what could not be read
         logger.info("continue after step %d", int(state.step))
     elif model is None:
         state = jax.jit(create, out_shardings=layout)()

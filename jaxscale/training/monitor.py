@@ -106,7 +106,9 @@ class JsonlWriter(Writer):
     def start(self, first_step: int, total_steps: int) -> None:
         """Keep the lines up to `first_step`."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        lines = self._path.read_text().splitlines() if self._path.exists() else []
+        lines = []
+        if self._path.exists():
+            lines = self._path.read_text(errors="replace").splitlines()
         kept = [line for line in lines if _step_of(line) <= first_step]
         draft = self._path.with_name(f".{self._path.name}")
         draft.write_text("".join(line + "\n" for line in kept))
@@ -126,8 +128,9 @@ class JsonlWriter(Writer):
 
 def _step_of(line: str) -> float:
     try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError):  # the last line of a killed run may be cut off
+        return float(json.loads(line)["step"])
+    # The last line of a killed run may be cut off, any may be damaged.
+    except (ValueError, KeyError, TypeError):
         return math.inf
 
 

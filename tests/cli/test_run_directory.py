@@ -6,7 +6,7 @@ import json
 import pytest
 
 from jaxscale.cli import run_directory
-from jaxscale.models import Tokenizer, preset
+from jaxscale.models import DecoderConfig, Tokenizer, preset
 from jaxscale.sharding import MeshConfig
 from jaxscale.training import DataConfig, TextData, TokenCorpus, TrainConfig
 
@@ -24,12 +24,38 @@ def text_of(*documents):
     )
 
 
+def save(run, step):
+    """A checkpoint as far as the directory tells."""
+    for item in ("state", "data", "config"):
+        (run / "checkpoints" / str(step) / item).mkdir(parents=True)
+
+
+def test_a_run_that_fails_before_its_first_checkpoint_gives_its_place_up(tmp_path):
+    def fail():
+        with run_directory.given_up_on_failure(tmp_path):
+            raise MemoryError
+
+    run_directory.write(tmp_path, RUN, text_of([1, 2]))
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(MemoryError):
+        fail()
+    corrected = dataclasses.replace(RUN, model=preset("llama_1b"))
+    run_directory.check_free(tmp_path, corrected, resume=False)
+    run_directory.write(tmp_path, corrected, text_of([1, 2]))
+    assert not (tmp_path / "run.failed.json").exists()
+    save(tmp_path, 3)
+    with pytest.raises(MemoryError):
+        fail()
+    with pytest.raises(ValueError, match="already holds a run; add --resume"):
+        run_directory.check_free(tmp_path, corrected, resume=False)
+
+
 def test_settings_and_tokenizer_come_back_as_they_were(tmp_path):
     run = tmp_path / "runs" / "one"
     run_directory.write(run, RUN, text_of([1, 2]))
     assert run_directory.is_run(run)
     assert not run_directory.is_run(tmp_path / "runs")
-    assert RUN.model.rope_scaling is not None
+    assert isinstance(RUN.model, DecoderConfig) and RUN.model.rope_scaling is not None
     assert run_directory.read_config(run) == RUN
     assert Tokenizer.from_file(run).vocab_size == 260
 
@@ -70,7 +96,12 @@ def test_a_directory_is_free_or_resumed_or_refused(tmp_path):
     run_directory.write(run, RUN, text_of([1, 2]))
     with pytest.raises(ValueError, match="already holds a run; add --resume"):
         check(run, RUN, resume=False)
+    wider = dataclasses.replace(RUN, model=preset("llama3_8b"))
+    check(run, wider, resume=True)  # nothing is saved yet
+    save(run, 500)
     check(run, RUN, resume=True)
+    moved = dataclasses.replace(RUN.data, paths=("./a", "b/../b"), tokenizer="x/../t")
+    check(run, dataclasses.replace(RUN, data=moved), resume=True)
     longer = dataclasses.replace(RUN, steps=2000, mesh=MeshConfig(fsdp=2))
     check(run, longer, resume=True)
     other = dataclasses.replace(RUN, data=dataclasses.replace(RUN.data, seed=5))
@@ -79,7 +110,15 @@ def test_a_directory_is_free_or_resumed_or_refused(tmp_path):
     plain = dataclasses.replace(RUN, model=preset("llama3_8b"))
     with pytest.raises(ValueError, match=r"its model\.max_seq_len is 131072"):
         check(run, plain, resume=True)
-    (run / "checkpoints" / "1500").mkdir(parents=True)
+    (run / "checkpoints" / "9999").mkdir()  # no item in it: no checkpoint
+    with pytest.raises(ValueError, match=r"step 400 must be a checkpoint .* \[500\]"):
+        check(run, RUN, resume=True, step=400)
+    with pytest.raises(
+        ValueError, match=r"step 500 must be .* that --resume continues"
+    ):
+        check(tmp_path / "new", RUN, resume=False, step=500)
+    save(run, 1500)
+    check(run, RUN, resume=True, step=500)
     with pytest.raises(ValueError, match=r"steps 1000, but .* has done 1500 already"):
         check(run, RUN, resume=True)
 
@@ -87,6 +126,8 @@ def test_a_directory_is_free_or_resumed_or_refused(tmp_path):
 def test_a_continued_run_needs_its_text(tmp_path):
     run_directory.check_text(tmp_path, text_of([1, 2]))
     run_directory.write(tmp_path, RUN, text_of([1, 2]))
+    run_directory.check_text(tmp_path, text_of([1, 3]))  # nothing is saved yet
+    save(tmp_path, 3)
     run_directory.check_text(tmp_path, text_of([1, 2]))
     with pytest.raises(ValueError, match="belongs to a run on other text: the files"):
         run_directory.check_text(tmp_path, text_of([1, 3]))

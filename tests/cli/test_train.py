@@ -231,6 +231,16 @@ def test_train_resume_and_generate(call, tmp_path, text, capfd):
     code, out, err = call(*options, "--steps", "5", "--resume")
     assert code == 0, err
     assert "5 steps, held-out loss" in out
+    # Another spelling of the path, and a newest checkpoint whose arrays are cut off.
+    options[options.index(text)] = text / ".." / "text"
+    for file in (run / "checkpoints" / "5" / "state").rglob("d/*"):
+        os.truncate(file, file.stat().st_size // 2)
+    code, out, err = call(*options, "--steps", "5", "--resume")
+    assert code == 0, err
+    assert "Traceback" not in err
+    assert (run / "checkpoints" / "5.aside").is_dir()
+    code, out, err = call(*options, "--steps", "5", "--resume", "--step", "3")
+    assert code == 0, err
     assert json.loads((run / "run.json").read_text())["config"]["steps"] == 5
     records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     assert [r["step"] for r in records if "loss" in r] == [1, 2, 3, 4, 5]

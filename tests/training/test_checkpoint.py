@@ -1,6 +1,8 @@
 """Checkpoints: exact, on another mesh, and errors that name what does not fit."""
 
 import dataclasses
+import os
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,11 @@ import pytest
 from flax import nnx
 
 from jaxscale.sharding import MeshConfig, create, fsdp, make_mesh, shardings
-from jaxscale.training.checkpoint import Checkpointer, named_leaves
+from jaxscale.training.checkpoint import (
+    Checkpointer,
+    DamagedCheckpoint,
+    named_leaves,
+)
 from jaxscale.training.optimizer import OptimizerConfig, make_optimizer
 from jaxscale.training.step import TrainState
 from tests.training import toy
@@ -154,7 +160,7 @@ def test_parameters_that_do_not_fit(tmp_path, state):
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state, {})
         checkpointer.wait()
-        model = toy.Toy()
+        model: Any = toy.Toy()
         model.gate = nnx.Param(jnp.ones(3))
         model.up = nnx.Param(jnp.ones((2, 16, 48)))
         del model.scale
@@ -177,3 +183,76 @@ def test_parameters_that_do_not_fit(tmp_path, state):
 def test_impossible_settings(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         Checkpointer(tmp_path, **options)
+
+
+def damage(step, how):
+    """A directory of a step as crashes and full disks leave it."""
+    state = step / "state"
+    if how == "cut off":
+        for file in state.rglob("d/*"):
+            os.truncate(file, file.stat().st_size // 2)
+    elif how == "no metadata":
+        (state / "_METADATA").unlink()
+    elif how == "empty metadata":
+        (state / "_METADATA").write_text("")
+    elif how == "no position":
+        (step / "data" / "metadata").unlink()
+
+
+@pytest.fixture
+def three(tmp_path):
+    """Checkpoints of the steps 1 to 3, whose array is their step."""
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2, 3):
+            tree = {"model": {"w": jnp.full(3000, step)}}
+            checkpointer.save(step, tree, {"row": step})
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "how", ["cut off", "no metadata", "empty metadata", "no position"]
+)
+def test_a_damaged_checkpoint_is_passed_over_with_a_line(three, how, caplog):
+    damage(three / "3", how)
+    target = {"model": {"w": jnp.zeros(3000, jnp.int32)}}
+    with Checkpointer(three, read_only=True) as checkpointer:
+        restored, data = checkpointer.restore(target)
+        with pytest.raises(DamagedCheckpoint, match=r"checkpoint 3 in .* is damaged"):
+            checkpointer.restore(target, 3)
+    np.testing.assert_array_equal(restored["model"]["w"], 2)
+    assert data == {"row": 2}
+    (line,) = [r.getMessage() for r in caplog.records if r.name != "absl"]
+    assert line.startswith(f"checkpoint 3 in {three} is damaged and not used (")
+    assert len(line.splitlines()) == 1 and len(line) < 400
+
+
+def test_a_model_comes_from_the_newest_checkpoint_that_can_be_read(three):
+    damage(three / "3", "cut off")
+    with Checkpointer(three, read_only=True) as checkpointer:
+        model = checkpointer.restore_model({"w": jnp.zeros(3000, jnp.int32)})
+        np.testing.assert_array_equal(model["w"], 2)
+        for step in (1, 2):
+            damage(three / str(step), "cut off")
+        with pytest.raises(DamagedCheckpoint, match=r"no checkpoint in .* can be read"):
+            checkpointer.restore_model({"w": jnp.zeros(3000, jnp.int32)})
+
+
+def test_a_directory_without_items_is_no_checkpoint(three):
+    (three / "999").mkdir()
+    with Checkpointer(three, read_only=True) as checkpointer:
+        assert checkpointer.steps == [1, 2, 3]
+    with Checkpointer(three, keep=1) as checkpointer:
+        checkpointer.save(4, {"w": jnp.ones(2)}, {"row": 4})
+        checkpointer.wait()
+        assert checkpointer.steps == [4]  # and not 999 alone
+    assert not (three / "999").exists() and (three / "999.aside").is_dir()
+
+
+def test_checkpoints_of_later_steps_make_room(three):
+    with Checkpointer(three) as checkpointer:
+        checkpointer.set_aside_after(1)
+        assert checkpointer.steps == [1]
+        checkpointer.save(3, {"w": jnp.ones(2)}, {"row": 30})
+        checkpointer.wait()
+        assert checkpointer.restore({"w": jnp.ones(2)})[1] == {"row": 30}
+    assert (three / "2.aside").is_dir() and (three / "3.aside").is_dir()
