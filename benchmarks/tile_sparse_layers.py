@@ -22,7 +22,13 @@ from flax import nnx
 
 from benchmarks import tile_sparse_matmul as products
 from benchmarks.harness import Benchmark, Case, Custom, Measurement, Params
-from jaxscale.nn import MLP, Block, BlockConfig, TileSparseLinear
+from jaxscale.nn import (
+    MLP,
+    Block,
+    BlockConfig,
+    TileSparseLinear,
+    attention_state,
+)
 from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.linear import Linear
 from jaxscale.pruning.layers import linears, replace_linears
@@ -75,7 +81,7 @@ def _sparse(params: Params, implementation: str | None, seed: int) -> Any:
                 n = round(n * (1 - dropped))
             sparsity = 1 - (1 - sparsity) / (1 - dropped)
         w = products.sparse_weight(
-            params | {"K": k, "N": n, "sparsity": sparsity, "mask": "equal"},
+            {**params, "K": k, "N": n, "sparsity": sparsity, "mask": "equal"},
             seed + len(name),
         )
         return TileSparseLinear(
@@ -113,11 +119,13 @@ def densified(layer: Any) -> Any:
         dense.kernel = nnx.Param(w.to_dense())
         if node.bias is not None:
             dense.bias = node.bias
-        parent = functools.reduce(getattr, path[:-1], found)
-        setattr(parent, path[-1], dense)
+        parent = found
+        for key in path[:-1]:
+            parent = getattr(parent, str(key))
+        setattr(parent, str(path[-1]), dense)
     for _, node in nnx.iter_modules(found):
         if hasattr(node, "dtype"):
-            node.dtype = jnp.float32
+            setattr(node, "dtype", jnp.float32)  # noqa: B010  of no common class
     return found
 
 
@@ -130,7 +138,7 @@ def _inputs(params: Params, seed: int) -> tuple[jax.Array, jax.Array]:
 def _apply(x: jax.Array, layer: Any) -> jax.Array:
     if isinstance(layer, MLP):
         return layer(x)
-    return layer(x, jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2]))
+    return layer(x, attention_state(x.shape[:2]))[0]
 
 
 def _step(run: Callable, x: jax.Array, dy: jax.Array, layer: Any) -> tuple:

@@ -26,7 +26,7 @@ from jaxscale.models.encoder import EncoderModel
 from jaxscale.models.heads import Pooling, pool
 from jaxscale.models.hf import load_encoder
 from jaxscale.models.tokenizer import EncodedText, Tokenizer
-from jaxscale.nn.packing import assign_rows
+from jaxscale.nn.packing import assign_rows, cu_seqlens_of_lengths
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 
 
@@ -397,11 +397,11 @@ class Encoder:
         tokens, types = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
         bounds = np.zeros((shape[0], max_sequences(size) + 1), np.int32)
         for i, row in enumerate(rows):
-            ends = np.cumsum([len(text.ids) for text in row])
-            tokens[i, : ends[-1]] = np.concatenate([text.ids for text in row])
-            types[i, : ends[-1]] = np.concatenate([text.types for text in row])
-            bounds[i, 1 : len(row) + 1] = ends
-            bounds[i, len(row) + 1 :] = ends[-1]
+            lengths = [len(text.ids) for text in row]
+            bounds[i] = cu_seqlens_of_lengths(lengths, max_sequences(size))
+            filled = slice(bounds[i, -1])
+            tokens[i, filled] = np.concatenate([text.ids for text in row])
+            types[i, filled] = np.concatenate([text.types for text in row])
         place = None
         if self.mesh is not None:
             spec = self.model.rules.spec("batch", None)

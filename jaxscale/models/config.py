@@ -162,27 +162,32 @@ class DecoderConfig:
         """Kernels of the feed-forward network: gate, up and down, or up and down."""
         return 3 if self.activation in GATED else 2
 
-    def block(self) -> BlockConfig:
-        """The configuration of one block."""
+    def attention(self, layer: int = 0) -> AttentionConfig:
+        """The attention of one layer."""
+        del layer  # all are alike
         rope = RopeConfig(
             theta=self.rope_theta,
             rotary_dim=self.rotary_dim,
             interleaved=self.rope_interleaved,
             scaling=self.rope_scaling,
         )
+        return AttentionConfig(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            use_bias=self.attention_bias,
+            use_out_bias=self.attention_out_bias,
+            rope=rope if self.position == "rope" else None,
+            window=self.window,
+            softcap=self.attention_softcap,
+        )
+
+    def block(self) -> BlockConfig:
+        """The configuration of one block."""
         return BlockConfig(
             d_model=self.d_model,
             d_ff=self.d_ff,
-            attention=AttentionConfig(
-                num_heads=self.num_heads,
-                num_kv_heads=self.num_kv_heads,
-                head_dim=self.head_dim,
-                use_bias=self.attention_bias,
-                use_out_bias=self.attention_out_bias,
-                rope=rope if self.position == "rope" else None,
-                window=self.window,
-                softcap=self.attention_softcap,
-            ),
+            attention=self.attention(),
             norm=self.norm,
             norm_eps=self.norm_eps,
             activation=self.activation,

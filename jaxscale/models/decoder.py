@@ -7,7 +7,6 @@ V vocabulary, L layers.
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
@@ -15,11 +14,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxscale.models.config import DecoderConfig
-from jaxscale.models.stack import check_remat, make_stack, run_stack, token_positions
+from jaxscale.models.stack import check_remat, make_stack, run_stack, unstacked
 from jaxscale.nn.blocks import Block, make_norm
 from jaxscale.nn.cache import KVCache
 from jaxscale.nn.embeddings import Embed
 from jaxscale.nn.linear import Linear
+from jaxscale.nn.state import AttentionState, Cached, attention_state
 from jaxscale.sharding.operations import constrain, contract
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 from jaxscale.sharding.tensor_parallel import TensorParallel, check_tensor_parallel
@@ -151,6 +151,14 @@ class Decoder(nnx.Module):
             **options,
         )
 
+    def unstacked(self) -> "Decoder":
+        """The same model for inference, each block with parameters of its own.
+
+        Its program is faster and takes longer to compile: no parameter is copied out
+        of the stack, and no loop runs over it. It cannot be saved.
+        """
+        return unstacked(self)
+
     def __call__(
         self,
         tokens: Int[Array, "B T"],
@@ -181,23 +189,43 @@ class Decoder(nnx.Module):
                 the row or of the packed sequence if None.
 
         Raises:
-            ValueError: a row is longer than the table of learned positions. In packed
-                rows, whose sequences cannot be measured here, a position outside the
-                table gives NaN.
+            ValueError: `cu_seqlens` that are not traced do not fit the rows, or a row
+                is longer than the table of learned positions. In packed rows, whose
+                sequences cannot be measured here, a position outside the table gives
+                NaN.
         """
-        if positions is None:
-            positions = self._positions(tokens, cu_seqlens)
+        if positions is None and cu_seqlens is None:
+            self._check_length("tokens per row", tokens.shape[1])
+        state = attention_state(
+            tokens.shape, cu_seqlens=cu_seqlens, positions=positions, rules=self.rules
+        )
+        return self.run(tokens, state)[0]
 
-        x = run_stack(
+    def run[State: AttentionState](
+        self, tokens: Int[Array, "B T"], state: State
+    ) -> tuple[Float[Array, "B T D"], State]:
+        """The activations after the last norm of tokens whose attention is in `state`.
+
+        `hidden` and `decode` call it with a state that they make; one of another form,
+        such as a paged cache, can be passed directly.
+
+        Args:
+            tokens: Token ids.
+            state: Positions, and where the keys and values of a sequence lie.
+
+        Returns:
+            The activations, and the state with the keys and values of the tokens.
+        """
+        x, state = run_stack(
             self.blocks,
-            self._embed(tokens, positions),
-            lambda block, x, _: block(x, positions, cu_seqlens),
-            variants=[None] * self.config.num_layers,
+            self._embed(tokens, state.positions),
+            state,
+            variants=[self.config.attention(i) for i in range(self.config.num_layers)],
             remat=self.remat,
             keep_gathered=self.tensor_parallel == "fused",
             scan=self.scan_layers,
         )
-        return self.norm(x)
+        return self.norm(x), state
 
     def unembed(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits in fp32 of the activations that `hidden` returns."""
@@ -290,24 +318,9 @@ class Decoder(nnx.Module):
         if lengths is None:
             lengths = jnp.full(batch, num_tokens, jnp.int32)
         _check_capacity(num_tokens, lengths, cache)
-        positions = cache.lengths[:, None] + jnp.arange(num_tokens)  # [B, T]
-
-        def body(
-            carry: tuple[Array, Array, Array], layer: tuple[Block, Array]
-        ) -> tuple[tuple[Array, Array, Array], None]:
-            block, index = layer
-            x, k, v = carry
-            return (
-                block.decode(x, positions, k, v, index, cache_is_empty=cache_is_empty),
-                None,
-            )
-
-        # The cache is carried, not scanned over, so that XLA updates it in place.
-        carry = (self._embed(tokens, positions), cache.k, cache.v)
-        layers = jnp.arange(self.config.num_layers)
-        (x, k, v), _ = jax.lax.scan(body, carry, (self.blocks, layers))
-        cache = KVCache(k=k, v=v, lengths=cache.lengths + lengths)
-        return self.norm(x), cache
+        state = Cached.of(cache, num_tokens, is_empty=cache_is_empty)
+        hidden, state = self.run(tokens, state)
+        return hidden, KVCache(k=state.k, v=state.v, lengths=cache.lengths + lengths)
 
     def _make_lm_head(self, rngs: nnx.Rngs) -> Linear:
         return Linear(
@@ -325,12 +338,6 @@ class Decoder(nnx.Module):
     def _embed(self, tokens: Array, positions: Array) -> Array:
         x = self.embed(tokens)
         return x if self.positions is None else x + self.positions(positions)
-
-    def _positions(self, tokens: Array, cu_seqlens: Array | None) -> Array:
-        """Positions counted from the start of each row or packed sequence."""
-        if cu_seqlens is None:
-            self._check_length("tokens per row", tokens.shape[1])
-        return token_positions(tokens, cu_seqlens, self.rules)
 
     def _check_length(self, name: str, length: int) -> None:
         limit = self.config.max_seq_len

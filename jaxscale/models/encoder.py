@@ -9,7 +9,6 @@ import functools
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -23,10 +22,8 @@ from jaxscale.models.stack import (
     check_remat,
     make_stack,
     run_stack,
-    token_positions,
-    unstack,
+    unstacked,
 )
-from jaxscale.nn.attention import Attention
 from jaxscale.nn.blocks import Block
 from jaxscale.nn.convolution import SequenceConvolution
 from jaxscale.nn.disentangled import DisentangledAttention
@@ -34,6 +31,8 @@ from jaxscale.nn.embeddings import Embed
 from jaxscale.nn.linear import Linear
 from jaxscale.nn.norms import LayerNorm
 from jaxscale.nn.packing import pack, unpack
+from jaxscale.nn.self_attention import Attention
+from jaxscale.nn.state import attention_state, token_positions
 from jaxscale.sharding.operations import constrain
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 from pallas_kernels.varlen_attention.segments import concrete
@@ -199,12 +198,8 @@ class EncoderModel(nnx.Module):
         """The class of the attention layers, chosen by the configuration."""
         return Attention if self.config.relative is None else DisentangledAttention
 
-    def shared_inputs(self) -> Float[Array, "P D"] | None:
-        """What every attention layer reads besides its input, computed once.
-
-        The table of relative positions, for layers that attend to them; they get it as
-        ``shared``.
-        """
+    def relative_table(self) -> Float[Array, "P D"] | None:
+        """The table of relative positions as every attention layer reads it."""
         if self.relative is None:
             return None
         table = self.relative.table[...].astype(self.dtype)
@@ -243,11 +238,7 @@ class EncoderModel(nnx.Module):
         Its program is faster and takes longer to compile: no parameter is copied out
         of the stack, and no loop runs over it. It cannot be saved.
         """
-        model = jax.tree.map(lambda p: p, self)
-        model.scan_layers = False
-        if isinstance(self.blocks, Block):
-            model.blocks = unstack(self.blocks)
-        return model
+        return unstacked(self)
 
     def __call__(
         self,
@@ -317,9 +308,10 @@ class EncoderModel(nnx.Module):
                 None.
 
         Raises:
-            ValueError: a row is longer than the table of positions, or token types are
-                given to a model that has none. In packed rows, whose sequences cannot
-                be measured here, a position outside the table gives NaN.
+            ValueError: `cu_seqlens` that are not traced do not fit the rows, a row is
+                longer than the table of positions, or token types are given to a model
+                that has none. In packed rows, whose sequences cannot be measured here,
+                a position outside the table gives NaN.
         """
         if tokens.ndim == 1:
             rows = [cu_seqlens, token_types, positions]
@@ -329,26 +321,27 @@ class EncoderModel(nnx.Module):
             return self.hidden(tokens[None], **named)[0]
         if cu_seqlens is None:
             self._check_length("tokens per row", tokens.shape[1])
-        if positions is None:
-            positions = token_positions(tokens, cu_seqlens, self.rules)
-        config, shared = self.config, self.shared_inputs()
-
-        def call(block: Block, x: Array, layer: Any) -> Array:
-            return block(x, positions, cu_seqlens, attention=layer, shared=shared)
-
-        x = embedded = self._embed(tokens, positions, token_types)
+        config, rules = self.config, self.rules
+        state = attention_state(
+            tokens.shape,
+            cu_seqlens=cu_seqlens,
+            positions=positions,
+            relative=self.relative_table(),
+            rules=rules,
+        )
+        x = embedded = self._embed(tokens, state.positions, token_types)
         variants = [config.attention(layer) for layer in range(config.num_layers)]
         if self.first is not None:
-            x = call(self.first, x, variants.pop(0))
+            x, _ = self.first(x, state.at(0, variants.pop(0)))
         if self.convolution is not None and self.convolution_norm is not None:
             # Counted from the start of each sequence, whatever `positions` say.
-            places = token_positions(tokens, cu_seqlens, self.rules)
+            places = token_positions(tokens.shape, cu_seqlens, rules)
             x = self.convolution_norm(x + self.convolution(embedded, places))
         if self.blocks is not None:
-            x = run_stack(
+            x, _ = run_stack(
                 self.blocks,
                 x,
-                call,
+                state,
                 variants=variants,
                 remat=self.remat,
                 scan=self.scan_layers,

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from jaxscale.models.encoder_config import EncoderConfig
 from jaxscale.nn.linear import Linear
 from jaxscale.nn.norms import LayerNorm
+from jaxscale.nn.packing import cu_seqlens_of_rows
 from jaxscale.sharding.operations import constrain, contract, per_shard
 from jaxscale.sharding.parameters import partitioned
 from jaxscale.sharding.rules import REPLICATED, AxisRules
@@ -122,7 +123,7 @@ def pool(
         )
     batch, num_tokens, _ = hidden.shape
     if cu_seqlens is None:
-        cu_seqlens = jnp.broadcast_to(jnp.array([0, num_tokens]), (batch, 2))
+        cu_seqlens = cu_seqlens_of_rows(batch, num_tokens)
 
     def one_row(hidden: Array, cu: Array) -> Array:
         empty = (cu[1:] == cu[:-1])[:, None]

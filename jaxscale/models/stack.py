@@ -4,20 +4,21 @@ The parameters of the blocks are stacked along a leading ``layers`` axis. Legend
 B batch, T tokens of a row, D model, L layers.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
+from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.blocks import Block
-from jaxscale.sharding.operations import per_shard
-from jaxscale.sharding.rules import AxisRules
-from pallas_kernels.varlen_attention import positions_from_cu_seqlens
+from jaxscale.nn.state import AttentionState
 
+
+type _Carry = tuple[Array, tuple[Array, ...]]
+"""The residual stream, and what the state carries."""
 
 _policies = jax.checkpoint_policies
 # A fused product is no dot to the policies; the names are those of the results.
@@ -92,40 +93,44 @@ def make_stack(
     return make(rngs)
 
 
-def unstack(blocks: Block) -> Sequence[Block]:
-    """The blocks of a stack, each with parameters of its own.
+def unstacked[Model: nnx.Module](model: Model) -> Model:
+    """`model` with each of its ``blocks`` holding parameters of its own.
 
     A compiled program that runs the blocks of a stack one by one copies each parameter
     out of it; those of single blocks it reads where they are.
     """
-    (count,) = {p.shape[0] for p in jax.tree.leaves(blocks)}
+    result: Any = jax.tree.map(lambda p: p, model)
+    result.scan_layers = False
+    if isinstance(blocks := result.blocks, Block):
+        (count,) = {p.shape[0] for p in jax.tree.leaves(blocks)}
 
-    @jax.jit
-    def split(blocks: Block) -> list[Block]:
-        return [jax.tree.map(lambda p, i=i: p[i], blocks) for i in range(count)]
+        @jax.jit
+        def split(blocks: Block) -> list[Block]:
+            return [jax.tree.map(lambda p, i=i: p[i], blocks) for i in range(count)]
 
-    return nnx.List(split(blocks))
+        result.blocks = nnx.List(split(blocks))
+    return result
 
 
-def run_stack[Variant](
+def run_stack[State: AttentionState](
     blocks: Block | Sequence[Block],
     x: Float[Array, "B T D"],
-    call: Callable[[Block, Array, Variant], Array],
+    state: State,
     *,
-    variants: Sequence[Variant],
+    variants: Sequence[AttentionConfig | None],
     remat: str,
     scan: bool,
     shared: bool = False,
     keep_gathered: bool = False,
-) -> Float[Array, "B T D"]:
-    """`x` after all blocks, ``x = call(block, x, variant)`` one after the other.
+) -> tuple[Float[Array, "B T D"], State]:
+    """`x` and `state` after all blocks, ``x, state = block(x, state)`` in turn.
 
     Args:
-        blocks: The stack, or blocks that `unstack` made, which are not scanned.
+        blocks: The stack, or blocks that `unstacked` made, which are not scanned.
         x: Residual stream.
-        call: Runs one block.
-        variants: What `call` is told besides, one for each layer. A scan compiles the
-            shortest pattern that repeats.
+        state: What attention needs. Only what it carries goes from layer to layer.
+        variants: The attention of each layer. A scan compiles the shortest pattern that
+            repeats.
         remat: A name of `REMAT_POLICIES`.
         scan: Loop over the blocks in the compiled program, instead of one copy each.
         shared: The stack holds one block, which is every layer.
@@ -136,15 +141,19 @@ def run_stack[Variant](
     if keep_gathered and remat not in ("none", "full"):
         policy = _policies.save_from_both_policies(policy, _gathered_saveable)
 
-    def one(x: Array, block: Block, variant: Variant) -> Array:
-        def body(x: Array, block: Block) -> Array:
-            return call(block, x, variant)
+    def one(
+        carry: _Carry, block: Block, layer: Array | int, variant: AttentionConfig | None
+    ) -> _Carry:
+        def body(carry: _Carry, block: Block) -> _Carry:
+            x, carried = carry
+            x, after = block(x, state.carrying(carried).at(layer, variant))
+            return x, after.carried
 
         if policy is not None:
             # Inside a scan, XLA cannot undo the recomputation by merging it with the
             # forward pass; outside, it must be kept from doing so.
             body = jax.checkpoint(body, policy=policy, prevent_cse=not scan)
-        return body(x, block)
+        return body(carry, block)
 
     def block_at(layer: int) -> Block:
         layer = 0 if shared else layer
@@ -152,52 +161,35 @@ def run_stack[Variant](
             return blocks[layer]
         return jax.tree.map(lambda p: p[layer], blocks)
 
-    period, done = _period(variants), 0
-    stack = blocks if scan and isinstance(blocks, Block) else None
-    if stack is not None and (shared or period == 1):
-        only = block_at(0)  # without a layer axis; read if all layers are this one
-
-        def layers(x: Array, block: Block | None) -> tuple[Array, None]:
-            for variant in variants[:period]:
-                x = one(x, only if block is None else block, variant)
-            return x, None
-
+    carry, done = (x, state.carried), 0
+    if scan and isinstance(blocks, Block):
+        period = _period(variants)
         done = num_layers // period * period
-        xs = None if shared else stack
-        x, _ = jax.lax.scan(layers, x, xs, length=done // period)
-    elif stack is not None:
-        done = num_layers // period * period
+        # Forms that carry nothing never ask which layer they are at.
+        firsts = jnp.arange(0, done, period) if state.carried else None
+        if shared:
+            parts, block_of = None, lambda part, i: block_at(0)
+        elif period == 1:
+            parts, block_of = blocks, lambda part, i: part
+        else:
+            parts = jax.tree.map(
+                lambda p: p[:done].reshape(-1, period, *p.shape[1:]), blocks
+            )  # [L / period, period, ...]
+            block_of = lambda part, i: jax.tree.map(lambda p: p[i], part)  # noqa: E731
 
-        def group(x: Array, part: Block) -> tuple[Array, None]:
-            for i, variant in enumerate(variants[:period]):
-                x = one(x, jax.tree.map(lambda p, i=i: p[i], part), variant)
-            return x, None
+        def group(carry: _Carry, xs: tuple[Any, Array | None]) -> tuple[_Carry, None]:
+            part, first = xs
+            for i in range(period):
+                layer = i if first is None else first + i
+                carry = one(carry, block_of(part, i), layer, variants[i])
+            return carry, None
 
-        parts = jax.tree.map(
-            lambda p: p[:done].reshape(-1, period, *p.shape[1:]), stack
-        )
-        x, _ = jax.lax.scan(group, x, parts)
+        length = done // period
+        carry, _ = jax.lax.scan(group, carry, (parts, firsts), length=length)
     for layer in range(done, num_layers):
-        x = one(x, block_at(layer), variants[layer])
-    return x
-
-
-def token_positions(
-    tokens: Int[Array, "B T"],
-    cu_seqlens: Int[Array, "B seqs_plus_1"] | None,
-    rules: AxisRules,
-) -> Int[Array, "B T"]:
-    """Positions counted from the start of each row or packed sequence."""
-    num_tokens = tokens.shape[1]
-    if cu_seqlens is None:
-        return jnp.broadcast_to(jnp.arange(num_tokens), tokens.shape)
-
-    def positions(cu_seqlens: Array) -> tuple[Array]:
-        row = functools.partial(positions_from_cu_seqlens, num_tokens=num_tokens)
-        return (jax.vmap(row)(cu_seqlens),)
-
-    axes = [("batch", None)]
-    return per_shard(positions, axes, axes, rules)(cu_seqlens)[0]
+        carry = one(carry, block_at(layer), layer, variants[layer])
+    x, carried = carry
+    return x, state.carrying(carried)
 
 
 def _period(variants: Sequence[Any]) -> int:

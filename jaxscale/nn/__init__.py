@@ -1,7 +1,6 @@
 """Neural network modules, and the packing of sequences that they run on."""
 
 from jaxscale.nn.attention import (
-    Attention,
     AttentionConfig,
     attention,
     attention_mask,
@@ -37,14 +36,24 @@ from jaxscale.nn.packing import (
     positions,
     unpack,
 )
+from jaxscale.nn.self_attention import Attention
+from jaxscale.nn.state import (
+    AttentionState,
+    Cached,
+    Packed,
+    Whole,
+    attention_state,
+)
 
 
 __all__ = [
     "MLP",
     "Attention",
     "AttentionConfig",
+    "AttentionState",
     "Block",
     "BlockConfig",
+    "Cached",
     "ColumnParallelLinear",
     "DisentangledAttention",
     "DisentangledConfig",
@@ -52,6 +61,7 @@ __all__ = [
     "KVCache",
     "LayerNorm",
     "Linear",
+    "Packed",
     "PackedBatch",
     "RMSNorm",
     "RelativePositions",
@@ -60,9 +70,11 @@ __all__ = [
     "RowParallelLinear",
     "SequenceConvolution",
     "TileSparseLinear",
+    "Whole",
     "assign_rows",
     "attention",
     "attention_mask",
+    "attention_state",
     "layer_norm",
     "make_norm",
     "masked_attention",

@@ -1,12 +1,11 @@
 """The feed-forward network and the Transformer block.
 
-Legend: B batch, T tokens, D model, F hidden, S slots, K key/value heads, H head dim,
-L layers.
+Legend: B batch, T tokens, D model, F hidden.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -14,9 +13,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from jaxscale.nn.attention import Attention, AttentionConfig
+from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.embeddings import NORMAL_INIT
 from jaxscale.nn.linear import (
     ColumnParallelLinear,
@@ -25,6 +24,8 @@ from jaxscale.nn.linear import (
     TileSparseLinear,
 )
 from jaxscale.nn.norms import LayerNorm, RMSNorm
+from jaxscale.nn.self_attention import Attention
+from jaxscale.nn.state import AttentionState
 from jaxscale.sharding.operations import Shards, constrain
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 from jaxscale.sharding.tensor_parallel import TensorParallel
@@ -277,7 +278,10 @@ class Block(nnx.Module):
         >>> heads = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
         >>> config = BlockConfig(d_model=32, d_ff=64, attention=heads)
         >>> block = Block(config, rngs=nnx.Rngs(0))
-        >>> block(jnp.ones((1, 5, 32)), jnp.arange(5)[None]).shape
+        >>> from jaxscale.nn import attention_state
+        >>> state = attention_state((1, 5))
+        >>> x, state = block(jnp.ones((1, 5, 32)), state)
+        >>> x.shape
         (1, 5, 32)
 
     References:
@@ -351,73 +355,14 @@ class Block(nnx.Module):
             rngs=rngs,
         )
 
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        positions: Int[Array, "B T"],
-        cu_seqlens: Int[Array, "B seqs_plus_1"] | None = None,
-        *,
-        attention: AttentionConfig | None = None,
-        shared: Any = None,
-    ) -> Float[Array, "B T D"]:
-        """Transform whole rows, or packed sequences where `cu_seqlens` is given.
-
-        Args:
-            x: Residual stream.
-            positions: Position of each token in its sequence.
-            cu_seqlens: Boundaries of packed sequences.
-            attention: Variant of the attention, where it differs between layers.
-            shared: What all layers read besides `x`.
-        """
-
-        def attend(heads: Sequence[Array]) -> tuple[Array, None]:
-            out = self.attention.attend(
-                heads, positions, cu_seqlens, config=attention, shared=shared
-            )
-            return out, None
-
-        return self._apply(x, attend)[0]
-
-    def decode(
-        self,
-        x: Float[Array, "B T D"],
-        positions: Int[Array, "B T"],
-        cache_k: Float[Array, "L B S K H"],
-        cache_v: Float[Array, "L B S K H"],
-        layer: Int[Array, ""],
-        *,
-        cache_is_empty: bool = False,
-    ) -> tuple[
-        Float[Array, "B T D"],
-        Float[Array, "L B S K H"],
-        Float[Array, "L B S K H"],
-    ]:
-        """Transform new tokens that also attend to the cache.
-
-        Args:
-            x: Residual stream of the new tokens.
-            positions: Slots of the new tokens.
-            cache_k: Keys of all layers.
-            cache_v: Values of all layers.
-            layer: Which layer of the cache is this block's.
-            cache_is_empty: Promise that nothing precedes `x`.
+    def __call__[State: AttentionState](
+        self, x: Float[Array, "B T D"], state: State
+    ) -> tuple[Float[Array, "B T D"], State]:
+        """Transform the residual stream `x` of tokens whose attention is in `state`.
 
         Returns:
-            The residual stream and the two updated caches.
+            The residual stream, and the state with the keys and values of the tokens.
         """
-
-        def attend(heads: Sequence[Array]) -> tuple[Array, tuple[Array, Array]]:
-            out, *caches = self.attention.attend_cached(
-                heads, positions, cache_k, cache_v, layer, cache_is_empty=cache_is_empty
-            )
-            return out, (caches[0], caches[1])
-
-        out, (cache_k, cache_v) = self._apply(x, attend)
-        return out, cache_k, cache_v
-
-    def _apply[Aux](
-        self, x: Array, attend: Callable[[Sequence[Array]], tuple[Array, Aux]]
-    ) -> tuple[Array, Aux]:
         attention, mlp = self.attention, self.mlp
         gather, scatter = ColumnParallelLinear.together, RowParallelLinear.summed
         pre_norm = None if self.post_norm else self.attention_norm
@@ -426,12 +371,14 @@ class Block(nnx.Module):
             count = len(attention.inputs)
             activations = (*[None] * count, *mlp.activations)
             projected = gather([*attention.inputs, *mlp.inputs], h, activations)
-            attended, aux = attend(attention.split_heads(projected[:count]))
+            heads = attention.split_heads(projected[:count])
+            attended, state = attention.attend(heads, state)
             hidden = attention.join_heads(attended), mlp.join(projected[count:])
-            return x + scatter([attention.out, mlp.down], hidden), aux
-        attended, aux = attend(attention.split_heads(gather(attention.inputs, h)))
-        joined = attention.join_heads(attended)
+            return x + scatter([attention.out, mlp.down], hidden), state
         if self.post_norm and self.attention_norm and self.mlp_norm:
+            heads = attention.split_heads(gather(attention.inputs, h))
+            attended, state = attention.attend(heads, state)
+            joined = attention.join_heads(attended)
             # What is normalized is read twice, by a product and by a sum. Without the
             # barriers XLA would compute it twice.
             x = norm_of_sum(self.attention_norm, attention.out, joined, x)
@@ -440,7 +387,8 @@ class Block(nnx.Module):
                 x = self.mlp_norm(x + mlp(x))
             else:
                 x = norm_of_sum(self.mlp_norm, mlp.down, mlp.hidden(x), x)
-            return jax.lax.optimization_barrier(x), aux
-        x = x + attention.out(joined)
+            return jax.lax.optimization_barrier(x), state
+        attended, state = attention(h, state)
+        x = x + attended
         h = x if self.mlp_norm is None else self.mlp_norm(x)
-        return x + mlp(h), aux
+        return x + mlp(h), state

@@ -11,10 +11,13 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from jaxscale.nn.attention import Attention, AttentionConfig
+from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.linear import Linear, TileSparseLinear
+from jaxscale.nn.packing import cu_seqlens_of_rows
+from jaxscale.nn.self_attention import Attention
+from jaxscale.nn.state import KV_AXES, Q_AXES, AttentionState, Packed, Whole
 from jaxscale.sharding.operations import constrain, contract, per_shard, reshape
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.varlen_attention import (
@@ -124,9 +127,12 @@ class DisentangledAttention(Attention):
         ...     relative=RelativePositions(span=4, max_distance=16),
         ... )
         >>> layer = DisentangledAttention(32, config, rngs=nnx.Rngs(0))
-        >>> x, table = jnp.ones((1, 5, 32)), jnp.ones((8, 32))
-        >>> layer(x, jnp.arange(5)[None], shared=table).shape
-        (1, 5, 32)
+        >>> table = jnp.ones((8, 32))
+        >>> from jaxscale.nn import attention_state
+        >>> state = attention_state((1, 5), relative=table)
+        >>> heads = [jnp.ones((1, 5, 4, 8))] * 3
+        >>> layer.attend(heads, state)[0].shape
+        (1, 5, 4, 8)
 
     References:
         DeBERTa, arXiv 2006.03654, section 3.1; DeBERTa-v3, arXiv 2111.09543.
@@ -158,54 +164,46 @@ class DisentangledAttention(Attention):
             project() if own and relative.position_to_content else None
         )
 
-    def attend(
-        self,
-        heads: Sequence[Float[Array, "B T N H"]],
-        positions: Int[Array, "B T"],
-        cu_seqlens: Int[Array, "B seqs_plus_1"] | None = None,
-        *,
-        config: AttentionConfig | None = None,
-        shared: Float[Array, "P D"] | None = None,
-    ) -> Float[Array, "B T N H"]:
+    def attend[State: AttentionState](
+        self, heads: Sequence[Float[Array, "B T N H"]], state: State
+    ) -> tuple[Float[Array, "B T N H"], State]:
         """The attended values of queries, keys and values from `split_heads`.
 
         Args:
             heads: Queries, keys and values.
-            positions: Not read: distances are counted along the sequence.
-            cu_seqlens: Boundaries of packed sequences, as for `attention`.
-            config: Not read: all layers are alike.
-            shared: The table of relative positions, which all layers share.
+            state: Whole or packed rows, with the table of relative positions. Its
+                positions are not read: distances are counted along the sequence.
 
         Raises:
-            ValueError: there is no table.
+            ValueError: there is no table, or the state is of another form.
             Unsupported: the implementation that was asked for cannot add the terms.
         """
-        del positions, config
+        shared = state.relative
         if shared is None:
             raise ValueError(
-                "shared None: disentangled attention needs the table of relative "
+                "relative None: disentangled attention needs the table of relative "
                 "positions, [P, D]"
             )
-        if cu_seqlens is None:
-            rows, num_tokens = heads[0].shape[:2]
-            ends = jnp.array([0, num_tokens], jnp.int32)
-            cu_seqlens = jnp.broadcast_to(ends, (rows, 2))
+        if not isinstance(state, Whole | Packed):
+            raise ValueError("causal False: only causal attention can be continued")
+        if isinstance(state, Packed):
+            cu_seqlens = state.cu_seqlens
+        else:
+            cu_seqlens = cu_seqlens_of_rows(*heads[0].shape[:2])
         tables = []
         if self.relative.content_to_position:
             tables.append(self._project_table(self.position_key or self.key, shared))
         if self.relative.position_to_content:
             own = self.position_query or self.query
             tables.append(self._project_table(own, shared))
-        queries = ("batch", None, "act_heads", None)
-        keys = ("batch", None, "act_kv_heads", None)
         table_axes = [(None, "act_heads", None)] * len(tables)
         (out,) = per_shard(
             self._attend_rows,
-            [queries, keys, keys, ("batch", None), *table_axes],
-            [queries],
+            [Q_AXES, KV_AXES, KV_AXES, ("batch", None), *table_axes],
+            [Q_AXES],
             self._head_rules,
         )(*heads, cu_seqlens, *tables)
-        return out
+        return out, state
 
     def _project_table(
         self, projection: Linear | TileSparseLinear, table: Float[Array, "P D"]

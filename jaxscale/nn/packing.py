@@ -53,13 +53,6 @@ class PackedBatch:
     """int32 [B, S+1], prefix sums of the lengths; the last value is repeated. None:
     each row is one sequence, for which attention has the faster kernels."""
 
-    @property
-    def positions(self) -> Int[Array, "B T"]:
-        """Position of each token within its sequence; 0 in the padding."""
-        if self.cu_seqlens is None:
-            return jnp.broadcast_to(jnp.arange(self.tokens.shape[1]), self.tokens.shape)
-        return positions(self.cu_seqlens, self.tokens.shape[1])
-
 
 def positions(
     cu_seqlens: Int[Array | np.ndarray, "*B bounds"], num_tokens: int
@@ -86,6 +79,61 @@ def positions(
     if cu_seqlens.ndim == 1:
         return positions_from_cu_seqlens(cu_seqlens, num_tokens)
     return jax.vmap(lambda row: positions(row, num_tokens))(cu_seqlens)
+
+
+def cu_seqlens_of_lengths(
+    lengths: Sequence[int] | Int[np.ndarray, " _"], max_seqs: int
+) -> Int[np.ndarray, " bounds"]:
+    """Boundaries of the sequences of a row on the host, the last one repeated.
+
+    Args:
+        lengths: tokens of each sequence, at most `max_seqs` of them.
+        max_seqs: S, room for sequences.
+
+    Returns:
+        int32 [S+1].
+
+    Example:
+        >>> cu_seqlens_of_lengths([2, 3], max_seqs=4)
+        array([0, 2, 5, 5, 5], dtype=int32)
+    """
+    cu_seqlens = np.zeros(max_seqs + 1, np.int32)
+    cu_seqlens[1 : len(lengths) + 1] = np.cumsum(lengths)
+    cu_seqlens[len(lengths) + 1 :] = cu_seqlens[len(lengths)]
+    return cu_seqlens
+
+
+def cu_seqlens_of_rows(batch: int, num_tokens: int) -> Int[Array, "batch 2"]:
+    """Boundaries of rows that are one sequence each."""
+    return jnp.broadcast_to(jnp.array([0, num_tokens], jnp.int32), (batch, 2))
+
+
+def check_cu_seqlens_of_rows(
+    cu_seqlens: Int[Array | np.ndarray, "_ _"], shape: tuple[int, ...]
+) -> None:
+    """Raise where boundaries do not fit rows of tokens, as far as they are known.
+
+    Args:
+        cu_seqlens: [B, S+1], boundaries of packed sequences.
+        shape: (B, T), rows and tokens of a row.
+
+    Raises:
+        ValueError: there is not one row of boundaries for each of tokens; or values
+            that are not traced do not start at 0, decrease, or pass T.
+    """
+    batch, num_tokens = shape
+    if cu_seqlens.ndim != 2 or cu_seqlens.shape[0] != batch:
+        raise ValueError(
+            f"cu_seqlens has shape {cu_seqlens.shape}, expected the boundaries of "
+            f"{batch} rows, ({batch}, sequences + 1)"
+        )
+    values = concrete(cu_seqlens)
+    if values is None:
+        return
+    wrong = (values[:, 0] != 0) | (values[:, -1] > num_tokens)
+    wrong |= (np.diff(values) < 0).any(axis=1)
+    for row in np.flatnonzero(wrong)[:1]:
+        check_cu_seqlens(f"cu_seqlens[{row}]", values[row], num_tokens)
 
 
 def pack(
@@ -285,11 +333,10 @@ def pack_sequences(
     loss_mask = np.zeros(shape, np.bool_)
     cu_seqlens = np.zeros((len(rows), max_seqs + 1), np.int32)
     for row, indices in enumerate(rows):
-        ends = np.cumsum([lengths[index] for index in indices])
-        cu_seqlens[row, 1 : len(ends) + 1] = ends
-        cu_seqlens[row, len(ends) + 1 :] = ends[-1]
-        for index, end in zip(indices, ends, strict=True):
-            if (begin := end - lengths[index]) < end:
+        bounds = cu_seqlens_of_lengths([lengths[i] for i in indices], max_seqs)
+        cu_seqlens[row] = bounds
+        for index, begin, end in zip(indices, bounds, bounds[1:], strict=False):
+            if begin < end:
                 tokens[row, begin:end] = sequences[index]
                 targets[row, begin : end - 1] = sequences[index][1:]
                 loss_mask[row, begin : end - 1] = True

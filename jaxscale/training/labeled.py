@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Int
 
 from jaxscale.models.tokenizer import EncodedText
-from jaxscale.nn.packing import assign_rows
+from jaxscale.nn.packing import assign_rows, cu_seqlens_of_lengths
 from jaxscale.training.losses import LossSums
 from jaxscale.training.step import LossFunction
 
@@ -214,11 +214,11 @@ class LabeledBatchIterator(Iterator[LabeledBatch]):
         bounds = np.zeros((shape[0], seqs + 1), np.int32)
         labels = np.full(answers, -1, np.int32)
         for b, row in enumerate(rows):
-            ends = np.cumsum([len(batches.texts[i]) for i in row])
-            bounds[b, 1:] = ends[-1]
-            bounds[b, 1 : len(row) + 1] = ends
-            tokens[b, : ends[-1]] = np.concatenate([batches.texts[i] for i in row])
-            types[b, : ends[-1]] = np.concatenate([batches.types[i] for i in row])
+            lengths = [len(batches.texts[i]) for i in row]
+            bounds[b] = cu_seqlens_of_lengths(lengths, seqs)
+            filled = slice(bounds[b, -1])
+            tokens[b, filled] = np.concatenate([batches.texts[i] for i in row])
+            types[b, filled] = np.concatenate([batches.types[i] for i in row])
             chosen = [np.atleast_1d(batches.labels[i]) for i in row]
             joined = np.concatenate(chosen)
             labels[b, : len(joined)] = joined

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.inference import generate
 from jaxscale.models import Decoder, preset
+from jaxscale.nn import attention_state
 from jaxscale.sharding import (
     REPLICATED,
     MeshConfig,
@@ -48,7 +49,8 @@ def make(name, rules=REPLICATED, **options):
 
 def on_mesh(name, sizes, tensor_parallel, *, kind="auto", rules=RULES, **options):
     count = int(np.prod(list(sizes.values())))
-    mesh = make_mesh(MeshConfig(**sizes, axis_type=kind), jax.devices()[:count])
+    config = MeshConfig(**{**sizes, "axis_type": kind})
+    mesh = make_mesh(config, jax.devices()[:count])
     options["tensor_parallel"] = tensor_parallel
     return mesh, create(lambda: make(name, rules, **options), mesh, rules)
 
@@ -204,11 +206,11 @@ def test_collectives_of_a_block(name, each):
     x = jax.device_put(
         jnp.ones((8, 16, 32)), NamedSharding(mesh, RULES.spec("batch", "tokens", None))
     )
-    positions = jnp.tile(jnp.arange(16), (8, 1))
+    state = attention_state((8, 16))
 
     def run(blocks, x):
         def layer(x, block):
-            return block(x, positions), None
+            return block(x, state)[0], None
 
         return jnp.sum(jax.lax.scan(layer, x, blocks)[0] ** 2)
 

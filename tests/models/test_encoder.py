@@ -16,6 +16,7 @@ from jaxscale.models import (
     encoder_preset,
     pool,
 )
+from jaxscale.nn import Cached, KVCache
 from jaxscale.sharding import fsdp_tp, logical_axes
 from tests.tolerances import relative_error
 
@@ -267,10 +268,10 @@ def test_errors(no_shape_hook):
         EncoderModel(encoder_preset("bert_tiny"), remat="some", rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="causal False: only causal attention can"):
         block = jax.tree.map(lambda p: p[0], model.blocks)
-        cache = jnp.zeros((1, 1, 4, 4, 8))
-        block.decode(
-            jnp.zeros((1, 1, 32)), jnp.zeros((1, 1), int), cache, cache, jnp.array(0)
+        cache = KVCache.zeros(
+            num_layers=1, batch=1, capacity=4, num_kv_heads=4, head_dim=8
         )
+        block(jnp.zeros((1, 1, 32)), Cached.of(cache, 1).at(0, None))
 
 
 @pytest.mark.parametrize(

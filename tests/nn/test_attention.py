@@ -10,7 +10,13 @@ import pytest
 from flax import nnx
 
 from jaxscale import sharding
-from jaxscale.nn import Attention, AttentionConfig, RopeConfig, attention
+from jaxscale.nn import (
+    Attention,
+    AttentionConfig,
+    RopeConfig,
+    attention,
+    attention_state,
+)
 from jaxscale.nn.attention import _dense_implementation
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.mosaic import H200, use_device
@@ -111,6 +117,25 @@ def test_packed_sequences_attend_to_themselves(softcap):
         assert relative_error(grad, grad_apart) < 1e-5
 
 
+def test_chunks_attend_to_what_lies_before_them():
+    # Queries of 2 and 3 tokens at the ends of sequences of 7 and 3 keys, one row; in
+    # the other one sequence, whose chunk is all of it.
+    q, k, v = inputs(num_q=6, num_k=12)
+    cu_q, cu_k = jnp.array([[0, 2, 5], [0, 0, 6]]), jnp.array([[0, 7, 10], [0, 0, 6]])
+    options = {"causal": True, "window": (3, 0)}
+    actual = jax.jit(
+        lambda *a: attention(*a[:3], cu_seqlens=a[3], cu_seqlens_k=a[4], **options)
+    )(q, k, v, cu_q, cu_k)
+    expected = np.zeros(q.shape)
+    for b in range(2):
+        spans = zip(*(itertools.pairwise(cu[b]) for cu in (cu_q, cu_k)), strict=True)
+        for at_q, at_k in spans:
+            at_q, at_k = slice(*map(int, at_q)), slice(*map(int, at_k))
+            parts = q[b : b + 1, at_q], k[b : b + 1, at_k], v[b : b + 1, at_k]
+            expected[b, at_q] = reference(*parts, **options)[0]
+    assert relative_error(actual, expected) < 1e-5
+
+
 def test_gradients_of_dense_attention_equal_differences():
     q, k, v = inputs(num_q=4, num_k=4, batch=1)
     weights = RNG.normal(size=q.shape)
@@ -134,8 +159,11 @@ def test_what_cannot_be_done_is_said(no_shape_hook):
     q, k, v = inputs()
     with pytest.raises(ValueError, match="q has 3 heads, no multiple of the 2"):
         attention(q[:, :, :3], k, v)
+    bounds = jnp.array([[0, 5]] * 2)
     with pytest.raises(ValueError, match="q has 5 tokens a row and k has 12"):
-        attention(q[:, :5], k, v, cu_seqlens=jnp.array([[0, 5]] * 2))
+        attention(q[:, :5], k, v, cu_seqlens=bounds)
+    with pytest.raises(ValueError, match="cu_seqlens None, but cu_seqlens_k is given"):
+        attention(q[:, :5], k, v, cu_seqlens_k=bounds)
     with pytest.raises(Unsupported, match="cudnn attention needs bf16 or fp16"):
         attention(q, k, v, implementation="cudnn")
     with pytest.raises(ValueError, match="nonesuch"):
@@ -159,7 +187,7 @@ def test_the_layer_rotates_projects_and_windows():
 
     out = reference(rotated(q), rotated(k), v, causal=True, window=(2, 0))
     expected = out.reshape(1, 9, 32) @ np.asarray(layer.out.kernel[...])
-    actual = layer(jnp.asarray(x), jnp.arange(9)[None])
+    actual = layer(jnp.asarray(x), attention_state((1, 9)))[0]
     assert relative_error(actual, expected) < 1e-4
 
 
@@ -226,7 +254,7 @@ def test_fewer_key_heads_than_devices(kind):
     mesh = sharding.make_mesh(sharding.MeshConfig(data=2, tensor=4, axis_type=kind))
     rules = dataclasses.replace(sharding.fsdp_tp(), act_kv_heads=None)
     x = jnp.asarray(RNG.normal(size=(2, 8, 32)), jnp.float32)
-    positions = jnp.broadcast_to(jnp.arange(8), (2, 8))
+    state = attention_state((2, 8))
 
     def make(rules):
         init = jax.nn.initializers.normal(1.0)
@@ -234,7 +262,7 @@ def test_fewer_key_heads_than_devices(kind):
 
     @jax.jit
     def value_and_grad(layer, x):
-        return jax.value_and_grad(lambda m: (m(x, positions) ** 2).sum())(layer)
+        return jax.value_and_grad(lambda m: (m(x, state)[0] ** 2).sum())(layer)
 
     expected, expected_gradients = value_and_grad(make(sharding.REPLICATED), x)
     layer = sharding.place(make(rules), mesh, rules)

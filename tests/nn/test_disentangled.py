@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,17 +12,19 @@ from flax import nnx
 
 from jaxscale.models import EncoderModel, encoder_preset
 from jaxscale.nn import (
+    Cached,
     DisentangledAttention,
     DisentangledConfig,
+    KVCache,
     RelativePositions,
     SequenceConvolution,
+    attention_state,
 )
 from jaxscale.sharding import REPLICATED, MeshConfig, create, fsdp_tp, make_mesh
 from pallas_kernels.dispatch import Unsupported
 
 
 BOUNDS = np.array([[0, 5, 5, 14], [0, 1, 16, 16]])
-ORDER = jnp.tile(jnp.arange(16), (2, 1))
 WIDTH = 12
 RELATIVE = {
     "shared": RelativePositions(span=4, max_distance=8),
@@ -91,7 +94,12 @@ def by_hand(layer, x, table, bounds):
 def test_attention_is_what_the_formula_says(name):
     layer = make(RELATIVE[name])
     x, table = random(2, 16, WIDTH), random(layer.relative.num_entries, WIDTH, seed=1)
-    run = jax.jit(lambda layer, x, cu, table: layer(x, ORDER, cu, shared=table))
+
+    @jax.jit
+    def run(layer, x, cu_seqlens, table):
+        state = attention_state(x.shape[:2], cu_seqlens=cu_seqlens, relative=table)
+        return layer(x, state)[0]
+
     packed = run(layer, x, jnp.asarray(BOUNDS), table)
     for row, bounds in enumerate(BOUNDS):
         expected = by_hand(layer, x[row], table, bounds)
@@ -106,11 +114,19 @@ def test_attention_is_what_the_formula_says(name):
 def test_errors(no_shape_hook):
     layer = make(RELATIVE["shared"])
     x, table = jnp.ones((1, 4, WIDTH)), jnp.ones((8, WIDTH))
-    with pytest.raises(ValueError, match=r"shared None: .* needs the table"):
-        layer(x, jnp.arange(4)[None])
+    state = attention_state((1, 4))
+    with pytest.raises(ValueError, match=r"relative None: .* needs the table"):
+        layer(x, state)
+    with pytest.raises(ValueError, match="causal False: only causal attention can"):
+        cache = KVCache.zeros(
+            num_layers=1, batch=1, capacity=8, num_kv_heads=3, head_dim=4
+        )
+        state = dataclasses.replace(Cached.of(cache, 4), relative=table)
+        layer(x, state)
+    state = attention_state((1, 4), relative=table)
     layer.implementation = "cudnn"
     with pytest.raises(Unsupported, match="cudnn attention cannot add relative"):
-        layer(x, jnp.arange(4)[None], shared=table)
+        layer(x, state)
     with pytest.raises(ValueError, match="leave nothing of relative positions"):
         RelativePositions(span=3, content_to_position=False, position_to_content=False)
     with pytest.raises(ValueError, match="span must be an integer of at least 1"):
@@ -151,7 +167,8 @@ def test_errors_of_the_convolution(no_shape_hook):
     with pytest.raises(ValueError, match="taps 4 must be odd and positive"):
         SequenceConvolution(6, 4, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="activation 'swish' is unknown"):
-        SequenceConvolution(6, 3, activation="swish", rngs=nnx.Rngs(0))
+        unknown: Any = "swish"
+        SequenceConvolution(6, 3, activation=unknown, rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from jaxscale.nn import (
     LayerNorm,
     Linear,
     RMSNorm,
+    attention_state,
     layer_norm,
     make_norm,
     rms_norm,
@@ -36,6 +37,7 @@ from tests.lowering import lower_for_cuda
 
 
 RNG = np.random.default_rng(0)
+WHOLE = attention_state((1, 5))
 
 
 def normal(*shape):
@@ -145,10 +147,10 @@ def test_post_norm_block():
         d_model=8, d_ff=16, attention=heads, norm="layernorm", post_norm=True
     )
     post = Block(config, rngs=nnx.Rngs(0))
-    x, positions = jnp.asarray(normal(1, 5, 8)), jnp.arange(5)[None]
-    middle = post.attention_norm(x + post.attention(x, positions))
+    x = jnp.asarray(normal(1, 5, 8))
+    middle = post.attention_norm(x + post.attention(x, WHOLE)[0])
     expected = post.mlp_norm(middle + post.mlp(middle))
-    np.testing.assert_allclose(post(x, positions), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(post(x, WHOLE)[0], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_an_unknown_norm_is_refused(no_shape_hook):
@@ -268,15 +270,15 @@ def block(parallel):
 
 
 def test_serial_and_parallel_blocks():
-    x, positions = jnp.asarray(normal(1, 5, 8)), jnp.arange(5)[None]
+    x = jnp.asarray(normal(1, 5, 8))
     serial, parallel = block(False), block(True)
-    after = x + serial.attention(serial.attention_norm(x), positions)
+    after = x + serial.attention(serial.attention_norm(x), WHOLE)[0]
     expected = after + serial.mlp(serial.mlp_norm(after))
-    np.testing.assert_allclose(serial(x, positions), expected, rtol=1e-6)
+    np.testing.assert_allclose(serial(x, WHOLE)[0], expected, rtol=1e-6)
     h = parallel.attention_norm(x)
     assert parallel.mlp_norm is None
-    expected = x + parallel.attention(h, positions) + parallel.mlp(h)
-    np.testing.assert_allclose(parallel(x, positions), expected, rtol=1e-6)
+    expected = x + parallel.attention(h, WHOLE)[0] + parallel.mlp(h)
+    np.testing.assert_allclose(parallel(x, WHOLE)[0], expected, rtol=1e-6)
 
 
 def test_residual_projections_start_smaller_with_depth():
@@ -303,11 +305,12 @@ def test_modules_serve_linen(layer):
 def test_a_block_trains_inside_linen():
     ours = block(False)
     linen = nnx.bridge.to_linen(Block, block_config(False))
-    x, positions = jnp.asarray(normal(1, 5, 8)), jnp.arange(5)[None]
-    variables = linen.init(jax.random.key(0), x, positions)
+    x = jnp.asarray(normal(1, 5, 8))
+    variables = linen.init(jax.random.key(0), x, WHOLE)
 
     def loss(params):
-        return (linen.apply({**variables, "params": params}, x, positions) ** 2).sum()
+        out, _ = linen.apply({**variables, "params": params}, x, WHOLE)
+        return (out**2).sum()
 
     def path(keys):
         names = jax.tree_util.keystr(keys, simple=True, separator=".")
@@ -323,7 +326,7 @@ def test_a_block_trains_inside_linen():
         lambda keys, _: values[path(keys)], variables["params"]
     )
     value, grads = jax.value_and_grad(loss)(params)
-    expected, our_grads = jax.value_and_grad(lambda m: (m(x, positions) ** 2).sum())(
+    expected, our_grads = jax.value_and_grad(lambda m: (m(x, WHOLE)[0] ** 2).sum())(
         ours
     )
     np.testing.assert_allclose(value, expected, rtol=1e-6)

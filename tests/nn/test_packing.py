@@ -144,12 +144,14 @@ def test_pack_sequences_keeps_every_document(lengths, max_seqs):
     assert sorted(itertools.chain(*rows)) == list(range(len(lengths)))
     batch = packing.pack_sequences(documents, 16, max_seqs)
     assert batch.tokens.shape == (len(rows), 16)
-    assert batch.cu_seqlens.shape == (len(rows), max_seqs + 1)
+    cu_seqlens = batch.cu_seqlens
+    assert cu_seqlens is not None
+    assert cu_seqlens.shape == (len(rows), max_seqs + 1)
     used = np.zeros_like(batch.loss_mask)
     for row, indices in enumerate(rows):
         assert len(indices) <= max_seqs
         for slot, index in enumerate(indices):
-            begin, end = batch.cu_seqlens[row, slot : slot + 2]
+            begin, end = cu_seqlens[row, slot : slot + 2]
             document = documents[index]
             np.testing.assert_array_equal(batch.tokens[row, begin:end], document)
             if len(document):
@@ -157,7 +159,7 @@ def test_pack_sequences_keeps_every_document(lengths, max_seqs):
                 np.testing.assert_array_equal(
                     batch.targets[row, begin : end - 1], document[1:]
                 )
-        assert (batch.cu_seqlens[row, len(indices) :] == end).all()
+        assert (cu_seqlens[row, len(indices) :] == end).all()
         assert (batch.tokens[row, end:] == 0).all()
     np.testing.assert_array_equal(batch.loss_mask, used)
     np.testing.assert_array_equal(batch.targets[~used], 0)
@@ -201,6 +203,8 @@ def test_packed_batch_is_a_pytree_of_its_rows():
     moved = jax.jit(lambda b: b)(batch)
     assert isinstance(moved, packing.PackedBatch)
     jax.tree.map(np.testing.assert_array_equal, moved, batch)
+    bounds = batch.cu_seqlens
+    assert bounds is not None
     np.testing.assert_array_equal(
-        batch.positions, [packing.positions(row, 8) for row in batch.cu_seqlens]
+        packing.positions(bounds, 8), [packing.positions(row, 8) for row in bounds]
     )
