@@ -46,7 +46,6 @@ OURS = (
     "auto",
     "untuned",
     "jaxscale",
-    "jaxscale_packed",
     "jaxscale_scan",
     "tile_wise",
     "tew",

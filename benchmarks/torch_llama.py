@@ -1,12 +1,14 @@
 """The PyTorch baseline of `benchmarks.training`: LLaMA, compiled, tuned honestly.
 
 The same architecture, shapes, types and optimizer as ours: fp32 parameters and Adam
-moments, bf16 computation by autocast, SDPA attention (PyTorch picks cuDNN or
-FlashAttention), `torch.compile` over the whole model and the fused AdamW.
+moments, bf16 computation by autocast, `torch.compile` over the whole model and the
+fused AdamW. Whole rows attend by SDPA (PyTorch picks cuDNN or FlashAttention); rows of
+several documents lie end to end in one, and attend by `varlen_attn` (FlashAttention).
 """
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -39,13 +41,18 @@ def build(shape: Shape):
             self.qkv = nn.Linear(shape.d_model, (n + 2 * k) * h, bias=False)
             self.out = nn.Linear(n * h, shape.d_model, bias=False)
 
-        def forward(self, x, cos, sin):
+        def forward(self, x, cos, sin, documents):
             b, t, _ = x.shape
             n, k, h = shape.num_heads, shape.num_kv_heads, shape.head_dim
             q, key, v = self.qkv(x).split((n * h, k * h, k * h), dim=-1)
+            if documents is not None:  # b is 1
+                q = rotate(q.view(t, n, h), cos[:, None], sin[:, None])
+                key = rotate(key.view(t, k, h), cos[:, None], sin[:, None])
+                y = varlen(q, key, v.reshape(t, k, h), *documents)  # [T, N, H]
+                return self.out(y.reshape(b, t, n * h))
             q = rotate(q.view(b, t, n, h).transpose(1, 2), cos, sin)
             key = rotate(key.view(b, t, k, h).transpose(1, 2), cos, sin)
-            v = v.view(b, t, k, h).transpose(1, 2)
+            v = v.view(b, t, k, h).transpose(1, 2)  # [B, K, T, H]
             y = F.scaled_dot_product_attention(
                 q, key, v, is_causal=True, enable_gqa=n != k
             )
@@ -69,8 +76,8 @@ def build(shape: Shape):
             self.mlp_norm = nn.RMSNorm(shape.d_model, eps=shape.norm_eps)
             self.mlp = MLP()
 
-        def forward(self, x, cos, sin):
-            x = x + self.attention(self.attention_norm(x), cos, sin)
+        def forward(self, x, cos, sin, documents):
+            x = x + self.attention(self.attention_norm(x), cos, sin, documents)
             return x + self.mlp(self.mlp_norm(x))
 
     class Llama(nn.Module):
@@ -88,10 +95,10 @@ def build(shape: Shape):
             if shape.tie_embeddings:
                 self.lm_head.weight = self.embed.weight
 
-        def forward(self, tokens, targets, cos, sin):
+        def forward(self, tokens, targets, cos, sin, documents=None):
             x = self.embed(tokens)
             for block in self.blocks:
-                x = block(x, cos, sin)
+                x = block(x, cos, sin, documents)
             logits = self.lm_head(self.norm(x))
             return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
@@ -99,13 +106,30 @@ def build(shape: Shape):
         a, b = x.float().chunk(2, dim=-1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
+    def varlen(q, k, v, bounds, longest):
+        from torch.nn.attention.varlen import varlen_attn
+
+        return varlen_attn(
+            q, k, v, bounds, bounds, longest, longest, window_size=(-1, 0)
+        )
+
     return Llama()
 
 
 def measure(
-    shape: Shape, batch: int, seq_len: int, seed: int, samples: int
+    shape: Shape,
+    batch: int,
+    seq_len: int,
+    rows: Sequence[Any],
+    seed: int,
+    samples: int,
 ) -> dict[str, Any]:
-    """Train on random tokens: the seconds of each step, and metrics of the run."""
+    """Train on random tokens: the seconds of each step, and metrics of the run.
+
+    `rows` holds for each batch where its documents lie, [B, D + 1] in tokens of their
+    row, or None for whole rows.
+    """
+    import numpy as np
     import torch
 
     torch.manual_seed(seed)
@@ -120,25 +144,47 @@ def measure(
         weight_decay=0.1,
         fused=True,
     )
-    positions = torch.arange(seq_len, device="cuda", dtype=torch.float32)
     exponents = torch.arange(0, shape.head_dim, 2, device="cuda") / shape.head_dim
-    angles = torch.outer(positions, shape.rope_theta**-exponents)
-    cos, sin = angles.cos(), angles.sin()
+    frequencies = shape.rope_theta**-exponents
+
+    def rotation(bounds):
+        places = np.arange(seq_len)
+        if bounds is not None:
+            starts = [row[:-1].repeat(np.diff(row)) for row in bounds]
+            places = (places - np.stack(starts)).reshape(-1)  # [B * T]
+        angles = torch.outer(
+            torch.tensor(places, device="cuda", dtype=torch.float32), frequencies
+        )
+        return angles.cos(), angles.sin()
+
+    # One length for all batches, so that nothing is compiled again.
+    longest = max((int(np.diff(r).max()) for r in rows if r is not None), default=0)
+
+    def end_to_end(bounds):
+        if bounds is None:
+            return None
+        ends = bounds[:, 1:] + seq_len * np.arange(batch)[:, None]
+        ends = torch.tensor(ends.reshape(-1), dtype=torch.int32, device="cuda")  # [B*D]
+        return torch.nn.functional.pad(ends, (1, 0)), longest
+
     compiled = torch.compile(model)
 
-    def step(tokens):
+    def step(batch):
         with torch.autocast("cuda", dtype=torch.bfloat16):
-            loss = compiled(tokens[:, :-1], tokens[:, 1:], cos, sin)
+            loss = compiled(*batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss.item()
 
-    batches = [
-        torch.randint(shape.vocab_size, (batch, seq_len + 1), device="cuda")
-        for _ in range(4)
-    ]
+    batches = []
+    for bounds in rows:
+        tokens = torch.randint(shape.vocab_size, (batch, seq_len + 1), device="cuda")
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        if bounds is not None:  # all rows in one, [1, B * T]
+            inputs, targets = inputs.reshape(1, -1), targets.reshape(1, -1)
+        batches.append((inputs, targets, *rotation(bounds), end_to_end(bounds)))
     start = time.perf_counter()
     losses = [step(batches[i]) for i in range(3)]
     compile_seconds = time.perf_counter() - start

@@ -7,13 +7,15 @@ awaited. Both conventions of model FLOP/s utilization count useful work only: 6 
 parameter and token plus attention, the whole matrix (`mfu_full`) or the causal half
 (`mfu_causal`), over the dense bf16 peak of the data sheet.
 
-- ``jaxscale``: whole rows, cuDNN attention, every layer compiled, nothing recomputed.
+- ``jaxscale``: every layer compiled, nothing recomputed; whole rows by cuDNN.
 - ``jaxscale_scan``: the same with one layer compiled and looped over, which keeps the
   results of matrix products and attention and computes the rest twice.
-- ``jaxscale_packed``: as `jaxscale`, but eight sequences of different length in a row.
-  Both conventions take the row for one sequence and so overstate its attention: compare
-  its tokens a second, not its utilization.
-- ``torch_compile``: whole rows, SDPA, `torch.compile`, fused AdamW.
+- ``torch_compile``: `torch.compile`, fused AdamW, SDPA on whole rows.
+
+In a case with ``documents`` each row holds that many sequences of random lengths,
+which do not attend to each other: ours takes its varlen kernel, PyTorch `varlen_attn`
+over all rows laid end to end. Both utilizations take a row for one sequence there and
+so overstate attention: compare tokens a second.
 """
 
 import json
@@ -23,6 +25,21 @@ from typing import Any
 
 from benchmarks import timing
 from benchmarks.harness import Benchmark, Case, Custom, Measurement
+
+
+def _boundaries(params: dict[str, Any], seed: int, batches: int) -> list[Any]:
+    """Draw where the documents of each batch lie, [B, documents + 1]; None if whole."""
+    import numpy as np
+
+    documents, length = params.get("documents"), params["seq_len"]
+    if not documents:
+        return [None] * batches
+    random = np.random.default_rng(seed)
+    found = np.full((batches, params["batch"], documents + 1), length, np.int32)
+    for row in found.reshape(-1, documents + 1):  # [batches * B, documents + 1]
+        row[0] = 0
+        row[1:-1] = np.sort(random.choice(length - 1, documents - 1, False) + 1)
+    return list(found)
 
 
 def _train_jaxscale(params: dict[str, Any], seed: int, samples: int) -> dict[str, Any]:
@@ -45,19 +62,14 @@ def _train_jaxscale(params: dict[str, Any], seed: int, samples: int) -> dict[str
     optimizer = training.make_optimizer(settings, 1000)
     random = np.random.default_rng(seed)
 
-    def rows() -> PackedBatch:
+    def rows(bounds: np.ndarray | None) -> PackedBatch:
         tokens = random.integers(0, config.vocab_size, (batch, length + 1), np.int32)
-        bounds = None
-        if params.get("documents"):
-            cuts = random.integers(1, length, (batch, params["documents"] - 1))
-            bounds = np.pad(np.sort(cuts), ((0, 0), (1, 1)))
-            bounds[:, -1] = length
         return jax.device_put(
             PackedBatch(
                 tokens=tokens[:, :-1],
                 targets=tokens[:, 1:],
                 loss_mask=np.ones((batch, length), np.bool_),
-                cu_seqlens=None if bounds is None else bounds.astype(np.int32),
+                cu_seqlens=bounds,
             )
         )
 
@@ -80,7 +92,7 @@ def _train_jaxscale(params: dict[str, Any], seed: int, samples: int) -> dict[str
         rules=rules,
         shardings=jax.tree.map(lambda x: x.sharding, state),
     )
-    batches = [rows() for _ in range(4)]
+    batches = [rows(bounds) for bounds in _boundaries(params, seed, 4)]
     times, losses = [], []
     with jax.set_mesh(mesh):
         start = time.perf_counter()
@@ -122,7 +134,10 @@ def _train_torch(params: dict[str, Any], seed: int, samples: int) -> dict[str, A
         norm_eps=config.norm_eps,
         tie_embeddings=config.tie_embeddings,
     )
-    return torch_llama.measure(shape, params["batch"], params["seq_len"], seed, samples)
+    rows = _boundaries(params, seed, 4)
+    return torch_llama.measure(
+        shape, params["batch"], params["seq_len"], rows, seed, samples
+    )
 
 
 _CHILDREN = {"jaxscale": _train_jaxscale, "torch": _train_torch}
@@ -174,13 +189,22 @@ BENCHMARK = Benchmark(
     cases=[
         Case("llama_1b_2k", {"model": "llama_1b", "batch": 16, "seq_len": 2048}),
         Case("llama_1b_4k", {"model": "llama_1b", "batch": 8, "seq_len": 4096}),
+        Case(
+            "llama_1b_4k_packed",
+            {"model": "llama_1b", "batch": 8, "seq_len": 4096, "documents": 8},
+        ),
     ],
-    quick_cases=[Case("tiny", {"model": "llama_tiny", "batch": 2, "seq_len": 64})],
+    quick_cases=[
+        Case("tiny", {"model": "llama_tiny", "batch": 2, "seq_len": 64}),
+        Case(
+            "tiny_packed",
+            {"model": "llama_tiny", "batch": 2, "seq_len": 64, "documents": 4},
+        ),
+    ],
     inputs=lambda params, key: (),
     implementations={
         "jaxscale": _in_child("jaxscale", scan_layers=False),
         "jaxscale_scan": _in_child("jaxscale", scan_layers=True, remat="attention"),
-        "jaxscale_packed": _in_child("jaxscale", scan_layers=False, documents=8),
         "torch_compile": _in_child("torch"),
     },
     metrics=metrics,
