@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from jaxscale.cli.errors import UsageError, suggestion
+from jaxscale.cli.errors import RunFailed, UsageError, suggestion
 
 
 __all__ = ["COMMANDS", "UsageError", "main"]
@@ -31,7 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0 when all went well, 2 for a mistake in the arguments, which is
-        explained on standard error, 130 after Ctrl-C; otherwise that of the command.
+        explained on standard error, 3 for a run that diverged, 130 after Ctrl-C;
+        otherwise that of the command.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -55,6 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"jaxscale: error: {error}", file=sys.stderr)
         return 2
+    except RunFailed as error:
+        print(f"jaxscale: {error}", file=sys.stderr)
+        return error.code
     except KeyboardInterrupt:
         print("jaxscale: interrupted", file=sys.stderr)
         return 130

@@ -9,6 +9,31 @@ class UsageError(Exception):
     """What the user asked for cannot be done; the message says what to change."""
 
 
+class RunFailed(Exception):
+    """A run ended without what was asked for; `code` is the exit code."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+DIVERGED = 3
+"""Exit code of a run whose updates were not finite any more."""
+
+
+@contextlib.contextmanager
+def training_errors() -> Iterator[None]:
+    """Report in a line how a run can end that is no defect of the program."""
+    from jaxscale.training import DamagedCheckpoint, Diverged
+
+    try:
+        yield
+    except DamagedCheckpoint as error:
+        raise UsageError(str(error)) from None
+    except Diverged as error:
+        raise RunFailed(str(error), DIVERGED) from None
+
+
 @contextlib.contextmanager
 def usage_errors() -> Iterator[None]:
     """Report the errors by which the library rejects settings as mistakes of usage.

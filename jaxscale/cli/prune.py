@@ -11,7 +11,7 @@ import tyro
 
 from jaxscale.cli import run_directory
 from jaxscale.cli.devices import simulate_devices
-from jaxscale.cli.errors import usage_errors
+from jaxscale.cli.errors import training_errors, usage_errors
 from jaxscale.cli.options import parse
 from jaxscale.cli.pruning import (
     Pruned,
@@ -120,7 +120,7 @@ def run(command: PruneCommand) -> Pruned:
         f"prune {source} to {command.prune.sparsity:.1%}, pattern "
         f"{command.prune.pattern}"
     )
-    with run_directory.given_up_on_failure(directory):
+    with training_errors(), run_directory.given_up_on_failure(directory):
         pruned = prune_and_tune(config, model, text, command.prune, command.tune)
     finish(directory, pruned, text)
     return pruned

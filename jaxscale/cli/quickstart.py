@@ -19,7 +19,7 @@ import jax
 
 from jaxscale import sharding
 from jaxscale.cli import run_directory
-from jaxscale.cli.errors import usage_errors
+from jaxscale.cli.errors import training_errors, usage_errors
 from jaxscale.cli.options import parse
 from jaxscale.cli.prune import tuning_config
 from jaxscale.cli.pruning import (
@@ -316,7 +316,8 @@ def main(arguments: Sequence[str]) -> int:
         _make_room(config.output_dir)
     # Without a GPU, four simulated devices stand in for a machine of four.
     jax.config.update("jax_num_cpu_devices", SIMULATED_DEVICES)
-    run(config)
+    with training_errors():
+        run(config)
     return 0
 
 

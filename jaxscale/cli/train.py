@@ -14,12 +14,11 @@ from jax.experimental import multihost_utils
 from jaxscale import sharding
 from jaxscale.cli import run_directory
 from jaxscale.cli.devices import simulate_devices
-from jaxscale.cli.errors import UsageError, usage_errors
+from jaxscale.cli.errors import UsageError, training_errors, usage_errors
 from jaxscale.cli.options import parse
 from jaxscale.cli.runs import find_run
 from jaxscale.models import PRESETS
 from jaxscale.training import (
-    DamagedCheckpoint,
     FitResult,
     TextData,
     TrainConfig,
@@ -88,7 +87,9 @@ def train(
         step: The checkpoint to continue from; None is the newest that can be read.
 
     Raises:
-        UsageError: the settings cannot work; nothing has been compiled or written.
+        UsageError: the settings cannot work; nothing has been compiled or written. Or
+            no checkpoint of the run can be read.
+        RunFailed: the run diverged.
     """
     directory = Path(config.output_dir)
     with usage_errors():
@@ -101,13 +102,10 @@ def train(
         _check_same_text(text)
         if jax.process_index() == 0:
             run_directory.write(directory, config, text)
-    try:
-        with run_directory.given_up_on_failure(directory):
-            if step is not None:
-                set_aside_after(directory / "checkpoints", step)
-            return fit(config, train_data=train_data, eval_data=eval_data)
-    except DamagedCheckpoint as error:
-        raise UsageError(str(error)) from None
+    with training_errors(), run_directory.given_up_on_failure(directory):
+        if step is not None:
+            set_aside_after(directory / "checkpoints", step)
+        return fit(config, train_data=train_data, eval_data=eval_data)
 
 
 def check(config: TrainConfig) -> None:

@@ -19,6 +19,7 @@ from jaxscale.training.data import (
     load_text,
     load_tokenizer,
 )
+from jaxscale.training.divergence import Diverged
 from jaxscale.training.labeled import (
     LabeledBatch,
     LabeledBatches,
@@ -54,6 +55,7 @@ __all__ = [
     "Checkpointer",
     "DamagedCheckpoint",
     "DataConfig",
+    "Diverged",
     "Document",
     "Evaluation",
     "FitResult",

@@ -78,6 +78,9 @@ class TrainConfig:
     """Newest checkpoints that are kept."""
     keep_every: int | None = None
     """Checkpoints at multiples of this step are kept for good."""
+    max_skipped: int = 10
+    """Updates skipped in a row, because loss or gradients were not finite, after which
+    the run has diverged and stops."""
     log_every: int = 1
     """Steps between records of the metrics."""
     output_dir: str = "runs/train"
@@ -92,6 +95,7 @@ class TrainConfig:
             "eval_batches",
             "checkpoint_every",
             "keep",
+            "max_skipped",
             "log_every",
         ):
             if getattr(self, name) < 1:

@@ -23,6 +23,7 @@ from jaxscale.sharding.parameters import place, shardings
 from jaxscale.training.checkpoint import Checkpointer
 from jaxscale.training.config import TrainConfig
 from jaxscale.training.data import PackedBatches, TextData
+from jaxscale.training.divergence import Diverged, SkippedInARow, is_finite
 from jaxscale.training.monitor import (
     JsonlWriter,
     Monitor,
@@ -117,6 +118,9 @@ def fit(
         ValueError: the settings do not fit the devices, the checkpoint in the output
             directory belongs to another run, or `train_data` ends before the last step.
         DamagedCheckpoint: none of the checkpoints there can be read.
+        Diverged: ``config.max_skipped`` updates in a row were not finite, or the
+            parameters at the end are not. What was good is still there: no checkpoint
+            is written while updates are skipped.
         TypeError: the position of `train_data` cannot be saved, or `eval_data` can be
             walked through only once.
     """
@@ -163,10 +167,13 @@ def fit(
                 f"has done {first} already; raise steps, or choose another directory"
             )
         monitor.start(first)
+        skipped = SkippedInARow()
         for step in range(first + 1, config.steps + 1):
             batch = _next(batches, step, config)
             state, metrics = train_step(state, to_rows(batch, config, mesh))
             monitor.log(step, metrics)
+            skipped.add(step, metrics)
+            _check_progress(config, checkpoints, skipped)
             for hook in hooks:
                 state = hook(step, state, metrics) or state
 
@@ -174,7 +181,15 @@ def fit(
             last, stop = step == config.steps, asked_to_stop(step)
             if last or stop or step % config.checkpoint_every == 0:
                 with monitor.pause():
-                    checkpoints.save(step, state, batches.get_state())
+                    skipped.catch_up()
+                    _check_progress(config, checkpoints, skipped)
+                    finite = bool(is_finite(state.model))
+                    if finite and (last or stop or not skipped.count):
+                        checkpoints.save(step, state, batches.get_state())
+                    elif last or stop:
+                        raise _diverged(config, checkpoints, skipped)
+                    else:
+                        logger.warning("step %d is not saved: not finite", step)
             if stop and not last:
                 logger.warning("stopped by a signal after step %d", step)
                 break
@@ -347,6 +362,26 @@ def _start(
         adopt = jax.jit(adopt, out_shardings=layout, donate_argnums=0)
         state = adopt(place(model, mesh, rules))
     return state, layout
+
+
+def _check_progress(
+    config: TrainConfig, checkpoints: Checkpointer, skipped: SkippedInARow
+) -> None:
+    if skipped.count >= config.max_skipped:
+        raise _diverged(config, checkpoints, skipped)
+
+
+def _diverged(
+    config: TrainConfig, checkpoints: Checkpointer, skipped: SkippedInARow
+) -> Diverged:
+    checkpoints.wait()
+    good = f"that of step {checkpoints.steps[-1]}" if checkpoints.steps else "none"
+    return Diverged(
+        f"the run diverged: at step {skipped.last} of {config.steps}, "
+        f"{skipped.count} updates in a row were skipped because loss or gradients were "
+        f"not finite; the newest good checkpoint in {config.output_dir} is {good}; "
+        "lower optimizer.learning_rate or look at the data"
+    )
 
 
 def _checkpointer(config: TrainConfig) -> Checkpointer:

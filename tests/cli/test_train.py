@@ -15,7 +15,7 @@ from jaxscale import cli
 from jaxscale.cli import runs, train
 from jaxscale.cli.errors import UsageError
 from jaxscale.models import PRESETS, Tokenizer
-from jaxscale.training import TrainConfig
+from jaxscale.training import Diverged, TrainConfig
 
 
 TINY = [
@@ -252,6 +252,23 @@ def test_train_resume_and_generate(call, tmp_path, text, capfd):
     assert out.startswith(prompt) and len(out) > len(prompt) + 1
     assert cli.main([*arguments, "--step", "4"]) == 2
     assert "no checkpoint of step 4" in capfd.readouterr().err
+
+
+def test_a_run_that_diverged_has_an_exit_code_of_its_own(
+    call, tmp_path, text, monkeypatch
+):
+    def fit(*_, **__):
+        raise Diverged("updates 2 to 11 of 60 were skipped")
+
+    monkeypatch.setattr(train, "fit", fit)
+    options = [*TINY, "--data.paths", text, "--output-dir", tmp_path / "run"]
+    code, out, err = call(*options)
+    assert (code, out) == (3, "")
+    assert err.strip() == "jaxscale: updates 2 to 11 of 60 were skipped"
+    # Nothing was saved: the corrected command finds the directory free.
+    monkeypatch.setattr(train, "fit", lambda *_, **__: pytest.exit("reached"))
+    with pytest.raises(pytest.exit.Exception, match="reached"):
+        call(*options, "--model.num-layers", "1")
 
 
 @pytest.mark.parametrize(("choice", "queues"), [("fused", "1"), ("xla", None)])

@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+import math
 import os
 import signal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,9 +17,11 @@ from jaxscale.sharding import MeshConfig
 from jaxscale.training.config import TrainConfig
 from jaxscale.training.corpus import TokenCorpus
 from jaxscale.training.data import DataConfig, PackedBatches, TextData
+from jaxscale.training.divergence import Diverged
 from jaxscale.training.loop import fit, packed_batches
 from jaxscale.training.monitor import Writer
 from jaxscale.training.optimizer import OptimizerConfig
+from jaxscale.training.step import next_token_loss
 
 
 MODEL = dataclasses.replace(
@@ -169,10 +173,11 @@ def test_restores_on_another_mesh_with_the_same_loss(unbroken, rules, mesh):
     config, result, _ = unbroken
     config = dataclasses.replace(config, rules=rules, mesh=mesh)
     restored, writer = run(config)  # the run is finished: evaluates alone
-    assert not writer.steps
+    assert not writer.steps and restored.evaluation and result.evaluation
     assert restored.evaluation.loss == pytest.approx(result.evaluation.loss, rel=1e-5)
     assert restored.evaluation.tokens == result.evaluation.tokens
-    assert dict(restored.state.step.sharding.mesh.shape)["data"] == 1
+    placed = restored.state.step.sharding
+    assert isinstance(placed, jax.NamedSharding) and placed.mesh.shape["data"] == 1
 
 
 def test_an_explicit_mesh_and_microbatches_give_the_same_trace(unbroken, tmp_path):
@@ -194,7 +199,7 @@ def test_default_writers(tmp_path):
     result = fit(config, train_data=train, eval_data=held_out, devices=DEVICES)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
-    assert [r["step"] for r in records] == [3, 6, 6]
+    assert [r["step"] for r in records] == [3, 6, 6] and result.evaluation
     assert records[2]["eval_loss"] == result.evaluation.loss
     assert list((tmp_path / "tensorboard").iterdir())
     checkpoints = {path.name for path in (tmp_path / "checkpoints").iterdir()}
@@ -215,6 +220,38 @@ def test_hooks_may_replace_the_state_and_a_given_model_is_used(unbroken, tmp_pat
     assert [step for step, _ in seen] == [1, 2, 3, 4, 5, 6]
     assert int(second.state.skipped) == 60
     assert writer.losses()[1] < np.log(32) - 0.2  # trained before
+
+
+@pytest.mark.parametrize(
+    ("value", "kept", "last"), [(5.0, ["3", "4"], 9), (math.nan, ["2", "3"], 9)]
+)
+def test_a_run_that_diverges_stops_and_keeps_what_was_good(tmp_path, value, kept, last):
+    """A parameter that turns the loss into NaN, finite itself or not."""
+
+    def loss(model, batch):
+        total, sums = next_token_loss(chunk_size=8)(model, batch)
+        bad = ~(model.norm.scale[...][0] < 4)
+        return jnp.where(bad, jnp.nan, total), sums._replace(
+            nll=jnp.where(bad, jnp.nan, sums.nll)
+        )
+
+    def hook(step, state, metrics):
+        if step == 4:
+            scale = state.model.norm.scale
+            scale[...] = scale[...].at[0].set(value)
+
+    config = dataclasses.replace(
+        CONFIG,
+        output_dir=str(tmp_path),
+        steps=60,
+        checkpoint_every=1,
+        keep=2,
+        max_skipped=5,
+    )
+    with pytest.raises(Diverged, match=rf"at step 9 of 60, 5 .* step {kept[1]};"):
+        run(config, loss=loss, hooks=[hook])
+    checkpoints = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert {name for name in checkpoints if name.isdecimal()} == set(kept)
 
 
 def test_data_that_ends_too_early(tmp_path):

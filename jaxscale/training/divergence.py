@@ -1,0 +1,66 @@
+"""When a run has diverged: too many updates in a row were not finite."""
+
+import collections
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxscale.training.step import global_norm
+
+
+class Diverged(RuntimeError):
+    """A run went on skipping updates; its last good checkpoint is kept."""
+
+
+class SkippedInARow:
+    """Counts the updates that were skipped one after the other, until the newest read.
+
+    Metrics are read two steps late, when they are on the host: `Monitor.log` lets it
+    run no further ahead, so nothing waits. Every process reads the same numbers at the
+    same step, and all of them stop together.
+
+    Example:
+        >>> skipped = SkippedInARow()
+        >>> for step in range(1, 6):
+        ...     skipped.add(step, {"loss": math.nan, "z_loss": 0.0, "grad_norm": 1.0})
+        >>> skipped.count, skipped.last
+        (3, 3)
+        >>> skipped.catch_up()
+        5
+    """
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self.count = 0
+        self.last = 0
+        """The newest step that was read."""
+        self._pending: collections.deque[tuple[int, Mapping[str, Any]]]
+        self._pending = collections.deque()
+
+    def add(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Take the metrics of `step`, and read those of two steps before."""
+        self._pending.append((step, metrics))
+        if len(self._pending) > 2:
+            self._read()
+
+    def catch_up(self) -> int:
+        """The count with the newest step; waits for its metrics."""
+        while self._pending:
+            self._read()
+        return self.count
+
+    def _read(self) -> None:
+        self.last, metrics = self._pending.popleft()
+        # What makes a step skip its update, see `make_train_step`.
+        finite = all(math.isfinite(metrics[n]) for n in ("loss", "z_loss", "grad_norm"))
+        self.count = 0 if finite else self.count + 1
+
+
+@jax.jit
+def is_finite(model: Any) -> jax.Array:
+    """Whether the norm of all parameters is a number: what is worth saving."""
+    return jnp.isfinite(global_norm(nnx.state(model, nnx.Param)))
