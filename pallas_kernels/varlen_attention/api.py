@@ -1,9 +1,10 @@
 """Attention over packed sequences of different length: the public functions.
 
-Axes: B sequences, T packed queries, S packed keys, N query heads, K key/value heads,
-H head dim of queries and keys, Hv head dim of values.
+Axes: R packed rows of a batch, B sequences of a row, T packed queries, S packed keys,
+N query heads, K key/value heads, H head dim of queries and keys, Hv head dim of values.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.dispatch import dispatch
 from pallas_kernels.mosaic import DeviceSpec, vary_alike
 from pallas_kernels.partition import by_shards
+from pallas_kernels.varlen_attention.inputs import Inputs, Scores
 from pallas_kernels.varlen_attention.mosaic_gpu import varlen_attention_mosaic_gpu
 from pallas_kernels.varlen_attention.relative import RelativeBias, check_relative_bias
 from pallas_kernels.varlen_attention.segments import (
@@ -37,11 +39,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def varlen_attention(
-    q: Float[Array, "T N H"],
-    k: Float[Array, "S K H"],
-    v: Float[Array, "S K Hv"],
-    cu_seqlens_q: Int[Array | np.ndarray, " bounds"],
-    cu_seqlens_k: Int[Array | np.ndarray, " bounds"] | None = None,
+    q: Float[Array, "*R T N H"],
+    k: Float[Array, "*R S K H"],
+    v: Float[Array, "*R S K Hv"],
+    cu_seqlens_q: Int[Array | np.ndarray, "*R bounds"] | None = None,
+    cu_seqlens_k: Int[Array | np.ndarray, "*R bounds"] | None = None,
     *,
     causal: bool = False,
     window: Window = (None, None),
@@ -54,7 +56,9 @@ def varlen_attention(
     deterministic: bool = True,
     implementation: str | Sequence[str] | None = None,
     config: object | None = None,
-) -> Float[Array, "T N Hv"] | tuple[Float[Array, "T N Hv"], Float[Array, "T N"]]:
+) -> (
+    Float[Array, "*R T N Hv"] | tuple[Float[Array, "*R T N Hv"], Float[Array, "*R T N"]]
+):
     """Attention in which every packed sequence sees itself alone.
 
     For query ``i`` and key ``j`` of one sequence, counted from the sequence's start,
@@ -76,13 +80,16 @@ def varlen_attention(
     heads and over data.
 
     Args:
-        q: [T, N, H], queries of all sequences. T is a static budget of tokens; rows
-            past the last sequence may hold anything, NaN too.
+        q: [T, N, H], queries of all sequences, or [R, T, N, H] for a batch of packed
+            rows: what begins with T, S or B+1 here has that axis in front, too. T is a
+            static budget of tokens; what lies past the last sequence may hold anything,
+            NaN too.
         k: [S, K, H], keys. K divides N: query head n reads key head ``n // (N / K)``.
         v: [S, K, Hv], values. Hv may differ from H. NaN or infinity inside a sequence
             may reach its neighbors, which share blocks with it.
         cu_seqlens_q: [B+1], prefix sums of the numbers of queries, from 0. To leave
             room for more sequences, repeat the last value. A sequence may be empty.
+            None: a row is one sequence, of T queries and S keys.
         cu_seqlens_k: [B+1], the same of the keys; None takes `cu_seqlens_q`.
         causal: hide keys to the right of the diagonal.
         window: (left, right), keys that are visible on each side of the diagonal
@@ -145,71 +152,60 @@ def varlen_attention(
         Relative bias: DeBERTa (arXiv 2006.03654), whose code adds it to the logits as
         the product of contents is, hence within the softcap.
     """
+    del deterministic  # the sums of every implementation have a fixed order
     q, k, v = (jnp.asarray(x) for x in (q, k, v))
     _check_arrays(q, k, v)
-    if cu_seqlens_k is None and k.shape[0] != q.shape[0]:
-        raise ValueError(
-            f"cu_seqlens_k is None but k has S={k.shape[0]} rows and q T={q.shape[0]}; "
-            "pass cu_seqlens_k when keys are packed differently from queries"
-        )
-    cu_q = check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.shape[0])
-    cu_k = cu_q
-    if cu_seqlens_k is not None:
-        cu_k = check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, k.shape[0])
-        if cu_k.shape != cu_q.shape:
-            raise ValueError(
-                "cu_seqlens_q and cu_seqlens_k must have one length, got "
-                f"{cu_q.shape[0]} and {cu_k.shape[0]}; repeat the last value to pad"
-            )
-    sinks = _per_head("sinks", sinks, q.shape[1])
-    alibi_slopes = _per_head("alibi_slopes", alibi_slopes, q.shape[1])
+    *rows, num_queries, num_heads, head_dim = q.shape
+    num_keys = k.shape[-3]
+    cu_q, cu_k = _packing(
+        cu_seqlens_q, cu_seqlens_k, tuple(rows), num_queries, num_keys
+    )
+    sinks = _per_head("sinks", sinks, num_heads)
+    alibi_slopes = _per_head("alibi_slopes", alibi_slopes, num_heads)
+    terms, relative = (None, None), None
     if relative_bias is not None:
         # With one packing the distance is that of the rows, in a tile of scores too.
-        if cu_seqlens_k is not None:
+        if cu_k is not None:
             raise ValueError(
                 "relative_bias needs keys that are packed as the queries are, got "
                 "cu_seqlens_k; leave it None"
             )
-        relative_bias = check_relative_bias(
-            relative_bias, q.shape[0], k.shape[0], q.shape[1]
-        )
-    scale = _number("scale", q.shape[2] ** -0.5 if scale is None else scale)
-    if not math.isfinite(scale):
-        raise ValueError(f"scale must be finite, got {scale}")
-    softcap = None if softcap is None else _number("softcap", softcap)
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f"softcap must be positive, got {softcap}; None disables it")
-    terms, structure = jax.tree.flatten(relative_bias)
-    window = _resolve_window(causal, window, q.shape[0] + k.shape[0])
+        bias = check_relative_bias(relative_bias, q.shape[:-2], k.shape[:-2], num_heads)
+        terms = bias.query_terms, bias.key_terms
+        relative = bias.buckets, terms[0] is not None, terms[1] is not None
+    scores = Scores(
+        _resolve_window(causal, window, num_queries + num_keys),
+        _scale(scale, head_dim),
+        _softcap(softcap),
+        alibi_slopes is not None,
+        relative,
+    )
 
-    def run(*arrays: Any) -> tuple[Array, Array]:
-        q, k, v, cu_q, cu_k, sinks, slopes, *terms = arrays
+    def run(*arrays: Array | None) -> tuple[Array, Array]:
         # Where heads are split and, say, one key/value head lies on every device, the
         # gradient of the latter is the sum over devices, the transpose of the mark.
-        relative_bias = structure.unflatten(terms)
-        cu_k = cu_q if cu_k is None else cu_k
-        *marked, relative_bias = vary_alike(
-            (q, k, v, cu_q, cu_k, sinks, slopes, relative_bias)
-        )
         return dispatch(
             "varlen_attention",
             IMPLEMENTATIONS,
             implementation,
-            *marked,
-            relative_bias=relative_bias,
-            window=window,
-            scale=scale,
-            softcap=softcap,
-            deterministic=deterministic,
+            vary_alike(Inputs(*arrays)),  # pyright: ignore[reportArgumentType]
+            scores,
             device=DeviceSpec.current(),
             config=config,
         )
 
-    other_cu = None if cu_k is cu_q else cu_k  # the same array stays the same
-    arrays = (q, k, v, cu_q, other_cu, sinks, alibi_slopes, *terms)
-    dims = ["TnH", "SnH", "SnV", "B", "B", "n", "n", *["TnP"] * len(terms)]
-    out, lse = by_shards(run, arrays, dims, ("TnV", "Tn"))
+    x = Inputs(q, k, v, cu_q, cu_k, None, None, *terms)
+    if not rows:
+        x = jax.tree.map(lambda a: a[None], x)
+    x = x._replace(sinks=sinks, slopes=alibi_slopes)
+    out, lse = by_shards(run, x, _DIMS, ("rTnV", "rTn"))
+    if not rows:
+        out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out
+
+
+_DIMS = ("rTnH", "rSnH", "rSnV", "rB", "rB", "n", "n", "rTnP", "rSnP")
+"""A letter for each dimension of `Inputs`: rows and heads are independent."""
 
 
 def varlen_attention_segment_ids(
@@ -283,25 +279,83 @@ def _check_arrays(q: Array, k: Array, v: Array) -> None:
             f"{', '.join(dtypes)}; cast them with .astype"
         )
     for name, x, letters in (("q", q, "T, N, H"), ("k", k, "S, K, H")):
-        if x.ndim != 3:
+        if x.ndim not in (3, 4):
             raise ValueError(
-                f"{name} must be [{letters}], got shape {x.shape}; for batched rows "
-                "use jax.vmap"
+                f"{name} must be [{letters}] or [R, {letters}], got shape {x.shape}; "
+                "use jax.vmap for further axes"
             )
-    if v.ndim != 3 or v.shape[:2] != k.shape[:2]:
+    if k.shape[:-3] != q.shape[:-3]:
         raise ValueError(
-            f"v must be [S, K, Hv] with the S, K = {k.shape[:2]} of k, got {v.shape}"
+            f"q and k must have the same leading axis or none, got shapes {q.shape} and"
+            f" {k.shape}"
         )
-    if q.shape[2] != k.shape[2] or not q.shape[2]:
+    if v.shape[:-1] != k.shape[:-1]:
         raise ValueError(
-            f"q and k must have one head dim, got {q.shape[2]} and {k.shape[2]}; "
+            f"v must have the S, K = {k.shape[-3:-1]} of k and its leading axis, if "
+            f"any, got shapes {v.shape} and {k.shape}"
+        )
+    if q.shape[-1] != k.shape[-1] or not q.shape[-1]:
+        raise ValueError(
+            f"q and k must have one head dim, got {q.shape[-1]} and {k.shape[-1]}; "
             "expected at least 1"
         )
-    if 0 in (q.shape[1], k.shape[1]) or q.shape[1] % k.shape[1]:
+    if 0 in (q.shape[-2], k.shape[-2]) or q.shape[-2] % k.shape[-2]:
         raise ValueError(
-            f"the number of query heads N={q.shape[1]} must be a multiple of the "
-            f"number of key/value heads K={k.shape[1]}"
+            f"the number of query heads N={q.shape[-2]} must be a multiple of the "
+            f"number of key/value heads K={k.shape[-2]}"
         )
+
+
+def _packing(
+    cu_q: Array | np.ndarray | None,
+    cu_k: Array | np.ndarray | None,
+    rows: tuple[int, ...],
+    num_queries: int,
+    num_keys: int,
+) -> tuple[Array, Array | None]:
+    """Checked prefix sums of queries and keys; None if the keys' are the same."""
+    if cu_q is None:
+        if cu_k is not None:
+            raise ValueError(
+                "cu_seqlens_q is None but cu_seqlens_k is given; pass both, or neither "
+                "for rows that are one sequence"
+            )
+        whole_q, whole_k = (
+            jnp.broadcast_to(jnp.array([0, size], jnp.int32), (*rows, 2))
+            for size in (num_queries, num_keys)
+        )
+        return whole_q, None if num_queries == num_keys else whole_k
+    checked_q = check_cu_seqlens("cu_seqlens_q", cu_q, num_queries, rows)
+    if cu_k is None:
+        if num_queries != num_keys:
+            raise ValueError(
+                f"cu_seqlens_k is None but k has S={num_keys} rows and q "
+                f"T={num_queries}; pass cu_seqlens_k when keys are packed differently "
+                "from queries"
+            )
+        return checked_q, None
+    checked_k = check_cu_seqlens("cu_seqlens_k", cu_k, num_keys, rows)
+    if checked_k.shape != checked_q.shape:
+        raise ValueError(
+            "cu_seqlens_q and cu_seqlens_k must have one length, got "
+            f"{checked_q.shape[-1]} and {checked_k.shape[-1]}; repeat the last value "
+            "to pad"
+        )
+    return checked_q, checked_k
+
+
+def _scale(scale: float | None, head_dim: int) -> float:
+    scale = _number("scale", head_dim**-0.5 if scale is None else scale)
+    if not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
+    return scale
+
+
+def _softcap(softcap: float | None) -> float | None:
+    softcap = None if softcap is None else _number("softcap", softcap)
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap must be positive, got {softcap}; None disables it")
+    return softcap
 
 
 def _number(name: str, value: Any) -> float:
@@ -311,10 +365,10 @@ def _number(name: str, value: Any) -> float:
             f"{name} must be known when the program is traced, got {value}; make it a "
             "static argument"
         )
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name} must be a number, got {value!r}") from None
+    if not isinstance(value, bool):
+        with contextlib.suppress(TypeError, ValueError):
+            return float(value)
+    raise TypeError(f"{name} must be a number, got {value!r}")
 
 
 def _per_head(name: str, x: Array | None, heads: int) -> Array | None:
@@ -341,7 +395,8 @@ def _resolve_window(causal: bool, window: Window, num_rows: int) -> Window:
         raise ValueError(f"window must be (left, right), got {window!r}")
     sizes = []
     for side, size in zip(("left", "right"), window, strict=True):
-        if size is not None and not (isinstance(size, int | np.integer) and size >= 0):
+        known = isinstance(size, int | np.integer) and not isinstance(size, bool)
+        if size is not None and not (known and size >= 0):
             raise ValueError(
                 f"window must hold non-negative integers or None, got {side}={size}; "
                 "None is no limit"

@@ -57,7 +57,8 @@ from pallas_kernels.varlen_attention.config import (
     BackwardBlocks,
     Problem,
 )
-from pallas_kernels.varlen_attention.mainloop import LOG2E, Scores
+from pallas_kernels.varlen_attention.inputs import Inputs, Scores
+from pallas_kernels.varlen_attention.mainloop import LOG2E
 from pallas_kernels.varlen_attention.mainloop_backward import (
     OwnKeys,
     SharedKeys,
@@ -155,19 +156,16 @@ def backward(
     problem: Problem,
     scores: Scores,
     blocks: BackwardBlocks,
-    q: Float[Array, "R T N H"],
-    k: Float[Array, "R S K H"],
-    v: Float[Array, "R S K H"],
+    x: Inputs,
     dout: Float[Array, "R T N H"],
     lse: Float[Array, "R T N"],
     delta: Float[Array, "R T N"],
-    seqs: Sequences,
-    slopes: Float[Array, "R N"] | None,
 ) -> tuple[Array, Array, Array, Array | None]:
     """Runs the kernel; ``(dq, dk, dv, dslopes)``.
 
     `lse` must be ``inf`` for queries that see no key.
     """
+    seqs = Sequences.of(x.cu_q, x.packing_of_keys, problem.queries, problem.keys)
     block_q = blocks.block_q
     q_slots = most_tiles(problem.rows, problem.queries, problem.max_seqs, block_q)
     tiles = tile_sequences(seqs.q_start, seqs.q_end, None, block_q, q_slots)
@@ -175,16 +173,16 @@ def backward(
     stats = _stats(problem, lse, delta, q_table, block_q)
     table = key_table(problem, scores, blocks, seqs, tiles.first)
     slots = table.shape[0]
-    extra = [] if slopes is None else [slopes]
+    extra = [] if x.slopes is None else [x.slopes]
     key_heads = problem.kv_heads * blocks.splits
-    by_key_head = (*k.shape[:2], key_heads, problem.head_dim)
+    by_key_head = (*x.k.shape[:2], key_heads, problem.head_dim)
     outputs = [
         jax.ShapeDtypeStruct(
             (q_slots, problem.heads, units(problem, blocks), *FLAT), jnp.float32
         ),
-        jax.ShapeDtypeStruct(q.shape, q.dtype),
-        jax.ShapeDtypeStruct(by_key_head, k.dtype),
-        jax.ShapeDtypeStruct(by_key_head, v.dtype),
+        jax.ShapeDtypeStruct(x.q.shape, x.q.dtype),
+        jax.ShapeDtypeStruct(by_key_head, x.k.dtype),
+        jax.ShapeDtypeStruct(by_key_head, x.v.dtype),
     ]
     if scores.alibi:
         shape = (slots, problem.heads, BACKWARD_CONSUMERS * ROWS)
@@ -205,9 +203,9 @@ def backward(
             approx_math=True, unsafe_no_auto_barriers=True
         ),
     )
-    operands = table, q_table, q, k, v, dout, stats, *extra
+    operands = table, q_table, x.q, x.k, x.v, dout, stats, *extra
     _, dq, dk, dv, *slope_sums = unmarked(run)(*operands)
-    dk, dv = (_add_splits(x, problem.kv_heads) for x in (dk, dv))
+    dk, dv = (_add_splits(grad, problem.kv_heads) for grad in (dk, dv))
     if not slope_sums:
         return dq, dk, dv, None
     row, k_stop = (table[:, FIELDS.index(name)] for name in ("row", "k_stop"))
@@ -239,7 +237,9 @@ def _query_table(
         "adders": jnp.where(start < stop, adders, 0),
     }
     # Not computed again for each row and head.
-    return lax.optimization_barrier(tiles.table([fields[x] for x in QUERY_FIELDS]))
+    return lax.optimization_barrier(
+        tiles.table([fields[name] for name in QUERY_FIELDS])
+    )
 
 
 def _stats(

@@ -15,7 +15,7 @@ from pallas_kernels.varlen_attention.config import (
     BackwardBlocks,
     Problem,
 )
-from pallas_kernels.varlen_attention.mainloop import Scores
+from pallas_kernels.varlen_attention.inputs import Scores
 from pallas_kernels.varlen_attention.mainloop_backward import query_start
 
 

@@ -25,14 +25,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels.mosaic.copies import chunked, copy_rows, smem_transforms
 from pallas_kernels.mosaic.lanes import keep_band, load_rows, store_rows
 from pallas_kernels.mosaic.tile_scheduler import find_tile
 from pallas_kernels.varlen_attention.config import ROWS, BackwardBlocks, Problem
 from pallas_kernels.varlen_attention.forward_short import sequence_of
-from pallas_kernels.varlen_attention.mainloop import LOG2E, Scores
+from pallas_kernels.varlen_attention.inputs import Inputs, Scores
+from pallas_kernels.varlen_attention.mainloop import LOG2E
 from pallas_kernels.varlen_attention.scheduler import (
     Sequences,
     interval_of_keys,
@@ -52,14 +53,10 @@ def backward_short(
     problem: Problem,
     scores: Scores,
     blocks: BackwardBlocks,
-    q: Float[Array, "R T N H"],
-    k: Float[Array, "R S K H"],
-    v: Float[Array, "R S K H"],
+    x: Inputs,
     dout: Float[Array, "R T N H"],
     lse: Float[Array, "R T N"],
     delta: Float[Array, "R T N"],
-    cu_q: Int[Array, "R bounds"],
-    cu_k: Int[Array, "R bounds"],
 ) -> tuple[Float[Array, "R T N H"], Float[Array, "R S K H"], Float[Array, "R S K H"]]:
     """Runs the kernel; ``(dq, dk, dv)``.
 
@@ -75,7 +72,7 @@ def backward_short(
     )
     return plgpu.kernel(
         functools.partial(_body, problem, scores, blocks, slots),
-        out_type=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)),
+        out_type=tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x.q, x.k, x.v)),
         scratch_types={
             "own_smem": chunked((2,), ROWS, 1, problem.dtype),
             "ring_smem": chunked((blocks.stages, 2), ROWS, 1, problem.dtype),
@@ -90,7 +87,7 @@ def backward_short(
         compiler_params=plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=0
         ),
-    )(cu_q, cu_k, q, k, v, dout, lse, delta)
+    )(x.cu_q, x.packing_of_keys, x.q, x.k, x.v, dout, lse, delta)
 
 
 def _body(

@@ -43,9 +43,9 @@ from pallas_kernels.varlen_attention.config import (
     Problem,
     query_buffers,
 )
+from pallas_kernels.varlen_attention.inputs import Inputs, Scores
 from pallas_kernels.varlen_attention.mainloop import (
     ForwardMainloop,
-    Scores,
     step_start,
     tile_terms,
 )
@@ -140,32 +140,27 @@ def forward(
     problem: Problem,
     scores: Scores,
     blocks: ForwardBlocks,
-    q: Float[Array, "R T N H"],
-    k: Float[Array, "R S K H"],
-    v: Float[Array, "R S K H"],
-    seqs: Sequences,
-    sinks: Float[Array, "R N"] | None,
-    slopes: Float[Array, "R N"] | None,
+    x: Inputs,
     device: DeviceSpec,
-    terms: tuple[Float[Array, "R rows N P"], ...] = (),
 ) -> tuple[Float[Array, "R T N H"], Float[Array, "R T N"]]:
-    """Runs the kernel; ``(out, lse)``. `terms` of a relative bias, as `Scores` says."""
+    """Runs the kernel; ``(out, lse)``."""
+    seqs = Sequences.of(x.cu_q, x.packing_of_keys, problem.queries, problem.keys)
     table = tile_table(problem, scores, blocks, seqs)
-    extra = [x for x in (sinks, slopes) if x is not None]
-    body = functools.partial(_body, problem, scores, blocks)
     consumers, stages = blocks.consumers, blocks.stages
     chunks, ahead = problem.chunks, query_buffers(problem)
     ring = chunked((stages,), blocks.block_k, chunks, problem.dtype)
     relative = tile_terms(scores, blocks)
-    bias_scratch = {}
+    bias, bias_scratch = (), {}
     if relative is not None:
         bias_scratch = relative.scratch(stages, problem.dtype)
-        extra += [jnp.asarray(relative.table()), *terms]
+        terms = (t for t in (x.query_terms, x.key_terms) if t is not None)
+        bias = jnp.asarray(relative.table()), *terms
+    extra, structure = jax.tree.flatten((x.sinks, x.slopes, bias))
     return plgpu.kernel(
-        body,
+        functools.partial(_body, problem, scores, blocks, structure),
         out_type=(
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
-            jax.ShapeDtypeStruct(q.shape[:3], jnp.float32),
+            jax.ShapeDtypeStruct(x.q.shape, x.q.dtype),
+            jax.ShapeDtypeStruct(x.q.shape[:3], jnp.float32),
         ),
         scratch_types={
             "q_smem": chunked((ahead, consumers), ROWS, chunks, problem.dtype),
@@ -192,7 +187,7 @@ def forward(
         thread_name="warpgroup",
         kernel_name="varlen_attention",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(table, q, k, v, *extra)
+    )(table, x.q, x.k, x.v, *extra)
 
 
 _REGISTERS = {2: (24, 240), 3: (32, 160)}
@@ -208,6 +203,7 @@ def _body(
     problem: Problem,
     scores: Scores,
     blocks: ForwardBlocks,
+    structure: Any,
     table: Any,
     q: Any,
     k: Any,
@@ -217,11 +213,11 @@ def _body(
 ) -> None:
     """The kernel: one producer and some consumers."""
     *extra, out, lse = refs
+    sinks, slopes, bias = structure.unflatten(extra)
     warpgroup = lax.axis_index("warpgroup")
     registers = _REGISTERS[blocks.consumers]
     counter = pl.get_global(plgpu.SemaphoreType.REGULAR((1,)))
     relative = tile_terms(scores, blocks)
-    bias = tuple(extra[scores.sinks + scores.alibi :])
 
     @pl.when(warpgroup == blocks.consumers)
     def _producer() -> None:
@@ -297,9 +293,8 @@ def _body(
             @pl.when(there)
             def _() -> None:
                 row, head = tile["row"], tile["head"]
-                extras = iter(extra)
-                sink = next(extras)[row, head] if scores.sinks else None
-                slope = next(extras)[row, head] if scores.alibi else None
+                sink = None if sinks is None else sinks[row, head]
+                slope = None if slopes is None else slopes[row, head]
                 buffer = _query_buffer(problem, number)
                 mainloop = ForwardMainloop(
                     problem, scores, blocks, tile, warpgroup,

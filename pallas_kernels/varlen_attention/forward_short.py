@@ -15,16 +15,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels.mosaic.copies import chunked, copy_rows
 from pallas_kernels.mosaic.lanes import store_rows
 from pallas_kernels.mosaic.tile_scheduler import find_tile
 from pallas_kernels.varlen_attention.config import ROWS, ForwardBlocks, Problem
-from pallas_kernels.varlen_attention.forward import (
-    tile_fields,
-)
-from pallas_kernels.varlen_attention.mainloop import ForwardMainloop, Scores, step_start
+from pallas_kernels.varlen_attention.forward import tile_fields
+from pallas_kernels.varlen_attention.inputs import Inputs, Scores
+from pallas_kernels.varlen_attention.mainloop import ForwardMainloop, step_start
 from pallas_kernels.varlen_attention.scheduler import Sequences, most_tiles
 from pallas_kernels.varlen_attention.segments import cut_cu_seqlens
 
@@ -36,24 +35,18 @@ def forward_short(
     problem: Problem,
     scores: Scores,
     blocks: ForwardBlocks,
-    q: Float[Array, "R T N H"],
-    k: Float[Array, "R S K H"],
-    v: Float[Array, "R S K H"],
-    cu_q: Int[Array, "R bounds"],
-    cu_k: Int[Array, "R bounds"],
-    sinks: Float[Array, "R N"] | None,
-    slopes: Float[Array, "R N"] | None,
+    x: Inputs,
 ) -> tuple[Float[Array, "R T N H"], Float[Array, "R T N"]]:
     """Runs the kernel; ``(out, lse)``."""
-    extra = [x for x in (sinks, slopes) if x is not None]
+    extra, structure = jax.tree.flatten((x.sinks, x.slopes))
     stages, chunks = blocks.stages, problem.chunks
     ring = chunked((stages,), blocks.block_k, chunks, problem.dtype)
     slots = most_tiles(1, problem.queries, problem.max_seqs, ROWS)
     return plgpu.kernel(
-        functools.partial(_body, problem, scores, blocks, slots),
+        functools.partial(_body, problem, scores, blocks, slots, structure),
         out_type=(
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
-            jax.ShapeDtypeStruct(q.shape[:3], jnp.float32),
+            jax.ShapeDtypeStruct(x.q.shape, x.q.dtype),
+            jax.ShapeDtypeStruct(x.q.shape[:3], jnp.float32),
         ),
         scratch_types={
             "q_smem": chunked((1, 1), ROWS, chunks, problem.dtype),
@@ -69,7 +62,7 @@ def forward_short(
         compiler_params=plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=0
         ),
-    )(cu_q, cu_k, q, k, v, *extra)
+    )(x.cu_q, x.packing_of_keys, x.q, x.k, x.v, *extra)
 
 
 def _body(
@@ -77,6 +70,7 @@ def _body(
     scores: Scores,
     blocks: ForwardBlocks,
     slots: int,
+    structure: Any,
     cu_q: Any,
     cu_k: Any,
     q: Any,
@@ -87,6 +81,7 @@ def _body(
 ) -> None:
     """The kernel: one tile. Neighbors are the heads of the same queries."""
     *extra, out, lse = refs
+    sinks, slopes = structure.unflatten(extra)
     block, heads = lax.axis_index("block"), jnp.int32(problem.heads)
     slot, head = lax.div(block, heads), lax.rem(block, heads)
     row, slot = lax.div(slot, jnp.int32(slots)), lax.rem(slot, jnp.int32(slots))
@@ -97,9 +92,8 @@ def _body(
         seq = sequence_of(problem, cu_q, cu_k, row, sequence)
         tile = tile_fields(scores, blocks, seq, index)
         q0 = tile["q0"]
-        extras = iter(extra)
-        sink = next(extras)[row, head] if scores.sinks else None
-        slope = next(extras)[row, head] if scores.alibi else None
+        sink = None if sinks is None else sinks[row, head]
+        slope = None if slopes is None else slopes[row, head]
         alone = _Alone(problem, scores, blocks, tile, 0, sink, slope, scratch)
         alone.keys_of(k, v, lax.div(head, jnp.int32(problem.groups)))
         copy_rows(q, row, q0, head, scratch["q_smem"][1].at[0, 0], scratch["q_full"])

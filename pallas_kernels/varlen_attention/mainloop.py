@@ -12,7 +12,6 @@ import functools
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -25,15 +24,13 @@ from pallas_kernels.varlen_attention.config import (
     ForwardBlocks,
     Problem,
 )
-from pallas_kernels.varlen_attention.relative import RelativeBuckets
+from pallas_kernels.varlen_attention.inputs import Scores
 from pallas_kernels.varlen_attention.relative_mosaic_gpu import TileTerms
-from pallas_kernels.varlen_attention.segments import Window
 
 
 __all__ = [
     "LOG2E",
     "ForwardMainloop",
-    "Scores",
     "in_registers",
     "index_arrays",
     "step_start",
@@ -52,38 +49,9 @@ where it is a good part of the sum; 16 bits hold weights up to the limit as well
 limit is computed anew only where sums are scaled: it is too low meanwhile, at most."""
 
 
-@jax.tree_util.register_static
-class Scores:
-    """How a score follows from ``q . k``: the static part."""
-
-    def __init__(
-        self,
-        window: Window,
-        scale: float,
-        softcap: float | None,
-        sinks: bool,
-        alibi: bool,
-        relative: tuple[RelativeBuckets, bool, bool] | None = None,
-    ) -> None:
-        self.window, self.scale, self.softcap = window, scale, softcap
-        self.sinks, self.alibi, self.relative = sinks, alibi, relative
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Scores) and vars(self) == vars(other)
-
-    def __hash__(self) -> int:
-        return hash(tuple(vars(self).values()))
-
-    @property
-    def plain(self) -> bool:
-        """Nothing happens to a product but a positive factor."""
-        changed = self.softcap is not None or self.alibi or self.relative is not None
-        return not changed and self.scale > 0
-
-    @property
-    def factor(self) -> float:
-        """What turns scores as `log2_scores` gives them into powers of two."""
-        return self.scale * LOG2E if self.plain else 1.0
+def _log2_factor(scores: Scores) -> float:
+    """What turns scores as `log2_scores` gives them into powers of two."""
+    return scores.scale * LOG2E if scores.plain else 1.0
 
 
 def index_arrays(shape: tuple[int, int]) -> tuple[Any, Any]:
@@ -185,7 +153,7 @@ class ForwardMainloop:
             plgpu.wgmma(columns, weights, self.v_smem.at[stage, chunk])
 
     def log2_scores(self, products: Any, step: Any, masked: bool) -> Any:
-        """Scores; times `Scores.factor` they are logarithms to base 2."""
+        """Scores; times `_log2_factor` they are logarithms to base 2."""
         x = self.scores
         start = step_start(self.blocks, self.tile, step)
         # How far the first key lies to the right of the first query's diagonal.
@@ -233,7 +201,7 @@ class ForwardMainloop:
         The state of a query is the score that weights are relative to, the limit above
         which another one takes its place, and the sum of the weights.
         """
-        factor = self.scores.factor
+        factor = _log2_factor(self.scores)
         m, limit, total = state
         highest = jnp.max(s, axis=1) * factor
         grown = highest > limit

@@ -31,9 +31,9 @@ from pallas_kernels.varlen_attention.config import (
     BackwardBlocks,
     Problem,
 )
+from pallas_kernels.varlen_attention.inputs import Scores
 from pallas_kernels.varlen_attention.mainloop import (
     LOG2E,
-    Scores,
     in_registers,
     index_arrays,
 )

@@ -137,18 +137,28 @@ class RelativeBias:
         Array([1., 2.], dtype=float32)
     """
 
-    query_terms: Float[Array, "T N P"] | None = None
-    """[T, N, P], rows of the queries; any floating type."""
-    key_terms: Float[Array, "S N P"] | None = None
-    """[S, N, P], rows of the keys, by query head also where those share key heads."""
+    query_terms: Float[Array, "*R T N P"] | None = None
+    """[T, N, P] or [R, T, N, P], rows of the queries; any floating type."""
+    key_terms: Float[Array, "*R S N P"] | None = None
+    """[S, N, P] or [R, S, N, P], rows of the keys, by query head also where
+    those share key heads."""
     buckets: RelativeBuckets
     """Which entry of a row a distance takes."""
 
 
 def check_relative_bias(
-    bias: RelativeBias, num_queries: int, num_keys: int, num_heads: int
+    bias: RelativeBias,
+    num_queries: tuple[int, ...],
+    num_keys: tuple[int, ...],
+    num_heads: int,
 ) -> RelativeBias:
-    """Check the terms against the number of rows and heads; return them as arrays.
+    """Check the terms against the numbers of tokens and heads; return them as arrays.
+
+    Args:
+        bias: what to check.
+        num_queries: (T,), or (R, T) of a batch.
+        num_keys: (S,), or (R, S).
+        num_heads: N.
 
     Raises:
         TypeError: `bias` is no RelativeBias, its buckets are no RelativeBuckets, or its
@@ -168,13 +178,13 @@ def check_relative_bias(
         if x is None:
             continue
         x = terms[name] = jnp.asarray(x)
-        expected = (rows, num_heads, bias.buckets.num_entries)
+        expected = (*rows, num_heads, bias.buckets.num_entries)
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(f"relative_bias.{name} must be floating, got {x.dtype}")
         if x.shape != expected:
             raise ValueError(
                 f"relative_bias.{name} must have shape {expected} (rows, query heads, "
-                f"2 * span), got {x.shape}; for batched rows use jax.vmap"
+                f"2 * span), got {x.shape}; they have the leading axis of q, if any"
             )
     if not terms:
         raise ValueError(

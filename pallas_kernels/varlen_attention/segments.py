@@ -32,50 +32,62 @@ def concrete(x: Array | np.ndarray) -> np.ndarray | None:
 
 
 def check_cu_seqlens(
-    name: str, cu_seqlens: Int[Array | np.ndarray, " bounds"], num_tokens: int
-) -> Int[Array, " bounds"]:
+    name: str,
+    cu_seqlens: Int[Array | np.ndarray, "*rows bounds"],
+    num_tokens: int,
+    rows: tuple[int, ...] = (),
+) -> Int[Array, "*rows bounds"]:
     """Check prefix sums as far as they are known; return them as an int32 array.
 
     Those that are not known may pass `num_tokens`, see `cut_cu_seqlens`.
 
     Args:
         name: what to call the argument in messages.
-        cu_seqlens: [B+1], prefix sums of the lengths of the sequences.
-        num_tokens: rows of the packed buffer.
+        cu_seqlens: [*rows, B+1], prefix sums of the lengths of the sequences.
+        num_tokens: tokens of a packed row.
+        rows: (R,) for a batch of packed rows, () for one.
 
     Raises:
         TypeError: `cu_seqlens` does not hold integers.
-        ValueError: it is not a vector of two or more entries; or its values, when they
-            are not traced, do not start at 0, decrease, or pass `num_tokens`.
+        ValueError: it does not hold two or more entries for each row; or its values,
+            when they are not traced, do not start at 0, decrease, or pass `num_tokens`.
     """
     if not isinstance(cu_seqlens, jax.Array):
         cu_seqlens = np.asarray(cu_seqlens)
     if not jnp.issubdtype(cu_seqlens.dtype, jnp.integer):
         raise TypeError(f"{name} must hold integers, got {cu_seqlens.dtype}")
-    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
+    if cu_seqlens.shape[:-1] != rows or not cu_seqlens.ndim or cu_seqlens.shape[-1] < 2:
+        of_rows = f" for each of {rows[0]} rows, [{rows[0]}, B + 1]" if rows else ""
         raise ValueError(
-            f"{name} must be a vector of B + 1 >= 2 prefix sums, got shape "
-            f"{cu_seqlens.shape}; for batched rows use jax.vmap"
+            f"{name} must hold B + 1 >= 2 prefix sums{of_rows}, got shape "
+            f"{cu_seqlens.shape}; batches of rows have q, k, v and {name} with a "
+            "leading axis"
         )
     values = concrete(cu_seqlens)
     if values is None:
         return jnp.asarray(cu_seqlens, jnp.int32)
+    for row in np.ndindex(rows):
+        _check_values(name, "".join(f"{i}, " for i in row), values[row], num_tokens)
+    return jnp.asarray(cu_seqlens, jnp.int32)
+
+
+def _check_values(name: str, row: str, values: np.ndarray, num_tokens: int) -> None:
+    """Check the prefix sums of one row, ``name[row ...]`` in messages."""
     if values[0] != 0:
-        raise ValueError(f"{name} must start at 0, got {name}[0]={values[0]}")
+        raise ValueError(f"{name} must start at 0, got {name}[{row}0]={values[0]}")
     falls = np.flatnonzero(np.diff(values) < 0)
     if falls.size:
         at = int(falls[0])
         raise ValueError(
-            f"{name} must not decrease, got {name}[{at}]={values[at]} before "
-            f"{name}[{at + 1}]={values[at + 1]}; pass the prefix sums of the "
+            f"{name} must not decrease, got {name}[{row}{at}]={values[at]} before "
+            f"{name}[{row}{at + 1}]={values[at + 1]}; pass the prefix sums of the "
             "lengths, not the lengths, and repeat the last value to pad"
         )
     if values[-1] > num_tokens:
         raise ValueError(
             f"{name} must end at most at num_tokens={num_tokens}, got "
-            f"{name}[-1]={values[-1]}; raise token_budget or drop sequences"
+            f"{name}[{row}-1]={values[-1]}; raise token_budget or drop sequences"
         )
-    return jnp.asarray(cu_seqlens, jnp.int32)
 
 
 def cut_cu_seqlens(cu_seqlens: Int[Array, "..."], num_tokens: int) -> Int[Array, "..."]:

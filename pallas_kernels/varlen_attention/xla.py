@@ -14,25 +14,20 @@ values, P entries of a row of relative terms. Heads lead inside this file: [K, G
 """
 
 import dataclasses
-from functools import partial
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.mosaic import DeviceSpec
-from pallas_kernels.varlen_attention.relative import (
-    RelativeBias,
-    RelativeBuckets,
-    tile_bias,
-    tile_gradient,
-)
+from pallas_kernels.varlen_attention.gradients import Passes, attention
+from pallas_kernels.varlen_attention.inputs import Inputs, Scores
+from pallas_kernels.varlen_attention.relative import tile_bias, tile_gradient
 from pallas_kernels.varlen_attention.segments import (
-    Window,
     cut_cu_seqlens,
     visible_ranges,
 )
@@ -56,23 +51,8 @@ class XlaConfig:
                 raise ValueError(f"{field.name} must be at least 1, got {size}")
 
 
-type _Terms = tuple[Array | None, Array | None]
-"""Query and key terms of the relative bias, as they were passed."""
-
-
-class _Options(NamedTuple):
-    """What is static about a call."""
-
-    window: Window
-    scale: float
-    softcap: float | None
-    block_q: int
-    block_k: int
-    buckets: RelativeBuckets | None
-
-
 class _Operands(NamedTuple):
-    """Arrays of a call, cut into blocks; rows of no sequence are zero."""
+    """Arrays of a row, cut into blocks; rows of no sequence are zero."""
 
     q: Float[Array, "blocks_q K G block_q H"]
     k: Float[Array, "blocks_k K block_k H"]
@@ -86,149 +66,91 @@ class _Operands(NamedTuple):
 
 
 def varlen_attention_xla(
-    q: Float[Array, "T N H"],
-    k: Float[Array, "S K H"],
-    v: Float[Array, "S K Hv"],
-    cu_seqlens_q: Int[Array, " bounds"],
-    cu_seqlens_k: Int[Array, " bounds"],
-    sinks: Float[Array, " N"] | None,
-    alibi_slopes: Float[Array, " N"] | None,
-    *,
-    relative_bias: RelativeBias | None,
-    window: Window,
-    scale: float,
-    softcap: float | None,
-    deterministic: bool,
-    device: DeviceSpec | None,
-    config: object,
-) -> tuple[Float[Array, "T N Hv"], Float[Array, "T N"]]:
+    x: Inputs, scores: Scores, *, device: DeviceSpec | None, config: object
+) -> tuple[Float[Array, "R T N Hv"], Float[Array, "R T N"]]:
     """See `varlen_attention`; the arguments are checked and their defaults resolved."""
-    del deterministic  # no atomics: every sum has a fixed order
     if config is None:
-        config = _heuristic(device)
+        return attention(default_passes(scores, x, device), x)
     if not isinstance(config, XlaConfig):
         raise Unsupported(
             f"xla varlen_attention takes an XlaConfig, got config={config!r}; pass "
             "the config of the implementation that you name"
         )
-    buckets = None if relative_bias is None else relative_bias.buckets
-    options = _options(config, q, k, window, scale, softcap, buckets)
-    terms = None, None
-    if relative_bias is not None:
-        terms = relative_bias.query_terms, relative_bias.key_terms
-    cu_q = cut_cu_seqlens(cu_seqlens_q, q.shape[0])
-    cu_k = cut_cu_seqlens(cu_seqlens_k, k.shape[0])
-    return _jitted(options, q, k, v, cu_q, cu_k, sinks, alibi_slopes, terms)
+    return attention(_passes(scores, x, config), x)
 
 
-def varlen_attention_xla_backward(
-    residuals: tuple,
-    cotangents: tuple[Array, Array],
-    *,
-    buckets: RelativeBuckets | None,
-    window: Window,
-    scale: float,
-    softcap: float | None,
-    device: DeviceSpec | None,
-) -> tuple[Any, ...]:
-    """The gradients, whatever computed the results.
+def default_passes(scores: Scores, x: Inputs, device: DeviceSpec | None) -> Passes:
+    """The passes in plain JAX, in blocks that suit the device.
 
-    Args:
-        residuals: ``(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, alibi_slopes,
-            (query_terms, key_terms), out, lse)``.
-        cotangents: of out and lse.
-        buckets: of the relative bias.
-        window: as for the forward pass, and so are the rest.
-        scale: factor of ``q . k``.
-        softcap: bound on scores.
-        device: what it runs on.
-
-    Returns:
-        One gradient for each residual but the last two.
+    A GPU needs large products to hide the launches of each step of the loops: on an
+    H200 blocks of 512 are four times as fast as 128. A CPU works in its cache.
     """
-    q, k, v, cu_q, cu_k, *others = residuals
-    cu_q, cu_k = cut_cu_seqlens(cu_q, q.shape[0]), cut_cu_seqlens(cu_k, k.shape[0])
-    config = _heuristic(device)
-    options = _options(config, q, k, window, scale, softcap, buckets)
-    return _attention_bwd(options, (q, k, v, cu_q, cu_k, *others), cotangents)
+    size = 128 if device is None else 512
+    return _passes(scores, x, XlaConfig(block_q=size, block_k=size))
 
 
-def _options(
-    config: XlaConfig,
-    q: Array,
-    k: Array,
-    window: Window,
-    scale: float,
-    softcap: float | None,
-    buckets: RelativeBuckets | None,
-) -> _Options:
-    return _Options(
-        window=window,
-        scale=scale,
-        softcap=softcap,
-        block_q=min(config.block_q, _round_up(q.shape[0], 8)),
-        block_k=min(config.block_k, _round_up(k.shape[0], 8)),
-        buckets=buckets,
+def _passes(scores: Scores, x: Inputs, config: XlaConfig) -> "_Loops":
+    return _Loops(
+        scores,
+        min(config.block_q, _round_up(x.q.shape[1], 8)),
+        min(config.block_k, _round_up(x.k.shape[1], 8)),
     )
 
 
-def _heuristic(device: DeviceSpec | None) -> XlaConfig:
-    # A GPU needs large products to hide the launches of each step of the loops: on an
-    # H200 blocks of 512 are four times as fast as 128. A CPU works in its cache.
-    size = 128 if device is None else 512
-    return XlaConfig(block_q=size, block_k=size)
+@dataclasses.dataclass(frozen=True)
+class _Loops:
+    """The passes by loops over blocks of the scores."""
+
+    scores: Scores
+    block_q: int
+    block_k: int
+
+    def forward(self, x: Inputs) -> tuple[Array, Array]:
+        """``(out, lse)``."""
+        return jax.vmap(functools.partial(_forward, self), (_axes(x),))(x)
+
+    def backward(self, x: Inputs, dout: Array, lse: Array, delta: Array) -> Inputs:
+        """The gradients."""
+        run = jax.vmap(functools.partial(_backward, self), (_axes(x), 0, 0, 0))
+        grads = run(x, dout, lse, delta)
+        # Of all rows, [R, N] to [N].
+        slopes = jax.tree.map(lambda da: jnp.sum(da, axis=0), grads.slopes)
+        return jax.tree.map(
+            lambda da, a: da.astype(a.dtype), grads._replace(slopes=slopes), x
+        )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(
-    options: _Options,
-    q: Array,
-    k: Array,
-    v: Array,
-    cu_q: Array,
-    cu_k: Array,
-    sinks: Array | None,
-    slopes: Array | None,
-    terms: _Terms,
-) -> tuple[Array, Array]:
-    return _attention_fwd(options, q, k, v, cu_q, cu_k, sinks, slopes, terms)[0]
+def _axes(x: Inputs) -> Inputs:
+    """Which inputs have rows, for `jax.vmap`."""
+    return jax.tree.map(lambda _: 0, x)._replace(sinks=None, slopes=None)
 
 
-def _attention_fwd(
-    options: _Options,
-    q: Array,
-    k: Array,
-    v: Array,
-    cu_q: Array,
-    cu_k: Array,
-    sinks: Array | None,
-    slopes: Array | None,
-    terms: _Terms,
-) -> tuple[tuple[Array, Array], tuple]:
-    x = _operands(options, q, k, v, cu_q, cu_k, slopes, terms)
-    blocks_q, num_kv, groups, *_ = x.q.shape
-    first, last = _touched_blocks(x.start, x.stop, options.block_k)
+def _forward(loops: _Loops, x: Inputs) -> tuple[Array, Array]:
+    """Of one row."""
+    o = _operands(loops, x)
+    blocks_q, num_kv, groups, *_ = o.q.shape
+    first, last = _touched_blocks(o.start, o.stop, loops.block_k)
     # Made from an operand, a carry has its sharding and varies over its manual axes,
     # as what the loop returns does.
-    column = jnp.zeros_like(x.q[0, ..., :1], dtype=jnp.float32)
+    column = jnp.zeros_like(o.q[0, ..., :1], dtype=jnp.float32)
     sink = jnp.float32(-jnp.inf)
-    if sinks is not None:
-        sink = sinks.astype(jnp.float32).reshape(num_kv, groups, 1, 1)
+    if x.sinks is not None:
+        sink = x.sinks.astype(jnp.float32).reshape(num_kv, groups, 1, 1)
     # A sink is a key with the value zero that every query sees first.
-    acc = jnp.broadcast_to(column, (*column.shape[:3], v.shape[-1]))
+    acc = jnp.broadcast_to(column, (*column.shape[:3], x.v.shape[-1]))
     carry = acc, column + sink, column + (sink > -jnp.inf).astype(jnp.float32)
 
     def query_block(i: Array) -> tuple[Array, Array]:
         def key_block(j: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             acc, m, total = carry
-            scores, mask, _ = _scores(options, x, i, j)
+            scores, mask, _ = _scores(loops, o, i, j)
             scores = jnp.where(mask, scores, -jnp.inf)
             m_new = jnp.maximum(m, jnp.max(scores, axis=-1, keepdims=True))
             m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new)
             p = jnp.exp(scores - m_safe)
             alpha = jnp.exp(m - m_safe)
             total = alpha * total + jnp.sum(p, axis=-1, keepdims=True)
-            pv = _dot("kgts,ksv->kgtv", p.astype(v.dtype), x.v[j])
+            pv = _dot("kgts,ksv->kgtv", p.astype(o.v.dtype), o.v[j])
             return alpha * acc + pv, m_new, total
 
         acc, m, total = jax.lax.fori_loop(first[i], last[i], key_block, carry)
@@ -236,107 +158,95 @@ def _attention_fwd(
         total = jnp.where(seen, total, 1.0)
         out = acc / total
         lse = jnp.where(seen, m + jnp.log(total), -jnp.inf)
-        return out.astype(q.dtype), lse
+        return out.astype(x.q.dtype), lse
 
     out, lse = jax.lax.map(query_block, jnp.arange(blocks_q, dtype=jnp.int32))
-    inside = _inside(cu_q, q.shape[0])
-    out = jnp.where(inside[:, None, None], _rows(out, q.shape[0]), 0)
-    lse = jnp.where(inside[:, None], _rows(lse, q.shape[0])[:, :, 0], -jnp.inf)
-    # Rematerialization policies may keep these two by name.
-    out = checkpoint_name(out, "varlen_attention_out")
-    lse = checkpoint_name(lse, "varlen_attention_lse")
-    return (out, lse), (q, k, v, cu_q, cu_k, sinks, slopes, terms, out, lse)
+    num_queries = x.q.shape[0]
+    inside = _inside(x.cu_q, num_queries)
+    out = jnp.where(inside[:, None, None], _rows(out, num_queries), 0)
+    lse = jnp.where(inside[:, None], _rows(lse, num_queries)[:, :, 0], -jnp.inf)
+    return out, lse
 
 
-def _attention_bwd(
-    options: _Options, residuals: tuple, cotangents: tuple[Array, Array]
-) -> tuple[Any, ...]:
-    q, k, v, cu_q, cu_k, sinks, slopes, terms, out, lse = residuals
-    x = _operands(options, q, k, v, cu_q, cu_k, slopes, terms)
-    dout, dlse = cotangents
-    # What arrives for a query that sees nothing, NaN too, is nobody's gradient.
-    seen = _inside(cu_q, q.shape[0])[:, None] & (lse > -jnp.inf)
-    dout = jnp.where(seen[..., None], dout, 0)
-    # With scores s and weights p = exp(s - lse), the gradient of a score is
-    # p * (dout . v - delta), delta = dout . out - dlse.
-    delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-    delta = jnp.where(seen, delta - dlse, 0.0)
-    lse = jnp.where(seen, lse, 0.0)
-    dsinks = None
-    if sinks is not None:
-        p_sink = jnp.where(seen, jnp.exp(sinks.astype(jnp.float32) - lse), 0.0)
-        dsinks = -jnp.sum(p_sink * delta, axis=0).astype(sinks.dtype)
-
-    groups = q.shape[1] // k.shape[1]
+def _backward(
+    loops: _Loops, x: Inputs, dout: Array, lse: Array, delta: Array
+) -> Inputs:
+    """Of one row."""
+    o = _operands(loops, x)
+    scale, relative = loops.scores.scale, loops.scores.relative
+    num_queries, num_keys = x.q.shape[0], x.k.shape[0]
+    groups = x.q.shape[1] // x.k.shape[1]
+    # Rows past the last sequence may hold anything.
+    dout = jnp.where(_inside(x.cu_q, num_queries)[:, None, None], dout, 0)
+    lse = jnp.where(lse > -jnp.inf, lse, 0.0)
     dout_b, lse_b, delta_b = (
-        _query_blocks(a, groups, options.block_q)
+        _query_blocks(a, groups, loops.block_q)
         for a in (dout, lse[..., None], delta[..., None])
     )
     # The same ranges seen from the keys: which queries look at a key.
-    left, right = options.window
-    start, stop, _ = visible_ranges(cu_k, cu_q, k.shape[0], (right, left))
-    block_k = options.block_k
+    left, right = loops.scores.window
+    cu_q, cu_k = _packing(x)
+    start, stop, _ = visible_ranges(cu_k, cu_q, num_keys, (right, left))
+    block_k = loops.block_k
     first, last = _touched_blocks(
-        _cut(start, block_k), _cut(stop, block_k), options.block_q
+        _cut(start, block_k), _cut(stop, block_k), loops.block_q
     )
 
     def key_block(carry: tuple, j: Array) -> tuple:
         def query_block(i: Array, carry: tuple) -> tuple:
             (dq, dslopes, dquery_terms), (dk, dv, dkey_terms) = carry
-            scores, mask, (derivative, distance) = _scores(options, x, i, j)
+            scores, mask, (derivative, distance) = _scores(loops, o, i, j)
             p = jnp.where(mask, jnp.exp(scores - lse_b[i]), 0.0)
-            dv += _dot("kgts,kgtv->ksv", p.astype(v.dtype), dout_b[i])
-            dp = _dot("kgtv,ksv->kgts", dout_b[i], x.v[j])
+            dv += _dot("kgts,kgtv->ksv", p.astype(o.v.dtype), dout_b[i])
+            dp = _dot("kgtv,ksv->kgts", dout_b[i], o.v[j])
             ds = p * (dp - delta_b[i])
-            if slopes is not None:
+            if x.slopes is not None:
                 dslopes -= jnp.sum(ds * distance, axis=(-1, -2), keepdims=True)
             ds = ds * derivative
-            if options.buckets is not None:
-                present = terms[0] is not None, terms[1] is not None
-                first = i * options.block_q - j * options.block_k
-                by_query, by_key = tile_gradient(options.buckets, ds, first, present)
+            if relative is not None:
+                buckets, *_ = relative
+                first = i * loops.block_q - j * loops.block_k
+                by_query, by_key = tile_gradient(buckets, ds, first, relative[1:])
                 if by_query is not None:
                     dquery_terms = dquery_terms.at[i].add(by_query)
                 if by_key is not None:
                     dkey_terms += by_key
-            ds = (options.scale * ds).astype(q.dtype)
-            dk += _dot("kgts,kgth->ksh", ds, x.q[i])
-            dq = dq.at[i].add(_dot("kgts,ksh->kgth", ds, x.k[j]))
+            ds = (scale * ds).astype(o.q.dtype)
+            dk += _dot("kgts,kgth->ksh", ds, o.q[i])
+            dq = dq.at[i].add(_dot("kgts,ksh->kgth", ds, o.k[j]))
             return (dq, dslopes, dquery_terms), (dk, dv, dkey_terms)
 
-        terms_j = None if x.key_terms is None else x.key_terms[j]
-        of_block = _zeros((x.k[j], x.v[j], terms_j))
+        terms_j = None if o.key_terms is None else o.key_terms[j]
+        of_block = _zeros((o.k[j], o.v[j], terms_j))
         carry, of_block = jax.lax.fori_loop(
             first[j], last[j], query_block, (carry, of_block)
         )
-        originals = k, v, terms[1]
+        originals = x.k, x.v, x.key_terms
         return carry, jax.tree.map(lambda a, b: a.astype(b.dtype), of_block, originals)
 
-    dq, dquery_terms = _zeros((x.q, x.query_terms))
+    dq, dquery_terms = _zeros((o.q, o.query_terms))
     carry = dq, jnp.zeros_like(dq[0, ..., :1, :1]), dquery_terms
-    blocks_k = jnp.arange(x.k.shape[0], dtype=jnp.int32)
+    blocks_k = jnp.arange(o.k.shape[0], dtype=jnp.int32)
     (dq, dslopes, dquery_terms), (dk, dv, dkey_terms) = jax.lax.scan(
         key_block, carry, blocks_k
     )
-    dq = _rows(dq, q.shape[0]).astype(q.dtype)
-    dk, dv = (_rows(a[:, :, None], k.shape[0]) for a in (dk, dv))
-    if slopes is not None:
-        dslopes = dslopes.reshape(slopes.shape).astype(slopes.dtype)
-    dterms = tuple(
-        None if a is None else _rows(da, a.shape[0]).astype(a.dtype)
-        for a, da in zip(terms, (dquery_terms, dkey_terms), strict=True)
+    dk, dv = (_rows(a[:, :, None], num_keys) for a in (dk, dv))
+    dterms = [
+        None if a is None else _rows(da, a.shape[0])
+        for a, da in ((x.query_terms, dquery_terms), (x.key_terms, dkey_terms))
+    ]
+    return x._replace(
+        q=_rows(dq, num_queries),
+        k=dk,
+        v=dv,
+        slopes=None if x.slopes is None else dslopes.reshape(x.slopes.shape),
+        query_terms=dterms[0],
+        key_terms=dterms[1],
     )
-    dslopes = None if slopes is None else dslopes
-    return dq, dk, dv, None, None, dsinks, dslopes, dterms
-
-
-_attention.defvjp(_attention_fwd, _attention_bwd)
-# Outside of any jit, one program is compiled and not a hundred operations.
-_jitted = jax.jit(_attention, static_argnums=0)
 
 
 def _scores(
-    options: _Options, x: _Operands, i: Array, j: Array
+    loops: _Loops, o: _Operands, i: Array, j: Array
 ) -> tuple[Array, Array, tuple[Array, Array]]:
     """Scores of query block `i` against key block `j`, before the mask.
 
@@ -345,25 +255,25 @@ def _scores(
         and what the backward pass needs: the derivative of a score by its logit and the
         distances that ALiBi multiplies.
     """
-    scores = options.scale * _dot("kgth,ksh->kgts", x.q[i], x.k[j])
-    if options.buckets is not None:
+    scores = loops.scores.scale * _dot("kgth,ksh->kgts", o.q[i], o.k[j])
+    if loops.scores.relative is not None:
         scores += tile_bias(
-            options.buckets,
-            None if x.query_terms is None else x.query_terms[i],
-            None if x.key_terms is None else x.key_terms[j],
-            i * options.block_q - j * options.block_k,
-            (options.block_q, options.block_k),
+            loops.scores.relative[0],
+            None if o.query_terms is None else o.query_terms[i],
+            None if o.key_terms is None else o.key_terms[j],
+            i * loops.block_q - j * loops.block_k,
+            (loops.block_q, loops.block_k),
         )
     derivative = jnp.float32(1.0)
-    if options.softcap is not None:
-        capped = jnp.tanh(scores / options.softcap)
-        scores = options.softcap * capped
+    if loops.scores.softcap is not None:
+        capped = jnp.tanh(scores / loops.scores.softcap)
+        scores = loops.scores.softcap * capped
         derivative = 1.0 - capped * capped
-    columns = j * options.block_k + jnp.arange(options.block_k, dtype=jnp.int32)
-    mask = (x.start[i][:, None] <= columns) & (columns < x.stop[i][:, None])
-    distance = jnp.abs(x.diagonal[i][:, None] - columns).astype(jnp.float32)
-    if x.slopes is not None:
-        scores -= x.slopes * distance
+    columns = j * loops.block_k + jnp.arange(loops.block_k, dtype=jnp.int32)
+    mask = (o.start[i][:, None] <= columns) & (columns < o.stop[i][:, None])
+    distance = jnp.abs(o.diagonal[i][:, None] - columns).astype(jnp.float32)
+    if o.slopes is not None:
+        scores -= o.slopes * distance
     return scores, mask, (derivative, distance)
 
 
@@ -376,44 +286,48 @@ def _dot(subscripts: str, a: Array, b: Array) -> Array:
     return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
 
 
-def _operands(
-    options: _Options,
-    q: Array,
-    k: Array,
-    v: Array,
-    cu_q: Array,
-    cu_k: Array,
-    slopes: Array | None,
-    terms: _Terms,
-) -> _Operands:
-    num_kv = k.shape[1]
-    groups = q.shape[1] // num_kv
-    # Rows of no sequence may hold anything, NaN too, and 0 * NaN is NaN.
-    q = jnp.where(_inside(cu_q, q.shape[0])[:, None, None], q, 0)
-    query_terms, key_terms = terms
-    if query_terms is not None:
-        inside = _inside(cu_q, q.shape[0])[:, None, None]
-        query_terms = jnp.where(inside, query_terms, 0)
-        query_terms = _query_blocks(query_terms, groups, options.block_q)
-    inside = _inside(cu_k, k.shape[0])[:, None, None]
-    k, v = (jnp.where(inside, a, 0) for a in (k, v))
-    if key_terms is not None:
-        key_terms = jnp.where(inside, key_terms, 0)
-        key_terms = _query_blocks(key_terms, groups, options.block_k)
-    ranges = visible_ranges(cu_q, cu_k, q.shape[0], options.window)
-    start, stop, diagonal = (_cut(r, options.block_q) for r in ranges)
+def _packing(x: Inputs) -> tuple[Array, Array]:
+    """Prefix sums of queries and keys of one row, which end with the buffers."""
+    return (
+        cut_cu_seqlens(x.cu_q, x.q.shape[0]),
+        cut_cu_seqlens(x.packing_of_keys, x.k.shape[0]),
+    )
+
+
+def _operands(loops: _Loops, x: Inputs) -> _Operands:
+    """Of one row."""
+    num_queries, num_heads, _ = x.q.shape
+    num_kv = x.k.shape[1]
+    groups = num_heads // num_kv
+    cu_q, cu_k = _packing(x)
+    block_q, block_k = loops.block_q, loops.block_k
+    slopes = x.slopes
     if slopes is not None:
         slopes = slopes.astype(jnp.float32).reshape(num_kv, groups, 1, 1)
+
+    def clean(a: Array, cu_seqlens: Array) -> Array:
+        # Rows of no sequence may hold anything, NaN too, and 0 * NaN is NaN.
+        return jnp.where(_inside(cu_seqlens, a.shape[0])[:, None, None], a, 0)
+
+    def terms(a: Array | None, cu_seqlens: Array, block: int) -> Array | None:
+        if a is None:
+            return None
+        return _query_blocks(clean(a, cu_seqlens), groups, block)
+
+    start, stop, diagonal = (
+        _cut(r, block_q)
+        for r in visible_ranges(cu_q, cu_k, num_queries, loops.scores.window)
+    )
     return _Operands(
-        q=_query_blocks(q, groups, options.block_q),
-        k=_cut(k, options.block_k).swapaxes(1, 2),
-        v=_cut(v, options.block_k).swapaxes(1, 2),
+        q=_query_blocks(clean(x.q, cu_q), groups, block_q),
+        k=_cut(clean(x.k, cu_k), block_k).swapaxes(1, 2),
+        v=_cut(clean(x.v, cu_k), block_k).swapaxes(1, 2),
         start=start,
         stop=stop,
         diagonal=diagonal,
         slopes=slopes,
-        query_terms=query_terms,
-        key_terms=key_terms,
+        query_terms=terms(x.query_terms, cu_q, block_q),
+        key_terms=terms(x.key_terms, cu_k, block_k),
     )
 
 

@@ -1,4 +1,5 @@
 """The public functions: transformations, meshes, the other entrance, and errors."""
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
 
 import dataclasses
 import functools
@@ -58,6 +59,16 @@ def loss_of_batch(q, k, v, sinks, cu_seqlens):
 gradients = jax.value_and_grad(loss_of_batch, argnums=(0, 1, 2, 3), has_aux=True)
 
 
+def loss_of_rows(q, k, v, sinks, cu_seqlens):
+    """The same without `jax.vmap`."""
+    out, lse = varlen_attention(
+        q, k, v, cu_seqlens, sinks=sinks, causal=True, return_lse=True, config=CONFIG
+    )
+    weights = jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
+    used = jnp.where(lse > -jnp.inf, lse, 0.0)
+    return jnp.sum(out * weights) + jnp.sum(used * weights[..., 0]), (out, lse)
+
+
 @functools.cache
 def expected_gradients(heads, kv_heads):
     """Row by row, without vmap."""
@@ -84,6 +95,23 @@ def expected_gradients(heads, kv_heads):
 def test_vmap_is_row_by_row():
     expected, arguments = expected_gradients(4, 2)
     assert_trees_close(jax.jit(gradients)(*arguments), expected)
+
+
+def test_a_batch_of_rows_is_row_by_row():
+    expected, arguments = expected_gradients(4, 2)
+    run = jax.value_and_grad(loss_of_rows, argnums=(0, 1, 2, 3), has_aux=True)
+    assert_trees_close(jax.jit(run)(*arguments), expected)
+
+
+@pytest.mark.parametrize("num_keys", [TOKENS, 29])
+def test_rows_without_bounds_are_one_sequence(num_keys):
+    q, k, v = batch()
+    k, v = k[:, :num_keys], v[:, :num_keys]
+    attend = functools.partial(varlen_attention, causal=True, window=(30, None))
+    bounds = [np.array([0, n], np.int32) for n in (TOKENS, num_keys)]
+    want = [attend(q[0], k[0], v[0], *bounds), attend(q[1], k[1], v[1], *bounds)]
+    np.testing.assert_array_equal(attend(q[0], k[0], v[0]), want[0])
+    np.testing.assert_allclose(attend(q[:2], k[:2], v[:2]), want, rtol=1e-5, atol=1e-6)
 
 
 def test_vmap_over_one_argument():
@@ -243,13 +271,27 @@ X = jnp.zeros((TOKENS, 2, 8))
             r"must not decrease, got cu_seqlens_q\[1\]=20 before cu_seqlens_q\[2\]=9",
         ),
         ({"cu_seqlens_q": np.array([0])}, ValueError, r"B \+ 1 >= 2 prefix sums"),
-        ({"cu_seqlens_q": CU_SEQLENS}, ValueError, r"use jax.vmap"),
+        ({"cu_seqlens_q": CU_SEQLENS}, ValueError, r"got shape \(4, 5\); batches of"),
+        (
+            {"cu_seqlens_q": None, "cu_seqlens_k": CU_SEQLENS[0]},
+            ValueError,
+            "pass both",
+        ),
         ({"cu_seqlens_q": np.ones(3, np.float32)}, TypeError, r"integers, got float"),
         ({"cu_seqlens_k": np.array([0, 9])}, ValueError, r"one length, got 5 and 2"),
         ({"k": X[:9], "v": X[:9]}, ValueError, r"k has S=9 rows and q T=48"),
         ({"k": X[:, :, :4]}, ValueError, r"one head dim, got 8 and 4"),
-        ({"v": X[:9]}, ValueError, r"S, K = \(48, 2\) of k, got \(9, 2, 8\)"),
-        ({"q": X[None]}, ValueError, r"q must be \[T, N, H\], got shape \(1, 48"),
+        ({"v": X[:9]}, ValueError, r"S, K = \(48, 2\) of k .*\(9, 2, 8\) and"),
+        (
+            {"q": X[None]},
+            ValueError,
+            r"q and k must have the same leading axis or none",
+        ),
+        (
+            {"q": X[0]},
+            ValueError,
+            r"q must be \[T, N, H\] or \[R, T, N, H\], got .*\(2",
+        ),
         (
             {"q": jnp.zeros((TOKENS, 3, 8))},
             ValueError,
@@ -270,6 +312,8 @@ X = jnp.zeros((TOKENS, 2, 8))
         ({"window": (0, 1.5)}, ValueError, r"got right=1.5"),
         ({"window": (1,)}, ValueError, r"must be \(left, right\), got \(1,\)"),
         ({"window": 4}, ValueError, r"must be \(left, right\), got 4"),
+        ({"window": True}, ValueError, r"must be \(left, right\), got True"),
+        ({"window": (True, None)}, ValueError, r"got left=True; None is no limit"),
         ({"window": (float("inf"), 0)}, ValueError, r"got left=inf; None is no limit"),
         (
             {"cu_seqlens_q": np.array([0, 20, 9], np.uint32)},
@@ -278,6 +322,9 @@ X = jnp.zeros((TOKENS, 2, 8))
         ),
         ({"q": X[..., :0], "k": X[..., :0]}, ValueError, r"got 0 and 0; expected at"),
         ({"softcap": 0.0}, ValueError, r"softcap must be positive, got 0.0"),
+        ({"softcap": -1.0}, ValueError, r"softcap must be positive, got -1.0"),
+        ({"softcap": float("nan")}, ValueError, r"softcap must be positive, got nan"),
+        ({"softcap": True}, TypeError, r"softcap must be a number, got True"),
         ({"softcap": "1x"}, TypeError, r"softcap must be a number, got '1x'"),
         ({"scale": float("nan")}, ValueError, r"scale must be finite, got nan"),
         ({"scale": jnp.ones(2)}, TypeError, r"scale must be a number, got Array"),
@@ -293,6 +340,24 @@ X = jnp.zeros((TOKENS, 2, 8))
 def test_errors(no_shape_hook, changes, error, message):
     with pytest.raises(error, match=message):
         call(**changes)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        (
+            [[0, 20, 48], [0, 20, 9]],
+            r"decrease, got cu_seqlens_q\[1, 1\]=20 before .*=9",
+        ),
+        ([[0, 20, 50], [0, 20, 48]], r"num_tokens=48, got cu_seqlens_q\[0, -1\]=50"),
+        ([[0, 20, 48], [3, 20, 48]], r"start at 0, got cu_seqlens_q\[1, 0\]=3"),
+        ([0, 20, 48], r"for each of 2 rows, \[2, B \+ 1\], got shape \(3,\)"),
+    ],
+)
+def test_bounds_of_a_batch_are_checked_row_by_row(no_shape_hook, bounds, message):
+    q, k, v = (x[:2] for x in batch())
+    with pytest.raises(ValueError, match=message):
+        varlen_attention(q, k, v, np.array(bounds))
 
 
 @pytest.mark.parametrize("name", ["scale", "softcap"])
@@ -322,7 +387,7 @@ def test_segment_id_errors(no_shape_hook, ids, error, message):
     [
         ({"max_seqs": 2.5}, TypeError, r"max_seqs must be an integer, got 2.5"),
         ({"max_seqs": 0}, ValueError, r"max_seqs must be at least 1, got 0"),
-        ({"q": jnp.float32(1)}, ValueError, r"q must be \[T, N, H\], got shape \(\)"),
+        ({"q": jnp.float32(1)}, ValueError, r"q must be \[T, N, H\] .*shape \(\)"),
     ],
 )
 def test_errors_of_the_other_entrance(no_shape_hook, changes, error, message):
@@ -377,7 +442,7 @@ def test_blocks_suit_the_device():
             return varlen_attention(*args)
 
         text = str(jax.make_jaxpr(traced_anew)(q, k, v, cu))
-        return max(n for n in (128, 512) if f"f32[1,1,{n},{n}]" in text)
+        return max(n for n in (128, 512) if f"f32[1,1,1,{n},{n}]" in text)
 
     assert largest_scores() == 128
     with use_device(H200):

@@ -1,4 +1,6 @@
 """The Hopper kernels on a CPU: interpreted, both passes, and lowered for CUDA."""
+# pyright: reportArgumentType=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false
 
 import dataclasses
 import functools
@@ -33,7 +35,7 @@ from pallas_kernels.varlen_attention.config import (
     forward_blocks,
     forward_smem,
 )
-from pallas_kernels.varlen_attention.mainloop import Scores
+from pallas_kernels.varlen_attention.inputs import Scores
 from pallas_kernels.varlen_attention.scheduler import (
     Sequences,
     most_tiles,
@@ -363,17 +365,20 @@ def test_short_gradients_in_fp16_with_traced_bounds_past_the_buffers():
         assert relative_error(x, y) < RELATIVE[jnp.dtype(jnp.float16)]
 
 
-def test_vmap_is_one_call_and_pads_what_the_kernel_needs():
-    rows, tokens, head_dim = 2, 37, 40
-    arrays = [operands(tokens, tokens, 1, 1, head_dim, seed=s) for s in range(rows)]
-    q, k, v, dout = (np.stack(x) for x in zip(*arrays, strict=True))
-    cu = np.array([[0, 20, 20, 30], [0, 35, 36, 37]], np.int32)
+def test_rows_and_vmap_are_one_call_that_pads_what_the_kernel_needs():
+    arrays = [operands(37, 37, 1, 1, 40, seed=s) for s in range(4)]
+    q, k, v, dout = (
+        np.stack(x).reshape(2, 2, *x[0].shape) for x in zip(*arrays, strict=True)
+    )
+    cu = np.array(
+        [[[0, 20, 20, 30], [0, 35, 36, 37]], [[0, 0, 9, 37], [0, 1, 2, 3]]], np.int32
+    )
 
     def attend(q, k, v, implementation):
-        one = functools.partial(
+        batch = functools.partial(
             varlen_attention, causal=True, implementation=implementation
         )
-        out = jax.vmap(one)(q, k, v, cu)
+        out = jax.vmap(batch)(q, k, v, cu)
         return jnp.sum(out.astype(jnp.float32) * np.asarray(dout, np.float32))
 
     run = jax.jit(jax.value_and_grad(attend, (0, 1, 2)), static_argnums=3)
@@ -385,20 +390,22 @@ def test_vmap_is_one_call_and_pads_what_the_kernel_needs():
         assert relative_error(x, y) < RELATIVE[BF16]
 
 
-def test_vmap_over_more_than_the_kernel_counts_to_takes_some_rows_at_a_time(
-    monkeypatch,
+@pytest.mark.parametrize("mapped", [False, True])
+def test_more_rows_than_the_kernel_counts_to_are_taken_some_at_a_time(
+    monkeypatch, mapped
 ):
     rows, tokens = 3, 20
     arrays = [operands(tokens, tokens, 1, 1, 64, seed=s) for s in range(rows)]
     q, k, v, dout = (np.stack(x) for x in zip(*arrays, strict=True))
     cu = np.array([[0, 20, 20], [0, 3, 17], [0, 0, 9]], np.int32)
+    v = jnp.asarray(np.stack([v[0]] * rows))
 
     def attend(q, k, implementation):
-        def one(q, k, cu):  # rows share their values
-            value = jnp.asarray(v[0])
-            return varlen_attention(q, k, value, cu, implementation=implementation)
-
-        out = jax.vmap(one)(q, k, cu)
+        run = functools.partial(varlen_attention, implementation=implementation)
+        if mapped:  # rows share their values
+            out = jax.vmap(run, (0, 0, None, 0))(q, k, v[0], cu)
+        else:
+            out = run(q, k, v, cu)
         return jnp.sum(out.astype(jnp.float32) * np.asarray(dout, np.float32))
 
     run = jax.jit(jax.value_and_grad(attend, (0, 1)), static_argnums=2)
@@ -451,7 +458,7 @@ def test_tiles_of_keys_add_one_by_one_and_wait_for_earlier_blocks_alone(
 ):
     rng = np.random.default_rng(0)
     blocks = BackwardBlocks(block_q=block_q, block_k=block_k)
-    scores = Scores(window, 1.0, None, False, False)
+    scores = Scores(window)
     for _ in range(8):
         lengths = rng.integers(0, rng.choice([40, 700]), (2, 4))
         cu_q, cu_k = np.cumsum(np.pad(lengths, ((0, 0), (1, 0))), 1, dtype=np.int32)

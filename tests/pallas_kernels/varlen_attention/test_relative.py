@@ -1,4 +1,6 @@
 """The relative-position bias: buckets, the definition, the portable implementation."""
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 
 import functools
 import itertools
@@ -469,7 +471,7 @@ X = jnp.zeros((9, 2, 8))
         (
             {"key_terms": jnp.zeros((2, 9, 2, 10))},
             ValueError,
-            r"key_terms must have shape .*got \(2, 9, 2, 10\); .*use jax.vmap",
+            r"key_terms must have shape .*got \(2, 9, 2, 10\); .*leading axis of q",
         ),
         (
             {"query_terms": jnp.zeros((9, 2, 10), jnp.int32)},

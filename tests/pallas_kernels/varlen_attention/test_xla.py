@@ -1,4 +1,6 @@
 """The portable implementation against the definition."""
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 
 import copy
 import dataclasses

@@ -1,0 +1,64 @@
+"""What a call of variable-length attention is made of: its arrays, and its scores.
+
+Axes: R rows of the batch, T packed queries, S packed keys, N query heads, K key/value
+heads, H head dim of queries and keys, Hv head dim of values, P entries of a row of
+relative terms.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.varlen_attention.relative import RelativeBuckets
+from pallas_kernels.varlen_attention.segments import Window
+
+
+__all__ = ["Inputs", "Scores"]
+
+
+class Inputs(NamedTuple):
+    """The arrays of a call. One that is not given is None, which is no leaf.
+
+    Within a `jax.vmap` over rows they have no leading axis.
+    """
+
+    q: Float[Array, "*R T N H"]
+    k: Float[Array, "*R S K H"]
+    v: Float[Array, "*R S K Hv"]
+    cu_q: Int[Array, "*R bounds"]
+    cu_k: Int[Array, "*R bounds"] | None = None
+    """None: keys are packed as the queries are, so every query sees at least itself."""
+    sinks: Float[Array, "*R N"] | None = None
+    slopes: Float[Array, "*R N"] | None = None
+    query_terms: Float[Array, "*R T N P"] | None = None
+    key_terms: Float[Array, "*R S N P"] | None = None
+
+    @property
+    def packing_of_keys(self) -> Int[Array, "*R bounds"]:
+        """The prefix sums of the keys, given or not."""
+        return self.cu_q if self.cu_k is None else self.cu_k
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """How a score follows from ``q . k``: what is known when a program is traced."""
+
+    window: Window
+    """Keys that a query sees left and right of the diagonal, the causal mask in it."""
+    scale: float = 1.0
+    """Factor of the product."""
+    softcap: float | None = None
+    """Bound on the magnitude."""
+    alibi: bool = False
+    """Whether slopes are subtracted."""
+    relative: tuple[RelativeBuckets, bool, bool] | None = None
+    """A relative bias: its buckets, and whether it has query terms, and key terms."""
+
+    @property
+    def plain(self) -> bool:
+        """Nothing happens to a product but a positive factor."""
+        changed = self.softcap is not None or self.alibi or self.relative is not None
+        return not changed and self.scale > 0
