@@ -1,8 +1,8 @@
 """Test configuration shared by the tests, the doctests and the notebooks.
 
 The environment is set before jax is imported: eight simulated CPU devices, and enough
-threads for the callbacks of the Mosaic GPU interpreter, which block while they wait for
-each other and would starve on a small machine.
+threads for the callbacks of the Mosaic GPU interpreter, one a device, which block while
+they wait for each other and would starve on a small machine.
 """
 
 import importlib.util

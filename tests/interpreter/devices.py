@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from jax._src import callback, source_info_util
+from jax._src import source_info_util
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as callbacks
 from jax._src.pallas.mosaic_gpu.interpret import shared_memory as memory
 
@@ -229,9 +229,7 @@ def _device_barrier(token, device):
 
 def call_device_barrier(token, device):
     """Before and after a kernel, as XLA's own barrier does before one."""
-    return callback.io_callback(
-        _device_barrier, callbacks.TOKEN_SHAPE_DTYPE, token, device
-    )
+    return _device_barrier(token, device)
 
 
 @callbacks.fail_on_exception

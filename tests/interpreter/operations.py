@@ -1,8 +1,13 @@
 """Operations of kernels: peers, semaphores, wgmma and TMA stores.
 
-``interpret_*`` functions turn an equation into a call on the host, at tracing time;
-functions under ``fail_on_exception`` are those calls.
+``interpret_*`` functions take an equation apart and call the functions under
+``fail_on_exception``.
 """
+
+# The private names of jax are typed for what they take while tracing.
+# pyright: reportArgumentType=false, reportAssignmentType=false
+# pyright: reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportOptionalMemberAccess=false, reportPrivateImportUsage=false
 
 import contextvars
 import dataclasses
@@ -45,7 +50,9 @@ def _on_device(key, device_id, device_id_type):
     logical = interpret_utils._device_id_to_logical(
         device_id, device_id_type, devices.axis_sizes, devices.axis_indices
     )
-    return jnp.asarray(key).at[..., _DEVICE].set(jnp.asarray(logical, jnp.int32))
+    key = np.array(key)
+    key[..., _DEVICE] = logical
+    return key
 
 
 def _view(member) -> tuple:
@@ -93,7 +100,7 @@ def resolve_ref(aval, allocation_key_as_array, transforms):
 def get_uninitialized_array(shape, dtype, memory_space, uninitialized_memory):
     """Semaphores start at zero (their count lives in :class:`SharedMemory`)."""
     if jnp.issubdtype(dtype, pallas_core.semaphore_dtype):
-        return jnp.zeros(shape, jnp.int32)
+        return np.zeros(shape, np.int32)
     return _stock_get_uninitialized_array(
         shape, dtype, memory_space, uninitialized_memory
     )
@@ -116,7 +123,7 @@ def _semaphore_index(aval, transforms):
     if any(dim != 1 for dim in rest):
         raise ValueError(f"index {index} names no single semaphore of {aval.shape}")
     index += [0] * len(rest)
-    return tuple(jnp.asarray(i, jnp.int32) for i in index)
+    return tuple(index)
 
 
 def is_semaphore(aval) -> bool:
@@ -177,7 +184,7 @@ def interpret_semaphore_wait(interpreter, eqn, token, invals):
         key=key,
         index=_semaphore_index(eqn.invars[0].aval, transforms),
         value=value,
-        decrement=jnp.asarray(decrement),
+        decrement=decrement,
     ), []
 
 
@@ -186,14 +193,14 @@ def interpret_get_global(interpreter, eqn, token, invals):
     what = eqn.params["what"]
     if not jnp.issubdtype(what.dtype, pallas_core.semaphore_dtype):
         raise NotImplementedError(f"pl.get_global of {what} is not interpreted")
-    # The equation may be traced more than once, its variable stays.
-    known = current_run().global_buffers
-    number = known.setdefault(eqn.outvars[0], 1_000_000 + len(known))
+    with shared_memory_of_run().atomic:
+        known = current_run().global_buffers
+        number = known.setdefault(eqn.outvars[0], 1_000_000 + len(known))
     key = dict.fromkeys(_KEY_FIELDS, -1) | {
         "device_id": interpreter.thread.device_id,
         "buffer_id": number,
     }
-    return token, jnp.stack([jnp.asarray(v, jnp.int32) for v in key.values()])
+    return token, np.array(list(key.values()), np.int32)
 
 
 # --- wgmma ----------------------------------------------------------------------------

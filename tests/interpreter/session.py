@@ -1,17 +1,17 @@
 """The context manager: what it checks, patches and cleans up."""
 
 import contextlib
-import dataclasses
 import inspect
 import itertools
 import math
-import os
 from collections.abc import Iterator
 
 import jax
 import numpy as np
 from jax._src import callback as jax_callback
-from jax._src import dispatch
+from jax._src import dispatch, effects
+from jax._src.pallas.mosaic.interpret import thread_map as stock_thread_map
+from jax._src.pallas.mosaic.interpret import utils as interpret_utils
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as callbacks
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as pallas_call
 from jax._src.pallas.mosaic_gpu.interpret import jaxpr_interpret as stock
@@ -24,18 +24,24 @@ from tests.interpreter.devices import (
     call_device_barrier,
     cluster_finished,
 )
+from tests.interpreter.host import (
+    HOST_CALLBACK,
+    HOST_JAX,
+    HOST_LAX,
+    HOST_NUMPY,
+    device_info,
+    interpret_pallas_call,
+    thread_map,
+)
 from tests.interpreter.operations import (
     copy_smem_to_gmem,
     get_uninitialized_array,
     resolve_ref,
 )
-from tests.interpreter.run import RaceError, Run, current_run, set_current_run
+from tests.interpreter.run import RaceError, Run, set_current_run
 from tests.interpreter.thread import Interpreter
 from tests.interpreter.version import ADVICE, check_version
 
-
-_stock_to_int = memory._to_int
-_stock_interpret_pallas_call = pallas_call.interpret_pallas_call
 
 # What is patched or relied on, with the parameters that each must still have.
 EXPECTED = {
@@ -113,12 +119,6 @@ def interpret_mosaic_gpu(
         Exception: Whatever first failed in a kernel, with its own type.
     """
     check_jax()
-    if int(os.environ.get("NPROC", 0)) < 32:
-        raise RuntimeError(
-            "NPROC must be at least 32, got "
-            f"{os.environ.get('NPROC')!r}; set it to 64 before jax starts, or blocked "
-            "callbacks use up the threads of XLA and the kernel hangs"
-        )
     params = plgpu.InterpretGPUParams(
         detect_races=detect_races,
         # More than the default, because two copies that share one look ordered. The
@@ -159,11 +159,33 @@ def _patches() -> Iterator[None]:
         (stock, "get_uninitialized_array"): get_uninitialized_array,
         (memory, "GPUSharedMemory"): SharedMemory,
         (memory, "Barrier"): Barrier,
-        (memory, "_to_int"): _to_int,
+        (memory, "_to_int"): int,
         (callbacks, "copy_smem_to_gmem"): copy_smem_to_gmem,
         (callbacks, "cluster_finished"): cluster_finished,
         (callbacks, "call_update_clocks_for_device_barrier"): call_device_barrier,
         (pallas_call, "interpret_pallas_call"): interpret_pallas_call,
+        (stock_thread_map, "thread_map"): thread_map,
+        (stock, "DeviceInfo"): device_info,
+        (stock, "lax"): HOST_LAX,
+        (pallas_call, "jax"): HOST_JAX,
+        **{
+            (module, "callback"): HOST_CALLBACK
+            for module in (stock, callbacks, pallas_call)
+        },
+        **{
+            (module, "jnp"): HOST_NUMPY
+            for module in (stock, callbacks, pallas_call, interpret_utils)
+        },
+        # Kernels under `jax.checkpoint` and within rules of derivatives.
+        **{
+            (allowed, "_effect_types"): (
+                allowed._effect_types | {jax_callback.OrderedIOEffect}
+            )
+            for allowed in (
+                effects.remat_allowed_effects,
+                effects.custom_derivatives_allowed_effects,
+            )
+        },
         (jax_callback, "io_callback_impl"): io_callback_impl,
     }
     originals = {(owner, name): getattr(owner, name) for owner, name in replaced}
@@ -182,29 +204,6 @@ def io_callback_impl(*args, result_avals, callback, sharding, ordered):
     with jax.default_device(jax.devices("cpu")[0]):
         # Copies: what XLA hands over is its own memory, and the interpreter keeps some.
         return jax.tree.map(np.asarray, callback(*map(np.array, args)))
-
-
-def _to_int(x):
-    return int(x) if isinstance(x, np.ndarray) else _stock_to_int(x)
-
-
-def interpret_pallas_call(*args, mesh=None, **kwargs):
-    """With ``concurrent_blocks``, let the whole grid be one cluster."""
-    if current_run().concurrent_blocks and mesh is not None and mesh.grid:
-        mesh = dataclasses.replace(
-            mesh,
-            grid=(),
-            grid_names=(),
-            cluster=(*mesh.grid, *mesh.cluster),
-            cluster_names=(*mesh.grid_names, *mesh.cluster_names),
-        )
-        threads = math.prod(mesh.cluster) * (mesh.num_threads or 1)
-        if threads > int(os.environ["NPROC"]):
-            raise ValueError(
-                f"concurrent_blocks would need {threads} threads on each device, NPROC "
-                f"is {os.environ['NPROC']}; use a smaller grid"
-            )
-    return _stock_interpret_pallas_call(*args, mesh=mesh, **kwargs)
 
 
 def cpu_mesh(**axis_sizes: int) -> jax.sharding.Mesh:
