@@ -16,8 +16,8 @@ from types import ModuleType
 
 
 TOP_PACKAGES = ("jaxscale", "pallas_kernels")
-# For authors of kernels; `pallas_kernels` exports what users need of it.
-INTERNAL_PACKAGES = ("pallas_kernels.mosaic",)
+# For authors; `jaxscale.models` and `pallas_kernels` export what users need of them.
+INTERNAL_PACKAGES = ("jaxscale.models.hf", "pallas_kernels.mosaic")
 
 
 def packages() -> list[str]:

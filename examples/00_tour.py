@@ -142,12 +142,12 @@ print(f"{result.evaluation.loss:.6f} and {restored.evaluation.loss:.6f}")
 # ## Hugging Face and back
 #
 # `models.save` writes `config.json`, safetensors and the tokenizer, which transformers
-# reads; `Decoder.from_pretrained` streams such a directory, ours or a downloaded one,
+# reads; `models.load` streams such a directory, ours or a downloaded one,
 # tensor by tensor to where it belongs.
 
 # %%
 models.save(restored.state.model, folder / "exported", tokenizer=text.tokenizer)
-model = models.Decoder.from_pretrained(folder / "exported")
+model = models.load(folder / "exported")
 print(sorted(path.name for path in (folder / "exported").iterdir()))
 
 # %% [markdown]

@@ -17,7 +17,14 @@ from jaxscale.cli.devices import simulate_devices
 from jaxscale.cli.errors import usage_errors
 from jaxscale.cli.options import parse
 from jaxscale.inference import SamplingConfig, generate
-from jaxscale.models import Decoder, Tokenizer
+from jaxscale.models import (
+    Decoder,
+    EncoderConfig,
+    Tokenizer,
+    config_from_hf,
+    load,
+)
+from jaxscale.models.hf.files import Checkpoint
 from jaxscale.pruning import TILE_WISE, Masks, sparsify
 from jaxscale.sharding import MeshConfig
 from jaxscale.training.config import MAX_SEED
@@ -162,7 +169,12 @@ def _load_hugging_face(config: GenerateConfig, mesh: Mesh) -> Decoder:
         )
     rules = sharding.preset(config.rules)
     dtype = None if config.dtype is None else jnp.dtype(config.dtype)
-    return Decoder.from_pretrained(
+    if isinstance(config_from_hf(Checkpoint(config.source).config), EncoderConfig):
+        raise ValueError(
+            f"source {config.source} holds an encoder, which does not generate; give "
+            "the directory of a decoder"
+        )
+    return load(
         config.source,
         mesh=mesh,
         rules=rules,

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxscale.models.encoder import EncoderModel
 from jaxscale.models.heads import Pooling, pool
-from jaxscale.models.hf import load_encoder
+from jaxscale.models.hf.load import load
 from jaxscale.models.tokenizer import EncodedText, Tokenizer
 from jaxscale.nn.packing import assign_rows, cu_seqlens_of_lengths
 from jaxscale.sharding.rules import REPLICATED, AxisRules
@@ -161,11 +161,12 @@ class Encoder:
             rules: Which mesh axes split parameters and rows.
             dtype: Type of the computation; None is that of the parameters.
             param_dtype: Type of the parameters; None keeps that of the file.
-            **options: Further arguments of `jaxscale.models.load_encoder`.
+            **options: Further arguments of `jaxscale.models.load`.
 
         Raises:
             FileNotFoundError: a file is missing.
-            ValueError: as `load_encoder`, or ``modules.json`` asks for what we lack.
+            ValueError: as `load`, the model is a decoder, or ``modules.json`` asks for
+                what we lack.
         """
         settings = _sentence_settings(Path(path))
         source = settings.pop("path")
@@ -177,7 +178,7 @@ class Encoder:
                 "tokenizer tells upper case from lower; set it to false and give texts "
                 "in lower case"
             )
-        model = load_encoder(
+        model = load(
             source,
             mesh=mesh,
             rules=rules,
@@ -185,6 +186,11 @@ class Encoder:
             param_dtype=param_dtype,
             **options,
         )
+        if not isinstance(model, EncoderModel):
+            raise ValueError(
+                f"path {str(path)!r} holds a decoder, which embeds no sentences; give "
+                "the directory of an encoder"
+            )
         limit = settings.get("max_length")
         if limit is not None:
             # Where there is no limit, the files say a number of thirty digits.

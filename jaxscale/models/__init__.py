@@ -6,14 +6,10 @@ from jaxscale.models.config import DecoderConfig
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.encoder import EncoderModel
 from jaxscale.models.encoder_config import EncoderConfig
-from jaxscale.models.families import (
-    encoder_config_from_hf,
-    encoder_config_to_hf,
-    encoder_head,
-)
+from jaxscale.models.families import config_from_hf, config_to_hf, encoder_head
 from jaxscale.models.heads import Head, HeadConfig, pool
-from jaxscale.models.hf import load, load_encoder, save
-from jaxscale.models.hf_config import config_from_hf, config_to_hf
+from jaxscale.models.hf.load import load
+from jaxscale.models.hf.save import save
 from jaxscale.models.presets import (
     ENCODER_PRESETS,
     PRESETS,
@@ -38,12 +34,9 @@ __all__ = [
     "Tokenizer",
     "config_from_hf",
     "config_to_hf",
-    "encoder_config_from_hf",
-    "encoder_config_to_hf",
     "encoder_head",
     "encoder_preset",
     "load",
-    "load_encoder",
     "pool",
     "preset",
     "save",

@@ -6,19 +6,20 @@ References:
 
 from typing import Any
 
-from jaxscale.models.bert import bert_keys, write_bert_keys
+from jaxscale.models.bert import (
+    bert_attention,
+    bert_head,
+    bert_keys,
+    bert_tables,
+    label_tensors,
+    masked_lm_tensors,
+    write_bert_keys,
+)
 from jaxscale.models.encoder_config import EncoderConfig
 from jaxscale.models.heads import HeadConfig, HeadKind
-from jaxscale.models.hf_config import Keys, require
-from jaxscale.models.hf_encoder import (
-    EncoderFamily,
-    bert_attention,
-    bert_tables,
-    read_activation,
-    unlabeled,
-    vocabulary_projection,
-)
-from jaxscale.models.hf_names import TensorMap, layer_norm, linear
+from jaxscale.models.hf.family import ENCODER_BUFFERS, Family, Heads
+from jaxscale.models.hf.keys import Keys, require
+from jaxscale.models.hf.names import TensorMap, layer_norm, linear
 
 
 def _albert(
@@ -94,11 +95,7 @@ def _write(config: EncoderConfig) -> dict[str, Any]:
 
 
 def _head(values: Keys, kind: HeadKind) -> HeadConfig:
-    if kind == "masked_lm":
-        activation = read_activation(Keys(_DEFAULTS | values), "hidden_act")
-        return unlabeled(kind, transform=activation, transform_norm=True)
-    pools = kind in ("sequence", "pooler")
-    return unlabeled(kind, transform="tanh" if pools else None)
+    return bert_head(values, kind, default=_DEFAULTS["hidden_act"])
 
 
 def _tensors(config: EncoderConfig) -> list[TensorMap]:
@@ -117,43 +114,45 @@ def _tensors(config: EncoderConfig) -> list[TensorMap]:
 
 
 def _head_tensors(config: EncoderConfig, head: HeadConfig) -> list[TensorMap]:
-    if head.kind == "masked_lm":
-        return [
-            *vocabulary_projection(config, "predictions.decoder", "predictions.bias"),
-            *linear("predictions.dense", "head.transform"),
-            *layer_norm("predictions.LayerNorm", "head.norm"),
-        ]
-    pooler = linear("albert.pooler", "head.transform")
-    if head.kind == "pooler":
-        return pooler
-    name = "qa_outputs" if head.kind == "span" else "classifier"
-    return [*(pooler if head.pools else []), *linear(name, "head.output")]
+    if head.kind != "masked_lm":
+        return label_tensors(head, "albert.pooler")
+    return masked_lm_tensors(
+        config,
+        dense="predictions.dense",
+        norm="predictions.LayerNorm",
+        decoder="predictions.decoder",
+        bias="predictions.bias",
+    )
 
 
-ALBERT = EncoderFamily(
+ALBERT = Family(
     model_type="albert",
-    architectures={
-        None: "AlbertModel",
-        "pooler": "AlbertModel",
-        "masked_lm": "AlbertForMaskedLM",
-        "sequence": "AlbertForSequenceClassification",
-        "token": "AlbertForTokenClassification",
-        "span": "AlbertForQuestionAnswering",
-    },
+    architecture="AlbertModel",
+    presets=(albert_tiny, albert_base, albert_large),
     prefix="albert.",
     read=_read,
     write=_write,
-    head=_head,
     tensors=_tensors,
-    head_tensors=_head_tensors,
     tied={
         "predictions.decoder.weight": "albert.embeddings.word_embeddings.weight",
         "predictions.decoder.bias": "predictions.bias",
     },
-    head_names=(
-        *("predictions.", "sop_classifier.", "albert.pooler.", "pooler."),
-        *("classifier.", "qa_outputs."),
+    buffers=ENCODER_BUFFERS,
+    heads=Heads(
+        architectures={
+            "pooler": "AlbertModel",
+            "masked_lm": "AlbertForMaskedLM",
+            "sequence": "AlbertForSequenceClassification",
+            "token": "AlbertForTokenClassification",
+            "span": "AlbertForQuestionAnswering",
+        },
+        other_architectures={"AlbertForPreTraining": "masked_lm"},
+        read=_head,
+        tensors=_head_tensors,
+        names=(
+            *("predictions.", "sop_classifier.", "albert.pooler.", "pooler."),
+            *("classifier.", "qa_outputs."),
+        ),
     ),
-    other_architectures={"AlbertForPreTraining": "masked_lm"},
 )
 """ALBERT's files."""

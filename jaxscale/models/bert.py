@@ -7,18 +7,22 @@ References:
 from typing import Any
 
 from jaxscale.models.encoder_config import EncoderConfig
-from jaxscale.models.heads import HeadConfig, HeadKind
-from jaxscale.models.hf_config import Keys, divided_width, require
-from jaxscale.models.hf_encoder import (
-    ACTIVATION_NAMES,
-    EncoderFamily,
-    bert_attention,
-    bert_tables,
-    read_activation,
+from jaxscale.models.heads import HeadActivation, HeadConfig, HeadKind
+from jaxscale.models.hf.family import (
+    ENCODER_BUFFERS,
+    Family,
+    Heads,
     unlabeled,
     vocabulary_projection,
 )
-from jaxscale.models.hf_names import TensorMap, layer_norm, linear
+from jaxscale.models.hf.keys import (
+    Keys,
+    activation_name,
+    divided_width,
+    read_activation,
+    require,
+)
+from jaxscale.models.hf.names import TensorMap, layer_norm, linear, table
 
 
 def _bert(
@@ -139,7 +143,7 @@ def write_bert_keys(config: EncoderConfig) -> dict[str, Any]:
         "max_position_embeddings": config.max_seq_len + config.position_offset,
         "type_vocab_size": config.token_types,
         "layer_norm_eps": config.norm_eps,
-        "hidden_act": ACTIVATION_NAMES.get(config.activation, config.activation),
+        "hidden_act": activation_name(config.activation),
         "tie_word_embeddings": config.tie_embeddings,
         "pad_token_id": max(config.position_offset - 1, 0),
     }
@@ -157,18 +161,55 @@ def _read_roberta(values: Keys) -> EncoderConfig:
     return EncoderConfig(family="roberta", position_offset=offset, **keys)
 
 
-def _bert_head(values: Keys, kind: HeadKind) -> HeadConfig:
+def bert_head(
+    values: Keys,
+    kind: HeadKind,
+    *,
+    activation: str = "hidden_act",
+    default: str = "gelu",
+    pooled: HeadActivation = "tanh",
+) -> HeadConfig:
+    """The layers of a head of BERT and its relatives.
+
+    Args:
+        values: The parsed ``config.json``.
+        kind: The task.
+        activation: Key of the activation of the masked-language-model head.
+        default: What it means if it is missing.
+        pooled: Activation of the projection of the vector of a sequence.
+    """
     if kind == "masked_lm":
-        activation = read_activation(values, "hidden_act")
-        return unlabeled(kind, transform=activation, transform_norm=True)
+        transform = read_activation(values, activation, default)
+        return unlabeled(kind, transform=transform, transform_norm=True)
     pools = kind in ("sequence", "pooler")
-    return unlabeled(kind, transform="tanh" if pools else None)
+    return unlabeled(kind, transform=pooled if pools else None)
 
 
 def _roberta_head(values: Keys, kind: HeadKind) -> HeadConfig:
     if kind == "masked_lm":
         return unlabeled(kind, transform="gelu", transform_norm=True)
-    return _bert_head(values, kind)
+    return bert_head(values, kind)
+
+
+def bert_tables(theirs: str, token_types: int) -> list[TensorMap]:
+    """The tables of the embedding and its norm under BERT's names."""
+    tables = [("word", "embed"), ("position", "positions")]
+    if token_types:
+        tables.append(("token_type", "token_types"))
+    return [
+        *(table(f"{theirs}.{name}_embeddings", ours) for name, ours in tables),
+        *layer_norm(f"{theirs}.LayerNorm", "embed_norm"),
+    ]
+
+
+def bert_attention(theirs: str, ours: str) -> list[TensorMap]:
+    """Query, key and value under BERT's names."""
+    names = ("query", "key", "value")
+    return [
+        entry
+        for n in names
+        for entry in linear(f"{theirs}.{n}", f"{ours}.attention.{n}")
+    ]
 
 
 def _bert_tensors(config: EncoderConfig) -> list[TensorMap]:
@@ -185,85 +226,127 @@ def _bert_tensors(config: EncoderConfig) -> list[TensorMap]:
     ]
 
 
-def _bert_head_tensors(config: EncoderConfig, head: HeadConfig) -> list[TensorMap]:
-    if head.kind == "masked_lm":
-        root = "cls.predictions"
-        return [
-            *vocabulary_projection(config, f"{root}.decoder", f"{root}.bias"),
-            *linear(f"{root}.transform.dense", "head.transform"),
-            *layer_norm(f"{root}.transform.LayerNorm", "head.norm"),
-        ]
-    pooler = linear("bert.pooler.dense", "head.transform")
+def masked_lm_tensors(
+    config: EncoderConfig, *, dense: str, norm: str, decoder: str, bias: str | None
+) -> list[TensorMap]:
+    """The tensors of a masked-language-model head.
+
+    Args:
+        config: The encoder.
+        dense: Name of the projection before the last.
+        norm: Name of the norm after it.
+        decoder: Name of the projection on the vocabulary.
+        bias: Name of its bias where it is tied; None is ``<decoder>.bias``.
+    """
+    return [
+        *linear(dense, "head.transform"),
+        *layer_norm(norm, "head.norm"),
+        *vocabulary_projection(config, decoder, bias),
+    ]
+
+
+def label_tensors(head: HeadConfig, pooler: str) -> list[TensorMap]:
+    """The tensors of the other heads.
+
+    Args:
+        head: The layers.
+        pooler: Name of the projection of the vector of a sequence.
+    """
+    before = linear(pooler, "head.transform") if head.pools else []
     if head.kind == "pooler":
-        return pooler
+        return before
     name = "qa_outputs" if head.kind == "span" else "classifier"
-    return [*(pooler if head.pools else []), *linear(name, "head.output")]
+    return [*before, *linear(name, "head.output")]
+
+
+def bert_head_tensors(
+    config: EncoderConfig, head: HeadConfig, pooler: str = "bert.pooler.dense"
+) -> list[TensorMap]:
+    """The tensors of a head under BERT's names, those of the pooler aside."""
+    if head.kind != "masked_lm":
+        return label_tensors(head, pooler)
+    root = "cls.predictions"
+    return masked_lm_tensors(
+        config,
+        dense=f"{root}.transform.dense",
+        norm=f"{root}.transform.LayerNorm",
+        decoder=f"{root}.decoder",
+        bias=f"{root}.bias",
+    )
 
 
 def _roberta_head_tensors(config: EncoderConfig, head: HeadConfig) -> list[TensorMap]:
     if head.kind == "masked_lm":
-        return [
-            *vocabulary_projection(config, "lm_head.decoder", "lm_head.bias"),
-            *linear("lm_head.dense", "head.transform"),
-            *layer_norm("lm_head.layer_norm", "head.norm"),
-        ]
+        return masked_lm_tensors(
+            config,
+            dense="lm_head.dense",
+            norm="lm_head.layer_norm",
+            decoder="lm_head.decoder",
+            bias="lm_head.bias",
+        )
     if head.kind == "sequence":
         return [
             *linear("classifier.dense", "head.transform"),
             *linear("classifier.out_proj", "head.output"),
         ]
-    if head.kind == "pooler":
-        return linear("roberta.pooler.dense", "head.transform")
-    return _bert_head_tensors(config, head)
+    return label_tensors(head, "roberta.pooler.dense")
 
 
-BERT = EncoderFamily(
+BERT = Family(
     model_type="bert",
-    architectures={
-        None: "BertModel",
-        "pooler": "BertModel",
-        "masked_lm": "BertForMaskedLM",
-        "sequence": "BertForSequenceClassification",
-        "token": "BertForTokenClassification",
-        "span": "BertForQuestionAnswering",
-    },
+    architecture="BertModel",
+    presets=(bert_tiny, bert_base, bert_large, minilm_l6),
     prefix="bert.",
     read=_read_bert,
     write=write_bert_keys,
-    head=_bert_head,
     tensors=_bert_tensors,
-    head_tensors=_bert_head_tensors,
     tied={
         "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
         "cls.predictions.decoder.bias": "cls.predictions.bias",
     },
-    head_names=("cls.", "bert.pooler.", "pooler.", "classifier.", "qa_outputs."),
-    other_architectures={"BertForPreTraining": "masked_lm"},
+    buffers=ENCODER_BUFFERS,
+    heads=Heads(
+        architectures={
+            "pooler": "BertModel",
+            "masked_lm": "BertForMaskedLM",
+            "sequence": "BertForSequenceClassification",
+            "token": "BertForTokenClassification",
+            "span": "BertForQuestionAnswering",
+        },
+        other_architectures={"BertForPreTraining": "masked_lm"},
+        read=bert_head,
+        tensors=bert_head_tensors,
+        names=("cls.", "bert.pooler.", "pooler.", "classifier.", "qa_outputs."),
+    ),
 )
 """BERT's files."""
 
-ROBERTA = EncoderFamily(
+ROBERTA = Family(
     model_type="roberta",
-    architectures={
-        None: "RobertaModel",
-        "pooler": "RobertaModel",
-        "masked_lm": "RobertaForMaskedLM",
-        "sequence": "RobertaForSequenceClassification",
-        "token": "RobertaForTokenClassification",
-        "span": "RobertaForQuestionAnswering",
-    },
+    architecture="RobertaModel",
+    presets=(roberta_tiny, roberta_base, roberta_large),
     prefix="roberta.",
     read=_read_roberta,
     write=write_bert_keys,
-    head=_roberta_head,
     tensors=_bert_tensors,
-    head_tensors=_roberta_head_tensors,
     tied={
         "lm_head.decoder.weight": "roberta.embeddings.word_embeddings.weight",
         "lm_head.decoder.bias": "lm_head.bias",
     },
-    head_names=(
-        *("lm_head.", "roberta.pooler.", "pooler.", "classifier.", "qa_outputs."),
+    buffers=ENCODER_BUFFERS,
+    heads=Heads(
+        architectures={
+            "pooler": "RobertaModel",
+            "masked_lm": "RobertaForMaskedLM",
+            "sequence": "RobertaForSequenceClassification",
+            "token": "RobertaForTokenClassification",
+            "span": "RobertaForQuestionAnswering",
+        },
+        read=_roberta_head,
+        tensors=_roberta_head_tensors,
+        names=(
+            *("lm_head.", "roberta.pooler.", "pooler.", "classifier.", "qa_outputs."),
+        ),
     ),
 )
 """RoBERTa's files."""

@@ -7,17 +7,18 @@ References:
 import dataclasses
 from typing import Any
 
+from jaxscale.models.bert import bert_head, bert_head_tensors
 from jaxscale.models.encoder_config import EncoderConfig
 from jaxscale.models.heads import HeadConfig, HeadKind
-from jaxscale.models.hf_config import Keys, divided_width, require
-from jaxscale.models.hf_encoder import (
-    ACTIVATION_NAMES,
-    EncoderFamily,
+from jaxscale.models.hf.family import ENCODER_BUFFERS, Family, Heads
+from jaxscale.models.hf.keys import (
+    Keys,
+    activation_name,
+    divided_width,
     read_activation,
-    unlabeled,
-    vocabulary_projection,
+    require,
 )
-from jaxscale.models.hf_names import TensorMap, layer_norm, linear
+from jaxscale.models.hf.names import TensorMap, layer_norm, linear, table
 from jaxscale.nn.disentangled import RelativePositions
 
 
@@ -183,7 +184,7 @@ def _write(config: EncoderConfig) -> dict[str, Any]:
         "relative_attention": relative is not None,
         "norm_rel_ebd": "layer_norm" if config.relative_norm else "none",
         "layer_norm_eps": config.norm_eps,
-        "hidden_act": ACTIVATION_NAMES.get(config.activation, config.activation),
+        "hidden_act": activation_name(config.activation),
         "pooler_hidden_size": config.d_model,
         "pooler_hidden_act": "gelu",
         "pooler_dropout": 0,
@@ -210,22 +211,19 @@ def _write(config: EncoderConfig) -> dict[str, Any]:
 
 
 def _head(values: Keys, kind: HeadKind) -> HeadConfig:
-    if kind == "masked_lm":
-        activation = read_activation(values, "hidden_act")
-        return unlabeled(kind, transform=activation, transform_norm=True)
     if kind not in ("sequence", "pooler"):
-        return unlabeled(kind)
+        return bert_head(values, kind)
     require(values, "pooler_hidden_size", values["hidden_size"])
     if values.get("pooler_hidden_act") == "tanh":
-        return unlabeled(kind, transform="tanh")
-    return unlabeled(kind, transform=read_activation(values, "pooler_hidden_act"))
+        return bert_head(values, kind)
+    pooled = read_activation(values, "pooler_hidden_act")
+    return bert_head(values, kind, pooled=pooled)
 
 
 def _write_head(head: HeadConfig) -> dict[str, Any]:
     if head.kind != "sequence" or head.transform is None:
         return {}
-    activation = ACTIVATION_NAMES.get(head.transform, head.transform)
-    return {"pooler_hidden_act": activation}
+    return {"pooler_hidden_act": activation_name(head.transform)}
 
 
 def _tensors(config: EncoderConfig) -> list[TensorMap]:
@@ -236,10 +234,7 @@ def _tensors(config: EncoderConfig) -> list[TensorMap]:
     if config.token_types:
         tables[embeddings + "token_type_embeddings"] = "token_types"
     tables[encoder + "rel_embeddings"] = "relative"
-    maps = [
-        TensorMap(name=f"{theirs}.weight", parameters=(f"{ours}.table",))
-        for theirs, ours in tables.items()
-    ]
+    maps = [table(theirs, ours) for theirs, ours in tables.items()]
     maps += layer_norm(embeddings + "LayerNorm", "embed_norm")
     if config.relative_norm:
         maps += layer_norm(encoder + "LayerNorm", "relative_norm")
@@ -280,41 +275,46 @@ def _block(config: EncoderConfig, theirs: str, ours: str) -> list[TensorMap]:
 
 
 def _head_tensors(config: EncoderConfig, head: HeadConfig) -> list[TensorMap]:
-    if head.kind == "masked_lm":
-        root = "cls.predictions"
-        return [
-            *vocabulary_projection(config, f"{root}.decoder", f"{root}.bias"),
-            *linear(f"{root}.transform.dense", "head.transform"),
-            *layer_norm(f"{root}.transform.LayerNorm", "head.norm"),
-        ]
-    pooler = linear("pooler.dense", "head.transform")
-    name = "qa_outputs" if head.kind == "span" else "classifier"
-    return [*(pooler if head.pools else []), *linear(name, "head.output")]
+    return bert_head_tensors(config, head, "pooler.dense")
 
 
-DEBERTA = EncoderFamily(
+DEBERTA = Family(
     model_type="deberta-v2",
-    architectures={
-        None: "DebertaV2Model",
-        "masked_lm": "DebertaV2ForMaskedLM",
-        "sequence": "DebertaV2ForSequenceClassification",
-        "token": "DebertaV2ForTokenClassification",
-        "span": "DebertaV2ForQuestionAnswering",
-    },
+    architecture="DebertaV2Model",
+    presets=(
+        deberta_v3_tiny,
+        deberta_v3_xsmall,
+        deberta_v3_small,
+        deberta_v3_base,
+        deberta_v3_large,
+        mdeberta_v3_base,
+        deberta_v2_tiny,
+        deberta_v2_xlarge,
+        deberta_v2_xxlarge,
+    ),
     prefix="deberta.",
     read=_read,
     write=_write,
-    head=_head,
-    write_head=_write_head,
     tensors=_tensors,
-    head_tensors=_head_tensors,
     tied={
         "cls.predictions.decoder.weight": "deberta.embeddings.word_embeddings.weight",
         "cls.predictions.decoder.bias": "cls.predictions.bias",
     },
-    head_names=(
-        *("cls.", "lm_predictions.", "mask_predictions.", "pooler.", "classifier."),
-        "qa_outputs.",
+    buffers=ENCODER_BUFFERS,
+    heads=Heads(
+        architectures={
+            "masked_lm": "DebertaV2ForMaskedLM",
+            "sequence": "DebertaV2ForSequenceClassification",
+            "token": "DebertaV2ForTokenClassification",
+            "span": "DebertaV2ForQuestionAnswering",
+        },
+        read=_head,
+        write=_write_head,
+        tensors=_head_tensors,
+        names=(
+            *("cls.", "lm_predictions.", "mask_predictions.", "pooler.", "classifier."),
+            "qa_outputs.",
+        ),
     ),
     # The published files, whose heads transformers reads with legacy=false.
     other_names={

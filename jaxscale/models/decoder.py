@@ -4,12 +4,10 @@ Legend: B batch, T tokens of a row, S slots, K key/value heads, H head dim, D mo
 V vocabulary, L layers.
 """
 
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -126,30 +124,6 @@ class Decoder(nnx.Module):
             config.norm, config.d_model, config.norm_eps, rngs=rngs, **types
         )
         self.lm_head = None if config.tie_embeddings else self._make_lm_head(rngs)
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        path: str | Path,
-        *,
-        mesh: Mesh | None = None,
-        rules: AxisRules = REPLICATED,
-        dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike | None = None,
-        **options: Any,
-    ) -> "Decoder":
-        """The model of a Hugging Face directory: `jaxscale.models.load`."""
-        # That module builds on this one.
-        from jaxscale.models.hf import load
-
-        return load(
-            path,
-            mesh=mesh,
-            rules=rules,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            **options,
-        )
 
     def unstacked(self) -> "Decoder":
         """The same model for inference, each block with parameters of its own.

@@ -6,18 +6,22 @@ References:
 
 from typing import Any
 
+from jaxscale.models.bert import (
+    bert_head,
+    bert_tables,
+    label_tensors,
+    masked_lm_tensors,
+)
 from jaxscale.models.encoder_config import EncoderConfig
 from jaxscale.models.heads import HeadConfig, HeadKind
-from jaxscale.models.hf_config import Keys, divided_width
-from jaxscale.models.hf_encoder import (
-    ACTIVATION_NAMES,
-    EncoderFamily,
-    bert_tables,
+from jaxscale.models.hf.family import ENCODER_BUFFERS, Family, Heads
+from jaxscale.models.hf.keys import (
+    Keys,
+    activation_name,
+    divided_width,
     read_activation,
-    unlabeled,
-    vocabulary_projection,
 )
-from jaxscale.models.hf_names import TensorMap, layer_norm, linear
+from jaxscale.models.hf.names import TensorMap, layer_norm, linear
 
 
 def _distilbert(
@@ -81,17 +85,14 @@ def _write(config: EncoderConfig) -> dict[str, Any]:
         "n_heads": config.num_heads,
         "hidden_dim": config.d_ff,
         "max_position_embeddings": config.max_seq_len,
-        "activation": ACTIVATION_NAMES.get(config.activation, config.activation),
+        "activation": activation_name(config.activation),
         "tie_word_embeddings": config.tie_embeddings,
         "pad_token_id": 0,
     }
 
 
 def _head(values: Keys, kind: HeadKind) -> HeadConfig:
-    if kind == "masked_lm":
-        activation = read_activation(values, "activation")
-        return unlabeled(kind, transform=activation, transform_norm=True)
-    return unlabeled(kind, transform="relu" if kind == "sequence" else None)
+    return bert_head(values, kind, activation="activation", pooled="relu")
 
 
 def _tensors(config: EncoderConfig) -> list[TensorMap]:
@@ -110,38 +111,42 @@ def _tensors(config: EncoderConfig) -> list[TensorMap]:
 
 
 def _head_tensors(config: EncoderConfig, head: HeadConfig) -> list[TensorMap]:
-    if head.kind == "masked_lm":
-        return [
-            *linear("vocab_transform", "head.transform"),
-            *layer_norm("vocab_layer_norm", "head.norm"),
-            *vocabulary_projection(config, "vocab_projector"),
-        ]
-    before = linear("pre_classifier", "head.transform") if head.pools else []
-    name = "qa_outputs" if head.kind == "span" else "classifier"
-    return [*before, *linear(name, "head.output")]
+    if head.kind != "masked_lm":
+        return label_tensors(head, "pre_classifier")
+    return masked_lm_tensors(
+        config,
+        dense="vocab_transform",
+        norm="vocab_layer_norm",
+        decoder="vocab_projector",
+        bias=None,
+    )
 
 
-DISTILBERT = EncoderFamily(
+DISTILBERT = Family(
     model_type="distilbert",
-    architectures={
-        None: "DistilBertModel",
-        "masked_lm": "DistilBertForMaskedLM",
-        "sequence": "DistilBertForSequenceClassification",
-        "token": "DistilBertForTokenClassification",
-        "span": "DistilBertForQuestionAnswering",
-    },
+    architecture="DistilBertModel",
+    presets=(distilbert_tiny, distilbert_base),
     prefix="distilbert.",
     read=_read,
     write=_write,
-    head=_head,
     tensors=_tensors,
-    head_tensors=_head_tensors,
     tied={
         "vocab_projector.weight": "distilbert.embeddings.word_embeddings.weight",
     },
-    head_names=(
-        *("vocab_transform.", "vocab_layer_norm.", "vocab_projector."),
-        *("pre_classifier.", "classifier.", "qa_outputs."),
+    buffers=ENCODER_BUFFERS,
+    heads=Heads(
+        architectures={
+            "masked_lm": "DistilBertForMaskedLM",
+            "sequence": "DistilBertForSequenceClassification",
+            "token": "DistilBertForTokenClassification",
+            "span": "DistilBertForQuestionAnswering",
+        },
+        read=_head,
+        tensors=_head_tensors,
+        names=(
+            *("vocab_transform.", "vocab_layer_norm.", "vocab_projector."),
+            *("pre_classifier.", "classifier.", "qa_outputs."),
+        ),
     ),
 )
 """DistilBERT's files."""

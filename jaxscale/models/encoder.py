@@ -6,13 +6,11 @@ D model, E embedding.
 """
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -207,30 +205,6 @@ class EncoderModel(nnx.Module):
         if self.relative_norm is None:
             return table
         return self.relative_norm(table[None])[0]
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        path: str | Path,
-        *,
-        mesh: Mesh | None = None,
-        rules: AxisRules = REPLICATED,
-        dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike | None = None,
-        **options: Any,
-    ) -> "EncoderModel":
-        """The model of a Hugging Face directory: `jaxscale.models.load_encoder`."""
-        # That module builds on this one.
-        from jaxscale.models.hf import load_encoder
-
-        return load_encoder(
-            path,
-            mesh=mesh,
-            rules=rules,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            **options,
-        )
 
     def unstacked(self) -> "EncoderModel":
         """The same model for inference, each block with parameters of its own.

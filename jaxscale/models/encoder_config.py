@@ -18,9 +18,6 @@ from jaxscale.nn.embeddings import RopeConfig
 from jaxscale.sharding.rules import AxisRules
 
 
-type Family = Literal[
-    "bert", "roberta", "albert", "distilbert", "modernbert", "deberta-v2"
-]
 type EncoderPosition = Literal["learned", "rope", "none"]
 
 
@@ -41,8 +38,9 @@ class EncoderConfig:
         ValueError: d_model 64 must be a multiple of num_heads 3
     """
 
-    family: Family = "bert"
-    """Whose heads, names and configuration keys the model has in Hugging Face files."""
+    family: str = "bert"
+    """The ``model_type`` of transformers whose heads, names and configuration keys the
+    model has in files."""
     vocab_size: int
     """Rows of the table of tokens, V."""
     d_model: int
@@ -120,7 +118,6 @@ class EncoderConfig:
             if not 0 < value < math.inf:
                 raise ValueError(f"{name} {value} must be positive and finite")
         for name, kind in (
-            ("family", Family),
             ("position", EncoderPosition),
             ("activation", Activation),
         ):

@@ -1,4 +1,4 @@
-"""The families of encoders, and the ``config.json`` of each of them."""
+"""The families of models, and the ``config.json`` of each of them."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -6,34 +6,57 @@ from typing import Any
 
 from jaxscale.models.albert import ALBERT
 from jaxscale.models.bert import BERT, ROBERTA
+from jaxscale.models.config import DecoderConfig
 from jaxscale.models.deberta import DEBERTA
 from jaxscale.models.distilbert import DISTILBERT
 from jaxscale.models.encoder_config import EncoderConfig
+from jaxscale.models.gpt import GPT2, GPTJ
 from jaxscale.models.heads import HeadConfig, HeadKind
-from jaxscale.models.hf_config import Keys, require
-from jaxscale.models.hf_encoder import EncoderFamily, read_labels, write_labels
+from jaxscale.models.hf.family import Family, Heads, read_labels, write_labels
+from jaxscale.models.hf.keys import Keys, require
+from jaxscale.models.llama import LLAMA
 from jaxscale.models.modernbert import MODERNBERT
 
 
-FAMILIES: dict[str, EncoderFamily] = {
-    family.model_type: family
-    for family in (BERT, ROBERTA, ALBERT, DISTILBERT, MODERNBERT, DEBERTA)
-}
-"""Every family of encoders, by the ``model_type`` of transformers."""
+DECODERS: tuple[Family[DecoderConfig], ...] = (GPT2, GPTJ, LLAMA)
+"""Every family of decoders."""
+
+ENCODERS: tuple[Family[EncoderConfig], ...] = (
+    *(BERT, ROBERTA, ALBERT, DISTILBERT, MODERNBERT, DEBERTA),
+)
+"""Every family of encoders."""
+
+FAMILIES: dict[str, Family] = {f.model_type: f for f in (*DECODERS, *ENCODERS)}
+"""Every family, by the ``model_type`` of transformers."""
 
 
-def family_of(config: EncoderConfig) -> EncoderFamily:
-    """How the encoder that `config` describes is written in files.
+def family_of(config: DecoderConfig | EncoderConfig) -> Family:
+    """The family of transformers that computes what `config` describes.
 
     Raises:
-        ValueError: its family has no files.
+        ValueError: no family does; for a decoder the message says what the closest one
+            lacks.
+
+    Example:
+        >>> from jaxscale.models.llama import llama3_8b
+        >>> family_of(llama3_8b()).model_type
+        'llama'
     """
-    if config.family not in FAMILIES:
+    if isinstance(config, EncoderConfig):
+        if config.family not in FAMILIES:
+            raise ValueError(
+                f"family {config.family!r} is not read from files nor written to them; "
+                f"those that are: {sorted(f.model_type for f in ENCODERS)}"
+            )
+        return FAMILIES[config.family]
+    lacking = [(family, _lacking(config, family)) for family in DECODERS]
+    closest, differences = min(lacking, key=lambda pair: len(pair[1]))
+    if differences:
         raise ValueError(
-            f"family {config.family!r} is not read from files nor written to them; "
-            f"those that are: {sorted(FAMILIES)}"
+            "config has no counterpart in transformers; the closest, "
+            f"{closest.architecture}, needs " + ", ".join(dict.fromkeys(differences))
         )
-    return FAMILIES[config.family]
+    return closest
 
 
 def encoder_head(
@@ -59,67 +82,81 @@ def encoder_head(
         >>> encoder_head(bert_base(), "sequence", num_labels=3).transform
         'tanh'
     """
-    family = family_of(config)
-    _require_kind(family, kind)
-    head = family.head(Keys(encoder_config_to_hf(config)), kind)
+    heads = _heads(family_of(config), kind)
+    head = heads.read(Keys(config_to_hf(config)), kind)
     if num_labels is None:
         num_labels = len(labels) or {"span": 2}.get(kind, 0)
     return dataclasses.replace(head, num_labels=num_labels, labels=labels)
 
 
-def encoder_config_from_hf(values: Mapping[str, Any]) -> EncoderConfig:
-    """The configuration that the ``config.json`` of an encoder describes.
+def config_from_hf(values: Mapping[str, Any]) -> Any:
+    """The configuration that a ``config.json`` describes.
+
+    Args:
+        values: The parsed file.
+
+    Returns:
+        A `DecoderConfig` or an `EncoderConfig`, as ``model_type`` says.
 
     Raises:
         ValueError: the model type, or a setting that matters, is not supported, or a
             key is missing.
 
     Example:
-        >>> encoder_config_from_hf({
-        ...     "model_type": "bert", "vocab_size": 128, "hidden_size": 64,
+        >>> config = config_from_hf({
+        ...     "model_type": "llama", "vocab_size": 128, "hidden_size": 64,
         ...     "intermediate_size": 96, "num_hidden_layers": 2,
         ...     "num_attention_heads": 4, "max_position_embeddings": 256,
-        ... }).head_dim
-        16
+        ...     "rms_norm_eps": 1e-6, "rope_theta": 5e5,
+        ... })
+        >>> config.num_kv_heads, config.head_dim, config.rope_theta
+        (4, 16, 500000.0)
     """
-    family = _family(values)
+    name = values.get("model_type")
+    if name not in FAMILIES:
+        raise ValueError(
+            f"model_type {name!r} is not supported; use one of {sorted(FAMILIES)}"
+        )
     require(values, "quantization_config", None)
-    return family.read(Keys(values))
+    return FAMILIES[name].read(Keys(values))
 
 
-def encoder_config_to_hf(
-    config: EncoderConfig, head: HeadConfig | None = None
+def config_to_hf(
+    config: DecoderConfig | EncoderConfig, head: HeadConfig | None = None
 ) -> dict[str, Any]:
-    """The ``config.json`` of an encoder, in the keys of transformers 5.
+    """The ``config.json`` of a model, in the keys of transformers 5.
+
+    The ids of control tokens are null: they belong to a tokenizer. A decoder that
+    several families compute is written as the first of them: a Mistral without a
+    window, for example, as LLaMA.
+
+    Args:
+        config: The decoder or encoder.
+        head: The head of the encoder; None is the encoder alone.
 
     Raises:
-        ValueError: the family of transformers has no model or head like this.
+        ValueError: transformers has no model or head like this.
 
     Example:
-        >>> from jaxscale.models.bert import bert_base
-        >>> values = encoder_config_to_hf(bert_base())
-        >>> values["architectures"], values["hidden_size"]
-        (['BertModel'], 768)
-        >>> encoder_config_from_hf(values) == bert_base()
+        >>> from jaxscale.models.gpt import gpt2_small
+        >>> values = config_to_hf(gpt2_small())
+        >>> values["architectures"], values["n_embd"]
+        (['GPT2LMHeadModel'], 768)
+        >>> config_from_hf(values) == gpt2_small()
         True
     """
     family = family_of(config)
-    kind = None if head is None else head.kind
-    _require_kind(family, kind)
-    values = {
-        "architectures": [family.architectures[kind]],
-        "model_type": family.model_type,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        **family.write(config),
-    }
-    _require_equal(config, family.read(Keys(values)), family)
+    values = _written(config, family)
+    differences = _differences(config, family.read(Keys(values)))
     if head is not None:
-        values |= family.write_head(head) | write_labels(head)
-        _require_equal(
-            head,
-            read_labels(Keys(values), family.head(Keys(values), head.kind)),
-            family,
+        heads = _heads(family, head.kind)
+        values["architectures"] = [heads.architectures[head.kind]]
+        values |= heads.write(head) | write_labels(head)
+        theirs = read_labels(Keys(values), heads.read(Keys(values), head.kind))
+        differences += _differences(head, theirs)
+    if differences:
+        raise ValueError(
+            f"{family.model_type!r} of transformers needs " + ", ".join(differences)
         )
     return values
 
@@ -127,7 +164,7 @@ def encoder_config_to_hf(
 def head_from_hf(
     values: Mapping[str, Any], *, has_pooler: bool = False
 ) -> HeadConfig | None:
-    """The head of a ``config.json``, by its ``architectures``.
+    """The head of the ``config.json`` of an encoder, by its ``architectures``.
 
     Args:
         values: The parsed file.
@@ -137,11 +174,14 @@ def head_from_hf(
     Raises:
         ValueError: the class is of another family, or a head that we do not have.
     """
-    family = _family(values)
-    names = values.get("architectures") or [family.architectures[None]]
-    kinds: dict[str, HeadKind | None] = dict(family.other_architectures)
-    kinds |= {name: kind for kind, name in family.architectures.items()}
-    kinds[family.architectures[None]] = "pooler" if has_pooler else None
+    family = FAMILIES[values["model_type"]]
+    heads = family.heads
+    if heads is None:
+        return None
+    names = values.get("architectures") or [family.architecture]
+    kinds: dict[str, HeadKind | None] = dict(heads.other_architectures)
+    kinds |= {name: kind for kind, name in heads.architectures.items()}
+    kinds[family.architecture] = "pooler" if has_pooler else None
     if names[0] not in kinds:
         raise ValueError(
             f"architectures {names} of config.json is not supported for model_type "
@@ -151,37 +191,52 @@ def head_from_hf(
     kind = kinds[names[0]]
     if kind is None:
         return None
-    return read_labels(Keys(values), family.head(Keys(values), kind))
+    return read_labels(Keys(values), heads.read(Keys(values), kind))
 
 
-def _family(values: Mapping[str, Any]) -> EncoderFamily:
-    name = values.get("model_type")
-    if name not in FAMILIES:
-        raise ValueError(
-            f"model_type {name!r} is not an encoder that is supported; use one of "
-            f"{sorted(FAMILIES)}"
-        )
-    return FAMILIES[name]
-
-
-def _require_kind(family: EncoderFamily, kind: HeadKind | None) -> None:
-    if kind not in family.architectures:
-        kinds = [k for k in family.architectures if k is not None]
+def _heads(family: Family, kind: HeadKind) -> Heads:
+    """The heads of a family that has one of this kind."""
+    kinds = [] if family.heads is None else sorted(family.heads.architectures)
+    if family.heads is None or kind not in kinds:
         raise ValueError(
             f"kind {kind!r}: transformers has no such head for "
             f"{family.model_type!r}; use one of {kinds}"
         )
+    return family.heads
 
 
-def _require_equal(ours: Any, theirs: Any, family: EncoderFamily) -> None:
-    """Raise where the file would not say what `ours` says."""
-    differences = [
-        f"{field.name}={getattr(theirs, field.name)!r} instead of "
-        f"{getattr(ours, field.name)!r}"
+def _written(config: Any, family: Family) -> dict[str, Any]:
+    return {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        **family.write(config),
+    }
+
+
+def _lacking(config: DecoderConfig, family: Family[DecoderConfig]) -> list[str]:
+    """What would have to change for `family` to express `config`."""
+    try:
+        theirs = family.read(Keys(_written(config, family)))
+    except ValueError as error:
+        # As far away as can be: these sizes cannot even be written.
+        return [str(error)] * len(dataclasses.fields(config))
+    return _differences(config, theirs)
+
+
+def _differences(ours: Any, theirs: Any) -> list[str]:
+    """Where a file would not say what `ours` says."""
+
+    def value(config: Any, name: str) -> Any:
+        found = getattr(config, name)
+        # Two ways to say that all features are rotated.
+        every = name == "rotary_dim" and found == config.head_dim
+        return None if every else found
+
+    return [
+        f"{field.name}={value(theirs, field.name)!r} instead of "
+        f"{value(ours, field.name)!r}"
         for field in dataclasses.fields(ours)
-        if getattr(ours, field.name) != getattr(theirs, field.name)
+        if value(ours, field.name) != value(theirs, field.name)
     ]
-    if differences:
-        raise ValueError(
-            f"{family.model_type!r} of transformers needs " + ", ".join(differences)
-        )

@@ -1,11 +1,22 @@
-"""GPT-2 and GPT-J: named configurations.
+"""GPT-2 and GPT-J: named configurations, and their Hugging Face files.
 
 References:
     Language Models are Unsupervised Multitask Learners (GPT-2), 2019.
     GPT-J-6B, https://github.com/kingoflolz/mesh-transformer-jax, 2021.
 """
 
+from typing import Any
+
 from jaxscale.models.config import DecoderConfig
+from jaxscale.models.hf.family import Family, output_projection
+from jaxscale.models.hf.keys import (
+    Keys,
+    activation_name,
+    divided_width,
+    read_activation,
+    require,
+)
+from jaxscale.models.hf.names import TensorMap, layer_norm, linear, table
 
 
 def _gpt2(
@@ -110,3 +121,133 @@ def gptj_6b() -> DecoderConfig:
         rotary_dim=64,
         max_seq_len=2048,
     )
+
+
+# ------------------------------------------------------------------------------------
+# Hugging Face files
+
+
+def _read_gpt2(values: Keys) -> DecoderConfig:
+    require(values, "add_cross_attention", False)
+    require(values, "scale_attn_weights", True)
+    require(values, "scale_attn_by_inverse_layer_idx", False)
+    return DecoderConfig(
+        **_sizes(values),
+        position="learned",
+        attention_bias=True,
+        attention_out_bias=True,
+        tie_embeddings=values.get("tie_word_embeddings", True),
+    )
+
+
+def _read_gptj(values: Keys) -> DecoderConfig:
+    # Keys of the published file that transformers itself no longer reads.
+    require(values, "rotary", True)
+    require(values, "scale_attn_weights", True)
+    require(values, "tie_word_embeddings", False)
+    return DecoderConfig(
+        **_sizes(values),
+        rotary_dim=values["rotary_dim"],
+        rope_interleaved=True,
+        parallel_block=True,
+        lm_head_bias=True,
+    )
+
+
+def _sizes(values: Keys) -> dict[str, Any]:
+    """What GPT-2 and GPT-J have in common."""
+    width, heads = values["n_embd"], values["n_head"]
+    return {
+        "vocab_size": values["vocab_size"],
+        "d_model": width,
+        "num_layers": values["n_layer"],
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_dim": divided_width("n_embd", width, "n_head", heads),
+        "d_ff": values.get("n_inner") or 4 * width,
+        "max_seq_len": values["n_positions"],
+        "norm": "layernorm",
+        "norm_eps": float(values["layer_norm_epsilon"]),
+        "activation": read_activation(values, "activation_function", None),
+        "mlp_bias": True,
+    }
+
+
+def _write_gpt2(config: DecoderConfig) -> dict[str, Any]:
+    return {
+        "vocab_size": config.vocab_size,
+        "n_positions": config.max_seq_len,
+        "n_embd": config.d_model,
+        "n_layer": config.num_layers,
+        "n_head": config.num_heads,
+        "n_inner": config.d_ff,
+        "activation_function": activation_name(config.activation),
+        "layer_norm_epsilon": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+    }
+
+
+def _write_gptj(config: DecoderConfig) -> dict[str, Any]:
+    return _write_gpt2(config) | {"rotary_dim": config.rotary_dim or config.head_dim}
+
+
+def _gpt2_tensors(config: DecoderConfig) -> list[TensorMap]:
+    block, ours = "transformer.h.{layer}.", "blocks."
+    query, key, value = (f"{ours}attention.{n}" for n in ("query", "key", "value"))
+    return [
+        table("transformer.wte", "embed"),
+        table("transformer.wpe", "positions"),
+        *layer_norm(block + "ln_1", ours + "attention_norm"),
+        *linear(block + "attn.c_attn", query, key, value, transpose=False),
+        *linear(block + "attn.c_proj", ours + "attention.out", transpose=False),
+        *layer_norm(block + "ln_2", ours + "mlp_norm"),
+        *linear(block + "mlp.c_fc", ours + "mlp.up", transpose=False),
+        *linear(block + "mlp.c_proj", ours + "mlp.down", transpose=False),
+        *layer_norm("transformer.ln_f", "norm"),
+        *output_projection(config, "lm_head"),
+    ]
+
+
+def _gptj_tensors(config: DecoderConfig) -> list[TensorMap]:
+    block, ours = "transformer.h.{layer}.", "blocks."
+    return [
+        table("transformer.wte", "embed"),
+        *layer_norm(block + "ln_1", ours + "attention_norm"),
+        *linear(block + "attn.q_proj", ours + "attention.query", bias=False),
+        *linear(block + "attn.k_proj", ours + "attention.key", bias=False),
+        *linear(block + "attn.v_proj", ours + "attention.value", bias=False),
+        *linear(block + "attn.out_proj", ours + "attention.out", bias=False),
+        *linear(block + "mlp.fc_in", ours + "mlp.up"),
+        *linear(block + "mlp.fc_out", ours + "mlp.down"),
+        *layer_norm("transformer.ln_f", "norm"),
+        *output_projection(config, "lm_head"),
+    ]
+
+
+_CAUSAL_MASK = (r"(^|\.)attn\.(bias|masked_bias)$",)
+
+GPT2 = Family(
+    model_type="gpt2",
+    architecture="GPT2LMHeadModel",
+    presets=(gpt2_tiny, gpt2_small, gpt2_medium, gpt2_large, gpt2_xl),
+    prefix="transformer.",
+    read=_read_gpt2,
+    write=_write_gpt2,
+    tensors=_gpt2_tensors,
+    tied={"lm_head.weight": "transformer.wte.weight"},
+    buffers=_CAUSAL_MASK,
+)
+"""GPT-2's files."""
+
+GPTJ = Family(
+    model_type="gptj",
+    architecture="GPTJForCausalLM",
+    presets=(gptj_tiny, gptj_6b),
+    prefix="transformer.",
+    read=_read_gptj,
+    write=_write_gptj,
+    tensors=_gptj_tensors,
+    tied={},
+    buffers=_CAUSAL_MASK,
+)
+"""GPT-J's files."""

@@ -1,12 +1,22 @@
-"""LLaMA 1, 2, 3, 3.1 and 3.2: named configurations.
+"""LLaMA 1, 2, 3, 3.1 and 3.2: named configurations, and their Hugging Face files.
 
 References:
     LLaMA, arXiv 2302.13971. Llama 2, arXiv 2307.09288. Llama 3, arXiv 2407.21783.
 """
 
 import dataclasses
+from typing import Any
 
 from jaxscale.models.config import DecoderConfig
+from jaxscale.models.hf.family import Family, output_projection
+from jaxscale.models.hf.keys import (
+    Keys,
+    divided_width,
+    read_rope,
+    require,
+    write_rope,
+)
+from jaxscale.models.hf.names import TensorMap, linear, scale, table
 from jaxscale.nn.embeddings import RopeScaling
 
 
@@ -187,3 +197,120 @@ def llama3_2_3b() -> DecoderConfig:
     """Llama 3.2 3B."""
     config = _llama3(d_model=3072, num_layers=28, num_heads=24, d_ff=8192)
     return _long_context(config, 32.0, tie_embeddings=True)
+
+
+# ------------------------------------------------------------------------------------
+# Hugging Face files
+
+
+def _read(values: Keys) -> DecoderConfig:
+    require(values, "sliding_window", None)
+    return DecoderConfig(
+        **llama_keys(values),
+        attention_bias=values.get("attention_bias", False),
+        attention_out_bias=values.get("attention_bias", False),
+        mlp_bias=values.get("mlp_bias", False),
+    )
+
+
+def _write(config: DecoderConfig) -> dict[str, Any]:
+    return write_llama_keys(config) | {
+        "attention_bias": config.attention_bias,
+        "mlp_bias": config.mlp_bias,
+    }
+
+
+def llama_keys(values: Keys) -> dict[str, Any]:
+    """The settings that LLaMA and the families after it have under the same keys.
+
+    Raises:
+        ValueError: a setting that matters is not supported, or a key is missing.
+    """
+    require(values, "hidden_act", "silu")
+    width, heads = values["hidden_size"], values["num_attention_heads"]
+    theta, scaling = read_rope(values)
+    return {
+        "vocab_size": values["vocab_size"],
+        "d_model": width,
+        "num_layers": values["num_hidden_layers"],
+        "num_heads": heads,
+        "num_kv_heads": values.get("num_key_value_heads") or heads,
+        "head_dim": values.get("head_dim")
+        or divided_width("hidden_size", width, "num_attention_heads", heads),
+        "d_ff": values["intermediate_size"],
+        "max_seq_len": values["max_position_embeddings"],
+        "norm_eps": float(values["rms_norm_eps"]),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "tie_embeddings": values.get("tie_word_embeddings", False),
+    }
+
+
+def write_llama_keys(config: DecoderConfig) -> dict[str, Any]:
+    """The keys that `llama_keys` reads."""
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.d_model,
+        "intermediate_size": config.d_ff,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_seq_len,
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": write_rope(config.rope_theta, config.rope_scaling),
+        "tie_word_embeddings": config.tie_embeddings,
+    }
+
+
+def llama_tensors(config: DecoderConfig) -> list[TensorMap]:
+    """Every tensor of LLaMA; the families after it have the same, and more."""
+    block, ours = "model.layers.{layer}.", "blocks."
+    bias, mlp = config.attention_bias, config.mlp_bias
+    out_bias = config.attention_out_bias
+    return [
+        table("model.embed_tokens", "embed"),
+        scale(block + "input_layernorm", ours + "attention_norm"),
+        *linear(block + "self_attn.q_proj", ours + "attention.query", bias=bias),
+        *linear(block + "self_attn.k_proj", ours + "attention.key", bias=bias),
+        *linear(block + "self_attn.v_proj", ours + "attention.value", bias=bias),
+        *linear(block + "self_attn.o_proj", ours + "attention.out", bias=out_bias),
+        scale(block + "post_attention_layernorm", ours + "mlp_norm"),
+        *linear(block + "mlp.gate_proj", ours + "mlp.gate", bias=mlp),
+        *linear(block + "mlp.up_proj", ours + "mlp.up", bias=mlp),
+        *linear(block + "mlp.down_proj", ours + "mlp.down", bias=mlp),
+        scale("model.norm", "norm"),
+        *output_projection(config, "lm_head"),
+    ]
+
+
+LLAMA = Family(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    presets=(
+        llama_tiny,
+        llama_1b,
+        llama1_7b,
+        llama1_13b,
+        llama1_33b,
+        llama1_65b,
+        llama2_7b,
+        llama2_13b,
+        llama2_70b,
+        llama3_8b,
+        llama3_70b,
+        llama3_1_8b,
+        llama3_1_70b,
+        llama3_1_405b,
+        llama3_2_1b,
+        llama3_2_3b,
+    ),
+    prefix="model.",
+    read=_read,
+    write=_write,
+    tensors=llama_tensors,
+    tied={"lm_head.weight": "model.embed_tokens.weight"},
+    buffers=(r"(^|\.)rotary_emb\.inv_freq$",),
+)
+"""LLaMA's files."""

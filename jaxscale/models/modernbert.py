@@ -10,15 +10,27 @@ from typing import Any
 
 from jaxscale.models.encoder_config import EncoderConfig
 from jaxscale.models.heads import HeadConfig, HeadKind
-from jaxscale.models.hf_config import Keys, divided_width, require
-from jaxscale.models.hf_encoder import (
-    ACTIVATION_NAMES,
-    EncoderFamily,
-    read_activation,
+from jaxscale.models.hf.family import (
+    ENCODER_BUFFERS,
+    Family,
+    Heads,
     unlabeled,
     vocabulary_projection,
 )
-from jaxscale.models.hf_names import TensorMap, layer_norm, linear, scale
+from jaxscale.models.hf.keys import (
+    Keys,
+    activation_name,
+    divided_width,
+    read_activation,
+    require,
+)
+from jaxscale.models.hf.names import (
+    TensorMap,
+    layer_norm,
+    linear,
+    scale,
+    table,
+)
 
 
 def _modernbert(
@@ -204,7 +216,7 @@ def _write_head(head: HeadConfig) -> dict[str, Any]:
     activation = head.transform or "gelu"
     values = {
         "classifier_pooling": "mean" if head.pooling == "mean" else "cls",
-        "classifier_activation": ACTIVATION_NAMES.get(activation, activation),
+        "classifier_activation": activation_name(activation),
         "classifier_bias": head.transform_bias,
     }
     if head.kind == "masked_lm":
@@ -214,9 +226,7 @@ def _write_head(head: HeadConfig) -> dict[str, Any]:
 
 def _tensors(config: EncoderConfig) -> list[TensorMap]:
     maps = [
-        TensorMap(
-            name="model.embeddings.tok_embeddings.weight", parameters=("embed.table",)
-        ),
+        table("model.embeddings.tok_embeddings", "embed"),
         *_norm(config, "model.embeddings.norm", "embed_norm"),
         # The first layer has a norm less, so it is not in the stack.
         *_block(config, "model.layers.0.", "first", first=True),
@@ -259,23 +269,27 @@ def _head_tensors(config: EncoderConfig, head: HeadConfig) -> list[TensorMap]:
     return [*maps, *(m for m in projection if head.bias or "bias" not in m.name)]
 
 
-MODERNBERT = EncoderFamily(
+MODERNBERT = Family(
     model_type="modernbert",
-    architectures={
-        None: "ModernBertModel",
-        "masked_lm": "ModernBertForMaskedLM",
-        "sequence": "ModernBertForSequenceClassification",
-        "token": "ModernBertForTokenClassification",
-        "span": "ModernBertForQuestionAnswering",
-    },
+    architecture="ModernBertModel",
+    presets=(modernbert_tiny, modernbert_base, modernbert_large),
     prefix="model.",
     read=_read,
     write=_write,
-    head=_head,
-    write_head=_write_head,
     tensors=_tensors,
-    head_tensors=_head_tensors,
     tied={"decoder.weight": "model.embeddings.tok_embeddings.weight"},
-    head_names=("head.", "decoder.", "classifier."),
+    buffers=ENCODER_BUFFERS,
+    heads=Heads(
+        architectures={
+            "masked_lm": "ModernBertForMaskedLM",
+            "sequence": "ModernBertForSequenceClassification",
+            "token": "ModernBertForTokenClassification",
+            "span": "ModernBertForQuestionAnswering",
+        },
+        read=_head,
+        write=_write_head,
+        tensors=_head_tensors,
+        names=("head.", "decoder.", "classifier."),
+    ),
 )
 """ModernBERT's files."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jaxscale.models import Decoder, Tokenizer, hf, preset
+from jaxscale.models import Decoder, Tokenizer, load, preset, save
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def hugging_face(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model")
     tokenizer = Tokenizer.train(["to be or not to be"], 300)
     config = dataclasses.replace(preset("llama_tiny"), vocab_size=300)
-    hf.save(Decoder(config, rngs=nnx.Rngs(0)), directory, tokenizer=tokenizer)
+    save(Decoder(config, rngs=nnx.Rngs(0)), directory, tokenizer=tokenizer)
     return directory
 
 
@@ -58,7 +58,7 @@ def test_from_a_hugging_face_directory(call, hugging_face):
     common = ("--from", hugging_face, "--prompt", "to be", "--max-new-tokens", "6")
     code, likeliest, _ = call(*common, "--temperature", "0")
     assert code == 0
-    model = hf.load(hugging_face)
+    model = load(hugging_face)
     tokenizer = Tokenizer.from_file(hugging_face)
     tokens = tokenizer.encode("to be")
     for _ in range(6):

@@ -16,11 +16,11 @@ import safetensors.numpy
 
 from jaxscale.models import (
     ENCODER_PRESETS,
-    encoder_config_from_hf,
-    encoder_config_to_hf,
+    config_from_hf,
+    config_to_hf,
     encoder_preset,
-    hf,
-    load_encoder,
+    load,
+    save,
 )
 from jaxscale.nn import RelativePositions
 
@@ -72,14 +72,14 @@ def answers(model, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_answers_match_transformers(name):
-    model = load_encoder(FIXTURES / name)
+    model = load(FIXTURES / name)
     for key, value in answers(model, name).items():
         np.testing.assert_allclose(value, expected(name)[key], rtol=0, atol=ATOL)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bf16_is_as_exact_as_transformers(name):
-    model = load_encoder(FIXTURES / name, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    model = load(FIXTURES / name, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
     exact = expected(name)
     errors = dict.fromkeys(("hidden", "logits"), (0.0, 0.0))
     for key, value in answers(model, name).items():
@@ -96,7 +96,7 @@ def test_bf16_is_as_exact_as_transformers(name):
 def test_configurations():
     def read(name):
         values = json.loads((FIXTURES / name / "config.json").read_text())
-        return encoder_config_from_hf(values)
+        return config_from_hf(values)
 
     v3 = read("v3")
     assert v3.relative == RelativePositions(span=8, max_distance=24)
@@ -114,9 +114,9 @@ def test_configurations():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_saved_files_hold_what_was_loaded(name, tmp_path):
-    model = load_encoder(FIXTURES / name)
-    hf.save(model, tmp_path)
-    again = load_encoder(tmp_path)
+    model = load(FIXTURES / name)
+    save(model, tmp_path)
+    again = load(tmp_path)
     assert (again.config, again.head.config) == (model.config, model.head.config)
     for ours, theirs in zip(
         jax.tree.leaves(again), jax.tree.leaves(model), strict=True
@@ -143,7 +143,7 @@ def test_presets_are_written_and_read():
     for name in ENCODER_PRESETS:
         if "deberta" in name:
             config = encoder_preset(name)
-            assert encoder_config_from_hf(encoder_config_to_hf(config)) == config
+            assert config_from_hf(config_to_hf(config)) == config
 
 
 def test_unused_tables_of_positions(tmp_path):
@@ -154,7 +154,7 @@ def test_unused_tables_of_positions(tmp_path):
     name = "deberta.embeddings.position_embeddings.weight"
     tensors[name] = np.ones((64, 32), np.float32)
     safetensors.numpy.save_file(tensors, file, metadata={"format": "pt"})
-    assert load_encoder(directory).positions is None
+    assert load(directory).positions is None
 
 
 @pytest.mark.parametrize(
@@ -173,4 +173,4 @@ def test_unused_tables_of_positions(tmp_path):
 def test_unsupported_settings(changes, message):
     values = json.loads((FIXTURES / "v3" / "config.json").read_text())
     with pytest.raises(ValueError, match=message):
-        encoder_config_from_hf(values | changes)
+        config_from_hf(values | changes)

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.inference import generate
-from jaxscale.models import Decoder, preset
+from jaxscale.models import Decoder, load, preset
 from jaxscale.nn import attention_state
 from jaxscale.sharding import (
     REPLICATED,
@@ -145,15 +145,15 @@ def test_pretrained_models_take_the_option():
     path = "tests/fixtures/models/llama3_gqa"
     tokens = TOKENS[:, :8] % 128
     mesh = make_mesh(MeshConfig(data=2, tensor=2), jax.devices()[:4])
-    model = Decoder.from_pretrained(
+    model = load(
         path, mesh=mesh, rules=RULES, tensor_parallel="xla", param_dtype=jnp.float32
     )
-    alone = Decoder.from_pretrained(path, param_dtype=jnp.float32)
+    alone = load(path, param_dtype=jnp.float32)
     with jax.set_mesh(mesh):
         logits = jax.jit(lambda m: m(tokens))(model)
     assert relative_error(np.asarray(logits), alone(tokens)) < 1e-5
     with pytest.raises(ValueError, match="'xla' needs rules that split heads and mlp"):
-        Decoder.from_pretrained(path, tensor_parallel="xla")
+        load(path, tensor_parallel="xla")
 
 
 # ------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxscale.models.families import config_from_hf, config_to_hf
 from jaxscale.models.gpt import gpt2_tiny, gptj_tiny
-from jaxscale.models.hf_config import config_from_hf, config_to_hf
 from jaxscale.models.llama import llama_tiny
 from jaxscale.models.presets import PRESETS
 from jaxscale.nn.embeddings import RopeScaling
@@ -220,7 +220,7 @@ def test_llama3_scaling_without_the_original_length():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({}, r"model_type None is not supported; use one of \['gpt2', 'gptj', 'll"),
+        ({}, r"model_type None is not supported; use one of \['albert', 'bert', "),
         (LLAMA | {"model_type": "mistral"}, "model_type 'mistral' is not supported"),
         (
             {k: v for k, v in LLAMA.items() if k != "hidden_size"},
@@ -257,7 +257,10 @@ def test_llama3_scaling_without_the_original_length():
             LLAMA | {"quantization_config": {"bits": 4}},
             "quantization_config .'bits': 4. of config.json is not supported",
         ),
-        (GPT2 | {"activation_function": "relu"}, "activation_function 'relu' is not s"),
+        (
+            GPT2 | {"activation_function": "silu"},
+            "activation_function 'silu' of conf",
+        ),
         (
             GPT2 | {"scale_attn_by_inverse_layer_idx": True},
             "scale_attn_by_inverse_layer_idx True .* expected False",

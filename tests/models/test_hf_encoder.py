@@ -17,15 +17,14 @@ import safetensors.numpy
 import tokenizers
 
 from jaxscale.models import (
-    EncoderModel,
     HeadConfig,
     Tokenizer,
-    encoder_config_from_hf,
-    encoder_config_to_hf,
+    config_from_hf,
+    config_to_hf,
     encoder_head,
     encoder_preset,
-    hf,
-    load_encoder,
+    load,
+    save,
 )
 from jaxscale.models.families import FAMILIES
 from jaxscale.sharding import MeshConfig, fsdp_tp, make_mesh
@@ -140,7 +139,7 @@ def copy(tmp_path):
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_match_transformers(family, kind, tmp_path):
-    model = load_encoder(compose(family, kind, tmp_path / "file"))
+    model = load(compose(family, kind, tmp_path / "file"))
     pools = "pooler.0" in fixture(family)
     found = None if model.head is None else model.head.config.kind
     assert found == (("pooler" if pools else None) if kind == "hidden" else kind)
@@ -150,7 +149,7 @@ def test_answers_match_transformers(family, kind, tmp_path):
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_bf16_is_as_exact_as_transformers(family, tmp_path):
     directory = compose(family, "masked_lm", tmp_path / "file")
-    model = load_encoder(directory, param_dtype=jnp.bfloat16)
+    model = load(directory, param_dtype=jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(model)} == {jnp.dtype("bfloat16")}
     expected = fixture(family)
     got = outputs(model, family)
@@ -168,7 +167,7 @@ def test_bf16_is_as_exact_as_transformers(family, tmp_path):
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_other_keys_of_the_configuration_say_the_same(family):
     configs = [
-        encoder_config_from_hf(json.loads((ENCODERS / family / name).read_text()))
+        config_from_hf(json.loads((ENCODERS / family / name).read_text()))
         for name in ("config.json", "config.other.json")
     ]
     assert configs[0] == configs[1]
@@ -180,7 +179,7 @@ def test_sharded(family, tmp_path):
     mesh = make_mesh(MeshConfig(data=1, fsdp=2, tensor=4))
     rules = dataclasses.replace(fsdp_tp(), vocab=None, act_vocab=None)
     directory = compose(family, "sequence", tmp_path / "file")
-    model = EncoderModel.from_pretrained(directory, mesh=mesh, rules=rules)
+    model = load(directory, mesh=mesh, rules=rules)
     kernel = model.blocks.attention.query.kernel[...]
     assert kernel.addressable_shards[0].data.shape[1:] == (16, 8)
     with jax.set_mesh(mesh):
@@ -209,11 +208,11 @@ def test_names_of_files_converted_from_tensorflow(copy):
     old |= {k.removeprefix(start): v for k, v in extra.items() if start in k}
     safetensors.numpy.save_file(old, file, metadata={"format": "pt"})
     edit_json(directory / "config.json", architectures=["BertForPreTraining"])
-    assert_as_transformers(load_encoder(directory), "bert")
+    assert_as_transformers(load(directory), "bert")
     old["cls.predictions.decoder.weight"] = table + 1
     safetensors.numpy.save_file(old, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"decoder\.weight' .* differs from"):
-        load_encoder(directory)
+        load(directory)
 
 
 # The projection over the vocabulary of each family.
@@ -233,23 +232,23 @@ def test_projections_that_are_not_tied(family, tmp_path):
     tensors = safetensors.numpy.load_file(file)
     edit_json(directory / "config.json", tie_word_embeddings=False)
     with pytest.raises(ValueError, match=f"lacks the tensor '{PROJECTIONS[family]}"):
-        load_encoder(directory)
+        load(directory)
 
     # What the fixture ties, as a tensor of its own; the bias has one name of two.
     source = FAMILIES[family].tied[f"{PROJECTIONS[family]}.weight"]
     tensors[f"{PROJECTIONS[family]}.weight"] = tensors[source]
     safetensors.numpy.save_file(tensors, file, metadata={"format": "pt"})
-    model = load_encoder(directory)
+    model = load(directory)
     assert not model.config.tie_embeddings
     assert_as_transformers(model, family)
-    hf.save(model, tmp_path / "saved")
-    assert_same_parameters(load_encoder(tmp_path / "saved"), model)
+    save(model, tmp_path / "saved")
+    assert_same_parameters(load(tmp_path / "saved"), model)
 
     # Of both names, transformers 5 reads that of the projection.
     tensors[f"{PROJECTIONS[family]}.bias"] = np.ones(99, np.float32)
     tensors[f"{PROJECTIONS[family]}.weight"] = np.zeros_like(tensors[source])
     safetensors.numpy.save_file(tensors, file, metadata={"format": "pt"})
-    answers = outputs(load_encoder(directory), family)
+    answers = outputs(load(directory), family)
     np.testing.assert_array_equal(answers["masked_lm.0"], 1)
     np.testing.assert_allclose(
         answers["hidden.0"], fixture(family)["hidden.0"], rtol=0, atol=ATOL
@@ -259,7 +258,7 @@ def test_projections_that_are_not_tied(family, tmp_path):
 def test_heads_of_labels_need_no_tied_table(tmp_path):
     directory = compose("bert", "sequence", tmp_path / "file")
     edit_json(directory / "config.json", tie_word_embeddings=False)
-    assert_as_transformers(load_encoder(directory), "bert")
+    assert_as_transformers(load(directory), "bert")
 
 
 def test_albert_without_an_activation(copy):
@@ -267,24 +266,24 @@ def test_albert_without_an_activation(copy):
     values = json.loads((directory / "config.json").read_text())
     assert values.pop("hidden_act") == "gelu_new"
     (directory / "config.json").write_text(json.dumps(values))
-    assert_as_transformers(load_encoder(directory), "albert")
+    assert_as_transformers(load(directory), "albert")
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 4])
 def test_windows_of_few_layers_are_written_and_read(num_layers):
     config = encoder_preset("modernbert_tiny")
     config = dataclasses.replace(config, num_layers=num_layers, global_every=4)
-    values = encoder_config_to_hf(config)
+    values = config_to_hf(config)
     assert values["layer_types"].count("full_attention") == 1
-    assert encoder_config_from_hf(values) == config
+    assert config_from_hf(values) == config
 
 
 def test_another_head_begins_anew(tmp_path):
     directory = compose("bert", "masked_lm", tmp_path / "file")
-    assert load_encoder(directory, head=None).head is None
-    config = encoder_config_from_hf(json.loads((directory / "config.json").read_text()))
+    assert load(directory, head=None).head is None
+    config = config_from_hf(json.loads((directory / "config.json").read_text()))
     head = encoder_head(config, "sequence", labels=("no", "yes"))
-    models = [load_encoder(directory, head=head, seed=seed) for seed in (0, 0, 1)]
+    models = [load(directory, head=head, seed=seed) for seed in (0, 0, 1)]
     assert_same_parameters(models[0], models[1])
     kernels = [model.head.output.kernel[...] for model in models]
     assert kernels[0].shape == (32, 2)
@@ -302,9 +301,9 @@ def test_another_head_begins_anew(tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_saved_files_hold_what_was_loaded(family, kind, tmp_path):
     source = compose(family, kind, tmp_path / "file")
-    model = load_encoder(source)
-    hf.save(model, tmp_path / "saved")
-    again = load_encoder(tmp_path / "saved")
+    model = load(source)
+    save(model, tmp_path / "saved")
+    again = load(tmp_path / "saved")
     assert again.config == model.config
     assert_same_parameters(again, model)
     theirs, ours = (
@@ -325,29 +324,29 @@ def test_saved_files_hold_what_was_loaded(family, kind, tmp_path):
 
 
 def test_padding_token_that_positions_depend_on(tmp_path):
-    model = load_encoder(ENCODERS / "roberta")
+    model = load(ENCODERS / "roberta")
     names = {"<s>": 0, "<pad>": 1, "</s>": 2, "cat": 3}
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(names, unk_token="cat"))
-    hf.save(model, tmp_path, tokenizer=Tokenizer(backend, pad_token="<pad>"))
+    save(model, tmp_path, tokenizer=Tokenizer(backend, pad_token="<pad>"))
     values = json.loads((tmp_path / "config.json").read_text())
     assert values["pad_token_id"] == 1
-    assert encoder_config_from_hf(values) == model.config
+    assert config_from_hf(values) == model.config
     with pytest.raises(ValueError, match="pads with 2, but positions of the model are"):
-        hf.save(model, tmp_path, tokenizer=Tokenizer(backend, pad_token="</s>"))
+        save(model, tmp_path, tokenizer=Tokenizer(backend, pad_token="</s>"))
 
 
 def test_presets_are_written_and_read():
     for name in ("bert_base", "roberta_base", "albert_base", "distilbert_base"):
         config = encoder_preset(name)
-        assert encoder_config_from_hf(encoder_config_to_hf(config)) == config
+        assert config_from_hf(config_to_hf(config)) == config
     config = encoder_preset("modernbert_base")
-    values = encoder_config_to_hf(config)
+    values = config_to_hf(config)
     assert values["local_attention"] == 128
     assert values["layer_types"][:4] == [
         *("full_attention", "sliding_attention", "sliding_attention"),
         "full_attention",
     ]
-    assert encoder_config_from_hf(values) == config
+    assert config_from_hf(values) == config
 
 
 # ------------------------------------------------------------------------------------
@@ -368,7 +367,7 @@ def test_presets_are_written_and_read():
         ("bert", {"num_attention_heads": 5}, "32 of config.json must be a multiple"),
         ("bert", {"hidden_size": None}, "'bert' lacks the key 'hidden_size'"),
         ("bert", {"quantization_config": {}}, "quantization_config {} of config.json"),
-        ("bert", {"model_type": "xlnet"}, "model_type 'xlnet' is not an encoder that"),
+        ("bert", {"model_type": "xlnet"}, "model_type 'xlnet' is not supported; use"),
         ("albert", {"num_hidden_groups": 2}, "num_hidden_groups 2 of config.json is"),
         ("modernbert", {"hidden_activation": "silu"}, "hidden_activation 'silu' of"),
         (
@@ -391,19 +390,19 @@ def test_presets_are_written_and_read():
 def test_unsupported_settings(family, changes, message):
     values = json.loads((ENCODERS / family / "config.json").read_text())
     with pytest.raises(ValueError, match=message):
-        encoder_config_from_hf(values | changes)
+        config_from_hf(values | changes)
 
 
 def test_unsupported_heads(copy):
     directory = copy("bert")
     edit_json(directory / "config.json", architectures=["BertForMultipleChoice"])
     with pytest.raises(ValueError, match=r"\['BertForMultipleChoice'\] of config.json"):
-        load_encoder(directory)
-    assert load_encoder(directory, head=None).head is None
+        load(directory)
+    assert load(directory, head=None).head is None
     changes = {"architectures": ["BertForTokenClassification"]}
     edit_json(directory / "config.json", **changes, id2label={"0": "a", "2": "b"})
     with pytest.raises(ValueError, match="must number its labels from 0 to 1"):
-        load_encoder(directory)
+        load(directory)
     with pytest.raises(ValueError, match="kind 'pooler': transformers has no such"):
         encoder_head(encoder_preset("distilbert_tiny"), "pooler")
     with pytest.raises(ValueError, match="num_labels 0, expected 1 or more"):
@@ -414,10 +413,10 @@ def test_models_that_transformers_lacks():
     config = dataclasses.replace(encoder_preset("bert_tiny"), position="rope")
     message = "'bert' of transformers needs position='learned' instead of 'rope'"
     with pytest.raises(ValueError, match=message):
-        encoder_config_to_hf(config)
+        config_to_hf(config)
     head = HeadConfig(kind="sequence", num_labels=2, transform="gelu")
     with pytest.raises(ValueError, match="needs transform='tanh' instead of 'gelu'"):
-        encoder_config_to_hf(encoder_preset("bert_tiny"), head)
+        config_to_hf(encoder_preset("bert_tiny"), head)
 
 
 def test_missing_and_unexpected_tensors(copy):
@@ -427,15 +426,18 @@ def test_missing_and_unexpected_tensors(copy):
     gone = tensors.pop("transformer.layer.1.ffn.lin1.weight")
     safetensors.numpy.save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"lacks the tensor 'transformer\.layer\.1\."):
-        load_encoder(directory)
+        load(directory)
     tensors["transformer.layer.1.ffn.lin1.weight"] = gone
     tensors["transformer.layer.2.ffn.lin1.weight"] = gone
     safetensors.numpy.save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"'transformer\.layer\.2\..* has no place"):
-        load_encoder(directory)
+        load(directory)
 
 
-def test_encoders_are_no_decoders():
-    with pytest.raises(ValueError, match="model_type 'bert' is not supported by Dec"):
-        hf.load(ENCODERS / "bert")
+def test_heads_are_for_encoders():
+    head = encoder_head(encoder_preset("bert_tiny"), "span")
+    directory = ENCODERS.parent / "models" / "gpt2"
+    for given in (None, head):
+        with pytest.raises(ValueError, match=r"is for encoders, .* model_type 'gpt2'"):
+            load(directory, head=given)
     assert set(FAMILIES) >= set(FAMILY_NAMES)

@@ -17,8 +17,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 
-from jaxscale.models.hf_files import Checkpoint
-from jaxscale.models.hf_names import TensorMap
+from jaxscale.models.hf.files import Checkpoint
+from jaxscale.models.hf.names import TensorMap
 from jaxscale.sharding.parameters import shardings
 from jaxscale.sharding.rules import AxisRules
 

@@ -1,0 +1,7 @@
+"""Hugging Face directories: their configuration keys, tensors and files.
+
+From below: `files` (safetensors on disk), `names` (which tensor holds which parameter),
+`tensors` (parameters from and to files), `keys` (settings of ``config.json``), `family`
+(what a family of models says about all of these). A file of `jaxscale.models` holds
+each family, `jaxscale.models.families` lists them, and `load` and `save` stand above.
+"""

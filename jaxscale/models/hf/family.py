@@ -1,0 +1,137 @@
+"""What a family of models says about its Hugging Face files: keys, names, heads.
+
+Each family is a `Family` beside its presets, in a file of `jaxscale.models`;
+`jaxscale.models.families` lists them.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxscale.models.config import DecoderConfig
+from jaxscale.models.encoder_config import EncoderConfig
+from jaxscale.models.heads import HeadConfig, HeadKind
+from jaxscale.models.hf.keys import Keys
+from jaxscale.models.hf.names import TensorMap, linear
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Heads:
+    """The heads of a family of encoders."""
+
+    architectures: Mapping[HeadKind, str]
+    """Class of transformers by head."""
+    other_architectures: Mapping[str, HeadKind] = dataclasses.field(
+        default_factory=dict
+    )
+    """Further classes whose files hold a head that we have, beside ones we lack."""
+    read: Callable[[Keys, HeadKind], HeadConfig]
+    """The layers of a head, without labels, for a ``config.json``."""
+    write: Callable[[HeadConfig], dict[str, Any]] = lambda head: {}
+    """The keys of a ``config.json`` that `read` reads."""
+    tensors: Callable[[EncoderConfig, HeadConfig], list[TensorMap]]
+    """Every tensor of a head."""
+    names: Sequence[str]
+    """What the names of the tensors of heads begin with: a model loads without its
+    head, or with another."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family[Config: (DecoderConfig, EncoderConfig)]:
+    """A model type of transformers: its presets, and how its files are written."""
+
+    model_type: str
+    """As ``config.json`` calls it."""
+    architecture: str
+    """Class of transformers: a decoder's with its output projection, or an encoder's
+    without a head."""
+    presets: Sequence[Callable[[], Config]]
+    """Functions that make a named configuration."""
+    prefix: str
+    """What precedes the names of all tensors but those of the output projection or
+    head. Files that hold the model alone leave it out."""
+    read: Callable[[Keys], Config]
+    """The configuration of a ``config.json``."""
+    write: Callable[[Config], dict[str, Any]]
+    """The keys of a ``config.json`` that `read` reads."""
+    tensors: Callable[[Config], list[TensorMap]]
+    """Every tensor of the model without a head, the table of tokens first."""
+    tied: Mapping[str, str]
+    """Tensors of the output projection that equal others where the two are tied."""
+    buffers: Sequence[str] = ()
+    """Patterns of the names of buffers in old files, recomputed from the
+    configuration."""
+    heads: Heads | None = None
+    """None for decoders."""
+    other_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Beginnings of names, and those that some files have in their place."""
+    unread: Sequence[str] = ()
+    """Beginnings of the names of tensors that files may hold though they are unused."""
+
+
+ENCODER_BUFFERS = (
+    r"(^|\.)embeddings\.(position_ids|token_type_ids)$",
+    r"(^|\.)inv_freq$",
+)
+"""Buffers of old files of encoders."""
+
+
+def output_projection(config: DecoderConfig, theirs: str) -> list[TensorMap]:
+    """The output projection of a decoder, where it has one of its own."""
+    if config.tie_embeddings:
+        return []
+    return linear(theirs, "lm_head", bias=config.lm_head_bias)
+
+
+def read_labels(values: Keys, head: HeadConfig) -> HeadConfig:
+    """`head` with the labels of ``config.json``.
+
+    Raises:
+        ValueError: they are not numbered 0, 1, 2, ...
+    """
+    if head.kind in ("masked_lm", "pooler"):
+        return head
+    names = values.get("id2label") or {}
+    count = len(names) or values.get("num_labels", 2)
+    if names and {int(key) for key in names} != set(range(count)):
+        raise ValueError(
+            f"id2label {names} of config.json must number its labels from 0 to "
+            f"{count - 1}"
+        )
+    ordered = tuple(str(names.get(str(i), names.get(i))) for i in range(count))
+    unnamed = not names or ordered == tuple(f"LABEL_{i}" for i in range(count))
+    return dataclasses.replace(
+        head, num_labels=count, labels=() if unnamed else ordered
+    )
+
+
+def write_labels(head: HeadConfig) -> dict[str, Any]:
+    """The keys that name the labels of a head."""
+    if not head.num_labels:
+        return {}
+    names = head.labels or tuple(f"LABEL_{i}" for i in range(head.num_labels))
+    return {
+        "id2label": {str(i): name for i, name in enumerate(names)},
+        "label2id": {name: i for i, name in enumerate(names)},
+    }
+
+
+def unlabeled(kind: HeadKind, **layers: Any) -> HeadConfig:
+    """A head of as few labels as its kind allows; `read_labels` sets their number."""
+    count = {"masked_lm": 0, "pooler": 0, "span": 2}.get(kind, 1)
+    return HeadConfig(kind=kind, num_labels=count, **layers)
+
+
+def vocabulary_projection(
+    config: EncoderConfig, theirs: str, bias: str | None = None
+) -> list[TensorMap]:
+    """The last projection of a masked-language-model head.
+
+    Args:
+        config: The encoder, whose table of tokens is the kernel if it is tied.
+        theirs: The name of the projection.
+        bias: The name of the bias where it is tied too; None is that of `theirs`.
+    """
+    if not config.tie_embeddings:
+        return linear(theirs, "head.output")
+    return [TensorMap(name=bias or f"{theirs}.bias", parameters=("head.bias",))]

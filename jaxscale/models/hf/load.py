@@ -1,0 +1,151 @@
+"""Models from Hugging Face directories, with transformers not needed."""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from flax import nnx
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from jaxscale.models.config import DecoderConfig
+from jaxscale.models.decoder import Decoder
+from jaxscale.models.encoder import EncoderModel
+from jaxscale.models.families import FAMILIES, config_from_hf, head_from_hf
+from jaxscale.models.heads import HeadConfig
+from jaxscale.models.hf.family import Family
+from jaxscale.models.hf.files import Checkpoint
+from jaxscale.models.hf.names import TensorMap
+from jaxscale.models.hf.tensors import read_model, without_absent_prefix
+from jaxscale.sharding.rules import REPLICATED, AxisRules
+
+
+def load(
+    path: str | Path,
+    *,
+    head: HeadConfig | Literal["file"] | None = "file",
+    seed: int = 0,
+    mesh: Mesh | None = None,
+    rules: AxisRules = REPLICATED,
+    dtype: DTypeLike | None = None,
+    param_dtype: DTypeLike | None = None,
+    **options: Any,
+) -> Any:
+    """The model of a Hugging Face directory, on the devices of `mesh`.
+
+    Args:
+        path: A directory with ``config.json`` and ``model.safetensors``, or with shards
+            and their index.
+        head: Of an encoder. ``"file"``: the one that ``architectures`` in
+            ``config.json`` names. None: none, whatever the file has. A configuration: a
+            new one in the place of the file's, for fine-tuning.
+        seed: Decides the parameters of a new head.
+        mesh: The devices; None is the first one alone.
+        rules: Which mesh axes split which parameters.
+        dtype: Type of the computation; None is that of the parameters.
+        param_dtype: Type of the parameters; None keeps that of each tensor in the file.
+        **options: Further arguments of `Decoder` or `EncoderModel`, for example
+            ``remat="full"``.
+
+    Returns:
+        A `Decoder` or an `EncoderModel`, as ``model_type`` in ``config.json`` says; its
+        parameters have the shardings of `rules` on `mesh`.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: the model or its head is of a kind that is not supported, `head` is
+            given for a decoder, a file is damaged, or a tensor is missing, unexpected
+            or of the wrong shape.
+
+    Example:
+        >>> import jax
+        >>> tokens = jax.numpy.zeros((1, 5), jax.numpy.int32)
+        >>> load("tests/fixtures/models/llama3_gqa")(tokens).shape
+        (1, 5, 128)
+        >>> load("tests/fixtures/encoders/bert").hidden(tokens).shape
+        (1, 5, 32)
+    """
+    checkpoint = Checkpoint(path)
+    config = config_from_hf(checkpoint.config)
+    family = FAMILIES[checkpoint.config["model_type"]]
+    maps = family.tensors(config)
+    tied, ignored = config.tie_embeddings, list(family.buffers)
+    model_type: Any = Decoder
+    if isinstance(config, DecoderConfig):
+        if head != "file":
+            raise ValueError(
+                f"head {head!r} is for encoders, but {str(path)!r} holds a decoder of "
+                f"model_type {family.model_type!r}; leave it out"
+            )
+    else:
+        own = _own_head(checkpoint) if head == "file" else None
+        options["head"] = own if head == "file" else head
+        model_type = EncoderModel
+        tied = tied and own is not None and own.kind == "masked_lm"
+        if family.heads is not None:
+            maps += [] if own is None else family.heads.tensors(config, own)
+            names = (*family.heads.names, *family.unread)
+            ignored += ["^" + re.escape(name) for name in names]
+    maps = without_absent_prefix(checkpoint, maps, family.prefix)
+    maps = [_as_named(checkpoint, family, entry) for entry in maps]
+
+    def make(dtype: DTypeLike, param_dtype: DTypeLike) -> Any:
+        return model_type(
+            config,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            rules=rules,
+            rngs=nnx.Rngs(seed),
+            **options,
+        )
+
+    return read_model(
+        checkpoint,
+        maps,
+        make,
+        mesh=mesh,
+        rules=rules,
+        dtype=dtype,
+        param_dtype=param_dtype,
+        ignored=ignored,
+        tied=_tied(family, maps) if tied else {},
+    )
+
+
+def _own_head(checkpoint: Checkpoint) -> HeadConfig | None:
+    pooler = any("pooler." in name for name in checkpoint.names())
+    return head_from_hf(checkpoint.config, has_pooler=pooler)
+
+
+def _tied(family: Family, maps: Sequence[TensorMap]) -> dict[str, str]:
+    """What `family` ties, under the names that the file has for it."""
+    names = {entry.name for entry in maps}
+    return {
+        copy: source if source in names else source.removeprefix(family.prefix)
+        for copy, source in family.tied.items()
+    }
+
+
+def _as_named(checkpoint: Checkpoint, family: Family, entry: TensorMap) -> TensorMap:
+    """`entry` under the name that the file gives it.
+
+    Files converted from TensorFlow call the parts of norms otherwise; versions before 5
+    stored the bias of a projection that is not tied under one of its two names.
+    """
+    names = [
+        other + entry.name.removeprefix(start)
+        for start, other in family.other_names.items()
+        if entry.name.startswith(start)
+    ]
+    for new, old in ((".weight", ".gamma"), (".bias", ".beta")):
+        if entry.name.endswith(f"LayerNorm{new}"):
+            names.append(entry.name.removesuffix(new) + old)
+    if entry.name.endswith(".bias") and entry.name in family.tied:
+        names.append(family.tied[entry.name])
+    for name in (entry.name, *names):
+        renamed = dataclasses.replace(entry, name=name)
+        if renamed.tensor(0 if entry.stacked else None) in checkpoint:
+            return renamed
+    return entry

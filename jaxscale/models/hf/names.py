@@ -1,0 +1,64 @@
+"""Which tensors of a Hugging Face file hold which parameters of a model.
+
+A kernel of ours is [in, out]. ``torch.nn.Linear`` stores [out, in], transformers'
+``Conv1D`` (GPT-2) stores [in, out]. Blocks are stacked in ours, [L, ...], and one
+tensor each in theirs.
+"""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TensorMap:
+    """A tensor of a file and the parameters that it holds."""
+
+    name: str
+    """Name in the file; ``{layer}`` stands for the number of the block."""
+    parameters: tuple[str, ...]
+    """Paths in the model; several are joined along their last dimension."""
+    transpose: bool = False
+    """The file stores a kernel as [out, in]."""
+    first_layer: int = 0
+    """Number that the first of the stacked blocks has in the file."""
+
+    @property
+    def stacked(self) -> bool:
+        """Each block has a tensor of its own."""
+        return "{layer}" in self.name
+
+    def tensor(self, layer: int | None) -> str:
+        """Name of the tensor of one of the stacked blocks; None if not stacked."""
+        if layer is None:
+            return self.name
+        return self.name.format(layer=layer + self.first_layer)
+
+
+def linear(
+    theirs: str, *ours: str, bias: bool = True, transpose: bool = True
+) -> list[TensorMap]:
+    """The tensors of a linear layer, or of several whose outputs are joined."""
+    kernel = TensorMap(
+        name=f"{theirs}.weight",
+        parameters=tuple(f"{path}.kernel" for path in ours),
+        transpose=transpose,
+    )
+    if not bias:
+        return [kernel]
+    biases = tuple(f"{path}.bias" for path in ours)
+    return [kernel, TensorMap(name=f"{theirs}.bias", parameters=biases)]
+
+
+def layer_norm(theirs: str, ours: str) -> list[TensorMap]:
+    """The tensors of a layer norm."""
+    bias = TensorMap(name=f"{theirs}.bias", parameters=(f"{ours}.bias",))
+    return [scale(theirs, ours), bias]
+
+
+def scale(theirs: str, ours: str) -> TensorMap:
+    """The tensor of a norm without a bias."""
+    return TensorMap(name=f"{theirs}.weight", parameters=(f"{ours}.scale",))
+
+
+def table(theirs: str, ours: str) -> TensorMap:
+    """The tensor of an embedding."""
+    return TensorMap(name=f"{theirs}.weight", parameters=(f"{ours}.table",))

@@ -1,0 +1,105 @@
+"""Models to Hugging Face directories, with transformers not needed."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from flax import nnx
+
+from jaxscale.models.decoder import Decoder
+from jaxscale.models.encoder import EncoderModel
+from jaxscale.models.families import config_to_hf, family_of
+from jaxscale.models.hf.files import write_checkpoint
+from jaxscale.models.hf.names import TensorMap
+from jaxscale.models.hf.tensors import parameters_of, tensors_to_write
+from jaxscale.models.tokenizer import Tokenizer
+
+
+def save(
+    model: Decoder | EncoderModel,
+    path: str | Path,
+    *,
+    max_shard_bytes: int = 5_000_000_000,
+    tokenizer: Tokenizer | None = None,
+) -> None:
+    """Write `model` as a directory that transformers and `load` read.
+
+    Parameters keep their type. The configuration has the keys of transformers 5.
+
+    Args:
+        model: Its parameters may be sharded, over devices of this process.
+        path: The directory; made if needed. Weights in it are replaced.
+        max_shard_bytes: Size at which another file is begun.
+        tokenizer: Saved beside the weights, its control tokens named in the
+            configuration.
+
+    Raises:
+        ValueError: transformers has no counterpart of the model, it is unstacked, this
+            process does not hold all of it, or the tokenizer has more tokens than the
+            model.
+
+    Example:
+        >>> import tempfile
+        >>> from jaxscale.models import load
+        >>> model = load("tests/fixtures/models/gpt2")
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     save(model, directory)
+        ...     again = load(directory)
+        >>> bool((again.embed.table[...] == model.embed.table[...]).all())
+        True
+    """
+    if isinstance(model, EncoderModel) and isinstance(model.blocks, nnx.List):
+        raise ValueError(
+            "model is unstacked, for inference; save the model that it was made of"
+        )
+    values, maps = _described(model)
+    parameters = parameters_of(model)
+    for name, value in parameters.items():
+        if not value.is_fully_addressable:
+            raise ValueError(
+                f"parameter {name} is spread over several processes; write an Orbax "
+                "checkpoint, restore it in one process and save from there"
+            )
+    values["dtype"] = str(parameters["embed.table"].dtype)
+    if tokenizer is not None:
+        if tokenizer.vocab_size > model.config.vocab_size:
+            raise ValueError(
+                f"tokenizer has {tokenizer.vocab_size} tokens, but vocab_size of the "
+                f"model is {model.config.vocab_size}; they do not belong together"
+            )
+        values["bos_token_id"] = tokenizer.bos_id
+        values["eos_token_id"] = tokenizer.eos_id
+        _set_pad_id(values, tokenizer)
+    write_checkpoint(path, values, tensors_to_write(maps, parameters), max_shard_bytes)
+    if tokenizer is not None:
+        tokenizer.save(path)
+
+
+def _described(
+    model: Decoder | EncoderModel,
+) -> tuple[dict[str, Any], list[TensorMap]]:
+    """The configuration and the tensors of the files of `model`."""
+    family = family_of(model.config)
+    maps = family.tensors(model.config)
+    if isinstance(model, Decoder):
+        return config_to_hf(model.config), maps
+    head = None if model.head is None else model.head.config
+    if head is not None and family.heads is not None:
+        maps += family.heads.tensors(model.config, head)
+    if head is None or head.kind == "pooler":  # the class of the encoder alone
+        maps = [
+            dataclasses.replace(m, name=m.name.removeprefix(family.prefix))
+            for m in maps
+        ]
+    return config_to_hf(model.config, head), maps
+
+
+def _set_pad_id(values: dict[str, Any], tokenizer: Tokenizer) -> None:
+    """Name the padding token of `tokenizer`, unless positions depend on another."""
+    if values["model_type"] == "roberta" and tokenizer.pad_id != values["pad_token_id"]:
+        raise ValueError(
+            f"tokenizer pads with {tokenizer.pad_id}, but positions of the model are "
+            f"counted from pad_token_id {values['pad_token_id']}; they do not belong "
+            "together"
+        )
+    values["pad_token_id"] = tokenizer.pad_id
