@@ -33,6 +33,7 @@ def dispatch(
     implementation: str | Sequence[str] | None,
     /,
     *args: Any,
+    declines: Mapping[str, Callable[[], str | None]] | None = None,
     **kwargs: Any,
 ) -> Any:
     """Runs the first implementation that supports the arguments.
@@ -47,6 +48,9 @@ def dispatch(
         implementation: None tries all in their order; a name runs that one, and its
             `Unsupported` reaches the caller; a sequence of names tries those in order.
         *args: positional arguments of the implementation.
+        declines: for some names a function that says why ``implementation=None`` passes
+            over them although they may support the arguments, or None:
+            `pallas_kernels.tuning.declines`.
         **kwargs: keyword arguments of the implementation.
 
     Returns:
@@ -84,9 +88,14 @@ def dispatch(
             f" {op_name}; pass None to choose among {list(implementations)}"
         )
     _check_known(op_name, implementations, names)
+    declines = declines if implementation is None and declines else {}
     errors = []
     for name in names:
         try:
+            if name in declines and (reason := declines[name]()):
+                raise Unsupported(
+                    f"{op_name}: {reason}; implementation={name!r} runs it"
+                )
             result = implementations[name](*args, **kwargs)
         except Unsupported as error:
             error.add_note(f"implementation: {name!r}")

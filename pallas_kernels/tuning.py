@@ -28,13 +28,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.cost_model import NOISE
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.mosaic import DeviceSpec
 
@@ -43,6 +43,7 @@ __all__ = [
     "Tunable",
     "TunedEntry",
     "check_config",
+    "declines",
     "device_time_us",
     "load_table",
     "lookup",
@@ -62,9 +63,8 @@ _L2_BYTES = 60e6
 
 _MOST_SETS = 64
 
-_overrides: ContextVar[Mapping[str, Any] | None] = ContextVar(
-    "tuning_overrides", default=None
-)
+# Part of the key under which `jax.jit` finds what it has compiled; hence hashable.
+_overrides: Any = jax.make_user_context(())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,12 +95,11 @@ class TunedEntry:
 def override(op_name: str, config: Any) -> Iterator[None]:
     """Uses `config` for every call of an op inside the block that names none itself.
 
-    The choice is made when a function is traced: what `jax.jit` has compiled before
-    keeps its config.
+    A function that `jax.jit` has compiled outside of the block is traced again in it.
 
     Args:
         op_name: name of the op, for example "matmul".
-        config: a config of that op.
+        config: a config of that op; hashable.
 
     Example:
         >>> from pallas_kernels.matmul import MatmulConfig
@@ -109,16 +108,13 @@ def override(op_name: str, config: Any) -> Iterator[None]:
         ...            heuristic=MatmulConfig).tile_n
         128
     """
-    token = _overrides.set({**(_overrides.get() or {}), op_name: config})
-    try:
+    with _overrides(((op_name, config), *_overrides.value)):
         yield
-    finally:
-        _overrides.reset(token)
 
 
 def overriding(op_name: str) -> Any | None:
     """The config that an enclosing ``with override(op_name, config)`` asks for."""
-    return (_overrides.get() or {}).get(op_name)
+    return next((c for name, c in _overrides.value if name == op_name), None)
 
 
 def check_config(
@@ -168,6 +164,54 @@ def lookup[C](
     if device is not None and (entry := tuned_entry(op_name, key, device)) is not None:
         return _parse_config(op_name, key, device, config_type, entry)
     return heuristic()
+
+
+@runtime_checkable
+class Problem(Protocol):
+    """What an op is asked to compute, as the choice of an implementation sees it."""
+
+    @property
+    def key(self) -> str:
+        """Its key in the tables of tuned configs."""
+        ...
+
+    def declines(self, device: DeviceSpec) -> str | None:
+        """Why XLA is expected to be faster, by the cost model, or None."""
+        ...
+
+
+def declines(
+    op_name: str, problem: Problem, device: DeviceSpec | None, config: Any = None
+) -> str | None:
+    """Why the kernel of an op is expected to lose to XLA, or None: the one choice.
+
+    What was measured on the device decides: a kernel may lose by the noise of
+    measurements, 2%. For problems that are not in the table the cost model does. A
+    config, given or by `override`, asks for the kernel.
+
+    Args:
+        op_name: name of the op in the tables.
+        problem: what to compute.
+        device: where; without one the kernel says itself that it needs one.
+        config: what the caller gave.
+
+    Returns:
+        A reason for `pallas_kernels.dispatch.dispatch` to pass over the kernel.
+
+    Raises:
+        ValueError: the table is malformed.
+    """
+    if device is None or config is not None or overriding(op_name) is not None:
+        return None
+    entry = tuned_entry(op_name, problem.key, device)
+    if entry is None:
+        return problem.declines(device)
+    if entry.xla_us >= (1 - NOISE) * entry.time_us:
+        return None
+    return (
+        f"XLA took {entry.xla_us:.1f} us and the kernel {entry.time_us:.1f} us when"
+        f" {problem.key} was tuned on {device.name}"
+    )
 
 
 def tuned_entry(op_name: str, key: str, device: DeviceSpec) -> TunedEntry | None:

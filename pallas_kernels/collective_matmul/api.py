@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.collective_matmul import gradients
 from pallas_kernels.collective_matmul.config import CollectiveConfig
 from pallas_kernels.collective_matmul.implementations import Call
-from pallas_kernels.mosaic import as_varying, varying
+from pallas_kernels.mosaic import DeviceSpec, as_varying, varying
 
 
 __all__ = ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"]
@@ -369,6 +369,7 @@ def _call(
         size=size,
         out_dtype=out_dtype,
         implementation=implementation,
+        device=DeviceSpec.current(),
         tracked=bool(varying(lax.axis_index(axis_name))),
         **options,
     )

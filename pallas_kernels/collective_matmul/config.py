@@ -9,6 +9,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 
+from pallas_kernels.cost_model import TILE_OVERHEAD, step_cycles, waves
 from pallas_kernels.matmul.config import MatmulConfig
 from pallas_kernels.mosaic import DeviceSpec
 
@@ -96,6 +97,16 @@ class CollectiveProblem:
         ]
         return " ".join(parts + ["rhs_transposed"] * self.rhs_transposed)
 
+    def declines(self, device: DeviceSpec) -> str | None:
+        """Why XLA is the better choice where nothing was measured, if it is."""
+        del device
+        rows, least = self.batch * self.m, _LEAST_ROWS * self.devices
+        if self.kind == "all_reduce":
+            least = _LEAST_ROWS_REDUCED // self.devices
+        if rows < least:
+            return f"{rows} rows are too few to gain, expected {least}"
+        return None
+
     def counts(self, config: MatmulConfig) -> tuple[int, int]:
         """Output tiles of one device's rows, and along the columns of all weights."""
         return (
@@ -111,9 +122,11 @@ _TILES = (
     CollectiveConfig(tile_m=128, tile_n=128, stages=6),
     CollectiveConfig(tile_m=128, tile_n=64, stages=8),
 )
-_TENSOR_CORE = 2048  # multiply-adds a cycle, 16-bit operands
-_L2_BYTES = 48  # bytes a cycle from the L2 cache to one multiprocessor
-_TILE_OVERHEAD = 2000  # filling the ring once, storing the tile
+_LEAST_ROWS = 256
+"""Rows of one device from which a problem that was never tuned is expected to gain."""
+_LEAST_ROWS_REDUCED = 8192
+"""The like for an all-reduce, rows of all devices times devices: the fewer devices, the
+less is there to hide."""
 # Time at 320 columns: less power goes to moving operands, but rings are shorter, which
 # tells where sums of peers pass through them.
 _WIDEST = {"all_gather": 0.98, "reduce_scatter": 1.01}
@@ -129,18 +142,17 @@ def _cost(
 ) -> float:
     """Estimated cycles of the product alone, as for `pallas_kernels.matmul`."""
     rows, columns = problem.counts(config)
-    waves = -(-rows * problem.devices * columns // device.num_sms)
-    return waves * _tile_cost(problem, config)
+    tiles = rows * problem.devices * columns
+    return waves(tiles, device) * _tile_cost(problem, config)
 
 
 def _tile_cost(problem: CollectiveProblem, config: MatmulConfig) -> float:
     """Estimated cycles of one tile."""
-    area = config.tile_m * config.tile_n
     edges = (config.tile_m + config.tile_n) * problem.dtype.itemsize
-    per_k = max(area / _TENSOR_CORE, edges / _L2_BYTES)
+    per_k = step_cycles(config.tile_m, config.tile_n, edges)
     if config.tile_n > 256:
         per_k *= _WIDEST[problem.kind]
-    return sum(problem.k) * per_k + _TILE_OVERHEAD
+    return sum(problem.k) * per_k + TILE_OVERHEAD
 
 
 def _estimate(

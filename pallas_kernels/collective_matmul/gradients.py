@@ -17,7 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.collective_matmul.implementations import Call, run
-from pallas_kernels.matmul import api as local
+from pallas_kernels.matmul import implementations as local
 from pallas_kernels.mosaic import as_varying, varying
 
 
@@ -116,6 +116,7 @@ def _all_reduce_backward(
             rows,
             w,
             _local(call),
+            device=call.device,
             out_dtype=x.dtype,
             rhs_transposed=not call.rhs_transposed,
         ).reshape(x.shape)
@@ -137,6 +138,7 @@ def _weight_gradient(
         left.reshape(math.prod(left.shape[:-1]), left.shape[-1]),
         right.reshape(math.prod(right.shape[:-1]), right.shape[-1]),
         _local(call),
+        device=call.device,
         out_dtype=w.dtype,
         lhs_transposed=True,
     )

@@ -43,14 +43,6 @@ OPS: Mapping[str, Kind] = {
 SIZES = (2, 4, 8)
 """Devices of an axis that the kernels are built for."""
 
-_LEAST_ROWS = 256
-"""Rows of one device from which a problem that was never tuned is expected to gain."""
-_LEAST_ROWS_REDUCED = 8192
-"""The like for an all-reduce, rows of all devices times devices: the fewer devices, the
-less is there to hide."""
-_NOISE = 0.02
-"""Measured times differ by as much from run to run."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
@@ -68,6 +60,8 @@ class Call:
     """As the caller gave it."""
     config: Any
     """As the caller gave it; gradients look theirs up."""
+    device: DeviceSpec | None
+    """The GPU that kernels are built for."""
     tracked: bool
     """Types say over which mesh axes arrays vary: `check_vma` of `jax.shard_map`."""
     return_gathered: bool = False
@@ -123,7 +117,7 @@ def check_mesh(op_name: str, call: Call) -> DeviceSpec:
     Raises:
         Unsupported: it cannot.
     """
-    device = check_hopper(DeviceSpec.current(), op_name)
+    device = check_hopper(call.device, op_name)
     instead = "use implementation='xla'"
     if (count := jax.process_count()) > 1:
         raise Unsupported(
@@ -164,31 +158,9 @@ def problem_of(op_name: str, x: Any, ws: Arrays, call: Call) -> CollectiveProble
     )
 
 
-def _check_gain(op_name: str, problem: CollectiveProblem, device: DeviceSpec) -> None:
-    """Raises `Unsupported` where XLA is expected to be faster."""
-    rows = problem.batch * problem.m
-    least = _LEAST_ROWS * problem.devices
-    if problem.kind == "all_reduce":
-        least = _LEAST_ROWS_REDUCED // problem.devices
-    if (entry := tuning.tuned_entry(OP, problem.key, device)) is not None:
-        if entry.xla_us < (1 - _NOISE) * entry.time_us:
-            raise Unsupported(
-                f"{op_name}: XLA was faster when {problem.key} was tuned on"
-                f" {device.name}; implementation='mosaic_gpu' runs the kernel"
-            )
-    elif rows < least:
-        raise Unsupported(
-            f"{op_name}: {rows} rows are too few to gain, expected {least};"
-            " implementation='mosaic_gpu' runs the kernel"
-        )
-
-
 def _mosaic_gpu(op_name: str, x: Any, ws: Arrays, call: Call) -> Any:
     device = check_mesh(op_name, call)
     problem = problem_of(op_name, x, ws, call)
-    wanted = call.config is not None or tuning.overriding(OP) is not None
-    if call.implementation is None and not wanted:
-        _check_gain(op_name, problem, device)
     config = tuning.lookup(
         OP,
         problem.key,
@@ -292,5 +264,20 @@ def run(op_name: str, x: Any, ws: tuple[jax.Array, ...], call: Call) -> Any:
     Returns:
         As the functions of `pallas_kernels.collective_matmul.xla`.
     """
-    names = PREFERRED if call.implementation is None else call.implementation
-    return dispatch(op_name, IMPLEMENTATIONS[op_name], names, x, ws, call)
+    implementations = IMPLEMENTATIONS[op_name]
+    if call.implementation is None:
+        implementations = {name: implementations[name] for name in PREFERRED}
+
+    def declines() -> str | None:
+        problem = problem_of(op_name, x, ws, call)
+        return tuning.declines(OP, problem, call.device, call.config)
+
+    return dispatch(
+        op_name,
+        implementations,
+        call.implementation,
+        x,
+        ws,
+        call,
+        declines={"mosaic_gpu": declines},
+    )

@@ -144,7 +144,10 @@ def arguments(problem: CollectiveProblem) -> tuple[Any, ...]:
 
 
 def _program(
-    problem: CollectiveProblem, implementation: str, config: CollectiveConfig | None
+    problem: CollectiveProblem,
+    implementation: str,
+    config: CollectiveConfig | None,
+    device: DeviceSpec | None = None,
 ) -> Callable[..., jax.Array]:
     """``(turns, xs, ws)`` to the first product of the last of the calls."""
     op_name = next(op for op, kind in OPS.items() if kind == problem.kind)
@@ -156,6 +159,7 @@ def _program(
         out_dtype=problem.dtype,
         implementation=implementation,
         config=config,
+        device=device,
         tracked=False,
     )
 
@@ -185,9 +189,8 @@ def _program(
 def kernel(
     problem: CollectiveProblem, config: CollectiveConfig, device: DeviceSpec
 ) -> Callable[..., jax.Array]:
-    """The kernel with a config, in a loop; the GPU is the one at hand."""
-    del device
-    return _program(problem, "mosaic_gpu", config)
+    """The kernel with a config, in a loop."""
+    return _program(problem, "mosaic_gpu", config, device)
 
 
 def baseline(problem: CollectiveProblem) -> Callable[..., jax.Array]:

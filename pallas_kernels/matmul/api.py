@@ -1,4 +1,4 @@
-"""The public matrix product.
+"""The public matrix product, and linear layers of it.
 
 Axis letters: B any leading axes, M rows, K contraction, N columns.
 """
@@ -16,14 +16,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels import tuning
-from pallas_kernels.dispatch import Unsupported, check_floating, dispatch
-from pallas_kernels.matmul import mosaic_gpu, xla
-from pallas_kernels.matmul.config import MatmulConfig, Problem, heuristic, prefer_xla
+from pallas_kernels.dispatch import check_floating
+from pallas_kernels.matmul.config import MatmulConfig
+from pallas_kernels.matmul.dense import run_dense
+from pallas_kernels.matmul.implementations import run
 from pallas_kernels.mosaic import DeviceSpec, as_varying, varying
-from pallas_kernels.partition import by_shards, check_local
+from pallas_kernels.partition import by_shards
 
 
-__all__ = ["matmul"]
+__all__ = ["dense", "matmul"]
 
 
 def matmul(
@@ -106,9 +107,10 @@ def matmul(
             else tuple(implementation)
         ),
         config=config,
+        device=DeviceSpec.current(),
     )
 
-    def run(x: jax.Array, w: jax.Array) -> jax.Array:
+    def local(x: jax.Array, w: jax.Array) -> jax.Array:
         axes = varying(x, w)
         rows = as_varying(x, axes).reshape(math.prod(x.shape[:-1]), x.shape[-1])
         y: Any = _matmul(rows, as_varying(w, axes), call)
@@ -117,7 +119,51 @@ def matmul(
     *rows, columns = string.ascii_lowercase[: x.ndim]
     leading = "".join(rows)
     w_dims = columns + "K" if rhs_transposed else "K" + columns
-    return by_shards(run, [x, w], [leading + "K", w_dims], leading + columns)
+    return by_shards(local, [x, w], [leading + "K", w_dims], leading + columns)
+
+
+def dense(
+    x: Float[Array, "*B M K"],
+    ws: Sequence[Float[Array, "K _N"]],
+    biases: Sequence[Float[Array, " _N"]],
+    *,
+    activation: str | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> tuple[Float[Array, "*B M _N"], ...]:
+    """Linear layers of one input, with bias and activation.
+
+    ``y_i = activation(x @ w_i + bias_i)``
+
+    On Hopper GPUs one kernel computes all of them, unless they are so small that it
+    would leave most of the GPU idle: it reads x once, and computes the activation of
+    one tile while the tensor cores multiply the next. Elsewhere XLA multiplies, one
+    product for each weight, and fuses what follows. Differentiable; the gradient of an
+    activation starts from its input, which is then stored as well.
+
+    Args:
+        x: ``[*B,M,K]`` activations; leading axes are merged with M.
+        ws: weights of the same type, [K,N] each.
+        biases: [N] each.
+        activation: "gelu" (exact), "gelu_tanh", "relu", "silu", or None.
+        implementation: "mosaic_gpu" (Hopper; bfloat16 or float16, K and N multiples of
+            64, M of 8), "xla", a sequence of these, or None for the best.
+
+    Returns:
+        One ``[*B,M,N]`` of the type of x for each weight.
+
+    Raises:
+        ValueError: shapes or types disagree, or the activation is unknown.
+        Unsupported: the implementation named cannot serve the arguments here.
+        ExceptionGroup: none of several implementations can.
+
+    Example:
+        >>> x, w = jnp.ones((2, 3)), jnp.ones((3, 2))
+        >>> (y,) = dense(x, [w], [jnp.array([-4.0, 0.0])], activation="relu")
+        >>> y
+        Array([[0., 3.],
+               [0., 3.]], dtype=float32)
+    """
+    return run_dense(x, ws, biases, activation, implementation, DeviceSpec.current())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,6 +172,7 @@ class _Call:
     out_dtype: Any
     implementation: str | tuple[str, ...] | None
     config: MatmulConfig | None
+    device: DeviceSpec | None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -134,6 +181,7 @@ def _matmul(x: jax.Array, w: jax.Array, call: _Call) -> jax.Array:
         x,
         w,
         call.implementation,
+        device=call.device,
         config=call.config,
         out_dtype=call.out_dtype,
         rhs_transposed=call.rhs_transposed,
@@ -147,105 +195,18 @@ def _forward(x: jax.Array, w: jax.Array, call: _Call) -> tuple[jax.Array, Any]:
 def _backward(call: _Call, saved: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, w = saved
     dy = dy.astype(x.dtype)
-    dx = run(
+    product = functools.partial(
+        run, implementation=call.implementation, device=call.device
+    )
+    dx = product(
         dy,
         w,
-        call.implementation,
         out_dtype=x.dtype,
         rhs_transposed=not call.rhs_transposed,
     )
     left, right = (dy, x) if call.rhs_transposed else (x, dy)
-    dw = run(left, right, call.implementation, out_dtype=w.dtype, lhs_transposed=True)
+    dw = product(left, right, out_dtype=w.dtype, lhs_transposed=True)
     return dx, dw
 
 
 _matmul.defvjp(_forward, _backward)
-
-
-def run(
-    x: jax.Array,
-    w: jax.Array,
-    implementation: str | tuple[str, ...] | None,
-    *,
-    config: MatmulConfig | None = None,
-    **storage: Any,
-) -> jax.Array:
-    """`matmul` of two matrices without its gradient rule, for other ops' rules.
-
-    Args:
-        x: [M,K], or [K,M] with `lhs_transposed`.
-        w: [K,N], or [N,K] with `rhs_transposed`.
-        implementation: as in `matmul`.
-        config: as in `matmul`.
-        **storage: `out_dtype`, `lhs_transposed`, `rhs_transposed`.
-
-    Returns:
-        [M,N] of `out_dtype`.
-    """
-    device = DeviceSpec.current()
-    if implementation is None:
-        problem = Problem.of(x, w, **storage)
-        wanted = config is not None or tuning.overriding("matmul") is not None
-        implementation = (
-            ("mosaic_gpu", "xla") if wanted else _preferred(problem, device)
-        )
-    implementations = {
-        "mosaic_gpu": functools.partial(_mosaic_gpu, device=device, config=config),
-        "xla": functools.partial(_xla, wide=device is None, config=config),
-    }
-    y = dispatch("matmul", implementations, implementation, x, w, **storage)
-    return as_varying(y, varying(x, w))  # kernels lose the mark
-
-
-_NOISE = 0.02
-"""Measured times differ by as much from run to run."""
-
-
-def _preferred(problem: Problem, device: DeviceSpec | None) -> tuple[str, ...]:
-    """The order in which implementations are tried."""
-    if device is None:
-        return ("xla",)
-    entry = tuning.tuned_entry("matmul", problem.key, device)
-    if entry is not None:
-        xla_wins = entry.xla_us < (1 - _NOISE) * entry.time_us
-    else:
-        xla_wins = prefer_xla(problem, device) is not None
-    return ("xla",) if xla_wins else ("mosaic_gpu", "xla")
-
-
-def _xla(
-    x: jax.Array,
-    w: jax.Array,
-    *,
-    wide: bool,
-    config: MatmulConfig | None,
-    **storage: Any,
-) -> jax.Array:
-    if config is not None:
-        raise Unsupported(
-            f"matmul: XLA takes no config, got {config!r}; pass None or use"
-            " implementation='mosaic_gpu'"
-        )
-    return xla.matmul(x, w, wide=wide, **storage)
-
-
-def _mosaic_gpu(
-    x: jax.Array,
-    w: jax.Array,
-    *,
-    device: DeviceSpec | None,
-    config: MatmulConfig | None,
-    **storage: Any,
-) -> jax.Array:
-    problem = Problem.of(x, w, **storage)
-    device = mosaic_gpu.check_problem(problem, device)
-    check_local("matmul", x, w)
-    config = tuning.lookup(
-        "matmul",
-        problem.key,
-        device,
-        MatmulConfig,
-        config=config,
-        heuristic=functools.partial(heuristic, problem, device),
-    )
-    return mosaic_gpu.matmul(x, w, config=config, device=device, **storage)

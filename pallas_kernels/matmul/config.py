@@ -10,10 +10,17 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_kernels.cost_model import (
+    LEAST_BUSY,
+    TILE_OVERHEAD,
+    busy_share,
+    step_cycles,
+    waves,
+)
 from pallas_kernels.mosaic import DeviceSpec
 
 
-__all__ = ["MatmulConfig", "Problem", "candidates", "heuristic", "prefer_xla"]
+__all__ = ["DenseProblem", "MatmulConfig", "Problem", "candidates", "heuristic"]
 
 CONSUMERS = 2
 """Warpgroups that multiply; one more streams their operands."""
@@ -155,6 +162,47 @@ class Problem:
             parts.append("rhs_transposed")
         return " ".join(parts)
 
+    def declines(self, device: DeviceSpec) -> str | None:
+        """Why XLA is the better choice where nothing was measured, if it is."""
+        if 0 in (self.m, self.n, self.k):
+            return "the product is empty"
+        if self.m % 8:
+            return f"m={self.m} is no multiple of 8, so its rows would be copied"
+        best = heuristic(self, device)
+        tiles = math.prod(_counts(self, best))
+        area = best.tile_m * best.tile_n
+        busy = busy_share(self.m * self.n, tiles, area, device)
+        if busy < LEAST_BUSY:
+            return (
+                f"the best cut of m={self.m} n={self.n} keeps {busy:.0%} of the GPU"
+                " busy, less than splitting sums"
+            )
+        return None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DenseProblem:
+    """Linear layers of one input, which one kernel computes."""
+
+    m: int
+    """Rows of the input."""
+    n: tuple[int, ...]
+    """Output features of each layer."""
+
+    @property
+    def key(self) -> str:
+        """Key in the tables of tuned configs, which have none of it so far."""
+        return f"m={self.m} n={'+'.join(map(str, self.n))}"
+
+    def declines(self, device: DeviceSpec) -> str | None:
+        """Why XLA is the better choice where nothing was measured, if it is."""
+        if 2 * self.m * sum(self.n) < device.num_sms * 128 * 192:
+            return (
+                f"{self.key} gives less than half of the GPU a tile, and XLA splits the"
+                " sums of small products"
+            )
+        return None
+
 
 # Tiles worth considering, the largest first. A consumer's fp32 sums fill the registers
 # at 128 x 320; smaller tiles need more traffic for each product but leave fewer
@@ -169,12 +217,8 @@ _TILES = (
     MatmulConfig(tile_m=64, tile_n=128, stages=8, store_slots=1, split="n"),
 )
 
-# Cost model, in clock cycles of a multiprocessor (H200, measured to a few percent).
-_TENSOR_CORE = 2048  # multiply-adds a cycle, 16-bit operands
-_L2_BYTES = 48  # bytes a cycle from the L2 cache to one multiprocessor
-_TILE_OVERHEAD = 2000  # filling the ring once, storing the tile
-_SECOND_PRODUCT = 1.05  # where a stage takes two products, and the ring is short
-_LEAST_BUSY = 0.83  # below, cuBLAS wins: it also splits the sums (H200, measured)
+_SECOND_PRODUCT = 1.05
+"""Time where a stage takes two products, and the ring is short (H200, measured)."""
 
 
 def _counts(problem: Problem, config: MatmulConfig) -> tuple[int, int]:
@@ -183,12 +227,11 @@ def _counts(problem: Problem, config: MatmulConfig) -> tuple[int, int]:
 
 def _cost(problem: Problem, config: MatmulConfig, device: DeviceSpec) -> float:
     """Estimated cycles: waves of tiles, each bound by tensor cores or L2 traffic."""
-    waves = -(-math.prod(_counts(problem, config)) // device.num_sms)
-    area = config.tile_m * config.tile_n
     edges = (config.tile_m + config.tile_n) * problem.dtype.itemsize
-    per_k = max(area / _TENSOR_CORE, edges / _L2_BYTES)
+    per_k = step_cycles(config.tile_m, config.tile_n, edges)
     slower = _SECOND_PRODUCT if len(config.product_columns) > 1 else 1.0
-    return waves * (problem.k * per_k * slower + _TILE_OVERHEAD)
+    tiles = math.prod(_counts(problem, config))
+    return waves(tiles, device) * (problem.k * per_k * slower + TILE_OVERHEAD)
 
 
 def _clustered(problem: Problem, config: MatmulConfig) -> MatmulConfig:
@@ -240,28 +283,3 @@ def candidates(problem: Problem, device: DeviceSpec) -> tuple[MatmulConfig, ...]
             deep = dataclasses.replace(best, tile_k=128, stages=best.stages // 2)
             found.append(deep)
     return tuple(dict.fromkeys(found))
-
-
-def prefer_xla(problem: Problem, device: DeviceSpec) -> str | None:
-    """Why XLA is the better choice for a problem that was never tuned, if it is.
-
-    Args:
-        problem: what to compute.
-        device: number of multiprocessors.
-
-    Returns:
-        A reason, or None where the kernel is expected not to lose.
-    """
-    if 0 in (problem.m, problem.n, problem.k):
-        return "the product is empty"
-    if problem.m % 8:
-        return f"m={problem.m} is no multiple of 8, so its rows would be copied"
-    best = heuristic(problem, device)
-    waves = -(-math.prod(_counts(problem, best)) // device.num_sms)
-    area = waves * device.num_sms * best.tile_m * best.tile_n
-    busy = problem.m * problem.n / area
-    if busy < _LEAST_BUSY:
-        return (
-            f"the best cut keeps {busy:.0%} of the GPU busy, less than splitting sums"
-        )
-    return None

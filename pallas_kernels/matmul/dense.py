@@ -1,4 +1,4 @@
-"""The public linear layer: product, bias and activation of one input.
+"""Linear layers: products, bias and activation of one input.
 
 Axis letters: B any leading axes, M rows, K contraction, N columns.
 """
@@ -14,12 +14,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
+from pallas_kernels import tuning
 from pallas_kernels.dispatch import check_floating, dispatch
 from pallas_kernels.matmul import mosaic_gpu_dense
 from pallas_kernels.matmul.activations import activate, check_activation
-from pallas_kernels.matmul.api import run
+from pallas_kernels.matmul.config import DenseProblem
+from pallas_kernels.matmul.implementations import run
 from pallas_kernels.mosaic import (
     DeviceSpec,
     as_varying,
@@ -30,72 +32,46 @@ from pallas_kernels.mosaic import (
 from pallas_kernels.partition import by_shards, check_local
 
 
-__all__ = ["dense"]
+__all__ = ["run_dense"]
 
 
-def dense(
-    x: Float[Array, "*B M K"],
-    ws: Sequence[Float[Array, "K _N"]],
-    biases: Sequence[Float[Array, " _N"]],
-    *,
-    activation: str | None = None,
-    implementation: str | Sequence[str] | None = None,
-) -> tuple[Float[Array, "*B M _N"], ...]:
-    """Linear layers of one input, with bias and activation.
-
-    ``y_i = activation(x @ w_i + bias_i)``
-
-    On Hopper GPUs one kernel computes all of them, unless they are so small that it
-    would leave most of the GPU idle: it reads x once, and computes the activation of
-    one tile while the tensor cores multiply the next. Elsewhere XLA multiplies, one
-    product for each weight, and fuses what follows. Differentiable; the gradient of an
-    activation starts from its input, which is then stored as well.
-
-    Args:
-        x: ``[*B,M,K]`` activations; leading axes are merged with M.
-        ws: weights of the same type, [K,N] each.
-        biases: [N] each.
-        activation: "gelu" (exact), "gelu_tanh", "relu", "silu", or None.
-        implementation: "mosaic_gpu" (Hopper; bfloat16 or float16, K and N multiples of
-            64, M of 8), "xla", a sequence of these, or None for the best.
-
-    Returns:
-        One ``[*B,M,N]`` of the type of x for each weight.
-
-    Raises:
-        ValueError: shapes or types disagree, or the activation is unknown.
-        Unsupported: the implementation named cannot serve the arguments here.
-        ExceptionGroup: none of several implementations can.
-
-    Example:
-        >>> x, w = jnp.ones((2, 3)), jnp.ones((3, 2))
-        >>> (y,) = dense(x, [w], [jnp.array([-4.0, 0.0])], activation="relu")
-        >>> y
-        Array([[0., 3.],
-               [0., 3.]], dtype=float32)
-    """
+def run_dense(
+    x: Array,
+    ws: Sequence[Array],
+    biases: Sequence[Array],
+    activation: str | None,
+    implementation: str | Sequence[str] | None,
+    device: DeviceSpec | None,
+) -> tuple[Array, ...]:
+    """See `pallas_kernels.matmul.dense`; kernels are built for `device`."""
     _check(x, ws, biases, activation)
-    implementations = {"mosaic_gpu": _mosaic_gpu, "xla": _xla}
+    implementations = {
+        "mosaic_gpu": functools.partial(_mosaic_gpu, device=device),
+        "xla": functools.partial(_xla, wide=device is None),
+    }
 
     def run(x: Array, *layers: Array) -> tuple[Array, ...]:
         ws, biases = layers[: len(layers) // 2], layers[len(layers) // 2 :]
-        names = implementation
-        if names is None:
-            names = ("mosaic_gpu", "xla") if _fills(x, ws) else "xla"
-        return dispatch("dense", implementations, names, x, ws, biases, activation)
+        problem = DenseProblem(
+            m=math.prod(x.shape[:-1]), n=tuple(w.shape[1] for w in ws)
+        )
+        declines = functools.partial(tuning.declines, "dense", problem, device)
+        return dispatch(
+            "dense",
+            implementations,
+            implementation,
+            x,
+            ws,
+            biases,
+            activation,
+            declines={"mosaic_gpu": declines},
+        )
 
     *rows, columns = string.ascii_lowercase[: x.ndim]
     leading = "".join(rows)
     dims = [leading + "K", *["K" + columns] * len(ws), *[columns] * len(ws)]
     out = (leading + columns,) * len(ws)
     return by_shards(run, [x, *ws, *biases], dims, out)
-
-
-def _fills(x: Array, ws: Sequence[Array]) -> bool:
-    """Whether half of the GPU gets a tile; XLA splits the sums of small products."""
-    device = DeviceSpec.current()
-    results = x.size // max(x.shape[-1], 1) * sum(w.shape[1] for w in ws)
-    return device is not None and 2 * results >= device.num_sms * 128 * 192
 
 
 def _check(
@@ -122,17 +98,20 @@ def _check(
 
 
 def _xla(
-    x: Array, ws: tuple[Array, ...], biases: tuple[Array, ...], activation: str | None
+    x: Array,
+    ws: tuple[Array, ...],
+    biases: tuple[Array, ...],
+    activation: str | None,
+    *,
+    wide: bool,
 ) -> tuple[Array, ...]:
     # XLA would make one product of several, and then copy each part out of it to add
     # its bias. It does not where the inputs look different.
     inputs = [x] if len(ws) == 1 else jax.lax.optimization_barrier([x] * len(ws))
     layers = zip(inputs, ws, biases, strict=True)
     # On a CPU sums may stay in the type asked for, as in `pallas_kernels.matmul.xla`.
-    wide = DeviceSpec.current() is None and x.dtype.itemsize < 4
-    product = functools.partial(
-        jnp.matmul, preferred_element_type=jnp.float32 if wide else None
-    )
+    sums = jnp.float32 if wide and x.dtype.itemsize < 4 else None
+    product = functools.partial(jnp.matmul, preferred_element_type=sums)
     return tuple(
         activate(product(x, w).astype(x.dtype) + bias, activation)
         for x, w, bias in layers
@@ -140,10 +119,15 @@ def _xla(
 
 
 def _mosaic_gpu(
-    x: Array, ws: tuple[Array, ...], biases: tuple[Array, ...], activation: str | None
+    x: Array,
+    ws: tuple[Array, ...],
+    biases: tuple[Array, ...],
+    activation: str | None,
+    *,
+    device: DeviceSpec | None,
 ) -> tuple[Array, ...]:
     rows = math.prod(x.shape[:-1])
-    device = check_hopper(DeviceSpec.current(), "dense")
+    device = check_hopper(device, "dense")
     check_local("dense", x, *ws, *biases)
     call = _Call(activation=activation, device=device)
     flat, ws, biases = vary_alike((x.reshape(rows, x.shape[-1]), ws, biases))
@@ -190,15 +174,16 @@ def _backward(call: _Call, saved: Any, dys: tuple[Array, ...]) -> tuple[Any, ...
         dys = tuple(
             jax.vjp(follow, y)[1](dy)[0] for y, dy in zip(kept, dys, strict=True)
         )
+    product = functools.partial(run, implementation=None, device=call.device)
     # One of several parts is rounded once, with the sum.
     dtype = x.dtype if len(ws) == 1 else jnp.float32
     parts = (
-        run(dy, w, None, out_dtype=dtype, rhs_transposed=True)
+        product(dy, w, out_dtype=dtype, rhs_transposed=True)
         for dy, w in zip(dys, ws, strict=True)
     )
     dx = functools.reduce(operator.add, parts).astype(x.dtype)
     dws = tuple(
-        run(x, dy, None, out_dtype=w.dtype, lhs_transposed=True)
+        product(x, dy, out_dtype=w.dtype, lhs_transposed=True)
         for dy, w in zip(dys, ws, strict=True)
     )
     dbiases = tuple(jnp.sum(dy, 0, dtype=jnp.float32).astype(dy.dtype) for dy in dys)

@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import re
 from collections.abc import Iterator
-from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -21,7 +20,8 @@ __all__ = ["H200", "DeviceSpec", "check_hopper", "check_smem", "use_device"]
 # Largest dynamic shared memory of one block, by compute capability.
 _SMEM_BYTES = {(8, 0): 166_912, (8, 9): 101_376, (9, 0): 232_448, (10, 0): 232_448}
 
-_assumed: ContextVar["DeviceSpec | None"] = ContextVar("assumed_device", default=None)
+# Part of the key under which `jax.jit` finds what it has traced and compiled.
+_assumed: Any = jax.make_user_context(None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class DeviceSpec:
         and so does a mesh of CPUs (`jax.shard_map`, `jax.set_mesh`). The placement of
         arrays does not: it is not known under `jax.jit`.
         """
-        if (spec := _assumed.get()) is not None:
+        if (spec := _assumed.value) is not None:
             return spec
         if _platform() == "cpu":
             return None
@@ -84,6 +84,8 @@ H200 = DeviceSpec(
 def use_device(spec: DeviceSpec) -> Iterator[DeviceSpec]:
     """Makes public ops build their kernels for `spec`, whatever device is there.
 
+    A function that `jax.jit` has compiled for another device is traced again.
+
     Args:
         spec: the device to assume, for example `H200` to lower kernels on a CPU.
 
@@ -92,11 +94,8 @@ def use_device(spec: DeviceSpec) -> Iterator[DeviceSpec]:
         ...     DeviceSpec.current().num_sms
         132
     """
-    token = _assumed.set(spec)
-    try:
+    with _assumed(spec):
         yield spec
-    finally:
-        _assumed.reset(token)
 
 
 def _platform() -> str | None:

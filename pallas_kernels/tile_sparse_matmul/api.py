@@ -36,7 +36,6 @@ from pallas_kernels.tile_sparse_matmul.config import (
     Problem,
     TileSparseConfig,
     heuristic,
-    prefer_dense,
 )
 from pallas_kernels.tile_sparse_matmul.format import STEP, TileSparse
 from pallas_kernels.tile_sparse_matmul.singles import (
@@ -173,7 +172,7 @@ def _tile_sparse_matmul(
     if singles is not None and singles.room:
         y = _with_singles(flat, w, singles, bias, call)
         return y.reshape((w.shape[1], *batch) if y_major else (*batch, w.shape[1]))
-    if not x_major and _order(flat, w, call)[:1] != ("xla",) and w.granularity < STEP:
+    if not x_major and w.granularity < STEP and _may_run_a_kernel(flat, w, call):
         # Here, so that the gradient of the values finds it transposed too.
         flat, call = flat.T, dataclasses.replace(call, feature_major=(True, y_major))
     pattern = (w.rows, w.counts, w.columns, w.order)
@@ -197,40 +196,59 @@ def _layouts(feature_major: Any) -> tuple[bool, bool]:
 def _with_singles(
     x: jax.Array, w: TileSparse, singles: SingleWeights, bias: Any, call: "_Call"
 ) -> jax.Array:
-    """The product by what is in tiles and what is not."""
-    x_major, y_major = call.feature_major
-    if _singles_want_dense(x, w, singles, call):
-        dense = w.to_dense() + singles.to_dense()
-        y = xla.dense_matmul(
-            x, dense, feature_major=call.feature_major, out_dtype=jnp.float32
-        )
-    else:
-        y = tile_sparse_matmul(
-            x,
-            w,
-            feature_major=call.feature_major,
-            implementation=call.implementation,
-            config=call.config,
-        ).astype(jnp.float32)
-        extra = single_weights_matmul(x if x_major else x.T, singles)
-        y = y + (extra if y_major else extra.T)
+    """The product by what is in tiles and what is not, or by the whole weight."""
+    y = dispatch(
+        f"{_OP} (with single weights)",
+        {"tiles": _tiles_and_singles, "dense": _dense_with_singles},
+        None,
+        x,
+        w,
+        singles,
+        call,
+        declines={"tiles": functools.partial(_declines_singles, x, w, singles, call)},
+    )
     return epilogue.apply(
-        y, bias, call.activation, feature_major=y_major, dtype=x.dtype
+        y, bias, call.activation, feature_major=call.feature_major[1], dtype=x.dtype
     ).astype(x.dtype)
 
 
-def _singles_want_dense(
+def _tiles_and_singles(
     x: jax.Array, w: TileSparse, singles: SingleWeights, call: "_Call"
-) -> bool:
-    """Whether one dense product is expected to be faster than tiles and singles."""
-    order = _order(x, w, call)
+) -> jax.Array:
+    x_major, y_major = call.feature_major
+    y = tile_sparse_matmul(
+        x,
+        w,
+        feature_major=call.feature_major,
+        implementation=call.implementation,
+        config=call.config,
+    ).astype(jnp.float32)
+    extra = single_weights_matmul(x if x_major else x.T, singles)
+    return y + (extra if y_major else extra.T)
+
+
+def _dense_with_singles(
+    x: jax.Array, w: TileSparse, singles: SingleWeights, call: "_Call"
+) -> jax.Array:
+    dense = w.to_dense() + singles.to_dense()
+    return xla.dense_matmul(
+        x, dense, feature_major=call.feature_major, out_dtype=jnp.float32
+    )
+
+
+def _declines_singles(
+    x: jax.Array, w: TileSparse, singles: SingleWeights, call: "_Call"
+) -> str | None:
+    """Why one dense product is expected to be faster than tiles and singles."""
     problem = Problem.of(x, w, call.feature_major)
-    if order == ("xla",):
-        return not xla.gathers(w, problem.m)
-    device = DeviceSpec.current()
-    if call.implementation is not None or device is None:
-        return False
-    return prefer_dense(problem, device, singles.room)
+    if not _may_run_a_kernel(x, w, call):
+        if xla.gathers(w, problem.m):
+            return None
+        return f"XLA unpacks the weight for {problem.m} tokens in any case"
+    if call.implementation is not None:
+        return None
+    problem = dataclasses.replace(problem, singles=singles.room)
+    return tuning.declines(_OP, problem, DeviceSpec.current(), call.config)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -301,17 +319,44 @@ def _backward(call: _Call, saved: Any, dy: jax.Array) -> tuple[Any, ...]:
 
 def _grad_inputs(dy: jax.Array, w: TileSparse, call: _Call) -> jax.Array:
     """The gradient of x: sparse where the transpose has tiles, dense elsewhere."""
-    x_major, y_major = call.feature_major
+    return dispatch(
+        f"{_OP} (gradient of x)",
+        {"mosaic_gpu": _sparse_grad_inputs, "dense": _dense_grad_inputs},
+        None,
+        dy,
+        w,
+        call,
+        declines={"mosaic_gpu": functools.partial(_declines_transposed, dy, w, call)},
+    )
+
+
+def _declines_transposed(dy: jax.Array, w: TileSparse, call: _Call) -> str | None:
+    """Why a dense product is to give the gradient of x."""
+    if not has_tiles(w):
+        return (
+            f"the transpose of a weight of granularity {w.granularity} with tiles of"
+            f" {w.tile} has no tiles"
+        )
+    if 2 * w.room > w.shape[0]:
+        # Its tiles have 64 columns and share less.
+        return "more than half of the rows are kept, so a dense product is faster"
+    names = _names(call)
+    if "mosaic_gpu" not in names:
+        return f"implementation {names} was asked for"
+    y_major = call.feature_major[1]
     forth = dataclasses.replace(call, feature_major=(y_major, y_major))
-    # Tiles of 64 columns share less: above half full a dense product is faster.
-    sparse = has_tiles(w) and 2 * w.room <= w.shape[0]
-    if sparse and "mosaic_gpu" in _order(dy, w, forth):
-        back = dataclasses.replace(call, feature_major=(y_major, x_major), config=None)
-        try:
-            dx = _mosaic_gpu(dy, transposed(w), None, None, back)
-            return vary_alike((dx, dy))[0]
-        except Unsupported:
-            pass  # a dense product always can
+    return _declines(dy, w, forth) if call.implementation is None else None
+
+
+def _sparse_grad_inputs(dy: jax.Array, w: TileSparse, call: _Call) -> jax.Array:
+    x_major, y_major = call.feature_major
+    back = dataclasses.replace(call, feature_major=(y_major, x_major), config=None)
+    dx = _mosaic_gpu(dy, transposed(w), None, None, back)
+    return vary_alike((dx, dy))[0]
+
+
+def _dense_grad_inputs(dy: jax.Array, w: TileSparse, call: _Call) -> jax.Array:
+    x_major, y_major = call.feature_major
     dense = w.packed().to_dense()  # [K, C]
     named = "xla" if call.implementation == "xla" else None
     if x_major:
@@ -324,24 +369,30 @@ def _grad_inputs(dy: jax.Array, w: TileSparse, call: _Call) -> jax.Array:
 _product.defvjp(_forward, _backward)
 
 
-def _order(x: jax.Array, w: TileSparse, call: _Call) -> tuple[str, ...]:
-    """The implementations to try."""
+_KERNELS = ("mosaic_gpu", "triton")
+
+
+def _names(call: _Call) -> tuple[str, ...]:
+    """The implementations that the caller lets us try."""
     named = call.implementation
-    if named is not None:
-        return (named,) if isinstance(named, str) else named
-    device = DeviceSpec.current()
-    wanted = call.config is not None or tuning.overriding(_OP) is not None
-    if 0 in x.shape or (device is None and not wanted):
-        return ("xla",)
+    if named is None:
+        return (*_KERNELS, "xla")
+    return (named,) if isinstance(named, str) else named
+
+
+def _declines(x: jax.Array, w: TileSparse, call: _Call) -> str | None:
+    """Why XLA is expected to be faster than the kernels."""
     problem = Problem.of(x, w, call.feature_major)
-    if not wanted and device is not None and prefer_dense(problem, device):
-        return ("xla",)
-    return ("mosaic_gpu", "triton", "xla")
+    return tuning.declines(_OP, problem, DeviceSpec.current(), call.config)
 
 
-def _alone(names: tuple[str, ...]) -> str | tuple[str, ...]:
-    """One name as itself: its own error reaches the caller."""
-    return names[0] if len(names) == 1 else names
+def _may_run_a_kernel(x: jax.Array, w: TileSparse, call: _Call) -> bool:
+    """Whether the input is worth being stored as the kernels want it."""
+    if call.implementation is not None:
+        return _names(call)[:1] != ("xla",)
+    if DeviceSpec.current() is None or 0 in x.shape:
+        return False
+    return _declines(x, w, call) is None
 
 
 _OP = "tile_sparse_matmul"
@@ -354,28 +405,30 @@ def _run(
     y = dispatch(
         _OP,
         {"mosaic_gpu": _mosaic_gpu, "triton": _triton, "xla": _xla},
-        _alone(_order(x, w, call)),
+        call.implementation,
         x,
         w,
         bias,
         activation,
         call,
+        declines=dict.fromkeys(_KERNELS, functools.partial(_declines, x, w, call)),
     )
     return vary_alike((y, x))[0]  # kernels lose the mark
 
 
 def _run_grad(x: jax.Array, dy: jax.Array, w: TileSparse, call: _Call) -> jax.Array:
     """The gradient of the values, by the first implementation that can."""
-    order = _order(x, w, call)
-    if "xla" not in order and order != ("mosaic_gpu",):
-        order = ("mosaic_gpu", "xla")  # Triton has no kernel for it
+    names: str | tuple[str, ...] | None = call.implementation
+    if names is not None and "triton" in _names(call):  # which has no kernel for it
+        names = tuple(name for name in _names(call) if name != "triton") or None
     grad = dispatch(
         f"{_OP} (gradient of the values)",
         {"mosaic_gpu": _grad_mosaic_gpu, "xla": xla.grad_values},
-        _alone(tuple(name for name in order if name != "triton")),
+        names,
         x,
         dy,
         w,
+        declines={"mosaic_gpu": functools.partial(_declines, x, w, call)},
         feature_major=call.feature_major,
     )
     return vary_alike((grad, x))[0]

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_kernels.cost_model import HBM_BANDWIDTH, TENSOR_CORE, step_cycles
 from pallas_kernels.matmul.config import CONSUMERS, MatmulConfig
 from pallas_kernels.matmul.config import Problem as MatmulProblem
 from pallas_kernels.mosaic import DeviceSpec
@@ -22,7 +23,6 @@ __all__ = [
     "TileSparseConfig",
     "candidates",
     "heuristic",
-    "prefer_dense",
 ]
 
 TILES = (64, 128, 256)
@@ -127,6 +127,8 @@ class Problem:
     """The input is stored feature by feature."""
     y_major: bool
     """The output is stored feature by feature."""
+    singles: int = 0
+    """Weights outside of tiles that each output feature has room for."""
 
     @classmethod
     def of(cls, x: Any, w: TileSparse, feature_major: tuple[bool, bool]) -> "Problem":
@@ -165,7 +167,43 @@ class Problem:
             f"m={self.m} n={self.n} k={self.k} room={self.room} tile={self.tile}"
             f" granularity={self.granularity}"
             f" {short.get(self.dtype.name, self.dtype.name)} {majors}"
+            + f" singles={self.singles}"
+            * bool(self.singles)
         )
+
+    def declines(self, device: DeviceSpec) -> str | None:
+        """Why unpacking the weight for a dense product is the better choice, if it is.
+
+        The dense weight is not at hand: unpacking it costs reading the packed one and
+        writing the dense one, so this is rare. Who knows that a layer stays as full as
+        this keeps it dense.
+
+        Example:
+            >>> from pallas_kernels.mosaic import H200
+            >>> full = Problem(m=8192, n=4096, k=4096, room=4096, tile=128,
+            ...                granularity=1, dtype=jnp.dtype("bfloat16"),
+            ...                x_major=True, y_major=True)
+            >>> full.declines(H200)
+            'a dense product takes 0.99 of the time, with 100% of the rows kept'
+            >>> dataclasses.replace(full, room=2048).declines(H200) is None
+            True
+        """
+        if 0 in (self.m, self.n, self.k):
+            return "the product is empty"
+        dense = max(
+            self.m * self.n * self.k / (TENSOR_CORE * device.num_sms),
+            2 * self.k * self.n / HBM_BANDWIDTH,
+        )
+        dense += 2 * self.n * (self.room + 2 * self.k) / HBM_BANDWIDTH + _SPLIT_OVERHEAD
+        sparse = _cost(self, heuristic(self, device), device)
+        if self.singles:
+            read = 2 * self.m * self.n * self.singles / _SINGLES_BYTES
+            sparse += read + _SINGLES_OVERHEAD * -(-self.singles // 8)
+        if dense >= sparse:
+            return None
+        kept = f"with {self.room / self.k:.0%} of the rows kept"
+        more = f" and {self.singles} single weights a column" * bool(self.singles)
+        return f"a dense product takes {dense / sparse:.2f} of the time, {kept}{more}"
 
     def matmul(
         self, config: TileSparseConfig, out_dtype: DTypeLike
@@ -240,13 +278,10 @@ def heuristic(problem: Problem, device: DeviceSpec) -> TileSparseConfig:
     return min(alone, key=lambda config: _cost(problem, config, device))
 
 
-# Cost model, in clock cycles of a multiprocessor; from times at 4096 x 4096 x 4096 with
-# 50% and 75% pruned in first trials on an H200: steps run at the rate of a dense
-# product, what a block costs beyond them is fixed.
-_TENSOR_CORE = 2048  # multiply-adds a cycle, 16-bit operands
+# Clock cycles of a multiprocessor; from times at 4096 x 4096 x 4096 with 50% and 75%
+# pruned in first trials on an H200: steps run at the rate of a dense product, what a
+# block costs beyond them is fixed.
 _EFFICIENCY = 0.98  # of the tensor cores, of that of a dense product
-_L2_BYTES = 48  # bytes a cycle from the L2 cache to one multiprocessor
-_HBM_BYTES = 2300  # bytes a cycle from memory to all of them
 _BLOCK_OVERHEAD = 4500  # filling the ring, storing the block
 _SPLIT_OVERHEAD = 4000  # another kernel, which adds the parts
 # From 20 single weights of each of 14,336 output features, 1 to 64 tokens.
@@ -260,46 +295,11 @@ def _cost(problem: Problem, config: TileSparseConfig, device: DeviceSpec) -> flo
     blocks = -(-p.m // (c.block_tokens * c.cluster)) * p.tiles * c.splits
     waves = -(-blocks // (device.num_sms // c.cluster))
     bytes_moved = 2 * (min(c.block_tokens, -(-p.m // 8) * 8) + p.tile / c.cluster)
-    products = c.block_tokens * p.tile / (_TENSOR_CORE * _EFFICIENCY)
-    step = max(products, bytes_moved / _L2_BYTES)
+    step = step_cycles(c.block_tokens, p.tile, bytes_moved, _EFFICIENCY * TENSOR_CORE)
     cycles = waves * (p.room / c.splits * step + _BLOCK_OVERHEAD)
-    weight = 2 * p.tiles * p.tile * p.room / _HBM_BYTES
+    weight = 2 * p.tiles * p.tile * p.room / HBM_BANDWIDTH
     busy = min(1.0, blocks * c.cluster / device.num_sms)
     return max(cycles, weight / busy) + _SPLIT_OVERHEAD * (c.splits > 1)
-
-
-def prefer_dense(problem: Problem, device: DeviceSpec, singles: int = 0) -> bool:
-    """Whether unpacking the weight and a dense product is expected to be faster.
-
-    The dense weight is not at hand: unpacking it costs reading the packed one and
-    writing the dense one, so this is rare. Who knows that a layer stays as full as this
-    keeps it dense.
-
-    Args:
-        problem: what to compute.
-        device: number of multiprocessors.
-        singles: weights outside of tiles that each output feature has room for.
-
-    Example:
-        >>> from pallas_kernels.mosaic import H200
-        >>> full = Problem(m=8192, n=4096, k=4096, room=4096, tile=128, granularity=1,
-        ...                dtype=jnp.dtype("bfloat16"), x_major=True, y_major=True)
-        >>> prefer_dense(full, H200)
-        True
-        >>> prefer_dense(dataclasses.replace(full, room=2048), H200)
-        False
-    """
-    p = problem
-    dense = max(
-        p.m * p.n * p.k / (_TENSOR_CORE * device.num_sms),
-        2 * p.k * p.n / _HBM_BYTES,
-    )
-    unpack = 2 * p.n * (p.room + 2 * p.k) / _HBM_BYTES + _SPLIT_OVERHEAD
-    sparse = _cost(problem, heuristic(problem, device), device)
-    if singles:
-        read = 2 * p.m * p.n * singles / _SINGLES_BYTES
-        sparse += read + _SINGLES_OVERHEAD * -(-singles // 8)
-    return dense + unpack < sparse
 
 
 def _configs(problem: Problem, device: DeviceSpec) -> list[TileSparseConfig]:

@@ -77,6 +77,24 @@ def test_an_empty_sequence_is_a_mistake():
         dispatch("op", {"works": works}, [], 3)
 
 
+def test_none_passes_over_what_is_expected_to_lose(caplog, monkeypatch):
+    monkeypatch.setattr(dispatch_module, "_logged", set())
+    table = {"works": works, "other": other}
+    declines = {"works": lambda: "too few rows", "other": lambda: None}
+    with caplog.at_level(logging.INFO, logger="pallas_kernels"):
+        assert dispatch("op", table, None, 3, declines=declines) == ("other", 3)
+        assert dispatch("op", table, "works", 3, declines=declines) == ("works", 3)
+        names = ("works", "other")
+        assert dispatch("op", table, names, 3, declines=declines) == ("works", 3)
+    assert caplog.records[0].getMessage() == (
+        "op runs implementation 'other' (works: op: too few rows;"
+        " implementation='works' runs it)"
+    )
+    with pytest.raises(ExceptionGroup, match=r"too few rows.*no GPU"):
+        table = {"works": works, "fast": refuses("no GPU")}
+        dispatch("op", table, None, 3, declines=declines)
+
+
 def test_another_reason_is_logged_another_number_is_not(caplog, monkeypatch):
     monkeypatch.setattr(dispatch_module, "_logged", set())
     with caplog.at_level(logging.INFO, logger="pallas_kernels"):

@@ -1,10 +1,13 @@
 """Which device kernels are built for."""
 
+import dataclasses
 import types
 
 import jax
+import jax.numpy as jnp
 import pytest
 
+from pallas_kernels.matmul import matmul
 from pallas_kernels.mosaic import H200, DeviceSpec, use_device
 
 
@@ -22,6 +25,24 @@ def test_a_cpu_is_no_device():
     with use_device(H200):
         assert DeviceSpec.current() is H200
     assert DeviceSpec.current() is None
+
+
+def test_functions_are_traced_again_for_another_device():
+    x = jnp.ones((256, 256), jnp.bfloat16)
+    w = jnp.ones((256, 256), jnp.bfloat16)
+    f = jax.jit(lambda x, w: matmul(x, w, implementation=("mosaic_gpu", "xla")))
+
+    def kernels():
+        text = f.trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
+        return text.count("mosaic_gpu_v2")
+
+    assert f(x, w)[0, 0] == 256 and kernels() == 0
+    with use_device(H200):
+        assert kernels() == 1
+    ampere = dataclasses.replace(H200, compute_capability=(8, 0))
+    with use_device(ampere):
+        assert kernels() == 0
+    assert kernels() == 0 and f(x, w)[0, 0] == 256
 
 
 @pytest.mark.parametrize(("capability", "expected"), [("9.0", H200), ("gfx942", None)])

@@ -1,6 +1,7 @@
 """Where configs come from, and what a broken table says."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -13,7 +14,6 @@ from pallas_kernels import tuning
 from pallas_kernels.collective_matmul import CollectiveConfig
 from pallas_kernels.collective_matmul import tunable as collective_tunable
 from pallas_kernels.matmul import MatmulConfig, tunable
-from pallas_kernels.matmul.api import _preferred
 from pallas_kernels.matmul.config import Problem, candidates, heuristic
 from pallas_kernels.mosaic import H200
 from pallas_kernels.tile_sparse_matmul import TileSparseConfig
@@ -153,18 +153,46 @@ def test_the_shipped_tables_parse():
 def test_the_measured_winner_is_preferred(table):
     problem = Problem(m=4096, n=8192, k=4096, dtype=BF16, out_dtype=BF16)
     assert problem.key == KEY
-    assert _preferred(problem, None) == ("xla",)
-    assert _preferred(problem, H200) == ("mosaic_gpu", "xla")
+    choose = functools.partial(tuning.declines, "matmul", problem, H200)
+    assert choose() is None
     table({"matmul": {KEY: ENTRY}})
-    assert _preferred(problem, H200) == ("mosaic_gpu", "xla")
+    assert choose() is None
     table({"matmul": {KEY: ENTRY | {"xla_us": 9.0, "date": "2026-11-21"}}})
-    assert _preferred(problem, H200) == ("xla",)
+    reason = choose()
+    assert reason is not None and "XLA took 9.0 us and the kernel 10.5 us" in reason
+    # Within the noise the kernel may lose.
+    table({"matmul": {KEY: ENTRY | {"xla_us": 10.3, "date": "2026-11-22"}}})
+    assert choose() is None
+    table({"matmul": {KEY: ENTRY | {"xla_us": 10.28, "date": "2026-11-23"}}})
+    assert choose() is not None
+    assert tuning.declines("matmul", problem, None) is None  # the kernel says so
+    assert choose(MatmulConfig()) is None
+    with tuning.override("matmul", MatmulConfig()):
+        assert choose() is None
+    with tuning.override("other", MatmulConfig()):
+        assert choose() is not None
+
+
+def test_functions_are_traced_again_under_another_override():
+    found = []
+
+    @jax.jit
+    def f(x):
+        found.append(look_up().tile_n)
+        return x
+
+    for tile_n in (128, 192, 128):
+        with tuning.override("matmul", MatmulConfig(tile_n=tile_n)):
+            f(1.0)
+    f(1.0)
+    assert found == [128, 192, 64]
 
 
 def test_unknown_problems_without_enough_tiles_go_to_xla():
     def order(m, n):
         problem = Problem(m=m, n=n, k=4096, dtype=BF16, out_dtype=BF16)
-        return _preferred(problem, H200)[0]
+        reason = tuning.declines("matmul", problem, H200)
+        return "mosaic_gpu" if reason is None else "xla"
 
     assert order(16, 1024) == "xla"
     assert order(1024, 2560) == "xla"  # 112 tiles on 132 multiprocessors

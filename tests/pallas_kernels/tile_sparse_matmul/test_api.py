@@ -1,14 +1,20 @@
 """The public product on a CPU: values, gradients, transformations, messages."""
 
+# Wrong types are passed on purpose.
+# pyright: reportArgumentType=false
+
 import contextlib
 import dataclasses
 import functools
+import logging
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import dispatch as dispatch_module
 from pallas_kernels.matmul import ACTIVATIONS
 from pallas_kernels.mosaic import H200, use_device
 from pallas_kernels.tile_sparse_matmul import (
@@ -292,6 +298,32 @@ def test_mistakes_of_the_caller_are_named(no_shape_hook):
             tile_sparse_matmul(x, w, feature_major=odd)
     with pytest.raises(ValueError, match=r"shape \(2, 1, 4\) for rows of shape \(2, "):
         tile_sparse_matmul(x, w.with_values(w.values[:, :1]))
+
+
+@pytest.mark.parametrize(
+    ("device", "kept", "reasons"),
+    [
+        (None, 64, ["needs an NVIDIA Hopper GPU", "transpose .* has no tiles"]),
+        (H200, 64, ["transpose of a weight of granularity 1 .* has no tiles"]),
+        (H200, 2048, ["a dense product takes .* 100% of the rows kept"]),
+    ],
+)
+def test_why_no_kernel_runs_is_logged(device, kept, reasons, caplog, monkeypatch):
+    monkeypatch.setattr(dispatch_module, "_logged", set())
+    weight = np.ones((2048, 64), jnp.bfloat16)
+    mask = np.repeat(np.arange(2048)[:, None] < kept, 64, axis=1)
+    w = TileSparse.from_dense(weight, mask, tile=64)
+    x = jax.ShapeDtypeStruct((8192, 2048), jnp.bfloat16)
+
+    def loss(x):
+        return tile_sparse_matmul(x, w).sum().astype(jnp.float32)
+
+    caplog.set_level(logging.INFO, logger="pallas_kernels")
+    with use_device(device) if device else contextlib.nullcontext():
+        jax.eval_shape(jax.grad(loss), x)
+    said = "\n".join(record.getMessage() for record in caplog.records)
+    for reason in reasons:
+        assert re.search(reason, said), said
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
