@@ -1,5 +1,5 @@
-"""Decoders (GPT-2, GPT-J, LLaMA), encoders (BERT and its relatives), their heads,
-Hugging Face files and tokenizers.
+"""Decoders (GPT, LLaMA and their relatives), encoders (BERT and its relatives), their
+heads, Hugging Face files and tokenizers.
 """
 
 from jaxscale.models.config import DecoderConfig

@@ -70,6 +70,8 @@ class DecoderConfig:
     """Rotate features (2i, 2i+1) as GPT-J does instead of (i, i + rotary_dim/2)."""
     parallel_block: bool = False
     """Attention and feed-forward network read one norm and are summed (GPT-J)."""
+    parallel_mlp_norm: bool = False
+    """With `parallel_block`: the feed-forward network has a norm of its own (NeoX)."""
     attention_bias: bool = False
     """Bias in the query, key and value projections."""
     attention_out_bias: bool = False
@@ -82,6 +84,10 @@ class DecoderConfig:
     """The output projection is the transposed embedding table."""
     window: int | None = None
     """Sliding window: a token attends to this many tokens, itself included."""
+    global_layers: tuple[int, ...] = ()
+    """With `window`: numbers of the layers that have none, ascending."""
+    qk_norm: bool = False
+    """RMS norm of the queries and keys of each head before they are rotated (Qwen3)."""
     attention_softcap: float | None = None
     """Attention logits become ``softcap * tanh(logits / softcap)``."""
 
@@ -112,6 +118,18 @@ class DecoderConfig:
                 raise ValueError(
                     f"{name} {value} must be positive and finite, or None for none"
                 )
+        layers = range(self.num_layers)
+        known = {i for i in self.global_layers if isinstance(i, int) and i in layers}
+        if self.global_layers and self.window is None:
+            raise ValueError(
+                f"global_layers {self.global_layers} has no effect without window; "
+                "set window, or leave global_layers empty"
+            )
+        if self.global_layers != tuple(sorted(known)):
+            raise ValueError(
+                f"global_layers {self.global_layers} must be ascending numbers of "
+                f"layers, from 0 to {self.num_layers - 1}"
+            )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads {self.num_heads} must be a multiple of "
@@ -129,6 +147,11 @@ class DecoderConfig:
             value, choices = getattr(self, name), get_args(kind.__value__)
             if value not in choices:
                 raise ValueError(f"{name} {value!r} is unknown; use one of {choices}")
+        if self.parallel_mlp_norm and not self.parallel_block:
+            raise ValueError(
+                "parallel_mlp_norm True has no effect without parallel_block: a serial "
+                "block has two norms anyway; set one of them"
+            )
         if self.lm_head_bias and self.tie_embeddings:
             raise ValueError(
                 "lm_head_bias True needs an output projection of its own; set "
@@ -164,7 +187,6 @@ class DecoderConfig:
 
     def attention(self, layer: int = 0) -> AttentionConfig:
         """The attention of one layer."""
-        del layer  # all are alike
         rope = RopeConfig(
             theta=self.rope_theta,
             rotary_dim=self.rotary_dim,
@@ -178,8 +200,9 @@ class DecoderConfig:
             use_bias=self.attention_bias,
             use_out_bias=self.attention_out_bias,
             rope=rope if self.position == "rope" else None,
-            window=self.window,
+            window=None if layer in self.global_layers else self.window,
             softcap=self.attention_softcap,
+            qk_norm_eps=self.norm_eps if self.qk_norm else None,
         )
 
     def block(self) -> BlockConfig:
@@ -193,6 +216,7 @@ class DecoderConfig:
             activation=self.activation,
             mlp_bias=self.mlp_bias,
             parallel=self.parallel_block,
+            parallel_mlp_norm=self.parallel_mlp_norm,
             num_layers=self.num_layers,
         )
 
@@ -202,7 +226,9 @@ class DecoderConfig:
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         norm = d if self.norm == "rmsnorm" else 2 * d
         block = self._block_matmul_parameters()
-        block += norm if self.parallel_block else 2 * norm
+        one_norm = self.parallel_block and not self.parallel_mlp_norm
+        block += norm if one_norm else 2 * norm
+        block += 2 * self.head_dim * self.qk_norm
         block += (q + 2 * kv) * self.attention_bias + d * self.attention_out_bias
         block += (d + (self.num_mlp_kernels - 1) * self.d_ff) * self.mlp_bias
         total = self.num_layers * block + v * d + norm
@@ -217,7 +243,8 @@ class DecoderConfig:
         matrix products (blocks and output projection; no look-ups, norms or biases)
         and `keys` is the number of keys a query meets on average: ``seq_len`` in the
         full convention, as if nothing were masked, and ``seq_len / 2`` in the causal
-        one. With a window w < seq_len they are ``w`` and ``w - w**2 / (2 seq_len)``.
+        one. In a layer with a window w < seq_len they are ``w`` and
+        ``w - w**2 / (2 seq_len)``.
         Recomputation (remat) is not counted: the result measures useful work.
 
         Args:
@@ -234,12 +261,13 @@ class DecoderConfig:
         """
         if seq_len < 1:
             raise ValueError(f"seq_len {seq_len} must be positive")
-        keys = min(seq_len, self.window or seq_len)
-        keys = keys - keys**2 / (2 * seq_len) if causal else float(keys)
+        keys = 0.0  # of all layers
+        for layer in range(self.num_layers):
+            seen = min(seq_len, self.attention(layer).window or seq_len)
+            keys += seen - seen**2 / (2 * seq_len) if causal else seen
         matmul = self.num_layers * self._block_matmul_parameters()
         matmul += self.d_model * self.vocab_size
-        heads = self.num_layers * self.num_heads * self.head_dim
-        return 6 * matmul + 12 * heads * keys
+        return 6 * matmul + 12 * self.num_heads * self.head_dim * keys
 
     def _block_matmul_parameters(self) -> int:
         heads = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim

@@ -1,4 +1,4 @@
-"""The decoder-only Transformer behind GPT-2, GPT-J and LLaMA.
+"""The decoder-only Transformer behind GPT-2, GPT-J, GPT-NeoX, LLaMA, Mistral and Qwen.
 
 Legend: B batch, T tokens of a row, S slots, K key/value heads, H head dim, D model,
 V vocabulary, L layers.

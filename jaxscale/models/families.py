@@ -11,14 +11,19 @@ from jaxscale.models.deberta import DEBERTA
 from jaxscale.models.distilbert import DISTILBERT
 from jaxscale.models.encoder_config import EncoderConfig
 from jaxscale.models.gpt import GPT2, GPTJ
+from jaxscale.models.gpt_neox import GPT_NEOX
 from jaxscale.models.heads import HeadConfig, HeadKind
 from jaxscale.models.hf.family import Family, Heads, read_labels, write_labels
 from jaxscale.models.hf.keys import Keys, require
 from jaxscale.models.llama import LLAMA
+from jaxscale.models.mistral import MISTRAL
 from jaxscale.models.modernbert import MODERNBERT
+from jaxscale.models.qwen import QWEN2, QWEN3
 
 
-DECODERS: tuple[Family[DecoderConfig], ...] = (GPT2, GPTJ, LLAMA)
+DECODERS: tuple[Family[DecoderConfig], ...] = (
+    *(GPT2, GPTJ, LLAMA, MISTRAL, QWEN2, QWEN3, GPT_NEOX),
+)
 """Every family of decoders."""
 
 ENCODERS: tuple[Family[EncoderConfig], ...] = (

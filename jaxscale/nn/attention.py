@@ -238,6 +238,9 @@ class AttentionConfig:
     """Logits become ``softcap * tanh(logits / softcap)``."""
     causal: bool = True
     """No token sees a later one."""
+    qk_norm_eps: float | None = None
+    """RMS norm of the queries and keys of each head, before they are rotated, with this
+    added to the mean square; None has no norm (Qwen3, arXiv 2505.09388)."""
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim"):

@@ -198,6 +198,8 @@ class BlockConfig:
     """Bias in the feed-forward network."""
     parallel: bool = False
     """``x + attention(norm(x)) + mlp(norm(x))`` with one norm instead of two steps."""
+    parallel_mlp_norm: bool = False
+    """The feed-forward network of a parallel block has a norm of its own (NeoX)."""
     num_layers: int = 1
     """Depth of the model, which scales the initialization of residual projections."""
 
@@ -207,6 +209,8 @@ class BlockConfig:
                 f"post_norm True has two norms, of which parallel {self.parallel} and "
                 f"attention_norm {self.attention_norm} leave one; set post_norm=False"
             )
+        if self.parallel_mlp_norm and not self.parallel:
+            raise ValueError("parallel_mlp_norm True needs parallel=True")
         if self.parallel and not self.attention_norm:
             raise ValueError(
                 "parallel True needs attention_norm=True, the only norm of the block"
@@ -341,7 +345,8 @@ class Block(nnx.Module):
             tensor_parallel=tensor_parallel,
             rngs=rngs,
         )
-        self.mlp_norm = None if config.parallel else norm()
+        one_norm = config.parallel and not config.parallel_mlp_norm
+        self.mlp_norm = None if one_norm else norm()
         self.mlp = MLP(
             config.d_model,
             config.d_ff,
@@ -370,7 +375,13 @@ class Block(nnx.Module):
         if self.parallel:
             count = len(attention.inputs)
             activations = (*[None] * count, *mlp.activations)
-            projected = gather([*attention.inputs, *mlp.inputs], h, activations)
+            if self.mlp_norm is None:
+                projected = gather([*attention.inputs, *mlp.inputs], h, activations)
+            else:
+                projected = [
+                    *gather(attention.inputs, h),
+                    *gather(mlp.inputs, self.mlp_norm(x), mlp.activations),
+                ]
             heads = attention.split_heads(projected[:count])
             attended, state = attention.attend(heads, state)
             hidden = attention.join_heads(attended), mlp.join(projected[count:])

@@ -65,6 +65,7 @@ class RMSNorm(nnx.Module):
         features: int,
         *,
         eps: float = 1e-5,
+        axis: str | None = "norm",
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
@@ -74,17 +75,18 @@ class RMSNorm(nnx.Module):
         Args:
             features: Size of the normalized dimension.
             eps: Added to the mean square.
+            axis: Logical axis of the scale.
             dtype: Type of the result; statistics are in fp32.
             param_dtype: Type of the scale.
             rngs: Source of the keys.
         """
         self.eps = eps
         self.dtype = dtype
-        ones = partitioned(jax.nn.initializers.ones, "norm")
+        ones = partitioned(jax.nn.initializers.ones, axis)
         self.scale = nnx.Param(ones(rngs.params(), (features,), param_dtype))
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """The normalized tokens, in `dtype`."""
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        """The normalized tokens, or heads of tokens, in `dtype`."""
         return rms_norm(x, self.scale[...], self.eps).astype(self.dtype)
 
 

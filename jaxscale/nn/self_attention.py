@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.embeddings import NORMAL_INIT, rotary
 from jaxscale.nn.linear import ColumnParallelLinear, RowParallelLinear
+from jaxscale.nn.norms import RMSNorm
 from jaxscale.nn.state import KV_AXES, Q_AXES, AttentionState
 from jaxscale.sharding.operations import reshape
 from jaxscale.sharding.rules import REPLICATED, AxisRules
@@ -101,6 +102,20 @@ class Attention(nnx.Module):
             **options,
         )
 
+        def head_norm() -> RMSNorm | None:
+            if config.qk_norm_eps is None:
+                return None
+            return RMSNorm(
+                config.head_dim,
+                eps=config.qk_norm_eps,
+                axis=None,  # every head, on whatever device, has the same scale
+                dtype=dtype,
+                param_dtype=param_dtype,
+                rngs=rngs,
+            )
+
+        self.query_norm, self.key_norm = head_norm(), head_norm()
+
     @property
     def inputs(self) -> tuple[nnx.Module, ...]:
         """The layers that make queries, keys and values."""
@@ -135,9 +150,9 @@ class Attention(nnx.Module):
     def split_heads(
         self, projected: Sequence[Float[Array, "B T _features"]]
     ) -> tuple[Float[Array, "B T _heads H"], ...]:
-        """What the layers `inputs` give, with the heads apart."""
+        """What the layers `inputs` give, with the heads apart and maybe normalized."""
         c = self.config
-        return tuple(
+        q, k, v = (
             reshape(x, (*x.shape[:2], heads, c.head_dim), axes, self.rules)
             for x, heads, axes in zip(
                 projected,
@@ -145,7 +160,10 @@ class Attention(nnx.Module):
                 (Q_AXES, KV_AXES, KV_AXES),
                 strict=True,
             )
-        )
+        )  # [B, T, heads, H] each
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        return q, k, v
 
     def join_heads(self, out: Float[Array, "B T N H"]) -> Float[Array, "B T features"]:
         """What `attend` gives, with the heads side by side, as `out` takes it."""

@@ -141,8 +141,9 @@ def test_parameters_are_the_same(tensor_parallel):
     assert model.tensor_parallel == tensor_parallel
 
 
-def test_pretrained_models_take_the_option():
-    path = "tests/fixtures/models/llama3_gqa"
+@pytest.mark.parametrize("name", ["llama3_gqa", "qwen3", "neox"])
+def test_pretrained_models_take_the_option(name):
+    path = f"tests/fixtures/models/{name}"
     tokens = TOKENS[:, :8] % 128
     mesh = make_mesh(MeshConfig(data=2, tensor=2), jax.devices()[:4])
     model = load(

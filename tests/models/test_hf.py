@@ -27,6 +27,7 @@ from jaxscale.sharding import MeshConfig, fsdp_tp, make_mesh, megascale_3d, shar
 
 MODELS = Path(__file__).parents[1] / "fixtures" / "models"
 FAMILIES = sorted(directory.name for directory in MODELS.iterdir())
+VARIANTS = ["mistral", "qwen2", "qwen3_windows", "neox", "neox_serial"]
 SHARDED_MESH = MeshConfig(data=2, fsdp=2, pipe=1, tensor=2)
 
 BUFFERS = {pattern for family in DECODERS for pattern in family.buffers}
@@ -119,7 +120,20 @@ def test_logits_match_transformers(name):
     assert_logits(load(MODELS / name, dtype=jnp.float32), name)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gptj", "llama3_gqa"])
+@pytest.mark.parametrize("name", ["mistral", "qwen2", "qwen3_windows", "neox"])
+def test_cached_logits_match_transformers(name):
+    ids, logits = expected(name)
+    model = load(MODELS / name)
+    tokens, cache = padded(ids[:1]), model.init_cache(1, max_len=16)
+    decode = jax.jit(type(model).decode)
+    got = []
+    for part in np.split(np.arange(12), [7, 8, 9]):  # a prompt, two tokens, a chunk
+        found, cache = decode(model, tokens[:, part], cache)
+        got.append(found[0])
+    np.testing.assert_allclose(np.concatenate(got), logits[0], rtol=0, atol=ATOL)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gptj", "llama3_gqa", "qwen3_windows"])
 def test_packed_logits_match_transformers(name):
     ids, logits = expected(name)
     model = load(MODELS / name)
@@ -180,11 +194,23 @@ def test_fused_projection_of_gpt2_is_split():
             np.testing.assert_array_equal(part.bias[layer], bias[columns])
 
 
+def test_fused_projection_of_neox_is_split_by_heads():
+    attention = load(MODELS / "neox").blocks.attention
+    prefix = "gpt_neox.layers.1.attention.query_key_value"
+    fused = weights(MODELS / "neox")
+    kernel = fused[f"{prefix}.weight"].reshape(2, 3, 16, 32)  # [N, 3, H, D]
+    bias = fused[f"{prefix}.bias"].reshape(2, 3, 16)
+    for i, part in enumerate((attention.query, attention.key, attention.value)):
+        want = kernel[:, i].reshape(32, 32).T  # [D, N * H]
+        np.testing.assert_array_equal(part.kernel[1], want)
+        np.testing.assert_array_equal(part.bias[1], bias[:, i].reshape(32))
+
+
 # ------------------------------------------------------------------------------------
 # Shardings
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gptj", "llama3_gqa", "llama3_tied"])
+@pytest.mark.parametrize("name", ["gpt2", "gptj", "llama3_gqa", "qwen3", "neox"])
 def test_sharded_load_equals_unsharded(name):
     mesh, rules = make_mesh(SHARDED_MESH), fsdp_tp()
     model = load(MODELS / name, mesh=mesh, rules=rules)
@@ -199,11 +225,12 @@ def test_sharded_load_equals_unsharded(name):
         assert_logits(model, name)
 
 
-def test_explicit_mesh():
+@pytest.mark.parametrize("name", ["llama3_gqa", "qwen3", "neox"])
+def test_explicit_mesh(name):
     mesh = make_mesh(dataclasses.replace(SHARDED_MESH, axis_type="explicit"))
-    model = load(MODELS / "llama3_gqa", mesh=mesh, rules=fsdp_tp())
+    model = load(MODELS / name, mesh=mesh, rules=fsdp_tp())
     with jax.set_mesh(mesh):
-        assert_logits(model, "llama3_gqa")
+        assert_logits(model, name)
 
 
 def test_layers_split_over_pipe():
@@ -270,7 +297,7 @@ def test_saved_tensors_are_those_of_the_file(name, tmp_path):
     assert config["dtype"] == theirs.get("dtype", theirs.get("torch_dtype"))
 
 
-@pytest.mark.parametrize("name", ["gptj", "llama_bf16"])
+@pytest.mark.parametrize("name", ["gptj", "llama_bf16", *VARIANTS])
 def test_saved_model_is_the_same(name, tmp_path):
     model = load(MODELS / name)
     save(model, tmp_path)

@@ -8,7 +8,9 @@ import pytest
 
 from jaxscale.models.families import config_from_hf, config_to_hf
 from jaxscale.models.gpt import gpt2_tiny, gptj_tiny
+from jaxscale.models.gpt_neox import neox_tiny
 from jaxscale.models.llama import llama_tiny
+from jaxscale.models.mistral import mistral_tiny
 from jaxscale.models.presets import PRESETS
 from jaxscale.nn.embeddings import RopeScaling
 
@@ -132,6 +134,79 @@ PUBLISHED = {
 }
 
 
+PUBLISHED |= {
+    "mistral_7b": {
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "model_type": "mistral",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 32000,
+    },
+    "qwen2_5_7b": {
+        "hidden_act": "silu",
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "max_position_embeddings": 131072,
+        "max_window_layers": 28,
+        "model_type": "qwen2",
+        "num_attention_heads": 28,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "sliding_window": 131072,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vocab_size": 152064,
+    },
+    "qwen3_0_6b": {
+        "attention_bias": False,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 28,
+        "model_type": "qwen3",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "pythia_1_4b": {
+        "hidden_act": "gelu",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "layer_norm_eps": 1e-05,
+        "max_position_embeddings": 2048,
+        "model_type": "gpt_neox",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 24,
+        "rotary_emb_base": 10000,
+        "rotary_pct": 0.25,
+        "tie_word_embeddings": False,
+        "use_parallel_residual": True,
+        "vocab_size": 50304,
+    },
+}
+MISTRAL, QWEN2 = PUBLISHED["mistral_7b"], PUBLISHED["qwen2_5_7b"]
+
+
 def read(directory, name="config.json"):
     return json.loads((directory / name).read_text())
 
@@ -151,6 +226,43 @@ def test_old_and_new_keys_say_the_same(directory):
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_published_files_give_the_presets(name):
     assert config_from_hf(PUBLISHED[name]) == PRESETS[name]()
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("mistral_7b", 7_241_732_096),
+        ("qwen2_5_7b", 7_615_616_512),
+        ("qwen3_0_6b", 596_049_920),
+        ("qwen3_8b", 8_190_735_360),
+        ("pythia_1_4b", 1_414_647_808),
+    ],
+)
+def test_sizes_are_those_of_the_published_weights(name, count):
+    assert PRESETS[name]().num_parameters() == count
+
+
+def test_windows_of_layers():
+    windows = {"use_sliding_window": True, "sliding_window": 512}
+    config = config_from_hf(QWEN2 | windows | {"max_window_layers": 20})
+    assert (config.window, config.global_layers) == (512, tuple(range(20)))
+    assert [config.attention(i).window for i in (0, 19, 20, 27)] == [None, None] + [
+        512
+    ] * 2
+    # All layers are global, and so are those without use_sliding_window.
+    assert config_from_hf(QWEN2 | windows).window is None
+    types = ["full_attention", "sliding_attention"] * 14
+    config = config_from_hf(QWEN2 | windows | {"layer_types": types})
+    assert config.global_layers == tuple(range(0, 28, 2))
+    assert config_to_hf(config)["layer_types"] == types
+    with pytest.raises(ValueError, match=r"layer_types .* for each of 28 layers wit"):
+        config_from_hf(QWEN2 | {"layer_types": types})
+    # Mistral's default is a window; null is none.
+    without = {k: v for k, v in MISTRAL.items() if k != "sliding_window"}
+    assert config_from_hf(without).window == 4096
+    config = config_from_hf(MISTRAL | {"sliding_window": None})
+    assert config.window is None
+    assert config_to_hf(config)["model_type"] == "llama"  # which computes the same
 
 
 def test_values_of_a_llama3():
@@ -221,7 +333,11 @@ def test_llama3_scaling_without_the_original_length():
     ("values", "message"),
     [
         ({}, r"model_type None is not supported; use one of \['albert', 'bert', "),
-        (LLAMA | {"model_type": "mistral"}, "model_type 'mistral' is not supported"),
+        (LLAMA | {"model_type": "mamba"}, "model_type 'mamba' is not supported"),
+        (
+            {k: v for k, v in MISTRAL.items() if k != "num_key_value_heads"},
+            "model_type 'mistral' lacks the key 'num_key_value_heads'",
+        ),
         (
             {k: v for k, v in LLAMA.items() if k != "hidden_size"},
             "config.json of model_type 'llama' lacks the key 'hidden_size'",
@@ -279,12 +395,18 @@ def test_settings_that_the_decoder_lacks(values, message, no_shape_hook):
 @pytest.mark.parametrize(
     ("config", "change", "message"),
     [
-        (llama_tiny, {"window": 8}, "LlamaForCausalLM, needs window=None instead of 8"),
+        (
+            llama_tiny,
+            {"lm_head_bias": True},
+            "LlamaForCausalLM, needs lm_head_bias=False",
+        ),
+        (mistral_tiny, {"global_layers": (1,)}, "MistralForCausalLM, needs global_l"),
+        (neox_tiny, {"parallel_mlp_norm": False}, "needs parallel_mlp_norm=True inst"),
         (llama_tiny, {"rotary_dim": 4}, "rotary_dim=None instead of 4"),
         (
             llama_tiny,
-            {"attention_bias": True},
-            "attention_out_bias=True instead of False",
+            {"attention_out_bias": True},
+            "attention_out_bias=False instead of True",
         ),
         (gpt2_tiny, {"mlp_bias": False}, "GPT2LMHeadModel, needs mlp_bias=True instea"),
         (gpt2_tiny, {"num_kv_heads": 2}, "num_kv_heads=4 instead of 2"),

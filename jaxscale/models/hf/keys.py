@@ -15,11 +15,15 @@ from jaxscale.nn.embeddings import RopeScaling
 class Keys(dict[str, Any]):
     """A ``config.json`` whose missing keys are errors that name them.
 
-    A null is a missing key.
+    A null is a missing key, but for `nulls`.
     """
+
+    nulls: frozenset[str]
+    """The keys that the file sets to null, which need not be their default."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__({k: v for k, v in values.items() if v is not None})
+        self.nulls = frozenset(k for k, v in values.items() if v is None)
 
     def __missing__(self, key: str) -> Any:
         raise ValueError(

@@ -20,6 +20,9 @@ class TensorMap:
     """The file stores a kernel as [out, in]."""
     first_layer: int = 0
     """Number that the first of the stacked blocks has in the file."""
+    groups: int = 1
+    """Into how many groups (heads) the joined dimension is cut: each holds its share of
+    the first parameter, then of the second, and so on."""
 
     @property
     def stacked(self) -> bool:
@@ -34,18 +37,31 @@ class TensorMap:
 
 
 def linear(
-    theirs: str, *ours: str, bias: bool = True, transpose: bool = True
+    theirs: str,
+    *ours: str,
+    bias: bool = True,
+    transpose: bool = True,
+    groups: int = 1,
 ) -> list[TensorMap]:
-    """The tensors of a linear layer, or of several whose outputs are joined."""
+    """The tensors of a linear layer, or of several whose outputs are joined.
+
+    Args:
+        theirs: Name in the file.
+        *ours: Paths of the layers in the model.
+        bias: The layers have biases.
+        transpose: The file stores kernels as [out, in].
+        groups: As for `TensorMap`.
+    """
     kernel = TensorMap(
         name=f"{theirs}.weight",
         parameters=tuple(f"{path}.kernel" for path in ours),
         transpose=transpose,
+        groups=groups,
     )
     if not bias:
         return [kernel]
     biases = tuple(f"{path}.bias" for path in ours)
-    return [kernel, TensorMap(name=f"{theirs}.bias", parameters=biases)]
+    return [kernel, TensorMap(name=f"{theirs}.bias", parameters=biases, groups=groups)]
 
 
 def layer_norm(theirs: str, ours: str) -> list[TensorMap]:

@@ -202,9 +202,7 @@ def _read_parameter(
     """One parameter on its devices, each given only its own shard."""
     shape = shapes[name]
     dtype = _dtype_of(checkpoint, _names(entry, shapes), param_dtype)
-    # The parameter's place in a tensor that several share.
-    before = entry.parameters[: entry.parameters.index(name)]
-    offset = sum(shapes[other][-1] for other in before)
+    columns = _columns(entry, name, shapes)
 
     devices: dict[tuple[tuple[int, int], ...], list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
@@ -214,7 +212,7 @@ def _read_parameter(
         devices.setdefault(bounds, []).append(device)
     arrays = []
     for bounds, copies in devices.items():
-        shard = _read_shard(checkpoint, entry, bounds, offset, dtype)
+        shard = _read_shard(checkpoint, entry, bounds, columns, dtype)
         arrays += [jax.device_put(shard, device) for device in copies]
         # The host memory of this shard is free before the next one is read.
         jax.block_until_ready(arrays)
@@ -225,19 +223,34 @@ def _read_shard(
     checkpoint: Checkpoint,
     entry: TensorMap,
     bounds: tuple[tuple[int, int], ...],
-    offset: int,
+    columns: np.ndarray,
     dtype: np.dtype,
 ) -> np.ndarray:
     """A box of a parameter, `bounds` being its start and end in each dimension."""
+    columns = columns[slice(*bounds[-1])]
+    low, high = columns[0], columns[-1] + 1
     layers = range(*bounds[0]) if entry.stacked else (None,)
     inner = [slice(*b) for b in (bounds[1:] if entry.stacked else bounds)]
-    inner[-1] = slice(inner[-1].start + offset, inner[-1].stop + offset)
+    inner[-1] = slice(int(low), int(high))
     index = tuple(inner[::-1] if entry.transpose else inner)
     shard = np.empty([stop - start for start, stop in bounds], dtype)
     for i, layer in enumerate(layers):
         tensor = checkpoint.read(entry.tensor(layer), index)
+        if len(columns) < high - low:  # those of other parameters lie between
+            axis = 0 if entry.transpose else -1
+            tensor = np.take(tensor, columns - low, axis)
         _assign(shard[i] if entry.stacked else shard, tensor, entry.transpose)
     return shard
+
+
+def _columns(
+    entry: TensorMap, name: str, shapes: dict[str, tuple[int, ...]]
+) -> np.ndarray:
+    """Where the last dimension of a parameter lies in a tensor that several share."""
+    widths = [shapes[other][-1] // entry.groups for other in entry.parameters]
+    i = entry.parameters.index(name)
+    own = sum(widths[:i]) + np.arange(widths[i])
+    return (np.arange(entry.groups)[:, None] * sum(widths) + own).reshape(-1)
 
 
 def _assign(target: np.ndarray, source: np.ndarray, transpose: bool) -> None:
@@ -287,12 +300,20 @@ def tensors_to_write(
 
         def fetch(entry: TensorMap = entry, layer: int | None = layer) -> np.ndarray:
             parts = [_to_host(parameters[name], layer) for name in entry.parameters]
-            joined = np.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
+            joined = _join(parts, entry.groups)
             tensor = np.empty(_file_shape(entry, shapes), joined.dtype)
             _assign(tensor, joined, entry.transpose)
             return tensor
 
         yield entry.tensor(layer), size, fetch
+
+
+def _join(parts: Sequence[np.ndarray], groups: int) -> np.ndarray:
+    """The parameters of one tensor side by side, in each of its groups."""
+    if len(parts) == 1:
+        return parts[0]
+    split = [p.reshape(*p.shape[:-1], groups, -1) for p in parts]
+    return np.concatenate(split, axis=-1).reshape(*parts[0].shape[:-1], -1)
 
 
 def _to_host(value: jax.Array, layer: int | None) -> np.ndarray:

@@ -1,0 +1,234 @@
+"""Qwen2, Qwen2.5 and Qwen3: named configurations, and their Hugging Face files.
+
+References:
+    Qwen2, arXiv 2407.10671: LLaMA with biases of queries, keys and values, and windows
+    in some layers. Qwen3, arXiv 2505.09388: norms of queries and keys instead.
+"""
+
+from typing import Any
+
+from jaxscale.models.config import DecoderConfig
+from jaxscale.models.hf.family import Family
+from jaxscale.models.hf.keys import Keys
+from jaxscale.models.hf.names import TensorMap, scale
+from jaxscale.models.llama import llama_keys, llama_tensors, write_llama_keys
+
+
+def _qwen(
+    *,
+    d_model: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    d_ff: int,
+    head_dim: int | None = None,
+    vocab_size: int = 151_936,
+    max_seq_len: int = 32_768,
+    rope_theta: float = 1e6,
+    **changes: Any,
+) -> DecoderConfig:
+    return DecoderConfig(
+        vocab_size=vocab_size,
+        d_model=d_model,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim or d_model // num_heads,
+        d_ff=d_ff,
+        max_seq_len=max_seq_len,
+        rope_theta=rope_theta,
+        norm_eps=1e-6,
+        **changes,
+    )
+
+
+def qwen2_tiny() -> DecoderConfig:
+    """A Qwen2 for tests, with windows behind its first layer."""
+    return _qwen(
+        vocab_size=256,
+        d_model=32,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        d_ff=64,
+        max_seq_len=128,
+        attention_bias=True,
+        tie_embeddings=True,
+        window=16,
+        global_layers=(0,),
+    )
+
+
+def qwen2_5_0_5b() -> DecoderConfig:
+    """Qwen2.5 0.5B, 494 million parameters."""
+    return _qwen(
+        d_model=896,
+        num_layers=24,
+        num_heads=14,
+        num_kv_heads=2,
+        d_ff=4864,
+        attention_bias=True,
+        tie_embeddings=True,
+    )
+
+
+def qwen2_5_7b() -> DecoderConfig:
+    """Qwen2.5 7B, 7.6 billion parameters."""
+    return _qwen(
+        vocab_size=152_064,
+        d_model=3584,
+        num_layers=28,
+        num_heads=28,
+        num_kv_heads=4,
+        d_ff=18_944,
+        max_seq_len=131_072,
+        attention_bias=True,
+    )
+
+
+def qwen3_tiny() -> DecoderConfig:
+    """A Qwen3 for tests."""
+    return _qwen(
+        vocab_size=256,
+        d_model=32,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        d_ff=64,
+        max_seq_len=128,
+        qk_norm=True,
+    )
+
+
+def qwen3_0_6b() -> DecoderConfig:
+    """Qwen3 0.6B, 596 million parameters."""
+    return _qwen(
+        d_model=1024,
+        num_layers=28,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=128,
+        d_ff=3072,
+        max_seq_len=40_960,
+        qk_norm=True,
+        tie_embeddings=True,
+    )
+
+
+def qwen3_8b() -> DecoderConfig:
+    """Qwen3 8B, 8.2 billion parameters."""
+    return _qwen(
+        d_model=4096,
+        num_layers=36,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        d_ff=12_288,
+        max_seq_len=40_960,
+        qk_norm=True,
+    )
+
+
+# ------------------------------------------------------------------------------------
+# Hugging Face files
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def _read_qwen2(values: Keys) -> DecoderConfig:
+    return DecoderConfig(**_keys(values), attention_bias=True)
+
+
+def _read_qwen3(values: Keys) -> DecoderConfig:
+    bias = values.get("attention_bias", False)
+    return DecoderConfig(
+        **_keys(values) | {"head_dim": values["head_dim"]},
+        attention_bias=bias,
+        attention_out_bias=bias,
+        qk_norm=True,
+    )
+
+
+def _keys(values: Keys) -> dict[str, Any]:
+    """What Qwen2 and Qwen3 have in common."""
+    window = values.get("sliding_window", 4096)
+    if not values.get("use_sliding_window", False) or "sliding_window" in values.nulls:
+        window = None
+    full = _full_layers(values, window)
+    if len(full) == values["num_hidden_layers"]:
+        window, full = None, ()
+    return llama_keys(values) | {
+        "num_kv_heads": values["num_key_value_heads"],
+        "window": window,
+        "global_layers": full if window is not None else (),
+    }
+
+
+def _full_layers(values: Keys, window: int | None) -> tuple[int, ...]:
+    """The layers that see the whole sequence."""
+    count, types = values["num_hidden_layers"], values.get("layer_types")
+    if types is None:
+        first = values.get("max_window_layers", 28)
+        return () if window is None else tuple(range(min(count, first)))
+    allowed = {_FULL} if window is None else {_FULL, _SLIDING}
+    if len(types) != count or not allowed.issuperset(types):
+        raise ValueError(
+            f"layer_types {types} of config.json is not supported; expected one of "
+            f"{sorted(allowed)} for each of {count} layers"
+            + (" without use_sliding_window" if window is None else "")
+        )
+    return tuple(i for i, kind in enumerate(types) if kind == _FULL)
+
+
+def _write_qwen2(config: DecoderConfig) -> dict[str, Any]:
+    windows = [config.attention(i).window for i in range(config.num_layers)]
+    return write_llama_keys(config) | {
+        "use_sliding_window": config.window is not None,
+        "sliding_window": config.window,
+        # Of readers that do not know layer_types: the windows begin behind these.
+        "max_window_layers": next(
+            (i for i, w in enumerate(windows) if w is not None), config.num_layers
+        ),
+        "layer_types": [_FULL if w is None else _SLIDING for w in windows],
+    }
+
+
+def _write_qwen3(config: DecoderConfig) -> dict[str, Any]:
+    return _write_qwen2(config) | {"attention_bias": config.attention_bias}
+
+
+def _qwen3_tensors(config: DecoderConfig) -> list[TensorMap]:
+    theirs, ours = "model.layers.{layer}.self_attn.", "blocks.attention."
+    return [
+        *llama_tensors(config),
+        scale(theirs + "q_norm", ours + "query_norm"),
+        scale(theirs + "k_norm", ours + "key_norm"),
+    ]
+
+
+QWEN2 = Family(
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    presets=(qwen2_tiny, qwen2_5_0_5b, qwen2_5_7b),
+    prefix="model.",
+    read=_read_qwen2,
+    write=_write_qwen2,
+    tensors=llama_tensors,
+    tied={"lm_head.weight": "model.embed_tokens.weight"},
+    buffers=(r"(^|\.)rotary_emb\.inv_freq$",),
+)
+"""The files of Qwen2 and Qwen2.5."""
+
+QWEN3 = Family(
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    presets=(qwen3_tiny, qwen3_0_6b, qwen3_8b),
+    prefix="model.",
+    read=_read_qwen3,
+    write=_write_qwen3,
+    tensors=_qwen3_tensors,
+    tied={"lm_head.weight": "model.embed_tokens.weight"},
+    buffers=(r"(^|\.)rotary_emb\.inv_freq$",),
+)
+"""Qwen3's files."""
