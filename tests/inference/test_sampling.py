@@ -103,3 +103,11 @@ def test_a_tiny_top_p_leaves_the_most_likely_token(top_p):
     logits = jax.random.normal(jax.random.key(3), (8, 40))
     drawn = sample(logits, jax.random.key(4), SamplingConfig(top_p=top_p))
     np.testing.assert_array_equal(drawn, logits.argmax(-1))
+
+
+def test_tokens_past_a_sum_that_equals_top_p_are_out():
+    # Probabilities 1/2, 1/2, 0, 0 in fp32: the sum before the third is top_p itself.
+    logits = filter_logits(
+        jnp.array([[0.0, 0.0, -200.0, -300.0]]), SamplingConfig(top_p=1.0)
+    )
+    np.testing.assert_array_equal(np.isneginf(logits), [[False, False, True, True]])
