@@ -111,7 +111,7 @@ def run(command: PruneCommand) -> Pruned:
         mesh = make_mesh(config.mesh)
         with jax.set_mesh(mesh):
             model = run_directory.load_model(
-                source, mesh, config.axis_rules, step=command.step
+                source, mesh, config.axis_rules, step=command.step, training=True
             )
         check_layers(model, command.prune)
         text = _text(config, source)

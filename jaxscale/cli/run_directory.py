@@ -149,6 +149,7 @@ def load_model(
     dtype: str | None = None,
     step: int | None = None,
     tensor_parallel: TensorParallel = None,
+    training: bool = False,
 ) -> Decoder:
     """The dense model of a checkpoint, straight onto the mesh.
 
@@ -159,6 +160,8 @@ def load_model(
         dtype: Of the computation; None is that of the run.
         step: Which checkpoint; None is the newest.
         tensor_parallel: Who communicates, whatever it was during the run.
+        training: Whether the model is trained on: then it recomputes, loops over its
+            layers and communicates as during the run.
 
     Raises:
         ValueError: model and mesh do not fit, the run trained an encoder, or the run
@@ -176,8 +179,10 @@ def load_model(
             config,
             dtype=jnp.dtype(dtype or run.dtype),
             param_dtype=jnp.dtype(run.param_dtype),
+            remat=run.remat if training else "none",
+            scan_layers=run.scan_layers if training else True,
             rules=rules,
-            tensor_parallel=tensor_parallel,
+            tensor_parallel=run.tensor_parallel if training else tensor_parallel,
             rngs=nnx.Rngs(0),
         )
 

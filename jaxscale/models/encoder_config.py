@@ -253,8 +253,8 @@ class EncoderConfig:
 
         Args:
             seq_len: Tokens of a sequence.
-            causal: Must be False, or count half of the attention as for decoders; an
-                encoder has nothing to hide, so both give the same.
+            causal: The convention, as for decoders. An encoder hides no token from
+                another, so both conventions give the same number.
         """
         del causal
         if seq_len < 1:

@@ -5,6 +5,8 @@ import json
 import math
 from typing import Any, Literal
 
+import jax.numpy as jnp
+
 from jaxscale.models.config import DecoderConfig
 from jaxscale.models.encoder_config import EncoderConfig
 from jaxscale.sharding.mesh import MESH_AXES, MeshConfig
@@ -138,6 +140,47 @@ class TrainConfig:
     def axis_rules(self) -> AxisRules:
         """The table that `rules` names."""
         return preset(self.rules)
+
+    def of_model(self, model: Any) -> "TrainConfig":
+        """These settings for a model that is given: what it is, it says itself.
+
+        Its types, `remat`, `scan_layers` and `tensor_parallel` take the place of ours.
+
+        Args:
+            model: A `Decoder`, an `EncoderModel`, or another module with their
+                attributes `config`, `dtype`, `param_dtype`, `remat`, `scan_layers`.
+
+        Raises:
+            TypeError: the model does not say what it is.
+            ValueError: `self.model` has another shape than the model.
+        """
+        names = ("config", "dtype", "param_dtype", "remat", "scan_layers")
+        missing = [name for name in names if not hasattr(model, name)]
+        if missing:
+            raise TypeError(
+                f"model is a {type(model).__name__} without {', '.join(missing)}: they "
+                "decide what its checkpoints hold; give it these attributes"
+            )
+        ours, theirs = dataclasses.asdict(self.model), dataclasses.asdict(model.config)
+        different = [
+            f"{name} {theirs.get(name)!r} (model.{name} of the settings is "
+            f"{ours.get(name)!r})"
+            for name in sorted({*ours, *theirs})
+            if ours.get(name) != theirs.get(name)
+        ]
+        if different:
+            raise ValueError(
+                f"the given model has {', '.join(different)}; set its config in "
+                "the settings"
+            )
+        return dataclasses.replace(
+            self,
+            dtype=jnp.dtype(model.dtype).name,
+            param_dtype=jnp.dtype(model.param_dtype).name,
+            remat=model.remat,
+            scan_layers=model.scan_layers,
+            tensor_parallel=getattr(model, "tensor_parallel", None),
+        )
 
     def check_mesh(self, sizes: dict[str, int]) -> None:
         """Check that model and microbatches divide over the axes of a mesh.

@@ -100,7 +100,9 @@ def fit(
             ``get_state()`` and ``set_state(state)``, as that of `PackedBatches`.
         eval_data: Held-out batches; each evaluation begins at the first.
         model: A model to begin with, for example pretrained; it is taken over, its
-            arrays are donated. None makes a decoder from ``config.model``.
+            arrays are donated. What it is, it says itself: its types, `remat`,
+            `scan_layers` and `tensor_parallel` count, whatever `config` says, and are
+            what the checkpoints record. None makes a decoder as `config` describes it.
         loss: What is minimized: `masked_lm_loss`, `classification_loss`, or another
             function of a model and a batch. None is `next_token_loss`, for decoders.
         hooks: Called after each step.
@@ -115,7 +117,8 @@ def fit(
         The final state and the last evaluation.
 
     Raises:
-        ValueError: the settings do not fit the devices, the checkpoint in the output
+        ValueError: the settings do not fit the devices, ``config.model`` is not the
+            shape of `model`, the checkpoint in the output
             directory belongs to another run, or `train_data` ends before the last step.
         DamagedCheckpoint: none of the checkpoints there can be read.
         Diverged: ``config.max_skipped`` updates in a row were not finite, or the
@@ -126,6 +129,8 @@ def fit(
     """
     if loss is None or model is None:
         _require_decoder(config, loss, model)
+    if model is not None:
+        config = config.of_model(model)
     mesh = make_mesh(config.mesh, devices)
     config.check_mesh(dict(mesh.shape))
     _check_data(train_data, eval_data)

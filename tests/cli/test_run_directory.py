@@ -3,12 +3,21 @@
 import dataclasses
 import json
 
+import jax
+import numpy as np
 import pytest
+from flax import nnx
 
 from jaxscale.cli import run_directory
-from jaxscale.models import DecoderConfig, Tokenizer, preset
-from jaxscale.sharding import MeshConfig
-from jaxscale.training import DataConfig, TextData, TokenCorpus, TrainConfig
+from jaxscale.models import Decoder, DecoderConfig, Tokenizer, preset
+from jaxscale.sharding import MeshConfig, fsdp, make_mesh
+from jaxscale.training import (
+    Checkpointer,
+    DataConfig,
+    TextData,
+    TokenCorpus,
+    TrainConfig,
+)
 
 
 RUN = TrainConfig(
@@ -48,6 +57,28 @@ def test_a_run_that_fails_before_its_first_checkpoint_gives_its_place_up(tmp_pat
         fail()
     with pytest.raises(ValueError, match="already holds a run; add --resume"):
         run_directory.check_free(tmp_path, corrected, resume=False)
+
+
+def test_a_model_is_loaded_as_it_was_trained_or_to_generate(tmp_path):
+    config = TrainConfig(
+        model=preset("llama_tiny"),
+        data=DataConfig(vocab_size=256, seq_len=32),
+        remat="full",
+        dtype="float32",
+    )
+    model = Decoder(preset("llama_tiny"), rngs=nnx.Rngs(3))
+    run_directory.write(tmp_path, config, text_of([1, 2]))
+    with Checkpointer(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(1, {"model": model}, {})
+    mesh = make_mesh(MeshConfig(fsdp=-1))
+    with jax.set_mesh(mesh):
+        trained = run_directory.load_model(tmp_path, mesh, fsdp(), training=True)
+        plain = run_directory.load_model(tmp_path, mesh, fsdp())
+    assert (trained.remat, trained.scan_layers) == ("full", False)
+    assert (plain.remat, plain.scan_layers) == ("none", True)
+    for found in (trained, plain):
+        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(model), strict=True):
+            np.testing.assert_array_equal(x, y)
 
 
 def test_settings_and_tokenizer_come_back_as_they_were(tmp_path):

@@ -10,10 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from jaxscale.models import Decoder
 from jaxscale.models.llama import llama_tiny
 from jaxscale.models.tokenizer import Tokenizer
 from jaxscale.sharding import MeshConfig
+from jaxscale.training.checkpoint import Checkpointer
 from jaxscale.training.config import TrainConfig
 from jaxscale.training.corpus import TokenCorpus
 from jaxscale.training.data import DataConfig, PackedBatches, TextData
@@ -222,10 +225,36 @@ def test_hooks_may_replace_the_state_and_a_given_model_is_used(unbroken, tmp_pat
     assert writer.losses()[1] < np.log(32) - 0.2  # trained before
 
 
-@pytest.mark.parametrize(
-    ("value", "kept", "last"), [(5.0, ["3", "4"], 9), (math.nan, ["2", "3"], 9)]
-)
-def test_a_run_that_diverges_stops_and_keeps_what_was_good(tmp_path, value, kept, last):
+def test_a_given_model_says_what_is_recorded(tmp_path):
+    rules = CONFIG.axis_rules
+    model = Decoder(
+        MODEL,
+        dtype=jnp.bfloat16,
+        remat="full",
+        scan_layers=True,
+        rules=rules,
+        rngs=nnx.Rngs(0),
+    )
+    config = dataclasses.replace(CONFIG, output_dir=str(tmp_path), steps=2)
+    other = dataclasses.replace(config, model=dataclasses.replace(MODEL, num_layers=3))
+    with pytest.raises(ValueError, match=r"has num_layers 2 \(model.num_layers .* 3\)"):
+        run(other, model=model)
+    with pytest.raises(TypeError, match="is a Linear without config, remat, scan_lay"):
+        run(config, model=nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    assert config.of_model(model).remat == "full" and config.of_model(model).scan_layers
+    assert config.of_model(model).model.flops_per_token(
+        16, causal=True
+    ) == MODEL.flops_per_token(16, causal=True)
+    result, _ = run(config, model=model)
+    assert result.state.model.remat == "full"
+    with Checkpointer(tmp_path / "checkpoints", read_only=True) as checkpoints:
+        recorded = checkpoints.config()
+    assert recorded["dtype"] == "bfloat16"  # and float32 in `config`
+    assert recorded["model"] == json.loads(json.dumps(dataclasses.asdict(MODEL)))
+
+
+@pytest.mark.parametrize(("value", "kept"), [(5.0, ["3", "4"]), (math.nan, ["2", "3"])])
+def test_a_run_that_diverges_stops_and_keeps_what_was_good(tmp_path, value, kept):
     """A parameter that turns the loss into NaN, finite itself or not."""
 
     def loss(model, batch):

@@ -1,12 +1,14 @@
 """A tiny packed language model with the interface of a decoder, for fast tests."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxscale.models.llama import llama_tiny
 from jaxscale.sharding.operations import constrain, contract, gather
 from jaxscale.sharding.parameters import partitioned
 from jaxscale.sharding.rules import REPLICATED
@@ -18,8 +20,13 @@ VOCAB, WIDTH, HIDDEN, LAYERS = 32, 16, 32, 2
 class Toy(nnx.Module):
     """Embedding, stacked residual layers over (token, previous token), projection."""
 
+    # What it says of itself to `fit`; nobody builds it again from this.
+    config = llama_tiny()
+    dtype, remat, scan_layers = jnp.float32, "none", False
+
     def __init__(self, *, rules=REPLICATED, param_dtype=jnp.float32, seed=0):
         self.rules = rules
+        self.param_dtype = param_dtype
         keys = jax.random.split(jax.random.key(seed), 5)
         normal = jax.nn.initializers.normal(0.3)
         ones = jax.nn.initializers.ones
@@ -70,13 +77,13 @@ class Toy(nnx.Module):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    tokens: jax.Array
-    targets: jax.Array
-    loss_mask: jax.Array
-    cu_seqlens: jax.Array
+    tokens: Any
+    targets: Any
+    loss_mask: Any
+    cu_seqlens: Any
 
 
-def batch(seed, rows=8, length=12):
+def batch(seed, rows=8, length=12) -> Any:
     """Sequences in which each token is the one before plus three; unequal masks."""
     rng = np.random.default_rng(seed)
     start = rng.integers(0, VOCAB, (rows, 1))
@@ -86,5 +93,5 @@ def batch(seed, rows=8, length=12):
         tokens=sequence[:, :-1],
         targets=sequence[:, 1:],
         loss_mask=np.arange(length) < lengths,
-        cu_seqlens=np.broadcast_to(np.int32([0, length]), (rows, 2)).copy(),
+        cu_seqlens=np.broadcast_to(np.array([0, length], np.int32), (rows, 2)).copy(),
     )
