@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxscale.nn.embeddings import RopeConfig
-from jaxscale.nn.packing import cu_seqlens_of_rows
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.mosaic import DeviceSpec
 from pallas_kernels.varlen_attention import varlen_attention
@@ -101,37 +100,19 @@ def attention(
         positions = jnp.arange(num_q)[None] + (num_k - num_q)
         mask = attention_mask(positions, num_k, causal=causal, window=window)
         return masked_attention(q, k, v, mask, scale=scale, softcap=softcap)
-    if cu_seqlens is None:
-        cu_seqlens = cu_seqlens_of_rows(q.shape[0], num_q)
-        if num_q != num_k:
-            cu_seqlens_k = cu_seqlens_of_rows(q.shape[0], num_k)
-    elif num_q != num_k and cu_seqlens_k is None:
-        raise ValueError(
-            f"q has {num_q} tokens a row and k has {num_k}, of one packing; pass "
-            "cu_seqlens_k where keys are packed differently"
-        )
-    boundaries = (cu_seqlens,) if cu_seqlens_k is None else (cu_seqlens, cu_seqlens_k)
-
-    def one_row(
-        q: Float[Array, "T N H"],
-        k: Float[Array, "S K H"],
-        v: Float[Array, "S K H"],
-        *boundaries: Int[Array, "seqs_plus_1"],
-    ) -> Float[Array, "T N H"]:
-        out = varlen_attention(
-            q,
-            k,
-            v,
-            *boundaries,
-            causal=causal,
-            window=window,
-            scale=scale,
-            softcap=softcap,
-            implementation=implementation,
-        )
-        return cast(Array, out)  # a tuple only with return_lse
-
-    return jax.vmap(one_row)(q, k, v, *boundaries)
+    out = varlen_attention(
+        q,
+        k,
+        v,
+        cu_seqlens,
+        cu_seqlens_k,
+        causal=causal,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        implementation=implementation,
+    )
+    return cast(Array, out)  # a tuple only with return_lse
 
 
 def attention_mask(

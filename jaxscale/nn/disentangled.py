@@ -9,7 +9,6 @@ import math
 from collections.abc import Sequence
 from typing import Any, cast
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -245,25 +244,22 @@ class DisentangledAttention(Attention):
                 return None
             # Scaled before it is rounded, as the scores are.
             product = jnp.einsum(
-                "tnh,pnh->tnp", x, table, preferred_element_type=jnp.float32
+                "btnh,pnh->btnp", x, table, preferred_element_type=jnp.float32
             )
             return (scale * product).astype(x.dtype)
 
-        def one_row(q: Array, k: Array, v: Array, cu_seqlens: Array) -> Array:
-            bias = RelativeBias(
-                query_terms=terms(q, to_keys),
-                key_terms=terms(k, to_queries),
-                buckets=relative.buckets,
-            )
-            out = varlen_attention(
-                q,
-                k,
-                v,
-                cu_seqlens,
-                scale=scale,
-                relative_bias=bias,
-                implementation=self.implementation,
-            )
-            return cast(Array, out)  # a tuple only with return_lse
-
-        return (jax.vmap(one_row)(q, k, v, cu_seqlens),)
+        bias = RelativeBias(
+            query_terms=terms(q, to_keys),
+            key_terms=terms(k, to_queries),
+            buckets=relative.buckets,
+        )
+        out = varlen_attention(
+            q,
+            k,
+            v,
+            cu_seqlens,
+            scale=scale,
+            relative_bias=bias,
+            implementation=self.implementation,
+        )
+        return (cast(Array, out),)  # a tuple only with return_lse

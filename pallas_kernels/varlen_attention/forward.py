@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from pallas_kernels.mosaic.copies import chunked, copy_rows
 from pallas_kernels.mosaic.device import DeviceSpec
@@ -60,7 +60,9 @@ from pallas_kernels.varlen_attention.scheduler import (
 
 __all__ = [
     "forward",
+    "forward_outputs",
     "heads_together",
+    "store_outputs",
     "tile_fields",
 ]
 
@@ -122,6 +124,26 @@ def tile_fields(
     }
 
 
+def forward_outputs(x: Inputs, with_rest: bool) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """``(out, lse)``, [R, T, N, H] and [R, T, N]; and ``rest``, like out, if wanted."""
+    out = jax.ShapeDtypeStruct(x.q.shape, x.q.dtype)
+    lse = jax.ShapeDtypeStruct(x.q.shape[:3], jnp.float32)
+    return (out, lse, out) if with_rest else (out, lse)
+
+
+def store_outputs(
+    results: tuple[Any, Any], outputs: tuple[Any, ...], here: tuple[Any, ...], rows: Any
+) -> None:
+    """Writes the results of 64 queries, `rows` of them real, to `forward_outputs`."""
+    (sums, log_sum), (out, lse, *rest) = results, outputs
+    values = sums.astype(out.dtype)
+    store_rows(out.at[here], values, 0, rows)
+    store_rows(lse.at[here], log_sum, 0, rows)
+    if rest:
+        taken = sums - values.astype(jnp.float32)
+        store_rows(rest[0].at[here], taken.astype(out.dtype), 0, rows)
+
+
 def tile_table(
     problem: Problem, scores: Scores, blocks: ForwardBlocks, seqs: Sequences
 ) -> Int[Array, "slots fields"]:
@@ -141,9 +163,10 @@ def forward(
     scores: Scores,
     blocks: ForwardBlocks,
     x: Inputs,
+    with_rest: bool,
     device: DeviceSpec,
-) -> tuple[Float[Array, "R T N H"], Float[Array, "R T N"]]:
-    """Runs the kernel; ``(out, lse)``."""
+) -> tuple[Array, ...]:
+    """Runs the kernel; `forward_outputs`."""
     seqs = Sequences.of(x.cu_q, x.packing_of_keys, problem.queries, problem.keys)
     table = tile_table(problem, scores, blocks, seqs)
     consumers, stages = blocks.consumers, blocks.stages
@@ -157,11 +180,8 @@ def forward(
         bias = jnp.asarray(relative.table()), *terms
     extra, structure = jax.tree.flatten((x.sinks, x.slopes, bias))
     return plgpu.kernel(
-        functools.partial(_body, problem, scores, blocks, structure),
-        out_type=(
-            jax.ShapeDtypeStruct(x.q.shape, x.q.dtype),
-            jax.ShapeDtypeStruct(x.q.shape[:3], jnp.float32),
-        ),
+        functools.partial(_body, problem, scores, blocks, structure, len(extra)),
+        out_type=forward_outputs(x, with_rest),
         scratch_types={
             "q_smem": chunked((ahead, consumers), ROWS, chunks, problem.dtype),
             "k_smem": ring,
@@ -204,6 +224,7 @@ def _body(
     scores: Scores,
     blocks: ForwardBlocks,
     structure: Any,
+    num_extra: int,
     table: Any,
     q: Any,
     k: Any,
@@ -212,8 +233,8 @@ def _body(
     **scratch: Any,
 ) -> None:
     """The kernel: one producer and some consumers."""
-    *extra, out, lse = refs
-    sinks, slopes, bias = structure.unflatten(extra)
+    sinks, slopes, bias = structure.unflatten(refs[:num_extra])
+    outputs = refs[num_extra:]
     warpgroup = lax.axis_index("warpgroup")
     registers = _REGISTERS[blocks.consumers]
     counter = pl.get_global(plgpu.SemaphoreType.REGULAR((1,)))
@@ -300,15 +321,12 @@ def _body(
                     problem, scores, blocks, tile, warpgroup,
                     sink, slope, scratch, buffer, steps,
                 )  # fmt: skip
-                here = pl.ds(tile["q0"] + warpgroup * ROWS, ROWS)
+                here = row, pl.ds(tile["q0"] + warpgroup * ROWS, ROWS), head
                 rows = tile["rows"] - warpgroup * ROWS
 
                 @pl.when(rows > 0)
                 def _() -> None:
-                    sums, log_sum = mainloop.run()
-                    values = sums.astype(problem.dtype)
-                    store_rows(out.at[row, here, head], values, 0, rows)
-                    store_rows(lse.at[row, here, head], log_sum, 0, rows)
+                    store_outputs(mainloop.run(), outputs, here, rows)
 
                 pl.when(rows <= 0)(mainloop.stand_by)
 

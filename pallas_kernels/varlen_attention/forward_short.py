@@ -15,13 +15,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from pallas_kernels.mosaic.copies import chunked, copy_rows
-from pallas_kernels.mosaic.lanes import store_rows
 from pallas_kernels.mosaic.tile_scheduler import find_tile
 from pallas_kernels.varlen_attention.config import ROWS, ForwardBlocks, Problem
-from pallas_kernels.varlen_attention.forward import tile_fields
+from pallas_kernels.varlen_attention.forward import (
+    forward_outputs,
+    store_outputs,
+    tile_fields,
+)
 from pallas_kernels.varlen_attention.inputs import Inputs, Scores
 from pallas_kernels.varlen_attention.mainloop import ForwardMainloop, step_start
 from pallas_kernels.varlen_attention.scheduler import Sequences, most_tiles
@@ -36,18 +39,16 @@ def forward_short(
     scores: Scores,
     blocks: ForwardBlocks,
     x: Inputs,
-) -> tuple[Float[Array, "R T N H"], Float[Array, "R T N"]]:
-    """Runs the kernel; ``(out, lse)``."""
+    with_rest: bool,
+) -> tuple[Array, ...]:
+    """Runs the kernel; `forward_outputs`."""
     extra, structure = jax.tree.flatten((x.sinks, x.slopes))
     stages, chunks = blocks.stages, problem.chunks
     ring = chunked((stages,), blocks.block_k, chunks, problem.dtype)
     slots = most_tiles(1, problem.queries, problem.max_seqs, ROWS)
     return plgpu.kernel(
-        functools.partial(_body, problem, scores, blocks, slots, structure),
-        out_type=(
-            jax.ShapeDtypeStruct(x.q.shape, x.q.dtype),
-            jax.ShapeDtypeStruct(x.q.shape[:3], jnp.float32),
-        ),
+        functools.partial(_body, problem, scores, blocks, slots, structure, len(extra)),
+        out_type=forward_outputs(x, with_rest),
         scratch_types={
             "q_smem": chunked((1, 1), ROWS, chunks, problem.dtype),
             "k_smem": ring,
@@ -71,6 +72,7 @@ def _body(
     blocks: ForwardBlocks,
     slots: int,
     structure: Any,
+    num_extra: int,
     cu_q: Any,
     cu_k: Any,
     q: Any,
@@ -80,8 +82,7 @@ def _body(
     **scratch: Any,
 ) -> None:
     """The kernel: one tile. Neighbors are the heads of the same queries."""
-    *extra, out, lse = refs
-    sinks, slopes = structure.unflatten(extra)
+    sinks, slopes = structure.unflatten(refs[:num_extra])
     block, heads = lax.axis_index("block"), jnp.int32(problem.heads)
     slot, head = lax.div(block, heads), lax.rem(block, heads)
     row, slot = lax.div(slot, jnp.int32(slots)), lax.rem(slot, jnp.int32(slots))
@@ -103,11 +104,8 @@ def _body(
             alone.load("v", i)
 
         lax.fori_loop(0, jnp.minimum(tile["steps"], blocks.stages), begin, None)
-        sums, log_sum = alone.run()
-        here = pl.ds(q0, ROWS)
-        values = sums.astype(problem.dtype)
-        store_rows(out.at[row, here, head], values, 0, tile["rows"])
-        store_rows(lse.at[row, here, head], log_sum, 0, tile["rows"])
+        here = row, pl.ds(q0, ROWS), head
+        store_outputs(alone.run(), refs[num_extra:], here, tile["rows"])
 
 
 def sequence_of(

@@ -5,6 +5,11 @@ score is ``p * (dout . v - delta)``, where ``delta = dout . out - dlse`` is a nu
 each query and head. An implementation gives the two passes over the scores; what needs
 no scores is here: which queries see anything, delta, and the gradient of the sinks.
 
+Where one key has nearly all of the weight, ``dout . v`` and ``delta`` are nearly equal.
+With out rounded to 16 bits their difference would be mostly the error of the rounding,
+as it is in FlashAttention-2 and -3. So a forward pass that is differentiated also gives
+``rest``, what the rounding took from out, in 16 bits of its own.
+
 Axes: R rows of the batch, T packed queries, N query heads, Hv head dim of values.
 """
 
@@ -27,9 +32,14 @@ class Passes(typing.Protocol):
     """The two passes of an implementation; hashable, and equal if they do the same."""
 
     def forward(
-        self, x: Inputs
-    ) -> tuple[Float[Array, "R T N Hv"], Float[Array, "R T N"]]:
-        """``(out, lse)``: zeros and ``-inf`` for a query that sees nothing."""
+        self, x: Inputs, with_rest: bool
+    ) -> tuple[
+        Float[Array, "R T N Hv"], Float[Array, "R T N"], Float[Array, "R T N Hv"] | None
+    ]:
+        """``(out, lse, rest)``: zeros and ``-inf`` for a query that sees nothing.
+
+        None stands for no rest: it was not asked for, or out is fp32.
+        """
         ...
 
     def backward(
@@ -49,31 +59,35 @@ class Passes(typing.Protocol):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(passes: Passes, x: Inputs) -> tuple[Array, Array]:
-    return _attention_fwd(passes, x)[0]
+    out, lse, _ = passes.forward(x, False)
+    return out, lse
 
 
-type _Residuals = tuple[Inputs, Array, Array]
+type _Residuals = tuple[Inputs, Array, Array, Array | None]
 
 
 def _attention_fwd(passes: Passes, x: Inputs) -> tuple[tuple[Array, Array], _Residuals]:
-    out, lse = passes.forward(x)
-    # Rematerialization policies may keep these two by name.
-    out = checkpoint_name(out, "varlen_attention_out")
+    # Rematerialization policies may keep these by name.
+    out, lse, rest = passes.forward(x, True)
+    out, rest = checkpoint_name((out, rest), "varlen_attention_out")
     lse = checkpoint_name(lse, "varlen_attention_lse")
-    return (out, lse), (x, out, lse)
+    return (out, lse), (x, out, lse, rest)
 
 
 def _attention_bwd(
     passes: Passes, residuals: _Residuals, cotangents: tuple[Array, Array]
 ) -> tuple[Inputs]:
-    x, out, lse = residuals
+    x, out, lse, rest = residuals
     dout, dlse = cotangents
     inside = jnp.arange(x.q.shape[1], dtype=jnp.int32) < x.cu_q[:, -1:]  # [R, T]
     seen = inside[..., None] & (lse > -jnp.inf)
     # What arrives for a query that sees nothing, NaN too, is nobody's gradient.
     if x.cu_k is not None:
         dout = jnp.where(seen[..., None], dout, 0)
-    delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    exact = out.astype(jnp.float32)
+    if rest is not None:
+        exact += rest.astype(jnp.float32)
+    delta = jnp.sum(dout.astype(jnp.float32) * exact, axis=-1)
     delta = jnp.where(seen, delta - dlse, 0.0)
     sinks = x.sinks
     if sinks is not None:

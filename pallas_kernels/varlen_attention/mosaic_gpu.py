@@ -9,6 +9,7 @@ heads, H head dim.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -148,19 +149,20 @@ class _Kernels:
     config: MosaicGpuConfig
     device: DeviceSpec
 
-    def forward(self, x: Inputs) -> tuple[Array, ...]:
-        """``(out, lse)``."""
+    def forward(self, x: Inputs, with_rest: bool) -> tuple[Array, Array, Array | None]:
+        """``(out, lse, rest)``."""
         x = _by_row(x)
         axes = varying(*jax.tree.leaves(x))
-        results = _batched(self._forward)(x)
-        return tuple(as_varying(a, axes) for a in results)
+        results = _batched(functools.partial(self._forward, with_rest))(x)
+        out, lse, *rest = (as_varying(a, axes) for a in results)
+        return out, lse, rest[0] if with_rest else None
 
-    def _forward(self, x: Inputs) -> tuple[Array, ...]:
+    def _forward(self, with_rest: bool, x: Inputs) -> tuple[Array, ...]:
         problem = _problem(x)
         blocks = self.forward_blocks(problem)
         if blocks.consumers == 1:
-            return forward_short(problem, self.scores, blocks, x)
-        return forward(problem, self.scores, blocks, x, self.device)
+            return forward_short(problem, self.scores, blocks, x, with_rest)
+        return forward(problem, self.scores, blocks, x, with_rest, self.device)
 
     def backward(self, x: Inputs, dout: Array, lse: Array, delta: Array) -> Inputs:
         """The gradients."""

@@ -105,9 +105,16 @@ class _Loops:
     block_q: int
     block_k: int
 
-    def forward(self, x: Inputs) -> tuple[Array, Array]:
-        """``(out, lse)``."""
-        return jax.vmap(functools.partial(_forward, self), (_axes(x),))(x)
+    def forward(self, x: Inputs, with_rest: bool) -> tuple[Array, Array, Array | None]:
+        """``(out, lse, rest)``."""
+        exact, lse = jax.vmap(functools.partial(_forward, self), (_axes(x),))(x)
+        if exact.dtype == x.q.dtype:
+            return exact, lse, None
+        # Not by `astype` alone, whose rounding XLA may leave out.
+        kind = jnp.finfo(x.q.dtype)
+        out = jax.lax.reduce_precision(exact, kind.nexp, kind.nmant)
+        rest = (exact - out).astype(x.q.dtype) if with_rest else None
+        return out.astype(x.q.dtype), lse, rest
 
     def backward(self, x: Inputs, dout: Array, lse: Array, delta: Array) -> Inputs:
         """The gradients."""
@@ -126,7 +133,7 @@ def _axes(x: Inputs) -> Inputs:
 
 
 def _forward(loops: _Loops, x: Inputs) -> tuple[Array, Array]:
-    """Of one row."""
+    """``(out, lse)`` of one row, both fp32."""
     o = _operands(loops, x)
     blocks_q, num_kv, groups, *_ = o.q.shape
     first, last = _touched_blocks(o.start, o.stop, loops.block_k)
@@ -158,7 +165,7 @@ def _forward(loops: _Loops, x: Inputs) -> tuple[Array, Array]:
         total = jnp.where(seen, total, 1.0)
         out = acc / total
         lse = jnp.where(seen, m + jnp.log(total), -jnp.inf)
-        return out.astype(x.q.dtype), lse
+        return out, lse
 
     out, lse = jax.lax.map(query_block, jnp.arange(blocks_q, dtype=jnp.int32))
     num_queries = x.q.shape[0]

@@ -160,7 +160,7 @@ def test_what_cannot_be_done_is_said(no_shape_hook):
     with pytest.raises(ValueError, match="q has 3 heads, no multiple of the 2"):
         attention(q[:, :, :3], k, v)
     bounds = jnp.array([[0, 5]] * 2)
-    with pytest.raises(ValueError, match="q has 5 tokens a row and k has 12"):
+    with pytest.raises(ValueError, match="cu_seqlens_k is None but k has S=12"):
         attention(q[:, :5], k, v, cu_seqlens=bounds)
     with pytest.raises(ValueError, match="cu_seqlens None, but cu_seqlens_k is given"):
         attention(q[:, :5], k, v, cu_seqlens_k=bounds)

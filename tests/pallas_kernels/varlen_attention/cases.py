@@ -3,6 +3,7 @@
 All cases have one budget of tokens and one number of sequences, so that one
 compilation of a feature serves all patterns of lengths.
 """
+# pyright: reportArgumentType=false, reportCallIssue=false
 
 import functools
 
@@ -164,3 +165,23 @@ def reference(options):
         return out, lse, {name: grads[name] for name in tensors}
 
     return call
+
+
+def saturated(tokens):
+    """bf16 q, k, v, dout of one head: a query has nearly all weight on its own key."""
+    rng = np.random.default_rng(2)
+    k, v, dout = rng.normal(size=(3, tokens, 1, 64)).astype(np.float32)
+    return [x.astype(jnp.bfloat16) for x in (2.5 * k, k, v, dout)]
+
+
+def plain_gradients(q, k, v, dout):
+    """What plain JAX gives for one sequence, softmax in fp32, in the type of q."""
+
+    def attend(q, k, v):
+        scores = jnp.einsum("tnh,snh->nts", q, k, preferred_element_type=jnp.float32)
+        weights = jax.nn.softmax(q.shape[-1] ** -0.5 * scores, axis=-1)
+        return jnp.einsum("nts,snh->tnh", weights.astype(v.dtype), v)
+
+    return jax.jit(lambda q, k, v, dout: jax.vjp(attend, q, k, v)[1](dout))(
+        q, k, v, dout
+    )
