@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -251,14 +252,19 @@ def test_tiles_wider_than_half_of_the_columns():
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
 def test_tiles_of_two_products(kind, stored_transposed):
     """And a number of store buffers that does not divide the five chunks of a tile."""
-    case = {"rows": 256, "columns": (448,), "depth": (128,), "t": stored_transposed}
+    case: Any = {
+        "rows": 256,
+        "columns": (448,),
+        "depth": (128,),
+        "t": stored_transposed,
+    }
     mesh = cpu_mesh(data=1, tensor=2)
     if kind == "all_gather":
         check_gather(mesh, config=WIDE, **case)
     else:
         # Of the two views of the ring for a transposed weight, the interpreter takes
         # any two stages for one: no races can be looked for.
-        how = {"concurrent_blocks": True} if stored_transposed else {}
+        how: Any = {"concurrent_blocks": True} if stored_transposed else {}
         check_reduction(mesh, kind=kind, config=WIDE, **case, **how)
 
 
@@ -313,13 +319,6 @@ def problem_of(spec, devices, rows, kind=None):
     return CollectiveProblem(
         kind=kind or spec.kind, m=rows, n=(n,), k=(k,), devices=devices, dtype=BF16
     )
-
-
-@pytest.mark.parametrize(("devices", "rows"), [(4, 8192), (4, 2048), (2, 1024)])
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
-def test_every_spec_lowers(spec, devices, rows):
-    problem = problem_of(spec, devices, rows)
-    lowered(problem, heuristic(problem, H200))
 
 
 @pytest.mark.parametrize("spec", SPECS[:2], ids=lambda spec: spec.name)
@@ -392,11 +391,9 @@ def test_what_the_heuristic_chooses(kind, m, n, k, tile_n, cluster):
 
 
 @pytest.mark.parametrize("rows", [16, 512])
-def test_all_reduce_lowers_for_decoding(rows):
+def test_one_shot_serves_decoding(rows):
     problem = problem_of(SPECS[1], 4, rows, "all_reduce")
-    config = heuristic(problem, H200)
-    assert config.one_shot == (rows == 16)
-    lowered(problem, config)
+    assert heuristic(problem, H200).one_shot == (rows == 16)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from pallas_kernels.matmul.mosaic_gpu_dense import dense as kernel
 from pallas_kernels.matmul.mosaic_gpu_dense import dense_config
 from pallas_kernels.mosaic import H200, use_device
 from tests.interpreter import interpret_mosaic_gpu
-from tests.lowering import lower_for_cuda
 from tests.tolerances import RELATIVE, relative_error
 
 
@@ -138,27 +137,6 @@ def test_activations_of_kernels(name):
         assert float(KERNEL_ACTIVATIONS[name](jnp.float32(-jnp.inf))) <= 0
     assert bool(jnp.isnan(KERNEL_ACTIVATIONS[name](jnp.float32(jnp.nan))))
     assert ACTIVATIONS["gelu"] is gelu
-
-
-@pytest.mark.parametrize(
-    ("m", "widths", "k"),
-    [
-        (9984, (768, 768, 768), 768),
-        (9984, (3072,), 768),
-        (2048, (1024, 256, 256), 1024),
-        (256, (64,), 64),
-    ],
-)
-def test_layers_lower_with_their_gradients(m, widths, k):
-    x, ws, biases = jax.eval_shape(lambda: operands(m, widths, k))
-    run = functools.partial(dense, activation="gelu", implementation="mosaic_gpu")
-
-    def loss(x, ws, biases):
-        return sum(jnp.sum(y.astype(jnp.float32)) for y in run(x, ws, biases))
-
-    with use_device(H200):
-        lower_for_cuda(run, x, ws, biases, kernels=1)
-        lower_for_cuda(jax.grad(loss, (0, 1, 2)), x, ws, biases)
 
 
 @pytest.mark.parametrize(("m", "by"), [(8, "xla"), (512, "xla"), (768, "mosaic_gpu")])

@@ -11,7 +11,6 @@ import pytest
 from pallas_kernels import tuning
 from pallas_kernels.matmul import MatmulConfig, matmul, mosaic_gpu, reference
 from pallas_kernels.matmul.config import Problem, candidates, heuristic
-from pallas_kernels.matmul.specs import SPECS
 from pallas_kernels.mosaic import H200, snake_order, use_device
 from tests.interpreter import interpret_mosaic_gpu
 from tests.lowering import lower_for_cuda
@@ -103,22 +102,6 @@ def test_gradients_run_the_kernel_under_shard_map_and_vmap():
         got = jax.tree.map(np.asarray, grad(x, w, "mosaic_gpu"))
     for g, r in zip(got, want, strict=True):
         assert relative_error(g, r) < RELATIVE[BF16]
-
-
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
-def test_every_spec_lowers_with_its_gradients(spec):
-    x = jax.ShapeDtypeStruct((spec.m, spec.k), BF16)
-    w = jax.ShapeDtypeStruct((spec.k, spec.n), BF16)
-
-    def loss(x, w):
-        y = matmul(x, w, implementation="mosaic_gpu")
-        return jnp.sum(y.astype(jnp.float32))
-
-    with use_device(H200):
-        lower_for_cuda(jax.grad(loss, (0, 1)), x, w, kernels=2)
-        lower_for_cuda(
-            functools.partial(matmul, implementation="mosaic_gpu"), x, w, kernels=1
-        )
 
 
 @pytest.mark.parametrize(

@@ -329,13 +329,13 @@ def shapes(spec, dtype=jnp.bfloat16):
     )
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
-def test_every_spec_lowers(spec):
+TUNED = [*SPECS[:5], next(spec for spec in SPECS if spec.m == 8)]
+
+
+@pytest.mark.parametrize("spec", TUNED, ids=lambda spec: spec.name)
+def test_every_candidate_of_the_tuner_lowers(spec):
     x, w, _ = shapes(spec)
-    problem = Problem.of(x, w, spec.feature_major)
-    # All that the tuner tries for some, what the heuristic chooses for the others.
-    some = spec in SPECS[:5] or spec.m == 8
-    for config in candidates(problem, H200) if some else [heuristic(problem, H200)]:
+    for config in candidates(Problem.of(x, w, spec.feature_major), H200):
         run = functools.partial(
             mosaic_gpu.tile_sparse_matmul,
             feature_major=spec.feature_major,
@@ -343,23 +343,6 @@ def test_every_spec_lowers(spec):
             device=H200,
         )
         lower_for_cuda(run, x, w, kernels=1)
-
-
-@pytest.mark.parametrize("spec", SPECS[:6], ids=lambda spec: spec.name)
-def test_gradients_lower(spec):
-    x, w, dy = shapes(spec)
-
-    def grad(x, w, dy):
-        def ours(x, values):
-            return tile_sparse_matmul(
-                x, w.with_values(values), feature_major=spec.feature_major
-            )
-
-        return jax.vjp(ours, x, w.values)[1](dy)
-
-    with use_device(H200):
-        text = lower_for_cuda(grad, x, w, dy)
-    assert "tile_sparse_grad_values" in text
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -4,6 +4,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +50,8 @@ from tests.tolerances import RELATIVE, relative_error
 
 
 BF16 = jnp.dtype(jnp.bfloat16)
-kernel = functools.partial(varlen_attention, implementation="mosaic_gpu")
+kernel: Any = functools.partial(varlen_attention, implementation="mosaic_gpu")
+HALF: Any = 0.5
 one_sm = dataclasses.replace(H200, num_sms=1)
 NARROW = MosaicGpuConfig(
     forward=ForwardBlocks(block_k=64), backward=BackwardBlocks(block_q=128)
@@ -94,8 +96,8 @@ def expected(q, k, v, dout, dlse, extra, cu_q, cu_k, options):
         )
 
     cu_q, cu_k = jnp.asarray(cu_q), jnp.asarray(cu_k)
-    wide = [np.asarray(x, np.float32) for x in (q, k, v, dout)]
-    return gradients(attend, *wide, dlse, extra)
+    q, k, v, dout = (np.asarray(x, np.float32) for x in (q, k, v, dout))
+    return gradients(attend, q, k, v, dout, dlse, extra)
 
 
 CASES = {
@@ -395,7 +397,7 @@ def test_rows_and_vmap_are_one_call_that_pads_what_the_kernel_needs():
         batch = functools.partial(
             varlen_attention, causal=True, implementation=implementation
         )
-        out = jax.vmap(batch)(q, k, v, cu)
+        out: Any = jax.vmap(batch)(q, k, v, cu)
         return jnp.sum(out.astype(jnp.float32) * np.asarray(dout, np.float32))
 
     run = jax.jit(jax.value_and_grad(attend, (0, 1, 2)), static_argnums=3)
@@ -420,7 +422,7 @@ def test_more_rows_than_the_kernel_counts_to_are_taken_some_at_a_time(
     def attend(q, k, implementation):
         run = functools.partial(varlen_attention, implementation=implementation)
         if mapped:  # rows share their values
-            out = jax.vmap(run, (0, 0, None, 0))(q, k, v[0], cu)
+            out: Any = jax.vmap(run, (0, 0, None, 0))(q, k, v[0], cu)
         else:
             out = run(q, k, v, cu)
         return jnp.sum(out.astype(jnp.float32) * np.asarray(dout, np.float32))
@@ -497,7 +499,7 @@ def test_tiles_of_keys_add_one_by_one_and_wait_for_earlier_blocks_alone(
         assert (same == table).all()
         turns = {}
         for line in np.asarray(table):
-            tile = dict(zip(FIELDS, line, strict=True))
+            tile: Any = dict(zip(FIELDS, line, strict=True))
             for i in range(tile["first"], tile["last"] if tile["k_stop"] > 0 else 0):
                 rank = int(rank_of(scores, blocks, tile, i))
                 turns.setdefault(tile["q_tile"] + i, []).append(rank)
@@ -553,47 +555,6 @@ def test_shared_memory_suffices_for_every_spec():
         check_smem(forward_smem(problem, blocks), H200, spec.name)
         blocks = backward_blocks(problem, H200)
         check_smem(backward_smem(problem, blocks), H200, spec.name)
-
-
-def kinds():
-    """One spec of each that lead to different kernels; sizes alone do not."""
-    found = {}
-    for spec in SPECS:
-        key = (
-            spec.head_dim,
-            spec.causal,
-            tuple(side is None for side in spec.window),
-            spec.softcap is None,
-            spec.sinks,
-            spec.alibi,
-            forward_blocks(problem_of(spec), H200),
-            backward_blocks(problem_of(spec), H200, spec.alibi).consumers,
-        )
-        found.setdefault(key, spec)
-    return found.values()
-
-
-@pytest.mark.parametrize("spec", kinds(), ids=lambda spec: spec.name)
-def test_every_kind_of_spec_lowers_with_its_gradients(spec):
-    problem = problem_of(spec)
-    q = jax.ShapeDtypeStruct((problem.queries, spec.num_heads, spec.head_dim), BF16)
-    k = jax.ShapeDtypeStruct((problem.keys, spec.num_kv_heads, spec.head_dim), BF16)
-    per_head = jax.ShapeDtypeStruct((spec.num_heads,), jnp.float32)
-    extra = {
-        name: per_head
-        for name, there in (("sinks", spec.sinks), ("alibi_slopes", spec.alibi))
-        if there
-    }
-    cu_q, cu_k = spec.cu_seqlens()
-
-    def loss(q, k, v, extra):
-        out = kernel(q, k, v, cu_q, cu_k, causal=spec.causal, window=spec.window,
-                     softcap=spec.softcap, **extra)  # fmt: skip
-        return jnp.sum(out.astype(jnp.float32))
-
-    with use_device(H200):
-        grad = jax.value_and_grad(loss, (0, 1, 2, 3))
-        lower_for_cuda(grad, q, k, k, extra, kernels=2)
 
 
 def test_lowers_inside_shard_map_over_heads_and_data():
@@ -715,9 +676,9 @@ def test_needs_a_hopper_gpu():
         (lambda: BackwardBlocks(consumers=3), "consumers 3, expected one of"),
         (lambda: BackwardBlocks(block_q=96), "block_q 96, expected one of"),
         (lambda: BackwardBlocks(block_k=256), "block_k 256, expected one of"),
-        (lambda: ForwardBlocks(stages=2.5), "stages 2.5, expected an integer"),
+        (lambda: ForwardBlocks(stages=HALF), "stages 0.5, expected an integer"),
         (lambda: BackwardBlocks(splits=0), "splits 0, expected at least 1"),
-        (lambda: BackwardBlocks(splits=1.5), "splits 1.5, expected an integer"),
+        (lambda: BackwardBlocks(splits=HALF), "splits 0.5, expected an integer"),
         (lambda: ForwardBlocks(held=5), "held 5, expected one of"),
         (lambda: BackwardBlocks(held=-1), "held -1, expected one of"),
         (lambda: BackwardBlocks(consumers=1, held=1), "held 1 .* expected 2 of them"),
@@ -730,5 +691,6 @@ def test_blocks_are_checked(no_shape_hook, make, message):
 
 def test_each_pass_takes_its_own_blocks(no_shape_hook):
     message = r"forward BackwardBlocks\(.*\), expected ForwardBlocks or None"
+    blocks: Any = BackwardBlocks()
     with pytest.raises(TypeError, match=message):
-        MosaicGpuConfig(forward=BackwardBlocks())
+        MosaicGpuConfig(forward=blocks)

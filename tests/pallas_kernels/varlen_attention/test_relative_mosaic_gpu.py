@@ -19,7 +19,6 @@ from pallas_kernels.varlen_attention import (
 )
 from pallas_kernels.varlen_attention.config import ForwardBlocks
 from tests.interpreter import interpret_mosaic_gpu
-from tests.lowering import lower_for_cuda
 from tests.pallas_kernels.varlen_attention import stand_ins  # noqa: F401
 from tests.tolerances import RELATIVE, relative_error
 
@@ -151,20 +150,6 @@ def test_gradients_are_those_of_the_portable_implementation():
     for n, grad in actual.items():
         assert grad.dtype == arrays[n].dtype
         assert relative_error(grad, wanted[n]) < 2 * RELATIVE[grad.dtype], n
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_lowers(name):
-    arrays, buckets, cu, config, options = make(name)
-
-    def run(arrays, cu):
-        return jax.vmap(lambda a, cu: attend(a, buckets, cu, config, options))(
-            arrays, cu
-        )
-
-    rows = jax.tree.map(lambda x: jnp.stack([x, x]), (arrays, jnp.asarray(cu)))
-    with use_device(H200):
-        lower_for_cuda(run, *rows, kernels=1)
 
 
 def test_terms_of_another_type_are_refused():

@@ -1,0 +1,375 @@
+"""Every kernel at every spec, as hashes of its Mosaic modules.
+
+A module is what Pallas hands to Mosaic GPU: all operations of a kernel, without their
+places in the source. Layout inference and what follows see nothing but the module, so
+equal hashes are equal kernels: code can be moved, and no GPU is needed to know that
+speed and numbers stay the same. The hashes are equal on all machines.
+
+`python -m tests.manifest` names the kernels that differ from those of `manifest.json`.
+With ``--write`` it lowers these to the end, as `tests.lowering` does, and writes them
+down: a commit that changes kernels on purpose holds their new hashes and says so.
+
+Nothing is traced for an op whose code is the one that `manifest.json` was written for:
+it holds a digest of all syntax that an op is made of. The digest changes with the code,
+not with comments and docstrings, and a stale one costs time and hides nothing.
+"""
+
+import argparse
+import ast
+import contextlib
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.mosaic.gpu import core as mosaic
+
+import pallas_kernels
+from pallas_kernels.collective_matmul import (
+    all_gather_matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
+from pallas_kernels.collective_matmul.tunable import problems as collective_problems
+from pallas_kernels.layer_norm import layer_norm
+from pallas_kernels.layer_norm.specs import SPECS as LAYER_NORM
+from pallas_kernels.matmul import dense, matmul
+from pallas_kernels.matmul.specs import SPECS as MATMUL
+from pallas_kernels.mosaic import H200, use_device
+from pallas_kernels.tile_sparse_matmul import tile_sparse_matmul
+from pallas_kernels.tile_sparse_matmul.specs import SPECS as TILE_SPARSE
+from pallas_kernels.varlen_attention import (
+    RelativeBias,
+    RelativeBuckets,
+    varlen_attention,
+)
+from pallas_kernels.varlen_attention.specs import SPECS as ATTENTION
+from tests.lowering import MulticastRefused, lower_for_cuda
+
+
+P = jax.sharding.PartitionSpec
+BF16 = jnp.dtype(jnp.bfloat16)
+FP32 = jnp.dtype(jnp.float32)
+
+PATH = Path(__file__).with_suffix(".json")
+PACKAGE = Path(pallas_kernels.__file__).parent
+
+MULTICAST_MARKS = (
+    "mosaic_gpu.multimem_used",
+    "mosaic_gpu.symmetric_memory_args",
+    "is_global_broadcast = true",
+    "multimem = true",
+    "multimem.",
+)
+"""What NVLink multicast leaves in a module."""
+
+
+class Case(NamedTuple):
+    """A function that calls kernels, and what it takes."""
+
+    name: str
+    fn: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    mesh: Mapping[str, int] | None = None
+
+
+def array(*sizes: int, dtype: Any = BF16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def with_gradients(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The results of ``fn`` and its gradients, with the results as cotangents."""
+
+    def both(*arguments: Any) -> Any:
+        outputs, pullback = jax.vjp(fn, *arguments)
+        return outputs, pullback(outputs)
+
+    return both
+
+
+# --- What is lowered ------------------------------------------------------------------
+
+
+def attention_cases() -> Iterator[Case]:
+    for spec in ATTENTION:
+        q = array(sum(spec.lengths_q), spec.num_heads, spec.head_dim)
+        k = array(sum(spec.lengths_k), spec.num_kv_heads, spec.head_dim)
+        per_head = {
+            name: array(spec.num_heads, dtype=FP32)
+            for name, given in (("sinks", spec.sinks), ("alibi_slopes", spec.alibi))
+            if given
+        }
+        cu_seqlens_q, cu_seqlens_k = spec.cu_seqlens()
+        attend = functools.partial(
+            varlen_attention,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            causal=spec.causal,
+            window=spec.window,
+            softcap=spec.softcap,
+            implementation="mosaic_gpu",
+        )
+
+        # The arguments are bound now: `attend` is another one in the next turn.
+        def run(q, k, v, per_head, attend=attend):
+            return attend(q, k, v, **per_head)
+
+        yield Case(spec.name, with_gradients(run), (q, k, k, per_head))
+    yield from relative_cases()
+
+
+def relative_cases() -> Iterator[Case]:
+    """Attention with a relative-position bias, whose gradient is XLA's."""
+    deberta = RelativeBuckets(span=256, max_distance=512)
+    both = ("query_terms", "key_terms")
+    cases: tuple[Any, ...] = (
+        ("relative_deberta", deberta, both, {}),
+        ("relative_deberta_softcap", deberta, both, {"softcap": 1.5}),
+        ("relative_linear", RelativeBuckets(span=30), both[1:], {"causal": True}),
+        ("relative_window", deberta, both[:1], {"window": (70, 20)}),
+    )
+    for name, buckets, terms, options in cases:
+        q = array(4939, 12, 64)
+        entries = array(4939, 12, buckets.num_entries)
+        per_head = {"sinks": array(12, dtype=FP32)} if "window" in options else {}
+        if "causal" in options:
+            per_head = {"alibi_slopes": array(12, dtype=FP32)}
+
+        def run(q, terms, per_head, buckets=buckets, options=options):
+            bias = RelativeBias(
+                **{"query_terms": None, "key_terms": None} | terms, buckets=buckets
+            )
+            return varlen_attention(
+                q,
+                q,
+                q,
+                cu_seqlens_q=jnp.arange(17, dtype=jnp.int32) * 308,
+                relative_bias=bias,
+                implementation="mosaic_gpu",
+                **per_head,
+                **options,
+            )
+
+        yield Case(name, run, (q, dict.fromkeys(terms, entries), per_head))
+
+
+def matmul_cases() -> Iterator[Case]:
+    run = functools.partial(matmul, implementation="mosaic_gpu")
+    for spec in MATMUL:
+        x, w = array(spec.m, spec.k), array(spec.k, spec.n)
+        yield Case(spec.name, with_gradients(run), (x, w))
+    layer = functools.partial(dense, activation="gelu", implementation="mosaic_gpu")
+    for m, widths, k in (
+        (9984, (768, 768, 768), 768),
+        (9984, (3072,), 768),
+        (2048, (1024, 256, 256), 1024),
+        (256, (64,), 64),
+    ):
+        ws, biases = [array(k, n) for n in widths], [array(n) for n in widths]
+        name = f"dense_m{m}_k{k}_n" + "_".join(map(str, widths))
+        yield Case(name, with_gradients(layer), (array(m, k), ws, biases))
+
+
+def layer_norm_cases() -> Iterator[Case]:
+    run = functools.partial(layer_norm, eps=1e-5, implementation="mosaic_gpu")
+    for spec in LAYER_NORM:
+        if spec.t < 4:  # which the kernel declines
+            continue
+        rows, row = array(spec.t, spec.d), array(spec.d)
+        arrays = {"x": rows, "residual": rows, "scale": row, "bias": row, "x_bias": row}
+        both = with_gradients(lambda arrays: run(**arrays))
+        yield Case(spec.name, both, (arrays,))
+
+
+def tile_sparse_cases() -> Iterator[Case]:
+    for spec in TILE_SPARSE:
+        w = spec.weight_shape()
+        x = array(*(spec.k, spec.m) if spec.feature_major[0] else (spec.m, spec.k))
+
+        def run(x, w, layout=spec.feature_major):
+            def multiply(x, values):
+                return tile_sparse_matmul(
+                    x,
+                    w.with_values(values),
+                    feature_major=layout,
+                    implementation="mosaic_gpu",
+                )
+
+            return with_gradients(multiply)(x, w.values)
+
+        yield Case(spec.name, run, (x, w))
+
+
+def collective_cases() -> Iterator[Case]:
+    whole, rows, columns = P(), P("tensor"), P(None, "tensor")
+    ops = {
+        "all_gather": (all_gather_matmul, rows, columns, columns),
+        "reduce_scatter": (matmul_reduce_scatter, columns, rows, rows),
+        "all_reduce": (matmul_all_reduce, columns, rows, whole),
+    }
+    for name, problem in collective_problems().items():
+        op, x_spec, w_spec, y_spec = ops[problem.kind]
+        size, (k,), (n,) = problem.devices, problem.k, problem.n
+        if problem.kind == "all_gather":
+            x, w = array(problem.m, k), array(k, n * size)
+        else:
+            x, w = array(problem.m, k * size), array(k * size, n)
+        run = functools.partial(op, axis_name="tensor", implementation="mosaic_gpu")
+        sharded = jax.shard_map(
+            run, in_specs=(x_spec, w_spec), out_specs=y_spec, check_vma=False
+        )
+        yield Case(name, sharded, (x, w), {"tensor": size})
+
+
+OPS: Mapping[str, Callable[[], Iterator[Case]]] = {
+    "varlen_attention": attention_cases,
+    "matmul": matmul_cases,
+    "layer_norm": layer_norm_cases,
+    "tile_sparse_matmul": tile_sparse_cases,
+    "collective_matmul": collective_cases,
+}
+"""The packages of kernels, and every call of them that is written down."""
+
+
+# --- Hashes ---------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def recorded(found: list[str], *, to_the_end: bool) -> Iterator[None]:
+    """Appends name and hash of each module that is lowered inside."""
+    lower = mosaic.lower_mgpu_module
+
+    def record(module: Any, *arguments: Any, **options: Any) -> None:
+        text = module.operation.get_asm(enable_debug_info=False)
+        name = module.operation.attributes["sym_name"].value
+        if marks := [mark for mark in MULTICAST_MARKS if mark in text]:
+            raise MulticastRefused(f"kernel {name} uses NVLink multicast: {marks}")
+        found.append(f"{name} {hashlib.sha256(text.encode()).hexdigest()[:12]}")
+        if to_the_end:
+            lower(module, *arguments, **options)
+        else:  # nothing is left that takes time
+            for operation in list(module.body):
+                operation.erase()
+
+    with mock.patch.object(mosaic, "lower_mgpu_module", record):
+        yield
+
+
+def kernels(case: Case, *, to_the_end: bool = False) -> str:
+    """Names and hashes of the kernels of a case, in the order of the program.
+
+    Args:
+        case: What to lower.
+        to_the_end: Whether to run the passes after Pallas too, which check layouts and
+            shared memory and take most of the time.
+    """
+    found: list[str] = []
+    fn = functools.partial(case.fn)  # a new one: nothing comes from caches of JAX
+    with use_device(H200), recorded(found, to_the_end=to_the_end):
+        lower_for_cuda(fn, *case.arguments, mesh=case.mesh)
+    return ", ".join(found)
+
+
+def differences(op: str, cases: Iterator[Case]) -> Iterator[tuple[Case, str]]:
+    """The cases whose kernels are not as written down, and their kernels now."""
+    written = read()["kernels"][op]
+    for case in cases:
+        if (now := kernels(case)) != written.get(case.name):
+            yield case, now
+
+
+# --- The code that an op is made of ---------------------------------------------------
+
+
+def sources(op: str) -> list[Path]:
+    """The package of an op, those that it imports, and what all ops share."""
+    packages, todo = set(), {op, "mosaic"}
+    files = {Path(__file__), PACKAGE / "tuned" / f"{H200.name}.json"}
+    files.update(PACKAGE.glob("*.py"))
+    while todo:
+        package = todo.pop()
+        packages.add(package)
+        for path in PACKAGE.joinpath(package).glob("**/*.py"):
+            files.add(path)
+            found = re.findall(r"pallas_kernels\.(\w+)", path.read_text())
+            todo |= {n for n in found if PACKAGE.joinpath(n).is_dir()} - packages
+    return sorted(files)
+
+
+def digest(op: str) -> str:
+    """A hash of all syntax and tuned configs that the kernels of an op come from."""
+    total = hashlib.sha256()
+    for path in sources(op):
+        text = path.read_text()
+        total.update((syntax(text) if path.suffix == ".py" else text).encode())
+    return total.hexdigest()[:12]
+
+
+def syntax(text: str) -> str:
+    """The code without comments, docstrings and places."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(body := getattr(node, "body", None), list):
+            node.body = [  # pyright: ignore[reportAttributeAccessIssue]
+                part
+                for part in body
+                if not (
+                    isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant)
+                )
+            ]
+    return ast.dump(tree)
+
+
+# --- The file -------------------------------------------------------------------------
+
+
+def read() -> dict[str, Any]:
+    """Version of JAX, digest of the code of each op, kernels of each of its cases."""
+    return json.loads(PATH.read_text())
+
+
+def compare(op: str, manifest: dict[str, Any], *, write: bool) -> int:
+    """Prints the cases of an op that differ, writes them down, returns how many."""
+    written = manifest["kernels"].get(op, {})
+    again = manifest["jax"] != jax.__version__
+    current, changed = {}, 0
+    for case in OPS[op]():
+        now, before = kernels(case), written.get(case.name)
+        if different := now != before:
+            print(f"{op} {case.name}: was {before}, is {now}", flush=True)
+        if write and (different or again):
+            kernels(case, to_the_end=True)
+        changed += different
+        current[case.name] = now
+    for name in written.keys() - current.keys():
+        print(f"{op} {name}: gone")
+        changed += 1
+    manifest["kernels"][op], manifest["code"][op] = current, digest(op)
+    return changed
+
+
+def main() -> None:
+    """Compares every kernel, or writes them down."""
+    parser = argparse.ArgumentParser(prog="python -m tests.manifest")
+    parser.add_argument("ops", nargs="*", default=list(OPS), help="all by default")
+    parser.add_argument("--write", action="store_true", help=f"write {PATH.name}")
+    arguments = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    manifest = read()
+    ops = OPS if manifest["jax"] != jax.__version__ else arguments.ops
+    changed = sum(compare(op, manifest, write=arguments.write) for op in ops)
+    if arguments.write:
+        manifest["jax"] = jax.__version__
+        PATH.write_text(json.dumps(manifest, indent=1) + "\n")
+    elif changed:
+        raise SystemExit(f"{changed} cases are not as in {PATH.name}")
+
+
+if __name__ == "__main__":
+    main()
