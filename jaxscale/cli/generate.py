@@ -20,6 +20,7 @@ from jaxscale.inference import SamplingConfig, generate
 from jaxscale.models import (
     Decoder,
     EncoderConfig,
+    GenerationConfig,
     Tokenizer,
     config_from_hf,
     load,
@@ -119,19 +120,33 @@ def complete(config: GenerateConfig) -> str:
         prompt = tokenizer.encode(config.prompt, add_bos=begins_documents(tokenizer))
         model.config.check_mesh(dict(mesh.shape), model.rules)
         _check(config, model, tokenizer, prompt)
+        ends = _ends(config, tokenizer, model)
     with jax.set_mesh(mesh):
         (tokens,) = generate(
             model,
             [prompt],
             max_new_tokens=config.max_new_tokens,
             sampling=sampling,
-            eos_id=tokenizer.eos_id,
+            eos_id=ends,
             key=jax.random.key(config.seed),
         )
     # Tables are often rounded up to more rows than there are tokens; an untrained model
     # may draw one of them, which has no text.
     tokens = [token for token in tokens if token < tokenizer.vocab_size]
     return tokenizer.continuation(prompt, tokens)
+
+
+def _ends(config: GenerateConfig, tokenizer: Tokenizer, model: Decoder) -> list[int]:
+    """The tokens that end the text: the tokenizer's, and those of a published model."""
+    ends = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    if not run_directory.is_run(Path(config.source)):
+        ends += GenerationConfig.from_file(config.source).eos_ids
+    if ends and max(ends) >= model.config.vocab_size:
+        raise ValueError(
+            f"eos_token_id {max(ends)} of the files in {config.source} is outside the "
+            f"vocabulary of {model.config.vocab_size}; they do not belong together"
+        )
+    return ends
 
 
 def _mesh(config: MeshConfig) -> Mesh:

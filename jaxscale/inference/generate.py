@@ -1,6 +1,6 @@
 """Continue prompts, all together, until each has ended.
 
-Legend: B batch, T tokens of a prompt, D model.
+Legend: B batch, T tokens of a prompt, D model, E tokens that end a continuation.
 """
 
 import functools
@@ -33,7 +33,7 @@ def generate(
     *,
     max_new_tokens: int,
     sampling: SamplingConfig = GREEDY,
-    eos_id: int | None = None,
+    eos_id: int | Sequence[int] | None = None,
     key: Key[Array, ""] | None = None,
 ) -> list[list[int]]:
     """Continuations of `prompts`, drawn token by token.
@@ -49,11 +49,13 @@ def generate(
         prompts: Token ids, at least one a prompt.
         max_new_tokens: Most tokens to draw for a prompt.
         sampling: How to draw.
-        eos_id: Token that ends a continuation; None always draws `max_new_tokens`.
+        eos_id: Token that ends a continuation, or several of which any does; None
+            always draws `max_new_tokens`.
         key: Source of randomness; needed unless the temperature is 0.
 
     Returns:
-        The drawn tokens of each prompt, without the prompt and without `eos_id`.
+        The drawn tokens of each prompt, without the prompt and without the
+        token that ended them.
 
     Raises:
         ValueError: a prompt is empty or holds an id outside the vocabulary, prompt and
@@ -67,7 +69,8 @@ def generate(
         ...     model, [[1, 2, 3], [4]], max_new_tokens=5)]
         [5, 5]
     """
-    lengths = _check(model, prompts, max_new_tokens, sampling, eos_id, key)
+    ends = [] if eos_id is None else np.atleast_1d(eos_id).tolist()
+    lengths = _check(model, prompts, max_new_tokens, sampling, ends, key)
     if not lengths:
         return []
     longest = max(lengths)
@@ -84,12 +87,12 @@ def generate(
         tokens,
         np.array(lengths, np.int32),
         jax.random.key(0) if key is None else key,
-        np.int32(-1 if eos_id is None else eos_id),
+        np.array(ends, np.int32),
         capacity=capacity,
         max_new_tokens=max_new_tokens,
         sampling=sampling,
     )
-    return [_until(row, eos_id) for row in np.asarray(drawn).tolist()]
+    return [_until(row, ends) for row in np.asarray(drawn).tolist()]
 
 
 def _check(
@@ -97,7 +100,7 @@ def _check(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     sampling: SamplingConfig,
-    eos_id: int | None,
+    eos_ids: Sequence[int],
     key: Array | None,
 ) -> list[int]:
     """The lengths of the prompts, once everything is found possible."""
@@ -109,10 +112,11 @@ def _check(
             f"key None cannot be drawn from at temperature {sampling.temperature}; pass"
             " key=jax.random.key(seed), or SamplingConfig(temperature=0.0)"
         )
-    if eos_id is not None and not 0 <= eos_id < config.vocab_size:
-        raise ValueError(
-            f"eos_id {eos_id} is outside the vocabulary of {config.vocab_size}"
-        )
+    for eos_id in eos_ids:
+        if not 0 <= eos_id < config.vocab_size:
+            raise ValueError(
+                f"eos_id {eos_id} is outside the vocabulary of {config.vocab_size}"
+            )
     for i, prompt in enumerate(prompts):
         if len(prompt) == 0:
             raise ValueError(
@@ -142,13 +146,13 @@ def _generate(
     tokens: Int[Array, "B T"],
     lengths: Int[Array, "B"],
     key: Key[Array, ""],
-    eos_id: Int[Array, ""],
+    eos_ids: Int[Array, "E"],
     *,
     capacity: int,
     max_new_tokens: int,
     sampling: SamplingConfig,
 ) -> Int[Array, "B new"]:
-    """The drawn tokens; what follows `eos_id` in a row means nothing."""
+    """The drawn tokens; what follows one of `eos_ids` in a row means nothing."""
     batch = tokens.shape[0]
     hidden, cache = model.decode_hidden(
         tokens, model.init_cache(batch, capacity), lengths=lengths, cache_is_empty=True
@@ -160,6 +164,9 @@ def _generate(
         logits = constrain(logits, (None, None, None), model.rules)
         return sample(logits[:, 0], jax.random.fold_in(key, step), sampling)
 
+    def ends(token: Array) -> Array:
+        return jnp.any(token[:, None] == eos_ids, axis=-1)  # [B, E] to [B]
+
     def going(state: _State) -> Array:
         step, _, _, ended, _ = state
         return (step < max_new_tokens) & ~jnp.all(ended)
@@ -169,11 +176,11 @@ def _generate(
         logits, cache = model.decode(token[:, None], cache)
         token = draw(logits, step)
         drawn = jax.lax.dynamic_update_index_in_dim(drawn, token, step, axis=1)
-        return step + 1, token, drawn, ended | (token == eos_id), cache
+        return step + 1, token, drawn, ended | ends(token), cache
 
     first = draw(logits, jnp.int32(0))
     drawn = jnp.zeros((batch, max_new_tokens), jnp.int32).at[:, 0].set(first)
-    state = (jnp.int32(1), first, drawn, first == eos_id, cache)
+    state = (jnp.int32(1), first, drawn, ends(first), cache)
     return jax.lax.while_loop(going, advance, state)[2]
 
 
@@ -190,8 +197,7 @@ def _last(
     return per_shard(take, [axes, ("batch",)], [axes], model.rules)(hidden, lengths)[0]
 
 
-def _until(tokens: list[int], eos_id: int | None) -> list[int]:
-    """`tokens` before the first `eos_id`."""
-    if eos_id is None or eos_id not in tokens:
-        return tokens
-    return tokens[: tokens.index(eos_id)]
+def _until(tokens: list[int], eos_ids: Sequence[int]) -> list[int]:
+    """`tokens` before the first of `eos_ids`."""
+    ends = (i for i, token in enumerate(tokens) if token in eos_ids)
+    return tokens[: next(ends, len(tokens))]

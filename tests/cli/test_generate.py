@@ -9,7 +9,14 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jaxscale.models import Decoder, Tokenizer, load, preset, save
+from jaxscale.models import (
+    Decoder,
+    GenerationConfig,
+    Tokenizer,
+    load,
+    preset,
+    save,
+)
 
 
 @pytest.fixture
@@ -67,6 +74,17 @@ def test_from_a_hugging_face_directory(call, hugging_face):
     # Rows of the table past the tokenizer's last token have no text.
     tokens = [token for token in tokens if token < tokenizer.vocab_size]
     assert likeliest.split() == tokenizer.decode(tokens).split()
+
+    # generation_config.json names another token that ends the text: the third drawn.
+    start = len(tokenizer.encode("to be"))
+    GenerationConfig(eos_ids=(tokens[start + 2],)).save(hugging_face)
+    cut = tokens[: tokens.index(tokens[start + 2], start)]
+    _, shorter, _ = call(*common, "--temperature", "0")
+    assert shorter.split() == tokenizer.decode(cut).split()
+    GenerationConfig(eos_ids=(300,)).save(hugging_face)
+    code, _, err = call(*common)
+    assert code == 2 and "eos_token_id 300 of the files in" in err
+    (hugging_face / "generation_config.json").unlink()
 
     code, one, _ = call(*common, "--temperature", "1.5", "--seed", "1")
     assert code == 0

@@ -60,6 +60,12 @@ def test_a_continuation_ends_before_the_end_token(llama):
     ]
     assert len(expected[0]) <= 4
     assert generate(llama, PROMPTS, max_new_tokens=10, eos_id=eos_id) == expected
+    # Several tokens, of which any ends a row.
+    others = [whole[1][2], whole[2][3]]
+    ends = [eos_id, *others]
+    cut = [next((i for i, t in enumerate(row) if t in ends), 10) for row in whole]
+    expected_any = [row[:i] for row, i in zip(whole, cut, strict=True)]
+    assert generate(llama, PROMPTS, max_new_tokens=10, eos_id=ends) == expected_any
     # All rows end at once: the loop stops early and the rest is cut.
     first = generate(llama, PROMPTS[:1], max_new_tokens=10, eos_id=eos_id)
     assert first == expected[:1]

@@ -45,7 +45,7 @@ class Checkpoint:
                 f"path {str(path)!r} is not a directory; download the model first, for "
                 "example with `hf download MODEL --local-dir DIRECTORY`"
             )
-        self.config = _read_json(self.directory / _CONFIG)
+        self.config = read_json(self.directory / _CONFIG)
         self._files: dict[str, Path] = {}
         self._open: dict[Path, Any] = {}
         index = self.directory / _INDEX
@@ -91,7 +91,7 @@ class Checkpoint:
 
     def _read_index(self, index: Path) -> None:
         """Map each tensor to its shard, and check that the shards hold them."""
-        weight_map = _read_json(index).get("weight_map")
+        weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(
             isinstance(shard, str) for shard in weight_map.values()
         ):
@@ -196,8 +196,8 @@ def write_checkpoint(
         }
         total = sum(size for shard in shards for _, size, _ in shard)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        _write_json(directory / _INDEX, index)
-    _write_json(directory / _CONFIG, config)
+        write_json(directory / _INDEX, index)
+    write_json(directory / _CONFIG, config)
     for name in names:
         # The library makes files that only their owner may read.
         shutil.copymode(directory / _CONFIG, directory / name)
@@ -217,7 +217,13 @@ def _split[T](
     return shards
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """The object of a JSON file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it holds something else.
+    """
     if not file.is_file():
         raise FileNotFoundError(f"{file} does not exist")
     with contextlib.suppress(ValueError):
@@ -227,5 +233,6 @@ def _read_json(file: Path) -> dict[str, Any]:
     raise ValueError(f"{file} is not a JSON object; download it again")
 
 
-def _write_json(file: Path, values: Mapping[str, Any]) -> None:
+def write_json(file: Path, values: Mapping[str, Any]) -> None:
+    """Write the object of a JSON file."""
     file.write_text(json.dumps(values, indent=2) + "\n")

@@ -9,6 +9,7 @@ from flax import nnx
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.encoder import EncoderModel
 from jaxscale.models.families import config_to_hf, family_of
+from jaxscale.models.generation import GenerationConfig
 from jaxscale.models.hf.files import write_checkpoint
 from jaxscale.models.hf.names import TensorMap
 from jaxscale.models.hf.tensors import parameters_of, tensors_to_write
@@ -21,6 +22,7 @@ def save(
     *,
     max_shard_bytes: int = 5_000_000_000,
     tokenizer: Tokenizer | None = None,
+    generation: GenerationConfig | None = None,
 ) -> None:
     """Write `model` as a directory that transformers and `load` read.
 
@@ -32,6 +34,8 @@ def save(
         max_shard_bytes: Size at which another file is begun.
         tokenizer: Saved beside the weights, its control tokens named in the
             configuration.
+        generation: Saved as ``generation_config.json``; its tokens that end a text take
+            the place of the tokenizer's.
 
     Raises:
         ValueError: transformers has no counterpart of the model, it is unstacked, this
@@ -70,9 +74,13 @@ def save(
         values["bos_token_id"] = tokenizer.bos_id
         values["eos_token_id"] = tokenizer.eos_id
         _set_pad_id(values, tokenizer)
+    if generation is not None:
+        values["eos_token_id"] = generation.eos_token_id
     write_checkpoint(path, values, tensors_to_write(maps, parameters), max_shard_bytes)
     if tokenizer is not None:
         tokenizer.save(path)
+    if generation is not None:
+        generation.save(path)
 
 
 def _described(
