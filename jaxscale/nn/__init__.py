@@ -1,11 +1,6 @@
 """Neural network modules, and the packing of sequences that they run on."""
 
-from jaxscale.nn.attention import (
-    AttentionConfig,
-    attention,
-    attention_mask,
-    masked_attention,
-)
+from jaxscale.nn.attention import AttentionConfig, attention
 from jaxscale.nn.blocks import MLP, Block, BlockConfig, make_norm
 from jaxscale.nn.cache import KVCache
 from jaxscale.nn.convolution import SequenceConvolution
@@ -44,6 +39,7 @@ from jaxscale.nn.state import (
     Whole,
     attention_state,
 )
+from pallas_kernels.attention import attention_mask, masked_attention
 
 
 __all__ = [

@@ -21,16 +21,12 @@ import jax.numpy as jnp
 from jax.tree_util import register_dataclass
 from jaxtyping import Array, Float, Int
 
-from jaxscale.nn.attention import (
-    AttentionConfig,
-    attention,
-    attention_mask,
-    masked_attention,
-)
+from jaxscale.nn.attention import AttentionConfig, attention
 from jaxscale.nn.cache import CACHE_AXES, KVCache, write_cache
 from jaxscale.nn.packing import check_cu_seqlens_of_rows, positions
 from jaxscale.sharding.operations import per_shard
 from jaxscale.sharding.rules import REPLICATED, AxisRules
+from pallas_kernels.attention import attention_mask, masked_attention
 
 
 Q_AXES = ("batch", None, "act_heads", None)

@@ -10,6 +10,8 @@ from flax import nnx
 
 from jaxscale.models import Decoder, preset
 from jaxscale.sharding import fsdp_tp, logical_axes
+from pallas_kernels.mosaic import H200, use_device
+from tests.lowering import CUSTOM_CALL, lower_for_cuda
 from tests.tolerances import relative_error
 
 
@@ -264,6 +266,18 @@ def test_types():
     stored = Decoder(preset("llama_tiny"), param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     assert {p.dtype for p in jax.tree.leaves(stored)} == {jnp.dtype("bfloat16")}
     assert jax.eval_shape(stored.hidden, TOKENS).dtype == jnp.float32
+
+
+def test_whole_rows_lower_for_a_gpu_without_one():
+    """A CPU has no cuDNN, which would run rows as short as these."""
+    model = jax.eval_shape(lambda: make("llama_tiny", dtype=jnp.bfloat16))
+
+    def loss(model, tokens):
+        return model(tokens).astype(jnp.float32).sum()
+
+    with use_device(H200):
+        text = lower_for_cuda(jax.grad(loss), model, TOKENS)
+    assert CUSTOM_CALL in text
 
 
 def test_positions_can_be_given(model):

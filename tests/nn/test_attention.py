@@ -17,9 +17,7 @@ from jaxscale.nn import (
     attention,
     attention_state,
 )
-from jaxscale.nn.attention import _dense_implementation
 from pallas_kernels.dispatch import Unsupported
-from pallas_kernels.mosaic import H200, use_device
 from tests.tolerances import RELATIVE, relative_error
 
 
@@ -196,19 +194,6 @@ def test_impossible_heads_are_refused():
         AttentionConfig(num_heads=4, num_kv_heads=3, head_dim=8)
     with pytest.raises(ValueError, match="head_dim 0 must be positive"):
         AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=0)
-
-
-def test_cudnn_is_chosen_for_the_device_that_runs():
-    def chosen(head_dim, dtype=jnp.bfloat16):
-        q = jnp.zeros((1, 8, 2, head_dim), dtype)
-        return _dense_implementation(None, q, True)
-
-    assert chosen(64) == "xla"
-    with use_device(H200):
-        assert chosen(256) == "cudnn"
-        assert chosen(264) == chosen(64, jnp.float32) == chosen(12) == "xla"
-    with use_device(dataclasses.replace(H200, compute_capability=(8, 0))):
-        assert (chosen(128), chosen(136)) == ("cudnn", "xla")
 
 
 @pytest.mark.gpu

@@ -59,6 +59,13 @@ def test_no_kernel_code_below_api_asks_the_hardware():
     assert not found
 
 
+def test_layers_do_not_choose_by_hardware():
+    """In `nn` and above a device is placed or counted, but never looked at."""
+    for name, tree in sources(ROOTS[1]):
+        names = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+        assert "compute_capability" not in names, name
+
+
 def test_a_refusal_is_never_swallowed():
     """But for `dispatch`, which logs it, and the tuner, which reports it."""
     for package in ROOTS:

@@ -1,0 +1,90 @@
+"""Attention of whole rows by cuDNN's flash attention, through JAX.
+
+Axis letters: B batch, T queries, S keys, N query heads, K key/value heads, H head dim.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attention.config import Problem
+from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.mosaic import DeviceSpec
+
+
+__all__ = ["attention", "unsupported"]
+
+
+def unsupported(problem: Problem, device: DeviceSpec | None) -> str | None:
+    """Why cuDNN cannot do it, or is not there; None where it can."""
+    p = problem
+    unlimited = p.causal or p.window == (None, None)
+    plain = p.softcap is None and p.queries == p.keys and unlimited
+    types = (jnp.bfloat16, jnp.float16)
+    if not plain or p.dtype not in types or p.head_dim % 8 or not p.queries:
+        return (
+            "cudnn attention needs bf16 or fp16, a head dim divisible by 8, as many"
+            " queries as keys, at least one, no softcap, and a window only if causal,"
+            f" got {p}; use implementation=None to fall back"
+        )
+    if device is None:
+        return "cudnn attention needs an NVIDIA GPU; use implementation=None"
+    widest = 256 if device.compute_capability >= (9, 0) else 128
+    if p.head_dim > widest:
+        return (
+            f"cudnn attention: head dim {p.head_dim}, expected at most {widest} on"
+            f" {device.name}; use implementation='xla'"
+        )
+    return _missing()
+
+
+@functools.cache
+def _missing() -> str | None:
+    """What JAX says where there is no cuDNN, as where programs are lowered on a CPU."""
+    x = jax.ShapeDtypeStruct((1, 64, 1, 64), jnp.bfloat16)
+    call = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+    try:
+        jax.eval_shape(call, x, x, x)
+    except RuntimeError as error:
+        return f"cudnn attention: {error} Use implementation=None"
+    return None
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    problem: Problem,
+    scale: float,
+    device: DeviceSpec | None,
+) -> jax.Array:
+    """See `pallas_kernels.attention.attention`; defaults are resolved.
+
+    Args:
+        q: [B,T,N,H].
+        k: [B,T,K,H].
+        v: [B,T,K,H].
+        problem: mask and shape.
+        scale: factor of the scores.
+        device: the GPU.
+
+    Returns:
+        [B,T,N,H].
+
+    Raises:
+        Unsupported: cuDNN cannot do it, or it is not installed.
+    """
+    if (reason := unsupported(problem, device)) is not None:
+        raise Unsupported(reason)
+    left, _ = problem.window
+    return jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        scale=scale,
+        is_causal=problem.causal,
+        local_window_size=None if left is None else (left, 0),
+        implementation="cudnn",
+    )
