@@ -183,8 +183,8 @@ class Problem:
             >>> full = Problem(m=8192, n=4096, k=4096, room=4096, tile=128,
             ...                granularity=1, dtype=jnp.dtype("bfloat16"),
             ...                x_major=True, y_major=True)
-            >>> full.declines(H200)
-            'a dense product takes 0.99 of the time, with 100% of the rows kept'
+            >>> full.declines(H200) is None
+            False
             >>> dataclasses.replace(full, room=2048).declines(H200) is None
             True
         """
