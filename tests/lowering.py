@@ -4,7 +4,7 @@ The lowering runs all of Pallas and Mosaic GPU down to the serialized kernel: la
 inference, the checks of TMA descriptors and of wgmma operands, the recomputation of
 peer ids on the host, and the limit of shared memory per block (227 KiB on Hopper). It
 does not run ptxas, so it sees neither register spills nor instructions that ``sm_90``
-lacks (TMA gather): those need a GPU.
+lacks (TMA gather): `tests.compiled` does.
 """
 
 import contextlib

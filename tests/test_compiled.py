@@ -1,0 +1,168 @@
+"""Programs compiled for H200s without a GPU: spills, donation, collectives, memory."""
+
+import functools
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+
+from pallas_kernels.collective_matmul import all_gather_matmul
+from tests import compiled, manifest
+from tests.compiled import compile_for_h200
+from tests.training import test_step, toy
+
+
+P = jax.sharding.PartitionSpec
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="the plugin that compiles is for Linux"
+)
+
+
+def on_one(devices, tree):
+    """The shapes of arrays on the first device."""
+    where = SingleDeviceSharding(devices[0])
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree
+    )
+
+
+def kernels(devices, op, name):
+    case = next(case for case in manifest.OPS[op]() if case.name == name)
+    return jax.jit(case.fn), on_one(devices, case.arguments)
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "names"),
+    [
+        (
+            "varlen_attention",
+            "dense_d128_l4096_causal",
+            ["varlen_attention", "varlen_attention_backward"],
+        ),
+        (
+            "varlen_attention",
+            "bert_base_b16_l128",
+            ["varlen_attention", "varlen_attention_backward"],
+        ),
+        ("varlen_attention", "relative_deberta", ["varlen_attention"]),
+        ("matmul", "cube_4096", ["matmul"]),
+        ("matmul", "dense_m9984_k768_n768_768_768", ["dense", "matmul"]),
+        ("layer_norm", "bert_base_4939", ["layer_norm"]),
+        (
+            "tile_sparse_matmul",
+            "square_4096_m4096_s75",
+            ["tile_sparse_matmul", "tile_sparse_grad_values"],
+        ),
+    ],
+)
+def test_kernels_spill_nothing(op, name, names):
+    found = compile_for_h200(kernels, op, name).kernels
+    assert {kernel.name for kernel in found} >= set(names)
+    assert [kernel for kernel in found if kernel.spilled] == []
+    assert all(24 <= kernel.registers <= 255 for kernel in found)
+
+
+def test_spills_are_read():
+    said = """ptxas info : Function properties for one_mosaic_gpu_kernel
+    8 bytes stack frame, 12 bytes spill stores, 20 bytes spill loads
+ptxas info    : Used 168 registers, used 16 barriers, 1 bytes smem
+ptxas info    : Function properties for two_mosaic_gpu_kernel
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 40 registers, used 1 barriers
+"""
+    assert compiled.kernels_in(said) == [
+        {"name": "one", "registers": 168, "spilled": 32},
+        {"name": "two", "registers": 40, "spilled": 0},
+    ]
+
+
+def gathered(devices):
+    mesh = Mesh(np.array(devices), ("tensor",))
+    rows, columns = P("tensor"), P(None, "tensor")
+    run = functools.partial(
+        all_gather_matmul, axis_name="tensor", implementation="mosaic_gpu"
+    )
+    fn = jax.shard_map(
+        run, mesh=mesh, in_specs=(rows, columns), out_specs=columns, check_vma=False
+    )
+    x, w = (
+        jax.ShapeDtypeStruct(
+            (4096, 4096), jnp.bfloat16, sharding=NamedSharding(mesh, spec)
+        )
+        for spec in (rows, columns)
+    )
+    return jax.jit(fn), (x, w)
+
+
+def test_a_collective_kernel_leaves_nothing_to_xla():
+    found = compile_for_h200(gathered, count=2)
+    assert [(k.name, k.spilled) for k in found.kernels] == [("all_gather_matmul", 0)]
+    assert found.count("all-gather") == found.count("copy") == 0
+
+
+def product(devices, donate):
+    x = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+    fn = jax.jit(lambda a, b: jnp.tanh(a @ b), donate_argnums=(0,) * donate)
+    return fn, on_one(devices, (x, x))
+
+
+@pytest.mark.parametrize("products", ["cublas", "triton"])
+def test_where_products_come_from_and_what_is_donated(products):
+    size = 2 * 4096**2
+    found = compile_for_h200(product, True, products=products)
+    assert (found.arguments, found.outputs, found.aliased) == (2 * size, size, size)
+    assert ("__cublas" in found.hlo) == (products == "cublas")
+    assert ("gemm_fusion" in found.hlo) == (products == "triton")
+    assert compile_for_h200(product, False, products=products).aliased == 0
+
+
+def training(devices):
+    optimizer, step = test_step.parts()
+    state = jax.eval_shape(lambda: test_step.fresh(optimizer))
+    return step, on_one(devices, (state, toy.batch(0)))
+
+
+def test_a_training_step_donates_its_state():
+    state = jax.eval_shape(lambda: test_step.fresh(test_step.parts()[0]))
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    found = compile_for_h200(training)
+    assert found.aliased == pytest.approx(size, abs=64)
+
+
+def tensor_parallel(devices, closed):
+    mesh = Mesh(np.array(devices), ("tensor",))
+
+    def block(x, up, down):
+        y = jax.nn.relu(x @ up) @ down
+        return jax.lax.with_sharding_constraint(y, NamedSharding(mesh, P())) + closed
+
+    def shape(spec, *sizes):
+        sharding = NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=sharding)
+
+    up, down = P(None, "tensor"), P("tensor", None)
+    return jax.jit(block), (
+        shape(P(), 1024, 1024),
+        shape(up, 1024, 4096),
+        shape(down, 4096, 1024),
+    )
+
+
+def test_two_products_need_one_all_reduce():
+    found = compile_for_h200(tensor_parallel, 1, count=4)
+    assert found.count("all-reduce") == 1
+    assert found.count("all-gather") == found.count("all-to-all") == 0
+    # Weights are a quarter on each device.
+    assert found.arguments == 2 * (1024 * 1024 + 2 * 1024 * 1024)
+
+
+def broken(devices):
+    return jax.jit(lambda x: jnp.dot(x, jnp.ones(4))), on_one(devices, (jnp.zeros(3),))
+
+
+def test_the_traceback_of_a_program_comes_back():
+    with pytest.raises(RuntimeError, match="TypeError"):
+        compile_for_h200(broken)
