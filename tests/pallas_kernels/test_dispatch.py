@@ -2,10 +2,12 @@
 
 import logging
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallas_kernels import dispatch as dispatch_module
-from pallas_kernels.dispatch import Unsupported, dispatch
+from pallas_kernels.dispatch import Unsupported, check_floating, dispatch
 
 
 def refuses(reason):
@@ -75,6 +77,13 @@ def test_unknown_names_list_the_known_ones(name):
 def test_an_empty_sequence_is_a_mistake():
     with pytest.raises(ValueError, match="expected at least one name"):
         dispatch("op", {"works": works}, [], 3)
+
+
+def test_numbers_that_have_no_gradient_are_refused():
+    check_floating(a=jnp.bfloat16, b=jnp.float16, c=jnp.float32, d=np.dtype(np.float64))
+    for dtype in (jnp.int32, jnp.bool_, jnp.float8_e4m3fn):
+        with pytest.raises(ValueError, match=r"x has type \w+, expected one of .*cast"):
+            check_floating(w=jnp.float32, x=dtype)
 
 
 def test_none_passes_over_what_is_expected_to_lose(caplog, monkeypatch):

@@ -26,9 +26,15 @@ CONFIG = dataclasses.replace(
 )
 
 
-@pytest.fixture
-def model():
+@pytest.fixture(scope="session")
+def made():
     return Decoder(CONFIG, rngs=nnx.Rngs(0))
+
+
+@pytest.fixture
+def model(made):
+    """A copy, which a test may change and donate."""
+    return jax.tree.map(jnp.copy, made)
 
 
 def mean_loss(model, batch):
@@ -43,12 +49,13 @@ def batches(count, rows=2, length=16, padding=0):
     for _ in range(count):
         tokens = rng.integers(0, 32, (rows, length + 1)).astype(np.int32)
         end = length - padding
+        bounds = np.array([0, 5, end], np.int32)
         found.append(
             PackedBatch(
                 tokens=jnp.asarray(tokens[:, :-1]),
                 targets=jnp.asarray(tokens[:, 1:]),
                 loss_mask=jnp.asarray(np.tile(np.arange(length) < end, (rows, 1))),
-                cu_seqlens=jnp.asarray(np.tile(np.int32([0, 5, end]), (rows, 1))),
+                cu_seqlens=jnp.asarray(np.tile(bounds, (rows, 1))),
             )
         )
     return found

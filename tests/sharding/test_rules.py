@@ -317,6 +317,7 @@ def test_parameters_are_gathered_layer_by_layer_in_a_scan(kind):
     with jax.set_mesh(mesh):
         text = jax.jit(jax.grad(run)).lower(stack, x).compile().as_text()
         grad = jax.jit(jax.grad(run))(stack, x)
+    assert text is not None
     found = collectives_of(text)
     assert found["all-gather", (D, D)] == 2, found  # forward, and again backward
     assert f"[{layers},{D // 8},{D}]" in text
@@ -487,6 +488,19 @@ def test_presets_by_name():
     assert preset("megascale_3d") == dataclasses.replace(fsdp_tp(), layers="pipe")
     with pytest.raises(ValueError, match=r"'zero' is no preset; use one of \['dp'"):
         preset("zero")
+
+
+def test_features_are_split_as_the_parameters_that_make_them():
+    rules = fsdp_tp()
+    for name in ("heads", "kv_heads", "mlp", "vocab"):
+        assert getattr(rules, name) == getattr(rules, f"act_{name}") == "tensor", name
+    assert rules.embed == fsdp().embed == "fsdp"
+    for rules in (dp(), fsdp(), fsdp_tp()):
+        assert rules.batch == ("data", "fsdp")
+    # None, not an empty tuple: partitions that are equal must compare so.
+    assert fsdp_tp().without({"tensor"}, ["tokens"]) == dataclasses.replace(
+        fsdp_tp(), tokens=None
+    )
 
 
 def test_rules_are_hashable_and_know_their_mesh_axes():

@@ -118,6 +118,45 @@ def test_accumulation_gives_the_same_update(plain):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-7)
 
 
+def test_metrics_are_means_by_token_before_the_update(plain):
+    optimizer, step = plain
+    state, batch = fresh(optimizer), toy.batch(0)
+    squares = [np.square(x, dtype=np.float64).sum() for x in arrays(state.model)]
+    sums = make_eval_step(LOSS)(state.model, batch)
+    tokens = int(batch.loss_mask.sum())
+    assert 0 < int(sums.correct) < tokens
+    _, metrics = step(state, batch)
+    assert int(metrics["tokens"]) == tokens
+    for name, expected in {
+        "loss": sums.nll / tokens,
+        "z_loss": sums.z_loss / tokens,
+        "accuracy": sums.correct / tokens,
+        "param_norm": np.sqrt(sum(squares)),
+    }.items():
+        np.testing.assert_allclose(metrics[name], expected, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("part", ["nll", "z_loss", "gradient"])
+def test_each_number_that_is_not_finite_skips_the_update(part):
+    """The loss alone, its penalty alone, the gradient of a finite loss."""
+    optimizer = make_optimizer(CONFIG, STEPS)
+
+    def loss(model, batch):
+        total, sums = LOSS(model, batch)
+        if part == "gradient":  # the root of zero has an infinite derivative
+            return total + jnp.sqrt(0 * jnp.sum(model.output[...])), sums
+        return total, sums._replace(**{part: jnp.inf * jnp.ones(())})
+
+    step = make_train_step(loss, optimizer, schedule=make_schedule(CONFIG, STEPS))
+    state = fresh(optimizer)
+    before = arrays((state.model, state.opt_state))
+    state, metrics = step(state, toy.batch(0))
+    assert np.isfinite(metrics["loss"]) == (part != "nll")
+    assert (int(state.step), int(state.skipped)) == (1, 1)
+    for x, y in zip(arrays((state.model, state.opt_state)), before, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 def test_not_finite_skips_the_update(plain):
     optimizer, step = plain
     state, _ = step(fresh(optimizer), toy.batch(0))
