@@ -9,6 +9,7 @@ Axis letters: L elements of the array; D devices. A *chunk* is what a block move
 adds at a time.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -33,7 +34,7 @@ def one_shot_all_reduce(
     """Adds up an array over a mesh axis, in fp32 and in the order of the devices.
 
     Args:
-        y: any shape whose size is a multiple of 64; bfloat16 or float16.
+        y: any shape; bfloat16 or float16.
         axis_name: mesh axis of the sum.
         device: the GPU that the kernel is built for.
 
@@ -41,11 +42,10 @@ def one_shot_all_reduce(
         The sum, rounded once; shape and type of y.
     """
     devices = lax.axis_size(axis_name)
-    flat = y.reshape(-1, CHUNK[1])
-    rows = flat.shape[0]
     # Whole rows are moved as one line of bytes: past the last of a device it would end
     # in the first rows of the next one.
-    flat = jnp.pad(flat, ((0, -rows % CHUNK[0]), (0, 0)))
+    flat = jnp.pad(y.reshape(-1), (0, -y.size % math.prod(CHUNK)))
+    flat = flat.reshape(-1, CHUNK[1])  # [L/64,64]
     chunks = flat.shape[0] // CHUNK[0]
     blocks = min(chunks, device.num_sms)
 
@@ -110,4 +110,4 @@ def one_shot_all_reduce(
         grid_names=("block",),
         kernel_name="one_shot_all_reduce",
     )(flat)
-    return out[:rows].reshape(y.shape)
+    return out.reshape(-1)[: y.size].reshape(y.shape)

@@ -16,9 +16,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.collective_matmul import gradients
-from pallas_kernels.collective_matmul.config import CollectiveConfig
-from pallas_kernels.collective_matmul.implementations import Call
+from pallas_kernels.collective_matmul import ops
+from pallas_kernels.collective_matmul.config import Call, CollectiveConfig
 from pallas_kernels.mosaic import DeviceSpec, as_varying, varying
 
 
@@ -49,7 +48,8 @@ def all_gather_matmul(
     With ``implementation=None`` the kernel runs on Hopper GPUs of one process over an
     axis of 2, 4 or 8 devices, where it is expected not to lose: where it was within 2%
     of XLA when the problem was tuned or faster, and for problems that were not tuned
-    from 256 rows of each device on. It also needs the mesh to hold devices 0, 1, 2, ...
+    from 256 rows of each device on, or 1,024 where features are no multiples of 64 and
+    must be padded. It also needs the mesh to hold devices 0, 1, 2, ...
     in this order, and all its axes to be manual. XLA runs elsewhere; the logger
     "pallas_kernels" says why.
 
@@ -68,10 +68,10 @@ def all_gather_matmul(
         rhs_transposed: weights are stored as [N,K].
         return_gathered: also return ``all_gather(x)``, which is a by-product.
         out_dtype: type of y; that of x by default.
-        implementation: "mosaic_gpu" (one Hopper kernel, bfloat16 or float16, features
-            in multiples of 64), "xla" (a collective, then the product), "xla_ring" (D
-            steps, in each of which a transfer can overlap a product), a sequence of
-            these, or None for the best.
+        implementation: "mosaic_gpu" (one Hopper kernel, bfloat16 or float16; features
+            that are no multiples of 64 are padded, which copies), "xla" (a collective,
+            then the product), "xla_ring" (D steps, in each of which a transfer can
+            overlap a product), a sequence of these, or None for the best.
         config: how the kernel cuts this product (gradients look theirs up); None looks
             it up: `pallas_kernels.tuning`, op "collective_matmul". With one, or inside
             `tuning.override`, the kernel is tried first. The XLA forms refuse one.
@@ -121,7 +121,7 @@ def all_gather_matmul(
         config=config,
     )
     (rows,), weights = _alike(xs, ws, call)
-    outputs: Any = gradients.all_gather_matmul(_merged(rows), weights, call)
+    outputs: Any = ops.all_gather_matmul(_merged(rows), weights, call)
     ys = [y.reshape(*rows.shape[:-2], *y.shape[1:]) for y in outputs]
     gathered = ys.pop() if return_gathered else None
     y = tuple(ys) if isinstance(w, Sequence) else ys[0]
@@ -205,7 +205,7 @@ def matmul_reduce_scatter(
             f" of the {call.size} devices of axis {axis_name!r}; pad the rows"
         )
     merged = tuple(_merged(x) for x in xs)
-    y: Any = gradients.matmul_reduce_scatter(merged, ws, call)
+    y: Any = ops.matmul_reduce_scatter(merged, ws, call)
     return y.reshape(*xs[0].shape[:-2], *y.shape[1:])
 
 
@@ -275,7 +275,7 @@ def matmul_all_reduce(
         config=config,
     )
     merged = tuple(_merged(x) for x in xs)
-    y: Any = gradients.matmul_all_reduce(merged, ws, call)
+    y: Any = ops.matmul_all_reduce(merged, ws, call)
     return y.reshape(*xs[0].shape[:-1], y.shape[-1])
 
 

@@ -1,11 +1,14 @@
-"""How a collective matrix product is cut: the problem, the config, and its choice.
+"""What a collective matrix product is asked for, and how it is cut.
+
+The call, the problem, the config, and its choice.
 
 Axis letters: B leading axes, M rows of all devices, m rows of one, K contraction,
 N columns; D devices.
 """
 
 import dataclasses
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import jax.numpy as jnp
 
@@ -14,7 +17,14 @@ from pallas_kernels.matmul.config import MatmulConfig
 from pallas_kernels.mosaic import DeviceSpec
 
 
-__all__ = ["CollectiveConfig", "CollectiveProblem", "Kind", "candidates", "heuristic"]
+__all__ = [
+    "Call",
+    "CollectiveConfig",
+    "CollectiveProblem",
+    "Kind",
+    "candidates",
+    "heuristic",
+]
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
@@ -57,6 +67,42 @@ class CollectiveConfig(MatmulConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """What a call of an op asks for, apart from its operands."""
+
+    axis_name: str
+    """Mesh axis over which devices communicate."""
+    size: int
+    """D, devices of that axis."""
+    rhs_transposed: bool = False
+    """Weights are stored as [N,K]."""
+    out_dtype: jnp.dtype
+    """Type of the products."""
+    implementation: str | tuple[str, ...] | None = None
+    """As the caller gave it."""
+    config: CollectiveConfig | None = None
+    """As the caller gave it; gradients look theirs up."""
+    device: DeviceSpec | None = None
+    """The GPU that kernels are built for."""
+    tracked: bool = False
+    """Types say over which mesh axes arrays vary: `check_vma` of `jax.shard_map`."""
+    return_gathered: bool = False
+    """The gathered operand is an output."""
+    deterministic: bool = True
+    """Sums are equal bit for bit between runs."""
+
+    def transposed(self, out_dtype: jnp.dtype, **changes: Any) -> "Call":
+        """The call that multiplies by the transposed weights."""
+        return dataclasses.replace(
+            self,
+            rhs_transposed=not self.rhs_transposed,
+            out_dtype=out_dtype,
+            config=None,
+            **changes,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CollectiveProblem:
     """One collective product as each of D devices sees it."""
 
@@ -76,6 +122,33 @@ class CollectiveProblem:
     """Type of operands and results: bfloat16 or float16."""
     rhs_transposed: bool = False
     """Weights are stored as [N,K]."""
+
+    @classmethod
+    def of(
+        cls, kind: Kind, x: Any, ws: Sequence[Any], call: Call
+    ) -> "CollectiveProblem":
+        """The problem of a call.
+
+        Args:
+            kind: which collective.
+            x: [B,m,K] of an all-gather; of a reduction a tuple of [B,M,K_i].
+            ws: weights.
+            call: the rest.
+        """
+        gathers = kind == "all_gather"
+        xs = (x,) if gathers else x
+        batch, rows, _ = xs[0].shape
+        columns = tuple(w.shape[0 if call.rhs_transposed else 1] for w in ws)
+        return cls(
+            kind=kind,
+            batch=batch,
+            m=rows * call.size if gathers else -(-rows // call.size) * call.size,
+            n=columns if gathers else columns[:1],
+            k=tuple(x.shape[-1] for x in xs),
+            devices=call.size,
+            dtype=xs[0].dtype,
+            rhs_transposed=call.rhs_transposed,
+        )
 
     @property
     def rows(self) -> int:
@@ -103,6 +176,8 @@ class CollectiveProblem:
         rows, least = self.batch * self.m, _LEAST_ROWS * self.devices
         if self.kind == "all_reduce":
             least = _LEAST_ROWS_REDUCED // self.devices
+        if any(features % 64 for features in self.n + self.k):
+            least = max(least, _LEAST_ROWS_PADDED * self.devices)
         if rows < least:
             return f"{rows} rows are too few to gain, expected {least}"
         return None
@@ -124,6 +199,8 @@ _TILES = (
 )
 _LEAST_ROWS = 256
 """Rows of one device from which a problem that was never tuned is expected to gain."""
+_LEAST_ROWS_PADDED = 1024
+"""The like where features are no multiples of 64, and operands are copied."""
 _LEAST_ROWS_REDUCED = 8192
 """The like for an all-reduce, rows of all devices times devices: the fewer devices, the
 less is there to hide."""
@@ -214,7 +291,8 @@ def heuristic(problem: CollectiveProblem, device: DeviceSpec) -> CollectiveConfi
     """
     best = min(_tiles(problem), key=lambda config: _estimate(problem, config, device))
     # Where the links are nearly the bound, pairs cost some 8 % (H200, measured).
-    if _waiting(problem) < 0.75 * _cost(problem, best, device):
+    hidden = _waiting(problem) < 0.75 * _cost(problem, best, device)
+    if hidden and device.num_sms > 1:
         best = _pairs(problem, best)
     few = problem.kind == "all_reduce" and problem.batch * problem.m <= _ONE_SHOT_ROWS
     return dataclasses.replace(best, one_shot=few)

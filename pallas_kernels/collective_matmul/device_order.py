@@ -7,12 +7,11 @@ is known when it is lowered. So both forms are traced, and one of them is lowere
 """
 
 import logging
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 from jax.sharding import Mesh
 
@@ -28,20 +27,20 @@ _logged: set[tuple[str, str]] = set()
 
 def by_device_order(
     op_name: str,
-    kernel: Callable[..., Any],
-    portable: Callable[..., Any] | None,
-    *args: Any,
-) -> Any:
-    """Computes ``kernel(*args)`` where devices stand in order, else ``portable``.
+    kernel: ClosedJaxpr,
+    portable: ClosedJaxpr | None,
+    *arrays: jax.Array,
+) -> list[jax.Array]:
+    """Computes `kernel` where devices stand in order, else `portable`.
 
     Why the kernel does not run is logged once per op.
 
     Args:
         op_name: name of the op, for messages.
-        kernel: a function of arrays, which must mark its outputs as varying itself.
-        portable: a function of the same arrays with outputs of the same types; None
-            where there is no other way.
-        *args: pytrees of arrays.
+        kernel: a traced function, which must mark its outputs as varying itself.
+        portable: another one with outputs of the same types; None where there is no
+            other way.
+        *arrays: the arguments of both.
 
     Returns:
         What the chosen function returns.
@@ -50,30 +49,14 @@ def by_device_order(
         Unsupported: devices are in another order and `portable` is None. It is raised
             when the function is lowered, before it runs.
     """
-    leaves, structure = jax.tree.flatten(args)
-    outputs: Any = None
-
-    def flat(function: Callable[..., Any], types: Sequence[Any]) -> Any:
-        def of_leaves(*leaves: jax.Array) -> list[jax.Array]:
-            nonlocal outputs
-            results, outputs = jax.tree.flatten(function(*structure.unflatten(leaves)))
-            return results
-
-        return jax.make_jaxpr(of_leaves)(*types)
-
-    # jax 0.11.2 refuses kernels that run warps of their own on operands whose types say
-    # over which mesh axes they vary, so the kernel is traced without.
-    fused = flat(kernel, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
-    other = None if portable is None else flat(portable, leaves)
-    if other is not None and other.out_avals != fused.out_avals:
+    if portable is not None and portable.out_avals != kernel.out_avals:
         raise TypeError(
-            f"{op_name}: the kernel returns {fused.out_avals}, its replacement"
-            f" {other.out_avals}"
+            f"{op_name}: the kernel returns {kernel.out_avals}, its replacement"
+            f" {portable.out_avals}"
         )
-    results = _by_device_order.bind(
-        *leaves, op_name=op_name, kernel=fused, portable=other
+    return _by_device_order.bind(
+        *arrays, op_name=op_name, kernel=kernel, portable=portable
     )
-    return outputs.unflatten(results)
 
 
 _by_device_order = Primitive("by_device_order")

@@ -15,21 +15,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.typing import DTypeLike
 
 from pallas_kernels.collective_matmul.communicator import Chunks, peers
-from pallas_kernels.collective_matmul.config import CollectiveConfig
+from pallas_kernels.collective_matmul.config import Call, CollectiveConfig
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.matmul.config import CONSUMERS, Problem
-from pallas_kernels.matmul.mosaic_gpu import Tiles, check_problem
-from pallas_kernels.mosaic import DeviceSpec, check_hopper, check_smem
+from pallas_kernels.matmul.mosaic_gpu import (
+    TILE_COLUMNS,
+    TILE_ROWS,
+    Tiles,
+    check_problem,
+)
+from pallas_kernels.mosaic import DeviceSpec, check_smem, resident_clusters
 
 
-__all__ = ["Layout", "cut_tiles", "launch", "num_blocks", "pad_rows"]
-
-TILE_ROWS = 8
-"""The copy engine moves whole groups of so many rows of operands."""
+__all__ = ["Layout", "cut_tiles", "grid", "pad"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,8 +42,36 @@ class Layout:
     rows: int
     """Rows of one device within one leading index."""
     num_blocks: int
-    """Blocks of the grid."""
+    """Blocks of the grid: one to a multiprocessor, in whole clusters.
+
+    All blocks must be resident at once, since they wait for each other; so there are
+    never more of them than multiprocessors.
+    """
     config: CollectiveConfig
+
+    @classmethod
+    def of(
+        cls,
+        call: Call,
+        config: CollectiveConfig,
+        device: DeviceSpec,
+        *,
+        batch: int,
+        rows: int,
+    ) -> "Layout":
+        """The layout of a call on a GPU; rows are those of one device."""
+        size = math.prod(config.cluster_tiles)
+        return cls(
+            axis_name=call.axis_name,
+            devices=call.size,
+            batch=batch,
+            rows=rows,
+            num_blocks=resident_clusters(
+                size, device, f"collective_matmul with {config}"
+            )
+            * size,
+            config=config,
+        )
 
     @property
     def order(self) -> CollectiveConfig:
@@ -114,70 +142,69 @@ class Layout:
             pl.semaphore_wait(left, everyone, decrement=False)
 
 
-def num_blocks(config: CollectiveConfig, device: DeviceSpec) -> int:
-    """One block to a multiprocessor, in whole clusters.
-
-    All blocks must be resident at once, since they wait for each other; so there are
-    never more of them than multiprocessors.
-    """
-    size = math.prod(config.cluster_tiles)
-    return device.num_sms // size * size
-
-
-def launch(
-    body: Callable[..., None],
-    *operands: jax.Array,
-    out_type: Sequence[jax.ShapeDtypeStruct],
+def grid(
+    layout: Layout,
     tiles: Tiles,
     chunks: Chunks,
-    config: CollectiveConfig,
     device: DeviceSpec,
-    blocks: int,
-    name: str,
     scratch_types: Mapping[str, Any] = types.MappingProxyType({}),
-) -> Sequence[jax.Array]:
-    """Runs a body on so many blocks, one or half a cluster to a multiprocessor."""
+) -> dict[str, Any]:
+    """Options of `plgpu.kernel`: blocks, one to a multiprocessor, and their scratch.
+
+    Args:
+        layout: blocks, and how the problem is cut.
+        tiles: the tiles of any of the products, which share one ring.
+        chunks: how rows are read from a peer.
+        device: the GPU that the kernel is built for.
+        scratch_types: scratch of one block beside the ring and the chunks.
+
+    Raises:
+        Unsupported: a block needs more shared memory than the GPU has.
+    """
+    config = layout.config
     need = tiles.smem_bytes + chunks.smem_bytes(config.buffers)
     check_smem(need, device, f"collective_matmul with {config}")
     size = math.prod(config.cluster_tiles)
     cluster = {"cluster": (size,), "cluster_names": ("cluster",)} if size > 1 else {}
-    return plgpu.kernel(
-        body,
-        out_type=list(out_type),
-        scratch_types={
+    return {
+        "scratch_types": {
             **tiles.scratch_types(),
             **chunks.scratch_types(config.buffers),
             **scratch_types,
         },
-        grid=(blocks // size,),
-        grid_names=("worker",),
-        num_threads=CONSUMERS + 1,
-        thread_name="warpgroup",
-        kernel_name=name,
+        "grid": (layout.num_blocks // size,),
+        "grid_names": ("worker",),
+        "num_threads": CONSUMERS + 1,
+        "thread_name": "warpgroup",
         **cluster,
-    )(*operands)
+    }
 
 
-def pad_rows(x: jax.Array) -> jax.Array:
-    """[B,m,K] with zeros after the last rows, to whole groups of `TILE_ROWS`."""
-    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % TILE_ROWS), (0, 0)))
+def pad(x: jax.Array) -> jax.Array:
+    """[..,rows,columns], filled with zeros to whole tiles of the copy engine."""
+    rows, columns = x.shape[-2:]
+    more = (0, -rows % TILE_ROWS), (0, -columns % TILE_COLUMNS)
+    return jnp.pad(x, (*((0, 0),) * (x.ndim - 2), *more))
 
 
 def cut_tiles(
     slabs: Sequence[jax.Array],
     ws: Sequence[jax.Array],
-    *,
+    call: Call,
     config: CollectiveConfig,
-    device: DeviceSpec | None,
-    out_dtype: DTypeLike,
-    rhs_transposed: bool,
-) -> tuple[list[Tiles], DeviceSpec]:
-    """The tiles of each pair of [..,m,K] rows and a weight, if the kernel can."""
-    device = check_hopper(device, "collective_matmul")
+) -> list[Tiles]:
+    """The tiles of each pair of [..,m,K] rows and a weight, if the kernel can.
+
+    Both are padded. What a tile reads past the end of a weight's rows is zero.
+    """
     tiles = []
     for slab, w in zip(slabs, ws, strict=True):
-        problem = Problem.of(slab[0], w, out_dtype, rhs_transposed=rhs_transposed)
-        check_problem(problem, device)
+        problem = Problem.of(
+            slab[0], w, call.out_dtype, rhs_transposed=call.rhs_transposed
+        )
+        columns = pl.cdiv(problem.n, TILE_COLUMNS) * TILE_COLUMNS
+        problem = dataclasses.replace(problem, n=columns)
+        check_problem(problem)
         if problem.n <= 64 < config.tile_n * config.cluster_tiles[1]:
             # jax 0.11.2 drops the column index of an array that is one line wide, and
             # the part of a tile past its end lands on its beginning.
@@ -186,4 +213,4 @@ def cut_tiles(
                 f" and cluster={config.cluster!r}; use tile_n=64, not cluster='n'"
             )
         tiles.append(Tiles(problem=problem, config=config))
-    return tiles, device
+    return tiles

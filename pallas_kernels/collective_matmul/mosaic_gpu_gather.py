@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.typing import DTypeLike
 
 from pallas_kernels.collective_matmul.communicator import (
     Chunks,
@@ -28,13 +27,12 @@ from pallas_kernels.collective_matmul.communicator import (
     relay,
     wait_for_signal,
 )
-from pallas_kernels.collective_matmul.config import CollectiveConfig
+from pallas_kernels.collective_matmul.config import Call, CollectiveConfig
 from pallas_kernels.collective_matmul.layout import (
     Layout,
     cut_tiles,
-    launch,
-    num_blocks,
-    pad_rows,
+    grid,
+    pad,
 )
 from pallas_kernels.matmul.mosaic_gpu import (
     Columns,
@@ -52,78 +50,49 @@ __all__ = ["all_gather_matmul"]
 
 def all_gather_matmul(
     x: jax.Array,
-    ws: tuple[jax.Array, ...],
-    *,
-    axis_name: str,
+    ws: Sequence[jax.Array],
+    call: Call,
     config: CollectiveConfig,
-    device: DeviceSpec | None,
-    out_dtype: DTypeLike,
-    rhs_transposed: bool = False,
+    device: DeviceSpec,
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """Computes ``all_gather(x) @ w`` for one or several weights.
 
     Args:
         x: [B,m,K] rows of this device; bfloat16 or float16.
-        ws: weights [K,N] each, or [N,K] with `rhs_transposed`.
-        axis_name: mesh axis of the gather.
+        ws: weights [K,N] each, or [N,K] if they are stored so.
+        call: the mesh axis, the type of the products (that of x, or float32), how
+            weights are stored.
         config: how to cut it.
-        device: the GPU that the kernel is built for.
-        out_dtype: type of the products: that of x, or float32.
-        rhs_transposed: weights are stored with N as rows.
+        device: the Hopper GPU that the kernel is built for.
 
     Returns:
         The products, [B,D*m,N] each, and the gathered x, [B,D*m,K].
 
     Raises:
-        Unsupported: the device, types, alignment or shared memory do not fit.
+        Unsupported: types, alignment or shared memory do not fit.
     """
     batch, rows, depth = x.shape
-    devices = lax.axis_size(axis_name)
-    x = pad_rows(x)
-    tiles, device = cut_tiles(
-        [x] * len(ws),
-        ws,
-        config=config,
-        device=device,
-        out_dtype=out_dtype,
-        rhs_transposed=rhs_transposed,
-    )
-    layout = Layout(
-        axis_name=axis_name,
-        devices=devices,
-        batch=batch,
-        rows=x.shape[1],
-        num_blocks=num_blocks(config, device),
-        config=config,
-    )
+    columns = [w.shape[0 if call.rhs_transposed else 1] for w in ws]
+    x, ws = pad(x), [pad(w) for w in ws]
+    tiles = cut_tiles([x] * len(ws), ws, call, config)
+    layout = Layout.of(call, config, device, batch=batch, rows=x.shape[1])
     # Row blocks hold a whole number of chunks, the last and lower one of a device too.
     common = math.gcd(config.tile_m, layout.rows)
-    chunks = Chunks.of(common, depth, x.dtype, config.buffer_bytes)
+    chunks = Chunks.of(common, x.shape[2], x.dtype, config.buffer_bytes)
     plan = Plan(layout=layout, columns=Columns(tiles=tiles), chunks=chunks)
-    gathered_rows = (batch * devices, layout.rows)
-    results = launch(
+    outputs = [(cut.problem.n, cut.problem.out_dtype) for cut in tiles]
+    results = plgpu.kernel(
         lambda *refs, **scratch: Roles.of(plan, refs, scratch).run(),
-        x,
-        *ws,
         out_type=[
-            *(
-                jax.ShapeDtypeStruct(
-                    (*gathered_rows, cut.problem.n), cut.problem.out_dtype
-                )
-                for cut in tiles
-            ),
-            jax.ShapeDtypeStruct((*gathered_rows, depth), x.dtype),
+            jax.ShapeDtypeStruct((batch * call.size, layout.rows, width), dtype)
+            for width, dtype in (*outputs, (x.shape[2], x.dtype))
         ],
-        tiles=tiles[0],
-        chunks=chunks,
-        config=config,
-        device=device,
-        blocks=layout.num_blocks,
-        name="all_gather_matmul",
-    )
+        kernel_name="all_gather_matmul",
+        **grid(layout, tiles[0], chunks, device),
+    )(x, *ws)
     *outs, gathered = (
-        y[:, :rows].reshape(batch, devices * rows, y.shape[-1])  # [B,D*m,N or K]
-        for y in results
+        y[:, :rows, :width].reshape(batch, -1, width)  # [B,D*m,N or K]
+        for y, width in zip(results, (*columns, depth), strict=True)
     )
     return tuple(outs), gathered
 

@@ -43,13 +43,12 @@ from pallas_kernels.collective_matmul.communicator import (
     relay,
     wait_for_signal,
 )
-from pallas_kernels.collective_matmul.config import CollectiveConfig
+from pallas_kernels.collective_matmul.config import Call, CollectiveConfig
 from pallas_kernels.collective_matmul.layout import (
     Layout,
     cut_tiles,
-    launch,
-    num_blocks,
-    pad_rows,
+    grid,
+    pad,
 )
 from pallas_kernels.collective_matmul.xla import sum_of_products
 from pallas_kernels.dispatch import Unsupported
@@ -71,51 +70,37 @@ __all__ = ["matmul_all_reduce", "matmul_reduce_scatter"]
 
 
 def matmul_reduce_scatter(
-    xs: tuple[jax.Array, ...],
-    ws: tuple[jax.Array, ...],
-    *,
-    axis_name: str,
+    xs: Sequence[jax.Array],
+    ws: Sequence[jax.Array],
+    call: Call,
     config: CollectiveConfig,
-    device: DeviceSpec | None,
-    out_dtype: DTypeLike,
-    rhs_transposed: bool = False,
+    device: DeviceSpec,
 ) -> jax.Array:
     """Computes ``reduce_scatter(sum_i x_i @ w_i)``, equal bit for bit between runs.
 
     Args:
         xs: [B,M,K_i] each; bfloat16 or float16.
-        ws: weights [K_i,N], or [N,K_i] with `rhs_transposed`.
-        axis_name: mesh axis of the sum.
+        ws: weights [K_i,N], or [N,K_i] if they are stored so.
+        call: the mesh axis, the type of the sum (that of x: partial sums travel in
+            it), how weights are stored.
         config: how to cut it.
-        device: the GPU that the kernel is built for.
-        out_dtype: the type of x: partial sums travel in it.
-        rhs_transposed: weights are stored with N as rows.
+        device: the Hopper GPU that the kernel is built for.
 
     Returns:
         [B,M/D,N], the rows of this device.
 
     Raises:
-        Unsupported: the device, types, alignment or shared memory do not fit.
+        Unsupported: types, alignment or shared memory do not fit.
     """
-    return _reduce(
-        xs,
-        ws,
-        axis_name=axis_name,
-        config=config,
-        device=device,
-        out_dtype=out_dtype,
-        rhs_transposed=rhs_transposed,
-        share=False,
-    )
+    return _reduce(xs, ws, call, config, device, share=False)
 
 
 def matmul_all_reduce(
-    xs: tuple[jax.Array, ...],
-    ws: tuple[jax.Array, ...],
-    *,
-    axis_name: str,
+    xs: Sequence[jax.Array],
+    ws: Sequence[jax.Array],
+    call: Call,
     config: CollectiveConfig,
-    **options: Any,
+    device: DeviceSpec,
 ) -> jax.Array:
     """Computes ``all_reduce(sum_i x_i @ w_i)``, equal bit for bit between runs.
 
@@ -124,24 +109,26 @@ def matmul_all_reduce(
 
     Args:
         xs: [B,M,K_i] each; bfloat16 or float16.
-        ws: weights [K_i,N], or [N,K_i] with `rhs_transposed`.
-        axis_name: mesh axis of the sum.
+        ws: weights [K_i,N], or [N,K_i] if they are stored so.
+        call: as of `matmul_reduce_scatter`.
         config: how to cut it.
-        **options: as of `matmul_reduce_scatter`.
+        device: the Hopper GPU that the kernel is built for.
 
     Returns:
         [B,M,N].
 
     Raises:
-        Unsupported: the device, types, alignment or shared memory do not fit.
+        Unsupported: types, alignment or shared memory do not fit.
     """
-    if not config.one_shot:
-        options |= {"axis_name": axis_name, "config": config}
-        return _reduce(xs, ws, share=True, **options)
-    options = {"rhs_transposed": False, **options}
-    _, device = cut_tiles(xs, ws, config=config, **options)
-    sums = sum_of_products(xs, ws, options["out_dtype"], options["rhs_transposed"])
-    return one_shot_all_reduce(sums, axis_name=axis_name, device=device)
+    if config.one_shot:
+        cut_tiles([pad(x) for x in xs], [pad(w) for w in ws], call, config)
+        sums = sum_of_products(tuple(xs), tuple(ws), call)
+        return one_shot_all_reduce(sums, axis_name=call.axis_name, device=device)
+    # Each device reduces a whole number of rows.
+    rows = xs[0].shape[1]
+    more = (0, 0), (0, -rows % call.size), (0, 0)
+    padded = [jnp.pad(x, more) for x in xs]
+    return _reduce(padded, ws, call, config, device, share=True)[:, :rows]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -499,44 +486,32 @@ def _check(config: CollectiveConfig, dtype: jnp.dtype, out_dtype: DTypeLike) -> 
 
 
 def _reduce(
-    xs: tuple[jax.Array, ...],
-    ws: tuple[jax.Array, ...],
-    *,
-    axis_name: str,
+    xs: Sequence[jax.Array],
+    ws: Sequence[jax.Array],
+    call: Call,
     config: CollectiveConfig,
-    device: DeviceSpec | None,
-    out_dtype: DTypeLike,
-    rhs_transposed: bool = False,
+    device: DeviceSpec,
+    *,
     share: bool,
 ) -> jax.Array:
     batch, total_rows, _ = xs[0].shape
-    devices = lax.axis_size(axis_name)
-    dtype, rows = xs[0].dtype, total_rows // devices
-    _check(config, dtype, out_dtype)
-    slabs = [pad_rows(x.reshape(batch * devices, rows, x.shape[-1])) for x in xs]
-    tiles, device = cut_tiles(
-        slabs,
-        ws,
-        config=config,
-        device=device,
-        out_dtype=dtype,
-        rhs_transposed=rhs_transposed,
-    )
-    layout = Layout(
-        axis_name=axis_name,
-        devices=devices,
-        batch=batch,
-        rows=slabs[0].shape[1],
-        num_blocks=num_blocks(config, device),
-        config=config,
-    )
+    devices, dtype = call.size, xs[0].dtype
+    rows = total_rows // devices
+    _check(config, dtype, call.out_dtype)
+    slabs = [
+        pad(x.reshape(batch * devices, rows, x.shape[-1]))  # [B*D,m,K]
+        for x in xs
+    ]
+    columns = ws[0].shape[0 if call.rhs_transposed else 1]
+    ws = [pad(w) for w in ws]
+    tiles = cut_tiles(slabs, ws, call, config)
+    layout = Layout.of(call, config, device, batch=batch, rows=slabs[0].shape[1])
     if config.cluster == "m" and layout.blocks_of_device % 2:
         raise Unsupported(
             f"collective_matmul: cluster='m' and {layout.blocks_of_device} row blocks"
             " of a device; a pair would belong to two devices; use cluster='n' or"
             " 'none'"
         )
-    columns = tiles[0].problem.n
     if share and config.tile_n > 256:
         raise Unsupported(
             f"collective_matmul: tile_n={config.tile_n}, the kernel hands on sums in"
@@ -548,25 +523,18 @@ def _reduce(
     plan = Plan(layout=layout, tiles=tiles, chunks=chunks, share=share)
     rows_of_tiles = plan.own_tiles * config.tile_m
     slabs_of_result = batch * (devices if share else 1)
-    out, *_ = launch(
+    out, *_ = plgpu.kernel(
         lambda *refs, **scratch: Roles.of(plan, refs, scratch).run(),
-        *slabs,
-        *ws,
-        jnp.asarray(np.eye(config.tile_m), dtype),
         out_type=[
             jax.ShapeDtypeStruct(shape, dtype)
             for shape in (
-                (slabs_of_result, layout.rows, columns),
+                (slabs_of_result, layout.rows, tiles[0].problem.n),
                 ((devices - 1 + share) * rows_of_tiles, config.tile_n),  # partial
                 ((devices - 1) * rows_of_tiles, config.tile_n),  # received
             )
         ],
-        tiles=tiles[0],
-        chunks=chunks,
-        config=config,
-        device=device,
-        blocks=layout.num_blocks,
-        name="matmul_all_reduce" if share else "matmul_reduce_scatter",
-        scratch_types=plan.scratch_types(),
-    )
-    return out[:, :rows].reshape(batch, -1, columns)
+        kernel_name="matmul_all_reduce" if share else "matmul_reduce_scatter",
+        **grid(layout, tiles[0], chunks, device, plan.scratch_types()),
+    )(*slabs, *ws, jnp.asarray(np.eye(config.tile_m), dtype))
+    sums = out[:, :rows, :columns]
+    return sums.reshape(batch, -1, columns)  # [B,M/D,N], or [B,M,N] if shared

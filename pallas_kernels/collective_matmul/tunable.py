@@ -9,7 +9,7 @@ Axis letters: B leading axes, M rows of all devices, K contraction, N columns.
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,13 +19,14 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.collective_matmul import config as config_module
 from pallas_kernels.collective_matmul.config import (
+    Call,
     CollectiveConfig,
     CollectiveProblem,
     Kind,
+    candidates,
 )
-from pallas_kernels.collective_matmul.implementations import OPS, Call, run
+from pallas_kernels.collective_matmul.ops import OPS, run
 from pallas_kernels.collective_matmul.specs import ROWS, SPECS, TENSOR_PARALLEL
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.mosaic import DeviceSpec
@@ -78,13 +79,6 @@ def problems() -> Mapping[str, CollectiveProblem]:
                     )
                     found[f"{spec.name} {problem.key}"] = problem
     return found
-
-
-def candidates(
-    problem: CollectiveProblem, device: DeviceSpec
-) -> Sequence[CollectiveConfig]:
-    """Configs worth timing."""
-    return config_module.candidates(problem, device)
 
 
 def _mesh(problem: CollectiveProblem) -> Mesh:
@@ -150,7 +144,7 @@ def _program(
     device: DeviceSpec | None = None,
 ) -> Callable[..., jax.Array]:
     """``(turns, xs, ws)`` to the first product of the last of the calls."""
-    op_name = next(op for op, kind in OPS.items() if kind == problem.kind)
+    op = next(op for op in OPS if op.kind == problem.kind)
     gathers = problem.kind == "all_gather"
     call = Call(
         axis_name=AXIS,
@@ -160,11 +154,10 @@ def _program(
         implementation=implementation,
         config=config,
         device=device,
-        tracked=False,
     )
 
     def once(xs: Any, ws: Any) -> jax.Array:
-        outputs = run(op_name, xs[0] if gathers else xs, ws, call)
+        outputs = run(op, xs[0] if gathers else xs, ws, call)
         return outputs[0][0] if gathers else outputs
 
     def local(turns: jax.Array, xs: Any, ws: Any) -> jax.Array:

@@ -261,7 +261,7 @@ def heuristic(problem: Problem, device: DeviceSpec) -> MatmulConfig:
         (128, 256, 'm')
     """
     best = min(_TILES, key=lambda config: _cost(problem, config, device))
-    return _clustered(problem, best)
+    return _clustered(problem, best) if device.num_sms > 1 else best
 
 
 def candidates(problem: Problem, device: DeviceSpec) -> tuple[MatmulConfig, ...]:

@@ -12,7 +12,7 @@ from pallas_kernels import tuning
 from pallas_kernels.dispatch import Unsupported, dispatch
 from pallas_kernels.matmul import mosaic_gpu, xla
 from pallas_kernels.matmul.config import MatmulConfig, Problem, heuristic
-from pallas_kernels.mosaic import DeviceSpec, as_varying, varying
+from pallas_kernels.mosaic import DeviceSpec, as_varying, check_hopper, varying
 from pallas_kernels.partition import check_local
 
 
@@ -84,7 +84,8 @@ def _mosaic_gpu(
     **storage: Any,
 ) -> jax.Array:
     problem = Problem.of(x, w, **storage)
-    device = mosaic_gpu.check_problem(problem, device)
+    device = check_hopper(device, "matmul")
+    mosaic_gpu.check_problem(problem)
     check_local("matmul", x, w)
     config = tuning.lookup(
         "matmul",

@@ -49,8 +49,8 @@ from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.matmul.config import CONSUMERS, MatmulConfig, Problem
 from pallas_kernels.mosaic import (
     DeviceSpec,
-    check_hopper,
     check_smem,
+    resident_clusters,
     smem_bytes,
     smem_transforms,
     snake_order,
@@ -557,13 +557,12 @@ def snake_tiles(config: MatmulConfig, counts: tuple[int, int]) -> Callable[..., 
     return for_each_tile
 
 
-def check_problem(problem: Problem, device: DeviceSpec | None) -> DeviceSpec:
-    """Checks that the kernel can serve a problem on a device.
+def check_problem(problem: Problem) -> None:
+    """Checks that the kernel can serve a problem.
 
     Raises:
         Unsupported: it cannot; the message says what to do.
     """
-    device = check_hopper(device, "matmul")
     p = problem
     if p.dtype not in (jnp.bfloat16, jnp.float16):
         raise Unsupported(
@@ -593,7 +592,6 @@ def check_problem(problem: Problem, device: DeviceSpec | None) -> DeviceSpec:
                 f"matmul: {name}={size}, the kernel needs a multiple of {TILE_COLUMNS}"
                 " there; pad it or use implementation='xla'"
             )
-    return device
 
 
 def _pad_rows(x: jax.Array) -> jax.Array:
@@ -605,7 +603,7 @@ def matmul(
     w: jax.Array,
     *,
     config: MatmulConfig,
-    device: DeviceSpec | None,
+    device: DeviceSpec,
     out_dtype: DTypeLike,
     lhs_transposed: bool = False,
     rhs_transposed: bool = False,
@@ -619,7 +617,7 @@ def matmul(
         x: [M,K], or [K,M] with `lhs_transposed`; bfloat16 or float16.
         w: [K,N], or [N,K] with `rhs_transposed`; the type of x.
         config: how to cut it.
-        device: the GPU that the kernel is built for.
+        device: the Hopper GPU that the kernel is built for.
         out_dtype: type of the output: that of x, or float32.
         lhs_transposed: x is stored with K as rows.
         rhs_transposed: w is stored with N as rows.
@@ -628,10 +626,10 @@ def matmul(
         [M,N] of `out_dtype`.
 
     Raises:
-        Unsupported: the device, types, alignment or shared memory do not fit.
+        Unsupported: types, alignment or shared memory do not fit.
     """
     wanted = Problem.of(x, w, out_dtype, lhs_transposed, rhs_transposed)
-    device = check_problem(wanted, device)
+    check_problem(wanted)
     x, w = _pad_rows(x), _pad_rows(w)
     problem = Problem.of(x, w, out_dtype, lhs_transposed, rhs_transposed)
     tiles = Tiles(problem=problem, config=config)
@@ -649,7 +647,8 @@ def matmul(
         run_roles(tiles, scratch, for_each_tile, load, consume)
 
     size = math.prod(config.cluster_tiles)
-    workers = min(device.num_sms // size, math.prod(tiles.counts) // size)
+    at_a_time = resident_clusters(size, device, f"matmul with {config}")
+    workers = min(at_a_time, math.prod(tiles.counts) // size)
     cluster = {"cluster": (size,), "cluster_names": ("cluster",)} if size > 1 else {}
     out = plgpu.kernel(
         body,

@@ -33,7 +33,7 @@ from pallas_kernels.matmul.mosaic_gpu import (
     run_roles,
     snake_tiles,
 )
-from pallas_kernels.mosaic import DeviceSpec, check_smem
+from pallas_kernels.mosaic import DeviceSpec, check_smem, resident_clusters
 
 
 __all__ = ["dense", "dense_config"]
@@ -75,7 +75,7 @@ def dense(
     *,
     activation: str | None,
     config: MatmulConfig,
-    device: DeviceSpec | None,
+    device: DeviceSpec,
 ) -> tuple[jax.Array, ...]:
     """Computes ``activation(x @ w + bias)`` for each weight on a Hopper GPU.
 
@@ -86,17 +86,17 @@ def dense(
         biases: [N] each, of the type of x.
         activation: a name in `ACTIVATIONS`, or None.
         config: how to cut it.
-        device: the GPU that the kernel is built for.
+        device: the Hopper GPU that the kernel is built for.
 
     Returns:
         [M,N] each, of the type of x.
 
     Raises:
-        Unsupported: the device, types, alignment or shared memory do not fit.
+        Unsupported: types, alignment or shared memory do not fit.
     """
     problems = [Problem.of(x, w, x.dtype) for w in ws]
     for problem in problems:
-        device = check_problem(problem, device)
+        check_problem(problem)
         if problem.m % TILE_ROWS or problem.n % config.tile_n:
             raise Unsupported(
                 f"dense: m={problem.m} n={problem.n}, the kernel needs multiples of"
@@ -116,7 +116,6 @@ def dense(
         )
     chunks = config.tile_n // CHUNK
     lines = sum(problem.n for problem in problems) // CHUNK
-    assert device is not None
     size = cut.smem_bytes + lines * CHUNK * x.dtype.itemsize
     check_smem(size, device, f"dense with {config}")
     act = (lambda y: y) if activation is None else KERNEL_ACTIVATIONS[activation]
@@ -198,7 +197,8 @@ def dense(
         )
 
     size = math.prod(config.cluster_tiles)
-    workers = min(device.num_sms // size, math.prod(counts) // size)
+    at_a_time = resident_clusters(size, device, f"dense with {config}")
+    workers = min(at_a_time, math.prod(counts) // size)
     cluster = {"cluster": (size,), "cluster_names": ("cluster",)} if size > 1 else {}
     ys = plgpu.kernel(
         body,

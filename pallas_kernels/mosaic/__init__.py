@@ -12,6 +12,7 @@ from pallas_kernels.mosaic.device import (
     DeviceSpec,
     check_hopper,
     check_smem,
+    resident_clusters,
     use_device,
 )
 from pallas_kernels.mosaic.manual_axes import (
@@ -30,6 +31,7 @@ __all__ = [
     "check_hopper",
     "check_smem",
     "largest_divisor",
+    "resident_clusters",
     "smem_bytes",
     "smem_transforms",
     "snake_order",

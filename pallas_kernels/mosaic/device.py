@@ -15,7 +15,14 @@ import jax
 from pallas_kernels.dispatch import Unsupported
 
 
-__all__ = ["H200", "DeviceSpec", "check_hopper", "check_smem", "use_device"]
+__all__ = [
+    "H200",
+    "DeviceSpec",
+    "check_hopper",
+    "check_smem",
+    "resident_clusters",
+    "use_device",
+]
 
 # Largest dynamic shared memory of one block, by compute capability.
 _SMEM_BYTES = {(8, 0): 166_912, (8, 9): 101_376, (9, 0): 232_448, (10, 0): 232_448}
@@ -135,3 +142,18 @@ def check_smem(num_bytes: int, device: DeviceSpec, what: str) -> None:
             f"{what} needs {num_bytes} bytes of shared memory a block and"
             f" {device.name} has {device.smem_bytes}; use smaller tiles or fewer stages"
         )
+
+
+def resident_clusters(blocks: int, device: DeviceSpec, what: str) -> int:
+    """How many clusters of so many blocks run at a time, a block to a multiprocessor.
+
+    Raises:
+        Unsupported: not one does; a kernel of no blocks would compute nothing.
+    """
+    clusters = device.num_sms // blocks
+    if clusters == 0:
+        raise Unsupported(
+            f"{what} needs clusters of {blocks} blocks and {device.name} has"
+            f" {device.num_sms} multiprocessors; use a config without clusters"
+        )
+    return clusters

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.matmul.config import CONSUMERS
 from pallas_kernels.matmul.mosaic_gpu import Tiles
-from pallas_kernels.mosaic import DeviceSpec, check_smem
+from pallas_kernels.mosaic import DeviceSpec, check_smem, resident_clusters
 from pallas_kernels.tile_sparse_matmul.gather import commit_gather, wait_gathers
 
 
@@ -61,7 +61,9 @@ def launch(
         {"cluster": (cluster,), "cluster_names": ("cluster",)} if cluster > 1 else {}
     )
     return clusters | {
-        "grid": (min(device.num_sms // cluster, blocks),),
+        "grid": (
+            min(resident_clusters(cluster, device, "tile_sparse_matmul"), blocks),
+        ),
         "grid_names": ("worker",),
         "num_threads": CONSUMERS + producers,
         "thread_name": "warpgroup",

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.matmul import matmul
-from pallas_kernels.mosaic import H200, DeviceSpec, use_device
+from pallas_kernels.mosaic import H200, DeviceSpec, resident_clusters, use_device
 
 
 def gpu(capability):
@@ -68,3 +69,12 @@ def test_a_mesh_of_cpus_counts_on_a_machine_with_a_gpu(monkeypatch):
         with use_device(H200):
             assert DeviceSpec.current() is H200
     assert DeviceSpec.current() == H200
+
+
+def test_a_device_without_room_for_a_cluster():
+    assert resident_clusters(2, H200, "an op") == 66
+    small = DeviceSpec(name="one", num_sms=1, smem_bytes=1, compute_capability=(9, 0))
+    with pytest.raises(
+        Unsupported, match="an op needs clusters of 2 blocks and one has"
+    ):
+        resident_clusters(2, small, "an op")

@@ -10,13 +10,19 @@ import numpy as np
 import pytest
 from jax.experimental.mosaic.gpu.launch_context import LaunchContext
 
-from pallas_kernels.collective_matmul import CollectiveConfig, mosaic_gpu
+from pallas_kernels.collective_matmul import (
+    CollectiveConfig,
+    mosaic_gpu_gather,
+    mosaic_gpu_reduce,
+)
 from pallas_kernels.collective_matmul.communicator import Chunks
 from pallas_kernels.collective_matmul.config import (
+    Call,
     CollectiveProblem,
     candidates,
     heuristic,
 )
+from pallas_kernels.collective_matmul.layout import Layout
 from pallas_kernels.collective_matmul.specs import SPECS
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.matmul import MatmulConfig
@@ -33,8 +39,8 @@ SMALL = CollectiveConfig(tile_m=128, tile_n=64, stages=2)
 WIDE = CollectiveConfig(tile_m=128, tile_n=320, stages=2, store_slots=2)
 P = jax.sharding.PartitionSpec
 REDUCTIONS = {
-    "reduce_scatter": (mosaic_gpu.matmul_reduce_scatter, P("data", "tensor")),
-    "all_reduce": (mosaic_gpu.matmul_all_reduce, P("data")),
+    "reduce_scatter": (mosaic_gpu_reduce.matmul_reduce_scatter, P("data", "tensor")),
+    "all_reduce": (mosaic_gpu_reduce.matmul_all_reduce, P("data")),
 }
 
 
@@ -49,19 +55,21 @@ def wide(x):
     return np.asarray(x, np.float32)
 
 
+def call_of(x, transposed):
+    return Call(
+        axis_name="tensor",
+        size=jax.lax.axis_size("tensor"),
+        rhs_transposed=transposed,
+        out_dtype=x.dtype,
+    )
+
+
 def gather(mesh, x, ws, *, config, num_sms=1, transposed=False):
     device = dataclasses.replace(H200, num_sms=num_sms)
 
     def local(x, ws):
-        return mosaic_gpu.all_gather_matmul(
-            x,
-            ws,
-            axis_name="tensor",
-            config=config,
-            device=device,
-            out_dtype=x.dtype,
-            rhs_transposed=transposed,
-        )
+        call = call_of(x, transposed)
+        return mosaic_gpu_gather.all_gather_matmul(x, ws, call, config, device)
 
     w_spec = P("tensor") if transposed else P(None, "tensor")
     return jax.shard_map(
@@ -78,15 +86,7 @@ def reduce(mesh, xs, ws, *, kind, config, num_sms=1, transposed=False):
     op, out_spec = REDUCTIONS[kind]
 
     def local(xs, ws):
-        return op(
-            xs,
-            ws,
-            axis_name="tensor",
-            config=config,
-            device=device,
-            out_dtype=xs[0].dtype,
-            rhs_transposed=transposed,
-        )
+        return op(xs, ws, call_of(xs[0], transposed), config, device)
 
     w_spec = P(None, "tensor") if transposed else P("tensor")
     return jax.shard_map(
@@ -111,6 +111,8 @@ CASES = {
     "ragged": {"rows": 2 * 131, "columns": (192,), "depth": (64,)},
     "stored_transposed": {"rows": 256, "columns": (128,), "depth": (64,), "t": True},
     "fp16": {"rows": 256, "columns": (64,), "depth": (192,), "dtype": FP16},
+    "padded": {"rows": 2 * 72, "columns": (100,), "depth": (72, 68)},
+    "padded_transposed": {"rows": 144, "columns": (68, 64), "depth": (100,), "t": True},
 }
 PARALLEL = {
     "pairs_of_rows": dataclasses.replace(SMALL, cluster="m"),
@@ -413,6 +415,19 @@ def test_configs_that_do_not_fit(changes, message):
     config = dataclasses.replace(CollectiveConfig(), **changes)
     with pytest.raises(Unsupported, match=message):
         lowered(problem, config)
+
+
+def test_a_gpu_without_room_for_a_cluster():
+    """A kernel of no blocks left its outputs as they were."""
+    problem = CollectiveProblem(
+        kind="all_gather", m=154, n=(128, 192), k=(256,), devices=2, dtype=BF16
+    )
+    small = dataclasses.replace(H200, num_sms=1)
+    assert heuristic(problem, small).cluster == "none"
+    call = Call(axis_name="tensor", size=2, out_dtype=BF16)
+    paired = dataclasses.replace(SMALL, cluster="m")
+    with pytest.raises(Unsupported, match="clusters of 2 blocks and nvidia_h200 has 1"):
+        Layout.of(call, paired, small, batch=1, rows=77)
 
 
 def test_narrow_weights_need_a_narrow_tile():

@@ -81,7 +81,7 @@ def test_the_fastest_that_works_wins():
     entry = tuning.tune(fake, problem, H200, rounds=1, report=said.append)
     assert entry.config["stages"] == 5
     assert entry.time_us == 1
-    assert "Unsupported: matmul: k=32" in said[0]
+    assert "Unsupported: collective_matmul: 64 columns" in said[0]
     assert "rejected" in said[1] and "against XLA" in said[1]
     assert len(said) == 3
 

@@ -1,0 +1,406 @@
+"""The three collective matrix products: what computes them, and their gradients.
+
+Each is a record, an `Op`, of the functions that implement it. `run` picks one of them;
+below it stands what a kernel needs around it; at the end stand the gradient rules. The
+gradient of a gather is a reduction over the same devices, and the other way round, so
+that a backward pass communicates through the same implementations.
+
+Axis letters: B merged leading axes, m rows of a device, M rows of all, K contraction,
+N columns, D devices of the axis.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_batching import custom_vmap
+
+from pallas_kernels import tuning
+from pallas_kernels.collective_matmul import (
+    mosaic_gpu_gather,
+    mosaic_gpu_reduce,
+    xla,
+)
+from pallas_kernels.collective_matmul.config import (
+    Call,
+    CollectiveConfig,
+    CollectiveProblem,
+    Kind,
+    heuristic,
+)
+from pallas_kernels.collective_matmul.device_order import by_device_order
+from pallas_kernels.dispatch import Unsupported, dispatch
+from pallas_kernels.matmul import implementations as local
+from pallas_kernels.mosaic import DeviceSpec, as_varying, check_hopper, varying
+
+
+__all__ = [
+    "ALL_GATHER",
+    "ALL_REDUCE",
+    "OPS",
+    "REDUCE_SCATTER",
+    "Op",
+    "all_gather_matmul",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+    "run",
+]
+
+type Arrays = tuple[jax.Array, ...]
+type Implementation = Callable[[Any, Arrays, Call], Any]
+
+TABLE = "collective_matmul"
+"""The name in tables of tuned configs."""
+
+SIZES = (2, 4, 8)
+"""Devices of an axis that the kernels are built for."""
+
+PREFERRED = ("mosaic_gpu", "xla")
+"""What ``implementation=None`` tries, in this order."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Op:
+    """A collective matrix product and what computes it.
+
+    A gather takes x [B,m,K] and gives ``(products, gathered x)``; a reduction takes a
+    tuple of x [B,M,K_i] and gives one sum.
+    """
+
+    name: str
+    """Name of the public function."""
+    kind: Kind
+    """How it communicates, as in keys of tuned configs."""
+    kernel: Callable[..., Any]
+    """``(x, ws, call, config, device)``, for Hopper."""
+    xla: Implementation
+    """A collective and a product, one after the other."""
+    xla_ring: Implementation
+    """A step for each device."""
+
+    @property
+    def implementations(self) -> Mapping[str, Implementation]:
+        """What computes the op, by name."""
+        return {
+            "mosaic_gpu": functools.partial(_run_kernel, self),
+            "xla": functools.partial(_run_portable, self, "xla", self.xla),
+            "xla_ring": functools.partial(
+                _run_portable, self, "xla_ring", self.xla_ring
+            ),
+        }
+
+
+ALL_GATHER = Op(
+    name="all_gather_matmul",
+    kind="all_gather",
+    kernel=mosaic_gpu_gather.all_gather_matmul,
+    xla=xla.all_gather_matmul,
+    xla_ring=xla.ring_all_gather_matmul,
+)
+REDUCE_SCATTER = Op(
+    name="matmul_reduce_scatter",
+    kind="reduce_scatter",
+    kernel=mosaic_gpu_reduce.matmul_reduce_scatter,
+    xla=xla.matmul_reduce_scatter,
+    xla_ring=xla.ring_matmul_reduce_scatter,
+)
+ALL_REDUCE = Op(
+    name="matmul_all_reduce",
+    kind="all_reduce",
+    kernel=mosaic_gpu_reduce.matmul_all_reduce,
+    xla=xla.matmul_all_reduce,
+    xla_ring=xla.ring_matmul_all_reduce,
+)
+OPS = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
+
+
+def run(op: Op, x: Any, ws: Arrays, call: Call) -> Any:
+    """Computes an op without its gradient rule.
+
+    Args:
+        op: one of `OPS`.
+        x: [B,m,K], or of reductions a tuple of [B,M,K_i].
+        ws: a tuple of weights.
+        call: the rest.
+
+    Returns:
+        As the functions of `pallas_kernels.collective_matmul.xla`.
+    """
+    implementations = op.implementations
+    if call.implementation is None:
+        implementations = {name: implementations[name] for name in PREFERRED}
+
+    def declines() -> str | None:
+        problem = CollectiveProblem.of(op.kind, x, ws, call)
+        return tuning.declines(TABLE, problem, call.device, call.config)
+
+    return dispatch(
+        op.name,
+        implementations,
+        call.implementation,
+        x,
+        ws,
+        call,
+        declines={"mosaic_gpu": declines},
+    )
+
+
+def _run_portable(
+    op: Op, name: str, form: Implementation, x: Any, ws: Arrays, call: Call
+) -> Any:
+    """An XLA form, which knows no config."""
+    if call.config is not None:
+        raise Unsupported(
+            f"{op.name}: {name!r} takes no config, got {call.config!r}; pass None"
+            " or use implementation='mosaic_gpu'"
+        )
+    return form(x, ws, call)
+
+
+# --- The kernel -----------------------------------------------------------------------
+
+
+def _run_kernel(op: Op, x: Any, ws: Arrays, call: Call) -> Any:
+    device = _check_mesh(op, call)
+    problem = CollectiveProblem.of(op.kind, x, ws, call)
+    config = tuning.lookup(
+        TABLE,
+        problem.key,
+        device,
+        CollectiveConfig,
+        config=call.config,
+        heuristic=functools.partial(heuristic, problem, device),
+    )
+    axes = varying(*jax.tree.leaves((x, ws)))
+    if op is ALL_REDUCE:
+        axes -= {call.axis_name}
+
+    def kernel(x: Any, ws: Arrays) -> Any:
+        outputs = op.kernel(x, ws, call, config, device)
+        return jax.tree.map(lambda y: as_varying(y, axes), outputs)  # it lost the marks
+
+    def product(x: Any, ws: Arrays) -> Any:
+        # jax 0.11.2 refuses kernels that run warps of their own on operands whose types
+        # say over which mesh axes they vary, so the kernel is traced without.
+        types = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (x, ws))
+        fused, outputs = jax.make_jaxpr(kernel, return_shape=True)(*types)
+        following = _after("mosaic_gpu", op, call)
+        other = None if following is None else jax.make_jaxpr(following)(x, ws)
+        leaves = by_device_order(op.name, fused, other, *jax.tree.leaves((x, ws)))
+        return jax.tree.unflatten(jax.tree.structure(outputs), leaves)
+
+    mapped = custom_vmap(product)
+    mapped.def_vmap(functools.partial(_batched, op, call))
+    return mapped(x, ws)
+
+
+def _check_mesh(op: Op, call: Call) -> DeviceSpec:
+    """Checks that a kernel can reach its peers, as far as tracing shows.
+
+    That the devices stand in order shows only when the function is lowered:
+    `pallas_kernels.collective_matmul.device_order`.
+
+    Returns:
+        The GPU.
+
+    Raises:
+        Unsupported: it cannot.
+    """
+    device = check_hopper(call.device, op.name)
+    instead = "use implementation='xla'"
+    if (count := jax.process_count()) > 1:
+        raise Unsupported(
+            f"{op.name}: there are {count} processes, and the kernel addresses GPUs of"
+            f" one process; {instead}"
+        )
+    if call.size not in SIZES:
+        raise Unsupported(
+            f"{op.name}: axis {call.axis_name!r} has {call.size} devices, expected one"
+            f" of {SIZES}; {instead}"
+        )
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.are_all_axes_manual:
+        others = sorted(set(mesh.axis_names) - set(mesh.manual_axes))
+        raise Unsupported(
+            f"{op.name}: the compiler divides arrays over axes {others}, and the kernel"
+            " addresses GPUs of the entire mesh; make all axes manual"
+            " (jax.shard_map without axis_names)"
+        )
+    return device
+
+
+def _after(name: str, op: Op, call: Call) -> Callable[[Any, Arrays], Any] | None:
+    """The implementation that the caller would have next, if any."""
+    names = PREFERRED if call.implementation is None else call.implementation
+    if isinstance(names, str) or names[-1] == name or call.config is not None:
+        return None
+    following = op.implementations[names[names.index(name) + 1]]
+    return lambda x, ws: following(x, ws, call)
+
+
+def _batched(
+    op: Op, call: Call, size: int, batched: Any, x: Any, ws: Any
+) -> tuple[Any, Any]:
+    """`jax.vmap` of a kernel: more leading axes, or one call after the other."""
+    x_batched, w_batched = (jax.tree.leaves(flags) for flags in batched)
+    if any(w_batched) or not all(x_batched):
+        flags = jax.tree.leaves(batched)
+        leaves, structure = jax.tree.flatten((x, ws))
+        mapped = [a for a, flag in zip(leaves, flags, strict=True) if flag]
+
+        def one(mapped: list[jax.Array]) -> Any:
+            rest = iter(mapped)
+            own = [next(rest) if f else a for a, f in zip(leaves, flags, strict=True)]
+            own_x, own_ws = structure.unflatten(own)
+            return run(op, own_x, own_ws, call)
+
+        outputs = lax.map(one, mapped)
+    else:
+        merged = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), x)  # [size*B,..]
+        outputs = jax.tree.map(
+            lambda y: y.reshape(size, -1, *y.shape[1:]),  # [size,B,..]
+            run(op, merged, ws, call),
+        )
+    return outputs, jax.tree.map(lambda _: True, outputs)
+
+
+# --- Gradients ------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def all_gather_matmul(x: jax.Array, ws: Arrays, call: Call) -> Arrays:
+    """Products [B,D*m,N_i] of each weight, then the gathered x if asked for."""
+    ys, gathered = run(ALL_GATHER, x, ws, call)
+    return (*ys, gathered) if call.return_gathered else ys
+
+
+def _all_gather_forward(
+    x: jax.Array, ws: Arrays, call: Call
+) -> tuple[Arrays, tuple[Any, ...]]:
+    ys, gathered = run(ALL_GATHER, x, ws, call)
+    ys = checkpoint_name(ys, "all_gather_matmul_out")
+    gathered = checkpoint_name(gathered, "all_gather_matmul_gathered")
+    return ((*ys, gathered) if call.return_gathered else ys), (gathered, ws)
+
+
+def _all_gather_backward(
+    call: Call, saved: tuple[Any, ...], cotangents: Arrays
+) -> tuple[jax.Array, Arrays]:
+    gathered, ws = saved
+    dys = tuple(dy.astype(gathered.dtype) for dy in cotangents[: len(ws)])
+    transposed = call.transposed(gathered.dtype, return_gathered=False)
+    dx = run(REDUCE_SCATTER, dys, ws, transposed)
+    if call.return_gathered:
+        dx += xla.reduce_scatter(cotangents[-1], call.axis_name)
+    pairs = zip(dys, ws, strict=True)
+    return dx, tuple(_weight_gradient(gathered, dy, w, call) for dy, w in pairs)
+
+
+all_gather_matmul.defvjp(_all_gather_forward, _all_gather_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def matmul_reduce_scatter(xs: Arrays, ws: Arrays, call: Call) -> jax.Array:
+    """Rows [B,M/D,N] of the sum over pairs and devices."""
+    return run(REDUCE_SCATTER, xs, ws, call)
+
+
+def _reduce_scatter_forward(
+    xs: Arrays, ws: Arrays, call: Call
+) -> tuple[jax.Array, tuple[Arrays, Arrays]]:
+    y = matmul_reduce_scatter(xs, ws, call)
+    return checkpoint_name(y, "matmul_reduce_scatter_out"), (xs, ws)
+
+
+def _reduce_scatter_backward(
+    call: Call, saved: tuple[Arrays, Arrays], dy: jax.Array
+) -> tuple[Arrays, Arrays]:
+    xs, ws = saved
+    dtype = xs[0].dtype
+    dxs, gathered = run(ALL_GATHER, dy.astype(dtype), ws, call.transposed(dtype))
+    pairs = zip(xs, ws, strict=True)
+    return dxs, tuple(_weight_gradient(x, gathered, w, call) for x, w in pairs)
+
+
+matmul_reduce_scatter.defvjp(_reduce_scatter_forward, _reduce_scatter_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def matmul_all_reduce(xs: Arrays, ws: Arrays, call: Call) -> jax.Array:
+    """The sum over pairs and devices, [B,M,N] on each device."""
+    return run(ALL_REDUCE, xs, ws, call)
+
+
+def _all_reduce_forward(
+    xs: Arrays, ws: Arrays, call: Call
+) -> tuple[jax.Array, tuple[Arrays, Arrays]]:
+    y = matmul_all_reduce(xs, ws, call)
+    return checkpoint_name(y, "matmul_all_reduce_out"), (xs, ws)
+
+
+def _all_reduce_backward(
+    call: Call, saved: tuple[Arrays, Arrays], dy: jax.Array
+) -> tuple[Arrays, Arrays]:
+    xs, ws = saved
+    if dy.size == 0:
+        axes = varying(*xs, *ws)
+        dxs, dws = (
+            tuple(xla.zeros(a.shape, a.dtype, axes) for a in arrays)
+            for arrays in (xs, ws)
+        )
+        return dxs, dws
+    dy = dy.astype(xs[0].dtype)
+    # With tracked types the cotangent of what is equal everywhere is equal everywhere.
+    # Without, every device holds the part of it that its own use of y gave.
+    if not call.tracked:
+        dy = xla.all_reduce(dy, call.axis_name)
+    dy = as_varying(dy, varying(*xs, *ws))
+    rows = dy.reshape(math.prod(dy.shape[:-1]), dy.shape[-1])  # [B*M,N]
+    dxs = tuple(
+        local.run(
+            rows,
+            w,
+            _local(call),
+            device=call.device,
+            out_dtype=x.dtype,
+            rhs_transposed=not call.rhs_transposed,
+        ).reshape(x.shape)  # [B,M,K]
+        for x, w in zip(xs, ws, strict=True)
+    )
+    pairs = zip(xs, ws, strict=True)
+    return dxs, tuple(_weight_gradient(x, dy, w, call) for x, w in pairs)
+
+
+matmul_all_reduce.defvjp(_all_reduce_forward, _all_reduce_backward)
+
+
+def _weight_gradient(
+    x: jax.Array, dy: jax.Array, w: jax.Array, call: Call
+) -> jax.Array:
+    """``x^T dy``, or its transpose if the weight is stored so; sums are fp32."""
+    if x.size == 0 or dy.size == 0:
+        return xla.zeros(w.shape, w.dtype, varying(x, dy))
+    left, right = (dy, x) if call.rhs_transposed else (x, dy)
+    return local.run(
+        left.reshape(math.prod(left.shape[:-1]), left.shape[-1]),  # [B*M,K or N]
+        right.reshape(math.prod(right.shape[:-1]), right.shape[-1]),  # [B*M,N or K]
+        _local(call),
+        device=call.device,
+        out_dtype=w.dtype,
+        lhs_transposed=True,
+    )
+
+
+def _local(call: Call) -> str | None:
+    """What multiplies without communication: XLA if the caller asked for XLA alone."""
+    names: Sequence[str] = (
+        (call.implementation,)
+        if isinstance(call.implementation, str)
+        else call.implementation or ()
+    )
+    return "xla" if names and all(n.startswith("xla") for n in names) else None
