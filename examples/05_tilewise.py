@@ -37,7 +37,7 @@ import dataclasses
 import matplotlib.pyplot as plt
 import numpy as np
 
-from jaxscale import inference, models, pruning, training
+from jaxscale import inference, models, pruning, recipes, training
 
 
 folder = Path(tempfile.mkdtemp())
@@ -72,6 +72,7 @@ text = training.load_text(config.data)
 train_data, eval_data = training.packed_batches(config, text)
 trained = training.fit(config, train_data=train_data, eval_data=eval_data, writers=())
 dense = trained.state.model
+assert trained.evaluation is not None  # some text is held out
 print(f"held-out loss {trained.evaluation.loss:.3f}")
 
 # %% [markdown]
@@ -81,10 +82,10 @@ print(f"held-out loss {trained.evaluation.loss:.3f}")
 # gradients on a few batches; `magnitude_scores` need no data.
 
 # %%
-loss = training.next_token_loss()
+loss = recipes.mean_loss()
 train_batches = iter(train_data)
 batches = [next(train_batches) for _ in range(4)]
-scores = pruning.taylor_scores(dense, lambda m, b: loss(m, b)[0] / 1000, batches)
+scores = pruning.taylor_scores(dense, loss, batches)
 print({name: score.shape for name, score in scores.items()})
 
 # %% [markdown]
@@ -113,38 +114,23 @@ plt.show()
 # %% [markdown]
 # ## Training under a mask
 #
-# A `Pruner` is two things to `fit`: a hook, which prunes at the steps of its schedule,
-# and a transform of the gradients, which holds pruned weights at zero in between.
+# `prune_and_tune`, the recipe of `jaxscale prune`, scores the model and calls
+# `fit` with a `Pruner`. That is a hook, which prunes at the steps of its schedule, and
+# a transform of the gradients, which holds pruned weights at zero in between.
 
 # %%
 settings = dataclasses.replace(masks["tw"].config, equal_work=True)
-pruner = pruning.Pruner(
-    settings,
-    pruning.cubic_stages(0.75, stages=3, steps_per_stage=8),
-    scores=lambda m: pruning.taylor_scores(
-        m, lambda m, b: loss(m, b)[0] / 1000, batches
-    ),
-    on_stage=lambda step, found: print(f"step {step}: {found.sparsity:.0%} pruned"),
-)
 tuning = dataclasses.replace(
     config,
     steps=50,
     optimizer=dataclasses.replace(config.optimizer, learning_rate=5e-3),
     output_dir=str(folder / "pruned"),
 )
-once = pruning.apply_masks(dense, pruning.make_model_masks(dense, scores, settings))
-tuned = training.fit(
-    tuning,
-    train_data=train_data,
-    eval_data=eval_data,
-    model=pruner.start(dense),
-    hooks=[pruner],
-    gradient_transforms=[pruner.transform],
-    writers=(),
-)
-final = pruner.masks_of(tuned.state)
+schedule = recipes.TuneConfig(schedule="cubic", stages=3, score_batches=4)
+tuned = recipes.prune_and_tune(tuning, dense, text, settings, schedule, writers=[])
+final = tuned.masks
 work = pruning.work(final)
-print(f"held-out loss {tuned.evaluation.loss:.3f} at {final.sparsity:.0%}")
+print(f"held-out loss {tuned.tuned.loss:.3f} at {final.sparsity:.0%}")
 print(f"{work.tiled:,} of {work.dense:,} multiply-adds a token are left")
 
 # %% [markdown]
@@ -153,7 +139,8 @@ print(f"{work.tiled:,} of {work.dense:,} multiply-adds a token are left")
 # `sparsify` replaces the layers: values and row numbers of each tile, no zeros.
 
 # %%
-sparse = pruning.sparsify(tuned.state.model, final)
+masked = tuned.result.state.model
+sparse = pruning.sparsify(masked, final)
 layer = sparse.blocks.mlp.up
 print("rows of each tile:", layer.counts[...].tolist())
 print("dense kernel", dense.blocks.mlp.up.kernel.shape, "sparse", layer.values.shape)
@@ -171,15 +158,12 @@ print(repr(text.tokenizer.continuation(prompt[0], drawn[0])))
 # %%
 assert kept["ew"] > kept["tew"] > kept["tw"] > kept["bw"], "freer patterns keep more"
 assert all(m.sparsity == 0.75 for m in masks.values()), "sparsity is exact"
-for name, linear in pruning.linears(tuned.state.model).items():
+for name, linear in pruning.linears(masked).items():
     assert not np.asarray(linear.kernel[...])[~final[name]].any(), "a weight came back"
 tokens = np.array(prompt)
-masked = tuned.state.model(tokens)
-assert np.allclose(sparse(tokens), masked, atol=1e-4), "the sparse model differs"
-assert drawn == inference.generate(tuned.state.model, prompt, **options)
-mean = {
-    name: float(loss(model, batches[0])[1].nll / loss(model, batches[0])[1].tokens)
-    for name, model in (("pruned at once", once), ("tuned", tuned.state.model))
-}
-assert mean["tuned"] < mean["pruned at once"], "training under the mask helps"
+assert np.allclose(sparse(tokens), masked(tokens), atol=1e-4), (
+    "the sparse model differs"
+)
+assert drawn == inference.generate(masked, prompt, **options)
+assert tuned.tuned.loss < tuned.after.loss, "training under the mask helps"
 print("pruned, trained under the masks, and turned into a sparse model")

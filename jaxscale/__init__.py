@@ -9,8 +9,8 @@ Five published systems become one library; `pallas_kernels` holds their GPU kern
 5. **Tile-wise sparsity**: pruned models that run faster than dense ones.
 
 Subpackages, lowest first: `jaxscale.sharding`, `jaxscale.nn`, `jaxscale.models`, then
-`jaxscale.training`, `jaxscale.inference` and `jaxscale.pruning` side by side, and
-`jaxscale.cli`.
+`jaxscale.training`, `jaxscale.inference` and `jaxscale.pruning` side by side,
+`jaxscale.recipes`, which composes these three, and `jaxscale.cli`.
 """
 
 __all__ = ["__version__"]

@@ -12,7 +12,6 @@ import tyro
 from jax.sharding import Mesh
 
 from jaxscale import sharding
-from jaxscale.cli import run_directory
 from jaxscale.cli.devices import simulate_devices
 from jaxscale.cli.errors import usage_errors
 from jaxscale.cli.options import parse
@@ -28,6 +27,7 @@ from jaxscale.models import (
 from jaxscale.models.hf.files import Checkpoint
 from jaxscale.pruning import TILE_WISE, Masks, sparsify
 from jaxscale.sharding import MeshConfig
+from jaxscale.training import run as run_directory
 from jaxscale.training.config import MAX_SEED
 from jaxscale.training.corpus import begins_documents
 

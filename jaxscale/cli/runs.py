@@ -6,7 +6,6 @@ function of your own, for example ``my_runs:wide_llama`` in ``my_runs.py``.
 """
 
 import contextlib
-import dataclasses
 import importlib
 import os
 import sys
@@ -15,39 +14,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxscale.cli.errors import UsageError, suggestion
-from jaxscale.models import PRESETS, preset
-from jaxscale.sharding import MeshConfig
-from jaxscale.training import DataConfig, TrainConfig
-
-
-# Byte-level BPE needs 256 bytes and a control token; presets for tests know fewer.
-_SMALLEST_VOCABULARY = 512
-_LONGEST_ROW = 4096
-
-
-def from_preset(name: str) -> TrainConfig:
-    """A run that trains a model preset from scratch on the Python corpus.
-
-    Rows are as long as the model allows, 4,096 tokens at most. The mesh shards the
-    parameters over all devices.
-
-    Raises:
-        ValueError: no preset has this name.
-
-    Example:
-        >>> from_preset("llama_1b").data.seq_len
-        4096
-    """
-    model = preset(name)
-    vocab_size = max(model.vocab_size, _SMALLEST_VOCABULARY)
-    return TrainConfig(
-        model=dataclasses.replace(model, vocab_size=vocab_size),
-        data=DataConfig(
-            vocab_size=vocab_size, seq_len=min(model.max_seq_len, _LONGEST_ROW)
-        ),
-        mesh=MeshConfig(fsdp=-1),
-        output_dir=f"runs/{name}",
-    )
+from jaxscale.models import PRESETS
+from jaxscale.recipes.runs import from_preset
+from jaxscale.training import TrainConfig
 
 
 def find_run(name: str) -> TrainConfig:

@@ -1,7 +1,6 @@
 """``jaxscale train RUN [OPTIONS]``: train a decoder from a named run."""
 
 import dataclasses
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -12,21 +11,21 @@ import tyro
 from jax.experimental import multihost_utils
 
 from jaxscale import sharding
-from jaxscale.cli import run_directory
 from jaxscale.cli.devices import simulate_devices
 from jaxscale.cli.errors import UsageError, training_errors, usage_errors
 from jaxscale.cli.options import parse
 from jaxscale.cli.runs import find_run
 from jaxscale.models import PRESETS
+from jaxscale.recipes.runs import check_machine
 from jaxscale.training import (
     FitResult,
     TextData,
     TrainConfig,
     fit,
     load_text,
-    load_tokenizer,
     packed_batches,
 )
+from jaxscale.training import run as run_directory
 from jaxscale.training.checkpoint import set_aside_after
 
 
@@ -93,7 +92,7 @@ def train(
     """
     directory = Path(config.output_dir)
     with usage_errors():
-        check(config)
+        check_machine(config)
         run_directory.check_free(directory, config, resume=resume, step=step)
         text = load_text(config.data)
         run_directory.check_text(directory, text)
@@ -106,26 +105,6 @@ def train(
         if step is not None:
             set_aside_after(directory / "checkpoints", step)
         return fit(config, train_data=train_data, eval_data=eval_data)
-
-
-def check(config: TrainConfig) -> None:
-    """Check what depends on this machine's devices and files, before any work.
-
-    Raises:
-        ValueError: the mesh does not fit the devices, the model or the batch does not
-            fit the mesh, or the tokenizer does not fit the vocabulary.
-        FileNotFoundError: there is no tokenizer where the settings say.
-        ImportError: a package that training needs is not installed.
-    """
-    config.check_mesh(config.mesh.sizes(jax.device_count()))
-    for package in ("grain", "orbax", "rich", "tensorboardX", "tokenizers"):
-        if importlib.util.find_spec(package) is None:
-            raise ImportError(
-                f"train needs {package}, which is not installed; "
-                "pip install 'jaxscale[train]'"
-            )
-    if config.data.tokenizer is not None:
-        load_tokenizer(config.data)
 
 
 def _check_same_text(text: TextData) -> None:

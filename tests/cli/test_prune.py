@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from jaxscale import cli, sharding
-from jaxscale.cli import pruning, run_directory
 from jaxscale.pruning import Masks, PruneConfig, linears
+from jaxscale.recipes import TuneConfig, make_stages
+from jaxscale.training import run as run_directory
 
 
 @pytest.fixture
@@ -70,6 +71,7 @@ def test_prune_trains_under_masks_and_reports(trained, command, tmp_path):
     losses = re.search(
         r"dense ([\d.]+), pruned ([\d.]+), trained .* ([\d.]+); rep", out
     )
+    assert losses is not None
     dense, pruned, tuned = map(float, losses.groups())
     lines = (directory / "metrics.jsonl").read_text().splitlines()
     evaluations = [r["eval_loss"] for r in map(json.loads, lines) if "eval_loss" in r]
@@ -131,7 +133,7 @@ def test_a_directory_in_use_is_refused(trained, call):
 
 def test_stages_fit_into_half_of_the_steps():
     prune = PruneConfig(sparsity=0.75)
-    cubic = pruning.TuneConfig(schedule="cubic", stages=4)
-    stages = pruning.make_stages(prune, cubic, 80)
+    cubic = TuneConfig(schedule="cubic", stages=4)
+    stages = make_stages(prune, cubic, 80)
     assert [stage.step for stage in stages] == [0, 10, 20, 30]
     assert stages[-1].sparsity == 0.75

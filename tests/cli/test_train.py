@@ -65,7 +65,7 @@ def test_every_preset_is_a_run():
 def test_a_run_of_ones_own(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "my_runs", raising=False)
     (tmp_path / "my_runs.py").write_text(
-        "from jaxscale.cli.runs import from_preset\n"
+        "from jaxscale.recipes import from_preset\n"
         "def small(): return from_preset('gpt2_tiny')\n"
         "def wrong(): return 3\n"
         "def fails(): return {}['absent']\n"

@@ -22,8 +22,9 @@ from jax.sharding import Mesh
 from jaxscale import __version__, sharding
 from jaxscale.models import Decoder, DecoderConfig
 from jaxscale.sharding import AxisRules, TensorParallel
-from jaxscale.training import Checkpointer, TextData, TrainConfig
-from jaxscale.training.checkpoint import complete_steps
+from jaxscale.training.checkpoint import Checkpointer, complete_steps
+from jaxscale.training.config import TrainConfig
+from jaxscale.training.data import TextData
 
 
 RUN_FILE = "run.json"

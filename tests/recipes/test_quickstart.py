@@ -7,8 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxscale.cli import main, quickstart
+from jaxscale.cli import main
 from jaxscale.pruning import Masks
+from jaxscale.recipes import quickstart
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ def test_the_run_can_be_generated_from_and_replaced(finished, capsys):
     arguments = ["generate", "--from", str(directory), "--prompt", "import "]
     assert main([*arguments, "--max-new-tokens", "4", "--temperature", "0"]) == 0
     assert capsys.readouterr().out.startswith("import ")
-    quickstart._make_room(directory)
+    quickstart.make_room(directory)
     assert not directory.exists()
 
 

@@ -1,11 +1,13 @@
-"""Prune a trained model and train on under the masks: what ``prune`` does.
+"""Prune a trained model and train on under the masks: what ``jaxscale prune`` does.
 
 Pruning and training know nothing of each other; they meet here.
 """
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -20,6 +22,7 @@ from jaxscale.pruning import (
     Pruner,
     Scores,
     Stage,
+    check_layers,
     cubic_stages,
     layer_reports,
     magnitude_scores,
@@ -31,7 +34,8 @@ from jaxscale.pruning import (
     work,
 )
 from jaxscale.pruning.layers import matrices
-from jaxscale.sharding import make_mesh
+from jaxscale.recipes.runs import check_machine
+from jaxscale.sharding import MeshConfig, make_mesh
 from jaxscale.training import (
     Evaluation,
     FitResult,
@@ -41,10 +45,12 @@ from jaxscale.training import (
     Writer,
     evaluate,
     fit,
+    load_text,
     make_eval_step,
     next_token_loss,
     packed_batches,
 )
+from jaxscale.training import run as run_directory
 from jaxscale.training.loop import to_rows
 from jaxscale.training.report import Report, Series
 
@@ -122,6 +128,94 @@ def make_stages(prune: PruneConfig, tune: TuneConfig, steps: int) -> tuple[Stage
     if tune.schedule == "cubic":
         return cubic_stages(prune.sparsity, tune.stages, each)
     return paper_stages(prune.sparsity, each)
+
+
+def tuning_config(
+    run: TrainConfig,
+    *,
+    steps: int,
+    learning_rate: float | None,
+    mesh: MeshConfig,
+    output_dir: Path,
+) -> TrainConfig:
+    """The settings of a run under masks, from those of the dense run.
+
+    Args:
+        run: Settings of the dense run.
+        steps: Training steps under the masks.
+        learning_rate: Its peak; None is half that of the run.
+        mesh: Devices.
+        output_dir: Directory of the pruned run.
+    """
+    rate = run.optimizer.learning_rate / 2 if learning_rate is None else learning_rate
+    optimizer = dataclasses.replace(
+        run.optimizer, learning_rate=rate, warmup_steps=min(10, steps // 10)
+    )
+    return dataclasses.replace(
+        run,
+        steps=steps,
+        optimizer=optimizer,
+        mesh=mesh,
+        eval_every=max(1, steps // 4),
+        checkpoint_every=steps,
+        output_dir=str(output_dir),
+    )
+
+
+def open_run(
+    source: Path, config: TrainConfig, prune: PruneConfig, *, step: int | None = None
+) -> tuple[Any, TextData]:
+    """The dense model of a run on the mesh, and its text; makes the new directory.
+
+    Args:
+        source: The directory of the dense run.
+        config: From `tuning_config`.
+        prune: What will be pruned.
+        step: Which checkpoint; None is the newest that can be read.
+
+    Raises:
+        ValueError: the model cannot be pruned as asked, the text has changed, or the
+            new directory is in use; nothing has been written.
+        FileNotFoundError: there is no such checkpoint.
+    """
+    if (source / run_directory.MASKS_FILE).exists():
+        raise ValueError(
+            f"--from {source} holds a model that is sparse already; prune the dense "
+            "run that it was made from"
+        )
+    check_machine(config)
+    directory = Path(config.output_dir)
+    run_directory.check_free(directory, config, resume=False)
+    mesh = make_mesh(config.mesh)
+    with jax.set_mesh(mesh):
+        model = run_directory.load_model(
+            source, mesh, config.axis_rules, step=step, training=True
+        )
+    check_layers(model, prune)
+    text = load_text(config.data)
+    run_directory.check_text(source, text)
+    if text.held_out is None:
+        raise ValueError(
+            f"--from {source}: the run holds no text out, so nothing can be measured; "
+            "train with data.held_out_fraction above 0"
+        )
+    run_directory.write(directory, config, text)
+    return model, text
+
+
+def finish(directory: Path, pruned: "Pruned", text: TextData) -> Path:
+    """Write the masks and the report of a pruned run; returns the report."""
+    pruned.masks.save(directory / run_directory.MASKS_FILE)
+    report = Report("jaxscale prune")
+    add_to_report(report, pruned, bytes_per_token(text))
+    report.heading("Training under the masks")
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    report.table(
+        ["step", "held-out loss"],
+        [[r["step"], f"{r['eval_loss']:.4f}"] for r in records if "eval_loss" in r],
+    )
+    return report.write(directory / "report.html")
 
 
 def prune_and_tune(
@@ -205,12 +299,7 @@ def _scores(
 ) -> Callable[[Any], Scores]:
     if tune.score == "magnitude":
         return magnitude_scores
-    loss = next_token_loss(chunk_size=config.loss_chunk)
-
-    def mean_loss(model: Any, batch: Any) -> Any:
-        total, sums = loss(model, batch)
-        return total / jnp.maximum(sums.tokens, 1).astype(jnp.float32)
-
+    loss = mean_loss(config.loss_chunk)
     measure = {"taylor": taylor_scores, "wanda": wanda_scores}[tune.score]
 
     def scores(model: Any) -> Scores:
@@ -222,9 +311,24 @@ def _scores(
             ]
         finally:
             getattr(batches, "close", lambda: None)()
-        return measure(model, mean_loss, some)
+        return measure(model, loss, some)
 
     return scores
+
+
+def mean_loss(chunk_size: int = 1024) -> Callable[[Any, Any], Any]:
+    """``loss(model, batch)`` by token, as scores want it; steps add sums.
+
+    Args:
+        chunk_size: Positions of each row whose logits exist at one time.
+    """
+    loss = next_token_loss(chunk_size=chunk_size)
+
+    def mean(model: Any, batch: Any) -> Any:
+        total, sums = loss(model, batch)
+        return total / jnp.maximum(sums.tokens, 1).astype(jnp.float32)
+
+    return mean
 
 
 def bytes_per_token(text: TextData) -> float:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxscale.cli import run_directory
 from jaxscale.models import Decoder, DecoderConfig, Tokenizer, preset
 from jaxscale.sharding import MeshConfig, fsdp, make_mesh
 from jaxscale.training import (
@@ -18,6 +17,7 @@ from jaxscale.training import (
     TokenCorpus,
     TrainConfig,
 )
+from jaxscale.training import run as run_directory
 
 
 RUN = TrainConfig(

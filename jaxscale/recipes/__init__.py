@@ -1,0 +1,29 @@
+"""Recipes that compose training, pruning and inference, for notebooks and commands.
+
+The three packages below know nothing of each other. What `jaxscale prune` and
+`jaxscale quickstart` do with them is here, as functions.
+"""
+
+from jaxscale.recipes.prune import (
+    Pruned,
+    TuneConfig,
+    bytes_per_token,
+    make_stages,
+    mean_loss,
+    prune_and_tune,
+    tuning_config,
+)
+from jaxscale.recipes.runs import check_machine, from_preset
+
+
+__all__ = [
+    "Pruned",
+    "TuneConfig",
+    "bytes_per_token",
+    "check_machine",
+    "from_preset",
+    "make_stages",
+    "mean_loss",
+    "prune_and_tune",
+    "tuning_config",
+]

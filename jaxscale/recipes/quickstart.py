@@ -1,0 +1,451 @@
+"""The main job, end to end, on real text in a few minutes: ``jaxscale quickstart``.
+
+The quickstart is a sequence of steps. Each is a function that takes the `Session`, does
+its part, adds it to the report and returns a line on what it gained; a new system adds
+a function to `STEPS`.
+"""
+
+import dataclasses
+import json
+import logging
+import math
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+
+from jaxscale import sharding
+from jaxscale.inference import SamplingConfig, generate
+from jaxscale.models import Decoder, DecoderConfig
+from jaxscale.pruning import PruneConfig, sparsify
+from jaxscale.recipes.prune import (
+    TuneConfig,
+    add_to_report,
+    bytes_per_token,
+    prune_and_tune,
+    tuning_config,
+)
+from jaxscale.sharding import MeshConfig
+from jaxscale.training import (
+    DataConfig,
+    OptimizerConfig,
+    TextData,
+    TrainConfig,
+    TrainState,
+    fit,
+    load_text,
+    packed_batches,
+)
+from jaxscale.training import run as run_directory
+from jaxscale.training.config import MAX_SEED, MAX_STEPS
+from jaxscale.training.report import Report, Series
+
+
+SIMULATED_DEVICES = 4
+PROMPTS = ("def read_lines(path):", "class ", "The with statement")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuickstartConfig:
+    """How long the quickstart takes and where it writes."""
+
+    steps: int = 300
+    """Training steps of 2,048 tokens."""
+    seed: int = 0
+    """Decides the initial parameters, the order of the text and what is generated."""
+    output_dir: Path = Path("runs/quickstart")
+    """Checkpoints, metrics and report.html; a quickstart that was here is replaced."""
+
+    def __post_init__(self) -> None:
+        """Check what needs no devices."""
+        for name, least, most in (("steps", 1, MAX_STEPS), ("seed", 0, MAX_SEED)):
+            if not least <= getattr(self, name) <= most:
+                raise ValueError(
+                    f"{name} {getattr(self, name)}, expected {least} to {most}"
+                )
+
+
+class Session:
+    """What the steps of one quickstart share."""
+
+    def __init__(self, config: QuickstartConfig) -> None:
+        """Choose a model and a mesh that suit the devices of this machine."""
+        from rich.console import Console
+
+        self.config = config
+        self.console = Console(highlight=False)
+        self.report = Report("jaxscale quickstart")
+        devices = jax.devices()
+        self.on_gpu = devices[0].platform == "gpu"
+        self.train_config = _train_config(config, len(devices), on_gpu=self.on_gpu)
+        self.text: TextData
+        """Set by `read_text`."""
+        self.state: TrainState
+        """Set by `train`: the trained model, on the mesh."""
+        self.held_out_loss: float
+        """Set by `train`: in nats a token."""
+        self.sparse_model: Decoder
+        """Set by `prune`: the pruned model, which computes only what it keeps."""
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Of the held-out text; makes losses of different tokenizers comparable."""
+        return bytes_per_token(self.text)
+
+
+def read_text(session: Session) -> str:
+    """Find the corpus, train a tokenizer on it and turn it into tokens."""
+    session.text = load_text(session.train_config.data)
+    train, held_out = session.text.train, session.text.held_out
+    assert held_out is not None  # the settings hold out five per cent
+    session.report.heading("Text")
+    session.report.text(
+        "Documentation and library source of the running CPython, split by file. It is "
+        "real text, but small and of one kind: losses here compare runs with each "
+        "other, not models with those trained on the web."
+    )
+    session.report.facts(
+        {
+            "training documents": len(train),
+            "training tokens": len(train.tokens),
+            "held-out documents": len(held_out),
+            "held-out tokens": len(held_out.tokens),
+            "vocabulary": session.text.tokenizer.vocab_size,
+            "bytes per token": session.bytes_per_token,
+        }
+    )
+    return f"{len(train.tokens) / 1e6:.1f} M tokens in {len(train)} documents"
+
+
+def train(session: Session) -> str:
+    """Train from scratch; the last step saves a checkpoint."""
+    config = session.train_config
+    run_directory.write(Path(config.output_dir), config, session.text)
+    train_data, eval_data = packed_batches(config, session.text)
+    result = fit(config, train_data=train_data, eval_data=eval_data)
+    if result.interrupted or result.evaluation is None:
+        raise KeyboardInterrupt
+    session.state = result.state
+    session.held_out_loss = result.evaluation.loss
+
+    records = _metrics(config)
+    steps = [r for r in records if "loss" in r]
+    evaluations = [r for r in records if "eval_loss" in r]
+    # The loss of a uniform guess is where an untrained model starts.
+    uniform = math.log(config.model.vocab_size)
+    if session.held_out_loss >= uniform:
+        raise RuntimeError(
+            f"the held-out loss {session.held_out_loss:.3f} is no better than a "
+            f"guess ({uniform:.3f}): training did not work"
+        )
+    bits = session.held_out_loss / math.log(2) / session.bytes_per_token
+    rates = [r["tokens_per_second_per_device"] for r in steps[1:]]
+    rate = sum(rates) / len(rates) if rates else float("nan")
+    _report_training(session, steps, evaluations, rate, bits)
+    return (
+        f"held-out loss {uniform:.2f} (a guess) to {session.held_out_loss:.2f}, "
+        f"{bits:.2f} bits a byte, {rate:,.0f} tokens/s on each device"
+    )
+
+
+def restore(session: Session) -> str:
+    """Read the checkpoint onto another mesh: the held-out loss must not change."""
+    before = session.train_config
+    count = math.prod(before.mesh.sizes(jax.device_count()).values())
+    after = dataclasses.replace(before, mesh=MeshConfig(fsdp=count))
+    train_data, eval_data = packed_batches(after, session.text)
+    # A finished run has no steps left: `fit` restores it and evaluates.
+    result = fit(after, train_data=train_data, eval_data=eval_data, writers=())
+    assert result.evaluation is not None  # `eval_data` is there
+    difference = abs(result.evaluation.loss - session.held_out_loss)
+    tolerance = 1e-5 if before.dtype == "float32" else 1e-2
+    if difference > tolerance:
+        raise RuntimeError(
+            f"the restored model has a held-out loss of {result.evaluation.loss:.6f}, "
+            f"{session.held_out_loss:.6f} was saved"
+        )
+    old, new = _shape(before.mesh), _shape(after.mesh)
+    session.report.heading("Save and restore")
+    session.report.table(
+        ["mesh", "held-out loss"],
+        [
+            [f"trained on {old}", f"{session.held_out_loss:.6f}"],
+            [f"restored on {new}", f"{result.evaluation.loss:.6f}"],
+        ],
+    )
+    return f"mesh {old} to {new}, held-out loss differs by {difference:.1e}"
+
+
+def prune(session: Session) -> str:
+    """Prune tile-wise to 75%, train on under the masks, compute only what is kept."""
+    dense, directory = session.train_config, session.config.output_dir / "pruned"
+    config = tuning_config(
+        dense,
+        steps=max(1, session.config.steps // 4),
+        learning_rate=None,
+        mesh=dense.mesh,
+        output_dir=directory,
+    )
+    tensor = dense.mesh.sizes(jax.device_count())["tensor"]
+    model = cast(DecoderConfig, dense.model)
+    narrowest = model.num_kv_heads * model.head_dim
+    # The kernels want tiles of at least 64 columns; this model is small.
+    settings = PruneConfig(
+        sparsity=0.75, tile=min(64, narrowest // tensor), shards=tensor
+    )
+    run_directory.write(directory, config, session.text)
+    pruned = prune_and_tune(
+        config,
+        session.state.model,
+        session.text,
+        settings,
+        TuneConfig(),
+        say=lambda line: session.console.print(f"     {line}"),
+    )
+    pruned.masks.save(directory / run_directory.MASKS_FILE)
+    masked = pruned.result.state.model
+    mesh = masked.embed.table[...].sharding.mesh
+    session.sparse_model = sharding.place(
+        sparsify(masked, pruned.masks), mesh, dense.axis_rules
+    )
+    difference = abs(pruned.measure(session.sparse_model).loss - pruned.tuned.loss)
+    if difference > (1e-4 if config.dtype == "float32" else 2e-2):
+        raise RuntimeError(
+            f"the sparse form of the pruned model has another held-out loss, by "
+            f"{difference:.1e}"
+        )
+    add_to_report(session.report, pruned, session.bytes_per_token)
+    session.report.text(
+        "The sparse form, which stores and computes only what is kept, has the same "
+        f"held-out loss up to {difference:.1e}."
+    )
+    speed = _speed(session, masked, session.sparse_model) if session.on_gpu else ""
+    return (
+        f"{pruned.masks.sparsity:.0%} of the weights of the layers gone: held-out loss "
+        f"{pruned.before.loss:.2f}, pruned {pruned.after.loss:.2f}, after "
+        f"{config.steps} steps {pruned.tuned.loss:.2f}{speed}"
+    )
+
+
+def _speed(session: Session, dense: Decoder, sparse: Decoder) -> str:
+    """Time both forms of the pruned model on the GPUs; returns what to say of it."""
+    data = session.train_config.data
+    mesh = dense.embed.table[...].sharding.mesh
+    times = {}
+    with jax.set_mesh(mesh):
+        rows = jax.numpy.zeros((data.batch_size, data.seq_len), jax.numpy.int32)
+        for name, model in (("dense with zeros", dense), ("sparse", sparse)):
+            forward = jax.jit(lambda model, rows: model.hidden(rows))
+            jax.block_until_ready(forward(model, rows))
+            start = time.perf_counter()
+            for _ in range(20):
+                out = forward(model, rows)
+            jax.block_until_ready(out)
+            times[name] = (time.perf_counter() - start) / 20
+    session.report.facts(
+        {f"forward pass, {name} (ms)": 1e3 * seconds for name, seconds in times.items()}
+    )
+    session.report.text(
+        "A model this small is bound by launches, not by its products: "
+        "benchmarks/results has the times of layers of real size."
+    )
+    faster = times["dense with zeros"] / times["sparse"]
+    return f"; forward pass {faster:.2f} times as fast"
+
+
+def continue_prompts(session: Session) -> str:
+    """Generate text with the trained model, all prompts in one batch."""
+    tokenizer, model = session.text.tokenizer, session.state.model
+    tokens = 48
+    mesh = model.embed.table[...].sharding.mesh
+    start = time.perf_counter()
+    with jax.set_mesh(mesh):
+        # Rows are split over the mesh: repeat the prompts until they divide.
+        prompts = [PROMPTS[i % len(PROMPTS)] for i in range(4 * len(PROMPTS))]
+        ids = [tokenizer.encode(prompt) for prompt in prompts]
+        drawn = generate(
+            model,
+            ids,
+            max_new_tokens=tokens,
+            sampling=SamplingConfig(temperature=0.7, top_k=40),
+            key=jax.random.key(session.config.seed),
+        )
+    seconds = time.perf_counter() - start
+    session.report.heading("Generated text")
+    session.report.text("Sampled at temperature 0.7 from the 40 likeliest tokens.")
+    for prompt, before, new in zip(PROMPTS, ids, drawn, strict=False):
+        text = prompt + tokenizer.continuation(before, new)
+        session.report.sample(text)
+        session.console.print(text, style="dim", markup=False, soft_wrap=True)
+        session.console.print()
+    return f"{len(prompts)} x {tokens} tokens in {seconds:.1f} s, compilation included"
+
+
+type Step = tuple[str, Callable[[Session], str]]
+
+STEPS: tuple[Step, ...] = (
+    ("Read text, train tokenizer", read_text),
+    ("Train", train),
+    ("Restore on another mesh", restore),
+    ("Prune to tiles, train on", prune),
+    ("Generate", continue_prompts),
+)
+"""What the quickstart does, in order."""
+
+
+def run(config: QuickstartConfig, steps: Sequence[Step] = STEPS) -> Path:
+    """Run the steps, print what each cost and gained, and write the report.
+
+    Returns:
+        The path of the report.
+    """
+    from rich.table import Table
+
+    # A line for each file that is saved would bury the progress bar.
+    logging.getLogger("absl").setLevel(logging.WARNING)
+    session = Session(config)
+    device = jax.devices()[0].device_kind
+    where = f"{jax.device_count()} x {device}" + (
+        "" if session.on_gpu else " (simulated)"
+    )
+    session.console.print(f"[bold]jaxscale quickstart[/bold] on {where}")
+    rows = []
+    for i, (name, step) in enumerate(steps, 1):
+        session.console.print(f"[bold]{i}/{len(steps)}  {name}[/bold]")
+        start = time.perf_counter()
+        gained = step(session)
+        rows.append([name, f"{time.perf_counter() - start:.1f} s", gained])
+        session.console.print(f"     {gained}", soft_wrap=True)
+
+    page = Report("jaxscale quickstart")
+    page.heading("What each step cost and gained")
+    page.text(f"Device: {where}.")
+    page.table(["step", "time", "result"], rows)
+    page.extend(session.report)
+    path = page.write(config.output_dir / "report.html")
+    table = Table("step", "time", "result", title="jaxscale quickstart")
+    for row in rows:
+        table.add_row(*row)
+    session.console.print(table)
+    session.console.print(f"report: {path}")
+    session.console.print(
+        f"next:   jaxscale generate --from {config.output_dir} --prompt 'import '",
+        markup=False,
+    )
+    return path
+
+
+def _train_config(
+    config: QuickstartConfig, num_devices: int, *, on_gpu: bool
+) -> TrainConfig:
+    """A small LLaMA on a 2 x 2 mesh of simulated devices, or on the GPUs there are."""
+    tensor = 2 if num_devices >= 4 and num_devices % 2 == 0 else 1
+    vocab_size = 2048
+    return TrainConfig(
+        model=DecoderConfig(
+            vocab_size=vocab_size,
+            d_model=128,
+            num_layers=4,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=32,
+            d_ff=384,
+            max_seq_len=1024,
+        ),
+        data=DataConfig(
+            vocab_size=vocab_size, seq_len=256, batch_size=8, seed=config.seed
+        ),
+        optimizer=OptimizerConfig(
+            learning_rate=4e-3, warmup_steps=min(20, config.steps // 2)
+        ),
+        mesh=MeshConfig(fsdp=num_devices // tensor, tensor=tensor),
+        rules="fsdp_tp",
+        steps=config.steps,
+        dtype="bfloat16" if on_gpu else "float32",
+        eval_every=max(1, config.steps // 4),
+        eval_batches=8,
+        checkpoint_every=config.steps,
+        seed=config.seed,
+        output_dir=str(config.output_dir),
+    )
+
+
+def make_room(directory: Path) -> None:
+    """Remove an earlier quickstart; other files are not ours to remove.
+
+    Raises:
+        ValueError: `directory` is or holds something else.
+    """
+    if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
+        return
+    if not run_directory.is_run(directory):
+        raise ValueError(
+            f"output_dir {directory} is or holds what is no run of jaxscale; choose "
+            "another directory"
+        )
+    shutil.rmtree(directory)
+
+
+def _report_training(
+    session: Session,
+    steps: Sequence[dict[str, Any]],
+    evaluations: Sequence[dict[str, Any]],
+    rate: float,
+    bits: float,
+) -> None:
+    """Settings, loss and throughput of the run."""
+    config, report = session.train_config, session.report
+    report.heading("Training")
+    report.facts(
+        {
+            "parameters": config.model.num_parameters(),
+            "mesh": _shape(config.mesh),
+            "tokens a step": config.data.tokens_per_batch,
+            "steps": config.steps,
+            "held-out loss (nats a token)": session.held_out_loss,
+            "held-out bits a byte": bits,
+            "tokens/s on each device": rate,
+        }
+    )
+    report.plot(
+        [
+            Series(
+                name="training",
+                x=[r["step"] for r in steps],
+                y=[r["loss"] for r in steps],
+            ),
+            Series(
+                name="held out",
+                x=[r["step"] for r in evaluations],
+                y=[r["eval_loss"] for r in evaluations],
+            ),
+        ],
+        x_title="step",
+        y_title="loss (nats a token)",
+    )
+    report.plot(
+        [
+            Series(
+                name="throughput",
+                x=[r["step"] for r in steps[1:]],
+                y=[r["tokens_per_second_per_device"] for r in steps[1:]],
+            )
+        ],
+        x_title="step",
+        y_title="tokens/s on each device",
+    )
+
+
+def _metrics(config: TrainConfig) -> list[dict[str, Any]]:
+    lines = (Path(config.output_dir) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def _shape(mesh: MeshConfig) -> str:
+    """The axes of a mesh that are longer than one, for people."""
+    sizes = mesh.sizes(jax.device_count())
+    split = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    return " x ".join(split) or "one device"
