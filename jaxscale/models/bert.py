@@ -1,9 +1,12 @@
-"""BERT and RoBERTa: named configurations, and their Hugging Face files.
+"""BERT, RoBERTa, XLM-RoBERTa and CamemBERT: named configurations, and their files.
 
 References:
-    BERT, arXiv 1810.04805. RoBERTa, arXiv 1907.11692.
+    BERT, arXiv 1810.04805. RoBERTa, arXiv 1907.11692. XLM-RoBERTa, arXiv 1911.02116.
+    CamemBERT, arXiv 1911.03894.
 """
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from jaxscale.models.encoder_config import EncoderConfig
@@ -103,6 +106,24 @@ def roberta_large() -> EncoderConfig:
     return _roberta(d_model=1024, num_layers=24, num_heads=16)
 
 
+def xlm_roberta_base() -> EncoderConfig:
+    """XLM-RoBERTa-base, 277 million parameters."""
+    config = _roberta(d_model=768, num_layers=12, num_heads=12, vocab_size=250_002)
+    return dataclasses.replace(config, family="xlm-roberta")
+
+
+def xlm_roberta_large() -> EncoderConfig:
+    """XLM-RoBERTa-large, 559 million parameters."""
+    config = _roberta(d_model=1024, num_layers=24, num_heads=16, vocab_size=250_002)
+    return dataclasses.replace(config, family="xlm-roberta")
+
+
+def camembert_base() -> EncoderConfig:
+    """CamemBERT-base, 110 million parameters."""
+    config = _roberta(d_model=768, num_layers=12, num_heads=12, vocab_size=32_005)
+    return dataclasses.replace(config, family="camembert")
+
+
 # ------------------------------------------------------------------------------------
 # Hugging Face files
 
@@ -158,7 +179,7 @@ def _read_roberta(values: Keys) -> EncoderConfig:
     # The padding token takes a row of the table of positions, and so do those before.
     offset = values.get("pad_token_id", 1) + 1
     keys["max_seq_len"] -= offset
-    return EncoderConfig(family="roberta", position_offset=offset, **keys)
+    return EncoderConfig(family=values["model_type"], position_offset=offset, **keys)
 
 
 def bert_head(
@@ -213,7 +234,8 @@ def bert_attention(theirs: str, ours: str) -> list[TensorMap]:
 
 
 def _bert_tensors(config: EncoderConfig) -> list[TensorMap]:
-    root = config.family
+    # XLM-RoBERTa and CamemBERT have RoBERTa's names.
+    root = "bert" if config.family == "bert" else "roberta"
     block, ours = root + ".encoder.layer.{layer}.", "blocks"
     return [
         *bert_tables(f"{root}.embeddings", config.token_types),
@@ -321,6 +343,19 @@ BERT = Family(
 )
 """BERT's files."""
 
+_ROBERTA_HEADS = Heads(
+    architectures={
+        "pooler": "RobertaModel",
+        "masked_lm": "RobertaForMaskedLM",
+        "sequence": "RobertaForSequenceClassification",
+        "token": "RobertaForTokenClassification",
+        "span": "RobertaForQuestionAnswering",
+    },
+    read=_roberta_head,
+    tensors=_roberta_head_tensors,
+    names=(*("lm_head.", "roberta.pooler.", "pooler.", "classifier.", "qa_outputs."),),
+)
+
 ROBERTA = Family(
     model_type="roberta",
     architecture="RobertaModel",
@@ -334,19 +369,30 @@ ROBERTA = Family(
         "lm_head.decoder.bias": "lm_head.bias",
     },
     buffers=ENCODER_BUFFERS,
-    heads=Heads(
-        architectures={
-            "pooler": "RobertaModel",
-            "masked_lm": "RobertaForMaskedLM",
-            "sequence": "RobertaForSequenceClassification",
-            "token": "RobertaForTokenClassification",
-            "span": "RobertaForQuestionAnswering",
-        },
-        read=_roberta_head,
-        tensors=_roberta_head_tensors,
-        names=(
-            *("lm_head.", "roberta.pooler.", "pooler.", "classifier.", "qa_outputs."),
-        ),
-    ),
+    heads=_ROBERTA_HEADS,
 )
 """RoBERTa's files."""
+
+
+def _like_roberta(
+    model_type: str, name: str, *presets: Callable[[], EncoderConfig]
+) -> Family[EncoderConfig]:
+    """A family of RoBERTa's tensors under classes of another name."""
+    classes = _ROBERTA_HEADS.architectures.items()
+    renamed = {kind: cls.replace("Roberta", name) for kind, cls in classes}
+    return dataclasses.replace(
+        ROBERTA,
+        model_type=model_type,
+        architecture=f"{name}Model",
+        presets=presets,
+        heads=dataclasses.replace(_ROBERTA_HEADS, architectures=renamed),
+    )
+
+
+XLM_ROBERTA = _like_roberta(
+    "xlm-roberta", "XLMRoberta", xlm_roberta_base, xlm_roberta_large
+)
+"""The files of XLM-RoBERTa."""
+
+CAMEMBERT = _like_roberta("camembert", "Camembert", camembert_base)
+"""CamemBERT's files."""

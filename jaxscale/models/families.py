@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxscale.models.albert import ALBERT
-from jaxscale.models.bert import BERT, ROBERTA
+from jaxscale.models.bert import BERT, CAMEMBERT, ROBERTA, XLM_ROBERTA
 from jaxscale.models.config import DecoderConfig
 from jaxscale.models.deberta import DEBERTA
 from jaxscale.models.distilbert import DISTILBERT
@@ -27,7 +27,7 @@ DECODERS: tuple[Family[DecoderConfig], ...] = (
 """Every family of decoders."""
 
 ENCODERS: tuple[Family[EncoderConfig], ...] = (
-    *(BERT, ROBERTA, ALBERT, DISTILBERT, MODERNBERT, DEBERTA),
+    *(BERT, ROBERTA, XLM_ROBERTA, CAMEMBERT, ALBERT, DISTILBERT, MODERNBERT, DEBERTA),
 )
 """Every family of encoders."""
 

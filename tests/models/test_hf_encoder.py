@@ -186,6 +186,24 @@ def test_sharded(family, tmp_path):
         assert_as_transformers(model, family)
 
 
+@pytest.mark.parametrize(
+    ("family", "name"), [("xlm-roberta", "XLMRoberta"), ("camembert", "Camembert")]
+)
+def test_relatives_of_roberta(family, name, tmp_path):
+    """Files of RoBERTa's tensors that name other classes, as transformers has them."""
+    directory = compose("roberta", "sequence", tmp_path / "file")
+    config = json.loads((directory / "config.json").read_text())
+    renamed = [cls.replace("Roberta", name) for cls in config["architectures"]]
+    edit_json(directory / "config.json", model_type=family, architectures=renamed)
+    model = load(directory)
+    assert model.config.family == family
+    assert_as_transformers(model, "roberta")
+    save(model, tmp_path / "saved")
+    values = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert (values["model_type"], values["architectures"]) == (family, renamed)
+    assert_same_parameters(load(tmp_path / "saved"), model)
+
+
 def test_names_of_files_converted_from_tensorflow(copy):
     directory = copy("bert")
     file = directory / "model.safetensors"

@@ -104,7 +104,10 @@ def _described(
 
 def _set_pad_id(values: dict[str, Any], tokenizer: Tokenizer) -> None:
     """Name the padding token of `tokenizer`, unless positions depend on another."""
-    if values["model_type"] == "roberta" and tokenizer.pad_id != values["pad_token_id"]:
+    if (
+        values["model_type"] in ("roberta", "xlm-roberta", "camembert")
+        and tokenizer.pad_id != values["pad_token_id"]
+    ):
         raise ValueError(
             f"tokenizer pads with {tokenizer.pad_id}, but positions of the model are "
             f"counted from pad_token_id {values['pad_token_id']}; they do not belong "
