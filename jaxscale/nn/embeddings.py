@@ -29,8 +29,9 @@ class RopeScaling:
         'llama3'
     """
 
-    kind: Literal["llama3", "linear"] = "llama3"
-    """`linear` divides every frequency by `factor`; `llama3` only the low ones."""
+    kind: Literal["llama3", "linear", "yarn"] = "llama3"
+    """`linear` divides every frequency by `factor`; `llama3` only the low ones; `yarn`
+    (arXiv 2309.00071) too, by another ramp, and makes the logits larger."""
     factor: float
     """How many times longer the context becomes."""
     low_freq_factor: float = 1.0
@@ -38,11 +39,32 @@ class RopeScaling:
     high_freq_factor: float = 4.0
     """llama3: wavelengths shorter than original / high_freq_factor are kept."""
     original_max_position_embeddings: int = 8192
-    """llama3: context length of pretraining, in tokens."""
+    """llama3 and yarn: context length of pretraining, in tokens."""
+    beta_fast: float = 32.0
+    """yarn: pairs that turn more often within that length are kept."""
+    beta_slow: float = 1.0
+    """yarn: pairs that turn less often are stretched."""
+    truncate: bool = True
+    """yarn: the ramp between them begins and ends at whole pairs."""
+    attention_factor: float | None = None
+    """yarn: factor of rotated queries and keys; None is ``0.1 log(factor) + 1``."""
 
     def __post_init__(self) -> None:
-        if self.kind not in ("llama3", "linear"):
-            raise ValueError(f"kind {self.kind!r} is unknown; use 'llama3' or 'linear'")
+        if self.kind not in ("llama3", "linear", "yarn"):
+            raise ValueError(
+                f"kind {self.kind!r} is unknown; use 'llama3', 'linear' or 'yarn'"
+            )
+        if not 0 < self.beta_slow < self.beta_fast < math.inf:
+            raise ValueError(
+                f"beta_slow {self.beta_slow} must be positive and less than beta_fast "
+                f"{self.beta_fast}"
+            )
+        if self.attention_factor is not None and not (
+            0 < self.attention_factor < math.inf
+        ):
+            raise ValueError(
+                f"attention_factor {self.attention_factor} must be positive and finite"
+            )
         if not 1 <= self.factor < math.inf:
             raise ValueError(f"factor {self.factor} must be at least 1 and finite")
         if not 0 < self.low_freq_factor < self.high_freq_factor < math.inf:
@@ -90,12 +112,31 @@ def rope_inv_freq(
     inv_freq = theta ** (-np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
     if scaling is not None and scaling.kind == "linear":
         inv_freq = inv_freq / scaling.factor
+    elif scaling is not None and scaling.kind == "yarn":
+        ramp = _yarn_ramp(rotary_dim, theta, scaling)
+        inv_freq = inv_freq * (1 - ramp + ramp / scaling.factor)
     elif scaling is not None:
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         turns = scaling.original_max_position_embeddings * inv_freq / (2 * np.pi)
         kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
         inv_freq = inv_freq * (kept + (1 - kept) / scaling.factor)
     return inv_freq.astype(np.float32)
+
+
+def _yarn_ramp(dim: int, theta: float, scaling: RopeScaling) -> np.ndarray:
+    """How much each pair is stretched, from 0 for fast ones to 1 for slow ones."""
+
+    def pair(turns: float) -> float:
+        """The pair, as a fraction, that turns so often in the original context."""
+        length = scaling.original_max_position_embeddings / (2 * math.pi * turns)
+        return dim * math.log(length) / (2 * math.log(theta))
+
+    low, high = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    width = high - low or 0.001  # as transformers avoids a division by zero
+    return np.clip((np.arange(dim // 2) - low) / width, 0.0, 1.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,12 +162,21 @@ class RopeConfig:
         dim = head_dim if self.rotary_dim is None else self.rotary_dim
         return rope_inv_freq(dim, self.theta, self.scaling)
 
+    @property
+    def attention_factor(self) -> float:
+        """Factor of rotated queries and keys, 1 without yarn."""
+        if self.scaling is None or self.scaling.kind != "yarn":
+            return 1.0
+        given = self.scaling.attention_factor
+        return 0.1 * math.log(self.scaling.factor) + 1 if given is None else given
+
 
 def rotary(
     x: Float[Array, "B T N H"],
     positions: Int[Array, "B T"],
     inv_freq: Float[np.ndarray | Array, "pairs"],
     interleaved: bool = False,
+    factor: float = 1.0,
 ) -> Float[Array, "B T N H"]:
     """`x` with its first ``2 * pairs`` features rotated by position.
 
@@ -140,6 +190,7 @@ def rotary(
         inv_freq: Radians per token, as `rope_inv_freq` makes them.
         interleaved: Pair `i` is features ``(2 i, 2 i + 1)`` as in GPT-J instead of
             ``(i, i + pairs)`` as in LLaMA.
+        factor: Factor of the rotated features, `RopeConfig.attention_factor`.
 
     Returns:
         The rotated array in the type of `x`.
@@ -164,6 +215,8 @@ def rotary(
         )
     angles = positions[..., None, None].astype(jnp.float32) * inv_freq  # [B, T, 1, P]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if factor != 1:
+        cos, sin = factor * cos, factor * sin
     rotated, rest = x[..., : 2 * pairs].astype(jnp.float32), x[..., 2 * pairs :]
     if interleaved:
         a, b = rotated[..., 0::2], rotated[..., 1::2]

@@ -190,6 +190,6 @@ def _rotate(
         return q, k
     inv_freq = rope.inv_freq(config.head_dim)
     return (
-        rotary(q, positions, inv_freq, rope.interleaved),
-        rotary(k, positions, inv_freq, rope.interleaved),
+        rotary(q, positions, inv_freq, rope.interleaved, rope.attention_factor),
+        rotary(k, positions, inv_freq, rope.interleaved, rope.attention_factor),
     )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -306,6 +307,12 @@ def test_variants_of_gpt2_survive_the_round_trip(change):
         {"mlp_bias": True},
         {"head_dim": 24},
         {"rope_scaling": RopeScaling(kind="linear", factor=4.0)},
+        {"rope_scaling": RopeScaling(kind="yarn", factor=4.0, beta_fast=8.0)},
+        {
+            "rope_scaling": RopeScaling(
+                kind="yarn", factor=2.0, attention_factor=1.5, truncate=False
+            )
+        },
     ],
 )
 def test_variants_of_llama_survive_the_round_trip(change):
@@ -319,6 +326,16 @@ def test_defaults_of_the_first_llama_files():
     assert (config.rope_theta, config.rope_scaling) == (10_000.0, None)
     assert not config.tie_embeddings
     assert config_from_hf(GPT2).tie_embeddings
+
+
+def test_yarn_whose_logits_are_scaled_by_two_numbers():
+    scaling = {"type": "yarn", "factor": 40.0, "mscale": 0.7, "mscale_all_dim": 1.0}
+    config = config_from_hf(LLAMA | {"rope_scaling": scaling})
+    factor = config.attention().rope.attention_factor
+    growth = 0.1 * math.log(40)
+    assert factor == pytest.approx((0.7 * growth + 1) / (growth + 1))
+    # The context of pretraining is the longest one where the file does not say.
+    assert config.rope_scaling.original_max_position_embeddings == 128
 
 
 def test_llama3_scaling_without_the_original_length():
@@ -355,11 +372,15 @@ def test_llama3_scaling_without_the_original_length():
         (LLAMA | {"hidden_size": 30}, "hidden_size 30 .* multiple of num_attention_h"),
         (
             LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-            "rope_type 'dynamic' is not supported; use 'default', 'linear' or 'llama3'",
+            "rope_type 'dynamic' is not supported; use 'default', 'linear', 'llama3' o",
         ),
         (
             LLAMA | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
-            "rope_type 'yarn' is not supported",
+            "lacks the key 'factor'",
+        ),
+        (
+            LLAMA | {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}},
+            "rope_type 'longrope' is not supported",
         ),
         (
             LLAMA | {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},

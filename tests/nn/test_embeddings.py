@@ -106,7 +106,9 @@ def test_linear_scaling_divides_positions():
         ({"factor": 0.5}, "factor 0.5 must be at least 1"),
         ({"factor": float("nan")}, "factor nan must be at least 1 and finite"),
         ({"factor": 2.0, "low_freq_factor": 4.0}, "low_freq_factor 4.0 must be"),
-        ({"factor": 2.0, "kind": "yarn"}, "kind 'yarn' is unknown; use 'llama3'"),
+        ({"factor": 2.0, "kind": "ntk"}, "kind 'ntk' is unknown; use 'llama3'"),
+        ({"factor": 2.0, "beta_fast": 1.0}, "beta_slow 1.0 must be positive and less"),
+        ({"factor": 2.0, "attention_factor": 0.0}, "attention_factor 0.0 must be posi"),
         (
             {"factor": 2.0, "original_max_position_embeddings": 0},
             "original_max_position_embeddings 0 must be positive",

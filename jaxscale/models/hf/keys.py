@@ -6,6 +6,7 @@ are those of version 5. A setting that would change the result and that our mode
 not have is an error, never dropped.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -142,8 +143,31 @@ def read_rope(values: Keys) -> tuple[float, RopeScaling | None]:
                     values["max_position_embeddings"],
                 ),
             )
+        case "yarn":
+            return theta, _read_yarn(rope, values["max_position_embeddings"])
     raise ValueError(
-        f"rope_type {kind!r} is not supported; use 'default', 'linear' or 'llama3'"
+        f"rope_type {kind!r} is not supported; use 'default', 'linear', 'llama3' or "
+        "'yarn'"
+    )
+
+
+def _read_yarn(rope: Keys, max_positions: int) -> RopeScaling:
+    factor = float(rope["factor"])
+    attention_factor = rope.get("attention_factor")
+    over, under = rope.get("mscale"), rope.get("mscale_all_dim")
+    if attention_factor is None and over and under and factor > 1:
+        growth = 0.1 * math.log(factor)
+        attention_factor = (growth * over + 1) / (growth * under + 1)
+    return RopeScaling(
+        kind="yarn",
+        factor=factor,
+        original_max_position_embeddings=rope.get(
+            "original_max_position_embeddings", max_positions
+        ),
+        beta_fast=float(rope.get("beta_fast") or 32.0),
+        beta_slow=float(rope.get("beta_slow") or 1.0),
+        truncate=rope.get("truncate", True),
+        attention_factor=None if attention_factor is None else float(attention_factor),
     )
 
 
@@ -160,4 +184,15 @@ def write_rope(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
                 scaling.original_max_position_embeddings
             ),
         }
+    if scaling is not None and scaling.kind == "yarn":
+        rope |= {
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            "truncate": scaling.truncate,
+            "original_max_position_embeddings": (
+                scaling.original_max_position_embeddings
+            ),
+        }
+        if scaling.attention_factor is not None:
+            rope["attention_factor"] = scaling.attention_factor
     return rope
