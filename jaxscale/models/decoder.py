@@ -12,7 +12,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxscale.models.config import DecoderConfig
-from jaxscale.models.stack import check_remat, make_stack, run_stack, unstacked
+from jaxscale.models.stack import (
+    check_remat,
+    look_up,
+    lose,
+    make_stack,
+    run_stack,
+    unstacked,
+)
 from jaxscale.nn.blocks import Block, make_norm
 from jaxscale.nn.cache import KVCache
 from jaxscale.nn.embeddings import Embed
@@ -164,9 +171,10 @@ class Decoder(nnx.Module):
 
         Raises:
             ValueError: `cu_seqlens` that are not traced do not fit the rows, or a row
-                is longer than the table of learned positions. In packed rows, whose
-                sequences cannot be measured here, a position outside the table gives
-                NaN.
+                is longer than the table of learned positions.
+
+        Token ids and positions outside of their tables cannot be refused where they are
+        traced: they turn the activations of their own sequence to NaN, and no others.
         """
         if positions is None and cu_seqlens is None:
             self._check_length("tokens per row", tokens.shape[1])
@@ -190,16 +198,20 @@ class Decoder(nnx.Module):
         Returns:
             The activations, and the state with the keys and values of the tokens.
         """
+        lookups = [(tokens, self.embed)]
+        if self.positions is not None:
+            lookups.append((state.positions, self.positions))
+        x, lost = look_up(state, lookups, self.rules)
         x, state = run_stack(
             self.blocks,
-            self._embed(tokens, state.positions),
+            x,
             state,
             variants=[self.config.attention(i) for i in range(self.config.num_layers)],
             remat=self.remat,
             keep_gathered=self.tensor_parallel == "fused",
             scan=self.scan_layers,
         )
-        return self.norm(x), state
+        return lose(self.norm(x), lost, self.rules), state
 
     def unembed(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits in fp32 of the activations that `hidden` returns."""
@@ -308,10 +320,6 @@ class Decoder(nnx.Module):
             rules=self.rules,
             rngs=rngs,
         )
-
-    def _embed(self, tokens: Array, positions: Array) -> Array:
-        x = self.embed(tokens)
-        return x if self.positions is None else x + self.positions(positions)
 
     def _check_length(self, name: str, length: int) -> None:
         limit = self.config.max_seq_len

@@ -18,6 +18,8 @@ from jaxscale.models.encoder_config import EncoderConfig
 from jaxscale.models.heads import HeadConfig, make_head
 from jaxscale.models.stack import (
     check_remat,
+    look_up,
+    lose,
     make_stack,
     run_stack,
     unstacked,
@@ -284,15 +286,20 @@ class EncoderModel(nnx.Module):
         Raises:
             ValueError: `cu_seqlens` that are not traced do not fit the rows, a row is
                 longer than the table of positions, or token types are given to a model
-                that has none. In packed rows, whose sequences cannot be measured here,
-                a position outside the table gives NaN.
+                that has none.
+
+        Token ids and positions outside of their tables cannot be refused where they are
+        traced: they turn the activations of their own sequence to NaN, and no others.
         """
         if tokens.ndim == 1:
             rows = [cu_seqlens, token_types, positions]
             rows = [None if x is None else x[None] for x in rows]
             names = ("cu_seqlens", "token_types", "positions")
             named = dict(zip(names, rows, strict=True))
-            return self.hidden(tokens[None], **named)[0]
+            hidden = self.hidden(tokens[None], **named)
+            # An Explicit axis, of one device too, must not split what is taken away.
+            axes = (None, "tokens", "act_embed")
+            return constrain(hidden, axes, self.rules)[0]
         if cu_seqlens is None:
             self._check_length("tokens per row", tokens.shape[1])
         config, rules = self.config, self.rules
@@ -303,7 +310,11 @@ class EncoderModel(nnx.Module):
             relative=self.relative_table(),
             rules=rules,
         )
-        x = embedded = self._embed(tokens, state.positions, token_types)
+        x, lost = look_up(
+            state, self._lookups(tokens, state.positions, token_types), rules
+        )
+        x = self.embed_norm(x)
+        x = embedded = x if self.embed_out is None else self.embed_out(x)
         variants = [config.attention(layer) for layer in range(config.num_layers)]
         if self.first is not None:
             x, _ = self.first(x, state.at(0, variants.pop(0)))
@@ -321,7 +332,8 @@ class EncoderModel(nnx.Module):
                 scan=self.scan_layers,
                 shared=config.share_layers,
             )
-        return x if self.norm is None else self.norm(x)
+        x = x if self.norm is None else self.norm(x)
+        return lose(x, lost, rules)
 
     def padded(
         self,
@@ -367,23 +379,24 @@ class EncoderModel(nnx.Module):
             return out
         return unpack(out, cu_seqlens, length)
 
-    def _embed(
+    def _lookups(
         self, tokens: Array, positions: Array, token_types: Array | None
-    ) -> Array:
-        x = self.embed(tokens)
+    ) -> list[tuple[Array, Embed]]:
+        """The indices of tokens in each table that is added to their activations."""
+        lookups = [(tokens, self.embed)]
         if self.token_types is not None:
             if token_types is None:
                 token_types = jnp.zeros_like(tokens)
-            x = x + self.token_types(token_types)
+            lookups.append((token_types, self.token_types))
         elif token_types is not None:
             raise ValueError(
                 "token_types given, but the model has no table of token types; leave "
                 "them out"
             )
         if self.positions is not None:
-            x = x + self.positions(positions + self.config.position_offset)
-        x = self.embed_norm(x)
-        return x if self.embed_out is None else self.embed_out(x)
+            places = positions + self.config.position_offset
+            lookups.append((places, self.positions))
+        return lookups
 
     def _check_length(self, name: str, length: int) -> None:
         limit = self.config.max_seq_len

@@ -139,9 +139,13 @@ def pool(
             # A product, not a scatter: the same sums in the same order in every run.
             member = ids[None] == jnp.arange(cu.shape[0] - 1)[:, None]  # [S, T]
             count = jnp.maximum(cu[1:] - cu[:-1], 1)[:, None].astype(jnp.float32)
-            values = jnp.where((ids >= 0)[:, None], values, 0)
+            # The zeros of the product would carry NaN to the other sequences.
+            finite = jnp.isfinite(values).all(axis=1)  # [T]
+            values = jnp.where(((ids >= 0) & finite)[:, None], values, 0)
+            spoiled = (member & ~finite).any(axis=1)[:, None]  # [S, 1]
             member = member.astype(jnp.float32)
             out = jnp.matmul(member, values, precision="highest") / count
+            out = jnp.where(spoiled, jnp.nan, out)
         return jnp.where(empty, 0, out).astype(hidden.dtype)
 
     def rows(hidden: Array, cu: Array) -> tuple[Array]:

@@ -4,17 +4,21 @@ The parameters of the blocks are stacked along a leading ``layers`` axis. Legend
 B batch, T tokens of a row, D model, L layers.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.blocks import Block
-from jaxscale.nn.state import AttentionState
+from jaxscale.nn.embeddings import Embed
+from jaxscale.nn.state import AttentionState, Packed
+from jaxscale.sharding.operations import constrain
+from jaxscale.sharding.rules import AxisRules
 
 
 type _Carry = tuple[Array, tuple[Array, ...]]
@@ -190,6 +194,49 @@ def run_stack[State: AttentionState](
         carry = one(carry, block_at(layer), layer, variants[layer])
     x, carried = carry
     return x, state.carrying(carried)
+
+
+def look_up(
+    state: AttentionState,
+    lookups: Sequence[tuple[Int[Array, "B T"], Embed]],
+    rules: AxisRules,
+) -> tuple[Float[Array, "B T D"], Bool[Array, "B T"] | None]:
+    """The sum of rows of several tables, and the tokens that are lost.
+
+    An index outside of its table gives NaN, which attention would carry from a packed
+    sequence to its neighbors: kernels multiply values that they mask by zero. So the
+    whole sequence takes row 0, and `lose` makes its activations NaN in the end.
+
+    Args:
+        state: What attention needs.
+        lookups: Indices, and the table that they are rows of.
+        rules: The table of the recipe.
+
+    Returns:
+        The sum, and which tokens mean nothing; None if rows are not packed, where NaN
+        reaches nothing but its own row.
+    """
+    lost = None
+    if isinstance(state, Packed):
+        placed = [constrain(at, ("batch", None), rules) for at, _ in lookups]
+        sizes = [table.table.shape[0] for _, table in lookups]
+        outside = [(at < 0) | (at >= n) for at, n in zip(placed, sizes, strict=True)]
+        lost = state.in_sequence_with(functools.reduce(jnp.logical_or, outside), rules)
+        tables = (table for _, table in lookups)
+        inside = (jnp.where(lost, 0, at) for at in placed)
+        lookups = list(zip(inside, tables, strict=True))
+    rows = (table(indices) for indices, table in lookups)
+    return functools.reduce(jnp.add, rows), lost
+
+
+def lose(
+    x: Float[Array, "B T D"], lost: Bool[Array, "B T"] | None, rules: AxisRules
+) -> Float[Array, "B T D"]:
+    """`x` with NaN at the tokens that `look_up` calls lost."""
+    if lost is None:
+        return x
+    lost = constrain(lost, ("batch", "tokens"), rules)
+    return jnp.where(lost[..., None], jnp.nan, x)
 
 
 def _period(variants: Sequence[Any]) -> int:

@@ -26,7 +26,7 @@ from jaxscale.nn.linear import (
 from jaxscale.nn.norms import LayerNorm, RMSNorm
 from jaxscale.nn.self_attention import Attention
 from jaxscale.nn.state import AttentionState
-from jaxscale.sharding.operations import Shards, constrain
+from jaxscale.sharding.operations import constrain
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 from jaxscale.sharding.tensor_parallel import TensorParallel
 from pallas_kernels.matmul.activations import activate
@@ -254,18 +254,17 @@ def norm_of_sum(
 ) -> Float[Array, "B T D"]:
     """``norm(residual + layer(h))``, bias, sum and norm in a kernel if there is one.
 
-    The kernel serves layer norms behind dense layers that no mesh axis splits.
+    The kernel serves layer norms behind dense layers, each device at its own tokens.
     """
-    axes = ("batch", "tokens", "act_embed")
-    shards = Shards.of([residual], [axes], layer.rules)
+    whole = not layer.rules.mesh_axes(["act_embed"])
     if (
         isinstance(norm, LayerNorm)
         and isinstance(layer, RowParallelLinear)
         and residual.dtype == layer.dtype
-        and (shards is None or shards.devices == 1)
+        and whole
     ):
         product, bias = layer.apart(h)
-        return norm.of_sum(product, residual, bias)
+        return norm.of_sum(product, residual, bias, layer.rules)
     # As in the kernel the sum is not rounded: in fp16 it may pass 65,504.
     return norm(residual.astype(jnp.float32) + layer(h).astype(jnp.float32))
 

@@ -208,12 +208,9 @@ class ColumnParallelLinear(Linear):
             in_axes = [("batch", None, None), *(layer.kernel_axes for layer in layers)]
             weights = [layer.weight for layer in layers]
             shards = Shards.of([x, *weights], in_axes, first.rules)
-            if shards is None or shards.devices == 1:
-                biases = [layer.bias[...].astype(first.dtype) for layer in layers]
-                if len({*activations}) == 1:
-                    return dense(x, weights, biases, activation=activations[0])
-                outs = dense(x, weights, biases)
-                return tuple(map(activate, outs, activations))
+            contracted = {layer.kernel_axes[0] for layer in layers}
+            if shards is None or not any(map(shards.splits, contracted)):
+                return ColumnParallelLinear._dense(layers, x, activations)
             # XLA would make one product of them, and then copy each part out of it to
             # add its bias. It does not where the inputs look different.
             x = constrain(x, ("batch", None, "act_embed"), first.rules)
@@ -234,6 +231,38 @@ class ColumnParallelLinear(Linear):
         return tuple(
             activate(layer.add_bias(out), activation)
             for layer, out, activation in zip(layers, outs, activations, strict=True)
+        )
+
+    @staticmethod
+    def _dense(
+        layers: Sequence[Any], x: Array, activations: Sequence[str | None]
+    ) -> tuple[Array, ...]:
+        """`together` of layers with a bias, each device at its rows and features."""
+        first = layers[0]
+        weights = [layer.weight for layer in layers]
+        biases = [layer.bias[...].astype(first.dtype) for layer in layers]
+        same = activations[0] if len({*activations}) == 1 else None
+
+        def local(x: Array, *layers: Array) -> tuple[Array, ...]:
+            count = len(layers) // 2
+            return dense(x, layers[:count], layers[count:], activation=same)
+
+        features = [layer.kernel_axes[1] for layer in layers]
+        outs = per_shard(
+            local,
+            [
+                ("batch", None, None),
+                *((None, axis) for axis in features),
+                *((axis,) for axis in features),
+            ],
+            [("batch", None, axis) for axis in features],
+            first.rules,
+        )(x, *weights, *biases)
+        if same is None:
+            outs = map(activate, outs, activations)
+        return tuple(
+            constrain(out, layer.out_axes, first.rules)
+            for out, layer in zip(outs, layers, strict=True)
         )
 
 

@@ -9,7 +9,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from jaxscale.sharding.operations import per_shard
 from jaxscale.sharding.parameters import partitioned
+from jaxscale.sharding.rules import REPLICATED, AxisRules
 from pallas_kernels import layer_norm as kernels
 
 
@@ -136,18 +138,30 @@ class LayerNorm(nnx.Module):
         x: Float[Array, "B T D"],
         residual: Float[Array, "B T D"],
         x_bias: Float[Array, "D"] | None = None,
+        rules: AxisRules = REPLICATED,
     ) -> Float[Array, "B T D"]:
         """The normalized sum of these, in `dtype`, by a kernel where there is one.
 
-        No mesh axis may split the arguments.
+        Rules may split rows and tokens, of which each device takes its own; all
+        features of a token are on one device.
         """
-        bias = None if self.bias is None else self.bias[...]
-        return kernels.layer_norm(
-            x,
-            self.scale[...],
-            bias,
-            residual=residual,
-            x_bias=x_bias,
-            eps=self.eps,
-            dtype=self.dtype,
-        )
+        vectors = {"scale": self.scale[...], "x_bias": x_bias}
+        vectors["bias"] = None if self.bias is None else self.bias[...]
+        given = {name: v for name, v in vectors.items() if v is not None}
+
+        def local(x: Array, residual: Array, *vectors: Array) -> tuple[Array]:
+            named = dict(zip(given, vectors, strict=True))
+            out = kernels.layer_norm(
+                x,
+                named["scale"],
+                named.get("bias"),
+                residual=residual,
+                x_bias=named.get("x_bias"),
+                eps=self.eps,
+                dtype=self.dtype,
+            )
+            return (out,)
+
+        axes, vector = ("batch", "tokens", "act_embed"), (None,)
+        mapped = per_shard(local, [axes, axes, *[vector] * len(given)], [axes], rules)
+        return mapped(x, residual, *given.values())[0]

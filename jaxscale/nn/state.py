@@ -19,7 +19,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 from jax.tree_util import register_dataclass
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxscale.nn.attention import AttentionConfig, attention
 from jaxscale.nn.cache import CACHE_AXES, KVCache, write_cache
@@ -27,6 +27,7 @@ from jaxscale.nn.packing import check_cu_seqlens_of_rows, positions
 from jaxscale.sharding.operations import per_shard
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 from pallas_kernels.attention import attention_mask, masked_attention
+from pallas_kernels.varlen_attention import segment_ids_from_cu_seqlens
 
 
 Q_AXES = ("batch", None, "act_heads", None)
@@ -178,6 +179,23 @@ class Packed(AttentionState):
     ) -> tuple[Array, Self]:
         out = _attention(q, k, v, config, implementation, self.cu_seqlens)
         return out, self
+
+    def in_sequence_with(
+        self, marked: Bool[Array, "B T"], rules: AxisRules = REPLICATED
+    ) -> Bool[Array, "B T"]:
+        """Which tokens belong to a sequence that holds a `marked` token."""
+
+        def one_row(cu_seqlens: Array, marked: Array) -> Array:
+            # Padding has the id -1, the last of as many entries as there are bounds.
+            ids = segment_ids_from_cu_seqlens(cu_seqlens, marked.shape[0])  # [T]
+            return jnp.zeros(cu_seqlens.shape, bool).at[ids].max(marked)[ids]
+
+        def local(cu_seqlens: Array, marked: Array) -> tuple[Array]:
+            return (jax.vmap(one_row)(cu_seqlens, marked),)
+
+        rows = ("batch", None)
+        mapped = per_shard(local, [rows, rows], [rows], rules)
+        return mapped(self.cu_seqlens, marked)[0]
 
 
 @typing.no_type_check

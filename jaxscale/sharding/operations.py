@@ -281,6 +281,10 @@ class Shards:
         entry = None if axis is None else self.rules.spec(axis)[0]
         return tuple(n for n in as_tuple(entry) if n in self.divided)
 
+    def splits(self, axis: str | None) -> bool:
+        """Whether several devices share the logical `axis`."""
+        return any(self.mesh.shape[name] > 1 for name in self.names(axis))
+
     def spec(self, axes: Sequence[str | None]) -> PartitionSpec:
         """The partition of an array with these logical `axes`."""
         entries = [self.names(axis) for axis in axes]

@@ -105,7 +105,7 @@ def test_norms_of_sums(kind, use_bias):
         )
 
 
-def test_post_norms_are_kernels_where_no_axis_splits_them():
+def test_post_norms_are_kernels_on_the_tokens_of_each_device():
     rules = fsdp_tp()
     norm = make_norm("layernorm", 64, 1e-5, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     layer = row_parallel(rules)
@@ -117,7 +117,7 @@ def test_post_norms_are_kernels_where_no_axis_splits_them():
     with use_device(H200):
         lower_for_cuda(run, h, x, kernels=1)
         with jax.set_mesh(make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))):
-            assert "mosaic_gpu" not in jax.jit(run).lower(h, x).as_text()
+            lower_for_cuda(run, h, x, kernels=1)
         one = jax.make_mesh(
             (1, 1, 1, 1),
             ("data", "fsdp", "pipe", "tensor"),

@@ -11,10 +11,24 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int, Shaped
 
 from jaxscale.inference import generate
-from jaxscale.models import Decoder, DecoderConfig, preset
+from jaxscale.models import (
+    Decoder,
+    DecoderConfig,
+    EncoderModel,
+    encoder_preset,
+    pool,
+    preset,
+)
 from jaxscale.models.stack import run_stack
 from jaxscale.nn import AttentionState, attention, attention_state
-from jaxscale.sharding import MeshConfig, make_mesh
+from jaxscale.sharding import (
+    REPLICATED,
+    MeshConfig,
+    create,
+    dp,
+    fsdp_tp,
+    make_mesh,
+)
 from tests.tolerances import relative_error
 
 
@@ -232,3 +246,82 @@ def test_boundaries_that_do_not_fit_are_refused(bounds, message, no_shape_hook):
     model = make(preset("llama_tiny"))
     with pytest.raises(ValueError, match=message):
         model(TOKENS, cu_seqlens=jnp.array(bounds))
+
+
+@pytest.mark.parametrize("name", ["llama_tiny", "gpt2_tiny"])
+@pytest.mark.parametrize("bad", [-1, 256])
+def test_an_id_outside_the_vocabulary_spoils_its_own_sequence_alone(name, bad):
+    model, bounds = make(preset(name)), jnp.array([[0, 5, 5, 14, 16], [0, 3, 9, 9, 9]])
+    tokens = TOKENS.at[0, 7].set(bad).at[1, 12].set(bad)  # the latter in the padding
+
+    @jax.jit
+    def logits_and_gradients(model, tokens):
+        def loss(model):
+            logits = model(tokens, cu_seqlens=bounds)
+            return jax.nn.log_softmax(logits)[0, :5, 0].sum(), logits
+
+        return jax.grad(loss, has_aux=True)(model)
+
+    gradients, logits = logits_and_gradients(model, tokens)
+    expected_gradients, expected = logits_and_gradients(model, TOKENS)
+    assert jnp.isnan(logits[0, 5:14]).all()
+    for row, at in ((0, slice(0, 5)), (0, slice(14, 16)), (1, slice(0, 9))):
+        assert relative_error(logits[row, at], expected[row, at]) < 1e-5
+    for grad, exact in zip(
+        jax.tree.leaves(gradients), jax.tree.leaves(expected_gradients), strict=True
+    ):
+        if not jnp.isnan(grad).any():  # that of the output projection sees all tokens
+            np.testing.assert_allclose(grad, exact, rtol=1e-4, atol=1e-5)
+    assert not jnp.isnan(gradients.blocks.mlp.down.kernel[...]).any()
+
+
+@pytest.mark.parametrize("pooling", ["first", "mean", "max"])
+def test_pooled_sequences_do_not_spoil_each_other(pooling):
+    model = EncoderModel(encoder_preset("deberta_v3_tiny"), rngs=nnx.Rngs(0))
+    bounds = jnp.array([[0, 5, 14, 16]])
+    embed = jax.jit(lambda t: pool(model.hidden(t, cu_seqlens=bounds), bounds, pooling))
+    got, expected = embed(TOKENS[:1].at[0, 7].set(300)), embed(TOKENS[:1])
+    assert jnp.isnan(got[0, 1]).all()
+    assert relative_error(got[0, ::2], expected[0, ::2]) < 1e-5
+    # A position outside of its table does the same, and so does a token type.
+    bert = EncoderModel(encoder_preset("bert_tiny"), rngs=nnx.Rngs(0))
+    places = jnp.arange(16)[None]
+    for changes in (
+        {"positions": places.at[0, 9].set(64)},
+        {"token_types": jnp.zeros_like(places).at[0, 9].set(2)},
+    ):
+        hidden = bert.hidden(TOKENS[:1], cu_seqlens=bounds, **changes)
+        lost = jnp.isnan(hidden).all(axis=-1)[0]
+        assert lost.tolist() == [5 <= t < 14 for t in range(16)]
+        assert jnp.isnan(hidden).any(axis=-1)[0].tolist() == lost.tolist()
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_one_sequence_of_tokens_on_a_mesh(kind):
+    """Values and gradients of [T] tokens on a mesh of one device, and of an id lost."""
+    rules = dp() if kind == "auto" else fsdp_tp()
+    mesh = make_mesh(MeshConfig(axis_type=kind), jax.devices()[:1])
+    bounds, tokens = jnp.array([0, 5, 14]), TOKENS[0].at[7].set(999)
+
+    def build(rules):
+        config = encoder_preset("bert_tiny")
+        return EncoderModel(config, rules=rules, rngs=nnx.Rngs(0))
+
+    @jax.jit
+    def run(model):
+        def loss(model):
+            hidden = model.hidden(tokens, cu_seqlens=bounds)
+            return jnp.sin(hidden[:5]).sum(), hidden
+
+        return jax.value_and_grad(loss, has_aux=True)(model)
+
+    (expected, _), gradients = run(build(REPLICATED))
+    model = create(lambda: build(rules), mesh, rules)
+    with jax.set_mesh(mesh):
+        (value, hidden), got = run(model)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    assert jnp.isnan(hidden[5:14]).all()
+    for grad, exact in zip(
+        jax.tree.leaves(got), jax.tree.leaves(gradients), strict=True
+    ):
+        np.testing.assert_allclose(grad, exact, atol=1e-5 * float(abs(exact).max() + 1))
