@@ -15,17 +15,6 @@ from jax.sharding import PartitionSpec
 
 type MeshAxes = str | tuple[str, ...] | None
 
-PARAMETER_AXES = ("layers", "vocab", "embed", "heads", "kv_heads", "mlp", "norm")
-ACTIVATION_AXES = (
-    "batch",
-    "tokens",
-    "act_embed",
-    "act_heads",
-    "act_kv_heads",
-    "act_mlp",
-    "act_vocab",
-)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AxisRules:

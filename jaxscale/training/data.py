@@ -28,7 +28,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Int64, Shaped
 
 from jaxscale.models.tokenizer import Tokenizer
-from jaxscale.nn.packing import PackedBatch
+from jaxscale.nn.packing import PackedBatch, cu_seqlens_of_lengths
 from jaxscale.training.corpus import (
     TEXT_SUFFIXES,
     TokenCorpus,
@@ -220,7 +220,7 @@ class PackedRows:
         low = int(rows[place]) * self._seq_len
         high = low + self._seq_len
         result = self.empty_row()
-        count = filled = 0
+        filled, sizes = 0, []
         first = int(np.searchsorted(ends, low, side="right"))
         for position in range(first, len(order)):
             document = int(order[position])
@@ -234,8 +234,8 @@ class PackedRows:
                 continue  # The row meets only the padding of this document.
             self._add_piece(result, filled, ids, piece)
             filled += size
-            count += 1
-            result["cu_seqlens"][count:] = filled
+            sizes.append(size)
+        result["cu_seqlens"] = cu_seqlens_of_lengths(sizes, self._max_sequences)
         return result
 
     def empty_row(self) -> dict[str, Shaped[np.ndarray, " _"]]:

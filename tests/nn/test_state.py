@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Shaped
 
 from jaxscale.inference import generate
@@ -76,6 +76,38 @@ def test_windows_of_single_layers_reach_decoding(how):
         logits, cache = decode(model, TOKENS[:, at], cache)
         got = jnp.concatenate([got, logits], axis=1)
     assert relative_error(got, expected) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit", "manual"])
+@pytest.mark.parametrize("stacked", [True, False])
+def test_windows_of_single_layers_decode_on_meshes(kind, stacked):
+    rules = dataclasses.replace(fsdp_tp(), tokens=None)  # which come singly
+    config = alternating(3)
+    whole = make(config)
+    tokens = TOKENS[:, :9]
+    expected = run(whole, tokens)
+
+    def decode(model, tokens):
+        cache = model.init_cache(len(tokens), 12)
+        first, cache = model.decode(tokens[:, :8], cache, cache_is_empty=True)
+        second, cache = model.decode(tokens[:, 8:], cache)
+        return jnp.concatenate([first, second], axis=1), cache.lengths
+
+    if kind == "manual":
+        mesh, model = make_mesh(MeshConfig(data=2), jax.devices()[:2]), whole
+        rows = PartitionSpec("data")
+        specs = {"in_specs": (PartitionSpec(), rows), "out_specs": rows}
+        decode = jax.shard_map(decode, mesh=mesh, check_vma=False, **specs)
+    else:
+        sizes = {"data": 2, "tensor": 2, "axis_type": kind}
+        mesh = make_mesh(MeshConfig(**sizes), jax.devices()[:4])
+        model = create(lambda: make(config, rules=rules), mesh, rules)
+        tokens = jax.device_put(tokens, NamedSharding(mesh, rules.spec("batch", None)))
+    with jax.set_mesh(mesh):
+        model = model if stacked else model.unstacked()
+        logits, lengths = jax.jit(decode)(model, tokens)
+    assert relative_error(logits, expected) < 1e-5
+    assert lengths.tolist() == [9, 9]
 
 
 def with_config(model, name):
