@@ -92,9 +92,8 @@ def assert_as_expected(name, actual, tolerance=1e-5):
     [
         ("llama", {"data": 2, "tensor": 4}, "auto", "xla"),
         ("llama", {"fsdp": 2, "tensor": 2}, "explicit", "fused"),
-        ("gpt2", {"data": 2, "fsdp": 2, "tensor": 2}, "auto", "xla"),
+        ("gpt2", {"data": 2, "fsdp": 2, "tensor": 2}, "explicit", "xla"),
         ("gptj", {"tensor": 2}, "auto", "fused"),
-        ("gptj", {"fsdp": 2, "tensor": 2}, "explicit", "xla"),
     ],
 )
 def test_loss_and_gradients(name, sizes, kind, tensor_parallel):
