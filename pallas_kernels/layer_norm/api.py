@@ -64,7 +64,7 @@ def layer_norm(
             gave x, which would cost as much as the norm if it were added by itself.
         eps: added to the variance; zero or positive.
         dtype: type of y; None is that of x.
-        implementation: "mosaic_gpu" (Hopper; D a multiple of 64, at most 4096, at least
+        implementation: "mosaic_gpu" (Hopper; D a multiple of 64, at most 5120, at least
             4 rows), "xla", a sequence of these, or None for the best.
         config: how the kernel is cut; None leaves it to a heuristic. XLA takes none and
             refuses one.

@@ -24,8 +24,9 @@ from pallas_kernels.mosaic import DeviceSpec, check_hopper
 
 __all__ = ["MOST_COLUMNS", "heuristic", "layer_norm"]
 
-MOST_COLUMNS = 4096
-"""Of a row: 128 numbers a lane."""
+MOST_COLUMNS = 5120
+"""Of a row: 160 numbers a lane, of which nine spill. The kernel takes 0.95 to 1.00 of
+XLA's time then (H200), and with 6,144 more."""
 
 WARPS = 4
 """Of a block, and rows that it has at least."""

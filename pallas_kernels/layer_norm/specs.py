@@ -28,5 +28,6 @@ SPECS: tuple[LayerNormSpec, ...] = (
     LayerNormSpec(name="deberta_v2_xlarge_4939", t=4939, d=1536),
     LayerNormSpec(name="gpt2_medium_2048", t=2048, d=2048),
     LayerNormSpec(name="albert_xxlarge_4096", t=4096, d=4096),
+    LayerNormSpec(name="opt_13b_2048", t=2048, d=5120),
 )
 """Every shape that is lowered in the tests and benchmarked."""

@@ -86,6 +86,7 @@ def test_portable_values_and_gradients(spec, bias, residual):
         (9, 512, jnp.float16, False, False),
         (10, 256, jnp.float32, True, True),
         (12, 1024, jnp.bfloat16, False, False),
+        (4, 5120, jnp.bfloat16, True, True),  # the most columns
     ],
 )
 def test_interpreted_kernel(t, d, dtype, bias, residual, config):
@@ -201,7 +202,7 @@ def test_two_rows_a_warp_lower():
 
 def test_what_the_kernel_cannot_do_goes_to_xla():
     with use_device(H200):
-        for t, d in ((3, 256), (0, 256), (8, 96), (8, 8192), (1, 768)):
+        for t, d in ((3, 256), (0, 256), (8, 96), (8, 5184), (1, 768)):
             arrays = operands(t, d)
             with pytest.raises(Unsupported):
                 run(arrays, implementation="mosaic_gpu")
