@@ -13,7 +13,7 @@ import numbers
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxscale.checks import check_choice
 from jaxscale.models.encoder import EncoderModel
 from jaxscale.models.heads import Pooling, pool
 from jaxscale.models.hf.load import load
@@ -103,11 +104,7 @@ class Encoder:
             ValueError: the tokenizer has more tokens than the model, `pooling` is
                 unknown, or `max_length` exceeds what the model allows.
         """
-        if pooling not in get_args(Pooling.__value__):
-            raise ValueError(
-                f"pooling {pooling!r} is unknown; use one of "
-                f"{get_args(Pooling.__value__)}"
-            )
+        check_choice("pooling", pooling, Pooling)
         config = model.config
         if tokenizer.vocab_size > config.vocab_size:
             raise ValueError(

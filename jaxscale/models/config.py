@@ -8,8 +8,9 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Iterable, Mapping
-from typing import Literal, get_args
+from typing import Literal
 
+from jaxscale.checks import check_choice, check_positive
 from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.blocks import GATED, Activation, BlockConfig, Norm
 from jaxscale.nn.embeddings import RopeConfig, RopeScaling
@@ -135,8 +136,7 @@ class DecoderConfig:
                 f"num_heads {self.num_heads} must be a multiple of "
                 f"num_kv_heads {self.num_kv_heads}"
             )
-        if not 0 < self.norm_eps < math.inf:
-            raise ValueError(f"norm_eps {self.norm_eps} must be positive and finite")
+        check_positive(self, "norm_eps")
 
     def _check_choices(self) -> None:
         for name, kind in (
@@ -144,9 +144,7 @@ class DecoderConfig:
             ("activation", Activation),
             ("position", Position),
         ):
-            value, choices = getattr(self, name), get_args(kind.__value__)
-            if value not in choices:
-                raise ValueError(f"{name} {value!r} is unknown; use one of {choices}")
+            check_choice(name, getattr(self, name), kind)
         if self.parallel_mlp_norm and not self.parallel_block:
             raise ValueError(
                 "parallel_mlp_norm True has no effect without parallel_block: a serial "
@@ -175,10 +173,7 @@ class DecoderConfig:
                 f"{name} {dim} must be even and between 2 and head_dim "
                 f"{self.head_dim} to be rotated"
             )
-        if not 0 < self.rope_theta < math.inf:
-            raise ValueError(
-                f"rope_theta {self.rope_theta} must be positive and finite"
-            )
+        check_positive(self, "rope_theta")
 
     @property
     def num_mlp_kernels(self) -> int:

@@ -4,11 +4,10 @@ Legend: L layers, N heads, H head dim, D model, E embedding, F hidden, V vocabul
 """
 
 import dataclasses
-import math
-import numbers
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
+from jaxscale.checks import check_choice, check_integers, check_positive
 from jaxscale.models.config import Divided, check_division
 from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.blocks import GATED, Activation, BlockConfig
@@ -97,33 +96,22 @@ class EncoderConfig:
     """The masked-language-model head multiplies by the transposed table of tokens."""
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "d_model", "num_layers", "num_heads", "d_ff"):
-            self._check_integer(name, least=1)
-        for name in ("max_seq_len", "global_every"):
-            self._check_integer(name, least=1)
-        for name in ("token_types", "position_offset"):
-            self._check_integer(name, least=0)
+        sizes = "vocab_size", "d_model", "num_layers", "num_heads", "d_ff"
+        check_integers(self, 1, *sizes, "max_seq_len", "global_every")
+        check_integers(self, 0, "token_types", "position_offset")
         for name in ("embed_dim", "window"):
             if getattr(self, name) is not None:
-                self._check_integer(name, least=1)
+                check_integers(self, 1, name)
         if self.d_model % self.num_heads:
             raise ValueError(
                 f"d_model {self.d_model} must be a multiple of num_heads "
                 f"{self.num_heads}"
             )
-        for name in ("norm_eps", "rope_theta", "rope_theta_local"):
-            value = getattr(self, name)
-            if name == "rope_theta_local" and value is None:
-                continue
-            if not 0 < value < math.inf:
-                raise ValueError(f"{name} {value} must be positive and finite")
-        for name, kind in (
-            ("position", EncoderPosition),
-            ("activation", Activation),
-        ):
-            value, choices = getattr(self, name), get_args(kind.__value__)
-            if value not in choices:
-                raise ValueError(f"{name} {value!r} is unknown; use one of {choices}")
+        check_positive(self, "norm_eps", "rope_theta")
+        if self.rope_theta_local is not None:
+            check_positive(self, "rope_theta_local")
+        check_choice("position", self.position, EncoderPosition)
+        check_choice("activation", self.activation, Activation)
         if self.position == "rope" and self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} must be even to be rotated")
         if self.position != "learned" and self.position_offset:
@@ -140,7 +128,7 @@ class EncoderConfig:
         self._check_relative()
 
     def _check_relative(self) -> None:
-        self._check_integer("convolution", least=0)
+        check_integers(self, 0, "convolution")
         if self.convolution and self.convolution % 2 == 0:
             raise ValueError(
                 f"convolution {self.convolution} must be odd, so that as many tokens "
@@ -157,17 +145,9 @@ class EncoderConfig:
                 f"norm after it; set pre_norm {self.pre_norm} and share_layers "
                 f"{self.share_layers} to False"
             )
-        choices = get_args(ConvolutionActivation.__value__)
-        if self.convolution_activation not in choices:
-            raise ValueError(
-                f"convolution_activation {self.convolution_activation!r} is unknown; "
-                f"use one of {choices}"
-            )
-
-    def _check_integer(self, name: str, least: int) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, numbers.Integral) or value < least:
-            raise ValueError(f"{name} {value!r} must be an integer of at least {least}")
+        check_choice(
+            "convolution_activation", self.convolution_activation, ConvolutionActivation
+        )
 
     @property
     def head_dim(self) -> int:

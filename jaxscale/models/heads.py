@@ -6,7 +6,7 @@ V vocabulary, C labels.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxscale.checks import check_choice
 from jaxscale.models.encoder_config import EncoderConfig
 from jaxscale.nn.linear import Linear
 from jaxscale.nn.norms import LayerNorm
@@ -71,9 +72,8 @@ class HeadConfig:
             ("pooling", Pooling),
             ("transform", HeadActivation),
         ):
-            value, choices = getattr(self, name), get_args(kind.__value__)
-            if value not in choices and not (name == "transform" and value is None):
-                raise ValueError(f"{name} {value!r} is unknown; use one of {choices}")
+            if name != "transform" or self.transform is not None:
+                check_choice(name, getattr(self, name), kind)
         unlabeled = self.kind in ("masked_lm", "pooler")
         fits = self.num_labels == 0 if unlabeled else self.num_labels > 0
         if not fits or (self.kind == "span" and self.num_labels != 2):
@@ -117,10 +117,7 @@ def pool(
         >>> pool(hidden, jnp.array([[0, 2, 3, 3]]))[0, :, 0]
         Array([2., 5., 0.], dtype=float32)
     """
-    if pooling not in get_args(Pooling.__value__):
-        raise ValueError(
-            f"pooling {pooling!r} is unknown; use one of {get_args(Pooling.__value__)}"
-        )
+    check_choice("pooling", pooling, Pooling)
     batch, num_tokens, _ = hidden.shape
     if cu_seqlens is None:
         cu_seqlens = cu_seqlens_of_rows(batch, num_tokens)

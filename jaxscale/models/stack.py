@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxscale.checks import check_choice
 from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.blocks import Block
 from jaxscale.nn.embeddings import Embed
@@ -78,10 +79,7 @@ linear layers, which only the kernel could make again; ``"xla"`` gathers them ag
 
 def check_remat(remat: str) -> None:
     """Raise unless `remat` is the name of a policy."""
-    if remat not in REMAT_POLICIES:
-        raise ValueError(
-            f"remat {remat!r} is unknown; use one of {tuple(REMAT_POLICIES)}"
-        )
+    check_choice("remat", remat, tuple(REMAT_POLICIES))
 
 
 def make_stack(

@@ -6,7 +6,7 @@ Legend: B batch, T tokens, D model, F hidden.
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from jaxscale.checks import check_choice
 from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.embeddings import NORMAL_INIT
 from jaxscale.nn.linear import (
@@ -84,11 +85,7 @@ class MLP(nnx.Module):
             tensor_parallel: Who communicates: `jaxscale.sharding.column_parallel`.
             rngs: Source of the keys.
         """
-        if activation not in get_args(Activation.__value__):
-            raise ValueError(
-                f"activation {activation!r} is unknown; use one of "
-                f"{get_args(Activation.__value__)}"
-            )
+        check_choice("activation", activation, Activation)
         self.activation = activation
 
         options: dict[str, Any] = {
@@ -236,10 +233,7 @@ def make_norm(
         >>> type(make_norm("layernorm", 8, 1e-5, rngs=nnx.Rngs(0))).__name__
         'LayerNorm'
     """
-    if kind not in get_args(Norm.__value__):
-        raise ValueError(
-            f"norm {kind!r} is unknown; use one of {get_args(Norm.__value__)}"
-        )
+    check_choice("norm", kind, Norm)
     types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
     if kind == "rmsnorm":
         return RMSNorm(features, eps=eps, rngs=rngs, **types)

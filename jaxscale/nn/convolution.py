@@ -14,6 +14,7 @@ from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxscale.checks import check_choice
 from jaxscale.nn.embeddings import NORMAL_INIT
 from jaxscale.sharding.operations import constrain, contract
 from jaxscale.sharding.parameters import partitioned
@@ -78,11 +79,7 @@ class SequenceConvolution(nnx.Module):
                 f"taps {taps} must be odd and positive, so that as many tokens come "
                 "out as go in"
             )
-        if activation not in _ACTIVATIONS:
-            raise ValueError(
-                f"activation {activation!r} is unknown; use one of "
-                f"{tuple(_ACTIVATIONS)}"
-            )
+        check_choice("activation", activation, tuple(_ACTIVATIONS))
         self.taps = taps
         self.activation = activation
         self.dtype = dtype

@@ -72,7 +72,7 @@ class RopeScaling:
                 f"low_freq_factor {self.low_freq_factor} must be positive and less "
                 f"than high_freq_factor {self.high_freq_factor}"
             )
-        if self.original_max_position_embeddings < 1:
+        if not self.original_max_position_embeddings >= 1:
             raise ValueError(
                 "original_max_position_embeddings "
                 f"{self.original_max_position_embeddings} must be positive"

@@ -5,6 +5,8 @@ import math
 from numbers import Integral, Real
 from typing import Literal, get_args
 
+from jaxscale.checks import check_choice
+
 
 type Pattern = Literal["ew", "vw", "bw", "2:4", "tw_k", "tw", "tew"]
 
@@ -80,10 +82,7 @@ class PruneConfig:
                 f"sparsity {self.sparsity!r}, expected at least 0 and below 1: the "
                 "share of weights that is pruned"
             )
-        if self.pattern not in PATTERNS:
-            raise ValueError(
-                f"pattern {self.pattern!r} is unknown; use one of {list(PATTERNS)}"
-            )
+        check_choice("pattern", self.pattern, list(PATTERNS))
         if self.pattern == "2:4" and self.sparsity not in (0.0, 0.5):
             raise ValueError(
                 f"sparsity {self.sparsity}, expected 0.5: pattern 2:4 knows no other; "

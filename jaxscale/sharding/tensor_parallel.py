@@ -31,6 +31,7 @@ from typing import Any, Literal
 import jax
 from jaxtyping import Array, Float
 
+from jaxscale.checks import check_choice
 from jaxscale.sharding.operations import Shards, constrain, contract
 from jaxscale.sharding.rules import AxisRules, as_tuple
 from pallas_kernels.collective_matmul import (
@@ -255,11 +256,7 @@ def check_tensor_parallel(
     """
     if tensor_parallel is None:
         return
-    if tensor_parallel not in _IMPLEMENTATIONS:
-        raise ValueError(
-            f"tensor_parallel {tensor_parallel!r} is unknown; use one of "
-            f"{(*_IMPLEMENTATIONS, None)}"
-        )
+    check_choice("tensor_parallel", tensor_parallel, (*_IMPLEMENTATIONS, None))
     if rules is not None and not (
         tensor_axis(rules, "heads", "mlp")
         and tensor_axis(rules, "heads")

@@ -90,7 +90,7 @@ class DataConfig:
         }
         for name, smallest in least.items():
             value = getattr(self, name)
-            if value < smallest:
+            if not value >= smallest:
                 raise ValueError(f"{name} {value}, expected at least {smallest}")
         for name, largest in (("prefetch", 1000), ("seed", 2**63 - 1)):
             if getattr(self, name) > largest:

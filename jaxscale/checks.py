@@ -1,0 +1,51 @@
+"""Checks of settings: what is outside its range or is no choice raises in one wording.
+
+NaN is in no range.
+"""
+
+import math
+import numbers
+from collections.abc import Collection
+from typing import Any, TypeAliasType, get_args
+
+
+def check_choice(
+    name: str, value: Any, choices: Collection[Any] | TypeAliasType
+) -> None:
+    """Raise where a setting is none of its choices.
+
+    Args:
+        name: Of the setting.
+        value: Its value.
+        choices: What it may be: a collection, or the name of a ``Literal`` type.
+
+    Raises:
+        ValueError: it is something else.
+
+    Example:
+        >>> check_choice("norm", "batchnorm", ("rmsnorm", "layernorm"))
+        Traceback (most recent call last):
+        ...
+        ValueError: norm 'batchnorm' is unknown; use one of ('rmsnorm', 'layernorm')
+    """
+    known: Any = choices
+    if isinstance(choices, TypeAliasType):
+        known = get_args(choices.__value__)
+    if value not in known:
+        raise ValueError(f"{name} {value!r} is unknown; use one of {known}")
+
+
+def check_positive(config: Any, *names: str) -> None:
+    """Raise where fields of a configuration are not positive and finite."""
+    for name in names:
+        value = getattr(config, name)
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name} {value} must be positive and finite")
+
+
+def check_integers(config: Any, least: int, *names: str) -> None:
+    """Raise where fields of a configuration are no integers of at least `least`."""
+    for name in names:
+        value = getattr(config, name)
+        if not isinstance(value, numbers.Integral) or value < least:
+            raise ValueError(f"{name} {value!r} must be an integer of at least {least}")
