@@ -7,7 +7,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import json
 import math
 import numbers
 import sys
@@ -25,6 +24,7 @@ from jaxtyping import Array, Float, Int
 from jaxscale.checks import check_choice
 from jaxscale.models.encoder import EncoderModel
 from jaxscale.models.heads import Pooling, pool
+from jaxscale.models.hf.files import inside, read_json, read_json_object
 from jaxscale.models.hf.load import load
 from jaxscale.models.tokenizer import EncodedText, Tokenizer
 from jaxscale.nn.packing import assign_rows, cu_seqlens_of_lengths
@@ -549,22 +549,36 @@ def _sentence_settings(path: Path) -> dict[str, Any]:
     if not file.is_file():
         return settings
     settings["normalize"] = False
-    for module in _read_json(file):
-        kind = module["type"].rpartition(".")[2]
+    for module, folder in _modules(file):
+        kind = module.rpartition(".")[2]
         if kind == "Transformer":
-            settings["path"] = path / module["path"]
+            settings["path"] = folder
         elif kind == "Pooling":
-            config = path / module["path"] / "config.json"
-            settings["pooling"] = _pooling(_read_json(config), config)
+            config = folder / "config.json"
+            settings["pooling"] = _pooling(read_json_object(config), config)
         elif kind == "Normalize":
             settings["normalize"] = True
         else:
             raise ValueError(
-                f"{file} has the module {module['type']!r}, which is not supported; "
+                f"{file} has the module {module!r}, which is not supported; "
                 "expected Transformer, Pooling and Normalize"
             )
     _refuse_prompt(path / "config_sentence_transformers.json")
     return settings | _text_settings(settings["path"])
+
+
+def _modules(file: Path) -> list[tuple[str, Path]]:
+    """The class and the folder of each module that a ``modules.json`` lists."""
+    modules = read_json(file)
+    if not isinstance(modules, list) or not all(
+        isinstance(module, dict) and isinstance(module.get("type"), str)
+        for module in modules
+    ):
+        raise ValueError(
+            f"{file} holds {modules!r:.80}, expected a list of modules, each with a "
+            "'type' and a 'path'; download it again"
+        )
+    return [(m["type"], inside(file.parent, m.get("path", ""), file)) for m in modules]
 
 
 def _pooling(config: dict[str, Any], file: Path) -> Pooling:
@@ -575,8 +589,8 @@ def _pooling(config: dict[str, Any], file: Path) -> Pooling:
             for name, value in config.items()
             if name.startswith("pooling_mode_") and value is True
         ]
-    modes = [modes] if isinstance(modes, str) else modes
-    if len(modes) != 1 or modes[0] not in _POOLINGS:
+    modes = modes if isinstance(modes, list) else [modes]
+    if len(modes) != 1 or str(modes[0]) not in _POOLINGS:
         raise ValueError(
             f"{file} sets {modes or 'no pooling_mode'}, which is not supported; "
             f"expected one of {sorted(_POOLINGS)}"
@@ -586,9 +600,11 @@ def _pooling(config: dict[str, Any], file: Path) -> Pooling:
 
 def _refuse_prompt(file: Path) -> None:
     """Stop at a prompt that every text would get: its embedding would be another."""
-    config = _read_json(file) if file.is_file() else {}
-    name = config.get("default_prompt_name")
-    prompt = (config.get("prompts") or {}).get(name)
+    config = read_json_object(file) if file.is_file() else {}
+    name, prompts = config.get("default_prompt_name"), config.get("prompts") or {}
+    if not isinstance(prompts, dict):
+        raise ValueError(f"prompts {prompts!r:.80} of {file} must be an object")
+    prompt = prompts.get(name) if isinstance(name, str) else None
     if prompt:
         raise ValueError(
             f"{file} sets default_prompt_name {name!r}, which is not supported; set it "
@@ -600,18 +616,13 @@ def _text_settings(directory: Path) -> dict[str, Any]:
     """The most tokens of a text, and whether texts must be in lower case."""
     # The first was named after the model once; newer releases write the last alone.
     files = sorted(directory.glob("sentence_*_config.json"))
-    config = _read_json(files[0]) if files else {}
-    limit = config.get("max_seq_length")
+    config = read_json_object(files[0]) if files else {}
+    limit, key = config.get("max_seq_length"), "max_seq_length"
     file = directory / "tokenizer_config.json"
     if limit is None and file.is_file():
-        limit = _read_json(file).get("model_max_length")
-    return {"max_length": limit, "lower_case": bool(config.get("do_lower_case"))}
-
-
-def _read_json(file: Path) -> Any:
-    try:
-        return json.loads(file.read_text())
-    except ValueError as error:
+        limit, key = read_json_object(file).get("model_max_length"), "model_max_length"
+    if limit is not None and (type(limit) not in (int, float) or not limit >= 1):
         raise ValueError(
-            f"{file} is not valid JSON ({error}); download it again"
-        ) from error
+            f"{key} {limit!r:.80} of {directory} must be a positive integer"
+        )
+    return {"max_length": limit, "lower_case": bool(config.get("do_lower_case"))}

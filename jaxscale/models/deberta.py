@@ -147,7 +147,7 @@ def _read(values: Keys) -> EncoderConfig:
 
 
 def _read_relative(values: Keys) -> RelativePositions:
-    types = values.get("pos_att_type") or []
+    types = values.get("pos_att_type", [])
     if isinstance(types, str):
         types = [kind.strip() for kind in types.lower().split("|")]
     known = {"c2p", "p2c"}

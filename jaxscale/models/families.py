@@ -118,7 +118,7 @@ def config_from_hf(values: Mapping[str, Any]) -> Any:
         (4, 16, 500000.0)
     """
     name = values.get("model_type")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise ValueError(
             f"model_type {name!r} is not supported; use one of {sorted(FAMILIES)}"
         )
@@ -183,7 +183,7 @@ def head_from_hf(
     heads = family.heads
     if heads is None:
         return None
-    names = values.get("architectures") or [family.architecture]
+    names = Keys(values).get("architectures") or [family.architecture]
     kinds: dict[str, HeadKind | None] = dict(heads.other_architectures)
     kinds |= {name: kind for kind, name in heads.architectures.items()}
     kinds[family.architecture] = "pooler" if has_pooler else None

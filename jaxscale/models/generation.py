@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxscale.models.hf.files import read_json, write_json
+from jaxscale.models.hf.files import read_json_object, write_json
 
 
 _FILE = "generation_config.json"
@@ -70,9 +70,9 @@ class GenerationConfig:
         """
         file = Path(path) / _FILE
         if not file.is_file():
-            ids = read_json(Path(path) / _CONFIG).get("eos_token_id")
+            ids = read_json_object(Path(path) / _CONFIG).get("eos_token_id")
             return cls(eos_ids=_ids(ids, Path(path) / _CONFIG))
-        values = read_json(file)
+        values = read_json_object(file)
         ids = _ids(values.pop("eos_token_id", None), file)
         names = ("do_sample", "temperature", "top_k", "top_p")
         said = {n: values.pop(n) for n in names if values.get(n) is not None}

@@ -164,7 +164,7 @@ def _sizes(values: Keys) -> dict[str, Any]:
         "num_heads": heads,
         "num_kv_heads": heads,
         "head_dim": divided_width("n_embd", width, "n_head", heads),
-        "d_ff": values.get("n_inner") or 4 * width,
+        "d_ff": values.get("n_inner", 4 * width),
         "max_seq_len": values["n_positions"],
         "norm": "layernorm",
         "norm_eps": float(values["layer_norm_epsilon"]),

@@ -82,7 +82,7 @@ def neox_20b() -> DecoderConfig:
 def _read(values: Keys) -> DecoderConfig:
     width, heads = values["hidden_size"], values["num_attention_heads"]
     head_dim = divided_width("hidden_size", width, "num_attention_heads", heads)
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    rope = Keys(values.get("rope_parameters", values.get("rope_scaling", {})))
     factor = rope.get("partial_rotary_factor", values.get("rotary_pct", 0.25))
     # In the keys of the other families, which rotate every feature.
     renamed = {

@@ -234,9 +234,10 @@ def llama_keys(values: Keys) -> dict[str, Any]:
         "d_model": width,
         "num_layers": values["num_hidden_layers"],
         "num_heads": heads,
-        "num_kv_heads": values.get("num_key_value_heads") or heads,
-        "head_dim": values.get("head_dim")
-        or divided_width("hidden_size", width, "num_attention_heads", heads),
+        "num_kv_heads": values.get("num_key_value_heads", heads),
+        "head_dim": values["head_dim"]
+        if "head_dim" in values
+        else divided_width("hidden_size", width, "num_attention_heads", heads),
         "d_ff": values["intermediate_size"],
         "max_seq_len": values["max_position_embeddings"],
         "norm_eps": float(values["rms_norm_eps"]),

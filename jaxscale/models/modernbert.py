@@ -132,7 +132,7 @@ def _thetas(values: Keys) -> tuple[float, float]:
     default = {"full": 160_000.0, "local": 10_000.0}
     thetas = []
     for kind, key in old.items():
-        rope = dict((values.get("rope_parameters") or {}).get(_KINDS[kind]) or {})
+        rope = Keys(Keys(values.get("rope_parameters", {})).get(_KINDS[kind], {}))
         if rope.get("rope_type", "default") != "default":
             raise ValueError(
                 f"rope_type {rope['rope_type']!r} of config.json is not supported for "
@@ -152,7 +152,7 @@ def _global_every(values: Keys) -> int:
     if types is None or list(types) == _layer_types(num_layers, every):
         return every
     full = [i for i, kind in enumerate(types) if kind == _KINDS["full"]]
-    every = full[1] - full[0] if len(full) > 1 else len(types)
+    every = full[1] - full[0] if len(full) > 1 else num_layers
     if list(types) != _layer_types(num_layers, every):
         raise ValueError(
             f"layer_types {types} of config.json is not supported; expected "

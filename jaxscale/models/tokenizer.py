@@ -15,6 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from jaxscale.models.hf.files import read_json_object
+
 
 _FILE = "tokenizer.json"
 _CONFIG_FILE = "tokenizer_config.json"
@@ -502,21 +504,11 @@ def _settings(directory: Path) -> dict[str, Any] | None:
         return None
     settings: dict[str, Any] = {}
     for file in files:
-        settings |= _json_object(file)
+        settings |= read_json_object(file)
     template = directory / _TEMPLATE_FILE
     if template.is_file():
         settings["chat_template"] = template.read_text("utf-8")
     return settings
-
-
-def _json_object(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text("utf-8"))
-    except ValueError as error:
-        raise ValueError(f"path {file} is not valid JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"path {file} holds {found!r:.80}, expected a JSON object")
-    return found
 
 
 def _configured(settings: Mapping[str, Any], role: str) -> str | None:

@@ -321,6 +321,53 @@ def test_directories_whose_texts_would_be_changed(tmp_path):
         Encoder.from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("modules", "message"),
+    [
+        ([{"type": "a.Transformer", "path": "../model"}], "not a path inside"),
+        ([{"type": "a.Transformer", "path": "/"}], "not a path inside"),
+        ([{"type": "a.Transformer", "path": 3}], "not a path inside"),
+        ([{"type": "a.Transformer", "path": "model"}], "has no tokenizer"),
+        ([{"path": ""}], "expected a list of modules"),
+        ([3], "expected a list of modules"),
+        ({"type": "a.Transformer"}, "expected a list of modules"),
+    ],
+)
+def test_modules_that_cannot_be_followed(tmp_path, modules, message):
+    directory = tmp_path / "model"
+    save(make().model, directory, tokenizer=bert_tokenizer())
+    (directory / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        Encoder.from_pretrained(directory)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("modules.json", "[" * 100_000, "not valid JSON"),
+        ("modules.json", "\xff", "not valid JSON"),
+        ("Pooling/config.json", "[]", "expected a JSON object"),
+        ("Pooling/config.json", '{"pooling_mode": {}}', "expected one of"),
+        ("Pooling/config.json", '{"pooling_mode": 3}', "expected one of"),
+        ("sentence_bert_config.json", "[]", "expected a JSON object"),
+        ("sentence_bert_config.json", '{"max_seq_length": "9"}', "positive integer"),
+        ("sentence_bert_config.json", '{"max_seq_length": -9}', "positive integer"),
+        ("sentence_bert_config.json", '{"max_seq_length": NaN}', "positive integer"),
+        ("tokenizer_config.json", '{"model_max_length": "9"}', "positive integer"),
+        ("config_sentence_transformers.json", "3", "expected a JSON object"),
+        ("config_sentence_transformers.json", '{"prompts": 3}', "must be an object"),
+        ("tokenizer_config.json", "[]", "expected a JSON object"),
+        ("config.json", "[]", "expected a JSON object"),
+    ],
+)
+def test_damaged_files_of_sentence_models(tmp_path, name, text, message):
+    save(make().model, tmp_path, tokenizer=bert_tokenizer())
+    write_modules(tmp_path, "Transformer", "Pooling", pooling_mode="cls")
+    (tmp_path / name).write_text(text, "latin-1")
+    with pytest.raises(ValueError, match=message):
+        Encoder.from_pretrained(tmp_path)
+
+
 # ------------------------------------------------------------------------------------
 # Mistakes
 

@@ -95,7 +95,7 @@ def copy(tmp_path):
     """Copies a fixture, so that a test may damage it."""
 
     def make(name):
-        return shutil.copytree(MODELS / name, tmp_path / name)
+        return shutil.copytree(MODELS / name, tmp_path / Path(name).name)
 
     return make
 
@@ -500,7 +500,44 @@ def test_damaged_or_foreign_config(copy):
     with pytest.raises(ValueError, match="model_type 'whisper' is not supported"):
         load(directory)
     (directory / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config\.json is not a JSON object"):
+    with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
+        load(directory)
+
+
+@pytest.mark.parametrize("shard", ["../model.safetensors", "/dev/zero", r"..\m"])
+def test_shards_outside_the_directory(copy, shard):
+    directory = copy("llama3_sharded")
+    index = directory / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    other = directory.parent / "model.safetensors"
+    shutil.copy(directory / next(iter(weight_map.values())), other)
+    edit_json(index, weight_map=dict.fromkeys(weight_map, shard))
+    with pytest.raises(ValueError, match="is not a path inside"):
+        load(directory)
+
+
+@pytest.mark.parametrize("name", ["llama3_gqa", "gpt2", "neox", "../encoders/bert"])
+def test_sizes_that_the_file_does_not_have(copy, name):
+    """Found before anything of that size is made."""
+    directory = copy(name)
+    file = directory / "config.json"
+    values = json.loads(file.read_text())
+    layers = next(k for k in ("num_hidden_layers", "n_layer") if k in values)
+    for key, size in ((layers, 10**9), (layers, 9999), ("vocab_size", 10**9)):
+        file.write_text(json.dumps(values | {key: size}))
+        with pytest.raises(ValueError, match=str(size)):
+            load(directory)
+
+
+def test_more_labels_than_the_file_has(copy):
+    directory = copy("../encoders/bert")
+    edit_json(
+        directory / "config.json",
+        architectures=["BertForSequenceClassification"],
+        num_labels=10**9,
+        id2label=None,
+    )
+    with pytest.raises(ValueError, match=r"tensor 'classifier\.weight'"):
         load(directory)
 
 

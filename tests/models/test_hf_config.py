@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from jaxscale.models.families import config_from_hf, config_to_hf
+from jaxscale.models.families import FAMILIES, config_from_hf, config_to_hf
 from jaxscale.models.gpt import gpt2_tiny, gptj_tiny
 from jaxscale.models.gpt_neox import neox_tiny
+from jaxscale.models.hf.keys import Keys
 from jaxscale.models.llama import llama_tiny
 from jaxscale.models.mistral import mistral_tiny
 from jaxscale.models.presets import PRESETS
@@ -366,8 +367,8 @@ def test_llama3_scaling_without_the_original_length():
         (LLAMA | {"hidden_act": "gelu"}, "hidden_act 'gelu' .* expected 'silu'"),
         (LLAMA | {"sliding_window": 16}, "sliding_window 16 .* expected None"),
         (LLAMA | {"rms_norm_eps": None}, "lacks the key 'rms_norm_eps'"),
-        (LLAMA | {"hidden_size": "64"}, "hidden_size '64' .* positive integer"),
-        (LLAMA | {"vocab_size": "128"}, "vocab_size '128' must be an integer"),
+        (LLAMA | {"hidden_size": "64"}, "hidden_size '64' .* an integer from 1"),
+        (LLAMA | {"vocab_size": "128"}, "vocab_size '128' .* an integer from 1"),
         (GPTJ | {"rotary_dim": None}, "lacks the key 'rotary_dim'"),
         (LLAMA | {"hidden_size": 30}, "hidden_size 30 .* multiple of num_attention_h"),
         (
@@ -438,3 +439,40 @@ def test_settings_that_the_decoder_lacks(values, message, no_shape_hook):
 def test_decoders_that_transformers_lacks(config, change, message):
     with pytest.raises(ValueError, match=message):
         config_to_hf(dataclasses.replace(config(), **change))
+
+
+WRONG = {
+    bool: ["false", 0, [True]],
+    int: ["64", -5, 1.5, math.nan, True, 10**18],
+    float: ["1", -1.0, math.nan, True, [1.0]],
+    str: [3, ["gelu"], True],
+    list: [3, [3]],
+    dict: ["linear", [1]],
+}
+"""What each type of value is not."""
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_values_of_the_wrong_kind(name, no_shape_hook, monkeypatch):
+    """No key that a family reads takes a value of another kind."""
+    read = set()
+    for method in ("get", "__getitem__"):
+        plain = getattr(Keys, method)
+
+        def recorded(self, key, *default, plain=plain):
+            read.add(key)
+            return plain(self, key, *default)
+
+        monkeypatch.setattr(Keys, method, recorded)
+    for file in sorted(MODELS.parent.rglob("config.json")):
+        values = json.loads(file.read_text())
+        if values["model_type"] != name:
+            continue
+        read.clear()
+        FAMILIES[name].read(Keys(values))
+        keys = [key for key in sorted(read) if values.get(key) is not None]
+        assert len(keys) > 5
+        for key in keys:
+            for value in WRONG[type(values[key])]:
+                with pytest.raises(ValueError, match=key):
+                    config_from_hf(values | {key: value})

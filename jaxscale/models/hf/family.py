@@ -91,17 +91,19 @@ def read_labels(values: Keys, head: HeadConfig) -> HeadConfig:
     """
     if head.kind in ("masked_lm", "pooler"):
         return head
-    names = values.get("id2label") or {}
-    count = len(names) or values.get("num_labels", 2)
-    if names and {int(key) for key in names} != set(range(count)):
+    names = {str(key): name for key, name in values.get("id2label", {}).items()}
+    if not names:
+        return dataclasses.replace(head, num_labels=values.get("num_labels", 2))
+    numbers = [str(i) for i in range(len(names))]
+    if set(names) != set(numbers):
         raise ValueError(
-            f"id2label {names} of config.json must number its labels from 0 to "
-            f"{count - 1}"
+            f"id2label {names!r:.200} of config.json must number its labels from 0 to "
+            f"{len(names) - 1}"
         )
-    ordered = tuple(str(names.get(str(i), names.get(i))) for i in range(count))
-    unnamed = not names or ordered == tuple(f"LABEL_{i}" for i in range(count))
+    labels = tuple(str(names[number]) for number in numbers)
+    unnamed = labels == tuple(f"LABEL_{number}" for number in numbers)
     return dataclasses.replace(
-        head, num_labels=count, labels=() if unnamed else ordered
+        head, num_labels=len(names), labels=() if unnamed else labels
     )
 
 

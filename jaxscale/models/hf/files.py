@@ -1,10 +1,9 @@
 """Directories of safetensors files: lazy reading, sharded writing, precise errors."""
 
-import contextlib
 import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import jax.numpy as jnp
@@ -45,7 +44,7 @@ class Checkpoint:
                 f"path {str(path)!r} is not a directory; download the model first, for "
                 "example with `hf download MODEL --local-dir DIRECTORY`"
             )
-        self.config = read_json(self.directory / _CONFIG)
+        self.config = read_json_object(self.directory / _CONFIG)
         self._files: dict[str, Path] = {}
         self._open: dict[Path, Any] = {}
         index = self.directory / _INDEX
@@ -91,7 +90,7 @@ class Checkpoint:
 
     def _read_index(self, index: Path) -> None:
         """Map each tensor to its shard, and check that the shards hold them."""
-        weight_map = read_json(index).get("weight_map")
+        weight_map = read_json_object(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(
             isinstance(shard, str) for shard in weight_map.values()
         ):
@@ -99,7 +98,7 @@ class Checkpoint:
                 f"{index} has no 'weight_map' of file names; download it again"
             )
         for shard in sorted(set(weight_map.values())):
-            file = self.directory / shard
+            file = inside(self.directory, shard, index)
             if not file.is_file():
                 raise FileNotFoundError(
                     f"{index} names the shard {shard!r}, which does not exist; "
@@ -217,20 +216,55 @@ def _split[T](
     return shards
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """The object of a JSON file.
+def read_json(file: Path) -> Any:
+    """The value of a JSON file.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it holds something else.
+        ValueError: it is not JSON in UTF-8, or nested too deep.
     """
     if not file.is_file():
         raise FileNotFoundError(f"{file} does not exist")
-    with contextlib.suppress(ValueError):
-        values = json.loads(file.read_text())
-        if isinstance(values, dict):
-            return values
-    raise ValueError(f"{file} is not a JSON object; download it again")
+    try:
+        return json.loads(file.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{file} is not valid JSON ({error}); download it again"
+        ) from error
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """The object of a JSON file; errors as `read_json`, and for any other value."""
+    values = read_json(file)
+    if not isinstance(values, dict):
+        raise ValueError(
+            f"{file} holds {values!r:.80}, expected a JSON object; download it again"
+        )
+    return values
+
+
+def inside(directory: Path, name: Any, source: Path) -> Path:
+    """The file or folder of `directory` that a downloaded file names.
+
+    Args:
+        directory: The model's.
+        name: The path in it; an empty one is `directory` itself.
+        source: The file that names it, for errors.
+
+    Raises:
+        ValueError: `name` is no relative path, or leaves `directory`.
+    """
+    if (
+        not isinstance(name, str)
+        or "\0" in name
+        or PurePosixPath(name).is_absolute()
+        or ".." in PurePosixPath(name.replace("\\", "/")).parts
+    ):
+        raise ValueError(
+            f"{source} names {name!r:.80}, which is not a path inside {directory}; "
+            "do not trust this download"
+        )
+    return directory / name
 
 
 def write_json(file: Path, values: Mapping[str, Any]) -> None:

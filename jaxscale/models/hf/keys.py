@@ -13,10 +13,71 @@ from typing import Any, Literal
 from jaxscale.nn.embeddings import RopeScaling
 
 
-class Keys(dict[str, Any]):
-    """A ``config.json`` whose missing keys are errors that name them.
+_RANGES = {
+    # Positions and ids of tokens are integers of 32 bits.
+    "size": (1, 2**31 - 1),
+    "count": (0, 2**31 - 1),
+    "layers": (1, 10_000),
+    # -1 stands for the default of transformers.
+    "size or default": (-1, 2**31 - 1),
+}
+"""The least and the largest value of each kind of integer."""
 
-    A null is a missing key, but for `nulls`.
+_TYPES = {
+    "flag": (bool, "true or false"),
+    "name": (str, "a string"),
+    "object": (dict, "an object"),
+    "list": (list, "a list of strings"),
+    "names": ((list, str), "a string or a list of strings"),
+}
+"""The type of each kind of value that is no number."""
+
+_KEYS = {
+    "size": """
+        vocab_size hidden_size dim n_embd embedding_size intermediate_size hidden_dim
+        n_inner num_attention_heads n_heads n_head num_key_value_heads head_dim
+        attention_head_size rotary_dim max_position_embeddings n_positions
+        original_max_position_embeddings local_attention global_attn_every_n_layers
+        num_hidden_groups inner_group_num conv_groups sliding_window
+    """,
+    "layers": "num_hidden_layers n_layers n_layer",
+    "count": """
+        type_vocab_size pad_token_id conv_kernel_size num_labels max_window_layers
+    """,
+    "size or default": "max_relative_positions position_buckets",
+    "number": """
+        rms_norm_eps layer_norm_eps layer_norm_epsilon norm_eps rope_theta factor
+        low_freq_factor high_freq_factor partial_rotary_factor global_rope_theta
+        local_rope_theta rotary_pct rotary_emb_base attention_factor mscale
+        mscale_all_dim beta_fast beta_slow
+    """,
+    "flag": """
+        attention_bias mlp_bias norm_bias tie_word_embeddings classifier_bias
+        decoder_bias position_biased_input legacy relative_attention share_att_key
+        is_decoder add_cross_attention rotary scale_attn_weights
+        scale_attn_by_inverse_layer_idx use_sliding_window use_parallel_residual
+        truncate
+    """,
+    "name": """
+        model_type hidden_act activation activation_function hidden_activation
+        pooler_hidden_act classifier_activation classifier_pooling conv_act
+        norm_rel_ebd position_embedding_type rope_type type
+    """,
+    "object": """
+        rope_scaling rope_parameters full_attention sliding_attention id2label
+    """,
+    "list": "layer_types architectures",
+    "names": "pos_att_type",
+}
+_KIND_OF = {key: kind for kind, keys in _KEYS.items() for key in keys.split()}
+"""The kind of each key that a family reads."""
+
+
+class Keys(dict[str, Any]):
+    """A ``config.json`` whose missing and mistyped keys are errors that name them.
+
+    A null is a missing key, but for `nulls`. A value is checked when a family reads
+    it: what is never read may be anything.
     """
 
     nulls: frozenset[str]
@@ -26,10 +87,42 @@ class Keys(dict[str, Any]):
         super().__init__({k: v for k, v in values.items() if v is not None})
         self.nulls = frozenset(k for k, v in values.items() if v is None)
 
+    def __getitem__(self, key: str) -> Any:
+        return _checked(key, super().__getitem__(key))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of a key, or `default` where the file lacks it."""
+        return _checked(key, super().get(key, default)) if key in self else default
+
     def __missing__(self, key: str) -> Any:
         raise ValueError(
             f"config.json of model_type {self['model_type']!r} lacks the key {key!r}"
         )
+
+
+def _checked(key: str, value: Any) -> Any:
+    """Return the value of a key, which must be of the key's kind.
+
+    Raises:
+        ValueError: it is not.
+    """
+    kind = _KIND_OF.get(key)
+    if kind is None:
+        return value
+    if kind in _RANGES:
+        low, high = _RANGES[kind]
+        fits = type(value) is int and low <= value <= high
+        expected = f"an integer from {low} to {high}"
+    elif kind == "number":
+        fits = type(value) in (int, float) and 0 < value < math.inf
+        expected = "a positive finite number"
+    else:
+        types, expected = _TYPES[kind]
+        items = value if isinstance(value, list) else ()
+        fits = isinstance(value, types) and all(isinstance(x, str) for x in items)
+    if not fits:
+        raise ValueError(f"{key} {value!r:.80} of config.json must be {expected}")
+    return value
 
 
 def require(values: Mapping[str, Any], key: str, expected: Any) -> None:
@@ -46,13 +139,8 @@ def divided_width(width_key: str, width: int, heads_key: str, heads: int) -> int
     """The part of a width that each head has.
 
     Raises:
-        ValueError: one is no positive integer, or the heads do not divide the width.
+        ValueError: the heads do not divide the width.
     """
-    for key, value in ((width_key, width), (heads_key, heads)):
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(
-                f"{key} {value!r} of config.json must be a positive integer"
-            )
     if width % heads:
         raise ValueError(
             f"{width_key} {width} of config.json must be a multiple of {heads_key} "
@@ -113,11 +201,10 @@ def read_rope(values: Keys) -> tuple[float, RopeScaling | None]:
     Raises:
         ValueError: the kind of scaling is not supported, or one of its keys is missing.
     """
-    old = values.get("rope_scaling") or {}
     rope = Keys(
         {"rope_theta": values.get("rope_theta", 10_000.0)}
-        | old
-        | (values.get("rope_parameters") or {})
+        | values.get("rope_scaling", {})
+        | values.get("rope_parameters", {})
         | {"model_type": values["model_type"]}
     )
     theta = float(rope["rope_theta"])
@@ -164,8 +251,8 @@ def _read_yarn(rope: Keys, max_positions: int) -> RopeScaling:
         original_max_position_embeddings=rope.get(
             "original_max_position_embeddings", max_positions
         ),
-        beta_fast=float(rope.get("beta_fast") or 32.0),
-        beta_slow=float(rope.get("beta_slow") or 1.0),
+        beta_fast=float(rope.get("beta_fast", 32.0)),
+        beta_slow=float(rope.get("beta_slow", 1.0)),
         truncate=rope.get("truncate", True),
         attention_factor=None if attention_factor is None else float(attention_factor),
     )

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxscale.models.config import DecoderConfig
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.encoder import EncoderModel
+from jaxscale.models.encoder_config import EncoderConfig
 from jaxscale.models.families import FAMILIES, config_from_hf, head_from_hf
 from jaxscale.models.heads import HeadConfig
 from jaxscale.models.hf.family import Family
@@ -69,6 +70,13 @@ def load(
     """
     checkpoint = Checkpoint(path)
     config = config_from_hf(checkpoint.config)
+    shared = isinstance(config, EncoderConfig) and config.share_layers
+    if not shared and config.num_layers > len(checkpoint.names()):
+        # Before a model of so many layers is described.
+        raise ValueError(
+            f"config.json has {config.num_layers} layers, but {str(path)!r} holds only "
+            f"{len(checkpoint.names())} tensors; config.json is of another model"
+        )
     family = FAMILIES[checkpoint.config["model_type"]]
     maps = family.tensors(config)
     tied, ignored = config.tie_embeddings, list(family.buffers)
