@@ -76,5 +76,5 @@ def test_damaged_and_missing_files(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"config\.json does not exist"):
         GenerationConfig.from_file(tmp_path)
     (tmp_path / "generation_config.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"is not a JSON object"):
+    with pytest.raises(ValueError, match=r"expected a JSON object"):
         GenerationConfig.from_file(tmp_path)
