@@ -38,6 +38,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.mosaic.aliases import Ref, Scalar
 from pallas_kernels.mosaic.copies import CHUNK, chunked, smem_transforms
 from pallas_kernels.mosaic.lanes import (
     FLAT,
@@ -337,15 +338,15 @@ def _body(
     blocks: BackwardBlocks,
     slots: int,
     q_slots: int,
-    table: Any,
-    q_table: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    dout: Any,
-    stats: Any,
-    *refs: Any,
-    **scratch: Any,
+    table: Ref,
+    q_table: Ref,
+    q: Ref,
+    k: Ref,
+    v: Ref,
+    dout: Ref,
+    stats: Ref,
+    *refs: Ref,
+    **scratch: Ref,
 ) -> None:
     """The kernel: two consumers, and a producer whose warps load and add.
 
@@ -359,10 +360,10 @@ def _body(
     adding = key_head < problem.kv_heads * blocks.splits
     turns = pl.get_global(plgpu.SemaphoreType.REGULAR((problem.heads * q_slots,)))
 
-    def fields() -> dict[str, Any]:
+    def fields() -> dict[str, Scalar]:
         return {name: table[slot, i] for i, name in enumerate(FIELDS)}
 
-    def read(name: str) -> Any:
+    def read(name: str) -> Scalar:
         return read_number(table.at[slot, pl.ds(FIELDS.index(name), 1)])
 
     @pl.when(warpgroup == BACKWARD_CONSUMERS)
@@ -375,7 +376,7 @@ def _body(
             producer = Producer(problem, scores, blocks, tile, key_head, scratch)
 
             @plgpu.warp_map
-            def _(warp: Any) -> None:
+            def _(warp: Scalar) -> None:
                 @pl.when(warp == _LOADER)
                 def _() -> None:
                     producer.load_all(q, k, v, dout, stats)
@@ -417,18 +418,18 @@ def _finish(
     scores: Scores,
     blocks: BackwardBlocks,
     q_slots: int,
-    index: Any,
-    warpgroup: Any,
-    q_table: Any,
-    turns: Any,
-    sums: Any,
-    dq: Any,
+    index: Scalar,
+    warpgroup: Scalar,
+    q_table: Ref,
+    turns: Ref,
+    sums: Ref,
+    dq: Ref,
 ) -> None:
     """Dq of a tile of queries and some heads, once all have added to it."""
     group, q_tile = lax.div(index, jnp.int32(q_slots)), lax.rem(index, q_slots)
     tile = {name: q_table[q_tile, i] for i, name in enumerate(QUERY_FIELDS)}
 
-    def unit(i: Any, _: None) -> None:
+    def unit(i: Scalar, _: None) -> None:
         number = i * BACKWARD_CONSUMERS + warpgroup
         each = jnp.int32(units(problem, blocks))
         head = group * _finished(blocks) + lax.div(number, each)

@@ -8,6 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.mosaic.aliases import Ref, Scalar
 from pallas_kernels.mosaic.copies import copy_rows
 from pallas_kernels.varlen_attention.config import (
     BACKWARD_CONSUMERS,
@@ -28,7 +29,7 @@ def units(problem: Problem, blocks: BackwardBlocks) -> int:
 
 
 def rank_of(
-    scores: Scores, blocks: BackwardBlocks, tile: dict[str, Any], index: Any
+    scores: Scores, blocks: BackwardBlocks, tile: dict[str, Scalar], index: Scalar
 ) -> Any:
     """How many tiles of keys add to a tile of queries before this one: those behind."""
     last = tile["k_tiles"] - 1
@@ -47,9 +48,9 @@ class Producer:
         problem: Problem,
         scores: Scores,
         blocks: BackwardBlocks,
-        tile: dict[str, Any],
-        key_head: Any,
-        scratch: dict[str, Any],
+        tile: dict[str, Scalar],
+        key_head: Scalar,
+        scratch: dict[str, Ref],
     ) -> None:
         self.problem, self.scores, self.blocks = problem, scores, blocks
         self.tile, self.key_head, self.scratch = tile, key_head, scratch
@@ -57,7 +58,7 @@ class Producer:
         self.per_head = tile["last"] - tile["first"]
         self.stages = blocks.stages, blocks.gradient_stages
 
-    def place(self, step: Any) -> tuple[Any, Any]:
+    def place(self, step: Scalar) -> tuple[Any, Any]:
         """The query head and the tile of queries of a step."""
         head = self.key_head * self.heads + lax.div(step, self.per_head)
         return head, self.tile["first"] + lax.rem(step, self.per_head)
@@ -67,7 +68,7 @@ class Producer:
         """Of all query heads of the block."""
         return self.per_head * self.heads
 
-    def load_all(self, q: Any, k: Any, v: Any, dout: Any, stats: Any) -> None:
+    def load_all(self, q: Ref, k: Ref, v: Ref, dout: Ref, stats: Ref) -> None:
         """Keys and values, then what each step needs."""
         scratch = self.scratch
         kv_head = lax.div(self.key_head, jnp.int32(self.blocks.splits))
@@ -81,7 +82,7 @@ class Producer:
                 scratch["kv_full"],
             )
 
-        def step(i: Any, _: None) -> None:
+        def step(i: Scalar, _: None) -> None:
             self.load(i, q, dout, stats)
 
         lax.fori_loop(0, self.steps, step, None)
@@ -92,10 +93,10 @@ class Producer:
                 stage = lax.rem(self.steps + i, jnp.int32(stages))
                 plgpu.barrier_wait(scratch[name].at[stage])
 
-    def poll_all(self, turns: Any, q_slots: int) -> None:
+    def poll_all(self, turns: Ref, q_slots: int) -> None:
         """Tells the adder of its turns."""
 
-        def step(i: Any, _: None) -> None:
+        def step(i: Scalar, _: None) -> None:
             turn, rank = self.turn(i, turns, q_slots)
             plgpu.semaphore_wait(turn, rank, decrement=False, memory_scope="gpu")
             plgpu.barrier_wait(self.scratch["turn_empty"])
@@ -104,25 +105,25 @@ class Producer:
         lax.fori_loop(0, self.steps, step, None)
         plgpu.barrier_wait(self.scratch["turn_empty"])  # see its last phase
 
-    def turn(self, step: Any, turns: Any, q_slots: int) -> tuple[Any, Any]:
+    def turn(self, step: Scalar, turns: Ref, q_slots: int) -> tuple[Any, Any]:
         """Who counts additions to dq of a step, and how many come before."""
         head, index = self.place(step)
         q_tile = self.tile["q_tile"] + index
         rank = rank_of(self.scores, self.blocks, self.tile, index)
         return turns.at[head * q_slots + q_tile], rank
 
-    def add_all(self, sums: Any, turns: Any, q_slots: int) -> None:
+    def add_all(self, sums: Ref, turns: Ref, q_slots: int) -> None:
         """Dq of each step to global memory."""
         for part in range(BACKWARD_CONSUMERS):
             plgpu.barrier_arrive(self.scratch["dq_empty"].at[part])
         plgpu.barrier_arrive(self.scratch["turn_empty"])
 
-        def step(i: Any, _: None) -> None:
+        def step(i: Scalar, _: None) -> None:
             self.add(i, sums, turns, q_slots)
 
         lax.fori_loop(0, self.steps, step, None)
 
-    def load(self, step: Any, q: Any, dout: Any, stats: Any) -> None:
+    def load(self, step: Scalar, q: Ref, dout: Ref, stats: Ref) -> None:
         """Queries, gradients, lse and delta of a step."""
         scratch, row = self.scratch, self.tile["row"]
         head, index = self.place(step)
@@ -137,7 +138,7 @@ class Producer:
         full = scratch["do_full"].at[do_stage]
         copy_rows(dout, row, start, head, scratch["do_smem"][1].at[do_stage], full)
 
-    def add(self, step: Any, sums: Any, turns: Any, q_slots: int) -> None:
+    def add(self, step: Scalar, sums: Ref, turns: Ref, q_slots: int) -> None:
         """Dq of a step to global memory, when it is this block's turn."""
         scratch = self.scratch
         turn, rank = self.turn(step, turns, q_slots)

@@ -27,6 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.mosaic.aliases import Ref, Scalar
 from pallas_kernels.mosaic.copies import chunked, copy_rows, smem_transforms
 from pallas_kernels.mosaic.lanes import keep_band, load_rows, store_rows
 from pallas_kernels.mosaic.tile_scheduler import find_tile
@@ -45,7 +46,7 @@ __all__ = ["backward_short"]
 
 _SHAPE = (ROWS, ROWS)
 
-type _Place = tuple[Any, Any, Any]
+type _Place = tuple[Scalar, Scalar, Scalar]
 """Where a tile of 64 rows begins, and which of its rows, [first, stop), are meant."""
 
 
@@ -95,25 +96,25 @@ def _body(
     scores: Scores,
     blocks: BackwardBlocks,
     slots: tuple[int, int],
-    cu_q: Any,
-    cu_k: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    dout: Any,
+    cu_q: Ref,
+    cu_k: Ref,
+    q: Ref,
+    k: Ref,
+    v: Ref,
+    dout: Ref,
     lse: Any,
     delta: Any,
-    dq: Any,
-    dk: Any,
-    dv: Any,
-    **scratch: Any,
+    dq: Ref,
+    dk: Ref,
+    dv: Ref,
+    **scratch: Ref,
 ) -> None:
     """The kernel: one tile. Neighbors are the heads of the same tile."""
     block = lax.axis_index("block")
     key_blocks = problem.rows * slots[0] * problem.kv_heads
 
     def tile(
-        kind: type[_Tile], cu: Any, number: Any, slots: int, heads: int, tokens: int
+        kind: type[_Tile], cu: Ref, number: Scalar, slots: int, heads: int, tokens: int
     ) -> None:
         slot, head = lax.div(number, jnp.int32(heads)), lax.rem(number, heads)
         row = 0  # in a register only if there are others
@@ -139,7 +140,7 @@ def _body(
         tile(_Queries, cu_q, number, slots[1], problem.heads, problem.queries)
 
 
-def _place(start: Any, end: Any, total: Any, real: Any = 1) -> _Place:
+def _place(start: Scalar, end: Scalar, total: Any, real: Scalar = 1) -> _Place:
     """Of a tile; one that would read past the data is moved up.
 
     What is not real, the rest of a row, is not multiplied.
@@ -153,7 +154,7 @@ class _Tile:
 
     masks_columns: bool
     own_place: _Place
-    steps: Any
+    steps: Scalar
 
     def __init__(
         self,
@@ -161,10 +162,10 @@ class _Tile:
         scores: Scores,
         blocks: BackwardBlocks,
         seq: Sequences,
-        index: Any,
-        head: Any,
+        index: Scalar,
+        head: Scalar,
         inputs: tuple[Any, ...],
-        scratch: dict[str, Any],
+        scratch: dict[str, Ref],
     ) -> None:
         self.problem, self.scores, self.blocks = problem, scores, blocks
         self.seq, self.head, self.scratch = seq, head, scratch
@@ -174,22 +175,22 @@ class _Tile:
         self.own = scratch["own_smem"][0]
         self.cut(index)
 
-    def cut(self, index: Any) -> None:
+    def cut(self, index: Scalar) -> None:
         """Says which rows its tile has and which it walks over."""
         raise NotImplementedError
 
-    def run(self, dq: Any, dk: Any, dv: Any) -> None:
+    def run(self, dq: Ref, dk: Ref, dv: Ref) -> None:
         """Computes and writes the gradients of its tile."""
         raise NotImplementedError
 
     # --- copies -----------------------------------------------------------------------
 
-    def load_own(self, pair: tuple[Any, Any]) -> None:
+    def load_own(self, pair: tuple[Ref, Ref]) -> None:
         """Asks for its own tile."""
         smem, full = self.scratch["own_smem"][1], self.scratch["own_full"]
         self._load(pair, self.own_place, self.head, smem, full)
 
-    def load_step(self, pair: tuple[Any, Any], step: Any) -> None:
+    def load_step(self, pair: tuple[Ref, Ref], step: Scalar) -> None:
         """Asks for the tile of a step."""
         stage = lax.rem(step, jnp.int32(self.blocks.stages))
         smem = self.scratch["ring_smem"][1].at[stage]
@@ -197,16 +198,16 @@ class _Tile:
         self._load(pair, *self.place(step), smem, full)
 
     def _load(
-        self, pair: tuple[Any, Any], place: _Place, head: Any, smem: Any, full: Any
+        self, pair: tuple[Ref, Ref], place: _Place, head: Scalar, smem: Ref, full: Ref
     ) -> None:
         for i, ref in enumerate(pair):
             copy_rows(ref, self.seq.row, place[0], head, smem.at[i], full)
 
-    def place(self, step: Any) -> tuple[_Place, Any]:
+    def place(self, step: Scalar) -> tuple[_Place, Any]:
         """The tile of a step, and its head."""
         raise NotImplementedError
 
-    def stats(self, place: _Place, head: Any) -> tuple[Any, Any]:
+    def stats(self, place: _Place, head: Scalar) -> tuple[Any, Any]:
         """Lse and delta of a tile of queries; ``inf`` and zero of other rows."""
         base, first, stop = place
         here = self.seq.row, pl.ds(base, ROWS), head
@@ -216,17 +217,17 @@ class _Tile:
 
     # --- steps ------------------------------------------------------------------------
 
-    def walk(self, pair: tuple[Any, Any], step: Callable[..., Any], carry: Any) -> Any:
+    def walk(self, pair: tuple[Ref, Ref], step: Callable[..., Any], carry: Any) -> Any:
         """``step(i, smem, carry)`` for the tiles of `pair`, which it loads."""
         stages = self.blocks.stages
 
-        def begin(i: Any, _: None) -> None:
+        def begin(i: Scalar, _: None) -> None:
             self.load_step(pair, i)
 
         lax.fori_loop(0, jnp.minimum(self.steps, stages), begin, None)
         plgpu.barrier_wait(self.scratch["own_full"])
 
-        def one(i: Any, carry: Any) -> Any:
+        def one(i: Scalar, carry: Any) -> Any:
             stage = lax.rem(i, jnp.int32(stages))
             plgpu.barrier_wait(self.scratch["ring_full"].at[stage])
             carry = step(i, self.scratch["ring_smem"][0].at[stage], carry)
@@ -240,7 +241,7 @@ class _Tile:
         self,
         queries: tuple[Any, _Place, tuple[Any, Any]],
         keys: tuple[Any, _Place],
-        p_smem: Any = None,
+        p_smem: Ref = None,
     ) -> Any:
         """Ds of queries and keys, 16-bit; weights are written to shared memory.
 
@@ -253,7 +254,7 @@ class _Tile:
         k_smem, k_place = keys
         dtype = self.problem.dtype
 
-        def products(s_acc: Any, dp_acc: Any) -> Any:
+        def products(s_acc: Ref, dp_acc: Ref) -> Any:
             for i, acc in enumerate((s_acc, dp_acc)):
                 plgpu.wgmma(acc, q_smem.at[i, 0], k_smem.at[i, 0].transpose((1, 0)))
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
@@ -312,7 +313,7 @@ class _Tile:
         hide = functools.partial(keep_band, **limits)
         return lax.cond(functools.reduce(jnp.logical_and, seen), lambda s: s, hide, s)
 
-    def store(self, ref: Any, sums: Any) -> None:
+    def store(self, ref: Ref, sums: Any) -> None:
         """Writes gradients of its tile."""
         base, first, stop = self.own_place
         here = ref.at[self.seq.row, pl.ds(base, ROWS), self.head]
@@ -324,7 +325,7 @@ class _Keys(_Tile):
 
     masks_columns = False
 
-    def cut(self, index: Any) -> None:
+    def cut(self, index: Scalar) -> None:
         """Its keys, and the queries of one head."""
         seq, offset = self.seq, self.offset
         left, right = self.scores.window
@@ -340,7 +341,7 @@ class _Keys(_Tile):
         self.per_head = _tiles(first, last) * seq.real
         self.steps = self.per_head * self.problem.groups
 
-    def place(self, step: Any) -> tuple[_Place, Any]:
+    def place(self, step: Scalar) -> tuple[_Place, Any]:
         """A tile of queries, of one head after the other."""
         head, index = self.head, step
         if (groups := self.problem.groups) > 1:
@@ -350,7 +351,7 @@ class _Keys(_Tile):
         start = self.first + index * ROWS
         return _place(start, self.last, self.seq.q_total), head
 
-    def run(self, dq: Any, dk: Any, dv: Any) -> None:
+    def run(self, dq: Ref, dk: Ref, dv: Ref) -> None:
         """Dk and dv."""
         del dq
         self.load_own(self.keys)
@@ -359,15 +360,15 @@ class _Keys(_Tile):
         self.store(dk, dk_sums * self.scores.scale)
         self.store(dv, dv_sums)
 
-    def _sums(self, dk: Any, dv: Any) -> tuple[Any, Any]:
+    def _sums(self, dk: Ref, dv: Ref) -> tuple[Any, Any]:
         p_smem, ds_smem = self.scratch["p_smem"], self.scratch["ds_smem"]
 
-        def stats(step: Any) -> tuple[Any, Any]:
+        def stats(step: Scalar) -> tuple[Any, Any]:
             (base, first, stop), head = self.place(step)
             stop = jnp.where(step < self.steps, stop, first)
             return self.stats((base, first, stop), head)
 
-        def step(i: Any, smem: Any, now: tuple[Any, Any]) -> tuple[Any, Any]:
+        def step(i: Scalar, smem: Ref, now: tuple[Any, Any]) -> tuple[Any, Any]:
             queries = smem, self.place(i)[0], now
             ds = self.score_gradients(queries, (self.own, self.own_place), p_smem)
             ds_smem[...] = ds
@@ -387,7 +388,7 @@ class _Queries(_Tile):
 
     masks_columns = True
 
-    def cut(self, index: Any) -> None:
+    def cut(self, index: Scalar) -> None:
         """Its queries, and keys."""
         seq = self.seq
         start = seq.q_start + index * ROWS
@@ -398,23 +399,23 @@ class _Queries(_Tile):
         )
         self.steps = _tiles(self.first, self.last)
 
-    def place(self, step: Any) -> tuple[_Place, Any]:
+    def place(self, step: Scalar) -> tuple[_Place, Any]:
         """A tile of keys."""
         head = lax.div(self.head, jnp.int32(self.problem.groups))
         start = self.first + step * ROWS
         return _place(start, self.last, self.seq.k_total), head
 
-    def run(self, dq: Any, dk: Any, dv: Any) -> None:
+    def run(self, dq: Ref, dk: Ref, dv: Ref) -> None:
         """Dq."""
         del dk, dv
         self.load_own(self.queries)
         acc = plgpu.WGMMAAccumulatorRef(_SHAPE, jnp.float32)
         self.store(dq, pl.run_scoped(self._sums, acc) * self.scores.scale)
 
-    def _sums(self, dq: Any) -> Any:
+    def _sums(self, dq: Ref) -> Any:
         queries = self.own, self.own_place, self.stats(self.own_place, self.head)
 
-        def step(i: Any, smem: Any, _: None) -> None:
+        def step(i: Scalar, smem: Ref, _: None) -> None:
             ds = self.score_gradients(queries, (smem, self.place(i)[0]))
             plgpu.wgmma(dq, ds, smem.at[0, 0])
             plgpu.wgmma_wait(0)
@@ -428,6 +429,6 @@ def _spread(column: Any) -> Any:
     return lax.broadcast_in_dim(column, _SHAPE, [0])
 
 
-def _tiles(start: Any, end: Any) -> Any:
+def _tiles(start: Scalar, end: Scalar) -> Any:
     """Of 64 rows, from `start` on."""
     return jnp.maximum(lax.div(end - start + ROWS - 1, jnp.int32(ROWS)), 0)

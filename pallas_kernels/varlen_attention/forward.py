@@ -28,6 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
+from pallas_kernels.mosaic.aliases import Ref, Scalar
 from pallas_kernels.mosaic.copies import chunked, copy_rows
 from pallas_kernels.mosaic.device import DeviceSpec
 from pallas_kernels.mosaic.lanes import store_rows
@@ -132,7 +133,10 @@ def forward_outputs(x: Inputs, with_rest: bool) -> tuple[jax.ShapeDtypeStruct, .
 
 
 def store_outputs(
-    results: tuple[Any, Any], outputs: tuple[Any, ...], here: tuple[Any, ...], rows: Any
+    results: tuple[Any, Any],
+    outputs: tuple[Ref, ...],
+    here: tuple[Any, ...],
+    rows: Scalar,
 ) -> None:
     """Writes the results of 64 queries, `rows` of them real, to `forward_outputs`."""
     (sums, log_sum), (out, lse, *rest) = results, outputs
@@ -225,12 +229,12 @@ def _body(
     blocks: ForwardBlocks,
     structure: Any,
     num_extra: int,
-    table: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    *refs: Any,
-    **scratch: Any,
+    table: Ref,
+    q: Ref,
+    k: Ref,
+    v: Ref,
+    *refs: Ref,
+    **scratch: Ref,
 ) -> None:
     """The kernel: one producer and some consumers."""
     sinks, slopes, bias = structure.unflatten(refs[:num_extra])
@@ -250,7 +254,7 @@ def _body(
         workers = lax.axis_size("worker")
         together = heads_together(problem), problem.groups
 
-        def take(number: Any, ticket: Any) -> dict[str, Any]:
+        def take(number: Scalar, ticket: Scalar) -> dict[str, Scalar]:
             """Tells the consumers which tile it is; without rows it is the end."""
             slots = table[0, _FIELDS.index("slots")]
             slot, head = decode_block(ticket, slots, *together)
@@ -339,8 +343,8 @@ def _body(
 def _hand_over(
     problem: Problem,
     blocks: ForwardBlocks,
-    scratch: Any,
-    warpgroup: Any,
+    scratch: dict[str, Ref],
+    warpgroup: Scalar,
     relative: bool,
 ) -> None:
     """A consumer gives all buffers to the producer."""
@@ -356,9 +360,9 @@ def _hand_over(
 def _drain(
     problem: Problem,
     blocks: ForwardBlocks,
-    scratch: Any,
-    number: Any,
-    steps: Any,
+    scratch: dict[str, Ref],
+    number: Scalar,
+    steps: Scalar,
     relative: bool,
 ) -> None:
     """The producer takes all buffers back: waiters must see each phase of a barrier."""
@@ -377,7 +381,7 @@ def _drain(
             plgpu.barrier_wait(scratch["q_empty"].at[buffer * blocks.consumers + w])
 
 
-def _query_buffer(problem: Problem, number: Any) -> Any:
+def _query_buffer(problem: Problem, number: Scalar) -> Any:
     """The buffer for the queries of a block's nth tile."""
     return lax.rem(number, jnp.int32(query_buffers(problem)))
 
@@ -385,10 +389,10 @@ def _query_buffer(problem: Problem, number: Any) -> Any:
 def _load_queries(
     problem: Problem,
     blocks: ForwardBlocks,
-    q: Any,
-    scratch: Any,
-    tile: dict[str, Any],
-    number: Any,
+    q: Ref,
+    scratch: dict[str, Ref],
+    tile: dict[str, Scalar],
+    number: Scalar,
 ) -> None:
     """The producer: queries of a block's nth tile."""
     buffer, smem = _query_buffer(problem, number), scratch["q_smem"][1]
@@ -404,20 +408,20 @@ def _load_steps(
     problem: Problem,
     blocks: ForwardBlocks,
     relative: TileTerms | None,
-    bias: tuple[Any, ...],
-    k: Any,
-    v: Any,
-    scratch: Any,
-    tile: dict[str, Any],
-    steps: Any,
-    begin: Any,
-    end: Any,
+    bias: tuple[Ref, ...],
+    k: Ref,
+    v: Ref,
+    scratch: dict[str, Ref],
+    tile: dict[str, Scalar],
+    steps: Scalar,
+    begin: Scalar,
+    end: Scalar,
 ) -> None:
     """The producer: keys and values of some steps of a tile."""
     row, head = tile["row"], tile["head"]
     kv_head = lax.div(head, jnp.int32(problem.groups))
 
-    def step(i: Any, _: None) -> None:
+    def step(i: Scalar, _: None) -> None:
         stage = lax.rem(steps + i, jnp.int32(blocks.stages))
         start = step_start(blocks, tile, i)
         for ref, name in ((k, "k"), (v, "v")):

@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
+from pallas_kernels.mosaic.aliases import Ref, Scalar
 from pallas_kernels.mosaic.copies import chunked, copy_rows
 from pallas_kernels.mosaic.tile_scheduler import find_tile
 from pallas_kernels.varlen_attention.config import ROWS, ForwardBlocks, Problem
@@ -73,13 +74,13 @@ def _body(
     slots: int,
     structure: Any,
     num_extra: int,
-    cu_q: Any,
-    cu_k: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    *refs: Any,
-    **scratch: Any,
+    cu_q: Ref,
+    cu_k: Ref,
+    q: Ref,
+    k: Ref,
+    v: Ref,
+    *refs: Ref,
+    **scratch: Ref,
 ) -> None:
     """The kernel: one tile. Neighbors are the heads of the same queries."""
     sinks, slopes = structure.unflatten(refs[:num_extra])
@@ -99,7 +100,7 @@ def _body(
         alone.keys_of(k, v, lax.div(head, jnp.int32(problem.groups)))
         copy_rows(q, row, q0, head, scratch["q_smem"][1].at[0, 0], scratch["q_full"])
 
-        def begin(i: Any, _: None) -> None:
+        def begin(i: Scalar, _: None) -> None:
             alone.load("k", i)
             alone.load("v", i)
 
@@ -109,13 +110,13 @@ def _body(
 
 
 def sequence_of(
-    problem: Problem, cu_q: Any, cu_k: Any, row: Any, number: Any
+    problem: Problem, cu_q: Ref, cu_k: Ref, row: Scalar, number: Scalar
 ) -> Sequences:
     """One sequence of a row; the last one is what the others leave of it."""
     last = problem.max_seqs
     real = number < last
 
-    def of(cu: Any, tokens: int) -> tuple[Any, ...]:
+    def of(cu: Ref, tokens: int) -> tuple[Any, ...]:
         following = jnp.where(real, cu[row, jnp.minimum(number + 1, last)], tokens)
         bounds = cu[row, number], following, cu[row, last]
         return tuple(cut_cu_seqlens(x, tokens) for x in bounds)
@@ -137,11 +138,11 @@ def sequence_of(
 class _Alone(ForwardMainloop):
     """A warpgroup that copies its keys and values itself."""
 
-    def keys_of(self, k: Any, v: Any, head: Any) -> None:
+    def keys_of(self, k: Ref, v: Ref, head: Scalar) -> None:
         """Says what to copy."""
         self.sources, self.kv_head = {"k": k, "v": v}, head
 
-    def load(self, name: str, step: Any) -> None:
+    def load(self, name: str, step: Scalar) -> None:
         """Asks for the keys or values of a step."""
         stage, start = self.stage(step), step_start(self.blocks, self.tile, step)
         smem = self.scratch[f"{name}_smem"][1].at[stage]
@@ -149,7 +150,7 @@ class _Alone(ForwardMainloop):
         source = self.sources[name]
         copy_rows(source, self.tile["row"], start, self.kv_head, smem, full)
 
-    def release(self, name: str, step: Any) -> None:
+    def release(self, name: str, step: Scalar) -> None:
         """Fills the stage of a step again."""
         following = step + self.blocks.stages
         pl.when(following < self.tile["steps"])(lambda: self.load(name, following))

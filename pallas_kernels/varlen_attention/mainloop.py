@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.mosaic.aliases import Ref, Scalar
 from pallas_kernels.mosaic.copies import CHUNK
 from pallas_kernels.mosaic.lanes import any_of_warp, keep_band
 from pallas_kernels.varlen_attention.config import (
@@ -63,7 +64,7 @@ def index_arrays(shape: tuple[int, int]) -> tuple[Any, Any]:
     return rows, columns
 
 
-def in_registers(ref: Any, count: int) -> tuple[Any, ...]:
+def in_registers(ref: Ref, count: int) -> tuple[Any, ...]:
     """The first chunks ``[64, 64]`` of shared memory, as left operands of products."""
     return tuple(
         plgpu.load(ref.at[chunk], layout=plgpu.Layout.WGMMA, optimized=False)
@@ -71,7 +72,7 @@ def in_registers(ref: Any, count: int) -> tuple[Any, ...]:
     )
 
 
-def step_start(blocks: ForwardBlocks, tile: dict[str, Any], step: Any) -> Any:
+def step_start(blocks: ForwardBlocks, tile: dict[str, Scalar], step: Scalar) -> Scalar:
     """The first key of a step; the last step may be moved up to end with the data."""
     return jnp.minimum(
         tile["k0"] + step * blocks.block_k, tile["k_total"] - blocks.block_k
@@ -91,13 +92,13 @@ class ForwardMainloop:
         problem: Problem,
         scores: Scores,
         blocks: ForwardBlocks,
-        tile: dict[str, Any],
-        warpgroup: Any,
-        sink: Any,
-        slope: Any,
-        scratch: Any,
-        buffer: Any = 0,
-        steps_before: Any = 0,
+        tile: dict[str, Scalar],
+        warpgroup: Scalar,
+        sink: Scalar,
+        slope: Scalar,
+        scratch: dict[str, Ref],
+        buffer: Scalar = 0,
+        steps_before: Scalar = 0,
     ) -> None:
         self.problem, self.scores, self.blocks = problem, scores, blocks
         self.tile, self.warpgroup, self.scratch = tile, warpgroup, scratch
@@ -114,17 +115,17 @@ class ForwardMainloop:
 
     # --- pieces of a step -------------------------------------------------------------
 
-    def stage(self, step: Any) -> Any:
+    def stage(self, step: Scalar) -> Scalar:
         """The stage of the ring that holds a step."""
         return lax.rem(self.steps_before + step, jnp.int32(self.blocks.stages))
 
-    def wait(self, name: str, step: Any) -> Any:
+    def wait(self, name: str, step: Scalar) -> Any:
         """The stage of a step, once its keys or values are there."""
         stage = self.stage(step)
         plgpu.barrier_wait(self.scratch[f"{name}_full"].at[stage])
         return stage
 
-    def release(self, name: str, step: Any) -> None:
+    def release(self, name: str, step: Scalar) -> None:
         """Hands the stage of a step back to the producer."""
         plgpu.barrier_arrive(self.scratch[f"{name}_empty"].at[self.stage(step)])
 
@@ -138,7 +139,7 @@ class ForwardMainloop:
             plgpu.barrier_arrive(self.scratch["turn"])
             plgpu.barrier_wait(self.scratch["turn"])
 
-    def multiply_keys(self, acc: Any, stage: Any) -> None:
+    def multiply_keys(self, acc: Ref, stage: Scalar) -> None:
         """Starts ``q @ k.T``, one wgmma group a chunk."""
         for chunk in range(self.problem.chunks):
             keys = self.k_smem.at[stage, chunk].transpose((1, 0))
@@ -146,13 +147,13 @@ class ForwardMainloop:
             queries = self.held[chunk] if held else self.queries.at[chunk]
             plgpu.wgmma(acc, queries, keys)
 
-    def multiply_values(self, acc: Any, weights: Any, stage: Any) -> None:
+    def multiply_values(self, acc: Ref, weights: Any, stage: Scalar) -> None:
         """Starts ``weights @ v``, one wgmma group a chunk."""
         for chunk in range(self.problem.chunks):
             columns = acc.at[:, chunk * CHUNK : (chunk + 1) * CHUNK]
             plgpu.wgmma(columns, weights, self.v_smem.at[stage, chunk])
 
-    def log2_scores(self, products: Any, step: Any, masked: bool) -> Any:
+    def log2_scores(self, products: Any, step: Scalar, masked: bool) -> Any:
         """Scores; times `_log2_factor` they are logarithms to base 2."""
         x = self.scores
         start = step_start(self.blocks, self.tile, step)
@@ -217,7 +218,11 @@ class ForwardMainloop:
         return p, (m_new, limit, total), scales, added
 
     def accumulate(
-        self, sums: Any, state: tuple[Any, ...], scales: Any, added: tuple[Any, Any]
+        self,
+        sums: Any,
+        state: tuple[Any, ...],
+        scales: Any,
+        added: tuple[Any, Any],
     ) -> tuple[Any, tuple[Any, ...]]:
         """Sums and state for a step's values; most steps leave the sums as they are."""
         m, limit, total = state
@@ -250,7 +255,7 @@ class ForwardMainloop:
 
     # --- loops ------------------------------------------------------------------------
 
-    def sections(self, step: Any, carry: Any, start: int) -> Any:
+    def sections(self, step: Scalar, carry: Any, start: int) -> Any:
         """All steps from `start`: with a mask, without, with a mask."""
         first, last, steps = (self.tile[x] for x in ("first", "last", "steps"))
         masked = functools.partial(step, masked=True)
@@ -288,7 +293,7 @@ class ForwardMainloop:
 
         relative = tile_terms(self.scores, self.blocks) is not None
 
-        def step(i: Any, _: None) -> None:
+        def step(i: Scalar, _: None) -> None:
             for name in ("k", "v"):
                 self.wait(name, i)
                 self.release(name, i)
@@ -303,11 +308,11 @@ class ForwardMainloop:
         if self.blocks.ping_pong:
             pl.when(self.warpgroup == 0)(self.take_turns)
 
-    def in_turn(self, state: tuple[Any, ...], acc: Any) -> tuple[Any, tuple[Any, ...]]:
+    def in_turn(self, state: tuple[Any, ...], acc: Ref) -> tuple[Any, tuple[Any, ...]]:
         """Steps one after another; two consumers keep the tensor cores busy."""
         steps = self.tile["steps"]
 
-        def step(i: Any, state: Any, masked: bool) -> Any:
+        def step(i: Scalar, state: Any, masked: bool) -> Any:
             stage = self.wait("k", i)
 
             def product(scores: Any) -> Any:
@@ -342,12 +347,12 @@ class ForwardMainloop:
         return acc[...], state
 
     def overlapped(
-        self, state: tuple[Any, ...], acc: Any
+        self, state: tuple[Any, ...], acc: Ref
     ) -> tuple[Any, tuple[Any, ...]]:
         """While weights of a step are computed, values of the one before multiply."""
         steps = self.tile["steps"]
 
-        def step(i: Any, carry: Any, masked: bool) -> Any:
+        def step(i: Scalar, carry: Any, masked: bool) -> Any:
             state, p = carry
             keys = self.wait("k", i)
             self.take_turns()

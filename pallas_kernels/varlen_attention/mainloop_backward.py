@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.mosaic.aliases import Ref, Scalar
 from pallas_kernels.mosaic.copies import CHUNK
 from pallas_kernels.mosaic.lanes import (
     in_register_order,
@@ -44,7 +45,9 @@ __all__ = ["OwnKeys", "SharedKeys", "query_start"]
 _DQ_PART = plgpu.WGMMAAccumulatorRef((ROWS, CHUNK), jnp.float32)
 
 
-def query_start(blocks: BackwardBlocks, field: Callable[[str], Any], index: Any) -> Any:
+def query_start(
+    blocks: BackwardBlocks, field: Callable[[str], Scalar], index: Scalar
+) -> Any:
     """The first row of a tile of queries; the last one may be moved up."""
     block_q = blocks.block_q
     return jnp.minimum(field("q_start") + index * block_q, field("q_total") - block_q)
@@ -58,11 +61,11 @@ class BackwardMainloop:
         problem: Problem,
         scores: Scores,
         blocks: BackwardBlocks,
-        read: Callable[[str], Any],
-        warpgroup: Any,
-        key_head: Any,
-        slopes: Any,
-        scratch: dict[str, Any],
+        read: Callable[[str], Scalar],
+        warpgroup: Scalar,
+        key_head: Scalar,
+        slopes: Ref,
+        scratch: dict[str, Ref],
     ) -> None:
         self.problem, self.scores, self.blocks = problem, scores, blocks
         # Registers are scarce: what of the tile only some steps need, they read again.
@@ -129,7 +132,7 @@ class BackwardMainloop:
         """Barriers that say what may be written, and how many of each: all of it."""
         return dict(zip(("q_empty", "do_empty"), self.stages, strict=True))
 
-    def run(self, slope_ref: Any) -> tuple[Any, Any]:
+    def run(self, slope_ref: Ref) -> tuple[Any, Any]:
         """The sums dk and dv, fp32; partial sums for slopes are stored."""
         for name, stages in self.free().items():
             for stage in range(stages):
@@ -140,7 +143,7 @@ class BackwardMainloop:
         acc = plgpu.WGMMAAccumulatorRef((ROWS, self.sum_chunks * CHUNK), jnp.float32)
         return pl.run_scoped(functools.partial(self._loop, slope_ref), acc, acc)
 
-    def store(self, ref: Any, values: Any) -> None:
+    def store(self, ref: Ref, values: Any) -> None:
         """Writes its part of dk or dv of the tile to ``[S, H]``."""
         offset = self.key_offset
         start, stop = self.read("k_first") - offset, self.read("k_stop") - offset
@@ -150,7 +153,7 @@ class BackwardMainloop:
         ]
         store_rows(here, values.astype(self.problem.dtype), start, stop)
 
-    def _loop(self, slope_ref: Any, dk: Any, dv: Any) -> tuple[Any, Any]:
+    def _loop(self, slope_ref: Ref, dk: Ref, dv: Ref) -> tuple[Any, Any]:
         first, last = self.read("first"), self.read("last")
         full = self.read("full_first"), self.read("full_last")
 
@@ -159,14 +162,14 @@ class BackwardMainloop:
         loops = heads if self.scores.alibi else 1
         steps = (last - first) * (heads // loops)
 
-        def head_loop(group: Any, number: Any) -> Any:
+        def head_loop(group: Scalar, number: Scalar) -> Any:
             head = self.key_head * heads + group
             row_sums = ()
             if self.scores.alibi:
                 zero = jnp.zeros((ROWS,), jnp.float32)
                 row_sums = plgpu.layout_cast(zero, plgpu.Layout.WGMMA.reduce(1))
 
-            def step(i: Any, carry: Any, **options: bool) -> Any:
+            def step(i: Scalar, carry: Any, **options: bool) -> Any:
                 del i
                 number, index, sums = carry
                 sums = self.afresh().step(
@@ -184,19 +187,19 @@ class BackwardMainloop:
         lax.fori_loop(0, loops, head_loop, jnp.int32(0))
         return dk[...], dv[...]
 
-    def steps(self, count: Any, step: Callable[..., Any], carry: Any) -> Any:
+    def steps(self, count: Scalar, step: Callable[..., Any], carry: Any) -> Any:
         """All steps of a head or of several; the carry begins with a step's number."""
         return lax.fori_loop(0, count, step, carry)
 
     def step(
         self,
-        number: Any,
-        head: Any,
-        index: Any,
-        full: tuple[Any, Any],
+        number: Scalar,
+        head: Scalar,
+        index: Scalar,
+        full: tuple[Scalar, Scalar],
         slope_sums: Any,
-        dk: Any,
-        dv: Any,
+        dk: Ref,
+        dv: Ref,
     ) -> Any:
         """One tile of queries; returns the sums for slopes."""
         raise NotImplementedError
@@ -204,7 +207,7 @@ class BackwardMainloop:
     # --- pieces of a step -------------------------------------------------------------
 
     def start_scores(
-        self, acc: Any, left: Any, right: Any, held: tuple[Any, ...] = ()
+        self, acc: Ref, left: Any, right: Any, held: tuple[Any, ...] = ()
     ) -> None:
         """Starts keys by queries, one wgmma group a chunk."""
         for c in range(self.problem.chunks):
@@ -213,19 +216,19 @@ class BackwardMainloop:
             here = held[c] if c < len(held) else left.at[self.zero + c, rows]
             plgpu.wgmma(acc, here, columns)
 
-    def start_sum(self, acc: Any, left: Any, right: Any, c: int) -> None:
+    def start_sum(self, acc: Ref, left: Any, right: Any, c: int) -> None:
         """Starts a product of keys by queries, a chunk of columns of dk or dv."""
         columns = acc.at[:, c * CHUNK : (c + 1) * CHUNK]
         plgpu.wgmma(columns, left, right.at[self.first_chunk + c])
 
-    def start_dq(self, acc: Any, buffer: Any, n: int) -> None:
+    def start_dq(self, acc: Ref, buffer: Scalar, n: int) -> None:
         """Starts the nth of its parts of dq; both warpgroups' ds lies in the buffer."""
         chunks = jnp.int32(self.problem.chunks)
         unit = n * BACKWARD_CONSUMERS + self.warpgroup
         left = buffer.at[lax.div(unit, chunks)].transpose((1, 0))
         plgpu.wgmma(acc, left, self.k_smem.at[lax.rem(unit, chunks)])
 
-    def hand_over_dq(self, acc: Any) -> None:
+    def hand_over_dq(self, acc: Ref) -> None:
         """Gives a part of dq, which is complete, to the producer, who adds it."""
         plgpu.barrier_wait(self.scratch["dq_empty"].at[self.warpgroup])
         values = in_register_order(plgpu.wgmma_accumulator_load(acc, wait_n=None))
@@ -233,7 +236,7 @@ class BackwardMainloop:
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.scratch["dq_full"].at[self.warpgroup])
 
-    def stats(self, stage: Any, which: int) -> Any:
+    def stats(self, stage: Scalar, which: int) -> Any:
         """Minus lse (0) or minus delta (1) of its queries."""
         return self.scratch["stats_smem"].at[stage, which, self.queries]
 
@@ -243,7 +246,7 @@ class BackwardMainloop:
         dp: Any,
         derivative: Any,
         distance: Any,
-        stage: Any,
+        stage: Scalar,
         slope_sums: Any,
     ) -> tuple[Any, Any]:
         """Ds, and the sums for slopes with it."""
@@ -255,7 +258,12 @@ class BackwardMainloop:
         return ds, slope_sums
 
     def weights(
-        self, s: Any, stage: Any, head: Any, index: Any, full: tuple[Any, Any]
+        self,
+        s: Any,
+        stage: Scalar,
+        head: Scalar,
+        index: Scalar,
+        full: tuple[Scalar, Scalar],
     ) -> tuple[Any, Any, Any]:
         """Weights, the derivative of a score by the product, and distances."""
         x = self.scores
@@ -282,13 +290,13 @@ class BackwardMainloop:
         weights = jnp.exp2(scale_and_add_row(s, factor, self.stats(stage, 0)))
         return weights, derivative, distances
 
-    def shift(self, index: Any) -> Any:
+    def shift(self, index: Scalar) -> Any:
         """How far the first key lies to the right of the first query's diagonal."""
         first_key = self.read("k_base") + self.key_offset
         first_query = query_start(self.blocks, self.read, index) + self.query_offset
         return first_key - first_query - self.read("offset")
 
-    def mask(self, s: Any, index: Any) -> Any:
+    def mask(self, s: Any, index: Scalar) -> Any:
         """``-inf`` for keys that are not the tile's and beyond the window."""
         left, right = self.scores.window
         first, last = self.read("k_first"), self.read("k_stop") - 1
@@ -317,7 +325,7 @@ class OwnKeys(BackwardMainloop):
         """Those of the stages, and both buffers of ds."""
         return super().free() | {"ds_empty": 2}
 
-    def steps(self, count: Any, step: Callable[..., Any], carry: Any) -> Any:
+    def steps(self, count: Scalar, step: Callable[..., Any], carry: Any) -> Any:
         """All steps, and dq of the last one."""
         once = jnp.minimum(count, 1)
 
@@ -325,7 +333,7 @@ class OwnKeys(BackwardMainloop):
         def _() -> None:
             plgpu.barrier_wait(self.scratch["half_a_step"])
 
-        def end(_: Any, number: Any) -> Any:
+        def end(_: Any, number: Scalar) -> Any:
             last = functools.partial(self.last_dq, number - 1)
             pl.run_scoped(last, _DQ_PART)
             return number
@@ -335,7 +343,7 @@ class OwnKeys(BackwardMainloop):
         lax.fori_loop(0, once, end, carry[0])
         return carry
 
-    def _loop(self, slope_ref: Any, dk: Any, dv: Any) -> tuple[Any, Any]:
+    def _loop(self, slope_ref: Ref, dk: Ref, dv: Ref) -> tuple[Any, Any]:
         sums = super()._loop(slope_ref, dk, dv)
         for buffer in range(2):  # see the last phase
             plgpu.barrier_wait(self.scratch["ds_empty"].at[buffer])
@@ -343,13 +351,13 @@ class OwnKeys(BackwardMainloop):
 
     def step(
         self,
-        number: Any,
-        head: Any,
-        index: Any,
-        full: tuple[Any, Any],
+        number: Scalar,
+        head: Scalar,
+        index: Scalar,
+        full: tuple[Scalar, Scalar],
         slope_sums: Any,
-        dk: Any,
-        dv: Any,
+        dk: Ref,
+        dv: Ref,
         begin: bool = False,
     ) -> Any:
         """One tile of queries, and dq of the one before it."""
@@ -357,7 +365,7 @@ class OwnKeys(BackwardMainloop):
         scratch, dtype = self.scratch, self.problem.dtype
         plgpu.barrier_wait(scratch["q_full"].at[stage])
 
-        def weights(s_acc: Any, dp_acc: Any) -> tuple[Any, ...]:
+        def weights(s_acc: Ref, dp_acc: Ref) -> tuple[Any, ...]:
             self.start_scores(s_acc, self.k_smem, self.q_smem.at[stage], self.held)
             plgpu.barrier_wait(scratch["do_full"].at[do_stage])
             self.start_scores(dp_acc, self.v_smem, self.do_smem.at[do_stage])
@@ -381,7 +389,7 @@ class OwnKeys(BackwardMainloop):
         acc = plgpu.WGMMAAccumulatorRef(self.shape, jnp.float32)
         p, ds, slope_sums = pl.run_scoped(weights, acc, acc)
 
-        def products(*dq_acc: Any) -> None:
+        def products(*dq_acc: Ref) -> None:
             chunks = range(self.problem.chunks)
             for c in chunks:
                 self.start_sum(dv, p, self.do_smem.at[do_stage], c)
@@ -404,7 +412,7 @@ class OwnKeys(BackwardMainloop):
             pl.run_scoped(products, _DQ_PART)
         return slope_sums
 
-    def hand_over_ds(self, ds: Any, number: Any) -> None:
+    def hand_over_ds(self, ds: Any, number: Scalar) -> None:
         """Gives ds of a step to both warpgroups."""
         buffer = lax.rem(number, jnp.int32(2))
         plgpu.barrier_wait(self.scratch["ds_empty"].at[buffer])
@@ -414,19 +422,19 @@ class OwnKeys(BackwardMainloop):
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.scratch["ds_full"].at[buffer])
 
-    def start_dq_of(self, number: Any, acc: Any) -> None:
+    def start_dq_of(self, number: Scalar, acc: Ref) -> None:
         """Starts dq of a step, once ds of both warpgroups is there."""
         buffer = lax.rem(number, jnp.int32(2))
         plgpu.barrier_wait(self.scratch["ds_full"].at[buffer])
         self.start_dq(acc, self.scratch["ds_smem"].at[buffer], 0)
 
-    def finish_dq_of(self, number: Any, acc: Any) -> None:
+    def finish_dq_of(self, number: Scalar, acc: Ref) -> None:
         """Gives dq of a step, which is complete, to the producer."""
         buffer = lax.rem(number, jnp.int32(2))
         plgpu.barrier_arrive(self.scratch["ds_empty"].at[buffer])
         self.hand_over_dq(acc)
 
-    def last_dq(self, number: Any, acc: Any) -> None:
+    def last_dq(self, number: Scalar, acc: Ref) -> None:
         """Dq of the last step."""
         self.start_dq_of(number, acc)
         plgpu.wgmma_wait(0)
@@ -438,13 +446,13 @@ class SharedKeys(BackwardMainloop):
 
     def step(
         self,
-        number: Any,
-        head: Any,
-        index: Any,
-        full: tuple[Any, Any],
+        number: Scalar,
+        head: Scalar,
+        index: Scalar,
+        full: tuple[Scalar, Scalar],
         slope_sums: Any,
-        dk: Any,
-        dv: Any,
+        dk: Ref,
+        dv: Ref,
     ) -> Any:
         """One tile of queries."""
         stage, do_stage = (lax.rem(number, jnp.int32(n)) for n in self.stages)
@@ -455,7 +463,7 @@ class SharedKeys(BackwardMainloop):
         p_smem, buffer = scratch["p_smem"], scratch["ds_smem"].at[0]
         plgpu.barrier_wait(scratch["q_full"].at[stage])
 
-        def weights(s_acc: Any, dp_acc: Any) -> Any:
+        def weights(s_acc: Ref, dp_acc: Ref) -> Any:
             self.start_scores(s_acc, self.k_smem, self.q_smem.at[stage], self.held)
             plgpu.barrier_wait(scratch["do_full"].at[do_stage])
             self.start_scores(dp_acc, self.v_smem, self.do_smem.at[do_stage])
@@ -471,7 +479,7 @@ class SharedKeys(BackwardMainloop):
             store_columns(buffer.at[0], ds.astype(dtype), self.query_offset)
             return sums
 
-        def products(*dq_accs: Any) -> None:
+        def products(*dq_accs: Ref) -> None:
             self.meet("ds_full")
             # Parts of dq as far apart as can be: the producer has room for one of each
             # warpgroup, and adds it while the others are multiplied.

@@ -24,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref
 
+from pallas_kernels.mosaic.aliases import Ref, Scalar
 from pallas_kernels.varlen_attention.relative import RelativeBuckets
 
 
@@ -102,7 +103,7 @@ class TileTerms:
         distances = np.arange(lines * TABLE_COLUMNS) - self.reach
         return self.buckets.entry(distances).reshape(lines, TABLE_COLUMNS)
 
-    def base(self, first_query: Any, first_key: Any) -> Any:
+    def base(self, first_query: Scalar, first_key: Scalar) -> Any:
         """Distance of the first query and key of a block, no farther than it matters.
 
         Beyond the reach of the table all distances of the block take the last entry.
@@ -110,7 +111,7 @@ class TileTerms:
         low, high = -(self._limit + self.rows * self.parts), self._limit + self.keys
         return jnp.clip(first_query - first_key, low, high)
 
-    def first_entry(self, table: Any, base: Any, width: int) -> Any:
+    def first_entry(self, table: Ref, base: Scalar, width: int) -> Any:
         """The first entry of the box whose smallest distance is ``base - keys + 1``.
 
         A box starts at whole lines of 16 bytes too; it is wide enough for that.
@@ -153,12 +154,12 @@ class TileTerms:
 
     def load(
         self,
-        scratch: dict[str, Any],
-        stage: Any,
-        arrays: tuple[Any, ...],
-        place: tuple[Any, Any],
-        first_query: Any,
-        first_key: Any,
+        scratch: dict[str, Ref],
+        stage: Scalar,
+        arrays: tuple[Ref, ...],
+        place: tuple[Scalar, Scalar],
+        first_query: Scalar,
+        first_key: Scalar,
     ) -> None:
         """Copies the boxes of a step, once the stage is empty.
 
@@ -196,11 +197,11 @@ class TileTerms:
     def add_step(
         self,
         products: jax.Array,
-        scratch: dict[str, Any],
-        stage: Any,
-        part: Any,
-        first_query: Any,
-        first_key: Any,
+        scratch: dict[str, Ref],
+        stage: Scalar,
+        part: Scalar,
+        first_query: Scalar,
+        first_key: Scalar,
     ) -> jax.Array:
         """`add` of a step, once its boxes are there; then hands them back."""
         plgpu.barrier_wait(scratch["terms_full"].at[stage])
@@ -220,11 +221,11 @@ class TileTerms:
     def add(
         self,
         products: jax.Array,
-        base: Any,
-        part: Any,
-        table: Any,
-        query_box: Any | None,
-        key_box: Any | None,
+        base: Scalar,
+        part: Scalar,
+        table: Ref,
+        query_box: Any,
+        key_box: Any,
     ) -> jax.Array:
         """Adds to each score of a warpgroup the terms that it reads.
 
@@ -254,7 +255,12 @@ class TileTerms:
             ),
         )
         def add_diagonals(
-            ctx: Any, products: Any, base: Any, part: Any, table: Any, boxes: Any
+            ctx: Any,
+            products: Any,
+            base: Scalar,
+            part: Scalar,
+            table: Ref,
+            boxes: Any,
         ) -> Any:
             del ctx
             base, part = base.registers.item(), part.registers.item()
