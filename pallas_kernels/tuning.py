@@ -172,7 +172,7 @@ class Problem(Protocol):
 
     @property
     def key(self) -> str:
-        """Its key in the tables of tuned configs."""
+        """The key of the problem in the tables of tuned configs."""
         ...
 
     def declines(self, device: DeviceSpec) -> str | None:
@@ -244,7 +244,7 @@ def _retune(op_name: str) -> str:
 
 
 def table_path(device: DeviceSpec) -> Path:
-    """Where the table of a device lies; it need not exist."""
+    """The path of the table of a device; the file need not exist."""
     directory = os.environ.get("PALLAS_KERNELS_TUNED_DIR")
     base = Path(directory) if directory else Path(__file__).parent / "tuned"
     return base / f"{device.name}.json"

@@ -34,7 +34,7 @@ from jaxscale.training.corpus import begins_documents
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
-    """Where the model is, what it continues, and how tokens are drawn."""
+    """The model of ``jaxscale generate``, its prompts, and how tokens are drawn."""
 
     source: Annotated[str, tyro.conf.arg(name="from", metavar="DIR")]
     """The output directory of a run, or a Hugging Face directory with config.json,

@@ -543,7 +543,7 @@ _POOLINGS: dict[str, Pooling] = {
 
 
 def _sentence_settings(path: Path) -> dict[str, Any]:
-    """Where the model lies, and the arguments of `Encoder` that the directory says."""
+    """Read the model's folder and the arguments of `Encoder` from a directory."""
     settings: dict[str, Any] = {"path": path}
     file = path / "modules.json"
     if not file.is_file():

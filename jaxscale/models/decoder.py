@@ -299,7 +299,7 @@ class Decoder(nnx.Module):
         lengths: Int[Array, "B"] | None = None,
         cache_is_empty: bool = False,
     ) -> tuple[Float[Array, "B T D"], KVCache]:
-        """As `decode`, but the activations before `unembed`."""
+        """Decode as `decode` does, up to the activations before `unembed`."""
         batch, num_tokens = tokens.shape
         if lengths is None:
             lengths = jnp.full(batch, num_tokens, jnp.int32)

@@ -346,7 +346,7 @@ class EncoderModel(nnx.Module):
         token_types: Int[Array, "B L"] | None = None,
         token_budget: int | None = None,
     ) -> Float[Array, "B *_"]:
-        """As a call on the same sequences packed: packs, computes, unpacks.
+        """Pack padded sequences, compute as a call on them does, and unpack.
 
         Args:
             tokens: Token ids, padded on the right.

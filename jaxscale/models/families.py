@@ -231,7 +231,7 @@ def _lacking(config: DecoderConfig, family: Family[DecoderConfig]) -> list[str]:
 
 
 def _differences(ours: Any, theirs: Any) -> list[str]:
-    """Where a file would not say what `ours` says."""
+    """List where a file would not say what `ours` says."""
 
     def value(config: Any, name: str) -> Any:
         found = getattr(config, name)

@@ -57,7 +57,7 @@ class RelativePositions:
 
     @property
     def buckets(self) -> RelativeBuckets:
-        """Which row of the table a distance takes."""
+        """Return the row of the table that each distance takes."""
         return RelativeBuckets(span=self.span, max_distance=self.max_distance)
 
     @property

@@ -353,7 +353,7 @@ class RowParallelLinear(Linear):
 
 
 class SparsePattern(nnx.Variable):
-    """Which weights a `TileSparseLinear` has; no parameter, training leaves it."""
+    """The weights that a `TileSparseLinear` has; training leaves the pattern alone."""
 
 
 class TileSparseLinear(nnx.Module):

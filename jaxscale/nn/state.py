@@ -183,7 +183,7 @@ class Packed(AttentionState):
     def in_sequence_with(
         self, marked: Bool[Array, "B T"], rules: AxisRules = REPLICATED
     ) -> Bool[Array, "B T"]:
-        """Which tokens belong to a sequence that holds a `marked` token."""
+        """Mark the tokens of sequences that hold a `marked` token."""
 
         def one_row(cu_seqlens: Array, marked: Array) -> Array:
             # Padding has the id -1, the last of as many entries as there are bounds.

@@ -332,7 +332,10 @@ def mean_loss(chunk_size: int = 1024) -> Callable[[Any, Any], Any]:
 
 
 def bytes_per_token(text: TextData) -> float:
-    """Of the held-out text; makes losses of different tokenizers comparable."""
+    """The bytes per token of the held-out text; NaN where none is held out.
+
+    They make the losses of different tokenizers comparable.
+    """
     if text.held_out is None:
         return math.nan
     tokens = text.held_out.tokens

@@ -92,7 +92,7 @@ class Session:
 
     @property
     def bytes_per_token(self) -> float:
-        """Of the held-out text; makes losses of different tokenizers comparable."""
+        """The bytes per token of the held-out text."""
         return bytes_per_token(self.text)
 
 

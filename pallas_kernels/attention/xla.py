@@ -21,7 +21,7 @@ def attention_mask(
     causal: bool,
     window: Window = (None, None),
 ) -> Bool[Array, "B T S"]:
-    """Which of the keys 0, 1, ... each query sees.
+    """Return which of the keys 0, 1, ... each query sees.
 
     Example:
         >>> attention_mask(jnp.array([[2]]), 4, causal=True, window=(1, 0))

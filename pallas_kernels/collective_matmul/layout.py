@@ -107,7 +107,7 @@ class Layout:
         return lax.div(block, blocks), lax.rem(block, blocks)
 
     def slab(self, batch: Any, device: Any) -> Any:
-        """Where the rows of a device lie in a [B*D,m,...] view of [B,D*m,...]."""
+        """Index the rows of a device in a [B*D,m,...] view of [B,D*m,...]."""
         return batch * self.devices + device
 
     @property

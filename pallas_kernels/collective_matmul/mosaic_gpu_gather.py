@@ -165,7 +165,7 @@ class Plan:
         return (self.layout.blocks - 1) * full + last
 
     def chunk(self, piece: Callable[[Scalar], Scalar], index: Scalar) -> Any:
-        """Where a chunk lies: device, row block, leading index, rows and columns.
+        """Locate a chunk: device, row block, leading index, rows and columns.
 
         The row blocks of peers come in the order of their tiles, own ones last.
 
@@ -215,7 +215,7 @@ class Roles:
 
     @classmethod
     def of(cls, plan: Plan, refs: Sequence[Ref], scratch: dict[str, Ref]) -> "Roles":
-        """From what the kernel gets."""
+        """Sort what the kernel gets into the roles' fields."""
         weights = len(plan.columns.tiles)
         x, *refs, gathered = refs
         return cls(

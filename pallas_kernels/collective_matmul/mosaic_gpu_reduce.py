@@ -241,7 +241,7 @@ class Roles:
 
     @classmethod
     def of(cls, plan: Plan, refs: Sequence[Any], scratch: dict[str, Any]) -> "Roles":
-        """From what the kernel gets."""
+        """Sort what the kernel gets into the roles' fields."""
         products = len(plan.tiles)
         identity, out, partial, received = refs[2 * products :]
         sums_smem = scratch["w_smem"]
@@ -282,7 +282,7 @@ class Roles:
         return peers(self.plan.layout.axis_name, self.plan.devices)
 
     def slab(self, batch: Any, distance: Any) -> Any:
-        """Where the rows of the device at a distance lie in [B*D,m,...]."""
+        """Index the rows of the device at a distance in [B*D,m,...]."""
         return self.plan.layout.slab(batch, self.plan.layout.device(distance))
 
     # --- Spare warps ------------------------------------------------------------------

@@ -78,14 +78,14 @@ def matmul_reduce_scatter(xs: Arrays, ws: Arrays, call: Call) -> jax.Array:
 
 
 def matmul_all_reduce(xs: Arrays, ws: Arrays, call: Call) -> jax.Array:
-    """As `matmul_reduce_scatter`, with all rows [B,M,N] on every device."""
+    """Multiply and sum as `matmul_reduce_scatter`; each device gets all rows."""
     return all_reduce(sum_of_products(xs, ws, call), call.axis_name)
 
 
 def ring_all_gather_matmul(
     x: jax.Array, ws: Arrays, call: Call
 ) -> tuple[Arrays, jax.Array]:
-    """As `all_gather_matmul`: multiplies one shard while the next one arrives."""
+    """Compute `all_gather_matmul`, multiplying a shard while the next arrives."""
     if x.size == 0:
         return all_gather_matmul(x, ws, call)
     size, me = call.size, lax.axis_index(call.axis_name)
@@ -99,7 +99,7 @@ def ring_all_gather_matmul(
 
 
 def ring_matmul_reduce_scatter(xs: Arrays, ws: Arrays, call: Call) -> jax.Array:
-    """As `matmul_reduce_scatter`: sums travel while the next ones are multiplied.
+    """Compute `matmul_reduce_scatter`; sums travel while the next are multiplied.
 
     The sum of the rows of device d starts on device d + 1 and visits every other one
     on its way to d. It travels in the type of the result, as many bytes as in the plain
@@ -126,7 +126,7 @@ def ring_matmul_reduce_scatter(xs: Arrays, ws: Arrays, call: Call) -> jax.Array:
 
 
 def ring_matmul_all_reduce(xs: Arrays, ws: Arrays, call: Call) -> jax.Array:
-    """As `matmul_all_reduce`: the ring of `ring_matmul_reduce_scatter`, then a gather.
+    """Compute `matmul_all_reduce` by `ring_matmul_reduce_scatter` and a gather.
 
     The gather is one collective: no product is left that could hide its steps.
     """

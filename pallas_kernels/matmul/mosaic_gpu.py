@@ -286,7 +286,7 @@ class Columns:
         starts = self.starts
 
         def load(i: int, slot: Any) -> Any:
-            """From weight i or an earlier one."""
+            """Load the tile from weight i or an earlier one."""
 
             def from_this(slot: Any) -> Any:
                 return load_tile(

@@ -65,7 +65,7 @@ class Producer:
 
     @property
     def steps(self) -> Any:
-        """Of all query heads of the block."""
+        """The number of steps of all query heads of the block."""
         return self.per_head * self.heads
 
     def load_all(self, q: Ref, k: Ref, v: Ref, dout: Ref, stats: Ref) -> None:
@@ -106,7 +106,7 @@ class Producer:
         plgpu.barrier_wait(self.scratch["turn_empty"])  # see its last phase
 
     def turn(self, step: Scalar, turns: Ref, q_slots: int) -> tuple[Any, Any]:
-        """Who counts additions to dq of a step, and how many come before."""
+        """Return the counter of additions to a step's dq, and how many come before."""
         head, index = self.place(step)
         q_tile = self.tile["q_tile"] + index
         rank = rank_of(self.scores, self.blocks, self.tile, index)

@@ -141,7 +141,7 @@ def _body(
 
 
 def _place(start: Scalar, end: Scalar, total: Any, real: Scalar = 1) -> _Place:
-    """Of a tile; one that would read past the data is moved up.
+    """Place a tile; one that would read past the data is moved up.
 
     What is not real, the rest of a row, is not multiplied.
     """
@@ -326,7 +326,7 @@ class _Keys(_Tile):
     masks_columns = False
 
     def cut(self, index: Scalar) -> None:
-        """Its keys, and the queries of one head."""
+        """Cut out the tile's keys, and the queries of one head that see them."""
         seq, offset = self.seq, self.offset
         left, right = self.scores.window
         start = seq.k_start + index * ROWS
@@ -389,7 +389,7 @@ class _Queries(_Tile):
     masks_columns = True
 
     def cut(self, index: Scalar) -> None:
-        """Its queries, and keys."""
+        """Cut out the tile's queries, and the keys that they see."""
         seq = self.seq
         start = seq.q_start + index * ROWS
         self.own_place = _place(start, seq.q_end, seq.q_total, seq.real)
@@ -430,5 +430,5 @@ def _spread(column: Any) -> Any:
 
 
 def _tiles(start: Scalar, end: Scalar) -> Any:
-    """Of 64 rows, from `start` on."""
+    """Count the tiles of 64 rows from `start` to `end`."""
     return jnp.maximum(lax.div(end - start + ROWS - 1, jnp.int32(ROWS)), 0)

@@ -349,7 +349,7 @@ class ForwardMainloop:
     def overlapped(
         self, state: tuple[Any, ...], acc: Ref
     ) -> tuple[Any, tuple[Any, ...]]:
-        """While weights of a step are computed, values of the one before multiply."""
+        """Overlap the weights of a step with the values of the one before."""
         steps = self.tile["steps"]
 
         def step(i: Scalar, carry: Any, masked: bool) -> Any:

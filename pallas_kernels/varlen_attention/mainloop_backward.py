@@ -94,7 +94,7 @@ class BackwardMainloop:
 
     @property
     def mine(self) -> Any:
-        """Its rows of what both warpgroups' rows make up."""
+        """This warpgroup's rows of what the rows of both make up."""
         return pl.ds(self.warpgroup * ROWS, ROWS)
 
     @property
@@ -109,13 +109,13 @@ class BackwardMainloop:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Its scores of a step, keys by queries."""
+        """The shape of this warpgroup's scores of a step, keys by queries."""
         sharing = BACKWARD_CONSUMERS if self.blocks.shared else 1
         return ROWS, self.blocks.block_q // sharing
 
     @property
     def queries(self) -> Any:
-        """Its queries."""
+        """The queries of this warpgroup."""
         return pl.ds(self.query_offset, self.shape[1])
 
     @property

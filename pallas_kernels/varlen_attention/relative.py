@@ -33,7 +33,7 @@ from jaxtyping import Array, Float, Int
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RelativeBuckets:
-    """Which of ``2 span`` entries a distance takes, as DeBERTa-v2 and v3 define it.
+    """The map from distances to ``2 span`` entries, as DeBERTa-v2 and v3 define it.
 
     For distance ``d = i - j`` of query i and key j::
 

@@ -128,7 +128,7 @@ class _Loops:
 
 
 def _axes(x: Inputs) -> Inputs:
-    """Which inputs have rows, for `jax.vmap`."""
+    """Return the axes of `jax.vmap` over rows, by input."""
     return jax.tree.map(lambda _: 0, x)._replace(sinks=None, slopes=None)
 
 
@@ -178,7 +178,7 @@ def _forward(loops: _Loops, x: Inputs) -> tuple[Array, Array]:
 def _backward(
     loops: _Loops, x: Inputs, dout: Array, lse: Array, delta: Array
 ) -> Inputs:
-    """Of one row."""
+    """Compute the gradients of one row."""
     o = _operands(loops, x)
     scale, relative = loops.scores.scale, loops.scores.relative
     num_queries, num_keys = x.q.shape[0], x.k.shape[0]
@@ -302,7 +302,7 @@ def _packing(x: Inputs) -> tuple[Array, Array]:
 
 
 def _operands(loops: _Loops, x: Inputs) -> _Operands:
-    """Of one row."""
+    """Cut the inputs of one row into blocks."""
     num_queries, num_heads, _ = x.q.shape
     num_kv = x.k.shape[1]
     groups = num_heads // num_kv
@@ -339,7 +339,7 @@ def _operands(loops: _Loops, x: Inputs) -> _Operands:
 
 
 def _inside(cu_seqlens: Array, num_tokens: int) -> Array:
-    """Which rows belong to a sequence."""
+    """Mark the rows that belong to a sequence."""
     return jnp.arange(num_tokens, dtype=jnp.int32) < cu_seqlens[-1]
 
 
@@ -365,7 +365,7 @@ def _rows(x: Array, num_tokens: int) -> Array:
 
 
 def _touched_blocks(start: Array, stop: Array, block: int) -> tuple[Array, Array]:
-    """For each block of rows, the range of column blocks that its intervals touch.
+    """Return the range of column blocks that each block of rows touches.
 
     Args:
         start: [blocks, rows], where the interval of a row starts.

@@ -246,7 +246,7 @@ def _read_shard(
 def _columns(
     entry: TensorMap, name: str, shapes: dict[str, tuple[int, ...]]
 ) -> np.ndarray:
-    """Where the last dimension of a parameter lies in a tensor that several share."""
+    """Find a parameter's last dimension in a tensor that several share."""
     widths = [shapes[other][-1] // entry.groups for other in entry.parameters]
     i = entry.parameters.index(name)
     own = sum(widths[:i]) + np.arange(widths[i])
