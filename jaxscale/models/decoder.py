@@ -28,7 +28,7 @@ from jaxscale.nn.state import AttentionState, Cached, attention_state
 from jaxscale.sharding.operations import constrain, contract
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 from jaxscale.sharding.tensor_parallel import TensorParallel, check_tensor_parallel
-from pallas_kernels.varlen_attention.segments import concrete
+from pallas_kernels.arrays import concrete
 
 
 class Decoder(nnx.Module):

@@ -35,7 +35,7 @@ from jaxscale.nn.self_attention import Attention
 from jaxscale.nn.state import attention_state, token_positions
 from jaxscale.sharding.operations import constrain
 from jaxscale.sharding.rules import REPLICATED, AxisRules
-from pallas_kernels.varlen_attention.segments import concrete
+from pallas_kernels.arrays import concrete
 
 
 class EncoderModel(nnx.Module):

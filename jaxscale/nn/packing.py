@@ -19,13 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Shaped
 
+from pallas_kernels.arrays import concrete
 from pallas_kernels.varlen_attention import (
     positions_from_cu_seqlens,
     segment_ids_from_cu_seqlens,
 )
 from pallas_kernels.varlen_attention.segments import (
     check_cu_seqlens,
-    concrete,
     cut_cu_seqlens,
 )
 

@@ -31,6 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.arrays import concrete
 from pallas_kernels.tile_sparse_matmul.validation import (
     STEP,
     check_columns,
@@ -40,7 +41,6 @@ from pallas_kernels.tile_sparse_matmul.validation import (
     kept_rows,
     room_for,
 )
-from pallas_kernels.varlen_attention.segments import concrete
 
 
 __all__ = ["STEP", "TileSparse"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pallas_kernels.varlen_attention.segments import concrete
+from pallas_kernels.arrays import concrete
 
 
 __all__ = [

@@ -12,23 +12,13 @@ Axes: B sequences, T packed tokens.
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, Int
+
+from pallas_kernels.arrays import concrete
 
 
 type Window = tuple[int | None, int | None]
 """How many keys a query sees to the left and to the right; None is no limit."""
-
-
-def concrete(x: Array | np.ndarray) -> np.ndarray | None:
-    """The values of `x` if they are known now, None under a transformation."""
-    if isinstance(x, Tracer):
-        return None
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        return None
-    values = np.asarray(x)
-    # Differences of unsigned numbers never fall below zero.
-    return values.astype(np.int64) if values.dtype.kind == "u" else values
 
 
 def check_cu_seqlens(

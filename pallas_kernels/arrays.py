@@ -1,0 +1,17 @@
+"""What is known of an array while a program is traced."""
+
+import jax
+import numpy as np
+from jax import Array
+from jax.core import Tracer
+
+
+def concrete(x: Array | np.ndarray) -> np.ndarray | None:
+    """The values of `x` if they are known now, None under a transformation."""
+    if isinstance(x, Tracer):
+        return None
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return None
+    values = np.asarray(x)
+    # Differences of unsigned numbers never fall below zero.
+    return values.astype(np.int64) if values.dtype.kind == "u" else values
