@@ -320,7 +320,7 @@ def syntax(text: str) -> str:
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(body := getattr(node, "body", None), list):
-            node.body = [  # pyright: ignore[reportAttributeAccessIssue]
+            node.body = [
                 part
                 for part in body
                 if not (

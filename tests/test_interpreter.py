@@ -1,8 +1,6 @@
 """What tests/interpreter adds to the Mosaic GPU interpreter, and that it fails."""
 
 # The private names of jax are typed for what they take while tracing.
-# pyright: reportAbstractUsage=false, reportArgumentType=false
-# pyright: reportCallIssue=false, reportPrivateImportUsage=false
 
 import functools
 

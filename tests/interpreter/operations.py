@@ -5,9 +5,6 @@
 """
 
 # The private names of jax are typed for what they take while tracing.
-# pyright: reportArgumentType=false, reportAssignmentType=false
-# pyright: reportCallIssue=false, reportOperatorIssue=false
-# pyright: reportOptionalMemberAccess=false, reportPrivateImportUsage=false
 
 import contextvars
 import dataclasses

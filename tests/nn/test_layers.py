@@ -1,9 +1,6 @@
 """Linear, norms, MLP and block against their formulas in numpy."""
 
 # Wrong types are passed on purpose, and optional parts are there.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalCall=false
-# pyright: reportOptionalSubscript=false, reportOptionalMemberAccess=false
-# pyright: reportOperatorIssue=false
 
 import math
 

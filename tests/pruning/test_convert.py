@@ -1,7 +1,6 @@
 """Sparse models against the masked dense ones that they are made from."""
 
 # Which layers have a bias is known to the tests, not to their types.
-# pyright: reportOptionalSubscript=false
 
 import contextlib
 import dataclasses

@@ -1,7 +1,6 @@
 """The tuner on simulated devices: what it runs is right, and losers are left out."""
 
 # Stand-ins take the place of modules.
-# pyright: reportArgumentType=false, reportOptionalMemberAccess=false
 
 import fcntl
 import json

@@ -1,7 +1,6 @@
 """The public product on a CPU: values, gradients, transformations, messages."""
 
 # Wrong types are passed on purpose.
-# pyright: reportArgumentType=false
 
 import contextlib
 import dataclasses

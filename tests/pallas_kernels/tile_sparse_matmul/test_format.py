@@ -1,7 +1,6 @@
 """The packed weight: round trips, what is refused, files."""
 
 # Wrong types are passed on purpose.
-# pyright: reportArgumentType=false
 
 import dataclasses
 import json

@@ -3,7 +3,6 @@
 All cases have one budget of tokens and one number of sequences, so that one
 compilation of a feature serves all patterns of lengths.
 """
-# pyright: reportArgumentType=false, reportCallIssue=false
 
 import functools
 

@@ -1,5 +1,4 @@
 """The public functions: transformations, meshes, the other entrance, and errors."""
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
 
 import dataclasses
 import functools

@@ -1,6 +1,4 @@
 """The Hopper kernels on a CPU: interpreted, both passes, and lowered for CUDA."""
-# pyright: reportArgumentType=false, reportCallIssue=false
-# pyright: reportAttributeAccessIssue=false
 
 import dataclasses
 import functools

@@ -1,6 +1,4 @@
 """The relative-position bias: buckets, the definition, the portable implementation."""
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
-# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 
 import functools
 import itertools

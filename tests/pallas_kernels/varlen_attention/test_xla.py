@@ -1,6 +1,4 @@
 """The portable implementation against the definition."""
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
-# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 
 import copy
 import dataclasses
