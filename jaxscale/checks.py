@@ -15,12 +15,12 @@ def check_choice(
     """Raise where a setting is none of its choices.
 
     Args:
-        name: Of the setting.
-        value: Its value.
-        choices: What it may be: a collection, or the name of a ``Literal`` type.
+        name: Name of the setting.
+        value: Value of the setting.
+        choices: The values allowed: a collection, or the name of a ``Literal`` type.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the value is something else.
 
     Example:
         >>> check_choice("norm", "batchnorm", ("rmsnorm", "layernorm"))

@@ -1,4 +1,4 @@
-"""What is known of an array while a program is traced."""
+"""Values of arrays that are known while a program is traced."""
 
 import jax
 import numpy as np

@@ -37,7 +37,7 @@ NOISE = 0.02
 
 
 def waves(tiles: int, device: DeviceSpec) -> int:
-    """How often all multiprocessors take a tile."""
+    """Number of waves: rounds in which all multiprocessors take a tile."""
     return -(-tiles // device.num_sms)
 
 

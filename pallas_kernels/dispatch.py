@@ -54,7 +54,7 @@ def dispatch(
         **kwargs: keyword arguments of the implementation.
 
     Returns:
-        What the chosen implementation returned.
+        The result of the chosen implementation.
 
     Raises:
         ValueError: a name is unknown, the sequence is empty, or `implementation` is
@@ -144,7 +144,7 @@ def _check_known(
 
 
 def _reasons(names: Sequence[str], errors: Sequence[Unsupported]) -> str:
-    """Why each of the first names was not taken."""
+    """List why each of the first names was not taken."""
     return "; ".join(
         f"{name}: {error}" for name, error in zip(names, errors, strict=False)
     )

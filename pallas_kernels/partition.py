@@ -73,7 +73,7 @@ def by_shards[R](
             for what XLA computes without a gather.
 
     Returns:
-        What `fn` returns, split as the operands are.
+        The result of `fn`, split as the operands are.
 
     Example:
         >>> import jax.numpy as jnp
@@ -165,7 +165,7 @@ def _split(arrays: Sequence[jax.Array], dims: Sequence[str]) -> dict[str, Any]:
 
 
 def _is_whole(x: jax.Array, letters: str) -> bool:
-    """Whether no dimension is split that must be whole."""
+    """True if no dimension is split that must be whole."""
     spec = jax.typeof(x).sharding.spec
     return all(
         entry is None or letter.islower()

@@ -168,7 +168,7 @@ def lookup[C](
 
 @runtime_checkable
 class Problem(Protocol):
-    """What an op is asked to compute, as the choice of an implementation sees it."""
+    """Sizes of a call of an op, as the choice of an implementation sees them."""
 
     @property
     def key(self) -> str:
@@ -176,14 +176,14 @@ class Problem(Protocol):
         ...
 
     def declines(self, device: DeviceSpec) -> str | None:
-        """Why XLA is expected to be faster, by the cost model, or None."""
+        """Say why XLA is expected to be faster, by the cost model, or None."""
         ...
 
 
 def declines(
     op_name: str, problem: Problem, device: DeviceSpec | None, config: Any = None
 ) -> str | None:
-    """Why the kernel of an op is expected to lose to XLA, or None: the one choice.
+    """Say why the kernel of an op is expected to lose to XLA, or None: the one choice.
 
     What was measured on the device decides: a kernel may lose by the noise of
     measurements, 2%. For problems that are not in the table the cost model does. A
@@ -303,7 +303,7 @@ def save_table(path: Path, op_name: str, entries: Mapping[str, TunedEntry]) -> N
 
 @runtime_checkable
 class Tunable(Protocol):
-    """What a module ``pallas_kernels.<op>.tunable`` offers to the tuner."""
+    """Interface of a module ``pallas_kernels.<op>.tunable``, for the tuner."""
 
     IDLE_SHARE: float
     """Pause after a measurement, as a multiple of the time that the GPU was busy."""
@@ -409,13 +409,13 @@ class _Prepared:
 
     tunable: Tunable
     args: tuple[Any, ...]
-    """Its operands."""
+    """Operands of the case."""
     baseline: Any
     """The compiled baseline."""
     candidates: Mapping[Any, Future]
-    """What each config compiles to."""
+    """Compiled program of each config."""
     skipped: Sequence[str]
-    """What to say of the candidates that do not lower."""
+    """Messages on the candidates that do not lower."""
 
 
 def _prepare(

@@ -21,7 +21,7 @@ COMMANDS = {
     "prune": "prune a trained model, train it under the masks, report",
     "generate": "continue a prompt with a trained or a downloaded model",
 }
-"""What each command does, in a line."""
+"""A line of description for each command."""
 
 _COLUMN = 2 + max(map(len, COMMANDS))
 

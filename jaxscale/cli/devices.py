@@ -12,7 +12,7 @@ def simulate_devices(count: int | None) -> None:
     """Give the process `count` simulated CPU devices instead of the real ones.
 
     Args:
-        count: How many; None keeps the devices of the machine.
+        count: Number of devices; None keeps those of the machine.
 
     Raises:
         UsageError: `count` is not positive, or larger than any machine.

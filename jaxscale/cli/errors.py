@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 
 class UsageError(Exception):
-    """What the user asked for cannot be done; the message says what to change."""
+    """The user asked for something impossible; the message says what to change."""
 
 
 class RunFailed(Exception):

@@ -52,18 +52,18 @@ class GenerateConfig:
     seed: int = 0
     """Decides what is drawn."""
     step: int | None = None
-    """Which checkpoint of a run; the newest by default."""
+    """Step of the checkpoint of a run; the newest by default."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Type of the computation; by default that of the run or of the file."""
     mesh: MeshConfig = MeshConfig()
-    """How a model too large for one device is spread over several."""
+    """Mesh of devices for a model that is too large for one."""
     rules: str = "fsdp_tp"
-    """Which mesh axes split which dimensions, by the name of a preset."""
+    """Sharding rules, by the name of a preset."""
     sparse: bool = True
     """Compute only what a model keeps that was pruned tile-wise; otherwise all of it,
     zeros included."""
     tensor_parallel: Literal["fused", "xla"] | None = None
-    """Who communicates over the mesh axis `tensor`: kernels that multiply meanwhile,
+    """Communication over the mesh axis `tensor`: kernels that multiply meanwhile,
     XLA's collectives written out, or the compiler as it sees fit (None)."""
     devices: int | None = None
     """Simulate this many CPU devices instead of using those of the machine."""

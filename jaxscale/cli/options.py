@@ -36,9 +36,9 @@ def parse[C](
 
     Args:
         kind: A dataclass whose fields have a string under them, which is their help.
-        arguments: What follows the name of the command.
+        arguments: The words after the name of the command.
         prog: The command, for messages.
-        description: What the command does.
+        description: A sentence on what the command does.
         default: Values of the options that are not given.
 
     Raises:

@@ -26,14 +26,14 @@ from jaxscale.training import run as run_directory
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PruneCommand:
-    """What the options of ``jaxscale prune`` describe."""
+    """The options of ``jaxscale prune``."""
 
     source: Annotated[str, tyro.conf.arg(name="from", metavar="DIR")]
     """The output directory of a run of this command line."""
     prune: Annotated[PruneConfig, tyro.conf.arg(name="")] = PruneConfig()
-    """What to prune."""
+    """Pattern, sparsity and layers of the pruning."""
     tune: Annotated[TuneConfig, tyro.conf.arg(name="")] = TuneConfig()
-    """How to score, and when to prune."""
+    """Importance scores, and the schedule of the stages."""
     steps: int = 200
     """Training steps under the masks, with the batches of the run."""
     learning_rate: float | None = None
@@ -41,7 +41,7 @@ class PruneCommand:
     output_dir: Path = Path("runs/pruned")
     """The pruned run: checkpoints, masks.safetensors, metrics and report.html."""
     step: int | None = None
-    """Which checkpoint to prune; the newest by default."""
+    """Step of the checkpoint to prune; the newest by default."""
     mesh: MeshConfig = MeshConfig(fsdp=-1)
     """Devices; what they split is as in the run."""
     devices: int | None = None

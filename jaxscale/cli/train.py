@@ -31,7 +31,7 @@ from jaxscale.training.checkpoint import set_aside_after
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainCommand:
-    """What the options of ``jaxscale train RUN`` describe."""
+    """The options of ``jaxscale train RUN``."""
 
     config: Annotated[TrainConfig, tyro.conf.arg(name="")]
     """The run."""
@@ -82,7 +82,7 @@ def train(
 
     Args:
         config: The settings of the run.
-        resume: Whether to continue the run in the output directory.
+        resume: True continues the run in the output directory.
         step: The checkpoint to continue from; None is the newest that can be read.
 
     Raises:
@@ -123,7 +123,7 @@ def _check_same_text(text: TextData) -> None:
 
 
 def _report(config: TrainConfig, result: FitResult) -> str:
-    """What came out of a run, and what to do next."""
+    """Tell the user the result of a run, and what to do next."""
     step, directory = int(result.state.step), config.output_dir
     if result.interrupted:
         return (

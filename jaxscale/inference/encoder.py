@@ -40,7 +40,7 @@ _SMALLEST_BUDGET = 128
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncodePlan:
-    """How texts are packed: which go into which row, and how large it is."""
+    """The packing of texts: the texts of each row, and the size of the rows."""
 
     lengths: tuple[int, ...]
     """Tokens of each text."""
@@ -93,9 +93,9 @@ class Encoder:
             model: The encoder, with a head if `predict` is to be called. With
                 ``scan_layers=False`` and without a mesh it takes longer to compile and
                 runs faster: `EncoderModel.unstacked`.
-            tokenizer: Its tokenizer.
-            pooling: What `encode` makes of the tokens of a text.
-            normalize: Whether `encode` scales each embedding to length 1.
+            tokenizer: The tokenizer of the model.
+            pooling: The vector of a text, from those of its tokens.
+            normalize: True: `encode` scales each embedding to length 1.
             max_length: Most tokens of a text; None is what the model allows.
             mesh: The devices that the model is on; None is one. Rows are split over
                 the mesh axes of its rule for ``batch``.
@@ -151,11 +151,11 @@ class Encoder:
         Args:
             path: The directory, with ``config.json``, safetensors and
                 ``tokenizer.json``.
-            pooling: In the place of the directory's.
-            normalize: In the place of the directory's.
-            max_length: In the place of the directory's.
+            pooling: Setting to use instead of the directory's.
+            normalize: Setting to use instead of the directory's.
+            max_length: Setting to use instead of the directory's.
             mesh: The devices; None is the first one alone.
-            rules: Which mesh axes split parameters and rows.
+            rules: Mesh axes that split parameters and rows.
             dtype: Type of the computation; None is that of the parameters.
             param_dtype: Type of the parameters; None keeps that of the file.
             **options: Further arguments of `jaxscale.models.load`.
@@ -273,7 +273,7 @@ class Encoder:
         token_budget: int = 16384,
         truncate: bool = False,
     ) -> EncodePlan:
-        """How `encode` would pack `texts`; arguments and errors as there."""
+        """Return the packing that `encode` would use; arguments and errors as there."""
         return self._plan(self._tokenize(texts, truncate), token_budget)
 
     # --------------------------------------------------------------------------------

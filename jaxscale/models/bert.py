@@ -196,7 +196,7 @@ def bert_head(
         values: The parsed ``config.json``.
         kind: The task.
         activation: Key of the activation of the masked-language-model head.
-        default: What it means if it is missing.
+        default: Meaning of a missing key.
         pooled: Activation of the projection of the vector of a sequence.
     """
     if kind == "masked_lm":

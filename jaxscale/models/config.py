@@ -72,7 +72,7 @@ class DecoderConfig:
     parallel_block: bool = False
     """Attention and feed-forward network read one norm and are summed (GPT-J)."""
     parallel_mlp_norm: bool = False
-    """With `parallel_block`: the feed-forward network has a norm of its own (NeoX)."""
+    """The feed-forward network of a `parallel_block` has a norm of its own (NeoX)."""
     attention_bias: bool = False
     """Bias in the query, key and value projections."""
     attention_out_bias: bool = False
@@ -86,7 +86,7 @@ class DecoderConfig:
     window: int | None = None
     """Sliding window: a token attends to this many tokens, itself included."""
     global_layers: tuple[int, ...] = ()
-    """With `window`: numbers of the layers that have none, ascending."""
+    """Layers that see the whole sequence in spite of `window`: numbers, ascending."""
     qk_norm: bool = False
     """RMS norm of the queries and keys of each head before they are rotated (Qwen3)."""
     attention_softcap: float | None = None

@@ -86,7 +86,7 @@ class EncoderModel(nnx.Module):
 
         Args:
             config: Shape and variant.
-            head: What follows the last layer; None returns its activations.
+            head: Head on the last layer; None returns its activations.
             dtype: Type of the computation; norms, rotary angles, softmax and logits are
                 in fp32 whatever it is.
             param_dtype: Type of the parameters.
@@ -224,7 +224,7 @@ class EncoderModel(nnx.Module):
         token_types: Int[Array, "*B T"] | None = None,
         positions: Int[Array, "*B T"] | None = None,
     ) -> Float[Array, "*B _ _"]:
-        """What the head answers, or without one the activations.
+        """Return the output of the head, or without one the activations.
 
         Arguments as for `hidden`. Heads of tokens answer for each token of a row, [B,
         T, ...]; heads of sequences for each sequence, [B, S, ...]. Logits are in fp32.
@@ -239,7 +239,7 @@ class EncoderModel(nnx.Module):
         hidden: Float[Array, "*B T D"],
         cu_seqlens: Int[Array, "*B seqs_plus_1"] | None = None,
     ) -> Float[Array, "*B _ _"]:
-        """What the head says about the activations that `hidden` returns.
+        """Apply the head to the activations that `hidden` returns.
 
         Raises:
             ValueError: there is no head.
@@ -279,7 +279,8 @@ class EncoderModel(nnx.Module):
                 ``cu_seqlens[b, i]`` to ``cu_seqlens[b, i + 1]``. Tokens past the last
                 sequence are padding; their activations mean nothing. None: each row is
                 one sequence without padding.
-            token_types: Which text of a pair each token belongs to; None is the first.
+            token_types: Number of the text of a pair that a token is of; None is the
+                first.
             positions: Position of each token in its sequence; counted from its start if
                 None.
 
@@ -352,7 +353,7 @@ class EncoderModel(nnx.Module):
             tokens: Token ids, padded on the right.
             lengths: Tokens of each row that count; this or `mask`.
             mask: 1 for these tokens and 0 for the padding.
-            token_types: As for `hidden`.
+            token_types: The same as for `hidden`.
             token_budget: Size of the packed buffer, static; None takes ``B * L``, which
                 always suffices and saves nothing but attention.
 
@@ -408,7 +409,7 @@ class EncoderModel(nnx.Module):
 
 
 def _lengths(mask: Array) -> Array:
-    """How many ones each row of a mask begins with."""
+    """Number of ones that each row of a mask begins with."""
     lengths = mask.astype(jnp.int32).sum(axis=1)
     values = concrete(mask)
     if values is not None:

@@ -72,11 +72,11 @@ class EncoderConfig:
     """Taps of a convolution of the embedding beside the first layer, odd; 0 has none
     (DeBERTa-v2)."""
     convolution_activation: ConvolutionActivation = "gelu"
-    """Of that convolution."""
+    """Activation of that convolution."""
     window: int | None = None
     """Keys that a token sees on each side in local layers; None makes all global."""
     global_every: int = 1
-    """With a window: layers 0, n, 2n, ... see the whole sequence, the others do not."""
+    """Period of global attention with a window: layers 0, n, 2n, ... have no window."""
     norm_eps: float = 1e-12
     """Added to the variance."""
     norm_bias: bool = True
@@ -85,7 +85,7 @@ class EncoderConfig:
     """``x + f(norm(x))`` and a last norm (ModernBERT) instead of ``norm(x + f(x))``.
     Attention of the first layer then reads the embedding, normalized, as it is."""
     activation: Activation = "gelu"
-    """Of the feed-forward network."""
+    """Activation of the feed-forward network."""
     attention_bias: bool = True
     """Bias in the four projections of attention."""
     mlp_bias: bool = True
@@ -161,7 +161,7 @@ class EncoderConfig:
 
     @property
     def separate_first(self) -> bool:
-        """Whether the first layer stands apart from the stack of the others."""
+        """True where the first layer stands apart from the stack of the others."""
         return self.pre_norm or self.convolution > 0
 
     def attention(self, layer: int) -> AttentionConfig:

@@ -77,7 +77,7 @@ def encoder_head(
         config: The encoder.
         kind: The task.
         num_labels: Number of labels, for ``sequence`` and ``token``.
-        labels: Their names; they also say their number.
+        labels: Names of the labels; they also say their number.
 
     Raises:
         ValueError: the family has no such head, or the number of labels does not fit.
@@ -173,7 +173,7 @@ def head_from_hf(
 
     Args:
         values: The parsed file.
-        has_pooler: Whether the file holds the weights of a pooler, which the class of
+        has_pooler: True if the file holds the weights of a pooler, which the class of
             an encoder alone does not tell.
 
     Raises:
@@ -221,7 +221,7 @@ def _written(config: Any, family: Family) -> dict[str, Any]:
 
 
 def _lacking(config: DecoderConfig, family: Family[DecoderConfig]) -> list[str]:
-    """What would have to change for `family` to express `config`."""
+    """The settings of `config` that `family` cannot express, in words."""
     try:
         theirs = family.read(Keys(_written(config, family)))
     except ValueError as error:

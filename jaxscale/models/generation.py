@@ -1,4 +1,4 @@
-"""How a published model is meant to be generated from: ``generation_config.json``."""
+"""Settings of generation that a model is published with: ``generation_config.json``."""
 
 import dataclasses
 import json

@@ -155,7 +155,7 @@ def _read_gptj(values: Keys) -> DecoderConfig:
 
 
 def _sizes(values: Keys) -> dict[str, Any]:
-    """What GPT-2 and GPT-J have in common."""
+    """The settings that GPT-2 and GPT-J have in common."""
     width, heads = values["n_embd"], values["n_head"]
     return {
         "vocab_size": values["vocab_size"],

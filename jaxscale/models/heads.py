@@ -1,4 +1,4 @@
-"""What stands behind an encoder: pooling, and heads for the usual tasks.
+"""Pooling behind an encoder, and heads for the usual tasks.
 
 Legend: B rows, T tokens of a row, S sequences of a row, D model, E embedding,
 V vocabulary, C labels.
@@ -56,7 +56,7 @@ class HeadConfig:
     labels: tuple[str, ...] = ()
     """Names of the labels; empty where they have none."""
     pooling: Pooling = "first"
-    """What stands for a sequence: its first token, or the mean or maximum of all."""
+    """Pooling of a sequence: its first token, or the mean or maximum of all."""
     transform: HeadActivation | None = None
     """Activation of a projection before the last; None has no projection."""
     transform_bias: bool = True
@@ -91,7 +91,7 @@ class HeadConfig:
 
     @property
     def pools(self) -> bool:
-        """Whether the answer is one for each sequence, not each token."""
+        """True where the output is one for each sequence, not each token."""
         return self.kind in ("sequence", "pooler")
 
 
@@ -110,7 +110,7 @@ def pool(
         rules: The table of the recipe.
 
     Returns:
-        In the type of `hidden`; zeros for empty sequences.
+        Vectors in the type of `hidden`; zeros for empty sequences.
 
     Example:
         >>> hidden = jnp.array([[[1.0], [3.0], [5.0], [9.0]]])
@@ -188,8 +188,8 @@ class Head(nnx.Module):
             vocab_size: Tokens that ``masked_lm`` chooses from.
             table_dim: Features of the table of tokens, if not `d_model`.
             tied: ``masked_lm`` multiplies by that table instead of a kernel of its own.
-            norm_eps: Of the layer norm.
-            norm_bias: Of the layer norm.
+            norm_eps: Epsilon of the layer norm.
+            norm_bias: True if the layer norm has a bias.
             dtype: Type of the computation; logits are in fp32.
             param_dtype: Type of the parameters.
             rules: The table of the recipe.
@@ -280,7 +280,7 @@ class Head(nnx.Module):
         hidden: Float[Array, "B T D"],
         cu_seqlens: Int[Array, "B seqs_plus_1"] | None = None,
     ) -> Float[Array, "B _ width"]:
-        """What the last projection reads: pooled if asked, then transformed."""
+        """Return the input of the last projection: pooled and transformed as asked."""
         x = hidden
         if self.config.pools:
             x = pool(x, cu_seqlens, self.config.pooling, self.rules)

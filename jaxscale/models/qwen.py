@@ -151,7 +151,7 @@ def _read_qwen3(values: Keys) -> DecoderConfig:
 
 
 def _keys(values: Keys) -> dict[str, Any]:
-    """What Qwen2 and Qwen3 have in common."""
+    """The keys that Qwen2 and Qwen3 have in common."""
     window = values.get("sliding_window", 4096)
     if not values.get("use_sliding_window", False) or "sliding_window" in values.nulls:
         window = None

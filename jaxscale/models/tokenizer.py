@@ -59,7 +59,7 @@ class EncodedText:
     spans: list[tuple[int, int]]
     """Characters of its text that each token stands for; (0, 0) for control tokens."""
     control: list[bool]
-    """Which tokens the template added."""
+    """True for the tokens that the template added."""
 
 
 class Tokenizer:
@@ -98,7 +98,7 @@ class Tokenizer:
             pad_token: The token that fills unused places, None if there is none.
             mask_token: The token that stands for one to be guessed, None if there is
                 none.
-            settings: What else ``tokenizer_config.json`` says, such as
+            settings: The other entries of ``tokenizer_config.json``, such as
                 ``model_max_length`` or ``chat_template``: kept for `save`.
 
         Raises:
@@ -496,7 +496,7 @@ def _without_long_runs(text: str) -> Iterator[str]:
 
 
 def _settings(directory: Path) -> dict[str, Any] | None:
-    """What the files beside a ``tokenizer.json`` say of it, None without any."""
+    """Settings from the files beside a ``tokenizer.json``, None without any."""
     # Older directories name some control tokens only in a file of their own.
     files = [directory / name for name in (_MAP_FILE, _CONFIG_FILE)]
     files = [file for file in files if file.is_file()]
@@ -527,7 +527,7 @@ def _configured(settings: Mapping[str, Any], role: str) -> str | None:
 
 
 def _instead_of(file: Path) -> str:
-    """What to do where `file` does not exist."""
+    """Advice for an error message where `file` does not exist."""
     for name in _OTHER_FILES:
         if (file.parent / name).is_file():
             return (

@@ -38,7 +38,7 @@ type Activation = Literal["swiglu", "geglu", "gelu", "gelu_tanh", "relu"]
 
 
 GATED = {"swiglu": "silu", "geglu": "gelu"}
-"""Of feed-forward networks with a gate projection: what follows the gate."""
+"""Activation of the gate, for feed-forward networks with a gate projection."""
 
 
 class MLP(nnx.Module):
@@ -82,7 +82,7 @@ class MLP(nnx.Module):
             dtype: Type of the computation.
             param_dtype: Type of the parameters.
             rules: The table of the recipe.
-            tensor_parallel: Who communicates: `jaxscale.sharding.column_parallel`.
+            tensor_parallel: Communication: see `jaxscale.sharding.column_parallel`.
             rngs: Source of the keys.
         """
         check_choice("activation", activation, Activation)
@@ -124,7 +124,7 @@ class MLP(nnx.Module):
 
     @property
     def activations(self) -> tuple[str | None, ...]:
-        """What follows each of `inputs`.
+        """The activation of each of `inputs`.
 
         That of a gate is left to `join`: the kernel that multiplies reads the gate
         anyway, and a product would not hide it.
@@ -145,20 +145,20 @@ class MLP(nnx.Module):
         return down(self.join(projected), feature_major=(True, False))
 
     def hidden(self, x: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
-        """What `down` projects, where not all layers are sparse."""
+        """Return the input of `down`, where not all layers are sparse."""
         together = ColumnParallelLinear.together
         return self.join(together(self.inputs, x, self.activations))
 
     @property
     def is_sparse(self) -> bool:
-        """Whether pruning has made all layers sparse."""
+        """True once pruning has made all layers sparse."""
         layers = (*self.inputs, self.down)
         return all(isinstance(layer, TileSparseLinear) for layer in layers)
 
     def join(
         self, projected: Sequence[Float[Array, "*tokens_and_F"]]
     ) -> Float[Array, "*tokens_and_F"]:
-        """What `down` takes, from what `inputs` with `activations` give."""
+        """Join the activated outputs of `inputs` into the input of `down`."""
         *gate, up = projected
         return activate(gate[0], GATED[self.activation]) * up if gate else up
 
@@ -190,7 +190,7 @@ class BlockConfig:
     attention_norm: bool = True
     """False: attention reads the residual stream as it is (pre-norm only)."""
     activation: Activation = "swiglu"
-    """Of the feed-forward network."""
+    """Activation of the feed-forward network."""
     mlp_bias: bool = False
     """Bias in the feed-forward network."""
     parallel: bool = False
@@ -308,7 +308,7 @@ class Block(nnx.Module):
             dtype: Type of the computation.
             param_dtype: Type of the parameters.
             rules: The table of the recipe.
-            tensor_parallel: Who communicates: `jaxscale.sharding.column_parallel`.
+            tensor_parallel: Communication: see `jaxscale.sharding.column_parallel`.
             rngs: Source of the keys.
         """
         self.parallel = config.parallel

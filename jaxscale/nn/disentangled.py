@@ -28,7 +28,7 @@ from pallas_kernels.varlen_attention import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RelativePositions:
-    """How the scores of an attention layer depend on relative positions.
+    """Dependence of the scores of an attention layer on relative positions.
 
     Example:
         >>> positions = RelativePositions(span=256, max_distance=512)  # DeBERTa-v3
@@ -39,7 +39,7 @@ class RelativePositions:
     span: int
     """Half the rows of the table of relative positions."""
     max_distance: int | None = None
-    """Where the logarithmic buckets end; None gives each distance a row."""
+    """End of the logarithmic buckets; None gives each distance a row."""
     content_to_position: bool = True
     """Queries attend to the positions of keys (c2p)."""
     position_to_content: bool = True
@@ -67,7 +67,7 @@ class RelativePositions:
 
     @property
     def num_terms(self) -> int:
-        """How many of the two terms there are."""
+        """Number of the terms there are: 1 or 2."""
         return self.content_to_position + self.position_to_content
 
 
@@ -229,7 +229,7 @@ class DisentangledAttention(Attention):
     def _attend_rows(
         self, q: Array, k: Array, v: Array, cu_seqlens: Array, *tables: Array
     ) -> tuple[Array]:
-        """What the rows and heads of one device attend to."""
+        """Attention of the rows and heads of one device."""
         relative = self.relative
         scale = self.scale
         if self.implementation == "cudnn":

@@ -22,7 +22,7 @@ from jaxscale.sharding.rules import REPLICATED, AxisRules
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How rotary frequencies are stretched beyond the context length of pretraining.
+    """Scaling of rotary frequencies beyond the context length of pretraining.
 
     Example:
         >>> RopeScaling(factor=8.0, original_max_position_embeddings=8192).kind
@@ -33,7 +33,7 @@ class RopeScaling:
     """`linear` divides every frequency by `factor`; `llama3` only the low ones; `yarn`
     (arXiv 2309.00071) too, by another ramp, and makes the logits larger."""
     factor: float
-    """How many times longer the context becomes."""
+    """Factor by which the context becomes longer."""
     low_freq_factor: float = 1.0
     """llama3: wavelengths longer than original / low_freq_factor are stretched."""
     high_freq_factor: float = 4.0
@@ -124,7 +124,7 @@ def rope_inv_freq(
 
 
 def _yarn_ramp(dim: int, theta: float, scaling: RopeScaling) -> np.ndarray:
-    """How much each pair is stretched, from 0 for fast ones to 1 for slow ones."""
+    """Weight of the scaling for each pair, from 0 for fast ones to 1 for slow ones."""
 
     def pair(turns: float) -> float:
         """The pair, as a fraction, that turns so often in the original context."""

@@ -101,7 +101,8 @@ class Linear(nnx.Module):
 
         Args:
             x: Activations.
-            activation: What follows, a name in `pallas_kernels.matmul.ACTIVATIONS`.
+            activation: Activation of the result, a name in
+                `pallas_kernels.matmul.ACTIVATIONS`.
         """
         out = contract(
             "bti,io->bto",
@@ -163,7 +164,7 @@ class ColumnParallelLinear(Linear):
         Args:
             in_features: Features of the input.
             out_features: Features of the output.
-            tensor_parallel: Who communicates: `jaxscale.sharding.column_parallel`.
+            tensor_parallel: Communication: see `jaxscale.sharding.column_parallel`.
             **options: The other arguments of `Linear`.
         """
         check_tensor_parallel(tensor_parallel)
@@ -187,9 +188,9 @@ class ColumnParallelLinear(Linear):
         Layers of another kind, as pruning puts in their place, run one by one.
 
         Args:
-            layers: What projects.
+            layers: The layers, all with the same input.
             x: Activations.
-            activations: What follows each projection: a name in
+            activations: Activation of each projection: a name in
                 `pallas_kernels.matmul.ACTIVATIONS`, or None.
         """
         first = layers[0]
@@ -303,7 +304,7 @@ class RowParallelLinear(Linear):
         Args:
             in_features: Features of the input.
             out_features: Features of the output.
-            tensor_parallel: Who communicates: `jaxscale.sharding.row_parallel`.
+            tensor_parallel: Communication: see `jaxscale.sharding.row_parallel`.
             **options: The other arguments of `Linear`.
         """
         check_tensor_parallel(tensor_parallel)
@@ -395,11 +396,11 @@ class TileSparseLinear(nnx.Module):
 
         Args:
             weight: Stacked shards, [S, ...]; [L, S, ...] for a stack of layers.
-            split: What the shards divide: input features (rows) or output features.
+            split: Dimension of the shards: input features (rows) or output features.
             kernel_axes: Logical axes of the dense kernel.
             out_axes: Logical axes of the result, (batch, tokens, features).
             singles: Weights outside of tiles, in shards like those of `weight`.
-            bias: Of the dense layer.
+            bias: Bias of the dense layer.
             dtype: Type of the computation and the result.
             rules: The table of the recipe.
             implementation: Passed to `tile_sparse_matmul`.
@@ -477,8 +478,9 @@ class TileSparseLinear(nnx.Module):
 
         Args:
             x: [B,T,in]; [in,B,T] with ``feature_major[0]``.
-            activation: What follows, a name in `pallas_kernels.matmul.ACTIVATIONS`.
-            feature_major: Whether features are the leading axis, of `x` and of the
+            activation: Activation of the result, a name in
+                `pallas_kernels.matmul.ACTIVATIONS`.
+            feature_major: True: features are the leading axis, of `x` and of the
                 result. The kernels want them there: between two sparse layers this
                 saves transposes.
 

@@ -48,7 +48,7 @@ class PackedBatch:
     targets: Int[Array | np.ndarray, "B T"]
     """int32, what each token should predict; 0 where there is nothing to predict."""
     loss_mask: Bool[Array | np.ndarray, "B T"]
-    """Which targets count."""
+    """True for the targets that count."""
     cu_seqlens: Int[Array | np.ndarray, "B bounds"] | None
     """int32 [B, S+1], prefix sums of the lengths; the last value is repeated. None:
     each row is one sequence, for which attention has the faster kernels."""
@@ -250,7 +250,7 @@ def assign_rows(
         max_seqs: S, sequences that a row holds.
 
     Returns:
-        For each row, the indices of its sequences in their order.
+        The indices of the sequences of each row, in their order.
 
     Raises:
         ValueError: a sequence is longer than `token_budget`, or an argument is out of

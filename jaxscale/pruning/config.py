@@ -1,4 +1,4 @@
-"""What to prune, and how much: the settings that masks are made from."""
+"""The settings that masks are made from: pattern, sparsity, layers."""
 
 import dataclasses
 import math
@@ -41,8 +41,8 @@ class PruneConfig:
     sparsity: float = 0.75
     """Share of the weights of the chosen layers that is pruned, 0 to below 1."""
     pattern: Pattern = "tw"
-    """What is pruned as a unit: ew (single weights), vw (vectors along K), bw (blocks),
-    2:4, tw_k (tile-wise, rows only), tw (tile-wise, columns then rows), tew (tw and
+    """Sparsity pattern: ew (single weights), vw (vectors along K), bw (blocks), 2:4,
+    tw_k (tile-wise, rows only), tw (tile-wise, columns then rows), tew (tw and
     some single weights)."""
     tile: int = 128
     """G, columns of a tile; the GPU kernels take 64, 128 and 256."""
@@ -58,8 +58,8 @@ class PruneConfig:
     """Rank the units of all chosen layers together, or give every layer the same
     sparsity, which scores want that do not compare across layers (wanda)."""
     apriori: float = 0.0
-    """How much the distribution that ew would choose biases the ranking of tiles: the
-    score of a unit is multiplied by the share of it that ew keeps, to this power."""
+    """Exponent of the a-priori bias in the ranking of tiles: the score of a unit is
+    multiplied by the share of it that ew would keep, to this power."""
     equal_work: bool = False
     """All tiles of a layer keep equally many rows, and so do all shards: a kernel then
     waits for no tile, at some cost in accuracy."""
@@ -67,10 +67,10 @@ class PruneConfig:
     """Tensor-parallel shards that the tiles must fit into and that equal_work
     balances."""
     hidden_together: bool = True
-    """With tw, the gate and up projections of a feed-forward network keep the same
-    columns, and its down projection only rows of these: `jaxscale.pruning.sparsify`
-    then leaves the other hidden features out altogether. Ranked over all layers only:
-    ``scope="layer"`` leaves every layer its own choice."""
+    """Joint choice with tw: the gate and up projections of a feed-forward network keep
+    the same columns, and its down projection only rows of these:
+    `jaxscale.pruning.sparsify` then leaves the other hidden features out altogether.
+    Ranked over all layers only: ``scope="layer"`` leaves every layer its own choice."""
     dense: tuple[str, ...] = ()
     """Layers to leave dense: names as in `blocks.mlp.up`, `blocks.mlp.up.0` for the
     first of a stack, or patterns with * in them. Heads and embeddings

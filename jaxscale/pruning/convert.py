@@ -1,4 +1,4 @@
-"""From a pruned model to one that computes only what was kept.
+"""Conversion of a pruned model to one that computes only what was kept.
 
 Legend: K input features, N output features, F hidden features of a feed-forward
 network, C packed columns, L layers, S shards.
@@ -194,7 +194,7 @@ class _Part:
     tiled: Bool[np.ndarray, "K N"]
     single: Bool[np.ndarray, "K N"]
     columns: Int[np.ndarray, " C"] | None
-    """Of its tiles; those of its rows are the same in all shards."""
+    """Kept columns of a tile; kept rows of a tile are as many in all shards."""
 
 
 def _parts(
@@ -242,9 +242,9 @@ def _pack(
     """Packs shards.
 
     Args:
-        split_parts: What `_parts` gave.
-        masks: All of them.
-        drop: Whether outputs without columns are left out.
+        split_parts: Result of `_parts`.
+        masks: The masks of all layers.
+        drop: True: outputs without columns are left out.
         feeder: The layer that gives the inputs, where it leaves some out.
     """
     split, parts = split_parts

@@ -1,4 +1,4 @@
-"""Which weights of a model are pruned, by name, and modules put in place of others.
+"""The prunable layers of a model by name, and modules put in place of others.
 
 A stack of layers is one weight [L, K, N]: ``blocks.mlp.up``; ``blocks.mlp.up.0`` is
 its first layer.
@@ -161,7 +161,7 @@ def replace_linears(
 
     Args:
         model: The model, which is left as it is.
-        replacements: What to make of the layer of each name.
+        replacements: The new module for the layer of each name.
     """
     copy = jax.tree.map(lambda x: x, model)
     modules = {".".join(map(str, path)): m for path, m in nnx.iter_modules(copy)}

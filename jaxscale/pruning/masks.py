@@ -49,10 +49,10 @@ class Masks:
     """
 
     config: PruneConfig
-    """What they were made from."""
+    """Settings that the masks were made from."""
     kept: Mapping[str, Bool[np.ndarray, "..."]]
-    """Where each weight is kept, [K, N] or [L, K, N], by the name of the layer. Layers
-    of a stack that stay dense keep everything."""
+    """The mask of each layer by name, [K, N] or [L, K, N]: true where a weight is kept.
+    Layers of a stack that stay dense keep everything."""
     tiled: Mapping[str, Bool[np.ndarray, "..."]]
     """The part of it in tiles: all but the single weights of ``tew``."""
     chosen: Mapping[str, list[int]]
@@ -312,7 +312,7 @@ def _of_layer(
 
 
 def layer_shards(layer: Linear, number: int) -> tuple[int, int]:
-    """Over how many of `number` shards rows and columns of a layer are split."""
+    """Return by how many shards rows and columns of a layer are split, of `number`."""
     row, column = (
         number if axis is not None and "tensor" in layer.rules.mesh_axes([axis]) else 1
         for axis in layer.kernel_axes

@@ -23,11 +23,11 @@ def keep_best(
 
     Args:
         scores: Any arrays, one entry a unit.
-        keep: How many units are kept, over all arrays.
+        keep: Number of units that are kept, over all arrays.
         allowed: Units that may be kept at all; None is all of them.
 
     Returns:
-        For each array where it is kept; `keep` true entries in total.
+        The masks of the kept units, of the same shapes; `keep` true entries in total.
 
     Raises:
         ValueError: fewer than `keep` units are allowed.
@@ -68,21 +68,21 @@ def best(scores: Float[np.ndarray, " n"], keep: int) -> Bool[np.ndarray, " n"]:
 
 
 def share_out(
-    total: int, scores: Sequence[Float[np.ndarray, "..."]], room: Sequence[int]
+    total: int, scores: Sequence[Float[np.ndarray, "..."]], capacity: Sequence[int]
 ) -> list[int]:
-    """`total` in as many parts, as equal as can be; the best scores get one more.
+    """Split `total` into parts as equal as can be; the best scores get one more.
 
     Args:
-        total: At most the sum of `room`.
-        scores: Of each part; its mean decides.
-        room: The most that each part takes.
+        total: The sum to split; at most the sum of `capacity`.
+        scores: Scores of the units of each part; their mean decides.
+        capacity: The most that each part takes.
 
     Example:
         >>> scores = [np.array([1.0]), np.array([5.0]), np.array([3.0])]
         >>> share_out(7, scores, [9, 9, 9]), share_out(7, scores, [9, 1, 9])
         ([2, 3, 2], [3, 1, 3])
     """
-    space = np.array(room)
+    space = np.array(capacity)
     # The highest level up to which all parts can be filled.
     level = 0
     while level < space.max() and np.minimum(space, level + 1).sum() <= total:

@@ -1,4 +1,4 @@
-"""What masks did to each layer: numbers and pictures, for whoever draws them.
+"""Numbers and pictures of the masks of each layer, for whoever draws them.
 
 Legend: K input features, N output features, T tiles.
 """
@@ -18,7 +18,7 @@ class LayerReport:
     """One pruned layer."""
 
     name: str
-    """Of the layer, with its place in the stack."""
+    """Name of the layer, with its place in the stack."""
     shape: tuple[int, int]
     """K and N."""
     sparsity: float
@@ -56,8 +56,8 @@ def layer_reports(masks: Masks, scores: Scores) -> list[LayerReport]:
     """A line for each pruned layer, in the order of the names.
 
     Args:
-        masks: What is kept.
-        scores: Of the weights before they were pruned.
+        masks: The masks to report on.
+        scores: Importance of the weights before they were pruned.
 
     Example:
         >>> from flax import nnx

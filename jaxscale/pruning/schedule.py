@@ -1,4 +1,4 @@
-r"""When to prune how much, and training under masks.
+r"""Pruning schedules, and training under masks.
 
 A schedule is a sequence of stages: at a step, go to a sparsity. In `fit` a `Pruner` is
 a hook that prunes at the stages and a transform of the gradients that holds pruned
@@ -87,18 +87,18 @@ class MaskState(NamedTuple):
     """The state of the optimizer under a mask of gradients."""
 
     codes: dict[str, Any]
-    """By layer, for each weight: 0 pruned, 1 in a tile, 2 a single weight."""
+    """Code of each weight, by layer: 0 pruned, 1 in a tile, 2 a single weight."""
 
 
 def mask_gradients(masks: Masks) -> optax.GradientTransformation:
-    """Gradients of pruned weights become zero.
+    """Set the gradients of pruned weights to zero.
 
     First in the chain, before gradients are clipped: then clipping and moments know
     only the weights that are there, and a weight that is zero, as `apply_masks` makes
     it, stays zero under weight decay and any learning rate.
 
     Args:
-        masks: What is kept at first; a `Pruner` changes it at its stages.
+        masks: The first masks; a `Pruner` changes them at its stages.
     """
     codes = _codes(masks)
 
@@ -145,7 +145,7 @@ class Pruner:
 
         Args:
             config: Pattern and layers; its sparsity is that of the last stage.
-            stages: When to prune how much, in rising order.
+            stages: Steps and sparsities, both rising.
             scores: Importance of the weights of a model; called at each stage.
             on_stage: Called with the step and the masks when a stage is done.
 
@@ -249,7 +249,7 @@ def set_masks(state: Any, masks: Masks) -> Any:
 
     Args:
         state: A `TrainState` whose optimizer has `mask_gradients`; it is donated.
-        masks: From now on.
+        masks: The new masks.
     """
     # The shardings stay what they are, for which the step was compiled.
     places = jax.tree.map(lambda x: x.sharding, state)

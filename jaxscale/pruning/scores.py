@@ -1,4 +1,4 @@
-r"""How much each weight matters.
+r"""Importance scores of weights.
 
 A score estimates the damage that removing a weight does, so the scores of the weights
 of a unit add up. All are at least 0.
@@ -53,7 +53,7 @@ def taylor_scores(model: Any, loss: Loss, batches: Iterable[Any]) -> Scores:
     Args:
         model: The model.
         loss: The loss of a model on a batch, for example its mean over tokens.
-        batches: What to measure it on.
+        batches: Batches that the gradients are measured on.
 
     Raises:
         ValueError: there is no batch.
@@ -90,7 +90,7 @@ def wanda_scores(model: Any, loss: Loss, batches: Iterable[Any]) -> Scores:
     Args:
         model: The model.
         loss: Runs the model on a batch, for example the mean loss over tokens.
-        batches: What to measure the activations on.
+        batches: Batches that the activations are measured on.
 
     Raises:
         ValueError: there is no batch.
@@ -118,10 +118,10 @@ def input_squares(
     Args:
         model: The model, which is left as it is.
         loss: A scalar that depends on the output of every layer.
-        batches: What to measure the activations on.
+        batches: Batches that the activations are measured on.
 
     Returns:
-        For each layer [K], or [L, K] for a stack, in fp32.
+        The sums of each layer, [K], or [L, K] for a stack, in fp32.
 
     Raises:
         ValueError: there is no batch.

@@ -51,11 +51,11 @@ class Matrix:
     """A weight to prune, or one of a stack."""
 
     name: str
-    """For messages."""
+    """Name of the layer, for messages."""
     scores: Float[np.ndarray, "K N"]
     """Importance of each element, at least 0."""
     previous: Bool[np.ndarray, "K N"] | None = None
-    """What an earlier stage kept; None for the first stage."""
+    """Units that the stage before kept; None for the first stage."""
     previous_tiled: Bool[np.ndarray, "K N"] | None = None
     """The part of it in tiles."""
     row_shards: int = 1

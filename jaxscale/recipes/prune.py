@@ -57,7 +57,7 @@ from jaxscale.training.report import Report, Series
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TuneConfig:
-    """How weights are scored, and when they are pruned."""
+    """Importance scores of the weights, and the schedule of the stages."""
 
     score: Literal["magnitude", "taylor", "wanda"] = "taylor"
     """Importance of a weight: its square, what its removal changes of the loss to first
@@ -65,8 +65,8 @@ class TuneConfig:
     score_batches: int = 8
     """Batches of training text that taylor and wanda are measured on."""
     schedule: Literal["one_shot", "cubic", "paper"] = "one_shot"
-    """Everything before the first step, or in stages during the first half of the
-    steps: fast at first and slower later, or through the list of the paper."""
+    """Schedule: all before the first step, or in stages during the first half of the
+    steps, fast at first and slower later, or through the list of the paper."""
     stages: int = 5
     """Stages of cubic."""
 
@@ -83,20 +83,20 @@ class Pruned:
     result: FitResult
     """The training under masks."""
     masks: Masks
-    """Those of the last stage."""
+    """Masks of the last stage."""
     scores: Scores
-    """Of the model before it was pruned."""
+    """Importance of the weights of the model before it was pruned."""
     before: Evaluation
-    """Held-out, of the dense model."""
+    """Held-out loss of the dense model."""
     after: Evaluation
-    """Held-out, of the model pruned to the full sparsity at once, before training."""
+    """Held-out loss of the model pruned to the full sparsity at once, untrained."""
 
     measure: Callable[[Any], Evaluation]
-    """Gives the held-out loss of any model on the mesh."""
+    """Function that measures the held-out loss of any model on the mesh."""
 
     @property
     def tuned(self) -> Evaluation:
-        """Held-out, after training under the masks."""
+        """Held-out loss after training under the masks."""
         assert self.result.evaluation is not None  # there is held-out text
         return self.result.evaluation
 
@@ -143,7 +143,7 @@ def tuning_config(
     Args:
         run: Settings of the dense run.
         steps: Training steps under the masks.
-        learning_rate: Its peak; None is half that of the run.
+        learning_rate: Peak of the learning rate; None is half that of the run.
         mesh: Devices.
         output_dir: Directory of the pruned run.
     """
@@ -169,9 +169,9 @@ def open_run(
 
     Args:
         source: The directory of the dense run.
-        config: From `tuning_config`.
-        prune: What will be pruned.
-        step: Which checkpoint; None is the newest that can be read.
+        config: The result of `tuning_config`.
+        prune: Settings of the pruning.
+        step: Step of the checkpoint; None is the newest that can be read.
 
     Raises:
         ValueError: the model cannot be pruned as asked, the text has changed, or the
@@ -233,11 +233,11 @@ def prune_and_tune(
     Args:
         config: Training under the masks: steps, learning rate, mesh, directory.
         model: The dense model on the mesh of `config`; it is left as it is.
-        text: To train and to measure on.
+        text: Text to train and to measure on.
         prune: Pattern and sparsity.
         tune: Scores and schedule.
         say: Called with a line on each thing that was done.
-        writers: As for `fit`.
+        writers: Writers of the records, as in `fit`.
 
     Raises:
         ValueError: the masks cannot be made.

@@ -50,7 +50,7 @@ PROMPTS = ("def read_lines(path):", "class ", "The with statement")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuickstartConfig:
-    """How long the quickstart takes and where it writes."""
+    """Length of the quickstart, and its directory."""
 
     steps: int = 300
     """Training steps of 2,048 tokens."""
@@ -69,7 +69,7 @@ class QuickstartConfig:
 
 
 class Session:
-    """What the steps of one quickstart share."""
+    """State that the steps of one quickstart share."""
 
     def __init__(self, config: QuickstartConfig) -> None:
         """Choose a model and a mesh that suit the devices of this machine."""
@@ -293,7 +293,7 @@ STEPS: tuple[Step, ...] = (
     ("Prune to tiles, train on", prune),
     ("Generate", continue_prompts),
 )
-"""What the quickstart does, in order."""
+"""The steps of the quickstart, in order."""
 
 
 def run(config: QuickstartConfig, steps: Sequence[Step] = STEPS) -> Path:

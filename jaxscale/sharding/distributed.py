@@ -72,7 +72,7 @@ def initialize(
         timeout: Seconds to wait for the other processes.
 
     Returns:
-        What was found: number of the process, their count, coordinator, launcher.
+        The processes found: number of this one, their count, coordinator, launcher.
 
     Raises:
         ValueError: an argument or variable is missing, malformed or contradicts
@@ -147,7 +147,7 @@ def detect(
 
     Args:
         environ: Environment variables, `os.environ`.
-        coordinator: As for `initialize`, and so the rest.
+        coordinator: The same as for `initialize`, and so the rest.
         num_processes: Number of processes.
         process_id: Number of this process.
         local_device_ids: GPUs of this process.

@@ -38,7 +38,7 @@ class MeshConfig:
     tensor: int = 1
     """Shards of heads, hidden features and sequence; -1 for the rest."""
     axis_type: Literal["auto", "explicit"] = "auto"
-    """Whether the compiler propagates shardings or the types of arrays carry them."""
+    """Kind of the axes: the compiler propagates shardings, or types of arrays do."""
 
     def __post_init__(self) -> None:
         """Check what can be checked without devices."""

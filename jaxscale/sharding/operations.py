@@ -72,7 +72,7 @@ def contract(
     be told where the sum goes, Auto axes get a constraint.
 
     Args:
-        subscripts: As for `jax.numpy.einsum`, two operands and the result, one letter
+        subscripts: Terms of `jax.numpy.einsum`: two operands and the result, one letter
             for each dimension.
         x: Activation.
         w: Parameter, already in the type of the computation.
@@ -241,13 +241,13 @@ class Shards:
     """
 
     mesh: AbstractMesh
-    """Of the context, or that of the arguments."""
+    """Mesh of the context, or that of the arguments."""
     free: frozenset[str]
     """The mesh axes that are not Manual yet."""
     divided: frozenset[str]
-    """Those of them that divide every dimension which the rules split over them."""
+    """The free axes that divide every dimension which the rules split over them."""
     rules: AxisRules
-    """The table of the recipe."""
+    """Mesh axes of each logical axis."""
 
     @classmethod
     def of(
@@ -273,7 +273,7 @@ class Shards:
 
     @property
     def devices(self) -> int:
-        """Among how many devices arguments may be split."""
+        """Number of devices among which arguments may be split."""
         return math.prod(self.mesh.shape[name] for name in self.free)
 
     def names(self, axis: str | None) -> tuple[str, ...]:
@@ -282,7 +282,7 @@ class Shards:
         return tuple(n for n in as_tuple(entry) if n in self.divided)
 
     def splits(self, axis: str | None) -> bool:
-        """Whether several devices share the logical `axis`."""
+        """True where several devices share the logical `axis`."""
         return any(self.mesh.shape[name] > 1 for name in self.names(axis))
 
     def spec(self, axes: Sequence[str | None]) -> PartitionSpec:

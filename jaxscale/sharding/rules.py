@@ -122,7 +122,7 @@ class AxisRules:
 _NAMES = frozenset(field.name for field in dataclasses.fields(AxisRules))
 
 REPLICATED = AxisRules()
-"""No axis is split: one device, or full copies everywhere."""
+"""Rules that split no axis: one device, or full copies everywhere."""
 
 
 def dp() -> AxisRules:

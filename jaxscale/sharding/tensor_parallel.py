@@ -276,7 +276,7 @@ class _Region:
     axis: str
     """The mesh axis that it communicates over."""
     splits_tokens: bool
-    """Whether tokens are split over this axis outside of the region."""
+    """True where tokens are split over this axis outside of the region."""
     shards: Shards
     implementation: str | None
 

@@ -58,8 +58,8 @@ class Checkpointer:
         """Open, and if needed make, a directory of checkpoints.
 
         Args:
-            directory: Of this run alone.
-            keep: How many of the newest checkpoints are kept.
+            directory: Directory for this run alone.
+            keep: Number of the newest checkpoints that are kept.
             keep_every: Checkpoints at multiples of this step are kept for good.
             config: Settings that decide what the run computes, as JSON. They are saved
                 with each checkpoint and compared when one is restored.
@@ -144,7 +144,7 @@ class Checkpointer:
         Args:
             target: Arrays or `jax.ShapeDtypeStruct` with the wanted structure, types
                 and shardings, on whatever mesh.
-            step: Which checkpoint; None is the newest that can be read.
+            step: Step of the checkpoint; None is the newest that can be read.
 
         Raises:
             FileNotFoundError: there is no checkpoint, or none of `step`.
@@ -173,7 +173,7 @@ class Checkpointer:
 
         Args:
             target: Module with the wanted types and shardings, for example abstract.
-            step: Which checkpoint; None is the newest that can be read.
+            step: Step of the checkpoint; None is the newest that can be read.
 
         Raises:
             FileNotFoundError: there is no checkpoint, or none of `step`.
@@ -232,7 +232,7 @@ class Checkpointer:
         return steps[-1] if step is None else step
 
     def _newest[R](self, read: Callable[[int], R], step: int | None) -> R:
-        """What `read` finds in the checkpoint of `step`, or in the newest it can."""
+        """Apply `read` to the checkpoint of `step`, or to the newest undamaged one."""
         if step is not None:
             return read(self._find(step))
         self._find(None)
@@ -327,7 +327,7 @@ def complete_steps(directory: str | os.PathLike[str]) -> list[int]:
     """The steps of which there is a checkpoint with all its items, oldest first.
 
     Args:
-        directory: Of the checkpoints; it need not exist.
+        directory: Directory of the checkpoints; it need not exist.
     """
     path = Path(directory)
     return sorted(
@@ -343,7 +343,7 @@ def set_aside_after(directory: str | os.PathLike[str], step: int) -> None:
     A run that is continued from `step` then writes its own.
 
     Args:
-        directory: Of the checkpoints, on which no `Checkpointer` is writing.
+        directory: Directory of the checkpoints; no `Checkpointer` may be writing to it.
         step: The newest that stays.
     """
     path = Path(directory)
@@ -367,7 +367,7 @@ def _numbered(directory: Path) -> list[int]:
 
 
 def _everywhere(ok: bool) -> bool:
-    """Whether it is so on all processes, which must take the same checkpoint."""
+    """True if `ok` on all processes, which must take the same checkpoint."""
     if jax.process_count() == 1:
         return ok
     return bool(np.all(multihost_utils.process_allgather(np.array(ok))))

@@ -48,7 +48,7 @@ class TrainConfig:
     """Preset that says what the mesh splits: replicated, dp, fsdp, fsdp_tp or
     megascale_3d."""
     tensor_parallel: Literal["fused", "xla"] | None = None
-    """Who communicates over the axis `tensor`: kernels that multiply meanwhile, XLA's
+    """Communication over the axis `tensor`: kernels that multiply meanwhile, XLA's
     collectives written out, or the compiler as it sees fit (None). A run may change
     it; the numbers are the same."""
     steps: int = 1000
@@ -56,7 +56,7 @@ class TrainConfig:
     microbatches: int = 1
     """Parts of a batch whose gradients are added before an update: less memory."""
     remat: Literal["none", "full", "dots", "dots_no_batch", "attention"] = "none"
-    """What the forward pass forgets and the backward pass computes again."""
+    """Intermediate results that the backward pass computes again."""
     scan_layers: bool = False
     """Compile one layer and loop over it: deep models compile sooner, steps are a few
     per cent slower, and without `remat` memory holds every intermediate result."""
@@ -142,7 +142,7 @@ class TrainConfig:
         return preset(self.rules)
 
     def of_model(self, model: Any) -> "TrainConfig":
-        """These settings for a model that is given: what it is, it says itself.
+        """Return these settings with those of a given model, which describes itself.
 
         Its types, `remat`, `scan_layers` and `tensor_parallel` take the place of ours.
 
@@ -214,7 +214,7 @@ class TrainConfig:
             ) from error
 
     def identity(self) -> dict[str, Any]:
-        """What a run must keep to continue from its own checkpoint, as JSON.
+        """Return the settings that a run must keep to be continued, as JSON.
 
         The data is not part of it: its iterator knows itself from what it can continue.
         Neither are `steps`, mesh, rules and all that changes speed and reports alone.

@@ -293,7 +293,7 @@ def tokenize(
         documents: The documents.
         tokenizer: Makes the ids. A token that it lacks is left out; one that it uses
             for both purposes, as GPT-2 does, only ends documents.
-        cache_dir: Where the result is kept and looked for, by the texts and the
+        cache_dir: Directory where the result is kept and found by the texts and the
             tokenizer; None keeps it in memory only.
 
     Raises:
@@ -316,7 +316,7 @@ def tokenize(
 
 
 def begins_documents(tokenizer: Tokenizer) -> bool:
-    """Whether documents and prompts begin with the beginning-of-text token."""
+    """True if documents and prompts begin with the beginning-of-text token."""
     return tokenizer.bos_id is not None and tokenizer.bos_id != tokenizer.eos_id
 
 

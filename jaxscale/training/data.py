@@ -41,7 +41,7 @@ from jaxscale.training.corpus import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What to train on, and how it is cut into batches.
+    """The text to train on, and the size of its batches.
 
     Example:
         >>> DataConfig(seq_len=256, batch_size=8).tokens_per_batch
@@ -76,7 +76,7 @@ class DataConfig:
     """Batches made ahead of time on another thread, 1,000 at most; 0 makes each when
     asked."""
     cache_dir: str | None = None
-    """Where the tokenized text is kept for the next run; None keeps it in memory."""
+    """Directory that keeps the tokenized text for the next run; None: memory only."""
 
     def __post_init__(self) -> None:
         """Check the settings that need no files."""
@@ -306,14 +306,14 @@ class PackedBatches:
         Args:
             corpus: The tokens.
             config: Row length, batch size, seed, prefetch.
-            sharding: How the rows of a batch are spread, for example
+            sharding: Sharding of the rows of a batch, for example
                 ``NamedSharding(mesh, rules.spec("batch"))``: each process makes just
                 the rows that its own devices hold. None: everything on the default
                 device of this process.
             epochs: Passes over the corpus, None for no end. The last batch of the last
                 pass is filled up with rows of padding, so all processes take equally
                 many steps.
-            shuffle: Whether documents and rows are shuffled, anew in each epoch.
+            shuffle: True shuffles documents and rows, anew in each epoch.
 
         Raises:
             ValueError: the rows of a batch cannot be spread evenly, or the corpus holds

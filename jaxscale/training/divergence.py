@@ -1,4 +1,4 @@
-"""When a run has diverged: too many updates in a row were not finite."""
+"""Detection of a run that has diverged: too many updates in a row not finite."""
 
 import collections
 import math
@@ -62,5 +62,5 @@ class SkippedInARow:
 
 @jax.jit
 def is_finite(model: Any) -> jax.Array:
-    """Whether the norm of all parameters is a number: what is worth saving."""
+    """True if the norm of all parameters is finite, and so the state worth saving."""
     return jnp.isfinite(global_norm(nnx.state(model, nnx.Param)))

@@ -37,7 +37,7 @@ class LabeledBatch:
     labels: Int[Array | np.ndarray, "B _"]
     """int32, of each sequence [B, S] or of each token [B, T]."""
     loss_mask: Bool[Array | np.ndarray, "B _"]
-    """Which labels count."""
+    """True for the labels that count."""
     num_labels: int | None = dataclasses.field(default=None, metadata={"static": True})
     """One more than the largest label of all batches, if that is known."""
 
@@ -75,16 +75,16 @@ class LabeledBatches:
         """Describe the batches.
 
         Args:
-            texts: From ``Tokenizer.encode_inputs``.
+            texts: Results of ``Tokenizer.encode_inputs``.
             labels: The label of each text; or, for each text, one of each token, -1
                 where none counts.
             seq_len: T, tokens of a row.
             batch_size: B, rows of a batch.
             max_sequences: S, most texts of a row.
             seed: Decides the order of the texts.
-            sharding: How the rows of a batch are spread; None: on the default device.
+            sharding: Sharding of the rows of a batch; None: the default device.
             epochs: Passes over the texts, None for no end.
-            shuffle: Whether texts are shuffled, anew in each epoch.
+            shuffle: True shuffles texts, anew in each epoch.
 
         Raises:
             TypeError: a text is not encoded, or a label is no integer.

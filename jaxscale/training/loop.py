@@ -59,19 +59,19 @@ class Evaluation:
     accuracy: float
     """Part of the tokens that were the model's first guess."""
     tokens: int
-    """How many there were."""
+    """Number of predicted tokens."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FitResult:
-    """What `fit` leaves in memory."""
+    """The results of `fit` that are in memory."""
 
     state: TrainState
     """The state after the last step, on the mesh."""
     evaluation: Evaluation | None
     """The last evaluation; None if there was none."""
     interrupted: bool
-    """Whether a signal ended the run early; its checkpoint is on disk."""
+    """True if a signal ended the run early; its checkpoint is on disk."""
 
 
 def fit(
@@ -103,15 +103,15 @@ def fit(
             arrays are donated. What it is, it says itself: its types, `remat`,
             `scan_layers` and `tensor_parallel` count, whatever `config` says, and are
             what the checkpoints record. None makes a decoder as `config` describes it.
-        loss: What is minimized: `masked_lm_loss`, `classification_loss`, or another
+        loss: The objective: `masked_lm_loss`, `classification_loss`, or another
             function of a model and a batch. None is `next_token_loss`, for decoders.
         hooks: Called after each step.
         gradient_transforms: Optax transforms of the gradients before they are clipped,
             as the masks of a pruned model.
         transforms: More optax transforms before the learning rate.
-        writers: Where records go; None is a progress bar, and ``metrics.jsonl`` and
+        writers: Writers of the records; None is a progress bar, ``metrics.jsonl`` and
             TensorBoard in the output directory.
-        devices: Of the mesh; None is all.
+        devices: Devices of the mesh; None is all.
 
     Returns:
         The final state and the last evaluation.
@@ -216,8 +216,8 @@ def packed_batches(
 
     Args:
         config: The settings of the run.
-        text: From `load_text`.
-        devices: Of the mesh; None is all.
+        text: The result of `load_text`.
+        devices: Devices of the mesh; None is all.
     """
     mesh = make_mesh(config.mesh, devices)
     rows = NamedSharding(mesh, config.axis_rules.spec("batch"))
@@ -260,7 +260,7 @@ def to_rows(batch: Any, config: TrainConfig, mesh: Mesh) -> Any:
 
 @contextlib.contextmanager
 def stop_on_signal() -> Iterator[Callable[[int], bool]]:
-    """Whether to stop after a step, because of a signal.
+    """Give a function that says after each step if a signal asks to stop.
 
     In one process the first SIGTERM or SIGINT asks for it and the second acts as usual.
     Of several processes one that gets a SIGTERM is enough: the preemption service of

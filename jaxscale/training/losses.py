@@ -70,7 +70,7 @@ def chunked_cross_entropy(
             2,000 tokens (rows times positions).
         z_loss: Coefficient of the penalty that keeps the log-sum-exp near zero.
         bias: Added to the logits.
-        rules: Where the arrays are split. Mesh axes that are Manual here hold complete
+        rules: Sharding rules of the arrays. Mesh axes that are Manual hold complete
             arrays: the caller sums over them.
 
     Returns:

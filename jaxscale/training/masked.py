@@ -22,7 +22,7 @@ from pallas_kernels.varlen_attention import segment_ids_from_cu_seqlens
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MaskingConfig:
-    """How tokens are chosen and hidden.
+    """The choice of tokens to predict, and their replacements.
 
     Example:
         >>> MaskingConfig(probability=0.3).mask_share
@@ -84,8 +84,8 @@ class MaskedBatches:
 
         Args:
             batches: Packed text.
-            tokenizer: Of that text; its control tokens are never hidden.
-            config: Which tokens are, and how.
+            tokenizer: Tokenizer of that text; its control tokens are never hidden.
+            config: Choice of the tokens to hide.
 
         Raises:
             ValueError: the tokenizer has no mask token, or rows hold one sequence each,
@@ -173,7 +173,7 @@ def hide_tokens(
     Args:
         batch: Packed rows, with ``cu_seqlens``; its targets are not read.
         first_row: Number of the first row, which decides what is hidden in it.
-        config: Which tokens are hidden, and how.
+        config: Choice of the tokens to hide.
         mask_id: The mask token.
         control_ids: Tokens that are never hidden.
         vocab_size: Random tokens are drawn from so many.

@@ -36,7 +36,7 @@ def peak_flops(device_kind: str) -> float | None:
     """Dense bf16 FLOP/s of a device, None where the table does not know it.
 
     Args:
-        device_kind: As ``jax.devices()[0].device_kind`` says.
+        device_kind: Name of the device, of ``jax.devices()[0].device_kind``.
 
     Example:
         >>> peak_flops("NVIDIA H100 80GB HBM3")
@@ -246,12 +246,12 @@ class Monitor:
         """Describe the run.
 
         Args:
-            writers: Where the records go; `write` is called on the thread.
+            writers: Writers of the records; `write` is called on the thread.
             num_devices: Devices that share the tokens of a step.
-            total_steps: Of the entire run.
+            total_steps: Steps of the entire run.
             log_every: Steps between two records; rates are means over them.
             flops_per_token: FLOPs by convention, for example ``{"causal": 4.5e10}``.
-            peak_flops: Of one device; None leaves the utilization unknown.
+            peak_flops: Peak of one device; None leaves the utilization unknown.
             clock: Gives seconds.
         """
         self._writers = list(writers)

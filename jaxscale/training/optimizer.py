@@ -28,8 +28,8 @@ class OptimizerConfig:
     learning_rate: float = 3e-4
     """Peak learning rate, reached at the end of the warm-up."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    """After the warm-up: a half cosine down to the minimum, or the peak with a linear
-    descent over the last part (warm-up, stable, decay), or the peak."""
+    """Schedule after the warm-up: a half cosine down to the minimum, or the peak with a
+    linear descent over the last part (warm-up, stable, decay), or the peak."""
     warmup_steps: int | None = None
     """Updates over which the learning rate rises linearly to its peak; None is a tenth
     of the run, 100 at most."""
@@ -161,7 +161,7 @@ def make_schedule(config: OptimizerConfig, total_steps: int) -> Schedule:
 
 
 def decays(variable: nnx.Variable) -> bool:
-    """Whether weight decay applies: to matrices, not to scales and biases.
+    """True where weight decay applies: to matrices, not to scales and biases.
 
     The rank alone does not tell: in a stack of blocks the scale of a norm has the shape
     [L, D]. The logical axes do: what is left without ``"layers"`` has two or more

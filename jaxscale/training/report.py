@@ -32,7 +32,7 @@ class Series:
     """One line of a plot."""
 
     name: str
-    """What the legend shows."""
+    """Label in the legend."""
     x: Sequence[float]
     """Horizontal positions."""
     y: Sequence[float]
@@ -111,9 +111,9 @@ class Report:
 
         Args:
             series: The lines.
-            x_title: What the horizontal axis shows, with its unit.
-            y_title: What the vertical axis shows, with its unit.
-            log_y: Whether the vertical axis is logarithmic.
+            x_title: Title of the horizontal axis, with the unit.
+            y_title: Title of the vertical axis, with the unit.
+            log_y: True makes the vertical axis logarithmic.
 
         Raises:
             ImportError: plotly is missing; the message names the extra.
@@ -139,8 +139,8 @@ class Report:
 
         Args:
             series: One color of bars each; `x` are their middles, `y` their heights.
-            x_title: What the horizontal axis shows, with its unit.
-            y_title: What the vertical axis shows, with its unit.
+            x_title: Title of the horizontal axis, with the unit.
+            y_title: Title of the vertical axis, with the unit.
 
         Raises:
             ImportError: plotly is missing; the message names the extra.
@@ -158,8 +158,8 @@ class Report:
 
         Args:
             values: Rows of numbers from 0 (white) to 1.
-            x_title: What the columns are.
-            y_title: What the rows are.
+            x_title: Title of the columns.
+            y_title: Title of the rows.
 
         Raises:
             ImportError: plotly is missing; the message names the extra.

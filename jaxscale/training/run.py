@@ -29,9 +29,9 @@ from jaxscale.training.data import TextData
 
 RUN_FILE = "run.json"
 FAILED_FILE = "run.failed.json"
-"""In its place where the run ended before its first checkpoint."""
+"""Name of that file where the run ended before its first checkpoint."""
 MASKS_FILE = "masks.safetensors"
-"""Beside it where the run is that of a pruned model."""
+"""Masks beside it, where the run is that of a pruned model."""
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def _has_fields(hint: Any, value: Any) -> bool:
 
 
 def is_run(directory: Path) -> bool:
-    """Whether `directory` is the directory of a run."""
+    """True if `directory` is the directory of a run."""
     return (directory / RUN_FILE).is_file()
 
 
@@ -155,13 +155,13 @@ def load_model(
     """The dense model of a checkpoint, straight onto the mesh.
 
     Args:
-        directory: Of the run.
+        directory: Directory of the run.
         mesh: The devices.
-        rules: What the mesh splits.
-        dtype: Of the computation; None is that of the run.
-        step: Which checkpoint; None is the newest.
-        tensor_parallel: Who communicates, whatever it was during the run.
-        training: Whether the model is trained on: then it recomputes, loops over its
+        rules: Mesh axes of each logical axis.
+        dtype: Type of the computation; None is that of the run.
+        step: Step of the checkpoint; None is the newest.
+        tensor_parallel: Communication of the model, whatever it was during the run.
+        training: True for a model that is trained on: it recomputes, loops over its
             layers and communicates as during the run.
 
     Raises:
@@ -205,9 +205,9 @@ def check_free(
     A run that has saved nothing binds nobody: other settings may resume it.
 
     Args:
-        directory: Where the run writes.
-        config: Its settings.
-        resume: Whether it may continue the run that is there.
+        directory: Directory that the run writes to.
+        config: Settings of the run.
+        resume: True: it may continue the run that is there.
         step: The checkpoint that it continues from; None is the newest.
 
     Raises:
@@ -286,7 +286,7 @@ def _read(directory: Path) -> dict[str, Any]:
 
 
 def _identity(config: TrainConfig) -> dict[str, Any]:
-    """What a continued run may not change, by dotted names.
+    """The settings that a continued run may not change, by dotted names.
 
     Where the text comes from is free: what it is, `check_text` compares.
     """

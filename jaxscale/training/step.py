@@ -120,10 +120,11 @@ def make_train_step(
         schedule: Learning rate by count of applied updates, for the metrics alone.
         microbatches: Parts of a batch that are differentiated one after the other. Each
             device cuts its own rows, so nothing moves between devices.
-        rules: Where gradients and rows are split.
-        shardings: Of the state that comes out, for example ``jax.tree.map(lambda x:
-            x.sharding, state)``. Without, the compiler may write an equal sharding in
-            another way, for which the second call compiles again.
+        rules: Sharding rules of gradients and rows.
+        shardings: Shardings of the state that comes out, for example
+            ``jax.tree.map(lambda x: x.sharding, state)``. Without, the compiler may
+            write an equal sharding in another way, for which the second call compiles
+            again.
 
     Returns:
         The step. Its metrics are scalars: mean `loss` and `z_loss` by token,

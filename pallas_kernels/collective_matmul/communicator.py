@@ -1,4 +1,4 @@
-"""What warps do that read from other GPUs while the rest of their block multiplies.
+"""Warps that read from other GPUs while the rest of their block multiplies.
 
 What such a warp reads is cut into *pieces*, each announced to whoever waits for it by a
 signal, and pieces into *chunks*, lines of memory that pass through a buffer in shared
@@ -92,7 +92,7 @@ def peers(axis_name: str, devices: int) -> list[tuple[int, Any]]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chunks:
-    """How rows of an array are cut into chunks, each one line of memory.
+    """Tiling of the rows of an array into chunks, each contiguous in memory.
 
     Only for such a line does a kernel look up where a peer keeps its array. For boxes
     of an array the host writes descriptors with that address, and in a CUDA graph it

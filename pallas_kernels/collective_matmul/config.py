@@ -1,4 +1,4 @@
-"""What a collective matrix product is asked for, and how it is cut.
+"""Collective matrix products: the call, the problem, the tiling, and its choice.
 
 The call, the problem, the config, and its choice.
 
@@ -31,7 +31,7 @@ Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CollectiveConfig(MatmulConfig):
-    """How the kernel cuts a matrix product, and how it fetches what peers have."""
+    """Tiling of the matrix product in the kernel, and of its copies from peers."""
 
     store_slots: int = 1
     buffers: int = 2
@@ -68,7 +68,7 @@ class CollectiveConfig(MatmulConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """What a call of an op asks for, apart from its operands."""
+    """Arguments of a call of an op, apart from its operands."""
 
     axis_name: str
     """Mesh axis over which devices communicate."""
@@ -79,9 +79,9 @@ class Call:
     out_dtype: jnp.dtype
     """Type of the products."""
     implementation: str | tuple[str, ...] | None = None
-    """As the caller gave it."""
+    """Implementations that the caller named."""
     config: CollectiveConfig | None = None
-    """As the caller gave it; gradients look theirs up."""
+    """Config that the caller gave; gradients look theirs up."""
     device: DeviceSpec | None = None
     """The GPU that kernels are built for."""
     tracked: bool = False
@@ -107,7 +107,7 @@ class CollectiveProblem:
     """One collective product as each of D devices sees it."""
 
     kind: Kind
-    """Which collective."""
+    """The collective."""
     batch: int = 1
     """Leading axes, merged."""
     m: int
@@ -171,7 +171,7 @@ class CollectiveProblem:
         return " ".join(parts + ["rhs_transposed"] * self.rhs_transposed)
 
     def declines(self, device: DeviceSpec) -> str | None:
-        """Why XLA is the better choice where nothing was measured, if it is."""
+        """Say why XLA is expected to be faster where nothing was measured, or None."""
         del device
         rows, least = self.batch * self.m, _LEAST_ROWS * self.devices
         if self.kind == "all_reduce":

@@ -43,7 +43,7 @@ def by_device_order(
         *arrays: the arguments of both.
 
     Returns:
-        What the chosen function returns.
+        The result of the chosen function.
 
     Raises:
         Unsupported: devices are in another order and `portable` is None. It is raised
@@ -92,7 +92,7 @@ def _lower(context: Any, *args: Any, op_name: str, kernel: Any, portable: Any) -
 
 
 def _out_of_order(context: Any) -> str | None:
-    """What is wrong with the devices of a mesh; an abstract mesh has none."""
+    """Say what is wrong with the devices of a mesh; an abstract mesh has none."""
     mesh = getattr(context.module_context.axis_context, "mesh", None)
     if not isinstance(mesh, Mesh):
         return None

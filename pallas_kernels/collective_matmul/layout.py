@@ -1,4 +1,4 @@
-"""How the rows of several devices lie, how kernels cut them, and how they start.
+"""Layout of the rows of several devices, their tiling, and the launch of kernels.
 
 Axis letters: B leading axes, M rows of all devices, m rows of one, K contraction,
 N columns; D devices. A *row block* is `tile_m` rows of one device; the *distance* of a
@@ -119,7 +119,7 @@ class Layout:
         return block * 2 + lax.axis_index("cluster")
 
     def pieces_of_block(self, count: int) -> tuple[Any, Callable[[Any], Any]]:
-        """How many of the pieces a block moves, and the number of its i-th one.
+        """Return how many of the pieces a block moves, and the number of its i-th one.
 
         They are dealt out one by one, so that neighbors are under way together.
         """

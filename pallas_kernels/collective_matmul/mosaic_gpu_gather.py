@@ -109,11 +109,11 @@ class Plan:
     columns: Columns
     """The tiles of each weight, one weight after the other."""
     chunks: Chunks
-    """How rows are read from a peer."""
+    """Chunks in which rows are read from a peer."""
 
     @property
     def config(self) -> CollectiveConfig:
-        """How the products are cut."""
+        """Tiling of the products."""
         return self.layout.config
 
     @property
@@ -194,10 +194,10 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Roles:
-    """What the warps of a block do."""
+    """Roles of the warps of a block."""
 
     plan: Plan
-    """How the work is cut."""
+    """Plan of the work."""
     x: Ref
     """Rows of this device, [B,m,K]."""
     ws: Sequence[Ref]

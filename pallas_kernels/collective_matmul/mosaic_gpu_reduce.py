@@ -140,13 +140,13 @@ class Plan:
     tiles: Sequence[Tiles]
     """The tiles of each product; their sums share one output tile."""
     chunks: Chunks
-    """How a tile is read from a peer."""
+    """Chunks in which a tile is read from a peer."""
     share: bool
-    """Whether all devices get the sums of all rows."""
+    """True: all devices get the sums of all rows."""
 
     @property
     def config(self) -> CollectiveConfig:
-        """How the products are cut."""
+        """Tiling of the products."""
         return self.layout.config
 
     @property
@@ -209,10 +209,10 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Roles:
-    """What the warps of a block do."""
+    """Roles of the warps of a block."""
 
     plan: Plan
-    """How the work is cut."""
+    """Plan of the work."""
     xs: Sequence[Any]
     """Left operands, [B*D,m,K_i]."""
     ws: Sequence[Any]

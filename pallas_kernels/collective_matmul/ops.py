@@ -61,7 +61,7 @@ SIZES = (2, 4, 8)
 """Devices of an axis that the kernels are built for."""
 
 PREFERRED = ("mosaic_gpu", "xla")
-"""What ``implementation=None`` tries, in this order."""
+"""Implementations that ``implementation=None`` tries, in this order."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class Op:
     name: str
     """Name of the public function."""
     kind: Kind
-    """How it communicates, as in keys of tuned configs."""
+    """Pattern of communication, as in keys of tuned configs."""
     kernel: Callable[..., Any]
     """``(x, ws, call, config, device)``, for Hopper."""
     xla: Implementation
@@ -85,7 +85,7 @@ class Op:
 
     @property
     def implementations(self) -> Mapping[str, Implementation]:
-        """What computes the op, by name."""
+        """Implementations of the op, by name."""
         return {
             "mosaic_gpu": functools.partial(_run_kernel, self),
             "xla": functools.partial(_run_portable, self, "xla", self.xla),
@@ -129,7 +129,7 @@ def run(op: Op, x: Any, ws: Arrays, call: Call) -> Any:
         call: the rest.
 
     Returns:
-        As the functions of `pallas_kernels.collective_matmul.xla`.
+        The result of the function of `pallas_kernels.collective_matmul.xla`.
     """
     implementations = op.implementations
     if call.implementation is None:
@@ -397,7 +397,7 @@ def _weight_gradient(
 
 
 def _local(call: Call) -> str | None:
-    """What multiplies without communication: XLA if the caller asked for XLA alone."""
+    """Implementation of the local products: XLA if the caller asked for XLA alone."""
     names: Sequence[str] = (
         (call.implementation,)
         if isinstance(call.implementation, str)

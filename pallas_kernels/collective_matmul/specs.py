@@ -18,7 +18,7 @@ class Spec:
     name: str
     """Model and layer."""
     kind: Literal["all_gather", "reduce_scatter"]
-    """How the layer communicates in training; `matmul_all_reduce` takes the latter."""
+    """Pattern of the layer in training; `matmul_all_reduce` takes the latter."""
     n: int
     """Output features."""
     k: int

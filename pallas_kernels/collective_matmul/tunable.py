@@ -1,4 +1,4 @@
-"""What the tuner needs to know of the collective matrix products.
+"""The collective matrix products, as the tuner sees them.
 
 Dispatching a call to several GPUs takes longer than many calls, so a program calls an
 op many times in a loop: once for each entry of the first operand. Their number is part
@@ -49,7 +49,7 @@ IDLE_SHARE: float = 1
 AXIS = "tensor"
 
 DECODE_ROWS = 512
-"""Up to as many rows an all-reduce is tuned too, which serves decoding."""
+"""Most rows for which an all-reduce is tuned too, which serves decoding."""
 
 SECONDS = 0.03
 """A timed program runs about as long."""
@@ -89,7 +89,7 @@ def _mesh(problem: CollectiveProblem) -> Mesh:
 
 
 def _specs(problem: CollectiveProblem) -> tuple[P, P, P]:
-    """How x, the weights and the output are split."""
+    """Partitions of x, the weights and the output."""
     rows, columns = P(None, AXIS), P(None, None, AXIS)
     w_in, w_out = (P(AXIS), P(None, AXIS))
     if problem.rhs_transposed:
@@ -100,7 +100,7 @@ def _specs(problem: CollectiveProblem) -> tuple[P, P, P]:
 
 
 def _calls(problem: CollectiveProblem) -> int:
-    """How many calls take `SECONDS`, about; 2 where there is no GPU."""
+    """Number of calls that take about `SECONDS`; 2 where there is no GPU."""
     if jax.default_backend() != "gpu":
         return 2
     rows = problem.batch * problem.m

@@ -1,4 +1,4 @@
-"""How the Hopper kernel of layer normalization is cut."""
+"""Tiling of the Hopper kernel of layer normalization."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ __all__ = ["LayerNormConfig"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerNormConfig:
-    """How the kernel shares the rows among warps."""
+    """Distribution of the rows among warps."""
 
     rows: int = 4
     """Rows that a block of four warps has in registers; a multiple of 4."""

@@ -25,17 +25,17 @@ from pallas_kernels.mosaic import DeviceSpec, check_hopper
 __all__ = ["MOST_COLUMNS", "heuristic", "layer_norm"]
 
 MOST_COLUMNS = 5120
-"""Of a row: 160 numbers a lane, of which nine spill. The kernel takes 0.95 to 1.00 of
-XLA's time then (H200), and with 6,144 more."""
+"""Most columns of a row: 160 numbers a lane, of which nine spill. The kernel takes 0.95
+to 1.00 of XLA's time then (H200), and with 6,144 more."""
 
 WARPS = 4
-"""Of a block, and rows that it has at least."""
+"""Warps of a block, and rows that it has at least."""
 
 LANES = 32
 
 
 def heuristic(t: int, d: int, device: DeviceSpec) -> LayerNormConfig:
-    """How the kernel cuts [t,d].
+    """Choose the tiling of [t, d].
 
     A multiprocessor has the registers of about 7,000 / d blocks of 4 rows, or of 4,000
     / d of 8: more rows where with 4 a second wave of blocks would begin, and with 8

@@ -1,4 +1,4 @@
-"""What follows a product: activations by name, for XLA and for Pallas kernels."""
+"""Activations of products by name, for XLA and for Pallas kernels."""
 
 import functools
 import math

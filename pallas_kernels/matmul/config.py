@@ -1,4 +1,4 @@
-"""How a matrix product is stored and cut: the problem, the config, and its choice.
+"""Layout and tiling of a matrix product: the problem, the config, and its choice.
 
 Axis letters: M rows, K contraction, N columns.
 """
@@ -28,7 +28,7 @@ CONSUMERS = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatmulConfig:
-    """How the kernel cuts a matrix product."""
+    """Tiling of a matrix product in the kernel."""
 
     tile_m: int = 128
     """Rows of an output tile; a multiple of 64."""
@@ -163,7 +163,7 @@ class Problem:
         return " ".join(parts)
 
     def declines(self, device: DeviceSpec) -> str | None:
-        """Why XLA is the better choice where nothing was measured, if it is."""
+        """Say why XLA is expected to be faster where nothing was measured, or None."""
         if 0 in (self.m, self.n, self.k):
             return "the product is empty"
         if self.m % 8:
@@ -195,7 +195,7 @@ class DenseProblem:
         return f"m={self.m} n={'+'.join(map(str, self.n))}"
 
     def declines(self, device: DeviceSpec) -> str | None:
-        """Why XLA is the better choice where nothing was measured, if it is."""
+        """Say why XLA is expected to be faster where nothing was measured, or None."""
         if 2 * self.m * sum(self.n) < device.num_sms * 128 * 192:
             return (
                 f"{self.key} gives less than half of the GPU a tile, and XLA splits the"

@@ -1,4 +1,4 @@
-"""Which implementation computes a matrix product.
+"""Choice of the implementation of a matrix product.
 
 Axis letters: M rows, K contraction, N columns.
 """

@@ -46,7 +46,7 @@ MOST_COLUMNS = 256 * CHUNK
 
 
 def dense_config(m: int, widths: Sequence[int]) -> MatmulConfig:
-    """How the kernel cuts a product of `m` rows with weights of these widths.
+    """Choose the tiling of a product of `m` rows with weights of these widths.
 
     Raises:
         Unsupported: a width is no multiple of 64.

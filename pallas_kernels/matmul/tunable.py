@@ -1,4 +1,4 @@
-"""What the tuner needs to know of the matrix product."""
+"""The matrix product, as the tuner sees it."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What the Mosaic GPU kernels share.
+"""Parts that the Mosaic GPU kernels share.
 
 `device` is the device that a kernel is built for, `tile_scheduler` which tile a block
 computes, `copies` shared memory and what fills it, `lanes` what lanes do with registers

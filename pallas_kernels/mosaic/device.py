@@ -145,7 +145,7 @@ def check_smem(num_bytes: int, device: DeviceSpec, what: str) -> None:
 
 
 def resident_clusters(blocks: int, device: DeviceSpec, what: str) -> int:
-    """How many clusters of so many blocks run at a time, a block to a multiprocessor.
+    """Number of clusters of this size that run at a time, a block to a multiprocessor.
 
     Raises:
         Unsupported: not one does; a kernel of no blocks would compute nothing.

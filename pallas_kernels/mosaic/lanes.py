@@ -1,4 +1,4 @@
-"""What each lane does with its registers: masks, rows, columns, votes.
+"""Operations of each lane on its registers: masks, rows, columns, votes.
 
 Inline PTX and MLIR, for what Pallas has no operation.
 """

@@ -1,4 +1,4 @@
-"""Over which mesh axes arrays vary, inside `jax.shard_map`: kernels lose the mark."""
+"""Mesh axes that arrays vary over inside `jax.shard_map`: kernels lose the mark."""
 
 from collections.abc import Callable
 from typing import Any

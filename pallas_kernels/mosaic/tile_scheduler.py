@@ -1,4 +1,4 @@
-"""Which tile a block computes: static orders, and a dynamic scheduler on the device.
+"""Tile schedulers: static orders of tiles, and a dynamic scheduler on the device.
 
 With the dynamic scheduler blocks stay on their multiprocessor and take tiles by ticket
 (`take_ticket`), so that whoever is done first takes the next one. The tile of a ticket

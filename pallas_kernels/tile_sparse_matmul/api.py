@@ -239,7 +239,7 @@ def _dense_with_singles(
 def _declines_singles(
     x: jax.Array, w: TileSparse, singles: SingleWeights, call: "_Call"
 ) -> str | None:
-    """Why one dense product is expected to be faster than tiles and singles."""
+    """Say why one dense product is expected to beat tiles and singles, or None."""
     problem = Problem.of(x, w, call.feature_major)
     if not _may_run_a_kernel(x, w, call):
         if xla.gathers(w, problem.m):
@@ -331,7 +331,7 @@ def _grad_inputs(dy: jax.Array, w: TileSparse, call: _Call) -> jax.Array:
 
 
 def _declines_transposed(dy: jax.Array, w: TileSparse, call: _Call) -> str | None:
-    """Why a dense product is to give the gradient of x."""
+    """Say why a dense product is to give the gradient of x, or None."""
     if not has_tiles(w):
         return (
             f"the transpose of a weight of granularity {w.granularity} with tiles of"
@@ -381,13 +381,13 @@ def _names(call: _Call) -> tuple[str, ...]:
 
 
 def _declines(x: jax.Array, w: TileSparse, call: _Call) -> str | None:
-    """Why XLA is expected to be faster than the kernels."""
+    """Say why XLA is expected to be faster than the kernels, or None."""
     problem = Problem.of(x, w, call.feature_major)
     return tuning.declines(_OP, problem, DeviceSpec.current(), call.config)
 
 
 def _may_run_a_kernel(x: jax.Array, w: TileSparse, call: _Call) -> bool:
-    """Whether the input is worth being stored as the kernels want it."""
+    """True if the input is worth being stored as the kernels want it."""
     if call.implementation is not None:
         return _names(call)[:1] != ("xla",)
     if DeviceSpec.current() is None or 0 in x.shape:

@@ -1,4 +1,4 @@
-"""What the caller of a tile-sparse product got wrong."""
+"""Checks of the arguments of tile-sparse products."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""How a tile-sparse product is cut: the problem, the config, and its choice.
+"""Tiling of a tile-sparse product: the problem, the config, and its choice.
 
 Axes: M tokens, K input features, N packed output features, P room for rows in a tile, G
 columns of a tile.
@@ -172,7 +172,7 @@ class Problem:
         )
 
     def declines(self, device: DeviceSpec) -> str | None:
-        """Why unpacking the weight for a dense product is the better choice, if it is.
+        """Say why unpacking the weight for a dense product is expected to win, or None.
 
         The dense weight is not at hand: unpacking it costs reading the packed one and
         writing the dense one, so this is rare. Who knows that a layer stays as full as

@@ -1,4 +1,4 @@
-"""What XLA does after a product: bias and activation in fp32, rounded once."""
+"""Epilogue of a product by XLA: bias and activation in fp32, rounded once."""
 
 import jax
 import jax.numpy as jnp

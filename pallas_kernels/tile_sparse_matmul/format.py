@@ -94,8 +94,8 @@ class TileSparse:
     granularity: int = dataclasses.field(default=1, kw_only=True)
     """Rows are kept in aligned groups of so many: 1, 8 or 64."""
     equal_counts: bool = dataclasses.field(init=False, default=False)
-    """Whether all tiles are known to keep the same number of rows, with no more room
-    than these need: kernels then need not read the counts."""
+    """True if all tiles are known to keep the same number of rows, with no more
+    capacity than these need: kernels then need not read the counts."""
     order: Int[Array, "*layers T"] | None = dataclasses.field(init=False, default=None)
     """The tiles by falling count, in which kernels take them; None where they keep
     equally many rows or their counts are not known."""

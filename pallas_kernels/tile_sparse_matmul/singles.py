@@ -48,7 +48,7 @@ class SingleWeights:
     """
 
     values: Float[Array, "*layers J N"]
-    """Of each output feature; zero where there is none."""
+    """Values of each output feature; zero where there is none."""
     rows: Int[Array, "*layers J N"]
     """Input feature of each; K where there is none."""
     inputs: int = dataclasses.field(metadata={"static": True})

@@ -36,7 +36,7 @@ class TileSparseSpec:
     granularity: int = 1
     """Rows are kept in aligned groups of so many."""
     feature_major: tuple[bool, bool] = (True, True)
-    """How the input and the output are stored."""
+    """Layout of the input and the output: features or tokens are the leading axis."""
 
     def weight_shape(self, dtype: DTypeLike = jnp.bfloat16) -> TileSparse:
         """The weight with shapes in place of arrays."""

@@ -33,7 +33,7 @@ def transposed(w: TileSparse) -> TileSparse:
         w: a weight for which `has_tiles` holds.
 
     Returns:
-        Its transpose: B tiles with room for N rows.
+        The transpose: B tiles with capacity for N rows.
     """
     inputs, outputs = w.shape
     groups, per_tile = inputs // STEP, w.room // STEP

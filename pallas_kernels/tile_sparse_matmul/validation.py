@@ -1,4 +1,4 @@
-"""What a tile-sparse weight must be: shapes that fit, indices in range and in order.
+"""Checks of a tile-sparse weight: shapes that fit, indices in range and in order.
 
 Axes: K input features, N output features, T tiles, P room for rows in a tile, G columns
 of a tile.

@@ -1,4 +1,4 @@
-"""What a family of models says about its Hugging Face files: keys, names, heads.
+"""The Hugging Face files of a family of models: keys, names, heads.
 
 Each family is a `Family` beside its presets, in a file of `jaxscale.models`;
 `jaxscale.models.families` lists them.
@@ -32,8 +32,8 @@ class Heads:
     tensors: Callable[[EncoderConfig, HeadConfig], list[TensorMap]]
     """Every tensor of a head."""
     names: Sequence[str]
-    """What the names of the tensors of heads begin with: a model loads without its
-    head, or with another."""
+    """Prefixes of the names of the tensors of heads: a model loads without its head, or
+    with another."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,15 +41,15 @@ class Family[Config: (DecoderConfig, EncoderConfig)]:
     """A model type of transformers: its presets, and how its files are written."""
 
     model_type: str
-    """As ``config.json`` calls it."""
+    """The name of the family in ``config.json``."""
     architecture: str
     """Class of transformers: a decoder's with its output projection, or an encoder's
     without a head."""
     presets: Sequence[Callable[[], Config]]
     """Functions that make a named configuration."""
     prefix: str
-    """What precedes the names of all tensors but those of the output projection or
-    head. Files that hold the model alone leave it out."""
+    """Prefix of the names of all tensors but those of the output projection or head.
+    Files that hold the model alone leave it out."""
     read: Callable[[Keys], Config]
     """The configuration of a ``config.json``."""
     write: Callable[[Config], dict[str, Any]]

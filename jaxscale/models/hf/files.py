@@ -154,7 +154,7 @@ def write_checkpoint(
 
     Args:
         path: The directory; made if needed.
-        config: What ``config.json`` will hold.
+        config: The contents of ``config.json``.
         tensors: Name, bytes and a function that fetches the array, contiguous, for each
             tensor.
         max_shard_bytes: Size at which another file is begun; a tensor is never split.

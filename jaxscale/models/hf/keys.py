@@ -171,8 +171,8 @@ def read_activation(
 
     Args:
         values: The parsed file.
-        key: Which of its keys.
-        default: What a missing key means; None makes it an error.
+        key: The key to read.
+        default: Meaning of a missing key; None makes it an error.
 
     Raises:
         ValueError: we do not have the activation, or the key is missing.

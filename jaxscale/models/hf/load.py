@@ -39,12 +39,12 @@ def load(
     Args:
         path: A directory with ``config.json`` and ``model.safetensors``, or with shards
             and their index.
-        head: Of an encoder. ``"file"``: the one that ``architectures`` in
+        head: Head of an encoder. ``"file"``: the one that ``architectures`` in
             ``config.json`` names. None: none, whatever the file has. A configuration: a
             new one in the place of the file's, for fine-tuning.
         seed: Decides the parameters of a new head.
         mesh: The devices; None is the first one alone.
-        rules: Which mesh axes split which parameters.
+        rules: Mesh axes that split parameters, by their logical axes.
         dtype: Type of the computation; None is that of the parameters.
         param_dtype: Type of the parameters; None keeps that of each tensor in the file.
         **options: Further arguments of `Decoder` or `EncoderModel`, for example
@@ -128,7 +128,7 @@ def _own_head(checkpoint: Checkpoint) -> HeadConfig | None:
 
 
 def _tied(family: Family, maps: Sequence[TensorMap]) -> dict[str, str]:
-    """What `family` ties, under the names that the file has for it."""
+    """The tensors that `family` ties, under their names in the file."""
     names = {entry.name for entry in maps}
     return {
         copy: source if source in names else source.removeprefix(family.prefix)

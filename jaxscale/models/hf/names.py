@@ -1,4 +1,4 @@
-"""Which tensors of a Hugging Face file hold which parameters of a model.
+"""The tensors of a Hugging Face file that hold each parameter of a model.
 
 A kernel of ours is [in, out]. ``torch.nn.Linear`` stores [out, in], transformers'
 ``Conv1D`` (GPT-2) stores [in, out]. Blocks are stacked in ours, [L, ...], and one
@@ -21,8 +21,8 @@ class TensorMap:
     first_layer: int = 0
     """Number that the first of the stacked blocks has in the file."""
     groups: int = 1
-    """Into how many groups (heads) the joined dimension is cut: each holds its share of
-    the first parameter, then of the second, and so on."""
+    """Number of groups (heads) in the joined dimension: each holds its share of the
+    first parameter, then of the second, and so on."""
 
     @property
     def stacked(self) -> bool:
@@ -50,7 +50,7 @@ def linear(
         *ours: Paths of the layers in the model.
         bias: The layers have biases.
         transpose: The file stores kernels as [out, in].
-        groups: As for `TensorMap`.
+        groups: The same as for `TensorMap`.
     """
     kernel = TensorMap(
         name=f"{theirs}.weight",

@@ -29,7 +29,7 @@ def save(
     Parameters keep their type. The configuration has the keys of transformers 5.
 
     Args:
-        model: Its parameters may be sharded, over devices of this process.
+        model: The model; its parameters may be sharded, over devices of this process.
         path: The directory; made if needed. Weights in it are replaced.
         max_shard_bytes: Size at which another file is begun.
         tokenizer: Saved beside the weights, its control tokens named in the

@@ -39,12 +39,12 @@ def read_model[M](
 
     Args:
         checkpoint: The directory.
-        maps: Which tensors hold which parameters. The first is the table of tokens,
+        maps: The tensors of each parameter. The first is the table of tokens,
             whose type is that of the model. Parameters without a tensor keep the
             values that `make` gives them.
         make: Makes the model for a type of the computation and one of the parameters.
         mesh: The devices; None is the first one alone.
-        rules: Which mesh axes split which parameters.
+        rules: Mesh axes that split parameters, by their logical axes.
         dtype: Type of the computation; None is that of the parameters.
         param_dtype: Type of the parameters; None keeps that of each tensor.
         ignored: Patterns of the names of tensors that no model needs.
