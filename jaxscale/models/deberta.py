@@ -1,4 +1,4 @@
-"""DeBERTa-v2 and DeBERTa-v3: named configurations, and their Hugging Face files.
+"""DeBERTa, v1 to v3: named configurations, and their Hugging Face files.
 
 References:
     DeBERTa, arXiv 2006.03654. DeBERTa-v3, arXiv 2111.09543.
@@ -20,6 +20,52 @@ from jaxscale.models.hf.keys import (
 )
 from jaxscale.models.hf.names import TensorMap, layer_norm, linear, table
 from jaxscale.nn.disentangled import RelativePositions
+
+
+def _deberta_v1(
+    *,
+    d_model: int,
+    num_layers: int,
+    num_heads: int,
+    vocab_size: int = 50_265,
+    max_seq_len: int = 512,
+) -> EncoderConfig:
+    return EncoderConfig(
+        family="deberta",
+        vocab_size=vocab_size,
+        d_model=d_model,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        d_ff=4 * d_model,
+        max_seq_len=max_seq_len,
+        token_types=0,
+        position="none",
+        relative=RelativePositions(span=max_seq_len, share_projections=False),
+        norm_eps=1e-7,
+        key_bias=False,
+    )
+
+
+def deberta_tiny() -> EncoderConfig:
+    """A DeBERTa of 42 thousand parameters, for tests."""
+    return _deberta_v1(
+        d_model=32, num_layers=2, num_heads=4, vocab_size=256, max_seq_len=64
+    )
+
+
+def deberta_base() -> EncoderConfig:
+    """DeBERTa-base, 139 million parameters."""
+    return _deberta_v1(d_model=768, num_layers=12, num_heads=12)
+
+
+def deberta_large() -> EncoderConfig:
+    """DeBERTa-large, 405 million parameters."""
+    return _deberta_v1(d_model=1024, num_layers=24, num_heads=16)
+
+
+def deberta_xlarge() -> EncoderConfig:
+    """DeBERTa-xlarge, 757 million parameters."""
+    return _deberta_v1(d_model=1024, num_layers=48, num_heads=16)
 
 
 def _deberta(
@@ -116,37 +162,60 @@ def deberta_v2_xxlarge() -> EncoderConfig:
 
 
 def _read(values: Keys) -> EncoderConfig:
+    require(values, "talking_head", False)
+    relative = RelativePositions(
+        span=_farthest(values), share_projections=False, **_read_terms(values)
+    )
+    return EncoderConfig(relative=relative, key_bias=False, **_keys(values))
+
+
+def _read_v2(values: Keys) -> EncoderConfig:
     require(values, "conv_groups", 1)
+    taps = values.get("conv_kernel_size", 0)
+    norms = values.get("norm_rel_ebd", "none").lower().split("|")
+    buckets = values.get("position_buckets", -1)
+    farthest = _farthest(values)
+    return EncoderConfig(
+        relative=RelativePositions(
+            span=buckets if buckets > 0 else farthest,
+            max_distance=farthest if buckets > 0 else None,
+            share_projections=values.get("share_att_key", False),
+            **_read_terms(values),
+        ),
+        relative_norm="layer_norm" in [norm.strip() for norm in norms],
+        convolution=taps,
+        convolution_activation=values.get("conv_act", "tanh") if taps else "gelu",
+        **_keys(values),
+    )
+
+
+def _keys(values: Keys) -> dict[str, Any]:
+    """What all versions have in common."""
     width, heads = values["hidden_size"], values["num_attention_heads"]
     head_dim = divided_width("hidden_size", width, "num_attention_heads", heads)
     require(values, "attention_head_size", head_dim)
     require(values, "embedding_size", width)
     biased = values.get("position_biased_input", True)
-    taps = values.get("conv_kernel_size", 0)
-    norms = values.get("norm_rel_ebd", "none").lower().split("|")
-    return EncoderConfig(
-        family="deberta-v2",
-        vocab_size=values["vocab_size"],
-        d_model=width,
-        num_layers=values["num_hidden_layers"],
-        num_heads=heads,
-        d_ff=values["intermediate_size"],
-        max_seq_len=values["max_position_embeddings"],
-        token_types=values.get("type_vocab_size", 0),
-        position="learned" if biased else "none",
-        relative=_read_relative(values),
-        relative_norm="layer_norm" in [norm.strip() for norm in norms],
-        convolution=taps,
-        convolution_activation=values.get("conv_act", "tanh") if taps else "gelu",
-        norm_eps=float(values.get("layer_norm_eps", 1e-7)),
-        activation=read_activation(values, "hidden_act"),
+    return {
+        "family": values["model_type"],
+        "vocab_size": values["vocab_size"],
+        "d_model": width,
+        "num_layers": values["num_hidden_layers"],
+        "num_heads": heads,
+        "d_ff": values["intermediate_size"],
+        "max_seq_len": values["max_position_embeddings"],
+        "token_types": values.get("type_vocab_size", 0),
+        "position": "learned" if biased else "none",
+        "norm_eps": float(values.get("layer_norm_eps", 1e-7)),
+        "activation": read_activation(values, "hidden_act"),
         # The head of the published files has no projection but the table.
-        tie_embeddings=values.get("tie_word_embeddings", True)
+        "tie_embeddings": values.get("tie_word_embeddings", True)
         or not values.get("legacy", True),
-    )
+    }
 
 
-def _read_relative(values: Keys) -> RelativePositions:
+def _read_terms(values: Keys) -> dict[str, bool]:
+    """Which terms relative positions add to the scores."""
     types = values.get("pos_att_type", [])
     if isinstance(types, str):
         types = [kind.strip() for kind in types.lower().split("|")]
@@ -155,19 +224,19 @@ def _read_relative(values: Keys) -> RelativePositions:
         raise ValueError(
             f"relative_attention {values.get('relative_attention', False)} and "
             f"pos_att_type {types} of config.json are not supported for model_type "
-            "'deberta-v2'; expected True and one or both of 'c2p' and 'p2c'"
+            f"{values['model_type']!r}; expected True and one or both of 'c2p' and "
+            "'p2c'"
         )
+    return {
+        "content_to_position": "c2p" in types,
+        "position_to_content": "p2c" in types,
+    }
+
+
+def _farthest(values: Keys) -> int:
+    """The farthest relative position that is told from those beyond it."""
     farthest = values.get("max_relative_positions", -1)
-    if farthest < 1:
-        farthest = values["max_position_embeddings"]
-    buckets = values.get("position_buckets", -1)
-    return RelativePositions(
-        span=buckets if buckets > 0 else farthest,
-        max_distance=farthest if buckets > 0 else None,
-        content_to_position="c2p" in types,
-        position_to_content="p2c" in types,
-        share_projections=values.get("share_att_key", False),
-    )
+    return values["max_position_embeddings"] if farthest < 1 else farthest
 
 
 def _write(config: EncoderConfig) -> dict[str, Any]:
@@ -182,7 +251,6 @@ def _write(config: EncoderConfig) -> dict[str, Any]:
         "type_vocab_size": config.token_types,
         "position_biased_input": config.position == "learned",
         "relative_attention": relative is not None,
-        "norm_rel_ebd": "layer_norm" if config.relative_norm else "none",
         "layer_norm_eps": config.norm_eps,
         "hidden_act": activation_name(config.activation),
         "pooler_hidden_size": config.d_model,
@@ -197,11 +265,22 @@ def _write(config: EncoderConfig) -> dict[str, Any]:
             "p2c": relative.position_to_content,
             "c2p": relative.content_to_position,
         }
-        bucketed = relative.max_distance is not None
         values |= {
             "pos_att_type": [name for name, present in types.items() if present],
-            "position_buckets": relative.span if bucketed else -1,
             "max_relative_positions": relative.max_distance or relative.span,
+        }
+    return values
+
+
+def _write_v2(config: EncoderConfig) -> dict[str, Any]:
+    relative = config.relative
+    values = _write(config) | {
+        "norm_rel_ebd": "layer_norm" if config.relative_norm else "none",
+    }
+    if relative is not None:
+        bucketed = relative.max_distance is not None
+        values |= {
+            "position_buckets": relative.span if bucketed else -1,
             "share_att_key": relative.share_projections,
         }
     if config.convolution:
@@ -252,20 +331,10 @@ def _tensors(config: EncoderConfig) -> list[TensorMap]:
 
 
 def _block(config: EncoderConfig, theirs: str, ours: str) -> list[TensorMap]:
-    relative = config.relative
-    projections = ["query", "key", "value"]
-    if relative is not None and not relative.share_projections:
-        projections += ["position_key"] * relative.content_to_position
-        projections += ["position_query"] * relative.position_to_content
+    v1 = config.family == "deberta"
+    projections = _projections_v1 if v1 else _projections_v2
     return [
-        *(
-            entry
-            for name in projections
-            for entry in linear(
-                f"{theirs}attention.self.{name.replace('position', 'pos')}_proj",
-                f"{ours}.attention.{name}",
-            )
-        ),
+        *projections(config, theirs + "attention.self.", f"{ours}.attention."),
         *linear(theirs + "attention.output.dense", f"{ours}.attention.out"),
         *layer_norm(theirs + "attention.output.LayerNorm", f"{ours}.attention_norm"),
         *linear(theirs + "intermediate.dense", f"{ours}.mlp.up"),
@@ -274,11 +343,57 @@ def _block(config: EncoderConfig, theirs: str, ours: str) -> list[TensorMap]:
     ]
 
 
+def _projections_v1(config: EncoderConfig, theirs: str, ours: str) -> list[TensorMap]:
+    heads = [ours + name for name in ("query", "key", "value")]
+    # Each head has its own query, key and value side by side.
+    maps = linear(theirs + "in_proj", *heads, bias=False, groups=config.num_heads)
+    maps += [
+        TensorMap(name=f"{theirs}{name[0]}_bias", parameters=(f"{ours}{name}.bias",))
+        for name in ("query", "value")
+    ]
+    if config.relative is not None and config.relative.content_to_position:
+        maps += linear(theirs + "pos_proj", ours + "position_key", bias=False)
+    if config.relative is not None and config.relative.position_to_content:
+        maps += linear(theirs + "pos_q_proj", ours + "position_query")
+    return maps
+
+
+def _projections_v2(config: EncoderConfig, theirs: str, ours: str) -> list[TensorMap]:
+    relative = config.relative
+    names = ["query", "key", "value"]
+    if relative is not None and not relative.share_projections:
+        names += ["position_key"] * relative.content_to_position
+        names += ["position_query"] * relative.position_to_content
+    return [
+        entry
+        for name in names
+        for entry in linear(
+            f"{theirs}{name.replace('position', 'pos')}_proj", ours + name
+        )
+    ]
+
+
 def _head_tensors(config: EncoderConfig, head: HeadConfig) -> list[TensorMap]:
     return bert_head_tensors(config, head, "pooler.dense")
 
 
-DEBERTA = Family(
+_HEADS = Heads(
+    architectures={
+        "masked_lm": "DebertaV2ForMaskedLM",
+        "sequence": "DebertaV2ForSequenceClassification",
+        "token": "DebertaV2ForTokenClassification",
+        "span": "DebertaV2ForQuestionAnswering",
+    },
+    read=_head,
+    write=_write_head,
+    tensors=_head_tensors,
+    names=(
+        *("cls.", "lm_predictions.", "mask_predictions.", "pooler.", "classifier."),
+        "qa_outputs.",
+    ),
+)
+
+DEBERTA_V2 = Family(
     model_type="deberta-v2",
     architecture="DebertaV2Model",
     presets=(
@@ -293,29 +408,15 @@ DEBERTA = Family(
         deberta_v2_xxlarge,
     ),
     prefix="deberta.",
-    read=_read,
-    write=_write,
+    read=_read_v2,
+    write=_write_v2,
     tensors=_tensors,
     tied={
         "cls.predictions.decoder.weight": "deberta.embeddings.word_embeddings.weight",
         "cls.predictions.decoder.bias": "cls.predictions.bias",
     },
     buffers=ENCODER_BUFFERS,
-    heads=Heads(
-        architectures={
-            "masked_lm": "DebertaV2ForMaskedLM",
-            "sequence": "DebertaV2ForSequenceClassification",
-            "token": "DebertaV2ForTokenClassification",
-            "span": "DebertaV2ForQuestionAnswering",
-        },
-        read=_head,
-        write=_write_head,
-        tensors=_head_tensors,
-        names=(
-            *("cls.", "lm_predictions.", "mask_predictions.", "pooler.", "classifier."),
-            "qa_outputs.",
-        ),
-    ),
+    heads=_HEADS,
     # The published files, whose heads transformers reads with legacy=false.
     other_names={
         "cls.predictions.transform.": "lm_predictions.lm_head.",
@@ -324,3 +425,19 @@ DEBERTA = Family(
     unread=("deberta.embeddings.position_embeddings.",),
 )
 """The files of DeBERTa-v2 and v3."""
+
+DEBERTA = dataclasses.replace(
+    DEBERTA_V2,
+    model_type="deberta",
+    architecture="DebertaModel",
+    presets=(deberta_tiny, deberta_base, deberta_large, deberta_xlarge),
+    read=_read,
+    write=_write,
+    heads=dataclasses.replace(
+        _HEADS,
+        architectures={
+            kind: name.replace("V2", "") for kind, name in _HEADS.architectures.items()
+        },
+    ),
+)
+"""The files of the first DeBERTa."""

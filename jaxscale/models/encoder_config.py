@@ -88,6 +88,9 @@ class EncoderConfig:
     """Activation of the feed-forward network."""
     attention_bias: bool = True
     """Bias in the four projections of attention."""
+    key_bias: bool = True
+    """With `attention_bias`: keys have one too, of contents and of relative positions
+    (not in DeBERTa v1)."""
     mlp_bias: bool = True
     """Bias in the feed-forward network."""
     share_layers: bool = False
@@ -176,6 +179,7 @@ class EncoderConfig:
             "head_dim": self.head_dim,
             "use_bias": self.attention_bias,
             "use_out_bias": self.attention_bias,
+            "use_key_bias": self.key_bias,
             "rope": RopeConfig(theta=theta) if self.position == "rope" else None,
             "window": self.window if local else None,
             "causal": False,
@@ -205,7 +209,8 @@ class EncoderConfig:
         d, e = self.d_model, self.table_dim
         norm = 1 + self.norm_bias
         block = self._block_matmul_parameters() + 2 * d * norm
-        block += 4 * d * self.attention_bias
+        key_bias = self.attention_bias and self.key_bias
+        block += d * (3 * self.attention_bias + key_bias)
         block += (d + (self._num_mlp_kernels - 1) * self.d_ff) * self.mlp_bias
         layers = 1 if self.share_layers else self.num_layers
         # With pre_norm the norm that the first layer lacks is the last one.
@@ -217,8 +222,9 @@ class EncoderConfig:
         if self.relative is not None:
             total += self.relative.num_entries * d + self.relative_norm * d * norm
             if not self.relative.share_projections:
-                width = d + self.attention_bias
-                total += layers * self.relative.num_terms * d * width
+                keys = self.relative.content_to_position * (d + key_bias)
+                queries = self.relative.position_to_content * (d + self.attention_bias)
+                total += layers * d * (keys + queries)
         if self.convolution:
             total += self.convolution * d * d + d + d * norm
         return total

@@ -7,7 +7,7 @@ from typing import Any
 from jaxscale.models.albert import ALBERT
 from jaxscale.models.bert import BERT, CAMEMBERT, ROBERTA, XLM_ROBERTA
 from jaxscale.models.config import DecoderConfig
-from jaxscale.models.deberta import DEBERTA
+from jaxscale.models.deberta import DEBERTA, DEBERTA_V2
 from jaxscale.models.distilbert import DISTILBERT
 from jaxscale.models.encoder_config import EncoderConfig
 from jaxscale.models.gpt import GPT2, GPTJ
@@ -27,7 +27,8 @@ DECODERS: tuple[Family[DecoderConfig], ...] = (
 """Every family of decoders."""
 
 ENCODERS: tuple[Family[EncoderConfig], ...] = (
-    *(BERT, ROBERTA, XLM_ROBERTA, CAMEMBERT, ALBERT, DISTILBERT, MODERNBERT, DEBERTA),
+    *(BERT, ROBERTA, XLM_ROBERTA, CAMEMBERT, ALBERT, DISTILBERT, MODERNBERT),
+    *(DEBERTA, DEBERTA_V2),
 )
 """Every family of encoders."""
 

@@ -107,6 +107,9 @@ class AttentionConfig:
     """Features of a head."""
     use_bias: bool = False
     """Bias in the query, key and value projections."""
+    use_key_bias: bool = True
+    """With `use_bias`: keys have one too, those of relative positions among them (not
+    in DeBERTa v1)."""
     use_out_bias: bool = False
     """Bias in the output projection."""
     rope: RopeConfig | None = None

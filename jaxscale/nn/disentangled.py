@@ -109,7 +109,7 @@ class DisentangledConfig(AttentionConfig):
 
 
 class DisentangledAttention(Attention):
-    """Self-attention of DeBERTa-v2 and v3.
+    """Self-attention of DeBERTa.
 
     With ``d`` the row of the table of relative positions that the distance of query i
     and key j takes, and ``pos_k``, ``pos_q`` the projected table::
@@ -146,21 +146,25 @@ class DisentangledAttention(Attention):
         self.relative = relative
         self.scale = config.scale
 
-        def project() -> Linear:
+        def project(use_bias: bool) -> Linear:
             same = ("dtype", "param_dtype", "rules", "rngs")
             return Linear(
                 d_model,
                 config.num_heads * config.head_dim,
                 kernel_axes=("embed", "heads"),
                 out_axes=(None, None, "act_heads"),
-                use_bias=config.use_bias,
+                use_bias=use_bias,
                 **{name: options[name] for name in same if name in options},
             )
 
         own = not relative.share_projections
-        self.position_key = project() if own and relative.content_to_position else None
+        self.position_key = (
+            project(config.use_bias and config.use_key_bias)
+            if own and relative.content_to_position
+            else None
+        )
         self.position_query = (
-            project() if own and relative.position_to_content else None
+            project(config.use_bias) if own and relative.position_to_content else None
         )
 
     def attend[State: AttentionState](

@@ -79,18 +79,21 @@ class Attention(nnx.Module):
             "rngs": rngs,
         }
 
-        def project(heads: int, name: str) -> ColumnParallelLinear:
+        def project(
+            heads: int, name: str, use_bias: bool = config.use_bias
+        ) -> ColumnParallelLinear:
             return ColumnParallelLinear(
                 d_model,
                 heads * config.head_dim,
                 kernel_axes=("embed", name),
                 out_axes=("batch", None, f"act_{name}"),
-                use_bias=config.use_bias,
+                use_bias=use_bias,
                 **options,
             )
 
         self.query = project(config.num_heads, "heads")
-        self.key = project(config.num_kv_heads, "kv_heads")
+        key_bias = config.use_bias and config.use_key_bias
+        self.key = project(config.num_kv_heads, "kv_heads", key_bias)
         self.value = project(config.num_kv_heads, "kv_heads")
         self.out = RowParallelLinear(
             config.num_heads * config.head_dim,

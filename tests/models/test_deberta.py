@@ -3,6 +3,7 @@
 The fixtures and their answers come from ``tests/fixtures/make_deberta.py``.
 """
 
+import dataclasses
 import functools
 import json
 import shutil
@@ -23,6 +24,7 @@ from jaxscale.models import (
     save,
 )
 from jaxscale.nn import RelativePositions
+from jaxscale.sharding import MeshConfig, fsdp_tp, make_mesh
 
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "deberta"
@@ -93,6 +95,17 @@ def test_bf16_is_as_exact_as_transformers(name):
         assert 0 < ours <= 2 * theirs, kind
 
 
+def test_sharded():
+    """Heads, of which each has its query, key and value in one tensor, are split."""
+    mesh, rules = make_mesh(MeshConfig(data=1, fsdp=2, tensor=4)), fsdp_tp()
+    model = load(FIXTURES / "v1", mesh=mesh, rules=rules)
+    kernel = model.blocks.attention.key.kernel[...]
+    assert kernel.addressable_shards[0].data.shape == (3, 16, 8)
+    with jax.set_mesh(mesh):
+        for key, value in answers(model, "v1").items():
+            np.testing.assert_allclose(value, expected("v1")[key], rtol=0, atol=ATOL)
+
+
 def test_configurations():
     def read(name):
         values = json.loads((FIXTURES / name / "config.json").read_text())
@@ -110,6 +123,11 @@ def test_configurations():
     v2 = read("v2_convolution")
     assert (v2.position, v2.token_types, v2.convolution) == ("learned", 2, 3)
     assert not v2.relative.share_projections
+    assert (v2.key_bias, v2.family) == (True, "deberta-v2")
+    v1 = read("v1")
+    assert v1.relative == RelativePositions(span=64, share_projections=False)
+    assert (v1.key_bias, v1.family, v1.relative_norm) == (False, "deberta", False)
+    assert read("v1_far").relative.span == 10
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -174,3 +192,17 @@ def test_unsupported_settings(changes, message):
     values = json.loads((FIXTURES / "v3" / "config.json").read_text())
     with pytest.raises(ValueError, match=message):
         config_from_hf(values | changes)
+
+
+def test_unsupported_settings_of_v1():
+    values = json.loads((FIXTURES / "v1" / "config.json").read_text())
+    for changes, message in (
+        ({"talking_head": True}, "talking_head True of config.json is not supported"),
+        ({"pos_att_type": ["p2p"]}, "not supported for model_type 'deberta'; expected"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            config_from_hf(values | changes)
+    bucketed = RelativePositions(span=8, max_distance=24, share_projections=False)
+    config = dataclasses.replace(config_from_hf(values), relative=bucketed)
+    with pytest.raises(ValueError, match="'deberta' of transformers needs relative="):
+        config_to_hf(config)

@@ -134,7 +134,9 @@ def test_parameters_are_counted_and_their_axes_named(name):
         assert (axes[0] == "layers") == stacked, path
 
 
-@pytest.mark.parametrize("name", ["bert_base", "albert_base", "modernbert_base"])
+@pytest.mark.parametrize(
+    "name", ["bert_base", "albert_base", "modernbert_base", "deberta_base"]
+)
 def test_presets_make_as_many_parameters_as_they_say(name):
     config = encoder_preset(name)
     model = jax.eval_shape(lambda: EncoderModel(config, rngs=nnx.Rngs(0)))

@@ -56,7 +56,7 @@ _KEYS = {
         decoder_bias position_biased_input legacy relative_attention share_att_key
         is_decoder add_cross_attention rotary scale_attn_weights
         scale_attn_by_inverse_layer_idx use_sliding_window use_parallel_residual
-        truncate
+        truncate talking_head
     """,
     "name": """
         model_type hidden_act activation activation_function hidden_activation
