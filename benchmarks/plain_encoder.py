@@ -77,12 +77,12 @@ def hidden(
         hidden = own(activate(own.linear(x, block.mlp.up)))
         return own.norm(own(x + own.linear(hidden, block.mlp.down)), block.mlp_norm)
 
-    if switches.scan and not config.share_layers:
+    if switches.scan and config.layer_groups is None:
         stacked = jax.tree.map(lambda *p: jnp.stack(p), *model.blocks)
         x, _ = jax.lax.scan(lambda x, block: (layer(x, block), None), x, stacked)
     else:
         for i in range(config.num_layers):
-            x = layer(x, model.blocks[0 if config.share_layers else i])
+            x = layer(x, model.blocks[config.block_of(i)])
     if bounds is not None:
         return unpack(x, bounds, length)
     inside = jnp.arange(length) < lengths[:, None]

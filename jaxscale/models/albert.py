@@ -1,9 +1,10 @@
 """ALBERT: named configurations, and its Hugging Face files.
 
 References:
-    ALBERT, arXiv 1909.11942: one block is every layer, and the tables are narrow.
+    ALBERT, arXiv 1909.11942: layers share their parameters, and the tables are narrow.
 """
 
+import dataclasses
 from typing import Any
 
 from jaxscale.models.bert import (
@@ -18,7 +19,7 @@ from jaxscale.models.bert import (
 from jaxscale.models.encoder_config import EncoderConfig
 from jaxscale.models.heads import HeadConfig, HeadKind
 from jaxscale.models.hf.family import ENCODER_BUFFERS, Family, Heads
-from jaxscale.models.hf.keys import Keys, require
+from jaxscale.models.hf.keys import Keys
 from jaxscale.models.hf.names import TensorMap, layer_norm, linear
 
 
@@ -41,7 +42,7 @@ def _albert(
         max_seq_len=max_seq_len,
         embed_dim=embed_dim,
         activation="gelu_tanh",
-        share_layers=True,
+        layer_groups=1,
     )
 
 
@@ -75,21 +76,24 @@ _DEFAULTS = {"hidden_act": "gelu_new"}
 
 
 def _read(values: Keys) -> EncoderConfig:
-    require(values, "num_hidden_groups", 1)
-    require(values, "inner_group_num", 1)
+    keys = bert_keys(Keys(_DEFAULTS | values))
+    # Theirs is how often a layer of a group is run, ours how many blocks are.
+    inner = values.get("inner_group_num", 1)
     return EncoderConfig(
         family="albert",
         embed_dim=values["embedding_size"],
-        share_layers=True,
-        **bert_keys(Keys(_DEFAULTS | values)),
+        layer_groups=values.get("num_hidden_groups", 1),
+        group_blocks=inner,
+        **keys | {"num_layers": keys["num_layers"] * inner},
     )
 
 
 def _write(config: EncoderConfig) -> dict[str, Any]:
     own = {
         "embedding_size": config.table_dim,
-        "num_hidden_groups": 1,
-        "inner_group_num": 1,
+        "num_hidden_layers": config.num_layers // config.group_blocks,
+        "num_hidden_groups": config.layer_groups,
+        "inner_group_num": config.group_blocks,
     }
     return write_bert_keys(config) | own
 
@@ -100,8 +104,8 @@ def _head(values: Keys, kind: HeadKind) -> HeadConfig:
 
 def _tensors(config: EncoderConfig) -> list[TensorMap]:
     root, ours = "albert.encoder", "blocks"
-    block = root + ".albert_layer_groups.{layer}.albert_layers.0."
-    return [
+    block = root + ".albert_layer_groups.{layer}.albert_layers.{inner}."
+    maps = [
         *bert_tables("albert.embeddings", config.token_types),
         *linear(f"{root}.embedding_hidden_mapping_in", "embed_out"),
         *layer_norm(block + "full_layer_layer_norm", f"{ours}.mlp_norm"),
@@ -111,6 +115,7 @@ def _tensors(config: EncoderConfig) -> list[TensorMap]:
         *linear(block + "ffn", f"{ours}.mlp.up"),
         *linear(block + "ffn_output", f"{ours}.mlp.down"),
     ]
+    return [dataclasses.replace(m, inner_blocks=config.group_blocks) for m in maps]
 
 
 def _head_tensors(config: EncoderConfig, head: HeadConfig) -> list[TensorMap]:

@@ -182,7 +182,7 @@ class EncoderModel(nnx.Module):
         # the first block, so these cannot be in the stack.
         first = 1 if config.separate_first else 0
         self.first = block(0, rngs) if config.separate_first else None
-        count = 1 if config.share_layers else config.num_layers - first
+        count = config.num_blocks - first
         self.blocks = (
             make_stack(functools.partial(block, first), count, rngs) if count else None
         )
@@ -324,6 +324,9 @@ class EncoderModel(nnx.Module):
             places = token_positions(tokens.shape, cu_seqlens, rules)
             x = self.convolution_norm(x + self.convolution(embedded, places))
         if self.blocks is not None:
+            order = None
+            if config.layer_groups is not None:
+                order = [config.block_of(layer) for layer in range(config.num_layers)]
             x, _ = run_stack(
                 self.blocks,
                 x,
@@ -331,7 +334,7 @@ class EncoderModel(nnx.Module):
                 variants=variants,
                 remat=self.remat,
                 scan=self.scan_layers,
-                shared=config.share_layers,
+                order=order,
             )
         x = x if self.norm is None else self.norm(x)
         return lose(x, lost, rules)

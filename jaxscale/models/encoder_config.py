@@ -93,8 +93,11 @@ class EncoderConfig:
     (not in DeBERTa v1)."""
     mlp_bias: bool = True
     """Bias in the feed-forward network."""
-    share_layers: bool = False
-    """All layers are one block (ALBERT)."""
+    layer_groups: int | None = None
+    """Groups of consecutive layers with the same parameters (ALBERT; usually 1); None:
+    each layer has its own."""
+    group_blocks: int = 1
+    """Blocks of a group, which its layers are in turn, again and again."""
     tie_embeddings: bool = True
     """The masked-language-model head multiplies by the transposed table of tokens."""
 
@@ -102,7 +105,8 @@ class EncoderConfig:
         sizes = "vocab_size", "d_model", "num_layers", "num_heads", "d_ff"
         check_integers(self, 1, *sizes, "max_seq_len", "global_every")
         check_integers(self, 0, "token_types", "position_offset")
-        for name in ("embed_dim", "window"):
+        check_integers(self, 1, "group_blocks")
+        for name in ("embed_dim", "window", "layer_groups"):
             if getattr(self, name) is not None:
                 check_integers(self, 1, name)
         if self.d_model % self.num_heads:
@@ -122,13 +126,29 @@ class EncoderConfig:
                 f"position_offset {self.position_offset} has no effect with position "
                 f"{self.position!r}; set it to 0"
             )
-        if self.share_layers and self.pre_norm:
-            raise ValueError(
-                "share_layers True needs layers that are alike, and with pre_norm=True "
-                "the first one has a norm less; set one of them to False"
-            )
-
+        self._check_groups()
         self._check_relative()
+
+    def _check_groups(self) -> None:
+        if self.layer_groups is None:
+            if self.group_blocks > 1:
+                raise ValueError(
+                    f"group_blocks {self.group_blocks} has no effect without "
+                    "layer_groups; set layer_groups, or leave group_blocks 1"
+                )
+            return
+        if self.pre_norm:
+            raise ValueError(
+                f"layer_groups {self.layer_groups} needs layers that are alike, and "
+                "with pre_norm=True the first one has a norm less; set pre_norm=False "
+                "or layer_groups=None"
+            )
+        if self.num_layers % self.group_blocks or self.num_layers < self.num_blocks:
+            raise ValueError(
+                f"num_layers {self.num_layers} must be a multiple of group_blocks "
+                f"{self.group_blocks} and at least {self.num_blocks}, so many blocks "
+                f"as layer_groups {self.layer_groups} have together"
+            )
 
     def _check_relative(self) -> None:
         check_integers(self, 0, "convolution")
@@ -142,11 +162,11 @@ class EncoderConfig:
             raise ValueError(
                 "relative_norm True needs relative, the table that it normalizes"
             )
-        if self.convolution and (self.pre_norm or self.share_layers):
+        if self.convolution and (self.pre_norm or self.layer_groups is not None):
             raise ValueError(
                 f"convolution {self.convolution} needs a first layer of its own and a "
-                f"norm after it; set pre_norm {self.pre_norm} and share_layers "
-                f"{self.share_layers} to False"
+                f"norm after it; set pre_norm {self.pre_norm} to False and "
+                f"layer_groups {self.layer_groups} to None"
             )
         check_choice(
             "convolution_activation", self.convolution_activation, ConvolutionActivation
@@ -166,6 +186,31 @@ class EncoderConfig:
     def separate_first(self) -> bool:
         """True where the first layer stands apart from the stack of the others."""
         return self.pre_norm or self.convolution > 0
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks have parameters of their own."""
+        if self.layer_groups is None:
+            return self.num_layers
+        return self.layer_groups * self.group_blocks
+
+    def block_of(self, layer: int) -> int:
+        """The number of the block that a layer is.
+
+        Example:
+            >>> from jaxscale.models.albert import albert_tiny
+            >>> config = dataclasses.replace(
+            ...     albert_tiny(), num_layers=8, layer_groups=2, group_blocks=2
+            ... )
+            >>> [config.block_of(layer) for layer in range(8)]
+            [0, 1, 0, 1, 2, 3, 2, 3]
+        """
+        if self.layer_groups is None:
+            return layer
+        turn, place = divmod(layer, self.group_blocks)
+        # Groups that cannot be of one size are divided as transformers does.
+        turns = self.num_layers // self.group_blocks
+        return int(turn / (turns / self.layer_groups)) * self.group_blocks + place
 
     def attention(self, layer: int) -> AttentionConfig:
         """The attention of one layer."""
@@ -212,7 +257,7 @@ class EncoderConfig:
         key_bias = self.attention_bias and self.key_bias
         block += d * (3 * self.attention_bias + key_bias)
         block += (d + (self._num_mlp_kernels - 1) * self.d_ff) * self.mlp_bias
-        layers = 1 if self.share_layers else self.num_layers
+        layers = self.num_blocks
         # With pre_norm the norm that the first layer lacks is the last one.
         total = layers * block + e * norm
         rows = self.vocab_size + self.token_types
@@ -288,7 +333,7 @@ class EncoderConfig:
                 divisible by the mesh axes that it is split over.
         """
         heads = ("heads", "act_heads", "kv_heads", "act_kv_heads")
-        layers = 1 if self.share_layers else self.num_layers - self.separate_first
+        layers = self.num_blocks - self.separate_first
         divided: list[Divided] = [
             ("num_heads", self.num_heads, heads),
             ("d_ff", self.d_ff, ("mlp", "act_mlp")),

@@ -122,7 +122,7 @@ def run_stack[State: AttentionState](
     variants: Sequence[AttentionConfig | None],
     remat: str,
     scan: bool,
-    shared: bool = False,
+    order: Sequence[int] | None = None,
     keep_gathered: bool = False,
 ) -> tuple[Float[Array, "B T D"], State]:
     """`x` and `state` after all blocks, ``x, state = block(x, state)`` in turn.
@@ -135,7 +135,7 @@ def run_stack[State: AttentionState](
             repeats.
         remat: A name of `REMAT_POLICIES`.
         scan: Loop over the blocks in the compiled program, instead of one copy each.
-        shared: The stack holds one block, which is every layer.
+        order: Number of the block that each layer is, where layers share blocks.
         keep_gathered: Where `remat` keeps results of linear layers, also keep what
             `all_gather_matmul` gathered for them.
     """
@@ -158,7 +158,7 @@ def run_stack[State: AttentionState](
         return body(carry, block)
 
     def block_at(layer: int) -> Block:
-        layer = 0 if shared else layer
+        layer = layer if order is None else order[layer]
         if not isinstance(blocks, Block):
             return blocks[layer]
         return jax.tree.map(lambda p: p[layer], blocks)
@@ -169,8 +169,11 @@ def run_stack[State: AttentionState](
         done = num_layers // period * period
         # Forms that carry nothing never ask which layer they are at.
         firsts = jnp.arange(0, done, period) if state.carried else None
-        if shared:
+        if order is not None and len(set(order)) == 1:
             parts, block_of = None, lambda part, i: block_at(0)
+        elif order is not None:
+            parts = jnp.asarray(order[:done]).reshape(-1, period)
+            block_of = lambda part, i: jax.tree.map(lambda p: p[part[i]], blocks)  # noqa: E731
         elif period == 1:
             parts, block_of = blocks, lambda part, i: part
         else:

@@ -287,7 +287,14 @@ def test_errors(no_shape_hook):
         ({"norm_eps": float("nan")}, "norm_eps nan must be positive and finite"),
         ({"rope_theta_local": 0.0}, "rope_theta_local 0.0 must be positive"),
         ({"position": "none", "position_offset": 2}, "position_offset 2 has no effect"),
-        ({"pre_norm": True, "share_layers": True}, "share_layers True needs layers"),
+        ({"pre_norm": True, "layer_groups": 1}, "layer_groups 1 needs layers"),
+        ({"layer_groups": 0}, "layer_groups 0 must be an integer of at least 1"),
+        ({"group_blocks": 2}, "group_blocks 2 has no effect without layer_groups"),
+        ({"layer_groups": 3}, "num_layers 2 must be a multiple of .* at least 3"),
+        (
+            {"num_layers": 3, "layer_groups": 1, "group_blocks": 2},
+            "num_layers 3 must be a multiple of group_blocks 2",
+        ),
         ({"position": "rope", "num_heads": 32}, "head_dim 1 must be even"),
     ],
 )

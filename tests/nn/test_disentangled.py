@@ -177,7 +177,7 @@ def test_errors_of_the_convolution(no_shape_hook):
         ({"relative": None}, "relative_norm True needs relative"),
         ({"position": "rope"}, "rope .* of disentangled attention must be None"),
         ({"convolution": 3, "pre_norm": True}, "convolution 3 needs a first layer"),
-        ({"convolution": 3, "share_layers": True}, "convolution 3 needs a first layer"),
+        ({"convolution": 3, "layer_groups": 1}, "convolution 3 needs a first layer"),
         ({"convolution": -1}, "convolution -1 must be an integer of at least 0"),
         ({"convolution_activation": "swish"}, "convolution_activation 'swish' is unkn"),
     ],

@@ -70,11 +70,12 @@ def load(
     """
     checkpoint = Checkpoint(path)
     config = config_from_hf(checkpoint.config)
-    shared = isinstance(config, EncoderConfig) and config.share_layers
-    if not shared and config.num_layers > len(checkpoint.names()):
+    is_encoder = isinstance(config, EncoderConfig)
+    num_blocks = config.num_blocks if is_encoder else config.num_layers
+    if num_blocks > len(checkpoint.names()):
         # Before a model of so many layers is described.
         raise ValueError(
-            f"config.json has {config.num_layers} layers, but {str(path)!r} holds only "
+            f"config.json has {num_blocks} layers, but {str(path)!r} holds only "
             f"{len(checkpoint.names())} tensors; config.json is of another model"
         )
     family = FAMILIES[checkpoint.config["model_type"]]

@@ -20,6 +20,9 @@ class TensorMap:
     """The file stores a kernel as [out, in]."""
     first_layer: int = 0
     """Number that the first of the stacked blocks has in the file."""
+    inner_blocks: int = 1
+    """How many of the stacked blocks have the same number; ``{inner}`` in the name
+    stands for the place of a block among them."""
     groups: int = 1
     """Number of groups (heads) in the joined dimension: each holds its share of the
     first parameter, then of the second, and so on."""
@@ -33,7 +36,8 @@ class TensorMap:
         """Name of the tensor of one of the stacked blocks; None if not stacked."""
         if layer is None:
             return self.name
-        return self.name.format(layer=layer + self.first_layer)
+        number, inner = divmod(layer, self.inner_blocks)
+        return self.name.format(layer=number + self.first_layer, inner=inner)
 
 
 def linear(
