@@ -59,7 +59,7 @@ def generate(
 
     Raises:
         ValueError: a prompt is empty or holds an id outside the vocabulary, prompt and
-            continuation exceed the table of learned positions, or the key is missing.
+            continuation exceed ``config.max_cache_len``, or the key is missing.
 
     Example:
         >>> from flax import nnx
@@ -76,8 +76,8 @@ def generate(
     longest = max(lengths)
     padded = -(-longest // PROMPT_BLOCK) * PROMPT_BLOCK
     capacity = padded + max_new_tokens
-    if model.config.position == "learned":
-        capacity = min(capacity, model.config.max_seq_len)
+    if (limit := model.config.max_cache_len) is not None:
+        capacity = min(capacity, limit)
         padded = min(padded, capacity)
     tokens = np.zeros((len(prompts), padded), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
@@ -131,11 +131,16 @@ def _check(
                 "model?"
             )
         total = len(prompt) + max_new_tokens
-        if config.position == "learned" and total > config.max_seq_len:
+        limit = config.max_cache_len
+        if limit is not None and total > limit:
+            what = (
+                "max_seq_len {}, the size of the table of learned positions"
+                if config.position == "learned"
+                else "{}, the original length of dynamic rotary scaling"
+            ).format(limit)
             raise ValueError(
                 f"prompts[{i}] has {len(prompt)} tokens; with max_new_tokens "
-                f"{max_new_tokens} they exceed max_seq_len {config.max_seq_len}, the "
-                "size of the table of learned positions; shorten one of them"
+                f"{max_new_tokens} they exceed {what}; shorten one of them"
             )
     return [len(prompt) for prompt in prompts]
 

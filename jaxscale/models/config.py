@@ -174,6 +174,25 @@ class DecoderConfig:
                 f"{self.head_dim} to be rotated"
             )
         check_positive(self, "rope_theta")
+        scaling = self.rope_scaling
+        if scaling is not None and scaling.kind == "dynamic" and dim < 4:
+            raise ValueError(
+                f"rope_scaling {scaling} needs at least 4 rotated features instead of "
+                f"{dim}"
+            )
+
+    @property
+    def max_cache_len(self) -> int | None:
+        """The most tokens of a sequence that is continued; None is no limit.
+
+        With dynamic rotary scaling it is the original length: past it every key would
+        have to be rotated anew for each token that is added.
+        """
+        if self.position == "learned":
+            return self.max_seq_len
+        if self.rope_scaling is not None and self.rope_scaling.kind == "dynamic":
+            return self.rope_scaling.original_max_position_embeddings
+        return None
 
     @property
     def num_mlp_kernels(self) -> int:

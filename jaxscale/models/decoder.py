@@ -244,9 +244,10 @@ class Decoder(nnx.Module):
         """An empty cache for `batch` sequences of at most `max_len` tokens each.
 
         Raises:
-            ValueError: `max_len` exceeds the table of learned positions.
+            ValueError: `max_len` exceeds ``config.max_cache_len``, with a table of
+                learned positions or dynamic rotary scaling.
         """
-        self._check_length("max_len", max_len)
+        self._check_cache("max_len", max_len)
         return KVCache.zeros(
             num_layers=self.config.num_layers,
             batch=batch,
@@ -303,6 +304,7 @@ class Decoder(nnx.Module):
         batch, num_tokens = tokens.shape
         if lengths is None:
             lengths = jnp.full(batch, num_tokens, jnp.int32)
+        self._check_cache("slots of the cache", cache.capacity)
         _check_capacity(num_tokens, lengths, cache)
         state = Cached.of(cache, num_tokens, is_empty=cache_is_empty)
         hidden, state = self.run(tokens, state)
@@ -328,6 +330,16 @@ class Decoder(nnx.Module):
                 f"{name} {length} exceeds max_seq_len {limit}, the size of the table "
                 "of learned positions; shorten the sequences or pack them"
             )
+
+    def _check_cache(self, name: str, length: int) -> None:
+        limit = self.config.max_cache_len
+        if limit is not None and length > limit and self.config.position == "rope":
+            raise ValueError(
+                f"{name} {length} exceeds {limit}, the original length of dynamic "
+                "rotary scaling, beyond which keys in a cache would have to be rotated "
+                "anew; use whole or packed rows, or another scaling such as 'yarn'"
+            )
+        self._check_length(name, length)
 
 
 def _check_capacity(num_tokens: int, lengths: Array, cache: KVCache) -> None:

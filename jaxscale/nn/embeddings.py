@@ -29,9 +29,10 @@ class RopeScaling:
         'llama3'
     """
 
-    kind: Literal["llama3", "linear", "yarn"] = "llama3"
+    kind: Literal["llama3", "linear", "yarn", "dynamic"] = "llama3"
     """`linear` divides every frequency by `factor`; `llama3` only the low ones; `yarn`
-    (arXiv 2309.00071) too, by another ramp, and makes the logits larger."""
+    (arXiv 2309.00071) too, by another ramp, and makes the logits larger; `dynamic`
+    enlarges the base with the length of a sequence that exceeds the original one."""
     factor: float
     """Factor by which the context becomes longer."""
     low_freq_factor: float = 1.0
@@ -39,7 +40,7 @@ class RopeScaling:
     high_freq_factor: float = 4.0
     """llama3: wavelengths shorter than original / high_freq_factor are kept."""
     original_max_position_embeddings: int = 8192
-    """llama3 and yarn: context length of pretraining, in tokens."""
+    """Context length of pretraining, in tokens; no matter for linear."""
     beta_fast: float = 32.0
     """yarn: pairs that turn more often within that length are kept."""
     beta_slow: float = 1.0
@@ -50,9 +51,10 @@ class RopeScaling:
     """yarn: factor of rotated queries and keys; None is ``0.1 log(factor) + 1``."""
 
     def __post_init__(self) -> None:
-        if self.kind not in ("llama3", "linear", "yarn"):
+        if self.kind not in ("llama3", "linear", "yarn", "dynamic"):
             raise ValueError(
-                f"kind {self.kind!r} is unknown; use 'llama3', 'linear' or 'yarn'"
+                f"kind {self.kind!r} is unknown; use 'llama3', 'linear', 'yarn' or "
+                "'dynamic'"
             )
         if not 0 < self.beta_slow < self.beta_fast < math.inf:
             raise ValueError(
@@ -87,7 +89,8 @@ def rope_inv_freq(
     ``inv_freq[i] = theta ** (-2 i / rotary_dim)``, stretched as `scaling` says.
     Llama-3 scaling divides frequencies whose wavelength exceeds
     ``original / low_freq_factor`` by `factor`, keeps those below
-    ``original / high_freq_factor`` and interpolates between.
+    ``original / high_freq_factor`` and interpolates between. Dynamic scaling leaves the
+    frequencies of sequences of the original length.
 
     Args:
         rotary_dim: Number of rotated features of a head, even.
@@ -110,12 +113,14 @@ def rope_inv_freq(
     if rotary_dim < 2 or rotary_dim % 2:
         raise ValueError(f"rotary_dim {rotary_dim} must be positive and even")
     inv_freq = theta ** (-np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
-    if scaling is not None and scaling.kind == "linear":
+    if scaling is None or scaling.kind == "dynamic":
+        pass
+    elif scaling.kind == "linear":
         inv_freq = inv_freq / scaling.factor
-    elif scaling is not None and scaling.kind == "yarn":
+    elif scaling.kind == "yarn":
         ramp = _yarn_ramp(rotary_dim, theta, scaling)
         inv_freq = inv_freq * (1 - ramp + ramp / scaling.factor)
-    elif scaling is not None:
+    else:
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         turns = scaling.original_max_position_embeddings * inv_freq / (2 * np.pi)
         kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
@@ -157,10 +162,52 @@ class RopeConfig:
     scaling: RopeScaling | None = None
     """Context extension."""
 
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether the frequencies depend on the lengths of the sequences."""
+        return self.scaling is not None and self.scaling.kind == "dynamic"
+
     def inv_freq(self, head_dim: int) -> Float[np.ndarray, "pairs"]:
         """The frequencies for heads of `head_dim` features."""
         dim = head_dim if self.rotary_dim is None else self.rotary_dim
         return rope_inv_freq(dim, self.theta, self.scaling)
+
+    def dynamic_inv_freq(
+        self, head_dim: int, lengths: Int[Array, "B T"]
+    ) -> Float[Array, "B T 1 pairs"]:
+        """The frequencies for tokens of sequences of these lengths, in fp32.
+
+        The base becomes ``theta * stretch ** (dim / (dim - 2))`` with ``stretch =
+        factor * length / original - (factor - 1)``, for lengths above the original.
+
+        Raises:
+            ValueError: the scaling is not dynamic, or fewer than four features rotate.
+
+        Example:
+            >>> scaling = RopeScaling(
+            ...     kind="dynamic", factor=2.0, original_max_position_embeddings=8
+            ... )
+            >>> rope = RopeConfig(theta=100.0, scaling=scaling)
+            >>> print(rope.dynamic_inv_freq(4, jnp.array([[8, 16]]))[0, :, 0])
+            [[1.         0.1       ]
+             [1.         0.03333334]]
+        """
+        fixed = self.inv_freq(head_dim)
+        pairs = fixed.shape[0]
+        if self.scaling is None or not self.is_dynamic or pairs < 2:
+            raise ValueError(
+                f"scaling {self.scaling} must be dynamic, with at least 4 rotated "
+                f"features instead of {2 * pairs}"
+            )
+        factor, original = (
+            self.scaling.factor,
+            self.scaling.original_max_position_embeddings,
+        )
+        longer = jnp.maximum(lengths, original).astype(jnp.float32)
+        stretch = factor * longer / original - (factor - 1)
+        # theta ** (-2 i / dim) times stretch ** (-2 i / (dim - 2)).
+        power = -np.arange(pairs, dtype=np.float32) / np.float32(pairs - 1)
+        return stretch[..., None, None] ** power * fixed
 
     @property
     def attention_factor(self) -> float:
@@ -174,7 +221,7 @@ class RopeConfig:
 def rotary(
     x: Float[Array, "B T N H"],
     positions: Int[Array, "B T"],
-    inv_freq: Float[np.ndarray | Array, "pairs"],
+    inv_freq: Float[np.ndarray | Array, "*BT1 pairs"],
     interleaved: bool = False,
     factor: float = 1.0,
 ) -> Float[Array, "B T N H"]:
@@ -187,7 +234,8 @@ def rotary(
     Args:
         x: Queries or keys.
         positions: Position of each token in its sequence.
-        inv_freq: Radians per token, as `rope_inv_freq` makes them.
+        inv_freq: Radians per token, as `rope_inv_freq` makes them, or those of each
+            token, [B, T, 1, pairs].
         interleaved: Pair `i` is features ``(2 i, 2 i + 1)`` as in GPT-J instead of
             ``(i, i + pairs)`` as in LLaMA.
         factor: Factor of the rotated features, `RopeConfig.attention_factor`.
@@ -208,7 +256,7 @@ def rotary(
     References:
         RoFormer, arXiv 2104.09864.
     """
-    pairs = inv_freq.shape[0]
+    pairs = inv_freq.shape[-1]
     if 2 * pairs > x.shape[-1]:
         raise ValueError(
             f"inv_freq has {pairs} pairs, but x has only {x.shape[-1]} features a head"

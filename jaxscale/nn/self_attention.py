@@ -144,7 +144,7 @@ class Attention(nnx.Module):
         config = self.config if state.variant is None else state.variant
 
         def local(state: State, q: Array, k: Array, v: Array) -> tuple[Array, State]:
-            q, k = _rotate(config, q, k, state.positions)
+            q, k = _rotate(config, q, k, state)
             return state.attend(q, k, v, config, self.implementation)
 
         axes = [Q_AXES, KV_AXES, KV_AXES]
@@ -186,12 +186,14 @@ class Attention(nnx.Module):
 
 
 def _rotate(
-    config: AttentionConfig, q: Array, k: Array, positions: Array
+    config: AttentionConfig, q: Array, k: Array, state: AttentionState
 ) -> tuple[Array, Array]:
-    rope = config.rope
+    rope, positions = config.rope, state.positions
     if rope is None:
         return q, k
-    inv_freq = rope.inv_freq(config.head_dim)
+    inv_freq: Any = rope.inv_freq(config.head_dim)
+    if rope.is_dynamic:
+        inv_freq = rope.dynamic_inv_freq(config.head_dim, state.sequence_lengths())
     return (
         rotary(q, positions, inv_freq, rope.interleaved, rope.attention_factor),
         rotary(k, positions, inv_freq, rope.interleaved, rope.attention_factor),

@@ -81,6 +81,19 @@ class AttentionState(abc.ABC):
             implementation: Passed to `attention`.
         """
 
+    def sequence_lengths(self) -> Int[Array, "B T"]:
+        """The length of the sequence of each token, by its last position.
+
+        Runs on the rows of one device, as `attend` does.
+
+        Raises:
+            ValueError: sequences of this form may still grow.
+        """
+        raise ValueError(
+            f"{type(self).__name__} holds sequences that grow, and dynamic rotary "
+            "scaling needs their lengths; use whole or packed rows"
+        )
+
     def at(self, layer: Int[Array, ""] | int, variant: AttentionConfig | None) -> Self:
         """The state as the layer of this index and `variant` sees it."""
         del layer
@@ -155,6 +168,11 @@ class Whole(AttentionState):
     ) -> tuple[Array, Self]:
         return _attention(q, k, v, config, implementation), self
 
+    @typing.override
+    def sequence_lengths(self) -> Array:
+        longest = self.positions.max(axis=1, keepdims=True) + 1
+        return jnp.broadcast_to(longest, self.positions.shape)
+
 
 @typing.no_type_check
 @register_dataclass
@@ -179,6 +197,15 @@ class Packed(AttentionState):
     ) -> tuple[Array, Self]:
         out = _attention(q, k, v, config, implementation, self.cu_seqlens)
         return out, self
+
+    @typing.override
+    def sequence_lengths(self) -> Array:
+        def one_row(cu_seqlens: Array, positions: Array) -> Array:
+            ids = segment_ids_from_cu_seqlens(cu_seqlens, positions.shape[0])  # [T]
+            zeros = jnp.zeros(cu_seqlens.shape, positions.dtype)
+            return zeros.at[ids].max(positions + 1)[ids]
+
+        return jax.vmap(one_row)(self.cu_seqlens, self.positions)
 
     def in_sequence_with(
         self, marked: Bool[Array, "B T"], rules: AxisRules = REPLICATED
@@ -229,6 +256,12 @@ class Cached(AttentionState):
         return cls(
             positions=slots, k=cache.k, v=cache.v, layer=first, is_empty=is_empty
         )
+
+    @typing.override
+    def sequence_lengths(self) -> Array:
+        # Keys stay as they were rotated, so the frequencies must never change: those
+        # of the longest sequence that has a place here.
+        return jnp.full_like(self.positions, self.k.shape[2])
 
     @typing.override
     def at(self, layer: Array | int, variant: AttentionConfig | None) -> Self:

@@ -9,6 +9,7 @@ from jaxscale.models.config import DecoderConfig
 from jaxscale.models.gpt import gpt2_small, gpt2_tiny
 from jaxscale.models.llama import llama2_70b, llama_tiny
 from jaxscale.models.presets import PRESETS, preset
+from jaxscale.nn import RopeScaling
 from jaxscale.sharding.rules import REPLICATED, fsdp_tp
 
 
@@ -68,6 +69,10 @@ def test_an_unknown_preset_lists_the_names():
         ({"rope_theta": 0.0}, "rope_theta 0.0 must be positive"),
         ({"norm": "batchnorm"}, r"norm 'batchnorm' is unknown; use one of \('rmsn"),
         ({"activation": "mish"}, r"activation 'mish' is unknown; use one of \('swig"),
+        (
+            {"rotary_dim": 2, "rope_scaling": RopeScaling(kind="dynamic", factor=2.0)},
+            "needs at least 4 rotated features instead of 2",
+        ),
         ({"position": "alibi"}, r"position 'alibi' is unknown; use one of \('rope'"),
         ({"position": "learned", "rotary_dim": 4}, "rotary_dim 4 has no effect"),
         ({"tie_embeddings": True, "lm_head_bias": True}, "set tie_embeddings=False"),

@@ -17,11 +17,13 @@ import safetensors.numpy
 import tokenizers
 from jax.sharding import NamedSharding
 
+from jaxscale.inference import generate
 from jaxscale.models import Tokenizer, load, save
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.families import DECODERS
 from jaxscale.models.hf import files as hf_files
 from jaxscale.models.hf import tensors as hf_tensors
+from jaxscale.nn import KVCache
 from jaxscale.sharding import MeshConfig, fsdp_tp, make_mesh, megascale_3d, shardings
 
 
@@ -115,7 +117,8 @@ def edit_json(file, **changes):
 # Values
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+# Where the length of a row matters, padding does.
+@pytest.mark.parametrize("name", [n for n in FAMILIES if n != "llama_dynamic"])
 def test_logits_match_transformers(name):
     assert_logits(load(MODELS / name, dtype=jnp.float32), name)
 
@@ -133,7 +136,9 @@ def test_cached_logits_match_transformers(name):
     np.testing.assert_allclose(np.concatenate(got), logits[0], rtol=0, atol=ATOL)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gptj", "llama3_gqa", "qwen3_windows"])
+@pytest.mark.parametrize(
+    "name", [*("gpt2", "gptj", "llama3_gqa", "qwen3_windows"), "llama_dynamic"]
+)
 def test_packed_logits_match_transformers(name):
     ids, logits = expected(name)
     model = load(MODELS / name)
@@ -144,6 +149,32 @@ def test_packed_logits_match_transformers(name):
     cu_seqlens = jnp.asarray([[0, *ends, ends[-1]]], jnp.int32)
     got = forward(model, jnp.asarray(tokens), cu_seqlens)[0, : ends[-1]]
     np.testing.assert_allclose(got, np.concatenate(logits), rtol=0, atol=ATOL)
+
+
+def test_dynamic_rope_of_whole_and_cached_rows():
+    """The base grows with a sequence beyond the ten tokens of the original length."""
+    ids, logits = expected("llama_dynamic")
+    model = load(MODELS / "llama_dynamic")
+    for prompt, want in zip(ids, logits, strict=True):
+        got = forward(model, padded([prompt]))[0]
+        np.testing.assert_allclose(got, want, rtol=0, atol=ATOL)
+    cache = model.init_cache(1, max_len=10)
+    first, cache = model.decode(padded(ids[2:3])[:, :4], cache)
+    second, _ = model.decode(padded(ids[2:3])[:, 4:], cache)
+    got = jnp.concatenate([first[0], second[0]])
+    np.testing.assert_allclose(got, logits[2], rtol=0, atol=ATOL)
+
+    message = "exceeds 10, the original length of dynamic rotary scaling"
+    with pytest.raises(ValueError, match=f"max_len 11 {message}"):
+        model.init_cache(1, max_len=11)
+    roomy = KVCache.zeros(
+        num_layers=2, batch=1, capacity=12, num_kv_heads=2, head_dim=8
+    )
+    with pytest.raises(ValueError, match=f"slots of the cache 12 {message}"):
+        model.decode(padded(ids[2:3]), roomy)
+    with pytest.raises(ValueError, match="they exceed 10, the original length of dyn"):
+        generate(model, [[1, 2, 3]], max_new_tokens=8)
+    assert len(generate(model, [[1, 2, 3]], max_new_tokens=7)[0]) == 7
 
 
 def test_bf16_weights_stay_bf16():

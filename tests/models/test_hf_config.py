@@ -311,6 +311,11 @@ def test_variants_of_gpt2_survive_the_round_trip(change):
         {"rope_scaling": RopeScaling(kind="yarn", factor=4.0, beta_fast=8.0)},
         {
             "rope_scaling": RopeScaling(
+                kind="dynamic", factor=4.0, original_max_position_embeddings=128
+            )
+        },
+        {
+            "rope_scaling": RopeScaling(
                 kind="yarn", factor=2.0, attention_factor=1.5, truncate=False
             )
         },
@@ -372,8 +377,8 @@ def test_llama3_scaling_without_the_original_length():
         (GPTJ | {"rotary_dim": None}, "lacks the key 'rotary_dim'"),
         (LLAMA | {"hidden_size": 30}, "hidden_size 30 .* multiple of num_attention_h"),
         (
-            LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-            "rope_type 'dynamic' is not supported; use 'default', 'linear', 'llama3' o",
+            LLAMA | {"rope_scaling": {"type": "longrope", "factor": 2.0}},
+            "rope_type 'longrope' is not supported; use 'default', 'linear', 'llama3',",
         ),
         (
             LLAMA | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},

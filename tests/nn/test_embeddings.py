@@ -100,6 +100,23 @@ def test_linear_scaling_divides_positions():
     )
 
 
+def test_dynamic_scaling_enlarges_the_base():
+    scaling = RopeScaling(
+        kind="dynamic", factor=4.0, original_max_position_embeddings=100
+    )
+    config = RopeConfig(theta=500.0, scaling=scaling)
+    np.testing.assert_array_equal(config.inv_freq(8), rope_inv_freq(8, 500.0))
+    lengths = jnp.array([[7, 100, 101, 400]])
+    actual = config.dynamic_inv_freq(8, lengths)
+    bases = [500.0 * stretch ** (8 / 6) for stretch in (1, 1, 1.04, 13)]
+    expected = [rope_inv_freq(8, base) for base in bases]
+    np.testing.assert_allclose(actual[0, :, 0], expected, rtol=1e-6)
+    with pytest.raises(ValueError, match="at least 4 rotated features instead of 2"):
+        config.dynamic_inv_freq(2, lengths)
+    with pytest.raises(ValueError, match="scaling None must be dynamic"):
+        RopeConfig().dynamic_inv_freq(8, lengths)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -220,6 +220,12 @@ def read_rope(values: Keys) -> tuple[float, RopeScaling | None]:
             return theta, None
         case "linear":
             return theta, RopeScaling(kind="linear", factor=float(rope["factor"]))
+        case "dynamic":
+            return theta, RopeScaling(
+                kind="dynamic",
+                factor=float(rope["factor"]),
+                original_max_position_embeddings=values["max_position_embeddings"],
+            )
         case "llama3":
             return theta, RopeScaling(
                 factor=float(rope["factor"]),
@@ -233,8 +239,8 @@ def read_rope(values: Keys) -> tuple[float, RopeScaling | None]:
         case "yarn":
             return theta, _read_yarn(rope, values["max_position_embeddings"])
     raise ValueError(
-        f"rope_type {kind!r} is not supported; use 'default', 'linear', 'llama3' or "
-        "'yarn'"
+        f"rope_type {kind!r} is not supported; use 'default', 'linear', 'llama3', "
+        "'yarn' or 'dynamic'"
     )
 
 
