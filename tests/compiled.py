@@ -29,6 +29,9 @@ from typing import Any, Literal
 
 import jax
 
+from tests.hlo import Written, written
+from tests.lowering import MULTICAST_MARK, MulticastRefused
+
 
 ROOT = Path(__file__).parents[1]
 PLUGIN = ROOT / ".cuda"
@@ -93,6 +96,10 @@ class Compiled:
         sizes = [math.prod(map(int, n.split(","))) for n in found if n]
         return sorted(sizes, reverse=True)
 
+    def written(self, at_least_bytes: int) -> list[Written]:
+        """What the program writes besides its results; see `tests.hlo.written`."""
+        return written(self.hlo, at_least_bytes)
+
 
 def compile_for_h200(
     program: Callable[..., tuple[Any, tuple[Any, ...]]],
@@ -112,7 +119,8 @@ def compile_for_h200(
 
     Raises:
         FileNotFoundError: The plugin is not installed.
-        RuntimeError: The program does not compile; with the traceback.
+        RuntimeError: The program does not compile, or a kernel of it uses NVLink
+            multicast; with the traceback.
     """
     if not PLUGIN.is_dir():
         raise FileNotFoundError(f"{PLUGIN} has no CUDA plugin; run `make install`")
@@ -198,8 +206,11 @@ def _answer(module: str, name: str, arguments: list[Any], count: int) -> dict[st
     program = getattr(importlib.import_module(module), name)
     fn, shapes = program(devices(count), *arguments)
     lowered = fn.lower(*shapes)
+    text = lowered.as_text()
+    if MULTICAST_MARK in text:
+        raise MulticastRefused(f"a kernel holds {MULTICAST_MARK!r}")
     version = importlib.metadata.version("jax-cuda13-pjrt")
-    key = repr((version, os.environ["XLA_FLAGS"], count, lowered.as_text()))
+    key = repr((version, os.environ["XLA_FLAGS"], count, text))
     path = CACHE / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
     if path.exists():
         return json.loads(path.read_text())

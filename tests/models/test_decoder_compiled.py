@@ -1,0 +1,206 @@
+"""Decoders compiled for H200s without a GPU: kernels, collectives and copies."""
+
+import dataclasses
+import re
+import sys
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, SingleDeviceSharding
+
+from jaxscale.models import Decoder, preset
+from jaxscale.sharding import fsdp_tp, make_mesh, shardings
+from jaxscale.training.optimizer import OptimizerConfig, make_optimizer, make_schedule
+from jaxscale.training.step import TrainState, make_train_step, next_token_loss
+from tests.compiled import compile_for_h200
+from tests.training.toy import Batch
+
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="the plugin that compiles is for Linux"
+)
+RULES = fsdp_tp()
+CONFIG = dataclasses.replace(
+    preset("llama_tiny"),
+    vocab_size=32_000,
+    d_model=2048,
+    d_ff=8192,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=128,
+    max_seq_len=4096,
+)
+ROWS, TOKENS = 2, 3072  # a size that no weight has, whole and on each of four devices
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+
+
+def decoder(layers, **options):
+    config = dataclasses.replace(CONFIG, num_layers=layers)
+    return Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0), **options)
+
+
+def split(layers, tensor_parallel):
+    return decoder(
+        layers,
+        remat="attention",
+        scan_layers=False,
+        rules=RULES,
+        tensor_parallel=tensor_parallel,
+    )
+
+
+def placed(tree, mesh):
+    return jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+        tree,
+        shardings(tree, mesh, RULES),
+    )
+
+
+def rows(mesh, size, dtype=jnp.int32):
+    where = NamedSharding(mesh, RULES.spec("batch", None))
+    return jax.ShapeDtypeStruct((ROWS, size), dtype, sharding=where)
+
+
+def forward(devices, layers, tensor_parallel):
+    mesh = make_mesh({"tensor": 4}, devices)
+
+    def run(model, tokens):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return model(tokens)
+
+    model = jax.eval_shape(lambda: split(layers, tensor_parallel))
+    return jax.jit(run), (placed(model, mesh), rows(mesh, TOKENS))
+
+
+def training(devices, layers, tensor_parallel):
+    mesh, config = make_mesh({"tensor": 4}, devices), OptimizerConfig(warmup_steps=3)
+    optimizer = make_optimizer(config, 100)
+    state = placed(
+        jax.eval_shape(
+            lambda: TrainState.create(split(layers, tensor_parallel), optimizer)
+        ),
+        mesh,
+    )
+    layout = jax.tree.map(lambda x: x.sharding, state)
+    step = make_train_step(
+        next_token_loss(),
+        optimizer,
+        schedule=make_schedule(config, 100),
+        rules=RULES,
+        shardings=layout,
+    )
+
+    def run(state, batch):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return step(state, batch)
+
+    batch = Batch(
+        tokens=rows(mesh, TOKENS),
+        targets=rows(mesh, TOKENS),
+        loss_mask=rows(mesh, TOKENS, jnp.bool),
+        cu_seqlens=rows(mesh, 5),
+    )
+    run = jax.jit(run, donate_argnums=0, out_shardings=(layout, None))
+    return run, (state, batch)
+
+
+def decoding(devices):
+    where = SingleDeviceSharding(devices[0])
+
+    def make():
+        model = decoder(2, param_dtype=jnp.bfloat16).unstacked()
+        return model, model.init_cache(8, 4096), jnp.zeros((8, 1), jnp.int32)
+
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+        jax.eval_shape(make),
+    )
+    return jax.jit(lambda m, cache, t: m.decode(t, cache), donate_argnums=1), shapes
+
+
+def of_weights(found):
+    """Bytes that are written of arrays which have no tokens, outside of products."""
+    sizes = {TOKENS, TOKENS // 4, ROWS * TOKENS}
+    return sum(
+        w.size
+        for w in found.written(2**20)
+        if "custom-call" not in w.operation
+        and sizes.isdisjoint(map(int, re.findall(r"\d+", w.shape)))
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tensor_parallel", "kernels", "collectives"),
+    [
+        # A layer gathers and scatters twice, each time beside a product.
+        ("fused", {"all_gather_matmul": 4, "matmul_reduce_scatter": 4}, (1, 1, 0, 0)),
+        ("xla", {}, (1, 5, 4, 0)),
+    ],
+)
+def test_tensor_parallel_forward(tensor_parallel, kernels, collectives):
+    found = compile_for_h200(forward, 2, tensor_parallel, count=4)
+    names = Counter(kernel.name for kernel in found.kernels)
+    assert names == kernels | {"varlen_attention": 1}
+    assert [kernel for kernel in found.kernels if kernel.spilled] == []
+    # One sum after the table, where each device looks up the tokens that it has; one
+    # gather before the output layer.
+    assert tuple(map(found.count, COLLECTIVES)) == collectives
+    assert found.count("collective-permute") == 0
+    # Each weight is rounded once, and not copied.
+    per_layer = 2048 * (2 * 512 + 2 * 256 + 3 * 2048)
+    assert of_weights(found) == 2 * (2 * per_layer + 2048 * 8000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tensor_parallel", "kernels", "collectives"),
+    [
+        # Backward a gather becomes a scatter and a scatter a gather; what was gathered
+        # is kept. The gradients of the weights, of equal shape for gate and up, are
+        # kernels too.
+        (
+            "fused",
+            {"all_gather_matmul": 4, "matmul_reduce_scatter": 4, "matmul": 5},
+            (5, 2, 1, 0),
+        ),
+        # The gathers before the products are done again: 2 forward, 2 + 2 backward.
+        ("xla", {}, (5, 2 + 6, 1 + 4, 0)),
+    ],
+)
+def test_tensor_parallel_training(tensor_parallel, kernels, collectives):
+    found = compile_for_h200(training, 1, tensor_parallel, count=4)
+    names = Counter(kernel.name for kernel in found.kernels)
+    attention = {"varlen_attention": 1, "varlen_attention_backward": 1}
+    assert names == kernels | attention
+    assert [kernel for kernel in found.kernels if kernel.spilled] == []
+    # Sums: the look-up, maxima and sums of the softmax over the vocabulary, gradients
+    # of norms, and the norm of all gradients.
+    assert tuple(map(found.count, COLLECTIVES)) == collectives
+    assert found.count("collective-permute") == 0
+    # Parameters and moments, fp32, stay where they are.
+    state = 3 * 4 * (2048 * (2 * 512 + 2 * 256 + 3 * 2048 + 2 * 8000 + 3))
+    assert found.aliased == pytest.approx(state, abs=64)
+    copied = sum(w.size for w in found.written(2**20) if w.operation.endswith("copy"))
+    assert copied < 0.04 * state
+
+
+@pytest.mark.parametrize("products", ["cublas", "triton"])
+def test_a_decode_step(products):
+    """One token for each of eight rows, with a cache that is donated."""
+    found = compile_for_h200(decoding, products=products)
+    of_layer = 8 * 4096 * 8 * 128 * 2
+    cache = 2 * 2 * of_layer
+    assert found.aliased == cache + 8 * 4
+    copies = Counter(w.size for w in found.written(of_layer))
+    # Keys and values of all layers are turned around for the products that read them.
+    # cuBLAS: the weights of gate and up are put side by side; Triton: each layer
+    # is cut out of the keys and the values.
+    weights = 2048 * 2 * 8192 * 2
+    assert copies == {2 * of_layer: 2} | (
+        {weights: 2} if products == "cublas" else {of_layer: 4}
+    )
