@@ -4,21 +4,23 @@ Axes: R packed rows of a batch, B sequences of a row, T packed queries, S packed
 N query heads, K key/value heads, H head dim of queries and keys, Hv head dim of values.
 """
 
-import contextlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import dispatch
 from pallas_kernels.mosaic import DeviceSpec, vary_alike
 from pallas_kernels.partition import by_shards
-from pallas_kernels.varlen_attention.inputs import Inputs, Scores
+from pallas_kernels.varlen_attention.inputs import (
+    Inputs,
+    Scores,
+    resolve_scale,
+    resolve_softcap,
+)
 from pallas_kernels.varlen_attention.mosaic_gpu import varlen_attention_mosaic_gpu
 from pallas_kernels.varlen_attention.relative import RelativeBias, check_relative_bias
 from pallas_kernels.varlen_attention.segments import (
@@ -175,8 +177,8 @@ def varlen_attention(
         relative = bias.buckets, terms[0] is not None, terms[1] is not None
     scores = Scores(
         _resolve_window(causal, window, num_queries + num_keys),
-        _scale(scale, head_dim),
-        _softcap(softcap),
+        resolve_scale(scale, head_dim),
+        resolve_softcap(softcap),
         alibi_slopes is not None,
         relative,
     )
@@ -342,33 +344,6 @@ def _packing(
             "to pad"
         )
     return checked_q, checked_k
-
-
-def _scale(scale: float | None, head_dim: int) -> float:
-    scale = _number("scale", head_dim**-0.5 if scale is None else scale)
-    if not math.isfinite(scale):
-        raise ValueError(f"scale must be finite, got {scale}")
-    return scale
-
-
-def _softcap(softcap: float | None) -> float | None:
-    softcap = None if softcap is None else _number("softcap", softcap)
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f"softcap must be positive, got {softcap}; None disables it")
-    return softcap
-
-
-def _number(name: str, value: Any) -> float:
-    """A number that programs are built for, so it must be known now."""
-    if isinstance(value, Tracer):
-        raise TypeError(
-            f"{name} must be known when the program is traced, got {value}; make it a "
-            "static argument"
-        )
-    if not isinstance(value, bool):
-        with contextlib.suppress(TypeError, ValueError):
-            return float(value)
-    raise TypeError(f"{name} must be a number, got {value!r}")
 
 
 def _per_head(name: str, x: Array | None, heads: int) -> Array | None:

@@ -5,17 +5,20 @@ heads, H head dim of queries and keys, Hv head dim of values, P entries of a row
 relative terms.
 """
 
+import contextlib
 import dataclasses
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import jax
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.varlen_attention.relative import RelativeBuckets
 from pallas_kernels.varlen_attention.segments import Window
 
 
-__all__ = ["Inputs", "Scores"]
+__all__ = ["Inputs", "Scores", "resolve_scale", "resolve_softcap"]
 
 
 class Inputs(NamedTuple):
@@ -62,3 +65,42 @@ class Scores:
         """Nothing happens to a product but a positive factor."""
         changed = self.softcap is not None or self.alibi or self.relative is not None
         return not changed and self.scale > 0
+
+
+def resolve_scale(scale: float | None, head_dim: int) -> float:
+    """The factor of the products; None is ``1 / sqrt(H)``.
+
+    Raises:
+        TypeError: it is traced or no number.
+        ValueError: it is not finite.
+    """
+    scale = _number("scale", head_dim**-0.5 if scale is None else scale)
+    if not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
+    return scale
+
+
+def resolve_softcap(softcap: float | None) -> float | None:
+    """The bound on scores, if any.
+
+    Raises:
+        TypeError: it is traced or no number.
+        ValueError: it is not positive.
+    """
+    softcap = None if softcap is None else _number("softcap", softcap)
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap must be positive, got {softcap}; None disables it")
+    return softcap
+
+
+def _number(name: str, value: Any) -> float:
+    """A number that programs are built for, so it must be known now."""
+    if isinstance(value, Tracer):
+        raise TypeError(
+            f"{name} must be known when the program is traced, got {value}; make it a "
+            "static argument"
+        )
+    if not isinstance(value, bool):
+        with contextlib.suppress(TypeError, ValueError):
+            return float(value)
+    raise TypeError(f"{name} must be a number, got {value!r}")

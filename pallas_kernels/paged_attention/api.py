@@ -1,0 +1,282 @@
+"""The public paged attention.
+
+Axes: B rows, R new tokens of a row, N query heads, K key/value heads, H head dim, L
+layers, P pages, G tokens of a page, W pages of a row's table.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import tuning
+from pallas_kernels.arrays import concrete
+from pallas_kernels.dispatch import Unsupported, dispatch
+from pallas_kernels.mosaic import DeviceSpec, vary_alike
+from pallas_kernels.paged_attention import xla
+from pallas_kernels.paged_attention.config import PagedAttentionConfig
+from pallas_kernels.paged_attention.inputs import FP8, Inputs, Scores
+from pallas_kernels.partition import by_shards
+from pallas_kernels.varlen_attention.inputs import resolve_scale, resolve_softcap
+
+
+__all__ = ["paged_attention"]
+
+
+def paged_attention(
+    q: Float[Array, "B R N H"],
+    kv: Float[Array, "B R 2 K H"],
+    pages: Float[Array, "L P 2 K G H"],
+    layer: Int[Array, ""] | int,
+    table: Int[Array | np.ndarray, "B W"],
+    lengths: Int[Array | np.ndarray, " B"],
+    *,
+    kv_scales: Float[Array, "L P 2 K"] | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    num_new: Int[Array | np.ndarray, " B"] | None = None,
+    implementation: str | Sequence[str] | None = None,
+    config: PagedAttentionConfig | None = None,
+) -> tuple[Float[Array, "B R N H"], Float[Array, "L P 2 K G H"]]:
+    """A decoding step: appends new keys and values to a paged cache, and attends to it.
+
+    Token ``t`` of row ``b`` lies in page ``table[b, t // G]``, in its row ``t % G``.
+    The new tokens take the positions ``lengths[b] + r``; the query of each sees the
+    tokens ``j`` of its row up to itself, ``d = lengths[b] + r - j >= 0`` of them less
+    than `window`, as they are stored::
+
+        s[r, j] = cap(scale * q[b, r] . k[j])
+        out[b, r] = sum_j softmax_j(s[r, j]) * v[j]
+
+    where ``cap(x) = softcap * tanh(x / softcap)``. Scores and sums are fp32. Under
+    `jax.jit` the pages are changed in place where they are donated or carried by a
+    loop: nothing of their size is copied. A row's result depends on its own tokens
+    alone, with the Hopper kernel bit for bit: not on other rows, on how many there
+    are, on which pages it has, or on what other pages hold, NaN too. Not
+    differentiable; not for `jax.vmap` but in its implementation "xla".
+
+    Args:
+        q: [B, R, N, H], queries of the new tokens; R is 1 and the number of drafts.
+        kv: [B, R, 2, K, H], their keys and values. K divides N: query head n reads
+            key/value head ``n // (N / K)``.
+        pages: [L, P, 2, K, G, H], keys and values of all layers: fp32, bf16, fp16, or
+            float8_e4m3fn with `kv_scales`.
+        layer: which layer; may be traced.
+        table: [B, W], pages of each row. Entries past those that its tokens need (or
+            before those that its window needs) may be anything. A page may be in
+            several tables where no new token goes.
+        lengths: [B], tokens of each row in the cache before the step, in [0, W * G].
+        kv_scales: [L, P, 2, K], fp32, of pages in fp8: a number ``x`` is stored as
+            ``x / scale``, rounded and clipped to the largest finite one. The scales are
+            the caller's: those of a page must be the same from its first token to its
+            last, as where each layer and head has a calibrated one.
+        window: how many tokens a query sees, itself included; None is no limit.
+        softcap: bound on the magnitude of scores; None is no bound.
+        scale: factor of ``q . k``; None is ``1 / sqrt(H)``.
+        num_new: [B], how many of the R new tokens are real, in [0, R]; None is all. Of
+            the others nothing is written, and their output is zero. Where it is 0 the
+            row is dead.
+        implementation: "mosaic_gpu" (a kernel for Hopper GPUs: head dims 64, 128 and
+            256, bf16 and fp16), "xla", a sequence of these, or None for the best that
+            supports the arguments on this device.
+        config: how the kernel is cut; None leaves it to a heuristic. XLA takes none and
+            refuses one.
+
+    Returns:
+        ``(out, pages)``: [B, R, N, H] in the type of q, and the pages with the new
+        tokens in them. A token that would pass the row's table is neither stored nor
+        seen, nor is one whose page is not in [0, P).
+
+    Raises:
+        TypeError: types do not fit, an option is traced, or the op is differentiated.
+        ValueError: shapes do not fit, an option is out of range, or lengths, num_new
+            or layer are, where they are not traced.
+        Unsupported: the implementation named cannot serve the arguments here.
+        ExceptionGroup: none of several implementations can.
+
+    Example:
+        Two rows of 2 and 0 tokens, pages of 4 tokens:
+
+        >>> import jax, numpy as np
+        >>> keys = jax.random.split(jax.random.key(0), 3)
+        >>> q = jax.random.normal(keys[0], (2, 1, 4, 8))
+        >>> kv = jax.random.normal(keys[1], (2, 1, 2, 2, 8))
+        >>> pages = jax.random.normal(keys[2], (3, 6, 2, 2, 4, 8))
+        >>> table = np.array([[5, 0], [2, 0]])
+        >>> out, pages = paged_attention(q, kv, pages, 1, table, np.array([2, 0]))
+        >>> bool((pages[1, 5, :, :, 2] == kv[0, 0]).all())  # the third token of row 0
+        True
+        >>> bool((out[1, 0, :2] == kv[1, 0, 1, 0]).all())  # row 1 sees itself alone
+        True
+
+    References:
+        Paged attention: vLLM, arXiv 2309.06180. Splits of a sequence that are added by
+        their log-sum-exp: Flash-Decoding; here splits have a fixed size, so that the
+        result does not depend on the batch. Scales are static as in vLLM, which has one
+        a tensor.
+    """
+    arrays = tuple(map(jnp.asarray, (q, kv, pages)))
+    _check_arrays(*arrays, kv_scales)
+    q, kv, pages = arrays
+    rows, queries = q.shape[:2]
+    if num_new is None:
+        num_new = np.full(rows, queries, np.int32)
+    x = Inputs(
+        q,
+        kv,
+        pages,
+        _integers("layer", layer, (), pages.shape[0] - 1),
+        _integers("table", table, (rows, None), None),
+        _integers("lengths", lengths, (rows,), np.shape(table)[-1] * pages.shape[4]),
+        _integers("num_new", num_new, (rows,), queries),
+        None if kv_scales is None else jnp.asarray(kv_scales),
+    )
+    scores = Scores(
+        resolve_scale(scale, q.shape[3]), resolve_softcap(softcap), _window(window)
+    )
+    tuning.check_config("paged_attention", config, PagedAttentionConfig)
+    run = functools.partial(
+        _without_derivative, (scores, implementation, config, DeviceSpec.current())
+    )
+    return by_shards(lambda *x: run(Inputs(*x)), x, _DIMS, (_DIMS[0], _DIMS[2]))
+
+
+_DIMS = ("BRnH", "BRTnH", "LPTnGH", "", "BW", "B", "B", "LPTn")
+"""A letter for each dimension of `Inputs`. Heads are independent; rows are not, since
+they write to the same pages."""
+
+type _Static = tuple[
+    Scores, str | Sequence[str] | None, PagedAttentionConfig | None, DeviceSpec | None
+]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _without_derivative(static: _Static, x: Inputs) -> tuple[Array, Array]:
+    scores, implementation, config, device = static
+    return dispatch(
+        "paged_attention",
+        IMPLEMENTATIONS,
+        implementation,
+        vary_alike(x),
+        scores,
+        config=config,
+        device=device,
+    )
+
+
+@_without_derivative.defjvp
+def _refuse_derivative(*_: Any) -> Any:
+    raise TypeError(
+        "paged_attention is a step of serving and has no derivative; train with"
+        " varlen_attention, or hide its arguments behind jax.lax.stop_gradient"
+    )
+
+
+def _xla(
+    x: Inputs,
+    scores: Scores,
+    *,
+    config: PagedAttentionConfig | None,
+    device: DeviceSpec | None,
+) -> tuple[Array, Array]:
+    del device
+    if config is not None:
+        raise Unsupported(
+            f"paged_attention: XLA takes no config, got {config!r}; pass None or use"
+            " implementation='mosaic_gpu'"
+        )
+    return xla.paged_attention(x, scores)
+
+
+IMPLEMENTATIONS: Mapping[str, Callable[..., tuple[Array, Array]]] = {"xla": _xla}
+"""Implementations of `paged_attention`, the preferred one first."""
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def _check_arrays(q: Array, kv: Array, pages: Array, kv_scales: Any) -> None:
+    known = [("q", q, _DTYPES), ("kv", kv, _DTYPES)]
+    for name, x, dtypes in (*known, ("pages", pages, (*_DTYPES, FP8.name))):
+        if x.dtype.name not in dtypes:
+            raise TypeError(
+                f"{name} has type {x.dtype.name}, expected one of {', '.join(dtypes)};"
+                " cast it with .astype"
+            )
+    shapes = f"q {q.shape}, kv {kv.shape} and pages {pages.shape}"
+    if q.ndim != 4 or kv.ndim != 5 or pages.ndim != 6:
+        raise ValueError(
+            f"{shapes}: expected [B, R, N, H], [B, R, 2, K, H] and [L, P, 2, K, G, H]"
+        )
+    fits = (
+        kv.shape[:3] == (*q.shape[:2], 2)
+        and pages.shape[2:4] == kv.shape[2:4]
+        and kv.shape[4] == pages.shape[5] == q.shape[3]
+    )
+    if not fits:
+        raise ValueError(
+            f"{shapes} do not fit: expected [B, R, N, H], [B, R, 2, K, H] and"
+            " [L, P, 2, K, G, H]"
+        )
+    if 0 in (*q.shape, *kv.shape, *pages.shape):
+        raise ValueError(f"{shapes}: every dimension must be at least 1")
+    if q.shape[2] % kv.shape[3]:
+        raise ValueError(
+            f"the number of query heads N={q.shape[2]} must be a multiple of the"
+            f" number of key/value heads K={kv.shape[3]}"
+        )
+    if (kv_scales is None) == (pages.dtype == FP8):
+        raise ValueError(
+            f"kv_scales {'are missing' if kv_scales is None else 'are given'} and the"
+            f" pages have type {pages.dtype.name}; {FP8.name} pages need scales,"
+            " others take none"
+        )
+    if kv_scales is None:
+        return
+    if np.shape(kv_scales) != pages.shape[:4] or kv_scales.dtype != jnp.float32:
+        raise ValueError(
+            f"kv_scales has shape {np.shape(kv_scales)} and type {kv_scales.dtype},"
+            f" expected [L, P, 2, K] = {pages.shape[:4]} and float32"
+        )
+
+
+def _integers(
+    name: str, value: Any, shape: tuple[int | None, ...], most: int | None
+) -> Array:
+    """An int32 array; its numbers are checked where they are known."""
+    dtype = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
+    if not jnp.issubdtype(dtype, jnp.integer):
+        raise TypeError(f"{name} must hold integers, got {dtype}")
+    found = np.shape(value)
+    fits = len(found) == len(shape) and all(
+        size >= 1 if want is None else size == want
+        for size, want in zip(found, shape, strict=False)
+    )
+    if not fits:
+        wanted = tuple("W" if size is None else size for size in shape)
+        raise ValueError(f"{name} has shape {found}, expected {wanted}")
+    known = concrete(value) if isinstance(value, jax.Array) else np.asarray(value)
+    if most is not None and known is not None:
+        outside = known[(known < 0) | (known > most)] if known.size else known
+        if np.size(outside):
+            raise ValueError(
+                f"{name} must lie in [0, {most}], got {np.ravel(outside)[0]}"
+            )
+    return jnp.asarray(value).astype(jnp.int32)
+
+
+def _window(window: Any) -> int | None:
+    if window is None:
+        return None
+    whole = isinstance(window, int | np.integer) and not isinstance(window, bool)
+    if not whole or window < 1:
+        raise ValueError(
+            f"window must be None or an integer of at least 1, got {window!r}: a query"
+            " sees so many tokens, itself included"
+        )
+    return min(int(window), math.floor(2**30))

@@ -1,0 +1,62 @@
+"""What a call of paged attention is made of: its arrays, and what is static.
+
+Axes: B rows, R new tokens of a row, N query heads, K key/value heads, H head dim, L
+layers, P pages, G tokens of a page, W pages of a row's table.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+__all__ = ["FP8", "Inputs", "Scores"]
+
+FP8 = jnp.dtype(jnp.float8_e4m3fn)
+"""The type of pages that have scales."""
+
+
+class Inputs(NamedTuple):
+    """The arrays of a call, checked."""
+
+    q: Float[Array, "B R N H"]
+    kv: Float[Array, "B R 2 K H"]
+    pages: Float[Array, "L P 2 K G H"]
+    layer: Int[Array, ""]
+    table: Int[Array, "B W"]
+    lengths: Int[Array, " B"]
+    """Tokens in the cache before the step."""
+    num_new: Int[Array, " B"]
+    """Real ones among the R new tokens."""
+    kv_scales: Float[Array, "L P 2 K"] | None
+    """Of fp8 pages."""
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the table of a row has room for."""
+        return self.table.shape[1] * self.pages.shape[4]
+
+    def positions(self) -> Int[Array, "B R"]:
+        """The position of each new token."""
+        steps = jnp.arange(self.q.shape[1], dtype=jnp.int32)
+        return self.lengths[:, None] + steps
+
+    def totals(self) -> Int[Array, " B"]:
+        """Tokens of each row after the step; none where nothing is new."""
+        total = jnp.minimum(self.lengths + self.num_new, self.capacity)
+        return jnp.where(self.num_new > 0, total, 0)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """How a score follows from ``q . k``, and which keys a query sees."""
+
+    scale: float
+    """Factor of the product."""
+    softcap: float | None = None
+    """Bound on the magnitude."""
+    window: int | None = None
+    """The last tokens that a query sees, itself included."""
