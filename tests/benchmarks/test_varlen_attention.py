@@ -1,6 +1,8 @@
 """The benchmark of attention: its layouts, definition, errors and quick run."""
 
 import dataclasses
+import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ from pallas_kernels.varlen_attention.specs import VarlenSpec
 
 
 LENGTHS = (3, 0, 5, 1)
+RESULTS = Path(benchmark.__file__).parent / "results/nvidia_h200/varlen_attention.json"
 
 
 @pytest.mark.parametrize(
@@ -150,3 +153,25 @@ def test_the_command_runs_anywhere_and_writes_nothing(tmp_path, capsys):
     assert "norm_error" in out and "| tiny_causal | fwd_bwd |" in out
     assert not [*tmp_path.rglob("*")]
     benchmark._definition_program.cache_clear()
+
+
+def test_packed_rows_need_no_cudnn():
+    """What `varlen_attention` relies on, which never takes it."""
+    rows = json.loads(RESULTS.read_text())["rows"]
+    times = {}
+    for row in rows:
+        key = row["case"], row["params"]["pass"]
+        times.setdefault(key, (row["params"], {}))[1][row["implementation"]] = row
+    compared = 0
+    for (case, _), (params, found) in times.items():
+        for name in {"cudnn_packed", "cudnn_padded"} & set(found):
+            if "mosaic_gpu" not in found:
+                continue
+            ratio = found[name]["time_us"] / found["mosaic_gpu"]["time_us"]
+            one_length = params["batch"] * params["max_len"] == params["tokens"]
+            if not one_length:
+                assert ratio > 1.04, (case, params, name)
+            elif name == "cudnn_packed":
+                assert ratio > (0.96 if params["head_dim"] == 256 else 1.04), params
+            compared += not one_length
+    assert compared > 100
