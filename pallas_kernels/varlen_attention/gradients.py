@@ -8,7 +8,9 @@ no scores is here: which queries see anything, delta, and the gradient of the si
 Where one key has nearly all of the weight, ``dout . v`` and ``delta`` are nearly equal.
 With out rounded to 16 bits their difference would be mostly the error of the rounding,
 as it is in FlashAttention-2 and -3. So a forward pass that is differentiated also gives
-``rest``, what the rounding took from out, in 16 bits of its own.
+``rest``, what the rounding took from out, in 16 bits of its own. What stays is the
+rounding of the two sums in fp32, about 2^-22 of ``|dout| . |v|``: gradients below that
+are noise. Only a sum of ``p * (dout . v)`` over all keys, another pass, would be exact.
 
 Axes: R rows of the batch, T packed queries, N query heads, Hv head dim of values.
 """

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.varlen_attention import varlen_attention_reference
+from tests.tolerances import relative_error
 
 
 TOKENS = 480
@@ -166,11 +167,35 @@ def reference(options):
     return call
 
 
-def saturated(tokens):
+def saturated(tokens, gap=2.5):
     """bf16 q, k, v, dout of one head: a query has nearly all weight on its own key."""
     rng = np.random.default_rng(2)
     k, v, dout = rng.normal(size=(3, tokens, 1, 64)).astype(np.float32)
-    return [x.astype(jnp.bfloat16) for x in (2.5 * k, k, v, dout)]
+    return [x.astype(jnp.bfloat16) for x in (gap * k, k, v, dout)]
+
+
+def assert_gradients_of_saturated_weights(gradients, tokens):
+    """As good as in plain JAX, or off by no more than fp32 sums of ``dout . v`` are.
+
+    Args:
+        gradients: ``f(q, k, v, dout) -> (dq, dk, dv)``.
+        tokens: of one sequence.
+    """
+    for gap in (2.5, 5.0):
+        arrays = [jnp.asarray(x) for x in saturated(tokens, gap)]
+        low = [np.asarray(x, np.float32) for x in arrays]
+        q, k, v, dout = low
+        exact = plain_gradients(*map(jnp.asarray, low))
+        plain, ours = plain_gradients(*arrays), gradients(*arrays)
+        # Of a difference between two sums, times keys or queries.
+        noise = 2**-22 * np.abs(dout * v).sum(-1).max() * q.shape[-1] ** -0.5
+        floors = noise * np.abs(k).max(), noise * np.abs(q).max(), 0.0
+        for x, y, z, floor in zip(ours, plain, exact, floors, strict=True):
+            scale = np.abs(z).max()
+            assert relative_error(y, z) < 0.01
+            assert relative_error(x, z) < 2 * relative_error(y, z) + (
+                floor / scale if gap == 5.0 else 0.0
+            )
 
 
 def plain_gradients(q, k, v, dout):

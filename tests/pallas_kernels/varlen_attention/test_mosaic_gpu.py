@@ -249,18 +249,15 @@ def test_interpreted_kernels_equal_the_reference(name):
 
 @pytest.mark.parametrize("config", [NARROW, SHORT], ids=["long", "short"])
 def test_gradients_of_saturated_weights_are_as_good_as_in_plain_jax(config):
-    arrays = list(map(jnp.asarray, cases.saturated(70)))
-    exact = cases.plain_gradients(*(x.astype(jnp.float32) for x in arrays))
-    plain = cases.plain_gradients(*arrays)
-
     @jax.jit
     def run(q, k, v, dout):
         return jax.vjp(functools.partial(kernel, config=config), q, k, v)[1](dout)
 
-    with use_device(one_sm), interpret_mosaic_gpu():
-        ours = jax.tree.map(np.asarray, run(*arrays))
-    for x, y, z in zip(ours, plain, exact, strict=True):
-        assert relative_error(x, z) < 2 * relative_error(y, z) < 0.02
+    def gradients(*arrays):
+        with use_device(one_sm), interpret_mosaic_gpu():
+            return jax.tree.map(np.asarray, run(*arrays))
+
+    cases.assert_gradients_of_saturated_weights(gradients, 70)
 
 
 @pytest.mark.parametrize(
