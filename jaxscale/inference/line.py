@@ -1,0 +1,86 @@
+"""Everyone who waits: new requests, and those whose turn has come before."""
+
+import bisect
+import math
+import operator
+
+from jaxscale.inference.fair_queue import FairQueue
+from jaxscale.inference.plan import Continuation
+
+
+_LONGEST_RETRY = 60  # seconds
+
+BY_ORDER = operator.attrgetter("order")
+"""Sorts continuations by priority, arrival and index."""
+
+
+class Line:
+    """Continuations that wait for pages and a row.
+
+    Those that were preempted, or whose request has had its turn, go before new ones of
+    their priority, by arrival.
+    """
+
+    def __init__(self) -> None:
+        self._new = FairQueue[Continuation]()
+        self._returning: list[Continuation] = []
+        self.num_tokens = 0
+        """Tokens of the prompts of the new ones."""
+
+    def __len__(self) -> int:
+        return len(self._new) + len(self._returning)
+
+    @property
+    def num_new(self) -> int:
+        """Those that have not had a turn."""
+        return len(self._new)
+
+    def join(self, c: Continuation) -> None:
+        """Let a new one wait."""
+        self._new.push(c, priority=c.request.priority, client=c.request.client)
+        self.num_tokens += len(c.request.prompt)
+
+    def come_back(self, c: Continuation) -> None:
+        """Let one wait that has had a turn before."""
+        bisect.insort(self._returning, c, key=BY_ORDER)
+
+    def peek(self) -> Continuation | None:
+        """Whose turn it is, None where nobody waits."""
+        new = self._new.peek()
+        back = self._returning[0] if self._returning else None
+        if new is None or (back is not None and back.order[0] <= new.order[0]):
+            return back
+        return new
+
+    def leave(self, c: Continuation) -> None:
+        """Take one out, wherever it stands."""
+        if c in self._returning:
+            self._returning.remove(c)
+            return
+        self._new.remove(c, priority=c.request.priority, client=c.request.client)
+        self.num_tokens -= len(c.request.prompt)
+
+    def charge(self, c: Continuation, tokens: int) -> None:
+        """Count tokens that its client was served."""
+        request = c.request
+        self._new.charge(tokens, priority=request.priority, client=request.client)
+
+
+class Speed:
+    """Tokens of prompts a second, lately."""
+
+    def __init__(self) -> None:
+        self._rate = 0.0
+        self._last: float | None = None
+
+    def count(self, tokens: int, now: float) -> None:
+        """A tick computes this many."""
+        if self._last is not None and tokens and now > self._last:
+            rate = tokens / (now - self._last)
+            self._rate = rate if not self._rate else 0.9 * self._rate + 0.1 * rate
+        self._last = now
+
+    def retry_after(self, tokens: int) -> int:
+        """Seconds until so many are computed, at least 1."""
+        seconds = math.ceil(tokens / self._rate) if self._rate else 1
+        return min(max(seconds, 1), _LONGEST_RETRY)

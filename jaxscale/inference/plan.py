@@ -1,0 +1,273 @@
+"""What the scheduler tells the device side to do in one tick, and what it hears back.
+
+Legend: S slots, B bucket, R tokens a step (1 + drafts), G tokens of a page.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import Literal
+
+from jaxscale.inference.request import FinishReason, Request
+
+
+class State(enum.Enum):
+    """Where a continuation is."""
+
+    WAITING = enum.auto()
+    PREFILL = enum.auto()
+    DECODE = enum.auto()
+    ENDED = enum.auto()
+
+
+@dataclasses.dataclass(eq=False, slots=True, kw_only=True)
+class Continuation:
+    """One of the n continuations of a request, while it is in the engine.
+
+    The scheduler alone changes it; others may read it on the engine's thread.
+    """
+
+    request: Request
+    index: int
+    """Which of the n."""
+    order: tuple[int, int, int]
+    """What runs first: negated priority, number of its arrival, index."""
+    seed: int
+    """64 bits that its draws depend on, besides the position."""
+    limit: int
+    """Tokens of prompt and continuation at which it ends."""
+    stops: frozenset[int]
+    """Tokens that end it."""
+    tokens: list[int]
+    """Prompt and continuation, as far as the host knows."""
+    state: State = State.WAITING
+    slot: int | None = None
+    """Its row on the device, from the end of its prompt on."""
+    pages: list[int] = dataclasses.field(default_factory=list)
+    """Its pages, in the order of its tokens."""
+    kv: int = 0
+    """Tokens in the cache, as far as the host knows."""
+    pending: int = 0
+    """Tokens that dispatches whose results are not back yet may add to them."""
+    due: int = 0
+    """Tokens that those add at least, unless it ends."""
+    placed: int = 0
+    """The tick in which it went live; results of earlier plans are not meant."""
+    names: list[bytes] = dataclasses.field(default_factory=list)
+    """Names of its full pages, as far as they were needed."""
+    named: int = 0
+    """How many of its pages were given their names."""
+    told: int = 0
+    """How many of its pages are in the table on the device."""
+    admitted: bool = False
+    """Whether it ever held pages."""
+    prompt_done: bool = False
+    """Whether its whole prompt was ever planned."""
+    finish: FinishReason | None = None
+    """Why it has ended."""
+
+    @property
+    def num_drawn(self) -> int:
+        """Tokens of the continuation, as far as the host knows."""
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def needs_sampler(self) -> bool:
+        """Whether its next token needs the full sampler."""
+        params = self.request.params
+        return params.needs_sampler or (
+            params.min_tokens > 0
+            and self.num_drawn < params.min_tokens
+            and bool(self.stops)
+        )
+
+    @property
+    def target(self) -> int:
+        """Tokens that prefill has to put into the cache.
+
+        Prefill draws with a temperature alone. Who needs the full sampler leaves the
+        last token to the first step of decoding, which draws what prefill would.
+        """
+        return len(self.tokens) - self.needs_sampler * (self.limit > len(self.tokens))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Neighboring tokens of one prompt, to be computed in this tick.
+
+    Their keys and values are appended first, then each attends to what lies in the
+    cache of its request up to itself.
+    """
+
+    continuation: Continuation
+    tokens: Sequence[int]
+    """Token ids."""
+    start: int
+    """Position of the first; all before it are in the cache."""
+    pages: Sequence[int]
+    """Pages of the positions 0 to `end` - 1."""
+    slot: int | None
+    """Where a token is drawn after the last one: the row that the device puts it into
+    and sets live, unless the token ends it. None where none is drawn."""
+
+    @property
+    def sampled(self) -> bool:
+        """Whether a token is drawn after the last one."""
+        return self.slot is not None
+
+    @property
+    def end(self) -> int:
+        """Position after the last token: keys that the last token attends to."""
+        return self.start + len(self.tokens)
+
+    def write_rows(self, page_size: int) -> list[int]:
+        """Rows of the pool, page * G + offset, that the tokens are written to."""
+        return _rows(self.pages, self.start, self.end, page_size)
+
+    def key_rows(self, page_size: int) -> list[int]:
+        """Rows of the pool of the positions 0 to `end` - 1."""
+        return _rows(self.pages, 0, self.end, page_size)
+
+
+def _rows(pages: Sequence[int], start: int, end: int, page_size: int) -> list[int]:
+    places = (divmod(position, page_size) for position in range(start, end))
+    return [pages[page] * page_size + offset for page, offset in places]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Decode:
+    """A few steps of all rows."""
+
+    rows: Sequence[Continuation | None]
+    """[B] whose row each is when the steps begin; None for rows that are not live.
+    Results are matched by it, whatever has become of the rows meanwhile."""
+    bucket: int
+    """B, rows to decode: a power of two."""
+    steps: int
+    """Tokens that a row draws at most, apart from accepted drafts."""
+    drafts: int = 0
+    """Tokens that the device guesses for each row and step: R - 1."""
+    full: Sequence[int] = ()
+    """Rows that need the full sampler. With any, there is one step without drafts: the
+    logits of all rows, then the full sampler."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to do in a tick, in the order of the fields.
+
+    Moves and `source` come before `changes`, which name rows as they are after that;
+    then the prefill, then the decode, which sees the tokens that the prefill has drawn.
+    """
+
+    tick: int
+    """Number of the plan, from 1."""
+    moves: Sequence[tuple[int, int]] = ()
+    """Only with contiguous caches: slots whose cache moves, (from, to)."""
+    source: Sequence[int] | None = None
+    """[S] the row that each row is taken from; None where all stay."""
+    changes: Sequence[tuple[int, int, int]] = ()
+    """(row, column, value), no cell twice; columns are those of `slots.Column`. Any
+    number: more than fit into one array are applied in several."""
+    placed: Sequence[tuple[int, Continuation]] = ()
+    """Rows that belong to another continuation than before: what the device keeps by
+    row beside the slots, such as counts of tokens, is to be made anew."""
+    prefill: Sequence[Chunk] = ()
+    """Chunks to compute together; none where no prompt waits."""
+    decode: Decode | None = None
+    """None where no row is live."""
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Tokens of all chunks."""
+        return sum(len(chunk.tokens) for chunk in self.prefill)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """The results of a dispatch: [n, B, R] of a decode, [1, chunks, 1] of a prefill.
+
+    Example:
+        >>> flags = [[[1], [0]], [[0], [0]]]
+        >>> drawn = Drawn(tokens=[[[7], [5]], [[-1], [6]]], flags=flags)
+        >>> drawn.of_row(0), drawn.of_row(1)
+        (([7], [1], []), ([5, 6], [0, 0], []))
+    """
+
+    tokens: Sequence[Sequence[Sequence[int]]]
+    """Token ids; -1 where a row has none."""
+    flags: Sequence[Sequence[Sequence[int]]]
+    """Bits of `slots.OutFlag`."""
+    logprobs: Sequence[Sequence[Sequence[float]]] | None = None
+    """In nats; None where nobody wants them."""
+
+    def of_row(self, row: int) -> tuple[list[int], list[int], list[float]]:
+        """Tokens, flags and log-probabilities of a row, places without a token gone."""
+        tokens, flags, logprobs = [], [], []
+        for step, steps in enumerate(self.tokens):
+            for r, token in enumerate(steps[row]):
+                if token < 0:
+                    continue
+                tokens.append(token)
+                flags.append(self.flags[step][row][r])
+                if self.logprobs is not None:
+                    logprobs.append(self.logprobs[step][row][r])
+        return tokens, flags, logprobs
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What a continuation has gained by the results of a plan."""
+
+    continuation: Continuation
+    tokens: Sequence[int]
+    """New tokens, the one that ended it included."""
+    logprobs: Sequence[float]
+    """One for each of `tokens`, or none at all."""
+    row: int
+    """Its row in `Plan.decode`, or its place in `Plan.prefill`."""
+    decoded: bool
+    """Which of the two it is."""
+    finish: FinishReason | None
+    """Why it ended with the last of them."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that happened to a continuation, for its client and the metrics."""
+
+    kind: Literal["queued", "admitted", "preempted", "ended"]
+    continuation: Continuation
+    time: float
+    """By the clock that the scheduler is given."""
+    cached_tokens: int = 0
+    """Of ``"admitted"``: tokens found in the cache."""
+    finish: FinishReason | None = None
+    """Of ``"ended"``."""
+
+
+@dataclasses.dataclass(slots=True)
+class Counts:
+    """Requests since the start: those received are in one of the other numbers, or are
+    still here.
+    """
+
+    received: int = 0
+    finished: int = 0
+    """Ended by a stop token or string, or by their length."""
+    aborted: int = 0
+    """Their clients gave them up."""
+    rejected: int = 0
+    """Refused at once: not possible, too many, or the engine is draining."""
+    failed: int = 0
+    """Past their deadline, or their logits were not finite."""
+    preempted: int = 0
+    """Preemptions; the continuations go on later."""
+    prompt_tokens: int = 0
+    """Tokens that prefill computed."""
+    cached_tokens: int = 0
+    """Tokens of prompts that were found in the cache."""
+    drawn_tokens: int = 0
+    """Tokens drawn."""
+    compactions: int = 0
+    """Times that rows moved."""

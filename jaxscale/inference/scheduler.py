@@ -1,0 +1,559 @@
+"""What runs next: one plan a tick, from the requests and what the device has drawn.
+
+A request is decoded with all others from the tick in which its prompt ends, and leaves
+in the tick after the token that ends it. The work of a tick grows with what changes in
+it and with the rows that are live, not with the requests that wait.
+"""
+
+import bisect
+import dataclasses
+import heapq
+import math
+import random
+from collections.abc import Iterator
+
+from jaxscale.inference.block_pool import BlockPool
+from jaxscale.inference.chunks import choose_chunks
+from jaxscale.inference.line import BY_ORDER, Line, Speed
+from jaxscale.inference.page_tables import PageTables
+from jaxscale.inference.plan import (
+    Chunk,
+    Continuation,
+    Counts,
+    Decode,
+    Drawn,
+    Event,
+    Plan,
+    Progress,
+    State,
+)
+from jaxscale.inference.request import (
+    Draining,
+    FinishReason,
+    InvalidRequest,
+    Overloaded,
+    Request,
+)
+from jaxscale.inference.scheduler_config import SchedulerConfig
+from jaxscale.inference.slots import Moves, OutFlag, Slots, stop_row, table, whole_row
+
+
+_GOLDEN = 0x9E3779B97F4A7C15  # spreads the seeds of the n continuations
+_OUTCOMES = {"aborted": "aborted", "timeout": "failed", "error": "failed"}
+_WORST = ("finished", "aborted", "failed")
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Job:
+    """A request in the engine."""
+
+    continuations: list[Continuation]
+    remaining: int
+    # Continuations that wait for the first one to compute the prompt.
+    held: list[Continuation]
+    outcome: str = "finished"
+
+
+class Scheduler:
+    """The policy of the engine; one thread owns it.
+
+    In a loop: `add`, `abort` and `finish` for what clients want, `plan` for what to
+    dispatch, `update` with what came back, however late, and `take_events`.
+
+    Example:
+        >>> config = SchedulerConfig(num_pages=8, vocab_size=100, max_len=64)
+        >>> scheduler = Scheduler(config)
+        >>> scheduler.add(Request(prompt=[1, 2, 3], id="a"), now=0.0)
+        >>> plan = scheduler.plan(now=0.0)
+        >>> [chunk.tokens for chunk in plan.prefill], plan.decode.bucket
+        ([[1, 2, 3]], 2)
+        >>> drawn = Drawn(tokens=[[[7]]], flags=[[[0]]])
+        >>> [p.tokens for p in scheduler.update(plan, prefill=drawn, now=0.1)]
+        [[7]]
+        >>> scheduler.abort("a", now=0.2)
+        True
+        >>> scheduler.idle, scheduler.counts.aborted
+        (True, 1)
+    """
+
+    def __init__(self, config: SchedulerConfig, *, seed: int | None = None) -> None:
+        """A scheduler without requests.
+
+        Args:
+            config: The sizes.
+            seed: Of the seeds of requests that bring none; None for others each time.
+        """
+        self.config = config
+        self.counts = Counts()
+        self._random = random.Random(seed)
+        self._jobs: dict[str, _Job] = {}
+        self._line = Line()
+        self._num_running = 0
+        self._prefilling: list[Continuation] = []
+        self._slots = Slots[Continuation](config.num_slots, self._moved)
+        self._tables = PageTables(config)
+        # Those whose table on the device lacks pages.
+        self._grown: list[Continuation] = []
+        self._deadlines: list[tuple[float, int, str]] = []
+        self._events: list[Event] = []
+        self._arrivals = 0
+        self._tick = 0
+        self._draining = False
+        self._watermark = math.ceil(config.watermark * config.num_pages)
+        self._speed = Speed()
+
+    @property
+    def idle(self) -> bool:
+        """Whether there are no requests."""
+        return not self._jobs
+
+    @property
+    def num_waiting(self) -> int:
+        """Continuations that wait for pages or a row, the preempted ones among them."""
+        return len(self._line)
+
+    @property
+    def num_running(self) -> int:
+        """Continuations that hold pages."""
+        return self._num_running
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens of the prompts of new requests that wait."""
+        return self._line.num_tokens
+
+    @property
+    def pool(self) -> BlockPool:
+        """The pages, to be looked at."""
+        return self._tables.pool
+
+    def continuations(self) -> Iterator[Continuation]:
+        """All that have not ended, in the order of their arrival."""
+        for job in self._jobs.values():
+            yield from (c for c in job.continuations if c.state is not State.ENDED)
+
+    # What clients want.
+
+    def add(self, request: Request, *, now: float) -> None:
+        """Let a request wait for its turn.
+
+        Args:
+            request: It is checked here against the model and the cache.
+            now: The time in seconds, by any clock that does not go back.
+
+        Raises:
+            InvalidRequest: it can never run, or its id is in use.
+            Overloaded: too many wait.
+            Draining: `drain` was called.
+        """
+        self.counts.received += 1
+        try:
+            self._check(request)
+        except (InvalidRequest, Overloaded, Draining):
+            self.counts.rejected += 1
+            raise
+        self._arrivals += 1
+        params = request.params
+        first, *others = continuations = self._continuations(request)
+        self._jobs[request.id] = _Job(continuations, params.n, others)
+        self._line.join(first)
+        if request.deadline is not None:
+            entry = (request.deadline, self._arrivals, request.id)
+            heapq.heappush(self._deadlines, entry)
+        for c in continuations:
+            self._events.append(Event(kind="queued", continuation=c, time=now))
+        if params.max_tokens == 0 and params.prompt_logprobs is None:
+            for c in continuations:  # there is nothing to compute
+                self._end(c, "length", now)
+
+    def abort(
+        self, request_id: str, *, now: float, reason: FinishReason = "aborted"
+    ) -> bool:
+        """End all continuations of a request, in whatever state they are.
+
+        Returns:
+            Whether there was such a request; those that ended are forgotten.
+        """
+        job = self._jobs.get(request_id)
+        for c in job.continuations if job else ():
+            self._end(c, reason, now)
+        return job is not None
+
+    def finish(self, c: Continuation, reason: FinishReason, *, now: float) -> None:
+        """End one continuation, for example because its text has a stop string.
+
+        One that has ended already stays as it is.
+        """
+        self._end(c, reason, now)
+
+    def drain(self) -> None:
+        """Refuse what comes from now on; what is here goes on."""
+        self._draining = True
+
+    def take_events(self) -> list[Event]:
+        """What has happened since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def _check(self, request: Request) -> None:
+        config = self.config
+        if self._draining:
+            raise Draining("the engine is shutting down; send the request elsewhere")
+        request.check(vocab_size=config.vocab_size, max_len=config.longest)
+        if request.id in self._jobs:
+            raise InvalidRequest(f"id {request.id!r} is in use; choose another")
+        waiting, tokens = self._line.num_new, self._line.num_tokens
+        full = waiting + 1 > config.max_waiting
+        long = tokens + len(request.prompt) > config.max_waiting_tokens
+        # An empty queue takes anything, or the largest request would never run.
+        if waiting and (full or long):
+            raise Overloaded(
+                f"{waiting} requests with {tokens} tokens wait, at most "
+                f"{config.max_waiting} with {config.max_waiting_tokens} may",
+                self._speed.retry_after(tokens),
+            )
+
+    def _continuations(self, request: Request) -> list[Continuation]:
+        params = request.params
+        seed = self._random.getrandbits(64) if params.seed is None else params.seed
+        stops = set(params.stop_token_ids)
+        stops.update(() if params.ignore_eos else self.config.eos_ids)
+        return [
+            Continuation(
+                request=request,
+                index=index,
+                order=(-request.priority, self._arrivals, index),
+                seed=(seed + index * _GOLDEN) % 2**64,
+                limit=request.limit(self.config.longest),
+                stops=frozenset(stops),
+                tokens=list(request.prompt),
+            )
+            for index in range(params.n)
+        ]
+
+    def _expire(self, now: float) -> None:
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, number, request_id = heapq.heappop(self._deadlines)
+            if self._is_here(number, request_id):
+                self.abort(request_id, now=now, reason="timeout")
+        if len(self._deadlines) > 2 * len(self._jobs) + 64:
+            self._deadlines = [d for d in self._deadlines if self._is_here(*d[1:])]
+            heapq.heapify(self._deadlines)
+
+    def _is_here(self, number: int, request_id: str) -> bool:
+        job = self._jobs.get(request_id)
+        return job is not None and job.continuations[0].order[1] == number
+
+    def _end(self, c: Continuation, reason: FinishReason, now: float) -> None:
+        if c.state is State.ENDED:
+            return
+        job = self._jobs[c.request.id]
+        if c.state is not State.WAITING:
+            self._release(c, keep=reason != "error")
+        elif c in job.held:
+            job.held.remove(c)
+        else:
+            self._line.leave(c)
+        c.state, c.finish = State.ENDED, reason
+        event = Event(kind="ended", continuation=c, time=now, finish=reason)
+        self._events.append(event)
+        outcome = _OUTCOMES.get(reason, "finished")
+        job.outcome = max(job.outcome, outcome, key=_WORST.index)
+        job.remaining -= 1
+        if c.index == 0:
+            self._let_others_go(job)
+        if not job.remaining:
+            del self._jobs[c.request.id]
+            setattr(self.counts, job.outcome, getattr(self.counts, job.outcome) + 1)
+
+    # What the device is to do.
+
+    def plan(self, *, now: float) -> Plan | None:
+        """What to dispatch next; None where there is nothing to dispatch.
+
+        A plan must be dispatched: what it says of pages and rows is settled.
+
+        Args:
+            now: The time in seconds.
+        """
+        self._expire(now)
+        self._tick += 1
+        live, ahead = self._grow(now)
+        ready = self._admit(now)
+        chosen = choose_chunks(self._prefilling, self.config)
+        if not (live or ready or chosen):
+            return None
+        placed, moves = self._place(ready, chosen)
+        prefill = [self._chunk(c, end) for c, end in chosen]
+        decode = self._decode(*ahead)
+        changes = self._changes(placed)
+        tokens = sum(len(chunk.tokens) for chunk in prefill)
+        self.counts.prompt_tokens += tokens
+        self.counts.compactions += moves.source is not None
+        self._speed.count(tokens, now)
+        return Plan(
+            tick=self._tick,
+            moves=moves.pairs if self.config.contiguous else (),
+            source=moves.source,
+            changes=changes,
+            placed=[(c.slot, c) for c in placed if c.slot is not None],
+            prefill=prefill,
+            decode=decode,
+        )
+
+    def _grow(self, now: float) -> tuple[list[Continuation], tuple[int, int]]:
+        """Give each live row the pages that the next dispatch may write.
+
+        Returns:
+            The rows that go on, and how many steps and drafts they have pages for.
+        """
+        config = self.config
+        live = [c for c in self._slots.owners() if _goes_on(c)]
+        busy = self.num_waiting or self._prefilling
+        one_step = busy or any(c.needs_sampler for c in live)
+        steps = 1 if one_step else config.steps
+        drafts = 0 if self._slots.bucket > config.draft_bucket else config.drafts
+        needs = self._needs(live, steps * (1 + drafts))
+        if sum(need for _, need in needs) > self.pool.num_available:
+            steps, drafts = 1, 0
+            needs = self._needs(live, 1)
+        for c, need in sorted(needs, key=lambda item: item[0].order):
+            while need > self.pool.num_available and c.state is State.DECODE:
+                self._preempt(now)
+            if c.state is State.DECODE:
+                c.pages += self.pool.allocate(need)
+                self._grown.append(c)
+        return [c for c in live if c.state is State.DECODE], (steps, drafts)
+
+    def _needs(
+        self, live: list[Continuation], ahead: int
+    ) -> list[tuple[Continuation, int]]:
+        needs = ((c, self._tables.missing(c, ahead)) for c in live)
+        return [(c, need) for c, need in needs if need]
+
+    def _preempt(self, now: float) -> None:
+        """Take the pages of the newest of the lowest priority, which starts again."""
+        c = max((*self._prefilling, *self._slots.owners()), key=BY_ORDER)
+        self._release(c, keep=True)
+        c.state = State.WAITING
+        self._line.come_back(c)
+        self.counts.preempted += 1
+        self._events.append(Event(kind="preempted", continuation=c, time=now))
+
+    def _admit(self, now: float) -> list[Continuation]:
+        """Give pages to those whose turn it is, while there are enough.
+
+        Returns:
+            Those whose prompt needs no prefill.
+        """
+        ready = []
+        while self._num_running < self.config.num_slots:
+            c = self._line.peek()
+            if c is None:
+                break
+            if self.config.contiguous:
+                self._line.leave(c)
+                c.slot = self._slots.take(c)
+                self._tables.move_home(c)
+            else:
+                # What runs is about to need pages too.
+                reserve = self._watermark if self._num_running else 0
+                if not self._tables.admit(c, self._tables.find(c), reserve):
+                    break
+                self._line.leave(c)
+            c.state = State.PREFILL
+            self._num_running += 1
+            self._count_admission(c, now)
+            if c.kv >= c.target:
+                ready.append(c)
+            else:
+                bisect.insort(self._prefilling, c, key=BY_ORDER)
+            if c.index == 0 and not self._tables.sharable(c):
+                self._let_others_go(self._jobs[c.request.id])
+        return ready
+
+    def _count_admission(self, c: Continuation, now: float) -> None:
+        self._events.append(
+            Event(kind="admitted", continuation=c, time=now, cached_tokens=c.kv)
+        )
+        if not c.admitted:
+            c.admitted = True
+            self.counts.cached_tokens += c.kv
+            self._line.charge(c, len(c.tokens) - c.kv)
+
+    def _let_others_go(self, job: _Job) -> None:
+        """Let the others of a request wait no longer for its first one."""
+        for c in job.held:
+            self._line.come_back(c)
+        job.held = []
+
+    def _release(self, c: Continuation, *, keep: bool) -> None:
+        if c in self._prefilling:
+            self._prefilling.remove(c)
+        if c.slot is not None:
+            self._slots.free(c.slot)
+            c.slot = None
+        self._tables.release(c, keep=keep)
+        self._num_running -= 1
+
+    def _place(
+        self, ready: list[Continuation], chosen: list[tuple[Continuation, int]]
+    ) -> tuple[list[Continuation], Moves]:
+        """Rows for those whose prompt ends in this tick; first the others move up."""
+        done = [c for c, end in chosen if end == c.target] + ready
+        placed = [c for c in done if c.limit > len(c.tokens)]
+        more = sum(c.slot is None for c in placed)
+        moves = self._slots.resize(self._slots.num_used + more)
+        for c in done:
+            c.prompt_done = True
+            if c in self._prefilling:
+                self._prefilling.remove(c)
+        for c in placed:
+            if c.slot is None:
+                c.slot = self._slots.take(c)
+            c.state, c.placed = State.DECODE, self._tick
+        return placed, moves
+
+    def _moved(self, c: Continuation, slot: int) -> None:
+        c.slot = slot
+        if self.config.contiguous:
+            self._tables.move_home(c)
+            self._grown.append(c)
+
+    def _chunk(self, c: Continuation, end: int) -> Chunk:
+        draws = c.placed == self._tick and not c.needs_sampler
+        chunk = Chunk(
+            continuation=c,
+            tokens=c.tokens[c.kv : end],
+            start=c.kv,
+            pages=c.pages[: self.pool.pages_for(end)],
+            slot=c.slot if draws else None,
+        )
+        c.kv = end
+        # Whoever reads the pages is planned later, so they will have been written.
+        self._tables.name(c)
+        if c.index == 0 and c.prompt_done:
+            self._let_others_go(self._jobs[c.request.id])
+        return chunk
+
+    def _decode(self, steps: int, drafts: int) -> Decode | None:
+        bucket = self._slots.bucket
+        rows = [
+            c if c and c.state is State.DECODE else None
+            for c in self._slots.rows[:bucket]
+        ]
+        full = [i for i, c in enumerate(rows) if c and _goes_on(c) and c.needs_sampler]
+        if full or bucket > self.config.draft_bucket:
+            drafts = 0
+        if not any(map(_goes_on, filter(None, rows))):
+            return None
+        for c in filter(None, rows):
+            c.pending += steps * (1 + drafts)
+            c.due += steps
+        return Decode(rows=rows, bucket=bucket, steps=steps, drafts=drafts, full=full)
+
+    def _changes(self, placed: list[Continuation]) -> list[tuple[int, int, int]]:
+        changes = []
+        for row in self._slots.take_stopped():
+            owner = self._slots.rows[row]
+            if owner is None or owner.state is not State.DECODE:
+                changes.append(stop_row(row))
+        for c in placed:
+            changes += whole_row(c)
+            c.told = 0
+        for c in [*placed, *self._grown]:
+            if c.state is State.DECODE:
+                changes += table(c)
+                c.told = len(c.pages)
+        self._grown = []
+        return changes
+
+    # What came back.
+
+    def update(
+        self,
+        plan: Plan,
+        *,
+        prefill: Drawn | None = None,
+        decode: Drawn | None = None,
+        now: float,
+    ) -> list[Progress]:
+        """Take in the results of a plan, after those of the plans before it.
+
+        Results of continuations that ended or were preempted meanwhile are dropped.
+
+        Args:
+            plan: As it was dispatched.
+            prefill: What its prefill drew; None where it has none, or is not back yet.
+            decode: What its decode drew, likewise.
+            now: The time in seconds.
+
+        Returns:
+            What each continuation gained; none without news.
+        """
+        news = []
+        for row, chunk in enumerate(plan.prefill):
+            c = chunk.continuation
+            if prefill is None:
+                break
+            if c.state is State.DECODE and c.placed == plan.tick and chunk.sampled:
+                news.append(self._advance(c, row, prefill, now, decoded=False))
+            elif c.state is State.PREFILL and chunk.end == c.limit:
+                # Only the prompt was wanted.
+                self._end(c, "length", now)
+        if decode is None or plan.decode is None:
+            return news
+        for row, c in enumerate(plan.decode.rows):
+            if c is not None and c.state is State.DECODE and c.placed <= plan.tick:
+                c.pending -= plan.decode.steps * (1 + plan.decode.drafts)
+                c.due -= plan.decode.steps
+                news.append(self._advance(c, row, decode, now, decoded=True))
+        return news
+
+    def _advance(
+        self, c: Continuation, row: int, drawn: Drawn, now: float, *, decoded: bool
+    ) -> Progress:
+        tokens, flags, logprobs = drawn.of_row(row)
+        # A live row that draws nothing is one that the device knows nothing of.
+        finish: FinishReason | None = None if tokens else "error"
+        kept = 0
+        for token, flag in zip(tokens, flags, strict=True):
+            if flag & OutFlag.NOT_FINITE:
+                finish = "error"
+                break
+            c.tokens.append(token)
+            kept += 1
+            finish = _reason(c, token, flag)
+            if finish is not None:
+                break
+        c.kv += kept * decoded
+        self.counts.drawn_tokens += kept
+        self._line.charge(c, kept)
+        self._tables.name(c)
+        if finish is not None:
+            self._end(c, finish, now)
+        return Progress(
+            continuation=c,
+            tokens=tokens[:kept],
+            logprobs=logprobs[:kept],
+            row=row,
+            decoded=decoded,
+            finish=finish,
+        )
+
+
+def _goes_on(c: Continuation) -> bool:
+    """Whether a live row may have tokens to draw after those on their way."""
+    return c.state is State.DECODE and c.kv + c.due < c.limit - 1
+
+
+def _reason(c: Continuation, token: int, flag: int) -> FinishReason | None:
+    """Why its newest token ends it."""
+    length = len(c.tokens)
+    if token in c.stops and c.num_drawn > c.request.params.min_tokens:
+        return "stop"
+    if length >= c.limit:
+        return "length"
+    if flag & OutFlag.ENDED:
+        return "stop" if flag & OutFlag.STOPPED else "length"
+    return None

@@ -1,0 +1,234 @@
+"""The rows of the decoded batch: what a row holds on the device, and who has which.
+
+A request that is being decoded has a slot, a row of an int32 array on the device. Only
+the first `bucket` rows are decoded, a power of two, because each size of batch is a
+program of its own. When at most half of them are in use, the rows behind move into the
+holes before them (Flover's reordering, of rows instead of caches) and the bucket
+shrinks.
+"""
+
+import dataclasses
+import enum
+import heapq
+import struct
+from collections.abc import Callable, Iterable
+
+from jaxscale.inference.plan import Continuation
+
+
+SMALLEST_BUCKET = 2
+"""XLA turns the product of one row with the table of tokens into fp32 copies of it."""
+
+NUM_STOPS = 8
+"""Stop tokens that a row has room for; the scheduler knows of any others."""
+
+
+class Column(enum.IntEnum):
+    """The columns of a row, int32; from `TABLE` on it is the page table."""
+
+    FLAGS = 0
+    """Bits of `RowFlag`."""
+    TOKEN = 1
+    """The newest token, whose key and value are not in the cache yet."""
+    LENGTH = 2
+    """Tokens in the cache, so the position of `TOKEN`."""
+    LIMIT = 3
+    """The row ends when LENGTH + 1, the tokens with the newest, reaches it."""
+    SEED = 4
+    """Two columns, low and high half: draws depend on them and the position alone."""
+    TEMPERATURE = 6
+    """Bits of an fp32; 0 is greedy. So are the next six where they are no integers."""
+    TOP_K = 7
+    """An integer; 0 for all tokens."""
+    TOP_P = 8
+    MIN_P = 9
+    REPETITION = 10
+    PRESENCE = 11
+    FREQUENCY = 12
+    MIN_LENGTH = 13
+    """Tokens of prompt and continuation before which no stop token may be drawn."""
+    STOPS = 16
+    """`NUM_STOPS` columns; -1 where there are fewer."""
+    TABLE = 32
+    """Pages in the order of their tokens. Columns behind those that were set mean
+    nothing: a row must not write at LIMIT - 1 or behind it."""
+
+
+class RowFlag(enum.IntFlag):
+    """The bits of `Column.FLAGS`."""
+
+    LIVE = 1
+    """The row is decoded. The device clears it where the row ends."""
+
+
+class OutFlag(enum.IntFlag):
+    """What the device says of a drawn token."""
+
+    ENDED = 1
+    """The row has ended with this token."""
+    STOPPED = 2
+    """... because it is a stop token."""
+    NOT_FINITE = 4
+    """The logits were not finite; the token means nothing."""
+
+
+def float_bits(value: float) -> int:
+    """The bits of an fp32 as an int32.
+
+    Example:
+        >>> float_bits(1.0)
+        1065353216
+    """
+    return struct.unpack("<i", struct.pack("<f", value))[0]
+
+
+type Change = tuple[int, int, int]
+"""Row, column, value."""
+
+
+def stop_row(row: int) -> Change:
+    """What stops a row."""
+    return (row, Column.FLAGS, 0)
+
+
+def whole_row(c: Continuation) -> list[Change]:
+    """What makes a row one of `c`, up to its page table.
+
+    It is live at once with the last token of the prompt where the full sampler draws
+    the next one; otherwise the device sets token and flags at the end of the prefill.
+    """
+    assert c.slot is not None
+    params = c.request.params
+    live = c.needs_sampler
+    cells = {
+        Column.FLAGS: RowFlag.LIVE if live else 0,
+        Column.TOKEN: c.tokens[-1] if live else 0,
+        Column.LENGTH: c.target,
+        Column.LIMIT: c.limit,
+        Column.TEMPERATURE: float_bits(params.temperature),
+        Column.TOP_K: params.top_k or 0,
+        Column.TOP_P: float_bits(params.top_p),
+        Column.MIN_P: float_bits(params.min_p),
+        Column.REPETITION: float_bits(params.repetition_penalty),
+        Column.PRESENCE: float_bits(params.presence_penalty),
+        Column.FREQUENCY: float_bits(params.frequency_penalty),
+        Column.MIN_LENGTH: len(c.request.prompt) + params.min_tokens,
+    }
+    low_high = struct.unpack("<2i", struct.pack("<Q", c.seed))
+    ends = ([*sorted(c.stops), *[-1] * NUM_STOPS])[:NUM_STOPS]
+    several = {Column.SEED: low_high, Column.STOPS: ends}
+    for first, values in several.items():
+        cells |= {first + i: value for i, value in enumerate(values)}
+    return [(c.slot, int(column), int(value)) for column, value in cells.items()]
+
+
+def table(c: Continuation) -> list[Change]:
+    """What adds the pages to the table of a row that the device does not know yet."""
+    assert c.slot is not None
+    return [(c.slot, Column.TABLE + i, c.pages[i]) for i in range(c.told, len(c.pages))]
+
+
+@dataclasses.dataclass(slots=True)
+class Moves:
+    """What `Slots.resize` did."""
+
+    source: list[int] | None = None
+    """[S] the row that each row is taken from; None where nothing moves."""
+    pairs: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    """The same as (from, to), only what moves."""
+
+
+class Slots[T]:
+    """Who has which row, how many rows are decoded, and which must be stopped.
+
+    Example:
+        >>> slots = Slots[str](4)
+        >>> slots.resize(3).pairs, slots.bucket
+        ([], 4)
+        >>> [slots.take(name) for name in "abc"]
+        [0, 1, 2]
+        >>> slots.free(0), slots.free(1)
+        (None, None)
+        >>> slots.resize(1).pairs, slots.resize(1).pairs, slots.bucket, slots.rows
+        ([], [(2, 0)], 2, ['c', None, None, None])
+    """
+
+    def __init__(
+        self, count: int, moved: Callable[[T, int], None] | None = None
+    ) -> None:
+        """All rows free.
+
+        Args:
+            count: S, rows on the device.
+            moved: Called with an owner and its new row.
+        """
+        self.rows: list[T | None] = [None] * count
+        self.bucket = SMALLEST_BUCKET
+        self.num_used = 0
+        self._moved = moved
+        self._free = list(range(count))  # a heap
+        self._stopped: set[int] = set()
+        self._half_empty = 0
+
+    def take(self, owner: T) -> int:
+        """The lowest free row, now the owner's."""
+        row = heapq.heappop(self._free)
+        self.rows[row] = owner
+        self.num_used += 1
+        return row
+
+    def free(self, row: int) -> None:
+        """Take a row from its owner; the device must be told to stop it."""
+        self.rows[row] = None
+        self.num_used -= 1
+        self._stopped.add(row)
+        heapq.heappush(self._free, row)
+
+    def take_stopped(self) -> list[int]:
+        """Rows that were left since the last call; the device may still decode them.
+
+        Some have a new owner, and need stopping unless the owner sets them anew.
+        """
+        rows = sorted(self._stopped)
+        self._stopped.clear()
+        return rows
+
+    def resize(self, used: int) -> Moves:
+        """Choose the bucket for `used` rows, those yet to be taken among them.
+
+        It grows at once, and shrinks when half of it was free twice in a row.
+        """
+        wanted = max(SMALLEST_BUCKET, 1 << (used - 1).bit_length() if used else 0)
+        if wanted >= self.bucket:
+            self.bucket, self._half_empty = wanted, 0
+            return Moves()
+        self._half_empty += 1
+        if self._half_empty < 2:
+            return Moves()
+        self.bucket, self._half_empty = wanted, 0
+        return self._compact()
+
+    def _compact(self) -> Moves:
+        moves = Moves()
+        source = list(range(len(self.rows)))
+        for old in reversed(range(self.bucket, len(self.rows))):
+            owner = self.rows[old]
+            if owner is None:
+                continue
+            new = heapq.heappop(self._free)
+            self.rows[new], self.rows[old] = owner, None
+            moves.source = source
+            source[new] = old
+            moves.pairs.append((old, new))
+            # The row is stopped in its new place if it was to be in the old one, where
+            # a copy stays that would go on by itself.
+            (self._stopped.add if old in self._stopped else self._stopped.discard)(new)
+            self._stopped.add(old)
+            heapq.heappush(self._free, old)
+            if self._moved is not None:
+                self._moved(owner, new)
+        return moves
+
+    def owners(self) -> Iterable[T]:
+        """Everyone who has a row, by rows."""
+        return (owner for owner in self.rows[: self.bucket] if owner is not None)
