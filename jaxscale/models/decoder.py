@@ -8,10 +8,12 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxscale.models.config import DecoderConfig
+from jaxscale.models.serving import for_inference
 from jaxscale.models.stack import (
     check_remat,
     look_up,
@@ -139,6 +141,28 @@ class Decoder(nnx.Module):
         of the stack, and no loop runs over it. It cannot be saved.
         """
         return unstacked(self)
+
+    def for_inference(self, mesh: Mesh | None = None) -> "Decoder":
+        """The same model as the serving engine reads it best; it cannot be saved.
+
+        Each block has parameters of its own, those of the projections of one input lie
+        side by side (`jaxscale.nn.JoinedLinear`), and kernels and tables are in the
+        type of the computation, so that no step copies or converts a weight. Layers
+        that pruning has made sparse stay as they are. Devices that would share the
+        batch or store a part of each parameter hold all of it; tensor parallelism is
+        left.
+
+        Args:
+            mesh: Where to put the model; by default it stays on the mesh that it is on.
+
+        Example:
+            >>> from jaxscale.models.llama import llama_tiny
+            >>> model = Decoder(llama_tiny(), rngs=nnx.Rngs(0))
+            >>> block = model.for_inference().blocks[0]
+            >>> block.attention.joined.kernel.shape  # queries, keys and values
+            (32, 64)
+        """
+        return for_inference(self, mesh)
 
     def __call__(
         self,

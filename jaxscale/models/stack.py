@@ -108,10 +108,20 @@ def unstacked[Model: nnx.Module](model: Model) -> Model:
 
         @jax.jit
         def split(blocks: Block) -> list[Block]:
-            return [jax.tree.map(lambda p, i=i: p[i], blocks) for i in range(count)]
+            return [_single(blocks, i) for i in range(count)]
 
         result.blocks = nnx.List(split(blocks))
     return result
+
+
+def _single(blocks: Block, layer: int) -> Block:
+    """One block of a stack, whose parameters have no axis of layers."""
+    block = jax.tree.map(lambda p: p[layer], blocks)
+    is_variable = lambda node: isinstance(node, nnx.Variable)  # noqa: E731
+    for variable in jax.tree.leaves(block, is_leaf=is_variable):
+        if (axes := variable.get_metadata().get("out_sharding")) is not None:
+            variable.set_metadata(out_sharding=axes[1:])
+    return block
 
 
 def run_stack[State: AttentionState](

@@ -16,6 +16,7 @@ from jaxscale.nn.embeddings import (
     rope_inv_freq,
     rotary,
 )
+from jaxscale.nn.joined import JoinedLinear
 from jaxscale.nn.linear import (
     ColumnParallelLinear,
     Linear,
@@ -30,6 +31,13 @@ from jaxscale.nn.packing import (
     pack_sequences,
     positions,
     unpack,
+)
+from jaxscale.nn.paged import (
+    PagedChunks,
+    PagedRows,
+    append_rows,
+    empty_pages,
+    read_rows,
 )
 from jaxscale.nn.self_attention import Attention
 from jaxscale.nn.state import (
@@ -54,11 +62,14 @@ __all__ = [
     "DisentangledAttention",
     "DisentangledConfig",
     "Embed",
+    "JoinedLinear",
     "KVCache",
     "LayerNorm",
     "Linear",
     "Packed",
     "PackedBatch",
+    "PagedChunks",
+    "PagedRows",
     "RMSNorm",
     "RelativePositions",
     "RopeConfig",
@@ -67,16 +78,19 @@ __all__ = [
     "SequenceConvolution",
     "TileSparseLinear",
     "Whole",
+    "append_rows",
     "assign_rows",
     "attention",
     "attention_mask",
     "attention_state",
+    "empty_pages",
     "layer_norm",
     "make_norm",
     "masked_attention",
     "pack",
     "pack_sequences",
     "positions",
+    "read_rows",
     "rms_norm",
     "rope_inv_freq",
     "rotary",

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 from jaxscale.checks import check_choice
 from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.embeddings import NORMAL_INIT
+from jaxscale.nn.joined import JoinedLinear, join_inputs
 from jaxscale.nn.linear import (
     ColumnParallelLinear,
     Linear,
@@ -108,6 +109,7 @@ class MLP(nnx.Module):
 
         self.gate = project_in() if activation in GATED else None
         self.up = project_in()
+        self.joined: JoinedLinear | None = None
         self.down = RowParallelLinear(
             d_ff,
             d_model,
@@ -120,7 +122,14 @@ class MLP(nnx.Module):
     @property
     def inputs(self) -> tuple[Any, ...]:
         """The layers that read the input."""
+        if self.joined is not None:
+            return (self.joined,)
         return (self.up,) if self.gate is None else (self.gate, self.up)
+
+    def join_inputs(self, shards: int) -> None:
+        """Make gate and hidden features in one product, as `JoinedLinear` says."""
+        if self.gate is not None:
+            join_inputs(self, ("gate", "up"), shards)
 
     @property
     def activations(self) -> tuple[str | None, ...]:
@@ -129,7 +138,9 @@ class MLP(nnx.Module):
         That of a gate is left to `join`: the kernel that multiplies reads the gate
         anyway, and a product would not hide it.
         """
-        return (self.activation,) if self.gate is None else (None, None)
+        if self.activation in GATED:
+            return (None,) * len(self.inputs)
+        return (self.activation,)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Transform each token; the tokens are gathered, those of the result split."""
@@ -156,9 +167,11 @@ class MLP(nnx.Module):
         return all(isinstance(layer, TileSparseLinear) for layer in layers)
 
     def join(
-        self, projected: Sequence[Float[Array, "*tokens_and_F"]]
-    ) -> Float[Array, "*tokens_and_F"]:
+        self, projected: Sequence[Float[Array, "..."]]
+    ) -> Float[Array, "..."]:
         """Join the activated outputs of `inputs` into the input of `down`."""
+        if self.joined is not None:
+            projected = self.joined.split(*projected)
         *gate, up = projected
         return activate(gate[0], GATED[self.activation]) * up if gate else up
 

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.embeddings import NORMAL_INIT, rotary
+from jaxscale.nn.joined import JoinedLinear, join_inputs
 from jaxscale.nn.linear import ColumnParallelLinear, RowParallelLinear
 from jaxscale.nn.norms import RMSNorm
 from jaxscale.nn.state import KV_AXES, Q_AXES, AttentionState
@@ -95,6 +96,7 @@ class Attention(nnx.Module):
         key_bias = config.use_bias and config.use_key_bias
         self.key = project(config.num_kv_heads, "kv_heads", key_bias)
         self.value = project(config.num_kv_heads, "kv_heads")
+        self.joined: JoinedLinear | None = None
         self.out = RowParallelLinear(
             config.num_heads * config.head_dim,
             d_model,
@@ -122,7 +124,13 @@ class Attention(nnx.Module):
     @property
     def inputs(self) -> tuple[nnx.Module, ...]:
         """The layers that make queries, keys and values."""
+        if self.joined is not None:
+            return (self.joined,)
         return self.query, self.key, self.value
+
+    def join_inputs(self, shards: int) -> None:
+        """Make queries, keys and values in one product, as `JoinedLinear` says."""
+        join_inputs(self, ("query", "key", "value"), shards)
 
     def __call__[State: AttentionState](
         self, x: Float[Array, "B T D"], state: State
@@ -155,6 +163,8 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B T _heads H"], ...]:
         """What the layers `inputs` give, with the heads apart and maybe normalized."""
         c = self.config
+        if self.joined is not None:
+            projected = self.joined.split(*projected)
         q, k, v = (
             reshape(x, (*x.shape[:2], heads, c.head_dim), axes, self.rules)
             for x, heads, axes in zip(

@@ -1,0 +1,93 @@
+"""Column-parallel layers that read one input, as one product.
+
+Legend: B batch, T tokens, D features of the input, S shards.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxscale.nn.linear import ColumnParallelLinear
+from jaxscale.sharding.operations import reshape
+
+
+class JoinedLinear(ColumnParallelLinear):
+    """Several `ColumnParallelLinear` whose kernels lie side by side, for inference.
+
+    A step of decoding reads little but weights, and one large product reads them faster
+    than several small ones. XLA joins the small ones too, but copies their kernels
+    together in every step. Each of S shards of the columns holds its part of every
+    layer, so that tensor-parallel devices split the kernel as they split the layers.
+
+    Example:
+        >>> options = {"kernel_axes": ("embed", "heads"), "rngs": nnx.Rngs(0)}
+        >>> options["out_axes"] = ("batch", None, "act_heads")
+        >>> q, k = (ColumnParallelLinear(4, size, **options) for size in (8, 2))
+        >>> joined = JoinedLinear([q, k], shards=2)
+        >>> x = jnp.ones((1, 3, 4))
+        >>> [part.shape for part in joined.split(joined(x))]
+        [(1, 3, 8), (1, 3, 2)]
+    """
+
+    def __init__(self, layers: Sequence[ColumnParallelLinear], *, shards: int) -> None:
+        """Take over the parameters of layers that `can_join`.
+
+        Args:
+            layers: What projects the input.
+            shards: S, among how many devices the columns are split.
+        """
+        first = layers[0]
+        self.kernel_axes, self.dtype = first.kernel_axes, first.dtype
+        self.out_axes, self.rules = first.out_axes, first.rules
+        self.tensor_parallel = first.tensor_parallel
+        self.shards = shards
+        self.parts = tuple((la.kernel.shape[1], la.out_axes) for la in layers)
+
+        def joined(arrays: Sequence[Array], axes: tuple[str | None, ...]) -> nnx.Param:
+            rows = arrays[0].shape[:-1]
+            apart = [a.reshape(*rows, shards, -1) for a in arrays]  # [.., S, part]
+            together = jnp.concatenate(apart, axis=-1).reshape(*rows, -1)
+            return nnx.Param(together, out_sharding=axes, eager_sharding=False)
+
+        self.kernel = joined([la.kernel[...] for la in layers], self.kernel_axes)
+        biases = [la.bias[...] for la in layers if la.bias is not None]
+        self.bias = joined(biases, self.kernel_axes[1:]) if biases else None
+
+    @staticmethod
+    def can_join(layers: Sequence[Any], shards: int) -> bool:
+        """Whether `layers` are several, dense, and split over the same devices."""
+        if len(layers) < 2 or not all(type(la) is ColumnParallelLinear for la in layers):
+            return False
+        specs = {la.rules.spec(*la.kernel_axes) for la in layers}
+        biased = {la.bias is not None for la in layers}
+        divided = all(la.kernel.shape[1] % shards == 0 for la in layers)
+        return len(specs) == len(biased) == 1 and divided
+
+    def split(
+        self, out: Float[Array, "B T _all"]
+    ) -> tuple[Float[Array, "B T _part"], ...]:
+        """What each of the layers would give, from what this one gives."""
+        b, t, features = out.shape
+        shape = (b, t, self.shards, features // self.shards)
+        # The last name is that of the columns, of which a device has whole shards.
+        whole = reshape(out, shape, (*self.out_axes, None), self.rules)  # [B, T, S, _]
+        parts, start = [], 0
+        for size, axes in self.parts:
+            part = whole[..., start : (start := start + size // self.shards)]
+            parts.append(reshape(part, (b, t, size), axes, self.rules))
+        return tuple(parts)
+
+
+def join_inputs(layer: Any, names: Sequence[str], shards: int) -> None:
+    """Put a `JoinedLinear` into ``layer.joined`` in the place of the layers `names`.
+
+    Layers that cannot be joined, such as those that pruning has made, stay.
+    """
+    layers = [getattr(layer, name) for name in names]
+    if JoinedLinear.can_join(layers, shards):
+        layer.joined = nnx.data(JoinedLinear(layers, shards=shards))
+        for name in names:
+            setattr(layer, name, None)

@@ -1,0 +1,233 @@
+"""Keys and values of many sequences, in pages that they take and give back.
+
+A page holds the keys and values of some neighboring tokens of a sequence, for all
+layers; which pages are a sequence's, and in which order, is for the caller to say. A
+*row* is the place of one token: ``page * G + offset``.
+
+Legend: B sequences, R new tokens of a sequence, T tokens of a packed row, S rows that
+are read, N query heads, K key/value heads, H head dim, L layers, P pages, G tokens of a
+page, W pages of a sequence.
+"""
+
+import dataclasses
+import typing
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import register_dataclass
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from jaxscale.nn.attention import AttentionConfig, attention
+from jaxscale.nn.state import AttentionState
+from jaxscale.sharding.operations import constrain
+from jaxscale.sharding.rules import REPLICATED, AxisRules
+from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.varlen_attention import segment_ids_from_cu_seqlens
+
+
+PAGES_AXES = (None, None, None, "act_kv_heads", None, None)
+"""Logical axes of a pool of pages, [L, P, 2, K, G, H]."""
+
+
+def empty_pages(
+    *,
+    num_layers: int,
+    num_pages: int,
+    page_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: DTypeLike = jnp.float32,
+    rules: AxisRules = REPLICATED,
+) -> Float[Array, "L P 2 K G H"]:
+    """A pool of pages, keys before values.
+
+    Example:
+        >>> pages = empty_pages(
+        ...     num_layers=2, num_pages=8, page_size=4, num_kv_heads=2, head_dim=16
+        ... )
+        >>> pages.shape
+        (2, 8, 2, 2, 4, 16)
+    """
+    shape = (num_layers, num_pages, 2, num_kv_heads, page_size, head_dim)
+    return constrain(jnp.zeros(shape, dtype), PAGES_AXES, rules)
+
+
+def append_rows(
+    pages: Float[Array, "L P 2 K G H"],
+    layer: Int[Array, ""] | int,
+    rows: Int[Array, "T"],
+    kv: Float[Array, "T 2 K H"],
+) -> Float[Array, "L P 2 K G H"]:
+    """`pages` with keys and values of one layer put at `rows`.
+
+    Rows past the pool are dropped.
+    """
+    page, offset = jnp.divmod(rows, pages.shape[4])
+    new = kv.astype(pages.dtype)
+    return pages.at[layer, page, :, :, offset].set(new, mode="drop")
+
+
+def read_rows(
+    pages: Float[Array, "L P 2 K G H"],
+    layer: Int[Array, ""] | int,
+    rows: Int[Array, "S"],
+) -> Float[Array, "S 2 K H"]:
+    """Keys and values of one layer at `rows`; zeros for rows past the pool."""
+    page, offset = jnp.divmod(rows, pages.shape[4])
+    return pages.at[layer, page, :, :, offset].get(mode="fill", fill_value=0)
+
+
+@typing.no_type_check
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Pages(AttentionState):
+    """What the forms for pages have in common."""
+
+    pages: Float[Array, "L P 2 K G H"] = dataclasses.field(
+        metadata={"axes": PAGES_AXES, "carried": True}
+    )
+    """The pool."""
+    layer: Int[Array, ""] | int = dataclasses.field(default=0, metadata={"axes": ()})
+    """Which layer of the pool is that of the layer at hand."""
+
+    @typing.override
+    def at(self, layer: Array | int, variant: AttentionConfig | None) -> Self:
+        layer = jnp.asarray(layer, jnp.int32)
+        return dataclasses.replace(self, variant=variant, layer=layer)
+
+    @typing.override
+    def sequence_lengths(self) -> Array:
+        # Keys stay as they were rotated, so the frequencies must never change: those
+        # of short sequences, beyond which `DecoderConfig.max_cache_len` ends them.
+        return jnp.ones_like(self.positions)
+
+    def _check(self, config: AttentionConfig) -> None:
+        if not config.causal:
+            raise ValueError("causal False: only causal attention can be continued")
+
+
+@typing.no_type_check
+@register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PagedRows(_Pages):
+    """New tokens of several sequences, a row each, after what lies in their pages.
+
+    The positions are those that follow the tokens in the pages. The new tokens are
+    appended, and then see themselves and what precedes them.
+    """
+
+    table: Int[Array, "B W"] = dataclasses.field(metadata={"axes": (None, None)})
+    """The pages of each sequence, in the order of their tokens."""
+    lengths: Int[Array, "B"] = dataclasses.field(metadata={"axes": (None,)})
+    """Tokens of each sequence that its pages hold already."""
+    num_new: Int[Array, "B"] = dataclasses.field(metadata={"axes": (None,)})
+    """New tokens of each sequence, R at most; the rest is padding."""
+
+    @classmethod
+    def of(
+        cls,
+        pages: Float[Array, "L P 2 K G H"],
+        table: Int[Array, "B W"],
+        lengths: Int[Array, "B"],
+        num_new: Int[Array, "B"],
+        num_tokens: int = 1,
+    ) -> Self:
+        """The state of rows of `num_tokens` tokens, R."""
+        positions = lengths[:, None] + jnp.arange(num_tokens, dtype=lengths.dtype)
+        return cls(
+            positions=positions,
+            pages=pages,
+            layer=jnp.zeros((), jnp.int32),
+            table=table,
+            lengths=lengths,
+            num_new=num_new,
+        )
+
+    @typing.override
+    def attend(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        config: AttentionConfig,
+        implementation: str | None = None,
+    ) -> tuple[Array, Self]:
+        del implementation  # a name among those of attention over whole rows
+        self._check(config)
+        out, pages = paged_attention(
+            q,
+            jnp.stack([k, v], axis=2),  # [B, R, 2, K, H]
+            self.pages,
+            self.layer,
+            self.table,
+            self.lengths,
+            num_new=self.num_new,
+            window=config.window,
+            softcap=config.softcap,
+        )
+        return out, dataclasses.replace(self, pages=pages)
+
+
+@typing.no_type_check
+@register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PagedChunks(_Pages):
+    """Parts of several prompts, one behind the other in one row, [1, T].
+
+    Each part sees itself and the tokens of its sequence that lie in pages already.
+    """
+
+    rows: Int[Array, "T"] = dataclasses.field(metadata={"axes": (None,)})
+    """Where the keys and values of each token go; past the pool for padding."""
+    key_rows: Int[Array, "S"] = dataclasses.field(metadata={"axes": (None,)})
+    """Where those of each sequence lie, from its first token to the last of its part,
+    one sequence behind the other."""
+    cu_q: Int[Array, "1 bounds"] = dataclasses.field(metadata={"axes": (None, None)})
+    """Boundaries of the parts in T."""
+    cu_k: Int[Array, "1 bounds"] = dataclasses.field(metadata={"axes": (None, None)})
+    """Boundaries of the sequences in S."""
+
+    @typing.override
+    def attend(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        config: AttentionConfig,
+        implementation: str | None = None,
+    ) -> tuple[Array, Self]:
+        self._check(config)
+        new = jnp.stack([k[0], v[0]], axis=1)  # [T, 2, K, H]
+        pages = append_rows(self.pages, self.layer, self.rows, new)
+        held = read_rows(pages, self.layer, self.key_rows).astype(q.dtype)
+        held, lost = self._apart(held, q.shape[1])
+        out = attention(
+            q,
+            held[None, :, 0],
+            held[None, :, 1],
+            cu_seqlens=self.cu_q,
+            cu_seqlens_k=self.cu_k,
+            causal=True,
+            window=config.limits,
+            softcap=config.softcap,
+            implementation=implementation,
+        )
+        out = jnp.where(lost[None, :, None, None], jnp.nan, out)
+        return out, dataclasses.replace(self, pages=pages)
+
+    def _apart(
+        self, held: Shaped[Array, "S 2 K H"], num_tokens: int
+    ) -> tuple[Array, Bool[Array, "T"]]:
+        """Zeros for keys and values that are not finite, and who would have seen them.
+
+        Kernels multiply values that they mask by zero: what is not finite would reach
+        other sequences.
+        """
+        finite = jnp.isfinite(held).all(axis=(1, 2, 3))  # [S]
+        held = jnp.where(finite[:, None, None, None], held, 0)
+        # Padding has the id -1, the last of as many entries as there are bounds.
+        of_keys = segment_ids_from_cu_seqlens(self.cu_k[0], held.shape[0])
+        of_tokens = segment_ids_from_cu_seqlens(self.cu_q[0], num_tokens)
+        lost = jnp.zeros(self.cu_k.shape[1], bool).at[of_keys].max(~finite)
+        return held, lost[of_tokens]
