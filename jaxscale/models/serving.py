@@ -23,7 +23,8 @@ def for_inference[Model: nnx.Module](model: Model, mesh: Mesh | None = None) -> 
     mesh = mesh or _mesh_of(result)
     rules = serving_rules(result.rules)
     result.rules, result.remat, result.scan_layers = rules, "none", False
-    for _, module in nnx.iter_modules(result):
+    modules: list[Any] = [module for _, module in nnx.iter_modules(result)]
+    for module in modules:
         if hasattr(module, "rules"):
             module.rules = rules
     if mesh is None:
@@ -47,7 +48,9 @@ def serving_rules(rules: AxisRules) -> AxisRules:
     token. Tensor parallelism is left.
     """
     names = [field.name for field in dataclasses.fields(rules)]
-    return rules.without(rules.mesh_axes(["batch"]) | rules.mesh_axes(["layers"]), names)
+    return rules.without(
+        rules.mesh_axes(["batch"]) | rules.mesh_axes(["layers"]), names
+    )
 
 
 def _prepared(model: Any, sizes: dict[str, int]) -> Any:
@@ -79,4 +82,5 @@ def _cast(parameter: nnx.Variable, dtype: Any) -> None:
 def _mesh_of(model: Any) -> Mesh | None:
     """The mesh that the parameters live on."""
     found = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(model))
-    return next((s.mesh for s in found if isinstance(s, NamedSharding)), None)
+    meshes = (s.mesh for s in found if isinstance(s, NamedSharding))
+    return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)

@@ -166,9 +166,7 @@ class MLP(nnx.Module):
         layers = (*self.inputs, self.down)
         return all(isinstance(layer, TileSparseLinear) for layer in layers)
 
-    def join(
-        self, projected: Sequence[Float[Array, "..."]]
-    ) -> Float[Array, "..."]:
+    def join(self, projected: Sequence[Float[Array, "..."]]) -> Float[Array, "..."]:
         """Join the activated outputs of `inputs` into the input of `down`."""
         if self.joined is not None:
             projected = self.joined.split(*projected)

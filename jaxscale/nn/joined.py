@@ -59,7 +59,9 @@ class JoinedLinear(ColumnParallelLinear):
     @staticmethod
     def can_join(layers: Sequence[Any], shards: int) -> bool:
         """Whether `layers` are several, dense, and split over the same devices."""
-        if len(layers) < 2 or not all(type(la) is ColumnParallelLinear for la in layers):
+        if len(layers) < 2 or not all(
+            type(la) is ColumnParallelLinear for la in layers
+        ):
             return False
         specs = {la.rules.spec(*la.kernel_axes) for la in layers}
         biased = {la.bias is not None for la in layers}

@@ -13,7 +13,6 @@ import dataclasses
 import typing
 from typing import Self
 
-import jax
 import jax.numpy as jnp
 from jax.tree_util import register_dataclass
 from jax.typing import DTypeLike

@@ -55,7 +55,9 @@ def test_parameters_are_in_the_type_of_the_computation():
     kinds = {p.dtype for p in jax.tree.leaves(served) if p.ndim == 2}
     assert kinds == {jnp.dtype("bfloat16")}
     assert served.norm.scale.dtype == jnp.dtype("float32")
-    assert relative_error(logits(served), logits(model)) < RELATIVE[jnp.dtype("bfloat16")]
+    assert (
+        relative_error(logits(served), logits(model)) < RELATIVE[jnp.dtype("bfloat16")]
+    )
 
 
 @pytest.mark.parametrize(
