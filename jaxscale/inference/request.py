@@ -32,6 +32,8 @@ MAX_STOPS = 16_384
 """Most stop strings of a request, and most stop tokens."""
 MAX_STOP_CHARACTERS = 2**20
 """Most characters of all stop strings of a request together."""
+MAX_STOP_LENGTH = 4096
+"""Most characters of one of them."""
 MAX_GUIDE_CHARACTERS = 2**20
 """Most characters of a schema, a pattern, or all choices together."""
 
@@ -220,6 +222,11 @@ class SamplingParams:
         self._check_numbers()
         put = object.__setattr__
         put(self, "stop", _strings("stop", self.stop, MAX_STOP_CHARACTERS))
+        if max(map(len, self.stop), default=0) > MAX_STOP_LENGTH:
+            raise ValueError(
+                f"stop has a string of {max(map(len, self.stop))} characters, expected "
+                f"at most {MAX_STOP_LENGTH}"
+            )
         put(self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
         if len(self.stop_token_ids) > MAX_STOPS:
             raise ValueError(
