@@ -54,15 +54,20 @@ class DecoderConfig:
     max_seq_len: int
     """Longest sequence of training, in tokens; a hard limit with learned positions."""
     norm: Norm = "rmsnorm"
-    """Normalization before attention, feed-forward network and output."""
+    """Normalization before attention, feed-forward network and output; the factor of
+    `rmsnorm_1p` is one plus its parameter (Gemma)."""
     norm_eps: float = 1e-5
     """Added to the variance."""
     activation: Activation = "swiglu"
-    """`swiglu` has a gate projection; `gelu` is exact, `gelu_tanh` GPT-2's form."""
+    """`swiglu` and `geglu` have a gate projection; `gelu` is exact, `gelu_tanh` GPT-2's
+    form, and so it is with `geglu` and `geglu_tanh`."""
     position: Position = "rope"
     """Rotary embeddings in every attention, or a learned table added once."""
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies."""
+    rope_theta_local: float | None = None
+    """The base in layers with a `window`, which are then not scaled (Gemma 3); None
+    treats all layers alike."""
     rope_scaling: RopeScaling | None = None
     """Context extension of the rotary frequencies."""
     rotary_dim: int | None = None
@@ -73,6 +78,10 @@ class DecoderConfig:
     """Attention and feed-forward network read one norm and are summed (GPT-J)."""
     parallel_mlp_norm: bool = False
     """The feed-forward network of a `parallel_block` has a norm of its own (NeoX)."""
+    output_norms: bool = False
+    """What attention and feed-forward network add is normalized too (Gemma 2)."""
+    scale_embeddings: bool = False
+    """Embeddings are multiplied by the root of `d_model` (Gemma)."""
     attention_bias: bool = False
     """Bias in the query, key and value projections."""
     attention_out_bias: bool = False
@@ -91,6 +100,10 @@ class DecoderConfig:
     """RMS norm of the queries and keys of each head before they are rotated (Qwen3)."""
     attention_softcap: float | None = None
     """Attention logits become ``softcap * tanh(logits / softcap)``."""
+    query_pre_attn_scalar: int | None = None
+    """Attention logits are divided by the root of this; None takes `head_dim`."""
+    logit_softcap: float | None = None
+    """The same as `attention_softcap` of the logits of the vocabulary (Gemma 2)."""
 
     def __post_init__(self) -> None:
         self._check_sizes()
@@ -113,12 +126,23 @@ class DecoderConfig:
                 raise ValueError(f"{name} {value!r} must be an integer")
             if value < 1:
                 raise ValueError(f"{name} {value} must be positive")
-        for name in ("window", "attention_softcap"):
+        for name in (
+            "window",
+            "attention_softcap",
+            "logit_softcap",
+            "query_pre_attn_scalar",
+            "rope_theta_local",
+        ):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(
                     f"{name} {value} must be positive and finite, or None for none"
                 )
+        if self.rope_theta_local is not None and self.window is None:
+            raise ValueError(
+                f"rope_theta_local {self.rope_theta_local} has no effect without "
+                "window; set window, or leave rope_theta_local None"
+            )
         layers = range(self.num_layers)
         known = {i for i in self.global_layers if isinstance(i, int) and i in layers}
         if self.global_layers and self.window is None:
@@ -150,6 +174,11 @@ class DecoderConfig:
                 "parallel_mlp_norm True has no effect without parallel_block: a serial "
                 "block has two norms anyway; set one of them"
             )
+        if self.output_norms and self.parallel_block:
+            raise ValueError(
+                "output_norms True has no place in a parallel_block, whose two parts "
+                "are summed at once; set one of them to False"
+            )
         if self.lm_head_bias and self.tie_embeddings:
             raise ValueError(
                 "lm_head_bias True needs an output projection of its own; set "
@@ -158,7 +187,12 @@ class DecoderConfig:
 
     def _check_positions(self) -> None:
         if self.position == "learned":
-            for name in ("rope_scaling", "rotary_dim"):
+            if self.scale_embeddings:
+                raise ValueError(
+                    "scale_embeddings True would scale the table of learned positions "
+                    "with the tokens; set it to False or position='rope'"
+                )
+            for name in ("rope_scaling", "rotary_dim", "rope_theta_local"):
                 value = getattr(self, name)
                 if value is not None:
                     raise ValueError(
@@ -201,11 +235,13 @@ class DecoderConfig:
 
     def attention(self, layer: int = 0) -> AttentionConfig:
         """The attention of one layer."""
+        window = None if layer in self.global_layers else self.window
+        local = self.rope_theta_local if window is not None else None
         rope = RopeConfig(
-            theta=self.rope_theta,
+            theta=self.rope_theta if local is None else local,
             rotary_dim=self.rotary_dim,
             interleaved=self.rope_interleaved,
-            scaling=self.rope_scaling,
+            scaling=self.rope_scaling if local is None else None,
         )
         return AttentionConfig(
             num_heads=self.num_heads,
@@ -214,9 +250,11 @@ class DecoderConfig:
             use_bias=self.attention_bias,
             use_out_bias=self.attention_out_bias,
             rope=rope if self.position == "rope" else None,
-            window=None if layer in self.global_layers else self.window,
+            window=window,
             softcap=self.attention_softcap,
+            query_pre_attn_scalar=self.query_pre_attn_scalar,
             qk_norm_eps=self.norm_eps if self.qk_norm else None,
+            qk_norm_1p=self.qk_norm and self.norm == "rmsnorm_1p",
         )
 
     def block(self) -> BlockConfig:
@@ -231,6 +269,7 @@ class DecoderConfig:
             mlp_bias=self.mlp_bias,
             parallel=self.parallel_block,
             parallel_mlp_norm=self.parallel_mlp_norm,
+            output_norms=self.output_norms,
             num_layers=self.num_layers,
         )
 
@@ -238,10 +277,11 @@ class DecoderConfig:
         """Parameters of the whole model, a tied table counted once."""
         d, v = self.d_model, self.vocab_size
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        norm = d if self.norm == "rmsnorm" else 2 * d
+        norm = 2 * d if self.norm == "layernorm" else d
         block = self._block_matmul_parameters()
         one_norm = self.parallel_block and not self.parallel_mlp_norm
         block += norm if one_norm else 2 * norm
+        block += 2 * norm * self.output_norms
         block += 2 * self.head_dim * self.qk_norm
         block += (q + 2 * kv) * self.attention_bias + d * self.attention_out_bias
         block += (d + (self.num_mlp_kernels - 1) * self.d_ff) * self.mlp_bias

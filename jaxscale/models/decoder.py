@@ -1,9 +1,10 @@
-"""The decoder-only Transformer behind GPT-2, GPT-J, GPT-NeoX, LLaMA, Mistral and Qwen.
+"""The decoder-only Transformer of all families of decoders.
 
 Legend: B batch, T tokens of a row, S slots, K key/value heads, H head dim, D model,
 V vocabulary, L layers.
 """
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -226,6 +227,9 @@ class Decoder(nnx.Module):
         if self.positions is not None:
             lookups.append((state.positions, self.positions))
         x, lost = look_up(state, lookups, self.rules)
+        if self.config.scale_embeddings:
+            # The factor is rounded, as in the files' own code.
+            x = x * jnp.asarray(math.sqrt(self.config.d_model), x.dtype)
         x, state = run_stack(
             self.blocks,
             x,
@@ -251,14 +255,21 @@ class Decoder(nnx.Module):
             self.rules,
             preferred_element_type=jnp.float32,
         )
-        if bias is None:
-            return logits
-        return logits + constrain(bias.astype(jnp.float32), axes[-1:], self.rules)
+        if bias is not None:
+            logits += constrain(bias.astype(jnp.float32), axes[-1:], self.rules)
+        if (cap := self.logit_softcap) is not None:
+            logits = cap * jnp.tanh(logits / cap)
+        return logits
+
+    @property
+    def logit_softcap(self) -> float | None:
+        """Bound of the logits, ``cap * tanh(logits / cap)``; None leaves them."""
+        return self.config.logit_softcap
 
     def output_embedding(
         self,
     ) -> tuple[Float[Array, "D V"], Float[Array, "V"] | None]:
-        """The kernel and the bias that turn activations into logits."""
+        """The kernel and the bias that give the logits that `logit_softcap` bounds."""
         if self.lm_head is None:
             return self.embed.table[...].T, None
         bias = self.lm_head.bias

@@ -10,6 +10,7 @@ from jaxscale.models.config import DecoderConfig
 from jaxscale.models.deberta import DEBERTA, DEBERTA_V2
 from jaxscale.models.distilbert import DISTILBERT
 from jaxscale.models.encoder_config import EncoderConfig
+from jaxscale.models.gemma import GEMMA, GEMMA2, GEMMA3
 from jaxscale.models.gpt import GPT2, GPTJ
 from jaxscale.models.gpt_neox import GPT_NEOX
 from jaxscale.models.heads import HeadConfig, HeadKind
@@ -22,7 +23,7 @@ from jaxscale.models.qwen import QWEN2, QWEN3
 
 
 DECODERS: tuple[Family[DecoderConfig], ...] = (
-    *(GPT2, GPTJ, LLAMA, MISTRAL, QWEN2, QWEN3, GPT_NEOX),
+    *(GPT2, GPTJ, LLAMA, MISTRAL, QWEN2, QWEN3, GPT_NEOX, GEMMA, GEMMA2, GEMMA3),
 )
 """Every family of decoders."""
 

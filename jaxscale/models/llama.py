@@ -220,13 +220,18 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-def llama_keys(values: Keys) -> dict[str, Any]:
+def llama_keys(values: Keys, *, hidden_act: str | None = "silu") -> dict[str, Any]:
     """The settings that LLaMA and the families after it have under the same keys.
+
+    Args:
+        values: The parsed file.
+        hidden_act: The only activation that is supported; None does not read it.
 
     Raises:
         ValueError: a setting that matters is not supported, or a key is missing.
     """
-    require(values, "hidden_act", "silu")
+    if hidden_act is not None:
+        require(values, "hidden_act", hidden_act)
     width, heads = values["hidden_size"], values["num_attention_heads"]
     theta, scaling = read_rope(values)
     return {

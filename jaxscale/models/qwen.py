@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxscale.models.config import DecoderConfig
 from jaxscale.models.hf.family import Family
-from jaxscale.models.hf.keys import Keys
+from jaxscale.models.hf.keys import Keys, full_layers, layer_types
 from jaxscale.models.hf.names import TensorMap, scale
 from jaxscale.models.llama import llama_keys, llama_tensors, write_llama_keys
 
@@ -133,8 +133,6 @@ def qwen3_8b() -> DecoderConfig:
 # ------------------------------------------------------------------------------------
 # Hugging Face files
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
-
 
 def _read_qwen2(values: Keys) -> DecoderConfig:
     return DecoderConfig(**_keys(values), attention_bias=True)
@@ -167,18 +165,12 @@ def _keys(values: Keys) -> dict[str, Any]:
 
 def _full_layers(values: Keys, window: int | None) -> tuple[int, ...]:
     """The layers that see the whole sequence."""
-    count, types = values["num_hidden_layers"], values.get("layer_types")
-    if types is None:
-        first = values.get("max_window_layers", 28)
-        return () if window is None else tuple(range(min(count, first)))
-    allowed = {_FULL} if window is None else {_FULL, _SLIDING}
-    if len(types) != count or not allowed.issuperset(types):
-        raise ValueError(
-            f"layer_types {types} of config.json is not supported; expected one of "
-            f"{sorted(allowed)} for each of {count} layers"
-            + (" without use_sliding_window" if window is None else "")
-        )
-    return tuple(i for i, kind in enumerate(types) if kind == _FULL)
+    if "layer_types" in values:
+        return full_layers(values, window)
+    first = values.get("max_window_layers", 28)
+    return (
+        () if window is None else tuple(range(min(values["num_hidden_layers"], first)))
+    )
 
 
 def _write_qwen2(config: DecoderConfig) -> dict[str, Any]:
@@ -190,7 +182,7 @@ def _write_qwen2(config: DecoderConfig) -> dict[str, Any]:
         "max_window_layers": next(
             (i for i, w in enumerate(windows) if w is not None), config.num_layers
         ),
-        "layer_types": [_FULL if w is None else _SLIDING for w in windows],
+        "layer_types": layer_types(config),
     }
 
 
@@ -199,9 +191,13 @@ def _write_qwen3(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _qwen3_tensors(config: DecoderConfig) -> list[TensorMap]:
+    return [*llama_tensors(config), *qk_norm_tensors()]
+
+
+def qk_norm_tensors() -> list[TensorMap]:
+    """The tensors of the norms of queries and keys."""
     theirs, ours = "model.layers.{layer}.self_attn.", "blocks.attention."
     return [
-        *llama_tensors(config),
         scale(theirs + "q_norm", ours + "query_norm"),
         scale(theirs + "k_norm", ours + "key_norm"),
     ]

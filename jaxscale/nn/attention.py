@@ -4,6 +4,7 @@ Legend: B batch, T tokens, S keys, N query heads, K key/value heads, H head dim.
 """
 
 import dataclasses
+import math
 from typing import Any, cast
 
 from jaxtyping import Array, Float, Int
@@ -119,11 +120,15 @@ class AttentionConfig:
     itself and this many tokens on each side."""
     softcap: float | None = None
     """Logits become ``softcap * tanh(logits / softcap)``."""
+    query_pre_attn_scalar: int | None = None
+    """Logits are divided by the root of this; None takes `head_dim` (Gemma 2)."""
     causal: bool = True
     """No token sees a later one."""
     qk_norm_eps: float | None = None
     """RMS norm of the queries and keys of each head, before they are rotated, with this
     added to the mean square; None has no norm (Qwen3, arXiv 2505.09388)."""
+    qk_norm_1p: bool = False
+    """The factor of that norm is one plus its parameter (Gemma 3)."""
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim"):
@@ -134,6 +139,11 @@ class AttentionConfig:
                 f"num_heads {self.num_heads} must be a multiple of "
                 f"num_kv_heads {self.num_kv_heads}"
             )
+
+    @property
+    def logits_scale(self) -> float:
+        """Factor of the logits."""
+        return 1 / math.sqrt(self.query_pre_attn_scalar or self.head_dim)
 
     @property
     def limits(self) -> Window:

@@ -34,11 +34,11 @@ from jaxscale.sharding.tensor_parallel import TensorParallel
 from pallas_kernels.matmul.activations import activate
 
 
-type Norm = Literal["rmsnorm", "layernorm"]
-type Activation = Literal["swiglu", "geglu", "gelu", "gelu_tanh", "relu"]
+type Norm = Literal["rmsnorm", "rmsnorm_1p", "layernorm"]
+type Activation = Literal["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu"]
 
 
-GATED = {"swiglu": "silu", "geglu": "gelu"}
+GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
 """Activation of the gate, for feed-forward networks with a gate projection."""
 
 
@@ -77,7 +77,7 @@ class MLP(nnx.Module):
             d_model: Features of the input and the output.
             d_ff: Hidden features.
             activation: ``"swiglu"``, ``"geglu"``, ``"gelu"`` (both exact),
-                ``"gelu_tanh"`` or ``"relu"``.
+                ``"geglu_tanh"``, ``"gelu_tanh"`` or ``"relu"``.
             use_bias: Bias in every projection.
             out_init: Initializer of the down projection.
             dtype: Type of the computation.
@@ -191,7 +191,8 @@ class BlockConfig:
     attention: AttentionConfig
     """The attention layer."""
     norm: Norm = "rmsnorm"
-    """Normalization of the input of attention and feed-forward network."""
+    """Normalization of the input of attention and feed-forward network; the factor of
+    `rmsnorm_1p` is one plus its parameter (Gemma)."""
     norm_eps: float = 1e-5
     """Added to the variance."""
     norm_bias: bool = True
@@ -200,6 +201,8 @@ class BlockConfig:
     """``norm(x + attention(x))`` as in BERT instead of ``x + attention(norm(x))``."""
     attention_norm: bool = True
     """False: attention reads the residual stream as it is (pre-norm only)."""
+    output_norms: bool = False
+    """What attention and feed-forward network add is normalized too (Gemma 2)."""
     activation: Activation = "swiglu"
     """Activation of the feed-forward network."""
     mlp_bias: bool = False
@@ -216,6 +219,11 @@ class BlockConfig:
             raise ValueError(
                 f"post_norm True has two norms, of which parallel {self.parallel} and "
                 f"attention_norm {self.attention_norm} leave one; set post_norm=False"
+            )
+        if self.output_norms and (self.post_norm or self.parallel):
+            raise ValueError(
+                f"output_norms True needs a serial pre-norm block; set post_norm "
+                f"{self.post_norm} and parallel {self.parallel} to False"
             )
         if self.parallel_mlp_norm and not self.parallel:
             raise ValueError("parallel_mlp_norm True needs parallel=True")
@@ -246,8 +254,9 @@ def make_norm(
     """
     check_choice("norm", kind, Norm)
     types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
-    if kind == "rmsnorm":
-        return RMSNorm(features, eps=eps, rngs=rngs, **types)
+    if kind != "layernorm":
+        one = kind == "rmsnorm_1p"
+        return RMSNorm(features, eps=eps, plus_one=one, rngs=rngs, **types)
     return LayerNorm(features, eps=eps, use_bias=use_bias, rngs=rngs, **types)
 
 
@@ -351,6 +360,8 @@ class Block(nnx.Module):
         )
         one_norm = config.parallel and not config.parallel_mlp_norm
         self.mlp_norm = None if one_norm else norm()
+        self.attention_out_norm = norm() if config.output_norms else None
+        self.mlp_out_norm = norm() if config.output_norms else None
         self.mlp = MLP(
             config.d_model,
             config.d_ff,
@@ -404,6 +415,10 @@ class Block(nnx.Module):
                 x = norm_of_sum(self.mlp_norm, mlp.down, mlp.hidden(x), x)
             return jax.lax.optimization_barrier(x), state
         attended, state = attention(h, state)
+        if self.attention_out_norm is not None:
+            attended = self.attention_out_norm(attended)
         x = x + attended
-        h = x if self.mlp_norm is None else self.mlp_norm(x)
-        return x + mlp(h), state
+        h = mlp(x if self.mlp_norm is None else self.mlp_norm(x))
+        if self.mlp_out_norm is not None:
+            h = self.mlp_out_norm(h)
+        return x + h, state

@@ -55,7 +55,7 @@ def layer_norm(
 
 
 class RMSNorm(nnx.Module):
-    """`rms_norm` with a learned scale.
+    """`rms_norm` with a learned scale, or one plus what is learned.
 
     Example:
         >>> RMSNorm(4, rngs=nnx.Rngs(0))(jnp.ones((1, 2, 4))).shape
@@ -67,29 +67,37 @@ class RMSNorm(nnx.Module):
         features: int,
         *,
         eps: float = 1e-5,
+        plus_one: bool = False,
         axis: str | None = "norm",
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
-        """Make a scale of ones.
+        """Make a scale that changes nothing.
 
         Args:
             features: Size of the normalized dimension.
             eps: Added to the mean square.
+            plus_one: The factor is one plus the parameter, in fp32, as in Gemma; weight
+                decay then draws it to one.
             axis: Logical axis of the scale.
             dtype: Type of the result; statistics are in fp32.
             param_dtype: Type of the scale.
             rngs: Source of the keys.
         """
         self.eps = eps
+        self.plus_one = plus_one
         self.dtype = dtype
-        ones = partitioned(jax.nn.initializers.ones, axis)
-        self.scale = nnx.Param(ones(rngs.params(), (features,), param_dtype))
+        init = jax.nn.initializers.zeros if plus_one else jax.nn.initializers.ones
+        init = partitioned(init, axis)
+        self.scale = nnx.Param(init(rngs.params(), (features,), param_dtype))
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         """The normalized tokens, or heads of tokens, in `dtype`."""
-        return rms_norm(x, self.scale[...], self.eps).astype(self.dtype)
+        scale = self.scale[...]
+        if self.plus_one:
+            scale = 1 + scale.astype(jnp.float32)
+        return rms_norm(x, scale, self.eps).astype(self.dtype)
 
 
 class LayerNorm(nnx.Module):

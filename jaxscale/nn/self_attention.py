@@ -113,6 +113,7 @@ class Attention(nnx.Module):
             return RMSNorm(
                 config.head_dim,
                 eps=config.qk_norm_eps,
+                plus_one=config.qk_norm_1p,
                 axis=None,  # every head, on whatever device, has the same scale
                 dtype=dtype,
                 param_dtype=param_dtype,

@@ -11,7 +11,6 @@ D model, P entries of the table of relative positions, L layers.
 
 import abc
 import dataclasses
-import math
 import typing
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -293,10 +292,8 @@ class Cached(AttentionState):
         )  # [B, S, K, H]
         window = config.limits
         mask = attention_mask(self.positions, keys.shape[1], causal=True, window=window)
-        scale = 1 / math.sqrt(config.head_dim)
-        out = masked_attention(
-            q, keys, values, mask, scale=scale, softcap=config.softcap
-        )
+        scale, softcap = config.logits_scale, config.softcap
+        out = masked_attention(q, keys, values, mask, scale=scale, softcap=softcap)
         return out, after
 
 
@@ -368,6 +365,7 @@ def _attention(
         cu_seqlens=cu_seqlens,
         causal=config.causal,
         window=config.limits,
+        scale=config.logits_scale,
         softcap=config.softcap,
         implementation=implementation,
     )

@@ -41,6 +41,7 @@ def chunked_cross_entropy(
     chunk_size: int = 1024,
     z_loss: float = 0.0,
     bias: Float[Array, "V"] | None = None,
+    softcap: float | None = None,
     rules: AxisRules = REPLICATED,
 ) -> tuple[Float[Array, ""], LossSums]:
     r"""Summed cross-entropy of ``hidden @ kernel + bias`` against `targets`.
@@ -70,6 +71,7 @@ def chunked_cross_entropy(
             2,000 tokens (rows times positions).
         z_loss: Coefficient of the penalty that keeps the log-sum-exp near zero.
         bias: Added to the logits.
+        softcap: Logits become ``softcap * tanh(logits / softcap)``.
         rules: Sharding rules of the arrays. Mesh axes that are Manual hold complete
             arrays: the caller sums over them.
 
@@ -78,7 +80,8 @@ def chunked_cross_entropy(
         differentiable.
 
     Raises:
-        ValueError: `chunk_size` is not positive, or `z_loss` is negative or not finite.
+        ValueError: `chunk_size` or `softcap` is not positive, or `z_loss` is negative
+            or not finite.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -98,6 +101,10 @@ def chunked_cross_entropy(
         raise ValueError(
             f"z_loss {z_loss} must not be negative, infinite or NaN; 0 switches it off"
         )
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(
+            f"softcap {softcap} must be positive and finite, or None for none"
+        )
     flat = hidden.ndim == 2
     if flat:
         hidden, targets, mask = hidden[None], targets[None], mask[None]
@@ -108,6 +115,7 @@ def chunked_cross_entropy(
     settings = _Settings(
         chunk_size=chunk_size,
         z_loss=z_loss,
+        softcap=softcap,
         layout=layout,
         varying=tuple(_varying(x) for x in (hidden, kernel, bias) if x is not None),
     )
@@ -139,6 +147,7 @@ class _Layout:
 class _Settings:
     chunk_size: int
     z_loss: float
+    softcap: float | None
     layout: _Layout
     varying: tuple[frozenset[str], ...]
     """The Manual axes that each differentiable operand varies over."""
@@ -349,6 +358,9 @@ def _chunk(
     )
     if bias is not None:
         logits += bias.astype(jnp.float32)
+    cap = settings.softcap
+    if cap is not None:
+        logits = cap * jnp.tanh(logits / cap)
 
     vocab = settings.layout.vocab
     local = targets
@@ -375,4 +387,6 @@ def _chunk(
     scale = jnp.where(mask, 1 + 2 * settings.z_loss * lse, 0)[..., None]
     d_logits = scale * jnp.exp(logits - lse[..., None])
     d_logits -= (hot & mask[..., None]).astype(jnp.float32)
+    if cap is not None:
+        d_logits *= 1 - (logits / cap) ** 2
     return sums, d_logits

@@ -87,6 +87,7 @@ def next_token_loss(*, chunk_size: int = 1024, z_loss: float = 0.0) -> LossFunct
             chunk_size=chunk_size,
             z_loss=z_loss,
             bias=bias,
+            softcap=model.logit_softcap,
             rules=model.rules,
         )
 

@@ -15,7 +15,7 @@ from tests.lowering import CUSTOM_CALL, lower_for_cuda
 from tests.tolerances import relative_error
 
 
-FAMILIES = ["llama_tiny", "gptj_tiny", "gpt2_tiny"]
+FAMILIES = ["llama_tiny", "gptj_tiny", "gpt2_tiny", "gemma3_tiny"]
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 256, (2, 16)), jnp.int32)
 BOUNDS = jnp.array([[0, 5, 5, 14, 14], [0, 16, 16, 16, 16]])
 
@@ -79,7 +79,7 @@ def test_parameters_are_counted_and_their_axes_named(model):
 
 
 def test_names_of_parameters(model):
-    norm = ["scale"] if model.config.norm == "rmsnorm" else ["scale", "bias"]
+    norm = ["scale", "bias"] if model.config.norm == "layernorm" else ["scale"]
     heads = ["query.kernel", "key.kernel", "value.kernel", "out.kernel"]
     expected = {"embed.table"}
     expected |= {f"norm.{n}" for n in norm}
@@ -105,6 +105,14 @@ def test_names_of_parameters(model):
             "blocks.mlp.up.bias",
             "blocks.mlp.down.bias",
             *(f"blocks.attention.{n}.bias" for n in ("query", "key", "value", "out")),
+        },
+        "gemma3_tiny": {
+            "blocks.mlp_norm.scale",
+            "blocks.mlp.gate.kernel",
+            "blocks.attention_out_norm.scale",
+            "blocks.mlp_out_norm.scale",
+            "blocks.attention.query_norm.scale",
+            "blocks.attention.key_norm.scale",
         },
     }
     name = next(n for n in FAMILIES if preset(n) == model.config)

@@ -38,6 +38,7 @@ CONFIGS = {
     ),
     "gpt2": preset("gpt2_tiny"),
     "gptj": preset("gptj_tiny"),
+    "gemma2": preset("gemma2_tiny"),
 }
 
 
@@ -94,6 +95,8 @@ def assert_as_expected(name, actual, tolerance=1e-5):
         ("llama", {"fsdp": 2, "tensor": 2}, "explicit", "fused"),
         ("gpt2", {"data": 2, "fsdp": 2, "tensor": 2}, "explicit", "xla"),
         ("gptj", {"tensor": 2}, "auto", "fused"),
+        ("gemma2", {"fsdp": 2, "tensor": 2}, "explicit", "fused"),
+        ("gemma2", {"data": 2, "tensor": 2}, "auto", "xla"),
     ],
 )
 def test_loss_and_gradients(name, sizes, kind, tensor_parallel):
@@ -292,8 +295,9 @@ def test_recomputation_changes_nothing():
     assert_as_expected("llama", gradients(mesh, model))
 
 
-def test_inside_a_shard_map_over_data():
-    mesh, model = on_mesh("gptj", {"data": 2, "fsdp": 2, "tensor": 2}, "xla")
+@pytest.mark.parametrize("name", ["gptj", "gemma2"])
+def test_inside_a_shard_map_over_data(name):
+    mesh, model = on_mesh(name, {"data": 2, "fsdp": 2, "tensor": 2}, "xla")
     whole, rows = PartitionSpec(), PartitionSpec("data")
 
     def step(model, tokens, bounds):
@@ -307,7 +311,7 @@ def test_inside_a_shard_map_over_data():
         check_vma=False,
     )
     with jax.set_mesh(mesh):
-        assert_as_expected("gptj", jax.jit(run)(model, TOKENS, BOUNDS))
+        assert_as_expected(name, jax.jit(run)(model, TOKENS, BOUNDS))
 
 
 @pytest.mark.multigpu

@@ -29,7 +29,15 @@ from jaxscale.sharding import MeshConfig, fsdp_tp, make_mesh, megascale_3d, shar
 
 MODELS = Path(__file__).parents[1] / "fixtures" / "models"
 FAMILIES = sorted(directory.name for directory in MODELS.iterdir())
-VARIANTS = ["mistral", "qwen2", "qwen3_windows", "neox", "neox_serial"]
+VARIANTS = [
+    "gemma2",
+    "gemma3",
+    "mistral",
+    "qwen2",
+    "qwen3_windows",
+    "neox",
+    "neox_serial",
+]
 SHARDED_MESH = MeshConfig(data=2, fsdp=2, pipe=1, tensor=2)
 
 BUFFERS = {pattern for family in DECODERS for pattern in family.buffers}
@@ -123,7 +131,9 @@ def test_logits_match_transformers(name):
     assert_logits(load(MODELS / name, dtype=jnp.float32), name)
 
 
-@pytest.mark.parametrize("name", ["mistral", "qwen2", "qwen3_windows", "neox"])
+@pytest.mark.parametrize(
+    "name", ["mistral", "qwen2", "qwen3_windows", "neox", "gemma2", "gemma3"]
+)
 def test_cached_logits_match_transformers(name):
     ids, logits = expected(name)
     model = load(MODELS / name)
@@ -137,7 +147,11 @@ def test_cached_logits_match_transformers(name):
 
 
 @pytest.mark.parametrize(
-    "name", [*("gpt2", "gptj", "llama3_gqa", "qwen3_windows"), "llama_dynamic"]
+    "name",
+    [
+        *("gpt2", "gptj", "llama3_gqa", "qwen3_windows", "llama_dynamic"),
+        *("gemma", "gemma2", "gemma3"),
+    ],
 )
 def test_packed_logits_match_transformers(name):
     ids, logits = expected(name)
@@ -241,7 +255,9 @@ def test_fused_projection_of_neox_is_split_by_heads():
 # Shardings
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gptj", "llama3_gqa", "qwen3", "neox"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "gptj", "llama3_gqa", "qwen3", "neox", "gemma3"]
+)
 def test_sharded_load_equals_unsharded(name):
     mesh, rules = make_mesh(SHARDED_MESH), fsdp_tp()
     model = load(MODELS / name, mesh=mesh, rules=rules)
@@ -256,7 +272,7 @@ def test_sharded_load_equals_unsharded(name):
         assert_logits(model, name)
 
 
-@pytest.mark.parametrize("name", ["llama3_gqa", "qwen3", "neox"])
+@pytest.mark.parametrize("name", ["llama3_gqa", "qwen3", "neox", "gemma2"])
 def test_explicit_mesh(name):
     mesh = make_mesh(dataclasses.replace(SHARDED_MESH, axis_type="explicit"))
     model = load(MODELS / name, mesh=mesh, rules=fsdp_tp())

@@ -206,6 +206,70 @@ PUBLISHED |= {
         "vocab_size": 50304,
     },
 }
+_GEMMA = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-06,
+}
+PUBLISHED |= {
+    "gemma_2b": _GEMMA
+    | {
+        "hidden_act": "gelu",
+        "hidden_size": 2048,
+        "intermediate_size": 16384,
+        "max_position_embeddings": 8192,
+        "model_type": "gemma",
+        "num_attention_heads": 8,
+        "num_hidden_layers": 18,
+        "num_key_value_heads": 1,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "vocab_size": 256000,
+    },
+    "gemma2_27b": _GEMMA
+    | {
+        "attn_logit_softcapping": 50.0,
+        "cache_implementation": "hybrid",
+        "final_logit_softcapping": 30.0,
+        "head_dim": 128,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": 4608,
+        "intermediate_size": 36864,
+        "max_position_embeddings": 8192,
+        "model_type": "gemma2",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 46,
+        "num_key_value_heads": 16,
+        "query_pre_attn_scalar": 144,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+        "vocab_size": 256000,
+    },
+    "gemma3_1b": _GEMMA
+    | {
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "max_position_embeddings": 32768,
+        "model_type": "gemma3_text",
+        "num_attention_heads": 4,
+        "num_hidden_layers": 26,
+        "num_key_value_heads": 1,
+        "query_pre_attn_scalar": 256,
+        "rope_local_base_freq": 10000,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "vocab_size": 262144,
+    },
+}
 MISTRAL, QWEN2 = PUBLISHED["mistral_7b"], PUBLISHED["qwen2_5_7b"]
 
 
@@ -238,6 +302,13 @@ def test_published_files_give_the_presets(name):
         ("qwen3_0_6b", 596_049_920),
         ("qwen3_8b", 8_190_735_360),
         ("pythia_1_4b", 1_414_647_808),
+        ("gemma_2b", 2_506_172_416),
+        ("gemma_7b", 8_537_680_896),
+        ("gemma2_2b", 2_614_341_888),
+        ("gemma2_9b", 9_241_705_984),
+        ("gemma2_27b", 27_227_128_320),
+        ("gemma3_270m", 268_098_176),
+        ("gemma3_1b", 999_885_952),
     ],
 )
 def test_sizes_are_those_of_the_published_weights(name, count):
@@ -259,6 +330,15 @@ def test_windows_of_layers():
     assert config_to_hf(config)["layer_types"] == types
     with pytest.raises(ValueError, match=r"layer_types .* for each of 28 layers wit"):
         config_from_hf(QWEN2 | {"layer_types": types})
+    # In Gemma 2 every second layer is global, and null switches a softcap off.
+    gemma2 = PUBLISHED["gemma2_27b"]
+    assert config_from_hf(gemma2).global_layers == tuple(range(1, 46, 2))
+    types = ["full_attention"] * 46
+    config = config_from_hf(
+        gemma2 | {"layer_types": types, "final_logit_softcapping": None}
+    )
+    assert (config.window, config.logit_softcap) == (None, None)
+    assert config_from_hf(config_to_hf(config)) == config
     # Mistral's default is a window; null is none.
     without = {k: v for k, v in MISTRAL.items() if k != "sliding_window"}
     assert config_from_hf(without).window == 4096
@@ -412,6 +492,36 @@ def test_llama3_scaling_without_the_original_length():
         (GPT2 | {"add_cross_attention": True}, "add_cross_attention True"),
         (GPTJ | {"tie_word_embeddings": True}, "tie_word_embeddings True"),
         (GPTJ | {"rotary": False}, "rotary False .* expected True"),
+        (
+            PUBLISHED["gemma_2b"] | {"hidden_activation": "relu"},
+            "hidden_activation 'relu' .* is not supported for model_type 'gemma'; use",
+        ),
+        (
+            PUBLISHED["gemma2_27b"] | {"use_bidirectional_attention": True},
+            "use_bidirectional_attention True .* expected False",
+        ),
+        (
+            PUBLISHED["gemma2_27b"] | {"sliding_window": None},
+            "layer_types .* for each of 46 layers without a sliding window",
+        ),
+        (
+            PUBLISHED["gemma3_1b"] | {"attn_logit_softcapping": 50.0},
+            "attn_logit_softcapping 50.0 .* expected None",
+        ),
+        (
+            PUBLISHED["gemma3_1b"]
+            | {"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}},
+            "lacks the key 'factor'",
+        ),
+        (
+            PUBLISHED["gemma3_1b"]
+            | {
+                "rope_parameters": {
+                    "sliding_attention": {"rope_type": "linear", "factor": 2.0}
+                }
+            },
+            "rope_parameters of sliding_attention .* expected rope_type 'default'",
+        ),
     ],
 )
 def test_settings_that_the_decoder_lacks(values, message, no_shape_hook):

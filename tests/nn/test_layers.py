@@ -80,6 +80,16 @@ def row_parallel(rules, use_bias=True, dtype=jnp.bfloat16):
     return layer
 
 
+def test_norm_whose_factor_is_one_plus_its_parameter():
+    x = jnp.asarray(normal(2, 3, 64))
+    norm = make_norm("rmsnorm_1p", 64, 1e-5, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    plain = make_norm("rmsnorm", 64, 1e-5, rngs=nnx.Rngs(0))
+    np.testing.assert_array_equal(norm(x), plain(x))
+    # So small that bf16 would round the sum to one.
+    norm.scale[...] = jnp.full(64, 2**-10, jnp.bfloat16)
+    np.testing.assert_allclose(norm(x), (1 + 2**-10) * plain(x), rtol=1e-6)
+
+
 @pytest.mark.parametrize("use_bias", [True, False])
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
 def test_norms_of_sums(kind, use_bias):

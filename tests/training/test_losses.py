@@ -26,13 +26,15 @@ def inputs(dtype=jnp.float32, bias=True):
     return (hidden, kernel, offset), targets, mask
 
 
-def reference(params, targets, mask, z_loss=0.0):
+def reference(params, targets, mask, z_loss=0.0, softcap=None):
     hidden, kernel, bias = params
     logits = jnp.einsum(
         "btd,dv->btv", hidden.astype(jnp.float32), kernel, precision="highest"
     )
     if bias is not None:
         logits += bias
+    if softcap is not None:
+        logits = softcap * jnp.tanh(logits / softcap)
     lse = jax.nn.logsumexp(logits, axis=-1)
     nll = lse - jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
     return jnp.where(mask, nll + z_loss * lse**2, 0).sum()
@@ -44,11 +46,14 @@ def ours(params, targets, mask, **options):
 
 
 @pytest.mark.parametrize("chunk_size", [5, 8, 100])
-@pytest.mark.parametrize(("z_loss", "bias"), [(0.0, True), (0.01, False), (0.01, True)])
-def test_value_and_gradients(chunk_size, z_loss, bias):
+@pytest.mark.parametrize(
+    ("z_loss", "bias", "softcap"),
+    [(0.0, True, None), (0.01, False, None), (0.01, True, None), (0.01, True, 3.0)],
+)
+def test_value_and_gradients(chunk_size, z_loss, bias, softcap):
     params, targets, mask = inputs(bias=bias)
     expected, expected_grads = jax.value_and_grad(reference)(
-        params, targets, mask, z_loss
+        params, targets, mask, z_loss, softcap
     )
 
     def three_times(params):  # the cotangent of the sum is not one
@@ -58,6 +63,7 @@ def test_value_and_gradients(chunk_size, z_loss, bias):
             mask,
             chunk_size=chunk_size,
             z_loss=z_loss,
+            softcap=softcap,
         )
         return 3 * loss, sums
 
@@ -186,6 +192,7 @@ def test_no_logits_of_all_tokens_exist():
     [
         ({"chunk_size": 0}, "chunk_size 0 must be at least 1"),
         ({"z_loss": -1.0}, "z_loss -1.0 must not be negative"),
+        ({"softcap": 0.0}, "softcap 0.0 must be positive and finite"),
     ],
 )
 def test_impossible_settings(options, message):

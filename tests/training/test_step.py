@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax import nnx
 
+from jaxscale.models import Decoder, preset
 from jaxscale.sharding import MeshConfig, create, fsdp_tp, make_mesh
 from jaxscale.training.optimizer import OptimizerConfig, make_optimizer, make_schedule
 from jaxscale.training.step import (
@@ -116,6 +117,22 @@ def test_accumulation_gives_the_same_update(plain):
         np.testing.assert_allclose(a[name], b[name], rtol=2e-5, err_msg=name)
     for x, y in zip(arrays(one.opt_state), arrays(four.opt_state), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-7)
+
+
+def test_loss_of_a_model_whose_logits_are_bounded():
+    config = dataclasses.replace(preset("gemma2_tiny"), logit_softcap=0.3)
+    model = Decoder(config, rngs=nnx.Rngs(0))
+    model.embed.table[...] = 10 * model.embed.table[...]
+    data = toy.batch(0, rows=2)
+    logits = model(jnp.asarray(data.tokens))
+    assert 0.25 < float(jnp.abs(logits).max()) < 0.3001
+    each = -jnp.take_along_axis(
+        jax.nn.log_softmax(logits), data.targets[..., None], axis=-1
+    )[..., 0]
+    loss, _ = next_token_loss(chunk_size=5)(model, data)
+    np.testing.assert_allclose(
+        loss, jnp.where(data.loss_mask, each, 0).sum(), rtol=1e-5
+    )
 
 
 def test_metrics_are_means_by_token_before_the_update(plain):

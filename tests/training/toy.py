@@ -70,6 +70,8 @@ class Toy(nnx.Module):
             )
         return x
 
+    logit_softcap = None
+
     def output_embedding(self):
         return self.output[...], None
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from jaxscale.models.config import DecoderConfig
 from jaxscale.nn.embeddings import RopeScaling
 
 
@@ -39,6 +40,7 @@ _KEYS = {
         attention_head_size rotary_dim max_position_embeddings n_positions
         original_max_position_embeddings local_attention global_attn_every_n_layers
         num_hidden_groups inner_group_num conv_groups sliding_window
+        sliding_window_pattern query_pre_attn_scalar
     """,
     "layers": "num_hidden_layers n_layers n_layer",
     "count": """
@@ -49,14 +51,15 @@ _KEYS = {
         rms_norm_eps layer_norm_eps layer_norm_epsilon norm_eps rope_theta factor
         low_freq_factor high_freq_factor partial_rotary_factor global_rope_theta
         local_rope_theta rotary_pct rotary_emb_base attention_factor mscale
-        mscale_all_dim beta_fast beta_slow
+        mscale_all_dim beta_fast beta_slow rope_local_base_freq
+        attn_logit_softcapping final_logit_softcapping
     """,
     "flag": """
         attention_bias mlp_bias norm_bias tie_word_embeddings classifier_bias
         decoder_bias position_biased_input legacy relative_attention share_att_key
         is_decoder add_cross_attention rotary scale_attn_weights
         scale_attn_by_inverse_layer_idx use_sliding_window use_parallel_residual
-        truncate talking_head
+        truncate talking_head use_bidirectional_attention
     """,
     "name": """
         model_type hidden_act activation activation_function hidden_activation
@@ -262,6 +265,32 @@ def _read_yarn(rope: Keys, max_positions: int) -> RopeScaling:
         truncate=rope.get("truncate", True),
         attention_factor=None if attention_factor is None else float(attention_factor),
     )
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def full_layers(values: Keys, window: int | None) -> tuple[int, ...]:
+    """The layers that see the whole sequence, by ``layer_types``.
+
+    Raises:
+        ValueError: there is another kind, or not one for each layer.
+    """
+    count, types = values["num_hidden_layers"], values["layer_types"]
+    allowed = {FULL} if window is None else {FULL, SLIDING}
+    if len(types) != count or not allowed.issuperset(types):
+        raise ValueError(
+            f"layer_types {types} of config.json is not supported; expected one of "
+            f"{sorted(allowed)} for each of {count} layers"
+            + (" without a sliding window" if window is None else "")
+        )
+    return tuple(i for i, kind in enumerate(types) if kind == FULL)
+
+
+def layer_types(config: DecoderConfig) -> list[str]:
+    """What `full_layers` reads."""
+    windows = [config.attention(i).window for i in range(config.num_layers)]
+    return [FULL if window is None else SLIDING for window in windows]
 
 
 def write_rope(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
