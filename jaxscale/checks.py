@@ -43,6 +43,22 @@ def check_positive(config: Any, *names: str) -> None:
             raise ValueError(f"{name} {value} must be positive and finite")
 
 
+def check_least(config: Any, least: float, *names: str) -> None:
+    """Raise where fields of a configuration are below `least`."""
+    for name in names:
+        value = getattr(config, name)
+        if not value >= least:
+            raise ValueError(f"{name} {value}, expected at least {least}")
+
+
+def check_range(config: Any, least: float, most: float, *names: str) -> None:
+    """Raise where fields of a configuration are below `least` or above `most`."""
+    for name in names:
+        value = getattr(config, name)
+        if not least <= value <= most:
+            raise ValueError(f"{name} {value}, expected {least} to {most}")
+
+
 def check_integers(config: Any, least: int, *names: str) -> None:
     """Raise where fields of a configuration are no integers of at least `least`."""
     for name in names:

@@ -6,7 +6,13 @@ from typing import Literal
 
 import pytest
 
-from jaxscale.checks import check_choice, check_integers, check_positive
+from jaxscale.checks import (
+    check_choice,
+    check_integers,
+    check_least,
+    check_positive,
+    check_range,
+)
 
 
 type Color = Literal["red", "green"]
@@ -30,6 +36,21 @@ def test_positive(value):
     check_positive(settings(1e-30), "x")
     with pytest.raises(ValueError, match=f"^x {value} must be positive and finite$"):
         check_positive(settings(value), "x")
+
+
+@pytest.mark.parametrize("value", [1, -1, math.nan])
+def test_least(value):
+    check_least(settings(2), 2, "x")
+    with pytest.raises(ValueError, match=f"^x {value}, expected at least 2$"):
+        check_least(settings(value), 2, "x")
+
+
+@pytest.mark.parametrize("value", [1, 5, math.nan, math.inf])
+def test_range(value):
+    for inside in (2, 4):
+        check_range(settings(inside), 2, 4, "x")
+    with pytest.raises(ValueError, match=f"^x {value}, expected 2 to 4$"):
+        check_range(settings(value), 2, 4, "x")
 
 
 @pytest.mark.parametrize("value", [1, 2.5, math.nan, "3"])

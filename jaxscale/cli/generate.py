@@ -12,6 +12,7 @@ import tyro
 from jax.sharding import Mesh
 
 from jaxscale import sharding
+from jaxscale.checks import check_least, check_range
 from jaxscale.cli.devices import simulate_devices
 from jaxscale.cli.errors import usage_errors
 from jaxscale.cli.options import parse
@@ -72,12 +73,8 @@ class GenerateConfig:
         """Check what needs no files."""
         if not self.prompt:
             raise ValueError("prompt is empty; give the model something to continue")
-        if self.max_new_tokens < 1:
-            raise ValueError(
-                f"max_new_tokens {self.max_new_tokens}, expected at least 1"
-            )
-        if not 0 <= self.seed <= MAX_SEED:
-            raise ValueError(f"seed {self.seed}, expected 0 to {MAX_SEED}")
+        check_least(self, 1, "max_new_tokens")
+        check_range(self, 0, MAX_SEED, "seed")
 
 
 def main(arguments: Sequence[str]) -> int:

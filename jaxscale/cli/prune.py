@@ -7,6 +7,7 @@ from typing import Annotated
 
 import tyro
 
+from jaxscale.checks import check_least
 from jaxscale.cli.devices import simulate_devices
 from jaxscale.cli.errors import training_errors, usage_errors
 from jaxscale.cli.options import parse
@@ -49,8 +50,7 @@ class PruneCommand:
 
     def __post_init__(self) -> None:
         """Check what needs no files."""
-        if self.steps < 1:
-            raise ValueError(f"steps {self.steps}, expected at least 1")
+        check_least(self, 1, "steps")
         make_stages(self.prune, self.tune, self.steps)  # raises if they do not fit
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from jaxscale.checks import check_choice
 from jaxscale.models.config import DecoderConfig
 from jaxscale.models.encoder_config import EncoderConfig
 from jaxscale.models.families import DECODERS, ENCODERS
@@ -28,8 +29,7 @@ def preset(name: str) -> DecoderConfig:
         >>> preset("llama3_8b").num_kv_heads
         8
     """
-    if name not in PRESETS:
-        raise ValueError(f"preset {name!r} is unknown; use one of {sorted(PRESETS)}")
+    check_choice("preset", name, sorted(PRESETS))
     return PRESETS[name]()
 
 
@@ -43,8 +43,5 @@ def encoder_preset(name: str) -> EncoderConfig:
         >>> encoder_preset("bert_base").num_layers
         12
     """
-    if name not in ENCODER_PRESETS:
-        raise ValueError(
-            f"encoder preset {name!r} is unknown; use one of {sorted(ENCODER_PRESETS)}"
-        )
+    check_choice("encoder preset", name, sorted(ENCODER_PRESETS))
     return ENCODER_PRESETS[name]()

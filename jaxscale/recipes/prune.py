@@ -16,6 +16,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from jaxscale.checks import check_least
 from jaxscale.pruning import (
     Masks,
     PruneConfig,
@@ -71,9 +72,7 @@ class TuneConfig:
     """Stages of cubic."""
 
     def __post_init__(self) -> None:
-        for name in ("score_batches", "stages"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)}, expected at least 1")
+        check_least(self, 1, "score_batches", "stages")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from typing import Any, cast
 import jax
 
 from jaxscale import sharding
+from jaxscale.checks import check_range
 from jaxscale.inference import SamplingConfig, generate
 from jaxscale.models import Decoder, DecoderConfig
 from jaxscale.pruning import PruneConfig, sparsify
@@ -61,11 +62,8 @@ class QuickstartConfig:
 
     def __post_init__(self) -> None:
         """Check what needs no devices."""
-        for name, least, most in (("steps", 1, MAX_STEPS), ("seed", 0, MAX_SEED)):
-            if not least <= getattr(self, name) <= most:
-                raise ValueError(
-                    f"{name} {getattr(self, name)}, expected {least} to {most}"
-                )
+        check_range(self, 1, MAX_STEPS, "steps")
+        check_range(self, 0, MAX_SEED, "seed")
 
 
 class Session:

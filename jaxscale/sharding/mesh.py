@@ -13,6 +13,8 @@ from typing import Any, Literal
 import jax
 from jax.sharding import AxisType, Mesh
 
+from jaxscale.checks import check_choice
+
 
 MESH_AXES = ("data", "fsdp", "pipe", "tensor")
 """The axes of every mesh, slowest links first."""
@@ -55,11 +57,7 @@ class MeshConfig:
                 f"mesh axes {' and '.join(rest)} are both -1, expected at most one; "
                 "give all but one of them a size"
             )
-        if self.axis_type not in _AXIS_TYPES:
-            raise ValueError(
-                f"axis_type {self.axis_type!r} is unknown, expected one of "
-                f"{sorted(_AXIS_TYPES)}"
-            )
+        check_choice("axis_type", self.axis_type, sorted(_AXIS_TYPES))
 
     def sizes(self, num_devices: int) -> dict[str, int]:
         """The size of each axis on `num_devices` devices, with -1 filled in.
