@@ -17,12 +17,7 @@ from jaxscale.nn.embeddings import (
     rotary,
 )
 from jaxscale.nn.joined import JoinedLinear
-from jaxscale.nn.linear import (
-    ColumnParallelLinear,
-    Linear,
-    RowParallelLinear,
-    TileSparseLinear,
-)
+from jaxscale.nn.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from jaxscale.nn.norms import LayerNorm, RMSNorm, layer_norm, rms_norm
 from jaxscale.nn.packing import (
     PackedBatch,
@@ -47,6 +42,7 @@ from jaxscale.nn.state import (
     Whole,
     attention_state,
 )
+from jaxscale.nn.tile_sparse_linear import TileSparseLinear
 from pallas_kernels.attention import attention_mask, masked_attention
 
 

@@ -19,15 +19,11 @@ from jaxscale.checks import check_choice
 from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.embeddings import NORMAL_INIT
 from jaxscale.nn.joined import JoinedLinear, join_inputs
-from jaxscale.nn.linear import (
-    ColumnParallelLinear,
-    Linear,
-    RowParallelLinear,
-    TileSparseLinear,
-)
+from jaxscale.nn.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from jaxscale.nn.norms import LayerNorm, RMSNorm
 from jaxscale.nn.self_attention import Attention
 from jaxscale.nn.state import AttentionState
+from jaxscale.nn.tile_sparse_linear import TileSparseLinear
 from jaxscale.sharding.operations import constrain
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 from jaxscale.sharding.tensor_parallel import TensorParallel

@@ -111,10 +111,10 @@ class SequenceConvolution(nnx.Module):
 
         def term(tap: int) -> Array:
             here = slice(tap, tap + tokens)
-            same = around[:, here] == positions + (tap - half)
+            same = around[:, here] == positions + (tap - half)  # [B, T]
             return contract(
                 "btc,cd->btd",
-                jnp.where(same[..., None], x[:, here], 0),
+                jnp.where(same[..., None], x[:, here], 0),  # [B, T, D]
                 self.kernel[...][tap].astype(self.dtype),
                 ("embed", None),
                 out_axes,

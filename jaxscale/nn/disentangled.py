@@ -13,10 +13,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxscale.nn.attention import AttentionConfig
-from jaxscale.nn.linear import Linear, TileSparseLinear
+from jaxscale.nn.linear import Linear
 from jaxscale.nn.packing import cu_seqlens_of_rows
 from jaxscale.nn.self_attention import Attention
 from jaxscale.nn.state import KV_AXES, Q_AXES, AttentionState, Packed, Whole
+from jaxscale.nn.tile_sparse_linear import TileSparseLinear
 from jaxscale.sharding.operations import constrain, contract, per_shard, reshape
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.varlen_attention import (
@@ -213,7 +214,7 @@ class DisentangledAttention(Attention):
     ) -> Float[Array, "P N H"]:
         """Keys or queries of the relative positions."""
         axes = (None, "act_heads")
-        shape = (table.shape[0], self.config.num_heads, self.config.head_dim)
+        shape = (table.shape[0], self.config.num_heads, self.config.head_dim)  # P, N, H
         if isinstance(projection, TileSparseLinear):
             out = projection(constrain(table, (None, None), self.rules)[None])[0]
             return reshape(out, shape, (None, "act_heads", None), self.rules)
@@ -249,7 +250,7 @@ class DisentangledAttention(Attention):
             # Scaled before it is rounded, as the scores are.
             product = jnp.einsum(
                 "btnh,pnh->btnp", x, table, preferred_element_type=jnp.float32
-            )
+            )  # [B, T, N, P]
             return (scale * product).astype(x.dtype)
 
         bias = RelativeBias(

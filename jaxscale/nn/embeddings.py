@@ -15,6 +15,7 @@ from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxscale.checks import check_positive
 from jaxscale.sharding.operations import gather
 from jaxscale.sharding.parameters import partitioned
 from jaxscale.sharding.rules import REPLICATED, AxisRules
@@ -61,12 +62,8 @@ class RopeScaling:
                 f"beta_slow {self.beta_slow} must be positive and less than beta_fast "
                 f"{self.beta_fast}"
             )
-        if self.attention_factor is not None and not (
-            0 < self.attention_factor < math.inf
-        ):
-            raise ValueError(
-                f"attention_factor {self.attention_factor} must be positive and finite"
-            )
+        if self.attention_factor is not None:
+            check_positive(self, "attention_factor")
         if not 1 <= self.factor < math.inf:
             raise ValueError(f"factor {self.factor} must be at least 1 and finite")
         if not 0 < self.low_freq_factor < self.high_freq_factor < math.inf:
@@ -267,11 +264,11 @@ def rotary(
         cos, sin = factor * cos, factor * sin
     rotated, rest = x[..., : 2 * pairs].astype(jnp.float32), x[..., 2 * pairs :]
     if interleaved:
-        a, b = rotated[..., 0::2], rotated[..., 1::2]
-        out = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1)
-        out = out.reshape(rotated.shape)
+        a, b = rotated[..., 0::2], rotated[..., 1::2]  # [B, T, N, P] each
+        out = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1)  # [..., P, 2]
+        out = out.reshape(rotated.shape)  # [B, T, N, 2 P]
     else:
-        a, b = rotated[..., :pairs], rotated[..., pairs:]
+        a, b = rotated[..., :pairs], rotated[..., pairs:]  # [B, T, N, P] each
         out = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
     return jnp.concatenate([out.astype(x.dtype), rest], axis=-1)
 

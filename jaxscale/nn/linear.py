@@ -1,13 +1,12 @@
-"""Linear projections: the only place where a block's weight meets an activation.
+"""Linear projections: the only place where a block's dense weight meets an activation.
 
-Legend: B batch, T tokens; of a sparse weight S shards, J tiles, P room for rows in a
-tile, G columns of a tile, C packed columns.
+Axes: B batch, T tokens.
 """
 
 import functools
 import operator
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,6 @@ from jaxscale.sharding.operations import (
     constrain,
     contract,
     per_shard,
-    reshape,
 )
 from jaxscale.sharding.parameters import partitioned
 from jaxscale.sharding.rules import REPLICATED, AxisRules
@@ -34,11 +32,6 @@ from jaxscale.sharding.tensor_parallel import (
 )
 from pallas_kernels.matmul import dense
 from pallas_kernels.matmul.activations import activate
-from pallas_kernels.tile_sparse_matmul import (
-    SingleWeights,
-    TileSparse,
-    tile_sparse_matmul,
-)
 
 
 class Linear(nnx.Module):
@@ -351,190 +344,3 @@ class RowParallelLinear(Linear):
             rules=first.rules,
             tensor_parallel=first.tensor_parallel,
         )
-
-
-class SparsePattern(nnx.Variable):
-    """The weights that a `TileSparseLinear` has; training leaves the pattern alone."""
-
-
-class TileSparseLinear(nnx.Module):
-    """`Linear` with a weight of which each tile keeps its own rows.
-
-    `jaxscale.pruning.sparsify` makes it from a pruned `Linear`; weights that are kept
-    outside of tiles, if any, stand beside them. The weight comes in S shards of equal
-    shape, a tensor-parallel device holding its part of them: each shard
-    has tiles of its own columns where the rules split the output features, and all
-    tiles with its own rows where they split the input features, whose products are then
-    summed. On fewer devices one computes several shards. Bias and activation are part
-    of the kernel, but follow the sum where there is one.
-
-    Example:
-        >>> mask = jnp.ones((4, 8), bool).at[::2, :4].set(False)
-        >>> sparse = TileSparse.from_dense(jnp.ones((4, 8)), mask, tile=4)
-        >>> layer = TileSparseLinear(
-        ...     TileSparse.stack([sparse]), split=None, kernel_axes=("embed", "mlp"),
-        ...     out_axes=("batch", None, "act_mlp"),
-        ... )
-        >>> layer(jnp.ones((1, 1, 4)))[0, 0]
-        Array([2., 2., 2., 2., 4., 4., 4., 4.], dtype=float32)
-    """
-
-    def __init__(
-        self,
-        weight: TileSparse,
-        *,
-        split: Literal["rows", "columns"] | None,
-        kernel_axes: tuple[str | None, str | None],
-        out_axes: tuple[str | None, ...],
-        singles: SingleWeights | None = None,
-        bias: nnx.Param | None = None,
-        dtype: DTypeLike = jnp.float32,
-        rules: AxisRules = REPLICATED,
-        implementation: str | None = None,
-    ) -> None:
-        """Take over a weight.
-
-        Args:
-            weight: Stacked shards, [S, ...]; [L, S, ...] for a stack of layers.
-            split: Dimension of the shards: input features (rows) or output features.
-            kernel_axes: Logical axes of the dense kernel.
-            out_axes: Logical axes of the result, (batch, tokens, features).
-            singles: Weights outside of tiles, in shards like those of `weight`.
-            bias: Bias of the dense layer.
-            dtype: Type of the computation and the result.
-            rules: The table of the recipe.
-            implementation: Passed to `tile_sparse_matmul`.
-        """
-        self.split = split
-        self.kernel_axes = kernel_axes
-        self.out_axes = out_axes
-        self.dtype = dtype
-        self.rules = rules
-        self.implementation = implementation
-        self.shape, self.granularity = weight.shape, weight.granularity
-        self.equal_counts = weight.equal_counts
-        self.bias = bias
-        # The shards divide one axis of the kernel, one shard none. By the other, FSDP
-        # stores a part of the rows of each tile.
-        rows = split == "rows" or (split is None and kernel_axes[1] == "embed")
-        self._shard_axis, storage = kernel_axes if rows else kernel_axes[::-1]
-
-        def variable(kind: type[nnx.Variable], array: Array, *axes: str | None) -> Any:
-            layers = ("layers",) * (array.ndim - 1 - len(axes))
-            names = (*layers, self._shard_axis, *axes)
-            return kind(array, out_sharding=names, eager_sharding=False)
-
-        self.values = variable(nnx.Param, weight.values, None, storage, None)
-        self.rows = variable(SparsePattern, weight.rows, None, None)
-        self.counts = variable(SparsePattern, weight.counts, None)
-        columns, order = weight.columns, weight.order
-        self.columns = (
-            None if columns is None else variable(SparsePattern, columns, None)
-        )
-        self.order = None if order is None else variable(SparsePattern, order, None)
-        single_values = single_rows = None
-        if singles is not None and singles.room:
-            single_values = variable(nnx.Param, singles.values, None, None)
-            single_rows = variable(SparsePattern, singles.rows, None, None)
-        self.single_values, self.single_rows = single_values, single_rows
-
-    @property
-    def weight(self) -> TileSparse:
-        """The stacked shards, in the type of the computation."""
-        leaves = (
-            self.values[...].astype(self.dtype),
-            self.rows[...],
-            self.counts[...],
-            None if self.columns is None else self.columns[...],
-            None if self.order is None else self.order[...],
-        )
-        static = (self.shape, self.granularity, self.equal_counts)
-        return TileSparse.tree_unflatten(static, leaves)
-
-    @property
-    def singles(self) -> SingleWeights | None:
-        """The shards of what is kept outside of tiles, in the computation's type."""
-        values, rows = self.single_values, self.single_rows
-        if values is None or rows is None:
-            return None
-        return SingleWeights(values[...].astype(self.dtype), rows[...], self.shape[0])
-
-    @property
-    def _shards_of_bias(self) -> Float[Array, "S C"] | None:
-        """The bias beside the columns of each shard."""
-        if self.bias is None:
-            return None
-        shape = len(self.values[...]), self.shape[1]
-        return reshape(self.bias[...], shape, (self._shard_axis, None), self.rules)
-
-    def __call__(
-        self,
-        x: Float[Array, "..."],
-        activation: str | None = None,
-        *,
-        feature_major: tuple[bool, bool] = (False, False),
-    ) -> Float[Array, "..."]:
-        """The projection of each token, in `dtype`.
-
-        Args:
-            x: [B,T,in]; [in,B,T] with ``feature_major[0]``.
-            activation: Activation of the result, a name in
-                `pallas_kernels.matmul.ACTIVATIONS`.
-            feature_major: True: features are the leading axis, of `x` and of the
-                result. The kernels want them there: between two sparse layers this
-                saves transposes.
-
-        Returns:
-            [B,T,out]; [out,B,T] with ``feature_major[1]``.
-        """
-        by_rows, axis = self.split == "rows", self._shard_axis
-        x_along, y_along = (0 if major else -1 for major in feature_major)
-        # Products of some of the rows are summed before bias and activation.
-        bias, follow = (None, None) if by_rows else (self._shards_of_bias, activation)
-        leaves, structure = jax.tree.flatten((self.weight, self.singles, bias))
-
-        def product(x: Array, *leaves: Array) -> tuple[Array]:
-            shards = len(leaves[0])
-            parts = [
-                jax.tree.unflatten(structure, [leaf[s] for leaf in leaves])
-                for s in range(shards)
-            ]
-            xs = jnp.split(x, shards, axis=x_along) if by_rows else [x] * shards
-            ys = [
-                tile_sparse_matmul(
-                    x,
-                    w,
-                    singles=singles,
-                    bias=bias,
-                    activation=follow,
-                    feature_major=feature_major,
-                    implementation=self.implementation,
-                )
-                for x, (w, singles, bias) in zip(xs, parts, strict=True)
-            ]
-            if by_rows:
-                return (sum(ys[1:], ys[0])[None],)
-            return (ys[0] if shards == 1 else jnp.concatenate(ys, y_along),)
-
-        def axes(features: str | None, major: bool, *others: Any) -> tuple[Any, ...]:
-            return (features, *others) if major else (*others, features)
-
-        x_axes = axes(axis if by_rows else None, feature_major[0], "batch", None)
-        split = axis if self.split == "columns" else None
-        y_axes = axes(split, feature_major[1], "batch", None)
-        (out,) = per_shard(
-            product,
-            [x_axes, *((axis, *(None,) * (leaf.ndim - 1)) for leaf in leaves)],
-            [(axis, *y_axes) if by_rows else y_axes],
-            self.rules,
-        )(x.astype(self.dtype), *leaves)
-        if by_rows:
-            out = out.sum(0)  # over the devices
-        *others, features = self.out_axes
-        out = constrain(out, axes(features, feature_major[1], *others), self.rules)
-        if by_rows and self.bias is not None:
-            bias = constrain(
-                self.bias[...].astype(self.dtype), self.out_axes[-1:], self.rules
-            )
-            out = out + (bias[:, None, None] if feature_major[1] else bias)
-        return activate(out, activation) if by_rows else out

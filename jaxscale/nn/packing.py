@@ -105,7 +105,8 @@ def cu_seqlens_of_lengths(
 
 def cu_seqlens_of_rows(batch: int, num_tokens: int) -> Int[Array, "batch 2"]:
     """Boundaries of rows that are one sequence each."""
-    return jnp.broadcast_to(jnp.array([0, num_tokens], jnp.int32), (batch, 2))
+    row = jnp.array([0, num_tokens], jnp.int32)
+    return jnp.broadcast_to(row, (batch, 2))  # [B, 2]
 
 
 def check_cu_seqlens_of_rows(
@@ -187,7 +188,7 @@ def pack(
     cu_seqlens = jnp.minimum(cu_seqlens, token_budget)
     ids = segment_ids_from_cu_seqlens(cu_seqlens, token_budget)
     within = positions_from_cu_seqlens(cu_seqlens, token_budget)
-    inside = (ids >= 0).reshape(-1, *[1] * (padded.ndim - 2))
+    inside = (ids >= 0).reshape(-1, *[1] * (padded.ndim - 2))  # [T, 1, ...]
     packed = jnp.where(inside, padded[ids, within], jnp.zeros((), padded.dtype))
     return packed, cu_seqlens
 

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from jaxscale.nn.linear import Linear, TileSparseLinear
+from jaxscale.nn.linear import Linear
+from jaxscale.nn.tile_sparse_linear import TileSparseLinear
 from jaxscale.pruning.config import TILE_WISE
 from jaxscale.pruning.layers import (
     FeedForward,
@@ -136,7 +137,7 @@ def _hidden(
     for own in columns:
         for kept, hidden in zip(own, alive, strict=True):
             for shard in np.split(np.arange(kept.size), shards):
-                tiles = hidden[shard][kept[shard]].reshape(-1, config.tile)
+                tiles = hidden[shard][kept[shard]].reshape(-1, config.tile)  # [T, G]
                 if (tiles.any(1) != tiles.all(1)).any():
                     return None  # a tile would lose some of its columns
     # A hidden feature without weights is zero, or what its bias makes of it.
@@ -163,9 +164,9 @@ class _Packed:
         shards = len(self.weights) // math.prod(shape)
 
         def split(x: jax.Array) -> jax.Array:
-            return x.reshape(*shape, shards, *x.shape[1:])
+            return x.reshape(*shape, shards, *x.shape[1:])  # [L, S, ...]
 
-        weight = jax.tree.map(split, TileSparse.stack(self.weights))
+        weight = jax.tree.map(split, TileSparse.stack(self.weights))  # [L, S, T, P, G]
         weight = weight.with_values(weight.values.astype(dtype))
         if not self.singles[0].room:
             return weight, None
@@ -179,11 +180,11 @@ class _Packed:
         columns = jnp.stack(self.columns)  # [L S, C]
         leading = bias.shape[:-1]
         shards = len(self.columns) // math.prod(leading)
-        bias = bias.reshape(len(columns), bias.shape[-1] // shards)
+        bias = bias.reshape(len(columns), bias.shape[-1] // shards)  # [L S, F / S]
         kept = jax.vmap(lambda b, c: jnp.take(b, c, mode="fill", fill_value=0), (0, 0))(
             bias, columns
         )
-        return kept.reshape(*leading, -1)
+        return kept.reshape(*leading, -1)  # [L S, C] to [L, S C]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,8 @@ from flax import nnx
 from jaxtyping import Float
 
 from jaxscale.nn.blocks import MLP
-from jaxscale.nn.linear import Linear, TileSparseLinear
+from jaxscale.nn.linear import Linear
+from jaxscale.nn.tile_sparse_linear import TileSparseLinear
 
 
 def linears(model: Any) -> dict[str, Linear]:

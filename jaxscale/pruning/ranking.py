@@ -109,6 +109,7 @@ def unit_means(
 ) -> Float[np.ndarray, "a b"]:
     """The mean of each unit of `rows` x `columns` elements."""
     height, width = matrix.shape
+    # [a, rows, b, columns]
     parts = matrix.reshape(height // rows, rows, width // columns, columns)
     return parts.mean((1, 3), dtype=np.float64)
 
@@ -118,7 +119,9 @@ def unit_all(
 ) -> Bool[np.ndarray, "a b"]:
     """Mark the units whose elements are all true."""
     height, width = matrix.shape
-    return matrix.reshape(height // rows, rows, width // columns, columns).all((1, 3))
+    # [a, rows, b, columns]
+    parts = matrix.reshape(height // rows, rows, width // columns, columns)
+    return parts.all((1, 3))
 
 
 def spread(

@@ -132,8 +132,8 @@ def picture(
     height, width = (-(-length // size) for length in mask.shape)
     rows = np.arange(0, mask.shape[0], height)
     columns = np.arange(0, mask.shape[1], width)
-    sums = np.add.reduceat(mask.astype(np.float64), rows, axis=0)
-    sums = np.add.reduceat(sums, columns, axis=1)
+    sums = np.add.reduceat(mask.astype(np.float64), rows, axis=0)  # [rows, N]
+    sums = np.add.reduceat(sums, columns, axis=1)  # [rows, columns]
     heights = np.diff([*rows, mask.shape[0]])
     widths = np.diff([*columns, mask.shape[1]])
     return sums / (heights[:, None] * widths)

@@ -102,6 +102,7 @@ def wanda_scores(model: Any, loss: Loss, batches: Iterable[Any]) -> Scores:
     """
     squares = input_squares(model, loss, batches)
     weights = kernels(model, linears(model))
+    # [..., K, 1] beside [..., K, N].
     return {n: np.square(w) * squares[n][..., None] for n, w in weights.items()}
 
 

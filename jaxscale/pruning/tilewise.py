@@ -161,7 +161,7 @@ def _vector_wise(matrices: Sequence[Matrix], config: PruneConfig) -> list[np.nda
     """
 
     def by_vector(x: np.ndarray) -> np.ndarray:
-        return x.T.reshape(-1, config.vector)
+        return x.T.reshape(-1, config.vector)  # [K, N] to [N K / vector, vector]
 
     scores = [by_vector(m.scores) for m in matrices]
     for i, matrix in enumerate(matrices):
@@ -181,7 +181,7 @@ def _vector_wise(matrices: Sequence[Matrix], config: PruneConfig) -> list[np.nda
     kept = []
     for matrix, order, extra in zip(matrices, orders, more, strict=True):
         mask = np.argsort(order, axis=1, kind="stable") < each + extra
-        kept.append(mask.reshape(matrix.scores.T.shape).T)
+        kept.append(mask.reshape(matrix.scores.T.shape).T)  # back to [K, N]
     return kept
 
 
@@ -265,7 +265,8 @@ def _allowed_pieces(
         comes = np.ones(height, np.bool_)
         if config.pattern == "tw" and matrix.fed_by in place:
             comes = np.isin(np.arange(height), columns[place[matrix.fed_by]])
-        fed.append(units & comes.reshape(-1, rows).any(1)[:, None])
+        comes = comes.reshape(-1, rows).any(1)  # [K] to [K / rows]
+        fed.append(units & comes[:, None])
     if sum(int(units.sum()) for units in fed) >= pieces:
         return fed
     return before  # else too little is left
@@ -362,7 +363,7 @@ def _same_tiles(matrices: Sequence[Matrix], config: PruneConfig) -> bool:
         alive = shard[some[shard]]
         if alive.size % config.tile:
             return False
-        tiles = [each[alive].reshape(-1, config.tile) for each in kept]
+        tiles = [each[alive].reshape(-1, config.tile) for each in kept]  # [T, G] each
         if any((tile.any(1) != tile.all(1)).any() for tile in tiles):
             return False
     return True
@@ -393,9 +394,9 @@ def _column_groups(
     for shard in shards:
         if first.previous_tiled is None:
             order = shard[np.argsort(-score[shard], kind="stable")]
-            parts.append(order.reshape(-1, tile))
+            parts.append(order.reshape(-1, tile))  # [T / shards, G]
             continue
-        left = shard[alive[shard]].reshape(-1, tile)
+        left = shard[alive[shard]].reshape(-1, tile)  # [T / shards, G]
         order = np.argsort(-score[left].mean(axis=1), kind="stable")
         parts.append(left[order])
     count = max(len(part) for part in parts)
@@ -428,7 +429,7 @@ def _balance(
     for i, (lot, count) in enumerate(zip(lots, counts, strict=True)):
         may = None if allowed is None else [np.isfinite(lot)]
         (out[i // tiles, :, i % tiles],) = keep_best([lot], count, allowed=may)
-    return out.reshape(score.shape)
+    return out.reshape(score.shape)  # [R, T]
 
 
 def _bias(density: np.ndarray, config: PruneConfig) -> np.ndarray:
