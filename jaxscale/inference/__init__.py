@@ -1,6 +1,7 @@
 """Text generation (sampling, batched decoding), serving, and encoding of texts."""
 
-from jaxscale.inference.encoder import EncodePlan, Encoder
+from jaxscale.inference.encode_plan import EncodePlan
+from jaxscale.inference.encoder import Encoder
 from jaxscale.inference.generate import GREEDY, generate
 from jaxscale.inference.request import (
     Draining,

@@ -5,10 +5,8 @@ Legend: B rows, T tokens of a row, S sequences of a row, D model, C labels.
 
 import collections
 import contextlib
-import dataclasses
 import functools
 import math
-import numbers
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,42 +20,17 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxscale.checks import check_choice
+from jaxscale.inference.encode_plan import EncodePlan, max_sequences, plan_rows
 from jaxscale.models.encoder import EncoderModel
 from jaxscale.models.heads import Pooling, pool
-from jaxscale.models.hf.files import inside, read_json, read_json_object
 from jaxscale.models.hf.load import load
+from jaxscale.models.hf.sentence_transformers import sentence_settings
 from jaxscale.models.tokenizer import EncodedText, Tokenizer
-from jaxscale.nn.packing import assign_rows, cu_seqlens_of_lengths
+from jaxscale.nn.packing import cu_seqlens_of_lengths
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 
 
 type Text = str | tuple[str, str]
-
-# A row of T tokens has room for T / 8 texts: shorter ones leave some of it empty.
-_TOKENS_A_SEQUENCE = 8
-_SMALLEST_BUDGET = 128
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EncodePlan:
-    """The packing of texts: the texts of each row, and the size of the rows."""
-
-    lengths: tuple[int, ...]
-    """Tokens of each text."""
-    rows: tuple[tuple[int, ...], ...]
-    """Indices of the texts of each row."""
-    budgets: tuple[int, ...]
-    """Tokens that each row is computed with; a few different numbers."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all texts."""
-        return sum(self.lengths)
-
-    @property
-    def computed_tokens(self) -> int:
-        """Tokens of all rows, the unused ones among them."""
-        return sum(self.budgets)
 
 
 class Encoder:
@@ -68,6 +41,7 @@ class Encoder:
     row, the next one is on its way; results come back in the order of the texts.
 
     Example:
+        >>> import dataclasses
         >>> from flax import nnx
         >>> from jaxscale.models import EncoderModel, Tokenizer, encoder_preset
         >>> tokenizer = Tokenizer.train(["to be or not to be"], vocab_size=256 + 1)
@@ -165,7 +139,7 @@ class Encoder:
             ValueError: as `load`, the model is a decoder, or ``modules.json`` asks for
                 what we lack.
         """
-        settings = _sentence_settings(Path(path))
+        settings = sentence_settings(Path(path))
         source = settings.pop("path")
         tokenizer = Tokenizer.from_file(source)
         lower_case = settings.pop("lower_case", False)
@@ -274,7 +248,7 @@ class Encoder:
         truncate: bool = False,
     ) -> EncodePlan:
         """Return the packing that `encode` would use; arguments and errors as there."""
-        return self._plan(self._tokenize(texts, truncate), token_budget)
+        return _plan(self._tokenize(texts, truncate), token_budget)
 
     # --------------------------------------------------------------------------------
 
@@ -301,40 +275,6 @@ class Encoder:
                 raise ValueError(f"texts[{i}] {texts[i]!r} has no tokens; leave it out")
         return encoded
 
-    def _plan(self, encoded: Sequence[EncodedText], token_budget: int) -> EncodePlan:
-        if not isinstance(token_budget, numbers.Integral) or token_budget < 1:
-            raise ValueError(
-                f"token_budget {token_budget!r} must be at least 1, an integer"
-            )
-        lengths = [len(text.ids) for text in encoded]
-        longest = max(range(len(lengths)), key=lambda i: lengths[i], default=None)
-        if longest is not None and lengths[longest] > token_budget:
-            raise ValueError(
-                f"token_budget {token_budget} is smaller than the {lengths[longest]} "
-                f"tokens of texts[{longest}]; raise it, or lower max_length and "
-                "truncate"
-            )
-        order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-        rows = assign_rows(
-            [lengths[i] for i in order], token_budget, max_sequences(token_budget)
-        )
-        rows = [tuple(order[i] for i in row) for row in rows]
-        sizes = budgets(token_budget)
-
-        def budget(row: Sequence[int]) -> int:
-            needed = sum(lengths[i] for i in row)
-            return min(
-                size
-                for size in sizes
-                if size >= needed and max_sequences(size) >= len(row)
-            )
-
-        return EncodePlan(
-            lengths=tuple(lengths),
-            rows=tuple(rows),
-            budgets=tuple(budget(row) for row in rows),
-        )
-
     def _run(
         self,
         function: Callable[..., Array],
@@ -345,9 +285,7 @@ class Encoder:
     ) -> Iterator[tuple[int, np.ndarray]]:
         """Index and result of each text, row after row; mistakes are raised at once."""
         encoded = self._tokenize(texts, truncate)
-        return self._results(
-            function, encoded, self._plan(encoded, token_budget), progress
-        )
+        return self._results(function, encoded, _plan(encoded, token_budget), progress)
 
     def _results(
         self,
@@ -426,25 +364,8 @@ class Encoder:
         return jax.set_mesh(self.mesh)
 
 
-def budgets(token_budget: int) -> tuple[int, ...]:
-    """The sizes of rows that the model is compiled for, the smallest first.
-
-    A quarter each time, so that the last rows of a list, which are not full, do not
-    cost as much as full ones.
-
-    Example:
-        >>> budgets(16384)
-        (256, 1024, 4096, 16384)
-    """
-    sizes = [token_budget]
-    while sizes[-1] // 4 >= _SMALLEST_BUDGET:
-        sizes.append(sizes[-1] // 4)
-    return tuple(sorted(sizes))
-
-
-def max_sequences(token_budget: int) -> int:
-    """Most texts of a row of `token_budget` tokens."""
-    return max(8, token_budget // _TOKENS_A_SEQUENCE)
+def _plan(encoded: Sequence[EncodedText], token_budget: int) -> EncodePlan:
+    return plan_rows([len(text.ids) for text in encoded], token_budget)
 
 
 def _hidden(model: EncoderModel, tokens: Array, types: Any, bounds: Array) -> Array:
@@ -526,103 +447,3 @@ def _bar(wanted: bool | None, total: int) -> Iterator[Callable[[int], None]]:
     ) as bar:
         task = bar.add_task("encode", total=total)
         yield lambda count: bar.advance(task, count)
-
-
-# ------------------------------------------------------------------------------------
-# Directories of sentence-transformers
-
-_POOLINGS: dict[str, Pooling] = {
-    # Values of "pooling_mode", and the flags that releases before 6 wrote.
-    "cls": "first",
-    "mean": "mean",
-    "max": "max",
-    "pooling_mode_cls_token": "first",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_max_tokens": "max",
-}
-
-
-def _sentence_settings(path: Path) -> dict[str, Any]:
-    """Read the model's folder and the arguments of `Encoder` from a directory."""
-    settings: dict[str, Any] = {"path": path}
-    file = path / "modules.json"
-    if not file.is_file():
-        return settings
-    settings["normalize"] = False
-    for module, folder in _modules(file):
-        kind = module.rpartition(".")[2]
-        if kind == "Transformer":
-            settings["path"] = folder
-        elif kind == "Pooling":
-            config = folder / "config.json"
-            settings["pooling"] = _pooling(read_json_object(config), config)
-        elif kind == "Normalize":
-            settings["normalize"] = True
-        else:
-            raise ValueError(
-                f"{file} has the module {module!r}, which is not supported; "
-                "expected Transformer, Pooling and Normalize"
-            )
-    _refuse_prompt(path / "config_sentence_transformers.json")
-    return settings | _text_settings(settings["path"])
-
-
-def _modules(file: Path) -> list[tuple[str, Path]]:
-    """The class and the folder of each module that a ``modules.json`` lists."""
-    modules = read_json(file)
-    if not isinstance(modules, list) or not all(
-        isinstance(module, dict) and isinstance(module.get("type"), str)
-        for module in modules
-    ):
-        raise ValueError(
-            f"{file} holds {modules!r:.80}, expected a list of modules, each with a "
-            "'type' and a 'path'; download it again"
-        )
-    return [(m["type"], inside(file.parent, m.get("path", ""), file)) for m in modules]
-
-
-def _pooling(config: dict[str, Any], file: Path) -> Pooling:
-    modes = config.get("pooling_mode")
-    if modes is None:
-        modes = [
-            name
-            for name, value in config.items()
-            if name.startswith("pooling_mode_") and value is True
-        ]
-    modes = modes if isinstance(modes, list) else [modes]
-    if len(modes) != 1 or str(modes[0]) not in _POOLINGS:
-        raise ValueError(
-            f"{file} sets {modes or 'no pooling_mode'}, which is not supported; "
-            f"expected one of {sorted(_POOLINGS)}"
-        )
-    return _POOLINGS[modes[0]]
-
-
-def _refuse_prompt(file: Path) -> None:
-    """Stop at a prompt that every text would get: its embedding would be another."""
-    config = read_json_object(file) if file.is_file() else {}
-    name, prompts = config.get("default_prompt_name"), config.get("prompts") or {}
-    if not isinstance(prompts, dict):
-        raise ValueError(f"prompts {prompts!r:.80} of {file} must be an object")
-    prompt = prompts.get(name) if isinstance(name, str) else None
-    if prompt:
-        raise ValueError(
-            f"{file} sets default_prompt_name {name!r}, which is not supported; set it "
-            f"to null and begin each text with {prompt!r} yourself"
-        )
-
-
-def _text_settings(directory: Path) -> dict[str, Any]:
-    """The most tokens of a text, and whether texts must be in lower case."""
-    # The first was named after the model once; newer releases write the last alone.
-    files = sorted(directory.glob("sentence_*_config.json"))
-    config = read_json_object(files[0]) if files else {}
-    limit, key = config.get("max_seq_length"), "max_seq_length"
-    file = directory / "tokenizer_config.json"
-    if limit is None and file.is_file():
-        limit, key = read_json_object(file).get("model_max_length"), "model_max_length"
-    if limit is not None and (type(limit) not in (int, float) or not limit >= 1):
-        raise ValueError(
-            f"{key} {limit!r:.80} of {directory} must be a positive integer"
-        )
-    return {"max_length": limit, "lower_case": bool(config.get("do_lower_case"))}

@@ -123,15 +123,15 @@ def pool(
         cu_seqlens = cu_seqlens_of_rows(batch, num_tokens)
 
     def one_row(hidden: Array, cu: Array) -> Array:
-        empty = (cu[1:] == cu[:-1])[:, None]
+        empty = (cu[1:] == cu[:-1])[:, None]  # [S, 1]
         if pooling == "first":
-            first = hidden[jnp.minimum(cu[:-1], num_tokens - 1)]
+            first = hidden[jnp.minimum(cu[:-1], num_tokens - 1)]  # [S, D]
             return jnp.where(empty, jnp.zeros((), hidden.dtype), first)
         ids = segment_ids_from_cu_seqlens(cu, num_tokens)
         values = hidden.astype(jnp.float32)
         if pooling == "max":
             ids = jnp.where(ids < 0, cu.shape[0] - 1, ids)
-            out = jax.ops.segment_max(values, ids, cu.shape[0])[:-1]
+            out = jax.ops.segment_max(values, ids, cu.shape[0])[:-1]  # [S, D]
         else:
             # A product, not a scatter: the same sums in the same order in every run.
             member = ids[None] == jnp.arange(cu.shape[0] - 1)[:, None]  # [S, T]
@@ -304,7 +304,7 @@ class Head(nnx.Module):
             raise ValueError("kind 'pooler' has no output projection")
         if table is None:
             raise ValueError("table None: a tied masked_lm head needs it")
-        return table.T, None if self.bias is None else self.bias[...]
+        return table.T, None if self.bias is None else self.bias[...]  # [E, V], [V]
 
 
 def make_head(config: EncoderConfig, head: HeadConfig, **options: Any) -> Head:

@@ -17,7 +17,7 @@ from flax import nnx
 from tokenizers import processors
 
 from jaxscale.inference import Encoder
-from jaxscale.inference.encoder import budgets, max_sequences
+from jaxscale.inference.encode_plan import budgets, max_sequences
 from jaxscale.models import (
     EncoderModel,
     HeadConfig,

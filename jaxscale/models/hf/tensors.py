@@ -250,7 +250,8 @@ def _columns(
     widths = [shapes[other][-1] // entry.groups for other in entry.parameters]
     i = entry.parameters.index(name)
     own = sum(widths[:i]) + np.arange(widths[i])
-    return (np.arange(entry.groups)[:, None] * sum(widths) + own).reshape(-1)
+    starts = np.arange(entry.groups) * sum(widths)
+    return (starts[:, None] + own).reshape(-1)  # [G, own] to [G own]
 
 
 def _assign(target: np.ndarray, source: np.ndarray, transpose: bool) -> None:
@@ -261,7 +262,7 @@ def _assign(target: np.ndarray, source: np.ndarray, transpose: bool) -> None:
     # In strips of rows that fit in the cache: four times as fast as in one go.
     for start in range(0, source.shape[0], 64):
         rows = slice(start, start + 64)
-        target[..., rows] = source[rows].T
+        target[..., rows] = source[rows].T  # [out, in] to [in, out]
 
 
 def _dtype_of(
@@ -312,8 +313,9 @@ def _join(parts: Sequence[np.ndarray], groups: int) -> np.ndarray:
     """The parameters of one tensor side by side, in each of its groups."""
     if len(parts) == 1:
         return parts[0]
-    split = [p.reshape(*p.shape[:-1], groups, -1) for p in parts]
-    return np.concatenate(split, axis=-1).reshape(*parts[0].shape[:-1], -1)
+    split = [p.reshape(*p.shape[:-1], groups, -1) for p in parts]  # [..., G, own]
+    joined = np.concatenate(split, axis=-1)  # [..., G, all]
+    return joined.reshape(*parts[0].shape[:-1], -1)  # [..., G all]
 
 
 def _to_host(value: jax.Array, layer: int | None) -> np.ndarray:
