@@ -27,6 +27,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Int64, Shaped
 
+from jaxscale.checks import check_least
 from jaxscale.models.tokenizer import Tokenizer
 from jaxscale.nn.packing import PackedBatch, cu_seqlens_of_lengths
 from jaxscale.training.corpus import (
@@ -80,18 +81,9 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         """Check the settings that need no files."""
-        least = {
-            "vocab_size": 1,
-            "seq_len": 2,
-            "batch_size": 1,
-            "max_sequences": 1,
-            "seed": 0,
-            "prefetch": 0,
-        }
-        for name, smallest in least.items():
-            value = getattr(self, name)
-            if not value >= smallest:
-                raise ValueError(f"{name} {value}, expected at least {smallest}")
+        check_least(self, 1, "vocab_size", "batch_size", "max_sequences")
+        check_least(self, 2, "seq_len")
+        check_least(self, 0, "seed", "prefetch")
         for name, largest in (("prefetch", 1000), ("seed", 2**63 - 1)):
             if getattr(self, name) > largest:
                 raise ValueError(
@@ -448,6 +440,7 @@ class _LocalBatches:
             rows[start + i] if start + i < end else rows.empty_row()
             for i in self._batches.local_rows
         ]
+        # [B, T] tokens, [B, S + 1] boundaries.
         return {name: np.stack([row[name] for row in made]) for name in made[0]}
 
 

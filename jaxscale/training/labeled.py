@@ -282,7 +282,8 @@ def classification_loss() -> LossFunction:
         types = batch.token_types if model.config.token_types > 1 else None
         logits = model(batch.tokens, cu_seqlens=batch.cu_seqlens, token_types=types)
         log_p = jax.nn.log_softmax(logits, axis=-1)
-        picked = jnp.take_along_axis(log_p, batch.labels[..., None], axis=-1)[..., 0]
+        picked = jnp.take_along_axis(log_p, batch.labels[..., None], axis=-1)
+        picked = picked[..., 0]  # [B, S or T]
         nll = -jnp.where(batch.loss_mask, picked, 0).sum()
         right = (logits.argmax(-1) == batch.labels) & batch.loss_mask
         sums = LossSums(

@@ -166,19 +166,14 @@ def fit(
 
         # 2. Steps. None of these lines waits for the step that it follows.
         first = step = int(state.step)
-        if first > config.steps:
-            raise ValueError(
-                f"steps {config.steps}, but the run in output_dir {config.output_dir} "
-                f"has done {first} already; raise steps, or choose another directory"
-            )
+        _check_steps(config, first)
         monitor.start(first)
-        skipped = SkippedInARow()
+        guard = _DivergenceGuard(config, checkpoints)
         for step in range(first + 1, config.steps + 1):
             batch = _next(batches, step, config)
             state, metrics = train_step(state, to_rows(batch, config, mesh))
             monitor.log(step, metrics)
-            skipped.add(step, metrics)
-            _check_progress(config, checkpoints, skipped)
+            guard.check(step, metrics)
             for hook in hooks:
                 state = hook(step, state, metrics) or state
 
@@ -186,15 +181,7 @@ def fit(
             last, stop = step == config.steps, asked_to_stop(step)
             if last or stop or step % config.checkpoint_every == 0:
                 with monitor.pause():
-                    skipped.catch_up()
-                    _check_progress(config, checkpoints, skipped)
-                    finite = bool(is_finite(state.model))
-                    if finite and (last or stop or not skipped.count):
-                        checkpoints.save(step, state, batches.get_state())
-                    elif last or stop:
-                        raise _diverged(config, checkpoints, skipped)
-                    else:
-                        logger.warning("step %d is not saved: not finite", step)
+                    guard.save(step, state, batches, final=last or stop)
             if stop and not last:
                 logger.warning("stopped by a signal after step %d", step)
                 break
@@ -369,24 +356,53 @@ def _start(
     return state, layout
 
 
-def _check_progress(
-    config: TrainConfig, checkpoints: Checkpointer, skipped: SkippedInARow
-) -> None:
-    if skipped.count >= config.max_skipped:
-        raise _diverged(config, checkpoints, skipped)
+def _check_steps(config: TrainConfig, done: int) -> None:
+    if done > config.steps:
+        raise ValueError(
+            f"steps {config.steps}, but the run in output_dir {config.output_dir} "
+            f"has done {done} already; raise steps, or choose another directory"
+        )
 
 
-def _diverged(
-    config: TrainConfig, checkpoints: Checkpointer, skipped: SkippedInARow
-) -> Diverged:
-    checkpoints.wait()
-    good = f"that of step {checkpoints.steps[-1]}" if checkpoints.steps else "none"
-    return Diverged(
-        f"the run diverged: at step {skipped.last} of {config.steps}, "
-        f"{skipped.count} updates in a row were skipped because loss or gradients were "
-        f"not finite; the newest good checkpoint in {config.output_dir} is {good}; "
-        "lower optimizer.learning_rate or look at the data"
-    )
+class _DivergenceGuard:
+    """Ends a run that diverges, and saves no state that is not finite."""
+
+    def __init__(self, config: TrainConfig, checkpoints: Checkpointer) -> None:
+        self._config = config
+        self._checkpoints = checkpoints
+        self._skipped = SkippedInARow()
+
+    def check(self, step: int, metrics: Any) -> None:
+        """Count skipped updates, without waiting for those of this step."""
+        self._skipped.add(step, metrics)
+        self._check_count()
+
+    def save(self, step: int, state: TrainState, batches: Any, *, final: bool) -> None:
+        """Save `state` if it is good; a `final` one that is not ends the run."""
+        self._skipped.catch_up()
+        self._check_count()
+        finite = bool(is_finite(state.model))
+        if finite and (final or not self._skipped.count):
+            self._checkpoints.save(step, state, batches.get_state())
+        elif final:
+            raise self._diverged()
+        else:
+            logger.warning("step %d is not saved: not finite", step)
+
+    def _check_count(self) -> None:
+        if self._skipped.count >= self._config.max_skipped:
+            raise self._diverged()
+
+    def _diverged(self) -> Diverged:
+        config, skipped, checkpoints = self._config, self._skipped, self._checkpoints
+        checkpoints.wait()
+        good = f"that of step {checkpoints.steps[-1]}" if checkpoints.steps else "none"
+        return Diverged(
+            f"the run diverged: at step {skipped.last} of {config.steps}, "
+            f"{skipped.count} updates in a row were skipped because loss or gradients "
+            f"were not finite; the newest good checkpoint in {config.output_dir} is "
+            f"{good}; lower optimizer.learning_rate or look at the data"
+        )
 
 
 def _checkpointer(config: TrainConfig) -> Checkpointer:

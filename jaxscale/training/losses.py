@@ -291,7 +291,8 @@ def _local(
 
     def cut(x: Array) -> Array:
         x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(rows, chunks, size, *x.shape[2:]), 1, 0)
+        x = x.reshape(rows, chunks, size, *x.shape[2:])
+        return jnp.moveaxis(x, 1, 0)  # [chunks, B, T, ...]
 
     def body(carry: Any, chunk: Any) -> tuple[Any, Any]:
         sums, d_kernel, d_bias = carry
@@ -305,8 +306,8 @@ def _local(
         d_logits = d_logits.astype(hidden.dtype)
         d_kernel += jnp.einsum(
             "btd,btv->dv", h, d_logits, preferred_element_type=jnp.float32
-        )
-        d_h = jnp.einsum("btv,dv->btd", d_logits, kernel)
+        )  # [D, V]
+        d_h = jnp.einsum("btv,dv->btd", d_logits, kernel)  # [B, T, D]
         return (sums, d_kernel, d_bias), d_h
 
     zero, none = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
@@ -325,7 +326,8 @@ def _local(
     value = (sums.nll + sums.z_loss, sums)
     if not gradients:
         return value, None
-    d_hidden = jnp.moveaxis(d_hidden, 0, 1).reshape(rows, -1, features)[:, :length]
+    d_hidden = jnp.moveaxis(d_hidden, 0, 1)  # [B, chunks, T, D]
+    d_hidden = d_hidden.reshape(rows, -1, features)[:, :length]  # [B, chunks T, D]
     others = tuple(name for name in layout.batch if name not in layout.embed)
     d_hidden = _sum(d_hidden, layout.vocab, scatter=layout.tokens, dimension=1)
     d_kernel = _sum(d_kernel, others + layout.embed, scatter=layout.embed, dimension=0)
@@ -355,7 +357,7 @@ def _chunk(
     """The sums of one chunk and the gradient of its logits before bias and product."""
     logits = jnp.einsum(
         "btd,dv->btv", hidden, kernel, preferred_element_type=jnp.float32
-    )
+    )  # [B, T, V]
     if bias is not None:
         logits += bias.astype(jnp.float32)
     cap = settings.softcap
@@ -367,10 +369,10 @@ def _chunk(
     if vocab:  # these columns start at the position of the device along `vocab`
         local = targets - jax.lax.axis_index(vocab) * kernel.shape[1]
     columns = jax.lax.broadcasted_iota(local.dtype, logits.shape, 2)
-    hot = columns == local[..., None]
+    hot = columns == local[..., None]  # [B, T, V]
 
-    largest = logits.max(-1)
-    target = jnp.where(hot, logits, 0).sum(-1)
+    largest = logits.max(-1)  # [B, T]
+    target = jnp.where(hot, logits, 0).sum(-1)  # [B, T]
     if vocab:
         largest, target = jax.lax.pmax(largest, vocab), jax.lax.psum(target, vocab)
     total = jnp.exp(logits - largest[..., None]).sum(-1)
@@ -384,8 +386,8 @@ def _chunk(
         tokens=mask.sum(dtype=jnp.int32),
         correct=(mask & (target >= largest)).sum(dtype=jnp.int32),
     )
-    scale = jnp.where(mask, 1 + 2 * settings.z_loss * lse, 0)[..., None]
-    d_logits = scale * jnp.exp(logits - lse[..., None])
+    scale = jnp.where(mask, 1 + 2 * settings.z_loss * lse, 0)[..., None]  # [B, T, 1]
+    d_logits = scale * jnp.exp(logits - lse[..., None])  # [B, T, V]
     d_logits -= (hot & mask[..., None]).astype(jnp.float32)
     if cap is not None:
         d_logits *= 1 - (logits / cap) ** 2

@@ -233,7 +233,7 @@ def _cut(batch: Any, parts: int, rules: AxisRules) -> Any:
         inner = (None,) * (x.ndim - 1)
         # Rows r = a * parts + m go to part m: `a` keeps the split of the rows.
         shape = (rows // parts, parts, *x.shape[1:])
-        x = reshape(x, shape, ("batch", None, *inner), rules)
+        x = reshape(x, shape, ("batch", None, *inner), rules)  # [B / parts, parts, ...]
         return constrain(jnp.moveaxis(x, 1, 0), (None, "batch", *inner), rules)
 
     return jax.tree.map(cut, batch)
