@@ -1,7 +1,7 @@
 """The cost model of all ops: what a Hopper GPU does in a clock cycle.
 
-Heuristics and the choice between a kernel and XLA (`pallas_kernels.tuning.declines`)
-count in clock cycles of one multiprocessor. What is particular to one op stands in its
+Heuristics and the choice between a kernel and XLA (`tuned_configs.declines`) count in
+clock cycles of one multiprocessor. What is particular to one op stands in its
 ``config.py``; what ops share stands here once. All numbers were measured on an H200, to
 a few percent.
 """

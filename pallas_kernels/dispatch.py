@@ -50,7 +50,7 @@ def dispatch(
         *args: positional arguments of the implementation.
         declines: for some names a function that says why ``implementation=None`` passes
             over them although they may support the arguments, or None:
-            `pallas_kernels.tuning.declines`.
+            `pallas_kernels.tuned_configs.declines`.
         **kwargs: keyword arguments of the implementation.
 
     Returns:

@@ -10,7 +10,6 @@ adds at a time.
 """
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.collective_matmul.communicator import peers, wait_for_signal
 from pallas_kernels.mosaic import DeviceSpec
+from pallas_kernels.mosaic.aliases import Ref, Scalar
 
 
 __all__ = ["one_shot_all_reduce"]
@@ -50,14 +50,14 @@ def one_shot_all_reduce(
     blocks = min(chunks, device.num_sms)
 
     def body(
-        y_ref: Any, out_ref: Any, received: Any, buffer: Any, loaded: Any, added: Any
+        y_ref: Ref, out_ref: Ref, received: Ref, buffer: Ref, loaded: Ref, added: Ref
     ) -> None:
         arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((chunks,)))
         me = lax.axis_index(axis_name)
         block = lax.axis_index("block")
         mine = lax.div(chunks - 1 - block + blocks, jnp.int32(blocks))
 
-        def chunk_of(i: Any) -> tuple[Any, Any]:
+        def chunk_of(i: Scalar) -> tuple[Scalar, Scalar]:
             chunk = i * blocks + block
             return chunk, pl.ds(chunk * CHUNK[0], CHUNK[0])
 
@@ -110,4 +110,4 @@ def one_shot_all_reduce(
         grid_names=("block",),
         kernel_name="one_shot_all_reduce",
     )(flat)
-    return out.reshape(-1)[: y.size].reshape(y.shape)
+    return out.reshape(-1)[: y.size].reshape(y.shape)  # [L/64,64] to [L] to [B,M,N]

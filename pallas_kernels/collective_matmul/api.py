@@ -122,7 +122,7 @@ def all_gather_matmul(
     )
     (rows,), weights = _alike(xs, ws, call)
     outputs: Any = ops.all_gather_matmul(_merged(rows), weights, call)
-    ys = [y.reshape(*rows.shape[:-2], *y.shape[1:]) for y in outputs]
+    ys = [y.reshape(*rows.shape[:-2], *y.shape[1:]) for y in outputs]  # [..,D*M,N]
     gathered = ys.pop() if return_gathered else None
     y = tuple(ys) if isinstance(w, Sequence) else ys[0]
     return (y, gathered) if return_gathered else y
@@ -206,7 +206,7 @@ def matmul_reduce_scatter(
         )
     merged = tuple(_merged(x) for x in xs)
     y: Any = ops.matmul_reduce_scatter(merged, ws, call)
-    return y.reshape(*xs[0].shape[:-2], *y.shape[1:])
+    return y.reshape(*xs[0].shape[:-2], *y.shape[1:])  # [..,M/D,N]
 
 
 def matmul_all_reduce(
@@ -276,7 +276,7 @@ def matmul_all_reduce(
     )
     merged = tuple(_merged(x) for x in xs)
     y: Any = ops.matmul_all_reduce(merged, ws, call)
-    return y.reshape(*xs[0].shape[:-1], y.shape[-1])
+    return y.reshape(*xs[0].shape[:-1], y.shape[-1])  # [..,M,N]
 
 
 def _reduction(
@@ -388,4 +388,4 @@ def _alike(
 
 def _merged(x: jax.Array) -> jax.Array:
     """Leading axes as one."""
-    return x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
+    return x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])  # [B,M,K]

@@ -29,7 +29,7 @@ References:
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -41,6 +41,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels.mosaic import largest_divisor, smem_bytes
+from pallas_kernels.mosaic.aliases import Ref, Scalar
 
 
 __all__ = ["Chunks", "divide", "peers", "relay", "wait_for_signal"]
@@ -59,7 +60,7 @@ def proxy_fence(_: Any) -> None:
 
 
 def wait_for_signal(
-    semaphore: Any, value: Any, memory_scope: Literal["sys", "gpu"] = "sys"
+    semaphore: Ref, value: Scalar, memory_scope: Literal["sys", "gpu"] = "sys"
 ) -> None:
     """Waits until a semaphore has reached a value; copies may follow at once.
 
@@ -72,12 +73,12 @@ def wait_for_signal(
     proxy_fence()  # pyright: ignore[reportCallIssue]  (the context is passed for us)
 
 
-def divide(number: Any, by: Any) -> tuple[jax.Array, jax.Array]:
+def divide(number: Scalar, by: Scalar) -> tuple[jax.Array, jax.Array]:
     """Quotient and remainder, of int32."""
     return lax.div(number, jnp.int32(by)), lax.rem(number, jnp.int32(by))
 
 
-def peers(axis_name: str, devices: int) -> list[tuple[int, Any]]:
+def peers(axis_name: str, devices: int) -> list[tuple[int, Scalar]]:
     """Distance and address of each peer along a mesh axis, the next device first.
 
     A list, since the host must know the address of a tiled copy to a peer, and so
@@ -130,7 +131,7 @@ class Chunks:
         """Chunks in so many rows."""
         return rows // self.shape[0] * self.across
 
-    def window(self, index: Any) -> tuple[Any, Any]:
+    def window(self, index: Scalar) -> tuple[Any, Any]:
         """Rows and columns of a chunk."""
         height, width = self.shape
         if self.across == 1:
@@ -152,12 +153,12 @@ class Chunks:
 
 def relay(
     chunks: Chunks,
-    scratch: Any,
+    scratch: Mapping[str, Ref],
     buffers: int,
-    total: Any,
-    source: Callable[[Any], Any],
-    target: Callable[[Any, Callable[[Any], None]], None],
-    stored: Callable[[Any], None] = lambda chunk: None,
+    total: Scalar,
+    source: Callable[[Scalar], Ref],
+    target: Callable[[Scalar, Callable[[Ref], None]], None],
+    stored: Callable[[Scalar], None] = lambda chunk: None,
 ) -> None:
     """Copies chunks, from peers as a rule; returns when all of them are here.
 
@@ -175,10 +176,10 @@ def relay(
     """
     ahead = buffers - 1
 
-    def slot(chunk: Any) -> jax.Array:
+    def slot(chunk: Scalar) -> jax.Array:
         return lax.rem(chunk, jnp.int32(buffers))
 
-    def load(chunk: Any) -> None:
+    def load(chunk: Scalar) -> None:
         where = slot(chunk)
         plgpu.copy_gmem_to_smem(
             source(chunk),

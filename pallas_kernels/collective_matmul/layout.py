@@ -27,6 +27,7 @@ from pallas_kernels.matmul.mosaic_gpu import (
     check_problem,
 )
 from pallas_kernels.mosaic import DeviceSpec, check_smem, resident_clusters
+from pallas_kernels.mosaic.aliases import Ref, Scalar
 
 
 __all__ = ["Layout", "cut_tiles", "grid", "pad"]
@@ -96,29 +97,29 @@ class Layout:
         """Row blocks of one device."""
         return self.batch * self.blocks
 
-    def device(self, distance: Any) -> jax.Array:
+    def device(self, distance: Scalar) -> jax.Array:
         """The device at a distance."""
         me = lax.axis_index(self.axis_name)
         return lax.rem(me + distance, jnp.int32(self.devices))
 
-    def split(self, block: Any) -> tuple[Any, Any]:
+    def split(self, block: Scalar) -> tuple[Scalar, Scalar]:
         """Leading index, and number within it, of one of a device's row blocks."""
         blocks = jnp.int32(self.blocks)
         return lax.div(block, blocks), lax.rem(block, blocks)
 
-    def slab(self, batch: Any, device: Any) -> Any:
+    def slab(self, batch: Scalar, device: Scalar) -> Scalar:
         """Index the rows of a device in a [B*D,m,...] view of [B,D*m,...]."""
         return batch * self.devices + device
 
     @property
-    def block(self) -> Any:
+    def block(self) -> Scalar:
         """Number of this block."""
         block = lax.axis_index("worker")
         if self.config.cluster == "none":
             return block
         return block * 2 + lax.axis_index("cluster")
 
-    def pieces_of_block(self, count: int) -> tuple[Any, Callable[[Any], Any]]:
+    def pieces_of_block(self, count: int) -> tuple[Scalar, Callable[[Scalar], Scalar]]:
         """Return how many of the pieces a block moves, and the number of its i-th one.
 
         They are dealt out one by one, so that neighbors are under way together.
@@ -127,7 +128,7 @@ class Layout:
         mine = lax.div(count - 1 - self.block + step, step)
         return mine, lambda i: self.block + i * step
 
-    def leave(self, left: Any) -> None:
+    def leave(self, left: Ref) -> None:
         """Says that this block reads no more; one waits until no peer reads here.
 
         The others end, and make room for a kernel of NCCL that a peer may wait for

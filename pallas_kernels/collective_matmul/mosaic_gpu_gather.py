@@ -164,7 +164,9 @@ class Plan:
         full, last = self.pieces
         return (self.layout.blocks - 1) * full + last
 
-    def chunk(self, piece: Callable[[Scalar], Scalar], index: Scalar) -> Any:
+    def chunk(
+        self, piece: Callable[[Scalar], Scalar], index: Scalar
+    ) -> tuple[Any, ...]:
         """Locate a chunk: device, row block, leading index, rows and columns.
 
         The row blocks of peers come in the order of their tiles, own ones last.

@@ -64,6 +64,7 @@ from pallas_kernels.matmul.mosaic_gpu import (
     tile_at,
 )
 from pallas_kernels.mosaic import DeviceSpec, smem_transforms
+from pallas_kernels.mosaic.aliases import Ref, Scalar
 
 
 __all__ = ["matmul_all_reduce", "matmul_reduce_scatter"]
@@ -176,17 +177,17 @@ class Plan:
         """The tiles of a block, for `run_roles`."""
         return snake_tiles(self.layout.order, self.counts)
 
-    def place(self, m: Any) -> tuple[Any, Any, Any]:
+    def place(self, m: Scalar) -> tuple[Scalar, Scalar, Scalar]:
         """Distance of the owner, leading index and row block of a row of tiles."""
         own_blocks = jnp.int32(self.layout.blocks_of_device)
         distance = 1 + lax.div(m, own_blocks)
         return distance, *self.layout.split(lax.rem(m, own_blocks))
 
-    def own_tile(self, m: Any, n: Any) -> Any:
+    def own_tile(self, m: Scalar, n: Scalar) -> Scalar:
         """Number of a tile among those of its owner."""
         return self.number(lax.rem(m, jnp.int32(self.layout.blocks_of_device)), n)
 
-    def number(self, m: Any, n: Any) -> Any:
+    def number(self, m: Scalar, n: Scalar) -> Scalar:
         """Number of a tile."""
         return m * self.counts[1] + n
 
@@ -213,34 +214,34 @@ class Roles:
 
     plan: Plan
     """Plan of the work."""
-    xs: Sequence[Any]
+    xs: Sequence[Ref]
     """Left operands, [B*D,m,K_i]."""
-    ws: Sequence[Any]
+    ws: Sequence[Ref]
     """Right operands."""
-    identity: Any
+    identity: Ref
     """[tile_m,tile_m]."""
-    out: Any
+    out: Ref
     """Sums: [B,m,N], or [B*D,m,N] where all devices get all of them."""
-    partial: Any
+    partial: Ref
     """Sums of this device for the others, one tile of [tile_m,tile_n] after another:
     partial sums, then, where all share them, the sums."""
-    received: Any
+    received: Ref
     """Partial sums of the others for this one, in the same order: a tile has the same
     number for the device that holds it as for the one that wants it."""
-    scratch: Mapping[str, Any]
+    scratch: Mapping[str, Ref]
     """Shared memory and barriers."""
-    sums_smem: Any
+    sums_smem: Ref
     """The part of the ring for w, [stages,tile_k,tile_n] however w is stored."""
-    ready: Any
+    ready: Ref
     """Semaphores by distance and tile: it is stored there for this device. First the
     partial sums; then, where all share them, the sums."""
-    arrived: Any
+    arrived: Ref
     """Semaphores by tile: peers whose partial sums are here."""
-    left: Any
+    left: Ref
     """Semaphore: blocks of peers that read no more."""
 
     @classmethod
-    def of(cls, plan: Plan, refs: Sequence[Any], scratch: dict[str, Any]) -> "Roles":
+    def of(cls, plan: Plan, refs: Sequence[Ref], scratch: dict[str, Ref]) -> "Roles":
         """Sort what the kernel gets into the roles' fields."""
         products = len(plan.tiles)
         identity, out, partial, received = refs[2 * products :]
@@ -277,11 +278,11 @@ class Roles:
         )
 
     @property
-    def peers(self) -> list[tuple[int, Any]]:
+    def peers(self) -> list[tuple[int, Scalar]]:
         """Distance and address of each peer."""
         return peers(self.plan.layout.axis_name, self.plan.devices)
 
-    def slab(self, batch: Any, distance: Any) -> Any:
+    def slab(self, batch: Scalar, distance: Scalar) -> Scalar:
         """Index the rows of the device at a distance in [B*D,m,...]."""
         return self.plan.layout.slab(batch, self.plan.layout.device(distance))
 
@@ -304,7 +305,7 @@ class Roles:
         lax.fori_loop(0, mine, pull_tile, None)
         plan.layout.leave(self.left)
 
-    def _pull(self, m: Any, n: Any, turn: Any) -> None:
+    def _pull(self, m: Scalar, n: Scalar, turn: Scalar) -> None:
         plan, layout = self.plan, self.plan.layout
         distance, b, row_block = plan.place(m)
         own = distance == plan.devices
@@ -313,12 +314,12 @@ class Roles:
         device = layout.device(plan.devices - r)
         start = plan.number(m, n) * plan.chunks.count(plan.config.tile_m)
 
-        def source(chunk: Any) -> Any:
+        def source(chunk: Scalar) -> Ref:
             there: Any = {layout.axis_name: device}
             partial = plgpu.remote_ref(self.partial, there)
             return partial.at[plan.chunks.window(start + chunk)]
 
-        def target(chunk: Any, store: Callable[[Any], None]) -> None:
+        def target(chunk: Scalar, store: Callable[[Ref], None]) -> None:
             @pl.when(distance < plan.devices)
             def _partial() -> None:
                 store(self.received.at[plan.chunks.window(start + chunk)])
@@ -352,7 +353,7 @@ class Roles:
         """
         plan = self.plan
 
-        def announce_tile(m: Any, n: Any, i: Any) -> Any:
+        def announce_tile(m: Scalar, n: Scalar, i: Scalar) -> Scalar:
             (distance, _, _), index = plan.place(m), plan.number(m, n)
             half = lax.rem(i, jnp.int32(2))
 
@@ -382,7 +383,7 @@ class Roles:
 
     # --- Producer ---------------------------------------------------------------------
 
-    def load(self, m: Any, n: Any, slot: Any) -> Any:
+    def load(self, m: Scalar, n: Scalar, slot: Scalar) -> Scalar:
         """Streams the operands of a tile, and of an own one the sums of the peers."""
         plan = self.plan
         distance, b, row_block = plan.place(m)
@@ -390,7 +391,7 @@ class Roles:
         for x, w, cut in zip(self.xs, self.ws, plan.tiles, strict=True):
             slot = load_tile(cut, x.at[slab], w, self.scratch, row_block, n, slot)
 
-        def load_sums(slot: Any) -> Any:
+        def load_sums(slot: Scalar) -> Scalar:
             arrival = self.arrived.at[plan.own_tile(m, n)]
             wait_for_signal(arrival, plan.devices - 1, "gpu")
             tile = plan.own_tile(m, n)
@@ -402,7 +403,7 @@ class Roles:
         own = distance == plan.devices
         return lax.cond(own, load_sums, lambda slot: slot, slot)
 
-    def _load_sums(self, tile: Any, step: int, slot: Any) -> None:
+    def _load_sums(self, tile: Scalar, step: int, slot: Scalar) -> None:
         """One stage of a tile of one peer, and the columns that pick its rows."""
         config = self.plan.config
         depth, full = config.tile_k, self.scratch["full"].at[slot]
@@ -415,7 +416,7 @@ class Roles:
 
     # --- Consumers --------------------------------------------------------------------
 
-    def consume(self, m: Any, n: Any, carry: Any, consumer: Any) -> Any:
+    def consume(self, m: Scalar, n: Scalar, carry: Any, consumer: Scalar) -> Any:
         """Sums a tile and stores it: an own one as a result, others as partial sums."""
         plan, (slot, done) = self.plan, carry
         distance, b, row_block = plan.place(m)
@@ -431,7 +432,7 @@ class Roles:
             then=(jnp.where(own, (plan.devices - 1) * plan.steps, 0), self.add),
         )
 
-        def store(rows: Any, m: Any, n: Any) -> None:
+        def store(rows: Ref, m: Scalar, n: Scalar) -> None:
             cut = plan.tiles[0]
             view = functools.partial(cut.out_view, rows, m, n, consumer)
             store_tile(cut, sums, self.scratch, consumer, view)
@@ -446,13 +447,15 @@ class Roles:
 
         return slot, done + 1
 
-    def add(self, scratch: Any, slot: Any, consumer: Any) -> tuple[Any, Any]:
+    def add(
+        self, scratch: Mapping[str, Ref], slot: Scalar, consumer: Scalar
+    ) -> tuple[Ref, Ref]:
         """Rows of the identity, and the sums of a peer that they pick."""
         height = self.plan.config.block[0]
         rows = scratch["x_smem"].at[slot, pl.ds(consumer * height, height)]
         return rows, self.sums_smem.at[slot]
 
-    def hand_on(self, done: Any) -> None:
+    def hand_on(self, done: Scalar) -> None:
         """Lets the last of the tiles done so far be announced."""
 
         @pl.when(done > 0)

@@ -20,7 +20,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 
-from pallas_kernels import tuning
+from pallas_kernels import tuned_configs
 from pallas_kernels.collective_matmul import (
     mosaic_gpu_gather,
     mosaic_gpu_reduce,
@@ -137,7 +137,7 @@ def run(op: Op, x: Any, ws: Arrays, call: Call) -> Any:
 
     def declines() -> str | None:
         problem = CollectiveProblem.of(op.kind, x, ws, call)
-        return tuning.declines(TABLE, problem, call.device, call.config)
+        return tuned_configs.declines(TABLE, problem, call.device, call.config)
 
     return dispatch(
         op.name,
@@ -168,7 +168,7 @@ def _run_portable(
 def _run_kernel(op: Op, x: Any, ws: Arrays, call: Call) -> Any:
     device = _check_mesh(op, call)
     problem = CollectiveProblem.of(op.kind, x, ws, call)
-    config = tuning.lookup(
+    config = tuned_configs.lookup(
         TABLE,
         problem.key,
         device,

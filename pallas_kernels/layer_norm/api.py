@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels import tuning
+from pallas_kernels import tuned_configs
 from pallas_kernels.dispatch import Unsupported, check_floating, dispatch
 from pallas_kernels.layer_norm import mosaic_gpu, xla
 from pallas_kernels.layer_norm.config import LayerNormConfig
@@ -93,7 +93,7 @@ def layer_norm(
     check_floating(dtype=dtype)
     if not (math.isfinite(eps) and eps >= 0):
         raise ValueError(f"eps {eps}, expected zero or a positive finite number")
-    tuning.check_config("layer_norm", config, LayerNormConfig)
+    tuned_configs.check_config("layer_norm", config, LayerNormConfig)
     call = _Call(
         eps=eps,
         dtype=dtype,
@@ -161,11 +161,11 @@ def _mosaic_gpu(arrays: _Arrays, call: _Call) -> Array:
     check_hopper(call.device, "layer_norm")
     check_local("layer_norm", *arrays)
     x, scale, bias, residual, x_bias = arrays
-    shape = (math.prod(x.shape[:-1]), x.shape[-1])
+    shape = (math.prod(x.shape[:-1]), x.shape[-1])  # [T,D]
     flat = None if residual is None else residual.reshape(shape)
     arrays = vary_alike((x.reshape(shape), scale, bias, flat, x_bias))
     y: Any = _jitted(arrays, call)
-    return y.reshape(x.shape)
+    return y.reshape(x.shape)  # [..,D]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.layer_norm.config import LayerNormConfig
 from pallas_kernels.mosaic import DeviceSpec, check_hopper
+from pallas_kernels.mosaic.aliases import Ref
 
 
 __all__ = ["MOST_COLUMNS", "heuristic", "layer_norm"]
@@ -87,7 +88,7 @@ def layer_norm(
     width, layout = _layout(d, x.dtype)
     shape = (rows, d // width, width)
 
-    def body(*refs: Any) -> None:
+    def body(*refs: Ref) -> None:
         row_refs, out_ref = refs[:num_rows], refs[-1]
         vectors = [
             plgpu.load(ref, layout=layout.reduce(0), optimized=False)
@@ -111,8 +112,8 @@ def layer_norm(
         kernel_name="layer_norm",
         # No array is both read and written.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-    )(*(a.reshape(*a.shape[:-1], *shape[1:]) for a in inputs))
-    return y.reshape(t, d)
+    )(*(a.reshape(*a.shape[:-1], *shape[1:]) for a in inputs))  # [T,D/width,width]
+    return y.reshape(t, d)  # [T,D]
 
 
 def _normalize(

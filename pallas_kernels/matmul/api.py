@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels import tuning
+from pallas_kernels import tuned_configs
 from pallas_kernels.dispatch import check_floating
 from pallas_kernels.matmul.config import MatmulConfig
 from pallas_kernels.matmul.dense import run_dense
@@ -91,7 +91,7 @@ def matmul(
         )
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     check_floating(x=x.dtype, out_dtype=out_dtype)
-    tuning.check_config("matmul", config, MatmulConfig)
+    tuned_configs.check_config("matmul", config, MatmulConfig)
     contracted = w.shape[1 if rhs_transposed else 0]
     if contracted != x.shape[-1]:
         raise ValueError(
@@ -112,9 +112,10 @@ def matmul(
 
     def local(x: jax.Array, w: jax.Array) -> jax.Array:
         axes = varying(x, w)
-        rows = as_varying(x, axes).reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        x = as_varying(x, axes)
+        rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # [M,K]
         y: Any = _matmul(rows, as_varying(w, axes), call)
-        return y.reshape(*x.shape[:-1], y.shape[-1])
+        return y.reshape(*x.shape[:-1], y.shape[-1])  # [..,N]
 
     *rows, columns = string.ascii_lowercase[: x.ndim]
     leading = "".join(rows)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from pallas_kernels import tuning
+from pallas_kernels import tuned_configs
 from pallas_kernels.dispatch import check_floating, dispatch
 from pallas_kernels.matmul import mosaic_gpu_dense
 from pallas_kernels.matmul.activations import activate, check_activation
@@ -55,7 +55,7 @@ def run_dense(
         problem = DenseProblem(
             m=math.prod(x.shape[:-1]), n=tuple(w.shape[1] for w in ws)
         )
-        declines = functools.partial(tuning.declines, "dense", problem, device)
+        declines = functools.partial(tuned_configs.declines, "dense", problem, device)
         return dispatch(
             "dense",
             implementations,
@@ -130,9 +130,10 @@ def _mosaic_gpu(
     device = check_hopper(device, "dense")
     check_local("dense", x, *ws, *biases)
     call = _Call(activation=activation, device=device)
-    flat, ws, biases = vary_alike((x.reshape(rows, x.shape[-1]), ws, biases))
+    flat = x.reshape(rows, x.shape[-1])  # [M,K]
+    flat, ws, biases = vary_alike((flat, ws, biases))
     ys: Any = _jitted(flat, ws, biases, call)
-    return tuple(y.reshape(*x.shape[:-1], -1) for y in ys)
+    return tuple(y.reshape(*x.shape[:-1], -1) for y in ys)  # [..,N] each
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import tuning
+from pallas_kernels import tuned_configs
 from pallas_kernels.dispatch import Unsupported, dispatch
 from pallas_kernels.matmul import mosaic_gpu, xla
 from pallas_kernels.matmul.config import MatmulConfig, Problem, heuristic
@@ -42,7 +42,9 @@ def run(
         [M,N] of `out_dtype`.
     """
     problem = Problem.of(x, w, **storage)
-    declines = functools.partial(tuning.declines, "matmul", problem, device, config)
+    declines = functools.partial(
+        tuned_configs.declines, "matmul", problem, device, config
+    )
     implementations = {
         "mosaic_gpu": functools.partial(_mosaic_gpu, device=device, config=config),
         "xla": functools.partial(_xla, wide=device is None, config=config),
@@ -87,7 +89,7 @@ def _mosaic_gpu(
     device = check_hopper(device, "matmul")
     mosaic_gpu.check_problem(problem)
     check_local("matmul", x, w)
-    config = tuning.lookup(
+    config = tuned_configs.lookup(
         "matmul",
         problem.key,
         device,

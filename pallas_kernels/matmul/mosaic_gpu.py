@@ -34,7 +34,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -55,6 +55,7 @@ from pallas_kernels.mosaic import (
     smem_transforms,
     snake_order,
 )
+from pallas_kernels.mosaic.aliases import Ref, Scalar
 
 
 __all__ = [
@@ -163,13 +164,13 @@ class Tiles:
             "empty": empty,
         }
 
-    def x_view(self, x: Any, m: Any, k: Any) -> Any:
+    def x_view(self, x: Ref, m: Scalar, k: Scalar) -> Ref:
         """Tile (m, k) of the left operand in global memory."""
         rows = pl.ds(m * self.config.tile_m, self.config.tile_m)
         depth = pl.ds(k * self.config.tile_k, self.config.tile_k)
         return x.at[depth, rows] if self.problem.lhs_transposed else x.at[rows, depth]
 
-    def w_view(self, w: Any, k: Any, n: Any) -> Any:
+    def w_view(self, w: Ref, k: Scalar, n: Scalar) -> Ref:
         """Tile (k, n) of the right operand in global memory."""
         depth = pl.ds(k * self.config.tile_k, self.config.tile_k)
         columns = pl.ds(n * self.config.tile_n, self.config.tile_n)
@@ -177,7 +178,9 @@ class Tiles:
             return w.at[columns, depth]
         return w.at[depth, columns]
 
-    def operands(self, scratch: Any, slot: Any, consumer: Any) -> tuple[Any, Any]:
+    def operands(
+        self, scratch: Mapping[str, Ref], slot: Scalar, consumer: Scalar
+    ) -> tuple[Ref, Ref]:
         """The parts of a stage that one consumer multiplies, as [m,k] and [k,n]."""
         block_m, block_n = self.config.block
         x, w = scratch["x_smem"].at[slot], scratch["w_smem"].at[slot]
@@ -188,12 +191,14 @@ class Tiles:
             columns = pl.ds(consumer * block_n, block_n)
             w = w.at[columns] if self.problem.rhs_transposed else w.at[:, columns]
         if self.problem.lhs_transposed:
-            x = x.transpose((1, 0))
+            x = x.transpose((1, 0))  # [m,k]
         if self.problem.rhs_transposed:
-            w = w.transpose((1, 0))
+            w = w.transpose((1, 0))  # [k,n]
         return x, w
 
-    def out_view(self, out: Any, m: Any, n: Any, consumer: Any, chunk: int) -> Any:
+    def out_view(
+        self, out: Ref, m: Scalar, n: Scalar, consumer: Scalar, chunk: int
+    ) -> Ref:
         """Chunk of 128-byte columns of one consumer's part of output tile (m, n)."""
         block_m, block_n = self.config.block
         row, column = m * self.config.tile_m, n * self.config.tile_n
@@ -220,7 +225,15 @@ def next_slot(slot: jax.Array, stages: int) -> jax.Array:
     return jnp.where(slot == stages - 1, 0, slot + 1)
 
 
-def load_tile(tiles: Tiles, x: Any, w: Any, scratch: Any, m: Any, n: Any, slot: Any):
+def load_tile(
+    tiles: Tiles,
+    x: Ref,
+    w: Ref,
+    scratch: Mapping[str, Ref],
+    m: Scalar,
+    n: Scalar,
+    slot: Scalar,
+) -> Scalar:
     """Producer: streams the operands of output tile (m, n) into the ring.
 
     Args:
@@ -280,15 +293,21 @@ class Columns:
         return self.starts[-1]
 
     def load_tile(
-        self, x: Any, ws: Sequence[Any], scratch: Any, m: Any, n: Any, slot: Any
-    ) -> Any:
+        self,
+        x: Ref,
+        ws: Sequence[Ref],
+        scratch: Mapping[str, Ref],
+        m: Scalar,
+        n: Scalar,
+        slot: Scalar,
+    ) -> Scalar:
         """`load_tile` from the weight that column tile `n` belongs to."""
         starts = self.starts
 
-        def load(i: int, slot: Any) -> Any:
+        def load(i: int, slot: Scalar) -> Scalar:
             """Load the tile from weight i or an earlier one."""
 
-            def from_this(slot: Any) -> Any:
+            def from_this(slot: Scalar) -> Scalar:
                 return load_tile(
                     self.tiles[i], x, ws[i], scratch, m, n - starts[i], slot
                 )
@@ -300,7 +319,7 @@ class Columns:
 
         return load(len(self.tiles) - 1, slot)
 
-    def for_weight(self, n: Any, work: Callable[[int, int], None]) -> None:
+    def for_weight(self, n: Scalar, work: Callable[[int, int], None]) -> None:
         """Calls ``work(i, start)`` for weight i, to which column tile `n` belongs."""
         for i, (start, end) in enumerate(itertools.pairwise(self.starts)):
 
@@ -311,9 +330,9 @@ class Columns:
 
 def multiply_tile(
     tiles: Tiles,
-    scratch: Any,
-    consumer: Any,
-    slot: Any,
+    scratch: Mapping[str, Ref],
+    consumer: Scalar,
+    slot: Scalar,
     *,
     k_tiles: int | None = None,
     meanwhile: Callable[[], None] | None = None,
@@ -343,7 +362,7 @@ def multiply_tile(
     k_tiles = tiles.k_tiles if k_tiles is None else k_tiles
     parts = tiles.config.product_columns
 
-    def multiply(slot: jax.Array, acc: Any, operands: Any) -> None:
+    def multiply(slot: jax.Array, acc: Ref, operands: Any) -> None:
         x, w = operands(scratch, slot, consumer)
         wgmma_fence()  # pyright: ignore[reportCallIssue]  (the context is passed)
         for part in parts:
@@ -353,7 +372,7 @@ def multiply_tile(
     # may give up on keeping products in flight.
     plgpu.barrier_wait(scratch["full"].at[slot])
 
-    def scoped(acc: Any):
+    def scoped(acc: Ref):
         multiply(slot, acc, tiles.operands)
 
         def step(
@@ -400,9 +419,9 @@ def multiply_tile(
 def store_tile(
     tiles: Tiles,
     sums: jax.Array,
-    scratch: Any,
-    consumer: Any,
-    destination: Callable[[int], Any | None],
+    scratch: Mapping[str, Ref],
+    consumer: Scalar,
+    destination: Callable[[int], Ref | None],
 ) -> None:
     """Consumer: stores its part of a tile; returns before the copies have arrived.
 
@@ -432,10 +451,10 @@ def store_tile(
 
 def run_roles(
     tiles: Tiles,
-    scratch: Any,
-    for_each_tile: Callable[[Callable[[Any, Any, Any], Any], Any], Any],
-    load: Callable[[Any, Any, Any], Any],
-    consume: Callable[[Any, Any, Any, Any], Any],
+    scratch: Mapping[str, Ref],
+    for_each_tile: Callable[[Callable[[Scalar, Scalar, Any], Any], Any], Any],
+    load: Callable[[Scalar, Scalar, Scalar], Scalar],
+    consume: Callable[[Scalar, Scalar, Any, Scalar], Any],
     *,
     spare_warps: Sequence[Callable[[], None]] = (),
     finish: Callable[[Any], None] | None = None,
@@ -492,7 +511,7 @@ def run_roles(
 
         lax.fori_loop(0, stages, hand_over, None)
 
-        def tile(m: Any, n: Any, carry: Any) -> Any:
+        def tile(m: Scalar, n: Scalar, carry: Any) -> Any:
             return consume(m, n, carry, warpgroup)
 
         carry = first if consumer_carry is None else (first, consumer_carry)
@@ -508,8 +527,8 @@ def run_roles(
 
 
 def tile_at(
-    config: MatmulConfig, counts: tuple[int, int], index: Any, rank: Any
-) -> tuple[Any, Any]:
+    config: MatmulConfig, counts: tuple[int, int], index: Scalar, rank: Scalar
+) -> tuple[Scalar, Scalar]:
     """An output tile by its place in `snake_order`.
 
     Args:
@@ -542,7 +561,7 @@ def snake_tiles(config: MatmulConfig, counts: tuple[int, int]) -> Callable[..., 
     """
     total = math.prod(counts) // math.prod(config.cluster_tiles)
 
-    def for_each_tile(body: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
+    def for_each_tile(body: Callable[[Scalar, Scalar, Any], Any], carry: Any) -> Any:
         worker, workers = lax.axis_index("worker"), lax.axis_size("worker")
         rank = lax.axis_index("cluster") if config.cluster != "none" else 0
         # ceil((total - worker) / workers) tiles for this worker.

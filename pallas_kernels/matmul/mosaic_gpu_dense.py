@@ -34,6 +34,7 @@ from pallas_kernels.matmul.mosaic_gpu import (
     snake_tiles,
 )
 from pallas_kernels.mosaic import DeviceSpec, check_smem, resident_clusters
+from pallas_kernels.mosaic.aliases import Scalar
 
 
 __all__ = ["dense", "dense_config"]
@@ -124,10 +125,10 @@ def dense(
         w_refs, bias_refs = refs[: len(ws)], refs[len(ws) : 2 * len(ws)]
         out_refs = refs[2 * len(ws) :]
 
-        def load(m: Any, n: Any, slot: Any) -> Any:
+        def load(m: Scalar, n: Scalar, slot: Scalar) -> Scalar:
             return columns.load_tile(x_ref, w_refs, scratch, m, n, slot)
 
-        def finish(kept: Any, consumer: Any, chunk: int) -> None:
+        def finish(kept: Any, consumer: Scalar, chunk: int) -> None:
             """Activates and stores a chunk of the tile that was kept, if there is."""
             values, m, n = kept
             y = act(values[chunk].astype(jnp.float32)).astype(x.dtype)
@@ -147,7 +148,7 @@ def dense(
 
                 columns.for_weight(n, copy)
 
-        def consume(m: Any, n: Any, carry: Any, consumer: Any) -> Any:
+        def consume(m: Scalar, n: Scalar, carry: Any, consumer: Scalar) -> Any:
             slot, kept = carry
             pieces = [
                 functools.partial(finish, kept, consumer, chunk)
@@ -214,5 +215,5 @@ def dense(
         thread_name="warpgroup",
         kernel_name="dense",
         **cluster,
-    )(x, *ws, *(bias.reshape(-1, CHUNK) for bias in biases))
+    )(x, *ws, *(bias.reshape(-1, CHUNK) for bias in biases))  # [N/CHUNK,CHUNK]
     return tuple(ys)

@@ -37,4 +37,4 @@ def matmul(
     sums = jnp.float32 if rounded else out_dtype
     contracted = ((0 if lhs_transposed else 1,), (1 if rhs_transposed else 0,))
     y = lax.dot_general(x, w, (contracted, ((), ())), preferred_element_type=sums)
-    return y.astype(out_dtype)
+    return y.astype(out_dtype)  # [M,N]

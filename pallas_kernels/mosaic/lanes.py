@@ -4,6 +4,7 @@ Inline PTX and MLIR, for what Pallas has no operation.
 """
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -66,7 +67,7 @@ def keep_band(
         arg_types=(layout, *[scalar] * sum(given)),
         return_type=plgpu.ShapeDtypeStruct(values.shape, jnp.float32, layout),
     )
-    def mask_outside_band(ctx: Any, values: Any, *bounds: Any) -> Any:
+    def mask_outside_band(ctx: Any, values: mgpu.FragmentedArray, *bounds: Any) -> Any:
         del ctx
         numbers = iter(bound.registers.item() for bound in bounds)
         return _keep_band(
@@ -77,7 +78,7 @@ def keep_band(
     return mask_outside_band(values, *bounds)
 
 
-def _first_element(values: Any) -> tuple[ir.Value, ir.Value]:
+def _first_element(values: mgpu.FragmentedArray) -> tuple[ir.Value, ir.Value]:
     """Row and column of the first element of a lane, int32."""
     i32 = ir.IntegerType.get_signless(32)
     row, column = next(iter(values.layout.thread_idxs(values.shape)))
@@ -94,7 +95,7 @@ def _register_places(values: Any) -> dict[tuple[int, ...], tuple[int, int]]:
     }
 
 
-def _keep_band(values: Any, *limits: ir.Value | None) -> Any:
+def _keep_band(values: mgpu.FragmentedArray, *limits: ir.Value | None) -> Any:
     """Emits the comparisons of one lane."""
     i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
     row_least, row_most, least, most, near, far = limits
@@ -102,13 +103,17 @@ def _keep_band(values: Any, *limits: ir.Value | None) -> Any:
     lane_row, lane_column = _first_element(values)
     places = _register_places(values)
 
-    def both(combine: Any, first: Any, second: Any) -> Any:
+    def both(
+        combine: Callable[[ir.Value, ir.Value], ir.Value],
+        first: ir.Value | None,
+        second: ir.Value | None,
+    ) -> ir.Value | None:
         """Combine two limits, each of which may not be there."""
         if first is None or second is None:
             return second if first is None else first
         return combine(first, second)
 
-    def conditions(row_offset: int) -> tuple[Any, Any, Any]:
+    def conditions(row_offset: int) -> tuple[ir.Value | None, ...]:
         """Return whether the row stays, and its columns' least and largest offset."""
         row = arith.addi(lane_row, arith.constant(i32, row_offset))
         stays = both(
@@ -166,7 +171,7 @@ def scale_and_add_row(values: jax.Array, factor: float, row: Ref) -> jax.Array:
         arg_types=(layout, plgpu.RefType()),
         return_type=plgpu.ShapeDtypeStruct(values.shape, jnp.float32, layout),
     )
-    def add_shared_row(ctx: Any, values: Any, row: Any) -> Any:
+    def add_shared_row(ctx: Any, values: mgpu.FragmentedArray, row: Any) -> Any:
         del ctx
         return _scale_and_add_row(values, factor, row)
 
@@ -174,7 +179,9 @@ def scale_and_add_row(values: jax.Array, factor: float, row: Ref) -> jax.Array:
     return add(values, row)
 
 
-def _scale_and_add_row(values: Any, factor: float, row: ir.Value) -> Any:
+def _scale_and_add_row(
+    values: mgpu.FragmentedArray, factor: float, row: ir.Value
+) -> Any:
     """Emits the loads and additions of one lane."""
     i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
     pair = ir.VectorType.get((2,), f32)
@@ -221,7 +228,7 @@ def in_register_order(values: jax.Array) -> jax.Array:
         arg_types=(plgpu.Layout.WGMMA,),
         return_type=plgpu.ShapeDtypeStruct(FLAT, jnp.float32, _REGISTER_ORDER),
     )
-    def flatten_registers(ctx: Any, values: Any) -> Any:
+    def flatten_registers(ctx: Any, values: mgpu.FragmentedArray) -> Any:
         del ctx
         return _with_layout(values, _REGISTER_ORDER.to_mgpu(), FLAT)
 
@@ -244,7 +251,7 @@ def load_in_register_order(ref: Ref) -> jax.Array:
         arg_types=(_REGISTER_ORDER,),
         return_type=plgpu.ShapeDtypeStruct((64, 64), jnp.float32, plgpu.Layout.WGMMA),
     )
-    def unflatten_registers(ctx: Any, values: Any) -> Any:
+    def unflatten_registers(ctx: Any, values: mgpu.FragmentedArray) -> Any:
         del ctx
         return _with_layout(values, plgpu.Layout.WGMMA.to_mgpu(), (64, 64))
 
@@ -252,7 +259,9 @@ def load_in_register_order(ref: Ref) -> jax.Array:
     return unflatten(values)
 
 
-def _with_layout(values: Any, layout: Any, shape: tuple[int, ...]) -> Any:
+def _with_layout(
+    values: mgpu.FragmentedArray, layout: Any, shape: tuple[int, ...]
+) -> Any:
     """The same fp32 numbers of each lane, as registers of another layout."""
     f32 = ir.F32Type.get()
     numbers = [
@@ -290,7 +299,9 @@ def store_rows(ref: Ref, values: jax.Array, first: Scalar, stop: Scalar) -> None
     scalar = plgpu.Layout.WG_SPLAT(())
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, scalar, scalar))
-    def store_some_rows(ctx: Any, ref: Any, values: Any, first: Any, stop: Any) -> None:
+    def store_some_rows(
+        ctx: Any, ref: Any, values: mgpu.FragmentedArray, first: Any, stop: Any
+    ) -> None:
         del ctx
         _store(ref, values, first.registers.item(), stop.registers.item())
 
@@ -298,7 +309,9 @@ def store_rows(ref: Ref, values: jax.Array, first: Scalar, stop: Scalar) -> None
     store(ref, values, jnp.int32(first), jnp.int32(stop))
 
 
-def _store(ref: Any, values: Any, first: ir.Value, stop: ir.Value) -> None:
+def _store(
+    ref: ir.Value, values: mgpu.FragmentedArray, first: ir.Value, stop: ir.Value
+) -> None:
     """Emits the stores of one lane."""
     i32 = ir.IntegerType.get_signless(32)
     strides, _ = ir.MemRefType(ref.type).get_strides_and_offset()
@@ -353,7 +366,7 @@ def load_rows(ref: Ref, first: Scalar, stop: Scalar, otherwise: float) -> jax.Ar
 
 
 def _load(
-    ref: Any, layout: Any, first: ir.Value, stop: ir.Value, otherwise: float
+    ref: ir.Value, layout: Any, first: ir.Value, stop: ir.Value, otherwise: float
 ) -> Any:
     """Emits the loads of one lane."""
     f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
@@ -384,7 +397,7 @@ def _is_between(row: ir.Value, first: ir.Value, stop: ir.Value) -> ir.Value:
     )
 
 
-def _address(ref: ir.Value, place: tuple[ir.Value, ...], strides: list[int]) -> Any:
+def _address(ref: ir.Value, place: Sequence[ir.Value], strides: list[int]) -> ir.Value:
     """Compute the address of an element of a ref; strides are in bytes."""
     i64 = ir.IntegerType.get_signless(64)
     address = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ref))
@@ -394,7 +407,7 @@ def _address(ref: ir.Value, place: tuple[ir.Value, ...], strides: list[int]) -> 
     return address
 
 
-def store_columns(ref: Any, values: jax.Array, first: Any) -> None:
+def store_columns(ref: Ref, values: jax.Array, first: Scalar) -> None:
     """Writes some columns of a tile of shared memory that is an operand of wgmma.
 
     A slice of such a tile must be of whole lines: two warpgroups that have the columns
@@ -410,7 +423,9 @@ def store_columns(ref: Any, values: jax.Array, first: Any) -> None:
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(transforms), plgpu.Layout.WGMMA, scalar)
     )
-    def store_some_columns(ctx: Any, ref: Any, values: Any, first: Any) -> None:
+    def store_some_columns(
+        ctx: Any, ref: Any, values: mgpu.FragmentedArray, first: Any
+    ) -> None:
         del ctx
         _store_columns(ref, values, first.registers.item())
 
@@ -418,7 +433,9 @@ def store_columns(ref: Any, values: jax.Array, first: Any) -> None:
     store(ref, values, jnp.int32(first))
 
 
-def _store_columns(ref: Any, values: Any, first: ir.Value) -> None:
+def _store_columns(
+    ref: ir.Value, values: mgpu.FragmentedArray, first: ir.Value
+) -> None:
     """Emits the stores of one lane, of two values each."""
     i32 = ir.IntegerType.get_signless(32)
     c = functools.partial(mgpu.utils.c, ty=i32)
@@ -443,7 +460,7 @@ def _store_columns(ref: Any, values: Any, first: ir.Value) -> None:
 
 
 def _whole_pieces(
-    values: Any, words: dict[tuple[int, ...], ir.Value]
+    values: mgpu.FragmentedArray, words: dict[tuple[int, ...], ir.Value]
 ) -> list[tuple[tuple[ir.Value, ir.Value], list[ir.Value]]]:
     """16-bit values in pieces of 16 bytes, with the row and the column of each.
 

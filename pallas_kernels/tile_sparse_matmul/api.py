@@ -18,7 +18,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from pallas_kernels import tuning
+from pallas_kernels import tuned_configs
 from pallas_kernels.dispatch import Unsupported, dispatch
 from pallas_kernels.matmul import matmul
 from pallas_kernels.mosaic import DeviceSpec, vary_alike
@@ -127,7 +127,7 @@ def tile_sparse_matmul(
     bias = None if bias is None else jnp.asarray(bias)
     x_major, y_major = _layouts(feature_major)
     check_product(x, w, bias, activation, x_major)
-    tuning.check_config(_OP, config, TileSparseConfig)
+    tuned_configs.check_config(_OP, config, TileSparseConfig)
     if singles is not None:
         check_singles(w, singles)
     call = _Call(
@@ -168,6 +168,7 @@ def _tile_sparse_matmul(
     x_major, y_major = call.feature_major
     batch = x.shape[1:] if x_major else x.shape[:-1]
     tokens = math.prod(batch)
+    # [K, M] or [M, K], and back to [N, ..] or [.., N] at the end.
     flat = x.reshape((w.shape[0], tokens) if x_major else (tokens, w.shape[0]))
     if singles is not None and singles.room:
         y = _with_singles(flat, w, singles, bias, call)
@@ -223,7 +224,7 @@ def _tiles_and_singles(
         implementation=call.implementation,
         config=call.config,
     ).astype(jnp.float32)
-    extra = single_weights_matmul(x if x_major else x.T, singles)
+    extra = single_weights_matmul(x if x_major else x.T, singles)  # [N, M]
     return y + (extra if y_major else extra.T)
 
 
@@ -248,7 +249,7 @@ def _declines_singles(
     if call.implementation is not None:
         return None
     problem = dataclasses.replace(problem, singles=singles.room)
-    return tuning.declines(_OP, problem, DeviceSpec.current(), call.config)
+    return tuned_configs.declines(_OP, problem, DeviceSpec.current(), call.config)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -360,9 +361,9 @@ def _dense_grad_inputs(dy: jax.Array, w: TileSparse, call: _Call) -> jax.Array:
     dense = w.packed().to_dense()  # [K, C]
     named = "xla" if call.implementation == "xla" else None
     if x_major:
-        other = dy if y_major else dy.T
-        return matmul(dense, other, implementation=named)
-    other = dy.T if y_major else dy
+        other = dy if y_major else dy.T  # [C, M]
+        return matmul(dense, other, implementation=named)  # [K, M]
+    other = dy.T if y_major else dy  # [M, C]
     return matmul(other, dense, rhs_transposed=True, implementation=named)
 
 
@@ -383,7 +384,7 @@ def _names(call: _Call) -> tuple[str, ...]:
 def _declines(x: jax.Array, w: TileSparse, call: _Call) -> str | None:
     """Say why XLA is expected to be faster than the kernels, or None."""
     problem = Problem.of(x, w, call.feature_major)
-    return tuning.declines(_OP, problem, DeviceSpec.current(), call.config)
+    return tuned_configs.declines(_OP, problem, DeviceSpec.current(), call.config)
 
 
 def _may_run_a_kernel(x: jax.Array, w: TileSparse, call: _Call) -> bool:
@@ -473,7 +474,7 @@ def _mosaic_gpu(
     problem = Problem.of(x, w, call.feature_major)
     device = mosaic_gpu.check_problem(problem, DeviceSpec.current())
     check_local(_OP, x, w.values)
-    config = tuning.lookup(
+    config = tuned_configs.lookup(
         _OP,
         problem.key,
         device,

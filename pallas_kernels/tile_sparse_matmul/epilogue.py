@@ -45,5 +45,5 @@ def apply(
     y = sums.astype(jnp.float32)
     if bias is not None:
         bias = bias.astype(jnp.float32)
-        y = y + (bias[:, None] if feature_major else bias)
+        y = y + (bias[:, None] if feature_major else bias)  # [N,1] beside [N,M]
     return activate_in_fp32(y, activation, dtype)

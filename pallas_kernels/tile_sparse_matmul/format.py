@@ -266,7 +266,8 @@ class TileSparse:
         dense = jnp.take_along_axis(
             self.values, place[:, :, None], axis=1, mode="fill", fill_value=0
         )  # [T, K, G]
-        dense = jnp.swapaxes(dense, 0, 1).reshape(inputs, self.tiles * self.tile)
+        dense = jnp.swapaxes(dense, 0, 1)  # [K, T, G]
+        dense = dense.reshape(inputs, self.tiles * self.tile)  # [K, T G]
         return self.place_columns(dense[:, : self.packed_columns])
 
     def mask(self) -> Bool[Array, "K N"]:
@@ -332,11 +333,11 @@ class TileSparse:
         """
         order = np.asarray(columns)
         check_columns(order, self.shape[0])
-        real = order < self.shape[0]
+        real = order < self.shape[0]  # [C]
         at = np.where(real, order, 0)
         return TileSparse.from_dense(
-            np.where(real[:, None], np.asarray(self.to_dense())[at], 0),
-            np.asarray(self.mask())[at] & real[:, None],
+            np.where(real[:, None], np.asarray(self.to_dense())[at], 0),  # [C, N]
+            np.asarray(self.mask())[at] & real[:, None],  # [C, N]
             tile=self.tile,
             granularity=self.granularity,  # pyright: ignore[reportArgumentType]
             columns=None if self.columns is None else np.asarray(self.columns),
@@ -360,8 +361,8 @@ class TileSparse:
             ValueError: the transposed mask is not tile-wise with this tile.
         """
         return TileSparse.from_dense(
-            np.asarray(self.to_dense()).T,
-            np.asarray(self.mask()).T,
+            np.asarray(self.to_dense()).T,  # [N, K]
+            np.asarray(self.mask()).T,  # [N, K]
             tile=self.granularity if tile is None else tile,
             granularity=granularity,
         )

@@ -24,6 +24,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from pallas_kernels.mosaic import smem_transforms
+from pallas_kernels.mosaic.aliases import Ref
 
 
 __all__ = ["commit_gather", "gather_rows", "held_rows", "load_rows", "wait_gathers"]
@@ -51,7 +52,7 @@ def _i32(value: int) -> Any:
     return utils.c(value, ir.IntegerType.get_signless(32))
 
 
-def load_rows(rows: Any, count: int) -> jax.Array:
+def load_rows(rows: Ref, count: int) -> jax.Array:
     """Reads the row indices of a gather from global memory into registers.
 
     Issue it one step ahead: the copies need the indices at once.
@@ -97,10 +98,10 @@ def load_rows(rows: Any, count: int) -> jax.Array:
 
 
 def gather_rows(
-    x: Any,
+    x: Ref,
     indices: jax.Array,
     start: jax.Array,
-    smem: Any,
+    smem: Ref,
     *,
     count: int,
     width: int,
@@ -200,7 +201,7 @@ def gather_rows(
     call(x, indices, start, smem)
 
 
-def _shuffle(value: Any, lane: Any) -> Any:
+def _shuffle(value: ir.Value, lane: ir.Value) -> ir.Value:
     return nvvm.shfl_sync(_i32(0xFFFFFFFF), value, lane, _i32(0x1F), nvvm.ShflKind.idx)
 
 

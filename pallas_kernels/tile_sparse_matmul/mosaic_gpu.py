@@ -31,7 +31,7 @@ a tile, G columns of a tile.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -44,6 +44,7 @@ from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.matmul.activations import KERNEL_ACTIVATIONS
 from pallas_kernels.matmul.mosaic_gpu import Tiles, store_tile
 from pallas_kernels.mosaic import DeviceSpec, check_hopper
+from pallas_kernels.mosaic.aliases import Ref, Scalar
 from pallas_kernels.tile_sparse_matmul import epilogue
 from pallas_kernels.tile_sparse_matmul.config import TILES, Problem, TileSparseConfig
 from pallas_kernels.tile_sparse_matmul.format import STEP, TileSparse
@@ -137,7 +138,7 @@ class _Cut:
         """True where the output is no wider than one chunk of a store."""
         return self.out_shape[1] <= self.tiles.store_columns
 
-    def operands(self, scratch: Any) -> tuple[Any, Any]:
+    def operands(self, scratch: Mapping[str, Ref]) -> tuple[Ref, Ref]:
         """The rings of x and of the weights."""
         pair = scratch["w_smem"], scratch["x_smem"]
         return pair if self.problem.y_major else pair[::-1]
@@ -163,7 +164,7 @@ class _Cut:
             return ("load",)
         return ("load", "gather") if two_producers(self.tiles) else ("gather",)
 
-    def steps(self, block: "_Block") -> tuple[Any, Any]:
+    def steps(self, block: "_Block") -> tuple[Scalar, Scalar]:
         """First and last (excluded) step of a block."""
         steps = self.equal_steps
         if steps is None:
@@ -181,17 +182,17 @@ class _Cut:
 class _Block:
     """An output block: which tile, which part of its rows, which tokens."""
 
-    tile: Any
-    count: Any
+    tile: Scalar
+    count: Scalar
     """Rows of the tile; not used where all have as many."""
-    split: Any
-    tokens: Any
+    split: Scalar
+    tokens: Scalar
 
 
 class _Schedule:
     """The output blocks of one multiprocessor (one cluster), in order."""
 
-    def __init__(self, cut: _Cut, refs: dict[str, Any]) -> None:
+    def __init__(self, cut: _Cut, refs: Mapping[str, Ref]) -> None:
         self.cut, self.order = cut, refs.get("order")
         self.counts = refs["counts"] if cut.equal_steps is None else None
         self.clusters = cut.token_clusters
@@ -210,7 +211,7 @@ class _Schedule:
         left = total - self.rounds * self.workers
         self.mine = self.rounds + jnp.where(last < left, 1, 0)
 
-    def locate(self, i: Any) -> tuple[Any, Any, Any]:
+    def locate(self, i: Scalar) -> tuple[Scalar, Scalar, Scalar]:
         """Return place in the order, split and tokens of block `i`, or of the last."""
         config, lines = self.cut.config, self.lines
         i = jnp.minimum(i, self.mine - 1)
@@ -229,16 +230,16 @@ class _Schedule:
         splits = jnp.int32(config.splits)
         return lax.div(line, splits), lax.rem(line, splits), tokens
 
-    def tile(self, i: Any) -> Any:
+    def tile(self, i: Scalar) -> Scalar:
         """The tile of the `i`-th block here, or of the last."""
         place = self.locate(i)[0]
         return place if self.order is None else self.order[place]
 
-    def count(self, tile: Any) -> Any:
+    def count(self, tile: Scalar) -> Scalar:
         """The rows of a tile, where they differ."""
         return jnp.int32(0) if self.counts is None else self.counts[tile]
 
-    def block(self, i: Any, tile: Any, count: Any) -> _Block:
+    def block(self, i: Scalar, tile: Scalar, count: Scalar) -> _Block:
         """The `i`-th block here, or the last, whose tile and count are at hand."""
         return _Block(tile, count, *self.locate(i)[1:])
 
@@ -267,7 +268,12 @@ class _Schedule:
 
 
 def _load_weights(
-    cut: _Cut, refs: dict[str, Any], scratch: Any, block: _Block, k: Any, slot: Any
+    cut: _Cut,
+    refs: Mapping[str, Ref],
+    scratch: Mapping[str, Ref],
+    block: _Block,
+    k: Scalar,
+    slot: Scalar,
 ) -> None:
     """Starts the copy of one step of a tile."""
     _, w_smem = cut.operands(scratch)
@@ -279,13 +285,15 @@ def _load_weights(
     )
 
 
-def _load(cut: _Cut, refs: dict[str, Any], scratch: Any, schedule: _Schedule) -> None:
+def _load(
+    cut: _Cut, refs: Mapping[str, Ref], scratch: Mapping[str, Ref], schedule: _Schedule
+) -> None:
     """Starts the plain copies: weights, and x where whole groups of rows are kept."""
     config, problem = cut.config, cut.problem
     x_smem, _ = cut.operands(scratch)
     ring = Ring(scratch, config.stages)
 
-    def group_of(block: _Block, k: Any) -> Any:
+    def group_of(block: _Block, k: Scalar) -> Any:
         # One step past the last is read ahead; it must lie within the room.
         if problem.gathers:
             return jnp.int32(0)
@@ -316,7 +324,11 @@ def _load(cut: _Cut, refs: dict[str, Any], scratch: Any, schedule: _Schedule) ->
 
 
 def _gather(
-    cut: _Cut, refs: dict[str, Any], scratch: Any, schedule: _Schedule, alone: bool
+    cut: _Cut,
+    refs: Mapping[str, Ref],
+    scratch: Mapping[str, Ref],
+    schedule: _Schedule,
+    alone: bool,
 ) -> None:
     """Gathers rows of x, and loads the weights if it is alone.
 
@@ -331,7 +343,7 @@ def _gather(
     chained = cut.steps_of_block is not None
     covered = cut.token_clusters * config.cluster * config.block_tokens
 
-    def indices_of(tile: Any, step: Any) -> tuple[jax.Array, ...]:
+    def indices_of(tile: Scalar, step: Scalar) -> tuple[jax.Array, ...]:
         # Steps past the last are read ahead; they must lie within the room.
         step = jnp.minimum(step, problem.room // STEP - together)
         found = []
@@ -380,12 +392,16 @@ def _gather(
 
 
 def _consume(
-    cut: _Cut, refs: dict[str, Any], scratch: Any, schedule: _Schedule, consumer: Any
+    cut: _Cut,
+    refs: Mapping[str, Ref],
+    scratch: Mapping[str, Ref],
+    schedule: _Schedule,
+    consumer: Scalar,
 ) -> None:
     """A consumer: multiplies its part of each block and stores it."""
     hand_over(scratch, cut.config.stages)
 
-    def consume_block(block: _Block, _: _Block, slot: Any) -> Any:
+    def consume_block(block: _Block, _: _Block, slot: Scalar) -> Scalar:
         tile, tokens = block.tile, block.tokens
         first, last = cut.steps(block)
         sums, slot = multiply_steps(cut.tiles, scratch, consumer, first, last, slot)
@@ -393,7 +409,7 @@ def _consume(
         m, n = (line, tokens) if cut.problem.y_major else (tokens, line)
         sums = _epilogue(cut, refs, sums, tile, consumer)
 
-        def view(chunk: int) -> Any:
+        def view(chunk: int) -> Ref:
             if cut.one_line and chunk:
                 return None
             return cut.tiles.out_view(refs["out"], m, n, consumer, chunk)
@@ -414,7 +430,7 @@ def _consume(
 
 
 def _epilogue(
-    cut: _Cut, refs: dict[str, Any], sums: jax.Array, tile: Any, consumer: Any
+    cut: _Cut, refs: Mapping[str, Ref], sums: jax.Array, tile: Scalar, consumer: Scalar
 ) -> jax.Array:
     config, y_major = cut.tiles.config, cut.problem.y_major
     if cut.has_bias:
@@ -488,6 +504,7 @@ def tile_sparse_matmul(
     if not fused:
         y = _add_parts(y, cut, bias, activation)
     y = y[: wanted.n, : wanted.m] if y_major else y[: wanted.m, : wanted.n]
+    # [1,N] to [N,1], the same memory.
     return y.reshape((wanted.n, wanted.m)) if wanted.y_major != y_major else y
 
 
@@ -508,9 +525,9 @@ def _stored(
         y_major, config = False, dataclasses.replace(config, store_slots=1)
     by_engine = w.granularity == STEP
     if x_major and single and by_engine:
-        x, x_major = x.reshape(1, -1), False
+        x, x_major = x.reshape(1, -1), False  # [K,1] to [1,K]
     if not x_major and not by_engine:
-        x, x_major = x.T, True  # a kept row must be one run of memory
+        x, x_major = x.T, True  # [K,M]: a kept row must be one run of memory
     along = 1 if x_major else 0
     tokens = x.shape[along]
     if x_major or tokens > 8:  # runs of 16 bytes, whole tiles of the layout
@@ -526,9 +543,11 @@ def _add_parts(
     """Sums the parts of a split product; one fused kernel of XLA with the epilogue."""
     p, splits = cut.problem, cut.config.splits
     if p.y_major:
-        sums = jnp.sum(parts.reshape(splits, -1, parts.shape[1]), axis=0)[: p.n, : p.m]
+        parts = parts.reshape(splits, -1, parts.shape[1])  # [splits,N,M]
+        sums = jnp.sum(parts, axis=0)[: p.n, : p.m]
     else:
-        sums = jnp.sum(parts.reshape(len(parts), splits, -1), axis=1)[:, : p.n]
+        parts = parts.reshape(len(parts), splits, -1)  # [M,splits,N]
+        sums = jnp.sum(parts, axis=1)[:, : p.n]
     return epilogue.apply(
         sums, bias, activation, feature_major=p.y_major, dtype=p.dtype
     )
@@ -537,7 +556,7 @@ def _add_parts(
 def _call(cut: _Cut, inputs: dict[str, jax.Array], device: DeviceSpec) -> jax.Array:
     names = [*inputs, "out"]
 
-    def body(*args: Any, **scratch: Any) -> None:
+    def body(*args: Ref, **scratch: Ref) -> None:
         refs = dict(zip(names, args, strict=True))
         schedule = _Schedule(cut, refs)
 

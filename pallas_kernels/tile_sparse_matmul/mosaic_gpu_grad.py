@@ -12,7 +12,7 @@ a tile, G columns of a tile.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ from pallas_kernels.matmul.config import CONSUMERS, MatmulConfig
 from pallas_kernels.matmul.config import Problem as MatmulProblem
 from pallas_kernels.matmul.mosaic_gpu import Tiles, store_tile
 from pallas_kernels.mosaic import DeviceSpec
+from pallas_kernels.mosaic.aliases import Ref, Scalar
 from pallas_kernels.tile_sparse_matmul.config import GradConfig, Problem
 from pallas_kernels.tile_sparse_matmul.format import STEP, TileSparse
 from pallas_kernels.tile_sparse_matmul.gather import gather_rows, load_rows
@@ -109,20 +110,22 @@ def _for_each_block(cut: _Cut) -> Callable[..., Any]:
     return for_each
 
 
-def _steps(cut: _Cut, counts: Any, tile: Any, row: Any) -> Any:
+def _steps(cut: _Cut, counts: Ref, tile: Scalar, row: Scalar) -> Scalar:
     """Steps of a block: none where the tile keeps no row of the whole cluster."""
     span = cut.config.block_rows * cut.config.cluster
     first = lax.div(row, jnp.int32(span)) * span
     return jnp.where(first < counts[tile], cut.problem.m // STEP, 0)
 
 
-def _load(cut: _Cut, refs: dict[str, Any], scratch: Any, for_each: Any) -> None:
+def _load(
+    cut: _Cut, refs: Mapping[str, Ref], scratch: Mapping[str, Ref], for_each: Any
+) -> None:
     """Copies the tiles of dy."""
     config, problem = cut.config, cut.problem
     ring = Ring(scratch, config.stages)
     axes = ("cluster",) if config.cluster > 1 else None
 
-    def load_block(tile: Any, row: Any, slot: Any) -> Any:
+    def load_block(tile: Scalar, row: Scalar, slot: Scalar) -> Scalar:
         features = pl.ds(pl.multiple_of(tile * problem.tile, 64), problem.tile)
 
         def step(k: jax.Array, slot: jax.Array) -> jax.Array:
@@ -142,12 +145,14 @@ def _load(cut: _Cut, refs: dict[str, Any], scratch: Any, for_each: Any) -> None:
     ring.drain(for_each(load_block, jnp.int32(0)))
 
 
-def _gather(cut: _Cut, refs: dict[str, Any], scratch: Any, for_each: Any) -> None:
+def _gather(
+    cut: _Cut, refs: Mapping[str, Ref], scratch: Mapping[str, Ref], for_each: Any
+) -> None:
     """Gathers rows of x."""
     config = cut.config
     ring = GatherRing(scratch, config.stages, config.lag)
 
-    def gather_block(tile: Any, row: Any, state: Any) -> Any:
+    def gather_block(tile: Scalar, row: Scalar, state: Any) -> Any:
         rows = pl.ds(pl.multiple_of(row, 64), config.block_rows)
         indices = load_rows(refs["rows"].at[tile, rows], config.block_rows)
 
@@ -171,13 +176,17 @@ def _gather(cut: _Cut, refs: dict[str, Any], scratch: Any, for_each: Any) -> Non
 
 
 def _consume(
-    cut: _Cut, refs: dict[str, Any], scratch: Any, for_each: Any, consumer: Any
+    cut: _Cut,
+    refs: Mapping[str, Ref],
+    scratch: Mapping[str, Ref],
+    for_each: Any,
+    consumer: Scalar,
 ) -> None:
     """A consumer: its half of the rows; those that are not kept become zero."""
     hand_over(scratch, cut.config.stages)
     height, width = cut.tiles.config.block
 
-    def block(tile: Any, row: Any, slot: Any) -> Any:
+    def block(tile: Scalar, row: Scalar, slot: Scalar) -> Scalar:
         steps = _steps(cut, refs["counts"], tile, row)
         sums, slot = multiply_steps(cut.tiles, scratch, consumer, 0, steps, slot)
         by_rows = cut.tiles.config.split == "m"
@@ -188,7 +197,7 @@ def _consume(
         )
         sums = jnp.where(number + start < refs["counts"][tile], sums, 0.0)
 
-        def view(chunk: int) -> Any:
+        def view(chunk: int) -> Ref:
             columns = cut.tiles.store_columns
             columns = pl.ds(left + chunk * columns, columns)
             return refs["out"].at[tile, pl.ds(start, height), columns]
@@ -227,7 +236,7 @@ def grad_values(
     """
     x_major, y_major = feature_major
     device = check_problem(Problem.of(x, w, feature_major), device)
-    x = x if x_major else x.T  # a kept row must be one run of memory
+    x = x if x_major else x.T  # [K,M]: a kept row must be one run of memory
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % STEP)))
     tokens = ((0, x.shape[1] - dy.shape[1 if y_major else 0]),)
     # Stored columns of dy fill whole tiles of the layout, stored rows groups of 8.
@@ -244,7 +253,7 @@ def grad_values(
     inputs = {"x": x, "dy": dy, "rows": rows, "counts": w.counts}
     names = [*inputs, "out"]
 
-    def body(*args: Any, **scratch: Any) -> None:
+    def body(*args: Ref, **scratch: Ref) -> None:
         refs = dict(zip(names, args, strict=True))
         for_each = _for_each_block(cut)
         run_roles(

@@ -20,6 +20,7 @@ from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.matmul.config import CONSUMERS
 from pallas_kernels.matmul.mosaic_gpu import Tiles
 from pallas_kernels.mosaic import DeviceSpec, check_smem, resident_clusters
+from pallas_kernels.mosaic.aliases import Ref, Scalar
 from pallas_kernels.tile_sparse_matmul.gather import commit_gather, wait_gathers
 
 
@@ -71,7 +72,7 @@ def launch(
 
 
 def run_roles(
-    consume: Callable[[Any], None], producers: Mapping[str, Callable[[], None]]
+    consume: Callable[[Scalar], None], producers: Mapping[str, Callable[[], None]]
 ) -> None:
     """The body of a kernel: each warpgroup plays its role.
 
@@ -113,27 +114,27 @@ def check_tiles(tiles: Tiles, device: DeviceSpec, config: Any) -> None:
     check_smem(tiles.smem_bytes, device, f"tile_sparse_matmul with {config}")
 
 
-def next_slot(slot: Any, stages: int) -> Any:
+def next_slot(slot: Scalar, stages: int) -> Scalar:
     """The stage after `slot`."""
     return jnp.where(slot == stages - 1, 0, slot + 1)
 
 
-def _back(slot: Any, by: int, stages: int) -> Any:
+def _back(slot: Scalar, by: int, stages: int) -> Scalar:
     return jnp.where(slot >= by, slot - by, slot - by + stages)
 
 
 class Ring:
     """The side of a producer: it waits for each stage before it fills it."""
 
-    def __init__(self, scratch: Any, stages: int) -> None:
+    def __init__(self, scratch: Mapping[str, Ref], stages: int) -> None:
         self.full, self.empty = scratch["full"], scratch["empty"]
         self.stages = stages
 
-    def acquire(self, slot: Any) -> None:
+    def acquire(self, slot: Scalar) -> None:
         """Waits until the consumers have given the stage back."""
         plgpu.barrier_wait(self.empty.at[slot])
 
-    def drain(self, slot: Any) -> None:
+    def drain(self, slot: Scalar) -> None:
         """Waits until all stages have come back, at the end.
 
         A barrier remembers only one phase, and the peer of a cluster still writes here
@@ -153,24 +154,24 @@ class GatherRing(Ring):
     Its state is the next stage and the number of gathers in flight.
     """
 
-    def __init__(self, scratch: Any, stages: int, lag: int) -> None:
+    def __init__(self, scratch: Mapping[str, Ref], stages: int, lag: int) -> None:
         super().__init__(scratch, stages)
         self.lag = lag
 
-    def commit(self, slot: Any, flying: Any) -> tuple[Any, Any]:
+    def commit(self, slot: Scalar, flying: Scalar) -> tuple[Scalar, Scalar]:
         """Ends the gather of a stage and hands over the one `lag` steps ago."""
         commit_gather()
         slot = next_slot(slot, self.stages)
         pl.when(flying == self.lag)(functools.partial(self._show, slot, self.lag))
         return slot, jnp.minimum(flying + 1, self.lag)
 
-    def _show(self, slot: Any, in_flight: int) -> None:
+    def _show(self, slot: Scalar, in_flight: int) -> None:
         wait_gathers(in_flight)
         plgpu.commit_smem()
         done = _back(slot, in_flight + 1, self.stages)
         plgpu.barrier_arrive(self.full.at[done])
 
-    def finish(self, slot: Any, flying: Any) -> None:
+    def finish(self, slot: Scalar, flying: Scalar) -> None:
         """Hands over what is in flight and drains the ring."""
         for in_flight in reversed(range(self.lag)):
             show = functools.partial(self._show, slot, in_flight)
@@ -178,7 +179,7 @@ class GatherRing(Ring):
         self.drain(slot)
 
 
-def hand_over(scratch: Any, stages: int) -> None:
+def hand_over(scratch: Mapping[str, Ref], stages: int) -> None:
     """Consumer: gives all stages to the producer, at the start."""
 
     def give(slot: jax.Array, _: None) -> None:
@@ -188,8 +189,13 @@ def hand_over(scratch: Any, stages: int) -> None:
 
 
 def multiply_steps(
-    tiles: Tiles, scratch: Any, consumer: Any, first: Any, last: Any, slot: Any
-) -> tuple[jax.Array, Any]:
+    tiles: Tiles,
+    scratch: Mapping[str, Ref],
+    consumer: Scalar,
+    first: Scalar,
+    last: Scalar,
+    slot: Scalar,
+) -> tuple[jax.Array, Scalar]:
     """Consumer: sums the products of the steps ``first .. last - 1``; maybe none.
 
     Args:
@@ -206,7 +212,7 @@ def multiply_steps(
     stages = tiles.config.stages
     full, empty = scratch["full"], scratch["empty"]
 
-    def scoped(acc: Any) -> Any:
+    def scoped(acc: Ref) -> Any:
         def step(k: jax.Array, slot: jax.Array) -> jax.Array:
             plgpu.barrier_wait(full.at[slot])
             plgpu.wgmma(acc, *tiles.operands(scratch, slot, consumer))

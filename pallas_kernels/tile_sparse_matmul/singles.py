@@ -96,7 +96,7 @@ class SingleWeights:
         """The weight with zeros elsewhere."""
         outputs = self.values.shape[-1]
         dense = jnp.zeros((self.inputs, outputs), self.values.dtype)
-        columns = jnp.broadcast_to(jnp.arange(outputs), self.rows.shape)
+        columns = jnp.broadcast_to(jnp.arange(outputs), self.rows.shape)  # [J, N]
         return dense.at[self.rows, columns].set(self.values, mode="drop")
 
 
@@ -119,7 +119,7 @@ def single_weights_matmul(
 
     def product(value: Array, row: Array) -> Array:
         found = x.at[row].get(mode="fill", fill_value=0).astype(jnp.float32)
-        return value[:, None].astype(jnp.float32) * found
+        return value[:, None].astype(jnp.float32) * found  # [N, M]
 
     # Made again in the backward pass: the rows of all weights are far larger than x.
     @jax.checkpoint
@@ -136,5 +136,6 @@ def single_weights_matmul(
     sums, _ = add(None, (values[:first], rows[:first]))
     if singles.room == first:
         return sums
+    # [J / together, together, N] each
     others = [a[first:].reshape(-1, _TOGETHER, outputs) for a in (values, rows)]
     return lax.scan(add, sums, tuple(others))[0]

@@ -39,7 +39,7 @@ def transposed(w: TileSparse) -> TileSparse:
     groups, per_tile = inputs // STEP, w.room // STEP
     number = jnp.arange(w.tiles, dtype=jnp.int32)
     kept = jnp.arange(per_tile) * STEP < w.counts[:, None]  # [T, P/64]
-    group = jnp.where(kept, w.rows[:, ::STEP] // STEP, groups)
+    group = jnp.where(kept, w.rows[:, ::STEP] // STEP, groups)  # [T, P/64]
     # Where a tile stores each group; -1 if it does not keep it.
     place = jnp.full((w.tiles, groups), -1, jnp.int32)
     place = place.at[number[:, None], group].set(
@@ -47,13 +47,15 @@ def transposed(w: TileSparse) -> TileSparse:
     )
     # The tiles that keep a group, in order, before those that do not: [B, T].
     tiles = jnp.argsort(place.T < 0, axis=1, stable=True).astype(jnp.int32)
-    found = jnp.maximum(jnp.take_along_axis(place.T, tiles, axis=1), 0)
-    blocks = w.values.reshape(w.tiles, per_tile, STEP, w.tile)[tiles, found]
-    rows = tiles[:, :, None] * w.tile + jnp.arange(w.tile, dtype=jnp.int32)
+    found = jnp.maximum(jnp.take_along_axis(place.T, tiles, axis=1), 0)  # [B, T]
+    blocks = w.values.reshape(w.tiles, per_tile, STEP, w.tile)  # [T, P/64, 64, G]
+    blocks = jnp.swapaxes(blocks[tiles, found], 2, 3)  # [B, T, G, 64]
+    within = jnp.arange(w.tile, dtype=jnp.int32)
+    rows = tiles[:, :, None] * w.tile + within  # [B, T, G]
     counts = jnp.sum(place >= 0, axis=0, dtype=jnp.int32) * w.tile
     leaves = (
-        jnp.swapaxes(blocks, 2, 3).reshape(groups, outputs, STEP),
-        rows.reshape(groups, outputs),
+        blocks.reshape(groups, outputs, STEP),  # [B, N, 64]
+        rows.reshape(groups, outputs),  # [B, N]
         counts,
         None,
         _falling(counts),
@@ -66,8 +68,8 @@ def _falling(counts: jax.Array) -> jax.Array:
     number = jnp.arange(len(counts), dtype=jnp.int32)
     before = (counts[:, None] < counts) | (
         (counts[:, None] == counts) & (number[:, None] > number)
-    )
-    rank = jnp.sum(before, axis=1, dtype=jnp.int32)
+    )  # [T, T]
+    rank = jnp.sum(before, axis=1, dtype=jnp.int32)  # [T]
     return jnp.sum(
         jnp.where(rank == number[:, None], number, 0), axis=1, dtype=jnp.int32
     )

@@ -111,7 +111,7 @@ def tile_sparse_matmul(
     """
     _check(x, w, device)
     x_major, y_major = feature_major
-    x = x if x_major else x.T  # a kept row must be one run of memory
+    x = x if x_major else x.T  # [K,M]: a kept row must be one run of memory
     tokens = x.shape[1]
     x = jnp.pad(x, ((0, 0), (0, -tokens % 8)))  # rows start at multiples of 16 bytes
     if launch is None:

@@ -57,12 +57,13 @@ def random_weight(problem: Problem, key: jax.Array) -> TileSparse:
     groups = problem.k // problem.granularity
     kept = problem.room // problem.granularity
     scores = jax.random.uniform(rows_key, (problem.tiles, groups))
-    chosen = jnp.sort(jnp.argsort(scores, axis=1)[:, :kept], axis=1)
-    rows = chosen[:, :, None] * problem.granularity + jnp.arange(problem.granularity)
+    chosen = jnp.sort(jnp.argsort(scores, axis=1)[:, :kept], axis=1)  # [T, kept]
+    within = jnp.arange(problem.granularity)
+    rows = chosen[:, :, None] * problem.granularity + within  # [T, kept, granularity]
     shape = (problem.tiles, problem.room, problem.tile)
     return TileSparse(
         jax.random.normal(values_key, shape, problem.dtype),
-        rows.reshape(problem.tiles, problem.room).astype(jnp.int32),
+        rows.reshape(problem.tiles, problem.room).astype(jnp.int32),  # [T, P]
         jnp.full((problem.tiles,), problem.room, jnp.int32),
         shape=(problem.k, problem.n),
         granularity=problem.granularity,

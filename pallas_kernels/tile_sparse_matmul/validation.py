@@ -133,7 +133,7 @@ def check_values(w: Any) -> bool:
         raise ValueError(
             f"rows from {rows.min()} to {rows.max()}, expected 0 to {inputs - 1}"
         )
-    kept = np.arange(w.room) < counts[:, None]
+    kept = np.arange(w.room) < counts[:, None]  # [T, P]
     if (falls := (np.diff(rows, axis=1) <= 0) & kept[:, 1:]).any():
         t, p = np.argwhere(falls)[0]
         raise ValueError(
@@ -144,7 +144,7 @@ def check_values(w: Any) -> bool:
     if g > 1:
         # Only the kept entries: those past the counts repeat the last row.
         group = np.where(kept, rows - np.arange(w.room) % g, 0)
-        starts = np.repeat(group[:, ::g], g, axis=1)[:, : w.room]
+        starts = np.repeat(group[:, ::g], g, axis=1)[:, : w.room]  # [T, P]
         if (counts % g).any() or (np.where(kept, group - starts, 0)).any():
             raise ValueError(
                 f"rows are not kept in groups of granularity {g}; prune with it, or"

@@ -54,8 +54,8 @@ def tile_sparse_matmul(
     out = "tgm" if y_major else "mtg"
     y = _einsum(f"{letters},tpg->{out}", kept, w.values).astype(x.dtype)
     if y_major:
-        return y.reshape(w.tiles * w.tile, tokens)[: w.packed_columns]
-    return y.reshape(tokens, w.tiles * w.tile)[:, : w.packed_columns]
+        return y.reshape(w.tiles * w.tile, tokens)[: w.packed_columns]  # [C, M]
+    return y.reshape(tokens, w.tiles * w.tile)[:, : w.packed_columns]  # [M, C]
 
 
 def dense_matmul(
@@ -122,7 +122,9 @@ def grad_values(
     if gathers(w, tokens):
         pad = ((0, extra), (0, 0)) if y_major else ((0, 0), (0, extra))
         dy = jnp.pad(dy, pad)
+        # [T, G, M] or [M, T, G]
         dy = dy.reshape((*tiles, tokens) if y_major else (tokens, *tiles))
+        # [T, P, M] or [M, T, P]
         kept = jnp.take(x, w.rows, axis=0 if x_major else 1)
         letters = "tpm" if x_major else "mtp", "tgm" if y_major else "mtg"
         grad = _einsum(f"{letters[0]},{letters[1]}->tpg", kept, dy)
@@ -131,9 +133,8 @@ def grad_values(
         grad = lax.dot_general(
             x, dy, (((i,), (j,)), ((), ())), preferred_element_type=jnp.float32
         )  # [K, C]
-        grad = jnp.pad(grad, ((0, 0), (0, extra))).reshape(-1, *tiles)
-        grad = jnp.take_along_axis(
-            jnp.swapaxes(grad, 0, 1), w.rows[:, :, None], axis=1
-        )  # [T, P, G]
-    kept_rows = jnp.arange(w.room) < w.counts[:, None]
+        grad = jnp.pad(grad, ((0, 0), (0, extra))).reshape(-1, *tiles)  # [K, T, G]
+        grad = jnp.swapaxes(grad, 0, 1)  # [T, K, G]
+        grad = jnp.take_along_axis(grad, w.rows[:, :, None], axis=1)  # [T, P, G]
+    kept_rows = jnp.arange(w.room) < w.counts[:, None]  # [T, P]
     return jnp.where(kept_rows[:, :, None], grad, 0).astype(w.dtype)
