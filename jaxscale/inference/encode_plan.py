@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from jaxscale.nn.packing import assign_rows
 
 
-# A row of T tokens has room for T / 8 texts: shorter ones leave some of it empty.
+# A row of T tokens has a capacity of T / 8 texts: shorter ones leave some of it empty.
 _TOKENS_A_SEQUENCE = 8
 _SMALLEST_BUDGET = 128
 

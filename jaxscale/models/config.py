@@ -339,7 +339,7 @@ class DecoderConfig:
 
         Args:
             mesh_sizes: Size of each mesh axis, as ``dict(mesh.shape)``.
-            rules: The table of the recipe.
+            rules: Mesh axes of each logical axis.
             batch_size: Rows of a batch over all devices, checked if given.
             num_tokens: Tokens of a row, checked if given.
 
@@ -382,7 +382,7 @@ def check_division(
     Args:
         divided: The sizes; None is not checked.
         mesh_sizes: Size of each mesh axis.
-        rules: The table of the recipe.
+        rules: Mesh axes of each logical axis.
 
     Example:
         >>> from jaxscale.sharding.rules import AxisRules

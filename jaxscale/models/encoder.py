@@ -93,7 +93,7 @@ class EncoderModel(nnx.Module):
             remat: A name of `REMAT_POLICIES`.
             scan_layers: Compile one block (or one period of layers that differ) and
                 loop over it, instead of every block.
-            rules: The table of the recipe.
+            rules: Mesh axes of each logical axis.
             attention_implementation: Passed to `jaxscale.nn.attention.attention`.
             rngs: Source of the keys.
 

@@ -324,7 +324,7 @@ class EncoderConfig:
 
         Args:
             mesh_sizes: Size of each mesh axis, as ``dict(mesh.shape)``.
-            rules: The table of the recipe.
+            rules: Mesh axes of each logical axis.
             batch_size: Rows of a batch over all devices, checked if given.
             num_tokens: Tokens of a row, checked if given.
 

@@ -107,7 +107,7 @@ def pool(
         hidden: Activations of packed rows.
         cu_seqlens: Boundaries of the sequences; None: each row is one.
         pooling: The first token, or the mean or maximum over the tokens, in fp32.
-        rules: The table of the recipe.
+        rules: Mesh axes of each logical axis.
 
     Returns:
         Vectors in the type of `hidden`; zeros for empty sequences.
@@ -192,7 +192,7 @@ class Head(nnx.Module):
             norm_bias: True if the layer norm has a bias.
             dtype: Type of the computation; logits are in fp32.
             param_dtype: Type of the parameters.
-            rules: The table of the recipe.
+            rules: Mesh axes of each logical axis.
             rngs: Source of the keys.
         """
         self.config = config

@@ -78,7 +78,7 @@ class MLP(nnx.Module):
             out_init: Initializer of the down projection.
             dtype: Type of the computation.
             param_dtype: Type of the parameters.
-            rules: The table of the recipe.
+            rules: Mesh axes of each logical axis.
             tensor_parallel: Communication: see `jaxscale.sharding.column_parallel`.
             rngs: Source of the keys.
         """
@@ -323,7 +323,7 @@ class Block(nnx.Module):
             attention_type: Makes the attention layer from ``config.attention``.
             dtype: Type of the computation.
             param_dtype: Type of the parameters.
-            rules: The table of the recipe.
+            rules: Mesh axes of each logical axis.
             tensor_parallel: Communication: see `jaxscale.sharding.column_parallel`.
             rngs: Source of the keys.
         """

@@ -68,7 +68,7 @@ class SequenceConvolution(nnx.Module):
             dtype: Type of the result; taps are added in fp32.
             param_dtype: Type of the parameters.
             kernel_init: Initializer of the kernel.
-            rules: The table of the recipe.
+            rules: Mesh axes of each logical axis.
             rngs: Source of the keys.
 
         Raises:

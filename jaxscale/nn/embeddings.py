@@ -309,7 +309,7 @@ class Embed(nnx.Module):
             dtype: Type of the result.
             param_dtype: Type of the table.
             table_init: Initializer of the table.
-            rules: The table of the recipe.
+            rules: Mesh axes of each logical axis.
             rngs: Source of the keys.
         """
         self.axes = (row_axis, "embed")

@@ -71,7 +71,7 @@ class Linear(nnx.Module):
             dtype: Type of the computation and the result.
             param_dtype: Type of the parameters.
             kernel_init: Initializer of the kernel.
-            rules: The table of the recipe.
+            rules: Mesh axes of each logical axis.
             rngs: Source of the keys.
         """
         self.kernel_axes = kernel_axes
@@ -121,7 +121,32 @@ class Linear(nnx.Module):
         return out + constrain(bias, self.out_axes[-1:], self.rules)
 
 
-class ColumnParallelLinear(Linear):
+class _TensorParallelLinear(Linear):
+    """`Linear` with communication between the devices that share its kernel."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        tensor_parallel: TensorParallel = None,
+        **options: Any,
+    ) -> None:
+        """Make the parameters.
+
+        Args:
+            in_features: Features of the input.
+            out_features: Features of the output.
+            tensor_parallel: Communication: see `jaxscale.sharding.column_parallel` and
+                `jaxscale.sharding.row_parallel`.
+            **options: The other arguments of `Linear`.
+        """
+        check_tensor_parallel(tensor_parallel)
+        super().__init__(in_features, out_features, **options)
+        self.tensor_parallel: TensorParallel = tensor_parallel
+
+
+class ColumnParallelLinear(_TensorParallelLinear):
     """A `Linear` whose output features are split over the tensor axis.
 
     The tokens of its input may be split over the same axis (sequence parallelism); they
@@ -143,26 +168,6 @@ class ColumnParallelLinear(Linear):
     References:
         Megatron-LM, arXiv 1909.08053. Sequence parallelism, arXiv 2205.05198.
     """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        tensor_parallel: TensorParallel = None,
-        **options: Any,
-    ) -> None:
-        """Make the parameters.
-
-        Args:
-            in_features: Features of the input.
-            out_features: Features of the output.
-            tensor_parallel: Communication: see `jaxscale.sharding.column_parallel`.
-            **options: The other arguments of `Linear`.
-        """
-        check_tensor_parallel(tensor_parallel)
-        super().__init__(in_features, out_features, **options)
-        self.tensor_parallel: TensorParallel = tensor_parallel
 
     def __call__(
         self, x: Float[Array, "B T in"], activation: str | None = None
@@ -260,7 +265,7 @@ class ColumnParallelLinear(Linear):
         )
 
 
-class RowParallelLinear(Linear):
+class RowParallelLinear(_TensorParallelLinear):
     """A `Linear` whose input features are split over the tensor axis.
 
     The products of the devices are summed; each keeps the tokens that are its own where
@@ -283,26 +288,6 @@ class RowParallelLinear(Linear):
     References:
         Megatron-LM, arXiv 1909.08053. Sequence parallelism, arXiv 2205.05198.
     """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        tensor_parallel: TensorParallel = None,
-        **options: Any,
-    ) -> None:
-        """Make the parameters.
-
-        Args:
-            in_features: Features of the input.
-            out_features: Features of the output.
-            tensor_parallel: Communication: see `jaxscale.sharding.row_parallel`.
-            **options: The other arguments of `Linear`.
-        """
-        check_tensor_parallel(tensor_parallel)
-        super().__init__(in_features, out_features, **options)
-        self.tensor_parallel: TensorParallel = tensor_parallel
 
     def __call__(
         self, x: Float[Array, "B T in"], activation: str | None = None

@@ -88,7 +88,7 @@ def cu_seqlens_of_lengths(
 
     Args:
         lengths: tokens of each sequence, at most `max_seqs` of them.
-        max_seqs: S, room for sequences.
+        max_seqs: S, the capacity for sequences.
 
     Returns:
         int32 [S+1].

@@ -71,7 +71,7 @@ class TileSparseLinear(nnx.Module):
             singles: Weights outside of tiles, in shards like those of `weight`.
             bias: Bias of the dense layer.
             dtype: Type of the computation and the result.
-            rules: The table of the recipe.
+            rules: Mesh axes of each logical axis.
             implementation: Passed to `tile_sparse_matmul`.
         """
         self.split = split

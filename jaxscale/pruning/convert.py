@@ -272,8 +272,8 @@ def _pack(
     if drop:
         columns = [w.columns for w in weights if w.columns is not None]
         weights = [w.packed() for w in weights]
-    room = max(int(part.single.sum(0).max(initial=0)) for part in parts)
-    singles = [SingleWeights.from_dense(p.weight, p.single, room) for p in parts]
+    capacity = max(int(part.single.sum(0).max(initial=0)) for part in parts)
+    singles = [SingleWeights.from_dense(p.weight, p.single, capacity) for p in parts]
     return _Packed(split=split, weights=weights, singles=singles, columns=columns)
 
 

@@ -308,17 +308,17 @@ def _keep_columns(
             score += own / len(bundle)
         candidates = _column_groups([matrices[i] for i in bundle], score, config.tile)
         for place, columns in enumerate(candidates):
-            room = sum(_room(matrices[i], columns) for i in bundle)
+            capacity = sum(_capacity(matrices[i], columns) for i in bundle)
             # The first group of each matrix stays: no layer loses all of its output.
             mean = math.inf if place == 0 else float(score[columns].mean())
-            groups.append((mean, bundle, columns, room))
+            groups.append((mean, bundle, columns, capacity))
     groups.sort(key=lambda group: -group[0])
     total = sum(m.scores.size for m in matrices)
     wanted = total * math.sqrt(1 - config.sparsity)
     needed = pieces * config.k_granularity * config.tile
     kept: list[list[np.ndarray]] = [[] for _ in matrices]
     size = space = 0
-    for mean, bundle, columns, room in groups:
+    for mean, bundle, columns, capacity in groups:
         width = sum(columns.size * matrices[i].scores.shape[0] for i in bundle)
         # The group that crosses the wanted share stays if that comes closer to it.
         closer = size + width / 2 <= wanted
@@ -326,13 +326,13 @@ def _keep_columns(
             continue
         for i in bundle:
             kept[i].append(columns)
-        size, space = size + width, space + room
+        size, space = size + width, space + capacity
     # In a later stage a matrix may have no columns left.
     none = np.zeros(0, np.int64)
     return [np.sort(np.concatenate([none, *columns])) for columns in kept]
 
 
-def _room(matrix: Matrix, columns: np.ndarray) -> int:
+def _capacity(matrix: Matrix, columns: np.ndarray) -> int:
     """Weights of some columns that may be kept."""
     if matrix.previous_tiled is None:
         return columns.size * matrix.scores.shape[0]
@@ -423,8 +423,8 @@ def _balance(
     by_shard = score.reshape(row_shards, rows // row_shards, tiles)
     lots = [by_shard[s, :, t] for s in range(row_shards) for t in range(tiles)]
     finite = [np.where(np.isfinite(lot), lot, 0) for lot in lots]
-    room = [int(np.isfinite(lot).sum()) for lot in lots]
-    counts = share_out(int(kept.sum()), finite, room)
+    capacity = [int(np.isfinite(lot).sum()) for lot in lots]
+    counts = share_out(int(kept.sum()), finite, capacity)
     out = np.zeros_like(by_shard, dtype=np.bool_)
     for i, (lot, count) in enumerate(zip(lots, counts, strict=True)):
         may = None if allowed is None else [np.isfinite(lot)]

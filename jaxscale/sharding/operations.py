@@ -37,7 +37,7 @@ def constrain(
     Args:
         x: Any array.
         axes: One logical axis name, or None, for each dimension of `x`.
-        rules: The table of the recipe.
+        rules: Mesh axes of each logical axis.
 
     Raises:
         ValueError: `axes` does not name every dimension, a rule names an axis that the
@@ -78,7 +78,7 @@ def contract(
         w: Parameter, already in the type of the computation.
         w_axes: Logical axes of `w`.
         out_axes: Logical axes of the result.
-        rules: The table of the recipe.
+        rules: Mesh axes of each logical axis.
         preferred_element_type: Type of the accumulation and of the result.
 
     Raises:
@@ -131,7 +131,7 @@ def gather(
             (integers: the minimum).
         table_axes: Logical axes of `table`.
         out_axes: Logical axes of the result: those of `indices`, then of a row.
-        rules: The table of the recipe.
+        rules: Mesh axes of each logical axis.
 
     Raises:
         ValueError: as `constrain`.
@@ -172,7 +172,7 @@ def reshape(
         x: Any array.
         shape: Shape of the result, without -1.
         out_axes: Logical axes of the result.
-        rules: The table of the recipe.
+        rules: Mesh axes of each logical axis.
 
     Raises:
         ValueError: as `constrain`.
@@ -205,7 +205,7 @@ def per_shard(
         fn: Function of arrays that returns a tuple of arrays.
         in_axes: Logical axes of each argument.
         out_axes: Logical axes of each result.
-        rules: The table of the recipe.
+        rules: Mesh axes of each logical axis.
 
     Returns:
         A function of the same arguments, whole arrays, that gives the whole results.

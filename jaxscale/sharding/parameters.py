@@ -45,7 +45,7 @@ def specs[M](module: M, rules: AxisRules) -> M:
     Args:
         module: A module, its abstract form, or any pytree of variables and arrays:
             `flax.nnx.State`, the state of an optimizer. Plain arrays are replicated.
-        rules: The table of the recipe.
+        rules: Mesh axes of each logical axis.
 
     Raises:
         ValueError: the logical axes of a parameter do not fit its shape or are unknown;
@@ -76,7 +76,7 @@ def shardings[M](module: M, mesh: Mesh, rules: AxisRules) -> M:
         module: A module, the abstract module that `jax.eval_shape` gives, or a pytree
             as for `specs`.
         mesh: The devices.
-        rules: The table of the recipe.
+        rules: Mesh axes of each logical axis.
 
     Raises:
         ValueError: the rules name an axis that the mesh lacks, the axes of a parameter
@@ -106,7 +106,7 @@ def create[M](init: Callable[[], M], mesh: Mesh, rules: AxisRules) -> M:
     Args:
         init: Makes the module, for example ``lambda: Decoder(config, rngs=rngs)``.
         mesh: The devices.
-        rules: The table of the recipe.
+        rules: Mesh axes of each logical axis.
     """
     with jax.set_mesh(mesh):
         abstract = jax.eval_shape(init)

@@ -85,7 +85,7 @@ def column_parallel(
         kernels: Parameters in the type of the computation.
         kernel_axes: Logical axes of each kernel.
         out_axes: Logical axes of each result.
-        rules: The table of the recipe.
+        rules: Mesh axes of each logical axis.
         tensor_parallel: Form of the collectives.
 
     Returns:
@@ -153,7 +153,7 @@ def row_parallel(
         kernels: Parameters in the type of the computation.
         kernel_axes: Logical axes of each kernel.
         out_axes: Logical axes of the result.
-        rules: The table of the recipe.
+        rules: Mesh axes of each logical axis.
         tensor_parallel: Form of the collectives.
 
     Returns:

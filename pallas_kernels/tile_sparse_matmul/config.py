@@ -1,6 +1,6 @@
 """Tiling of a tile-sparse product: the problem, the config, and its choice.
 
-Axes: M tokens, K input features, N packed output features, P room for rows in a tile, G
+Axes: M tokens, K input features, N packed output features, P row capacity of a tile, G
 columns of a tile.
 """
 
@@ -128,7 +128,7 @@ class Problem:
     y_major: bool
     """The output is stored feature by feature."""
     singles: int = 0
-    """Weights outside of tiles that each output feature has room for."""
+    """Capacity of each output feature for weights outside of tiles."""
 
     @classmethod
     def of(cls, x: Any, w: TileSparse, feature_major: tuple[bool, bool]) -> "Problem":

@@ -1,6 +1,6 @@
 """Files of tile-sparse weights: safetensors with a version and a checksum.
 
-Axes: K input features, N output features, P room for rows in a tile.
+Axes: K input features, N output features, P row capacity of a tile.
 """
 
 import hashlib

@@ -10,7 +10,7 @@ each tile one after another, and which rows they are::
     row 2           b b b    e e e         0 0 0      f f f
     row 3           . . .    f f f
 
-Every tile has room for the same number P of rows, so shapes are static: weights stack
+Every tile has the same capacity P in rows, so shapes are static: weights stack
 for `jax.lax.scan` and `jax.vmap`, and shards of a mesh have equal shapes. The kernels
 run ``ceil(count / 64)`` steps in a tile, so room that is not used costs memory but
 neither time nor traffic. Where tiles differ much in their counts the room is wasted:
@@ -19,7 +19,7 @@ neither time nor traffic. Where tiles differ much in their counts the room is wa
 Whole pruned columns are left out before the tiles are cut: `columns` names the column
 of each packed one, in any order.
 
-Axes: K input features, N output features, T tiles, P room for rows in a tile, G columns
+Axes: K input features, N output features, T tiles, P row capacity of a tile, G columns
 of a tile, C packed columns (at most T * G).
 """
 
@@ -368,10 +368,10 @@ class TileSparse:
         )
 
     def with_room(self, room: int) -> "TileSparse":
-        """The weight with room for more rows in each tile, so that shapes agree.
+        """The weight with a larger capacity of each tile, so that shapes agree.
 
         Raises:
-            ValueError: it has more room already.
+            ValueError: the capacity is larger already.
         """
         extra, unit = room - self.room, room_for(1, self.tile)
         if extra < 0 or room % unit:

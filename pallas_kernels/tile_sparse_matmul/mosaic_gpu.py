@@ -25,8 +25,8 @@ few take turns. Blocks of one tile run side by side and share its
 weights in the L2 cache; bands of `group` clusters of tokens bound what of x must stay
 there.
 
-Axes: M tokens, K input features, N packed output features, T tiles, P room for rows in
-a tile, G columns of a tile.
+Axes: M tokens, K input features, N packed output features, T tiles, P row capacity of a
+tile, G columns of a tile.
 """
 
 import dataclasses

@@ -6,8 +6,8 @@ needs 128 bytes of each row, which the producer gathers as in the forward kernel
 rows of a block stay the same, so their indices are read once. The tile of dy is a plain
 copy, shared by the blocks of a cluster. Roles and ring are those of the forward kernel.
 
-Axes: M tokens, K input features, C packed output features, T tiles, P room for rows in
-a tile, G columns of a tile.
+Axes: M tokens, K input features, C packed output features, T tiles, P row capacity of a
+tile, G columns of a tile.
 """
 
 import dataclasses

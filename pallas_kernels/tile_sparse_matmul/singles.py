@@ -1,6 +1,6 @@
 """`SingleWeights`: the few weights that a mask keeps outside of tiles.
 
-Each output feature has room for the same number of them: their values and which input
+Each output feature has the same capacity for them: their values and which input
 features they belong to. The product reads, for each single weight, one row of
 feature-major activations; XLA fuses some of them into one pass over the output. No
 matrix unit takes part, so a single weight costs what dozens in a tile do::
@@ -11,8 +11,8 @@ matrix unit takes part, so a single weight costs what dozens in a tile do::
     . b .
     d . .
 
-Axes: K input features, N output features, J room for single weights of an output
-feature, M tokens.
+Axes: K input features, N output features, J capacity of an output feature for single
+weights, M tokens.
 """
 
 import dataclasses
@@ -89,7 +89,7 @@ class SingleWeights:
 
     @property
     def room(self) -> int:
-        """J, single weights for which each output feature has room."""
+        """J, the capacity of each output feature for single weights."""
         return self.values.shape[-2]
 
     def to_dense(self) -> Float[Array, "K N"]:

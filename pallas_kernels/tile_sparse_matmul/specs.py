@@ -1,6 +1,6 @@
 """Tile-sparse products of real models: one list for tests, tuner and benchmarks.
 
-Axes: M tokens, K input features, N output features, T tiles, P room for rows in a tile,
+Axes: M tokens, K input features, N output features, T tiles, P row capacity of a tile,
 G columns of a tile.
 """
 

@@ -5,8 +5,8 @@ memory, double-buffered by its pipeliner, and the products into mma or wgmma. It
 no weights between multiprocessors and its schedule is one block a program, so on Hopper
 the Mosaic GPU kernel comes first.
 
-Axes: M tokens, K input features, N packed output features, T tiles, P room for rows in
-a tile, G columns of a tile.
+Axes: M tokens, K input features, N packed output features, T tiles, P row capacity of a
+tile, G columns of a tile.
 """
 
 # ruff: noqa: ANN001, ANN202

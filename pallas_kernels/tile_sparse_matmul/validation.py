@@ -1,6 +1,6 @@
 """Checks of a tile-sparse weight: shapes that fit, indices in range and in order.
 
-Axes: K input features, N output features, T tiles, P room for rows in a tile, G columns
+Axes: K input features, N output features, T tiles, P row capacity of a tile, G columns
 of a tile.
 """
 
@@ -35,7 +35,7 @@ def is_whole(value: Any) -> bool:
 
 
 def room_for(count: int, tile: int) -> int:
-    """Rows to make room for: whole steps, small ones where no kernel runs the tile."""
+    """Capacity for rows: whole steps, small ones where no kernel runs the tile."""
     unit = STEP if tile % STEP == 0 else 8
     return max(-(-count // unit), 1) * unit
 

@@ -5,7 +5,7 @@ the dense weight (decoding), they are gathered and multiplied tile by tile. Else
 the weight is unpacked and multiplied as a dense one: that costs one pass over the dense
 weight and saves nothing of its arithmetic, but it is what XLA does well.
 
-Axes: K input features, C packed columns, T tiles, P room for rows in a tile, G columns
+Axes: K input features, C packed columns, T tiles, P row capacity of a tile, G columns
 of a tile, M tokens. With `feature_major` activations are [features,M], else
 [M,features].
 """
