@@ -24,7 +24,7 @@ PINS = (ROOT / "requirements.txt").read_text().splitlines()
 # anywhere (flax brings orbax-checkpoint and rich).
 ONLY_EXTRAS = {
     "train": ["grain", "plotly", "tensorboardX", "tokenizers", "tyro"],
-    "serve": ["fastapi", "prometheus_client", "pydantic", "uvicorn"],
+    "serve": ["fastapi", "jinja2", "prometheus_client", "pydantic", "uvicorn"],
     "triton": ["jax_triton", "triton"],
     "docs": ["matplotlib", "myst_nb", "sphinx"],
     "notebooks": ["ipykernel", "jupytext"],

@@ -119,6 +119,7 @@ class Tokenizer:
             for role, token in self._tokens.items()
         }
         self._settings = dict(settings or {})
+        self._control_backend: Any = None  # made when it is first needed
         self._vocab_size = 1 + max(self._backend.get_vocab().values(), default=-1)
 
     @classmethod
@@ -258,7 +259,12 @@ class Tokenizer:
         (directory / _CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
 
     def encode(
-        self, text: str, *, add_bos: bool = False, add_eos: bool = False
+        self,
+        text: str,
+        *,
+        add_bos: bool = False,
+        add_eos: bool = False,
+        control_tokens: bool = False,
     ) -> list[int]:
         """The token ids of `text`.
 
@@ -271,10 +277,22 @@ class Tokenizer:
             text: One document.
             add_bos: Put `bos_id` before it.
             add_eos: Put `eos_id` after it.
+            control_tokens: Take names of control tokens for what they name. Only for
+                text of the model's maker, such as what a chat template writes.
 
         Raises:
             ValueError: the wanted control token does not exist.
         """
+        if control_tokens:
+            if self._control_backend is None:
+                backend = _copy(self._backend)
+                backend.encode_special_tokens = False
+                self._control_backend = backend
+            encoding = self._control_backend.encode(text, add_special_tokens=False)
+            before = [self._control_id("bos")] if add_bos else []
+            return (
+                before + encoding.ids + ([self._control_id("eos")] if add_eos else [])
+            )
         return self.encode_batch([text], add_bos=add_bos, add_eos=add_eos)[0]
 
     def encode_batch(
@@ -441,10 +459,26 @@ class Tokenizer:
         return self._settings.get("chat_template")
 
     @property
+    def special_tokens(self) -> dict[str, str]:
+        """What templates call the control tokens: ``"bos_token"`` and others."""
+        named = {
+            key: _configured(self._settings, key.removesuffix("_token"))
+            for key, value in self._settings.items()
+            if key.endswith("_token") and isinstance(value, str | dict)
+        }
+        named |= {f"{role}_token": token for role, token in self._tokens.items()}
+        return {key: token for key, token in named.items() if token is not None}
+
+    @property
+    def control_tokens(self) -> dict[str, int]:
+        """The names of all control tokens, with their ids."""
+        added = self._backend.get_added_tokens_decoder().items()
+        return {token.content: i for i, token in added if token.special}
+
+    @property
     def control_ids(self) -> list[int]:
         """The ids of all control tokens, those without a role among them."""
-        added = self._backend.get_added_tokens_decoder().items()
-        return sorted(i for i, token in added if token.special)
+        return sorted(self.control_tokens.values())
 
     def __repr__(self) -> str:
         tokens = ", ".join(f"{role}={self._tokens[role]!r}" for role in _ROLES)

@@ -39,6 +39,34 @@ def test_awkward_texts_come_back(tokenizer, text):
     assert tokenizer.eos_id not in ids
 
 
+def test_control_tokens_in_text_where_they_are_wanted(tokenizer):
+    text = "cat<|endoftext|>"
+    ids = tokenizer.encode(text, add_bos=True, add_eos=True, control_tokens=True)
+    assert ids == [0, *tokenizer.encode("cat"), 0, 0]
+    assert 0 not in tokenizer.encode(text)  # nor from then on
+    assert tokenizer.control_tokens == {"<|endoftext|>": 0}
+    again = pickle.loads(pickle.dumps(tokenizer))
+    assert again.encode(text, control_tokens=True)[-1] == 0
+
+
+def test_special_tokens_have_the_names_of_templates():
+    settings = {
+        "bos_token": {"content": "<s>"},
+        "image_token": "<img>",
+        "add_bos_token": True,
+        "unk_token": None,
+    }
+    trained = Tokenizer.train(TEXTS, 270, special_tokens=("<s>", "</s>"))
+    tokenizer = Tokenizer(
+        trained._backend, bos_token="<s>", eos_token="</s>", settings=settings
+    )
+    assert tokenizer.special_tokens == {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "image_token": "<img>",
+    }
+
+
 def test_merges_shorten_the_text(tokenizer):
     text = "the cat sat on the mat"
     assert len(tokenizer.encode(text)) < len(text) / 2

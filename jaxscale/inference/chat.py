@@ -1,0 +1,400 @@
+"""Conversations as prompts: the chat template of a model, rendered and encoded.
+
+The template comes with the model, the messages come from strangers. So the template
+runs in a sandbox with bounded time and size, and what looks like a control token in a
+message stays text: only those that the template writes become control tokens.
+"""
+
+import dataclasses
+import datetime
+import functools
+import json
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jaxscale.inference.tools import Tool, ToolChoice, ToolFormat, chosen, detect_format
+from jaxscale.models.tokenizer import Tokenizer
+
+
+type Message = Mapping[str, Any]
+"""A message in OpenAI's form: role, content, perhaps tool_calls and others."""
+
+_MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # no characters, by definition
+_SECONDS = 2.0
+_MAX_CHARACTERS = 2**23
+_MAX_MESSAGES = 4096
+_MAX_DEPTH = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatTemplate:
+    """Lays out conversations for one model.
+
+    Example:
+        >>> tokenizer = Tokenizer.train(["to be or not to be"], vocab_size=260)
+        >>> chat = ChatTemplate(tokenizer, "{{ messages[0].content }}{{ eos_token }}")
+        >>> chat.render([{"role": "user", "content": "to be"}])
+        'to be<|endoftext|>'
+        >>> chat.encode([{"role": "user", "content": "<|endoftext|>"}]).count(
+        ...     tokenizer.eos_id)
+        1
+    """
+
+    tokenizer: Tokenizer
+    """Encodes, and may bring the template."""
+    template: str | Sequence[Mapping[str, str]] | None = None
+    """Jinja source, or several with their names: ``"tool_use"`` where there are tools,
+    otherwise ``"default"``. None takes that of the tokenizer."""
+
+    def __post_init__(self) -> None:
+        found = self.template or self.tokenizer.chat_template
+        if not found:
+            raise ValueError(
+                "the tokenizer has no chat_template, so conversations cannot be laid "
+                "out; give a template, or send prompts to /v1/completions"
+            )
+        named = {"default": found} if isinstance(found, str) else _named(found)
+        compiled = {name: _compile(source) for name, source in named.items()}
+        object.__setattr__(self, "_templates", compiled)
+        object.__setattr__(self, "_format", detect_format("".join(named.values())))
+        guard = _Guard(tuple(self.tokenizer.control_tokens))
+        object.__setattr__(self, "_guard", guard)
+
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        """How the model writes calls of tools, as far as the template tells."""
+        return self._format  # type: ignore[attr-defined]
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] = (),
+        tool_choice: ToolChoice = "auto",
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt as text.
+
+        Args:
+            messages: The conversation, in OpenAI's form.
+            tools: What the model may call, in OpenAI's form.
+            tool_choice: ``"none"`` shows the template no tools; a name shows it one.
+            add_generation_prompt: End with what begins an answer.
+            variables: More that the template may ask for, such as ``enable_thinking``.
+
+        Raises:
+            ValueError: a message is malformed, the template refuses the conversation,
+                or it takes too long or gets too large.
+        """
+        text, mark = self._render(
+            messages, tools, tool_choice, add_generation_prompt, variables or {}
+        )
+        return text.replace(mark, "")
+
+    def encode(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] = (),
+        tool_choice: ToolChoice = "auto",
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The prompt as token ids; arguments are those of `render`.
+
+        A name of a control token in a message is encoded in two parts, as text.
+        """
+        text, mark = self._render(
+            messages, tools, tool_choice, add_generation_prompt, variables or {}
+        )
+        parts = [part for part in text.split(mark) if part]
+        return [
+            token
+            for part in parts
+            for token in self.tokenizer.encode(part, control_tokens=True)
+        ]
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        tool_choice: ToolChoice,
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
+    ) -> tuple[str, str]:
+        """The text, and what marks the places where it must be cut."""
+        given = {
+            "messages": [_message(i, m) for i, m in enumerate(_listed(messages))],
+            "tools": list(chosen(tools, tool_choice)) or None,
+            "variables": dict(variables),
+        }
+        mark = _unused_mark(given)
+        given = self._guard.all(given, mark)  # type: ignore[attr-defined]
+        templates = self._templates  # type: ignore[attr-defined]
+        use = "tool_use" if given["tools"] and "tool_use" in templates else "default"
+        if use not in templates:
+            raise ValueError(
+                f"the tokenizer has chat templates {sorted(templates)}, none of which "
+                "is the default"
+            )
+        context = {
+            **self.tokenizer.special_tokens,
+            **given["variables"],
+            "messages": given["messages"],
+            "tools": given["tools"],
+            "add_generation_prompt": add_generation_prompt,
+        }
+        return _run(templates[use], context), mark
+
+
+def _listed(messages: Sequence[Message]) -> Sequence[Message]:
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+        raise ValueError(f"messages must be a list of messages, got {messages!r:.100}")
+    if not 1 <= len(messages) <= _MAX_MESSAGES:
+        raise ValueError(
+            f"messages has {len(messages)} messages, expected 1 to {_MAX_MESSAGES}"
+        )
+    return messages
+
+
+def _message(index: int, message: Message) -> dict[str, Any]:
+    """A message as templates expect it: text in one piece, arguments as an object."""
+    where = f"messages[{index}]"
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise ValueError(f"{where} must be an object with a role")
+    laid = {key: value for key, value in message.items() if value is not None}
+    laid["content"] = _content(where, message.get("content"))
+    calls = laid.get("tool_calls")
+    if calls is not None:
+        if not isinstance(calls, Sequence) or isinstance(calls, str):
+            raise ValueError(f"{where}.tool_calls must be a list")
+        laid["tool_calls"] = [
+            _call(f"{where}.tool_calls[{i}]", c) for i, c in enumerate(calls)
+        ]
+    elif message.get("content") is None:
+        raise ValueError(f"{where} has neither content nor tool_calls")
+    return laid
+
+
+def _content(where: str, content: Any) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, Sequence):
+        raise ValueError(f"{where}.content must be a string or a list of parts")
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, Mapping) else part
+        kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
+        if kind not in ("text", "input_text", "output_text") or not isinstance(
+            text, str
+        ):
+            raise ValueError(
+                f"{where}.content has a part of type {kind!r}; only text is understood"
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
+def _call(where: str, call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ValueError(f"{where} must be an object with function.name")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError as error:
+            raise ValueError(
+                f"{where}.function.arguments is not JSON: {error}"
+            ) from None
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _unused_mark(given: Any) -> str:
+    text = json.dumps(given, ensure_ascii=False, default=str)
+    for mark in _MARKS:
+        if mark not in text:
+            return mark
+    raise ValueError("messages hold every noncharacter from U+FDD0 to U+FDEF")
+
+
+class _Guard:
+    """Marks where text must be cut so that no part of it names a control token."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._firsts = {name[:k] for name in names for k in range(1, len(name))}
+        self._lasts = {name[k:] for name in names for k in range(1, len(name))}
+        self._longest = max(map(len, names), default=0)
+
+    def all(self, value: Any, mark: str, depth: int = 0) -> Any:
+        """`value` with the marks in every string of it."""
+        if depth > _MAX_DEPTH:
+            raise ValueError(
+                f"messages, tools and variables nest deeper than {_MAX_DEPTH}"
+            )
+        if isinstance(value, str):
+            return self._edges(self._inside(value, mark), mark)
+        if isinstance(value, Mapping):
+            return {
+                self._inside(str(key), mark): self.all(item, mark, depth + 1)
+                for key, item in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [self.all(item, mark, depth + 1) for item in value]
+        return value
+
+    def _inside(self, text: str, mark: str) -> str:
+        for name in self._names:
+            if name in text:
+                text = text.replace(name, name[:1] + mark + name[1:])
+        return text
+
+    def _edges(self, text: str, mark: str) -> str:
+        """A name may be begun in a message and completed by the template."""
+        most = range(1, min(self._longest, len(text) + 1))
+        ends = any(text[-k:] in self._firsts for k in most)
+        begins = any(text[:k] in self._lasts for k in most)
+        return mark * begins + text + mark * ends
+
+
+# Rendering.
+
+
+class _Clock(threading.local):
+    """When the rendering on this thread must have ended."""
+
+    deadline = float("inf")
+
+
+_CLOCK = _Clock()
+
+
+def _check_time() -> None:
+    if time.monotonic() > _CLOCK.deadline:
+        raise ValueError(f"the chat template ran for more than {_SECONDS} seconds")
+
+
+def _bounded(items: Any) -> Iterator[Any]:
+    """What loops of templates go through."""
+    for item in items:
+        _check_time()
+        yield item
+
+
+def _run(template: Any, context: Mapping[str, Any]) -> str:
+    import jinja2  # an extra; without it there would be no template
+
+    _CLOCK.deadline = time.monotonic() + _SECONDS
+    pieces, size = [], 0
+    try:
+        for piece in template.generate(**context):
+            _check_time()
+            size += len(piece)
+            if size > _MAX_CHARACTERS:
+                raise ValueError(
+                    f"the chat template wrote more than {_MAX_CHARACTERS} characters"
+                )
+            pieces.append(piece)
+    except (jinja2.TemplateError, RecursionError) as error:
+        raise ValueError(f"the chat template refused: {error}") from error
+    except (TypeError, AttributeError, KeyError, IndexError, OverflowError) as error:
+        raise ValueError(f"the chat template failed: {error!r}") from error
+    finally:
+        _CLOCK.deadline = float("inf")
+    return "".join(pieces)
+
+
+def _named(templates: Any) -> dict[str, str]:
+    try:
+        return {entry["name"]: entry["template"] for entry in templates}
+    except (TypeError, KeyError) as error:
+        raise ValueError(
+            "chat_template must be a string, or a list of objects with name and "
+            "template"
+        ) from error
+
+
+@functools.lru_cache(maxsize=32)
+def _compile(source: str) -> Any:
+    """A template whose loops are bounded.
+
+    Raises:
+        ValueError: it is no Jinja template.
+        ImportError: jinja2 is not installed.
+    """
+    environment = _environment()
+    import jinja2
+    from jinja2 import nodes
+
+    try:
+        tree = environment.parse(source)
+        for loop in tree.find_all(nodes.For):
+            name = nodes.Name("_bounded", "load")
+            loop.iter = nodes.Call(name, [loop.iter], [], None, None)
+        tree.set_environment(environment)
+        code = environment.compile(tree)
+    except jinja2.TemplateError as error:
+        raise ValueError(f"chat_template is no Jinja template: {error}") from error
+    return environment.template_class.from_code(
+        environment, code, environment.make_globals(None)
+    )
+
+
+@functools.cache
+def _environment() -> Any:
+    try:
+        import jinja2
+        from jinja2 import nodes
+        from jinja2.ext import Extension
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError as error:
+        raise ImportError(
+            "chat templates need jinja2: pip install 'jaxscale[serve]'"
+        ) from error
+
+    class Generation(Extension):
+        """``{% generation %}`` marks answers for training; here it changes nothing."""
+
+        tags = {"generation"}  # noqa: RUF012  as the base class has it
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
+
+    class Environment(ImmutableSandboxedEnvironment):
+        intercepted_binops = frozenset(("*", "**"))
+
+        def call(self, *args: Any, **kwargs: Any) -> Any:
+            _check_time()
+            return super().call(*args, **kwargs)
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            if operator == "**" or not all(
+                isinstance(side, int | float) for side in (left, right)
+            ):
+                raise jinja2.TemplateError(f"{operator} may make too much of a little")
+            return super().call_binop(context, operator, left, right)
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, **settings: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **settings)
+
+    environment = Environment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[Generation, "jinja2.ext.loopcontrols"],
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals |= {
+        "raise_exception": raise_exception,
+        "strftime_now": lambda form: datetime.datetime.now().strftime(form),
+        "_bounded": _bounded,
+    }
+    return environment
