@@ -123,8 +123,8 @@ def test_loss_of_a_model_whose_logits_are_bounded():
     config = dataclasses.replace(preset("gemma2_tiny"), logit_softcap=0.3)
     model = Decoder(config, rngs=nnx.Rngs(0))
     model.embed.table[...] = 10 * model.embed.table[...]
-    data = toy.batch(0, rows=2)
-    logits = model(jnp.asarray(data.tokens))
+    data = jax.tree.map(jnp.asarray, toy.batch(0, rows=2))
+    logits = model(data.tokens)
     assert 0.25 < float(jnp.abs(logits).max()) < 0.3001
     each = -jnp.take_along_axis(
         jax.nn.log_softmax(logits), data.targets[..., None], axis=-1
