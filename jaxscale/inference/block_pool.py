@@ -96,7 +96,7 @@ class BlockPool:
         return len(self._free) + len(self._cached)
 
     def holders(self, page: int) -> int:
-        """How many sequences hold a page."""
+        """Number of sequences that hold a page."""
         return self._holders[page]
 
     def pages_for(self, tokens: int) -> int:
@@ -117,7 +117,7 @@ class BlockPool:
         return found
 
     def num_unheld(self, pages: Iterable[int]) -> int:
-        """How many of `pages` nobody holds, so that `hold` makes fewer available."""
+        """Number of `pages` that nobody holds, so that `hold` makes fewer available."""
         return sum(self._holders[page] == 0 for page in pages)
 
     def hold(self, pages: Iterable[int]) -> None:
@@ -165,8 +165,8 @@ class BlockPool:
         """Count one holder less of each page.
 
         Args:
-            pages: In the order of their tokens: the last are forgotten first.
-            keep: Whether pages that nobody else holds can still be found.
+            pages: The pages in the order of their tokens: the last are forgotten first.
+            keep: True: pages that nobody else holds can still be found.
 
         Raises:
             ValueError: nobody holds one of them.

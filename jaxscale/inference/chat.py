@@ -64,7 +64,7 @@ class ChatTemplate:
 
     @property
     def tool_format(self) -> ToolFormat | None:
-        """How the model writes calls of tools, as far as the template tells."""
+        """Format of the calls of tools in texts, as far as the template tells."""
         return self._format  # type: ignore[attr-defined]
 
     def render(
@@ -80,7 +80,7 @@ class ChatTemplate:
 
         Args:
             messages: The conversation, in OpenAI's form.
-            tools: What the model may call, in OpenAI's form.
+            tools: Functions that the model may call, in OpenAI's form.
             tool_choice: ``"none"`` shows the template no tools; a name shows it one.
             add_generation_prompt: End with what begins an answer.
             variables: More that the template may ask for, such as ``enable_thinking``.
@@ -265,7 +265,7 @@ class _Guard:
 
 
 class _Clock(threading.local):
-    """When the rendering on this thread must have ended."""
+    """Deadline of the rendering on this thread."""
 
     deadline = float("inf")
 
@@ -279,7 +279,7 @@ def _check_time() -> None:
 
 
 def _bounded(items: Any) -> Iterator[Any]:
-    """What loops of templates go through."""
+    """Iterate for the loops of templates, and stop at the deadline."""
     for item in items:
         _check_time()
         yield item

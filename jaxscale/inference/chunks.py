@@ -1,4 +1,4 @@
-"""Which prompts share the prefill of a tick."""
+"""Choice of the prompts that share the prefill of a tick."""
 
 import heapq
 
@@ -9,14 +9,14 @@ from jaxscale.inference.scheduler_config import SchedulerConfig
 def choose_chunks(
     prefilling: list[Continuation], config: SchedulerConfig
 ) -> list[tuple[Continuation, int]]:
-    """Which prompts are computed in a tick, and up to which token.
+    """Choose the prompts that are computed in a tick, and up to which token.
 
     The first of the line gets all that its prompt needs. If the prompt does not end in
     this tick, a split is left for those behind, the shortest first: a long prompt then
     holds up no short one, and gets done itself.
 
     Args:
-        prefilling: In order; each lacks tokens.
+        prefilling: Continuations in order; each lacks tokens.
         config: The budgets.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Whose turn it is: by priority, then by what each client has had, then by arrival."""
+"""A queue by priority, then by what each client has had, then by arrival."""
 
 import heapq
 

@@ -32,7 +32,7 @@ class Line:
 
     @property
     def num_new(self) -> int:
-        """Those that have not had a turn."""
+        """Number of those that have not had a turn."""
         return len(self._new)
 
     def join(self, c: Continuation) -> None:
@@ -45,7 +45,7 @@ class Line:
         bisect.insort(self._returning, c, key=BY_ORDER)
 
     def peek(self) -> Continuation | None:
-        """Whose turn it is, None where nobody waits."""
+        """The next in turn, None where nobody waits."""
         new = self._new.peek()
         back = self._returning[0] if self._returning else None
         if new is None or (back is not None and back.order[0] <= new.order[0]):

@@ -18,7 +18,7 @@ class PageTables:
         """All pages free.
 
         Args:
-            config: How many there are and how large, and whether prompts are shared.
+            config: Number and size of the pages, and the sharing of prompts.
         """
         self.pool = BlockPool(num_pages=config.num_pages, page_size=config.page_size)
         self._config = config
@@ -42,11 +42,11 @@ class PageTables:
 
         Args:
             c: Holds no pages.
-            found: What `find` has just returned for it.
+            found: The result of `find` for it.
             reserve: Pages that must stay available.
 
         Returns:
-            Whether there were enough; otherwise nothing has changed.
+            True if there were enough; otherwise nothing has changed.
         """
         reach = min(len(c.tokens) + 1 + self._config.drafts, c.limit - 1)
         new = self.pool.pages_for(max(reach, len(c.tokens))) - len(found)
@@ -84,7 +84,7 @@ class PageTables:
 
         Args:
             c: Holds pages.
-            keep: Whether others may still find them.
+            keep: True: others may still find them.
         """
         if not self._config.contiguous:
             self.pool.release(c.pages, keep=keep)

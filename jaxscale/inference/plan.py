@@ -1,4 +1,4 @@
-"""What the scheduler tells the device side to do in one tick, and what it hears back.
+"""The plan of a tick, from scheduler to device side, and the results that come back.
 
 Legend: S slots, B bucket, R tokens a step (1 + drafts), G tokens of a page.
 """
@@ -12,7 +12,7 @@ from jaxscale.inference.request import FinishReason, Request
 
 
 class State(enum.Enum):
-    """Where a continuation is."""
+    """Stage of a continuation."""
 
     WAITING = enum.auto()
     PREFILL = enum.auto()
@@ -29,9 +29,9 @@ class Continuation:
 
     request: Request
     index: int
-    """Which of the n."""
+    """Number among the n."""
     order: tuple[int, int, int]
-    """What runs first: negated priority, number of its arrival, index."""
+    """Sort key of turns: negated priority, number of its arrival, index."""
     seed: int
     """64 bits that its draws depend on, besides the position."""
     limit: int
@@ -42,9 +42,9 @@ class Continuation:
     """Prompt and continuation, as far as the host knows."""
     state: State = State.WAITING
     slot: int | None = None
-    """Its row on the device, from the end of its prompt on."""
+    """Row on the device, from the end of the prompt on."""
     pages: list[int] = dataclasses.field(default_factory=list)
-    """Its pages, in the order of its tokens."""
+    """Pages, in the order of the tokens."""
     kv: int = 0
     """Tokens in the cache, as far as the host knows."""
     pending: int = 0
@@ -56,15 +56,15 @@ class Continuation:
     names: list[bytes] = dataclasses.field(default_factory=list)
     """Names of its full pages, as far as they were needed."""
     named: int = 0
-    """How many of its pages were given their names."""
+    """Number of pages that were given their names."""
     told: int = 0
-    """How many of its pages are in the table on the device."""
+    """Number of pages that are in the table on the device."""
     admitted: bool = False
-    """Whether it ever held pages."""
+    """True once it has held pages."""
     prompt_done: bool = False
-    """Whether its whole prompt was ever planned."""
+    """True once its whole prompt was planned."""
     finish: FinishReason | None = None
-    """Why it has ended."""
+    """Reason for its end."""
 
     @property
     def num_drawn(self) -> int:
@@ -73,7 +73,7 @@ class Continuation:
 
     @property
     def needs_sampler(self) -> bool:
-        """Whether its next token needs the full sampler."""
+        """True where its next token needs the full sampler."""
         params = self.request.params
         return params.needs_sampler or (
             params.min_tokens > 0
@@ -107,12 +107,12 @@ class Chunk:
     pages: Sequence[int]
     """Pages of the positions 0 to `end` - 1."""
     slot: int | None
-    """Where a token is drawn after the last one: the row that the device puts it into
-    and sets live, unless the token ends it. None where none is drawn."""
+    """Row for a token that is drawn after the last one: the device puts it there and
+    sets the row live, unless the token ends it. None where none is drawn."""
 
     @property
     def sampled(self) -> bool:
-        """Whether a token is drawn after the last one."""
+        """True where a token is drawn after the last one."""
         return self.slot is not None
 
     @property
@@ -154,7 +154,7 @@ class Decode:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What to do in a tick, in the order of the fields.
+    """The work of a tick, in the order of the fields.
 
     Moves and `source` come before `changes`, which name rows as they are after that;
     then the prefill, then the decode, which sees the tokens that the prefill has drawn.
@@ -163,7 +163,7 @@ class Plan:
     tick: int
     """Number of the plan, from 1."""
     moves: Sequence[tuple[int, int]] = ()
-    """Only with contiguous caches: slots whose cache moves, (from, to)."""
+    """Slots whose cache moves, (from, to); only with contiguous caches."""
     source: Sequence[int] | None = None
     """[S] the row that each row is taken from; None where all stay."""
     changes: Sequence[tuple[int, int, int]] = ()
@@ -199,7 +199,7 @@ class Drawn:
     flags: Sequence[Sequence[Sequence[int]]]
     """Bits of `slots.OutFlag`."""
     logprobs: Sequence[Sequence[Sequence[float]]] | None = None
-    """In nats; None where nobody wants them."""
+    """Log-probabilities in nats; None where nobody wants them."""
 
     def of_row(self, row: int) -> tuple[list[int], list[int], list[float]]:
         """Tokens, flags and log-probabilities of a row, places without a token gone."""
@@ -217,7 +217,7 @@ class Drawn:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What a continuation has gained by the results of a plan."""
+    """Gain of a continuation from the results of a plan."""
 
     continuation: Continuation
     tokens: Sequence[int]
@@ -225,11 +225,11 @@ class Progress:
     logprobs: Sequence[float]
     """One for each of `tokens`, or none at all."""
     row: int
-    """Its row in `Plan.decode`, or its place in `Plan.prefill`."""
+    """Row in `Plan.decode`, or place in `Plan.prefill`."""
     decoded: bool
-    """Which of the two it is."""
+    """True: `row` is one of `Plan.decode`."""
     finish: FinishReason | None
-    """Why it ended with the last of them."""
+    """Reason for its end with the last of them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,11 +239,11 @@ class Event:
     kind: Literal["queued", "admitted", "preempted", "ended"]
     continuation: Continuation
     time: float
-    """By the clock that the scheduler is given."""
+    """Time of the clock that the scheduler is given."""
     cached_tokens: int = 0
-    """Of ``"admitted"``: tokens found in the cache."""
+    """Tokens found in the cache, of ``"admitted"``."""
     finish: FinishReason | None = None
-    """Of ``"ended"``."""
+    """Reason of ``"ended"``."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -256,7 +256,7 @@ class Counts:
     finished: int = 0
     """Ended by a stop token or string, or by their length."""
     aborted: int = 0
-    """Their clients gave them up."""
+    """Number that their clients gave up."""
     rejected: int = 0
     """Refused at once: not possible, too many, or the engine is draining."""
     failed: int = 0

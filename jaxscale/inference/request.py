@@ -1,4 +1,4 @@
-"""What a client asks of the serving engine, and what it is told.
+"""Requests to the serving engine, and the outputs that clients get.
 
 Everything here is checked when it is made, so that nothing a client can send reaches
 the loop that all requests share. No module of the policy (`request`, `slots`,
@@ -128,7 +128,7 @@ class Draining(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Guide:
-    """What the text of a continuation must be.
+    """A constraint on the text of a continuation.
 
     Example:
         >>> Guide(kind="choice", choices=("yes", "no")).text
@@ -136,7 +136,7 @@ class Guide:
     """
 
     kind: GuideKind
-    """How `text` or `choices` are meant; ``"json_object"`` needs neither."""
+    """Meaning of `text` or `choices`; ``"json_object"`` needs neither."""
     text: str = ""
     """The JSON schema, as JSON, or the regular expression."""
     choices: Sequence[str] = ()
@@ -163,7 +163,7 @@ class Guide:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How a request's continuations are drawn, and what ends them.
+    """Settings that a request's continuations are drawn with, and what ends them.
 
     Example:
         >>> SamplingParams(temperature=0.0, max_tokens=8).greedy
@@ -208,7 +208,7 @@ class SamplingParams:
     stop: str | Sequence[str] = ()
     """Strings that end the text when they appear in it."""
     include_stop: bool = False
-    """Whether the text ends with the stop string, or just before it."""
+    """True: the text ends with the stop string; False: just before it."""
     stop_token_ids: Sequence[int] = ()
     """Tokens that end the continuation, besides those of the model."""
     ignore_eos: bool = False
@@ -216,7 +216,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     """Leave control tokens out of the text."""
     guided: Guide | None = None
-    """What the text must be."""
+    """Constraint on the text."""
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -268,12 +268,12 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
+        """True where the most likely token is always taken."""
         return self.temperature == 0
 
     @property
     def needs_sampler(self) -> bool:
-        """Whether drawing needs more than a temperature: the full sampler.
+        """True where drawing needs more than a temperature: the full sampler.
 
         Before `min_tokens` are drawn it is needed too, to bar the tokens that stop.
         """
@@ -304,20 +304,20 @@ class Request:
     id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
     """Names the request until it has ended; 1 to 256 characters."""
     params: SamplingParams = SamplingParams()
-    """How to continue."""
+    """Settings of the continuations."""
     priority: int = 0
     """Requests of a higher priority run first and are preempted last."""
     client: str = ""
-    """Whose it is: clients of one priority get equal shares of tokens."""
+    """Name of the client: clients of one priority get equal shares of tokens."""
     salt: str = ""
     """Requests share cached prompts with those of the same salt only, and cannot learn
     from the clock what others have asked."""
     arrival: float = 0.0
-    """When it came, in seconds of the clock that `Scheduler.plan` is given."""
+    """Time of arrival, in seconds of the clock that `Scheduler.plan` is given."""
     deadline: float | None = None
-    """When to give up, by the same clock."""
+    """Time to give up at, by the same clock."""
     echo: bool = False
-    """Whether the client wants the prompt before the continuation."""
+    """True: the client wants the prompt before the continuation."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", _ids("prompt", self.prompt))
@@ -399,19 +399,19 @@ class TokenLogprobs:
     token: int
     """The token that stands there."""
     logprob: float
-    """Its log-probability, in nats."""
+    """Log-probability of the token, in nats."""
     top: tuple[tuple[int, float], ...] = ()
     """Tokens and log-probabilities, the likeliest first."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Output:
-    """What a client is told about one of the continuations of its request."""
+    """News for a client of one of the continuations of its request."""
 
     request: str
     """The id of the request."""
     index: int
-    """Which continuation, 0 to n - 1."""
+    """Number of the continuation, 0 to n - 1."""
     tokens: tuple[int, ...] = ()
     """Tokens since the last output."""
     text: str = ""
@@ -421,10 +421,10 @@ class Output:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     """Once, where they were asked for: None for the first token, then one each."""
     finish: FinishReason | None = None
-    """Why it has ended; None while it goes on."""
+    """Reason for its end; None while it goes on."""
     stop: str | int | None = None
     """The stop string or token that ended it."""
     cached_tokens: int = 0
     """Tokens of the prompt that were found in the cache."""
     error: str | None = None
-    """What went wrong, for the reason ``"error"``."""
+    """Message of the failure, for the reason ``"error"``."""

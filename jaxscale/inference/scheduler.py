@@ -1,4 +1,4 @@
-"""What runs next: one plan a tick, from the requests and what the device has drawn.
+"""The scheduler: one plan a tick, from the requests and what the device has drawn.
 
 A request is decoded with all others from the tick in which its prompt ends, and leaves
 in the tick after the token that ends it. The work of a tick grows with what changes in
@@ -81,7 +81,7 @@ class Scheduler:
 
         Args:
             config: The sizes.
-            seed: Of the seeds of requests that bring none; None for others each time.
+            seed: Source of the seeds that requests lack; None for others each time.
         """
         self.config = config
         self.counts = Counts()
@@ -104,7 +104,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Whether there are no requests."""
+        """True where there are no requests."""
         return not self._jobs
 
     @property
@@ -138,7 +138,7 @@ class Scheduler:
         """Let a request wait for its turn.
 
         Args:
-            request: It is checked here against the model and the cache.
+            request: The request; it is checked here against the model and the cache.
             now: The time in seconds, by any clock that does not go back.
 
         Raises:
@@ -172,7 +172,7 @@ class Scheduler:
         """End all continuations of a request, in whatever state they are.
 
         Returns:
-            Whether there was such a request; those that ended are forgotten.
+            True if there was such a request; those that ended are forgotten.
         """
         job = self._jobs.get(request_id)
         for c in job.continuations if job else ():
@@ -191,7 +191,7 @@ class Scheduler:
         self._draining = True
 
     def take_events(self) -> list[Event]:
-        """What has happened since the last call, in order."""
+        """Return the events since the last call, in order."""
         events, self._events = self._events, []
         return events
 
@@ -269,7 +269,7 @@ class Scheduler:
     # What the device is to do.
 
     def plan(self, *, now: float) -> Plan | None:
-        """What to dispatch next; None where there is nothing to dispatch.
+        """Return what to dispatch next; None where there is nothing.
 
         A plan must be dispatched: what it says of pages and rows is settled.
 
@@ -344,7 +344,7 @@ class Scheduler:
         """Give pages to those whose turn it is, while there are enough.
 
         Returns:
-            Those whose prompt needs no prefill.
+            The continuations whose prompt needs no prefill.
         """
         ready = []
         while self._num_running < self.config.num_slots:
@@ -483,13 +483,13 @@ class Scheduler:
         Results of continuations that ended or were preempted meanwhile are dropped.
 
         Args:
-            plan: As it was dispatched.
-            prefill: What its prefill drew; None where it has none, or is not back yet.
-            decode: What its decode drew, likewise.
+            plan: The plan as it was dispatched.
+            prefill: Results of its prefill; None where it has none, or is not back yet.
+            decode: Results of its decode, likewise.
             now: The time in seconds.
 
         Returns:
-            What each continuation gained; none without news.
+            The gain of each continuation; none without news.
         """
         news = []
         for row, chunk in enumerate(plan.prefill):
@@ -543,12 +543,12 @@ class Scheduler:
 
 
 def _goes_on(c: Continuation) -> bool:
-    """Whether a live row may have tokens to draw after those on their way."""
+    """True where a live row may have tokens to draw after those on their way."""
     return c.state is State.DECODE and c.kv + c.due < c.limit - 1
 
 
 def _reason(c: Continuation, token: int, flag: int) -> FinishReason | None:
-    """Why its newest token ends it."""
+    """Say why the newest token ends the continuation, if it does."""
     length = len(c.tokens)
     if token in c.stops and c.num_drawn > c.request.params.min_tokens:
         return "stop"

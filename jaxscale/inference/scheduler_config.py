@@ -54,7 +54,7 @@ class SchedulerConfig:
     max_waiting_tokens: int = 2**20
     """Most tokens of prompts that wait."""
     prefix_cache: bool = True
-    """Whether prompts find what others have computed."""
+    """True: prompts find what others have computed."""
     contiguous: bool = False
     """Give each slot neighboring pages of its own, as Flover does, and move them when
     rows move. For comparison: without sharing, and a request takes all of its pages."""

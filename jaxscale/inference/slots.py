@@ -62,7 +62,7 @@ class RowFlag(enum.IntFlag):
 
 
 class OutFlag(enum.IntFlag):
-    """What the device says of a drawn token."""
+    """Flags of a drawn token, set by the device."""
 
     ENDED = 1
     """The row has ended with this token."""
@@ -87,12 +87,12 @@ type Change = tuple[int, int, int]
 
 
 def stop_row(row: int) -> Change:
-    """What stops a row."""
+    """The change that stops a row."""
     return (row, Column.FLAGS, 0)
 
 
 def whole_row(c: Continuation) -> list[Change]:
-    """What makes a row one of `c`, up to its page table.
+    """The changes that make a row one of `c`, up to its page table.
 
     It is live at once with the last token of the prompt where the full sampler draws
     the next one; otherwise the device sets token and flags at the end of the prefill.
@@ -123,14 +123,14 @@ def whole_row(c: Continuation) -> list[Change]:
 
 
 def table(c: Continuation) -> list[Change]:
-    """What adds the pages to the table of a row that the device does not know yet."""
+    """The changes that add pages which the device does not know yet to a table."""
     assert c.slot is not None
     return [(c.slot, Column.TABLE + i, c.pages[i]) for i in range(c.told, len(c.pages))]
 
 
 @dataclasses.dataclass(slots=True)
 class Moves:
-    """What `Slots.resize` did."""
+    """The result of `Slots.resize`."""
 
     source: list[int] | None = None
     """[S] the row that each row is taken from; None where nothing moves."""
@@ -139,7 +139,7 @@ class Moves:
 
 
 class Slots[T]:
-    """Who has which row, how many rows are decoded, and which must be stopped.
+    """The owners of rows, the number of decoded rows, and those that must be stopped.
 
     Example:
         >>> slots = Slots[str](4)

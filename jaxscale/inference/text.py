@@ -20,7 +20,7 @@ _LONGEST_WAIT = 32
 
 @runtime_checkable
 class TextDecoder(Protocol):
-    """What turns token ids into text, such as `jaxscale.models.Tokenizer`."""
+    """Interface that turns token ids into text, as `jaxscale.models.Tokenizer`."""
 
     @property
     def vocab_size(self) -> int:
@@ -88,7 +88,7 @@ class Detokenizer:
         return ""
 
     def flush(self) -> str:
-        """What waits, at the end: bytes that have become no character."""
+        """Return what waits, at the end: bytes that have become no character."""
         return self._send(self._text(self._window), len(self._window))
 
     def _send(self, text: str, count: int) -> str:
@@ -120,7 +120,7 @@ class Detokenizer:
         return next(whole, known)
 
     def _send_part(self, text: str) -> str:
-        """Where nothing becomes a character: up to a token that begins anew."""
+        """Send text up to a token that begins anew, if nothing becomes a character."""
         for count in range(len(self._window) - 1, self._num_sent, -1):
             first, rest = self._window[:count], self._window[count:]
             begins = self._text(first)
@@ -232,7 +232,7 @@ class TextStream:
 
         Args:
             tokens: The next ones.
-            finish: Why the last one ended the continuation, if it did. A token that
+            finish: Reason for the end, if the last one ended the text. A token that
                 stops it has text only where `include_stop` says so.
         """
         deltas = []

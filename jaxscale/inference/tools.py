@@ -30,7 +30,7 @@ class ToolCall:
     """A call that a model has written."""
 
     name: str
-    """Of the function."""
+    """Name of the function."""
     arguments: str
     """A JSON object, as text."""
     id: str = dataclasses.field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
@@ -68,7 +68,7 @@ def chosen(tools: Sequence[Tool], choice: ToolChoice) -> Sequence[Tool]:
 
 
 def forced_call(tools: Sequence[Tool], choice: ToolChoice) -> Guide | None:
-    """What holds the model to one call, for the choices that ask for it.
+    """The guide that holds the model to one call, for the choices that ask for it.
 
     The text is then one JSON object with the name and the arguments, for which
     `parse_calls` needs no format.
@@ -125,11 +125,11 @@ class ToolParser:
     """
 
     def __init__(self, format: ToolFormat, *, forced: bool = False) -> None:
-        """No text yet.
+        """Begin without text.
 
         Args:
-            format: How the model writes calls.
-            forced: Whether all of the text is one call, by `forced_call`.
+            format: Format in which the model writes calls.
+            forced: True: all of the text is one call, by `forced_call`.
         """
         check_choice("tool format", format, ToolFormat)
         self._format = "llama" if forced else format
@@ -137,7 +137,7 @@ class ToolParser:
         self._began = False
 
     def add(self, text: str) -> tuple[str, list[ToolCall]]:
-        """What is certain with this text: content, and calls that are complete."""
+        """Return what is certain by now: content, and calls that are complete."""
         self._waiting += text
         if self._format == "hermes":
             return self._hermes()

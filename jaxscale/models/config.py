@@ -79,7 +79,7 @@ class DecoderConfig:
     parallel_mlp_norm: bool = False
     """The feed-forward network of a `parallel_block` has a norm of its own (NeoX)."""
     output_norms: bool = False
-    """What attention and feed-forward network add is normalized too (Gemma 2)."""
+    """Norms of what attention and feed-forward network add, too (Gemma 2)."""
     scale_embeddings: bool = False
     """Embeddings are multiplied by the root of `d_model` (Gemma)."""
     attention_bias: bool = False

@@ -190,7 +190,7 @@ def _read_v2(values: Keys) -> EncoderConfig:
 
 
 def _keys(values: Keys) -> dict[str, Any]:
-    """What all versions have in common."""
+    """The keys that all versions have in common."""
     width, heads = values["hidden_size"], values["num_attention_heads"]
     head_dim = divided_width("hidden_size", width, "num_attention_heads", heads)
     require(values, "attention_head_size", head_dim)
@@ -215,7 +215,7 @@ def _keys(values: Keys) -> dict[str, Any]:
 
 
 def _read_terms(values: Keys) -> dict[str, bool]:
-    """Which terms relative positions add to the scores."""
+    """Read the terms that relative positions add to the scores."""
     types = values.get("pos_att_type", [])
     if isinstance(types, str):
         types = [kind.strip() for kind in types.lower().split("|")]

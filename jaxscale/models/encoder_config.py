@@ -89,8 +89,8 @@ class EncoderConfig:
     attention_bias: bool = True
     """Bias in the four projections of attention."""
     key_bias: bool = True
-    """With `attention_bias`: keys have one too, of contents and of relative positions
-    (not in DeBERTa v1)."""
+    """Bias of the keys with `attention_bias`, of contents and relative positions (not
+    in DeBERTa v1)."""
     mlp_bias: bool = True
     """Bias in the feed-forward network."""
     layer_groups: int | None = None
@@ -189,7 +189,7 @@ class EncoderConfig:
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks have parameters of their own."""
+        """Number of blocks that have parameters of their own."""
         if self.layer_groups is None:
             return self.num_layers
         return self.layer_groups * self.group_blocks

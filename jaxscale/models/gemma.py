@@ -32,7 +32,7 @@ _COMMON: dict[str, Any] = {
     "norm": "rmsnorm_1p",
     "scale_embeddings": True,
 }
-"""What all of them have."""
+"""Settings of all of them."""
 
 
 _TINY: dict[str, Any] = {
@@ -191,7 +191,7 @@ def gemma3_1b() -> DecoderConfig:
 
 
 def _keys(values: Keys, activation_key: str) -> dict[str, Any]:
-    """What all of them have under the same keys, but for that of the activation."""
+    """The settings that all have under the same keys, except the activation."""
     require(values, "use_bidirectional_attention", False)
     plain = read_activation(values, activation_key, "gelu_pytorch_tanh")
     gated = {gate: name for name, gate in GATED.items()}

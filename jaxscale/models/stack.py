@@ -44,7 +44,7 @@ _packed_attention_saveable = _policies.save_only_these_names(
 
 
 def _attention_saveable(primitive: Any, *args: Any, **params: Any) -> bool:
-    """Whether to keep the result of a linear layer or of a fused attention."""
+    """Keep the results of linear layers and of fused attention."""
     return (
         # cuDNN's forward pass, whose result and log-sum-exp carry no names.
         primitive.name.startswith("dot_product_attention_fwd")
@@ -62,7 +62,7 @@ REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
     "dots_no_batch": _linear_saveable,
     "attention": _attention_saveable,
 }
-"""What the forward pass of a block keeps for the backward pass.
+"""Policies that say what the forward pass of a block keeps for the backward pass.
 
 - ``none``: everything. Fastest, most memory.
 - ``full``: the block's input only; the block is computed twice.
@@ -140,14 +140,14 @@ def run_stack[State: AttentionState](
     Args:
         blocks: The stack, or blocks that `unstacked` made, which are not scanned.
         x: Residual stream.
-        state: What attention needs. Only what it carries goes from layer to layer.
+        state: The state of attention. Only what it carries goes from layer to layer.
         variants: The attention of each layer. A scan compiles the shortest pattern that
             repeats.
         remat: A name of `REMAT_POLICIES`.
         scan: Loop over the blocks in the compiled program, instead of one copy each.
         order: Number of the block that each layer is, where layers share blocks.
-        keep_gathered: Where `remat` keeps results of linear layers, also keep what
-            `all_gather_matmul` gathered for them.
+        keep_gathered: True keeps what `all_gather_matmul` gathered, too, where `remat`
+            keeps results of linear layers.
     """
     policy, num_layers = REMAT_POLICIES[remat], len(variants)
     if keep_gathered and remat not in ("none", "full"):
@@ -219,7 +219,7 @@ def look_up(
     whole sequence takes row 0, and `lose` makes its activations NaN in the end.
 
     Args:
-        state: What attention needs.
+        state: The state of attention.
         lookups: Indices, and the table that they are rows of.
         rules: The table of the recipe.
 

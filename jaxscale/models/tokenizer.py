@@ -460,7 +460,7 @@ class Tokenizer:
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """What templates call the control tokens: ``"bos_token"`` and others."""
+        """Names of the control tokens in templates: ``"bos_token"`` and others."""
         named = {
             key: _configured(self._settings, key.removesuffix("_token"))
             for key, value in self._settings.items()

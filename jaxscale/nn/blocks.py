@@ -198,7 +198,7 @@ class BlockConfig:
     attention_norm: bool = True
     """False: attention reads the residual stream as it is (pre-norm only)."""
     output_norms: bool = False
-    """What attention and feed-forward network add is normalized too (Gemma 2)."""
+    """Norms of what attention and feed-forward network add, too (Gemma 2)."""
     activation: Activation = "swiglu"
     """Activation of the feed-forward network."""
     mlp_bias: bool = False

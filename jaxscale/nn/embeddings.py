@@ -161,7 +161,7 @@ class RopeConfig:
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether the frequencies depend on the lengths of the sequences."""
+        """True where the frequencies depend on the lengths of the sequences."""
         return self.scaling is not None and self.scaling.kind == "dynamic"
 
     def inv_freq(self, head_dim: int) -> Float[np.ndarray, "pairs"]:

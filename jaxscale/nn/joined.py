@@ -36,7 +36,7 @@ class JoinedLinear(ColumnParallelLinear):
         """Take over the parameters of layers that `can_join`.
 
         Args:
-            layers: What projects the input.
+            layers: The layers, all with the same input.
             shards: S, among how many devices the columns are split.
         """
         first = layers[0]
@@ -58,7 +58,7 @@ class JoinedLinear(ColumnParallelLinear):
 
     @staticmethod
     def can_join(layers: Sequence[Any], shards: int) -> bool:
-        """Whether `layers` are several, dense, and split over the same devices."""
+        """True if `layers` are several, dense, and split over the same devices."""
         if len(layers) < 2 or not all(
             type(la) is ColumnParallelLinear for la in layers
         ):
@@ -71,7 +71,7 @@ class JoinedLinear(ColumnParallelLinear):
     def split(
         self, out: Float[Array, "B T _all"]
     ) -> tuple[Float[Array, "B T _part"], ...]:
-        """What each of the layers would give, from what this one gives."""
+        """Split the output of this layer into those of the layers that it joins."""
         b, t, features = out.shape
         shape = (b, t, self.shards, features // self.shards)
         # The last name is that of the columns, of which a device has whole shards.

@@ -81,14 +81,14 @@ def read_rows(
 @typing.no_type_check
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Pages(AttentionState):
-    """What the forms for pages have in common."""
+    """Common part of the forms for pages."""
 
     pages: Float[Array, "L P 2 K G H"] = dataclasses.field(
         metadata={"axes": PAGES_AXES, "carried": True}
     )
     """The pool."""
     layer: Int[Array, ""] | int = dataclasses.field(default=0, metadata={"axes": ()})
-    """Which layer of the pool is that of the layer at hand."""
+    """Number of the layer at hand in the pool."""
 
     @typing.override
     def at(self, layer: Array | int, variant: AttentionConfig | None) -> Self:
@@ -178,9 +178,9 @@ class PagedChunks(_Pages):
     """
 
     rows: Int[Array, "T"] = dataclasses.field(metadata={"axes": (None,)})
-    """Where the keys and values of each token go; past the pool for padding."""
+    """Rows for the keys and values of each token; past the pool for padding."""
     key_rows: Int[Array, "S"] = dataclasses.field(metadata={"axes": (None,)})
-    """Where those of each sequence lie, from its first token to the last of its part,
+    """Rows of the keys of each sequence, from its first token to the last of its part,
     one sequence behind the other."""
     cu_q: Int[Array, "1 bounds"] = dataclasses.field(metadata={"axes": (None, None)})
     """Boundaries of the parts in T."""

@@ -66,7 +66,7 @@ class Attention(nnx.Module):
             dtype: Type of the computation.
             param_dtype: Type of the parameters.
             rules: The table of the recipe.
-            tensor_parallel: Who communicates: `jaxscale.sharding.column_parallel`.
+            tensor_parallel: Communication: see `jaxscale.sharding.column_parallel`.
             rngs: Source of the keys.
         """
         self.config = config
@@ -162,7 +162,7 @@ class Attention(nnx.Module):
     def split_heads(
         self, projected: Sequence[Float[Array, "B T _features"]]
     ) -> tuple[Float[Array, "B T _heads H"], ...]:
-        """What the layers `inputs` give, with the heads apart and maybe normalized."""
+        """Split the outputs of `inputs` into heads, normalized if asked."""
         c = self.config
         if self.joined is not None:
             projected = self.joined.split(*projected)
@@ -180,7 +180,7 @@ class Attention(nnx.Module):
         return q, k, v
 
     def join_heads(self, out: Float[Array, "B T N H"]) -> Float[Array, "B T features"]:
-        """What `attend` gives, with the heads side by side, as `out` takes it."""
+        """Join the heads that `attend` returns, as `out` takes them."""
         b, t, n, h = out.shape
         return reshape(out, (b, t, n * h), ("batch", None, "act_heads"), self.rules)
 

@@ -1,4 +1,4 @@
-"""What attention needs besides queries, keys and values.
+"""The state of attention: all that it needs besides queries, keys and values.
 
 A form of `AttentionState` says where the keys and values of a sequence lie: in its own
 row, in a packed row, or in a cache. One loop over layers runs all of them, for
@@ -117,7 +117,7 @@ class AttentionState(abc.ABC):
         """`jaxscale.sharding.per_shard` of ``fn(state, *arrays) -> out, state``.
 
         Args:
-            fn: What a device does with its part of the state and of the arrays; the
+            fn: Function of a device's part of the state and of the arrays; the
                 result has the axes of queries.
             in_axes: Logical axes of the arrays.
             rules: The table of the recipe.
@@ -145,7 +145,7 @@ class AttentionState(abc.ABC):
         return run
 
     def _fields(self, key: str) -> dict[str, Any]:
-        """What the metadata say under `key`, by the name of the field."""
+        """The metadata of the fields under `key`, by the name of the field."""
         fields = dataclasses.fields(self)
         return {f.name: f.metadata[key] for f in fields if key in f.metadata}
 
@@ -242,7 +242,7 @@ class Cached(AttentionState):
     )
     """Values of all layers."""
     layer: Int[Array, ""] = dataclasses.field(metadata={"axes": ()})
-    """Which layer of the cache is that of the layer at hand."""
+    """Number of the layer at hand in the cache."""
     is_empty: bool = dataclasses.field(default=False, metadata={"static": True})
     """Promise that nothing precedes the new tokens: attention then reads them alone,
     through the kernels for whole rows, and not the slots."""

@@ -105,7 +105,7 @@ def attention(
 
 
 def _declines(problem: Problem, device: DeviceSpec | None) -> str | None:
-    """Why cuDNN is to run where our kernel can, if it is."""
+    """Say why cuDNN is to run where our kernel can, or None."""
     if cudnn.unsupported(problem, device) is not None:
         return None
     return tuning.declines("attention", problem, device)

@@ -70,7 +70,7 @@ class Problem:
         )
 
     def declines(self, device: DeviceSpec) -> str | None:
-        """Why cuDNN is expected to be faster than the Hopper kernel, if it is."""
+        """Say why cuDNN is expected to be faster than the Hopper kernel, or None."""
         del device
         if self.head_dim not in _HEAD_DIMS:
             return (

@@ -17,7 +17,7 @@ __all__ = ["attention", "unsupported"]
 
 
 def unsupported(problem: Problem, device: DeviceSpec | None) -> str | None:
-    """Why cuDNN cannot do it, or is not there; None where it can."""
+    """Say why cuDNN cannot do it, or is not there; None where it can."""
     p = problem
     unlimited = p.causal or p.window == (None, None)
     plain = p.softcap is None and p.queries == p.keys and unlimited
@@ -41,7 +41,7 @@ def unsupported(problem: Problem, device: DeviceSpec | None) -> str | None:
 
 @functools.cache
 def _missing() -> str | None:
-    """What JAX says where there is no cuDNN, as where programs are lowered on a CPU."""
+    """JAX's message where there is no cuDNN, as where programs are lowered on a CPU."""
     x = jax.ShapeDtypeStruct((1, 64, 1, 64), jnp.bfloat16)
     call = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
     try:

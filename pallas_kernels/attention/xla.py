@@ -53,7 +53,8 @@ def masked_attention(
         q: Queries.
         k: Keys.
         v: Values.
-        mask: Which keys each query sees, at least one; the first axis may be 1.
+        mask: True for the keys that a query sees, at least one; its first axis may be
+            1.
         scale: Factor of the logits.
         softcap: Logits become ``softcap * tanh(logits / softcap)``.
     """

@@ -1,4 +1,4 @@
-"""How the Hopper kernel of paged attention is cut."""
+"""Tiling of the Hopper kernel of paged attention."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ BLOCK = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedAttentionConfig:
-    """How the kernel cuts the work and shares it among warpgroups."""
+    """Tiling of the work, and its distribution among warpgroups."""
 
     split: int = 512
     """Tokens of a split, a multiple of 64. Splits of a row run side by side and are

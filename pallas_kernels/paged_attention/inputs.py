@@ -1,4 +1,4 @@
-"""What a call of paged attention is made of: its arrays, and what is static.
+"""The arrays of a call of paged attention, and what is static.
 
 Axes: B rows, R new tokens of a row, N query heads, K key/value heads, H head dim, L
 layers, P pages, G tokens of a page, W pages of a row's table.
@@ -31,7 +31,7 @@ class Inputs(NamedTuple):
     num_new: Int[Array, " B"]
     """Real ones among the R new tokens."""
     kv_scales: Float[Array, "L P 2 K"] | None
-    """Of fp8 pages."""
+    """Scales of fp8 pages."""
 
     @property
     def capacity(self) -> int:
@@ -52,7 +52,7 @@ class Inputs(NamedTuple):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """How a score follows from ``q . k``, and which keys a query sees."""
+    """The score function, which maps ``q . k`` to a score, and the mask."""
 
     scale: float
     """Factor of the product."""

@@ -100,7 +100,7 @@ def key_table(
     seqs: Sequences,
     q_first: Int[Array, " E"],
 ) -> Int[Array, "slots fields"]:
-    """What the block of each tile of keys needs to know."""
+    """The table of tiles of keys, one line for the block of each."""
     block_q, block_k = blocks.block_q, blocks.block_k
     slots = most_tiles(problem.rows, problem.keys, problem.max_seqs, block_k)
     cost = (seqs.q_end - seqs.q_start) * seqs.real

@@ -1,4 +1,4 @@
-"""What feeds the Hopper backward kernel and adds up dq: the warps of one warpgroup."""
+"""The producer warpgroup of the Hopper backward kernel: copies, and sums of dq."""
 
 import functools
 from typing import Any, Literal
@@ -31,7 +31,7 @@ def units(problem: Problem, blocks: BackwardBlocks) -> int:
 def rank_of(
     scores: Scores, blocks: BackwardBlocks, tile: dict[str, Scalar], index: Scalar
 ) -> Any:
-    """How many tiles of keys add to a tile of queries before this one: those behind."""
+    """Number of tiles of keys that add to a tile of queries before this one."""
     last = tile["k_tiles"] - 1
     if scores.window[1] is not None:
         stop = jnp.minimum((index + 1) * blocks.block_q, tile["q_len"])

@@ -1,4 +1,4 @@
-"""How the Hopper kernels of variable-length attention are cut."""
+"""Tiling of the Hopper kernels of variable-length attention."""
 
 import dataclasses
 import math
@@ -44,11 +44,11 @@ _SHORT_KEYS = 1024
 backward pass, queries of all heads of a group too."""
 
 _SHORT, _SHORT_BACKWARD = 384, 256
-"""Up to these average lengths blocks of one warpgroup do better, by pass: for longer
-sequences, seven products instead of five cost the backward pass more than they save."""
+"""Largest average lengths for blocks of one warpgroup, by pass: for longer sequences,
+ seven products instead of five cost the backward pass more than they save."""
 
 _LONG = 768
-"""From this average length on, blocks of one query head outweigh their number."""
+"""Least average length from which blocks of one query head outweigh their number."""
 
 HEAD_DIMS = (64, 128, 256)
 """Head dims that the kernels are built for; others are padded to the next."""
@@ -56,7 +56,7 @@ HEAD_DIMS = (64, 128, 256)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ForwardBlocks:
-    """How the forward kernel is cut."""
+    """Tiling of the forward kernel."""
 
     consumers: int = 2
     """Warpgroups that multiply, each 64 queries. 1 is a kernel of its own, for short
@@ -90,7 +90,7 @@ class ForwardBlocks:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BackwardBlocks:
-    """How the backward kernel is cut."""
+    """Tiling of the backward kernel."""
 
     consumers: int = BACKWARD_CONSUMERS
     """Warpgroups that multiply. 1 is a kernel of its own, for short sequences and head
@@ -119,7 +119,7 @@ class BackwardBlocks:
 
     @property
     def shared(self) -> bool:
-        """Whether both warpgroups work on the same keys."""
+        """True where both warpgroups work on the same keys."""
         return self.block_k == ROWS
 
     @property
@@ -167,7 +167,7 @@ class MosaicGpuConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What is static about a call, after padding.
+    """The static description of a call, after padding.
 
     Axes: R rows of the batch, T packed queries and S packed keys of a row, N query
     heads, K key/value heads, H head dim.
@@ -288,7 +288,7 @@ def backward_blocks(
 
 
 def _is_short_backward(problem: Problem, device: DeviceSpec) -> bool:
-    """Whether blocks of one warpgroup do better."""
+    """True where blocks of one warpgroup do better."""
     if problem.head_dim != 64 or problem.max_seqs > MOST_SHORT_SEQUENCES:
         return False
     queries = math.ceil(problem.queries / problem.max_seqs)

@@ -156,4 +156,4 @@ class _Alone(ForwardMainloop):
         pl.when(following < self.tile["steps"])(lambda: self.load(name, following))
 
     def release_queries(self) -> None:
-        """No tile follows."""
+        """Do nothing: no tile follows."""

@@ -1,4 +1,4 @@
-"""What a call of variable-length attention is made of: its arrays, and its scores.
+"""The arrays of a call of variable-length attention, and the form of its scores.
 
 Axes: R rows of the batch, T packed queries, S packed keys, N query heads, K key/value
 heads, H head dim of queries and keys, Hv head dim of values, P entries of a row of
@@ -47,7 +47,7 @@ class Inputs(NamedTuple):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """How a score follows from ``q . k``: what is known when a program is traced."""
+    """The static part of the score function, which maps ``q . k`` to a score."""
 
     window: Window
     """Keys that a query sees left and right of the diagonal, the causal mask in it."""
@@ -56,7 +56,7 @@ class Scores:
     softcap: float | None = None
     """Bound on the magnitude."""
     alibi: bool = False
-    """Whether slopes are subtracted."""
+    """True where ALiBi slopes are subtracted."""
     relative: tuple[RelativeBuckets, bool, bool] | None = None
     """A relative bias: its buckets, and whether it has query terms, and key terms."""
 

@@ -1,4 +1,4 @@
-"""What multiplies in the Hopper forward kernels: one warpgroup, one tile.
+"""The mainloop of the Hopper forward kernels: one warpgroup, one tile.
 
 The warpgroup holds 64 queries, their scores, weights and sums in registers and walks
 over the keys that they see, as FlashAttention-3 does. Who copies keys and values to
@@ -42,8 +42,8 @@ LOG2E = math.log2(math.e)
 _LN2 = math.log(2.0)
 
 _SLACK, _SHARE = 8.0, 3.0
-"""When the running maximum of a query follows scores that exceed it: at once if the
-largest weight is then a ``2 ** -_SHARE``-th of their sum or more, and if it is
+"""Thresholds at which the running maximum of a query follows larger scores: at once if
+the largest weight is then a ``2 ** -_SHARE``-th of their sum or more, and if it is
 ``2 ** _SLACK`` or more. Else most steps leave the sums as they are, as in
 FlashAttention-4. A maximum's own weight is 1 and not rounded, which tells in the error
 where it is a good part of the sum; 16 bits hold weights up to the limit as well. The
@@ -51,7 +51,7 @@ limit is computed anew only where sums are scaled: it is too low meanwhile, at m
 
 
 def _log2_factor(scores: Scores) -> float:
-    """What turns scores as `log2_scores` gives them into powers of two."""
+    """The factor that turns the scores of `log2_scores` into exponents of two."""
     return scores.scale * LOG2E if scores.plain else 1.0
 
 

@@ -1,4 +1,4 @@
-"""What multiplies in the Hopper backward kernel: one warpgroup of a block.
+"""The mainloop of the Hopper backward kernel: one warpgroup of a block.
 
 Scores are computed transposed, keys by queries. At head dims up to 128 a warpgroup owns
 64 keys: it keeps their dk and dv in registers, and ``p^T`` and ``ds^T`` are left
@@ -94,7 +94,7 @@ class BackwardMainloop:
 
     @property
     def mine(self) -> Any:
-        """This warpgroup's rows of what the rows of both make up."""
+        """The rows of this warpgroup, out of the rows of both."""
         return pl.ds(self.warpgroup * ROWS, ROWS)
 
     @property
@@ -291,7 +291,7 @@ class BackwardMainloop:
         return weights, derivative, distances
 
     def shift(self, index: Scalar) -> Any:
-        """How far the first key lies to the right of the first query's diagonal."""
+        """Distance of the first key to the right of the first query's diagonal."""
         first_key = self.read("k_base") + self.key_offset
         first_query = query_start(self.blocks, self.read, index) + self.query_offset
         return first_key - first_query - self.read("offset")
@@ -322,7 +322,7 @@ class OwnKeys(BackwardMainloop):
     """
 
     def free(self) -> dict[str, int]:
-        """Those of the stages, and both buffers of ds."""
+        """Free the stages and both buffers of ds."""
         return super().free() | {"ds_empty": 2}
 
     def steps(self, count: Scalar, step: Callable[..., Any], carry: Any) -> Any:
@@ -503,7 +503,7 @@ class SharedKeys(BackwardMainloop):
         return slope_sums
 
     def meet(self, name: str) -> None:
-        """What this warpgroup wrote is there, and what the other one wrote too."""
+        """Wait until the writes of both warpgroups are visible."""
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.scratch[name])
         plgpu.barrier_wait(self.scratch[name])

@@ -192,7 +192,7 @@ class _Kernels:
         return tuple(grad for grad in grads if grad is not None)
 
     def forward_blocks(self, problem: Problem) -> ForwardBlocks:
-        """How the forward kernel is cut; raises where it cannot be."""
+        """Return the tiling of the forward kernel; raises where there is none."""
         alibi = self.scores.alibi
         blocks = self.config.forward or forward_blocks(problem, self.device, alibi)
         if self.scores.relative is not None and self.config.forward is None:
@@ -210,7 +210,7 @@ class _Kernels:
         return blocks
 
     def backward_blocks(self, problem: Problem) -> BackwardBlocks:
-        """How the backward kernel is cut; raises where it cannot be."""
+        """Return the tiling of the backward kernel; raises where there is none."""
         alibi = self.scores.alibi
         blocks = self.config.backward or backward_blocks(problem, self.device, alibi)
         tile, expected = (
@@ -241,7 +241,7 @@ class _Kernels:
 
 
 def _by_row(x: Inputs) -> Inputs:
-    """What the kernels read: numbers for each row and head, whole lines of terms."""
+    """Return the inputs as kernels read them: by row and head, whole lines of terms."""
 
     def per_head(a: Array | None) -> Array | None:
         if a is None:

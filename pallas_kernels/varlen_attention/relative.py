@@ -60,8 +60,8 @@ class RelativeBuckets:
     """Half the number of entries: transformers' ``position_buckets``, or
     ``max_relative_positions`` without buckets."""
     max_distance: int | None = None
-    """Where the logarithmic scale ends: transformers' ``max_relative_positions``. None:
-    no buckets."""
+    """End of the logarithmic scale: transformers' ``max_relative_positions``. None: no
+    buckets."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.span, int) or self.span < 1:
@@ -115,7 +115,7 @@ class RelativeBuckets:
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RelativeBias:
-    """What `varlen_attention` adds to a score by the distance of query and key.
+    """The bias of a score in `varlen_attention`, by the distance of query and key.
 
     The logit of query i and key j, ``d = i - j`` apart, gains::
 
@@ -143,7 +143,7 @@ class RelativeBias:
     """[S, N, P] or [R, S, N, P], rows of the keys, by query head also where
     those share key heads."""
     buckets: RelativeBuckets
-    """Which entry of a row a distance takes."""
+    """Entry of a row for each distance."""
 
 
 def check_relative_bias(
@@ -200,7 +200,7 @@ def tile_bias(
     first: Int[Array, ""],
     shape: tuple[int, int],
 ) -> Float[Array, "*heads R C"]:
-    """What a tile of scores gains, in fp32.
+    """The bias of a tile of scores, in fp32.
 
     Args:
         buckets: which entry a distance takes.

@@ -1,4 +1,4 @@
-"""How a Hopper kernel reads a relative-position bias.
+"""Relative-position bias in a Hopper kernel.
 
 The scores of a tile lie in registers; the terms that they read lie on diagonals of two
 boxes that the copy engine brings to shared memory: rows of the tile's queries and of
@@ -42,11 +42,11 @@ class TileTerms:
     """The terms of a block of `parts` times `rows` queries and `keys` keys."""
 
     buckets: RelativeBuckets
-    """Which entry a distance takes."""
+    """Entry for each distance."""
     by_query: bool
-    """Whether there are query terms."""
+    """True where there are query terms."""
     by_key: bool
-    """Whether there are key terms."""
+    """True where there are key terms."""
     rows: int
     """Queries of a warpgroup."""
     parts: int

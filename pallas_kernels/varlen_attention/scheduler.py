@@ -1,4 +1,4 @@
-"""Which block computes what: tables that XLA builds from the sequence lengths.
+"""Tile schedules of the kernels: tables that XLA builds from the sequence lengths.
 
 A kernel has one block for each tile of queries (or of keys, in the backward pass) and
 head. How many tiles there are depends on the lengths, which the host never sees, so the
@@ -31,13 +31,13 @@ from pallas_kernels.varlen_attention.segments import Window, cut_cu_seqlens
 __all__ = ["Sequences", "Tiles", "interval_of_keys", "most_tiles", "tile_sequences"]
 
 _PAIRWISE = 2048
-"""Up to this many sequences, an order by pairwise comparison beats a sort."""
+"""Most sequences for which an order by pairwise comparison beats a sort."""
 _LEAST_SEQUENCES = 32
 """Empty ones are added up to this many: sums over fewer are not done by warps, and XLA
 makes more kernels of them."""
 _ALL_PAIRS = 2**16
-"""Up to this many pairs of a slot and a sequence, to compute a table for all of them
-beats a kernel that finds each slot's sequence."""
+"""Most pairs of a slot and a sequence for which a table of all of them beats a kernel
+that finds each slot's sequence."""
 
 
 class Sequences(NamedTuple):
@@ -107,9 +107,9 @@ class Tiles(NamedTuple):
     """
 
     index: Int[Array, "slots E"] | Int[Array, " slots"]
-    """Which tile of the sequence."""
+    """Number of the tile in the sequence."""
     mine: Bool[Array, "slots E"] | Bool[Array, " slots"]
-    """Whether the slot holds that tile; none, past the last tile."""
+    """True where the slot holds that tile; none, past the last tile."""
     sequence: Int[Array, " slots"] | None
     """Index into `Sequences`; None where all pairs are computed."""
     first: Int[Array, " E"]
@@ -118,7 +118,7 @@ class Tiles(NamedTuple):
     """Tiles of each sequence; as many slots as their sum are used, the first ones."""
 
     def of(self, x: Int[Array, " E"]) -> Array:
-        """What is said of each sequence, for each tile.
+        """Spread values of sequences over their tiles.
 
         In the shape of `index`, or one that broadcasts to it.
         """
@@ -147,7 +147,7 @@ class Tiles(NamedTuple):
 
 
 def most_tiles(rows: int, tokens: int, max_seqs: int, block: int) -> int:
-    """How many tiles any lengths can need: the slots of the grid."""
+    """Most tiles that any lengths can need: the slots of the grid."""
     return rows * ((tokens + (max_seqs + 1) * (block - 1)) // block)
 
 

@@ -1,4 +1,4 @@
-"""Where packed sequences begin and end, as prefix sums, segment ids and ranges.
+"""Boundaries of packed sequences, as prefix sums, segment ids and ranges.
 
 Sequences of different length lie one after another in a buffer of static length, the
 token budget. ``cu_seqlens`` holds the prefix sums of their lengths: sequence ``b`` is

@@ -107,9 +107,9 @@ class VarlenSpec:
     """
 
     name: str
-    """What it is called in tables."""
+    """Name in tables."""
     pattern: str
-    """How the lengths are distributed."""
+    """Distribution of the lengths."""
     lengths_q: tuple[int, ...]
     """Queries of each sequence."""
     lengths_k: tuple[int, ...]
@@ -121,15 +121,15 @@ class VarlenSpec:
     head_dim: int
     """H."""
     causal: bool = False
-    """Whether keys to the right of the diagonal are hidden."""
+    """True: keys to the right of the diagonal are hidden."""
     window: Window = (None, None)
     """Keys visible left and right of the diagonal."""
     softcap: float | None = None
     """Bound on scores."""
     sinks: bool = False
-    """Whether there is a sink per head."""
+    """True: there is a sink per head."""
     alibi: bool = False
-    """Whether there is an ALiBi slope per head."""
+    """True: there is an ALiBi slope per head."""
 
     @property
     def max_len(self) -> int:

@@ -288,7 +288,7 @@ def full_layers(values: Keys, window: int | None) -> tuple[int, ...]:
 
 
 def layer_types(config: DecoderConfig) -> list[str]:
-    """What `full_layers` reads."""
+    """The value that `full_layers` reads."""
     windows = [config.attention(i).window for i in range(config.num_layers)]
     return [FULL if window is None else SLIDING for window in windows]
 

@@ -21,7 +21,7 @@ class TensorMap:
     first_layer: int = 0
     """Number that the first of the stacked blocks has in the file."""
     inner_blocks: int = 1
-    """How many of the stacked blocks have the same number; ``{inner}`` in the name
+    """Number of stacked blocks that share a number; ``{inner}`` in the name
     stands for the place of a block among them."""
     groups: int = 1
     """Number of groups (heads) in the joined dimension: each holds its share of the
