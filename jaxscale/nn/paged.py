@@ -163,6 +163,7 @@ class PagedRows(_Pages):
             self.lengths,
             num_new=self.num_new,
             window=config.window,
+            scale=config.logits_scale,
             softcap=config.softcap,
         )
         return out, dataclasses.replace(self, pages=pages)
@@ -209,6 +210,7 @@ class PagedChunks(_Pages):
             cu_seqlens_k=self.cu_k,
             causal=True,
             window=config.limits,
+            scale=config.logits_scale,
             softcap=config.softcap,
             implementation=implementation,
         )

@@ -16,7 +16,10 @@ from tests.pruning.test_convert import pruned
 from tests.tolerances import RELATIVE, relative_error
 
 
-FAMILIES = ("gpt2", "gptj", "neox", "llama", "mistral", "qwen2", "qwen3")
+FAMILIES = (
+    *("gpt2", "gptj", "neox", "llama", "mistral", "qwen2", "qwen3"),
+    *("gemma2", "gemma3"),
+)
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 250, (2, 12)), jnp.int32)
 
 
