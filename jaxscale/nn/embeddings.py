@@ -204,7 +204,7 @@ class RopeConfig:
         stretch = factor * longer / original - (factor - 1)
         # theta ** (-2 i / dim) times stretch ** (-2 i / (dim - 2)).
         power = -np.arange(pairs, dtype=np.float32) / np.float32(pairs - 1)
-        return stretch[..., None, None] ** power * fixed
+        return stretch[..., None, None] ** power * fixed  # [B, T, 1, pairs]
 
     @property
     def attention_factor(self) -> float:

@@ -79,7 +79,7 @@ class JoinedLinear(ColumnParallelLinear):
         parts, start = [], 0
         for size, axes in self.parts:
             part = whole[..., start : (start := start + size // self.shards)]
-            parts.append(reshape(part, (b, t, size), axes, self.rules))
+            parts.append(reshape(part, (b, t, size), axes, self.rules))  # [B, T, part]
         return tuple(parts)
 
 

@@ -66,4 +66,5 @@ def masked_attention(
         logits = softcap * jnp.tanh(logits / softcap)
     logits = jnp.where(mask[:, None, None], logits, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
-    return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(b, t, n, h)
+    out = jnp.einsum("bkgts,bskh->btkgh", weights, v)
+    return out.reshape(b, t, n, h)  # [B, T, N, H]

@@ -85,7 +85,7 @@ def _attention_bwd(
     seen = inside[..., None] & (lse > -jnp.inf)
     # What arrives for a query that sees nothing, NaN too, is nobody's gradient.
     if x.cu_k is not None:
-        dout = jnp.where(seen[..., None], dout, 0)
+        dout = jnp.where(seen[..., None], dout, 0)  # [R, T, N, Hv]
     exact = out.astype(jnp.float32)
     if rest is not None:
         exact += rest.astype(jnp.float32)

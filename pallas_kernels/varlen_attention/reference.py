@@ -44,6 +44,7 @@ def varlen_attention_reference(
         for x, ids in ((q, ids_q), (k, ids_k), (v, ids_k))
     ]
     groups = q.shape[1] // k.shape[1]
+    # [T, N, H], [S, N, H], [S, N, Hv]
     q, k, v = clean[0], *(jnp.repeat(x, groups, axis=1) for x in clean[1:])
 
     # How far key j lies to the right of the diagonal of query i.
@@ -52,7 +53,7 @@ def varlen_attention_reference(
     i = positions_from_cu_seqlens(cu_seqlens_q, q.shape[0])
     j = positions_from_cu_seqlens(cu_seqlens_k, k.shape[0])
     distance = j[None, :] - i[:, None] - offset[:, None]  # [T, S]
-    mask = (ids_q[:, None] == ids_k[None, :]) & (ids_q >= 0)[:, None]
+    mask = (ids_q[:, None] == ids_k[None, :]) & (ids_q >= 0)[:, None]  # [T, S]
     left, right = window
     if left is not None:
         mask &= distance >= -left
@@ -65,28 +66,28 @@ def varlen_attention_reference(
         if (terms := relative_bias.query_terms) is not None:
             terms = jnp.where((ids_q >= 0)[:, None, None], terms, 0.0)
             terms = terms.astype(jnp.float32).swapaxes(0, 1)  # [N, T, P]
-            scores += jnp.take_along_axis(terms, entries[None], axis=2)
+            scores += jnp.take_along_axis(terms, entries[None], axis=2)  # [N, T, S]
         if (terms := relative_bias.key_terms) is not None:
             terms = jnp.where((ids_k >= 0)[:, None, None], terms, 0.0)
             terms = terms.astype(jnp.float32).swapaxes(0, 1)  # [N, S, P]
-            read = jnp.take_along_axis(terms, entries.T[None], axis=2)
+            read = jnp.take_along_axis(terms, entries.T[None], axis=2)  # [N, S, T]
             scores += read.swapaxes(1, 2)
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
     if alibi_slopes is not None:
-        slopes = alibi_slopes.astype(jnp.float32)[:, None, None]
+        slopes = alibi_slopes.astype(jnp.float32)[:, None, None]  # [N, 1, 1]
         scores -= slopes * jnp.abs(distance).astype(jnp.float32)
     scores = jnp.where(mask, scores, -jnp.inf)
     if sinks is not None:  # one more key, whose value is zero
         sink = jnp.broadcast_to(
             sinks.astype(jnp.float32)[:, None, None], (*scores.shape[:2], 1)
         )
-        sink = jnp.where((ids_q >= 0)[None, :, None], sink, -jnp.inf)
+        sink = jnp.where((ids_q >= 0)[None, :, None], sink, -jnp.inf)  # [N, T, 1]
         scores = jnp.concatenate([scores, sink], axis=2)
         v = jnp.concatenate([v, jnp.zeros_like(v[:1])])
     seen = jnp.any(scores > -jnp.inf, axis=2, keepdims=True)
     safe = jnp.where(seen, scores, 0.0)  # rows that see nothing: keep NaN away
     lse = jnp.where(seen, jax.nn.logsumexp(safe, axis=2, keepdims=True), -jnp.inf)
     weights = jnp.where(seen, jax.nn.softmax(safe, axis=2), 0.0)
-    out = jnp.einsum("nts,snv->tnv", weights, v, precision="highest")
-    return out, lse[:, :, 0].T
+    out = jnp.einsum("nts,snv->tnv", weights, v, precision="highest")  # [T, N, Hv]
+    return out, lse[:, :, 0].T  # [T, N, Hv], [T, N]

@@ -142,7 +142,7 @@ def _forward(loops: _Loops, x: Inputs) -> tuple[Array, Array]:
     column = jnp.zeros_like(o.q[0, ..., :1], dtype=jnp.float32)
     sink = jnp.float32(-jnp.inf)
     if x.sinks is not None:
-        sink = x.sinks.astype(jnp.float32).reshape(num_kv, groups, 1, 1)
+        sink = x.sinks.astype(jnp.float32).reshape(num_kv, groups, 1, 1)  # [K, G, 1, 1]
     # A sink is a key with the value zero that every query sees first.
     acc = jnp.broadcast_to(column, (*column.shape[:3], x.v.shape[-1]))
     carry = acc, column + sink, column + (sink > -jnp.inf).astype(jnp.float32)
@@ -157,7 +157,7 @@ def _forward(loops: _Loops, x: Inputs) -> tuple[Array, Array]:
             p = jnp.exp(scores - m_safe)
             alpha = jnp.exp(m - m_safe)
             total = alpha * total + jnp.sum(p, axis=-1, keepdims=True)
-            pv = _dot("kgts,ksv->kgtv", p.astype(o.v.dtype), o.v[j])
+            pv = _dot("kgts,ksv->kgtv", p.astype(o.v.dtype), o.v[j])  # [K, G, T, Hv]
             return alpha * acc + pv, m_new, total
 
         acc, m, total = jax.lax.fori_loop(first[i], last[i], key_block, carry)
@@ -237,7 +237,7 @@ def _backward(
     (dq, dslopes, dquery_terms), (dk, dv, dkey_terms) = jax.lax.scan(
         key_block, carry, blocks_k
     )
-    dk, dv = (_rows(a[:, :, None], num_keys) for a in (dk, dv))
+    dk, dv = (_rows(a[:, :, None], num_keys) for a in (dk, dv))  # [S, K, _] each
     dterms = [
         None if a is None else _rows(da, a.shape[0])
         for a, da in ((x.query_terms, dquery_terms), (x.key_terms, dkey_terms))
@@ -276,7 +276,7 @@ def _scores(
         capped = jnp.tanh(scores / loops.scores.softcap)
         scores = loops.scores.softcap * capped
         derivative = 1.0 - capped * capped
-    columns = j * loops.block_k + jnp.arange(loops.block_k, dtype=jnp.int32)
+    columns = j * loops.block_k + jnp.arange(loops.block_k, dtype=jnp.int32)  # [S]
     mask = (o.start[i][:, None] <= columns) & (columns < o.stop[i][:, None])
     distance = jnp.abs(o.diagonal[i][:, None] - columns).astype(jnp.float32)
     if o.slopes is not None:
@@ -327,8 +327,8 @@ def _operands(loops: _Loops, x: Inputs) -> _Operands:
     )
     return _Operands(
         q=_query_blocks(clean(x.q, cu_q), groups, block_q),
-        k=_cut(clean(x.k, cu_k), block_k).swapaxes(1, 2),
-        v=_cut(clean(x.v, cu_k), block_k).swapaxes(1, 2),
+        k=_cut(clean(x.k, cu_k), block_k).swapaxes(1, 2),  # [blocks, K, S, H]
+        v=_cut(clean(x.v, cu_k), block_k).swapaxes(1, 2),  # [blocks, K, S, Hv]
         start=start,
         stop=stop,
         diagonal=diagonal,
@@ -354,14 +354,14 @@ def _query_blocks(x: Array, groups: int, block: int) -> Array:
     """[T, N, H] to [blocks, K, G, block, H]."""
     x = _cut(x, block)
     x = x.reshape(*x.shape[:2], x.shape[2] // groups, groups, x.shape[3])
-    return x.transpose(0, 2, 3, 1, 4)
+    return x.transpose(0, 2, 3, 1, 4)  # [blocks, K, G, block, H]
 
 
 def _rows(x: Array, num_tokens: int) -> Array:
     """The inverse of `_query_blocks`: [blocks, K, G, block, H] to [T, N, H]."""
-    x = x.transpose(0, 3, 1, 2, 4)
+    x = x.transpose(0, 3, 1, 2, 4)  # [blocks, block, K, G, H]
     x = x.reshape(x.shape[0] * x.shape[1], x.shape[2] * x.shape[3], x.shape[4])
-    return x[:num_tokens]
+    return x[:num_tokens]  # [T, N, H]
 
 
 def _touched_blocks(start: Array, stop: Array, block: int) -> tuple[Array, Array]:
