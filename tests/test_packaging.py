@@ -24,7 +24,15 @@ PINS = (ROOT / "requirements.txt").read_text().splitlines()
 # anywhere (flax brings orbax-checkpoint and rich).
 ONLY_EXTRAS = {
     "train": ["grain", "plotly", "tensorboardX", "tokenizers", "tyro"],
-    "serve": ["fastapi", "jinja2", "prometheus_client", "pydantic", "uvicorn"],
+    "serve": [
+        "fastapi",
+        "httpx2",
+        "jinja2",
+        "llguidance",
+        "prometheus_client",
+        "pydantic",
+        "uvicorn",
+    ],
     "triton": ["jax_triton", "triton"],
     "docs": ["matplotlib", "myst_nb", "sphinx"],
     "notebooks": ["ipykernel", "jupytext"],

@@ -258,6 +258,10 @@ class Tokenizer:
             config |= {} if template is None else {"chat_template": template}
         (directory / _CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
 
+    def to_json(self) -> str:
+        """The text of its ``tokenizer.json``, which other libraries read."""
+        return self._backend.to_str()
+
     def encode(
         self,
         text: str,

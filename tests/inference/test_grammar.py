@@ -1,0 +1,171 @@
+"""Guided texts: what the masks allow is what the guide means, within bounds."""
+
+import json
+import random
+import re
+import threading
+
+import numpy as np
+import pytest
+
+from jaxscale.inference.grammar import GrammarCompiler, fill_masks
+from jaxscale.inference.request import Guide, InvalidRequest, Overloaded
+from jaxscale.models import Tokenizer
+
+
+V = 320
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.train(['{"name": "to be", "size": 12}'] * 3, vocab_size=290)
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer):
+    compiler = GrammarCompiler(tokenizer, vocab_size=V, eos_ids=[0], seconds=30)
+    yield compiler
+    compiler.close()
+
+
+def allowed(*matchers):
+    masks = np.zeros([len(matchers), V // 32], np.int32)
+    fill_masks([(m, i) for i, m in enumerate(matchers)], masks)
+    bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
+    return [set(np.flatnonzero(row).tolist()) for row in bits]
+
+
+def draw(tokenizer, matcher, rng, most=200):
+    """Any allowed tokens, and the end as soon as it may be."""
+    ids = []
+    while len(ids) < most:
+        (tokens,) = allowed(matcher)
+        assert tokens and max(tokens) < tokenizer.vocab_size
+        if 0 in tokens:
+            assert matcher.complete
+            return tokenizer.decode(ids)
+        ids.append(rng.choice(sorted(tokens)))
+        assert matcher.accept(ids[-1:]), matcher.error
+    raise AssertionError(f"no end: {tokenizer.decode(ids)}")
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 5},
+        "size": {"type": "integer", "minimum": 3, "maximum": 40},
+        "kind": {"enum": ["é", None, 7]},
+    },
+    "required": ["name", "size", "kind"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_drawn_follows_the_guide(tokenizer, compiler, seed):
+    rng = random.Random(seed)
+    schema = Guide(kind="json_schema", text=json.dumps(SCHEMA))
+    value = json.loads(draw(tokenizer, compiler.compile(schema), rng))
+    assert len(value["name"]) <= 5 and 3 <= value["size"] <= 40
+    assert value["kind"] in ("é", None, 7) and len(value) == 3
+    regex = r"(不|ab{2,3})[0-9]{2}x?!"
+    text = draw(tokenizer, compiler.compile(Guide(kind="regex", text=regex)), rng)
+    assert re.fullmatch(regex, text)
+    choices = ("to be", "to", "不", 'a "b"')
+    guide = Guide(kind="choice", choices=choices)
+    assert draw(tokenizer, compiler.compile(guide), rng) in choices
+
+
+def test_any_object_and_only_objects(tokenizer, compiler):
+    guide = Guide(kind="json_object")
+    matcher = compiler.compile(guide)
+    assert matcher.accept(tokenizer.encode('{"a": [1, {"b": null}]}'))
+    assert matcher.finished and allowed(matcher) == [{0}] and matcher.error is None
+    assert not compiler.compile(guide).accept(tokenizer.encode("[1]"))
+    spaces = compiler.compile(guide)
+    assert not spaces.accept(tokenizer.encode("{" + " " * 200 + "}"))
+
+
+def test_matchers_of_one_guide_are_apart(tokenizer, compiler):
+    guide = Guide(kind="choice", choices=("yes", "no"))
+    first, second = compiler.compile(guide), compiler.compile(guide)
+    begin = allowed(first)
+    assert first.accept(tokenizer.encode("ye"))
+    third = first.copy()
+    assert first.accept(tokenizer.encode("s")) and first.finished
+    assert allowed(second) == begin and not third.finished
+    assert allowed(first, second, third) == [
+        {0},
+        begin[0],
+        set(tokenizer.encode("s")),
+    ]
+    assert first.accept([0]) and first.error is None
+
+
+def test_drafts_are_taken_back(tokenizer, compiler):
+    matcher = compiler.compile(Guide(kind="regex", text="abc[0-9]+d"))
+    before = allowed(matcher)
+    drafts = tokenizer.encode("abcx")
+    assert matcher.accept_some(drafts) == 3 and matcher.error is None
+    matcher.rollback(2)
+    assert allowed(matcher) == [set(tokenizer.encode("b"))]
+    matcher.rollback(1)
+    assert allowed(matcher) == before
+    with pytest.raises(ValueError, match="count 1 exceeds the tokens"):
+        matcher.rollback(1)
+
+
+def test_a_token_that_is_not_allowed_is_an_error(tokenizer, compiler):
+    matcher = compiler.compile(Guide(kind="regex", text="ab"))
+    assert not matcher.accept(tokenizer.encode("x"))
+    assert "doesn't satisfy the grammar" in matcher.error and "\n" not in matcher.error
+
+
+def test_rows_without_a_matcher_stay(compiler):
+    masks = np.full([3, V // 32], 7, np.int32)
+    fill_masks([(compiler.compile(Guide(kind="regex", text="a")), 1)], masks)
+    assert (masks[[0, 2]] == 7).all() and (masks[1] != 7).any()
+    fill_masks([], masks)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        ("regex", "(a", "cannot be used: .*unclosed group"),
+        ("regex", "(?=a)b", "look-around"),
+        ("regex", r"a[^\s\S]", "no text matches the regex"),
+        ("json_schema", "[1", "malformed: Expecting"),
+        ("json_schema", "[1]", "malformed: a JSON schema is an object"),
+        ("json_schema", '{"type": 5}', "type must be a string"),
+        ("json_schema", '{"$ref": "http://a.b/c"}', "not present in a registry"),
+        ("json_schema", '{"a":' * 9000 + "1" + "}" * 9000, "malformed: maximum rec"),
+    ],
+)
+def test_guides_that_cannot_be_used(compiler, kind, text, message):
+    with pytest.raises(InvalidRequest, match=message):
+        compiler.compile(Guide(kind=kind, text=text))
+
+
+def test_compilation_is_bounded(tokenizer, monkeypatch):
+    """By time, by how many wait, and a slow one does not answer twice."""
+    compiler = GrammarCompiler(tokenizer, vocab_size=V, eos_ids=[0], seconds=0.05)
+    go = threading.Event()
+    monkeypatch.setattr(compiler, "_cached", lambda guide: go.wait(10) and 1 / 0)
+    guide = Guide(kind="regex", text="a")
+    with pytest.raises(InvalidRequest, match=r"regex took more than 0\.05 sec"):
+        compiler.compile(guide)
+    others = [compiler.submit(guide) for _ in range(63)]
+    with pytest.raises(Overloaded, match="64 grammars are being compiled"):
+        compiler.submit(guide)
+    go.set()
+    for other in others:
+        assert isinstance(other.exception(10), InvalidRequest | ZeroDivisionError)
+    compiler.close()
+
+
+def test_vocabularies(tokenizer):
+    with pytest.raises(ValueError, match=r"vocab_size 100 is less than the 2.. tokens"):
+        GrammarCompiler(tokenizer, vocab_size=100, eos_ids=[0])
+    for ids in ([], [V]):
+        with pytest.raises(ValueError, match="must be tokens of the vocabulary"):
+            GrammarCompiler(tokenizer, vocab_size=V, eos_ids=ids)
