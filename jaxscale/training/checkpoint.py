@@ -1,6 +1,7 @@
 """Checkpoints of a run: parameters by name, optimizer, data position, settings."""
 
 import contextlib
+import functools
 import logging
 import os
 import shutil
@@ -33,7 +34,8 @@ class Checkpointer:
     visible by a rename when all of it is written: what a killed process leaves behind
     is ignored, and removed when the next run opens the directory. Where the newest one
     cannot be read, for example after a disk was full, the one before is taken, with a
-    line on the log; a directory that lacks an item counts for nothing.
+    line on the log; a directory that lacks an item counts for nothing. Of several
+    processes all take the same one, which each of them can read.
 
     Example:
         >>> import tempfile, jax.numpy as jnp
@@ -81,6 +83,14 @@ class Checkpointer:
         if not read_only:  # Orbax would count them among those to keep
             whole = complete_steps(self.directory)
             _set_aside(self.directory, set(_numbered(self.directory)) - set(whole))
+        items: dict[str, Any] = {
+            "item_names": _ITEMS,
+            "item_handlers": {
+                "state": ocp.PyTreeCheckpointHandler(),
+                "data": ocp.JsonCheckpointHandler(),
+                "config": ocp.JsonCheckpointHandler(),
+            },
+        }
         policies = ocp.checkpoint_managers
         preserve = [policies.LatestN(keep)]
         if keep_every is not None:
@@ -93,13 +103,26 @@ class Checkpointer:
                 cleanup_tmp_directories=not read_only,
                 read_only=read_only,
             ),
-            item_names=_ITEMS,
-            item_handlers={
-                "state": ocp.PyTreeCheckpointHandler(),
-                "data": ocp.JsonCheckpointHandler(),
-                "config": ocp.JsonCheckpointHandler(),
-            },
+            **items,
         )
+        self._reader = self._manager
+        if jax.process_count() > 1:
+            # Orbax ends each restore with a meeting of all processes, to which one that
+            # cannot read would not come. Each reads alone; what is taken, they agree.
+            me = jax.process_index()
+            self._reader = ocp.CheckpointManager(
+                self.directory,
+                options=ocp.CheckpointManagerOptions(
+                    create=False,
+                    read_only=True,
+                    multiprocessing_options=ocp.options.MultiprocessingOptions(
+                        primary_host=me,
+                        active_processes={me},
+                        barrier_sync_key_prefix=f"process_{me}",
+                    ),
+                ),
+                **items,
+            )
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -111,6 +134,11 @@ class Checkpointer:
     def steps(self) -> list[int]:
         """The steps of which there is a complete checkpoint, oldest first."""
         return complete_steps(self.directory)
+
+    def newest(self) -> int | None:
+        """The newest of `steps`, as process 0 sees them; all processes must ask."""
+        newest = _of_first(max(self.steps, default=-1))
+        return None if newest < 0 else newest
 
     def save(self, step: int, state: Any, data_state: Mapping[str, Any]) -> None:
         """Copy `state` to the host and write it in the background.
@@ -156,7 +184,7 @@ class Checkpointer:
 
         def read(step: int) -> tuple[S, dict[str, Any]]:
             with self._reading(step):
-                items = self._manager.restore(
+                items = self._reader.restore(
                     step,
                     args=args.Composite(
                         data=args.JsonRestore(), config=args.JsonRestore()
@@ -197,7 +225,7 @@ class Checkpointer:
 
         def read(step: int) -> dict[str, Any]:
             with self._reading(step):
-                restored = self._manager.restore(
+                restored = self._reader.restore(
                     step, args=args.Composite(config=args.JsonRestore())
                 )
                 return dict(restored["config"])
@@ -216,35 +244,35 @@ class Checkpointer:
     def close(self) -> None:
         """Wait and release the threads."""
         self._manager.close()
+        if self._reader is not self._manager:
+            self._reader.close()
 
-    def _find(self, step: int | None) -> int:
+    def _newest[R](self, read: Callable[[int], R], step: int | None) -> R:
+        """What `read` finds in the checkpoint of `step`, or in the newest it can.
+
+        All processes read the same one, which process 0 names, and take it if all can.
+        """
         steps = self.steps
-        if not steps:
+        chosen = _of_first(max(steps, default=-1) if step is None else step)
+        if chosen < 0:
             raise FileNotFoundError(
                 f"there is no checkpoint in {self.directory}; give the output "
                 "directory of a run that has saved one"
             )
-        if step is not None and step not in steps:
+        if step is not None and not _of_first(step in steps):
             raise FileNotFoundError(
                 f"there is no checkpoint of step {step} in {self.directory}, only of "
                 f"{steps}"
             )
-        return steps[-1] if step is None else step
-
-    def _newest[R](self, read: Callable[[int], R], step: int | None) -> R:
-        """Apply `read` to the checkpoint of `step`, or to the newest undamaged one."""
-        if step is not None:
-            return read(self._find(step))
-        self._find(None)
-        for candidate in reversed(self.steps):
-            result, error = None, None
-            try:
-                result = read(candidate)
-            except DamagedCheckpoint as damaged:
-                error = damaged
-            if _everywhere(error is None):
+        while chosen >= 0:
+            result, problem = _on_all(functools.partial(read, chosen))
+            if problem is None:
                 return result  # pyright: ignore[reportReturnType]
-            logger.warning("%s", error or f"another process: {candidate} is damaged")
+            if step is not None:
+                raise DamagedCheckpoint(problem)
+            if jax.process_index() == 0:
+                logger.warning("%s", problem)
+            chosen = _of_first(max((s for s in steps if s < chosen), default=-1))
         raise DamagedCheckpoint(
             f"no checkpoint in {self.directory} can be read; choose another output_dir"
         )
@@ -279,7 +307,7 @@ class Checkpointer:
     def _restore_arrays[S](self, target: S, step: int, *, prefix: str) -> S:
         wanted = {prefix + name: leaf for name, leaf in named_leaves(target).items()}
         with self._reading(step):
-            metadata = self._manager.item_metadata(step).state
+            metadata = self._reader.item_metadata(step).state
             if metadata is None:
                 raise FileNotFoundError("state/_METADATA")
             saved = _flatten(metadata.tree)
@@ -298,7 +326,7 @@ class Checkpointer:
             partial_restore=bool(prefix),
         )
         with self._reading(step):
-            restored = self._manager.restore(step, args=ocp.args.Composite(state=args))
+            restored = self._reader.restore(step, args=ocp.args.Composite(state=args))
         arrays = _flatten(restored["state"])
         return jax.tree.unflatten(
             jax.tree.structure(target), [arrays[name] for name in wanted]
@@ -366,11 +394,45 @@ def _numbered(directory: Path) -> list[int]:
     return [int(name) for name in names if name.isdecimal() and name == str(int(name))]
 
 
-def _everywhere(ok: bool) -> bool:
-    """True if `ok` on all processes, which must take the same checkpoint."""
+def _of_first(number: int) -> int:
+    """The number that process 0 gives."""
     if jax.process_count() == 1:
-        return ok
-    return bool(np.all(multihost_utils.process_allgather(np.array(ok))))
+        return number
+    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+
+
+def _on_all[R](read: Callable[[], R]) -> tuple[R | None, str | None]:
+    """What `read` finds, or why the first process that finds damage cannot read.
+
+    Raises:
+        RuntimeError: another process ran into something other than damage.
+    """
+    result, error, text = None, None, ""
+    try:
+        result = read()
+    except Exception as caught:
+        error, text = caught, f"{type(caught).__name__}: {caught}"
+    failed = [(process, text) for process, text in enumerate(_texts(text)) if text]
+    if not failed:
+        return result, None
+    damage = f"{DamagedCheckpoint.__name__}: "
+    for process, text in failed:
+        if not text.startswith(damage):
+            raise error or RuntimeError(f"process {process} cannot go on: {text}")
+    process, text = failed[0]
+    seen_by = f" [process {process}]" if jax.process_count() > 1 else ""
+    return None, text.removeprefix(damage) + seen_by
+
+
+def _texts(text: str) -> list[str]:
+    """The text of each process, in their order."""
+    if jax.process_count() == 1:
+        return [text]
+    mine = np.zeros(1024, np.uint8)
+    content = text.encode()[: len(mine)]
+    mine[: len(content)] = np.frombuffer(content, np.uint8)
+    everyones = np.asarray(multihost_utils.process_allgather(mine))
+    return [row.tobytes().rstrip(b"\0").decode(errors="ignore") for row in everyones]
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:

@@ -338,7 +338,7 @@ def _start(
 
     abstract = jax.eval_shape(create) if model is None else jax.eval_shape(adopt, model)
     layout = shardings(abstract, mesh, rules)
-    if checkpoints.steps:
+    if checkpoints.newest() is not None:
         target = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
             abstract,

@@ -8,15 +8,16 @@ import time
 
 import jax
 
+from tests.training import processes
 
-def main(coordinator: str, rank: int, directory: str) -> None:
-    jax.config.update("jax_num_cpu_devices", 2)
-    jax.distributed.initialize(coordinator, 2, rank)
+
+def main(coordinator: str, rank: str, directory: str) -> None:
+    processes.join(coordinator, rank)
     from tests.training import test_preemption
 
     def preempt(step, state, metrics):
         # All stop one step after the last that a process has asked about, which is 2.
-        if step == 3 and rank == 1:
+        if step == 3 and rank == "1":
             os.kill(os.getpid(), signal.SIGTERM)
         # The preemption service looks for the signal once a second.
         time.sleep(0.1)
@@ -27,4 +28,4 @@ def main(coordinator: str, rank: int, directory: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    main(*sys.argv[1:])

@@ -1,7 +1,6 @@
 """Checkpoints: exact, on another mesh, and errors that name what does not fit."""
 
 import dataclasses
-import os
 from typing import Any
 
 import jax
@@ -18,7 +17,8 @@ from jaxscale.training.checkpoint import (
 )
 from jaxscale.training.optimizer import OptimizerConfig, make_optimizer
 from jaxscale.training.step import TrainState
-from tests.training import toy
+from tests.training import processes, toy
+from tests.training.damage import damage
 
 
 OPTIMIZER = make_optimizer(OptimizerConfig(mu_dtype="bfloat16"), 100)
@@ -185,20 +185,6 @@ def test_impossible_settings(tmp_path, options, message):
         Checkpointer(tmp_path, **options)
 
 
-def damage(step, how):
-    """A directory of a step as crashes and full disks leave it."""
-    state = step / "state"
-    if how == "cut off":
-        for file in state.rglob("d/*"):
-            os.truncate(file, file.stat().st_size // 2)
-    elif how == "no metadata":
-        (state / "_METADATA").unlink()
-    elif how == "empty metadata":
-        (state / "_METADATA").write_text("")
-    elif how == "no position":
-        (step / "data" / "metadata").unlink()
-
-
 @pytest.fixture
 def three(tmp_path):
     """Checkpoints of the steps 1 to 3, whose array is their step."""
@@ -224,6 +210,24 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_line(three, how, caplog):
     (line,) = [r.getMessage() for r in caplog.records if r.name != "absl"]
     assert line.startswith(f"checkpoint 3 in {three} is damaged and not used (")
     assert len(line.splitlines()) == 1 and len(line) < 400
+
+
+@pytest.mark.slow
+def test_processes_agree_on_a_checkpoint_that_all_can_read(tmp_path):
+    """Each has its own disk: 3 to 5 are damaged on one, 2 on the other."""
+    worker = "tests.training.restoring_worker"
+    (first, lines), (second, silence) = processes.run_two(worker, str(tmp_path))
+    for found in (first, second):
+        assert found["state"] == [[1], {"row": 1}]
+        assert found["none"] is None
+        # Positions are no part of the model.
+        assert found["model"] == 2
+        assert "checkpoint 3 in" in found["3"] and found["3"].endswith("[process 1]")
+        assert "checkpoint 2 in" in found["2"] and found["2"].endswith("[process 0]")
+    said = [line for line in lines.splitlines() if "is damaged and not used" in line]
+    assert [line.split()[1] for line in said] == ["5", "4", "3", "2", "5", "4", "3"]
+    assert [line[-11:] for line in said[:4]] == 3 * ["[process 1]"] + ["[process 0]"]
+    assert "is damaged" not in silence
 
 
 def test_a_model_comes_from_the_newest_checkpoint_that_can_be_read(three):

@@ -1,11 +1,5 @@
 """Two processes of which one is preempted stop together; one process continues."""
 
-import json
-import socket
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import numpy as np
 import pytest
@@ -23,7 +17,7 @@ from jaxscale.training import (
     fit,
     packed_batches,
 )
-from tests.training import toy
+from tests.training import processes, toy
 
 
 STEPS = 40
@@ -72,42 +66,10 @@ def run(config, devices, hooks=()):
     return result, writer.by_step
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 @pytest.mark.slow
 def test_stop_together_and_continue_in_one_process(tmp_path):
-    worker = Path(__file__).with_name("preempted_worker.py")
-    coordinator = f"127.0.0.1:{free_port()}"
-    root = worker.parents[2]
-    processes = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tests.training.preempted_worker",
-                coordinator,
-                str(rank),
-                str(tmp_path / "pair"),
-            ],
-            cwd=root,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=300) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (_, errors) in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, errors[-3000:]
-    first, second = (json.loads(out.splitlines()[-1]) for out, _ in outputs)
+    worker = "tests.training.preempted_worker"
+    (first, _), (second, _) = processes.run_two(worker, str(tmp_path / "pair"))
     assert first["stopped"]
     assert second["stopped"]
     assert second["losses"] == {}  # one process writes for both
