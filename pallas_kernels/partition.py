@@ -55,13 +55,13 @@ def by_shards[R](
     out_dims: Any,
     *,
     gather: bool = True,
-) -> R:
-    """``fn(*args)``, on an Explicit mesh with each device at its own shards.
+) -> Callable[..., R]:
+    """`fn` or, on an Explicit mesh, `fn` run by each device on its own shards.
 
     A dimension has one letter in all arrays that share it. A lower-case letter is a
     dimension along which the op is independent, so that a device computes its part of
     the result from its part of the operands; other dimensions must be whole. What is
-    split otherwise is gathered. Without an Explicit mesh `fn` runs as it is.
+    split otherwise is gathered.
 
     Args:
         fn: a function of arrays.
@@ -69,18 +69,18 @@ def by_shards[R](
         dims: a letter for each dimension of each argument.
         out_dims: a letter for each dimension of the result, or a pytree of such strings
             like the result.
-        gather: False runs `fn` as it is where a dimension that must be whole is split:
+        gather: False gives `fn` as it is where a dimension that must be whole is split:
             for what XLA computes without a gather.
 
     Returns:
-        The result of `fn`, split as the operands are.
+        A function of `args` with the results of `fn`, split as the operands are.
 
     Example:
         >>> import jax.numpy as jnp
         >>> mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
         >>> with jax.set_mesh(mesh):
         ...     x = jax.device_put(jnp.ones((8, 4)), PartitionSpec("data"))
-        ...     sums = by_shards(lambda x: x.sum(1), [x], ["mK"], "m")
+        ...     sums = by_shards(lambda x: x.sum(1), [x], ["mK"], "m")(x)
         >>> jax.typeof(sums)
         ShapedArray(float32[8@data])
     """
@@ -92,36 +92,37 @@ def by_shards[R](
     # jax 0.11.2 cannot differentiate a shard_map within one that tracks what varies.
     tracked = any(jax.typeof(x).manual_axis_type.varying for x in present)
     if not explicit or large - explicit or tracked:
-        return fn(*args)
+        return fn
     given = [letters for x, letters in zip(args, dims, strict=True) if x is not None]
     if not gather and not all(map(_is_whole, present, given)):
-        return fn(*args)
+        return fn
     split = _split(present, given)
 
     def spec(letters: str) -> PartitionSpec:
         return PartitionSpec(*(split.get(letter) for letter in letters))
 
-    def local(*present: jax.Array) -> R:
-        rest = iter(present)
-        return fn(*(None if x is None else next(rest) for x in args))
-
+    specs = tuple(map(spec, dims))
     mapped = jax.shard_map(
-        local,
+        fn,
         mesh=mesh,
         # None given means all but those over which a `jax.vmap` is split already.
         axis_names=free if mesh.manual_axes else frozenset(),
-        in_specs=tuple(map(spec, given)),
+        in_specs=specs,
         out_specs=jax.tree.map(spec, out_dims),
         check_vma=False,
     )
 
-    def placed(*present: jax.Array) -> R:
-        pairs = zip(present, given, strict=True)
-        shardings = ((x, NamedSharding(mesh, spec(letters))) for x, letters in pairs)
-        return mapped(*(jax.sharding.reshard(x, where) for x, where in shardings))
+    def placed(*args: jax.Array | None) -> R:
+        shardings = (NamedSharding(mesh, spec) for spec in specs)
+        return mapped(
+            *(
+                None if x is None else jax.sharding.reshard(x, where)
+                for x, where in zip(args, shardings, strict=True)
+            )
+        )
 
     # Outside of `jax.jit`, jax 0.11.2 runs a shard_map operation by operation.
-    return jax.jit(placed, inline=True)(*present)
+    return jax.jit(placed, inline=True)
 
 
 def _mesh_of(arrays: Sequence[jax.Array]) -> AbstractMesh:

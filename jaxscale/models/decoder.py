@@ -24,10 +24,10 @@ from jaxscale.models.stack import (
     unstacked,
 )
 from jaxscale.nn.blocks import Block, make_norm
-from jaxscale.nn.cache import KVCache
+from jaxscale.nn.cache import Cached, KVCache
 from jaxscale.nn.embeddings import Embed
 from jaxscale.nn.linear import Linear
-from jaxscale.nn.state import AttentionState, Cached, attention_state
+from jaxscale.nn.self_attention import AttentionState, attention_state
 from jaxscale.sharding.operations import constrain, contract
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 from jaxscale.sharding.tensor_parallel import TensorParallel, check_tensor_parallel

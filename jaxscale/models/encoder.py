@@ -31,8 +31,7 @@ from jaxscale.nn.embeddings import Embed
 from jaxscale.nn.linear import Linear
 from jaxscale.nn.norms import LayerNorm
 from jaxscale.nn.packing import pack, unpack
-from jaxscale.nn.self_attention import Attention
-from jaxscale.nn.state import attention_state, token_positions
+from jaxscale.nn.self_attention import Attention, attention_state, token_positions
 from jaxscale.sharding.operations import constrain
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 from pallas_kernels.arrays import concrete

@@ -17,7 +17,7 @@ from jaxscale.checks import check_choice
 from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.blocks import Block
 from jaxscale.nn.embeddings import Embed
-from jaxscale.nn.state import AttentionState, Packed
+from jaxscale.nn.self_attention import AttentionState, Packed
 from jaxscale.sharding.operations import constrain
 from jaxscale.sharding.rules import AxisRules
 
@@ -149,23 +149,21 @@ def run_stack[State: AttentionState](
         keep_gathered: True keeps what `all_gather_matmul` gathered, too, where `remat`
             keeps results of linear layers.
     """
-    policy, num_layers = REMAT_POLICIES[remat], len(variants)
-    if keep_gathered and remat not in ("none", "full"):
-        policy = _policies.save_from_both_policies(policy, _gathered_saveable)
+    policy, num_layers = _policy(remat, keep_gathered), len(variants)
 
-    def one(
-        carry: _Carry, block: Block, layer: Array | int, variant: AttentionConfig | None
-    ) -> _Carry:
+    def run_layer(
+        layer: Array | int, variant: AttentionConfig | None
+    ) -> Callable[[_Carry, Block], _Carry]:
         def body(carry: _Carry, block: Block) -> _Carry:
             x, carried = carry
             x, after = block(x, state.carrying(carried).at(layer, variant))
             return x, after.carried
 
-        if policy is not None:
-            # Inside a scan, XLA cannot undo the recomputation by merging it with the
-            # forward pass; outside, it must be kept from doing so.
-            body = jax.checkpoint(body, policy=policy, prevent_cse=not scan)
-        return body(carry, block)
+        if policy is None:
+            return body
+        # Inside a scan, XLA cannot undo the recomputation by merging it with the
+        # forward pass; outside, it must be kept from doing so.
+        return jax.checkpoint(body, policy=policy, prevent_cse=not scan)
 
     def block_at(layer: int) -> Block:
         layer = layer if order is None else order[layer]
@@ -196,15 +194,23 @@ def run_stack[State: AttentionState](
             part, first = xs
             for i in range(period):
                 layer = i if first is None else first + i
-                carry = one(carry, block_of(part, i), layer, variants[i])
+                carry = run_layer(layer, variants[i])(carry, block_of(part, i))
             return carry, None
 
         length = done // period
         carry, _ = jax.lax.scan(group, carry, (parts, firsts), length=length)
     for layer in range(done, num_layers):
-        carry = one(carry, block_at(layer), layer, variants[layer])
+        carry = run_layer(layer, variants[layer])(carry, block_at(layer))
     x, carried = carry
     return x, state.carrying(carried)
+
+
+def _policy(remat: str, keep_gathered: bool) -> Callable[..., Any] | None:
+    """The policy of this name, which may also keep what was gathered."""
+    policy = REMAT_POLICIES[remat]
+    if keep_gathered and remat not in ("none", "full"):
+        return _policies.save_from_both_policies(policy, _gathered_saveable)
+    return policy
 
 
 def look_up(

@@ -2,7 +2,7 @@
 
 from jaxscale.nn.attention import AttentionConfig, attention
 from jaxscale.nn.blocks import MLP, Block, BlockConfig, make_norm
-from jaxscale.nn.cache import KVCache
+from jaxscale.nn.cache import Cached, KVCache
 from jaxscale.nn.convolution import SequenceConvolution
 from jaxscale.nn.disentangled import (
     DisentangledAttention,
@@ -34,10 +34,9 @@ from jaxscale.nn.paged import (
     empty_pages,
     read_rows,
 )
-from jaxscale.nn.self_attention import Attention
-from jaxscale.nn.state import (
+from jaxscale.nn.self_attention import (
+    Attention,
     AttentionState,
-    Cached,
     Packed,
     Whole,
     attention_state,

@@ -151,3 +151,13 @@ class AttentionConfig:
         if self.window is None:
             return (None, None)
         return (self.window - 1, 0) if self.causal else (self.window, self.window)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of an attention over queries, keys and values of the layer."""
+        return {
+            "causal": self.causal,
+            "window": self.limits,
+            "scale": self.logits_scale,
+            "softcap": self.softcap,
+        }

@@ -21,8 +21,7 @@ from jaxscale.nn.embeddings import NORMAL_INIT
 from jaxscale.nn.joined import JoinedLinear, join_inputs
 from jaxscale.nn.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from jaxscale.nn.norms import LayerNorm, RMSNorm
-from jaxscale.nn.self_attention import Attention
-from jaxscale.nn.state import AttentionState
+from jaxscale.nn.self_attention import Attention, AttentionState
 from jaxscale.nn.tile_sparse_linear import TileSparseLinear
 from jaxscale.sharding.operations import constrain
 from jaxscale.sharding.rules import REPLICATED, AxisRules
@@ -393,14 +392,15 @@ class Block(nnx.Module):
                     *gather(attention.inputs, h),
                     *gather(mlp.inputs, self.mlp_norm(x), mlp.activations),
                 ]
-            heads = attention.split_heads(projected[:count])
+            heads = attention.split_heads(projected[:count])  # [B, T, N or K, H]
             attended, state = attention.attend(heads, state)
             hidden = attention.join_heads(attended), mlp.join(projected[count:])
             return x + scatter([attention.out, mlp.down], hidden), state
+        projected = gather(attention.inputs, h)  # [B, T, N H], [B, T, K H] twice
+        heads = attention.split_heads(projected)  # [B, T, N or K, H]
+        attended, state = attention.attend(heads, state)
+        joined = attention.join_heads(attended)  # [B, T, N H]
         if self.post_norm and self.attention_norm and self.mlp_norm:
-            heads = attention.split_heads(gather(attention.inputs, h))
-            attended, state = attention.attend(heads, state)
-            joined = attention.join_heads(attended)
             # What is normalized is read twice, by a product and by a sum. Without the
             # barriers XLA would compute it twice.
             x = norm_of_sum(self.attention_norm, attention.out, joined, x)
@@ -410,7 +410,7 @@ class Block(nnx.Module):
             else:
                 x = norm_of_sum(self.mlp_norm, mlp.down, mlp.hidden(x), x)
             return jax.lax.optimization_barrier(x), state
-        attended, state = attention(h, state)
+        attended = attention.out(joined)
         if self.attention_out_norm is not None:
             attended = self.attention_out_norm(attended)
         x = x + attended

@@ -15,8 +15,14 @@ from jaxtyping import Array, Float
 from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.linear import Linear
 from jaxscale.nn.packing import cu_seqlens_of_rows
-from jaxscale.nn.self_attention import Attention
-from jaxscale.nn.state import KV_AXES, Q_AXES, AttentionState, Packed, Whole
+from jaxscale.nn.self_attention import (
+    KV_AXES,
+    Q_AXES,
+    Attention,
+    AttentionState,
+    Packed,
+    Whole,
+)
 from jaxscale.nn.tile_sparse_linear import TileSparseLinear
 from jaxscale.sharding.operations import constrain, contract, per_shard, reshape
 from pallas_kernels.dispatch import Unsupported
@@ -213,11 +219,11 @@ class DisentangledAttention(Attention):
         self, projection: Linear | TileSparseLinear, table: Float[Array, "P D"]
     ) -> Float[Array, "P N H"]:
         """Keys or queries of the relative positions."""
-        axes = (None, "act_heads")
+        axes, heads = (None, "act_heads"), (None, "act_heads", None)
         shape = (table.shape[0], self.config.num_heads, self.config.head_dim)  # P, N, H
         if isinstance(projection, TileSparseLinear):
             out = projection(constrain(table, (None, None), self.rules)[None])[0]
-            return reshape(out, shape, (None, "act_heads", None), self.rules)
+            return reshape(out, shape, heads, self.rules)  # [P, N, H]
         out = contract(
             "pd,dh->ph",
             constrain(table.astype(projection.dtype), (None, None), self.rules),
@@ -229,7 +235,7 @@ class DisentangledAttention(Attention):
         if projection.bias is not None:
             bias = projection.bias[...].astype(projection.dtype)
             out = out + constrain(bias, axes[-1:], self.rules)
-        return reshape(out, shape, (None, "act_heads", None), self.rules)
+        return reshape(out, shape, heads, self.rules)  # [P, N, H]
 
     def _attend_rows(
         self, q: Array, k: Array, v: Array, cu_seqlens: Array, *tables: Array

@@ -208,7 +208,7 @@ class ColumnParallelLinear(_TensorParallelLinear):
             weights = [layer.weight for layer in layers]
             shards = Shards.of([x, *weights], in_axes, first.rules)
             contracted = {layer.kernel_axes[0] for layer in layers}
-            if shards is None or not any(map(shards.splits, contracted)):
+            if not any(map(shards.splits, contracted)):
                 return ColumnParallelLinear._dense(layers, x, activations)
             # XLA would make one product of them, and then copy each part out of it to
             # add its bias. It does not where the inputs look different.

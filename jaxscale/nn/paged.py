@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxscale.nn.attention import AttentionConfig, attention
-from jaxscale.nn.state import AttentionState
+from jaxscale.nn.self_attention import AttentionState
 from jaxscale.sharding.operations import constrain
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 from pallas_kernels.paged_attention import paged_attention

@@ -1,27 +1,265 @@
-"""The self-attention layer: projections, heads, and attention in any state.
+"""The self-attention layer, and the state of the tokens that attend in it.
 
-Legend: B batch, T tokens, N query heads, K key/value heads, H head dim, D model.
+`Attention` has the projections. What it needs besides queries, keys and values is an
+`AttentionState`, whose form says where the keys and values of a sequence lie: in its
+own row (`Whole`), in a packed row (`Packed`), or in a cache (`jaxscale.nn.cache`). One
+loop over layers runs all of them, for training, encoding, prefill and decoding. A state
+is a pytree, so it goes through `jax.jit`, `jax.lax.scan` and `jax.shard_map` with the
+tokens that it belongs to.
+
+Legend: B batch, T tokens, N query heads, K key/value heads, H head dim, D model,
+P entries of the table of relative positions.
 """
 
+import abc
 import dataclasses
+import typing
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.nn.initializers import Initializer
+from jax.tree_util import register_dataclass
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.embeddings import NORMAL_INIT, rotary
 from jaxscale.nn.joined import JoinedLinear, join_inputs
 from jaxscale.nn.linear import ColumnParallelLinear, RowParallelLinear
 from jaxscale.nn.norms import RMSNorm
-from jaxscale.nn.state import KV_AXES, Q_AXES, AttentionState
-from jaxscale.sharding.operations import reshape
+from jaxscale.nn.packing import check_cu_seqlens_of_rows, positions
+from jaxscale.sharding.operations import Shards, per_shard, reshape
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 from jaxscale.sharding.tensor_parallel import TensorParallel
+from pallas_kernels.attention import attention
+from pallas_kernels.varlen_attention import (
+    segment_ids_from_cu_seqlens,
+    varlen_attention,
+)
+
+
+Q_AXES = ("batch", None, "act_heads", None)
+"""Logical axes of queries and of what attention gives, [B, T, N, H]."""
+KV_AXES = ("batch", None, "act_kv_heads", None)
+"""Logical axes of keys and values, [B, T, K, H]."""
+
+
+# Transformations rebuild these classes around shardings and shapes, so that their
+# fields cannot be checked as arrays.
+@typing.no_type_check
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionState(abc.ABC):
+    """Positions, and where keys and values lie, of the tokens that attend.
+
+    A form is a frozen dataclass registered as a pytree. The metadata of a field with an
+    array hold ``axes``, its logical axes, and ``carried=True`` where `attend` changes
+    it: such a field goes from layer to layer, all others are the same for each.
+    """
+
+    positions: Int[Array, "B T"] = dataclasses.field(metadata={"axes": ("batch", None)})
+    """Position of each token in its sequence."""
+    relative: Float[Array, "P D"] | None = dataclasses.field(
+        default=None, metadata={"axes": (None, None)}
+    )
+    """The table of relative positions, for layers that attend to it."""
+    variant: AttentionConfig | None = dataclasses.field(
+        default=None, metadata={"static": True}
+    )
+    """Window and rotary embedding of the layer at hand; None: those it was made with.
+    """
+
+    @abc.abstractmethod
+    def attend(
+        self,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        config: AttentionConfig,
+        implementation: str | None = None,
+    ) -> tuple[Float[Array, "B T N H"], Self]:
+        """Attended values, and the state with the new keys and values.
+
+        Runs on the rows and heads of one device, where this state holds their part.
+
+        Args:
+            q: Queries, rotated.
+            k: Keys of the same tokens, rotated.
+            v: Values of the same tokens.
+            config: Shape and variant of the layer.
+            implementation: Passed to `attention`.
+        """
+
+    def sequence_lengths(self) -> Int[Array, "B T"]:
+        """The length of the sequence of each token, by its last position.
+
+        Runs on the rows of one device, as `attend` does.
+
+        Raises:
+            ValueError: sequences of this form may still grow.
+        """
+        raise ValueError(
+            f"{type(self).__name__} holds sequences that grow, and dynamic rotary "
+            "scaling needs their lengths; use whole or packed rows"
+        )
+
+    def at(self, layer: Int[Array, ""] | int, variant: AttentionConfig | None) -> Self:
+        """The state as the layer of this index and `variant` sees it."""
+        del layer
+        return dataclasses.replace(self, variant=variant)
+
+    @property
+    def carried(self) -> tuple[Array, ...]:
+        """The arrays that go from layer to layer."""
+        return tuple(getattr(self, name) for name in self._fields("carried"))
+
+    def carrying(self, carried: Sequence[Array]) -> Self:
+        """The state with other arrays in the place of `carried`."""
+        names = self._fields("carried")
+        return dataclasses.replace(self, **dict(zip(names, carried, strict=True)))
+
+    @property
+    def axes(self) -> Self:
+        """The state with logical axes in the place of its arrays."""
+        axes = self._fields("axes")
+        given = {n: axes[n] for n in axes if getattr(self, n) is not None}
+        return dataclasses.replace(self, **given)
+
+    def _fields(self, key: str) -> dict[str, Any]:
+        """The entries of the metadata under `key`, by the name of the field."""
+        fields = dataclasses.fields(self)
+        return {f.name: f.metadata[key] for f in fields if key in f.metadata}
+
+
+@typing.no_type_check
+@register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Whole(AttentionState):
+    """Rows that hold one sequence each, without padding that a token could see."""
+
+    @typing.override
+    def attend(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        config: AttentionConfig,
+        implementation: str | None = None,
+    ) -> tuple[Array, Self]:
+        out = attention(q, k, v, **config.options, implementation=implementation)
+        return out, self
+
+    @typing.override
+    def sequence_lengths(self) -> Array:
+        longest = self.positions.max(axis=1, keepdims=True) + 1  # [B, 1]
+        return jnp.broadcast_to(longest, self.positions.shape)
+
+
+@typing.no_type_check
+@register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Packed(AttentionState):
+    """Rows in which sequences lie one after another and see themselves alone."""
+
+    cu_seqlens: Int[Array, "B seqs_plus_1"] = dataclasses.field(
+        metadata={"axes": ("batch", None)}
+    )
+    """Boundaries: sequence `i` of row `b` is the tokens from ``cu_seqlens[b, i]`` to
+    ``cu_seqlens[b, i + 1]``; what lies past the last one is padding."""
+
+    @typing.override
+    def attend(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        config: AttentionConfig,
+        implementation: str | None = None,
+    ) -> tuple[Array, Self]:
+        options = {**config.options, "implementation": implementation}
+        out = varlen_attention(q, k, v, self.cu_seqlens, **options)
+        return typing.cast(Array, out), self  # a tuple only with return_lse
+
+    @typing.override
+    def sequence_lengths(self) -> Array:
+        def one_row(cu_seqlens: Array, positions: Array) -> Array:
+            ids = segment_ids_from_cu_seqlens(cu_seqlens, positions.shape[0])  # [T]
+            zeros = jnp.zeros(cu_seqlens.shape, positions.dtype)
+            return zeros.at[ids].max(positions + 1)[ids]
+
+        return jax.vmap(one_row)(self.cu_seqlens, self.positions)
+
+    def in_sequence_with(
+        self, marked: Bool[Array, "B T"], rules: AxisRules = REPLICATED
+    ) -> Bool[Array, "B T"]:
+        """Mark the tokens of sequences that hold a `marked` token."""
+
+        def one_row(cu_seqlens: Array, marked: Array) -> Array:
+            # Padding has the id -1, the last of as many entries as there are bounds.
+            ids = segment_ids_from_cu_seqlens(cu_seqlens, marked.shape[0])  # [T]
+            return jnp.zeros(cu_seqlens.shape, bool).at[ids].max(marked)[ids]
+
+        def local(cu_seqlens: Array, marked: Array) -> tuple[Array]:
+            return (jax.vmap(one_row)(cu_seqlens, marked),)
+
+        rows = ("batch", None)
+        mapped = per_shard(local, [rows, rows], [rows], rules)
+        return mapped(self.cu_seqlens, marked)[0]
+
+
+def attention_state(
+    shape: tuple[int, ...],
+    *,
+    cu_seqlens: Int[Array, "B seqs_plus_1"] | None = None,
+    positions: Int[Array, "B T"] | None = None,
+    relative: Float[Array, "P D"] | None = None,
+    rules: AxisRules = REPLICATED,
+) -> Whole | Packed:
+    """The state of whole rows, or of packed ones where `cu_seqlens` is given.
+
+    Args:
+        shape: (B, T), rows and tokens of a row.
+        cu_seqlens: Boundaries of packed sequences, as for `Packed`.
+        positions: Position of each token in its sequence; counted from the start of the
+            row or of the packed sequence if None.
+        relative: The table of relative positions.
+        rules: The table of the recipe.
+
+    Raises:
+        ValueError: `cu_seqlens` has not B rows; or its values, where
+            they are not traced, do not start at 0, decrease or pass T.
+
+    Example:
+        >>> attention_state((1, 3), cu_seqlens=jnp.array([[0, 1, 3]]))
+        ... # doctest: +ELLIPSIS
+        Packed(positions=Array([[0, 0, 1]], dtype=int32), ...)
+    """
+    if cu_seqlens is not None:
+        check_cu_seqlens_of_rows(cu_seqlens, shape)
+    if positions is None:
+        positions = token_positions(shape, cu_seqlens, rules)
+    if cu_seqlens is None:
+        return Whole(positions=positions, relative=relative)
+    return Packed(positions=positions, cu_seqlens=cu_seqlens, relative=relative)
+
+
+def token_positions(
+    shape: tuple[int, ...],
+    cu_seqlens: Int[Array, "B seqs_plus_1"] | None,
+    rules: AxisRules,
+) -> Int[Array, "B T"]:
+    """Positions counted from the start of each row or packed sequence."""
+    num_tokens = shape[1]
+    if cu_seqlens is None:
+        return jnp.broadcast_to(jnp.arange(num_tokens), shape)
+
+    def local(cu_seqlens: Array) -> tuple[Array]:
+        return (positions(cu_seqlens, num_tokens),)
+
+    axes = [("batch", None)]
+    return per_shard(local, axes, axes, rules)(cu_seqlens)[0]
 
 
 class Attention(nnx.Module):
@@ -152,12 +390,18 @@ class Attention(nnx.Module):
         """
         config = self.config if state.variant is None else state.variant
 
-        def local(state: State, q: Array, k: Array, v: Array) -> tuple[Array, State]:
+        def local(
+            state: State, q: Array, k: Array, v: Array
+        ) -> tuple[Array, tuple[Array, ...]]:
             q, k = _rotate(config, q, k, state)
-            return state.attend(q, k, v, config, self.implementation)
+            out, after = state.attend(q, k, v, config, self.implementation)
+            return out, after.carried
 
-        axes = [Q_AXES, KV_AXES, KV_AXES]
-        return state.per_shard(local, axes, self._head_rules)(*heads)
+        args, axes = (state, *heads), (state.axes, Q_AXES, KV_AXES, KV_AXES)
+        shards = Shards.of(args, axes, self._head_rules)
+        attend = shards.over(local, [Q_AXES, state.axes.carried])
+        out, carried = attend(*shards.place(args))
+        return out, state.carrying(carried)
 
     def split_heads(
         self, projected: Sequence[Float[Array, "B T _features"]]
@@ -182,7 +426,8 @@ class Attention(nnx.Module):
     def join_heads(self, out: Float[Array, "B T N H"]) -> Float[Array, "B T features"]:
         """Join the heads that `attend` returns, as `out` takes them."""
         b, t, n, h = out.shape
-        return reshape(out, (b, t, n * h), ("batch", None, "act_heads"), self.rules)
+        shape, axes = (b, t, n * h), ("batch", None, "act_heads")
+        return reshape(out, shape, axes, self.rules)  # [B, T, N H]
 
     @property
     def _head_rules(self) -> AxisRules:

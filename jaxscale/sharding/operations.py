@@ -15,6 +15,7 @@ The mesh is the one of `jax.set_mesh`, or else the one that the arrays live on.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -188,12 +189,12 @@ def reshape(
     return _steer(jax.lax.reshape(x, tuple(shape), out_sharding=explicit), auto)
 
 
-def per_shard(
-    fn: Callable[..., tuple[Array, ...]],
-    in_axes: Sequence[Sequence[str | None]],
-    out_axes: Sequence[Sequence[str | None]],
+def per_shard[Result](
+    fn: Callable[..., Result],
+    in_axes: Sequence[Any],
+    out_axes: Sequence[Any],
     rules: AxisRules,
-) -> Callable[..., tuple[Array, ...]]:
+) -> Callable[..., Result]:
     """`fn` run by each device on its own shards, for work that no split axis couples.
 
     Attention is independent over rows and heads, and a Pallas kernel cannot be split
@@ -202,9 +203,10 @@ def per_shard(
     axes that do not divide one of the dimensions are left out for all arguments.
 
     Args:
-        fn: Function of arrays that returns a tuple of arrays.
-        in_axes: Logical axes of each argument.
-        out_axes: Logical axes of each result.
+        fn: Function of arrays, or of pytrees of them, that returns a tuple.
+        in_axes: Logical axes of each argument; of a pytree, one with axes in the place
+            of its arrays.
+        out_axes: Logical axes of each result, in the same way.
         rules: Mesh axes of each logical axis.
 
     Returns:
@@ -225,9 +227,9 @@ def per_shard(
         [1. 2. 3. 4.]
     """
 
-    def run(*args: Array) -> tuple[Array, ...]:
+    def run(*args: Any) -> Result:
         shards = Shards.of(args, in_axes, rules)
-        return fn(*args) if shards is None else shards.run(fn, in_axes, out_axes, args)
+        return shards.over(fn, out_axes)(*shards.place(args))
 
     return run
 
@@ -243,33 +245,42 @@ class Shards:
     mesh: AbstractMesh
     """Mesh of the context, or that of the arguments."""
     free: frozenset[str]
-    """The mesh axes that are not Manual yet."""
+    """The mesh axes that are not Manual yet; empty where none of them splits anything.
+    """
     divided: frozenset[str]
     """The free axes that divide every dimension which the rules split over them."""
+    in_axes: tuple[Any, ...]
+    """Logical axes of each argument."""
     rules: AxisRules
     """Mesh axes of each logical axis."""
 
     @classmethod
     def of(
-        cls,
-        args: Sequence[Array],
-        in_axes: Sequence[Sequence[str | None]],
-        rules: AxisRules,
-    ) -> "Shards | None":
-        """Return how `args` are cut; None where no axis splits anything."""
-        mesh = _current_mesh(args)
+        cls, args: Sequence[Any], in_axes: Sequence[Any], rules: AxisRules
+    ) -> "Shards":
+        """Return how `args` are cut, arrays or pytrees of them."""
+        in_axes = tuple(in_axes)
+        leaves, tree = jax.tree.flatten(tuple(args))
+        mesh = _current_mesh(leaves)
         types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
         free = frozenset(n for n, kind in types.items() if kind != AxisType.Manual)
+        pairs = zip(leaves, tree.flatten_up_to(in_axes), strict=True)
         if not any(mesh.shape[n] > 1 or types[n] == AxisType.Explicit for n in free):
-            return None
+            free, pairs = frozenset(), ()
         divided = set(free)
-        for x, axes in zip(args, in_axes, strict=True):
+        for x, axes in pairs:
             require_axes(sorted(rules.mesh_axes(axes)), mesh.axis_names)
             for size, entry in zip(x.shape, rules.spec(*axes), strict=True):
                 names = free.intersection(as_tuple(entry))
                 if size % math.prod(mesh.shape[n] for n in names):
                     divided -= names
-        return cls(mesh=mesh, free=free, divided=frozenset(divided), rules=rules)
+        return cls(
+            mesh=mesh,
+            free=free,
+            divided=frozenset(divided),
+            in_axes=in_axes,
+            rules=rules,
+        )
 
     @property
     def devices(self) -> int:
@@ -302,41 +313,60 @@ class Shards:
             n for n, kind in types if kind == AxisType.Auto and self.mesh.shape[n] == 1
         )
 
-    def run(
-        self,
-        fn: Callable[..., tuple[Array, ...]],
-        in_axes: Sequence[Sequence[str | None]],
-        out_axes: Sequence[Sequence[str | None]],
-        args: Sequence[Array],
-    ) -> tuple[Array, ...]:
-        """``fn(*args)`` with each device at its own shards."""
-        if any(jax.typeof(x).manual_axis_type.varying for x in args):
+    def place(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """The arguments, split as a function from `over` takes them."""
+        if not self.free:
+            return tuple(args)
+        leaves, tree = jax.tree.flatten(tuple(args))
+        if any(jax.typeof(x).manual_axis_type.varying for x in leaves):
             # JAX 0.11.2 cannot differentiate a tracking shard_map within another.
             raise ValueError(
                 "check_vma True of the enclosing jax.shard_map leaves no room for the "
                 "one that splits work over the remaining mesh axes; pass "
                 "check_vma=False to it, or make it manual over all axes"
             )
+        axes = tree.flatten_up_to(self.in_axes)
+
+        def placed(*leaves: Array) -> list[Array]:
+            pairs = zip(leaves, axes, strict=True)
+            return [_constrain(x, names, self.rules, *leaves) for x, names in pairs]
+
+        # Outside of `jax.jit`, arrays of one device go to the mesh of the others.
+        return tree.unflatten(jax.jit(placed, inline=True)(*leaves))
+
+    def over[Result](
+        self, fn: Callable[..., Result], out_axes: Sequence[Any]
+    ) -> Callable[..., Result]:
+        """`fn` run by each device on its shards, or `fn` itself where nothing is split.
+
+        Args:
+            fn: Function of arguments that `place` has split; it returns a tuple.
+            out_axes: Logical axes of each result.
+        """
+        if not self.free:
+            return fn
         mapped = jax.shard_map(
             fn,
             mesh=self.mesh,
             axis_names=self.free,
-            in_specs=tuple(self.spec(axes) for axes in in_axes),
-            out_specs=tuple(self.spec(axes) for axes in out_axes),
+            in_specs=self._specs(self.in_axes),
+            out_specs=self._specs(tuple(out_axes)),
             check_vma=False,
         )
-
-        def placed(*args: Array) -> tuple[Array, ...]:
-            split = (
-                _constrain(x, axes, self.rules, *args)
-                for x, axes in zip(args, in_axes, strict=True)
-            )
-            return mapped(*split)
-
         # Outside of `jax.jit`, jax 0.11.2 runs a shard_map operation by operation, and
-        # XLA crashes on some of them; nor does it move an array of one device to the
-        # mesh of the others. Inside, this changes nothing.
-        return jax.jit(placed, inline=True)(*args)
+        # XLA crashes on some of them. Inside, this changes nothing.
+        return jax.jit(mapped, inline=True)
+
+    def _specs(self, axes: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The partitions of a tree with logical axes in the place of its arrays."""
+        return jax.tree.map(self.spec, axes, is_leaf=_are_axes)
+
+
+def _are_axes(node: Any) -> bool:
+    """Return whether a node of a tree names logical axes, one for each dimension."""
+    return isinstance(node, tuple | list) and all(
+        axis is None or isinstance(axis, str) for axis in node
+    )
 
 
 def _constrain(

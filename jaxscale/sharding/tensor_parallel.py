@@ -128,7 +128,8 @@ def column_parallel(
         )
 
     local_axes = [("batch", None, axis) for axis in features]
-    outs = region.run(local, in_axes, local_axes, [x, *kernels])
+    args = region.shards.place([x, *kernels])
+    outs = region.over(local, local_axes)(*args)
     return tuple(
         constrain(out, axes, rules) for out, axes in zip(outs, out_axes, strict=True)
     )
@@ -200,7 +201,8 @@ def row_parallel(
         )
 
     local_axes = _SPLIT if region.splits_tokens else _WHOLE
-    (out,) = region.run(local, in_axes, [local_axes], [*xs, *kernels])
+    args = region.shards.place([*xs, *kernels])
+    (out,) = region.over(local, [local_axes])(*args)
     return constrain(out, out_axes, rules)
 
 
@@ -298,8 +300,10 @@ class _Region:
         if tensor_parallel is None:
             return None
         axis = tensor_axis(rules, *features)
-        shards = None if axis is None else Shards.of(args, in_axes, rules)
-        if axis is None or shards is None or axis not in shards.divided:
+        if axis is None:
+            return None
+        shards = Shards.of(args, in_axes, rules)
+        if axis not in shards.divided:
             return None
         size = shards.mesh.shape[axis]
         if size == 1:
@@ -326,15 +330,13 @@ class _Region:
             gathered.append(w)
         return gathered
 
-    def run(
+    def over(
         self,
         local: Callable[..., tuple[Array, ...]],
-        in_axes: Sequence[Sequence[str | None]],
         out_axes: Sequence[Sequence[str | None]],
-        args: Sequence[Array],
-    ) -> tuple[Array, ...]:
-        """`local` on each device's shards."""
-        kernel_axes = [axes for axes in in_axes if len(axes) == 2]
+    ) -> Callable[..., tuple[Array, ...]]:
+        """`local` run by each device on its shards."""
+        kernel_axes = [axes for axes in self.shards.in_axes if len(axes) == 2]
         storage = {n for axes in kernel_axes for a in axes for n in self._storage(a)}
 
         def saveable(primitive: Any, *_: Any, **params: Any) -> bool:
@@ -345,7 +347,7 @@ class _Region:
 
         if storage:
             local = jax.checkpoint(local, policy=saveable)
-        return self.shards.run(local, in_axes, out_axes, args)
+        return self.shards.over(local, out_axes)
 
     def _storage(self, axis: str | None) -> tuple[str, ...]:
         names, sizes = self.shards.names(axis), self.shards.mesh.shape

@@ -101,7 +101,7 @@ def attention(
         )
 
     dims = ["bTnH", "bSnH", "bSnH"]
-    return by_shards(local, [q, k, v], dims, "bTnH")
+    return by_shards(local, [q, k, v], dims, "bTnH")(q, k, v)
 
 
 def _declines(problem: Problem, device: DeviceSpec | None) -> str | None:

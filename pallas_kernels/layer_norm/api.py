@@ -106,7 +106,8 @@ def layer_norm(
         return dispatch("layer_norm", implementations, implementation, arrays, call)
 
     rows = string.ascii_lowercase[: x.ndim - 1] + "D"
-    return by_shards(run, arrays, [rows, "D", "D", rows, "D"], rows, gather=False)
+    dims = [rows, "D", "D", rows, "D"]
+    return by_shards(run, arrays, dims, rows, gather=False)(*arrays)
 
 
 type _Arrays = tuple[Array, Array, Array | None, Array | None, Array | None]

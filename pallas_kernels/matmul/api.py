@@ -120,7 +120,8 @@ def matmul(
     *rows, columns = string.ascii_lowercase[: x.ndim]
     leading = "".join(rows)
     w_dims = columns + "K" if rhs_transposed else "K" + columns
-    return by_shards(local, [x, w], [leading + "K", w_dims], leading + columns)
+    dims = [leading + "K", w_dims]
+    return by_shards(local, [x, w], dims, leading + columns)(x, w)
 
 
 def dense(

@@ -71,7 +71,8 @@ def run_dense(
     leading = "".join(rows)
     dims = [leading + "K", *["K" + columns] * len(ws), *[columns] * len(ws)]
     out = (leading + columns,) * len(ws)
-    return by_shards(run, [x, *ws, *biases], dims, out)
+    args = [x, *ws, *biases]
+    return by_shards(run, args, dims, out)(*args)
 
 
 def _check(

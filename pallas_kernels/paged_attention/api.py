@@ -144,7 +144,8 @@ def paged_attention(
     run = functools.partial(
         _without_derivative, (scores, implementation, config, DeviceSpec.current())
     )
-    return by_shards(lambda *x: run(Inputs(*x)), x, _DIMS, (_DIMS[0], _DIMS[2]))
+    out_dims = _DIMS[0], _DIMS[2]
+    return by_shards(lambda *x: run(Inputs(*x)), x, _DIMS, out_dims)(*x)
 
 
 _DIMS = ("BRnH", "BRTnH", "LPTnGH", "", "BW", "B", "B", "LPTn")

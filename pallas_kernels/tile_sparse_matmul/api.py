@@ -154,7 +154,8 @@ def tile_sparse_matmul(
         "K" + rows if major else rows + "K" for major in call.feature_major
     )
     dims = [x_dims, *("W" * a.ndim for a in weights)]
-    return by_shards(run, [x, *weights], dims, y_dims)
+    args = [x, *weights]
+    return by_shards(run, args, dims, y_dims)(*args)
 
 
 def _tile_sparse_matmul(

@@ -4,12 +4,14 @@ Axes: R packed rows of a batch, B sequences of a row, T packed queries, S packed
 N query heads, K key/value heads, H head dim of queries and keys, Hv head dim of values.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import dispatch
@@ -17,6 +19,7 @@ from pallas_kernels.mosaic import DeviceSpec, vary_alike
 from pallas_kernels.partition import by_shards
 from pallas_kernels.varlen_attention.inputs import (
     Inputs,
+    Passes,
     Scores,
     resolve_scale,
     resolve_softcap,
@@ -31,11 +34,11 @@ from pallas_kernels.varlen_attention.segments import (
 from pallas_kernels.varlen_attention.xla import varlen_attention_xla
 
 
-IMPLEMENTATIONS: Mapping[str, Callable[..., tuple[Array, Array]]] = {
+IMPLEMENTATIONS: Mapping[str, Callable[..., Passes]] = {
     "mosaic_gpu": varlen_attention_mosaic_gpu,
     "xla": varlen_attention_xla,
 }
-"""Implementations of `varlen_attention`, the preferred one first."""
+"""Functions that give the passes of a call or refuse it, the preferred one first."""
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -183,31 +186,100 @@ def varlen_attention(
         relative,
     )
 
-    def run(*arrays: Array | None) -> tuple[Array, Array]:
+    def local(*arrays: Any) -> tuple[Array, Array]:
         # Where heads are split and, say, one key/value head lies on every device, the
         # gradient of the latter is the sum over devices, the transpose of the mark.
-        return dispatch(
+        x = vary_alike(Inputs(*arrays))
+        passes = dispatch(
             "varlen_attention",
             IMPLEMENTATIONS,
             implementation,
-            vary_alike(Inputs(*arrays)),  # pyright: ignore[reportArgumentType]
+            x,
             scores,
             device=DeviceSpec.current(),
             config=config,
         )
+        return _one_program(passes, x)
 
     x = Inputs(q, k, v, cu_q, cu_k, None, None, *terms)
     if not rows:
-        x = jax.tree.map(lambda a: a[None], x)
+        x = jax.tree.map(lambda a: a[None], x)  # [R, ...] with R = 1
     x = x._replace(sinks=sinks, slopes=alibi_slopes)
-    out, lse = by_shards(run, x, _DIMS, ("rTnV", "rTn"))
+    out, lse = by_shards(local, x, _DIMS, ("rTnV", "rTn"))(*x)
     if not rows:
-        out, lse = out[0], lse[0]
+        out, lse = out[0], lse[0]  # [T, N, Hv], [T, N]
     return (out, lse) if return_lse else out
 
 
 _DIMS = ("rTnH", "rSnH", "rSnV", "rB", "rB", "n", "n", "rTnP", "rSnP")
 """A letter for each dimension of `Inputs`: rows and heads are independent."""
+
+
+# --- The gradient rule, one for all implementations -----------------------------------
+#
+# With scores ``s``, weights ``p = exp(s - lse)`` and ``out = p v``, the gradient of a
+# score is ``p * (dout . v - delta)``, where ``delta = dout . out - dlse`` is a number
+# for each query and head. An implementation gives the two passes over the scores; what
+# needs no scores is here: which queries see anything, delta, and the gradient of sinks.
+#
+# Where one key has nearly all of the weight, ``dout . v`` and ``delta`` are nearly
+# equal. With out rounded to 16 bits their difference would be mostly the error of the
+# rounding, as it is in FlashAttention-2 and -3. So a forward pass that is
+# differentiated also gives ``rest``, what the rounding took from out, in 16 bits. What
+# stays is the rounding of the two sums in fp32, about 2^-22 of ``|dout| . |v|``:
+# gradients below that are noise. Only a sum of ``p * (dout . v)`` over all keys,
+# another pass, would be exact.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(passes: Passes, x: Inputs) -> tuple[Array, Array]:
+    """``(out, lse)``; differentiable once in reverse mode."""
+    out, lse, _ = passes.forward(x, False)
+    return out, lse
+
+
+type _Residuals = tuple[Inputs, Array, Array, Array | None]
+
+
+def _attention_fwd(passes: Passes, x: Inputs) -> tuple[tuple[Array, Array], _Residuals]:
+    # Rematerialization policies may keep these by name.
+    out, lse, rest = passes.forward(x, True)
+    out, rest = checkpoint_name((out, rest), "varlen_attention_out")
+    lse = checkpoint_name(lse, "varlen_attention_lse")
+    return (out, lse), (x, out, lse, rest)
+
+
+def _attention_bwd(
+    passes: Passes, residuals: _Residuals, cotangents: tuple[Array, Array]
+) -> tuple[Inputs]:
+    x, out, lse, rest = residuals
+    dout, dlse = cotangents
+    inside = jnp.arange(x.q.shape[1], dtype=jnp.int32) < x.cu_q[:, -1:]  # [R, T]
+    seen = inside[..., None] & (lse > -jnp.inf)
+    # What arrives for a query that sees nothing, NaN too, is nobody's gradient.
+    if x.cu_k is not None:
+        dout = jnp.where(seen[..., None], dout, 0)  # [R, T, N, Hv]
+    exact = out.astype(jnp.float32)
+    if rest is not None:
+        exact += rest.astype(jnp.float32)
+    delta = jnp.sum(dout.astype(jnp.float32) * exact, axis=-1)
+    delta = jnp.where(seen, delta - dlse, 0.0)
+    sinks = x.sinks
+    if sinks is not None:
+        # A sink is a key whose value is zero.
+        logits = jnp.where(seen, sinks.astype(jnp.float32) - lse, -jnp.inf)
+        of_rows = -jnp.exp(logits) * delta  # [R, T, N]
+        sinks = jnp.sum(of_rows, axis=(0, 1)).astype(sinks.dtype)
+    grads = passes.backward(x, dout, lse, delta)
+    return (grads._replace(cu_q=None, cu_k=None, sinks=sinks),)
+
+
+_attention.defvjp(_attention_fwd, _attention_bwd)
+# Outside of any jit, not a hundred operations.
+_one_program = jax.jit(_attention, static_argnums=0)
+
+
+# --- Other arguments ------------------------------------------------------------------
 
 
 def varlen_attention_segment_ids(

@@ -1,4 +1,4 @@
-"""The arrays of a call of variable-length attention, and the form of its scores.
+"""The parts of a call of variable-length attention: arrays, scores, two passes.
 
 Axes: R rows of the batch, T packed queries, S packed keys, N query heads, K key/value
 heads, H head dim of queries and keys, Hv head dim of values, P entries of a row of
@@ -8,6 +8,7 @@ relative terms.
 import contextlib
 import dataclasses
 import math
+import typing
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ from pallas_kernels.varlen_attention.relative import RelativeBuckets
 from pallas_kernels.varlen_attention.segments import Window
 
 
-__all__ = ["Inputs", "Scores", "resolve_scale", "resolve_softcap"]
+__all__ = ["Inputs", "Passes", "Scores", "resolve_scale", "resolve_softcap"]
 
 
 class Inputs(NamedTuple):
@@ -65,6 +66,36 @@ class Scores:
         """Nothing happens to a product but a positive factor."""
         changed = self.softcap is not None or self.alibi or self.relative is not None
         return not changed and self.scale > 0
+
+
+@typing.runtime_checkable
+class Passes(typing.Protocol):
+    """The two passes of an implementation; hashable, and equal if they do the same."""
+
+    def forward(
+        self, x: Inputs, with_rest: bool
+    ) -> tuple[
+        Float[Array, "R T N Hv"], Float[Array, "R T N"], Float[Array, "R T N Hv"] | None
+    ]:
+        """``(out, lse, rest)``: zeros and ``-inf`` for a query that sees nothing.
+
+        None stands for no rest: it was not asked for, or out is fp32.
+        """
+        ...
+
+    def backward(
+        self,
+        x: Inputs,
+        dout: Float[Array, "R T N Hv"],
+        lse: Float[Array, "R T N"],
+        delta: Float[Array, "R T N"],
+    ) -> Inputs:
+        """Inputs with gradients in the place of the floating arrays but the sinks.
+
+        `delta` is zero for a query that sees nothing, and so is `dout`, but for rows
+        past the last sequence, which may hold anything.
+        """
+        ...
 
 
 def resolve_scale(scale: float | None, head_dim: int) -> float:

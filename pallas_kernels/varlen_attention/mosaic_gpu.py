@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.mosaic import (
@@ -48,8 +48,7 @@ from pallas_kernels.varlen_attention.config import (
 )
 from pallas_kernels.varlen_attention.forward import forward
 from pallas_kernels.varlen_attention.forward_short import forward_short
-from pallas_kernels.varlen_attention.gradients import attention
-from pallas_kernels.varlen_attention.inputs import Inputs, Scores
+from pallas_kernels.varlen_attention.inputs import Inputs, Passes, Scores
 from pallas_kernels.varlen_attention.mainloop import tile_terms
 
 
@@ -60,15 +59,15 @@ _LARGEST_INT = 2**31 - 1
 
 def varlen_attention_mosaic_gpu(
     x: Inputs, scores: Scores, *, device: DeviceSpec | None, config: object
-) -> tuple[Float[Array, "R T N Hv"], Float[Array, "R T N"]]:
-    """See `varlen_attention`; the arguments are checked and their defaults resolved.
+) -> Passes:
+    """The passes by the Hopper kernels, if they can serve the inputs.
 
     Head dims other than 64, 128 and 256 are padded with zeros to the next of them. The
     gradient with a relative bias is that of the portable implementation.
     """
     device = check_hopper(device, "varlen_attention")
     check_local("varlen_attention", x.q, x.k, x.v)
-    head_dim = _padded_head_dim(x)
+    _check_arrays(x)
     if config is not None and not isinstance(config, MosaicGpuConfig):
         raise Unsupported(
             f"mosaic_gpu varlen_attention takes a MosaicGpuConfig, got {config!r}; pass"
@@ -81,18 +80,15 @@ def varlen_attention_mosaic_gpu(
                 f", the kernel takes that of q, {x.q.dtype.name}; cast them or use "
                 "implementation='xla'"
             )
-    value_dim = x.v.shape[3]
-    q, k, v = (_pad(a, head_dim) for a in (x.q, x.k, x.v))
-    x = x._replace(q=q, k=k, v=v)
     kernels = _Kernels(scores, config or MosaicGpuConfig(), device)
     # Raised here, where another implementation may still be chosen.
-    kernels.forward_blocks(dataclasses.replace(_problem(x), rows=1))
-    out, lse = attention(kernels, x)
-    return out[..., :value_dim], lse
+    problem = _problem(jax.eval_shape(_by_row, x))
+    kernels.forward_blocks(dataclasses.replace(problem, rows=1))
+    return kernels
 
 
-def _padded_head_dim(x: Inputs) -> int:
-    """The head dim that the kernels are built for."""
+def _check_arrays(x: Inputs) -> None:
+    """Raises for types, sizes and head dims that the kernels do not take."""
     if x.q.dtype not in (jnp.bfloat16, jnp.float16):
         raise Unsupported(
             f"varlen_attention: type {x.q.dtype.name}, the kernel takes bfloat16 or"
@@ -110,13 +106,6 @@ def _padded_head_dim(x: Inputs) -> int:
             f"varlen_attention: empty arrays of shapes {', '.join(map(str, shapes))};"
             " use implementation='xla'"
         )
-    return min(n for n in HEAD_DIMS if n >= widest)
-
-
-def _pad(x: Array, size: int) -> Array:
-    """The last dimension filled up with zeros."""
-    missing = size - x.shape[-1]
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
 
 
 def _problem(x: Inputs) -> Problem:
@@ -151,10 +140,11 @@ class _Kernels:
 
     def forward(self, x: Inputs, with_rest: bool) -> tuple[Array, Array, Array | None]:
         """``(out, lse, rest)``."""
-        x = _by_row(x)
-        axes = varying(*jax.tree.leaves(x))
-        results = _batched(functools.partial(self._forward, with_rest))(x)
+        by_row = _by_row(x)
+        axes = varying(*jax.tree.leaves(by_row))
+        results = _batched(functools.partial(self._forward, with_rest))(by_row)
         out, lse, *rest = (as_varying(a, axes) for a in results)
+        out, *rest = (a[..., : x.v.shape[3]] for a in (out, *rest))  # [R, T, N, Hv]
         return out, lse, rest[0] if with_rest else None
 
     def _forward(self, with_rest: bool, x: Inputs) -> tuple[Array, ...]:
@@ -170,9 +160,12 @@ class _Kernels:
             portable = xla.default_passes(self.scores, x, self.device)
             return portable.backward(x, dout, lse, delta)
         by_row = _by_row(x._replace(sinks=None))
+        dout = _pad(dout, by_row.v.shape[3])
         axes = varying(*jax.tree.leaves((by_row, dout)))
         grads = _batched(self._backward)(by_row, dout, lse, delta)
         dq, dk, dv, *dslopes = (as_varying(a, axes) for a in grads)
+        dq, dk = (a[..., : x.q.shape[3]] for a in (dq, dk))  # [R, T or S, N or K, H]
+        dv = dv[..., : x.v.shape[3]]  # [R, S, K, Hv]
         slopes = x.slopes
         if slopes is not None:
             slopes = jnp.sum(dslopes[0], axis=0).astype(slopes.dtype)  # [R, N] to [N]
@@ -241,7 +234,9 @@ class _Kernels:
 
 
 def _by_row(x: Inputs) -> Inputs:
-    """Return the inputs as kernels read them: by row and head, whole lines of terms."""
+    """The arrays that kernels read: padded heads, numbers by row, lines of terms."""
+    widest = max(x.q.shape[3], x.v.shape[3])
+    head_dim = min(n for n in HEAD_DIMS if n >= widest)
 
     def per_head(a: Array | None) -> Array | None:
         if a is None:
@@ -254,11 +249,20 @@ def _by_row(x: Inputs) -> Inputs:
         return None if a is None else _pad(a, -(-a.shape[-1] // 8) * 8)
 
     return x._replace(
+        q=_pad(x.q, head_dim),
+        k=_pad(x.k, head_dim),
+        v=_pad(x.v, head_dim),
         sinks=per_head(x.sinks),
         slopes=per_head(x.slopes),
         query_terms=lines(x.query_terms),
         key_terms=lines(x.key_terms),
     )
+
+
+def _pad(x: Array, size: int) -> Array:
+    """The last dimension filled up with zeros."""
+    missing = size - x.shape[-1]
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
 
 
 # --- The batching rule ----------------------------------------------------------------
@@ -269,7 +273,10 @@ def _batched(run: Callable[..., tuple[Array, ...]]) -> Callable[..., tuple[Array
 
     @custom_vmap
     def rows(*arrays: Any) -> tuple[Array, ...]:
-        return _some_at_a_time(run, arrays)
+        results = [run(*part) for part in _parts(arrays)]
+        if len(results) == 1:
+            return results[0]
+        return tuple(jnp.concatenate(parts) for parts in zip(*results, strict=True))
 
     @rows.def_vmap
     def _(size: int, batched: Any, *arrays: Any) -> tuple[Any, Any]:
@@ -278,23 +285,22 @@ def _batched(run: Callable[..., tuple[Array, ...]]) -> Callable[..., tuple[Array
             return a.reshape(-1, *a.shape[2:])  # [size, R, ...] to [size R, ...]
 
         results = _batched(run)(*jax.tree.map(merge, arrays, tuple(batched)))
-        split = tuple(a.reshape(size, -1, *a.shape[1:]) for a in results)
+        split = tuple(
+            a.reshape(size, -1, *a.shape[1:]) for a in results
+        )  # [size, R, ...] each
         return split, tuple(True for _ in split)
 
     return rows
 
 
-def _some_at_a_time(
-    run: Callable[..., tuple[Array, ...]], arrays: tuple[Any, ...]
-) -> tuple[Array, ...]:
-    """``run(*arrays)``, by parts if there are more elements than a kernel counts to."""
+def _parts(arrays: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """The arrays, cut along the rows where they hold more than a kernel counts to."""
     leaves = jax.tree.leaves(arrays)
     rows = leaves[0].shape[0]
     most = max(1, _LARGEST_INT // max(math.prod(a.shape[1:]) for a in leaves))
     if rows <= most:
-        return run(*arrays)
-    parts = [
-        run(*jax.tree.map(lambda a, i=i: a[i : i + most], arrays))
+        return [arrays]
+    return [
+        jax.tree.map(lambda a, i=i: a[i : i + most], arrays)  # [most, ...]
         for i in range(0, rows, most)
     ]
-    return tuple(jnp.concatenate(results) for results in zip(*parts, strict=True))

@@ -24,8 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.mosaic import DeviceSpec
-from pallas_kernels.varlen_attention.gradients import Passes, attention
-from pallas_kernels.varlen_attention.inputs import Inputs, Scores
+from pallas_kernels.varlen_attention.inputs import Inputs, Passes, Scores
 from pallas_kernels.varlen_attention.relative import tile_bias, tile_gradient
 from pallas_kernels.varlen_attention.segments import (
     cut_cu_seqlens,
@@ -67,16 +66,16 @@ class _Operands(NamedTuple):
 
 def varlen_attention_xla(
     x: Inputs, scores: Scores, *, device: DeviceSpec | None, config: object
-) -> tuple[Float[Array, "R T N Hv"], Float[Array, "R T N"]]:
-    """See `varlen_attention`; the arguments are checked and their defaults resolved."""
+) -> Passes:
+    """The passes in plain JAX, which serve all inputs."""
     if config is None:
-        return attention(default_passes(scores, x, device), x)
+        return default_passes(scores, x, device)
     if not isinstance(config, XlaConfig):
         raise Unsupported(
             f"xla varlen_attention takes an XlaConfig, got config={config!r}; pass "
             "the config of the implementation that you name"
         )
-    return attention(_passes(scores, x, config), x)
+    return _passes(scores, x, config)
 
 
 def default_passes(scores: Scores, x: Inputs, device: DeviceSpec | None) -> Passes:
@@ -246,7 +245,7 @@ def _backward(
         q=_rows(dq, num_queries),
         k=dk,
         v=dv,
-        slopes=None if x.slopes is None else dslopes.reshape(x.slopes.shape),
+        slopes=None if x.slopes is None else dslopes.reshape(x.slopes.shape),  # [N]
         query_terms=dterms[0],
         key_terms=dterms[1],
     )
@@ -310,7 +309,8 @@ def _operands(loops: _Loops, x: Inputs) -> _Operands:
     block_q, block_k = loops.block_q, loops.block_k
     slopes = x.slopes
     if slopes is not None:
-        slopes = slopes.astype(jnp.float32).reshape(num_kv, groups, 1, 1)
+        slopes = slopes.astype(jnp.float32)
+        slopes = slopes.reshape(num_kv, groups, 1, 1)  # [K, G, 1, 1]
 
     def clean(a: Array, cu_seqlens: Array) -> Array:
         # Rows of no sequence may hold anything, NaN too, and 0 * NaN is NaN.
@@ -347,13 +347,14 @@ def _cut(x: Array, block: int) -> Array:
     """[T, ...] to [blocks, block, ...], the last block filled with zeros."""
     blocks = max(1, -(-x.shape[0] // block))
     pad = [(0, blocks * block - x.shape[0])] + [(0, 0)] * (x.ndim - 1)
-    return jnp.pad(x, pad).reshape(blocks, block, *x.shape[1:])
+    return jnp.pad(x, pad).reshape(blocks, block, *x.shape[1:])  # [blocks, block, ...]
 
 
 def _query_blocks(x: Array, groups: int, block: int) -> Array:
     """[T, N, H] to [blocks, K, G, block, H]."""
     x = _cut(x, block)
-    x = x.reshape(*x.shape[:2], x.shape[2] // groups, groups, x.shape[3])
+    heads = x.shape[2] // groups, groups
+    x = x.reshape(*x.shape[:2], *heads, x.shape[3])  # [blocks, block, K, G, H]
     return x.transpose(0, 2, 3, 1, 4)  # [blocks, K, G, block, H]
 
 

@@ -11,7 +11,7 @@ from jax.extend.core import jaxprs_in_params
 
 from jaxscale.models import Decoder, preset
 from jaxscale.models.stack import run_stack
-from jaxscale.nn.state import attention_state
+from jaxscale.nn import attention_state
 from tests.tolerances import relative_error
 
 
