@@ -20,6 +20,7 @@ COMMANDS = {
     "train": "train a decoder from a named run, whose settings are options",
     "prune": "prune a trained model, train it under the masks, report",
     "generate": "continue a prompt with a trained or a downloaded model",
+    "bench-serve": "send load to an OpenAI-compatible server and measure",
 }
 """A line of description for each command."""
 
@@ -66,13 +67,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _load(command: str) -> ModuleType:
     try:
-        return importlib.import_module(f"jaxscale.cli.{command}")
+        return importlib.import_module(f"jaxscale.cli.{command.replace('-', '_')}")
     except ModuleNotFoundError as error:
         if not error.name or error.name.startswith("jaxscale"):
             raise
+        extra = "serve" if "serve" in command else "train"
         raise UsageError(
             f"{command} needs {error.name}, which is not installed; "
-            "pip install 'jaxscale[train]'"
+            f"pip install 'jaxscale[{extra}]'"
         ) from error
 
 

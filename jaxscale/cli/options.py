@@ -100,17 +100,18 @@ def _default(field: dataclasses.Field[Any], instance: Any) -> Any:
 
 
 def field_docs(kind: type[Any]) -> dict[str, str]:
-    """The string under each field of a dataclass, as one paragraph.
+    """The string under each field of a dataclass and its bases, as one paragraph.
 
     Example:
         >>> from jaxscale.sharding import MeshConfig
         >>> field_docs(MeshConfig)["pipe"]
         'Parts of the stack of layers; -1 for the rest.'
     """
-    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-    assert isinstance(definition, ast.ClassDef)
     docs = {}
-    for field, below in itertools.pairwise(definition.body):
+    bodies = [
+        _body(base) for base in reversed(kind.__mro__) if dataclasses.is_dataclass(base)
+    ]
+    for field, below in itertools.chain(*map(itertools.pairwise, bodies)):
         match field, below:
             case (
                 ast.AnnAssign(target=ast.Name(id=name)),
@@ -118,3 +119,9 @@ def field_docs(kind: type[Any]) -> dict[str, str]:
             ):
                 docs[name] = " ".join(text.split())
     return docs
+
+
+def _body(kind: type[Any]) -> list[ast.stmt]:
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(definition, ast.ClassDef)
+    return definition.body

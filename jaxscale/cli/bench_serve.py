@@ -1,0 +1,122 @@
+"""``jaxscale bench-serve --url URL``: load on a server, and what its clients see."""
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from jaxscale.cli.errors import UsageError, usage_errors
+from jaxscale.cli.options import parse
+from jaxscale.inference.loadgen import LoadConfig, Outcome, run, summarize
+
+
+_KEY = "OPENAI_API_KEY"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BenchServeConfig(LoadConfig):
+    """What ``jaxscale bench-serve`` sends, and where it writes what it measured."""
+
+    output: str | None = None
+    """A JSON file for all figures and all requests."""
+    report: str | None = None
+    """An HTML file with the figures and plots."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command.
+
+    Returns:
+        0, or 1 where not all requests were answered.
+
+    Raises:
+        UsageError: there is no server, or it cannot be asked.
+    """
+    config = parse(
+        BenchServeConfig,
+        arguments,
+        prog="jaxscale bench-serve",
+        description="Send requests to any OpenAI-compatible server and measure. A key "
+        f"is taken from the environment, as {_KEY}.",
+    )
+    try:
+        with usage_errors():
+            outcomes = run(config, api_key=os.environ.get(_KEY))
+    except ConnectionError as error:
+        raise UsageError(str(error)) from error
+    figures = summarize(outcomes, config)
+    print(_table(figures))
+    problems = sorted({o.error for o in outcomes if o.error is not None})
+    for problem in problems[:5]:
+        print(f"failed: {problem}")
+    if config.output is not None:
+        _write_json(Path(config.output), config, figures, outcomes)
+    if config.report is not None:
+        _write_report(config.report, config, figures, outcomes)
+    return int(bool(problems))
+
+
+def _table(figures: Mapping[str, float | int]) -> str:
+    width = max(map(len, figures))
+    return "\n".join(
+        f"{name:{width}}  {value:,}"
+        if isinstance(value, int)
+        else f"{name:{width}}  {value:,.2f}"
+        for name, value in figures.items()
+    )
+
+
+def _write_json(
+    path: Path,
+    config: BenchServeConfig,
+    figures: Mapping[str, float | int],
+    outcomes: Sequence[Outcome],
+) -> None:
+    # JSON has neither infinity nor NaN.
+    finite = {n: v if math.isfinite(v) else None for n, v in figures.items()}
+    settings = {
+        name: "inf" if value == math.inf else value
+        for name, value in dataclasses.asdict(config).items()
+    }
+    requests = [dataclasses.asdict(outcome) for outcome in outcomes]
+    record = {"settings": settings, "figures": finite, "requests": requests}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
+
+
+def _write_report(
+    path: str,
+    config: BenchServeConfig,
+    figures: Mapping[str, float | int],
+    outcomes: Sequence[Outcome],
+) -> None:
+    from jaxscale.training.report import Report, Series
+
+    page = Report(f"Load of {config.workload} on {config.url}")
+    page.facts(dict(figures))
+    done = [outcome for outcome in outcomes if outcome.error is None]
+    for title, values in (
+        ("Time to the first token", [1e3 * o.ttft for o in done]),
+        ("Time a token after the first", [1e3 * o.tpot for o in done]),
+        ("Gap between events", [1e3 * gap for o in done for gap in o.gaps]),
+        ("Latency", [1e3 * o.latency for o in done]),
+    ):
+        if not values:
+            continue
+        page.heading(title)
+        shares = [100 * (i + 1) / len(values) for i in range(len(values))]
+        line = Series(name=title, x=sorted(values), y=shares)
+        page.plot([line], x_title="ms", y_title="% of values up to this")
+    steps = sorted([(o.sent, 1) for o in done] + [(o.events[-1], -1) for o in done])
+    times, running, now = [], [], 0
+    for at, step in steps:
+        now += step
+        times.append(at)
+        running.append(now)
+    if times:
+        page.heading("Requests under way")
+        line = Series(name="requests", x=times, y=running)
+        page.plot([line], x_title="s", y_title="requests")
+    page.write(path)
