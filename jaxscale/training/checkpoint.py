@@ -252,6 +252,7 @@ class Checkpointer:
 
         All processes read the same one, which process 0 names, and take it if all can.
         """
+        self.wait()  # for one that this process still writes
         steps = self.steps
         chosen = _of_first(max(steps, default=-1) if step is None else step)
         if chosen < 0:
