@@ -5,6 +5,7 @@ threads for the callbacks of the Mosaic GPU interpreter, one a device, which blo
 they wait for each other and would starve on a small machine.
 """
 
+import gc
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -14,11 +15,9 @@ os.environ.setdefault("NPROC", "64")
 
 # Shapes and types of public functions are checked at run time where beartype is there.
 if importlib.util.find_spec("beartype") is not None:
-    from jaxtyping import install_import_hook
+    from tests.typechecker import check_packages
 
-    import tests.typechecker  # noqa: F401  the hook looks it up by name
-
-    install_import_hook(["jaxscale", "pallas_kernels"], "tests.typechecker.check")
+    check_packages("jaxscale", "pallas_kernels")
 
 import jax
 import pytest
@@ -32,6 +31,14 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 # Not tests, and they import what a machine for GPU tests may lack.
 collect_ignore = ["tests/fixtures", "tests/typechecker.py"]
 
+# Most of the time goes to compiling programs that run for milliseconds. The fusion
+# emitters set up MLIR for each fusion, which takes four times as long as all the rest.
+COMPILE_FAST = (
+    "--xla_backend_optimization_level=0",
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
+    "--xla_cpu_parallel_codegen_split_count=1",
+)
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Keep to the CPU, also where there are GPUs, unless GPU tests are asked for.
@@ -42,9 +49,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if "gpu" not in selected or "not gpu" in selected:
         os.environ["JAX_PLATFORMS"] = "cpu"
         jax.config.update("jax_platforms", "cpu")
-        # Most of the time goes to compiling programs that run for milliseconds.
-        flags = os.environ.get("XLA_FLAGS", "")
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0".strip()
+        os.environ["XLA_FLAGS"] = " ".join(
+            [os.environ.get("XLA_FLAGS", ""), *COMPILE_FAST]
+        )
 
 
 def pytest_collection_modifyitems(
@@ -59,6 +66,16 @@ def pytest_collection_modifyitems(
                 item.add_marker(
                     pytest.mark.skip(reason=f"needs {count} GPU(s), found {found}")
                 )
+
+
+def pytest_collection_finish() -> None:
+    """Spare the modules, which stay, the search for garbage, and search less often.
+
+    Tracing makes objects by the hundred thousand, nearly all without cycles.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
 
 
 @pytest.fixture
