@@ -1,5 +1,6 @@
 """The quickstart's steps; `make quickstart` runs the whole of it."""
 
+import dataclasses
 import json
 import re
 
@@ -14,10 +15,19 @@ from jaxscale.recipes import quickstart
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A quickstart of a few steps on the eight simulated devices."""
+    """A quickstart of a few short steps on the eight simulated devices."""
     directory = tmp_path_factory.mktemp("quickstart") / "run"
     config = quickstart.QuickstartConfig(steps=12, output_dir=directory)
-    report = quickstart.run(config)
+    full = quickstart._train_config
+
+    def short(*args, **kwargs):
+        found = full(*args, **kwargs)
+        data = dataclasses.replace(found.data, seq_len=64)
+        return dataclasses.replace(found, data=data, eval_batches=2)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quickstart, "_train_config", short)
+        report = quickstart.run(config)
     return directory, report.read_text()
 
 
