@@ -35,7 +35,8 @@ def test_none_takes_the_first_that_supports_the_arguments():
 
 
 def test_a_name_runs_that_one_only():
-    assert dispatch("op", {"works": works, "other": other}, "other", 3) == ("other", 3)
+    table = {"works": works, "other": other}
+    assert dispatch("op", table, "other", 3, scale=2) == ("other", 6)
 
 
 def test_a_sequence_is_tried_in_its_own_order():
@@ -44,8 +45,9 @@ def test_a_sequence_is_tried_in_its_own_order():
 
 
 def test_a_named_implementation_raises_its_own_unsupported():
-    with pytest.raises(Unsupported, match=r"^no GPU$"):
+    with pytest.raises(NotImplementedError, match=r"^no GPU$") as caught:
         dispatch("op", {"fast": refuses("no GPU"), "works": works}, "fast", 3)
+    assert caught.type is Unsupported
 
 
 def test_a_mistake_of_the_caller_is_not_retried():
@@ -72,6 +74,13 @@ def test_a_sequence_of_one_that_fails_is_still_a_group():
 def test_unknown_names_list_the_known_ones(name):
     with pytest.raises(ValueError, match=r"'cuda' of op .* \['works', 'other'\]"):
         dispatch("op", {"works": works, "other": other}, name, 3)
+
+
+@pytest.mark.parametrize("name", [3, {"works"}])
+@pytest.mark.usefixtures("no_shape_hook")
+def test_what_is_neither_a_name_nor_a_sequence_is_a_mistake(name):
+    with pytest.raises(ValueError, match=rf"{name} of op: expected .* \['works'\]"):
+        dispatch("op", {"works": works}, name, 3)
 
 
 def test_an_empty_sequence_is_a_mistake():
@@ -107,7 +116,7 @@ def test_none_passes_over_what_is_expected_to_lose(caplog, monkeypatch):
 def test_another_reason_is_logged_another_number_is_not(caplog, monkeypatch):
     monkeypatch.setattr(dispatch_module, "_logged", set())
     with caplog.at_level(logging.INFO, logger="pallas_kernels"):
-        for reason in ("3 rows", "5 rows", "type f32", "3 rows"):
+        for reason in ("3 rows", "15 rows", "type f32", "3 rows"):
             dispatch("op", {"fast": refuses(reason), "works": works}, None, 3)
     assert [r.getMessage() for r in caplog.records] == [
         "op runs implementation 'works' (fast: 3 rows)",
@@ -121,8 +130,11 @@ def test_the_choice_is_logged_once(caplog, monkeypatch):
     with caplog.at_level(logging.INFO, logger="pallas_kernels"):
         for _ in range(3):
             dispatch("op", table, None, 3)
-        dispatch("op", table, "other", 3)
+        for op, name in [("op", "other"), ("op", "works"), ("another", "works")]:
+            dispatch(op, table, name, 3)
     assert [r.getMessage() for r in caplog.records] == [
         "op runs implementation 'works' (fast: no GPU)",
         "op runs implementation 'other'",
+        "op runs implementation 'works'",
+        "another runs implementation 'works'",
     ]
