@@ -49,6 +49,11 @@ def test_the_distribution_is_that_of_a_loop_over_tokens(temperature, top_k, top_
         np.testing.assert_allclose(row, expected, atol=1e-6)
 
 
+def test_by_default_nothing_is_changed():
+    found = filter_logits(jnp.asarray(LOGITS), SamplingConfig())
+    np.testing.assert_array_equal(found, LOGITS)
+
+
 def test_draws_follow_the_distribution():
     config = SamplingConfig(temperature=1.3, top_k=8)
     num = 20_000

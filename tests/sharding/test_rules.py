@@ -497,8 +497,8 @@ def test_features_are_split_as_the_parameters_that_make_them():
     assert rules.embed == fsdp().embed == "fsdp"
     for rules in (dp(), fsdp(), fsdp_tp()):
         assert rules.batch == ("data", "fsdp")
-    # None, not an empty tuple: partitions that are equal must compare so.
-    assert fsdp_tp().without({"tensor"}, ["tokens"]) == dataclasses.replace(
+    # None, not an empty tuple, and a name as it was: equal partitions compare so.
+    assert fsdp_tp().without({"tensor"}, ["tokens", "embed"]) == dataclasses.replace(
         fsdp_tp(), tokens=None
     )
 

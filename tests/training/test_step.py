@@ -254,6 +254,21 @@ def test_bf16_parameters_keep_their_type_and_moments():
     assert losses[-1] < losses[0]
 
 
+def test_the_loss_by_default_has_no_penalty_and_few_logits_at_a_time():
+    class Bounded(toy.Toy):
+        def hidden(self, tokens, *, cu_seqlens=None):
+            assert cu_seqlens is batch.cu_seqlens
+            return super().hidden(tokens)
+
+    batch = jax.tree.map(jnp.asarray, toy.batch(0, rows=1, length=1025))
+    model, loss = Bounded(), next_token_loss()
+    program = jax.make_jaxpr(lambda model: loss(model, batch))(model)
+    assert f"[1,513,{toy.VOCAB}]" in str(program)  # two chunks of up to 1,024
+    total, sums = loss(model, batch)
+    assert float(sums.z_loss) == 0
+    assert float(total) == float(sums.nll) > 0
+
+
 def test_rows_that_cannot_be_cut():
     optimizer, step = parts(microbatches=3)
     with pytest.raises(ValueError, match="microbatches 3 must divide the 8 rows"):
