@@ -98,6 +98,11 @@ def test_bad_settings_are_refused(settings, message):
         SamplingConfig(**settings)
 
 
+def test_temperature_zero_is_no_distribution():
+    with pytest.raises(ValueError, match="temperature 0 is no distribution"):
+        filter_logits(jnp.asarray(LOGITS), SamplingConfig(temperature=0.0))
+
+
 def test_top_k_larger_than_the_vocabulary_is_refused():
     with pytest.raises(ValueError, match="top_k 51 exceeds the vocabulary of 50"):
         sample(jnp.asarray(LOGITS), jax.random.key(0), SamplingConfig(top_k=51))

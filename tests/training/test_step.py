@@ -254,19 +254,28 @@ def test_bf16_parameters_keep_their_type_and_moments():
     assert losses[-1] < losses[0]
 
 
-def test_the_loss_by_default_has_no_penalty_and_few_logits_at_a_time():
-    class Bounded(toy.Toy):
+def test_the_loss_by_default_is_plain_with_few_logits_at_a_time():
+    """No penalty, the bias of the model, its bounds, and chunks of up to 1,024."""
+    bias = jnp.sin(jnp.arange(float(toy.VOCAB)))
+
+    class Biased(toy.Toy):
         def hidden(self, tokens, *, cu_seqlens=None):
             assert cu_seqlens is batch.cu_seqlens
             return super().hidden(tokens)
 
+        def output_embedding(self):
+            return self.output[...], bias
+
     batch = jax.tree.map(jnp.asarray, toy.batch(0, rows=1, length=1025))
-    model, loss = Bounded(), next_token_loss()
+    model, loss = Biased(), next_token_loss()
     program = jax.make_jaxpr(lambda model: loss(model, batch))(model)
-    assert f"[1,513,{toy.VOCAB}]" in str(program)  # two chunks of up to 1,024
+    assert f"[1,513,{toy.VOCAB}]" in str(program)
     total, sums = loss(model, batch)
+    logits = toy.Toy().hidden(batch.tokens) @ model.output[...] + bias
+    nll = -jax.nn.log_softmax(logits)[0, jnp.arange(1025), batch.targets[0]]
+    expected = nll[batch.loss_mask[0]].sum()
+    np.testing.assert_allclose([total, sums.nll], [expected] * 2, rtol=1e-5)
     assert float(sums.z_loss) == 0
-    assert float(total) == float(sums.nll) > 0
 
 
 def test_rows_that_cannot_be_cut():
