@@ -49,9 +49,12 @@ def test_the_distribution_is_that_of_a_loop_over_tokens(temperature, top_k, top_
         np.testing.assert_allclose(row, expected, atol=1e-6)
 
 
-def test_by_default_nothing_is_changed():
+def test_by_default_nothing_is_changed_and_all_is_fp32():
     found = filter_logits(jnp.asarray(LOGITS), SamplingConfig())
     np.testing.assert_array_equal(found, LOGITS)
+    low = jnp.asarray(LOGITS, jnp.bfloat16)  # divided in fp32
+    found = filter_logits(low, SamplingConfig(temperature=0.7))
+    np.testing.assert_allclose(found, np.asarray(low, np.float32) / 0.7, rtol=1e-6)
 
 
 def test_draws_follow_the_distribution():

@@ -223,6 +223,10 @@ def test_sharded_trace_equals_unsharded(plain, kind):
             batch = jax.device_put(toy.batch(seed), rows)
             state, metrics = sharded_step(state, batch)
             losses.append(float(metrics["loss"]))
+        program = str(sharded_step.trace(state, batch).jaxpr)
+    if kind == "auto":  # the compiler is told how gradients are split
+        shape = ",".join(map(str, state.model.up[...].shape))
+        assert f"f32[{shape}] = sharding_constraint" in program
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     assert sharded_step._cache_size() == 1
     assert [x.sharding for x in jax.tree.leaves(state)] == jax.tree.leaves(layout)
