@@ -106,6 +106,11 @@ def test_temperature_zero_is_no_distribution():
         filter_logits(jnp.asarray(LOGITS), SamplingConfig(temperature=0.0))
 
 
+def test_tokens_as_likely_as_the_last_that_is_in_are_in():
+    logits = filter_logits(jnp.array([[0.0, 1.0, 1.0]]), SamplingConfig(top_k=1))
+    np.testing.assert_array_equal(np.isneginf(logits), [[True, False, False]])
+
+
 def test_top_k_larger_than_the_vocabulary_is_refused():
     with pytest.raises(ValueError, match="top_k 51 exceeds the vocabulary of 50"):
         sample(jnp.asarray(LOGITS), jax.random.key(0), SamplingConfig(top_k=51))

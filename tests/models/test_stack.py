@@ -7,21 +7,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.extend.core import jaxprs_in_params
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive, jaxprs_in_params
 
 from jaxscale.models import Decoder, preset
-from jaxscale.models.stack import run_stack
+from jaxscale.models.stack import REMAT_POLICIES, run_stack
 from jaxscale.nn import attention_state
 from tests.tolerances import relative_error
 
 
+def equations(jaxpr):
+    """The equations of a program, those of each loop's body once."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for sub in jaxprs_in_params(eqn.params):
+            yield from equations(sub)
+
+
 def products(jaxpr) -> int:
-    """How many matrix products a program holds, each loop's body counted once."""
-    return sum(
-        (eqn.primitive is jax.lax.dot_general_p)
-        + sum(products(sub) for sub in jaxprs_in_params(eqn.params))
-        for eqn in jaxpr.eqns
-    )
+    return sum(eqn.primitive is jax.lax.dot_general_p for eqn in equations(jaxpr))
 
 
 @pytest.mark.parametrize(
@@ -53,3 +57,61 @@ def test_a_scan_compiles_the_shortest_pattern(windows, lengths, blocks):
     assert products(scanned) * 5 == products(looped) * blocks
     actual, expected = (jax.jit(run, static_argnums=1)(x, s) for s in (True, False))
     assert relative_error(actual, expected) < 1e-5
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_recomputation_is_merged_with_nothing(scan):
+    """Inside a loop the compiler cannot, and a barrier would cost something."""
+    config = preset("llama_tiny")
+    model = Decoder(config, remat="full", scan_layers=scan, rngs=nnx.Rngs(0))
+    program = jax.make_jaxpr(model.hidden)(jnp.zeros((1, 4), jnp.int32))
+    kept_apart = [
+        eqn.params["prevent_cse"]
+        for eqn in equations(program.jaxpr)
+        if "prevent_cse" in eqn.params
+    ]
+    assert kept_apart == ([False] if scan else [True] * config.num_layers)
+
+
+LINEAR = {
+    "product",
+    "all_gather_matmul_out",
+    "matmul_reduce_scatter_out",
+    "matmul_all_reduce_out",
+    "dense_out",
+    "tile_sparse_matmul_out",
+}
+PACKED = {"varlen_attention_out", "varlen_attention_lse"}
+FUSED = "dot_product_attention_fwd_wrapper"  # cuDNN's
+
+
+@pytest.mark.parametrize(
+    ("remat", "kept"),
+    [
+        ("full", set()),
+        ("dots", LINEAR | {"scores"}),
+        ("dots_no_batch", LINEAR),
+        ("attention", LINEAR | PACKED | {FUSED}),
+    ],
+)
+def test_what_is_kept_for_the_backward_pass(remat, kept):
+    x, w = jnp.ones((2, 3, 4)), jnp.ones((4, 5))
+
+    def equation(function, *args):
+        eqn = jax.make_jaxpr(function)(*args).eqns[0]
+        return eqn.primitive, [v.aval for v in eqn.invars], eqn.params
+
+    names = (LINEAR - {"product"}) | PACKED | {"all_gather_matmul_gathered"}
+    results = {
+        "product": equation(lambda x, w: x @ w, x, w),
+        "scores": equation(jax.lax.batch_matmul, x[..., :3], x[..., :3]),
+        "elementwise": equation(jnp.tanh, x),
+        FUSED: (Primitive(FUSED), [], {}),
+        **{n: equation(lambda x, n=n: checkpoint_name(x, n), x) for n in names},
+    }
+    policy = REMAT_POLICIES[remat]
+    assert kept == {
+        name
+        for name, (primitive, avals, params) in results.items()
+        if policy(primitive, *avals, **params)
+    }
