@@ -484,7 +484,13 @@ def test_bad_entries(entry, no_shape_hook):
 
 
 def test_presets_by_name():
-    assert preset("fsdp_tp") == fsdp_tp()
+    tables = {
+        "replicated": REPLICATED,
+        "dp": dp(),
+        "fsdp": fsdp(),
+        "fsdp_tp": fsdp_tp(),
+    }
+    assert {name: preset(name) for name in tables} == tables
     assert preset("megascale_3d") == dataclasses.replace(fsdp_tp(), layers="pipe")
     with pytest.raises(ValueError, match=r"'zero' is no preset; use one of \['dp'"):
         preset("zero")

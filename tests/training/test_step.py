@@ -14,6 +14,7 @@ from jaxscale.sharding import MeshConfig, create, fsdp_tp, make_mesh
 from jaxscale.training.optimizer import OptimizerConfig, make_optimizer, make_schedule
 from jaxscale.training.step import (
     TrainState,
+    global_norm,
     make_eval_step,
     make_train_step,
     next_token_loss,
@@ -143,6 +144,7 @@ def test_metrics_are_means_by_token_before_the_update(plain):
     tokens = int(batch.loss_mask.sum())
     assert 0 < int(sums.correct) < tokens
     _, metrics = step(state, batch)
+    assert all(x.is_deleted() for x in jax.tree.leaves(state))  # its memory is reused
     assert int(metrics["tokens"]) == tokens
     for name, expected in {
         "loss": sums.nll / tokens,
@@ -280,6 +282,12 @@ def test_the_loss_by_default_is_plain_with_few_logits_at_a_time():
     expected = nll[batch.loss_mask[0]].sum()
     np.testing.assert_allclose([total, sums.nll], [expected] * 2, rtol=1e-5)
     assert float(sums.z_loss) == 0
+
+
+def test_norms_are_taken_in_fp32():
+    x = jax.random.normal(jax.random.key(0), (1000,), jnp.bfloat16)
+    expected = np.linalg.norm(np.asarray(x, np.float64)) * np.sqrt(2)
+    np.testing.assert_allclose(global_norm({"a": x, "b": x}), expected, rtol=1e-5)
 
 
 def test_rows_that_cannot_be_cut():
