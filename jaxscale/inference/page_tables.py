@@ -66,9 +66,10 @@ class PageTables:
 
     def name(self, c: Continuation) -> None:
         """Let others find the pages that have become full."""
-        if not self._config.prefix_cache or self._config.contiguous:
+        full = c.kv // self._config.page_size
+        if c.named >= full or not self._config.prefix_cache or self._config.contiguous:
             return
-        while c.named < c.kv // self._config.page_size:
+        while c.named < full:
             self.pool.name(c.pages[c.named], self._named(c, c.named))
             c.named += 1
 

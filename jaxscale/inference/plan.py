@@ -130,8 +130,11 @@ class Chunk:
 
 
 def _rows(pages: Sequence[int], start: int, end: int, page_size: int) -> list[int]:
-    places = (divmod(position, page_size) for position in range(start, end))
-    return [pages[page] * page_size + offset for page, offset in places]
+    first = start // page_size
+    rows = []
+    for page in pages[first : -(-end // page_size)]:
+        rows += range(page * page_size, (page + 1) * page_size)
+    return rows[start - first * page_size : end - first * page_size]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +218,7 @@ class Drawn:
         return tokens, flags, logprobs
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(slots=True, kw_only=True)
 class Progress:
     """Gain of a continuation from the results of a plan."""
 

@@ -6,6 +6,7 @@ the loop that all requests share. No module of the policy (`request`, `slots`,
 """
 
 import dataclasses
+import functools
 import math
 import operator
 import uuid
@@ -271,7 +272,7 @@ class SamplingParams:
         """True where the most likely token is always taken."""
         return self.temperature == 0
 
-    @property
+    @functools.cached_property
     def needs_sampler(self) -> bool:
         """True where drawing needs more than a temperature: the full sampler.
 

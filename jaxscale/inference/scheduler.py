@@ -6,14 +6,12 @@ it and with the rows that are live, not with the requests that wait.
 """
 
 import bisect
-import dataclasses
-import heapq
 import math
-import random
 from collections.abc import Iterator
 
 from jaxscale.inference.block_pool import BlockPool
 from jaxscale.inference.chunks import choose_chunks
+from jaxscale.inference.jobs import Jobs
 from jaxscale.inference.line import BY_ORDER, Line, Speed
 from jaxscale.inference.page_tables import PageTables
 from jaxscale.inference.plan import (
@@ -36,22 +34,6 @@ from jaxscale.inference.request import (
 )
 from jaxscale.inference.scheduler_config import SchedulerConfig
 from jaxscale.inference.slots import Moves, OutFlag, Slots, stop_row, table, whole_row
-
-
-_GOLDEN = 0x9E3779B97F4A7C15  # spreads the seeds of the n continuations
-_OUTCOMES = {"aborted": "aborted", "timeout": "failed", "error": "failed"}
-_WORST = ("finished", "aborted", "failed")
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class _Job:
-    """A request in the engine."""
-
-    continuations: list[Continuation]
-    remaining: int
-    # Continuations that wait for the first one to compute the prompt.
-    held: list[Continuation]
-    outcome: str = "finished"
 
 
 class Scheduler:
@@ -85,8 +67,7 @@ class Scheduler:
         """
         self.config = config
         self.counts = Counts()
-        self._random = random.Random(seed)
-        self._jobs: dict[str, _Job] = {}
+        self._jobs = Jobs(config, self.counts, seed)
         self._line = Line()
         self._num_running = 0
         self._prefilling: list[Continuation] = []
@@ -94,9 +75,7 @@ class Scheduler:
         self._tables = PageTables(config)
         # Those whose table on the device lacks pages.
         self._grown: list[Continuation] = []
-        self._deadlines: list[tuple[float, int, str]] = []
         self._events: list[Event] = []
-        self._arrivals = 0
         self._tick = 0
         self._draining = False
         self._watermark = math.ceil(config.watermark * config.num_pages)
@@ -129,8 +108,7 @@ class Scheduler:
 
     def continuations(self) -> Iterator[Continuation]:
         """All that have not ended, in the order of their arrival."""
-        for job in self._jobs.values():
-            yield from (c for c in job.continuations if c.state is not State.ENDED)
+        return self._jobs.continuations()
 
     # What clients want.
 
@@ -152,16 +130,11 @@ class Scheduler:
         except (InvalidRequest, Overloaded, Draining):
             self.counts.rejected += 1
             raise
-        self._arrivals += 1
-        params = request.params
-        first, *others = continuations = self._continuations(request)
-        self._jobs[request.id] = _Job(continuations, params.n, others)
-        self._line.join(first)
-        if request.deadline is not None:
-            entry = (request.deadline, self._arrivals, request.id)
-            heapq.heappush(self._deadlines, entry)
+        continuations = self._jobs.open(request)
+        self._line.join(continuations[0])
         for c in continuations:
             self._events.append(Event(kind="queued", continuation=c, time=now))
+        params = request.params
         if params.max_tokens == 0 and params.prompt_logprobs is None:
             for c in continuations:  # there is nothing to compute
                 self._end(c, "length", now)
@@ -174,10 +147,10 @@ class Scheduler:
         Returns:
             True if there was such a request; those that ended are forgotten.
         """
-        job = self._jobs.get(request_id)
-        for c in job.continuations if job else ():
+        continuations = self._jobs.of(request_id)
+        for c in continuations:
             self._end(c, reason, now)
-        return job is not None
+        return bool(continuations)
 
     def finish(self, c: Continuation, reason: FinishReason, *, now: float) -> None:
         """End one continuation, for example because its text has a stop string.
@@ -213,58 +186,19 @@ class Scheduler:
                 self._speed.retry_after(tokens),
             )
 
-    def _continuations(self, request: Request) -> list[Continuation]:
-        params = request.params
-        seed = self._random.getrandbits(64) if params.seed is None else params.seed
-        stops = set(params.stop_token_ids)
-        stops.update(() if params.ignore_eos else self.config.eos_ids)
-        return [
-            Continuation(
-                request=request,
-                index=index,
-                order=(-request.priority, self._arrivals, index),
-                seed=(seed + index * _GOLDEN) % 2**64,
-                limit=request.limit(self.config.longest),
-                stops=frozenset(stops),
-                tokens=list(request.prompt),
-            )
-            for index in range(params.n)
-        ]
-
-    def _expire(self, now: float) -> None:
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, number, request_id = heapq.heappop(self._deadlines)
-            if self._is_here(number, request_id):
-                self.abort(request_id, now=now, reason="timeout")
-        if len(self._deadlines) > 2 * len(self._jobs) + 64:
-            self._deadlines = [d for d in self._deadlines if self._is_here(*d[1:])]
-            heapq.heapify(self._deadlines)
-
-    def _is_here(self, number: int, request_id: str) -> bool:
-        job = self._jobs.get(request_id)
-        return job is not None and job.continuations[0].order[1] == number
-
     def _end(self, c: Continuation, reason: FinishReason, now: float) -> None:
         if c.state is State.ENDED:
             return
-        job = self._jobs[c.request.id]
+        if c.index == 0:
+            self._let_others_go(c)
         if c.state is not State.WAITING:
             self._release(c, keep=reason != "error")
-        elif c in job.held:
-            job.held.remove(c)
-        else:
+        elif not self._jobs.is_held(c):
             self._line.leave(c)
         c.state, c.finish = State.ENDED, reason
         event = Event(kind="ended", continuation=c, time=now, finish=reason)
         self._events.append(event)
-        outcome = _OUTCOMES.get(reason, "finished")
-        job.outcome = max(job.outcome, outcome, key=_WORST.index)
-        job.remaining -= 1
-        if c.index == 0:
-            self._let_others_go(job)
-        if not job.remaining:
-            del self._jobs[c.request.id]
-            setattr(self.counts, job.outcome, getattr(self.counts, job.outcome) + 1)
+        self._jobs.close(c, reason)
 
     # What the device is to do.
 
@@ -276,7 +210,8 @@ class Scheduler:
         Args:
             now: The time in seconds.
         """
-        self._expire(now)
+        for request_id in self._jobs.take_late(now):
+            self.abort(request_id, now=now, reason="timeout")
         self._tick += 1
         live, ahead = self._grow(now)
         ready = self._admit(now)
@@ -369,7 +304,7 @@ class Scheduler:
             else:
                 bisect.insort(self._prefilling, c, key=BY_ORDER)
             if c.index == 0 and not self._tables.sharable(c):
-                self._let_others_go(self._jobs[c.request.id])
+                self._let_others_go(c)
         return ready
 
     def _count_admission(self, c: Continuation, now: float) -> None:
@@ -381,11 +316,11 @@ class Scheduler:
             self.counts.cached_tokens += c.kv
             self._line.charge(c, len(c.tokens) - c.kv)
 
-    def _let_others_go(self, job: _Job) -> None:
+    def _let_others_go(self, first: Continuation) -> None:
         """Let the others of a request wait no longer for its first one."""
-        for c in job.held:
-            self._line.come_back(c)
-        job.held = []
+        for c in self._jobs.let_go(first):
+            if c.state is State.WAITING:
+                self._line.come_back(c)
 
     def _release(self, c: Continuation, *, keep: bool) -> None:
         if c in self._prefilling:
@@ -433,7 +368,7 @@ class Scheduler:
         # Whoever reads the pages is planned later, so they will have been written.
         self._tables.name(c)
         if c.index == 0 and c.prompt_done:
-            self._let_others_go(self._jobs[c.request.id])
+            self._let_others_go(c)
         return chunk
 
     def _decode(self, steps: int, drafts: int) -> Decode | None:
@@ -518,7 +453,7 @@ class Scheduler:
         finish: FinishReason | None = None if tokens else "error"
         kept = 0
         for token, flag in zip(tokens, flags, strict=True):
-            if flag & OutFlag.NOT_FINITE:
+            if flag and flag & OutFlag.NOT_FINITE:
                 finish = "error"
                 break
             c.tokens.append(token)
@@ -554,6 +489,6 @@ def _reason(c: Continuation, token: int, flag: int) -> FinishReason | None:
         return "stop"
     if length >= c.limit:
         return "length"
-    if flag & OutFlag.ENDED:
+    if flag and flag & OutFlag.ENDED:
         return "stop" if flag & OutFlag.STOPPED else "length"
     return None

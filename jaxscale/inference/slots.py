@@ -54,14 +54,14 @@ class Column(enum.IntEnum):
     nothing: a row must not write at LIMIT - 1 or behind it."""
 
 
-class RowFlag(enum.IntFlag):
+class RowFlag(enum.IntEnum):
     """The bits of `Column.FLAGS`."""
 
     LIVE = 1
     """The row is decoded. The device clears it where the row ends."""
 
 
-class OutFlag(enum.IntFlag):
+class OutFlag(enum.IntEnum):
     """Flags of a drawn token, set by the device."""
 
     ENDED = 1

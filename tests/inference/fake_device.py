@@ -174,7 +174,7 @@ class FakeDevice:
         length = row[Column.LENGTH] + 1
         if token in _stops(row) and length > row[Column.MIN_LENGTH]:
             return OutFlag.ENDED | OutFlag.STOPPED
-        return OutFlag.ENDED if length >= row[Column.LIMIT] else OutFlag(0)
+        return OutFlag.ENDED if length >= row[Column.LIMIT] else 0
 
 
 def _filled(value, shape):
