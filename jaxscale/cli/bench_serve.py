@@ -17,7 +17,7 @@ _KEY = "OPENAI_API_KEY"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchServeConfig(LoadConfig):
-    """What ``jaxscale bench-serve`` sends, and where it writes what it measured."""
+    """The load of ``jaxscale bench-serve``, and the files for its figures."""
 
     output: str | None = None
     """A JSON file for all figures and all requests."""

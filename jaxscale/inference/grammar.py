@@ -1,4 +1,4 @@
-"""Which tokens may come next where a text must follow a schema, a pattern or a choice.
+"""Masks of tokens for texts that must follow a schema, a pattern or a choice.
 
 The work is done by `llguidance`, an optional dependency
 (``pip install 'jaxscale[serve]'``): an Earley parser over the bytes of all tokens,
@@ -28,7 +28,7 @@ _SPACE = r"[\x20\x0A\x0D\x09]{1,20}"
 
 
 class Matcher:
-    """Where one continuation is in its grammar.
+    """The place of one continuation in its grammar.
 
     It belongs to one thread at a time. A token that the grammar does not allow, or a
     grammar that gets too complex, sets `error` for good.
@@ -56,17 +56,17 @@ class Matcher:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing but the end of the text can follow."""
+        """True where nothing but the end of the text can follow."""
         return self._matcher.is_stopped()
 
     @property
     def complete(self) -> bool:
-        """Whether the text may end here."""
+        """True where the text may end."""
         return self._matcher.is_accepting()
 
     @property
     def error(self) -> str | None:
-        """What went wrong, None while all is well."""
+        """The message of the failure, None while all is well."""
         return _words(self._matcher.get_error()) or None
 
     def copy(self) -> "Matcher":

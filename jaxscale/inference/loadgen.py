@@ -31,18 +31,18 @@ type Endpoint = Literal["completions", "chat"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoadConfig:
-    """What is sent to a server."""
+    """The load on a server: requests, their arrivals, and objectives."""
 
     url: str = "http://127.0.0.1:8000"
-    """Where the server is; ``/v1/...`` is added."""
+    """Address of the server; ``/v1/...`` is added."""
     model: str | None = None
     """Its name there; by default the first that ``/v1/models`` lists."""
     endpoint: Endpoint = "completions"
-    """Which of its endpoints."""
+    """Endpoint that gets the requests."""
     workload: str = "sharegpt"
     """Lengths: sharegpt, alpaca, flover, flover:2048, or 128/2048."""
     requests: int = 100
-    """How many requests."""
+    """Number of requests."""
     rate: float = math.inf
     """Requests a second; inf sends all at once."""
     burstiness: float = 1.0
@@ -54,7 +54,7 @@ class LoadConfig:
     seed: int = 0
     """Of arrivals, lengths and prompts."""
     temperature: float = 0.0
-    """How the server draws."""
+    """Temperature that the server draws with."""
     ignore_eos: bool = True
     """Ask for answers of just the wanted length."""
     timeout: float = 600.0
@@ -86,24 +86,24 @@ class LoadConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of one request; times in seconds since the start."""
+    """The course of one request; times in seconds since the start."""
 
     prompt_tokens: int
     """Tokens of the prompt, as the server counts them if it does."""
     output_tokens: int = 0
     """Tokens of the answer, likewise; otherwise events of the stream."""
     due: float
-    """When it was to be sent."""
+    """Time at which it was to be sent."""
     sent: float
-    """When it was."""
+    """Time at which it was."""
     events: tuple[float, ...] = ()
-    """When each piece of the answer came."""
+    """Times at which the pieces of the answer came."""
     ended: float
-    """When it was over, well or not."""
+    """Time at which it was over, well or not."""
     status: int | None = None
     """Of HTTP."""
     error: str | None = None
-    """What went wrong; None where the answer is complete."""
+    """Message of the failure; None where the answer is complete."""
 
     @property
     def ttft(self) -> float:
@@ -185,7 +185,7 @@ def summarize(
 
 
 def _met(outcome: Outcome, config: LoadConfig) -> bool:
-    """Whether a complete answer met all objectives."""
+    """True where a complete answer met all objectives."""
     limits = (
         (outcome.ttft, config.ttft_ms),
         (outcome.tpot, config.tpot_ms),

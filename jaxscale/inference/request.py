@@ -17,11 +17,11 @@ from jaxscale.checks import check_choice
 
 
 type FinishReason = Literal["stop", "length", "aborted", "timeout", "error"]
-"""Why a continuation ended: a token or string that stops it (or the client found one),
-the most tokens, the client, its deadline, or logits that were not finite."""
+"""Reason for the end of a continuation: a token or string that stops it, the most
+tokens, the client, its deadline, or logits that were not finite."""
 
 type GuideKind = Literal["json_schema", "json_object", "regex", "choice"]
-"""What a continuation may be held to."""
+"""Kinds of constraints on a continuation."""
 
 MAX_SAMPLES = 128
 """Most continuations of one request."""

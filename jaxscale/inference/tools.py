@@ -17,8 +17,8 @@ type ToolChoice = str
 """``"none"``, ``"auto"``, ``"required"``, or the name of one function."""
 
 type ToolFormat = Literal["llama", "hermes"]
-"""How a model writes a call: as Llama 3 does, a JSON object with ``parameters`` that is
-the whole text, or as Hermes and Qwen do, one with ``arguments`` in ``<tool_call>``."""
+"""Form of the calls in a text: that of Llama 3, a JSON object with ``parameters`` which
+is the whole text, or that of Hermes and Qwen, ``arguments`` within ``<tool_call>``."""
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"

@@ -1,4 +1,4 @@
-"""What a load generator sends, and when: arrivals and lengths, all from a seed."""
+"""Arrivals and lengths of the requests of a load generator, all from a seed."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ class Lengths:
 def arrivals(
     count: int, *, rate: float, burstiness: float = 1.0, seed: int = 0
 ) -> list[float]:
-    r"""When requests are sent.
+    r"""Times at which requests are sent.
 
     Gaps follow a gamma distribution of shape `burstiness`, and are then scaled so that
     the last request is sent after exactly count / rate seconds:
@@ -40,7 +40,7 @@ def arrivals(
     .. math:: g \sim \Gamma(b, \tfrac{1}{r b})
 
     Args:
-        count: How many requests.
+        count: Number of requests.
         rate: Requests a second; infinity sends all at once.
         burstiness: 1 is a Poisson process, less comes in bursts, infinity is constant.
         seed: Of the gaps.
@@ -84,7 +84,7 @@ def lengths(name: str, count: int, *, seed: int = 0) -> Lengths:
             ``"128/2048"``: prompts and answers of just these lengths, see `GRID`.
             ``"flover"``: prompts of 8 and answers of 504 tokens; ``"flover:2048"``:
             prompts of 8 and totals that are uniform from 128 to 2,048.
-        count: How many requests.
+        count: Number of requests.
         seed: Of the lengths.
 
     Raises:
