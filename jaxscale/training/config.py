@@ -65,9 +65,9 @@ class TrainConfig:
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the parameters. With bfloat16 small updates are rounded away."""
     loss_chunk: int = 1024
-    """Positions of each row whose logits exist at one time."""
+    """Positions of each row whose logits exist at one time, in the loss of `fit`."""
     z_loss: float = 0.0
-    """Coefficient of the squared log-sum-exp of the logits."""
+    """Coefficient of the squared log-sum-exp of the logits, in the loss of `fit`."""
     seed: int = 0
     """Decides the initial parameters."""
     eval_every: int = 100
@@ -181,6 +181,28 @@ class TrainConfig:
             scan_layers=model.scan_layers,
             tensor_parallel=getattr(model, "tensor_parallel", None),
         )
+
+    def check_rules(self, model: Any) -> None:
+        """Check that a model that is given computes by our rules, if it has any.
+
+        Its parameters and rows are placed by ours: a model that was made without rules
+        would compute all rows on every device.
+
+        Raises:
+            ValueError: it has others.
+        """
+        ours, theirs = self.axis_rules, getattr(model, "rules", self.axis_rules)
+        different = [
+            f"{field.name} {getattr(theirs, field.name)!r} instead of "
+            f"{getattr(ours, field.name)!r}"
+            for field in dataclasses.fields(ours)
+            if getattr(theirs, field.name) != getattr(ours, field.name)
+        ]
+        if different:
+            raise ValueError(
+                f"the given model has other rules than the settings, {self.rules!r}: "
+                f"{', '.join(different)}; make it with rules=config.axis_rules"
+            )
 
     def check_mesh(self, sizes: dict[str, int]) -> None:
         """Check that model and microbatches divide over the axes of a mesh.

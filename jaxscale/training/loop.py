@@ -118,7 +118,8 @@ def fit(
 
     Raises:
         ValueError: the settings do not fit the devices, ``config.model`` is not the
-            shape of `model`, the checkpoint in the output
+            shape of `model`, on several devices ``config.rules`` are not its rules,
+            ``config.z_loss`` is given beside `loss`, the checkpoint in the output
             directory belongs to another run, or `train_data` ends before the last step.
         DamagedCheckpoint: none of the checkpoints there can be read.
         Diverged: ``config.max_skipped`` updates in a row were not finite, or the
@@ -131,8 +132,15 @@ def fit(
         _require_decoder(config, loss, model)
     if model is not None:
         config = config.of_model(model)
+    if loss is not None and config.z_loss:
+        raise ValueError(
+            f"z_loss {config.z_loss} is that of the loss that fit makes; give it to "
+            "your own, as in next_token_loss(z_loss=...), and leave it 0 here"
+        )
     mesh = make_mesh(config.mesh, devices)
     config.check_mesh(dict(mesh.shape))
+    if mesh.size > 1:
+        config.check_rules(model)
     _check_data(train_data, eval_data)
     optimizer = make_optimizer(
         config.optimizer,

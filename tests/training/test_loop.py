@@ -241,6 +241,14 @@ def test_a_given_model_says_what_is_recorded(tmp_path):
         run(other, model=model)
     with pytest.raises(TypeError, match="is a Linear without config, remat, scan_lay"):
         run(config, model=nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    # Placed by the rules of the settings, it would compute all rows on every device.
+    plain = jax.eval_shape(lambda: Decoder(MODEL, rngs=nnx.Rngs(0)))
+    with pytest.raises(
+        ValueError, match=r"rules than the settings, 'fsdp_tp': .*batch None instead of"
+    ):
+        run(config, model=plain)
+    with pytest.raises(ValueError, match=r"z_loss 0.1 is that of the loss that fit"):
+        run(dataclasses.replace(config, z_loss=0.1), loss=next_token_loss())
     assert config.of_model(model).remat == "full" and config.of_model(model).scan_layers
     assert config.of_model(model).model.flops_per_token(
         16, causal=True
