@@ -7,8 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
+from jaxscale.nn.linear import ColumnParallelLinear, Linear
+from jaxscale.sharding import fsdp, make_mesh, shardings
 from pallas_kernels.collective_matmul import all_gather_matmul
 from tests import compiled, manifest
 from tests.compiled import compile_for_h200
@@ -157,6 +160,59 @@ def test_two_products_need_one_all_reduce():
     assert found.count("all-gather") == found.count("all-to-all") == 0
     # Weights are a quarter on each device.
     assert found.arguments == 2 * (1024 * 1024 + 2 * 1024 * 1024)
+
+
+def stored_over_fsdp(devices, copies, kernel):
+    """Gradients of two layers, by the kernel or by the compiler alone."""
+    mesh, rules = make_mesh({"data": copies, "fsdp": -1}, devices), fsdp()
+    names = {"kernel_axes": ("embed", "mlp"), "out_axes": ("batch", None, "act_mlp")}
+
+    def make():
+        layer = functools.partial(
+            ColumnParallelLinear, 1024, 2048, use_bias=True, dtype=jnp.bfloat16
+        )
+        options = {"rules": rules, "rngs": nnx.Rngs(0), **names}
+        return [layer(**options), layer(**options)]
+
+    def loss(layers, x):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            if kernel:
+                ys = ColumnParallelLinear.together(layers, x, ["gelu", "gelu"])
+            else:
+                ys = [Linear.__call__(layer, x, "gelu") for layer in layers]
+        return sum(jnp.square(y.astype(jnp.float32)).sum() for y in ys)
+
+    layers = jax.eval_shape(make)
+    layers = jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+        layers,
+        layout := shardings(layers, mesh, rules),
+    )
+    rows = NamedSharding(mesh, rules.spec("batch", None, None))
+    x = jax.ShapeDtypeStruct((32, 512, 1024), jnp.bfloat16, sharding=rows)
+    gradient = jax.grad(loss, argnums=(0, 1))
+    return jax.jit(gradient, out_shardings=(layout, rows)), (layers, x)
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_weights_that_fsdp_stores_reach_the_kernel(copies):
+    by_kernel = compile_for_h200(stored_over_fsdp, copies, True, count=4)
+    assert {kernel.name for kernel in by_kernel.kernels} == {"dense", "matmul"}
+    by_xla = compile_for_h200(stored_over_fsdp, copies, False, count=4)
+    assert by_xla.kernels == ()
+    operations = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
+    counts, without = (
+        [found.count(operation) for operation in operations]
+        for found in (by_kernel, by_xla)
+    )
+    if copies == 1:
+        # Both weights at once, forward and again backward; gradients are scattered, and
+        # those of the biases summed.
+        assert counts == without == [2, 1, 1, 0]
+    else:
+        # XLA sums whole gradients over all devices and then drops what is not a
+        # device's own. Written out, they are scattered first.
+        assert (counts, without) == ([2, 1, 2, 0], [2, 0, 1, 0])
 
 
 def broken(devices):

@@ -251,11 +251,12 @@ class ColumnParallelLinear(_TensorParallelLinear):
             local,
             [
                 ("batch", None, None),
-                *((None, axis) for axis in features),
+                *(layer.kernel_axes for layer in layers),
                 *((axis,) for axis in features),
             ],
             [("batch", None, axis) for axis in features],
             first.rules,
+            parameters=range(1, 1 + len(layers)),
         )(x, *weights, *biases)
         if same is None:
             outs = map(activate, outs, activations)

@@ -14,7 +14,7 @@ The mesh is the one of `jax.set_mesh`, or else the one that the arrays live on.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -194,6 +194,8 @@ def per_shard[Result](
     in_axes: Sequence[Any],
     out_axes: Sequence[Any],
     rules: AxisRules,
+    *,
+    parameters: Sequence[int] = (),
 ) -> Callable[..., Result]:
     """`fn` run by each device on its own shards, for work that no split axis couples.
 
@@ -208,6 +210,8 @@ def per_shard[Result](
             of its arrays.
         out_axes: Logical axes of each result, in the same way.
         rules: Mesh axes of each logical axis.
+        parameters: Which arguments are parameters. Over the axes that split the batch
+            they are only stored: `fn` gets them gathered.
 
     Returns:
         A function of the same arguments, whole arrays, that gives the whole results.
@@ -229,7 +233,7 @@ def per_shard[Result](
 
     def run(*args: Any) -> Result:
         shards = Shards.of(args, in_axes, rules)
-        return shards.over(fn, out_axes)(*shards.place(args))
+        return shards.over(fn, out_axes, parameters=parameters)(*shards.place(args))
 
     return run
 
@@ -293,8 +297,14 @@ class Shards:
         return tuple(n for n in as_tuple(entry) if n in self.divided)
 
     def splits(self, axis: str | None) -> bool:
-        """True where several devices share the logical `axis`."""
-        return any(self.mesh.shape[name] > 1 for name in self.names(axis))
+        """True where several devices share the work along the logical `axis`."""
+        names = set(self.names(axis)) - self.storing
+        return any(self.mesh.shape[name] > 1 for name in names)
+
+    @property
+    def storing(self) -> frozenset[str]:
+        """The mesh axes that split the batch, over which parameters are only stored."""
+        return self.rules.mesh_axes(["batch"])
 
     def spec(self, axes: Sequence[str | None]) -> PartitionSpec:
         """The partition of an array with these logical `axes`."""
@@ -335,18 +345,27 @@ class Shards:
         return tree.unflatten(jax.jit(placed, inline=True)(*leaves))
 
     def over[Result](
-        self, fn: Callable[..., Result], out_axes: Sequence[Any]
+        self,
+        fn: Callable[..., Result],
+        out_axes: Sequence[Any],
+        *,
+        parameters: Sequence[int] = (),
+        storing: frozenset[str] | None = None,
     ) -> Callable[..., Result]:
         """`fn` run by each device on its shards, or `fn` itself where nothing is split.
 
         Args:
             fn: Function of arguments that `place` has split; it returns a tuple.
             out_axes: Logical axes of each result.
+            parameters: Which arguments, single arrays, `fn` gets gathered.
+            storing: Mesh axes to gather them over; None is `self.storing`.
         """
         if not self.free:
             return fn
+        storing = self.storing if storing is None else storing
+        stored = {i: self.in_axes[i] for i in parameters}
         mapped = jax.shard_map(
-            fn,
+            self._gathering(fn, stored, storing),
             mesh=self.mesh,
             axis_names=self.free,
             in_specs=self._specs(self.in_axes),
@@ -360,6 +379,41 @@ class Shards:
     def _specs(self, axes: tuple[Any, ...]) -> tuple[Any, ...]:
         """The partitions of a tree with logical axes in the place of its arrays."""
         return jax.tree.map(self.spec, axes, is_leaf=_are_axes)
+
+    def _gathering[Result](
+        self,
+        fn: Callable[..., Result],
+        parameters: Mapping[int, Sequence[str | None]],
+        storing: frozenset[str],
+    ) -> Callable[..., Result]:
+        """`fn`, called with `parameters` whole over the mesh axes `storing`."""
+
+        def storage(axis: str | None) -> tuple[str, ...]:
+            names, sizes = self.names(axis), self.mesh.shape
+            return tuple(n for n in names if n in storing and sizes[n] > 1)
+
+        stored = {i: list(map(storage, axes)) for i, axes in parameters.items()}
+        all_names = {n for dims in stored.values() for names in dims for n in names}
+        if not all_names:
+            return fn
+
+        def gathered(*args: Any) -> Result:
+            whole = list(args)
+            for i, dims in stored.items():
+                for dimension, names in enumerate(dims):
+                    if names:
+                        whole[i] = jax.lax.all_gather(
+                            whole[i], names, axis=dimension, tiled=True
+                        )
+            return fn(*whole)
+
+        def saveable(primitive: Any, *_: Any, **params: Any) -> bool:
+            # The backward pass gathers them again: kept from the forward pass, the
+            # whole parameters of all layers would lie on every device.
+            axes = as_tuple(params.get("axis_name", ()))
+            return primitive.name != "all_gather" or all_names.isdisjoint(axes)
+
+        return jax.checkpoint(gathered, policy=saveable)
 
 
 def _are_axes(node: Any) -> bool:

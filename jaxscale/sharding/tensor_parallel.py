@@ -28,12 +28,11 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import jax
 from jaxtyping import Array, Float
 
 from jaxscale.checks import check_choice
 from jaxscale.sharding.operations import Shards, constrain, contract
-from jaxscale.sharding.rules import AxisRules, as_tuple
+from jaxscale.sharding.rules import AxisRules
 from pallas_kernels.collective_matmul import (
     all_gather_matmul,
     matmul_all_reduce,
@@ -122,7 +121,7 @@ def column_parallel(
     def local(x: Array, *kernels: Array) -> tuple[Array, ...]:
         return all_gather_matmul(
             x,
-            region.whole(kernels, kernel_axes),
+            kernels,
             axis_name=region.axis,
             implementation=region.implementation,
         )
@@ -194,7 +193,7 @@ def row_parallel(
         return (
             product(
                 args[: len(xs)],
-                region.whole(args[len(xs) :], kernel_axes),
+                args[len(xs) :],
                 axis_name=region.axis,
                 implementation=region.implementation,
             ),
@@ -316,39 +315,16 @@ class _Region:
             implementation=_IMPLEMENTATIONS[tensor_parallel],
         )
 
-    def whole(
-        self,
-        kernels: Sequence[Array],
-        kernel_axes: Sequence[tuple[str | None, str | None]],
-    ) -> list[Array]:
-        """`kernels` gathered over the mesh axes that only store them (FSDP)."""
-        gathered = []
-        for w, axes in zip(kernels, kernel_axes, strict=True):
-            for dimension, names in enumerate(map(self._storage, axes)):
-                if names:
-                    w = jax.lax.all_gather(w, names, axis=dimension, tiled=True)
-            gathered.append(w)
-        return gathered
-
     def over(
         self,
         local: Callable[..., tuple[Array, ...]],
         out_axes: Sequence[Sequence[str | None]],
     ) -> Callable[..., tuple[Array, ...]]:
-        """`local` run by each device on its shards."""
-        kernel_axes = [axes for axes in self.shards.in_axes if len(axes) == 2]
-        storage = {n for axes in kernel_axes for a in axes for n in self._storage(a)}
-
-        def saveable(primitive: Any, *_: Any, **params: Any) -> bool:
-            # The backward pass gathers kernels again: kept from the forward pass, the
-            # whole parameters of all layers would lie on every device.
-            name = params.get("axis_name", ())
-            return primitive.name != "all_gather" or storage.isdisjoint(as_tuple(name))
-
-        if storage:
-            local = jax.checkpoint(local, policy=saveable)
-        return self.shards.over(local, out_axes)
-
-    def _storage(self, axis: str | None) -> tuple[str, ...]:
-        names, sizes = self.shards.names(axis), self.shards.mesh.shape
-        return tuple(n for n in names if n != self.axis and sizes[n] > 1)
+        """`local` run by each device on its shards, with whole kernels."""
+        in_axes = self.shards.in_axes
+        return self.shards.over(
+            local,
+            out_axes,
+            parameters=[i for i, axes in enumerate(in_axes) if len(axes) == 2],
+            storing=self.shards.free - {self.axis},
+        )

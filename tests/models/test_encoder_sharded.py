@@ -146,5 +146,8 @@ def test_a_mesh_takes_no_kernel_away():
         for kind in ("auto", "explicit"):
             mesh = make_mesh(MeshConfig(data=2, axis_type=kind), jax.devices()[:2])
             lower(dp(), mesh, kernels=kernels)
+            # Weights that are stored in parts are gathered for the kernel.
+            mesh = make_mesh(MeshConfig(fsdp=2, axis_type=kind), jax.devices()[:2])
+            lower(fsdp_tp(), mesh, kernels=kernels)
         mesh = make_mesh(MeshConfig(tensor=2), jax.devices()[:2])
         lower(fsdp_tp(), mesh, kernels=kernels)
