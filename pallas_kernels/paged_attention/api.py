@@ -4,7 +4,6 @@ Axes: B rows, R new tokens of a row, N query heads, K key/value heads, H head di
 layers, P pages, G tokens of a page, W pages of a row's table.
 """
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,7 +17,7 @@ from pallas_kernels import tuning
 from pallas_kernels.arrays import concrete
 from pallas_kernels.dispatch import Unsupported, dispatch
 from pallas_kernels.mosaic import DeviceSpec, vary_alike
-from pallas_kernels.paged_attention import xla
+from pallas_kernels.paged_attention import mosaic_gpu, xla
 from pallas_kernels.paged_attention.config import PagedAttentionConfig
 from pallas_kernels.paged_attention.inputs import FP8, Inputs, Scores
 from pallas_kernels.partition import by_shards
@@ -121,9 +120,8 @@ def paged_attention(
         result does not depend on the batch. Scales are static as in vLLM, which has one
         a tensor.
     """
-    arrays = tuple(map(jnp.asarray, (q, kv, pages)))
-    _check_arrays(*arrays, kv_scales)
-    q, kv, pages = arrays
+    q, kv, pages = (jnp.asarray(a) for a in (q, kv, pages))
+    _check_arrays(q, kv, pages, kv_scales)
     rows, queries = q.shape[:2]
     if num_new is None:
         num_new = np.full(rows, queries, np.int32)
@@ -141,34 +139,31 @@ def paged_attention(
         resolve_scale(scale, q.shape[3]), resolve_softcap(softcap), _window(window)
     )
     tuning.check_config("paged_attention", config, PagedAttentionConfig)
-    run = functools.partial(
-        _without_derivative, (scores, implementation, config, DeviceSpec.current())
-    )
-    out_dims = _DIMS[0], _DIMS[2]
-    return by_shards(lambda *x: run(Inputs(*x)), x, _DIMS, out_dims)(*x)
+    device = DeviceSpec.current()
+
+    def run(*arrays: Array | None) -> tuple[Array, Array]:
+        return dispatch(
+            "paged_attention",
+            IMPLEMENTATIONS,
+            implementation,
+            vary_alike(_without_derivative(Inputs(*arrays))),  # pyright: ignore[reportArgumentType]
+            scores,
+            config=config,
+            device=device,
+        )
+
+    return by_shards(run, x, _DIMS, (_DIMS[0], _DIMS[2]))(*x)
 
 
 _DIMS = ("BRnH", "BRTnH", "LPTnGH", "", "BW", "B", "B", "LPTn")
 """A letter for each dimension of `Inputs`. Heads are independent; rows are not, since
 they write to the same pages."""
 
-type _Static = tuple[
-    Scores, str | Sequence[str] | None, PagedAttentionConfig | None, DeviceSpec | None
-]
 
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _without_derivative(static: _Static, x: Inputs) -> tuple[Array, Array]:
-    scores, implementation, config, device = static
-    return dispatch(
-        "paged_attention",
-        IMPLEMENTATIONS,
-        implementation,
-        vary_alike(x),
-        scores,
-        config=config,
-        device=device,
-    )
+@jax.custom_jvp
+def _without_derivative(x: Inputs) -> Inputs:
+    """The arrays, which may not be differentiated by."""
+    return x
 
 
 @_without_derivative.defjvp
@@ -195,7 +190,10 @@ def _xla(
     return xla.paged_attention(x, scores)
 
 
-IMPLEMENTATIONS: Mapping[str, Callable[..., tuple[Array, Array]]] = {"xla": _xla}
+IMPLEMENTATIONS: Mapping[str, Callable[..., tuple[Array, Array]]] = {
+    "mosaic_gpu": mosaic_gpu.paged_attention,
+    "xla": _xla,
+}
 """Implementations of `paged_attention`, the preferred one first."""
 
 _DTYPES = ("float32", "bfloat16", "float16")

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import jax
 import numpy as np
@@ -99,6 +100,13 @@ def part_of(access, part: tuple[slice, ...]):
 
 @callbacks.fail_on_exception
 def inline(*, token, mesh_location, thread, args, is_ref, counts, eqn):
+    # What counts by itself does so at once.
+    counting = shared_memory_of_run().atomic if any(counts) else nullcontext()
+    with counting:
+        return token, _inline(mesh_location, thread, args, is_ref, counts, eqn)
+
+
+def _inline(mesh_location, thread, args, is_ref, counts, eqn):
     stand_in, function = (
         find_stand_in(eqn.params["mgpu_fn"]),
         eqn.params["mgpu_fn"],
@@ -149,7 +157,7 @@ def inline(*, token, mesh_location, thread, args, is_ref, counts, eqn):
         )
         if clock is not None:
             races.check_write(thread, clock.generic_clock, key, access, eqn.source_info)
-    return token, [
+    return [
         np.asarray(leaf, kind.dtype).reshape(kind.shape)
         for leaf, kind in zip(
             jax.tree.leaves(result), eqn.params["flat_ret_ty"], strict=True

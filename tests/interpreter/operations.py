@@ -127,17 +127,28 @@ def is_semaphore(aval) -> bool:
     return jnp.issubdtype(aval.dtype, pallas_core.semaphore_dtype)
 
 
+def _semaphore_keys(arg, size: int) -> list[tuple]:
+    """The semaphores of a vector of so many, or of a slice of it."""
+    key, transforms = arg
+    start = 0
+    for transform in callbacks._remove_noop_transforms(transforms):
+        (index,) = transform.indices
+        start, size = start + int(index.start), index.size
+    return [_semaphore_key(key, (start + i,)) for i in range(size)]
+
+
 def semaphore_counts(arg, size: int) -> np.ndarray:
     """The counts of a vector of semaphores, for functions that count by themselves."""
     semaphores = shared_memory_of_run().semaphores
-    keys = [_semaphore_key(arg[0], (i,)) for i in range(size)]
+    keys = _semaphore_keys(arg, size)
     return np.array([semaphores[key].count for key in keys], np.int32)
 
 
 def set_semaphore_counts(arg, counts: np.ndarray) -> None:
     semaphores = shared_memory_of_run().semaphores
-    for i, count in enumerate(counts):
-        semaphores[_semaphore_key(arg[0], (i,))].count = int(count)
+    keys = _semaphore_keys(arg, len(counts))
+    for key, count in zip(keys, counts, strict=True):
+        semaphores[key].count = int(count)
 
 
 @callbacks.fail_on_exception

@@ -237,6 +237,12 @@ def test_mistakes(no_shape_hook):
         paged_attention(**arrays | {"pages": pages.astype(FP8), "kv_scales": scales})
     with pytest.raises(Unsupported, match="XLA takes no config"):
         portable(**arrays, config=PagedAttentionConfig())
-    for options in ({"split": 100}, {"split": 0}, {"teams": 3}, {"slots": 1}):
+    for options in (
+        {"split": 100},
+        {"split": 0},
+        {"block": 32},
+        {"teams": 3},
+        {"slots": 1},
+    ):
         with pytest.raises(ValueError, match=next(iter(options))):
             PagedAttentionConfig(**options)

@@ -35,8 +35,9 @@ def _stored_columns(ref, values, first):
 
 
 def _next_ticket(counter, mailbox):
+    mailbox[0] = counter[0]
     counter[0] += 1
-    return np.int32(counter[0] - 1)
+    return np.int32(mailbox[0])
 
 
 def _read_one_number(ref):
@@ -98,7 +99,7 @@ register_inline("store_some_rows", _store_some_rows, writes=(0,), part=_stored_p
 register_inline(
     "store_some_columns", _store_some_columns, writes=(0,), part=_stored_columns
 )
-register_inline("next_ticket", _next_ticket, writes=(0,))
+register_inline("next_ticket", _next_ticket, writes=(0, 1))
 register_inline("search_tile", _search_tile)
 register_inline("mask_outside_band", _mask_outside_band)
 register_inline("add_shared_row", _add_shared_row)

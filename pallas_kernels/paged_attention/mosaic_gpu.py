@@ -1,0 +1,186 @@
+"""Hopper implementation of paged attention: what surrounds the kernel.
+
+Axes: B rows, R new tokens of a row, N query heads, K key/value heads, H head dim, L
+layers, P pages, G tokens of a page, W pages of a row's table.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+from jaxtyping import Array, Float
+
+from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.mosaic import (
+    DeviceSpec,
+    as_varying,
+    check_hopper,
+    check_smem,
+    smem_bytes,
+    unmarked,
+    varying,
+)
+from pallas_kernels.paged_attention import kernel
+from pallas_kernels.paged_attention.config import PagedAttentionConfig
+from pallas_kernels.paged_attention.inputs import Inputs, Scores
+from pallas_kernels.paged_attention.kernel import Problem
+from pallas_kernels.partition import check_local
+
+
+__all__ = ["make_problem", "paged_attention"]
+
+HEAD_DIMS = (64, 128, 256)
+PAGES = (8, 16, 32, 64, 128, 256)
+MOST_ROWS = 1024
+"""Rows that the search for a split can tell apart."""
+MOST_QUERIES = 16
+"""New tokens of a row: the code that stores them has no loop."""
+
+
+def paged_attention(
+    x: Inputs,
+    scores: Scores,
+    *,
+    config: PagedAttentionConfig | None,
+    device: DeviceSpec | None,
+) -> tuple[Float[Array, "B R N H"], Float[Array, "L P 2 K G H"]]:
+    """See `pallas_kernels.paged_attention.paged_attention`; the arguments are checked.
+
+    Raises:
+        Unsupported: the device, types or shapes do not fit.
+    """
+    device = check_hopper(device, "paged_attention")
+    check_local("paged_attention", *x)
+    problem = make_problem(x, config or PagedAttentionConfig(), device)
+    axes = varying(*(a for a in x if a is not None))
+    out, pages = _jitted(problem, scores, device, x)
+    return as_varying(out, axes), as_varying(pages, axes)  # kernels lose the mark
+
+
+def make_problem(
+    x: Inputs, config: PagedAttentionConfig, device: DeviceSpec
+) -> Problem:
+    """The shapes of a call as the kernel sees them.
+
+    Raises:
+        Unsupported: the kernel does not take them.
+    """
+    rows, queries, heads, head_dim = x.q.shape
+    _, num_pages, _, kv_heads, page, _ = x.pages.shape
+    group = heads // kv_heads
+    _check(x, group, config)
+    teams = config.teams or (1 if head_dim == HEAD_DIMS[-1] else 2)
+    tile = smem_bytes((config.block, head_dim), x.pages.dtype)
+    tile_of_queries = smem_bytes((kernel.ROWS, head_dim), x.pages.dtype)
+    split_pages = max(1, config.split // page)
+    small = (
+        smem_bytes((teams, queries, 2, head_dim), x.pages.dtype)
+        + smem_bytes((teams, 2, split_pages), jnp.int32)
+        + 4096  # barriers, tickets and what lies between
+    )
+    fixed = small + teams * 2 * tile_of_queries
+    most = (device.smem_bytes - fixed) // (teams * tile)
+    slots = config.slots or max(2, most)
+    check_smem(fixed + teams * slots * tile, device, "paged_attention")
+    return Problem(
+        rows=rows,
+        queries=queries,
+        group=group,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        page=page,
+        width=x.table.shape[1],
+        num_pages=num_pages,
+        dtype=x.pages.dtype,
+        split=config.split,
+        block=config.block,
+        teams=teams,
+        slots=slots,
+    )
+
+
+def _check(x: Inputs, group: int, config: PagedAttentionConfig) -> None:
+    rows, queries, _, head_dim = x.q.shape
+    layers, num_pages, _, kv_heads, page, _ = x.pages.shape
+    dtype = x.pages.dtype
+    lines = layers * num_pages * 2 * kv_heads
+    reasons = {
+        f"types {x.q.dtype.name}, {x.kv.dtype.name} and {dtype.name} of q, kv and"
+        " pages, the kernel takes one, bfloat16 or float16": (
+            dtype in (jnp.bfloat16, jnp.float16) and x.q.dtype == x.kv.dtype == dtype
+        ),
+        f"head dim {head_dim}, the kernel takes {HEAD_DIMS}": head_dim in HEAD_DIMS,
+        f"pages of {page} tokens, the kernel takes {PAGES}": page in PAGES,
+        f"{queries} new tokens of {group} query heads a key/value head, the kernel"
+        f" takes {kernel.ROWS} together and {MOST_QUERIES} tokens": (
+            queries * group <= kernel.ROWS and queries <= MOST_QUERIES
+        ),
+        f"{rows} rows, the kernel takes {MOST_ROWS}": rows <= MOST_ROWS,
+        f"splits of {config.split} tokens and pages of {page}, one must be a multiple"
+        " of the other and 128 pages the most": (
+            config.split // page <= 128
+            and 0 in (config.split % page, page % config.split)
+        ),
+        f"{lines} lines of pages, the kernel counts to 2**31": lines < 2**31,
+        f"a table of {rows} x {x.table.shape[1]} pages of {page}": (
+            math.prod(x.table.shape) * page < 2**31
+        ),
+    }
+    for reason, fits in reasons.items():
+        if not fits:
+            raise Unsupported(f"paged_attention: {reason}; use implementation='xla'")
+
+
+@custom_vmap
+def _one_batch(*arrays: Array | None) -> tuple[Array | None, ...]:
+    """The arrays, over which `jax.vmap` does not map."""
+    return arrays
+
+
+@_one_batch.def_vmap
+def _refuse_batch(*_: Any) -> Any:
+    raise NotImplementedError(
+        "paged_attention has a batch of rows and its Hopper kernel no other axis;"
+        " put all rows into one call, or use implementation='xla'"
+    )
+
+
+# The layers of a model are traced and lowered once.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _jitted(
+    problem: Problem, scores: Scores, device: DeviceSpec, x: Inputs
+) -> tuple[Array, Array]:
+    x = Inputs(*_one_batch(*x))  # pyright: ignore[reportArgumentType]
+    given, structure = jax.tree.flatten(x)
+
+    def run(*given: Array) -> tuple[Array, Array]:
+        return _run(problem, scores, device, structure.unflatten(given))
+
+    return unmarked(run)(*given)
+
+
+def _run(
+    problem: Problem, scores: Scores, device: DeviceSpec, x: Inputs
+) -> tuple[Array, Array]:
+    p = problem
+    q = x.q.reshape(p.rows, p.queries, p.kv_heads, p.group, p.head_dim)
+    q = q.swapaxes(1, 2).reshape(-1, p.head_dim)  # [B K rows, H]
+    pages = jax.new_ref(x.pages.reshape(-1, p.page, p.head_dim))
+    out = kernel.run(
+        p,
+        scores,
+        device,
+        q,
+        x.kv,
+        x.table.reshape(-1),
+        x.lengths,
+        x.num_new,
+        x.layer.reshape(1),
+        pages,
+    )
+    out = out.reshape(p.rows, p.kv_heads, p.queries, p.group, p.head_dim)
+    out = out.swapaxes(1, 2).reshape(x.q.shape)
+    return out, jax.freeze(pages).reshape(x.pages.shape)
