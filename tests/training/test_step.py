@@ -14,11 +14,13 @@ from jaxscale.sharding import MeshConfig, create, fsdp_tp, make_mesh
 from jaxscale.training.optimizer import OptimizerConfig, make_optimizer, make_schedule
 from jaxscale.training.step import (
     TrainState,
+    _cut,
     global_norm,
     make_eval_step,
     make_train_step,
     next_token_loss,
 )
+from tests.sharding.test_rules import collectives_of
 from tests.training import toy
 
 
@@ -282,6 +284,16 @@ def test_the_loss_by_default_is_plain_with_few_logits_at_a_time():
     expected = nll[batch.loss_mask[0]].sum()
     np.testing.assert_allclose([total, sums.nll], [expected] * 2, rtol=1e-5)
     assert float(sums.z_loss) == 0
+
+
+def test_cutting_moves_no_row_between_devices():
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2), jax.devices()[:4])
+    split = jax.NamedSharding(mesh, jax.P(("data", "fsdp")))
+    rows = jax.device_put(jnp.arange(8), split)
+    with jax.set_mesh(mesh):
+        cut = jax.jit(lambda x: _cut(x, 2, fsdp_tp())).lower(rows).compile()
+    assert not collectives_of(cut.as_text())
+    np.testing.assert_array_equal(cut(rows), [[0, 2, 4, 6], [1, 3, 5, 7]])
 
 
 def test_norms_are_taken_in_fp32():
