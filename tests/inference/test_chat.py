@@ -147,6 +147,20 @@ def test_templates_with_names(tokenizer):
         ChatTemplate(tokenizer, [{"name": "x"}])
 
 
+def test_loops_are_those_of_jinja(tokenizer):
+    """Bounding them changes nothing: conditions, unpacking, recursion, else."""
+    source = (
+        "{% for k, v in {'a': 1, 'b': 2}.items() if v > 1 %}{{ k }}{{ loop.index }}"
+        "{% endfor %}{% for x in [] %}{% else %}none{% endfor %}"
+        "{% for n in [[1, [2]], [3, []]] recursive %}({{ n[0] or n }}"
+        "{% if n[1] %}{{ loop([[9, []]]) }}{% endif %}){% endfor %}"
+        "{% macro m(x) %}<{{ x }}>{% endmacro %}{% for i in 'ab' %}{{ m(i) }}"
+        "{{ loop.previtem }}{{ loop.revindex }}{% endfor %}"
+    )
+    text = ChatTemplate(tokenizer, source).render(user("x"))
+    assert text == "b1none(1(9))(3)<a>2<b>a1"
+
+
 def test_what_templates_of_transformers_use(tokenizer):
     source = (
         "{{ bos_token }}{{ strftime_now('%Y') }}{{ {'é': 1} | tojson(indent=1) }}"

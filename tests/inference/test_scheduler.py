@@ -526,6 +526,63 @@ def test_deadlines():
     assert (counts.failed, counts.finished) == (3, 1)
 
 
+def test_a_deadline_is_not_that_of_the_next_with_the_same_id():
+    scheduler = Scheduler(config())
+    for deadline in (1.0, None):
+        (request,) = requests(1, deadline=deadline)
+        scheduler.add(request, now=0.0)
+        if deadline is not None:
+            scheduler.abort(request.id, now=0.5)
+    scheduler.plan(now=2.0)
+    assert not scheduler.idle and scheduler.counts.failed == 0
+
+
+def test_an_empty_queue_takes_the_largest_request():
+    server = Server(config(max_waiting_tokens=5))
+    server.add(*requests(1, length=20))
+    with pytest.raises(Overloaded):
+        server.add(*requests(1, length=1, client="z"))
+    server.run()
+    assert server.scheduler.counts.finished == 1
+
+
+def test_log_probabilities_of_a_prompt_need_all_of_it():
+    """What others have computed says nothing of them; its samples share as always."""
+    server = Server(config(num_pages=32))
+    ids = list(range(12))
+    for name, fields in (("a", {}), ("b", {"prompt_logprobs": 0, "n": 2})):
+        params = params_of(3, **fields)
+        server.add(Request(prompt=ids, id=name, params=params))
+        server.run()
+    assert server.scheduler.counts.prompt_tokens == 12 + 12 + 4
+    server.add(Request(prompt=ids, id="c", params=params_of(0, prompt_logprobs=2)))
+    server.run()
+    assert server.scheduler.counts.prompt_tokens == 12 + 12 + 4 + 12
+    assert server.ended["c", 0] == "length"
+    server.check_solo()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_pages": 0}, "num_pages 0 must be an integer"),
+        ({"num_slots": 6}, "num_slots 6 must be a power of two"),
+        ({"num_slots": 1}, "num_slots 1 must be an integer of at least 2"),
+        ({"split": 6}, "split 6 must be a multiple of page_size 4"),
+        ({"prefill_tokens": 7}, "prefill_tokens 7 must be at least split 8"),
+        ({"watermark": 1.0}, "watermark 1.0 must be"),
+        ({"watermark": float("nan")}, "watermark nan must be"),
+        ({"eos_ids": (50,)}, "eos_ids .* must be tokens of the vocabulary of 50"),
+        ({"contiguous": True, "num_pages": 7}, "num_pages 7 must be at least num_slo"),
+        ({"prefill_keys": 39}, "prefill_keys 39 must be an integer of at least 40"),
+        ({"drafts": -1}, "drafts -1 must be"),
+    ],
+)
+def test_sizes_that_cannot_be(fields, message):
+    with pytest.raises(ValueError, match=message):
+        config(**fields)
+
+
 def test_logits_that_are_not_finite_end_their_request_alone():
     server = Server(config(num_pages=32), lag=0)
     server.add(*requests(2, length=9, most=9))

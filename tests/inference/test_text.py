@@ -173,6 +173,12 @@ def test_stop_strings(text, stops, include, seed):
     assert (shown, stream.stop) == (expected, stop)
 
 
+def test_of_strings_that_end_together_the_longest_counts():
+    for stops in (["b", "ab", "xab"], ["ab", "xab", "b"]):
+        stream = TextStream(Bytes([b"-xa", b"b"]), [], SamplingParams(stop=stops))
+        assert (stream.add([0]), stream.add([1]), stream.stop) == ("-", "", "xab")
+
+
 def test_stop_tokens_have_no_text_unless_wanted():
     tokenizer = Tokenizer.train(["to be or not to be"], vocab_size=260)
     ids = tokenizer.encode("to b")
