@@ -26,6 +26,12 @@ from jaxscale.sharding.rules import (
     megascale_3d,
     preset,
 )
+from jaxscale.sharding.schedule import (
+    bubble_fraction,
+    pipeline_schedule,
+    place_layers,
+)
+from jaxscale.sharding.schedule_table import Phase, PipelineSchedule
 from jaxscale.sharding.tensor_parallel import (
     TensorParallel,
     column_parallel,
@@ -40,7 +46,10 @@ __all__ = [
     "AxisRules",
     "Cluster",
     "MeshConfig",
+    "Phase",
+    "PipelineSchedule",
     "TensorParallel",
+    "bubble_fraction",
     "column_parallel",
     "constrain",
     "contract",
@@ -56,7 +65,9 @@ __all__ = [
     "megascale_3d",
     "partitioned",
     "per_shard",
+    "pipeline_schedule",
     "place",
+    "place_layers",
     "preset",
     "reshape",
     "row_parallel",
