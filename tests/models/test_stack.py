@@ -59,6 +59,12 @@ def test_a_scan_compiles_the_shortest_pattern(windows, lengths, blocks):
     assert relative_error(actual, expected) < 1e-5
 
 
+def test_layers_start_with_parameters_of_their_own():
+    model = Decoder(preset("llama_tiny"), rngs=nnx.Rngs(0))
+    first, second = model.blocks.mlp.up.kernel[...]
+    assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.1
+
+
 @pytest.mark.parametrize("scan", [True, False])
 def test_recomputation_is_merged_with_nothing(scan):
     """Inside a loop the compiler cannot, and a barrier would cost something."""
