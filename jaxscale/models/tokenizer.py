@@ -8,25 +8,25 @@ of a document into a control token.
 
 import dataclasses
 import itertools
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from jaxscale.models.hf.files import read_json_object
+from jaxscale.models.tokenizer_files import (
+    CONFIG_FILE,
+    FILE,
+    configured,
+    instead_of,
+    read_settings,
+    write_settings,
+)
 
 
-_FILE = "tokenizer.json"
-_CONFIG_FILE = "tokenizer_config.json"
-_MAP_FILE = "special_tokens_map.json"
-_TEMPLATE_FILE = "chat_template.jinja"
 _NUM_BYTES = 256
 _LONGEST_RUN = 512
 _ROLES = ("bos", "eos", "pad", "mask")
-# BERT's names for the tokens that begin and end a text.
-_ALIASES = {"bos": "cls", "eos": "sep"}
 
 # What the published tokenizers call their control tokens; looked for when no
 # tokenizer_config.json says it.
@@ -35,16 +35,6 @@ _USUAL_NAMES = {
     "eos": ("<|end_of_text|>", "</s>", "<|endoftext|>", "[SEP]"),
     "pad": ("<|finetune_right_pad_id|>", "<pad>", "<|pad|>", "[PAD]"),
     "mask": ("<mask>", "[MASK]"),
-}
-
-
-# What directories hold that were saved without a tokenizer.json, DeBERTa-v3's first.
-_OTHER_FILES = {
-    "spm.model": "SentencePiece",
-    "spiece.model": "SentencePiece",
-    "sentencepiece.bpe.model": "SentencePiece",
-    "tokenizer.model": "SentencePiece",
-    "vocab.txt": "WordPiece",
 }
 
 
@@ -142,11 +132,11 @@ class Tokenizer:
         tokenizers = _require_tokenizers()
         file = Path(path)
         if file.is_dir():
-            file = file / _FILE
+            file = file / FILE
         if not file.is_file():
             raise FileNotFoundError(
                 f"path {str(path)!r} has no tokenizer: {file} does not exist; "
-                + _instead_of(file)
+                + instead_of(file)
             )
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
@@ -154,9 +144,9 @@ class Tokenizer:
         except Exception as error:
             raise ValueError(
                 f"path {file} is not a tokenizer of the tokenizers library: {error}; "
-                f"convert it to a {_FILE} first"
+                f"convert it to a {FILE} first"
             ) from error
-        found = _settings(file.parent)
+        found = read_settings(file.parent)
         if found is None:
             vocab = backend.get_vocab()
             tokens = {
@@ -164,7 +154,7 @@ class Tokenizer:
                 for role in _ROLES
             }
         else:
-            tokens = {role: _configured(found, role) for role in _ROLES}
+            tokens = {role: configured(found, role) for role in _ROLES}
         tokens = {f"{role}_token": token for role, token in tokens.items()}
         return cls(backend, **tokens, settings=found)
 
@@ -239,24 +229,16 @@ class Tokenizer:
         directory = Path(path)
         if directory.suffix == ".json" or directory.is_file():
             raise ValueError(
-                f"path {str(path)!r} must be a directory: {_FILE} and {_CONFIG_FILE} "
+                f"path {str(path)!r} must be a directory: {FILE} and {CONFIG_FILE} "
                 "are written into it"
             )
         directory.mkdir(parents=True, exist_ok=True)
-        self._backend.save(str(directory / _FILE))
+        self._backend.save(str(directory / FILE))
         config = {"tokenizer_class": "PreTrainedTokenizerFast"} | self._settings
         for role in _ROLES:
-            if _configured(config, role) != self._tokens[role]:
+            if configured(config, role) != self._tokens[role]:
                 config[f"{role}_token"] = self._tokens[role]
-        template = config.pop("chat_template", None)
-        if isinstance(template, str):
-            (directory / _TEMPLATE_FILE).write_text(template, "utf-8")
-        else:
-            # A list holds named templates, for which there is no file; and the template
-            # of another tokenizer must not stay beside this one.
-            (directory / _TEMPLATE_FILE).unlink(missing_ok=True)
-            config |= {} if template is None else {"chat_template": template}
-        (directory / _CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+        write_settings(directory, config)
 
     def to_json(self) -> str:
         """The text of its ``tokenizer.json``, which other libraries read."""
@@ -466,7 +448,7 @@ class Tokenizer:
     def special_tokens(self) -> dict[str, str]:
         """Names of the control tokens in templates: ``"bos_token"`` and others."""
         named = {
-            key: _configured(self._settings, key.removesuffix("_token"))
+            key: configured(self._settings, key.removesuffix("_token"))
             for key, value in self._settings.items()
             if key.endswith("_token") and isinstance(value, str | dict)
         }
@@ -531,53 +513,6 @@ def _without_long_runs(text: str) -> Iterator[str]:
             yield text[at : min(at + _LONGEST_RUN, run.end())]
         start = run.end()
     yield text[start:]
-
-
-def _settings(directory: Path) -> dict[str, Any] | None:
-    """Settings from the files beside a ``tokenizer.json``, None without any."""
-    # Older directories name some control tokens only in a file of their own.
-    files = [directory / name for name in (_MAP_FILE, _CONFIG_FILE)]
-    files = [file for file in files if file.is_file()]
-    if not files:
-        return None
-    settings: dict[str, Any] = {}
-    for file in files:
-        settings |= read_json_object(file)
-    template = directory / _TEMPLATE_FILE
-    if template.is_file():
-        settings["chat_template"] = template.read_text("utf-8")
-    return settings
-
-
-def _configured(settings: Mapping[str, Any], role: str) -> str | None:
-    """The control token that a ``tokenizer_config.json`` names for a role."""
-    for name in (role, _ALIASES.get(role, role)):
-        token = settings.get(f"{name}_token")
-        # Older files store the token with its stripping rules around it.
-        token = token.get("content") if isinstance(token, dict) else token
-        if token is not None:
-            if not isinstance(token, str):
-                raise ValueError(
-                    f"{name}_token {token!r} of {_CONFIG_FILE} must be a string"
-                )
-            return token
-    return None
-
-
-def _instead_of(file: Path) -> str:
-    """Advice for an error message where `file` does not exist."""
-    for name in _OTHER_FILES:
-        if (file.parent / name).is_file():
-            return (
-                f"{name} beside it is in another format, that of "
-                f"{_OTHER_FILES[name]}; convert it once, where transformers is "
-                "installed, with AutoTokenizer.from_pretrained(path)"
-                ".save_pretrained(path)"
-            )
-    return (
-        f"give a {_FILE} or a directory that holds one, or train one with "
-        "Tokenizer.train"
-    )
 
 
 def _require_tokenizers() -> ModuleType:

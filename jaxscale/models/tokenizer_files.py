@@ -1,0 +1,90 @@
+"""The files of a tokenizer's directory, beside those of the `tokenizers` library.
+
+A ``tokenizer_config.json`` names the control tokens and holds what else is known of a
+tokenizer: its longest text, its chat template.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxscale.models.hf.files import read_json_object
+
+
+FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
+_MAP_FILE = "special_tokens_map.json"
+_TEMPLATE_FILE = "chat_template.jinja"
+# BERT's names for the tokens that begin and end a text.
+_ALIASES = {"bos": "cls", "eos": "sep"}
+
+# What directories hold that were saved without a tokenizer.json, DeBERTa-v3's first.
+_OTHER_FILES = {
+    "spm.model": "SentencePiece",
+    "spiece.model": "SentencePiece",
+    "sentencepiece.bpe.model": "SentencePiece",
+    "tokenizer.model": "SentencePiece",
+    "vocab.txt": "WordPiece",
+}
+
+
+def read_settings(directory: Path) -> dict[str, Any] | None:
+    """Settings from the files beside a ``tokenizer.json``, None without any."""
+    # Older directories name some control tokens only in a file of their own.
+    files = [directory / name for name in (_MAP_FILE, CONFIG_FILE)]
+    files = [file for file in files if file.is_file()]
+    if not files:
+        return None
+    settings: dict[str, Any] = {}
+    for file in files:
+        settings |= read_json_object(file)
+    template = directory / _TEMPLATE_FILE
+    if template.is_file():
+        settings["chat_template"] = template.read_text("utf-8")
+    return settings
+
+
+def write_settings(directory: Path, settings: Mapping[str, Any]) -> None:
+    """Write what `read_settings` reads, in the places where it is usual."""
+    kept = dict(settings)
+    template = kept.pop("chat_template", None)
+    if isinstance(template, str):
+        (directory / _TEMPLATE_FILE).write_text(template, "utf-8")
+    else:
+        # A list holds named templates, for which there is no file; and the template
+        # of another tokenizer must not stay beside this one.
+        (directory / _TEMPLATE_FILE).unlink(missing_ok=True)
+        kept |= {} if template is None else {"chat_template": template}
+    (directory / CONFIG_FILE).write_text(json.dumps(kept, indent=2) + "\n")
+
+
+def configured(settings: Mapping[str, Any], role: str) -> str | None:
+    """The control token that a ``tokenizer_config.json`` names for a role."""
+    for name in (role, _ALIASES.get(role, role)):
+        token = settings.get(f"{name}_token")
+        # Older files store the token with its stripping rules around it.
+        token = token.get("content") if isinstance(token, dict) else token
+        if token is not None:
+            if not isinstance(token, str):
+                raise ValueError(
+                    f"{name}_token {token!r} of {CONFIG_FILE} must be a string"
+                )
+            return token
+    return None
+
+
+def instead_of(file: Path) -> str:
+    """Advice for an error message where `file` does not exist."""
+    for name in _OTHER_FILES:
+        if (file.parent / name).is_file():
+            return (
+                f"{name} beside it is in another format, that of "
+                f"{_OTHER_FILES[name]}; convert it once, where transformers is "
+                "installed, with AutoTokenizer.from_pretrained(path)"
+                ".save_pretrained(path)"
+            )
+    return (
+        f"give a {FILE} or a directory that holds one, or train one with "
+        "Tokenizer.train"
+    )
