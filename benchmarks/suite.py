@@ -100,6 +100,7 @@ COMMANDS = (
     ),
     Command("sparse", f"tile_sparse_matmul --case square_4096 --rows 2048 {_SPARSE}"),
     Command("matmul", "matmul"),
+    Command("attention", "paged_attention"),
     Command(
         "attention",
         f"varlen_attention --case wide_* long_tail_* bimodal_* {_ATTENTION}",

@@ -36,6 +36,7 @@ from pallas_kernels.mosaic.copies import CHUNK, chunked, smem_transforms
 from pallas_kernels.mosaic.device import DeviceSpec
 from pallas_kernels.mosaic.lanes import keep_band, store_rows
 from pallas_kernels.mosaic.tile_scheduler import take_ticket
+from pallas_kernels.paged_attention.config import BLOCK
 from pallas_kernels.paged_attention.inputs import Scores
 from pallas_kernels.paged_attention.lanes import (
     Cut,
@@ -89,7 +90,6 @@ class Problem:
     """P."""
     dtype: jnp.dtype
     split: int
-    block: int
     teams: int
     slots: int
 
@@ -116,7 +116,7 @@ class Problem:
     @property
     def pieces(self) -> int:
         """Copies that fill a slot."""
-        return self.block // min(self.page, self.block)
+        return BLOCK // min(self.page, BLOCK)
 
     @property
     def split_pages(self) -> int:
@@ -166,7 +166,7 @@ def run(
     p, tiles, teams = problem, problem.rows * problem.kv_heads, problem.teams
     parts = tiles, p.most_splits, p.padded_rows
     ring = plgpu.SMEM(
-        (teams, p.slots, p.block, p.head_dim),
+        (teams, p.slots, BLOCK, p.head_dim),
         p.dtype,
         transforms=smem_transforms(p.head_dim, p.dtype),
     )
@@ -242,7 +242,7 @@ class _Work(NamedTuple):
     splits: Scalar
     """How many it has."""
     begin: Scalar
-    """The first token to read, a multiple of the block."""
+    """The first token to read, a multiple of `BLOCK`."""
     end: Scalar
     """The token after the last."""
     steps: Scalar
@@ -315,9 +315,9 @@ class _Team:
         last = lax.div(total + (p.split - 1), jnp.int32(p.split))
         index = first + within
         begin = jnp.maximum(index * p.split, least)
-        begin = lax.div(begin, jnp.int32(p.block)) * p.block
+        begin = lax.div(begin, jnp.int32(BLOCK)) * BLOCK
         end = jnp.minimum((index + 1) * p.split, total)
-        steps = lax.div(end - begin + (p.block - 1), jnp.int32(p.block))
+        steps = lax.div(end - begin + (BLOCK - 1), jnp.int32(BLOCK))
         return _Work(
             there=there,
             row=row,
@@ -422,12 +422,12 @@ class _Team:
     ) -> None:
         """Pages of some steps of a split, new tokens put into them before."""
         p = self.problem
-        size = min(p.page, p.block)
+        size = min(p.page, BLOCK)
         appended = work.appended(p.split)
 
         def step(i: Scalar, _: None) -> None:
-            start = work.begin + i * p.block
-            here = (start <= appended) & (appended < start + p.block)
+            start = work.begin + i * BLOCK
+            here = (start <= appended) & (appended < start + BLOCK)
             pl.when(here & (appended < work.end))(
                 functools.partial(self.append, work, number, appended)
             )
@@ -560,8 +560,8 @@ class _Team:
         """A block of keys, and its values."""
         p, ring = self.problem, self.smem["ring"]
         highest, total = state
-        start = work.begin + i * p.block
-        edge = start + p.block > work.length
+        start = work.begin + i * BLOCK
+        edge = start + BLOCK > work.length
         if self.scores.window is not None:
             edge |= start <= work.length + (p.queries - 1) - self.scores.window
         slot = self.wait(tiles + 2 * i)
@@ -573,7 +573,7 @@ class _Team:
             return products[...]
 
         s = pl.run_scoped(
-            multiply, plgpu.WGMMAAccumulatorRef((ROWS, p.block), jnp.float32)
+            multiply, plgpu.WGMMAAccumulatorRef((ROWS, BLOCK), jnp.float32)
         )
         self.release(slot)
         factor = self.scores.scale * math.log2(math.e)

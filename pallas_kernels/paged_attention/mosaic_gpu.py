@@ -24,7 +24,7 @@ from pallas_kernels.mosaic import (
     varying,
 )
 from pallas_kernels.paged_attention import kernel
-from pallas_kernels.paged_attention.config import PagedAttentionConfig
+from pallas_kernels.paged_attention.config import BLOCK, PagedAttentionConfig
 from pallas_kernels.paged_attention.inputs import Inputs, Scores
 from pallas_kernels.paged_attention.kernel import Problem
 from pallas_kernels.partition import check_local
@@ -73,15 +73,14 @@ def make_problem(
     group = heads // kv_heads
     _check(x, group, config)
     teams = config.teams or (1 if head_dim == HEAD_DIMS[-1] else 2)
-    tile = smem_bytes((config.block, head_dim), x.pages.dtype)
-    tile_of_queries = smem_bytes((kernel.ROWS, head_dim), x.pages.dtype)
+    tile = smem_bytes((BLOCK, head_dim), x.pages.dtype)
     split_pages = max(1, config.split // page)
     small = (
         smem_bytes((teams, queries, 2, head_dim), x.pages.dtype)
         + smem_bytes((teams, 2, split_pages), jnp.int32)
         + 4096  # barriers, tickets and what lies between
     )
-    fixed = small + teams * 2 * tile_of_queries
+    fixed = small + teams * 2 * tile  # queries of two splits are such tiles
     most = (device.smem_bytes - fixed) // (teams * tile)
     slots = config.slots or max(2, most)
     check_smem(fixed + teams * slots * tile, device, "paged_attention")
@@ -96,7 +95,6 @@ def make_problem(
         num_pages=num_pages,
         dtype=x.pages.dtype,
         split=config.split,
-        block=config.block,
         teams=teams,
         slots=slots,
     )

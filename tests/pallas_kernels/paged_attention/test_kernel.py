@@ -27,7 +27,7 @@ def case(*lengths, **changes):
 
 
 def cut(split=64, **fields):
-    return PagedAttentionConfig(split=split, **{"block": 64} | fields)
+    return PagedAttentionConfig(split=split, **fields)
 
 
 def interpreted(config=None, *, num_sms=2, detect_races=False):
@@ -49,7 +49,6 @@ CASES = {
         cut(teams=1),
     ),
     "drafts": (case(62, 130, queries=3, num_new=(3, 2)), cut(128)),
-    "blocks of 128": (case(200, 5, queries=2, window=90), cut(128, block=128)),
     "window": (case(150, 20, 300, queries=2, window=50), cut()),
     "window of one": (case(64, 20, window=1, heads=(1, 1)), cut()),
     "softcap, pages of 64": (
