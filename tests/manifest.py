@@ -42,6 +42,8 @@ from pallas_kernels.layer_norm.specs import SPECS as LAYER_NORM
 from pallas_kernels.matmul import dense, matmul
 from pallas_kernels.matmul.specs import SPECS as MATMUL
 from pallas_kernels.mosaic import H200, use_device
+from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention.specs import SPECS as PAGED
 from pallas_kernels.tile_sparse_matmul import tile_sparse_matmul
 from pallas_kernels.tile_sparse_matmul.specs import SPECS as TILE_SPARSE
 from pallas_kernels.varlen_attention import (
@@ -56,6 +58,7 @@ from tests.lowering import MulticastRefused, lower_for_cuda
 P = jax.sharding.PartitionSpec
 BF16 = jnp.dtype(jnp.bfloat16)
 FP32 = jnp.dtype(jnp.float32)
+INT32 = jnp.dtype(jnp.int32)
 
 PATH = Path(__file__).with_suffix(".json")
 PACKAGE = Path(pallas_kernels.__file__).parent
@@ -163,6 +166,27 @@ def relative_cases() -> Iterator[Case]:
         yield Case(name, run, (q, dict.fromkeys(terms, entries), per_head))
 
 
+def paged_attention_cases() -> Iterator[Case]:
+    for spec in PAGED:
+        if spec.dtype != "bfloat16":  # which the kernel declines
+            continue
+        rows, new, size = spec.batch, spec.queries, spec.head_dim
+        pool = 2, rows * spec.width, 2, spec.num_kv_heads, spec.page
+        arrays = {
+            "q": array(rows, new, spec.num_heads, size),
+            "kv": array(rows, new, 2, spec.num_kv_heads, size),
+            "pages": array(*pool, size),
+            "layer": array(dtype=INT32),
+            "table": array(rows, spec.width, dtype=INT32),
+            "lengths": array(rows, dtype=INT32),
+        }
+
+        def run(arrays, window=spec.window):
+            return paged_attention(**arrays, window=window, implementation="mosaic_gpu")
+
+        yield Case(spec.name, run, (arrays,))
+
+
 def matmul_cases() -> Iterator[Case]:
     run = functools.partial(matmul, implementation="mosaic_gpu")
     for spec in MATMUL:
@@ -233,6 +257,7 @@ def collective_cases() -> Iterator[Case]:
 
 OPS: Mapping[str, Callable[[], Iterator[Case]]] = {
     "varlen_attention": attention_cases,
+    "paged_attention": paged_attention_cases,
     "matmul": matmul_cases,
     "layer_norm": layer_norm_cases,
     "tile_sparse_matmul": tile_sparse_cases,
