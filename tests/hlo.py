@@ -133,7 +133,11 @@ def _source(
     if at.operation == "bitcast":
         return _source(instructions, at.operands[0], index)
     if at.operation == "tuple":
-        return _source(instructions, at.operands[index])
+        for operand in at.operands:  # which may be tuples too
+            count = len(instructions[operand].shapes)
+            if index < count:
+                return _source(instructions, operand, index)
+            index -= count
     if at.operation == "get-tuple-element":
         found = re.search(r"index=(\d+)", at.line)
         assert found is not None, at.line

@@ -16,7 +16,7 @@ from jaxscale.checks import check_least, check_range
 from jaxscale.cli.devices import simulate_devices
 from jaxscale.cli.errors import usage_errors
 from jaxscale.cli.options import parse
-from jaxscale.inference import SamplingConfig, generate
+from jaxscale.inference import LLM, EngineConfig, SamplingParams
 from jaxscale.models import (
     Decoder,
     EncoderConfig,
@@ -103,8 +103,12 @@ def complete(config: GenerateConfig) -> str:
         UsageError: there is no model, or it cannot do what is asked.
     """
     with usage_errors():
-        sampling = SamplingConfig(
-            temperature=config.temperature, top_k=config.top_k, top_p=config.top_p
+        params = SamplingParams(
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=1.0 if config.top_p is None else config.top_p,
+            seed=config.seed,
+            max_tokens=config.max_new_tokens,
         )
         source = Path(config.source)
         if not source.is_dir():
@@ -118,19 +122,27 @@ def complete(config: GenerateConfig) -> str:
         model.config.check_mesh(dict(mesh.shape), model.rules)
         _check(config, model, tokenizer, prompt)
         ends = _ends(config, tokenizer, model)
-    with jax.set_mesh(mesh):
-        (tokens,) = generate(
+        llm = LLM(
             model,
-            [prompt],
-            max_new_tokens=config.max_new_tokens,
-            sampling=sampling,
-            eos_id=ends,
-            key=jax.random.key(config.seed),
+            tokenizer,
+            config=_engine(len(prompt), config.max_new_tokens),
+            eos_ids=ends,
+            quiet=True,
         )
-    # Tables are often rounded up to more rows than there are tokens; an untrained model
-    # may draw one of them, which has no text.
-    tokens = [token for token in tokens if token < tokenizer.vocab_size]
-    return tokenizer.continuation(prompt, tokens)
+    with llm:
+        (result,) = llm.generate([prompt], params, progress=False)
+    return result.text
+
+
+def _engine(prompt: int, new: int) -> EngineConfig:
+    """What one prompt needs."""
+    size = EngineConfig.page_size
+    return EngineConfig(
+        max_len=prompt + new,
+        num_slots=2,
+        buckets=(2,),
+        prefill_tokens=(min(-(-prompt // size), 8) * size,),
+    )
 
 
 def _ends(config: GenerateConfig, tokenizer: Tokenizer, model: Decoder) -> list[int]:

@@ -7,7 +7,6 @@ import collections
 import contextlib
 import functools
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxscale.checks import check_choice
 from jaxscale.inference.encode_plan import EncodePlan, max_sequences, plan_rows
+from jaxscale.inference.progress import progress_bar
 from jaxscale.models.encoder import EncoderModel
 from jaxscale.models.heads import Pooling, pool
 from jaxscale.models.hf.load import load
@@ -310,7 +310,7 @@ class Encoder:
                     yield index, value[slot] if pooled else value[place:end]
                     place = end
 
-        with _bar(progress, len(encoded)) as advance, self._on_mesh():
+        with progress_bar("encode", progress, len(encoded)) as advance, self._on_mesh():
             for rows, size in self._steps(plan):
                 batch = self._batch([[encoded[i] for i in row] for row in rows], size)
                 waiting.append((rows, function(self.model, *batch)))
@@ -421,29 +421,3 @@ def _check_texts(texts: Sequence[Text]) -> None:
             )
         if not all(part.strip() for part in parts):
             raise ValueError(f"texts[{i}] {text!r} is empty; leave it out")
-
-
-@contextlib.contextmanager
-def _bar(wanted: bool | None, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar over the texts, or nothing."""
-    if wanted is None:
-        wanted = sys.stderr.isatty()
-    if not wanted:
-        yield lambda count: None
-        return
-    try:
-        from rich import console, progress
-    except ImportError as error:
-        raise ImportError(
-            "the progress bar needs rich: pip install 'jaxscale[serve]', or pass "
-            "progress=False"
-        ) from error
-    with progress.Progress(
-        progress.TextColumn("encode"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TimeRemainingColumn(),
-        console=console.Console(stderr=True),
-    ) as bar:
-        task = bar.add_task("encode", total=total)
-        yield lambda count: bar.advance(task, count)

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jaxscale.models.stack import unstacked
-from jaxscale.nn.blocks import MLP
+from jaxscale.nn.blocks import MLP, Block
 from jaxscale.nn.embeddings import Embed
 from jaxscale.nn.linear import Linear
 from jaxscale.nn.self_attention import Attention
@@ -19,7 +19,10 @@ from jaxscale.sharding.rules import AxisRules, as_tuple
 
 def for_inference[Model: nnx.Module](model: Model, mesh: Mesh | None = None) -> Model:
     """`Decoder.for_inference`: `model` as compiled programs read it best."""
-    result: Any = jax.tree.map(lambda p: p, model)
+    result: Any = model
+    if mesh is None and not isinstance(result.blocks, Block):
+        return result  # it is already
+    result = jax.tree.map(lambda p: p, model)
     mesh = mesh or _mesh_of(result)
     rules = serving_rules(result.rules)
     result.rules, result.remat, result.scan_layers = rules, "none", False

@@ -19,7 +19,7 @@ import jax
 
 from jaxscale import sharding
 from jaxscale.checks import check_range
-from jaxscale.inference import SamplingConfig, generate
+from jaxscale.inference import LLM, EngineConfig, SamplingParams
 from jaxscale.models import Decoder, DecoderConfig
 from jaxscale.pruning import PruneConfig, sparsify
 from jaxscale.recipes.prune import (
@@ -255,31 +255,36 @@ def _speed(session: Session, dense: Decoder, sparse: Decoder) -> str:
 
 
 def continue_prompts(session: Session) -> str:
-    """Generate text with the trained model, all prompts in one batch."""
-    tokenizer, model = session.text.tokenizer, session.state.model
+    """Generate text with the trained model; requests join and leave a batch of four."""
     tokens = 48
-    mesh = model.embed.table[...].sharding.mesh
-    start = time.perf_counter()
-    with jax.set_mesh(mesh):
-        # Rows are split over the mesh: repeat the prompts until they divide.
-        prompts = [PROMPTS[i % len(PROMPTS)] for i in range(4 * len(PROMPTS))]
-        ids = [tokenizer.encode(prompt) for prompt in prompts]
-        drawn = generate(
-            model,
-            ids,
-            max_new_tokens=tokens,
-            sampling=SamplingConfig(temperature=0.7, top_k=40),
-            key=jax.random.key(session.config.seed),
+    # More requests than rows: as soon as one is done, the next one joins.
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(4 * len(PROMPTS))]
+    params = [
+        SamplingParams(
+            temperature=0.7, top_k=40, max_tokens=tokens, seed=session.config.seed + i
         )
-    seconds = time.perf_counter() - start
+        for i in range(len(prompts))
+    ]
+    sizes = EngineConfig(num_slots=4, buckets=(4,), max_len=128, prefill_tokens=(64,))
+    start = time.perf_counter()
+    with LLM(
+        session.state.model, session.text.tokenizer, config=sizes, quiet=True
+    ) as llm:
+        ready = time.perf_counter() - start
+        results = llm.generate(prompts, params, progress=False)
+    seconds = time.perf_counter() - start - ready
     session.report.heading("Generated text")
     session.report.text("Sampled at temperature 0.7 from the 40 likeliest tokens.")
-    for prompt, before, new in zip(PROMPTS, ids, drawn, strict=False):
-        text = prompt + tokenizer.continuation(before, new)
+    for prompt, result in zip(PROMPTS, results, strict=False):
+        text = prompt + result.text
         session.report.sample(text)
         session.console.print(text, style="dim", markup=False, soft_wrap=True)
         session.console.print()
-    return f"{len(prompts)} x {tokens} tokens in {seconds:.1f} s, compilation included"
+    drawn = sum(len(result.tokens) for result in results)
+    return (
+        f"{len(prompts)} requests, {drawn} tokens in {seconds:.1f} s, four at a time, "
+        f"after {ready:.1f} s of compilation"
+    )
 
 
 type Step = tuple[str, Callable[[Session], str]]

@@ -60,7 +60,8 @@ def paged_attention(
     chunks = -(-jnp.max(totals) // (width * size))
     sums, _, total = lax.fori_loop(0, chunks, step, (empty, column - jnp.inf, column))
     real = jnp.arange(num_new, dtype=jnp.int32) < x.num_new[:, None]
-    seen = (total > 0) & real[..., None, None, None]
+    # A sum that is NaN has seen keys.
+    seen = (total != 0) & real[..., None, None, None]
     out = jnp.where(seen, sums / jnp.where(seen, total, 1.0), 0.0)
     return out.reshape(x.q.shape).astype(x.q.dtype), x.pages
 

@@ -1,0 +1,251 @@
+"""A model that continues prompts, for scripts and notebooks."""
+
+import collections
+import dataclasses
+import queue
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from jaxscale.inference.clients import EngineDead
+from jaxscale.inference.engine import Engine
+from jaxscale.inference.grammar import GrammarCompiler
+from jaxscale.inference.memory import EngineConfig, fit
+from jaxscale.inference.progress import progress_bar
+from jaxscale.inference.request import (
+    Output,
+    Overloaded,
+    Request,
+    SamplingParams,
+)
+from jaxscale.inference.runner import Runner
+from jaxscale.inference.scheduler import Scheduler
+from jaxscale.models.decoder import Decoder
+from jaxscale.models.generation import GenerationConfig
+from jaxscale.models.hf.load import load
+from jaxscale.models.tokenizer import Tokenizer
+from jaxscale.sharding.rules import REPLICATED, AxisRules
+
+
+def make_engine(
+    model: Decoder,
+    tokenizer: Tokenizer | None = None,
+    *,
+    config: EngineConfig | None = None,
+    eos_ids: Sequence[int] = (),
+    compiler: GrammarCompiler | None = None,
+    quiet: bool = False,
+) -> Engine:
+    """An engine for `model`, compiled, not yet started.
+
+    Args:
+        model: A decoder, on one device or split over the mesh axis `tensor`.
+        tokenizer: For text and stop strings.
+        config: Sizes.
+        eos_ids: Tokens that end a continuation, besides the tokenizer's.
+        compiler: For guided requests.
+        quiet: Say nothing of memory and compilation.
+
+    Raises:
+        ValueError: sizes do not fit the model or the device.
+    """
+    config = config or EngineConfig()
+    model = model.for_inference()
+    device = min(jax.tree.leaves(model)[0].sharding.device_set, key=lambda d: d.id)
+    on_cpu = device.platform == "cpu"
+    ends = list(eos_ids)
+    if tokenizer is not None and tokenizer.eos_id is not None:
+        ends.append(tokenizer.eos_id)
+    sizes, memory = fit(
+        model, config.scheduler(model.config, ends, on_cpu=on_cpu), config
+    )
+    if not quiet:
+        print(memory, file=sys.stderr)
+    tokens = config.chunks(on_cpu=on_cpu)
+    runner = Runner(model, sizes, prefill_tokens=tokens, buckets=config.buckets)
+    total = len(list(runner.programs()))
+    with progress_bar("compile", False if quiet else None, total) as advance:
+        runner.compile(lambda: advance(1))
+    return Engine(runner, Scheduler(sizes), tokenizer=tokenizer, compiler=compiler)
+
+
+class LLM:
+    """A decoder that continues prompts, for scripts and notebooks.
+
+    Requests join and leave the batch at every token, so prompts and continuations of
+    any lengths go together.
+
+    Example:
+        >>> from flax import nnx
+        >>> from jaxscale.models.llama import llama_tiny
+        >>> config = EngineConfig(num_slots=2, prefill_tokens=(64,))
+        >>> model = Decoder(llama_tiny(), rngs=nnx.Rngs(0))
+        >>> with LLM(model, config=config, quiet=True) as llm:
+        ...     params = SamplingParams(temperature=0.0, max_tokens=5)
+        ...     results = llm.generate([[1, 2, 3], [4]], params)
+        >>> [len(result.tokens) for result in results]
+        [5, 5]
+    """
+
+    def __init__(
+        self, model: Decoder, tokenizer: Tokenizer | None = None, **options: Any
+    ) -> None:
+        """Compile the model's programs and start the engine.
+
+        Args:
+            model: A decoder, on one device or split over the mesh axis `tensor`.
+            tokenizer: For prompts and results as text.
+            **options: The other arguments of `make_engine`.
+        """
+        self.tokenizer = tokenizer
+        self.engine = make_engine(model, tokenizer, **options).start()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        mesh: Mesh | None = None,
+        rules: AxisRules = REPLICATED,
+        dtype: DTypeLike | None = None,
+        **options: Any,
+    ) -> "LLM":
+        """The model, tokenizer and end-of-text tokens of a Hugging Face directory.
+
+        Args:
+            path: The directory.
+            mesh: Devices to split the model over, with `rules`.
+            rules: The table of the recipe, for example ``fsdp_tp()``.
+            dtype: Type of the computation; by default that of the file.
+            **options: The other arguments of `make_engine`.
+        """
+        ends = GenerationConfig.from_file(path).eos_ids
+        model: Any = load(path, mesh=mesh, rules=rules, dtype=dtype)
+        if not isinstance(model, Decoder):
+            raise ValueError(f"path {path} holds an encoder, which does not generate")
+        model = model.for_inference()  # and what was loaded is gone
+        return cls(model, Tokenizer.from_file(path), eos_ids=ends, **options)
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+    ) -> list["Generation"]:
+        """Continuations of `prompts`, in their order.
+
+        Args:
+            prompts: Texts, or token ids, at least one each.
+            params: How to continue all, or one for each.
+            progress: Show a progress bar; None shows one on a terminal.
+
+        Raises:
+            InvalidRequest: a prompt cannot be served; nothing is generated then.
+            ValueError: texts were given and there is no tokenizer, or `params` are not
+                as many as prompts.
+        """
+        ids = self._ids(prompts)
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(ids)
+        if len(params) != len(ids):
+            raise ValueError(f"{len(params)} params for {len(ids)} prompts")
+        requests = [
+            Request(prompt=prompt, params=each)
+            for prompt, each in zip(ids, params, strict=True)
+        ]
+        config = self.engine.scheduler.config
+        for request in requests:
+            request.check(vocab_size=config.vocab_size, max_len=config.longest)
+        with progress_bar("generate", progress, len(requests)) as advance:
+            found = self._run(requests, lambda: advance(1))
+        return [found[request.id] for request in requests]
+
+    def close(self) -> None:
+        """Stop the engine."""
+        self.engine.close(timeout=0)
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _ids(self, prompts: Any) -> list[tuple[int, ...]]:
+        if isinstance(prompts, str):
+            prompts = [prompts]
+        if any(isinstance(prompt, str) for prompt in prompts) and not self.tokenizer:
+            raise ValueError("prompts are texts, but there is no tokenizer; give ids")
+        encode: Any = self.tokenizer.encode if self.tokenizer else list
+        return [tuple(encode(p) if isinstance(p, str) else p) for p in prompts]
+
+    def _run(
+        self, requests: Sequence[Request], advance: Callable[[], None]
+    ) -> dict[str, "Generation"]:
+        """All requests, some of them at a time so that the queue never overflows."""
+        config = self.engine.scheduler.config
+        outputs: queue.SimpleQueue[list[Output] | EngineDead] = queue.SimpleQueue()
+        waiting = collections.deque(requests)
+        made = {r.id: Generation(prompt=r.prompt, params=r.params) for r in requests}
+        running: dict[str, int] = {}
+        try:
+            while waiting or running:
+                while waiting and len(running) < 2 * config.num_slots:
+                    request = waiting[0]
+                    try:
+                        self.engine.submit(request, outputs.put)
+                    except Overloaded:
+                        break  # until others have ended; an empty queue takes any
+                    running[request.id] = request.params.n
+                    waiting.popleft()
+                news = outputs.get()
+                if isinstance(news, EngineDead):
+                    raise news
+                for output in news:
+                    made[output.request].add(output)
+                    running[output.request] -= output.finish is not None
+                    if not running[output.request]:
+                        del running[output.request]
+                        advance()
+        finally:
+            for request_id in running:
+                self.engine.abort(request_id)
+        return made
+
+
+@dataclasses.dataclass(kw_only=True)
+class Generation:
+    """A prompt and its continuations."""
+
+    prompt: Sequence[int]
+    """Token ids."""
+    params: SamplingParams
+    """How it was continued."""
+    continuations: dict[int, Output] = dataclasses.field(default_factory=dict)
+    """By their index, 0 to n - 1, each with all of its tokens and text."""
+
+    def add(self, output: Output) -> None:
+        """Append what is new."""
+        old = self.continuations.get(output.index)
+        if old is not None:
+            joined = ("tokens", "text", "logprobs", "prompt_logprobs")
+            output = dataclasses.replace(
+                output,
+                **{name: getattr(old, name) + getattr(output, name) for name in joined},
+            )
+        self.continuations[output.index] = output
+
+    @property
+    def text(self) -> str:
+        """The text of the first continuation."""
+        return self.continuations[0].text
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The tokens of the first continuation, the one that stopped it included."""
+        return self.continuations[0].tokens

@@ -1,0 +1,200 @@
+"""How much the engine takes on, and how many pages the devices have room for.
+
+Legend: S slots, P pages, G tokens of a page.
+"""
+
+import dataclasses
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxscale.checks import check_integers
+from jaxscale.inference.scheduler_config import SchedulerConfig
+from jaxscale.models.config import DecoderConfig
+from jaxscale.models.decoder import Decoder
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How much the engine takes on at a time; None is chosen by model and device."""
+
+    max_len: int | None = None
+    """Most tokens of prompt and continuation together; None is what the model was made
+    for."""
+    num_slots: int | None = None
+    """S, most requests that are decoded together: a power of two. None is 128, on a CPU
+    8."""
+    num_pages: int | None = None
+    """P, pages of keys and values; None takes `memory_fraction`."""
+    page_size: int = 64
+    """G, tokens of a page."""
+    memory_fraction: float = 0.9
+    """Share of the memory of each device for weights, pages and computation."""
+    prefill_tokens: tuple[int, ...] | None = None
+    """How many tokens of prompts the compiled programs compute in a tick; None is
+    128, 512 and 2,048, on a CPU 64 and 256."""
+    buckets: tuple[int, ...] | None = None
+    """How many rows the compiled programs decode, powers of two, the largest S; None is
+    all of them."""
+    steps: int = 4
+    """Tokens that a request draws in one call of the device while none waits."""
+    prefix_cache: bool = True
+    """Whether prompts that begin alike are computed once."""
+    max_waiting: int = 2048
+    """Most continuations that wait; then requests are refused."""
+    max_waiting_tokens: int = 2**20
+    """Most tokens of prompts that wait."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.memory_fraction <= 1:
+            raise ValueError(
+                f"memory_fraction {self.memory_fraction} must be above 0 and at most 1"
+            )
+        given = ("max_len", "num_slots", "num_pages")
+        names = [name for name in given if getattr(self, name) is not None]
+        check_integers(self, 1, "page_size", "steps", *names)
+
+    def chunks(self, *, on_cpu: bool) -> Sequence[int]:
+        """`prefill_tokens`, or its default."""
+        return self.prefill_tokens or ((64, 256) if on_cpu else (128, 512, 2048))
+
+    def scheduler(
+        self, model: DecoderConfig, eos_ids: Sequence[int], *, on_cpu: bool
+    ) -> SchedulerConfig:
+        """The sizes for `model`, with the fewest pages unless `num_pages` is given.
+
+        Raises:
+            ValueError: `max_len` is more than the model can do, or sizes do not fit.
+        """
+        limit = model.max_cache_len
+        longest = self.max_len or limit or model.max_seq_len
+        if limit is not None and longest > limit:
+            raise ValueError(
+                f"max_len {longest} exceeds {limit}, the longest sequence that the "
+                "model can continue; lower it"
+            )
+        most = max(self.chunks(on_cpu=on_cpu))
+        pages = -(-longest // self.page_size)
+        slots = self.num_slots or (8 if on_cpu else 128)
+        together = min(16, slots)
+        return SchedulerConfig(
+            num_pages=self.num_pages or pages,
+            vocab_size=model.vocab_size,
+            max_len=longest,
+            page_size=self.page_size,
+            num_slots=slots,
+            prefill_requests=together,
+            # No more than the prompts that go together can have.
+            prefill_keys=max(pages, min(together * pages, 16_384 // self.page_size))
+            * self.page_size,
+            eos_ids=sorted(set(eos_ids)),
+            prefill_tokens=most,
+            # Chunks end at whole pages.
+            split=self.page_size * max(1, min(512, most) // self.page_size),
+            steps=self.steps,
+            prefix_cache=self.prefix_cache,
+            max_waiting=self.max_waiting,
+            max_waiting_tokens=self.max_waiting_tokens,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Memory:
+    """What lies on each device, in bytes."""
+
+    available: int | None
+    """The share of the device that may be used; None where it is unknown."""
+    weights: int
+    """The parameters."""
+    page: int
+    """One page."""
+    num_pages: int
+    """P."""
+    page_size: int
+    """G."""
+    computation: int
+    """Room for intermediate results."""
+
+    def __str__(self) -> str:
+        def gib(size: int) -> str:
+            return f"{size / 2**30:.2f} GiB"
+
+        tokens = self.num_pages * self.page_size
+        of = "" if self.available is None else f" of {gib(self.available)}"
+        return (
+            f"memory of a device{of}: weights {gib(self.weights)}, {self.num_pages:,} "
+            f"pages ({tokens:,} tokens) {gib(self.num_pages * self.page)}, computation "
+            f"{gib(self.computation)}"
+        )
+
+
+def fit(
+    model: Decoder, config: SchedulerConfig, options: EngineConfig
+) -> tuple[SchedulerConfig, Memory]:
+    """The sizes with as many pages as the devices have room for.
+
+    Args:
+        model: Made by `Decoder.for_inference`.
+        config: The other sizes.
+        options: `EngineConfig.num_pages` and `EngineConfig.memory_fraction`.
+
+    Raises:
+        ValueError: weights, computation and the pages of one request do not fit; the
+            message says how large each is.
+    """
+    arrays = jax.tree.leaves(model)
+    device = min(arrays[0].sharding.device_set, key=lambda device: device.id)
+    weights = sum(a.dtype.itemsize * _shard_size(a) for a in arrays)
+    shape, heads = model.config, model.config.num_kv_heads
+    where = arrays[0].sharding
+    sizes = dict(where.mesh.shape) if isinstance(where, NamedSharding) else {}
+    names = model.rules.mesh_axes(["act_kv_heads"])
+    ways = math.prod(sizes.get(name, 1) for name in names)
+    itemsize = np.dtype(model.dtype).itemsize
+    page = shape.num_layers * 2 * (heads // ways) * shape.head_dim
+    page *= config.page_size * itemsize
+    # Activations of a prefill, the keys and values that it reads, logits and counts.
+    width = 4 * shape.d_model + 3 * shape.d_ff + 3 * shape.num_heads * shape.head_dim
+    keys = config.keys_budget + 128 * config.prefill_requests
+    computation = config.prefill_tokens * width * 4 + 3 * keys * 2 * heads * (
+        shape.head_dim * itemsize
+    )
+    computation += max(config.num_slots, 128) * shape.vocab_size * (4 * 4 + 2)
+    most = config.num_slots * config.table_width
+    stats = device.memory_stats() or {}
+    if "bytes_limit" in stats:
+        available = int(options.memory_fraction * stats["bytes_limit"])
+        taken = max(int(stats.get("bytes_in_use", 0)), weights)
+    else:
+        # A CPU shares its memory with everything else.
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        available, taken = int(options.memory_fraction * free) // 2, weights
+    room = (available - taken - computation) // page
+    memory = Memory(
+        available=available,
+        weights=weights,
+        page=page,
+        num_pages=options.num_pages or min(room, most),
+        page_size=config.page_size,
+        computation=computation,
+    )
+    needed = options.num_pages or config.table_width
+    if room < needed:
+        raise ValueError(
+            f"{memory.weights / 2**30:.2f} GiB of weights, "
+            f"{computation / 2**30:.2f} GiB for computation and {needed:,} pages of "
+            f"{page / 2**20:.2f} MiB do not fit into {available / 2**30:.2f} GiB of a "
+            f"device, of which {taken / 2**30:.2f} GiB are taken; lower max_len, "
+            "num_slots, prefill_tokens or num_pages, raise memory_fraction, or split "
+            "the model over more devices"
+        )
+    return dataclasses.replace(config, num_pages=memory.num_pages), memory
+
+
+def _shard_size(array: Any) -> int:
+    return math.prod(array.sharding.shard_shape(array.shape))

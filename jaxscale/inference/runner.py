@@ -1,0 +1,431 @@
+"""The device side of the serving engine: its state, and what is compiled to change it.
+
+Legend: S slots, B bucket, W pages of a request, L layers, P pages, K key/value heads,
+G tokens of a page, H head dim, V vocabulary, T tokens of a prefill.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jaxtyping import Array
+
+from jaxscale.inference.plan import Chunk
+from jaxscale.inference.programs import KEY_BLOCK, Packed, Programs
+from jaxscale.inference.request import MAX_BIASES
+from jaxscale.inference.scheduler_config import SchedulerConfig
+from jaxscale.inference.slots import Column
+from jaxscale.models.decoder import Decoder
+from jaxscale.nn.paged import PAGES_AXES
+
+
+NUM_CHANGES = 512
+"""Cells of the slots that one call of `Programs.update` changes."""
+
+NUM_COUNTED = 512
+"""Tokens that one call of `Programs.count` counts."""
+
+type Key = tuple[Any, ...]
+"""The name of a program and its sizes."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SampleInputs:
+    """What the full sampler needs besides the rows; None is nothing special."""
+
+    counted: Sequence[int | None] = ()
+    """The row of the counts of each row of the batch."""
+    want_top: bool = False
+    """Report the likeliest tokens."""
+    masks: np.ndarray | None = None
+    """[B, V / 32] int32, a bit for each token that may be drawn; None is all."""
+    biases: Mapping[int, Mapping[int, float]] = dataclasses.field(default_factory=dict)
+    """By row, what is added to the logits of tokens."""
+
+
+class Runner:
+    """The state of the engine on the device, and the programs that change it.
+
+    All programs are compiled before the first request, and nothing is compiled after.
+    Calls return at once, with arrays that are on their way to the host.
+
+    Example:
+        >>> from flax import nnx
+        >>> from jaxscale.models.llama import llama_tiny
+        >>> model = Decoder(llama_tiny(), rngs=nnx.Rngs(0))
+        >>> config = SchedulerConfig(
+        ...     num_pages=8, vocab_size=256, max_len=64, page_size=16, num_slots=2,
+        ...     prefill_tokens=16, split=16, prefill_requests=2, steps=1,
+        ... )
+        >>> runner = Runner(model, config)
+        >>> runner.compile()
+        >>> runner.decode(bucket=2, steps=1).shape
+        (1, 2, 3)
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        config: SchedulerConfig,
+        *,
+        prefill_tokens: Sequence[int] | None = None,
+        buckets: Sequence[int] | None = None,
+    ) -> None:
+        """Take over the model; the state is made by `compile`.
+
+        Args:
+            model: A decoder; `Decoder.for_inference` is called.
+            config: The sizes.
+            prefill_tokens: T of the programs that prompts are computed with, the
+                largest ``config.prefill_tokens``; by default that, a quarter of it, and
+                a sixteenth.
+            buckets: B of the programs that decode, powers of two, the largest S; by
+                default all. With few, less is compiled and more rows are computed; with
+                one, what a request gets does not depend on how many others there are.
+        """
+        self.config = config
+        self.buckets = _buckets(config, buckets)
+        model = model.for_inference()
+        self.model_config, self.rules, self.dtype = (
+            model.config,
+            model.rules,
+            model.dtype,
+        )
+        leaves, tree = jax.tree.flatten(model)
+        self.params = tuple(leaves)
+        self._programs = Programs(tree, config.prefill_requests)
+        where = leaves[0].sharding
+        mesh: Any = where.mesh if isinstance(where, NamedSharding) else None
+        self.mesh: Mesh | None = mesh
+        self.devices = sorted(where.device_set, key=lambda device: device.id)
+        self._prefill_tokens = _prefill_sizes(config, prefill_tokens)
+        blocks = config.prefill_requests * (KEY_BLOCK - 1)
+        keys = _round_up(config.keys_budget + blocks, KEY_BLOCK)
+        # Gathered keys that nobody has cost little, a program costs seconds.
+        few = _round_up(keys // 8, KEY_BLOCK)
+        self._prefill_keys = [few, keys] if keys > 8192 else [keys]
+        self._compiled: dict[Key, Callable[..., Any]] = {}
+        self.pages: Array
+        self.slots: Array
+        self.counts: Array
+
+    # What there is to compile.
+
+    def programs(self) -> Iterator[tuple[Key, Callable[..., Any], tuple[Any, ...]]]:
+        """Every program: its key, the jitted function, and the shapes it takes."""
+        config, programs = self.config, self._programs
+        params = jax.tree.map(_shape_of, self.params)
+        pages, slots, counts = (
+            self._shape(shape, dtype, axes) for shape, dtype, axes in self._state()
+        )
+        vocab, num_slots = self.model_config.vocab_size, config.num_slots
+
+        def integers(*shape: int) -> Any:
+            return self._shape(shape, jnp.int32)
+
+        jit = self._jit
+        changes = integers(num_slots), integers(NUM_CHANGES, 3)
+        yield ("update",), jit(programs.update, (0,), "s"), (slots, *changes)
+        counted = integers(NUM_COUNTED), integers(3)
+        yield ("count",), jit(programs.count, (0,), "s"), (counts, *counted)
+        for bucket in self.buckets:
+            for steps in sorted({1, config.steps}):
+                fn = functools.partial(programs.decode, bucket=bucket, steps=steps)
+                yield (
+                    ("decode", bucket, steps),
+                    jit(fn, (1, 2), "pss"),
+                    (params, pages, slots),
+                )
+            fn = functools.partial(programs.forward, bucket=bucket)
+            yield ("forward", bucket), jit(fn, (1,), "ps"), (params, pages, slots)
+            words = -(-vocab // 32)
+            shapes = (
+                self._shape((bucket, vocab), jnp.float32),
+                slots,
+                counts,
+                integers(bucket + 1),
+                self._shape((bucket, words), jnp.uint32),
+                integers(bucket, MAX_BIASES, 2),
+            )
+            yield ("sample", bucket), jit(programs.sample, (1, 2), "sss"), shapes
+        for tokens, keys, scored in self._prefills():
+            sizes = {"num_tokens": tokens, "num_keys": keys, "scored": scored}
+            fn = functools.partial(programs.prefill, **sizes)
+            total = sum(Packed.sizes(tokens, keys, config.prefill_requests))
+            yield (
+                ("prefill", tokens, keys, scored),
+                jit(fn, (1, 2), "psss" if scored else "pss"),
+                (params, pages, slots, integers(total)),
+            )
+
+    def compile(self, progress: Callable[[], None] | None = None) -> None:
+        """Compile everything, several programs at a time, and make the state.
+
+        Args:
+            progress: Called after each program.
+        """
+        todo = list(self.programs())
+
+        def one(item: tuple[Key, Any, tuple[Any, ...]]) -> tuple[Key, Any]:
+            key, fn, shapes = item
+            with self._on_mesh():
+                return key, fn.lower(*shapes).compile()
+
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            futures = [pool.submit(one, item) for item in todo]
+            for future in concurrent.futures.as_completed(futures):
+                key, compiled = future.result()
+                self._compiled[key] = compiled
+                if progress is not None:
+                    progress()
+        self.reset()
+
+    def reset(self) -> None:
+        """An empty state."""
+        states = [
+            self._shape(shape, dtype, axes) for shape, dtype, axes in self._state()
+        ]
+        with self._on_mesh():
+            self.pages, self.slots, self.counts = (
+                jax.device_put(jnp.zeros(s.shape, s.dtype, device=s.sharding))
+                for s in states
+            )
+        self._neutral = {
+            bucket: self._neutral_inputs(bucket) for bucket in self.buckets
+        }
+
+    def temporaries(self) -> int:
+        """Bytes that the hungriest program needs besides its arguments, a device."""
+        sizes = (fn.memory_analysis() for fn in self._compiled.values())
+        return max(size.temp_size_in_bytes + size.output_size_in_bytes
+                   - size.alias_size_in_bytes for size in sizes)  # fmt: skip
+
+    # What the engine calls.
+
+    def update(
+        self,
+        source: Sequence[int] | None,
+        changes: Sequence[tuple[int, int, int]],
+    ) -> None:
+        """Move rows of the slots, then change cells of them.
+
+        Args:
+            source: The row that each is taken from; None where all stay.
+            changes: (row, column, value), no cell twice.
+        """
+        count = self.config.num_slots
+        for start in range(0, max(len(changes), 1), NUM_CHANGES):
+            part = changes[start : start + NUM_CHANGES]
+            if not part and source is None:
+                return
+            cells = np.full((NUM_CHANGES, 3), count, np.int32)
+            if part:
+                cells[: len(part)] = part
+            order = np.arange(count) if source is None else np.asarray(source)
+            self.slots = self._run(("update",), self.slots, order.astype("i4"), cells)
+            source = None
+
+    def decode(self, *, bucket: int, steps: int) -> Array:
+        """Draw up to `steps` tokens for each live row of the bucket, [steps, B, 3]."""
+        key = ("decode", self._bucket(bucket), steps)
+        self.pages, self.slots, out = self._run(
+            key, self.params, self.pages, self.slots
+        )
+        return _on_its_way(out)
+
+    def forward(self, *, bucket: int) -> Array:
+        """The logits of each live row of the bucket, for `sample`."""
+        self.pages, logits = self._run(
+            ("forward", self._bucket(bucket)), self.params, self.pages, self.slots
+        )
+        return logits
+
+    def sample(self, logits: Array, inputs: SampleInputs) -> Array:
+        """Draw a token for each live row by all of its settings, [1, B, 43]."""
+        bucket, none = len(logits), self.config.num_slots
+        extra = np.full(bucket + 1, none, np.int32)
+        extra[bucket] = inputs.want_top
+        for row, counted in enumerate(inputs.counted):
+            extra[row] = none if counted is None else counted
+        mask, bias = self._neutral[bucket]
+        if inputs.masks is not None:
+            missing = bucket - len(inputs.masks)
+            mask = np.pad(inputs.masks, ((0, missing), (0, 0))).view(np.uint32)
+        if inputs.biases:
+            bias = np.full(bias.shape, self.model_config.vocab_size, np.int32)
+            for row, added in inputs.biases.items():
+                bias[row, : len(added), 0] = list(added)
+                values = np.asarray(list(added.values()), np.float32)
+                bias[row, : len(added), 1] = values.view(np.int32)
+        self.slots, self.counts, out = self._run(
+            ("sample", bucket), logits, self.slots, self.counts, extra, mask, bias
+        )
+        return _on_its_way(out)
+
+    def prefill(
+        self, chunks: Sequence[Chunk], targets: Sequence[Sequence[int]] | None = None
+    ) -> tuple[Array, Array | None]:
+        """Compute chunks of prompts; the rows that are drawn for must have been set.
+
+        Args:
+            chunks: Which, `SchedulerConfig.prefill_requests` at most.
+            targets: For log-probabilities of prompts, of each chunk the tokens that
+                follow each of its tokens, -1 for none.
+
+        Returns:
+            What was drawn after each chunk, [1, N, 3], and the log-probabilities,
+            [T, 41].
+        """
+        packed, key = self._pack(chunks, targets)
+        found = self._run(key, self.params, self.pages, self.slots, packed)
+        self.pages, self.slots, *outs = found
+        outs = [_on_its_way(out) for out in outs]
+        return outs[0], outs[1] if targets is not None else None
+
+    def count(self, row: int, tokens: Sequence[int], num_prompt: int) -> None:
+        """Count the tokens of a request anew, the first `num_prompt` as its prompt."""
+        none = self.model_config.vocab_size
+        for start in range(0, max(len(tokens), 1), NUM_COUNTED):
+            part = tokens[start : start + NUM_COUNTED]
+            padded = np.full(NUM_COUNTED, none, np.int32)
+            padded[: len(part)] = part
+            before = min(max(num_prompt - start, 0), NUM_COUNTED)
+            head = np.array([row, before, start == 0], np.int32)
+            self.counts = self._run(("count",), self.counts, padded, head)
+
+    # How.
+
+    def _bucket(self, rows: int) -> int:
+        """The smallest compiled batch of at least so many rows."""
+        return next(bucket for bucket in self.buckets if bucket >= rows)
+
+    def _pack(
+        self, chunks: Sequence[Chunk], targets: Sequence[Sequence[int]] | None
+    ) -> tuple[np.ndarray, Key]:
+        """The array that `Programs.prefill` takes, and which program takes it."""
+        config = self.config
+        size, past = config.page_size, config.num_pages * config.page_size
+        needed = sum(len(chunk.tokens) for chunk in chunks)
+        keys = sum(_round_up(chunk.end, KEY_BLOCK) for chunk in chunks)
+        key = next(
+            ("prefill", t, k, scored)
+            for t, k, scored in self._prefills()
+            if scored == (targets is not None) and needed <= t and keys <= k
+        )
+        sizes = Packed.sizes(key[1], key[2], config.prefill_requests)
+        x = sizes.split(packed := np.zeros(sum(sizes), np.int32))
+        x.rows[:], x.key_rows[:], x.targets[:] = past, past, -1
+        x.slots[:] = config.num_slots
+        at = key_at = 0
+        for i, chunk in enumerate(chunks):
+            here = slice(at, at := at + len(chunk.tokens))
+            x.tokens[here] = chunk.tokens
+            x.positions[here] = range(chunk.start, chunk.end)
+            x.rows[here] = chunk.write_rows(size)
+            if targets is not None:
+                x.targets[here] = targets[i]
+            x.key_rows[key_at : key_at + chunk.end] = chunk.key_rows(size)
+            x.cu_q[2 * i + 1 :] = at
+            x.cu_k[2 * i + 1] = key_at + chunk.end
+            x.cu_k[2 * i + 2 :] = key_at = key_at + _round_up(chunk.end, KEY_BLOCK)
+            if chunk.slot is not None:
+                x.slots[i] = chunk.slot
+        return packed, key
+
+    def _prefills(self) -> Iterable[tuple[int, int, bool]]:
+        """Tokens and keys of the prefill programs, the smallest first."""
+        for keys in self._prefill_keys:
+            for tokens in self._prefill_tokens:
+                if keys >= tokens or keys == self._prefill_keys[-1]:
+                    yield tokens, keys, False
+        yield self._prefill_tokens[-1], self._prefill_keys[-1], True
+
+    def _state(self) -> Iterator[tuple[tuple[int, ...], Any, tuple[str | None, ...]]]:
+        """Shape, type and logical axes of pages, slots and counts."""
+        model, config = self.model_config, self.config
+        shape = (model.num_layers, config.num_pages, 2, model.num_kv_heads)
+        yield (*shape, config.page_size, model.head_dim), self.dtype, PAGES_AXES
+        width = Column.TABLE + config.table_width
+        yield (config.num_slots, width), jnp.int32, (None, None)
+        yield (config.num_slots, model.vocab_size), jnp.int16, (None, None)
+
+    def _sharding(self, axes: tuple[str | None, ...] = ()) -> Any:
+        if self.mesh is None:
+            return SingleDeviceSharding(self.devices[0])
+        return NamedSharding(self.mesh, self.rules.spec(*axes))
+
+    def _shape(
+        self, shape: tuple[int, ...], dtype: Any, axes: tuple[str | None, ...] = ()
+    ) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding(axes))
+
+    def _jit(self, fn: Callable[..., Any], donated: tuple[int, ...], outs: str) -> Any:
+        """`fn` compiled; `outs` names the results, p for pages and s for small ones."""
+        where = {"p": self._sharding(PAGES_AXES), "s": self._sharding()}
+        shardings = [where[kind] for kind in outs]
+        one = len(outs) == 1
+        return jax.jit(
+            fn,
+            donate_argnums=donated,
+            out_shardings=shardings[0] if one else tuple(shardings),
+        )
+
+    def _run(self, key: Key, *arguments: Any) -> Any:
+        with self._on_mesh():
+            return self._compiled[key](*arguments)
+
+    def _on_mesh(self) -> contextlib.AbstractContextManager[Any]:
+        return (
+            contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+        )
+
+    def _neutral_inputs(self, bucket: int) -> tuple[Array, Array]:
+        """Mask and bias that change nothing, on the device."""
+        vocab = self.model_config.vocab_size
+        mask = np.full((bucket, -(-vocab // 32)), 2**32 - 1, np.uint32)
+        bias = np.full((bucket, MAX_BIASES, 2), vocab, np.int32)
+        return jax.device_put((mask, bias), self._sharding())
+
+
+def _prefill_sizes(config: SchedulerConfig, sizes: Sequence[int] | None) -> list[int]:
+    """The numbers of tokens that prefill is compiled for, ascending."""
+    most = config.prefill_tokens
+    chosen = sorted(sizes or {most, max(most // 4, 1), max(most // 16, 1)})
+    if chosen[-1] != most or chosen[0] < 1:
+        raise ValueError(
+            f"prefill_tokens {chosen} must be positive and end with {most}, the most "
+            "tokens of a tick"
+        )
+    return chosen
+
+
+def _buckets(config: SchedulerConfig, buckets: Sequence[int] | None) -> list[int]:
+    """The sizes of batches that decoding is compiled for, ascending."""
+    powers = [2**i for i in range(1, config.num_slots.bit_length())]
+    chosen = sorted(buckets or powers)
+    if chosen[-1] != config.num_slots or not set(chosen) <= set(powers):
+        raise ValueError(
+            f"buckets {chosen} must be powers of two from 2 on and end with "
+            f"{config.num_slots}, the most requests that are decoded together"
+        )
+    return chosen
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _shape_of(x: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
+def _on_its_way(x: Array) -> Array:
+    x.copy_to_host_async()
+    return x

@@ -1,0 +1,141 @@
+"""Models whose programs are compiled once for all tests of the engine."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxscale.inference.engine import Engine
+from jaxscale.inference.request import Request, SamplingParams
+from jaxscale.inference.runner import Runner
+from jaxscale.inference.scheduler import Scheduler
+from jaxscale.inference.scheduler_config import SchedulerConfig
+from jaxscale.models import Decoder, preset
+from jaxscale.sharding import create, fsdp_tp, make_mesh
+from tests.models.test_serving import perturbed
+
+
+SIZES = SchedulerConfig(
+    num_pages=64,
+    vocab_size=288,
+    max_len=64,
+    page_size=4,
+    num_slots=4,
+    prefill_tokens=16,
+    prefill_requests=3,
+    prefill_keys=192,
+    split=8,
+    steps=2,
+)
+
+
+LLAMA = dataclasses.replace(preset("llama_tiny"), vocab_size=288)
+
+
+class Served:
+    """A decoder and its compiled programs."""
+
+    def __init__(self, config, *, mesh=None, sizes=SIZES, buckets=(4,), change=None):
+        def make(**options):
+            model = perturbed(Decoder(config, rngs=nnx.Rngs(0), **options))
+            return model if change is None else change(model)
+
+        self.model = model = make()
+        if mesh is not None:
+            model = create(lambda: make(rules=fsdp_tp()), mesh, fsdp_tp())
+        self.sizes = sizes
+        self.runner = Runner(model, sizes, prefill_tokens=(16,), buckets=buckets)
+        self.runner.compile()
+        self._forward = jax.jit(lambda model, tokens: model(tokens))
+
+    def run(self, **options):
+        """A run with a clean state."""
+        self.runner.reset()
+        return Run(self, **options)
+
+    def logits(self, tokens):
+        """Of the next token after each of `tokens`, by the whole model, fp64."""
+        padded = np.zeros((1, 64), np.int32)
+        padded[0, : len(tokens)] = tokens
+        logits = self._forward(self.model, padded)[0, : len(tokens)]
+        return np.asarray(logits).astype(np.float64)
+
+    def logprobs(self, tokens):
+        """Of the next token after each of `tokens`, by the whole model."""
+        logits = self.logits(tokens)
+        return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+
+
+class Run:
+    """An engine that the test steps itself, and what its clients have been told."""
+
+    def __init__(self, served, *, sizes=None, poison=False, **options):
+        self.served, self.told = served, {}
+        runner = served.runner
+        if poison:
+            runner.pages = jnp.full_like(runner.pages, jnp.nan)
+        self.engine = Engine(
+            runner, Scheduler(sizes or served.sizes, seed=0), **options
+        )
+        self.scheduler = self.engine.scheduler
+
+    def add(self, name, prompt, *, client="", deadline=None, **params):
+        params = SamplingParams(**({"temperature": 0.0, "logprobs": 0} | params))
+        request = Request(
+            prompt=prompt, id=name, params=params, client=client, deadline=deadline
+        )
+        told = self.told[name] = []
+        admitted = self.engine.admit(request, told.append)
+        self.engine.step()
+        admitted.result(timeout=0)
+
+    def finish(self, limit=400):
+        """Step until nothing is left."""
+        while not self.engine.idle:
+            self.engine.step()
+            limit -= 1
+            assert limit, "the engine goes on for ever"
+        pool = self.scheduler.pool
+        assert pool.num_held == 0
+        assert pool.num_free + pool.num_cached == pool.num_pages
+
+    def result(self, name, index=0):
+        """Tokens, log-probabilities and why it ended."""
+        outputs = [o for news in self.told[name] for o in news if o.index == index]
+        assert [o.finish is not None for o in outputs] == [False] * (
+            len(outputs) - 1
+        ) + [True]
+        tokens = [t for o in outputs for t in o.tokens]
+        logprobs = [x.logprob for o in outputs for x in o.logprobs]
+        return tokens, logprobs, outputs[-1].finish
+
+    def check(self, name, prompt, **options):
+        """Greedy tokens and their log-probabilities are those of the whole model."""
+        tokens, logprobs, _ = self.result(name, **options)
+        assert tokens and len(tokens) == len(logprobs)
+        whole = self.served.logprobs((*prompt, *tokens))
+        for i, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
+            expected = whole[len(prompt) - 1 + i]
+            assert expected[token] > expected.max() - 1e-4
+            np.testing.assert_allclose(logprob, expected[token], atol=1e-4)
+
+
+@pytest.fixture(scope="session")
+def llama():
+    return Served(LLAMA)
+
+
+@pytest.fixture(scope="session")
+def gpt2():
+    return Served(
+        dataclasses.replace(preset("gpt2_tiny"), vocab_size=288, max_seq_len=64)
+    )
+
+
+@pytest.fixture(scope="session")
+def two_devices():
+    mesh = make_mesh({"tensor": 2}, jax.devices()[:2])
+    return Served(LLAMA, mesh=mesh)

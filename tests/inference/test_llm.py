@@ -1,0 +1,106 @@
+"""Models for scripts: prompts in, texts out; how many pages there are."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxscale.inference import LLM, EngineConfig, InvalidRequest, SamplingParams
+from jaxscale.inference.llm import fit
+from jaxscale.models import Decoder, Tokenizer, preset, save
+from jaxscale.models.generation import GenerationConfig
+
+
+TEXT = ["to be or not to be, that is the question"] * 4
+SIZES = EngineConfig(
+    num_slots=2, buckets=(2,), prefill_tokens=(16,), page_size=8, max_len=64, steps=1
+)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    config = dataclasses.replace(preset("llama_tiny"), vocab_size=288)
+    save(Decoder(config, rngs=nnx.Rngs(0)), path)
+    Tokenizer.train(TEXT, vocab_size=280).save(path)
+    GenerationConfig(eos_ids=(281, 282)).save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def llm(directory):
+    with LLM.from_pretrained(directory, config=SIZES, quiet=True) as llm:
+        yield llm
+
+
+def test_texts_and_ids(llm):
+    texts = ["to be", "or not", "that is the question"]
+    found = llm.generate(texts, GREEDY)
+    ids = [llm.tokenizer.encode(text) for text in texts]
+    assert [r.tokens for r in llm.generate(ids, GREEDY)] == [r.tokens for r in found]
+    for text, result in zip(texts, found, strict=True):
+        assert list(result.prompt) == llm.tokenizer.encode(text)
+        known = [t for t in result.tokens if t < llm.tokenizer.vocab_size]
+        ends = result.continuations[0].finish == "stop"
+        expected = llm.tokenizer.continuation(result.prompt, known[: -1 if ends else 6])
+        assert result.text == expected
+    (single,) = llm.generate("to be", GREEDY)
+    assert single.tokens == found[0].tokens
+    assert llm.generate([], GREEDY) == []
+
+
+def test_ends_of_the_directory_count(llm):
+    ends = {llm.tokenizer.eos_id, 281, 282}
+    assert set(llm.engine.scheduler.config.eos_ids) == ends
+    params = SamplingParams(logit_bias={282: 100}, max_tokens=5)
+    (result,) = llm.generate([[1]], params)
+    assert result.tokens == (282,)
+    assert result.continuations[0].stop == 282
+
+
+def test_more_prompts_than_rows_each_with_its_settings(llm):
+    params = [SamplingParams(seed=i, n=1 + i % 2, max_tokens=1 + i) for i in range(7)]
+    llm.engine.scheduler.config, before = (
+        dataclasses.replace(llm.engine.scheduler.config, max_waiting=2),
+        llm.engine.scheduler.config,
+    )
+    results = llm.generate([[1, 2]] * 7, params)
+    llm.engine.scheduler.config = before
+    for i, result in enumerate(results):
+        assert sorted(result.continuations) == list(range(1 + i % 2))
+        for output in result.continuations.values():
+            assert len(output.tokens) == 1 + i or output.finish == "stop"
+
+
+def test_what_cannot_be_served_is_refused_before_anything_runs(llm):
+    before = llm.engine.scheduler.counts.received
+    with pytest.raises(InvalidRequest, match="outside the vocabulary of 288"):
+        llm.generate([[1], [300]], GREEDY)
+    with pytest.raises(ValueError, match="2 params for 1 prompts"):
+        llm.generate([[1]], [GREEDY, GREEDY])
+    assert llm.engine.scheduler.counts.received == before
+
+
+def test_pages_fill_the_memory(llm):
+    model = Decoder(preset("llama_tiny"), rngs=nnx.Rngs(0)).for_inference()
+    options = EngineConfig(num_slots=2, page_size=16, max_len=128)
+    config = options.scheduler(model.config, (), on_cpu=True)
+    sizes, memory = fit(model, config, options)
+    assert sizes.num_pages == 2 * 8  # no more than all slots can use
+    assert memory.weights == sum(p.nbytes for p in jax.tree.leaves(model))
+    c = model.config
+    assert memory.page == 4 * 16 * c.num_layers * 2 * c.num_kv_heads * c.head_dim
+    said = str(memory)
+    assert "16 pages (256 tokens)" in said
+    with pytest.raises(ValueError, match=r"do not fit into .* lower max_len"):
+        fit(model, config, dataclasses.replace(options, memory_fraction=1e-6))
+    with pytest.raises(ValueError, match="max_len 100 exceeds 64"):
+        limited = dataclasses.replace(preset("gpt2_tiny"), max_seq_len=64)
+        EngineConfig(max_len=100).scheduler(limited, (), on_cpu=True)
+    for wrong in ({"memory_fraction": 1.5}, {"page_size": 0}, {"num_slots": -1}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            EngineConfig(**wrong)
+    assert np.isfinite(memory.computation)
