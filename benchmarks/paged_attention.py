@@ -10,6 +10,7 @@ and writes as much; it is measured once a run.
 
 import functools
 import importlib
+import importlib.util
 import statistics
 import time
 import warnings

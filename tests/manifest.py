@@ -168,14 +168,15 @@ def relative_cases() -> Iterator[Case]:
 
 def paged_attention_cases() -> Iterator[Case]:
     for spec in PAGED:
-        if spec.dtype != "bfloat16":  # which the kernel declines
-            continue
         rows, new, size = spec.batch, spec.queries, spec.head_dim
-        pool = 2, rows * spec.width, 2, spec.num_kv_heads, spec.page
-        arrays = {
+        pool = 2, rows * spec.width, 2, spec.num_kv_heads
+        scales = {}
+        if spec.dtype != "bfloat16":
+            scales = {"kv_scales": array(*pool, dtype=FP32)}
+        arrays = scales | {
             "q": array(rows, new, spec.num_heads, size),
             "kv": array(rows, new, 2, spec.num_kv_heads, size),
-            "pages": array(*pool, size),
+            "pages": array(*pool, spec.page, size, dtype=spec.dtype),
             "layer": array(dtype=INT32),
             "table": array(rows, spec.width, dtype=INT32),
             "lengths": array(rows, dtype=INT32),

@@ -81,11 +81,12 @@ def paged_attention(
         num_new: [B], how many of the R new tokens are real, in [0, R]; None is all. Of
             the others nothing is written, and their output is zero. Where it is 0 the
             row is dead.
-        implementation: "mosaic_gpu" (a kernel for Hopper GPUs: q, kv and pages all bf16
-            or all fp16; head dims 64, 128 and 256; pages of 8 to 256 tokens; at most 64
-            queries of a key/value head; it takes fp32 memory for the sums of every 512
-            tokens that a table has room for), "xla", a sequence of these, or None for
-            the best that supports the arguments on this device.
+        implementation: "mosaic_gpu" (a kernel for Hopper GPUs: q and kv both bf16 or
+            both fp16; head dims 64, 128 and 256; pages of 8 to 256 tokens of the same
+            type, or in fp8 of 64 to 256 with head dims 128 and 256; at most 64 queries
+            of a key/value head; it takes fp32 memory for the sums of every 512 tokens
+            that the tables have room for), "xla", a sequence of these, or None for the
+            best that supports the arguments on this device.
         config: how the kernel is cut; None leaves it to a heuristic. XLA takes none and
             refuses one.
 

@@ -60,6 +60,10 @@ _REGISTERS = {1: (56, 240), 2: (40, 216)}
 """Of a thread that copies and of one that computes, by teams: what one gives up of the
 registers that a block starts with, others may take."""
 
+_MORE_TO_COPY = 56, 200
+"""The same of two teams where who copies has more to remember: the many slots of head
+dim 64, the scales of fp8."""
+
 _LOADED = 64
 """Registers of a thread for splits that are loaded ahead of their sum, about."""
 
@@ -89,9 +93,17 @@ class Problem:
     num_pages: int
     """P."""
     dtype: jnp.dtype
+    """Of queries, outputs and products."""
+    page_dtype: jnp.dtype
+    """Of pages: the same, or fp8, which is widened for the products."""
     split: int
     teams: int
     slots: int
+
+    @property
+    def narrow(self) -> bool:
+        """Whether pages are fp8, with scales."""
+        return self.page_dtype != self.dtype
 
     @property
     def tile_rows(self) -> int:
@@ -144,6 +156,7 @@ def run(
     lengths: jax.Array,
     num_new: jax.Array,
     layer: jax.Array,
+    scales: jax.Array | None,
     pages: Ref,
 ) -> jax.Array:
     """Runs the kernel.
@@ -158,6 +171,7 @@ def run(
         lengths: [B].
         num_new: [B].
         layer: [1].
+        scales: [L P 2 K], of fp8 pages.
         pages: a mutable reference, [L P 2 K, G, H].
 
     Returns:
@@ -167,9 +181,12 @@ def run(
     parts = tiles, p.most_splits, p.padded_rows
     ring = plgpu.SMEM(
         (teams, p.slots, BLOCK, p.head_dim),
-        p.dtype,
-        transforms=smem_transforms(p.head_dim, p.dtype),
+        p.page_dtype,
+        transforms=smem_transforms(p.head_dim, p.page_dtype),
     )
+    of_fp8, given = {}, ()
+    if p.narrow:
+        of_fp8, given = _scratch_of_fp8(p), (scales,)
     out, *_ = plgpu.kernel(
         functools.partial(_body, problem, scores),
         out_type=[
@@ -192,6 +209,7 @@ def run(
             "new_full": plgpu.Barrier(num_barriers=teams),
             "work_full": plgpu.Barrier(num_barriers=teams * 2),
             "work_empty": plgpu.Barrier(num_barriers=teams * 2),
+            **of_fp8,
         },
         grid=(min(device.num_sms, tiles * p.most_splits),),
         grid_names=("worker",),
@@ -199,14 +217,30 @@ def run(
         thread_name="warpgroup",
         kernel_name="paged_attention",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(q, kv, table, lengths, num_new, layer, pages)
+    )(q, kv, table, lengths, num_new, layer, *given, pages)
     return out
+
+
+def _scratch_of_fp8(p: Problem) -> dict[str, Any]:
+    """Tiles that are widened, and new tokens that are made narrow.
+
+    The latter by the scales of keys and by those of values: half of it is stored.
+    """
+    shape = p.teams, 2, BLOCK, p.head_dim
+    transforms = smem_transforms(p.head_dim, p.dtype)
+    new = p.teams, p.queries, 2, 2, p.head_dim
+    return {
+        "wide": plgpu.SMEM(shape, p.dtype, transforms=transforms),
+        "narrow": plgpu.SMEM(new, p.page_dtype),
+    }
 
 
 def _body(problem: Problem, scores: Scores, *refs: Ref, **scratch: Ref) -> None:
     """The kernel: warpgroups that copy, and as many that compute."""
     warpgroup = lax.axis_index("warpgroup")
     copies, computes = _REGISTERS[problem.teams]
+    if problem.teams == 2 and (problem.narrow or problem.head_dim == CHUNK):
+        copies, computes = _MORE_TO_COPY
     # Tickets, and how many splits of each row and head are done.
     tiles = problem.rows * problem.kv_heads
     counters = pl.get_global(plgpu.SemaphoreType.REGULAR((1 + tiles,)))
@@ -266,7 +300,7 @@ class _Team:
     ) -> None:
         self.problem, self.scores, self.number = problem, scores, number
         (self.q, self.kv, self.table, self.lengths, self.num_new, self.layer,
-         self.pages, self.out, self.parts, self.logs) = refs  # fmt: skip
+         *self.scales, self.pages, self.out, self.parts, self.logs) = refs  # fmt: skip
         self.smem = {
             name: scratch[name].at[number]
             for name in (
@@ -276,6 +310,7 @@ class _Team:
                 "work_smem",
                 "ticket",
                 "arrived",
+                *("wide", "narrow") * problem.narrow,
             )
         }
         self.q_write, self.q_read = (
@@ -470,12 +505,28 @@ class _Team:
                 offset = lax.rem(position, jnp.int32(p.page))
                 for part in range(2):
                     line = self.line(work, number, position, part)
-                    plgpu.copy_smem_to_gmem(
-                        smem.at[r, part], self.pages.at[line, offset]
-                    )
+                    row = smem.at[r, part]
+                    if p.narrow:
+                        row = self.made_narrow(r, part, line)
+                    plgpu.copy_smem_to_gmem(row, self.pages.at[line, offset])
 
         plgpu.wait_smem_to_gmem(0)
         proxy_fence()  # pyright: ignore[reportCallIssue]
+
+    def made_narrow(self, r: int, part: int, line: Scalar) -> Ref:
+        """Keys (0) or values (1) of a new token as they are stored in fp8."""
+        p, narrow = self.problem, self.smem["narrow"]
+        limit = float(jnp.finfo(p.page_dtype).max)
+        # Both are made, since a layout needs as many numbers: one of them is stored.
+        layout = plgpu.Layout.WG_STRIDED(
+            (2, p.head_dim), vec_size=2 * p.head_dim // 128
+        )
+        new = plgpu.load(self.smem["new_smem"].at[r], layout=layout, optimized=False)
+        values = new.astype(jnp.float32) / self.scales[0][line]
+        values = jnp.minimum(jnp.maximum(values, -limit), limit)
+        narrow[r, part] = values.astype(p.page_dtype)
+        plgpu.commit_smem()
+        return narrow.at[r, part, part]
 
     # --- The warpgroup that computes --------------------------------------------------
 
@@ -494,13 +545,17 @@ class _Team:
             plgpu.barrier_wait(self.barrier("work_full", 2, place))
             work = self.work(number)
             plgpu.barrier_arrive(self.barrier("work_empty", 2, place))
-            pl.when(work.there)(functools.partial(self.compute, work, place, tiles))
+            pl.when(work.there)(
+                functools.partial(self.compute, work, number, place, tiles)
+            )
             return work.there, number + 1, tiles + 2 * work.steps
 
         start = jnp.bool_(True), jnp.int32(0), jnp.int32(0)
         lax.while_loop(lambda carry: carry[0], next_split, start)
 
-    def compute(self, work: _Work, place: Scalar, tiles: Scalar) -> None:
+    def compute(
+        self, work: _Work, number: Scalar, place: Scalar, tiles: Scalar
+    ) -> None:
         """One split: its results, or what they are added from."""
         p = self.problem
         plgpu.barrier_wait(self.barrier("q_full", 2, place))
@@ -510,7 +565,7 @@ class _Team:
         total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), column)
 
         def loop(acc: Ref) -> Any:
-            step = functools.partial(self.step, work, tiles, queries, acc)
+            step = functools.partial(self.step, work, number, tiles, queries, acc)
             state = lax.fori_loop(0, work.steps, step, (highest, total))
             return acc[...], *state
 
@@ -551,6 +606,7 @@ class _Team:
     def step(
         self,
         work: _Work,
+        number: Scalar,
         tiles: Scalar,
         queries: Ref,
         acc: Ref,
@@ -565,17 +621,21 @@ class _Team:
         if self.scores.window is not None:
             edge |= start <= work.length + (p.queries - 1) - self.scores.window
         slot = self.wait(tiles + 2 * i)
+        tiles_of_keys, at = self.widened(slot, 0) if p.narrow else (ring, slot)
 
         def multiply(products: Ref) -> Any:
             for chunk in range(p.chunks):
-                keys = ring.at[slot, :, pl.ds(chunk * CHUNK, CHUNK)]
+                keys = tiles_of_keys.at[at, :, pl.ds(chunk * CHUNK, CHUNK)]
                 plgpu.wgmma(products, queries.at[chunk], keys.transpose((1, 0)))
             return products[...]
 
         s = pl.run_scoped(
             multiply, plgpu.WGMMAAccumulatorRef((ROWS, BLOCK), jnp.float32)
         )
-        self.release(slot)
+        if p.narrow:
+            s = s * self.scales[0][self.line(work, number, start, 0)]
+        else:
+            self.release(slot)
         factor = self.scores.scale * math.log2(math.e)
         if (cap := self.scores.softcap) is not None:
             s = jnp.tanh(s * (self.scores.scale / cap))
@@ -590,12 +650,16 @@ class _Team:
         total = total * alpha + jnp.sum(weights, axis=1)
         sums = plgpu.wgmma_accumulator_load(acc, wait_n=None)
         acc[...] = sums * lax.broadcast_in_dim(alpha, sums.shape, [0])
+        if p.narrow:
+            weights = weights * self.scales[0][self.line(work, number, start, 1)]
         weights = weights.astype(p.dtype)
         slot = self.wait(tiles + 2 * i + 1)
-        pl.when(edge)(functools.partial(self.clear, work, start, slot))
-        plgpu.wgmma(acc, weights, ring.at[slot])
+        tile = self.widened(slot, 1) if p.narrow else (ring, slot)
+        pl.when(edge)(functools.partial(self.clear, work, start, *tile))
+        plgpu.wgmma(acc, weights, tile[0].at[tile[1]])
         plgpu.wgmma_wait(0)
-        self.release(slot)
+        if not p.narrow:
+            self.release(slot)
         return grown, total
 
     def wait(self, number: Scalar) -> Scalar:
@@ -625,14 +689,24 @@ class _Team:
             seen &= column > at - window
         return jnp.where(seen, s, jnp.full_like(s, -jnp.inf))
 
-    def clear(self, work: _Work, start: Scalar, slot: Scalar) -> None:
+    def widened(self, slot: Scalar, part: int) -> tuple[Ref, Scalar]:
+        """A tile of fp8 pages as products take it; its slot is handed back."""
+        p, wide = self.problem, self.smem["wide"]
+        layout = plgpu.Layout.WGMMA
+        values = plgpu.load(self.smem["ring"].at[slot], layout=layout, optimized=False)
+        wide[part] = values.astype(jnp.float32).astype(p.dtype)
+        plgpu.commit_smem()
+        self.release(slot)
+        return wide, part
+
+    def clear(self, work: _Work, start: Scalar, tiles: Ref, at: Scalar) -> None:
         """Zeros for values that no query sees."""
         p = self.problem
         least = jnp.int32(0)
         if self.scores.window is not None:
             least = work.length - (self.scores.window - 1) - start
         for chunk in range(p.chunks):
-            ref = self.smem["ring"].at[slot, :, pl.ds(chunk * CHUNK, CHUNK)]
+            ref = tiles.at[at, :, pl.ds(chunk * CHUNK, CHUNK)]
             layout = plgpu.Layout.WGMMA
             values = plgpu.load(ref, layout=layout, optimized=False)
             row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=layout)

@@ -74,13 +74,16 @@ def make_problem(
     _check(x, group, config)
     teams = config.teams or (1 if head_dim == HEAD_DIMS[-1] else 2)
     tile = smem_bytes((BLOCK, head_dim), x.pages.dtype)
+    wide = smem_bytes((BLOCK, head_dim), x.q.dtype)
+    narrow = x.kv_scales is not None
     split_pages = max(1, config.split // page)
     small = (
-        smem_bytes((teams, queries, 2, head_dim), x.pages.dtype)
+        2 * smem_bytes((teams, queries, 2, head_dim), x.q.dtype)
         + smem_bytes((teams, 2, split_pages), jnp.int32)
         + 4096  # barriers, tickets and what lies between
     )
-    fixed = small + teams * 2 * tile  # queries of two splits are such tiles
+    # Queries of two splits are such tiles, and fp8 keys and values that were widened.
+    fixed = small + teams * (2 + 2 * narrow) * wide
     most = (device.smem_bytes - fixed) // (teams * tile)
     slots = config.slots or max(2, most)
     check_smem(fixed + teams * slots * tile, device, "paged_attention")
@@ -93,7 +96,8 @@ def make_problem(
         page=page,
         width=x.table.shape[1],
         num_pages=num_pages,
-        dtype=x.pages.dtype,
+        dtype=x.q.dtype,
+        page_dtype=x.pages.dtype,
         split=config.split,
         teams=teams,
         slots=slots,
@@ -105,10 +109,17 @@ def _check(x: Inputs, group: int, config: PagedAttentionConfig) -> None:
     layers, num_pages, _, kv_heads, page, _ = x.pages.shape
     dtype = x.pages.dtype
     lines = layers * num_pages * 2 * kv_heads
+    narrow = x.kv_scales is not None
     reasons = {
         f"types {x.q.dtype.name}, {x.kv.dtype.name} and {dtype.name} of q, kv and"
-        " pages, the kernel takes one, bfloat16 or float16": (
-            dtype in (jnp.bfloat16, jnp.float16) and x.q.dtype == x.kv.dtype == dtype
+        " pages, the kernel takes bfloat16 or float16 for all, or fp8 for pages": (
+            x.q.dtype in (jnp.bfloat16, jnp.float16)
+            and x.kv.dtype == x.q.dtype
+            and (narrow or dtype == x.q.dtype)
+        ),
+        f"fp8 pages of {page} tokens and head dim {head_dim}, the kernel takes"
+        f" multiples of {BLOCK} and head dims from 128": (
+            not narrow or (page % BLOCK == 0 and head_dim >= 128)
         ),
         f"head dim {head_dim}, the kernel takes {HEAD_DIMS}": head_dim in HEAD_DIMS,
         f"pages of {page} tokens, the kernel takes {PAGES}": page in PAGES,
@@ -177,6 +188,7 @@ def _run(
         x.lengths,
         x.num_new,
         x.layer.reshape(1),
+        None if x.kv_scales is None else x.kv_scales.reshape(-1),
         pages,
     )
     out = out.reshape(p.rows, p.kv_heads, p.queries, p.group, p.head_dim)

@@ -28,7 +28,8 @@ def shapes(spec, num_pages):
     array, dtype = jax.ShapeDtypeStruct, jnp.bfloat16
     rows, new, size = spec.batch, spec.queries, spec.head_dim
     pool = LAYERS, num_pages or 2 * rows * spec.width, 2, spec.num_kv_heads
-    return {
+    scales = {"kv_scales": array(pool, jnp.float32)} if spec.dtype != "bfloat16" else {}
+    return scales | {
         "q": array((rows, new, spec.num_heads, size), dtype),
         "kv": array((rows, new, 2, spec.num_kv_heads, size), dtype),
         "pages": array((*pool, spec.page, size), spec.dtype),
@@ -120,6 +121,7 @@ def pool_bytes(name, count):
         "gptj_6b_b8_c1024",
         "llama3_8b_drafts3_b32_c4096",
         "llama3_8b_window4096_b8_c32768",
+        "llama3_8b_fp8_b32_c4096",
     ],
 )
 def test_a_step_spills_nothing_and_copies_nothing(name):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.paged_attention import PagedAttentionConfig, paged_attention
+from pallas_kernels.paged_attention.inputs import FP8
 from pallas_kernels.paged_attention.specs import SPECS
 from tests.pallas_kernels.paged_attention.cases import Case, bits, check
 from tests.tolerances import RELATIVE, relative_error
@@ -109,6 +110,22 @@ def test_random_steps():
         )
         config = numbers.choice([None, PagedAttentionConfig(split=128, teams=1)])
         check(step, functools.partial(kernel, config=config))
+
+
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_fp8(head_dim):
+    for page, queries in ((64, 1), (128, 3)):
+        step = Case(
+            lengths=(1500, 0, 700, 63, 2047),
+            queries=queries,
+            heads=(8, 2),
+            head_dim=head_dim,
+            page=page,
+            window=None if queries > 1 else 900,
+            dtype=jnp.bfloat16,
+            pages_dtype=FP8,
+        )
+        check(step, kernel)
 
 
 def test_steps_in_a_scan_change_donated_pages():

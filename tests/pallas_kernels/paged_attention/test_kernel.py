@@ -12,6 +12,7 @@ import tests.pallas_kernels.paged_attention.stand_ins  # noqa: F401
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.mosaic import H200, use_device
 from pallas_kernels.paged_attention import PagedAttentionConfig, paged_attention
+from pallas_kernels.paged_attention.inputs import FP8
 from tests.interpreter import interpret_mosaic_gpu
 from tests.lowering import lower_for_cuda
 from tests.pallas_kernels.paged_attention.cases import Case, bits, check
@@ -59,6 +60,24 @@ CASES = {
     "dead rows": (case(100, 20, 7, num_new=(0, 1, 0)), None),
     "all rows dead": (case(40, 2, num_new=(0, 0)), None),
     "past the table": (case(62, 70, 78, queries=4, width=5), cut()),
+    "fp8": (
+        case(100, 3, queries=2, num_new=(2, 1), head_dim=128, page=64, pages_dtype=FP8),
+        cut(),
+    ),
+    "fp8, window, softcap, H 256": (
+        case(
+            150,
+            20,
+            window=70,
+            softcap=2.0,
+            heads=(2, 1),
+            head_dim=256,
+            page=128,
+            pages_dtype=FP8,
+            dtype=jnp.float16,
+        ),
+        cut(128),
+    ),
     "fp16, pages of 32": (case(90, page=32, dtype=jnp.float16, heads=(3, 1)), cut()),
 }
 
@@ -68,9 +87,12 @@ def test_interpreted_kernel(step, config):
     check(step, interpreted(config))
 
 
-def test_no_races():
+@pytest.mark.parametrize("fp8", [False, True])
+def test_no_races(fp8):
     """One split a row: what splits leave for one another is ordered by a counter."""
     step = case(50, 20, 33, queries=2, num_new=(2, 0, 1), heads=(2, 1))
+    if fp8:
+        step = dataclasses.replace(step, head_dim=128, page=64, pages_dtype=FP8)
     check(step, interpreted(cut(slots=3), num_sms=1, detect_races=True))
 
 
@@ -142,6 +164,7 @@ def test_what_the_kernel_cannot_do_goes_to_xla():
         "head dim 32": case(5, head_dim=32),
         "types float32": case(5, dtype=jnp.float32),
         "pages of 4 tokens": case(5, page=4),
+        "fp8 pages of 16 tokens": case(5, page=16, pages_dtype=FP8),
         "64 together": case(5, heads=(33, 1), queries=2),
     }
     with use_device(H200):
