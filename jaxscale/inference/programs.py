@@ -157,7 +157,8 @@ class Programs:
         allowed = sampling.adjusted(logits, rows, own, mask, bias)
         position = rows[:, Column.LENGTH] + 1
         tokens = sampling.draw_filtered(allowed, rows, position)
-        stuck = jnp.all(jnp.isneginf(allowed), axis=-1)
+        # Nothing is allowed, or a penalty of no size that makes sense gives infinity.
+        stuck = ~jnp.isfinite(jnp.max(allowed, axis=-1))
         rows, out = _settle(rows, logits, tokens, position, stuck)
         live = out[:, 0] >= 0
         counted = jnp.where(live, counted, len(counts))

@@ -75,7 +75,9 @@ def filtered(
 
     def reaches_p(kept: Array) -> Array:
         mass = jnp.where(kept, jnp.exp(scaled), 0.0)
-        wanted = top_p * jnp.sum(mass, axis=-1)
+        # A share that fp32 rounds to zero still leaves the likeliest.
+        share = jnp.maximum(top_p, jnp.finfo(jnp.float32).tiny)
+        wanted = share * jnp.sum(mass, axis=-1)
 
         def holds(least: Array) -> Array:
             inside = jnp.where(order >= least[:, None], mass, 0.0)

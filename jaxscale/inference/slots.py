@@ -23,6 +23,9 @@ NUM_STOPS = 8
 """Stop tokens that a row has room for; the scheduler knows of any others."""
 
 
+_LARGEST = (2 - 2**-23) * 2.0**127  # of fp32
+
+
 class Column(enum.IntEnum):
     """The columns of a row, int32; from `TABLE` on it is the page table."""
 
@@ -73,12 +76,15 @@ class OutFlag(enum.IntEnum):
 
 
 def float_bits(value: float) -> int:
-    """The bits of an fp32 as an int32.
+    """The bits of the nearest finite fp32, as an int32.
 
     Example:
         >>> float_bits(1.0)
         1065353216
+        >>> float_bits(1e300) == float_bits(_LARGEST)
+        True
     """
+    value = max(-_LARGEST, min(value, _LARGEST))
     return struct.unpack("<i", struct.pack("<f", value))[0]
 
 

@@ -258,6 +258,26 @@ def test_logits_that_are_not_finite_end_their_request_alone(llama):
         run.check(name, tokens)
 
 
+def test_settings_that_fp32_cannot_hold(llama):
+    """They are as good as the nearest, or end their request; the others go on."""
+    run = llama.run()
+    run.add("beside", PROMPTS["page"], max_tokens=20)
+    for name, setting in {
+        "hot": {"temperature": 1e300},
+        "cold": {"temperature": 1e-300},
+        "narrow": {"temperature": 1.0, "top_p": 1e-300},
+        "large": {"repetition_penalty": 1e300},
+        "small": {"repetition_penalty": 1e-300},
+    }.items():
+        run.add(name, PROMPTS["short"], max_tokens=4, seed=2**63 - 1, **setting)
+    run.finish()
+    run.check("beside", PROMPTS["page"])
+    for name in ("cold", "narrow"):
+        run.check(name, PROMPTS["short"])
+    assert len(run.result("hot")[0]) == len(run.result("large")[0]) == 4
+    assert run.result("small")[2] == "error"
+
+
 @pytest.mark.parametrize("steps", range(0, 9, 2))
 def test_abort_in_any_state(llama, steps):
     run = llama.run()

@@ -90,6 +90,7 @@ def test_extremes():
     steep[2] = 5.0
     for settings in (
         {"TOP_P": 1e-30, "TOP_K": VOCAB},
+        {"TOP_P": 1e-300},
         {"TEMPERATURE": 1e-38, "TOP_P": 0.5},
         {"TEMPERATURE": 1e30, "MIN_P": 1.0},
     ):
