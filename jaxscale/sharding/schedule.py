@@ -37,6 +37,19 @@ def bubble_fraction(stages: int, microbatches: int, chunks: int = 1) -> float:
     return (stages - 1) / (chunks * microbatches + stages - 1)
 
 
+def stash_size(stages: int, microbatches: int, chunks: int = 1) -> int:
+    """The most inputs of chunks that a stage keeps under 1F1B, interleaved or not.
+
+    Example:
+        >>> stash_size(4, 100), stash_size(4, 100, chunks=2)
+        (8, 12)
+        >>> pipeline_schedule(4, 100, chunks=2).num_slots
+        12
+    """
+    most = 2 * stages if chunks == 1 else (chunks + 1) * stages
+    return min(microbatches * chunks, most)
+
+
 def pipeline_schedule(
     stages: int, microbatches: int, chunks: int = 1, kind: Kind = "1f1b"
 ) -> PipelineSchedule:

@@ -10,6 +10,7 @@ from jaxscale.training.corpus import (
     split,
     tokenize,
 )
+from jaxscale.training.cost_model import Layout
 from jaxscale.training.data import (
     DataConfig,
     PackedBatches,
@@ -20,6 +21,7 @@ from jaxscale.training.data import (
     load_tokenizer,
 )
 from jaxscale.training.divergence import Diverged
+from jaxscale.training.hardware import mfu, peak_flops
 from jaxscale.training.labeled import (
     LabeledBatch,
     LabeledBatches,
@@ -34,8 +36,6 @@ from jaxscale.training.monitor import (
     ProgressBar,
     TensorBoardWriter,
     Writer,
-    mfu,
-    peak_flops,
 )
 from jaxscale.training.optimizer import (
     OptimizerConfig,
@@ -43,6 +43,8 @@ from jaxscale.training.optimizer import (
     make_optimizer,
     make_schedule,
 )
+from jaxscale.training.plan import Estimate, Plan, plan_layouts
+from jaxscale.training.plan_config import PlanConfig
 from jaxscale.training.step import (
     TrainState,
     make_eval_step,
@@ -57,11 +59,13 @@ __all__ = [
     "DataConfig",
     "Diverged",
     "Document",
+    "Estimate",
     "Evaluation",
     "FitResult",
     "JsonlWriter",
     "LabeledBatch",
     "LabeledBatches",
+    "Layout",
     "LossSums",
     "MaskedBatches",
     "MaskingConfig",
@@ -70,6 +74,8 @@ __all__ = [
     "PackedBatchIterator",
     "PackedBatches",
     "PackedRows",
+    "Plan",
+    "PlanConfig",
     "ProgressBar",
     "TensorBoardWriter",
     "TextData",
@@ -93,6 +99,7 @@ __all__ = [
     "next_token_loss",
     "packed_batches",
     "peak_flops",
+    "plan_layouts",
     "python_corpus",
     "read_documents",
     "split",

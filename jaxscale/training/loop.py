@@ -24,13 +24,13 @@ from jaxscale.training.checkpoint import Checkpointer
 from jaxscale.training.config import TrainConfig
 from jaxscale.training.data import PackedBatches, TextData
 from jaxscale.training.divergence import Diverged, SkippedInARow, is_finite
+from jaxscale.training.hardware import peak_flops
 from jaxscale.training.monitor import (
     JsonlWriter,
     Monitor,
     ProgressBar,
     TensorBoardWriter,
     Writer,
-    peak_flops,
 )
 from jaxscale.training.optimizer import make_optimizer, make_schedule
 from jaxscale.training.step import (

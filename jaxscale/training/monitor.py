@@ -13,69 +13,11 @@ from typing import Any
 
 import jax
 
+from jaxscale.training.hardware import mfu
+
 
 type Record = dict[str, int | float | None]
 """One line of the metrics; None where a quantity is unknown or not finite."""
-
-
-PEAK_BF16_FLOPS = {
-    "NVIDIA B200": 2250e12,
-    "NVIDIA GH200": 989e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA H100 NVL": 835e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA A100": 312e12,
-    "NVIDIA L40S": 362e12,
-    "NVIDIA L4": 121e12,
-}
-"""Dense bf16 FLOP/s of the data sheets, by the beginning of the name of the device."""
-
-
-def peak_flops(device_kind: str) -> float | None:
-    """Dense bf16 FLOP/s of a device, None where the table does not know it.
-
-    Args:
-        device_kind: Name of the device, of ``jax.devices()[0].device_kind``.
-
-    Example:
-        >>> peak_flops("NVIDIA H100 80GB HBM3")
-        989000000000000.0
-        >>> print(peak_flops("cpu"))
-        None
-    """
-    for name, peak in PEAK_BF16_FLOPS.items():
-        if device_kind.startswith(name):
-            return peak
-    return None
-
-
-def mfu(
-    tokens_per_second_per_device: float, flops_per_token: float, peak_flops: float
-) -> float:
-    r"""Model FLOP/s utilization, a fraction of 1.
-
-    .. math:: \mathrm{MFU} = \frac{r \, F}{P}
-
-    The FLOPs of a token :math:`F` count the products of forward and backward pass,
-    nothing that is computed twice. There are two conventions for the attention matrix,
-    `causal` (the half that is needed) and `full`; they differ by 12% for LLaMA-3 8B at
-    8,192 tokens, so both are always reported. Both take each row for one sequence: on
-    packed rows of short documents less attention is computed than they count.
-
-    Args:
-        tokens_per_second_per_device: r; tokens that have a target.
-        flops_per_token: F, see `jaxscale.models.DecoderConfig.flops_per_token`.
-        peak_flops: P, in FLOP/s, of one device.
-
-    Example:
-        >>> round(mfu(10_000, 45e9, 989e12), 3)
-        0.455
-
-    References:
-        PaLM (arXiv 2204.02311), appendix B.
-    """
-    return tokens_per_second_per_device * flops_per_token / peak_flops
 
 
 class Writer:

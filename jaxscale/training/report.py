@@ -99,6 +99,14 @@ class Report:
         """A table of names and values."""
         self.table(["what", "value"], [[name, value] for name, value in facts.items()])
 
+    def drawing(self, svg: str) -> None:
+        """A picture; one that is wider than the page can be scrolled.
+
+        Args:
+            svg: The picture as an ``<svg>`` element, put into the page as it is.
+        """
+        self._parts.append(f"<div style='overflow-x: auto'>{svg}</div>")
+
     def plot(
         self,
         series: Sequence[Series],

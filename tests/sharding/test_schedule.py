@@ -17,6 +17,7 @@ from jaxscale.sharding import (
     pipeline_schedule,
     place_layers,
 )
+from jaxscale.sharding.schedule import stash_size
 from jaxscale.sharding.schedule_drawing import draw, svg
 
 
@@ -107,7 +108,7 @@ def test_a_table_computes_losses_and_gradients_in_the_time_of_theory(sizes, kind
     assert table.op_ticks == (ticks, 0 if kind == "forward" else ticks)
     np.testing.assert_allclose(table.bubble, bubble_fraction(p, m, v), atol=1e-12)
     bound = {
-        "1f1b": min(m * v, 2 * p if v == 1 else (v + 1) * p),
+        "1f1b": stash_size(p, m, v),
         "gpipe": m * v,
         "forward": 0,
     }[kind]

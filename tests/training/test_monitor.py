@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 
 from jaxscale.models.llama import llama3_8b
+from jaxscale.training.hardware import mfu, peak_flops
 from jaxscale.training.monitor import (
     JsonlWriter,
     Monitor,
     ProgressBar,
     TensorBoardWriter,
     Writer,
-    mfu,
-    peak_flops,
 )
 
 

@@ -1,0 +1,82 @@
+"""``jaxscale plan --model MODEL --gpus N``: how to share a training step."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxscale.checks import check_integers
+from jaxscale.cli.errors import UsageError, suggestion, usage_errors
+from jaxscale.cli.options import parse
+from jaxscale.models import PRESETS, preset
+from jaxscale.training.plan import Plan, missing_today, plan_layouts
+from jaxscale.training.plan_config import PlanConfig
+from jaxscale.training.plan_report import command_lines, text, write_report
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanCommand(PlanConfig):
+    """The options of ``jaxscale plan``."""
+
+    model: str
+    """A preset, for example llama3_70b."""
+    top: int = 10
+    """Layouts that are shown."""
+    report: Path | None = None
+    """An HTML file for table, bars, reasons and the schedule of the best."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_integers(self, 1, "top")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command.
+
+    Raises:
+        UsageError: there is no such model, or no layout fits.
+    """
+    command = parse(
+        PlanCommand,
+        arguments,
+        prog="jaxscale plan",
+        description="Estimate time and memory of training steps under all layouts of "
+        "the GPUs, and rank those that fit. Every choice may be given instead.",
+    )
+    if command.model not in PRESETS:
+        raise UsageError(
+            f"model {command.model!r} is no preset"
+            f"{suggestion(command.model, PRESETS)}; use one of {', '.join(PRESETS)}"
+        )
+    shape = preset(command.model)
+    with usage_errors():
+        found = plan_layouts(shape, command)
+    print(text(found, command.model, top=command.top))
+    print(_commands(found, command))
+    if command.report is not None:
+        with usage_errors():
+            write_report(found, command.model, command.report)
+        print(f"report: {command.report}")
+    return 0
+
+
+def _commands(found: Plan, command: PlanCommand) -> str:
+    """The command of the best, and if it cannot run yet that of the best that can."""
+    lines = ["", *command_lines(found, command.model)]
+    layout = found.best.layout
+    if layout.pipe > 1:
+        lines.append(
+            f"its schedule: jaxscale schedule --stages {layout.pipe} "
+            f"--microbatches {layout.microbatches} --chunks {layout.chunks}"
+        )
+    if missing_today(layout):
+        try:
+            now = plan_layouts(
+                preset(command.model), dataclasses.replace(command, today=True)
+            )
+        except ValueError as error:
+            lines.append(f"nothing that it can run today: {error}")
+        else:
+            slower = now.best.seconds / found.best.seconds - 1
+            lines.append(f"the fastest that it can run today (+{slower:.1%}):")
+            lines += command_lines(now, command.model)
+    return "\n".join(lines)

@@ -1,0 +1,379 @@
+"""The planner: its cost model beside known numbers, and the search over layouts."""
+
+import dataclasses
+import functools
+import math
+import statistics
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks import plan as known
+from jaxscale import sharding, training
+from jaxscale.cli.options import parse
+from jaxscale.cli.runs import find_run
+from jaxscale.cli.train import TrainCommand
+from jaxscale.models import preset
+from jaxscale.models.llama import llama3_8b, llama3_70b, llama_1b
+from jaxscale.sharding import pipeline_schedule
+from jaxscale.training import Layout, PlanConfig, plan_layouts
+from jaxscale.training.cost_model import (
+    JAXSCALE_FUSED,
+    JAXSCALE_XLA,
+    step_memory,
+    step_time,
+)
+from jaxscale.training.hardware import H200, HARDWARE
+from jaxscale.training.plan import estimate, missing_today, train_command
+from jaxscale.training.plan_config import CHOICES
+from jaxscale.training.plan_report import text, write_report
+
+
+# --- What is known --------------------------------------------------------------------
+
+
+def mean_error(rows):
+    return statistics.mean(abs(row.error) for row in rows)
+
+
+def test_megascales_published_rows():
+    rows = list(known.published())
+    assert len(rows) == 31
+    assert mean_error(rows) < 0.05
+    assert max(abs(row.error) for row in rows) < 0.13
+    predicted = [row for row in rows if not row.was_set]
+    assert len(predicted) == 20 and mean_error(predicted) < 0.05
+
+
+def test_every_step_of_megascales_ablation_helps():
+    steps = [row.predicted for row in known.published() if row.source == "table 3"]
+    assert len(steps) == 9
+    assert steps == sorted(steps)
+
+
+def test_what_was_measured_here():
+    rows = list(known.measured())
+    assert {row.source for row in rows} == {"training", "70B block, TP 4"}
+    assert max(abs(row.error) for row in rows) < 0.1, rows
+
+
+def test_memory_that_was_measured_here():
+    rows = list(known.measured_memory())
+    assert {row.name.split(", ")[1] for row in rows} == {"jaxscale", "jaxscale_scan"}
+    assert max(abs(row.error) for row in rows) < 0.1, rows
+
+
+def test_other_programs_are_predicted_roughly():
+    rows = list(known.others())
+    assert mean_error(rows) < 0.1 and max(abs(row.error) for row in rows) < 0.2
+
+
+def test_the_table_of_known_rows_is_printed(capsys):
+    assert known.main() == 0
+    out = capsys.readouterr().out
+    assert "all: 31 rows, mean error 4.0%" in out
+    assert "MegaScale, 12288 GPUs" in out
+
+
+# --- The model ------------------------------------------------------------------------
+
+
+def layouts(**fixed):
+    """Layouts of LLaMA-3 8B that divide."""
+    values = {
+        "data": st.sampled_from([1, 2]),
+        "fsdp": st.sampled_from([1, 2, 8]),
+        "pipe": st.sampled_from([1, 2, 4]),
+        "tensor": st.sampled_from([1, 2, 8]),
+        "context": st.sampled_from([1, 2]),
+        "zero": st.sampled_from([1, 2, 3]),
+        "chunks": st.sampled_from([1, 2, 4]),
+        "rows": st.sampled_from([1, 2]),
+        "remat": st.sampled_from(["none", "attention", "full"]),
+    }
+    built = st.builds(
+        Layout, batch_size=st.sampled_from([256, 512]), **(values | fixed)
+    )
+    return built.filter(lambda x: x.chunks == 1 or x.pipe > 1)
+
+
+@settings(deadline=None, max_examples=40, derandomize=True)
+@given(layout=layouts())
+def test_parts_are_finite_and_the_bubble_is_that_of_the_table(layout):
+    model = llama3_8b()
+    layout.check(model, 8192)
+    parts = step_time(model, 8192, layout, H200, JAXSCALE_XLA)
+    assert all(math.isfinite(x) and x >= 0 for x in parts.values()), parts
+    stage = ("products", "attention", "elementwise", "tensor", "context", "pipe")
+    busy = sum(parts[name] for name in stage)
+    share = parts["bubble"] / (busy + parts["bubble"])
+    if layout.pipe * layout.microbatches * layout.chunks <= 512:
+        table = pipeline_schedule(layout.pipe, layout.microbatches, layout.chunks)
+        assert share == pytest.approx(table.bubble)
+    sizes = step_memory(model, 8192, layout, JAXSCALE_XLA)
+    assert all(math.isfinite(x) and x >= 0 for x in sizes.values()), sizes
+    # Moments of all copies are 8 bytes a parameter: nothing is lost or held twice.
+    copies = layout.data * layout.context
+    moments = sizes["moments"] * layout.gpus / copies
+    assert moments == pytest.approx(8 * model.num_parameters(), rel=1e-9)
+
+
+def test_products_count_the_flops_of_the_model():
+    model, layout = llama_1b(), Layout(batch_size=8, rows=8)
+    parts = step_time(model, 4096, layout, H200, JAXSCALE_XLA)
+    tokens = 8 * 4096
+    products = 6 * (model.num_parameters() - 32_000 * 2048) * tokens / H200.matmul
+    assert parts["products"] == pytest.approx(products, rel=1e-3)  # but for norms
+    attention = model.flops_per_token(4096, True) * tokens - products * H200.matmul
+    # The backward pass computes five products for two forward: 7 / 6 of what counts.
+    assert parts["attention"] == pytest.approx(
+        7 / 6 * attention / H200.attention, rel=1e-2
+    )
+
+
+def test_uneven_layers_cost_as_much_as_the_largest_chunk():
+    time = {}
+    for layers in (29, 32):
+        model = dataclasses.replace(llama3_8b(), num_layers=layers)
+        layout = Layout(pipe=8, batch_size=64)
+        time[layers] = step_time(model, 4096, layout, H200, JAXSCALE_XLA)["attention"]
+    assert time[29] == pytest.approx(time[32])
+
+
+@pytest.mark.parametrize("remat", ["none", "attention", "full"])
+def test_a_pipelines_stash_stops_growing_but_accumulation_is_kept(remat):
+    def size(m):
+        layout = Layout(pipe=4, batch_size=m, remat=remat)
+        return step_memory(llama3_8b(), 8192, layout, JAXSCALE_XLA)
+
+    assert size(4)["activations"] < size(8)["activations"]
+    assert size(8) == size(64)
+    table = pipeline_schedule(4, 64)
+    if remat == "full":  # 8 inputs of 8,192 tokens x 4,096 features in bf16
+        per_slot = (size(8)["activations"] - size(4)["activations"]) / 4
+        assert per_slot == 2 * 8192 * 4096
+        assert table.num_slots == 8
+
+
+def test_more_of_anything_is_never_faster_or_smaller():
+    model = llama3_70b()
+    layout = Layout(fsdp=16, pipe=2, tensor=4, batch_size=64)
+    base = sum(step_time(model, 8192, layout, H200, JAXSCALE_XLA).values())
+    for name in ("matmul", "attention", "hbm", "link", "nic"):
+        slow = dataclasses.replace(H200, **{name: getattr(H200, name) / 2})
+        assert sum(step_time(model, 8192, layout, slow, JAXSCALE_XLA).values()) > base
+    fused = sum(step_time(model, 8192, layout, H200, JAXSCALE_FUSED).values())
+    assert fused < base
+    sizes = [
+        sum(
+            step_memory(
+                model,
+                8192,
+                dataclasses.replace(layout, zero=zero, pipe=1),
+                JAXSCALE_XLA,
+            ).values()
+        )
+        for zero in (1, 2, 3)
+    ]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[2]
+
+
+def test_rates_follow_where_the_neighbors_are():
+    gpu = dataclasses.replace(H200, nic=10e9)
+    assert gpu.rate(stride=2, size=4) == gpu.link
+    assert gpu.rate(stride=8, size=2) == 10e9
+    assert gpu.rate(stride=2, size=8) == 40e9  # four GPUs of a host share the ring
+    assert gpu.rate(stride=1, size=512) == 80e9
+    assert gpu.neighbor_rate(stride=1, size=16) == 10e9  # some are on another host
+
+
+# --- The search -----------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=40, derandomize=True)
+@given(data=st.data())
+def test_nothing_in_reach_beats_the_best(data):
+    """A layout that a user could have given is slower, too large, or the best."""
+    plan = plan_of_16()
+    layout = data.draw(
+        layouts(
+            fsdp=st.sampled_from([1, 8]), data=st.just(1), context=st.just(1)
+        ).filter(lambda x: x.gpus <= 16 and 16 % x.gpus == 0)
+    )
+    layout = dataclasses.replace(layout, data=16 // layout.gpus, batch_size=64)
+    found = estimate(llama3_8b(), layout, plan.config)
+    assert found.bytes > plan.limit or found.seconds >= plan.best.seconds
+
+
+@functools.cache
+def plan_of_16():
+    return plan_layouts(llama3_8b(), PlanConfig(gpus=16, batch_size=64, context=1))
+
+
+def test_the_ranking_is_by_time_and_all_fit():
+    plan = plan_of_16()
+    seconds = [found.seconds for found in plan.ranked]
+    assert seconds == sorted(seconds)
+    assert all(found.bytes <= plan.limit for found in plan.ranked)
+    assert all(found.layout.gpus == 16 for found in plan.ranked)
+    assert len({found.layout for found in plan.ranked}) == len(plan.ranked)
+    verdicts = {(c, v): plan.verdict(e) for c, v, e in plan.alternatives()}
+    assert verdicts["data", 16].startswith("needs 148 of 127 GB")
+    assert verdicts["remat", "full"].startswith("+")
+    assert all(v != getattr(plan.best.layout, c) for c, v in verdicts)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"pipe": 4},
+        {"tensor": 4, "zero": 3},
+        {"fsdp": 4, "data": 2},
+        {"context": 2, "rows": 2},
+        {"chunks": 3, "remat": "full"},
+    ],
+)
+def test_what_is_given_is_kept(given):
+    plan = plan_layouts(llama3_8b(), PlanConfig(gpus=16, batch_size=96, **given))
+    for found in plan.ranked:
+        assert {name: getattr(found.layout, name) for name in given} == given
+
+
+def test_only_what_can_run_today():
+    plan = plan_layouts(llama3_8b(), PlanConfig(gpus=16, batch_size=64, today=True))
+    assert not any(missing_today(found.layout) for found in plan.ranked)
+    layout = Layout(pipe=2, context=2, fsdp=2, zero=1, batch_size=8)
+    assert len(missing_today(layout)) == 3
+
+
+def test_the_command_is_one_that_train_takes():
+    name = "llama3_8b"
+    config = PlanConfig(gpus=8, batch_size=64, tensor=2, today=True)
+    plan = plan_layouts(preset(name), config)
+    share, jaxscale, train, run, *options = train_command(
+        name, plan.best, plan.config
+    ).split()
+    assert share == "XLA_PYTHON_CLIENT_MEM_FRACTION=0.9"
+    assert (jaxscale, train, run) == ("jaxscale", "train", name)
+    command = parse(
+        TrainCommand,
+        options,
+        prog="",
+        description="",
+        default=TrainCommand(config=find_run(name)),
+    )
+    layout, config = plan.best.layout, command.config
+    sizes = {"data": layout.data, "fsdp": layout.fsdp, "pipe": 1, "tensor": 2}
+    assert config.mesh.sizes(8) == sizes
+    config.check_mesh(sizes)
+    assert config.microbatches == layout.microbatches
+    assert config.data.batch_size == 64 and config.data.seq_len == 8192
+    assert config.remat == layout.remat and config.tensor_parallel == "fused"
+
+
+def test_fused_kernels_are_for_the_gpus_of_one_process():
+    assert PlanConfig(gpus=8).program is JAXSCALE_FUSED
+    assert PlanConfig(gpus=16).program is JAXSCALE_XLA
+    assert PlanConfig(gpus=16, tensor_parallel="fused").program is JAXSCALE_FUSED
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "message"),
+    [
+        (
+            "llama3_1_405b",
+            {"gpus": 8, "rows": 1, "chunks": 1, "remat": "full"},
+            r"no layout of 8 H200 fits: the smallest, .* needs [\d.,]+ GB of a GPU, "
+            r"which may take 126.9 GB, so [\d.,]+ GB are short; the largest part is "
+            r"moments, .* are 4,8\d\d GB, the memory of 39 such GPUs",
+        ),
+        (
+            "llama3_8b",
+            {"gpus": 8, "pipe": 8, "chunks": 8},
+            "num_layers 32 are fewer than pipe 8 x chunks 8",
+        ),
+        ("llama3_8b", {"gpus": 16, "tensor": 16}, "num_kv_heads 8 .* by tensor 16"),
+        ("llama3_8b", {"gpus": 8, "data": 8, "batch_size": 6}, "batch_size 6 is not"),
+        ("llama3_8b", {"gpus": 2, "seq_len": 9000}, "seq_len 9000 is longer than"),
+    ],
+)
+def test_what_is_short_is_said(model, config, message):
+    with pytest.raises(ValueError, match=message):
+        plan_layouts(preset(model), PlanConfig(**config))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"gpus": 0}, "gpus 0 must be an integer of at least 1"),
+        ({"gpus": 2**21}, "gpus 2097152 must be at most"),
+        ({"gpus": 8, "gpu": "v100"}, r"gpu 'v100' is unknown; use one of \('h200'"),
+        ({"gpus": 8, "pipe": 3}, "gpus 8 are not divisible by the product 3 of pipe 3"),
+        ({"gpus": 8, "rows": 0}, "rows 0 must be an integer of at least 1"),
+        ({"gpus": 8, "zero": 4}, r"zero 4 is unknown; use one of \(1, 2, 3\)"),
+        ({"gpus": 8, "remat": "some"}, "remat 'some' is unknown"),
+        ({"gpus": 8, "memory_share": 1.1}, "memory_share 1.1, expected 0.01 to 1"),
+        ({"gpus": 8, "memory_share": math.nan}, "memory_share nan, expected"),
+        ({"gpus": 8, "pipe": 8, "today": True}, "today True leaves pipe 8 out"),
+        ({"gpus": 8, "nic": -1.0}, "nic -1.0 must be positive and finite"),
+    ],
+)
+def test_bad_settings_are_refused(config, message, no_shape_hook):
+    with pytest.raises(ValueError, match=message):
+        PlanConfig(**config)
+
+
+def test_hardware_says_where_its_numbers_come_from():
+    for gpu in HARDWARE.values():
+        assert gpu.origin and gpu.memory > 1e10
+    with pytest.raises(ValueError, match="nic 0 must be positive"):
+        dataclasses.replace(H200, nic=0)
+
+
+# --- In words -------------------------------------------------------------------------
+
+
+def test_a_plan_in_words_and_as_a_page(tmp_path):
+    plan = plan_layouts(
+        llama3_8b(), PlanConfig(gpus=16, batch_size=64, pipe=4, tensor=1)
+    )
+    words = text(plan, "llama3_8b", top=3)
+    lines = words.splitlines()
+    assert [line[:3].strip() for line in lines[3:6]] == ["1", "2", "3"]
+    assert "The first: pipe 4" in words and "GB may be taken" in words
+    bars = [line[5:] for line in lines[7:10]]
+    assert all(len(bar) <= 60 and set(bar) <= set("paetcsdbofj") for bar in bars)
+    page = write_report(plan, "llama3_8b", tmp_path / "plan.html", top=4).read_text()
+    assert page.count("<svg") == 2  # bars, and the schedule of the first
+    shown = {choice for choice, *_ in plan.alternatives()}
+    assert shown == set(CHOICES) - {"pipe", "tensor"}
+    assert all(f"<td>{choice}</td>" in page for choice in shown)
+
+
+def test_plans_need_no_jax():
+    code = (
+        "import sys, types\n"
+        "sys.modules['jax'] = sys.modules['flax'] = None\n"
+        f"paths = {{'sharding': {list(sharding.__path__)!r},\n"
+        f"         'training': {list(training.__path__)!r}}}\n"
+        "for name, path in paths.items():\n"
+        "    package = types.ModuleType(f'jaxscale.{name}')\n"
+        "    package.__path__ = path\n"
+        "    sys.modules[package.__name__] = package\n"
+        "from jaxscale.training.plan import PlanConfig, plan_layouts\n"
+        "from jaxscale.training.plan_report import text\n"
+        "class Model:\n"
+        "    vocab_size, d_model, num_layers, num_heads = 1024, 512, 4, 8\n"
+        "    num_kv_heads, head_dim, d_ff, max_seq_len = 8, 64, 2048, 1024\n"
+        "    position, num_mlp_kernels, tie_embeddings = 'rope', 3, False\n"
+        "    parallel_block = parallel_mlp_norm = False\n"
+        "    def num_parameters(self): return 18_000_000\n"
+        "    def flops_per_token(self, seq_len, causal): return 1.2e8\n"
+        "config = PlanConfig(gpus=2, batch_size=8)\n"
+        "print(text(plan_layouts(Model(), config), 'model'))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.startswith("model on 2 H200"), done.stderr
