@@ -36,7 +36,16 @@ ONLY_EXTRAS = {
     "triton": ["jax_triton", "triton"],
     "docs": ["matplotlib", "myst_nb", "sphinx"],
     "notebooks": ["ipykernel", "jupytext"],
-    "dev": ["beartype", "build", "hypothesis", "importlinter", "nbmake", "pytest"],
+    "dev": [
+        "beartype",
+        "build",
+        "hypothesis",
+        "importlinter",
+        "nbmake",
+        "openai",
+        "pytest",
+        "schemathesis",
+    ],
 }
 BASE_PACKAGES = [
     "jaxscale",
@@ -77,7 +86,8 @@ def test_wheel_holds_the_two_packages_and_nothing_else(wheel):
     tops = {name.split("/")[0] for name in names}
     info = f"jaxscale-{jaxscale.__version__}.dist-info"
     assert tops == {"jaxscale", "pallas_kernels", info}
-    for needed in ("jaxscale/py.typed", "pallas_kernels/py.typed"):
+    page = "jaxscale/inference/server/live.html"
+    for needed in ("jaxscale/py.typed", "pallas_kernels/py.typed", page):
         assert needed in names
     for table in ROOT.glob("pallas_kernels/tuned/*.json"):
         assert f"pallas_kernels/tuned/{table.name}" in names
@@ -141,8 +151,6 @@ def test_pins_satisfy_the_project():
     for source, requirements in {"base": PROJECT["dependencies"], **extras}.items():
         for requirement in map(Requirement, requirements):
             name = canonicalize_name(requirement.name)
-            if source == "serve" and name not in pins:
-                continue  # serving is not part of the quickstart yet
             assert name in pins, f"{requirement} of {source} is not pinned"
             assert requirement.specifier.contains(pins[name]), (requirement, pins[name])
 

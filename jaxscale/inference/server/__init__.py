@@ -1,0 +1,31 @@
+"""An HTTP server in the form of OpenAI's API, for decoders and encoders.
+
+``jaxscale serve PATH`` starts it from the command line. It needs the extra ``serve``.
+"""
+
+try:
+    import fastapi  # noqa: F401
+    import prometheus_client  # noqa: F401
+    import uvicorn  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        f"the HTTP server needs {error.name}: pip install 'jaxscale[serve]'"
+    ) from error
+
+from jaxscale.inference.server.app import create_app
+from jaxscale.inference.server.backend import Backend, EngineDead, Load, TextModel
+from jaxscale.inference.server.config import ServerConfig
+from jaxscale.inference.server.encoders import ServedEncoder
+from jaxscale.inference.server.run import serve
+
+
+__all__ = [
+    "Backend",
+    "EngineDead",
+    "Load",
+    "ServedEncoder",
+    "ServerConfig",
+    "TextModel",
+    "create_app",
+    "serve",
+]

@@ -1,0 +1,104 @@
+"""What the server needs of an engine and a model, whichever they are."""
+
+import dataclasses
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Protocol, runtime_checkable
+
+from jaxscale.inference.chat import ChatTemplate
+from jaxscale.inference.plan import Counts, Event
+from jaxscale.inference.request import Output, Request
+from jaxscale.inference.scheduler_config import SchedulerConfig
+from jaxscale.models.tokenizer import Tokenizer
+
+
+class EngineDead(RuntimeError):
+    """The engine has failed and serves nobody any more; HTTP 503."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Load:
+    """How busy an engine is."""
+
+    waiting: int = 0
+    """Continuations that wait for pages or a row."""
+    waiting_tokens: int = 0
+    """Tokens of the prompts of new requests that wait."""
+    running: int = 0
+    """Continuations that hold pages."""
+    pages_held: int = 0
+    """Pages that somebody holds."""
+    pages: int = 1
+    """All pages."""
+    counts: Counts = dataclasses.field(default_factory=Counts)
+    """What has happened since the start."""
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the pages that somebody holds, 0 to 1."""
+        return self.pages_held / self.pages
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """An engine, as the server sees it; all of it is called on the event loop."""
+
+    @property
+    def config(self) -> SchedulerConfig:
+        """Sizes."""
+        ...
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why it is dead; None while it lives."""
+        ...
+
+    def generate(self, request: Request) -> AsyncIterator[Output]:
+        """What the request brings; closing the iterator aborts it."""
+        ...
+
+    def load(self) -> Load:
+        """How busy it is."""
+        ...
+
+    def observe(
+        self, on_event: Callable[[Event], None], on_tick: Callable[[], None]
+    ) -> None:
+        """Have events, and the ends of ticks, reported on any thread."""
+        ...
+
+    def drain(self) -> None:
+        """Refuse what comes from now on; what is here goes on."""
+        ...
+
+    def close(self) -> None:
+        """End what is still here; blocks."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextModel:
+    """A decoder that is served."""
+
+    name: str
+    """Name that calls give."""
+    backend: Backend
+    """Its engine."""
+    tokenizer: Tokenizer
+    """Encodes prompts."""
+    chat: ChatTemplate | None = None
+    """Lays out conversations; None where the model has no template."""
+    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+    """When it was loaded, in seconds since 1970."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a prompt, behind the token that begins texts."""
+        tokenizer = self.tokenizer
+        begins = tokenizer.bos_id is not None and tokenizer.bos_id != tokenizer.eos_id
+        return tokenizer.encode(text, add_bos=add_special_tokens and begins)
+
+    def token_text(self, token: int) -> str:
+        """The text of one token; tables are rounded up to tokens that have none."""
+        if token >= self.tokenizer.vocab_size:
+            return ""
+        return self.tokenizer.decode([token])

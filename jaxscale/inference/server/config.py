@@ -1,0 +1,58 @@
+"""Settings of the HTTP server."""
+
+import dataclasses
+
+from jaxscale.checks import check_integers, check_positive
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Who may call the server, and how much a call may ask for.
+
+    Example:
+        >>> ServerConfig(max_prompts=0)
+        Traceback (most recent call last):
+        ...
+        ValueError: max_prompts 0 must be an integer of at least 1
+    """
+
+    api_keys: tuple[str, ...] = ()
+    """Keys of which a call must show one as ``Authorization: Bearer KEY``; none lets
+    everyone in. Clients with different keys get equal shares of the engine."""
+    isolate_clients: bool = False
+    """Let clients find only their own prompts in the cache, so that none learns from
+    the clock what others have asked; beginnings that they share are computed again."""
+    allow_priority: bool = False
+    """Let calls choose their priority; otherwise any but 0 is refused."""
+    max_body_bytes: int = 16 * 2**20
+    """Most bytes of the body of a call."""
+    max_prompts: int = 256
+    """Most prompts of one call, or texts to embed or score."""
+    max_choices: int = 512
+    """Most continuations of one call: prompts times n."""
+    header_seconds: float = 20.0
+    """Time in which the head of a call must be here."""
+    body_seconds: float = 60.0
+    """Time in which its body must be here."""
+    stall_seconds: float = 60.0
+    """Time after which a client is given up that does not read what it is sent."""
+    heartbeat_seconds: float = 15.0
+    """Time after which a stream without news gets a comment, so that gateways keep it
+    open."""
+    drain_seconds: float = 60.0
+    """Time that running calls have to end after SIGTERM."""
+    max_connections: int = 4096
+    """Most open connections; more are answered with 503."""
+
+    def __post_init__(self) -> None:
+        counts = ("max_body_bytes", "max_prompts", "max_choices", "max_connections")
+        check_integers(self, 1, *counts)
+        times = ("header_seconds", "body_seconds", "stall_seconds")
+        check_positive(self, *times, "heartbeat_seconds", "drain_seconds")
+        object.__setattr__(self, "api_keys", tuple(self.api_keys))
+        for key in self.api_keys:
+            if not key.isascii() or not key.isprintable() or not key.strip():
+                raise ValueError(
+                    "api_keys holds one that is empty or has characters outside of "
+                    "printable ASCII, which no header can carry"
+                )

@@ -1,0 +1,225 @@
+"""``/v1/embeddings`` and ``/v1/score``: an encoder that is served."""
+
+import asyncio
+import base64
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxscale.inference.encoder import Encoder, Text
+from jaxscale.inference.request import InvalidRequest, Overloaded
+from jaxscale.inference.server.calls import Caller, prepared
+from jaxscale.inference.server.schema import Embedding, Score
+
+
+_MOST_WAITING = 256
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Job:
+    """Texts of one call."""
+
+    kind: Literal["encode", "predict"]
+    texts: Sequence[Text]
+    truncate: bool
+    result: concurrent.futures.Future[Any]
+
+
+class ServedEncoder:
+    """An encoder that is served: calls that wait are computed together."""
+
+    def __init__(
+        self, encoder: Encoder, name: str, *, token_budget: int = 4096
+    ) -> None:
+        """Compile for one text, so that the first call waits less.
+
+        Args:
+            encoder: The encoder.
+            name: Name that calls give.
+            token_budget: Most tokens of a row.
+        """
+        self.name, self.encoder = name, encoder
+        self.created = int(time.time())
+        self._budget = max(token_budget, encoder.max_length)
+        self._jobs: queue.Queue[_Job | None] = queue.Queue(_MOST_WAITING)
+        self._thread = threading.Thread(target=self._run, name="encoder", daemon=True)
+        encoder.encode(["a"], token_budget=self._budget, progress=False)
+        self._thread.start()
+
+    @property
+    def scores_pairs(self) -> bool:
+        """Whether the model has a head that answers with one number."""
+        head = self.encoder.model.head
+        return (
+            head is not None
+            and head.config.kind != "pooler"
+            and head.config.pools
+            and head.config.num_labels == 1
+        )
+
+    def count(self, texts: Sequence[Text], truncate: bool) -> int:
+        """Tokens of texts, which are checked.
+
+        Raises:
+            ValueError: one is empty or too long.
+        """
+        budget = self._budget
+        plan = self.encoder.plan(texts, token_budget=budget, truncate=truncate)
+        return sum(plan.lengths)
+
+    async def compute(
+        self, kind: Literal["encode", "predict"], texts: Sequence[Text], truncate: bool
+    ) -> np.ndarray:
+        """Embeddings, or logits, of texts that were checked.
+
+        Raises:
+            Overloaded: too many calls wait.
+        """
+        result: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        job = _Job(kind=kind, texts=texts, truncate=truncate, result=result)
+        try:
+            self._jobs.put_nowait(job)
+        except queue.Full:
+            raise Overloaded(f"{_MOST_WAITING} calls wait", 1) from None
+        return await asyncio.wrap_future(result)
+
+    def close(self) -> None:
+        """End the thread once it is done."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            jobs = [self._jobs.get()]
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    jobs.append(self._jobs.get_nowait())
+            alike = collections.defaultdict(list)
+            for job in jobs:
+                if job is not None:
+                    alike[job.kind, job.truncate].append(job)
+            for batch in alike.values():
+                self._compute(batch)
+            if None in jobs:
+                return
+
+    def _compute(self, batch: Sequence[_Job]) -> None:
+        wanted = [job for job in batch if job.result.set_running_or_notify_cancel()]
+        if not wanted:
+            return
+        texts = [text for job in wanted for text in job.texts]
+        function = getattr(self.encoder, wanted[0].kind)
+        try:
+            rows = function(
+                texts,
+                token_budget=self._budget,
+                truncate=wanted[0].truncate,
+                progress=False,
+            )
+        except Exception as error:
+            for job in wanted:
+                job.result.set_exception(error)
+            return
+        at = 0
+        for job in wanted:
+            job.result.set_result(rows[at : at + len(job.texts)])
+            at += len(job.texts)
+
+
+async def embed(
+    body: Embedding, model: ServedEncoder, caller: Caller
+) -> dict[str, Any]:
+    """Answer ``/v1/embeddings``.
+
+    Raises:
+        InvalidRequest: it asks for what there is not.
+    """
+    if body.dimensions is not None:
+        raise InvalidRequest(
+            "dimensions are not supported: vectors have the width of the model; leave "
+            "it out"
+        )
+    given = [body.input] if isinstance(body.input, str) else body.input
+    texts = [text for text in given if isinstance(text, str)]
+    if len(texts) < len(given):
+        raise InvalidRequest("input must be a text or a list of texts, not token ids")
+    _check_number("input", texts, caller)
+    truncate = bool(body.truncate)
+    tokens = await prepared(model.count, texts, truncate)
+    rows = await model.compute("encode", texts, truncate)
+    as_text = body.encoding_format == "base64"
+
+    def vector(row: np.ndarray) -> str | list[float]:
+        if as_text:
+            return base64.b64encode(row.astype("<f4").tobytes()).decode()
+        return row.tolist()
+
+    return {
+        "object": "list",
+        "model": model.name,
+        "data": [
+            {"object": "embedding", "index": i, "embedding": vector(row)}
+            for i, row in enumerate(rows)
+        ],
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    }
+
+
+async def score(body: Score, model: ServedEncoder, caller: Caller) -> dict[str, Any]:
+    """Answer ``/v1/score``.
+
+    A model whose head gives one number scores each pair, between 0 and 1; of any other
+    it is the cosine of the embeddings.
+
+    Raises:
+        InvalidRequest: the texts do not make pairs.
+    """
+    first, second = (
+        [texts] if isinstance(texts, str) else texts
+        for texts in (body.text_1, body.text_2)
+    )
+    if len(first) == 1:
+        first = first * len(second)
+    if len(first) != len(second):
+        raise InvalidRequest(
+            f"text_1 has {len(first)} texts and text_2 {len(second)}; give one to "
+            "compare with all, or as many"
+        )
+    _check_number("text_2", second, caller)
+    truncate = bool(body.truncate)
+    if model.scores_pairs:
+        pairs = list(zip(first, second, strict=True))
+        tokens = await prepared(model.count, pairs, truncate)
+        logits = await model.compute("predict", pairs, truncate)
+        scores = 1 / (1 + np.exp(-logits[:, 0].astype(np.float64)))
+    else:
+        tokens = await prepared(model.count, [*first, *second], truncate)
+        rows = await model.compute("encode", [*first, *second], truncate)
+        rows = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+        scores = (rows[: len(first)] * rows[len(first) :]).sum(axis=1)
+    return {
+        "id": f"score-{uuid.uuid4().hex}",
+        "object": "list",
+        "created": int(time.time()),
+        "model": model.name,
+        "data": [
+            {"object": "score", "index": i, "score": float(value)}
+            for i, value in enumerate(scores)
+        ],
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    }
+
+
+def _check_number(name: str, texts: Sequence[str], caller: Caller) -> None:
+    most = caller.config.max_prompts
+    if not 1 <= len(texts) <= most:
+        raise InvalidRequest(f"{name} has {len(texts)} texts, expected 1 to {most}")

@@ -1,0 +1,156 @@
+"""Requests of one call: run together, measured, and collected."""
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from jaxscale.inference.request import Output, Request, TokenLogprobs
+from jaxscale.inference.server.backend import Backend
+from jaxscale.inference.server.errors import check_outcome
+from jaxscale.inference.server.metrics import Metrics
+
+
+_BUFFERED = 16
+
+
+async def measured(
+    backend: Backend, request: Request, metrics: Metrics
+) -> AsyncGenerator[Output]:
+    """What a request brings, with the times at which it does.
+
+    Args:
+        backend: The engine.
+        request: To be run.
+        metrics: Learn the times.
+
+    Raises:
+        ApiError: the request has failed.
+    """
+    start = time.monotonic()
+    last: dict[int, float] = {}
+    async with contextlib.aclosing(backend.generate(request)) as outputs:  # type: ignore[type-var]
+        async for output in outputs:
+            now, count = time.monotonic(), len(output.tokens)
+            if count:
+                before = last.get(output.index)
+                if before is None:
+                    metrics.first_token(now - start)
+                else:
+                    metrics.gaps((now - before) / count, count)
+                last[output.index] = now
+            check_outcome(output)
+            yield output
+    metrics.finished(time.monotonic() - start)
+
+
+async def merged(
+    backend: Backend, requests: Sequence[Request], metrics: Metrics
+) -> AsyncGenerator[tuple[int, Output]]:
+    """What several requests bring, each with its number, as it comes.
+
+    A consumer that is slow holds back what is read from the engine, not the engine.
+    Closing the iterator aborts all of them, and so does the failure of one.
+    """
+    if len(requests) == 1:
+        async with contextlib.aclosing(
+            measured(backend, requests[0], metrics)
+        ) as outputs:
+            async for output in outputs:
+                yield 0, output
+        return
+    news: asyncio.Queue[Any] = asyncio.Queue(_BUFFERED)
+
+    async def pump(number: int, request: Request) -> None:
+        try:
+            async with contextlib.aclosing(
+                measured(backend, request, metrics)
+            ) as outputs:
+                async for output in outputs:
+                    await news.put((number, output))
+        except Exception as error:
+            await news.put(error)
+        else:
+            await news.put(None)
+
+    tasks = [asyncio.ensure_future(pump(*item)) for item in enumerate(requests)]
+    try:
+        running = len(tasks)
+        while running:
+            item = await news.get()
+            if isinstance(item, Exception):
+                raise item
+            running -= item is None
+            if item is not None:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@dataclasses.dataclass
+class Collected:
+    """All that one continuation has brought."""
+
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    texts: list[str] = dataclasses.field(default_factory=list)
+    logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    finish: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        return "".join(self.texts)
+
+    def add(self, output: Output) -> None:
+        """Append what is new."""
+        self.tokens += output.tokens
+        self.texts.append(output.text)
+        self.logprobs += output.logprobs
+        self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
+        self.finish = output.finish or self.finish
+
+
+@dataclasses.dataclass
+class Usage:
+    """Numbers of tokens of a call."""
+
+    prompt: int
+    completion: int = 0
+    cached: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, requests: Sequence[Request]) -> "Usage":
+        """Before anything was drawn."""
+        return cls(prompt=sum(len(request.prompt) for request in requests))
+
+    def add(self, number: int, output: Output) -> None:
+        """Count what is new of the request with this number."""
+        self.completion += len(output.tokens)
+        self.cached[number] = max(output.cached_tokens, self.cached.get(number, 0))
+
+    def body(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": sum(self.cached.values())},
+        }
+
+
+async def collect(
+    backend: Backend, requests: Sequence[Request], metrics: Metrics
+) -> tuple[list[list[Collected]], Usage]:
+    """All that the requests bring, request by request, and their tokens."""
+    found = [[Collected() for _ in range(r.params.n)] for r in requests]
+    usage = Usage.of(requests)
+    async with contextlib.aclosing(merged(backend, requests, metrics)) as outputs:
+        async for number, output in outputs:
+            found[number][output.index].add(output)
+            usage.add(number, output)
+    return found, usage

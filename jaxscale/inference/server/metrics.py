@@ -1,0 +1,150 @@
+"""What Prometheus reads: how busy the engine is, and how long clients wait."""
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from jaxscale import __version__
+from jaxscale.inference.server.backend import Load
+
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""Media type of the text."""
+
+_WAITS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_STEPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
+_WHOLE = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+_GAUGES = {
+    "requests_waiting": "Continuations that wait for their turn.",
+    "requests_running": "Continuations that hold pages of the cache.",
+    "waiting_tokens": "Tokens of the prompts that wait.",
+    "kv_cache_usage": "Share of the pages of keys and values in use, 0 to 1.",
+    "kv_pages": "Pages of keys and values.",
+}
+_COUNTERS = {
+    "requests_received": "Requests, those that were refused among them.",
+    "preemptions": "Times that a continuation lost its pages and started again.",
+    "prompt_tokens": "Tokens of prompts that were computed.",
+    "cached_prompt_tokens": "Tokens of prompts that were found in the cache.",
+    "generated_tokens": "Tokens that were drawn.",
+    "compactions": "Times that rows of the batch moved.",
+}
+
+
+class Metrics:
+    """Counts and times since the start.
+
+    Example:
+        >>> metrics = Metrics()
+        >>> metrics.first_token(0.02)
+        >>> 'jaxscale_time_to_first_token_seconds_count 1.0' in metrics.text().decode()
+        True
+    """
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self.listeners: list[Callable[[str, float], None]] = []
+        """Called with the name and the value of each time that is measured."""
+
+        def times(name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
+            registry = self._registry
+            return Histogram(
+                f"jaxscale_{name}_seconds", about, buckets=buckets, registry=registry
+            )
+
+        self._times = {
+            "ttft": times(
+                "time_to_first_token", "From the request to its first token.", _WAITS
+            ),
+            "gap": times(
+                "time_between_tokens", "Between tokens of a continuation.", _STEPS
+            ),
+            "request": times("request", "From a request to its end.", _WHOLE),
+            "step": times("step", "Of the engine's loop while it is busy.", _STEPS),
+        }
+        self._calls = Counter(
+            "jaxscale_http_requests",
+            "Answers by path and status.",
+            ("path", "status"),
+            registry=self._registry,
+        )
+
+    def watch(self, load: Callable[[], Load]) -> None:
+        """Ask an engine how busy it is, each time that the text is read."""
+        self._registry.register(_LoadCollector(load))
+
+    def first_token(self, seconds: float) -> None:
+        """A continuation has its first token, so long after its request."""
+        self._measure("ttft", seconds)
+
+    def gaps(self, seconds: float, count: int) -> None:
+        """A continuation has `count` more tokens, so long after each other."""
+        self._measure("gap", seconds, count)
+
+    def finished(self, seconds: float) -> None:
+        """A request is complete, so long after it came."""
+        self._measure("request", seconds)
+
+    def step(self, seconds: float) -> None:
+        """The engine has gone round its loop."""
+        self._measure("step", seconds)
+
+    def answered(self, path: str, status: int) -> None:
+        """A call has ended."""
+        self._calls.labels(path, str(status)).inc()
+
+    def text(self) -> bytes:
+        """Everything, in the format of Prometheus."""
+        return generate_latest(self._registry)
+
+    def _measure(self, name: str, seconds: float, count: int = 1) -> None:
+        for _ in range(count):
+            self._times[name].observe(seconds)
+        for listener in self.listeners:
+            listener(name, seconds)
+
+
+class _LoadCollector(Collector):
+    """Reads an engine when Prometheus reads the server."""
+
+    def __init__(self, load: Callable[[], Load]) -> None:
+        self._load = load
+
+    def collect(self) -> Iterator[Metric]:
+        load = self._load()
+        counts = load.counts
+        gauges = {
+            "requests_waiting": load.waiting,
+            "requests_running": load.running,
+            "waiting_tokens": load.waiting_tokens,
+            "kv_cache_usage": load.kv_usage,
+            "kv_pages": load.pages,
+        }
+        counters = {
+            "requests_received": counts.received,
+            "preemptions": counts.preempted,
+            "prompt_tokens": counts.prompt_tokens,
+            "cached_prompt_tokens": counts.cached_tokens,
+            "generated_tokens": counts.drawn_tokens,
+            "compactions": counts.compactions,
+        }
+        for name, about in _GAUGES.items():
+            yield GaugeMetricFamily(f"jaxscale_{name}", about, value=gauges[name])
+        for name, about in _COUNTERS.items():
+            yield CounterMetricFamily(f"jaxscale_{name}", about, value=counters[name])
+        ended = CounterMetricFamily(
+            "jaxscale_requests_ended", "Requests by how they ended.", labels=["outcome"]
+        )
+        for outcome in ("finished", "aborted", "rejected", "failed"):
+            ended.add_metric([outcome], getattr(counts, outcome))
+        yield ended
+        build = GaugeMetricFamily("jaxscale_build", "The version.", labels=["version"])
+        build.add_metric([__version__], 1)
+        yield build

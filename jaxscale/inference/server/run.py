@@ -1,0 +1,146 @@
+"""Runs the application on a socket until a signal, and lets what runs end."""
+
+import asyncio
+import socket
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from jaxscale.inference.server.app import create_app
+from jaxscale.inference.server.config import ServerConfig
+from jaxscale.inference.server.service import Served, Service
+
+
+_CUT_OFF_SECONDS = 5
+
+
+class Server(uvicorn.Server):
+    """A server that drains at the first signal, and ends at once at the second.
+
+    It ends by itself where the model cannot be loaded.
+    """
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        """Nothing is open yet.
+
+        Args:
+            config: Of uvicorn.
+            service: Of the application.
+        """
+        super().__init__(config)
+        self.service = service
+        self._asked = False
+        self._ending: asyncio.Task[None] | None = None
+
+    def stop(self) -> None:
+        """Drain, then end; may be called on any thread."""
+        self._asked = True
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Take a signal."""
+        if self._asked:
+            super().handle_exit(sig, frame)
+        self._asked = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Look, ten times a second, whether to end."""
+        if self.service.failure is not None:
+            self.should_exit = True
+        if self._asked and self._ending is None:
+            self._ending = asyncio.create_task(self._end())
+        return await super().on_tick(counter)
+
+    async def _end(self) -> None:
+        await self.service.drain()
+        self.should_exit = True
+
+
+def make_server(
+    load: Callable[[], Served], config: ServerConfig, *, access_log: bool = False
+) -> Server:
+    """A server that can be run on sockets.
+
+    Args:
+        load: Loads the model, while the server already answers.
+        config: Settings.
+        access_log: Write a line for each call.
+    """
+    app = create_app(config, load)
+    settings = uvicorn.Config(
+        app,
+        http=_bounded(config.header_seconds),
+        ws="none",
+        lifespan="on",
+        access_log=access_log,
+        log_level="info" if access_log else "warning",
+        proxy_headers=False,  # anyone could write them
+        server_header=False,
+        limit_concurrency=config.max_connections,
+        timeout_graceful_shutdown=_CUT_OFF_SECONDS,
+    )
+    return Server(settings, app.state.service)
+
+
+def serve(
+    load: Callable[[], Served],
+    config: ServerConfig,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    access_log: bool = False,
+) -> None:
+    """Serve a model until SIGTERM or Ctrl-C.
+
+    Args:
+        load: Loads the model, while the server already answers.
+        config: Settings.
+        host: Address to listen at.
+        port: Port to listen at.
+        access_log: Write a line for each call.
+
+    Raises:
+        OSError: the address cannot be listened at.
+        Exception: what `load` raises.
+    """
+    server = make_server(load, config, access_log=access_log)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, port), family=family, backlog=2048) as listener:
+        server.run([listener])
+    if server.service.failure is not None:
+        raise server.service.failure
+
+
+def _bounded(seconds: float) -> type[asyncio.Protocol]:
+    """HTTP of which the head of a call must be here in time."""
+
+    class Bounded(H11Protocol):
+        _timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._expect()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._expect_no_more()
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            before = self.cycle
+            super().data_received(data)
+            if self.cycle is not before:
+                self._expect_no_more()
+            elif self._timer is None and (before is None or before.response_complete):
+                self._expect()
+
+        def _expect(self) -> None:
+            self._timer = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
+
+        def _expect_no_more(self) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    return Bounded

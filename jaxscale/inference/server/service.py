@@ -1,0 +1,193 @@
+"""The state of a server: what it serves, who may call, and when it ends."""
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import logging
+from collections.abc import AsyncIterator, Callable
+
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
+from jaxscale.inference.request import Draining
+from jaxscale.inference.server.backend import EngineDead, TextModel
+from jaxscale.inference.server.calls import Caller
+from jaxscale.inference.server.config import ServerConfig
+from jaxscale.inference.server.encoders import ServedEncoder
+from jaxscale.inference.server.errors import ApiError
+from jaxscale.inference.server.live import Recorder, attach
+from jaxscale.inference.server.metrics import Metrics
+
+
+type Served = TextModel | ServedEncoder
+"""A model that is served."""
+
+_LOG = logging.getLogger(__name__)
+_POLL_SECONDS = 0.05
+
+
+class Service:
+    """A server's model, from its loading to the last answer."""
+
+    def __init__(self, config: ServerConfig, load: Callable[[], Served]) -> None:
+        """Nothing is loaded yet.
+
+        Args:
+            config: Settings.
+            load: Loads the model; takes its time, on another thread.
+        """
+        self.config, self._load = config, load
+        self.metrics = Metrics()
+        self.model: Served | None = None
+        self.recorder: Recorder | None = None
+        self.failure: BaseException | None = None
+        """Why the model could not be loaded."""
+        self.draining = False
+        self.active = 0
+        """Calls that are being answered."""
+        self._keys = [_digest(key) for key in config.api_keys]
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Load the model while calls are already answered; close it in the end."""
+        tasks = [asyncio.create_task(self._start())]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if self.recorder is not None:
+                self.recorder.close()
+            model = self.model
+            if isinstance(model, TextModel):
+                await asyncio.to_thread(model.backend.close)
+            elif model is not None:
+                await asyncio.to_thread(model.close)
+
+    async def _start(self) -> None:
+        try:
+            model = await asyncio.to_thread(self._load)
+        except Exception as error:
+            self.failure = error
+            return
+        self.model = model
+        if not isinstance(model, TextModel):
+            return
+        backend = model.backend
+        slots = backend.config.num_slots
+        recorder = self.recorder = Recorder(backend.load, num_slots=slots)
+        attach(recorder, self.metrics)
+        self.metrics.watch(backend.load)
+        backend.observe(recorder.observe, recorder.tick)
+        await recorder.run()
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why nothing can be served any more."""
+        if self.failure is None and isinstance(self.model, TextModel):
+            return self.model.backend.error
+        return self.failure
+
+    @property
+    def state(self) -> str:
+        """``"loading"``, ``"ready"``, ``"draining"`` or ``"dead"``."""
+        if self.error is not None:
+            return "dead"
+        if self.draining:
+            return "draining"
+        return "loading" if self.model is None else "ready"
+
+    def served(self, name: str | None = None) -> Served:
+        """The model, if it can be called.
+
+        Args:
+            name: Name that the call gives.
+
+        Raises:
+            ApiError: it is not loaded, or goes by another name.
+            Draining: the server is about to end.
+            EngineDead: it has failed.
+        """
+        if self.error is not None:
+            raise EngineDead(f"the engine has stopped: {self.error}")
+        if self.draining:
+            raise Draining("the server is shutting down; send the call elsewhere")
+        model = self.model
+        if model is None:
+            wait = {"retry-after": "5"}
+            raise ApiError(503, "the model is loading", code="loading", headers=wait)
+        if name is not None and name != model.name:
+            raise ApiError(
+                404,
+                f"the model {name!r} is not served here; use {model.name!r}",
+                param="model",
+                code="model_not_found",
+            )
+        return model
+
+    def decoder(self, name: str | None = None) -> TextModel:
+        """The decoder that is served; arguments and errors as for `served`."""
+        model = self.served(name)
+        if not isinstance(model, TextModel):
+            raise ApiError(404, "the model is an encoder; call /v1/embeddings")
+        return model
+
+    def encoder(self, name: str | None = None) -> ServedEncoder:
+        """The encoder that is served; arguments and errors as for `served`."""
+        model = self.served(name)
+        if isinstance(model, TextModel):
+            raise ApiError(404, "the model is a decoder; call /v1/completions")
+        return model
+
+    def caller(self, scope: Scope, *, public: bool) -> Caller:
+        """Who makes a call.
+
+        Args:
+            scope: Of the call.
+            public: Whether no key is needed.
+
+        Raises:
+            ApiError: it shows no key that is known.
+        """
+        client = scope.get("client")
+        name = client[0] if client else ""
+        if self._keys and not public:
+            scheme, _, key = (
+                Headers(scope=scope).get("authorization", "").partition(" ")
+            )
+            shown = _digest(key.strip() if scheme.lower() == "bearer" else "")
+            # All are compared, each in constant time.
+            found = [hmac.compare_digest(shown, known) for known in self._keys]
+            if not any(found):
+                raise ApiError(
+                    401,
+                    "the call shows no valid API key; send it as Authorization: Bearer "
+                    "KEY",
+                    code="invalid_api_key",
+                )
+            name = f"key-{found.index(True)}"
+        return Caller(name=name, config=self.config, metrics=self.metrics)
+
+    async def drain(self) -> None:
+        """Refuse what comes from now on; return when the rest is answered.
+
+        What runs longer than `ServerConfig.drain_seconds` is left to be cut off.
+        """
+        self.draining = True
+        if isinstance(self.model, TextModel):
+            self.model.backend.drain()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.config.drain_seconds):
+                while self.active:
+                    await asyncio.sleep(_POLL_SECONDS)
+        if self.active:
+            _LOG.warning("%d calls are cut off", self.active)
+        if self.recorder is not None:
+            self.recorder.close()
+
+
+def _digest(key: str) -> bytes:
+    """Keys of any length as equally many bytes."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

@@ -1,0 +1,184 @@
+"""Answers that end when their client leaves: plain ones, and streams of events."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from jaxscale.inference.server.config import ServerConfig
+from jaxscale.inference.server.errors import api_error
+
+
+_LOG = logging.getLogger(__name__)
+_DONE = b"data: [DONE]\n\n"
+_HEARTBEAT = b": still here\n\n"
+# A call that is refused is refused at once; one that waits for its turn gets its
+# headers now, and its first token later.
+_ADMISSION_SECONDS = 1.0
+
+
+class ClientGone(Exception):
+    """The client has left; nobody reads an answer."""
+
+
+def event(data: Any) -> bytes:
+    """One server-sent event, of JSON.
+
+    Example:
+        >>> event({"text": "a"}).decode().strip()
+        'data: {"text":"a"}'
+    """
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return b"data: " + text.encode() + b"\n\n"
+
+
+async def attended[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is canceled when the client leaves.
+
+    Args:
+        receive: Of the call, whose body has been read.
+        work: To be done.
+
+    Raises:
+        ClientGone: the client has left first.
+    """
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        await _cancel(task, gone)
+
+
+async def event_stream(
+    events: AsyncGenerator[Any], config: ServerConfig
+) -> "EventStream":
+    """An answer that streams `events`, as JSON, and ends with ``[DONE]``.
+
+    Args:
+        events: What is sent; closed at the end or when the client leaves.
+        config: Says how long a client may stall.
+
+    Raises:
+        Exception: what the first event raises, so that the call fails with a status.
+    """
+    first = asyncio.ensure_future(anext(events, None))
+
+    async def close() -> None:
+        await _cancel(first)
+        await events.aclose()
+
+    try:
+        await asyncio.wait({first}, timeout=_ADMISSION_SECONDS)
+        if first.done():
+            first.result()
+    except BaseException:
+        await close()
+        raise
+    return EventStream(_encoded(first, events), config, close)
+
+
+async def _encoded(
+    first: Awaitable[Any], events: AsyncGenerator[Any]
+) -> AsyncGenerator[bytes]:
+    try:
+        data = await first
+        while data is not None:
+            yield event(data)
+            data = await anext(events, None)
+    except Exception as error:
+        # The status has been sent; clients know errors within streams.
+        told = api_error(error)
+        if told.status_code == 500 and told is not error:
+            _LOG.exception("a stream failed")
+        yield event(told.body())
+    yield _DONE
+
+
+class EventStream(Response):
+    """Server-sent events.
+
+    A client that leaves, or that does not read for `ServerConfig.stall_seconds`, ends
+    them; what it has not read by then is at most what a connection buffers. While there
+    is nothing to send, a comment now and then keeps the connection open.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        chunks: AsyncGenerator[bytes],
+        config: ServerConfig,
+        close: Callable[[], Awaitable[None]],
+    ) -> None:
+        """Nothing is sent yet.
+
+        Args:
+            chunks: Events.
+            config: Times.
+            close: Ends what `chunks` come from, begun or not.
+        """
+        self._chunks, self._config, self._close = chunks, config, close
+        self._sent = 0
+        self.status_code = 200
+        self.background = None
+        # Proxies that buffer would hold the events back.
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send until there is no more, or nobody who reads."""
+        sender = asyncio.ensure_future(self._send_all(send))
+        gone = asyncio.ensure_future(_gone(receive))
+        both, seconds = {sender, gone}, self._config.heartbeat_seconds
+        try:
+            while True:
+                before = self._sent
+                done, _ = await asyncio.wait(
+                    both, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+                )
+                if done:
+                    break
+                if self._sent == before > 0:
+                    await self._send(send, _part(_HEARTBEAT))
+            if sender.done():
+                sender.result()
+        except TimeoutError as error:
+            raise ClientGone from error
+        finally:
+            await _cancel(sender, gone)
+            await self._chunks.aclose()
+            await self._close()
+
+    async def _send_all(self, send: Send) -> None:
+        head = {"status": self.status_code, "headers": self.raw_headers}
+        await self._send(send, {"type": "http.response.start", **head})
+        async for chunk in self._chunks:
+            await self._send(send, _part(chunk))
+        await self._send(send, _part(b"", more=False))
+
+    async def _send(self, send: Send, message: Message) -> None:
+        async with asyncio.timeout(self._config.stall_seconds):
+            await send(message)
+        self._sent += 1
+
+
+def _part(body: bytes, *, more: bool = True) -> Message:
+    return {"type": "http.response.body", "body": body, "more_body": more}
+
+
+async def _gone(receive: Receive) -> None:
+    """Wait until the client leaves."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancel(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

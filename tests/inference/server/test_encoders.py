@@ -1,0 +1,150 @@
+"""An encoder that is served: what it answers is what the library computes."""
+
+import asyncio
+import base64
+import dataclasses
+import threading
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxscale.inference import Encoder
+from jaxscale.inference.server import ServedEncoder
+from jaxscale.models import EncoderModel, HeadConfig, encoder_preset
+from tests.inference.server.fake_engine import TOKENIZER
+from tests.inference.server.test_app import settle
+
+
+CONFIG = dataclasses.replace(encoder_preset("bert_tiny"), vocab_size=288)
+TEXTS = ["to be", "or not to be", "not"]
+
+
+def served(head=None):
+    model = EncoderModel(CONFIG, head=head, rngs=nnx.Rngs(0))
+    encoder = Encoder(model, TOKENIZER)
+    return ServedEncoder(encoder, "tiny", token_budget=64)
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = served()
+    yield model
+    model.close()
+
+
+@pytest.fixture
+def post(harness, model, monkeypatch):
+    monkeypatch.setattr(model, "close", lambda: None)  # others need it too
+
+    def call(path, body):
+        async def test(client):
+            return await client.post(path, json=body)
+
+        return harness.run(test, model)
+
+    return call
+
+
+def tokens(texts):
+    return sum(len(encoded.ids) for encoded in TOKENIZER.encode_inputs(texts))
+
+
+def test_embeddings(post, model):
+    expected = model.encoder.encode(TEXTS, token_budget=128)
+    answer = post("/v1/embeddings", {"input": TEXTS, "model": "tiny"}).json()
+    rows = np.array([entry["embedding"] for entry in answer["data"]])
+    np.testing.assert_allclose(rows, expected, atol=1e-5)
+    count = tokens(TEXTS)
+    assert answer["usage"] == {"prompt_tokens": count, "total_tokens": count}
+    # The client of OpenAI's asks for this form.
+    body = {"input": TEXTS[0], "encoding_format": "base64"}
+    (entry,) = post("/v1/embeddings", body).json()["data"]
+    row = np.frombuffer(base64.b64decode(entry["embedding"]), "<f4")
+    np.testing.assert_allclose(row, expected[0], atol=1e-5)
+
+
+def test_calls_that_wait_are_computed_together(harness, model, monkeypatch):
+    monkeypatch.setattr(model, "close", lambda: None)
+    sizes, encode = [], model.encoder.encode
+    go_on = threading.Event()
+
+    def slow(texts, **options):
+        sizes.append(len(texts))
+        if len(sizes) == 1:
+            assert go_on.wait(20)
+        return encode(texts, **options)
+
+    monkeypatch.setattr(model.encoder, "encode", slow)
+
+    async def test(client):
+        def call(text):
+            body = {"input": text}
+            return asyncio.create_task(client.post("/v1/embeddings", json=body))
+
+        calls = [call(TEXTS[0])]
+        await settle(lambda: sizes)
+        calls += [call(text) for text in TEXTS[1:]]
+        gone = call("to")
+        await settle(lambda: model._jobs.qsize() == 3)
+        gone.cancel()
+        await asyncio.sleep(0.01)
+        go_on.set()
+        return [await one for one in calls]
+
+    answers = harness.run(test, model)
+    assert sizes == [1, 2]
+    rows = [answer.json()["data"][0]["embedding"] for answer in answers]
+    np.testing.assert_allclose(rows, encode(TEXTS, token_budget=64), atol=1e-5)
+
+
+def test_scores_by_angle(post, model):
+    rows = model.encoder.encode(TEXTS, token_budget=64).astype(np.float64)
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    answer = post("/v1/score", {"text_1": TEXTS[0], "text_2": TEXTS[1:]}).json()
+    scores = [entry["score"] for entry in answer["data"]]
+    np.testing.assert_allclose(scores, rows[1:] @ rows[0], atol=1e-5)
+
+
+def test_scores_by_a_head(harness):
+    model = served(HeadConfig(kind="sequence", num_labels=1))
+    pairs = [(TEXTS[0], TEXTS[1]), (TEXTS[2], TEXTS[0])]
+    expected = 1 / (1 + np.exp(-model.encoder.predict(pairs, token_budget=64)[:, 0]))
+    first, second = map(list, zip(*pairs, strict=True))
+
+    async def test(client):
+        body = {"text_1": first, "text_2": second}
+        return await client.post("/v1/score", json=body)
+
+    answer = harness.run(test, model).json()
+    scores = [entry["score"] for entry in answer["data"]]
+    np.testing.assert_allclose(scores, expected, atol=1e-5)
+    assert answer["usage"]["prompt_tokens"] == tokens(pairs)
+    assert not model._thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        ("embeddings", {"input": []}, 400, "input has 0 texts"),
+        ("embeddings", {"input": [[1, 2]]}, 400, "not token ids"),
+        ("embeddings", {"input": "a", "dimensions": 3}, 400, "dimensions are not"),
+        ("embeddings", {"input": ["a", ""]}, 400, "texts[1]"),
+        ("embeddings", {"input": "to be " * 500}, 400, "more than max_length"),
+        ("embeddings", {"input": ["a"] * 257}, 400, "input has 257 texts"),
+        ("embeddings", {"input": "a", "model": "x"}, 404, "is not served here"),
+        ("score", {"text_1": ["a"] * 2, "text_2": ["b"] * 3}, 400, "as many"),
+        ("score", {"text_1": [], "text_2": []}, 400, "text_2 has 0 texts"),
+        ("completions", {"prompt": "a"}, 404, "the model is an encoder"),
+    ],
+)
+def test_mistakes(post, path, body, status, message):
+    answer = post(f"/v1/{path}", body)
+    assert answer.status_code == status
+    assert message in answer.json()["error"]["message"]
+
+
+def test_long_texts_can_be_cut(post):
+    body = {"input": "to be " * 500, "truncate": True}
+    answer = post("/v1/embeddings", body).json()
+    assert answer["usage"]["prompt_tokens"] == CONFIG.max_seq_len

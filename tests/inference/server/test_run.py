@@ -1,0 +1,182 @@
+"""A server on a socket: an unchanged client of OpenAI's, slow heads, and its end."""
+
+import asyncio
+import contextlib
+import http.client
+import json
+import socket
+import time
+
+import httpx2
+import openai
+import pydantic
+import pytest
+
+from jaxscale.inference.server import ServerConfig, serve
+from tests.inference.server.conftest import LiveServer
+from tests.inference.server.fake_engine import FakeEngine
+from tests.inference.server.test_app import release
+from tests.inference.server.test_chat_completions import CALL, FORCED, USER
+from tests.inference.test_chat import TOOL
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=20
+    ) as client:
+        yield client
+
+
+@pytest.fixture(autouse=True)
+def answer(request):
+    if "server" in request.fixturenames:
+        engine = request.getfixturevalue("server").engine
+        engine.answer, engine.most, engine.error = "or not", 100, None
+
+
+def test_models(client):
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").owned_by == "jaxscale"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+
+
+def test_completions(client):
+    whole = client.completions.create(
+        model="tiny", prompt=["a", "b"], logprobs=1, echo=True, max_tokens=40
+    )
+    assert [choice.text for choice in whole.choices] == ["aor not", "bor not"]
+    assert whole.choices[0].logprobs.token_logprobs[0] is None
+    parts = client.completions.create(
+        model="tiny",
+        prompt="a",
+        stream=True,
+        max_tokens=40,
+        stream_options={"include_usage": True},
+    )
+    *parts, last = parts
+    assert "".join(part.choices[0].text for part in parts) == "or not"
+    assert last.usage.completion_tokens == len(parts)
+
+
+def test_conversations(client):
+    whole = client.chat.completions.create(model="tiny", messages=USER)
+    assert whole.choices[0].message.content == "or not"
+    with client.chat.completions.stream(model="tiny", messages=USER) as stream:
+        final = stream.get_final_completion()
+    assert final.choices[0].message.content == "or not"
+    assert final.choices[0].finish_reason == "stop"
+
+
+def test_tools(client, server):
+    server.engine.answer = CALL
+    with client.chat.completions.stream(
+        model="tiny", messages=USER, tools=[TOOL]
+    ) as stream:
+        final = stream.get_final_completion()
+    (call,) = final.choices[0].message.tool_calls
+    assert call.function.name == "weather"
+    server.engine.answer = FORCED
+    whole = client.chat.completions.create(
+        model="tiny", messages=USER, tools=[TOOL], tool_choice="required"
+    )
+    (call,) = whole.choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == {"city": "Bern"}
+
+
+def test_schemas(client, server):
+    class City(pydantic.BaseModel):
+        name: str
+
+    server.engine.answer = '{"name": "Bern"}'
+    whole = client.chat.completions.parse(
+        model="tiny", messages=USER, response_format=City
+    )
+    assert whole.choices[0].message.parsed == City(name="Bern")
+    guide = server.engine.seen[-1].params.guided
+    assert guide.kind == "json_schema" and '"name"' in guide.text
+
+
+def test_errors(client, server):
+    with pytest.raises(openai.BadRequestError, match="top_p 2"):
+        client.completions.create(model="tiny", prompt="a", top_p=2)
+    server.engine.most = 0
+    with pytest.raises(openai.RateLimitError) as caught:
+        client.chat.completions.create(model="tiny", messages=USER, stream=True)
+    assert caught.value.response.headers["retry-after"] == "7"
+
+
+def test_a_client_that_leaves(server):
+    """The connection is closed in the middle of a stream."""
+    engine = server.engine
+    engine.answer = "to be or not " * 100
+    body = {"prompt": "a", "max_tokens": 1000, "stream": True}
+    aborted = engine.counts.aborted
+    with httpx2.stream("POST", f"{server.url}/v1/completions", json=body) as answer:
+        next(answer.iter_raw(chunk_size=10))
+    server.wait(lambda: engine.counts.aborted == aborted + 1 and not engine.live)
+
+
+def test_heads_that_do_not_come():
+    """Nothing, half a head, and half a second head: the connection is closed."""
+    with LiveServer(FakeEngine(), header_seconds=0.3) as server:
+        head = b"GET /version HTTP/1.1\r\nhost: a\r\n"
+        for whole, begun in ((b"", b""), (b"", head), (head + b"\r\n", head)):
+            with socket.create_connection(("127.0.0.1", server.port)) as connection:
+                connection.settimeout(20)
+                connection.sendall(whole)
+                data = connection.recv(4096) if whole else b""
+                assert data.startswith(b"HTTP/1.1 200 OK" if whole else b"")
+                start = time.monotonic()
+                connection.sendall(begun)
+                while part := connection.recv(4096):
+                    assert b"HTTP/1.1" not in part
+                assert 0.2 < time.monotonic() - start < 4
+        # Who takes time over a body is not meant.
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+        connection.putrequest("POST", "/v1/completions")
+        body = b'{"prompt": "a"}'
+        connection.putheader("content-type", "application/json")
+        connection.putheader("content-length", str(len(body)))
+        connection.endheaders()
+        time.sleep(0.5)
+        connection.send(body)
+        assert connection.getresponse().status == 200
+        connection.close()
+
+
+def test_the_end():
+    """What runs is answered, what comes is refused, then the port is closed."""
+    engine = FakeEngine("to be or not")
+    with LiveServer(engine) as server, contextlib.ExitStack() as stack:
+        engine.hold = asyncio.Semaphore(1)
+        body = {"prompt": "a", "stream": True}
+        answer = stack.enter_context(
+            httpx2.stream("POST", f"{server.url}/v1/completions", json=body, timeout=20)
+        )
+        server.server.stop()
+        server.wait(lambda: engine.draining)
+        late = server.post("/v1/completions", body)
+        assert late.status_code == 503
+        assert httpx2.get(f"{server.url}/ready").status_code == 503
+        loop = server.server._ending.get_loop()
+        loop.call_soon_threadsafe(release, engine)
+        text = answer.read().decode()
+        assert text.endswith("data: [DONE]\n\n")
+    with pytest.raises(httpx2.ConnectError):
+        httpx2.get(f"{server.url}/health")
+    assert engine.closed
+
+
+def test_a_model_that_cannot_be_loaded():
+    def load():
+        raise ValueError("there are no weights")
+
+    with pytest.raises(ValueError, match="there are no weights"):
+        serve(load, ServerConfig(), port=0)
+
+
+def test_a_port_that_is_taken(server):
+    with pytest.raises(OSError, match="in use"):
+        serve(lambda: None, ServerConfig(), port=server.port)
