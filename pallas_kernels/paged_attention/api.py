@@ -93,7 +93,8 @@ def paged_attention(
     Returns:
         ``(out, pages)``: [B, R, N, H] in the type of q, and the pages with the new
         tokens in them. A token that would pass the row's table is neither stored nor
-        seen, nor is one whose page is not in [0, P).
+        seen. One whose page is not in [0, P) is not stored, and what its row gets may
+        be anything.
 
     Raises:
         TypeError: types do not fit, an option is traced, or the op is differentiated.

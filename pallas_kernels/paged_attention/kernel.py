@@ -438,13 +438,17 @@ class _Team:
         target = self.smem["ids_smem"].at[lax.rem(number, jnp.int32(2))]
         copy_page_ids(self.table, start + first, start + pages, target, p.num_pages)
 
-    def line(self, work: _Work, number: Scalar, position: Scalar, part: int) -> Scalar:
-        """Where keys (0) or values (1) of a token's page lie among those of all."""
+    def page(self, work: _Work, number: Scalar, position: Scalar) -> Scalar:
+        """The page of a token; -1 is none."""
         p = self.problem
         place = lax.rem(number, jnp.int32(2))
         index = lax.div(position - work.index * p.split, jnp.int32(p.page))
-        page = self.smem["ids_smem"][place, jnp.minimum(index, p.split_pages - 1)]
-        page = self.first_page + page
+        return self.smem["ids_smem"][place, jnp.minimum(index, p.split_pages - 1)]
+
+    def line(self, work: _Work, number: Scalar, position: Scalar, part: int) -> Scalar:
+        """Where keys (0) or values (1) of a token's page lie among those of all."""
+        p = self.problem
+        page = self.first_page + jnp.maximum(self.page(work, number, position), 0)
         return (page * 2 + part) * p.kv_heads + work.head
 
     def copy_steps(
@@ -500,7 +504,9 @@ class _Team:
         for r in range(p.queries):
             position = work.length + r
 
-            @pl.when((first <= position) & (position < work.end))
+            inside = (first <= position) & (position < work.end)
+
+            @pl.when(inside & (self.page(work, number, position) >= 0))
             def _(r: int = r, position: Scalar = position) -> None:
                 offset = lax.rem(position, jnp.int32(p.page))
                 for part in range(2):

@@ -188,9 +188,9 @@ def copy_page_ids(
     Args:
         table: int32 [n] of global memory.
         first: int32, the first to copy; the target takes at most 128.
-        stop: int32, where what is needed ends; the rest of the target becomes 0.
+        stop: int32, where what is needed ends; the rest of the target becomes -1.
         target: int32 [m] of shared memory.
-        num_pages: ids are clipped to as many pages.
+        num_pages: of which ids may name one; others become -1.
     """
     scalar = plgpu.Layout.WG_SPLAT(())
 
@@ -217,9 +217,9 @@ def copy_page_ids(
         mine = arith.cmpi(arith.CmpIPredicate.ult, lane, c(size))
         llvm.inline_asm(
             ir.Type.parse("!llvm.void"),
-            [arith.andi(inside, mine), mine, source, place, c(num_pages - 1)],
-            "{ .reg .b32 t; mov.b32 t, 0; @$0 ld.global.b32 t, [$2];"
-            " max.s32 t, t, 0; min.s32 t, t, $4; @$1 st.shared.b32 [$3], t; }",
+            [arith.andi(inside, mine), mine, source, place, c(num_pages)],
+            "{ .reg .b32 t; .reg .pred p; mov.b32 t, -1; @$0 ld.global.b32 t, [$2];"
+            " setp.ge.u32 p, t, $4; @p mov.b32 t, -1; @$1 st.shared.b32 [$3], t; }",
             "b,b,l,r,r",
             has_side_effects=True,
         )

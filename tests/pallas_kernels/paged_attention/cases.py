@@ -111,3 +111,17 @@ def check(case: Case, run=paged_attention, tolerance=None, **options) -> np.ndar
     tolerance = tolerance or RELATIVE[jnp.dtype(case.dtype)]
     assert relative_error(out, wanted) < tolerance
     return np.asarray(out)
+
+
+def check_lost_pages(run) -> None:
+    """New tokens whose page does not exist are written nowhere."""
+    case = Case(
+        lengths=(15, 20, 16), queries=2, dtype=jnp.bfloat16, head_dim=64, page=16
+    )
+    arrays = case.arrays()
+    for row, page in ((0, -1), (1, arrays["pages"].shape[1]), (2, -7)):
+        arrays["table"][row, 1] = page
+    _, pages = run(**arrays)
+    changed = np.argwhere((bits(pages) != bits(arrays["pages"])).any(axis=(2, 3, 5)))
+    # The first of row 0 alone has a place.
+    assert changed.tolist() == [[case.layer, arrays["table"][0, 0], 15]]

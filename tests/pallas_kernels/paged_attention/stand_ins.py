@@ -23,8 +23,8 @@ def _count_and_fence(counter, mailbox):
 
 def _copy_ids(table, first, stop, target, closure):
     at = first + np.arange(len(target))
-    ids = np.where(at < stop, table[np.minimum(at, len(table) - 1)], 0)
-    target[:] = np.clip(ids, 0, closure["num_pages"] - 1)
+    ids = np.where(at < stop, table[np.minimum(at, len(table) - 1)], -1)
+    target[:] = np.where((ids >= 0) & (ids < closure["num_pages"]), ids, -1)
 
 
 def _store_leading_rows(ref, values, stop):

@@ -11,7 +11,12 @@ import pytest
 from pallas_kernels.paged_attention import PagedAttentionConfig, paged_attention
 from pallas_kernels.paged_attention.inputs import FP8
 from pallas_kernels.paged_attention.specs import SPECS
-from tests.pallas_kernels.paged_attention.cases import Case, bits, check
+from tests.pallas_kernels.paged_attention.cases import (
+    Case,
+    bits,
+    check,
+    check_lost_pages,
+)
 from tests.tolerances import RELATIVE, relative_error
 
 
@@ -110,6 +115,10 @@ def test_random_steps():
         )
         config = numbers.choice([None, PagedAttentionConfig(split=128, teams=1)])
         check(step, functools.partial(kernel, config=config))
+
+
+def test_tokens_without_a_page():
+    check_lost_pages(kernel)
 
 
 @pytest.mark.parametrize("head_dim", [128, 256])

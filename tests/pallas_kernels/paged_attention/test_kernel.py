@@ -15,7 +15,12 @@ from pallas_kernels.paged_attention import PagedAttentionConfig, paged_attention
 from pallas_kernels.paged_attention.inputs import FP8
 from tests.interpreter import interpret_mosaic_gpu
 from tests.lowering import lower_for_cuda
-from tests.pallas_kernels.paged_attention.cases import Case, bits, check
+from tests.pallas_kernels.paged_attention.cases import (
+    Case,
+    bits,
+    check,
+    check_lost_pages,
+)
 
 
 P = jax.sharding.PartitionSpec
@@ -110,6 +115,10 @@ def test_random_steps():
             seed=seed,
         )
         check(step, interpreted(cut(int(rng.choice([64, 128])))))
+
+
+def test_tokens_without_a_page():
+    check_lost_pages(interpreted(cut()))
 
 
 def test_a_row_depends_on_itself_alone():

@@ -12,7 +12,12 @@ from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.paged_attention import PagedAttentionConfig, paged_attention
 from pallas_kernels.paged_attention.inputs import FP8
 from pallas_kernels.paged_attention.specs import SPECS
-from tests.pallas_kernels.paged_attention.cases import Case, bits, check
+from tests.pallas_kernels.paged_attention.cases import (
+    Case,
+    bits,
+    check,
+    check_lost_pages,
+)
 from tests.tolerances import relative_error
 
 
@@ -130,6 +135,10 @@ def test_fp8_clips_and_rounds_what_is_stored():
     scales = np.asarray(arrays["kv_scales"])[0, page, 1]
     want = np.repeat(448.0 * scales, 2)[:, None]
     np.testing.assert_allclose(out[0, 0], np.broadcast_to(want, (4, 8)), rtol=1e-6)
+
+
+def test_tokens_without_a_page():
+    check_lost_pages(jitted)
 
 
 def test_a_shared_prefix():
