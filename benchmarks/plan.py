@@ -29,6 +29,7 @@ from jaxscale.training.cost_model import (
     JAXSCALE_XLA,
     Layout,
     Program,
+    Remat,
     step_memory,
     step_time,
 )
@@ -255,6 +256,34 @@ def measured_memory() -> Iterator[Row]:
         )
 
 
+COMPILED: tuple[tuple[dict[str, int], int, int, Remat, float], ...] = (
+    ({"fsdp": 4}, 4, 8, "attention", 17.31),
+    ({"fsdp": 2, "tensor": 2}, 4, 4, "attention", 12.66),
+    ({"fsdp": 4}, 3, 8, "none", 19.23),
+)
+"""Axes, layers, rows, remat and GB of a GPU of steps that were compiled for H200s:
+LLaMA-3 8B with fewer layers on packed rows of 4,096 tokens
+(`tests.training.planned_step`)."""
+
+
+def compiled_memory() -> Iterator[Row]:
+    """What XLA reserves for steps on several GPUs, which it compiled without any."""
+    for sizes, layers, rows, remat, known in COMPILED:
+        model = dataclasses.replace(preset("llama3_8b"), num_layers=layers)
+        each = rows // sizes["fsdp"]
+        layout = Layout(**sizes, batch_size=rows, rows=each, remat=remat)
+        axes = ", ".join(f"{axis} {size}" for axis, size in sizes.items())
+        yield Row(
+            source="compiled",
+            name=f"{layers} layers, {axes}, {remat}",
+            unit="GB",
+            known=known,
+            predicted=sum(step_memory(model, 4096, layout, JAXSCALE_XLA).values())
+            / 1e9,
+            was_set=False,
+        )
+
+
 def others() -> Iterator[Row]:
     """Training by other programs, FSDP and TP; what they hide is taken to be as ours.
 
@@ -338,6 +367,7 @@ def main() -> int:
         ("Published (A100)", [*published()]),
         ("Time, measured here (H200)", [*measured()]),
         ("Memory, measured here (H200)", [*measured_memory()]),
+        ("Memory, compiled here (H200)", [*compiled_memory()]),
         ("Published by others", [*others()]),
     ):
         print(f"{title}\n{'':53} known     model           error")

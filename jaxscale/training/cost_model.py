@@ -394,8 +394,9 @@ def step_memory(
 
     Parameters and both moments are fp32, the computation is bf16. Without accumulation
     gradients take the place of activations as these are used up, so the larger of both
-    counts. With a pipeline the stash holds what each chunk in flight keeps: its input
-    with full remat, else what `remat` keeps of its layers.
+    counts. A layer is added whose forward pass is there a second time. With a pipeline
+    the stash holds what each chunk in flight keeps: its input with full remat, else
+    what `remat` keeps of its layers.
 
     Args:
         shape: The model.
@@ -414,11 +415,9 @@ def step_memory(
     whole = local
     if layout.zero == 3 and f > 1:  # two layers, and the vocabulary, are there whole
         whole = 2 * layer + vocabulary + local / f
-    kept, run = (
-        _kept(shape, remat, layout.tensor, program) for remat in (layout.remat, "none")
-    )
+    kept = _kept(shape, layout.remat, layout.tensor, program)
+    run = _kept(shape, "none", layout.tensor, program)
     chunk = layers // layout.chunks
-    slots = 1
     activations = tokens * kept * chunk
     if layout.pipe > 1:
         slots = stash_size(layout.pipe, m, layout.chunks)
@@ -427,8 +426,7 @@ def step_memory(
             activations += slots * each
         else:
             activations *= slots
-    if layout.remat != "none":
-        activations += tokens * run  # the layer that is computed again
+    activations += tokens * run  # the layer that is computed again, or differentiated
     accumulated = 0.0
     if m > 1 or layout.pipe > 1:
         accumulated = local * _FP32 / (f if layout.zero > 1 else 1)
@@ -436,12 +434,17 @@ def step_memory(
     if layout.pipe > 1 or accumulated:
         # A microbatch's own gradients, of a chunk in a pipeline, before they are added.
         fresh *= chunk / layers
+    # The whole gradient of the output projection is there from the loss on, and that
+    # of a layer until it is scattered.
+    least = vocabulary / (1 if shape.tie_embeddings else 2) * _FP32
+    if layout.zero > 1 and f > 1:
+        least += layer * _BF16
     rows = layout.rows * min(_LOSS_CHUNK, seq_len / layout.context)
     split = layout.tensor * layout.pipe
     return {
         "parameters": local * _FP32 / f + whole * _BF16,
         "moments": 2 * local * _FP32 / f,
-        "gradients": accumulated + max(0.0, fresh - activations),
+        "gradients": accumulated + max(least, fresh - activations),
         "activations": activations,
         "logits": rows * shape.vocab_size * (_FP32 + _BF16) / split,
     }
@@ -485,11 +488,10 @@ def _vocabulary(shape: Shape, layout: Layout) -> float:
 
 def _parameters(shape: Shape, layout: Layout) -> float:
     """Parameters on one GPU, before `fsdp` splits them."""
-    tables = 1 if shape.tie_embeddings else 2
-    layer = _num_parameters(shape) - tables * shape.vocab_size * shape.d_model
-    layer /= shape.num_layers
-    blocks = layer * layout.layers(shape) / layout.tensor
-    return blocks + _vocabulary(shape, layout)
+    vocabulary = _vocabulary(shape, layout)
+    blocks = _num_parameters(shape) - vocabulary * layout.pipe * layout.tensor
+    layer = blocks / shape.num_layers / layout.tensor
+    return layer * layout.layers(shape) + vocabulary
 
 
 @functools.lru_cache(maxsize=64)

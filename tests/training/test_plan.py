@@ -30,6 +30,8 @@ from jaxscale.training.hardware import H200, HARDWARE
 from jaxscale.training.plan import estimate, missing_today, train_command
 from jaxscale.training.plan_config import CHOICES
 from jaxscale.training.plan_report import text, write_report
+from tests.compiled import compile_for_h200
+from tests.training import planned_step
 
 
 # --- What is known --------------------------------------------------------------------
@@ -64,6 +66,22 @@ def test_memory_that_was_measured_here():
     rows = list(known.measured_memory())
     assert {row.name.split(", ")[1] for row in rows} == {"jaxscale", "jaxscale_scan"}
     assert max(abs(row.error) for row in rows) < 0.1, rows
+
+
+def test_memory_that_xla_reserves():
+    rows = list(known.compiled_memory())
+    assert len(rows) == 3 and max(abs(row.error) for row in rows) < 0.1, rows
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the compiler's plugin is for it")
+def test_what_was_compiled_is_what_is_compiled_now():
+    """The least costly of the stored rows, compiled again."""
+    sizes, layers, rows, remat, gigabytes = known.COMPILED[1]
+    arguments = (sizes, layers, rows, remat)
+    found = compile_for_h200(planned_step.step, *arguments, count=4)
+    peak = found.arguments + found.outputs - found.aliased + found.temporaries
+    assert peak / 1e9 == pytest.approx(gigabytes, rel=0.02)
 
 
 def test_other_programs_are_predicted_roughly():
