@@ -346,7 +346,7 @@ def others() -> Iterator[Row]:
 
 
 def _trained() -> Iterator[tuple[dict[str, Any], Layout, DecoderConfig]]:
-    remat = {"jaxscale": "none", "jaxscale_scan": "attention"}
+    remat: dict[str, Remat] = {"jaxscale": "none", "jaxscale_scan": "attention"}
     for row in _rows("training"):
         # Packed rows attend to less than the model counts.
         if row["implementation"] in remat and "documents" not in row["params"]:

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxscale.checks import check_integers
-from jaxscale.cli.errors import UsageError, suggestion, usage_errors
+from jaxscale.cli.errors import UsageError, usage_errors
 from jaxscale.cli.options import parse
-from jaxscale.models import PRESETS, preset
+from jaxscale.cli.runs import find_run
+from jaxscale.models import DecoderConfig
 from jaxscale.training.plan import Plan, missing_today, plan_layouts
 from jaxscale.training.plan_config import PlanConfig
 from jaxscale.training.plan_report import command_lines, text, write_report
@@ -18,7 +19,8 @@ class PlanCommand(PlanConfig):
     """The options of ``jaxscale plan``."""
 
     model: str
-    """A preset, for example llama3_70b."""
+    """What `jaxscale train` is to train: a preset, for example llama3_70b, or
+    module:function for a run of your own."""
     top: int = 10
     """Layouts that are shown."""
     report: Path | None = None
@@ -42,16 +44,13 @@ def main(arguments: Sequence[str]) -> int:
         description="Estimate time and memory of training steps under all layouts of "
         "the GPUs, and rank those that fit. Every choice may be given instead.",
     )
-    if command.model not in PRESETS:
-        raise UsageError(
-            f"model {command.model!r} is no preset"
-            f"{suggestion(command.model, PRESETS)}; use one of {', '.join(PRESETS)}"
-        )
-    shape = preset(command.model)
+    shape = find_run(command.model).model
+    if not isinstance(shape, DecoderConfig):
+        raise UsageError(f"{command.model} trains an encoder; plans are for decoders")
     with usage_errors():
         found = plan_layouts(shape, command)
     print(text(found, command.model, top=command.top))
-    print(_commands(found, command))
+    print(_commands(shape, found, command))
     if command.report is not None:
         with usage_errors():
             write_report(found, command.model, command.report)
@@ -59,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _commands(found: Plan, command: PlanCommand) -> str:
+def _commands(shape: DecoderConfig, found: Plan, command: PlanCommand) -> str:
     """The command of the best, and if it cannot run yet that of the best that can."""
     lines = ["", *command_lines(found, command.model)]
     layout = found.best.layout
@@ -70,9 +69,7 @@ def _commands(found: Plan, command: PlanCommand) -> str:
         )
     if missing_today(layout):
         try:
-            now = plan_layouts(
-                preset(command.model), dataclasses.replace(command, today=True)
-            )
+            now = plan_layouts(shape, dataclasses.replace(command, today=True))
         except ValueError as error:
             lines.append(f"nothing that it can run today: {error}")
         else:

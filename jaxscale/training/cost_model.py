@@ -201,7 +201,8 @@ class Layout:
             )
         if self.chunks > 1 and self.pipe == 1:
             raise ValueError(f"chunks {self.chunks} need a pipeline; set pipe above 1")
-        check_schedule(self.pipe, self.microbatches, self.chunks)
+        if self.pipe > 1:
+            check_schedule(self.pipe, self.microbatches, self.chunks)
 
     def layers(self, shape: Shape) -> int:
         """Layers that a stage takes the time of; uneven chunks count as the largest."""

@@ -381,7 +381,10 @@ def _nothing_fits(
     if not smallest:
         most = sorted(refused, key=lambda reason: -refused[reason])[:4]
         reasons = "; ".join(most) or "no GPUs are left for an axis that is not given"
-        return f"{where} divides this model and batch: {reasons}"
+        return (
+            f"{where} divides this model and batch: {reasons}; change the batch, the "
+            "number of GPUs, or what is given"
+        )
     least = min(smallest.values(), key=lambda found: found.bytes)
     part = max(least.memory, key=lambda name: least.memory[name])
     state = 12 * shape.num_parameters()

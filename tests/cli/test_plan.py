@@ -17,6 +17,30 @@ def test_layouts_are_ranked_and_the_best_is_a_command(command, tmp_path):
     assert "<svg" in page.read_text()
 
 
+def test_a_run_of_ones_own_is_planned(command, tmp_path, monkeypatch):
+    (tmp_path / "planned_runs.py").write_text(
+        "import dataclasses\n"
+        "from jaxscale.recipes import from_preset\n"
+        "from jaxscale.models import encoder_preset\n"
+        "def run():\n"
+        "    config = from_preset('llama_1b')\n"
+        "    model = dataclasses.replace(config.model, num_layers=3)\n"
+        "    return dataclasses.replace(config, model=model)\n"
+        "def encoder():\n"
+        "    config = from_preset('llama_tiny')\n"
+        "    return dataclasses.replace(config, model=encoder_preset('bert_base'),\n"
+        "        data=dataclasses.replace(config.data, seq_len=128))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    arguments = ("--gpus", 4, "--batch-size", 8, "--pipe", 4)
+    code, _, err = command("plan", "--model", "planned_runs:run", *arguments)
+    assert code == 2 and "num_layers 3" in err
+    code, out, _ = command("plan", "--model", "planned_runs:run", *arguments[:4])
+    assert code == 0 and "jaxscale train planned_runs:run --mesh" in out
+    code, _, err = command("plan", "--model", "planned_runs:encoder", *arguments)
+    assert code == 2 and "plans are for decoders" in err
+
+
 def test_mistakes_are_a_line(command):
     code, out, err = command("plan", "--model", "lama3_8b", "--gpus", 8)
     assert (code, out) == (2, "") and "did you mean llama3_8b?" in err
