@@ -102,6 +102,15 @@ COMMANDS = (
     Command("matmul", "matmul"),
     Command("attention", "paged_attention"),
     Command(
+        "serving",
+        "serving --case token_* --impl jaxscale torch_static_graphs torch_continuous",
+    ),
+    Command(
+        "serving",
+        "serving --case constant poisson saturated --impl jaxscale concurrent static "
+        "torch_static_graphs torch_continuous --samples 1",
+    ),
+    Command(
         "attention",
         f"varlen_attention --case wide_* long_tail_* bimodal_* {_ATTENTION}",
     ),

@@ -4,7 +4,7 @@ Five published systems become one library; `pallas_kernels` holds their GPU kern
 
 1. **Flux**: tensor-parallel matmuls that hide their communication.
 2. **ByteTransformer**: models that never compute on padding (encoders, decoders).
-3. **Flover**: serving in which requests join and leave at every token (planned).
+3. **Flover**: serving in which requests join and leave at every token.
 4. **MegaScale**: pretraining at scale (sharding, training and checkpoints so far).
 5. **Tile-wise sparsity**: pruned models that run faster than dense ones.
 

@@ -12,7 +12,7 @@ import jax
 import pytest
 
 import jaxscale
-from docs import tilewise_pictures
+from docs import flover_pictures, tilewise_pictures
 from jaxscale import cli
 from jaxscale.cli import generate, prune, train
 from jaxscale.training import TrainConfig
@@ -126,8 +126,9 @@ def test_commands_are_understood(command, tmp_path, monkeypatch):
         cli.main(shlex.split(command, comments=True))
 
 
-def test_the_picture_of_the_patterns_is_current():
-    assert tilewise_pictures.PATH.read_text() == tilewise_pictures.svg()
+@pytest.mark.parametrize("pictures", [flover_pictures, tilewise_pictures])
+def test_pictures_are_current(pictures):
+    assert pictures.PATH.read_text() == pictures.svg()
 
 
 def test_version_is_stated_once():

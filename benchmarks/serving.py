@@ -1,0 +1,375 @@
+"""Serving end to end: ours, other ways to serve on our engine, and transformers.
+
+Each implementation runs in a child process of this command, one after the other, with
+random weights in bf16 and greedy answers of given lengths. Requests come from inside
+the process: neither HTTP nor text is within the times (``jaxscale bench-serve`` has
+both). Cases are of two kinds.
+
+A load: ``requests`` arrive ``gap_ms`` apart on average, all at once with 0, and the
+time is that until the last answer ends. ``mean_latency_ms`` counts from the arrival,
+and ``latency_vs_solo`` sets it against the same requests by themselves. Lengths are
+those of `jaxscale.inference.workload`: of Flover's paper, prompts of 8 and answers of
+504 tokens, or like those of ShareGPT.
+
+- ``jaxscale``: requests join and leave at every token.
+- ``concurrent``, ``serial``, ``static``, ``windowed``: see `serving_policies`. The
+  first stands for the baseline of Flover's paper, the last for dynamic batching that
+  waits up to ``window_s``.
+- ``torch_static``, ``torch_static_graphs``, ``torch_continuous``,
+  ``torch_continuous_compile``: see `torch_serving`.
+
+A token: ``batch`` rows that have about ``context`` tokens each; the time of a step.
+``read_gb_per_second`` is how fast weights, keys and values are read in it.
+
+``python -m benchmarks.serving bars`` measures on a small model what continuous batching
+must gain: see `bars`.
+"""
+
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benchmarks import timing
+from benchmarks.harness import Benchmark, Case, Custom, Measurement
+
+
+OURS = ("jaxscale", "concurrent", "serial", "static", "windowed")
+TORCH = (
+    "torch_static",
+    "torch_static_graphs",
+    "torch_continuous",
+    "torch_continuous_compile",
+)
+_STEPS = 64  # of a token's time
+_SOLO = 4  # requests that also run by themselves
+_MANY = 64  # requests that are too many to run one after another, or on instances
+
+
+def load_case(name: str, model: str, workload: str, gap_ms: float, **more: Any) -> Case:
+    """Requests that arrive over time."""
+    params = {
+        "model": model,
+        "workload": workload,
+        "requests": 32,
+        "arrivals": "constant",
+        "gap_ms": gap_ms,
+        "slots": 32,
+        "window_s": 2.0,
+    }
+    return Case(name, params | more)
+
+
+def token_case(model: str, batch: int, context: int) -> Case:
+    """A step of a full batch."""
+    params = {"model": model, "batch": batch, "context": context}
+    return Case(f"token_b{batch}_c{context}", params)
+
+
+def _cases() -> list[Case]:
+    poisson = {"arrivals": "poisson"}
+    many = poisson | {"slots": 128, "requests": 512}
+    models = ("llama1_7b", "llama3_1_8b")
+    sizes = ((1, 264), (32, 264), (128, 1024))
+    return [
+        *(token_case(model, *size) for model in models for size in sizes),
+        *(load_case("constant", "llama1_7b", "flover", gap) for gap in (0, 135, 500)),
+        *(
+            load_case("poisson", "llama1_7b", "flover", gap, **poisson)
+            for gap in (20, 100, 500)
+        ),
+        load_case("random_lengths", "llama1_7b", "flover:2048", 0),
+        load_case("saturated", "llama3_1_8b", "sharegpt", 10, **many),
+        load_case("half_load", "llama3_1_8b", "sharegpt", 40, **many),
+    ]
+
+
+# --- In a child -----------------------------------------------------------------------
+
+
+def random_model(name: str, seed: int) -> Any:
+    """A decoder with random weights, on a GPU in bf16."""
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
+    from jaxscale import models
+
+    dtype = jnp.bfloat16 if timing.on_gpu() else jnp.float32
+
+    def make(key: jax.Array) -> models.Decoder:
+        return models.Decoder(
+            models.preset(name), dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(key)
+        ).for_inference()
+
+    return jax.jit(make)(jax.random.key(seed))
+
+
+def load_of(params: dict[str, Any], seed: int) -> Any:
+    """The requests of a case of either kind."""
+    from benchmarks import serving_policies as policies
+    from jaxscale import models
+
+    vocab_size = models.preset(params["model"]).vocab_size
+    if "context" not in params:
+        return policies.make_load(params, vocab_size, seed)
+    # Who is first goes on until the prompt of the last is computed, too.
+    batch, context = params["batch"], params["context"]
+    spare = 64 + batch * context // (2048 if timing.on_gpu() else 256)
+    output = min(_STEPS, context // 2) + spare
+    prompt = max(1, context - output // 2)
+    sizes = {"workload": f"{prompt}/{output}", "requests": batch}
+    return policies.make_load(
+        sizes | {"gap_ms": 0, "arrivals": "constant"}, vocab_size, seed
+    )
+
+
+def token_seconds(events: Sequence[Sequence[float]]) -> float:
+    """Seconds of a token of the last request that began, while all were there."""
+    last = max(events, key=lambda times: times[0])
+    end = min(times[-1] for times in events)
+    shared = [moment for moment in last if moment <= end]
+    if len(shared) < 2 or shared[-1] == shared[0]:
+        raise RuntimeError("the first request ended before the last one began")
+    after = sum(moment > shared[0] for moment in shared)
+    return (shared[-1] - shared[0]) / after
+
+
+def _serve_ours(policy: str, params: dict[str, Any], seed: int, samples: int) -> Any:
+    from benchmarks import serving_policies as policies
+
+    load, model = load_of(params, seed), random_model(params["model"], seed)
+    slots = params.get("slots", max(2, 1 << (params.get("batch", 1) - 1).bit_length()))
+    sizes = {"jaxscale": slots, "concurrent": 2, "serial": 2}
+    slots = sizes.get(policy, slots)
+    buckets = sorted({2, min(8, slots), min(32, slots), slots})
+    buckets = buckets if policy == "jaxscale" else [slots]
+    engine = policies.engine_for(model, load, slots, buckets)
+    engines = [engine]
+    if policy == "concurrent":
+        engines = policies.instances_of(engine, len(load.due))
+    del model
+    for each in engines:
+        each.start()
+
+    def run() -> list[Any]:
+        if policy == "jaxscale":
+            return policies.continuous(engine, load)
+        if policy == "concurrent":
+            return policies.concurrent_instances(engines, load)
+        batch = 1 if policy == "serial" else slots
+        window = params["window_s"] if policy == "windowed" else 0.0
+        return policies.static(engine, load, batch, window)
+
+    policies.alone(engines[0], load, [0])
+    runs = [run() for _ in range(samples + 1)][1:]
+    if "context" in params:
+        times = [token_seconds([o.events for o in run]) for run in runs]
+        return {"seconds": times, "metrics": {}}
+    order = sorted(range(len(load.outputs)), key=lambda i: load.outputs[i])
+    chosen = [order[(2 * i + 1) * len(order) // (2 * _SOLO)] for i in range(_SOLO)]
+    chosen = sorted(set(chosen))
+    solo = dict(zip(chosen, policies.alone(engines[0], load, chosen), strict=True))
+    return _summary(runs, solo)
+
+
+def _summary(runs: Sequence[Any], solo: dict[int, float] | None) -> dict[str, Any]:
+    from benchmarks import serving_policies as policies
+
+    found = [policies.figures(run, solo) for run in runs]
+    return {
+        "seconds": [max(outcome.ended for outcome in run) for run in runs],
+        "metrics": {k: statistics.median(f[k] for f in found) for k in found[0]},
+    }
+
+
+def _serve_torch(policy: str, params: dict[str, Any], seed: int, samples: int) -> Any:
+    from benchmarks import serving_policies as policies
+    from benchmarks import torch_serving
+    from jaxscale import models
+
+    config, load = models.preset(params["model"]), load_of(params, seed)
+    shape = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.d_model,
+        "intermediate_size": config.d_ff,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "max_position_embeddings": max(config.max_seq_len, load.longest),
+        "rope_theta": config.rope_theta,
+    }
+    batch = params["batch"] if "context" in params else params["slots"]
+    loads = [dataclasses.asdict(load)] * samples
+    runs = torch_serving.measure(
+        policy.removeprefix("torch_"), shape, loads, batch, seed
+    )
+    if "context" in params:
+        return {"seconds": [token_seconds(run) for run in runs], "metrics": {}}
+    return _summary([policies.outcomes_of(load, run) for run in runs], None)
+
+
+# --- The command ----------------------------------------------------------------------
+
+
+def _in_child(name: str) -> Custom:
+    """Run an implementation in a process of its own."""
+
+    def measure(params: Any, seed: int, samples: int) -> Measurement:
+        if name.startswith("torch_") and not timing.torch_is_there():
+            raise NotImplementedError("torch with a GPU is not installed")
+        if "context" in params and name in OURS[1:]:
+            raise NotImplementedError("a step is the same however requests are served")
+        if params.get("requests", 0) > _MANY and name in ("concurrent", "serial"):
+            raise NotImplementedError(f"it is run with at most {_MANY} requests")
+        job = json.dumps([name, dict(params), seed, samples])
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.serving", "--child", job],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise RuntimeError(f"{name} failed:\n{done.stderr[-4000:]}")
+        result = json.loads(done.stdout.splitlines()[-1])
+        return Measurement(result["seconds"], None, metrics=result["metrics"])
+
+    return Custom(measure)
+
+
+def metrics(params: Any, seconds: float) -> dict[str, float]:
+    """Of a step: tokens a second, and how fast memory is read."""
+    from jaxscale import models
+
+    if "context" not in params:
+        return {}
+    config, batch = models.preset(params["model"]), params["batch"]
+    size = 2 if timing.on_gpu() else 4
+    # The table of embeddings is looked up, not read; the output projection is.
+    table = 0 if config.tie_embeddings else config.vocab_size * config.d_model
+    read = config.num_parameters() - table
+    read += batch * params["context"] * config.num_layers * 2 * (
+        config.num_kv_heads * config.head_dim
+    )  # fmt: skip
+    return {
+        "tokens_per_second": batch / seconds,
+        "read_gb_per_second": size * read / seconds / 1e9,
+    }
+
+
+BENCHMARK = Benchmark(
+    name="serving",
+    cases=_cases(),
+    quick_cases=[
+        token_case("llama_tiny", 2, 24),
+        load_case(
+            "poisson", "llama_tiny", "alpaca", 2, arrivals="poisson", requests=6,
+            slots=4, shrink=16, window_s=0.01,
+        ),
+    ],
+    inputs=lambda params, key: (),
+    implementations={name: _in_child(name) for name in (*OURS, *TORCH)},
+    metrics=metrics,
+    time="wall",
+    samples=3,
+    selectors={"model": "model"},
+)  # fmt: skip
+
+
+# --- What must hold -------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Bars:
+    """Figures of `bars`."""
+
+    throughput: float
+    """Tokens a second over those of static batching, where requests always wait."""
+    latency: float
+    """Mean latency at half that load over that of the same requests alone."""
+
+    @property
+    def held(self) -> bool:
+        """Whether both are as good as they must be."""
+        return self.throughput >= 2 and self.latency <= 1.3
+
+
+def bars(model: Any, *, requests: int, slots: int, shrink: int, seed: int = 0) -> Bars:
+    """Continuous against static batching, and a request at half load against alone.
+
+    Both run the same model on engines of `slots` rows. Lengths are like those of
+    ShareGPT, divided by `shrink`; arrivals are Poisson, at first far above what can be
+    served, then at half of the rate that continuous batching has reached.
+
+    Args:
+        model: A decoder.
+        requests: Number of them.
+        slots: Rows of both engines.
+        shrink: Divides lengths.
+        seed: Of everything.
+    """
+    from benchmarks import serving_policies as policies
+
+    case = {"workload": "sharegpt", "requests": requests, "shrink": shrink}
+    load = policies.make_load(
+        case | {"gap_ms": 0.1, "arrivals": "poisson"}, model.config.vocab_size, seed
+    )
+    ours = policies.engine_for(model, load, slots, sorted({2, slots}))
+    fixed = policies.engine_for(model, load, slots, [slots])
+    with ours, fixed:
+        for engine in (ours, fixed):
+            policies.alone(engine, load, [0, 1])
+        full = policies.figures(policies.continuous(ours, load))
+        static = policies.figures(policies.static(fixed, load, slots))
+        speed = full["tokens_per_second"]
+        gap_ms = 2e3 * sum(load.outputs) / speed / requests
+        half = dataclasses.replace(
+            load, due=policies.moments(requests, gap_ms, "poisson", seed + 1)
+        )
+        solo = policies.alone(ours, load, range(requests))
+        busy = policies.figures(policies.continuous(ours, half), dict(enumerate(solo)))
+    for name, found in (("full", full), ("static", static), ("half load", busy)):
+        print(name, {key: float(f"{value:.4g}") for key, value in found.items()})
+    found = Bars(speed / static["tokens_per_second"], busy["latency_vs_solo"])
+    print(
+        f"{found.throughput:.2f} times the throughput of static batching (at least 2), "
+        f"{found.latency:.2f} times the latency alone (at most 1.3)"
+    )
+    return found
+
+
+def _small_model() -> Any:
+    from flax import nnx
+
+    from jaxscale import models
+
+    config = models.DecoderConfig(
+        vocab_size=512,
+        d_model=256,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=1,
+        head_dim=64,
+        d_ff=1024,
+        max_seq_len=2048,
+    )
+    return models.Decoder(config, rngs=nnx.Rngs(0))
+
+
+_KINDS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(OURS, _serve_ours),
+    **dict.fromkeys(TORCH, _serve_torch),
+}
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        name, *arguments = json.loads(sys.argv[2])
+        print(json.dumps(_KINDS[name](name, *arguments)))
+    elif sys.argv[1:2] == ["bars"]:
+        sys.exit(not bars(_small_model(), requests=48, slots=8, shrink=4).held)
+    else:
+        BENCHMARK.main()

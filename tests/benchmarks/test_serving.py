@@ -1,0 +1,122 @@
+"""Ways to serve: who may join when, what is reported, and the command."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from benchmarks import command, serving, serving_policies
+from jaxscale.models import Decoder, preset
+
+
+CASE = {"workload": "alpaca", "requests": 7, "shrink": 8, "arrivals": "poisson"}
+
+
+@pytest.fixture(scope="module")
+def load():
+    return serving_policies.make_load(CASE | {"gap_ms": 1.0}, 256, seed=0)
+
+
+@pytest.fixture(scope="module")
+def engine(mixed):
+    model = Decoder(preset("llama_tiny"), rngs=nnx.Rngs(0))
+    with serving_policies.engine_for(model, mixed, 2, [2]) as engine:
+        yield engine
+
+
+def test_loads(load):
+    assert load.due[0] == 0 and np.mean(np.diff(load.due)) < 3e-3
+    assert len({tuple(prompt) for prompt in load.prompts}) == 7
+    again = serving_policies.make_load(CASE | {"gap_ms": 1.0}, 256, seed=0)
+    assert again == load
+    assert load.one(3).outputs == [load.outputs[3]]
+    burst = serving_policies.make_load(CASE | {"gap_ms": 0.0}, 256, seed=0)
+    assert burst == dataclasses.replace(load, due=[0.0] * 7)
+    assert serving_policies.moments(4, 500, "constant", 0) == [0, 0.5, 1.0, 1.5]
+
+
+@pytest.fixture(scope="module")
+def mixed(load):
+    """A long answer first, then short ones; there are two slots."""
+    outputs = [90, *load.outputs[1:]]
+    return dataclasses.replace(load, outputs=outputs, due=[0.0] * 7)
+
+
+def test_continuous(engine, mixed):
+    """Short answers pass a long one, and nobody begins before arrival."""
+    outcomes = serving_policies.continuous(engine, mixed)
+    assert [o.output_tokens for o in outcomes] == list(mixed.outputs)
+    assert all(o.ended < outcomes[0].ended for o in outcomes[1:])
+    late = dataclasses.replace(mixed, due=[0.0] * 6 + [0.2])
+    assert serving_policies.continuous(engine, late)[6].events[0] >= 0.2
+
+
+def test_static_batches_do_not_overlap(engine, mixed):
+    outcomes = serving_policies.static(engine, mixed, 2)
+    for i in (2, 4, 6):
+        before = max(o.ended for o in outcomes[i - 2 : i])
+        assert all(o.events[0] > before for o in outcomes[i : i + 2])
+
+
+def test_a_window_waits_for_more(engine, load):
+    late = dataclasses.replace(load, due=[0.0, 0.05, *[0.3] * 5])
+    outcomes = serving_policies.static(engine, late, 2, window=0.2)
+    assert 0.05 <= outcomes[0].events[0] < 0.2  # full before the window has ended
+    late = dataclasses.replace(load, due=[0.0, 0.4, *[0.5] * 5])
+    outcomes = serving_policies.static(engine, late, 2, window=0.2)
+    assert 0.2 <= outcomes[0].events[0] < 0.4
+
+
+def test_instances_share_weights_and_nothing_else(engine, load):
+    first, second = serving_policies.instances_of(engine, 2)
+    assert first.runner.params is second.runner.params is engine.runner.params
+    two = dataclasses.replace(
+        load, prompts=load.prompts[:2], outputs=[5, 9], due=[0.0, 0.0]
+    )
+    with first, second:
+        outcomes = serving_policies.concurrent_instances([first, second], two)
+    assert [len(o.events) for o in outcomes] == [5, 9]
+    assert first.scheduler.counts.drawn_tokens == 5
+
+
+def test_what_is_refused_is_an_error(engine, load):
+    long = dataclasses.replace(load.one(0), outputs=[10_000])
+    with pytest.raises(ValueError, match="more than"):
+        serving_policies.continuous(engine, long)
+
+
+def test_figures():
+    load = serving_policies.Load(prompts=[[1], [2]], outputs=[2, 3], due=[0.0, 1.0])
+    outcomes = serving_policies.outcomes_of(load, [[0.5, 2.0], [1.5, 2.0, 2.5]])
+    found = serving_policies.figures(outcomes, {0: 1.0, 1: 1.0})
+    assert found["tokens_per_second"] == 2.0
+    assert found["mean_latency_ms"] == 1750 and found["mean_ttft_ms"] == 500
+    assert found["latency_vs_solo"] == 1.75
+    with pytest.raises(RuntimeError, match="2 tokens, expected 3"):
+        serving_policies.outcomes_of(load, [[0.5, 2.0], [1.5, 2.0]])
+
+
+def test_time_of_a_token():
+    """Of who began last, until the first ends; tokens come in groups."""
+    events = [[0.0, 1, 1, 2, 2, 3, 3], [1.0, 2, 2, 3, 3, 4, 4]]
+    assert serving.token_seconds(events) == 0.5
+    with pytest.raises(RuntimeError, match="ended before"):
+        serving.token_seconds([[0.0, 1.0], [2.0, 3.0]])
+
+
+def test_the_bytes_of_a_step():
+    """Weights but for the table of embeddings, keys and values: 3.36 ms on an H200."""
+    case = serving.token_case("llama3_1_8b", 32, 264)
+    found = serving.metrics(case.params, 1.0)
+    assert found["tokens_per_second"] == 32
+    assert found["read_gb_per_second"] == pytest.approx(2 * (15.01 + 1.11), rel=1e-2)
+
+
+def test_the_command_runs_anywhere_and_writes_nothing(tmp_path, capsys):
+    arguments = ["--quick", "--out", str(tmp_path), "--samples", "1"]
+    arguments += ["--case", "token*", "--impl", "jaxscale", "static", "torch_static"]
+    assert command.main(serving.BENCHMARK, arguments) == 0
+    out = capsys.readouterr().out
+    assert "read_gb_per_second" in out and "the same however" in out
+    assert not [*tmp_path.rglob("*")]
