@@ -156,7 +156,7 @@ print(sorted(path.name for path in (folder / "exported").iterdir()))
 # %% [markdown]
 # ## Generate
 #
-# Prompts of different lengths go through the model together.
+# Requests join and leave the running batch at every token.
 
 # %%
 prompts = ["def __init__(self", "import ", "The"]
@@ -165,8 +165,7 @@ drawn = inference.generate(
     model,
     ids,
     max_new_tokens=24,
-    sampling=inference.SamplingConfig(temperature=0.7, top_k=40),
-    key=jax.random.key(0),
+    sampling=inference.SamplingParams(temperature=0.7, top_k=40, seed=0),
 )
 for prompt, before, new in zip(prompts, ids, drawn, strict=True):
     print(repr(prompt + text.tokenizer.continuation(before, new)))
@@ -179,8 +178,8 @@ for prompt, before, new in zip(prompts, ids, drawn, strict=True):
 # %%
 assert trained.loss < guess - 1, "training did not learn"
 assert abs(trained.loss - again.loss) < 1e-5, "restore changed"
-alone = inference.generate(model, ids[:1], max_new_tokens=8)
-together = inference.generate(model, ids, max_new_tokens=8)
+alone = inference.generate(model, [ids[0]], max_new_tokens=8)
+together = inference.generate(model, ids[:2], max_new_tokens=8)
 assert alone[0] == together[0], "a prompt's continuation depends on its neighbors"
 with jax.set_mesh(sharding.make_mesh(flat.mesh)):
     sharded = restored.state.model(np.array([ids[0]] * count))

@@ -125,24 +125,13 @@ def complete(config: GenerateConfig) -> str:
         llm = LLM(
             model,
             tokenizer,
-            config=_engine(len(prompt), config.max_new_tokens),
+            config=EngineConfig.for_prompts([len(prompt)], config.max_new_tokens),
             eos_ids=ends,
             quiet=True,
         )
     with llm:
         (result,) = llm.generate([prompt], params, progress=False)
     return result.text
-
-
-def _engine(prompt: int, new: int) -> EngineConfig:
-    """What one prompt needs."""
-    size = EngineConfig.page_size
-    return EngineConfig(
-        max_len=prompt + new,
-        num_slots=2,
-        buckets=(2,),
-        prefill_tokens=(min(-(-prompt // size), 8) * size,),
-    )
 
 
 def _ends(config: GenerateConfig, tokenizer: Tokenizer, model: Decoder) -> list[int]:

@@ -5,8 +5,13 @@ from jaxscale.inference.clients import EngineDead
 from jaxscale.inference.encode_plan import EncodePlan
 from jaxscale.inference.encoder import Encoder
 from jaxscale.inference.engine import Engine
-from jaxscale.inference.generate import GREEDY, generate
-from jaxscale.inference.llm import LLM, Generation, make_engine
+from jaxscale.inference.llm import (
+    GREEDY,
+    LLM,
+    Generation,
+    generate,
+    make_engine,
+)
 from jaxscale.inference.memory import EngineConfig
 from jaxscale.inference.request import (
     Draining,
@@ -18,7 +23,6 @@ from jaxscale.inference.request import (
     SamplingParams,
     TokenLogprobs,
 )
-from jaxscale.inference.sampling import SamplingConfig, filter_logits, sample
 
 
 __all__ = [
@@ -37,11 +41,8 @@ __all__ = [
     "Output",
     "Overloaded",
     "Request",
-    "SamplingConfig",
     "SamplingParams",
     "TokenLogprobs",
-    "filter_logits",
     "generate",
     "make_engine",
-    "sample",
 ]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -30,6 +31,10 @@ from jaxscale.models.generation import GenerationConfig
 from jaxscale.models.hf.load import load
 from jaxscale.models.tokenizer import Tokenizer
 from jaxscale.sharding.rules import REPLICATED, AxisRules
+
+
+GREEDY = SamplingParams(temperature=0.0)
+"""The most likely token, always."""
 
 
 def make_engine(
@@ -249,3 +254,61 @@ class Generation:
     def tokens(self) -> tuple[int, ...]:
         """The tokens of the first continuation, the one that stopped it included."""
         return self.continuations[0].tokens
+
+
+def generate(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: SamplingParams = GREEDY,
+    eos_id: int | Sequence[int] | None = None,
+) -> list[list[int]]:
+    """Continuations of `prompts`, by an engine that is made for them alone.
+
+    Every call compiles; keep an `LLM` for more than one.
+
+    Args:
+        model: A decoder, on one device or on a mesh.
+        prompts: Token ids, at least one a prompt.
+        max_new_tokens: Most tokens to draw for a prompt.
+        sampling: How to draw; with a seed, that of each prompt is one higher than that
+            of the prompt before.
+        eos_id: Token that ends a continuation, or several of which any does.
+
+    Returns:
+        The drawn tokens of each prompt, without the prompt and without the token that
+        ended them.
+
+    Raises:
+        ValueError: a prompt is empty or holds an id outside the vocabulary, or prompt
+            and continuation are longer than the model can continue.
+
+    Example:
+        >>> from flax import nnx
+        >>> from jaxscale.models.llama import llama_tiny
+        >>> model = Decoder(llama_tiny(), rngs=nnx.Rngs(0))
+        >>> [len(tokens) for tokens in generate(
+        ...     model, [[1, 2, 3], [4]], max_new_tokens=5)]
+        [5, 5]
+    """
+    if not prompts:
+        return []
+    params = [
+        dataclasses.replace(
+            sampling,
+            max_tokens=max_new_tokens,
+            seed=None if sampling.seed is None else sampling.seed + i,
+        )
+        for i in range(len(prompts))
+    ]
+    lengths = [len(Request(prompt=tuple(prompt)).prompt) for prompt in prompts]
+    config = EngineConfig.for_prompts(lengths, max_new_tokens)
+    ends = [] if eos_id is None else np.atleast_1d(eos_id).tolist()
+    with LLM(model, config=config, eos_ids=ends, quiet=True) as llm:
+        results = llm.generate(prompts, params, progress=False)
+    firsts = [result.continuations[0] for result in results]
+    return [
+        list(first.tokens[:-1] if first.finish == "stop" else first.tokens)
+        for first in firsts
+    ]

@@ -59,6 +59,18 @@ class EngineConfig:
         names = [name for name in given if getattr(self, name) is not None]
         check_integers(self, 1, "page_size", "steps", *names)
 
+    @classmethod
+    def for_prompts(cls, lengths: Sequence[int], max_new_tokens: int) -> "EngineConfig":
+        """The fewest programs for prompts of these lengths, all of one size."""
+        longest, size = max(lengths), cls.page_size
+        slots = 1 << (max(2, min(len(lengths), 32)) - 1).bit_length()
+        return cls(
+            max_len=max(2, longest + max_new_tokens),
+            num_slots=slots,
+            buckets=(slots,),
+            prefill_tokens=(min(-(-longest // size), 8) * size,),
+        )
+
     def chunks(self, *, on_cpu: bool) -> Sequence[int]:
         """`prefill_tokens`, or its default."""
         return self.prefill_tokens or ((64, 256) if on_cpu else (128, 512, 2048))

@@ -186,7 +186,7 @@ def test_dynamic_rope_of_whole_and_cached_rows():
     )
     with pytest.raises(ValueError, match=f"slots of the cache 12 {message}"):
         model.decode(padded(ids[2:3]), roomy)
-    with pytest.raises(ValueError, match="they exceed 10, the original length of dyn"):
+    with pytest.raises(ValueError, match="max_len 11 exceeds 10, the longest sequence"):
         generate(model, [[1, 2, 3]], max_new_tokens=8)
     assert len(generate(model, [[1, 2, 3]], max_new_tokens=7)[0]) == 7
 

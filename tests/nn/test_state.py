@@ -131,7 +131,6 @@ def test_windows_of_single_layers_generate_what_the_whole_sequence_says():
             sequence.append(int(logits[0, len(sequence) - 1].argmax()))
         expected.append(sequence[len(prompt) :])
     assert generate(model, prompts, max_new_tokens=new) == expected
-    assert generate(model.unstacked(), prompts, max_new_tokens=new) == expected
 
 
 PAGE = 4
