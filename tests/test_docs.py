@@ -14,7 +14,7 @@ import pytest
 import jaxscale
 from docs import flover_pictures, tilewise_pictures
 from jaxscale import cli
-from jaxscale.cli import generate, prune, train
+from jaxscale.cli import generate, prune, serve, train
 from jaxscale.training import TrainConfig
 
 
@@ -94,7 +94,7 @@ def commands() -> list[str]:
     """Every call of the command line that pages and help texts show."""
     texts = [*(page.read_text() for page in PAGES), train._help()]
     found = re.findall(
-        r"^ *(?:\$ )?jaxscale ((?:train|generate|prune|quickstart) .*)$",
+        r"^ *(?:\$ )?jaxscale ((?:train|generate|prune|quickstart|serve) .*)$",
         "\n".join(texts),
         re.MULTILINE,
     )
@@ -114,6 +114,7 @@ def test_commands_are_understood(command, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "train", check)
     monkeypatch.setattr(generate, "complete", check)
     monkeypatch.setattr(prune, "run", check)
+    monkeypatch.setattr(serve, "run", check)
     monkeypatch.chdir(tmp_path)
     for page in PAGES:  # the files that pages tell the reader to write
         for block in blocks(page):

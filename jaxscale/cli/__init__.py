@@ -20,6 +20,7 @@ COMMANDS = {
     "train": "train a decoder from a named run, whose settings are options",
     "prune": "prune a trained model, train it under the masks, report",
     "generate": "continue a prompt with a trained or a downloaded model",
+    "serve": "answer calls in the form of OpenAI's API with a model",
     "plan": "choose how GPUs share a training step, by estimates",
     "schedule": "check and draw a pipeline schedule",
     "bench-serve": "send load to an OpenAI-compatible server and measure",

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from jaxscale.models import (
 )
 from jaxscale.models.hf.files import Checkpoint
 from jaxscale.pruning import TILE_WISE, Masks, sparsify
-from jaxscale.sharding import MeshConfig
+from jaxscale.sharding import AxisRules, MeshConfig
 from jaxscale.training import run as run_directory
 from jaxscale.training.config import MAX_SEED
 from jaxscale.training.corpus import begins_documents
@@ -115,9 +115,19 @@ def complete(config: GenerateConfig) -> str:
             raise ValueError(f"--from {source}: there is no such directory")
         tokenizer = Tokenizer.from_file(source)
         mesh = _mesh(config.mesh)
-        load = _load_run if run_directory.is_run(source) else _load_hugging_face
         with jax.set_mesh(mesh):
-            model = load(config, mesh)
+            if run_directory.is_run(source):
+                model = load_run(
+                    source,
+                    mesh,
+                    sharding.preset(config.rules),
+                    dtype=config.dtype,
+                    step=config.step,
+                    sparse=config.sparse,
+                    tensor_parallel=config.tensor_parallel,
+                )
+            else:
+                model = _load_hugging_face(config, mesh)
         prompt = tokenizer.encode(config.prompt, add_bos=begins_documents(tokenizer))
         model.config.check_mesh(dict(mesh.shape), model.rules)
         _check(config, model, tokenizer, prompt)
@@ -154,19 +164,26 @@ def _mesh(config: MeshConfig) -> Mesh:
     return sharding.make_mesh(config, jax.devices()[:needed])
 
 
-def _load_run(config: GenerateConfig, mesh: Mesh) -> Decoder:
-    """The model of a checkpoint; a pruned one computes only what it keeps."""
-    directory, rules = Path(config.source), sharding.preset(config.rules)
-    model = run_directory.load_model(
-        directory,
-        mesh,
-        rules,
-        dtype=config.dtype,
-        step=config.step,
-        tensor_parallel=config.tensor_parallel,
-    )
+def load_run(
+    directory: Path,
+    mesh: Mesh,
+    rules: AxisRules,
+    *,
+    sparse: bool = True,
+    **options: Any,
+) -> Decoder:
+    """The model of a checkpoint; a pruned one computes only what it keeps.
+
+    Args:
+        directory: Output directory of a run.
+        mesh: Mesh of devices.
+        rules: Mesh axes that split it.
+        sparse: Compute only what a model keeps that was pruned tile-wise.
+        **options: As for `jaxscale.training.run.load_model`.
+    """
+    model = run_directory.load_model(directory, mesh, rules, **options)
     file = directory / run_directory.MASKS_FILE
-    if not (config.sparse and file.is_file()):
+    if not (sparse and file.is_file()):
         return model
     masks = Masks.load(file)
     if masks.config.pattern not in TILE_WISE:

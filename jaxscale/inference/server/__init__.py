@@ -13,7 +13,12 @@ except ImportError as error:
     ) from error
 
 from jaxscale.inference.server.app import create_app
-from jaxscale.inference.server.backend import Backend, EngineDead, Load, TextModel
+from jaxscale.inference.server.backend import (
+    Backend,
+    EngineBackend,
+    Load,
+    TextModel,
+)
 from jaxscale.inference.server.config import ServerConfig
 from jaxscale.inference.server.encoders import ServedEncoder
 from jaxscale.inference.server.run import serve
@@ -21,7 +26,7 @@ from jaxscale.inference.server.run import serve
 
 __all__ = [
     "Backend",
-    "EngineDead",
+    "EngineBackend",
     "Load",
     "ServedEncoder",
     "ServerConfig",

@@ -11,9 +11,10 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from jaxscale import __version__
+from jaxscale.inference.clients import EngineDead
 from jaxscale.inference.request import Draining, InvalidRequest, Overloaded
 from jaxscale.inference.server import chat_completions, completions, encoders
-from jaxscale.inference.server.backend import EngineDead, TextModel
+from jaxscale.inference.server.backend import TextModel
 from jaxscale.inference.server.calls import Caller, prepared
 from jaxscale.inference.server.config import ServerConfig
 from jaxscale.inference.server.errors import api_error, validation_error

@@ -5,15 +5,13 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol, runtime_checkable
 
+from jaxscale.inference.async_engine import AsyncEngine
 from jaxscale.inference.chat import ChatTemplate
+from jaxscale.inference.engine import Engine
 from jaxscale.inference.plan import Counts, Event
 from jaxscale.inference.request import Output, Request
 from jaxscale.inference.scheduler_config import SchedulerConfig
 from jaxscale.models.tokenizer import Tokenizer
-
-
-class EngineDead(RuntimeError):
-    """The engine has failed and serves nobody any more; HTTP 503."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,6 +72,57 @@ class Backend(Protocol):
     def close(self) -> None:
         """End what is still here; blocks."""
         ...
+
+
+class EngineBackend:
+    """An `Engine` as the server sees it."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Wrap an engine that was started; `close` ends it."""
+        self._engine, self._async = engine, AsyncEngine(engine)
+
+    @property
+    def config(self) -> SchedulerConfig:
+        """Sizes."""
+        return self._engine.scheduler.config
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why it is dead; None while it lives."""
+        return self._engine.error
+
+    def generate(self, request: Request) -> AsyncIterator[Output]:
+        """What the request brings; closing the iterator aborts it."""
+        return self._async.generate(request)
+
+    def load(self) -> Load:
+        """How busy it is, as of a moment ago."""
+        scheduler = self._engine.scheduler
+        return Load(
+            waiting=scheduler.num_waiting,
+            waiting_tokens=scheduler.waiting_tokens,
+            running=scheduler.num_running,
+            pages_held=scheduler.pool.num_held,
+            pages=scheduler.pool.num_pages,
+            counts=dataclasses.replace(scheduler.counts),
+        )
+
+    def observe(
+        self, on_event: Callable[[Event], None], on_tick: Callable[[], None]
+    ) -> None:
+        """Have events and the ends of ticks reported, on the engine's thread."""
+        self._engine.observers.append(on_event)
+        self._engine.after_tick.append(on_tick)
+
+    def drain(self) -> None:
+        """Refuse what comes from now on; what is here goes on."""
+        self._engine.drain()
+
+    def close(self) -> None:
+        """End what is still here; blocks."""
+        self._engine.close(timeout=0)
+        if self._engine.compiler is not None:
+            self._engine.compiler.close()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,8 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
+from jaxscale.inference.clients import EngineDead
 from jaxscale.inference.request import Draining, InvalidRequest, Output, Overloaded
-from jaxscale.inference.server.backend import EngineDead
 
 
 _TYPES = {

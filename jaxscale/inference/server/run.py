@@ -7,6 +7,7 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
+from uvicorn.config import LOGGING_CONFIG
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxscale.inference.server.app import create_app
@@ -75,7 +76,8 @@ def make_server(
         ws="none",
         lifespan="on",
         access_log=access_log,
-        log_level="info" if access_log else "warning",
+        # Without lines for calls, logging is left as its user has set it up.
+        log_config=LOGGING_CONFIG if access_log else None,
         proxy_headers=False,  # anyone could write them
         server_header=False,
         limit_concurrency=config.max_connections,

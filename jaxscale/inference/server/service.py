@@ -10,8 +10,9 @@ from collections.abc import AsyncIterator, Callable
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
+from jaxscale.inference.clients import EngineDead
 from jaxscale.inference.request import Draining
-from jaxscale.inference.server.backend import EngineDead, TextModel
+from jaxscale.inference.server.backend import TextModel
 from jaxscale.inference.server.calls import Caller
 from jaxscale.inference.server.config import ServerConfig
 from jaxscale.inference.server.encoders import ServedEncoder

@@ -8,6 +8,7 @@ import itertools
 import threading
 
 from jaxscale.inference.chat import ChatTemplate
+from jaxscale.inference.clients import EngineDead
 from jaxscale.inference.plan import Continuation, Counts, Event, State
 from jaxscale.inference.request import (
     Draining,
@@ -17,7 +18,7 @@ from jaxscale.inference.request import (
     TokenLogprobs,
 )
 from jaxscale.inference.scheduler_config import SchedulerConfig
-from jaxscale.inference.server import EngineDead, Load, TextModel
+from jaxscale.inference.server import Load, TextModel
 from jaxscale.inference.text import TextStream
 from jaxscale.models import Tokenizer
 from tests.inference.test_chat import CHATML

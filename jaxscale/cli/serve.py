@@ -1,0 +1,184 @@
+"""``jaxscale serve DIR``: a model behind an HTTP server in the form of OpenAI's API."""
+
+import dataclasses
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import jax
+import jax.numpy as jnp
+import tyro
+from jax.sharding import Mesh
+
+from jaxscale import sharding
+from jaxscale.cli.devices import simulate_devices
+from jaxscale.cli.errors import UsageError, usage_errors
+from jaxscale.cli.options import parse
+from jaxscale.inference import EngineConfig
+from jaxscale.models import Tokenizer
+from jaxscale.sharding import MeshConfig
+
+
+_KEYS = "JAXSCALE_API_KEYS"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """The model of ``jaxscale serve``, its address, and what calls may ask for."""
+
+    source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DIR")]
+    """A Hugging Face directory with config.json, safetensors and tokenizer.json, of a
+    decoder or of an encoder; or the output directory of a run."""
+    host: str = "127.0.0.1"
+    """Address to listen at; 0.0.0.0 is reached from other machines."""
+    port: int = 8000
+    """Port to listen at; 0 takes a free one."""
+    name: str | None = None
+    """Name of the model in calls; by default that of the directory."""
+    api_keys_file: str | None = None
+    """A file with a key in each line, of which a call must show one."""
+    isolate_clients: bool = False
+    """Share cached prompts among calls with the same key only."""
+    allow_priority: bool = False
+    """Let calls choose their priority."""
+    chat_template: str | None = None
+    """A file with a Jinja template, instead of the model's."""
+    drain_seconds: float = 60.0
+    """Time that running calls have to end after SIGTERM."""
+    max_body_mib: int = 16
+    """Longest body of a call, in MiB."""
+    access_log: bool = False
+    """Write a line for each call."""
+    engine: EngineConfig = EngineConfig()
+    """Sizes of the engine of a decoder."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Type of the computation; by default that of the run or of the file."""
+    mesh: MeshConfig = MeshConfig()
+    """Mesh of devices for a model that is too large for one."""
+    rules: str = "fsdp_tp"
+    """Sharding rules, by the name of a preset, where there are several devices."""
+    devices: int | None = None
+    """Simulate this many CPU devices instead of using those of the machine."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command.
+
+    Raises:
+        UsageError: there is no model, it does not fit, or the address is taken.
+    """
+    config = parse(
+        ServeConfig,
+        arguments,
+        prog="jaxscale serve",
+        description="Serve a model over HTTP, in the form of OpenAI's API. Keys are "
+        f"also taken from the environment, as {_KEYS}, with commas between them.",
+    )
+    simulate_devices(config.devices)
+    run(config)
+    return 0
+
+
+def run(config: ServeConfig) -> None:
+    """Serve until SIGTERM or Ctrl-C.
+
+    Raises:
+        UsageError: there is no model, it does not fit, or the address is taken.
+    """
+    with usage_errors():
+        from jaxscale.inference.server import ServerConfig, serve
+
+        keys = _keys(config)
+        settings = ServerConfig(
+            api_keys=keys,
+            isolate_clients=config.isolate_clients,
+            allow_priority=config.allow_priority,
+            drain_seconds=config.drain_seconds,
+            max_body_bytes=config.max_body_mib * 2**20,
+        )
+        load = _loader(config)
+        if not keys and config.host not in ("127.0.0.1", "::1", "localhost"):
+            print(
+                f"jaxscale: --host {config.host} lets other machines in, and there are "
+                "no keys: anyone who reaches this port can use the model",
+                file=sys.stderr,
+            )
+        print(
+            f"jaxscale: serving at http://{config.host}:{config.port}, the batch at "
+            "/live; ready when /ready says so",
+            file=sys.stderr,
+        )
+        serve(
+            load,
+            settings,
+            host=config.host,
+            port=config.port,
+            access_log=config.access_log,
+        )
+
+
+def _keys(config: ServeConfig) -> tuple[str, ...]:
+    keys = os.environ.get(_KEYS, "").split(",")
+    if config.api_keys_file is not None:
+        lines = Path(config.api_keys_file).read_text().splitlines()
+        if not any(line.strip() for line in lines):
+            raise ValueError(f"--api-keys-file {config.api_keys_file} holds no key")
+        keys += lines
+    return tuple(dict.fromkeys(key.strip() for key in keys if key.strip()))
+
+
+def _loader(config: ServeConfig) -> Callable[[], Any]:
+    """What loads the model; what can be checked at once is."""
+    from jaxscale.inference.server.load import served, text_model
+
+    source = Path(config.source)
+    if not source.is_dir():
+        raise UsageError(f"{source}: there is no such directory")
+    template = None
+    if config.chat_template is not None:
+        template = Path(config.chat_template).read_text()
+    mesh = _mesh(config.mesh)
+    rules = sharding.preset(config.rules) if mesh else sharding.REPLICATED
+    dtype = None if config.dtype is None else jnp.dtype(config.dtype)
+    names = ("config.json", "modules.json", "run.json")
+    found = [name for name in names if (source / name).is_file()]
+    if not found:
+        raise UsageError(f"{source} holds no model: none of {', '.join(names)}")
+    if "run.json" not in found:
+        return lambda: served(
+            source,
+            name=config.name,
+            engine=config.engine,
+            chat_template=template,
+            mesh=mesh,
+            rules=rules,
+            dtype=dtype,
+        )
+
+    def load() -> Any:
+        # A run is read by what trains, which a server of other models does not need.
+        from jaxscale.cli.generate import load_run
+
+        one = sharding.make_mesh({"fsdp": 1}, jax.devices()[:1])
+        model = load_run(source, mesh or one, rules, dtype=config.dtype)
+        return text_model(
+            model,
+            Tokenizer.from_file(source),
+            name=config.name or source.resolve().name,
+            engine=config.engine,
+            chat_template=template,
+        )
+
+    return load
+
+
+def _mesh(config: MeshConfig) -> Mesh | None:
+    """The mesh on just as many devices as it needs; None where that is one."""
+    sizes = [getattr(config, axis) for axis in sharding.MESH_AXES]
+    needed = len(jax.devices()) if -1 in sizes else math.prod(sizes)
+    if needed == 1:
+        return None
+    return sharding.make_mesh(config, jax.devices()[:needed])

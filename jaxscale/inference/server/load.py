@@ -1,0 +1,112 @@
+"""The model of a directory, ready to be served."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from jaxscale.inference.chat import ChatTemplate
+from jaxscale.inference.encoder import Encoder
+from jaxscale.inference.grammar import GrammarCompiler
+from jaxscale.inference.llm import make_engine
+from jaxscale.inference.memory import EngineConfig
+from jaxscale.inference.server.backend import EngineBackend, TextModel
+from jaxscale.inference.server.encoders import ServedEncoder
+from jaxscale.inference.server.service import Served
+from jaxscale.models.decoder import Decoder
+from jaxscale.models.encoder_config import EncoderConfig
+from jaxscale.models.families import config_from_hf
+from jaxscale.models.generation import GenerationConfig
+from jaxscale.models.hf.files import Checkpoint
+from jaxscale.models.hf.load import load
+from jaxscale.models.hf.sentence_transformers import sentence_settings
+from jaxscale.models.tokenizer import Tokenizer
+from jaxscale.sharding.rules import REPLICATED, AxisRules
+
+
+def served(
+    path: str | Path,
+    *,
+    name: str | None = None,
+    engine: EngineConfig | None = None,
+    chat_template: str | None = None,
+    mesh: Mesh | None = None,
+    rules: AxisRules = REPLICATED,
+    dtype: DTypeLike | None = None,
+) -> Served:
+    """The model of a Hugging Face directory, compiled, its engine started.
+
+    Args:
+        path: A decoder's directory, or an encoder's, which embeds and scores texts.
+        name: Name that calls give; None is that of the directory.
+        engine: Sizes of the engine.
+        chat_template: Jinja template to use instead of the directory's.
+        mesh: Devices to split the model over, with `rules`.
+        rules: Mesh axes that split it.
+        dtype: Type of the computation; by default that of the file.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: sizes do not fit, or the template is malformed.
+    """
+    path = Path(path)
+    name = name or path.resolve().name
+    options: dict[str, Any] = {"mesh": mesh, "rules": rules, "dtype": dtype}
+    config = config_from_hf(Checkpoint(sentence_settings(path)["path"]).config)
+    if isinstance(config, EncoderConfig):
+        return ServedEncoder(Encoder.from_pretrained(path, **options), name)
+    model: Any = load(path, **options)
+    return text_model(
+        model.for_inference(),
+        Tokenizer.from_file(path),
+        name=name,
+        engine=engine,
+        chat_template=chat_template,
+        eos_ids=GenerationConfig.from_file(path).eos_ids,
+    )
+
+
+def text_model(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    *,
+    name: str,
+    engine: EngineConfig | None = None,
+    chat_template: str | None = None,
+    eos_ids: Sequence[int] = (),
+) -> TextModel:
+    """A decoder, compiled, its engine started.
+
+    Args:
+        model: The decoder.
+        tokenizer: Of the model.
+        name: Name that calls give.
+        engine: Sizes of the engine.
+        chat_template: Jinja template to use instead of the tokenizer's.
+        eos_ids: Tokens that end a text, besides the tokenizer's.
+
+    Raises:
+        ValueError: sizes do not fit, or the template is malformed.
+    """
+    chat = None
+    if chat_template or tokenizer.chat_template:
+        chat = ChatTemplate(tokenizer, chat_template)
+    ends = {*eos_ids, *([] if tokenizer.eos_id is None else [tokenizer.eos_id])}
+    size = model.config.vocab_size
+    compiler = None
+    if ends:
+        compiler = GrammarCompiler(tokenizer, vocab_size=size, eos_ids=sorted(ends))
+    else:
+        print("no token ends a text: guided texts are refused", file=sys.stderr)
+    made = make_engine(
+        model, tokenizer, config=engine, eos_ids=sorted(ends), compiler=compiler
+    )
+    return TextModel(
+        name=name,
+        backend=EngineBackend(made.start()),
+        tokenizer=tokenizer,
+        chat=chat,
+    )

@@ -1,0 +1,142 @@
+"""Serving from the command line: a process that answers until it is told to end."""
+
+import dataclasses
+import functools
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import httpx2
+import pytest
+from flax import nnx
+
+from jaxscale.cli import serve
+from jaxscale.inference.server import ServedEncoder
+from jaxscale.models import (
+    Decoder,
+    EncoderModel,
+    Tokenizer,
+    encoder_preset,
+    preset,
+    save,
+)
+
+
+@pytest.fixture
+def call(command):
+    return functools.partial(command, "serve")
+
+
+def directory(path, kind, config):
+    tokenizer = Tokenizer.train(["to be or not to be"], 280)
+    config = dataclasses.replace(config, vocab_size=288)
+    save(kind(config, rngs=nnx.Rngs(0)), path, tokenizer=tokenizer)
+    return path
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory):
+    return directory(tmp_path_factory.mktemp("llama"), Decoder, preset("llama_tiny"))
+
+
+def test_help_describes_each_setting(call):
+    code, out, _ = call("--help")
+    assert code == 0
+    for option in ("DIR", "--port", "--api-keys-file", "--engine.max-len", "--host"):
+        assert option in out
+    assert "JAXSCALE_API_KEYS" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "DIR"),
+        (["nowhere"], "nowhere: there is no such directory"),
+        (["."], "holds no model: none of config.json"),
+        ([".", "--drain-seconds", "0"], "drain_seconds 0"),
+        ([".", "--api-keys-file", "missing"], "missing"),
+        ([".", "--api-keys-file", "empty"], "--api-keys-file empty holds no key"),
+        ([".", "--chat-template", "missing"], "missing"),
+        ([".", "--engine.num-slots", "0"], "num_slots 0"),
+    ],
+)
+def test_mistakes_are_explained(call, arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").write_text("\n \n")
+    code, _, err = call(*arguments, "--port", "0")
+    assert code == 2
+    assert re.search(message, err, re.IGNORECASE), err
+
+
+def test_keys(tmp_path, monkeypatch):
+    (tmp_path / "keys").write_text("a\n\n b \n")
+    monkeypatch.setenv("JAXSCALE_API_KEYS", "c,a")
+    config = serve.ServeConfig(source=".", api_keys_file=str(tmp_path / "keys"))
+    assert serve._keys(config) == ("c", "a", "b")
+
+
+def test_an_encoder(tmp_path):
+    path = directory(tmp_path / "bert", EncoderModel, encoder_preset("bert_tiny"))
+    model = serve._loader(serve.ServeConfig(source=str(path)))()
+    assert isinstance(model, ServedEncoder) and model.name == "bert"
+    model.close()
+
+
+def test_a_model_that_does_not_fit(call, decoder):
+    code, _, err = call(decoder, "--port", "0", "--engine.memory-fraction", "1e-6")
+    assert code == 2 and "do not fit into 0.00 GiB of a device" in err
+
+
+@pytest.mark.slow
+def test_a_process(decoder):
+    """It loads, answers, and ends well at SIGTERM, with a stream in the middle."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-W", "error", "-m", "jaxscale", "serve", decoder),
+            *("--port", str(port), "--name", "tiny", "--engine.num-slots", "2"),
+            *("--engine.prefill-tokens", "16", "--engine.page-size", "8"),
+            *("--engine.max-len", "64", "--engine.buckets", "2"),
+        ],
+        env={**os.environ, "JAXSCALE_API_KEYS": "secret", "JAX_PLATFORMS": "cpu"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        headers = {"authorization": "Bearer secret"}
+        with httpx2.Client(
+            base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=60
+        ) as client:
+            ready(client, process)
+            body = {"prompt": "to be", "max_tokens": 8, "temperature": 0}
+            answer = client.post("/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            (choice,) = answer.json()["choices"]
+            assert choice["finish_reason"] in ("stop", "length")
+            body |= {"max_tokens": 50, "stream": True, "ignore_eos": True}
+            with client.stream("POST", "/v1/completions", json=body) as stream:
+                process.send_signal(signal.SIGTERM)
+                text = stream.read().decode()
+            assert text.endswith("data: [DONE]\n\n") and "error" not in text
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        _, err = process.communicate()
+    assert "Traceback" not in err, err
+
+
+def ready(client, process, seconds=120):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            if client.get("/ready").status_code == 200:
+                return
+        except httpx2.ConnectError:
+            pass
+        time.sleep(0.1)
+    pytest.fail(f"not ready: {process.poll()}")

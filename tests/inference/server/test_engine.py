@@ -1,0 +1,195 @@
+"""The server on the real engine, with a small LLaMA."""
+
+import asyncio
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from jaxscale.inference.chat import ChatTemplate
+from jaxscale.inference.engine import Engine
+from jaxscale.inference.grammar import GrammarCompiler
+from jaxscale.inference.scheduler import Scheduler
+from jaxscale.inference.server import EngineBackend, TextModel
+from tests.inference.server.conftest import events
+from tests.inference.server.fake_engine import TOKENIZER
+from tests.inference.server.test_app import PATH, Client, settle
+from tests.inference.server.test_completions import joined
+
+
+@pytest.fixture
+def model(llama):
+    """A model whose engine begins anew."""
+    return make(llama)
+
+
+def make(llama, **sizes):
+    llama.runner.reset()
+    scheduler = Scheduler(dataclasses.replace(llama.sizes, **sizes), seed=0)
+    eos = TOKENIZER.eos_id
+    compiler = GrammarCompiler(TOKENIZER, vocab_size=288, eos_ids=[eos])
+    engine = Engine(llama.runner, scheduler, tokenizer=TOKENIZER, compiler=compiler)
+    return TextModel(
+        name="tiny",
+        backend=EngineBackend(engine.start()),
+        tokenizer=TOKENIZER,
+        chat=ChatTemplate(TOKENIZER, "{{ messages[0].content }}"),
+    )
+
+
+def at_rest(model):
+    """Whether all pages are free again, and every request is accounted for."""
+    load = model.backend.load()
+    c = load.counts
+    ended = c.finished + c.aborted + c.rejected + c.failed
+    return load.pages_held == load.running == load.waiting == 0 and c.received == ended
+
+
+def test_many_at_a_time(harness, llama, model):
+    """Each, whole or streamed, is what the model alone would say."""
+    prompts = [TOKENIZER.encode(text) for text in ("to be", "or", "not to", "be or")]
+
+    async def test(client):
+        bodies = [
+            {"prompt": p, "temperature": 0, "max_tokens": 8, "stream": stream}
+            for p in prompts
+            for stream in (False, True)
+        ]
+        calls = [client.post(PATH, json={**b, "logprobs": 0}) for b in bodies]
+        answers = await asyncio.gather(*calls)
+        await settle(lambda: at_rest(model))
+        return answers
+
+    answers = harness.run(test, model)
+    for i, prompt in enumerate(prompts):
+        whole, stream = answers[2 * i : 2 * i + 2]
+        (choice,) = whole.json()["choices"]
+        texts, reasons = joined(events(stream))
+        assert texts[0] == choice["text"]
+        assert reasons[0] == choice["finish_reason"] == "length"
+        tokens = list(prompt)
+        for logprob in choice["logprobs"]["token_logprobs"]:
+            expected = llama.logprobs(tokens)[-1]
+            tokens.append(int(expected.argmax()))
+            np.testing.assert_allclose(logprob, expected.max(), atol=1e-4)
+        known = [t for t in tokens[len(prompt) :] if t < TOKENIZER.vocab_size]
+        assert choice["text"] == TOKENIZER.continuation(prompt, known)
+
+
+def test_scores_of_a_prompt(harness, llama, model):
+    prompt = TOKENIZER.encode("to be or not to be")
+    body = {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 2}
+
+    async def test(client):
+        return await client.post(PATH, json=body)
+
+    (choice,) = harness.run(test, model).json()["choices"]
+    assert choice["text"] == "to be or not to be"
+    first, *values = choice["logprobs"]["token_logprobs"]
+    whole = llama.logprobs(prompt)
+    expected = [whole[i, token] for i, token in enumerate(prompt[1:])]
+    assert first is None
+    np.testing.assert_allclose(values, expected, atol=1e-4)
+    tops = choice["logprobs"]["top_logprobs"][1:]
+    best = [max(top.values()) for top in tops if len(top) > 1]
+    assert best and all(value <= 0 for value in best)
+
+
+def test_guided_texts(harness, model):
+    async def test(client):
+        body = {"prompt": "to", "max_tokens": 20, "guided_choice": ["be", "not"]}
+        choices = (await client.post(PATH, json={**body, "n": 2})).json()["choices"]
+        assert {choice["text"] for choice in choices} <= {"be", "not"}
+        schema = {"name": "x", "schema": {"enum": [True, False]}}
+        form = {"type": "json_schema", "json_schema": schema}
+        messages = [{"role": "user", "content": "to be?"}]
+        answer = await client.post(
+            "/v1/chat/completions",
+            json={"messages": messages, "response_format": form, "max_tokens": 30},
+        )
+        (choice,) = answer.json()["choices"]
+        assert json.loads(choice["message"]["content"]) in (True, False)
+        assert choice["finish_reason"] == "stop"
+        for wrong in ({"guided_regex": "("}, {"guided_json": "no"}):
+            answer = await client.post(PATH, json={"prompt": "to", **wrong})
+            assert answer.status_code == 400
+            assert "malformed" in answer.text or "cannot be used" in answer.text
+        await settle(lambda: at_rest(model))
+
+    harness.run(test, model)
+
+
+def test_overload(harness, llama):
+    model = make(llama, max_waiting=1)
+
+    async def test(client):
+        body = {"prompt": "to be", "max_tokens": 30}
+        calls = [client.post(PATH, json=body) for _ in range(20)]
+        answers = await asyncio.gather(*calls)
+        statuses = [answer.status_code for answer in answers]
+        assert set(statuses) == {200, 429} and statuses.count(200) >= 1
+        for answer in answers:
+            if answer.status_code == 429:
+                assert int(answer.headers["retry-after"]) >= 1
+        await settle(lambda: at_rest(model))
+        counts = model.backend.load().counts
+        assert counts.rejected == statuses.count(429)
+
+    harness.run(test, model)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves(harness, model, stream):
+    async def test(_):
+        body = {"prompt": "to", "max_tokens": 60, "ignore_eos": True, "n": 8}
+        client = Client(harness.app, {**body, "stream": stream})
+        await settle(lambda: model.backend.load().running)
+        client.left.set()
+        await client.task
+        await settle(lambda: at_rest(model))
+        counts = model.backend.load().counts
+        assert (counts.aborted, counts.finished) == (1, 0)
+
+    harness.run(test, model)
+
+
+def test_a_dead_engine(harness, model, monkeypatch):
+    async def test(client):
+        def broken(*_, **__):
+            raise RuntimeError("out of memory")
+
+        runner = model.backend._engine.runner
+        monkeypatch.setattr(runner, "decode", broken)
+        monkeypatch.setattr(runner, "prefill", broken)
+        calls = [client.post(PATH, json={"prompt": "to"}) for _ in range(3)]
+        answers = await asyncio.gather(*calls)
+        assert [answer.status_code for answer in answers] == [503] * 3
+        health = await client.get("/health")
+        assert (health.status_code, health.json()) == (503, {"status": "dead"})
+        assert "out of memory" in (await client.post(PATH, json={"prompt": "to"})).text
+
+    harness.run(test, model)
+
+
+def test_the_batch_is_seen(harness, model):
+    async def test(client):
+        body = {"prompt": [f"to {i}" for i in range(6)], "max_tokens": 20}
+        await client.post(PATH, json=body)
+        frames = []
+        await settle(lambda: at_rest(model))
+        frames = [*map(parse, harness.service.recorder._ring)]
+        frames.append(harness.service.recorder.frame())
+        return frames
+
+    frames = harness.run(test, model)
+    segments = [segment for frame in frames for segment in frame["segments"]]
+    assert len({color for _, color, *_ in segments}) == 6
+    assert {kind for _, _, kind, *_ in segments} >= {1}
+    assert {lane for lane, *_ in segments} == {0, 1, 2, 3}
+    assert frames[-1]["finished"] == 6 and frames[-1]["tokens"] == 120
+    assert frames[-1]["ttft"] and frames[-1]["gap"] and frames[-1]["step"]
+
+
+def parse(data):
+    return json.loads(data.removeprefix(b"data: "))
