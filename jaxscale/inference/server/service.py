@@ -1,10 +1,12 @@
 """The state of a server: what it serves, who may call, and when it ends."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import hashlib
 import hmac
 import logging
+import threading
 from collections.abc import AsyncIterator, Callable
 
 from starlette.datastructures import Headers
@@ -69,7 +71,7 @@ class Service:
 
     async def _start(self) -> None:
         try:
-            model = await asyncio.to_thread(self._load)
+            model = await self._loaded()
         except Exception as error:
             self.failure = error
             return
@@ -83,6 +85,19 @@ class Service:
         self.metrics.watch(backend.load)
         backend.observe(recorder.observe, recorder.tick)
         await recorder.run()
+
+    async def _loaded(self) -> Served:
+        # Not of the pool, whose threads hold up the end of the process.
+        loaded: concurrent.futures.Future[Served] = concurrent.futures.Future()
+
+        def load() -> None:
+            try:
+                loaded.set_result(self._load())
+            except BaseException as error:
+                loaded.set_exception(error)
+
+        threading.Thread(target=load, name="load", daemon=True).start()
+        return await asyncio.shield(asyncio.wrap_future(loaded))
 
     @property
     def error(self) -> BaseException | None:

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import json
+import threading
+import time
 
 import httpx2
 import pytest
@@ -64,6 +66,22 @@ def test_while_the_model_is_loaded():
                 assert "there are no weights" in answer.json()["error"]["message"]
 
     asyncio.run(main())
+
+
+def test_the_end_while_the_model_is_loaded():
+    """Nobody waits for it."""
+    go_on = threading.Event()
+    app = create_app(ServerConfig(), lambda: go_on.wait(60))
+
+    async def main():
+        async with app.router.lifespan_context(app):
+            await asyncio.sleep(0.01)
+            await app.state.service.drain()
+
+    start = time.monotonic()
+    asyncio.run(main())
+    assert time.monotonic() - start < 20
+    go_on.set()
 
 
 def test_a_dead_engine(harness):
