@@ -297,18 +297,26 @@ class Bars:
         return self.throughput >= 2 and self.latency <= 1.3
 
 
-def bars(model: Any, *, requests: int, slots: int, shrink: int, seed: int = 0) -> Bars:
+def bars(
+    model: Any, *, requests: int, slots: int, shrink: int, rounds: int, seed: int = 0
+) -> Bars:
     """Continuous against static batching, and a request at half load against alone.
 
-    Both run the same model on engines of `slots` rows. Lengths are like those of
-    ShareGPT, divided by `shrink`; arrivals are Poisson, at first far above what can be
-    served, then at half of the rate that continuous batching has reached.
+    All run in turns on one engine that computes `slots` rows in every step, and a step
+    in every call: both policies pay for a step the same, on the host too. (Where no
+    request waits, as in a batch that runs, the engine otherwise computes four in a
+    call, which on a CPU hides what small models cost the host.)
+    Lengths are like those of ShareGPT, divided by `shrink`; arrivals are Poisson, at
+    first far above what can be served, then at half of the rate that continuous
+    batching has reached. The best of all rounds counts, of each: others may use the
+    machine meanwhile.
 
     Args:
         model: A decoder.
         requests: Number of them.
-        slots: Rows of both engines.
+        slots: Rows.
         shrink: Divides lengths.
+        rounds: How often each is measured.
         seed: Of everything.
     """
     from benchmarks import serving_policies as policies
@@ -317,28 +325,35 @@ def bars(model: Any, *, requests: int, slots: int, shrink: int, seed: int = 0) -
     load = policies.make_load(
         case | {"gap_ms": 0.1, "arrivals": "poisson"}, model.config.vocab_size, seed
     )
-    ours = policies.engine_for(model, load, slots, sorted({2, slots}))
-    fixed = policies.engine_for(model, load, slots, [slots])
-    with ours, fixed:
-        for engine in (ours, fixed):
-            policies.alone(engine, load, [0, 1])
-        full = policies.figures(policies.continuous(ours, load))
-        static = policies.figures(policies.static(fixed, load, slots))
-        speed = full["tokens_per_second"]
+    full, static, alone, half = [], [], [], []
+    with policies.engine_for(model, load, slots, [slots], steps=1) as engine:
+        policies.alone(engine, load, [0, 1])
+        for _ in range(rounds):
+            full.append(policies.figures(policies.continuous(engine, load)))
+            static.append(policies.figures(policies.static(engine, load, slots)))
+            print(f"full {_shown(full[-1])}\nstatic {_shown(static[-1])}", flush=True)
+        speed = max(found["tokens_per_second"] for found in full)
         gap_ms = 2e3 * sum(load.outputs) / speed / requests
-        half = dataclasses.replace(
-            load, due=policies.moments(requests, gap_ms, "poisson", seed + 1)
-        )
-        solo = policies.alone(ours, load, range(requests))
-        busy = policies.figures(policies.continuous(ours, half), dict(enumerate(solo)))
-    for name, found in (("full", full), ("static", static), ("half load", busy)):
-        print(name, {key: float(f"{value:.4g}") for key, value in found.items()})
-    found = Bars(speed / static["tokens_per_second"], busy["latency_vs_solo"])
+        due = policies.moments(requests, gap_ms, "poisson", seed + 1)
+        later = dataclasses.replace(load, due=due)
+        for _ in range(rounds):
+            seconds = policies.alone(engine, load, range(requests))
+            alone.append(1e3 * statistics.mean(seconds))
+            half.append(policies.figures(policies.continuous(engine, later)))
+            print(f"alone {alone[-1]:.4g} ms\nhalf load {_shown(half[-1])}", flush=True)
+    found = Bars(
+        speed / max(each["tokens_per_second"] for each in static),
+        min(each["mean_latency_ms"] for each in half) / min(alone),
+    )
     print(
         f"{found.throughput:.2f} times the throughput of static batching (at least 2), "
         f"{found.latency:.2f} times the latency alone (at most 1.3)"
     )
     return found
+
+
+def _shown(found: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in found.items())
 
 
 def _small_model() -> Any:
@@ -348,12 +363,12 @@ def _small_model() -> Any:
 
     config = models.DecoderConfig(
         vocab_size=512,
-        d_model=256,
-        num_layers=4,
+        d_model=128,
+        num_layers=2,
         num_heads=4,
         num_kv_heads=1,
-        head_dim=64,
-        d_ff=1024,
+        head_dim=32,
+        d_ff=512,
         max_seq_len=2048,
     )
     return models.Decoder(config, rngs=nnx.Rngs(0))
@@ -370,6 +385,8 @@ if __name__ == "__main__":
         name, *arguments = json.loads(sys.argv[2])
         print(json.dumps(_KINDS[name](name, *arguments)))
     elif sys.argv[1:2] == ["bars"]:
-        sys.exit(not bars(_small_model(), requests=48, slots=8, shrink=4).held)
+        sys.exit(
+            not bars(_small_model(), requests=160, slots=8, shrink=4, rounds=3).held
+        )
     else:
         BENCHMARK.main()

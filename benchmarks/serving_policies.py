@@ -92,7 +92,11 @@ def moments(count: int, gap_ms: float, how: str, seed: int) -> list[float]:
 
 
 def engine_for(
-    model: Decoder, load: Load, slots: int, buckets: Sequence[int] | None = None
+    model: Decoder,
+    load: Load,
+    slots: int,
+    buckets: Sequence[int] | None = None,
+    **sizes: Any,
 ) -> Engine:
     """An engine, compiled, that serves `slots` requests of `load` together."""
     config = EngineConfig(
@@ -100,6 +104,7 @@ def engine_for(
         num_slots=slots,
         buckets=None if buckets is None else tuple(buckets),
         prefix_cache=False,
+        **sizes,
     )
     return make_engine(model, config=config, quiet=True)
 
