@@ -83,13 +83,8 @@ class EngineConfig:
         Raises:
             ValueError: `max_len` is more than the model can do, or sizes do not fit.
         """
-        limit = model.max_cache_len
-        longest = self.max_len or limit or model.max_seq_len
-        if limit is not None and longest > limit:
-            raise ValueError(
-                f"max_len {longest} exceeds {limit}, the longest sequence that the "
-                "model can continue; lower it"
-            )
+        longest = self.max_len or model.max_cache_len or model.max_seq_len
+        check_max_len(model, longest)
         most = max(self.chunks(on_cpu=on_cpu))
         pages = -(-longest // self.page_size)
         slots = self.num_slots or (8 if on_cpu else 128)
@@ -113,6 +108,23 @@ class EngineConfig:
             max_waiting=self.max_waiting,
             max_waiting_tokens=self.max_waiting_tokens,
         )
+
+
+def check_max_len(model: DecoderConfig, max_len: int) -> None:
+    """Raise unless sequences of `max_len` tokens can be continued token by token."""
+    limit = model.max_cache_len
+    if limit is None or max_len <= limit:
+        return
+    why = "the size of the table of learned positions"
+    if model.position == "rope":
+        why = (
+            "the original length of dynamic rotary scaling, beyond which keys in pages "
+            "would have to be rotated anew"
+        )
+    raise ValueError(
+        f"max_len {max_len} exceeds {limit}, the longest sequence that the model can "
+        f"continue: {why}; lower max_len"
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

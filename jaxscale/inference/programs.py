@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int, Int16, UInt32
 from jaxscale.inference import sampling
 from jaxscale.inference.slots import NUM_STOPS, Column, OutFlag, RowFlag
 from jaxscale.models.decoder import Decoder
-from jaxscale.nn.paged import PagedChunks, PagedRows
+from jaxscale.nn.cache import PagedChunks, PagedRows
 from jaxscale.sharding.operations import constrain
 
 

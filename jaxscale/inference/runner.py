@@ -17,13 +17,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jaxtyping import Array
 
+from jaxscale.inference.memory import check_max_len
 from jaxscale.inference.plan import Chunk
 from jaxscale.inference.programs import KEY_BLOCK, Packed, Programs
 from jaxscale.inference.request import MAX_BIASES
 from jaxscale.inference.scheduler_config import SchedulerConfig
 from jaxscale.inference.slots import Column
 from jaxscale.models.decoder import Decoder
-from jaxscale.nn.paged import PAGES_AXES
+from jaxscale.nn.cache import PAGES_AXES
 
 
 NUM_CHANGES = 512
@@ -89,7 +90,12 @@ class Runner:
             buckets: B of the programs that decode, powers of two, the largest S; by
                 default all. With few, less is compiled and more rows are computed; with
                 one, what a request gets does not depend on how many others there are.
+
+        Raises:
+            ValueError: ``config.longest`` is more than the model can continue, or
+                `prefill_tokens` or `buckets` do not fit `config`.
         """
+        check_max_len(model.config, config.longest)
         self.config = config
         self.buckets = _buckets(config, buckets)
         model = model.for_inference()

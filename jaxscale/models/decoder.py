@@ -1,7 +1,6 @@
 """The decoder-only Transformer of all families of decoders.
 
-Legend: B batch, T tokens of a row, S slots, K key/value heads, H head dim, D model,
-V vocabulary, L layers.
+Legend: B batch, T tokens of a row, D model, V vocabulary.
 """
 
 import math
@@ -21,17 +20,14 @@ from jaxscale.models.stack import (
     lose,
     make_stack,
     run_stack,
-    unstacked,
 )
 from jaxscale.nn.blocks import Block, make_norm
-from jaxscale.nn.cache import Cached, KVCache
 from jaxscale.nn.embeddings import Embed
 from jaxscale.nn.linear import Linear
 from jaxscale.nn.self_attention import AttentionState, attention_state
 from jaxscale.sharding.operations import constrain, contract
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 from jaxscale.sharding.tensor_parallel import TensorParallel, check_tensor_parallel
-from pallas_kernels.arrays import concrete
 
 
 class Decoder(nnx.Module):
@@ -51,14 +47,6 @@ class Decoder(nnx.Module):
 
         >>> model(tokens, cu_seqlens=jnp.array([[0, 2, 5]])).shape
         (1, 5, 256)
-
-        Incremental:
-
-        >>> logits, cache = model.decode(tokens, model.init_cache(1, max_len=16))
-        >>> next_token = logits[:, -1:].argmax(-1)
-        >>> logits, cache = model.decode(next_token, cache)
-        >>> print(cache.lengths)
-        [6]
     """
 
     def __init__(
@@ -135,14 +123,6 @@ class Decoder(nnx.Module):
         )
         self.lm_head = None if config.tie_embeddings else self._make_lm_head(rngs)
 
-    def unstacked(self) -> "Decoder":
-        """The same model for inference, each block with parameters of its own.
-
-        Its program is faster and takes longer to compile: no parameter is copied out
-        of the stack, and no loop runs over it. It cannot be saved.
-        """
-        return unstacked(self)
-
     def for_inference(self, mesh: Mesh | None = None) -> "Decoder":
         """The same model as the serving engine reads it best; it cannot be saved.
 
@@ -213,8 +193,8 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], State]:
         """The activations after the last norm of tokens whose attention is in `state`.
 
-        `hidden` and `decode` call it with a state that they make; one of another form,
-        such as a paged cache, can be passed directly.
+        `hidden` calls it with the state of whole or packed rows, the serving engine
+        with that of tokens which follow what lies in pages (`jaxscale.nn.PagedRows`).
 
         Args:
             tokens: Token ids.
@@ -222,6 +202,23 @@ class Decoder(nnx.Module):
 
         Returns:
             The activations, and the state with the keys and values of the tokens.
+
+        Example:
+            A prompt of three tokens, and the one that follows it, in one page:
+
+            >>> from jaxscale.models.llama import llama_tiny
+            >>> from jaxscale.nn import PagedRows, empty_pages
+            >>> model = Decoder(llama_tiny(), rngs=nnx.Rngs(0))
+            >>> pages = empty_pages(
+            ...     num_layers=2, num_pages=1, page_size=8, num_kv_heads=2, head_dim=8
+            ... )
+            >>> table, held = jnp.array([[0]]), jnp.array([0])
+            >>> state = PagedRows.of(pages, table, held, held + 3, num_tokens=3)
+            >>> hidden, state = model.run(jnp.array([[1, 2, 3]]), state)
+            >>> token = model.unembed(hidden[:, -1:]).argmax(-1)
+            >>> state = PagedRows.of(state.pages, table, held + 3, held + 1)
+            >>> model.run(token, state)[0].shape
+            (1, 1, 32)
         """
         lookups = [(tokens, self.embed)]
         if self.positions is not None:
@@ -275,76 +272,6 @@ class Decoder(nnx.Module):
         bias = self.lm_head.bias
         return self.lm_head.kernel[...], None if bias is None else bias[...]
 
-    def init_cache(self, batch: int, max_len: int) -> KVCache:
-        """An empty cache for `batch` sequences of at most `max_len` tokens each.
-
-        Raises:
-            ValueError: `max_len` exceeds ``config.max_cache_len``, with a table of
-                learned positions or dynamic rotary scaling.
-        """
-        self._check_cache("max_len", max_len)
-        return KVCache.zeros(
-            num_layers=self.config.num_layers,
-            batch=batch,
-            capacity=max_len,
-            num_kv_heads=self.config.num_kv_heads,
-            head_dim=self.config.head_dim,
-            dtype=self.dtype,
-            rules=self.rules,
-        )
-
-    def decode(
-        self,
-        tokens: Int[Array, "B T"],
-        cache: KVCache,
-        *,
-        lengths: Int[Array, "B"] | None = None,
-        cache_is_empty: bool = False,
-    ) -> tuple[Float[Array, "B T V"], KVCache]:
-        """Logits of new tokens that continue the sequences in the cache.
-
-        The first call takes the prompts, padded on the right; later ones one token each
-        or more.
-
-        Args:
-            tokens: New tokens of each row.
-            cache: Tokens before them.
-            lengths: How many of the new tokens of each row are real, T if None.
-            cache_is_empty: Promise that the cache is empty, so that attention reads the
-                new tokens alone through the kernels for whole rows, not the slots.
-
-        Returns:
-            The logits in fp32, and the cache with the new tokens added. Logits of
-            padding mean nothing.
-
-        Raises:
-            ValueError: the cache cannot hold the new tokens. Under `jax.jit`, where the
-                lengths are unknown, only T is checked, and tokens past the last slot
-                are dropped.
-        """
-        hidden, cache = self.decode_hidden(
-            tokens, cache, lengths=lengths, cache_is_empty=cache_is_empty
-        )
-        return self.unembed(hidden), cache
-
-    def decode_hidden(
-        self,
-        tokens: Int[Array, "B T"],
-        cache: KVCache,
-        *,
-        lengths: Int[Array, "B"] | None = None,
-        cache_is_empty: bool = False,
-    ) -> tuple[Float[Array, "B T D"], KVCache]:
-        """Decode as `decode` does, up to the activations before `unembed`."""
-        batch, num_tokens = tokens.shape
-        if lengths is None:
-            lengths = jnp.full(batch, num_tokens, jnp.int32)
-        self._check_cache("slots of the cache", cache.capacity)
-        _check_capacity(num_tokens, lengths, cache)
-        state = Cached.of(cache, num_tokens, is_empty=cache_is_empty)
-        hidden, state = self.run(tokens, state)
-        return hidden, KVCache(k=state.k, v=state.v, lengths=cache.lengths + lengths)
-
     def _make_lm_head(self, rngs: nnx.Rngs) -> Linear:
         return Linear(
             self.config.d_model,
@@ -365,24 +292,3 @@ class Decoder(nnx.Module):
                 f"{name} {length} exceeds max_seq_len {limit}, the size of the table "
                 "of learned positions; shorten the sequences or pack them"
             )
-
-    def _check_cache(self, name: str, length: int) -> None:
-        limit = self.config.max_cache_len
-        if limit is not None and length > limit and self.config.position == "rope":
-            raise ValueError(
-                f"{name} {length} exceeds {limit}, the original length of dynamic "
-                "rotary scaling, beyond which keys in a cache would have to be rotated "
-                "anew; use whole or packed rows, or another scaling such as 'yarn'"
-            )
-        self._check_length(name, length)
-
-
-def _check_capacity(num_tokens: int, lengths: Array, cache: KVCache) -> None:
-    """Raise where the new tokens are known not to fit."""
-    ends = concrete(cache.lengths + lengths)
-    needed = num_tokens if ends is None else int(ends.max())
-    if needed > cache.capacity:
-        raise ValueError(
-            f"the cache has {cache.capacity} slots a row, but {needed} tokens must fit;"
-            " make it with a larger max_len"
-        )

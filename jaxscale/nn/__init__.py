@@ -2,7 +2,13 @@
 
 from jaxscale.nn.attention import AttentionConfig, attention
 from jaxscale.nn.blocks import MLP, Block, BlockConfig, make_norm
-from jaxscale.nn.cache import Cached, KVCache
+from jaxscale.nn.cache import (
+    PagedChunks,
+    PagedRows,
+    append_rows,
+    empty_pages,
+    read_rows,
+)
 from jaxscale.nn.convolution import SequenceConvolution
 from jaxscale.nn.disentangled import (
     DisentangledAttention,
@@ -27,13 +33,6 @@ from jaxscale.nn.packing import (
     positions,
     unpack,
 )
-from jaxscale.nn.paged import (
-    PagedChunks,
-    PagedRows,
-    append_rows,
-    empty_pages,
-    read_rows,
-)
 from jaxscale.nn.self_attention import (
     Attention,
     AttentionState,
@@ -42,7 +41,6 @@ from jaxscale.nn.self_attention import (
     attention_state,
 )
 from jaxscale.nn.tile_sparse_linear import TileSparseLinear
-from pallas_kernels.attention import attention_mask, masked_attention
 
 
 __all__ = [
@@ -52,13 +50,11 @@ __all__ = [
     "AttentionState",
     "Block",
     "BlockConfig",
-    "Cached",
     "ColumnParallelLinear",
     "DisentangledAttention",
     "DisentangledConfig",
     "Embed",
     "JoinedLinear",
-    "KVCache",
     "LayerNorm",
     "Linear",
     "Packed",
@@ -76,12 +72,10 @@ __all__ = [
     "append_rows",
     "assign_rows",
     "attention",
-    "attention_mask",
     "attention_state",
     "empty_pages",
     "layer_norm",
     "make_norm",
-    "masked_attention",
     "pack",
     "pack_sequences",
     "positions",

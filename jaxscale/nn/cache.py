@@ -1,120 +1,147 @@
-"""Keys and values of the tokens seen so far, and the state of tokens that follow them.
+"""Keys and values of many sequences, in pages that they take and give back.
 
-Legend: B batch, T tokens, S slots, K key/value heads, H head dim, L layers.
+A page holds the keys and values of some neighboring tokens of a sequence, for all
+layers; which pages are a sequence's, and in which order, is for the caller to say. A
+*row* is the place of one token: ``page * G + offset``.
+
+Legend: B sequences, R new tokens of a sequence, T tokens of a packed row, S rows that
+are read, N query heads, K key/value heads, H head dim, L layers, P pages, G tokens of a
+page, W pages of a sequence.
 """
 
 import dataclasses
 import typing
 from typing import Self
 
-import jax
 import jax.numpy as jnp
 from jax.tree_util import register_dataclass
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from jaxscale.nn.attention import AttentionConfig
+from jaxscale.nn.attention import AttentionConfig, attention
 from jaxscale.nn.self_attention import AttentionState
 from jaxscale.sharding.operations import constrain
 from jaxscale.sharding.rules import REPLICATED, AxisRules
-from pallas_kernels.attention import attention, attention_mask, masked_attention
+from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.varlen_attention import segment_ids_from_cu_seqlens
 
 
-CACHE_AXES = (None, "batch", None, "act_kv_heads", None)
-"""Logical axes of the keys and of the values of a `KVCache`."""
+PAGES_AXES = (None, None, None, "act_kv_heads", None, None)
+"""Logical axes of a pool of pages, [L, P, 2, K, G, H]."""
 
 
-# Transformations rebuild the class around shardings and shapes, so that its fields
-# cannot be checked as arrays.
-@register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-@typing.no_type_check
-class KVCache:
-    """A contiguous cache: slot `s` of row `b` holds token `s` of sequence `b`.
+def empty_pages(
+    *,
+    num_layers: int,
+    num_pages: int,
+    page_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: DTypeLike = jnp.float32,
+    rules: AxisRules = REPLICATED,
+) -> Float[Array, "L P 2 K G H"]:
+    """A pool of pages, keys before values.
 
     Example:
-        >>> cache = KVCache.zeros(
-        ...     num_layers=2, batch=3, capacity=16, num_kv_heads=4, head_dim=8
+        >>> pages = empty_pages(
+        ...     num_layers=2, num_pages=8, page_size=4, num_kv_heads=2, head_dim=16
         ... )
-        >>> cache.k.shape, cache.capacity
-        ((2, 3, 16, 4, 8), 16)
+        >>> pages.shape
+        (2, 8, 2, 2, 4, 16)
     """
+    shape = (num_layers, num_pages, 2, num_kv_heads, page_size, head_dim)
+    return constrain(jnp.zeros(shape, dtype), PAGES_AXES, rules)
 
-    k: Float[Array, "L B S K H"]
-    """Keys, rotated."""
-    v: Float[Array, "L B S K H"]
-    """Values."""
-    lengths: Int[Array, "B"]
-    """Tokens in each row; slots from there on are free."""
 
-    @classmethod
-    def zeros(
-        cls,
-        *,
-        num_layers: int,
-        batch: int,
-        capacity: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: DTypeLike = jnp.float32,
-        rules: AxisRules = REPLICATED,
-    ) -> "KVCache":
-        """An empty cache of `capacity` tokens a row."""
-        shape = (num_layers, batch, capacity, num_kv_heads, head_dim)
-        return cls(
-            k=constrain(jnp.zeros(shape, dtype), CACHE_AXES, rules),
-            v=constrain(jnp.zeros(shape, dtype), CACHE_AXES, rules),
-            lengths=constrain(jnp.zeros(batch, jnp.int32), ("batch",), rules),
-        )
+def append_rows(
+    pages: Float[Array, "L P 2 K G H"],
+    layer: Int[Array, ""] | int,
+    rows: Int[Array, "T"],
+    kv: Float[Array, "T 2 K H"],
+) -> Float[Array, "L P 2 K G H"]:
+    """`pages` with keys and values of one layer put at `rows`.
 
-    @property
-    def capacity(self) -> int:
-        """Slots of a row, in tokens."""
-        return self.k.shape[2]
+    Rows past the pool are dropped.
+    """
+    page, offset = jnp.divmod(rows, pages.shape[4])
+    new = kv.astype(pages.dtype)
+    return pages.at[layer, page, :, :, offset].set(new, mode="drop")
+
+
+def read_rows(
+    pages: Float[Array, "L P 2 K G H"],
+    layer: Int[Array, ""] | int,
+    rows: Int[Array, "S"],
+) -> Float[Array, "S 2 K H"]:
+    """Keys and values of one layer at `rows`; zeros for rows past the pool."""
+    page, offset = jnp.divmod(rows, pages.shape[4])
+    return pages.at[layer, page, :, :, offset].get(mode="fill", fill_value=0)
 
 
 @typing.no_type_check
-@register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cached(AttentionState):
-    """New tokens of rows whose earlier keys and values lie in a `KVCache`.
+class _Pages(AttentionState):
+    """Common part of the forms for pages."""
 
-    The positions are the slots that the new tokens take, consecutive in each row.
-    """
-
-    k: Float[Array, "L B S K H"] = dataclasses.field(
-        metadata={"axes": CACHE_AXES, "carried": True}
+    pages: Float[Array, "L P 2 K G H"] = dataclasses.field(
+        metadata={"axes": PAGES_AXES, "carried": True}
     )
-    """Keys of all layers, rotated."""
-    v: Float[Array, "L B S K H"] = dataclasses.field(
-        metadata={"axes": CACHE_AXES, "carried": True}
-    )
-    """Values of all layers."""
-    layer: Int[Array, ""] = dataclasses.field(metadata={"axes": ()})
-    """Number of the layer at hand in the cache."""
-    is_empty: bool = dataclasses.field(default=False, metadata={"static": True})
-    """Promise that nothing precedes the new tokens: attention then reads them alone,
-    through the kernels for whole rows, and not the slots."""
-
-    @classmethod
-    def of(cls, cache: KVCache, num_tokens: int, *, is_empty: bool = False) -> Self:
-        """The state of `num_tokens` new tokens in each row of `cache`."""
-        slots = cache.lengths[:, None] + jnp.arange(num_tokens)  # [B, T]
-        first = jnp.zeros((), jnp.int32)
-        return cls(
-            positions=slots, k=cache.k, v=cache.v, layer=first, is_empty=is_empty
-        )
-
-    @typing.override
-    def sequence_lengths(self) -> Array:
-        # Keys stay as they were rotated, so the frequencies must never change: those
-        # of the longest sequence that has a place here.
-        return jnp.full_like(self.positions, self.k.shape[2])
+    """The pool."""
+    layer: Int[Array, ""] | int = dataclasses.field(default=0, metadata={"axes": ()})
+    """Number of the layer at hand in the pool."""
 
     @typing.override
     def at(self, layer: Array | int, variant: AttentionConfig | None) -> Self:
         layer = jnp.asarray(layer, jnp.int32)
         return dataclasses.replace(self, variant=variant, layer=layer)
+
+    @typing.override
+    def sequence_lengths(self) -> Array:
+        # Keys stay as they were rotated, so the frequencies must never change: those
+        # of short sequences, beyond which `DecoderConfig.max_cache_len` ends them.
+        return jnp.ones_like(self.positions)
+
+    def _check(self, config: AttentionConfig) -> None:
+        if not config.causal:
+            raise ValueError("causal False: only causal attention can be continued")
+
+
+@typing.no_type_check
+@register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PagedRows(_Pages):
+    """New tokens of several sequences, a row each, after what lies in their pages.
+
+    The positions are those that follow the tokens in the pages. The new tokens are
+    appended, and then see themselves and what precedes them.
+    """
+
+    table: Int[Array, "B W"] = dataclasses.field(metadata={"axes": (None, None)})
+    """The pages of each sequence, in the order of their tokens."""
+    lengths: Int[Array, "B"] = dataclasses.field(metadata={"axes": (None,)})
+    """Tokens of each sequence that its pages hold already."""
+    num_new: Int[Array, "B"] = dataclasses.field(metadata={"axes": (None,)})
+    """New tokens of each sequence, R at most; the rest is padding."""
+
+    @classmethod
+    def of(
+        cls,
+        pages: Float[Array, "L P 2 K G H"],
+        table: Int[Array, "B W"],
+        lengths: Int[Array, "B"],
+        num_new: Int[Array, "B"],
+        num_tokens: int = 1,
+    ) -> Self:
+        """The state of rows of `num_tokens` tokens, R."""
+        positions = lengths[:, None] + jnp.arange(num_tokens, dtype=lengths.dtype)
+        return cls(
+            positions=positions,
+            pages=pages,
+            layer=jnp.zeros((), jnp.int32),
+            table=table,
+            lengths=lengths,
+            num_new=num_new,
+        )
 
     @typing.override
     def attend(
@@ -125,37 +152,83 @@ class Cached(AttentionState):
         config: AttentionConfig,
         implementation: str | None = None,
     ) -> tuple[Array, Self]:
-        if not config.causal:
-            raise ValueError("causal False: only causal attention can be continued")
-        after = self.carrying(
-            [
-                write_cache(cache, new, self.layer, self.positions)
-                for cache, new in ((self.k, k), (self.v, v))
-            ]
+        del implementation  # a name among those of attention over whole rows
+        self._check(config)
+        out, pages = paged_attention(
+            q,
+            jnp.stack([k, v], axis=2),  # [B, R, 2, K, H]
+            self.pages,
+            self.layer,
+            self.table,
+            self.lengths,
+            num_new=self.num_new,
+            window=config.window,
+            scale=config.logits_scale,
+            softcap=config.softcap,
         )
-        if self.is_empty:
-            options = {**config.options, "implementation": implementation}
-            return attention(q, k, v, **options), after
-        keys, values = (
-            jax.lax.dynamic_index_in_dim(cache, self.layer, keepdims=False)
-            for cache in after.carried
-        )  # [B, S, K, H]
-        window = config.limits
-        mask = attention_mask(self.positions, keys.shape[1], causal=True, window=window)
-        scale, softcap = config.logits_scale, config.softcap
-        out = masked_attention(q, keys, values, mask, scale=scale, softcap=softcap)
-        return out, after
+        return out, dataclasses.replace(self, pages=pages)
 
 
-def write_cache(
-    cache: Float[Array, "L B S K H"],
-    new: Float[Array, "B T K H"],
-    layer: Int[Array, ""],
-    positions: Int[Array, "B T"],
-) -> Float[Array, "L B S K H"]:
-    """`cache` with the keys or values `new` of one layer put at their `positions`.
+@typing.no_type_check
+@register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PagedChunks(_Pages):
+    """Parts of several prompts, one behind the other in one row, [1, T].
 
-    Positions past the last slot are dropped.
+    Each part sees itself and the tokens of its sequence that lie in pages already.
     """
-    rows = jnp.arange(new.shape[0])[:, None]  # [B, 1], beside positions [B, T]
-    return cache.at[layer, rows, positions].set(new.astype(cache.dtype), mode="drop")
+
+    rows: Int[Array, "T"] = dataclasses.field(metadata={"axes": (None,)})
+    """Rows for the keys and values of each token; past the pool for padding."""
+    key_rows: Int[Array, "S"] = dataclasses.field(metadata={"axes": (None,)})
+    """Rows of the keys of each sequence, from its first token to the last of its part,
+    one sequence behind the other."""
+    cu_q: Int[Array, "1 bounds"] = dataclasses.field(metadata={"axes": (None, None)})
+    """Boundaries of the parts in T."""
+    cu_k: Int[Array, "1 bounds"] = dataclasses.field(metadata={"axes": (None, None)})
+    """Boundaries of the sequences in S."""
+
+    @typing.override
+    def attend(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        config: AttentionConfig,
+        implementation: str | None = None,
+    ) -> tuple[Array, Self]:
+        self._check(config)
+        new = jnp.stack([k[0], v[0]], axis=1)  # [T, 2, K, H]
+        pages = append_rows(self.pages, self.layer, self.rows, new)
+        held = read_rows(pages, self.layer, self.key_rows).astype(q.dtype)
+        held, lost = self._apart(held, q.shape[1])
+        out = attention(
+            q,
+            held[None, :, 0],
+            held[None, :, 1],
+            cu_seqlens=self.cu_q,
+            cu_seqlens_k=self.cu_k,
+            causal=True,
+            window=config.limits,
+            scale=config.logits_scale,
+            softcap=config.softcap,
+            implementation=implementation,
+        )
+        out = jnp.where(lost[None, :, None, None], jnp.nan, out)
+        return out, dataclasses.replace(self, pages=pages)
+
+    def _apart(
+        self, held: Shaped[Array, "S 2 K H"], num_tokens: int
+    ) -> tuple[Array, Bool[Array, "T"]]:
+        """Zeros for keys and values that are not finite, and who would have seen them.
+
+        Kernels multiply values that they mask by zero: what is not finite would reach
+        other sequences.
+        """
+        finite = jnp.isfinite(held).all(axis=(1, 2, 3))  # [S]
+        held = jnp.where(finite[:, None, None, None], held, 0)
+        # Padding has the id -1, the last of as many entries as there are bounds.
+        of_keys = segment_ids_from_cu_seqlens(self.cu_k[0], held.shape[0])
+        of_tokens = segment_ids_from_cu_seqlens(self.cu_q[0], num_tokens)
+        lost = jnp.zeros(self.cu_k.shape[1], bool).at[of_keys].max(~finite)
+        return held, lost[of_tokens]

@@ -2,7 +2,7 @@
 
 `Attention` has the projections. What it needs besides queries, keys and values is an
 `AttentionState`, whose form says where the keys and values of a sequence lie: in its
-own row (`Whole`), in a packed row (`Packed`), or in a cache (`jaxscale.nn.cache`). One
+own row (`Whole`), in a packed row (`Packed`), or in pages (`jaxscale.nn.cache`). One
 loop over layers runs all of them, for training, encoding, prefill and decoding. A state
 is a pytree, so it goes through `jax.jit`, `jax.lax.scan` and `jax.shard_map` with the
 tokens that it belongs to.

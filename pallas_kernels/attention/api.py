@@ -9,13 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import tuning
-from pallas_kernels.attention import cudnn
+from pallas_kernels.attention import cudnn, xla
 from pallas_kernels.attention.config import Problem
-from pallas_kernels.attention.xla import attention_mask, masked_attention
 from pallas_kernels.dispatch import dispatch
 from pallas_kernels.mosaic import DeviceSpec
 from pallas_kernels.partition import by_shards
@@ -68,6 +66,7 @@ def attention(
         ExceptionGroup: none of several implementations can.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> q, kv = jnp.ones((1, 3, 4, 8)), jnp.ones((1, 3, 2, 8))
         >>> attention(q, kv, kv, causal=True).shape
         (1, 3, 4, 8)
@@ -89,7 +88,7 @@ def attention(
             {
                 "mosaic_gpu": _mosaic_gpu,
                 "cudnn": functools.partial(cudnn.attention, device=device),
-                "xla": _xla,
+                "xla": xla.attention,
             },
             implementation,
             q,
@@ -125,15 +124,3 @@ def _mosaic_gpu(
         implementation="mosaic_gpu",
     )
     return out
-
-
-def _xla(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, problem: Problem, scale: float
-) -> jax.Array:
-    # Not JAX's own XLA implementation: strict promotion forbids it in bf16.
-    offset = problem.keys - problem.queries
-    positions = jnp.arange(problem.queries)[None] + offset
-    mask = attention_mask(
-        positions, problem.keys, causal=problem.causal, window=problem.window
-    )
-    return masked_attention(q, k, v, mask, scale=scale, softcap=problem.softcap)

@@ -9,8 +9,10 @@ from flax import nnx
 
 from jaxscale.inference import LLM, EngineConfig, InvalidRequest, SamplingParams
 from jaxscale.inference.llm import fit
+from jaxscale.inference.runner import Runner
 from jaxscale.models import Decoder, Tokenizer, preset, save
 from jaxscale.models.generation import GenerationConfig
+from jaxscale.nn import RopeScaling
 
 
 TEXT = ["to be or not to be, that is the question"] * 4
@@ -82,6 +84,22 @@ def test_what_cannot_be_served_is_refused_before_anything_runs(llm):
     with pytest.raises(ValueError, match="2 params for 1 prompts"):
         llm.generate([[1]], [GREEDY, GREEDY])
     assert llm.engine.scheduler.counts.received == before
+
+
+def test_requests_end_where_dynamic_rotary_scaling_begins():
+    dynamic = RopeScaling(
+        kind="dynamic", factor=2.0, original_max_position_embeddings=32
+    )
+    limited = dataclasses.replace(preset("llama_tiny"), rope_scaling=dynamic)
+    default = EngineConfig().scheduler(limited, (), on_cpu=True)
+    assert default.max_len == 32
+    message = r"max_len 33 exceeds 32, .* original length of dynamic rotary scaling"
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(max_len=33).scheduler(limited, (), on_cpu=True)
+    # Nor does the engine start with sizes that were made without the model.
+    longer = dataclasses.replace(default, max_len=33)
+    with pytest.raises(ValueError, match=message):
+        Runner(Decoder(limited, rngs=nnx.Rngs(0)), longer)
 
 
 def test_pages_fill_the_memory(llm):

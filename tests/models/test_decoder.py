@@ -9,8 +9,10 @@ import pytest
 from flax import nnx
 
 from jaxscale.models import Decoder, preset
+from jaxscale.nn import PagedRows
 from jaxscale.sharding import fsdp_tp, logical_axes
 from pallas_kernels.mosaic import H200, use_device
+from tests.decoding import decode, nan_pages
 from tests.lowering import CUSTOM_CALL, lower_for_cuda
 from tests.tolerances import relative_error
 
@@ -30,6 +32,9 @@ def make(name, config=None, **options):
 @pytest.fixture(scope="module", params=FAMILIES)
 def model(request):
     return make(request.param)
+
+
+by_parts = jax.jit(decode, static_argnums=(2, 3, 4, 5))
 
 
 @jax.jit
@@ -199,44 +204,33 @@ def test_full_recomputation_keeps_less():
     assert kept_by("full") < kept_by("dots_no_batch") < kept_by("none")
 
 
-def test_steps_with_a_cache_equal_the_whole_row(model):
-    expected = run(model, TOKENS)
-    decode = jax.jit(Decoder.decode)
-    logits, cache = decode(model, TOKENS[:, :7], model.init_cache(2, 20))
-    assert relative_error(logits, expected[:, :7]) < 1e-5
-    for t in range(7, 12):
-        logits, cache = decode(model, TOKENS[:, t : t + 1], cache)
-        assert relative_error(logits[:, 0], expected[:, t]) < 1e-5, t
-    logits, cache = decode(model, TOKENS[:, 12:], cache)  # several at once
-    assert relative_error(logits, expected[:, 12:]) < 1e-5
-    np.testing.assert_array_equal(cache.lengths, [16, 16])
+def test_steps_equal_the_whole_row(model):
+    # A prompt, single tokens, and several at once.
+    logits, _ = by_parts(model, TOKENS, 7, 1, 1, 7)
+    assert relative_error(logits, run(model, TOKENS)) < 1e-5
 
 
-@pytest.mark.parametrize("cache_is_empty", [False, True])
-def test_prompts_of_different_lengths(model, cache_is_empty):
+def test_prompts_of_different_lengths(model):
     # Row 0 holds 3 tokens of its prompt, row 1 all 6; then both go on.
-    lengths = jnp.array([3, 6])
     prompts = TOKENS[:, :6].at[0, 3:].set(255)
-    decode = jax.jit(Decoder.decode, static_argnames="cache_is_empty")
-    logits, cache = decode(
-        model,
-        prompts,
-        model.init_cache(2, 12),
-        lengths=lengths,
-        cache_is_empty=cache_is_empty,
-    )
+    step = jax.jit(Decoder.run)
+    table = jnp.array([[4, 0], [1, 3]])
+    lengths, new = jnp.zeros(2, jnp.int32), jnp.array([3, 6])
+    state = PagedRows.of(nan_pages(model, 5, 4), table, lengths, new, 6)
     expected = run(model, TOKENS)
+    hidden, state = step(model, prompts, state)
+    logits = model.unembed(hidden)
     assert relative_error(logits[0, :3], expected[0, :3]) < 1e-5
     assert relative_error(logits[1], expected[1, :6]) < 1e-5
     for _ in range(2):
-        rows = jnp.arange(2)
-        at = cache.lengths
-        logits, cache = decode(model, TOKENS[rows, at][:, None], cache)
-        assert relative_error(logits[:, 0], expected[rows, at]) < 1e-5
-    np.testing.assert_array_equal(cache.lengths, [5, 8])
+        lengths, new, rows = lengths + new, jnp.array([1, 1]), jnp.arange(2)
+        state = PagedRows.of(state.pages, table, lengths, new)
+        hidden, state = step(model, TOKENS[rows, lengths][:, None], state)
+        logits = model.unembed(hidden)
+        assert relative_error(logits[:, 0], expected[rows, lengths]) < 1e-5
 
 
-def test_a_window_limits_what_a_token_sees_with_and_without_a_cache():
+def test_a_window_limits_what_a_token_sees_with_and_without_pages():
     config = dataclasses.replace(preset("llama_tiny"), window=3, num_layers=1)
     model = make("", config)
     logits = run(model, TOKENS)
@@ -244,20 +238,17 @@ def test_a_window_limits_what_a_token_sees_with_and_without_a_cache():
     moved = jnp.abs(logits - changed).max((0, 2)) > 1e-5
     assert moved.tolist() == [4 <= t < 7 for t in range(16)]
     assert relative_error(run(model, TOKENS, BOUNDS)[1], logits[1]) < 1e-5
-    first, cache = model.decode(TOKENS[:, :8], model.init_cache(2, 16))
-    rest, _ = model.decode(TOKENS[:, 8:], cache)
-    assert relative_error(jnp.concatenate([first, rest], 1), logits) < 1e-5
+    assert relative_error(by_parts(model, TOKENS, 8, 8)[0], logits) < 1e-5
 
 
-def test_a_softcap_with_and_without_a_cache():
+def test_a_softcap_with_and_without_pages():
     plain = make("llama_tiny")
     config = dataclasses.replace(preset("llama_tiny"), attention_softcap=0.1)
     capped = make("", config)
     logits = run(capped, TOKENS)
     assert relative_error(logits, run(plain, TOKENS)) > 1e-2
     assert relative_error(run(capped, TOKENS, BOUNDS)[1], logits[1]) < 1e-5
-    cached, _ = capped.decode(TOKENS, capped.init_cache(2, 16))
-    assert relative_error(cached, logits) < 1e-5
+    assert relative_error(by_parts(capped, TOKENS, 8, 8)[0], logits) < 1e-5
 
 
 def test_types():
@@ -304,16 +295,8 @@ def test_errors(no_shape_hook):
     gpt2 = make("gpt2_tiny")
     with pytest.raises(ValueError, match="tokens per row 65 exceeds max_seq_len 64"):
         gpt2(jnp.zeros((1, 65), jnp.int32))
-    with pytest.raises(ValueError, match="max_len 65 exceeds max_seq_len 64"):
-        gpt2.init_cache(1, 65)
     with pytest.raises(ValueError, match="remat 'some' is unknown; use one of"):
         Decoder(preset("gpt2_tiny"), remat="some", rngs=nnx.Rngs(0))
-    cache = gpt2.init_cache(2, 8)
-    with pytest.raises(ValueError, match="has 8 slots a row, but 16 tokens must fit"):
-        gpt2.decode(TOKENS, cache)
-    _, cache = gpt2.decode(TOKENS[:, :8], cache)
-    with pytest.raises(ValueError, match="has 8 slots a row, but 9 tokens must fit"):
-        gpt2.decode(TOKENS[:, :1], cache)
 
 
 def test_packed_rows_may_be_longer_than_the_table_of_positions():

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import NamedSharding
 
 from jaxscale.models import Decoder, preset
 from jaxscale.sharding import fsdp_tp, make_mesh, shardings
@@ -108,20 +108,6 @@ def training(devices, layers, tensor_parallel):
     return run, (state, batch)
 
 
-def decoding(devices):
-    where = SingleDeviceSharding(devices[0])
-
-    def make():
-        model = decoder(2, param_dtype=jnp.bfloat16).unstacked()
-        return model, model.init_cache(8, 4096), jnp.zeros((8, 1), jnp.int32)
-
-    shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
-        jax.eval_shape(make),
-    )
-    return jax.jit(lambda m, cache, t: m.decode(t, cache), donate_argnums=1), shapes
-
-
 def of_weights(found):
     """Bytes that are written of arrays which have no tokens, outside of products."""
     sizes = {TOKENS, TOKENS // 4, ROWS * TOKENS}
@@ -187,20 +173,3 @@ def test_tensor_parallel_training(tensor_parallel, kernels, collectives):
     assert found.aliased == pytest.approx(state, abs=64)
     copied = sum(w.size for w in found.written(2**20) if w.operation.endswith("copy"))
     assert copied < 0.04 * state
-
-
-@pytest.mark.parametrize("products", ["cublas", "triton"])
-def test_a_decode_step(products):
-    """One token for each of eight rows, with a cache that is donated."""
-    found = compile_for_h200(decoding, products=products)
-    of_layer = 8 * 4096 * 8 * 128 * 2
-    cache = 2 * 2 * of_layer
-    assert found.aliased == cache + 8 * 4
-    copies = Counter(w.size for w in found.written(of_layer))
-    # Keys and values of all layers are turned around for the products that read them.
-    # cuBLAS: the weights of gate and up are put side by side; Triton: each layer
-    # is cut out of the keys and the values.
-    weights = 2048 * 2 * 8192 * 2
-    assert copies == {2 * of_layer: 2} | (
-        {weights: 2} if products == "cublas" else {of_layer: 4}
-    )

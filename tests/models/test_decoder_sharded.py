@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.models import Decoder, preset
+from jaxscale.models.serving import serving_rules
 from jaxscale.sharding import (
     REPLICATED,
     MeshConfig,
@@ -18,6 +19,7 @@ from jaxscale.sharding import (
     make_mesh,
     megascale_3d,
 )
+from tests.decoding import decode
 
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 256, (8, 16)), jnp.int32)
@@ -115,20 +117,12 @@ def test_decoder_inside_a_shard_map_over_data():
             over_data(True)(model, TOKENS, BOUNDS)
 
 
-def test_cache_of_a_split_decoder():
+def test_pages_of_a_split_decoder():
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2, axis_type="explicit"))
-    model = create(lambda: make("llama_tiny", RULES), mesh, RULES)
+    rules = serving_rules(RULES)
+    model = create(lambda: make("llama_tiny", rules), mesh, rules)
     whole = make("llama_tiny", REPLICATED)
-
-    @jax.jit
-    def run(model, tokens):
-        first, cache = model.decode(tokens[:, :8], model.init_cache(8, 16))
-        second, cache = model.decode(tokens[:, 8:10], cache)
-        return jnp.concatenate([first, second], axis=1), cache
-
     with jax.set_mesh(mesh):
-        tokens = jax.device_put(TOKENS, NamedSharding(mesh, RULES.spec("batch", None)))
-        logits, cache = run(model, tokens)
-    assert cache.k.sharding.spec[1] == ("data", "fsdp")
-    assert cache.k.sharding.spec[3] == "tensor"
+        logits, pages = jax.jit(lambda m: decode(m, TOKENS[:, :10], 8, 2))(model)
+    assert pages.sharding.spec[3] == "tensor"
     np.testing.assert_allclose(logits, whole(TOKENS)[:, :10], atol=1e-4)

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.inference import generate
 from jaxscale.models import Decoder, load, preset
+from jaxscale.models.serving import serving_rules
 from jaxscale.nn import attention_state
 from jaxscale.sharding import (
     REPLICATED,
@@ -23,6 +24,7 @@ from jaxscale.sharding import (
     make_mesh,
 )
 from pallas_kernels.mosaic import H200, use_device
+from tests.decoding import decode
 from tests.lowering import CUSTOM_CALL, lower_for_cuda
 from tests.sharding.test_rules import collectives_of
 from tests.tolerances import relative_error
@@ -163,21 +165,17 @@ def test_pretrained_models_take_the_option(name):
 # New tokens
 
 
-@pytest.mark.parametrize("name", ["llama", "gptj"])
-def test_new_tokens(name):
-    """A prompt whose tokens are split, then single tokens, which are not."""
-    mesh, model = on_mesh(name, {"data": 2, "tensor": 2}, "xla")
-
-    @jax.jit
-    def run(model, tokens):
-        first, cache = model.decode(tokens[:, :8], model.init_cache(4, 16))
-        second, cache = model.decode(tokens[:, 8:9], cache)
-        third, cache = model.decode(tokens[:, 9:10], cache)
-        return jnp.concatenate([first, second, third], axis=1), cache
-
+@pytest.mark.parametrize(
+    ("name", "tensor_parallel"),
+    [("llama", "xla"), ("gptj", "xla"), ("llama", "fused"), ("llama", None)],
+)
+def test_new_tokens(name, tensor_parallel):
+    """Prompts whose tokens are split, then single tokens, which are not."""
+    sizes, rules = {"data": 2, "tensor": 2}, serving_rules(RULES)
+    mesh, model = on_mesh(name, sizes, tensor_parallel, rules=rules)
     with jax.set_mesh(mesh):
-        logits, cache = run(model, TOKENS)
-    assert cache.k.sharding.spec[3] == "tensor"
+        logits, pages = jax.jit(lambda m: decode(m, TOKENS[:, :10], 8, 1, 1))(model)
+    assert pages.sharding.spec[3] == "tensor"
     assert relative_error(logits, make(name)(TOKENS)[:, :10]) < 1e-5
 
 
@@ -347,9 +345,7 @@ def test_fused_on_gpus(name):
             return (jax.nn.log_softmax(model(tokens)) * wave).mean()
 
         def steps(model):
-            first, cache = model.decode(tokens[:, :256], model.init_cache(2, 512))
-            second, _ = model.decode(tokens[:, 256:257], cache)
-            return jnp.concatenate([first, second], axis=1)
+            return decode(model, tokens[:, :257], 256, 1, page_size=64)[0]
 
         model = create(init, mesh, RULES)
         with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):

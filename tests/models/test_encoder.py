@@ -16,7 +16,7 @@ from jaxscale.models import (
     encoder_preset,
     pool,
 )
-from jaxscale.nn import Cached, KVCache
+from jaxscale.nn import PagedRows, empty_pages
 from jaxscale.sharding import fsdp_tp, logical_axes
 from tests.tolerances import relative_error
 
@@ -270,10 +270,12 @@ def test_errors(no_shape_hook):
         EncoderModel(encoder_preset("bert_tiny"), remat="some", rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="causal False: only causal attention can"):
         block = jax.tree.map(lambda p: p[0], model.blocks)
-        cache = KVCache.zeros(
-            num_layers=1, batch=1, capacity=4, num_kv_heads=4, head_dim=8
+        pages = empty_pages(
+            num_layers=1, num_pages=1, page_size=4, num_kv_heads=4, head_dim=8
         )
-        block(jnp.zeros((1, 1, 32)), Cached.of(cache, 1).at(0, None))
+        zero = jnp.zeros(1, jnp.int32)
+        state = PagedRows.of(pages, zero[None], zero, zero + 1)
+        block(jnp.zeros((1, 1, 32)), state.at(0, None))
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ from jaxscale.models.decoder import Decoder
 from jaxscale.models.families import DECODERS
 from jaxscale.models.hf import files as hf_files
 from jaxscale.models.hf import tensors as hf_tensors
-from jaxscale.nn import KVCache
 from jaxscale.sharding import MeshConfig, fsdp_tp, make_mesh, megascale_3d, shardings
+from tests.decoding import decode
 
 
 MODELS = Path(__file__).parents[1] / "fixtures" / "models"
@@ -72,6 +72,9 @@ def padded(ids):
     for row, prompt in zip(rows, ids, strict=True):
         row[: len(prompt)] = prompt
     return jnp.asarray(rows)
+
+
+by_parts = jax.jit(decode, static_argnums=(2, 3, 4, 5))
 
 
 @jax.jit
@@ -134,16 +137,12 @@ def test_logits_match_transformers(name):
 @pytest.mark.parametrize(
     "name", ["mistral", "qwen2", "qwen3_windows", "neox", "gemma2", "gemma3"]
 )
-def test_cached_logits_match_transformers(name):
+def test_logits_of_pages_match_transformers(name):
     ids, logits = expected(name)
     model = load(MODELS / name)
-    tokens, cache = padded(ids[:1]), model.init_cache(1, max_len=16)
-    decode = jax.jit(type(model).decode)
-    got = []
-    for part in np.split(np.arange(12), [7, 8, 9]):  # a prompt, two tokens, a chunk
-        found, cache = decode(model, tokens[:, part], cache)
-        got.append(found[0])
-    np.testing.assert_allclose(np.concatenate(got), logits[0], rtol=0, atol=ATOL)
+    # A prompt, two tokens, and several at once.
+    got, _ = by_parts(model, padded(ids[:1]), 7, 1, 1, 3)
+    np.testing.assert_allclose(got[0], logits[0], rtol=0, atol=ATOL)
 
 
 @pytest.mark.parametrize(
@@ -165,28 +164,17 @@ def test_packed_logits_match_transformers(name):
     np.testing.assert_allclose(got, np.concatenate(logits), rtol=0, atol=ATOL)
 
 
-def test_dynamic_rope_of_whole_and_cached_rows():
+def test_dynamic_rope_of_whole_rows_and_pages():
     """The base grows with a sequence beyond the ten tokens of the original length."""
     ids, logits = expected("llama_dynamic")
     model = load(MODELS / "llama_dynamic")
     for prompt, want in zip(ids, logits, strict=True):
         got = forward(model, padded([prompt]))[0]
         np.testing.assert_allclose(got, want, rtol=0, atol=ATOL)
-    cache = model.init_cache(1, max_len=10)
-    first, cache = model.decode(padded(ids[2:3])[:, :4], cache)
-    second, _ = model.decode(padded(ids[2:3])[:, 4:], cache)
-    got = jnp.concatenate([first[0], second[0]])
-    np.testing.assert_allclose(got, logits[2], rtol=0, atol=ATOL)
-
-    message = "exceeds 10, the original length of dynamic rotary scaling"
-    with pytest.raises(ValueError, match=f"max_len 11 {message}"):
-        model.init_cache(1, max_len=11)
-    roomy = KVCache.zeros(
-        num_layers=2, batch=1, capacity=12, num_kv_heads=2, head_dim=8
-    )
-    with pytest.raises(ValueError, match=f"slots of the cache 12 {message}"):
-        model.decode(padded(ids[2:3]), roomy)
-    with pytest.raises(ValueError, match="max_len 11 exceeds 10, the longest sequence"):
+    tokens = padded(ids[2:3])
+    got, _ = by_parts(model, tokens, 4, tokens.shape[1] - 4)
+    np.testing.assert_allclose(got[0], logits[2], rtol=0, atol=ATOL)
+    with pytest.raises(ValueError, match=r"max_len 11 exceeds 10, .* dynamic rotary"):
         generate(model, [[1, 2, 3]], max_new_tokens=8)
     assert len(generate(model, [[1, 2, 3]], max_new_tokens=7)[0]) == 7
 

@@ -44,7 +44,7 @@ def logits(model):
 
 
 def test_projections_of_one_input_are_joined():
-    """That the logits stay the same is tested for each family in `test_paged`."""
+    """That the logits stay the same is tested for each family in `nn/test_cache`."""
     model = make("llama")
     for block in model.for_inference().blocks:
         assert block.attention.query is block.attention.key is None

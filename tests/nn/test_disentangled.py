@@ -12,13 +12,13 @@ from flax import nnx
 
 from jaxscale.models import EncoderModel, encoder_preset
 from jaxscale.nn import (
-    Cached,
     DisentangledAttention,
     DisentangledConfig,
-    KVCache,
+    PagedRows,
     RelativePositions,
     SequenceConvolution,
     attention_state,
+    empty_pages,
 )
 from jaxscale.sharding import REPLICATED, MeshConfig, create, fsdp_tp, make_mesh
 from pallas_kernels.dispatch import Unsupported
@@ -118,11 +118,12 @@ def test_errors(no_shape_hook):
     with pytest.raises(ValueError, match=r"relative None: .* needs the table"):
         layer(x, state)
     with pytest.raises(ValueError, match="causal False: only causal attention can"):
-        cache = KVCache.zeros(
-            num_layers=1, batch=1, capacity=8, num_kv_heads=3, head_dim=4
+        pages = empty_pages(
+            num_layers=1, num_pages=1, page_size=8, num_kv_heads=3, head_dim=4
         )
-        state = dataclasses.replace(Cached.of(cache, 4), relative=table)
-        layer(x, state)
+        zero = jnp.zeros(1, jnp.int32)
+        state = PagedRows.of(pages, zero[None], zero, zero + 4, 4)
+        layer(x, dataclasses.replace(state, relative=table))
     state = attention_state((1, 4), relative=table)
     layer.implementation = "cudnn"
     with pytest.raises(Unsupported, match="cudnn attention cannot add relative"):

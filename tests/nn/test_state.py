@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int, Shaped
 
 from jaxscale.inference import generate
@@ -19,7 +19,8 @@ from jaxscale.models import (
     pool,
     preset,
 )
-from jaxscale.models.stack import run_stack
+from jaxscale.models.serving import serving_rules
+from jaxscale.models.stack import run_stack, unstacked
 from jaxscale.nn import AttentionState, attention, attention_state
 from jaxscale.sharding import (
     REPLICATED,
@@ -29,6 +30,7 @@ from jaxscale.sharding import (
     fsdp_tp,
     make_mesh,
 )
+from tests.decoding import decode
 from tests.tolerances import relative_error
 
 
@@ -57,57 +59,51 @@ def alternating(num_layers):
     return Alternating(**(plain | {"num_layers": num_layers}))
 
 
+by_parts = jax.jit(decode, static_argnums=(2, 3, 4, 5))
+
+
 @jax.jit
 def run(model, tokens, cu_seqlens=None):
     return model(tokens, cu_seqlens=cu_seqlens)
 
 
-@pytest.mark.parametrize("how", ["scanned", "unrolled", "unstacked"])
+@pytest.mark.parametrize("how", ["scanned", "unrolled", "served"])
 def test_windows_of_single_layers_reach_decoding(how):
     # Seven layers: a pattern of three, twice, and the beginning of another.
     model = make(alternating(7), scan_layers=how != "unrolled")
-    model = model.unstacked() if how == "unstacked" else model
     expected = run(model, TOKENS)
     # That the windows count: without them the result is another one.
     assert relative_error(expected, run(with_config(model, "llama_tiny"), TOKENS)) > 0.1
-    decode = jax.jit(Decoder.decode)
-    got, cache = decode(model, TOKENS[:, :7], model.init_cache(2, 20))
-    for at in (slice(7, 8), slice(8, 9), slice(9, 16)):
-        logits, cache = decode(model, TOKENS[:, at], cache)
-        got = jnp.concatenate([got, logits], axis=1)
+    model = model.for_inference() if how == "served" else model
+    got, _ = by_parts(model, TOKENS, 7, 1, 1, 7)
     assert relative_error(got, expected) < 1e-5
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit", "manual"])
 @pytest.mark.parametrize("stacked", [True, False])
 def test_windows_of_single_layers_decode_on_meshes(kind, stacked):
-    rules = dataclasses.replace(fsdp_tp(), tokens=None)  # which come singly
+    # Tokens, which come singly, are whole.
+    rules = serving_rules(dataclasses.replace(fsdp_tp(), tokens=None))
     config = alternating(3)
     whole = make(config)
     tokens = TOKENS[:, :9]
     expected = run(whole, tokens)
 
-    def decode(model, tokens):
-        cache = model.init_cache(len(tokens), 12)
-        first, cache = model.decode(tokens[:, :8], cache, cache_is_empty=True)
-        second, cache = model.decode(tokens[:, 8:], cache)
-        return jnp.concatenate([first, second], axis=1), cache.lengths
+    def logits(model, tokens):
+        return decode(model, tokens, 8, 1)[0]
 
     if kind == "manual":
         mesh, model = make_mesh(MeshConfig(data=2), jax.devices()[:2]), whole
-        rows = PartitionSpec("data")
+        rows = PartitionSpec("data")  # and each device has pages of its own
         specs = {"in_specs": (PartitionSpec(), rows), "out_specs": rows}
-        decode = jax.shard_map(decode, mesh=mesh, check_vma=False, **specs)
+        logits = jax.shard_map(logits, mesh=mesh, check_vma=False, **specs)
     else:
-        sizes = {"data": 2, "tensor": 2, "axis_type": kind}
-        mesh = make_mesh(MeshConfig(**sizes), jax.devices()[:4])
+        mesh = make_mesh({"tensor": 2, "axis_type": kind}, jax.devices()[:2])
         model = create(lambda: make(config, rules=rules), mesh, rules)
-        tokens = jax.device_put(tokens, NamedSharding(mesh, rules.spec("batch", None)))
     with jax.set_mesh(mesh):
-        model = model if stacked else model.unstacked()
-        logits, lengths = jax.jit(decode)(model, tokens)
-    assert relative_error(logits, expected) < 1e-5
-    assert lengths.tolist() == [9, 9]
+        model = model if stacked else unstacked(model)
+        found = jax.jit(logits)(model, tokens)
+    assert relative_error(found, expected) < 1e-5
 
 
 def with_config(model, name):

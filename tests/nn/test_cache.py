@@ -11,6 +11,7 @@ from flax import nnx
 from jaxscale.models import Decoder, preset
 from jaxscale.nn import PagedChunks, PagedRows, append_rows, empty_pages, read_rows
 from jaxscale.sharding import REPLICATED, create, fsdp_tp, make_mesh
+from tests.decoding import nan_pages
 from tests.models.test_serving import FAMILIES, perturbed
 from tests.tolerances import relative_error
 
@@ -59,18 +60,6 @@ def make(config, rules=REPLICATED):
     return perturbed(Decoder(config, rules=rules, rngs=nnx.Rngs(0)))
 
 
-def nan_pages(config, rules=REPLICATED):
-    pages = empty_pages(
-        num_layers=config.num_layers,
-        num_pages=PAGES,
-        page_size=PAGE,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        rules=rules,
-    )
-    return jnp.full_like(pages, jnp.nan)
-
-
 def through_pages(model, pages, batch=4):
     """Activations of all prompts: some tokens in chunks, the rest one by one."""
     found = [[] for _ in PROMPTS]
@@ -108,7 +97,7 @@ def whole(model):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_pages_give_what_the_whole_sequence_gives(name):
     model = make(preset(f"{name}_tiny"))
-    found, pages = through_pages(model.for_inference(), nan_pages(model.config))
+    found, pages = through_pages(model.for_inference(), nan_pages(model, PAGES, PAGE))
     for got, expected in zip(found, whole(model), strict=True):
         assert relative_error(got, expected) < 1e-5
     # What belongs to nobody is as it was.
@@ -125,7 +114,7 @@ def test_tensor_parallel():
     mesh = make_mesh({"tensor": 4}, jax.devices()[:4])
     model = create(lambda: make(config, fsdp_tp()), mesh, fsdp_tp()).for_inference()
     with jax.set_mesh(mesh):
-        pages = nan_pages(config, model.rules)
+        pages = nan_pages(model, PAGES, PAGE)
         assert pages.addressable_shards[0].data.shape[3] == 1
         found, pages = through_pages(model, pages)
     assert pages.sharding.spec[3] == "tensor"
@@ -137,7 +126,7 @@ def test_tensor_parallel():
 def test_what_is_not_finite_stays_with_its_sequence(fault):
     """In pages of the sequence before, and in the chunk itself."""
     model = make(preset("llama_tiny")).for_inference()
-    pages = nan_pages(model.config)
+    pages = nan_pages(model, PAGES, PAGE)
     for i in (0, 2):
         tokens, state = chunks(pages, [(i, 0, 4)])
         pages = run(model, tokens, state)[1].pages
@@ -172,6 +161,6 @@ def test_attention_that_is_not_causal_is_refused():
     model = make(preset("llama_tiny"))
     attention = model.for_inference().blocks[0].attention
     attention.config = dataclasses.replace(attention.config, causal=False)
-    tokens, state = chunks(nan_pages(model.config), [(0, 0, 4)])
+    tokens, state = chunks(nan_pages(model, PAGES, PAGE), [(0, 0, 4)])
     with pytest.raises(ValueError, match="causal False"):
         attention(jnp.zeros((*tokens.shape, 32)), state)
