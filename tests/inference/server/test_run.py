@@ -111,11 +111,13 @@ def test_a_client_that_leaves(server):
     """The connection is closed in the middle of a stream."""
     engine = server.engine
     engine.answer = "to be or not " * 100
+    engine.hold = asyncio.Semaphore(1)  # it cannot end before the client leaves
     body = {"prompt": "a", "max_tokens": 1000, "stream": True}
     aborted = engine.counts.aborted
     with httpx2.stream("POST", f"{server.url}/v1/completions", json=body) as answer:
         next(answer.iter_raw(chunk_size=10))
     server.wait(lambda: engine.counts.aborted == aborted + 1 and not engine.live)
+    engine.hold = None
 
 
 def test_heads_that_do_not_come():
@@ -132,7 +134,7 @@ def test_heads_that_do_not_come():
                 connection.sendall(begun)
                 while part := connection.recv(4096):
                     assert b"HTTP/1.1" not in part
-                assert 0.2 < time.monotonic() - start < 4
+                assert 0.2 < time.monotonic() - start < 15
         # Who takes time over a body is not meant.
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
         connection.putrequest("POST", "/v1/completions")

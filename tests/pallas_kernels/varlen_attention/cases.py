@@ -191,11 +191,12 @@ def assert_gradients_of_saturated_weights(gradients, tokens):
         noise = 2**-22 * np.abs(dout * v).sum(-1).max() * q.shape[-1] ** -0.5
         floors = noise * np.abs(k).max(), noise * np.abs(q).max(), 0.0
         for x, y, z, floor in zip(ours, plain, exact, floors, strict=True):
-            scale = np.abs(z).max()
-            assert relative_error(y, z) < 0.01
-            assert relative_error(x, z) < 2 * relative_error(y, z) + (
-                floor / scale if gap == 5.0 else 0.0
-            )
+            if gap == 5.0 and floor:
+                # What plain JAX loses here depends on what XLA merges.
+                assert relative_error(x, z) < floor / np.abs(z).max()
+            else:
+                assert relative_error(y, z) < 0.01
+                assert relative_error(x, z) < 2 * relative_error(y, z)
 
 
 def plain_gradients(q, k, v, dout):
