@@ -76,7 +76,7 @@ def _load(command: str) -> ModuleType:
             raise
         extra = "serve" if "serve" in command else "train"
         raise UsageError(
-            f"{command} needs {error.name}, which is not installed; "
+            f"{command} needs {error.name.partition('.')[0]}, which is not installed; "
             f"pip install 'jaxscale[{extra}]'"
         ) from error
 

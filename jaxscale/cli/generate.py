@@ -30,7 +30,6 @@ from jaxscale.pruning import TILE_WISE, Masks, sparsify
 from jaxscale.sharding import AxisRules, MeshConfig
 from jaxscale.training import run as run_directory
 from jaxscale.training.config import MAX_SEED
-from jaxscale.training.corpus import begins_documents
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,7 +127,7 @@ def complete(config: GenerateConfig) -> str:
                 )
             else:
                 model = _load_hugging_face(config, mesh)
-        prompt = tokenizer.encode(config.prompt, add_bos=begins_documents(tokenizer))
+        prompt = tokenizer.encode(config.prompt, add_bos=tokenizer.adds_bos)
         model.config.check_mesh(dict(mesh.shape), model.rules)
         _check(config, model, tokenizer, prompt)
         ends = _ends(config, tokenizer, model)

@@ -146,7 +146,8 @@ class LLM:
         """Continuations of `prompts`, in their order.
 
         Args:
-            prompts: Texts, or token ids, at least one each.
+            prompts: Texts, before which comes the token that begins texts, if the
+                model's files say so; or token ids, at least one each.
             params: How to continue all, or one for each.
             progress: Show a progress bar; None shows one on a terminal.
 
@@ -186,8 +187,11 @@ class LLM:
             prompts = [prompts]
         if any(isinstance(prompt, str) for prompt in prompts) and not self.tokenizer:
             raise ValueError("prompts are texts, but there is no tokenizer; give ids")
-        encode: Any = self.tokenizer.encode if self.tokenizer else list
-        return [tuple(encode(p) if isinstance(p, str) else p) for p in prompts]
+        return [tuple(self._encode(p) if isinstance(p, str) else p) for p in prompts]
+
+    def _encode(self, text: str) -> list[int]:
+        assert self.tokenizer is not None  # `_ids` refuses texts without one
+        return self.tokenizer.encode(text, add_bos=self.tokenizer.adds_bos)
 
     def _run(
         self, requests: Sequence[Request], advance: Callable[[], None]

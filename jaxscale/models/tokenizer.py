@@ -1,9 +1,9 @@
 """Text to token ids and back: a ``tokenizer.json``, or byte-level BPE trained here.
 
 The work is done by the `tokenizers` library of Hugging Face, an optional dependency
-(``pip install 'jaxscale[train]'``). This module adds what a language model needs around
-it: the ids that begin, end and pad a document, and encoding that never turns the text
-of a document into a control token.
+(``pip install 'jaxscale[serve]'``, or ``train``). This module adds what a language
+model needs around it: the ids that begin, end and pad a document, and encoding that
+never turns the text of a document into a control token.
 """
 
 import dataclasses
@@ -425,6 +425,20 @@ class Tokenizer:
         return self._ids["bos"]
 
     @property
+    def adds_bos(self) -> bool:
+        """Whether documents and prompts begin with `bos_id`, as the files say.
+
+        ``add_bos_token`` says it, or the template of ``tokenizer.json``. Without both,
+        a token that only begins documents is added, one that also ends them is not.
+        """
+        bos, said = self.bos_id, self._settings.get("add_bos_token")
+        if bos is None or isinstance(said, bool):
+            return bos is not None and bool(said)
+        if self._backend.post_processor is not None:
+            return bos in self._backend.encode("").ids[:1]
+        return bos != self.eos_id
+
+    @property
     def eos_id(self) -> int | None:
         """The id that ends a document, None if there is none."""
         return self._ids["eos"]
@@ -526,6 +540,6 @@ def _require_tokenizers() -> ModuleType:
     except ImportError as error:
         raise ImportError(
             "jaxscale.models.Tokenizer needs the tokenizers library: "
-            "pip install 'jaxscale[train]'"
+            "pip install 'jaxscale[serve]', or 'jaxscale[train]'"
         ) from error
     return tokenizers

@@ -291,8 +291,8 @@ def tokenize(
 
     Args:
         documents: The documents.
-        tokenizer: Makes the ids. A token that it lacks is left out; one that it uses
-            for both purposes, as GPT-2 does, only ends documents.
+        tokenizer: Makes the ids. A token that it lacks is left out, and documents
+            begin with one only where its files say so (`Tokenizer.adds_bos`).
         cache_dir: Directory where the result is kept and found by the texts and the
             tokenizer; None keeps it in memory only.
 
@@ -315,16 +315,11 @@ def tokenize(
     return corpus
 
 
-def begins_documents(tokenizer: Tokenizer) -> bool:
-    """True if documents and prompts begin with the beginning-of-text token."""
-    return tokenizer.bos_id is not None and tokenizer.bos_id != tokenizer.eos_id
-
-
 def _encode(
     documents: Sequence[Document], tokenizer: Tokenizer
 ) -> Iterator[Int32[np.ndarray, " _"]]:
     """The ids of each document; a few at a time, since lists of ints are large."""
-    add_bos, add_eos = begins_documents(tokenizer), tokenizer.eos_id is not None
+    add_bos, add_eos = tokenizer.adds_bos, tokenizer.eos_id is not None
     for start in range(0, len(documents), _DOCUMENTS_A_BATCH):
         batch = documents[start : start + _DOCUMENTS_A_BATCH]
         texts = [document.text for document in batch]

@@ -54,6 +54,13 @@ def test_texts_and_ids(llm):
     assert llm.generate([], GREEDY) == []
 
 
+def test_texts_begin_as_the_tokenizer_says(llm, monkeypatch):
+    tokenizer = Tokenizer.train(TEXT, 280, special_tokens=("<s>", "</s>"))
+    monkeypatch.setattr(llm, "tokenizer", tokenizer)
+    (result,) = llm.generate("to be", GREEDY)
+    assert list(result.prompt) == [tokenizer.bos_id, *tokenizer.encode("to be")]
+
+
 def test_ends_of_the_directory_count(llm):
     ends = {llm.tokenizer.eos_id, 281, 282}
     assert set(llm.engine.scheduler.config.eos_ids) == ends

@@ -91,6 +91,35 @@ def test_vocabulary_and_control_ids():
     assert tokenizer.decode(ids, skip_special_tokens=True) == "cat"
 
 
+@pytest.mark.parametrize(
+    ("end", "said", "template", "adds"),
+    [
+        ("</s>", None, None, True),
+        ("<s>", None, None, False),  # as GPT-2's
+        ("</s>", None, "<s> $A", True),
+        ("<s>", None, "<s> $A", True),
+        ("</s>", None, "$A </s>", False),  # a file that adds no beginning
+        ("</s>", False, "<s> $A", False),
+        ("<s>", True, None, True),
+    ],
+)
+def test_the_files_say_whether_texts_have_a_beginning(
+    end, said, template, adds, tmp_path
+):
+    special = ("<s>", "</s>")
+    backend = Tokenizer.train(TEXTS, 270, special_tokens=special)._backend
+    if template is not None:
+        backend.post_processor = tokenizers.processors.TemplateProcessing(
+            single=template, special_tokens=[("<s>", 0), ("</s>", 1)]
+        )
+    settings = {} if said is None else {"add_bos_token": said}
+    made = Tokenizer(backend, bos_token="<s>", eos_token=end, settings=settings)
+    assert made.adds_bos == adds
+    made.save(tmp_path)
+    assert Tokenizer.from_file(tmp_path).adds_bos == adds
+    assert not Tokenizer(backend, eos_token=end, settings=settings).adds_bos
+
+
 def test_batch_equals_one_by_one(tokenizer):
     batch = tokenizer.encode_batch(TEXTS, add_eos=True)
     assert batch == [tokenizer.encode(text, add_eos=True) for text in TEXTS]
@@ -302,7 +331,7 @@ def test_unknown_token_and_unknown_id(tokenizer):
 
 def test_missing_library_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ImportError, match=r"pip install 'jaxscale\[train\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'jaxscale\[serve\]'"):
         Tokenizer.train(TEXTS, vocab_size=300)
 
 

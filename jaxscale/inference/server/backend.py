@@ -143,8 +143,7 @@ class TextModel:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a prompt, behind the token that begins texts."""
         tokenizer = self.tokenizer
-        begins = tokenizer.bos_id is not None and tokenizer.bos_id != tokenizer.eos_id
-        return tokenizer.encode(text, add_bos=add_special_tokens and begins)
+        return tokenizer.encode(text, add_bos=add_special_tokens and tokenizer.adds_bos)
 
     def token_text(self, token: int) -> str:
         """The text of one token; tables are rounded up to tokens that have none."""
