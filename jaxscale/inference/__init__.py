@@ -5,6 +5,7 @@ from jaxscale.inference.clients import EngineDead
 from jaxscale.inference.encode_plan import EncodePlan
 from jaxscale.inference.encoder import Encoder
 from jaxscale.inference.engine import Engine
+from jaxscale.inference.kv_scales import measure_kv_scales
 from jaxscale.inference.llm import (
     GREEDY,
     LLM,
@@ -45,4 +46,5 @@ __all__ = [
     "TokenLogprobs",
     "generate",
     "make_engine",
+    "measure_kv_scales",
 ]

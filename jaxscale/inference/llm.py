@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxscale.inference.clients import EngineDead
 from jaxscale.inference.engine import Engine
 from jaxscale.inference.grammar import GrammarCompiler
+from jaxscale.inference.kv_scales import measure_kv_scales
 from jaxscale.inference.memory import EngineConfig, fit
 from jaxscale.inference.progress import progress_bar
 from jaxscale.inference.request import (
@@ -44,6 +45,7 @@ def make_engine(
     config: EngineConfig | None = None,
     eos_ids: Sequence[int] = (),
     compiler: GrammarCompiler | None = None,
+    kv_scales: np.ndarray | None = None,
     quiet: bool = False,
 ) -> Engine:
     """An engine for `model`, compiled, not yet started.
@@ -54,12 +56,17 @@ def make_engine(
         config: Sizes.
         eos_ids: Tokens that end a continuation, besides the tokenizer's.
         compiler: For guided requests.
+        kv_scales: [L, 2, K], of keys and values in fp8; see `measure_kv_scales`, which
+            finds those that are not given.
         quiet: Say nothing of memory and compilation.
 
     Raises:
-        ValueError: sizes do not fit the model or the device.
+        ValueError: sizes do not fit the model or the device, or there are `kv_scales`
+            for pages that are not in fp8.
     """
     config = config or EngineConfig()
+    if config.kv_dtype is None and kv_scales is not None:
+        raise ValueError("kv_scales are for kv_dtype 'fp8', got kv_dtype None")
     model = model.for_inference()
     device = min(jax.tree.leaves(model)[0].sharding.device_set, key=lambda d: d.id)
     on_cpu = device.platform == "cpu"
@@ -71,8 +78,15 @@ def make_engine(
     )
     if not quiet:
         print(memory, file=sys.stderr)
-    tokens = config.chunks(on_cpu=on_cpu)
-    runner = Runner(model, sizes, prefill_tokens=tokens, buckets=config.buckets)
+    if config.kv_dtype is not None and kv_scales is None:
+        kv_scales = measure_kv_scales(model)
+    runner = Runner(
+        model,
+        sizes,
+        prefill_tokens=config.chunks(on_cpu=on_cpu),
+        buckets=config.buckets,
+        kv_scales=kv_scales,
+    )
     total = len(list(runner.programs()))
     with progress_bar("compile", False if quiet else None, total) as advance:
         runner.compile(lambda: advance(1))

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -33,6 +33,9 @@ class EngineConfig:
     """P, pages of keys and values; None takes `memory_fraction`."""
     page_size: int = 64
     """G, tokens of a page."""
+    kv_dtype: Literal["fp8"] | None = None
+    """Type of keys and values in pages; None is that of the computation, fp8 (E4M3)
+    holds twice as many tokens."""
     memory_fraction: float = 0.9
     """Share of the memory of each device for weights, pages and computation."""
     prefill_tokens: tuple[int, ...] | None = None
@@ -58,6 +61,8 @@ class EngineConfig:
         given = ("max_len", "num_slots", "num_pages")
         names = [name for name in given if getattr(self, name) is not None]
         check_integers(self, 1, "page_size", "steps", *names)
+        if self.kv_dtype not in (None, "fp8"):
+            raise ValueError(f"kv_dtype {self.kv_dtype!r} must be None or 'fp8'")
 
     @classmethod
     def for_prompts(cls, lengths: Sequence[int], max_new_tokens: int) -> "EngineConfig":
@@ -180,8 +185,11 @@ def fit(
     names = model.rules.mesh_axes(["act_kv_heads"])
     ways = math.prod(sizes.get(name, 1) for name in names)
     itemsize = np.dtype(model.dtype).itemsize
-    page = shape.num_layers * 2 * (heads // ways) * shape.head_dim
-    page *= config.page_size * itemsize
+    page = shape.num_layers * 2 * (heads // ways) * config.page_size * shape.head_dim
+    page *= itemsize
+    if options.kv_dtype is not None:
+        # Numbers of a byte, and a scale of four for those of a head.
+        page = page // itemsize + shape.num_layers * 2 * (heads // ways) * 4
     # Activations of a prefill, the keys and values that it reads, logits and counts.
     width = 4 * shape.d_model + 3 * shape.d_ff + 3 * shape.num_heads * shape.head_dim
     keys = config.keys_budget + 128 * config.prefill_requests

@@ -1,9 +1,10 @@
 """What the device does for the serving engine: the functions that are compiled.
 
 The state lies on the device and is donated to each call: `pages`, the pool of keys and
-values; `slots`, a row a request, whose columns are `slots.Column`; and `counts`, how
-often penalized requests hold each token. The parameters are a flat tuple, the leaves of
-`Decoder.for_inference`: flattening a module takes milliseconds.
+values, with the scales of fp8; `slots`, a row a request, whose columns are
+`slots.Column`; and `counts`, how often penalized requests hold each token. The
+parameters are a flat tuple, the leaves of `Decoder.for_inference`: flattening a module
+takes milliseconds.
 
 Legend: S slots, C columns, B bucket, W pages of a request, L layers, P pages, K
 key/value heads, G tokens of a page, H head dim, V vocabulary, D model, T tokens of a
@@ -31,6 +32,15 @@ those of one prompt, and what it adds up does not depend on the others."""
 
 SCORED = 128
 """Tokens of a prompt whose logits exist at a time."""
+
+
+class Pages(NamedTuple):
+    """The pool of keys and values."""
+
+    kv: Any
+    """[L, P, 2, K, G, H]."""
+    scales: Any = None
+    """[L, P, 2, K], those of fp8."""
 
 
 class Packed(NamedTuple):
@@ -96,16 +106,16 @@ class Programs:
     def decode(
         self,
         params: tuple[Array, ...],
-        pages: Float[Array, "L P 2 K G H"],
+        pages: Pages,
         slots: Int[Array, "S C"],
         *,
         bucket: int,
         steps: int,
-    ) -> tuple[Array, Array, Int[Array, "steps B 3"]]:
+    ) -> tuple[Pages, Array, Int[Array, "steps B 3"]]:
         """Draw `steps` tokens of each live row, greedily or with a temperature."""
         model = self.model(params)
 
-        def step(carry: tuple[Array, Array], _: None) -> tuple[Any, Array]:
+        def step(carry: tuple[Pages, Array], _: None) -> tuple[Any, Array]:
             pages, rows = carry
             pages, logits = _logits(model, pages, rows)
             tokens = sampling.draw(logits, rows, rows[:, Column.LENGTH] + 1)
@@ -119,11 +129,11 @@ class Programs:
     def forward(
         self,
         params: tuple[Array, ...],
-        pages: Float[Array, "L P 2 K G H"],
+        pages: Pages,
         slots: Int[Array, "S C"],
         *,
         bucket: int,
-    ) -> tuple[Array, Float[Array, "B V"]]:
+    ) -> tuple[Pages, Float[Array, "B V"]]:
         """The logits of each live row's next token, for `sample`."""
         # A loop as in `decode`, so that both round alike.
         model = self.model(params)
@@ -172,14 +182,14 @@ class Programs:
     def prefill(
         self,
         params: tuple[Array, ...],
-        pages: Float[Array, "L P 2 K G H"],
+        pages: Pages,
         slots: Int[Array, "S C"],
         packed: Int[Array, "all"],
         *,
         num_tokens: int,
         num_keys: int,
         scored: bool = False,
-    ) -> tuple[Array, ...]:
+    ) -> tuple[Any, ...]:
         """Compute chunks of prompts, and draw the token after those that are whole.
 
         Returns:
@@ -191,7 +201,8 @@ class Programs:
         x = Packed.sizes(num_tokens, num_keys, self.num_chunks).split(packed)
         state = PagedChunks(
             positions=x.positions[None],
-            pages=pages,
+            pages=pages.kv,
+            scales=pages.scales,
             layer=jnp.int32(0),
             rows=x.rows,
             key_rows=x.key_rows,
@@ -199,6 +210,7 @@ class Programs:
             cu_k=x.cu_k[None],
         )
         hidden, state = model.run(x.tokens[None], state)
+        pages = pages._replace(kv=state.pages)
         hidden = constrain(hidden, ("batch", None, "act_embed"), model.rules)
         last = jnp.maximum(x.cu_q[1::2] - 1, 0)
         logits = _unembed(model, hidden[0][last])
@@ -209,8 +221,8 @@ class Programs:
         rows, out = _settle(rows, logits, tokens, length)
         slots = slots.at[x.slots].set(rows, mode="drop")
         if not scored:
-            return state.pages, slots, out[None]
-        return state.pages, slots, out[None], _scores(model, hidden[0], x.targets)
+            return pages, slots, out[None]
+        return pages, slots, out[None], _scores(model, hidden[0], x.targets)
 
     def count(
         self,
@@ -235,15 +247,19 @@ class Programs:
 
 
 def _logits(
-    model: Decoder, pages: Array, rows: Int[Array, "B C"]
-) -> tuple[Array, Float[Array, "B V"]]:
+    model: Decoder, pages: Pages, rows: Int[Array, "B C"]
+) -> tuple[Pages, Float[Array, "B V"]]:
     """The pages with the newest token of each live row, and the logits of the next."""
     live = rows[:, Column.FLAGS] & int(RowFlag.LIVE)
     state = PagedRows.of(
-        pages, rows[:, Column.TABLE :], live * rows[:, Column.LENGTH], live
+        pages.kv,
+        rows[:, Column.TABLE :],
+        live * rows[:, Column.LENGTH],
+        live,
+        scales=pages.scales,
     )
     hidden, state = model.run((live * rows[:, Column.TOKEN])[:, None], state)
-    return state.pages, _unembed(model, hidden[:, 0])
+    return pages._replace(kv=state.pages), _unembed(model, hidden[:, 0])
 
 
 def _unembed(model: Decoder, hidden: Float[Array, "B D"]) -> Float[Array, "B V"]:

@@ -17,14 +17,15 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jaxtyping import Array
 
+from jaxscale.inference.kv_scales import FP8, check_scales
 from jaxscale.inference.memory import check_max_len
 from jaxscale.inference.plan import Chunk
-from jaxscale.inference.programs import KEY_BLOCK, Packed, Programs
+from jaxscale.inference.programs import KEY_BLOCK, Packed, Pages, Programs
 from jaxscale.inference.request import MAX_BIASES
 from jaxscale.inference.scheduler_config import SchedulerConfig
 from jaxscale.inference.slots import Column
 from jaxscale.models.decoder import Decoder
-from jaxscale.nn.cache import PAGES_AXES
+from jaxscale.nn.cache import PAGES_AXES, SCALES_AXES
 
 
 NUM_CHANGES = 512
@@ -78,6 +79,7 @@ class Runner:
         *,
         prefill_tokens: Sequence[int] | None = None,
         buckets: Sequence[int] | None = None,
+        kv_scales: np.ndarray | None = None,
     ) -> None:
         """Take over the model; the state is made by `compile`.
 
@@ -90,10 +92,13 @@ class Runner:
             buckets: B of the programs that decode, powers of two, the largest S; by
                 default all. With few, less is compiled and more rows are computed; with
                 one, what a request gets does not depend on how many others there are.
+            kv_scales: [L, 2, K], fp32, of keys and values: these are kept in fp8
+                (E4M3), divided by it. None keeps them in the type of the computation.
 
         Raises:
-            ValueError: ``config.longest`` is more than the model can continue, or
-                `prefill_tokens` or `buckets` do not fit `config`.
+            ValueError: ``config.longest`` is more than the model can continue,
+                `prefill_tokens` or `buckets` do not fit `config`, or `kv_scales` not
+                the model.
         """
         check_max_len(model.config, config.longest)
         self.config = config
@@ -104,6 +109,7 @@ class Runner:
             model.rules,
             model.dtype,
         )
+        self._kv_scales = check_scales(model.config, kv_scales)
         leaves, tree = jax.tree.flatten(model)
         self.params = tuple(leaves)
         self._programs = Programs(tree, config.prefill_requests)
@@ -118,7 +124,7 @@ class Runner:
         few = _round_up(keys // 8, KEY_BLOCK)
         self._prefill_keys = [few, keys] if keys > 8192 else [keys]
         self._compiled: dict[Key, Callable[..., Any]] = {}
-        self.pages: Array
+        self.pages: Pages
         self.slots: Array
         self.counts: Array
 
@@ -128,9 +134,7 @@ class Runner:
         """Every program: its key, the jitted function, and the shapes it takes."""
         config, programs = self.config, self._programs
         params = jax.tree.map(_shape_of, self.params)
-        pages, slots, counts = (
-            self._shape(shape, dtype, axes) for shape, dtype, axes in self._state()
-        )
+        pages, slots, counts = self._state()
         vocab, num_slots = self.model_config.vocab_size, config.num_slots
 
         def integers(*shape: int) -> Any:
@@ -195,14 +199,17 @@ class Runner:
 
     def reset(self) -> None:
         """An empty state."""
-        states = [
-            self._shape(shape, dtype, axes) for shape, dtype, axes in self._state()
-        ]
+
+        def zeros(x: jax.ShapeDtypeStruct) -> Array:
+            return jax.device_put(jnp.zeros(x.shape, x.dtype, device=x.sharding))
+
         with self._on_mesh():
-            self.pages, self.slots, self.counts = (
-                jax.device_put(jnp.zeros(s.shape, s.dtype, device=s.sharding))
-                for s in states
-            )
+            state = jax.tree.map(zeros, self._state())
+            self.pages, self.slots, self.counts = state
+            if self._kv_scales is not None:
+                scales = self.pages.scales + self._kv_scales[:, None]  # [L, P, 2, K]
+                scales = jax.device_put(scales, self._sharding(SCALES_AXES))
+                self.pages = self.pages._replace(scales=scales)
         self._neutral = {
             bucket: self._neutral_inputs(bucket) for bucket in self.buckets
         }
@@ -353,14 +360,19 @@ class Runner:
                     yield tokens, keys, False
         yield self._prefill_tokens[-1], self._prefill_keys[-1], True
 
-    def _state(self) -> Iterator[tuple[tuple[int, ...], Any, tuple[str | None, ...]]]:
-        """Shape, type and logical axes of pages, slots and counts."""
+    def _state(self) -> tuple[Pages, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """Shapes of pages, slots and counts."""
         model, config = self.model_config, self.config
         shape = (model.num_layers, config.num_pages, 2, model.num_kv_heads)
-        yield (*shape, config.page_size, model.head_dim), self.dtype, PAGES_AXES
+        dtype, scales = self.dtype, None
+        if self._kv_scales is not None:
+            dtype, scales = FP8, self._shape(shape, jnp.float32, SCALES_AXES)
+        rows = (*shape, config.page_size, model.head_dim)
+        pages = Pages(self._shape(rows, dtype, PAGES_AXES), scales)
         width = Column.TABLE + config.table_width
-        yield (config.num_slots, width), jnp.int32, (None, None)
-        yield (config.num_slots, model.vocab_size), jnp.int16, (None, None)
+        slots = self._shape((config.num_slots, width), jnp.int32, (None, None))
+        counts = (config.num_slots, model.vocab_size)
+        return pages, slots, self._shape(counts, jnp.int16, (None, None))
 
     def _sharding(self, axes: tuple[str | None, ...] = ()) -> Any:
         if self.mesh is None:
@@ -374,7 +386,8 @@ class Runner:
 
     def _jit(self, fn: Callable[..., Any], donated: tuple[int, ...], outs: str) -> Any:
         """`fn` compiled; `outs` names the results, p for pages and s for small ones."""
-        where = {"p": self._sharding(PAGES_AXES), "s": self._sharding()}
+        pages = jax.tree.map(lambda shape: shape.sharding, self._state()[0])
+        where = {"p": pages, "s": self._sharding()}
         shardings = [where[kind] for kind in outs]
         one = len(outs) == 1
         return jax.jit(

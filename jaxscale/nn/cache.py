@@ -4,6 +4,8 @@ A page holds the keys and values of some neighboring tokens of a sequence, for a
 layers; which pages are a sequence's, and in which order, is for the caller to say. A
 *row* is the place of one token: ``page * G + offset``.
 
+Pages of fp8 (E4M3) have `scales`, by which what they hold is to be multiplied.
+
 Legend: B sequences, R new tokens of a sequence, T tokens of a packed row, S rows that
 are read, N query heads, K key/value heads, H head dim, L layers, P pages, G tokens of a
 page, W pages of a sequence.
@@ -23,11 +25,15 @@ from jaxscale.nn.self_attention import AttentionState
 from jaxscale.sharding.operations import constrain
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention.inputs import as_stored
 from pallas_kernels.varlen_attention import segment_ids_from_cu_seqlens
 
 
 PAGES_AXES = (None, None, None, "act_kv_heads", None, None)
 """Logical axes of a pool of pages, [L, P, 2, K, G, H]."""
+
+SCALES_AXES = PAGES_AXES[:4]
+"""Logical axes of the scales of pages of fp8, [L, P, 2, K]."""
 
 
 def empty_pages(
@@ -58,13 +64,16 @@ def append_rows(
     layer: Int[Array, ""] | int,
     rows: Int[Array, "T"],
     kv: Float[Array, "T 2 K H"],
+    scales: Float[Array, "L P 2 K"] | None = None,
 ) -> Float[Array, "L P 2 K G H"]:
     """`pages` with keys and values of one layer put at `rows`.
 
-    Rows past the pool are dropped.
+    Rows past the pool are dropped. What fp8 cannot hold becomes its largest number.
     """
     page, offset = jnp.divmod(rows, pages.shape[4])
-    new = kv.astype(pages.dtype)
+    if scales is not None:
+        scales = scales.at[layer, page].get(mode="fill", fill_value=1.0)
+    new = as_stored(kv, pages.dtype, scales)
     return pages.at[layer, page, :, :, offset].set(new, mode="drop")
 
 
@@ -72,10 +81,18 @@ def read_rows(
     pages: Float[Array, "L P 2 K G H"],
     layer: Int[Array, ""] | int,
     rows: Int[Array, "S"],
+    scales: Float[Array, "L P 2 K"] | None = None,
 ) -> Float[Array, "S 2 K H"]:
-    """Keys and values of one layer at `rows`; zeros for rows past the pool."""
+    """Keys and values of one layer at `rows`; zeros for rows past the pool.
+
+    In the type of the pages, or in fp32 where they have `scales`.
+    """
     page, offset = jnp.divmod(rows, pages.shape[4])
-    return pages.at[layer, page, :, :, offset].get(mode="fill", fill_value=0)
+    held = pages.at[layer, page, :, :, offset].get(mode="fill", fill_value=0)
+    if scales is None:
+        return held
+    scales = scales.at[layer, page].get(mode="fill", fill_value=0.0)
+    return held.astype(jnp.float32) * scales[..., None]
 
 
 @typing.no_type_check
@@ -87,6 +104,10 @@ class _Pages(AttentionState):
         metadata={"axes": PAGES_AXES, "carried": True}
     )
     """The pool."""
+    scales: Float[Array, "L P 2 K"] | None = dataclasses.field(
+        default=None, metadata={"axes": SCALES_AXES}
+    )
+    """Those of fp8 pages."""
     layer: Int[Array, ""] | int = dataclasses.field(default=0, metadata={"axes": ()})
     """Number of the layer at hand in the pool."""
 
@@ -131,12 +152,14 @@ class PagedRows(_Pages):
         lengths: Int[Array, "B"],
         num_new: Int[Array, "B"],
         num_tokens: int = 1,
+        scales: Float[Array, "L P 2 K"] | None = None,
     ) -> Self:
         """The state of rows of `num_tokens` tokens, R."""
         positions = lengths[:, None] + jnp.arange(num_tokens, dtype=lengths.dtype)
         return cls(
             positions=positions,
             pages=pages,
+            scales=scales,
             layer=jnp.zeros((), jnp.int32),
             table=table,
             lengths=lengths,
@@ -162,6 +185,7 @@ class PagedRows(_Pages):
             self.table,
             self.lengths,
             num_new=self.num_new,
+            kv_scales=self.scales,
             window=config.window,
             scale=config.logits_scale,
             softcap=config.softcap,
@@ -175,7 +199,8 @@ class PagedRows(_Pages):
 class PagedChunks(_Pages):
     """Parts of several prompts, one behind the other in one row, [1, T].
 
-    Each part sees itself and the tokens of its sequence that lie in pages already.
+    Each part sees itself and the tokens of its sequence that lie in pages already, all
+    of them as the pages hold them: how a prompt is cut changes nothing.
     """
 
     rows: Int[Array, "T"] = dataclasses.field(metadata={"axes": (None,)})
@@ -199,8 +224,9 @@ class PagedChunks(_Pages):
     ) -> tuple[Array, Self]:
         self._check(config)
         new = jnp.stack([k[0], v[0]], axis=1)  # [T, 2, K, H]
-        pages = append_rows(self.pages, self.layer, self.rows, new)
-        held = read_rows(pages, self.layer, self.key_rows).astype(q.dtype)
+        pages = append_rows(self.pages, self.layer, self.rows, new, self.scales)
+        held = read_rows(pages, self.layer, self.key_rows, self.scales)
+        held = held.astype(q.dtype)
         held, lost = self._apart(held, q.shape[1])
         out = attention(
             q,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 
-__all__ = ["FP8", "Inputs", "Scores"]
+__all__ = ["FP8", "Inputs", "Scores", "as_stored"]
 
 FP8 = jnp.dtype(jnp.float8_e4m3fn)
 """The type of pages that have scales."""
@@ -47,6 +47,21 @@ class Inputs(NamedTuple):
         """Tokens of each row after the step; none where nothing is new."""
         total = jnp.minimum(self.lengths + self.num_new, self.capacity)
         return jnp.where(self.num_new > 0, total, 0)
+
+
+def as_stored(
+    kv: Float[Array, "*T 2 K H"],
+    dtype: jnp.dtype,
+    scales: Float[Array, "*T 2 K"] | None,
+) -> Float[Array, "*T 2 K H"]:
+    """Keys and values as pages of `dtype` hold them.
+
+    Those of fp8 are divided by their `scales` and clipped to the largest finite number.
+    """
+    if scales is not None:
+        limit = float(jnp.finfo(dtype).max)
+        kv = jnp.clip(kv.astype(jnp.float32) / scales[..., None], -limit, limit)
+    return kv.astype(dtype)
 
 
 @jax.tree_util.register_static

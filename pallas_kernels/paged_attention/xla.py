@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels.paged_attention.inputs import FP8, Inputs, Scores
+from pallas_kernels.paged_attention.inputs import Inputs, Scores, as_stored
 
 
 __all__ = ["append", "paged_attention"]
@@ -29,12 +29,10 @@ def append(x: Inputs) -> Float[Array, "L P 2 K G H"]:
     # A negative index would count from the end.
     inside = real & (positions < x.capacity) & (page >= 0)
     page = jnp.where(inside, page, num_pages)
-    new = x.kv.astype(jnp.float32)
+    scales = None
     if x.kv_scales is not None:
         scales = x.kv_scales.at[x.layer, page].get(mode="fill", fill_value=1.0)
-        limit = float(jnp.finfo(FP8).max)
-        new = jnp.clip(new / scales[..., None], -limit, limit)
-    new = new.astype(x.pages.dtype)
+    new = as_stored(x.kv, x.pages.dtype, scales)
     return x.pages.at[x.layer, page, :, :, positions % size].set(new, mode="drop")
 
 

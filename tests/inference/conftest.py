@@ -1,12 +1,15 @@
 """Models whose programs are compiled once for all tests of the engine."""
 
 import dataclasses
+import functools
+import typing
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.tree_util import register_dataclass
 
 from jaxscale.inference.engine import Engine
 from jaxscale.inference.request import Request, SamplingParams
@@ -14,6 +17,7 @@ from jaxscale.inference.runner import Runner
 from jaxscale.inference.scheduler import Scheduler
 from jaxscale.inference.scheduler_config import SchedulerConfig
 from jaxscale.models import Decoder, preset
+from jaxscale.nn import Whole
 from jaxscale.sharding import create, fsdp_tp, make_mesh
 from tests.models.test_serving import perturbed
 
@@ -35,10 +39,45 @@ SIZES = SchedulerConfig(
 LLAMA = dataclasses.replace(preset("llama_tiny"), vocab_size=288)
 
 
+@typing.no_type_check
+@register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Quantized(Whole):
+    """Whole rows whose keys and values are rounded to fp8."""
+
+    scales: jax.Array = dataclasses.field(
+        # Forms that carry nothing never learn which layer they are at.
+        metadata={"axes": (None, None, "act_kv_heads"), "carried": True}
+    )
+    layer: jax.Array | int = dataclasses.field(default=0, metadata={"axes": ()})
+
+    def at(self, layer, variant):
+        return dataclasses.replace(super().at(layer, variant), layer=jnp.int32(layer))
+
+    def attend(self, q, k, v, config, implementation=None):
+        k, v = (
+            jnp.clip(x / scale, -448, 448).astype(jnp.float8_e4m3fn).astype(x.dtype)
+            * scale
+            for x, scale in zip((k, v), self.scales[self.layer, ..., None], strict=True)
+        )
+        return super().attend(q, k, v, config, implementation)
+
+
+def forward(model, tokens, scales=None):
+    """Logits of whole rows, with keys and values in fp8 if there are scales."""
+    if scales is None:
+        return model(tokens)
+    at = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    state = Quantized(positions=at, scales=jnp.asarray(scales))
+    return model.unembed(model.run(tokens, state)[0])
+
+
 class Served:
     """A decoder and its compiled programs."""
 
-    def __init__(self, config, *, mesh=None, sizes=SIZES, buckets=(4,), change=None):
+    def __init__(
+        self, config, *, mesh=None, sizes=SIZES, buckets=(4,), change=None, scales=None
+    ):
         def make(**options):
             model = perturbed(Decoder(config, rngs=nnx.Rngs(0), **options))
             return model if change is None else change(model)
@@ -47,9 +86,11 @@ class Served:
         if mesh is not None:
             model = create(lambda: make(rules=fsdp_tp()), mesh, fsdp_tp())
         self.sizes = sizes
-        self.runner = Runner(model, sizes, prefill_tokens=(16,), buckets=buckets)
+        self.runner = Runner(
+            model, sizes, prefill_tokens=(16,), buckets=buckets, kv_scales=scales
+        )
         self.runner.compile()
-        self._forward = jax.jit(lambda model, tokens: model(tokens))
+        self._forward = jax.jit(functools.partial(forward, scales=scales))
 
     def run(self, **options):
         """A run with a clean state."""
@@ -76,7 +117,8 @@ class Run:
         self.served, self.told = served, {}
         runner = served.runner
         if poison:
-            runner.pages = jnp.full_like(runner.pages, jnp.nan)
+            kv = jnp.full_like(runner.pages.kv, jnp.nan)
+            runner.pages = runner.pages._replace(kv=kv)
         self.engine = Engine(
             runner, Scheduler(sizes or served.sizes, seed=0), **options
         )
@@ -126,6 +168,14 @@ class Run:
 @pytest.fixture(scope="session")
 def llama():
     return Served(LLAMA)
+
+
+@pytest.fixture(scope="session")
+def fp8():
+    """Keys and values in fp8, each layer and head with a scale of its own."""
+    mesh = make_mesh({"tensor": 2}, jax.devices()[:2])
+    scales = np.random.default_rng(0).uniform(0.003, 0.03, (2, 2, 2))
+    return Served(LLAMA, mesh=mesh, scales=scales.astype(np.float32))
 
 
 @pytest.fixture(scope="session")

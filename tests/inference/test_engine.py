@@ -8,6 +8,7 @@ import re
 import threading
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -31,7 +32,7 @@ def prompt(length):
 PROMPTS = {"short": prompt(3), "page": prompt(8), "long": prompt(37), "one": prompt(1)}
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "two_devices"])
+@pytest.mark.parametrize("name", ["llama", "fp8", "gpt2", "two_devices"])
 def test_tokens_are_those_of_the_whole_model(name, request):
     """Prompts in chunks and together, in pages that hold NaN until they are written."""
     run = request.getfixturevalue(name).run(poison=True)
@@ -86,6 +87,27 @@ def test_neighbors_change_nothing(llama, alone, name):
     run.finish()
     assert run.told["again"][0][0].cached_tokens == 36
     assert run.result("again") == alone[name]
+
+
+def test_fp8_depends_neither_on_chunks_nor_on_the_prefix_cache(fp8):
+    """A prompt attends to itself as the pages hold it."""
+    results = []
+    for neighbor in (None, "before", "same"):
+        run = fp8.run(poison=True)
+        if neighbor is not None:
+            shared = PROMPTS["long"] if neighbor == "same" else PROMPTS["page"]
+            run.add(neighbor, shared, max_tokens=20)
+            run.engine.step()
+        run.add("a", PROMPTS["long"], max_tokens=12)
+        run.finish()
+        results.append(run.result("a"))
+        run.add("again", PROMPTS["long"], max_tokens=12)
+        run.finish()
+        assert run.told["again"][0][0].cached_tokens == 36
+        results.append(run.result("again"))
+    assert results == results[:1] * 6
+    assert fp8.runner.pages.kv.dtype == jnp.float8_e4m3fn
+    assert fp8.runner.pages.scales.addressable_shards[0].data.shape[3] == 1
 
 
 def test_the_preempted_go_on(llama, alone):
@@ -244,7 +266,8 @@ def test_logits_that_are_not_finite_end_their_request_alone(llama):
     rows = {c.request.id: c for c in run.scheduler._slots.owners()}
     pages = [rows["bad"].pages[0], rows["worse"].pages[0]]
     runner = llama.runner
-    runner.pages = runner.pages.at[1, np.array(pages)].set(np.nan)
+    kv = runner.pages.kv.at[1, np.array(pages)].set(np.nan)
+    runner.pages = runner.pages._replace(kv=kv)
     run.finish()
     for name in ("bad", "worse"):
         assert run.result(name)[2] == "error"

@@ -3,16 +3,19 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from jaxscale.inference import LLM, EngineConfig, InvalidRequest, SamplingParams
+from jaxscale.inference.kv_scales import check_scales, measure_kv_scales
 from jaxscale.inference.llm import fit
 from jaxscale.inference.runner import Runner
 from jaxscale.models import Decoder, Tokenizer, preset, save
 from jaxscale.models.generation import GenerationConfig
 from jaxscale.nn import RopeScaling
+from tests.decoding import decode
 
 
 TEXT = ["to be or not to be, that is the question"] * 4
@@ -109,6 +112,52 @@ def test_requests_end_where_dynamic_rotary_scaling_begins():
         Runner(Decoder(limited, rngs=nnx.Rngs(0)), longer)
 
 
+def test_keys_and_values_in_fp8(directory, llm):
+    """Scales are measured, and what the model says stays about the same."""
+    config = dataclasses.replace(SIZES, kv_dtype="fp8")
+    params = dataclasses.replace(GREEDY, logprobs=0, prompt_logprobs=0)
+    prompts = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [3]]
+    with LLM.from_pretrained(directory, config=config, quiet=True) as narrow:
+        found = narrow.generate(prompts, params)
+        scales = np.asarray(narrow.engine.runner.pages.scales)
+    for a, b in zip(found, llm.generate(prompts, params), strict=True):
+        (a,), (b,) = a.continuations.values(), b.continuations.values()
+        for x, y in zip(a.prompt_logprobs[1:], b.prompt_logprobs[1:], strict=True):
+            np.testing.assert_allclose(x.logprob, y.logprob, atol=0.05)
+        np.testing.assert_allclose(a.logprobs[0].logprob, b.logprobs[0].logprob,
+                                   atol=0.05)  # fmt: skip
+    # Powers of two that leave room for twice the largest.
+    assert (np.frexp(scales)[0] == 0.5).all() and (scales < 1).all()
+    with pytest.raises(ValueError, match="kv_scales are for kv_dtype 'fp8'"):
+        LLM.from_pretrained(directory, config=SIZES, kv_scales=scales[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("scales", "message"),
+    [
+        (np.ones((2, 2)), r"shape \(2, 2\), expected \[L, 2, K\] = \(2, 2, 2\)"),
+        (np.full((2, 2, 2), -1.0), "must be positive and finite, got -1.0"),
+        (np.full((2, 2, 2), np.nan), "must be positive and finite, got nan"),
+    ],
+)
+def test_scales_that_do_not_fit_are_refused(scales, message):
+    with pytest.raises(ValueError, match=message):
+        check_scales(preset("llama_tiny"), scales)
+
+
+def test_scales_hold_twice_the_largest_key_and_value():
+    model = Decoder(preset("llama_tiny"), rngs=nnx.Rngs(0))
+    tokens = np.array([[1, 2, 3], [4, 5, 6]], np.int32)
+    scales = measure_kv_scales(model, tokens)
+    pages = [decode(model.for_inference(), jnp.asarray(t)[None], 3)[1] for t in tokens]
+    largest = jnp.nan_to_num(jnp.abs(jnp.concatenate(pages, 1))).max((1, 4, 5))
+    assert (largest * 2 <= 448 * scales).all()
+    assert (largest * 4 > 448 * scales).all()
+    model.blocks.attention.key.kernel[...] *= jnp.nan
+    with pytest.raises(ValueError, match="not finite, so that they have no scale"):
+        measure_kv_scales(model, tokens)
+
+
 def test_pages_fill_the_memory(llm):
     model = Decoder(preset("llama_tiny"), rngs=nnx.Rngs(0)).for_inference()
     options = EngineConfig(num_slots=2, page_size=16, max_len=128)
@@ -125,7 +174,14 @@ def test_pages_fill_the_memory(llm):
     with pytest.raises(ValueError, match="max_len 100 exceeds 64"):
         limited = dataclasses.replace(preset("gpt2_tiny"), max_seq_len=64)
         EngineConfig(max_len=100).scheduler(limited, (), on_cpu=True)
-    for wrong in ({"memory_fraction": 1.5}, {"page_size": 0}, {"num_slots": -1}):
+    _, narrow = fit(model, config, dataclasses.replace(options, kv_dtype="fp8"))
+    # A byte a number, and a scale for those of a head.
+    assert narrow.page == (16 * c.head_dim + 4) * c.num_layers * 2 * c.num_kv_heads
+    for wrong in (
+        {"memory_fraction": 1.5},
+        {"page_size": 0},
+        {"num_slots": -1},
+    ):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             EngineConfig(**wrong)
     assert np.isfinite(memory.computation)

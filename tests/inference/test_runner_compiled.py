@@ -5,6 +5,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
@@ -34,7 +35,7 @@ class Lowering:
             return self.fn.lower(*shapes)
 
 
-def program(devices, name, num_pages, key):
+def program(devices, name, num_pages, key, fp8=False):
     """One program of a model with two layers."""
     config = dataclasses.replace(preset(name), num_layers=2)
     count = len(devices)
@@ -57,7 +58,8 @@ def program(devices, name, num_pages, key):
     sizes = SchedulerConfig(
         num_pages=num_pages, vocab_size=config.vocab_size, max_len=4096, num_slots=32
     )
-    runner = Runner(model, sizes)
+    shape = config.num_layers, 2, config.num_kv_heads
+    runner = Runner(model, sizes, kv_scales=np.ones(shape) if fp8 else None)
     found = {k: (fn, shapes) for k, fn, shapes in runner.programs()}
     fn, shapes = found[tuple(key)]
     return Lowering(runner, fn), shapes
@@ -87,6 +89,19 @@ def test_decoding_copies_neither_weights_nor_pages(name, bucket, count, products
         # Two in each layer, and one for the table of tokens; the logits are gathered.
         assert found.count("all-reduce") == 2 * 2 + 1
         assert found.count("all-gather") == 1
+
+
+@pytest.mark.parametrize("key", [["decode", 32, 4], ["prefill", 2048, 18432, False]])
+def test_pages_in_fp8_stay_where_they_are(key):
+    found = compile_for_h200(program, "llama3_8b", 1024, key, True)
+    size = pool("llama3_8b", 512, 1)  # of twice as many
+    assert found.aliased >= size
+    assert [w for w in found.written(size // 2) if "[2,1024," in w.shape] == []
+    if key[0] == "decode":
+        logits = 32 * preset("llama3_8b").vocab_size * 4
+        assert [w for w in found.written(6 * MIB) if w.size > logits] == []
+        assert [kernel.name for kernel in found.kernels] == ["paged_attention"]
+        assert not found.kernels[0].spilled
 
 
 def test_memory_does_not_grow_with_the_pool():

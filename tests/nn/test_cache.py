@@ -157,6 +157,25 @@ def test_rows_past_the_pool_are_dropped_and_read_as_zeros():
     assert not read_rows(pages, 0, at).any()
 
 
+def test_fp8_rows_are_scaled_and_clipped():
+    scales = jnp.asarray(RNG.uniform(0.1, 2.0, (2, 3, 2, 2)), jnp.float32)
+    pages = empty_pages(
+        num_layers=2, num_pages=3, page_size=4, num_kv_heads=2, head_dim=3,
+        dtype=jnp.float8_e4m3fn,
+    )  # fmt: skip
+    kv = jnp.asarray(10 * RNG.standard_normal((3, 2, 2, 3)), jnp.float32)
+    kv = kv.at[0, 1, 0, :2].set(jnp.array([1e9, -jnp.inf])).at[2, 0, 1, 0].set(jnp.nan)
+    at = jnp.array([7, 12, 2])
+    pages = append_rows(pages, 1, at, kv, scales)
+    found = read_rows(pages, 1, at, scales)
+    limit = 448 * scales[1, 1, 1, 0]
+    np.testing.assert_array_equal(found[0, 1, 0, :2], [limit, -limit])
+    assert np.isnan(found[2, 0, 1, 0]) and jnp.isnan(found).sum() == 1
+    assert not found[1].any()
+    usual = np.isfinite(kv) & (abs(kv) < 1e9) & (at < 12)[:, None, None, None]
+    np.testing.assert_allclose(found[usual], kv[usual], rtol=2**-4, atol=1e-2)
+
+
 def test_attention_that_is_not_causal_is_refused():
     model = make(preset("llama_tiny"))
     attention = model.for_inference().blocks[0].attention

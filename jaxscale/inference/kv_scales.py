@@ -1,0 +1,125 @@
+"""Scales of keys and values that are kept in fp8, one for each layer and head.
+
+A number ``x`` is kept as ``x / scale``, rounded to E4M3, four significant bits, and
+clipped to 448. So a scale has to fit the largest number, and may be generous: only what
+is below 2**-12 of that has fewer bits.
+
+Legend: B prompts, T tokens, L layers, K key/value heads.
+"""
+
+import contextlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jaxtyping import Array, Float, Int
+
+from jaxscale.models.config import DecoderConfig
+from jaxscale.models.decoder import Decoder
+from jaxscale.nn.cache import PagedChunks, empty_pages
+from jaxscale.sharding.operations import constrain
+
+
+FP8 = jnp.dtype(jnp.float8_e4m3fn)
+"""The type."""
+
+_ROOM = 2.0
+"""How much larger numbers may get than those that were measured."""
+
+
+def measure_kv_scales(
+    model: Decoder, tokens: Int[np.ndarray, "B T"] | None = None
+) -> Float[np.ndarray, "L 2 K"]:
+    """Scales that hold twice the largest keys and values of `tokens`.
+
+    They are powers of two: these change no bits of a number, so that prefill and
+    decoding see the same keys and values whatever the type of the computation.
+
+    Args:
+        model: A decoder.
+        tokens: Prompts to measure; None takes one of random tokens.
+
+    Returns:
+        fp32, for `make_engine` or `Runner`.
+
+    Raises:
+        ValueError: keys or values are not finite.
+
+    Example:
+        >>> from flax import nnx
+        >>> from jaxscale.models.llama import llama_tiny
+        >>> model = Decoder(llama_tiny(), rngs=nnx.Rngs(0))
+        >>> measure_kv_scales(model).shape
+        (2, 2, 2)
+    """
+    model = model.for_inference()
+    where = jax.tree.leaves(model)[0].sharding
+    mesh: Any = where.mesh if isinstance(where, NamedSharding) else None
+    prompts = tokens
+    if prompts is None:
+        longest = min(256, model.config.max_cache_len or model.config.max_seq_len)
+        rng = np.random.default_rng(0)
+        prompts = rng.integers(0, model.config.vocab_size, (1, longest), np.int32)
+    measure = jax.jit(_largest)
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        found = [np.asarray(measure(model, row)) for row in prompts]
+    largest = np.max(found, axis=0)
+    if not np.isfinite(largest).all():
+        raise ValueError(
+            "keys or values of the model are not finite, so that they have no scale; "
+            "check its weights"
+        )
+    limit = float(jnp.finfo(FP8).max) / _ROOM
+    least = np.finfo(np.float32).tiny
+    return np.exp2(np.ceil(np.log2(np.maximum(largest / limit, least))))
+
+
+def check_scales(
+    model: DecoderConfig, scales: np.ndarray | None
+) -> Float[np.ndarray, "L 2 K"] | None:
+    """`scales` in fp32.
+
+    Raises:
+        ValueError: they do not fit the model, or some are not positive and finite.
+    """
+    if scales is None:
+        return None
+    shape = (model.num_layers, 2, model.num_kv_heads)
+    scales = np.asarray(scales, np.float32)
+    if scales.shape != shape:
+        raise ValueError(
+            f"kv_scales has shape {scales.shape}, expected [L, 2, K] = {shape}"
+        )
+    wrong = scales[~(np.isfinite(scales) & (scales > 0))]
+    if wrong.size:
+        raise ValueError(f"kv_scales must be positive and finite, got {wrong[0]}")
+    return scales
+
+
+def _largest(model: Decoder, tokens: Int[Array, "T"]) -> Float[Array, "L 2 K"]:
+    """The magnitude of the largest keys and values of a prompt."""
+    config, length = model.config, len(tokens)
+    pages = empty_pages(
+        num_layers=config.num_layers,
+        num_pages=1,
+        page_size=length,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=model.dtype,
+        rules=model.rules,
+    )
+    at, bounds = jnp.arange(length, dtype=jnp.int32), jnp.array([[0, length]])
+    state = PagedChunks(
+        positions=at[None],
+        pages=pages,
+        layer=jnp.int32(0),
+        rows=at,
+        key_rows=at,
+        cu_q=bounds,
+        cu_k=bounds,
+    )
+    _, state = model.run(tokens[None], state)
+    largest = jnp.abs(state.pages.astype(jnp.float32)).max(axis=(1, 4, 5))  # [L, 2, K]
+    return constrain(largest, (None, None, None), model.rules)
