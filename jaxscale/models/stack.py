@@ -200,9 +200,27 @@ def run_stack[State: AttentionState](
         length = done // period
         carry, _ = jax.lax.scan(group, carry, (parts, firsts), length=length)
     for layer in range(done, num_layers):
-        carry = run_layer(layer, variants[layer])(carry, block_at(layer))
+        block, variant = block_at(layer), variants[layer]
+        if policy is None:
+            carry = _run_block(block, *carry, state, jnp.int32(layer), variant)
+        else:
+            carry = run_layer(layer, variant)(carry, block)
     x, carried = carry
     return x, state.carrying(carried)
+
+
+@functools.partial(jax.jit, static_argnums=5)
+def _run_block(
+    block: Block,
+    x: Array,
+    carried: tuple[Array, ...],
+    state: AttentionState,
+    layer: Array,
+    variant: AttentionConfig | None,
+) -> _Carry:
+    """One layer; those that are alike are traced and lowered once, not each."""
+    x, after = block(x, state.carrying(carried).at(layer, variant))
+    return x, after.carried
 
 
 def _policy(remat: str, keep_gathered: bool) -> Callable[..., Any] | None:
