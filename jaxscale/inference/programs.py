@@ -98,10 +98,10 @@ class Programs:
         slots: Int[Array, "S C"],
         source: Int[Array, "S"],
         changes: Int[Array, "E 3"],
-    ) -> Int[Array, "S C"]:
+    ) -> tuple[Int[Array, "S C"]]:
         """Take each row from `source`, then set (row, column) to a value."""
         row, column, value = changes.T
-        return slots[source].at[row, column].set(value, mode="drop")
+        return (slots[source].at[row, column].set(value, mode="drop"),)
 
     def decode(
         self,
@@ -229,7 +229,7 @@ class Programs:
         counts: Int16[Array, "S V"],
         tokens: Int[Array, "E"],
         head: Int[Array, "3"],
-    ) -> Int16[Array, "S V"]:
+    ) -> tuple[Int16[Array, "S V"]]:
         """Count tokens of a request.
 
         Args:
@@ -243,7 +243,7 @@ class Programs:
         before = jnp.arange(len(tokens)) < in_prompt
         seen = jnp.zeros(old.shape, bool).at[tokens].max(before, mode="drop")
         old = old.at[tokens].add((~before).astype(jnp.int16), mode="drop")
-        return counts.at[row].set(jnp.where(seen, old | sampling.IN_PROMPT, old))
+        return (counts.at[row].set(jnp.where(seen, old | sampling.IN_PROMPT, old)),)
 
 
 def _logits(

@@ -37,6 +37,17 @@ NUM_COUNTED = 512
 type Key = tuple[Any, ...]
 """The name of a program and its sizes."""
 
+_STATE = {
+    "update": (["slots"], ["slots"]),
+    "count": (["counts"], ["counts"]),
+    "decode": (["params", "pages", "slots"], ["pages", "slots"]),
+    "forward": (["params", "pages", "slots"], ["pages", "logits"]),
+    "sample": (["logits", "slots", "counts"], ["slots", "counts"]),
+    "prefill": (["params", "pages", "slots"], ["pages", "slots"]),
+}
+"""What a program takes of the state before its inputs, and what its first results take
+the place of."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampleInputs:
@@ -127,6 +138,7 @@ class Runner:
         self.pages: Pages
         self.slots: Array
         self.counts: Array
+        self.logits: Array
 
     # What there is to compile.
 
@@ -211,7 +223,7 @@ class Runner:
                 scales = jax.device_put(scales, self._sharding(SCALES_AXES))
                 self.pages = self.pages._replace(scales=scales)
         self._neutral = {
-            bucket: self._neutral_inputs(bucket) for bucket in self.buckets
+            ("sample", bucket): self._neutral_inputs(bucket) for bucket in self.buckets
         }
 
     def temporaries(self) -> int:
@@ -242,23 +254,18 @@ class Runner:
             if part:
                 cells[: len(part)] = part
             order = np.arange(count) if source is None else np.asarray(source)
-            self.slots = self._run(("update",), self.slots, order.astype("i4"), cells)
+            self.dispatch(("update",), order.astype("i4"), cells)
             source = None
 
     def decode(self, *, bucket: int, steps: int) -> Array:
         """Draw up to `steps` tokens for each live row of the bucket, [steps, B, 3]."""
-        key = ("decode", self._bucket(bucket), steps)
-        self.pages, self.slots, out = self._run(
-            key, self.params, self.pages, self.slots
-        )
-        return _on_its_way(out)
+        (out,) = self.dispatch(("decode", self._bucket(bucket), steps))
+        return out
 
     def forward(self, *, bucket: int) -> Array:
         """The logits of each live row of the bucket, for `sample`."""
-        self.pages, logits = self._run(
-            ("forward", self._bucket(bucket)), self.params, self.pages, self.slots
-        )
-        return logits
+        self.dispatch(("forward", self._bucket(bucket)))
+        return self.logits
 
     def sample(self, logits: Array, inputs: SampleInputs) -> Array:
         """Draw a token for each live row by all of its settings, [1, B, 43]."""
@@ -267,20 +274,20 @@ class Runner:
         extra[bucket] = inputs.want_top
         for row, counted in enumerate(inputs.counted):
             extra[row] = none if counted is None else counted
-        mask, bias = self._neutral[bucket]
+        mask = bias = None
         if inputs.masks is not None:
             missing = bucket - len(inputs.masks)
             mask = np.pad(inputs.masks, ((0, missing), (0, 0))).view(np.uint32)
         if inputs.biases:
-            bias = np.full(bias.shape, self.model_config.vocab_size, np.int32)
+            vocab = self.model_config.vocab_size
+            bias = np.full((bucket, MAX_BIASES, 2), vocab, np.int32)
             for row, added in inputs.biases.items():
                 bias[row, : len(added), 0] = list(added)
                 values = np.asarray(list(added.values()), np.float32)
                 bias[row, : len(added), 1] = values.view(np.int32)
-        self.slots, self.counts, out = self._run(
-            ("sample", bucket), logits, self.slots, self.counts, extra, mask, bias
-        )
-        return _on_its_way(out)
+        self.logits = logits
+        (out,) = self.dispatch(("sample", bucket), extra, mask, bias)
+        return out
 
     def prefill(
         self, chunks: Sequence[Chunk], targets: Sequence[Sequence[int]] | None = None
@@ -297,9 +304,7 @@ class Runner:
             [T, 41].
         """
         packed, key = self._pack(chunks, targets)
-        found = self._run(key, self.params, self.pages, self.slots, packed)
-        self.pages, self.slots, *outs = found
-        outs = [_on_its_way(out) for out in outs]
+        outs = self.dispatch(key, packed)
         return outs[0], outs[1] if targets is not None else None
 
     def count(self, row: int, tokens: Sequence[int], num_prompt: int) -> None:
@@ -311,7 +316,30 @@ class Runner:
             padded[: len(part)] = part
             before = min(max(num_prompt - start, 0), NUM_COUNTED)
             head = np.array([row, before, start == 0], np.int32)
-            self.counts = self._run(("count",), self.counts, padded, head)
+            self.dispatch(("count",), padded, head)
+
+    def dispatch(self, key: Key, *inputs: np.ndarray | None) -> list[Array]:
+        """Run a program on the state; several hosts do so in the same order.
+
+        Args:
+            key: Which.
+            inputs: What it takes besides the state; None for what changes nothing.
+
+        Returns:
+            What it gives besides the state, on its way to the host.
+        """
+        taken, given = _STATE[key[0]]
+        neutral = self._neutral.get(key, inputs)
+        inputs = [n if x is None else x for x, n in zip(inputs, neutral, strict=True)]
+        with self._on_mesh():
+            state = (getattr(self, name) for name in taken)
+            found = self._compiled[key](*state, *inputs)
+        for name, value in zip(given, found, strict=False):
+            setattr(self, name, value)
+        outs = list(found[len(given) :])
+        for out in outs:
+            out.copy_to_host_async()
+        return outs
 
     # How.
 
@@ -389,28 +417,19 @@ class Runner:
         pages = jax.tree.map(lambda shape: shape.sharding, self._state()[0])
         where = {"p": pages, "s": self._sharding()}
         shardings = [where[kind] for kind in outs]
-        one = len(outs) == 1
-        return jax.jit(
-            fn,
-            donate_argnums=donated,
-            out_shardings=shardings[0] if one else tuple(shardings),
-        )
-
-    def _run(self, key: Key, *arguments: Any) -> Any:
-        with self._on_mesh():
-            return self._compiled[key](*arguments)
+        return jax.jit(fn, donate_argnums=donated, out_shardings=tuple(shardings))
 
     def _on_mesh(self) -> contextlib.AbstractContextManager[Any]:
         return (
             contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
         )
 
-    def _neutral_inputs(self, bucket: int) -> tuple[Array, Array]:
-        """Mask and bias that change nothing, on the device."""
+    def _neutral_inputs(self, bucket: int) -> tuple[None, Array, Array]:
+        """Mask and bias that change nothing, on the device, as inputs of `sample`."""
         vocab = self.model_config.vocab_size
         mask = np.full((bucket, -(-vocab // 32)), 2**32 - 1, np.uint32)
         bias = np.full((bucket, MAX_BIASES, 2), vocab, np.int32)
-        return jax.device_put((mask, bias), self._sharding())
+        return None, *jax.device_put((mask, bias), self._sharding())
 
 
 def _prefill_sizes(config: SchedulerConfig, sizes: Sequence[int] | None) -> list[int]:
@@ -443,8 +462,3 @@ def _round_up(size: int, multiple: int) -> int:
 
 def _shape_of(x: Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-
-
-def _on_its_way(x: Array) -> Array:
-    x.copy_to_host_async()
-    return x
