@@ -18,22 +18,28 @@ ROOT = b""
 """The parent of the first page of a sequence."""
 
 
-def page_hash(parent: bytes, tokens: Sequence[int], salt: str) -> bytes:
+def page_hash(
+    parent: bytes, tokens: Sequence[int], salt: str, *, decoded: int | None = None
+) -> bytes:
     """The name of a full page: blake2b of its parent's, its tokens and a salt.
 
-    Equal names mean equal tokens from the beginning of the sequence, and one salt.
+    Equal names mean equal tokens from the beginning of the sequence, computed in the
+    same way, and one salt.
 
     Args:
         parent: The name of the page before it, or `ROOT`.
         tokens: The tokens of the page.
         salt: Whoever does not know it cannot find the page.
+        decoded: The position from which on decoding has computed the sequence, if it
+            lies in the page or before: prefill rounds differently.
 
     Example:
         >>> page_hash(ROOT, [1, 2], "a") == page_hash(ROOT, [1, 2], "b")
         False
     """
     name = hashlib.blake2b(parent, digest_size=32)
-    name.update(array.array("q", tokens).tobytes())
+    start = -1 if decoded is None else decoded
+    name.update(array.array("q", [start, *tokens]).tobytes())
     name.update(salt.encode("utf-8", "surrogatepass"))
     return name.digest()
 

@@ -310,7 +310,10 @@ class Engine:
             prefill, scores = runner.prefill(plan.prefill, self._targets(plan))
         if plan.decode is not None and plan.decode.full:
             logits = runner.forward(bucket=plan.decode.bucket)
-            decode = runner.sample(logits, self._inputs(plan.decode.rows))
+            rows = list(plan.decode.rows)
+            for row in plan.decode.replayed:
+                rows[row] = None
+            decode = runner.sample(logits, self._inputs(rows))
         elif plan.decode is not None:
             decode = runner.decode(bucket=plan.decode.bucket, steps=plan.decode.steps)
         return _Flight(plan, prefill, scores, decode)

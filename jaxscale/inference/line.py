@@ -6,12 +6,34 @@ import operator
 
 from jaxscale.inference.fair_queue import FairQueue
 from jaxscale.inference.plan import Continuation
+from jaxscale.inference.request import Overloaded, Request
+from jaxscale.inference.scheduler_config import SchedulerConfig
 
 
 _LONGEST_RETRY = 60  # seconds
 
 BY_ORDER = operator.attrgetter("order")
 """Sorts continuations by priority, arrival and index."""
+
+
+class Speed:
+    """Tokens of prompts a second, lately."""
+
+    def __init__(self) -> None:
+        self._rate = 0.0
+        self._last: float | None = None
+
+    def count(self, tokens: int, now: float) -> None:
+        """A tick computes this many."""
+        if self._last is not None and tokens and now > self._last:
+            rate = tokens / (now - self._last)
+            self._rate = rate if not self._rate else 0.9 * self._rate + 0.1 * rate
+        self._last = now
+
+    def retry_after(self, tokens: int) -> int:
+        """Seconds until so many are computed, at least 1."""
+        seconds = math.ceil(tokens / self._rate) if self._rate else 1
+        return min(max(seconds, 1), _LONGEST_RETRY)
 
 
 class Line:
@@ -21,7 +43,15 @@ class Line:
     their priority, by arrival.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, config: SchedulerConfig) -> None:
+        """Nobody waits.
+
+        Args:
+            config: How many may.
+        """
+        self.speed = Speed()
+        """How fast the line moves."""
+        self._config = config
         self._new = FairQueue[Continuation]()
         self._returning: list[Continuation] = []
         self.num_tokens = 0
@@ -34,6 +64,19 @@ class Line:
     def num_new(self) -> int:
         """Number of those that have not had a turn."""
         return len(self._new)
+
+    def check(self, request: Request) -> None:
+        """Raise `Overloaded` where a request may not join."""
+        config, waiting, tokens = self._config, self.num_new, self.num_tokens
+        full = waiting + 1 > config.max_waiting
+        long = tokens + len(request.prompt) > config.max_waiting_tokens
+        # An empty queue takes anything, or the largest request would never run.
+        if waiting and (full or long):
+            raise Overloaded(
+                f"{waiting} requests with {tokens} tokens wait, at most "
+                f"{config.max_waiting} with {config.max_waiting_tokens} may",
+                self.speed.retry_after(tokens),
+            )
 
     def join(self, c: Continuation) -> None:
         """Let a new one wait."""
@@ -64,23 +107,3 @@ class Line:
         """Count tokens that its client was served."""
         request = c.request
         self._new.charge(tokens, priority=request.priority, client=request.client)
-
-
-class Speed:
-    """Tokens of prompts a second, lately."""
-
-    def __init__(self) -> None:
-        self._rate = 0.0
-        self._last: float | None = None
-
-    def count(self, tokens: int, now: float) -> None:
-        """A tick computes this many."""
-        if self._last is not None and tokens and now > self._last:
-            rate = tokens / (now - self._last)
-            self._rate = rate if not self._rate else 0.9 * self._rate + 0.1 * rate
-        self._last = now
-
-    def retry_after(self, tokens: int) -> int:
-        """Seconds until so many are computed, at least 1."""
-        seconds = math.ceil(tokens / self._rate) if self._rate else 1
-        return min(max(seconds, 1), _LONGEST_RETRY)

@@ -3,6 +3,10 @@
 Legend: G tokens of a page, W pages of a slot.
 """
 
+import collections
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
 from jaxscale.inference.block_pool import ROOT, BlockPool, page_hash
 from jaxscale.inference.plan import Continuation
 from jaxscale.inference.scheduler_config import SchedulerConfig
@@ -22,6 +26,7 @@ class PageTables:
         """
         self.pool = BlockPool(num_pages=config.num_pages, page_size=config.page_size)
         self._config = config
+        self._watermark = math.ceil(config.watermark * config.num_pages)
 
     def sharable(self, c: Continuation) -> int:
         """Full pages before its last token, which has to be computed anyway."""
@@ -37,26 +42,45 @@ class PageTables:
         names = (self._named(c, page) for page in range(self.sharable(c)))
         return self.pool.find(names)
 
-    def admit(self, c: Continuation, found: list[int], reserve: int) -> bool:
-        """Take the found pages, and new ones for the rest of its tokens and a step.
+    def lacks(self, c: Continuation, found: Sequence[int], *, alone: bool) -> int:
+        """Pages that are missing before `admit` may be called; 0 or less for none.
 
         Args:
             c: Holds no pages.
             found: The result of `find` for it.
-            reserve: Pages that must stay available.
-
-        Returns:
-            True if there were enough; otherwise nothing has changed.
+            alone: Nobody else runs, who is about to need pages too.
         """
-        reach = min(len(c.tokens) + 1 + self._config.drafts, c.limit - 1)
-        new = self.pool.pages_for(max(reach, len(c.tokens))) - len(found)
-        if new + self.pool.num_unheld(found) + reserve > self.pool.num_available:
-            return False
+        if self._config.contiguous:
+            return 0
+        needed = self._size(c) - len(found) + self.pool.num_unheld(found)
+        return needed - self.pool.num_available + (0 if alone else self._watermark)
+
+    def gains(
+        self, others: Iterable[Continuation], found: Sequence[int]
+    ) -> Iterator[int]:
+        """How many pages fewer `lacks` counts after the release of each of `others`."""
+        # One that is found and becomes available has to be held again.
+        gained, wanted = 0, set(found)
+        holders: collections.Counter[int] = collections.Counter()
+        for other in others:
+            holders.update(other.pages)
+            gained += sum(
+                holders[page] == self.pool.holders(page) and page not in wanted
+                for page in other.pages
+            )
+            yield gained
+
+    def admit(self, c: Continuation, found: list[int]) -> None:
+        """Take the found pages, and new ones for the rest of its tokens and a step."""
         self.pool.hold(found)
-        c.pages = found + self.pool.allocate(new)
+        c.pages = found + self.pool.allocate(self._size(c) - len(found))
         c.kv = len(found) * self._config.page_size
         c.named = len(found)
-        return True
+
+    def _size(self, c: Continuation) -> int:
+        """Pages of a continuation that is admitted."""
+        reach = min(len(c.tokens) + 1 + self._config.drafts, c.limit - 1)
+        return self.pool.pages_for(max(reach, len(c.tokens)))
 
     def missing(self, c: Continuation, ahead: int) -> int:
         """Pages to add before a dispatch that writes at most `ahead` tokens."""
@@ -98,5 +122,6 @@ class PageTables:
             start = len(c.names) * size
             parent = c.names[-1] if c.names else ROOT
             tokens = c.tokens[start : start + size]
-            c.names.append(page_hash(parent, tokens, c.request.salt))
+            decoded = c.target if start + size > c.target else None
+            c.names.append(page_hash(parent, tokens, c.request.salt, decoded=decoded))
         return c.names[page]

@@ -5,7 +5,7 @@ Legend: S slots, B bucket, R tokens a step (1 + drafts), G tokens of a page.
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal
 
 from jaxscale.inference.request import FinishReason, Request
@@ -53,6 +53,9 @@ class Continuation:
     """Tokens that those add at least, unless it ends."""
     placed: int = 0
     """The tick in which it went live; results of earlier plans are not meant."""
+    known: int = 0
+    """Number of its tokens when it went live. Those behind the prompt are decoded
+    again, whatever is drawn, so that their keys and values are the same bits."""
     names: list[bytes] = dataclasses.field(default_factory=list)
     """Names of its full pages, as far as they were needed."""
     named: int = 0
@@ -82,13 +85,31 @@ class Continuation:
         )
 
     @property
-    def target(self) -> int:
-        """Tokens that prefill has to put into the cache.
+    def goes_on(self) -> bool:
+        """True where its row may have tokens to draw after those on their way."""
+        return self.state is State.DECODE and self.kv + self.due < self.limit - 1
 
-        Prefill draws with a temperature alone. Who needs the full sampler leaves the
-        last token to the first step of decoding, which draws what prefill would.
+    @property
+    def target(self) -> int:
+        """Tokens that prefill puts into the cache, also after a preemption.
+
+        Prefill draws with a temperature alone. Who needs the full sampler for the first
+        token leaves the last one of the prompt to the first step of decoding.
         """
-        return len(self.tokens) - self.needs_sampler * (self.limit > len(self.tokens))
+        params, length = self.request.params, len(self.request.prompt)
+        full = params.needs_sampler or (params.min_tokens > 0 and bool(self.stops))
+        return length - (full and self.limit > length)
+
+    @property
+    def forced(self) -> int | None:
+        """The token that the next step has to read; None for that which was drawn."""
+        position = self.kv + self.pending
+        return self.tokens[position] if position < self.known else None
+
+    @property
+    def replays(self) -> bool:
+        """True where the token after the next step is known already."""
+        return self.kv + self.pending < self.known - 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +174,9 @@ class Decode:
     full: Sequence[int] = ()
     """Rows that need the full sampler. With any, there is one step without drafts: the
     logits of all rows, then the full sampler."""
+    replayed: Collection[int] = ()
+    """Rows that were preempted and are decoded again: what they draw is known, and must
+    not be counted twice. With any, there is one step without drafts."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

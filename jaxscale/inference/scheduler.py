@@ -6,13 +6,12 @@ it and with the rows that are live, not with the requests that wait.
 """
 
 import bisect
-import math
 from collections.abc import Iterator
 
 from jaxscale.inference.block_pool import BlockPool
 from jaxscale.inference.chunks import choose_chunks
 from jaxscale.inference.jobs import Jobs
-from jaxscale.inference.line import BY_ORDER, Line, Speed
+from jaxscale.inference.line import BY_ORDER, Line
 from jaxscale.inference.page_tables import PageTables
 from jaxscale.inference.plan import (
     Chunk,
@@ -25,6 +24,7 @@ from jaxscale.inference.plan import (
     Progress,
     State,
 )
+from jaxscale.inference.preemption import choose_yielding
 from jaxscale.inference.request import (
     Draining,
     FinishReason,
@@ -32,8 +32,9 @@ from jaxscale.inference.request import (
     Overloaded,
     Request,
 )
+from jaxscale.inference.row_updates import RowUpdates
 from jaxscale.inference.scheduler_config import SchedulerConfig
-from jaxscale.inference.slots import Moves, OutFlag, Slots, stop_row, table, whole_row
+from jaxscale.inference.slots import Moves, OutFlag, Slots
 
 
 class Scheduler:
@@ -68,18 +69,15 @@ class Scheduler:
         self.config = config
         self.counts = Counts()
         self._jobs = Jobs(config, self.counts, seed)
-        self._line = Line()
+        self._line = Line(config)
         self._num_running = 0
         self._prefilling: list[Continuation] = []
         self._slots = Slots[Continuation](config.num_slots, self._moved)
         self._tables = PageTables(config)
-        # Those whose table on the device lacks pages.
-        self._grown: list[Continuation] = []
+        self._updates = RowUpdates(self._slots)
         self._events: list[Event] = []
         self._tick = 0
         self._draining = False
-        self._watermark = math.ceil(config.watermark * config.num_pages)
-        self._speed = Speed()
 
     @property
     def idle(self) -> bool:
@@ -175,16 +173,7 @@ class Scheduler:
         request.check(vocab_size=config.vocab_size, max_len=config.longest)
         if request.id in self._jobs:
             raise InvalidRequest(f"id {request.id!r} is in use; choose another")
-        waiting, tokens = self._line.num_new, self._line.num_tokens
-        full = waiting + 1 > config.max_waiting
-        long = tokens + len(request.prompt) > config.max_waiting_tokens
-        # An empty queue takes anything, or the largest request would never run.
-        if waiting and (full or long):
-            raise Overloaded(
-                f"{waiting} requests with {tokens} tokens wait, at most "
-                f"{config.max_waiting} with {config.max_waiting_tokens} may",
-                self._speed.retry_after(tokens),
-            )
+        self._line.check(request)
 
     def _end(self, c: Continuation, reason: FinishReason, now: float) -> None:
         if c.state is State.ENDED:
@@ -220,12 +209,12 @@ class Scheduler:
             return None
         placed, moves = self._place(ready, chosen)
         prefill = [self._chunk(c, end) for c, end in chosen]
+        changes = self._updates.take(placed, self._tick)
         decode = self._decode(*ahead)
-        changes = self._changes(placed)
         tokens = sum(len(chunk.tokens) for chunk in prefill)
         self.counts.prompt_tokens += tokens
         self.counts.compactions += moves.source is not None
-        self._speed.count(tokens, now)
+        self._line.speed.count(tokens, now)
         return Plan(
             tick=self._tick,
             moves=moves.pairs if self.config.contiguous else (),
@@ -243,8 +232,8 @@ class Scheduler:
             The rows that go on, and how many steps and drafts they have pages for.
         """
         config = self.config
-        live = [c for c in self._slots.owners() if _goes_on(c)]
-        busy = self.num_waiting or self._prefilling
+        live = [c for c in self._slots.owners() if c.goes_on]
+        busy = self.num_waiting or self._prefilling or self._updates.replaying
         one_step = busy or any(c.needs_sampler for c in live)
         steps = 1 if one_step else config.steps
         drafts = 0 if self._slots.bucket > config.draft_bucket else config.drafts
@@ -254,10 +243,10 @@ class Scheduler:
             needs = self._needs(live, 1)
         for c, need in sorted(needs, key=lambda item: item[0].order):
             while need > self.pool.num_available and c.state is State.DECODE:
-                self._preempt(now)
+                self._preempt(max(self._preemptible(), key=BY_ORDER), now)
             if c.state is State.DECODE:
                 c.pages += self.pool.allocate(need)
-                self._grown.append(c)
+                self._updates.grow(c)
         return [c for c in live if c.state is State.DECODE], (steps, drafts)
 
     def _needs(
@@ -266,9 +255,12 @@ class Scheduler:
         needs = ((c, self._tables.missing(c, ahead)) for c in live)
         return [(c, need) for c, need in needs if need]
 
-    def _preempt(self, now: float) -> None:
-        """Take the pages of the newest of the lowest priority, which starts again."""
-        c = max((*self._prefilling, *self._slots.owners()), key=BY_ORDER)
+    def _preemptible(self) -> Iterator[Continuation]:
+        yield from self._prefilling
+        yield from self._slots.owners()
+
+    def _preempt(self, c: Continuation, now: float) -> None:
+        """Take the pages of a continuation, which starts again."""
         self._release(c, keep=True)
         c.state = State.WAITING
         self._line.come_back(c)
@@ -282,20 +274,25 @@ class Scheduler:
             The continuations whose prompt needs no prefill.
         """
         ready = []
-        while self._num_running < self.config.num_slots:
-            c = self._line.peek()
-            if c is None:
+        while (c := self._line.peek()) is not None:
+            room = choose_yielding(
+                c,
+                self._preemptible(),
+                self._tables,
+                num_running=self._num_running,
+                num_slots=self.config.num_slots,
+            )
+            if room is None:
                 break
+            found, yielding = room
+            for other in yielding:
+                self._preempt(other, now)
+            self._line.leave(c)
             if self.config.contiguous:
-                self._line.leave(c)
                 c.slot = self._slots.take(c)
                 self._tables.move_home(c)
             else:
-                # What runs is about to need pages too.
-                reserve = self._watermark if self._num_running else 0
-                if not self._tables.admit(c, self._tables.find(c), reserve):
-                    break
-                self._line.leave(c)
+                self._tables.admit(c, found)
             c.state = State.PREFILL
             self._num_running += 1
             self._count_admission(c, now)
@@ -346,17 +343,17 @@ class Scheduler:
         for c in placed:
             if c.slot is None:
                 c.slot = self._slots.take(c)
-            c.state, c.placed = State.DECODE, self._tick
+            c.state, c.placed, c.known = State.DECODE, self._tick, len(c.tokens)
         return placed, moves
 
     def _moved(self, c: Continuation, slot: int) -> None:
         c.slot = slot
         if self.config.contiguous:
             self._tables.move_home(c)
-            self._grown.append(c)
+            self._updates.grow(c)
 
     def _chunk(self, c: Continuation, end: int) -> Chunk:
-        draws = c.placed == self._tick and not c.needs_sampler
+        draws = c.placed == self._tick and end == len(c.tokens)
         chunk = Chunk(
             continuation=c,
             tokens=c.tokens[c.kv : end],
@@ -377,31 +374,25 @@ class Scheduler:
             c if c and c.state is State.DECODE else None
             for c in self._slots.rows[:bucket]
         ]
-        full = [i for i, c in enumerate(rows) if c and _goes_on(c) and c.needs_sampler]
-        if full or bucket > self.config.draft_bucket:
+        live = [(i, c) for i, c in enumerate(rows) if c and c.goes_on]
+        replaying = self._updates.replaying
+        replayed = {c.slot for c in replaying if c.slot is not None}
+        full = [i for i, c in live if c.needs_sampler and i not in replayed]
+        if full or replayed or bucket > self.config.draft_bucket:
             drafts = 0
-        if not any(map(_goes_on, filter(None, rows))):
+        if not live:
             return None
         for c in filter(None, rows):
             c.pending += steps * (1 + drafts)
             c.due += steps
-        return Decode(rows=rows, bucket=bucket, steps=steps, drafts=drafts, full=full)
-
-    def _changes(self, placed: list[Continuation]) -> list[tuple[int, int, int]]:
-        changes = []
-        for row in self._slots.take_stopped():
-            owner = self._slots.rows[row]
-            if owner is None or owner.state is not State.DECODE:
-                changes.append(stop_row(row))
-        for c in placed:
-            changes += whole_row(c)
-            c.told = 0
-        for c in [*placed, *self._grown]:
-            if c.state is State.DECODE:
-                changes += table(c)
-                c.told = len(c.pages)
-        self._grown = []
-        return changes
+        return Decode(
+            rows=rows,
+            bucket=bucket,
+            steps=steps,
+            drafts=drafts,
+            full=full,
+            replayed=replayed,
+        )
 
     # What came back.
 
@@ -442,7 +433,11 @@ class Scheduler:
             if c is not None and c.state is State.DECODE and c.placed <= plan.tick:
                 c.pending -= plan.decode.steps * (1 + plan.decode.drafts)
                 c.due -= plan.decode.steps
-                news.append(self._advance(c, row, decode, now, decoded=True))
+                if row in plan.decode.replayed:
+                    c.kv += 1
+                    self._tables.name(c)
+                else:
+                    news.append(self._advance(c, row, decode, now, decoded=True))
         return news
 
     def _advance(
@@ -475,11 +470,6 @@ class Scheduler:
             decoded=decoded,
             finish=finish,
         )
-
-
-def _goes_on(c: Continuation) -> bool:
-    """True where a live row may have tokens to draw after those on their way."""
-    return c.state is State.DECODE and c.kv + c.due < c.limit - 1
 
 
 def _reason(c: Continuation, token: int, flag: int) -> FinishReason | None:

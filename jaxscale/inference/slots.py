@@ -100,16 +100,15 @@ def stop_row(row: int) -> Change:
 def whole_row(c: Continuation) -> list[Change]:
     """The changes that make a row one of `c`, up to its page table.
 
-    It is live at once with the last token of the prompt where the full sampler draws
-    the next one; otherwise the device sets token and flags at the end of the prefill.
+    It is live at once where the token that it goes on with is known; otherwise the
+    device sets token and flags at the end of the prefill.
     """
     assert c.slot is not None
-    params = c.request.params
-    live = c.needs_sampler
+    params, token = c.request.params, c.forced
     cells = {
-        Column.FLAGS: RowFlag.LIVE if live else 0,
-        Column.TOKEN: c.tokens[-1] if live else 0,
-        Column.LENGTH: c.target,
+        Column.FLAGS: 0 if token is None else RowFlag.LIVE,
+        Column.TOKEN: token or 0,
+        Column.LENGTH: c.kv,
         Column.LIMIT: c.limit,
         Column.TEMPERATURE: float_bits(params.temperature),
         Column.TOP_K: params.top_k or 0,
@@ -126,6 +125,20 @@ def whole_row(c: Continuation) -> list[Change]:
     for first, values in several.items():
         cells |= {first + i: value for i, value in enumerate(values)}
     return [(c.slot, int(column), int(value)) for column, value in cells.items()]
+
+
+def forced(c: Continuation) -> list[Change]:
+    """The changes that let a row go on with a token that is known.
+
+    It is live whatever was drawn before: that could have been one that stops.
+    """
+    if (token := c.forced) is None:
+        return []
+    assert c.slot is not None
+    return [
+        (c.slot, int(Column.FLAGS), int(RowFlag.LIVE)),
+        (c.slot, int(Column.TOKEN), token),
+    ]
 
 
 def table(c: Continuation) -> list[Change]:

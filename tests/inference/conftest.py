@@ -124,10 +124,15 @@ class Run:
         )
         self.scheduler = self.engine.scheduler
 
-    def add(self, name, prompt, *, client="", deadline=None, **params):
+    def add(self, name, prompt, *, client="", deadline=None, priority=0, **params):
         params = SamplingParams(**({"temperature": 0.0, "logprobs": 0} | params))
         request = Request(
-            prompt=prompt, id=name, params=params, client=client, deadline=deadline
+            prompt=prompt,
+            id=name,
+            params=params,
+            client=client,
+            deadline=deadline,
+            priority=priority,
         )
         told = self.told[name] = []
         admitted = self.engine.admit(request, told.append)

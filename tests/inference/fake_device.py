@@ -1,8 +1,9 @@
 """A device without a model: its tokens depend on every row of the cache they read.
 
-The cache row of a position holds a hash of all tokens up to it. A token is drawn from
-the sum of all rows of its request, so that one row that is missing, stale or another
-request's changes everything that follows.
+The cache row of a position holds a hash of all tokens up to it, another one where
+decoding computed it, as rounding differs. A token is drawn from the sum of all rows of
+its request, so that one row that is missing, stale, another request's or computed in
+another way changes everything that follows.
 """
 
 import random
@@ -15,8 +16,8 @@ VOCAB = 50
 _PRIME = 2**61 - 1
 
 
-def step_hash(before: int, token: int) -> int:
-    return (before * 1_000_003 + token + 1) % _PRIME
+def step_hash(before: int, token: int, *, decoded: bool) -> int:
+    return (before * 1_000_003 + token + 1 + 7919 * decoded) % _PRIME
 
 
 def next_token(hashes, seed, barred=()):
@@ -30,15 +31,21 @@ def solo(continuation):
     """What a request draws when it is alone."""
     request, params = continuation.request, continuation.request.params
     hashes, tokens = [], []
+
+    def compute(token):
+        decoded = len(hashes) >= continuation.target
+        before = hashes[-1] if hashes else 0
+        hashes.append(step_hash(before, token, decoded=decoded))
+
     for token in request.prompt:
-        hashes.append(step_hash(hashes[-1] if hashes else 0, token))
+        compute(token)
     while len(request.prompt) + len(tokens) < continuation.limit:
         early = len(tokens) < params.min_tokens
         barred = continuation.stops if early else ()
         tokens.append(next_token(hashes, continuation.seed, barred))
         if tokens[-1] in continuation.stops:
             break
-        hashes.append(step_hash(hashes[-1], tokens[-1]))
+        compute(tokens[-1])
     return tokens
 
 
@@ -81,18 +88,15 @@ class FakeDevice:
         assert keys <= config.keys_budget
         tokens, flags = [], []
         for chunk in chunks:
-            ends = chunk.end == len(chunk.continuation.tokens) - (not chunk.sampled)
-            assert chunk.tokens and (
-                chunk.end % config.split == 0
-                or ends
-                or (chunk.end == len(chunk.continuation.tokens))
-            )
+            ends = chunk.end == chunk.continuation.target
+            assert chunk.tokens and (ends or chunk.end % config.split == 0)
             rows = chunk.key_rows(config.page_size)
             assert rows[chunk.start :] == chunk.write_rows(config.page_size)
             hashes = [self.cache[row] for row in rows[: chunk.start]]
             for row, token in zip(rows[chunk.start :], chunk.tokens, strict=True):
                 self._alone(row)
-                hashes.append(step_hash(hashes[-1] if hashes else 0, token))
+                before = hashes[-1] if hashes else 0
+                hashes.append(step_hash(before, token, decoded=False))
                 self.cache[row] = hashes[-1]
             token, flag = -1, 0
             if chunk.sampled:
@@ -107,7 +111,8 @@ class FakeDevice:
 
     def _decode(self, decode):
         assert len(decode.rows) == decode.bucket
-        assert not (decode.full and (decode.steps > 1 or decode.drafts))
+        one = decode.steps == 1 and not decode.drafts
+        assert one or not (decode.full or decode.replayed)
         assert not decode.drafts or decode.bucket <= self.config.draft_bucket
         for i, row in enumerate(self.rows):
             if row[Column.FLAGS]:
@@ -126,7 +131,8 @@ class FakeDevice:
                 if not row[Column.FLAGS]:
                     continue
                 early = row[Column.LENGTH] + 1 < row[Column.MIN_LENGTH]
-                assert not early or i in decode.full or row[Column.STOPS] < 0
+                chosen = i in decode.full or i in decode.replayed
+                assert chosen or not early or row[Column.STOPS] < 0
                 accepted = self.random.randint(1, width)
                 for r in range(accepted):
                     if not row[Column.FLAGS]:
@@ -148,7 +154,8 @@ class FakeDevice:
         assert length < row[Column.LIMIT] - 1
         places = [self._place(row, p) for p in range(length + 1)]
         hashes = [self.cache[place] for place in places[:length]]
-        hashes.append(step_hash(hashes[-1] if hashes else 0, row[Column.TOKEN]))
+        before = hashes[-1] if hashes else 0
+        hashes.append(step_hash(before, row[Column.TOKEN], decoded=True))
         self._alone(places[length])
         self.cache[places[length]] = hashes[-1]
         return hashes

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import queue
 import re
 import threading
@@ -108,28 +107,6 @@ def test_fp8_depends_neither_on_chunks_nor_on_the_prefix_cache(fp8):
     assert results == results[:1] * 6
     assert fp8.runner.pages.kv.dtype == jnp.float8_e4m3fn
     assert fp8.runner.pages.scales.addressable_shards[0].data.shape[3] == 1
-
-
-def test_the_preempted_go_on(llama, alone):
-    """Too few pages for all: what was computed is found again or computed again."""
-    few = dataclasses.replace(SIZES, num_pages=18)
-    run = llama.run(sizes=few, poison=True)
-    names = list(SETTINGS)
-    for name in names:
-        run.add(
-            name, PROMPTS["long"][: 20 + len(name)], max_tokens=12, **SETTINGS[name]
-        )
-    run.finish()
-    assert run.scheduler.counts.preempted > 0
-    for name in names:
-        alone = llama.run()
-        alone.add(name, PROMPTS["long"][: 20 + len(name)], max_tokens=12,
-                  **SETTINGS[name])  # fmt: skip
-        alone.finish()
-        tokens, logprobs, finish = run.result(name)
-        expected = alone.result(name)
-        assert (tokens, finish) == (expected[0], expected[2])
-        np.testing.assert_allclose(logprobs, expected[1], atol=1e-5)
 
 
 def test_samples_of_one_request(llama):

@@ -246,6 +246,78 @@ def test_the_newest_of_the_lowest_priority_is_preempted():
     server.check_solo()
 
 
+def preempted(server):
+    return [e.continuation.request.id for e in server.events if e.kind == "preempted"]
+
+
+def test_a_higher_priority_takes_the_slot_of_the_newest():
+    server = Server(config(num_pages=64, num_slots=2))
+    server.add(*requests(2, most=25))
+    while len(server.received) < 2:
+        server.tick()
+    server.add(*requests(1, client="same"))
+    server.add(*requests(1, client="high", priority=1))
+    plan = server.tick()
+    assert [chunk.continuation.request.id for chunk in plan.prefill] == ["high0"]
+    server.run()
+    # Once, and the one that was there goes on before the one that came.
+    assert preempted(server) == ["1"]
+    order = [e.continuation.request.id for e in server.events if e.kind == "admitted"]
+    assert order == ["0", "1", "high0", "1", "same0"]
+    server.check_solo()
+
+
+@pytest.mark.parametrize("needed", [1, 2, 3, 6, 8])
+def test_a_higher_priority_takes_no_more_pages_than_it_needs(needed):
+    """From three that hold two pages each; two more are free."""
+    server = Server(config(num_pages=8, watermark=0.0, eos_ids=()))
+    low = requests(5, length=6, most=2, client="low")
+    server.add(*low[:3])
+    server.tick()
+    assert server.scheduler.pool.num_available == 2
+    server.add(*low[3:])  # it waits for pages as the high one does
+    server.add(Request(prompt=[9] * (4 * needed - 2), params=params_of(2), priority=1))
+    server.tick()
+    assert preempted(server) == ["low2", "low1", "low0"][: max(0, needed - 1) // 2]
+    server.run()
+    server.check_solo()
+
+
+def test_nobody_is_preempted_in_vain():
+    """For one that would not fit all the same, nor for one of equal priority."""
+    server = Server(config(num_pages=8, watermark=0.0, num_slots=4, eos_ids=()))
+    server.add(*requests(1, length=12, most=8, client="first", priority=1))
+    server.add(*requests(1, length=8, most=4, client="low"))
+    server.tick()
+    server.add(Request(prompt=[9] * 24, params=params_of(4), priority=1))
+    server.add(*requests(4, length=2, most=2, client="equal"))
+    while ("first0", 0) not in server.ended:
+        server.tick()
+        assert not preempted(server) or ("low0", 0) in server.ended
+    server.run()
+    server.check_solo()
+
+
+def test_pages_that_those_who_yield_share():
+    """They become free when the last one has yielded; those found are held again."""
+    server = Server(config(num_pages=12, watermark=0.0, num_slots=8, eos_ids=()))
+    stem = list(range(16))
+    server.add(Request(prompt=stem, id="low", params=params_of(12, n=4)))
+    while len(server.received) < 4:
+        server.tick()
+    high = Request(prompt=[*stem, 1, 2], id="high", params=params_of(20), priority=1)
+    other = Request(prompt=[5] * 20, id="other", params=params_of(4), priority=2)
+    server.add(high, other)
+    del server.events[:]
+    server.tick()
+    admitted = [e.continuation for e in server.events if e.kind == "admitted"]
+    assert [c.request.id for c in admitted] == ["other", "high"]
+    assert [e.cached_tokens for e in server.events if e.kind == "admitted"] == [0, 16]
+    assert len(preempted(server)) == 3  # the fewest
+    server.run()
+    server.check_solo()
+
+
 def test_clients_get_equal_shares():
     """Of two that always wait, neither is served more than a request ahead."""
     server = Server(config(num_slots=2, num_pages=64, eos_ids=()))
@@ -360,15 +432,15 @@ def test_prompts_share_pages():
     assert server.scheduler.counts.cached_tokens == 8
 
 
-def test_a_conversation_finds_its_answers():
+def test_a_conversation_finds_what_prefill_computed():
+    """Not its answers: prefill would have rounded them differently."""
     server = Server(config(num_pages=32))
     server.add(*requests(1, length=6, most=7))
     server.run()
     whole = [*server.continuations["0", 0].request.prompt, *server.received["0", 0]]
     server.add(Request(prompt=[*whole, 1, 2], id="next", params=params_of(most=1)))
     server.run()
-    # 13 tokens, of which the last was drawn and never read: three pages.
-    assert server.scheduler.counts.cached_tokens == 12
+    assert server.scheduler.counts.cached_tokens == 4
     server.check_solo()
 
 
