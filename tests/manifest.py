@@ -44,6 +44,8 @@ from pallas_kernels.matmul.specs import SPECS as MATMUL
 from pallas_kernels.mosaic import H200, use_device
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.specs import SPECS as PAGED
+from pallas_kernels.quantized_matmul import quantized_matmul
+from pallas_kernels.quantized_matmul.specs import SPECS as QUANTIZED
 from pallas_kernels.tile_sparse_matmul import tile_sparse_matmul
 from pallas_kernels.tile_sparse_matmul.specs import SPECS as TILE_SPARSE
 from pallas_kernels.varlen_attention import (
@@ -205,6 +207,16 @@ def matmul_cases() -> Iterator[Case]:
         yield Case(name, with_gradients(layer), (array(m, k), ws, biases))
 
 
+def quantized_matmul_cases() -> Iterator[Case]:
+    for spec in QUANTIZED:
+        run = functools.partial(
+            quantized_matmul, out_dtype=spec.out_dtype, implementation="mosaic_gpu"
+        )
+        w = array(spec.n, spec.k, dtype=spec.weight_dtype)
+        arguments = array(spec.m, spec.k), w, array(spec.n, dtype=FP32)
+        yield Case(spec.name, run, arguments)
+
+
 def layer_norm_cases() -> Iterator[Case]:
     run = functools.partial(layer_norm, eps=1e-5, implementation="mosaic_gpu")
     for spec in LAYER_NORM:
@@ -260,6 +272,7 @@ OPS: Mapping[str, Callable[[], Iterator[Case]]] = {
     "varlen_attention": attention_cases,
     "paged_attention": paged_attention_cases,
     "matmul": matmul_cases,
+    "quantized_matmul": quantized_matmul_cases,
     "layer_norm": layer_norm_cases,
     "tile_sparse_matmul": tile_sparse_cases,
     "collective_matmul": collective_cases,

@@ -1,0 +1,173 @@
+"""The public product with a quantized weight.
+
+Axis letters: B any leading axes, M tokens, K input features, N output features.
+"""
+
+import dataclasses
+import functools
+import math
+import string
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Num
+
+from pallas_kernels import tuned_configs
+from pallas_kernels.dispatch import Unsupported, check_floating, dispatch
+from pallas_kernels.mosaic import (
+    DeviceSpec,
+    as_varying,
+    check_hopper,
+    vary_alike,
+    varying,
+)
+from pallas_kernels.partition import by_shards, check_local
+from pallas_kernels.quantized_matmul import mosaic_gpu, xla
+from pallas_kernels.quantized_matmul.config import (
+    Problem,
+    QuantizedMatmulConfig,
+    heuristic,
+)
+
+
+__all__ = ["WEIGHT_DTYPES", "quantized_matmul"]
+
+WEIGHT_DTYPES = ("int8", "float8_e4m3fn")
+"""Types of a quantized weight."""
+
+
+def quantized_matmul(
+    x: Float[Array, "*B M K"],
+    w: Num[Array, "N _K"],
+    scale: Float[Array, " _N"],
+    *,
+    out_dtype: DTypeLike | None = None,
+    implementation: str | Sequence[str] | None = None,
+    config: QuantizedMatmulConfig | None = None,
+) -> Float[Array, "*B M N"]:
+    """Multiplies activations by a weight of 8-bit numbers, with fp32 sums.
+
+    ``y[..., m, n] = scale[n] sum_k x[..., m, k] w[n, k]``
+
+    On Hopper GPUs a kernel reads the weight a byte a number and widens it in registers,
+    whatever the number of tokens: XLA may write a whole copy of it in the type of x.
+    The sums are fp32 and are scaled before they are rounded. Not differentiable.
+
+    Args:
+        x: ``[*B,M,K]`` activations; leading axes are merged with M.
+        w: [N,K] int8 or float8_e4m3fn, without NaN: an output feature is a row.
+        scale: [N] fp32, what a one of the weight stands for.
+        out_dtype: type of y; that of x by default.
+        implementation: "mosaic_gpu" (Hopper; bfloat16 x, K a multiple of 64, N of 8),
+            "xla", a sequence of these, or None for the first that can.
+        config: how the kernel cuts this product; None looks it up:
+            `pallas_kernels.tuning`. XLA takes none and refuses one given here.
+
+    Returns:
+        ``[*B,M,N]`` of `out_dtype`.
+
+    Raises:
+        ValueError: shapes or types disagree, or the config is another op's.
+        Unsupported: the implementation named cannot serve the arguments here.
+        ExceptionGroup: none of several implementations can.
+        NotImplementedError: it is differentiated.
+
+    Example:
+        >>> x, w = jnp.array([[1.0, 2.0]]), jnp.array([[3, 0], [1, -1]], jnp.int8)
+        >>> quantized_matmul(x, w, jnp.array([0.5, 10.0]))
+        Array([[  1.5, -10. ]], dtype=float32)
+    """
+    _check(x, w, scale)
+    out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    check_floating(x=x.dtype, out_dtype=out_dtype)
+    tuned_configs.check_config("quantized_matmul", config, QuantizedMatmulConfig)
+    call = _Call(
+        out_dtype=out_dtype,
+        implementation=(
+            implementation
+            if implementation is None or isinstance(implementation, str)
+            else tuple(implementation)
+        ),
+        config=config,
+        device=DeviceSpec.current(),
+    )
+
+    def local(x: Array, w: Array, scale: Array) -> Array:
+        rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # [M,K]
+        y: Any = _run(rows, w, scale, call)
+        return y.reshape(*x.shape[:-1], y.shape[-1])  # [..,N]
+
+    *rows, columns = string.ascii_lowercase[: x.ndim]
+    leading = "".join(rows)
+    dims = [leading + "K", columns + "K", columns]
+    return by_shards(local, [x, w, scale], dims, leading + columns)(x, w, scale)
+
+
+def _check(x: Array, w: Array, scale: Array) -> None:
+    if w.dtype.name not in WEIGHT_DTYPES or scale.dtype != jnp.float32:
+        raise ValueError(
+            f"w and scale have types {w.dtype} and {scale.dtype}, expected one of"
+            f" {WEIGHT_DTYPES} and float32"
+        )
+    if x.ndim < 2 or w.ndim != 2 or (x.shape[-1], *scale.shape) != w.shape[::-1]:
+        raise ValueError(
+            f"x, w and scale have shapes {x.shape}, {w.shape} and {scale.shape},"
+            " expected [*B, M, K], [N, K] and [N]"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Call:
+    out_dtype: Any
+    implementation: str | tuple[str, ...] | None
+    config: QuantizedMatmulConfig | None
+    device: DeviceSpec | None
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
+def _run(x: Array, w: Array, scale: Array, call: _Call) -> Array:
+    axes = varying(x, w, scale)
+    x, w, scale = vary_alike((x, w, scale))
+    implementations = {"mosaic_gpu": _mosaic_gpu, "xla": _xla}
+    y = dispatch(
+        "quantized_matmul", implementations, call.implementation, x, w, scale, call
+    )
+    return as_varying(y, axes)  # kernels lose the mark
+
+
+@_run.defjvp
+def _refuse_derivatives(call: _Call, *_: Any) -> Any:
+    raise NotImplementedError(
+        "quantized_matmul has no derivatives: quantized weights are for inference;"
+        " differentiate the model before it is quantized"
+    )
+
+
+def _xla(x: Array, w: Array, scale: Array, call: _Call) -> Array:
+    if call.config is not None:
+        raise Unsupported(
+            f"quantized_matmul: XLA takes no config, got {call.config!r}; pass None or"
+            " use implementation='mosaic_gpu'"
+        )
+    return xla.quantized_matmul(x, w, scale, out_dtype=call.out_dtype)
+
+
+def _mosaic_gpu(x: Array, w: Array, scale: Array, call: _Call) -> Array:
+    device = check_hopper(call.device, "quantized_matmul")
+    check_local("quantized_matmul", x, w, scale)
+    problem = Problem.of(x, w, call.out_dtype)
+    mosaic_gpu.check_problem(problem)
+    config = tuned_configs.lookup(
+        "quantized_matmul",
+        problem.key,
+        device,
+        QuantizedMatmulConfig,
+        config=call.config,
+        heuristic=functools.partial(heuristic, problem, device),
+    )
+    return mosaic_gpu.quantized_matmul(
+        x, w, scale, config=config, device=device, out_dtype=call.out_dtype
+    )

@@ -1,0 +1,147 @@
+"""Tiling of a product with a quantized weight: the problem, the config, its choice.
+
+Axis letters: M tokens, K input features, N output features.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels.mosaic import DeviceSpec, smem_bytes
+
+
+__all__ = ["ROWS", "Problem", "QuantizedMatmulConfig", "heuristic"]
+
+ROWS = 64
+"""Output features of a warpgroup: the rows of one tensor-core instruction."""
+
+REGISTERS = {1: 232, 2: 232, 3: 152, 4: 104}
+"""Of a thread that multiplies, by the number of warpgroups that do. A block is launched
+with as many for each thread as fit; with more asked for than that makes together, a
+warpgroup would wait for them forever."""
+PRODUCER_REGISTERS = 40
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantizedMatmulConfig:
+    """Tiling of a product with a quantized weight in the kernel."""
+
+    tile_tokens: int = 8
+    """Tokens of an output tile: 8, 16, 32, 64, 128 or 256."""
+    warpgroups: int = 4
+    """Warpgroups that multiply, 1 to 4; each has 64 output features of a tile."""
+    tile_k: int = 128
+    """Input features of one stage of the ring: 64 or a multiple of 128."""
+    stages: int | None = None
+    """Stages of the ring; None is as many as fit in shared memory."""
+    splits: int = 1
+    """Parts of the sums, which other blocks compute; they are added in their order."""
+
+    def __post_init__(self) -> None:
+        allowed = {
+            "tile_tokens": (8, 16, 32, 64, 128, 256),
+            "warpgroups": tuple(REGISTERS),
+        }
+        for name, values in allowed.items():
+            if (value := getattr(self, name)) not in values:
+                raise ValueError(f"{name} {value!r}, expected one of {values}")
+        if self.tile_k != 64 and (self.tile_k < 128 or self.tile_k % 128):
+            raise ValueError(
+                f"tile_k {self.tile_k!r}, expected 64 or a positive multiple of 128"
+            )
+        if self.stages is not None and self.stages < 2:
+            raise ValueError(f"stages {self.stages!r}, expected None or at least 2")
+        if self.splits < 1:
+            raise ValueError(f"splits {self.splits!r}, expected at least 1")
+        # Sums and two forms of the weight stay in registers.
+        held = self.tile_tokens // 2 + 3 * self.tile_k // 8
+        if held > REGISTERS[self.warpgroups] - 16:
+            raise ValueError(
+                f"tile_tokens {self.tile_tokens} and tile_k {self.tile_k} with"
+                f" warpgroups {self.warpgroups} need {held} registers a thread of"
+                f" {REGISTERS[self.warpgroups] - 16}; lower one of them"
+            )
+
+    @property
+    def tile_n(self) -> int:
+        """Output features of a tile."""
+        return ROWS * self.warpgroups
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A product ``[M,K] x [N,K]^T -> [M,N]`` and the types of its operands."""
+
+    m: int
+    """Tokens."""
+    n: int
+    """Output features."""
+    k: int
+    """Input features."""
+    dtype: jnp.dtype
+    """Type of the activations."""
+    weight_dtype: jnp.dtype
+    """Type of the weight: int8 or float8_e4m3fn."""
+    out_dtype: jnp.dtype
+    """Type of the output."""
+
+    @classmethod
+    def of(cls, x: Any, w: Any, out_dtype: DTypeLike) -> "Problem":
+        """The problem of two arrays (or shapes with types)."""
+        return cls(
+            m=x.shape[0],
+            n=w.shape[0],
+            k=w.shape[1],
+            dtype=jnp.dtype(x.dtype),
+            weight_dtype=jnp.dtype(w.dtype),
+            out_dtype=jnp.dtype(out_dtype),
+        )
+
+    @property
+    def key(self) -> str:
+        """Key in the tables of tuned configs, as in ``m=8 n=4096 k=4096 int8 bf16``."""
+        short = {"bfloat16": "bf16", "float32": "f32", "float8_e4m3fn": "fp8"}
+        types = (self.weight_dtype, self.dtype, self.out_dtype)
+        weight, x, out = (short.get(dtype.name, dtype.name) for dtype in types)
+        key = f"m={self.m} n={self.n} k={self.k} {weight} {x}"
+        return key if out == x else f"{key} out={out}"
+
+    def stage_bytes(self, config: QuantizedMatmulConfig) -> int:
+        """Shared memory of one stage of the ring."""
+        return smem_bytes((config.tile_n, config.tile_k), self.weight_dtype) + (
+            smem_bytes((config.tile_tokens, config.tile_k), self.dtype)
+        )
+
+
+def heuristic(problem: Problem, device: DeviceSpec) -> QuantizedMatmulConfig:
+    """The config of a problem that was never tuned.
+
+    The fewer tokens, the more warpgroups convert weights. Sums are split where tiles
+    leave multiprocessors idle; parts are written and read once more.
+
+    Example:
+        >>> from pallas_kernels.mosaic import H200
+        >>> x, w = (jnp.zeros(s, jnp.int8) for s in ((8, 4096), (4096, 4096)))
+        >>> heuristic(Problem.of(x, w, jnp.float32), H200).splits
+        8
+    """
+    tokens = next((t for t in (8, 16, 32, 64, 128) if t >= problem.m), 256)
+    config = QuantizedMatmulConfig(
+        tile_tokens=tokens,
+        warpgroups=4 if tokens <= 64 else 2,
+        tile_k=128 if tokens <= 128 else 64,
+    )
+    steps = -(-problem.k // config.tile_k)
+    tiles = -(-problem.n // config.tile_n) * -(-problem.m // tokens)
+
+    def cost(splits: int) -> float:
+        """Bytes that the busiest multiprocessor moves, a stage to begin a tile."""
+        waves = -(-tiles * splits // device.num_sms)
+        read = waves * (-(-steps // splits) + 1) * problem.stage_bytes(config)
+        parts = 8 * splits * problem.m * problem.n if splits > 1 else 0
+        return read + parts / device.num_sms
+
+    splits = min(range(1, min(steps, 16) + 1), key=cost)
+    return dataclasses.replace(config, splits=splits)
