@@ -52,7 +52,7 @@ class ServeConfig:
     """Longest body of a call, in MiB."""
     access_log: bool = False
     """Write a line for each call."""
-    engine: EngineConfig = EngineConfig()
+    engine: EngineConfig = EngineConfig(program_cache="~/.cache/jaxscale/programs")
     """Sizes of the engine of a decoder."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Type of the computation; by default that of the run or of the file."""

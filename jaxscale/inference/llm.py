@@ -18,6 +18,7 @@ from jaxscale.inference.engine import Engine
 from jaxscale.inference.grammar import GrammarCompiler
 from jaxscale.inference.kv_scales import measure_kv_scales
 from jaxscale.inference.memory import EngineConfig, fit
+from jaxscale.inference.program_cache import ProgramCache
 from jaxscale.inference.progress import progress_bar
 from jaxscale.inference.request import (
     Output,
@@ -87,9 +88,12 @@ def make_engine(
         buckets=config.buckets,
         kv_scales=kv_scales,
     )
+    cache = None
+    if config.program_cache is not None:
+        cache = ProgramCache(config.program_cache, runner.devices)
     total = len(list(runner.programs()))
     with progress_bar("compile", False if quiet else None, total) as advance:
-        runner.compile(lambda: advance(1))
+        runner.compile(lambda: advance(1), cache)
     return Engine(runner, Scheduler(sizes), tokenizer=tokenizer, compiler=compiler)
 
 

@@ -52,6 +52,9 @@ class EngineConfig:
     """Most continuations that wait; then requests are refused."""
     max_waiting_tokens: int = 2**20
     """Most tokens of prompts that wait."""
+    program_cache: str | None = None
+    """A folder that keeps compiled programs for the next start; None compiles them
+    each time."""
 
     def __post_init__(self) -> None:
         if not 0 < self.memory_fraction <= 1:

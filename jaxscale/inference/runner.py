@@ -20,6 +20,7 @@ from jaxtyping import Array
 from jaxscale.inference.kv_scales import FP8, check_scales
 from jaxscale.inference.memory import check_max_len
 from jaxscale.inference.plan import Chunk
+from jaxscale.inference.program_cache import ProgramCache
 from jaxscale.inference.programs import KEY_BLOCK, Packed, Pages, Programs
 from jaxscale.inference.request import MAX_BIASES
 from jaxscale.inference.scheduler_config import SchedulerConfig
@@ -127,7 +128,7 @@ class Runner:
         where = leaves[0].sharding
         mesh: Any = where.mesh if isinstance(where, NamedSharding) else None
         self.mesh: Mesh | None = mesh
-        self.devices = sorted(where.device_set, key=lambda device: device.id)
+        self.devices = list(where.device_set if mesh is None else mesh.devices.flat)
         self._prefill_tokens = _prefill_sizes(config, prefill_tokens)
         blocks = config.prefill_requests * (KEY_BLOCK - 1)
         keys = _round_up(config.keys_budget + blocks, KEY_BLOCK)
@@ -187,18 +188,29 @@ class Runner:
                 (params, pages, slots, integers(total)),
             )
 
-    def compile(self, progress: Callable[[], None] | None = None) -> None:
+    def compile(
+        self,
+        progress: Callable[[], None] | None = None,
+        cache: ProgramCache | None = None,
+    ) -> None:
         """Compile everything, several programs at a time, and make the state.
 
         Args:
             progress: Called after each program.
+            cache: Where programs are looked up, and kept.
         """
         todo = list(self.programs())
+        placement = repr((self._sharding(PAGES_AXES), self._sharding()))
 
         def one(item: tuple[Key, Any, tuple[Any, ...]]) -> tuple[Key, Any]:
             key, fn, shapes = item
             with self._on_mesh():
-                return key, fn.lower(*shapes).compile()
+                traced = fn.trace(*shapes)
+                if cache is None:
+                    return key, traced.lower().compile()
+                # What a key stands for is code, on which the cache depends.
+                where = [key, placement, [x.sharding for x in jax.tree.leaves(shapes)]]
+                return key, cache.compile(traced, repr(where))[0]
 
         with concurrent.futures.ThreadPoolExecutor() as pool:
             futures = [pool.submit(one, item) for item in todo]

@@ -92,8 +92,9 @@ def test_a_model_that_does_not_fit(call, decoder):
 
 
 @pytest.mark.slow
-def test_a_process(decoder):
+def test_a_process(decoder, tmp_path):
     """It loads, answers, and ends well at SIGTERM, with a stream in the middle."""
+    programs = tmp_path / "programs"
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     process = subprocess.Popen(
@@ -102,6 +103,7 @@ def test_a_process(decoder):
             *("--port", str(port), "--name", "tiny", "--engine.num-slots", "2"),
             *("--engine.prefill-tokens", "16", "--engine.page-size", "8"),
             *("--engine.max-len", "64", "--engine.buckets", "2"),
+            *("--engine.program-cache", str(programs)),
         ],
         env={**os.environ, "JAXSCALE_API_KEYS": "secret", "JAX_PLATFORMS": "cpu"},
         stderr=subprocess.PIPE,
@@ -128,6 +130,7 @@ def test_a_process(decoder):
         process.kill()
         _, err = process.communicate()
     assert "Traceback" not in err, err
+    assert list(programs.glob("*.program"))  # for the next start
 
 
 def ready(client, process, seconds=120):

@@ -22,6 +22,7 @@ from jaxscale.models import (
 from jaxscale.models.serving import serving_rules
 from jaxscale.models.stack import run_stack, unstacked
 from jaxscale.nn import AttentionState, attention, attention_state
+from jaxscale.nn.blocks import Block
 from jaxscale.sharding import (
     REPLICATED,
     MeshConfig,
@@ -77,6 +78,20 @@ def test_windows_of_single_layers_reach_decoding(how):
     model = model.for_inference() if how == "served" else model
     got, _ = by_parts(model, TOKENS, 7, 1, 1, 7)
     assert relative_error(got, expected) < 1e-5
+
+
+def test_single_blocks_that_are_alike_are_traced_once(monkeypatch):
+    model = make(alternating(7)).for_inference()
+    call, traced = Block.__call__, []
+
+    def counting(self, *args, **kwargs):
+        traced.append(self)
+        return call(self, *args, **kwargs)
+
+    monkeypatch.setattr(Block, "__call__", counting)
+    # Rows of another length than those of other tests, whose traces are kept.
+    jax.jit(lambda model, tokens: model(tokens)).trace(model, TOKENS[:, :5])
+    assert len(traced) == len({model.config.attention(i) for i in range(7)}) < 7
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit", "manual"])

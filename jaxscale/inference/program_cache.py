@@ -1,0 +1,182 @@
+"""Compiled programs in a folder, so that a server starts without compiling.
+
+JAX has a cache of what XLA compiles (``jax_compilation_cache_dir``), but it looks a
+program up by its lowered form, and to lower the kernels of a large model takes Python
+seconds for each program. Here a program is looked up by its trace, which is cheap.
+"""
+
+import functools
+import hashlib
+import importlib.metadata
+import os
+import pickle
+import platform
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import serialize_executable
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+import jaxscale
+import pallas_kernels
+
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_PACKAGES = ("jaxlib", "jax-cuda12-pjrt", "jax-cuda13-pjrt", "flax")
+
+
+class ProgramCache:
+    """Compiled programs in a folder, by what they were traced to.
+
+    The name of a file is a hash of the traced program, of where its arguments lie, of
+    the code of this library, of the versions and settings of JAX, and of the devices.
+    To load a program can run any code: only the user may write to the folder. Files
+    that nobody wants any more can be deleted at any time.
+
+    Example:
+        >>> import tempfile
+        >>> traced = jax.jit(lambda x: x + 1).trace(np.float32(1))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     cache = ProgramCache(folder, jax.devices()[:1])
+        ...     first, found = cache.compile(traced)
+        ...     again, found_again = cache.compile(traced)
+        >>> found, found_again, float(again(np.float32(1)))
+        (False, True, 2.0)
+    """
+
+    def __init__(self, folder: str | Path, devices: Sequence[Any]) -> None:
+        """Make the folder.
+
+        Args:
+            folder: Where the programs lie; ``~`` is the home directory.
+            devices: Those that run them, in their order.
+
+        Raises:
+            ValueError: the folder cannot be made, or others may write to it.
+        """
+        self.folder, self.devices = Path(folder).expanduser(), list(devices)
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = self.folder.stat()
+        except OSError as e:
+            raise ValueError(f"cannot keep programs in {self.folder}: {e}") from e
+        if found.st_uid != os.getuid() or found.st_mode & 0o022:
+            raise ValueError(
+                f"others may write to {self.folder}, and to load a program can run "
+                "any code: name a folder that only you may write to"
+            )
+
+    def compile(
+        self, traced: jax.stages.Traced, placement: str = ""
+    ) -> tuple[jax.stages.Compiled, bool]:
+        """The compiled program, and whether it was in the folder.
+
+        Args:
+            traced: What ``jax.jit(...).trace`` returns.
+            placement: Where arguments and results lie, which the trace does not tell.
+        """
+        path = self.folder / self._name(traced, placement)
+        if (program := self._load(path)) is not None:
+            return program, True
+        program = traced.lower().compile()
+        self._store(path, program)
+        return program, False
+
+    def _name(self, traced: jax.stages.Traced, placement: str) -> str:
+        """A file name that no other program has."""
+        jaxpr = traced.jaxpr
+        digest = hashlib.sha256(_surroundings().encode())
+        parts = (
+            placement,
+            [(d.platform, d.device_kind, d.id, d.process_index) for d in self.devices],
+            jax.process_index(),
+            jax.tree.map(lambda info: info.donated, traced.args_info),
+            _ADDRESS.sub("", str(jaxpr)),
+        )
+        digest.update(repr(parts).encode())
+        for constant in _constants(jaxpr, set()):
+            digest.update(np.asarray(constant).tobytes())
+        return f"{digest.hexdigest()[:40]}.program"
+
+    def _load(self, path: Path) -> jax.stages.Compiled | None:
+        try:
+            return serialize_executable.deserialize_and_load(
+                *pickle.loads(path.read_bytes()),
+                backend=self.devices[0].client,
+                execution_devices=self.devices,
+            )
+        except FileNotFoundError:
+            return None
+        except Exception as e:  # whatever a damaged file leads to
+            print(
+                f"jaxscale: {path} cannot be loaded and is compiled anew: {e!r}",
+                file=sys.stderr,
+            )
+            return None
+
+    def _store(self, path: Path, program: jax.stages.Compiled) -> None:
+        partial = path.with_suffix(f".{os.getpid()}")
+        try:
+            partial.write_bytes(pickle.dumps(serialize_executable.serialize(program)))
+            partial.replace(path)
+        except OSError as e:  # the program is there all the same
+            print(f"jaxscale: {path} cannot be written: {e}", file=sys.stderr)
+            partial.unlink(missing_ok=True)
+
+
+def _constants(jaxpr: ClosedJaxpr, seen: set[int]) -> Iterator[Any]:
+    """The arrays in a trace, whose text has their shapes alone."""
+    if id(jaxpr) in seen:  # that of a layer, which many share
+        return
+    seen.add(id(jaxpr))
+    yield from jaxpr.consts
+    todo = [jaxpr.jaxpr]
+    while todo:
+        for equation in todo.pop().eqns:
+            yield from (v.val for v in equation.invars if isinstance(v, Literal))
+            inner = jax.tree.leaves(
+                list(equation.params.values()),
+                is_leaf=lambda x: isinstance(x, ClosedJaxpr | Jaxpr),
+            )
+            for value in inner:
+                if isinstance(value, ClosedJaxpr):
+                    yield from _constants(value, seen)
+                elif isinstance(value, Jaxpr):
+                    todo.append(value)
+                elif isinstance(value, np.ndarray):
+                    yield value
+
+
+@functools.cache
+def _surroundings() -> str:
+    """What else a compiled program depends on: code, versions, settings."""
+    code = hashlib.sha256()
+    for package in (jaxscale, pallas_kernels):
+        for root in package.__path__:
+            for path in sorted(Path(root).rglob("*")):
+                if path.suffix in (".py", ".json", ".toml"):
+                    code.update(path.read_bytes())
+    client = jax.devices()[0].client
+    versions = [jax.__version__, client.platform_version]
+    installed = {d.name: d.version for d in importlib.metadata.distributions()}
+    versions += [f"{name} {installed.get(name)}" for name in _PACKAGES]
+    settings = sorted(
+        (name, _ADDRESS.sub("", repr(value)))
+        for name, value in jax.config.values.items()
+    )
+    processor = _processor() if client.platform == "cpu" else ""
+    flags = os.environ.get("XLA_FLAGS", "")
+    return repr((code.hexdigest(), versions, settings, processor, flags))
+
+
+def _processor() -> str:
+    """What this machine's processor can do."""
+    found = Path("/proc/cpuinfo")
+    lines = found.read_text().splitlines() if found.is_file() else []
+    flags = next((line for line in lines if line.startswith("flags")), "")
+    return f"{platform.machine()} {flags}"
