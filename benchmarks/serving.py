@@ -25,11 +25,15 @@ A token: ``batch`` rows that have about ``context`` tokens each; the time of a s
 must gain: see `bars`.
 """
 
+import atexit
 import dataclasses
+import functools
 import json
+import os
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,6 +50,7 @@ TORCH = (
 )
 _STEPS = 64  # of a token's time
 _SOLO = 4  # requests that also run by themselves
+_PROGRAMS = "BENCHMARK_PROGRAMS"  # names a folder of compiled programs
 _MANY = 64  # requests that are too many to run one after another, or on instances
 
 
@@ -147,7 +152,8 @@ def _serve_ours(policy: str, params: dict[str, Any], seed: int, samples: int) ->
     slots = sizes.get(policy, slots)
     buckets = sorted({2, min(8, slots), min(32, slots), slots})
     buckets = buckets if policy == "jaxscale" else [slots]
-    engine = policies.engine_for(model, load, slots, buckets)
+    programs = os.environ.get(_PROGRAMS)
+    engine = policies.engine_for(model, load, slots, buckets, program_cache=programs)
     engines = [engine]
     if policy == "concurrent":
         engines = policies.instances_of(engine, len(load.due))
@@ -215,6 +221,14 @@ def _serve_torch(policy: str, params: dict[str, Any], seed: int, samples: int) -
 # --- The command ----------------------------------------------------------------------
 
 
+@functools.cache
+def _programs() -> str:
+    """A folder for the programs of all children, which goes with this process."""
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    return folder.name
+
+
 def _in_child(name: str) -> Custom:
     """Run an implementation in a process of its own."""
 
@@ -228,6 +242,7 @@ def _in_child(name: str) -> Custom:
         job = json.dumps([name, dict(params), seed, samples])
         done = subprocess.run(
             [sys.executable, "-m", "benchmarks.serving", "--child", job],
+            env={_PROGRAMS: _programs(), **os.environ},
             capture_output=True,
             text=True,
             check=False,
