@@ -151,7 +151,8 @@ def _serve_ours(policy: str, params: dict[str, Any], seed: int, samples: int) ->
     sizes = {"jaxscale": slots, "concurrent": 2, "serial": 2}
     slots = sizes.get(policy, slots)
     buckets = sorted({2, min(8, slots), min(32, slots), slots})
-    buckets = buckets if policy == "jaxscale" else [slots]
+    if policy != "jaxscale" or "context" in params:
+        buckets = [slots]
     programs = os.environ.get(_PROGRAMS)
     engine = policies.engine_for(model, load, slots, buckets, program_cache=programs)
     engines = [engine]
