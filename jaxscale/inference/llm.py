@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import queue
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxscale.inference.clients import EngineDead
+from jaxscale.inference.clients import EngineDead, Sink
 from jaxscale.inference.engine import Engine
 from jaxscale.inference.grammar import GrammarCompiler
 from jaxscale.inference.kv_scales import measure_kv_scales
@@ -25,6 +26,7 @@ from jaxscale.inference.request import (
     Overloaded,
     Request,
     SamplingParams,
+    joined,
 )
 from jaxscale.inference.runner import Runner
 from jaxscale.inference.scheduler import Scheduler
@@ -37,6 +39,8 @@ from jaxscale.sharding.rules import REPLICATED, AxisRules
 
 GREEDY = SamplingParams(temperature=0.0)
 """The most likely token, always."""
+
+_RETRY_SECONDS = 0.01
 
 
 def make_engine(
@@ -220,16 +224,20 @@ class LLM:
         waiting = collections.deque(requests)
         made = {r.id: Generation(prompt=r.prompt, params=r.params) for r in requests}
         running: dict[str, int] = {}
+        refused: list[Request] = []
         try:
             while waiting or running:
-                while waiting and len(running) < 2 * config.num_slots:
-                    request = waiting[0]
-                    try:
-                        self.engine.submit(request, outputs.put)
-                    except Overloaded:
-                        break  # until others have ended; an empty queue takes any
-                    running[request.id] = request.params.n
-                    waiting.popleft()
+                free = min(2 * config.num_slots - len(running), len(waiting))
+                # After a refusal one by one, until there is room again.
+                chosen = [waiting.popleft() for _ in range(1 if refused else free)]
+                running |= {request.id: request.params.n for request in chosen}
+                refused = self._submit(chosen, outputs.put)
+                for request in reversed(refused):
+                    del running[request.id]
+                    waiting.appendleft(request)
+                if not running:  # others fill the queue
+                    time.sleep(_RETRY_SECONDS)
+                    continue
                 news = outputs.get()
                 if isinstance(news, EngineDead):
                     raise news
@@ -243,6 +251,17 @@ class LLM:
             for request_id in running:
                 self.engine.abort(request_id)
         return made
+
+    def _submit(self, requests: Sequence[Request], sink: Sink) -> list[Request]:
+        """Submit requests to one tick; those for which the queue has no room."""
+        refused = []
+        admitted = [self.engine.admit(request, sink) for request in requests]
+        for request, future in zip(requests, admitted, strict=True):
+            try:
+                future.result()
+            except Overloaded:
+                refused.append(request)
+        return refused
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -259,13 +278,8 @@ class Generation:
     def add(self, output: Output) -> None:
         """Append what is new."""
         old = self.continuations.get(output.index)
-        if old is not None:
-            joined = ("tokens", "text", "logprobs", "prompt_logprobs")
-            output = dataclasses.replace(
-                output,
-                **{name: getattr(old, name) + getattr(output, name) for name in joined},
-            )
-        self.continuations[output.index] = output
+        both = [output] if old is None else [old, output]
+        (self.continuations[output.index],) = joined(both)
 
     @property
     def text(self) -> str:

@@ -7,6 +7,7 @@ the loop that all requests share. No module of the policy (`request`, `slots`,
 
 import dataclasses
 import functools
+import itertools
 import math
 import operator
 import uuid
@@ -429,3 +430,31 @@ class Output:
     """Tokens of the prompt that were found in the cache."""
     error: str | None = None
     """Message of the failure, for the reason ``"error"``."""
+
+
+def joined(outputs: Iterable[Output]) -> list[Output]:
+    """The same news with one output for each continuation.
+
+    Args:
+        outputs: Of one request, in the order in which they came.
+
+    Example:
+        >>> first, second = (Output(request="a", index=0, text=t) for t in ("to", "be"))
+        >>> [output.text for output in joined([first, second])]
+        ['tobe']
+    """
+    by_index: dict[int, list[Output]] = {}
+    for output in outputs:
+        by_index.setdefault(output.index, []).append(output)
+    return [_joined(each) for each in by_index.values()]
+
+
+def _joined(outputs: Sequence[Output]) -> Output:
+    if len(outputs) == 1:
+        return outputs[0]
+    parts: dict[str, Any] = {
+        name: tuple(itertools.chain.from_iterable(getattr(o, name) for o in outputs))
+        for name in ("tokens", "logprobs", "prompt_logprobs")
+    }
+    text = "".join(output.text for output in outputs)
+    return dataclasses.replace(outputs[-1], text=text, **parts)

@@ -11,11 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale.inference import Guide, InvalidRequest, Request, SamplingParams
+from jaxscale.inference import (
+    Guide,
+    InvalidRequest,
+    Output,
+    Request,
+    SamplingParams,
+    async_engine,
+)
 from jaxscale.inference.async_engine import AsyncEngine
 from jaxscale.inference.clients import EngineDead
 from jaxscale.inference.engine import Engine
 from jaxscale.inference.grammar import GrammarCompiler
+from jaxscale.inference.request import joined
 from jaxscale.inference.scheduler import Scheduler
 from jaxscale.models import Tokenizer
 from tests.inference.conftest import SIZES
@@ -411,3 +419,42 @@ def test_asyncio(llama):
     counts = engine.scheduler.counts
     assert counts.received == counts.finished + counts.aborted + counts.rejected
     assert counts.finished == 2 and counts.rejected == 1
+
+
+def test_a_slow_reader(llama, monkeypatch):
+    """It finds what it has missed in one output, and holds nobody back."""
+    monkeypatch.setattr(async_engine, "_KEPT", 2)
+    llama.runner.reset()
+    params = SamplingParams(temperature=0.0, max_tokens=40, logprobs=0, n=2)
+
+    async def main(engine):
+        stream = engine.generate(Request(prompt=PROMPTS["short"], params=params))
+        found = [await anext(stream)]
+        while not engine.engine.idle:
+            await asyncio.sleep(0.01)
+        found += [output async for output in stream]
+        whole = engine.generate(Request(prompt=PROMPTS["short"], params=params))
+        return found, [output async for output in whole]
+
+    with Engine(llama.runner, Scheduler(SIZES)) as engine:
+        found, whole = asyncio.run(main(AsyncEngine(engine)))
+    assert len(found) <= 5
+    for index in range(2):
+        (slow,), (fast,) = (
+            joined(o for o in outputs if o.index == index) for outputs in (found, whole)
+        )
+        assert (slow.tokens, slow.finish) == (fast.tokens, "length")
+        assert slow.logprobs == fast.logprobs and len(slow.logprobs) == 40
+
+
+def test_what_waits_for_a_reader_is_joined():
+    request = Request(prompt=[1], params=SamplingParams(n=3))
+    mailbox = async_engine._Mailbox(request)
+    for i in range(9_000):
+        mailbox.put([Output(request="a", index=i % 3, tokens=(i,), text=f"{i} ")])
+        assert len(mailbox._outputs) <= 35
+    found = asyncio.run(mailbox.get())
+    assert [output.index for output in found] == [0, 1, 2]
+    for output in found:
+        assert output.tokens == tuple(range(output.index, 9_000, 3))
+        assert output.text == "".join(f"{i} " for i in output.tokens)

@@ -52,7 +52,10 @@ class Backend(Protocol):
         ...
 
     def generate(self, request: Request) -> AsyncIterator[Output]:
-        """What the request brings; closing the iterator aborts it."""
+        """What the request brings; closing the iterator aborts it.
+
+        Its deadline is by `time.monotonic`.
+        """
         ...
 
     def load(self) -> Load:

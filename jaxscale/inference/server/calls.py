@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -45,6 +46,14 @@ class Caller:
                 f"priority {body.priority} is refused: this server lets no call choose "
                 "its priority; leave it out"
             )
+        deadline = None
+        if body.timeout is not None:
+            if body.timeout <= 0:
+                raise InvalidRequest(
+                    f"timeout {body.timeout} must be above 0: seconds until the call "
+                    "is given up"
+                )
+            deadline = time.monotonic() + body.timeout
         salt = body.cache_salt or ""
         request = Request(
             prompt=prompt,
@@ -52,6 +61,7 @@ class Caller:
             priority=body.priority or 0,
             client=self.name,
             salt=f"{self.name} {salt}" if self.config.isolate_clients else salt,
+            deadline=deadline,
             echo=echo,
         )
         config = model.backend.config

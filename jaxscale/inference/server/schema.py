@@ -104,6 +104,7 @@ class Generation(Body):
     repetition_penalty: float | None = None
     skip_special_tokens: bool | None = None
     stop_token_ids: list[int] | None = None
+    timeout: float | None = None
     top_k: int | None = None
 
     def guide(self) -> Guide | None:

@@ -14,6 +14,9 @@ from jaxscale.inference.server.errors import api_error
 
 
 _LOG = logging.getLogger(__name__)
+_ENCODE = json.JSONEncoder(
+    ensure_ascii=False, separators=(",", ":"), allow_nan=False
+).encode
 _DONE = b"data: [DONE]\n\n"
 _HEARTBEAT = b": still here\n\n"
 # A call that is refused is refused at once; one that waits for its turn gets its
@@ -32,8 +35,7 @@ def event(data: Any) -> bytes:
         >>> event({"text": "a"}).decode().strip()
         'data: {"text":"a"}'
     """
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return b"data: " + text.encode() + b"\n\n"
+    return f"data: {_ENCODE(data)}\n\n".encode()
 
 
 async def attended[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -126,6 +128,7 @@ class EventStream(Response):
         """
         self._chunks, self._config, self._close = chunks, config, close
         self._sent = 0
+        self._since: float | None = None  # when the part began that is not yet sent
         self.status_code = 200
         self.background = None
         # Proxies that buffer would hold the events back.
@@ -135,25 +138,37 @@ class EventStream(Response):
         """Send until there is no more, or nobody who reads."""
         sender = asyncio.ensure_future(self._send_all(send))
         gone = asyncio.ensure_future(_gone(receive))
-        both, seconds = {sender, gone}, self._config.heartbeat_seconds
         try:
-            while True:
-                before = self._sent
-                done, _ = await asyncio.wait(
-                    both, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
-                )
-                if done:
-                    break
-                if self._sent == before > 0:
-                    await self._send(send, _part(_HEARTBEAT))
+            while not (sender.done() or gone.done()):
+                await self._attend(send, {sender, gone})
             if sender.done():
                 sender.result()
-        except TimeoutError as error:
-            raise ClientGone from error
         finally:
             await _cancel(sender, gone)
             await self._chunks.aclose()
             await self._close()
+
+    async def _attend(self, send: Send, tasks: set[asyncio.Future[None]]) -> None:
+        """Wait a while; give up a client that stalls, keep an idle connection open."""
+        loop, config = asyncio.get_running_loop(), self._config
+        before, wait = self._sent, config.stall_seconds
+        if self._since is not None:
+            wait += self._since - loop.time()
+        wait = max(0.0, min(wait, config.heartbeat_seconds))
+        done, _ = await asyncio.wait(
+            tasks, timeout=wait, return_when=asyncio.FIRST_COMPLETED
+        )
+        if done or self._sent != before:
+            return
+        if self._since is not None:
+            if loop.time() - self._since >= config.stall_seconds:
+                raise ClientGone
+        elif before > 0:
+            try:
+                async with asyncio.timeout(config.stall_seconds):
+                    await send(_part(_HEARTBEAT))
+            except TimeoutError:
+                raise ClientGone from None
 
     async def _send_all(self, send: Send) -> None:
         head = {"status": self.status_code, "headers": self.raw_headers}
@@ -163,8 +178,9 @@ class EventStream(Response):
         await self._send(send, _part(b"", more=False))
 
     async def _send(self, send: Send, message: Message) -> None:
-        async with asyncio.timeout(self._config.stall_seconds):
-            await send(message)
+        self._since = asyncio.get_running_loop().time()
+        await send(message)
+        self._since = None
         self._sent += 1
 
 

@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import threading
 import time
+import tracemalloc
 
 import httpx2
 import pytest
@@ -161,6 +163,32 @@ def test_overload(harness):
             assert error["type"] == "rate_limit_error"
             assert error["code"] == "overloaded"
             assert not engine.live
+
+    harness.run(test, engine=engine)
+
+
+def test_memory_under_overload(harness):
+    """Calls that are refused leave nothing behind."""
+    engine = FakeEngine(most=0)
+
+    async def refused(count, stream):
+        for _ in range(count):
+            client = Client(harness.app, {**BODY, "stream": stream})
+            await client.task
+            assert client.sent[0]["status"] == 429
+
+    async def test(_):
+        for stream in (False, True):
+            await refused(50, stream)
+            engine.seen.clear()
+            gc.collect()
+            tracemalloc.start()
+            await refused(200, stream)
+            engine.seen.clear()
+            gc.collect()
+            kept, _peak = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            assert kept < 100_000  # 500 bytes a call
 
     harness.run(test, engine=engine)
 

@@ -186,6 +186,8 @@ def test_most_tokens(harness, most, count):
 @pytest.mark.parametrize(
     ("more", "message", "param"),
     [
+        ({"timeout": 0}, "timeout 0", None),
+        ({"timeout": "5"}, "timeout: ", "timeout"),
         ({"suffix": "x"}, "suffix is not supported", None),
         ({"best_of": 3}, "best_of 3 must equal n 1", None),
         ({"prompt": []}, "prompt is empty", None),

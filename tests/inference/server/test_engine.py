@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import itertools
 import json
 
 import numpy as np
@@ -135,6 +136,54 @@ def test_overload(harness, llama):
         await settle(lambda: at_rest(model))
         counts = model.backend.load().counts
         assert counts.rejected == statuses.count(429)
+
+    harness.run(test, model)
+
+
+def test_ten_times_too_much(harness, llama):
+    """Who is let in is not slowed, the others come back later, nothing is kept."""
+    model = make(llama, max_waiting=4)
+    ticks = itertools.count()
+
+    async def test(client):
+        engine = model.backend._engine
+        engine.after_tick.append(lambda: next(ticks))
+        body = {"prompt": "to be", "max_tokens": 40, "ignore_eos": True}
+        admitted = [asyncio.create_task(client.post(PATH, json=body)) for _ in range(4)]
+        await settle(lambda: model.backend.load().running == 4)
+        start, refused, waiting = next(ticks), 0, []
+        while not all(call.done() for call in admitted):
+            answers = [client.post(PATH, json=body) for _ in range(20)]
+            waiting += map(asyncio.ensure_future, answers)
+            await asyncio.sleep(0.001)
+        assert next(ticks) - start <= 2 * 40
+        for answer in await asyncio.gather(*waiting):
+            assert answer.status_code in (200, 429)
+            refused += answer.status_code == 429
+            assert "retry-after" in answer.headers or answer.status_code == 200
+        for answer in admitted:
+            assert (await answer).json()["usage"]["completion_tokens"] == 40
+        await settle(lambda: at_rest(model))
+        assert refused and model.backend.load().counts.rejected == refused
+        assert not engine._clients and harness.service.active == 0
+
+    harness.run(test, model)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_deadlines(harness, model, stream):
+    async def test(client):
+        body = {"prompt": "to", "ignore_eos": True, "stream": stream}
+        # Over before the first token, wherever the request is by then.
+        answer = await client.post(PATH, json={**body, "timeout": 1e-6})
+        if stream and answer.status_code == 200:
+            error = events(answer)[-1]["error"]
+        else:
+            assert answer.status_code == 504
+            error = answer.json()["error"]
+        assert error["type"] == "timeout_error" and "deadline" in error["message"]
+        assert (await client.post(PATH, json={**body, "timeout": 60})).is_success
+        await settle(lambda: at_rest(model))
 
     harness.run(test, model)
 
