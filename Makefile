@@ -16,7 +16,7 @@ NOTEBOOKS := $(if $(PYTEST_ARGS),,$(wildcard examples/*.ipynb))
 
 install: $(STAMP)
 
-$(STAMP): requirements.txt requirements-models.txt requirements-cuda.txt pyproject.toml
+$(STAMP): requirements.txt requirements-models.txt requirements-cuda.txt requirements-router.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo "jaxscale needs Python 3.12 (python3.12 or python3 on the PATH); set PYTHON=/path/to/python3.12" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt $(if $(CUDA),"jax[$(CUDA)]==0.11.2",)
@@ -24,6 +24,8 @@ $(STAMP): requirements.txt requirements-models.txt requirements-cuda.txt pyproje
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	rm -rf .cuda
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .cuda -r requirements-cuda.txt
+	$(PYTHON) -m venv --clear .router
+	.router/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-router.txt
 	@touch $@
 
 quickstart: $(STAMP)  ## Train, save, restore and generate on real text; writes one HTML report.
@@ -52,5 +54,5 @@ docs: $(STAMP)
 	$(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html
 
 clean:
-	rm -rf $(VENV) .cuda .cuda_cache dist build docs/_build docs/generated .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .cuda .cuda_cache .router dist build docs/_build docs/generated .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

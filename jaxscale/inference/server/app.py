@@ -206,6 +206,18 @@ def _add_calls(app: FastAPI, service: Service) -> None:
         model, caller = service.decoder(body.model), _caller(http)
         return await chat_completions.chat(body, model, caller, http.receive)
 
+    @app.post("/v1/completions/render")
+    async def render(body: Completion, http: Request) -> Response:
+        """The token ids of prompts, for gateways."""
+        model = service.decoder(body.model)
+        return await completions.render(body, model, _caller(http))
+
+    @app.post("/v1/chat/completions/render")
+    async def render_chat(body: Chat, http: Request) -> Response:
+        """The token ids of a conversation, for gateways."""
+        model = service.decoder(body.model)
+        return await chat_completions.render(body, model, _caller(http))
+
     @app.post("/v1/embeddings")
     async def embed(body: Embedding, http: Request) -> Response:
         """Embed texts."""

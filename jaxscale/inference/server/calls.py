@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxscale.inference.request import InvalidRequest, Request, SamplingParams
 from jaxscale.inference.server.backend import TextModel
@@ -95,3 +95,12 @@ def check_choices(prompts: int, n: int, config: ServerConfig) -> None:
             f"{prompts} prompts with n {n} make {prompts * n} continuations, at most "
             f"{config.max_choices} are taken; send several calls"
         )
+
+
+def rendered(request: Request, model: TextModel) -> dict[str, Any]:
+    """A request as the gateways read it that look for servers that know its prompt."""
+    return {
+        "request_id": request.id,
+        "model": model.name,
+        "token_ids": list(request.prompt),
+    }

@@ -13,7 +13,7 @@ from starlette.types import Receive
 from jaxscale.inference.chat import ChatTemplate
 from jaxscale.inference.request import InvalidRequest, Output, Request, TokenLogprobs
 from jaxscale.inference.server.backend import TextModel
-from jaxscale.inference.server.calls import Caller, check_choices, prepared
+from jaxscale.inference.server.calls import Caller, check_choices, prepared, rendered
 from jaxscale.inference.server.generation import Collected, Usage, collect, merged
 from jaxscale.inference.server.schema import Chat, Message, NamedTool
 from jaxscale.inference.server.stream import attended, event_stream
@@ -68,6 +68,16 @@ async def chat(
     choices = [_choice(call, index, whole) for index, whole in enumerate(found)]
     head = call.head("chat.completion")
     return JSONResponse({**head, "choices": choices, "usage": usage.body()})
+
+
+async def render(body: Chat, model: TextModel, caller: Caller) -> Response:
+    """The token ids of a conversation, which is not answered.
+
+    Raises:
+        ValueError: it asks for what there is not.
+    """
+    call = await prepared(_prepare, body, model, caller)
+    return JSONResponse(rendered(call.request, model))
 
 
 def template(model: TextModel) -> ChatTemplate:

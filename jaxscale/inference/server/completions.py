@@ -12,7 +12,7 @@ from starlette.types import Receive
 
 from jaxscale.inference.request import Output, Request, TokenLogprobs
 from jaxscale.inference.server.backend import TextModel
-from jaxscale.inference.server.calls import Caller, check_choices, prepared
+from jaxscale.inference.server.calls import Caller, check_choices, prepared, rendered
 from jaxscale.inference.server.generation import Collected, Usage, collect, merged
 from jaxscale.inference.server.schema import Completion
 from jaxscale.inference.server.stream import attended, event_stream
@@ -56,6 +56,16 @@ async def complete(
         for index, whole in enumerate(group)
     ]
     return JSONResponse({**call.head, "choices": choices, "usage": usage.body()})
+
+
+async def render(body: Completion, model: TextModel, caller: Caller) -> Response:
+    """The token ids of the prompts of a call, which is not run.
+
+    Raises:
+        ValueError: it asks for what there is not.
+    """
+    call = await prepared(_prepare, body, model, caller)
+    return JSONResponse([rendered(request, model) for request in call.requests])
 
 
 def _prepare(body: Completion, model: TextModel, caller: Caller) -> _Call:

@@ -106,6 +106,9 @@ class Generation(Body):
     stop_token_ids: list[int] | None = None
     timeout: float | None = None
     top_k: int | None = None
+    # What vllm-router adds to every call.
+    no_stop_trim: Literal[False] | None = None
+    return_hidden_states: Literal[False] | None = None
 
     def guide(self) -> Guide | None:
         """The constraint on the text.
@@ -230,6 +233,11 @@ class Chat(Generation):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     tools: list[dict[str, Any]] | None = None
     top_logprobs: int | None = None
+    # What vllm-router adds; the reasoning of a model is part of its text here.
+    continue_final_message: Literal[False] | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
 
 
 class Tokenize(Body):
@@ -241,6 +249,7 @@ class Tokenize(Body):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: Literal[False] | None = None
 
 
 class Detokenize(Body):

@@ -82,6 +82,7 @@ class FakeEngine:
                 self._say("ended", c)
 
     def _admit(self, request):
+        self.loop = asyncio.get_running_loop()
         self.counts.received += 1
         self.seen.append(request)
         error = self.error and EngineDead(str(self.error))
@@ -166,3 +167,24 @@ def in_thread(function):
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
     return thread
+
+
+class SlowEngine(FakeEngine):
+    """A token takes it 10 ms, and prompts that ask it to wait an answer of seconds."""
+
+    hold = property(lambda self: self, lambda self, value: None)
+
+    async def acquire(self):
+        await asyncio.sleep(0.01)
+
+    def text_of(self, request, index):
+        waits = TOKENIZER.decode(request.prompt) == "wait"
+        return self.answer * 900 if waits else self.answer
+
+
+if __name__ == "__main__":
+    import sys
+
+    from jaxscale.inference.server import ServerConfig, serve
+
+    serve(lambda: text_model(SlowEngine("c")), ServerConfig(), port=int(sys.argv[1]))

@@ -53,6 +53,26 @@ def test_a_text(harness):
     assert request.params.temperature == 0 and request.params.max_tokens == 99
 
 
+@pytest.mark.parametrize("path", [PATH, "/v1/chat/completions"])
+def test_prompts_are_rendered_for_gateways(harness, path):
+    """As vllm-router and the pickers of Kubernetes ask for them; nothing is run."""
+    engine = FakeEngine()
+    added = {"stream": False, "no_stop_trim": False, "return_hidden_states": False}
+    body = {"prompt": ["or", "not"]}
+    if path != PATH:
+        body = {"messages": [{"role": "user", "content": "or"}]}
+        body |= {"separate_reasoning": True, "continue_final_message": False}
+    answer = harness.post(f"{path}/render", {**body, **added}, engine=engine)
+    assert answer.status_code == 200, answer.text
+    assert not engine.seen
+    assert harness.post(path, {**body, **added}, engine=engine).status_code == 200
+    found = answer.json() if path == PATH else [answer.json()]
+    assert [r["token_ids"] for r in found] == [list(r.prompt) for r in engine.seen]
+    assert all(r["model"] == "tiny" and r["request_id"] for r in found)
+    wrong = harness.post(f"{path}/render", {**body, "n": 0})
+    assert wrong.status_code == 400
+
+
 @pytest.mark.parametrize("prompt", ["or", [5, 6], ["or", "not"], [[5, 6], [7]]])
 def test_prompts(harness, prompt):
     engine = FakeEngine([" a", " b"])
@@ -186,6 +206,7 @@ def test_most_tokens(harness, most, count):
 @pytest.mark.parametrize(
     ("more", "message", "param"),
     [
+        ({"no_stop_trim": True}, "no_stop_trim: ", "no_stop_trim"),
         ({"timeout": 0}, "timeout 0", None),
         ({"timeout": "5"}, "timeout: ", "timeout"),
         ({"suffix": "x"}, "suffix is not supported", None),

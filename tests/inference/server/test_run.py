@@ -162,8 +162,7 @@ def test_the_end():
         late = server.post("/v1/completions", body)
         assert late.status_code == 503
         assert httpx2.get(f"{server.url}/ready").status_code == 503
-        loop = server.server._ending.get_loop()
-        loop.call_soon_threadsafe(release, engine)
+        engine.loop.call_soon_threadsafe(release, engine)
         text = answer.read().decode()
         assert text.endswith("data: [DONE]\n\n")
     with pytest.raises(httpx2.ConnectError):
