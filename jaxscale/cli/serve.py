@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,9 +18,9 @@ from jaxscale import sharding
 from jaxscale.cli.devices import simulate_devices
 from jaxscale.cli.errors import UsageError, usage_errors
 from jaxscale.cli.options import parse
-from jaxscale.inference import EngineConfig
-from jaxscale.models import Tokenizer
-from jaxscale.sharding import MeshConfig
+from jaxscale.inference import EngineConfig, HostLost, follow
+from jaxscale.models import Decoder, Tokenizer
+from jaxscale.sharding import AxisRules, MeshConfig
 
 
 _KEYS = "JAXSCALE_API_KEYS"
@@ -57,7 +58,8 @@ class ServeConfig:
     dtype: Literal["float32", "bfloat16"] | None = None
     """Type of the computation; by default that of the run or of the file."""
     mesh: MeshConfig = MeshConfig()
-    """Mesh of devices for a model that is too large for one."""
+    """Mesh of devices for a model that is too large for one; of all devices where there
+    are several processes."""
     rules: str = "fsdp_tp"
     """Sharding rules, by the name of a preset, where there are several devices."""
     devices: int | None = None
@@ -78,12 +80,14 @@ def main(arguments: Sequence[str]) -> int:
         f"also taken from the environment, as {_KEYS}, with commas between them.",
     )
     simulate_devices(config.devices)
+    with usage_errors():
+        sharding.initialize()
     run(config)
     return 0
 
 
 def run(config: ServeConfig) -> None:
-    """Serve until SIGTERM or Ctrl-C.
+    """Serve until SIGTERM or Ctrl-C; other processes than the first follow it.
 
     Raises:
         UsageError: there is no model, it does not fit, or the address is taken.
@@ -99,6 +103,9 @@ def run(config: ServeConfig) -> None:
             drain_seconds=config.drain_seconds,
             max_body_bytes=config.max_body_mib * 2**20,
         )
+        if jax.process_index():
+            _follow(config)
+            return
         load = _loader(config)
         if not keys and config.host not in ("127.0.0.1", "::1", "localhost"):
             print(
@@ -130,24 +137,35 @@ def _keys(config: ServeConfig) -> tuple[str, ...]:
     return tuple(dict.fromkeys(key.strip() for key in keys if key.strip()))
 
 
+def _follow(config: ServeConfig) -> None:
+    """Run what process 0 plans, until it ends."""
+    from jaxscale.inference.server.load import load_decoder
+
+    # Launchers send these to all; process 0 drains, and ends the others.
+    for sent in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(sent, signal.SIG_IGN)
+    source, mesh, rules, dtype = _model(config)
+    me, count = jax.process_index(), jax.process_count()
+    print(f"jaxscale: process {me} of {count} follows process 0", file=sys.stderr)
+    if _is_run(source):
+        model = _load_run(config)
+    else:
+        model = load_decoder(source, mesh=mesh, rules=rules, dtype=dtype)
+    try:
+        follow(model, config=config.engine)
+    except HostLost:  # which has been logged
+        os._exit(1)  # otherwise JAX would wait for all processes
+
+
 def _loader(config: ServeConfig) -> Callable[[], Any]:
     """What loads the model; what can be checked at once is."""
     from jaxscale.inference.server.load import served, text_model
 
-    source = Path(config.source)
-    if not source.is_dir():
-        raise UsageError(f"{source}: there is no such directory")
     template = None
     if config.chat_template is not None:
         template = Path(config.chat_template).read_text()
-    mesh = _mesh(config.mesh)
-    rules = sharding.preset(config.rules) if mesh else sharding.REPLICATED
-    dtype = None if config.dtype is None else jnp.dtype(config.dtype)
-    names = ("config.json", "modules.json", "run.json")
-    found = [name for name in names if (source / name).is_file()]
-    if not found:
-        raise UsageError(f"{source} holds no model: none of {', '.join(names)}")
-    if "run.json" not in found:
+    source, mesh, rules, dtype = _model(config)
+    if not _is_run(source):
         return lambda: served(
             source,
             name=config.name,
@@ -157,28 +175,56 @@ def _loader(config: ServeConfig) -> Callable[[], Any]:
             rules=rules,
             dtype=dtype,
         )
+    return lambda: text_model(
+        _load_run(config),
+        Tokenizer.from_file(source),
+        name=config.name or source.resolve().name,
+        engine=config.engine,
+        chat_template=template,
+    )
 
-    def load() -> Any:
-        # A run is read by what trains, which a server of other models does not need.
-        from jaxscale.cli.generate import load_run
 
-        one = sharding.make_mesh({"fsdp": 1}, jax.devices()[:1])
-        model = load_run(source, mesh or one, rules, dtype=config.dtype)
-        return text_model(
-            model,
-            Tokenizer.from_file(source),
-            name=config.name or source.resolve().name,
-            engine=config.engine,
-            chat_template=template,
-        )
+def _model(config: ServeConfig) -> tuple[Path, Mesh | None, AxisRules, Any]:
+    """Where the model lies, where to put it, and its type."""
+    source = Path(config.source)
+    if not source.is_dir():
+        raise UsageError(f"{source}: there is no such directory")
+    names = ("config.json", "modules.json", "run.json")
+    if not any((source / name).is_file() for name in names):
+        raise UsageError(f"{source} holds no model: none of {', '.join(names)}")
+    mesh = _mesh(config.mesh)
+    rules = sharding.preset(config.rules) if mesh else sharding.REPLICATED
+    return (
+        source,
+        mesh,
+        rules,
+        None if config.dtype is None else jnp.dtype(config.dtype),
+    )
 
-    return load
+
+def _is_run(source: Path) -> bool:
+    return (source / "run.json").is_file()
+
+
+def _load_run(config: ServeConfig) -> Decoder:
+    # A run is read by what trains, which a server of other models does not need.
+    from jaxscale.cli.generate import load_run
+
+    source, mesh, rules, _ = _model(config)
+    one = sharding.make_mesh({"fsdp": 1}, jax.devices()[:1])
+    return load_run(source, mesh or one, rules, dtype=config.dtype)
 
 
 def _mesh(config: MeshConfig) -> Mesh | None:
     """The mesh on just as many devices as it needs; None where that is one."""
     sizes = [getattr(config, axis) for axis in sharding.MESH_AXES]
-    needed = len(jax.devices()) if -1 in sizes else math.prod(sizes)
+    there = len(jax.devices())
+    needed = there if -1 in sizes else math.prod(sizes)
+    if jax.process_count() > 1 and needed != there:
+        raise UsageError(
+            f"the {jax.process_count()} processes have {there} devices, but the mesh "
+            f"takes {needed}; split the model over all, as with --mesh.tensor {there}"
+        )
     if needed == 1:
         return None
     return sharding.make_mesh(config, jax.devices()[:needed])

@@ -5,11 +5,13 @@ from jaxscale.inference.clients import EngineDead
 from jaxscale.inference.encode_plan import EncodePlan
 from jaxscale.inference.encoder import Encoder
 from jaxscale.inference.engine import Engine
+from jaxscale.inference.hosts import HostLost
 from jaxscale.inference.kv_scales import measure_kv_scales
 from jaxscale.inference.llm import (
     GREEDY,
     LLM,
     Generation,
+    follow,
     generate,
     make_engine,
 )
@@ -38,12 +40,14 @@ __all__ = [
     "EngineDead",
     "Generation",
     "Guide",
+    "HostLost",
     "InvalidRequest",
     "Output",
     "Overloaded",
     "Request",
     "SamplingParams",
     "TokenLogprobs",
+    "follow",
     "generate",
     "make_engine",
     "measure_kv_scales",

@@ -89,6 +89,8 @@ class Engine:
         """Called with every event of the scheduler, on the engine's thread."""
         self.after_tick: list[Callable[[], None]] = []
         """Called after the outputs of a tick were given out, on the engine's thread."""
+        self.at_end: list[Callable[[BaseException | None], None]] = []
+        """Called once when the engine has stopped, with what made it fail."""
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._flying: collections.deque[_Flight] = collections.deque()
         self._clients: dict[str, Client] = {}
@@ -195,12 +197,23 @@ class Engine:
         with contextlib.suppress(EngineDead):
             self._send(command)
         if self._thread.ident is None:
+            self._die(None)
+            return
+        if self.error is not None:
+            # Its thread may wait for devices that never answer.
+            self._thread.join(1.0)
             return
         self._thread.join(timeout)
         if self._thread.is_alive():
             with contextlib.suppress(EngineDead):
                 self._send(give_up)
-            self._thread.join()
+            while self._thread.is_alive() and self.error is None:
+                self._thread.join(1.0)
+
+    def fail(self, error: BaseException) -> None:
+        """Stop at once, whatever the engine's own thread may be waiting for."""
+        self._die(error)
+        self._commands.put(lambda: None)  # wakes the thread
 
     def __enter__(self) -> "Engine":
         return self.start()
@@ -236,16 +249,19 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            while not (self._closing and self.idle):
+            while self.error is None and not (self._closing and self.idle):
                 self.step(wait=self.idle)
         except BaseException as error:
             self._die(error)
         else:
-            self._die(RuntimeError("it was closed"))
+            self._die(None)
 
-    def _die(self, error: BaseException) -> None:
+    def _die(self, error: BaseException | None) -> None:
+        """End all; what came first is the reason. None: the engine was closed."""
         with self._lock:
-            self.error = error
+            if self.error is not None:
+                return
+            self.error = error or RuntimeError("it was closed")
         clients, self._clients = self._clients, {}
         for client in clients.values():
             with contextlib.suppress(Exception):
@@ -257,6 +273,9 @@ class Engine:
         for call in self.after_tick:
             with contextlib.suppress(Exception):
                 call()
+        for end in self.at_end:
+            with contextlib.suppress(Exception):
+                end(error)
 
     def _obey(self, *, wait: bool) -> None:
         """Carry out commands, at least one where there is nothing else to do."""

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from jaxscale.checks import check_integers
@@ -180,10 +181,10 @@ def fit(
             message says how large each is.
     """
     arrays = jax.tree.leaves(model)
-    device = min(arrays[0].sharding.device_set, key=lambda device: device.id)
+    where = arrays[0].sharding
+    device = min(where.addressable_devices, key=lambda device: device.id)
     weights = sum(a.dtype.itemsize * _shard_size(a) for a in arrays)
     shape, heads = model.config, model.config.num_kv_heads
-    where = arrays[0].sharding
     sizes = dict(where.mesh.shape) if isinstance(where, NamedSharding) else {}
     names = model.rules.mesh_axes(["act_kv_heads"])
     ways = math.prod(sizes.get(name, 1) for name in names)
@@ -210,6 +211,10 @@ def fit(
         free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         available, taken = int(options.memory_fraction * free) // 2, weights
     room = (available - taken - computation) // page
+    if len(where.addressable_devices) < len(where.device_set):
+        # All hosts have the pages of the one that has least room.
+        rooms = multihost_utils.process_allgather(np.int32(max(room, 0)))
+        room = int(np.min(rooms))
     memory = Memory(
         available=available,
         weights=weights,

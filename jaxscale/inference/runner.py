@@ -136,6 +136,9 @@ class Runner:
         few = _round_up(keys // 8, KEY_BLOCK)
         self._prefill_keys = [few, keys] if keys > 8192 else [keys]
         self._compiled: dict[Key, Callable[..., Any]] = {}
+        self.on_dispatch: Callable[[Key, Sequence[np.ndarray | None]], None] | None
+        self.on_dispatch = None
+        """Called before each program with the arguments of `dispatch`."""
         self.pages: Pages
         self.slots: Array
         self.counts: Array
@@ -188,6 +191,12 @@ class Runner:
                 (params, pages, slots, integers(total)),
             )
 
+    def inputs(self) -> dict[Key, tuple[jax.ShapeDtypeStruct, ...]]:
+        """What `dispatch` takes besides the key, by the key."""
+        return {
+            key: shapes[len(_STATE[key[0]][0]) :] for key, _, shapes in self.programs()
+        }
+
     def compile(
         self,
         progress: Callable[[], None] | None = None,
@@ -225,7 +234,8 @@ class Runner:
         """An empty state."""
 
         def zeros(x: jax.ShapeDtypeStruct) -> Array:
-            return jax.device_put(jnp.zeros(x.shape, x.dtype, device=x.sharding))
+            made = jnp.zeros(x.shape, x.dtype, device=x.sharding)
+            return jax.device_put(made, x.sharding)
 
         with self._on_mesh():
             state = jax.tree.map(zeros, self._state())
@@ -340,12 +350,14 @@ class Runner:
         Returns:
             What it gives besides the state, on its way to the host.
         """
+        if self.on_dispatch is not None:
+            self.on_dispatch(key, inputs)
         taken, given = _STATE[key[0]]
         neutral = self._neutral.get(key, inputs)
-        inputs = [n if x is None else x for x, n in zip(inputs, neutral, strict=True)]
+        whole = [n if x is None else x for x, n in zip(inputs, neutral, strict=True)]
         with self._on_mesh():
             state = (getattr(self, name) for name in taken)
-            found = self._compiled[key](*state, *inputs)
+            found = self._compiled[key](*state, *whole)
         for name, value in zip(given, found, strict=False):
             setattr(self, name, value)
         outs = list(found[len(given) :])

@@ -1,5 +1,6 @@
 """Serving from the command line: a process that answers until it is told to end."""
 
+import asyncio
 import dataclasses
 import functools
 import os
@@ -11,19 +12,23 @@ import sys
 import time
 
 import httpx2
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 
 from jaxscale.cli import serve
+from jaxscale.inference import EngineConfig, Request, SamplingParams
 from jaxscale.inference.server import ServedEncoder
 from jaxscale.models import (
     Decoder,
     EncoderModel,
     Tokenizer,
     encoder_preset,
+    load,
     preset,
     save,
 )
+from jaxscale.sharding import MeshConfig
 
 
 @pytest.fixture
@@ -84,6 +89,41 @@ def test_an_encoder(tmp_path):
     model = serve._loader(serve.ServeConfig(source=str(path)))()
     assert isinstance(model, ServedEncoder) and model.name == "bert"
     model.close()
+
+
+SIZES = EngineConfig(
+    num_slots=2, buckets=(2,), prefill_tokens=(16,), page_size=8, max_len=64, steps=1
+)
+
+
+def answer(config, prompt, count):
+    """Tokens and text by which the model that would be served continues a prompt."""
+    model = serve._loader(config)()
+    params = SamplingParams(temperature=0.0, max_tokens=count)
+    request = Request(prompt=model.encode(prompt), params=params)
+
+    async def generate():
+        outputs = [output async for output in model.backend.generate(request)]
+        tokens = [token for output in outputs for token in output.tokens]
+        return tokens, "".join(output.text for output in outputs)
+
+    try:
+        return asyncio.run(generate())
+    finally:
+        model.backend.close()
+
+
+def test_a_model_on_four_devices(tmp_path):
+    four = dataclasses.replace(preset("llama_tiny"), num_kv_heads=4)
+    path = directory(tmp_path / "llama", Decoder, four)
+    mesh = MeshConfig(tensor=4)
+    config = serve.ServeConfig(source=str(path), engine=SIZES, mesh=mesh)
+    tokens, _ = answer(config, "to be", 6)
+    model, known = load(path), Tokenizer.from_file(path).encode("to be")
+    for token in tokens:
+        assert token == int(model(jnp.array([known]))[0, -1].argmax())
+        known.append(token)
+    assert len(tokens) == 6
 
 
 def test_a_model_that_does_not_fit(call, decoder):

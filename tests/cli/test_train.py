@@ -14,8 +14,10 @@ import pytest
 from jaxscale import cli
 from jaxscale.cli import runs, train
 from jaxscale.cli.errors import UsageError
+from jaxscale.cli.serve import ServeConfig
 from jaxscale.models import PRESETS, Tokenizer
 from jaxscale.training import Diverged, TrainConfig
+from tests.cli.test_serve import SIZES, answer
 
 
 TINY = [
@@ -250,6 +252,8 @@ def test_train_resume_and_generate(call, tmp_path, text, capfd):
     assert cli.main([*arguments, "--max-new-tokens", "8", "--temperature", "0"]) == 0
     out = capfd.readouterr().out
     assert out.startswith(prompt) and len(out) > len(prompt) + 1
+    served = ServeConfig(source=str(run), engine=SIZES)
+    assert f"{prompt}{answer(served, prompt, 8)[1]}\n" == out
     assert cli.main([*arguments, "--step", "4"]) == 2
     assert "no checkpoint of step 4" in capfd.readouterr().err
 

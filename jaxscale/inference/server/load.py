@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -55,18 +56,41 @@ def served(
     path = Path(path)
     name = name or path.resolve().name
     options: dict[str, Any] = {"mesh": mesh, "rules": rules, "dtype": dtype}
-    config = config_from_hf(Checkpoint(sentence_settings(path)["path"]).config)
-    if isinstance(config, EncoderConfig):
+    if _is_encoder(path) and jax.process_count() == 1:
         return ServedEncoder(Encoder.from_pretrained(path, **options), name)
-    model: Any = load(path, **options)
     return text_model(
-        model.for_inference(),
+        load_decoder(path, **options),
         Tokenizer.from_file(path),
         name=name,
         engine=engine,
         chat_template=chat_template,
         eos_ids=GenerationConfig.from_file(path).eos_ids,
     )
+
+
+def load_decoder(path: str | Path, **options: Any) -> Decoder:
+    """The decoder of a Hugging Face directory, as engines read it.
+
+    Args:
+        path: The directory.
+        **options: Mesh, rules and dtype, as for `served`.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: it is an encoder.
+    """
+    if _is_encoder(path):
+        raise ValueError(
+            f"{path} holds an encoder, which one process serves: start it alone"
+        )
+    model: Any = load(path, **options)
+    return model.for_inference()  # and what was loaded is gone
+
+
+def _is_encoder(path: str | Path) -> bool:
+    settings = sentence_settings(Path(path))
+    config = config_from_hf(Checkpoint(settings["path"]).config)
+    return isinstance(config, EncoderConfig)
 
 
 def text_model(
