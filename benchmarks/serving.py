@@ -105,12 +105,25 @@ def random_model(name: str, seed: int) -> Any:
 
     dtype = jnp.bfloat16 if timing.on_gpu() else jnp.float32
 
-    def make(key: jax.Array) -> models.Decoder:
+    def make() -> models.Decoder:
         return models.Decoder(
-            models.preset(name), dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(key)
+            models.preset(name), dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0)
         ).for_inference()
 
-    return jax.jit(make)(jax.random.key(seed))
+    @functools.partial(jax.jit, static_argnums=(1, 2))
+    def draw(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        return 0.02 * jax.random.normal(key, shape, dtype)
+
+    # One program for each shape: a program that makes all weights compiles minutes.
+    leaves, tree = jax.tree.flatten(jax.eval_shape(make))
+    keys = jax.random.split(jax.random.key(seed, impl="rbg"), len(leaves))
+    weights = [
+        draw(key, leaf.shape, leaf.dtype)
+        if leaf.ndim > 1
+        else jnp.ones(leaf.shape, leaf.dtype)
+        for key, leaf in zip(keys, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(tree, weights)
 
 
 def load_of(params: dict[str, Any], seed: int) -> Any:

@@ -100,7 +100,8 @@ class ProgramCache:
         )
         digest.update(repr(parts).encode())
         for constant in _constants(jaxpr, set()):
-            digest.update(np.asarray(constant).tobytes())
+            if not isinstance(constant, jax.core.Tracer):  # references of a kernel are
+                digest.update(np.asarray(constant).tobytes())
         return f"{digest.hexdigest()[:40]}.program"
 
     def _load(self, path: Path) -> jax.stages.Compiled | None:

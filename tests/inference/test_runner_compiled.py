@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
+from jaxscale.inference.program_cache import ProgramCache
 from jaxscale.inference.runner import Runner
 from jaxscale.inference.scheduler_config import SchedulerConfig
 from jaxscale.models import Decoder, preset
@@ -31,8 +33,11 @@ class Lowering:
         self.runner, self.fn = runner, fn
 
     def lower(self, *shapes):
-        with self.runner._on_mesh():
-            return self.fn.lower(*shapes)
+        with self.runner._on_mesh(), tempfile.TemporaryDirectory() as folder:
+            traced = self.fn.trace(*shapes)
+            # The traces of kernels, which only GPUs have, can be named, too.
+            ProgramCache(folder, self.runner.devices)._name(traced, "")
+            return traced.lower()
 
 
 def program(devices, name, num_pages, key, fp8=False):
