@@ -163,9 +163,8 @@ def _serve_ours(policy: str, params: dict[str, Any], seed: int, samples: int) ->
     slots = params.get("slots", max(2, 1 << (params.get("batch", 1) - 1).bit_length()))
     sizes = {"jaxscale": slots, "concurrent": 2, "serial": 2}
     slots = sizes.get(policy, slots)
-    buckets = sorted({2, min(8, slots), min(32, slots), slots})
-    if policy != "jaxscale" or "context" in params:
-        buckets = [slots]
+    every = policy == "jaxscale" and "context" not in params
+    buckets = None if every else [slots]
     programs = os.environ.get(_PROGRAMS)
     engine = policies.engine_for(model, load, slots, buckets, program_cache=programs)
     engines = [engine]

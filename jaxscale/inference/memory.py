@@ -41,10 +41,10 @@ class EngineConfig:
     """Share of the memory of each device for weights, pages and computation."""
     prefill_tokens: tuple[int, ...] | None = None
     """How many tokens of prompts the compiled programs compute in a tick; None is
-    128, 512 and 2,048, on a CPU 64 and 256."""
+    128, 512 and 2,048, on a CPU 16, 64 and 256."""
     buckets: tuple[int, ...] | None = None
     """How many rows the compiled programs decode, powers of two, the largest S; None is
-    all of them."""
+    2, 8, 32 and so on, and S."""
     steps: int = 4
     """Tokens that a request draws in one call of the device while none waits."""
     prefix_cache: bool = True
@@ -82,7 +82,7 @@ class EngineConfig:
 
     def chunks(self, *, on_cpu: bool) -> Sequence[int]:
         """`prefill_tokens`, or its default."""
-        return self.prefill_tokens or ((64, 256) if on_cpu else (128, 512, 2048))
+        return self.prefill_tokens or ((16, 64, 256) if on_cpu else (128, 512, 2048))
 
     def scheduler(
         self, model: DecoderConfig, eos_ids: Sequence[int], *, on_cpu: bool
@@ -98,6 +98,9 @@ class EngineConfig:
         pages = -(-longest // self.page_size)
         slots = self.num_slots or (8 if on_cpu else 128)
         together = min(16, slots)
+        # No more keys than the prompts that go together can have; a CPU takes its time
+        # to gather those that nobody has, too.
+        keys = (4096 if on_cpu else 16_384) // self.page_size
         return SchedulerConfig(
             num_pages=self.num_pages or pages,
             vocab_size=model.vocab_size,
@@ -105,9 +108,7 @@ class EngineConfig:
             page_size=self.page_size,
             num_slots=slots,
             prefill_requests=together,
-            # No more than the prompts that go together can have.
-            prefill_keys=max(pages, min(together * pages, 16_384 // self.page_size))
-            * self.page_size,
+            prefill_keys=max(pages, min(together * pages, keys)) * self.page_size,
             eos_ids=sorted(set(eos_ids)),
             prefill_tokens=most,
             # Chunks end at whole pages.

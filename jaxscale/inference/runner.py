@@ -102,8 +102,9 @@ class Runner:
                 largest ``config.prefill_tokens``; by default that, a quarter of it, and
                 a sixteenth.
             buckets: B of the programs that decode, powers of two, the largest S; by
-                default all. With few, less is compiled and more rows are computed; with
-                one, what a request gets does not depend on how many others there are.
+                default 2, 8, 32 and so on, and S: a step reads all weights, so a few
+                rows more cost it little. With one, what a request gets does not depend
+                on how many others there are.
             kv_scales: [L, 2, K], fp32, of keys and values: these are kept in fp8
                 (E4M3), divided by it. None keeps them in the type of the computation.
 
@@ -471,7 +472,7 @@ def _prefill_sizes(config: SchedulerConfig, sizes: Sequence[int] | None) -> list
 def _buckets(config: SchedulerConfig, buckets: Sequence[int] | None) -> list[int]:
     """The sizes of batches that decoding is compiled for, ascending."""
     powers = [2**i for i in range(1, config.num_slots.bit_length())]
-    chosen = sorted(buckets or powers)
+    chosen = sorted(buckets or {*powers[::2], config.num_slots})
     if chosen[-1] != config.num_slots or not set(chosen) <= set(powers):
         raise ValueError(
             f"buckets {chosen} must be powers of two from 2 on and end with "
