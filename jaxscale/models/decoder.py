@@ -131,7 +131,7 @@ class Decoder(nnx.Module):
         type of the computation, so that no step copies or converts a weight. Layers
         that pruning has made sparse stay as they are. Devices that would share the
         batch or store a part of each parameter hold all of it; tensor parallelism is
-        left.
+        left. Over more devices than there are key/value heads these are repeated.
 
         Args:
             mesh: Where to put the model; by default it stays on the mesh that it is on.

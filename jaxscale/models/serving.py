@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 
@@ -63,7 +64,9 @@ def _prepared(model: Any, sizes: dict[str, int]) -> Any:
         names = as_tuple(model.rules.spec(axis)[0])
         return math.prod(sizes.get(name, 1) for name in names)
 
-    model = unstacked(model)
+    model = _repeated(unstacked(model), ways("kv_heads"))
+    if sizes:
+        model.config.check_mesh(sizes, model.rules)
     for _, module in nnx.iter_modules(model):
         if isinstance(module, Linear):
             _cast(module.kernel, module.dtype)
@@ -75,6 +78,35 @@ def _prepared(model: Any, sizes: dict[str, int]) -> Any:
         for layer, axis in ((block.attention, "kv_heads"), (block.mlp, "mlp")):
             if isinstance(layer, Attention | MLP):
                 layer.join_inputs(ways(axis))
+    return model
+
+
+def _repeated(model: Any, ways: int) -> Any:
+    """`model` with as many key/value heads as devices, if it has fewer.
+
+    Each of them is there several times: a device has the one that its query heads read,
+    and its pages hold no other.
+    """
+    heads = model.config.num_kv_heads
+    if heads >= ways or ways % heads or model.config.num_heads % ways:
+        return model  # as it is, or as cannot be
+    model.config = dataclasses.replace(model.config, num_kv_heads=ways)
+    for block in model.blocks:
+        attention = block.attention
+        attention.config = dataclasses.replace(attention.config, num_kv_heads=ways)
+        for layer in (attention.key, attention.value):
+            if not isinstance(layer, Linear):
+                raise ValueError(
+                    f"num_kv_heads {heads} is less than {ways} devices, among which "
+                    f"heads of a {type(layer).__name__} cannot be repeated; use at "
+                    f"most {heads} devices"
+                )
+            for parameter in (layer.kernel, layer.bias):
+                if parameter is not None:
+                    value = parameter[...]
+                    apart = value.reshape(*value.shape[:-1], heads, -1)  # [.., K, H]
+                    more = jnp.repeat(apart, ways // heads, axis=-2)
+                    parameter.set_value(more.reshape(*value.shape[:-1], -1))
     return model
 
 

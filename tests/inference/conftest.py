@@ -192,5 +192,13 @@ def gpt2():
 
 @pytest.fixture(scope="session")
 def two_devices():
+    """Query heads are split, and all of them read one key/value head."""
     mesh = make_mesh({"tensor": 2}, jax.devices()[:2])
+    return Served(dataclasses.replace(LLAMA, num_kv_heads=1), mesh=mesh)
+
+
+@pytest.fixture(scope="session")
+def four_devices():
+    """Each has a query head; two of them read the same key/value head."""
+    mesh = make_mesh({"tensor": 4}, jax.devices()[:4])
     return Served(LLAMA, mesh=mesh)

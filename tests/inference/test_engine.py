@@ -39,7 +39,9 @@ def prompt(length):
 PROMPTS = {"short": prompt(3), "page": prompt(8), "long": prompt(37), "one": prompt(1)}
 
 
-@pytest.mark.parametrize("name", ["llama", "fp8", "gpt2", "two_devices"])
+@pytest.mark.parametrize(
+    "name", ["llama", "fp8", "gpt2", "two_devices", "four_devices"]
+)
 def test_tokens_are_those_of_the_whole_model(name, request):
     """Prompts in chunks and together, in pages that hold NaN until they are written."""
     run = request.getfixturevalue(name).run(poison=True)

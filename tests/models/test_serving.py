@@ -1,5 +1,7 @@
 """Decoders made ready to serve: other parameters, the same logits."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,6 +88,41 @@ def test_tensor_parallelism_is_left(name, sizes, kind):
     query = make(name).blocks.attention.query.kernel[0]
     width = query.shape[1] // sizes["tensor"]
     assert relative_error(part[:, :width], query[:, :width]) < 1e-6
+
+
+@pytest.mark.parametrize(("heads", "ways"), [(1, 2), (2, 4)])
+def test_key_value_heads_are_repeated_on_more_devices(heads, ways):
+    mesh = make_mesh({"tensor": ways}, jax.devices()[:ways])
+    config = dataclasses.replace(preset("llama_tiny"), num_kv_heads=heads)
+    model = perturbed(Decoder(config, rules=fsdp_tp(), rngs=nnx.Rngs(0)))
+    served = model.for_inference(mesh)
+    assert served.config.num_kv_heads == ways
+    assert model.config.num_kv_heads == heads
+    kernel = served.blocks[0].attention.joined.kernel[...]
+    h = config.head_dim
+    key = model.blocks.attention.key.kernel[0]  # [D, K H]
+    per_device = config.num_heads // ways * h  # queries
+    for i, shard in enumerate(kernel.addressable_shards):
+        own = i * heads // ways  # the head that the device's queries read
+        found = shard.data[:, per_device : per_device + h]
+        np.testing.assert_array_equal(found, key[:, own * h : (own + 1) * h])
+    whole = logits(model)
+    with jax.set_mesh(kernel.sharding.mesh):
+        assert relative_error(logits(served), whole) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_heads": 6}, "num_heads 6 is not divisible by 4"),
+        ({"num_heads": 12, "num_kv_heads": 3}, "num_kv_heads 3 is not divisible by 4"),
+    ],
+)
+def test_heads_that_cannot_be_split_are_refused(change, message):
+    config = dataclasses.replace(preset("llama_tiny"), **change)
+    model = Decoder(config, rules=fsdp_tp(), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=message):
+        model.for_inference(make_mesh({"tensor": 4}, jax.devices()[:4]))
 
 
 def test_sparse_layers_stay_apart():
