@@ -28,7 +28,7 @@ $(STAMP): requirements.txt requirements-models.txt requirements-cuda.txt require
 	.router/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-router.txt
 	@touch $@
 
-quickstart: $(STAMP)  ## Train, save, restore and generate on real text; writes one HTML report.
+quickstart: $(STAMP)  ## Train, save, restore, prune and serve on real text; writes one HTML report.
 	$(BIN)/jaxscale quickstart $(ARGS)
 
 test: $(STAMP)  ## Every test, doctest and notebook; the GPU tests where there is one.

@@ -151,6 +151,9 @@ def test_pins_satisfy_the_project():
     for source, requirements in {"base": PROJECT["dependencies"], **extras}.items():
         for requirement in map(Requirement, requirements):
             name = canonicalize_name(requirement.name)
+            if name == "jaxscale":  # its other extras
+                assert requirement.extras <= set(EXTRAS)
+                continue
             assert name in pins, f"{requirement} of {source} is not pinned"
             assert requirement.specifier.contains(pins[name]), (requirement, pins[name])
 

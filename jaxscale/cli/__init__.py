@@ -16,7 +16,7 @@ from jaxscale.cli.errors import RunFailed, UsageError, suggestion
 __all__ = ["COMMANDS", "UsageError", "main"]
 
 COMMANDS = {
-    "quickstart": "train a small model on real text, restore, prune, generate, report",
+    "quickstart": "train a small model on real text, restore, prune, serve, report",
     "train": "train a decoder from a named run, whose settings are options",
     "prune": "prune a trained model, train it under the masks, report",
     "generate": "continue a prompt with a trained or a downloaded model",
@@ -27,6 +27,7 @@ COMMANDS = {
 }
 """A line of description for each command."""
 
+_EXTRAS = {"quickstart": "quickstart", "serve": "serve", "bench-serve": "serve"}
 _COLUMN = 2 + max(map(len, COMMANDS))
 
 
@@ -74,7 +75,7 @@ def _load(command: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if not error.name or error.name.startswith("jaxscale"):
             raise
-        extra = "serve" if "serve" in command else "train"
+        extra = _EXTRAS.get(command, "train")
         raise UsageError(
             f"{command} needs {error.name.partition('.')[0]}, which is not installed; "
             f"pip install 'jaxscale[{extra}]'"

@@ -12,6 +12,7 @@ from jaxscale.recipes.quickstart import (
     make_room,
     run,
 )
+from jaxscale.recipes.serve_trained import check_client
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -25,9 +26,10 @@ def main(arguments: Sequence[str]) -> int:
         QuickstartConfig,
         arguments,
         prog="jaxscale quickstart",
-        description="Train a small model on real text, save, restore, prune, generate.",
+        description="Train a small model on real text, save, restore, prune, serve.",
     )
     with usage_errors():
+        check_client()
         make_room(config.output_dir)
         config.output_dir.mkdir(parents=True, exist_ok=True)
     # Without a GPU, four simulated devices stand in for a machine of four.

@@ -19,7 +19,6 @@ import jax
 
 from jaxscale import sharding
 from jaxscale.checks import check_range
-from jaxscale.inference import LLM, EngineConfig, SamplingParams
 from jaxscale.models import Decoder, DecoderConfig
 from jaxscale.pruning import PruneConfig, sparsify
 from jaxscale.recipes.prune import (
@@ -29,6 +28,7 @@ from jaxscale.recipes.prune import (
     prune_and_tune,
     tuning_config,
 )
+from jaxscale.recipes.serve_trained import REQUESTS, serve_trained
 from jaxscale.sharding import MeshConfig
 from jaxscale.training import (
     DataConfig,
@@ -254,37 +254,23 @@ def _speed(session: Session, dense: Decoder, sparse: Decoder) -> str:
     return f"; forward pass {faster:.2f} times as fast"
 
 
-def continue_prompts(session: Session) -> str:
-    """Generate text with the trained model; requests join and leave a batch of four."""
-    tokens = 48
-    # More requests than rows: as soon as one is done, the next one joins.
-    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(4 * len(PROMPTS))]
-    params = [
-        SamplingParams(
-            temperature=0.7, top_k=40, max_tokens=tokens, seed=session.config.seed + i
-        )
-        for i in range(len(prompts))
-    ]
-    sizes = EngineConfig(num_slots=4, buckets=(4,), max_len=128, prefill_tokens=(64,))
-    start = time.perf_counter()
-    with LLM(
-        session.state.model, session.text.tokenizer, config=sizes, quiet=True
-    ) as llm:
-        ready = time.perf_counter() - start
-        results = llm.generate(prompts, params, progress=False)
-    seconds = time.perf_counter() - start - ready
-    session.report.heading("Generated text")
-    session.report.text("Sampled at temperature 0.7 from the 40 likeliest tokens.")
-    for prompt, result in zip(PROMPTS, results, strict=False):
-        text = prompt + result.text
+def serve(session: Session) -> str:
+    """Serve the trained model, dense and pruned, to requests that overlap."""
+    models = {"dense": session.state.model, "pruned": session.sparse_model}
+    found = serve_trained(
+        models,
+        session.text.tokenizer,
+        PROMPTS,
+        session.report,
+        seed=session.config.seed,
+    )
+    for prompt, answer in zip(PROMPTS, found["dense"].answers, strict=False):
+        text = prompt + answer.text
         session.report.sample(text)
         session.console.print(text, style="dim", markup=False, soft_wrap=True)
         session.console.print()
-    drawn = sum(len(result.tokens) for result in results)
-    return (
-        f"{len(prompts)} requests, {drawn} tokens in {seconds:.1f} s, four at a time, "
-        f"after {ready:.1f} s of compilation"
-    )
+    rates = ", ".join(f"{name} {each.rate:,.0f}" for name, each in found.items())
+    return f"{REQUESTS} requests over HTTP, the same texts as alone; tokens/s: {rates}"
 
 
 type Step = tuple[str, Callable[[Session], str]]
@@ -294,7 +280,7 @@ STEPS: tuple[Step, ...] = (
     ("Train", train),
     ("Restore on another mesh", restore),
     ("Prune to tiles, train on", prune),
-    ("Generate", continue_prompts),
+    ("Serve over HTTP", serve),
 )
 """The steps of the quickstart, in order."""
 

@@ -1,16 +1,25 @@
 """The quickstart's steps; `make quickstart` runs the whole of it."""
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import re
+import sys
 
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxscale.cli import main
+from jaxscale.inference import server
+from jaxscale.inference.server import load
+from jaxscale.models import Decoder, preset
 from jaxscale.pruning import Masks
-from jaxscale.recipes import quickstart
+from jaxscale.recipes import quickstart, serve_trained
+from jaxscale.training.report import Report
+from tests.inference.server.fake_engine import FakeEngine, text_model
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +59,61 @@ def test_the_model_is_pruned_and_generates(finished, capsys):
     arguments = ["generate", "--from", str(directory / "pruned"), "--prompt", "import "]
     assert main([*arguments, "--max-new-tokens", "4", "--temperature", "0"]) == 0
     assert capsys.readouterr().out.startswith("import ")
+
+
+@pytest.mark.slow
+def test_both_models_are_served(finished):
+    """Sixteen requests each share eight slots; the drawings show every one of them."""
+    _, page = finished
+    drawings = re.findall(r"<svg.*?slots of the (\w+) model.*?</svg>", page)
+    assert drawings == ["dense", "pruned"]
+    for name in drawings:
+        (drawing,) = re.findall(rf"<svg[^>]*><title>slots of the {name}.*?</svg>", page)
+        colors = set(re.findall(r"fill='(hsl[^']*)'", drawing))
+        slots = set(re.findall(r"slot (\d)", drawing))
+        assert len(colors) == serve_trained.REQUESTS and len(slots) == 8
+    assert "alone (ms)" in page
+
+
+def test_slots_are_drawn_to_scale():
+    segments = [[0, 7, 0, 10.0, 10.5], [0, 7, 1, 10.5, 12.0], [1, 9, 1, 11.0, 12.0]]
+    drawing = serve_trained.draw_slots(segments, title="a < b")
+    assert "<title>a &lt; b</title>" in drawing
+    boxes = re.findall(r"<rect x='([\d.]+)' y='(\d+)' width='([\d.]+)'", drawing)
+    first, second, other = (tuple(map(float, box)) for box in boxes)
+    assert second[2] == pytest.approx(3 * first[2], abs=0.2)
+    assert other[0] == pytest.approx(second[0] + first[2], abs=0.2)
+    assert first[1] == second[1] < other[1]
+    assert drawing.count("fill-opacity='0.35'") == 1
+    assert "2.00 s" in drawing
+    assert "<rect" not in serve_trained.draw_slots([], title="empty")
+
+
+def test_an_answer_that_depends_on_others_is_an_error(monkeypatch):
+    @contextlib.contextmanager
+    def background(load):
+        yield "http://127.0.0.1:1"
+
+    count = itertools.count()
+
+    def ask(*_):
+        return serve_trained.Answer(
+            text=str(next(count)), tokens=1, first=0.1, latency=0.1
+        )
+
+    made = text_model(FakeEngine())
+    model = Decoder(preset("llama_tiny"), rngs=nnx.Rngs(0))
+    monkeypatch.setattr(serve_trained, "_ask", ask)
+    monkeypatch.setattr(server, "background", background)
+    monkeypatch.setattr(load, "text_model", lambda *_, **__: made)
+    with pytest.raises(RuntimeError, match="depends on who shares the batch"):
+        serve_trained.serve_trained({"tiny": model}, made.tokenizer, ["a"], Report("a"))
+
+
+def test_a_missing_client_is_named_with_its_extra(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, "openai", None)
+    assert main(["quickstart", "--output-dir", str(tmp_path)]) == 2
+    assert "pip install 'jaxscale[quickstart]'" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from jaxscale.inference.server.backend import (
 )
 from jaxscale.inference.server.config import ServerConfig
 from jaxscale.inference.server.encoders import ServedEncoder
-from jaxscale.inference.server.run import serve
+from jaxscale.inference.server.run import background, serve
 
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "ServedEncoder",
     "ServerConfig",
     "TextModel",
+    "background",
     "create_app",
     "serve",
 ]

@@ -1,8 +1,11 @@
 """Runs the application on a socket until a signal, and lets what runs end."""
 
 import asyncio
+import contextlib
 import socket
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -16,6 +19,7 @@ from jaxscale.inference.server.service import Served, Service
 
 
 _CUT_OFF_SECONDS = 5
+_POLL_SECONDS = 0.01
 
 
 class Server(uvicorn.Server):
@@ -113,6 +117,37 @@ def serve(
         server.run([listener])
     if server.service.failure is not None:
         raise server.service.failure
+
+
+@contextlib.contextmanager
+def background(
+    load: Callable[[], Served], config: ServerConfig | None = None
+) -> Iterator[str]:
+    """A server on a thread of this process, at a free port of this machine.
+
+    Args:
+        load: Loads the model.
+        config: Settings.
+
+    Yields:
+        The address of the server, which is ready; at the end of the block it drains.
+
+    Raises:
+        Exception: what `load` raises.
+    """
+    server = make_server(load, config or ServerConfig())
+    with socket.create_server(("127.0.0.1", 0), backlog=2048) as listener:
+        thread = threading.Thread(target=server.run, args=([listener],), name="server")
+        thread.start()
+        try:
+            while thread.is_alive() and server.service.state == "loading":
+                time.sleep(_POLL_SECONDS)
+            if server.service.failure is not None:
+                raise server.service.failure
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.stop()
+            thread.join()
 
 
 def _bounded(seconds: float) -> type[asyncio.Protocol]:

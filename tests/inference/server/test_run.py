@@ -12,9 +12,9 @@ import openai
 import pydantic
 import pytest
 
-from jaxscale.inference.server import ServerConfig, serve
+from jaxscale.inference.server import ServerConfig, background, serve
 from tests.inference.server.conftest import LiveServer
-from tests.inference.server.fake_engine import FakeEngine
+from tests.inference.server.fake_engine import FakeEngine, text_model
 from tests.inference.server.test_app import release
 from tests.inference.server.test_chat_completions import CALL, FORCED, USER
 from tests.inference.test_chat import TOOL
@@ -176,6 +176,23 @@ def test_a_model_that_cannot_be_loaded():
 
     with pytest.raises(ValueError, match="there are no weights"):
         serve(load, ServerConfig(), port=0)
+
+
+def test_in_the_background():
+    """Ready when the block begins, and gone after it."""
+    engine = FakeEngine("or not")
+    with background(lambda: text_model(engine)) as url:
+        answer = httpx2.post(f"{url}/v1/completions", json={"prompt": "to be"})
+        assert answer.json()["choices"][0]["text"] == "or not"
+    assert engine.closed
+    with pytest.raises(httpx2.ConnectError):
+        httpx2.get(f"{url}/health")
+
+    def load():
+        raise ValueError("there are no weights")
+
+    with pytest.raises(ValueError, match="there are no weights"), background(load):
+        pytest.fail("it serves")
 
 
 def test_a_port_that_is_taken(server):
