@@ -142,6 +142,7 @@ class TextModel:
     """Lays out conversations; None where the model has no template."""
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     """When it was loaded, in seconds since 1970."""
+    _texts: dict[int, str] = dataclasses.field(default_factory=dict, repr=False)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a prompt, behind the token that begins texts."""
@@ -150,6 +151,9 @@ class TextModel:
 
     def token_text(self, token: int) -> str:
         """The text of one token; tables are rounded up to tokens that have none."""
-        if token >= self.tokenizer.vocab_size:
-            return ""
-        return self.tokenizer.decode([token])
+        found = self._texts.get(token)
+        if found is None:
+            known = token < self.tokenizer.vocab_size
+            found = self.tokenizer.decode([token]) if known else ""
+            self._texts[token] = found
+        return found

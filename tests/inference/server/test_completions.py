@@ -192,6 +192,22 @@ def test_stop_strings(harness):
         assert found == (" to ", "stop")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stop", ["不", "b不", "不c", "b不c"])
+def test_stop_strings_of_several_tokens(harness, stop, stream):
+    """A character is three tokens, and a stop string begins and ends within them."""
+    assert len(TOKENIZER.encode("不")) == 3
+    body = {"prompt": "or", "stop": stop, "max_tokens": 50, "stream": stream}
+    answer = harness.post(PATH, body, engine=FakeEngine("a不b不cd"))
+    if stream:
+        texts, reasons = joined(events(answer))
+        found = (texts[0], reasons[0])
+    else:
+        (choice,) = answer.json()["choices"]
+        found = (choice["text"], choice["finish_reason"])
+    assert found == ("a不b不cd".split(stop)[0], "stop")
+
+
 @pytest.mark.parametrize(("most", "count"), [(0, 0), (1, 1), (None, 5)])
 def test_most_tokens(harness, most, count):
     engine = FakeEngine("abcde")
@@ -212,6 +228,10 @@ def test_most_tokens(harness, most, count):
         ({"suffix": "x"}, "suffix is not supported", None),
         ({"best_of": 3}, "best_of 3 must equal n 1", None),
         ({"prompt": []}, "prompt is empty", None),
+        ({"prompt": ""}, "prompt is empty", None),
+        ({"prompt": ["a", ""]}, "prompt is empty", None),
+        ({"prompt": [2**31]}, "which is no token id", None),
+        ({"prompt": [10**30]}, "prompt", None),
         ({"prompt": [[]]}, "prompt is empty", None),
         ({"prompt": [300]}, "outside the vocabulary of 288", None),
         ({"prompt": [-1]}, "holds -1, which is no token id", None),

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import itertools
 import json
+import re
 
 import numpy as np
 import pytest
@@ -95,6 +96,70 @@ def test_scores_of_a_prompt(harness, llama, model):
     tops = choice["logprobs"]["top_logprobs"][1:]
     best = [max(top.values()) for top in tops if len(top) > 1]
     assert best and all(value <= 0 for value in best)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("length", "most", "count"), [(64, 0, 0), (63, 1, 1), (64, 1, None), (65, 0, None)]
+)
+def test_a_prompt_at_capacity_and_one_over(harness, model, stream, length, most, count):
+    """There is room for 64 tokens of prompt and answer together."""
+    body = {"prompt": [5] * length, "max_tokens": most, "ignore_eos": True}
+
+    async def test(client):
+        answer = await client.post(PATH, json={**body, "stream": stream})
+        if count is None:
+            assert answer.status_code == 400
+            assert "more than the 64 that there is room for" in answer.text
+        elif stream:
+            assert joined(events(answer))[1][0] == "length"
+        else:
+            assert answer.json()["usage"]["completion_tokens"] == count
+            assert answer.json()["choices"][0]["finish_reason"] == "length"
+        # With no number given, it draws what there is room for.
+        alone = await client.post(
+            "/v1/chat/completions",
+            json={
+                "messages": [{"role": "user", "content": "to be"}],
+                "ignore_eos": True,
+            },
+        )
+        assert alone.json()["usage"]["total_tokens"] == 64
+        await settle(lambda: at_rest(model))
+
+    harness.run(test, model)
+
+
+@pytest.mark.parametrize("pattern", ["(ab)*c?(ab)*", "(.|\\n)*", "((a+)+)+b", "a{3,}"])
+def test_a_pattern_that_never_ends(harness, model, pattern):
+    """The request ends at its most tokens, and its text is a beginning of a match."""
+
+    async def test(client):
+        body = {"prompt": "to", "max_tokens": 12, "guided_regex": pattern}
+        answer = await client.post(PATH, json={**body, "logit_bias": {"0": -100}})
+        (choice,) = answer.json()["choices"]
+        assert choice["finish_reason"] in ("length", "stop")
+        if pattern.startswith("(("):
+            assert re.fullmatch("a*b?", choice["text"])
+        await settle(lambda: at_rest(model))
+
+    harness.run(test, model)
+
+
+def test_patterns_that_are_too_large(harness, model):
+    """They are refused within the bounds of the compiler; the server goes on."""
+
+    async def test(client):
+        for pattern in ("(a{1,9999}){1,9999}", "[ab]{1000000000}", "(" * 100_000):
+            body = {"prompt": "to", "max_tokens": 4, "guided_regex": pattern}
+            answer = await client.post(PATH, json=body)
+            assert answer.status_code in (200, 400), answer.text
+            if answer.status_code == 400:
+                assert answer.json()["error"]["message"]
+        assert (await client.post(PATH, json={"prompt": "to"})).is_success
+        await settle(lambda: at_rest(model))
+
+    harness.run(test, model)
 
 
 def test_guided_texts(harness, model):

@@ -14,7 +14,7 @@ import pytest
 
 from jaxscale.inference.server import ServerConfig, background, serve
 from tests.inference.server.conftest import LiveServer
-from tests.inference.server.fake_engine import FakeEngine, text_model
+from tests.inference.server.fake_engine import TOKENIZER, FakeEngine, text_model
 from tests.inference.server.test_app import release
 from tests.inference.server.test_chat_completions import CALL, FORCED, USER
 from tests.inference.test_chat import TOOL
@@ -69,20 +69,28 @@ def test_conversations(client):
     assert final.choices[0].finish_reason == "stop"
 
 
-def test_tools(client, server):
-    server.engine.answer = CALL
-    with client.chat.completions.stream(
-        model="tiny", messages=USER, tools=[TOOL]
-    ) as stream:
-        final = stream.get_final_completion()
-    (call,) = final.choices[0].message.tool_calls
-    assert call.function.name == "weather"
-    server.engine.answer = FORCED
-    whole = client.chat.completions.create(
-        model="tiny", messages=USER, tools=[TOOL], tool_choice="required"
-    )
-    (call,) = whole.choices[0].message.tool_calls
-    assert json.loads(call.function.arguments) == {"city": "Bern"}
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["none", "auto", "required", NAMED])
+def test_tools(client, server, choice, stream):
+    server.engine.answer = FORCED if choice in ("required", NAMED) else CALL
+    call = {"model": "tiny", "messages": USER, "tools": [TOOL], "tool_choice": choice}
+    if stream:
+        with client.chat.completions.stream(**call) as parts:
+            final = parts.get_final_completion()
+    else:
+        final = client.chat.completions.create(**call)
+    (made,) = final.choices
+    if choice == "none":
+        assert made.message.content == CALL and not made.message.tool_calls
+        assert made.finish_reason == "stop"
+        return
+    (found,) = made.message.tool_calls
+    assert found.function.name == "weather"
+    assert json.loads(found.function.arguments) == {"city": "Bern"}
+    assert made.finish_reason == "tool_calls" and not made.message.content
 
 
 def test_schemas(client, server):
@@ -90,10 +98,12 @@ def test_schemas(client, server):
         name: str
 
     server.engine.answer = '{"name": "Bern"}'
-    whole = client.chat.completions.parse(
-        model="tiny", messages=USER, response_format=City
-    )
+    call = {"model": "tiny", "messages": USER, "response_format": City}
+    whole = client.chat.completions.parse(**call)
     assert whole.choices[0].message.parsed == City(name="Bern")
+    with client.chat.completions.stream(**call) as parts:
+        final = parts.get_final_completion()
+    assert final.choices[0].message.parsed == City(name="Bern")
     guide = server.engine.seen[-1].params.guided
     assert guide.kind == "json_schema" and '"name"' in guide.text
 
@@ -118,6 +128,28 @@ def test_a_client_that_leaves(server):
         next(answer.iter_raw(chunk_size=10))
     server.wait(lambda: engine.counts.aborted == aborted + 1 and not engine.live)
     engine.hold = None
+
+
+def test_a_client_that_does_not_read():
+    """What is held for it is bounded, others are answered, and it is given up."""
+    engine = FakeEngine("to be or not " * 100)
+    with LiveServer(engine, stall_seconds=1.0) as server, socket.socket() as stuck:
+        stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        server._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        stuck.connect(("127.0.0.1", server.port))
+        # Parts of about 1 KiB, many times what connections hold.
+        body = {"prompt": "a", "n": 4, "logprobs": 20, "max_tokens": 500}
+        data = json.dumps({**body, "stream": True}).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: "
+        head += f"{len(data)}\r\ncontent-type: application/json\r\n\r\n"
+        stuck.sendall(head.encode() + data)
+        server.wait(lambda: engine.live)
+        answer = server.post("/v1/completions", {"prompt": "a"})
+        assert answer.status_code == 200
+        server.wait(lambda: engine.counts.aborted == 1)
+        whole = 4 * len(TOKENIZER.encode(engine.answer))
+        assert engine.counts.drawn_tokens < 0.5 * whole
+        assert not engine.live
 
 
 def test_heads_that_do_not_come():
