@@ -163,10 +163,12 @@ def _serve_ours(policy: str, params: dict[str, Any], seed: int, samples: int) ->
     slots = params.get("slots", max(2, 1 << (params.get("batch", 1) - 1).bit_length()))
     sizes = {"jaxscale": slots, "concurrent": 2, "serial": 2}
     slots = sizes.get(policy, slots)
-    every = policy == "jaxscale" and "context" not in params
-    buckets = None if every else [slots]
-    programs = os.environ.get(_PROGRAMS)
-    engine = policies.engine_for(model, load, slots, buckets, program_cache=programs)
+    step = "context" in params  # which needs few programs
+    buckets = None if policy == "jaxscale" and not step else [slots]
+    more: dict[str, Any] = {"program_cache": os.environ.get(_PROGRAMS)}
+    if step and timing.on_gpu():
+        more["prefill_tokens"] = (2048,)
+    engine = policies.engine_for(model, load, slots, buckets, **more)
     engines = [engine]
     if policy == "concurrent":
         engines = policies.instances_of(engine, len(load.due))
