@@ -322,8 +322,9 @@ class Engine:
     def _dispatch(self, plan: Plan) -> _Flight:
         runner = self.runner
         runner.update(plan.source, plan.changes)
-        for _, c in plan.placed:
+        for row, c in plan.placed:
             self._count(c)
+            runner.remember(row, c.tokens)
         prefill = scores = decode = None
         if plan.prefill:
             prefill, scores = runner.prefill(plan.prefill, self._targets(plan))
@@ -334,7 +335,11 @@ class Engine:
                 rows[row] = None
             decode = runner.sample(logits, self._inputs(rows))
         elif plan.decode is not None:
-            decode = runner.decode(bucket=plan.decode.bucket, steps=plan.decode.steps)
+            decode = runner.decode(
+                bucket=plan.decode.bucket,
+                steps=plan.decode.steps,
+                drafts=plan.decode.drafts,
+            )
         return _Flight(plan, prefill, scores, decode)
 
     def _count(self, c: Continuation) -> None:
@@ -417,7 +422,7 @@ class Engine:
         prefill, decode = _drawn(flight.prefill), _drawn(flight.decode)
         if flight.scores is not None:
             self._take_scores(flight.plan, np.asarray(flight.scores))
-        top = None if flight.decode is None else np.asarray(flight.decode)[..., 3:]
+        top = None if flight.decode is None else np.asarray(flight.decode)[:, :, 0, 3:]
         for progress in self.scheduler.update(
             flight.plan, prefill=prefill, decode=decode, now=self.clock()
         ):
@@ -471,13 +476,13 @@ class Engine:
 
 
 def _drawn(out: jax.Array | None) -> Drawn | None:
-    """What came back, as the scheduler takes it: [n, B, R] with R = 1."""
+    """What came back, as the scheduler takes it: [n, B, R]."""
     if out is None:
         return None
     values = np.asarray(out)
     logprobs = np.ascontiguousarray(values[..., 2]).view(np.float32)
     return Drawn(
-        tokens=values[..., :1].tolist(),
-        flags=values[..., 1:2].tolist(),
-        logprobs=logprobs[..., None].tolist(),
+        tokens=values[..., 0].tolist(),
+        flags=values[..., 1].tolist(),
+        logprobs=logprobs.tolist(),
     )

@@ -15,9 +15,14 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from jaxscale.checks import check_integers
+from jaxscale.inference import program_sizes
 from jaxscale.inference.scheduler_config import SchedulerConfig
 from jaxscale.models.config import DecoderConfig
 from jaxscale.models.decoder import Decoder
+
+
+MAX_QUERIES = 64
+"""Queries of a key/value head in a step: its query heads, times the tokens of a row."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +52,15 @@ class EngineConfig:
     2, 8, 32 and so on, and S."""
     steps: int = 4
     """Tokens that a request draws in one call of the device while none waits."""
+    drafts: int = 0
+    """Tokens guessed ahead for each request and step, from what the same tokens were
+    followed by earlier in it; 0 guesses none. Results stay what they are."""
+    draft_bucket: int = 8
+    """Guess while at most this many rows are decoded; more keep the device busy."""
+    shortest_ngram: int = 2
+    """Fewest tokens that have to occur again before anything is guessed."""
+    longest_ngram: int = 4
+    """Most tokens that are looked for; the longest that occur again decide."""
     prefix_cache: bool = True
     """Whether prompts that begin alike are computed once."""
     max_waiting: int = 2048
@@ -64,7 +78,9 @@ class EngineConfig:
             )
         given = ("max_len", "num_slots", "num_pages")
         names = [name for name in given if getattr(self, name) is not None]
+        names += ["draft_bucket", "shortest_ngram", "longest_ngram"]
         check_integers(self, 1, "page_size", "steps", *names)
+        check_integers(self, 0, "drafts")
         if self.kv_dtype not in (None, "fp8"):
             raise ValueError(f"kv_dtype {self.kv_dtype!r} must be None or 'fp8'")
 
@@ -114,6 +130,10 @@ class EngineConfig:
             # Chunks end at whole pages.
             split=self.page_size * max(1, min(512, most) // self.page_size),
             steps=self.steps,
+            drafts=self.drafts,
+            draft_bucket=self.draft_bucket,
+            shortest_ngram=self.shortest_ngram,
+            longest_ngram=self.longest_ngram,
             prefix_cache=self.prefix_cache,
             max_waiting=self.max_waiting,
             max_waiting_tokens=self.max_waiting_tokens,
@@ -135,6 +155,17 @@ def check_max_len(model: DecoderConfig, max_len: int) -> None:
         f"max_len {max_len} exceeds {limit}, the longest sequence that the model can "
         f"continue: {why}; lower max_len"
     )
+
+
+def check_drafts(model: DecoderConfig, drafts: int) -> None:
+    """Raise where a step has more queries of a key/value head than a tile has rows."""
+    group = model.num_heads // model.num_kv_heads
+    if drafts and group * (1 + drafts) > MAX_QUERIES:
+        raise ValueError(
+            f"drafts {drafts} and the newest token, with {group} query heads a "
+            f"key/value head, are more than the {MAX_QUERIES} queries that attention "
+            f"over pages takes; use at most {max(MAX_QUERIES // group - 1, 0)}"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -201,7 +232,13 @@ def fit(
     computation = config.prefill_tokens * width * 4 + 3 * keys * 2 * heads * (
         shape.head_dim * itemsize
     )
-    computation += max(config.num_slots, 128) * shape.vocab_size * (4 * 4 + 2)
+    buckets = program_sizes.bucket_sizes(config, options.buckets)
+    decoded = program_sizes.decode_sizes(config, buckets)
+    rows = max(128, *(bucket * (1 + drafts) for bucket, _, drafts in decoded))
+    computation += rows * shape.vocab_size * (4 * 4 + 2)
+    if config.drafts:
+        # The history, and a copy while rows move.
+        computation += 2 * config.num_slots * config.longest * 4
     most = config.num_slots * config.table_width
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:

@@ -296,5 +296,16 @@ class Counts:
     """Tokens of prompts that were found in the cache."""
     drawn_tokens: int = 0
     """Tokens drawn."""
+    drafted_tokens: int = 0
+    """Drafts: tokens that were guessed before they were drawn."""
+    accepted_tokens: int = 0
+    """Drafts that were right, and saved a step."""
     compactions: int = 0
     """Times that rows moved."""
+
+    def add_drafts(self, drawn: Drawn, row: int) -> None:
+        """Count the drafts of a row."""
+        for tokens, flags in zip(drawn.tokens, drawn.flags, strict=True):
+            # Behind the first place there are flags where there was a draft.
+            self.drafted_tokens += sum(flag != 0 for flag in flags[row][1:])
+            self.accepted_tokens += sum(token >= 0 for token in tokens[row][1:])

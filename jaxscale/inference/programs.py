@@ -2,13 +2,15 @@
 
 The state lies on the device and is donated to each call: `pages`, the pool of keys and
 values, with the scales of fp8; `slots`, a row a request, whose columns are
-`slots.Column`; and `counts`, how often penalized requests hold each token. The
-parameters are a flat tuple, the leaves of `Decoder.for_inference`: flattening a module
-takes milliseconds.
+`slots.Column`; `counts`, how often penalized requests hold each token; and with drafts
+`history`, the tokens of each row whose keys and values its pages hold. The parameters
+are a flat tuple, the leaves of `Decoder.for_inference`: flattening a module takes
+milliseconds.
 
-Legend: S slots, C columns, B bucket, W pages of a request, L layers, P pages, K
-key/value heads, G tokens of a page, H head dim, V vocabulary, D model, T tokens of a
-prefill, N chunks of a prefill, E changes.
+Legend: S slots, C columns, B bucket, R tokens of a row in a step (1 + drafts), M tokens
+of the longest request, W pages of a request, L layers, P pages, K key/value heads, G
+tokens of a page, H head dim, V vocabulary, D model, T tokens of a prefill, N chunks of
+a prefill, E changes.
 """
 
 import dataclasses
@@ -17,10 +19,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Int16, UInt32
+from jaxtyping import Array, Bool, Float, Int, Int16, UInt32
 
 from jaxscale.inference import sampling
 from jaxscale.inference.slots import NUM_STOPS, Column, OutFlag, RowFlag
+from jaxscale.inference.speculation import look_up, verify
 from jaxscale.models.decoder import Decoder
 from jaxscale.nn.cache import PagedChunks, PagedRows
 from jaxscale.sharding.operations import constrain
@@ -88,6 +91,8 @@ class Programs:
     """Of the flat parameters."""
     num_chunks: int
     """N."""
+    ngrams: tuple[int, int] = (1, 1)
+    """Fewest and most tokens that drafts are looked up by."""
 
     def model(self, params: tuple[Array, ...]) -> Decoder:
         """The module that has these parameters."""
@@ -108,38 +113,86 @@ class Programs:
         params: tuple[Array, ...],
         pages: Pages,
         slots: Int[Array, "S C"],
+        history: Int[Array, "S M"] | None,
         *,
         bucket: int,
         steps: int,
-    ) -> tuple[Pages, Array, Int[Array, "steps B 3"]]:
-        """Draw `steps` tokens of each live row, greedily or with a temperature."""
+        drafts: int = 0,
+    ) -> tuple[Pages, Array, Array | None, Int[Array, "steps B R 3"]]:
+        """Draw tokens of each live row, greedily or with a temperature.
+
+        A row gains a token in each step, and those behind it for which drafts were
+        right.
+        """
         model = self.model(params)
 
-        def step(carry: tuple[Pages, Array], _: None) -> tuple[Any, Array]:
-            pages, rows = carry
-            pages, logits = _logits(model, pages, rows)
-            tokens = sampling.draw(logits, rows, rows[:, Column.LENGTH] + 1)
-            rows, out = _settle(rows, logits, tokens, rows[:, Column.LENGTH] + 1)
-            return (pages, rows), out
+        def step(carry: tuple[Any, ...], _: None) -> tuple[Any, Array]:
+            pages, rows, history = carry
+            tokens, num_new, history = self._tokens(rows, history, drafts)
+            pages, logits = _logits(model, pages, rows, tokens, num_new)
+            drawn, hits = verify(logits, rows, tokens, num_new)
+            first = rows[:, Column.LENGTH] + 1
+            rows, out = _settle(rows, logits, drawn, first, hits=hits)
+            drafted = jnp.arange(1, 1 + drafts) < num_new[:, None]
+            flags = jnp.where(drafted, int(OutFlag.DRAFTED), 0)
+            return (pages, rows, history), out.at[:, 1:, 1].add(flags)
 
-        carry = pages, slots[:bucket]
-        (pages, rows), out = jax.lax.scan(step, carry, None, length=steps)
-        return pages, slots.at[:bucket].set(rows), out
+        carry = pages, slots[:bucket], history
+        (pages, rows, history), out = jax.lax.scan(step, carry, None, length=steps)
+        return pages, slots.at[:bucket].set(rows), history, out
 
     def forward(
         self,
         params: tuple[Array, ...],
         pages: Pages,
         slots: Int[Array, "S C"],
+        history: Int[Array, "S M"] | None,
         *,
         bucket: int,
-    ) -> tuple[Pages, Float[Array, "B V"]]:
+    ) -> tuple[Pages, Array | None, Float[Array, "B V"]]:
         """The logits of each live row's next token, for `sample`."""
+        model, rows = self.model(params), slots[:bucket]
+
+        def step(carry: tuple[Any, ...], _: None) -> tuple[Any, Array]:
+            pages, history = carry
+            tokens, num_new, history = self._tokens(rows, history)
+            pages, logits = _logits(model, pages, rows, tokens, num_new)
+            return (pages, history), logits
+
         # A loop as in `decode`, so that both round alike.
-        model = self.model(params)
-        step = lambda pages, _: _logits(model, pages, slots[:bucket])  # noqa: E731
-        pages, logits = jax.lax.scan(step, pages, None, length=1)
-        return pages, logits[0]
+        carry, logits = jax.lax.scan(step, (pages, history), None, length=1)
+        return *carry, logits[0]
+
+    def _tokens(
+        self,
+        rows: Int[Array, "B C"],
+        history: Int[Array, "S M"] | None,
+        drafts: int = 0,
+    ) -> tuple[Int[Array, "B R"], Int[Array, "B"], Array | None]:
+        """The newest token of each live row and its drafts, how many both are, and the
+        history with them: drafts that are wrong are behind its end, as in the pages.
+        """
+        num_new = rows[:, Column.FLAGS] & int(RowFlag.LIVE)
+        tokens = (num_new * rows[:, Column.TOKEN])[:, None]
+        length = rows[:, Column.LENGTH]
+        if history is None:
+            return tokens, num_new, None
+        history = _write(history, length, tokens, num_new)
+        if drafts:
+            shortest, longest = self.ngrams
+            guesses, any_found = look_up(
+                history[: len(rows)],
+                length,
+                drafts=drafts,
+                shortest=shortest,
+                longest=longest,
+            )
+            # The last token of a row never goes into the cache.
+            room = jnp.maximum(rows[:, Column.LIMIT] - 2 - length, 0)
+            num_new *= 1 + jnp.where(any_found, jnp.minimum(room, drafts), 0)
+            tokens = jnp.concatenate([tokens, guesses], axis=1)
+            history = _write(history, length, tokens, num_new)
+        return tokens, num_new, history
 
     def sample(
         self,
@@ -149,7 +202,7 @@ class Programs:
         extra: Int[Array, "B_plus_1"],
         mask: UInt32[Array, "B words"],
         bias: Int[Array, "B E 2"],
-    ) -> tuple[Array, Array, Int[Array, "1 B 43"]]:
+    ) -> tuple[Array, Array, Int[Array, "1 B 1 43"]]:
         """Draw a token of each live row by all of its settings.
 
         Args:
@@ -166,17 +219,17 @@ class Programs:
         own = counts.at[counted].get(mode="fill", fill_value=0)
         allowed = sampling.adjusted(logits, rows, own, mask, bias)
         position = rows[:, Column.LENGTH] + 1
-        tokens = sampling.draw_filtered(allowed, rows, position)
+        tokens = sampling.draw_filtered(allowed, rows, position)[:, None]
         # Nothing is allowed, or a penalty of no size that makes sense gives infinity.
         stuck = ~jnp.isfinite(jnp.max(allowed, axis=-1))
-        rows, out = _settle(rows, logits, tokens, position, stuck)
-        live = out[:, 0] >= 0
+        rows, out = _settle(rows, logits, tokens, position, stuck=stuck)
+        live = out[:, 0, 0] >= 0
         counted = jnp.where(live, counted, len(counts))
-        counts = counts.at[counted, tokens].add(1, mode="drop")
+        counts = counts.at[counted, tokens[:, 0]].add(1, mode="drop")
         top = jax.lax.cond(
             wanted, _top, lambda x: jnp.zeros((len(x), 40), jnp.int32), logits
         )
-        out = jnp.concatenate([out, top], axis=-1)
+        out = jnp.concatenate([out, top[:, None]], axis=-1)
         return slots.at[: len(rows)].set(rows), counts, out[None]
 
     def prefill(
@@ -193,9 +246,9 @@ class Programs:
         """Compute chunks of prompts, and draw the token after those that are whole.
 
         Returns:
-            pages, slots, what was drawn [1, N, 3], and with `scored` of each token the
-            bits of the log-probability of its target and the likeliest in its place,
-            [T, 41].
+            pages, slots, what was drawn [1, N, 1, 3], and with `scored` of each token
+            the bits of the log-probability of its target and the likeliest in its
+            place, [T, 41].
         """
         model = self.model(params)
         x = Packed.sizes(num_tokens, num_keys, self.num_chunks).split(packed)
@@ -218,11 +271,26 @@ class Programs:
         length = rows[:, Column.LENGTH]
         rows = rows.at[:, Column.FLAGS].set(int(RowFlag.LIVE))
         tokens = sampling.draw(logits, rows, length)
-        rows, out = _settle(rows, logits, tokens, length)
+        rows, out = _settle(rows, logits, tokens[:, None], length)
         slots = slots.at[x.slots].set(rows, mode="drop")
         if not scored:
             return pages, slots, out[None]
         return pages, slots, out[None], _scores(model, hidden[0], x.targets)
+
+    def remember(
+        self,
+        history: Int[Array, "S M"],
+        tokens: Int[Array, "M"],
+        row: Int[Array, "1"],
+    ) -> tuple[Int[Array, "S M"]]:
+        """Make a row of the history that of `tokens`."""
+        return (history.at[row].set(tokens),)
+
+    def reorder(
+        self, history: Int[Array, "S M"], source: Int[Array, "S"]
+    ) -> tuple[Int[Array, "S M"]]:
+        """Take each row from `source`."""
+        return (history[source],)
 
     def count(
         self,
@@ -247,19 +315,40 @@ class Programs:
 
 
 def _logits(
-    model: Decoder, pages: Pages, rows: Int[Array, "B C"]
-) -> tuple[Pages, Float[Array, "B V"]]:
-    """The pages with the newest token of each live row, and the logits of the next."""
-    live = rows[:, Column.FLAGS] & int(RowFlag.LIVE)
+    model: Decoder,
+    pages: Pages,
+    rows: Int[Array, "B C"],
+    tokens: Int[Array, "B R"],
+    num_new: Int[Array, "B"],
+) -> tuple[Pages, Float[Array, "B_times_R V"]]:
+    """The pages with the first `num_new` tokens of each row, and the logits of those
+    that follow each.
+    """
+    length = jnp.where(num_new > 0, rows[:, Column.LENGTH], 0)
     state = PagedRows.of(
         pages.kv,
         rows[:, Column.TABLE :],
-        live * rows[:, Column.LENGTH],
-        live,
+        length,
+        num_new,
+        tokens.shape[1],
         scales=pages.scales,
     )
-    hidden, state = model.run((live * rows[:, Column.TOKEN])[:, None], state)
+    # Rows of one token, [B R, 1]: tensor parallelism would split longer ones by tokens.
+    state = dataclasses.replace(state, positions=state.positions.reshape(-1, 1))
+    hidden, state = model.run(tokens.reshape(-1, 1), state)
     return pages._replace(kv=state.pages), _unembed(model, hidden[:, 0])
+
+
+def _write(
+    history: Int[Array, "S M"],
+    start: Int[Array, "B"],
+    tokens: Int[Array, "B R"],
+    num_new: Int[Array, "B"],
+) -> Int[Array, "S M"]:
+    """`history` with the first `num_new` tokens of each row from `start` on."""
+    count = jnp.arange(tokens.shape[1])
+    at = jnp.where(count < num_new[:, None], start[:, None] + count, history.shape[1])
+    return history.at[jnp.arange(len(tokens))[:, None], at].set(tokens, mode="drop")
 
 
 def _unembed(model: Decoder, hidden: Float[Array, "B D"]) -> Float[Array, "B V"]:
@@ -270,27 +359,37 @@ def _unembed(model: Decoder, hidden: Float[Array, "B D"]) -> Float[Array, "B V"]
 
 def _settle(
     rows: Int[Array, "B C"],
-    logits: Float[Array, "B V"],
-    tokens: Int[Array, "B"],
-    length: Int[Array, "B"],
+    logits: Float[Array, "B_times_R V"],
+    tokens: Int[Array, "B R"],
+    start: Int[Array, "B"],
+    *,
     stuck: Array | bool = False,
-) -> tuple[Int[Array, "B C"], Int[Array, "B 3"]]:
+    hits: Bool[Array, "B D"] | None = None,
+) -> tuple[Int[Array, "B C"], Int[Array, "B R 3"]]:
     """The rows after drawing `tokens`, and what the host is told.
 
     Args:
         rows: The state.
         logits: Of the model, before anything was changed.
         tokens: What was drawn.
-        length: Tokens in the cache: the position of the drawn token.
+        start: Position of the first of them.
         stuck: Rows that may draw no token at all.
+        hits: Drafts that are what was drawn; a token counts if all before it are.
     """
     live = rows[:, Column.FLAGS] & int(RowFlag.LIVE) > 0
-    logprob, finite = sampling.logprobs(logits, tokens)
-    stops = rows[:, Column.STOPS : Column.STOPS + NUM_STOPS]
-    stopped = jnp.any(tokens[:, None] == stops, axis=-1)
-    stopped &= length >= rows[:, Column.MIN_LENGTH]
-    failed = ~finite | stuck
-    ended = stopped | failed | (length + 1 >= rows[:, Column.LIMIT])
+    found = sampling.logprobs(logits, tokens.reshape(-1))
+    logprob, finite = (x.reshape(tokens.shape) for x in found)
+    at = start[:, None] + jnp.arange(tokens.shape[1])
+    stops = rows[:, None, Column.STOPS : Column.STOPS + NUM_STOPS]
+    stopped = jnp.any(tokens[..., None] == stops, axis=-1)
+    stopped &= at >= rows[:, Column.MIN_LENGTH, None]
+    failed = ~finite | jnp.asarray(stuck)[..., None]
+    ended = stopped | failed | (at + 1 >= rows[:, Column.LIMIT, None])
+    real = live[:, None]
+    if hits is not None:
+        goes_on = (hits & ~ended[:, :-1]).astype(jnp.int32)
+        goes_on = jnp.cumprod(goes_on, axis=1) > 0
+        real = jnp.concatenate([real, real & goes_on], axis=1)
     said = (
         (OutFlag.ENDED, ended),
         (OutFlag.STOPPED, stopped),
@@ -298,14 +397,21 @@ def _settle(
     )
     flags = sum(int(flag) * where.astype(jnp.int32) for flag, where in said)
     bits = jax.lax.bitcast_convert_type(logprob, jnp.int32)
-    out = jnp.stack([jnp.where(live, tokens, -1), flags, bits], axis=-1)
+    out = jnp.where(
+        real[..., None],
+        jnp.stack([tokens, flags, bits], axis=-1),
+        jnp.array([-1, 0, 0]),
+    )
+    last = jnp.sum(real, axis=1, keepdims=True) - 1
+    newest = jnp.take_along_axis(tokens, jnp.maximum(last, 0), axis=1)
+    ends = jnp.any(real & ended, axis=1)
     after = (
         rows.at[:, Column.TOKEN]
-        .set(tokens)
+        .set(newest[:, 0])
         .at[:, Column.LENGTH]
-        .set(length)
+        .set(start + last[:, 0])
         .at[:, Column.FLAGS]
-        .set(jnp.where(ended, 0, int(RowFlag.LIVE)))
+        .set(jnp.where(ends, 0, int(RowFlag.LIVE)))
     )
     return jnp.where(live[:, None], after, rows), out.astype(jnp.int32)
 

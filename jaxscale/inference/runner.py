@@ -17,8 +17,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jaxtyping import Array
 
+from jaxscale.inference import program_sizes
 from jaxscale.inference.kv_scales import FP8, check_scales
-from jaxscale.inference.memory import check_max_len
+from jaxscale.inference.memory import check_drafts, check_max_len
 from jaxscale.inference.plan import Chunk
 from jaxscale.inference.program_cache import ProgramCache
 from jaxscale.inference.programs import KEY_BLOCK, Packed, Pages, Programs
@@ -38,11 +39,15 @@ NUM_COUNTED = 512
 type Key = tuple[Any, ...]
 """The name of a program and its sizes."""
 
+_DECODED = ["params", "pages", "slots", "history"]
 _STATE = {
     "update": (["slots"], ["slots"]),
     "count": (["counts"], ["counts"]),
-    "decode": (["params", "pages", "slots"], ["pages", "slots"]),
-    "forward": (["params", "pages", "slots"], ["pages", "logits"]),
+    "remember": (["history"], ["history"]),
+    "reorder": (["history"], ["history"]),
+    "decode": (_DECODED, _DECODED[1:]),
+    "speculate": (_DECODED, _DECODED[1:]),
+    "forward": (_DECODED, ["pages", "history", "logits"]),
     "sample": (["logits", "slots", "counts"], ["slots", "counts"]),
     "prefill": (["params", "pages", "slots"], ["pages", "slots"]),
 }
@@ -81,7 +86,7 @@ class Runner:
         >>> runner = Runner(model, config)
         >>> runner.compile()
         >>> runner.decode(bucket=2, steps=1).shape
-        (1, 2, 3)
+        (1, 2, 1, 3)
     """
 
     def __init__(
@@ -110,12 +115,13 @@ class Runner:
 
         Raises:
             ValueError: ``config.longest`` is more than the model can continue,
-                `prefill_tokens` or `buckets` do not fit `config`, or `kv_scales` not
-                the model.
+                `prefill_tokens` or `buckets` do not fit `config`, `kv_scales` not the
+                model, or there are more drafts than attention takes.
         """
         check_max_len(model.config, config.longest)
+        check_drafts(model.config, config.drafts)
         self.config = config
-        self.buckets = _buckets(config, buckets)
+        self.buckets = program_sizes.bucket_sizes(config, buckets)
         model = model.for_inference()
         self.model_config, self.rules, self.dtype = (
             model.config,
@@ -125,12 +131,13 @@ class Runner:
         self._kv_scales = check_scales(model.config, kv_scales)
         leaves, tree = jax.tree.flatten(model)
         self.params = tuple(leaves)
-        self._programs = Programs(tree, config.prefill_requests)
+        ngrams = config.shortest_ngram, config.longest_ngram
+        self._programs = Programs(tree, config.prefill_requests, ngrams)
         where = leaves[0].sharding
         mesh: Any = where.mesh if isinstance(where, NamedSharding) else None
         self.mesh: Mesh | None = mesh
         self.devices = list(where.device_set if mesh is None else mesh.devices.flat)
-        self._prefill_tokens = _prefill_sizes(config, prefill_tokens)
+        self._prefill_tokens = program_sizes.prefill_sizes(config, prefill_tokens)
         blocks = config.prefill_requests * (KEY_BLOCK - 1)
         keys = _round_up(config.keys_budget + blocks, KEY_BLOCK)
         # Gathered keys that nobody has cost little, a program costs seconds.
@@ -144,6 +151,7 @@ class Runner:
         self.slots: Array
         self.counts: Array
         self.logits: Array
+        self.history: Array | None = None
 
     # What there is to compile.
 
@@ -151,7 +159,7 @@ class Runner:
         """Every program: its key, the jitted function, and the shapes it takes."""
         config, programs = self.config, self._programs
         params = jax.tree.map(_shape_of, self.params)
-        pages, slots, counts = self._state()
+        pages, slots, counts, history = self._state()
         vocab, num_slots = self.model_config.vocab_size, config.num_slots
 
         def integers(*shape: int) -> Any:
@@ -162,16 +170,19 @@ class Runner:
         yield ("update",), jit(programs.update, (0,), "s"), (slots, *changes)
         counted = integers(NUM_COUNTED), integers(3)
         yield ("count",), jit(programs.count, (0,), "s"), (counts, *counted)
+        if history is not None:
+            kept = integers(config.longest), integers(1)
+            yield ("remember",), jit(programs.remember, (0,), "s"), (history, *kept)
+            source = integers(num_slots)
+            yield ("reorder",), jit(programs.reorder, (0,), "s"), (history, source)
+        state = params, pages, slots, history
+        for bucket, steps, drafts in program_sizes.decode_sizes(config, self.buckets):
+            sizes = {"bucket": bucket, "steps": steps, "drafts": drafts}
+            fn = functools.partial(programs.decode, **sizes)
+            yield _decode_key(**sizes), jit(fn, (1, 2, 3), "psss"), state
         for bucket in self.buckets:
-            for steps in sorted({1, config.steps}):
-                fn = functools.partial(programs.decode, bucket=bucket, steps=steps)
-                yield (
-                    ("decode", bucket, steps),
-                    jit(fn, (1, 2), "pss"),
-                    (params, pages, slots),
-                )
             fn = functools.partial(programs.forward, bucket=bucket)
-            yield ("forward", bucket), jit(fn, (1,), "ps"), (params, pages, slots)
+            yield ("forward", bucket), jit(fn, (1, 3), "pss"), state
             words = -(-vocab // 32)
             shapes = (
                 self._shape((bucket, vocab), jnp.float32),
@@ -240,7 +251,7 @@ class Runner:
 
         with self._on_mesh():
             state = jax.tree.map(zeros, self._state())
-            self.pages, self.slots, self.counts = state
+            self.pages, self.slots, self.counts, self.history = state
             if self._kv_scales is not None:
                 scales = self.pages.scales + self._kv_scales[:, None]  # [L, P, 2, K]
                 scales = jax.device_put(scales, self._sharding(SCALES_AXES))
@@ -269,6 +280,8 @@ class Runner:
             changes: (row, column, value), no cell twice.
         """
         count = self.config.num_slots
+        if source is not None and self.history is not None:
+            self.dispatch(("reorder",), np.asarray(source, np.int32))
         for start in range(0, max(len(changes), 1), NUM_CHANGES):
             part = changes[start : start + NUM_CHANGES]
             if not part and source is None:
@@ -280,18 +293,33 @@ class Runner:
             self.dispatch(("update",), order.astype("i4"), cells)
             source = None
 
-    def decode(self, *, bucket: int, steps: int) -> Array:
-        """Draw up to `steps` tokens for each live row of the bucket, [steps, B, 3]."""
-        (out,) = self.dispatch(("decode", self._bucket(bucket), steps))
+    def remember(self, row: int, tokens: Sequence[int]) -> None:
+        """Look drafts of a row up in `tokens`, and in those that it draws."""
+        if self.history is not None:
+            padded = np.zeros(self.config.longest, np.int32)
+            padded[: len(tokens)] = tokens
+            self.dispatch(("remember",), padded, np.array([row], np.int32))
+
+    def decode(self, *, bucket: int, steps: int, drafts: int = 0) -> Array:
+        """Draw tokens for each live row of the bucket, [steps, B, 1 + drafts, 3].
+
+        Args:
+            bucket: Rows that may be live.
+            steps: Tokens that a row draws at most, apart from drafts.
+            drafts: As many as `SchedulerConfig.drafts_of` says, or none in one step.
+        """
+        (out,) = self.dispatch(
+            _decode_key(program_sizes.bucket_of(bucket, self.buckets), steps, drafts)
+        )
         return out
 
     def forward(self, *, bucket: int) -> Array:
         """The logits of each live row of the bucket, for `sample`."""
-        self.dispatch(("forward", self._bucket(bucket)))
+        self.dispatch(("forward", program_sizes.bucket_of(bucket, self.buckets)))
         return self.logits
 
     def sample(self, logits: Array, inputs: SampleInputs) -> Array:
-        """Draw a token for each live row by all of its settings, [1, B, 43]."""
+        """Draw a token for each live row by all of its settings, [1, B, 1, 43]."""
         bucket, none = len(logits), self.config.num_slots
         extra = np.full(bucket + 1, none, np.int32)
         extra[bucket] = inputs.want_top
@@ -323,7 +351,7 @@ class Runner:
                 follow each of its tokens, -1 for none.
 
         Returns:
-            What was drawn after each chunk, [1, N, 3], and the log-probabilities,
+            What was drawn after each chunk, [1, N, 1, 3], and the log-probabilities,
             [T, 41].
         """
         packed, key = self._pack(chunks, targets)
@@ -368,10 +396,6 @@ class Runner:
 
     # How.
 
-    def _bucket(self, rows: int) -> int:
-        """The smallest compiled batch of at least so many rows."""
-        return next(bucket for bucket in self.buckets if bucket >= rows)
-
     def _pack(
         self, chunks: Sequence[Chunk], targets: Sequence[Sequence[int]] | None
     ) -> tuple[np.ndarray, Key]:
@@ -413,8 +437,8 @@ class Runner:
                     yield tokens, keys, False
         yield self._prefill_tokens[-1], self._prefill_keys[-1], True
 
-    def _state(self) -> tuple[Pages, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-        """Shapes of pages, slots and counts."""
+    def _state(self) -> tuple[Pages, Any, Any, Any]:
+        """Shapes of pages, slots and counts, and of the history where there is one."""
         model, config = self.model_config, self.config
         shape = (model.num_layers, config.num_pages, 2, model.num_kv_heads)
         dtype, scales = self.dtype, None
@@ -423,9 +447,13 @@ class Runner:
         rows = (*shape, config.page_size, model.head_dim)
         pages = Pages(self._shape(rows, dtype, PAGES_AXES), scales)
         width = Column.TABLE + config.table_width
-        slots = self._shape((config.num_slots, width), jnp.int32, (None, None))
-        counts = (config.num_slots, model.vocab_size)
-        return pages, slots, self._shape(counts, jnp.int16, (None, None))
+        count = config.num_slots
+        slots = self._shape((count, width), jnp.int32)
+        counts = self._shape((count, model.vocab_size), jnp.int16)
+        history = None
+        if config.drafts:
+            history = self._shape((count, config.longest), jnp.int32)
+        return pages, slots, counts, history
 
     def _sharding(self, axes: tuple[str | None, ...] = ()) -> Any:
         if self.mesh is None:
@@ -457,28 +485,8 @@ class Runner:
         return None, *jax.device_put((mask, bias), self._sharding())
 
 
-def _prefill_sizes(config: SchedulerConfig, sizes: Sequence[int] | None) -> list[int]:
-    """The numbers of tokens that prefill is compiled for, ascending."""
-    most = config.prefill_tokens
-    chosen = sorted(sizes or {most, max(most // 4, 1), max(most // 16, 1)})
-    if chosen[-1] != most or chosen[0] < 1:
-        raise ValueError(
-            f"prefill_tokens {chosen} must be positive and end with {most}, the most "
-            "tokens of a tick"
-        )
-    return chosen
-
-
-def _buckets(config: SchedulerConfig, buckets: Sequence[int] | None) -> list[int]:
-    """The sizes of batches that decoding is compiled for, ascending."""
-    powers = [2**i for i in range(1, config.num_slots.bit_length())]
-    chosen = sorted(buckets or {*powers[::2], config.num_slots})
-    if chosen[-1] != config.num_slots or not set(chosen) <= set(powers):
-        raise ValueError(
-            f"buckets {chosen} must be powers of two from 2 on and end with "
-            f"{config.num_slots}, the most requests that are decoded together"
-        )
-    return chosen
+def _decode_key(bucket: int, steps: int, drafts: int) -> Key:
+    return ("speculate" if drafts else "decode", bucket, steps)
 
 
 def _round_up(size: int, multiple: int) -> int:

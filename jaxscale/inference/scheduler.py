@@ -236,7 +236,7 @@ class Scheduler:
         busy = self.num_waiting or self._prefilling or self._updates.replaying
         one_step = busy or any(c.needs_sampler for c in live)
         steps = 1 if one_step else config.steps
-        drafts = 0 if self._slots.bucket > config.draft_bucket else config.drafts
+        drafts = config.drafts_of(self._slots.bucket)
         needs = self._needs(live, steps * (1 + drafts))
         if sum(need for _, need in needs) > self.pool.num_available:
             steps, drafts = 1, 0
@@ -378,8 +378,10 @@ class Scheduler:
         replaying = self._updates.replaying
         replayed = {c.slot for c in replaying if c.slot is not None}
         full = [i for i, c in live if c.needs_sampler and i not in replayed]
-        if full or replayed or bucket > self.config.draft_bucket:
-            drafts = 0
+        most = self.config.drafts_of(bucket)
+        drafts = 0 if full or replayed else min(drafts, most)
+        if drafts < most:
+            steps = 1
         if not live:
             return None
         for c in filter(None, rows):
@@ -433,6 +435,8 @@ class Scheduler:
             if c is not None and c.state is State.DECODE and c.placed <= plan.tick:
                 c.pending -= plan.decode.steps * (1 + plan.decode.drafts)
                 c.due -= plan.decode.steps
+                if plan.decode.drafts:
+                    self.counts.add_drafts(decode, row)
                 if row in plan.decode.replayed:
                     c.kv += 1
                     self._tables.name(c)

@@ -9,6 +9,10 @@ from collections.abc import Sequence
 from jaxscale.checks import check_integers
 
 
+LONGEST_NGRAM = 32
+"""Most tokens that can be looked for: each is another pass over the tokens."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
     """The sizes that the scheduler plans for, most of them those of compiled programs.
@@ -47,6 +51,10 @@ class SchedulerConfig:
     """Tokens that the device guesses ahead for each row and step."""
     draft_bucket: int = 8
     """Largest bucket that guesses: more rows keep the device busy by themselves."""
+    shortest_ngram: int = 2
+    """Fewest tokens before a place that say what is guessed there."""
+    longest_ngram: int = 4
+    """Most tokens before a place that are looked for."""
     watermark: float = 0.01
     """Share of the pages that admission leaves to requests that already run."""
     max_waiting: int = 2048
@@ -62,9 +70,15 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         counts = ("num_pages", "vocab_size", "page_size", "prefill_tokens", "split")
         counts += ("prefill_requests", "steps", "draft_bucket", "max_waiting")
+        counts += ("shortest_ngram", "longest_ngram")
         check_integers(self, 1, *counts, "max_waiting_tokens")
         check_integers(self, 2, "max_len", "num_slots")
         check_integers(self, 0, "drafts")
+        if not self.shortest_ngram <= self.longest_ngram <= LONGEST_NGRAM:
+            raise ValueError(
+                f"longest_ngram {self.longest_ngram} must be at least shortest_ngram "
+                f"{self.shortest_ngram}, and at most {LONGEST_NGRAM}"
+            )
         if self.num_slots & (self.num_slots - 1):
             raise ValueError(f"num_slots {self.num_slots} must be a power of two")
         if self.split % self.page_size:
@@ -93,6 +107,15 @@ class SchedulerConfig:
             )
         if self.prefill_keys is not None:
             check_integers(self, self._whole_pages(), "prefill_keys")
+
+    @property
+    def batches(self) -> Sequence[int]:
+        """Sizes of batches that are decoded: powers of two up to S."""
+        return [2**i for i in range(1, self.num_slots.bit_length())]
+
+    def drafts_of(self, bucket: int) -> int:
+        """Drafts of each row in a batch of this size, where pages are enough."""
+        return self.drafts if bucket <= self.draft_bucket else 0
 
     @property
     def pages_per_slot(self) -> int:

@@ -73,6 +73,8 @@ class OutFlag(enum.IntEnum):
     """... because it is a stop token."""
     NOT_FINITE = 4
     """The logits were not finite; the token means nothing."""
+    DRAFTED = 8
+    """A draft stood in this place; a token follows it if it was right."""
 
 
 def float_bits(value: float) -> int:

@@ -134,7 +134,8 @@ class PagedRows(_Pages):
     """New tokens of several sequences, a row each, after what lies in their pages.
 
     The positions are those that follow the tokens in the pages. The new tokens are
-    appended, and then see themselves and what precedes them.
+    appended, and then see themselves and what precedes them. The model may also take
+    each of them as a row of its own, [B R, 1], with `positions` of this shape.
     """
 
     table: Int[Array, "B W"] = dataclasses.field(metadata={"axes": (None, None)})
@@ -177,9 +178,11 @@ class PagedRows(_Pages):
     ) -> tuple[Array, Self]:
         del implementation  # a name among those of attention over whole rows
         self._check(config)
+        rows = len(self.lengths)
+        kv = jnp.stack([k, v], axis=2)
         out, pages = paged_attention(
-            q,
-            jnp.stack([k, v], axis=2),  # [B, R, 2, K, H]
+            q.reshape(rows, -1, *q.shape[2:]),
+            kv.reshape(rows, -1, *kv.shape[2:]),  # [B, R, 2, K, H]
             self.pages,
             self.layer,
             self.table,
@@ -190,7 +193,7 @@ class PagedRows(_Pages):
             scale=config.logits_scale,
             softcap=config.softcap,
         )
-        return out, dataclasses.replace(self, pages=pages)
+        return out.reshape(q.shape), dataclasses.replace(self, pages=pages)
 
 
 @typing.no_type_check

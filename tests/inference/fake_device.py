@@ -113,7 +113,7 @@ class FakeDevice:
         assert len(decode.rows) == decode.bucket
         one = decode.steps == 1 and not decode.drafts
         assert one or not (decode.full or decode.replayed)
-        assert not decode.drafts or decode.bucket <= self.config.draft_bucket
+        assert one or decode.drafts == self.config.drafts_of(decode.bucket)
         for i, row in enumerate(self.rows):
             if row[Column.FLAGS]:
                 assert i < decode.bucket, "a live row behind the bucket"
@@ -145,6 +145,8 @@ class FakeDevice:
                     if flag:
                         row[Column.FLAGS] = 0
                     tokens[step][i][r], flags[step][i][r] = token, flag
+                for r in range(1, width):
+                    flags[step][i][r] |= OutFlag.DRAFTED
                 self._spoil(row, row[Column.LENGTH], width - accepted)
         return Drawn(tokens=tokens, flags=flags)
 

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="the plugin that compiles is for Linux"
 )
 MIB = 2**20
+DRAFTS = 3
 
 
 class Lowering:
@@ -61,7 +62,11 @@ def program(devices, name, num_pages, key, fp8=False):
         lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), model, where
     )
     sizes = SchedulerConfig(
-        num_pages=num_pages, vocab_size=config.vocab_size, max_len=4096, num_slots=32
+        num_pages=num_pages,
+        vocab_size=config.vocab_size,
+        max_len=4096,
+        num_slots=32,
+        drafts=DRAFTS * (key[0] == "speculate"),
     )
     shape = config.num_layers, 2, config.num_kv_heads
     runner = Runner(model, sizes, kv_scales=np.ones(shape) if fp8 else None)
@@ -107,6 +112,23 @@ def test_pages_in_fp8_stay_where_they_are(key):
         assert [w for w in found.written(6 * MIB) if w.size > logits] == []
         assert [kernel.name for kernel in found.kernels] == ["paged_attention"]
         assert not found.kernels[0].spilled
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_drafts_copy_nothing_either(count):
+    found = compile_for_h200(
+        program, "llama3_8b", 512, ["speculate", 8, 4], count=count
+    )
+    history = 32 * 4096 * 4
+    assert found.aliased >= pool("llama3_8b", 512, count) + history
+    logits = 8 * (1 + DRAFTS) * preset("llama3_8b").vocab_size * 4
+    assert [w for w in found.written(6 * MIB) if w.size > logits] == []
+    assert found.temporaries < 36 * MIB + 4 * logits
+    assert [kernel.name for kernel in found.kernels] == ["paged_attention"]
+    assert not found.kernels[0].spilled
+    if count > 1:
+        assert found.count("all-reduce") == 2 * 2 + 1
+        assert found.count("all-gather") == 1
 
 
 def test_memory_does_not_grow_with_the_pool():

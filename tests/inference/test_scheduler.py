@@ -206,6 +206,7 @@ def test_everything_is_answered_as_if_alone(
     }
     server.check_solo()
     counts = scheduler.counts
+    assert counts.accepted_tokens <= counts.drafted_tokens
     assert counts.received == 12
     assert counts.received == (
         counts.finished + counts.aborted + counts.rejected + counts.failed
@@ -648,6 +649,8 @@ def test_log_probabilities_of_a_prompt_need_all_of_it():
         ({"contiguous": True, "num_pages": 7}, "num_pages 7 must be at least num_slo"),
         ({"prefill_keys": 39}, "prefill_keys 39 must be an integer of at least 40"),
         ({"drafts": -1}, "drafts -1 must be"),
+        ({"shortest_ngram": 5}, "longest_ngram 4 must be at least shortest_ngram 5"),
+        ({"longest_ngram": 33}, "longest_ngram 33 must .* at most 32"),
     ],
 )
 def test_sizes_that_cannot_be(fields, message):

@@ -37,6 +37,8 @@ _COUNTERS = {
     "prompt_tokens": "Tokens of prompts that were computed.",
     "cached_prompt_tokens": "Tokens of prompts that were found in the cache.",
     "generated_tokens": "Tokens that were drawn.",
+    "drafted_tokens": "Tokens that were guessed before they were drawn.",
+    "accepted_tokens": "Guessed tokens that were right.",
     "compactions": "Times that rows of the batch moved.",
 }
 
@@ -157,6 +159,8 @@ class _LoadCollector(Collector):
             "prompt_tokens": counts.prompt_tokens,
             "cached_prompt_tokens": counts.cached_tokens,
             "generated_tokens": counts.drawn_tokens,
+            "drafted_tokens": counts.drafted_tokens,
+            "accepted_tokens": counts.accepted_tokens,
             "compactions": counts.compactions,
         }
         for name, about in _GAUGES.items():
