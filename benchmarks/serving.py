@@ -12,6 +12,9 @@ those of `jaxscale.inference.workload`: of Flover's paper, prompts of 8 and answ
 504 tokens, or like those of ShareGPT.
 
 - ``jaxscale``: requests join and leave at every token.
+- ``contiguous``: the same, with keys and values of each request in one piece, which
+  moves when the batch shrinks: Flover's reordering. ``python -m benchmarks.move_pages``
+  has the time of a move.
 - ``concurrent``, ``serial``, ``static``, ``windowed``: see `serving_policies`. The
   first stands for the baseline of Flover's paper, the last for dynamic batching that
   waits up to ``window_s``.
@@ -41,7 +44,8 @@ from benchmarks import timing
 from benchmarks.harness import Benchmark, Case, Custom, Measurement
 
 
-OURS = ("jaxscale", "concurrent", "serial", "static", "windowed")
+OURS = ("jaxscale", "contiguous", "concurrent", "serial", "static", "windowed")
+_JOINING = OURS[:2]
 TORCH = (
     "torch_static",
     "torch_static_graphs",
@@ -164,8 +168,10 @@ def _serve_ours(policy: str, params: dict[str, Any], seed: int, samples: int) ->
     sizes = {"jaxscale": slots, "concurrent": 2, "serial": 2}
     slots = sizes.get(policy, slots)
     step = "context" in params  # which needs few programs
-    buckets = None if policy == "jaxscale" and not step else [slots]
+    buckets = None if policy in _JOINING and not step else [slots]
     more: dict[str, Any] = {"program_cache": os.environ.get(_PROGRAMS)}
+    if policy == "contiguous":
+        more["contiguous"] = True
     if step and timing.on_gpu():
         more["prefill_tokens"] = (2048,)
     engine = policies.engine_for(model, load, slots, buckets, **more)
@@ -177,7 +183,7 @@ def _serve_ours(policy: str, params: dict[str, Any], seed: int, samples: int) ->
         each.start()
 
     def run() -> list[Any]:
-        if policy == "jaxscale":
+        if policy in _JOINING:
             return policies.continuous(engine, load)
         if policy == "concurrent":
             return policies.concurrent_instances(engines, load)

@@ -101,14 +101,15 @@ COMMANDS = (
     Command("sparse", f"tile_sparse_matmul --case square_4096 --rows 2048 {_SPARSE}"),
     Command("matmul", "matmul"),
     Command("attention", "paged_attention"),
+    Command("serving", "move_pages"),
     Command(
         "serving",
         "serving --case token_* --impl jaxscale torch_static_graphs torch_continuous",
     ),
     Command(
         "serving",
-        "serving --case constant poisson saturated --impl jaxscale concurrent static "
-        "torch_static_graphs torch_continuous --samples 1",
+        "serving --case constant poisson saturated --impl jaxscale contiguous "
+        "concurrent static torch_static_graphs torch_continuous --samples 1",
     ),
     Command(
         "attention",

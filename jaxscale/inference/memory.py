@@ -63,6 +63,9 @@ class EngineConfig:
     """Most tokens that are looked for; the longest that occur again decide."""
     prefix_cache: bool = True
     """Whether prompts that begin alike are computed once."""
+    contiguous: bool = False
+    """Give each slot neighboring pages of its own, for `max_len` tokens, and move what
+    they hold when rows move, as Flover does: for comparison."""
     max_waiting: int = 2048
     """Most continuations that wait; then requests are refused."""
     max_waiting_tokens: int = 2**20
@@ -118,7 +121,7 @@ class EngineConfig:
         # to gather those that nobody has, too.
         keys = (4096 if on_cpu else 16_384) // self.page_size
         return SchedulerConfig(
-            num_pages=self.num_pages or pages,
+            num_pages=self.num_pages or pages * (slots if self.contiguous else 1),
             vocab_size=model.vocab_size,
             max_len=longest,
             page_size=self.page_size,
@@ -135,6 +138,7 @@ class EngineConfig:
             shortest_ngram=self.shortest_ngram,
             longest_ngram=self.longest_ngram,
             prefix_cache=self.prefix_cache,
+            contiguous=self.contiguous,
             max_waiting=self.max_waiting,
             max_waiting_tokens=self.max_waiting_tokens,
         )
@@ -261,7 +265,7 @@ def fit(
         page_size=config.page_size,
         computation=computation,
     )
-    needed = options.num_pages or config.table_width
+    needed = options.num_pages or (most if config.contiguous else config.table_width)
     if room < needed:
         raise ValueError(
             f"{memory.weights / 2**30:.2f} GiB of weights, "

@@ -97,12 +97,19 @@ class PageTables:
             self.pool.name(c.pages[c.named], self._named(c, c.named))
             c.named += 1
 
-    def move_home(self, c: Continuation) -> None:
-        """Give it the pages of its slot, where caches are contiguous."""
+    def move_home(self, c: Continuation) -> list[tuple[int, int]]:
+        """Give it the pages of its slot, where caches are contiguous.
+
+        Returns:
+            The pages that have to move there, (from, to): those that hold tokens, or
+            will when what is on its way has been computed.
+        """
         assert c.slot is not None
         first = c.slot * self._config.pages_per_slot
-        c.pages = list(range(first, first + self._config.table_width))
+        old, c.pages = c.pages, list(range(first, first + self._config.table_width))
         c.told = 0
+        held = self.pool.pages_for(min(c.kv + c.pending, c.limit - 1))
+        return list(zip(old[:held], c.pages, strict=False))
 
     def release(self, c: Continuation, *, keep: bool) -> None:
         """Take all pages from it.

@@ -190,7 +190,7 @@ class Plan:
     tick: int
     """Number of the plan, from 1."""
     moves: Sequence[tuple[int, int]] = ()
-    """Slots whose cache moves, (from, to); only with contiguous caches."""
+    """Pages whose keys and values move, (from, to); only with contiguous caches."""
     source: Sequence[int] | None = None
     """[S] the row that each row is taken from; None where all stay."""
     changes: Sequence[tuple[int, int, int]] = ()

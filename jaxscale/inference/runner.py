@@ -33,6 +33,9 @@ from jaxscale.nn.cache import PAGES_AXES, SCALES_AXES
 NUM_CHANGES = 512
 """Cells of the slots that one call of `Programs.update` changes."""
 
+NUM_MOVES = 512
+"""Pages that one call of `Programs.move` moves."""
+
 NUM_COUNTED = 512
 """Tokens that one call of `Programs.count` counts."""
 
@@ -41,6 +44,7 @@ type Key = tuple[Any, ...]
 
 _DECODED = ["params", "pages", "slots", "history"]
 _STATE = {
+    "move": (["pages"], ["pages"]),
     "update": (["slots"], ["slots"]),
     "count": (["counts"], ["counts"]),
     "remember": (["history"], ["history"]),
@@ -170,6 +174,9 @@ class Runner:
         yield ("update",), jit(programs.update, (0,), "s"), (slots, *changes)
         counted = integers(NUM_COUNTED), integers(3)
         yield ("count",), jit(programs.count, (0,), "s"), (counts, *counted)
+        if config.contiguous:
+            fn = functools.partial(programs.move, rules=self.rules)
+            yield ("move",), jit(fn, (0,), "p"), (pages, integers(2, NUM_MOVES))
         if history is not None:
             kept = integers(config.longest), integers(1)
             yield ("remember",), jit(programs.remember, (0,), "s"), (history, *kept)
@@ -260,12 +267,6 @@ class Runner:
             ("sample", bucket): self._neutral_inputs(bucket) for bucket in self.buckets
         }
 
-    def temporaries(self) -> int:
-        """Bytes that the hungriest program needs besides its arguments, a device."""
-        sizes = (fn.memory_analysis() for fn in self._compiled.values())
-        return max(size.temp_size_in_bytes + size.output_size_in_bytes
-                   - size.alias_size_in_bytes for size in sizes)  # fmt: skip
-
     # What the engine calls.
 
     def update(
@@ -292,6 +293,18 @@ class Runner:
             order = np.arange(count) if source is None else np.asarray(source)
             self.dispatch(("update",), order.astype("i4"), cells)
             source = None
+
+    def move(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Move keys and values to other pages, (from, to), where caches are contiguous.
+
+        Args:
+            moves: No page is written twice, or read and written.
+        """
+        for start in range(0, len(moves), NUM_MOVES):
+            part = np.full((2, NUM_MOVES), self.config.num_pages, np.int32)
+            found = np.asarray(moves[start : start + NUM_MOVES]).T
+            part[:, : found.shape[1]] = found
+            self.dispatch(("move",), part)
 
     def remember(self, row: int, tokens: Sequence[int]) -> None:
         """Look drafts of a row up in `tokens`, and in those that it draws."""

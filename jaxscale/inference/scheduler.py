@@ -34,7 +34,7 @@ from jaxscale.inference.request import (
 )
 from jaxscale.inference.row_updates import RowUpdates
 from jaxscale.inference.scheduler_config import SchedulerConfig
-from jaxscale.inference.slots import Moves, OutFlag, Slots
+from jaxscale.inference.slots import OutFlag, Slots
 
 
 class Scheduler:
@@ -75,6 +75,8 @@ class Scheduler:
         self._slots = Slots[Continuation](config.num_slots, self._moved)
         self._tables = PageTables(config)
         self._updates = RowUpdates(self._slots)
+        # Pages that move before the next dispatch, where caches are contiguous.
+        self._page_moves: list[tuple[int, int]] = []
         self._events: list[Event] = []
         self._tick = 0
         self._draining = False
@@ -207,18 +209,19 @@ class Scheduler:
         chosen = choose_chunks(self._prefilling, self.config)
         if not (live or ready or chosen):
             return None
-        placed, moves = self._place(ready, chosen)
+        placed, source = self._place(ready, chosen)
+        moves, self._page_moves = self._page_moves, []
         prefill = [self._chunk(c, end) for c, end in chosen]
         changes = self._updates.take(placed, self._tick)
         decode = self._decode(*ahead)
         tokens = sum(len(chunk.tokens) for chunk in prefill)
         self.counts.prompt_tokens += tokens
-        self.counts.compactions += moves.source is not None
+        self.counts.compactions += source is not None
         self._line.speed.count(tokens, now)
         return Plan(
             tick=self._tick,
-            moves=moves.pairs if self.config.contiguous else (),
-            source=moves.source,
+            moves=moves,
+            source=source,
             changes=changes,
             placed=[(c.slot, c) for c in placed if c.slot is not None],
             prefill=prefill,
@@ -330,12 +333,12 @@ class Scheduler:
 
     def _place(
         self, ready: list[Continuation], chosen: list[tuple[Continuation, int]]
-    ) -> tuple[list[Continuation], Moves]:
+    ) -> tuple[list[Continuation], list[int] | None]:
         """Rows for those whose prompt ends in this tick; first the others move up."""
         done = [c for c, end in chosen if end == c.target] + ready
         placed = [c for c in done if c.limit > len(c.tokens)]
         more = sum(c.slot is None for c in placed)
-        moves = self._slots.resize(self._slots.num_used + more)
+        source = self._slots.resize(self._slots.num_used + more)
         for c in done:
             c.prompt_done = True
             if c in self._prefilling:
@@ -344,12 +347,12 @@ class Scheduler:
             if c.slot is None:
                 c.slot = self._slots.take(c)
             c.state, c.placed, c.known = State.DECODE, self._tick, len(c.tokens)
-        return placed, moves
+        return placed, source
 
     def _moved(self, c: Continuation, slot: int) -> None:
         c.slot = slot
         if self.config.contiguous:
-            self._tables.move_home(c)
+            self._page_moves += self._tables.move_home(c)
             self._updates.grow(c)
 
     def _chunk(self, c: Continuation, end: int) -> Chunk:

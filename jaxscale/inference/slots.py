@@ -7,7 +7,6 @@ holes before them (Flover's reordering, of rows instead of caches) and the bucke
 shrinks.
 """
 
-import dataclasses
 import enum
 import heapq
 import struct
@@ -149,29 +148,19 @@ def table(c: Continuation) -> list[Change]:
     return [(c.slot, Column.TABLE + i, c.pages[i]) for i in range(c.told, len(c.pages))]
 
 
-@dataclasses.dataclass(slots=True)
-class Moves:
-    """The result of `Slots.resize`."""
-
-    source: list[int] | None = None
-    """[S] the row that each row is taken from; None where nothing moves."""
-    pairs: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    """The same as (from, to), only what moves."""
-
-
 class Slots[T]:
     """The owners of rows, the number of decoded rows, and those that must be stopped.
 
     Example:
         >>> slots = Slots[str](4)
-        >>> slots.resize(3).pairs, slots.bucket
-        ([], 4)
+        >>> slots.resize(3), slots.bucket
+        (None, 4)
         >>> [slots.take(name) for name in "abc"]
         [0, 1, 2]
         >>> slots.free(0), slots.free(1)
         (None, None)
-        >>> slots.resize(1).pairs, slots.resize(1).pairs, slots.bucket, slots.rows
-        ([], [(2, 0)], 2, ['c', None, None, None])
+        >>> slots.resize(1), slots.resize(1), slots.bucket, slots.rows
+        (None, [2, 1, 2, 3], 2, ['c', None, None, None])
     """
 
     def __init__(
@@ -214,33 +203,34 @@ class Slots[T]:
         self._stopped.clear()
         return rows
 
-    def resize(self, used: int) -> Moves:
+    def resize(self, used: int) -> list[int] | None:
         """Choose the bucket for `used` rows, those yet to be taken among them.
 
         It grows at once, and shrinks when half of it was free twice in a row.
+
+        Returns:
+            [S], the row that each row is taken from; None where nothing moves.
         """
         wanted = max(SMALLEST_BUCKET, 1 << (used - 1).bit_length() if used else 0)
         if wanted >= self.bucket:
             self.bucket, self._half_empty = wanted, 0
-            return Moves()
+            return None
         self._half_empty += 1
         if self._half_empty < 2:
-            return Moves()
+            return None
         self.bucket, self._half_empty = wanted, 0
         return self._compact()
 
-    def _compact(self) -> Moves:
-        moves = Moves()
-        source = list(range(len(self.rows)))
+    def _compact(self) -> list[int] | None:
+        stay = list(range(len(self.rows)))
+        source = stay.copy()
         for old in reversed(range(self.bucket, len(self.rows))):
             owner = self.rows[old]
             if owner is None:
                 continue
             new = heapq.heappop(self._free)
             self.rows[new], self.rows[old] = owner, None
-            moves.source = source
             source[new] = old
-            moves.pairs.append((old, new))
             # The row is stopped in its new place if it was to be in the old one, where
             # a copy stays that would go on by itself.
             (self._stopped.add if old in self._stopped else self._stopped.discard)(new)
@@ -248,7 +238,7 @@ class Slots[T]:
             heapq.heappush(self._free, old)
             if self._moved is not None:
                 self._moved(owner, new)
-        return moves
+        return None if source == stay else source
 
     def owners(self) -> Iterable[T]:
         """Everyone who has a row, by rows."""

@@ -72,11 +72,31 @@ def forward(model, tokens, scales=None):
     return model.unembed(model.run(tokens, state)[0])
 
 
+class Greedy(Runner):
+    """Compiles what greedy requests need, and no more."""
+
+    def programs(self):
+        for key, *rest in super().programs():
+            if (
+                key[0] in ("update", "move", "decode", "prefill")
+                and key[-1] is not True
+            ):
+                yield key, *rest
+
+
 class Served:
     """A decoder and its compiled programs."""
 
     def __init__(
-        self, config, *, mesh=None, sizes=SIZES, buckets=(4,), change=None, scales=None
+        self,
+        config,
+        *,
+        mesh=None,
+        sizes=SIZES,
+        buckets=(4,),
+        change=None,
+        scales=None,
+        kind=Runner,
     ):
         def make(**options):
             model = perturbed(Decoder(config, rngs=nnx.Rngs(0), **options))
@@ -86,7 +106,7 @@ class Served:
         if mesh is not None:
             model = create(lambda: make(rules=fsdp_tp()), mesh, fsdp_tp())
         self.sizes = sizes
-        self.runner = Runner(
+        self.runner = kind(
             model, sizes, prefill_tokens=(16,), buckets=buckets, kv_scales=scales
         )
         self.runner.compile()

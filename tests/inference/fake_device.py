@@ -63,10 +63,9 @@ class FakeDevice:
         """Carry out a plan; the results are those of `Scheduler.update`."""
         config = self.config
         for old, new in plan.moves:
-            width = config.pages_per_slot
-            for i in range(width * config.page_size):
-                row = self.cache.get(old * width * config.page_size + i)
-                self.cache[new * width * config.page_size + i] = row
+            for i in range(config.page_size):
+                row = self.cache.get(old * config.page_size + i)
+                self.cache[new * config.page_size + i] = row
         if plan.source is not None:
             assert len(plan.source) == config.num_slots
             self.rows = [list(self.rows[old]) for old in plan.source]

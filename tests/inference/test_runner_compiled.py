@@ -67,6 +67,7 @@ def program(devices, name, num_pages, key, fp8=False):
         max_len=4096,
         num_slots=32,
         drafts=DRAFTS * (key[0] == "speculate"),
+        contiguous=key == ["move"],
     )
     shape = config.num_layers, 2, config.num_kv_heads
     runner = Runner(model, sizes, kv_scales=np.ones(shape) if fp8 else None)
@@ -129,6 +130,14 @@ def test_drafts_copy_nothing_either(count):
     if count > 1:
         assert found.count("all-reduce") == 2 * 2 + 1
         assert found.count("all-gather") == 1
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_pages_that_move_are_copied_by_one_kernel(count):
+    found = compile_for_h200(program, "llama3_8b", 512, ["move"], count=count)
+    assert found.aliased >= pool("llama3_8b", 512, count)
+    assert [kernel.name for kernel in found.kernels] == ["move_pages"]
+    assert found.temporaries < MIB and found.written(MIB) == []
 
 
 def test_memory_does_not_grow_with_the_pool():

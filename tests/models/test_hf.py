@@ -135,7 +135,11 @@ def test_logits_match_transformers(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["mistral", "qwen2", "qwen3_windows", "neox", "gemma2", "gemma3"]
+    "name",
+    [
+        *("gpt2", "gptj", "neox", "llama3_gqa", "llama_yarn", "mistral", "qwen2"),
+        *("qwen3", "qwen3_windows", "gemma", "gemma2", "gemma3"),
+    ],
 )
 def test_logits_of_pages_match_transformers(name):
     ids, logits = expected(name)
