@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks import command, serving, serving_policies
+from benchmarks import command, serving, serving_http, serving_policies
 from jaxscale.models import Decoder, preset
+from tests.inference.server.conftest import LiveServer
+from tests.inference.server.fake_engine import TOKENIZER, FakeEngine
 
 
 CASE = {"workload": "alpaca", "requests": 7, "shrink": 8, "arrivals": "poisson"}
@@ -121,3 +123,32 @@ def test_the_command_runs_anywhere_and_writes_nothing(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "read_gb_per_second" in out and "the same however" in out
     assert not [*tmp_path.rglob("*")]
+
+
+def test_the_client_of_the_server():
+    """More requests than streams, over connections that are used again."""
+    engine = FakeEngine("to be or not")
+    bodies = serving_http.make_bodies(7, prompt=5, output=4)
+    for body in bodies:
+        body["prompt"] = [token % 256 for token in body["prompt"]]
+    with LiveServer(engine) as server:
+        tokens, events, seconds = serving_http.call(server.port, bodies, streams=3)
+    whole = len(TOKENIZER.encode(engine.answer))
+    assert tokens == sum(min(whole, body["max_tokens"]) for body in bodies)
+    assert events == tokens + len(bodies) and seconds > 0  # usage is a part, too
+    assert engine.counts.finished == 7
+    assert len({tuple(request.prompt) for request in engine.seen}) == 7
+
+
+def test_an_answer_that_fails_is_no_measurement():
+    engine = FakeEngine(most=0)
+    with (
+        LiveServer(engine) as server,
+        pytest.raises(RuntimeError, match=r"a call failed: .* 429"),
+    ):
+        serving_http.call(server.port, [{"prompt": "a"}], streams=1)
+
+
+def test_words_have_text():
+    tokenizer = serving_http.words(8)
+    assert tokenizer.decode([3, 1]) == "w3 w1"
