@@ -230,19 +230,7 @@ def fit(
     if options.kv_dtype is not None:
         # Numbers of a byte, and a scale of four for those of a head.
         page = page // itemsize + shape.num_layers * 2 * (heads // ways) * 4
-    # Activations of a prefill, the keys and values that it reads, logits and counts.
-    width = 4 * shape.d_model + 3 * shape.d_ff + 3 * shape.num_heads * shape.head_dim
-    keys = config.keys_budget + 128 * config.prefill_requests
-    computation = config.prefill_tokens * width * 4 + 3 * keys * 2 * heads * (
-        shape.head_dim * itemsize
-    )
-    buckets = program_sizes.bucket_sizes(config, options.buckets)
-    decoded = program_sizes.decode_sizes(config, buckets)
-    rows = max(128, *(bucket * (1 + drafts) for bucket, _, drafts in decoded))
-    computation += rows * shape.vocab_size * (4 * 4 + 2)
-    if config.drafts:
-        # The history, and a copy while rows move.
-        computation += 2 * config.num_slots * config.longest * 4
+    computation = computation_size(shape, config, itemsize, options.buckets)
     most = config.num_slots * config.table_width
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:
@@ -276,6 +264,38 @@ def fit(
             "the model over more devices"
         )
     return dataclasses.replace(config, num_pages=memory.num_pages), memory
+
+
+def computation_size(
+    model: DecoderConfig,
+    config: SchedulerConfig,
+    itemsize: int,
+    buckets: Sequence[int] | None = None,
+) -> int:
+    """Bytes that programs need on a device besides weights and pages, at most.
+
+    Args:
+        model: Its shape.
+        config: The sizes.
+        itemsize: Bytes of a number of the computation.
+        buckets: As `EngineConfig.buckets`.
+    """
+    # Activations of a prefill, and the keys and values that it reads.
+    width = 4 * model.d_model + 3 * model.d_ff + 3 * model.num_heads * model.head_dim
+    keys = config.keys_budget + 128 * config.prefill_requests
+    read = 3 * keys * 2 * model.num_kv_heads * model.head_dim
+    prefill = (config.prefill_tokens * width + read) * itemsize
+    # Logits, and what the full sampler makes of them.
+    decoded = program_sizes.decode_sizes(
+        config, program_sizes.bucket_sizes(config, buckets)
+    )
+    rows = max(128, *(bucket * (1 + drafts) for bucket, _, drafts in decoded))
+    computation = max(prefill, rows * model.vocab_size * 4 * 6)
+    computation += config.num_slots * model.vocab_size * 2  # counts
+    if config.drafts:
+        # The history, and a copy while rows move.
+        computation += 2 * config.num_slots * config.longest * 4
+    return computation
 
 
 def _shard_size(array: Any) -> int:

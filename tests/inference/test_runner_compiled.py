@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
+from jaxscale.inference.memory import computation_size
 from jaxscale.inference.program_cache import ProgramCache
 from jaxscale.inference.runner import Runner
 from jaxscale.inference.scheduler_config import SchedulerConfig
@@ -41,7 +42,7 @@ class Lowering:
             return traced.lower()
 
 
-def program(devices, name, num_pages, key, fp8=False):
+def program(devices, name, num_pages, key, fp8=False, num_slots=32):
     """One program of a model with two layers."""
     config = dataclasses.replace(preset(name), num_layers=2)
     count = len(devices)
@@ -65,7 +66,7 @@ def program(devices, name, num_pages, key, fp8=False):
         num_pages=num_pages,
         vocab_size=config.vocab_size,
         max_len=4096,
-        num_slots=32,
+        num_slots=num_slots,
         drafts=DRAFTS * (key[0] == "speculate"),
         contiguous=key == ["move"],
     )
@@ -158,3 +159,18 @@ def test_prompts_and_logits(key):
     shapes = {w.shape for w in found.written(weight) if w.size > gathered}
     assert not any("4096,6144" in s or "4096,28672" in s for s in shapes), shapes
     assert not any(s.startswith("bf16[2,512,") for s in shapes), shapes
+
+
+def test_the_estimate_of_memory_is_above_what_programs_need():
+    """Not by so much that it would cost pages."""
+    keys = ["sample", 128], ["prefill", 2048, 18432, True]
+    needed = [
+        compile_for_h200(program, "llama3_8b", 512, key, False, 128) for key in keys
+    ]
+    config = preset("llama3_8b")
+    logits = 128 * config.vocab_size * 4  # the argument of the full sampler
+    most = max(p.temporaries + p.outputs - p.aliased for p in needed) + logits
+    sizes = SchedulerConfig(
+        num_pages=512, vocab_size=config.vocab_size, max_len=4096, num_slots=128
+    )
+    assert most < computation_size(config, sizes, itemsize=2) < 2 * most

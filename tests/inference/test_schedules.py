@@ -9,48 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.inference.conftest import SIZES
-
-
-RNG = np.random.default_rng(0)
-
-
-def prompt(length):
-    return RNG.integers(0, 256, length).tolist()
-
-
-STEM = prompt(21)
-"""How many prompts begin."""
-
-REQUESTS = [
-    (tokens, {"max_tokens": most, **more})
-    for tokens, most, more in (
-        (STEM[:9], 12, {}),
-        (STEM[:16], 9, {"temperature": 0.8, "seed": 5}),
-        (STEM[:17], 14, {"repetition_penalty": 1.5, "frequency_penalty": 0.3}),
-        (STEM, 7, {"temperature": 1.2, "seed": 6, "top_p": 0.8, "top_k": 40}),
-        (prompt(1), 20, {"presence_penalty": 1.0}),
-        (prompt(3), 24, {"temperature": 1.0, "seed": 2**63 - 1}),
-        (STEM[:8], 16, {"min_tokens": 5, "stop_token_ids": [*range(0, 200, 3)]}),
-        (STEM[:12], 3, {"prompt_logprobs": 0}),
-        (
-            STEM[:20],
-            10,
-            {"logit_bias": {7: 3.0}, "n": 2, "temperature": 1.0, "seed": 1},
-        ),
-    )
-]
+from tests.inference.soak import Soak
+from tests.inference.typical import REQUESTS, alone, prompt
 
 
 @pytest.fixture(scope="module")
 def expected(llama):
-    """What each of `REQUESTS` gets by itself."""
-    results = []
-    for tokens, wanted in REQUESTS:
-        run = llama.run()
-        run.add("a", tokens, **wanted)
-        run.finish()
-        results.append([run.result("a", i) for i in range(wanted.get("n", 1))])
-    return results
+    return alone(llama, REQUESTS)
 
 
 def check_bits(run, name, which, expected):
@@ -122,3 +87,15 @@ def test_nan_reaches_nobody_else(llama, expected):
     for which in (0, 1, 5):
         check_bits(run, str(which), which, expected)
     check_bits(run, "late", 4, expected)
+
+
+def test_soak(llama):
+    """`tests.inference.soak` runs it with as many requests as one likes."""
+    soak = Soak(llama)
+    for _ in range(2):
+        soak.run(100)
+    counts = soak.counts
+    assert counts.received > 150
+    assert min(counts.finished, counts.aborted, counts.rejected, counts.failed) > 0
+    assert counts.preempted > 0 and counts.cached_tokens > 0
+    soak.close()
