@@ -195,6 +195,7 @@ def test_metrics(harness):
 
     async def test(client):
         before = await read(client)
+        engine.counts.drafted_tokens, engine.counts.accepted_tokens = 7, 5
         engine.hold = asyncio.Semaphore(0)
         call = asyncio.create_task(client.post(PATH, json=BODY))
         await settle(lambda: engine.live)
@@ -221,6 +222,8 @@ def test_metrics(harness):
     ]
     assert counts == [1, 1, 0, 0]
     assert more("jaxscale_generated_tokens_total") == 3
+    assert more("jaxscale_drafted_tokens_total") == 7
+    assert more("jaxscale_accepted_tokens_total") == 5
     assert more("jaxscale_time_to_first_token_seconds_count") == 1
     assert more("jaxscale_time_between_tokens_seconds_count") == 2
     assert more("jaxscale_request_seconds_count") == 1
