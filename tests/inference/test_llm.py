@@ -12,7 +12,7 @@ from jaxscale.inference import LLM, EngineConfig, InvalidRequest, SamplingParams
 from jaxscale.inference.kv_scales import check_scales, measure_kv_scales
 from jaxscale.inference.llm import fit
 from jaxscale.inference.runner import Runner
-from jaxscale.models import Decoder, Tokenizer, preset, save
+from jaxscale.models import Decoder, Tokenizer, load, preset, save
 from jaxscale.models.generation import GenerationConfig
 from jaxscale.nn import RopeScaling
 from tests.decoding import decode
@@ -62,6 +62,21 @@ def test_texts_begin_as_the_tokenizer_says(llm, monkeypatch):
     monkeypatch.setattr(llm, "tokenizer", tokenizer)
     (result,) = llm.generate("to be", GREEDY)
     assert list(result.prompt) == [tokenizer.bos_id, *tokenizer.encode("to be")]
+
+
+def test_log_probabilities_of_prompts_are_those_of_the_model(llm, directory):
+    """As lm-eval asks for them, in chunks and beside others."""
+    prompts = [list(range(3, 40)), [7, 7, 9]]
+    params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    model = load(directory)
+    for result in llm.generate([*prompts, prompts[0]], params):
+        logits = np.asarray(model(jnp.asarray([result.prompt]))[0], np.float64)
+        whole = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        first, *found = result.continuations[0].prompt_logprobs
+        assert first is None and [x.token for x in found] == list(result.prompt[1:])
+        wanted = whole[np.arange(len(found)), list(result.prompt[1:])]
+        np.testing.assert_allclose([x.logprob for x in found], wanted, atol=1e-4)
+        assert result.tokens == ()
 
 
 def test_ends_of_the_directory_count(llm):
@@ -174,6 +189,10 @@ def test_pages_fill_the_memory(llm):
     with pytest.raises(ValueError, match="max_len 100 exceeds 64"):
         limited = dataclasses.replace(preset("gpt2_tiny"), max_seq_len=64)
         EngineConfig(max_len=100).scheduler(limited, (), on_cpu=True)
+    apart = dataclasses.replace(options, contiguous=True)
+    needed = apart.scheduler(model.config, (), on_cpu=True)
+    assert needed.num_pages == 2 * 8 and needed.longest == 128
+    assert fit(model, needed, apart)[0].pages_per_slot == 8
     _, narrow = fit(model, config, dataclasses.replace(options, kv_dtype="fp8"))
     # A byte a number, and a scale for those of a head.
     assert narrow.page == (16 * c.head_dim + 4) * c.num_layers * 2 * c.num_kv_heads
