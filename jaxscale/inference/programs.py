@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Int16, UInt32
 
 from jaxscale.inference import sampling
+from jaxscale.inference.packed import Packed
 from jaxscale.inference.slots import NUM_STOPS, Column, OutFlag, RowFlag
 from jaxscale.inference.speculation import look_up, verify
 from jaxscale.models.decoder import Decoder
@@ -30,10 +30,6 @@ from jaxscale.sharding.operations import constrain, per_shard
 from jaxscale.sharding.rules import AxisRules
 from pallas_kernels.move_pages import move_pages
 
-
-KEY_BLOCK = 128
-"""The keys of each prompt begin at a multiple of this: a block of a kernel then holds
-those of one prompt, and what it adds up does not depend on the others."""
 
 SCORED = 128
 """Tokens of a prompt whose logits exist at a time."""
@@ -46,43 +42,6 @@ class Pages(NamedTuple):
     """[L, P, 2, K, G, H]."""
     scales: Any = None
     """[L, P, 2, K], those of fp8."""
-
-
-class Packed(NamedTuple):
-    """The chunks of a prefill, one behind the other; one array on its way.
-
-    Between two chunks there is one without tokens, whose keys are what `KEY_BLOCK`
-    leaves free.
-    """
-
-    tokens: Any
-    """[T] ids."""
-    positions: Any
-    """[T] in their sequences."""
-    rows: Any
-    """[T] of the pool, where keys and values go; past the pool for padding."""
-    targets: Any
-    """[T] the token that follows in the prompt, where its log-probability is asked
-    for; -1 otherwise."""
-    key_rows: Any
-    """[keys] rows of the pool that the chunks read."""
-    cu_q: Any
-    """[2 N + 1] boundaries in T."""
-    cu_k: Any
-    """[2 N + 1] boundaries in the keys."""
-    slots: Any
-    """[N] where the token that follows a chunk goes; S where none is drawn."""
-
-    @staticmethod
-    def sizes(tokens: int, keys: int, chunks: int) -> "Packed":
-        """How long each part is."""
-        bounds = 2 * chunks + 1
-        return Packed(tokens, tokens, tokens, tokens, keys, bounds, bounds, chunks)
-
-    def split(self, packed: Any) -> "Packed":
-        """The parts of one array, which have these sizes."""
-        ends = np.cumsum(self)
-        return Packed._make(packed[e - n : e] for e, n in zip(ends, self, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)

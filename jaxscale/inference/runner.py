@@ -20,9 +20,10 @@ from jaxtyping import Array
 from jaxscale.inference import program_sizes
 from jaxscale.inference.kv_scales import FP8, check_scales
 from jaxscale.inference.memory import check_drafts, check_max_len
+from jaxscale.inference.packed import KEY_BLOCK, Packed, whole_blocks
 from jaxscale.inference.plan import Chunk
 from jaxscale.inference.program_cache import ProgramCache
-from jaxscale.inference.programs import KEY_BLOCK, Packed, Pages, Programs
+from jaxscale.inference.programs import Pages, Programs
 from jaxscale.inference.request import MAX_BIASES
 from jaxscale.inference.scheduler_config import SchedulerConfig
 from jaxscale.inference.slots import Column
@@ -143,9 +144,9 @@ class Runner:
         self.devices = list(where.device_set if mesh is None else mesh.devices.flat)
         self._prefill_tokens = program_sizes.prefill_sizes(config, prefill_tokens)
         blocks = config.prefill_requests * (KEY_BLOCK - 1)
-        keys = _round_up(config.keys_budget + blocks, KEY_BLOCK)
+        keys = whole_blocks(config.keys_budget + blocks)
         # Gathered keys that nobody has cost little, a program costs seconds.
-        few = _round_up(keys // 8, KEY_BLOCK)
+        few = whole_blocks(keys // 8)
         self._prefill_keys = [few, keys] if keys > 8192 else [keys]
         self._compiled: dict[Key, Callable[..., Any]] = {}
         self.on_dispatch: Callable[[Key, Sequence[np.ndarray | None]], None] | None
@@ -414,33 +415,15 @@ class Runner:
     ) -> tuple[np.ndarray, Key]:
         """The array that `Programs.prefill` takes, and which program takes it."""
         config = self.config
-        size, past = config.page_size, config.num_pages * config.page_size
         needed = sum(len(chunk.tokens) for chunk in chunks)
-        keys = sum(_round_up(chunk.end, KEY_BLOCK) for chunk in chunks)
+        keys = sum(whole_blocks(chunk.end) for chunk in chunks)
         key = next(
             ("prefill", t, k, scored)
             for t, k, scored in self._prefills()
             if scored == (targets is not None) and needed <= t and keys <= k
         )
         sizes = Packed.sizes(key[1], key[2], config.prefill_requests)
-        x = sizes.split(packed := np.zeros(sum(sizes), np.int32))
-        x.rows[:], x.key_rows[:], x.targets[:] = past, past, -1
-        x.slots[:] = config.num_slots
-        at = key_at = 0
-        for i, chunk in enumerate(chunks):
-            here = slice(at, at := at + len(chunk.tokens))
-            x.tokens[here] = chunk.tokens
-            x.positions[here] = range(chunk.start, chunk.end)
-            x.rows[here] = chunk.write_rows(size)
-            if targets is not None:
-                x.targets[here] = targets[i]
-            x.key_rows[key_at : key_at + chunk.end] = chunk.key_rows(size)
-            x.cu_q[2 * i + 1 :] = at
-            x.cu_k[2 * i + 1] = key_at + chunk.end
-            x.cu_k[2 * i + 2 :] = key_at = key_at + _round_up(chunk.end, KEY_BLOCK)
-            if chunk.slot is not None:
-                x.slots[i] = chunk.slot
-        return packed, key
+        return sizes.pack(chunks, targets, config), key
 
     def _prefills(self) -> Iterable[tuple[int, int, bool]]:
         """Tokens and keys of the prefill programs, the smallest first."""
@@ -500,10 +483,6 @@ class Runner:
 
 def _decode_key(bucket: int, steps: int, drafts: int) -> Key:
     return ("speculate" if drafts else "decode", bucket, steps)
-
-
-def _round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
 
 
 def _shape_of(x: Array) -> jax.ShapeDtypeStruct:
