@@ -16,15 +16,10 @@ from jaxscale.inference.server.metrics import Metrics
 _BUFFERED = 16
 
 
-async def measured(
-    backend: Backend, request: Request, metrics: Metrics
-) -> AsyncGenerator[Output]:
-    """What a request brings, with the times at which it does.
-
-    Args:
-        backend: The engine.
-        request: To be run.
-        metrics: Learn the times.
+async def _measured(
+    backend: Backend, number: int, request: Request, metrics: Metrics
+) -> AsyncGenerator[tuple[int, Output]]:
+    """What a request brings, with its number, while the times are measured.
 
     Raises:
         ApiError: the request has failed.
@@ -42,40 +37,47 @@ async def measured(
                     metrics.gaps((now - before) / count, count)
                 last[output.index] = now
             check_outcome(output)
-            yield output
+            yield number, output
     metrics.finished(time.monotonic() - start)
 
 
-async def merged(
+def merged(
     backend: Backend, requests: Sequence[Request], metrics: Metrics
 ) -> AsyncGenerator[tuple[int, Output]]:
     """What several requests bring, each with its number, as it comes.
 
     A consumer that is slow holds back what is read from the engine, not the engine.
     Closing the iterator aborts all of them, and so does the failure of one.
+
+    Args:
+        backend: The engine.
+        requests: To be run.
+        metrics: Learn the times.
+
+    Raises:
+        ApiError: a request has failed.
     """
-    if len(requests) == 1:
-        async with contextlib.aclosing(
-            measured(backend, requests[0], metrics)
-        ) as outputs:
-            async for output in outputs:
-                yield 0, output
-        return
+    runs = [_measured(backend, *item, metrics) for item in enumerate(requests)]
+    return runs[0] if len(runs) == 1 else _together(runs)
+
+
+async def _together(
+    runs: Sequence[AsyncGenerator[tuple[int, Output]]],
+) -> AsyncGenerator[tuple[int, Output]]:
+    """What all of the runs bring."""
     news: asyncio.Queue[Any] = asyncio.Queue(_BUFFERED)
 
-    async def pump(number: int, request: Request) -> None:
+    async def pump(run: AsyncGenerator[tuple[int, Output]]) -> None:
         try:
-            async with contextlib.aclosing(
-                measured(backend, request, metrics)
-            ) as outputs:
-                async for output in outputs:
-                    await news.put((number, output))
+            async with contextlib.aclosing(run):
+                async for item in run:
+                    await news.put(item)
         except Exception as error:
             await news.put(error)
         else:
             await news.put(None)
 
-    tasks = [asyncio.ensure_future(pump(*item)) for item in enumerate(requests)]
+    tasks = [asyncio.ensure_future(pump(run)) for run in runs]
     try:
         running = len(tasks)
         while running:

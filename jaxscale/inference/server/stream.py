@@ -91,9 +91,10 @@ async def _encoded(
 ) -> AsyncGenerator[bytes]:
     try:
         data = await first
-        while data is not None:
+        if data is not None:
             yield event(data)
-            data = await anext(events, None)
+            async for data in events:
+                yield event(data)
     except Exception as error:
         # The status has been sent; clients know errors within streams.
         told = api_error(error)
