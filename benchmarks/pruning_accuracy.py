@@ -248,7 +248,9 @@ class Experiment:
             gradient_transforms=[pruning.mask_gradients(self.whole)],
         )
         schedule = training.make_schedule(settings, steps)
-        step = training.make_train_step(self._loss, optimizer, schedule=schedule)
+        step = training.make_train_step(
+            training.accumulated(self._loss), optimizer, schedule=schedule
+        )
 
         # Many steps in one program: at this size calling each would cost as much.
         @functools.partial(jax.jit, donate_argnums=0)

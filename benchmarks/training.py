@@ -86,10 +86,11 @@ def _train_jaxscale(params: dict[str, Any], seed: int, samples: int) -> dict[str
 
     state = sharding.create(init, mesh, rules)
     step = training.make_train_step(
-        training.next_token_loss(chunk_size=params["loss_chunk"]),
+        training.accumulated(
+            training.next_token_loss(chunk_size=params["loss_chunk"]), rules=rules
+        ),
         optimizer,
         schedule=training.make_schedule(settings, 1000),
-        rules=rules,
         shardings=jax.tree.map(lambda x: x.sharding, state),
     )
     batches = [rows(bounds) for bounds in _boundaries(params, seed, 4)]

@@ -4,13 +4,14 @@ Legend: B batch, T tokens of a row, D model, V vocabulary.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxscale.models.config import DecoderConfig
 from jaxscale.models.serving import for_inference
@@ -21,10 +22,17 @@ from jaxscale.models.stack import (
     make_stack,
     run_stack,
 )
+from jaxscale.models.stack_layout import flat_stack
+from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.blocks import Block, make_norm
 from jaxscale.nn.embeddings import Embed
 from jaxscale.nn.linear import Linear
-from jaxscale.nn.self_attention import AttentionState, attention_state
+from jaxscale.nn.self_attention import (
+    AttentionState,
+    Packed,
+    Whole,
+    attention_state,
+)
 from jaxscale.sharding.operations import constrain, contract
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 from jaxscale.sharding.tensor_parallel import TensorParallel, check_tensor_parallel
@@ -181,12 +189,25 @@ class Decoder(nnx.Module):
         Token ids and positions outside of their tables cannot be refused where they are
         traced: they turn the activations of their own sequence to NaN, and no others.
         """
-        if positions is None and cu_seqlens is None:
-            self._check_length("tokens per row", tokens.shape[1])
-        state = attention_state(
-            tokens.shape, cu_seqlens=cu_seqlens, positions=positions, rules=self.rules
-        )
+        state = self.attention_state(tokens.shape, cu_seqlens, positions)
         return self.run(tokens, state)[0]
+
+    def attention_state(
+        self,
+        shape: tuple[int, ...],
+        cu_seqlens: Int[Array, "B seqs_plus_1"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
+    ) -> Whole | Packed:
+        """The state of whole or packed rows of this `shape`, (B, T).
+
+        Raises:
+            ValueError: as `hidden`.
+        """
+        if positions is None and cu_seqlens is None:
+            self._check_length("tokens per row", shape[1])
+        return attention_state(
+            shape, cu_seqlens=cu_seqlens, positions=positions, rules=self.rules
+        )
 
     def run[State: AttentionState](
         self, tokens: Int[Array, "B T"], state: State
@@ -220,23 +241,66 @@ class Decoder(nnx.Module):
             >>> model.run(token, state)[0].shape
             (1, 1, 32)
         """
-        lookups = [(tokens, self.embed)]
+        x, lost = self.embedded(tokens, state)
+        x, state = self.run_blocks(x, state)
+        return lose(self.norm(x), lost, self.rules), state
+
+    def embedded(
+        self,
+        tokens: Int[Array, "B T"],
+        state: AttentionState,
+        vocab_axes: tuple[str, ...] = (),
+    ) -> tuple[Float[Array, "B T D"], Bool[Array, "B T"] | None]:
+        """The input of the first block, and the tokens whose activations mean nothing.
+
+        Args:
+            tokens: Token ids.
+            state: Their positions.
+            vocab_axes: Manual mesh axes over which the caller has split the rows of the
+                table of tokens, outermost first.
+        """
+        lookups, axes = [(tokens, self.embed)], [vocab_axes]
         if self.positions is not None:
             lookups.append((state.positions, self.positions))
-        x, lost = look_up(state, lookups, self.rules)
+            axes.append(())
+        x, lost = look_up(state, lookups, self.rules, axes)
         if self.config.scale_embeddings:
             # The factor is rounded, as in the files' own code.
             x = x * jnp.asarray(math.sqrt(self.config.d_model), x.dtype)
-        x, state = run_stack(
-            self.blocks,
+        return x, lost
+
+    def run_blocks[State: AttentionState](
+        self,
+        x: Float[Array, "B T D"],
+        state: State,
+        *,
+        blocks: Block | None = None,
+        variants: Sequence[AttentionConfig] | None = None,
+        **options: Any,
+    ) -> tuple[Float[Array, "B T D"], State]:
+        """The residual stream after the last block, and the state.
+
+        Args:
+            x: The residual stream.
+            state: The state of attention.
+            blocks: A stack of some of the layers; None is all.
+            variants: The attention of each layer of `blocks`.
+            **options: Passed to `jaxscale.models.stack.run_stack`.
+        """
+        if blocks is None:
+            blocks = flat_stack(self.blocks, self.config.num_layers)
+        if variants is None:
+            variants = [self.config.attention(i) for i in range(self.config.num_layers)]
+        return run_stack(
+            blocks,
             x,
             state,
-            variants=[self.config.attention(i) for i in range(self.config.num_layers)],
+            variants=variants,
             remat=self.remat,
             keep_gathered=self.tensor_parallel == "fused",
             scan=self.scan_layers,
+            **options,
         )
-        return lose(self.norm(x), lost, self.rules), state
 
     def unembed(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits in fp32 of the activations that `hidden` returns."""

@@ -24,6 +24,8 @@ from jaxscale.sharding.rules import AxisRules
 
 type _Carry = tuple[Array, tuple[Array, ...]]
 """The residual stream, and what the state carries."""
+type _Layer = tuple[Block, Array | None]
+"""A block, and whether it is a layer."""
 
 _policies = jax.checkpoint_policies
 # A fused product is no dot to the policies; the names are those of the results.
@@ -134,6 +136,8 @@ def run_stack[State: AttentionState](
     scan: bool,
     order: Sequence[int] | None = None,
     keep_gathered: bool = False,
+    active: Bool[Array, "L"] | None = None,
+    call: Callable[[Block, Array, State], tuple[Array, State]] | None = None,
 ) -> tuple[Float[Array, "B T D"], State]:
     """`x` and `state` after all blocks, ``x, state = block(x, state)`` in turn.
 
@@ -148,16 +152,21 @@ def run_stack[State: AttentionState](
         order: Number of the block that each layer is, where layers share blocks.
         keep_gathered: True keeps what `all_gather_matmul` gathered, too, where `remat`
             keeps results of linear layers.
+        active: Which blocks are layers; `x` passes the others as it is. All are if
+            None.
+        call: How a block is called; ``block(x, state)`` if None.
     """
     policy, num_layers = _policy(remat, keep_gathered), len(variants)
 
     def run_layer(
         layer: Array | int, variant: AttentionConfig | None
-    ) -> Callable[[_Carry, Block], _Carry]:
-        def body(carry: _Carry, block: Block) -> _Carry:
+    ) -> Callable[[_Carry, _Layer], _Carry]:
+        def body(carry: _Carry, layer_of_stack: _Layer) -> _Carry:
+            block, on = layer_of_stack
             x, carried = carry
-            x, after = block(x, state.carrying(carried).at(layer, variant))
-            return x, after.carried
+            before = state.carrying(carried).at(layer, variant)
+            y, after = block(x, before) if call is None else call(block, x, before)
+            return y if on is None else jnp.where(on, y, x), after.carried
 
         if policy is None:
             return body
@@ -165,11 +174,13 @@ def run_stack[State: AttentionState](
         # forward pass; outside, it must be kept from doing so.
         return jax.checkpoint(body, policy=policy, prevent_cse=not scan)
 
-    def block_at(layer: int) -> Block:
+    stack = blocks, active
+
+    def block_at(layer: int) -> _Layer:
         layer = layer if order is None else order[layer]
         if not isinstance(blocks, Block):
-            return blocks[layer]
-        return jax.tree.map(lambda p: p[layer], blocks)
+            return blocks[layer], None
+        return jax.tree.map(lambda p: p[layer], stack)
 
     carry, done = (x, state.carried), 0
     if scan and isinstance(blocks, Block):
@@ -181,12 +192,12 @@ def run_stack[State: AttentionState](
             parts, block_of = None, lambda part, i: block_at(0)
         elif order is not None:
             parts = jnp.asarray(order[:done]).reshape(-1, period)
-            block_of = lambda part, i: jax.tree.map(lambda p: p[part[i]], blocks)  # noqa: E731
+            block_of = lambda part, i: jax.tree.map(lambda p: p[part[i]], stack)  # noqa: E731
         elif period == 1:
-            parts, block_of = blocks, lambda part, i: part
+            parts, block_of = stack, lambda part, i: part
         else:
             parts = jax.tree.map(
-                lambda p: p[:done].reshape(-1, period, *p.shape[1:]), blocks
+                lambda p: p[:done].reshape(-1, period, *p.shape[1:]), stack
             )  # [L / period, period, ...]
             block_of = lambda part, i: jax.tree.map(lambda p: p[i], part)  # noqa: E731
 
@@ -200,11 +211,11 @@ def run_stack[State: AttentionState](
         length = done // period
         carry, _ = jax.lax.scan(group, carry, (parts, firsts), length=length)
     for layer in range(done, num_layers):
-        block, variant = block_at(layer), variants[layer]
-        if policy is None:
+        (block, on), variant = block_at(layer), variants[layer]
+        if policy is None and call is None and on is None:
             carry = _run_block(block, *carry, state, jnp.int32(layer), variant)
         else:
-            carry = run_layer(layer, variant)(carry, block)
+            carry = run_layer(layer, variant)(carry, (block, on))
     x, carried = carry
     return x, state.carrying(carried)
 
@@ -235,6 +246,7 @@ def look_up(
     state: AttentionState,
     lookups: Sequence[tuple[Int[Array, "B T"], Embed]],
     rules: AxisRules,
+    row_axes: Sequence[tuple[str, ...]] | None = None,
 ) -> tuple[Float[Array, "B T D"], Bool[Array, "B T"] | None]:
     """The sum of rows of several tables, and the tokens that are lost.
 
@@ -246,21 +258,28 @@ def look_up(
         state: The state of attention.
         lookups: Indices, and the table that they are rows of.
         rules: The table of the recipe.
+        row_axes: The `row_axes` of each table, as `Embed` takes them; none if None.
 
     Returns:
         The sum, and which tokens mean nothing; None if rows are not packed, where NaN
         reaches nothing but its own row.
     """
-    lost = None
+    lost, split = None, row_axes or [()] * len(lookups)
     if isinstance(state, Packed):
         placed = [constrain(at, ("batch", None), rules) for at, _ in lookups]
-        sizes = [table.table.shape[0] for _, table in lookups]
+        sizes = [
+            table.num_rows(axes)
+            for (_, table), axes in zip(lookups, split, strict=True)
+        ]
         outside = [(at < 0) | (at >= n) for at, n in zip(placed, sizes, strict=True)]
         lost = state.in_sequence_with(functools.reduce(jnp.logical_or, outside), rules)
         tables = (table for _, table in lookups)
         inside = (jnp.where(lost, 0, at) for at in placed)
         lookups = list(zip(inside, tables, strict=True))
-    rows = (table(indices) for indices, table in lookups)
+    rows = (
+        table(indices, axes)
+        for (indices, table), axes in zip(lookups, split, strict=True)
+    )
     return functools.reduce(jnp.add, rows), lost
 
 

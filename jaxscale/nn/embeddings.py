@@ -16,7 +16,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxscale.checks import check_positive
-from jaxscale.sharding.operations import gather
+from jaxscale.sharding.manual import sum_for_all
+from jaxscale.sharding.operations import constrain, gather
 from jaxscale.sharding.parameters import partitioned
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 
@@ -321,8 +322,34 @@ class Embed(nnx.Module):
             )
         )
 
-    def __call__(self, indices: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """The rows of the table at `indices`, in `dtype`."""
+    def __call__(
+        self, indices: Int[Array, "B T"], row_axes: tuple[str, ...] = ()
+    ) -> Float[Array, "B T D"]:
+        """The rows of the table at `indices`, in `dtype`.
+
+        Args:
+            indices: Rows to take; those outside of the table give NaN.
+            row_axes: Manual mesh axes over which the caller has split the rows of the
+                table, outermost first. Each device gets all results.
+        """
+        at, rows = indices, self.table.shape[0]
+        if row_axes:
+            at = indices - jax.lax.axis_index(row_axes) * rows
+            here = (at >= 0) & (at < rows)
+            at = jnp.where(here, at, 0)
         out_axes = ("batch", "tokens", "act_embed")
-        out = gather(self.table[...], indices, self.axes, out_axes, self.rules)
-        return out.astype(self.dtype)
+        out = gather(self.table[...], at, self.axes, out_axes, self.rules)
+        out = out.astype(self.dtype)
+        if not row_axes:
+            return out
+        masks = here, (indices >= 0) & (indices < self.num_rows(row_axes))
+        here, inside = (
+            constrain(mask, out_axes[:2], self.rules)[..., None] for mask in masks
+        )  # [B, T, 1]
+        return jnp.where(
+            inside, sum_for_all(jnp.where(here, out, 0), row_axes), jnp.nan
+        )
+
+    def num_rows(self, row_axes: tuple[str, ...] = ()) -> int:
+        """Rows of the whole table, of which the caller has split `row_axes`."""
+        return self.table.shape[0] * math.prod(map(jax.lax.axis_size, row_axes))

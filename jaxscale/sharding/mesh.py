@@ -2,7 +2,9 @@
 
 The axes stand in the order of their appetite for bandwidth. Neighboring devices of
 one host share the last axis, so `tensor`, which communicates in every layer, runs over
-the fastest links and `data`, which communicates once a step, over the slowest.
+the fastest links, and `pipe`, which sends one activation a microbatch, over the
+slowest. `data` lies within: it sums all gradients, though only once a step. This is
+the order of MegaScale (arXiv 2402.15627), and of `jaxscale plan`.
 """
 
 import dataclasses
@@ -16,7 +18,7 @@ from jax.sharding import AxisType, Mesh
 from jaxscale.checks import check_choice
 
 
-MESH_AXES = ("data", "fsdp", "pipe", "tensor")
+MESH_AXES = ("pipe", "data", "fsdp", "tensor")
 """The axes of every mesh, slowest links first."""
 
 _AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
@@ -28,15 +30,16 @@ class MeshConfig:
 
     Example:
         >>> MeshConfig(fsdp=-1, tensor=2).sizes(8)
-        {'data': 1, 'fsdp': 4, 'pipe': 1, 'tensor': 2}
+        {'pipe': 1, 'data': 1, 'fsdp': 4, 'tensor': 2}
     """
 
+    pipe: int = 1
+    """Stages of a pipeline, parts of the stack of layers; -1 for all remaining
+    devices."""
     data: int = 1
-    """Copies of the model that each see other rows; -1 for all remaining devices."""
+    """Copies of the model that each see other rows; -1 for the rest."""
     fsdp: int = 1
     """Shards of the parameters, which also see other rows; -1 for the rest."""
-    pipe: int = 1
-    """Parts of the stack of layers; -1 for the rest."""
     tensor: int = 1
     """Shards of heads, hidden features and sequence; -1 for the rest."""
     axis_type: Literal["auto", "explicit"] = "auto"
@@ -95,7 +98,7 @@ class MeshConfig:
 def make_mesh(
     config: MeshConfig | Mapping[str, Any], devices: Sequence[Any] | None = None
 ) -> Mesh:
-    """A mesh with the axes `data`, `fsdp`, `pipe` and `tensor`, in this order.
+    """A mesh with the axes `pipe`, `data`, `fsdp` and `tensor`, in this order.
 
     Axes of size one cost nothing, so rules may name any of the four on every mesh.
 
@@ -110,7 +113,7 @@ def make_mesh(
         >>> import jax
         >>> mesh = make_mesh({"fsdp": 2, "tensor": -1}, jax.devices()[:4])
         >>> dict(mesh.shape)
-        {'data': 1, 'fsdp': 2, 'pipe': 1, 'tensor': 2}
+        {'pipe': 1, 'data': 1, 'fsdp': 2, 'tensor': 2}
     """
     if not isinstance(config, MeshConfig):
         fields = {field.name for field in dataclasses.fields(MeshConfig)}

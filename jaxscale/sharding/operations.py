@@ -146,6 +146,16 @@ def gather(
         Array([3., 3., 1.], dtype=float32)
     """
     if _partly_manual(_current_mesh((table, indices))):
+        # Indices are whole where rows are split: a token may be in any row.
+        rows = rules.mesh_axes(table_axes[:1])
+        at = [
+            None if axis is None or rules.mesh_axes([axis]) & rows else axis
+            for axis in out_axes[: indices.ndim]
+        ]
+        shards = Shards.of((table, indices), (table_axes, at), rules)
+        tracked = any(jax.typeof(x).manual_axis_type.varying for x in (table, indices))
+        if shards.splits(table_axes[0]) and not tracked:
+            return _look_up(shards, table, indices, out_axes)
         # The partitioner of jaxlib 0.11.2 aborts on split rows there.
         table_axes = (None, *table_axes[1:])
         table = constrain(table, table_axes, rules)
@@ -159,6 +169,31 @@ def gather(
         mode="fill", wrap_negative_indices=False, out_sharding=explicit
     )
     return constrain(_steer(out, auto), out_axes, rules)
+
+
+def _look_up(
+    shards: "Shards", table: Array, indices: Array, out_axes: Sequence[str | None]
+) -> Array:
+    """`gather` inside a Manual region: each device looks up the rows that it has."""
+    names = shards.names(shards.in_axes[0][0])
+    total = table.shape[0]
+
+    def local(table: Array, indices: Array) -> tuple[Array]:
+        rows = table.shape[0]
+        at = indices - jax.lax.axis_index(names) * rows
+        here = (at >= 0) & (at < rows)
+        found = table[jnp.where(here, at, 0)]
+        found = jnp.where(here[..., None], found, jnp.zeros((), found.dtype))
+        found = jax.lax.psum(found, names)
+        inside = (indices >= 0) & (indices < total)
+        real = jnp.issubdtype(table.dtype, jnp.inexact)
+        nothing = jnp.nan if real else jnp.iinfo(table.dtype).min
+        return (jnp.where(inside[..., None], found, nothing),)
+
+    axes = (*shards.in_axes[1], *[None] * (table.ndim - 1))
+    look_up = shards.over(local, [axes], parameters=(0,))
+    (out,) = look_up(*shards.place((table, indices)))
+    return constrain(out, out_axes, shards.rules)
 
 
 def reshape(

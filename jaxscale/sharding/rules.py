@@ -28,8 +28,12 @@ class AxisRules:
         P('fsdp', None)
     """
 
+    rounds: MeshAxes = None
+    """Parameters: the chunks of the stack that each stage of a pipeline holds."""
     layers: MeshAxes = None
-    """Parameters: the stack of identical blocks."""
+    """Parameters: the stack of identical blocks; the stages of a pipeline."""
+    places: MeshAxes = None
+    """Parameters: the blocks of a chunk."""
     vocab: MeshAxes = None
     """Parameters: rows of the embedding table, columns of the output projection."""
     embed: MeshAxes = None
@@ -118,8 +122,32 @@ class AxisRules:
             self, **{a: names or None for a, names in kept.items()}
         )
 
+    def only(self, mesh_axes: Iterable[str]) -> "AxisRules":
+        """The table that splits nothing over other mesh axes than these.
+
+        Example:
+            >>> fsdp_tp().only({"data", "tensor"}).spec("batch", "embed", "mlp")
+            P('data', None, 'tensor')
+        """
+        kept = set(mesh_axes)
+        entries = {
+            field.name: tuple(
+                n for n in as_tuple(getattr(self, field.name)) if n in kept
+            )
+            for field in dataclasses.fields(self)
+        }
+        return AxisRules(
+            **{
+                axis: names[0] if len(names) == 1 else names or None
+                for axis, names in entries.items()
+            }
+        )
+
 
 _NAMES = frozenset(field.name for field in dataclasses.fields(AxisRules))
+
+STACK_AXES = ("rounds", "layers", "places")
+"""Logical axes of a stack of layers that is stored for the stages of a pipeline."""
 
 REPLICATED = AxisRules()
 """Rules that split no axis: one device, or full copies everywhere."""
@@ -163,10 +191,12 @@ def fsdp_tp() -> AxisRules:
 def megascale_3d() -> AxisRules:
     """MegaScale's 3-D parallelism: `fsdp_tp` with the layers split over `pipe`.
 
-    Parameters and moments are split; every device still computes every layer, with
-    weights that the compiler fetches, as long as there is no pipeline.
+    The vocabulary is split over `pipe` too, so that all stages share the work of
+    embedding and output projection. `jaxscale.training.pipelined` computes the stages
+    at the same time. In other programs every device computes every layer, with weights
+    that the compiler fetches.
     """
-    return dataclasses.replace(fsdp_tp(), layers="pipe")
+    return dataclasses.replace(fsdp_tp(), layers="pipe", vocab=("pipe", "tensor"))
 
 
 PRESETS = {

@@ -21,6 +21,7 @@ from jaxscale.training.data import (
     load_tokenizer,
 )
 from jaxscale.training.divergence import Diverged
+from jaxscale.training.gradients import accumulated
 from jaxscale.training.hardware import mfu, peak_flops
 from jaxscale.training.labeled import (
     LabeledBatch,
@@ -43,9 +44,11 @@ from jaxscale.training.optimizer import (
     make_optimizer,
     make_schedule,
 )
+from jaxscale.training.pipelined import pipelined, pipelined_sums
 from jaxscale.training.plan import Estimate, Plan, plan_layouts
 from jaxscale.training.plan_config import PlanConfig
 from jaxscale.training.step import (
+    NextTokenLoss,
     TrainState,
     make_eval_step,
     make_train_step,
@@ -70,6 +73,7 @@ __all__ = [
     "MaskedBatches",
     "MaskingConfig",
     "Monitor",
+    "NextTokenLoss",
     "OptimizerConfig",
     "PackedBatchIterator",
     "PackedBatches",
@@ -83,6 +87,7 @@ __all__ = [
     "TrainConfig",
     "TrainState",
     "Writer",
+    "accumulated",
     "chunked_cross_entropy",
     "classification_loss",
     "decays",
@@ -99,6 +104,8 @@ __all__ = [
     "next_token_loss",
     "packed_batches",
     "peak_flops",
+    "pipelined",
+    "pipelined_sums",
     "plan_layouts",
     "python_corpus",
     "read_documents",

@@ -5,7 +5,7 @@ import functools
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,6 +14,8 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
+
+from jaxscale.training.stack_moves import StackMove, stack_ranks
 
 
 logger = logging.getLogger("jaxscale.training")
@@ -313,11 +315,13 @@ class Checkpointer:
                 raise FileNotFoundError("state/_METADATA")
             saved = _flatten(metadata.tree)
         found = {name: x for name, x in saved.items() if name.startswith(prefix)}
-        self._check_arrays(step, wanted, found)
+        moves = self._moves(target, wanted, found, prefix)
+        self._check_arrays(step, wanted, found, moves)
+        read = {name: move.saved for name, move in moves.items()}
         abstract = _nest(
             {
                 name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-                for name, x in wanted.items()
+                for name, x in {**wanted, **read}.items()
             }
         )
         ocp = self._orbax
@@ -329,19 +333,48 @@ class Checkpointer:
         with self._reading(step):
             restored = self._reader.restore(step, args=ocp.args.Composite(state=args))
         arrays = _flatten(restored["state"])
+        for name, move in moves.items():
+            arrays[name] = move(arrays[name])
         return jax.tree.unflatten(
             jax.tree.structure(target), [arrays[name] for name in wanted]
         )
 
+    def _moves(
+        self,
+        target: Any,
+        wanted: Mapping[str, Any],
+        found: Mapping[str, Any],
+        prefix: str,
+    ) -> dict[str, StackMove]:
+        """How stacks that were saved for other stages of a pipeline come over."""
+        moves = {}
+        model = self._config.get("model")
+        num_layers = model.get("num_layers") if isinstance(model, Mapping) else None
+        for path, lead in stack_ranks(target).items():
+            name = prefix + path
+            if name not in found:
+                continue
+            saved, x = tuple(found[name].shape), wanted[name]
+            if saved != tuple(x.shape):
+                move = StackMove.between(saved, x, lead, num_layers)
+                moves |= {} if move is None else {name: move}
+        return moves
+
     def _check_arrays(
-        self, step: int, wanted: Mapping[str, Any], found: Mapping[str, Any]
+        self,
+        step: int,
+        wanted: Mapping[str, Any],
+        found: Mapping[str, Any],
+        moved: Collection[str],
     ) -> None:
         problems = [f"lacks {name}" for name in wanted if name not in found]
         problems += [f"has {name} too" for name in found if name not in wanted]
         problems += [
             f"has {name} of shape {tuple(found[name].shape)} instead of {x.shape}"
             for name, x in wanted.items()
-            if name in found and tuple(found[name].shape) != tuple(x.shape)
+            if name in found
+            and name not in moved
+            and tuple(found[name].shape) != tuple(x.shape)
         ]
         if problems:
             more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""

@@ -3,14 +3,18 @@
 import dataclasses
 import json
 import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax.numpy as jnp
 
+from jaxscale.checks import check_choice
 from jaxscale.models.config import DecoderConfig
 from jaxscale.models.encoder_config import EncoderConfig
+from jaxscale.models.stack_layout import StackLayout, place_variants
 from jaxscale.sharding.mesh import MESH_AXES, MeshConfig
 from jaxscale.sharding.rules import AxisRules, preset
+from jaxscale.sharding.schedule import check_schedule
 from jaxscale.sharding.tensor_parallel import check_tensor_parallel
 from jaxscale.training.data import DataConfig
 from jaxscale.training.optimizer import OptimizerConfig, make_schedule
@@ -54,7 +58,14 @@ class TrainConfig:
     steps: int = 1000
     """Batches of the entire run."""
     microbatches: int = 1
-    """Parts of a batch whose gradients are added before an update: less memory."""
+    """Parts of a batch whose gradients are added before an update: less memory. In a
+    pipeline they follow each other through the stages."""
+    chunks: int = 1
+    """Parts of the layers that each stage of a pipeline holds: more than one
+    interleave, for which microbatches must be a multiple of `mesh.pipe`."""
+    zero: Literal[1, 2, 3] = 3
+    """What `mesh.fsdp` splits during a step: moments, gradients too, or parameters
+    too. Between steps it splits all of them."""
     remat: Literal["none", "full", "dots", "dots_no_batch", "attention"] = "none"
     """Intermediate results that the backward pass computes again."""
     scan_layers: bool = False
@@ -92,6 +103,7 @@ class TrainConfig:
         for name in (
             "steps",
             "microbatches",
+            "chunks",
             "loss_chunk",
             "eval_every",
             "eval_batches",
@@ -102,6 +114,7 @@ class TrainConfig:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
+        check_choice("zero", self.zero, (1, 2, 3))
         if self.keep_every is not None and self.keep_every < 1:
             raise ValueError(
                 f"keep_every {self.keep_every} must be at least 1, or None"
@@ -222,10 +235,13 @@ class TrainConfig:
                 "whose devices would all do the same work; choose other rules or set "
                 "these axes to 1"
             )
-        rows = self.data.batch_size // self.microbatches
+        rows, rules = self.data.batch_size // self.microbatches, self.axis_rules
+        self._check_pipeline(sizes)
+        if self.is_pipelined(sizes):  # layers need not divide over the stages
+            rules = dataclasses.replace(rules, layers=None)
         try:
             self.model.check_mesh(
-                sizes, self.axis_rules, batch_size=rows, num_tokens=self.data.seq_len
+                sizes, rules, batch_size=rows, num_tokens=self.data.seq_len
             )
         except ValueError as error:
             if self.microbatches == 1 or "batch_size" not in str(error):
@@ -234,6 +250,39 @@ class TrainConfig:
                 f"a microbatch has data.batch_size / microbatches = {rows} rows: "
                 f"{error}"
             ) from error
+
+    def is_pipelined(self, sizes: Mapping[str, int]) -> bool:
+        """Whether a mesh of these sizes runs the layers as stages of a pipeline."""
+        return sizes["pipe"] > 1 and self.axis_rules.layers == "pipe"
+
+    def stack_layout(self, sizes: Mapping[str, int]) -> StackLayout:
+        """How the layers are stored on a mesh of these sizes."""
+        stages = sizes["pipe"] if self.is_pipelined(sizes) else 1
+        if stages == 1 < self.chunks:
+            raise self._no_stages()
+        return StackLayout(
+            num_layers=self.model.num_layers, stages=stages, chunks=self.chunks
+        )
+
+    def _no_stages(self) -> ValueError:
+        return ValueError(
+            f"chunks {self.chunks} are parts of the stages of a pipeline; set "
+            "mesh.pipe above 1 with rules='megascale_3d', or chunks=1"
+        )
+
+    def _check_pipeline(self, sizes: Mapping[str, int]) -> None:
+        """Raise where stages, chunks, microbatches and model do not fit each other."""
+        if not self.is_pipelined(sizes):
+            if self.chunks > 1 and self.mesh.pipe != -1:
+                raise self._no_stages()
+            return
+        if not isinstance(self.model, DecoderConfig):
+            raise ValueError(
+                f"mesh.pipe {sizes['pipe']} makes a pipeline, which runs decoders "
+                "only; set it to 1 for an encoder"
+            )
+        check_schedule(sizes["pipe"], self.microbatches, self.chunks)
+        place_variants(self.model, self.stack_layout(sizes))
 
     def identity(self) -> dict[str, Any]:
         """Return the settings that a run must keep to be continued, as JSON.

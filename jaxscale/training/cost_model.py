@@ -183,11 +183,15 @@ class Layout:
             ("num_heads", shape.num_heads, "tensor"),
             ("num_kv_heads", shape.num_kv_heads, "tensor"),
             ("d_ff", shape.d_ff, "tensor"),
-            ("vocab_size", shape.vocab_size, "tensor"),
             ("d_model", shape.d_model, "fsdp"),
         ):
             if size % (ways := getattr(self, axis)):
                 raise ValueError(f"{name} {size} is not divisible by {axis} {ways}")
+        if shape.vocab_size % (self.pipe * self.tensor):
+            raise ValueError(
+                f"vocab_size {shape.vocab_size} is not divisible by pipe {self.pipe} x "
+                f"tensor {self.tensor}"
+            )
         parts = self.context * self.tensor
         if seq_len % parts:
             raise ValueError(

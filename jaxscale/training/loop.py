@@ -20,10 +20,12 @@ from jaxscale.models.decoder import Decoder
 from jaxscale.models.encoder_config import EncoderConfig
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.parameters import place, shardings
+from jaxscale.sharding.rules import AxisRules
 from jaxscale.training.checkpoint import Checkpointer
 from jaxscale.training.config import TrainConfig
 from jaxscale.training.data import PackedBatches, TextData
 from jaxscale.training.divergence import Diverged, SkippedInARow, is_finite
+from jaxscale.training.gradients import GradientFunction, LossFunction, accumulated
 from jaxscale.training.hardware import peak_flops
 from jaxscale.training.monitor import (
     JsonlWriter,
@@ -33,9 +35,9 @@ from jaxscale.training.monitor import (
     Writer,
 )
 from jaxscale.training.optimizer import make_optimizer, make_schedule
+from jaxscale.training.pipelined import pipelined, pipelined_sums
 from jaxscale.training.step import (
     EvalStep,
-    LossFunction,
     Metrics,
     TrainState,
     make_eval_step,
@@ -138,7 +140,7 @@ def fit(
             "your own, as in next_token_loss(z_loss=...), and leave it 0 here"
         )
     mesh = make_mesh(config.mesh, devices)
-    config.check_mesh(dict(mesh.shape))
+    config.check_mesh(mesh.shape)
     if mesh.size > 1:
         config.check_rules(model)
     _check_data(train_data, eval_data)
@@ -150,7 +152,7 @@ def fit(
     )
     if loss is None:
         loss = next_token_loss(chunk_size=config.loss_chunk, z_loss=config.z_loss)
-    eval_step = make_eval_step(loss)
+    gradients, eval_step = _functions(config, mesh, loss)
     evaluation = None
 
     with contextlib.ExitStack() as stack:
@@ -164,11 +166,9 @@ def fit(
         state, layout = _start(config, mesh, optimizer, model, checkpoints, batches)
         del model  # its arrays belong to the state
         train_step = make_train_step(
-            loss,
+            gradients,
             optimizer,
             schedule=make_schedule(config.optimizer, config.steps),
-            microbatches=config.microbatches,
-            rules=config.axis_rules,
             shardings=layout,
         )
 
@@ -199,6 +199,7 @@ def fit(
                     monitor.log_evaluation(step, **dataclasses.asdict(evaluation))
         if eval_data is not None and first == config.steps:
             evaluation = evaluate(config, mesh, eval_step, state, eval_data)
+        state = _flattened(state, config, mesh)
     return FitResult(
         state=state, evaluation=evaluation, interrupted=step < config.steps
     )
@@ -324,7 +325,7 @@ def _start(
     batches: Any,
 ) -> tuple[TrainState, TrainState]:
     """The state of a new or of the saved run, and its shardings."""
-    rules = config.axis_rules
+    rules, stack = config.axis_rules, config.stack_layout(mesh.shape)
 
     def create() -> TrainState:
         if isinstance(config.model, EncoderConfig):
@@ -339,10 +340,10 @@ def _start(
             tensor_parallel=config.tensor_parallel,
             rngs=nnx.Rngs(config.seed),
         )
-        return TrainState.create(decoder, optimizer)
+        return TrainState.create(stack.arrange(decoder), optimizer)
 
     def adopt(model: Any) -> TrainState:
-        return TrainState.create(model, optimizer)
+        return TrainState.create(stack.arrange(model), optimizer)
 
     abstract = jax.eval_shape(create) if model is None else jax.eval_shape(adopt, model)
     layout = shardings(abstract, mesh, rules)
@@ -360,8 +361,53 @@ def _start(
         state = jax.jit(create, out_shardings=layout)()
     else:
         adopt = jax.jit(adopt, out_shardings=layout, donate_argnums=0)
-        state = adopt(place(model, mesh, rules))
+        state = adopt(place(model, mesh, _flat_rules(config, mesh)))
     return state, layout
+
+
+def _functions(
+    config: TrainConfig, mesh: Mesh, loss: Any
+) -> tuple[GradientFunction, EvalStep]:
+    """What gives the gradients of a batch, and what evaluates one."""
+    options: dict[str, Any] = {
+        "microbatches": config.microbatches,
+        "rules": config.axis_rules,
+    }
+    if not config.is_pipelined(mesh.shape):
+        return accumulated(loss, zero=config.zero, **options), make_eval_step(loss)
+    options["chunks"] = config.chunks
+    return (
+        pipelined(loss, zero=config.zero, **options),
+        jax.jit(pipelined_sums(loss, **options)),
+    )
+
+
+def _flat_rules(config: TrainConfig, mesh: Mesh) -> AxisRules:
+    """The rules of a model whose layers lie in their order."""
+    rules = config.axis_rules
+    if config.stack_layout(mesh.shape).is_flat:
+        return rules
+    return dataclasses.replace(rules, layers=None)
+
+
+def _flattened(state: TrainState, config: TrainConfig, mesh: Mesh) -> TrainState:
+    """`state` with its layers in their order, as other programs expect it."""
+    stack = config.stack_layout(mesh.shape)
+    if stack.is_flat:
+        return state
+    abstract = jax.eval_shape(stack.flatten, state)
+    places = shardings(abstract, mesh, _flat_rules(config, mesh))
+
+    def moved(x: Any, wanted: Any, place: NamedSharding) -> Any:
+        if x.shape == wanted.shape:
+            return jax.device_put(x, place)
+        flat = jax.jit(stack.flatten_array, out_shardings=place)(x)
+        x.delete()  # one by one: there is no room for all of them twice
+        return flat
+
+    leaves, wanted = jax.tree.leaves(state), jax.tree.leaves(abstract)
+    leaves = map(moved, leaves, wanted, jax.tree.leaves(places))
+    return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 
 
 def _check_steps(config: TrainConfig, done: int) -> None:

@@ -43,6 +43,7 @@ def chunked_cross_entropy(
     bias: Float[Array, "V"] | None = None,
     softcap: float | None = None,
     rules: AxisRules = REPLICATED,
+    vocab_axes: tuple[str, ...] = (),
 ) -> tuple[Float[Array, ""], LossSums]:
     r"""Summed cross-entropy of ``hidden @ kernel + bias`` against `targets`.
 
@@ -74,6 +75,9 @@ def chunked_cross_entropy(
         softcap: Logits become ``softcap * tanh(logits / softcap)``.
         rules: Sharding rules of the arrays. Mesh axes that are Manual hold complete
             arrays: the caller sums over them.
+        vocab_axes: Manual mesh axes over which the caller has split the columns of
+            `kernel`, and `bias`, outermost first. Each device gets the entire loss and
+            gradient of `hidden`, and the gradients of its columns.
 
     Returns:
         The sum over unmasked tokens, penalty included, and its parts. Only the first is
@@ -108,7 +112,7 @@ def chunked_cross_entropy(
     flat = hidden.ndim == 2
     if flat:
         hidden, targets, mask = hidden[None], targets[None], mask[None]
-    layout = _layout(rules, hidden.shape[1], has_rows=not flat)
+    layout = _layout(rules, hidden.shape[1], vocab_axes, has_rows=not flat)
     rules = layout.rules
     hidden = constrain(hidden, ("batch", "tokens", None), rules)
     kernel = constrain(kernel, ("embed", "vocab"), rules)
@@ -134,6 +138,13 @@ class _Layout:
     """Batch axes that the gradient of the kernel is scattered over (FSDP)."""
     tokens: tuple[str, ...] = ()
     """Vocabulary axes that the gradient of `hidden` is scattered over."""
+    manual_vocab: tuple[str, ...] = ()
+    """Axes that are Manual already and split the columns of the kernel."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """All axes that split the columns of the kernel, outermost first."""
+        return self.manual_vocab + self.vocab
 
     @property
     def rules(self) -> AxisRules:
@@ -158,7 +169,9 @@ def _varying(x: Array) -> frozenset[str]:
     return jax.typeof(x).manual_axis_type.varying
 
 
-def _layout(rules: AxisRules, length: int, *, has_rows: bool) -> _Layout:
+def _layout(
+    rules: AxisRules, length: int, vocab_axes: tuple[str, ...], *, has_rows: bool
+) -> _Layout:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return _Layout()
@@ -183,6 +196,7 @@ def _layout(rules: AxisRules, length: int, *, has_rows: bool) -> _Layout:
         vocab=vocab,
         embed=embed if set(embed) <= set(batch) else (),
         tokens=tokens if tokens == vocab and length % split == 0 else (),
+        manual_vocab=vocab_axes,
     )
 
 
@@ -329,7 +343,7 @@ def _local(
     d_hidden = jnp.moveaxis(d_hidden, 0, 1)  # [B, chunks, T, D]
     d_hidden = d_hidden.reshape(rows, -1, features)[:, :length]  # [B, chunks T, D]
     others = tuple(name for name in layout.batch if name not in layout.embed)
-    d_hidden = _sum(d_hidden, layout.vocab, scatter=layout.tokens, dimension=1)
+    d_hidden = _sum(d_hidden, layout.columns, scatter=layout.tokens, dimension=1)
     d_kernel = _sum(d_kernel, others + layout.embed, scatter=layout.embed, dimension=0)
     if d_bias is not None:
         d_bias = _sum(d_bias, layout.batch, scatter=(), dimension=0)
@@ -364,7 +378,7 @@ def _chunk(
     if cap is not None:
         logits = cap * jnp.tanh(logits / cap)
 
-    vocab = settings.layout.vocab
+    vocab = settings.layout.columns
     local = targets
     if vocab:  # these columns start at the position of the device along `vocab`
         local = targets - jax.lax.axis_index(vocab) * kernel.shape[1]

@@ -11,6 +11,7 @@ import optax
 from flax import nnx
 
 from jaxscale.sharding.parameters import logical_axes
+from jaxscale.sharding.rules import STACK_AXES
 
 
 type Schedule = Callable[[jax.typing.ArrayLike], jax.Array]
@@ -164,7 +165,7 @@ def decays(variable: nnx.Variable) -> bool:
     """True where weight decay applies: to matrices, not to scales and biases.
 
     The rank alone does not tell: in a stack of blocks the scale of a norm has the shape
-    [L, D]. The logical axes do: what is left without ``"layers"`` has two or more
+    [L, D]. The logical axes do: what is left without the stack's has two or more
     dimensions, and none of them is ``"norm"``.
 
     Example:
@@ -178,7 +179,7 @@ def decays(variable: nnx.Variable) -> bool:
         >>> decays(scale), decays(kernel)
         (False, True)
     """
-    axes = [axis for axis in logical_axes(variable) if axis != "layers"]
+    axes = [axis for axis in logical_axes(variable) if axis not in STACK_AXES]
     return len(axes) >= 2 and "norm" not in axes
 
 

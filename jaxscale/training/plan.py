@@ -227,6 +227,12 @@ def train_command(name: str, found: Estimate, config: PlanConfig) -> str:
         f"--data.seq-len {found.tokens // layout.batch_size}",
         f"--microbatches {layout.microbatches}",
     ]
+    if layout.pipe > 1:
+        options.append("--rules megascale_3d")
+    if layout.chunks > 1:
+        options.append(f"--chunks {layout.chunks}")
+    if layout.fsdp > 1 and layout.zero < 3:
+        options.append(f"--zero {layout.zero}")
     if layout.remat != "none":
         options.append(f"--remat {layout.remat}")
     if layout.tensor > 1:
@@ -240,16 +246,12 @@ def missing_today(layout: Layout) -> list[str]:
     """What `jaxscale train` cannot do yet of a layout.
 
     Example:
-        >>> missing_today(Layout(pipe=4, fsdp=2, batch_size=8))
-        ['a pipeline (pipe splits storage alone)']
+        >>> missing_today(Layout(context=4, fsdp=2, batch_size=8))
+        ['a mesh axis for parts of a row (context)']
     """
     missing = []
-    if layout.pipe > 1:
-        missing.append("a pipeline (pipe splits storage alone)")
     if layout.context > 1:
         missing.append("a mesh axis for parts of a row (context)")
-    if layout.fsdp > 1 and layout.zero < 3:
-        missing.append(f"ZeRO-{layout.zero} (fsdp splits parameters too)")
     return missing
 
 

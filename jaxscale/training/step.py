@@ -11,15 +11,10 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
-from jaxscale.sharding.operations import constrain, reshape
-from jaxscale.sharding.parameters import logical_axes
-from jaxscale.sharding.rules import REPLICATED, AxisRules
+from jaxscale.training.gradients import GradientFunction, LossFunction
 from jaxscale.training.losses import LossSums, chunked_cross_entropy
 from jaxscale.training.optimizer import Schedule
 
-
-type LossFunction = Callable[[Any, Any], tuple[Array, LossSums]]
-"""``loss(model, batch)``: the sum over tokens to differentiate, and its parts."""
 
 type Metrics = dict[str, Array]
 type TrainStep = Callable[["TrainState", Any], tuple["TrainState", Metrics]]
@@ -68,46 +63,73 @@ class TrainState:
         )
 
 
-def next_token_loss(*, chunk_size: int = 1024, z_loss: float = 0.0) -> LossFunction:
-    """The loss of a decoder on a `PackedBatch`.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NextTokenLoss:
+    """The loss of a decoder on a `PackedBatch`: see `next_token_loss`."""
 
-    Args:
-        chunk_size: Positions of a row whose logits exist at one time.
-        z_loss: Coefficient of the squared log-sum-exp.
-    """
+    chunk_size: int = 1024
+    """Positions of a row whose logits exist at one time."""
+    z_loss: float = 0.0
+    """Coefficient of the squared log-sum-exp."""
 
-    def loss(model: Any, batch: Any) -> tuple[Array, LossSums]:
+    def __call__(self, model: Any, batch: Any) -> tuple[Array, LossSums]:
+        """The summed loss of a batch, and its parts."""
         hidden = model.hidden(batch.tokens, cu_seqlens=batch.cu_seqlens)
+        return self.of_hidden(model, hidden, batch)
+
+    def of_hidden(
+        self,
+        model: Any,
+        hidden: Float[Array, "B T D"],
+        batch: Any,
+        vocab_axes: tuple[str, ...] = (),
+    ) -> tuple[Array, LossSums]:
+        """The same of the activations after the last norm.
+
+        Args:
+            model: Has the output projection.
+            hidden: Activations of the rows of `batch`.
+            batch: The targets.
+            vocab_axes: Manual mesh axes over which the columns of the projection are
+                split.
+        """
         kernel, bias = model.output_embedding()
         return chunked_cross_entropy(
             hidden,
             kernel,
             batch.targets,
             batch.loss_mask,
-            chunk_size=chunk_size,
-            z_loss=z_loss,
+            chunk_size=self.chunk_size,
+            z_loss=self.z_loss,
             bias=bias,
             softcap=model.logit_softcap,
             rules=model.rules,
+            vocab_axes=vocab_axes,
         )
 
-    return loss
+
+def next_token_loss(*, chunk_size: int = 1024, z_loss: float = 0.0) -> NextTokenLoss:
+    """The loss of a decoder on a `PackedBatch`.
+
+    Args:
+        chunk_size: Positions of a row whose logits exist at one time.
+        z_loss: Coefficient of the squared log-sum-exp.
+    """
+    return NextTokenLoss(chunk_size=chunk_size, z_loss=z_loss)
 
 
 def make_train_step(
-    loss_fn: LossFunction,
+    gradients: GradientFunction,
     optimizer: optax.GradientTransformation,
     *,
     schedule: Schedule,
-    microbatches: int = 1,
-    rules: AxisRules = REPLICATED,
     shardings: TrainState | None = None,
 ) -> TrainStep:
     r"""The jitted ``step(state, batch) -> (state, metrics)``; `state` is donated.
 
     The gradient is :math:`\sum_i g_i / \sum_i n_i` over microbatches and devices, with
     :math:`g_i` the gradient of a summed loss and :math:`n_i` its unmasked tokens: each
-    token weighs the same, however the batch is cut. Microbatches are added in fp32.
+    token weighs the same, however the batch is cut.
 
     When the loss or the norm of the gradients is not finite, the parameters, the
     moments and the optimizer's own count, which the schedule reads, stay as they are:
@@ -116,12 +138,10 @@ def make_train_step(
     Call it under ``jax.set_mesh(mesh)``: without, the rules have no effect.
 
     Args:
-        loss_fn: Summed loss of a model on a microbatch.
+        gradients: Gives the sums and the gradients of a batch: `accumulated` or
+            `pipelined`.
         optimizer: Takes fp32 gradients of the `nnx.Param` of the model.
         schedule: Learning rate by count of applied updates, for the metrics alone.
-        microbatches: Parts of a batch that are differentiated one after the other. Each
-            device cuts its own rows, so nothing moves between devices.
-        rules: Sharding rules of gradients and rows.
         shardings: Shardings of the state that comes out, for example
             ``jax.tree.map(lambda x: x.sharding, state)``. Without, the compiler may
             write an equal sharding in another way, for which the second call compiles
@@ -132,44 +152,10 @@ def make_train_step(
         `accuracy`, `grad_norm` before clipping, `param_norm` before the update, `lr`,
         `tokens` of this batch (all that the model read, if the loss tells them), and
         `skipped` updates until now.
-
-    Raises:
-        ValueError: `microbatches` is not positive; at the first call, the rows of the
-            batch cannot be cut into them.
     """
-    if microbatches < 1:
-        raise ValueError(f"microbatches {microbatches} must be at least 1")
-
-    def gradients(model: Any, batch: Any) -> tuple[LossSums, Any]:
-        graph, params, rest = nnx.split(model, nnx.Param, ...)
-
-        def loss(params: Any) -> tuple[Array, LossSums]:
-            return loss_fn(nnx.merge(graph, params, rest), batch)
-
-        (_, sums), grads = jax.value_and_grad(loss, has_aux=True)(params)
-        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-        return sums, _constrain_variables(grads, rules)
-
-    def accumulated(model: Any, batch: Any) -> tuple[LossSums, Any]:
-        if microbatches == 1:
-            return gradients(model, batch)
-        parts = _cut(batch, microbatches, rules)
-        part = jax.tree.map(lambda x: x[0], parts)
-        sums, _ = jax.eval_shape(gradients, model, part)
-        zeros = (
-            jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums),
-            jax.tree.map(
-                lambda p: jnp.zeros_like(p, jnp.float32), nnx.state(model, nnx.Param)
-            ),
-        )
-
-        def add(total: Any, part: Any) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, gradients(model, part)), None
-
-        return jax.lax.scan(add, zeros, parts)[0]
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        sums, grads = accumulated(state.model, batch)
+        sums, grads = gradients(state.model, batch)
         tokens = jnp.maximum(sums.tokens, 1).astype(jnp.float32)
         grads = jax.tree.map(lambda g: g / tokens, grads)
         norm = global_norm(grads)
@@ -221,37 +207,7 @@ def global_norm(tree: Any) -> Float[Array, ""]:
     return jnp.sqrt(sum(squares, jnp.zeros((), jnp.float32)))
 
 
-def _cut(batch: Any, parts: int, rules: AxisRules) -> Any:
-    """Leaves [B, ...] as [parts, B / parts, ...]: each device cuts the rows it has."""
-
-    def cut(x: Array) -> Array:
-        rows = x.shape[0]
-        if rows % parts:
-            raise ValueError(
-                f"microbatches {parts} must divide the {rows} rows of a batch"
-            )
-        inner = (None,) * (x.ndim - 1)
-        # Rows r = a * parts + m go to part m: `a` keeps the split of the rows.
-        shape = (rows // parts, parts, *x.shape[1:])
-        x = reshape(x, shape, ("batch", None, *inner), rules)  # [B / parts, parts, ...]
-        return constrain(jnp.moveaxis(x, 1, 0), (None, "batch", *inner), rules)
-
-    return jax.tree.map(cut, batch)
-
-
 def _replace(model: Any, params: Any) -> Any:
     """`model` with other parameters."""
     graph, _, rest = nnx.split(model, nnx.Param, ...)
     return nnx.merge(graph, params, rest)
-
-
-def _constrain_variables(tree: Any, rules: AxisRules) -> Any:
-    """`tree` with each `nnx.Variable` split as its logical axes say."""
-
-    def place(node: Any) -> Any:
-        if not isinstance(node, nnx.Variable):
-            return node
-        axes = logical_axes(node)
-        return jax.tree.map(lambda x: constrain(x, axes, rules), node)
-
-    return jax.tree.map(place, tree, is_leaf=lambda n: isinstance(n, nnx.Variable))

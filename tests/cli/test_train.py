@@ -24,6 +24,7 @@ TINY = [
     *("llama_tiny", "--data.seq-len", "32", "--data.held-out-fraction", "0.3"),
     *("--optimizer.warmup-steps", "0", "--eval-batches", "1"),
 ]
+PIPELINE = [*TINY, "--rules", "megascale_3d", "--mesh.fsdp", "2"]
 
 
 @pytest.fixture
@@ -122,6 +123,19 @@ def test_a_run_of_ones_own(tmp_path, monkeypatch):
         (
             [*TINY, "--data.vocab-size", "1024"],
             "data.vocab_size 1024 is larger than model.vocab_size 512",
+        ),
+        ([*TINY, "--chunks", "2"], "chunks 2 are parts of the stages of a pipeline"),
+        (
+            [*PIPELINE, "--mesh.pipe", "4"],
+            "num_layers 2 are fewer than stages 4 x chunks 1 = 4.*at most stages=2",
+        ),
+        (
+            [*PIPELINE, "--mesh.pipe", "2", "--chunks", "2", "--model.num-layers", "4"],
+            "microbatches 1 do not fit chunks 2.*use microbatches=2, or chunks=1",
+        ),
+        (
+            [*PIPELINE, "--mesh.pipe", "2", "--model.vocab-size", "513"],
+            r"vocab_size 513 is not divisible by 2, .*'pipe', 'tensor'",
         ),
         ([*TINY, "--data.paths", "nowhere/"], "'nowhere/' matches no text: no such"),
         (

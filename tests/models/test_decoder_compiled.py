@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 
 from jaxscale.models import Decoder, preset
 from jaxscale.sharding import fsdp_tp, make_mesh, shardings
+from jaxscale.training.gradients import accumulated
 from jaxscale.training.optimizer import OptimizerConfig, make_optimizer, make_schedule
 from jaxscale.training.step import TrainState, make_train_step, next_token_loss
 from tests.compiled import compile_for_h200
@@ -87,10 +88,9 @@ def training(devices, layers, tensor_parallel):
     )
     layout = jax.tree.map(lambda x: x.sharding, state)
     step = make_train_step(
-        next_token_loss(),
+        accumulated(next_token_loss(), rules=RULES),
         optimizer,
         schedule=make_schedule(config, 100),
-        rules=RULES,
         shardings=layout,
     )
 

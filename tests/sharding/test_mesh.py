@@ -10,9 +10,9 @@ from jaxscale.sharding import MESH_AXES, MeshConfig, make_mesh
 
 def test_four_axes_in_order_with_tensor_over_neighbors():
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
-    assert mesh.axis_names == MESH_AXES == ("data", "fsdp", "pipe", "tensor")
+    assert mesh.axis_names == MESH_AXES == ("pipe", "data", "fsdp", "tensor")
     ids = np.vectorize(lambda d: d.id)(mesh.devices)
-    np.testing.assert_array_equal(ids, np.arange(8).reshape(2, 2, 1, 2))
+    np.testing.assert_array_equal(ids, np.arange(8).reshape(1, 2, 2, 2))
 
 
 @pytest.mark.parametrize("axis", MESH_AXES)
@@ -45,8 +45,8 @@ def test_subset_of_devices():
         ({"data": 3, "fsdp": -1}, r"for fsdp: 8 devices are not divisible by 3"),
         ({"data": 0}, r"mesh axis data has size 0, expected at least 1, or -1"),
         ({"tensor": -2}, r"mesh axis tensor has size -2"),
-        ({"data": -1, "pipe": -1}, r"data and pipe are both -1.*give all but one"),
-        ({"model": 2}, r"mesh axis 'model' is unknown; use some of \('data'"),
+        ({"data": -1, "pipe": -1}, r"pipe and data are both -1.*give all but one"),
+        ({"model": 2}, r"mesh axis 'model' is unknown; use some of \('pipe'"),
         ({"axis_type": "manual"}, r"axis_type 'manual' is unknown"),
     ],
 )

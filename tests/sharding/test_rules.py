@@ -103,7 +103,7 @@ def problem():
     return params, tokens, target, *definition(params, tokens, target)
 
 
-def mesh_of(kind, sizes=(1, 4, 1, 2)):
+def mesh_of(kind, sizes=(1, 1, 4, 2)):
     """A mesh of one kind, or mixed: 'explicit' in the axes named by `kind`."""
     types = tuple(
         AxisType.Explicit if kind in ("explicit", axis) else AxisType.Auto
@@ -169,7 +169,7 @@ def test_without_a_mesh_rules_change_nothing(problem):
 @pytest.mark.parametrize("manual", [MESH_AXES, ("data", "fsdp"), ("data",)])
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_manual_axes_see_local_rows_and_whole_parameters(problem, manual, kind):
-    mesh, rules = mesh_of(kind, (2, 2, 1, 2)), fsdp_tp()
+    mesh, rules = mesh_of(kind, (1, 2, 2, 2)), fsdp_tp()
     params, tokens, target, *_ = problem
     rows = P(tuple(axis for axis in ("data", "fsdp") if axis in manual))
 
@@ -357,7 +357,7 @@ def test_per_shard_equals_the_whole(kind, batch):
     expected = softmax_of_scores(q, k)
     expected_grads = jax.grad(partial(loss, softmax_of_scores), argnums=(0, 1))(q, k)
     run, grads = local, jax.grad(partial(loss, local), argnums=(0, 1))
-    mesh = mesh_of(kind, (1, 4, 1, 2))
+    mesh = mesh_of(kind, (1, 1, 4, 2))
     if kind == "manual":
         rows = P() if batch == 6 else P("fsdp")
         both = {"mesh": mesh, "in_specs": (rows, rows), "out_specs": (rows, rows)}
@@ -491,7 +491,9 @@ def test_presets_by_name():
         "fsdp_tp": fsdp_tp(),
     }
     assert {name: preset(name) for name in tables} == tables
-    assert preset("megascale_3d") == dataclasses.replace(fsdp_tp(), layers="pipe")
+    assert preset("megascale_3d") == dataclasses.replace(
+        fsdp_tp(), layers="pipe", vocab=("pipe", "tensor")
+    )
     with pytest.raises(ValueError, match=r"'zero' is no preset; use one of \['dp'"):
         preset("zero")
 

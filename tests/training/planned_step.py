@@ -15,6 +15,7 @@ from jaxscale.sharding import fsdp_tp, make_mesh, shardings
 from jaxscale.training import (
     OptimizerConfig,
     TrainState,
+    accumulated,
     make_optimizer,
     make_schedule,
     make_train_step,
@@ -51,10 +52,9 @@ def step(
         state = jax.eval_shape(init)
         places = shardings(state, mesh, rules)
     train = make_train_step(
-        next_token_loss(chunk_size=1024),
+        accumulated(next_token_loss(chunk_size=1024), rules=rules),
         optimizer,
         schedule=make_schedule(settings, 10),
-        rules=rules,
         shardings=places,
     )
 

@@ -23,6 +23,7 @@ from jaxscale.training import (
     TokenCorpus,
     TrainConfig,
     TrainState,
+    accumulated,
     classification_loss,
     fit,
     make_train_step,
@@ -184,7 +185,7 @@ def test_throughput_counts_what_the_model_read():
     assert int(sums.tokens) == int(batch.loss_mask.sum()) < int(sums.inputs)
     optimizer = optax.sgd(0.1)
     step = make_train_step(
-        masked_lm_loss(), optimizer, schedule=lambda n: jnp.asarray(0.1)
+        accumulated(masked_lm_loss()), optimizer, schedule=lambda n: jnp.asarray(0.1)
     )
     _, metrics = step(TrainState.create(model, optimizer), batch)
     assert int(metrics["tokens"]) == int(sums.inputs)

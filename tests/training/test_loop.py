@@ -16,6 +16,7 @@ from jaxscale.models import Decoder
 from jaxscale.models.llama import llama_tiny
 from jaxscale.models.tokenizer import Tokenizer
 from jaxscale.sharding import MeshConfig
+from jaxscale.sharding.parameters import logical_axes
 from jaxscale.training.checkpoint import Checkpointer
 from jaxscale.training.config import TrainConfig
 from jaxscale.training.corpus import TokenCorpus
@@ -194,6 +195,39 @@ def test_an_explicit_mesh_and_microbatches_give_the_same_trace(unbroken, tmp_pat
     _, explicit = run(config)
     for step, loss in writer.losses().items():
         assert explicit.losses()[step] == pytest.approx(loss, rel=1e-5)
+
+
+def test_a_run_goes_on_with_any_layout_of_its_layers(tmp_path):
+    """Five layers: as a stack, in two chunks of two stages, in four stages, a stack."""
+    config = dataclasses.replace(
+        CONFIG, model=dataclasses.replace(MODEL, num_layers=5), scan_layers=True
+    )
+    _, whole = run(dataclasses.replace(config, output_dir=str(tmp_path / "whole")))
+    layouts = [
+        (2, {"mesh": MeshConfig(data=2, fsdp=2)}),
+        (4, {"mesh": MeshConfig(pipe=2, fsdp=2), "chunks": 2, "zero": 1}),
+        (5, {"mesh": MeshConfig(pipe=4), "remat": "full"}),
+        (6, {"mesh": MeshConfig(fsdp=2, tensor=2), "zero": 2}),
+    ]
+    found = {}
+    for last, options in layouts:
+        pipelined = options["mesh"].pipe > 1
+        layout = dataclasses.replace(
+            config,
+            rules="megascale_3d" if pipelined else "fsdp_tp",
+            microbatches=2,
+            output_dir=str(tmp_path / "parts"),
+            **options,
+        )
+        result, part = run(layout, hooks=[interrupt_after(last)])
+        found |= part.losses()
+        # Whatever ran, what comes out is a stack that other programs take.
+        up = result.state.model.blocks.mlp.up.kernel
+        assert up.shape == (5, 32, 64) and logical_axes(up)[0] == "layers"
+    assert found == pytest.approx(whole.losses(), rel=1e-5)
+    assert result.evaluation.loss == pytest.approx(
+        whole.evaluations[6]["eval_loss"], rel=1e-5
+    )
 
 
 def test_default_writers(tmp_path):

@@ -264,12 +264,13 @@ def test_only_what_can_run_today():
     plan = plan_layouts(llama3_8b(), PlanConfig(gpus=16, batch_size=64, today=True))
     assert not any(missing_today(found.layout) for found in plan.ranked)
     layout = Layout(pipe=2, context=2, fsdp=2, zero=1, batch_size=8)
-    assert len(missing_today(layout)) == 3
+    assert len(missing_today(layout)) == 1
 
 
-def test_the_command_is_one_that_train_takes():
+@pytest.mark.parametrize("given", [{}, {"pipe": 2, "chunks": 4, "fsdp": 2, "zero": 1}])
+def test_the_command_is_one_that_train_takes(given):
     name = "llama3_8b"
-    config = PlanConfig(gpus=8, batch_size=64, tensor=2, today=True)
+    config = PlanConfig(gpus=8, batch_size=64, tensor=2, today=True, **given)
     plan = plan_layouts(preset(name), config)
     share, jaxscale, train, run, *options = train_command(
         name, plan.best, plan.config
@@ -284,8 +285,11 @@ def test_the_command_is_one_that_train_takes():
         default=TrainCommand(config=find_run(name)),
     )
     layout, config = plan.best.layout, command.config
-    sizes = {"data": layout.data, "fsdp": layout.fsdp, "pipe": 1, "tensor": 2}
-    assert config.mesh.sizes(8) == sizes
+    axes = ("pipe", "data", "fsdp", "tensor")
+    sizes = {axis: getattr(layout, axis) for axis in axes}
+    assert config.mesh.sizes(8) == sizes and sizes["pipe"] == given.get("pipe", 1)
+    assert config.chunks == layout.chunks
+    assert config.zero == layout.zero or layout.fsdp == 1
     config.check_mesh(sizes)
     assert config.microbatches == layout.microbatches
     assert config.data.batch_size == 64 and config.data.seq_len == 8192
@@ -335,7 +339,10 @@ def test_what_is_short_is_said(model, config, message):
         ({"gpus": 8, "remat": "some"}, "remat 'some' is unknown"),
         ({"gpus": 8, "memory_share": 1.1}, "memory_share 1.1, expected 0.01 to 1"),
         ({"gpus": 8, "memory_share": math.nan}, "memory_share nan, expected"),
-        ({"gpus": 8, "pipe": 8, "today": True}, "today True leaves pipe 8 out"),
+        (
+            {"gpus": 8, "context": 8, "today": True},
+            "today True leaves context 8 out",
+        ),
         ({"gpus": 8, "nic": -1.0}, "nic -1.0 must be positive and finite"),
     ],
 )

@@ -11,10 +11,10 @@ from flax import nnx
 
 from jaxscale.models import Decoder, preset
 from jaxscale.sharding import MeshConfig, create, fsdp_tp, make_mesh
+from jaxscale.training.gradients import _cut, accumulated
 from jaxscale.training.optimizer import OptimizerConfig, make_optimizer, make_schedule
 from jaxscale.training.step import (
     TrainState,
-    _cut,
     global_norm,
     make_eval_step,
     make_train_step,
@@ -29,10 +29,13 @@ STEPS = 12
 LOSS = next_token_loss(chunk_size=5, z_loss=1e-3)
 
 
-def parts(config=CONFIG, **options):
+def parts(config=CONFIG, *, shardings=None, **options):
     optimizer = make_optimizer(config, STEPS)
     step = make_train_step(
-        LOSS, optimizer, schedule=make_schedule(config, STEPS), **options
+        accumulated(LOSS, **options),
+        optimizer,
+        schedule=make_schedule(config, STEPS),
+        shardings=shardings,
     )
     return optimizer, step
 
@@ -168,7 +171,9 @@ def test_each_number_that_is_not_finite_skips_the_update(part):
             return total + jnp.sqrt(0 * jnp.sum(model.output[...])), sums
         return total, sums._replace(**{part: jnp.inf * jnp.ones(())})
 
-    step = make_train_step(loss, optimizer, schedule=make_schedule(CONFIG, STEPS))
+    step = make_train_step(
+        accumulated(loss), optimizer, schedule=make_schedule(CONFIG, STEPS)
+    )
     state = fresh(optimizer)
     before = arrays((state.model, state.opt_state))
     state, metrics = step(state, toy.batch(0))
@@ -322,7 +327,9 @@ def test_masked_batch_changes_no_moment_by_nan(plain):
 
 def test_extra_transforms_see_the_update_before_the_learning_rate():
     optimizer = make_optimizer(CONFIG, STEPS, transforms=[optax.set_to_zero()])
-    step = make_train_step(LOSS, optimizer, schedule=make_schedule(CONFIG, STEPS))
+    step = make_train_step(
+        accumulated(LOSS), optimizer, schedule=make_schedule(CONFIG, STEPS)
+    )
     state = fresh(optimizer)
     before = arrays(state.model)
     state, _ = step(state, toy.batch(0))

@@ -1,0 +1,385 @@
+"""Runs the schedule of a pipeline inside a Manual region; it knows no model.
+
+One `jax.lax.scan` for each phase of the schedule goes over its ticks, whose rows of
+integers say what each stage does (`jaxscale.sharding.schedule_table` tells the order of
+a tick). Stages without work compute on zeros: in lock step that costs no time, so no
+layer stands in a conditional, and no collective runs on only some devices.
+
+The backward pass is `jax.vjp` inside a tick. Nothing differentiates through the loop,
+so that what the stash holds is all the memory, however many microbatches come.
+
+Legend: p stages, v chunks a stage, m microbatches.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxscale.sharding.manual import sum_for_all, use_on_each
+from jaxscale.sharding.schedule_table import Phase, PipelineSchedule
+
+
+type Stash = Literal["inputs", "residuals"]
+"""What a chunk's forward pass keeps: its input, of which the backward pass computes it
+again, or what the backward pass needs."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PipelineProgram:
+    """What the stages compute. All devices call each function in the same ticks.
+
+    `ends` are the parameters outside of the chunks; their gradients are the same on all
+    stages, or those of the part that a stage holds.
+    """
+
+    embed: Callable[[Any, Array], Array]
+    """``embed(ends, microbatch)``: the input of the first chunk, on all stages."""
+    stage: Callable[[Any, Array, Array, Array], Array]
+    """``stage(chunk, x, microbatch, c)``: the output of the chunk of index c."""
+    loss: Callable[[Any, Array, Array], tuple[Array, Any]]
+    """``loss(ends, y, microbatch)``: the loss of an output, and sums to add up."""
+    activation: Callable[[tuple[int, ...]], Array]
+    """``activation(leading)``: zeros with the shape and the placement of `x`, behind
+    leading dimensions."""
+    reduce: Callable[[Any], Any] = lambda grads: grads
+    """Applied to the gradient of a chunk, before it is added to those of the other
+    microbatches."""
+    axis: str = "pipe"
+    """The Manual mesh axis of the stages."""
+    stash: Stash = "inputs"
+    """What a chunk's forward pass keeps."""
+
+
+class _Carry(NamedTuple):
+    """What goes from tick to tick."""
+
+    y: Any
+    """Output of the forward pass of the last tick."""
+    dx: Any
+    """Gradient from the stage behind, sent in the last tick."""
+    dy: Any
+    """Gradient of the output whose loss was computed in the last tick."""
+    stash: Any
+    outputs: Any
+    """Outputs of the last stage that wait for their loss."""
+    chunk_grads: Any
+    end_grads: Any
+    value: Any
+    """Sum of the losses."""
+    sums: Any
+
+
+def run_schedule(
+    schedule: PipelineSchedule, program: PipelineProgram, chunks: Any, ends: Any
+) -> tuple[Any, Any, Any]:
+    """The sums of all microbatches, and the gradients of a stage.
+
+    Runs inside a `jax.shard_map` that is Manual over ``program.axis`` and has
+    ``check_vma=False``.
+
+    Args:
+        schedule: The table, with backward passes.
+        program: What the stages compute.
+        chunks: Parameters of the stage, a pytree of arrays [v, ...].
+        ends: Parameters outside of the chunks.
+
+    Returns:
+        The sums, and the gradients of `chunks` and of `ends` in fp32, summed over
+        microbatches. Over the mesh axes of the rows nothing is summed.
+    """
+    runner = _Runner(schedule=schedule, program=program, chunks=chunks, ends=ends)
+    carry = runner.run(gradients=True)
+    return carry.sums, carry.chunk_grads, carry.end_grads
+
+
+def run_forward(
+    schedule: PipelineSchedule, program: PipelineProgram, chunks: Any, ends: Any
+) -> tuple[Float[Array, ""], Any]:
+    """The loss of all microbatches and their sums, by a table of forward passes.
+
+    Differentiated by `jax.grad` inside the region it is GPipe: the loop then keeps what
+    each tick needs, of all microbatches. Arguments are as for `run_schedule`.
+    """
+    runner = _Runner(schedule=schedule, program=program, chunks=chunks, ends=ends)
+    carry = runner.run(gradients=False)
+    return carry.value, carry.sums
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Runner:
+    schedule: PipelineSchedule
+    program: PipelineProgram
+    chunks: Any
+    ends: Any
+
+    @property
+    def stage(self) -> Array:
+        """The number of this stage."""
+        return jax.lax.axis_index(self.program.axis)
+
+    def run(self, *, gradients: bool) -> _Carry:
+        """All ticks, phase by phase."""
+        carry = self._start(gradients=gradients)
+        for phase in self.schedule.phases():
+            ticks = slice(phase.start, phase.stop)
+            rows = {name: jnp.asarray(x[ticks]) for name, x in self._table().items()}
+
+            def tick(
+                carry: _Carry, row: dict[str, Array], phase: Phase = phase
+            ) -> tuple[_Carry, None]:
+                return self._tick(carry, row, phase), None
+
+            carry, _ = jax.lax.scan(tick, carry, rows)
+        return carry
+
+    def _table(self) -> dict[str, np.ndarray]:
+        """The columns of the schedule, and the entries of the first stage's chunk 0."""
+        table = self.schedule
+        names = ("f_mb", "f_chunk", "f_slot", "b_mb", "b_chunk", "b_slot")
+        columns = {name: getattr(table, name) for name in names}
+        for name in ("loss_mb", "loss_slot", "out_slot"):
+            columns[name] = getattr(table, name)
+        for kind in ("f", "b"):
+            mb, chunk = columns[f"{kind}_mb"][:, 0], columns[f"{kind}_chunk"][:, 0]
+            columns[f"{kind}_first"] = np.where(chunk == 0, mb, -1)
+        return columns
+
+    def _start(self, *, gradients: bool) -> _Carry:
+        program, table = self.program, self.schedule
+        zero = program.activation(())
+        _, sums = jax.eval_shape(program.loss, self.ends, zero, jnp.int32(0))
+        sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums)
+        empty = _Carry(
+            y=zero,
+            dx=None,
+            dy=None,
+            stash=None,
+            outputs=program.activation((table.num_out_slots,)),
+            chunk_grads=None,
+            end_grads=None,
+            value=jnp.zeros((), jnp.float32),
+            sums=sums,
+        )
+        if not gradients:
+            return empty
+        chunk = self._chunk(jnp.int32(0))
+        if program.stash == "inputs":
+            stash = program.activation((table.num_slots,))
+        else:
+            kept = jax.eval_shape(
+                lambda chunk, x: self._forward(chunk, x, jnp.int32(0), jnp.int32(0))[1],
+                chunk,
+                zero,
+            )
+            stash = [jnp.zeros((table.num_slots, *x.shape), x.dtype) for x in kept]
+        reduced = jax.eval_shape(program.reduce, chunk)
+        return empty._replace(
+            dx=zero,
+            dy=zero,
+            stash=stash,
+            chunk_grads=jax.tree.map(
+                lambda x: jnp.zeros((table.chunks, *x.shape), jnp.float32), reduced
+            ),
+            end_grads=jax.tree.map(
+                lambda x: jnp.zeros(x.shape, jnp.float32), self.ends
+            ),
+        )
+
+    def _tick(self, carry: _Carry, row: dict[str, Array], phase: Phase) -> _Carry:
+        p = self.schedule.stages
+        onward = [(i, (i + 1) % p) for i in range(p)]
+        # On its way while backward passes and the loss run.
+        arrived = jax.lax.ppermute(carry.y, self.program.axis, onward)
+        dx = carry.dx
+        if phase.backward:
+            dx, carry = self._run_backward(carry, row, phase)
+        carry = self._run_loss(carry, row, phase)._replace(dx=dx)
+        if phase.forward:
+            carry = self._run_forward(carry, row, phase, arrived)
+        return carry
+
+    def _run_backward(
+        self, carry: _Carry, row: dict[str, Array], phase: Phase
+    ) -> tuple[Array, _Carry]:
+        """The gradient from the stage behind, and the carry with new gradients."""
+        program, p = self.program, self.schedule.stages
+        entry, on = self._entry(row, "b")
+        mb, c, slot = entry
+        is_last = (self.stage == p - 1) & (c == self.schedule.chunks - 1)
+        dy = jnp.where(is_last, carry.dy, carry.dx)
+        chunk, kept = self._chunk(c), _at(carry.stash, slot)
+        pull = self._pullback(chunk, kept, mb, c)
+        d_chunk, dx = pull(jnp.where(on, dy, 0))
+        dx = jnp.where(on, dx, 0)
+        grads = _add_at(carry.chunk_grads, program.reduce(d_chunk), c, on)
+
+        def add(end_grads: Any) -> Any:
+            _, pull = jax.vjp(
+                lambda ends: program.embed(ends, row["b_first"]), self.ends
+            )
+            (d_ends,) = pull(self._from_stage(dx, 0))
+            return _add(end_grads, d_ends)
+
+        flags = self._table()["b_first"][phase.start : phase.stop] >= 0
+        end_grads = _where_on(flags, row["b_first"], add, lambda x: x, carry.end_grads)
+        backward = [(i, (i - 1) % p) for i in range(p)]
+        # Needed in the next tick: on its way while loss and forward passes run.
+        sent = jax.lax.ppermute(dx, program.axis, backward)
+        return sent, carry._replace(chunk_grads=grads, end_grads=end_grads)
+
+    def _run_loss(self, carry: _Carry, row: dict[str, Array], phase: Phase) -> _Carry:
+        """Keep the last stage's output, and compute the loss of one that is kept."""
+        outputs = _put(carry.outputs, carry.y, row["out_slot"], row["out_slot"] >= 0)
+        carry = carry._replace(outputs=outputs)
+
+        def with_loss(carry: _Carry) -> _Carry:
+            mb = row["loss_mb"]
+            y = self._from_stage(
+                _at(outputs, row["loss_slot"]), self.schedule.stages - 1
+            )
+            if carry.end_grads is None:
+                value, sums = self.program.loss(self.ends, y, mb)
+            else:
+                value, pull, sums = jax.vjp(
+                    lambda ends, y: self.program.loss(ends, y, mb),
+                    self.ends,
+                    y,
+                    has_aux=True,
+                )
+                d_ends, dy = pull(jnp.ones_like(value))
+                carry = carry._replace(dy=dy, end_grads=_add(carry.end_grads, d_ends))
+            return carry._replace(
+                value=carry.value + value,
+                sums=jax.tree.map(jnp.add, carry.sums, sums),
+            )
+
+        # Only what a loss changes goes through the conditional.
+        names = ("dy", "end_grads", "value", "sums")
+        flags = self.schedule.loss_mb[phase.start : phase.stop] >= 0
+
+        def on(part: tuple[Any, ...]) -> tuple[Any, ...]:
+            after = with_loss(carry._replace(**dict(zip(names, part, strict=True))))
+            return tuple(getattr(after, name) for name in names)
+
+        part = tuple(getattr(carry, name) for name in names)
+        part = _where_on(flags, row["loss_mb"], on, lambda x: x, part)
+        return carry._replace(**dict(zip(names, part, strict=True)))
+
+    def _run_forward(
+        self, carry: _Carry, row: dict[str, Array], phase: Phase, arrived: Array
+    ) -> _Carry:
+        program = self.program
+        entry, on = self._entry(row, "f")
+        mb, c, slot = entry
+
+        def embedded(x: Array) -> Array:
+            first = program.embed(self.ends, row["f_first"])
+            used: Any = use_on_each(first, (program.axis,))
+            return jnp.where((self.stage == 0) & (c == 0), used, x)
+
+        flags = self._table()["f_first"][phase.start : phase.stop] >= 0
+        x = _where_on(flags, row["f_first"], embedded, lambda x: x, arrived)
+        x = jnp.where(on, x, 0)
+        if carry.stash is None:
+            return carry._replace(y=program.stage(self._chunk(c), x, mb, c))
+        y, kept = self._forward(self._chunk(c), x, mb, c)
+        return carry._replace(y=y, stash=_put(carry.stash, kept, slot, on))
+
+    def _forward(self, chunk: Any, x: Array, mb: Array, c: Array) -> tuple[Array, Any]:
+        """The output of a chunk, and what its backward pass needs besides `chunk`."""
+        if self.program.stash == "inputs":
+            return self.program.stage(chunk, x, mb, c), x
+        y, pull = jax.vjp(lambda b, x: self.program.stage(b, x, mb, c), chunk, x)
+        ours = {id(leaf) for leaf in jax.tree.leaves(chunk)}
+        return y, [leaf for leaf in jax.tree.leaves(pull) if id(leaf) not in ours]
+
+    def _pullback(
+        self, chunk: Any, kept: Any, mb: Array, c: Array
+    ) -> Callable[[Array], Any]:
+        """The derivative of a chunk whose forward pass kept what `_forward` says."""
+        program = self.program
+        if program.stash == "inputs":
+            return jax.vjp(lambda b, x: program.stage(b, x, mb, c), chunk, kept)[1]
+        # A derivative is a pytree: an abstract evaluation gives its structure, the
+        # parameters stand in their places and the rest is what was kept.
+        places: list[int | None] = []
+
+        def abstract(chunk: Any, x: Array) -> Any:
+            _, pull = jax.vjp(lambda b, x: program.stage(b, x, mb, c), chunk, x)
+            at = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(chunk))}
+            places[:] = [at.get(id(leaf)) for leaf in jax.tree.leaves(pull)]
+            return pull
+
+        pull = jax.eval_shape(abstract, chunk, program.activation(()))
+        ours, rest = jax.tree.leaves(chunk), iter(kept)
+        leaves = [next(rest) if i is None else ours[i] for i in places]
+        return jax.tree.unflatten(jax.tree.structure(pull), leaves)
+
+    def _chunk(self, c: Int[Array, ""]) -> Any:
+        if self.schedule.chunks == 1:
+            return jax.tree.map(lambda x: x[0], self.chunks)
+        return _at(self.chunks, c)
+
+    def _entry(
+        self, row: dict[str, Array], kind: Literal["f", "b"]
+    ) -> tuple[list[Array], Bool[Array, ""]]:
+        """Microbatch, chunk and slot of this stage, and whether there is work."""
+        entry = [row[f"{kind}_{name}"][self.stage] for name in ("mb", "chunk", "slot")]
+        return [jnp.maximum(x, 0) for x in entry], entry[0] >= 0
+
+    def _from_stage(self, x: Array, stage: int) -> Array:
+        """`x` of one stage, on all of them."""
+        x = jnp.where(self.stage == stage, x, 0)
+        return sum_for_all(x, (self.program.axis,))
+
+
+def _where_on[T](
+    flags: np.ndarray,
+    entry: Array,
+    on: Callable[[T], T],
+    off: Callable[[T], T],
+    operand: T,
+) -> T:
+    """`on` in the ticks whose entry is not negative: the same on all devices."""
+    if flags.all():
+        return on(operand)
+    if not flags.any():
+        return off(operand)
+    return jax.lax.cond(entry >= 0, on, off, operand)
+
+
+def _at(tree: Any, i: Array) -> Any:
+    return jax.tree.map(
+        lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False), tree
+    )
+
+
+def _put(tree: Any, values: Any, i: Array, on: Array) -> Any:
+    """`tree` with `values` at the index `i`, where `on`."""
+    i = jnp.maximum(i, 0)
+
+    def put(x: Array, value: Array) -> Array:
+        old = jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
+        return jax.lax.dynamic_update_index_in_dim(x, jnp.where(on, value, old), i, 0)
+
+    return jax.tree.map(put, tree, values)
+
+
+def _add(total: Any, part: Any) -> Any:
+    return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, part)
+
+
+def _add_at(total: Any, part: Any, i: Array, on: Array) -> Any:
+    """`total` with `part` added at the index `i`, where `on`."""
+
+    def add(t: Array, g: Array) -> Array:
+        old = jax.lax.dynamic_index_in_dim(t, i, 0, keepdims=False)
+        new = old + jnp.where(on, g.astype(t.dtype), 0)
+        return jax.lax.dynamic_update_index_in_dim(t, new, i, 0)
+
+    return jax.tree.map(add, total, part)

@@ -1,0 +1,208 @@
+"""Loss and gradients of a batch, accumulated over microbatches.
+
+`jaxscale.training.pipelined` gives the same through a pipeline. What is summed over
+devices that see other rows is summed once a step, outside of the loop over
+microbatches.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+from jaxtyping import Array
+
+from jaxscale.checks import check_choice
+from jaxscale.sharding.manual import scattered, summed, whole
+from jaxscale.sharding.operations import constrain, reshape
+from jaxscale.sharding.parameters import logical_axes, specs
+from jaxscale.sharding.rules import REPLICATED, AxisRules, as_tuple
+from jaxscale.training.losses import LossSums
+from jaxscale.training.optimizer import decays
+
+
+type GradientFunction = Callable[[Any, Any], tuple[LossSums, Any]]
+"""``gradients(model, batch)``: the sums of the batch, and the gradients of the loss by
+the `nnx.Param` of the model, in fp32 and split as these are."""
+
+type LossFunction = Callable[[Any, Any], tuple[Array, LossSums]]
+"""``loss(model, batch)``: the sum over tokens to differentiate, and its parts."""
+
+type Zero = Literal[1, 2, 3]
+"""What the axis `fsdp` splits during a step: moments alone, gradients too, or
+parameters too."""
+
+
+def accumulated(
+    loss: LossFunction,
+    *,
+    microbatches: int = 1,
+    rules: AxisRules = REPLICATED,
+    zero: Zero = 3,
+) -> GradientFunction:
+    """Gradients of a batch, whole or added up over microbatches in fp32.
+
+    Each device cuts its own rows, so nothing moves between devices. Gradients are
+    summed once a step over the axes that see other rows and split no parameter. Over
+    the axis that stores parameters (`fsdp`), `zero` decides:
+
+    - 1: parameters are gathered once a step, in the type of the computation; whole
+      gradients are added up, and summed and scattered once a step.
+    - 2: the same, but the gradients of each microbatch are scattered.
+    - 3: each layer is gathered before its use, its gradient scattered after it.
+
+    Args:
+        loss: Summed loss of a model on a microbatch.
+        microbatches: Parts of a batch that are differentiated one after the other.
+        rules: Sharding rules of parameters and rows.
+        zero: What `fsdp` splits during the step.
+
+    Raises:
+        ValueError: `microbatches` is not positive or `zero` unknown; at the first call,
+            the rows of the batch cannot be cut into them.
+
+    References:
+        ZeRO: arXiv 1910.02054.
+    """
+    check_microbatches(microbatches)
+    check_choice("zero", zero, Zero)
+
+    def gradients(model: Any, batch: Any) -> tuple[LossSums, Any]:
+        graph, params, rest = nnx.split(model, nnx.Param, ...)
+        apart = zero < 3 or microbatches > 1
+        manual = _manual_rows(params, rules, zero) if apart else ()
+        stored = specs(params, rules.only(manual))
+
+        def one(params: Any, rest: Any, batch: Any) -> tuple[LossSums, Any]:
+            (_, sums), grads = jax.value_and_grad(
+                lambda p: loss(nnx.merge(graph, p, rest), batch), has_aux=True
+            )(params)
+            grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+            if zero == 2:
+                grads = jax.tree.map(scattered, grads, stored)
+            return sums, constrain_variables(grads, rules)
+
+        def of_rows(params: Any, rest: Any, batch: Any) -> tuple[LossSums, Any]:
+            if zero < 3:
+                params = cast_layers(params, getattr(model, "dtype", None))
+                params = jax.tree.map(whole, params, stored)
+            add = functools.partial(one, params, rest)
+            sums, grads = _add_microbatches(add, batch, microbatches, rules)
+            return sum_once(sums, grads, stored, manual, scatter=zero == 1)
+
+        if not manual:
+            return of_rows(params, rest, batch)
+        region = jax.shard_map(
+            of_rows,
+            axis_names=set(manual),
+            in_specs=(stored, PartitionSpec(), rules.only(manual).spec("batch")),
+            out_specs=(PartitionSpec(), stored),
+            check_vma=False,
+        )
+        sums, grads = region(params, rest, batch)
+        return sums, constrain_variables(grads, rules)
+
+    return gradients
+
+
+def _manual_rows(params: Any, rules: AxisRules, zero: int) -> tuple[str, ...]:
+    """The mesh axes over which `accumulated` sums by itself."""
+    mesh = jax.sharding.get_abstract_mesh()
+    rows = [n for n in as_tuple(rules.batch) if mesh.shape.get(n, 1) > 1]
+    if zero == 3:  # what stores parameters is left to the compiler
+        variables = jax.tree.leaves(params, is_leaf=_is_variable)
+        axes = [rules.mesh_axes(logical_axes(x)) for x in variables]
+        rows = [n for n in rows if n not in frozenset().union(*axes)]
+    return tuple(rows)
+
+
+def _add_microbatches(
+    one: Callable[[Any], tuple[LossSums, Any]], batch: Any, count: int, rules: AxisRules
+) -> tuple[LossSums, Any]:
+    """The sum of what `one` gives for each part of a batch."""
+    if count == 1:
+        return one(batch)
+    parts = _cut(batch, count, rules)
+    shapes = jax.eval_shape(one, jax.tree.map(lambda x: x[0], parts))
+    sums, grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+    def add(total: Any, part: Any) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, one(part)), None
+
+    return jax.lax.scan(add, (sums, constrain_variables(grads, rules)), parts)[0]
+
+
+def sum_once(
+    sums: LossSums, grads: Any, stored: Any, axes: Sequence[str], *, scatter: bool
+) -> tuple[LossSums, Any]:
+    """The sums over devices that see other rows, each with its part of the gradients.
+
+    Args:
+        sums: Sums of these rows.
+        grads: Gradients of these rows.
+        stored: Partition of each gradient.
+        axes: Manual axes that see other rows.
+        scatter: Whether gradients are whole yet.
+    """
+    if scatter:
+        grads = jax.tree.map(scattered, grads, stored)
+    grads = jax.tree.map(lambda g, s: summed(g, axes, s), grads, stored)
+    sums = jax.tree.map(lambda x: summed(x, axes, PartitionSpec()), sums)
+    return sums, grads
+
+
+def cast_layers(params: Any, dtype: Any) -> Any:
+    """`params` with the matrices of layers in the type of the computation.
+
+    A layer would cast them at each use; norms and tables are computed in fp32.
+    """
+
+    def cast(node: Any) -> Any:
+        if dtype is None or not ("layers" in logical_axes(node) and decays(node)):
+            return node
+        return jax.tree.map(lambda x: x.astype(dtype), node)
+
+    return jax.tree.map(cast, params, is_leaf=_is_variable)
+
+
+def _is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)
+
+
+def check_microbatches(microbatches: int) -> None:
+    """Raise where there is not at least one microbatch."""
+    if microbatches < 1:
+        raise ValueError(f"microbatches {microbatches} must be at least 1")
+
+
+def _cut(batch: Any, parts: int, rules: AxisRules) -> Any:
+    """Leaves [B, ...] as [parts, B / parts, ...]: each device cuts the rows it has."""
+
+    def cut(x: Array) -> Array:
+        rows = x.shape[0]
+        if rows % parts:
+            raise ValueError(
+                f"microbatches {parts} must divide the {rows} rows of a batch"
+            )
+        inner = (None,) * (x.ndim - 1)
+        # Rows r = a * parts + m go to part m: `a` keeps the split of the rows.
+        shape = (rows // parts, parts, *x.shape[1:])
+        x = reshape(x, shape, ("batch", None, *inner), rules)  # [B / parts, parts, ...]
+        return constrain(jnp.moveaxis(x, 1, 0), (None, "batch", *inner), rules)
+
+    return jax.tree.map(cut, batch)
+
+
+def constrain_variables(tree: Any, rules: AxisRules) -> Any:
+    """`tree` with each `nnx.Variable` split as its logical axes say."""
+
+    def place(node: Any) -> Any:
+        if not _is_variable(node):
+            return node
+        axes = logical_axes(node)
+        return jax.tree.map(lambda x: constrain(x, axes, rules), node)
+
+    return jax.tree.map(place, tree, is_leaf=_is_variable)

@@ -1,0 +1,445 @@
+"""Loss and gradients of a decoder through a pipeline of stages.
+
+One `jax.shard_map`, Manual over the stages and the axes that see other rows, runs the
+ticks of a schedule (`jaxscale.sharding.pipeline`); `tensor` is left to the layers.
+
+Legend: B batch, T tokens of a row, D model, v chunks a stage, p stages, k places of a
+chunk, m microbatches.
+"""
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
+
+from jaxscale.checks import check_choice
+from jaxscale.models.stack import lose
+from jaxscale.models.stack_layout import StackLayout, place_variants
+from jaxscale.nn.attention import AttentionConfig
+from jaxscale.nn.blocks import Block
+from jaxscale.sharding.manual import scattered, whole
+from jaxscale.sharding.operations import constrain
+from jaxscale.sharding.parameters import specs
+from jaxscale.sharding.pipeline import (
+    PipelineProgram,
+    run_forward,
+    run_schedule,
+)
+from jaxscale.sharding.rules import STACK_AXES, AxisRules, as_tuple
+from jaxscale.sharding.schedule import Kind, check_schedule, pipeline_schedule
+from jaxscale.training.gradients import (
+    GradientFunction,
+    Zero,
+    cast_layers,
+    check_microbatches,
+    constrain_variables,
+    sum_once,
+)
+from jaxscale.training.losses import LossSums
+
+
+type PipelineKind = Literal["1f1b", "gpipe"]
+"""How a pipeline orders backward passes: at once, or after all forward passes."""
+
+_AXIS = "pipe"
+
+
+@typing.runtime_checkable
+class PipelinedLoss(typing.Protocol):
+    """A loss that a pipeline computes apart from the layers."""
+
+    def of_hidden(
+        self,
+        model: Any,
+        hidden: Float[Array, "B T D"],
+        batch: Any,
+        vocab_axes: tuple[str, ...] = (),
+    ) -> tuple[Array, LossSums]:
+        """The summed loss of the activations after the last norm, and its parts.
+
+        Args:
+            model: Has the output projection.
+            hidden: Activations of the rows of `batch`.
+            batch: Tokens and targets.
+            vocab_axes: Manual mesh axes over which the vocabulary is split.
+        """
+        ...
+
+
+def pipelined(
+    loss: Any,
+    *,
+    microbatches: int,
+    rules: AxisRules,
+    chunks: int = 1,
+    zero: Zero = 3,
+    kind: PipelineKind = "1f1b",
+) -> GradientFunction:
+    """Gradients of a batch through the stages of the mesh axis `pipe`.
+
+    The layers of the model lie as `StackLayout` says for the stages of the mesh and for
+    `chunks`: a model with another layout is refused. Its embedding and its output
+    projection are computed by all stages together, each with its part of the vocabulary
+    where the rules split it over `pipe`. `zero` is that of `accumulated`; the
+    parameters outside of the layers are gathered, and their gradients scattered, once a
+    step.
+
+    With ``remat="full"`` a stage keeps the inputs of its chunks and computes them
+    again, otherwise what `remat` keeps of their layers. ``kind="gpipe"`` differentiates
+    the loop of forward passes, whose memory grows with the microbatches: to compare.
+
+    Args:
+        loss: A `PipelinedLoss`: `next_token_loss`, or one that is apart as well.
+        microbatches: Parts of a batch, m; of several chunks a multiple of the stages.
+        rules: Sharding rules of parameters and rows, which split `layers` over `pipe`.
+        chunks: Parts of the layers that each stage holds, v: above 1 interleaved.
+        zero: What `fsdp` splits during a step.
+        kind: How backward passes are ordered.
+
+    Raises:
+        ValueError: an argument is out of range; at the first call, before anything is
+            compiled, the mesh, the model and the batch do not fit each other.
+
+    References:
+        GPipe, arXiv 1811.06965. 1F1B and interleaving, arXiv 2104.04473. MegaScale,
+        arXiv 2402.15627.
+    """
+    check_choice("zero", zero, Zero)
+    check_choice("kind", kind, PipelineKind)
+    check_microbatches(microbatches)
+    _check_loss(loss)
+
+    def gradients(model: Any, batch: Any) -> tuple[LossSums, Any]:
+        region = _Region.of(loss, model, rules, microbatches, chunks, zero)
+        sums, grads = region.run("forward" if kind == "gpipe" else kind, batch)
+        return sums, constrain_variables(grads, rules)
+
+    return gradients
+
+
+def pipelined_sums(
+    loss: Any, *, microbatches: int, rules: AxisRules, chunks: int = 1
+) -> Callable[[Any, Any], LossSums]:
+    """``sums(model, batch)`` without gradients, for evaluation; see `pipelined`."""
+    check_microbatches(microbatches)
+    _check_loss(loss)
+
+    def sums(model: Any, batch: Any) -> LossSums:
+        region = _Region.of(loss, model, rules, microbatches, chunks, 1)
+        return region.run("forward", batch, gradients=False)[0]
+
+    return sums
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Region:
+    """A model in the Manual region, and where its parameters are stored."""
+
+    loss: PipelinedLoss
+    rules: AxisRules
+    layout: StackLayout
+    microbatches: int
+    zero: Zero
+    rows: tuple[str, ...]
+    """Manual axes that see other rows."""
+    model: Any
+    graph: Any
+    blocks: Any
+    ends: Any
+    rest: Any
+    variants: list[AttentionConfig]
+    """The attention of the layer at each place of a chunk."""
+
+    @classmethod
+    def of(
+        cls,
+        loss: PipelinedLoss,
+        model: Any,
+        rules: AxisRules,
+        microbatches: int,
+        chunks: int,
+        zero: Zero,
+    ) -> "_Region":
+        """Check that model, mesh and settings fit each other.
+
+        Raises:
+            ValueError: they do not.
+        """
+        sizes = jax.sharding.get_abstract_mesh().shape
+        _check_model(model, rules, sizes)
+        layout = StackLayout(
+            num_layers=model.config.num_layers, stages=sizes[_AXIS], chunks=chunks
+        )
+        check_schedule(layout.stages, microbatches, chunks)
+        if not layout.holds(model.blocks):
+            raise ValueError(
+                f"the blocks of the model are not stored for stages {layout.stages} "
+                f"and chunks {layout.chunks}; make the model of "
+                "StackLayout(num_layers=..., stages=..., chunks=...).arrange(model)"
+            )
+        graph, blocks, ends, rest = nnx.split(
+            model, nnx.All(nnx.Param, nnx.PathContains("blocks")), nnx.Param, ...
+        )
+        return cls(
+            loss=loss,
+            rules=rules,
+            layout=layout,
+            microbatches=microbatches,
+            zero=zero,
+            rows=tuple(n for n in as_tuple(rules.batch) if n in sizes),
+            model=model,
+            graph=graph,
+            blocks=blocks["blocks"],
+            ends=ends,
+            rest=rest,
+            variants=place_variants(model.config, layout),
+        )
+
+    @property
+    def manual(self) -> AxisRules:
+        """The rules over the Manual axes."""
+        return self.rules.only((_AXIS, *self.rows))
+
+    @property
+    def vocab_axes(self) -> tuple[str, ...]:
+        return tuple(n for n in as_tuple(self.rules.vocab) if n == _AXIS)
+
+    def stored(self, tree: Any, *, leading: int | None = None) -> Any:
+        """The partition of each parameter over the axes that see other rows.
+
+        Args:
+            tree: The parameters.
+            leading: Dimensions of layers that these have in the region; None is as they
+                are stored.
+        """
+        found = specs(tree, self.rules.only(self.rows))
+        if leading is None:
+            return found
+        drop = 1 if self.layout.is_flat else len(STACK_AXES)
+        return jax.tree.map(
+            lambda s: PartitionSpec(*[None] * leading, *s[drop:]), found
+        )
+
+    def run(
+        self, kind: Kind, batch: Any, *, gradients: bool = True
+    ) -> tuple[LossSums, Any]:
+        """The sums, and the gradients, of a batch."""
+        self._check_rows(batch)
+        placed = specs(self.blocks, self.manual), specs(self.ends, self.manual)
+        run = functools.partial(self._local, kind, gradients)
+        region = jax.shard_map(
+            run,
+            axis_names={_AXIS, *self.rows},
+            in_specs=(*placed, PartitionSpec(), self.manual.spec("batch")),
+            out_specs=(PartitionSpec(), placed if gradients else PartitionSpec()),
+            check_vma=False,
+        )
+        sums, grads = region(self.blocks, self.ends, self.rest, batch)
+        if not gradients:
+            return sums, None
+        blocks, ends = grads
+        return sums, nnx.merge_state(nnx.State({"blocks": blocks}), ends)
+
+    def _check_rows(self, batch: Any) -> None:
+        sizes = jax.sharding.get_abstract_mesh().shape
+        ways = self.microbatches
+        for name in self.rows:
+            ways *= sizes[name]
+        for x in jax.tree.leaves(batch):
+            if x.shape[0] % ways:
+                raise ValueError(
+                    f"a batch of {x.shape[0]} rows is not divisible by microbatches "
+                    f"{self.microbatches} x the {ways // self.microbatches} devices of "
+                    f"{self.rows}; change the batch size or microbatches"
+                )
+
+    def _local(
+        self, kind: Kind, gradients: bool, blocks: Any, ends: Any, rest: Any, batch: Any
+    ) -> tuple[LossSums, Any]:
+        """What one stage does with its layers and its rows."""
+        layout, zero = self.layout, self.zero
+        blocks = cast_layers(blocks, self.model.dtype)
+        blocks = jax.tree.map(  # [v, k, ...]
+            lambda x: x[None] if layout.is_flat else x[:, 0], blocks
+        )
+        kept = self.stored(self.blocks, leading=2)
+        if zero < 3:
+            blocks = jax.tree.map(whole, blocks, kept)
+        stored = self.stored(self.ends)
+        ends = jax.tree.map(whole, ends, stored)
+        m = self.microbatches
+        batch = jax.tree.map(
+            lambda x: x.reshape(m, x.shape[0] // m, *x.shape[1:]), batch
+        )
+        stage = _Stage(region=self, rest=rest, batch=batch, blocks=blocks)
+        schedule = pipeline_schedule(layout.stages, m, layout.chunks, kind)
+        program = stage.program()
+        if not gradients:
+            sums = run_forward(schedule, program, blocks, ends)[1]
+            return sum_once(sums, (), (), self.rows, scatter=False)
+        if kind == "forward":
+            (_, sums), grads = jax.value_and_grad(
+                functools.partial(run_forward, schedule, program),
+                argnums=(0, 1),
+                has_aux=True,
+            )(blocks, ends)
+        else:
+            sums, *grads = run_schedule(schedule, program, blocks, ends)
+        g_blocks, g_ends = grads
+        # After a scatter of each microbatch, or in ZeRO-3, only the rest is summed.
+        scatter = zero == 1 or (zero == 2 and kind == "forward")
+        total, g_blocks = sum_once(sums, g_blocks, kept, self.rows, scatter=scatter)
+        _, g_ends = sum_once(sums, g_ends, stored, self.rows, scatter=True)
+        g_blocks = jax.tree.map(
+            lambda g: (g[0] if layout.is_flat else g[:, None]).astype(jnp.float32),
+            g_blocks,
+        )
+        return total, (g_blocks, g_ends)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Stage:
+    """The functions of a `PipelineProgram`."""
+
+    region: _Region
+    rest: Any
+    batch: Any
+    """Rows of this device, [m, B, ...]."""
+    blocks: Any
+
+    def program(self) -> PipelineProgram:
+        """The functions, as `run_schedule` takes them."""
+        region = self.region
+        layers = region.stored(region.blocks, leading=1)
+
+        def reduce(grads: Any) -> Any:
+            return jax.tree.map(scattered, grads, layers)
+
+        return PipelineProgram(
+            embed=self.embed,
+            stage=self.stage,
+            loss=self.loss,
+            activation=self.activation,
+            reduce=reduce if region.zero == 2 else lambda grads: grads,
+            axis=_AXIS,
+            stash="inputs" if region.model.remat == "full" else "residuals",
+        )
+
+    def activation(self, leading: tuple[int, ...]) -> Array:
+        """Zeros with the shape and the placement of a residual stream."""
+        model = self.region.model
+        _, rows, length = self.batch.tokens.shape
+        x = jnp.zeros((*leading, rows, length, model.config.d_model), model.dtype)
+        return self._placed(x)
+
+    def embed(self, ends: Any, mb: Array) -> Array:
+        """The input of the first layer."""
+        region, batch = self.region, self._rows(mb)
+        model = self._model(ends)
+        state = model.attention_state(batch.tokens.shape, batch.cu_seqlens)
+        x, lost = model.embedded(batch.tokens, state, region.vocab_axes)
+        return self._placed(lose(x, lost, region.rules))
+
+    def stage(self, chunk: Any, x: Array, mb: Array, c: Array) -> Array:
+        """The residual stream behind a chunk of layers."""
+        region, batch = self.region, self._rows(mb)
+        model, layout = region.model, region.layout
+        graph, _, rest = nnx.split(model.blocks, nnx.Param, ...)
+        state = model.attention_state(batch.tokens.shape, batch.cu_seqlens)
+        active = None
+        if not layout.is_even:
+            active = jnp.asarray(layout.places >= 0)[c, jax.lax.axis_index(_AXIS)]
+        y, _ = model.run_blocks(
+            x,
+            state,
+            blocks=nnx.merge(graph, chunk, rest),
+            variants=region.variants,
+            active=active,
+            call=self._gathering if region.zero == 3 else None,
+        )
+        return self._placed(y)
+
+    def loss(self, ends: Any, y: Array, mb: Array) -> tuple[Array, LossSums]:
+        """The loss of the output of the last layer."""
+        region, model = self.region, self._model(ends)
+        return region.loss.of_hidden(
+            model, model.norm(y), self._rows(mb), region.vocab_axes
+        )
+
+    def _gathering(self, block: Block, x: Array, state: Any) -> tuple[Array, Any]:
+        """A block whose parameters are whole just for its use (ZeRO-3)."""
+        region = self.region
+        axes = set(region.rows)
+
+        def run(block: Block, x: Array, state: Any) -> tuple[Array, Any]:
+            graph, params, rest = nnx.split(block, nnx.Param, ...)
+            params = jax.tree.map(
+                whole, params, region.stored(region.blocks, leading=0)
+            )
+            return nnx.merge(graph, params, rest)(x, state)
+
+        def saveable(primitive: Any, *_: Any, **params: Any) -> bool:
+            # Gathered again in the backward pass, not kept.
+            names = as_tuple(params.get("axis_name", ()))
+            return primitive.name != "all_gather" or axes.isdisjoint(names)
+
+        if region.model.remat == "none":
+            run = jax.checkpoint(run, policy=saveable)
+        return run(block, x, state)
+
+    def _model(self, ends: Any) -> Any:
+        region = self.region
+        blocks = nnx.State({"blocks": self.blocks})  # not read
+        return nnx.merge(region.graph, blocks, ends, self.rest)
+
+    def _rows(self, mb: Array) -> Any:
+        return jax.tree.map(
+            lambda x: jax.lax.dynamic_index_in_dim(x, mb, 0, keepdims=False), self.batch
+        )
+
+    def _placed(self, x: Array) -> Array:
+        axes = (*[None] * (x.ndim - 3), "batch", "tokens", "act_embed")
+        return constrain(x, axes, self.region.rules)
+
+
+def _check_loss(loss: Any) -> None:
+    if not hasattr(loss, "of_hidden"):
+        raise ValueError(
+            f"loss {loss!r} cannot be computed apart from the layers, as a pipeline "
+            "does; use next_token_loss, or give it a method of_hidden"
+        )
+
+
+def _check_model(model: Any, rules: AxisRules, sizes: Mapping[str, int]) -> None:
+    """Raise where a model cannot run through the stages of a mesh."""
+    if not hasattr(model, "run_blocks") or not isinstance(model.blocks, Block):
+        raise ValueError(
+            f"model is a {type(model).__name__} whose layers are no stack of a "
+            "Decoder, which a pipeline needs; set the mesh axis pipe to 1"
+        )
+    if sizes.get(_AXIS, 1) < 2:
+        raise ValueError(
+            f"the mesh {dict(sizes)} has no stages; call under jax.set_mesh(mesh) of a "
+            f"mesh whose axis {_AXIS!r} is at least 2, or use accumulated"
+        )
+    if as_tuple(rules.layers) != (_AXIS,):
+        raise ValueError(
+            f"the rule layers is {rules.layers!r}, expected {_AXIS!r} for a pipeline; "
+            "use megascale_3d()"
+        )
+    if any("blocks" in path for path, _ in nnx.to_flat_state(_others(model))):
+        raise ValueError(
+            "the blocks hold arrays that are no nnx.Param, such as those of sparse "
+            "layers, which a pipeline does not split; train the dense model"
+        )
+
+
+def _others(model: Any) -> Any:
+    return nnx.split(model, nnx.Param, ...)[2]

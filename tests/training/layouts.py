@@ -1,0 +1,142 @@
+"""Loss and gradients of a tiny decoder on a layout of devices, and on one device."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from jaxscale.models import Decoder, preset
+from jaxscale.models.stack_layout import StackLayout
+from jaxscale.nn.packing import PackedBatch
+from jaxscale.sharding import MeshConfig, fsdp_tp, make_mesh, megascale_3d, shardings
+from jaxscale.training.gradients import accumulated
+from jaxscale.training.pipelined import pipelined
+from jaxscale.training.step import next_token_loss
+
+
+LOSS = next_token_loss(chunk_size=3, z_loss=1e-3)
+ROWS, TOKENS = 16, 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How 8 devices, or fewer, share a step."""
+
+    model: str = "llama_tiny"
+    layers: int = 4
+    packed: bool = True
+    pipe: int = 1
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+    zero: int = 3
+    chunks: int = 1
+    microbatches: int = 2
+    tensor_parallel: str | None = None
+    remat: str = "none"
+    scan_layers: bool = True
+    kind: str = "1f1b"
+
+    @property
+    def mesh(self):
+        sizes = {n: getattr(self, n) for n in ("pipe", "data", "fsdp", "tensor")}
+        count = int(np.prod(list(sizes.values())))
+        return make_mesh(MeshConfig(**sizes), jax.devices()[:count])
+
+    @property
+    def rules(self):
+        return megascale_3d() if self.pipe > 1 else fsdp_tp()
+
+    @property
+    def stack(self):
+        return StackLayout(num_layers=self.layers, stages=self.pipe, chunks=self.chunks)
+
+    @property
+    def gradients(self):
+        options: Any = {
+            "microbatches": self.microbatches,
+            "rules": self.rules,
+            "zero": self.zero,
+        }
+        if self.pipe == 1:
+            return accumulated(LOSS, **options)
+        return pipelined(LOSS, chunks=self.chunks, kind=self.kind, **options)
+
+    def decoder(self, **options):
+        return Decoder(shape(self.model, self.layers), rngs=nnx.Rngs(0), **options)
+
+    def arguments(self):
+        """Model and batch on the mesh."""
+        model = enlarged(
+            self.decoder(
+                rules=self.rules,
+                remat=self.remat,
+                scan_layers=self.scan_layers,
+                tensor_parallel=self.tensor_parallel,
+            )
+        )
+        model = self.stack.arrange(model)
+        model = jax.device_put(model, shardings(model, self.mesh, self.rules))
+        rows = NamedSharding(self.mesh, self.rules.spec("batch"))
+        return model, jax.device_put(rows_of(self.packed), rows)
+
+
+def shape(name, layers):
+    return dataclasses.replace(preset(name), num_layers=layers, vocab_size=64)
+
+
+def enlarged(model):
+    """Larger weights, so that attention and gates matter."""
+    model.blocks = jax.tree.map(lambda w: 8 * w if w.ndim == 3 else w, model.blocks)
+    return model
+
+
+def rows_of(packed):
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 64, (ROWS, TOKENS + 1), np.int32)
+    first = rng.integers(1, TOKENS - 2, ROWS, np.int32)
+    ends = np.full(ROWS, TOKENS - 1, np.int32)  # the last token is padding
+    bounds = np.stack([np.zeros_like(first), first, ends], 1)
+    return PackedBatch(
+        tokens=tokens[:, :-1],
+        targets=tokens[:, 1:],
+        loss_mask=rng.random((ROWS, TOKENS)) < 0.8,
+        cu_seqlens=bounds if packed else None,
+    )
+
+
+@functools.cache
+def one_device(model, layers, packed):
+    """The sums and the gradients of one device."""
+    layout = Layout(model=model, layers=layers, packed=packed)
+    decoder, batch = enlarged(layout.decoder()), rows_of(packed)
+    sums, grads = jax.jit(accumulated(LOSS))(decoder, batch)
+    return jax.device_get(sums), nnx.to_pure_dict(jax.device_get(grads))
+
+
+def errors(layout):
+    """Relative errors of the sums, and of the gradient of each parameter."""
+    sums, grads = one_device(layout.model, layout.layers, layout.packed)
+    with jax.set_mesh(layout.mesh):
+        got_sums, got = jax.jit(layout.gradients)(*layout.arguments())
+    got = nnx.to_pure_dict(jax.device_get(layout.stack.flatten(got)))
+    # Some gradients are zero but for rounding: that of the bias of keys.
+    least = 1e-3 * max(np.abs(g).max() for g in jax.tree.leaves(grads))
+
+    def error(x, y):
+        return float(np.abs(x - y).max() / max(np.abs(y).max(), least))
+
+    found = {
+        jax.tree_util.keystr(path): error(x, y)
+        for (path, x), y in zip(
+            jax.tree.leaves_with_path(got), jax.tree.leaves(grads), strict=True
+        )
+    }
+    for name in ("nll", "z_loss", "tokens", "correct"):
+        x, y = (float(getattr(s, name)) for s in (got_sums, sums))
+        found[name] = abs(x - y) / max(abs(y), 1e-9)
+    return found

@@ -1,0 +1,175 @@
+"""Pipelines: loss and gradients of one device, memory, what is communicated."""
+
+import dataclasses
+import re
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxscale.models import Decoder, preset
+from jaxscale.models.stack_layout import StackLayout, place_variants
+from jaxscale.sharding import fsdp_tp, megascale_3d, shardings
+from jaxscale.training.pipelined import pipelined, pipelined_sums
+from tests.training.layouts import LOSS, Layout, errors, one_device, rows_of, shape
+
+
+# Any two of model, axes, ZeRO, chunks, rows, communication and remat meet;
+# `every_layout` runs the whole product.
+COVERING = [
+    Layout(pipe=2, fsdp=2, tensor=2, chunks=2, tensor_parallel="xla"),
+    Layout(
+        pipe=2, data=2, fsdp=2, zero=1, model="gpt2_tiny", packed=False, layers=3,
+        remat="full",
+    ),
+    Layout(
+        pipe=4, tensor=2, zero=2, model="gptj_tiny", layers=6, microbatches=4,
+        tensor_parallel="fused", remat="attention",
+    ),
+    Layout(pipe=2, data=2, tensor=2, zero=1, chunks=4, layers=9, packed=False),
+    Layout(
+        pipe=4, fsdp=2, chunks=2, model="gpt2_tiny", layers=9, microbatches=4,
+        remat="full",
+    ),
+    Layout(pipe=2, fsdp=4, zero=2, chunks=2, model="gptj_tiny", remat="dots"),
+    Layout(pipe=8, layers=8, microbatches=1, packed=False, scan_layers=False),
+    Layout(pipe=2, data=2, fsdp=2, chunks=2, kind="gpipe", model="gpt2_tiny"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", COVERING, ids=str)
+def test_loss_and_gradients_are_those_of_one_device(layout):
+    found = errors(layout)
+    assert max(found.values()) < 1e-5, found
+
+
+@pytest.mark.parametrize(("chunks", "layers"), [(1, 4), (2, 5)])
+def test_evaluation_runs_forward_passes_alone(chunks, layers):
+    layout = Layout(pipe=2, tensor=2, chunks=chunks, layers=layers)
+    sums = pipelined_sums(LOSS, microbatches=2, rules=layout.rules, chunks=chunks)
+    with jax.set_mesh(layout.mesh):
+        got = jax.jit(sums)(*layout.arguments())
+    want, _ = one_device(layout.model, layers, layout.packed)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5)
+
+
+def test_memory_does_not_grow_with_microbatches():
+    """Rows of a microbatch stay the same: only their number grows."""
+    wide = dataclasses.replace(shape("llama_tiny", 4), d_model=256, d_ff=256)
+
+    def bytes_of(microbatches, **options):
+        layout = Layout(pipe=2, microbatches=microbatches, **options)
+        model = jax.eval_shape(
+            lambda: layout.stack.arrange(
+                Decoder(wide, rules=layout.rules, remat=layout.remat, rngs=nnx.Rngs(0))
+            )
+        )
+        places = shardings(model, layout.mesh, layout.rules)
+        model = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            model,
+            places,
+        )
+        batch = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((microbatches, *x.shape[1:]), x.dtype),
+            rows_of(True),
+        )
+        with jax.set_mesh(layout.mesh):
+            program = jax.jit(layout.gradients).lower(model, batch).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    for numbers, options in (
+        ((8, 16, 32), {"remat": "full"}),
+        ((8, 32), {"chunks": 2}),
+    ):
+        sizes = [bytes_of(m, **options) for m in numbers]
+        assert max(sizes) < 1.01 * min(sizes), sizes
+    grown = [bytes_of(m, kind="gpipe", remat="full") for m in (8, 32)]
+    assert grown[1] > 1.2 * grown[0]  # the check sees what grows
+
+
+@pytest.mark.parametrize(
+    ("layout", "looped"),
+    [
+        (Layout(pipe=2, data=2, fsdp=2, zero=1), {"pipe"}),
+        (Layout(pipe=2, data=2, fsdp=2, zero=2), {"pipe", "fsdp"}),
+        (Layout(data=4, fsdp=2, zero=1), set()),
+        (Layout(data=4, fsdp=2, zero=3), {"fsdp"}),
+    ],
+    ids=str,
+)
+def test_devices_with_other_rows_are_summed_over_once_a_step(layout, looped):
+    with jax.set_mesh(layout.mesh):
+        lowered = jax.jit(layout.gradients).lower(*layout.arguments())
+    inside, outside = communicated(lowered.compile().as_text())
+    assert inside == looped
+    assert "data" in outside
+
+
+def communicated(program):
+    """The mesh axes of the collectives in loops, and of the others."""
+    lines, uses, current = {}, {}, ""
+    for line in program.splitlines():
+        if line.endswith("{") and not line.startswith((" ", "HloModule")):
+            current = line.removeprefix("ENTRY ").split()[0].removeprefix("%")
+            lines[current], uses[current] = [], set()
+        elif current:
+            lines[current].append(line)
+    for name, body in lines.items():
+        uses[name] = set(re.findall(r"%([\w.-]+)", "\n".join(body))) & lines.keys()
+    looped = set(re.findall(r"body=%([\w.-]+)", program))
+    while more := {used for name in looped for used in uses[name]} - looped:
+        looped |= more
+    inside, outside = set(), set()
+    for name, body in lines.items():
+        for line in body:
+            if re.search(r" (all-reduce|all-gather|reduce-scatter)(-start)?\(", line):
+                # Neighbors, as the compiler writes them, are those of fsdp.
+                line = line.replace("=[4,2]<=[8]", "=mesh[] {'fsdp'}")
+                axes = re.search(r"replica_groups=mesh\[.*?\] ?\{(.*?)\}", line)
+                assert axes, line
+                names = set(re.findall(r"'(\w+)'", axes[1])) - {"tensor"}  # of one
+                (inside if name in looped else outside).update(names)
+    return inside, outside
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"chunks": 2, "microbatches": 3},
+            r"microbatches 3 do not fit chunks 2.*2 or 4",
+        ),
+        ({"chunks": 3}, r"num_layers 4 are fewer than stages 2 x chunks 3.*chunks=2"),
+        (
+            {"microbatches": 3},
+            r"16 rows is not divisible by microbatches 3 x the 2 dev",
+        ),
+        ({"pipe": 1}, r"has no stages.*at least 2, or use accumulated"),
+        ({"rules": fsdp_tp()}, r"the rule layers is None, expected 'pipe'"),
+        ({"stored": 2}, r"not stored for stages 2 and chunks 1"),
+        ({"microbatches": 0}, r"microbatches 0 must be at least 1"),
+        ({"loss": len}, r"cannot be computed apart from the layers.*of_hidden"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_compiled(options, message):
+    options = {"chunks": 1, "microbatches": 2, "pipe": 2, "fsdp": 2} | options
+    sizes = {"pipe": options.pop("pipe"), "fsdp": options.pop("fsdp")}
+    stored, loss = options.pop("stored", 1), options.pop("loss", LOSS)
+    layout = Layout(chunks=stored, **sizes)
+    model, batch = Layout(**sizes, chunks=stored).arguments()
+    options = {"rules": megascale_3d()} | options
+    with jax.set_mesh(layout.mesh), pytest.raises(ValueError, match=message):
+        jax.eval_shape(pipelined(loss, **options), model, batch)
+
+
+def test_windows_must_repeat_with_the_chunks():
+    gemma = dataclasses.replace(preset("gemma2_tiny"), num_layers=8)
+    gemma = dataclasses.replace(gemma, global_layers=(1, 3, 5, 7))
+    layout = StackLayout(num_layers=8, stages=2, chunks=2)
+    windows = [variant.window for variant in place_variants(gemma, layout)]
+    assert windows == [gemma.window, None]
+    with pytest.raises(ValueError, match=r"global_layers \(1, 3, 5, 7\) .* place 0"):
+        place_variants(gemma, StackLayout(num_layers=8, stages=4, chunks=2))
