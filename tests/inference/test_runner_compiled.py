@@ -1,106 +1,29 @@
 """The engine's programs compiled for H200s without a GPU: nothing large is copied."""
 
-import dataclasses
 import sys
-import tempfile
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from flax import nnx
-from jax.sharding import SingleDeviceSharding
 
 from jaxscale.inference.memory import computation_size
-from jaxscale.inference.program_cache import ProgramCache
-from jaxscale.inference.runner import Runner
 from jaxscale.inference.scheduler_config import SchedulerConfig
-from jaxscale.models import Decoder, preset
-from jaxscale.models.serving import _prepared, serving_rules
-from jaxscale.sharding import REPLICATED, fsdp_tp, make_mesh, shardings
+from jaxscale.models import preset
 from tests.compiled import compile_for_h200
+from tests.inference.compiled_decode import DRAFTS, MIB, check, pool, program
 
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="the plugin that compiles is for Linux"
 )
-MIB = 2**20
-DRAFTS = 3
-
-
-class Lowering:
-    """A program that is lowered with its mesh in place."""
-
-    def __init__(self, runner, fn):
-        self.runner, self.fn = runner, fn
-
-    def lower(self, *shapes):
-        with self.runner._on_mesh(), tempfile.TemporaryDirectory() as folder:
-            traced = self.fn.trace(*shapes)
-            # The traces of kernels, which only GPUs have, can be named, too.
-            ProgramCache(folder, self.runner.devices)._name(traced, "")
-            return traced.lower()
-
-
-def program(devices, name, num_pages, key, fp8=False, num_slots=32):
-    """One program of a model with two layers."""
-    config = dataclasses.replace(preset(name), num_layers=2)
-    count = len(devices)
-    rules = serving_rules(fsdp_tp()) if count > 1 else REPLICATED
-
-    def make():
-        options = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "rules": rules}
-        return _prepared(
-            Decoder(config, rngs=nnx.Rngs(0), **options), {"tensor": count}
-        )
-
-    model = jax.eval_shape(make)
-    if count > 1:
-        where = shardings(model, make_mesh({"tensor": count}, devices), rules)
-    else:
-        where = jax.tree.map(lambda _: SingleDeviceSharding(devices[0]), model)
-    model = jax.tree.map(
-        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), model, where
-    )
-    sizes = SchedulerConfig(
-        num_pages=num_pages,
-        vocab_size=config.vocab_size,
-        max_len=4096,
-        num_slots=num_slots,
-        drafts=DRAFTS * (key[0] == "speculate"),
-        contiguous=key == ["move"],
-    )
-    shape = config.num_layers, 2, config.num_kv_heads
-    runner = Runner(model, sizes, kv_scales=np.ones(shape) if fp8 else None)
-    found = {k: (fn, shapes) for k, fn, shapes in runner.programs()}
-    fn, shapes = found[tuple(key)]
-    return Lowering(runner, fn), shapes
-
-
-def pool(name, num_pages, count):
-    c = preset(name)
-    return 2 * num_pages * 2 * c.num_kv_heads // count * 64 * c.head_dim * 2
 
 
 @pytest.mark.parametrize("products", ["cublas", "triton"])
 @pytest.mark.parametrize(
     ("name", "bucket", "count"),
-    [("llama2_7b", 2, 1), ("llama3_8b", 32, 1), ("llama3_8b", 2, 4)],
+    [("llama2_7b", 2, 1), ("llama3_8b", 32, 1), ("llama3_8b", 128, 4)],
 )
 def test_decoding_copies_neither_weights_nor_pages(name, bucket, count, products):
-    options = {"count": count, "products": products}
-    found = compile_for_h200(program, name, 512, ["decode", bucket, 4], **options)
-    assert found.aliased >= pool(name, 512, count)
-    logits = bucket * preset(name).vocab_size * 4
-    assert [w for w in found.written(6 * MIB) if w.size > logits] == []
-    # cuBLAS works in 32 MiB.
-    assert found.temporaries < 36 * MIB + 2 * logits
-    assert [kernel.name for kernel in found.kernels] == ["paged_attention"]
-    assert not found.kernels[0].spilled
-    if count > 1:
-        # Two in each layer, and one for the table of tokens; the logits are gathered.
-        assert found.count("all-reduce") == 2 * 2 + 1
-        assert found.count("all-gather") == 1
+    """Some cases of those that ``python -m tests.inference.compiled_decode`` checks."""
+    check(name, bucket, count, products)
 
 
 @pytest.mark.parametrize("key", [["decode", 32, 4], ["prefill", 2048, 18432, False]])
