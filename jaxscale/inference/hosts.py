@@ -153,12 +153,12 @@ class Followers:
     def close(self, error: BaseException | None = None) -> None:
         """Let the others end; with `error`, say why."""
         why = b"" if error is None else repr(error).encode()[:1000]
-        with contextlib.suppress(HostLost):
-            self._send(_HEAD.pack(_END, 0, len(why)) + why)
-        self._closed = True
-        for connection in self._sockets.values():
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_WR)
+        with self._lock:
+            self._closed = True
+            for connection in self._sockets.values():
+                with contextlib.suppress(OSError):
+                    connection.sendall(_HEAD.pack(_END, 0, len(why)) + why)
+                    connection.shutdown(socket.SHUT_WR)
 
     def _send(self, frame: bytes) -> None:
         with self._lock:

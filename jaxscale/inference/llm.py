@@ -35,7 +35,7 @@ from jaxscale.models.decoder import Decoder
 from jaxscale.models.generation import GenerationConfig
 from jaxscale.models.hf.load import load
 from jaxscale.models.tokenizer import Tokenizer
-from jaxscale.sharding.rules import REPLICATED, AxisRules
+from jaxscale.sharding.rules import REPLICATED, AxisRules, fsdp_tp
 
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -202,7 +202,7 @@ class LLM:
         path: str | Path,
         *,
         mesh: Mesh | None = None,
-        rules: AxisRules = REPLICATED,
+        rules: AxisRules | None = None,
         dtype: DTypeLike | None = None,
         **options: Any,
     ) -> "LLM":
@@ -211,10 +211,12 @@ class LLM:
         Args:
             path: The directory.
             mesh: Devices to split the model over, with `rules`.
-            rules: The table of the recipe, for example ``fsdp_tp()``.
+            rules: The table of the recipe; None is `fsdp_tp` on a mesh.
             dtype: Type of the computation; by default that of the file.
             **options: The other arguments of `make_engine`.
         """
+        if rules is None:
+            rules = REPLICATED if mesh is None else fsdp_tp()
         ends = GenerationConfig.from_file(path).eos_ids
         model: Any = load(path, mesh=mesh, rules=rules, dtype=dtype)
         if not isinstance(model, Decoder):

@@ -15,6 +15,7 @@ from jaxscale.inference.runner import Runner
 from jaxscale.models import Decoder, Tokenizer, load, preset, save
 from jaxscale.models.generation import GenerationConfig
 from jaxscale.nn import RopeScaling
+from jaxscale.sharding import make_mesh
 from tests.decoding import decode
 
 
@@ -77,6 +78,17 @@ def test_log_probabilities_of_prompts_are_those_of_the_model(llm, directory):
         wanted = whole[np.arange(len(found)), list(result.prompt[1:])]
         np.testing.assert_allclose([x.logprob for x in found], wanted, atol=1e-4)
         assert result.tokens == ()
+
+
+def test_four_devices(directory, llm):
+    mesh = make_mesh({"tensor": 4}, jax.devices()[:4])
+    with LLM.from_pretrained(directory, mesh=mesh, config=SIZES, quiet=True) as split:
+        found = split.generate(["to be", "or not"], GREEDY)
+        # As many key/value heads as devices, each with a page's part of its own.
+        shards = split.engine.runner.pages.kv.addressable_shards
+        assert [shard.data.shape[3] for shard in shards] == [1] * 4
+    whole = llm.generate(["to be", "or not"], GREEDY)
+    assert [r.tokens for r in found] == [r.tokens for r in whole]
 
 
 def test_ends_of_the_directory_count(llm):
