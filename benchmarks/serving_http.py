@@ -127,10 +127,13 @@ def call(port: int, bodies: Bodies, streams: int) -> tuple[int, int, float]:
             stream.send(waiting.pop())
         while left:
             for key, _ in selector.select():
-                if key.data.read():
-                    left -= 1
-                    if waiting:
-                        key.data.send(waiting.pop())
+                if not key.data.read():
+                    continue
+                left -= 1
+                if waiting:
+                    key.data.send(waiting.pop())
+                else:  # the server closes it after a while
+                    selector.unregister(key.data.socket)
         seconds = time.perf_counter() - start
     return sum(s.tokens for s in made), sum(s.events for s in made), seconds
 
