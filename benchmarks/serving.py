@@ -22,7 +22,8 @@ those of `jaxscale.inference.workload`: of Flover's paper, prompts of 8 and answ
   ``torch_continuous_compile``: see `torch_serving`.
 
 A token: ``batch`` rows that have about ``context`` tokens each; the time of a step.
-``read_gb_per_second`` is how fast weights, keys and values are read in it.
+``read_gb_per_second`` is how fast weights, keys and values are read in it. Cases with
+``weights`` have them in 8 bits, a byte each.
 
 ``python -m benchmarks.serving bars`` measures on a small model what continuous batching
 must gain: see `bars`. ``python -m benchmarks.serving server`` measures what HTTP costs:
@@ -73,10 +74,14 @@ def load_case(name: str, model: str, workload: str, gap_ms: float, **more: Any) 
     return Case(name, params | more)
 
 
-def token_case(model: str, batch: int, context: int) -> Case:
-    """A step of a full batch."""
-    params = {"model": model, "batch": batch, "context": context}
-    return Case(f"token_b{batch}_c{context}", params)
+def token_case(
+    model: str, batch: int, context: int, weights: str | None = None
+) -> Case:
+    """A step of a full batch; `weights` of 8 bits are int8 or fp8."""
+    params: dict[str, Any] = {"model": model, "batch": batch, "context": context}
+    if weights is None:
+        return Case(f"token_b{batch}_c{context}", params)
+    return Case(f"token_b{batch}_c{context}_{weights}", params | {"weights": weights})
 
 
 def _cases() -> list[Case]:
@@ -86,6 +91,7 @@ def _cases() -> list[Case]:
     sizes = ((1, 264), (32, 264), (128, 1024))
     return [
         *(token_case(model, *size) for model in models for size in sizes),
+        *(token_case(models[1], *s, w) for s in sizes for w in ("int8", "fp8")),
         *(load_case("constant", "llama1_7b", "flover", gap) for gap in (0, 135, 500)),
         *(
             load_case("poisson", "llama1_7b", "flover", gap, **poisson)
@@ -165,6 +171,10 @@ def _serve_ours(policy: str, params: dict[str, Any], seed: int, samples: int) ->
     from benchmarks import serving_policies as policies
 
     load, model = load_of(params, seed), random_model(params["model"], seed)
+    if "weights" in params:
+        from jaxscale import models
+
+        model = models.quantize(model, params["weights"])
     slots = params.get("slots", max(2, 1 << (params.get("batch", 1) - 1).bit_length()))
     sizes = {"jaxscale": slots, "concurrent": 2, "serial": 2}
     slots = sizes.get(policy, slots)
@@ -259,6 +269,8 @@ def _in_child(name: str) -> Custom:
             raise NotImplementedError("torch with a GPU is not installed")
         if "context" in params and name in OURS[1:]:
             raise NotImplementedError("a step is the same however requests are served")
+        if "weights" in params and name in TORCH:
+            raise NotImplementedError("weights of 8 bits are ours")
         if params.get("requests", 0) > _MANY and name in ("concurrent", "serial"):
             raise NotImplementedError(f"it is run with at most {_MANY} requests")
         job = json.dumps([name, dict(params), seed, samples])
@@ -287,13 +299,15 @@ def metrics(params: Any, seconds: float) -> dict[str, float]:
     size = 2 if timing.on_gpu() else 4
     # The table of embeddings is looked up, not read; the output projection is.
     table = 0 if config.tie_embeddings else config.vocab_size * config.d_model
-    read = config.num_parameters() - table
-    read += batch * params["context"] * config.num_layers * 2 * (
+    read = size * (config.num_parameters() - table)
+    if "weights" in params:
+        read //= size  # of a byte each; norms and biases do not count
+    read += size * batch * params["context"] * config.num_layers * 2 * (
         config.num_kv_heads * config.head_dim
     )  # fmt: skip
     return {
         "tokens_per_second": batch / seconds,
-        "read_gb_per_second": size * read / seconds / 1e9,
+        "read_gb_per_second": read / seconds / 1e9,
     }
 
 
@@ -302,6 +316,7 @@ BENCHMARK = Benchmark(
     cases=_cases(),
     quick_cases=[
         token_case("llama_tiny", 2, 24),
+        *(token_case("llama_tiny", 2, 24, weights) for weights in ("int8", "fp8")),
         load_case(
             "poisson", "llama_tiny", "alpaca", 2, arrivals="poisson", requests=6,
             slots=4, shrink=16, window_s=0.01,

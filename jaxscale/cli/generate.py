@@ -24,6 +24,7 @@ from jaxscale.models import (
     Tokenizer,
     config_from_hf,
     load,
+    quantize,
 )
 from jaxscale.models.hf.files import Checkpoint
 from jaxscale.pruning import TILE_WISE, Masks, sparsify
@@ -55,6 +56,8 @@ class GenerateConfig:
     """Step of the checkpoint of a run; the newest by default."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Type of the computation; by default that of the run or of the file."""
+    quantization: Literal["int8", "fp8"] | None = None
+    """Weights of 8 bits with a scale for each output feature."""
     mesh: MeshConfig = MeshConfig()
     """Mesh of devices for a model that is too large for one."""
     rules: str = "fsdp_tp"
@@ -125,6 +128,8 @@ def complete(config: GenerateConfig) -> str:
                     sparse=config.sparse,
                     tensor_parallel=config.tensor_parallel,
                 )
+                if config.quantization is not None:
+                    model = quantize(model, config.quantization)
             else:
                 model = _load_hugging_face(config, mesh)
         prompt = tokenizer.encode(config.prompt, add_bos=tokenizer.adds_bos)
@@ -208,6 +213,7 @@ def _load_hugging_face(config: GenerateConfig, mesh: Mesh) -> Decoder:
         mesh=mesh,
         rules=rules,
         dtype=dtype,
+        quantization=config.quantization,
         tensor_parallel=config.tensor_parallel,
     )
 

@@ -19,7 +19,7 @@ from jaxscale.cli.devices import simulate_devices
 from jaxscale.cli.errors import UsageError, usage_errors
 from jaxscale.cli.options import parse
 from jaxscale.inference import EngineConfig, HostLost, follow
-from jaxscale.models import Decoder, Tokenizer
+from jaxscale.models import Decoder, Tokenizer, quantize
 from jaxscale.sharding import AxisRules, MeshConfig
 
 
@@ -57,6 +57,8 @@ class ServeConfig:
     """Sizes of the engine of a decoder."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Type of the computation; by default that of the run or of the file."""
+    quantization: Literal["int8", "fp8"] | None = None
+    """Weights of 8 bits with a scale for each output feature, of a decoder."""
     mesh: MeshConfig = MeshConfig()
     """Mesh of devices for a model that is too large for one; of all devices where there
     are several processes."""
@@ -150,7 +152,13 @@ def _follow(config: ServeConfig) -> None:
     if _is_run(source):
         model = _load_run(config)
     else:
-        model = load_decoder(source, mesh=mesh, rules=rules, dtype=dtype)
+        model = load_decoder(
+            source,
+            mesh=mesh,
+            rules=rules,
+            dtype=dtype,
+            quantization=config.quantization,
+        )
     try:
         follow(model, config=config.engine)
     except HostLost:  # which has been logged
@@ -174,6 +182,7 @@ def _loader(config: ServeConfig) -> Callable[[], Any]:
             mesh=mesh,
             rules=rules,
             dtype=dtype,
+            quantization=config.quantization,
         )
     return lambda: text_model(
         _load_run(config),
@@ -212,7 +221,8 @@ def _load_run(config: ServeConfig) -> Decoder:
 
     source, mesh, rules, _ = _model(config)
     one = sharding.make_mesh({"fsdp": 1}, jax.devices()[:1])
-    return load_run(source, mesh or one, rules, dtype=config.dtype)
+    model = load_run(source, mesh or one, rules, dtype=config.dtype)
+    return quantize(model, config.quantization) if config.quantization else model
 
 
 def _mesh(config: MeshConfig) -> Mesh | None:

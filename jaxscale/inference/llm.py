@@ -35,6 +35,7 @@ from jaxscale.models.decoder import Decoder
 from jaxscale.models.generation import GenerationConfig
 from jaxscale.models.hf.load import load
 from jaxscale.models.tokenizer import Tokenizer
+from jaxscale.nn.quantized_linear import Quantization
 from jaxscale.sharding.rules import REPLICATED, AxisRules, fsdp_tp
 
 
@@ -204,6 +205,7 @@ class LLM:
         mesh: Mesh | None = None,
         rules: AxisRules | None = None,
         dtype: DTypeLike | None = None,
+        quantization: Quantization | None = None,
         **options: Any,
     ) -> "LLM":
         """The model, tokenizer and end-of-text tokens of a Hugging Face directory.
@@ -213,12 +215,16 @@ class LLM:
             mesh: Devices to split the model over, with `rules`.
             rules: The table of the recipe; None is `fsdp_tp` on a mesh.
             dtype: Type of the computation; by default that of the file.
+            quantization: Weights of 8 bits, ``"int8"`` or ``"fp8"``, as
+                `jaxscale.models.quantize` makes them; None keeps those of the file.
             **options: The other arguments of `make_engine`.
         """
         if rules is None:
             rules = REPLICATED if mesh is None else fsdp_tp()
         ends = GenerationConfig.from_file(path).eos_ids
-        model: Any = load(path, mesh=mesh, rules=rules, dtype=dtype)
+        model: Any = load(
+            path, mesh=mesh, rules=rules, dtype=dtype, quantization=quantization
+        )
         if not isinstance(model, Decoder):
             raise ValueError(f"path {path} holds an encoder, which does not generate")
         model = model.for_inference()  # and what was loaded is gone

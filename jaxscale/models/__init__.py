@@ -17,6 +17,7 @@ from jaxscale.models.presets import (
     encoder_preset,
     preset,
 )
+from jaxscale.models.quantization import quantize
 from jaxscale.models.stack import REMAT_POLICIES
 from jaxscale.models.tokenizer import EncodedText, Tokenizer
 
@@ -41,5 +42,6 @@ __all__ = [
     "load",
     "pool",
     "preset",
+    "quantize",
     "save",
 ]

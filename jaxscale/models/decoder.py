@@ -27,6 +27,7 @@ from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.blocks import Block, make_norm
 from jaxscale.nn.embeddings import Embed
 from jaxscale.nn.linear import Linear
+from jaxscale.nn.quantized_linear import QuantizedLinear
 from jaxscale.nn.self_attention import (
     AttentionState,
     Packed,
@@ -129,7 +130,8 @@ class Decoder(nnx.Module):
         self.norm = make_norm(
             config.norm, config.d_model, config.norm_eps, rngs=rngs, **types
         )
-        self.lm_head = None if config.tie_embeddings else self._make_lm_head(rngs)
+        head = None if config.tie_embeddings else self._make_lm_head(rngs)
+        self.lm_head: Linear | QuantizedLinear | None = head
 
     def for_inference(self, mesh: Mesh | None = None) -> "Decoder":
         """The same model as the serving engine reads it best; it cannot be saved.
@@ -304,20 +306,23 @@ class Decoder(nnx.Module):
 
     def unembed(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits in fp32 of the activations that `hidden` returns."""
-        kernel, bias = self.output_embedding()
         axes = ("batch", None, "act_vocab")
         hidden = constrain(hidden, ("batch", None, "act_embed"), self.rules)
-        logits = contract(
-            "btd,dv->btv",
-            hidden,
-            kernel.astype(self.dtype),
-            ("embed", "vocab"),
-            axes,
-            self.rules,
-            preferred_element_type=jnp.float32,
-        )
-        if bias is not None:
-            logits += constrain(bias.astype(jnp.float32), axes[-1:], self.rules)
+        if isinstance(self.lm_head, QuantizedLinear):
+            logits = self.lm_head(hidden)
+        else:
+            kernel, bias = self.output_embedding()
+            logits = contract(
+                "btd,dv->btv",
+                hidden,
+                kernel.astype(self.dtype),
+                ("embed", "vocab"),
+                axes,
+                self.rules,
+                preferred_element_type=jnp.float32,
+            )
+            if bias is not None:
+                logits += constrain(bias.astype(jnp.float32), axes[-1:], self.rules)
         if (cap := self.logit_softcap) is not None:
             logits = cap * jnp.tanh(logits / cap)
         return logits
@@ -330,7 +335,16 @@ class Decoder(nnx.Module):
     def output_embedding(
         self,
     ) -> tuple[Float[Array, "D V"], Float[Array, "V"] | None]:
-        """The kernel and the bias that give the logits that `logit_softcap` bounds."""
+        """The kernel and the bias that give the logits that `logit_softcap` bounds.
+
+        Raises:
+            ValueError: the model is quantized, so there is no kernel to train.
+        """
+        if isinstance(self.lm_head, QuantizedLinear):
+            raise ValueError(
+                "the output projection is quantized, for inference; train the model "
+                "that `quantize` was given"
+            )
         if self.lm_head is None:
             return self.embed.table[...].T, None
         bias = self.lm_head.bias

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from jaxscale.models.config import DecoderConfig
 from jaxscale.models.stack import unstacked
 from jaxscale.nn.blocks import MLP, Block
 from jaxscale.nn.embeddings import Embed
@@ -24,24 +26,42 @@ def for_inference[Model: nnx.Module](model: Model, mesh: Mesh | None = None) -> 
     if mesh is None and not isinstance(result.blocks, Block):
         return result  # it is already
     result = jax.tree.map(lambda p: p, model)
-    mesh = mesh or _mesh_of(result)
+    mesh = mesh or mesh_of(result)
     rules = serving_rules(result.rules)
     result.rules, result.remat, result.scan_layers = rules, "none", False
     modules: list[Any] = [module for _, module in nnx.iter_modules(result)]
     for module in modules:
         if hasattr(module, "rules"):
             module.rules = rules
-    if mesh is None:
-        return jax.jit(lambda model: _prepared(model, {}))(result)
-    mesh = Mesh(
-        mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim
-    )
-    sizes = dict(mesh.shape)
-    with jax.set_mesh(mesh):
+    mesh = None if mesh is None else serving_mesh(mesh)
+    sizes = {} if mesh is None else dict(mesh.shape)
+    if mesh is not None:
         result = place(result, mesh, rules)
-        prepared = lambda model: _prepared(model, sizes)  # noqa: E731
-        shapes = jax.eval_shape(prepared, result)
-        return jax.jit(prepared, out_shardings=shardings(shapes, mesh, rules))(result)
+    return compiled(lambda model: _prepared(model, sizes), result, mesh, rules)
+
+
+def compiled[M](
+    fn: Callable[[Any], M], module: Any, mesh: Mesh | None, rules: AxisRules
+) -> M:
+    """``fn(module)``, compiled, on the devices that `rules` say, or where `module` is.
+
+    Args:
+        fn: What is called; it is traced once for modules that are alike.
+        module: A module.
+        mesh: The devices; None is where `module` is.
+        rules: Mesh axes of each logical axis.
+    """
+    if mesh is None:
+        return jax.jit(fn)(module)
+    with jax.set_mesh(mesh):
+        shapes = jax.eval_shape(fn, module)
+        return jax.jit(fn, out_shardings=shardings(shapes, mesh, rules))(module)
+
+
+def serving_mesh(mesh: Mesh) -> Mesh:
+    """`mesh` with axes that the compiler splits."""
+    kinds = (AxisType.Auto,) * mesh.devices.ndim
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
 
 
 def serving_rules(rules: AxisRules) -> AxisRules:
@@ -59,62 +79,103 @@ def serving_rules(rules: AxisRules) -> AxisRules:
 
 def _prepared(model: Any, sizes: dict[str, int]) -> Any:
     """`model` with single blocks, in the type of the computation, inputs joined."""
+    model = unstacked(model)
+    model.config = serving_config(model.config, model.rules, sizes)
+    return prepare(model, model.rules, sizes)
 
-    def ways(axis: str) -> int:
-        names = as_tuple(model.rules.spec(axis)[0])
-        return math.prod(sizes.get(name, 1) for name in names)
 
-    model = _repeated(unstacked(model), ways("kv_heads"))
+def serving_config(
+    config: DecoderConfig, rules: AxisRules, sizes: dict[str, int]
+) -> DecoderConfig:
+    """The shape of a model that `prepare` has prepared.
+
+    Args:
+        config: The shape of the model.
+        rules: Mesh axes of each logical axis.
+        sizes: Devices of each mesh axis; none where there is no mesh.
+
+    Raises:
+        ValueError: a mesh cannot split the model.
+    """
+    ways = _ways(rules, sizes, "kv_heads")
+    if _can_repeat(config, ways):
+        config = dataclasses.replace(config, num_kv_heads=ways)
     if sizes:
-        model.config.check_mesh(sizes, model.rules)
-    for _, module in nnx.iter_modules(model):
-        if isinstance(module, Linear):
-            _cast(module.kernel, module.dtype)
-            if module.bias is not None:
-                _cast(module.bias, module.dtype)
-        elif isinstance(module, Embed):
-            _cast(module.table, module.dtype)
-    for block in model.blocks:
-        for layer, axis in ((block.attention, "kv_heads"), (block.mlp, "mlp")):
-            if isinstance(layer, Attention | MLP):
-                layer.join_inputs(ways(axis))
-    return model
+        config.check_mesh(sizes, rules)
+    return config
 
 
-def _repeated(model: Any, ways: int) -> Any:
-    """`model` with as many key/value heads as devices, if it has fewer.
+def prepare[M: nnx.Module](module: M, rules: AxisRules, sizes: dict[str, int]) -> M:
+    """Convert, repeat and join parameters of a model, or of a block, in place.
+
+    Args:
+        module: Its blocks are no stack.
+        rules: Mesh axes of each logical axis.
+        sizes: Devices of each mesh axis.
+
+    Returns:
+        `module`.
+    """
+    modules = [part for _, part in nnx.iter_modules(module)]
+    for part in modules:
+        if isinstance(part, Linear):
+            _cast(part.kernel, part.dtype)
+            if part.bias is not None:
+                _cast(part.bias, part.dtype)
+        elif isinstance(part, Embed):
+            _cast(part.table, part.dtype)
+    for part in modules:
+        if isinstance(part, Attention):
+            ways = _ways(rules, sizes, "kv_heads")
+            _repeat_heads(part, ways)
+            part.join_inputs(ways)
+        elif isinstance(part, MLP):
+            part.join_inputs(_ways(rules, sizes, "mlp"))
+    return module
+
+
+def _ways(rules: AxisRules, sizes: dict[str, int], axis: str) -> int:
+    """Among how many devices a logical axis is split."""
+    names = as_tuple(rules.spec(axis)[0])
+    return math.prod(sizes.get(name, 1) for name in names)
+
+
+def _can_repeat(config: Any, ways: int) -> bool:
+    """Whether there are fewer key/value heads than devices, but each for as many."""
+    heads = config.num_kv_heads
+    return heads < ways and ways % heads == 0 and config.num_heads % ways == 0
+
+
+def _repeat_heads(attention: Attention, ways: int) -> None:
+    """Make as many key/value heads as devices, if there are fewer.
 
     Each of them is there several times: a device has the one that its query heads read,
     and its pages hold no other.
     """
-    heads = model.config.num_kv_heads
-    if heads >= ways or ways % heads or model.config.num_heads % ways:
-        return model  # as it is, or as cannot be
-    model.config = dataclasses.replace(model.config, num_kv_heads=ways)
-    for block in model.blocks:
-        attention = block.attention
-        attention.config = dataclasses.replace(attention.config, num_kv_heads=ways)
-        for layer in (attention.key, attention.value):
-            if not isinstance(layer, Linear):
-                raise ValueError(
-                    f"num_kv_heads {heads} is less than {ways} devices, among which "
-                    f"heads of a {type(layer).__name__} cannot be repeated; use at "
-                    f"most {heads} devices"
-                )
-            for parameter in (layer.kernel, layer.bias):
-                if parameter is not None:
-                    value = parameter[...]
-                    apart = value.reshape(*value.shape[:-1], heads, -1)  # [.., K, H]
-                    more = jnp.repeat(apart, ways // heads, axis=-2)
-                    parameter.set_value(more.reshape(*value.shape[:-1], -1))
-    return model
+    if not _can_repeat(attention.config, ways):
+        return  # as it is, or as cannot be
+    heads = attention.config.num_kv_heads
+    attention.config = dataclasses.replace(attention.config, num_kv_heads=ways)
+    for layer in (attention.key, attention.value):
+        if not isinstance(layer, Linear):
+            raise ValueError(
+                f"num_kv_heads {heads} is less than {ways} devices, among which "
+                f"heads of a {type(layer).__name__} cannot be repeated; use at "
+                f"most {heads} devices"
+            )
+        for parameter in (layer.kernel, layer.bias):
+            if parameter is not None:
+                value = parameter[...]
+                apart = value.reshape(*value.shape[:-1], heads, -1)  # [.., K, H]
+                more = jnp.repeat(apart, ways // heads, axis=-2)
+                parameter.set_value(more.reshape(*value.shape[:-1], -1))
 
 
 def _cast(parameter: nnx.Variable, dtype: Any) -> None:
     parameter.set_value(parameter[...].astype(dtype))
 
 
-def _mesh_of(model: Any) -> Mesh | None:
+def mesh_of(model: Any) -> Mesh | None:
     """The mesh that the parameters live on."""
     found = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(model))
     meshes = (s.mesh for s in found if isinstance(s, NamedSharding))

@@ -110,13 +110,13 @@ def unstacked[Model: nnx.Module](model: Model) -> Model:
 
         @jax.jit
         def split(blocks: Block) -> list[Block]:
-            return [_single(blocks, i) for i in range(count)]
+            return [single_block(blocks, i) for i in range(count)]
 
         result.blocks = nnx.List(split(blocks))
     return result
 
 
-def _single(blocks: Block, layer: int) -> Block:
+def single_block(blocks: Block, layer: int) -> Block:
     """One block of a stack, whose parameters have no axis of layers."""
     block = jax.tree.map(lambda p: p[layer], blocks)
     is_variable = lambda node: isinstance(node, nnx.Variable)  # noqa: E731

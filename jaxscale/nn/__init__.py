@@ -33,6 +33,7 @@ from jaxscale.nn.packing import (
     positions,
     unpack,
 )
+from jaxscale.nn.quantized_linear import QuantizedLinear
 from jaxscale.nn.self_attention import (
     Attention,
     AttentionState,
@@ -61,6 +62,7 @@ __all__ = [
     "PackedBatch",
     "PagedChunks",
     "PagedRows",
+    "QuantizedLinear",
     "RMSNorm",
     "RelativePositions",
     "RopeConfig",

@@ -12,9 +12,34 @@ from jaxtyping import Array, Float
 
 from jaxscale.nn.linear import ColumnParallelLinear
 from jaxscale.sharding.operations import reshape
+from jaxscale.sharding.rules import AxisRules
 
 
-class JoinedLinear(ColumnParallelLinear):
+class Parts:
+    """What splits the output of layers that lie side by side; each shard has all."""
+
+    out_axes: tuple[str | None, ...]
+    rules: AxisRules
+    shards: int
+    parts: tuple[tuple[int, tuple[str | None, ...]], ...]
+    """Output features of each layer, and the logical axes of its output."""
+
+    def split(
+        self, out: Float[Array, "B T _all"]
+    ) -> tuple[Float[Array, "B T _part"], ...]:
+        """Split the output of this layer into those of the layers that it joins."""
+        b, t, features = out.shape
+        shape = (b, t, self.shards, features // self.shards)
+        # The last name is that of the columns, of which a device has whole shards.
+        whole = reshape(out, shape, (*self.out_axes, None), self.rules)  # [B, T, S, _]
+        parts, start = [], 0
+        for size, axes in self.parts:
+            part = whole[..., start : (start := start + size // self.shards)]
+            parts.append(reshape(part, (b, t, size), axes, self.rules))  # [B, T, part]
+        return tuple(parts)
+
+
+class JoinedLinear(Parts, ColumnParallelLinear):
     """Several `ColumnParallelLinear` whose kernels lie side by side, for inference.
 
     A step of decoding reads little but weights, and one large product reads them faster
@@ -67,20 +92,6 @@ class JoinedLinear(ColumnParallelLinear):
         biased = {la.bias is not None for la in layers}
         divided = all(la.kernel.shape[1] % shards == 0 for la in layers)
         return len(specs) == len(biased) == 1 and divided
-
-    def split(
-        self, out: Float[Array, "B T _all"]
-    ) -> tuple[Float[Array, "B T _part"], ...]:
-        """Split the output of this layer into those of the layers that it joins."""
-        b, t, features = out.shape
-        shape = (b, t, self.shards, features // self.shards)
-        # The last name is that of the columns, of which a device has whole shards.
-        whole = reshape(out, shape, (*self.out_axes, None), self.rules)  # [B, T, S, _]
-        parts, start = [], 0
-        for size, axes in self.parts:
-            part = whole[..., start : (start := start + size // self.shards)]
-            parts.append(reshape(part, (b, t, size), axes, self.rules))  # [B, T, part]
-        return tuple(parts)
 
 
 def join_inputs(layer: Any, names: Sequence[str], shards: int) -> None:

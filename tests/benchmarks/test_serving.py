@@ -114,6 +114,10 @@ def test_the_bytes_of_a_step():
     found = serving.metrics(case.params, 1.0)
     assert found["tokens_per_second"] == 32
     assert found["read_gb_per_second"] == pytest.approx(2 * (15.01 + 1.11), rel=1e-2)
+    case = serving.token_case("llama3_1_8b", 32, 264, "int8")
+    assert case.name == "token_b32_c264_int8"
+    found = serving.metrics(case.params, 1.0)
+    assert found["read_gb_per_second"] == pytest.approx(15.01 / 2 + 2 * 1.11, rel=1e-2)
 
 
 def test_the_command_runs_anywhere_and_writes_nothing(tmp_path, capsys):

@@ -92,6 +92,21 @@ def test_from_a_hugging_face_directory(call, hugging_face):
     assert call(*common, "--temperature", "1.5", "--seed", "2")[1] != one
 
 
+def test_weights_of_8_bits(call, hugging_face):
+    common = ("--from", hugging_face, "--prompt", "to be", "--max-new-tokens", "2")
+    code, text, _ = call(*common, "--temperature", "0", "--quantization", "fp8")
+    assert code == 0
+    model = load(hugging_face, quantization="fp8")
+    tokenizer = Tokenizer.from_file(hugging_face)
+    tokens = tokenizer.encode("to be")
+    for _ in range(2):
+        tokens.append(int(model(jnp.array([tokens]))[0, -1].argmax()))
+    tokens = [token for token in tokens if token < tokenizer.vocab_size]
+    assert text.split() == tokenizer.decode(tokens).split()
+    code, _, err = call(*common, "--quantization", "int4")
+    assert code == 2 and "int4" in err
+
+
 def test_what_the_model_cannot_do(call, hugging_face):
     source = ("--from", hugging_face, "--prompt", "to be")
     code, _, err = call(*source, "--max-new-tokens", "128")

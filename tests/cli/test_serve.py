@@ -113,13 +113,17 @@ def answer(config, prompt, count):
         model.backend.close()
 
 
-def test_a_model_on_four_devices(tmp_path):
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_a_model_on_four_devices(tmp_path, quantization):
     four = dataclasses.replace(preset("llama_tiny"), num_kv_heads=4)
     path = directory(tmp_path / "llama", Decoder, four)
     mesh = MeshConfig(tensor=4)
-    config = serve.ServeConfig(source=str(path), engine=SIZES, mesh=mesh)
+    config = serve.ServeConfig(
+        source=str(path), engine=SIZES, mesh=mesh, quantization=quantization
+    )
     tokens, _ = answer(config, "to be", 6)
-    model, known = load(path), Tokenizer.from_file(path).encode("to be")
+    model = load(path, quantization=quantization)
+    known = Tokenizer.from_file(path).encode("to be")
     for token in tokens:
         assert token == int(model(jnp.array([known]))[0, -1].argmax())
         known.append(token)

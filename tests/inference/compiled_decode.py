@@ -7,6 +7,7 @@ by itself.
 """
 
 import dataclasses
+import functools
 import itertools
 import sys
 import tempfile
@@ -21,7 +22,9 @@ from jaxscale.inference.program_cache import ProgramCache
 from jaxscale.inference.runner import Runner
 from jaxscale.inference.scheduler_config import SchedulerConfig
 from jaxscale.models import Decoder, preset
+from jaxscale.models.quantization import quantized_head, replace_linear
 from jaxscale.models.serving import _prepared, serving_rules
+from jaxscale.nn import QuantizedLinear
 from jaxscale.sharding import REPLICATED, fsdp_tp, make_mesh, shardings
 from tests.compiled import compile_for_h200
 
@@ -46,8 +49,8 @@ class Lowering:
             return traced.lower()
 
 
-def abstract_decoder(devices, config):
-    """A decoder in bf16 as the engine has it, without arrays."""
+def abstract_decoder(devices, config, weights=None):
+    """A decoder in bf16 as the engine has it, without arrays; `weights` of 8 bits."""
     count = len(devices)
     rules = serving_rules(fsdp_tp()) if count > 1 else REPLICATED
 
@@ -58,6 +61,14 @@ def abstract_decoder(devices, config):
         )
 
     model = jax.eval_shape(make)
+    if weights is not None:
+        of_layer, of_model = (
+            functools.partial(fn, weights=weights)
+            for fn in (QuantizedLinear.of, quantized_head)
+        )
+        for block in model.blocks:
+            replace_linear(block, lambda layer, _: jax.eval_shape(of_layer, layer))
+        model.lm_head = nnx.data(jax.eval_shape(of_model, model))
     if count > 1:
         where = shardings(model, make_mesh({"tensor": count}, devices), rules)
     else:
@@ -67,7 +78,7 @@ def abstract_decoder(devices, config):
     )
 
 
-def program(devices, name, num_pages, key, fp8=False, num_slots=32):
+def program(devices, name, num_pages, key, fp8=False, num_slots=32, weights=None):
     """One program of a model with two layers."""
     config = dataclasses.replace(preset(name), num_layers=2)
     shape = config.num_layers, 2, config.num_kv_heads
@@ -81,7 +92,7 @@ def program(devices, name, num_pages, key, fp8=False, num_slots=32):
         contiguous=key == ["move"],
     )
     buckets = [bucket for bucket in BUCKETS if bucket <= num_slots]
-    model = abstract_decoder(devices, config)
+    model = abstract_decoder(devices, config, weights)
     runner = Runner(model, sizes, buckets=buckets, kv_scales=scales)
     found = {k: (fn, shapes) for k, fn, shapes in runner.programs()}
     fn, shapes = found[tuple(key)]

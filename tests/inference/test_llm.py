@@ -159,6 +159,24 @@ def test_keys_and_values_in_fp8(directory, llm):
         LLM.from_pretrained(directory, config=SIZES, kv_scales=scales[:, 0])
 
 
+def test_weights_of_8_bits(directory, llm):
+    """The engine says what the model says, in half of the memory and less."""
+    params = dataclasses.replace(GREEDY, max_tokens=1, prompt_logprobs=0)
+    prompt = [5, 6, 7, 8, 9, 10, 11]
+    options = {"config": SIZES, "quiet": True, "quantization": "int8"}
+    with LLM.from_pretrained(directory, **options) as narrow:
+        (found,) = narrow.generate([prompt], params)
+        sizes = [sum(p.nbytes for p in x.engine.runner.params) for x in (narrow, llm)]
+    model = load(directory, quantization="int8")
+    expected = jax.nn.log_softmax(model(jnp.array([prompt]))[0])
+    (output,) = found.continuations.values()
+    assert output.tokens == (int(expected[-1].argmax()),)
+    for i, entry in enumerate(output.prompt_logprobs[1:]):
+        np.testing.assert_allclose(entry.logprob, expected[i, prompt[i + 1]], atol=1e-5)
+    table = 288 * 32 * 4
+    assert sizes[0] - table < 0.4 * (sizes[1] - table)
+
+
 @pytest.mark.parametrize(
     ("scales", "message"),
     [

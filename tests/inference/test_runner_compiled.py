@@ -56,6 +56,39 @@ def test_drafts_copy_nothing_either(count):
         assert found.count("all-gather") == 1
 
 
+@pytest.mark.parametrize(
+    ("weights", "key", "count"),
+    [
+        ("int8", ["decode", 2, 4], 1),
+        ("fp8", ["decode", 32, 4], 1),
+        ("int8", ["decode", 128, 1], 1),
+        ("fp8", ["decode", 2, 4], 4),
+        ("int8", ["prefill", 2048, 18432, False], 1),
+    ],
+)
+def test_weights_of_8_bits_are_read_as_they_are(weights, key, count):
+    slots = 128 if key[1] == 128 else 32
+    arguments = "llama3_8b", 512, key, False, slots, weights
+    found = compile_for_h200(program, *arguments, count=count)
+    assert {kernel.name for kernel in found.kernels} >= {"quantized_matmul"}
+    assert [kernel for kernel in found.kernels if kernel.spilled] == []
+    # No product is left to XLA, which may write a weight in the other type first.
+    assert "__cublas" not in found.hlo and "gemm_fusion" not in found.hlo
+    sizes = (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)
+    written = found.written(MIB)
+    for a, b in sizes:
+        split = {(a // count, b), (a, b // count)}
+        shapes = {f"[{x},{y}]" for pair in split for x, y in (pair, pair[::-1])}
+        assert not [w for w in written if any(w.shape.endswith(s) for s in shapes)]
+    if key[0] == "decode":
+        # Parts of sums, of products and of attention; all of them are activations.
+        largest = max(key[1] * 128256 * 4, 16 * MIB) // count
+        assert [w for w in written if w.size > largest] == []
+    if count > 1:
+        assert found.count("all-reduce") == 2 * 2 + 1
+        assert found.count("all-gather") == 1
+
+
 @pytest.mark.parametrize("count", [1, 4])
 def test_pages_that_move_are_copied_by_one_kernel(count):
     found = compile_for_h200(program, "llama3_8b", 512, ["move"], count=count)

@@ -25,6 +25,7 @@ from jaxscale.models.hf.files import Checkpoint
 from jaxscale.models.hf.load import load
 from jaxscale.models.hf.sentence_transformers import sentence_settings
 from jaxscale.models.tokenizer import Tokenizer
+from jaxscale.nn.quantized_linear import Quantization
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 
 
@@ -37,6 +38,7 @@ def served(
     mesh: Mesh | None = None,
     rules: AxisRules = REPLICATED,
     dtype: DTypeLike | None = None,
+    quantization: Quantization | None = None,
 ) -> Served:
     """The model of a Hugging Face directory, compiled, its engine started.
 
@@ -48,18 +50,25 @@ def served(
         mesh: Devices to split the model over, with `rules`.
         rules: Mesh axes that split it.
         dtype: Type of the computation; by default that of the file.
+        quantization: Weights of 8 bits of a decoder; None keeps those of the file.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: sizes do not fit, or the template is malformed.
+        ValueError: sizes do not fit, the template is malformed, or an encoder would be
+            quantized.
     """
     path = Path(path)
     name = name or path.resolve().name
     options: dict[str, Any] = {"mesh": mesh, "rules": rules, "dtype": dtype}
     if _is_encoder(path) and jax.process_count() == 1:
+        if quantization is not None:
+            raise ValueError(
+                f"quantization {quantization!r} is for decoders, but {path} holds an "
+                "encoder; leave it out"
+            )
         return ServedEncoder(Encoder.from_pretrained(path, **options), name)
     return text_model(
-        load_decoder(path, **options),
+        load_decoder(path, quantization=quantization, **options),
         Tokenizer.from_file(path),
         name=name,
         engine=engine,
@@ -73,7 +82,7 @@ def load_decoder(path: str | Path, **options: Any) -> Decoder:
 
     Args:
         path: The directory.
-        **options: Mesh, rules and dtype, as for `served`.
+        **options: Mesh, rules, dtype and quantization, as for `served`.
 
     Raises:
         FileNotFoundError: a file is missing.

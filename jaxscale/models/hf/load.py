@@ -1,6 +1,7 @@
 """Models from Hugging Face directories, with transformers not needed."""
 
 import dataclasses
+import functools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from jaxscale.checks import check_choice
 from jaxscale.models.config import DecoderConfig
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.encoder import EncoderModel
@@ -20,6 +22,9 @@ from jaxscale.models.hf.family import Family
 from jaxscale.models.hf.files import Checkpoint
 from jaxscale.models.hf.names import TensorMap
 from jaxscale.models.hf.tensors import read_model, without_absent_prefix
+from jaxscale.models.quantization import quantize_read, quantize_rest
+from jaxscale.models.serving import serving_config, serving_mesh, serving_rules
+from jaxscale.nn.quantized_linear import Quantization
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 
 
@@ -32,6 +37,7 @@ def load(
     rules: AxisRules = REPLICATED,
     dtype: DTypeLike | None = None,
     param_dtype: DTypeLike | None = None,
+    quantization: Quantization | None = None,
     **options: Any,
 ) -> Any:
     """The model of a Hugging Face directory, on the devices of `mesh`.
@@ -47,6 +53,9 @@ def load(
         rules: Mesh axes that split parameters, by their logical axes.
         dtype: Type of the computation; None is that of the parameters.
         param_dtype: Type of the parameters; None keeps that of each tensor in the file.
+        quantization: Type of the weights of a decoder for inference, as
+            `jaxscale.models.quantize` makes them; each block is quantized as soon as it
+            is read, so that no more than one lies there in its own type.
         **options: Further arguments of `Decoder` or `EncoderModel`, for example
             ``remat="full"``.
 
@@ -57,8 +66,9 @@ def load(
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: the model or its head is of a kind that is not supported, `head` is
-            given for a decoder, a file is damaged, or a tensor is missing, unexpected
-            or of the wrong shape.
+            given for a decoder or `quantization` for an encoder, a file is damaged, or
+            a tensor is missing, unexpected, of the wrong shape or, with `quantization`,
+            not finite.
 
     Example:
         >>> import jax
@@ -82,6 +92,15 @@ def load(
     maps = family.tensors(config)
     tied, ignored = config.tie_embeddings, list(family.buffers)
     model_type: Any = Decoder
+    if quantization is not None:
+        check_choice("quantization", quantization, Quantization)
+        if is_encoder:
+            raise ValueError(
+                f"quantization {quantization!r} is for decoders, but {str(path)!r} "
+                f"holds an encoder of model_type {family.model_type!r}; leave it out"
+            )
+        rules = serving_rules(rules)
+        mesh = None if mesh is None else serving_mesh(mesh)
     if isinstance(config, DecoderConfig):
         if head != "file":
             raise ValueError(
@@ -110,7 +129,7 @@ def load(
             **options,
         )
 
-    return read_model(
+    model = read_model(
         checkpoint,
         maps,
         make,
@@ -120,7 +139,17 @@ def load(
         param_dtype=param_dtype,
         ignored=ignored,
         tied=_tied(family, maps) if tied else {},
+        each_block=None
+        if quantization is None
+        else functools.partial(
+            quantize_read, weights=quantization, mesh=mesh, rules=rules
+        ),
     )
+    if quantization is None:
+        return model
+    sizes = {} if mesh is None else dict(mesh.shape)
+    model.config = serving_config(model.config, rules, sizes)
+    return quantize_rest(model, quantization, mesh)
 
 
 def _own_head(checkpoint: Checkpoint) -> HeadConfig | None:

@@ -7,6 +7,7 @@ letters of shapes: L layers, D model, V vocabulary.
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,11 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax.typing import DTypeLike
 
 from jaxscale.models.hf.files import Checkpoint
 from jaxscale.models.hf.names import TensorMap
+from jaxscale.models.stack import single_block
 from jaxscale.sharding.parameters import shardings
 from jaxscale.sharding.rules import AxisRules
 
@@ -34,6 +37,7 @@ def read_model[M](
     param_dtype: DTypeLike | None,
     ignored: Sequence[str],
     tied: Mapping[str, str],
+    each_block: Callable[[Any, int], Any] | None = None,
 ) -> M:
     """The model that `make` describes with the values of the file.
 
@@ -49,6 +53,9 @@ def read_model[M](
         param_dtype: Type of the parameters; None keeps that of each tensor.
         ignored: Patterns of the names of tensors that no model needs.
         tied: Tensors that some files hold besides the one that they equal.
+        each_block: Called with each block of the stack, all of whose parameters are in
+            the file, and its number, as soon as it is read: the model has what it
+            returns, block by block. None leaves the stack.
 
     Raises:
         ValueError: a tensor is missing, unexpected or of the wrong shape or type.
@@ -75,12 +82,36 @@ def read_model[M](
             out_shardings=[places[name] for name in new],
         )
         values = dict(zip(new, draw(), strict=True))
+    read = functools.partial(_read_parameter, checkpoint, shapes, param_dtype)
+    apart = [n for n in shapes if each_block and n.startswith("blocks.")]
     for name in sources:
-        values[name] = _read_parameter(
-            checkpoint, sources[name], name, shapes, places[name], param_dtype
-        )
-    leaves = [values[name] for name in shapes]
-    return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+        if name not in apart:
+            values[name] = read(sources[name], name, places[name])
+    # The blocks of the stack are none yet.
+    leaves = [values.get(name) for name in shapes]
+    model: Any = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+    if each_block is not None:
+        one = jax.eval_shape(lambda model: single_block(model.blocks, 0), abstract)
+        where = [_of_one_block(places[name]) for name in apart]
+        blocks = []
+        for layer in range(shapes[apart[0]][0]):
+            found = [
+                read(sources[name], name, at, layer)
+                for name, at in zip(apart, where, strict=True)
+            ]
+            block = jax.tree.unflatten(jax.tree.structure(one), found)
+            blocks.append(each_block(block, layer))
+        model.scan_layers, model.blocks = False, nnx.List(blocks)
+    return model
+
+
+def _of_one_block(
+    place: NamedSharding | SingleDeviceSharding,
+) -> NamedSharding | SingleDeviceSharding:
+    """Where a parameter of one block of a stack lies."""
+    if isinstance(place, SingleDeviceSharding):
+        return place
+    return NamedSharding(place.mesh, PartitionSpec(*place.spec[1:]))
 
 
 def parameters_of(model: Any) -> dict[str, Any]:
@@ -193,14 +224,15 @@ def _file_shape(
 
 def _read_parameter(
     checkpoint: Checkpoint,
+    shapes: dict[str, tuple[int, ...]],
+    param_dtype: DTypeLike | None,
     entry: TensorMap,
     name: str,
-    shapes: dict[str, tuple[int, ...]],
     sharding: NamedSharding | SingleDeviceSharding,
-    param_dtype: DTypeLike | None,
+    layer: int | None = None,
 ) -> jax.Array:
-    """One parameter on its devices, each given only its own shard."""
-    shape = shapes[name]
+    """One parameter, or its part of one layer, each device given only its shard."""
+    shape = shapes[name] if layer is None else shapes[name][1:]
     dtype = _dtype_of(checkpoint, _names(entry, shapes), param_dtype)
     columns = _columns(entry, name, shapes)
 
@@ -212,7 +244,10 @@ def _read_parameter(
         devices.setdefault(bounds, []).append(device)
     arrays = []
     for bounds, copies in devices.items():
+        if layer is not None:
+            bounds = ((layer, layer + 1), *bounds)
         shard = _read_shard(checkpoint, entry, bounds, columns, dtype)
+        shard = shard if layer is None else shard[0]
         arrays += [jax.device_put(shard, device) for device in copies]
         # The host memory of this shard is free before the next one is read.
         jax.block_until_ready(arrays)

@@ -1,0 +1,169 @@
+"""Decoders whose weights are numbers of 8 bits, for inference."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxscale.checks import check_choice
+from jaxscale.models.decoder import Decoder
+from jaxscale.models.serving import compiled, mesh_of, prepare
+from jaxscale.nn.linear import Linear
+from jaxscale.nn.quantized_linear import Quantization, QuantizedLinear
+from jaxscale.sharding.rules import AxisRules
+
+
+def quantize(
+    model: Decoder, weights: Quantization = "int8", *, mesh: Mesh | None = None
+) -> Decoder:
+    """The model as `Decoder.for_inference` gives it, with weights of 8 bits.
+
+    The kernels of attention, feed-forward networks and output projection become
+    `jaxscale.nn.QuantizedLinear`: numbers of 8 bits with a scale for each output
+    feature, rounded to the nearest. Activations, sums, norms, biases and the table of
+    tokens stay as they are. Where the table is the output projection too (tied
+    embeddings), the projection is a quantized copy of it: a step reads the copy alone.
+    Layers that pruning has made sparse stay as they are.
+
+    The result is for inference: it has no derivatives and cannot be saved. Layers are
+    quantized one after another; the model given is left alone. To have no more than
+    one block in its own type at a time, quantize while loading:
+    ``load(path, quantization="int8")``.
+
+    Args:
+        model: A decoder, also one that `Decoder.for_inference` gave.
+        weights: ``"int8"``, or ``"fp8"`` (E4M3).
+        mesh: Where to put the model; by default it stays on the mesh that it is on.
+
+    Raises:
+        ValueError: `weights` is unknown, a weight is NaN or infinite, or the model is
+            quantized already.
+
+    Example:
+        >>> from jaxscale.models.llama import llama_tiny
+        >>> model = Decoder(llama_tiny(), rngs=nnx.Rngs(0))
+        >>> block = quantize(model, "fp8").blocks[0]
+        >>> block.mlp.down.kernel.shape, block.mlp.down.kernel.dtype
+        ((32, 64), dtype(float8_e4m3fn))
+    """
+    check_choice("weights", weights, Quantization)
+    result = model.for_inference(mesh)
+    if any(isinstance(m, QuantizedLinear) for _, m in nnx.iter_modules(result)):
+        raise ValueError("model is quantized already; quantize the one it was made of")
+    result = jax.tree.map(lambda p: p, result)
+    mesh = mesh_of(result)
+    for number, block in enumerate(result.blocks):
+        _quantize_block(block, weights, mesh, result.rules, number)
+    return quantize_rest(result, weights, mesh)
+
+
+def quantize_read(
+    block: nnx.Module,
+    number: int,
+    *,
+    weights: Quantization,
+    mesh: Mesh | None,
+    rules: AxisRules,
+) -> nnx.Module:
+    """A block as it was read, prepared for inference and quantized.
+
+    Args:
+        block: A single one, not of a stack.
+        number: Of the block, for messages.
+        weights: Type of the numbers.
+        mesh: The devices; None is where the block is.
+        rules: Mesh axes of each logical axis, those of `serving_rules`.
+
+    Raises:
+        ValueError: a weight is NaN or infinite.
+    """
+    sizes = () if mesh is None else tuple(mesh.shape.items())
+    block = compiled(_preparer(rules, sizes), block, mesh, rules)
+    _quantize_block(block, weights, mesh, rules, number)
+    return block
+
+
+def quantize_rest(model: Decoder, weights: Quantization, mesh: Mesh | None) -> Decoder:
+    """The model, changed in place, whose blocks are quantized: projection and tables.
+
+    Raises:
+        ValueError: a weight is NaN or infinite.
+    """
+    name = "embed" if model.lm_head is None else "lm_head"
+    head = compiled(_head_maker(weights), model, mesh, model.rules)
+    model.lm_head = nnx.data(_checked(head, name))
+    for table in (model.embed, model.positions):
+        if table is not None:
+            table.table.set_value(table.table[...].astype(table.dtype))
+    return model
+
+
+def replace_linear(
+    module: nnx.Module, make: Callable[[Linear, str], QuantizedLinear]
+) -> None:
+    """Put what ``make(layer, path)`` gives into the place of each `Linear`, in turn."""
+    for path, parent in list(nnx.iter_modules(module)):
+        for attribute, layer in list(vars(parent).items()):
+            if isinstance(layer, Linear):
+                made = make(layer, ".".join(map(str, (*path, attribute))))
+                setattr(parent, attribute, nnx.data(made))
+
+
+def quantized_head(model: Decoder, weights: Quantization) -> QuantizedLinear:
+    """The output projection with weights of 8 bits; of tied embeddings a copy."""
+    kernel, bias = model.output_embedding()
+    return QuantizedLinear(
+        kernel,
+        weights,
+        kernel_axes=("embed", "vocab"),
+        out_axes=("batch", None, "act_vocab"),
+        bias=bias,
+        dtype=model.dtype,
+        out_dtype=jnp.float32,
+        rules=model.rules,
+    )
+
+
+def _quantize_block(
+    block: nnx.Module,
+    weights: Quantization,
+    mesh: Mesh | None,
+    rules: AxisRules,
+    number: int,
+) -> None:
+    def make(layer: Linear, path: str) -> QuantizedLinear:
+        made = compiled(_maker(weights), layer, mesh, rules)
+        return _checked(made, f"blocks.{number}.{path}")
+
+    replace_linear(block, make)
+
+
+def _checked(layer: QuantizedLinear, name: str) -> QuantizedLinear:
+    if not jnp.isfinite(layer.scale[...]).all():
+        raise ValueError(
+            f"{name} has a weight that is NaN or infinite, which no number of 8 bits "
+            "stands for; repair the file, or the training that made it"
+        )
+    return layer
+
+
+# The same function each time: it is compiled once for layers that are alike.
+
+
+@functools.cache
+def _preparer(rules: AxisRules, sizes: tuple[tuple[str, int], ...]) -> Any:
+    return lambda block: prepare(block, rules, dict(sizes))
+
+
+@functools.cache
+def _maker(weights: Quantization) -> Any:
+    return lambda layer: QuantizedLinear.of(layer, weights)
+
+
+@functools.cache
+def _head_maker(weights: Quantization) -> Any:
+    return lambda model: quantized_head(model, weights)

@@ -1,0 +1,186 @@
+"""Linear layers whose weights are numbers of 8 bits, for inference.
+
+Axis letters: B batch, T tokens.
+"""
+
+from typing import Literal
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Num
+
+from jaxscale.checks import check_choice
+from jaxscale.nn.joined import JoinedLinear, Parts
+from jaxscale.nn.linear import Linear
+from jaxscale.sharding.operations import constrain, per_shard
+from jaxscale.sharding.rules import REPLICATED, AxisRules
+from pallas_kernels.matmul.activations import activate
+from pallas_kernels.quantized_matmul import quantized_matmul
+
+
+type Quantization = Literal["int8", "fp8"]
+"""Type of quantized weights: integers, or floating numbers (E4M3)."""
+
+_TYPES = {"int8": (jnp.int8, 127.0), "fp8": (jnp.float8_e4m3fn, 448.0)}
+"""Type of the numbers, and the largest of them that is used."""
+
+_ROWS = 8
+"""Output features are stored in whole groups of so many, as the kernel takes them."""
+
+
+class QuantizedWeight(nnx.Variable):
+    """Weights of 8 bits and their scales, which training leaves alone."""
+
+
+def quantize_kernel(
+    kernel: Float[Array, "in out"], weights: Quantization
+) -> tuple[Num[Array, "out in"], Float[Array, "out"]]:
+    """A kernel as numbers of 8 bits, and what a one of each output feature stands for.
+
+    The largest weight of an output feature becomes the largest number of the type, 127
+    or 448; the others are rounded to the nearest. A feature of zeros stays one.
+
+    Args:
+        kernel: Weights; where one is NaN or infinite, the scale of its output feature
+            is not finite.
+        weights: Type of the numbers.
+
+    Raises:
+        ValueError: `weights` is unknown.
+
+    Example:
+        >>> kernel = jnp.array([[1.27, 0.0], [-0.5, 0.0]])
+        >>> numbers, scale = quantize_kernel(kernel, "int8")
+        >>> print(numbers.tolist(), scale)
+        [[127, -50], [0, 0]] [0.01 1.  ]
+    """
+    check_choice("weights", weights, Quantization)
+    dtype, largest = _TYPES[weights]
+    kernel = kernel.T.astype(jnp.float32)  # [out, in]
+    scale = jnp.abs(kernel).max(1) / largest
+    # So small a number is no divisor: it may count as zero.
+    scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1.0, scale)
+    # A maximum may have skipped NaN.
+    scale = jnp.where(jnp.isfinite(kernel).all(1), scale, jnp.nan)
+    numbers = jnp.clip(kernel / scale[:, None], -largest, largest)
+    if dtype == jnp.int8:
+        numbers = jnp.round(numbers)
+    return numbers.astype(dtype), scale
+
+
+class QuantizedLinear(Parts, nnx.Module):
+    """``y = activation((x @ kernel.T) * scale + bias)`` with a kernel of 8-bit numbers.
+
+    `jaxscale.models.quantize` makes it of a `Linear` or a `JoinedLinear`, whose output
+    it splits as well. A step of decoding reads little but weights, and of these half as
+    many bytes as in bf16. On Hopper GPUs a kernel reads them as they are stored; where
+    it cannot (input features that are no multiple of 64), XLA may write a copy in the
+    type of the computation. Tensor-parallel devices have a part of the output features,
+    or of the input features: then each scales its own sums, and these are added. The
+    layer has no derivatives.
+
+    Example:
+        >>> layer = QuantizedLinear(
+        ...     jnp.array([[2.0, 0.0], [1.0, 3.0]]), "int8",
+        ...     kernel_axes=("embed", "mlp"), out_axes=("batch", None, "act_mlp"),
+        ... )
+        >>> print(layer(jnp.ones((1, 1, 2))).round(2))
+        [[[3.01 3.  ]]]
+    """
+
+    def __init__(
+        self,
+        kernel: Float[Array, "in out"],
+        weights: Quantization,
+        *,
+        kernel_axes: tuple[str | None, str | None],
+        out_axes: tuple[str | None, ...],
+        bias: Float[Array, "out"] | None = None,
+        dtype: DTypeLike = jnp.float32,
+        out_dtype: DTypeLike | None = None,
+        rules: AxisRules = REPLICATED,
+    ) -> None:
+        """Quantize a kernel.
+
+        Args:
+            kernel: Weights of a dense layer.
+            weights: Type of the numbers.
+            kernel_axes: Logical axes of the dense kernel.
+            out_axes: Logical axes of the result, (batch, tokens, features).
+            bias: Bias of the dense layer.
+            dtype: Type of the computation.
+            out_dtype: Type of the result; None is that of the computation.
+            rules: Mesh axes of each logical axis.
+        """
+        self.kernel_axes, self.out_axes = kernel_axes, out_axes
+        self.dtype = dtype
+        self.out_dtype = dtype if out_dtype is None else out_dtype
+        self.rules = rules
+        self.shards, self.parts = 1, ((kernel.shape[1], out_axes),)
+        self.features = kernel.shape[1]
+        numbers, scale = quantize_kernel(kernel, weights)
+        missing = -self.features % _ROWS
+
+        def variable(array: Array, *axes: str | None) -> QuantizedWeight:
+            if missing:
+                array = jnp.pad(array, ((0, missing), (0, 0))[: array.ndim])
+            return QuantizedWeight(array, out_sharding=axes, eager_sharding=False)
+
+        self.kernel = variable(numbers, *kernel_axes[::-1])
+        self.scale = variable(scale, kernel_axes[1])
+        param = None
+        if bias is not None:
+            axes = kernel_axes[1:]
+            param = nnx.Param(bias, out_sharding=axes, eager_sharding=False)
+        self.bias = param
+
+    @classmethod
+    def of(cls, layer: Linear, weights: Quantization) -> "QuantizedLinear":
+        """A quantized layer in the place of a dense one."""
+        made = cls(
+            layer.kernel[...],
+            weights,
+            kernel_axes=layer.kernel_axes,
+            out_axes=layer.out_axes,
+            bias=None if layer.bias is None else layer.bias[...],
+            dtype=layer.dtype,
+            rules=layer.rules,
+        )
+        if isinstance(layer, JoinedLinear):
+            made.shards, made.parts = layer.shards, layer.parts
+        return made
+
+    def __call__(
+        self, x: Float[Array, "B T in"], activation: str | None = None
+    ) -> Float[Array, "B T out"]:
+        """The projection of each token, in `out_dtype`.
+
+        Args:
+            x: Activations.
+            activation: Activation of the result, a name in
+                `pallas_kernels.matmul.ACTIVATIONS`.
+        """
+        inner, outer = self.kernel_axes
+        by_rows = bool(self.rules.mesh_axes([inner]))
+
+        def product(x: Array, kernel: Array, scale: Array) -> tuple[Array]:
+            y = quantized_matmul(x, kernel, scale, out_dtype=self.out_dtype)
+            return (y[None] if by_rows else y,)
+
+        y_axes = ("batch", None, outer)
+        (out,) = per_shard(
+            product,
+            [("batch", None, inner), (outer, inner), (outer,)],
+            [(inner, *y_axes) if by_rows else y_axes],
+            self.rules,
+        )(x.astype(self.dtype), self.kernel[...], self.scale[...])
+        if by_rows:
+            out = out.sum(0)  # over the devices
+        if out.shape[-1] != self.features:
+            out = out[..., : self.features]
+        out = constrain(out, self.out_axes, self.rules)
+        if self.bias is not None:
+            bias = self.bias[...].astype(self.out_dtype)
+            out = out + constrain(bias, self.out_axes[-1:], self.rules)
+        return activate(out, activation)

@@ -1,0 +1,157 @@
+"""Layers with weights of 8 bits: rounding, and the products of what was rounded."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxscale.models.serving import compiled, serving_rules
+from jaxscale.nn import (
+    ColumnParallelLinear,
+    JoinedLinear,
+    QuantizedLinear,
+    RowParallelLinear,
+)
+from jaxscale.nn.quantized_linear import quantize_kernel
+from jaxscale.sharding import REPLICATED, fsdp_tp, make_mesh
+from tests.tolerances import RELATIVE, relative_error
+
+
+LARGEST = {"int8": 127, "fp8": 448}
+WEIGHTS = list(LARGEST)
+
+
+UNKNOWN: Any = "int4"
+
+
+def random(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def dequantized(layer):
+    """The kernel that a layer stands for, [in, out]."""
+    return (layer.kernel[...].astype("f4") * layer.scale[...][:, None]).T
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_numbers_are_the_nearest(weights, dtype):
+    kernel = (random(64, 9) * jnp.logspace(-20, 20, 9)).astype(dtype)
+    numbers, scale = quantize_kernel(kernel, weights)
+    assert scale.dtype == jnp.float32
+    exact = np.asarray(kernel, np.float64).T  # [out, in]
+    found = np.asarray(numbers, np.float64) * np.asarray(scale, np.float64)[:, None]
+    largest = np.abs(exact).max(1)
+    np.testing.assert_allclose(np.abs(found).max(1), largest, rtol=1e-6)
+    step = largest[:, None] / 127
+    if weights == "fp8":  # three bits behind the first; from 2^-6 on evenly spaced
+        step = np.maximum(np.abs(exact) / 8, largest[:, None] / 448 * 2**-9)
+    assert (np.abs(found - exact) <= 0.5001 * step).all()
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_features_of_zeros_and_of_next_to_nothing(weights):
+    kernel = jnp.array([[0.0, 1e-42, 3.0], [0.0, -1e-43, -1.5]])
+    numbers, scale = quantize_kernel(kernel, weights)
+    assert (numbers[:2] == 0).all() and jnp.isfinite(scale).all()
+    np.testing.assert_array_equal(abs(numbers[2, 0].astype("f4")), LARGEST[weights])
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
+def test_what_is_not_finite_is_seen_in_the_scale(bad):
+    _, scale = quantize_kernel(random(4, 3).at[2, 1].set(bad), "fp8")
+    assert jnp.isfinite(scale).tolist() == [True, False, True]
+
+
+OPTIONS = {"kernel_axes": ("embed", "mlp"), "out_axes": ("batch", None, "act_mlp")}
+BACK = {
+    "kernel_axes": ("mlp", "embed"),
+    "out_axes": ("batch", "tokens", "act_embed"),
+}
+
+
+def dense(kind, *sizes, rules=REPLICATED, **options):
+    layer = kind(
+        *sizes, use_bias=True, rules=rules, rngs=nnx.Rngs(0), **OPTIONS | options
+    )
+    layer.kernel[...] = random(*sizes)
+    layer.bias[...] = random(sizes[1], seed=1)
+    return layer
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_output_is_that_of_the_rounded_kernel(weights, dtype):
+    """Eleven output features: they are stored in whole groups."""
+    whole: Any = dense(ColumnParallelLinear, 24, 11, dtype=dtype)
+    layer = QuantizedLinear.of(whole, weights)
+    x = random(2, 3, 24, seed=2)
+    y = layer(x, "gelu")
+    want = jax.nn.gelu(x @ dequantized(layer)[:, :11] + whole.bias[...], False)
+    assert y.dtype == dtype and layer.kernel.dtype.itemsize == 1
+    assert relative_error(y, want) < RELATIVE[jnp.dtype(dtype)]
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_tensor_parallel(weights, devices):
+    """A part of the output features, then of the input features."""
+    mesh = make_mesh({"tensor": devices}, jax.devices()[:devices])
+    rules = serving_rules(fsdp_tp())
+
+    def pair(rules):
+        up = dense(ColumnParallelLinear, 16, 32, rules=rules)
+        down = dense(RowParallelLinear, 32, 8, rules=rules, **BACK)
+        return [QuantizedLinear.of(layer, weights) for layer in (up, down)]
+
+    @jax.jit
+    def run(layers, x):
+        return layers[1](layers[0](x, "relu"))
+
+    x = random(2, 4, 16, seed=3)
+    whole = pair(REPLICATED)
+    split = compiled(lambda _: nnx.List(pair(rules)), nnx.List([]), mesh, rules)
+    shapes = [part.kernel.addressable_shards[0].data.shape for part in split]
+    assert shapes == [(32 // devices, 16), (8, 32 // devices)]
+    with jax.set_mesh(mesh):
+        y = run(list(split), x)
+    assert relative_error(y, run(whole, x)) < 1e-5
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_layers_side_by_side(shards):
+    layers = [dense(ColumnParallelLinear, 8, size) for size in (12, 6)]
+    joined = JoinedLinear(layers, shards=shards)
+    quantized, x = QuantizedLinear.of(joined, "int8"), random(1, 3, 8, seed=4)
+    parts = quantized.split(quantized(x))
+    for part, layer in zip(parts, layers, strict=True):
+        alone = QuantizedLinear.of(layer, "int8")
+        assert relative_error(part, alone(x)) < 1e-5
+
+
+def test_layers_of_both_kinds_share_an_input():
+    layers: Any = [dense(ColumnParallelLinear, 8, size) for size in (6, 4)]
+    layers[1] = QuantizedLinear.of(layers[1], "int8")
+    x = random(1, 3, 8, seed=5)
+    found = ColumnParallelLinear.together(layers, x, [None, "relu"])
+    assert relative_error(found[0], layers[0](x)) < 1e-6
+    assert relative_error(found[1], layers[1](x, "relu")) < 1e-6
+    downs: Any = [dense(RowParallelLinear, 8, 5), dense(RowParallelLinear, 8, 5)]
+    downs[0] = QuantizedLinear.of(downs[0], "fp8")
+    both = RowParallelLinear.summed(downs, [x, x])
+    assert relative_error(both, downs[0](x) + downs[1](x)) < 1e-6
+
+
+def test_there_are_no_derivatives():
+    layer = QuantizedLinear.of(dense(ColumnParallelLinear, 8, 8), "fp8")
+    with pytest.raises(NotImplementedError, match="weights are for inference"):
+        jax.grad(lambda x: layer(x).sum())(random(1, 2, 8))
+    assert [p.shape for p in jax.tree.leaves(nnx.state(layer, nnx.Param))] == [(8,)]
+
+
+def test_an_unknown_type_is_refused(no_shape_hook):
+    with pytest.raises(ValueError, match="weights 'int4' is unknown; use one of"):
+        quantize_kernel(random(2, 2), UNKNOWN)
