@@ -292,4 +292,6 @@ class TrainConfig:
         """
         fields = ("model", "optimizer", "dtype", "param_dtype", "z_loss", "seed")
         values = {name: dataclasses.asdict(self)[name] for name in fields}
+        if self.optimizer.kind == "adamw":  # as before there was a choice
+            del values["optimizer"]["kind"]
         return json.loads(json.dumps(values, default=str))

@@ -1,4 +1,4 @@
-"""AdamW, its learning-rate schedules, and which parameters decay."""
+"""Optimizers, their learning-rate schedules, and which parameters decay."""
 
 import dataclasses
 import math
@@ -10,8 +10,13 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from jaxscale.checks import check_choice
 from jaxscale.sharding.parameters import logical_axes
 from jaxscale.sharding.rules import STACK_AXES
+from jaxscale.training.layerwise import (
+    scale_by_muon_of_layers,
+    scale_by_trust_ratio_of_layers,
+)
 
 
 type Schedule = Callable[[jax.typing.ArrayLike], jax.Array]
@@ -19,13 +24,16 @@ type Schedule = Callable[[jax.typing.ArrayLike], jax.Array]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW with a warm-up and a schedule.
+    """AdamW, LAMB or Muon with a warm-up and a schedule.
 
     Example:
         >>> OptimizerConfig(learning_rate=1e-3, schedule="wsd").decay_fraction
         0.2
     """
 
+    kind: Literal["adamw", "lamb", "muon"] = "adamw"
+    """AdamW; LAMB, which scales the update of each layer's parameter to its norm, for
+    large batches; or Muon for the matrices of layers, AdamW for the rest."""
     learning_rate: float = 3e-4
     """Peak learning rate, reached at the end of the warm-up."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
@@ -55,6 +63,7 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         _check_positive(self, "learning_rate", "eps")
+        check_choice("kind", self.kind, ("adamw", "lamb", "muon"))
         _check(
             self.schedule in ("cosine", "wsd", "constant"),
             "schedule",
@@ -190,7 +199,7 @@ def make_optimizer(
     gradient_transforms: Sequence[optax.GradientTransformation] = (),
     transforms: Sequence[optax.GradientTransformation] = (),
 ) -> optax.GradientTransformation:
-    """AdamW with clipping by global norm, decay by logical axes and the schedule.
+    """The optimizer, with clipping by global norm, decay by logical axes, the schedule.
 
     Moments are made from the parameters, so that `jaxscale.sharding.shardings` splits
     them in the same way. They are updated in fp32 and kept in the types of `config`.
@@ -204,22 +213,29 @@ def make_optimizer(
             rate is.
 
     References:
-        AdamW: arXiv 1711.05101.
+        AdamW: arXiv 1711.05101. LAMB: arXiv 1904.00962. Muon: arXiv 2502.16982.
     """
     clip = (
         optax.identity()
         if config.clip_norm is None
         else optax.clip_by_global_norm(config.clip_norm)
     )
+    scale = _keep_moments_in(
+        optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps),
+        config.mu_dtype,
+        config.nu_dtype,
+    )
+    if config.kind == "muon":
+        scale = scale_by_muon_of_layers(
+            scale, is_matrix=decays, mu_dtype=config.mu_dtype
+        )
+    ratios = [scale_by_trust_ratio_of_layers()] if config.kind == "lamb" else []
     return optax.chain(
         *gradient_transforms,
         clip,
-        _keep_moments_in(
-            optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps),
-            config.mu_dtype,
-            config.nu_dtype,
-        ),
+        scale,
         _add_decayed_weights(config.weight_decay),
+        *ratios,
         *transforms,
         optax.scale_by_learning_rate(make_schedule(config, total_steps)),
     )

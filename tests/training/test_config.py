@@ -85,6 +85,10 @@ def test_unknown_axis_size_is_checked_when_the_devices_are_known():
 def test_identity_is_json_and_leaves_out_what_may_change():
     identity = CONFIG.identity()
     assert json.loads(json.dumps(identity)) == identity
+    # Checkpoints from before there was a choice know no kind.
+    assert "kind" not in identity["optimizer"]
+    lamb = dataclasses.replace(CONFIG.optimizer, kind="lamb")
+    assert dataclasses.replace(CONFIG, optimizer=lamb).identity() != identity
     longer = dataclasses.replace(
         CONFIG, steps=5000, rules="dp", mesh=MeshConfig(data=2), remat="full"
     )

@@ -1,5 +1,7 @@
 """Schedules at their corners, the decay mask on stacked layers, types of moments."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,12 +9,17 @@ import optax
 import pytest
 from flax import nnx
 
+from jaxscale.sharding import fsdp_tp, make_mesh, shardings
+from jaxscale.sharding.parameters import partitioned
+from jaxscale.training.checkpoint import named_leaves
+from jaxscale.training.layerwise import scale_by_trust_ratio_of_layers
 from jaxscale.training.optimizer import (
     OptimizerConfig,
     decays,
     make_optimizer,
     make_schedule,
 )
+from jaxscale.training.step import TrainState
 from tests.training import toy
 
 
@@ -110,3 +117,93 @@ def test_moments_keep_their_type_and_are_updated_in_fp32():
 def test_impossible_settings(no_shape_hook, options, message):
     with pytest.raises(ValueError, match=message):
         OptimizerConfig(**options)
+
+
+def stack(shape, *axes):
+    init = partitioned(jax.nn.initializers.normal(1.0), *axes)
+    return nnx.Param(init(jax.random.key(sum(shape)), shape, jnp.float32))
+
+
+def layers_of(tree):
+    """The same as parameters of single layers."""
+    return [jax.tree.map(lambda x, i=i: x[i], nnx.to_pure_dict(tree)) for i in range(3)]
+
+
+@pytest.fixture
+def stacked():
+    """Weights of three layers, each ten times the last, and updates for them."""
+    shapes = {"kernel": ((3, 8, 4), "layers", "embed", "mlp")}
+    shapes["scale"] = ((3, 8), "layers", "norm")
+    weights = nnx.State({n: stack(s, *axes) for n, (s, *axes) in shapes.items()})
+    factor = jnp.array([1.0, 10.0, 100.0])
+    weights = jax.tree.map(
+        lambda w: w * factor.reshape(-1, *[1] * (w.ndim - 1)), weights
+    )
+    return weights, jax.tree.map(jnp.cos, weights)
+
+
+def test_the_trust_ratio_is_that_of_each_layer(stacked):
+    weights, updates = stacked
+    lamb, theirs = scale_by_trust_ratio_of_layers(), optax.scale_by_trust_ratio()
+    scaled, _ = lamb.update(updates, lamb.init(weights), weights)
+    for got, w, u in zip(*map(layers_of, (scaled, weights, updates)), strict=True):
+        want, _ = theirs.update(u, theirs.init(w), w)
+        for name in w:
+            np.testing.assert_allclose(got[name], want[name], rtol=1e-5)
+            norms = [float(jnp.linalg.norm(x[name])) for x in (got, w)]
+            assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    # Optax takes the stack for one layer: the first moves by 20 times what it is.
+    wrong, _ = theirs.update(updates, theirs.init(weights), weights)
+    first = [float(jnp.linalg.norm(x["kernel"][0])) for x in (wrong, weights)]
+    assert first[0] > 20 * first[1]
+
+
+def test_a_parameter_or_an_update_of_zero_has_the_ratio_one():
+    lamb = scale_by_trust_ratio_of_layers()
+    ones, zeros = jnp.ones((2, 3)), jnp.zeros((2, 3))
+    for update, weight in ((ones, zeros), (zeros, ones)):
+        scaled, _ = lamb.update({"w": update}, lamb.init({"w": weight}), {"w": weight})
+        np.testing.assert_array_equal(scaled["w"], update)
+
+
+def updated(optimizer, updates, weights):
+    with jax.numpy_dtype_promotion("standard"):  # as in the training step
+        return optimizer.update(updates, optimizer.init(weights), weights)[0]
+
+
+def test_muon_is_that_of_each_layers_matrix(stacked):
+    weights, updates = stacked
+    kind = OptimizerConfig(
+        kind="muon", learning_rate=1.0, schedule="constant", warmup_steps=0,
+        weight_decay=0.0, clip_norm=None,
+    )  # fmt: skip
+    got = updated(make_optimizer(kind, 10), updates, weights)
+    one = optax.contrib.muon(1.0, consistent_rms=0.2)
+    for layer, (w, u) in enumerate(
+        zip(layers_of(weights), layers_of(updates), strict=True)
+    ):
+        w, u = {"kernel": w["kernel"]}, {"kernel": u["kernel"]}
+        want = updated(one, u, w)
+        np.testing.assert_allclose(got["kernel"][layer], want["kernel"], atol=1e-5)
+    adam = make_optimizer(dataclasses.replace(kind, kind="adamw"), 10)
+    want = updated(adam, updates, weights)
+    np.testing.assert_allclose(got["scale"][...], want["scale"][...], rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["lamb", "muon"])
+def test_moments_are_split_as_their_parameters(kind):
+    optimizer = make_optimizer(OptimizerConfig(kind=kind), 10)
+    mesh = make_mesh({"fsdp": 2, "tensor": 2}, jax.devices()[:4])
+    state = jax.eval_shape(lambda: TrainState.create(toy.Toy(), optimizer))
+    placed = named_leaves(shardings(state, mesh, fsdp_tp()))
+    mine = {n: s.spec for n, s in placed.items() if n.endswith(".mu.up")}
+    assert list(mine.values()) == [placed["model.up"].spec] and len(placed) > 10
+
+
+def test_a_layer_of_zeros_stays_zero():
+    """A place without a layer in a pipeline."""
+    weights = nnx.State({"w": stack((2, 4, 4), "layers", "embed", "mlp")})
+    zeros = jax.tree.map(jnp.zeros_like, weights)
+    for kind in ("adamw", "lamb", "muon"):
+        optimizer = make_optimizer(OptimizerConfig(kind=kind), 10)
+        np.testing.assert_array_equal(updated(optimizer, zeros, zeros)["w"][...], 0)
