@@ -1,7 +1,7 @@
 """What the engine keeps of each request for whoever waits for it: text, guide, news."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -142,14 +142,20 @@ class Client:
 
     def _logprobs(
         self, progress: Progress, tokens: Sequence[int], top: np.ndarray | None
-    ) -> Iterator[TokenLogprobs]:
+    ) -> list[TokenLogprobs]:
         most = self.request.params.logprobs
-        pairs = zip(tokens, progress.logprobs, strict=False)
-        for step, (token, value) in enumerate(() if most is None else pairs):
-            best: Any = ()
-            if most and progress.decoded and top is not None:
-                best = _top(top[step, progress.row], most)
-            yield TokenLogprobs(token=token, logprob=value, top=best)
+        if most is None:
+            return []
+        best: Any = [()] * len(tokens)
+        if most and progress.decoded and top is not None:
+            rows = top[: len(tokens), progress.row]
+            best[: len(rows)] = [_top(row, most) for row in rows]
+        return [
+            TokenLogprobs(token=token, logprob=value, top=likeliest)
+            for token, value, likeliest in zip(
+                tokens, progress.logprobs, best, strict=False
+            )
+        ]
 
     def _output(self, index: int, news: _News) -> Output:
         stream = self._texts[index]

@@ -1,8 +1,10 @@
 """Everyone who waits: new requests, and those whose turn has come before."""
 
 import bisect
+import collections
 import math
 import operator
+from collections.abc import Iterable
 
 from jaxscale.inference.fair_queue import FairQueue
 from jaxscale.inference.plan import Continuation
@@ -103,7 +105,10 @@ class Line:
         self._new.remove(c, priority=c.request.priority, client=c.request.client)
         self.num_tokens -= len(c.request.prompt)
 
-    def charge(self, c: Continuation, tokens: int) -> None:
-        """Count tokens that its client was served."""
-        request = c.request
-        self._new.charge(tokens, priority=request.priority, client=request.client)
+    def charge(self, served: Iterable[tuple[Continuation, int]]) -> None:
+        """Count tokens that the clients of continuations were served."""
+        tokens = collections.Counter[tuple[int, str]]()
+        for c, count in served:
+            tokens[c.request.priority, c.request.client] += count
+        for (priority, client), count in tokens.items():
+            self._new.charge(count, priority=priority, client=client)

@@ -230,16 +230,16 @@ class Drawn:
 
     def of_row(self, row: int) -> tuple[list[int], list[int], list[float]]:
         """Tokens, flags and log-probabilities of a row, places without a token gone."""
-        tokens, flags, logprobs = [], [], []
-        for step, steps in enumerate(self.tokens):
-            for r, token in enumerate(steps[row]):
-                if token < 0:
-                    continue
-                tokens.append(token)
-                flags.append(self.flags[step][row][r])
-                if self.logprobs is not None:
-                    logprobs.append(self.logprobs[step][row][r])
-        return tokens, flags, logprobs
+        steps = [step[row] for step in self.tokens]
+        places = [
+            (i, r) for i, step in enumerate(steps) for r in range(len(step))
+            if step[r] >= 0
+        ]  # fmt: skip
+        tokens = [steps[i][r] for i, r in places]
+        flags = [self.flags[i][row][r] for i, r in places]
+        if (values := self.logprobs) is None:
+            return tokens, flags, []
+        return tokens, flags, [values[i][row][r] for i, r in places]
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

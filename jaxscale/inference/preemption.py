@@ -29,15 +29,15 @@ def choose_yielding(
         newest of the lowest priority first; None where all of them would not be enough,
         so that none is preempted in vain.
     """
-    free = num_running < num_slots
-    below = [r for r in dict.fromkeys(running) if r.order[0] > c.order[0]]
+    free, level = num_running < num_slots, c.order[0]
+    below = [r for r in running if r.order[0] > level]
     if not (free or below):
         return None
     found = tables.find(c)
     lacking = tables.lacks(c, found, alone=not num_running)
     if free and lacking <= 0:
         return found, ()
-    below.sort(key=BY_ORDER, reverse=True)
+    below = sorted(set(below), key=BY_ORDER, reverse=True)
     for count, gain in enumerate(tables.gains(below, found), start=1):
         if count == num_running:
             lacking = tables.lacks(c, found, alone=True)

@@ -314,7 +314,7 @@ class Scheduler:
         if not c.admitted:
             c.admitted = True
             self.counts.cached_tokens += c.kv
-            self._line.charge(c, len(c.tokens) - c.kv)
+            self._line.charge([(c, len(c.tokens) - c.kv)])
 
     def _let_others_go(self, first: Continuation) -> None:
         """Let the others of a request wait no longer for its first one."""
@@ -432,20 +432,26 @@ class Scheduler:
             elif c.state is State.PREFILL and chunk.end == c.limit:
                 # Only the prompt was wanted.
                 self._end(c, "length", now)
-        if decode is None or plan.decode is None:
-            return news
-        for row, c in enumerate(plan.decode.rows):
-            if c is not None and c.state is State.DECODE and c.placed <= plan.tick:
-                c.pending -= plan.decode.steps * (1 + plan.decode.drafts)
-                c.due -= plan.decode.steps
-                if plan.decode.drafts:
-                    self.counts.add_drafts(decode, row)
-                if row in plan.decode.replayed:
-                    c.kv += 1
-                    self._tables.name(c)
-                else:
-                    news.append(self._advance(c, row, decode, now, decoded=True))
+        if decode is not None and plan.decode is not None:
+            news += self._decoded(plan.tick, plan.decode, decode, now)
+        self._line.charge((p.continuation, len(p.tokens)) for p in news)
         return news
+
+    def _decoded(
+        self, tick: int, plan: Decode, drawn: Drawn, now: float
+    ) -> Iterator[Progress]:
+        for row, c in enumerate(plan.rows):
+            if c is None or c.state is not State.DECODE or c.placed > tick:
+                continue
+            c.pending -= plan.steps * (1 + plan.drafts)
+            c.due -= plan.steps
+            if plan.drafts:
+                self.counts.add_drafts(drawn, row)
+            if row in plan.replayed:
+                c.kv += 1
+                self._tables.name(c)
+            else:
+                yield self._advance(c, row, drawn, now, decoded=True)
 
     def _advance(
         self, c: Continuation, row: int, drawn: Drawn, now: float, *, decoded: bool
@@ -465,7 +471,6 @@ class Scheduler:
                 break
         c.kv += kept * decoded
         self.counts.drawn_tokens += kept
-        self._line.charge(c, kept)
         self._tables.name(c)
         if finish is not None:
             self._end(c, finish, now)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks import command, serving, serving_http, serving_policies
+from benchmarks import command, serving, serving_host, serving_http, serving_policies
 from jaxscale.models import Decoder, preset
 from tests.inference.server.conftest import LiveServer
 from tests.inference.server.fake_engine import TOKENIZER, FakeEngine
@@ -156,3 +156,9 @@ def test_an_answer_that_fails_is_no_measurement():
 def test_words_have_text():
     tokenizer = serving_http.words(8)
     assert tokenizer.decode([3, 1]) == "w3 w1"
+
+
+def test_host_work_is_measured_with_all_slots_taken():
+    """Each step of it: those that end are replaced."""
+    found = serving_host.host_seconds(slots=4, waiting=20, steps=60)
+    assert len(found) == 60 and min(found) > 0
