@@ -15,7 +15,7 @@ from jaxscale.inference.runner import Runner
 from jaxscale.models import Decoder, Tokenizer, load, preset, save
 from jaxscale.models.generation import GenerationConfig
 from jaxscale.nn import RopeScaling
-from jaxscale.sharding import make_mesh
+from jaxscale.sharding import create, fsdp_tp, make_mesh
 from tests.decoding import decode
 
 
@@ -198,6 +198,14 @@ def test_scales_hold_twice_the_largest_key_and_value():
     largest = jnp.nan_to_num(jnp.abs(jnp.concatenate(pages, 1))).max((1, 4, 5))
     assert (largest * 2 <= 448 * scales).all()
     assert (largest * 4 > 448 * scales).all()
+    mesh = make_mesh({"tensor": 2}, jax.devices()[:2])
+    make = lambda: Decoder(preset("llama_tiny"), rules=fsdp_tp(), rngs=nnx.Rngs(0))  # noqa: E731
+    sharded = create(make, mesh, fsdp_tp())
+    np.testing.assert_array_equal(measure_kv_scales(sharded, tokens), scales)
+    value = sharded.blocks.attention.value.kernel
+    value[...] = value[...].at[1, :, :8].set(0)  # a head that is always zero
+    scales[1, 1, 0] = 1
+    np.testing.assert_array_equal(measure_kv_scales(sharded, tokens), scales)
     model.blocks.attention.key.kernel[...] *= jnp.nan
     with pytest.raises(ValueError, match="not finite, so that they have no scale"):
         measure_kv_scales(model, tokens)
