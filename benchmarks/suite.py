@@ -100,6 +100,7 @@ COMMANDS = (
     ),
     Command("sparse", f"tile_sparse_matmul --case square_4096 --rows 2048 {_SPARSE}"),
     Command("matmul", "matmul"),
+    Command("matmul", "quantized_matmul"),
     Command("attention", "paged_attention"),
     Command("serving", "move_pages"),
     Command(

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.mosaic import DeviceSpec, smem_bytes
 
 
-__all__ = ["ROWS", "Problem", "QuantizedMatmulConfig", "heuristic"]
+__all__ = ["ROWS", "Problem", "QuantizedMatmulConfig", "candidates", "heuristic"]
 
 ROWS = 64
 """Output features of a warpgroup: the rows of one tensor-core instruction."""
@@ -145,3 +145,22 @@ def heuristic(problem: Problem, device: DeviceSpec) -> QuantizedMatmulConfig:
 
     splits = min(range(1, min(steps, 16) + 1), key=cost)
     return dataclasses.replace(config, splits=splits)
+
+
+def candidates(
+    problem: Problem, device: DeviceSpec
+) -> tuple[QuantizedMatmulConfig, ...]:
+    """Configs for the tuner: other splits, warpgroups, depths and tiles of tokens."""
+    best = heuristic(problem, device)
+    found = [best]
+    for options in (
+        *({"splits": n} for n in (1, 2, 4, 6, 8, 12, 16)),
+        *({"warpgroups": n, "splits": s} for n in (1, 2, 3) for s in (1, 2, 4, 8)),
+        *({"tile_k": n} for n in (64, 256)),
+        *({"tile_tokens": n, "tile_k": 64} for n in (64, 128)),
+    ):
+        try:
+            found.append(dataclasses.replace(best, **options))
+        except ValueError:
+            continue  # too much for the registers
+    return tuple(dict.fromkeys(found))

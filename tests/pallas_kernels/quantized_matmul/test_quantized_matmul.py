@@ -15,11 +15,13 @@ from pallas_kernels.quantized_matmul import (
     QuantizedMatmulConfig,
     quantized_matmul,
     reference,
+    tunable,
     widen,
 )
 from pallas_kernels.quantized_matmul.config import Problem, heuristic
 from pallas_kernels.quantized_matmul.specs import SPECS
 from tests.interpreter import interpret_mosaic_gpu, register_inline
+from tests.lowering import lower_for_cuda
 from tests.tolerances import RELATIVE, relative_error
 
 
@@ -138,6 +140,18 @@ def test_errors_say_what_to_do():
         QuantizedMatmulConfig(tile_tokens=256)
     with pytest.raises(ValueError, match="tile_tokens 12"):
         QuantizedMatmulConfig(tile_tokens=12)
+
+
+def test_candidates_of_the_tuner_lower():
+    """Some of them: those that hold the most registers or shared memory."""
+    for m in (2, 128, 2048):
+        problem = tunable.problems()[f"m={m} n=4096 k=4096 int8 bf16"]
+        found = tunable.candidates(problem, H200)
+        assert len(found) > 8
+        shapes = jax.eval_shape(lambda problem=problem: tunable.arguments(problem))
+        most = [max(found, key=lambda c: c.tile_k * c.tile_n), found[-1]]
+        for config in most:
+            lower_for_cuda(tunable.kernel(problem, config, H200), *shapes, kernels=1)
 
 
 def test_few_tiles_are_split_and_many_are_not():

@@ -1,0 +1,76 @@
+"""The product with a quantized weight, as the tuner sees it."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.mosaic import DeviceSpec
+from pallas_kernels.quantized_matmul import config as config_module
+from pallas_kernels.quantized_matmul import mosaic_gpu, xla
+from pallas_kernels.quantized_matmul.config import Problem, QuantizedMatmulConfig
+from pallas_kernels.quantized_matmul.specs import SPECS
+from pallas_kernels.tuning import device_time_us as time_us
+
+
+__all__ = [
+    "IDLE_SHARE",
+    "arguments",
+    "baseline",
+    "candidates",
+    "kernel",
+    "problems",
+    "time_us",
+]
+
+IDLE_SHARE: float = 6  # for the clock of a GPU that is cool
+
+
+def problems() -> Mapping[str, Problem]:
+    """The problems of `SPECS`."""
+    found = [
+        Problem(
+            m=s.m,
+            n=s.n,
+            k=s.k,
+            dtype=jnp.dtype(jnp.bfloat16),
+            weight_dtype=jnp.dtype(s.weight_dtype),
+            out_dtype=jnp.dtype(s.out_dtype),
+        )
+        for s in SPECS
+    ]
+    return {problem.key: problem for problem in found}
+
+
+def candidates(problem: Problem, device: DeviceSpec) -> Sequence[QuantizedMatmulConfig]:
+    """Configs worth timing."""
+    return config_module.candidates(problem, device)
+
+
+def arguments(problem: Problem) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Random normal activations and weights, weights up to 127."""
+    x_key, w_key = jax.random.split(jax.random.key(0))
+    w = jnp.clip(40 * jax.random.normal(w_key, (problem.n, problem.k)), -127, 127)
+    return (
+        jax.random.normal(x_key, (problem.m, problem.k), problem.dtype),
+        jnp.round(w).astype(problem.weight_dtype),
+        jnp.full(problem.n, 0.01, jnp.float32),
+    )
+
+
+def kernel(
+    problem: Problem, config: QuantizedMatmulConfig, device: DeviceSpec
+) -> Callable[..., jax.Array]:
+    """The kernel with a config."""
+    return functools.partial(
+        mosaic_gpu.quantized_matmul,
+        config=config,
+        device=device,
+        out_dtype=problem.out_dtype,
+    )
+
+
+def baseline(problem: Problem) -> Callable[..., jax.Array]:
+    """XLA's product, which may write the weight in bfloat16."""
+    return functools.partial(xla.quantized_matmul, out_dtype=problem.out_dtype)
