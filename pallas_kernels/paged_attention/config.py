@@ -16,13 +16,14 @@ class PagedAttentionConfig:
     split: int = 512
     """Tokens of a split, a multiple of 64. Splits of a row run side by side and are
     added in their order. They start at multiples of this number, so that what a row
-    gets depends neither on the other rows nor on how many there are."""
+    gets depends neither on the other rows nor on how many there are; the last has up to
+    half as many more or less."""
     teams: int | None = None
     """Pairs of a warpgroup that copies and one that computes, in a block: each takes
     splits of its own. None takes 2, and 1 with head dim 256."""
     slots: int | None = None
     """Tiles of 64 keys or values that fit in the shared memory of a team; None takes
-    as many as fit."""
+    as many as fit, up to 8."""
 
     def __post_init__(self) -> None:
         if self.split < BLOCK or self.split % BLOCK:

@@ -3,24 +3,28 @@
 A decoding step reads every key and value once and does little with them: the kernel has
 to keep memory busy. A block is one or two *teams*, each a warpgroup that copies pages
 into a ring in shared memory and one that computes. A team takes one *split* after the
-other, by ticket: a fixed number of tokens of one row, for one key/value head, whose
-queries (those of the group, of all new tokens) are the rows of one tile of 64.
+other, by ticket: a fixed number of tokens of one row, for one key/value head.
+
+**Products** are transposed. Queries of a head (those of its group, of all new tokens)
+are few: they are columns, of which the tensor cores take any eight, and keys, and then
+columns of values, are the 64 rows. Operands in fp8 are widened on their way to
+registers.
 
 **Append.** The team that has the split in which a new token lies stores the token into
 its page, ahead of the copy of that page, and then reads it as any other.
 
 **Splits** are added by who is the last of a row and head to end, in their order: each
-team leaves its sums and their logarithm in global memory and counts itself.
+team leaves its sums and their logarithm in global memory, and counts itself while it
+copies the next split.
 
 **What is not the row's.** Pages hold anything past the end of a row and before its
 window. Scores of such tokens become ``-inf``, and since zero times NaN is NaN, their
-values are overwritten by zeros in shared memory.
+values are overwritten by zeros.
 
 Axis letters: B rows, R new tokens, K key/value heads, H head dim, L layers, P pages, G
 tokens of a page, W pages of a row.
 """
 
-import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -34,116 +38,41 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.mosaic.aliases import Ref, Scalar
 from pallas_kernels.mosaic.copies import CHUNK, chunked, smem_transforms
 from pallas_kernels.mosaic.device import DeviceSpec
-from pallas_kernels.mosaic.lanes import keep_band, store_rows
-from pallas_kernels.mosaic.tile_scheduler import take_ticket
 from pallas_kernels.paged_attention.config import BLOCK
 from pallas_kernels.paged_attention.inputs import Scores
 from pallas_kernels.paged_attention.lanes import (
-    Cut,
     copy_page_ids,
-    count_arrival,
     find_split,
     proxy_fence,
     store_first_rows,
+    take_ticket_and_count,
 )
+from pallas_kernels.paged_attention.operands import (
+    PER_QUERY,
+    add_keys,
+    largest_of_keys,
+    load_keys,
+    load_values,
+    store_queries,
+    store_transposed,
+)
+from pallas_kernels.paged_attention.problem import WARPS, Problem
 
 
-__all__ = ["WARPS", "Problem", "run"]
+__all__ = ["run"]
 
-ROWS = 64
-"""Rows of a tile: queries of a group and of all new tokens."""
-
-WARPS = 4
-"""Of a warpgroup; each adds rows of its own."""
-
-_REGISTERS = {1: (56, 240), 2: (40, 216)}
+_REGISTERS = {1: (56, 240), 2: (64, 192)}
 """Of a thread that copies and of one that computes, by teams: what one gives up of the
 registers that a block starts with, others may take."""
 
-_MORE_TO_COPY = 56, 200
-"""The same of two teams where who copies has more to remember: the many slots of head
-dim 64, the scales of fp8."""
-
-_LOADED = 64
+_LOADED = 96
 """Registers of a thread for splits that are loaded ahead of their sum, about."""
 
+_LEAST_COPY = 16
+"""Rows of a page that are copied, at least; the last block of a row is seldom full."""
 
-_FIELDS = 5
-"""Numbers that say what to do: those of `find_split`, and the head."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Problem:
-    """The shapes of a call, and how it is cut."""
-
-    rows: int
-    """B."""
-    queries: int
-    """R."""
-    group: int
-    """Query heads of a key/value head."""
-    kv_heads: int
-    """K."""
-    head_dim: int
-    """H."""
-    page: int
-    """G."""
-    width: int
-    """W."""
-    num_pages: int
-    """P."""
-    dtype: jnp.dtype
-    """Of queries, outputs and products."""
-    page_dtype: jnp.dtype
-    """Of pages: the same, or fp8, which is widened for the products."""
-    split: int
-    teams: int
-    slots: int
-
-    @property
-    def narrow(self) -> bool:
-        """Whether pages are fp8, with scales."""
-        return self.page_dtype != self.dtype
-
-    @property
-    def tile_rows(self) -> int:
-        """Rows of a tile that are queries."""
-        return self.group * self.queries
-
-    @property
-    def padded_rows(self) -> int:
-        """The same, for `WARPS`."""
-        return -(-self.tile_rows // WARPS) * WARPS
-
-    @property
-    def query_rows(self) -> int:
-        """Rows of a tile that are copied."""
-        return -(-self.tile_rows // 8) * 8
-
-    @property
-    def chunks(self) -> int:
-        """Chunks of 64 columns."""
-        return self.head_dim // CHUNK
-
-    @property
-    def pieces(self) -> int:
-        """Copies that fill a slot."""
-        return BLOCK // min(self.page, BLOCK)
-
-    @property
-    def split_pages(self) -> int:
-        """Pages that a split touches, at most."""
-        return max(1, self.split // self.page)
-
-    @property
-    def most_splits(self) -> int:
-        """Splits of a row, at most."""
-        return -(-self.width * self.page // self.split)
-
-    def cut(self, scores: Scores) -> Cut:
-        """How rows are cut into splits."""
-        capacity = self.width * self.page
-        return Cut(self.split, self.queries, capacity, scores.window)
+_FIELDS = 9
+"""Numbers that say what to do: those of `find_split`, the head, and what to add."""
 
 
 def run(
@@ -178,7 +107,8 @@ def run(
         [B K, rows, H].
     """
     p, tiles, teams = problem, problem.rows * problem.kv_heads, problem.teams
-    parts = tiles, p.most_splits, p.padded_rows
+    most_splits = p.cut(scores).most_splits
+    parts = tiles, most_splits, p.padded_rows
     ring = plgpu.SMEM(
         (teams, p.slots, BLOCK, p.head_dim),
         p.page_dtype,
@@ -186,7 +116,9 @@ def run(
     )
     of_fp8, given = {}, ()
     if p.narrow:
-        of_fp8, given = _scratch_of_fp8(p), (scales,)
+        # New tokens by the scales of keys and by those of values: half is stored.
+        new = teams, p.queries, 2, 2, p.head_dim
+        of_fp8, given = {"narrow": plgpu.SMEM(new, p.page_dtype)}, (scales,)
     out, *_ = plgpu.kernel(
         functools.partial(_body, problem, scores),
         out_type=[
@@ -195,23 +127,29 @@ def run(
             jax.ShapeDtypeStruct(parts, jnp.float32),
         ],
         scratch_types={
-            "q_smem": chunked((teams, 2), ROWS, p.chunks, p.dtype),
+            "q_smem": chunked((teams, 2), p.query_rows, p.chunks, p.dtype),
             "ring": ring,
+            "weights": plgpu.SMEM(
+                (teams, p.query_rows, BLOCK),
+                p.dtype,
+                transforms=smem_transforms(BLOCK, p.dtype),
+            ),
+            "of_warps": plgpu.SMEM((teams, 2, WARPS, p.query_rows), jnp.float32),
             "new_smem": plgpu.SMEM((teams, p.queries, 2, p.head_dim), p.dtype),
             "ids_smem": plgpu.SMEM((teams, 2, p.split_pages), jnp.int32),
             "work_smem": plgpu.SMEM((teams, 2, _FIELDS), jnp.int32),
-            "ticket": plgpu.SMEM((teams, 1), jnp.int32),
-            "arrived": plgpu.SMEM((teams, 1), jnp.int32),
+            "mailbox": plgpu.SMEM((teams, 2), jnp.int32),
             "q_full": plgpu.Barrier(num_arrivals=p.chunks, num_barriers=teams * 2),
             "q_empty": plgpu.Barrier(num_barriers=teams * 2),
             "full": plgpu.Barrier(num_arrivals=p.pieces, num_barriers=teams * p.slots),
             "empty": plgpu.Barrier(num_barriers=teams * p.slots),
             "new_full": plgpu.Barrier(num_barriers=teams),
+            "stored": plgpu.Barrier(num_barriers=teams * 2),
             "work_full": plgpu.Barrier(num_barriers=teams * 2),
             "work_empty": plgpu.Barrier(num_barriers=teams * 2),
             **of_fp8,
         },
-        grid=(min(device.num_sms, tiles * p.most_splits),),
+        grid=(min(device.num_sms, tiles * most_splits),),
         grid_names=("worker",),
         num_threads=2 * teams,
         thread_name="warpgroup",
@@ -221,41 +159,40 @@ def run(
     return out
 
 
-def _scratch_of_fp8(p: Problem) -> dict[str, Any]:
-    """Tiles that are widened, and new tokens that are made narrow.
-
-    The latter by the scales of keys and by those of values: half of it is stored.
-    """
-    shape = p.teams, 2, BLOCK, p.head_dim
-    transforms = smem_transforms(p.head_dim, p.dtype)
-    new = p.teams, p.queries, 2, 2, p.head_dim
-    return {
-        "wide": plgpu.SMEM(shape, p.dtype, transforms=transforms),
-        "narrow": plgpu.SMEM(new, p.page_dtype),
-    }
-
-
 def _body(problem: Problem, scores: Scores, *refs: Ref, **scratch: Ref) -> None:
     """The kernel: warpgroups that copy, and as many that compute."""
     warpgroup = lax.axis_index("warpgroup")
     copies, computes = _REGISTERS[problem.teams]
-    if problem.teams == 2 and (problem.narrow or problem.head_dim == CHUNK):
-        copies, computes = _MORE_TO_COPY
     # Tickets, and how many splits of each row and head are done.
     tiles = problem.rows * problem.kv_heads
     counters = pl.get_global(plgpu.SemaphoreType.REGULAR((1 + tiles,)))
-    for number in range(problem.teams):
-        team = _Team(problem, scores, number, counters, refs, scratch)
+    teams = [
+        _Team(problem, scores, number, counters, refs, scratch)
+        for number in range(problem.teams)
+    ]
 
-        @pl.when(warpgroup == number)
-        def _(team: _Team = team) -> None:
-            plgpu.set_max_registers(copies, action="decrease")
-            team.copy_splits()
+    def copier(team: _Team) -> None:
+        plgpu.set_max_registers(copies, action="decrease")
+        team.copy_splits()
 
-        @pl.when(warpgroup == number + problem.teams)
-        def _(team: _Team = team) -> None:
-            plgpu.set_max_registers(computes, action="increase")
-            team.compute_splits()
+    def computer(team: _Team) -> None:
+        plgpu.set_max_registers(computes, action="increase")
+        team.compute_splits()
+
+    # One branch: what a role needs takes no registers in those before.
+    roles = [functools.partial(role, t) for role in (copier, computer) for t in teams]
+    lax.switch(warpgroup, roles)
+
+
+class _Splits(NamedTuple):
+    """Splits of one row and key/value head, whose results lie in global memory."""
+
+    tile: Scalar
+    """Row and head."""
+    first: Scalar
+    """The first split that the row sees."""
+    number: Scalar
+    """How many it has."""
 
 
 class _Work(NamedTuple):
@@ -263,6 +200,10 @@ class _Work(NamedTuple):
 
     there: Scalar
     """Whether it is one; there is no work past the last split."""
+    last: Scalar
+    """Whether nothing follows."""
+    complete: _Splits
+    """What is to be added before; none of them is nothing."""
     row: Scalar
     head: Scalar
     length: Scalar
@@ -305,12 +246,13 @@ class _Team:
             name: scratch[name].at[number]
             for name in (
                 "ring",
+                "weights",
+                "of_warps",
                 "new_smem",
                 "ids_smem",
                 "work_smem",
-                "ticket",
-                "arrived",
-                *("wide", "narrow") * problem.narrow,
+                "mailbox",
+                *("narrow",) * problem.narrow,
             )
         }
         self.q_write, self.q_read = (
@@ -335,33 +277,31 @@ class _Team:
         """The nth piece of work, which has been published."""
         p = self.problem
         place = lax.rem(number, jnp.int32(2))
-        row, within, length, new, head = (
+        row, within, length, new, head, *complete, last = (
             self.smem["work_smem"][place, i] for i in range(_FIELDS)
         )
         there = row >= 0
         length = jnp.maximum(length, 0)
         new = jnp.clip(new, 0, p.queries)
-        total = jnp.minimum(length + new, self.cut.capacity)
-        total = jnp.where(new > 0, total, 0)
-        least, first = jnp.int32(0), jnp.int32(0)
-        if self.scores.window is not None:
-            least = jnp.maximum(length - (self.scores.window - 1), 0)
-            first = lax.div(least, jnp.int32(p.split))
-        last = lax.div(total + (p.split - 1), jnp.int32(p.split))
+        first, splits, total = self.cut.splits(length, new)
         index = first + within
-        begin = jnp.maximum(index * p.split, least)
+        begin = index * p.split
+        if self.scores.window is not None:
+            begin = jnp.maximum(begin, length - (self.scores.window - 1))
         begin = lax.div(begin, jnp.int32(BLOCK)) * BLOCK
-        end = jnp.minimum((index + 1) * p.split, total)
+        end = jnp.where(within == splits - 1, total, (index + 1) * p.split)
         steps = lax.div(end - begin + (BLOCK - 1), jnp.int32(BLOCK))
         return _Work(
             there=there,
+            last=last > 0,
+            complete=_Splits(*complete),
             row=row,
             head=head,
             length=length,
             rows=new * p.group,
             index=index,
             first=first,
-            splits=jnp.maximum(last - first, 1),
+            splits=splits,
             begin=begin,
             end=end,
             steps=jnp.where(there, jnp.maximum(steps, 0), 0),
@@ -374,33 +314,64 @@ class _Team:
         p = self.problem
 
         def next_split(carry: Any) -> Any:
-            work, number, tiles = carry
+            work, number, tiles, stored = carry
+            # First, since what is asked for waits for what was asked for before.
             self.copy_queries(work, number)
             self.copy_ids(work, number)
             self.prefetch_new(work)
             # Some pages are on their way while the next split is looked up.
             begun = jnp.minimum(work.steps, p.slots // 2)
             self.copy_steps(work, number, tiles, 0, begun)
-            ticket = take_ticket(self.counters.at[pl.ds(0, 1)], self.smem["ticket"])
-            following = self.publish(number + 1, ticket + self.workers)
+            ticket, complete = self.count(number, stored)
+            following = self.publish(number + 1, ticket, complete)
             self.copy_steps(work, number, tiles, begun, work.steps)
-            return following, number + 1, tiles + 2 * work.steps
+            tile = work.row * p.kv_heads + work.head
+            stored = _Splits(tile, work.first, work.splits)
+            return following, number + 1, tiles + 2 * work.steps, stored
 
         zero = jnp.int32(0)
-        first = self.publish(zero, self.worker)
-        _, number, tiles = lax.while_loop(
-            lambda carry: carry[0].there, next_split, (first, zero, zero)
+        nothing = _Splits(zero, zero, zero)
+        first = self.publish(zero, self.worker, nothing)
+        _, number, tiles, stored = lax.while_loop(
+            lambda carry: carry[0].there, next_split, (first, zero, zero, nothing)
         )
+        # The last split is followed by no work, and that by its sum.
+        ticket, complete = self.count(number, stored)
+        self.publish(number + 1, ticket, complete, last=True)
         # Waiters must see each phase of a barrier.
         for i in range(p.slots):
             slot = self.slot(tiles + i)
             plgpu.barrier_wait(self.barrier("empty", p.slots, slot))
         for i in range(2):
-            place = lax.rem(number + 1 + i, jnp.int32(2))
+            place = lax.rem(number + i, jnp.int32(2))
             plgpu.barrier_wait(self.barrier("work_empty", 2, place))
             plgpu.barrier_wait(self.barrier("q_empty", 2, place))
 
-    def publish(self, number: Scalar, ticket: Scalar) -> _Work:
+    def count(self, number: Scalar, stored: _Splits) -> tuple[Scalar, _Splits]:
+        """A ticket; and counts the split before the nth, whose results are stored.
+
+        Counting waits for memory, which keeps nobody waiting here.
+
+        Returns:
+            ``(ticket, complete)``: the splits to be added, none if some are missing.
+        """
+        before = lax.rem(number + 1, jnp.int32(2))
+
+        @pl.when(number > 0)
+        def _() -> None:
+            plgpu.barrier_wait(self.barrier("stored", 2, before))
+
+        counts = stored.number > 1
+        ticket, others = take_ticket_and_count(
+            self.counters, 1 + stored.tile, counts, self.smem["mailbox"]
+        )
+        complete = counts & (others == stored.number - 1)
+        missing = stored._replace(number=jnp.where(complete, stored.number, 0))
+        return ticket + self.workers, missing
+
+    def publish(
+        self, number: Scalar, ticket: Scalar, complete: _Splits, last: bool = False
+    ) -> _Work:
         """The work for a ticket, told to the warpgroup that computes."""
         heads = jnp.int32(self.problem.kv_heads)
         place = lax.rem(number, jnp.int32(2))
@@ -409,7 +380,7 @@ class _Team:
             self.lengths,
             self.num_new,
             lax.div(ticket, heads),
-            lax.rem(ticket, heads),
+            (lax.rem(ticket, heads), *complete, jnp.int32(last)),
             self.cut,
             self.smem["work_smem"].at[place],
         )
@@ -426,7 +397,7 @@ class _Team:
         for chunk in range(p.chunks):
             columns = pl.ds(chunk * CHUNK, CHUNK)
             source = self.q.at[pl.ds(tile * p.tile_rows, p.query_rows), columns]
-            target = self.q_write.at[place, chunk, pl.ds(0, p.query_rows)]
+            target = self.q_write.at[place, chunk]
             plgpu.copy_gmem_to_smem(source, target, full)
 
     def copy_ids(self, work: _Work, number: Scalar) -> None:
@@ -442,7 +413,8 @@ class _Team:
         """The page of a token; -1 is none."""
         p = self.problem
         place = lax.rem(number, jnp.int32(2))
-        index = lax.div(position - work.index * p.split, jnp.int32(p.page))
+        index = lax.div(position, jnp.int32(p.page))
+        index -= lax.div(work.index * p.split, jnp.int32(p.page))
         return self.smem["ids_smem"][place, jnp.minimum(index, p.split_pages - 1)]
 
     def line(self, work: _Work, number: Scalar, position: Scalar, part: int) -> Scalar:
@@ -461,7 +433,6 @@ class _Team:
     ) -> None:
         """Pages of some steps of a split, new tokens put into them before."""
         p = self.problem
-        size = min(p.page, BLOCK)
         appended = work.appended(p.split)
 
         def step(i: Scalar, _: None) -> None:
@@ -473,19 +444,43 @@ class _Team:
             for part in range(2):
                 slot = self.slot(tiles + 2 * i + part)
                 plgpu.barrier_wait(self.barrier("empty", p.slots, slot))
-                full = self.barrier("full", p.slots, slot)
                 for piece in range(p.pieces):
-                    position = start + piece * size
-                    line = self.line(work, number, position, part)
-                    offset = lax.rem(position, jnp.int32(p.page))
-                    offset = pl.multiple_of(offset, size)
-                    plgpu.copy_gmem_to_smem(
-                        self.pages.at[line, pl.ds(offset, size)],
-                        self.smem["ring"].at[slot, pl.ds(piece * size, size)],
-                        full,
-                    )
+                    self.copy_piece(work, number, start, part, slot, piece)
 
         lax.fori_loop(begin, end, step, None)
+
+    def copy_piece(
+        self,
+        work: _Work,
+        number: Scalar,
+        start: Scalar,
+        part: int,
+        slot: Scalar,
+        piece: int,
+    ) -> None:
+        """Those rows of a page in a block that come before the end of the split."""
+        p = self.problem
+        size = min(p.page, BLOCK)
+        least = min(size, _LEAST_COPY)
+        position = start + piece * size
+        line = self.line(work, number, position, part)
+        offset = pl.multiple_of(lax.rem(position, jnp.int32(p.page)), size)
+        full = self.barrier("full", p.slots, slot)
+        copies = lax.div(work.end - position + (least - 1), jnp.int32(least))
+        copies = jnp.clip(copies, 0, size // least)
+        for count in range(size // least + 1):
+            rows = count * least
+
+            @pl.when(copies == count)
+            def _(rows: int = rows) -> None:
+                if not rows:
+                    plgpu.barrier_arrive(full)
+                    return
+                plgpu.copy_gmem_to_smem(
+                    self.pages.at[line, pl.ds(offset, rows)],
+                    self.smem["ring"].at[slot, pl.ds(piece * size, rows)],
+                    full,
+                )
 
     def prefetch_new(self, work: _Work) -> None:
         """New tokens of a row, where some lie in the split."""
@@ -551,10 +546,13 @@ class _Team:
             plgpu.barrier_wait(self.barrier("work_full", 2, place))
             work = self.work(number)
             plgpu.barrier_arrive(self.barrier("work_empty", 2, place))
+            pl.when(work.complete.number > 0)(
+                functools.partial(self.add_splits, work.complete)
+            )
             pl.when(work.there)(
                 functools.partial(self.compute, work, number, place, tiles)
             )
-            return work.there, number + 1, tiles + 2 * work.steps
+            return ~work.last, number + 1, tiles + 2 * work.steps
 
         start = jnp.bool_(True), jnp.int32(0), jnp.int32(0)
         lax.while_loop(lambda carry: carry[0], next_split, start)
@@ -566,9 +564,12 @@ class _Team:
         p = self.problem
         plgpu.barrier_wait(self.barrier("q_full", 2, place))
         queries = self.q_read.at[place]
-        column = plgpu.Layout.WGMMA.reduce(1)
-        highest = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), column)
-        total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), column)
+        # A number for each query, and one for each query of what a lane holds.
+        highest = jnp.full((p.query_rows,), -jnp.inf, jnp.float32)
+        highest = plgpu.layout_cast(highest, PER_QUERY)
+        total = jnp.zeros((BLOCK, p.query_rows), jnp.float32)
+        total = plgpu.layout_cast(total, plgpu.Layout.WGMMA)
+        shape = p.head_dim, p.query_rows
 
         def loop(acc: Ref) -> Any:
             step = functools.partial(self.step, work, number, tiles, queries, acc)
@@ -576,38 +577,36 @@ class _Team:
             return acc[...], *state
 
         sums, highest, total = pl.run_scoped(
-            loop, plgpu.WGMMAAccumulatorRef((ROWS, p.head_dim), jnp.float32)
+            loop, plgpu.WGMMAAccumulatorRef(shape, jnp.float32)
         )
+
         plgpu.barrier_arrive(self.barrier("q_empty", 2, place))
-        row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=column)
-        seen = (row < work.rows) & (total > 0)
+        total = add_keys(total, self.smem["of_warps"])
+        query = plgpu.broadcasted_iota(jnp.int32, (p.query_rows,), 0, layout=PER_QUERY)
+        seen = (query < work.rows) & (total > 0)
         zero = jnp.zeros_like(total)
         inverse = jnp.where(seen, 1.0 / jnp.where(seen, total, zero + 1.0), zero)
         log = jnp.where(seen, highest + jnp.log2(total), zero - jnp.inf)
-        shape = ROWS, p.head_dim
-        values = sums * lax.broadcast_in_dim(inverse, shape, [0])
+        values = sums * lax.broadcast_in_dim(inverse, shape, [1])
         # Queries that are not real may hold NaN.
         values = jnp.where(
-            lax.broadcast_in_dim(row, shape, [0]) < work.rows,
+            lax.broadcast_in_dim(query, shape, [1]) < work.rows,
             values,
             jnp.zeros_like(values),
         )
         tile = work.row * p.kv_heads + work.head
+        store = functools.partial(store_queries, interleaved=p.narrow)
 
         @pl.when(work.splits == 1)
         def _() -> None:
-            store_rows(self.out.at[tile], values.astype(p.dtype), 0, p.tile_rows)
+            store(self.out.at[tile], values.astype(p.dtype), p.tile_rows)
 
         @pl.when(work.splits > 1)
         def _() -> None:
-            part = self.parts.at[tile, work.index]
-            store_first_rows(part, values, plgpu.Layout.WGMMA, p.tile_rows)
-            store_rows(self.logs.at[tile, work.index], log, 0, p.tile_rows)
-            counter = self.counters.at[pl.ds(1 + tile, 1)]
-            before = count_arrival(counter, self.smem["arrived"])
-            pl.when(before == work.splits - 1)(
-                functools.partial(self.add_splits, work, tile)
-            )
+            store(self.parts.at[tile, work.index], values, p.tile_rows)
+            store_queries(self.logs.at[tile, work.index], log, p.tile_rows)
+
+        plgpu.barrier_arrive(self.barrier("stored", 2, place))
 
     def step(
         self,
@@ -627,19 +626,27 @@ class _Team:
         if self.scores.window is not None:
             edge |= start <= work.length + (p.queries - 1) - self.scores.window
         slot = self.wait(tiles + 2 * i)
-        tiles_of_keys, at = self.widened(slot, 0) if p.narrow else (ring, slot)
+        scales = []
+        if p.narrow:  # asked for early: both are on their way during the product
+            lines = (self.line(work, number, start, part) for part in range(2))
+            scales = [self.scales[0][line] for line in lines]
 
         def multiply(products: Ref) -> Any:
+            chunks = (pl.ds(chunk * CHUNK, CHUNK) for chunk in range(p.chunks))
+            keys = [ring.at[slot, :, columns] for columns in chunks]
+            if p.narrow:
+                keys = load_keys(ring.at[slot], p.dtype)
+                self.release(slot)
             for chunk in range(p.chunks):
-                keys = tiles_of_keys.at[at, :, pl.ds(chunk * CHUNK, CHUNK)]
-                plgpu.wgmma(products, queries.at[chunk], keys.transpose((1, 0)))
+                other = queries.at[chunk].transpose((1, 0))
+                plgpu.wgmma(products, keys[chunk], other)
             return products[...]
 
         s = pl.run_scoped(
-            multiply, plgpu.WGMMAAccumulatorRef((ROWS, BLOCK), jnp.float32)
+            multiply, plgpu.WGMMAAccumulatorRef((BLOCK, p.query_rows), jnp.float32)
         )
         if p.narrow:
-            s = s * self.scales[0][self.line(work, number, start, 0)]
+            s = s * scales[0]
         else:
             self.release(slot)
         factor = self.scores.scale * math.log2(math.e)
@@ -649,20 +656,25 @@ class _Team:
         mask = functools.partial(self.mask, work, start)
         s = lax.cond(edge, mask, lambda s: s, s)
         s = s * factor
-        grown = jnp.maximum(highest, jnp.max(s, axis=1))
+        grown = jnp.maximum(highest, largest_of_keys(s, self.smem["of_warps"]))
         safe = jnp.where(grown == -jnp.inf, jnp.zeros_like(grown), grown)
-        weights = jnp.exp2(s - lax.broadcast_in_dim(safe, s.shape, [0]))
+        weights = jnp.exp2(s - lax.broadcast_in_dim(safe, s.shape, [1]))
         alpha = jnp.exp2(highest - safe)
-        total = total * alpha + jnp.sum(weights, axis=1)
+        total = total * lax.broadcast_in_dim(alpha, s.shape, [1]) + weights
         sums = plgpu.wgmma_accumulator_load(acc, wait_n=None)
-        acc[...] = sums * lax.broadcast_in_dim(alpha, sums.shape, [0])
+        acc[...] = sums * lax.broadcast_in_dim(alpha, sums.shape, [1])
         if p.narrow:
-            weights = weights * self.scales[0][self.line(work, number, start, 1)]
-        weights = weights.astype(p.dtype)
+            weights = weights * scales[1]
+        store_transposed(self.smem["weights"], weights.astype(p.dtype))
+        plgpu.commit_smem()
         slot = self.wait(tiles + 2 * i + 1)
-        tile = self.widened(slot, 1) if p.narrow else (ring, slot)
-        pl.when(edge)(functools.partial(self.clear, work, start, *tile))
-        plgpu.wgmma(acc, weights, tile[0].at[tile[1]])
+        if p.narrow:
+            values = load_values(ring.at[slot], p.dtype, *self.held(work, start))
+            self.release(slot)
+        else:
+            pl.when(edge)(functools.partial(self.clear, work, start, slot))
+            values = ring.at[slot].transpose((1, 0))
+        plgpu.wgmma(acc, values, self.smem["weights"].transpose((1, 0)))
         plgpu.wgmma_wait(0)
         if not p.narrow:
             self.release(slot)
@@ -681,66 +693,60 @@ class _Team:
     def mask(self, work: _Work, start: Scalar, s: Any) -> Any:
         """``-inf`` for keys that a query does not see."""
         p, window = self.problem, self.scores.window
-        if p.queries == 1:
-            least = None if window is None else work.length - (window - 1) - start
-            return keep_band(s, columns=(least, work.end - 1 - start))
-        row, column = (
+        key, query = (
             plgpu.broadcasted_iota(jnp.int32, s.shape, d, layout=plgpu.Layout.WGMMA)
             for d in range(2)
         )
         # The queries of a group follow one another, new token by new token.
-        at = lax.div(row, jnp.full_like(row, p.group)) + (work.length - start)
-        seen = (column <= at) & (column < work.end - start)
+        at = lax.div(query, jnp.full_like(query, p.group)) + (work.length - start)
+        seen = (key <= at) & (key < work.end - start)
         if window is not None:
-            seen &= column > at - window
+            seen &= key > at - window
         return jnp.where(seen, s, jnp.full_like(s, -jnp.inf))
 
-    def widened(self, slot: Scalar, part: int) -> tuple[Ref, Scalar]:
-        """A tile of fp8 pages as products take it; its slot is handed back."""
-        p, wide = self.problem, self.smem["wide"]
-        layout = plgpu.Layout.WGMMA
-        values = plgpu.load(self.smem["ring"].at[slot], layout=layout, optimized=False)
-        wide[part] = values.astype(jnp.float32).astype(p.dtype)
-        plgpu.commit_smem()
-        self.release(slot)
-        return wide, part
+    def held(self, work: _Work, start: Scalar) -> tuple[Scalar, Scalar]:
+        """The first value of a block that a query may see, and the one after the last.
 
-    def clear(self, work: _Work, start: Scalar, tiles: Ref, at: Scalar) -> None:
-        """Zeros for values that no query sees."""
-        p = self.problem
+        What no query sees may be NaN.
+        """
         least = jnp.int32(0)
         if self.scores.window is not None:
             least = work.length - (self.scores.window - 1) - start
-        for chunk in range(p.chunks):
-            ref = tiles.at[at, :, pl.ds(chunk * CHUNK, CHUNK)]
+        return least, work.end - start
+
+    def clear(self, work: _Work, start: Scalar, slot: Scalar) -> None:
+        """Zeros for values that no query sees."""
+        least, stop = self.held(work, start)
+        for chunk in range(self.problem.chunks):
+            ref = self.smem["ring"].at[slot, :, pl.ds(chunk * CHUNK, CHUNK)]
             layout = plgpu.Layout.WGMMA
             values = plgpu.load(ref, layout=layout, optimized=False)
             row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=layout)
-            held = (least <= row) & (row < work.end - start)
+            held = (least <= row) & (row < stop)
             ref[...] = jnp.where(held, values, jnp.zeros_like(values))
         plgpu.commit_smem()
 
-    def add_splits(self, work: _Work, tile: Scalar) -> None:
+    def add_splits(self, splits: _Splits) -> None:
         """Adds the splits of a row and head, in their order."""
-        p = self.problem
+        p, tile = self.problem, splits.tile
         shape = p.padded_rows, p.head_dim
         width = min(p.head_dim, 128)
         tiling = plgpu.Tiling(((WARPS, width), (width // 32,)))
         layout = plgpu.Layout.TILED(
             tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
         )
-        ahead = max(1, min(16, _LOADED * 128 // math.prod(shape)))
+        ahead = max(1, min(32, _LOADED * 128 // math.prod(shape)))
 
         def add(i: Scalar, state: Any) -> Any:
             sums, highest, total = state
             logs, parts = [], []
             for j in range(ahead):
                 number = i * ahead + j
-                at = work.first + jnp.minimum(number, work.splits - 1)
+                at = splits.first + jnp.minimum(number, splits.number - 1)
                 log = plgpu.load(
                     self.logs.at[tile, at], layout=layout.reduce(1), optimized=False
                 )
-                past = number >= work.splits
+                past = number >= splits.number
                 logs.append(log + jnp.where(past, -jnp.inf, 0.0))
                 parts.append(
                     plgpu.load(self.parts.at[tile, at], layout=layout, optimized=False)
@@ -758,7 +764,7 @@ class _Team:
 
         column = plgpu.layout_cast(jnp.zeros(shape[:1], jnp.float32), layout.reduce(1))
         sums = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
-        turns = lax.div(work.splits + (ahead - 1), jnp.int32(ahead))
+        turns = lax.div(splits.number + (ahead - 1), jnp.int32(ahead))
         sums, _, total = lax.fori_loop(0, turns, add, (sums, column - jnp.inf, column))
         seen = total > 0
         inverse = jnp.where(seen, 1.0 / jnp.where(seen, total, column + 1.0), column)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -18,10 +19,10 @@ from pallas_kernels.mosaic.aliases import Ref, Scalar
 __all__ = [
     "Cut",
     "copy_page_ids",
-    "count_arrival",
     "find_split",
     "proxy_fence",
     "store_first_rows",
+    "take_ticket_and_count",
 ]
 
 _LANES = 32
@@ -32,7 +33,7 @@ class Cut:
     """How rows are cut into splits."""
 
     split: int
-    """Tokens of a split."""
+    """Tokens of a split; the last of a row may have up to half as many more or less."""
     queries: int
     """New tokens of a row, at most."""
     capacity: int
@@ -40,29 +41,36 @@ class Cut:
     window: int | None
     """Tokens that a query sees."""
 
+    @property
+    def most_splits(self) -> int:
+        """Splits of a row, at most."""
+        return max(1, (self.capacity + self.split // 2 - 1) // self.split)
+
     def splits(self, length: Any, num_new: Any, ops: Any = jnp) -> tuple[Any, Any, Any]:
         """The first split of a row, their number, and the tokens after the step.
 
-        A row has one at least, so that its zeros are written too.
+        A row has one at least, so that its zeros are written too. Its tokens are
+        rounded to whole splits: a split of a few tokens would cost as much as any.
         """
-        zero = ops.int32(0)
+        divide = lax.div if ops is jnp else ops.floor_divide
+        zero, split = ops.int32(0), ops.int32(self.split)
         length = ops.maximum(length, zero)
         num_new = ops.clip(num_new, zero, ops.int32(self.queries))
         total = ops.minimum(length + num_new, ops.int32(self.capacity))
         total = ops.where(num_new > 0, total, zero)
-        first = zero
+        past = divide(total + ops.int32(self.split // 2 - 1), split)
+        past, first = ops.maximum(past, ops.int32(1)), zero
         if self.window is not None:
             seen = ops.maximum(length - ops.int32(self.window - 1), zero)
-            first = seen // ops.int32(self.split)
-        last = (total + ops.int32(self.split - 1)) // ops.int32(self.split)
-        return first, ops.maximum(last - first, ops.int32(1)), total
+            first = ops.minimum(divide(seen, split), past - ops.int32(1))
+        return first, past - first, total
 
 
 def find_split(
     lengths: Ref,
     num_new: Ref,
     number: Scalar,
-    head: Scalar,
+    more: tuple[Scalar, ...],
     cut: Cut,
     found: Ref,
 ) -> None:
@@ -72,10 +80,10 @@ def find_split(
         lengths: int32 [B] of global memory, at most 1,024.
         num_new: int32 [B].
         number: int32, which split of all rows.
-        head: int32, goes behind what is found.
+        more: int32, go behind what is found.
         cut: how they are cut.
-        found: int32 [5] of shared memory, becomes the row (-1 past the last split),
-            which of its splits, its length and its new tokens; and the head.
+        found: int32 of shared memory, becomes the row (-1 past the last split), which
+            of its splits, its length and its new tokens; and the others.
     """
     scalar = plgpu.Layout.WG_SPLAT(())
 
@@ -84,12 +92,12 @@ def find_split(
             plgpu.RefType(),
             plgpu.RefType(),
             scalar,
-            scalar,
             plgpu.RefType(),
+            *[scalar] * len(more),
         )
     )
     def search_split(
-        ctx: Any, lengths: Any, num_new: Any, number: Any, head: Any, found: Any
+        ctx: Any, lengths: Any, num_new: Any, number: Any, found: Any, *more: Any
     ) -> None:
         del ctx
         i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
@@ -97,12 +105,13 @@ def find_split(
         at = arith.index_cast(index, arith.maxsi(row, mgpu.utils.c(0, i32)))
         length, new = (memref.load(ref, [at]) for ref in (lengths, num_new))
         # Every lane has the same numbers.
-        for i, value in enumerate((row, within, length, new, head.registers.item())):
+        others = (x.registers.item() for x in more)
+        for i, value in enumerate((row, within, length, new, *others)):
             memref.store(value, found, [mgpu.utils.c(i, index)])
         mgpu.utils.warpgroup_barrier()
 
     search: Any = search_split  # the decorator supplies the context
-    search(lengths, num_new, jnp.int32(number), jnp.int32(head), found)
+    search(lengths, num_new, jnp.int32(number), found, *map(jnp.int32, more))
 
 
 def _search(
@@ -121,7 +130,8 @@ def _search(
         length = arith.maxsi(length, c(0))
         new = arith.minsi(new, c(cut.queries))
         total = arith.minsi(arith.addi(length, new), c(cut.capacity))
-        splits = arith.divui(arith.addi(total, c(cut.split - 1)), c(cut.split))
+        splits = arith.addi(total, c(cut.split // 2 - 1))
+        splits = arith.divui(splits, c(cut.split))
         if cut.window is not None:
             seen = arith.maxsi(arith.subi(length, c(cut.window - 1)), c(0))
             splits = arith.subi(splits, arith.divui(seen, c(cut.split)))
@@ -280,48 +290,87 @@ def _store(ref: ir.Value, values: Any, stop: ir.Value) -> None:
         )
 
 
-def count_arrival(counter: Ref, mailbox: Ref) -> jax.Array:
-    """Counts a warpgroup that has written to global memory what the last one reads.
+def take_ticket_and_count(
+    counters: Ref, at: Scalar, counts: Scalar, mailbox: Ref
+) -> tuple[jax.Array, jax.Array]:
+    """The next number of a counter, and counts what was written to global memory.
+
+    Two warps wait for memory side by side, the others for them.
 
     Args:
-        counter: int32 [1] of global memory.
-        mailbox: int32 [1] of shared memory, for this warpgroup alone.
+        counters: int32 of global memory; the first counts tickets.
+        at: int32, which counts those who have written what the last one reads.
+        counts: bool, whether it does.
+        mailbox: int32 [2] of shared memory, for this warpgroup alone.
 
     Returns:
-        int32, how many have come before; what they wrote may be read.
+        ``(ticket, others)``: int32, how many tickets were taken before; and how many
+        have been counted before, whose writes may be read.
     """
+    scalar = plgpu.Layout.WG_SPLAT(())
+    number = plgpu.ShapeDtypeStruct((), jnp.int32, scalar)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType()),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT(())),
+        arg_types=(plgpu.RefType(), scalar, scalar, plgpu.RefType()),
+        return_type=(number, number),
     )
-    def count_and_fence(ctx: Any, counter: Any, mailbox: Any) -> Any:
+    def ticket_and_count(
+        ctx: Any, counters: Any, at: Any, counts: Any, mailbox: Any
+    ) -> Any:
         del ctx
         i32 = ir.IntegerType.get_signless(32)
-        lane = arith.remui(mgpu.utils.thread_idx(), mgpu.utils.c(128, i32))
-        first = arith.cmpi(arith.CmpIPredicate.eq, lane, mgpu.utils.c(0, i32))
-        mgpu.utils.warpgroup_barrier()  # all have written
+        c = functools.partial(mgpu.utils.c, ty=i32)
+        thread = arith.remui(mgpu.utils.thread_idx(), c(128))
+        takes, writes = (
+            arith.cmpi(arith.CmpIPredicate.eq, thread, c(who)) for who in (0, _LANES)
+        )
+        pointer = mgpu.utils.memref_ptr(counters)
+        counter = llvm.getelementptr(
+            pointer.type,
+            pointer,
+            [at.registers.item()],
+            [-(2**31)],
+            i32,
+            llvm.GEPNoWrapFlags.none,
+        )
+        box = mgpu.utils.memref_ptr(mailbox)
+        void = ir.Type.parse("!llvm.void")
+        mgpu.utils.warpgroup_barrier()  # the last numbers have been read
+        counting = arith.cmpi(arith.CmpIPredicate.ne, counts.registers.item(), c(0))
         llvm.inline_asm(
-            ir.Type.parse("!llvm.void"),
-            [first, mgpu.utils.memref_ptr(counter), mgpu.utils.memref_ptr(mailbox)],
+            void,
+            [arith.andi(writes, counting), counter, box],
             "{ .reg .b32 t; @$0 fence.acq_rel.gpu;"
             " @$0 atom.relaxed.gpu.global.add.u32 t, [$1], 1;"
-            " @$0 fence.acq_rel.gpu; @$0 st.shared.b32 [$2], t; }",
+            " @$0 fence.acq_rel.gpu; @$0 st.shared.b32 [$2+4], t; }",
+            "b,l,r",
+            has_side_effects=True,
+        )
+        llvm.inline_asm(
+            void,
+            [takes, pointer, box],
+            "{ .reg .b32 t; @$0 atom.global.add.u32 t, [$1], 1;"
+            " @$0 st.shared.b32 [$2], t; }",
             "b,l,r",
             has_side_effects=True,
         )
         mgpu.utils.warpgroup_barrier()
-        number = llvm.inline_asm(
-            i32,
-            [mgpu.utils.memref_ptr(mailbox)],
-            "ld.shared.b32 $0, [$1];",
-            "=r,r",
+        found = llvm.inline_asm(
+            ir.Type.parse("!llvm.struct<(i32, i32)>"),
+            [box],
+            "ld.shared.v2.b32 {$0, $1}, [$2];",
+            "=r,=r,r",
             has_side_effects=True,
         )
-        return mgpu.FragmentedArray.splat(number, (), is_signed=True)
+        return tuple(
+            mgpu.FragmentedArray.splat(
+                llvm.extractvalue(i32, found, [i]), (), is_signed=True
+            )
+            for i in range(2)
+        )
 
-    count: Any = count_and_fence  # the decorator supplies the context
-    return count(counter, mailbox)
+    take: Any = ticket_and_count  # the decorator supplies the context
+    return take(counters, jnp.int32(at), jnp.int32(counts), mailbox)
 
 
 @plgpu.inline_mgpu()

@@ -4,6 +4,7 @@ Axes: B rows, R new tokens of a row, N query heads, K key/value heads, H head di
 layers, P pages, G tokens of a page, W pages of a row's table.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -26,7 +27,8 @@ from pallas_kernels.mosaic import (
 from pallas_kernels.paged_attention import kernel
 from pallas_kernels.paged_attention.config import BLOCK, PagedAttentionConfig
 from pallas_kernels.paged_attention.inputs import Inputs, Scores
-from pallas_kernels.paged_attention.kernel import Problem
+from pallas_kernels.paged_attention.operands import in_order_of_keys
+from pallas_kernels.paged_attention.problem import ROWS, WARPS, Problem
 from pallas_kernels.partition import check_local
 
 
@@ -36,6 +38,8 @@ HEAD_DIMS = (64, 128, 256)
 PAGES = (8, 16, 32, 64, 128, 256)
 MOST_ROWS = 1024
 """Rows that the search for a split can tell apart."""
+MOST_SLOTS = 8
+"""Slots of a team by default: with more on its way, each request waits the longer."""
 MOST_QUERIES = 16
 """New tokens of a row: the code that stores them has no loop."""
 
@@ -72,22 +76,7 @@ def make_problem(
     _, num_pages, _, kv_heads, page, _ = x.pages.shape
     group = heads // kv_heads
     _check(x, group, config)
-    teams = config.teams or (1 if head_dim == HEAD_DIMS[-1] else 2)
-    tile = smem_bytes((BLOCK, head_dim), x.pages.dtype)
-    wide = smem_bytes((BLOCK, head_dim), x.q.dtype)
-    narrow = x.kv_scales is not None
-    split_pages = max(1, config.split // page)
-    small = (
-        2 * smem_bytes((teams, queries, 2, head_dim), x.q.dtype)
-        + smem_bytes((teams, 2, split_pages), jnp.int32)
-        + 4096  # barriers, tickets and what lies between
-    )
-    # Queries of two splits are such tiles, and fp8 keys and values that were widened.
-    fixed = small + teams * (2 + 2 * narrow) * wide
-    most = (device.smem_bytes - fixed) // (teams * tile)
-    slots = config.slots or max(2, most)
-    check_smem(fixed + teams * slots * tile, device, "paged_attention")
-    return Problem(
+    problem = Problem(
         rows=rows,
         queries=queries,
         group=group,
@@ -99,9 +88,24 @@ def make_problem(
         dtype=x.q.dtype,
         page_dtype=x.pages.dtype,
         split=config.split,
-        teams=teams,
-        slots=slots,
+        teams=config.teams or (1 if head_dim == HEAD_DIMS[-1] else 2),
+        slots=0,
     )
+    teams = problem.teams
+    tile = smem_bytes((BLOCK, head_dim), x.pages.dtype)
+    small = (
+        2 * smem_bytes((teams, queries, 2, head_dim), x.q.dtype)
+        + smem_bytes((teams, 2, problem.split_pages), jnp.int32)
+        + 4096  # barriers, tickets and what lies between
+    )
+    rows = problem.query_rows
+    small += 2 * smem_bytes((teams, rows, head_dim), x.q.dtype)
+    small += smem_bytes((teams, rows, BLOCK), x.q.dtype)
+    small += smem_bytes((teams, 2, WARPS, rows), jnp.float32)
+    most = (device.smem_bytes - small) // (teams * tile)
+    slots = config.slots or min(max(2, most), MOST_SLOTS)
+    check_smem(small + teams * slots * tile, device, "paged_attention")
+    return dataclasses.replace(problem, slots=slots)
 
 
 def _check(x: Inputs, group: int, config: PagedAttentionConfig) -> None:
@@ -124,13 +128,13 @@ def _check(x: Inputs, group: int, config: PagedAttentionConfig) -> None:
         f"head dim {head_dim}, the kernel takes {HEAD_DIMS}": head_dim in HEAD_DIMS,
         f"pages of {page} tokens, the kernel takes {PAGES}": page in PAGES,
         f"{queries} new tokens of {group} query heads a key/value head, the kernel"
-        f" takes {kernel.ROWS} together and {MOST_QUERIES} tokens": (
-            queries * group <= kernel.ROWS and queries <= MOST_QUERIES
+        f" takes {ROWS} together and {MOST_QUERIES} tokens": (
+            queries * group <= ROWS and queries <= MOST_QUERIES
         ),
         f"{rows} rows, the kernel takes {MOST_ROWS}": rows <= MOST_ROWS,
         f"splits of {config.split} tokens and pages of {page}, one must be a multiple"
-        " of the other and 128 pages the most": (
-            config.split // page <= 128
+        " of the other and 85 pages the most": (
+            config.split // page <= 85
             and 0 in (config.split % page, page % config.split)
         ),
         f"{lines} lines of pages, the kernel counts to 2**31": lines < 2**31,
@@ -177,6 +181,8 @@ def _run(
     p = problem
     q = x.q.reshape(p.rows, p.queries, p.kv_heads, p.group, p.head_dim)
     q = q.swapaxes(1, 2).reshape(-1, p.head_dim)  # [B K rows, H]
+    if p.narrow:
+        q = q[:, in_order_of_keys(p.head_dim)]
     pages = jax.new_ref(x.pages.reshape(-1, p.page, p.head_dim))
     out = kernel.run(
         p,

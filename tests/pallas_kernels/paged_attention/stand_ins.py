@@ -3,22 +3,24 @@
 import numpy as np
 
 import tests.pallas_kernels.varlen_attention.stand_ins  # noqa: F401  tickets, rows
+from pallas_kernels.paged_attention import operands
 from tests.interpreter import register_inline
 
 
-def _search_split(lengths, num_new, number, head, found, closure):
+def _search_split(lengths, num_new, number, found, *more, closure):
     cut, rows = closure["cut"], []
     for row, pair in enumerate(zip(lengths, num_new, strict=True)):
         _, count, _ = cut.splits(*map(np.int32, pair), ops=np)
         rows += [(row, i) for i in range(count)]
     row, within = rows[number] if number < len(rows) else (-1, 0)
-    found[:] = row, within, lengths[max(row, 0)], num_new[max(row, 0)], head
+    found[:] = row, within, lengths[max(row, 0)], num_new[max(row, 0)], *more
 
 
-def _count_and_fence(counter, mailbox):
-    mailbox[0] = counter[0]
-    counter[0] += 1
-    return np.int32(mailbox[0])
+def _ticket_and_count(counters, at, counts, mailbox):
+    ticket, others = counters[0], counters[at]
+    counters[0] += 1
+    counters[at] += counts
+    return np.int32(ticket), np.int32(others)
 
 
 def _copy_ids(table, first, stop, target, closure):
@@ -35,8 +37,42 @@ def _leading_rows(ref, values, stop):
     return (slice(0, min(int(stop), len(ref))),)
 
 
-register_inline("search_split", _search_split, writes=(4,))
-register_inline("count_and_fence", _count_and_fence, writes=(0, 1))
+def _store_as_rows(ref, values):
+    ref[:] = values.T
+
+
+def _load_wide_keys(ref, closure):
+    keys = ref[:, operands.in_order_of_keys(ref.shape[1])].astype(closure["dtype"])
+    return tuple(np.split(keys, keys.shape[1] // 64, axis=1))
+
+
+def _load_wide_values(ref, first, stop, closure):
+    at = np.arange(len(ref))
+    held = ((first <= at) & (at < stop))[:, None]
+    values = np.where(held, ref, np.zeros_like(ref)).astype(closure["dtype"])
+    return values[:, operands.in_order_of_values(ref.shape[1])].T
+
+
+def _store_leading_columns(ref, values, stop, closure):
+    rows = values.T[: min(stop, len(ref))]
+    if closure["interleaved"]:
+        rows[:, operands.in_order_of_values(ref.shape[1])] = rows.copy()
+    ref[:stop] = rows
+
+
+register_inline("find_largest", lambda values, of_warps: values.max(axis=0))
+register_inline("add_columns", lambda values, of_warps: values.sum(axis=0))
+register_inline("load_wide_keys", _load_wide_keys)
+register_inline("load_wide_values", _load_wide_values)
+register_inline("store_as_rows", _store_as_rows, writes=(0,))
+register_inline(
+    "store_leading_columns",
+    _store_leading_columns,
+    writes=(0,),
+    part=_leading_rows,
+)
+register_inline("search_split", _search_split, writes=(3,))
+register_inline("ticket_and_count", _ticket_and_count, writes=(0,))
 register_inline("copy_ids", _copy_ids, writes=(3,))
 register_inline(
     "store_leading_rows", _store_leading_rows, writes=(0,), part=_leading_rows

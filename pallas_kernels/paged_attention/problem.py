@@ -1,0 +1,92 @@
+"""The shapes of a call of the Hopper kernel of paged attention, and how it is cut.
+
+Axis letters: B rows, R new tokens, K key/value heads, H head dim, P pages, G tokens of
+a page, W pages of a row.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from pallas_kernels.mosaic.copies import CHUNK
+from pallas_kernels.paged_attention.config import BLOCK
+from pallas_kernels.paged_attention.inputs import Scores
+from pallas_kernels.paged_attention.lanes import Cut
+
+
+__all__ = ["ROWS", "WARPS", "Problem"]
+
+ROWS = 64
+"""Queries of a key/value head, of its group and of all new tokens, at most."""
+
+WARPS = 4
+"""Of a warpgroup; each adds splits of queries of its own."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """The shapes of a call, and how it is cut."""
+
+    rows: int
+    """B."""
+    queries: int
+    """R."""
+    group: int
+    """Query heads of a key/value head."""
+    kv_heads: int
+    """K."""
+    head_dim: int
+    """H."""
+    page: int
+    """G."""
+    width: int
+    """W."""
+    num_pages: int
+    """P."""
+    dtype: jnp.dtype
+    """Of queries, outputs and products."""
+    page_dtype: jnp.dtype
+    """Of pages: the same, or fp8, which is widened for the products."""
+    split: int
+    teams: int
+    slots: int
+
+    @property
+    def narrow(self) -> bool:
+        """Whether pages are fp8, with scales."""
+        return self.page_dtype != self.dtype
+
+    @property
+    def tile_rows(self) -> int:
+        """Queries of a key/value head."""
+        return self.group * self.queries
+
+    @property
+    def padded_rows(self) -> int:
+        """The same, for `WARPS` that add splits."""
+        return -(-self.tile_rows // WARPS) * WARPS
+
+    @property
+    def query_rows(self) -> int:
+        """The same, for products."""
+        return -(-self.tile_rows // 8) * 8
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of 64 columns."""
+        return self.head_dim // CHUNK
+
+    @property
+    def pieces(self) -> int:
+        """Copies that fill a slot."""
+        return BLOCK // min(self.page, BLOCK)
+
+    @property
+    def split_pages(self) -> int:
+        """Pages that a split touches, at most: the last of a row may be longer."""
+        return 2 if self.page > self.split else -(-3 * self.split // (2 * self.page))
+
+    def cut(self, scores: Scores) -> Cut:
+        """How rows are cut into splits."""
+        capacity = self.width * self.page
+        return Cut(self.split, self.queries, capacity, scores.window)
