@@ -289,6 +289,7 @@ class Decoder(nnx.Module):
             variants: The attention of each layer of `blocks`.
             **options: Passed to `jaxscale.models.stack.run_stack`.
         """
+        options = {"scan": self.scan_layers} | options
         if blocks is None:
             blocks = flat_stack(self.blocks, self.config.num_layers)
         if variants is None:
@@ -300,7 +301,6 @@ class Decoder(nnx.Module):
             variants=variants,
             remat=self.remat,
             keep_gathered=self.tensor_parallel == "fused",
-            scan=self.scan_layers,
             **options,
         )
 

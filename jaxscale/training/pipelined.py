@@ -91,6 +91,7 @@ def pipelined(
     parameters outside of the layers are gathered, and their gradients scattered, once a
     step.
 
+    The layers of a chunk are looped over, whatever `scan_layers` of the model is.
     With ``remat="full"`` a stage keeps the inputs of its chunks and computes them
     again, otherwise what `remat` keeps of their layers. ``kind="gpipe"`` differentiates
     the loop of forward passes, whose memory grows with the microbatches: to compare.
@@ -362,7 +363,8 @@ class _Stage:
             blocks=nnx.merge(graph, chunk, rest),
             variants=region.variants,
             active=active,
-            call=self._gathering if region.zero == 3 else None,
+            call=self._call,
+            scan=True,  # else what is cut out of the stack would be kept
         )
         return self._placed(y)
 
@@ -373,25 +375,29 @@ class _Stage:
             model, model.norm(y), self._rows(mb), region.vocab_axes
         )
 
-    def _gathering(self, block: Block, x: Array, state: Any) -> tuple[Array, Any]:
-        """A block whose parameters are whole just for its use (ZeRO-3)."""
+    def _call(self, block: Block, x: Array, state: Any) -> tuple[Array, Any]:
+        """A block; in ZeRO-3 its parameters are whole just for its use."""
         region = self.region
-        axes = set(region.rows)
+        rows = set(region.rows)
 
         def run(block: Block, x: Array, state: Any) -> tuple[Array, Any]:
-            graph, params, rest = nnx.split(block, nnx.Param, ...)
-            params = jax.tree.map(
-                whole, params, region.stored(region.blocks, leading=0)
-            )
-            return nnx.merge(graph, params, rest)(x, state)
+            if region.zero == 3:
+                layer = region.stored(region.blocks, leading=0)
+                graph, params, rest = nnx.split(block, nnx.Param, ...)
+                params = jax.tree.map(whole, params, layer)
+                block = nnx.merge(graph, params, rest)
+            return block(x, state)
 
         def saveable(primitive: Any, *_: Any, **params: Any) -> bool:
-            # Gathered again in the backward pass, not kept.
+            # What is made of parameters alone is made again, or the stash would hold
+            # a copy of them for each microbatch.
+            if primitive.name == "sharding_constraint":
+                return False
             names = as_tuple(params.get("axis_name", ()))
-            return primitive.name != "all_gather" or axes.isdisjoint(names)
+            return primitive.name != "all_gather" or rows.isdisjoint(names)
 
         if region.model.remat == "none":
-            run = jax.checkpoint(run, policy=saveable)
+            run = jax.checkpoint(run, policy=saveable, prevent_cse=False)
         return run(block, x, state)
 
     def _model(self, ends: Any) -> Any:

@@ -10,7 +10,7 @@ from flax import nnx
 
 from jaxscale.models import Decoder, preset
 from jaxscale.models.stack_layout import StackLayout, place_variants
-from jaxscale.sharding import fsdp_tp, megascale_3d, shardings
+from jaxscale.sharding import fsdp_tp, megascale_3d, pipeline, shardings
 from jaxscale.training.pipelined import pipelined, pipelined_sums
 from tests.training.layouts import LOSS, Layout, errors, one_device, rows_of, shape
 
@@ -88,6 +88,36 @@ def test_memory_does_not_grow_with_microbatches():
         assert max(sizes) < 1.01 * min(sizes), sizes
     grown = [bytes_of(m, kind="gpipe", remat="full") for m in (8, 32)]
     assert grown[1] > 1.2 * grown[0]  # the check sees what grows
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"zero": 1, "scan_layers": False},
+        {"zero": 3},
+        {"zero": 1, "tensor_parallel": "xla", "remat": "attention"},
+    ],
+    ids=str,
+)
+def test_no_copy_of_the_weights_waits_for_the_backward_pass(options, monkeypatch):
+    kept = []
+
+    class Spy(pipeline._Runner):
+        def run(self, *, gradients):
+            carry = super().run(gradients=gradients)
+            kept.extend(x.shape[1:] for x in jax.tree.leaves(carry.stash))
+            weights.update(x.shape[1:] for x in jax.tree.leaves(self.chunks))
+            return carry
+
+    weights = set()
+    monkeypatch.setattr(pipeline, "_Runner", Spy)
+    layout = Layout(pipe=2, fsdp=2, tensor=2, **options)
+    with jax.set_mesh(layout.mesh):
+        jax.eval_shape(layout.gradients, *layout.arguments())
+    matrices = {shape for shape in weights if len(shape) == 3}  # [layers, in, out]
+    single = {shape[1:] for shape in matrices}
+    assert len(kept) > 10 and len(single) > 3
+    assert not (matrices | single) & set(kept)
 
 
 @pytest.mark.parametrize(
