@@ -360,7 +360,9 @@ def _start(
     elif model is None:
         state = jax.jit(create, out_shardings=layout)()
     else:
-        adopt = jax.jit(adopt, out_shardings=layout, donate_argnums=0)
+        # Layers that move to places of stages cannot take the memory of the given ones.
+        donated = 0 if stack.is_flat else ()
+        adopt = jax.jit(adopt, out_shardings=layout, donate_argnums=donated)
         state = adopt(place(model, mesh, _flat_rules(config, mesh)))
     return state, layout
 

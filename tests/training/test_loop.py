@@ -230,6 +230,25 @@ def test_a_run_goes_on_with_any_layout_of_its_layers(tmp_path):
     )
 
 
+def test_a_given_model_goes_through_a_pipeline(tmp_path):
+    """Three layers in two stages leave a place without one."""
+    config = dataclasses.replace(
+        CONFIG,
+        model=dataclasses.replace(MODEL, num_layers=3),
+        mesh=MeshConfig(pipe=2, tensor=2),
+        rules="megascale_3d",
+        output_dir=str(tmp_path),
+        microbatches=2,
+        steps=2,
+    )
+    model = Decoder(config.model, rules=config.axis_rules, rngs=nnx.Rngs(0))
+    before = model.norm.scale[...].copy()
+    trained, writer = run(config, model=model)
+    assert 0 < writer.losses()[1] < 2 * np.log(32)
+    assert (trained.state.model.norm.scale[...] != before).all()
+    assert trained.state.model.blocks.mlp.up.kernel.shape[0] == 3
+
+
 def test_default_writers(tmp_path):
     config = dataclasses.replace(CONFIG, output_dir=str(tmp_path), log_every=3)
     train, held_out = packed_batches(config, TEXT, DEVICES)
