@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.experimental import serialize_executable
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
@@ -100,7 +101,7 @@ class ProgramCache:
         )
         digest.update(repr(parts).encode())
         for constant in _constants(jaxpr, set()):
-            if not isinstance(constant, jax.core.Tracer):  # references of a kernel are
+            if not isinstance(constant, Tracer):  # references of a kernel are
                 digest.update(np.asarray(constant).tobytes())
         return f"{digest.hexdigest()[:40]}.program"
 
