@@ -104,8 +104,8 @@ def field_docs(kind: type[Any]) -> dict[str, str]:
 
     Example:
         >>> from jaxscale.sharding import MeshConfig
-        >>> field_docs(MeshConfig)["pipe"]
-        'Parts of the stack of layers; -1 for the rest.'
+        >>> field_docs(MeshConfig)["data"]
+        'Copies of the model that each see other rows; -1 for the rest.'
     """
     docs = {}
     bodies = [

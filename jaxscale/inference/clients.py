@@ -146,15 +146,14 @@ class Client:
         most = self.request.params.logprobs
         if most is None:
             return []
-        best: Any = [()] * len(tokens)
-        if most and progress.decoded and top is not None:
-            rows = top[: len(tokens), progress.row]
-            best[: len(rows)] = [_top(row, most) for row in rows]
+        pairs = zip(tokens, progress.logprobs, strict=False)
+        if not most or not progress.decoded or top is None:
+            return [TokenLogprobs(token=token, logprob=value) for token, value in pairs]
+        rows = top[: len(tokens), progress.row]
+        likeliest = [_top(row, most) for row in rows] + [()] * (len(tokens) - len(rows))
         return [
-            TokenLogprobs(token=token, logprob=value, top=likeliest)
-            for token, value, likeliest in zip(
-                tokens, progress.logprobs, best, strict=False
-            )
+            TokenLogprobs(token=token, logprob=value, top=best)
+            for (token, value), best in zip(pairs, likeliest, strict=False)
         ]
 
     def _output(self, index: int, news: _News) -> Output:

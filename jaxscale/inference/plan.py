@@ -231,6 +231,9 @@ class Drawn:
     def of_row(self, row: int) -> tuple[list[int], list[int], list[float]]:
         """Tokens, flags and log-probabilities of a row, places without a token gone."""
         steps = [step[row] for step in self.tokens]
+        if len(steps) == 1 and len(steps[0]) == 1 and steps[0][0] >= 0:  # as a rule
+            values = self.logprobs
+            return steps[0], self.flags[0][row], [] if values is None else values[0][row]
         places = [
             (i, r) for i, step in enumerate(steps) for r in range(len(step))
             if step[r] >= 0

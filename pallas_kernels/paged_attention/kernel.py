@@ -688,6 +688,8 @@ class _Team:
 
     def release(self, slot: Scalar) -> None:
         """Hands a slot back."""
+        if self.problem.narrow:  # ordinary loads have read what a copy will overwrite
+            plgpu.commit_smem()
         plgpu.barrier_arrive(self.barrier("empty", self.problem.slots, slot))
 
     def mask(self, work: _Work, start: Scalar, s: Any) -> Any:

@@ -182,7 +182,7 @@ def test_devices_are_simulated_before_jax_starts(tmp_path):
         env={k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"},
     )
     assert result.returncode == 2
-    assert "fsdp=4, pipe=1, tensor=1 needs 4 devices, but there are 3" in result.stderr
+    assert "fsdp=4, tensor=1 needs 4 devices, but there are 3" in result.stderr
     assert not (tmp_path / "run").exists()
 
 

@@ -267,7 +267,7 @@ assert initialize() is cluster
 assert cluster.process_id == jax.process_index() and jax.process_count() == 2
 mesh = make_mesh({"data": 2, "tensor": 2})
 # The last axis stays within a process.
-assert {d.process_index for d in mesh.devices[cluster.process_id].flat} == {
+assert {d.process_index for d in mesh.devices[:, cluster.process_id].flat} == {
     cluster.process_id
 }
 value = np.arange(4.0, dtype=np.float32) + 1
