@@ -230,17 +230,18 @@ class Drawn:
 
     def of_row(self, row: int) -> tuple[list[int], list[int], list[float]]:
         """Tokens, flags and log-probabilities of a row, places without a token gone."""
+        values = self.logprobs
         steps = [step[row] for step in self.tokens]
         if len(steps) == 1 and len(steps[0]) == 1 and steps[0][0] >= 0:  # as a rule
-            values = self.logprobs
-            return steps[0], self.flags[0][row], [] if values is None else values[0][row]
+            found = [] if values is None else list(values[0][row])
+            return list(steps[0]), list(self.flags[0][row]), found
         places = [
             (i, r) for i, step in enumerate(steps) for r in range(len(step))
             if step[r] >= 0
         ]  # fmt: skip
         tokens = [steps[i][r] for i, r in places]
         flags = [self.flags[i][row][r] for i, r in places]
-        if (values := self.logprobs) is None:
+        if values is None:
             return tokens, flags, []
         return tokens, flags, [values[i][row][r] for i, r in places]
 
