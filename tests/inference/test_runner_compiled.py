@@ -19,11 +19,21 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize("products", ["cublas", "triton"])
 @pytest.mark.parametrize(
     ("name", "bucket", "count"),
-    [("llama2_7b", 2, 1), ("llama3_8b", 32, 1), ("llama3_8b", 128, 4)],
+    [
+        ("llama2_7b", 2, 1),
+        ("llama3_8b", 32, 1),
+        ("llama3_8b", 2, 4),
+        ("llama3_8b", 128, 4),
+    ],
 )
 def test_decoding_copies_neither_weights_nor_pages(name, bucket, count, products):
     """Some cases of those that ``python -m tests.inference.compiled_decode`` checks."""
-    check(name, bucket, count, products)
+    found, written = check(name, bucket, count, products)
+    assert [w for w in written if w.size >= 6 * MIB] == []
+    if bucket <= 32:  # parts of the attention are small, too
+        logits = bucket * preset(name).vocab_size * 4
+        assert [w for w in found.written(6 * MIB) if w.size > logits] == []
+        assert found.temporaries < 36 * MIB + 2 * logits
 
 
 @pytest.mark.parametrize("key", [["decode", 32, 4], ["prefill", 2048, 18432, False]])
