@@ -389,7 +389,7 @@ def check_division(
         >>> rules = AxisRules(mlp="tensor")
         >>> check_division([("d_ff", 6, ("mlp",))], {"tensor": 2}, rules)
     """
-    missing = sorted(rules.mesh_axes() - set(mesh_sizes))
+    missing = sorted(rules.placing - set(mesh_sizes))
     if missing:
         raise ValueError(
             f"the rules use the mesh axes {missing}, but the mesh has only "

@@ -1,10 +1,12 @@
-"""Device meshes with the four axes that every recipe of jaxscale speaks of.
+"""Device meshes with the five axes that every recipe of jaxscale speaks of.
 
 The axes stand in the order of their appetite for bandwidth. Neighboring devices of
 one host share the last axis, so `tensor`, which communicates in every layer, runs over
 the fastest links, and `pipe`, which sends one activation a microbatch, over the
-slowest. `data` lies within: it sums all gradients, though only once a step. This is
-the order of MegaScale (arXiv 2402.15627), and of `jaxscale plan`.
+slowest. `context` stands beside `tensor`: it gathers keys and values in every layer, a
+part of what `tensor` moves. `data` lies within `pipe`: it sums all gradients, though
+only once a step. This is the order of MegaScale (arXiv 2402.15627), and of
+`jaxscale plan`.
 """
 
 import dataclasses
@@ -18,7 +20,7 @@ from jax.sharding import AxisType, Mesh
 from jaxscale.checks import check_choice
 
 
-MESH_AXES = ("pipe", "data", "fsdp", "tensor")
+MESH_AXES = ("pipe", "data", "fsdp", "context", "tensor")
 """The axes of every mesh, slowest links first."""
 
 _AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
@@ -30,7 +32,7 @@ class MeshConfig:
 
     Example:
         >>> MeshConfig(fsdp=-1, tensor=2).sizes(8)
-        {'pipe': 1, 'data': 1, 'fsdp': 4, 'tensor': 2}
+        {'pipe': 1, 'data': 1, 'fsdp': 4, 'context': 1, 'tensor': 2}
     """
 
     pipe: int = 1
@@ -40,6 +42,9 @@ class MeshConfig:
     """Copies of the model that each see other rows; -1 for the rest."""
     fsdp: int = 1
     """Shards of the parameters, which also see other rows; -1 for the rest."""
+    context: int = 1
+    """Parts of each row in training, which see the keys and values of the others; -1
+    for the rest."""
     tensor: int = 1
     """Shards of heads, hidden features and sequence; -1 for the rest."""
     axis_type: Literal["auto", "explicit"] = "auto"
@@ -98,9 +103,9 @@ class MeshConfig:
 def make_mesh(
     config: MeshConfig | Mapping[str, Any], devices: Sequence[Any] | None = None
 ) -> Mesh:
-    """A mesh with the axes `pipe`, `data`, `fsdp` and `tensor`, in this order.
+    """A mesh with the axes of `MESH_AXES`, in this order.
 
-    Axes of size one cost nothing, so rules may name any of the four on every mesh.
+    Axes of size one cost nothing, so rules may name any of them on every mesh.
 
     Args:
         config: The sizes of the axes, as a `MeshConfig` or a mapping of its fields.
@@ -113,7 +118,7 @@ def make_mesh(
         >>> import jax
         >>> mesh = make_mesh({"fsdp": 2, "tensor": -1}, jax.devices()[:4])
         >>> dict(mesh.shape)
-        {'pipe': 1, 'data': 1, 'fsdp': 2, 'tensor': 2}
+        {'pipe': 1, 'data': 1, 'fsdp': 2, 'context': 1, 'tensor': 2}
     """
     if not isinstance(config, MeshConfig):
         fields = {field.name for field in dataclasses.fields(MeshConfig)}

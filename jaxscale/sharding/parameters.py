@@ -83,7 +83,7 @@ def shardings[M](module: M, mesh: Mesh, rules: AxisRules) -> M:
             do not fit its shape, or a dimension is not divisible by the mesh axes that
             it is split over; the message names the parameter.
     """
-    require_axes(sorted(rules.mesh_axes()), mesh.axis_names)
+    require_axes(sorted(rules.placing), mesh.axis_names)
 
     def place(path: tuple[Any, ...], leaf: Any, spec: PartitionSpec) -> NamedSharding:
         sharding = NamedSharding(mesh, spec)

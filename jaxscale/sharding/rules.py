@@ -48,6 +48,9 @@ class AxisRules:
     """Parameters: scales and biases of normalization layers."""
     batch: MeshAxes = None
     """Activations: rows of the batch."""
+    context: MeshAxes = None
+    """Activations: tokens of a row, in all layers of a training step. Each device has
+    two pieces of a row, and gathers keys and values."""
     tokens: MeshAxes = None
     """Activations: tokens of a row, between the tensor-parallel regions."""
     act_embed: MeshAxes = None
@@ -103,6 +106,14 @@ class AxisRules:
         entries = dataclasses.astuple(self) if axes is None else self.spec(*axes)
         return frozenset(name for entry in entries for name in as_tuple(entry))
 
+    @property
+    def placing(self) -> frozenset[str]:
+        """The mesh axes that arrays are placed over, which a mesh must have.
+
+        A mesh may lack that of `context`, for which only a training step asks.
+        """
+        return dataclasses.replace(self, context=None).mesh_axes()
+
     def without(
         self, mesh_axes: Iterable[str], axes: Sequence[str | None]
     ) -> "AxisRules":
@@ -155,13 +166,14 @@ REPLICATED = AxisRules()
 
 def dp() -> AxisRules:
     """Data parallelism: rows are split, parameters are copied."""
-    return AxisRules(batch=("data", "fsdp"))
+    return AxisRules(batch=("data", "fsdp"), context="context")
 
 
 def fsdp() -> AxisRules:
     """Fully sharded data parallelism (ZeRO-3): each parameter is split over `fsdp`."""
     return AxisRules(
         batch=("data", "fsdp"),
+        context="context",
         vocab=None,
         embed="fsdp",
     )
@@ -175,6 +187,7 @@ def fsdp_tp() -> AxisRules:
     """
     return AxisRules(
         batch=("data", "fsdp"),
+        context="context",
         tokens="tensor",
         vocab="tensor",
         embed="fsdp",

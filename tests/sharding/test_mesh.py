@@ -8,11 +8,11 @@ from jax.sharding import AxisType
 from jaxscale.sharding import MESH_AXES, MeshConfig, make_mesh
 
 
-def test_four_axes_in_order_with_tensor_over_neighbors():
-    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
-    assert mesh.axis_names == MESH_AXES == ("pipe", "data", "fsdp", "tensor")
+def test_axes_in_order_with_tensor_over_neighbors():
+    mesh = make_mesh(MeshConfig(data=2, context=2, tensor=2))
+    assert mesh.axis_names == MESH_AXES == ("pipe", "data", "fsdp", "context", "tensor")
     ids = np.vectorize(lambda d: d.id)(mesh.devices)
-    np.testing.assert_array_equal(ids, np.arange(8).reshape(1, 2, 2, 2))
+    np.testing.assert_array_equal(ids, np.arange(8).reshape(1, 2, 1, 2, 2))
 
 
 @pytest.mark.parametrize("axis", MESH_AXES)
@@ -26,7 +26,7 @@ def test_axis_type():
     kinds = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
     for name, kind in kinds.items():
         mesh = make_mesh(MeshConfig(data=8, axis_type=name))
-        assert mesh.axis_types == (kind,) * 4
+        assert mesh.axis_types == (kind,) * len(MESH_AXES)
 
 
 def test_subset_of_devices():

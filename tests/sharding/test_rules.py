@@ -103,7 +103,7 @@ def problem():
     return params, tokens, target, *definition(params, tokens, target)
 
 
-def mesh_of(kind, sizes=(1, 1, 4, 2)):
+def mesh_of(kind, sizes=(1, 1, 4, 1, 2)):
     """A mesh of one kind, or mixed: 'explicit' in the axes named by `kind`."""
     types = tuple(
         AxisType.Explicit if kind in ("explicit", axis) else AxisType.Auto
@@ -169,7 +169,7 @@ def test_without_a_mesh_rules_change_nothing(problem):
 @pytest.mark.parametrize("manual", [MESH_AXES, ("data", "fsdp"), ("data",)])
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_manual_axes_see_local_rows_and_whole_parameters(problem, manual, kind):
-    mesh, rules = mesh_of(kind, (1, 2, 2, 2)), fsdp_tp()
+    mesh, rules = mesh_of(kind, (1, 2, 2, 1, 2)), fsdp_tp()
     params, tokens, target, *_ = problem
     rows = P(tuple(axis for axis in ("data", "fsdp") if axis in manual))
 
@@ -357,7 +357,7 @@ def test_per_shard_equals_the_whole(kind, batch):
     expected = softmax_of_scores(q, k)
     expected_grads = jax.grad(partial(loss, softmax_of_scores), argnums=(0, 1))(q, k)
     run, grads = local, jax.grad(partial(loss, local), argnums=(0, 1))
-    mesh = mesh_of(kind, (1, 1, 4, 2))
+    mesh = mesh_of(kind)
     if kind == "manual":
         rows = P() if batch == 6 else P("fsdp")
         both = {"mesh": mesh, "in_specs": (rows, rows), "out_specs": (rows, rows)}
@@ -513,6 +513,7 @@ def test_features_are_split_as_the_parameters_that_make_them():
 
 def test_rules_are_hashable_and_know_their_mesh_axes():
     assert hash(fsdp_tp()) == hash(fsdp_tp())
-    assert fsdp_tp().mesh_axes() == {"data", "fsdp", "tensor"}
+    assert fsdp_tp().mesh_axes() == {"data", "fsdp", "context", "tensor"}
+    assert fsdp_tp().placing == {"data", "fsdp", "tensor"}
     assert megascale_3d().mesh_axes() == set(MESH_AXES)
     assert REPLICATED.mesh_axes() == set()
