@@ -25,7 +25,8 @@ def inputs(params, key):
     """Random normal activations; a weight of 8 bits, its scale, and the one in bf16."""
     x_key, w_key = jax.random.split(key)
     m, n, k = params["M"], params["N"], params["K"]
-    wide = jax.random.normal(w_key, (k, n), jnp.bfloat16)
+    # Drawn in fp32: in bf16 the largest number of each feature would be the same.
+    wide = jax.random.normal(w_key, (k, n)).astype(jnp.bfloat16)
     numbers, scale = jax.jit(quantize_kernel, static_argnums=1)(wide, params["weights"])
     return jax.random.normal(x_key, (m, k), jnp.bfloat16), numbers, scale, wide
 
