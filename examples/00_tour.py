@@ -54,7 +54,7 @@ print(f"{count} x {jax.devices()[0].device_kind}")
 # %%
 data = training.DataConfig(vocab_size=1024, seq_len=128, batch_size=8)
 text = training.load_text(data)
-print(f"{len(text.train.tokens):,} tokens to train on in {len(text.train)} documents")
+print(f"{text.train.num_tokens:,} tokens to train on in {len(text.train)} documents")
 
 # %% [markdown]
 # ## A run

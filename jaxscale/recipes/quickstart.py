@@ -108,14 +108,14 @@ def read_text(session: Session) -> str:
     session.report.facts(
         {
             "training documents": len(train),
-            "training tokens": len(train.tokens),
+            "training tokens": train.num_tokens,
             "held-out documents": len(held_out),
             "held-out tokens": len(held_out.tokens),
             "vocabulary": session.text.tokenizer.vocab_size,
             "bytes per token": session.bytes_per_token,
         }
     )
-    return f"{len(train.tokens) / 1e6:.1f} M tokens in {len(train)} documents"
+    return f"{train.num_tokens / 1e6:.1f} M tokens in {len(train)} documents"
 
 
 def train(session: Session) -> str:

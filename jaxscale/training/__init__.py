@@ -15,7 +15,6 @@ from jaxscale.training.data import (
     DataConfig,
     PackedBatches,
     PackedBatchIterator,
-    PackedRows,
     TextData,
     load_text,
     load_tokenizer,
@@ -31,6 +30,7 @@ from jaxscale.training.labeled import (
 from jaxscale.training.loop import Evaluation, FitResult, evaluate, fit, packed_batches
 from jaxscale.training.losses import LossSums, chunked_cross_entropy
 from jaxscale.training.masked import MaskedBatches, MaskingConfig, masked_lm_loss
+from jaxscale.training.mixture import Mixture
 from jaxscale.training.monitor import (
     JsonlWriter,
     Monitor,
@@ -47,6 +47,7 @@ from jaxscale.training.optimizer import (
 from jaxscale.training.pipelined import pipelined, pipelined_sums
 from jaxscale.training.plan import Estimate, Plan, plan_layouts
 from jaxscale.training.plan_config import PlanConfig
+from jaxscale.training.rows import PackedRows
 from jaxscale.training.step import (
     NextTokenLoss,
     TrainState,
@@ -72,6 +73,7 @@ __all__ = [
     "LossSums",
     "MaskedBatches",
     "MaskingConfig",
+    "Mixture",
     "Monitor",
     "NextTokenLoss",
     "OptimizerConfig",

@@ -85,6 +85,40 @@ def read_documents(
     for path in paths:
         for file, name in _files(str(path), suffixes):
             found.setdefault(file.resolve(), name)
+    return _read(found, paths)
+
+
+def read_sources(
+    paths: Sequence[str | Path], suffixes: Sequence[str] = TEXT_SUFFIXES
+) -> list[list[Document]]:
+    """The documents of each path; a file that two paths name belongs to the first.
+
+    Args:
+        paths: As those of `read_documents`.
+        suffixes: The same.
+
+    Raises:
+        ValueError: as in `read_documents`, or a path adds no file.
+    """
+    seen: set[Path] = set()
+    sources = []
+    for i, path in enumerate(paths):
+        found = {}
+        for file, name in _files(str(path), suffixes):
+            if file.resolve() not in seen:
+                found.setdefault(file.resolve(), name)
+        if not found:
+            raise ValueError(
+                f"paths[{i}] {str(path)!r} has no file that the paths before it do not "
+                "name; leave it out, or put it first"
+            )
+        seen |= found.keys()
+        sources.append(_read(found, [path]))
+    return sources
+
+
+def _read(found: dict[Path, str], paths: Sequence[str | Path]) -> list[Document]:
+    """The documents in files with names, sorted by name."""
     documents = []
     for file, name in sorted(found.items(), key=lambda item: (item[1], item[0])):
         try:
@@ -163,12 +197,7 @@ def split(
         >>> len(train), len(held_out)
         (896, 104)
     """
-    sides: tuple[list[Document], list[Document]] = ([], [])
-    for document in documents:
-        digest = hashlib.blake2b(document.name.encode(), digest_size=8).digest()
-        position = int.from_bytes(digest, "big") / 2**64
-        sides[position < held_out_fraction].append(document)
-    train, held_out = sides
+    train, held_out = _sides(documents, held_out_fraction)
     if not train or (held_out_fraction > 0 and not held_out):
         raise ValueError(
             f"held_out_fraction {held_out_fraction} leaves {len(train)} documents to "
@@ -176,6 +205,45 @@ def split(
             "give more files, another fraction, or 0 to hold out none"
         )
     return train, held_out
+
+
+def split_sources(
+    sources: Sequence[Sequence[Document]],
+    held_out_fraction: float,
+    names: Sequence[str],
+) -> tuple[list[list[Document]], list[Document]]:
+    """Training documents of each source and the held-out ones of all, sorted by name.
+
+    Args:
+        sources: The documents of each source.
+        held_out_fraction: Share of all documents held out, as in `split`.
+        names: Names of the sources.
+
+    Raises:
+        ValueError: nothing would be held out, or a source has nothing left.
+    """
+    documents = [document for source in sources for document in source]
+    _, held_out = split(documents, held_out_fraction)
+    train = [_sides(source, held_out_fraction)[0] for source in sources]
+    for i, (name, left) in enumerate(zip(names, train, strict=True)):
+        if not left:
+            raise ValueError(
+                f"paths[{i}] {name!r}: held_out_fraction {held_out_fraction} leaves "
+                "nothing to train on; whole files are held out, so give it more "
+                "files, or another fraction"
+            )
+    return train, sorted(held_out, key=lambda document: document.name)
+
+
+def _sides(
+    documents: Sequence[Document], held_out_fraction: float
+) -> tuple[list[Document], list[Document]]:
+    sides: tuple[list[Document], list[Document]] = ([], [])
+    for document in documents:
+        digest = hashlib.blake2b(document.name.encode(), digest_size=8).digest()
+        position = int.from_bytes(digest, "big") / 2**64
+        sides[position < held_out_fraction].append(document)
+    return sides
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -233,6 +301,11 @@ class TokenCorpus:
             fingerprint=digest[:16],
             vocab_size=1 + int(tokens.max()),
         )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all documents."""
+        return len(self.tokens)
 
     def save(self, directory: str | Path) -> None:
         """Write the corpus to `directory`, which appears whole or not at all."""

@@ -14,7 +14,6 @@ Shape legend: B batch, T tokens of a row, S sequences (pieces of documents) in a
 """
 
 import dataclasses
-import functools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,19 +24,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
-from jaxtyping import Int64, Shaped
+from jaxtyping import Shaped
 
 from jaxscale.checks import check_least
 from jaxscale.models.tokenizer import Tokenizer
-from jaxscale.nn.packing import PackedBatch, cu_seqlens_of_lengths
+from jaxscale.nn.packing import PackedBatch
 from jaxscale.training.corpus import (
     TEXT_SUFFIXES,
+    Document,
     TokenCorpus,
     python_corpus,
     read_documents,
+    read_sources,
     split,
+    split_sources,
     tokenize,
 )
+from jaxscale.training.mixture import Mixture, check_weights
+from jaxscale.training.rows import MixedRows, PackedRows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,6 +56,10 @@ class DataConfig:
     paths: tuple[str, ...] = ()
     """Files, directories and glob patterns of UTF-8 text; none means the documentation
     and library source of the running Python."""
+    weights: tuple[float, ...] = ()
+    """Shares of the rows that come from each of the paths, or any multiple of them: 7 3
+    is 0.7 0.3. Each path is then a source of its own, shuffled and repeated by itself.
+    None: the paths are one source, read as it is."""
     suffixes: tuple[str, ...] = TEXT_SUFFIXES
     """Endings of the files that a directory contributes."""
     tokenizer: str | None = None
@@ -74,8 +82,8 @@ class DataConfig:
     held_out_fraction: float = 0.05
     """Share of the documents kept for evaluation, chosen by a hash of their names."""
     prefetch: int = 2
-    """Batches made ahead of time on another thread, 1,000 at most; 0 makes each when
-    asked."""
+    """Batches made ahead of time on another thread, on the devices too; 1,000 at most.
+    0 makes each when asked."""
     cache_dir: str | None = None
     """Directory that keeps the tokenized text for the next run; None: memory only."""
 
@@ -94,6 +102,8 @@ class DataConfig:
                 f"held_out_fraction {self.held_out_fraction}, expected at least 0 and "
                 "less than 1"
             )
+        if self.weights:
+            check_weights(self.weights, self.paths, "paths")
 
     @property
     def tokens_per_batch(self) -> int:
@@ -107,7 +117,7 @@ class TextData:
 
     tokenizer: Tokenizer
     """Encodes and decodes the text."""
-    train: TokenCorpus
+    train: TokenCorpus | Mixture
     """The documents to train on."""
     held_out: TokenCorpus | None
     """The documents to evaluate on; None if no documents are held out."""
@@ -116,25 +126,42 @@ class TextData:
 def load_text(config: DataConfig) -> TextData:
     """Find, split and tokenize the text of `config`.
 
+    Held-out documents of several sources are one corpus, whatever the weights.
+
     Raises:
         ValueError: a path matches nothing, a file is not UTF-8, one side of the split
             would be empty, or the tokenizer has more tokens than `config.vocab_size`.
         FileNotFoundError: there is no tokenizer where `config.tokenizer` says.
     """
     tokenizer = load_tokenizer(config) if config.tokenizer is not None else None
-    documents = (
-        read_documents(config.paths, config.suffixes)
-        if config.paths
-        else python_corpus()
-    )
-    train, held_out = split(documents, config.held_out_fraction)
+    sources, held_out = _documents(config)
     if tokenizer is None:
-        tokenizer = Tokenizer.train((d.text for d in train), config.vocab_size)
+        texts = (document.text for source in sources for document in source)
+        tokenizer = Tokenizer.train(texts, config.vocab_size)
+    corpora = [tokenize(source, tokenizer, config.cache_dir) for source in sources]
+    train: TokenCorpus | Mixture = corpora[0]
+    if config.weights:
+        train = Mixture(
+            corpora=tuple(corpora), weights=config.weights, names=config.paths
+        )
     return TextData(
         tokenizer=tokenizer,
-        train=tokenize(train, tokenizer, config.cache_dir),
+        train=train,
         held_out=tokenize(held_out, tokenizer, config.cache_dir) if held_out else None,
     )
+
+
+def _documents(config: DataConfig) -> tuple[list[list[Document]], list[Document]]:
+    """The training documents of each source, and the held-out ones of all."""
+    if config.weights:
+        sources = read_sources(config.paths, config.suffixes)
+        return split_sources(sources, config.held_out_fraction, config.paths)
+    if config.paths:
+        documents = read_documents(config.paths, config.suffixes)
+    else:
+        documents = python_corpus()
+    train, held_out = split(documents, config.held_out_fraction)
+    return [train], held_out
 
 
 def load_tokenizer(config: DataConfig) -> Tokenizer:
@@ -156,117 +183,6 @@ def load_tokenizer(config: DataConfig) -> Tokenizer:
     return tokenizer
 
 
-class PackedRows:
-    """The rows of all epochs of a corpus, each computed from its number.
-
-    Row ``i`` belongs to epoch ``i // rows_per_epoch``. Within an epoch every token
-    occurs in one row, once. The target of a token is the token that follows it in its
-    document, also where the document is cut; only the last token of a document has
-    none.
-
-    To bound the pieces in a row by S without looking at the order, each document is
-    given a stretch of at least ``ceil(T / (S - 1))`` places. A row, T places long, then
-    meets at most S stretches, and every epoch has the same number of rows.
-
-    Example:
-        >>> corpus = TokenCorpus.from_ids([[1, 2, 3, 4, 5], [6, 7, 8]])
-        >>> rows = PackedRows(corpus, seq_len=4, max_sequences=4, seed=0, shuffle=False)
-        >>> rows.rows_per_epoch
-        2
-        >>> row = rows[1]
-        >>> row["tokens"], row["targets"]
-        (array([5, 6, 7, 8], dtype=int32), array([0, 7, 8, 0], dtype=int32))
-        >>> row["cu_seqlens"]
-        array([0, 1, 4, 4, 4], dtype=int32)
-    """
-
-    def __init__(
-        self,
-        corpus: TokenCorpus,
-        *,
-        seq_len: int,
-        max_sequences: int,
-        seed: int = 0,
-        shuffle: bool = True,
-    ) -> None:
-        """Lay out one epoch; see the class and `DataConfig` for the arguments."""
-        self._corpus = corpus
-        self._seq_len = seq_len
-        # With seq_len + 1 every document already has a stretch as short as one place.
-        self._max_sequences = max_sequences = min(max_sequences, seq_len + 1)
-        self._seed = seed
-        self._shuffle = shuffle
-        lengths = np.diff(corpus.offsets)
-        if max_sequences == 1:
-            self._stretches = -(-lengths // seq_len) * seq_len
-        else:
-            shortest = -(-seq_len // (max_sequences - 1))
-            self._stretches = np.maximum(lengths, shortest)
-        self.rows_per_epoch = -(-int(self._stretches.sum()) // seq_len)
-        # Two epochs are in use while a batch reaches from one into the next.
-        self._layout = functools.lru_cache(maxsize=2)(self._lay_out)
-
-    def __getitem__(self, row: int) -> dict[str, Shaped[np.ndarray, " _"]]:
-        epoch, place = divmod(row, self.rows_per_epoch)
-        order, ends, rows = self._layout(epoch)
-        low = int(rows[place]) * self._seq_len
-        high = low + self._seq_len
-        result = self.empty_row()
-        filled, sizes = 0, []
-        first = int(np.searchsorted(ends, low, side="right"))
-        for position in range(first, len(order)):
-            document = int(order[position])
-            start = int(ends[position] - self._stretches[document])
-            if start >= high:
-                break
-            ids = self._corpus[document]
-            piece = slice(max(low - start, 0), min(high - start, len(ids)))
-            size = piece.stop - piece.start
-            if size <= 0:
-                continue  # The row meets only the padding of this document.
-            self._add_piece(result, filled, ids, piece)
-            filled += size
-            sizes.append(size)
-        result["cu_seqlens"] = cu_seqlens_of_lengths(sizes, self._max_sequences)
-        return result
-
-    def empty_row(self) -> dict[str, Shaped[np.ndarray, " _"]]:
-        """A row of padding, which fills the last batch of an evaluation."""
-        return {
-            "tokens": np.zeros(self._seq_len, np.int32),
-            "targets": np.zeros(self._seq_len, np.int32),
-            "loss_mask": np.zeros(self._seq_len, np.bool_),
-            "cu_seqlens": np.zeros(self._max_sequences + 1, np.int32),
-        }
-
-    @staticmethod
-    def _add_piece(
-        row: dict[str, Shaped[np.ndarray, " _"]],
-        at: int,
-        ids: Shaped[np.ndarray, " _"],
-        piece: slice,
-    ) -> None:
-        """Copy ``ids[piece]`` and its targets into `row` from place `at` on."""
-        tokens = ids[piece]
-        targets = ids[piece.start + 1 : piece.stop + 1]
-        row["tokens"][at : at + len(tokens)] = tokens
-        row["targets"][at : at + len(targets)] = targets
-        row["loss_mask"][at : at + len(targets)] = True
-
-    def _lay_out(self, epoch: int) -> tuple[Int64[np.ndarray, " documents"], ...]:
-        """Order of documents, ends of their stretches, and order of rows."""
-        order = self._permutation(len(self._corpus), epoch, stream=0)
-        rows = self._permutation(self.rows_per_epoch, epoch, stream=1)
-        return order, np.cumsum(self._stretches[order]), rows
-
-    def _permutation(self, size: int, epoch: int, stream: int) -> np.ndarray:
-        if not self._shuffle:
-            return np.arange(size)
-        # The raw stream of Philox is the same in every release of numpy.
-        bits = np.random.Philox(key=[self._seed, 2 * epoch + stream])
-        return np.argsort(bits.random_raw(size), kind="stable")
-
-
 class PackedBatches:
     """Batches of packed rows on the devices; each `iter` starts at the first.
 
@@ -286,7 +202,7 @@ class PackedBatches:
 
     def __init__(
         self,
-        corpus: TokenCorpus,
+        corpus: TokenCorpus | Mixture,
         config: DataConfig,
         *,
         sharding: NamedSharding | None = None,
@@ -296,7 +212,7 @@ class PackedBatches:
         """Describe the batches; nothing is read before the first `next`.
 
         Args:
-            corpus: The tokens.
+            corpus: The tokens, or several corpora with weights.
             config: Row length, batch size, seed, prefetch.
             sharding: Sharding of the rows of a batch, for example
                 ``NamedSharding(mesh, rules.spec("batch"))``: each process makes just
@@ -308,8 +224,8 @@ class PackedBatches:
             shuffle: True shuffles documents and rows, anew in each epoch.
 
         Raises:
-            ValueError: the rows of a batch cannot be spread evenly, or the corpus holds
-                ids from ``config.vocab_size`` on.
+            ValueError: the rows of a batch cannot be spread evenly, the corpus holds
+                ids from ``config.vocab_size`` on, or `epochs` are asked of a mixture.
         """
         if epochs is not None and epochs < 1:
             raise ValueError(f"epochs {epochs}, expected at least 1, or None for ever")
@@ -323,25 +239,28 @@ class PackedBatches:
             _check_divisible(sharding, config.batch_size)
         self.config = config
         self.sharding = sharding
-        self.rows = PackedRows(
-            corpus,
-            seq_len=config.seq_len,
-            max_sequences=config.max_sequences,
-            seed=config.seed,
-            shuffle=shuffle,
-        )
-        self.num_rows = sys.maxsize
-        if epochs is not None:
-            self.num_rows = epochs * self.rows.rows_per_epoch
-        self.local_rows = _local_rows(sharding, config.batch_size)
-        # What a saved position is only good for.
-        self.identity = {
-            "corpus": corpus.fingerprint,
+        options = {
             "seq_len": config.seq_len,
             "max_sequences": config.max_sequences,
             "seed": config.seed,
             "shuffle": shuffle,
         }
+        # What a saved position is only good for.
+        self.identity: dict[str, Any] = {"corpus": corpus.fingerprint, **options}
+        self.num_rows = sys.maxsize
+        if isinstance(corpus, Mixture):
+            if epochs is not None:
+                raise ValueError(
+                    f"epochs {epochs} of a mixture: its corpora do not end together; "
+                    "leave epochs None, or give one corpus"
+                )
+            self.rows = MixedRows(corpus, **options)
+            self.identity["weights"] = [str(share) for share in corpus.shares]
+        else:
+            self.rows = PackedRows(corpus, **options)
+            if epochs is not None:
+                self.num_rows = epochs * self.rows.rows_per_epoch
+        self.local_rows = _local_rows(sharding, config.batch_size)
 
     def __iter__(self) -> "PackedBatchIterator":
         return PackedBatchIterator(self)
@@ -360,20 +279,25 @@ class PackedBatchIterator(Iterator[PackedBatch]):
         self._open(first_row)
 
     def __next__(self) -> PackedBatch:
-        local = next(self._source)
-        batch = PackedBatch(
-            **{name: self._to_devices(rows) for name, rows in local.items()}
-        )
-        if self._batches.config.max_sequences > 1:
-            return batch
-        # A row is one sequence; no token sees the padding behind it.
-        return dataclasses.replace(batch, cu_seqlens=None)
+        return next(self._source)
+
+    def progress(self) -> dict[str, float]:
+        """How often the text was read so far, for the metrics.
+
+        ``epochs`` of a corpus; ``epochs/NAME`` and ``share/NAME``, the part of the rows
+        so far, for each corpus of a mixture.
+        """
+        return self._batches.rows.progress(self._row)
 
     def get_state(self) -> dict[str, Any]:
         """The position, as a small dictionary that JSON can hold."""
+        return {"row": self._row, **self._batches.identity}
+
+    @property
+    def _row(self) -> int:
+        """The first row of the next batch."""
         steps = self._source.get_state()["next_index"]
-        row = self._first_row + steps * self._batches.config.batch_size
-        return {"row": row, **self._batches.identity}
+        return self._first_row + steps * self._batches.config.batch_size
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continue where `get_state` was called, bit for bit.
@@ -408,10 +332,47 @@ class PackedBatchIterator(Iterator[PackedBatch]):
         dataset = grain.MapDataset.source(source).to_iter_dataset(options)
         self._source = iter(dataset)
 
+
+class _LocalBatches:
+    """The source that Grain reads: batches of which this process makes its rows.
+
+    All of it runs on Grain's thread, so that packing and the transfer to the devices
+    are done while the devices compute an earlier step.
+    """
+
+    def __init__(self, batches: PackedBatches, first_row: int) -> None:
+        self._batches = batches
+        self._first_row = first_row
+        # A setting of the thread that asks.
+        self._device = jax.config.jax_default_device
+
+    def __len__(self) -> int:
+        rows = self._batches.num_rows - self._first_row
+        return max(0, -(-rows // self._batches.config.batch_size))
+
+    def __getitem__(self, step: int) -> PackedBatch:
+        local = self.on_host(step)
+        if self._batches.config.max_sequences == 1:
+            # A row is one sequence; no token sees the padding behind it.
+            del local["cu_seqlens"]
+        arrays = {name: self._to_devices(rows) for name, rows in local.items()}
+        return PackedBatch(**{"cu_seqlens": None, **arrays})
+
+    def on_host(self, step: int) -> dict[str, np.ndarray]:
+        """The rows of this process: [B, T] tokens, [B, S + 1] boundaries."""
+        rows, end = self._batches.rows, self._batches.num_rows
+        start = self._first_row + step * self._batches.config.batch_size
+        made = [
+            rows[start + i] if start + i < end else rows.empty_row()
+            for i in self._batches.local_rows
+        ]
+        return {name: np.stack([row[name] for row in made]) for name in made[0]}
+
     def _to_devices(self, local: Shaped[np.ndarray, "rows _"]) -> jax.Array:
         sharding, held = self._batches.sharding, self._batches.local_rows
         if sharding is None:
-            return jnp.asarray(local)
+            with jax.default_device(self._device):
+                return jnp.asarray(local)
         shape = (self._batches.config.batch_size, local.shape[1])
 
         def shard(index: Any) -> np.ndarray:
@@ -420,28 +381,6 @@ class PackedBatchIterator(Iterator[PackedBatch]):
             return local[start : start + high - low, index[1]]
 
         return jax.make_array_from_callback(shape, sharding, shard)
-
-
-class _LocalBatches:
-    """The source that Grain reads: this process's rows of each batch, on the host."""
-
-    def __init__(self, batches: PackedBatches, first_row: int) -> None:
-        self._batches = batches
-        self._first_row = first_row
-
-    def __len__(self) -> int:
-        rows = self._batches.num_rows - self._first_row
-        return max(0, -(-rows // self._batches.config.batch_size))
-
-    def __getitem__(self, step: int) -> dict[str, np.ndarray]:
-        rows, end = self._batches.rows, self._batches.num_rows
-        start = self._first_row + step * self._batches.config.batch_size
-        made = [
-            rows[start + i] if start + i < end else rows.empty_row()
-            for i in self._batches.local_rows
-        ]
-        # [B, T] tokens, [B, S + 1] boundaries.
-        return {name: np.stack([row[name] for row in made]) for name in made[0]}
 
 
 def _local_rows(sharding: NamedSharding | None, batch_size: int) -> Sequence[int]:

@@ -99,7 +99,8 @@ def fit(
     Args:
         config: The settings of the run.
         train_data: Batches (`PackedBatch`) for all steps. Its iterator has
-            ``get_state()`` and ``set_state(state)``, as that of `PackedBatches`.
+            ``get_state()`` and ``set_state(state)``, as that of `PackedBatches`, and
+            may have ``progress()``: numbers for the metrics.
         eval_data: Held-out batches; each evaluation begins at the first.
         model: A model to begin with, for example pretrained; it is taken over, its
             arrays are donated. What it is, it says itself: its types, `remat`,
@@ -178,9 +179,10 @@ def fit(
         monitor.start(first)
         guard = _DivergenceGuard(config, checkpoints)
         for step in range(first + 1, config.steps + 1):
-            batch = _next(batches, step, config)
-            state, metrics = train_step(state, to_rows(batch, config, mesh))
-            monitor.log(step, metrics)
+            with monitor.data_wait():
+                batch = to_rows(_next(batches, step, config), config, mesh)
+            state, metrics = train_step(state, batch)
+            monitor.log(step, metrics, _progress(batches))
             guard.check(step, metrics)
             for hook in hooks:
                 state = hook(step, state, metrics) or state
@@ -501,6 +503,11 @@ def _closing(iterator: Iterator[Any]) -> Iterator[Iterator[Any]]:
         yield iterator
     finally:
         getattr(iterator, "close", lambda: None)()
+
+
+def _progress(batches: Any) -> dict[str, float]:
+    """What the batches say of themselves for the metrics, if anything."""
+    return getattr(batches, "progress", dict)()
 
 
 def _next(batches: Iterator[Any], step: int, config: TrainConfig) -> Any:

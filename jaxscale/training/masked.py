@@ -135,6 +135,10 @@ class MaskedBatchIterator(Iterator[PackedBatch]):
         batch = next(self._batches)
         return self._masked._hide(batch, jnp.asarray(first_row, jnp.int32))
 
+    def progress(self) -> dict[str, float]:
+        """How often the text was read so far, as `PackedBatches` say it."""
+        return self._batches.progress()
+
     def get_state(self) -> dict[str, Any]:
         """The position, as a small dictionary that JSON can hold."""
         masking = dataclasses.asdict(self._masked.config)

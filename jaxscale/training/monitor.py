@@ -171,7 +171,9 @@ class Monitor:
     steps that are done is the time of a step, whether or not the call that dispatched
     it waited for the device. `log` waits only when two older steps are not recorded
     yet, so the host runs at most that far ahead. Throughput counts the tokens that have
-    a target; the first step of a process, which compiles, has none.
+    a target; the first step of a process, which compiles, has none. ``data_seconds`` is
+    the time a step that the loop stood in `data_wait`: while it is far below
+    ``step_seconds``, the device never waits for data.
     """
 
     def __init__(
@@ -207,8 +209,12 @@ class Monitor:
         self._since = 0.0
         self._steps = 0
         self._tokens = 0
+        self._data_seconds = 0.0
+        self._waited = 0.0  # since the last `log`, by the thread of the loop
         self._error: BaseException | None = None
-        self._queue: queue.Queue[tuple[int, Any] | None] = queue.Queue(maxsize=1)
+        self._queue: queue.Queue[tuple[int, Any, float, Any] | None] = queue.Queue(
+            maxsize=1
+        )
         self._thread = threading.Thread(
             target=self._work, name="jaxscale-monitor", daemon=True
         )
@@ -232,8 +238,25 @@ class Monitor:
             writer.start(first_step, self._total_steps)
         self._restart_clock()
 
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+    @contextlib.contextmanager
+    def data_wait(self) -> Iterator[None]:
+        """Time in which the loop waits for the batch of the next step."""
+        before = self._clock()
+        yield
+        self._waited += self._clock() - before
+
+    def log(
+        self,
+        step: int,
+        metrics: Mapping[str, Any],
+        progress: Mapping[str, float] | None = None,
+    ) -> None:
         """Have the metrics of `step`, just dispatched, recorded when they are there.
+
+        Args:
+            step: Number of the step.
+            metrics: Arrays, some of which may not be computed yet.
+            progress: More numbers for the record, known already.
 
         Raises:
             Exception: what went wrong earlier, on the device or in a writer.
@@ -242,7 +265,8 @@ class Monitor:
         for value in metrics.values():
             # Now, since a copy asked for later may wait behind the next step.
             value.copy_to_host_async()
-        self._queue.put((step, metrics))
+        waited, self._waited = self._waited, 0.0
+        self._queue.put((step, metrics, waited, progress or {}))
 
     def flush(self) -> None:
         """Wait until every step that was logged is recorded.
@@ -282,12 +306,19 @@ class Monitor:
             error, self._error = self._error, None
             raise error
 
-    def _record(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def _record(
+        self,
+        step: int,
+        metrics: Mapping[str, Any],
+        waited: float,
+        progress: Mapping[str, float],
+    ) -> None:
         values = {name: _number(x) for name, x in jax.device_get(metrics).items()}
         self._steps += 1
         self._tokens += int(values.get("tokens") or 0)
+        self._data_seconds += waited
         if step % self._log_every == 0 or step == self._total_steps:
-            record = {"step": step, **values, **self._rates()}
+            record = {"step": step, **values, **self._rates(), **progress}
             self._restart_clock()
             self._write(record)
         elif not self._compiled:
@@ -301,6 +332,7 @@ class Monitor:
             rate = self._tokens / self._steps / seconds / self._num_devices
         record: Record = {
             "step_seconds": seconds,
+            "data_seconds": self._data_seconds / self._steps,
             "tokens_per_second_per_device": rate,
         }
         for convention, flops in self._flops_per_token.items():
@@ -313,6 +345,7 @@ class Monitor:
 
     def _restart_clock(self) -> None:
         self._since, self._steps, self._tokens = self._clock(), 0, 0
+        self._data_seconds = 0.0
 
     def _write(self, record: Record) -> None:
         for writer in self._writers:

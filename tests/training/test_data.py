@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -20,6 +21,7 @@ from jaxscale.models import Decoder, Tokenizer, preset
 from jaxscale.sharding import make_mesh
 from jaxscale.training.corpus import TokenCorpus
 from jaxscale.training.data import DataConfig, PackedBatches, PackedRows, load_text
+from jaxscale.training.mixture import Mixture
 from jaxscale.training.step import next_token_loss
 
 
@@ -232,59 +234,72 @@ def test_rows_that_cannot_be_spread_evenly_are_refused():
 
 
 PROCESS = """
-    import sys
+    import json, sys
     import jax
-    import numpy as np
     from jax.sharding import NamedSharding, PartitionSpec
     from jaxscale.sharding import make_mesh
-    from jaxscale.training.corpus import TokenCorpus
-    from jaxscale.training.data import DataConfig, PackedBatches
+    from tests.training.test_data import TWO, mixed_corpora
+    from jaxscale.training.data import PackedBatches
 
     jax.config.update("jax_num_cpu_devices", 4)
     jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
-    corpus = TokenCorpus.from_ids([range(1, 60), range(60, 75), range(75, 129)])
-    config = DataConfig(seq_len=8, batch_size=4, max_sequences=4, prefetch=1)
     # tensor=2 stays inside a process, tensor=8 spans both: they need the same rows.
     for sizes in ({"data": 2, "fsdp": 2, "tensor": 2}, {"tensor": 8}):
-        mesh = make_mesh(sizes)
-        sharding = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
-        batches = PackedBatches(corpus, config, sharding=sharding)
-        iterator = iter(batches)
-        seen = set()
-        for _ in range(-(-batches.rows.rows_per_epoch // 4)):
-            for shard in next(iterator).tokens.addressable_shards:
-                seen.update(np.asarray(shard.data).ravel().tolist())
-        print(len(batches.local_rows), sorted(seen - {0}))
+        sharding = NamedSharding(make_mesh(sizes), PartitionSpec(("data", "fsdp")))
+        iterator = iter(PackedBatches(mixed_corpora(), TWO, sharding=sharding))
+        iterator.set_state(json.loads(sys.argv[3]))
+        batches = []
+        for _ in range(5):
+            shards = next(iterator).tokens.addressable_shards
+            batches.append({
+                i: row
+                for shard in shards
+                for i, row in enumerate(shard.data.tolist(), shard.index[0].start or 0)
+            })
+        print(json.dumps([batches, iterator.get_state()]))
 """
+TWO = DataConfig(seq_len=8, batch_size=4, max_sequences=4, prefetch=1)
+
+
+def mixed_corpora():
+    corpora = (numbered_corpus([59, 15, 54]), numbered_corpus([30, 21]))
+    return Mixture(corpora=corpora, weights=(0.6, 0.4))
 
 
 @pytest.mark.slow
-def test_two_processes_read_disjoint_rows_that_make_the_whole():
-    import socket
-
+def test_two_processes_go_on_where_one_stopped_each_with_its_rows():
+    alone = iter(PackedBatches(mixed_corpora(), TWO))
+    for _ in range(3):
+        next(alone)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    arguments = [sys.executable, "-c", textwrap.dedent(PROCESS), address]
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(PROCESS), address, str(rank)],
+            [*arguments, str(rank), json.dumps(alone.get_state())],
             stdout=subprocess.PIPE,
             text=True,
-            env=environment,
+            env=os.environ | {"JAX_PLATFORMS": "cpu"},
         )
         for rank in range(2)
     ]
     outputs = [process.communicate(timeout=120)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
-    results = []
-    for output in outputs:
-        lines = [line.partition(" ") for line in output.splitlines()]
-        results.append([(int(count), json.loads(ids)) for count, _, ids in lines])
-    (split_0, whole_0), (split_1, whole_1) = results
-    assert split_0[0] == split_1[0] == 2
-    assert sorted(split_0[1] + split_1[1]) == list(range(1, 129))
-    assert whole_0 == whole_1 == (4, list(range(1, 129)))
+    split, whole = zip(
+        *(map(json.loads, out.splitlines()) for out in outputs), strict=True
+    )
+    expected = [next(alone).tokens.tolist() for _ in range(5)]
+    for rank, (batches, state) in enumerate(split):
+        assert [set(batch) for batch in batches] == [
+            {f"{2 * rank}", f"{2 * rank + 1}"}
+        ] * 5
+        assert state == alone.get_state()
+    for parts in (split, whole):
+        (first, _), (second, _) = parts
+        for one, other, rows in zip(first, second, expected, strict=True):
+            together = one | other
+            assert [together[str(i)] for i in range(4)] == rows
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,25 @@ def test_rates_are_means_between_records_without_compilation_and_pauses():
     assert {r["tokens_per_second_per_device"] for r in memory.records} == {300.0}
 
 
+def test_the_wait_for_data_is_a_mean_over_the_steps_of_a_record():
+    memory, clock = Memory(), Clock()
+    with Monitor(
+        [memory], num_devices=1, total_steps=4, log_every=2, clock=clock
+    ) as monitor:
+        monitor.start(0)
+        for step in range(1, 5):
+            with monitor.data_wait():
+                clock.now += {1: 70.0, 2: 10.0}.get(step, 0.25 * step)
+            clock.now += 2.0
+            monitor.log(step, metrics(), {"epochs": step / 4})
+            monitor.flush()
+    first, second = memory.records
+    # The first step compiles: neither its time nor its wait is counted.
+    assert (first["data_seconds"], first["step_seconds"]) == (10.0, 12.0)
+    assert second["data_seconds"] == pytest.approx((0.75 + 1.0) / 2)
+    assert second["epochs"] == 1.0
+
+
 @pytest.mark.parametrize("synchronous", [True, False])
 def test_the_clock_sees_steps_whether_or_not_dispatch_waits(synchronous):
     """Each step takes 100 ms, also the first and the last before a pause."""
@@ -181,6 +200,7 @@ def test_jsonl_lines_and_resumption(tmp_path):
         "loss",
         "tokens",
         "step_seconds",
+        "data_seconds",
         "tokens_per_second_per_device",
     }
 

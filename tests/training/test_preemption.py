@@ -9,6 +9,7 @@ from jaxscale.models.tokenizer import Tokenizer
 from jaxscale.sharding import MeshConfig, create, make_mesh
 from jaxscale.training import (
     DataConfig,
+    Mixture,
     OptimizerConfig,
     TextData,
     TokenCorpus,
@@ -27,7 +28,7 @@ def config(directory):
     return TrainConfig(
         model=llama_tiny(),
         data=DataConfig(
-            vocab_size=toy.VOCAB, seq_len=8, batch_size=8, max_sequences=4, prefetch=0
+            vocab_size=toy.VOCAB, seq_len=8, batch_size=8, max_sequences=4, prefetch=2
         ),
         optimizer=OptimizerConfig(learning_rate=0.01, warmup_steps=2),
         mesh=MeshConfig(data=2, fsdp=2),
@@ -47,9 +48,10 @@ class Losses(Writer):
 def run(config, devices, hooks=()):
     rng = np.random.default_rng(0)
     documents = [rng.integers(1, toy.VOCAB, 12) for _ in range(40)]
-    corpus = TokenCorpus.from_ids(documents)
+    corpora = (TokenCorpus.from_ids(documents[:30]), TokenCorpus.from_ids(documents))
+    mixture = Mixture(corpora=corpora, weights=(2, 1))
     text = TextData(
-        tokenizer=Tokenizer.train(["abc"], 300), train=corpus, held_out=None
+        tokenizer=Tokenizer.train(["abc"], 300), train=mixture, held_out=None
     )
     train, _ = packed_batches(config, text, devices)
     rules = config.axis_rules
