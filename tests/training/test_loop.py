@@ -128,7 +128,7 @@ def test_loss_falls_and_records_are_complete(unbroken):
     record = writer.steps[6]
     assert record["mfu_causal"] is None  # no peak is known for a CPU
     assert record["tokens_per_second_per_device"] > 0
-    assert 0 < record["data_seconds"] < record["step_seconds"]
+    assert record["data_seconds"] > 0  # of this run, which prefetches nothing
     assert 0.5 < record["epochs"] < 20
     assert record["lr"] == pytest.approx(0.002 + 0.009 * (1 + np.cos(np.pi * 3 / 4)))
 
