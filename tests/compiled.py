@@ -202,10 +202,36 @@ def kernels_in(ptxas: str) -> list[dict[str, Any]]:
     ]
 
 
+def _donate_in_place(module: Any) -> None:
+    """Puts donated arguments into the memory of the results that take their place.
+
+    Devices that need not exist have no kinds of memory, so the shardings of arguments
+    cannot name one. A result that a program moves to the host tells it.
+    """
+    from jax.extend.mlir import ir
+
+    with module.context:
+        functions = {op.attributes["sym_name"].value: op for op in module.body}
+        main = functions["main"].attributes
+        kinds = [x.get("mhlo.memory_kind") for x in map(_entries, main["res_attrs"])]
+        arguments = []
+        for entries in map(_entries, main["arg_attrs"]):
+            result = entries.get("tf.aliasing_output")
+            if result is not None and kinds[result.value] is not None:
+                entries["mhlo.memory_kind"] = kinds[result.value]
+            arguments.append(ir.DictAttr.get(entries))
+        main["arg_attrs"] = ir.ArrayAttr.get(arguments)
+
+
+def _entries(dictionary: Any) -> dict[str, Any]:
+    return {entry.name: entry.attr for entry in dictionary}
+
+
 def _answer(module: str, name: str, arguments: list[Any], count: int) -> dict[str, Any]:
     program = getattr(importlib.import_module(module), name)
     fn, shapes = program(devices(count), *arguments)
     lowered = fn.lower(*shapes)
+    _donate_in_place(lowered.compiler_ir())
     text = lowered.as_text()
     if MULTICAST_MARK in text:
         raise MulticastRefused(f"a kernel holds {MULTICAST_MARK!r}")

@@ -292,7 +292,12 @@ def _masked(tree: Any, codes: Mapping[str, Any]) -> Any:
         if code is None:
             return node
         (kept,) = jax.tree.leaves(code)
-        return jax.tree.map(lambda x: jnp.where(kept != 0, x, jnp.zeros_like(x)), node)
+
+        def zeroed(x: jax.Array) -> jax.Array:
+            x = jax.device_put(x, jax.memory.Space.Device)  # moments may be on the host
+            return jnp.where(kept != 0, x, jnp.zeros_like(x))
+
+        return jax.tree.map(zeroed, node)
 
     return jax.tree_util.tree_map_with_path(
         mask, tree, is_leaf=lambda n: isinstance(n, nnx.Variable) or _is_masks(n)

@@ -16,6 +16,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxscale.sharding.rules import AxisRules, require_axes
 
 
+_KIND = "memory_kind"
+"""Name in the metadata of a parameter."""
+
+
 def partitioned(init: Initializer, *axes: str | None) -> Callable[..., Any]:
     """`init` whose parameter carries the logical `axes`, for `nnx.Param`.
 
@@ -37,6 +41,33 @@ def logical_axes(variable: nnx.Variable) -> tuple[str | None, ...]:
     """The logical axes of a parameter, one for each dimension; None where unnamed."""
     axes = variable.get_metadata().get("out_sharding")
     return tuple(axes) if axes is not None else (None,) * variable.ndim
+
+
+def kept_in[M](memory_kind: str, module: M) -> M:
+    """`module` with a note on each parameter of the memory that it is kept in.
+
+    `shardings` reads it. The arrays stay where they are.
+
+    Args:
+        memory_kind: ``"device"``, or ``"pinned_host"`` for the memory of the host.
+        module: A module or a pytree as for `specs`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jaxscale.sharding import make_mesh, REPLICATED
+        >>> moments = kept_in("pinned_host", {"w": nnx.Param(jnp.zeros(4))})
+        >>> mesh = make_mesh({"data": 1}, jax.devices()[:1])
+        >>> shardings(moments, mesh, REPLICATED)["w"].get_value().memory_kind
+        'pinned_host'
+    """
+
+    def mark(node: Any) -> Any:
+        if isinstance(node, nnx.Variable):
+            node = jax.tree.map(lambda x: x, node)
+            node.set_metadata(_KIND, memory_kind)
+        return node
+
+    return jax.tree.map(mark, module, is_leaf=lambda n: isinstance(n, nnx.Variable))
 
 
 def specs[M](module: M, rules: AxisRules) -> M:
@@ -72,6 +103,8 @@ def specs[M](module: M, rules: AxisRules) -> M:
 def shardings[M](module: M, mesh: Mesh, rules: AxisRules) -> M:
     """A `NamedSharding` for each parameter of `module`, as a tree of its structure.
 
+    Its memory is that of the device, or what `kept_in` has noted.
+
     Args:
         module: A module, the abstract module that `jax.eval_shape` gives, or a pytree
             as for `specs`.
@@ -85,8 +118,10 @@ def shardings[M](module: M, mesh: Mesh, rules: AxisRules) -> M:
     """
     require_axes(sorted(rules.placing), mesh.axis_names)
 
-    def place(path: tuple[Any, ...], leaf: Any, spec: PartitionSpec) -> NamedSharding:
-        sharding = NamedSharding(mesh, spec)
+    def place(
+        path: tuple[Any, ...], leaf: Any, spec: PartitionSpec, kind: str
+    ) -> NamedSharding:
+        sharding = NamedSharding(mesh, spec, memory_kind=kind or None)
         try:
             sharding.shard_shape(leaf.shape)
         except ValueError as error:
@@ -97,7 +132,8 @@ def shardings[M](module: M, mesh: Mesh, rules: AxisRules) -> M:
             ) from error
         return sharding
 
-    return jax.tree_util.tree_map_with_path(place, module, specs(module, rules))
+    kinds = _map_variables(lambda _, x: x.get_metadata().get(_KIND, ""), module)
+    return jax.tree_util.tree_map_with_path(place, module, specs(module, rules), kinds)
 
 
 def create[M](init: Callable[[], M], mesh: Mesh, rules: AxisRules) -> M:

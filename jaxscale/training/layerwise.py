@@ -15,6 +15,7 @@ from optax import contrib
 
 from jaxscale.sharding.parameters import logical_axes
 from jaxscale.sharding.rules import STACK_AXES
+from jaxscale.training.moments import MemoryKind, keep_moments
 
 
 def scale_by_trust_ratio_of_layers() -> optax.GradientTransformation:
@@ -66,6 +67,7 @@ def scale_by_muon_of_layers(
     *,
     is_matrix: Callable[[nnx.Variable], bool],
     mu_dtype: str = "float32",
+    memory_kind: MemoryKind = "device",
 ) -> optax.GradientTransformation:
     """Muon of Optax for the matrices of layers, another transform for all else.
 
@@ -76,6 +78,7 @@ def scale_by_muon_of_layers(
         others: For norms, biases, embeddings and the output projection.
         is_matrix: Which parameters of layers are matrices.
         mu_dtype: Type in which the momentum is kept.
+        memory_kind: Where it is kept.
 
     References:
         Muon is Scalable for LLM Training, arXiv 2502.16982.
@@ -91,7 +94,11 @@ def scale_by_muon_of_layers(
         return "muon" if of_layers and is_matrix(node) else "others"
 
     muon = optax.chain(
-        contrib.scale_by_muon(mu_dtype=mu_dtype, weight_dimension_numbers=dimensions),
+        keep_moments(
+            contrib.scale_by_muon(weight_dimension_numbers=dimensions),
+            {"mu": mu_dtype},
+            memory_kind,
+        ),
         _scale_to_rms(0.2),
     )
     return optax.partition(

@@ -399,13 +399,17 @@ def _flattened(state: TrainState, config: TrainConfig, mesh: Mesh) -> TrainState
     stack = config.stack_layout(mesh.shape)
     if stack.is_flat:
         return state
-    abstract = jax.eval_shape(stack.flatten, state)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+    abstract = jax.eval_shape(stack.flatten, shapes)
     places = shardings(abstract, mesh, _flat_rules(config, mesh))
+
+    def flatten(x: jax.Array) -> jax.Array:
+        return stack.flatten_array(jax.device_put(x, jax.memory.Space.Device))
 
     def moved(x: Any, wanted: Any, place: NamedSharding) -> Any:
         if x.shape == wanted.shape:
             return jax.device_put(x, place)
-        flat = jax.jit(stack.flatten_array, out_shardings=place)(x)
+        flat = jax.jit(flatten, out_shardings=place)(x)
         x.delete()  # one by one: there is no room for all of them twice
         return flat
 

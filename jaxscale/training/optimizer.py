@@ -17,6 +17,7 @@ from jaxscale.training.layerwise import (
     scale_by_muon_of_layers,
     scale_by_trust_ratio_of_layers,
 )
+from jaxscale.training.moments import MemoryKind, keep_moments
 
 
 type Schedule = Callable[[jax.typing.ArrayLike], jax.Array]
@@ -60,6 +61,10 @@ class OptimizerConfig:
     """Type in which the first moment is kept between steps."""
     nu_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which the second moment is kept between steps."""
+    memory_kind: MemoryKind = "device"
+    """Where the moments are between steps: pinned_host is the memory of the host, from
+    which they come for the update, one parameter after the other. A run may change
+    it at any checkpoint; the numbers are the same."""
 
     def __post_init__(self) -> None:
         _check_positive(self, "learning_rate", "eps")
@@ -97,6 +102,7 @@ class OptimizerConfig:
         for name in ("mu_dtype", "nu_dtype"):
             value = getattr(self, name)
             _check(value in ("float32", "bfloat16"), name, value, "float32 or bfloat16")
+        check_choice("memory_kind", self.memory_kind, MemoryKind)
         # A second moment close to its limit moves by (1 - b2) of what is new in it;
         # less than half a unit of bf16 (2^-9) is rounded away.
         _check(
@@ -202,7 +208,8 @@ def make_optimizer(
     """The optimizer, with clipping by global norm, decay by logical axes, the schedule.
 
     Moments are made from the parameters, so that `jaxscale.sharding.shardings` splits
-    them in the same way. They are updated in fp32 and kept in the types of `config`.
+    them in the same way. They are updated in fp32, and kept in the types and in the
+    memory of `config`.
 
     Args:
         config: Rates and types.
@@ -220,14 +227,17 @@ def make_optimizer(
         if config.clip_norm is None
         else optax.clip_by_global_norm(config.clip_norm)
     )
-    scale = _keep_moments_in(
+    scale = keep_moments(
         optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps),
-        config.mu_dtype,
-        config.nu_dtype,
+        {"mu": config.mu_dtype, "nu": config.nu_dtype},
+        config.memory_kind,
     )
     if config.kind == "muon":
         scale = scale_by_muon_of_layers(
-            scale, is_matrix=decays, mu_dtype=config.mu_dtype
+            scale,
+            is_matrix=decays,
+            mu_dtype=config.mu_dtype,
+            memory_kind=config.memory_kind,
         )
     ratios = [scale_by_trust_ratio_of_layers()] if config.kind == "lamb" else []
     return optax.chain(
@@ -239,30 +249,6 @@ def make_optimizer(
         *transforms,
         optax.scale_by_learning_rate(make_schedule(config, total_steps)),
     )
-
-
-def _keep_moments_in(
-    adam: optax.GradientTransformation, mu_dtype: str, nu_dtype: str
-) -> optax.GradientTransformation:
-    """`adam` with fp32 arithmetic whatever type its state is kept in."""
-
-    def cast(tree: Any, dtype: str) -> Any:
-        return jax.tree.map(lambda x: x.astype(dtype), tree)
-
-    def init(params: optax.Params) -> Any:
-        state: Any = adam.init(cast(params, "float32"))
-        return state._replace(mu=cast(state.mu, mu_dtype), nu=cast(state.nu, nu_dtype))
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        state = state._replace(
-            mu=cast(state.mu, "float32"), nu=cast(state.nu, "float32")
-        )
-        updates, state = adam.update(cast(updates, "float32"), state, params)
-        return updates, state._replace(
-            mu=cast(state.mu, mu_dtype), nu=cast(state.nu, nu_dtype)
-        )
-
-    return optax.GradientTransformation(init, update)
 
 
 def _add_decayed_weights(weight_decay: float) -> optax.GradientTransformation:

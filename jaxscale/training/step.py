@@ -153,6 +153,7 @@ def make_train_step(
         `tokens` of this batch (all that the model read, if the loss tells them), and
         `skipped` updates until now.
     """
+    optimizer = optax.with_extra_args_support(optimizer)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         sums, grads = gradients(state.model, batch)
@@ -163,11 +164,18 @@ def make_train_step(
 
         params = nnx.state(state.model, nnx.Param)
         with jax.numpy_dtype_promotion("standard"):
-            updates, opt_state = optimizer.update(grads, state.opt_state, params)
+            updates, opt_state = optimizer.update(
+                grads, state.opt_state, params, finite=finite
+            )
             updated = optax.apply_updates(params, updates)
 
         def keep_if_finite(new: Any, old: Any) -> Any:
-            return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+            def choose(new: Any, old: Any) -> Any:
+                # `keep_moments` has chosen what is on the host.
+                on_host = jax.typeof(new).memory_space == jax.memory.Space.Host
+                return new if on_host else jnp.where(finite, new, old)
+
+            return jax.tree.map(choose, new, old)
 
         model = _replace(state.model, keep_if_finite(updated, params))
         new_state = TrainState(

@@ -29,11 +29,18 @@ def shape(layers: int):
 
 
 def step(
-    devices: list[Any], sizes: dict[str, int], layers: int, rows: int, remat: str
+    devices: list[Any],
+    sizes: dict[str, int],
+    layers: int,
+    rows: int,
+    remat: str,
+    moments: dict[str, str] | None = None,
 ) -> tuple[Any, tuple[Any, ...]]:
     """A step on packed rows of 4,096 tokens, as `tests.compiled` takes it."""
     mesh, rules = make_mesh(sizes, devices), fsdp_tp()
-    settings = OptimizerConfig(learning_rate=1e-4, warmup_steps=0, schedule="constant")
+    settings = OptimizerConfig(
+        learning_rate=1e-4, warmup_steps=0, schedule="constant", **(moments or {})
+    )
     optimizer = make_optimizer(settings, 10)
 
     def init():

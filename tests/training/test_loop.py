@@ -17,7 +17,7 @@ from jaxscale.models.llama import llama_tiny
 from jaxscale.models.tokenizer import Tokenizer
 from jaxscale.sharding import MeshConfig
 from jaxscale.sharding.parameters import logical_axes
-from jaxscale.training.checkpoint import Checkpointer
+from jaxscale.training.checkpoint import Checkpointer, named_leaves
 from jaxscale.training.config import TrainConfig
 from jaxscale.training.corpus import TokenCorpus
 from jaxscale.training.data import DataConfig, PackedBatches, TextData
@@ -199,23 +199,44 @@ def test_an_explicit_mesh_and_microbatches_give_the_same_trace(unbroken, tmp_pat
         assert explicit.losses()[step] == pytest.approx(loss, rel=1e-5)
 
 
-def test_a_run_goes_on_with_any_layout_of_its_layers(tmp_path):
-    """Five layers: as a stack, in two chunks of two stages, in four stages, a stack."""
+STACK = {"mesh": MeshConfig(data=2, fsdp=2)}
+CHUNKS = {"mesh": MeshConfig(pipe=2, fsdp=2), "chunks": 2, "zero": 1}
+STAGES = {"mesh": MeshConfig(pipe=4), "remat": "full"}
+TENSOR = {"mesh": MeshConfig(fsdp=2, tensor=2), "zero": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "layouts"),
+    [
+        (
+            "adamw",
+            [
+                (2, "device", STACK),
+                (4, "pinned_host", CHUNKS),
+                (5, "device", STAGES),
+                (6, "pinned_host", TENSOR),
+            ],
+        ),
+        ("lamb", [(2, "device", CHUNKS), (4, "device", TENSOR)]),
+        ("muon", [(2, "pinned_host", TENSOR), (4, "device", CHUNKS)]),
+    ],
+)
+def test_a_run_goes_on_with_any_layout_of_its_layers(kind, layouts, tmp_path):
+    """Five layers: a stack, two chunks of two stages, four stages; moments anywhere."""
     config = dataclasses.replace(
-        CONFIG, model=dataclasses.replace(MODEL, num_layers=5), scan_layers=True
+        CONFIG,
+        model=dataclasses.replace(MODEL, num_layers=5),
+        optimizer=dataclasses.replace(CONFIG.optimizer, kind=kind, weight_decay=0.1),
+        scan_layers=True,
+        steps=layouts[-1][0],
     )
     _, whole = run(dataclasses.replace(config, output_dir=str(tmp_path / "whole")))
-    layouts = [
-        (2, {"mesh": MeshConfig(data=2, fsdp=2)}),
-        (4, {"mesh": MeshConfig(pipe=2, fsdp=2), "chunks": 2, "zero": 1}),
-        (5, {"mesh": MeshConfig(pipe=4), "remat": "full"}),
-        (6, {"mesh": MeshConfig(fsdp=2, tensor=2), "zero": 2}),
-    ]
     found = {}
-    for last, options in layouts:
+    for last, memory_kind, options in layouts:
         pipelined = options["mesh"].pipe > 1
         layout = dataclasses.replace(
             config,
+            optimizer=dataclasses.replace(config.optimizer, memory_kind=memory_kind),
             rules="megascale_3d" if pipelined else "fsdp_tp",
             microbatches=2,
             output_dir=str(tmp_path / "parts"),
@@ -226,9 +247,15 @@ def test_a_run_goes_on_with_any_layout_of_its_layers(tmp_path):
         # Whatever ran, what comes out is a stack that other programs take.
         up = result.state.model.blocks.mlp.up.kernel
         assert up.shape == (5, 32, 64) and logical_axes(up)[0] == "layers"
+        (moment,) = (
+            x
+            for name, x in named_leaves(result.state.opt_state).items()
+            if name.endswith("mu.blocks.mlp.up.kernel")
+        )
+        assert moment.shape == up.shape and moment.sharding.memory_kind == memory_kind
     assert found == pytest.approx(whole.losses(), rel=1e-5)
     assert result.evaluation.loss == pytest.approx(
-        whole.evaluations[6]["eval_loss"], rel=1e-5
+        whole.evaluations[config.steps]["eval_loss"], rel=1e-5
     )
 
 
