@@ -36,7 +36,7 @@ def main(benchmark: Benchmark, argv: Sequence[str] | None) -> int:
     names = _selected(list(benchmark.implementations), args.impl, "implementation")
     skipped = _selected(names, args.skip, "implementation") if args.skip else []
     names = [name for name in names if name not in skipped]
-    write = not args.quick and timing.on_gpu()
+    write = not args.quick and (benchmark.anywhere or timing.on_gpu())
     samples = args.samples or (ROUNDS if args.quick else benchmark.samples)
     commit = _commit(args.commit) if write else args.commit or "none"
     shown, wrong = [], []
@@ -51,7 +51,7 @@ def main(benchmark: Benchmark, argv: Sequence[str] | None) -> int:
             _write(benchmark, new, args.out, names if args.impl or skipped else None)
         shown += rows
         taken, left = time.monotonic() - start, len(chosen) - done - 1
-        if left:
+        if left > 0:
             each = taken / (done + 1)
             print(f"-- {taken:.0f} s, {left} cases left, about {left * each:.0f} s")
     if shown:

@@ -187,6 +187,8 @@ class Benchmark:
     """Flag to param: ``{"rows": "M"}`` makes ``--rows 16 64`` select cases."""
     timing: str | None = None
     """What the times are, if `measure` takes them; begins with ``wall time``."""
+    anywhere: bool = False
+    """Whether results of a CPU are written too, since times are not what counts."""
 
     def main(self, argv: Sequence[str] | None = None) -> None:
         """Run from the command line."""

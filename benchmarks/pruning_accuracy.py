@@ -12,9 +12,8 @@ made anew in each, so seeds may run side by side on one GPU, with an ``--out`` e
 twenty-five times a hundred of tuning: enough to tell the patterns apart, not to say
 what a model that was trained to the end would lose.
 
-What the corpus is: nine million characters of Python and reStructuredText by few
-authors, split by file. What it does not show: how larger models, natural language or
-downstream tasks fare. Differences between patterns are what it is for.
+What the corpus is and does not show: `benchmarks.byte_text`. Differences between
+patterns are what it is for.
 
 Metrics: `bits_per_byte` after tuning, `pruned_bits` before it, `sparsity` of the pruned
 layers and of all parameters (`sparsity_all`), the share of the score that is kept, and
@@ -24,9 +23,8 @@ pattern closes.
 
 import dataclasses
 import functools
-import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -35,6 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from benchmarks import byte_text
 from benchmarks.harness import (
     Benchmark,
     Case,
@@ -44,8 +43,6 @@ from benchmarks.harness import (
     Results,
 )
 from jaxscale import models, pruning, training
-from jaxscale.nn.packing import PackedBatch
-from jaxscale.training.corpus import python_corpus, split
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,22 +67,9 @@ class Setup:
     """Most held-out rows."""
 
 
-def _model(d_model: int, layers: int, head_dim: int, length: int) -> Any:
-    return models.DecoderConfig(
-        vocab_size=256,
-        d_model=d_model,
-        num_layers=layers,
-        num_heads=d_model // head_dim,
-        num_kv_heads=d_model // head_dim,
-        head_dim=head_dim,
-        d_ff=4 * d_model,
-        max_seq_len=length,
-    )
-
-
 SETUPS = {
     "bytes_34m": Setup(
-        model=_model(512, 8, 64, 512),
+        model=byte_text.decoder(512, 8, 64, 512),
         steps=1200,
         tune_steps=120,
         rows=16,
@@ -95,7 +79,7 @@ SETUPS = {
         eval_rows=512,
     ),
     "tiny": Setup(
-        model=_model(32, 2, 8, 64),
+        model=byte_text.decoder(32, 2, 8, 64),
         steps=30,
         tune_steps=8,
         rows=8,
@@ -123,49 +107,6 @@ tiles of half the columns."""
 LEARNING_RATE, TUNE_RATE = 1e-3, 3e-4
 
 
-@functools.cache
-def corpus() -> tuple[np.ndarray, np.ndarray]:
-    """Bytes to train on and bytes held out, documents apart by a zero."""
-    sides = split(python_corpus(), 0.05)
-    found = []
-    for documents in sides:
-        text = b"\0".join(document.text.encode() for document in documents)
-        found.append(np.frombuffer(text, np.uint8))
-    return found[0], found[1]
-
-
-def batches(setup: Setup, seed: int, count: int) -> Iterator[np.ndarray]:
-    """[count, rows, bytes + 1] of consecutive bytes from random places, endlessly."""
-    text, _ = corpus()
-    random, length = np.random.default_rng(seed), setup.model.max_seq_len
-    while True:
-        starts = random.integers(0, len(text) - length - 1, (count, setup.rows))
-        yield text[starts[..., None] + np.arange(length + 1)]
-
-
-def held_out(setup: Setup) -> list[PackedBatch]:
-    """The same rows each time, spread over the held-out text."""
-    _, text = corpus()
-    length = setup.model.max_seq_len
-    count = min(setup.eval_rows, (len(text) - 1) // length)
-    batch = min(4 * setup.rows, count)
-    count -= count % batch
-    starts = np.linspace(0, len(text) - length - 1, count).astype(np.int64)
-    rows = text[starts[:, None] + np.arange(length + 1)]
-    return [_packed(jnp.asarray(part)) for part in np.split(rows, count // batch)]
-
-
-def _packed(text: jax.Array) -> PackedBatch:
-    """A batch that predicts each byte from those before it."""
-    tokens = text.astype(jnp.int32)
-    return PackedBatch(
-        tokens=tokens[:, :-1],
-        targets=tokens[:, 1:],
-        loss_mask=jnp.ones(tokens[:, 1:].shape, jnp.bool_),
-        cu_seqlens=None,
-    )
-
-
 class Experiment:
     """One seed: the dense model, and what becomes of it under a mask."""
 
@@ -174,9 +115,11 @@ class Experiment:
         self.setup, self.seed = setup, seed
         self._loss = training.next_token_loss(chunk_size=setup.model.max_seq_len)
         self._eval = training.make_eval_step(self._loss)
-        self._held_out = held_out(setup)
+        self._held_out = byte_text.held_out(
+            setup.model.max_seq_len, setup.eval_rows, 4 * setup.rows
+        )
         dense = models.Decoder(
-            setup.model, dtype=_dtype(), scan_layers=True, rngs=nnx.Rngs(seed)
+            setup.model, dtype=byte_text.dtype(), scan_layers=True, rngs=nnx.Rngs(seed)
         )
         self.whole = pruning.make_model_masks(
             dense,
@@ -188,19 +131,17 @@ class Experiment:
         self.dense, _ = self._train(step, dense, setup.steps, self.whole, seed)
         del dense
 
-        def mean_loss(model: Any, batch: PackedBatch) -> jax.Array:
+        def mean_loss(model: Any, batch: Any) -> jax.Array:
             total, sums = self._loss(model, batch)
             return total / sums.tokens.astype(jnp.float32)
 
-        data = batches(setup, seed + 10_000, 1)
-        some = [_packed(next(data)[0]) for _ in range(setup.score_batches)]
+        data = byte_text.batches(setup.model.max_seq_len, setup.rows, seed + 10_000, 1)
+        some = [byte_text.packed(next(data)[0]) for _ in range(setup.score_batches)]
         self.scores = pruning.taylor_scores(self.dense, mean_loss, some)
 
     def bits(self, model: Any) -> float:
         """Held-out bits per byte."""
-        sums = jax.device_get([self._eval(model, rows) for rows in self._held_out])
-        nats = sum(float(s.nll) for s in sums) / sum(int(s.tokens) for s in sums)
-        return nats / math.log(2)
+        return byte_text.bits(self._eval, model, self._held_out)
 
     def masks(self, name: str, sparsity: float) -> pruning.Masks:
         """What a pattern keeps."""
@@ -256,7 +197,7 @@ class Experiment:
         @functools.partial(jax.jit, donate_argnums=0)
         def some_steps(state: Any, text: jax.Array) -> tuple[Any, jax.Array]:
             def one(state: Any, rows: jax.Array) -> tuple[Any, jax.Array]:
-                state, metrics = step(state, _packed(rows))
+                state, metrics = step(state, byte_text.packed(rows))
                 return state, metrics["loss"]
 
             return jax.lax.scan(one, state, text)
@@ -270,7 +211,8 @@ class Experiment:
         state = training.TrainState.create(model, optimizer)
         state = pruning.set_masks(state, masks)
         together = max(1, steps // 10)
-        data, seconds = batches(self.setup, seed, together), []
+        length, rows = self.setup.model.max_seq_len, self.setup.rows
+        data, seconds = byte_text.batches(length, rows, seed, together), []
         for _ in range(steps // together):
             start = time.perf_counter()
             state, losses = some_steps(state, jnp.asarray(next(data)))
@@ -341,11 +283,6 @@ def _add_recovered(results: Results) -> None:
 
 def _together(*_: Any) -> Measurement:
     raise NotImplementedError("a seed is measured as a whole")
-
-
-def _dtype() -> Any:
-    on_gpu = jax.devices()[0].platform == "gpu"
-    return jnp.bfloat16 if on_gpu else jnp.float32
 
 
 BENCHMARK = Benchmark(

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks import pruning_accuracy
+from benchmarks import byte_text, pruning_accuracy
 from benchmarks.harness import Case, Measurement, NoMeasurement
 
 
@@ -56,7 +56,7 @@ def test_recovered_is_the_part_of_the_gap(results):
 
 
 def test_the_corpus_is_split_by_file():
-    train, held_out = pruning_accuracy.corpus()
+    train, held_out = byte_text.corpus()
     assert len(train) > 10 * len(held_out) > 10**6
     piece = held_out[1000:1400].tobytes()
     assert piece not in train.tobytes()
