@@ -36,7 +36,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import collective_baselines as baselines
-from benchmarks import loops, timing, torch_collective
+from benchmarks import loops, timing, torch_collective, torch_processes
 from benchmarks.collective_baselines import AXIS
 from benchmarks.harness import Benchmark, Case, Custom, NoMeasurement, Results
 from benchmarks.loops import Check, Form, Operand, Problem
@@ -407,7 +407,7 @@ def prepare_devices(argv: Sequence[str]) -> None:
 
     jax's sample takes all devices that it sees.
     """
-    os.environ.update(torch_collective.NO_MULTICAST)
+    os.environ.update(torch_processes.NO_MULTICAST)
     jax.config.update("jax_num_cpu_devices", 4)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--tp", nargs="+", type=int, default=[])

@@ -14,8 +14,8 @@ same order; what differs is
 Each has a learning rate of its own, found with a seed of its own: from the same guess
 for all that share an optimizer it is doubled and halved until neither neighbor is
 better on held-out rows that are not those of the results. All rates that were tried are
-rows of the case ``..._rates``. Results are points of curves: the param `tokens` says how many
-bytes were read, and only at the end of its cosine is a rate done.
+rows of the case ``..._rates``. Results are points of curves: the param `tokens` says
+how many bytes were read, and only at the end of its cosine is a rate done.
 
 ``python -m benchmarks.convergence --case bytes_600k`` takes most of an hour on one core
 of a CPU; ``bytes_34m`` is for a GPU.
@@ -52,17 +52,17 @@ class Setup:
 
 SETUPS = {
     "bytes_600k": Setup(
-        model=byte_text.decoder(96, 4, 24, 256), rows=4, steps=800, eval_rows=256
+        model=byte_text.decoder(96, 4, 24, 256), rows=2, steps=800, eval_rows=256
     ),
     "bytes_34m": Setup(
-        model=byte_text.decoder(512, 8, 64, 512), rows=8, steps=2000, eval_rows=512
+        model=byte_text.decoder(512, 8, 64, 512), rows=8, steps=2400, eval_rows=512
     ),
     "tiny": Setup(
-        model=byte_text.decoder(32, 2, 8, 64), rows=2, steps=40, eval_rows=16
+        model=byte_text.decoder(32, 2, 8, 64), rows=2, steps=32, eval_rows=16
     ),
 }
 
-POINTS = 10
+POINTS = 8
 """Of a curve."""
 
 

@@ -47,6 +47,7 @@ OURS = (
     "untuned",
     "jaxscale",
     "jaxscale_scan",
+    "jaxscale_xla",
     "tile_wise",
     "tew",
     "tew_auto",

@@ -10,38 +10,25 @@ all problems; the first process prints a line of JSON for each result as it come
 that what hangs costs only what would have come after it.
 """
 
-import contextlib
 import importlib.util
 import json
 import os
 import pathlib
-import queue
-import socket
-import subprocess
 import sys
-import tempfile
-import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from benchmarks import torch_processes
+from benchmarks.torch_processes import say
 
 
 NAMES = ("torch_nccl", "torch_async_tp")
 
-NO_MULTICAST = {
-    "NCCL_NVLS_ENABLE": "0",
-    "NVSHMEM_DISABLE_NVLS": "1",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-}
-"""Environment that keeps NCCL and PyTorch from NVLink multicast."""
-
-START_SECONDS = 150.0
-"""Longest time until the first result."""
-
-RESULT_SECONDS = 40.0
-"""Longest time from one result to the next."""
+START_SECONDS, RESULT_SECONDS = 150.0, 40.0
+"""Longest time until the first result, and from one to the next."""
 
 SECONDS = 0.06
 """Length of what is timed at once, and of the rest after it: those of `loops`."""
@@ -98,43 +85,20 @@ def run_children(
     """Start the processes, read what the first one prints, and end them."""
     from benchmarks.harness import Measurement, NoMeasurement
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     job = {
         "problems": [dict(params) for params in problems],
         "names": list(names),
         "samples": samples,
-        "size": size,
-        "backend": backend,
-        "port": port,
     }
-    environment = {**os.environ, **NO_MULTICAST, "PYTHONUNBUFFERED": "1"}
-    with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder) / "job.json"
-        path.write_text(json.dumps(job))
-        children = [
-            subprocess.Popen(
-                [python, "-m", "benchmarks.torch_collective", str(path), str(rank)],
-                stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-                text=True,
-                env=environment,
-                cwd=pathlib.Path(__file__).parents[1],
-            )
-            for rank in range(size)
-        ]
-        arrived: queue.Queue = queue.Queue()
-        reader = threading.Thread(target=_read, args=(children[0], arrived))
-        reader.start()
-        try:
-            lines = list(_lines(arrived))
-        finally:
-            for child in children:
-                child.kill()
-            for child in children:
-                child.wait()
-            reader.join()
-    print(f"-- torch, {size} processes: {len(lines)} results", flush=True)
+    lines = torch_processes.run(
+        "torch_collective",
+        job,
+        size=size,
+        backend=backend,
+        python=python,
+        start_seconds=START_SECONDS,
+        result_seconds=RESULT_SECONDS,
+    )
     results: list[dict[str, Any]] = [{} for _ in problems]
     for line in lines:
         here = results[line["problem"]]
@@ -155,54 +119,16 @@ def run_children(
     return [{name: result.get(name, lost) for name in names} for result in results]
 
 
-def _read(child: subprocess.Popen, arrived: queue.Queue) -> None:
-    with child.stdout or contextlib.nullcontext([]) as pipe:
-        for line in pipe:
-            arrived.put(line)
-    arrived.put(None)
-
-
-def _lines(arrived: queue.Queue) -> Iterator[dict[str, Any]]:
-    """What the first child prints, until it ends or is silent for too long."""
-    patience = START_SECONDS
-    while True:
-        try:
-            line = arrived.get(timeout=patience)
-        except queue.Empty:
-            print(f"-- torch: no result for {patience:.0f} s, ended", flush=True)
-            return
-        if line is None:
-            return
-        if not line.startswith("{"):
-            print(line, end="", flush=True)
-            continue
-        result = json.loads(line)
-        if "done" in result:
-            return
-        patience = RESULT_SECONDS
-        yield result
-
-
 # --- The children's side --------------------------------------------------------------
 
 
 def child(job: Mapping[str, Any], rank: int) -> None:
     """Time all problems on one device; the first process prints the results."""
     import torch
-    import torch.distributed as dist
 
     warnings.simplefilter("ignore", FutureWarning)  # newer names of the collectives
     torch.manual_seed(rank)
-    device = torch.device("cuda", rank) if job["backend"] == "nccl" else "cpu"
-    if device != "cpu":
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        job["backend"],
-        init_method=f"tcp://127.0.0.1:{job['port']}",
-        rank=rank,
-        world_size=job["size"],
-        **({} if device == "cpu" else {"device_id": device}),
-    )
+    device = torch_processes.meet(job, rank)
     if device != "cpu" and "torch_async_tp" in job["names"]:
         _without_multicast()
     capturable = set(job["names"]) if device != "cpu" else set()
@@ -211,23 +137,16 @@ def child(job: Mapping[str, Any], rank: int) -> None:
             try:
                 results = _measure(params, name, device, job["samples"], capturable)
                 for result in results:
-                    _say(rank, {"problem": place, "name": name, **result})
+                    say(rank, {"problem": place, "name": name, **result})
             except NotImplementedError as error:
                 reason = f"not supported: {error}"
-                _say(rank, _no_result(place, name, reason, failed=False))
+                say(rank, _no_result(place, name, reason, failed=False))
             except Exception as error:
                 if rank == 0:
                     traceback.print_exc()
                 reason = f"failed: {type(error).__name__}"
-                _say(rank, _no_result(place, name, reason, failed=True))
-    _say(rank, {"done": True})  # from here on nothing matters, even if it hangs
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _say(rank: int, line: Mapping[str, Any]) -> None:
-    if rank == 0:
-        print(json.dumps(line), flush=True)
+                say(rank, _no_result(place, name, reason, failed=True))
+    torch_processes.part(rank)
 
 
 def _no_result(place: int, name: str, reason: str, failed: bool) -> dict[str, Any]:
@@ -239,7 +158,7 @@ def _without_multicast() -> None:
     import torch.distributed as dist
     from torch.distributed import _symmetric_memory as symmetric
 
-    for name, value in NO_MULTICAST.items():
+    for name, value in torch_processes.NO_MULTICAST.items():
         if os.environ.get(name) != value:
             raise RuntimeError(f"{name} is {os.environ.get(name)!r}, expected {value}")
     # A second lock: the only operator among ours that could ask for it.

@@ -1,49 +1,45 @@
-"""The PyTorch baseline of `benchmarks.training`: LLaMA, compiled, tuned honestly.
+"""The PyTorch model of `benchmarks.training`: LLaMA, its weights, its split over GPUs.
 
-The same architecture, shapes, types and optimizer as ours: fp32 parameters and Adam
-moments, bf16 computation by autocast, `torch.compile` over the whole model and the
-fused AdamW. Whole rows attend by SDPA (PyTorch picks cuDNN or FlashAttention); rows of
-several documents lie end to end in one, and attend by `varlen_attn` (FlashAttention).
+The same architecture, shapes and weights as ours. Whole rows attend by SDPA (PyTorch
+picks cuDNN or FlashAttention); rows of several documents lie end to end in one, and
+attend by `varlen_attn` (FlashAttention). Query, key and value are one product, gate and
+up another. Over `tensor` PyTorch's own parallel styles (DTensor) split the model as
+ours is: heads, hidden features and vocabulary inside, tokens between the blocks; a
+parallel block gathers and scatters once. Over `fsdp` it is FSDP2.
+
+Legend: B batch, T tokens, N query heads, K key/value heads, H head dim.
 """
 
-import dataclasses
-import time
-from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Shape:
-    """The sizes of a LLaMA model, independent of jaxscale."""
-
-    vocab_size: int
-    d_model: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    d_ff: int
-    rope_theta: float
-    norm_eps: float
-    tie_embeddings: bool
+from benchmarks.equal_llama import Shape, weight
 
 
-def build(shape: Shape):
-    """The model as a `torch.nn.Module` that returns the mean cross-entropy."""
+def build(shape: Shape, tensor: int = 1):
+    """The model as a `torch.nn.Module` that returns the mean cross-entropy.
+
+    Args:
+        shape: Its sizes.
+        tensor: Parts that heads will be split into; a device computes one of them.
+    """
     import torch
     import torch.nn.functional as F
     from torch import nn
 
+    n, k = shape.num_heads // tensor, shape.num_kv_heads // tensor  # of this device
+    h = shape.head_dim
+
     class Attention(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            n, k, h = shape.num_heads, shape.num_kv_heads, shape.head_dim
-            self.qkv = nn.Linear(shape.d_model, (n + 2 * k) * h, bias=False)
-            self.out = nn.Linear(n * h, shape.d_model, bias=False)
+            heads = shape.num_heads + 2 * shape.num_kv_heads
+            self.qkv = nn.Linear(shape.d_model, heads * h, bias=False)
+            self.out = nn.Linear(shape.num_heads * h, shape.d_model, bias=False)
 
         def forward(self, x, cos, sin, documents):
             b, t, _ = x.shape
-            n, k, h = shape.num_heads, shape.num_kv_heads, shape.head_dim
             q, key, v = self.qkv(x).split((n * h, k * h, k * h), dim=-1)
             if documents is not None:  # b is 1
                 q = rotate(q.view(t, n, h), cos[:, None], sin[:, None])
@@ -73,12 +69,19 @@ def build(shape: Shape):
             super().__init__()
             self.attention_norm = nn.RMSNorm(shape.d_model, eps=shape.norm_eps)
             self.attention = Attention()
-            self.mlp_norm = nn.RMSNorm(shape.d_model, eps=shape.norm_eps)
             self.mlp = MLP()
+            if not shape.parallel_block:
+                self.mlp_norm = nn.RMSNorm(shape.d_model, eps=shape.norm_eps)
+            # Where tokens are gathered and sums scattered, if they are split.
+            self.gather, self.scatter = nn.Identity(), nn.Identity()
 
         def forward(self, x, cos, sin, documents):
-            x = x + self.attention(self.attention_norm(x), cos, sin, documents)
-            return x + self.mlp(self.mlp_norm(x))
+            y = self.gather(self.attention_norm(x))
+            attended = self.attention(y, cos, sin, documents)
+            if shape.parallel_block:
+                return x + self.scatter(attended + self.mlp(y))
+            x = x + self.scatter(attended)
+            return x + self.scatter(self.mlp(self.gather(self.mlp_norm(x))))
 
     class Llama(nn.Module):
         def __init__(self) -> None:
@@ -87,20 +90,16 @@ def build(shape: Shape):
             self.blocks = nn.ModuleList(Block() for _ in range(shape.num_layers))
             self.norm = nn.RMSNorm(shape.d_model, eps=shape.norm_eps)
             self.lm_head = nn.Linear(shape.d_model, shape.vocab_size, bias=False)
-            for name, p in self.named_parameters():
-                if p.ndim > 1:
-                    residual = name.endswith(("out.weight", "down.weight"))
-                    depth = (2 * shape.num_layers) ** 0.5 if residual else 1.0
-                    nn.init.normal_(p, std=0.02 / depth)
-            if shape.tie_embeddings:
-                self.lm_head.weight = self.embed.weight
+            self.loss = cross_entropy
 
         def forward(self, tokens, targets, cos, sin, documents=None):
             x = self.embed(tokens)
             for block in self.blocks:
                 x = block(x, cos, sin, documents)
-            logits = self.lm_head(self.norm(x))
-            return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+            return self.loss(self.lm_head(self.norm(x)), targets)
+
+    def cross_entropy(logits, targets):
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
     def rotate(x, cos, sin):
         a, b = x.float().chunk(2, dim=-1)
@@ -116,89 +115,119 @@ def build(shape: Shape):
     return Llama()
 
 
-def measure(
-    shape: Shape,
-    batch: int,
-    seq_len: int,
-    rows: Sequence[Any],
-    seed: int,
-    samples: int,
-) -> dict[str, Any]:
-    """Train on random tokens: the seconds of each step, and metrics of the run.
-
-    `rows` holds for each batch where its documents lie, [B, D + 1] in tokens of their
-    row, or None for whole rows.
-    """
-    import numpy as np
+def make(shape: Shape, seed: int, tensor: int = 1) -> Any:
+    """The model on the CPU in fp32, with the weights of a seed."""
     import torch
 
-    torch.manual_seed(seed)
-    torch.set_float32_matmul_precision("high")
-    model = build(shape).cuda()
-    decayed = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim == 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed}, {"params": others, "weight_decay": 0.0}],
-        lr=3e-4,
-        betas=(0.9, 0.95),
-        weight_decay=0.1,
-        fused=True,
+    with torch.device("meta"):
+        model = build(shape, tensor)
+    model = model.to_empty(device="cpu")
+    if shape.tie_embeddings:
+        model.lm_head.weight = model.embed.weight
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            values = np.ascontiguousarray(_value(shape, name, seed, tensor))
+            parameter.copy_(torch.from_numpy(values))
+    return model
+
+
+def _value(shape: Shape, name: str, seed: int, tensor: int) -> np.ndarray:
+    """The value of a parameter of `build`; a linear layer's is [out, in]."""
+    if name == "embed.weight":
+        return weight(shape, "embed.table", seed)
+    if name == "lm_head.weight":
+        return weight(shape, "lm_head.kernel", seed).T
+    if name == "norm.weight":
+        return weight(shape, "norm.scale", seed)
+    _, layer, inner = name.split(".", 2)
+    inner = inner.removesuffix(".weight")
+
+    def of(part: str) -> np.ndarray:
+        return weight(shape, f"blocks.{part}", seed, int(layer))
+
+    if inner.endswith("norm"):
+        return of(f"{inner}.scale")
+    joined = {
+        "attention.qkv": ("attention.query", "attention.key", "attention.value"),
+        "mlp.gate_up": ("mlp.gate", "mlp.up"),
+    }.get(inner, (inner,))
+    if len(joined) == 1:
+        return of(f"{inner}.kernel").T
+    # Each device gets consecutive rows: its part of all that are joined.
+    kernels = [np.split(of(f"{part}.kernel"), tensor, axis=1) for part in joined]
+    parts = [x for device in zip(*kernels, strict=True) for x in device]
+    return np.concatenate(parts, axis=1).T
+
+
+def split(model: Any, mesh: Any, *, zero: int, dtype: Any, compiled: bool) -> None:
+    """Split a model over a mesh of `fsdp` and `tensor`, in place.
+
+    Args:
+        model: From `make`.
+        mesh: A `DeviceMesh`; the parameters move to its devices.
+        zero: 3 gathers parameters again in the backward pass, 2 keeps them.
+        dtype: Of the computation; reductions are in fp32.
+        compiled: Whether blocks, and the loss where it is not split, are compiled.
+    """
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    tensor = mesh["tensor"].size()
+    if tensor > 1:
+        _split_tensor(model, mesh["tensor"])
+    if compiled:
+        for block in model.blocks:
+            block.compile()
+        if tensor == 1:
+            model.loss = torch.compile(model.loss)
+    # The angles of the rotation stay in fp32.
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    exponents = torch.arange(0, shape.head_dim, 2, device="cuda") / shape.head_dim
-    frequencies = shape.rope_theta**-exponents
+    options = {"mesh": mesh["fsdp"], "mp_policy": policy}
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=zero == 3, **options)
+    fully_shard(model, **options)
 
-    def rotation(bounds):
-        places = np.arange(seq_len)
-        if bounds is not None:
-            starts = [row[:-1].repeat(np.diff(row)) for row in bounds]
-            places = (places - np.stack(starts)).reshape(-1)  # [B * T]
-        angles = torch.outer(
-            torch.tensor(places, device="cuda", dtype=torch.float32), frequencies
-        )
-        return angles.cos(), angles.sin()
 
-    # One length for all batches, so that nothing is compiled again.
-    longest = max((int(np.diff(r).max()) for r in rows if r is not None), default=0)
+def _split_tensor(model: Any, mesh: Any) -> None:
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
 
-    def end_to_end(bounds):
-        if bounds is None:
-            return None
-        ends = bounds[:, 1:] + seq_len * np.arange(batch)[:, None]
-        ends = torch.tensor(ends.reshape(-1), dtype=torch.int32, device="cuda")  # [B*D]
-        return torch.nn.functional.pad(ends, (1, 0)), longest
-
-    compiled = torch.compile(model)
-
-    def step(batch):
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            loss = compiled(*batch)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.item()
-
-    batches = []
-    for bounds in rows:
-        tokens = torch.randint(shape.vocab_size, (batch, seq_len + 1), device="cuda")
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        if bounds is not None:  # all rows in one, [1, B * T]
-            inputs, targets = inputs.reshape(1, -1), targets.reshape(1, -1)
-        batches.append((inputs, targets, *rotation(bounds), end_to_end(bounds)))
-    start = time.perf_counter()
-    losses = [step(batches[i]) for i in range(3)]
-    compile_seconds = time.perf_counter() - start
-    seconds = []
-    for i in range(samples):
-        start = time.perf_counter()
-        losses.append(step(batches[i % 4]))
-        seconds.append(time.perf_counter() - start)
-    return {
-        "seconds": seconds,
-        "metrics": {
-            "compile_seconds": compile_seconds,
-            "first_loss": losses[0],
-            "last_loss": losses[-1],
-            "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
-        },
+    tokens = Shard(1)
+    summed = {"output_layouts": Partial(), "use_local_output": False}
+    block = {
+        "attention_norm": SequenceParallel(),
+        "mlp_norm": SequenceParallel(),
+        "gather": PrepareModuleInput(
+            input_layouts=tokens, desired_input_layouts=Replicate()
+        ),
+        "attention.qkv": ColwiseParallel(),
+        "attention.out": RowwiseParallel(**summed),
+        "mlp.gate_up": ColwiseParallel(),
+        "mlp.down": RowwiseParallel(**summed),
+        "scatter": PrepareModuleInput(
+            input_layouts=Partial(),
+            desired_input_layouts=tokens,
+            use_local_output=True,
+        ),
     }
+    for layer in model.blocks:
+        plan = {
+            n: style for n, style in block.items() if hasattr(layer, n.split(".")[0])
+        }
+        parallelize_module(layer, mesh, plan)
+    ends = {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens),
+        "norm": SequenceParallel(),
+        "lm_head": ColwiseParallel(
+            input_layouts=tokens, output_layouts=Shard(-1), use_local_output=False
+        ),
+    }
+    parallelize_module(model, mesh, ends)

@@ -1,16 +1,32 @@
-"""Training a LLaMA end to end: ours beside a compiled PyTorch model of the same shape.
+"""Training a LLaMA end to end on 1, 2 and 4 GPUs: ours, plain JAX, compiled PyTorch.
 
 Each implementation runs in a child process of this command, one after the other, so
-that none shares its memory. All train fp32 parameters with AdamW in bf16 on random
-tokens, with gradient clipping; the time is the median wall time of a step that is
-awaited. Both conventions of model FLOP/s utilization count useful work only: 6 FLOPs a
-parameter and token plus attention, the whole matrix (`mfu_full`) or the causal half
-(`mfu_causal`), over the dense bf16 peak of the data sheet.
+that none shares its memory. All begin with the same weights and read the same random
+tokens (`benchmarks.equal_llama`); all train fp32 parameters with AdamW in bf16, with
+gradient clipping. The time is the median wall time of a step that is awaited. Both
+conventions of model FLOP/s utilization count useful work only: 6 FLOPs a parameter and
+token plus attention, the whole matrix (`mfu_full`) or the causal half (`mfu_causal`),
+over the dense bf16 peak of the data sheet of all GPUs.
 
-- ``jaxscale``: every layer compiled, nothing recomputed; whole rows by cuDNN.
-- ``jaxscale_scan``: the same with one layer compiled and looped over, which keeps the
-  results of matrix products and attention and computes the rest twice.
-- ``torch_compile``: `torch.compile`, fused AdamW, SDPA on whole rows.
+- ``jaxscale``: every layer compiled, nothing recomputed; whole rows by cuDNN; over
+  `tensor` the fused kernels.
+- ``jaxscale_xla``: the same with XLA's collectives over `tensor`.
+- ``jaxscale_scan``: one layer compiled and looped over, which keeps the results of
+  matrix products and attention and computes the rest twice.
+- ``plain_jax``: `benchmarks.plain_training`, without jaxscale: cuDNN's attention, XLA's
+  collectives; no pipelines, no packed rows.
+- ``torch_compile``: `benchmarks.torch_training`: `torch.compile`, fused AdamW, SDPA;
+  FSDP2 and DTensor's tensor parallelism on several GPUs; no pipelines, no window.
+
+Losses of the first `PARITY_STEPS` steps are compared: with plain JAX, or else PyTorch,
+or else ours in another way, on the same workload in the same command, whatever the
+layout. The largest relative difference is the error of the row, and above
+`PARITY_ERROR` the row is wrong. Alone, an implementation has no error.
+
+Cases are named by their layout: ``fsdp4``, ``tp4``, ``tp2_pp2`` (a pipeline of 2 stages
+over 2 GPUs each). ``ablation_*`` are the steps of MegaScale's table 3 that 4 GPUs can
+show, each on top of the one before; ZeRO's gathers and sums, which need the axis
+`fsdp`, are ``fsdp4`` against ``fsdp4_zero1``.
 
 In a case with ``documents`` each row holds that many sequences of random lengths,
 which do not attend to each other: ours takes its varlen kernel, PyTorch `varlen_attn`
@@ -18,172 +34,346 @@ over all rows laid end to end. Both utilizations take a row for one sequence the
 so overstate attention: compare tokens a second.
 """
 
+import dataclasses
+import importlib.util
 import json
+import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks import timing
-from benchmarks.harness import Benchmark, Case, Custom, Measurement
+from benchmarks import equal_llama, timing, torch_processes
+from benchmarks.harness import Benchmark, Case, Custom, Measurement, Results, run_case
 
 
-def _boundaries(params: dict[str, Any], seed: int, batches: int) -> list[Any]:
-    """Draw where the documents of each batch lie, [B, documents + 1]; None if whole."""
-    import numpy as np
+PARITY_STEPS = 8
+"""Whose losses are compared."""
 
-    documents, length = params.get("documents"), params["seq_len"]
-    if not documents:
-        return [None] * batches
-    random = np.random.default_rng(seed)
-    found = np.full((batches, params["batch"], documents + 1), length, np.int32)
-    for row in found.reshape(-1, documents + 1):  # [batches * B, documents + 1]
-        row[0] = 0
-        row[1:-1] = np.sort(random.choice(length - 1, documents - 1, False) + 1)
-    return list(found)
+PARITY_ERROR = 1e-2
+"""Largest relative difference of their losses, in bf16."""
+
+WARM_UP = 3
+"""Steps before those that are timed; with compilation they are `compile_seconds`."""
+
+BATCHES = 4
+"""Different ones, over and over."""
+
+CHILD_SECONDS = 540.0
+"""A child that takes longer hangs."""
+
+DEFAULTS = {
+    "documents": None,
+    "fsdp": 1,
+    "tensor": 1,
+    "pipe": 1,
+    "microbatches": 1,
+    "chunks": 1,
+    "schedule": "1f1b",
+    "zero": 3,
+    "parallel": False,
+    "window": None,
+    "optimizer": "adamw",
+    "tensor_parallel": "fused",
+    "remat": "none",
+    "scan_layers": False,
+    "loss_chunk": 1024,
+}
+"""What a case does not say."""
+
+WORKLOAD = (
+    "model",
+    "batch",
+    "seq_len",
+    "documents",
+    "parallel",
+    "window",
+    "optimizer",
+)
+"""What makes losses comparable."""
+
+REFERENCES = ("plain_jax", "torch_compile", "jaxscale_xla", "jaxscale_scan", "jaxscale")
+"""In the order in which losses are compared with them."""
 
 
-def _train_jaxscale(params: dict[str, Any], seed: int, samples: int) -> dict[str, Any]:
-    import time
+def devices(params: Mapping[str, Any]) -> int:
+    """GPUs of a case."""
+    given = DEFAULTS | dict(params)
+    return given["fsdp"] * given["tensor"] * given["pipe"]
 
+
+def config_of(params: Mapping[str, Any]) -> Any:
+    """The model of a case."""
+    from jaxscale import models
+
+    given = DEFAULTS | dict(params)
+    return dataclasses.replace(
+        models.preset(given["model"]),
+        parallel_block=given["parallel"],
+        window=given["window"],
+    )
+
+
+# --- The children ---------------------------------------------------------------------
+
+
+def train(name: str, job: Mapping[str, Any]) -> dict[str, Any]:
+    """Train in JAX, in this process: seconds and losses of the steps, memory.
+
+    Args:
+        name: ``plain_jax``, or ours.
+        job: From `job_of`.
+    """
     import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from flax import nnx
 
-    from jaxscale import models, sharding, training
-    from jaxscale.nn.packing import PackedBatch
+    from benchmarks import jaxscale_training, plain_training
 
-    config = models.preset(params["model"])
-    batch, length = params["batch"], params["seq_len"]
-    mesh, rules = sharding.make_mesh(sharding.MeshConfig()), sharding.preset("fsdp")
-    settings = training.OptimizerConfig(
-        learning_rate=3e-4, schedule="constant", warmup_steps=0
+    prepare = (plain_training if name == "plain_jax" else jaxscale_training).prepare
+    rows = equal_llama.batches(
+        job["shape"]["vocab_size"],
+        job["batch"],
+        job["seq_len"],
+        documents=job["documents"],
+        seed=job["seed"],
+        count=job["batches"],
     )
-    optimizer = training.make_optimizer(settings, 1000)
-    random = np.random.default_rng(seed)
-
-    def rows(bounds: np.ndarray | None) -> PackedBatch:
-        tokens = random.integers(0, config.vocab_size, (batch, length + 1), np.int32)
-        return jax.device_put(
-            PackedBatch(
-                tokens=tokens[:, :-1],
-                targets=tokens[:, 1:],
-                loss_mask=np.ones((batch, length), np.bool_),
-                cu_seqlens=bounds,
-            )
-        )
-
-    def init() -> training.TrainState:
-        model = models.Decoder(
-            config,
-            dtype=jnp.bfloat16,
-            remat=params["remat"],
-            scan_layers=params["scan_layers"],
-            rules=rules,
-            rngs=nnx.Rngs(seed),
-        )
-        return training.TrainState.create(model, optimizer)
-
-    state = sharding.create(init, mesh, rules)
-    step = training.make_train_step(
-        training.accumulated(
-            training.next_token_loss(chunk_size=params["loss_chunk"]), rules=rules
-        ),
-        optimizer,
-        schedule=training.make_schedule(settings, 1000),
-        shardings=jax.tree.map(lambda x: x.sharding, state),
-    )
-    batches = [rows(bounds) for bounds in _boundaries(params, seed, 4)]
-    times, losses = [], []
+    used = jax.devices()[: job["size"]]
+    mesh, state, step, batches = prepare(job, used, rows)
+    seconds, losses = [], []
     with jax.set_mesh(mesh):
-        start = time.perf_counter()
-        for i in range(3):
-            state, metrics = step(state, batches[i])
-            losses.append(float(metrics["loss"]))
-        compile_seconds = time.perf_counter() - start
-        for i in range(samples):
+        for i in range(-job["warmup"], job["samples"]):
             start = time.perf_counter()
-            state, metrics = step(state, batches[i % 4])
-            losses.append(float(metrics["loss"]))
-            times.append(time.perf_counter() - start)
-    memory = jax.devices()[0].memory_stats() or {}
+            place = i if i >= 0 else i + job["warmup"]
+            state, loss = step(state, batches[place % len(batches)])
+            losses.append(float(loss))
+            seconds.append(time.perf_counter() - start)
+    memory = [(device.memory_stats() or {}) for device in used]
     return {
-        "seconds": times,
-        "metrics": {
-            "compile_seconds": compile_seconds,
-            "first_loss": losses[0],
-            "last_loss": losses[-1],
-            "peak_gib": memory.get("peak_bytes_in_use", 0) / 2**30,
-        },
+        "seconds": seconds[job["warmup"] :],
+        "losses": losses,
+        "compile_seconds": sum(seconds[: job["warmup"]]),
+        "peak_bytes": max(stats.get("peak_bytes_in_use", 0) for stats in memory),
     }
 
 
-def _train_torch(params: dict[str, Any], seed: int, samples: int) -> dict[str, Any]:
-    from benchmarks import torch_llama
-    from jaxscale import models
+def job_of(params: Mapping[str, Any], seed: int, samples: int) -> dict[str, Any]:
+    """All that a child needs to know, as JSON."""
+    job = DEFAULTS | dict(params)
+    shape = equal_llama.Shape.of(config_of(params))
+    return job | {
+        "shape": dataclasses.asdict(shape),
+        "size": devices(params),
+        "dtype": "bfloat16" if timing.on_gpu() else "float32",
+        "compiled": timing.on_gpu(),
+        "seed": seed,
+        "samples": samples,
+        "warmup": WARM_UP,
+        "batches": BATCHES,
+    }
 
-    config = models.preset(params["model"])
-    shape = torch_llama.Shape(
-        vocab_size=config.vocab_size,
-        d_model=config.d_model,
-        num_layers=config.num_layers,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        d_ff=config.d_ff,
-        rope_theta=config.rope_theta,
-        norm_eps=config.norm_eps,
-        tie_embeddings=config.tie_embeddings,
+
+def _in_child(name: str, job: Mapping[str, Any]) -> dict[str, Any]:
+    """What `train` gives in a process of its own."""
+    environment = dict(os.environ)
+    if not timing.on_gpu():
+        environment["JAX_NUM_CPU_DEVICES"] = str(job["size"])
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "benchmarks.training"),
+            *("--child", json.dumps([name, job])),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=CHILD_SECONDS,
+        env=environment,
     )
-    rows = _boundaries(params, seed, 4)
-    return torch_llama.measure(
-        shape, params["batch"], params["seq_len"], rows, seed, samples
+    if done.returncode:
+        raise RuntimeError(f"{name} failed:\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _in_torch(job: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of PyTorch, in a process for each GPU."""
+    results = torch_processes.run(
+        "torch_training",
+        job,
+        size=job["size"],
+        backend="nccl" if timing.on_gpu() else "gloo",
+        start_seconds=CHILD_SECONDS,
     )
+    if not results:
+        raise RuntimeError("the processes of torch ended or hung")
+    return results[0]
 
 
-_CHILDREN = {"jaxscale": _train_jaxscale, "torch": _train_torch}
+# --- The command ----------------------------------------------------------------------
 
 
-def _in_child(child: str, **more: Any) -> Custom:
-    """Run one of `_CHILDREN` in a process of its own."""
+@dataclasses.dataclass
+class Trained(Measurement):
+    """A measurement with the losses that it is checked by."""
 
+    losses: Sequence[float] = ()
+
+
+def _implementation(name: str, **more: Any) -> Custom:
     def measure(params: Any, seed: int, samples: int) -> Measurement:
-        if child == "torch" and not timing.torch_is_there():
-            raise NotImplementedError("torch with a GPU is not installed")
-        job = json.dumps([child, {**_DEFAULTS, **params, **more}, seed, samples])
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.training", "--child", job],
-            capture_output=True,
-            text=True,
-            check=False,
+        job = job_of({**params, **more}, seed, samples)
+        if reason := _unsupported(name, params, job):
+            raise NotImplementedError(reason)
+        found = _in_torch(job) if name == "torch_compile" else _in_child(name, job)
+        losses = found["losses"]
+        return Trained(
+            found["seconds"],
+            None,
+            metrics={
+                "compile_seconds": found["compile_seconds"],
+                "first_loss": losses[0],
+                "last_loss": losses[-1],
+                "peak_gib": found["peak_bytes"] / 2**30,
+            },
+            num_devices=job["size"],
+            losses=losses,
         )
-        if done.returncode:
-            raise RuntimeError(f"{child} failed:\n{done.stderr[-4000:]}")
-        result = json.loads(done.stdout.splitlines()[-1])
-        return Measurement(result["seconds"], None, metrics=result["metrics"])
 
     return Custom(measure)
 
 
-_DEFAULTS = {"remat": "none", "loss_chunk": 1024}
+def _unsupported(
+    name: str, params: Mapping[str, Any], job: Mapping[str, Any]
+) -> str | None:
+    """Why an implementation cannot do a case, if so."""
+    if name == "jaxscale_xla":
+        fixed = "tensor_parallel" in params or job["tensor"] == 1
+        return "the same as jaxscale here" if fixed else None
+    if name == "jaxscale_scan":
+        return "pipelines loop over layers anyway" if job["pipe"] > 1 else None
+    if name == "jaxscale":
+        return None
+    if job["pipe"] > 1:
+        return "pipelines"
+    if job["optimizer"] != "adamw":
+        return "optimizers but AdamW"
+    if job["zero"] == 1:
+        return "ZeRO-1"
+    if name == "plain_jax":
+        return "packed rows" if job["documents"] else None
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed"
+    if job["window"]:
+        return "SDPA has no window"
+    if job["documents"] and not timing.on_gpu():
+        return "varlen_attn needs a GPU"
+    return None
+
+
+def measure(
+    cases: Sequence[Case], names: Sequence[str], samples: int
+) -> Iterable[tuple[Case, Results]]:
+    """Each case, with losses compared to those of the same workload until then."""
+    known: dict[str, dict[tuple[str, str], Sequence[float]]] = {}
+    for case in cases:
+        results = run_case(BENCHMARK, case, names, samples)
+        given = DEFAULTS | dict(case.params)
+        runs = known.setdefault(str([given[name] for name in WORKLOAD]), {})
+        trained = {n: r for n, r in results.items() if isinstance(r, Trained)}
+        runs |= {(case.name, name): result.losses for name, result in trained.items()}
+        for name, result in trained.items():
+            others = {k: v for k, v in runs.items() if k != (case.name, name)}
+            result.max_rel_error = parity(result.losses, others)
+        yield case, results
+
+
+def parity(
+    losses: Sequence[float], others: Mapping[tuple[str, str], Sequence[float]]
+) -> float | None:
+    """Largest relative difference to the losses of the best reference, if any.
+
+    Args:
+        losses: Of the steps of an implementation.
+        others: The same, by case and implementation, of the others.
+    """
+    ranked = sorted(others, key=lambda key: REFERENCES.index(key[1]))
+    if not ranked:
+        return None
+    pairs = [*zip(losses, others[ranked[0]], strict=False)][:PARITY_STEPS]
+    differences = [abs(a - b) / abs(b) for a, b in pairs]
+    # A loss that is not a number is as far off as can be.
+    return max(d if d == d else float("inf") for d in differences)
 
 
 def metrics(params: Any, seconds: float) -> dict[str, float]:
     """Throughput, and utilization where the peak of the device is known."""
     import jax
 
-    from jaxscale import models, training
+    from jaxscale import training
 
-    config = models.preset(params["model"])
     rate = params["batch"] * params["seq_len"] / seconds
-    found = {"tokens_per_second": rate}
+    each = rate / devices(params)
+    found = {"tokens_per_second": rate, "tokens_per_second_per_device": each}
     peak = training.peak_flops(jax.devices()[0].device_kind)
     for name, causal in (("mfu_causal", True), ("mfu_full", False)):
         if peak is not None:
-            flops = config.flops_per_token(params["seq_len"], causal)
-            found[name] = training.mfu(rate, flops, peak)
+            flops = config_of(params).flops_per_token(params["seq_len"], causal)
+            found[name] = training.mfu(each, flops, peak)
     return found
 
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "fsdp4": {"fsdp": 4},
+    "fsdp4_zero1": {"fsdp": 4, "zero": 1},
+    "tp4": {"tensor": 4},
+    "tp4_parallel": {"tensor": 4, "parallel": True},
+    "tp2_fsdp2": {"tensor": 2, "fsdp": 2},
+    "tp2_pp2": {"tensor": 2, "pipe": 2, "microbatches": 8},
+    "pp4_interleaved": {"pipe": 4, "microbatches": 8, "chunks": 4},
+    "pp4_gpipe": {"pipe": 4, "microbatches": 8, "schedule": "gpipe"},
+    "fsdp2": {"fsdp": 2},
+    "tp2": {"tensor": 2},
+    "pp2_interleaved": {"pipe": 2, "microbatches": 8, "chunks": 4, "batch": 8},
+}
+"""Of the cases of several GPUs, by the end of their names."""
+
+
+def _ablation() -> list[Case]:
+    """The steps of MegaScale's table 3, each on top of the one before."""
+    params: dict[str, Any] = {
+        "model": "llama3_8b",
+        "batch": 16,
+        "seq_len": 4096,
+        "tensor": 2,
+        "pipe": 2,
+        "microbatches": 16,
+        "tensor_parallel": "xla",
+    }
+    steps = {
+        "baseline": {},
+        "parallel_block": {"parallel": True},
+        "window": {"window": 1024},
+        "tensor_overlap": {"tensor_parallel": "fused"},
+        "interleaved": {"chunks": 4},
+        "lamb_3x_batch": {"optimizer": "lamb", "batch": 48, "microbatches": 48},
+    }
+    cases = []
+    for number, (name, change) in enumerate(steps.items()):
+        params = params | change
+        cases.append(Case(f"ablation_{number}_{name}", params))
+    return cases
+
+
+def _of(model: str, batches: Mapping[int, int]) -> list[Case]:
+    """The layouts of a model at a batch for each number of GPUs."""
+    cases = []
+    for name, layout in LAYOUTS.items():
+        batch = batches[devices(layout)]
+        params = {"model": model, "batch": batch, "seq_len": 4096, **layout}
+        cases.append(Case(f"{model}_{name}", params))
+    return cases
+
+
+_TINY = {"model": "llama_tiny", "batch": 4, "seq_len": 64}
 
 BENCHMARK = Benchmark(
     name="training",
@@ -194,29 +384,44 @@ BENCHMARK = Benchmark(
             "llama_1b_4k_packed",
             {"model": "llama_1b", "batch": 8, "seq_len": 4096, "documents": 8},
         ),
+        *_of("llama_1b", {2: 16, 4: 32}),
+        *_of("llama3_8b", {2: 2, 4: 8}),
+        *_ablation(),
     ],
     quick_cases=[
-        Case("tiny", {"model": "llama_tiny", "batch": 2, "seq_len": 64}),
+        Case("tiny", _TINY),
+        Case("tiny_packed", {**_TINY, "documents": 4}),
+        Case("tiny_fsdp2", {**_TINY, "fsdp": 2}),
+        Case("tiny_tp2", {**_TINY, "tensor": 2}),
+        Case("tiny_tp2_parallel", {**_TINY, "tensor": 2, "parallel": True}),
+        Case("tiny_pp2", {**_TINY, "pipe": 2, "microbatches": 2}),
         Case(
-            "tiny_packed",
-            {"model": "llama_tiny", "batch": 2, "seq_len": 64, "documents": 4},
+            "tiny_tp2_pp2",
+            {**_TINY, "pipe": 2, "tensor": 2, "microbatches": 2, "schedule": "gpipe"},
         ),
     ],
     inputs=lambda params, key: (),
     implementations={
-        "jaxscale": _in_child("jaxscale", scan_layers=False),
-        "jaxscale_scan": _in_child("jaxscale", scan_layers=True, remat="attention"),
-        "torch_compile": _in_child("torch"),
+        "jaxscale": _implementation("jaxscale"),
+        "jaxscale_xla": _implementation("jaxscale_xla", tensor_parallel="xla"),
+        "jaxscale_scan": _implementation(
+            "jaxscale_scan", scan_layers=True, remat="attention"
+        ),
+        "plain_jax": _implementation("plain_jax"),
+        "torch_compile": _implementation("torch_compile"),
     },
+    measure=measure,
     metrics=metrics,
+    max_rel_error=PARITY_ERROR,
     time="wall",
+    timing="wall time of a step",
     samples=20,
 )
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
-        name, *arguments = json.loads(sys.argv[2])
-        print(json.dumps(_CHILDREN[name](*arguments)))
+        name, job = json.loads(sys.argv[2])
+        print(json.dumps(train(name, job)))
     else:
         BENCHMARK.main()

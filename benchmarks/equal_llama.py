@@ -1,0 +1,133 @@
+"""The LLaMA that every implementation of `benchmarks.training` trains.
+
+Its sizes, its weights and its batches are functions of a seed, made with numpy alone:
+each process makes what it needs, so that no file of weights has to travel. Weights have
+the names, the shapes and the layout of jaxscale's: kernels are [in, out], layers are
+stacked.
+"""
+
+import dataclasses
+import os
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The sizes of a LLaMA model, independent of jaxscale."""
+
+    vocab_size: int
+    d_model: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    d_ff: int
+    rope_theta: float
+    norm_eps: float
+    tie_embeddings: bool
+    parallel_block: bool = False
+    """Attention and feed-forward network read one norm and are summed."""
+    window: int | None = None
+    """Tokens that a token attends to, itself included."""
+
+    @classmethod
+    def of(cls, config: Any) -> "Shape":
+        """The sizes of a `DecoderConfig`."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        return cls(**{name: getattr(config, name) for name in names})
+
+
+def shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
+    """The shape of each weight, by name; those of layers begin with their number."""
+    d, f = shape.d_model, shape.d_ff
+    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    layer = {
+        "attention.query.kernel": (d, q),
+        "attention.key.kernel": (d, kv),
+        "attention.value.kernel": (d, kv),
+        "attention.out.kernel": (q, d),
+        "attention_norm.scale": (d,),
+        "mlp.gate.kernel": (d, f),
+        "mlp.up.kernel": (d, f),
+        "mlp.down.kernel": (f, d),
+        "mlp_norm.scale": (d,),
+    }
+    if shape.parallel_block:
+        del layer["mlp_norm.scale"]
+    found: dict[str, tuple[int, ...]] = {"embed.table": (shape.vocab_size, d)}
+    for name, size in layer.items():
+        found[f"blocks.{name}"] = (shape.num_layers, *size)
+    found["norm.scale"] = (d,)
+    if not shape.tie_embeddings:
+        found["lm_head.kernel"] = (d, shape.vocab_size)
+    return found
+
+
+def weight(shape: Shape, name: str, seed: int, layer: int | None = None) -> np.ndarray:
+    """One weight in fp32, or that of one layer; matrices by fan-in, scales near one."""
+    size = shapes(shape)[name]
+    if name.startswith("blocks."):
+        if layer is None:
+            return _stacked(shape, name, seed)
+        size = size[1:]
+    random = np.random.default_rng([seed, zlib.crc32(name.encode()), layer or 0])
+    drawn = random.standard_normal(size, np.float32)
+    if len(size) == 1:
+        return 1 + 0.1 * drawn
+    # A row of the table is read as it is: its scale is that of the other matrices.
+    drawn *= shape.d_model**-0.5
+    return drawn
+
+
+def _stacked(shape: Shape, name: str, seed: int) -> np.ndarray:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        layers = range(shape.num_layers)
+        return np.stack([*pool.map(lambda i: weight(shape, name, seed, i), layers)])
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """One batch."""
+
+    tokens: np.ndarray
+    """[B, T + 1] Random tokens; each is predicted from those before it."""
+    bounds: np.ndarray | None
+    """[B, D + 1] Where the documents of each row lie; None if rows are whole."""
+
+
+def batches(
+    vocab_size: int,
+    batch: int,
+    seq_len: int,
+    *,
+    documents: int | None = None,
+    seed: int,
+    count: int,
+) -> list[Rows]:
+    """Draw batches of random tokens.
+
+    Args:
+        vocab_size: Tokens to draw from.
+        batch: Rows, B.
+        seq_len: Tokens of a row, T.
+        documents: Sequences of random lengths in each row, D.
+        seed: Of the draw.
+        count: Batches.
+    """
+    random = np.random.default_rng(seed)
+    found = []
+    for _ in range(count):
+        tokens = random.integers(0, vocab_size, (batch, seq_len + 1), np.int32)
+        bounds = None
+        if documents:
+            bounds = np.full((batch, documents + 1), seq_len, np.int32)
+            for row in bounds:
+                row[0] = 0
+                inner = random.choice(seq_len - 1, documents - 1, replace=False)
+                row[1:-1] = np.sort(inner + 1)
+        found.append(Rows(tokens, bounds))
+    return found
