@@ -65,6 +65,7 @@ class Command:
 
 _ATTENTION = "--impl mosaic_gpu cudnn_packed cudnn_padded torch_varlen"
 _SPARSE = "--impl mosaic_gpu triton dense torch_dense ideal"
+_TRAINING = "--skip jaxscale_scan --samples 10"
 
 COMMANDS = (
     Command(
@@ -130,6 +131,12 @@ COMMANDS = (
             "tensor_parallel_block",
         )
     ),
+    Command("training", f"training --case llama_1b_2k llama_1b_4k* {_TRAINING}"),
+    Command("training", f"training --case llama3_8b_*4* {_TRAINING}", 4),
+    Command("training", "training --case ablation_* --impl jaxscale --samples 10", 4),
+    Command("training", f"training --case llama_1b_*p4* {_TRAINING}", 4),
+    Command("training", f"training --case *p2 *p2_interleaved {_TRAINING}", 2),
+    Command("training", "convergence --case bytes_34m"),
 )
 """In the order of their importance."""
 

@@ -80,6 +80,16 @@ def test_cpu_never_writes(tmp_path, capsys):
     assert not [*tmp_path.rglob("*")]
 
 
+def test_what_is_no_time_is_written_from_a_cpu_too(tmp_path):
+    losses = benchmark(anywhere=True, name="losses")
+    arguments = ["--out", str(tmp_path), "--commit", "abc"]
+    assert command.main(losses, ["--quick", *arguments]) == 0
+    assert not list(tmp_path.iterdir())
+    assert command.main(losses, arguments) == 0
+    written = records.load(tmp_path / "cpu" / "losses.json")
+    assert written["device"] == "cpu" and written["commit"] == "abc"
+
+
 def test_measurement_is_that_of_the_function():
     """The error is that of the output and the times are all there."""
     off = Jax(lambda params: lambda x, w: (x @ w).astype(jnp.float32) * 1.5)
