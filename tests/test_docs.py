@@ -7,9 +7,13 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
+import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxscale
 from docs import flover_pictures, tilewise_pictures
@@ -73,8 +77,34 @@ def test_examples_run(page):
         exec(compile(script, page, "exec"), {"__name__": "__main__"})
 
 
+def test_what_pjit_became_computes_what_it_says():
+    """All spellings on that page, one after the other, against a single device."""
+    page = (ROOT / "docs/scaling.md").read_text()
+    section = page.partition("## What pjit became")[2].partition("\n## ")[0]
+    here: dict[str, Any] = {}
+    for block in python(section):
+        exec(compile(block, "docs/scaling.md", "exec"), here)
+    x, w = (np.asarray(here[name]) for name in "xw")
+    y = np.maximum(x @ w, 0)
+    for name, value, spec in [
+        ("y", y, P("data", "tensor")),
+        ("typed_y", y, P("data", "tensor")),
+        ("z", y @ w.T, P("data", None)),
+        ("typed_z", y @ w.T, P("data", None)),
+    ]:
+        np.testing.assert_allclose(here[name], value, rtol=1e-5, atol=1e-5)
+        sharding = here[name].sharding
+        assert sharding.is_equivalent_to(NamedSharding(sharding.mesh, spec), 2)
+        assert len(sharding.device_set) == 8
+    assert str(jax.typeof(here["typed_y"])) == "float32[8@data,32@tensor]"
+
+
 def blocks(page: Path) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    return python(page.read_text())
+
+
+def python(text: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

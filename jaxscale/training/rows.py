@@ -156,6 +156,6 @@ class MixedRows:
         found = {}
         counts = self._turns.before(row)
         for name, source, count in zip(self._names, self._sources, counts, strict=True):
-            found[f"share/{name}"] = count / max(row, 1)
-            found[f"epochs/{name}"] = count / source.rows_per_epoch
+            found[f"share/{name.strip('/')}"] = count / max(row, 1)
+            found[f"epochs/{name.strip('/')}"] = count / source.rows_per_epoch
         return found
