@@ -323,8 +323,49 @@ def _accuracy(figure: Any, record: records.Record) -> None:
     axes.legend(fontsize=8)
 
 
+LEARNERS = {
+    "blocks and windows": ("serial", "parallel", "window", "parallel_window"),
+    "4 times the batch": ("serial", "lamb_4x", "adamw_4x"),
+}
+"""Curves of `benchmarks.convergence` that are compared."""
+
+
+def _learning(figure: Any, record: records.Record) -> None:
+    """Held-out bits per byte against bytes read: mean and range of the seeds.
+
+    The last three quarters of the bytes: before them all curves fall alike.
+    """
+    rows = [row for row in record["rows"] if "tokens" in row["params"]]
+    cases = records.ordered(row["case"] for row in rows)
+    figure.set_size_inches(5.2 * len(LEARNERS), 3.8 * len(cases))
+    axes = figure.subplots(len(cases), len(LEARNERS), squeeze=False)
+    colors = _colors(rows)
+    for line, case in enumerate(cases):
+        here = [row for row in rows if row["case"] == case]
+        end = max(row["params"]["tokens"] for row in here)
+        for panel, (title, names) in zip(axes[line], LEARNERS.items(), strict=True):
+            for name in (n for n in names if n in colors):
+                found: dict[int, list[float]] = {}
+                for row in here:
+                    read = row["params"]["tokens"]
+                    if row["implementation"] == name and 4 * read >= end:
+                        bits = row["metrics"]["bits_per_byte"]
+                        found.setdefault(read, []).append(bits)
+                x = sorted(found)
+                means = [sum(found[read]) / len(found[read]) for read in x]
+                low, high = ([f(found[r]) for r in x] for f in (min, max))
+                panel.plot(x, means, label=name, color=colors[name])
+                panel.fill_between(x, low, high, color=colors[name], alpha=0.2, lw=0)
+            panel.set_title(f"{case}: {title}", fontsize=10)
+            panel.set_xlabel("bytes read")
+            panel.set_ylabel("held-out bits per byte")
+            panel.grid(alpha=0.3)
+            panel.legend(fontsize=8)
+
+
 SHAPES = {
     "collective_matmul": _overlap,
+    "convergence": _learning,
     "encoder": _encoders,
     "varlen_attention": _attention,
     "pruning_accuracy": _accuracy,

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxscale
-from docs import flover_pictures, tilewise_pictures
+from docs import flover_pictures, scaling_pictures, tilewise_pictures
 from jaxscale import cli
 from jaxscale.cli import generate, prune, serve, train
 from jaxscale.training import TrainConfig
@@ -159,9 +159,19 @@ def test_commands_are_understood(command, tmp_path, monkeypatch):
         cli.main(shlex.split(command, comments=True))
 
 
-@pytest.mark.parametrize("pictures", [flover_pictures, tilewise_pictures])
+@pytest.mark.parametrize(
+    "pictures", [flover_pictures, scaling_pictures, tilewise_pictures]
+)
 def test_pictures_are_current(pictures):
     assert pictures.PATH.read_text() == pictures.svg()
+
+
+def test_the_schedule_of_the_page_is_what_the_command_draws(tmp_path):
+    options = "--stages 4 --microbatches 8 --chunks 2"
+    assert options in (ROOT / "docs/scaling.md").read_text()
+    path = tmp_path / "s.svg"
+    cli.main(["schedule", *options.split(), "--svg", str(path)])
+    assert scaling_pictures.SCHEDULE.read_text() == path.read_text()
 
 
 def test_version_is_stated_once():

@@ -227,10 +227,28 @@ ENCODER = RECORD | {
 }
 
 
+def learning_row(name, seed, tokens, bits):
+    params = {"seed": seed, "tokens": tokens}
+    changed = {"params": params, "metrics": {"bits_per_byte": bits, "rate": 1e-3}}
+    return row("bytes", name, 9.0, 1.0) | changed
+
+
+LEARNING = RECORD | {
+    "benchmark": "convergence",
+    "rows": [
+        learning_row(name, seed, tokens, 3.0 + seed - tokens / 1000)
+        for name in ("serial", "parallel", "lamb_4x")
+        for seed in (0, 1)
+        for tokens in (100, 500, 1000)
+    ]
+    + [row("bytes_rates", "serial", 9.0, 1.0) | {"params": {"rate": 1e-3}}],
+}
+
+
 @pytest.mark.parametrize(
     "record",
-    [RECORD, OVERLAP, ATTENTION, ENCODER],
-    ids=["bars", "curves", "attention", "encoder"],
+    [RECORD, OVERLAP, ATTENTION, ENCODER, LEARNING],
+    ids=["bars", "curves", "attention", "encoder", "learning"],
 )
 def test_plots_know_what_they_show(tmp_path, record):
     path = tmp_path / "plot.svg"
@@ -259,6 +277,22 @@ def test_attention_against_length_and_padding(tmp_path):
     text = (tmp_path / "plot.svg").read_text()
     for label in ("bert_base, batch 16", "albert_base, batch 16", "torch_compile"):
         assert f">{label}<" in text, label
+
+
+def test_learning_is_the_mean_and_the_range_of_the_seeds(monkeypatch):
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    drawn, bands = [], []
+    monkeypatch.setattr(Axes, "plot", lambda s, x, y, **k: drawn.append((x, y)))
+    monkeypatch.setattr(
+        Axes, "fill_between", lambda s, x, low, high, **k: bands.append((low, high))
+    )
+    monkeypatch.setattr(Axes, "legend", lambda s, **k: None)
+    plots._learning(Figure(), LEARNING)
+    # The first point is left out; rates that were tried are no curve.
+    assert drawn[0] == ([500, 1000], [3.0, 2.5]) and len(drawn) == 4
+    assert bands[0] == ([2.5, 2.0], [3.5, 3.0])
 
 
 def test_savings_are_paired_with_the_share_of_padding():
