@@ -15,16 +15,12 @@ Shape legend: B batch, T tokens of a row, S sequences (pieces of documents) in a
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
-from jaxtyping import Shaped
 
 from jaxscale.checks import check_least
 from jaxscale.models.tokenizer import Tokenizer
@@ -41,6 +37,7 @@ from jaxscale.training.corpus import (
     tokenize,
 )
 from jaxscale.training.mixture import Mixture, check_weights
+from jaxscale.training.placement import MAX_PREFETCH, RowPlacement, prefetched
 from jaxscale.training.rows import MixedRows, PackedRows
 
 
@@ -92,7 +89,7 @@ class DataConfig:
         check_least(self, 1, "vocab_size", "batch_size", "max_sequences")
         check_least(self, 2, "seq_len")
         check_least(self, 0, "seed", "prefetch")
-        for name, largest in (("prefetch", 1000), ("seed", 2**63 - 1)):
+        for name, largest in (("prefetch", MAX_PREFETCH), ("seed", 2**63 - 1)):
             if getattr(self, name) > largest:
                 raise ValueError(
                     f"{name} {getattr(self, name)}, expected at most {largest}"
@@ -235,10 +232,8 @@ class PackedBatches:
                 f"vocabulary of vocab_size {config.vocab_size}; raise it in the "
                 "configurations of data and model, or tokenize again"
             )
-        if sharding is not None:
-            _check_divisible(sharding, config.batch_size)
         self.config = config
-        self.sharding = sharding
+        self.placement = RowPlacement(sharding, config.batch_size)
         options = {
             "seq_len": config.seq_len,
             "max_sequences": config.max_sequences,
@@ -260,7 +255,6 @@ class PackedBatches:
             self.rows = PackedRows(corpus, **options)
             if epochs is not None:
                 self.num_rows = epochs * self.rows.rows_per_epoch
-        self.local_rows = _local_rows(sharding, config.batch_size)
 
     def __iter__(self) -> "PackedBatchIterator":
         return PackedBatchIterator(self)
@@ -323,28 +317,16 @@ class PackedBatchIterator(Iterator[PackedBatch]):
 
     def _open(self, first_row: int) -> None:
         self._first_row = first_row
-        grain = _require_grain()
-        prefetch = self._batches.config.prefetch
-        options = grain.ReadOptions(
-            num_threads=min(prefetch, 1), prefetch_buffer_size=prefetch
-        )
         source = _LocalBatches(self._batches, first_row)
-        dataset = grain.MapDataset.source(source).to_iter_dataset(options)
-        self._source = iter(dataset)
+        self._source = prefetched(source, self._batches.config.prefetch)
 
 
 class _LocalBatches:
-    """The source that Grain reads: batches of which this process makes its rows.
-
-    All of it runs on Grain's thread, so that packing and the transfer to the devices
-    are done while the devices compute an earlier step.
-    """
+    """The source that Grain reads: batches of which this process makes its rows."""
 
     def __init__(self, batches: PackedBatches, first_row: int) -> None:
         self._batches = batches
         self._first_row = first_row
-        # A setting of the thread that asks.
-        self._device = jax.config.jax_default_device
 
     def __len__(self) -> int:
         rows = self._batches.num_rows - self._first_row
@@ -355,7 +337,8 @@ class _LocalBatches:
         if self._batches.config.max_sequences == 1:
             # A row is one sequence; no token sees the padding behind it.
             del local["cu_seqlens"]
-        arrays = {name: self._to_devices(rows) for name, rows in local.items()}
+        place = self._batches.placement.to_devices
+        arrays = {name: place(rows) for name, rows in local.items()}
         return PackedBatch(**{"cu_seqlens": None, **arrays})
 
     def on_host(self, step: int) -> dict[str, np.ndarray]:
@@ -364,58 +347,6 @@ class _LocalBatches:
         start = self._first_row + step * self._batches.config.batch_size
         made = [
             rows[start + i] if start + i < end else rows.empty_row()
-            for i in self._batches.local_rows
+            for i in self._batches.placement.local_rows
         ]
         return {name: np.stack([row[name] for row in made]) for name in made[0]}
-
-    def _to_devices(self, local: Shaped[np.ndarray, "rows _"]) -> jax.Array:
-        sharding, held = self._batches.sharding, self._batches.local_rows
-        if sharding is None:
-            with jax.default_device(self._device):
-                return jnp.asarray(local)
-        shape = (self._batches.config.batch_size, local.shape[1])
-
-        def shard(index: Any) -> np.ndarray:
-            low, high, _ = index[0].indices(shape[0])
-            start = int(np.searchsorted(held, low))
-            return local[start : start + high - low, index[1]]
-
-        return jax.make_array_from_callback(shape, sharding, shard)
-
-
-def _local_rows(sharding: NamedSharding | None, batch_size: int) -> Sequence[int]:
-    """The rows of a batch that the devices of this process hold, in order."""
-    if sharding is None:
-        return range(batch_size)
-    indices = sharding.addressable_devices_indices_map((batch_size, 1)).values()
-    held = {row for index in indices if index for row in range(batch_size)[index[0]]}
-    return sorted(held)
-
-
-def _check_divisible(sharding: NamedSharding, batch_size: int) -> None:
-    axes = sharding.spec[0] if len(sharding.spec) else None
-    if any(axis is not None for axis in sharding.spec[1:]):
-        raise ValueError(
-            f"sharding {sharding.spec} splits more than the rows of a batch; give it "
-            "the axes of the rows alone"
-        )
-    names = (axes,) if isinstance(axes, str) else axes or ()
-    sizes = {name: sharding.mesh.shape[name] for name in names}
-    shards = int(np.prod(list(sizes.values()), initial=1))
-    if batch_size % shards:
-        written = " x ".join(f"{name}={size}" for name, size in sizes.items())
-        raise ValueError(
-            f"batch_size {batch_size} is not divisible by the {shards} shards of the "
-            f"rows ({written}); make it a multiple of {shards}"
-        )
-
-
-def _require_grain() -> ModuleType:
-    """The Grain library, or an error that says how to install it."""
-    try:
-        import grain
-    except ImportError as error:
-        raise ImportError(
-            "jaxscale.training.data needs Grain: pip install 'jaxscale[train]'"
-        ) from error
-    return grain

@@ -4,7 +4,9 @@ Axes: B rows, T tokens of a row, S sequences of a row, C labels.
 """
 
 import dataclasses
+import functools
 import hashlib
+import sys
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -18,6 +20,7 @@ from jaxtyping import Array, Bool, Int
 from jaxscale.models.tokenizer import EncodedText
 from jaxscale.nn.packing import assign_rows, cu_seqlens_of_lengths
 from jaxscale.training.losses import LossSums
+from jaxscale.training.placement import MAX_PREFETCH, RowPlacement, prefetched
 from jaxscale.training.step import LossFunction
 
 
@@ -46,7 +49,8 @@ class LabeledBatches:
     """Batches of packed texts with labels; each `iter` starts at the first.
 
     Texts are shuffled in each epoch and packed into rows in that order; rows of padding
-    fill the last batch of an epoch. No text is split or left out.
+    fill the last batch of an epoch. No text is split or left out. Each process makes
+    just the rows of its own devices.
 
     Example:
         >>> from jaxscale.models import Tokenizer
@@ -71,6 +75,7 @@ class LabeledBatches:
         sharding: NamedSharding | None = None,
         epochs: int | None = None,
         shuffle: bool = True,
+        prefetch: int = 2,
     ) -> None:
         """Describe the batches.
 
@@ -85,11 +90,13 @@ class LabeledBatches:
             sharding: Sharding of the rows of a batch; None: the default device.
             epochs: Passes over the texts, None for no end.
             shuffle: True shuffles texts, anew in each epoch.
+            prefetch: Batches made ahead of time on another thread, on the devices too;
+                0 makes each when asked.
 
         Raises:
             TypeError: a text is not encoded, or a label is no integer.
-            ValueError: labels do not fit the texts, or a text is empty or longer than a
-                row.
+            ValueError: labels do not fit the texts, a text is empty or longer than a
+                row, or the rows of a batch cannot be spread evenly.
         """
         if not texts:
             raise ValueError("texts is empty; training needs at least one text")
@@ -101,6 +108,8 @@ class LabeledBatches:
         for name, value in (("batch_size", batch_size), ("epochs", epochs)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} {value}, expected at least 1")
+        if not 0 <= prefetch <= MAX_PREFETCH:
+            raise ValueError(f"prefetch {prefetch}, expected 0 to {MAX_PREFETCH}")
         for i, (text, label) in enumerate(zip(texts, labels, strict=True)):
             _check_types(i, text, label)
         self.texts = [np.asarray(text.ids, np.int32) for text in texts]
@@ -128,9 +137,12 @@ class LabeledBatches:
         self.batch_size = batch_size
         self.max_sequences = max_sequences
         self.seed = seed
-        self.sharding = sharding
+        self.placement = RowPlacement(sharding, batch_size)
         self.epochs = epochs
         self.shuffle = shuffle
+        self.prefetch = prefetch
+        # Two epochs are in use while the next one is prefetched.
+        self._rows_of = functools.lru_cache(maxsize=2)(self._pack)
         digest = hashlib.sha256()
         for array in (*self.texts, *self.types, *self.labels):
             digest.update(array.tobytes())
@@ -145,6 +157,9 @@ class LabeledBatches:
 
     def rows_of(self, epoch: int) -> list[list[int]]:
         """The texts of each row of an epoch."""
+        return self._rows_of(epoch)
+
+    def _pack(self, epoch: int) -> list[list[int]]:
         order = np.arange(len(self.texts))
         if self.shuffle:
             # The raw stream of Philox is the same in every release of numpy.
@@ -164,31 +179,20 @@ class LabeledBatchIterator(Iterator[LabeledBatch]):
     def __init__(self, batches: LabeledBatches) -> None:
         """Begin with the first batch."""
         self._batches = batches
-        self._epoch, self._row = 0, 0
-        self._rows = batches.rows_of(0)
+        self._open(0, 0)
 
     def __next__(self) -> LabeledBatch:
-        batches = self._batches
-        if self._row >= len(self._rows):
-            self._epoch, self._row = self._epoch + 1, 0
-            if batches.epochs is None or self._epoch < batches.epochs:
-                self._rows = batches.rows_of(self._epoch)
-        if batches.epochs is not None and self._epoch >= batches.epochs:
-            raise StopIteration
-        rows = self._rows[self._row : self._row + batches.batch_size]
-        self._row += batches.batch_size
-        made = self._make(rows)
-        if batches.sharding is None:
-            return jax.tree.map(jnp.asarray, made)
-        sharding = batches.sharding
-        return jax.tree.map(
-            lambda x: jax.make_array_from_callback(x.shape, sharding, lambda i: x[i]),
-            made,
-        )
+        return next(self._source)
+
+    def progress(self) -> dict[str, float]:
+        """How often the texts were read so far, for the metrics."""
+        epoch, row = self._place()
+        return {"epochs": epoch + row / len(self._batches.rows_of(epoch))}
 
     def get_state(self) -> dict[str, Any]:
         """The position, as a small dictionary that JSON can hold."""
-        return {"epoch": self._epoch, "row": self._row, **self._batches.identity}
+        epoch, row = self._place()
+        return {"epoch": epoch, "row": row, **self._batches.identity}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continue where `get_state` was called, bit for bit.
@@ -202,12 +206,65 @@ class LabeledBatchIterator(Iterator[LabeledBatch]):
                     f"the saved position was made with {name} {state.get(name)!r}, "
                     f"this data has {mine!r}; resume with the same settings and texts"
                 )
-        self._epoch, self._row = int(state["epoch"]), int(state["row"])
-        self._rows = self._batches.rows_of(self._epoch)
+        self.close()
+        self._open(int(state["epoch"]), int(state["row"]))
+
+    def close(self) -> None:
+        """Stop the prefetching thread."""
+        self._source.close()
+
+    def _open(self, epoch: int, row: int) -> None:
+        self._made = _LocalBatches(self._batches, epoch, row)
+        self._source = prefetched(self._made, self._batches.prefetch)
+
+    def _place(self) -> tuple[int, int]:
+        """Epoch and first row of the next batch."""
+        return self._made.place(self._source.get_state()["next_index"])
+
+
+class _LocalBatches:
+    """The source that Grain reads: batches of which this process makes its rows."""
+
+    def __init__(self, batches: LabeledBatches, epoch: int, row: int) -> None:
+        self._batches = batches
+        self._epoch = epoch
+        self._first = row // batches.batch_size
+        self._counts: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        if self._batches.epochs is None:
+            return sys.maxsize
+        left = range(self._epoch, self._batches.epochs)
+        return max(0, sum(map(self._count, left)) - self._first)
+
+    def __getitem__(self, step: int) -> LabeledBatch:
+        return jax.tree.map(self._batches.placement.to_devices, self.on_host(step))
+
+    def on_host(self, step: int) -> LabeledBatch:
+        """The rows of this process."""
+        epoch, row = self.place(step)
+        rows = self._batches.rows_of(epoch)[row : row + self._batches.batch_size]
+        mine = self._batches.placement.local_rows
+        return self._make([rows[i] if i < len(rows) else [] for i in mine])
+
+    def place(self, step: int) -> tuple[int, int]:
+        """Epoch and first row of a batch, `step` batches after the first."""
+        epoch, batch = self._epoch, self._first + step
+        while batch >= self._count(epoch):
+            batch -= self._count(epoch)
+            epoch += 1
+        return epoch, batch * self._batches.batch_size
+
+    def _count(self, epoch: int) -> int:
+        """Batches of an epoch."""
+        if epoch not in self._counts:
+            rows = len(self._batches.rows_of(epoch))
+            self._counts[epoch] = -(-rows // self._batches.batch_size)
+        return self._counts[epoch]
 
     def _make(self, rows: Sequence[Sequence[int]]) -> LabeledBatch:
         batches = self._batches
-        shape = (batches.batch_size, batches.seq_len)
+        shape = (len(rows), batches.seq_len)
         seqs = batches.max_sequences
         answers = shape if batches.by_token else (shape[0], seqs)
         tokens, types = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
@@ -216,6 +273,8 @@ class LabeledBatchIterator(Iterator[LabeledBatch]):
         for b, row in enumerate(rows):
             lengths = [len(batches.texts[i]) for i in row]
             bounds[b] = cu_seqlens_of_lengths(lengths, seqs)
+            if not row:
+                continue  # padding
             filled = slice(bounds[b, -1])
             tokens[b, filled] = np.concatenate([batches.texts[i] for i in row])
             types[b, filled] = np.concatenate([batches.types[i] for i in row])

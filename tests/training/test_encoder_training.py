@@ -1,6 +1,7 @@
 """Encoders through `fit`: what is masked and learned, resumed and sharded alike."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -8,11 +9,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.models import EncoderModel, Tokenizer, encoder_head, encoder_preset
 from jaxscale.models.tokenizer import EncodedText
 from jaxscale.nn.packing import PackedBatch
-from jaxscale.sharding import MeshConfig, fsdp_tp
+from jaxscale.sharding import MeshConfig, fsdp_tp, make_mesh
 from jaxscale.training import (
     DataConfig,
     LabeledBatches,
@@ -29,6 +31,7 @@ from jaxscale.training import (
     make_train_step,
     masked_lm_loss,
 )
+from jaxscale.training.labeled import _LocalBatches
 from jaxscale.training.masked import hide_tokens
 from jaxscale.training.monitor import Writer
 
@@ -291,6 +294,49 @@ def test_every_text_occurs_once_an_epoch():
     other = LabeledBatches(texts, labels, seq_len=64, batch_size=4, max_sequences=4)
     with pytest.raises(ValueError, match="made with seq_len 32, this data has 64"):
         iter(other).set_state(iterator.get_state())
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+@pytest.mark.parametrize("epochs", [None, 3])
+def test_labels_resume_anywhere_whatever_was_prefetched(prefetch, epochs):
+    """At each batch, beyond ends of epochs; the rows of two processes are the batch."""
+    options = {"seq_len": 32, "batch_size": 4, "max_sequences": 4, "epochs": epochs}
+    mesh = make_mesh({"data": 4, "tensor": 2})
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    plain = LabeledBatches(*labeled(48), **options, prefetch=0)
+    data = LabeledBatches(*labeled(48), **options, prefetch=prefetch, sharding=rows)
+    per_epoch = -(-len(plain.rows_of(0)) // 4)
+    assert per_epoch > 1 and len(plain.rows_of(0)) % 4  # padding at the end
+    unbroken, iterator = iter(plain), iter(data)
+    total = epochs * per_epoch if epochs else 3 * per_epoch
+    for _ in range(total):
+        state = json.loads(json.dumps(iterator.get_state()))
+        assert iterator.progress()["epochs"] == pytest.approx(
+            state["epoch"] + state["row"] / len(plain.rows_of(state["epoch"]))
+        )
+        expected = next(unbroken)
+        iterator.set_state(state)
+        batch = next(iterator)
+        assert batch.labels.sharding.is_equivalent_to(rows, 2)
+        jax.tree.map(np.testing.assert_array_equal, batch, expected)
+        parts = []
+        for mine in ([0, 1], [2, 3]):
+            process = LabeledBatches(*labeled(48), **options)
+            process.placement.local_rows = mine
+            parts.append(
+                _LocalBatches(process, state["epoch"], state["row"]).on_host(0)
+            )
+        together = jax.tree.map(lambda *x: np.concatenate(x), *parts)
+        jax.tree.map(np.testing.assert_array_equal, together, expected)
+    iterator.close()
+    if epochs:
+        with pytest.raises(StopIteration):
+            next(unbroken)
+        done = iter(data)
+        done.set_state(unbroken.get_state())
+        assert next(done, None) is None
+    with pytest.raises(ValueError, match=r"batch_size 2 is not divisible by the 4 sh"):
+        LabeledBatches(*labeled(3), **options | {"batch_size": 2}, sharding=rows)
 
 
 def test_wrong_labels():

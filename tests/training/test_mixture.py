@@ -120,14 +120,14 @@ def in_processes(processes, state, steps):
     for devices in np.split(mesh.devices.ravel(), processes):
         batches = PackedBatches(MIXTURE, CONFIG, sharding=sharding)
         places = {tuple(range(8)[held[device][0]]) for device in devices}
-        batches.local_rows = sorted(sum(places, ()))
-        assert len(batches.local_rows) == 8 // processes
+        batches.placement.local_rows = sorted(sum(places, ()))
+        assert len(batches.placement.local_rows) == 8 // processes
         iterator = iter(batches)
         iterator.set_state(state)
         local = _LocalBatches(batches, iterator.get_state()["row"])
         for step in range(steps):
             made = local.on_host(step)
-            for i, place in enumerate(batches.local_rows):
+            for i, place in enumerate(batches.placement.local_rows):
                 row = {name: values[i] for name, values in made.items()}
                 for name, values in rows[step].setdefault(place, row).items():
                     np.testing.assert_array_equal(values, row[name])
