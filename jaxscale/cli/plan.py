@@ -9,9 +9,9 @@ from jaxscale.cli.errors import UsageError, usage_errors
 from jaxscale.cli.options import parse
 from jaxscale.cli.runs import find_run
 from jaxscale.models import DecoderConfig
-from jaxscale.training.plan import Plan, missing_today, plan_layouts
+from jaxscale.training.plan import Plan, plan_layouts, train_command
 from jaxscale.training.plan_config import PlanConfig
-from jaxscale.training.plan_report import command_lines, text, write_report
+from jaxscale.training.plan_report import text, write_report
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     with usage_errors():
         found = plan_layouts(shape, command)
     print(text(found, command.model, top=command.top))
-    print(_commands(shape, found, command))
+    print(_commands(found, command))
     if command.report is not None:
         with usage_errors():
             write_report(found, command.model, command.report)
@@ -58,22 +58,13 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _commands(shape: DecoderConfig, found: Plan, command: PlanCommand) -> str:
-    """The command of the best, and if it cannot run yet that of the best that can."""
-    lines = ["", *command_lines(found, command.model)]
+def _commands(found: Plan, command: PlanCommand) -> str:
+    """The command that trains with the best layout, and one that shows its schedule."""
     layout = found.best.layout
+    lines = ["", train_command(command.model, found.best, found.config)]
     if layout.pipe > 1:
         lines.append(
             f"its schedule: jaxscale schedule --stages {layout.pipe} "
             f"--microbatches {layout.microbatches} --chunks {layout.chunks}"
         )
-    if missing_today(layout):
-        try:
-            now = plan_layouts(shape, dataclasses.replace(command, today=True))
-        except ValueError as error:
-            lines.append(f"nothing that it can run today: {error}")
-        else:
-            slower = now.best.seconds / found.best.seconds - 1
-            lines.append(f"the fastest that it can run today (+{slower:.1%}):")
-            lines += command_lines(now, command.model)
     return "\n".join(lines)

@@ -8,7 +8,7 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from jaxscale.checks import check_choice, check_positive
 from jaxscale.nn.attention import AttentionConfig
@@ -96,6 +96,9 @@ class DecoderConfig:
     """Sliding window: a token attends to this many tokens, itself included."""
     global_layers: tuple[int, ...] = ()
     """Layers that see the whole sequence in spite of `window`: numbers, ascending."""
+    window_pattern: tuple[int | None, ...] = ()
+    """Windows that repeat through the layers, instead of `window`: with (512, None)
+    every second layer sees the whole sequence. Its length divides `num_layers`."""
     qk_norm: bool = False
     """RMS norm of the queries and keys of each head before they are rotated (Qwen3)."""
     attention_softcap: float | None = None
@@ -138,7 +141,18 @@ class DecoderConfig:
                 raise ValueError(
                     f"{name} {value} must be positive and finite, or None for none"
                 )
-        if self.rope_theta_local is not None and self.window is None:
+        self._check_windows()
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads {self.num_heads} must be a multiple of "
+                f"num_kv_heads {self.num_kv_heads}"
+            )
+        check_positive(self, "norm_eps")
+
+    def _check_windows(self) -> None:
+        if self.rope_theta_local is not None and not (
+            self.window or any(self.window_pattern)
+        ):
             raise ValueError(
                 f"rope_theta_local {self.rope_theta_local} has no effect without "
                 "window; set window, or leave rope_theta_local None"
@@ -155,12 +169,24 @@ class DecoderConfig:
                 f"global_layers {self.global_layers} must be ascending numbers of "
                 f"layers, from 0 to {self.num_layers - 1}"
             )
-        if self.num_heads % self.num_kv_heads:
+        pattern = self.window_pattern
+        if not isinstance(pattern, tuple) or not all(map(_is_window, pattern)):
             raise ValueError(
-                f"num_heads {self.num_heads} must be a multiple of "
-                f"num_kv_heads {self.num_kv_heads}"
+                f"window_pattern {pattern!r} must be a tuple with a positive number of "
+                "tokens, or None for the whole sequence, for each layer of a period"
             )
-        check_positive(self, "norm_eps")
+        if pattern and self.window is not None:
+            raise ValueError(
+                f"window_pattern {pattern} takes the place of window {self.window}; "
+                "set one of them"
+            )
+        if pattern and self.num_layers % len(pattern):
+            fitting = [n for n in layers if n and self.num_layers % n == 0]
+            raise ValueError(
+                f"window_pattern {pattern} of {len(pattern)} layers does not repeat "
+                f"through num_layers {self.num_layers}; give a window for each of "
+                f"{' or '.join(map(str, [*fitting, self.num_layers]))} layers"
+            )
 
     def _check_choices(self) -> None:
         for name, kind in (
@@ -233,9 +259,35 @@ class DecoderConfig:
         """Kernels of the feed-forward network: gate, up and down, or up and down."""
         return 3 if self.activation in GATED else 2
 
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer; None sees the whole sequence."""
+        count = self.num_layers
+        if self.window_pattern:
+            return self.window_pattern * (count // len(self.window_pattern))
+        full = set(self.global_layers)
+        return tuple(None if i in full else self.window for i in range(count))
+
+    def without_pattern(self) -> "DecoderConfig":
+        """The same windows said by `window` and `global_layers`, as files say them.
+
+        Windows of several sizes stay a pattern, as no file can say them.
+        """
+        windows = self.windows
+        sizes = sorted({w for w in windows if w is not None})
+        if not self.window_pattern or len(sizes) > 1:
+            return self
+        full = tuple(i for i, window in enumerate(windows) if window is None)
+        return dataclasses.replace(
+            self,
+            window_pattern=(),
+            window=sizes[0] if sizes else None,
+            global_layers=full if sizes else (),
+        )
+
     def attention(self, layer: int = 0) -> AttentionConfig:
         """The attention of one layer."""
-        window = None if layer in self.global_layers else self.window
+        window = self.windows[layer]
         local = self.rope_theta_local if window is not None else None
         rope = RopeConfig(
             theta=self.rope_theta if local is None else local,
@@ -316,8 +368,8 @@ class DecoderConfig:
         if seq_len < 1:
             raise ValueError(f"seq_len {seq_len} must be positive")
         keys = 0.0  # of all layers
-        for layer in range(self.num_layers):
-            seen = min(seq_len, self.attention(layer).window or seq_len)
+        for window in self.windows:
+            seen = min(seq_len, window or seq_len)
             keys += seen - seen**2 / (2 * seq_len) if causal else seen
         matmul = self.num_layers * self._block_matmul_parameters()
         matmul += self.d_model * self.vocab_size
@@ -368,6 +420,11 @@ class DecoderConfig:
             ("num_tokens", num_tokens, ("tokens",)),
         ]
         check_division(divided, mesh_sizes, rules)
+
+
+def _is_window(value: Any) -> bool:
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return value is None or (whole and int(value) > 0)
 
 
 type Divided = tuple[str, int | None, tuple[str, ...]]

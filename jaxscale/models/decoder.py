@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
@@ -25,6 +26,7 @@ from jaxscale.models.stack import (
 from jaxscale.models.stack_layout import flat_stack
 from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.blocks import Block, make_norm
+from jaxscale.nn.context import state_of_part
 from jaxscale.nn.embeddings import Embed
 from jaxscale.nn.linear import Linear
 from jaxscale.nn.quantized_linear import QuantizedLinear
@@ -34,6 +36,7 @@ from jaxscale.nn.self_attention import (
     Whole,
     attention_state,
 )
+from jaxscale.sharding.manual import manual_names
 from jaxscale.sharding.operations import constrain, contract
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 from jaxscale.sharding.tensor_parallel import TensorParallel, check_tensor_parallel
@@ -202,14 +205,18 @@ class Decoder(nnx.Module):
     ) -> Whole | Packed:
         """The state of whole or packed rows of this `shape`, (B, T).
 
+        Where the rule `context` is Manual, T are the tokens of this device, and
+        `cu_seqlens` are boundaries of whole rows: see `jaxscale.nn.context`.
+
         Raises:
             ValueError: as `hidden`.
         """
+        names = manual_names(self.rules.context)
         if positions is None and cu_seqlens is None:
-            self._check_length("tokens per row", shape[1])
-        return attention_state(
-            shape, cu_seqlens=cu_seqlens, positions=positions, rules=self.rules
-        )
+            length = shape[1] * jax.lax.axis_size(names) if names else shape[1]
+            self._check_length("tokens per row", length)
+        make = state_of_part if names else attention_state
+        return make(shape, cu_seqlens=cu_seqlens, positions=positions, rules=self.rules)
 
     def run[State: AttentionState](
         self, tokens: Int[Array, "B T"], state: State

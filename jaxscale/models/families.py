@@ -152,6 +152,8 @@ def config_to_hf(
         >>> config_from_hf(values) == gpt2_small()
         True
     """
+    if isinstance(config, DecoderConfig):
+        config = config.without_pattern()
     family = family_of(config)
     values = _written(config, family)
     differences = _differences(config, family.read(Keys(values)))

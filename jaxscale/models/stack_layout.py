@@ -131,15 +131,35 @@ def place_variants(config: DecoderConfig, layout: StackLayout) -> list[Attention
         layers = layout.places[:, :, place]
         found = {config.attention(int(i)) for i in layers.flat if i >= 0}
         if len(found) > 1:
-            raise ValueError(
-                f"global_layers {config.global_layers} make the layers at place "
-                f"{place} of the chunks of stages {layout.stages} x chunks "
-                f"{layout.chunks} attend in different ways, and all stages run one "
-                "program; the pattern of windows must repeat with each chunk: use "
-                "fewer stages or chunks"
-            )
+            raise ValueError(_no_repetition(config, layout, place))
         variants += found
     return variants
+
+
+def _no_repetition(config: DecoderConfig, layout: StackLayout, place: int) -> str:
+    """Say which pattern of windows does not repeat, and which chunks would fit."""
+    name = "window_pattern" if config.window_pattern else "global_layers"
+    count, stages = config.num_layers, layout.stages
+    chunks = [v for v in range(1, count // stages + 1) if _repeats(config, stages, v)]
+    others = [p for p in range(2, count + 1) if _repeats(config, p, 1)]
+    fitting = f"chunks {_either(chunks)}" if chunks else f"stages {_either(others)}"
+    return (
+        f"{name} {getattr(config, name)}: the layers at place {place} of the chunks of "
+        f"stages {stages} x chunks {layout.chunks} have different windows, and all "
+        "stages run one program, so windows must repeat with each chunk; "
+        + (f"use {fitting}" if chunks or others else "use no pipeline")
+    )
+
+
+def _either(numbers: list[int]) -> str:
+    return " or ".join(map(str, numbers))
+
+
+def _repeats(config: DecoderConfig, stages: int, chunks: int) -> bool:
+    layout = StackLayout(num_layers=config.num_layers, stages=stages, chunks=chunks)
+    places = layout.places.reshape(-1, layout.places.shape[-1])  # [v p, k]
+    windows = config.windows
+    return all(len({windows[i] for i in layers if i >= 0}) <= 1 for layers in places.T)
 
 
 def _map_stacks[Tree](

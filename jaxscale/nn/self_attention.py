@@ -31,6 +31,7 @@ from jaxscale.nn.joined import JoinedLinear, join_inputs
 from jaxscale.nn.linear import ColumnParallelLinear, RowParallelLinear
 from jaxscale.nn.norms import RMSNorm
 from jaxscale.nn.packing import check_cu_seqlens_of_rows, positions
+from jaxscale.sharding.manual import manual_names
 from jaxscale.sharding.operations import Shards, per_shard, reshape
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 from jaxscale.sharding.tensor_parallel import TensorParallel
@@ -228,14 +229,20 @@ def attention_state(
         rules: The table of the recipe.
 
     Raises:
-        ValueError: `cu_seqlens` has not B rows; or its values, where
-            they are not traced, do not start at 0, decrease or pass T.
+        ValueError: `cu_seqlens` has not B rows; or its values, where they are not
+            traced, do not start at 0, decrease or pass T; or devices share the rows
+            here, which only decoders know how to do.
 
     Example:
         >>> attention_state((1, 3), cu_seqlens=jnp.array([[0, 1, 3]]))
         ... # doctest: +ELLIPSIS
         Packed(positions=Array([[0, 0, 1]], dtype=int32), ...)
     """
+    if names := manual_names(rules.context):
+        raise ValueError(
+            f"the mesh axes {names} share the tokens of a row, which only decoders can "
+            "do; set the mesh axis context to 1"
+        )
     if cu_seqlens is not None:
         check_cu_seqlens_of_rows(cu_seqlens, shape)
     if positions is None:

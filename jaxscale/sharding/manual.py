@@ -13,7 +13,14 @@ import jax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Inexact, Shaped
 
-from jaxscale.sharding.rules import as_tuple
+from jaxscale.sharding.rules import MeshAxes, as_tuple
+
+
+def manual_names(axes: MeshAxes) -> tuple[str, ...]:
+    """Those of the mesh `axes` that are Manual here and have several devices."""
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = set(mesh.manual_axes)
+    return tuple(n for n in as_tuple(axes) if n in manual and mesh.shape[n] > 1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -13,7 +13,7 @@ from jaxscale.models.config import DecoderConfig
 from jaxscale.models.encoder_config import EncoderConfig
 from jaxscale.models.stack_layout import StackLayout, place_variants
 from jaxscale.sharding.mesh import MESH_AXES, MeshConfig
-from jaxscale.sharding.rules import AxisRules, preset
+from jaxscale.sharding.rules import AxisRules, MeshAxes, as_tuple, preset
 from jaxscale.sharding.schedule import check_schedule
 from jaxscale.sharding.tensor_parallel import check_tensor_parallel
 from jaxscale.training.data import DataConfig
@@ -236,6 +236,7 @@ class TrainConfig:
                 "these axes to 1"
             )
         rows, rules = self.data.batch_size // self.microbatches, self.axis_rules
+        self._check_context(sizes)
         self._check_pipeline(sizes)
         if self.is_pipelined(sizes):  # layers need not divide over the stages
             rules = dataclasses.replace(rules, layers=None)
@@ -270,6 +271,31 @@ class TrainConfig:
             "mesh.pipe above 1 with rules='megascale_3d', or chunks=1"
         )
 
+    def _check_context(self, sizes: Mapping[str, int]) -> None:
+        """Raise where devices cannot share the rows."""
+
+        def ways(axis: MeshAxes) -> int:
+            return math.prod(sizes.get(name, 1) for name in as_tuple(axis))
+
+        rules, length = self.axis_rules, self.data.seq_len
+        if (shared := ways(rules.context)) == 1:
+            return
+        if not isinstance(self.model, DecoderConfig):
+            raise ValueError(
+                f"mesh.context {shared} shares the rows of causal attention alone; set "
+                "it to 1 for an encoder"
+            )
+        step = math.lcm(2 * shared, shared * ways(rules.tokens))
+        if length % step:
+            fitting = (length // step * step, -(-length // step) * step)
+            written = " or ".join(str(n) for n in fitting if n)
+            raise ValueError(
+                f"data.seq_len {length} is not divisible by {step}: each device of "
+                f"mesh.context {shared} has two pieces of a row, which are split over "
+                f"mesh.tensor between layers; set data.seq_len to {written}, or make "
+                "mesh.context smaller"
+            )
+
     def _check_pipeline(self, sizes: Mapping[str, int]) -> None:
         """Raise where stages, chunks, microbatches and model do not fit each other."""
         if not self.is_pipelined(sizes):
@@ -296,4 +322,6 @@ class TrainConfig:
         del values["optimizer"]["memory_kind"]
         if self.optimizer.kind == "adamw":  # as before there was a choice
             del values["optimizer"]["kind"]
+        if not values["model"].get("window_pattern", True):
+            del values["model"]["window_pattern"]
         return json.loads(json.dumps(values, default=str))

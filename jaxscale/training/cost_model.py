@@ -193,10 +193,12 @@ class Layout:
                 f"tensor {self.tensor}"
             )
         parts = self.context * self.tensor
+        if self.context > 1:  # a device has two pieces of a row
+            parts = math.lcm(parts, 2 * self.context)
         if seq_len % parts:
             raise ValueError(
-                f"seq_len {seq_len} is not divisible by context {self.context} x "
-                f"tensor {self.tensor}"
+                f"seq_len {seq_len} is not divisible by {parts} for context "
+                f"{self.context} x tensor {self.tensor}"
             )
         if self.pipe * self.chunks > shape.num_layers:
             raise ValueError(

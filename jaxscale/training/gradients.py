@@ -16,10 +16,11 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from jaxscale.checks import check_choice
+from jaxscale.nn.context import own_part
 from jaxscale.sharding.manual import scattered, summed, whole
 from jaxscale.sharding.operations import constrain, reshape
 from jaxscale.sharding.parameters import logical_axes, specs
-from jaxscale.sharding.rules import REPLICATED, AxisRules, as_tuple
+from jaxscale.sharding.rules import REPLICATED, AxisRules, MeshAxes, as_tuple
 from jaxscale.training.losses import LossSums
 from jaxscale.training.optimizer import decays
 
@@ -54,6 +55,9 @@ def accumulated(
     - 2: the same, but the gradients of each microbatch are scattered.
     - 3: each layer is gathered before its use, its gradient scattered after it.
 
+    Devices that share rows (the rule `context`) each take their tokens of a
+    `PackedBatch` and sum gradients once a step, too: see `jaxscale.nn.context`.
+
     Args:
         loss: Summed loss of a model on a microbatch.
         microbatches: Parts of a batch that are differentiated one after the other.
@@ -62,7 +66,7 @@ def accumulated(
 
     Raises:
         ValueError: `microbatches` is not positive or `zero` unknown; at the first call,
-            the rows of the batch cannot be cut into them.
+            the rows of the batch cannot be cut into them, or tokens into `context`.
 
     References:
         ZeRO: arXiv 1910.02054.
@@ -72,8 +76,9 @@ def accumulated(
 
     def gradients(model: Any, batch: Any) -> tuple[LossSums, Any]:
         graph, params, rest = nnx.split(model, nnx.Param, ...)
-        apart = zero < 3 or microbatches > 1
-        manual = _manual_rows(params, rules, zero) if apart else ()
+        context = _shared(rules.context)
+        apart = zero < 3 or microbatches > 1 or context
+        manual = (*_manual_rows(params, rules, zero), *context) if apart else ()
         stored = specs(params, rules.only(manual))
 
         def one(params: Any, rest: Any, batch: Any) -> tuple[LossSums, Any]:
@@ -86,6 +91,7 @@ def accumulated(
             return sums, constrain_variables(grads, rules)
 
         def of_rows(params: Any, rest: Any, batch: Any) -> tuple[LossSums, Any]:
+            batch = own_part(batch, rules)
             if zero < 3:
                 params = cast_layers(params, getattr(model, "dtype", None))
                 params = jax.tree.map(whole, params, stored)
@@ -110,13 +116,44 @@ def accumulated(
 
 def _manual_rows(params: Any, rules: AxisRules, zero: int) -> tuple[str, ...]:
     """The mesh axes over which `accumulated` sums by itself."""
-    mesh = jax.sharding.get_abstract_mesh()
-    rows = [n for n in as_tuple(rules.batch) if mesh.shape.get(n, 1) > 1]
+    rows = _shared(rules.batch)
     if zero == 3:  # what stores parameters is left to the compiler
         variables = jax.tree.leaves(params, is_leaf=_is_variable)
         axes = [rules.mesh_axes(logical_axes(x)) for x in variables]
-        rows = [n for n in rows if n not in frozenset().union(*axes)]
-    return tuple(rows)
+        rows = tuple(n for n in rows if n not in frozenset().union(*axes))
+    return rows
+
+
+def _shared(axes: MeshAxes) -> tuple[str, ...]:
+    """Those of the mesh `axes` that have several devices."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(n for n in as_tuple(axes) if mesh.shape.get(n, 1) > 1)
+
+
+def accumulated_sums(
+    loss: LossFunction, *, rules: AxisRules = REPLICATED
+) -> Callable[[Any, Any], LossSums]:
+    """``sums(model, batch)`` without gradients, for evaluation; see `accumulated`."""
+
+    def sums(model: Any, batch: Any) -> LossSums:
+        manual = _shared(rules.context)
+        if not manual:
+            return loss(model, batch)[1]
+
+        def of_part(model: Any, batch: Any) -> LossSums:
+            found = loss(model, own_part(batch, rules))[1]
+            return sum_once(found, (), (), manual, scatter=False)[0]
+
+        region = jax.shard_map(
+            of_part,
+            axis_names=set(manual),
+            in_specs=(PartitionSpec(), PartitionSpec()),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+        return region(model, batch)
+
+    return sums
 
 
 def _add_microbatches(

@@ -378,7 +378,8 @@ def _functions(
         "rules": config.axis_rules,
     }
     if not config.is_pipelined(mesh.shape):
-        return accumulated(loss, zero=config.zero, **options), make_eval_step(loss)
+        evaluate = make_eval_step(loss, rules=config.axis_rules)
+        return accumulated(loss, zero=config.zero, **options), evaluate
     options["chunks"] = config.chunks
     return (
         pipelined(loss, zero=config.zero, **options),

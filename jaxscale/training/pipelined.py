@@ -1,6 +1,6 @@
 """Loss and gradients of a decoder through a pipeline of stages.
 
-One `jax.shard_map`, Manual over the stages and the axes that see other rows, runs the
+One `jax.shard_map`, Manual over the stages and the axes that see other tokens, runs the
 ticks of a schedule (`jaxscale.sharding.pipeline`); `tensor` is left to the layers.
 
 Legend: B batch, T tokens of a row, D model, v chunks a stage, p stages, k places of a
@@ -24,6 +24,7 @@ from jaxscale.models.stack import lose
 from jaxscale.models.stack_layout import StackLayout, place_variants
 from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.blocks import Block
+from jaxscale.nn.context import own_part
 from jaxscale.sharding.manual import scattered, whole
 from jaxscale.sharding.operations import constrain
 from jaxscale.sharding.parameters import specs
@@ -49,6 +50,7 @@ type PipelineKind = Literal["1f1b", "gpipe"]
 """How a pipeline orders backward passes: at once, or after all forward passes."""
 
 _AXIS = "pipe"
+_MOVES = ("sharding_constraint", "reshape", "slice", "rev", "concatenate")
 
 
 @typing.runtime_checkable
@@ -150,6 +152,8 @@ class _Region:
     zero: Zero
     rows: tuple[str, ...]
     """Manual axes that see other rows."""
+    context: tuple[str, ...]
+    """Manual axes that share the tokens of a row."""
     model: Any
     graph: Any
     blocks: Any
@@ -195,6 +199,7 @@ class _Region:
             microbatches=microbatches,
             zero=zero,
             rows=tuple(n for n in as_tuple(rules.batch) if n in sizes),
+            context=tuple(n for n in as_tuple(rules.context) if n in sizes),
             model=model,
             graph=graph,
             blocks=blocks["blocks"],
@@ -207,6 +212,11 @@ class _Region:
     def manual(self) -> AxisRules:
         """The rules over the Manual axes."""
         return self.rules.only((_AXIS, *self.rows))
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """Manual axes that see other tokens."""
+        return self.rows + self.context
 
     @property
     def vocab_axes(self) -> tuple[str, ...]:
@@ -237,7 +247,7 @@ class _Region:
         run = functools.partial(self._local, kind, gradients)
         region = jax.shard_map(
             run,
-            axis_names={_AXIS, *self.rows},
+            axis_names={_AXIS, *self.others},
             in_specs=(*placed, PartitionSpec(), self.manual.spec("batch")),
             out_specs=(PartitionSpec(), placed if gradients else PartitionSpec()),
             check_vma=False,
@@ -266,6 +276,7 @@ class _Region:
     ) -> tuple[LossSums, Any]:
         """What one stage does with its layers and its rows."""
         layout, zero = self.layout, self.zero
+        batch = own_part(batch, self.rules)
         blocks = cast_layers(blocks, self.model.dtype)
         blocks = jax.tree.map(  # [v, k, ...]
             lambda x: x[None] if layout.is_flat else x[:, 0], blocks
@@ -284,7 +295,7 @@ class _Region:
         program = stage.program()
         if not gradients:
             sums = run_forward(schedule, program, blocks, ends)[1]
-            return sum_once(sums, (), (), self.rows, scatter=False)
+            return sum_once(sums, (), (), self.others, scatter=False)
         if kind == "forward":
             (_, sums), grads = jax.value_and_grad(
                 functools.partial(run_forward, schedule, program),
@@ -296,8 +307,8 @@ class _Region:
         g_blocks, g_ends = grads
         # After a scatter of each microbatch, or in ZeRO-3, only the rest is summed.
         scatter = zero == 1 or (zero == 2 and kind == "forward")
-        total, g_blocks = sum_once(sums, g_blocks, kept, self.rows, scatter=scatter)
-        _, g_ends = sum_once(sums, g_ends, stored, self.rows, scatter=True)
+        total, g_blocks = sum_once(sums, g_blocks, kept, self.others, scatter=scatter)
+        _, g_ends = sum_once(sums, g_ends, stored, self.others, scatter=True)
         g_blocks = jax.tree.map(
             lambda g: (g[0] if layout.is_flat else g[:, None]).astype(jnp.float32),
             g_blocks,
@@ -378,7 +389,7 @@ class _Stage:
     def _call(self, block: Block, x: Array, state: Any) -> tuple[Array, Any]:
         """A block; in ZeRO-3 its parameters are whole just for its use."""
         region = self.region
-        rows = set(region.rows)
+        gathered = set(region.others)
 
         def run(block: Block, x: Array, state: Any) -> tuple[Array, Any]:
             if region.zero == 3:
@@ -389,12 +400,12 @@ class _Stage:
             return block(x, state)
 
         def saveable(primitive: Any, *_: Any, **params: Any) -> bool:
-            # What is made of parameters alone is made again, or the stash would hold
-            # a copy of them for each microbatch.
-            if primitive.name == "sharding_constraint":
+            # Parameters, and keys and values of whole rows, are gathered and put in
+            # order again, or the stash would hold a copy of them for each microbatch.
+            if primitive.name in _MOVES:
                 return False
             names = as_tuple(params.get("axis_name", ()))
-            return primitive.name != "all_gather" or rows.isdisjoint(names)
+            return primitive.name != "all_gather" or gathered.isdisjoint(names)
 
         if region.model.remat == "none":
             run = jax.checkpoint(run, policy=saveable, prevent_cse=False)

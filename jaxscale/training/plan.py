@@ -242,19 +242,6 @@ def train_command(name: str, found: Estimate, config: PlanConfig) -> str:
     return f"{share} jaxscale train {name} " + " ".join(options)
 
 
-def missing_today(layout: Layout) -> list[str]:
-    """What `jaxscale train` cannot do yet of a layout.
-
-    Example:
-        >>> missing_today(Layout(context=4, fsdp=2, batch_size=8))
-        ['a mesh axis for parts of a row (context)']
-    """
-    missing = []
-    if layout.context > 1:
-        missing.append("a mesh axis for parts of a row (context)")
-    return missing
-
-
 def _seq_len(shape: Shape) -> int:
     return min(shape.max_seq_len, 8192)
 
@@ -283,8 +270,7 @@ def _layouts(
             except ValueError as error:
                 refused[str(error).partition(";")[0]] += 1
                 continue
-            if not (config.today and missing_today(layout)):
-                yield layout
+            yield layout
 
 
 def _meshes(shape: Shape, config: PlanConfig) -> Iterator[dict[str, int]]:

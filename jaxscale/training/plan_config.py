@@ -70,8 +70,6 @@ class PlanConfig:
     """GPUs of a host, with fast links among them; by default of the kind."""
     nic: float | None = None
     """GB/s that each GPU reaches between hosts; by default of the kind."""
-    today: bool = False
-    """Try only what `jaxscale train` can run today: no context."""
 
     def __post_init__(self) -> None:
         check_choice("gpu", self.gpu, tuple(HARDWARE))
@@ -91,11 +89,6 @@ class PlanConfig:
         check_range(self, 0.01, 1, "memory_share")
         if self.nic is not None and not 0 < self.nic < math.inf:
             raise ValueError(f"nic {self.nic} must be positive and finite")
-        if self.today and (self.context or 1) > 1:
-            raise ValueError(
-                f"today True leaves context {self.context} out, which jaxscale "
-                "train does not run yet; set one of them otherwise"
-            )
         axes = ("pipe", "tensor", "context", "data", "fsdp")
         product = math.prod(getattr(self, axis) or 1 for axis in axes)
         if self.gpus % product:

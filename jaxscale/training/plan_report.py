@@ -11,7 +11,6 @@ from jaxscale.training.plan import (
     Estimate,
     Plan,
     describe,
-    missing_today,
     train_command,
 )
 from jaxscale.training.plan_config import CHOICES
@@ -100,15 +99,6 @@ def why(plan: Plan) -> list[str]:
     return lines
 
 
-def command_lines(plan: Plan, name: str) -> list[str]:
-    """The command that trains with the best layout, and what it lacks today."""
-    missing = missing_today(plan.best.layout)
-    lines = [train_command(name, plan.best, plan.config)]
-    if missing:
-        lines.append("jaxscale train does not have yet: " + "; ".join(missing))
-    return lines
-
-
 def write_report(plan: Plan, name: str, path: str | Path, *, top: int = 30) -> Path:
     """A page with the table, the bars, the reasons and the schedule of the best.
 
@@ -151,8 +141,7 @@ def write_report(plan: Plan, name: str, path: str | Path, *, top: int = 30) -> P
         ],
     )
     report.heading("Command")
-    for line in command_lines(plan, name):
-        report.sample(line)
+    report.sample(train_command(name, plan.best, plan.config))
     layout = plan.best.layout
     if layout.pipe > 1 and layout.pipe * layout.microbatches < _MOST_CELLS:
         report.heading("The schedule of the first")

@@ -11,7 +11,12 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
-from jaxscale.training.gradients import GradientFunction, LossFunction
+from jaxscale.sharding.rules import REPLICATED, AxisRules
+from jaxscale.training.gradients import (
+    GradientFunction,
+    LossFunction,
+    accumulated_sums,
+)
 from jaxscale.training.losses import LossSums, chunked_cross_entropy
 from jaxscale.training.optimizer import Schedule
 
@@ -200,13 +205,14 @@ def make_train_step(
     return jax.jit(step, donate_argnums=0, out_shardings=outputs)
 
 
-def make_eval_step(loss_fn: LossFunction) -> EvalStep:
-    """The jitted ``step(model, batch) -> LossSums``; add those of several batches."""
+def make_eval_step(loss_fn: LossFunction, *, rules: AxisRules = REPLICATED) -> EvalStep:
+    """The jitted ``step(model, batch) -> LossSums``; add those of several batches.
 
-    def step(model: Any, batch: Any) -> LossSums:
-        return loss_fn(model, batch)[1]
-
-    return jax.jit(step)
+    Args:
+        loss_fn: Summed loss of a model on a batch.
+        rules: Sharding rules, whose `context` says which devices share a row.
+    """
+    return jax.jit(accumulated_sums(loss_fn, rules=rules))
 
 
 def global_norm(tree: Any) -> Float[Array, ""]:

@@ -137,6 +137,18 @@ def test_a_run_of_ones_own(tmp_path, monkeypatch):
             [*PIPELINE, "--mesh.pipe", "2", "--model.vocab-size", "513"],
             r"vocab_size 513 is not divisible by 2, .*'pipe', 'tensor'",
         ),
+        (
+            [*TINY, "--mesh.fsdp", "2", "--mesh.context", "4", "--data.seq-len", "60"],
+            "data.seq_len 60 is not divisible by 8: .* mesh.context 4 .* to 56 or 64",
+        ),
+        (
+            [*TINY, "--rules", "replicated", "--mesh.fsdp", "1", "--mesh.context", "8"],
+            r"rules 'replicated' split nothing over the mesh axes \['context=8'\]",
+        ),
+        (
+            [*TINY, "--model.window-pattern", "8", "None", "8"],
+            r"window_pattern \(8, None, 8\) of 3 layers .* num_layers 2; .* 1 or 2",
+        ),
         ([*TINY, "--data.paths", "nowhere/"], "'nowhere/' matches no text: no such"),
         (
             [*TINY, "--data.tokenizer", "nowhere.json"],
@@ -182,7 +194,9 @@ def test_devices_are_simulated_before_jax_starts(tmp_path):
         env={k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"},
     )
     assert result.returncode == 2
-    assert "fsdp=4, tensor=1 needs 4 devices, but there are 3" in result.stderr
+    assert (
+        "fsdp=4, context=1, tensor=1 needs 4 devices, but there are 3" in result.stderr
+    )
     assert not (tmp_path / "run").exists()
 
 

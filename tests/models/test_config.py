@@ -57,6 +57,14 @@ def test_an_unknown_preset_lists_the_names():
         ({"d_model": 0}, "d_model 0 must be positive"),
         ({"vocab_size": -1}, "vocab_size -1 must be positive"),
         ({"window": 0}, "window 0 must be positive and finite, or None"),
+        (
+            {"window_pattern": (4, 4, 4)},
+            "of 3 layers .* num_layers 2; .* 1 or 2 layers",
+        ),
+        ({"window_pattern": (0,)}, r"window_pattern \(0,\) must be a tuple"),
+        ({"window_pattern": [4]}, r"window_pattern \[4\] must be a tuple"),
+        ({"window_pattern": (True,)}, r"window_pattern \(True,\) must be a tuple"),
+        ({"window_pattern": (4,), "window": 4}, "the place of window 4; set one"),
         ({"attention_softcap": -1.0}, "attention_softcap -1.0 must be positive"),
         ({"norm_eps": 0.0}, "norm_eps 0.0 must be positive"),
         ({"norm_eps": math.nan}, "norm_eps nan must be positive and finite"),
@@ -102,6 +110,10 @@ def test_flops_follow_the_formula_by_hand():
     keys = (16 * 16 / 2 + 48 * 16) / 64
     assert windowed.flops_per_token(64, causal=True) == 6 * kernels + attention * keys
     assert windowed.flops_per_token(64, causal=False) == 6 * kernels + attention * 16
+    half = dataclasses.replace(config, window_pattern=(16, None))
+    assert half.flops_per_token(64, causal=True) == pytest.approx(
+        6 * kernels + attention * (keys + 32) / 2
+    )
     assert windowed.flops_per_token(8, causal=True) == config.flops_per_token(
         8, causal=True
     )

@@ -230,13 +230,20 @@ def test_prompts_of_different_lengths(model):
         assert relative_error(logits[:, 0], expected[rows, lengths]) < 1e-5
 
 
-def test_a_window_limits_what_a_token_sees_with_and_without_pages():
-    config = dataclasses.replace(preset("llama_tiny"), window=3, num_layers=1)
-    model = make("", config)
+@pytest.mark.parametrize(
+    ("windows", "seen"),
+    [
+        ({"window": 3, "num_layers": 1}, 3),
+        ({"window_pattern": (3, 4)}, 6),  # itself, and 2 + 3 before
+    ],
+)
+def test_a_window_limits_what_a_token_sees_with_and_without_pages(windows, seen):
+    model = make("", dataclasses.replace(preset("llama_tiny"), **windows))
+    model.blocks = jax.tree.map(lambda w: 8 * w, model.blocks)
     logits = run(model, TOKENS)
     changed = run(model, TOKENS.at[:, 4].add(1))
     moved = jnp.abs(logits - changed).max((0, 2)) > 1e-5
-    assert moved.tolist() == [4 <= t < 7 for t in range(16)]
+    assert moved.tolist() == [4 <= t < 4 + seen for t in range(16)]
     assert relative_error(run(model, TOKENS, BOUNDS)[1], logits[1]) < 1e-5
     assert relative_error(by_parts(model, TOKENS, 8, 8)[0], logits) < 1e-5
 

@@ -330,6 +330,16 @@ def test_windows_of_layers():
     assert config_to_hf(config)["layer_types"] == types
     with pytest.raises(ValueError, match=r"layer_types .* for each of 28 layers wit"):
         config_from_hf(QWEN2 | {"layer_types": types})
+    # A pattern is written as what it does to each layer, if there is one window.
+    pattern = dataclasses.replace(
+        config, window=None, global_layers=(), window_pattern=(None, 512)
+    )
+    assert config_from_hf(config_to_hf(pattern)) == config
+    two = dataclasses.replace(pattern, window_pattern=(512, 256))
+    with pytest.raises(
+        ValueError, match=r"window_pattern=\(\) instead of \(512, 256\)"
+    ):
+        config_to_hf(two)
     # In Gemma 2 every second layer is global, and null switches a softcap off.
     gemma2 = PUBLISHED["gemma2_27b"]
     assert config_from_hf(gemma2).global_layers == tuple(range(1, 46, 2))

@@ -2,8 +2,8 @@
 
     JAX_NUM_CPU_DEVICES=8 python -m tests.training.every_layout [--part 0/4]
 
-Axes pipe x tensor x fsdp x data, ZeRO 1 to 3, 1, 2 and 4 chunks, blocks of LLaMA, GPT-2
-and GPT-J, whole and packed rows, layers that divide and that do not.
+Axes pipe x tensor x fsdp x data x context, ZeRO 1 to 3, 1, 2 and 4 chunks, blocks of
+LLaMA, GPT-2 and GPT-J, whole and packed rows, layers that divide and that do not.
 """
 
 import argparse
@@ -21,12 +21,14 @@ TOLERANCE = 1e-5
 
 
 def layouts():
-    """All of them: who communicates and what is computed again go around."""
+    """All of them: who communicates, what is computed again and windows go around."""
     others = itertools.cycle(
-        itertools.product((None, "xla", "fused"), ("none", "attention", "full"))
+        itertools.product(
+            ((), (5,), (5, None)), (None, "xla", "fused"), ("none", "attention", "full")
+        )
     )
-    for pipe, tensor, fsdp, data in itertools.product((1, 2, 4, 8), repeat=4):
-        if pipe * tensor * fsdp * data != 8 or tensor > 2:  # two key heads
+    for pipe, tensor, fsdp, data, context in itertools.product((1, 2, 4, 8), repeat=5):
+        if pipe * tensor * fsdp * data * context != 8 or tensor > 2:  # two key heads
             continue
         choices = itertools.product(
             (1, 2, 3) if fsdp > 1 else (3,),
@@ -36,16 +38,21 @@ def layouts():
             (0, 1),
         )
         for zero, chunks, model, packed, more in choices:
-            parallel, remat = next(others)
+            windows, parallel, remat = next(others)
+            if more:  # no pattern but one fits
+                windows = windows[:1]
+            places = max(len(windows), 1)
             yield Layout(
                 model=model,
                 # One more than divide: a chunk has two places, and most one layer.
-                layers=max(pipe * chunks, 2) + more,
+                layers=max(places * pipe * chunks, 2) + more,
                 packed=packed,
                 pipe=pipe,
                 tensor=tensor,
                 fsdp=fsdp,
                 data=data,
+                context=context,
+                windows=windows,
                 zero=zero,
                 chunks=chunks,
                 microbatches=max(pipe, 2),
@@ -58,8 +65,10 @@ def main():
     """Run a part of them; the exit code counts those that differ."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", default="0/1", help="which part of how many")
-    part, parts = map(int, parser.parse_args().part.split("/"))
-    chosen = list(layouts())[part::parts]
+    parser.add_argument("--context", type=int, default=1, help="the least of it")
+    arguments = parser.parse_args()
+    part, parts = map(int, arguments.part.split("/"))
+    chosen = [x for x in layouts() if x.context >= arguments.context][part::parts]
     failed, worst, start = 0, 0.0, time.time()
     for i, layout in enumerate(chosen):
         found = errors(layout)

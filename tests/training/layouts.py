@@ -12,14 +12,21 @@ from jax.sharding import NamedSharding
 from jaxscale.models import Decoder, preset
 from jaxscale.models.stack_layout import StackLayout
 from jaxscale.nn.packing import PackedBatch
-from jaxscale.sharding import MeshConfig, fsdp_tp, make_mesh, megascale_3d, shardings
+from jaxscale.sharding import (
+    MESH_AXES,
+    MeshConfig,
+    fsdp_tp,
+    make_mesh,
+    megascale_3d,
+    shardings,
+)
 from jaxscale.training.gradients import accumulated
 from jaxscale.training.pipelined import pipelined
 from jaxscale.training.step import next_token_loss
 
 
 LOSS = next_token_loss(chunk_size=3, z_loss=1e-3)
-ROWS, TOKENS = 16, 8
+ROWS, TOKENS = 16, 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +39,9 @@ class Layout:
     pipe: int = 1
     data: int = 1
     fsdp: int = 1
+    context: int = 1
     tensor: int = 1
+    windows: tuple[int | None, ...] = ()
     zero: int = 3
     chunks: int = 1
     microbatches: int = 2
@@ -43,7 +52,7 @@ class Layout:
 
     @property
     def mesh(self):
-        sizes = {n: getattr(self, n) for n in ("pipe", "data", "fsdp", "tensor")}
+        sizes = {n: getattr(self, n) for n in MESH_AXES}
         count = int(np.prod(list(sizes.values())))
         return make_mesh(MeshConfig(**sizes), jax.devices()[:count])
 
@@ -66,8 +75,14 @@ class Layout:
             return accumulated(LOSS, **options)
         return pipelined(LOSS, chunks=self.chunks, kind=self.kind, **options)
 
+    @property
+    def shape(self):
+        return dataclasses.replace(
+            shape(self.model, self.layers), window_pattern=self.windows
+        )
+
     def decoder(self, **options):
-        return Decoder(shape(self.model, self.layers), rngs=nnx.Rngs(0), **options)
+        return Decoder(self.shape, rngs=nnx.Rngs(0), **options)
 
     def arguments(self):
         """Model and batch on the mesh."""
@@ -110,9 +125,9 @@ def rows_of(packed):
 
 
 @functools.cache
-def one_device(model, layers, packed):
+def one_device(model, layers, packed, windows=()):
     """The sums and the gradients of one device."""
-    layout = Layout(model=model, layers=layers, packed=packed)
+    layout = Layout(model=model, layers=layers, packed=packed, windows=windows)
     decoder, batch = enlarged(layout.decoder()), rows_of(packed)
     sums, grads = jax.jit(accumulated(LOSS))(decoder, batch)
     return jax.device_get(sums), nnx.to_pure_dict(jax.device_get(grads))
@@ -120,7 +135,7 @@ def one_device(model, layers, packed):
 
 def errors(layout):
     """Relative errors of the sums, and of the gradient of each parameter."""
-    sums, grads = one_device(layout.model, layout.layers, layout.packed)
+    sums, grads = one_device(layout.model, layout.layers, layout.packed, layout.windows)
     with jax.set_mesh(layout.mesh):
         got_sums, got = jax.jit(layout.gradients)(*layout.arguments())
     got = nnx.to_pure_dict(jax.device_get(layout.stack.flatten(got)))

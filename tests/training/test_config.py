@@ -6,12 +6,14 @@ import json
 import jax.numpy as jnp
 import pytest
 
+from jaxscale.models import encoder_preset
 from jaxscale.models.llama import llama_tiny
 from jaxscale.sharding import MeshConfig
 from jaxscale.training.config import TrainConfig
 from jaxscale.training.data import DataConfig
 from jaxscale.training.losses import chunked_cross_entropy
 from jaxscale.training.optimizer import OptimizerConfig
+from jaxscale.training.run import from_dict, to_dict
 
 
 DATA = DataConfig(vocab_size=256, seq_len=64, batch_size=8)
@@ -82,11 +84,41 @@ def test_unknown_axis_size_is_checked_when_the_devices_are_known():
         config.check_mesh({"data": 1, "fsdp": 1, "pipe": 1, "tensor": 3})
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"data": {"seq_len": 36}},
+            r"seq_len 36 .* by 8: .* mesh.context 2.* 32 or 40",
+        ),
+        (
+            {"data": {"seq_len": 4}},
+            r"set data.seq_len to 8, or make mesh.context small",
+        ),
+        ({"model": encoder_preset("bert_tiny")}, r"mesh.context 2 .* 1 for an encoder"),
+        ({"rules": "replicated"}, r"'replicated' split nothing .*'context=2'"),
+    ],
+)
+def test_rows_that_devices_cannot_share_are_refused(options, message, no_shape_hook):
+    model = dataclasses.replace(llama_tiny(), num_kv_heads=4, vocab_size=512)
+    data = dataclasses.replace(CONFIG.data, **options.pop("data", {}))
+    tensor = 1 if "rules" in options else 4
+    options = {"model": model, "rules": "fsdp_tp"} | options
+    mesh = MeshConfig(context=2, tensor=tensor)
+    with pytest.raises(ValueError, match=message):
+        TrainConfig(data=data, mesh=mesh, **options)
+
+
 def test_identity_is_json_and_leaves_out_what_may_change():
     identity = CONFIG.identity()
     assert json.loads(json.dumps(identity)) == identity
-    # Checkpoints from before there was a choice know no kind.
+    # Checkpoints from before there was a choice know no kind and no pattern.
     assert "kind" not in identity["optimizer"]
+    assert "window_pattern" not in identity["model"]
+    windows = dataclasses.replace(CONFIG.model, window_pattern=(4, None))
+    windows = dataclasses.replace(CONFIG, model=windows)
+    assert windows.identity()["model"]["window_pattern"] == [4, None]
+    assert from_dict(TrainConfig, to_dict(windows)) == windows
     lamb = dataclasses.replace(CONFIG.optimizer, kind="lamb")
     assert dataclasses.replace(CONFIG, optimizer=lamb).identity() != identity
     longer = dataclasses.replace(

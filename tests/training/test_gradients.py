@@ -21,6 +21,15 @@ from tests.training.layouts import Layout, errors, rows_of
         Layout(data=2, fsdp=4, zero=2, model="gpt2_tiny", packed=False, remat="full"),
         Layout(data=4, fsdp=2, zero=3, model="gptj_tiny", microbatches=2),
         Layout(fsdp=2, tensor=2, zero=1, microbatches=1, tensor_parallel="fused"),
+        Layout(fsdp=2, context=2, tensor=2, tensor_parallel="xla", windows=(5, None)),
+        Layout(
+            data=2,
+            context=4,
+            microbatches=1,
+            model="gpt2_tiny",
+            packed=False,
+            windows=(5,),
+        ),
     ],
     ids=str,
 )

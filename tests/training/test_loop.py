@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxscale.models import Decoder
+from jaxscale.models import Decoder, DecoderConfig
 from jaxscale.models.llama import llama_tiny
 from jaxscale.models.tokenizer import Tokenizer
 from jaxscale.sharding import MeshConfig
@@ -25,6 +25,7 @@ from jaxscale.training.divergence import Diverged
 from jaxscale.training.loop import fit, packed_batches
 from jaxscale.training.monitor import Writer
 from jaxscale.training.optimizer import OptimizerConfig
+from jaxscale.training.run import from_dict
 from jaxscale.training.step import next_token_loss
 
 
@@ -201,8 +202,9 @@ def test_an_explicit_mesh_and_microbatches_give_the_same_trace(unbroken, tmp_pat
 
 STACK = {"mesh": MeshConfig(data=2, fsdp=2)}
 CHUNKS = {"mesh": MeshConfig(pipe=2, fsdp=2), "chunks": 2, "zero": 1}
-STAGES = {"mesh": MeshConfig(pipe=4), "remat": "full"}
+STAGES = {"mesh": MeshConfig(pipe=2, context=2), "remat": "full"}
 TENSOR = {"mesh": MeshConfig(fsdp=2, tensor=2), "zero": 2}
+SHARED = {"mesh": MeshConfig(fsdp=2, context=2), "zero": 2}
 
 
 @pytest.mark.parametrize(
@@ -214,7 +216,7 @@ TENSOR = {"mesh": MeshConfig(fsdp=2, tensor=2), "zero": 2}
                 (2, "device", STACK),
                 (4, "pinned_host", CHUNKS),
                 (5, "device", STAGES),
-                (6, "pinned_host", TENSOR),
+                (6, "pinned_host", SHARED),
             ],
         ),
         ("lamb", [(2, "device", CHUNKS), (4, "device", TENSOR)]),
@@ -222,7 +224,7 @@ TENSOR = {"mesh": MeshConfig(fsdp=2, tensor=2), "zero": 2}
     ],
 )
 def test_a_run_goes_on_with_any_layout_of_its_layers(kind, layouts, tmp_path):
-    """Five layers: a stack, two chunks of two stages, four stages; moments anywhere."""
+    """Five layers: stacks, two chunks of two stages, shared rows; moments anywhere."""
     config = dataclasses.replace(
         CONFIG,
         model=dataclasses.replace(MODEL, num_layers=5),
@@ -340,7 +342,7 @@ def test_a_given_model_says_what_is_recorded(tmp_path):
     with Checkpointer(tmp_path / "checkpoints", read_only=True) as checkpoints:
         recorded = checkpoints.config()
     assert recorded["dtype"] == "bfloat16"  # and float32 in `config`
-    assert recorded["model"] == json.loads(json.dumps(dataclasses.asdict(MODEL)))
+    assert from_dict(DecoderConfig, recorded["model"]) == MODEL
 
 
 @pytest.mark.parametrize(("value", "kept"), [(5.0, ["3", "4"]), (math.nan, ["2", "3"])])

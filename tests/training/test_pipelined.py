@@ -1,6 +1,7 @@
 """Pipelines: loss and gradients of one device, memory, what is communicated."""
 
 import dataclasses
+import math
 import re
 
 import jax
@@ -12,7 +13,16 @@ from jaxscale.models import Decoder, preset
 from jaxscale.models.stack_layout import StackLayout, place_variants
 from jaxscale.sharding import fsdp_tp, megascale_3d, pipeline, shardings
 from jaxscale.training.pipelined import pipelined, pipelined_sums
-from tests.training.layouts import LOSS, Layout, errors, one_device, rows_of, shape
+from tests.training.layouts import (
+    LOSS,
+    ROWS,
+    TOKENS,
+    Layout,
+    errors,
+    one_device,
+    rows_of,
+    shape,
+)
 
 
 # Any two of model, axes, ZeRO, chunks, rows, communication and remat meet;
@@ -35,6 +45,15 @@ COVERING = [
     Layout(pipe=2, fsdp=4, zero=2, chunks=2, model="gptj_tiny", remat="dots"),
     Layout(pipe=8, layers=8, microbatches=1, packed=False, scan_layers=False),
     Layout(pipe=2, data=2, fsdp=2, chunks=2, kind="gpipe", model="gpt2_tiny"),
+    Layout(
+        pipe=2, context=2, tensor=2, chunks=2, layers=8, windows=(5, None),
+        tensor_parallel="fused", remat="attention",
+    ),
+    Layout(
+        pipe=2, fsdp=2, context=2, model="gptj_tiny", packed=False, layers=3,
+        windows=(5,),
+    ),
+    Layout(pipe=2, context=4, model="gpt2_tiny", remat="full"),
 ]  # fmt: skip
 
 
@@ -44,9 +63,11 @@ def test_loss_and_gradients_are_those_of_one_device(layout):
     assert max(found.values()) < 1e-5, found
 
 
-@pytest.mark.parametrize(("chunks", "layers"), [(1, 4), (2, 5)])
-def test_evaluation_runs_forward_passes_alone(chunks, layers):
-    layout = Layout(pipe=2, tensor=2, chunks=chunks, layers=layers)
+@pytest.mark.parametrize(
+    ("chunks", "layers", "axis"), [(1, 4, "context"), (2, 5, "tensor")]
+)
+def test_evaluation_runs_forward_passes_alone(chunks, layers, axis):
+    layout = Layout(pipe=2, chunks=chunks, layers=layers, **{axis: 2})
     sums = pipelined_sums(LOSS, microbatches=2, rules=layout.rules, chunks=chunks)
     with jax.set_mesh(layout.mesh):
         got = jax.jit(sums)(*layout.arguments())
@@ -138,7 +159,30 @@ def test_devices_with_other_rows_are_summed_over_once_a_step(layout, looped):
     assert "data" in outside
 
 
-def communicated(program):
+def test_devices_that_share_rows_move_keys_and_values_alone():
+    """Key heads, not query heads; and gradients of the parameters once a step."""
+    layout = Layout(pipe=2, data=2, context=2, packed=False)
+    with jax.set_mesh(layout.mesh):
+        program = jax.jit(layout.gradients).lower(*layout.arguments()).compile()
+    text = program.as_text()
+    inside, outside = communicated(text, "all-reduce")
+    assert inside == {"pipe"} and outside == {"data", "fsdp", "context"}
+    config = layout.shape
+    rows = ROWS // (layout.data * layout.microbatches)
+    size = rows * TOKENS * config.num_kv_heads * config.head_dim
+    moved = {"all-gather": [], "reduce-scatter": []}
+    for line in text.splitlines():
+        pattern = r"= \w+\[([\d,]*)\]\S* (all-gather|reduce-scatter)(?:-start)?\("
+        if "{'context'}" in line and (found := re.search(pattern, line)):
+            numbers = [int(n) for n in found[1].split(",")]
+            moved[found[2]].append(math.prod(numbers))
+    # Forward and backward pass gather; one layer is compiled for all. What is small
+    # says which sequences have tokens outside of the vocabulary.
+    assert [n for n in moved["all-gather"] if n > rows * TOKENS] == 4 * [size]
+    assert moved["reduce-scatter"] == 2 * [size // 2]
+
+
+def communicated(program, kinds="all-reduce|all-gather|reduce-scatter"):
     """The mesh axes of the collectives in loops, and of the others."""
     lines, uses, current = {}, {}, ""
     for line in program.splitlines():
@@ -155,7 +199,7 @@ def communicated(program):
     inside, outside = set(), set()
     for name, body in lines.items():
         for line in body:
-            if re.search(r" (all-reduce|all-gather|reduce-scatter)(-start)?\(", line):
+            if re.search(rf" ({kinds})(-start)?\(", line):
                 # Neighbors, as the compiler writes them, are those of fsdp.
                 line = line.replace("=[4,2]<=[8]", "=mesh[] {'fsdp'}")
                 axes = re.search(r"replica_groups=mesh\[.*?\] ?\{(.*?)\}", line)
@@ -201,5 +245,9 @@ def test_windows_must_repeat_with_the_chunks():
     layout = StackLayout(num_layers=8, stages=2, chunks=2)
     windows = [variant.window for variant in place_variants(gemma, layout)]
     assert windows == [gemma.window, None]
-    with pytest.raises(ValueError, match=r"global_layers \(1, 3, 5, 7\) .* place 0"):
+    message = r"global_layers \(1, 3, 5, 7\): .* place 0 .* use chunks 1$"
+    with pytest.raises(ValueError, match=message):
         place_variants(gemma, StackLayout(num_layers=8, stages=4, chunks=2))
+    pattern = dataclasses.replace(shape("llama_tiny", 6), window_pattern=(4, 2, None))
+    with pytest.raises(ValueError, match=r"window_pattern .* use stages 2$"):
+        place_variants(pattern, StackLayout(num_layers=6, stages=3))

@@ -18,7 +18,7 @@ from jaxscale.cli.runs import find_run
 from jaxscale.cli.train import TrainCommand
 from jaxscale.models import preset
 from jaxscale.models.llama import llama3_8b, llama3_70b, llama_1b
-from jaxscale.sharding import pipeline_schedule
+from jaxscale.sharding import MESH_AXES, pipeline_schedule
 from jaxscale.training import Layout, PlanConfig, plan_layouts
 from jaxscale.training.cost_model import (
     JAXSCALE_FUSED,
@@ -27,7 +27,7 @@ from jaxscale.training.cost_model import (
     step_time,
 )
 from jaxscale.training.hardware import H200, HARDWARE
-from jaxscale.training.plan import estimate, missing_today, train_command
+from jaxscale.training.plan import estimate, train_command
 from jaxscale.training.plan_config import CHOICES
 from jaxscale.training.plan_report import text, write_report
 from tests.compiled import compile_for_h200
@@ -260,17 +260,12 @@ def test_what_is_given_is_kept(given):
         assert {name: getattr(found.layout, name) for name in given} == given
 
 
-def test_only_what_can_run_today():
-    plan = plan_layouts(llama3_8b(), PlanConfig(gpus=16, batch_size=64, today=True))
-    assert not any(missing_today(found.layout) for found in plan.ranked)
-    layout = Layout(pipe=2, context=2, fsdp=2, zero=1, batch_size=8)
-    assert len(missing_today(layout)) == 1
-
-
-@pytest.mark.parametrize("given", [{}, {"pipe": 2, "chunks": 4, "fsdp": 2, "zero": 1}])
+@pytest.mark.parametrize(
+    "given", [{"context": 2}, {"pipe": 2, "chunks": 4, "fsdp": 2, "zero": 1}]
+)
 def test_the_command_is_one_that_train_takes(given):
     name = "llama3_8b"
-    config = PlanConfig(gpus=8, batch_size=64, tensor=2, today=True, **given)
+    config = PlanConfig(gpus=8, batch_size=64, tensor=2, **given)
     plan = plan_layouts(preset(name), config)
     share, jaxscale, train, run, *options = train_command(
         name, plan.best, plan.config
@@ -285,9 +280,9 @@ def test_the_command_is_one_that_train_takes(given):
         default=TrainCommand(config=find_run(name)),
     )
     layout, config = plan.best.layout, command.config
-    axes = ("pipe", "data", "fsdp", "tensor")
-    sizes = {axis: getattr(layout, axis) for axis in axes}
-    assert config.mesh.sizes(8) == sizes and sizes["pipe"] == given.get("pipe", 1)
+    sizes = {axis: getattr(layout, axis) for axis in MESH_AXES}
+    assert config.mesh.sizes(8) == sizes
+    assert all(getattr(layout, name) == value for name, value in given.items())
     assert config.chunks == layout.chunks
     assert config.zero == layout.zero or layout.fsdp == 1
     config.check_mesh(sizes)
@@ -320,6 +315,11 @@ def test_fused_kernels_are_for_the_gpus_of_one_process():
         ("llama3_8b", {"gpus": 16, "tensor": 16}, "num_kv_heads 8 .* by tensor 16"),
         ("llama3_8b", {"gpus": 8, "data": 8, "batch_size": 6}, "batch_size 6 is not"),
         ("llama3_8b", {"gpus": 2, "seq_len": 9000}, "seq_len 9000 is longer than"),
+        (
+            "llama3_8b",
+            {"gpus": 4, "context": 4, "seq_len": 1004},
+            "seq_len 1004 is not divisible by 8 for context 4 x tensor 1",
+        ),
     ],
 )
 def test_what_is_short_is_said(model, config, message):
@@ -339,10 +339,6 @@ def test_what_is_short_is_said(model, config, message):
         ({"gpus": 8, "remat": "some"}, "remat 'some' is unknown"),
         ({"gpus": 8, "memory_share": 1.1}, "memory_share 1.1, expected 0.01 to 1"),
         ({"gpus": 8, "memory_share": math.nan}, "memory_share nan, expected"),
-        (
-            {"gpus": 8, "context": 8, "today": True},
-            "today True leaves context 8 out",
-        ),
         ({"gpus": 8, "nic": -1.0}, "nic -1.0 must be positive and finite"),
     ],
 )
