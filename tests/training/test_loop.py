@@ -5,6 +5,7 @@ import json
 import math
 import os
 import signal
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,12 @@ from jaxscale.sharding.parameters import logical_axes
 from jaxscale.training.checkpoint import Checkpointer, named_leaves
 from jaxscale.training.config import TrainConfig
 from jaxscale.training.corpus import TokenCorpus
-from jaxscale.training.data import DataConfig, PackedBatches, TextData
+from jaxscale.training.data import (
+    DataConfig,
+    PackedBatches,
+    TextData,
+    _LocalBatches,
+)
 from jaxscale.training.divergence import Diverged
 from jaxscale.training.loop import fit, packed_batches
 from jaxscale.training.monitor import Writer
@@ -132,6 +138,31 @@ def test_loss_falls_and_records_are_complete(unbroken):
     assert record["data_seconds"] > 0  # of this run, which prefetches nothing
     assert 0.5 < record["epochs"] < 20
     assert record["lr"] == pytest.approx(0.002 + 0.009 * (1 + np.cos(np.pi * 3 / 4)))
+
+
+def test_the_next_batch_is_placed_while_a_step_is_held(tmp_path, monkeypatch):
+    placed = threading.Semaphore(0)
+    make = _LocalBatches.__getitem__
+
+    def watched(self, step):
+        batch = jax.block_until_ready(make(self, step))
+        placed.release()
+        return batch
+
+    monkeypatch.setattr(_LocalBatches, "__getitem__", watched)
+
+    def hold(step, state, metrics):
+        # Batches up to this step were placed, and one more without being asked for.
+        expected = 2 if step == 1 else 1
+        for _ in range(expected):
+            assert placed.acquire(timeout=60)
+
+    data = dataclasses.replace(DATA, prefetch=1)
+    config = dataclasses.replace(
+        CONFIG, data=data, steps=3, output_dir=str(tmp_path / "run")
+    )
+    train, _ = packed_batches(config, TEXT, DEVICES)
+    fit(config, train_data=train, writers=[], devices=DEVICES, hooks=[hold])
 
 
 def test_a_run_may_change_who_communicates(unbroken, tmp_path):
