@@ -5,10 +5,11 @@ Five published systems become one library; `pallas_kernels` holds their GPU kern
 1. **Flux**: tensor-parallel matmuls that hide their communication.
 2. **ByteTransformer**: models that never compute on padding (encoders, decoders).
 3. **Flover**: serving in which requests join and leave at every token.
-4. **MegaScale**: pretraining at scale (sharding, training and checkpoints so far).
+4. **MegaScale**: pretraining at scale (sharding, pipelines, training, supervision).
 5. **Tile-wise sparsity**: pruned models that run faster than dense ones.
 
-Subpackages, lowest first: `jaxscale.sharding`, `jaxscale.nn`, `jaxscale.models`, then
+Subpackages, lowest first: `jaxscale.supervision`, which needs no jax,
+`jaxscale.sharding`, `jaxscale.nn`, `jaxscale.models`, then
 `jaxscale.training`, `jaxscale.inference` and `jaxscale.pruning` side by side,
 `jaxscale.recipes`, which composes these three, and `jaxscale.cli`.
 """

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jaxscale
 from docs import flover_pictures, scaling_pictures, tilewise_pictures
 from jaxscale import cli
-from jaxscale.cli import generate, prune, serve, train
+from jaxscale.cli import generate, prune, serve, supervise, train
 from jaxscale.training import TrainConfig
 
 
@@ -147,6 +147,7 @@ def test_commands_are_understood(command, tmp_path, monkeypatch):
     monkeypatch.setattr(generate, "complete", check)
     monkeypatch.setattr(prune, "run", check)
     monkeypatch.setattr(serve, "run", check)
+    monkeypatch.setattr(supervise, "_supervise", lambda words, *_: cli.main(words[3:]))
     monkeypatch.chdir(tmp_path)
     for page in PAGES:  # the files that pages tell the reader to write
         for block in blocks(page):

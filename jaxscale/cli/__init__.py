@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from jaxscale.cli.errors import RunFailed, UsageError, suggestion
+from jaxscale.supervision import leave
 
 
 __all__ = ["COMMANDS", "UsageError", "main"]
@@ -21,6 +22,8 @@ COMMANDS = {
     "prune": "prune a trained model, train it under the masks, report",
     "generate": "continue a prompt with a trained or a downloaded model",
     "serve": "answer calls in the form of OpenAI's API with a model",
+    "supervise": "run a command as the processes of a job, and start it again",
+    "executor": "start and watch the processes of a supervised job on a host",
     "plan": "choose how GPUs share a training step, by estimates",
     "schedule": "check and draw a pipeline schedule",
     "bench-serve": "send load to an OpenAI-compatible server and measure",
@@ -36,8 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0 when all went well, 2 for a mistake in the arguments, which is
-        explained on standard error, 3 for a run that diverged, 130 after Ctrl-C;
-        otherwise that of the command.
+        explained on standard error, 3 for a run that diverged, 4 for a job that its
+        supervisor has given up, 130 after Ctrl-C; otherwise that of the command.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -57,12 +60,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"{name!r} is no command{suggestion(name, COMMANDS)}; "
                 f"use one of {', '.join(COMMANDS)}"
             )
+        if name == "train":
+            supervise = _load("supervise")  # which needs no jax
+            if supervise.is_supervised(rest):
+                return supervise.train(rest)
         return _load(name).main(rest)
     except UsageError as error:
         print(f"jaxscale: error: {error}", file=sys.stderr)
+        leave(2, error)
         return 2
     except RunFailed as error:
         print(f"jaxscale: {error}", file=sys.stderr)
+        leave(error.code, error)
         return error.code
     except KeyboardInterrupt:
         print("jaxscale: interrupted", file=sys.stderr)

@@ -1,16 +1,17 @@
 """``jaxscale train RUN [OPTIONS]``: train a decoder from a named run."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import jax
 import numpy as np
 import tyro
 from jax.experimental import multihost_utils
 
-from jaxscale import sharding
+from jaxscale import sharding, supervision
 from jaxscale.cli.devices import simulate_devices
 from jaxscale.cli.errors import UsageError, training_errors, usage_errors
 from jaxscale.cli.options import parse
@@ -35,8 +36,9 @@ class TrainCommand:
 
     config: Annotated[TrainConfig, tyro.conf.arg(name="")]
     """The run."""
-    resume: bool = False
-    """Continue the run in the output directory from its newest checkpoint."""
+    resume: Literal["no", "auto"] = "no"
+    """auto, or the option alone: continue the run in the output directory from its
+    newest checkpoint; a directory that is free gets a new run."""
     step: int | None = None
     """Continue from this checkpoint instead; those of later steps are set aside."""
     devices: int | None = None
@@ -52,6 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_help())
         return 0
+    supervision.current()  # under a supervisor, say that this process lives
     name, *options = arguments
     if name.startswith("-"):
         raise UsageError(f"the run comes first: jaxscale train RUN {name} ...")
@@ -59,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
         run = find_run(name)
     command = parse(
         TrainCommand,
-        options,
+        _with_resume(options),
         prog=f"jaxscale train {name}",
         description=f"Train {name}. Options change the settings of the named run.",
         default=TrainCommand(config=run),
@@ -69,10 +72,20 @@ def main(arguments: Sequence[str]) -> int:
         sharding.launch_in_order()
     with usage_errors():
         sharding.initialize()
-    result = train(command.config, resume=command.resume, step=command.step)
+    resume = command.resume == "auto"
+    result = train(command.config, resume=resume, step=command.step)
     if jax.process_index() == 0:
         print(_report(command.config, result))
     return 1 if result.interrupted else 0
+
+
+def _with_resume(options: Sequence[str]) -> list[str]:
+    """The options with ``--resume`` alone written out."""
+    words = [*options, "--"]
+    return [
+        "--resume=auto" if word == "--resume" and following.startswith("--") else word
+        for word, following in itertools.pairwise(words)
+    ]
 
 
 def train(
@@ -157,5 +170,6 @@ examples:
   jaxscale train llama_tiny --devices 4 --mesh.fsdp 2 --mesh.tensor 2
   jaxscale train llama_1b --data.paths corpus/ --data.tokenizer tokenizer.json
   jaxscale train llama_tiny --steps 200 --output-dir runs/tiny --resume
+  jaxscale train llama_tiny --output-dir runs/tiny --supervise --supervise.processes 2
   jaxscale generate --from runs/tiny --prompt "import "
 """

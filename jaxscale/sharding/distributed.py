@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
+from jaxscale.supervision import current
+
 
 _log = logging.getLogger(__name__)
 
@@ -104,6 +106,7 @@ def initialize(
         "process %d of %d: %s", cluster.process_id, cluster.num_processes, cluster
     )
     deadline = time.monotonic() + timeout
+    current().emit("meet", 0)
     if cluster.process_id == 0:
         _await_others(cluster, timeout, deadline)
     else:
@@ -117,6 +120,7 @@ def initialize(
         initialization_timeout=max(30, int(timeout)),
     )
     _started = cluster
+    current().emit("joined", 0)
     return cluster
 
 

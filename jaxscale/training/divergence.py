@@ -1,6 +1,7 @@
 """Detection of a run that has diverged: too many updates in a row not finite."""
 
 import collections
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +10,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxscale.training.step import global_norm
+from jaxscale.training.checkpoint import Checkpointer
+from jaxscale.training.config import TrainConfig
+from jaxscale.training.step import TrainState, global_norm
+
+
+logger = logging.getLogger("jaxscale.training")
 
 
 class Diverged(RuntimeError):
@@ -58,6 +64,61 @@ class SkippedInARow:
         # What makes a step skip its update, see `make_train_step`.
         finite = all(math.isfinite(metrics[n]) for n in ("loss", "z_loss", "grad_norm"))
         self.count = 0 if finite else self.count + 1
+
+
+class DivergenceGuard:
+    """Ends a run that diverges, and saves no state that is not finite."""
+
+    def __init__(self, config: TrainConfig, checkpoints: Checkpointer) -> None:
+        """Begin before the first step.
+
+        Args:
+            config: The settings of the run.
+            checkpoints: Take the good states.
+        """
+        self._config = config
+        self._checkpoints = checkpoints
+        self._skipped = SkippedInARow()
+
+    def check(self, step: int, metrics: Any) -> None:
+        """Count skipped updates, without waiting for those of this step.
+
+        Raises:
+            Diverged: there were too many in a row.
+        """
+        self._skipped.add(step, metrics)
+        self._check_count()
+
+    def save(self, step: int, state: TrainState, batches: Any, *, final: bool) -> None:
+        """Save `state` if it is good.
+
+        Raises:
+            Diverged: it is not, and no step follows (`final`).
+        """
+        self._skipped.catch_up()
+        self._check_count()
+        finite = bool(is_finite(state.model))
+        if finite and (final or not self._skipped.count):
+            self._checkpoints.save(step, state, batches.get_state())
+        elif final:
+            raise self._diverged()
+        else:
+            logger.warning("step %d is not saved: not finite", step)
+
+    def _check_count(self) -> None:
+        if self._skipped.count >= self._config.max_skipped:
+            raise self._diverged()
+
+    def _diverged(self) -> Diverged:
+        config, skipped, checkpoints = self._config, self._skipped, self._checkpoints
+        checkpoints.wait()
+        good = f"that of step {checkpoints.steps[-1]}" if checkpoints.steps else "none"
+        return Diverged(
+            f"the run diverged: at step {skipped.last} of {config.steps}, "
+            f"{skipped.count} updates in a row were skipped because loss or gradients "
+            f"were not finite; the newest good checkpoint in {config.output_dir} is "
+            f"{good}; lower optimizer.learning_rate or look at the data"
+        )
 
 
 @jax.jit

@@ -21,10 +21,11 @@ from jaxscale.models.encoder_config import EncoderConfig
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.parameters import place, shardings
 from jaxscale.sharding.rules import AxisRules
+from jaxscale.supervision import EventLog, current
 from jaxscale.training.checkpoint import Checkpointer
 from jaxscale.training.config import TrainConfig
 from jaxscale.training.data import PackedBatches, TextData
-from jaxscale.training.divergence import Diverged, SkippedInARow, is_finite
+from jaxscale.training.divergence import DivergenceGuard
 from jaxscale.training.gradients import GradientFunction, LossFunction, accumulated
 from jaxscale.training.hardware import peak_flops
 from jaxscale.training.monitor import (
@@ -131,15 +132,7 @@ def fit(
         TypeError: the position of `train_data` cannot be saved, or `eval_data` can be
             walked through only once.
     """
-    if loss is None or model is None:
-        _require_decoder(config, loss, model)
-    if model is not None:
-        config = config.of_model(model)
-    if loss is not None and config.z_loss:
-        raise ValueError(
-            f"z_loss {config.z_loss} is that of the loss that fit makes; give it to "
-            "your own, as in next_token_loss(z_loss=...), and leave it 0 here"
-        )
+    config = _checked(config, model, loss)
     mesh = make_mesh(config.mesh, devices)
     config.check_mesh(mesh.shape)
     if mesh.size > 1:
@@ -154,16 +147,20 @@ def fit(
     if loss is None:
         loss = next_token_loss(chunk_size=config.loss_chunk, z_loss=config.z_loss)
     gradients, eval_step = _functions(config, mesh, loss)
-    evaluation = None
+    evaluation, events = None, current()
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(mesh))
+        stack.enter_context(_written(events, config))
         checkpoints = stack.enter_context(_checkpointer(config))
-        monitor = stack.enter_context(_monitor(config, mesh, writers))
+        monitor = stack.enter_context(_monitor(config, mesh, writers, events))
         asked_to_stop = stack.enter_context(stop_on_signal())
         batches: Any = stack.enter_context(_closing(iter(train_data)))
+        # Before the above are closed, which may wait for processes that are dead.
+        stack.enter_context(events.reported())
 
         # 1. The state, new or restored, on the mesh.
+        events.emit("restore", 0)
         state, layout = _start(config, mesh, optimizer, model, checkpoints, batches)
         del model  # its arrays belong to the state
         train_step = make_train_step(
@@ -177,11 +174,15 @@ def fit(
         first = step = int(state.step)
         _check_steps(config, first)
         monitor.start(first)
-        guard = _DivergenceGuard(config, checkpoints)
+        guard = DivergenceGuard(config, checkpoints)
+        events.emit("compile", first, kind="compile")
         for step in range(first + 1, config.steps + 1):
+            begun = events.emit("begin", step)
             with monitor.data_wait():
                 batch = to_rows(_next(batches, step, config), config, mesh)
+            fetched = events.emit("data", step, since=begun)
             state, metrics = train_step(state, batch)
+            events.emit("dispatched", step, since=fetched)
             monitor.log(step, metrics, _progress(batches))
             guard.check(step, metrics)
             for hook in hooks:
@@ -190,17 +191,18 @@ def fit(
             # 3. Now and then: save, which goes on in the background, and evaluate.
             last, stop = step == config.steps, asked_to_stop(step)
             if last or stop or step % config.checkpoint_every == 0:
-                with monitor.pause():
+                with monitor.pause(), events.span("save", "saved", step):
                     guard.save(step, state, batches, final=last or stop)
             if stop and not last:
                 logger.warning("stopped by a signal after step %d", step)
                 break
             if eval_data is not None and (last or step % config.eval_every == 0):
-                with monitor.pause():
+                with monitor.pause(), events.span("eval", "evaluated", step):
                     evaluation = evaluate(config, mesh, eval_step, state, eval_data)
                     monitor.log_evaluation(step, **dataclasses.asdict(evaluation))
         if eval_data is not None and first == config.steps:
-            evaluation = evaluate(config, mesh, eval_step, state, eval_data)
+            with events.span("eval", "evaluated", first):
+                evaluation = evaluate(config, mesh, eval_step, state, eval_data)
         state = _flattened(state, config, mesh)
     return FitResult(
         state=state, evaluation=evaluation, interrupted=step < config.steps
@@ -305,17 +307,25 @@ def _check_data(train_data: Any, eval_data: Any) -> None:
         )
 
 
-def _require_decoder(
-    config: TrainConfig, loss: LossFunction | None, model: Any
-) -> None:
-    """Stop where an encoder lacks what only decoders have by default."""
+def _checked(config: TrainConfig, model: Any, loss: LossFunction | None) -> TrainConfig:
+    """The settings with those of the model, if these, it and the loss fit together."""
+    if model is not None:
+        config = config.of_model(model)
+    if loss is not None and config.z_loss:
+        raise ValueError(
+            f"z_loss {config.z_loss} is that of the loss that fit makes; give it to "
+            "your own, as in next_token_loss(z_loss=...), and leave it 0 here"
+        )
     if isinstance(config.model, EncoderConfig):
         missing = [n for n, v in (("loss", loss), ("model", model)) if v is None]
-        raise ValueError(
-            f"{' and '.join(missing)} must be given to train an encoder: its head and "
-            "its loss depend on the task, for example model=EncoderModel(config.model, "
-            "head=encoder_head(config.model, 'masked_lm'), ...), loss=masked_lm_loss()"
-        )
+        if missing:
+            raise ValueError(
+                f"{' and '.join(missing)} must be given to train an encoder: its head "
+                "and its loss depend on the task, for example model=EncoderModel("
+                "config.model, head=encoder_head(config.model, 'masked_lm'), ...), "
+                "loss=masked_lm_loss()"
+            )
+    return config
 
 
 def _start(
@@ -427,47 +437,6 @@ def _check_steps(config: TrainConfig, done: int) -> None:
         )
 
 
-class _DivergenceGuard:
-    """Ends a run that diverges, and saves no state that is not finite."""
-
-    def __init__(self, config: TrainConfig, checkpoints: Checkpointer) -> None:
-        self._config = config
-        self._checkpoints = checkpoints
-        self._skipped = SkippedInARow()
-
-    def check(self, step: int, metrics: Any) -> None:
-        """Count skipped updates, without waiting for those of this step."""
-        self._skipped.add(step, metrics)
-        self._check_count()
-
-    def save(self, step: int, state: TrainState, batches: Any, *, final: bool) -> None:
-        """Save `state` if it is good; a `final` one that is not ends the run."""
-        self._skipped.catch_up()
-        self._check_count()
-        finite = bool(is_finite(state.model))
-        if finite and (final or not self._skipped.count):
-            self._checkpoints.save(step, state, batches.get_state())
-        elif final:
-            raise self._diverged()
-        else:
-            logger.warning("step %d is not saved: not finite", step)
-
-    def _check_count(self) -> None:
-        if self._skipped.count >= self._config.max_skipped:
-            raise self._diverged()
-
-    def _diverged(self) -> Diverged:
-        config, skipped, checkpoints = self._config, self._skipped, self._checkpoints
-        checkpoints.wait()
-        good = f"that of step {checkpoints.steps[-1]}" if checkpoints.steps else "none"
-        return Diverged(
-            f"the run diverged: at step {skipped.last} of {config.steps}, "
-            f"{skipped.count} updates in a row were skipped because loss or gradients "
-            f"were not finite; the newest good checkpoint in {config.output_dir} is "
-            f"{good}; lower optimizer.learning_rate or look at the data"
-        )
-
-
 def _checkpointer(config: TrainConfig) -> Checkpointer:
     return Checkpointer(
         Path(config.output_dir) / "checkpoints",
@@ -477,8 +446,18 @@ def _checkpointer(config: TrainConfig) -> Checkpointer:
     )
 
 
+def _written(
+    events: EventLog, config: TrainConfig
+) -> contextlib.AbstractContextManager[None]:
+    name = f"events-{jax.process_index()}.jsonl"
+    return events.written_to(Path(config.output_dir) / name)
+
+
 def _monitor(
-    config: TrainConfig, mesh: Mesh, writers: Sequence[Writer] | None
+    config: TrainConfig,
+    mesh: Mesh,
+    writers: Sequence[Writer] | None,
+    events: EventLog,
 ) -> Monitor:
     if writers is None:
         directory = Path(config.output_dir)
@@ -498,6 +477,7 @@ def _monitor(
             "full": config.model.flops_per_token(length, causal=False),
         },
         peak_flops=peak_flops(mesh.devices.flat[0].device_kind),
+        events=events,
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from jaxscale.supervision import EventLog
 from jaxscale.training.hardware import mfu
 
 
@@ -185,6 +186,7 @@ class Monitor:
         log_every: int = 1,
         flops_per_token: Mapping[str, float] | None = None,
         peak_flops: float | None = None,
+        events: EventLog | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Describe the run.
@@ -196,6 +198,7 @@ class Monitor:
             log_every: Steps between two records; rates are means over them.
             flops_per_token: FLOPs by convention, for example ``{"causal": 4.5e10}``.
             peak_flops: Peak of one device; None leaves the utilization unknown.
+            events: Told of each step that is done.
             clock: Gives seconds.
         """
         self._writers = list(writers)
@@ -204,6 +207,8 @@ class Monitor:
         self._log_every = log_every
         self._flops_per_token = dict(flops_per_token or {})
         self._peak = peak_flops
+        self._events = events
+        self._done: float | None = None
         self._clock = clock
         self._compiled = False
         self._since = 0.0
@@ -284,6 +289,7 @@ class Monitor:
         before = self._clock()
         yield
         self._since += self._clock() - before
+        self._done = None
 
     def log_evaluation(self, step: int, **values: float | None) -> None:
         """Record an evaluation after `step`; names get the prefix ``eval_``."""
@@ -314,6 +320,7 @@ class Monitor:
         progress: Mapping[str, float],
     ) -> None:
         values = {name: _number(x) for name, x in jax.device_get(metrics).items()}
+        self._report(step, values)
         self._steps += 1
         self._tokens += int(values.get("tokens") or 0)
         self._data_seconds += waited
@@ -324,6 +331,16 @@ class Monitor:
         elif not self._compiled:
             self._restart_clock()
         self._compiled = True
+
+    def _report(self, step: int, values: Record) -> None:
+        if self._events is None:
+            return
+        self._done = self._events.emit(
+            "done", step, kind="device", since=self._done, loss=values.get("loss")
+        )
+        # What makes a step skip its update, see `make_train_step`.
+        if None in [values.get(n, 0.0) for n in ("loss", "z_loss", "grad_norm")]:
+            self._events.emit("not_finite", step, kind="fault")
 
     def _rates(self) -> Record:
         seconds = (self._clock() - self._since) / self._steps

@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 from jaxscale import __version__, sharding
 from jaxscale.models import Decoder, DecoderConfig
 from jaxscale.sharding import AxisRules, TensorParallel
+from jaxscale.supervision.driver import DIRECTORY as SUPERVISOR
 from jaxscale.training.checkpoint import Checkpointer, complete_steps
 from jaxscale.training.config import TrainConfig
 from jaxscale.training.data import TextData
@@ -222,7 +223,8 @@ def check_free(
         )
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"output_dir {directory} is a file; choose a directory")
-    if not directory.exists() or not any(directory.iterdir()):
+    # The supervisor of the run is there before it.
+    if not directory.exists() or {p.name for p in directory.iterdir()} <= {SUPERVISOR}:
         return
     if not is_run(directory):
         if (directory / FAILED_FILE).is_file() and not saved:

@@ -1,0 +1,477 @@
+"""The driver of a job: watches its ranks through the executors, and starts them again.
+
+It does no work of the job and knows no jax, so it lives on when a rank breaks. What it
+must not forget is in a file (`State`): killed and started again by the same command, it
+finds the executors, which have gone on meanwhile.
+"""
+
+import asyncio
+import json
+import os
+import shlex
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxscale.supervision import protocol, state
+from jaxscale.supervision.config import SuperviseConfig
+from jaxscale.supervision.hosts import Host, Hosts
+from jaxscale.supervision.watch import STOPPED, Fault, Watch
+
+
+DIRECTORY = "supervisor"
+"""Folder of the driver in the output directory: its state, logs, stacks and faults."""
+GAVE_UP = 4
+"""Exit code of a driver that has given up."""
+
+_SETTLE_SECONDS = 0.5
+_SHORT_SECONDS = 0.1
+_LONGEST_BACKOFF = 60.0
+
+
+class GaveUp(RuntimeError):
+    """The job cannot go on; the message is a paragraph that says why."""
+
+    def __init__(self, message: str, code: int = GAVE_UP) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Driver:
+    """Runs a job to its end."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        directory: Path,
+        config: SuperviseConfig,
+        *,
+        report: Callable[[str], None],
+    ) -> None:
+        """Describe the job.
+
+        Args:
+            command: What each rank runs; started again, it has to go on by itself.
+            directory: Output directory of the run.
+            config: The settings.
+            report: Takes lines for the user.
+        """
+        self._command, self._config, self._report = list(command), config, report
+        self._output, self._directory = directory, directory / DIRECTORY
+        self._stop = False
+        self._watch: Watch | None = None
+        """Of the cycle that runs."""
+        self._since: float | None = None
+        """When the last fault was noticed, until a step is done again."""
+        self._reached = 0
+        """The newest step that was done before this cycle."""
+
+    async def run(self) -> int:
+        """Run the job; the exit code.
+
+        Raises:
+            ValueError: another driver works here, the state is damaged, or the address
+                cannot be listened at.
+            GaveUp: it is of no use to go on.
+        """
+        with state.locked(self._directory):
+            self._state = state.read(
+                self._directory, os.environ.get(protocol.SECRET, "")
+            )
+            self._hosts = Hosts(
+                self._state.secret, self._directory, report=self._report
+            )
+            config = self._config
+            self._state.port = await self._hosts.listen(
+                config.address, self._state.port
+            )
+            self._save()
+            self._on_signals()
+            try:
+                code = await self._job()
+                self._end("stopped" if code else "done")
+                return code
+            except GaveUp as error:
+                self._end(str(error))
+                raise
+            finally:
+                await self._hosts.close()
+
+    async def _job(self) -> int:
+        """Cycles, until one ends well."""
+        if self._state.running:
+            await self._adopt()
+        while True:
+            if self._watch is None:
+                await self._start()
+            fault = None if self._watch is None else await self._follow(self._watch)
+            if self._stop or self._watch is None:
+                step = self._state.best
+                self._report(f"stopped after step {step}; the same command continues")
+                return STOPPED
+            if fault is None:
+                last = self._watch.tail(0).strip().splitlines()[-1:]
+                self._report(": ".join(["all ranks are done", *last]))
+                return 0
+            await self._recover(fault, self._watch)
+            self._watch = None
+
+    # --------------------------------------------------------------------------------
+    # Start
+
+    async def _start(self) -> None:
+        """Start a cycle when there are enough hosts, unless asked to stop before."""
+        hosts = await self._enough_hosts()
+        if self._stop:
+            return
+        config, job, first = self._config, self._state, hosts[0]
+        job.cycle, job.running, self._reached = job.cycle + 1, True, job.best
+        self._save()
+        count = config.processes // len(hosts)
+        port = config.coordinator_port or first.port
+        for i, host in enumerate(hosts):
+            host.port, host.cycle = None, job.cycle
+            host.ranks = list(range(i * count, (i + 1) * count))
+            host.send(
+                protocol.Start(
+                    cycle=job.cycle,
+                    ranks=host.ranks,
+                    processes=config.processes,
+                    coordinator=f"{first.address}:{port}",
+                    command=self._command,
+                    directory=str(self._directory.resolve()),
+                )
+            )
+        names = ", ".join(host.name for host in hosts)
+        self._report(f"cycle {job.cycle}: {config.processes} ranks on {names}")
+        now = time.monotonic()
+        self._watch = Watch(range(config.processes), config.deadlines, now)
+
+    async def _enough_hosts(self) -> list[Host]:
+        """As many hosts as needed, in the order of their names."""
+        needed, excluded = self._config.hosts, self._state.excluded
+        begun, deadline = time.monotonic(), self._config.deadlines.hosts
+        why = [f"{name} ({reason})" for name, reason in excluded.items()]
+        without = f", without those that failed their check: {why}" if why else ""
+        while not self._stop:
+            idle = [host for host in self._hosts if host.port is not None]
+            usable = [host for host in idle if host.name not in excluded]
+            if len(usable) >= needed:
+                return usable[:needed]
+            if needed == 1 and socket.gethostname() in excluded:
+                raise GaveUp(f"no host is left{without}")
+            if needed == 1 and not len(self._hosts):
+                before = self._state.executor
+                self._state.executor = self._hosts.start_local(before)
+                if before != self._state.executor:
+                    self._save()
+            if time.monotonic() - begun > deadline:
+                raise GaveUp(
+                    f"only {len(usable)} of {needed} hosts are there after "
+                    f"{deadline:g} s{without}; start `jaxscale executor --driver "
+                    f"{self._hosts.address}` on more"
+                )
+            await self._take()
+        return []
+
+    async def _adopt(self) -> None:
+        """Go on with the ranks that a driver before this one has started."""
+        config = self._config
+        self._watch = Watch(range(config.processes), config.deadlines, time.monotonic())
+        self._reached = self._state.best
+        self._report(f"cycle {self._state.cycle} goes on: waiting for its executors")
+        await self._until(lambda: not self._missing(), config.deadlines.reconnect)
+
+    def _missing(self) -> list[int]:
+        """Ranks that no executor has."""
+        cycle = self._state.cycle
+        there = {rank for h in self._hosts if h.cycle == cycle for rank in h.ranks}
+        return sorted(set(range(self._config.processes)) - there)
+
+    # --------------------------------------------------------------------------------
+    # Watch
+
+    async def _follow(self, watch: Watch) -> Fault | None:
+        """Watch a cycle until it ends: well, by a fault, or because it was asked to."""
+        while not watch.finished:
+            await self._take()
+            self._note(watch)
+            if self._stop:
+                self._hosts.broadcast(protocol.Terminate())
+                await self._until(lambda: watch.gone, self._config.deadlines.save)
+                if not watch.gone:
+                    self._report("the ranks do not stop: they are killed")
+                    await self._kill()
+                return None
+            fault = self._lost_hosts(watch)
+            if fault is None and self._fault(watch) is not None:
+                # Those that fail say why, and leave.
+                await self._until(lambda: False, _SHORT_SECONDS)
+                await self._until(lambda: not watch.failing(), _SETTLE_SECONDS)
+                fault = self._fault(watch)
+            if fault is not None:
+                return fault
+        return None
+
+    def _fault(self, watch: Watch) -> Fault | None:
+        known = self._state.replayed if self._config.replay else range(sys.maxsize)
+        return watch.fault(time.monotonic(), known=known)
+
+    def _lost_hosts(self, watch: Watch) -> Fault | None:
+        if missing := self._missing():
+            return watch.lost(missing, "has gone")
+        for host in self._hosts:
+            silence = time.monotonic() - host.heard
+            if host.ranks and silence > self._config.deadlines.host:
+                reason = f"on {host.name} said nothing for {silence:.3g} s"
+                return watch.lost(host.ranks, reason)
+        return None
+
+    async def _take(self) -> None:
+        """Take in what the executors say, for a moment."""
+        await self._hosts.take(self._understand)
+
+    async def _until(self, done: Callable[[], bool], seconds: float) -> None:
+        """Take in what the executors say until `done`, or for so long."""
+        until = time.monotonic() + seconds
+        while not done() and time.monotonic() < until:
+            await self._take()
+
+    def _understand(self, host: Host, message: Any) -> None:
+        now = host.heard = time.monotonic()
+        job, watch = self._state, self._watch
+        current = job.running and getattr(message, "cycle", 0) == job.cycle
+        match message:
+            case protocol.Host() if message.ranks and not current:
+                host.send(protocol.Kill())  # of a cycle that is over
+            case protocol.Moved() if watch is not None and current:
+                watch.moved(message, now)
+            case protocol.Exited() if watch is not None and current:
+                watch.exited(message, now)
+            case protocol.Idle():
+                host.port, host.ranks = message.port, []
+            case protocol.Stack():
+                host.stacks[message.rank] = message.text
+            case protocol.Diagnosis():
+                host.diagnosis = message
+
+    def _note(self, watch: Watch) -> None:
+        """Keep how far the job has come."""
+        if watch.step > self._state.best:
+            self._state.best = watch.step
+        if self._since is not None and watch.step > 0:
+            took = time.time() - self._since
+            self._report(f"step {watch.step} is done, {took:.1f} s after the fault")
+            self._record("running", watch.step, since=self._since)
+            self._since = None
+
+    # --------------------------------------------------------------------------------
+    # Recover
+
+    async def _recover(self, fault: Fault, watch: Watch) -> None:
+        """Find out who it was, end what is left, and get ready to start again.
+
+        Raises:
+            GaveUp: there is no use in another start.
+        """
+        job, since = self._state, time.time()
+        ranks_of = {host.name: list(host.ranks) for host in self._hosts}
+        suspects = dict.fromkeys(fault.suspects, "it failed first")
+        if fault.kind in ("stall", "exit", "error"):
+            stacks = await self._stacks()
+            if fault.kind == "stall":
+                suspects = watch.suspects(stacks)
+        await self._kill()
+        job.running = False
+        if fault.kind == "not_finite":
+            job.replayed.append(fault.step)
+        job.idle = 0 if job.best > self._reached else job.idle + 1
+        who = [f"rank {n}: {why}" for n, why in sorted(suspects.items())]
+        where = "; ".join(who) or "none"
+        self._report(f"cycle {job.cycle} ended: {fault.reason}; suspects: {where}")
+        self._record(
+            fault.kind,
+            watch.step,
+            since=since,
+            kind="fault",
+            reason=fault.reason,
+            suspects=who,
+        )
+        self._save()
+        self._give_up_if_useless(fault, watch, suspects)
+        await self._diagnose([n for n, r in ranks_of.items() if {*r} & {*suspects}])
+        self._since = since
+        await self._back_off()
+
+    def _give_up_if_useless(
+        self, fault: Fault, watch: Watch, suspects: Collection[int]
+    ) -> None:
+        job, config = self._state, self._config
+        tails = [watch.tail(rank).strip() for rank in suspects]
+        said = next((tail.splitlines()[-1] for tail in tails if tail), "")
+        last = f" It last printed: {said}" if said else ""
+        if fault.final:
+            raise GaveUp(
+                f"{fault.reason}; another start would end alike.{last}", fault.final
+            )
+        if job.idle >= config.idle_cycles:
+            raise GaveUp(
+                f"gave up after cycle {job.cycle}: {job.idle} starts in a row reached "
+                f"no step after {job.best}. The last one: {fault.reason}.{last} Logs, "
+                f"stacks and the list of faults are in {self._directory}; the same "
+                "command tries again."
+            )
+
+    async def _stacks(self) -> dict[int, str]:
+        """Where the ranks stand; empty for those that do not answer."""
+        asked = [host for host in self._hosts if host.ranks]
+        for host in asked:
+            host.stacks = {}
+            host.send(protocol.Stacks())
+        await self._until(
+            lambda: all({*host.ranks} <= {*host.stacks} for host in asked),
+            self._config.deadlines.host / 2,
+        )
+        stacks = {rank: text for host in asked for rank, text in host.stacks.items()}
+        for rank, text in stacks.items():
+            if text:
+                name = f"stacks-{self._state.cycle}-{rank}.txt"
+                (self._directory / name).write_text(text)
+        return stacks
+
+    async def _kill(self) -> None:
+        """End all ranks; an executor that does not obey is ended too."""
+        busy = list(self._hosts)
+        for host in busy:
+            host.port = None
+            host.send(protocol.Kill())
+        await self._until(
+            lambda: all(host.port is not None for host in busy),
+            self._config.deadlines.host,
+        )
+        for host in busy:
+            if host.port is None:
+                self._report(f"the executor of {host.name} is dropped: it is silent")
+                self._hosts.drop(host)
+        if self._config.hosts == 1 and not len(self._hosts):
+            self._hosts.end_local(self._state.executor)
+
+    async def _diagnose(self, names: Collection[str]) -> None:
+        """Have suspect hosts check themselves, and use those no more that fail."""
+        deadline = self._config.deadlines.diagnose
+        asked = [host for host in self._hosts if host.name in names]
+        for host in asked:
+            host.diagnosis = None
+            host.send(
+                protocol.Diagnose(
+                    command=shlex.split(self._config.diagnose),
+                    directory=str(self._output.resolve()),
+                    seconds=deadline,
+                )
+            )
+        await self._until(
+            lambda: all(host.diagnosis is not None for host in asked), deadline + 5
+        )
+        for host in asked:
+            found = host.diagnosis
+            if found is None or found.code != 0:
+                text = "no answer" if found is None else found.text.strip()
+                why = (text.splitlines() or [f"code {found and found.code}"])[-1]
+                self._state.excluded[host.name] = why
+                self._report(f"host {host.name} is not used any more: {why}")
+        self._save()
+
+    async def _back_off(self) -> None:
+        if self._state.idle:
+            seconds = self._config.backoff * 2 ** (self._state.idle - 1)
+            seconds = min(seconds, _LONGEST_BACKOFF)
+            self._report(f"no new step was reached: next start in {seconds:g} s")
+            await self._until(lambda: self._stop, seconds)
+
+    # --------------------------------------------------------------------------------
+    # Keep
+
+    def _save(self) -> None:
+        self._state.write(self._directory)
+
+    def _end(self, how: str) -> None:
+        self._state.running, self._state.ended = False, how
+        self._save()
+
+    def _record(
+        self, name: str, step: int, *, since: float, kind: str = "host", **args: Any
+    ) -> None:
+        """Append an event, in the form of those of the ranks."""
+        event = {"t0": since, "t1": time.time(), "cycle": self._state.cycle}
+        event |= {"step": step, "kind": kind, "name": name, "args": args}
+        with (self._directory / "events-driver.jsonl").open("a") as file:
+            file.write(json.dumps(event) + "\n")
+
+    def _on_signals(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        loop = asyncio.get_running_loop()
+
+        def stop(number: int) -> None:
+            self._stop = True
+            loop.remove_signal_handler(number)  # a second one ends the driver
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop, number)
+
+
+def supervise(
+    command: Sequence[str] | str,
+    directory: str | os.PathLike[str],
+    config: SuperviseConfig | None = None,
+    *,
+    report: Callable[[str], None] | None = None,
+) -> int:
+    """Run a command as the ranks of a job, and start them again after faults.
+
+    The command is started `processes` times, with the variables that
+    `jaxscale.sharding.initialize` reads. Each start has to continue what the one
+    before has saved, as ``jaxscale train ... --resume auto`` does, or a script that
+    calls `fit`.
+
+    Args:
+        command: The words of the command, or a line of them.
+        directory: Output directory of the run; the driver keeps its files in the folder
+            ``supervisor`` there.
+        config: The settings; None is one process.
+        report: Takes lines about the job; None prints them.
+
+    Returns:
+        0 when all ranks have ended well, 1 if a signal has stopped them.
+
+    Raises:
+        ValueError: there is no command, another driver works in the directory, or its
+            state cannot be read.
+        GaveUp: the job fails again and again.
+
+    Example:
+        >>> import sys, tempfile
+        >>> supervise(
+        ...     [sys.executable, "-c", "print(40 + 2)"],
+        ...     tempfile.mkdtemp(),
+        ...     report=lambda line: print(line.partition(" ranks on ")[0]),
+        ... )
+        cycle 1: 1
+        all ranks are done: 42
+        0
+    """
+    words = shlex.split(command) if isinstance(command, str) else list(command)
+    if not words:
+        raise ValueError("command is empty; give what each rank runs")
+
+    def to_terminal(line: str) -> None:
+        print(f"jaxscale supervise: {line}", file=sys.stderr, flush=True)
+
+    config = SuperviseConfig() if config is None else config
+    driver = Driver(words, Path(directory), config, report=report or to_terminal)
+    return asyncio.run(driver.run())

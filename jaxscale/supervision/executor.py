@@ -1,0 +1,424 @@
+"""The executor of a host: starts its ranks, hears them, and does what the driver says.
+
+A rank is a process group of its own. The kernel ends it when the executor dies, also
+one that is stopped or hangs. When the driver dies the ranks go on, and the executor
+waits for another driver; after a while it has them save and leave.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxscale.supervision import protocol
+from jaxscale.supervision.events import VARIABLE
+
+
+ALIVE_SECONDS = 1.0
+_REPORT_SECONDS = 0.05
+_STACK_SECONDS = 0.3
+_RETRY_SECONDS = 0.25
+_LEAVE_SECONDS = 60.0
+_TAIL, _STACK = 2**12, 2**15  # bytes, and JSON may write six for one
+_PR_SET_PDEATHSIG = 1
+
+
+class Rank:
+    """A process of the job on this host."""
+
+    def __init__(
+        self, number: int, process: asyncio.subprocess.Process, printed: int
+    ) -> None:
+        """Take over a process that leads a group."""
+        self.number, self.process = number, process
+        self.printed = printed
+        """Bytes of its log that are older."""
+        self.speaks = False
+        """Whether it has joined, and so listens to SIGUSR1."""
+        self.exited: protocol.Exited | None = None
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the whole group."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+
+class Executor:
+    """Runs until the driver says `Quit`, or stays away."""
+
+    def __init__(self, driver: str, secret: str, *, name: str, grace: float) -> None:
+        """Describe the host.
+
+        Args:
+            driver: ``host:port`` of the driver.
+            secret: That of the job.
+            name: By which messages name this host.
+            grace: Seconds to wait for a driver that is not there.
+        """
+        self._driver, self._secret = driver, secret
+        self._name, self._grace = name, grace
+        self._channel: protocol.Channel | None = None
+        # The ranks get a secret of their own, which opens nothing but their executor.
+        self._rank_secret = secrets.token_hex()
+        self._address = ""
+        self._cycle, self._directory = 0, Path()
+        self._ranks: dict[int, Rank] = {}
+        self._newest: dict[tuple[int, str], protocol.Moved] = {}
+        self._untold: set[tuple[int, str]] = set()
+        self._faults: list[protocol.Moved] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> int:
+        """Serve the driver; the exit code.
+
+        Raises:
+            OSError: there was no driver from the beginning.
+        """
+        server = await asyncio.start_server(
+            self._hear, "127.0.0.1", 0, limit=protocol.LONGEST_LINE
+        )
+        self._address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        self._spawn(self._report())
+        try:
+            while await self._connect():
+                with contextlib.suppress(OSError):
+                    if await self._serve():
+                        return 0
+                self._channel = None
+                await asyncio.sleep(_RETRY_SECONDS)
+            await self._leave()
+            return 1
+        finally:
+            self._signal(signal.SIGKILL)
+            for task in self._tasks:
+                task.cancel()
+            server.close()
+
+    async def _connect(self) -> bool:
+        """Find the driver, within the time of grace."""
+        problem: OSError | None = None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._grace):
+                while True:
+                    try:
+                        channel = await protocol.connect(self._driver, self._secret)
+                        break
+                    except protocol.ProtocolError:
+                        raise
+                    except OSError as error:
+                        problem = error
+                    await asyncio.sleep(_RETRY_SECONDS)
+                self._greet(channel)
+                return True
+        if not self._cycle:
+            raise ConnectionError(
+                f"no driver answers at {self._driver} within {self._grace:g} s "
+                f"({problem}); check that it runs and that the address is right"
+            )
+        return False
+
+    def _greet(self, channel: protocol.Channel) -> None:
+        """Say who this is, and to a driver that was started again what has happened."""
+        channel.send(
+            protocol.Host(
+                name=self._name,
+                address=_own_address(self._driver),
+                cycle=self._cycle,
+                ranks=sorted(self._ranks),
+            )
+        )
+        if not self._ranks:
+            channel.send(protocol.Idle(port=_free_port()))
+        for message in (*self._newest.values(), *self._faults):
+            channel.send(message)
+        for rank in self._ranks.values():
+            if rank.exited is not None:
+                channel.send(rank.exited)
+        self._channel = channel
+
+    async def _serve(self) -> bool:
+        """Do what the driver says until it has gone; True if the job is over."""
+        channel = self._channel
+        assert channel is not None
+        while True:
+            match await channel.receive():
+                case protocol.Start() as start:
+                    await self._start(start)
+                case protocol.Stacks():
+                    await self._stacks(channel)
+                case protocol.Terminate():
+                    self._signal(signal.SIGTERM)
+                case protocol.Kill():
+                    await self._kill()
+                    channel.send(protocol.Idle(port=_free_port()))
+                case protocol.Diagnose() as wanted:
+                    channel.send(await _diagnosis(wanted))
+                case protocol.Quit():
+                    return True
+                case other:
+                    raise protocol.ProtocolError(f"a driver does not say {other}")
+
+    async def _start(self, start: protocol.Start) -> None:
+        await self._kill()
+        self._cycle, self._directory = start.cycle, Path(start.directory)
+        self._newest, self._untold, self._faults = {}, set(), []
+        for index, number in enumerate(start.ranks):
+            place = {
+                "address": self._address,
+                "secret": self._rank_secret,
+                "rank": number,
+                "cycle": start.cycle,
+                "stacks": str(self._file("stacks", number)),
+            }
+            environment = _environment(start, number, index) | {
+                VARIABLE: json.dumps(place)
+            }
+            with self._file("log", number).open("ab") as log:
+                log.write(f"--- cycle {start.cycle}\n".encode())
+                log.flush()
+                printed = log.tell()
+                try:
+                    process = await asyncio.create_subprocess_exec(
+                        *start.command,
+                        env=environment,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                        preexec_fn=_die_with_parent,
+                    )
+                except OSError as error:
+                    tail = f"{start.command[0]}: {error.strerror}"
+                    self._tell(self._exit(number, 127, tail))
+                    continue
+            rank = self._ranks[number] = Rank(number, process, printed)
+            self._spawn(self._wait(rank))
+
+    def _file(self, kind: str, rank: int) -> Path:
+        return self._directory / f"{kind}-{rank}.txt"
+
+    async def _wait(self, rank: Rank) -> None:
+        code = await rank.process.wait()
+        rank.signal(signal.SIGKILL)  # children that it has left behind
+        tail = _tail(self._file("log", rank.number), _TAIL, rank.printed)
+        rank.exited = self._exit(rank.number, code, tail)
+        self._flush()  # what it said before comes before
+        self._tell(rank.exited)
+
+    def _exit(self, rank: int, code: int, tail: str) -> protocol.Exited:
+        return protocol.Exited(rank=rank, cycle=self._cycle, code=code, tail=tail)
+
+    async def _hear(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Listen to a rank."""
+        channel = protocol.Channel(reader, writer)
+        with contextlib.closing(channel), contextlib.suppress(OSError):
+            await channel.welcome(self._rank_secret)
+            joined = await channel.receive()
+            rank = self._ranks.get(getattr(joined, "rank", -1))
+            if not isinstance(joined, protocol.Joined) or rank is None:
+                return
+            rank.speaks = joined.cycle == self._cycle
+            while True:
+                message = await channel.receive()
+                if not isinstance(message, protocol.Moved):
+                    return
+                if message.cycle != self._cycle:
+                    return
+                if message.kind == "fault":
+                    self._flush()
+                    self._faults.append(message)
+                    self._tell(message)
+                else:
+                    # A place in the program, and what is done, which others report.
+                    about = "done" if message.phase == "done" else "place"
+                    self._newest[message.rank, about] = message
+                    self._untold.add((message.rank, about))
+
+    async def _report(self) -> None:
+        """Tell the driver where the ranks are, and that this host lives."""
+        loop, told = asyncio.get_running_loop(), 0.0
+        while True:
+            await asyncio.sleep(_REPORT_SECONDS)
+            self._flush()
+            if loop.time() - told >= ALIVE_SECONDS:
+                told = loop.time()
+                self._tell(protocol.Alive())
+
+    def _flush(self) -> None:
+        for key in sorted(self._untold):
+            self._tell(self._newest[key])
+        self._untold.clear()
+
+    def _tell(self, message: protocol.Message) -> None:
+        if self._channel is not None:
+            self._channel.send(message)
+
+    async def _stacks(self, channel: protocol.Channel) -> None:
+        """Have the ranks write where they are, and send what they wrote."""
+        asked = [
+            rank for rank in self._ranks.values() if rank.speaks and not rank.exited
+        ]
+        for rank in asked:
+            with contextlib.suppress(ProcessLookupError):
+                rank.process.send_signal(signal.SIGUSR1)
+        if asked:
+            await asyncio.sleep(_STACK_SECONDS)
+        for rank in self._ranks.values():
+            text = _tail(self._file("stacks", rank.number), _STACK)
+            answer = text if rank in asked else ""
+            # Escaped it may be longer, and a line too long would end the connection.
+            answer = answer.encode("ascii", "replace").decode()
+            channel.send(protocol.Stack(rank=rank.number, text=answer))
+
+    async def _kill(self) -> None:
+        self._signal(signal.SIGKILL)
+        for rank in self._ranks.values():
+            await rank.process.wait()
+        self._ranks = {}
+
+    async def _leave(self) -> None:
+        """Let the ranks save and end, since no driver comes back."""
+        self._signal(signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LEAVE_SECONDS):
+                for rank in self._ranks.values():
+                    await rank.process.wait()
+
+    def _signal(self, number: int) -> None:
+        for rank in self._ranks.values():
+            if rank.process.returncode is None:
+                rank.signal(number)
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _environment(
+    start: protocol.Start,
+    rank: int,
+    index: int,
+    environ: Mapping[str, str] = os.environ,
+) -> dict[str, str]:
+    """What `initialize` reads, and a cache of compiled programs beside the run."""
+    several = len(start.ranks) > 1
+    mine = {key: value for key, value in environ.items() if key != protocol.SECRET}
+    mine |= {
+        "JAX_COORDINATOR_ADDRESS": start.coordinator,
+        "JAX_NUM_PROCESSES": str(start.processes),
+        "JAX_PROCESS_ID": str(rank),
+        "PYTHONUNBUFFERED": "1",
+    }
+    if several:  # a GPU each
+        visible = [d for d in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
+        mine["CUDA_VISIBLE_DEVICES"] = (
+            visible[index] if index < len(visible) else str(index)
+        )
+    mine.setdefault("JAX_COMPILATION_CACHE_DIR", f"{start.directory}/compiled")
+    mine.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+    return mine
+
+
+async def _diagnosis(wanted: protocol.Diagnose) -> protocol.Diagnosis:
+    command = [*(wanted.command or [sys.executable, "-m", _SELF_CHECK])]
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *(command if wanted.command else [*command, wanted.directory]),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+    except OSError as error:
+        return protocol.Diagnosis(code=127, text=f"{command[0]}: {error.strerror}")
+    try:
+        async with asyncio.timeout(wanted.seconds):
+            output, _ = await process.communicate()
+    except TimeoutError:
+        os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+        text = f"{command[0]} did not end within {wanted.seconds:g} s"
+        return protocol.Diagnosis(code=124, text=text)
+    text = output[-_TAIL:].decode(errors="replace")
+    return protocol.Diagnosis(code=process.returncode or 0, text=text)
+
+
+_SELF_CHECK = "jaxscale.supervision.self_check"
+_LIBC = ctypes.CDLL(None)
+
+
+def _die_with_parent() -> None:
+    """In a new process: have the kernel end it when the executor dies."""
+    if sys.platform == "linux":
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _tail(file: Path, most: int, start: int = 0) -> str:
+    """The end of a file, after its byte `start`."""
+    try:
+        with file.open("rb") as stream:
+            end = stream.seek(0, os.SEEK_END)
+            stream.seek(max(end - most, min(start, end)))
+            return stream.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def _own_address(driver: str) -> str:
+    """The address of this host in the network in which it reaches the driver."""
+    with contextlib.suppress(OSError):
+        found = socket.getaddrinfo(
+            *protocol.split_address(driver), type=socket.SOCK_DGRAM
+        )
+        family, kind, *_, address = found[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing
+            own = probe.getsockname()[0]
+            return f"[{own}]" if ":" in own else own
+    return socket.gethostname()
+
+
+def main(driver: str, *, name: str = "", grace: float = 300.0) -> int:
+    """Run an executor; the secret is in the environment.
+
+    Args:
+        driver: ``host:port`` of the driver.
+        name: By which messages name this host.
+        grace: Seconds to wait for a driver that is not there.
+
+    Raises:
+        ValueError: there is no secret, or the address is none.
+        OSError: no driver answers.
+    """
+    protocol.split_address(driver)
+    secret = os.environ.get(protocol.SECRET, "")
+    if not secret:
+        raise ValueError(
+            f"the environment variable {protocol.SECRET} is not set; give executors "
+            "and driver the same long random text"
+        )
+    name = name or socket.gethostname()
+    return asyncio.run(Executor(driver, secret, name=name, grace=grace).run())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], name=sys.argv[2]))

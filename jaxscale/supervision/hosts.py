@@ -1,0 +1,176 @@
+"""The executors of a job, as its driver sees them."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxscale.supervision import protocol
+
+
+_TICK_SECONDS = 0.05
+_LEAVE_SECONDS = 30.0
+
+
+class Host:
+    """An executor that is connected."""
+
+    def __init__(self, host: protocol.Host, channel: protocol.Channel) -> None:
+        """Take in what it says of itself."""
+        self.name, self.address, self._channel = host.name, host.address, channel
+        self.cycle, self.ranks = host.cycle, list(host.ranks)
+        self.heard = time.monotonic()
+        self.port: int | None = None
+        """A free port, while nothing runs there."""
+        self.stacks: dict[int, str] = {}
+        self.diagnosis: protocol.Diagnosis | None = None
+
+    def send(self, message: protocol.Message) -> None:
+        """Send without waiting."""
+        self._channel.send(message)
+
+    def close(self) -> None:
+        """End the connection."""
+        self._channel.close()
+
+
+class Hosts:
+    """Listens to executors, and keeps one running on this machine if asked to."""
+
+    def __init__(
+        self, secret: str, directory: Path, *, report: Callable[[str], None]
+    ) -> None:
+        """Begin with none.
+
+        Args:
+            secret: That of the job.
+            directory: Where the executor of this machine writes its log.
+            report: Takes lines for the user.
+        """
+        self._secret, self._directory, self._report = secret, directory, report
+        self._connected: dict[str, Host] = {}
+        self._inbox: asyncio.Queue[tuple[Host, Any]] = asyncio.Queue()
+        self._doubles: set[str] = set()
+        self._server: asyncio.Server | None = None
+        self._local: subprocess.Popen[bytes] | None = None
+        self.address = ""
+        """``host:port`` of the driver."""
+
+    def __iter__(self) -> Iterator[Host]:
+        return iter(sorted(self._connected.values(), key=lambda host: host.name))
+
+    def __len__(self) -> int:
+        return len(self._connected)
+
+    def get(self, name: str) -> Host | None:
+        """The host of this name, if it is connected."""
+        return self._connected.get(name)
+
+    async def listen(self, address: str, port: int) -> int:
+        """Listen at `address`, or where it names no port at `port`; that port.
+
+        Raises:
+            ValueError: the port is taken, or the address is not of this machine.
+        """
+        host, wanted = protocol.split_address(address)
+        try:
+            self._server = await asyncio.start_server(
+                self._hear, host, wanted or port, limit=protocol.LONGEST_LINE
+            )
+        except OSError as error:
+            raise ValueError(
+                f"address {host}:{wanted or port} cannot be listened at ({error}); end "
+                "the process that uses the port, or choose another address"
+            ) from error
+        found = self._server.sockets[0].getsockname()[1]
+        self.address = f"[{host}]:{found}" if ":" in host else f"{host}:{found}"
+        return found
+
+    async def take(self, understand: Callable[[Host, Any], None]) -> None:
+        """Pass on what the executors say, for a moment."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_TICK_SECONDS):
+                understand(*await self._inbox.get())
+        while not self._inbox.empty():
+            understand(*self._inbox.get_nowait())
+
+    def broadcast(self, message: protocol.Message) -> None:
+        """Send to all."""
+        for host in self._connected.values():
+            host.send(message)
+
+    def drop(self, host: Host) -> None:
+        """End the connection to one that does not answer."""
+        host.close()
+        self._connected.pop(host.name, None)
+
+    def start_local(self, before: int) -> int:
+        """Start the executor of this machine if none is there; its process.
+
+        Args:
+            before: That of a driver before this one, which has not come back; 0 if
+                there was none.
+        """
+        if self._local is not None and self._local.poll() is None:
+            return self._local.pid
+        if before:
+            self.end_local(before)
+        module = "jaxscale.supervision.executor"
+        with (self._directory / "executor.txt").open("ab") as log:
+            self._local = subprocess.Popen(
+                [sys.executable, "-m", module, self.address, socket.gethostname()],
+                env=os.environ | {protocol.SECRET: self._secret},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # it goes on when the driver is killed
+            )
+        return self._local.pid
+
+    def end_local(self, process: int) -> None:
+        """Kill an executor of this job, whose ranks the kernel then ends."""
+        with contextlib.suppress(OSError):
+            words = Path(f"/proc/{process}/cmdline").read_bytes().decode().split("\0")
+            if self.address in words:  # not another that has got its number
+                os.kill(process, signal.SIGKILL)
+
+    async def close(self) -> None:
+        """Tell all that the job is over, and wait for the one of this machine."""
+        self.broadcast(protocol.Quit())
+        if self._server is not None:
+            self._server.close()
+        if self._local is not None:
+            try:
+                await asyncio.to_thread(self._local.wait, _LEAVE_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._local.kill()
+                self._local.wait()
+
+    async def _hear(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Listen to an executor."""
+        channel, host = protocol.Channel(reader, writer), None
+        with contextlib.closing(channel), contextlib.suppress(OSError):
+            await channel.welcome(self._secret)
+            first = await channel.receive()
+            if not isinstance(first, protocol.Host):
+                raise protocol.ProtocolError(f"an executor begins with {first}")
+            if first.name in self._connected:
+                if first.name not in self._doubles:  # it will try again
+                    self._report(f"a second executor called {first.name} is sent away")
+                self._doubles.add(first.name)
+                return
+            host = self._connected[first.name] = Host(first, channel)
+            self._inbox.put_nowait((host, first))
+            while True:
+                self._inbox.put_nowait((host, await channel.receive()))
+        if host is not None and self._connected.get(host.name) is host:
+            del self._connected[host.name]

@@ -1,0 +1,376 @@
+"""The protocol of supervision: JSON lines over TCP, of processes that share a secret.
+
+A line is an object ``{"is": "Moved", ...}`` with the fields of one of the dataclasses
+here, no more and no fewer, of their types; anything else ends the connection. Before
+the first line both sides prove that they know the secret, without sending it:
+
+    server  {"challenge": A}
+    client  {"challenge": B, "proof": HMAC(secret, "client" + A)}
+    server  {"proof": HMAC(secret, "server" + B)}
+"""
+
+import asyncio
+import dataclasses
+import hmac
+import json
+import secrets
+import socket
+import typing
+from typing import Any
+
+
+SECRET = "JAXSCALE_SECRET"
+"""Environment variable that holds the secret of a job."""
+LONGEST_LINE = 2**16
+"""Bytes of a line; a longer one ends the connection."""
+HANDSHAKE_SECONDS = 10.0
+
+
+class ProtocolError(ConnectionError):
+    """The other side said what the protocol does not know."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Joined:
+    """Rank to executor, first: the process that speaks for a rank."""
+
+    rank: int
+    cycle: int
+    pid: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Moved:
+    """Rank to executor to driver: a rank has reached a phase of a step."""
+
+    rank: int
+    cycle: int
+    step: int
+    phase: str
+    kind: str
+    text: str = ""
+    """What an event of kind ``fault`` says of itself."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Exited:
+    """Executor to driver: a process has ended, with the end of what it printed."""
+
+    rank: int
+    cycle: int
+    code: int
+    tail: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Host:
+    """Executor to driver, first: who it is, and what it is doing."""
+
+    name: str
+    address: str
+    """By which the other hosts reach this one."""
+    cycle: int
+    ranks: list[int]
+    """Those that run here."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Idle:
+    """Executor to driver: nothing runs here, and this port is free."""
+
+    port: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Alive:
+    """Executor to driver, every second."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stack:
+    """Executor to driver: where the threads of a rank stand."""
+
+    rank: int
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """Executor to driver: the exit code and the last lines of a self-check."""
+
+    code: int
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Start:
+    """Driver to executor: start these ranks."""
+
+    cycle: int
+    ranks: list[int]
+    processes: int
+    """Of the whole job."""
+    coordinator: str
+    command: list[str]
+    directory: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stacks:
+    """Driver to executor: ask every rank where it stands."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kill:
+    """Driver to executor: end every process group at once, then say `Idle`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Terminate:
+    """Driver to executor: ask every rank to save and leave (SIGTERM)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Diagnose:
+    """Driver to executor: check this host by a command."""
+
+    command: list[str]
+    directory: str
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Quit:
+    """Driver to executor: the job is over."""
+
+
+type Message = (
+    Joined
+    | Moved
+    | Exited
+    | Host
+    | Idle
+    | Alive
+    | Stack
+    | Diagnosis
+    | Start
+    | Stacks
+    | Kill
+    | Terminate
+    | Diagnose
+    | Quit
+)
+
+_KINDS: dict[str, Any] = {k.__name__: k for k in typing.get_args(Message.__value__)}
+
+
+def encode(message: Message) -> bytes:
+    r"""A message as a line.
+
+    Example:
+        >>> encode(Idle(port=8476))
+        b'{"is": "Idle", "port": 8476}\n'
+    """
+    fields = {"is": type(message).__name__, **vars(message)}
+    return json.dumps(fields).encode() + b"\n"
+
+
+def decode(line: bytes) -> Any:
+    """The message of a line.
+
+    Raises:
+        ProtocolError: it is none.
+
+    Example:
+        >>> decode(b'{"is": "Idle", "port": "8476"}')
+        Traceback (most recent call last):
+        ...
+        jaxscale.supervision.protocol.ProtocolError: Idle.port is '8476', expected int
+    """
+    fields = _object(line)
+    name = fields.pop("is", None)
+    kind = _KINDS.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise ProtocolError(f"a message is {name!r}, expected one of {list(_KINDS)}")
+    hints = typing.get_type_hints(kind)
+    required = {
+        f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING
+    }
+    if unknown := sorted(set(fields) - set(hints)):
+        raise ProtocolError(f"{name} has the unknown field {unknown[0]!r}")
+    if missing := sorted(required - set(fields)):
+        raise ProtocolError(f"{name} lacks {missing[0]}")
+    for field, value in fields.items():
+        if not _is(value, hints[field]):
+            expected = getattr(hints[field], "__name__", hints[field])
+            raise ProtocolError(f"{name}.{field} is {value!r:.60}, expected {expected}")
+    return kind(**fields)
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"a line is no JSON: {line[:60]!r}") from error
+    if not isinstance(fields, dict):
+        raise ProtocolError(f"a line is no object: {line[:60]!r}")
+    return fields
+
+
+def _is(value: Any, hint: Any) -> bool:
+    if typing.get_origin(hint) is list:
+        (element,) = typing.get_args(hint)
+        return isinstance(value, list) and all(_is(x, element) for x in value)
+    if hint is float:
+        hint = (int, float)
+    return isinstance(value, hint) and not isinstance(value, bool)
+
+
+class Channel:
+    """Messages to and from one other process."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Take over an open connection."""
+        self._reader, self._writer = reader, writer
+
+    def send(self, message: Message) -> None:
+        """Send without waiting; what the other side never reads is lost with it."""
+        self._writer.write(encode(message))
+
+    async def receive(self) -> Any:
+        """The next message.
+
+        Raises:
+            ConnectionError: the other side has gone, or said nonsense.
+        """
+        return decode(await self._line())
+
+    async def _line(self) -> bytes:
+        try:
+            line = await self._reader.readline()
+        except ValueError as error:
+            raise ProtocolError(f"a line is longer than {LONGEST_LINE}") from error
+        if not line.endswith(b"\n"):
+            raise ConnectionResetError("the other side has gone")
+        return line
+
+    def close(self) -> None:
+        """Close the connection after what was sent."""
+        self._writer.close()
+
+    async def welcome(self, secret: str) -> None:
+        """As the server, let a client prove that it knows the secret.
+
+        Raises:
+            ConnectionError: it does not.
+        """
+        async with asyncio.timeout(HANDSHAKE_SECONDS):
+            ours = secrets.token_hex()
+            self._writer.write(_line(challenge=ours))
+            answer = _object(await self._line())
+            _check(answer, secret, "client", ours)
+            proof = _proof(secret, "server", _text(answer, "challenge"))
+            self._writer.write(_line(proof=proof))
+
+    async def introduce(self, secret: str) -> None:
+        """As a client, prove to the server that this one knows the secret.
+
+        Raises:
+            ConnectionError: the server does not know it.
+        """
+        async with asyncio.timeout(HANDSHAKE_SECONDS):
+            line, ours = _answer(await self._line(), secret)
+            self._writer.write(line)
+            try:
+                answer = await self._line()
+            except ConnectionResetError as error:
+                raise ConnectionResetError(
+                    "it ends the connection: the secrets may differ"
+                ) from error
+            _check(_object(answer), secret, "server", ours)
+
+
+async def connect(address: str, secret: str) -> Channel:
+    """Connect to a server and introduce oneself.
+
+    Raises:
+        OSError: nobody listens there, or no one of this job.
+    """
+    host, port = split_address(address)
+    reader, writer = await asyncio.open_connection(host, port, limit=LONGEST_LINE)
+    channel = Channel(reader, writer)
+    try:
+        await channel.introduce(secret)
+    except BaseException:
+        channel.close()
+        raise
+    return channel
+
+
+def connect_blocking(address: str, secret: str) -> socket.socket:
+    """The same for a process without an event loop: a socket to send lines into.
+
+    Raises:
+        OSError: nobody listens there, or no one of this job.
+    """
+    connection = socket.create_connection(split_address(address), HANDSHAKE_SECONDS)
+    try:
+        with connection.makefile("rb") as lines:
+            line, ours = _answer(lines.readline(LONGEST_LINE), secret)
+            connection.sendall(line)
+            answer = _object(lines.readline(LONGEST_LINE))
+            _check(answer, secret, "server", ours)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of ``host:port``.
+
+    Raises:
+        ValueError: it is something else.
+
+    Example:
+        >>> split_address("[::1]:7000")
+        ('::1', 7000)
+    """
+    host, _, port = address.rpartition(":")
+    bare = host.removeprefix("[").removesuffix("]")
+    if not bare or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(
+            f"address {address!r}, expected host:port such as 127.0.0.1:7000, with a "
+            "port from 0 to 65535, where 0 is a free one"
+        )
+    return bare, int(port)
+
+
+def _answer(line: bytes, secret: str) -> tuple[bytes, str]:
+    """What a client says to the server's challenge, with a challenge of its own."""
+    ours = secrets.token_hex()
+    proof = _proof(secret, "client", _text(_object(line), "challenge"))
+    return _line(challenge=ours, proof=proof), ours
+
+
+def _line(**fields: str) -> bytes:
+    return json.dumps(fields).encode() + b"\n"
+
+
+def _text(fields: dict[str, Any], name: str) -> str:
+    value = fields.get(name)
+    if not isinstance(value, str):
+        raise ProtocolError(f"a handshake lacks its {name}")
+    return value
+
+
+def _proof(secret: str, role: str, challenge: str) -> str:
+    return hmac.digest(secret.encode(), (role + challenge).encode(), "sha256").hex()
+
+
+def _check(answer: dict[str, Any], secret: str, role: str, challenge: str) -> None:
+    theirs = _text(answer, "proof").encode()
+    if not hmac.compare_digest(theirs, _proof(secret, role, challenge).encode()):
+        raise ProtocolError("the other side does not know the secret of this job")

@@ -1,0 +1,105 @@
+"""The driver's state as a file, so that a driver that was killed goes on."""
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+STATE_FILE = "state.json"
+
+
+@dataclasses.dataclass
+class State:
+    """What a driver that is started again has to know."""
+
+    secret: str
+    """That of the job."""
+    port: int = 0
+    """Where the driver listens."""
+    cycle: int = 0
+    """Starts of the job so far."""
+    running: bool = False
+    """Whether its processes were started and not ended."""
+    best: int = 0
+    """The newest step that was done in any cycle."""
+    idle: int = 0
+    """Cycles in a row that reached no new step."""
+    executor: int = 0
+    """Process of the executor that the driver has started itself."""
+    excluded: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Hosts that are not used any more, and why."""
+    replayed: list[int] = dataclasses.field(default_factory=list)
+    """Steps that were not finite and computed again."""
+    ended: str = ""
+    """How the job ended; empty while it goes on."""
+
+    def write(self, directory: Path) -> None:
+        """Write the file, whole or not at all, readable by its owner alone."""
+        draft = directory / f".{STATE_FILE}"
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(dataclasses.asdict(self), file, indent=2)
+        draft.replace(directory / STATE_FILE)
+
+
+def read(directory: Path, secret: str = "") -> State:
+    """The state in `directory`, or a new one; after the end of a job it begins anew.
+
+    Args:
+        directory: That of the supervisor, in the output directory of the run.
+        secret: That of the job; empty makes one up.
+
+    Raises:
+        ValueError: the file is damaged, or another version of jaxscale wrote it.
+    """
+    file = directory / STATE_FILE
+    state = State(secret=secret or secrets.token_hex())
+    if not file.exists():
+        return state
+    try:
+        saved: dict[str, Any] = json.loads(file.read_text())
+        state = State(**saved)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{file} is damaged or of another version of jaxscale ({error}); remove "
+            "it: the run goes on from its newest checkpoint"
+        ) from error
+    state.secret = secret or state.secret
+    if state.ended:
+        state.ended, state.idle, state.running, state.excluded = "", 0, False, {}
+    return state
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Keep other drivers away from `directory`, until this process ends.
+
+    Raises:
+        ValueError: there is one, or the directory cannot be made.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        file = (directory / "lock").open("a+")
+    except OSError as error:
+        raise ValueError(
+            f"{directory} cannot be made: {error.strerror}; choose another output_dir"
+        ) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.seek(0)
+            raise ValueError(
+                f"another driver, process {file.read().strip()}, works in {directory}; "
+                "end it first"
+            ) from error
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield

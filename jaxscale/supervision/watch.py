@@ -1,0 +1,293 @@
+"""What the driver makes of what it hears: is the job well, and if not, who is it.
+
+Nothing here waits, sends or starts: what ranks say goes in, a `Fault` comes out.
+"""
+
+import collections
+import dataclasses
+import re
+import signal
+import statistics
+from collections.abc import Container, Iterable, Mapping
+from typing import Literal
+
+from jaxscale.supervision.config import Deadlines
+from jaxscale.supervision.protocol import Exited, Moved
+
+
+USAGE, DIVERGED, STOPPED = 2, 3, 1
+"""Exit codes of ``jaxscale train`` after which nothing is tried again, and of a run
+that a signal has ended with a checkpoint."""
+
+# The order of what a process does at one step. That a step is done is heard from
+# another thread, at any time, and is no place of the process.
+_PHASES = ("start", "meet", "joined", "restore", "compile", "begin", "data")
+_PHASES += ("dispatched", "save", "saved", "eval", "evaluated", "finish", "bye")
+_ORDER = {name: i for i, name in enumerate(_PHASES)}
+_DEADLINES = {
+    **dict.fromkeys(["start", "meet", "joined"], "start"),
+    **dict.fromkeys(["restore", "compile"], "compile"),
+    **dict.fromkeys(["save", "finish", "bye"], "save"),
+    "eval": "evaluate",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fault:
+    """Why a job has to be started again."""
+
+    kind: Literal["exit", "error", "stall", "lost", "not_finite", "stopped"]
+    reason: str
+    """A sentence."""
+    step: int
+    """The newest step that was done."""
+    suspects: tuple[int, ...] = ()
+    """Ranks that may have caused it."""
+    final: int = 0
+    """The exit code of the job where another start would end alike."""
+
+
+@dataclasses.dataclass
+class _Rank:
+    heard: float
+    step: int = 0
+    phase: str = "start"
+    done: int = -1
+    """The newest step that is done, in this cycle."""
+    error: str = ""
+    failed: float = float("inf")
+    code: int | None = None
+    tail: str = ""
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.step, _ORDER.get(self.phase, 0)
+
+
+class Watch:
+    """Follows the ranks of one cycle.
+
+    Example:
+        >>> watch = Watch([0, 1], Deadlines(start=60), now=0.0)
+        >>> watch.fault(now=59.0) is None
+        True
+        >>> watch.fault(now=61.0).reason
+        'ranks 0, 1 said nothing for 61 s, in start (deadline 60 s)'
+    """
+
+    def __init__(self, ranks: Iterable[int], deadlines: Deadlines, now: float) -> None:
+        """Begin when the processes start, or come back, at `now` in seconds."""
+        self._deadlines = deadlines
+        self._ranks = {rank: _Rank(heard=now) for rank in ranks}
+        self._durations: collections.deque[float] = collections.deque(maxlen=64)
+        self._done_at: tuple[int, float] | None = None
+        self._not_finite: set[int] = set()
+
+    @property
+    def step(self) -> int:
+        """The newest step that a rank has done in this cycle; -1 before the first."""
+        return max((rank.done for rank in self._ranks.values()), default=-1)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all have left as they should."""
+        return all(rank.code == 0 for rank in self._ranks.values())
+
+    @property
+    def gone(self) -> bool:
+        """Whether all have left."""
+        return all(rank.code is not None for rank in self._ranks.values())
+
+    def failing(self) -> bool:
+        """Whether a rank has said that it fails and has not left yet."""
+        return any(r.error and r.code is None for r in self._ranks.values())
+
+    def places(self) -> dict[int, tuple[int, str]]:
+        """Step and phase of each rank."""
+        return {n: (rank.step, rank.phase) for n, rank in self._ranks.items()}
+
+    def tail(self, rank: int) -> str:
+        """The end of what a rank has printed, once it has left."""
+        return self._ranks[rank].tail
+
+    def moved(self, message: Moved, now: float) -> None:
+        """Take in what a rank does; what belongs to another cycle is ignored."""
+        rank = self._ranks.get(message.rank)
+        if rank is None:
+            return
+        rank.heard = now
+        if message.phase == "error":
+            rank.error = rank.error or message.text or "an error without a text"
+            rank.failed = min(rank.failed, now)
+        elif message.phase == "not_finite":
+            self._not_finite.add(message.step)
+        elif message.phase == "done":
+            rank.done = max(rank.done, message.step)
+            self._measure(message.step, now)
+        else:
+            rank.step, rank.phase = message.step, message.phase
+
+    def exited(self, message: Exited, now: float) -> None:
+        """Take in that a process has ended."""
+        rank = self._ranks.get(message.rank)
+        if rank is not None and rank.code is None:
+            rank.code, rank.tail = message.code, message.tail
+            if message.code != 0:
+                rank.failed = min(rank.failed, now)
+
+    def fault(self, now: float, *, known: Container[int] = ()) -> Fault | None:
+        """What is wrong, if anything.
+
+        Args:
+            now: The time, in seconds.
+            known: Steps that may be not finite: they were so before, and so may be
+                those that follow them.
+        """
+        failed = [n for n, r in self._ranks.items() if r.failed < float("inf")]
+        if failed:
+            return self._failed(failed)
+        bad = self._not_finite
+        news = [s for s in bad if s not in known and s - 1 not in bad]
+        if news:
+            reason = f"loss or gradients of step {min(news)} were not finite"
+            return Fault(kind="not_finite", reason=reason, step=min(news))
+        return self._stall(now)
+
+    def lost(self, ranks: Iterable[int], reason: str) -> Fault:
+        """The fault that the executor of some ranks does not answer."""
+        reason = f"the executor of {_named(ranks)} {reason}"
+        return Fault(kind="lost", reason=reason, step=self.step)
+
+    def suspects(self, stacks: Mapping[int, str]) -> dict[int, str]:
+        """Who holds up the others, and how one can tell.
+
+        Args:
+            stacks: What each rank that could be asked has answered.
+        """
+        live = {n: rank for n, rank in self._ranks.items() if rank.code is None}
+        silent = {n: "it does not answer" for n in live if not stacks.get(n)}
+        first = min((rank.place for rank in live.values()), default=None)
+        behind = {
+            n: f"it is behind, in {rank.phase} of step {rank.step}"
+            for n, rank in live.items()
+            if rank.place == first
+        }
+        groups = collections.Counter(
+            _main_thread(text) for n, text in stacks.items() if n in live and text
+        )
+        usual, count = groups.most_common(1)[0] if groups else ("", 0)
+        elsewhere = {}
+        if 2 * count > sum(groups.values()):
+            elsewhere = {
+                n: f"it stands elsewhere: {_main_thread(text).partition(' < ')[0]}"
+                for n, text in stacks.items()
+                if n in live and text and _main_thread(text) != usual
+            }
+        if len(behind) == len(live) > 1:
+            behind = {}
+        if len(silent) == len(live) > 1:
+            silent = {}
+        nobody = dict.fromkeys(live, "nobody stands out")
+        return {**elsewhere, **behind, **silent} or nobody
+
+    def _measure(self, step: int, now: float) -> None:
+        if self._done_at is not None and step > self._done_at[0]:
+            before, at = self._done_at
+            self._durations.append((now - at) / (step - before))
+        if self._done_at is None or step > self._done_at[0]:
+            self._done_at = (step, now)
+
+    def _failed(self, failed: list[int]) -> Fault | None:
+        ranks = self._ranks
+        stopped = [n for n in failed if _was_stopped(ranks[n])]
+        if len(stopped) == len(failed):
+            if not self.gone:  # some still write the checkpoint
+                return None
+            reason = "all ranks were asked to stop, not by the driver, and have saved"
+            return Fault(kind="stopped", reason=reason, step=self.step)
+        failed = [n for n in failed if n not in stopped]
+        # Of a killed rank the others hear within milliseconds, and fail as well.
+        killed = [n for n in failed if (ranks[n].code or 0) < 0]
+        first = min(killed or failed, key=lambda n: ranks[n].failed)
+        rank = ranks[first]
+        where = f"in {rank.phase} of step {rank.step}"
+        kind, reason = "error", f"rank {first} failed {where}: {rank.error}"
+        if rank in [ranks[n] for n in killed]:
+            kind = "exit"
+            reason = f"rank {first} died {where} by {_signal(-(rank.code or 0))}"
+        elif not rank.error:
+            kind, reason = "exit", f"rank {first} left {where} with code {rank.code}"
+        return Fault(
+            kind=kind,
+            reason=reason,
+            step=self.step,
+            suspects=tuple(killed or [first]),
+            final=_final(rank),
+        )
+
+    def _stall(self, now: float) -> Fault | None:
+        live = {n: rank for n, rank in self._ranks.items() if rank.code is None}
+        # One that saves lets the others wait in the next step, and so on.
+        limit = max(map(self._deadline, live.values()), default=0.0)
+        late = [n for n, rank in live.items() if now - rank.heard > limit]
+        if not late:
+            return None
+        silence = max(now - live[n].heard for n in late)
+        phases = ", ".join(dict.fromkeys(live[n].phase for n in late))
+        reason = (
+            f"{_named(late)} said nothing for {silence:.3g} s, in {phases} "
+            f"(deadline {limit:g} s)"
+        )
+        return Fault(kind="stall", reason=reason, step=self.step)
+
+    def _deadline(self, rank: _Rank) -> float:
+        deadlines = self._deadlines
+        name = _DEADLINES.get(rank.phase)
+        if name is not None:
+            return getattr(deadlines, name)
+        if rank.done < 0:  # the first step compiles, and connects the devices
+            return deadlines.compile
+        usual = statistics.median(self._durations) if self._durations else 0.0
+        return max(deadlines.step, deadlines.step_factor * usual)
+
+
+def _was_stopped(rank: _Rank) -> bool:
+    return rank.code == STOPPED and rank.phase == "bye" and not rank.error
+
+
+def _final(rank: _Rank) -> int:
+    """The exit code of a rank that would always end so, 0 of another."""
+    codes = {"UsageError": USAGE, "Diverged": DIVERGED}
+    code = codes.get(rank.error.partition(":")[0], rank.code or 0)
+    # Where the port of the meeting was taken, another one may be free.
+    taken = rank.phase in ("start", "meet") and "cannot listen" in rank.error
+    return code if code in codes.values() and not taken else 0
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _named(ranks: Iterable[int]) -> str:
+    numbers = sorted(ranks)
+    shown = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
+    return f"rank {shown}" if len(numbers) == 1 else f"ranks {shown}"
+
+
+def _main_thread(stack: str) -> str:
+    """The calls of the main thread, innermost first, of what `faulthandler` wrote.
+
+    Example:
+        >>> _main_thread('''Thread 0x02 (most recent call first):
+        ...   File "/lib/queue.py", line 9 in get
+        ... Thread 0x01 (most recent call first):
+        ...   File "/run/loop.py", line 3 in fit
+        ...   File "/run/main.py", line 1 in main''')
+        'loop.py:3 fit < main.py:1 main'
+    """
+    main = re.split(r"^(?:Current thread|Thread) ", stack, flags=re.MULTILINE)[-1]
+    frames = re.findall(r'File "(?:[^"]*/)?([^"/]+)", line (\d+) in (\S+)', main)
+    return " < ".join(f"{file}:{line} {name}" for file, line, name in frames)

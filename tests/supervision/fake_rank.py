@@ -1,0 +1,139 @@
+"""A rank without jax: it counts, saves, waits for the others, and breaks when told.
+
+    python -m tests.supervision.fake_rank DIRECTORY STEPS [FAULT ...]
+
+Each fault, ``kind:rank:step``, happens once, or with ``kind!`` at every start.
+"""
+
+import contextlib
+import ctypes
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from jaxscale.supervision import current
+from jaxscale.supervision.events import VARIABLE
+
+
+EVERY = 4  # steps between checkpoints
+SECONDS = 0.01  # a step
+
+
+def main(directory, steps, *faults):
+    cycle = json.loads(os.environ[VARIABLE])["cycle"]
+    events = current()
+    rank, count = (int(os.environ[f"JAX_{n}"]) for n in ("PROCESS_ID", "NUM_PROCESSES"))
+    out, meeting = Path(directory), Path(directory) / f"meeting-{cycle}"
+    meeting.mkdir(exist_ok=True)
+    stopped = []
+    signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
+    with events.written_to(out / f"events-{rank}.jsonl"):
+        events.emit("restore", 0)
+        step, value = restore(out)
+        metrics = Metrics(out / "metrics.jsonl", step) if rank == 0 else None
+        events.emit("compile", step + 1)
+        while step < int(steps):
+            step += 1
+            begun = events.emit("begin", step)
+            events.emit("data", step, since=begun)
+            (meeting / f"{rank}").write_text(f"{step}")
+            value = hashlib.sha256(f"{value} {step}".encode()).hexdigest()
+            events.emit("dispatched", step, since=begun)
+            strike(faults, out, rank, step, events)
+            while not (at := places(meeting, count)) or min(at) < step - 1:
+                time.sleep(0.002)
+            time.sleep(SECONDS)
+            events.emit("done", step, kind="device", since=begun)
+            if metrics is not None:
+                metrics.write(step, value)
+            # All stop at the same step: the one after which the first has asked.
+            if stopped:
+                (meeting / "stop").touch()
+            stop = (meeting / "stop").exists() and step % EVERY == 0
+            if rank == 0 and step % EVERY == 0:
+                with events.span("save", "saved", step):
+                    save(out, step, value)
+            if stop:
+                break
+    print(f"rank {rank} left after step {step}")
+    sys.exit(step < int(steps))
+
+
+def places(meeting, count):
+    """The steps of all ranks; nothing while one has not come."""
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        return [int((meeting / f"{i}").read_text()) for i in range(count)]
+    return None
+
+
+def strike(faults, out, rank, step, events):
+    for fault in faults:
+        kind, who, when = fault.split(":")
+        mark = out / f"struck-{fault}"
+        if (int(who), int(when)) != (rank, step) or mark.exists():
+            continue
+        if not kind.endswith("!"):
+            mark.touch()
+        (out / "struck").write_text(str(time.time()))
+        if kind.startswith("nan"):
+            events.emit("not_finite", step, kind="fault")
+            time.sleep(0.3)
+        break_(kind.strip("!"))
+
+
+def break_(kind):
+    match kind:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "term":
+            os.kill(os.getpid(), signal.SIGTERM)
+        case "segfault":
+            ctypes.string_at(0)
+        case "raise":
+            raise RuntimeError("injected")
+        case "usage":
+            sys.exit(2)
+        case "loop":
+            while True:
+                time.sleep(0.1)
+        case "gil":
+            while True:  # a signal ends the call
+                ctypes.PyDLL(None).sleep(1000)
+        case "executor-stop":
+            os.kill(os.getppid(), signal.SIGSTOP)
+        case "executor":
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(1000)
+
+
+def save(out, step, value):
+    draft = out / ".checkpoint"
+    draft.write_text(json.dumps([step, value]))
+    draft.replace(out / "checkpoint")
+
+
+def restore(out):
+    file = out / "checkpoint"
+    return json.loads(file.read_text()) if file.exists() else (0, "")
+
+
+class Metrics:
+    def __init__(self, path, step):
+        lines = path.read_text().splitlines() if path.exists() else []
+        kept = [line for line in lines if json.loads(line)["step"] <= step]
+        path.write_text("".join(line + "\n" for line in kept))
+        self._path = path
+
+    def write(self, step, value):
+        with self._path.open("a") as file:
+            file.write(json.dumps({"step": step, "loss": value}) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

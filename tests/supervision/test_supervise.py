@@ -1,0 +1,340 @@
+"""The supervisor around ranks that need no jax: faults, and a trace without a gap."""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxscale.supervision import (
+    Deadlines,
+    GaveUp,
+    SuperviseConfig,
+    read_events,
+    supervise,
+)
+
+
+STEPS = 24
+STALL = 1.0
+ROOT = Path(__file__).parents[2]
+
+
+def unbroken():
+    losses, value = {}, ""
+    for step in range(1, STEPS + 1):
+        value = hashlib.sha256(f"{value} {step}".encode()).hexdigest()
+        losses[step] = value
+    return losses
+
+
+def config(**options):
+    deadlines = Deadlines(start=20, compile=20, step=STALL, save=10, host=3)
+    return SuperviseConfig(
+        **{"processes": 2, "backoff": 0.1, "deadlines": deadlines} | options
+    )
+
+
+def command(out, *faults):
+    module = "tests.supervision.fake_rank"
+    return [sys.executable, "-m", module, str(out), str(STEPS), *faults]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Run ranks with faults: the exit code, what the driver said, its faults."""
+    monkeypatch.chdir(ROOT)
+    lines = []
+
+    def call(*faults, **options):
+        job = command(tmp_path, *faults)
+        code = supervise(job, tmp_path, config(**options), report=lines.append)
+        return code, lines, driver_events(tmp_path)
+
+    call.lines = lines
+    return call
+
+
+def driver_events(out):
+    file = out / "supervisor" / "events-driver.jsonl"
+    return read_events(file) if file.exists() else []
+
+
+def losses(out):
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    return {record["step"]: record["loss"] for record in map(json.loads, lines)}
+
+
+def nothing_runs(out):
+    """No rank and no executor of a job is left."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (process / "cmdline").read_bytes()
+            assert str(out).encode() not in words or process.name == str(os.getpid())
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "reason", "seconds"),
+    [  # a death takes a fifth of a second, on a machine with nothing else to do
+        ("kill:1:10", "exit", "rank 1 died in .* of step 10 by SIGKILL", 2),
+        ("segfault:0:10", "exit", "rank 0 died in .* of step 10 by SIGSEGV", 2),
+        ("raise:1:10", "error", "rank 1 failed .* RuntimeError: injected", 2),
+        ("stop:1:10", "stall", r"said nothing for .* \(deadline 1 s\)", STALL + 1),
+        ("loop:0:10", "stall", r"said nothing for .* \(deadline 1 s\)", STALL + 1),
+        ("gil:1:10", "stall", r"said nothing for .* \(deadline 1 s\)", STALL + 1),
+        ("nan:0:10", "not_finite", "loss or gradients of step 10 were not", 2),
+        ("executor:1:10", "lost", "the executor of ranks 0, 1 has gone", 2),
+        ("term:1:10", "stopped", "all ranks were asked to stop, not by the", 2),
+    ],
+)
+def test_a_fault_is_noticed_and_the_trace_has_no_gap(
+    run, tmp_path, fault, kind, reason, seconds
+):
+    code, lines, (event, again) = run(fault)
+    assert code == 0, lines
+    assert losses(tmp_path) == unbroken()
+    assert (event["kind"], event["name"], event["cycle"]) == ("fault", kind, 1)
+    assert re.search(reason, event["args"]["reason"])
+    assert event["t0"] - float((tmp_path / "struck").read_text()) < seconds
+    assert (again["name"], again["cycle"]) == ("running", 2)
+    nothing_runs(tmp_path)
+
+
+def test_an_executor_that_is_silent_is_replaced(run, tmp_path):
+    """Its ranks go on, maybe to the end, and are not heard."""
+    deadlines = Deadlines(start=20, step=20, host=2)
+    code, lines, events = run("executor-stop:1:10", deadlines=deadlines)
+    assert code == 0, lines
+    assert losses(tmp_path) == unbroken()
+    assert events[0]["name"] == "lost"
+    assert re.search(r"on .* said nothing for 2", events[0]["args"]["reason"])
+    assert "is dropped: it is silent" in lines[1]
+    nothing_runs(tmp_path)
+
+
+def test_the_culprit_of_a_stall_is_named_with_its_stack(run, tmp_path):
+    code, lines, (event, _) = run("loop:2:10", processes=3)
+    assert code == 0, lines
+    (suspect,) = event["args"]["suspects"]
+    assert suspect.startswith("rank 2: it ")
+    stack = (tmp_path / "supervisor" / "stacks-1-2.txt").read_text()
+    assert "in break_" in stack and "fake_rank.py" in stack
+
+
+def test_faults_in_a_row_are_survived(run, tmp_path):
+    faults = ("kill:0:3", "raise:1:8", "segfault:0:13", "executor:0:17", "kill:1:22")
+    code, lines, _ = run(*faults)
+    assert code == 0, lines
+    assert losses(tmp_path) == unbroken()
+    assert sum(" ended: " in line for line in lines) == len(faults)
+
+
+def test_it_gives_up_and_says_why(run, tmp_path):
+    with pytest.raises(GaveUp) as raised:
+        run("raise!:1:10", idle_cycles=2)
+    assert re.fullmatch(
+        r"gave up after cycle 3: 2 starts in a row reached no step after (9|10)\. The "
+        r"last one: rank 1 failed in .* of step 10: RuntimeError: injected\. "
+        r"It last printed: RuntimeError: injected Logs, .* same command tries again\.",
+        str(raised.value),
+    )
+    assert raised.value.code == 4
+    waits = [line for line in run.lines if "next start in" in line]
+    assert len(waits) == 1 and waits[0].endswith("in 0.1 s")
+    nothing_runs(tmp_path)
+    # It was told to try again, and finds the run where it was.
+    code, _, _ = run()
+    assert code == 0 and losses(tmp_path) == unbroken()
+
+
+def test_a_mistake_in_the_command_is_not_tried_again(run, tmp_path):
+    with pytest.raises(GaveUp, match="another start would end alike") as raised:
+        run("usage:1:1")
+    assert raised.value.code == 2 and len(run.lines) == 2
+    with pytest.raises(GaveUp, match="rank 0 left in start of step 0 with code 127"):
+        supervise(["/nowhere/at/all"], tmp_path, config(idle_cycles=1), report=print)
+
+
+def test_a_step_that_is_not_finite_again_is_left_alone(run, tmp_path):
+    code, lines, events = run("nan!:0:10")
+    assert code == 0, lines
+    assert [e["name"] for e in events] == ["not_finite", "running"]
+    code, lines, events = run(replay=False)
+    assert code == 0 and len(events) == 2
+
+
+def test_a_driver_that_was_killed_finds_its_ranks(tmp_path):
+    job = driver(tmp_path)
+    reach(tmp_path, 6)
+    job.kill()
+    job.wait()
+    reach(tmp_path, 9)  # without it
+    job = driver(tmp_path)
+    assert job.wait(30) == 0
+    assert {e["cycle"] for e in read_events(tmp_path / "events-1.jsonl")} == {1}
+    assert losses(tmp_path) == unbroken()
+    nothing_runs(tmp_path)
+
+
+def test_a_driver_that_was_killed_hears_of_a_fault_meanwhile(tmp_path):
+    job = driver(tmp_path, "kill:1:10")
+    reach(tmp_path, 6)
+    job.kill()
+    job.wait()
+    reach(tmp_path, 9)
+    time.sleep(0.3)
+    job = driver(tmp_path, "kill:1:10")
+    assert job.wait(30) == 0
+    assert {e["cycle"] for e in read_events(tmp_path / "events-1.jsonl")} == {1, 2}
+    assert losses(tmp_path) == unbroken()
+
+
+def test_a_signal_to_the_driver_has_the_ranks_save(tmp_path):
+    job = driver(tmp_path)
+    reach(tmp_path, 6)
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(30) == 1
+    assert "the same command continues" in (tmp_path / "driver.txt").read_text()
+    step, _ = json.loads((tmp_path / "checkpoint").read_text())
+    assert max(losses(tmp_path)) == step
+    nothing_runs(tmp_path)
+    assert driver(tmp_path).wait(30) == 0
+    assert losses(tmp_path) == unbroken()
+
+
+def test_hosts_come_by_themselves_and_a_bad_one_is_left_out(tmp_path):
+    """Of three executors two are used; the check fails on one, and the third helps."""
+    check = tmp_path / "check.sh"
+    check.write_text(
+        'ps -o args= -p $PPID | grep -q " b$" && echo broken fan && exit 3\n'
+    )
+    options = [
+        *("--processes", "2", "--hosts", "2", "--address", "127.0.0.2:0"),
+        *("--diagnose", f"sh {check}"),
+    ]
+    job = driver(tmp_path, "kill!:1:10", options=options)
+    executor(tmp_path, "a")
+    executor(tmp_path, "b")
+    reach(tmp_path, 2)
+    executor(tmp_path, "c")
+    assert job.wait(30) == 4
+    said = (tmp_path / "driver.txt").read_text()
+    assert "cycle 1: 2 ranks on a, b" in said
+    assert "host b is not used any more: broken fan" in said
+    assert "cycle 2: 2 ranks on a, c" in said
+    nothing_runs(tmp_path)
+
+
+def test_what_cannot_begin_is_explained(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ValueError, match=f"{address} cannot be listened at"):
+            supervise("true", tmp_path, config(address=address))
+    with pytest.raises(ValueError, match="command is empty"):
+        supervise("", tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="cannot be made: Not a directory"):
+        supervise("true", tmp_path / "file")
+    assert supervise("true", tmp_path, report=lambda line: None) == 0
+    state = tmp_path / "supervisor" / "state.json"
+    assert state.stat().st_mode & 0o77 == 0
+    state.write_text('{"secret": "x", "surprise": 1}')
+    with pytest.raises(ValueError, match=r"state\.json is damaged or of another vers"):
+        supervise("true", tmp_path)
+    state.unlink()
+    job = driver(tmp_path)
+    reach(tmp_path, 2)
+    with pytest.raises(ValueError, match=f"another driver, process {job.pid}, works"):
+        supervise("true", tmp_path)
+    assert job.wait(30) == 0
+
+
+@pytest.mark.parametrize(
+    ("secret", "address", "message"),
+    [
+        ("", "127.0.0.1:1", "JAXSCALE_SECRET is not set; give executors and driver"),
+        ("x", "nonsense", "address 'nonsense', expected host:port"),
+        (
+            "x",
+            "127.0.0.1:1",
+            "no driver answers at 127.0.0.1:1 within 0.5 s .*Connect call",
+        ),
+    ],
+)
+def test_an_executor_without_a_driver(secret, address, message):
+    found = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "jaxscale",
+            "executor",
+            "--driver",
+            address,
+            "--grace",
+            "0.5",
+        ],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"JAXSCALE_SECRET": secret},
+        cwd=ROOT,
+    )
+    assert found.returncode == 2 and re.search(message, found.stderr), found.stderr
+
+
+children = []
+
+
+@pytest.fixture(autouse=True)
+def ended():
+    """No process of a test outlives it."""
+    yield
+    for process in children:
+        process.kill()
+        process.wait()
+    children.clear()
+
+
+def child(words, log=None):
+    environment = os.environ | {"JAXSCALE_SECRET": "of the test"}
+    process = subprocess.Popen(words, stdout=log, stderr=log, cwd=ROOT, env=environment)
+    children.append(process)
+    return process
+
+
+def driver(out, *faults, options=("--processes", "2")):
+    """The driver as a process of its own."""
+    words = [sys.executable, "-m", "jaxscale", "supervise", "--output-dir", str(out)]
+    words += [*options, "--backoff", "0.1", "--idle-cycles", "1"]
+    words += ["--deadlines.host", "3", "--", *command(out, *faults)]
+    with (out / "driver.txt").open("a") as log:
+        return child(words, log)
+
+
+def executor(out, name):
+    state = out / "supervisor" / "state.json"
+    wait_until(lambda: state.exists() and json.loads(state.read_text())["port"])
+    address = "127.0.0.2:{}".format(json.loads(state.read_text())["port"])
+    module = "jaxscale.supervision.executor"
+    return child([sys.executable, "-m", module, address, name])
+
+
+def reach(out, step):
+    """Wait until a step is done."""
+    file = out / "metrics.jsonl"
+    wait_until(lambda: file.exists() and max(losses(out), default=0) >= step)
+
+
+def wait_until(done, seconds=30.0):
+    until = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < until
+        time.sleep(0.01)

@@ -1,0 +1,172 @@
+"""A rank of a real run, of a toy model, that breaks when told; see faults.py.
+
+    python -m tests.training.faulty_rank DIRECTORY STEPS [FAULT ...]
+
+A fault is ``kind:rank:step``; it happens once, or with ``kind!`` at every start.
+"""
+
+import dataclasses
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+from jaxscale.supervision import current
+
+
+POISON = 31  # a token that makes loss and gradients NaN
+
+
+def main(directory, steps, *faults):
+    current()  # before jax is imported, which takes seconds
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 1)
+    from jaxscale.sharding import create, initialize, make_mesh
+    from jaxscale.training import JsonlWriter, fit, packed_batches
+    from tests.training import toy
+
+    out, config = Path(directory), settings(directory, int(steps))
+    strike(faults, out, int(os.environ.get("JAX_PROCESS_ID", 0)), 0)
+    rank = initialize().process_id
+    data, _ = packed_batches(config, text())
+    rules = config.axis_rules
+
+    def hook(step, state, metrics):
+        time.sleep(0.05)  # a step as long as one that is worth supervising
+        strike(faults, out, rank, step)
+
+    fit(
+        config,
+        train_data=Poisoned(data, out, faults),
+        model=create(lambda: toy.Toy(rules=rules), make_mesh(config.mesh), rules),
+        loss=poisoned_loss,
+        hooks=[hook],
+        writers=[JsonlWriter(out / "metrics.jsonl")] if rank == 0 else [],
+    )
+
+
+def settings(directory, steps):
+    from jaxscale.sharding import MeshConfig
+    from jaxscale.training import DataConfig, OptimizerConfig, TrainConfig
+    from tests.training import toy
+
+    return TrainConfig(
+        model=toy.Toy.config,
+        data=DataConfig(
+            vocab_size=toy.VOCAB, seq_len=8, batch_size=8, max_sequences=4, prefetch=0
+        ),
+        optimizer=OptimizerConfig(learning_rate=0.01, warmup_steps=2),
+        mesh=MeshConfig(fsdp=-1),
+        rules="fsdp",
+        steps=steps,
+        checkpoint_every=10,
+        output_dir=directory,
+    )
+
+
+def text():
+    from jaxscale.models import Tokenizer
+    from jaxscale.training import TextData, TokenCorpus
+
+    documents = [[(3 * i + j) % 30 + 1 for j in range(5 + i % 9)] for i in range(60)]
+    return TextData(
+        tokenizer=Tokenizer.train(["abc"], 300),
+        train=TokenCorpus.from_ids(documents),
+        held_out=None,
+    )
+
+
+def poisoned_loss(model, batch):
+    import jax.numpy as jnp
+
+    from jaxscale.training import next_token_loss
+
+    loss, sums = next_token_loss()(model, batch)
+    poison = jnp.where((batch.tokens == POISON).any(), jnp.nan, 1.0)
+    return loss * poison, sums._replace(nll=sums.nll * poison)
+
+
+def strike(faults, out, rank, step):
+    """Break, if it is this rank's turn."""
+    from tests.supervision.fake_rank import break_
+
+    for fault in faults:
+        kind, who, when = fault.split(":")
+        if (int(who), int(when)) != (rank, step) or kind.startswith("nan"):
+            continue
+        if first(out, fault):
+            if kind == "save":  # in the midst of the checkpoint after this step
+                threading.Thread(target=kill_in_save, args=(out, step)).start()
+            else:
+                break_(kind.strip("!"))
+
+
+def first(out, fault):
+    """Whether a fault happens now, and when, for the record."""
+    mark = out / f"struck-{fault}"
+    if mark.exists() and "!" not in fault:
+        return False
+    mark.touch()
+    (out / "struck").write_text(str(time.time()))
+    return True
+
+
+def kill_in_save(out, step):
+    from tests.supervision.fake_rank import break_
+
+    while not list((out / "checkpoints").glob(f"{step}.*tmp*")):
+        time.sleep(0.001)
+    (out / "struck").write_text(str(time.time()))
+    break_("kill")
+
+
+class Poisoned:
+    """Batches, of which a fault ``nan`` spoils one for all ranks."""
+
+    def __init__(self, data, out, faults):
+        self._data, self._out = data, out
+        self._faults = [f for f in faults if f.startswith("nan")]
+
+    def __iter__(self):
+        return Iterator(iter(self._data), self._out, self._faults)
+
+
+class Iterator:
+    def __init__(self, batches, out, faults):
+        self._batches, self._out, self._faults = batches, out, faults
+        self._step = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        batch = next(self._batches)
+        self._step += 1
+        for fault in self._faults:
+            # Before the first start is over, so that all ranks do the same.
+            again = self._out / f"again-{fault}"
+            if int(fault.split(":")[2]) == self._step and (
+                "!" in fault or not again.exists()
+            ):
+                first(self._out, fault)
+                batch = dataclasses.replace(
+                    batch, tokens=batch.tokens.at[0, 0].set(POISON)
+                )
+        return batch
+
+    def get_state(self):
+        return {"inner": self._batches.get_state(), "step": self._step}
+
+    def set_state(self, state):
+        self._batches.set_state(state["inner"])
+        self._step = state["step"]
+        for fault in self._faults:
+            if (self._out / f"struck-{fault}").exists():
+                (self._out / f"again-{fault}").touch()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
