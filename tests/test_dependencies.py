@@ -41,6 +41,7 @@ def test_dependencies_run_one_way():
         ("jaxscale/training/loop.py", "jaxscale.pruning"),
         ("jaxscale/models/decoder/late.py", "jaxscale.models.hf"),
         ("jaxscale/inference/scheduler/late.py", "jax"),
+        ("jaxscale/supervision/driver.py", "numpy"),
     ],
 )
 def test_a_reversed_arrow_is_caught(tmp_path, module, forbidden):
