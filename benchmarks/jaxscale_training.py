@@ -25,8 +25,8 @@ def prepare(
     job: Mapping[str, Any], devices: Sequence[Any], rows: Sequence[Rows]
 ) -> tuple[Mesh, Any, Callable[[Any, Any], tuple[Any, Any]], list[Any]]:
     """The mesh, the state, ``step(state, batch) -> (state, loss)``, the batches."""
-    sizes = MeshConfig(pipe=job["pipe"], fsdp=job["fsdp"], tensor=job["tensor"])
-    mesh = sharding.make_mesh(sizes, devices)
+    axes = ("pipe", "fsdp", "context", "tensor")
+    mesh = sharding.make_mesh(MeshConfig(**{a: job[a] for a in axes}), devices)
     split = "fsdp_tp" if job["tensor"] > 1 else "fsdp"
     rules = sharding.preset("megascale_3d" if job["pipe"] > 1 else split)
     config = dataclasses.replace(

@@ -14,9 +14,10 @@ over the dense bf16 peak of the data sheet of all GPUs.
 - ``jaxscale_scan``: one layer compiled and looped over, which keeps the results of
   matrix products and attention and computes the rest twice.
 - ``plain_jax``: `benchmarks.plain_training`, without jaxscale: cuDNN's attention, XLA's
-  collectives; no pipelines, no packed rows.
+  collectives; no pipelines, no parts of rows, no packed rows.
 - ``torch_compile``: `benchmarks.torch_training`: `torch.compile`, fused AdamW, SDPA;
-  FSDP2 and DTensor's tensor parallelism on several GPUs; no pipelines, no window.
+  FSDP2 and DTensor's tensor parallelism on several GPUs; no pipelines, no parts of
+  rows, no window.
 
 Losses of the first `PARITY_STEPS` steps are compared: with plain JAX, or else PyTorch,
 or else ours in another way, on the same workload in the same command, whatever the
@@ -37,6 +38,7 @@ so overstate attention: compare tokens a second.
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -66,6 +68,7 @@ CHILD_SECONDS = 540.0
 DEFAULTS = {
     "documents": None,
     "fsdp": 1,
+    "context": 1,
     "tensor": 1,
     "pipe": 1,
     "microbatches": 1,
@@ -100,7 +103,7 @@ REFERENCES = ("plain_jax", "torch_compile", "jaxscale_xla", "jaxscale_scan", "ja
 def devices(params: Mapping[str, Any]) -> int:
     """GPUs of a case."""
     given = DEFAULTS | dict(params)
-    return given["fsdp"] * given["tensor"] * given["pipe"]
+    return math.prod(given[axis] for axis in ("pipe", "fsdp", "context", "tensor"))
 
 
 def config_of(params: Mapping[str, Any]) -> Any:
@@ -254,6 +257,8 @@ def _unsupported(
         return None
     if job["pipe"] > 1:
         return "pipelines"
+    if job["context"] > 1:
+        return "context parallelism"
     if job["optimizer"] != "adamw":
         return "optimizers but AdamW"
     if job["zero"] == 1:
@@ -327,6 +332,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp4": {"tensor": 4},
     "tp4_parallel": {"tensor": 4, "parallel": True},
     "tp2_fsdp2": {"tensor": 2, "fsdp": 2},
+    "fsdp2_context2": {"fsdp": 2, "context": 2},
     "tp2_pp2": {"tensor": 2, "pipe": 2, "microbatches": 8},
     "pp4_interleaved": {"pipe": 4, "microbatches": 8, "chunks": 4},
     "pp4_gpipe": {"pipe": 4, "microbatches": 8, "schedule": "gpipe"},
@@ -392,6 +398,7 @@ BENCHMARK = Benchmark(
         Case("tiny", _TINY),
         Case("tiny_packed", {**_TINY, "documents": 4}),
         Case("tiny_fsdp2", {**_TINY, "fsdp": 2}),
+        Case("tiny_fsdp2_context2", {**_TINY, "fsdp": 2, "context": 2}),
         Case("tiny_tp2", {**_TINY, "tensor": 2}),
         Case("tiny_tp2_parallel", {**_TINY, "tensor": 2, "parallel": True}),
         Case("tiny_pp2", {**_TINY, "pipe": 2, "microbatches": 2}),

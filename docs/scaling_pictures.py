@@ -17,13 +17,14 @@ from jaxscale.sharding.schedule_drawing import svg as drawn
 PATH = Path(__file__).parent / "_static" / "scaling_mesh.svg"
 SCHEDULE = Path(__file__).parent / "_static" / "scaling_schedule.svg"
 
-MESH = MeshConfig(pipe=2, data=2, fsdp=4, tensor=2)
+MESH = MeshConfig(pipe=2, data=2, fsdp=2, context=2, tensor=2)
 GPUS = 8
 """Of a host."""
 
 _SIZE, _GAP, _LEFT, _TOP, _LINE = 34, 6, 74, 44, 22
 _AXES = {
     "tensor": ("#1f77b4", "activations, in every layer"),
+    "context": ("#d62728", "keys and values, in every layer"),
     "fsdp": ("#ff7f0e", "weights and gradients, as often as zero says"),
     "data": ("#2ca02c", "gradients, once a step"),
     "pipe": ("#9467bd", "activations between stages, once a microbatch and chunk"),

@@ -33,7 +33,8 @@ def test_a_pipeline_over_tensor_parallel_devices_has_the_losses_of_plain_jax(pla
 
 def test_parallel_blocks_and_windows_have_those_of_plain_jax(plain):
     change = {"parallel": True, "window": 8}
-    ours = losses("jaxscale", scan_layers=True, remat="attention", **change)
+    layout = {"fsdp": 2, "context": 2}
+    ours = losses("jaxscale", scan_layers=True, remat="attention", **layout, **change)
     theirs = losses("plain_jax", fsdp=2, tensor=2, **change)
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
     # The comparison can tell: without the two the losses are others.
@@ -105,7 +106,7 @@ def test_every_case_fits_its_devices():
     assert len(names) == len({*names})
     for case in [*training.BENCHMARK.cases, *training.BENCHMARK.quick_cases]:
         job = training.job_of(case.params, seed=0, samples=1)
-        sizes = {axis: job[axis] for axis in ("pipe", "fsdp", "tensor")}
+        sizes = {axis: job[axis] for axis in ("pipe", "fsdp", "context", "tensor")}
         config = training.config_of(case.params)
         TrainConfig(
             model=config,
