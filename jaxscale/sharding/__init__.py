@@ -32,6 +32,7 @@ from jaxscale.sharding.schedule import (
     place_layers,
 )
 from jaxscale.sharding.schedule_table import Phase, PipelineSchedule
+from jaxscale.sharding.state_rules import StateRules
 from jaxscale.sharding.tensor_parallel import (
     TensorParallel,
     column_parallel,
@@ -48,6 +49,7 @@ __all__ = [
     "MeshConfig",
     "Phase",
     "PipelineSchedule",
+    "StateRules",
     "TensorParallel",
     "bubble_fraction",
     "column_parallel",

@@ -15,6 +15,7 @@ from jaxscale.models.stack_layout import StackLayout, place_variants
 from jaxscale.sharding.mesh import MESH_AXES, MeshConfig
 from jaxscale.sharding.rules import AxisRules, MeshAxes, as_tuple, preset
 from jaxscale.sharding.schedule import check_schedule
+from jaxscale.sharding.state_rules import StateRules
 from jaxscale.sharding.tensor_parallel import check_tensor_parallel
 from jaxscale.training.data import DataConfig
 from jaxscale.training.optimizer import OptimizerConfig, make_schedule
@@ -66,6 +67,9 @@ class TrainConfig:
     zero: Literal[1, 2, 3] = 3
     """What `mesh.fsdp` splits during a step: moments, gradients too, or parameters
     too. Between steps it splits all of them."""
+    replicated: bool = False
+    """Keep parameters whole between steps too, with `zero` 1 or 2: a step gathers what
+    it has updated, in their type, and not what it computes with."""
     remat: Literal["none", "full", "dots", "dots_no_batch", "attention"] = "none"
     """Intermediate results that the backward pass computes again."""
     scan_layers: bool = False
@@ -115,6 +119,11 @@ class TrainConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
         check_choice("zero", self.zero, (1, 2, 3))
+        if self.replicated and self.zero == 3:
+            raise ValueError(
+                "replicated True keeps parameters whole between steps, which zero 3 "
+                "splits during them; set zero to 1 or 2"
+            )
         if self.keep_every is not None and self.keep_every < 1:
             raise ValueError(
                 f"keep_every {self.keep_every} must be at least 1, or None"
@@ -153,6 +162,11 @@ class TrainConfig:
     def axis_rules(self) -> AxisRules:
         """The table that `rules` names."""
         return preset(self.rules)
+
+    @property
+    def state_rules(self) -> StateRules:
+        """The tables that `rules`, `zero` and `replicated` make."""
+        return StateRules.zero(self.axis_rules, self.zero, replicated=self.replicated)
 
     def of_model(self, model: Any) -> "TrainConfig":
         """Return these settings with those of a given model, which describes itself.

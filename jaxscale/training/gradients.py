@@ -7,7 +7,7 @@ microbatches.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +15,12 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from jaxscale.checks import check_choice
 from jaxscale.nn.context import own_part
 from jaxscale.sharding.manual import scattered, summed, whole
 from jaxscale.sharding.operations import constrain, reshape
 from jaxscale.sharding.parameters import logical_axes, specs
 from jaxscale.sharding.rules import REPLICATED, AxisRules, MeshAxes, as_tuple
+from jaxscale.sharding.state_rules import StateRules, Zero, beyond
 from jaxscale.training.losses import LossSums
 from jaxscale.training.optimizer import decays
 
@@ -32,10 +32,6 @@ the `nnx.Param` of the model, in fp32 and split as these are."""
 type LossFunction = Callable[[Any, Any], tuple[Array, LossSums]]
 """``loss(model, batch)``: the sum over tokens to differentiate, and its parts."""
 
-type Zero = Literal[1, 2, 3]
-"""What the axis `fsdp` splits during a step: moments alone, gradients too, or
-parameters too."""
-
 
 def accumulated(
     loss: LossFunction,
@@ -43,6 +39,7 @@ def accumulated(
     microbatches: int = 1,
     rules: AxisRules = REPLICATED,
     zero: Zero = 3,
+    state_rules: StateRules | None = None,
 ) -> GradientFunction:
     """Gradients of a batch, whole or added up over microbatches in fp32.
 
@@ -63,6 +60,8 @@ def accumulated(
         microbatches: Parts of a batch that are differentiated one after the other.
         rules: Sharding rules of parameters and rows.
         zero: What `fsdp` splits during the step.
+        state_rules: Tables of parameters, gradients and moments, instead of those that
+            `rules` and `zero` make. The gradients come out split as moments are.
 
     Raises:
         ValueError: `microbatches` is not positive or `zero` unknown; at the first call,
@@ -72,32 +71,34 @@ def accumulated(
         ZeRO: arXiv 1910.02054.
     """
     check_microbatches(microbatches)
-    check_choice("zero", zero, Zero)
+    tables = state_rules or StateRules.zero(rules, zero)
 
     def gradients(model: Any, batch: Any) -> tuple[LossSums, Any]:
         graph, params, rest = nnx.split(model, nnx.Param, ...)
         context = _shared(rules.context)
-        apart = zero < 3 or microbatches > 1 or context
-        manual = (*_manual_rows(params, rules, zero), *context) if apart else ()
-        stored = specs(params, rules.only(manual))
+        apart = not tables.is_uniform or microbatches > 1 or context
+        rows = _manual_rows(params, rules, tables.computed)
+        manual = (*rows, *context) if apart else ()
+        stored = specs(params, tables.parameters.only(manual))
+        added = specs(params, tables.gradients.only(manual))
+        split = specs(params, tables.moments.only(manual))
 
         def one(params: Any, rest: Any, batch: Any) -> tuple[LossSums, Any]:
             (_, sums), grads = jax.value_and_grad(
                 lambda p: loss(nnx.merge(graph, p, rest), batch), has_aux=True
             )(params)
             grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-            if zero == 2:
-                grads = jax.tree.map(scattered, grads, stored)
-            return sums, constrain_variables(grads, rules)
+            grads = jax.tree.map(scattered, grads, added)
+            return sums, constrain_variables(grads, tables.gradients)
 
         def of_rows(params: Any, rest: Any, batch: Any) -> tuple[LossSums, Any]:
             batch = own_part(batch, rules)
-            if zero < 3:
+            if tables.parameters != tables.computed:
                 params = cast_layers(params, getattr(model, "dtype", None))
                 params = jax.tree.map(whole, params, stored)
             add = functools.partial(one, params, rest)
             sums, grads = _add_microbatches(add, batch, microbatches, rules)
-            return sum_once(sums, grads, stored, manual, scatter=zero == 1)
+            return sum_once(sums, grads, manual, split=split, done=added)
 
         if not manual:
             return of_rows(params, rest, batch)
@@ -105,23 +106,23 @@ def accumulated(
             of_rows,
             axis_names=set(manual),
             in_specs=(stored, PartitionSpec(), rules.only(manual).spec("batch")),
-            out_specs=(PartitionSpec(), stored),
+            out_specs=(PartitionSpec(), split),
             check_vma=False,
         )
         sums, grads = region(params, rest, batch)
-        return sums, constrain_variables(grads, rules)
+        return sums, constrain_variables(grads, tables.moments)
 
     return gradients
 
 
-def _manual_rows(params: Any, rules: AxisRules, zero: int) -> tuple[str, ...]:
-    """The mesh axes over which `accumulated` sums by itself."""
-    rows = _shared(rules.batch)
-    if zero == 3:  # what stores parameters is left to the compiler
-        variables = jax.tree.leaves(params, is_leaf=_is_variable)
-        axes = [rules.mesh_axes(logical_axes(x)) for x in variables]
-        rows = tuple(n for n in rows if n not in frozenset().union(*axes))
-    return rows
+def _manual_rows(params: Any, rules: AxisRules, computed: AxisRules) -> tuple[str, ...]:
+    """The mesh axes over which `accumulated` sums by itself.
+
+    Those over which parameters are gathered at each use are left to the compiler.
+    """
+    variables = jax.tree.leaves(params, is_leaf=_is_variable)
+    used = frozenset().union(*(computed.mesh_axes(logical_axes(x)) for x in variables))
+    return tuple(n for n in _shared(rules.batch) if n not in used)
 
 
 def _shared(axes: MeshAxes) -> tuple[str, ...]:
@@ -142,7 +143,7 @@ def accumulated_sums(
 
         def of_part(model: Any, batch: Any) -> LossSums:
             found = loss(model, own_part(batch, rules))[1]
-            return sum_once(found, (), (), manual, scatter=False)[0]
+            return sum_once(found, (), manual, split=(), done=())[0]
 
         region = jax.shard_map(
             of_part,
@@ -173,22 +174,23 @@ def _add_microbatches(
 
 
 def sum_once(
-    sums: LossSums, grads: Any, stored: Any, axes: Sequence[str], *, scatter: bool
+    sums: LossSums, grads: Any, axes: Sequence[str], *, split: Any, done: Any
 ) -> tuple[LossSums, Any]:
     """The sums over devices that see other rows, each with its part of the gradients.
 
     Args:
         sums: Sums of these rows.
         grads: Gradients of these rows.
-        stored: Partition of each gradient.
         axes: Manual axes that see other rows.
-        scatter: Whether gradients are whole yet.
+        split: Partition of each gradient.
+        done: How it is split, and summed, already.
     """
-    if scatter:
-        grads = jax.tree.map(scattered, grads, stored)
-    grads = jax.tree.map(lambda g, s: summed(g, axes, s), grads, stored)
-    sums = jax.tree.map(lambda x: summed(x, axes, PartitionSpec()), sums)
-    return sums, grads
+
+    def total(g: Array, split: PartitionSpec, done: PartitionSpec) -> Array:
+        return summed(scattered(g, beyond(split, done)), axes, split)
+
+    grads = jax.tree.map(total, grads, split, done)
+    return jax.tree.map(lambda x: summed(x, axes, PartitionSpec()), sums), grads
 
 
 def cast_layers(params: Any, dtype: Any) -> Any:

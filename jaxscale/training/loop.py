@@ -19,8 +19,8 @@ from jax.sharding import Mesh, NamedSharding
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.encoder_config import EncoderConfig
 from jaxscale.sharding.mesh import make_mesh
-from jaxscale.sharding.parameters import place, shardings
-from jaxscale.sharding.rules import AxisRules
+from jaxscale.sharding.parameters import place
+from jaxscale.sharding.state_rules import StateRules
 from jaxscale.supervision import EventLog, current
 from jaxscale.training.checkpoint import Checkpointer
 from jaxscale.training.config import TrainConfig
@@ -44,6 +44,7 @@ from jaxscale.training.step import (
     make_eval_step,
     make_train_step,
     next_token_loss,
+    state_shardings,
 )
 
 
@@ -358,7 +359,7 @@ def _start(
         return TrainState.create(stack.arrange(model), optimizer)
 
     abstract = jax.eval_shape(create) if model is None else jax.eval_shape(adopt, model)
-    layout = shardings(abstract, mesh, rules)
+    layout = state_shardings(abstract, mesh, config.state_rules)
     if checkpoints.newest() is not None:
         target = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
@@ -375,7 +376,7 @@ def _start(
         # Layers that move to places of stages cannot take the memory of the given ones.
         donated = 0 if stack.is_flat else ()
         adopt = jax.jit(adopt, out_shardings=layout, donate_argnums=donated)
-        state = adopt(place(model, mesh, _flat_rules(config, mesh)))
+        state = adopt(place(model, mesh, _flat_rules(config, mesh).parameters))
     return state, layout
 
 
@@ -386,23 +387,21 @@ def _functions(
     options: dict[str, Any] = {
         "microbatches": config.microbatches,
         "rules": config.axis_rules,
+        "state_rules": config.state_rules,
     }
     if not config.is_pipelined(mesh.shape):
         evaluate = make_eval_step(loss, rules=config.axis_rules)
-        return accumulated(loss, zero=config.zero, **options), evaluate
+        return accumulated(loss, **options), evaluate
     options["chunks"] = config.chunks
-    return (
-        pipelined(loss, zero=config.zero, **options),
-        jax.jit(pipelined_sums(loss, **options)),
-    )
+    return pipelined(loss, **options), jax.jit(pipelined_sums(loss, **options))
 
 
-def _flat_rules(config: TrainConfig, mesh: Mesh) -> AxisRules:
-    """The rules of a model whose layers lie in their order."""
-    rules = config.axis_rules
+def _flat_rules(config: TrainConfig, mesh: Mesh) -> StateRules:
+    """The tables of a state whose layers lie in their order."""
+    tables = config.state_rules
     if config.stack_layout(mesh.shape).is_flat:
-        return rules
-    return dataclasses.replace(rules, layers=None)
+        return tables
+    return tables.with_flat_layers()
 
 
 def _flattened(state: TrainState, config: TrainConfig, mesh: Mesh) -> TrainState:
@@ -412,7 +411,7 @@ def _flattened(state: TrainState, config: TrainConfig, mesh: Mesh) -> TrainState
         return state
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
     abstract = jax.eval_shape(stack.flatten, shapes)
-    places = shardings(abstract, mesh, _flat_rules(config, mesh))
+    places = state_shardings(abstract, mesh, _flat_rules(config, mesh))
 
     def flatten(x: jax.Array) -> jax.Array:
         return stack.flatten_array(jax.device_put(x, jax.memory.Space.Device))

@@ -35,9 +35,9 @@ from jaxscale.sharding.pipeline import (
 )
 from jaxscale.sharding.rules import STACK_AXES, AxisRules, as_tuple
 from jaxscale.sharding.schedule import Kind, check_schedule, pipeline_schedule
+from jaxscale.sharding.state_rules import StateRules, Zero, beyond
 from jaxscale.training.gradients import (
     GradientFunction,
-    Zero,
     cast_layers,
     check_microbatches,
     constrain_variables,
@@ -82,6 +82,7 @@ def pipelined(
     rules: AxisRules,
     chunks: int = 1,
     zero: Zero = 3,
+    state_rules: StateRules | None = None,
     kind: PipelineKind = "1f1b",
 ) -> GradientFunction:
     """Gradients of a batch through the stages of the mesh axis `pipe`.
@@ -104,6 +105,8 @@ def pipelined(
         rules: Sharding rules of parameters and rows, which split `layers` over `pipe`.
         chunks: Parts of the layers that each stage holds, v: above 1 interleaved.
         zero: What `fsdp` splits during a step.
+        state_rules: Tables of parameters, gradients and moments, instead of those that
+            `rules` and `zero` make.
         kind: How backward passes are ordered.
 
     Raises:
@@ -114,28 +117,34 @@ def pipelined(
         GPipe, arXiv 1811.06965. 1F1B and interleaving, arXiv 2104.04473. MegaScale,
         arXiv 2402.15627.
     """
-    check_choice("zero", zero, Zero)
+    tables = state_rules or StateRules.zero(rules, zero)
     check_choice("kind", kind, PipelineKind)
     check_microbatches(microbatches)
     _check_loss(loss)
 
     def gradients(model: Any, batch: Any) -> tuple[LossSums, Any]:
-        region = _Region.of(loss, model, rules, microbatches, chunks, zero)
+        region = _Region.of(loss, model, rules, microbatches, chunks, tables)
         sums, grads = region.run("forward" if kind == "gpipe" else kind, batch)
-        return sums, constrain_variables(grads, rules)
+        return sums, constrain_variables(grads, tables.moments)
 
     return gradients
 
 
 def pipelined_sums(
-    loss: Any, *, microbatches: int, rules: AxisRules, chunks: int = 1
+    loss: Any,
+    *,
+    microbatches: int,
+    rules: AxisRules,
+    chunks: int = 1,
+    state_rules: StateRules | None = None,
 ) -> Callable[[Any, Any], LossSums]:
     """``sums(model, batch)`` without gradients, for evaluation; see `pipelined`."""
     check_microbatches(microbatches)
     _check_loss(loss)
+    tables = state_rules or StateRules.zero(rules, 1)
 
     def sums(model: Any, batch: Any) -> LossSums:
-        region = _Region.of(loss, model, rules, microbatches, chunks, 1)
+        region = _Region.of(loss, model, rules, microbatches, chunks, tables)
         return region.run("forward", batch, gradients=False)[0]
 
     return sums
@@ -149,7 +158,7 @@ class _Region:
     rules: AxisRules
     layout: StackLayout
     microbatches: int
-    zero: Zero
+    tables: StateRules
     rows: tuple[str, ...]
     """Manual axes that see other rows."""
     context: tuple[str, ...]
@@ -170,7 +179,7 @@ class _Region:
         rules: AxisRules,
         microbatches: int,
         chunks: int,
-        zero: Zero,
+        tables: StateRules,
     ) -> "_Region":
         """Check that model, mesh and settings fit each other.
 
@@ -197,7 +206,7 @@ class _Region:
             rules=rules,
             layout=layout,
             microbatches=microbatches,
-            zero=zero,
+            tables=tables,
             rows=tuple(n for n in as_tuple(rules.batch) if n in sizes),
             context=tuple(n for n in as_tuple(rules.context) if n in sizes),
             model=model,
@@ -209,11 +218,6 @@ class _Region:
         )
 
     @property
-    def manual(self) -> AxisRules:
-        """The rules over the Manual axes."""
-        return self.rules.only((_AXIS, *self.rows))
-
-    @property
     def others(self) -> tuple[str, ...]:
         """Manual axes that see other tokens."""
         return self.rows + self.context
@@ -222,15 +226,16 @@ class _Region:
     def vocab_axes(self) -> tuple[str, ...]:
         return tuple(n for n in as_tuple(self.rules.vocab) if n == _AXIS)
 
-    def stored(self, tree: Any, *, leading: int | None = None) -> Any:
+    def split(self, tree: Any, rules: AxisRules, *, leading: int | None = None) -> Any:
         """The partition of each parameter over the axes that see other rows.
 
         Args:
             tree: The parameters.
+            rules: Table that they are split by.
             leading: Dimensions of layers that these have in the region; None is as they
                 are stored.
         """
-        found = specs(tree, self.rules.only(self.rows))
+        found = specs(tree, rules.only(self.rows))
         if leading is None:
             return found
         drop = 1 if self.layout.is_flat else len(STACK_AXES)
@@ -243,13 +248,17 @@ class _Region:
     ) -> tuple[LossSums, Any]:
         """The sums, and the gradients, of a batch."""
         self._check_rows(batch)
-        placed = specs(self.blocks, self.manual), specs(self.ends, self.manual)
+        manual, tables = (_AXIS, *self.rows), self.tables
+        stored, split = (
+            (specs(self.blocks, table), specs(self.ends, table))
+            for table in (tables.parameters.only(manual), tables.moments.only(manual))
+        )
         run = functools.partial(self._local, kind, gradients)
         region = jax.shard_map(
             run,
             axis_names={_AXIS, *self.others},
-            in_specs=(*placed, PartitionSpec(), self.manual.spec("batch")),
-            out_specs=(PartitionSpec(), placed if gradients else PartitionSpec()),
+            in_specs=(*stored, PartitionSpec(), self.rules.only(manual).spec("batch")),
+            out_specs=(PartitionSpec(), split if gradients else PartitionSpec()),
             check_vma=False,
         )
         sums, grads = region(self.blocks, self.ends, self.rest, batch)
@@ -275,17 +284,25 @@ class _Region:
         self, kind: Kind, gradients: bool, blocks: Any, ends: Any, rest: Any, batch: Any
     ) -> tuple[LossSums, Any]:
         """What one stage does with its layers and its rows."""
-        layout, zero = self.layout, self.zero
+        layout, tables = self.layout, self.tables
         batch = own_part(batch, self.rules)
         blocks = cast_layers(blocks, self.model.dtype)
         blocks = jax.tree.map(  # [v, k, ...]
             lambda x: x[None] if layout.is_flat else x[:, 0], blocks
         )
-        kept = self.stored(self.blocks, leading=2)
-        if zero < 3:
-            blocks = jax.tree.map(whole, blocks, kept)
-        stored = self.stored(self.ends)
-        ends = jax.tree.map(whole, ends, stored)
+        stored, computed, added, split = (
+            self.split(self.blocks, table, leading=2)
+            for table in (
+                tables.parameters,
+                tables.computed,
+                tables.gradients,
+                tables.moments,
+            )
+        )
+        blocks = jax.tree.map(
+            lambda x, s, c: whole(x, beyond(s, c)), blocks, stored, computed
+        )
+        ends = jax.tree.map(whole, ends, self.split(self.ends, tables.parameters))
         m = self.microbatches
         batch = jax.tree.map(
             lambda x: x.reshape(m, x.shape[0] // m, *x.shape[1:]), batch
@@ -295,7 +312,7 @@ class _Region:
         program = stage.program()
         if not gradients:
             sums = run_forward(schedule, program, blocks, ends)[1]
-            return sum_once(sums, (), (), self.others, scatter=False)
+            return sum_once(sums, (), self.others, split=(), done=())
         if kind == "forward":
             (_, sums), grads = jax.value_and_grad(
                 functools.partial(run_forward, schedule, program),
@@ -305,10 +322,11 @@ class _Region:
         else:
             sums, *grads = run_schedule(schedule, program, blocks, ends)
         g_blocks, g_ends = grads
-        # After a scatter of each microbatch, or in ZeRO-3, only the rest is summed.
-        scatter = zero == 1 or (zero == 2 and kind == "forward")
-        total, g_blocks = sum_once(sums, g_blocks, kept, self.others, scatter=scatter)
-        _, g_ends = sum_once(sums, g_ends, stored, self.others, scatter=True)
+        done = computed if kind == "forward" else added
+        total, g_blocks = sum_once(sums, g_blocks, self.others, split=split, done=done)
+        split = self.split(self.ends, tables.moments)
+        done = jax.tree.map(lambda _: PartitionSpec(), split)
+        _, g_ends = sum_once(sums, g_ends, self.others, split=split, done=done)
         g_blocks = jax.tree.map(
             lambda g: (g[0] if layout.is_flat else g[:, None]).astype(jnp.float32),
             g_blocks,
@@ -329,17 +347,22 @@ class _Stage:
     def program(self) -> PipelineProgram:
         """The functions, as `run_schedule` takes them."""
         region = self.region
-        layers = region.stored(region.blocks, leading=1)
+        added, computed = (
+            region.split(region.blocks, table, leading=1)
+            for table in (region.tables.gradients, region.tables.computed)
+        )
 
         def reduce(grads: Any) -> Any:
-            return jax.tree.map(scattered, grads, layers)
+            return jax.tree.map(
+                lambda g, a, c: scattered(g, beyond(a, c)), grads, added, computed
+            )
 
         return PipelineProgram(
             embed=self.embed,
             stage=self.stage,
             loss=self.loss,
             activation=self.activation,
-            reduce=reduce if region.zero == 2 else lambda grads: grads,
+            reduce=reduce,
             axis=_AXIS,
             stash="inputs" if region.model.remat == "full" else "residuals",
         )
@@ -387,17 +410,15 @@ class _Stage:
         )
 
     def _call(self, block: Block, x: Array, state: Any) -> tuple[Array, Any]:
-        """A block; in ZeRO-3 its parameters are whole just for its use."""
+        """A block, whose parameters are whole for its use."""
         region = self.region
         gathered = set(region.others)
 
         def run(block: Block, x: Array, state: Any) -> tuple[Array, Any]:
-            if region.zero == 3:
-                layer = region.stored(region.blocks, leading=0)
-                graph, params, rest = nnx.split(block, nnx.Param, ...)
-                params = jax.tree.map(whole, params, layer)
-                block = nnx.merge(graph, params, rest)
-            return block(x, state)
+            split = region.split(region.blocks, region.tables.computed, leading=0)
+            graph, params, rest = nnx.split(block, nnx.Param, ...)
+            params = jax.tree.map(whole, params, split)
+            return nnx.merge(graph, params, rest)(x, state)
 
         def saveable(primitive: Any, *_: Any, **params: Any) -> bool:
             # Parameters, and keys and values of whole rows, are gathered and put in

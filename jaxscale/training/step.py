@@ -9,9 +9,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int32
 
+from jaxscale.sharding.parameters import shardings
 from jaxscale.sharding.rules import REPLICATED, AxisRules
+from jaxscale.sharding.state_rules import StateRules
 from jaxscale.training.gradients import (
     GradientFunction,
     LossFunction,
@@ -66,6 +69,22 @@ class TrainState:
             model=model,
             opt_state=optimizer.init(nnx.state(model, nnx.Param)),
         )
+
+
+def state_shardings(state: TrainState, mesh: Mesh, rules: StateRules) -> TrainState:
+    """A `NamedSharding` for each array of a state; see `jaxscale.sharding.shardings`.
+
+    Args:
+        state: The state, or its abstract form.
+        mesh: The devices.
+        rules: Tables of parameters and moments.
+
+    Raises:
+        ValueError: the tables do not fit the mesh or the state.
+    """
+    parameters = shardings(state, mesh, rules.parameters)
+    moments = shardings(state.opt_state, mesh, rules.moments)
+    return dataclasses.replace(parameters, opt_state=moments)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

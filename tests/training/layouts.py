@@ -15,6 +15,7 @@ from jaxscale.nn.packing import PackedBatch
 from jaxscale.sharding import (
     MESH_AXES,
     MeshConfig,
+    StateRules,
     fsdp_tp,
     make_mesh,
     megascale_3d,
@@ -43,6 +44,8 @@ class Layout:
     tensor: int = 1
     windows: tuple[int | None, ...] = ()
     zero: int = 3
+    replicated: bool = False
+    moments_over_data: bool = False
     chunks: int = 1
     microbatches: int = 2
     tensor_parallel: str | None = None
@@ -61,6 +64,14 @@ class Layout:
         return megascale_3d() if self.pipe > 1 else fsdp_tp()
 
     @property
+    def tables(self):
+        tables = StateRules.zero(self.rules, self.zero, replicated=self.replicated)
+        if not self.moments_over_data:
+            return tables
+        moments = dataclasses.replace(self.rules, embed=("fsdp", "data"))
+        return dataclasses.replace(tables, moments=moments)
+
+    @property
     def stack(self):
         return StackLayout(num_layers=self.layers, stages=self.pipe, chunks=self.chunks)
 
@@ -69,7 +80,7 @@ class Layout:
         options: Any = {
             "microbatches": self.microbatches,
             "rules": self.rules,
-            "zero": self.zero,
+            "state_rules": self.tables,
         }
         if self.pipe == 1:
             return accumulated(LOSS, **options)
@@ -95,7 +106,8 @@ class Layout:
             )
         )
         model = self.stack.arrange(model)
-        model = jax.device_put(model, shardings(model, self.mesh, self.rules))
+        places = shardings(model, self.mesh, self.tables.parameters)
+        model = jax.device_put(model, places)
         rows = NamedSharding(self.mesh, self.rules.spec("batch"))
         return model, jax.device_put(rows_of(self.packed), rows)
 
@@ -138,6 +150,9 @@ def errors(layout):
     sums, grads = one_device(layout.model, layout.layers, layout.packed, layout.windows)
     with jax.set_mesh(layout.mesh):
         got_sums, got = jax.jit(layout.gradients)(*layout.arguments())
+    wanted = shardings(got, layout.mesh, layout.tables.moments)
+    for x, place in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert x.sharding.is_equivalent_to(place, x.ndim), (x.sharding, place)
     got = nnx.to_pure_dict(jax.device_get(layout.stack.flatten(got)))
     # Some gradients are zero but for rounding: that of the bias of keys.
     least = 1e-3 * max(np.abs(g).max() for g in jax.tree.leaves(grads))

@@ -231,8 +231,13 @@ def test_an_explicit_mesh_and_microbatches_give_the_same_trace(unbroken, tmp_pat
         assert explicit.losses()[step] == pytest.approx(loss, rel=1e-5)
 
 
-STACK = {"mesh": MeshConfig(data=2, fsdp=2)}
-CHUNKS = {"mesh": MeshConfig(pipe=2, fsdp=2), "chunks": 2, "zero": 1}
+STACK = {"mesh": MeshConfig(data=2, fsdp=2), "zero": 1, "replicated": True}
+CHUNKS = {
+    "mesh": MeshConfig(pipe=2, fsdp=2),
+    "chunks": 2,
+    "zero": 1,
+    "replicated": True,
+}
 STAGES = {"mesh": MeshConfig(pipe=2, context=2), "remat": "full"}
 TENSOR = {"mesh": MeshConfig(fsdp=2, tensor=2), "zero": 2}
 SHARED = {"mesh": MeshConfig(fsdp=2, context=2), "zero": 2}
@@ -286,6 +291,8 @@ def test_a_run_goes_on_with_any_layout_of_its_layers(kind, layouts, tmp_path):
             if name.endswith("mu.blocks.mlp.up.kernel")
         )
         assert moment.shape == up.shape and moment.sharding.memory_kind == memory_kind
+        assert "fsdp" in str(moment.sharding.spec)
+        assert ("fsdp" in str(up.sharding.spec)) != layout.replicated
     assert found == pytest.approx(whole.losses(), rel=1e-5)
     assert result.evaluation.loss == pytest.approx(
         whole.evaluations[config.steps]["eval_loss"], rel=1e-5

@@ -31,7 +31,7 @@ COVERING = [
     Layout(pipe=2, fsdp=2, tensor=2, chunks=2, tensor_parallel="xla"),
     Layout(
         pipe=2, data=2, fsdp=2, zero=1, model="gpt2_tiny", packed=False, layers=3,
-        remat="full",
+        remat="full", replicated=True, moments_over_data=True,
     ),
     Layout(
         pipe=4, tensor=2, zero=2, model="gptj_tiny", layers=6, microbatches=4,
@@ -44,7 +44,10 @@ COVERING = [
     ),
     Layout(pipe=2, fsdp=4, zero=2, chunks=2, model="gptj_tiny", remat="dots"),
     Layout(pipe=8, layers=8, microbatches=1, packed=False, scan_layers=False),
-    Layout(pipe=2, data=2, fsdp=2, chunks=2, kind="gpipe", model="gpt2_tiny"),
+    Layout(
+        pipe=2, data=2, fsdp=2, chunks=2, kind="gpipe", model="gpt2_tiny",
+        moments_over_data=True,
+    ),
     Layout(
         pipe=2, context=2, tensor=2, chunks=2, layers=8, windows=(5, None),
         tensor_parallel="fused", remat="attention",
