@@ -54,6 +54,7 @@ from jaxscale.training.step import (
     make_eval_step,
     make_train_step,
     next_token_loss,
+    state_shardings,
 )
 
 
@@ -112,5 +113,6 @@ __all__ = [
     "python_corpus",
     "read_documents",
     "split",
+    "state_shardings",
     "tokenize",
 ]

@@ -145,10 +145,15 @@ class Layout:
     """Rows of a microbatch of one of the `data` x `fsdp` groups."""
     remat: Remat = "none"
     """What the backward pass computes again."""
+    moment_bytes: int = 8
+    """Bytes of a parameter in both moments."""
+    memory_kind: Literal["device", "pinned_host"] = "device"
+    """Where moments are between steps."""
 
     def __post_init__(self) -> None:
         sizes = ("data", "fsdp", "pipe", "context", "tensor")
-        check_integers(self, 1, *sizes, "chunks", "batch_size", "rows")
+        check_integers(self, 1, *sizes, "chunks", "batch_size", "rows", "moment_bytes")
+        check_choice("memory_kind", self.memory_kind, ("device", "pinned_host"))
         check_choice("zero", self.zero, (1, 2, 3))
         check_choice("remat", self.remat, Remat)
         each = self.rows * self.groups
@@ -307,6 +312,9 @@ def step_time(
     # Moments, parameters and gradients read, written and clipped, and cast to bf16.
     local = _parameters(shape, layout) / layout.fsdp
     parts["optimizer"] = 42 * local / hardware.hbm
+    if layout.memory_kind == "pinned_host":
+        # Those of the next parameter come as the second half of the last ones goes.
+        parts["optimizer"] += 1.5 * layout.moment_bytes * local / hardware.host
     parts["fixed"] = program.fixed
     doublings = max(0.0, math.log2(layout.gpus / 256))
     parts["jitter"] = program.jitter * doublings * sum(parts.values())
@@ -399,7 +407,8 @@ def step_memory(
 ) -> dict[str, float]:
     """Bytes of a GPU at the peak of a step, by part; their sum is the peak.
 
-    Parameters and both moments are fp32, the computation is bf16. Without accumulation
+    Parameters are fp32, the computation is bf16. Of moments on the host there are those
+    of one parameter and a half, at the size of the largest. Without accumulation
     gradients take the place of activations as these are used up, so the larger of both
     counts. A layer is added whose forward pass is there a second time. With a pipeline
     the stash holds what each chunk in flight keeps: its input with full remat, else
@@ -448,9 +457,13 @@ def step_memory(
         least += layer * _BF16
     rows = layout.rows * min(_LOSS_CHUNK, seq_len / layout.context)
     split = layout.tensor * layout.pipe
+    held = local
+    if layout.memory_kind == "pinned_host":
+        largest = shape.d_model * shape.d_ff * layers / layout.tensor
+        held = 1.5 * max(largest, shape.d_model * shape.vocab_size / split)
     return {
         "parameters": local * _FP32 / f + whole * _BF16,
-        "moments": 2 * local * _FP32 / f,
+        "moments": layout.moment_bytes * held / f,
         "gradients": accumulated + max(least, fresh - activations),
         "activations": activations,
         "logits": rows * shape.vocab_size * (_FP32 + _BF16) / split,

@@ -95,13 +95,15 @@ class Hardware:
     """Bytes/s of a GPU between hosts."""
     memory: float
     """Bytes of memory."""
+    host: float = 50e9
+    """Bytes/s from and to the memory of the host, in each direction."""
     host_gpus: int = 8
     """GPUs of a host."""
     origin: str = ""
     """Where the numbers come from."""
 
     def __post_init__(self) -> None:
-        names = ("peak", "matmul", "attention", "hbm", "link", "nic", "memory")
+        names = ("peak", "matmul", "attention", "hbm", "link", "nic", "host", "memory")
         check_positive(self, *names)
         check_integers(self, 1, "host_gpus")
 
@@ -134,7 +136,7 @@ H200 = Hardware(
     memory=141e9,
     origin="products (cubes of 8,192), attention (whole rows of 4,096, cuDNN), memory "
     "and links (an all-gather over 4) measured here; between hosts 90% of 400 Gbit/s, "
-    "not measured",
+    "to the own host 80% of PCIe 5, not measured",
 )
 """One H200 in a host with NVLink."""
 
@@ -159,6 +161,7 @@ A100 = Hardware(
     hbm=1.6e12,
     link=200e9,
     nic=22e9,
+    host=22e9,
     memory=80e9,
     origin="set so that MegaScale's published rows come out; see benchmarks/plan.py",
 )

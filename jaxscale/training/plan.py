@@ -19,7 +19,7 @@ from jaxscale.training.cost_model import (
     step_time,
 )
 from jaxscale.training.hardware import mfu
-from jaxscale.training.plan_config import CHOICES, PlanConfig
+from jaxscale.training.plan_config import CHOICES, MOMENTS, PlanConfig
 
 
 COMMUNICATION = ("tensor", "context", "pipe", "data")
@@ -235,6 +235,11 @@ def train_command(name: str, found: Estimate, config: PlanConfig) -> str:
         options.append(f"--zero {layout.zero}")
     if layout.remat != "none":
         options.append(f"--remat {layout.remat}")
+    options += [
+        f"--optimizer.{name.replace('_', '-')} {getattr(config, name)}"
+        for name, default in MOMENTS.items()
+        if getattr(config, name) != default
+    ]
     if layout.tensor > 1:
         fused = config.program is JAXSCALE_FUSED
         options.append(f"--tensor-parallel {'fused' if fused else 'xla'}")
@@ -265,7 +270,13 @@ def _layouts(
     for sizes in _meshes(shape, config):
         for options in _options(shape, config, sizes):
             try:
-                layout = Layout(batch_size=config.batch_size or 1, **sizes, **options)
+                layout = Layout(
+                    batch_size=config.batch_size or 1,
+                    moment_bytes=config.moment_bytes,
+                    memory_kind=config.memory_kind,
+                    **sizes,
+                    **options,
+                )
                 layout.check(shape, config.seq_len or _seq_len(shape))
             except ValueError as error:
                 refused[str(error).partition(";")[0]] += 1
@@ -375,15 +386,17 @@ def _nothing_fits(
         )
     least = min(smallest.values(), key=lambda found: found.bytes)
     part = max(least.memory, key=lambda name: least.memory[name])
-    state = 12 * shape.num_parameters()
+    on_device = config.moment_bytes if config.memory_kind == "device" else 0
+    state = (4 + on_device) * shape.num_parameters()
+    kept = "Parameters and moments" if on_device else "Parameters"
     enough = math.ceil(state / limit)
     return (
         f"{where} fits: the smallest, {describe(least.layout)}, needs "
         f"{least.bytes / 1e9:,.1f} GB of a GPU, which may take {limit / 1e9:,.1f} GB, "
         f"so {(least.bytes - limit) / 1e9:,.1f} GB are short; the largest part is "
-        f"{part}, {least.memory[part] / 1e9:,.1f} GB. Parameters and moments alone are "
+        f"{part}, {least.memory[part] / 1e9:,.1f} GB. {kept} alone are "
         f"{state / 1e9:,.0f} GB, the memory of {enough} such GPUs; use more GPUs, "
-        "shorter or fewer rows, or a smaller model"
+        "shorter or fewer rows, moments in bfloat16 or on the host, or a smaller model"
     )
 
 

@@ -22,6 +22,9 @@ CHOICES = (
 )
 """What a layout decides; each may be given instead."""
 
+MOMENTS = {"mu_dtype": "float32", "nu_dtype": "float32", "memory_kind": "device"}
+"""What a plan takes as given of the optimizer, with the defaults."""
+
 _MOST_GPUS = 2**20
 
 
@@ -62,6 +65,12 @@ class PlanConfig:
     """Rows of a microbatch of one group."""
     remat: Remat | None = None
     """What the backward pass computes again."""
+    mu_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which the first moment is kept."""
+    nu_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which the second moment is kept."""
+    memory_kind: Literal["device", "pinned_host"] = "device"
+    """Where moments are between steps: pinned_host is the memory of the host."""
     tensor_parallel: Literal["fused", "xla"] | None = None
     """Who communicates; None is the fused kernels inside one host, else XLA."""
     memory_share: float = 0.9
@@ -86,6 +95,9 @@ class PlanConfig:
             check_choice("remat", self.remat, Remat)
         if self.tensor_parallel is not None:
             check_choice("tensor_parallel", self.tensor_parallel, ("fused", "xla"))
+        for name in ("mu_dtype", "nu_dtype"):
+            check_choice(name, getattr(self, name), ("float32", "bfloat16"))
+        check_choice("memory_kind", self.memory_kind, ("device", "pinned_host"))
         check_range(self, 0.01, 1, "memory_share")
         if self.nic is not None and not 0 < self.nic < math.inf:
             raise ValueError(f"nic {self.nic} must be positive and finite")
@@ -109,6 +121,11 @@ class PlanConfig:
             nic=hardware.nic if self.nic is None else self.nic * 1e9,
             host_gpus=self.host_gpus or hardware.host_gpus,
         )
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of a parameter in both moments."""
+        return sum(4 if x == "float32" else 2 for x in (self.mu_dtype, self.nu_dtype))
 
     @property
     def program(self) -> Program:

@@ -43,7 +43,7 @@ class Layout:
     context: int = 1
     tensor: int = 1
     windows: tuple[int | None, ...] = ()
-    zero: int = 3
+    zero: Any = 3
     replicated: bool = False
     moments_over_data: bool = False
     chunks: int = 1
