@@ -44,6 +44,7 @@ CONFIG = TrainConfig(model=llama_tiny(), data=DATA)
             "warmup_steps 20 and the descent do not fit in 10 steps",
         ),
         ({"rules": "zero3"}, "rules 'zero3' is no preset"),
+        ({"replicated": True}, "replicated True keeps .* zero 3 splits .* 1 or 2"),
         (
             {"rules": "fsdp_tp", "mesh": MeshConfig(tensor=3)},
             "num_heads . is not divisible by 3",
@@ -125,6 +126,11 @@ def test_identity_is_json_and_leaves_out_what_may_change():
         CONFIG, steps=5000, rules="dp", mesh=MeshConfig(data=2), remat="full"
     )
     assert longer.identity() == identity
+    host = dataclasses.replace(CONFIG.optimizer, memory_kind="pinned_host")
+    moved = dataclasses.replace(CONFIG, optimizer=host, zero=1, replicated=True)
+    assert moved.identity() == identity
+    smaller = dataclasses.replace(CONFIG.optimizer, mu_dtype="bfloat16")
+    assert dataclasses.replace(CONFIG, optimizer=smaller).identity() != identity
     assert dataclasses.replace(CONFIG, seed=1).identity() != identity
     wider = dataclasses.replace(CONFIG.model, d_ff=2 * CONFIG.model.d_ff)
     assert dataclasses.replace(CONFIG, model=wider).identity() != identity
