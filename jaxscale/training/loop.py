@@ -338,7 +338,7 @@ def _start(
     batches: Any,
 ) -> tuple[TrainState, TrainState]:
     """The state of a new or of the saved run, and its shardings."""
-    rules, stack = config.axis_rules, config.stack_layout(mesh.shape)
+    stack = config.stack_layout(mesh.shape)
 
     def create() -> TrainState:
         if isinstance(config.model, EncoderConfig):
@@ -349,7 +349,7 @@ def _start(
             param_dtype=config.param_dtype,
             remat=config.remat,
             scan_layers=config.scan_layers,
-            rules=rules,
+            rules=config.axis_rules,
             tensor_parallel=config.tensor_parallel,
             rngs=nnx.Rngs(config.seed),
         )
@@ -384,11 +384,8 @@ def _functions(
     config: TrainConfig, mesh: Mesh, loss: Any
 ) -> tuple[GradientFunction, EvalStep]:
     """What gives the gradients of a batch, and what evaluates one."""
-    options: dict[str, Any] = {
-        "microbatches": config.microbatches,
-        "rules": config.axis_rules,
-        "state_rules": config.state_rules,
-    }
+    options: dict[str, Any] = {"microbatches": config.microbatches}
+    options |= {"rules": config.axis_rules, "state_rules": config.state_rules}
     if not config.is_pipelined(mesh.shape):
         evaluate = make_eval_step(loss, rules=config.axis_rules)
         return accumulated(loss, **options), evaluate
@@ -398,10 +395,8 @@ def _functions(
 
 def _flat_rules(config: TrainConfig, mesh: Mesh) -> StateRules:
     """The tables of a state whose layers lie in their order."""
-    tables = config.state_rules
-    if config.stack_layout(mesh.shape).is_flat:
-        return tables
-    return tables.with_flat_layers()
+    is_flat = config.stack_layout(mesh.shape).is_flat
+    return config.state_rules if is_flat else config.state_rules.with_flat_layers()
 
 
 def _flattened(state: TrainState, config: TrainConfig, mesh: Mesh) -> TrainState:
