@@ -101,6 +101,7 @@ def initialize(
         local_device_ids=local_device_ids,
     )
     if cluster.coordinator is None:
+        current().emit("joined", 0)
         return cluster
     _log.info(
         "process %d of %d: %s", cluster.process_id, cluster.num_processes, cluster

@@ -1,6 +1,7 @@
 """The settings of supervision."""
 
 import dataclasses
+import math
 
 from jaxscale.checks import check_integers, check_positive
 from jaxscale.supervision.protocol import split_address
@@ -20,7 +21,7 @@ class Deadlines:
     start: float = 120.0
     """From its start until all processes have met."""
     compile: float = 900.0
-    """Until the first step is done: restore, compile, run it."""
+    """After that until the first step is done: read data, restore, compile."""
     step: float = 30.0
     """A step, at least; more if it usually takes long."""
     step_factor: float = 10.0
@@ -75,14 +76,25 @@ class SuperviseConfig:
     """Whether a step whose loss or gradients are not finite for the first time is
     computed again from the checkpoint before: a fault of a machine goes away, one of
     the data or the model comes back, and is then skipped."""
+    spike: float = 0.0
+    """A loss of more than this many times the median of the last steps is a spike: the
+    step is computed again from the checkpoint before, and if that does not help, its
+    batch and those after it are left out. 0 leaves spikes alone."""
+    skip_batches: int = 100
+    """Batches that are left out at a spike that comes back."""
     diagnose: str = ""
     """Command that runs on a suspect host, and fails if it must not be used any more;
     by default a short self-check."""
 
     def __post_init__(self) -> None:
-        check_integers(self, 1, "processes", "hosts", "idle_cycles")
+        check_integers(self, 1, "processes", "hosts", "idle_cycles", "skip_batches")
         check_integers(self, 0, "coordinator_port")
         check_positive(self, "backoff")
+        if self.spike != 0 and not 1 < self.spike < math.inf:
+            raise ValueError(
+                f"spike {self.spike}, expected more than 1 times the usual loss, or 0 "
+                "to leave spikes alone"
+            )
         host, _ = split_address(self.address)
         if self.coordinator_port > 65535:
             raise ValueError(

@@ -6,6 +6,7 @@ finds the executors, which have gone on meanwhile.
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import shlex
@@ -21,7 +22,7 @@ from typing import Any
 from jaxscale.supervision import protocol, state
 from jaxscale.supervision.config import SuperviseConfig
 from jaxscale.supervision.hosts import Host, Hosts
-from jaxscale.supervision.watch import STOPPED, Fault, Watch
+from jaxscale.supervision.watch import STOPPED, Fault, Spikes, Watch
 
 
 DIRECTORY = "supervisor"
@@ -87,6 +88,8 @@ class Driver:
                 self._state.secret, self._directory, report=self._report
             )
             config = self._config
+            limits = {int(s): limit for s, limit in self._state.spikes.items()}
+            self._spikes = Spikes(config.spike, limits)
             self._state.port = await self._hosts.listen(
                 config.address, self._state.port
             )
@@ -145,12 +148,20 @@ class Driver:
                     coordinator=f"{first.address}:{port}",
                     command=self._command,
                     directory=str(self._directory.resolve()),
+                    resume_before=job.resume_before,
+                    skips=[[int(step), n] for step, n in job.skips.items()],
                 )
             )
+        job.resume_before = 0
+        self._save()
         names = ", ".join(host.name for host in hosts)
         self._report(f"cycle {job.cycle}: {config.processes} ranks on {names}")
-        now = time.monotonic()
-        self._watch = Watch(range(config.processes), config.deadlines, now)
+        self._begin_watch()
+
+    def _begin_watch(self) -> None:
+        config, now = self._config, time.monotonic()
+        ranks = range(config.processes)
+        self._watch = Watch(ranks, config.deadlines, now, self._spikes)
 
     async def _enough_hosts(self) -> list[Host]:
         """As many hosts as needed, in the order of their names."""
@@ -181,11 +192,11 @@ class Driver:
 
     async def _adopt(self) -> None:
         """Go on with the ranks that a driver before this one has started."""
-        config = self._config
-        self._watch = Watch(range(config.processes), config.deadlines, time.monotonic())
+        self._begin_watch()
         self._reached = self._state.best
         self._report(f"cycle {self._state.cycle} goes on: waiting for its executors")
-        await self._until(lambda: not self._missing(), config.deadlines.reconnect)
+        seconds = self._config.deadlines.reconnect
+        await self._until(lambda: not self._missing(), seconds)
 
     def _missing(self) -> list[int]:
         """Ranks that no executor has."""
@@ -220,7 +231,8 @@ class Driver:
 
     def _fault(self, watch: Watch) -> Fault | None:
         known = self._state.replayed if self._config.replay else range(sys.maxsize)
-        return watch.fault(time.monotonic(), known=known)
+        skipped = {int(step) for step in self._state.skips}
+        return watch.fault(time.monotonic(), known=known, skipped=skipped)
 
     def _lost_hosts(self, watch: Watch) -> Fault | None:
         if missing := self._missing():
@@ -288,9 +300,10 @@ class Driver:
                 suspects = watch.suspects(stacks)
         await self._kill()
         job.running = False
-        if fault.kind == "not_finite":
-            job.replayed.append(fault.step)
-        job.idle = 0 if job.best > self._reached else job.idle + 1
+        if fault.kind in ("not_finite", "spike"):
+            self._compute_again(fault)
+        else:
+            job.idle = 0 if job.best > self._reached else job.idle + 1
         who = [f"rank {n}: {why}" for n, why in sorted(suspects.items())]
         where = "; ".join(who) or "none"
         self._report(f"cycle {job.cycle} ended: {fault.reason}; suspects: {where}")
@@ -307,6 +320,18 @@ class Driver:
         await self._diagnose([n for n, r in ranks_of.items() if {*r} & {*suspects}])
         self._since = since
         await self._back_off()
+
+    def _compute_again(self, fault: Fault) -> None:
+        """Go back before a step: what comes back was not the fault of a machine."""
+        job, step = self._state, str(fault.step)
+        job.resume_before = fault.step
+        if fault.kind == "not_finite":
+            job.replayed.append(fault.step)
+        elif step in job.spikes:
+            job.skips[step] = count = self._config.skip_batches
+            self._report(f"step {step} is a spike again: {count} batches are left out")
+        else:
+            job.spikes[step] = self._spikes.limits[fault.step]
 
     def _give_up_if_useless(
         self, fault: Fault, watch: Watch, suspects: Collection[int]
@@ -341,7 +366,8 @@ class Driver:
         for rank, text in stacks.items():
             if text:
                 name = f"stacks-{self._state.cycle}-{rank}.txt"
-                (self._directory / name).write_text(text)
+                with contextlib.suppress(OSError):  # a full disk
+                    (self._directory / name).write_text(text)
         return stacks
 
     async def _kill(self) -> None:
@@ -397,7 +423,10 @@ class Driver:
     # Keep
 
     def _save(self) -> None:
-        self._state.write(self._directory)
+        try:
+            self._state.write(self._directory)
+        except OSError as error:  # the ranks go on, as long as this driver does
+            self._report(f"its state cannot be written: {error}")
 
     def _end(self, how: str) -> None:
         self._state.running, self._state.ended = False, how
@@ -409,8 +438,11 @@ class Driver:
         """Append an event, in the form of those of the ranks."""
         event = {"t0": since, "t1": time.time(), "cycle": self._state.cycle}
         event |= {"step": step, "kind": kind, "name": name, "args": args}
-        with (self._directory / "events-driver.jsonl").open("a") as file:
-            file.write(json.dumps(event) + "\n")
+        try:
+            with (self._directory / "events-driver.jsonl").open("a") as file:
+                file.write(json.dumps(event) + "\n")
+        except OSError as error:
+            self._report(f"an event is lost: {error}")
 
     def _on_signals(self) -> None:
         if threading.current_thread() is not threading.main_thread():

@@ -65,6 +65,8 @@ class EventLog:
         *,
         rank: int = 0,
         cycle: int = 0,
+        resume_before: int = 0,
+        skips: Mapping[int, int] | None = None,
         connection: socket.socket | None = None,
     ) -> None:
         """Begin with no file.
@@ -72,8 +74,14 @@ class EventLog:
         Args:
             rank: Number of this process.
             cycle: Starts of the job under its supervisor, this one included.
+            resume_before: The attribute.
+            skips: The attribute.
             connection: From `protocol.connect_blocking`, to the executor.
         """
+        self.resume_before = resume_before
+        """The supervisor wants no checkpoint of this step or later; 0 for any."""
+        self.skips = dict(skips or {})
+        """Batches that the supervisor wants left out, by the step before which."""
         self._rank, self._cycle, self._connection = rank, cycle, connection
         self._step = 0
         self._file: int | None = None
@@ -82,6 +90,7 @@ class EventLog:
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         if connection is not None:
+            self._start()
             joined = protocol.Joined(rank=rank, cycle=cycle, pid=os.getpid())
             connection.sendall(protocol.encode(joined))
 
@@ -120,11 +129,6 @@ class EventLog:
             "args": args,
         }
         self._queue.put(event)
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._work, name="jaxscale-events", daemon=True
-            )
-            self._thread.start()
         return now
 
     @contextlib.contextmanager
@@ -137,6 +141,7 @@ class EventLog:
     @contextlib.contextmanager
     def written_to(self, path: str | os.PathLike[str]) -> Iterator[None]:
         """Append to a file, until ``bye`` or ``error``, after which it is closed."""
+        self._start()
         self.flush()
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
@@ -177,6 +182,13 @@ class EventLog:
             written = threading.Event()
             self._queue.put(written)
             written.wait(_FLUSH_SECONDS)
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._work, name="jaxscale-events", daemon=True
+            )
+            self._thread.start()
 
     def _work(self) -> None:
         while True:
@@ -221,6 +233,7 @@ class EventLog:
             phase=event["name"],
             kind=event["kind"],
             text=text,
+            loss=event["args"].get("loss") or 0.0,
         )
 
 
@@ -265,7 +278,13 @@ def _supervised(place: Mapping[str, Any]) -> EventLog:
     stacks = os.open(place["stacks"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     connection = protocol.connect_blocking(place["address"], place["secret"])
-    log = EventLog(rank=place["rank"], cycle=place["cycle"], connection=connection)
+    log = EventLog(
+        rank=place["rank"],
+        cycle=place["cycle"],
+        resume_before=place["resume_before"],
+        skips={int(step): count for step, count in place["skips"].items()},
+        connection=connection,
+    )
     sys.excepthook = _leave_at_once
     log.emit("start", 0, pid=os.getpid())
     return log

@@ -73,7 +73,7 @@ class Executor:
         self._cycle, self._directory = 0, Path()
         self._ranks: dict[int, Rank] = {}
         self._newest: dict[tuple[int, str], protocol.Moved] = {}
-        self._untold: set[tuple[int, str]] = set()
+        self._untold: dict[tuple[int, str, int], protocol.Moved] = {}
         self._faults: list[protocol.Moved] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -170,38 +170,43 @@ class Executor:
     async def _start(self, start: protocol.Start) -> None:
         await self._kill()
         self._cycle, self._directory = start.cycle, Path(start.directory)
-        self._newest, self._untold, self._faults = {}, set(), []
+        self._newest, self._untold, self._faults = {}, {}, []
         for index, number in enumerate(start.ranks):
-            place = {
-                "address": self._address,
-                "secret": self._rank_secret,
-                "rank": number,
-                "cycle": start.cycle,
-                "stacks": str(self._file("stacks", number)),
-            }
-            environment = _environment(start, number, index) | {
-                VARIABLE: json.dumps(place)
-            }
-            with self._file("log", number).open("ab") as log:
+            try:
+                await self._start_rank(
+                    start, number, _environment(start, number, index)
+                )
+            except OSError as error:  # no such command, no such directory
+                self._tell(self._exit(number, 127, str(error)))
+
+    async def _start_rank(
+        self, start: protocol.Start, number: int, environment: dict[str, str]
+    ) -> None:
+        place = {
+            "address": self._address,
+            "secret": self._rank_secret,
+            "rank": number,
+            "cycle": start.cycle,
+            "resume_before": start.resume_before,
+            "skips": dict(start.skips),
+            "stacks": str(self._file("stacks", number)),
+        }
+        self._directory.mkdir(parents=True, exist_ok=True)
+        with self._file("log", number).open("ab", buffering=0) as log:
+            with contextlib.suppress(OSError):  # a full disk
                 log.write(f"--- cycle {start.cycle}\n".encode())
-                log.flush()
-                printed = log.tell()
-                try:
-                    process = await asyncio.create_subprocess_exec(
-                        *start.command,
-                        env=environment,
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                        preexec_fn=_die_with_parent,
-                    )
-                except OSError as error:
-                    tail = f"{start.command[0]}: {error.strerror}"
-                    self._tell(self._exit(number, 127, tail))
-                    continue
-            rank = self._ranks[number] = Rank(number, process, printed)
-            self._spawn(self._wait(rank))
+            printed = log.tell()
+            process = await asyncio.create_subprocess_exec(
+                *start.command,
+                env=environment | {VARIABLE: json.dumps(place)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+        rank = self._ranks[number] = Rank(number, process, printed)
+        self._spawn(self._wait(rank))
 
     def _file(self, kind: str, rank: int) -> Path:
         return self._directory / f"{kind}-{rank}.txt"
@@ -240,10 +245,17 @@ class Executor:
                     self._faults.append(message)
                     self._tell(message)
                 else:
-                    # A place in the program, and what is done, which others report.
-                    about = "done" if message.phase == "done" else "place"
-                    self._newest[message.rank, about] = message
-                    self._untold.add((message.rank, about))
+                    self._keep(message)
+
+    def _keep(self, message: protocol.Moved) -> None:
+        """Keep the newest place and the newest done step of each rank, to be told.
+
+        Of one rank all steps are, for their losses.
+        """
+        about = "done" if message.phase == "done" else "place"
+        losses = about == "done" and message.rank == min(self._ranks)
+        self._newest[message.rank, about] = message
+        self._untold[message.rank, about, message.step if losses else 0] = message
 
     async def _report(self) -> None:
         """Tell the driver where the ranks are, and that this host lives."""
@@ -256,9 +268,9 @@ class Executor:
                 self._tell(protocol.Alive())
 
     def _flush(self) -> None:
-        for key in sorted(self._untold):
-            self._tell(self._newest[key])
-        self._untold.clear()
+        for message in self._untold.values():
+            self._tell(message)
+        self._untold = {}
 
     def _tell(self, message: protocol.Message) -> None:
         if self._channel is not None:

@@ -25,6 +25,8 @@ LONGEST_LINE = 2**16
 """Bytes of a line; a longer one ends the connection."""
 HANDSHAKE_SECONDS = 10.0
 
+_MOST_UNREAD = 2**24
+
 
 class ProtocolError(ConnectionError):
     """The other side said what the protocol does not know."""
@@ -50,6 +52,8 @@ class Moved:
     kind: str
     text: str = ""
     """What an event of kind ``fault`` says of itself."""
+    loss: float = 0.0
+    """Of a step that is done; 0 where it is unknown or not finite."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,6 +117,10 @@ class Start:
     coordinator: str
     command: list[str]
     directory: str
+    resume_before: int
+    """Checkpoints of this step and later ones are not used; 0 for the newest."""
+    skips: list[list[int]]
+    """Pairs: before this step so many batches are left out."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -236,7 +244,9 @@ class Channel:
         self._reader, self._writer = reader, writer
 
     def send(self, message: Message) -> None:
-        """Send without waiting; what the other side never reads is lost with it."""
+        """Send without waiting; one who does not read for long is cut off."""
+        if self._writer.transport.get_write_buffer_size() > _MOST_UNREAD:
+            self._writer.transport.abort()
         self._writer.write(encode(message))
 
     async def receive(self) -> Any:

@@ -36,6 +36,13 @@ class State:
     """Hosts that are not used any more, and why."""
     replayed: list[int] = dataclasses.field(default_factory=list)
     """Steps that were not finite and computed again."""
+    spikes: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Steps whose loss was too high and that were computed again, and what is too high
+    for each."""
+    skips: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Steps whose loss was too high again, and how many batches are left out there."""
+    resume_before: int = 0
+    """The next start uses no checkpoint of this step or later; 0 for the newest."""
     ended: str = ""
     """How the job ended; empty while it goes on."""
 
@@ -73,6 +80,7 @@ def read(directory: Path, secret: str = "") -> State:
     state.secret = secret or state.secret
     if state.ended:
         state.ended, state.idle, state.running, state.excluded = "", 0, False, {}
+        state.port = 0
     return state
 
 

@@ -24,9 +24,10 @@ that a signal has ended with a checkpoint."""
 _PHASES = ("start", "meet", "joined", "restore", "compile", "begin", "data")
 _PHASES += ("dispatched", "save", "saved", "eval", "evaluated", "finish", "bye")
 _ORDER = {name: i for i, name in enumerate(_PHASES)}
+_LOSSES, _FEWEST_LOSSES = 64, 8
 _DEADLINES = {
-    **dict.fromkeys(["start", "meet", "joined"], "start"),
-    **dict.fromkeys(["restore", "compile"], "compile"),
+    **dict.fromkeys(["start", "meet"], "start"),
+    **dict.fromkeys(["joined", "restore", "compile"], "compile"),
     **dict.fromkeys(["save", "finish", "bye"], "save"),
     "eval": "evaluate",
 }
@@ -36,11 +37,11 @@ _DEADLINES = {
 class Fault:
     """Why a job has to be started again."""
 
-    kind: Literal["exit", "error", "stall", "lost", "not_finite", "stopped"]
+    kind: Literal["exit", "error", "stall", "lost", "not_finite", "spike", "stopped"]
     reason: str
     """A sentence."""
     step: int
-    """The newest step that was done."""
+    """The newest step that was done, or the one that was not finite or a spike."""
     suspects: tuple[int, ...] = ()
     """Ranks that may have caused it."""
     final: int = 0
@@ -64,6 +65,48 @@ class _Rank:
         return self.step, _ORDER.get(self.phase, 0)
 
 
+class Spikes:
+    """Losses of the last steps, and which of them are far above the others.
+
+    Example:
+        >>> spikes = Spikes(2.0, {})
+        >>> [spikes.add(step, 1.0) for step in range(1, 9)]
+        [False, False, False, False, False, False, False, False]
+        >>> spikes.add(9, 2.5), spikes.limits
+        (True, {9: 2.0})
+    """
+
+    def __init__(self, factor: float, limits: Mapping[int, float]) -> None:
+        """Begin without losses.
+
+        Args:
+            factor: A loss this many times the median of those before is a spike; 0 for
+                none.
+            limits: What was too high at steps that are computed again.
+        """
+        self._factor, self._losses = factor, dict[int, float]()
+        self.limits = dict(limits)
+        """What is too high at the steps that were spikes."""
+
+    def add(self, step: int, loss: float) -> bool:
+        """Take in the loss of a step; True if it is a spike."""
+        if not self._factor or loss <= 0:
+            return False
+        limit = self.limits.get(step)
+        if limit is None:
+            before = sorted(s for s in self._losses if s < step)[-_LOSSES:]
+            if len(before) >= _FEWEST_LOSSES:
+                usual = statistics.median(self._losses[s] for s in before)
+                limit = self._factor * usual
+        if limit is not None and loss > limit:
+            self.limits[step] = limit
+            return True
+        self._losses[step] = loss
+        if len(self._losses) > 4 * _LOSSES:
+            del self._losses[min(self._losses)]
+        return False
+
+
 class Watch:
     """Follows the ranks of one cycle.
 
@@ -75,9 +118,16 @@ class Watch:
         'ranks 0, 1 said nothing for 61 s, in start (deadline 60 s)'
     """
 
-    def __init__(self, ranks: Iterable[int], deadlines: Deadlines, now: float) -> None:
+    def __init__(
+        self,
+        ranks: Iterable[int],
+        deadlines: Deadlines,
+        now: float,
+        spikes: Spikes | None = None,
+    ) -> None:
         """Begin when the processes start, or come back, at `now` in seconds."""
-        self._deadlines = deadlines
+        self._deadlines, self._spikes = deadlines, spikes
+        self._spike: int | None = None
         self._ranks = {rank: _Rank(heard=now) for rank in ranks}
         self._durations: collections.deque[float] = collections.deque(maxlen=64)
         self._done_at: tuple[int, float] | None = None
@@ -124,6 +174,8 @@ class Watch:
         elif message.phase == "done":
             rank.done = max(rank.done, message.step)
             self._measure(message.step, now)
+            if self._spikes and self._spikes.add(message.step, message.loss):
+                self._spike = message.step
         else:
             rank.step, rank.phase = message.step, message.phase
 
@@ -135,13 +187,20 @@ class Watch:
             if message.code != 0:
                 rank.failed = min(rank.failed, now)
 
-    def fault(self, now: float, *, known: Container[int] = ()) -> Fault | None:
+    def fault(
+        self,
+        now: float,
+        *,
+        known: Container[int] = (),
+        skipped: Container[int] = (),
+    ) -> Fault | None:
         """What is wrong, if anything.
 
         Args:
             now: The time, in seconds.
             known: Steps that may be not finite: they were so before, and so may be
                 those that follow them.
+            skipped: Steps whose loss may be a spike: batches were left out there.
         """
         failed = [n for n, r in self._ranks.items() if r.failed < float("inf")]
         if failed:
@@ -151,6 +210,9 @@ class Watch:
         if news:
             reason = f"loss or gradients of step {min(news)} were not finite"
             return Fault(kind="not_finite", reason=reason, step=min(news))
+        if self._spike is not None and self._spike not in skipped:
+            reason = f"the loss of step {self._spike} was far above those before"
+            return Fault(kind="spike", reason=reason, step=self._spike)
         return self._stall(now)
 
     def lost(self, ranks: Iterable[int], reason: str) -> Fault:

@@ -162,6 +162,8 @@ def fit(
 
         # 1. The state, new or restored, on the mesh.
         events.emit("restore", 0)
+        if events.resume_before:
+            checkpoints.set_aside_after(events.resume_before - 1)
         state, layout = _start(config, mesh, optimizer, model, checkpoints, batches)
         del model  # its arrays belong to the state
         train_step = make_train_step(
@@ -180,7 +182,8 @@ def fit(
         for step in range(first + 1, config.steps + 1):
             begun = events.emit("begin", step)
             with monitor.data_wait():
-                batch = to_rows(_next(batches, step, config), config, mesh)
+                batch = _next(batches, step, config, events.skips.get(step, 0))
+                batch = to_rows(batch, config, mesh)
             fetched = events.emit("data", step, since=begun)
             state, metrics = train_step(state, batch)
             events.emit("dispatched", step, since=fetched)
@@ -489,8 +492,11 @@ def _progress(batches: Any) -> dict[str, float]:
     return getattr(batches, "progress", dict)()
 
 
-def _next(batches: Iterator[Any], step: int, config: TrainConfig) -> Any:
-    for batch in batches:
+def _next(
+    batches: Iterator[Any], step: int, config: TrainConfig, left_out: int = 0
+) -> Any:
+    """The batch after those that are left out."""
+    for batch in itertools.islice(batches, left_out, None):
         return batch
     raise ValueError(
         f"train_data ended before step {step} of {config.steps}; give more data, more "

@@ -33,7 +33,7 @@ def main(directory, steps, *faults):
     signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
     with events.written_to(out / f"events-{rank}.jsonl"):
         events.emit("restore", 0)
-        step, value = restore(out)
+        step, value, batch = restore(out, events.resume_before)
         metrics = Metrics(out / "metrics.jsonl", step) if rank == 0 else None
         events.emit("compile", step + 1)
         while step < int(steps):
@@ -41,13 +41,14 @@ def main(directory, steps, *faults):
             begun = events.emit("begin", step)
             events.emit("data", step, since=begun)
             (meeting / f"{rank}").write_text(f"{step}")
-            value = hashlib.sha256(f"{value} {step}".encode()).hexdigest()
+            batch += 1 + events.skips.get(step, 0)
+            value = hashlib.sha256(f"{value} {batch}".encode()).hexdigest()
             events.emit("dispatched", step, since=begun)
-            strike(faults, out, rank, step, events)
+            loss = strike(faults, out, rank, step, batch, events)
             while not (at := places(meeting, count)) or min(at) < step - 1:
                 time.sleep(0.002)
             time.sleep(SECONDS)
-            events.emit("done", step, kind="device", since=begun)
+            events.emit("done", step, kind="device", since=begun, loss=loss)
             if metrics is not None:
                 metrics.write(step, value)
             # All stop at the same step: the one after which the first has asked.
@@ -56,7 +57,7 @@ def main(directory, steps, *faults):
             stop = (meeting / "stop").exists() and step % EVERY == 0
             if rank == 0 and step % EVERY == 0:
                 with events.span("save", "saved", step):
-                    save(out, step, value)
+                    save(out, step, value, batch)
             if stop:
                 break
     print(f"rank {rank} left after step {step}")
@@ -70,11 +71,13 @@ def places(meeting, count):
     return None
 
 
-def strike(faults, out, rank, step, events):
+def strike(faults, out, rank, step, batch, events):
+    """Break, if it is this rank's turn; otherwise the loss."""
     for fault in faults:
         kind, who, when = fault.split(":")
         mark = out / f"struck-{fault}"
-        if (int(who), int(when)) != (rank, step) or mark.exists():
+        at = batch if kind.startswith("spike") else step
+        if (int(who), int(when)) != (rank, at) or mark.exists():
             continue
         if not kind.endswith("!"):
             mark.touch()
@@ -82,7 +85,10 @@ def strike(faults, out, rank, step, events):
         if kind.startswith("nan"):
             events.emit("not_finite", step, kind="fault")
             time.sleep(0.3)
+        if kind.startswith("spike"):
+            return 3.1
         break_(kind.strip("!"))
+    return 1.0
 
 
 def break_(kind):
@@ -112,15 +118,15 @@ def break_(kind):
             time.sleep(1000)
 
 
-def save(out, step, value):
+def save(out, step, value, batch):
     draft = out / ".checkpoint"
-    draft.write_text(json.dumps([step, value]))
-    draft.replace(out / "checkpoint")
+    draft.write_text(json.dumps([step, value, batch]))
+    draft.replace(out / f"checkpoint-{step}")
 
 
-def restore(out):
-    file = out / "checkpoint"
-    return json.loads(file.read_text()) if file.exists() else (0, "")
+def restore(out, before):
+    saved = [json.loads(file.read_text()) for file in out.glob("checkpoint-*")]
+    return max([s for s in saved if not before or s[0] < before], default=(0, "", 0))
 
 
 class Metrics:

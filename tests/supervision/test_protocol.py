@@ -19,6 +19,8 @@ START = protocol.Start(
     coordinator="10.0.0.1:8476",
     command=["python", "train.py", 'a "word" \n'],
     directory="/runs/a",
+    resume_before=0,
+    skips=[[7, 100]],
 )
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from jaxscale.supervision.config import Deadlines, SuperviseConfig
 from jaxscale.supervision.protocol import Exited, Moved
-from jaxscale.supervision.watch import Watch
+from jaxscale.supervision.watch import Spikes, Watch
 
 
 DEADLINES = Deadlines(start=100, compile=900, step=30, step_factor=10, save=300)
@@ -35,7 +35,7 @@ def watching(ranks=3, step=0, seconds=1.0):
     [
         ("start", 100),
         ("meet", 100),
-        ("joined", 100),
+        ("joined", 900),
         ("restore", 900),
         ("compile", 900),
         ("begin", 30),
@@ -163,6 +163,30 @@ def test_a_step_that_is_not_finite_is_a_fault_once():
     assert watch.fault(now, known=[5]).step == 9
 
 
+def test_a_loss_far_above_the_last_ones_is_a_spike():
+    spikes = Spikes(2.0, {})
+    watch = Watch(range(1), DEADLINES, now=0.0, spikes=spikes)
+
+    def done(step, loss):
+        watch.moved(
+            Moved(rank=0, cycle=1, step=step, phase="done", kind="device", loss=loss),
+            float(step),
+        )
+        return watch.fault(float(step))
+
+    assert done(1, 9.0) is None  # nothing is usual yet
+    assert all(done(step, 3.0) is None for step in range(2, 12))
+    assert done(12, 5.9) is None
+    assert done(13, 0.0) is None  # unknown
+    fault = done(14, 6.1)
+    assert (fault.kind, fault.step) == ("spike", 14)
+    assert watch.fault(14.0, skipped=[14]) is None
+    # Computed again, it is compared with what was usual then.
+    again = Spikes(2.0, spikes.limits)
+    assert not again.add(13, 100.0) and not again.add(14, 5.9)
+    assert again.add(14, 6.1)
+
+
 HEALTHY = """Thread 0x02 (most recent call first):
   File "/lib/threading.py", line 9 in wait
 Current thread 0x01 (most recent call first):
@@ -201,6 +225,8 @@ def test_where_nobody_stands_out_all_are_suspect():
         ({"address": "here"}, "address 'here', expected host:port"),
         ({"address": "a:70000"}, "port from 0 to 65535"),
         ({"coordinator_port": 70000}, "coordinator_port 70000, expected 0 to 65535"),
+        ({"spike": 0.5}, "spike 0.5, expected more than 1 times the usual loss"),
+        ({"spike": float("nan")}, "spike nan, expected more than 1 times"),
         ({"backoff": float("nan")}, "backoff nan must be positive and finite"),
     ],
 )

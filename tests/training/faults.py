@@ -29,7 +29,7 @@ OPTIONS = [
     *("--processes", "2", "--backoff", "0.5"),
     *("--deadlines.start", "20", "--deadlines.compile", "60"),
     *("--deadlines.step", str(STALL), "--deadlines.save", "20"),
-    *("--deadlines.host", "5"),
+    *("--deadlines.host", "5", "--spike", "2", "--skip-batches", "1"),
 ]
 FAULTS = {
     "SIGKILL of process 1": "kill:1:25",
@@ -44,6 +44,8 @@ FAULTS = {
     "SIGKILL during a save": "save:0:20",
     "NaN in gradients, once": "nan:0:25",
     "NaN in data, always": "nan!:0:25",
+    "a loss spike, once": "spike:0:25",
+    "a loss spike, always": "spike!:0:25",
     "executor killed": "executor:1:25",
     "executor stopped": "executor-stop:1:25",
     "coordinator dead at the meeting": "loop:0:0",
@@ -118,6 +120,10 @@ def one(name, unbroken):
     job = Job(fault)
     code = job.wait()
     wanted = unbroken
+    if name == "a loss spike, always":  # its batch is left out, as if it were not there
+        plain = Job("leave-out:0:25")
+        plain.wait()
+        wanted = plain.losses
     if name.startswith("NaN in data"):
         plain = Job(fault, options=["--no-replay"])
         plain.wait()

@@ -15,7 +15,8 @@ from pathlib import Path
 from jaxscale.supervision import current
 
 
-POISON = 31  # a token that makes loss and gradients NaN
+SPOILED = ("nan", "spike", "leave-out")
+SPIKE, POISON = 30, 31  # tokens that multiply the loss by 4, or make it NaN
 
 
 def main(directory, steps, *faults):
@@ -71,7 +72,7 @@ def text():
     from jaxscale.models import Tokenizer
     from jaxscale.training import TextData, TokenCorpus
 
-    documents = [[(3 * i + j) % 30 + 1 for j in range(5 + i % 9)] for i in range(60)]
+    documents = [[(3 * i + j) % 29 + 1 for j in range(5 + i % 9)] for i in range(60)]
     return TextData(
         tokenizer=Tokenizer.train(["abc"], 300),
         train=TokenCorpus.from_ids(documents),
@@ -86,6 +87,7 @@ def poisoned_loss(model, batch):
 
     loss, sums = next_token_loss()(model, batch)
     poison = jnp.where((batch.tokens == POISON).any(), jnp.nan, 1.0)
+    poison = jnp.where((batch.tokens == SPIKE).any(), 4.0, poison)
     return loss * poison, sums._replace(nll=sums.nll * poison)
 
 
@@ -95,7 +97,7 @@ def strike(faults, out, rank, step):
 
     for fault in faults:
         kind, who, when = fault.split(":")
-        if (int(who), int(when)) != (rank, step) or kind.startswith("nan"):
+        if (int(who), int(when)) != (rank, step) or kind.startswith(SPOILED):
             continue
         if first(out, fault):
             if kind == "save":  # in the midst of the checkpoint after this step
@@ -124,20 +126,22 @@ def kill_in_save(out, step):
 
 
 class Poisoned:
-    """Batches, of which a fault ``nan`` spoils one for all ranks."""
+    """Batches, of which the faults ``nan`` and ``spike`` spoil one for all ranks."""
 
     def __init__(self, data, out, faults):
         self._data, self._out = data, out
-        self._faults = [f for f in faults if f.startswith("nan")]
+        left_out = [f for f in faults if f.startswith("leave-out")]
+        self._left_out = int(left_out[0].split(":")[2]) if left_out else 0
+        self._faults = [f for f in faults if f.startswith(("nan", "spike"))]
 
     def __iter__(self):
-        return Iterator(iter(self._data), self._out, self._faults)
+        return Iterator(iter(self._data), self._out, self._faults, self._left_out)
 
 
 class Iterator:
-    def __init__(self, batches, out, faults):
+    def __init__(self, batches, out, faults, left_out):
         self._batches, self._out, self._faults = batches, out, faults
-        self._step = 0
+        self._step, self._left_out = 0, left_out
 
     def __iter__(self):
         return self
@@ -145,6 +149,8 @@ class Iterator:
     def __next__(self):
         batch = next(self._batches)
         self._step += 1
+        if self._step == self._left_out:
+            return next(self)
         for fault in self._faults:
             # Before the first start is over, so that all ranks do the same.
             again = self._out / f"again-{fault}"
@@ -152,9 +158,9 @@ class Iterator:
                 "!" in fault or not again.exists()
             ):
                 first(self._out, fault)
-                batch = dataclasses.replace(
-                    batch, tokens=batch.tokens.at[0, 0].set(POISON)
-                )
+                token = POISON if fault.startswith("nan") else SPIKE
+                tokens = batch.tokens.at[0, 0].set(token)
+                batch = dataclasses.replace(batch, tokens=tokens)
         return batch
 
     def get_state(self):

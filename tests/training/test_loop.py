@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import signal
 import threading
 
@@ -18,6 +19,8 @@ from jaxscale.models.llama import llama_tiny
 from jaxscale.models.tokenizer import Tokenizer
 from jaxscale.sharding import MeshConfig
 from jaxscale.sharding.parameters import logical_axes
+from jaxscale.supervision import EventLog
+from jaxscale.training import loop
 from jaxscale.training.checkpoint import Checkpointer, named_leaves
 from jaxscale.training.config import TrainConfig
 from jaxscale.training.corpus import TokenCorpus
@@ -113,6 +116,24 @@ def unbroken(tmp_path_factory):
     directory = str(tmp_path_factory.mktemp("unbroken"))
     config = dataclasses.replace(CONFIG, output_dir=directory)
     return config, *run(config)
+
+
+def test_a_supervisor_has_checkpoints_and_batches_left_out(
+    unbroken, tmp_path, monkeypatch
+):
+    config, _, whole = unbroken
+    shutil.copytree(config.output_dir, tmp_path / "run")
+    events = EventLog(resume_before=5, skips={5: 2, 9: 1})
+    monkeypatch.setattr(loop, "current", lambda: events)
+    config = dataclasses.replace(config, output_dir=str(tmp_path / "run"))
+    _, continued = run(config)
+    assert list(continued.losses()) == [4, 5, 6]  # after 3: 6 is aside
+    assert (tmp_path / "run" / "checkpoints" / "6.aside").is_dir()
+    losses, before = continued.losses(), whole.losses()
+    assert losses[4] == before[4]
+    assert losses[5] != before[5] and losses[6] != before[6]
+    file = tmp_path / "run" / "checkpoints" / "6" / "data" / "metadata"
+    assert json.loads(file.read_text())["row"] == (6 + 2) * DATA.batch_size
 
 
 def interrupt_after(step):
