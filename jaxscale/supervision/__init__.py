@@ -5,8 +5,9 @@ broken, and start the job again from its newest checkpoint.
 """
 
 from jaxscale.supervision.config import Deadlines, SuperviseConfig
-from jaxscale.supervision.driver import GaveUp, supervise
+from jaxscale.supervision.driver import GaveUp
 from jaxscale.supervision.events import EventLog, current, leave, read_events
+from jaxscale.supervision.job import supervise
 
 
 __all__ = [

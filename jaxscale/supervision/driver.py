@@ -339,7 +339,7 @@ class Driver:
         job, config = self._state, self._config
         tails = [watch.tail(rank).strip() for rank in suspects]
         said = next((tail.splitlines()[-1] for tail in tails if tail), "")
-        last = f" It last printed: {said}" if said else ""
+        last = f" It last printed {said!r}." if said else ""
         if fault.final:
             raise GaveUp(
                 f"{fault.reason}; another start would end alike.{last}", fault.final
@@ -455,55 +455,3 @@ class Driver:
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop, number)
-
-
-def supervise(
-    command: Sequence[str] | str,
-    directory: str | os.PathLike[str],
-    config: SuperviseConfig | None = None,
-    *,
-    report: Callable[[str], None] | None = None,
-) -> int:
-    """Run a command as the ranks of a job, and start them again after faults.
-
-    The command is started `processes` times, with the variables that
-    `jaxscale.sharding.initialize` reads. Each start has to continue what the one
-    before has saved, as ``jaxscale train ... --resume auto`` does, or a script that
-    calls `fit`.
-
-    Args:
-        command: The words of the command, or a line of them.
-        directory: Output directory of the run; the driver keeps its files in the folder
-            ``supervisor`` there.
-        config: The settings; None is one process.
-        report: Takes lines about the job; None prints them.
-
-    Returns:
-        0 when all ranks have ended well, 1 if a signal has stopped them.
-
-    Raises:
-        ValueError: there is no command, another driver works in the directory, or its
-            state cannot be read.
-        GaveUp: the job fails again and again.
-
-    Example:
-        >>> import sys, tempfile
-        >>> supervise(
-        ...     [sys.executable, "-c", "print(40 + 2)"],
-        ...     tempfile.mkdtemp(),
-        ...     report=lambda line: print(line.partition(" ranks on ")[0]),
-        ... )
-        cycle 1: 1
-        all ranks are done: 42
-        0
-    """
-    words = shlex.split(command) if isinstance(command, str) else list(command)
-    if not words:
-        raise ValueError("command is empty; give what each rank runs")
-
-    def to_terminal(line: str) -> None:
-        print(f"jaxscale supervise: {line}", file=sys.stderr, flush=True)
-
-    config = SuperviseConfig() if config is None else config
-    driver = Driver(words, Path(directory), config, report=report or to_terminal)
-    return asyncio.run(driver.run())

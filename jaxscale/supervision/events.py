@@ -282,7 +282,7 @@ def _supervised(place: Mapping[str, Any]) -> EventLog:
         rank=place["rank"],
         cycle=place["cycle"],
         resume_before=place["resume_before"],
-        skips={int(step): count for step, count in place["skips"].items()},
+        skips=dict(place["skips"]),
         connection=connection,
     )
     sys.excepthook = _leave_at_once

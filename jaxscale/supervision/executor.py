@@ -188,7 +188,7 @@ class Executor:
             "rank": number,
             "cycle": start.cycle,
             "resume_before": start.resume_before,
-            "skips": dict(start.skips),
+            "skips": start.skips,
             "stacks": str(self._file("stacks", number)),
         }
         self._directory.mkdir(parents=True, exist_ok=True)

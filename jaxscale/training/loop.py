@@ -152,7 +152,8 @@ def fit(
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(mesh))
-        stack.enter_context(_written(events, config))
+        file = Path(config.output_dir) / f"events-{jax.process_index()}.jsonl"
+        stack.enter_context(events.written_to(file))
         checkpoints = stack.enter_context(_checkpointer(config))
         monitor = stack.enter_context(_monitor(config, mesh, writers, events))
         asked_to_stop = stack.enter_context(stop_on_signal())
@@ -441,13 +442,6 @@ def _checkpointer(config: TrainConfig) -> Checkpointer:
         keep_every=config.keep_every,
         config=config.identity(),
     )
-
-
-def _written(
-    events: EventLog, config: TrainConfig
-) -> contextlib.AbstractContextManager[None]:
-    name = f"events-{jax.process_index()}.jsonl"
-    return events.written_to(Path(config.output_dir) / name)
 
 
 def _monitor(

