@@ -42,6 +42,9 @@ def prepare(
         learning_rate=3e-4,
         schedule="constant",
         warmup_steps=0,
+        mu_dtype=job["moments"],
+        nu_dtype=job["moments"],
+        memory_kind=job["memory_kind"],
     )
     optimizer = training.make_optimizer(settings, 1000)
     model = _model(job, mesh, config, rules)

@@ -24,10 +24,11 @@ or else ours in another way, on the same workload in the same command, whatever 
 layout. The largest relative difference is the error of the row, and above
 `PARITY_ERROR` the row is wrong. Alone, an implementation has no error.
 
-Cases are named by their layout: ``fsdp4``, ``tp4``, ``tp2_pp2`` (a pipeline of 2 stages
-over 2 GPUs each). ``ablation_*`` are the steps of MegaScale's table 3 that 4 GPUs can
-show, each on top of the one before; ZeRO's gathers and sums, which need the axis
-`fsdp`, are ``fsdp4`` against ``fsdp4_zero1``.
+Cases of several GPUs are named by their layout: ``fsdp4``, ``tp4``, ``tp2_pp2`` (a
+pipeline of 2 stages over 2 GPUs each). ``ablation_*`` are the steps of MegaScale's
+table 3 that 4 GPUs can show, each on top of the one before; ZeRO's gathers and sums,
+which need the axis `fsdp`, are ``fsdp4`` against ``fsdp4_zero1``. LLaMA 8B fits one
+H200 with everything computed again and moments in bf16 or on the host.
 
 In a case with ``documents`` each row holds that many sequences of random lengths,
 which do not attend to each other: ours takes its varlen kernel, PyTorch `varlen_attn`
@@ -78,6 +79,8 @@ DEFAULTS = {
     "parallel": False,
     "window": None,
     "optimizer": "adamw",
+    "moments": "float32",
+    "memory_kind": "device",
     "tensor_parallel": "fused",
     "remat": "none",
     "scan_layers": False,
@@ -93,6 +96,7 @@ WORKLOAD = (
     "parallel",
     "window",
     "optimizer",
+    "moments",
 )
 """What makes losses comparable."""
 
@@ -252,7 +256,8 @@ def _unsupported(
         fixed = "tensor_parallel" in params or job["tensor"] == 1
         return "the same as jaxscale here" if fixed else None
     if name == "jaxscale_scan":
-        return "pipelines loop over layers anyway" if job["pipe"] > 1 else None
+        loops = "scan_layers" in params or job["pipe"] > 1
+        return "jaxscale loops over layers here" if loops else None
     if name == "jaxscale":
         return None
     if job["pipe"] > 1:
@@ -261,6 +266,8 @@ def _unsupported(
         return "context parallelism"
     if job["optimizer"] != "adamw":
         return "optimizers but AdamW"
+    if (job["moments"], job["memory_kind"]) != ("float32", "device"):
+        return "moments but in fp32 on the device"
     if job["zero"] == 1:
         return "ZeRO-1"
     if name == "plain_jax":
@@ -379,6 +386,15 @@ def _of(model: str, batches: Mapping[int, int]) -> list[Case]:
     return cases
 
 
+_ONE_8B = {
+    "model": "llama3_8b",
+    "batch": 1,
+    "seq_len": 4096,
+    "remat": "full",
+    "scan_layers": True,
+}
+"""What fits one H200."""
+
 _TINY = {"model": "llama_tiny", "batch": 4, "seq_len": 64}
 
 BENCHMARK = Benchmark(
@@ -390,6 +406,8 @@ BENCHMARK = Benchmark(
             "llama_1b_4k_packed",
             {"model": "llama_1b", "batch": 8, "seq_len": 4096, "documents": 8},
         ),
+        Case("llama3_8b_bf16_moments", {**_ONE_8B, "moments": "bfloat16"}),
+        Case("llama3_8b_host_moments", {**_ONE_8B, "memory_kind": "pinned_host"}),
         *_of("llama_1b", {2: 16, 4: 32}),
         *_of("llama3_8b", {2: 2, 4: 8}),
         *_ablation(),
