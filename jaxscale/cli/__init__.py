@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from jaxscale.cli.errors import RunFailed, UsageError, suggestion
-from jaxscale.supervision import leave
 
 
 __all__ = ["COMMANDS", "UsageError", "main"]
@@ -67,15 +66,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _load(name).main(rest)
     except UsageError as error:
         print(f"jaxscale: error: {error}", file=sys.stderr)
-        leave(2, error)
-        return 2
+        return _failed(error, 2)
     except RunFailed as error:
         print(f"jaxscale: {error}", file=sys.stderr)
-        leave(error.code, error)
-        return error.code
+        return _failed(error, error.code)
     except KeyboardInterrupt:
         print("jaxscale: interrupted", file=sys.stderr)
         return 130
+
+
+def _failed(error: Exception, code: int) -> int:
+    """The exit code, from where a supervised process does not come back."""
+    from jaxscale.supervision import leave
+
+    leave(code, error)
+    return code
 
 
 def _load(command: str) -> ModuleType:

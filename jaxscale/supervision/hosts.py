@@ -16,7 +16,7 @@ from jaxscale.supervision import protocol
 
 
 _TICK_SECONDS = 0.05
-_LEAVE_SECONDS = 30.0
+_LEAVE_SECONDS = 10.0
 
 
 class Host:
@@ -142,8 +142,14 @@ class Hosts:
                 os.kill(process, signal.SIGKILL)
 
     async def close(self) -> None:
-        """Tell all that the job is over, and wait for the one of this machine."""
+        """Tell all that the job is over, and wait until they have left, for a while."""
         self.broadcast(protocol.Quit())
+        until = time.monotonic() + _LEAVE_SECONDS
+        while self._connected and time.monotonic() < until:
+            await asyncio.sleep(_TICK_SECONDS)
+        for host in self:
+            self.drop(host)
+        await asyncio.sleep(_TICK_SECONDS)
         if self._server is not None:
             self._server.close()
         if self._local is not None:

@@ -1,8 +1,6 @@
 """The supervisor around ranks that need no jax: faults, and a trace without a gap."""
 
 import contextlib
-import hashlib
-import itertools
 import json
 import os
 import re
@@ -22,21 +20,12 @@ from jaxscale.supervision import (
     read_events,
     supervise,
 )
+from tests.supervision.fake_rank import unbroken
 
 
 STEPS = 24
 STALL = 1.0
 ROOT = Path(__file__).parents[2]
-
-
-def unbroken(left_out=()):
-    """The losses of a run without faults, and without some of its batches."""
-    losses, value = {}, ""
-    batches = (b for b in itertools.count(1) if b not in left_out)
-    for step, batch in zip(range(1, STEPS + 1), batches, strict=False):
-        value = hashlib.sha256(f"{value} {batch}".encode()).hexdigest()
-        losses[step] = value
-    return losses
 
 
 def config(**options):
@@ -103,7 +92,7 @@ def test_a_fault_is_noticed_and_the_trace_has_no_gap(
 ):
     code, lines, (event, again) = run(fault)
     assert code == 0, lines
-    assert losses(tmp_path) == unbroken()
+    assert losses(tmp_path) == unbroken(STEPS)
     assert (event["kind"], event["name"], event["cycle"]) == ("fault", kind, 1)
     assert re.search(reason, event["args"]["reason"])
     assert event["t0"] - float((tmp_path / "struck").read_text()) < seconds
@@ -116,7 +105,7 @@ def test_an_executor_that_is_silent_is_replaced(run, tmp_path):
     deadlines = Deadlines(start=20, step=20, host=2)
     code, lines, events = run("executor-stop:1:10", deadlines=deadlines)
     assert code == 0, lines
-    assert losses(tmp_path) == unbroken()
+    assert losses(tmp_path) == unbroken(STEPS)
     assert events[0]["name"] == "lost"
     assert re.search(r"on .* said nothing for 2", events[0]["args"]["reason"])
     assert "is dropped: it is silent" in lines[1]
@@ -136,7 +125,7 @@ def test_faults_in_a_row_are_survived(run, tmp_path):
     faults = ("kill:0:3", "raise:1:8", "segfault:0:13", "executor:0:17", "kill:1:22")
     code, lines, _ = run(*faults)
     assert code == 0, lines
-    assert losses(tmp_path) == unbroken()
+    assert losses(tmp_path) == unbroken(STEPS)
     assert sum(" ended: " in line for line in lines) == len(faults)
 
 
@@ -154,7 +143,7 @@ def test_it_gives_up_and_says_why(run, tmp_path):
     nothing_runs(tmp_path)
     # It was told to try again, and finds the run where it was.
     code, _, _ = run()
-    assert code == 0 and losses(tmp_path) == unbroken()
+    assert code == 0 and losses(tmp_path) == unbroken(STEPS)
 
 
 def test_a_mistake_in_the_command_is_not_tried_again(run, tmp_path):
@@ -178,7 +167,7 @@ def test_a_spike_that_goes_away_was_the_machine(run, tmp_path):
     assert code == 0, lines
     assert event["name"] == "spike" and event["args"]["suspects"] == []
     assert "the loss of step 16 was far above those before" in lines[1]
-    assert losses(tmp_path) == unbroken()
+    assert losses(tmp_path) == unbroken(STEPS)
 
 
 def test_batches_are_left_out_at_a_spike_that_comes_back(run, tmp_path):
@@ -187,12 +176,12 @@ def test_batches_are_left_out_at_a_spike_that_comes_back(run, tmp_path):
     assert [e["name"] for e in events if e["kind"] == "fault"] == ["spike", "spike"]
     assert any("3 batches are left out" in line for line in lines)
     # The checkpoint of step 16 was not used: its own batch had the spike.
-    assert losses(tmp_path) == unbroken(left_out=(16, 17, 18))
+    assert losses(tmp_path) == unbroken(STEPS, left_out=(16, 17, 18))
     # Started again, the job knows.
     (tmp_path / "checkpoint-20").unlink()
     (tmp_path / "checkpoint-24").unlink()
     assert run(spike=3.0, skip_batches=3)[0] == 0
-    assert losses(tmp_path) == unbroken(left_out=(16, 17, 18))
+    assert losses(tmp_path) == unbroken(STEPS, left_out=(16, 17, 18))
 
 
 def test_a_driver_that_was_killed_finds_its_ranks(tmp_path):
@@ -204,7 +193,7 @@ def test_a_driver_that_was_killed_finds_its_ranks(tmp_path):
     job = driver(tmp_path)
     assert job.wait(30) == 0
     assert {e["cycle"] for e in read_events(tmp_path / "events-1.jsonl")} == {1}
-    assert losses(tmp_path) == unbroken()
+    assert losses(tmp_path) == unbroken(STEPS)
     nothing_runs(tmp_path)
 
 
@@ -218,7 +207,7 @@ def test_a_driver_that_was_killed_hears_of_a_fault_meanwhile(tmp_path):
     job = driver(tmp_path, "kill:1:10")
     assert job.wait(30) == 0
     assert {e["cycle"] for e in read_events(tmp_path / "events-1.jsonl")} == {1, 2}
-    assert losses(tmp_path) == unbroken()
+    assert losses(tmp_path) == unbroken(STEPS)
 
 
 def test_a_signal_to_the_driver_has_the_ranks_save(tmp_path):
@@ -231,7 +220,7 @@ def test_a_signal_to_the_driver_has_the_ranks_save(tmp_path):
     assert max(losses(tmp_path)) == max(steps)
     nothing_runs(tmp_path)
     assert driver(tmp_path).wait(30) == 0
-    assert losses(tmp_path) == unbroken()
+    assert losses(tmp_path) == unbroken(STEPS)
 
 
 def test_hosts_come_by_themselves_and_a_bad_one_is_left_out(tmp_path):

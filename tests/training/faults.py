@@ -1,7 +1,7 @@
 """Every fault of a supervised run of two processes, and what it costs.
 
     python -m tests.training.faults [NAME ...]
-    python -m tests.training.faults --random 200
+    python -m tests.training.faults --random 200 [--without-jax]
 
 For each fault: seconds until it was noticed and until a step was done again, steps that
 were computed twice, and whether the losses are those of an unbroken run, bit for bit.
@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 
 from jaxscale.supervision import read_events
+from tests.supervision import fake_rank
 
 
 STEPS = 40
@@ -56,13 +57,15 @@ FAULTS = {
 class Job:
     """A supervised run in a directory of its own."""
 
-    def __init__(self, *faults, steps=STEPS, options=(), out=None):
+    def __init__(
+        self, *faults, steps=STEPS, options=(), out=None, module="training.faulty_rank"
+    ):
         self.out = Path(out or tempfile.mkdtemp(prefix="faults-"))
         self.out.mkdir(exist_ok=True)
         self._command = [
             *(sys.executable, "-m", "jaxscale", "supervise"),
             *("--output-dir", str(self.out), *OPTIONS, *options, "--"),
-            *(sys.executable, "-m", "tests.training.faulty_rank"),
+            *(sys.executable, "-m", f"tests.{module}"),
             *(str(self.out), str(steps), *faults),
         ]
         self.start()
@@ -185,18 +188,23 @@ def wait_for(job, step, seconds=120.0):
     raise TimeoutError(f"step {step} was not reached: {job.said}")
 
 
-def many(count, seed, steps):
+def many(count, seed, steps, without_jax):
     """Random faults in a row over one run."""
-    rng = random.Random(seed)
-    unbroken = Job(steps=steps)
-    unbroken.wait(600.0)
-    job, begun, kinds = Job(steps=steps, options=["--idle-cycles", "1000"]), 0.0, {}
+    rng, options, kinds = random.Random(seed), ["--idle-cycles", "1000"], {}
+    if without_jax:
+        wanted, pause = fake_rank.unbroken(steps), 0.3
+        options += ["--backoff", "0.01"]
+        job = Job(steps=steps, options=options, module="supervision.fake_rank")
+    else:
+        unbroken, pause = Job(steps=steps), 1.5
+        unbroken.wait(600.0)
+        wanted, job = unbroken.losses, Job(steps=steps, options=options)
     begun = time.monotonic()
     for number in range(count):
         alive = next_cycle(job)
         if alive is None:
             break
-        time.sleep(rng.random() * 1.5)
+        time.sleep(rng.random() * pause)
         kind = rng.choice(["SIGKILL", "SIGSTOP", "SIGSEGV", "SIGTERM", "SIGABRT"])
         kind = rng.choice([kind] * 5 + ["executor", "driver"])
         kinds[kind] = kinds.get(kind, 0) + 1
@@ -218,7 +226,7 @@ def many(count, seed, steps):
                 flush=True,
             )
     code = job.wait(1200.0)
-    equal = code == 0 and job.losses == unbroken.losses
+    equal = code == 0 and job.losses == wanted
     print(f"{sum(kinds.values())} faults {kinds}, code {code}, losses equal: {equal}")
     return equal
 
@@ -244,10 +252,15 @@ def main():
     parser.add_argument("names", nargs="*", help="parts of the names; all by default")
     parser.add_argument("--random", type=int, default=0, help="so many faults in a row")
     parser.add_argument("--steps", type=int, default=1000, help="of the random run")
+    parser.add_argument(
+        "--without-jax", action="store_true", help="ranks that only count"
+    )
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     if arguments.random:
-        return not many(arguments.random, arguments.seed, arguments.steps)
+        return not many(
+            arguments.random, arguments.seed, arguments.steps, arguments.without_jax
+        )
     plain = Job()
     if plain.wait() != 0:
         print("\n".join(plain.said))
