@@ -29,11 +29,7 @@ def prepare(
     mesh = sharding.make_mesh(MeshConfig(**{a: job[a] for a in axes}), devices)
     split = "fsdp_tp" if job["tensor"] > 1 else "fsdp"
     rules = sharding.preset("megascale_3d" if job["pipe"] > 1 else split)
-    config = dataclasses.replace(
-        models.preset(job["model"]),
-        parallel_block=job["parallel"],
-        window=job["window"],
-    )
+    config = config_of(job)
     layout = StackLayout(
         num_layers=config.num_layers, stages=job["pipe"], chunks=job["chunks"]
     )
@@ -82,6 +78,15 @@ def prepare(
 
     batches = [jax.device_put(_packed(each), by_row) for each in rows]
     return mesh, state, run, batches
+
+
+def config_of(job: Mapping[str, Any]) -> models.DecoderConfig:
+    """The model that is trained."""
+    return dataclasses.replace(
+        models.preset(job["model"]),
+        parallel_block=job["parallel"],
+        window=job["window"],
+    )
 
 
 def _model(

@@ -47,8 +47,17 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks import equal_llama, timing, torch_processes
+import jax
+
+from benchmarks import (
+    equal_llama,
+    jaxscale_training,
+    plain_training,
+    timing,
+    torch_processes,
+)
 from benchmarks.harness import Benchmark, Case, Custom, Measurement, Results, run_case
+from jaxscale import training
 
 
 PARITY_STEPS = 8
@@ -112,14 +121,7 @@ def devices(params: Mapping[str, Any]) -> int:
 
 def config_of(params: Mapping[str, Any]) -> Any:
     """The model of a case."""
-    from jaxscale import models
-
-    given = DEFAULTS | dict(params)
-    return dataclasses.replace(
-        models.preset(given["model"]),
-        parallel_block=given["parallel"],
-        window=given["window"],
-    )
+    return jaxscale_training.config_of(DEFAULTS | dict(params))
 
 
 # --- The children ---------------------------------------------------------------------
@@ -132,10 +134,6 @@ def train(name: str, job: Mapping[str, Any]) -> dict[str, Any]:
         name: ``plain_jax``, or ours.
         job: From `job_of`.
     """
-    import jax
-
-    from benchmarks import jaxscale_training, plain_training
-
     prepare = (plain_training if name == "plain_jax" else jaxscale_training).prepare
     rows = equal_llama.batches(
         job["shape"]["vocab_size"],
@@ -318,10 +316,6 @@ def parity(
 
 def metrics(params: Any, seconds: float) -> dict[str, float]:
     """Throughput, and utilization where the peak of the device is known."""
-    import jax
-
-    from jaxscale import training
-
     rate = params["batch"] * params["seq_len"] / seconds
     each = rate / devices(params)
     found = {"tokens_per_second": rate, "tokens_per_second_per_device": each}
