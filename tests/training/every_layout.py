@@ -18,6 +18,8 @@ from tests.training.layouts import Layout, errors
 
 
 TOLERANCE = 1e-5
+ZERO = ((3, False), (1, False), (2, False), (1, True), (2, True))
+"""What is split during a step, and whether parameters are whole between steps."""
 
 
 def layouts():
@@ -31,13 +33,13 @@ def layouts():
         if pipe * tensor * fsdp * data * context != 8 or tensor > 2:  # two key heads
             continue
         choices = itertools.product(
-            (1, 2, 3) if fsdp > 1 else (3,),
+            ZERO if fsdp > 1 else ZERO[:1],
             (1, 2, 4) if pipe > 1 else (1,),
             ("llama_tiny", "gpt2_tiny", "gptj_tiny"),
             (True, False),
             (0, 1),
         )
-        for zero, chunks, model, packed, more in choices:
+        for (zero, replicated), chunks, model, packed, more in choices:
             windows, parallel, remat = next(others)
             if more:  # no pattern but one fits
                 windows = windows[:1]
@@ -54,6 +56,7 @@ def layouts():
                 context=context,
                 windows=windows,
                 zero=zero,
+                replicated=replicated,
                 chunks=chunks,
                 microbatches=max(pipe, 2),
                 tensor_parallel=parallel if tensor > 1 else None,
