@@ -64,7 +64,8 @@ class Driver:
         """
         self._command, self._config, self._report = list(command), config, report
         self._output, self._directory = directory, directory / DIRECTORY
-        self._stop = False
+        self._stop = 0
+        """Signals so far that ask to stop; a second one does not wait for the ranks."""
         self._watch: Watch | None = None
         """Of the cycle that runs."""
         self._since: float | None = None
@@ -214,9 +215,10 @@ class Driver:
             self._note(watch)
             if self._stop:
                 self._hosts.broadcast(protocol.Terminate())
-                await self._until(lambda: watch.gone, self._config.deadlines.save)
+                seconds = self._config.deadlines.save
+                await self._until(lambda: watch.gone or self._stop > 1, seconds)
                 if not watch.gone:
-                    self._report("the ranks do not stop: they are killed")
+                    self._report("the ranks have not stopped: they are killed")
                     await self._kill()
                 return None
             fault = self._lost_hosts(watch)
@@ -417,7 +419,7 @@ class Driver:
             seconds = self._config.backoff * 2 ** (self._state.idle - 1)
             seconds = min(seconds, _LONGEST_BACKOFF)
             self._report(f"no new step was reached: next start in {seconds:g} s")
-            await self._until(lambda: self._stop, seconds)
+            await self._until(lambda: self._stop > 0, seconds)
 
     # --------------------------------------------------------------------------------
     # Keep
@@ -449,9 +451,8 @@ class Driver:
             return
         loop = asyncio.get_running_loop()
 
-        def stop(number: int) -> None:
-            self._stop = True
-            loop.remove_signal_handler(number)  # a second one ends the driver
+        def stop() -> None:
+            self._stop += 1
 
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop, number)
+            loop.add_signal_handler(number, stop)

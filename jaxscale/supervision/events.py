@@ -44,6 +44,7 @@ VARIABLE = "JAXSCALE_SUPERVISED"
 
 _log = logging.getLogger(__name__)
 _FLUSH_SECONDS = 2.0
+_ENDS = {"save": "saved", "eval": "evaluated"}
 
 
 class EventLog:
@@ -128,15 +129,18 @@ class EventLog:
             "name": name,
             "args": args,
         }
-        self._queue.put(event)
+        if self._thread is None:  # nobody reads yet: the last ones are kept
+            self._early.append(json.dumps(event) + "\n")
+        else:
+            self._queue.put(event)
         return now
 
     @contextlib.contextmanager
-    def span(self, begin: str, end: str, step: int) -> Iterator[None]:
-        """Report when something begins and when it has ended well."""
-        begun = self.emit(begin, step)
+    def span(self, name: str, step: int) -> Iterator[None]:
+        """Report ``save`` or ``eval`` when it begins, and when it has ended well."""
+        begun = self.emit(name, step)
         yield
-        self.emit(end, step, since=begun)
+        self.emit(_ENDS[name], step, since=begun)
 
     @contextlib.contextmanager
     def written_to(self, path: str | os.PathLike[str]) -> Iterator[None]:

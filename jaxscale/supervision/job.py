@@ -1,6 +1,7 @@
 """A supervised job, from Python."""
 
 import asyncio
+import contextlib
 import os
 import shlex
 import sys
@@ -56,7 +57,8 @@ def supervise(
         raise ValueError("command is empty; give what each rank runs")
 
     def to_terminal(line: str) -> None:
-        print(f"jaxscale supervise: {line}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # a terminal that is gone
+            print(f"jaxscale supervise: {line}", file=sys.stderr, flush=True)
 
     config = SuperviseConfig() if config is None else config
     driver = Driver(words, Path(directory), config, report=report or to_terminal)

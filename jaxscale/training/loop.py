@@ -181,13 +181,10 @@ def fit(
         guard = DivergenceGuard(config, checkpoints)
         events.emit("compile", first, kind="compile")
         for step in range(first + 1, config.steps + 1):
-            begun = events.emit("begin", step)
-            with monitor.data_wait():
+            with monitor.data_wait(step):
                 batch = _next(batches, step, config, events.skips.get(step, 0))
                 batch = to_rows(batch, config, mesh)
-            fetched = events.emit("data", step, since=begun)
             state, metrics = train_step(state, batch)
-            events.emit("dispatched", step, since=fetched)
             monitor.log(step, metrics, _progress(batches))
             guard.check(step, metrics)
             for hook in hooks:
@@ -196,17 +193,17 @@ def fit(
             # 3. Now and then: save, which goes on in the background, and evaluate.
             last, stop = step == config.steps, asked_to_stop(step)
             if last or stop or step % config.checkpoint_every == 0:
-                with monitor.pause(), events.span("save", "saved", step):
+                with monitor.pause("save", step):
                     guard.save(step, state, batches, final=last or stop)
             if stop and not last:
                 logger.warning("stopped by a signal after step %d", step)
                 break
             if eval_data is not None and (last or step % config.eval_every == 0):
-                with monitor.pause(), events.span("eval", "evaluated", step):
+                with monitor.pause("eval", step):
                     evaluation = evaluate(config, mesh, eval_step, state, eval_data)
                     monitor.log_evaluation(step, **dataclasses.asdict(evaluation))
         if eval_data is not None and first == config.steps:
-            with events.span("eval", "evaluated", first):
+            with monitor.pause("eval", first):
                 evaluation = evaluate(config, mesh, eval_step, state, eval_data)
         state = _flattened(state, config, mesh)
     return FitResult(

@@ -198,7 +198,7 @@ class Monitor:
             log_every: Steps between two records; rates are means over them.
             flops_per_token: FLOPs by convention, for example ``{"causal": 4.5e10}``.
             peak_flops: Peak of one device; None leaves the utilization unknown.
-            events: Told of each step that is done.
+            events: Told what a step, or the loop beside it, is doing.
             clock: Gives seconds.
         """
         self._writers = list(writers)
@@ -207,7 +207,8 @@ class Monitor:
         self._log_every = log_every
         self._flops_per_token = dict(flops_per_token or {})
         self._peak = peak_flops
-        self._events = events
+        self._events = EventLog() if events is None else events
+        self._fetched: float | None = None
         self._done: float | None = None
         self._clock = clock
         self._compiled = False
@@ -244,11 +245,12 @@ class Monitor:
         self._restart_clock()
 
     @contextlib.contextmanager
-    def data_wait(self) -> Iterator[None]:
-        """Time in which the loop waits for the batch of the next step."""
-        before = self._clock()
+    def data_wait(self, step: int | None = None) -> Iterator[None]:
+        """The beginning of `step`, in which the loop waits for its batch."""
+        begun, before = self._events.emit("begin", step), self._clock()
         yield
         self._waited += self._clock() - before
+        self._fetched = self._events.emit("data", step, since=begun)
 
     def log(
         self,
@@ -266,6 +268,7 @@ class Monitor:
         Raises:
             Exception: what went wrong earlier, on the device or in a writer.
         """
+        self._events.emit("dispatched", step, since=self._fetched)
         self._raise()
         for value in metrics.values():
             # Now, since a copy asked for later may wait behind the next step.
@@ -283,11 +286,12 @@ class Monitor:
         self._raise()
 
     @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        """Time that counts for no step: evaluations, checkpoints."""
+    def pause(self, name: str, step: int) -> Iterator[None]:
+        """Time that counts for no step: ``save`` or ``eval`` after `step`."""
         self.flush()
         before = self._clock()
-        yield
+        with self._events.span(name, step):
+            yield
         self._since += self._clock() - before
         self._done = None
 
@@ -333,8 +337,6 @@ class Monitor:
         self._compiled = True
 
     def _report(self, step: int, values: Record) -> None:
-        if self._events is None:
-            return
         self._done = self._events.emit(
             "done", step, kind="device", since=self._done, loss=values.get("loss")
         )

@@ -57,7 +57,7 @@ def main(directory, steps, *faults):
                 (meeting / "stop").touch()
             stop = (meeting / "stop").exists() and step % EVERY == 0
             if rank == 0 and step % EVERY == 0:
-                with events.span("save", "saved", step):
+                with events.span("save", step):
                     save(out, step, value, batch)
             if stop:
                 break

@@ -27,7 +27,7 @@ def test_what_came_before_the_file_is_in_it(tmp_path):
     begun = log.emit("meet", 0)
     with log.written_to(path):
         log.emit("joined", since=begun)
-        with log.span("save", "saved", 8):
+        with log.span("save", 8):
             time.sleep(0.02)
     events = read_events(path)
     assert [e["name"] for e in events] == ["meet", "joined", "save", "saved", "bye"]

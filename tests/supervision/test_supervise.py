@@ -223,6 +223,18 @@ def test_a_signal_to_the_driver_has_the_ranks_save(tmp_path):
     assert losses(tmp_path) == unbroken(STEPS)
 
 
+def test_a_second_signal_does_not_wait(tmp_path):
+    job = driver(tmp_path, "loop:1:3")
+    reach(tmp_path, 2)
+    time.sleep(0.3)
+    for _ in range(2):
+        job.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+    assert job.wait(20) == 1
+    assert "have not stopped: they are killed" in (tmp_path / "driver.txt").read_text()
+    nothing_runs(tmp_path)
+
+
 def test_hosts_come_by_themselves_and_a_bad_one_is_left_out(tmp_path):
     """Of three executors two are used; the check fails on one, and the third helps."""
     check = tmp_path / "check.sh"

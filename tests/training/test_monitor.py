@@ -1,6 +1,7 @@
 """Records, their arithmetic with a clock of ours, and the writers."""
 
 import json
+import math
 import threading
 import time
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxscale.models.llama import llama3_8b
+from jaxscale.supervision import EventLog, read_events
 from jaxscale.training.hardware import mfu, peak_flops
 from jaxscale.training.monitor import (
     JsonlWriter,
@@ -57,7 +59,7 @@ def test_rates_of_each_step():
             clock.now += seconds  # the first step compiles
             monitor.log(step, metrics(loss))
             monitor.flush()
-        with monitor.pause():
+        with monitor.pause("eval", 1):
             clock.now += 77.0
             monitor.log_evaluation(3, loss=3.5, tokens=10)
     first, second, third, evaluation = memory.records
@@ -84,7 +86,7 @@ def test_rates_are_means_between_records_without_compilation_and_pauses():
             monitor.log(step, metrics(step))
             monitor.flush()
             if step in (6, 8):
-                with monitor.pause():
+                with monitor.pause("eval", 1):
                     clock.now += 1000.0
     assert [r["step"] for r in memory.records] == [4, 8, 10]
     assert [r["step_seconds"] for r in memory.records] == [2.0, 2.0, 2.0]
@@ -147,7 +149,7 @@ def test_the_clock_sees_steps_whether_or_not_dispatch_waits(synchronous):
         for step in range(1, 7):
             monitor.log(step, {"loss": device.dispatch()})
             if step == 3:
-                with monitor.pause():
+                with monitor.pause("eval", 1):
                     time.sleep(0.2)
     seconds = [record["step_seconds"] for record in memory.records]
     assert len(seconds) == 6
@@ -254,3 +256,30 @@ def test_peaks():
     assert peak_flops("NVIDIA H100 PCIe") == 756e12
     assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
     assert peak_flops("cpu") is None
+
+
+def test_the_events_of_a_step_are_reported(tmp_path):
+    """What the host does, and by the thread what the device has done, good or not."""
+    events, path = EventLog(), tmp_path / "events-0.jsonl"
+    monitor = Monitor([], num_devices=1, total_steps=2, events=events)
+    with events.written_to(path), monitor:
+        monitor.start(0)
+        for step, loss in ((1, 3.5), (2, math.nan)):
+            with monitor.data_wait(step):
+                pass
+            monitor.log(step, {"loss": jnp.float32(loss), "grad_norm": jnp.ones(())})
+            monitor.flush()
+        with monitor.pause("save", 2):
+            pass
+    found = [(e["name"], e["step"], e["kind"]) for e in read_events(path)]
+    step = [("begin", "host"), ("data", "host"), ("dispatched", "host")]
+    step += [("done", "device")]
+    assert found == [
+        *((name, number, kind) for number in (1, 2) for name, kind in step),
+        ("not_finite", 2, "fault"),
+        ("save", 2, "host"),
+        ("saved", 2, "host"),
+        ("bye", 2, "host"),
+    ]
+    losses = [e["args"] for e in read_events(path) if e["name"] == "done"]
+    assert losses == [{"loss": 3.5}, {"loss": None}]
