@@ -124,6 +124,11 @@ class TrainConfig:
                 "replicated True keeps parameters whole between steps, which zero 3 "
                 "splits during them; set zero to 1 or 2"
             )
+        if self.optimizer.kind == "muon" and self.mesh.axis_type == "explicit":
+            raise ValueError(
+                "optimizer.kind 'muon' multiplies matrices that mesh.axis_type "
+                "'explicit' would need to be told the partition of; use 'auto'"
+            )
         if self.keep_every is not None and self.keep_every < 1:
             raise ValueError(
                 f"keep_every {self.keep_every} must be at least 1, or None"

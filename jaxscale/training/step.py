@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 from jaxtyping import Array, Float, Int32
 
 from jaxscale.sharding.parameters import shardings
@@ -197,7 +197,9 @@ def make_train_step(
             def choose(new: Any, old: Any) -> Any:
                 # `keep_moments` has chosen what is on the host.
                 on_host = jax.typeof(new).memory_space == jax.memory.Space.Host
-                return new if on_host else jnp.where(finite, new, old)
+                if on_host:
+                    return new
+                return jnp.where(finite, _split_as(old, new), old)
 
             return jax.tree.map(choose, new, old)
 
@@ -238,6 +240,14 @@ def global_norm(tree: Any) -> Float[Array, ""]:
     r""":math:`\sqrt{\sum x^2}` over all arrays of a tree, in fp32."""
     squares = (jnp.square(x.astype(jnp.float32)).sum() for x in jax.tree.leaves(tree))
     return jnp.sqrt(sum(squares, jnp.zeros((), jnp.float32)))
+
+
+def _split_as(old: Array, new: Array) -> Array:
+    """`new` as `old` is split over explicit mesh axes; others follow the outputs."""
+    split = jax.typeof(old).sharding
+    if AxisType.Explicit in split.mesh.axis_types:
+        return jax.sharding.reshard(new, split)
+    return new
 
 
 def _replace(model: Any, params: Any) -> Any:

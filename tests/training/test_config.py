@@ -44,6 +44,13 @@ CONFIG = TrainConfig(model=llama_tiny(), data=DATA)
             "warmup_steps 20 and the descent do not fit in 10 steps",
         ),
         ({"rules": "zero3"}, "rules 'zero3' is no preset"),
+        (
+            {
+                "optimizer": OptimizerConfig(kind="muon"),
+                "mesh": MeshConfig(axis_type="explicit"),
+            },
+            "optimizer.kind 'muon' .* 'explicit' .* use 'auto'",
+        ),
         ({"replicated": True}, "replicated True keeps .* zero 3 splits .* 1 or 2"),
         (
             {"rules": "fsdp_tp", "mesh": MeshConfig(tensor=3)},
