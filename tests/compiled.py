@@ -106,6 +106,7 @@ def compile_for_h200(
     *arguments: Any,
     count: int = 1,
     products: Products = "cublas",
+    flags: tuple[str, ...] = (),
 ) -> Compiled:
     """Compiles a program for H200s that need not exist.
 
@@ -116,6 +117,7 @@ def compile_for_h200(
         arguments: What JSON holds.
         count: How many devices there are.
         products: Where XLA takes its matrix products from.
+        flags: More flags of XLA, such as those of a preset of `jaxscale.xla_flags`.
 
     Raises:
         FileNotFoundError: The plugin is not installed.
@@ -125,7 +127,7 @@ def compile_for_h200(
     if not PLUGIN.is_dir():
         raise FileNotFoundError(f"{PLUGIN} has no CUDA plugin; run `make install`")
     request = [program.__module__, program.__qualname__, arguments, count]
-    answer = _child(products).ask(request)
+    answer = _child(products, flags).ask(request)
     if "error" in answer:
         raise RuntimeError(answer["error"])
     kernels = tuple(Kernel(**kernel) for kernel in answer.pop("kernels"))
@@ -135,12 +137,12 @@ def compile_for_h200(
 class _Child:
     """A process with the plugin, which compiles one program after the other."""
 
-    def __init__(self, products: Products) -> None:
+    def __init__(self, products: Products, more: tuple[str, ...]) -> None:
         triton = str(products == "triton").lower()
         flags = f"--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm={triton}"
         path = [str(ROOT), str(PLUGIN), os.environ.get("PYTHONPATH", "")]
         settings = {
-            "XLA_FLAGS": flags,
+            "XLA_FLAGS": " ".join((flags, *more)),
             "JAX_PLATFORMS": "cpu",
             "MOSAIC_GPU_DUMP_PTXAS": "1",
             "PYTHONPATH": os.pathsep.join(path),

@@ -1,4 +1,4 @@
-"""What compiled programs write to memory, read from XLA's text of them."""
+"""What compiled programs write to memory and send, read from XLA's text of them."""
 
 import dataclasses
 import math
@@ -49,13 +49,8 @@ def written(hlo: str, at_least_bytes: int) -> list[Written]:
             sources = (_source(instructions, root, i) for i in range(count))
             results = {(at.name, index) for at, index in sources}
         for at in instructions.values():
-            inner = re.findall(r"(?:body|calls|to_apply)=%([\w.-]+)", at.line)
-            if at.operation == "conditional":
-                branches = re.search(r"(?:branch|true)_computations?=(.*)", at.line)
-                assert branches is not None, at.line
-                inner = re.findall(r"%([\w.-]+)", branches[1].split("metadata")[0])
             if at.operation in ("while", "call", "conditional", "async-start"):
-                for name in inner:
+                for name in _called(at):
                     walk(name, looped or at.operation == "while")
                 continue
             operation, sizes = _writes(at, instructions, computations)
@@ -66,6 +61,125 @@ def written(hlo: str, at_least_bytes: int) -> list[Written]:
 
     walk("ENTRY", False)
     return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """A collective, and what is computed while it is under way."""
+
+    operation: str
+    """``"all-gather"``, ``"collective-permute"``."""
+    axes: frozenset[str]
+    """Mesh axes that it runs over, where the program names them."""
+    size: int
+    """Bytes of the result."""
+    loops: int
+    """How many loops it stands in."""
+    loop: str
+    """The computation that it stands in: the body of the innermost loop."""
+    behind: tuple[str, ...] | None
+    """Products and kernels between its start and its end, those of a loop as often as
+    they stand there; None where the program waits for it."""
+    ahead: bool
+    """Whether nothing but the next round of the loop uses the result."""
+
+    @property
+    def hidden(self) -> bool:
+        """Whether a product or a kernel runs meanwhile."""
+        return bool(self.behind)
+
+
+def transfers(hlo: str) -> list[Transfer]:
+    """The collectives of a scheduled program, in its order.
+
+    What XLA hides shows in the order of instructions: a collective is started, others
+    run, then it is waited for. How long they take does not show.
+
+    Args:
+        hlo: `Compiled.hlo`.
+    """
+    computations = _computations(hlo)
+    found: list[Transfer] = []
+
+    def products(at: _Instruction) -> list[str]:
+        """The products and kernels that an instruction runs."""
+        if at.operation == "custom-call":
+            target = re.search(r'custom_call_target="([^"]*)"', at.line)
+            assert target is not None, at.line
+            kernel = re.search(r'op_name="[^"]*?(\w+)/\w+"', at.line)
+            if target[1] == "mosaic_gpu_v2" and kernel:
+                return [kernel[1]]
+            return ["product"] if "cublas" in target[1] else []
+        if at.operation == "dot":
+            return ["product"]
+        if at.operation in _COLLECTIVES:  # which call what they reduce with
+            return []
+        return [
+            name
+            for called in _called(at)
+            for inner in computations[called].values()
+            for name in products(inner)
+        ]
+
+    def walk(computation: str, loops: int) -> None:
+        order = list(computations[computation].values())
+        for i, at in enumerate(order):
+            operation = at.operation.removesuffix("-start")
+            if operation in _COLLECTIVES:
+                end = next(
+                    (
+                        j
+                        for j, other in enumerate(order)
+                        if other.operation == f"{operation}-done"
+                        and at.name in other.operands
+                    ),
+                    i,
+                )
+                meanwhile = [p for x in order[i + 1 : end] for p in products(x)]
+                group = re.search(r"replica_groups=mesh\[.*?\] ?\{(.*?)\}", at.line)
+                names = re.findall(r"'(\w+)'", group[1]) if group else []
+                found.append(
+                    Transfer(
+                        operation=operation,
+                        axes=frozenset(names),
+                        size=sum(map(_bytes, at.shapes)),
+                        loops=loops,
+                        loop=computation,
+                        behind=None if end == i else tuple(meanwhile),
+                        ahead=loops > 0 and _only_carried(order, order[end].name),
+                    )
+                )
+            elif at.operation in ("while", "call", "conditional"):
+                for called in _called(at):
+                    walk(called, loops + (at.operation == "while"))
+
+    walk("ENTRY", 0)
+    return found
+
+
+_COLLECTIVES = {
+    *("all-gather", "all-reduce", "reduce-scatter", "all-to-all"),
+    "collective-permute",
+}
+
+
+def _only_carried(order: list["_Instruction"], name: str) -> bool:
+    """Whether a result goes on to the root of its computation and nowhere else."""
+    moves = {"bitcast", "copy", "get-tuple-element", "tuple"}
+    users = [x for x in order if name in x.operands]
+    return bool(users) and all(
+        x.operation in moves and (x is order[-1] or _only_carried(order, x.name))
+        for x in users
+    )
+
+
+def _called(at: "_Instruction") -> list[str]:
+    """The computations that an instruction runs, but the condition of a loop."""
+    if at.operation == "conditional":
+        branches = re.search(r"(?:branch|true)_computations?=(.*)", at.line)
+        assert branches is not None, at.line
+        return re.findall(r"%([\w.-]+)", branches[1].split("metadata")[0])
+    return re.findall(r"(?:body|calls|to_apply)=%([\w.-]+)", at.line)
 
 
 @dataclasses.dataclass(frozen=True)

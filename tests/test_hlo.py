@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from tests.hlo import written
+from tests.hlo import transfers, written
 
 
 PROGRAM = """\
@@ -111,3 +111,55 @@ def test_what_a_program_writes():
     ]
     assert len(written(PROGRAM, whole)) == 6
     assert written(PROGRAM, 4 * whole + 1) == []
+
+
+SENDING = """\
+%fused (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %d = f32[8]{0} dot(%p, %p)
+}
+
+%layer (carry: (f32[8], f32[32])) -> (f32[8], f32[32]) {
+  %carry = (f32[8]{0}, f32[32]{0}) parameter(0)
+  %x = f32[8]{0} get-tuple-element(%carry), index=0
+  %now = f32[32]{0} get-tuple-element(%carry), index=1
+  %start = ((f32[8]{0}), f32[32]{0}) all-gather-start(%x), \
+replica_groups=mesh['pipe'=2,'fsdp'=4] {'fsdp'}, dimensions={0}
+  %used = f32[8]{0} custom-call(%x, %now), custom_call_target="mosaic_gpu_v2", \
+metadata={op_name="jit(f)/my_kernel/mpmd_map"}
+  %done = f32[32]{0} all-gather-done(%start)
+  %next = f32[32]{0} bitcast(%done)
+  %sum = f32[8]{0} all-reduce(%used), replica_groups=[2,4]<=[8], to_apply=%fused
+  ROOT %after = (f32[8]{0}, f32[32]{0}) tuple(%sum, %next)
+}
+
+%condition (carry: (f32[8], f32[32])) -> pred[] {
+  %carry.1 = (f32[8]{0}, f32[32]{0}) parameter(0)
+  ROOT %go = pred[] constant(true)
+}
+
+ENTRY %main (a: f32[8], b: f32[32]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  %b = f32[32]{0} parameter(1)
+  %send = ((f32[8]{0}), f32[8]{0}) collective-permute-start(%a)
+  %first = (f32[8]{0}, f32[32]{0}) tuple(%a, %b)
+  %loop = (f32[8]{0}, f32[32]{0}) while(%first), condition=%condition, body=%layer
+  %fusion = f32[8]{0} fusion(%a), kind=kLoop, calls=%fused
+  %got = f32[8]{0} collective-permute-done(%send)
+  ROOT %sum.1 = f32[8]{0} add(%got, %fusion)
+}
+"""
+
+
+def test_what_a_program_sends_and_behind_what():
+    send, gather, reduce = transfers(SENDING)
+    assert dataclasses.astuple(send) == (
+        *("collective-permute", frozenset(), 32, 0, "ENTRY"),
+        *(("my_kernel", "product"), False),
+    )
+    assert dataclasses.astuple(gather) == (
+        *("all-gather", frozenset({"fsdp"}), 128, 1, "layer"),
+        *(("my_kernel",), True),
+    )
+    assert (reduce.operation, reduce.behind) == ("all-reduce", None)
+    assert (send.hidden, gather.hidden, reduce.hidden) == (True, True, False)

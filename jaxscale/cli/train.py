@@ -43,6 +43,8 @@ class TrainCommand:
     """Continue from this checkpoint instead; those of later steps are set aside."""
     devices: int | None = None
     """Simulate this many CPU devices instead of using those of the machine."""
+    xla_flags: tuple[sharding.XlaPreset, ...] = ()
+    """Presets of XLA's flags: overlap, with which more communication is hidden."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -67,6 +69,8 @@ def main(arguments: Sequence[str]) -> int:
         description=f"Train {name}. Options change the settings of the named run.",
         default=TrainCommand(config=run),
     )
+    with usage_errors():
+        sharding.use_xla_flags(*command.xla_flags)
     simulate_devices(command.devices)
     if command.config.tensor_parallel == "fused":
         sharding.launch_in_order()

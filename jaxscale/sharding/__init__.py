@@ -39,11 +39,13 @@ from jaxscale.sharding.tensor_parallel import (
     launch_in_order,
     row_parallel,
 )
+from jaxscale.sharding.xla_flags import XLA_PRESETS, XlaPreset, use_xla_flags
 
 
 __all__ = [
     "MESH_AXES",
     "REPLICATED",
+    "XLA_PRESETS",
     "AxisRules",
     "Cluster",
     "MeshConfig",
@@ -51,6 +53,7 @@ __all__ = [
     "PipelineSchedule",
     "StateRules",
     "TensorParallel",
+    "XlaPreset",
     "bubble_fraction",
     "column_parallel",
     "constrain",
@@ -75,4 +78,5 @@ __all__ = [
     "row_parallel",
     "shardings",
     "specs",
+    "use_xla_flags",
 ]

@@ -7,9 +7,10 @@ made `whole` for its use; `scattered` and `summed` bring its gradient back.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Inexact, Shaped
 
@@ -35,11 +36,11 @@ def sum_for_all(
     References:
         The operator g of Megatron-LM, arXiv 1909.08053, section 3.
     """
-    return jax.lax.psum(x, axes)
+    return _sum(x, axes)
 
 
 def _sum_forward(x: Array, axes: tuple[str, ...]) -> tuple[Array, None]:
-    return jax.lax.psum(x, axes), None
+    return _sum(x, axes), None
 
 
 def _sum_backward(axes: tuple[str, ...], residual: None, g: Array) -> tuple[Array]:
@@ -72,30 +73,49 @@ def _use_forward(x: Array, axes: tuple[str, ...]) -> tuple[Array, None]:
 
 def _use_backward(axes: tuple[str, ...], residual: None, g: Array) -> tuple[Array]:
     del residual
-    return (jax.lax.psum(g, axes),)
+    return (_sum(g, axes),)
 
 
 use_on_each.defvjp(_use_forward, _use_backward)
 
 
-def whole(x: Shaped[Array, "..."], spec: PartitionSpec) -> Shaped[Array, "..."]:
+def whole(
+    x: Shaped[Array, "..."], spec: PartitionSpec, placed: PartitionSpec
+) -> Shaped[Array, "..."]:
     """`x` gathered over the Manual axes that `spec` splits it over.
 
-    The gradient of the result is summed over these axes, and each device keeps its
-    part: see `scattered`.
+    The axes in `placed` that are left to the compiler split the result as they split
+    `x`. The gradient of the result is summed over those in `spec`, and each device
+    keeps its part: see `scattered`.
     """
-    for dimension, names in enumerate(map(as_tuple, spec)):
-        if names:
-            x = jax.lax.all_gather(x, names, axis=dimension, tiled=True)
-    return x
+
+    def gather(x: Array) -> Array:
+        for dimension, names in enumerate(map(as_tuple, spec)):
+            if names:
+                x = jax.lax.all_gather(x, names, axis=dimension, tiled=True)
+        return x
+
+    return _on_each(gather, x, placed) if _splits(spec) else x
 
 
-def scattered(x: Inexact[Array, "..."], spec: PartitionSpec) -> Inexact[Array, "..."]:
-    """The sum of `x` over the Manual axes in `spec`, split as it says."""
-    for dimension, names in enumerate(map(as_tuple, spec)):
-        if names:
-            x = jax.lax.psum_scatter(x, names, scatter_dimension=dimension, tiled=True)
-    return x
+def scattered(
+    x: Inexact[Array, "..."], spec: PartitionSpec, placed: PartitionSpec
+) -> Inexact[Array, "..."]:
+    """The sum of `x` over the Manual axes in `spec`, split as it says.
+
+    The axes in `placed` that are left to the compiler split the result as they split
+    `x`.
+    """
+
+    def scatter(x: Array) -> Array:
+        for dimension, names in enumerate(map(as_tuple, spec)):
+            if names:
+                x = jax.lax.psum_scatter(
+                    x, names, scatter_dimension=dimension, tiled=True
+                )
+        return x
+
+    return _on_each(scatter, x, placed) if _splits(spec) else x
 
 
 def summed(
@@ -104,4 +124,47 @@ def summed(
     """The sum of `x` over those Manual `axes` that `spec` does not split it over."""
     split = {name for entry in spec for name in as_tuple(entry)}
     rest = tuple(name for name in axes if name not in split)
-    return jax.lax.psum(x, rest) if rest else x
+    return _sum(x, rest) if rest else x
+
+
+def _splits(spec: PartitionSpec) -> bool:
+    return any(map(as_tuple, spec))
+
+
+def _on_each(local: Callable[[Array], Array], x: Array, placed: PartitionSpec) -> Array:
+    """`local` of the part of each device, Manual over the axes that are not so yet.
+
+    Without, the compiler would gather `x` over these axes, and cut it again.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    free = set(mesh.axis_names) - set(mesh.manual_axes)
+    entries = [tuple(n for n in as_tuple(entry) if n in free) for entry in placed]
+    if not free or not (any(entries) or _is_half(x)):
+        return local(x)
+    inner = PartitionSpec(*(names or None for names in entries))
+    return jax.shard_map(
+        local, axis_names=free, in_specs=inner, out_specs=inner, check_vma=False
+    )(x)
+
+
+def _is_half(x: Array) -> bool:
+    """Whether reductions of `x` need care where axes are left to the compiler.
+
+    XLA promotes them on CPUs, and there its pass (all-reduce-promotion) ends the
+    process.
+    """
+    return x.dtype.itemsize < 4 and jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _sum(x: Array, axes: tuple[str, ...]) -> Array:
+
+    def reduce(x: Array) -> Array:
+        return jax.lax.psum(x, axes)
+
+    if not _is_half(x):
+        return reduce(x)
+    return jax.lax.platform_dependent(
+        x,
+        cpu=lambda x: reduce(x.astype(jnp.float32)).astype(x.dtype),
+        default=reduce,
+    )

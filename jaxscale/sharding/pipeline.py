@@ -24,11 +24,6 @@ from jaxscale.sharding.manual import sum_for_all, use_on_each
 from jaxscale.sharding.schedule_table import Phase, PipelineSchedule
 
 
-type Stash = Literal["inputs", "residuals"]
-"""What a chunk's forward pass keeps: its input, of which the backward pass computes it
-again, or what the backward pass needs."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PipelineProgram:
     """What the stages compute. All devices call each function in the same ticks.
@@ -51,8 +46,6 @@ class PipelineProgram:
     microbatches."""
     axis: str = "pipe"
     """The Manual mesh axis of the stages."""
-    stash: Stash = "inputs"
-    """What a chunk's forward pass keeps."""
 
 
 class _Carry(NamedTuple):
@@ -168,15 +161,12 @@ class _Runner:
         if not gradients:
             return empty
         chunk = self._chunk(jnp.int32(0))
-        if program.stash == "inputs":
-            stash = program.activation((table.num_slots,))
-        else:
-            kept = jax.eval_shape(
-                lambda chunk, x: self._forward(chunk, x, jnp.int32(0), jnp.int32(0))[1],
-                chunk,
-                zero,
-            )
-            stash = [jnp.zeros((table.num_slots, *x.shape), x.dtype) for x in kept]
+        kept = jax.eval_shape(
+            lambda chunk, x: self._forward(chunk, x, jnp.int32(0), jnp.int32(0))[1],
+            chunk,
+            zero,
+        )
+        stash = [jnp.zeros((table.num_slots, *x.shape), x.dtype) for x in kept]
         reduced = jax.eval_shape(program.reduce, chunk)
         return empty._replace(
             dx=zero,
@@ -197,16 +187,16 @@ class _Runner:
         arrived = jax.lax.ppermute(carry.y, self.program.axis, onward)
         dx = carry.dx
         if phase.backward:
-            dx, carry = self._run_backward(carry, row, phase)
+            arrived, dx, carry = self._run_backward(carry, row, phase, arrived)
         carry = self._run_loss(carry, row, phase)._replace(dx=dx)
         if phase.forward:
             carry = self._run_forward(carry, row, phase, arrived)
         return carry
 
     def _run_backward(
-        self, carry: _Carry, row: dict[str, Array], phase: Phase
-    ) -> tuple[Array, _Carry]:
-        """The gradient from the stage behind, and the carry with new gradients."""
+        self, carry: _Carry, row: dict[str, Array], phase: Phase, arrived: Array
+    ) -> tuple[Array, Array, _Carry]:
+        """`arrived`, the gradient from the stage behind, and new gradients."""
         program, p = self.program, self.schedule.stages
         entry, on = self._entry(row, "b")
         mb, c, slot = entry
@@ -215,7 +205,8 @@ class _Runner:
         chunk, kept = self._chunk(c), _at(carry.stash, slot)
         pull = self._pullback(chunk, kept, mb, c)
         d_chunk, dx = pull(jnp.where(on, dy, 0))
-        dx = jnp.where(on, dx, 0)
+        # Both have long to travel: one while this pass runs, one during the next.
+        arrived, dx = jax.lax.optimization_barrier((arrived, jnp.where(on, dx, 0)))
         grads = _add_at(carry.chunk_grads, program.reduce(d_chunk), c, on)
 
         def add(end_grads: Any) -> Any:
@@ -230,7 +221,7 @@ class _Runner:
         backward = [(i, (i - 1) % p) for i in range(p)]
         # Needed in the next tick: on its way while loss and forward passes run.
         sent = jax.lax.ppermute(dx, program.axis, backward)
-        return sent, carry._replace(chunk_grads=grads, end_grads=end_grads)
+        return arrived, sent, carry._replace(chunk_grads=grads, end_grads=end_grads)
 
     def _run_loss(self, carry: _Carry, row: dict[str, Array], phase: Phase) -> _Carry:
         """Keep the last stage's output, and compute the loss of one that is kept."""
@@ -292,8 +283,6 @@ class _Runner:
 
     def _forward(self, chunk: Any, x: Array, mb: Array, c: Array) -> tuple[Array, Any]:
         """The output of a chunk, and what its backward pass needs besides `chunk`."""
-        if self.program.stash == "inputs":
-            return self.program.stage(chunk, x, mb, c), x
         y, pull = jax.vjp(lambda b, x: self.program.stage(b, x, mb, c), chunk, x)
         ours = {id(leaf) for leaf in jax.tree.leaves(chunk)}
         return y, [leaf for leaf in jax.tree.leaves(pull) if id(leaf) not in ours]
@@ -303,8 +292,6 @@ class _Runner:
     ) -> Callable[[Array], Any]:
         """The derivative of a chunk whose forward pass kept what `_forward` says."""
         program = self.program
-        if program.stash == "inputs":
-            return jax.vjp(lambda b, x: program.stage(b, x, mb, c), chunk, kept)[1]
         # A derivative is a pytree: an abstract evaluation gives its structure, the
         # parameters stand in their places and the rest is what was kept.
         places: list[int | None] = []

@@ -378,10 +378,8 @@ def _data(
     shard_rate = _rate(hardware, program, stride=inner, size=f)
     # Parameters in bf16 are gathered, gradients scattered, over fsdp.
     part = local * (f - 1) / f / shard_rate
-    full = layout.remat == "full" and layout.pipe > 1
-    if layout.zero == 3:
-        # Gathered forward and backward; a stashed chunk runs forward once more.
-        once, each = 0.0, (2 + full) * _BF16 * part + _BF16 * part
+    if layout.zero == 3:  # gathered forward and backward, then scattered
+        once, each = 0.0, 3 * _BF16 * part
     elif layout.zero == 2:
         once, each = _BF16 * part, _BF16 * part
     else:
@@ -411,8 +409,7 @@ def step_memory(
     of one parameter and a half, at the size of the largest. Without accumulation
     gradients take the place of activations as these are used up, so the larger of both
     counts. A layer is added whose forward pass is there a second time. With a pipeline
-    the stash holds what each chunk in flight keeps: its input with full remat, else
-    what `remat` keeps of its layers.
+    the stash holds what `remat` keeps of the layers of each chunk in flight.
 
     Args:
         shape: The model.
@@ -436,12 +433,7 @@ def step_memory(
     chunk = layers // layout.chunks
     activations = tokens * kept * chunk
     if layout.pipe > 1:
-        slots = stash_size(layout.pipe, m, layout.chunks)
-        if layout.remat == "full":  # inputs; one chunk is computed again
-            each = tokens * _BF16 * shape.d_model / layout.tensor
-            activations += slots * each
-        else:
-            activations *= slots
+        activations *= stash_size(layout.pipe, m, layout.chunks)
     activations += tokens * run  # the layer that is computed again, or differentiated
     accumulated = 0.0
     if m > 1 or layout.pipe > 1:

@@ -82,23 +82,24 @@ def accumulated(
         stored = specs(params, tables.parameters.only(manual))
         added = specs(params, tables.gradients.only(manual))
         split = specs(params, tables.moments.only(manual))
+        placed = specs(params, rules)
 
         def one(params: Any, rest: Any, batch: Any) -> tuple[LossSums, Any]:
             (_, sums), grads = jax.value_and_grad(
                 lambda p: loss(nnx.merge(graph, p, rest), batch), has_aux=True
             )(params)
             grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-            grads = jax.tree.map(scattered, grads, added)
+            grads = jax.tree.map(scattered, grads, added, placed)
             return sums, constrain_variables(grads, tables.gradients)
 
         def of_rows(params: Any, rest: Any, batch: Any) -> tuple[LossSums, Any]:
             batch = own_part(batch, rules)
             if tables.parameters != tables.computed:
                 params = cast_layers(params, getattr(model, "dtype", None))
-                params = jax.tree.map(whole, params, stored)
+                params = jax.tree.map(whole, params, stored, placed)
             add = functools.partial(one, params, rest)
             sums, grads = _add_microbatches(add, batch, microbatches, rules)
-            return sum_once(sums, grads, manual, split=split, done=added)
+            return sum_once(sums, grads, manual, split=split, done=added, placed=placed)
 
         if not manual:
             return of_rows(params, rest, batch)
@@ -143,7 +144,7 @@ def accumulated_sums(
 
         def of_part(model: Any, batch: Any) -> LossSums:
             found = loss(model, own_part(batch, rules))[1]
-            return sum_once(found, (), manual, split=(), done=())[0]
+            return sum_once(found, (), manual, split=(), done=(), placed=())[0]
 
         region = jax.shard_map(
             of_part,
@@ -174,7 +175,13 @@ def _add_microbatches(
 
 
 def sum_once(
-    sums: LossSums, grads: Any, axes: Sequence[str], *, split: Any, done: Any
+    sums: LossSums,
+    grads: Any,
+    axes: Sequence[str],
+    *,
+    split: Any,
+    done: Any,
+    placed: Any,
 ) -> tuple[LossSums, Any]:
     """The sums over devices that see other rows, each with its part of the gradients.
 
@@ -184,12 +191,15 @@ def sum_once(
         axes: Manual axes that see other rows.
         split: Partition of each gradient.
         done: How it is split, and summed, already.
+        placed: How axes that are left to the compiler split it, among others.
     """
 
-    def total(g: Array, split: PartitionSpec, done: PartitionSpec) -> Array:
-        return summed(scattered(g, beyond(split, done)), axes, split)
+    def total(
+        g: Array, split: PartitionSpec, done: PartitionSpec, placed: PartitionSpec
+    ) -> Array:
+        return summed(scattered(g, beyond(split, done), placed), axes, split)
 
-    grads = jax.tree.map(total, grads, split, done)
+    grads = jax.tree.map(total, grads, split, done, placed)
     return jax.tree.map(lambda x: summed(x, axes, PartitionSpec()), sums), grads
 
 

@@ -95,9 +95,9 @@ def pipelined(
     step.
 
     The layers of a chunk are looped over, whatever `scan_layers` of the model is.
-    With ``remat="full"`` a stage keeps the inputs of its chunks and computes them
-    again, otherwise what `remat` keeps of their layers. ``kind="gpipe"`` differentiates
-    the loop of forward passes, whose memory grows with the microbatches: to compare.
+    A stage keeps what `remat` keeps of its layers for each pass that waits for its
+    backward pass. ``kind="gpipe"`` differentiates the loop of forward passes, whose
+    memory grows with the microbatches: to compare.
 
     Args:
         loss: A `PipelinedLoss`: `next_token_loss`, or one that is apart as well.
@@ -235,7 +235,13 @@ class _Region:
             leading: Dimensions of layers that these have in the region; None is as they
                 are stored.
         """
-        found = specs(tree, rules.only(self.rows))
+        return self._inside(specs(tree, rules.only(self.rows)), leading)
+
+    def placed(self, tree: Any, *, leading: int | None = None) -> Any:
+        """As `split`, over all axes, among them those left to the compiler."""
+        return self._inside(specs(tree, self.rules), leading)
+
+    def _inside(self, found: Any, leading: int | None) -> Any:
         if leading is None:
             return found
         drop = 1 if self.layout.is_flat else len(STACK_AXES)
@@ -299,10 +305,14 @@ class _Region:
                 tables.moments,
             )
         )
+        places = self.placed(self.blocks, leading=2), self.placed(self.ends)
         blocks = jax.tree.map(
-            lambda x, s, c: whole(x, beyond(s, c)), blocks, stored, computed
+            lambda x, s, c, placed: whole(x, beyond(s, c), placed),
+            *(blocks, stored, computed, places[0]),
         )
-        ends = jax.tree.map(whole, ends, self.split(self.ends, tables.parameters))
+        ends = jax.tree.map(
+            whole, ends, self.split(self.ends, tables.parameters), places[1]
+        )
         m = self.microbatches
         batch = jax.tree.map(
             lambda x: x.reshape(m, x.shape[0] // m, *x.shape[1:]), batch
@@ -312,7 +322,7 @@ class _Region:
         program = stage.program()
         if not gradients:
             sums = run_forward(schedule, program, blocks, ends)[1]
-            return sum_once(sums, (), self.others, split=(), done=())
+            return sum_once(sums, (), self.others, split=(), done=(), placed=())
         if kind == "forward":
             (_, sums), grads = jax.value_and_grad(
                 functools.partial(run_forward, schedule, program),
@@ -323,10 +333,14 @@ class _Region:
             sums, *grads = run_schedule(schedule, program, blocks, ends)
         g_blocks, g_ends = grads
         done = computed if kind == "forward" else added
-        total, g_blocks = sum_once(sums, g_blocks, self.others, split=split, done=done)
+        total, g_blocks = sum_once(
+            sums, g_blocks, self.others, split=split, done=done, placed=places[0]
+        )
         split = self.split(self.ends, tables.moments)
         done = jax.tree.map(lambda _: PartitionSpec(), split)
-        _, g_ends = sum_once(sums, g_ends, self.others, split=split, done=done)
+        _, g_ends = sum_once(
+            sums, g_ends, self.others, split=split, done=done, placed=places[1]
+        )
         g_blocks = jax.tree.map(
             lambda g: (g[0] if layout.is_flat else g[:, None]).astype(jnp.float32),
             g_blocks,
@@ -352,9 +366,12 @@ class _Stage:
             for table in (region.tables.gradients, region.tables.computed)
         )
 
+        placed = region.placed(region.blocks, leading=1)
+
         def reduce(grads: Any) -> Any:
             return jax.tree.map(
-                lambda g, a, c: scattered(g, beyond(a, c)), grads, added, computed
+                lambda g, a, c, placed: scattered(g, beyond(a, c), placed),
+                *(grads, added, computed, placed),
             )
 
         return PipelineProgram(
@@ -364,7 +381,6 @@ class _Stage:
             activation=self.activation,
             reduce=reduce,
             axis=_AXIS,
-            stash="inputs" if region.model.remat == "full" else "residuals",
         )
 
     def activation(self, leading: tuple[int, ...]) -> Array:
@@ -417,7 +433,8 @@ class _Stage:
         def run(block: Block, x: Array, state: Any) -> tuple[Array, Any]:
             split = region.split(region.blocks, region.tables.computed, leading=0)
             graph, params, rest = nnx.split(block, nnx.Param, ...)
-            params = jax.tree.map(whole, params, split)
+            placed = region.placed(region.blocks, leading=0)
+            params = jax.tree.map(whole, params, split, placed)
             return nnx.merge(graph, params, rest)(x, state)
 
         def saveable(primitive: Any, *_: Any, **params: Any) -> bool:

@@ -347,6 +347,21 @@ def test_fused_kernels_and_collectives_start_in_the_order_of_the_program(
     assert seen == [queues]
 
 
+def test_flags_of_xla_are_set_before_devices_are_used(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
+    seen = []
+    monkeypatch.setattr(
+        train.sharding, "initialize", lambda: seen.append(os.environ["XLA_FLAGS"])
+    )
+    monkeypatch.setattr(train, "train", lambda *_, **__: pytest.fail("not here"))
+    with pytest.raises(pytest.fail.Exception):
+        train.main([*TINY, "--xla-flags", "overlap"])
+    assert "--xla_gpu_enable_pipelined_all_gather=true" in seen[0]
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gone=1")
+    with pytest.raises(UsageError, match=r"--xla_gone=1"):
+        train.main([*TINY, "--xla-flags", "overlap"])
+
+
 def test_the_number_of_queues_that_the_user_chose_stays(monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     train.sharding.launch_in_order()

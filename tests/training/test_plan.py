@@ -170,9 +170,9 @@ def test_a_pipelines_stash_stops_growing_but_accumulation_is_kept(remat):
     assert size(4)["activations"] < size(8)["activations"]
     assert size(8) == size(64)
     table = pipeline_schedule(4, 64)
-    if remat == "full":  # 8 inputs of 8,192 tokens x 4,096 features in bf16
+    if remat == "full":  # inputs of 8 layers of 8,192 tokens x 4,096 features in bf16
         per_slot = (size(8)["activations"] - size(4)["activations"]) / 4
-        assert per_slot == 2 * 8192 * 4096
+        assert per_slot == 8 * 2 * 8192 * 4096
         assert table.num_slots == 8
 
 

@@ -1,0 +1,81 @@
+"""Gradients through a pipeline of a real shape, to compile for GPUs not there."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from jaxscale.models import Decoder, preset
+from jaxscale.models.stack_layout import StackLayout
+from jaxscale.nn.packing import PackedBatch
+from jaxscale.sharding import make_mesh, megascale_3d, shardings
+from jaxscale.training import next_token_loss, pipelined
+
+
+def gradients(
+    devices: list[Any],
+    model: str,
+    sizes: dict[str, int],
+    layers: int,
+    microbatches: int,
+    options: dict[str, Any],
+    change: dict[str, Any],
+) -> tuple[Any, tuple[Any, ...]]:
+    """What `pipelined` makes of packed rows of 4,096 tokens, as `tests.compiled` takes.
+
+    Args:
+        devices: The devices of the mesh.
+        model: A preset, with `layers` layers and what `change` says.
+        sizes: Of the mesh axes.
+        layers: Number of layers.
+        microbatches: Of one row of each device that sees other rows.
+        options: Of `Decoder`, and ``chunks`` and ``zero`` of `pipelined`.
+        change: Fields of the config.
+    """
+    mesh, rules = make_mesh(sizes, devices), megascale_3d()
+    config = dataclasses.replace(preset(model), num_layers=layers, **change)
+    settings = {
+        "chunks": options.pop("chunks", 1),
+        "microbatches": microbatches,
+        "zero": options.pop("zero", 3),
+    }
+    stack = StackLayout(
+        num_layers=layers, stages=mesh.shape["pipe"], chunks=settings["chunks"]
+    )
+
+    def init():
+        decoder = Decoder(
+            config, dtype=jnp.bfloat16, rules=rules, rngs=nnx.Rngs(0), **options
+        )
+        return stack.arrange(decoder)
+
+    decoder = jax.eval_shape(init)
+    decoder = jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+        decoder,
+        shardings(decoder, mesh, rules),
+    )
+    rows = microbatches * mesh.shape["data"] * mesh.shape["fsdp"]
+
+    def of(kind: Any, *inner: int) -> Any:
+        where = NamedSharding(mesh, rules.spec("batch", *[None] * len(inner)))
+        return jax.ShapeDtypeStruct((rows, *inner), kind, sharding=where)
+
+    length = min(4096, config.max_seq_len)
+    batch = PackedBatch(
+        tokens=of(np.int32, length),
+        targets=of(np.int32, length),
+        loss_mask=of(np.bool_, length),
+        cu_seqlens=of(np.int32, 9),
+    )
+    run = pipelined(next_token_loss(chunk_size=1024), rules=rules, **settings)
+
+    def under_mesh(decoder, batch):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return run(decoder, batch)
+
+    return jax.jit(under_mesh), (decoder, batch)

@@ -1,0 +1,146 @@
+"""Pipelines for GPUs: fused products inside, and what XLA hides, as compiled."""
+
+import dataclasses
+import sys
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from jaxscale.models import Decoder, preset
+from jaxscale.nn.packing import PackedBatch
+from jaxscale.sharding import (
+    XLA_PRESETS,
+    make_mesh,
+    megascale_3d,
+    shardings,
+    tensor_parallel,
+)
+from jaxscale.training.pipelined import pipelined
+from jaxscale.training.step import next_token_loss
+from pallas_kernels import tuning
+from pallas_kernels.collective_matmul import CollectiveConfig
+from pallas_kernels.mosaic import H200, use_device
+from tests.compiled import compile_for_h200
+from tests.hlo import transfers
+from tests.interpreter import interpret_mosaic_gpu
+from tests.pallas_kernels.varlen_attention import stand_ins  # noqa: F401
+from tests.tolerances import RELATIVE, relative_error
+from tests.training import pipelined_step
+
+
+ROWS, TOKENS = 2, 256  # 128 of a device: a tile
+SMALL = CollectiveConfig(tile_m=128, tile_n=64, stages=2)
+
+COMPILES = pytest.mark.skipif(
+    sys.platform != "linux", reason="the plugin that compiles is for Linux"
+)
+
+
+def loss_and_gradients(form):
+    """Of a tiny decoder in bf16, by two stages of two devices each."""
+    mesh, rules = make_mesh({"pipe": 2, "tensor": 2}, jax.devices()[:4]), megascale_3d()
+    config = dataclasses.replace(
+        preset("llama_tiny"),
+        vocab_size=64,
+        d_model=64,
+        d_ff=128,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=64,
+        max_seq_len=TOKENS,
+    )
+    model = Decoder(
+        config,
+        dtype=jnp.bfloat16,
+        rules=rules,
+        tensor_parallel=form,
+        rngs=nnx.Rngs(0),
+    )
+    model = jax.device_put(model, shardings(model, mesh, rules))
+    tokens = np.random.default_rng(0).integers(0, 64, (ROWS, TOKENS + 1), np.int32)
+    batch = PackedBatch(
+        tokens=tokens[:, :-1],
+        targets=tokens[:, 1:],
+        loss_mask=np.ones((ROWS, TOKENS), bool),
+        cu_seqlens=None,
+    )
+    batch = jax.device_put(batch, NamedSharding(mesh, rules.spec("batch")))
+    run = pipelined(next_token_loss(), microbatches=ROWS, rules=rules)
+    with jax.set_mesh(mesh):
+        sums, grads = jax.jit(run)(model, batch)
+    return float(sums.nll) / int(sums.tokens), jax.device_get(nnx.to_pure_dict(grads))
+
+
+def test_kernels_inside_a_pipeline_give_what_collectives_give(monkeypatch):
+    want_loss, want = loss_and_gradients("xla")
+    monkeypatch.setitem(tensor_parallel._IMPLEMENTATIONS, "fused", "mosaic_gpu")
+    with (
+        use_device(dataclasses.replace(H200, num_sms=1)),
+        tuning.override("collective_matmul", SMALL),
+        interpret_mosaic_gpu() as interpreted,
+    ):
+        loss, grads = loss_and_gradients("fused")
+    assert interpreted.kernels > 4 * 4  # of two layers, forward and backward
+    assert abs(loss - want_loss) < 1e-3 * want_loss
+    tolerance = RELATIVE[jnp.dtype("bfloat16")]
+    for (path, got), expected in zip(
+        jax.tree.leaves_with_path(grads), jax.tree.leaves(want), strict=True
+    ):
+        assert relative_error(got, expected) < tolerance, jax.tree_util.keystr(path)
+
+
+@COMPILES
+def test_kernels_inside_a_pipeline_compile_for_eight_gpus():
+    """Real widths and a parallel block: a gather and a scatter, and back.
+
+    `tests.training.pipelined_step` compiles LLaMA's block, also for 32 GPUs.
+    """
+    change = {"num_heads": 32, "num_kv_heads": 32, "head_dim": 128}
+    sizes, options = {"pipe": 2, "tensor": 4}, {"tensor_parallel": "fused"}
+    found = compile_for_h200(
+        pipelined_step.gradients, "gptj_6b", sizes, 4, 1, options, change, count=8
+    )
+    assert [kernel for kernel in found.kernels if kernel.spilled] == []
+    count = Counter(kernel.name for kernel in found.kernels)
+    assert count["all_gather_matmul"] == count["matmul_reduce_scatter"] == 2
+    assert count["varlen_attention"] == count["varlen_attention_backward"] == 1
+    kinds = [k for t in transfers(found.hlo) if t.loops == 2 for k in t.axes]
+    assert "tensor" not in kinds  # which the kernels do
+
+
+def sent(*arguments):
+    """The collectives of LLaMA's pipeline on 8 GPUs with the flags for overlap."""
+    flags = tuple(XLA_PRESETS["overlap"])
+    program = pipelined_step.gradients
+    found = compile_for_h200(program, "llama3_8b", *arguments, {}, count=8, flags=flags)
+    return transfers(found.hlo)
+
+
+@COMPILES
+def test_activations_travel_while_the_other_pass_runs():
+    found = sent({"pipe": 4, "data": 2}, 8, 4, {"zero": 1})
+    sends = [x for x in found if x.operation == "collective-permute"]
+    loops = [x.loop for x in sends]
+    # The loop over the ticks with both passes: an activation, then a gradient.
+    activation, gradient = (x for x in sends if loops.count(x.loop) == 2)
+    assert activation.behind is not None and gradient.behind is not None
+    assert "varlen_attention_backward" in activation.behind
+    assert "varlen_attention" in gradient.behind
+    assert all(x.behind is not None for x in sends)
+
+
+@COMPILES
+def test_the_next_layer_is_gathered_while_one_computes():
+    """ZeRO-3: in the loops over layers nothing but these waits for `fsdp`."""
+    found = sent({"pipe": 2, "fsdp": 4}, 8, 1, {"zero": 3})
+    layers = [x for x in found if x.loops == 2 and x.axes == {"fsdp"}]
+    gathers = [x for x in layers if x.operation == "all-gather"]
+    assert len(gathers) >= 12  # forward and backward
+    assert all(x.ahead for x in gathers)
+    assert {x.operation for x in layers} == {"all-gather", "reduce-scatter"}
+    assert all(x.hidden for x in layers)
