@@ -72,8 +72,14 @@ def test_loss_and_gradients_are_those_of_one_device(layout):
     ("chunks", "layers", "axis"), [(1, 4, "context"), (2, 5, "tensor")]
 )
 def test_evaluation_runs_forward_passes_alone(chunks, layers, axis):
-    layout = Layout(pipe=2, chunks=chunks, layers=layers, **{axis: 2})
-    sums = pipelined_sums(LOSS, microbatches=2, rules=layout.rules, chunks=chunks)
+    layout = Layout(pipe=2, fsdp=2, chunks=chunks, layers=layers, **{axis: 2})
+    sums = pipelined_sums(
+        LOSS,
+        microbatches=2,
+        rules=layout.rules,
+        chunks=chunks,
+        state_rules=layout.tables,
+    )
     with jax.set_mesh(layout.mesh):
         got = jax.jit(sums)(*layout.arguments())
     want, _ = one_device(layout.model, layers, layout.packed)
