@@ -41,7 +41,7 @@ FAULTS = {
     "a hang with the interpreter lock": "gil:1:25",
     "an exception": "raise:1:25",
     "a segmentation fault": "segfault:0:25",
-    "SIGTERM to one process": "term:1:25",
+    "SIGTERM to one process": "term:1:5",
     "SIGKILL during a save": "save:0:20",
     "NaN in gradients, once": "nan:0:25",
     "NaN in data, always": "nan!:0:25",
@@ -109,7 +109,7 @@ class Job:
             for e in self.events("events-0.jsonl")
             if e["name"] == "compile" and e["cycle"] == faults[0]["cycle"] + 1
         ]
-        text = f"noticed after {faults[-1]['t0'] - struck:5.2f} s"
+        text = f"noticed after {faults[0]['t0'] - struck:5.2f} s"
         if again:
             text += f", running after {again[0]['t1'] - again[0]['t0']:4.1f} s"
         if first:

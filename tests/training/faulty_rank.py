@@ -112,7 +112,8 @@ def first(out, fault):
     if mark.exists() and "!" not in fault:
         return False
     mark.touch()
-    (out / "struck").write_text(str(time.time()))
+    if not (out / "struck").exists():
+        (out / "struck").write_text(str(time.time()))
     return True
 
 
