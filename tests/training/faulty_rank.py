@@ -16,7 +16,7 @@ from jaxscale.supervision import current
 
 
 SPOILED = ("nan", "spike", "leave-out")
-SPIKE, POISON = 30, 31  # tokens that multiply the loss by 4, or make it NaN
+SPIKE, POISON = 30, 31  # tokens that multiply the loss by 20, or make it NaN
 
 
 def main(directory, steps, *faults):
@@ -87,7 +87,7 @@ def poisoned_loss(model, batch):
 
     loss, sums = next_token_loss()(model, batch)
     poison = jnp.where((batch.tokens == POISON).any(), jnp.nan, 1.0)
-    poison = jnp.where((batch.tokens == SPIKE).any(), 4.0, poison)
+    poison = jnp.where((batch.tokens == SPIKE).any(), 20.0, poison)
     return loss * poison, sums._replace(nll=sums.nll * poison)
 
 
