@@ -48,6 +48,7 @@ OURS = (
     "jaxscale",
     "jaxscale_scan",
     "jaxscale_xla",
+    "jaxscale_overlap",
     "tile_wise",
     "tew",
     "tew_auto",

@@ -11,10 +11,12 @@ over the dense bf16 peak of the data sheet of all GPUs.
 - ``jaxscale``: every layer compiled, nothing recomputed; whole rows by cuDNN; over
   `tensor` the fused kernels.
 - ``jaxscale_xla``: the same with XLA's collectives over `tensor`.
+- ``jaxscale_overlap``: ``jaxscale`` with XLA's flags of the preset `overlap`.
 - ``jaxscale_scan``: one layer compiled and looped over, which keeps the results of
   matrix products and attention and computes the rest twice.
 - ``plain_jax``: `benchmarks.plain_training`, without jaxscale: cuDNN's attention, XLA's
   collectives; no pipelines, no parts of rows, no packed rows.
+- ``plain_jax_overlap``: the same with these flags.
 - ``torch_compile``: `benchmarks.torch_training`: `torch.compile`, fused AdamW, SDPA;
   FSDP2 and DTensor's tensor parallelism on several GPUs; no pipelines, no parts of
   rows, no window.
@@ -58,6 +60,7 @@ from benchmarks import (
 )
 from benchmarks.harness import Benchmark, Case, Custom, Measurement, Results, run_case
 from jaxscale import training
+from jaxscale.sharding import use_xla_flags
 
 
 PARITY_STEPS = 8
@@ -91,6 +94,7 @@ DEFAULTS = {
     "moments": "float32",
     "memory_kind": "device",
     "tensor_parallel": "fused",
+    "xla_flags": None,
     "remat": "none",
     "scan_layers": False,
     "loss_chunk": 1024,
@@ -109,7 +113,15 @@ WORKLOAD = (
 )
 """What makes losses comparable."""
 
-REFERENCES = ("plain_jax", "torch_compile", "jaxscale_xla", "jaxscale_scan", "jaxscale")
+REFERENCES = (
+    "plain_jax",
+    "plain_jax_overlap",
+    "torch_compile",
+    "jaxscale_xla",
+    "jaxscale_overlap",
+    "jaxscale_scan",
+    "jaxscale",
+)
 """In the order in which losses are compared with them."""
 
 
@@ -131,10 +143,13 @@ def train(name: str, job: Mapping[str, Any]) -> dict[str, Any]:
     """Train in JAX, in this process: seconds and losses of the steps, memory.
 
     Args:
-        name: ``plain_jax``, or ours.
+        name: ``plain_jax``, ``plain_jax_overlap``, or ours.
         job: From `job_of`.
     """
-    prepare = (plain_training if name == "plain_jax" else jaxscale_training).prepare
+    if job["xla_flags"] is not None:
+        use_xla_flags(job["xla_flags"])
+    plain = name.startswith("plain_jax")
+    prepare = (plain_training if plain else jaxscale_training).prepare
     rows = equal_llama.batches(
         job["shape"]["vocab_size"],
         job["batch"],
@@ -250,13 +265,18 @@ def _unsupported(
     name: str, params: Mapping[str, Any], job: Mapping[str, Any]
 ) -> str | None:
     """Why an implementation cannot do a case, if so."""
+    if name.endswith("_overlap"):
+        if "xla_flags" in params or job["size"] == 1:
+            return "nothing to overlap, or what all do"
+        if not timing.on_gpu():
+            return "the flags are of GPUs"
     if name == "jaxscale_xla":
         fixed = "tensor_parallel" in params or job["tensor"] == 1
         return "the same as jaxscale here" if fixed else None
     if name == "jaxscale_scan":
         loops = "scan_layers" in params or job["pipe"] > 1
         return "jaxscale loops over layers here" if loops else None
-    if name == "jaxscale":
+    if name in ("jaxscale", "jaxscale_overlap"):
         return None
     if job["pipe"] > 1:
         return "pipelines"
@@ -268,7 +288,7 @@ def _unsupported(
         return "moments but in fp32 on the device"
     if job["zero"] == 1:
         return "ZeRO-1"
-    if name == "plain_jax":
+    if name.startswith("plain_jax"):
         return "packed rows" if job["documents"] else None
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed"
@@ -361,6 +381,7 @@ def _ablation() -> list[Case]:
         "window": {"window": 1024},
         "tensor_overlap": {"tensor_parallel": "fused"},
         "interleaved": {"chunks": 4},
+        "overlap": {"xla_flags": "overlap"},
         "lamb_3x_batch": {"optimizer": "lamb", "batch": 48, "microbatches": 48},
     }
     cases = []
@@ -426,7 +447,9 @@ BENCHMARK = Benchmark(
         "jaxscale_scan": _implementation(
             "jaxscale_scan", scan_layers=True, remat="attention"
         ),
+        "jaxscale_overlap": _implementation("jaxscale_overlap", xla_flags="overlap"),
         "plain_jax": _implementation("plain_jax"),
+        "plain_jax_overlap": _implementation("plain_jax_overlap", xla_flags="overlap"),
         "torch_compile": _implementation("torch_compile"),
     },
     measure=measure,
