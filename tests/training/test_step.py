@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from jaxscale.models import Decoder, preset
-from jaxscale.sharding import MeshConfig, create, fsdp_tp, make_mesh
+from jaxscale.sharding import MeshConfig, StateRules, create, fsdp_tp, make_mesh
 from jaxscale.training.gradients import _cut, accumulated
 from jaxscale.training.optimizer import OptimizerConfig, make_optimizer, make_schedule
 from jaxscale.training.step import (
@@ -19,6 +19,7 @@ from jaxscale.training.step import (
     make_eval_step,
     make_train_step,
     next_token_loss,
+    state_shardings,
 )
 from tests.sharding.test_rules import collectives_of
 from tests.training import toy
@@ -239,6 +240,36 @@ def test_sharded_trace_equals_unsharded(plain, kind):
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     assert sharded_step._cache_size() == 1
     assert [x.sharding for x in jax.tree.leaves(state)] == jax.tree.leaves(layout)
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_parameters_may_be_whole_between_steps(plain, kind):
+    optimizer, step = plain
+    expected, _ = trace(step, fresh(optimizer), range(3))
+    rules = fsdp_tp()
+    tables = StateRules.zero(rules, 1, replicated=True)
+    devices = jax.devices()[:4]
+    mesh = make_mesh(MeshConfig(fsdp=4, axis_type=kind), devices)
+    with jax.set_mesh(mesh):
+        abstract = jax.eval_shape(lambda: fresh(optimizer, rules=rules))
+        layout = state_shardings(abstract, mesh, tables)
+        init = jax.jit(lambda: fresh(optimizer, rules=rules), out_shardings=layout)
+        state = init()
+        assert state.model.up[...].sharding.shard_shape((2, 16, 32)) == (2, 16, 32)
+        moment = state.opt_state[1].mu["up"][...].sharding
+        assert moment.shard_shape((2, 16, 32)) == (2, 4, 32)
+        _, sharded_step = parts(
+            microbatches=2, rules=rules, state_rules=tables, shardings=layout
+        )
+        rows = jax.NamedSharding(mesh, rules.spec("batch"))
+        losses = []
+        for seed in range(3):
+            batch = jax.device_put(toy.batch(seed), rows)
+            state, metrics = sharded_step(state, batch)
+            losses.append(float(metrics["loss"]))
+    assert [x.sharding for x in jax.tree.leaves(state)] == jax.tree.leaves(layout)
+    assert sharded_step._cache_size() == 1
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
 def test_held_out_loss_falls(plain):
