@@ -405,8 +405,9 @@ def step_memory(
 ) -> dict[str, float]:
     """Bytes of a GPU at the peak of a step, by part; their sum is the peak.
 
-    Parameters are fp32, the computation is bf16. Of moments on the host there are those
-    of one parameter and a half, at the size of the largest. Without accumulation
+    Parameters are fp32, the computation is bf16. Of moments on the host an update holds
+    those of one parameter and a half, at the size of the largest, where passes held
+    activations: what it takes more than these counts. Without accumulation
     gradients take the place of activations as these are used up, so the larger of both
     counts. A layer is added whose forward pass is there a second time. With a pipeline
     the stash holds what `remat` keeps of the layers of each chunk in flight.
@@ -428,6 +429,8 @@ def step_memory(
     whole = local
     if layout.zero == 3 and f > 1:  # two layers, and the vocabulary, are there whole
         whole = 2 * layer + vocabulary + local / f
+    elif layout.remat != "none" and layout.pipe == f == 1:  # cast to bf16 again
+        whole = 2 * layer + vocabulary
     kept = _kept(shape, layout.remat, layout.tensor, program)
     run = _kept(shape, "none", layout.tensor, program)
     chunk = layers // layout.chunks
@@ -449,17 +452,20 @@ def step_memory(
         least += layer * _BF16
     rows = layout.rows * min(_LOSS_CHUNK, seq_len / layout.context)
     split = layout.tensor * layout.pipe
-    held = local
-    if layout.memory_kind == "pinned_host":
-        largest = shape.d_model * shape.d_ff * layers / layout.tensor
-        held = 1.5 * max(largest, shape.d_model * shape.vocab_size / split)
-    return {
+    sizes = {
         "parameters": local * _FP32 / f + whole * _BF16,
-        "moments": layout.moment_bytes * held / f,
+        "moments": layout.moment_bytes * local / f,
         "gradients": accumulated + max(least, fresh - activations),
         "activations": activations,
         "logits": rows * shape.vocab_size * (_FP32 + _BF16) / split,
     }
+    if layout.memory_kind == "pinned_host":
+        tables = shape.d_model * shape.vocab_size / split
+        largest = max(shape.d_model * shape.d_ff * layers / layout.tensor, tables)
+        update = (1.5 * layout.moment_bytes * largest + local * _FP32) / f
+        passes = sum(sizes.values()) - sizes["moments"] - local * _FP32 / f
+        sizes["moments"] = max(0.0, update - passes)
+    return sizes
 
 
 def _kept(shape: Shape, remat: str, tensor: int, program: Program) -> float:
