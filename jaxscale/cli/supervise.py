@@ -63,6 +63,8 @@ def train(arguments: Sequence[str]) -> int:
         RunFailed: the job fails again and again.
     """
     ours, theirs = _split(arguments)
+    if {"-h", "--help"} & {*theirs}:
+        ours = ["--help"]
     config = parse(
         SuperviseConfig,
         ours,

@@ -35,6 +35,12 @@ def test_options_go_to_the_supervisor_or_to_the_ranks(command, jobs, tmp_path):
     assert (config.processes, config.replay, config.deadlines.step) == (4, False, 5)
 
 
+def test_help_describes_the_supervisor(command, jobs):
+    code, out, _ = command("train", "llama_tiny", "--supervise", "--help")
+    assert code == 0 and jobs == []
+    assert "--supervise. before their names" in out and "--deadlines.step" in out
+
+
 def test_a_run_that_is_there_is_continued_if_it_is_meant(command, jobs, tmp_path):
     (tmp_path / "run.json").touch()
     train = ("train", "llama_tiny", "--supervise", f"--output-dir={tmp_path}")
