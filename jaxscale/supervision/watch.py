@@ -203,8 +203,8 @@ class Watch:
             skipped: Steps whose loss may be a spike: batches were left out there.
         """
         failed = [n for n, r in self._ranks.items() if r.failed < float("inf")]
-        if failed:
-            return self._failed(failed)
+        if failed and (fault := self._failed(failed)) is not None:
+            return fault
         bad = self._not_finite
         news = [s for s in bad if s not in known and s - 1 not in bad]
         if news:

@@ -30,7 +30,7 @@ def main(directory, steps, *faults):
     rank, count = (int(os.environ[f"JAX_{n}"]) for n in ("PROCESS_ID", "NUM_PROCESSES"))
     out, meeting = Path(directory), Path(directory) / f"meeting-{cycle}"
     meeting.mkdir(exist_ok=True)
-    stopped = []
+    stopped, agreed = [], meeting / "stop"
     signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
     with events.written_to(out / f"events-{rank}.jsonl"):
         events.emit("restore", 0)
@@ -52,10 +52,10 @@ def main(directory, steps, *faults):
             events.emit("done", step, kind="device", since=begun, loss=loss)
             if metrics is not None:
                 metrics.write(step, value)
-            # All stop at the same step: the one after which the first has asked.
-            if stopped:
-                (meeting / "stop").touch()
-            stop = (meeting / "stop").exists() and step % EVERY == 0
+            # All stop after the same step, which none has begun: they are that close.
+            if stopped and not agreed.exists():
+                agreed.write_text(str(step + EVERY + 2 - (step + 2) % EVERY))
+            stop = agreed.exists() and agreed.read_text() == str(step)
             if rank == 0 and step % EVERY == 0:
                 with events.span("save", step):
                     save(out, step, value, batch)

@@ -144,6 +144,16 @@ def test_ranks_that_someone_has_stopped_may_finish_their_checkpoint():
     assert watch.fault(now).kind == "stopped"
 
 
+def test_one_that_does_not_stop_with_the_others_is_noticed():
+    watch, now = watching(step=7)
+    for rank in (0, 2):
+        watch.moved(moved(rank, "bye", 7), now)
+        watch.exited(exited(rank, 1), now)
+    assert watch.fault(now + 29) is None
+    fault = watch.fault(now + 31)
+    assert fault.kind == "stall" and fault.reason.startswith("rank 1 said nothing")
+
+
 def test_all_that_leave_well_are_finished():
     watch, now = watching(step=7)
     for rank in range(3):
