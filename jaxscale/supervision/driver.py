@@ -114,7 +114,8 @@ class Driver:
             if self._watch is None:
                 await self._start()
             fault = None if self._watch is None else await self._follow(self._watch)
-            if self._stop or self._watch is None:
+            done = self._watch is not None and self._watch.finished
+            if self._watch is None or (self._stop and not done):
                 step = self._state.best
                 self._report(f"stopped after step {step}; the same command continues")
                 return STOPPED

@@ -8,7 +8,8 @@ line is an object with the fields
     step     the step that it belongs to
     kind     host, device, compile or fault
     name     start, meet, joined, restore, compile, begin, data, dispatched, done,
-             save, saved, eval, evaluated, not_finite, error, finish, bye
+             save, saved, eval, evaluated, not_finite, error, stopped, finish,
+             bye
     args     more of it, for example the loss of a step that is done
 
 In a process that a supervisor has started, the events are its heartbeat: the executor

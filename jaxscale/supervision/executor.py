@@ -252,7 +252,8 @@ class Executor:
 
         Of one rank all steps are, for their losses.
         """
-        about = "done" if message.phase == "done" else "place"
+        kept = ("done", "stopped")  # whatever comes after
+        about = message.phase if message.phase in kept else "place"
         losses = about == "done" and message.rank == min(self._ranks)
         self._newest[message.rank, about] = message
         self._untold[message.rank, about, message.step if losses else 0] = message

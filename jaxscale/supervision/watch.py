@@ -22,13 +22,14 @@ that a signal has ended with a checkpoint."""
 # The order of what a process does at one step. That a step is done is heard from
 # another thread, at any time, and is no place of the process.
 _PHASES = ("start", "meet", "joined", "restore", "compile", "begin", "data")
-_PHASES += ("dispatched", "save", "saved", "eval", "evaluated", "finish", "bye")
+_PHASES += ("dispatched", "save", "saved", "eval", "evaluated", "stopped", "finish")
+_PHASES += ("bye",)
 _ORDER = {name: i for i, name in enumerate(_PHASES)}
 _LOSSES, _FEWEST_LOSSES = 64, 8
 _DEADLINES = {
     **dict.fromkeys(["start", "meet"], "start"),
     **dict.fromkeys(["joined", "restore", "compile"], "compile"),
-    **dict.fromkeys(["save", "finish", "bye"], "save"),
+    **dict.fromkeys(["save", "stopped", "finish", "bye"], "save"),
     "eval": "evaluate",
 }
 
@@ -57,8 +58,16 @@ class _Rank:
     """The newest step that is done, in this cycle."""
     error: str = ""
     failed: float = float("inf")
+    stopped: bool = False
+    """Whether a signal has ended its run."""
     code: int | None = None
     tail: str = ""
+
+    @property
+    def has_failed(self) -> bool:
+        # A program may tell by its code that its run was stopped, or not.
+        well = self.stopped and self.code in (None, 0, STOPPED) and not self.error
+        return self.failed < float("inf") and not well
 
     @property
     def place(self) -> tuple[int, int]:
@@ -140,8 +149,9 @@ class Watch:
 
     @property
     def finished(self) -> bool:
-        """Whether all have left as they should."""
-        return all(rank.code == 0 for rank in self._ranks.values())
+        """Whether all have left, and have done all steps."""
+        ranks = self._ranks.values()
+        return all(rank.code == 0 and not rank.stopped for rank in ranks)
 
     @property
     def gone(self) -> bool:
@@ -178,6 +188,7 @@ class Watch:
                 self._spike = message.step
         else:
             rank.step, rank.phase = message.step, message.phase
+            rank.stopped = rank.stopped or message.phase == "stopped"
 
     def exited(self, message: Exited, now: float) -> None:
         """Take in that a process has ended."""
@@ -202,9 +213,12 @@ class Watch:
                 those that follow them.
             skipped: Steps whose loss may be a spike: batches were left out there.
         """
-        failed = [n for n, r in self._ranks.items() if r.failed < float("inf")]
-        if failed and (fault := self._failed(failed)) is not None:
-            return fault
+        failed = [n for n, r in self._ranks.items() if r.has_failed]
+        if failed:
+            return self._failed(failed)
+        if self.gone and any(rank.stopped for rank in self._ranks.values()):
+            reason = "the ranks were asked to stop, not by the driver, and have saved"
+            return Fault(kind="stopped", reason=reason, step=self.step)
         bad = self._not_finite
         news = [s for s in bad if s not in known and s - 1 not in bad]
         if news:
@@ -259,15 +273,8 @@ class Watch:
         if self._done_at is None or step > self._done_at[0]:
             self._done_at = (step, now)
 
-    def _failed(self, failed: list[int]) -> Fault | None:
+    def _failed(self, failed: list[int]) -> Fault:
         ranks = self._ranks
-        stopped = [n for n in failed if _was_stopped(ranks[n])]
-        if len(stopped) == len(failed):
-            if not self.gone:  # some still write the checkpoint
-                return None
-            reason = "all ranks were asked to stop, not by the driver, and have saved"
-            return Fault(kind="stopped", reason=reason, step=self.step)
-        failed = [n for n in failed if n not in stopped]
         # Of a killed rank the others hear within milliseconds, and fail as well.
         killed = [n for n in failed if (ranks[n].code or 0) < 0]
         first = min(killed or failed, key=lambda n: ranks[n].failed)
@@ -311,10 +318,6 @@ class Watch:
             return deadlines.compile
         usual = statistics.median(self._durations) if self._durations else 0.0
         return max(deadlines.step, deadlines.step_factor * usual)
-
-
-def _was_stopped(rank: _Rank) -> bool:
-    return rank.code == STOPPED and rank.phase == "bye" and not rank.error
 
 
 def _final(rank: _Rank) -> int:

@@ -197,6 +197,7 @@ def fit(
                     guard.save(step, state, batches, final=last or stop)
             if stop and not last:
                 logger.warning("stopped by a signal after step %d", step)
+                events.emit("stopped", step)
                 break
             if eval_data is not None and (last or step % config.eval_every == 0):
                 with monitor.pause("eval", step):

@@ -60,6 +60,7 @@ def main(directory, steps, *faults):
                 with events.span("save", step):
                     save(out, step, value, batch)
             if stop:
+                events.emit("stopped", step)
                 break
     print(f"rank {rank} left after step {step}")
     sys.exit(step < int(steps))

@@ -84,7 +84,7 @@ def nothing_runs(out):
         ("gil:1:10", "stall", r"said nothing for .* \(deadline 1 s\)", STALL + 1),
         ("nan:0:10", "not_finite", "loss or gradients of step 10 were not", 2),
         ("executor:1:10", "lost", "the executor of ranks 0, 1 has gone", 2),
-        ("term:1:10", "stopped", "all ranks were asked to stop, not by the", 2),
+        ("term:1:10", "stopped", "the ranks were asked to stop, not by the", 2),
     ],
 )
 def test_a_fault_is_noticed_and_the_trace_has_no_gap(
@@ -323,8 +323,11 @@ def ended():
     """No process of a test outlives it."""
     yield
     for process in children:
-        process.kill()
-        process.wait()
+        for _ in range(2):  # a driver ends its ranks at the second
+            if process.poll() is None:
+                process.terminate()
+                time.sleep(0.2)
+        process.wait(20)
     children.clear()
 
 

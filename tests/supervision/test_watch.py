@@ -47,6 +47,7 @@ def watching(ranks=3, step=0, seconds=1.0):
         ("evaluated", 30),
         ("finish", 300),
         ("bye", 300),
+        ("stopped", 300),
     ],
 )
 def test_each_phase_has_its_deadline(phase, limit):
@@ -134,12 +135,14 @@ def test_what_would_end_alike_is_final(phase, text, code, final):
     assert watch.fault(now).final == final
 
 
-def test_ranks_that_someone_has_stopped_may_finish_their_checkpoint():
+@pytest.mark.parametrize("code", [0, 1])
+def test_ranks_that_someone_has_stopped_may_finish_their_checkpoint(code):
     watch, now = watching(step=7)
     for rank in range(3):
+        watch.moved(moved(rank, "stopped", 7), now)
         assert watch.fault(now) is None
         watch.moved(moved(rank, "bye", 7), now)
-        watch.exited(exited(rank, 1), now)
+        watch.exited(exited(rank, code), now)
     assert watch.gone and not watch.finished
     assert watch.fault(now).kind == "stopped"
 
@@ -147,7 +150,7 @@ def test_ranks_that_someone_has_stopped_may_finish_their_checkpoint():
 def test_one_that_does_not_stop_with_the_others_is_noticed():
     watch, now = watching(step=7)
     for rank in (0, 2):
-        watch.moved(moved(rank, "bye", 7), now)
+        watch.moved(moved(rank, "stopped", 7), now)
         watch.exited(exited(rank, 1), now)
     assert watch.fault(now + 29) is None
     fault = watch.fault(now + 31)

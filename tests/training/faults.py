@@ -8,6 +8,7 @@ were computed twice, and whether the losses are those of an unbroken run, bit fo
 """
 
 import argparse
+import atexit
 import contextlib
 import json
 import os
@@ -68,6 +69,7 @@ class Job:
             *(sys.executable, "-m", f"tests.{module}"),
             *(str(self.out), str(steps), *faults),
         ]
+        atexit.register(self.end)
         self.start()
 
     def start(self):
@@ -80,7 +82,15 @@ class Job:
         try:
             return self.driver.wait(seconds)
         finally:
-            self.driver.kill()
+            self.end()
+
+    def end(self):
+        """Stop the driver with its executor and ranks, if they still run."""
+        for _ in range(2):  # the second time it does not wait for the ranks
+            if self.driver.poll() is None:
+                self.driver.terminate()
+                time.sleep(0.5)
+        self.driver.wait(30)
 
     @property
     def said(self):
@@ -257,6 +267,7 @@ def main():
     )
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     if arguments.random:
         return not many(
             arguments.random, arguments.seed, arguments.steps, arguments.without_jax
