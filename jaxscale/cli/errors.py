@@ -19,12 +19,14 @@ class RunFailed(Exception):
 
 DIVERGED = 3
 """Exit code of a run whose updates were not finite any more."""
+NOT_WRITTEN = 4
+"""Exit code of a run that could not write a checkpoint."""
 
 
 @contextlib.contextmanager
 def training_errors() -> Iterator[None]:
     """Report in a line how a run can end that is no defect of the program."""
-    from jaxscale.training import DamagedCheckpoint, Diverged
+    from jaxscale.training import CheckpointNotWritten, DamagedCheckpoint, Diverged
 
     try:
         yield
@@ -32,6 +34,8 @@ def training_errors() -> Iterator[None]:
         raise UsageError(str(error)) from None
     except Diverged as error:
         raise RunFailed(str(error), DIVERGED) from None
+    except CheckpointNotWritten as error:
+        raise RunFailed(str(error), NOT_WRITTEN) from None
 
 
 @contextlib.contextmanager

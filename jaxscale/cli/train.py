@@ -27,7 +27,7 @@ from jaxscale.training import (
     packed_batches,
 )
 from jaxscale.training import run as run_directory
-from jaxscale.training.checkpoint import set_aside_after
+from jaxscale.training.checkpoint_steps import set_aside_after
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Training: losses, optimizers, the step, checkpoints, metrics and the loop."""
 
-from jaxscale.training.checkpoint import Checkpointer, DamagedCheckpoint
+from jaxscale.training.checkpoint import Checkpointer
+from jaxscale.training.checkpoint_steps import CheckpointNotWritten, DamagedCheckpoint
 from jaxscale.training.config import TrainConfig
 from jaxscale.training.corpus import (
     Document,
@@ -59,6 +60,7 @@ from jaxscale.training.step import (
 
 
 __all__ = [
+    "CheckpointNotWritten",
     "Checkpointer",
     "DamagedCheckpoint",
     "DataConfig",

@@ -23,7 +23,8 @@ from jaxscale import __version__, sharding
 from jaxscale.models import Decoder, DecoderConfig
 from jaxscale.sharding import AxisRules, TensorParallel
 from jaxscale.supervision.driver import DIRECTORY as SUPERVISOR
-from jaxscale.training.checkpoint import Checkpointer, complete_steps
+from jaxscale.training.checkpoint import Checkpointer
+from jaxscale.training.checkpoint_steps import complete_steps
 from jaxscale.training.config import TrainConfig
 from jaxscale.training.data import TextData
 
