@@ -44,7 +44,8 @@ class TrainCommand:
     devices: int | None = None
     """Simulate this many CPU devices instead of using those of the machine."""
     xla_flags: tuple[sharding.XlaPreset, ...] = ()
-    """Presets of XLA's flags: overlap, with which more communication is hidden."""
+    """Presets of XLA's flags: overlap hides more communication, host_kernels lets fused
+    kernels run in several processes."""
 
 
 def main(arguments: Sequence[str]) -> int:

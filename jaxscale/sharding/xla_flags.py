@@ -16,7 +16,7 @@ from typing import Literal
 from jaxscale.checks import check_choice
 
 
-type XlaPreset = Literal["overlap"]
+type XlaPreset = Literal["overlap", "host_kernels"]
 """The name of a set of flags."""
 
 XLA_PRESETS: Mapping[str, Mapping[str, str]] = MappingProxyType(
@@ -33,6 +33,15 @@ XLA_PRESETS: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "--xla_gpu_experimental_parallel_collective_overlap_limit=16": (
                     "as many collectives as a layer has are under way at once: with "
                     "one, which is the default, the others have nothing beside them"
+                ),
+            }
+        ),
+        "host_kernels": MappingProxyType(
+            {
+                "--xla_gpu_shard_autotuning=false": (
+                    "with one process a host, kernels that communicate name the GPUs "
+                    "of their process, so that the programs differ, and XLA would wait "
+                    "for ever for what the others tuned"
                 ),
             }
         ),
@@ -61,7 +70,8 @@ def use_xla_flags(*presets: str) -> None:
         >>> use_xla_flags("overlapp")
         Traceback (most recent call last):
         ...
-        ValueError: XLA preset 'overlapp' is unknown; use one of ('overlap',)
+        ValueError: XLA preset 'overlapp' is unknown; use one of ('overlap',
+        'host_kernels')
     """
     for preset in presets:
         check_choice("XLA preset", preset, tuple(XLA_PRESETS))

@@ -191,7 +191,13 @@ def _run_kernel(op: Op, x: Any, ws: Arrays, call: Call) -> Any:
         fused, outputs = jax.make_jaxpr(kernel, return_shape=True)(*types)
         following = _after("mosaic_gpu", op, call)
         other = None if following is None else jax.make_jaxpr(following)(x, ws)
-        leaves = by_device_order(op.name, fused, other, *jax.tree.leaves((x, ws)))
+        leaves = by_device_order(
+            op.name,
+            fused,
+            other,
+            *jax.tree.leaves((x, ws)),
+            axis_name=call.axis_name,
+        )
         return jax.tree.unflatten(jax.tree.structure(outputs), leaves)
 
     mapped = custom_vmap(product)
@@ -202,8 +208,8 @@ def _run_kernel(op: Op, x: Any, ws: Arrays, call: Call) -> Any:
 def _check_mesh(op: Op, call: Call) -> DeviceSpec:
     """Checks that a kernel can reach its peers, as far as tracing shows.
 
-    That the devices stand in order shows only when the function is lowered:
-    `pallas_kernels.collective_matmul.device_order`.
+    That the devices stand in order, and which process has them, shows only when the
+    function is lowered: `pallas_kernels.collective_matmul.device_order`.
 
     Returns:
         The GPU.
@@ -213,11 +219,6 @@ def _check_mesh(op: Op, call: Call) -> DeviceSpec:
     """
     device = check_hopper(call.device, op.name)
     instead = "use implementation='xla'"
-    if (count := jax.process_count()) > 1:
-        raise Unsupported(
-            f"{op.name}: there are {count} processes, and the kernel addresses GPUs of"
-            f" one process; {instead}"
-        )
     if call.size not in SIZES:
         raise Unsupported(
             f"{op.name}: axis {call.axis_name!r} has {call.size} devices, expected one"

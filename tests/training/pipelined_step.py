@@ -1,6 +1,11 @@
-"""Gradients through a pipeline of a real shape, to compile for GPUs not there."""
+"""Gradients through a pipeline of a real shape, to compile for GPUs not there.
+
+``python -m tests.training.pipelined_step`` compiles LLaMA's block with fused products
+for 8 and for 32 H200s, in minutes, and prints kernels, spills and what is hidden.
+"""
 
 import dataclasses
+from collections import Counter
 from typing import Any
 
 import jax
@@ -14,6 +19,8 @@ from jaxscale.models.stack_layout import StackLayout
 from jaxscale.nn.packing import PackedBatch
 from jaxscale.sharding import make_mesh, megascale_3d, shardings
 from jaxscale.training import next_token_loss, pipelined
+from tests.compiled import compile_for_h200
+from tests.hlo import transfers
 
 
 def gradients(
@@ -79,3 +86,26 @@ def gradients(
             return run(decoder, batch)
 
     return jax.jit(under_mesh), (decoder, batch)
+
+
+def _report(sizes: dict[str, int], count: int) -> None:
+    options = {"tensor_parallel": "fused", "remat": "attention"}
+    found = compile_for_h200(
+        gradients, "llama3_8b", sizes, 2 * sizes["pipe"], 2, options, {}, count=count
+    )
+    print(f"{count} H200s, {sizes}: {found.temporaries / 2**30:.2f} GiB of temporaries")
+    print("  kernels", dict(Counter(kernel.name for kernel in found.kernels)))
+    print("  spills", [kernel for kernel in found.kernels if kernel.spilled])
+    for at in transfers(found.hlo):
+        if at.loops and at.size > 2**20:
+            behind = "waited for" if at.behind is None else dict(Counter(at.behind))
+            size = f"{at.size / 2**20:.0f} MiB"
+            print(f"  {at.loops} {at.operation} {sorted(at.axes)} {size}: {behind}")
+
+
+if __name__ == "__main__":
+    # As a module of its name, which the process that compiles imports.
+    from tests.training import pipelined_step
+
+    pipelined_step._report({"pipe": 2, "tensor": 4}, 8)
+    pipelined_step._report({"pipe": 4, "fsdp": 2, "tensor": 4}, 32)
