@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import os
 import re
 import shlex
 import subprocess
@@ -136,6 +137,7 @@ def commands() -> list[str]:
 @pytest.mark.parametrize("command", commands())
 def test_commands_are_understood(command, tmp_path, monkeypatch):
     devices = [1]
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
 
     def check(config, **options):
         if isinstance(config, TrainConfig):
