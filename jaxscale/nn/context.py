@@ -141,7 +141,8 @@ class PackedPart(Packed):
 
         # The backward pass gathers again: kept from the forward pass, keys and values
         # of whole rows would take as many times the memory as devices share a row.
-        attend = jax.checkpoint(pieces, policy=_attention_saveable)
+        # Where the layer is computed again, what that gathers serves for both.
+        attend = jax.checkpoint(pieces, policy=_attention_saveable, prevent_cse=False)
         return attend(q, k, v), self
 
     @typing.override

@@ -350,9 +350,10 @@ def _stage(
     regions = 1 if shape.parallel_block else 2
     moved = (passes - 0.5) * 2 * regions * layers * _BF16 * d * (t - 1) / t
     tensor = moved / hardware.rate(stride=1, size=t)
-    # Keys and values of the other parts of a row, and their gradients back.
+    # Keys and values of the other parts of a row, in the backward pass too unless
+    # they are kept, and their gradients back.
     kv = 2 * shape.num_kv_heads * shape.head_dim * _BF16 / t
-    gathered = (passes - 1) * kv * (c - 1) * layers
+    gathered = (again - 1) * kv * (c - 1) * layers
     context = gathered / _rate(hardware, program, stride=t, size=c)
     # An activation each way for each chunk; sent, then received.
     stride = t * c * layout.groups
