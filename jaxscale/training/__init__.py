@@ -20,6 +20,7 @@ from jaxscale.training.data import (
     load_text,
     load_tokenizer,
 )
+from jaxscale.training.digest import ReplicasDiffer, check_replicas
 from jaxscale.training.divergence import Diverged
 from jaxscale.training.gradients import accumulated
 from jaxscale.training.hardware import mfu, peak_flops
@@ -86,6 +87,7 @@ __all__ = [
     "Plan",
     "PlanConfig",
     "ProgressBar",
+    "ReplicasDiffer",
     "TensorBoardWriter",
     "TextData",
     "TokenCorpus",
@@ -93,6 +95,7 @@ __all__ = [
     "TrainState",
     "Writer",
     "accumulated",
+    "check_replicas",
     "chunked_cross_entropy",
     "classification_loss",
     "decays",

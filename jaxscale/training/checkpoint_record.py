@@ -3,13 +3,17 @@
 import dataclasses
 import hashlib
 import json
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxscale.training.digest import digests
+from jaxscale.training.digest import differing, digests
+
+
+logger = logging.getLogger("jaxscale.training")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +62,8 @@ class CheckpointRecord:
             items: The other items, as JSON.
         """
         found = digests(arrays, layers)
+        if (text := differing(found)) and jax.process_index() == 0:
+            logger.warning("%s; the checkpoint holds the first of each", text)
         records = {}
         for name, x in arrays.items():
             stored = jax.eval_shape(_stored, x)

@@ -95,6 +95,9 @@ class TrainConfig:
     """Newest checkpoints that are kept."""
     keep_every: int | None = None
     """Checkpoints at multiples of this step are kept for good."""
+    check_replicas_every: int | None = None
+    """Steps between comparisons of what devices should hold alike, by digests; a device
+    that computes wrong values ends the run, and the error names it. None is never."""
     max_skipped: int = 10
     """Updates skipped in a row, because loss or gradients were not finite, after which
     the run has diverged and stops."""
@@ -129,10 +132,10 @@ class TrainConfig:
                 "optimizer.kind 'muon' multiplies matrices that mesh.axis_type "
                 "'explicit' would need to be told the partition of; use 'auto'"
             )
-        if self.keep_every is not None and self.keep_every < 1:
-            raise ValueError(
-                f"keep_every {self.keep_every} must be at least 1, or None"
-            )
+        for name in ("keep_every", "check_replicas_every"):
+            every = getattr(self, name)
+            if every is not None and every < 1:
+                raise ValueError(f"{name} {every} must be at least 1, or None")
         if self.steps > MAX_STEPS:
             raise ValueError(f"steps {self.steps} must be at most {MAX_STEPS}")
         if not 0 <= self.z_loss < math.inf:

@@ -27,6 +27,7 @@ from jaxtyping import Array, UInt32
 
 from jaxscale.models.stack_layout import StackLayout
 from jaxscale.sharding.rules import as_tuple
+from jaxscale.training.array_names import named_leaves
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,45 @@ def digests(
         name: _digest(x.sharding, x.shape, np.asarray(parts[name]))
         for name, x in placed.items()
     }
+
+
+def differing(found: Mapping[str, Digest]) -> str | None:
+    """Which replicas differ, in words; None if none do."""
+    odd = {name: digest.odd for name, digest in found.items() if digest.odd}
+    if not odd:
+        return None
+    devices = sorted({d for some in odd.values() for d in some}, key=lambda d: d.id)
+    where = ", ".join(f"{d} (process {d.process_index})" for d in devices)
+    more = f" and {len(odd) - 1} more arrays" if len(odd) > 1 else ""
+    return (
+        f"replicas of {next(iter(odd))}{more} differ on {where} from those of most "
+        "devices"
+    )
+
+
+class ReplicasDiffer(RuntimeError):
+    """A device holds other values than the others that hold the same array."""
+
+
+def check_replicas(tree: Any) -> None:
+    """Compare the replicas of each array of a pytree, on the devices.
+
+    What several devices hold alike they compute alike, so a device that computes wrong
+    values is told by its replicas. All processes must ask together, and wait for the
+    arrays. An array that is split over all devices has no replicas.
+
+    Args:
+        tree: Any pytree of arrays, for example a `TrainState`.
+
+    Raises:
+        ReplicasDiffer: replicas differ; the message names the devices whose are not as
+            those of most. Of two neither can be told, and both are named.
+    """
+    if text := differing(digests(named_leaves(tree))):
+        raise ReplicasDiffer(
+            f"{text}: their memory or their arithmetic is wrong; leave them out, and "
+            "go on from a checkpoint before"
+        )
 
 
 def _placed(x: Any) -> Array:

@@ -1,4 +1,4 @@
-"""Detection of a run that has diverged: too many updates in a row not finite."""
+"""Detection of a run whose numbers are wrong: not finite, or not those of replicas."""
 
 import collections
 import logging
@@ -12,6 +12,7 @@ from flax import nnx
 
 from jaxscale.training.checkpoint import Checkpointer
 from jaxscale.training.config import TrainConfig
+from jaxscale.training.digest import check_replicas
 from jaxscale.training.step import TrainState, global_norm
 
 
@@ -67,7 +68,7 @@ class SkippedInARow:
 
 
 class DivergenceGuard:
-    """Ends a run that diverges, and saves no state that is not finite."""
+    """Ends a run whose numbers are wrong, and saves no state that is not finite."""
 
     def __init__(self, config: TrainConfig, checkpoints: Checkpointer) -> None:
         """Begin before the first step.
@@ -80,14 +81,20 @@ class DivergenceGuard:
         self._checkpoints = checkpoints
         self._skipped = SkippedInARow()
 
-    def check(self, step: int, metrics: Any) -> None:
+    def check(self, step: int, state: TrainState, metrics: Any) -> None:
         """Count skipped updates, without waiting for those of this step.
+
+        Every `TrainConfig.check_replicas_every` steps it waits, to compare replicas.
 
         Raises:
             Diverged: there were too many in a row.
+            ReplicasDiffer: a device has other values than the others.
         """
         self._skipped.add(step, metrics)
         self._check_count()
+        every = self._config.check_replicas_every
+        if every is not None and step % every == 0:
+            check_replicas(state)
 
     def save(self, step: int, state: TrainState, batches: Any, *, final: bool) -> None:
         """Save `state` if it is good.

@@ -130,6 +130,8 @@ def fit(
         Diverged: ``config.max_skipped`` updates in a row were not finite, or the
             parameters at the end are not. What was good is still there: no checkpoint
             is written while updates are skipped.
+        ReplicasDiffer: with ``config.check_replicas_every``, a device has other values
+            than the others that hold the same arrays.
         TypeError: the position of `train_data` cannot be saved, or `eval_data` can be
             walked through only once.
     """
@@ -186,7 +188,7 @@ def fit(
                 batch = to_rows(batch, config, mesh)
             state, metrics = train_step(state, batch)
             monitor.log(step, metrics, _progress(batches))
-            guard.check(step, metrics)
+            guard.check(step, state, metrics)
             for hook in hooks:
                 state = hook(step, state, metrics) or state
 

@@ -25,6 +25,7 @@ CONFIG = TrainConfig(model=llama_tiny(), data=DATA)
     [
         ({"steps": 0}, "steps 0 must be at least 1"),
         ({"max_skipped": 0}, "max_skipped 0 must be at least 1"),
+        ({"check_replicas_every": 0}, "check_replicas_every 0 must be at least 1, or"),
         ({"keep_every": 0}, "keep_every 0 must be at least 1, or None"),
         ({"z_loss": -1.0}, "z_loss -1.0 must not be negative"),
         ({"z_loss": float("nan")}, "z_loss nan must not be negative, infinite or NaN"),

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.models.stack_layout import StackLayout
 from jaxscale.sharding import make_mesh
+from jaxscale.training import ReplicasDiffer, check_replicas
 from jaxscale.training import digest as digest_module
 from jaxscale.training.digest import digests
 
@@ -40,6 +41,17 @@ def digest(x, layers=None):
 def values(shape, dtype="float32", seed=0):
     x = np.random.default_rng(seed).standard_normal(shape) * 100
     return np.asarray(x, np.float32).astype(dtype)
+
+
+def broken_on(x, device_id):
+    """`x` with one element in the memory of one device a little larger."""
+    shards = []
+    for shard in x.addressable_shards:
+        piece = np.array(shard.data)
+        if shard.device.id == device_id:
+            piece.ravel()[-1] = np.nextafter(piece.ravel()[-1], np.inf)
+        shards.append(jax.device_put(piece, shard.device))
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
 
 
 @pytest.fixture(scope="module")
@@ -117,17 +129,16 @@ def test_replicas_that_differ_are_named(mesh):
     """Split over fsdp, so that four devices have the same half."""
     place = NamedSharding(mesh, PartitionSpec("fsdp"))
     x = values((4, 6))
-    shards = []
-    for device, index in place.addressable_devices_indices_map(x.shape).items():
-        piece = x[index].copy()
-        if device.id == 5:
-            piece[1, 2] = np.nextafter(piece[1, 2], np.inf)
-        shards.append(jax.device_put(piece, device))
-    broken = jax.make_array_from_single_device_arrays(x.shape, place, shards)
-    found = digests({"good": jax.device_put(x, place), "broken": broken})
+    good = jax.device_put(x, place)
+    broken = broken_on(good, 5)
+    found = digests({"good": good, "broken": broken})
     assert found["good"].odd == ()
     assert [device.id for device in found["broken"].odd] == [5]
     assert found["broken"].value == reference(x)  # what a checkpoint would hold
+    check_replicas({"a": good})
+    message = r"replicas of b\.c differ on \S*5 \(process 0\) from those of most"
+    with pytest.raises(ReplicasDiffer, match=message):
+        check_replicas({"a": good, "b": {"c": broken}})
 
     pair = make_mesh({"data": 2}, jax.devices()[:2])
     halves = [jax.device_put(np.float32(i), d) for i, d in enumerate(jax.devices()[:2])]

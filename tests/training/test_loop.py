@@ -30,12 +30,14 @@ from jaxscale.training.data import (
     TextData,
     _LocalBatches,
 )
+from jaxscale.training.digest import ReplicasDiffer
 from jaxscale.training.divergence import Diverged
 from jaxscale.training.loop import fit, packed_batches
 from jaxscale.training.monitor import Writer
 from jaxscale.training.optimizer import OptimizerConfig
 from jaxscale.training.run import from_dict
 from jaxscale.training.step import next_token_loss
+from tests.training.test_digest import broken_on
 
 
 MODEL = dataclasses.replace(
@@ -184,6 +186,31 @@ def test_the_next_batch_is_placed_while_a_step_is_held(tmp_path, monkeypatch):
     )
     train, _ = packed_batches(config, TEXT, DEVICES)
     fit(config, train_data=train, writers=[], devices=DEVICES, hooks=[hold])
+
+
+def test_a_device_that_computes_wrong_values_is_named(tmp_path):
+    config = dataclasses.replace(
+        CONFIG,
+        mesh=MeshConfig(data=4),
+        rules="dp",
+        check_replicas_every=2,
+        output_dir=str(tmp_path),
+    )
+    passed = []
+
+    def spoil(step, state, metrics):
+        passed.append(step)
+        leaves, structure = jax.tree.flatten(state)
+        if step == 3:
+            i = list(named_leaves(state)).index("model.blocks.mlp.up.kernel")
+            leaves[i] = broken_on(leaves[i], 2)
+        return jax.tree.unflatten(structure, leaves)
+
+    with pytest.raises(
+        ReplicasDiffer, match=r"mlp.* differ on \S*2 \(process 0\) from"
+    ):
+        run(config, hooks=[spoil])
+    assert passed == [1, 2, 3]
 
 
 def test_a_run_may_change_who_communicates(unbroken, tmp_path):
