@@ -362,7 +362,7 @@ class Driver:
             host.stacks = {}
             host.send(protocol.Stacks())
         await self._until(
-            lambda: all({*host.ranks} <= {*host.stacks} for host in asked),
+            lambda: all({*h.ranks} <= {*h.stacks} or self._gone(h) for h in asked),
             self._config.deadlines.host / 2,
         )
         stacks = {rank: text for host in asked for rank, text in host.stacks.items()}
@@ -380,15 +380,18 @@ class Driver:
             host.port = None
             host.send(protocol.Kill())
         await self._until(
-            lambda: all(host.port is not None for host in busy),
+            lambda: all(host.port is not None or self._gone(host) for host in busy),
             self._config.deadlines.host,
         )
         for host in busy:
-            if host.port is None:
+            if host.port is None and not self._gone(host):
                 self._report(f"the executor of {host.name} is dropped: it is silent")
                 self._hosts.drop(host)
         if self._config.hosts == 1 and not len(self._hosts):
             self._hosts.end_local(self._state.executor)
+
+    def _gone(self, host: Host) -> bool:
+        return self._hosts.get(host.name) is not host
 
     async def _diagnose(self, names: Collection[str]) -> None:
         """Have suspect hosts check themselves, and use those no more that fail."""
@@ -404,11 +407,13 @@ class Driver:
                 )
             )
         await self._until(
-            lambda: all(host.diagnosis is not None for host in asked), deadline + 5
+            lambda: all(h.diagnosis is not None or self._gone(h) for h in asked),
+            deadline + 5,
         )
         for host in asked:
             found = host.diagnosis
-            if found is None or found.code != 0:
+            # Without its executor nothing is known of a host; it comes back, or not.
+            if not self._gone(host) and (found is None or found.code != 0):
                 text = "no answer" if found is None else found.text.strip()
                 why = (text.splitlines() or [f"code {found and found.code}"])[-1]
                 self._state.excluded[host.name] = why

@@ -112,6 +112,15 @@ def test_an_executor_that_is_silent_is_replaced(run, tmp_path):
     nothing_runs(tmp_path)
 
 
+def test_an_executor_that_dies_during_the_check_is_replaced(run, tmp_path):
+    begun = time.monotonic()
+    code, lines, _ = run("kill:1:10", diagnose="sh -c 'kill -9 $PPID'")
+    assert code == 0, lines
+    assert losses(tmp_path) == unbroken(STEPS)
+    assert not any("not used any more" in line for line in lines)
+    assert time.monotonic() - begun < 30  # nobody waits for its answer
+
+
 def test_the_culprit_of_a_stall_is_named_with_its_stack(run, tmp_path):
     code, lines, (event, _) = run("loop:2:10", processes=3)
     assert code == 0, lines
