@@ -23,7 +23,8 @@ of a CPU; ``bytes_34m`` is for a GPU.
 
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Sequence
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -48,6 +49,8 @@ class Setup:
     """Of the base batch; a multiple of 4 times `POINTS`."""
     eval_rows: int
     """Held out, half of them to choose rates."""
+    guesses: Mapping[str, float] = types.MappingProxyType({"adamw": 4e-3, "lamb": 4e-2})
+    """Learning rate of each optimizer that the search begins with."""
 
 
 SETUPS = {
@@ -55,7 +58,11 @@ SETUPS = {
         model=byte_text.decoder(96, 4, 24, 256), rows=2, steps=800, eval_rows=256
     ),
     "bytes_34m": Setup(
-        model=byte_text.decoder(512, 8, 64, 512), rows=8, steps=2400, eval_rows=512
+        model=byte_text.decoder(512, 8, 64, 512),
+        rows=8,
+        steps=2400,
+        eval_rows=512,
+        guesses={"adamw": 5e-4, "lamb": 1e-2},
     ),
     "tiny": Setup(
         model=byte_text.decoder(32, 2, 8, 64), rows=2, steps=32, eval_rows=16
@@ -85,9 +92,6 @@ ARMS = {
     "lamb_4x": Arm(optimizer="lamb", batches=4),
     "adamw_4x": Arm(batches=4),
 }
-
-GUESSES = {"adamw": 4e-3, "lamb": 4e-2}
-"""Learning rates that the search begins with."""
 
 RATE_SEED = 1000
 """Of the search."""
@@ -169,7 +173,7 @@ class Trainer:
                 self.tried[rate] = Measurement([seconds], None, metrics=found)
             return self.tried[rate].metrics["bits_per_byte"]
 
-        best = GUESSES[self.arm.optimizer]
+        best = self.setup.guesses[self.arm.optimizer]
         while (better := min((best, 2 * best, best / 2), key=bits)) != best:
             best = better
         return best

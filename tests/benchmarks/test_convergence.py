@@ -41,7 +41,7 @@ def test_larger_batches_read_the_same_rows_in_the_same_order():
 def test_the_best_rate_has_worse_neighbors(best):
     arm = trainer("serial")
     for power in range(-6, 7):
-        rate = convergence.GUESSES["adamw"] * 2.0**power
+        rate = arm.setup.guesses["adamw"] * 2.0**power
         bits = {"bits_per_byte": abs(np.log(rate / best))}
         arm.tried[rate] = Measurement([1.0], None, metrics=bits)
     assert arm.best_rate() == pytest.approx(best)
