@@ -95,7 +95,7 @@ def whole(
                 x = jax.lax.all_gather(x, names, axis=dimension, tiled=True)
         return x
 
-    return _on_each(gather, x, placed) if _splits(spec) else x
+    return _on_each(gather, x, spec, placed)
 
 
 def scattered(
@@ -115,7 +115,7 @@ def scattered(
                 )
         return x
 
-    return _on_each(scatter, x, placed) if _splits(spec) else x
+    return _on_each(scatter, x, spec, placed)
 
 
 def summed(
@@ -127,19 +127,24 @@ def summed(
     return _sum(x, rest) if rest else x
 
 
-def _splits(spec: PartitionSpec) -> bool:
-    return any(map(as_tuple, spec))
-
-
-def _on_each(local: Callable[[Array], Array], x: Array, placed: PartitionSpec) -> Array:
+def _on_each(
+    local: Callable[[Array], Array],
+    x: Array,
+    spec: PartitionSpec,
+    placed: PartitionSpec,
+) -> Array:
     """`local` of the part of each device, Manual over the axes that are not so yet.
 
-    Without, the compiler would gather `x` over these axes, and cut it again.
+    Without, the compiler would gather `x` over these axes, and cut it again. Where they
+    split a dimension that is in `spec` too, it has to: its parts are in another order.
     """
+    if not any(map(as_tuple, spec)):
+        return x
     mesh = jax.sharding.get_abstract_mesh()
     free = set(mesh.axis_names) - set(mesh.manual_axes)
     entries = [tuple(n for n in as_tuple(entry) if n in free) for entry in placed]
-    if not free or not (any(entries) or _is_half(x)):
+    mixed = any(n and as_tuple(entry) for n, entry in zip(entries, spec, strict=False))
+    if not free or mixed or not (any(entries) or _is_half(x)):
         return local(x)
     inner = PartitionSpec(*(names or None for names in entries))
     return jax.shard_map(
