@@ -151,7 +151,10 @@ class CheckpointReader:
             DamagedCheckpoint: they cannot be read.
             ValueError: they are others than those of `target`.
         """
-        wanted = {prefix + name: leaf for name, leaf in named_leaves(target).items()}
+        wanted = {
+            prefix + name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+            for name, x in named_leaves(target).items()
+        }
         saved = self._saved(step, record)
         found = {name: x for name, x in saved.items() if name.startswith(prefix)}
         moves = self._moves(target, wanted, found, prefix)

@@ -1,5 +1,6 @@
 """A damaged file is never a traceback and never other parameters; full disks."""
 
+import json
 import random
 import resource
 import shutil
@@ -8,7 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from jaxscale.models.stack_layout import StackLayout
+from jaxscale.sharding.parameters import partitioned
 from jaxscale.training import (
     Checkpointer,
     CheckpointNotWritten,
@@ -149,6 +153,33 @@ def test_another_type_is_wanted(two):
         model = checkpointer.restore_model(target)
     want = np.asarray(state(2)["model"]["w"]).astype(jnp.bfloat16)
     np.testing.assert_array_equal(np.asarray(model["w"]), want)
+
+
+class Layers(nnx.Module):
+    """Five layers of a weight."""
+
+    def __init__(self, seed):
+        init = partitioned(nnx.initializers.normal(), "layers", "embed", "mlp")
+        self.w = nnx.Param(init(jax.random.key(seed), (5, 3, 4), jnp.float32))
+
+
+def test_stages_of_a_pipeline_have_the_digests_of_the_plain_stack(tmp_path):
+    """Places without a layer among them; and they are read back into either layout."""
+    layout = StackLayout(num_layers=5, stages=2, chunks=2)
+    plain, staged = Layers(1), layout.arrange(Layers(1))
+    assert staged.w.shape == (2, 2, 2, 3, 4)
+    config, digests = {"model": {"num_layers": 5}}, []
+    for name, model in (("plain", plain), ("staged", staged)):
+        with Checkpointer(tmp_path / name, config=config) as checkpointer:
+            checkpointer.save(1, {"model": model}, {})
+        saved = json.loads((tmp_path / name / "1" / "digests" / "metadata").read_text())
+        digests.append(saved["arrays"]["model.w"]["digest"])
+        for target in (Layers(2), layout.arrange(Layers(2))):
+            with Checkpointer(tmp_path / name, config=config) as checkpointer:
+                restored, _ = checkpointer.restore({"model": target})
+            want = plain if target.w.ndim == 3 else staged
+            np.testing.assert_array_equal(restored["model"].w[...], want.w[...])
+    assert digests[0] == digests[1]
 
 
 def test_a_full_disk_leaves_older_checkpoints_alone(two):
