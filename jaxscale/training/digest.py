@@ -61,10 +61,9 @@ def digests(
     """
     layers = layers or {}
     placed = {name: _placed(x) for name, x in arrays.items()}
-    parts = {name: _parts(x, layers.get(name)) for name, x in placed.items()}
+    parts = _parts(placed, layers)
     return {
-        name: _digest(x.sharding, x.shape, np.asarray(parts[name]))
-        for name, x in placed.items()
+        name: _digest(x.sharding, x.shape, parts[name]) for name, x in placed.items()
     }
 
 
@@ -118,11 +117,44 @@ def _placed(x: Any) -> Array:
     return jax.device_put(x, NamedSharding(mesh, PartitionSpec(), memory_kind=kind))
 
 
-def _parts(x: Array, num_layers: int | None) -> UInt32[Array, "devices 2"]:
-    """The sums of each device over what it holds."""
-    place: Any = x.sharding
-    with jax.set_mesh(place.mesh):
-        return _summing(place, x.shape, num_layers)(x)
+def _parts(
+    placed: Mapping[str, Array], layers: Mapping[str, int]
+) -> dict[str, np.ndarray]:
+    """[devices, 2] of each array: the sums of each device over what it holds.
+
+    Devices exchange those of all arrays of a mesh together. A program for each array
+    would be many that wait for other devices at one time, for which CPUs may lack
+    threads.
+    """
+    by_mesh: dict[Mesh, list[str]] = {}
+    for name, x in placed.items():
+        place: Any = x.sharding
+        by_mesh.setdefault(place.mesh, []).append(name)
+    found: dict[str, np.ndarray] = {}
+    for mesh, names in by_mesh.items():
+        with jax.set_mesh(mesh):
+            parts = [
+                _summing(x.sharding, x.shape, layers.get(name))(x)
+                for name, x in ((name, placed[name]) for name in names)
+            ]
+            together = np.asarray(_gathering(mesh)(*parts))
+        found |= dict(zip(names, together, strict=True))
+    return found
+
+
+@functools.cache
+def _gathering(mesh: Mesh) -> Callable[..., UInt32[Array, "arrays devices 2"]]:
+    """The program that gives all devices the parts of some arrays."""
+
+    def gather(*parts: Array) -> Array:
+        return jax.lax.all_gather(jnp.stack(parts), mesh.axis_names, axis=1, tiled=True)
+
+    rows, whole = PartitionSpec(mesh.axis_names), PartitionSpec()
+    return jax.jit(
+        jax.shard_map(
+            gather, mesh=mesh, in_specs=rows, out_specs=whole, check_vma=False
+        )
+    )
 
 
 def _digest(place: Any, shape: tuple[int, ...], parts: np.ndarray) -> Digest:
@@ -157,7 +189,7 @@ def _replicas(place: Any, shape: tuple[int, ...]) -> np.ndarray:
 def _summing(
     place: Any, shape: tuple[int, ...], num_layers: int | None
 ) -> Callable[[Array], UInt32[Array, "devices 2"]]:
-    """The program that makes the `_parts` of an array."""
+    """The program that makes the `_parts` of an array, without communication."""
     mesh, on_host = place.mesh, place.memory_kind == "pinned_host"
     axes = [as_tuple(entry) for entry in place.spec]
     axes += [()] * (len(shape) - len(axes))
@@ -189,7 +221,7 @@ def _summing(
         )
         return summed(x)
 
-    return jax.jit(program, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    return jax.jit(program)
 
 
 def _first_indices(

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -71,10 +72,17 @@ def job(tmp_path, monkeypatch):
 
 
 def start(*command):
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    log = done.stdout + done.stderr
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    ) as process:
+        try:
+            log = "".join(process.communicate(timeout=240))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGTERM)  # launchers end what they started
+            raise
     log += "".join(path.read_text() for path in Path().glob("*.log"))
-    assert done.returncode == 0, log[-3000:]
+    assert process.returncode == 0, log[-3000:]
     return log
 
 
@@ -95,7 +103,11 @@ def test_llama_by_slurm_and_by_jobset(job):
         )
         for command, environ in pods
     ]
-    outputs = [process.communicate(timeout=240)[0].decode() for process in processes]
+    try:
+        outputs = [p.communicate(timeout=240)[0].decode() for p in processes]
+    finally:
+        for process in processes:
+            process.kill()
     assert [process.returncode for process in processes] == [0, 0], outputs
     assert "step 3 of 3, 2 processes (kubernetes), 4 devices" in outputs[0]
     expected = losses("slurm")

@@ -74,6 +74,9 @@ def test_keys_and_scalars_and_nothing():
     assert digest(jnp.zeros((0, 3))) == 16 * "0"
 
 
+COLLECTIVE = re.compile(r" (all-|reduce-scatter|collective-)\S*\(")
+
+
 @pytest.mark.parametrize(
     "spec",
     [(), ("fsdp", "tensor"), (None, ("data", "tensor")), ("tensor", None, "fsdp")],
@@ -86,8 +89,15 @@ def test_the_same_on_every_mesh(mesh, spec, kind):
     placed = jax.device_put(x, place)
     assert digest(placed) == reference(x)
     program = digest_module._summing(place, x.shape, None).lower(placed)
-    gathered = re.findall(r"(\S+) all-gather\(", program.compile().as_text())
-    assert all(shape.startswith("u32[8,2]") for shape in gathered)
+    assert not COLLECTIVE.search(program.compile().as_text())
+
+
+def test_what_devices_exchange(mesh):
+    place = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    parts = [jax.ShapeDtypeStruct((8, 2), jnp.uint32, sharding=place)] * 3
+    program = digest_module._gathering(mesh).lower(*parts).compile().as_text()
+    (found,) = (line for line in program.splitlines() if COLLECTIVE.search(line))
+    assert re.search(r"= u32\[[38,12]+\]\S* all-gather\(", found)
 
 
 @pytest.mark.parametrize(("stages", "chunks"), [(2, 2), (4, 1), (3, 1)])
