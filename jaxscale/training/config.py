@@ -329,6 +329,11 @@ class TrainConfig:
                 f"mesh.pipe {sizes['pipe']} makes a pipeline, which runs decoders "
                 "only; set it to 1 for an encoder"
             )
+        if self.mesh.axis_type != "auto":
+            raise ValueError(
+                f"mesh.pipe {sizes['pipe']} makes a pipeline, which runs on no mesh of "
+                f"mesh.axis_type {self.mesh.axis_type!r}; use 'auto'"
+            )
         check_schedule(sizes["pipe"], self.microbatches, self.chunks)
         place_variants(self.model, self.stack_layout(sizes))
 

@@ -10,13 +10,13 @@ chunk, m microbatches.
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxscale.checks import check_choice
@@ -186,8 +186,9 @@ class _Region:
         Raises:
             ValueError: they do not.
         """
-        sizes = jax.sharding.get_abstract_mesh().shape
-        _check_model(model, rules, sizes)
+        mesh = jax.sharding.get_abstract_mesh()
+        sizes = mesh.shape
+        _check_model(model, rules, mesh)
         layout = StackLayout(
             num_layers=model.config.num_layers, stages=sizes[_AXIS], chunks=chunks
         )
@@ -472,17 +473,22 @@ def _check_loss(loss: Any) -> None:
         )
 
 
-def _check_model(model: Any, rules: AxisRules, sizes: Mapping[str, int]) -> None:
+def _check_model(model: Any, rules: AxisRules, mesh: AbstractMesh) -> None:
     """Raise where a model cannot run through the stages of a mesh."""
     if not hasattr(model, "run_blocks") or not isinstance(model.blocks, Block):
         raise ValueError(
             f"model is a {type(model).__name__} whose layers are no stack of a "
             "Decoder, which a pipeline needs; set the mesh axis pipe to 1"
         )
-    if sizes.get(_AXIS, 1) < 2:
+    if mesh.shape.get(_AXIS, 1) < 2:
         raise ValueError(
-            f"the mesh {dict(sizes)} has no stages; call under jax.set_mesh(mesh) of a "
-            f"mesh whose axis {_AXIS!r} is at least 2, or use accumulated"
+            f"the mesh {dict(mesh.shape)} has no stages; call under jax.set_mesh(mesh) "
+            f"of a mesh whose axis {_AXIS!r} is at least 2, or use accumulated"
+        )
+    if AxisType.Explicit in mesh.axis_types:
+        raise ValueError(
+            "the mesh has Explicit axes, on which no pipeline runs; make it with "
+            "axis_type='auto'"
         )
     if as_tuple(rules.layers) != (_AXIS,):
         raise ValueError(

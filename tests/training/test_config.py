@@ -52,6 +52,13 @@ CONFIG = TrainConfig(model=llama_tiny(), data=DATA)
             },
             "optimizer.kind 'muon' .* 'explicit' .* use 'auto'",
         ),
+        (
+            {
+                "rules": "megascale_3d",
+                "mesh": MeshConfig(pipe=2, axis_type="explicit"),
+            },
+            "mesh.pipe 2 makes a pipeline, .* mesh.axis_type 'explicit'; use 'auto'",
+        ),
         ({"replicated": True}, "replicated True keeps .* zero 3 splits .* 1 or 2"),
         (
             {"rules": "fsdp_tp", "mesh": MeshConfig(tensor=3)},

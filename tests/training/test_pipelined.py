@@ -12,7 +12,14 @@ from flax import nnx
 
 from jaxscale.models import Decoder, preset
 from jaxscale.models.stack_layout import StackLayout, place_variants
-from jaxscale.sharding import fsdp_tp, megascale_3d, pipeline, shardings
+from jaxscale.sharding import (
+    MeshConfig,
+    fsdp_tp,
+    make_mesh,
+    megascale_3d,
+    pipeline,
+    shardings,
+)
 from jaxscale.training.pipelined import pipelined, pipelined_sums
 from tests.hlo import transfers
 from tests.training.layouts import (
@@ -299,6 +306,18 @@ def test_what_does_not_fit_is_refused_before_anything_is_compiled(options, messa
     options = {"rules": megascale_3d()} | options
     with jax.set_mesh(layout.mesh), pytest.raises(ValueError, match=message):
         jax.eval_shape(pipelined(loss, **options), model, batch)
+
+
+def test_explicit_axes_are_refused():
+    layout = Layout(pipe=2)
+    model, batch = layout.arguments()
+    config = MeshConfig(pipe=2, axis_type="explicit")
+    run = pipelined(LOSS, microbatches=2, rules=megascale_3d())
+    with (
+        jax.set_mesh(make_mesh(config, jax.devices()[:2])),
+        pytest.raises(ValueError, match=r"Explicit axes.*axis_type='auto'"),
+    ):
+        jax.eval_shape(run, model, batch)
 
 
 def test_windows_must_repeat_with_the_chunks():
