@@ -1,0 +1,120 @@
+"""Runs are read as they are on disk: damaged, cut off, going on, large."""
+
+import json
+import time
+
+import numpy as np
+import pytest
+
+from jaxscale.observability import read_run
+from jaxscale.supervision import EventLog, read_events
+from tests.observability.histories import history
+
+
+def rewrite(path, change):
+    path.write_bytes(change(path.read_bytes()))
+
+
+def test_what_is_written_is_read(tmp_path):
+    """Through the writer of `fit`, beside the plain reader of its lines."""
+    path, log = tmp_path / "events-7.jsonl", EventLog(rank=7, cycle=3)
+    with log.written_to(path):
+        log.emit("restore", 0)
+        for step, loss in [(1, 2.5), (2, None), (3, -1e-7)]:
+            at = log.emit("begin", step)
+            at = log.emit("data", step, since=at)
+            log.emit("dispatched", step, since=at)
+            log.emit("done", step, kind="device", since=at, loss=loss)
+        log.emit("profile", 3, kind="device", computing=0.1)
+    run = read_run(tmp_path)
+    (rank,) = run.ranks
+    plain = read_events(path)
+    assert rank.number == 7 and run.damaged == 0
+    for name, column in [
+        ("begin", "begin"),
+        ("data", "fetched"),
+        ("dispatched", "dispatched"),
+        ("done", "done"),
+    ]:
+        times = [e["t1"] for e in plain if e["name"] == name]
+        assert getattr(rank.steps, column).tolist() == times
+    assert rank.steps.step.tolist() == [1, 2, 3]
+    assert rank.steps.cycle.tolist() == [3, 3, 3]
+    assert np.isnan(rank.steps.loss[1])
+    assert rank.steps.loss[[0, 2]].tolist() == [2.5, -1e-7]
+    assert [e.name for e in rank.events] == ["restore", "profile", "bye"]
+    assert rank.events[1].args == {"computing": 0.1}
+    assert rank.place == (3, "bye")
+    assert (rank.first, rank.last) == (plain[0]["t0"], plain[-1]["t1"])
+
+
+def test_damage_costs_its_own_lines(tmp_path):
+    made = history(tmp_path / "run", 0, ["compute"] * 6 + ["save"])
+    whole = read_run(made.out)
+    path = made.out / "events-0.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    at = [i for i, line in enumerate(lines) if b'"begin"' in line]
+    lines[at[2]] = lines[at[2]][:40]  # cut off, and the next one follows it at once
+    lines[at[4]] = b"\xff\x00 no JSON\n"
+    lines.insert(3, b'{"name": "done"}\n[1, 2]\n\n')
+    lines.append(b'{"t0": 17')
+    path.write_bytes(b"".join(lines))
+    (made.out / "metrics.jsonl").write_text('{"step": 1, "loss": 2}\n{"st')
+    run = read_run(made.out)
+    assert run.damaged == 6
+    kept = ~np.isin(whole.ranks[0].steps.step, [3, 5])
+    for column in ("step", "begin", "fetched", "dispatched", "done"):
+        expected = getattr(whole.ranks[0].steps, column)[kept]
+        assert getattr(run.ranks[0].steps, column).tolist() == expected.tolist()
+    assert run.ranks[0].events == whole.ranks[0].events
+    assert run.metrics == ({"step": 1, "loss": 2},)
+
+
+def test_the_place_is_that_of_the_host(tmp_path):
+    """A step that is done is heard later, from another thread."""
+    made = history(tmp_path / "run", 0, ["compute", "save", "compute"])
+    made.write("save")
+    assert read_run(made.out).ranks[0].place == (3, "save")
+    made.write("begin")
+    made.write("done", kind="device", loss=1.0)
+    assert read_run(made.out).ranks[0].place == (3, "begin")
+
+
+def test_steps_that_were_computed_again_stay_apart(tmp_path):
+    """Also where no supervisor counts the starts."""
+    made = history(tmp_path / "run", 0, ["compute", "save", "compute", "die"], ranks=3)
+    for path in made.out.glob("events-*.jsonl"):
+        rewrite(path, lambda text: text.replace(b'"cycle": 2', b'"cycle": 1'))
+    run = read_run(made.out)
+    assert run.ranks[0].steps.step.tolist() == [1, 2, 3, 4, 3]
+    assert np.isnan(run.ranks[0].steps.done).tolist() == [False] * 3 + [True, False]
+    assert run.grid.step.tolist() == [1, 2, 3, 4]
+    assert run.grid.done[:, 2].tolist() == [run.ranks[0].steps.done[-1]] * 3
+    assert run.driver[0].name == "exit" and run.driver[0].kind == "fault"
+
+
+def test_a_directory_without_events_says_so(tmp_path):
+    (tmp_path / "events-0.jsonl").touch()
+    with pytest.raises(FileNotFoundError, match="holds no events of a run"):
+        read_run(tmp_path)
+
+
+def test_many_ranks_are_read_in_seconds(tmp_path):
+    """512 ranks of 10,000 steps take 130 times as long as these."""
+    line = {"cycle": 1, "kind": "host", "args": {}}
+    lines = []
+    for step in range(1, 2501):
+        for name in ("begin", "data", "dispatched", "done"):
+            at = 1.7e9 + step + 0.123456
+            args = {"loss": 2.123456} if name == "done" else {}
+            event = {"t0": at, "t1": at, **line, "step": step, "name": name}
+            lines.append(event | {"args": args})
+    names = ("t0", "t1", "cycle", "step", "kind", "name", "args")
+    text = "".join(json.dumps({n: x[n] for n in names}) + "\n" for x in lines)
+    for rank in range(16):
+        (tmp_path / f"events-{rank}.jsonl").write_text(text)
+    begun = time.process_time()
+    run = read_run(tmp_path)
+    assert run.grid.done.shape == (16, 2500)
+    seconds = (time.process_time() - begun) * 512 * 10_000 / (16 * 2500)
+    assert seconds < 100, f"{seconds:.0f} s for 512 ranks of 10,000 steps"
