@@ -7,10 +7,14 @@ line is an object with the fields
     cycle    starts of the job until this one; 0 without a supervisor
     step     the step that it belongs to
     kind     host, device, compile or fault
-    name     start, meet, joined, restore, compile, begin, data, dispatched, done,
-             save, saved, eval, evaluated, not_finite, error, stopped, finish,
-             bye
+    name     start, meet, joined, layout, restore, compile, begin, data,
+             dispatched, done, save, saved, eval, evaluated, not_finite, error,
+             stopped, finish, bye
     args     more of it, for example the loss of a step that is done
+
+The args of ``layout`` are the mesh and the place of the process: ``axes``, the sizes by
+name; ``places`` of its devices, the last axis fastest; its ``host``; ``microbatches``
+and ``chunks`` of a pipeline.
 
 In a process that a supervisor has started, the events are its heartbeat: the executor
 of its host reads them from a socket. Such a process writes the stacks of its threads
@@ -108,7 +112,7 @@ class EventLog:
         *,
         kind: str = "host",
         since: float | None = None,
-        **args: float | str | None,
+        **args: Any,
     ) -> float:
         """Report that something has happened; returns the time, for `since`.
 

@@ -19,16 +19,17 @@ USAGE, DIVERGED, STOPPED = 2, 3, 1
 """Exit codes of ``jaxscale train`` after which nothing is tried again, and of a run
 that a signal has ended with a checkpoint."""
 
-# The order of what a process does at one step. That a step is done is heard from
-# another thread, at any time, and is no place of the process.
-_PHASES = ("start", "meet", "joined", "restore", "compile", "begin", "data")
-_PHASES += ("dispatched", "save", "saved", "eval", "evaluated", "stopped", "finish")
-_PHASES += ("bye",)
-_ORDER = {name: i for i, name in enumerate(_PHASES)}
+# That a step is done is heard from another thread, at any time, and is no place of the
+# process.
+PHASES = ("start", "meet", "joined", "layout", "restore", "compile", "begin", "data")
+PHASES += ("dispatched", "save", "saved", "eval", "evaluated", "stopped", "finish")
+PHASES += ("bye",)
+"""What a process does at one step, in this order."""
+_ORDER = {name: i for i, name in enumerate(PHASES)}
 _LOSSES, _FEWEST_LOSSES = 64, 8
 _DEADLINES = {
     **dict.fromkeys(["start", "meet"], "start"),
-    **dict.fromkeys(["joined", "restore", "compile"], "compile"),
+    **dict.fromkeys(["joined", "layout", "restore", "compile"], "compile"),
     **dict.fromkeys(["save", "stopped", "finish", "bye"], "save"),
     "eval": "evaluate",
 }
@@ -249,15 +250,15 @@ class Watch:
             if rank.place == first
         }
         groups = collections.Counter(
-            _main_thread(text) for n, text in stacks.items() if n in live and text
+            main_thread(text) for n, text in stacks.items() if n in live and text
         )
         usual, count = groups.most_common(1)[0] if groups else ("", 0)
         elsewhere = {}
         if 2 * count > sum(groups.values()):
             elsewhere = {
-                n: f"it stands elsewhere: {_main_thread(text).partition(' < ')[0]}"
+                n: f"it stands elsewhere: {main_thread(text).partition(' < ')[0]}"
                 for n, text in stacks.items()
-                if n in live and text and _main_thread(text) != usual
+                if n in live and text and main_thread(text) != usual
             }
         if len(behind) == len(live) > 1:
             behind = {}
@@ -342,11 +343,11 @@ def _named(ranks: Iterable[int]) -> str:
     return f"rank {shown}" if len(numbers) == 1 else f"ranks {shown}"
 
 
-def _main_thread(stack: str) -> str:
+def main_thread(stack: str) -> str:
     """The calls of the main thread, innermost first, of what `faulthandler` wrote.
 
     Example:
-        >>> _main_thread('''Thread 0x02 (most recent call first):
+        >>> main_thread('''Thread 0x02 (most recent call first):
         ...   File "/lib/queue.py", line 9 in get
         ... Thread 0x01 (most recent call first):
         ...   File "/run/loop.py", line 3 in fit

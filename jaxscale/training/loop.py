@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.encoder_config import EncoderConfig
+from jaxscale.observability.layout import layout_args
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.parameters import place
 from jaxscale.sharding.state_rules import StateRules
@@ -156,6 +157,7 @@ def fit(
         stack.enter_context(jax.set_mesh(mesh))
         file = Path(config.output_dir) / f"events-{jax.process_index()}.jsonl"
         stack.enter_context(events.written_to(file))
+        events.emit("layout", 0, **layout_args(mesh, jax.process_index(), config))
         checkpoints = stack.enter_context(_checkpointer(config))
         monitor = stack.enter_context(_monitor(config, mesh, writers, events))
         asked_to_stop = stack.enter_context(stop_on_signal())

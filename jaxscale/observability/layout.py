@@ -1,0 +1,157 @@
+"""The places of the processes of a run in its mesh, as they told them themselves.
+
+Each process reports a ``layout`` event when it begins, with its own places alone, so
+that the events of thousands of processes stay short.
+"""
+
+import dataclasses
+import itertools
+import math
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+EVENT = "layout"
+"""Name of the event."""
+_MOST_PLACES = 2**20  # of a mesh that is drawn; a damaged file may name any number
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The mesh of a run: where each rank stands, and what its pipeline does.
+
+    Example:
+        >>> layout = Layout(axes={"pipe": 2, "tensor": 2}, ranks=(0, 0, 1, 1))
+        >>> layout.coordinates(2), layout.places(1)
+        ((1, 0), [2, 3])
+    """
+
+    axes: Mapping[str, int]
+    """Sizes of the axes by name, in the order of the mesh."""
+    ranks: tuple[int, ...]
+    """The rank that holds each place, the last axis fastest."""
+    hosts: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    """The host of each rank that told it."""
+    microbatches: int = 1
+    """Parts of a batch in a pipeline."""
+    chunks: int = 1
+    """Parts of the layers that each stage holds."""
+
+    @property
+    def stages(self) -> int:
+        """Stages of the pipeline; 1 where there is none."""
+        return self.axes.get("pipe", 1)
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of the run."""
+        return len(set(self.ranks))
+
+    def coordinates(self, place: int) -> tuple[int, ...]:
+        """The coordinates of a place, along each axis."""
+        found = []
+        for size in reversed(self.axes.values()):
+            place, at = divmod(place, size)
+            found.append(at)
+        return tuple(reversed(found))
+
+    def places(self, rank: int) -> list[int]:
+        """The places of a rank."""
+        return [i for i, r in enumerate(self.ranks) if r == rank]
+
+    def lines(self, place: int) -> dict[str, list[int]]:
+        """The places that differ from `place` along one axis alone, by that axis."""
+        found, stride = {}, math.prod(self.axes.values())
+        for (axis, size), at in zip(
+            self.axes.items(), self.coordinates(place), strict=True
+        ):
+            stride //= size
+            first = place - at * stride
+            found[axis] = [first + i * stride for i in range(size) if i != at]
+        return found
+
+    def name(self, rank: int) -> str:
+        """A rank with its coordinates, along axes that have several, and its host."""
+        about = []
+        places = [self.coordinates(place) for place in self.places(rank)]
+        for n, (axis, size) in enumerate(self.axes.items()):
+            at = sorted({place[n] for place in places})
+            if size > 1 and at:
+                last = f"-{at[-1]}" if len(at) > 1 else ""
+                about.append(f"{axis} {at[0]}{last}")
+        if rank in self.hosts:
+            about.append(f"on {self.hosts[rank]}")
+        return f"rank {rank}" + (f" ({', '.join(about)})" if about else "")
+
+
+def layout_args(mesh: Any, rank: int, config: Any) -> dict[str, Any]:
+    """What the ``layout`` event of a process says.
+
+    Args:
+        mesh: The `jax.sharding.Mesh`.
+        rank: Number of the process.
+        config: The settings of the run: its ``microbatches`` and ``chunks``.
+    """
+    devices = enumerate(mesh.devices.flat)
+    return {
+        "axes": dict(mesh.shape),
+        "places": [i for i, device in devices if device.process_index == rank],
+        "host": socket.gethostname(),
+        "microbatches": config.microbatches,
+        "chunks": config.chunks,
+    }
+
+
+def find_layout(events: Mapping[int, Sequence[Mapping[str, Any]]]) -> Layout:
+    """The layout that the ranks have told last.
+
+    Places that nobody claims belong to ranks that have told nothing, in their order.
+    Without any such event the ranks form a mesh of one axis.
+
+    Args:
+        events: The events of each rank.
+    """
+    told = {
+        rank: event["args"]
+        for rank, known in events.items()
+        for event in known
+        if event["name"] == EVENT and _is_sound(event["args"])
+    }
+    if not told:
+        ranks = sorted(events)
+        return Layout(axes={"rank": len(ranks)}, ranks=tuple(ranks))
+    newest = told[min(told)]
+    axes, total = newest["axes"], math.prod(newest["axes"].values())
+    owners: list[int | None] = [None] * total
+    for rank, args in told.items():
+        if args["axes"] == axes:
+            for place in args["places"]:
+                if 0 <= place < total:
+                    owners[place] = rank
+    each = max(len(newest["places"]), 1)
+    others = (n for n in itertools.count() if n not in told)
+    silent = itertools.chain.from_iterable(itertools.repeat(n, each) for n in others)
+    return Layout(
+        axes=axes,
+        ranks=tuple(next(silent) if owner is None else owner for owner in owners),
+        hosts={rank: str(args.get("host", "")) for rank, args in told.items()},
+        microbatches=_count(newest.get("microbatches")),
+        chunks=_count(newest.get("chunks")),
+    )
+
+
+def _is_sound(args: Mapping[str, Any]) -> bool:
+    axes, places = args.get("axes"), args.get("places")
+    return (
+        isinstance(axes, dict)
+        and bool(axes)
+        and all(type(size) is int and size > 0 for size in axes.values())
+        and math.prod(axes.values()) <= _MOST_PLACES
+        and isinstance(places, list)
+        and all(type(place) is int for place in places)
+    )
+
+
+def _count(value: Any) -> int:
+    return value if type(value) is int and value > 0 else 1

@@ -1,0 +1,250 @@
+"""The mesh as a picture in space: how far each rank is, and who waits for whom.
+
+A job hangs when one rank does not reach a collective: the others reach it and wait, in
+the same place of their programs. The one that has not reported it is the culprit, as in
+MegaScale (arXiv 2402.15627, section 5.3). A rank waits directly for those with which it
+shares a line of the mesh, and for others through these.
+"""
+
+import collections
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from jaxscale.observability.layout import Layout
+from jaxscale.supervision.watch import PHASES
+
+
+type Events = Mapping[int, Sequence[Mapping[str, Any]]]
+"""The events of each rank, in the order in which they were written."""
+
+_ORDER = {name: i for i, name in enumerate(PHASES)}
+_ENDS = ("finish", "bye")
+_BEGINS = ("start", "meet", "joined", "layout", "restore")
+_LEAST_SILENCE = 10.0
+_STEPS_SILENCE = 10
+_MOST_EDGES = 4000
+_NAMED = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Standing:
+    """Where a rank stood last."""
+
+    step: int
+    """The step."""
+    phase: str
+    """What it did; empty for a rank that said nothing."""
+    time: float
+    """When it said so, in seconds since 1970."""
+    error: str = ""
+    """The error that ended it."""
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """What is lower is behind."""
+        return self.step, _ORDER.get(self.phase, -1)
+
+    @property
+    def text(self) -> str:
+        """In words."""
+        if self.error:
+            return f"step {self.step}, failed in {self.phase}"
+        return f"step {self.step}, {self.phase}" if self.phase else "nothing heard"
+
+
+_NOTHING = Standing(-1, "", 0.0)
+
+
+def standings(
+    events: Events, ranks: Collection[int], *, cycle: int, until: float = float("inf")
+) -> dict[int, Standing]:
+    """Where each rank stood in a cycle, at a time.
+
+    Args:
+        events: The events of each rank.
+        ranks: The ranks of the run.
+        cycle: The start of the job; 0 without a supervisor, where the last one counts.
+        until: Seconds since 1970.
+    """
+    found, began = {}, {}
+    for rank in ranks:
+        stand, begun = _NOTHING, 0.0
+        for event in events.get(rank, ()):
+            name = event["name"]
+            if event["cycle"] != cycle or event["t1"] > until:
+                continue
+            if name in _BEGINS and stand.phase not in _BEGINS:
+                stand, begun = _NOTHING, event["t1"]
+            if name == "error":
+                text = str(event["args"].get("error", "")) or "an error without text"
+                stand = dataclasses.replace(stand, error=text, time=event["t1"])
+            elif name in _ORDER:
+                stand = Standing(event["step"], name, event["t1"], stand.error)
+        found[rank], began[rank] = stand, begun
+    newest = max(began.values(), default=0.0)
+    for rank, stand in found.items():
+        # What had ended when the others began anew has not come back.
+        if not cycle and stand.time < newest and stand.phase not in _BEGINS:
+            found[rank] = _NOTHING
+    return found
+
+
+def step_seconds(events: Events) -> float:
+    """The median of the times between steps that are done; 0 if there are none."""
+    took = []
+    for known in events.values():
+        done = [event["t1"] for event in known if event["name"] == "done"][-100:]
+        took += [b - a for a, b in itertools.pairwise(done)]
+    return statistics.median(took) if took else 0.0
+
+
+def mesh_view(
+    stand: Mapping[int, Standing],
+    layout: Layout,
+    *,
+    now: float,
+    usual: float = 0.0,
+    hangs: bool = False,
+    suspects: Collection[int] = (),
+) -> dict[str, Any]:
+    """The picture as data for the page.
+
+    Args:
+        stand: From `standings`.
+        layout: The mesh.
+        now: The time of the picture, in seconds since 1970.
+        usual: Seconds of a step: ten of them, and ten seconds, of silence of all ranks
+            are taken for a hang.
+        hangs: True where it is known that the job hung or failed.
+        suspects: Ranks that the supervisor suspects.
+
+    Returns:
+        ``points`` with coordinates, rank and index of its state in ``states``, which
+        begin with the one that is most behind; ``silent`` ranks; ``edges`` from a place
+        that waits to the place that it waits for, with the axis that joins them;
+        ``text`` that says it in words.
+    """
+    quiet = now - max((s.time for s in stand.values()), default=now)
+    hangs = hangs or quiet > max(_LEAST_SILENCE, _STEPS_SILENCE * usual)
+    silent = _silent(stand, suspects) if hangs else []
+    groups: dict[tuple[Any, ...], list[int]] = collections.defaultdict(list)
+    for rank, s in stand.items():
+        groups[(bool(s.phase), *s.place, bool(s.error), s.text)].append(rank)
+    states = sorted(groups)
+    of_rank = {rank: i for i, key in enumerate(states) for rank in groups[key]}
+    ended = [n for n, s in stand.items() if s.phase in _ENDS and not s.error]
+    waiting = {*stand} - {*silent} - {*ended} if silent else set()
+    return {
+        "axes": dict(layout.axes),
+        "time": now,
+        "states": [key[-1] for key in states],
+        "counts": [len(groups[key]) for key in states],
+        "points": [
+            [*_position(layout, place), rank, of_rank.get(rank, 0)]
+            for place, rank in enumerate(layout.ranks)
+        ],
+        "names": {
+            str(rank): f"{layout.name(rank)}: {_said(stand[rank], now)}"
+            for rank in stand
+        },
+        "silent": silent,
+        "edges": _edges(layout, silent, waiting),
+        "text": _text(stand, layout, silent, waiting, now, quiet if hangs else None),
+    }
+
+
+def directions(layout: Layout) -> list[list[str]]:
+    """The axes along each direction of the picture: replicas, stages, the rest."""
+    known = [["data", "fsdp"], ["pipe"], ["context", "tensor"]]
+    named = {axis for axes in known for axis in axes}
+    known[0] = [a for a in layout.axes if a not in named] + known[0]
+    return [[a for a in axes if layout.axes.get(a, 1) > 1] for axes in known]
+
+
+def _position(layout: Layout, place: int) -> list[int]:
+    at = dict(zip(layout.axes, layout.coordinates(place), strict=True))
+    found = []
+    for axes in directions(layout):
+        x = 0
+        for axis in axes:
+            x = x * layout.axes[axis] + at[axis]
+        found.append(x)
+    return found
+
+
+def _silent(stand: Mapping[int, Standing], suspects: Collection[int]) -> list[int]:
+    """Who holds up the others: fails, says nothing, or is behind all others."""
+    if failed := [n for n, s in stand.items() if s.error]:
+        first = min(stand[n].time for n in failed)
+        # Of a death the others hear within milliseconds, and fail as well.
+        behind = [n for n in failed if stand[n].time <= first + 0.05]
+    else:
+        least = min((s.place for s in stand.values()), default=(0, 0))
+        behind = [n for n, s in stand.items() if s.place == least]
+        if len(behind) == len(stand):
+            behind = []
+    return sorted({*suspects} & {*stand} or behind)
+
+
+def _edges(
+    layout: Layout, silent: Collection[int], waiting: Collection[int]
+) -> list[list[Any]]:
+    """Who waits for whom by the shortest ways, those that wait directly first.
+
+    An edge is the two places, the axis and whether the end of it is a silent rank.
+    """
+    reached, edges = {*silent}, []
+    front = [place for place, rank in enumerate(layout.ranks) if rank in reached]
+    while front and len(edges) < _MOST_EDGES:
+        following = []
+        for place in front:
+            for axis, line in layout.lines(place).items():
+                for other in line:
+                    rank = layout.ranks[other]
+                    if rank in waiting and rank not in reached:
+                        direct = layout.ranks[place] in silent
+                        edges.append([other, place, axis, direct])
+                        reached.add(rank)
+                        following += layout.places(rank)
+        front = following
+    return edges[:_MOST_EDGES]
+
+
+def _said(stand: Standing, now: float) -> str:
+    if not stand.phase and not stand.error:
+        return "nothing heard"
+    error = f": {stand.error}" if stand.error else ""
+    return f"{stand.text}, {max(now - stand.time, 0):,.1f} s before{error}"
+
+
+def _text(
+    stand: Mapping[int, Standing],
+    layout: Layout,
+    silent: Sequence[int],
+    waiting: Collection[int],
+    now: float,
+    quiet: float | None,
+) -> str:
+    if stand and all(s.phase in _ENDS and not s.error for s in stand.values()):
+        return "All ranks have finished."
+    if quiet is None:
+        return "The ranks are at work."
+    heard = f"Nothing was heard of any rank for {max(quiet, 0):,.1f} s. "
+    if not silent:
+        return heard + "All ranks stand in the same place: nobody stands out."
+    named = "; ".join(
+        f"{layout.name(n)}: {_said(stand[n], now)}" for n in silent[:_NAMED]
+    )
+    more = f"; and {len(silent) - _NAMED} more" if len(silent) > _NAMED else ""
+    wait = ""
+    if waiting:
+        far = max(waiting, key=lambda n: (stand[n].place, -n))
+        count = len(waiting)
+        wait = (
+            f" {count} {'rank waits' if count == 1 else 'ranks wait'} for it, the "
+            f"farthest in {stand[far].text}."
+        )
+    return f"{heard}Held up by {named}{more}.{wait}"
