@@ -22,7 +22,7 @@ PARTS = (
 """Parts of the time of a run, see `Goodput`."""
 
 _PAUSES = {"saved": "checkpoint", "evaluated": "evaluation"}
-_STARTING = ("start", "meet", "joined", "restore")
+_STARTING = ("start", "meet", "joined", "layout", "restore")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,10 @@ import dataclasses
 import itertools
 import math
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
+
+from jaxscale.observability.run import Run
 
 
 EVENT = "layout"
@@ -103,23 +105,20 @@ def layout_args(mesh: Any, rank: int, config: Any) -> dict[str, Any]:
     }
 
 
-def find_layout(events: Mapping[int, Sequence[Mapping[str, Any]]]) -> Layout:
+def find_layout(run: Run) -> Layout:
     """The layout that the ranks have told last.
 
     Places that nobody claims belong to ranks that have told nothing, in their order.
     Without any such event the ranks form a mesh of one axis.
-
-    Args:
-        events: The events of each rank.
     """
     told = {
-        rank: event["args"]
-        for rank, known in events.items()
-        for event in known
-        if event["name"] == EVENT and _is_sound(event["args"])
+        rank.number: event.args
+        for rank in run.ranks
+        for event in rank.events
+        if event.name == EVENT and _is_sound(event.args)
     }
     if not told:
-        ranks = sorted(events)
+        ranks = [rank.number for rank in run.ranks]
         return Layout(axes={"rank": len(ranks)}, ranks=tuple(ranks))
     newest = told[min(told)]
     axes, total = newest["axes"], math.prod(newest["axes"].values())

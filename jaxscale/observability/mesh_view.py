@@ -8,19 +8,19 @@ shares a line of the mesh, and for others through these.
 
 import collections
 import dataclasses
-import itertools
-import statistics
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from jaxscale.observability.layout import Layout
+from jaxscale.observability.run import Rank, Run
 from jaxscale.supervision.watch import PHASES
 
 
-type Events = Mapping[int, Sequence[Mapping[str, Any]]]
-"""The events of each rank, in the order in which they were written."""
-
 _ORDER = {name: i for i, name in enumerate(PHASES)}
+_PARTS = ("begin", "data", "dispatched")  # of a step, on the host
 _ENDS = ("finish", "bye")
 _BEGINS = ("start", "meet", "joined", "layout", "restore")
 _LEAST_SILENCE = 10.0
@@ -59,46 +59,61 @@ _NOTHING = Standing(-1, "", 0.0)
 
 
 def standings(
-    events: Events, ranks: Collection[int], *, cycle: int, until: float = float("inf")
+    run: Run, ranks: Collection[int], *, cycle: int, until: float = math.inf
 ) -> dict[int, Standing]:
     """Where each rank stood in a cycle, at a time.
 
     Args:
-        events: The events of each rank.
-        ranks: The ranks of the run.
+        run: From `read_run`.
+        ranks: The ranks of the mesh.
         cycle: The start of the job; 0 without a supervisor, where the last one counts.
         until: Seconds since 1970.
     """
-    found, began = {}, {}
-    for rank in ranks:
-        stand, begun = _NOTHING, 0.0
-        for event in events.get(rank, ()):
-            name = event["name"]
-            if event["cycle"] != cycle or event["t1"] > until:
-                continue
-            if name in _BEGINS and stand.phase not in _BEGINS:
-                stand, begun = _NOTHING, event["t1"]
-            if name == "error":
-                text = str(event["args"].get("error", "")) or "an error without text"
-                stand = dataclasses.replace(stand, error=text, time=event["t1"])
-            elif name in _ORDER:
-                stand = Standing(event["step"], name, event["t1"], stand.error)
-        found[rank], began[rank] = stand, begun
+    known = {rank.number: rank for rank in run.ranks}
+    found, began = dict.fromkeys(ranks, _NOTHING), dict.fromkeys(ranks, 0.0)
+    for n in ranks:
+        if n in known:
+            found[n], began[n] = _standing(known[n], cycle, until)
     newest = max(began.values(), default=0.0)
-    for rank, stand in found.items():
+    for n, stand in found.items():
         # What had ended when the others began anew has not come back.
         if not cycle and stand.time < newest and stand.phase not in _BEGINS:
-            found[rank] = _NOTHING
+            found[n] = _NOTHING
     return found
 
 
-def step_seconds(events: Events) -> float:
+def _standing(rank: Rank, cycle: int, until: float) -> tuple[Standing, float]:
+    """Where a rank stood, and when it had begun."""
+    stand, begun = _NOTHING, 0.0
+    for event in rank.events:
+        if event.cycle != cycle or event.t1 > until:
+            continue
+        if event.name in _BEGINS and stand.phase not in _BEGINS:
+            stand, begun = _NOTHING, event.t1
+        if event.name == "error":
+            text = str(event.args.get("error", "")) or "an error without text"
+            stand = dataclasses.replace(stand, error=text, time=event.t1)
+        elif event.name in _ORDER:
+            stand = Standing(event.step, event.name, event.t1, stand.error)
+    steps = rank.steps
+    times = np.stack([steps.begin, steps.fetched, steps.dispatched], 1)  # [N, 3]
+    past = (steps.cycle == cycle)[:, None] & (times <= until) & (times >= begun)
+    if past.any():
+        row, column = np.argwhere(past)[-1].tolist()
+        last = Standing(int(steps.step[row]), _PARTS[column], float(times[row, column]))
+        if last.time >= stand.time:
+            stand = last
+        elif stand.error:  # it failed there
+            stand = dataclasses.replace(stand, step=last.step, phase=last.phase)
+    return stand, begun
+
+
+def step_seconds(run: Run) -> float:
     """The median of the times between steps that are done; 0 if there are none."""
-    took = []
-    for known in events.values():
-        done = [event["t1"] for event in known if event["name"] == "done"][-100:]
-        took += [b - a for a, b in itertools.pairwise(done)]
-    return statistics.median(took) if took else 0.0
+    took = [np.diff(rank.steps.done[-100:]) for rank in run.ranks]
+    known = np.concatenate([*took, np.zeros(0)])
+    known = known[np.isfinite(known)]
+    return float(np.median(known)) if len(known) else 0.0
 
 
 def mesh_view(

@@ -44,6 +44,7 @@ class History:
         self.ran = False
         self.write("start")
         self.take("start", rng.random())
+        self.write("layout")
         self.write("restore")
         self.take("start", rng.random())
         self.write("compile", kind="compile")

@@ -7,17 +7,30 @@ import pytest
 
 from jaxscale.observability.layout import Layout, find_layout, layout_args
 from jaxscale.observability.mesh_view import mesh_view, standings, step_seconds
-from tests.observability.runs import AXES, CUBE, event, hanging_cube, layout
+from jaxscale.observability.run import read_run
+from tests.observability.runs import AXES, CUBE, event, hanging_cube, layout, write
 
 
-def view(ranks, *, now=150.0, cycle=1, **options):
-    found = find_layout(ranks)
-    stand = standings(ranks, sorted(set(found.ranks)), cycle=cycle)
-    return mesh_view(stand, found, now=now, usual=step_seconds(ranks), **options)
+@pytest.fixture
+def written(tmp_path):
+    """Events of ranks through the files of a run."""
+    return lambda ranks: read_run(write(tmp_path, ranks))
+
+
+@pytest.fixture
+def view(written):
+    def view(ranks, *, now=150.0, **options):
+        run = written(ranks)
+        found = find_layout(run)
+        stand = standings(run, sorted(set(found.ranks)), cycle=1)
+        options = {"usual": step_seconds(run), **options}
+        return mesh_view(stand, found, now=now, **options)
+
+    return view
 
 
 @pytest.mark.parametrize("silent", range(8))
-def test_a_silent_rank_is_named_and_all_others_wait_for_it(silent):
+def test_a_silent_rank_is_named_and_all_others_wait_for_it(view, silent):
     found = view(hanging_cube(silent))
     assert found["silent"] == [silent]
     assert found["states"] == ["step 4, begin", "step 4, dispatched"]
@@ -40,7 +53,7 @@ def test_a_silent_rank_is_named_and_all_others_wait_for_it(silent):
     assert (x, y, z, rank, state) == (data, pipe, tensor, silent, 0)
 
 
-def test_a_rank_without_a_file_is_the_silent_one():
+def test_a_rank_without_a_file_is_the_silent_one(view):
     ranks = hanging_cube()
     ranks[5] = ranks[3]  # does what all others do
     del ranks[6]
@@ -50,18 +63,15 @@ def test_a_rank_without_a_file_is_the_silent_one():
     assert found["points"][6][:4] == [1, 1, 0, 6]
 
 
-def test_a_job_at_work_has_no_culprit():
+def test_a_job_at_work_has_no_culprit(view):
     found = view(hanging_cube(), now=106.0)
     assert found["silent"] == [] and found["edges"] == []
     assert found["text"] == "The ranks are at work."
     # A step that usually takes long may be quiet for long.
-    ranks = hanging_cube()
-    found = find_layout(ranks)
-    stand = standings(ranks, range(8), cycle=1)
-    assert mesh_view(stand, found, now=150.0, usual=20.0)["silent"] == []
+    assert view(hanging_cube(), usual=20.0)["silent"] == []
 
 
-def test_all_in_one_place_and_all_done():
+def test_all_in_one_place_and_all_done(view):
     ranks = hanging_cube(silent=-1)
     assert "nobody stands out" in view(ranks)["text"]
     for known in ranks.values():
@@ -70,7 +80,7 @@ def test_all_in_one_place_and_all_done():
     assert found["text"] == "All ranks have finished." and not found["silent"]
 
 
-def test_the_first_error_is_the_culprit_and_suspects_come_first():
+def test_the_first_error_is_the_culprit_and_suspects_come_first(view):
     ranks = hanging_cube()
     broken = {"kind": "fault", "args": {"error": "ValueError: <b>no</b>"}}
     ranks[2].append(event("error", 4, 106.0, **broken))
@@ -82,32 +92,32 @@ def test_the_first_error_is_the_culprit_and_suspects_come_first():
     assert view(ranks, suspects=[7])["silent"] == [7]
 
 
-def test_standings_are_those_of_a_cycle_and_a_time():
+def test_standings_are_those_of_a_cycle_and_a_time(written):
     ranks = hanging_cube()
     for rank in range(8):
         again = [layout(rank, cycle=2), event("restore", 0, 120.0, cycle=2)]
         ranks[rank] += again
-    assert {s.text for s in standings(ranks, range(8), cycle=2).values()} == {
-        "step 0, restore"
-    }
-    early = standings(ranks, range(8), cycle=1, until=103.15)
+    run = written(ranks)
+    late = standings(run, range(8), cycle=2)
+    assert {s.text for s in late.values()} == {"step 0, restore"}
+    early = standings(run, range(8), cycle=1, until=103.15)
     assert {(s.step, s.phase) for s in early.values()} == {(2, "data")}
 
 
-def test_without_a_supervisor_the_last_life_counts():
+def test_without_a_supervisor_the_last_life_counts(written):
     def life(t, end):
         names = [("layout", 0, t), ("restore", 0, t + 1), (*end, t + 9)]
         return [event(*name, cycle=0) for name in names]
 
     ranks = {
-        0: [*life(0.0, ("dispatched", 9)), *life(50.0, ("begin", 3))],
-        1: life(0.0, ("dispatched", 9)),
+        0: [*life(0.0, ("begin", 9)), *life(50.0, ("begin", 3))],
+        1: life(0.0, ("begin", 9)),
     }
-    stand = standings(ranks, [0, 1], cycle=0)
+    stand = standings(written(ranks), [0, 1], cycle=0)
     assert [stand[n].text for n in (0, 1)] == ["step 3, begin", "nothing heard"]
 
 
-def test_layout_args_come_back():
+def test_layout_args_come_back(written):
     devices = np.array([SimpleNamespace(process_index=i // 2) for i in range(8)])
     mesh = SimpleNamespace(
         devices=devices.reshape(2, 2, 1, 1, 2), shape=dict.fromkeys(AXES, 1) | AXES
@@ -118,7 +128,7 @@ def test_layout_args_come_back():
         n: [event("layout", 0, 1.0, args=layout_args(mesh, n, config))]
         for n in (0, 1, 3)
     }
-    found = find_layout(ranks)
+    found = find_layout(written(ranks))
     assert found.ranks == (0, 0, 1, 1, 2, 2, 3, 3)
     assert (found.microbatches, found.chunks, found.stages) == (4, 2, 2)
     assert found.name(1).startswith("rank 1 (pipe 0, data 1, tensor 0-1, on ")
@@ -135,10 +145,10 @@ def test_layout_args_come_back():
         {"axes": [2], "places": [0]},
     ],
 )
-def test_damaged_layouts_are_passed_over(args):
-    ranks = {0: [event("layout", 0, 1.0, args=args)], 4: []}
-    assert find_layout(ranks).axes == {"rank": 2}
-    assert find_layout(ranks).ranks == (0, 4)
+def test_damaged_layouts_are_passed_over(written, args):
+    ranks = {n: [event("layout", 0, 1.0, args=args)] for n in (0, 4)}
+    found = find_layout(written(ranks))
+    assert (found.axes, found.ranks) == ({"rank": 2}, (0, 4))
 
 
 def test_lines_are_the_neighbors_along_each_axis():
