@@ -88,12 +88,15 @@ def _standing(rank: Rank, cycle: int, until: float) -> tuple[Standing, float]:
     for event in rank.events:
         if event.cycle != cycle or event.t1 > until:
             continue
-        if event.name in _BEGINS and stand.phase not in _BEGINS:
+        order = _ORDER.get(event.name, -1)
+        if event.name in _BEGINS and (
+            stand.phase not in _BEGINS or order <= stand.place[1]
+        ):
             stand, begun = _NOTHING, event.t1
         if event.name == "error":
             text = str(event.args.get("error", "")) or "an error without text"
             stand = dataclasses.replace(stand, error=text, time=event.t1)
-        elif event.name in _ORDER:
+        elif order >= 0:
             stand = Standing(event.step, event.name, event.t1, stand.error)
     steps = rank.steps
     times = np.stack([steps.begin, steps.fetched, steps.dispatched], 1)  # [N, 3]
