@@ -21,12 +21,19 @@ DIVERGED = 3
 """Exit code of a run whose updates were not finite any more."""
 NOT_WRITTEN = 4
 """Exit code of a run that could not write a checkpoint."""
+WRONG_VALUES = 5
+"""Exit code of a run in which a device held other values than its replicas."""
 
 
 @contextlib.contextmanager
 def training_errors() -> Iterator[None]:
     """Report in a line how a run can end that is no defect of the program."""
-    from jaxscale.training import CheckpointNotWritten, DamagedCheckpoint, Diverged
+    from jaxscale.training import (
+        CheckpointNotWritten,
+        DamagedCheckpoint,
+        Diverged,
+        ReplicasDiffer,
+    )
 
     try:
         yield
@@ -36,6 +43,8 @@ def training_errors() -> Iterator[None]:
         raise RunFailed(str(error), DIVERGED) from None
     except CheckpointNotWritten as error:
         raise RunFailed(str(error), NOT_WRITTEN) from None
+    except ReplicasDiffer as error:
+        raise RunFailed(str(error), WRONG_VALUES) from None
 
 
 @contextlib.contextmanager

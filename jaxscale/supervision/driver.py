@@ -170,7 +170,7 @@ class Driver:
         needed, excluded = self._config.hosts, self._state.excluded
         begun, deadline = time.monotonic(), self._config.deadlines.hosts
         why = [f"{name} ({reason})" for name, reason in excluded.items()]
-        without = f", without those that failed their check: {why}" if why else ""
+        without = f", without those that are not used any more: {why}" if why else ""
         while not self._stop:
             idle = [host for host in self._hosts if host.port is not None]
             usable = [host for host in idle if host.name not in excluded]
@@ -296,7 +296,7 @@ class Driver:
         """
         job, since = self._state, time.time()
         ranks_of = {host.name: list(host.ranks) for host in self._hosts}
-        suspects = dict.fromkeys(fault.suspects, "it failed first")
+        suspects = dict.fromkeys(fault.suspects, fault.why)
         if fault.kind in ("stall", "exit", "error"):
             stacks = await self._stacks()
             if fault.kind == "stall":
@@ -320,7 +320,10 @@ class Driver:
         )
         self._save()
         self._give_up_if_useless(fault, watch, suspects)
-        await self._diagnose([n for n, r in ranks_of.items() if {*r} & {*suspects}])
+        names = [name for name, ranks in ranks_of.items() if {*ranks} & {*suspects}]
+        await self._diagnose(names)
+        if fault.kind == "wrong_values":
+            self._distrust(names, fault)
         self._since = since
         await self._back_off()
 
@@ -416,9 +419,36 @@ class Driver:
             if not self._gone(host) and (found is None or found.code != 0):
                 text = "no answer" if found is None else found.text.strip()
                 why = (text.splitlines() or [f"code {found and found.code}"])[-1]
-                self._state.excluded[host.name] = why
-                self._report(f"host {host.name} is not used any more: {why}")
+                self._exclude(host.name, why)
         self._save()
+
+    def _exclude(self, name: str, why: str) -> None:
+        if name not in self._state.excluded:
+            self._state.excluded[name] = why
+            self._report(f"host {name} is not used any more: {why}")
+
+    def _distrust(self, names: Collection[str], fault: Fault) -> None:
+        """Use a host no more whose values are wrong again, if it is known which.
+
+        Raises:
+            GaveUp: it is one of several, again and again.
+        """
+        job, most = self._state, self._config.idle_cycles
+        for name in names:
+            job.wrong[name] = job.wrong.get(name, 0) + 1
+        self._save()
+        if fault.sure or len(names) == 1:
+            for name in names:
+                if job.wrong[name] > 1:
+                    self._exclude(name, "it computed wrong values again")
+            self._save()
+        elif min((job.wrong[name] for name in names), default=0) >= most:
+            raise GaveUp(
+                f"gave up after cycle {job.cycle}: one of the hosts {', '.join(names)} "
+                f"has computed wrong values {most} times, and with so few replicas it "
+                "is not known which; run `jaxscale diagnose` on them, leave one out, "
+                "or train with three replicas"
+            )
 
     async def _back_off(self) -> None:
         if self._state.idle:

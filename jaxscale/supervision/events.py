@@ -8,8 +8,8 @@ line is an object with the fields
     step     the step that it belongs to
     kind     host, device, compile or fault
     name     start, meet, joined, layout, restore, compile, begin, data,
-             dispatched, done, save, saved, eval, evaluated, not_finite, error,
-             stopped, finish, bye
+             dispatched, done, save, saved, eval, evaluated, not_finite,
+             wrong_values, error, stopped, finish, bye
     args     more of it, for example the loss of a step that is done
 
 The args of ``layout`` are the mesh and the place of the process: ``axes``, the sizes by
@@ -243,6 +243,8 @@ class EventLog:
             kind=event["kind"],
             text=text,
             loss=event["args"].get("loss") or 0.0,
+            suspects=event["args"].get("suspects", []),
+            sure=event["args"].get("sure", True),
         )
 
 

@@ -54,6 +54,10 @@ class Moved:
     """What an event of kind ``fault`` says of itself."""
     loss: float = 0.0
     """Of a step that is done; 0 where it is unknown or not finite."""
+    suspects: list[int] = dataclasses.field(default_factory=list)
+    """Ranks that ``wrong_values`` accuses."""
+    sure: bool = True
+    """False if only some of these are at fault, and it is not known which."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -202,7 +206,9 @@ def decode(line: bytes) -> Any:
         raise ProtocolError(f"a message is {name!r}, expected one of {list(_KINDS)}")
     hints = typing.get_type_hints(kind)
     required = {
-        f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING
+        f.name
+        for f in dataclasses.fields(kind)
+        if f.default is f.default_factory is dataclasses.MISSING
     }
     if unknown := sorted(set(fields) - set(hints)):
         raise ProtocolError(f"{name} has the unknown field {unknown[0]!r}")
@@ -231,7 +237,7 @@ def _is(value: Any, hint: Any) -> bool:
         return isinstance(value, list) and all(_is(x, element) for x in value)
     if hint is float:
         hint = (int, float)
-    return isinstance(value, hint) and not isinstance(value, bool)
+    return isinstance(value, hint) and isinstance(value, bool) == (hint is bool)
 
 
 class Channel:

@@ -34,6 +34,8 @@ class State:
     """Process of the executor that the driver has started itself."""
     excluded: dict[str, str] = dataclasses.field(default_factory=dict)
     """Hosts that are not used any more, and why."""
+    wrong: dict[str, int] = dataclasses.field(default_factory=dict)
+    """How often a host was suspected of wrong values."""
     replayed: list[int] = dataclasses.field(default_factory=list)
     """Steps that were not finite and computed again."""
     spikes: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -80,7 +82,7 @@ def read(directory: Path, secret: str = "") -> State:
     state.secret = secret or state.secret
     if state.ended:
         state.ended, state.idle, state.running, state.excluded = "", 0, False, {}
-        state.port = 0
+        state.port, state.wrong = 0, {}
     return state
 
 

@@ -39,13 +39,26 @@ _DEADLINES = {
 class Fault:
     """Why a job has to be started again."""
 
-    kind: Literal["exit", "error", "stall", "lost", "not_finite", "spike", "stopped"]
+    kind: Literal[
+        "exit",
+        "error",
+        "stall",
+        "lost",
+        "not_finite",
+        "wrong_values",
+        "spike",
+        "stopped",
+    ]
     reason: str
     """A sentence."""
     step: int
     """The newest step that was done, or the one that was not finite or a spike."""
     suspects: tuple[int, ...] = ()
     """Ranks that may have caused it."""
+    why: str = "it failed first"
+    """How one can tell."""
+    sure: bool = True
+    """False if it was not all of them, and it is not known who."""
     final: int = 0
     """The exit code of the job where another start would end alike."""
 
@@ -142,6 +155,7 @@ class Watch:
         self._durations: collections.deque[float] = collections.deque(maxlen=64)
         self._done_at: tuple[int, float] | None = None
         self._not_finite: set[int] = set()
+        self._wrong: Moved | None = None
 
     @property
     def step(self) -> int:
@@ -182,6 +196,8 @@ class Watch:
             rank.failed = min(rank.failed, now)
         elif message.phase == "not_finite":
             self._not_finite.add(message.step)
+        elif message.phase == "wrong_values":
+            self._wrong = message
         elif message.phase == "done":
             rank.done = max(rank.done, message.step)
             self._measure(message.step, now)
@@ -214,6 +230,8 @@ class Watch:
                 those that follow them.
             skipped: Steps whose loss may be a spike: batches were left out there.
         """
+        if self._wrong is not None:  # all ranks fail, after they have said this
+            return _wrong_values(self._wrong)
         failed = [n for n, r in self._ranks.items() if r.has_failed]
         if failed:
             return self._failed(failed)
@@ -319,6 +337,20 @@ class Watch:
             return deadlines.compile
         usual = statistics.median(self._durations) if self._durations else 0.0
         return max(deadlines.step, deadlines.step_factor * usual)
+
+
+def _wrong_values(said: Moved) -> Fault:
+    why = "its values are not those of most replicas"
+    if not said.sure:
+        why = "its replicas are not those of others, and no majority tells who is right"
+    return Fault(
+        kind="wrong_values",
+        reason=f"wrong values at step {said.step}: {said.text}",
+        step=said.step,
+        suspects=tuple(said.suspects),
+        why=why,
+        sure=said.sure,
+    )
 
 
 def _final(rank: _Rank) -> int:

@@ -96,8 +96,9 @@ class TrainConfig:
     keep_every: int | None = None
     """Checkpoints at multiples of this step are kept for good."""
     check_replicas_every: int | None = None
-    """Steps between comparisons of what devices should hold alike, by digests; a device
-    that computes wrong values ends the run, and the error names it. None is never."""
+    """Steps between comparisons of what devices should hold alike, by digests, which
+    are made before each save too; a device that computes wrong values ends the run, and
+    the error names it. None is never."""
     max_skipped: int = 10
     """Updates skipped in a row, because loss or gradients were not finite, after which
     the run has diverged and stops."""

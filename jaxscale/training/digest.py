@@ -16,7 +16,7 @@ without a layer add nothing.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -38,6 +38,8 @@ class Digest:
     """16 hexadecimal digits, those of the replica that a checkpoint holds."""
     odd: tuple[Any, ...]
     """Devices whose part is not that of most devices with a replica of it."""
+    tied: bool = False
+    """Whether no part is that of most, so that some of `odd` may be right."""
 
 
 def digests(
@@ -75,14 +77,24 @@ def differing(found: Mapping[str, Digest]) -> str | None:
     devices = sorted({d for some in odd.values() for d in some}, key=lambda d: d.id)
     where = ", ".join(f"{d} (process {d.process_index})" for d in devices)
     more = f" and {len(odd) - 1} more arrays" if len(odd) > 1 else ""
-    return (
-        f"replicas of {next(iter(odd))}{more} differ on {where} from those of most "
-        "devices"
-    )
+    if any(digest.tied for digest in found.values()):
+        than = ", none of which is that of most devices"
+    else:
+        than = " from those of most devices"
+    return f"replicas of {next(iter(odd))}{more} differ on {where}{than}"
 
 
 class ReplicasDiffer(RuntimeError):
     """A device holds other values than the others that hold the same array."""
+
+    def __init__(
+        self, message: str, processes: Sequence[int] = (), *, sure: bool = True
+    ) -> None:
+        super().__init__(message)
+        self.processes = tuple(processes)
+        """Processes of the devices that are named."""
+        self.sure = sure
+        """False if some of them may be right, since there is no majority."""
 
 
 def check_replicas(tree: Any) -> None:
@@ -99,10 +111,14 @@ def check_replicas(tree: Any) -> None:
         ReplicasDiffer: replicas differ; the message names the devices whose are not as
             those of most. Of two neither can be told, and both are named.
     """
-    if text := differing(digests(named_leaves(tree))):
+    found = digests(named_leaves(tree))
+    if text := differing(found):
+        odd = {device for digest in found.values() for device in digest.odd}
         raise ReplicasDiffer(
             f"{text}: their memory or their arithmetic is wrong; leave them out, and "
-            "go on from a checkpoint before"
+            "go on from a checkpoint before",
+            sorted({device.process_index for device in odd}),
+            sure=not any(digest.tied for digest in found.values()),
         )
 
 
@@ -161,16 +177,19 @@ def _digest(place: Any, shape: tuple[int, ...], parts: np.ndarray) -> Digest:
     replicas = _replicas(place, shape)
     sums = parts[replicas]  # [pieces, replicas, 2]
     high, low = sums[:, 0].sum(axis=0, dtype=np.uint32)
-    odd = set()
+    odd, tied = set(), False
     for piece in np.flatnonzero((sums != sums[:, :1]).any(axis=(1, 2))):
         _, which, counts = np.unique(
             sums[piece], axis=0, return_inverse=True, return_counts=True
         )
         most = counts[which.ravel()] * 2 > len(replicas[piece])
         odd |= set(replicas[piece][~most].tolist())
+        tied = tied or not most.any()
     devices = place.mesh.devices.flat
     return Digest(
-        value=f"{high:08x}{low:08x}", odd=tuple(devices[i] for i in sorted(odd))
+        value=f"{high:08x}{low:08x}",
+        odd=tuple(devices[i] for i in sorted(odd)),
+        tied=tied,
     )
 
 

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxscale.supervision import EventLog
 from jaxscale.training.checkpoint import Checkpointer
 from jaxscale.training.config import TrainConfig
-from jaxscale.training.digest import check_replicas
+from jaxscale.training.digest import ReplicasDiffer, check_replicas
 from jaxscale.training.step import TrainState, global_norm
 
 
@@ -68,17 +69,20 @@ class SkippedInARow:
 
 
 class DivergenceGuard:
-    """Ends a run whose numbers are wrong, and saves no state that is not finite."""
+    """Ends a run whose numbers are wrong, and saves none of them."""
 
-    def __init__(self, config: TrainConfig, checkpoints: Checkpointer) -> None:
+    def __init__(
+        self, config: TrainConfig, checkpoints: Checkpointer, events: EventLog
+    ) -> None:
         """Begin before the first step.
 
         Args:
             config: The settings of the run.
             checkpoints: Take the good states.
+            events: Told whose values are wrong.
         """
         self._config = config
-        self._checkpoints = checkpoints
+        self._checkpoints, self._events = checkpoints, events
         self._skipped = SkippedInARow()
 
     def check(self, step: int, state: TrainState, metrics: Any) -> None:
@@ -94,16 +98,22 @@ class DivergenceGuard:
         self._check_count()
         every = self._config.check_replicas_every
         if every is not None and step % every == 0:
-            check_replicas(state)
+            self._compare(step, state)
 
     def save(self, step: int, state: TrainState, batches: Any, *, final: bool) -> None:
         """Save `state` if it is good.
 
+        Where replicas are compared at all they are compared before each save, so that
+        no checkpoint is younger than what is wrong.
+
         Raises:
-            Diverged: it is not, and no step follows (`final`).
+            Diverged: it is not finite, and no step follows (`final`).
+            ReplicasDiffer: a device has other values than the others.
         """
         self._skipped.catch_up()
         self._check_count()
+        if self._config.check_replicas_every is not None:
+            self._compare(step, state)
         finite = bool(is_finite(state.model))
         if finite and (final or not self._skipped.count):
             self._checkpoints.save(step, state, batches.get_state())
@@ -111,6 +121,21 @@ class DivergenceGuard:
             raise self._diverged()
         else:
             logger.warning("step %d is not saved: not finite", step)
+
+    def _compare(self, step: int, state: TrainState) -> None:
+        """Compare the replicas of the state after `step`, and say who differs."""
+        try:
+            check_replicas(state)
+        except ReplicasDiffer as error:
+            self._events.emit(
+                "wrong_values",
+                step,
+                kind="fault",
+                error=str(error),
+                suspects=list(error.processes),
+                sure=error.sure,
+            )
+            raise
 
     def _check_count(self) -> None:
         if self._skipped.count >= self._config.max_skipped:

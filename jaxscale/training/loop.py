@@ -182,7 +182,7 @@ def fit(
         first = step = int(state.step)
         _check_steps(config, first)
         monitor.start(first)
-        guard = DivergenceGuard(config, checkpoints)
+        guard = DivergenceGuard(config, checkpoints, events)
         events.emit("compile", first, kind="compile")
         for step in range(first + 1, config.steps + 1):
             with monitor.data_wait(step):

@@ -99,6 +99,11 @@ def strike(faults, out, rank, step, batch, events):
             time.sleep(0.3)
         if kind.startswith("spike"):
             return 3.1
+        if kind.startswith(("wrong", "tied")):  # as all ranks find, of rank 1
+            accused = [1] if kind.startswith("wrong") else [0, 1]
+            options = {"suspects": accused, "sure": len(accused) == 1}
+            events.emit("wrong_values", step, kind="fault", error="differ", **options)
+            kind = "raise"
         break_(kind.strip("!"))
     return 1.0
 

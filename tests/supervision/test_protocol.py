@@ -28,6 +28,9 @@ def test_messages_come_back_as_they_were():
     messages = [
         START,
         protocol.Moved(rank=0, cycle=1, step=7, phase="done", kind="device"),
+        protocol.Moved(
+            rank=0, cycle=1, step=7, phase="x", kind="fault", suspects=[1], sure=False
+        ),
         protocol.Exited(rank=0, cycle=1, code=-9, tail="ü\n"),
         protocol.Diagnose(command=[], directory="/", seconds=2),
         protocol.Quit(),

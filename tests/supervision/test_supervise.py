@@ -83,6 +83,7 @@ def nothing_runs(out):
         ("loop:0:10", "stall", r"said nothing for .* \(deadline 1 s\)", STALL + 1),
         ("gil:1:10", "stall", r"said nothing for .* \(deadline 1 s\)", STALL + 1),
         ("nan:0:10", "not_finite", "loss or gradients of step 10 were not", 2),
+        ("wrong:0:10", "wrong_values", "wrong values at step 10: differ", 2),
         ("executor:1:10", "lost", "the executor of ranks 0, 1 has gone", 2),
         ("term:1:10", "stopped", "the ranks were asked to stop, not by the", 2),
     ],
@@ -251,11 +252,7 @@ def test_hosts_come_by_themselves_and_a_bad_one_is_left_out(tmp_path):
         "tr '\\0' ' ' < /proc/$PPID/cmdline | grep -q ' b $' && "
         "echo broken fan && exit 3\nexit 0\n"
     )
-    options = [
-        *("--processes", "2", "--hosts", "2", "--address", "127.0.0.2:0"),
-        *("--diagnose", f"sh {check}"),
-    ]
-    job = driver(tmp_path, "kill!:1:10", options=options)
+    job = driver(tmp_path, "kill!:1:10", options=two_hosts(check))
     executor(tmp_path, "a")
     executor(tmp_path, "b")
     reach(tmp_path, 2)
@@ -266,6 +263,43 @@ def test_hosts_come_by_themselves_and_a_bad_one_is_left_out(tmp_path):
     assert "host b is not used any more: broken fan" in said
     assert "cycle 2: 2 ranks on a, c" in said
     nothing_runs(tmp_path)
+
+
+def test_a_host_that_computes_wrong_values_again_is_left_out(tmp_path):
+    """Its check finds nothing; the other host, which said it, stays."""
+    check = tmp_path / "check.sh"
+    name = "tr '\\0' '\\n' < /proc/$PPID/cmdline | tail -n 1"
+    check.write_text(f"{name} >> {tmp_path}/checked\n")
+    job = driver(tmp_path, "wrong!:0:10", options=two_hosts(check), idle_cycles=2)
+    executor(tmp_path, "a")
+    executor(tmp_path, "b")
+    reach(tmp_path, 2)
+    executor(tmp_path, "c")
+    assert job.wait(30) == 4  # it is always at the same step
+    said = (tmp_path / "driver.txt").read_text()
+    assert "suspects: rank 1: its values are not those of most replicas" in said
+    assert "host b is not used any more: it computed wrong values again" in said
+    assert (tmp_path / "checked").read_text().split()[:2] == ["b", "b"]
+    assert "cycle 2: 2 ranks on a, b" in said and "cycle 3: 2 ranks on a, c" in said
+    nothing_runs(tmp_path)
+
+
+def test_of_two_replicas_that_differ_both_hosts_are_checked(tmp_path):
+    check = tmp_path / "check.sh"
+    check.touch()
+    job = driver(tmp_path, "tied!:0:10", options=two_hosts(check), idle_cycles=2)
+    executor(tmp_path, "a")
+    executor(tmp_path, "b")
+    assert job.wait(30) == 4
+    said = (tmp_path / "driver.txt").read_text()
+    assert "rank 0: its replicas are not those of others, and no majority tells" in said
+    assert "gave up after cycle 2: one of the hosts a, b has computed wrong val" in said
+    assert "not used any more" not in said
+
+
+def two_hosts(check):
+    hosts = ["--processes", "2", "--hosts", "2", "--address", "127.0.0.2:0"]
+    return [*hosts, "--diagnose", f"sh {check}"]
 
 
 def test_what_cannot_begin_is_explained(tmp_path, monkeypatch):
@@ -348,10 +382,10 @@ def child(words, log=None):
     return process
 
 
-def driver(out, *faults, options=("--processes", "2")):
+def driver(out, *faults, options=("--processes", "2"), idle_cycles=1):
     """The driver as a process of its own."""
     words = [sys.executable, "-m", "jaxscale", "supervise", "--output-dir", str(out)]
-    words += [*options, "--backoff", "0.1", "--idle-cycles", "1"]
+    words += [*options, "--backoff", "0.1", "--idle-cycles", f"{idle_cycles}"]
     words += ["--deadlines.host", "3", "--", *command(out, *faults)]
     with (out / "driver.txt").open("a") as log:
         return child(words, log)

@@ -1,5 +1,7 @@
 """Faults and suspects, from what ranks say, without processes."""
 
+import dataclasses
+
 import pytest
 
 from jaxscale.supervision.config import Deadlines, SuperviseConfig
@@ -99,6 +101,17 @@ def test_of_several_that_fail_the_killed_one_is_named():
     fault = watch.fault(now)
     assert (fault.kind, fault.suspects) == ("exit", (2,))
     assert "rank 2 died in dispatched of step 5 by SIGKILL" in fault.reason
+
+
+def test_wrong_values_come_before_the_errors_that_follow():
+    watch, now = watching(step=5)
+    watch.moved(moved(1, "error", 5, "ReplicasDiffer: differ"), now)
+    for rank in (1, 0):
+        said = moved(rank, "wrong_values", 5, "differ")
+        watch.moved(dataclasses.replace(said, suspects=[2], sure=False), now)
+    fault = watch.fault(now)
+    assert (fault.kind, fault.step, fault.suspects) == ("wrong_values", 5, (2,))
+    assert not fault.sure and "no majority tells" in fault.why
 
 
 def test_of_several_errors_the_first_is_named():

@@ -16,6 +16,7 @@ from jaxscale.supervision import current
 
 
 SPOILED = ("nan", "spike", "leave-out")
+WRONG = ("wrong", "tied")
 SPIKE, POISON = 30, 31  # tokens that multiply the loss by 20, or make it NaN
 
 
@@ -24,12 +25,16 @@ def main(directory, steps, *faults):
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 1)
+    # With two devices each, most replicas are right.
+    wrong = any(fault.startswith("wrong") for fault in faults)
+    jax.config.update("jax_num_cpu_devices", 2 if wrong else 1)
     from jaxscale.sharding import create, initialize, make_mesh
     from jaxscale.training import JsonlWriter, fit, packed_batches
     from tests.training import toy
 
     out, config = Path(directory), settings(directory, int(steps))
+    if any(fault.startswith(WRONG) for fault in faults):
+        config = with_replicas(config)
     strike(faults, out, int(os.environ.get("JAX_PROCESS_ID", 0)), 0)
     rank = initialize().process_id
     data, _ = packed_batches(config, text())
@@ -37,7 +42,7 @@ def main(directory, steps, *faults):
 
     def hook(step, state, metrics):
         time.sleep(0.05)  # a step as long as one that is worth supervising
-        strike(faults, out, rank, step)
+        return strike(faults, out, rank, step, state)
 
     fit(
         config,
@@ -68,6 +73,16 @@ def settings(directory, steps):
     )
 
 
+def with_replicas(config):
+    """The same where each device holds all parameters, and they are compared."""
+    from jaxscale.sharding import MeshConfig
+
+    mesh, every = MeshConfig(data=-1), 4
+    return dataclasses.replace(
+        config, mesh=mesh, rules="dp", check_replicas_every=every
+    )
+
+
 def text():
     from jaxscale.models import Tokenizer
     from jaxscale.training import TextData, TokenCorpus
@@ -91,8 +106,8 @@ def poisoned_loss(model, batch):
     return loss * poison, sums._replace(nll=sums.nll * poison)
 
 
-def strike(faults, out, rank, step):
-    """Break, if it is this rank's turn."""
+def strike(faults, out, rank, step, state=None):
+    """Break, if it is this rank's turn; or return a state that is wrong."""
     from tests.supervision.fake_rank import break_
 
     for fault in faults:
@@ -100,10 +115,25 @@ def strike(faults, out, rank, step):
         if (int(who), int(when)) != (rank, step) or kind.startswith(SPOILED):
             continue
         if first(out, fault):
+            if kind.startswith(WRONG):
+                return spoiled(state)
             if kind == "save":  # in the midst of the checkpoint after this step
                 threading.Thread(target=kill_in_save, args=(out, step)).start()
             else:
                 break_(kind.strip("!"))
+    return None
+
+
+def spoiled(state):
+    """`state` with one element a little larger on the last device of this process."""
+    import jax
+
+    from tests.training.test_digest import broken_on
+
+    leaves, structure = jax.tree.flatten(state)
+    i = max(range(len(leaves)), key=lambda i: leaves[i].ndim)
+    leaves[i] = broken_on(leaves[i], jax.local_devices()[-1].id)
+    return jax.tree.unflatten(structure, leaves)
 
 
 def first(out, fault):

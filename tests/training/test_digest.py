@@ -147,12 +147,15 @@ def test_replicas_that_differ_are_named(mesh):
     assert found["broken"].value == reference(x)  # what a checkpoint would hold
     check_replicas({"a": good})
     message = r"replicas of b\.c differ on \S*5 \(process 0\) from those of most"
-    with pytest.raises(ReplicasDiffer, match=message):
+    with pytest.raises(ReplicasDiffer, match=message) as raised:
         check_replicas({"a": good, "b": {"c": broken}})
+    assert (raised.value.processes, raised.value.sure) == ((0,), True)
 
     pair = make_mesh({"data": 2}, jax.devices()[:2])
     halves = [jax.device_put(np.float32(i), d) for i, d in enumerate(jax.devices()[:2])]
     broken = jax.make_array_from_single_device_arrays(
         (), NamedSharding(pair, PartitionSpec()), halves
     )
-    assert len(digests({"x": broken})["x"].odd) == 2  # which one, two cannot tell
+    with pytest.raises(ReplicasDiffer, match="none of which is that of m") as raised:
+        check_replicas({"x": broken})  # which one, two cannot tell
+    assert not raised.value.sure and len(digests({"x": broken})["x"].odd) == 2

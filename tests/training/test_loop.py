@@ -19,9 +19,10 @@ from jaxscale.models.llama import llama_tiny
 from jaxscale.models.tokenizer import Tokenizer
 from jaxscale.sharding import MeshConfig
 from jaxscale.sharding.parameters import logical_axes
-from jaxscale.supervision import EventLog
+from jaxscale.supervision import EventLog, read_events
 from jaxscale.training import loop
 from jaxscale.training.checkpoint import Checkpointer, named_leaves
+from jaxscale.training.checkpoint_steps import complete_steps
 from jaxscale.training.config import TrainConfig
 from jaxscale.training.corpus import TokenCorpus
 from jaxscale.training.data import (
@@ -188,12 +189,15 @@ def test_the_next_batch_is_placed_while_a_step_is_held(tmp_path, monkeypatch):
     fit(config, train_data=train, writers=[], devices=DEVICES, hooks=[hold])
 
 
-def test_a_device_that_computes_wrong_values_is_named(tmp_path):
+@pytest.mark.parametrize(("compared", "saved"), [(2, 5), (5, 2)])
+def test_a_device_that_computes_wrong_values_is_named(tmp_path, compared, saved):
+    """By a comparison or before a save; no checkpoint has what is wrong."""
     config = dataclasses.replace(
         CONFIG,
         mesh=MeshConfig(data=4),
         rules="dp",
-        check_replicas_every=2,
+        check_replicas_every=compared,
+        checkpoint_every=saved,
         output_dir=str(tmp_path),
     )
     passed = []
@@ -210,7 +214,15 @@ def test_a_device_that_computes_wrong_values_is_named(tmp_path):
         ReplicasDiffer, match=r"mlp.* differ on \S*2 \(process 0\) from"
     ):
         run(config, hooks=[spoil])
-    assert passed == [1, 2, 3]
+    assert passed == [1, 2, 3] if compared == 2 else [1, 2, 3, 4]
+    assert complete_steps(tmp_path / "checkpoints") == ([2] if saved == 2 else [])
+    (told,) = (
+        event
+        for event in read_events(tmp_path / "events-0.jsonl")
+        if event["name"] == "wrong_values"
+    )
+    assert (told["step"], told["kind"]) == (4, "fault")
+    assert (told["args"]["suspects"], told["args"]["sure"]) == ([0], True)
 
 
 def test_a_run_may_change_who_communicates(unbroken, tmp_path):
