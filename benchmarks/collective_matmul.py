@@ -220,14 +220,23 @@ def forms(params: Mapping[str, Any]) -> list[Form]:
     return found
 
 
-def untuned(params: Mapping[str, Any]) -> CollectiveConfig:
-    """The config of a case that no table has."""
+def local_problem(params: Mapping[str, Any]) -> CollectiveProblem:
+    """What one device computes in a case."""
     kind, tp, m, n, k = (params[name] for name in ("kind", "tp", "M", "N", "K"))
     n, k = (n // tp, k) if kind == "all_gather" else (n, k // tp)
-    local = CollectiveProblem(
+    return CollectiveProblem(
         kind=kind, m=m, n=(n,), k=(k,), devices=tp, dtype=jnp.dtype(jnp.bfloat16)
     )
-    return heuristic(local, DeviceSpec.current() or H200)
+
+
+def untuned(params: Mapping[str, Any]) -> CollectiveConfig:
+    """The config of a case that no table has."""
+    return heuristic(local_problem(params), DeviceSpec.current() or H200)
+
+
+def spec_name(case: Case) -> str:
+    """The name of the case's kernels in the manifest."""
+    return f"{case.name} {local_problem(case.params).key}"
 
 
 # --- Checks ---------------------------------------------------------------------------
@@ -392,6 +401,9 @@ BENCHMARK = Benchmark(
     name="collective_matmul",
     cases=tuple(cases()),
     quick_cases=tuple(quick_cases()),
+    kernels=("collective_matmul",),
+    spec=spec_name,
+    devices=lambda params: params["tp"],
     inputs=lambda params, key: (),
     implementations={name: Custom(_elsewhere) for name in NAMES},
     measure=measure,

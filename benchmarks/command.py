@@ -25,6 +25,10 @@ from benchmarks.harness import (
 )
 
 
+PAUSE = 10.0
+"""Seconds at least between two lines that say what is left."""
+
+
 def main(benchmark: Benchmark, argv: Sequence[str] | None) -> int:
     """Run a benchmark; the exit status is 1 if something was wrong."""
     argv = sys.argv[1:] if argv is None else list(argv)
@@ -32,37 +36,74 @@ def main(benchmark: Benchmark, argv: Sequence[str] | None) -> int:
     args = parser.parse_args(argv)
     if args.samples is not None and args.samples < 1:
         parser.error(f"--samples {args.samples}, expected at least 1")
-    chosen = _chosen_cases(benchmark, args)
-    names = _selected(list(benchmark.implementations), args.impl, "implementation")
-    skipped = _selected(names, args.skip, "implementation") if args.skip else []
-    names = [name for name in names if name not in skipped]
+    chosen, names = _chosen_cases(benchmark, args), _chosen_names(benchmark, args)
     write = not args.quick and (benchmark.anywhere or timing.on_gpu())
     samples = args.samples or (ROUNDS if args.quick else benchmark.samples)
-    commit = _commit(args.commit) if write else args.commit or "none"
+    head = commit(args.commit) if write else args.commit or "none"
+    progress = _Progress(chosen)
     shown, wrong = [], []
-    start = time.monotonic()
-    for done, (case, results) in enumerate(
-        _measured(benchmark, chosen, names, samples)
-    ):
-        rows, bad = _report(benchmark, case, results)
+    for case, results in _measured(benchmark, chosen, names, samples):
+        each = progress.passed(case) / max(len(results), 1)
+        rows, bad = _report(benchmark, case, results, each)
         wrong += bad
-        if rows and write:  # after each case: a later one may run out of time
-            new = _record(benchmark, rows, samples, commit, argv)
-            _write(benchmark, new, args.out, names if args.impl or skipped else None)
+        if write:  # after each case: a later one may run out of time
+            if rows:
+                new = _record(benchmark, rows, samples, head, argv)
+                selects = args.impl or args.skip
+                _write(benchmark, new, args.out, names if selects else None)
+            if args.attempts:
+                gone = results.keys() - {row["implementation"] for row in rows}
+                records.note_attempt(args.attempts, head, benchmark.name, case, gone)
         shown += rows
-        taken, left = time.monotonic() - start, len(chosen) - done - 1
-        if left > 0:
-            each = taken / (done + 1)
-            print(f"-- {taken:.0f} s, {left} cases left, about {left * each:.0f} s")
+        progress.show()
     if shown:
         from benchmarks import tables
 
-        print("\n" + tables.markdown(_record(benchmark, shown, samples, commit, argv)))
+        print("\n" + tables.markdown(_record(benchmark, shown, samples, head, argv)))
     for line in wrong:
         print(f"WRONG {line}", file=sys.stderr)
     if not write and not args.quick:
         print(f"not written: the device is {jax.devices()[0].device_kind}")
     return 1 if wrong else 0
+
+
+class _Progress:
+    """Seconds that cases take, and how long those that are left will."""
+
+    def __init__(self, cases: Sequence[Case]):
+        self.left = {records.key(case.name, case.params) for case in cases}
+        self.all = len(self.left)
+        self.start = self.last = self.said = time.monotonic()
+
+    def passed(self, case: Case) -> float:
+        """Seconds since the case before; this one is done."""
+        self.left.discard(records.key(case.name, case.params))
+        now = time.monotonic()
+        taken, self.last = now - self.last, now
+        return taken
+
+    def show(self) -> None:
+        """Print what is left, now and then."""
+        if not self.left or self.last - self.said < PAUSE or len(self.left) == self.all:
+            return
+        self.said, taken = self.last, self.last - self.start
+        left = len(self.left) * taken / (self.all - len(self.left))
+        print(
+            f"-- {taken:.0f} s, {len(self.left)} cases left, about {left:.0f} s",
+            flush=True,
+        )
+
+
+def selected(
+    benchmark: Benchmark, argv: Sequence[str]
+) -> tuple[list[Case], list[str], int | None]:
+    """Cases, implementations and samples that a command line asks for."""
+    args = _parser(benchmark).parse_args(argv)
+    return (
+        _chosen_cases(benchmark, args),
+        _chosen_names(benchmark, args),
+        args.samples,
+    )
 
 
 def _row(
@@ -88,7 +129,8 @@ def _rounded(value: float) -> float:
     return float(f"{value:.5g}")
 
 
-def _commit(given: str | None) -> str:
+def commit(given: str | None) -> str:
+    """The commit given, or else that of the files here."""
     if given:
         return given
     found = subprocess.run(
@@ -127,6 +169,12 @@ def _chosen_cases(benchmark: Benchmark, args: argparse.Namespace) -> list[Case]:
     return cases
 
 
+def _chosen_names(benchmark: Benchmark, args: argparse.Namespace) -> list[str]:
+    names = _selected(list(benchmark.implementations), args.impl, "implementation")
+    skipped = _selected(names, args.skip, "implementation") if args.skip else []
+    return [name for name in names if name not in skipped]
+
+
 def _ordered(values: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(values))
 
@@ -151,6 +199,7 @@ def _parser(benchmark: Benchmark) -> argparse.ArgumentParser:
     add("--samples", type=int, help=f"times per implementation ({benchmark.samples})")
     add("--commit", help="the commit measured, where there is no git")
     add("--out", type=pathlib.Path, default=records.RESULTS, help="folder of results")
+    add("--attempts", type=pathlib.Path, help="file that notes what gave no row")
     return parser
 
 
@@ -165,9 +214,12 @@ def _measured(
 
 
 def _report(
-    benchmark: Benchmark, case: Case, results: Results
+    benchmark: Benchmark, case: Case, results: Results, seconds: float
 ) -> tuple[list[dict], list[str]]:
-    """Print the results of a case: its rows, and what is wrong with the others."""
+    """Print the results of a case: its rows, and what is wrong with the others.
+
+    Each row says the `seconds` that its measurement took, compiling and all.
+    """
     where = " ".join(
         [case.name, *(f"{p}={case.params[p]}" for p in benchmark.selectors.values())]
     )
@@ -192,6 +244,7 @@ def _report(
     ]
     for row in rows:
         print(_line(row, where), flush=True)
+        row["metrics"]["run_seconds"] = _rounded(seconds)
     return rows, wrong
 
 
@@ -199,8 +252,7 @@ def _write(
     benchmark: Benchmark, new: dict, out: pathlib.Path, replaced: Sequence[str] | None
 ) -> None:
     path = records.path_for(out, new["device"], benchmark.name, benchmark.part)
-    old = records.load(path) if path.exists() else None
-    records.dump(records.merge(old, new, replaced), path)
+    records.add(new, path, replaced)
     print(f"wrote {path}", flush=True)
 
 
@@ -228,11 +280,11 @@ def _record(
 
 
 def _without_paths(argv: Sequence[str]) -> list[str]:
-    """The arguments that say what was measured, without ``--out`` and ``--commit``."""
+    """The arguments that say what was measured, without files and the commit."""
     kept, skip = [], False
     for argument in argv:
         name = argument.split("=")[0]
-        if skip or name in ("--out", "--commit"):
+        if skip or name in ("--out", "--commit", "--attempts"):
             skip = not skip and argument == name
         else:
             kept.append(argument)

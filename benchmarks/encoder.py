@@ -253,6 +253,7 @@ BENCHMARK = Benchmark(
     quick_cases=[
         case(f"{name}_tiny", 3, 24) for name in ("bert", "albert", "deberta_v3")
     ],
+    kernels=("varlen_attention", "matmul", "layer_norm"),
     inputs=inputs,
     reference=reference,
     implementations={

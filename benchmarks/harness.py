@@ -37,6 +37,7 @@ that set implementations of a case against each other.
 """
 
 import dataclasses
+import operator
 import statistics
 import sys
 import traceback
@@ -187,6 +188,12 @@ class Benchmark:
     """Flag to param: ``{"rows": "M"}`` makes ``--rows 16 64`` select cases."""
     timing: str | None = None
     """What the times are, if `measure` takes them; begins with ``wall time``."""
+    kernels: Sequence[str] = ()
+    """Packages of `pallas_kernels` that ours run; their changes make rows stale."""
+    spec: Callable[[Case], str] = operator.attrgetter("name")
+    """The name of a case among those of its kernels in ``tests/manifest.json``."""
+    devices: Callable[[Params], int] = lambda params: 1
+    """How many devices a case needs."""
     anywhere: bool = False
     """Whether results of a CPU are written too, since times are not what counts."""
 

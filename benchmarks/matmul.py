@@ -29,6 +29,7 @@ BENCHMARK = Benchmark(
     name="matmul",
     cases=[Case(s.name, {"M": s.m, "N": s.n, "K": s.k}) for s in SPECS],
     quick_cases=[Case("tiny", {"M": 128, "N": 192, "K": 256})],
+    kernels=("matmul",),
     inputs=inputs,
     reference=lambda params: jnp.matmul,
     implementations={

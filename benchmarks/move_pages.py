@@ -155,6 +155,7 @@ BENCHMARK = Benchmark(
     name="move_pages",
     cases=[case(spec) for spec in SPECS],
     quick_cases=[case(spec) for spec in QUICK],
+    kernels=("move_pages",),
     inputs=inputs,
     reference=last_page,
     implementations={

@@ -337,6 +337,7 @@ BENCHMARK = Benchmark(
     name="paged_attention",
     cases=[case(spec) for spec in SPECS],
     quick_cases=[case(spec) for spec in QUICK],
+    kernels=("paged_attention",),
     inputs=inputs,
     reference=definition,
     implementations={

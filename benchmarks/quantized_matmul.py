@@ -62,6 +62,7 @@ BENCHMARK = Benchmark(
         case(s.name, s.m, s.n, s.k, _KINDS[s.weight_dtype], s.out_dtype) for s in SPECS
     ],
     quick_cases=[case("tiny", 8, 192, 128, weights) for weights in _KINDS.values()],
+    kernels=("quantized_matmul",),
     inputs=inputs,
     reference=lambda params: (
         lambda x, w, scale, wide: reference.quantized_matmul(x, w, scale)

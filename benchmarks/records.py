@@ -10,8 +10,10 @@ Files that were written elsewhere (``--out``) are merged by
 """
 
 import datetime
+import fcntl
 import json
 import math
+import os
 import pathlib
 import re
 import sys
@@ -115,7 +117,12 @@ def _check_date(date: str, where: str) -> None:
 
 def identity(row: Record) -> tuple[str, str]:
     """What makes two rows comparable: their case and params."""
-    return row["case"], json.dumps(row["params"], sort_keys=True)
+    return key(row["case"], row["params"])
+
+
+def key(case: str, params: Mapping[str, Any]) -> tuple[str, str]:
+    """The same of a case that has no row yet."""
+    return case, json.dumps(dict(params), sort_keys=True)
 
 
 def merge(old: Record | None, new: Record, replaced: Sequence[str] | None) -> Record:
@@ -163,7 +170,7 @@ def full_rows(record: Record) -> list[Record]:
     return [head | row for row in record["rows"]]
 
 
-_UNSHOWN = ("spread",)
+_UNSHOWN = ("spread", "run_seconds")
 
 
 def ordered(values: Iterable[Any]) -> list:
@@ -201,9 +208,67 @@ def dump(record: Record, path: pathlib.Path) -> None:
     validate(record)
     head = [f" {json.dumps(key)}: {json.dumps(record[key])}" for key in HEAD]
     rows = ",\n  ".join(json.dumps(row, allow_nan=False) for row in record["rows"])
-    path.parent.mkdir(parents=True, exist_ok=True)
     text = "{\n" + ",\n".join(head) + f',\n "rows": [\n  {rows}\n ]\n' + "}\n"
-    path.write_text(text, encoding="utf-8")
+    replace(path, text)
+
+
+def replace(path: pathlib.Path, text: str) -> None:
+    """Write a whole file or nothing: a cut leaves the old one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text, encoding="utf-8")
+    os.replace(new, path)
+
+
+def add(new: Record, path: pathlib.Path, replaced: Sequence[str] | None) -> None:
+    """Merge a run into a file, one process at a time.
+
+    A file that is damaged is set aside, as ``NAME.damaged``: what was measured stays.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)  # until it is closed
+        try:
+            old = load(path) if path.exists() else None
+        except ValueError as error:
+            aside = path.with_name(f"{path.name}.damaged")
+            os.replace(path, aside)
+            print(f"set aside as {aside.name}: {error}", file=sys.stderr)
+            old = None
+        dump(merge(old, new, replaced), path)
+    finally:
+        os.close(folder)
+
+
+Attempt = tuple[str, str, str, str]
+"""Benchmark, case, params and implementation of what gave no row."""
+
+
+def note_attempt(
+    path: pathlib.Path, commit: str, benchmark: str, case: Any, names: Iterable[str]
+) -> None:
+    """Append that implementations gave no row of a case at a commit."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    head = {"commit": commit, "benchmark": benchmark, "case": case.name}
+    one = head | {"params": dict(case.params)}
+    # A line that was cut off is ended first, and so spoils no other.
+    lines = [json.dumps(one | {"implementation": name}) for name in names]
+    with open(path, "a", encoding="utf-8") as file:
+        file.write("".join(f"\n{line}\n" for line in lines))
+
+
+def attempts(path: pathlib.Path, commit: str) -> frozenset[Attempt]:
+    """What was noted at a commit; a line that a cut has damaged says nothing."""
+    found = set()
+    for line in path.read_text(encoding="utf-8").split("\n") if path.exists() else ():
+        try:
+            one = json.loads(line) if line else {"commit": None}
+            if one["commit"] == commit:
+                found.add((one["benchmark"], *identity(one), one["implementation"]))
+        except (ValueError, TypeError, KeyError):
+            print(f"{path}: a damaged line is left out", file=sys.stderr)
+    return frozenset(found)
 
 
 def main(argv: Sequence[str] | None = None, out: pathlib.Path = RESULTS) -> None:
@@ -212,7 +277,7 @@ def main(argv: Sequence[str] | None = None, out: pathlib.Path = RESULTS) -> None
         new = load(pathlib.Path(name))
         path = out / slug(new["device"]) / pathlib.Path(name).name
         names = ordered(row["implementation"] for row in new["rows"])
-        dump(merge(load(path) if path.exists() else None, new, names), path)
+        add(new, path, names)
         print(f"wrote {path}: {len(new['rows'])} rows")
 
 

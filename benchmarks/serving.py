@@ -322,6 +322,7 @@ BENCHMARK = Benchmark(
             slots=4, shrink=16, window_s=0.01,
         ),
     ],
+    kernels=("paged_attention", "varlen_attention", "move_pages"),
     inputs=lambda params, key: (),
     implementations={name: _in_child(name) for name in (*OURS, *TORCH)},
     metrics=metrics,

@@ -1,24 +1,34 @@
-"""Many benchmarks in a given time: the commands behind the tables of the docs.
+"""The rows that are missing or stale, measured in a given time.
 
-    python -m benchmarks.suite --minutes 9                  # begins with the targets
+    python -m benchmarks.suite --plan                        # lists them, in order
+    python -m benchmarks.suite --minutes 25                  # measures what fits
     python -m benchmarks.suite attention encoder --out DIR --commit HASH
 
-Each GPU has a lane. First come the commands that need a GPU for themselves, one after
-another, then those whose processes compile side by side and measure in turns
-(`timing.turn`), at last, alone, those that need several GPUs. What has not finished in
-time is ended: each command writes its rows case by case, so what was measured counts.
-Commands write to folders of their own, which are merged at the end
-(`benchmarks.records`), and their output lies there too.
+`benchmarks.due` says what is due. What the README shows comes first, then what the docs
+show, then the rest; among these the order is that of `COMMANDS`, and ours stand before
+their rivals. Each case's rows are written when it ends, so a run that is cut off loses
+the case in progress alone, and the same command goes on behind it. What gave no row is
+noted in ``attempts.jsonl`` of the folder of results, and is not tried again there at
+the same commit.
+
+Where there is no git, a plan that was written elsewhere is read:
+
+    python -m benchmarks.suite --plan --save plan.json
+    python -m benchmarks.suite --load plan.json --commit HASH --minutes 25 --out DIR
+
+Each GPU has a lane. Neighbors in the order whose processes may compile side by side do
+so, and measure in turns (`timing.turn`); what needs several GPUs runs alone.
 """
 
 import argparse
-import dataclasses
+import contextlib
+import itertools
 import os
 import pathlib
 import queue
 import re
-import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,7 +36,8 @@ import threading
 import time
 from collections.abc import Sequence
 
-from benchmarks import records
+from benchmarks import command, due, records, tables
+from benchmarks.due import Due
 
 
 PROCESSES = 3
@@ -39,91 +50,78 @@ SHARING = (
 """Benchmarks that measure in turns. The first take wall times, which suffer from busy
 neighbors, and compile only while nobody measures."""
 
-RESERVED = 5.0
-"""Seconds of the time given that are left for merging."""
+PATIENCE, HANGS = 120.0, 3.0
+"""Seconds that a process is given, and how many times its estimate in addition."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Command:
-    """One command line of a benchmark."""
-
-    topic: str
-    """What to select it by."""
-    line: str
-    """Module of `benchmarks` and arguments."""
-    gpus: int = 1
-    """That it needs; with more than one it runs alone."""
-
-    @property
-    def company(self) -> tuple[str, ...]:
-        """Benchmarks that may run on its GPU meanwhile, if any."""
-        name = self.line.split()[0]
-        if self.gpus > 1:
-            return ()
-        return next((names for names in SHARING if name in names), ())
+def company(name: str, gpus: int) -> tuple[str, ...]:
+    """Benchmarks that may run on the GPU of one meanwhile, if any."""
+    if gpus > 1:
+        return ()
+    return next((names for names in SHARING if name in names), ())
 
 
 _ATTENTION = "--impl mosaic_gpu cudnn_packed cudnn_padded torch_varlen"
 _SPARSE = "--impl mosaic_gpu triton dense torch_dense ideal"
 _TRAINING = "--skip jaxscale_scan --samples 10"
 
-COMMANDS = (
-    Command(
+COMMANDS: tuple[tuple[str, str], ...] = (
+    (
         "attention",
         "varlen_attention --case dense_* --impl mosaic_gpu cudnn_packed cudnn_padded "
         "jax_sample torch_varlen torch_sdpa",
     ),
-    Command("attention", f"varlen_attention --case bert_base_* {_ATTENTION}"),
-    Command(
+    ("attention", f"varlen_attention --case bert_base_* {_ATTENTION}"),
+    (
         "attention",
         f"varlen_attention --case llama_* prefill_* falcon_* {_ATTENTION}",
     ),
     *(
-        Command(
+        (
             "encoder",
             f"encoder --model {model} --batch 16 --skip torch_eager "
             "torch_compile_graphs --samples 10",
         )
         for model in ("bert_base", "deberta_v3_base", "albert_base", "distilbert_base")
     ),
-    Command("encoder", "encoder_steps --samples 10"),
-    Command("encoder", "encoder_fusions --samples 10"),
-    Command("sparse", "tile_sparse_layers --impl mosaic_gpu triton dense ideal"),
-    Command(
+    ("encoder", "encoder_steps --samples 10"),
+    ("encoder", "encoder_fusions --samples 10"),
+    ("sparse", "tile_sparse_layers --impl mosaic_gpu triton dense ideal"),
+    (
         "sparse",
         "tile_sparse_matmul --case square_* llama3_8b_* --rows 4096 8192 "
         f"--sparsity 0.5 0.75 {_SPARSE} cusparselt_2_4 torch_bsr",
     ),
-    Command(
+    (
         "sparse",
         "tile_sparse_matmul --case llama3_8b_up --rows 1 8 16 32 64 --sparsity 0.75 "
         f"{_SPARSE} tew int8_dense",
     ),
-    Command("sparse", f"tile_sparse_matmul --case square_4096 --rows 2048 {_SPARSE}"),
-    Command("matmul", "matmul"),
-    Command("matmul", "quantized_matmul"),
-    Command("attention", "paged_attention"),
-    Command("serving", "move_pages"),
-    Command(
+    ("sparse", f"tile_sparse_matmul --case square_4096 --rows 2048 {_SPARSE}"),
+    ("matmul", "matmul"),
+    ("matmul", "quantized_matmul"),
+    ("attention", "paged_attention"),
+    ("serving", "move_pages"),
+    (
         "serving",
         "serving --case token_* --impl jaxscale torch_static_graphs torch_continuous",
     ),
-    Command(
+    (
         "serving",
         "serving --case constant poisson saturated --impl jaxscale contiguous "
         "concurrent static torch_static_graphs torch_continuous --samples 1",
     ),
-    Command(
+    (
         "attention",
         f"varlen_attention --case wide_* long_tail_* bimodal_* {_ATTENTION}",
     ),
-    Command(
+    (
         "attention",
         "varlen_attention --case uniform_* skewed_* zero_length_* constant_* "
         f"{_ATTENTION}",
     ),
     *(
-        Command("collective", f"{line} --tp {gpus}", gpus)
+        ("collective", f"{line} --tp {gpus}")
         for gpus in (4, 2)
         for line in (
             "collective_matmul --rows 8192 2048 --skip auto",
@@ -131,128 +129,259 @@ COMMANDS = (
             "tensor_parallel_block",
         )
     ),
-    Command("training", f"training --case llama_1b_2k llama_1b_4k* {_TRAINING}"),
-    Command("training", f"training --case llama3_8b_*4* {_TRAINING}", 4),
-    Command("training", "training --case ablation_* --impl jaxscale --samples 10", 4),
-    Command("training", f"training --case llama_1b_*p4* {_TRAINING}", 4),
-    Command("training", f"training --case *p2 *p2_interleaved {_TRAINING}", 2),
-    Command("training", "convergence --case bytes_34m"),
+    ("training", f"training --case llama_1b_2k llama_1b_4k* {_TRAINING}"),
+    ("training", f"training --case llama3_8b_*4* {_TRAINING}"),
+    ("training", "training --case ablation_* --impl jaxscale --samples 10"),
+    ("training", f"training --case llama_1b_*p4* {_TRAINING}"),
+    ("training", f"training --case *p2 *p2_interleaved {_TRAINING}"),
+    ("training", "convergence --case bytes_34m"),
 )
-"""In the order of their importance."""
+"""Topic, and module of `benchmarks` with its arguments, the most important first."""
+
+
+class Process:
+    """One process of a benchmark, and the cases that it measures."""
+
+    def __init__(self, number: int, arguments: list[str], cases: list[Due]):
+        self.number, self.arguments, self.cases = number, arguments, cases
+        self.name, self.gpus = cases[0].benchmark.name, cases[0].gpus
+
+    @property
+    def seconds(self) -> float:
+        """Estimate."""
+        return due.START + sum(case.seconds for case in self.cases)
+
+    @property
+    def line(self) -> str:
+        """Module and arguments."""
+        return " ".join([self.name, *self.arguments])
 
 
 class Suite:
-    """Runs commands until a time."""
+    """Runs processes until a time."""
 
-    def __init__(self, folder: pathlib.Path, commit: str | None, seconds: float):
-        self.folder, self.commit = folder, commit
+    def __init__(
+        self, out: pathlib.Path, commit: str, seconds: float, logs: pathlib.Path
+    ):
+        self.out, self.commit, self.logs = out, commit, logs
         self.start = time.monotonic()
         self.end = self.start + seconds
+        self.children: set[subprocess.Popen] = set()
 
-    def run(self, number: int, command: Command, gpus: Sequence[int]) -> None:
-        """Run a command on these GPUs, unless time is over."""
+    def run(self, process: Process, gpus: Sequence[int]) -> None:
+        """Run a process on these GPUs, unless not even its first case fits."""
         left = self.end - time.monotonic()
-        if left <= 0:
-            print(f"no time for: {command.line}", flush=True)
+        if due.START + process.cases[0].seconds > left:
+            print(f"no time for: {process.line}", flush=True)
             return
-        name, *arguments = shlex.split(command.line)
-        out = self.folder / f"{number:02d}_{name}"
-        out.mkdir(parents=True, exist_ok=True)
-        line = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
-        line += ["--out", str(out)]
-        line += ["--commit", self.commit] if self.commit else []
+        line = [sys.executable, "-m", f"benchmarks.{process.name}", *process.arguments]
+        line += ["--out", str(self.out), "--commit", self.commit]
+        line += ["--attempts", str(self.out / ATTEMPTS)]
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
-        if command.company:
-            environment["BENCHMARK_LOCK"] = str(self.folder / f"gpu_{gpus[0]}.lock")
-        with open(out / "log.txt", "w") as log:
+        if company(process.name, process.gpus):
+            environment["BENCHMARK_LOCK"] = str(self.logs / f"gpu_{gpus[0]}.lock")
+        log = self.logs / f"{process.number:03d}_{process.name}.txt"
+        limit = PATIENCE + HANGS * process.seconds
+        with open(log, "w") as file:
+            child = subprocess.Popen(
+                line,
+                env=environment,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            self.children.add(child)
             try:
-                code = subprocess.run(
-                    line,
-                    env=environment,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    timeout=left,
-                    check=False,
-                ).returncode
+                code = child.wait(min(left, limit))
                 ended = "done" if code == 0 else f"exit status {code}"
             except subprocess.TimeoutExpired:
-                ended = "out of time"
-        rows = len(re.findall(r" us  ", (out / "log.txt").read_text()))
-        taken = time.monotonic() - self.start
-        print(f"{taken:5.0f} s  {ended}, {rows} rows: {command.line}", flush=True)
+                code = -1 if limit < left else 0
+                ended = "it hangs" if limit < left else "out of time"
+            finally:  # with the processes that it started, which hold the GPU
+                _kill(child)
+                self.children.discard(child)
+        text = log.read_text(errors="replace")
+        if code < 0 and self.end > self.start:
+            self._note_the_broken(process)
+        taken, rows = time.monotonic() - self.start, len(re.findall(r" us  ", text))
+        print(f"{taken:5.0f} s  {ended}, {rows} rows: {process.line}", flush=True)
 
-    def run_all(self, commands: Sequence[Command], gpus: int) -> None:
-        """Single GPUs first, then what needs several."""
-        numbered = list(enumerate(commands))
-        single = [(n, c) for n, c in numbered if c.gpus == 1]
-        for company in ((), *SHARING):
-            lane = [(n, c) for n, c in single if c.company == company]
-            self._lanes(lane, gpus, PROCESSES if company else 1)
-        for number, command in numbered:
-            if 1 < command.gpus <= gpus:
-                self.run(number, command, range(command.gpus))
+    def _note_the_broken(self, process: Process) -> None:
+        """The first case without a row took the process with it: not again."""
+        device = self.out / device_folder()
+        tried = records.attempts(self.out / ATTEMPTS, self.commit)
+        for one in due.since(process.cases, [device], self.commit, tried):
+            if one.rows:
+                case, name = one.case, one.benchmark.name
+                path = self.out / ATTEMPTS
+                records.note_attempt(path, self.commit, name, case, one.rows)
+                return
 
-    def _lanes(
-        self, numbered: Sequence[tuple[int, Command]], gpus: int, processes: int
-    ) -> None:
-        waiting: queue.SimpleQueue[tuple[int, Command]] = queue.SimpleQueue()
-        for one in numbered:
+    def run_all(self, processes: Sequence[Process], gpus: int) -> None:
+        """Run them in order; neighbors that may share a GPU do."""
+
+        def lanes(process: Process) -> tuple:
+            return process.gpus, company(process.name, process.gpus)
+
+        for (size, shared), group in itertools.groupby(processes, lanes):
+            if size == 1:
+                self._lanes(list(group), gpus, PROCESSES if shared else 1)
+                continue
+            for process in group:
+                self.run(process, range(size))
+
+    def _lanes(self, processes: Sequence[Process], gpus: int, each: int) -> None:
+        waiting: queue.SimpleQueue[Process] = queue.SimpleQueue()
+        for one in processes:
             waiting.put(one)
 
         def work(gpu: int) -> None:
             while True:
                 try:
-                    number, command = waiting.get_nowait()
+                    process = waiting.get_nowait()
                 except queue.Empty:
                     return
-                self.run(number, command, [gpu])
+                self.run(process, [gpu])
 
         workers = [
             threading.Thread(target=work, args=[gpu])
-            for _ in range(processes)
+            for _ in range(each)
             for gpu in range(gpus)
         ]
         for worker in workers:
             worker.start()
-        for worker in workers:
-            worker.join()
+        try:
+            for worker in workers:
+                worker.join()
+        except BaseException:  # Ctrl-C, or a signal
+            self.end = self.start
+            for child in list(self.children):
+                _kill(child)
+            raise
 
 
-def number_of_gpus() -> int:
-    """GPUs of this machine, 0 without a driver; none is touched."""
+def _kill(child: subprocess.Popen) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+def gpu_names() -> list[str]:
+    """GPUs of this machine, none without a driver; they are not touched."""
     if shutil.which("nvidia-smi") is None:
-        return 0
+        return []
     found = subprocess.run(
-        ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=False
+        ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    return len(found.stdout.splitlines())
+    return [] if found.returncode else found.stdout.split("\n")[:-1]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the commands of some topics, or all; the exit status is 1 without a GPU."""
-    topics = list(dict.fromkeys(command.topic for command in COMMANDS))
+ATTEMPTS = "attempts.jsonl"
+"""In the folder of results: what gave no row."""
+
+
+def device_folder() -> str:
+    """Where the results of this machine lie, or else those of the docs."""
+    names = gpu_names()
+    return records.slug(names[0]) if names else tables.DEFAULT_DEVICE
+
+
+def show(found: Sequence[Due], gpus: int | None) -> None:
+    """Print the cases that are due, and what they need together."""
+    left = [one for one in found if one.rows]
+    for one in left:
+        cited = ("README", "docs", "-")[one.cited]
+        many = f"{one.gpus} GPUs" if one.gpus > 1 else "1 GPU"
+        print(f"{one.seconds / 60:5.1f} min  {many:6}  {cited:6}  {one}")
+    states = [one.states[name] for one in left for name in one.rows]
+    missing = states.count(due.MISSING)
+    started = [Process(0, *each) for each in due.processes(left)]
+    for size in sorted({process.gpus for process in started}):
+        minutes = sum(p.seconds for p in started if p.gpus == size) / 60
+        skipped = gpus is not None and size > gpus
+        note = f"; skipped, there are {gpus}" if skipped else ""
+        print(f"{minutes:.0f} minutes on {size} GPU{'s' * (size > 1)}{note}")
+    print(
+        f"{len(left)} of {len(found)} cases: {missing} rows are missing, "
+        f"{len(states) - missing} stale. Minutes are those of earlier rows, or else "
+        f"{due.OTHER_SECONDS:g} s a row ({', '.join(_guesses())})"
+    )
+
+
+def _guesses() -> list[str]:
+    return [f"{name} {seconds:g} s" for name, seconds in due.SECONDS.items()]
+
+
+def _parser() -> argparse.ArgumentParser:
+    topics = records.ordered(topic for topic, _ in COMMANDS)
     parser = argparse.ArgumentParser(prog="python -m benchmarks.suite")
     add = parser.add_argument
     add("topics", nargs="*", help=f"some of {topics}; all by default")
+    add("--plan", action="store_true", help="list what is due and measure nothing")
+    add("--all", action="store_true", help="fresh rows are due too")
     add("--minutes", type=float, default=60.0, help="time for all (60)")
+    add("--save", type=pathlib.Path, help="with --plan: write the list to this file")
+    add("--load", type=pathlib.Path, help="read the list, where there is no git")
     add("--commit", help="the commit measured, where there is no git")
     add("--out", type=pathlib.Path, default=records.RESULTS, help="folder of results")
+    return parser
+
+
+def _found(args: argparse.Namespace, commit: str) -> list[Due]:
+    """The plan of the topics chosen."""
+    lines = [one for one in COMMANDS if not args.topics or one[0] in args.topics]
+    device = device_folder()
+    folders = [folder / device for folder in dict.fromkeys([records.RESULTS, args.out])]
+    tried = records.attempts(args.out / ATTEMPTS, commit)
+    if args.load:
+        found = due.load(args.load, folders, commit, tried)
+        return [one for one in found if not args.topics or one.topic in args.topics]
+    found = due.plan(lines, folders, due.History(), tried)
+    if args.all:
+        found = due.since(due.again(found), folders, commit, tried)
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """List or measure what is due; the exit status is 1 if that cannot be."""
+    topics = records.ordered(topic for topic, _ in COMMANDS)
+    parser = _parser()
     args = parser.parse_args(argv)
     if unknown := sorted({*args.topics} - {*topics}):
         parser.error(f"unknown topics {unknown}; there are: {topics}")
-    if args.minutes <= 0:
+    if not args.minutes > 0:
         parser.error(f"--minutes {args.minutes}, expected above 0")
-    if not (gpus := number_of_gpus()):
-        print("there is no GPU", file=sys.stderr)
+    if args.save and not args.plan:
+        parser.error("--save writes a list: give --plan too")
+    names = gpu_names()
+    if not names and not args.plan:
+        print("there is no GPU; --plan lists what one would measure", file=sys.stderr)
         return 1
-    chosen = [c for c in COMMANDS if not args.topics or c.topic in args.topics]
-    folder = pathlib.Path(tempfile.mkdtemp(prefix="benchmarks_"))
-    print(f"{len(chosen)} commands on {gpus} GPUs; logs in {folder}", flush=True)
-    Suite(folder, args.commit, 60 * args.minutes - RESERVED).run_all(chosen, gpus)
-    found = sorted(str(path) for path in folder.glob("*/*/*.json"))
-    records.main(found, args.out)
+    commit = command.commit(args.commit)
+    try:
+        found = _found(args, commit)
+    except (ValueError, FileNotFoundError) as error:
+        print(f"{error}; nothing was measured", file=sys.stderr)
+        return 1
+    if args.plan:
+        show(found, len(names) or None)
+        if args.save:
+            due.save(found, args.save)
+        return 0
+    left = [one for one in found if one.rows]
+    if skipped := [one for one in left if one.gpus > len(names)]:
+        print(f"{len(skipped)} cases need more than {len(names)} GPUs")
+    fit = [one for one in left if one.gpus <= len(names)]
+    made = [Process(i, *each) for i, each in enumerate(due.processes(fit))]
+    logs = pathlib.Path(tempfile.mkdtemp(prefix="benchmarks_"))
+    print(f"{len(fit)} cases on {len(names)} GPUs; logs in {logs}", flush=True)
+    Suite(args.out, commit, 60 * args.minutes, logs).run_all(made, len(names))
     return 0
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # children are ended too
     raise SystemExit(main())

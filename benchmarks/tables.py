@@ -134,7 +134,7 @@ def markdown(
     shown = [
         name
         for name in records.ordered(p for row in rows for p in row["params"])
-        if name not in fixed and _matches(name, params)
+        if name not in fixed and matches(name, params)
     ]
     names = records.ordered(row["implementation"] for row in rows)
     head = ["case", *shown, *names]
@@ -173,9 +173,9 @@ def _chosen(
     rows = [
         row
         for row in rows
-        if _matches(row["implementation"], implementations)
-        and _matches(row["case"], cases)
-        and all(_matches(str(row["params"].get(p)), v) for p, v in where.items())
+        if matches(row["implementation"], implementations)
+        and matches(row["case"], cases)
+        and all(matches(str(row["params"].get(p)), v) for p, v in where.items())
     ]
     if not rows:
         wanted = {"implementation": implementations, "case": cases, **where}
@@ -243,7 +243,8 @@ def _source(rows: Sequence[records.Record]) -> str:
     )
 
 
-def _matches(name: str, patterns: str) -> bool:
+def matches(name: str, patterns: str) -> bool:
+    """Whether one of the comma-separated patterns fits."""
     return any(fnmatch.fnmatch(name, pattern) for pattern in patterns.split(","))
 
 

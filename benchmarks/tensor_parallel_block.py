@@ -323,6 +323,8 @@ BENCHMARK = Benchmark(
         for case in _cases("llama70b", tp, 1, 8192, (1, 4, 16, 32, 64))
     ],
     quick_cases=list(_cases("tiny", 4, 2, 64, (4,))),
+    kernels=("collective_matmul",),
+    devices=lambda params: params["tp"],
     inputs=lambda params, key: (),
     implementations={name: Custom(_elsewhere) for name in FORMS},
     metrics=metrics,

@@ -274,6 +274,7 @@ BENCHMARK = Benchmark(
     name="tile_sparse_layers",
     cases=cases(),
     quick_cases=[QUICK],
+    kernels=("tile_sparse_matmul", "matmul"),
     inputs=lambda params, key: (),
     implementations={name: Custom(_elsewhere) for name in FORMS},
     measure=measure,

@@ -515,6 +515,7 @@ BENCHMARK = Benchmark(
     name="tile_sparse_matmul",
     cases=cases(),
     quick_cases=[QUICK],
+    kernels=("tile_sparse_matmul",),
     inputs=lambda params, key: (),
     implementations={name: Custom(_elsewhere) for name in FORMS},
     metrics=metrics,

@@ -440,6 +440,8 @@ BENCHMARK = Benchmark(
             {**_TINY, "pipe": 2, "tensor": 2, "microbatches": 2, "schedule": "gpipe"},
         ),
     ],
+    kernels=("varlen_attention", "collective_matmul"),
+    devices=devices,
     inputs=lambda params, key: (),
     implementations={
         "jaxscale": _implementation("jaxscale"),

@@ -452,6 +452,7 @@ BENCHMARK = Benchmark(
     name="varlen_attention",
     cases=cases(sorted(filter(plain, SPECS), key=importance)),
     quick_cases=cases(QUICK),
+    kernels=("varlen_attention",),
     inputs=lambda params, key: (),
     implementations={name: Custom(_elsewhere) for name in FORMS},
     measure=measure,

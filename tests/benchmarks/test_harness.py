@@ -315,9 +315,14 @@ def test_runs_merge_into_the_file(tmp_path, fake_gpu):
     ]
 
 
-def test_cases_are_chosen_by_params_and_compared(tmp_path, capsys, fake_gpu):
+def test_cases_are_chosen_by_params_and_compared(
+    tmp_path, capsys, fake_gpu, monkeypatch
+):
+    monkeypatch.setattr(command, "PAUSE", 0.0)
+
     def measure(cases, names, samples):
-        for case in cases:
+        more = Case("tried", {"M": 1, "N": 8, "K": 8})  # is none of those to be done
+        for case in (more, *cases):
             seconds = {"xla": 2e-6, "dense": 1e-6, "odd": 3e-6}
             yield (
                 case,
@@ -341,6 +346,7 @@ def test_cases_are_chosen_by_params_and_compared(tmp_path, capsys, fake_gpu):
     arguments = ["--out", str(tmp_path), "--commit", "abc", "--skip", "odd"]
     assert command.main(of_all, [*arguments, "--rows", "16", "64"]) == 0
     out = capsys.readouterr().out
+    assert out.count("cases left") == 1
     assert "1 cases left" in out and "a M=64" in out
     path = tmp_path / "nvidia_h200" / "example.json"
     record = records.load(path)

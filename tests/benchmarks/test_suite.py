@@ -1,22 +1,238 @@
-"""The suite runs each command once, in lanes, and ends what takes too long."""
+"""The suite measures what is due, in lanes and in order, and loses no finished row."""
 
-import importlib
+import importlib.util
 import itertools
 import json
+import subprocess
 import sys
+import textwrap
+import threading
 import time
+from pathlib import Path
 
 import pytest
 
-from benchmarks import command, records, suite
+from benchmarks import due, records, suite
 
 
-def fake(tmp_path, monkeypatch, body):
+ROOT = Path(__file__).parents[2]
+
+BENCHMARK = """
+import os, pathlib, time
+from benchmarks.harness import Benchmark, Case, Custom, Measurement
+
+FOLDER = pathlib.Path({folder!r})
+
+def measure(params, seed, samples):
+    with open(FOLDER / "log", "a") as file:
+        file.write(f"{{params['M']}}\\n")
+    told = FOLDER / f"{{params['M']}}"
+    if told.exists():
+        exec(told.read_text())
+    return Measurement([1e-3], None)
+
+def never(params, seed, samples):
+    raise NotImplementedError("no such thing")
+
+BENCHMARK = Benchmark(
+    name="fake",
+    cases=[Case(f"case{{m}}", {{"M": m}}) for m in range(4)],
+    quick_cases=[],
+    inputs=lambda params, key: (),
+    implementations={{
+        "mosaic_gpu": Custom(measure),
+        "rival": Custom(measure),
+        "never": Custom(never),
+    }},
+    time="wall",
+    samples=1,
+    anywhere=True,
+    selectors={{"rows": "M"}},
+)
+"""
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """A benchmark of four cases, whose processes are real; its folder tells them what
+    to do, and `log` holds what they did."""
+    path = tmp_path / "fake.py"
+    path.write_text(BENCHMARK.format(folder=str(tmp_path)))
+    spec = importlib.util.spec_from_file_location("benchmarks.fake", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setitem(sys.modules, "benchmarks.fake", module)
+    python(
+        tmp_path,
+        monkeypatch,
+        f"""
+        sys.path.insert(0, {str(ROOT)!r})
+        space = {{"__name__": "fake"}}
+        exec(open({str(path)!r}).read(), space)
+        space["BENCHMARK"].main(sys.argv[3:])
+        """,
+    )
+    monkeypatch.setattr(suite, "COMMANDS", (("fakes", "fake"),))
+    monkeypatch.setattr(suite, "gpu_names", lambda: ["cpu"])
+    monkeypatch.setattr(due, "START", 0.0)
+    monkeypatch.setattr(due, "OTHER_SECONDS", 0.1)
+    return tmp_path
+
+
+def python(folder, monkeypatch, body):
     """Puts a script in the place of python; it gets the arguments of python."""
-    script = tmp_path / "python"
+    script = folder / "python"
+    body = textwrap.dedent(body)
     script.write_text(f"#!{sys.executable}\nimport json, os, sys, time\n{body}")
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
+
+
+def run(fake, *more):
+    return suite.main(["--out", str(fake / "out"), "--commit", "abc", *more])
+
+
+def rows(fake):
+    path = fake / "out" / "cpu" / "fake.json"
+    return [(row["case"], row["implementation"]) for row in records.load(path)["rows"]]
+
+
+def log(fake):
+    return (fake / "log").read_text().split()
+
+
+def both(*cases):
+    names = ("mosaic_gpu", "rival")
+    return list(itertools.product((f"case{m}" for m in cases), names))
+
+
+def test_what_is_due_is_measured_once(fake, capsys):
+    assert run(fake) == 0
+    assert rows(fake) == both(0, 1, 2, 3) and len(log(fake)) == 8
+    out = capsys.readouterr().out
+    assert "4 cases on 1 GPUs" in out and "done, 8 rows: fake --case case0" in out
+    record = records.load(fake / "out/cpu/fake.json")
+    assert all(row["metrics"]["run_seconds"] > 0 for row in record["rows"])
+    # What is not supported is not tried again, and nothing is due.
+    assert run(fake) == 0 and len(log(fake)) == 8
+    assert "0 cases on 1 GPUs" in capsys.readouterr().out
+    assert run(fake, "--plan") == 0
+    assert "0 of 4 cases: 0 rows are missing, 0 stale" in capsys.readouterr().out
+
+
+def test_a_run_that_is_cut_off_loses_the_case_in_progress_alone(fake):
+    (fake / "2").write_text("time.sleep(60)")
+    thread = threading.Thread(target=run, args=(fake, "--minutes", "0.1"))
+    thread.start()
+    thread.join(40)
+    assert not thread.is_alive()
+    assert rows(fake) == both(0, 1)
+    assert not [*(fake / "out/cpu").glob("*.new")]
+    (fake / "2").unlink()
+    (fake / "log").unlink()
+    assert run(fake) == 0
+    assert rows(fake) == both(0, 1, 2, 3) and {*log(fake)} == {"2", "3"}
+
+
+def test_a_case_that_takes_its_process_with_it_is_not_run_again(fake, capsys):
+    (fake / "1").write_text("os.kill(os.getpid(), 9)")
+    assert run(fake) == 0
+    assert rows(fake) == both(0)
+    assert run(fake) == 0
+    assert rows(fake) == both(0, 2, 3) and log(fake).count("1") == 1
+    assert "exit status -9, 2 rows" in capsys.readouterr().out
+
+
+def test_damaged_files(fake, capsys):
+    assert run(fake) == 0
+    attempts = fake / "out" / suite.ATTEMPTS
+    text = attempts.read_text()
+    attempts.write_text(text + '{"commit": "abc", "bench')  # cut while it was written
+    records.note_attempt(attempts, "abc", "fake", due.Case("new", {}), ["x"])
+    found = records.attempts(attempts, "abc")
+    assert len(found) == 5 and ("fake", "new", "{}", "x") in found
+    assert "a damaged line is left out" in capsys.readouterr().err
+    path = fake / "out/cpu/fake.json"
+    path.write_text(path.read_text()[:-40])
+    assert run(fake) == 1 and len(log(fake)) == 8
+    assert f"{path}: " in (err := capsys.readouterr().err) and "nothing was" in err
+
+
+def test_a_file_that_is_damaged_meanwhile_is_set_aside(tmp_path, capsys):
+    record = records.load(records.RESULTS / "nvidia_h200" / "matmul.json")
+    path = tmp_path / "matmul.json"
+    path.write_text("{")
+    records.add(record, path, None)
+    assert records.load(path) == record
+    assert (tmp_path / "matmul.json.damaged").read_text() == "{"
+    assert "set aside" in capsys.readouterr().err
+
+
+def test_processes_write_into_one_file(tmp_path):
+    record = records.load(records.RESULTS / "nvidia_h200" / "matmul.json")
+    path = tmp_path / "matmul.json"
+    parts = [record | {"rows": [row]} for row in record["rows"]]
+    threads = [
+        threading.Thread(target=records.add, args=(part, path, ["none"]))
+        for part in parts
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(records.load(path)["rows"]) == len(record["rows"])
+
+
+def test_what_is_written_while_it_is_cut_is_whole(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    records.replace(path, "old")
+
+    def cut(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(records.os, "replace", cut)
+        with pytest.raises(KeyboardInterrupt):
+            records.replace(path, "new")
+    assert path.read_text() == "old"
+
+
+def test_a_plan_goes_to_a_machine_without_git(fake, capsys, monkeypatch):
+    plan = fake / "plan.json"
+    assert run(fake, "--plan", "--save", str(plan)) == 0
+    monkeypatch.setattr(due, "History", None)  # nobody asks git
+    assert run(fake, "--load", str(plan)) == 0
+    assert rows(fake) == both(0, 1, 2, 3)
+    assert run(fake, "--load", str(plan)) == 0 and len(log(fake)) == 8
+    for text in ("[", "{}", '[{"benchmark": "fake"}]', plan.read_text()[:-9], "[3]"):
+        plan.write_text(text)
+        assert run(fake, "--load", str(plan)) == 1
+        assert "is no plan" in capsys.readouterr().err
+
+
+# --- Lanes ----------------------------------------------------------------------------
+
+
+def process(number, name, gpus=1, seconds=0.0):
+    benchmark = due.Benchmark(
+        name=name,
+        cases=[],
+        quick_cases=[],
+        inputs=lambda params, key: (),
+        implementations={},
+        devices=lambda params: gpus,
+    )
+    one = due.Due(
+        benchmark=benchmark,
+        case=due.Case(f"{number}", {}),
+        states={},
+        samples=None,
+        topic="",
+        seconds=seconds,
+        cited=2,
+    )
+    return suite.Process(number, ["--case", f"{number}_*"], [one])
 
 
 def test_lanes_share_gpus_and_what_needs_several_runs_alone(
@@ -33,62 +249,83 @@ what |= {{"line": sys.argv[1:], "start": start, "stop": time.time()}}
 json.dump(what, open({str(calls)!r} + f"/{{os.getpid()}}", "w"))
 print("case mosaic_gpu 1.0 us  tflops 1")
 """
-    fake(tmp_path, monkeypatch, body)
-    monkeypatch.setattr(suite, "SHARING", (("other",), ("one",)))
-    commands = [suite.Command("a", f"one --case '{i}_*'") for i in range(8)]
-    commands += [suite.Command("a", f"own {i}") for i in range(4)]
-    commands += [suite.Command("a", "other")]
-    commands += [suite.Command("b", "two", 2), suite.Command("b", "four", 4)]
-    suite.Suite(tmp_path / "out", "abc", 60).run_all(commands, gpus=2)
+    python(tmp_path, monkeypatch, body)
+    monkeypatch.setattr(due, "START", 0.0)
+    monkeypatch.setattr(suite, "SHARING", (("one",), ("other",)))
+    names = [*["own"] * 4, "other", *["one"] * 8]
+    made = [process(i, name) for i, name in enumerate(names)]
+    made += [process(20, "two", 2), process(21, "own")]
+    suite.Suite(tmp_path / "out", "abc", 60, tmp_path).run_all(made, gpus=2)
     found = [json.loads(path.read_text()) for path in calls.iterdir()]
-    single = [call for call in found if call["line"][1] == "benchmarks.one"]
-    (pair,) = (call for call in found if call["line"][1] == "benchmarks.two")
-    assert len(found) == 14  # there are no four GPUs
-    assert sorted(call["line"][3] for call in single) == [f"{i}_*" for i in range(8)]
-    assert {call["CUDA_VISIBLE_DEVICES"] for call in single} == {"0", "1"}
-    for call in single:
+    by_name = {
+        name: [call for call in found if call["line"][1] == f"benchmarks.{name}"]
+        for name in ("own", "other", "one", "two")
+    }
+    assert {name: len(each) for name, each in by_name.items()} == {
+        "own": 5,
+        "other": 1,
+        "one": 8,
+        "two": 1,
+    }
+    (pair,), (other,), one = by_name["two"], by_name["other"], by_name["one"]
+    *own, last = sorted(by_name["own"], key=lambda call: call["start"])
+    # In the order of the plan: a group begins when the one before has ended.
+    for before, after in itertools.pairwise([own, [other], one, [pair], [last]]):
+        assert max(c["stop"] for c in before) <= min(c["start"] for c in after)
+    assert {call["CUDA_VISIBLE_DEVICES"] for call in one} == {"0", "1"}
+    for call in [*one, other]:
         assert call["BENCHMARK_LOCK"].endswith(f"{call['CUDA_VISIBLE_DEVICES']}.lock")
-        assert call["stop"] <= pair["start"]
-    own = [call for call in found if call["line"][1] == "benchmarks.own"]
-    (other,) = (c for c in found if c["line"][1] == "benchmarks.other")
-    assert other["BENCHMARK_LOCK"] is not None
-    assert max(c["stop"] for c in own) <= other["start"]
-    assert other["stop"] <= min(c["start"] for c in single)
     for gpu in "01":
         lane = [c for c in own if c["CUDA_VISIBLE_DEVICES"] == gpu]
-        lane.sort(key=lambda c: c["start"])
         assert all(c["BENCHMARK_LOCK"] is None for c in lane)
         assert all(a["stop"] <= b["start"] for a, b in itertools.pairwise(lane))
     assert pair["CUDA_VISIBLE_DEVICES"] == "0,1" and pair["BENCHMARK_LOCK"] is None
-    assert all(call["line"][-2:] == ["--commit", "abc"] for call in found)
-    assert capsys.readouterr().out.count("done, 1 rows") == 14
+    assert capsys.readouterr().out.count("done, 1 rows") == 15
 
 
-def test_what_takes_too_long_is_ended(tmp_path, monkeypatch, capsys):
-    fake(tmp_path, monkeypatch, "time.sleep(60)")
+def test_time_is_over(tmp_path, monkeypatch, capsys):
+    """What does not fit is not begun; what takes longer is ended with its children."""
+    body = f"""
+import subprocess
+child = subprocess.Popen(["sleep", "60"])
+open({str(tmp_path / "child")!r}, "w").write(str(child.pid))
+time.sleep(60)
+"""
+    python(tmp_path, monkeypatch, body)
+    monkeypatch.setattr(due, "START", 0.0)
+    made = [process(0, "slow"), process(1, "long", seconds=9.0), process(2, "after")]
     start = time.monotonic()
-    commands = [suite.Command("a", "slow"), suite.Command("a", "slow", 2)]
-    suite.Suite(tmp_path / "out", None, 0.5).run_all(commands, gpus=2)
+    suite.Suite(tmp_path / "out", "abc", 2.0, tmp_path).run_all(made, gpus=1)
     assert time.monotonic() - start < 20
     out = capsys.readouterr().out
-    assert "out of time, 0 rows: slow" in out and "no time for: slow" in out
+    assert "out of time, 0 rows: slow" in out
+    assert "no time for: long" in out and "no time for: after" in out
+    child = Path("/proc") / (tmp_path / "child").read_text() / "stat"
+    assert not child.exists() or child.read_text().split(")")[-1].split()[0] == "Z"
 
 
-@pytest.mark.parametrize("line", [c.line for c in suite.COMMANDS])
-def test_commands_select_something(line):
-    name, *arguments = suite.shlex.split(line)
-    benchmark = importlib.import_module(f"benchmarks.{name}").BENCHMARK
-    args = command._parser(benchmark).parse_args(arguments)
-    assert command._chosen_cases(benchmark, args)
-    for patterns in (args.impl, args.skip):
-        names = list(benchmark.implementations)
-        assert command._selected(names, patterns, "implementation")
+def test_what_hangs_leaves_time_for_others(tmp_path, monkeypatch, capsys):
+    python(
+        tmp_path, monkeypatch, "time.sleep(60 if 'benchmarks.hung' in sys.argv else 0)"
+    )
+    monkeypatch.setattr(due, "START", 0.0)
+    monkeypatch.setattr(suite, "PATIENCE", 0.5)
+    monkeypatch.setattr(suite.Suite, "_note_the_broken", lambda *arguments: None)
+    made = [process(0, "hung"), process(1, "next")]
+    suite.Suite(tmp_path / "out", "abc", 60, tmp_path).run_all(made, gpus=1)
+    out = capsys.readouterr().out
+    assert "it hangs, 0 rows: hung" in out and "done, 0 rows: next" in out
+
+
+# --- The command line -----------------------------------------------------------------
 
 
 def test_mistakes(capsys):
     for arguments, message in (
         (["attentoin"], "unknown topics"),
         (["--minutes", "0"], "above 0"),
+        (["--minutes", "nan"], "above 0"),
+        (["--save", "plan.json"], "give --plan too"),
     ):
         with pytest.raises(SystemExit):
             suite.main(arguments)
@@ -96,18 +333,18 @@ def test_mistakes(capsys):
 
 
 def test_without_a_gpu_nothing_runs(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(suite, "number_of_gpus", lambda: 0)
+    monkeypatch.setattr(suite, "gpu_names", list)
     assert suite.main(["--out", str(tmp_path)]) == 1
     assert "no GPU" in capsys.readouterr().err and not [*tmp_path.iterdir()]
 
 
-def test_results_are_merged(monkeypatch, tmp_path):
-    record = records.load(records.RESULTS / "nvidia_h200" / "matmul.json")
-
-    def run_all(self, commands, gpus):
-        records.dump(record, self.folder / "00_matmul/nvidia_h200/matmul.json")
-
-    monkeypatch.setattr(suite, "number_of_gpus", lambda: 1)
-    monkeypatch.setattr(suite.Suite, "run_all", run_all)
-    assert suite.main(["matmul", "--out", str(tmp_path)]) == 0
-    assert records.load(tmp_path / "nvidia_h200/matmul.json") == record
+def test_the_suite_touches_no_gpu():
+    """Its children need them whole."""
+    code = """
+import sys
+from benchmarks import suite
+assert suite.main(["matmul", "--plan", "--commit", "abc"]) == 0
+from jax._src import xla_bridge
+assert not xla_bridge.backends_are_initialized()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
