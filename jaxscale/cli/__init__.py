@@ -24,6 +24,7 @@ COMMANDS = {
     "supervise": "run a command as the processes of a job, and start it again",
     "executor": "start and watch the processes of a supervised job on a host",
     "plan": "choose how GPUs share a training step, by estimates",
+    "report": "show what a run did, as one page, also while it goes on",
     "schedule": "check and draw a pipeline schedule",
     "bench-serve": "send load to an OpenAI-compatible server and measure",
 }

@@ -1,17 +1,26 @@
 """What a run has done, from the files that it writes; on any machine, without jax."""
 
 from jaxscale.observability.goodput import PARTS, Goodput, goodput
+from jaxscale.observability.layout import Layout, find_layout
+from jaxscale.observability.live import ReportServer
+from jaxscale.observability.page import write_page
 from jaxscale.observability.run import Event, Rank, Run, StepGrid, Steps, read_run
+from jaxscale.observability.timeline import chrome_trace
 
 
 __all__ = [
     "PARTS",
     "Event",
     "Goodput",
+    "Layout",
     "Rank",
+    "ReportServer",
     "Run",
     "StepGrid",
     "Steps",
+    "chrome_trace",
+    "find_layout",
     "goodput",
     "read_run",
+    "write_page",
 ]

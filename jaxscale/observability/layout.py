@@ -53,7 +53,7 @@ class Layout:
     def coordinates(self, place: int) -> tuple[int, ...]:
         """The coordinates of a place, along each axis."""
         found = []
-        for size in reversed(self.axes.values()):
+        for size in reversed(list(self.axes.values())):
             place, at = divmod(place, size)
             found.append(at)
         return tuple(reversed(found))

@@ -174,6 +174,22 @@ def mesh_view(
     }
 
 
+def duration(seconds: float) -> str:
+    """A duration in words.
+
+    Example:
+        >>> duration(44.83), duration(200), duration(7260)
+        ('44.8 s', '3 min 20 s', '2 h 01 min')
+    """
+    if seconds < 120:
+        return f"{max(seconds, 0):.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours > 48:
+        return f"{hours // 24:,} days"
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
+
+
 def directions(layout: Layout) -> list[list[str]]:
     """The axes along each direction of the picture: replicas, stages, the rest."""
     known = [["data", "fsdp"], ["pipe"], ["context", "tensor"]]
@@ -235,7 +251,7 @@ def _said(stand: Standing, now: float) -> str:
     if not stand.phase and not stand.error:
         return "nothing heard"
     error = f": {stand.error}" if stand.error else ""
-    return f"{stand.text}, {max(now - stand.time, 0):,.1f} s before{error}"
+    return f"{stand.text}, {duration(now - stand.time)} before{error}"
 
 
 def _text(
@@ -250,7 +266,7 @@ def _text(
         return "All ranks have finished."
     if quiet is None:
         return "The ranks are at work."
-    heard = f"Nothing was heard of any rank for {max(quiet, 0):,.1f} s. "
+    heard = f"Nothing was heard of any rank for {duration(quiet)}. "
     if not silent:
         return heard + "All ranks stand in the same place: nobody stands out."
     named = "; ".join(

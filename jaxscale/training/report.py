@@ -6,11 +6,11 @@ without a network and can be mailed.
 
 import dataclasses
 import html
-import importlib
 import pathlib
 from collections.abc import Mapping, Sequence
-from types import ModuleType
 from typing import Any
+
+from jaxscale.observability.plots import plotly
 
 
 _STYLE = """
@@ -126,7 +126,7 @@ class Report:
         Raises:
             ImportError: plotly is missing; the message names the extra.
         """
-        graph_objects = _plotly("graph_objects")
+        graph_objects = plotly("graph_objects")
         figure = graph_objects.Figure(
             [
                 graph_objects.Scatter(x=list(s.x), y=list(s.y), name=s.name)
@@ -153,7 +153,7 @@ class Report:
         Raises:
             ImportError: plotly is missing; the message names the extra.
         """
-        graph_objects = _plotly("graph_objects")
+        graph_objects = plotly("graph_objects")
         figure = graph_objects.Figure(
             [graph_objects.Bar(x=list(s.x), y=list(s.y), name=s.name) for s in series]
         )
@@ -172,7 +172,7 @@ class Report:
         Raises:
             ImportError: plotly is missing; the message names the extra.
         """
-        graph_objects = _plotly("graph_objects")
+        graph_objects = plotly("graph_objects")
         heatmap = graph_objects.Heatmap(
             z=[[round(float(v), 3) for v in row] for row in values],
             zmin=0,
@@ -229,12 +229,3 @@ def _cell(value: str | float) -> str:
         return f"<td>{html.escape(value)}</td>"
     shown = f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
     return f"<td class='number'>{shown}</td>"
-
-
-def _plotly(module: str) -> ModuleType:
-    try:
-        return importlib.import_module(f"plotly.{module}")
-    except ImportError as error:
-        raise ImportError(
-            "plots need plotly; install it with: pip install 'jaxscale[train]'"
-        ) from error

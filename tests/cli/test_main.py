@@ -29,7 +29,7 @@ def test_an_unknown_command_is_named_with_a_guess(capsys):
     assert captured.err == (
         "jaxscale: error: 'tarin' is no command (did you mean train?); use one of "
         "quickstart, train, prune, generate, serve, supervise, executor, plan, "
-        "schedule, bench-serve\n"
+        "report, schedule, bench-serve\n"
     )
 
 

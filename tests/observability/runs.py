@@ -59,3 +59,54 @@ def write(directory: Path, ranks: dict[int, list[dict[str, Any]]]) -> Path:
         text = "".join(json.dumps(e) + "\n" for e in known)
         (directory / f"events-{rank}.jsonl").write_text(text)
     return directory
+
+
+EVIL = "<img src=x onerror=document.body.dataset.evil=1></script><b>&amp;"
+
+
+def survived_hang(directory: Path) -> Path:
+    """Rank 5 hangs in step 13; the job starts again after step 10, and goes on."""
+    ranks = {}
+    for rank in range(8):
+        known = [event("start", 0, 90.0), layout(rank, host=f"node-{rank // 4}{EVIL}")]
+        known += [event("restore", 0, 101.0), event("compile", 0, 102.0)]
+        known[-1]["kind"] = "compile"
+        known += steps(1, 12, 103.0)
+        known += [event("save", 10, 113.5), event("saved", 10, 113.9, t0=113.5)]
+        known.append(event("begin", 13, 115.0))
+        if rank != 5:
+            known.append(event("data", 13, 115.1, t0=115.0))
+            known.append(event("dispatched", 13, 115.2, t0=115.1))
+        known.append(event("start", 0, 150.0, cycle=2))
+        known.append(layout(rank, 2, host=f"node-{rank // 4}{EVIL}"))
+        known[-1].update(t0=151.0, t1=151.0)
+        known.append(event("restore", 0, 152.0, cycle=2))
+        known.append(event("compile", 10, 153.0, cycle=2, kind="compile"))
+        known += steps(11, 14, 154.0, cycle=2)
+        ranks[rank] = known
+    ranks[0].insert(9, event("not_finite", 2, 105.9, kind="fault"))
+    write(directory, ranks)
+    records = [{"step": n, "loss": 4.0 / n, "eval_loss": 5.0} for n in range(1, 15)]
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    (directory / "metrics.jsonl").write_text(text)
+    _supervisor(directory / "supervisor")
+    return directory
+
+
+def _supervisor(directory: Path) -> None:
+    directory.mkdir()
+    args = {"reason": f"all said nothing for 25 s {EVIL}"}
+    args["suspects"] = ["rank 5: it is behind, in begin of step 13"]
+    found = [
+        event("stall", 12, 141.0, t0=140.0, kind="fault", args=args),
+        event("running", 11, 155.0, t0=140.0, cycle=2),
+    ]
+    text = "".join(json.dumps(e) + "\n" for e in found)
+    (directory / "events-driver.jsonl").write_text(text)
+    for rank in range(8):
+        file = "data" if rank == 5 else "wait"
+        (directory / f"stacks-1-{rank}.txt").write_text(
+            "Thread 0x01 (most recent call first):\n"
+            f'  File "/a/{file}.py", line 9 in get\n'
+            '  File "/a/loop.py", line 3 in fit\n'
+        )

@@ -1,0 +1,83 @@
+"""``jaxscale report RUN``: what a run did, as one page, a trace, or live."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from jaxscale.cli.errors import UsageError, usage_errors
+from jaxscale.cli.options import parse
+from jaxscale.observability.layout import find_layout
+from jaxscale.observability.live import ReportServer
+from jaxscale.observability.page import write_page
+from jaxscale.observability.run import read_run
+from jaxscale.observability.timeline import chrome_trace
+from jaxscale.supervision.protocol import split_address
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReportCommand:
+    """The options of ``jaxscale report``."""
+
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    """Output directory of the run, which may go on."""
+    output: Path | None = None
+    """The HTML file; report.html in RUN if not given."""
+    chrome_trace: Path | None = None
+    """A JSON file for the timeline, which https://ui.perfetto.dev opens."""
+    serve: bool = False
+    """Serve the page, which follows the run, until Ctrl-C."""
+    address: str = "127.0.0.1:0"
+    """Where --serve listens; port 0 is a free one. What listens elsewhere than on
+    127.0.0.1 shows the run to everyone who can reach it."""
+
+    def __post_init__(self) -> None:
+        split_address(self.address)
+        if self.serve and (self.output or self.chrome_trace):
+            raise ValueError(
+                "serve writes no files; give it without the options of any"
+            )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command.
+
+    Raises:
+        UsageError: there is no run, or a file cannot be written.
+    """
+    command = parse(
+        ReportCommand,
+        arguments,
+        prog="jaxscale report",
+        description="Show what a run did: loss, where the time went, faults, who waits "
+        "for whom in the mesh, slow ranks, a timeline, memory and compilation.",
+    )
+    if not command.run.is_dir():
+        raise UsageError(f"{command.run} is no directory; give that of a run")
+    if command.serve:
+        return _serve(command)
+    with usage_errors():
+        run = read_run(command.run)
+        path = write_page(run, command.output or command.run / "report.html")
+        print(f"report: {path}")
+        if command.chrome_trace is not None:
+            found = chrome_trace(run, find_layout(run), command.chrome_trace)
+            print(
+                f"trace: {command.chrome_trace}, {found[1]:,} events from step "
+                f"{found[0]} on; open it in https://ui.perfetto.dev"
+            )
+    return 0
+
+
+def _serve(command: ReportCommand) -> int:
+    with usage_errors():
+        server = ReportServer(split_address(command.address), command.run)
+    with server:
+        print(f"live: {server.url} (Ctrl-C ends it)", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print("ended")
+    return 0

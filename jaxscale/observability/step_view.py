@@ -1,0 +1,210 @@
+"""What changed from step to step: the loss, slow ranks, memory and compilation."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxscale.observability.run import Run, StepGrid
+
+
+_MOST_POINTS = 2000
+_MOST_CELLS = 40_000
+_MOST_ROWS = 256
+_MOST_LINES = 8
+_MOST_PROGRAMS = 50
+_LARGEST = 1e300
+
+
+def thinned(
+    x: Sequence[float] | np.ndarray, y: Sequence[float] | np.ndarray
+) -> tuple[list[float], list[float | None]]:
+    """At most 2,000 points of a line, with the lowest and the highest of each part.
+
+    Example:
+        >>> thinned([1, 2, 3], [0.5, float("nan"), 0.25])
+        ([1, 2, 3], [0.5, None, 0.25])
+    """
+    x, y = np.asarray(x), np.asarray(y, np.float64)
+    if len(x) > _MOST_POINTS:
+        kept = [0, len(x) - 1]
+        for part in np.array_split(np.arange(len(x)), _MOST_POINTS // 2 - 1):
+            values = y[part]
+            if np.isfinite(values).any():
+                kept += [part[np.nanargmin(values)], part[np.nanargmax(values)]]
+        at = np.unique(kept)
+        x, y = x[at], y[at]
+    return x.tolist(), [float(f"{v:.6g}") if np.isfinite(v) else None for v in y]
+
+
+def loss_view(run: Run) -> dict[str, Any]:
+    """The loss of the steps that count, those computed again, and what happened."""
+    steps = run.ranks[0].steps
+    # The last time that each step was computed counts.
+    _, last = np.unique(steps.step[::-1], return_index=True)
+    counts = np.zeros(len(steps), bool)
+    counts[len(steps) - 1 - last] = True
+    records = [r for r in run.metrics if 0 <= r["step"] < 2**32]
+    known = {r["step"]: r["loss"] for r in records if _number(r.get("loss"))}
+    x = np.array([*known], np.int64)
+    y = np.array([*known.values()], np.float64)
+    if not len(x):
+        x, y = steps.step[counts], steps.loss[counts]
+    again = ~counts & np.isfinite(steps.loss)
+    held = {r["step"]: r for r in records if _number(r.get("eval_loss"))}
+    back = np.flatnonzero(np.diff(steps.step) <= 0) + 1
+    marks = [
+        {"step": int(steps.step[i]) - 1, "kind": "restart", "text": _restart(steps, i)}
+        for i in back.tolist()
+    ]
+    return {
+        "loss": thinned(x, y),
+        "again": thinned(steps.step[again], steps.loss[again]),
+        "evaluation": thinned([*held], [r["eval_loss"] for r in held.values()]),
+        "marks": (marks + _bad_steps(run))[-_MOST_POINTS:],
+    }
+
+
+def _restart(steps: Any, i: int) -> str:
+    lost = int(steps.step[i - 1] - steps.step[i]) + 1
+    return f"restart after step {steps.step[i] - 1}: {lost} steps computed again"
+
+
+def _bad_steps(run: Run) -> list[dict[str, Any]]:
+    bad = {
+        (event.step, "not finite: the update was skipped")
+        for rank in run.ranks
+        for event in rank.events
+        if event.name == "not_finite"
+    }
+    bad |= {
+        (event.step, f"{event.name}: {event.args.get('reason', '')}")
+        for event in run.driver
+        if event.kind == "fault"
+    }
+    return [
+        {"step": step, "kind": text.partition(":")[0], "text": text}
+        for step, text in sorted(bad)
+    ]
+
+
+def heat_view(run: Run) -> dict[str, Any]:
+    """Seconds of the host and waits of the device, rank by step, the largest of a cell.
+
+    Clocks of hosts differ, so each number is a difference of times of one rank.
+    """
+    grid = run.grid
+    counts = _last_of_each_step(grid)
+    step = grid.step[counts]
+    rows = _parts(len(run.ranks), _MOST_ROWS)
+    columns = _parts(len(step), max(_MOST_CELLS // max(len(rows), 1), 1))
+    layers = {
+        "host, s: batch and dispatch": grid.dispatched - grid.begin,
+        "wait for data, s": grid.fetched - grid.begin,
+        "device, s: dispatched until done": grid.done - grid.dispatched,
+    }
+    numbers = [rank.number for rank in run.ranks]
+    return {
+        "rows": [_span([numbers[i] for i in part]) for part in rows],
+        "columns": [int(step[part[0]]) for part in columns],
+        "per_column": max((len(part) for part in columns), default=1),
+        "layers": {
+            name: _cells(values[:, counts], rows, columns)
+            for name, values in layers.items()
+        },
+    }
+
+
+def _last_of_each_step(grid: StepGrid) -> np.ndarray:
+    """Columns of the grid by step, of a step computed twice the last."""
+    order = np.lexsort((grid.cycle, grid.step))
+    last = np.append(np.diff(grid.step[order]) > 0, True)[: len(order)]
+    return order[last]
+
+
+def _parts(count: int, most: int) -> list[np.ndarray]:
+    return np.array_split(np.arange(count), min(count, most)) if count else []
+
+
+def _cells(
+    values: np.ndarray, rows: list[np.ndarray], columns: list[np.ndarray]
+) -> list[list[float | None]]:
+    filled = np.where(np.isfinite(values), values, -np.inf)
+    if not rows or not columns:
+        return []
+    by_row = np.stack([filled[part].max(0) for part in rows])
+    starts = [part[0] for part in columns]
+    cells = np.maximum.reduceat(by_row, starts, axis=1)
+    return [
+        [float(f"{v:.3g}") if np.isfinite(v) else None for v in row]
+        for row in cells.tolist()
+    ]
+
+
+def _span(numbers: Sequence[int]) -> str:
+    first, last = numbers[0], numbers[-1]
+    return f"{first}" if first == last else f"{first}-{last}"
+
+
+def memory_view(run: Run) -> dict[str, Any]:
+    """Bytes over steps: of few ranks each, of many the least and the most."""
+    found: dict[str, dict[int, dict[int, float]]] = {}
+    for rank in run.ranks:
+        for event in rank.events:
+            if event.kind == "memory":
+                for name, value in event.args.items():
+                    if _number(value):
+                        by_rank = found.setdefault(name, {})
+                        by_rank.setdefault(rank.number, {})[event.step] = value
+    lines = {}
+    for name, by_rank in found.items():
+        if len(by_rank) <= _MOST_LINES:
+            named = {f"{name}, rank {n}": values for n, values in by_rank.items()}
+        else:
+            named = _least_and_most(name, by_rank)
+        for line, values in named.items():
+            lines[line] = thinned([*values], [*values.values()])
+    return {"lines": lines}
+
+
+def _least_and_most(
+    name: str, by_rank: dict[int, dict[int, float]]
+) -> dict[str, dict[int, float]]:
+    at: dict[int, list[float]] = {}
+    for values in by_rank.values():
+        for step, value in values.items():
+            at.setdefault(step, []).append(value)
+    most = {step: max(values) for step, values in sorted(at.items())}
+    least = {step: min(values) for step, values in sorted(at.items())}
+    return {f"{name}, most of all ranks": most, f"{name}, least": least}
+
+
+def compile_rows(run: Run) -> list[dict[str, Any]]:
+    """What the lowest rank has compiled: step, name, seconds and the rest."""
+    rank = run.ranks[0]
+    rows = []
+    for event in rank.events:
+        if event.kind != "compile":
+            continue
+        seconds = event.t1 - event.t0
+        if event.name == "compile" and not seconds:  # it says that it begins
+            done = rank.steps.done[rank.steps.begin >= event.t1][:1]
+            seconds = float(done[0]) - event.t1 if len(done) else np.nan
+        rows.append(
+            {
+                "step": event.step,
+                "cycle": event.cycle,
+                "name": _PROGRAMS.get(event.name, event.name),
+                "seconds": seconds if np.isfinite(seconds) else None,
+                "more": ", ".join(f"{k} {v}" for k, v in event.args.items()),
+            }
+        )
+    return rows[-_MOST_PROGRAMS:]
+
+
+_PROGRAMS = {"compile": "first step: compiled, or read from the cache, and run"}
+
+
+def _number(value: Any) -> bool:
+    known = isinstance(value, int | float) and not isinstance(value, bool)
+    return known and abs(value) < _LARGEST

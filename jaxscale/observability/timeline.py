@@ -1,0 +1,269 @@
+"""What the ranks did, along time: rows for the page, and a trace for Perfetto.
+
+`chrome_trace` is in the format of ``chrome://tracing``, which https://ui.perfetto.dev
+opens: a process for each rank with a thread for its host and one for its devices, and
+under them the schedule of the pipeline, laid over the last step.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxscale.observability.layout import Layout
+from jaxscale.observability.run import Rank, Run, Steps
+
+
+SPANS = {"saved": "save", "evaluated": "evaluate"}
+"""Events that took the time that another one had begun, and its name."""
+_INSTANT = ("start", "meet", "joined", "restore", "compile", "stopped", "finish", "bye")
+_MOST_EVENTS = 400_000
+_MOST_CELLS = 20_000
+_BACKWARD = 2  # of forward passes
+
+
+def host_and_device(
+    steps: Steps, keep: slice
+) -> Iterator[tuple[str, str, np.ndarray, np.ndarray]]:
+    """Parts of steps: thread, name, and when they begin and end, [N] each.
+
+    The device is taken to begin when a step is handed to it, or when it has finished
+    the one before.
+    """
+    before = np.append(np.nan, steps.done[:-1])
+    begin = np.fmax(steps.dispatched, before)
+    yield "host", "wait for data", steps.begin[keep], steps.fetched[keep]
+    yield "host", "dispatch", steps.fetched[keep], steps.dispatched[keep]
+    yield "device", "step", begin[keep], steps.done[keep]
+
+
+def chrome_trace(run: Run, layout: Layout, path: str | Path) -> tuple[int, int]:
+    """Write the trace; of a long run its last steps.
+
+    Args:
+        run: The result of `read_run`.
+        layout: Names the ranks, and the pipeline.
+        path: The JSON file.
+
+    Returns:
+        The first step that is shown whole, and how many events were written.
+    """
+    steps = max(_MOST_EVENTS // (3 * len(run.ranks)), 1)
+    count, first = 0, 0
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+        for event in _trace(run, layout, steps):
+            file.write((",\n" if count else "") + json.dumps(event))
+            count += 1
+        kept = [rank.steps.step[-steps:] for rank in run.ranks]
+        first = max((int(k[0]) for k in kept if len(k)), default=0)
+        file.write("\n]}\n")
+    return first, count
+
+
+def _trace(run: Run, layout: Layout, steps: int) -> Iterator[dict[str, Any]]:
+    start = run.begin
+    driver = max(rank.number for rank in run.ranks) + 1
+    for rank in run.ranks:
+        yield from _names(rank.number, layout.name(rank.number), "host", "device")
+        yield from _rank_trace(rank, start, steps)
+    if run.driver:
+        yield from _names(driver, "supervisor", "faults")
+    for event in run.driver:
+        about = {"cycle": event.cycle, "step": event.step, **event.args}
+        yield _slice(driver, 0, event.name, event.t0 - start, event.t1 - start, about)
+    if layout.stages > 1:
+        yield from _schedule_trace(run, layout, driver + 1, start)
+
+
+def _rank_trace(rank: Rank, start: float, steps: int) -> Iterator[dict[str, Any]]:
+    keep = slice(max(len(rank.steps) - steps, 0), None)
+    numbers = rank.steps.step[keep].tolist()
+    cycles = rank.steps.cycle[keep].tolist()
+    for thread, name, begin, end in host_and_device(rank.steps, keep):
+        known = zip(numbers, cycles, begin - start, end - start, strict=True)
+        for step, cycle, t0, t1 in known:
+            if t0 <= t1:  # neither is NaN
+                about = {"step": step, "cycle": cycle}
+                yield _slice(rank.number, int(thread == "device"), name, t0, t1, about)
+    for event in rank.events:
+        about = {"step": event.step, "cycle": event.cycle, **event.args}
+        t0, t1 = event.t0 - start, event.t1 - start
+        if event.name in SPANS or (event.t0 < event.t1 and event.kind != "device"):
+            name = SPANS.get(event.name, event.name)
+            yield _slice(rank.number, 0, name, t0, t1, about)
+        elif event.name in _INSTANT or event.kind == "fault":
+            found = _slice(rank.number, 0, event.name, t1, t1, about)
+            del found["dur"]
+            yield found | {"ph": "i", "s": "p"}
+
+
+def _schedule_trace(
+    run: Run, layout: Layout, pid: int, start: float
+) -> Iterator[dict[str, Any]]:
+    """The schedule as it is planned, as long as the last step took."""
+    grid = run.grid
+    known = np.flatnonzero(np.isfinite(grid.done).any(0))
+    schedule = _schedule(layout)
+    if not len(known) or schedule is None:
+        return
+    column = known[-1]
+    end = float(np.nanmax(grid.done[:, column])) - start
+    begin = float(np.nanmax(grid.dispatched[:, column])) - start
+    if len(known) > 1:
+        begin = max(begin, float(np.nanmax(grid.done[:, known[-2]])) - start)
+    if not begin < end:
+        return
+    title = f"schedule of step {grid.step[column]}, as planned"
+    yield from _names(pid, title, *(f"stage {s}" for s in range(layout.stages)))
+    now, boxes = 0, list[tuple[int, str, int, int]]()
+    for tick in range(schedule.num_ticks):
+        for kind, long in (("b", _BACKWARD), ("f", 1)):
+            row = getattr(schedule, f"{kind}_mb")[tick].tolist()
+            chunks = getattr(schedule, f"{kind}_chunk")[tick].tolist()
+            if max(row) < 0:
+                continue
+            for stage, (mb, chunk) in enumerate(zip(row, chunks, strict=True)):
+                name = f"{'forward' if kind == 'f' else 'backward'} {mb}.{chunk}"
+                boxes += [(stage, name, now, long)] if mb >= 0 else []
+            now += long
+    scale = (end - begin) / max(now, 1)
+    for stage, name, at, long in boxes:
+        t0 = begin + at * scale
+        yield _slice(pid, stage, name, t0, t0 + long * scale, {})
+
+
+def schedule_drawing(layout: Layout) -> str:
+    """The schedule of a pipeline as SVG; empty where there is none, or it is long."""
+    schedule = _schedule(layout)
+    if schedule is None:
+        return ""
+    from jaxscale.sharding.schedule_drawing import svg
+
+    return svg(schedule)
+
+
+def _schedule(layout: Layout) -> Any:
+    cells = layout.stages * layout.microbatches * layout.chunks
+    if layout.stages < 2 or cells > _MOST_CELLS:
+        return None
+    from jaxscale.sharding.schedule import pipeline_schedule
+
+    try:
+        return pipeline_schedule(layout.stages, layout.microbatches, layout.chunks)
+    except ValueError:  # of no run that could have been
+        return None
+
+
+def _names(pid: int, name: str, *threads: str) -> Iterator[dict[str, Any]]:
+    yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
+    order = {"sort_index": pid}
+    yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": order}
+    for tid, thread in enumerate(threads):
+        about = {"name": thread}
+        yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": about}
+
+
+def _slice(
+    pid: int, tid: int, name: str, t0: float, t1: float, about: dict[str, Any]
+) -> dict[str, Any]:
+    """A slice of time, in seconds from the beginning of the run."""
+    span = {"ts": round(t0 * 1e6, 1), "dur": round((t1 - t0) * 1e6, 1)}
+    return {"ph": "X", "pid": pid, "tid": tid, "name": name, **span, "args": about}
+
+
+_MOST_ROWS = 24
+_MOST_SEGMENTS = 6000
+_FEWEST_STEPS = 4
+_MOST_MARKS = 60  # of a rank
+
+
+def timeline(run: Run, layout: Layout, chosen: Sequence[int] = ()) -> dict[str, Any]:
+    """The last steps of some ranks, and the pauses of the whole run, for the page.
+
+    Args:
+        run: The result of `read_run`.
+        layout: Names the ranks.
+        chosen: Ranks that are shown in any case, as long as there is room.
+
+    Returns:
+        ``rows`` names; ``segments`` by kind, each a list of row, thread (0 the host, 1
+        the device), begin, end and step; times in seconds from the run's begin.
+    """
+    rows = _rows(run, chosen)
+    steps = max(_MOST_SEGMENTS // (3 * len(rows)), _FEWEST_STEPS)
+    segments: dict[str, list[list[float]]] = {}
+    start, window = run.begin, [np.inf, -np.inf]
+    for row, rank in enumerate(rows):
+        keep = slice(max(len(rank.steps) - steps, 0), None)
+        for thread, name, begin, end in host_and_device(rank.steps, keep):
+            known = begin <= end  # neither is NaN
+            columns = (begin[known] - start, end[known] - start)
+            for t0, t1, step in zip(
+                *columns, rank.steps.step[keep][known], strict=True
+            ):
+                at = [row, int(thread == "device"), round(t0, 4), round(t1, 4)]
+                segments.setdefault(name, []).append([*at, int(step)])
+        for name, t0, t1, step in _pauses(rank):
+            at = [row, 0, round(t0 - start, 4), round(t1 - start, 4), step]
+            segments.setdefault(name, []).append(at)
+        begun = _recent(rank.steps, min(steps, _WINDOW))
+        if len(begun):
+            window = [min(window[0], begun[0]), max(window[1], rank.last)]
+    if window[1] < window[0]:
+        window = [start, max(run.end, start + 1e-3)]
+    return {
+        "rows": [layout.name(rank.number) for rank in rows],
+        "segments": segments,
+        "window": [float(w) - start for w in window],
+        "end": run.end - start,
+        "total": len(run.ranks),
+        "steps": steps,
+        "schedule": schedule_drawing(layout),
+    }
+
+
+_WINDOW = 12  # steps that are in sight at first
+
+
+def _recent(steps: Steps, count: int) -> np.ndarray:
+    """When the last steps began, as many as follow each other."""
+    breaks = np.flatnonzero((np.diff(steps.step) != 1) | (np.diff(steps.cycle) != 0))
+    first = max(len(steps) - count, int(breaks[-1]) + 1 if len(breaks) else 0)
+    return steps.begin[first:]
+
+
+def _rows(run: Run, chosen: Sequence[int]) -> list[Rank]:
+    ranks = {rank.number: rank for rank in run.ranks}
+    wanted = [n for n in dict.fromkeys(chosen) if n in ranks][:_MOST_ROWS]
+    spread = np.linspace(0, len(run.ranks) - 1, min(_MOST_ROWS, len(run.ranks)))
+    for i in spread.round().astype(int).tolist():
+        number = run.ranks[i].number
+        if len(wanted) < _MOST_ROWS and number not in wanted:
+            wanted.append(number)
+    return [ranks[n] for n in sorted(wanted)]
+
+
+def _pauses(rank: Rank) -> Iterator[tuple[str, float, float, int]]:
+    """Saves, evaluations, starts and faults: name, begin, end and step."""
+    began, found = None, list[tuple[str, float, float, int]]()
+    for event in rank.events:
+        if event.name in SPANS:
+            found.append((SPANS[event.name], event.t0, event.t1, event.step))
+        elif event.kind == "fault":
+            found.append(("fault", event.t1, event.t1, event.step))
+        elif event.name in ("start", "layout", "restore", "compile"):
+            if event.name != "compile":
+                began = event.t1 if began is None else began
+                continue
+            if began is not None:
+                found.append(("start", began, event.t1, event.step))
+            began = None
+            done = rank.steps.done[rank.steps.begin >= event.t1][:1]
+            if len(done) and done[0] > event.t1:
+                found.append(("compile", event.t1, float(done[0]), event.step + 1))
+    yield from found[-_MOST_MARKS:]

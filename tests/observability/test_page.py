@@ -1,0 +1,264 @@
+"""The page of a run: its data against what was made up, and itself in a browser."""
+
+import base64
+import json
+import random
+import re
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from jaxscale.observability.page import page_data, write_page
+from jaxscale.observability.run import read_run
+from jaxscale.observability.step_view import thinned
+from tests.observability.runs import (
+    EVIL,
+    event,
+    hanging_cube,
+    layout,
+    steps,
+    survived_hang,
+    write,
+)
+
+
+def embedded(path):
+    text = path.read_text()
+    match = re.search(r'<script type="application/json" id="data">(.*)</script>', text)
+    assert match is not None
+    return json.loads(match[1])
+
+
+@pytest.fixture(scope="module")
+def survived(tmp_path_factory):
+    return survived_hang(tmp_path_factory.mktemp("runs") / "survived")
+
+
+def test_the_data_in_the_page_are_those_of_the_run(survived, tmp_path):
+    data = embedded(write_page(survived, tmp_path / "new" / "page.html"))
+    assert data["title"] == "survived"
+    assert data["facts"]["ranks"] == "8" and data["facts"]["steps done"] == "14"
+    assert data["facts"]["mesh"] == "pipe 2 x data 2 x tensor 2"
+    # Steps 11 and 12 were computed twice.
+    parts = data["goodput"]["seconds"]
+    assert sum(parts.values()) == pytest.approx(data["goodput"]["wall"])
+    assert parts["checkpoint"] > 0 and parts["restart"] > 25 and parts["lost"] > 1
+    loss = data["loss"]
+    assert loss["loss"] == [
+        [*range(1, 15)],
+        [float(f"{4 / n:.6g}") for n in loss["loss"][0]],
+    ]
+    assert loss["again"][0] == [11, 12] and loss["again"][1][0] == pytest.approx(4 / 11)
+    marks = [(mark["step"], mark["kind"]) for mark in loss["marks"]]
+    assert marks == [(10, "restart"), (2, "not finite"), (12, "stall")]
+    assert "3 steps computed again" in loss["marks"][0]["text"]  # 13 had begun
+
+
+def test_faults_say_who_how_long_and_where(survived):
+    data = page_data(read_run(survived), now=200.0)
+    (fault,) = data["faults"]
+    assert (fault["cycle"], fault["step"], fault["kind"]) == (1, 12, "stall")
+    assert fault["suspects"] == ["rank 5: it is behind, in begin of step 13"]
+    assert fault["time"] == 50.0  # since 90
+    assert fault["silent"] == 25.0  # 140 - 115, the begin of step 13
+    assert (fault["restart"], fault["lost"]) == (15.0, 2)
+    alone, others = fault["stacks"]
+    assert alone == ["data.py:9 get < loop.py:3 fit", [5]]
+    assert others == ["wait.py:9 get < loop.py:3 fit", [0, 1, 2, 3, 4, 6, 7]]
+    now, then = data["moments"]
+    assert (now["label"], then["label"]) == (
+        "now",
+        "fault of cycle 1: stall at step 12",
+    )
+    assert then["silent"] == [5] and len(then["edges"]) == 7
+    assert then["states"] == ["step 13, begin", "step 13, dispatched"]
+    assert "7 ranks wait for it" in then["text"]
+
+
+def test_without_a_supervisor_errors_are_the_faults(tmp_path):
+    error = {"kind": "fault", "args": {"error": "ValueError: no"}}
+    known = [layout(0, 0), event("restore", 0, 1.0, cycle=0), *steps(1, 3, 2.0, 0)]
+    known.append(event("error", 4, 6.0, cycle=0, **error))
+    known += [event("restore", 0, 9.0, cycle=0), *steps(3, 5, 10.0, 0)]
+    data = page_data(read_run(write(tmp_path, {0: known})), now=20.0)
+    (fault,) = data["faults"]
+    assert (fault["reason"], fault["step"]) == ("ValueError: no", 4)
+    assert fault["restart"] == 5.0  # step 3 is done at 11
+    # Without metrics.jsonl the losses are those of the events, the last of each step.
+    assert data["loss"]["loss"][0] == [1, 2, 3, 4, 5]
+    assert data["loss"]["again"][0] == [3]
+    assert "missing" in data["facts"]["metrics.jsonl"]
+
+
+def test_the_heat_map_shows_the_slow_rank_and_its_step(tmp_path):
+    ranks = {n: [layout(n), *steps(1, 50, 100.0)] for n in range(8)}
+    for e in ranks[3]:
+        if e["step"] == 20 and e["name"] == "dispatched":
+            e["t1"] += 0.7
+    heat = page_data(read_run(write(tmp_path, ranks)), now=200.0)["heat"]
+    cells = np.array(heat["layers"]["host, s: batch and dispatch"])
+    assert cells.shape == (8, 50) and heat["columns"] == [*range(1, 51)]
+    at = np.unravel_index(cells.argmax(), cells.shape)
+    assert at == (3, 19) and cells[at] == pytest.approx(0.9)
+    assert np.median(cells) == pytest.approx(0.2)
+
+
+def test_many_ranks_and_steps_are_thinned(tmp_path):
+    """And what stands out is still there."""
+    ranks = {}
+    for n in range(300):
+        args = {"axes": {"pipe": 3, "fsdp": 100}, "places": [n], "host": f"h{n // 8}"}
+        first = event("layout", 0, 99.0, args=args | {"microbatches": 4, "chunks": 1})
+        ranks[n] = [first, *steps(1, 4, 100.0)]
+    ranks[0] = [ranks[0][0], *steps(1, 6000, 100.0)]
+    slow = next(e for e in ranks[0] if e["name"] == "data" and e["step"] == 4321)
+    slow["t1"] += 5
+    next(e for e in ranks[0] if e["name"] == "done" and e["step"] == 777)["args"][
+        "loss"
+    ] = 99.0
+    data = page_data(read_run(write(tmp_path, ranks)), now=1e4)
+    assert len(json.dumps(data)) < 1_500_000
+    assert len(data["loss"]["loss"][0]) <= 2000 and 99.0 in data["loss"]["loss"][1]
+    heat = data["heat"]
+    rows = heat["layers"]["wait for data, s"]
+    assert len(rows) * len(rows[0]) <= 40_000
+    assert max(rows[0]) == pytest.approx(5.1) and heat["rows"][0] == "0-1"
+    assert len(data["timeline"]["rows"]) == 24
+    assert data["timeline"]["total"] == 300
+    assert sum(map(len, data["timeline"]["segments"].values())) < 8000
+
+
+def test_lines_keep_their_ends_and_extremes():
+    x = np.arange(100_000)
+    y = np.sin(x / 1e4)
+    y[54_321] = 7.0
+    kept_x, kept_y = thinned(x, y)
+    assert len(kept_x) <= 2000 and kept_x[0] == 0 and kept_x[-1] == 99_999
+    assert kept_y[kept_x.index(54_321)] == 7.0 and kept_x == sorted(kept_x)
+    assert thinned([], []) == ([], [])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_damaged_files_give_a_page(survived, tmp_path, seed):
+    """Bytes are flipped, lines cut, files emptied or gone: never a traceback."""
+    rng = random.Random(seed)
+    run = tmp_path / "run"
+    shutil.copytree(survived, run)
+    for file in [p for p in sorted(run.rglob("*")) if p.is_file()]:
+        damage, content = rng.randrange(6), bytearray(file.read_bytes())
+        for _ in range(20 if damage == 0 else 0):
+            content[rng.randrange(len(content))] = rng.randrange(256)
+        if damage == 1:
+            content = content[: rng.randrange(len(content))]
+        words = content.split(b" ")
+        if damage == 2:
+            words[rng.randrange(len(words))] = b"[1e999],"
+        file.write_bytes(
+            b"" if damage == 3 else b" ".join(words) if damage == 2 else content
+        )
+        if damage == 4 and file.name != "events-1.jsonl":
+            file.unlink()
+    (run / "events-1.jsonl").write_bytes(
+        (survived / "events-1.jsonl").read_bytes()[:-9]
+    )
+    data = page_data(read_run(run), now=200.0)
+    assert json.loads(json.dumps(data, allow_nan=False)) == data
+    assert data["facts"]["damaged lines"]
+
+
+def test_a_run_that_has_only_begun(tmp_path):
+    known = [event("start", 0, 90.0)]
+    data = page_data(read_run(write(tmp_path, {0: known})), now=91.0)
+    assert data["facts"]["steps done"] == "none" and data["heat"]["columns"] == []
+    assert data["moments"][0]["states"] == ["step 0, start"]
+
+
+def test_missing_plotly_names_the_extra(survived, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(ImportError, match=r"pip install 'jaxscale\[train\]'"):
+        write_page(survived, tmp_path / "page.html")
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_what_others_wrote_is_no_markup(survived, tmp_path):
+    text = write_page(survived, tmp_path / "page.html").read_text()
+    assert "<img src=x" not in text and "\\u003cimg src=x" in text
+    named = tmp_path / f"run {EVIL.replace('/', '')}"
+    shutil.copytree(survived, named)
+    text = write_page(named, tmp_path / "named.html").read_text()
+    assert "<title>run &lt;img src=x" in text and "<img src=x" not in text
+
+
+CHROMIUM = shutil.which("chromium")
+PROBE = """<script>
+addEventListener("load", () => setTimeout(() => {
+  const shown = {wide: document.documentElement.scrollWidth - innerWidth};
+  at("moment").selectedIndex = at("moment").options.length - 1;
+  drawMesh();
+  const visible = at("mesh").data.filter(t => t.visible !== false);
+  shown.points = visible.map(t => [t.name, t.x.length]);
+  shown.text = at("mesh-text").textContent;
+  for (const id of ["goodput", "loss", "mesh", "heat", "timeline"])
+    shown[id] = [at(id).data.length, at(id).querySelectorAll("svg.main-svg").length,
+      at(id).getBoundingClientRect().width <= innerWidth];
+  shown.canvas = at("mesh").querySelectorAll("canvas").length;
+  shown.images = document.images.length;
+  shown.evil = document.body.dataset.evil || "no";
+  shown.faults = at("faults").innerText;
+  const out = document.createElement("pre");
+  out.id = "shown";
+  out.textContent = btoa(unescape(encodeURIComponent(JSON.stringify(shown))));
+  document.body.append(out);
+}, 1500));
+</script></body>"""
+
+
+def browse(url, folder, width):
+    """The elements of a page as a browser has them, and what it complained about."""
+    options = ["--headless", "--no-sandbox", "--disable-quic", "--no-first-run"]
+    options += ["--disable-background-networking", "--disable-component-update"]
+    options += ["--disable-sync", "--use-angle=swiftshader"]
+    options += ["--enable-unsafe-swiftshader", "--enable-logging=stderr"]
+    options += [f"--window-size={width},900", "--virtual-time-budget=6000"]
+    result = subprocess.run(
+        [CHROMIUM, *options, f"--user-data-dir={folder}", "--dump-dom", url],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    console = [line for line in result.stderr.splitlines() if "CONSOLE" in line]
+    return result.stdout, [line for line in console if "willReadFrequently" not in line]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+@pytest.mark.parametrize("width", [1280, 700])
+def test_the_page_in_a_browser(survived, tmp_path, width):
+    """Offline: all plots are there, the hang and its culprit too, nothing is markup."""
+    path = write_page(survived, tmp_path / "page.html")
+    path.write_text(path.read_text().replace("</body>\n</html>", PROBE + "\n</html>"))
+    dom, console = browse(path.as_uri(), tmp_path / "browser", width)
+    assert console == []
+    match = re.search(r'<pre id="shown">([^<]*)</pre>', dom)
+    assert match is not None, dom[-2000:]
+    shown = json.loads(base64.b64decode(match[1]))
+    assert shown["wide"] <= 0 and shown["canvas"] >= 1
+    for name in ("goodput", "loss", "mesh", "heat", "timeline"):
+        traces, pictures, fits = shown[name]
+        assert traces >= 1 and pictures >= 1 and fits, name
+    assert ["holds up the others", 1] in shown["points"]
+    assert ["step 13, begin", 1] in shown["points"]
+    assert ["step 13, dispatched", 7] in shown["points"]
+    assert "Held up by rank 5" in shown["text"] and EVIL in shown["text"]
+    assert EVIL in shown["faults"] and "data.py:9 get" in shown["faults"]
+    assert (shown["images"], shown["evil"]) == (0, "no")
+
+
+def test_a_hanging_job_is_told_at_the_top(tmp_path):
+    data = page_data(read_run(write(tmp_path, hanging_cube(3))), now=150.0)
+    assert "Held up by rank 3" in data["moments"][0]["text"]
+    assert data["timeline"]["rows"][3].startswith("rank 3 (pipe 0, data 1, tensor 1")
