@@ -27,7 +27,6 @@ from jaxscale.training import (
     packed_batches,
 )
 from jaxscale.training import run as run_directory
-from jaxscale.training.checkpoint_steps import set_aside_after
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,8 +38,6 @@ class TrainCommand:
     resume: Literal["no", "auto"] = "no"
     """auto, or the option alone: continue the run in the output directory from its
     newest checkpoint; a directory that is free gets a new run."""
-    step: int | None = None
-    """Continue from this checkpoint instead; those of later steps are set aside."""
     devices: int | None = None
     """Simulate this many CPU devices instead of using those of the machine."""
     xla_flags: tuple[sharding.XlaPreset, ...] = ()
@@ -78,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
     with usage_errors():
         sharding.initialize()
     resume = command.resume == "auto"
-    result = train(command.config, resume=resume, step=command.step)
+    result = train(command.config, resume=resume)
     if jax.process_index() == 0:
         print(_report(command.config, result))
     return 1 if result.interrupted else 0
@@ -93,25 +90,24 @@ def _with_resume(options: Sequence[str]) -> list[str]:
     ]
 
 
-def train(
-    config: TrainConfig, *, resume: bool = False, step: int | None = None
-) -> FitResult:
+def train(config: TrainConfig, *, resume: bool = False) -> FitResult:
     """Check `config`, prepare its output directory and text, and train.
 
     Args:
         config: The settings of the run.
         resume: True continues the run in the output directory.
-        step: The checkpoint to continue from; None is the newest that can be read.
 
     Raises:
         UsageError: the settings cannot work; nothing has been compiled or written. Or
-            no checkpoint of the run can be read.
-        RunFailed: the run diverged.
+            no checkpoint of the run can be read, or not that of ``config.step``.
+        RunFailed: the run diverged, or could not write a checkpoint.
     """
+    step = supervision.current().at_first(config.step)
+    config = dataclasses.replace(config, step=step)
     directory = Path(config.output_dir)
     with usage_errors():
         check_machine(config)
-        run_directory.check_free(directory, config, resume=resume, step=step)
+        run_directory.check_free(directory, config, resume=resume)
         text = load_text(config.data)
         run_directory.check_text(directory, text)
         train_data, eval_data = packed_batches(config, text)
@@ -120,8 +116,6 @@ def train(
         if jax.process_index() == 0:
             run_directory.write(directory, config, text)
     with training_errors(), run_directory.given_up_on_failure(directory):
-        if step is not None:
-            set_aside_after(directory / "checkpoints", step)
         return fit(config, train_data=train_data, eval_data=eval_data)
 
 

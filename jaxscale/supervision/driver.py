@@ -98,7 +98,7 @@ class Driver:
             self._on_signals()
             try:
                 code = await self._job()
-                self._end("stopped" if code else "done")
+                self._end("stopped" if code else state.DONE)
                 return code
             except GaveUp as error:
                 self._end(str(error))
@@ -136,6 +136,8 @@ class Driver:
             return
         config, job, first = self._config, self._state, hosts[0]
         job.cycle, job.running, self._reached = job.cycle + 1, True, job.best
+        job.under_way = job.under_way and job.command == self._command
+        job.command = self._command
         self._save()
         count = config.processes // len(hosts)
         port = config.coordinator_port or first.port
@@ -151,6 +153,7 @@ class Driver:
                     command=self._command,
                     directory=str(self._directory.resolve()),
                     resume_before=job.resume_before,
+                    is_first=not job.under_way,
                     skips=[[int(step), n] for step, n in job.skips.items()],
                 )
             )
@@ -279,6 +282,10 @@ class Driver:
         """Keep how far the job has come."""
         if watch.step > self._state.best:
             self._state.best = watch.step
+        if watch.has_state and not self._state.under_way:
+            self._state.get_under_way(watch.began)
+            self._reached = min(self._reached, self._state.best)
+            self._save()
         if self._since is not None and watch.step > 0:
             took = time.time() - self._since
             self._report(f"step {watch.step} is done, {took:.1f} s after the fault")
@@ -306,7 +313,7 @@ class Driver:
         if fault.kind in ("not_finite", "spike"):
             self._compute_again(fault)
         else:
-            job.idle = 0 if job.best > self._reached else job.idle + 1
+            job.count(self._reached, watch.began, is_unsaved=fault.kind == "unsaved")
         who = [f"rank {n}: {why}" for n, why in sorted(suspects.items())]
         where = "; ".join(who) or "none"
         self._report(f"cycle {job.cycle} ended: {fault.reason}; suspects: {where}")
@@ -321,7 +328,8 @@ class Driver:
         self._save()
         self._give_up_if_useless(fault, watch, suspects)
         names = [name for name, ranks in ranks_of.items() if {*ranks} & {*suspects}]
-        await self._diagnose(names)
+        if fault.kind != "unsaved":  # no host is to blame for a disk that is full
+            await self._diagnose(names)
         if fault.kind == "wrong_values":
             self._distrust(names, fault)
         self._since = since
@@ -351,9 +359,12 @@ class Driver:
                 f"{fault.reason}; another start would end alike.{last}", fault.final
             )
         if job.idle >= config.idle_cycles:
+            unsaved = f"saved nothing after step {job.began}"
+            idle = f"reached no step after {job.best}"
+            what = unsaved if fault.kind == "unsaved" else idle
             raise GaveUp(
-                f"gave up after cycle {job.cycle}: {job.idle} starts in a row reached "
-                f"no step after {job.best}. The last one: {fault.reason}.{last} Logs, "
+                f"gave up after cycle {job.cycle}: {job.idle} starts in a row {what}. "
+                f"The last one: {fault.reason}.{last} Logs, "
                 f"stacks and the list of faults are in {self._directory}; the same "
                 "command tries again."
             )
@@ -454,7 +465,7 @@ class Driver:
         if self._state.idle:
             seconds = self._config.backoff * 2 ** (self._state.idle - 1)
             seconds = min(seconds, _LONGEST_BACKOFF)
-            self._report(f"no new step was reached: next start in {seconds:g} s")
+            self._report(f"nothing new was reached: next start in {seconds:g} s")
             await self._until(lambda: self._stop > 0, seconds)
 
     # --------------------------------------------------------------------------------

@@ -72,6 +72,7 @@ class EventLog:
         rank: int = 0,
         cycle: int = 0,
         resume_before: int = 0,
+        is_first: bool = True,
         skips: Mapping[int, int] | None = None,
         connection: socket.socket | None = None,
     ) -> None:
@@ -81,6 +82,8 @@ class EventLog:
             rank: Number of this process.
             cycle: Starts of the job under its supervisor, this one included.
             resume_before: The attribute.
+            is_first: Whether no start before this one has come to a state to go on
+                from.
             skips: The attribute.
             connection: From `protocol.connect_blocking`, to the executor.
         """
@@ -88,6 +91,7 @@ class EventLog:
         """The supervisor wants no checkpoint of this step or later; 0 for any."""
         self.skips = dict(skips or {})
         """Batches that the supervisor wants left out, by the step before which."""
+        self._is_first = is_first
         self._rank, self._cycle, self._connection = rank, cycle, connection
         self._step = 0
         self._file: int | None = None
@@ -104,6 +108,13 @@ class EventLog:
     def supervised(self) -> bool:
         """Whether an executor listens."""
         return self._connection is not None
+
+    def at_first[T](self, wish: T) -> T | None:
+        """`wish`, unless a supervisor has started this command before: then None.
+
+        For what the user wants of a command once, and not again after each fault.
+        """
+        return wish if self._is_first else None
 
     def emit(
         self,
@@ -293,6 +304,7 @@ def _supervised(place: Mapping[str, Any]) -> EventLog:
         rank=place["rank"],
         cycle=place["cycle"],
         resume_before=place["resume_before"],
+        is_first=place["is_first"],
         skips=dict(place["skips"]),
         connection=connection,
     )

@@ -188,6 +188,7 @@ class Executor:
             "rank": number,
             "cycle": start.cycle,
             "resume_before": start.resume_before,
+            "is_first": start.is_first,
             "skips": start.skips,
             "stacks": str(self._file("stacks", number)),
         }
@@ -252,11 +253,15 @@ class Executor:
 
         Of one rank all steps are, for their losses.
         """
-        kept = ("done", "stopped")  # whatever comes after
+        kept = ("compile", "done", "stopped")  # whatever comes after
         about = message.phase if message.phase in kept else "place"
         losses = about == "done" and message.rank == min(self._ranks)
-        self._newest[message.rank, about] = message
-        self._untold[message.rank, about, message.step if losses else 0] = message
+        place = message.rank, about
+        untold = (*place, message.step if losses else 0)
+        # What is older goes away, so that they are told in the order of time.
+        self._newest.pop(place, None)
+        self._untold.pop(untold, None)
+        self._newest[place] = self._untold[untold] = message
 
     async def _report(self) -> None:
         """Tell the driver where the ranks are, and that this host lives."""

@@ -123,6 +123,8 @@ class Start:
     directory: str
     resume_before: int
     """Checkpoints of this step and later ones are not used; 0 for the newest."""
+    is_first: bool
+    """Whether no start of this command has come to a state to go on from."""
     skips: list[list[int]]
     """Pairs: before this step so many batches are left out."""
 

@@ -12,6 +12,8 @@ from typing import Any
 
 
 STATE_FILE = "state.json"
+DONE = "done"
+"""How a job has ended that is not to be continued."""
 
 
 @dataclasses.dataclass
@@ -45,8 +47,36 @@ class State:
     """Steps whose loss was too high again, and how many batches are left out there."""
     resume_before: int = 0
     """The next start uses no checkpoint of this step or later; 0 for the newest."""
+    command: list[str] = dataclasses.field(default_factory=list)
+    """What the ranks of the last cycle run."""
+    under_way: bool = False
+    """Whether a cycle of this command has come to a state to go on from."""
+    began: int = 0
+    """The step from which the last cycle went on."""
     ended: str = ""
     """How the job ended; empty while it goes on."""
+
+    def get_under_way(self, began: int | None) -> None:
+        """A cycle of this command goes on from step `began`, if that was heard of."""
+        self.under_way = True
+        if began is not None:  # the user may have gone back
+            self.best = min(self.best, began)
+
+    def count(self, reached: int, began: int | None, *, is_unsaved: bool) -> None:
+        """Count a cycle that has ended by a fault, if it was in vain.
+
+        Args:
+            reached: The newest step before it.
+            began: The step that it went on from, if that was heard of.
+            is_unsaved: Whether it could not write a checkpoint: what it has computed
+                is lost then, and computed again, whatever steps it reached.
+        """
+        if is_unsaved:
+            is_news = began is not None and began > self.began
+            self.idle = 1 if is_news else self.idle + 1
+        else:
+            self.idle = 0 if self.best > reached else self.idle + 1
+        self.began = self.began if began is None else began
 
     def write(self, directory: Path) -> None:
         """Write the file, whole or not at all, readable by its owner alone."""
@@ -80,6 +110,8 @@ def read(directory: Path, secret: str = "") -> State:
             "it: the run goes on from its newest checkpoint"
         ) from error
     state.secret = secret or state.secret
+    if state.ended == DONE:
+        state.under_way = False
     if state.ended:
         state.ended, state.idle, state.running, state.excluded = "", 0, False, {}
         state.port, state.wrong = 0, {}

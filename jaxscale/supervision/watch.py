@@ -27,6 +27,7 @@ PHASES += ("bye",)
 """What a process does at one step, in this order."""
 _ORDER = {name: i for i, name in enumerate(PHASES)}
 _LOSSES, _FEWEST_LOSSES = 64, 8
+_UNSAVED = "CheckpointNotWritten:"
 _DEADLINES = {
     **dict.fromkeys(["start", "meet"], "start"),
     **dict.fromkeys(["joined", "layout", "restore", "compile"], "compile"),
@@ -42,6 +43,7 @@ class Fault:
     kind: Literal[
         "exit",
         "error",
+        "unsaved",
         "stall",
         "lost",
         "not_finite",
@@ -156,11 +158,19 @@ class Watch:
         self._done_at: tuple[int, float] | None = None
         self._not_finite: set[int] = set()
         self._wrong: Moved | None = None
+        self.began: int | None = None
+        """The step that the ranks go on from, if it was heard of."""
 
     @property
     def step(self) -> int:
         """The newest step that a rank has done in this cycle; -1 before the first."""
         return max((rank.done for rank in self._ranks.values()), default=-1)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether all ranks have come to a state to go on from."""
+        ranks = self._ranks.values()
+        return all(rank.place[1] >= _ORDER["compile"] for rank in ranks)
 
     @property
     def finished(self) -> bool:
@@ -205,6 +215,8 @@ class Watch:
                 self._spike = message.step
         else:
             rank.step, rank.phase = message.step, message.phase
+            if message.phase == "compile":
+                self.began = message.step
             rank.stopped = rank.stopped or message.phase == "stopped"
 
     def exited(self, message: Exited, now: float) -> None:
@@ -305,6 +317,8 @@ class Watch:
             reason = f"rank {first} died {where} by {_signal(-(rank.code or 0))}"
         elif not rank.error:
             kind, reason = "exit", f"rank {first} left {where} with code {rank.code}"
+        elif rank.error.startswith(_UNSAVED):
+            kind = "unsaved"
         return Fault(
             kind=kind,
             reason=reason,

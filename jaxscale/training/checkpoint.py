@@ -51,9 +51,9 @@ class Checkpointer:
     by a rename when all of it is written: what a killed process leaves behind is
     ignored, and removed when the next run opens the directory. Where the newest one
     cannot be read or is not what was saved, the one before is taken, with a line on the
-    log; a directory that lacks one of the first three counts for nothing, and one
-    without digests, of an older version, is taken unchecked. Of several processes all
-    take the same one, which each of them can read.
+    log; a directory that lacks one of the first three counts for nothing, one that has
+    lost its digests is damaged, and one of an older version, which made none, is taken
+    unchecked. Of several processes all take the same one, which each of them can read.
 
     Example:
         >>> import tempfile, jax.numpy as jnp
@@ -143,6 +143,8 @@ class Checkpointer:
                 **items,
             )
         self._reading_manager = manager
+        self._is_behind = False
+        """Whether it is not known yet how the last save has ended."""
         self._reader = CheckpointReader(self.directory, manager, self._config)
 
     def __enter__(self) -> "Checkpointer":
@@ -165,8 +167,8 @@ class Checkpointer:
         """Copy `state` to the host and write it in the background.
 
         The arrays may be donated once this returns. A step that is there already is
-        left as it is. What goes wrong later is raised by the next save, `wait` or
-        `close`.
+        left as it is. What goes wrong later is raised by `check`, the next save, `wait`
+        or `close`.
 
         Args:
             step: Name of the checkpoint.
@@ -186,6 +188,7 @@ class Checkpointer:
         )
         args = self._orbax.args
         with self._writing():
+            self._is_behind = True
             self._manager.save(
                 step,
                 args=args.Composite(
@@ -205,7 +208,8 @@ class Checkpointer:
         Args:
             target: Arrays or `jax.ShapeDtypeStruct` with the wanted structure, types
                 and shardings, on whatever mesh.
-            step: Step of the checkpoint; None is the newest that can be read.
+            step: Step of the checkpoint, of which no other takes the place; None is the
+                newest that can be read.
 
         Raises:
             FileNotFoundError: there is no checkpoint, or none of `step`.
@@ -260,6 +264,21 @@ class Checkpointer:
         set_aside_after(self.directory, step)
         self._manager.reload()
 
+    def check(self) -> None:
+        """Raise what a save in the background has run into, without waiting for it.
+
+        Raises:
+            CheckpointNotWritten: older checkpoints are as they were.
+        """
+        if not self._is_behind:
+            return
+        with self._writing():
+            # Of several processes that which cannot write knows it first.
+            self._manager.check_for_errors()
+            if not self._manager.is_saving_in_progress():
+                self._manager.wait_until_finished()
+                self._is_behind = False
+
     def wait(self) -> None:
         """Return when everything is on disk.
 
@@ -268,6 +287,7 @@ class Checkpointer:
         """
         with self._writing():
             self._manager.wait_until_finished()
+            self._is_behind = False
 
     def close(self) -> None:
         """Wait and release the threads.

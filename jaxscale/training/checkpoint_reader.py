@@ -14,7 +14,12 @@ import jax.numpy as jnp
 
 from jaxscale.training.array_names import flatten, named_leaves, nest
 from jaxscale.training.checkpoint_record import CheckpointRecord
-from jaxscale.training.checkpoint_steps import RECORD, DamagedCheckpoint, texts
+from jaxscale.training.checkpoint_steps import (
+    RECORD,
+    DamagedCheckpoint,
+    texts,
+    was_recorded,
+)
 from jaxscale.training.stack_moves import StackMove, stack_ranks
 
 
@@ -65,10 +70,13 @@ class CheckpointReader:
         Raises:
             DamagedCheckpoint: they cannot be read, or are not what was saved.
         """
-        is_recorded = (self._directory / str(step) / RECORD).is_dir()
+        checkpoint = self._directory / str(step)
+        is_recorded = (checkpoint / RECORD).is_dir()
         names = [*items, RECORD] if is_recorded else items
         json_items = {name: self._orbax.args.JsonRestore() for name in names}
         with self._reading(step):
+            if not is_recorded and was_recorded(checkpoint):
+                raise ValueError("its digests are gone")
             args = self._orbax.args.Composite(**json_items)
             restored = self._manager.restore(step, args=args) if names else {}
             found = {name: dict(restored[name]) for name in items}

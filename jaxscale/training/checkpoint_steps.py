@@ -1,6 +1,7 @@
 """Which checkpoints a directory holds, and which of them all processes can read."""
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -15,6 +16,8 @@ ITEMS = ("state", "data", "config")
 """The directories that each checkpoint has."""
 RECORD = "digests"
 """The directory by which these are checked; checkpoints of older versions lack it."""
+_METADATA = "_CHECKPOINT_METADATA"
+"""The file in which Orbax names the items of a checkpoint."""
 
 
 class DamagedCheckpoint(ValueError):
@@ -37,6 +40,19 @@ def complete_steps(directory: str | os.PathLike[str]) -> list[int]:
         for step in numbered(path)
         if all((path / str(step) / item).is_dir() for item in ITEMS)
     )
+
+
+def was_recorded(checkpoint: Path) -> bool:
+    """Whether a checkpoint was saved with digests, by what it says of itself.
+
+    One of an older version names its other items. One that names nothing any more has
+    lost a file that each has, and is no better than one that has lost its digests.
+    """
+    try:
+        content = json.loads((checkpoint / _METADATA).read_text())
+        return set(content["item_handlers"]) != set(ITEMS)
+    except (OSError, ValueError, KeyError, TypeError):
+        return True
 
 
 def set_aside_after(directory: str | os.PathLike[str], step: int) -> None:

@@ -106,6 +106,10 @@ class TrainConfig:
     """Steps between records of the metrics."""
     output_dir: str = "runs/train"
     """Directory of this run: checkpoints and metrics."""
+    step: int | None = None
+    """Go back to the checkpoint of this step; those of later steps are set aside. None
+    continues from the newest one that can be read. Under a supervisor only the first
+    start of a command goes back."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -133,10 +137,10 @@ class TrainConfig:
                 "optimizer.kind 'muon' multiplies matrices that mesh.axis_type "
                 "'explicit' would need to be told the partition of; use 'auto'"
             )
-        for name in ("keep_every", "check_replicas_every"):
-            every = getattr(self, name)
-            if every is not None and every < 1:
-                raise ValueError(f"{name} {every} must be at least 1, or None")
+        for name in ("keep_every", "check_replicas_every", "step"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} {value} must be at least 1, or None")
         if self.steps > MAX_STEPS:
             raise ValueError(f"steps {self.steps} must be at most {MAX_STEPS}")
         if not 0 <= self.z_loss < math.inf:

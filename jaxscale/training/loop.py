@@ -127,7 +127,9 @@ def fit(
             shape of `model`, on several devices ``config.rules`` are not its rules,
             ``config.z_loss`` is given beside `loss`, the checkpoint in the output
             directory belongs to another run, or `train_data` ends before the last step.
-        DamagedCheckpoint: none of the checkpoints there can be read.
+        FileNotFoundError: there is no checkpoint of ``config.step``.
+        DamagedCheckpoint: it, or each of the checkpoints there, cannot be read.
+        CheckpointNotWritten: one could not be; it is raised after the next step.
         Diverged: ``config.max_skipped`` updates in a row were not finite, or the
             parameters at the end are not. What was good is still there: no checkpoint
             is written while updates are skipped.
@@ -167,7 +169,8 @@ def fit(
 
         # 1. The state, new or restored, on the mesh.
         events.emit("restore", 0)
-        if events.resume_before:
+        config = dataclasses.replace(config, step=events.at_first(config.step))
+        if events.resume_before and config.step is None:
             checkpoints.set_aside_after(events.resume_before - 1)
         state, layout = _start(config, mesh, optimizer, model, checkpoints, batches)
         del model  # its arrays belong to the state
@@ -191,6 +194,7 @@ def fit(
             state, metrics = train_step(state, batch)
             monitor.log(step, metrics, _progress(batches))
             guard.check(step, state, metrics)
+            checkpoints.check()
             for hook in hooks:
                 state = hook(step, state, metrics) or state
 
@@ -366,15 +370,15 @@ def _start(
 
     abstract = jax.eval_shape(create) if model is None else jax.eval_shape(adopt, model)
     layout = state_shardings(abstract, mesh, config.state_rules)
-    if checkpoints.newest() is not None:
+    if config.step is not None or checkpoints.newest() is not None:
         target = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
             abstract,
             layout,
         )
-        state, position = checkpoints.restore(target)
+        state, position = checkpoints.restore(target, config.step)
         batches.set_state(position)
-        checkpoints.set_aside_after(int(state.step))  # what could not be read
+        checkpoints.set_aside_after(int(state.step))  # not to be read
         logger.info("continue after step %d", int(state.step))
     elif model is None:
         state = jax.jit(create, out_shardings=layout)()

@@ -111,7 +111,7 @@ def write(directory: Path, config: TrainConfig, text: TextData) -> None:
     content = {
         "jaxscale": __version__,
         "text": text.train.fingerprint,
-        "config": to_dict(config),
+        "config": to_dict(dataclasses.replace(config, step=None)),
     }
     # By a rename: a killed process leaves the file whole, so the run can be resumed.
     draft = directory / f".{RUN_FILE}"
@@ -199,9 +199,7 @@ def load_model(
         return checkpoints.restore_model(target, step)
 
 
-def check_free(
-    directory: Path, config: TrainConfig, *, resume: bool, step: int | None = None
-) -> None:
+def check_free(directory: Path, config: TrainConfig, *, resume: bool) -> None:
     """Check that the run of `config` may write into `directory`.
 
     A run that has saved nothing binds nobody: other settings may resume it.
@@ -210,13 +208,12 @@ def check_free(
         directory: Directory that the run writes to.
         config: Settings of the run.
         resume: True: it may continue the run that is there.
-        step: The checkpoint that it continues from; None is the newest.
 
     Raises:
         ValueError: the directory holds another run or other files, or is a file, or
-            there is no checkpoint of `step`.
+            there is no checkpoint of ``config.step``.
     """
-    saved = _saved(directory)
+    saved, step = _saved(directory), config.step
     if step is not None and not (resume and step in saved):
         raise ValueError(
             f"step {step} must be a checkpoint of a run that --resume continues; in "

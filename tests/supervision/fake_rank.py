@@ -34,9 +34,12 @@ def main(directory, steps, *faults):
     signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
     with events.written_to(out / f"events-{rank}.jsonl"):
         events.emit("restore", 0)
+        with (out / f"wishes-{rank}").open("a") as file:
+            print(events.at_first("granted"), file=file)
+        strike(faults, out, rank, 0, 0, events)
         step, value, batch = restore(out, events.resume_before)
         metrics = Metrics(out / "metrics.jsonl", step) if rank == 0 else None
-        events.emit("compile", step + 1)
+        events.emit("compile", step)
         while step < int(steps):
             step += 1
             begun = events.emit("begin", step)
@@ -120,6 +123,9 @@ def break_(kind):
             ctypes.string_at(0)
         case "raise":
             raise RuntimeError("injected")
+        case "unsaved":
+            time.sleep(0.2)  # the steps before are heard of
+            raise CheckpointNotWritten("no space left")
         case "usage":
             sys.exit(2)
         case "loop":
@@ -133,6 +139,10 @@ def break_(kind):
         case "executor":
             os.kill(os.getppid(), signal.SIGKILL)
             time.sleep(1000)
+
+
+class CheckpointNotWritten(OSError):
+    """Of the name by which a supervisor knows it."""
 
 
 def save(out, step, value, batch):

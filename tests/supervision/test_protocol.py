@@ -20,6 +20,7 @@ START = protocol.Start(
     command=["python", "train.py", 'a "word" \n'],
     directory="/runs/a",
     resume_before=0,
+    is_first=True,
     skips=[[7, 100]],
 )
 

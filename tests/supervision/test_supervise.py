@@ -156,6 +156,37 @@ def test_it_gives_up_and_says_why(run, tmp_path):
     assert code == 0 and losses(tmp_path) == unbroken(STEPS)
 
 
+def test_steps_that_cannot_be_saved_are_no_progress(run, tmp_path):
+    """A full disk: a start gets a little further than the one before, in vain."""
+    with pytest.raises(GaveUp) as raised:
+        run("unsaved:0:6", "unsaved!:0:7")
+    assert re.match(
+        r"gave up after cycle 4: 3 starts in a row saved nothing after step 4\. The "
+        r"last one: rank 0 failed in .*: CheckpointNotWritten: no space left",
+        str(raised.value),
+    )
+    waits = [line for line in run.lines if "next start in" in line]
+    assert [line.split()[-2] for line in waits] == ["0.1", "0.1", "0.2"]
+    assert not any("not used any more" in line for line in run.lines)
+    assert run()[0] == 0 and losses(tmp_path) == unbroken(STEPS)  # there is room again
+
+
+def test_what_is_wanted_once_is_not_wanted_at_the_next_start(run, tmp_path):
+    def wishes():
+        return (tmp_path / "wishes-1").read_text().split()
+
+    assert run("kill:1:0", "kill:1:9", "kill:1:15")[0] == 0
+    # The first start had nothing to go on from yet.
+    assert wishes() == ["granted", "granted", "None", "None"]
+    assert run("kill:1:0", "kill:1:9", "kill:1:15")[0] == 0  # a job of its own
+    assert wishes()[4:] == ["granted"]
+    with pytest.raises(GaveUp):
+        run("raise!:1:0")
+    assert run("raise:1:24")[0] == 0
+    assert wishes()[-1] == "granted"  # another command
+    assert losses(tmp_path) == unbroken(STEPS)
+
+
 def test_a_mistake_in_the_command_is_not_tried_again(run, tmp_path):
     with pytest.raises(GaveUp, match="another start would end alike") as raised:
         run("usage:1:1")

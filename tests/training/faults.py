@@ -1,7 +1,7 @@
 """Every fault of a supervised run of two processes, and what it costs.
 
     python -m tests.training.faults [NAME ...]
-    python -m tests.training.faults --random 200 [--without-jax]
+    python -m tests.training.faults --random 200 [--seed 0] [--without-jax]
 
 For each fault: seconds until it was noticed and until a step was done again, steps that
 were computed twice, and whether the losses are those of an unbroken run, bit for bit.
@@ -109,6 +109,20 @@ class Job:
         file = self.out / name
         return read_events(file) if file.exists() else []
 
+    def newest_events(self, name, count=200):
+        """The last lines of a file that may be long."""
+        file = self.out / name
+        if not file.exists():
+            return []
+        with file.open("rb") as stream:
+            stream.seek(max(stream.seek(0, os.SEEK_END) - 200 * count, 0))
+            lines = stream.read().splitlines()
+        events = []
+        for line in lines:
+            with contextlib.suppress(ValueError):  # cut off
+                events.append(json.loads(line))
+        return [event for event in events if isinstance(event, dict)]
+
     def figures(self):
         """Seconds to notice and to run again, and steps lost, of the first fault."""
         driver = self.events("supervisor/events-driver.jsonl")
@@ -210,15 +224,16 @@ def wait_for(job, step, seconds=120.0):
 
 def many(count, seed, steps, without_jax):
     """Random faults in a row over one run."""
-    rng, options, kinds = random.Random(seed), ["--idle-cycles", "1000"], {}
+    rng, kinds = random.Random(seed), {}
+    # The toy learns all there is, and a loss near 0 may double.
+    options = ["--idle-cycles", "1000", "--spike", "0"]
     if without_jax:
         wanted, pause = fake_rank.unbroken(steps), 0.3
         options += ["--backoff", "0.01"]
         job = Job(steps=steps, options=options, module="supervision.fake_rank")
     else:
-        unbroken, pause = Job(steps=steps), 1.5
-        unbroken.wait(600.0)
-        wanted, job = unbroken.losses, Job(steps=steps, options=options)
+        unbroken, pause = Job(steps=steps, options=options), 1.5
+        job = Job(steps=steps, options=options)
     begun = time.monotonic()
     for number in range(count):
         alive = next_cycle(job)
@@ -245,20 +260,23 @@ def many(count, seed, steps, without_jax):
                 f"step {max(job.losses, default=0)}",
                 flush=True,
             )
-    code = job.wait(1200.0)
+    code = job.wait(1200.0 + 0.5 * steps)
+    if not without_jax:
+        unbroken.wait()
+        wanted = unbroken.losses
     equal = code == 0 and job.losses == wanted
     print(f"{sum(kinds.values())} faults {kinds}, code {code}, losses equal: {equal}")
-    return equal
+    return equal and sum(kinds.values()) == count
 
 
-def next_cycle(job, seconds=120.0):
+def next_cycle(job, seconds=300.0):
     """The processes of the ranks, once they have done a step since they started."""
     until, seen = time.monotonic() + seconds, getattr(job, "seen", 0)
     while time.monotonic() < until and job.driver.poll() is None:
-        events = job.events("events-0.jsonl")[-400:]
+        events = job.newest_events("events-0.jsonl")
         done = [e["t1"] for e in events if e["name"] == "done"]
         if max(done, default=0) > seen + 0.2:
-            ranks = [job.events(f"events-{rank}.jsonl") for rank in range(2)]
+            ranks = [job.newest_events(f"events-{n}.jsonl", 2000) for n in range(2)]
             pids = [[e for e in es if e["name"] == "start"][-1] for es in ranks]
             job.seen = time.time() + 0.5
             return [event["args"]["pid"] for event in pids]
@@ -271,17 +289,16 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="parts of the names; all by default")
     parser.add_argument("--random", type=int, default=0, help="so many faults in a row")
-    parser.add_argument("--steps", type=int, default=1000, help="of the random run")
+    parser.add_argument("--steps", type=int, help="of the random run; 40 a fault")
     parser.add_argument(
         "--without-jax", action="store_true", help="ranks that only count"
     )
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
-    if arguments.random:
-        return not many(
-            arguments.random, arguments.seed, arguments.steps, arguments.without_jax
-        )
+    if count := arguments.random:
+        steps = arguments.steps or 40 * count
+        return not many(count, arguments.seed, steps, arguments.without_jax)
     plain = Job()
     if plain.wait() != 0:
         print("\n".join(plain.said))

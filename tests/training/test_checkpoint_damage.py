@@ -4,6 +4,7 @@ import json
 import random
 import resource
 import shutil
+import time
 
 import jax
 import jax.numpy as jnp
@@ -133,8 +134,31 @@ def test_what_only_the_digests_see(saved, tmp_path, monkeypatch, part, message):
     assert same(restored, 2) and position == data(2)
 
 
-def test_a_checkpoint_without_digests_is_taken_with_a_line(two, caplog):
+@pytest.mark.parametrize("what", ["digests", "and what names them"])
+def test_digests_that_are_lost_are_not_taken_for_an_older_version(two, caplog, what):
     shutil.rmtree(two / "2" / "digests")
+    if what != "digests":
+        (two / "2" / "_CHECKPOINT_METADATA").unlink()
+    with Checkpointer(two, config=CONFIG, read_only=True) as checkpointer:
+        restored, position = checkpointer.restore(state(0))
+        (line,) = lines(caplog)
+        with pytest.raises(DamagedCheckpoint, match=r"checkpoint 2 .*digests are gone"):
+            checkpointer.restore(state(0), 2)
+        with pytest.raises(DamagedCheckpoint, match=r"checkpoint 2 .*digests are gone"):
+            checkpointer.restore_model(state(0)["model"], 2)
+    assert same(restored, 1) and position == data(1)
+    assert line == (
+        f"checkpoint 2 in {two} is damaged and not used (ValueError: its digests are "
+        "gone)"
+    )
+
+
+def test_a_checkpoint_of_a_version_without_digests_is_taken_with_a_line(two, caplog):
+    shutil.rmtree(two / "2" / "digests")
+    file = two / "2" / "_CHECKPOINT_METADATA"
+    content = json.loads(file.read_text())
+    del content["item_handlers"]["digests"]
+    file.write_text(json.dumps(content))
     with Checkpointer(two, config=CONFIG, read_only=True) as checkpointer:
         assert checkpointer.config() == CONFIG and not lines(caplog)
         restored, position = checkpointer.restore(state(0))
@@ -202,6 +226,28 @@ def test_a_full_disk_leaves_older_checkpoints_alone(two):
         checkpointer.save(4, state(4), data(4))  # there is room again
         restored, _ = checkpointer.restore(state(0))
         assert same(restored, 4) and checkpointer.steps == [2, 4]
+
+
+def test_a_save_that_fails_in_the_background_is_told_without_waiting(two):
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Checkpointer(two, keep=2, config=CONFIG) as checkpointer:
+        checkpointer.check()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, most))
+        until = time.monotonic() + 30
+        try:
+            checkpointer.save(3, state(3), data(3))
+            with pytest.raises(CheckpointNotWritten, match=r"steps \[1, 2\] are as"):
+                while time.monotonic() < until:
+                    checkpointer.check()
+                    time.sleep(0.01)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+        checkpointer.save(4, state(4), data(4))
+        while checkpointer.steps != [2, 4]:
+            checkpointer.check()
+            assert time.monotonic() < until
+        restored, _ = checkpointer.restore(state(0))
+    assert same(restored, 4)
 
 
 def test_a_directory_that_cannot_be_written_to(tmp_path):

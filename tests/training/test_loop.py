@@ -4,9 +4,11 @@ import dataclasses
 import json
 import math
 import os
+import resource
 import shutil
 import signal
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +24,11 @@ from jaxscale.sharding.parameters import logical_axes
 from jaxscale.supervision import EventLog, read_events
 from jaxscale.training import loop
 from jaxscale.training.checkpoint import Checkpointer, named_leaves
-from jaxscale.training.checkpoint_steps import complete_steps
+from jaxscale.training.checkpoint_steps import (
+    CheckpointNotWritten,
+    DamagedCheckpoint,
+    complete_steps,
+)
 from jaxscale.training.config import TrainConfig
 from jaxscale.training.corpus import TokenCorpus
 from jaxscale.training.data import (
@@ -137,6 +143,50 @@ def test_a_supervisor_has_checkpoints_and_batches_left_out(
     assert losses[5] != before[5] and losses[6] != before[6]
     file = tmp_path / "run" / "checkpoints" / "6" / "data" / "metadata"
     assert json.loads(file.read_text())["row"] == (6 + 2) * DATA.batch_size
+
+
+def test_a_step_is_gone_back_to_or_it_is_an_error(unbroken, tmp_path, monkeypatch):
+    """Never another one in its place; a supervisor's next start goes on from there."""
+    config, _, writer = unbroken
+    config = dataclasses.replace(config, output_dir=str(tmp_path), step=3)
+    saved = tmp_path / "checkpoints"
+    shutil.copytree(f"{unbroken[0].output_dir}/checkpoints", saved)
+    _, again = run(config)
+    assert again.losses() == {s: writer.losses()[s] for s in (4, 5, 6)}
+    assert {path.name for path in saved.iterdir()} == {"3", "6", "6.aside"}
+    monkeypatch.setattr(loop, "current", lambda: EventLog(is_first=False))
+    assert run(config)[1].losses() == {}  # of the newest, there is nothing left to do
+    monkeypatch.undo()
+
+    with pytest.raises(FileNotFoundError, match="no checkpoint of step 4"):
+        run(dataclasses.replace(config, step=4))
+    for path in (saved / "6" / "state").rglob("d/*"):
+        os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(DamagedCheckpoint, match=r"checkpoint 6 .* is damaged"):
+        run(dataclasses.replace(config, step=6))
+    assert {path.name for path in saved.iterdir()} == {"3", "6", "6.aside"}
+
+
+def test_a_save_that_fails_ends_the_run_at_the_next_step(tmp_path):
+    config = dataclasses.replace(
+        CONFIG, output_dir=str(tmp_path), steps=50, checkpoint_every=10
+    )
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    reached = []
+
+    def hook(step, state, metrics):
+        reached.append(step)
+        if step == 20:  # no file may be longer, as on a full disk
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4000, most))
+        if step > 20:
+            time.sleep(0.2)
+
+    try:
+        with pytest.raises(CheckpointNotWritten, match="could not be written"):
+            run(config, hooks=[hook])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    assert 20 <= reached[-1] < 30
 
 
 def interrupt_after(step):

@@ -143,13 +143,13 @@ def test_a_directory_is_free_or_resumed_or_refused(tmp_path):
         check(run, plain, resume=True)
     (run / "checkpoints" / "9999").mkdir()  # no item in it: no checkpoint
     with pytest.raises(ValueError, match=r"step 400 must be a checkpoint .* \[500\]"):
-        check(run, RUN, resume=True, step=400)
+        check(run, dataclasses.replace(RUN, step=400), resume=True)
     with pytest.raises(
         ValueError, match=r"step 500 must be .* that --resume continues"
     ):
-        check(tmp_path / "new", RUN, resume=False, step=500)
+        check(tmp_path / "new", dataclasses.replace(RUN, step=500), resume=False)
     save(run, 1500)
-    check(run, RUN, resume=True, step=500)
+    check(run, dataclasses.replace(RUN, step=500), resume=True)
     with pytest.raises(ValueError, match=r"steps 1000, but .* has done 1500 already"):
         check(run, RUN, resume=True)
 
