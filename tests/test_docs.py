@@ -17,7 +17,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxscale
-from docs import flover_pictures, scaling_pictures, tilewise_pictures
+from docs import (
+    flover_pictures,
+    megascale_pictures,
+    scaling_pictures,
+    tilewise_pictures,
+)
 from jaxscale import cli
 from jaxscale.cli import generate, prune, serve, supervise, train
 from jaxscale.training import TrainConfig
@@ -167,6 +172,14 @@ def test_commands_are_understood(command, tmp_path, monkeypatch):
 )
 def test_pictures_are_current(pictures):
     assert pictures.PATH.read_text() == pictures.svg()
+
+
+@pytest.mark.parametrize(
+    "path", megascale_pictures.PICTURES, ids=lambda path: path.stem
+)
+def test_megascales_pictures_are_current_and_shown(path):
+    assert path.read_text() == megascale_pictures.PICTURES[path]()
+    assert f"_static/{path.name}" in (ROOT / "docs/megascale.md").read_text()
 
 
 def test_the_schedule_of_the_page_is_what_the_command_draws(tmp_path):
