@@ -23,6 +23,7 @@ COMMANDS = {
     "serve": "answer calls in the form of OpenAI's API with a model",
     "supervise": "run a command as the processes of a job, and start it again",
     "executor": "start and watch the processes of a supervised job on a host",
+    "diagnose": "find the device of a host or a job that is slow, wrong or stuck",
     "plan": "choose how GPUs share a training step, by estimates",
     "report": "show what a run did, as one page, also while it goes on",
     "schedule": "check and draw a pipeline schedule",

@@ -84,7 +84,8 @@ class SuperviseConfig:
     """Batches that are left out at a spike that comes back."""
     diagnose: str = ""
     """Command that runs on a suspect host, and fails if it must not be used any more;
-    by default a short self-check."""
+    by default a self-check of disk and memory and, where JAX uses GPUs, `jaxscale
+    diagnose`."""
 
     def __post_init__(self) -> None:
         check_integers(self, 1, "processes", "hosts", "idle_cycles", "skip_batches")

@@ -350,10 +350,13 @@ def _environment(
 
 
 async def _diagnosis(wanted: protocol.Diagnose) -> protocol.Diagnosis:
-    command = [*(wanted.command or [sys.executable, "-m", _SELF_CHECK])]
+    command = wanted.command or [
+        *(sys.executable, "-m", _SELF_CHECK),
+        *(wanted.directory, str(wanted.seconds)),
+    ]
     try:
         process = await asyncio.create_subprocess_exec(
-            *(command if wanted.command else [*command, wanted.directory]),
+            *command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -20,6 +20,13 @@ from jaxscale.training.data import (
     load_text,
     load_tokenizer,
 )
+from jaxscale.training.diagnosis import (
+    DiagnoseConfig,
+    Diagnosis,
+    Finding,
+    Measurement,
+    diagnose,
+)
 from jaxscale.training.digest import ReplicasDiffer, check_replicas
 from jaxscale.training.divergence import Diverged
 from jaxscale.training.gradients import accumulated
@@ -65,10 +72,13 @@ __all__ = [
     "Checkpointer",
     "DamagedCheckpoint",
     "DataConfig",
+    "DiagnoseConfig",
+    "Diagnosis",
     "Diverged",
     "Document",
     "Estimate",
     "Evaluation",
+    "Finding",
     "FitResult",
     "JsonlWriter",
     "LabeledBatch",
@@ -77,6 +87,7 @@ __all__ = [
     "LossSums",
     "MaskedBatches",
     "MaskingConfig",
+    "Measurement",
     "Mixture",
     "Monitor",
     "NextTokenLoss",
@@ -99,6 +110,7 @@ __all__ = [
     "chunked_cross_entropy",
     "classification_loss",
     "decays",
+    "diagnose",
     "evaluate",
     "fit",
     "load_text",

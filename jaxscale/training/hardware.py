@@ -85,6 +85,8 @@ class Hardware:
     """Dense bf16 FLOP/s of the data sheet: what MFU is measured against."""
     matmul: float
     """FLOP/s of large matrix products."""
+    fp32: float
+    """FLOP/s of large matrix products in full float32, not TF32."""
     attention: float
     """FLOP/s of causal attention, forward and backward, the useful half counted."""
     hbm: float
@@ -103,8 +105,8 @@ class Hardware:
     """Where the numbers come from."""
 
     def __post_init__(self) -> None:
-        names = ("peak", "matmul", "attention", "hbm", "link", "nic", "host", "memory")
-        check_positive(self, *names)
+        names = ("peak", "matmul", "fp32", "attention", "hbm")
+        check_positive(self, *names, "link", "nic", "host", "memory")
         check_integers(self, 1, "host_gpus")
 
     def rate(self, *, stride: int, size: int) -> float:
@@ -129,6 +131,7 @@ H200 = Hardware(
     name="H200",
     peak=PEAK_BF16_FLOPS["NVIDIA H200"],
     matmul=788e12,
+    fp32=50e12,
     attention=512e12,
     hbm=4.0e12,
     link=300e9,
@@ -136,7 +139,7 @@ H200 = Hardware(
     memory=141e9,
     origin="products (cubes of 8,192), attention (whole rows of 4,096, cuDNN), memory "
     "and links (an all-gather over 4) measured here; between hosts 90% of 400 Gbit/s, "
-    "to the own host 80% of PCIe 5, not measured",
+    "to the own host 80% of PCIe 5, float32 75% of the data sheet, not measured",
 )
 """One H200 in a host with NVLink."""
 
@@ -144,6 +147,7 @@ H100 = Hardware(
     name="H100",
     peak=PEAK_BF16_FLOPS["NVIDIA H100"],
     matmul=750e12,
+    fp32=50e12,
     attention=480e12,
     hbm=2.8e12,
     link=300e9,
@@ -157,6 +161,7 @@ A100 = Hardware(
     name="A100",
     peak=PEAK_BF16_FLOPS["NVIDIA A100"],
     matmul=231.5e12,
+    fp32=15e12,
     attention=140e12,
     hbm=1.6e12,
     link=200e9,
@@ -167,5 +172,35 @@ A100 = Hardware(
 )
 """One A100 SXM in a host with NVLink and 200 Gbit/s a GPU, as in MegaScale's paper."""
 
-HARDWARE = {gpu.name.lower(): gpu for gpu in (H200, H100, A100)}
+B200 = Hardware(
+    name="B200",
+    peak=PEAK_BF16_FLOPS["NVIDIA B200"],
+    matmul=1700e12,
+    fp32=56e12,
+    attention=1150e12,
+    hbm=6.6e12,
+    link=600e9,
+    nic=45e9,
+    memory=180e9,
+    origin="by the data sheet from the H200, not measured",
+)
+"""One B200 SXM in a host with NVLink."""
+
+HARDWARE = {gpu.name.lower(): gpu for gpu in (H200, H100, A100, B200)}
 """The GPUs that the planner knows, by name."""
+
+
+def hardware_of(device_kind: str) -> Hardware | None:
+    """What a device should do, None where the table does not know it.
+
+    Args:
+        device_kind: Name of the device, of ``jax.devices()[0].device_kind``.
+
+    Example:
+        >>> hardware_of("NVIDIA H100 80GB HBM3") is H100
+        True
+        >>> print(hardware_of("NVIDIA H100 PCIe"), hardware_of("cpu"))
+        None None
+    """
+    names = (name for name in PEAK_BF16_FLOPS if device_kind.startswith(name))
+    return HARDWARE.get(next(names, "").removeprefix("NVIDIA ").lower())

@@ -36,13 +36,13 @@ class PlanConfig:
         >>> PlanConfig(gpus=64, gpu="h300")
         Traceback (most recent call last):
         ...
-        ValueError: gpu 'h300' is unknown; use one of ('h200', 'h100', 'a100')
+        ValueError: gpu 'h300' is unknown; use one of ('h200', 'h100', 'a100', 'b200')
     """
 
     gpus: int
     """GPUs of the entire run."""
     gpu: str = "h200"
-    """Kind of the GPUs: h200, h100 or a100."""
+    """Kind of the GPUs: h200, h100, a100 or b200."""
     batch_size: int | None = None
     """Rows of a batch; by default about four million tokens."""
     seq_len: int | None = None
