@@ -7,6 +7,8 @@ bounded: one thread at a time reads the run, not more often than it takes it to.
 import http
 import http.server
 import json
+import re
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -110,6 +112,8 @@ class ReportServer(http.server.ThreadingHTTPServer):
             OSError: the address cannot be listened at.
         """
         self.live = LiveRun(directory)
+        if ":" in address[0]:
+            self.address_family = socket.AF_INET6
         self._room = threading.BoundedSemaphore(_MOST_REQUESTS)
         super().__init__(address, _Handler)
 
@@ -117,13 +121,14 @@ class ReportServer(http.server.ThreadingHTTPServer):
     def url(self) -> str:
         """Where a browser finds the page."""
         host, port = self.server_address[:2]
-        return f"http://{host!s}:{port}/"
+        name = f"[{host!s}]" if ":" in str(host) else str(host)
+        return f"http://{name}:{port}/"
 
     @property
     def names(self) -> tuple[str, ...]:
         """Hosts that a request may ask for; none where all may."""
         host = str(self.server_address[0])
-        return _LOOPBACK if host in _LOOPBACK else ()
+        return _LOOPBACK if host in ("127.0.0.1", "::1") else ()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer on a thread, as long as there are not too many."""
@@ -146,8 +151,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         names = self.server.names
-        host = self.headers.get("Host", "").rpartition(":")
-        if names and (host[0] or host[2]) not in names:
+        host = re.sub(r":\d*$", "", self.headers.get("Host", ""))
+        if names and host not in names:
             # A page from elsewhere whose name was made to mean this machine.
             self.send_error(http.HTTPStatus.FORBIDDEN)
             return

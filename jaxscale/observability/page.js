@@ -40,7 +40,7 @@ function table(id, columns, rows) {
         swatch.style.background = color;
         found.append(swatch);
       }
-      if (String(text).length > 40) found.className = "long";
+      found.className = String(text).length > 30 ? "long" : String(text).length < 12 ? "short" : "";
       String(text).split("\n").forEach((part, i) => found.append(...(i ? [document.createElement("br")] : []), part));
       row.append(found);
     }
@@ -99,7 +99,7 @@ function drawLoss() {
   }
   plot("loss", traces, {xaxis: axis("step"), yaxis: axis("loss, nats a token"),
     yaxis2: {overlaying: "y", range: [0, 1], visible: false, fixedrange: true},
-    shapes: marks.slice(-200).map(m => ({type: "line", x0: m.step, x1: m.step, y0: 0, y1: 1, yref: "paper",
+    shapes: (marks.length > MOST_LINES ? [] : marks).map(m => ({type: "line", x0: m.step, x1: m.step, y0: 0, y1: 1, yref: "paper",
       line: {color: MARKS[m.kind] || RED, width: 1, dash: "dot"}}))});
 }
 
@@ -141,11 +141,19 @@ function drawMesh() {
   }));
 }
 
+const FEW = 20, MOST_LINES = 40;
 function drawFaults() {
-  at("faults-about").textContent = data.faults.length ?
+  const all = data.faults, kinds = {};
+  for (const f of all) kinds[f.kind] = (kinds[f.kind] || 0) + 1;
+  at("faults-about").textContent = all.length ?
+    Object.entries(kinds).map(([kind, count]) => `${count} ${kind.replace("_", " ")}`).join(", ") + ". The newest first. " +
     "Silent: since the last word of the suspects, or how long it took to notice. Down: until a step was done again. Lost: steps computed again." :
     "None is known.";
-  table("faults", ["at", "cycle", "step", "fault", "suspects", "silent", "down", "lost", "where they stood"], data.faults.map(f => [
+  const more = at("more"), shown = more.dataset.all ? all.length : FEW;
+  more.hidden = all.length <= FEW;
+  more.textContent = more.dataset.all ? `the newest ${FEW}` : `all ${all.length}`;
+  more.onclick = () => { more.dataset.all = more.dataset.all ? "" : "1"; drawFaults(); };
+  table("faults", ["at", "cycle", "step", "fault", "suspects", "silent", "down", "lost", "where they stood"], [...all].reverse().slice(0, shown).map(f => [
     seconds(f.time), f.cycle, f.step, `${f.kind}: ${f.reason}`, f.suspects.join("\n") || "-", seconds(f.silent), seconds(f.restart),
     f.lost === null ? "-" : `${f.lost} ${f.lost === 1 ? "step" : "steps"}`,
     f.stacks.slice(0, 4).map(([stack, ranks]) => `${ranks.length === 1 ? "rank" : "ranks"} ${ranks.slice(0, 6).join(", ")}${ranks.length > 6 ? ", ..." : ""}: ${stack}`).join("\n") || "-"]));

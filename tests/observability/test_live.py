@@ -86,7 +86,9 @@ def test_nothing_else_is_served(server, tmp_path, path):
 def test_other_names_and_methods_are_refused(server, tmp_path):
     write(tmp_path / "run", hanging_cube())
     assert get(server, "/data.json", host="evil.example:80")[0].status == 403
+    assert get(server, "/data.json", host="localhost.evil:80")[0].status == 403
     assert get(server, "/data.json", host="localhost")[0].status == 200
+    assert get(server, "/data.json", host="[::1]:80")[0].status == 200
     assert get(server, "/", method="POST")[0].status == 501
     assert get(server, "/", method="DELETE")[0].status == 501
 

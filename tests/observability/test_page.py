@@ -7,10 +7,12 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
 
+from jaxscale.observability import live
 from jaxscale.observability.page import page_data, write_page
 from jaxscale.observability.run import read_run
 from jaxscale.observability.step_view import thinned
@@ -262,3 +264,28 @@ def test_a_hanging_job_is_told_at_the_top(tmp_path):
     data = page_data(read_run(write(tmp_path, hanging_cube(3))), now=150.0)
     assert "Held up by rank 3" in data["moments"][0]["text"]
     assert data["timeline"]["rows"][3].startswith("rank 3 (pipe 0, data 1, tensor 1")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+def test_a_live_page_follows_the_run(tmp_path, monkeypatch):
+    """What is written after the browser has the page comes into it."""
+    monkeypatch.setattr(live, "_LEAST_SECONDS", 0.0)
+    file = write(tmp_path / "run", {0: steps(1, 3, 100.0)}) / "events-0.jsonl"
+    whole = live.page
+
+    def then_grow(data, **options):
+        text = whole(data, **options)
+        with file.open("a") as stream:
+            stream.writelines(json.dumps(e) + "\n" for e in steps(4, 5, 103.0))
+        return text
+
+    monkeypatch.setattr(live, "page", then_grow)
+    with live.ReportServer(("127.0.0.1", 0), tmp_path / "run") as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        dom, console = browse(server.url, tmp_path / "browser", 1000)
+        server.shutdown()
+        thread.join()
+    assert "<dt>steps done</dt><dd>5</dd>" in dom
+    assert console == []
