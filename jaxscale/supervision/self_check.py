@@ -88,6 +88,8 @@ def check_gpus(count: int, seconds: float) -> str | None:
         seconds: That it may take.
     """
     command = [sys.executable, "-m", "jaxscale", "diagnose", "--no-host"]
+    # A host is left out for good only where there is no doubt.
+    command += ["--least-share", "0.5"]
     command += ["--gpus", f"{count}", "--seconds", f"{seconds:g}"]
     command += ["--measure-seconds", f"{seconds / 2:g}"]
     found = subprocess.run(command, stdout=subprocess.PIPE, text=True)

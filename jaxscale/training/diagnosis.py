@@ -21,7 +21,7 @@ from typing import Any
 
 from jaxscale.checks import check_integers, check_positive, check_range
 from jaxscale.supervision import self_check
-from jaxscale.training.hardware import Hardware, hardware_of
+from jaxscale.training.hardware import hardware_of
 
 
 _MODULE = "jaxscale.training.device_checks"
@@ -34,7 +34,6 @@ _EXPECTED = {
     "memory": "hbm",
     "from the host": "host",
     "to the host": "host",
-    "pairs": "link",
 }
 
 
@@ -341,7 +340,7 @@ def judge(
             group[m.devices] = min(m.value, group.get(m.devices, m.value))
     for (kind, name), values in rates.items():
         if name == "pairs":
-            findings += _slow_pairs(values, hardware_of(kind), config)
+            findings += _slow_pairs(values, config)
         else:
             findings += _slow(name, values, _expected(name, kind), config)
     if len({device.get("host") for device in devices}) == 1:
@@ -399,23 +398,20 @@ def _slow(
 
 
 def _slow_pairs(
-    values: Mapping[tuple[int, ...], float],
-    hardware: Hardware | None,
-    config: DiagnoseConfig,
+    values: Mapping[tuple[int, ...], float], config: DiagnoseConfig
 ) -> list[Finding]:
     """Devices whose pairs are slow with most others, and slow pairs of others."""
     of_device = collections.defaultdict[int, list[float]](list)
     for ids, value in values.items():
         for device in ids:
             of_device[device].append(value)
-    expected = hardware.link if hardware else None
     found: list[Finding] = []
     if len(of_device) > 3:  # of three, one that is slow leaves the others one good pair
         medians = {(i,): statistics.median(rates) for i, rates in of_device.items()}
-        found = _slow("pairs", medians, expected, config)
+        found = _slow("pairs", medians, None, config)
     named = {finding.devices[0] for finding in found}
     rest = {ids: value for ids, value in values.items() if not named & set(ids)}
-    return found + _slow("pairs", rest, expected, config)
+    return found + _slow("pairs", rest, None, config)
 
 
 def _slow_collectives(
