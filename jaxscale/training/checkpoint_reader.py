@@ -1,5 +1,6 @@
 """Reading of checkpoints: what a process finds in one, checked against its record."""
 
+import collections
 import contextlib
 import dataclasses
 import json
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 
 from jaxscale.training.array_names import flatten, named_leaves, nest
 from jaxscale.training.checkpoint_record import CheckpointRecord
+from jaxscale.training.checkpoint_replicas import is_read_here, reading_place, spread
 from jaxscale.training.checkpoint_steps import (
     RECORD,
     DamagedCheckpoint,
@@ -36,7 +38,9 @@ class Found:
     data: dict[str, Any] = dataclasses.field(default_factory=dict)
     """The small item that was asked for."""
     arrays: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """By name."""
+    """By name; at first only what this process has read."""
+    wanted: Mapping[str, jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
+    """Shape, type and place that they get by `CheckpointReader.verify`."""
     moves: Mapping[str, StackMove] = dataclasses.field(default_factory=dict)
     """How arrays of layers come to where they are wanted."""
 
@@ -75,7 +79,7 @@ class CheckpointReader:
         names = [*items, RECORD] if is_recorded else items
         json_items = {name: self._orbax.args.JsonRestore() for name in names}
         with self._reading(step):
-            if not is_recorded and was_recorded(checkpoint):
+            if checkpoint.is_dir() and not is_recorded and was_recorded(checkpoint):
                 raise ValueError("its digests are gone")
             args = self._orbax.args.Composite(**json_items)
             restored = self._manager.restore(step, args=args) if names else {}
@@ -88,7 +92,7 @@ class CheckpointReader:
         return record, found
 
     def verify(self, found: Found) -> None:
-        """Compare what all processes have read with what was saved.
+        """Give all processes what each has read, and compare it with what was saved.
 
         Raises:
             DamagedCheckpoint: it is not that.
@@ -97,6 +101,10 @@ class CheckpointReader:
             mine = json.dumps(found.record and found.record.to_json()["checksum"])
             if set(texts(mine)) != {mine}:
                 raise ValueError("processes have read different digests")
+            found.arrays = {
+                name: spread(found.arrays.pop(name, None), x)
+                for name, x in found.wanted.items()
+            }
             if found.record is not None:
                 found.record.check_arrays(found.arrays)
         if found.record is None and found.arrays and jax.process_index() == 0:
@@ -169,24 +177,40 @@ class CheckpointReader:
         self._check_arrays(step, wanted, found, moves)
         places = {name: x.sharding for name, x in wanted.items()}
         places |= {name: move.saved.sharding for name, move in moves.items()}
-        abstract = nest(
-            {
-                name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=places[name])
-                for name, x in found.items()
-            }
+        all_of_them = {
+            name: x.update(sharding=places[name]) for name, x in found.items()
+        }
+        mine: dict[str, jax.ShapeDtypeStruct] = {}
+        turns = collections.Counter[Any]()
+        for name, x in all_of_them.items():
+            place = reading_place(x.sharding, turns[x.sharding])
+            turns[x.sharding] += 1
+            if is_read_here(place):
+                mine[name] = x.update(sharding=place)
+        return Found(
+            step=step,
+            record=record,
+            data=dict(data),
+            arrays=self._read(step, mine, is_all=len(mine) == len(saved)),
+            wanted=all_of_them,
+            moves=moves,
         )
-        ocp = self._orbax
+
+    def _read(
+        self, step: int, arrays: Mapping[str, jax.ShapeDtypeStruct], *, is_all: bool
+    ) -> dict[str, Any]:
+        """Some or all arrays of a checkpoint, in the shapes and types of its own."""
+        if not arrays:
+            return {}
+        ocp, abstract = self._orbax, nest(arrays)
         args = ocp.args.PyTreeRestore(
             abstract,
             restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
-            partial_restore=bool(prefix),
+            partial_restore=not is_all,
         )
         with self._reading(step):
             restored = self._manager.restore(step, args=ocp.args.Composite(state=args))
-            arrays = flatten(restored["state"])
-        return Found(
-            step=step, record=record, data=dict(data), arrays=arrays, moves=moves
-        )
+            return flatten(restored["state"])
 
     def _saved(
         self, step: int, record: CheckpointRecord | None

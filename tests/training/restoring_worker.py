@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -51,7 +52,51 @@ def main(coordinator: str, rank: str, root: str) -> None:
                 found[str(step)] = str(error)
     with Checkpointer(Path(root, "empty")) as checkpointer:
         found["none"] = checkpointer.newest()
+    found |= replicas(Path(root, "replicas"))
     print(json.dumps(found))
+
+
+def replicas(directory: Path) -> dict[str, Any]:
+    """Restore what both processes hold alike, and count what each reads for it."""
+    mesh = make_mesh({"data": 2, "fsdp": 2})
+    rng, places = np.random.default_rng(0), [PartitionSpec(), PartitionSpec("fsdp")]
+    arrays: dict[str, Any] = {}
+    for i in range(8):  # any bits, also those of NaN and of -0
+        x = rng.integers(0, 2**32, (512, 256), np.uint32)
+        x = x.view([np.float32, np.int32, jnp.bfloat16, np.uint32][i // 2])
+        kind = "pinned_host" if i == 5 else "device"
+        place = NamedSharding(mesh, places[i % 2], memory_kind=kind)
+        arrays[f"x{i}"] = jax.make_array_from_callback(
+            x.shape, place, lambda index, x=x: x[index]
+        )
+    arrays["flag"] = jax.device_put(
+        np.array([True, False]), NamedSharding(mesh, places[0])
+    )
+    with Checkpointer(directory) as checkpointer:
+        checkpointer.save(1, arrays, {})
+    target: Any = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays
+    )
+    with Checkpointer(directory, read_only=True) as checkpointer:
+        before = bytes_read()
+        restored, _ = checkpointer.restore(target)
+        read = bytes_read() - before
+    same = all(
+        (np.asarray(a.data).view(np.uint8) == np.asarray(b.data).view(np.uint8)).all()
+        for name, x in arrays.items()
+        for a, b in zip(
+            x.addressable_shards, restored[name].addressable_shards, strict=True
+        )
+    )
+    size = sum(x.nbytes for x in arrays.values())
+    kept = all(restored[name].sharding == x.sharding for name, x in arrays.items())
+    return {"read": read / size, "same": same and kept}
+
+
+def bytes_read() -> int:
+    """By this process, from wherever."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(lines[0].removeprefix("rchar: "))
 
 
 if __name__ == "__main__":

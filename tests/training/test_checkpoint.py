@@ -224,6 +224,8 @@ def test_processes_agree_on_a_checkpoint_that_all_can_read(tmp_path):
         assert found["model"] == 2
         assert "checkpoint 3 in" in found["3"] and found["3"].endswith("[process 1]")
         assert "checkpoint 2 in" in found["2"] and found["2"].endswith("[process 0]")
+        assert found["same"] and 0.3 < found["read"] < 0.7  # what both hold, in turns
+    assert first["read"] + second["read"] < 1.1
     said = [line for line in lines.splitlines() if "is damaged and not used" in line]
     assert [line.split()[1] for line in said] == ["5", "4", "3", "2", "5", "4", "3"]
     assert [line[-11:] for line in said[:4]] == 3 * ["[process 1]"] + ["[process 0]"]

@@ -1,0 +1,105 @@
+"""Arrays that several processes hold alike are read by one, and go over the devices.
+
+Of a replicated array each process would read all: a thousand times the same bytes from
+a disk that all share. Here one replica of each array is read, by the processes that
+hold it, and reaches the others by a sum of bits in which theirs are zeros, so that no
+number changes. Arrays take turns in the replica that is read: the processes share the
+work. (Orbax's `SingleReplicaArrayHandler` reads all of them in one process, adds up
+floats, and wants a mesh in which no process holds devices of two replicas.)
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from jaxscale.sharding.rules import as_tuple
+
+
+def reading_place(place: Any, turn: int) -> Any:
+    """Where an array is read that is wanted at `place`: there, or on one replica.
+
+    Args:
+        place: The sharding that is wanted.
+        turn: Replicas take turns by this number.
+    """
+    axes = _replica_axes(place)
+    if not axes:
+        return place
+    mesh = place.mesh
+    sizes = [mesh.shape[name] for name in axes]
+    where = np.unravel_index(turn % math.prod(sizes), sizes)
+    chosen = dict(zip(axes, where, strict=True))
+    devices = mesh.devices
+    for axis, name in enumerate(mesh.axis_names):
+        if name in chosen:
+            devices = devices.take([chosen[name]], axis)
+    one = Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+    return NamedSharding(one, place.spec)  # the others get it over the devices
+
+
+def is_read_here(place: Any) -> bool:
+    """Whether this process holds a part of an array at `place`."""
+    return bool(place.addressable_devices)
+
+
+def spread(x: Array | None, wanted: jax.ShapeDtypeStruct) -> Array:
+    """The array of which one replica was read, on all devices; all processes must come.
+
+    Args:
+        x: It as it was read at its `reading_place`; None where that is elsewhere.
+        wanted: Its shape, type and place.
+    """
+    place: Any = wanted.sharding
+    axes = _replica_axes(place)
+    if not axes:
+        assert x is not None  # every process has read its part
+        return x
+    mesh, spec = place.mesh, place.spec
+    shape = place.shard_shape(wanted.shape)
+    read = {} if x is None else {s.device: s.data for s in x.addressable_shards}
+    parts = []
+    for device in place.addressable_devices:
+        part = read.get(device)
+        if part is None:
+            part = jnp.zeros(shape, wanted.dtype, device=device)
+        parts.append(jax.device_put(part, device)[None])
+    count = math.prod(mesh.shape[name] for name in axes)
+    replicas = NamedSharding(mesh, PartitionSpec(axes, *spec))
+    stacked = jax.make_array_from_single_device_arrays(
+        (count, *wanted.shape), replicas, parts
+    )
+    whole = jax.jit(_sum_of_bits, out_shardings=NamedSharding(mesh, spec))(stacked)
+    return jax.device_put(whole, place)
+
+
+def _replica_axes(place: Any) -> tuple[str, ...]:
+    """The axes of a mesh along which other processes hold the same."""
+    if jax.process_count() == 1 or not isinstance(place, NamedSharding):
+        return ()
+    mesh: Any = place.mesh
+    used = {name for entry in place.spec for name in as_tuple(entry)}
+    axes = [(i, n) for i, n in enumerate(mesh.axis_names) if n not in used]
+    processes = np.vectorize(lambda device: device.process_index)(mesh.devices)
+    first = processes
+    for axis, _ in axes:
+        first = first.take([0], axis)
+    if (processes == first).all():
+        return ()
+    return tuple(name for _, name in axes if mesh.shape[name] > 1)
+
+
+def _sum_of_bits(x: Array) -> Array:
+    """The sum over replicas of which all but one are zeros, bit for bit."""
+    dtype = x.dtype
+    if dtype == jnp.bool_:
+        return x.any(axis=0)
+    if jnp.iscomplexobj(x):
+        return jax.lax.complex(_sum_of_bits(x.real), _sum_of_bits(x.imag))
+    bits = jnp.dtype(f"uint{jax.dtypes.itemsize_bits(dtype)}")
+    words = jax.lax.bitcast_convert_type(x, bits)
+    return jax.lax.bitcast_convert_type(words.sum(axis=0, dtype=bits), dtype)
