@@ -29,17 +29,17 @@ _STARTING = ("start", "meet", "joined", "layout", "restore")
 class Goodput:
     """The time of a run, each moment of which belongs to one part.
 
-    | Part | The job |
-    |---|---|
-    | productive | computes steps that count |
-    | lost | computes steps that a later start has computed again |
-    | data_wait | has nothing on the device, since a rank waits for its batch |
-    | checkpoint | saves, or at the end waits until a checkpoint is on disk |
-    | evaluation | evaluates |
-    | compile | compiles and runs the first step of its first start |
-    | start | starts for the first time, or after an end that was meant, and restores |
-    | restart | has died: from the last step before until a step is done again |
-    | idle | does nothing of this, such as hooks between steps |
+    What the job does in each:
+
+    - productive: computes steps that count
+    - lost: computes steps that a later start has computed again
+    - data_wait: has nothing on the device, since a rank waits for its batch
+    - checkpoint: saves, or at the end waits until a checkpoint is on disk
+    - evaluation: evaluates
+    - compile: compiles and runs the first step of its first start
+    - start: starts for the first time, or after an end that was meant, and restores
+    - restart: has died: from the last step before until a step is done again
+    - idle: does nothing of this, such as hooks between steps
     """
 
     edges: np.ndarray
