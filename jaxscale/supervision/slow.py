@@ -1,0 +1,128 @@
+"""Which ranks hold up the others, from what each of them measures of itself.
+
+All ranks of a synchronous job end a step together, so the duration of a step names
+nobody. What differs is how long a rank is at work by itself: it computes for longer and
+waits less in collectives, or hands its device a step late.
+"""
+
+import collections
+import dataclasses
+import math
+import statistics
+from collections.abc import Collection, Hashable, Mapping, Sequence
+
+
+_WINDOW, _NOW, _FEWEST = 48, 16, 8
+_LEAST = 0.05
+_ERRORS, _SPREADS = 5.0, 4.75
+_SIGMA = 1.4826  # of a normal distribution, by its median absolute deviation
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slow:
+    """A rank that is slower than the others."""
+
+    rank: int
+    """Number of the process."""
+    factor: float
+    """How many times as long it is at work as the others in its group."""
+
+
+def slow_ranks(
+    series: Mapping[int, Sequence[float]],
+    *,
+    groups: Mapping[int, Hashable] | None = None,
+) -> list[Slow]:
+    r"""Name the ranks that take longer than the others, the slowest first.
+
+    A sample of a rank is divided by the (lower) median of the ranks at the same time,
+    which removes what strikes all, and the mean of the middle half of its last 48 ratios
+    removes what strikes one for a moment: a collection of garbage, a checkpoint. A rank
+    is slow if this mean is more than
+
+    $$1 + \max(0.05,\; 5 e,\; 4.75 s)$$
+
+    times that of most, where e is the standard error of a mean, from the scatter of the
+    ratios of each rank, and s the spread of the means: GPUs that are well differ by a
+    per cent or two. Of the last 16 ratios it must be half as much. Slow ranks are left
+    out, and the others compared again.
+
+    Args:
+        series: Of each rank, seconds that it was at work, in samples taken at the same
+            times; the newest are last. NaN is a sample that is missing.
+        groups: What each rank does, where not all do the same, as its stage of a
+            pipeline: ranks are compared within a group. None is one group.
+
+    Returns:
+        Ranks that are slow now. Of a group of one, and before there are 8 samples,
+        nothing is known.
+
+    Example:
+        >>> well = [1.0, 1.01, 0.99, 1.0] * 3
+        >>> slow = [1.3, 1.31, 1.29, 1.3] * 3
+        >>> [(x.rank, round(x.factor, 2)) for x in slow_ranks({0: well, 1: slow, 2: well})]
+        [(1, 1.3)]
+    """
+    members = collections.defaultdict(list)
+    for rank in series:
+        members[groups[rank] if groups else None].append(rank)
+    found = [
+        slow
+        for ranks in members.values()
+        if len(ranks) > 1
+        for slow in _slow_of({rank: series[rank] for rank in ranks})
+    ]
+    return sorted(found, key=lambda slow: -slow.factor)
+
+
+def _slow_of(series: Mapping[int, Sequence[float]]) -> list[Slow]:
+    """Those that are slow among ranks that do the same."""
+    count = min(_WINDOW, *(len(samples) for samples in series.values()))
+    if count < _FEWEST:
+        return []
+    recent = {rank: samples[-count:] for rank, samples in series.items()}
+    found: dict[int, float] = {}
+    while True:  # without those that are slow the others are better known
+        factors = _above_limit(recent, recent.keys() - found)
+        if factors.keys() <= found.keys():
+            return [Slow(rank=rank, factor=f) for rank, f in found.items()]
+        found |= factors
+
+
+def _above_limit(
+    recent: Mapping[int, Sequence[float]], well: Collection[int]
+) -> dict[int, float]:
+    """The ranks above the limit that those that are `well` set, and their factors."""
+    usual = []  # by sample
+    for column in zip(*(recent[rank] for rank in well), strict=True):
+        values = [x for x in column if x == x]
+        usual.append(statistics.median_low(values) if values else math.nan)
+    ratios = {
+        rank: [x / u for x, u in zip(samples, usual, strict=True) if u > 0 and x == x]
+        for rank, samples in recent.items()
+    }
+    centers = {n: _center(x) for n, x in ratios.items() if len(x) >= _FEWEST}
+    well = [rank for rank in well if rank in centers]
+    if len(well) < 1 or len(centers) < 2:
+        return {}
+    middle = statistics.median_low(centers[rank] for rank in well)
+    spread = statistics.median_low(abs(centers[rank] - middle) for rank in well)
+    scatter = statistics.median(
+        abs(x / centers[rank] - 1) for rank in well for x in ratios[rank]
+    )
+    error = scatter / math.sqrt(min(len(ratios[rank]) for rank in well))
+    errors = max(_ERRORS * _SIGMA * error, _SPREADS * _SIGMA * spread / middle)
+    excess = max(_LEAST, errors)
+    return {
+        rank: c / middle
+        for rank, c in centers.items()
+        if c > middle * (1 + excess)
+        # It still is: one that was slow for a time leaves the list sooner.
+        and _center(ratios[rank][-_NOW:]) > middle * (1 + excess / 2)
+    }
+
+
+def _center(values: Sequence[float]) -> float:
+    """The mean without the lowest and the highest quarter."""
+    quarter = len(values) // 4
+    return statistics.fmean(sorted(values)[quarter : len(values) - quarter])
