@@ -36,9 +36,9 @@ def slow_ranks(
     r"""Name the ranks that take longer than the others, the slowest first.
 
     A sample of a rank is divided by the (lower) median of the ranks at the same time,
-    which removes what strikes all, and the mean of the middle half of its last 48 ratios
-    removes what strikes one for a moment: a collection of garbage, a checkpoint. A rank
-    is slow if this mean is more than
+    which removes what strikes all, and the mean of the middle half of its last 48
+    ratios removes what strikes one for a moment: a collection of garbage, a checkpoint.
+    A rank is slow if this mean is more than
 
     $$1 + \max(0.05,\; 5 e,\; 4.75 s)$$
 
@@ -60,8 +60,9 @@ def slow_ranks(
     Example:
         >>> well = [1.0, 1.01, 0.99, 1.0] * 3
         >>> slow = [1.3, 1.31, 1.29, 1.3] * 3
-        >>> [(x.rank, round(x.factor, 2)) for x in slow_ranks({0: well, 1: slow, 2: well})]
-        [(1, 1.3)]
+        >>> (found,) = slow_ranks({0: well, 1: slow, 2: well})
+        >>> found.rank, round(found.factor, 2)
+        (1, 1.3)
     """
     members = collections.defaultdict(list)
     for rank in series:

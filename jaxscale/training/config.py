@@ -99,6 +99,10 @@ class TrainConfig:
     """Steps between comparisons of what devices should hold alike, by digests, which
     are made before each save too; a device that computes wrong values ends the run, and
     the error names it. None is never."""
+    profile_every: int | None = None
+    """Steps between profiles of one step, which divide its time into computing and
+    waiting in collectives, and so tell a slow rank from those that wait for it. None is
+    never."""
     max_skipped: int = 10
     """Updates skipped in a row, because loss or gradients were not finite, after which
     the run has diverged and stops."""
@@ -137,7 +141,7 @@ class TrainConfig:
                 "optimizer.kind 'muon' multiplies matrices that mesh.axis_type "
                 "'explicit' would need to be told the partition of; use 'auto'"
             )
-        for name in ("keep_every", "check_replicas_every", "step"):
+        for name in ("keep_every", "check_replicas_every", "profile_every", "step"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} {value} must be at least 1, or None")

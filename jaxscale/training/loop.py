@@ -26,6 +26,7 @@ from jaxscale.supervision import EventLog, current
 from jaxscale.training.checkpoint import Checkpointer
 from jaxscale.training.config import TrainConfig
 from jaxscale.training.data import PackedBatches, TextData
+from jaxscale.training.device_events import device_events
 from jaxscale.training.divergence import DivergenceGuard
 from jaxscale.training.gradients import GradientFunction, LossFunction, accumulated
 from jaxscale.training.hardware import peak_flops
@@ -475,6 +476,7 @@ def _monitor(
         },
         peak_flops=peak_flops(mesh.devices.flat[0].device_kind),
         events=events,
+        devices=device_events(config, mesh, events),
     )
 
 

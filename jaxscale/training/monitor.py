@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from jaxscale.supervision import EventLog
+from jaxscale.training.device_events import DeviceEvents
 from jaxscale.training.hardware import mfu
 
 
@@ -187,6 +188,7 @@ class Monitor:
         flops_per_token: Mapping[str, float] | None = None,
         peak_flops: float | None = None,
         events: EventLog | None = None,
+        devices: DeviceEvents | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Describe the run.
@@ -199,6 +201,7 @@ class Monitor:
             flops_per_token: FLOPs by convention, for example ``{"causal": 4.5e10}``.
             peak_flops: Peak of one device; None leaves the utilization unknown.
             events: Told what a step, or the loop beside it, is doing.
+            devices: Tells them what the devices do; None tells it without profiles.
             clock: Gives seconds.
         """
         self._writers = list(writers)
@@ -208,6 +211,7 @@ class Monitor:
         self._flops_per_token = dict(flops_per_token or {})
         self._peak = peak_flops
         self._events = EventLog() if events is None else events
+        self._devices = DeviceEvents(self._events) if devices is None else devices
         self._fetched: float | None = None
         self._done: float | None = None
         self._clock = clock
@@ -226,6 +230,7 @@ class Monitor:
         )
 
     def __enter__(self) -> "Monitor":
+        self._devices.__enter__()
         self._thread.start()
         return self
 
@@ -233,6 +238,7 @@ class Monitor:
         with contextlib.ExitStack() as stack:  # closes all, whatever fails
             for writer in self._writers:
                 stack.callback(writer.close)
+            stack.callback(self._devices.__exit__)
             stack.callback(self._thread.join)
             stack.callback(self._queue.put, None)
             if error[0] is None:
@@ -247,6 +253,7 @@ class Monitor:
     @contextlib.contextmanager
     def data_wait(self, step: int | None = None) -> Iterator[None]:
         """The beginning of `step`, in which the loop waits for its batch."""
+        self._devices.begin(step)
         begun, before = self._events.emit("begin", step), self._clock()
         yield
         self._waited += self._clock() - before
@@ -268,7 +275,8 @@ class Monitor:
         Raises:
             Exception: what went wrong earlier, on the device or in a writer.
         """
-        self._events.emit("dispatched", step, since=self._fetched)
+        at = self._events.emit("dispatched", step, since=self._fetched)
+        self._devices.dispatched(step, at)
         self._raise()
         for value in metrics.values():
             # Now, since a copy asked for later may wait behind the next step.
@@ -337,9 +345,13 @@ class Monitor:
         self._compiled = True
 
     def _report(self, step: int, values: Record) -> None:
-        self._done = self._events.emit(
-            "done", step, kind="device", since=self._done, loss=values.get("loss")
+        before, self._done = (
+            self._done,
+            self._events.emit(
+                "done", step, kind="device", since=self._done, loss=values.get("loss")
+            ),
         )
+        self._devices.done(step, before, self._done)
         # What makes a step skip its update, see `make_train_step`.
         if None in [values.get(n, 0.0) for n in ("loss", "z_loss", "grad_norm")]:
             self._events.emit("not_finite", step, kind="fault")
