@@ -85,7 +85,8 @@ class Rank:
     events: tuple[Event, ...]
     """All other events, in their order."""
     place: tuple[int, str]
-    """Step and name of its newest event, but for `done`, which another thread hears."""
+    """Step and name of its newest event, but for `done` and measurements; 0 and ""
+    before there is one."""
     first: float
     """Time of the first event."""
     last: float
@@ -203,7 +204,7 @@ def _read_rank(number: int, path: Path) -> Rank | None:
     events, damaged, newest = _other_events(parts[::width])
     if not len(t1) and not events:
         return None
-    places = [(event.step, event.name) for event in events[-1:]]
+    places = [(event.step, event.name) for event in events if _is_place(event)][-1:]
     host = np.flatnonzero(column != _COLUMNS[b"done"])
     if len(host) and host[-1] >= newest:
         places.append((int(step[host[-1]]), columns[4][host[-1]].decode()))
@@ -211,7 +212,7 @@ def _read_rank(number: int, path: Path) -> Rank | None:
         number=number,
         steps=_steps(t1, cycle, step, column, loss),
         events=tuple(events),
-        place=places[-1] if places else (int(step[-1]), "done"),
+        place=places[-1] if places else (0, ""),
         first=min([*t0[:1], *(event.t0 for event in events[:1])]),
         last=max([*t1[-1:], *(event.t1 for event in events[-1:])]),
         damaged=damaged,
@@ -232,8 +233,13 @@ def _other_events(texts: Sequence[bytes]) -> tuple[list[Event], int, int]:
             damaged += event is None and bool(line.strip())
             if event is not None:
                 events.append(event)
-                newest = before
+                newest = before if _is_place(event) else newest
     return events, damaged, newest
+
+
+def _is_place(event: Event) -> bool:
+    """Whether a process is somewhere by this event; others are measurements."""
+    return event.kind not in ("device", "memory") and event.name != "compiled"
 
 
 def _steps(

@@ -82,6 +82,12 @@ class SuperviseConfig:
     batch and those after it are left out. 0 leaves spikes alone."""
     skip_batches: int = 100
     """Batches that are left out at a spike that comes back."""
+    exclude_slow: bool = False
+    """Whether a host whose ranks are slow is left out, if a spare one can take its
+    place: the ranks save and leave, and start again without it."""
+    metrics_address: str = ""
+    """``host:port`` at which ``GET /metrics`` gives the figures of the job in the form
+    of Prometheus, such as 127.0.0.1:9464; without it none are given."""
     diagnose: str = ""
     """Command that runs on a suspect host, and fails if it must not be used any more;
     by default a self-check of disk and memory and, where JAX uses GPUs, `jaxscale
@@ -97,6 +103,8 @@ class SuperviseConfig:
                 "to leave spikes alone"
             )
         host, _ = split_address(self.address)
+        if self.metrics_address:
+            split_address(self.metrics_address)
         if self.coordinator_port > 65535:
             raise ValueError(
                 f"coordinator_port {self.coordinator_port}, expected 0 to 65535"

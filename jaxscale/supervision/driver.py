@@ -7,7 +7,6 @@ finds the executors, which have gone on meanwhile.
 
 import asyncio
 import contextlib
-import json
 import os
 import shlex
 import signal
@@ -22,6 +21,7 @@ from typing import Any
 from jaxscale.supervision import protocol, state
 from jaxscale.supervision.config import SuperviseConfig
 from jaxscale.supervision.hosts import Host, Hosts
+from jaxscale.supervision.telemetry import SlowNews, Telemetry
 from jaxscale.supervision.watch import STOPPED, Fault, Spikes, Watch
 
 
@@ -68,6 +68,9 @@ class Driver:
         """Signals so far that ask to stop; a second one does not wait for the ranks."""
         self._watch: Watch | None = None
         """Of the cycle that runs."""
+        self._telemetry = Telemetry(directory, config.processes)
+        self._slow: SlowNews | None = None
+        """The ranks that are slow in this cycle."""
         self._since: float | None = None
         """When the last fault was noticed, until a step is done again."""
         self._reached = 0
@@ -97,7 +100,8 @@ class Driver:
             self._save()
             self._on_signals()
             try:
-                code = await self._job()
+                async with self._telemetry.served(config.metrics_address):
+                    code = await self._job()
                 self._end("stopped" if code else state.DONE)
                 return code
             except GaveUp as error:
@@ -167,6 +171,8 @@ class Driver:
         config, now = self._config, time.monotonic()
         ranks = range(config.processes)
         self._watch = Watch(ranks, config.deadlines, now, self._spikes)
+        self._telemetry.started(self._state.cycle)
+        self._slow = None
 
     async def _enough_hosts(self) -> list[Host]:
         """As many hosts as needed, in the order of their names."""
@@ -225,7 +231,7 @@ class Driver:
                     self._report("the ranks have not stopped: they are killed")
                     await self._kill()
                 return None
-            fault = self._lost_hosts(watch)
+            fault = self._lost_hosts(watch) or await self._leave_slow_host(watch)
             if fault is None and self._fault(watch) is not None:
                 # Those that fail say why, and leave.
                 await self._until(lambda: False, _SHORT_SECONDS)
@@ -264,6 +270,8 @@ class Driver:
         now = host.heard = time.monotonic()
         job, watch = self._state, self._watch
         current = job.running and getattr(message, "cycle", 0) == job.cycle
+        if current:
+            self._telemetry.heard(message)
         match message:
             case protocol.Host() if message.ranks and not current:
                 host.send(protocol.Kill())  # of a cycle that is over
@@ -291,6 +299,30 @@ class Driver:
             self._report(f"step {watch.step} is done, {took:.1f} s after the fault")
             self._record("running", watch.step, since=self._since)
             self._since = None
+        news = self._telemetry.slow_news(
+            {host.name: host.ranks for host in self._hosts}
+        )
+        if news is not None:
+            self._slow = news
+            self._report(news.line)
+            self._record("slow", watch.step, since=time.time(), **news.args)
+
+    async def _leave_slow_host(self, watch: Watch) -> Fault | None:
+        """Have the ranks save and leave, if a host can take a slow one's place."""
+        if not (self._config.exclude_slow and self._slow and self._slow.hosts):
+            return None
+        excluded = self._state.excluded
+        spare = [
+            h for h in self._hosts if h.port is not None and h.name not in excluded
+        ]
+        if not spare:
+            return None
+        host = self._slow.hosts[0]
+        self._hosts.broadcast(protocol.Terminate())
+        await self._until(lambda: watch.gone, self._config.deadlines.save)
+        self._exclude(host, f"it is slow ({self._slow.line.removeprefix('slow: ')})")
+        reason = f"host {host} is slow, and {spare[0].name} takes its place"
+        return Fault(kind="slow", reason=reason, step=watch.step)
 
     # --------------------------------------------------------------------------------
     # Recover
@@ -310,6 +342,7 @@ class Driver:
                 suspects = watch.suspects(stacks)
         await self._kill()
         job.running = False
+        self._telemetry.failed(fault.kind)
         if fault.kind in ("not_finite", "spike"):
             self._compute_again(fault)
         else:
@@ -481,25 +514,16 @@ class Driver:
         self._state.running, self._state.ended = False, how
         self._save()
 
-    def _record(
-        self, name: str, step: int, *, since: float, kind: str = "host", **args: Any
-    ) -> None:
-        """Append an event, in the form of those of the ranks."""
-        event = {"t0": since, "t1": time.time(), "cycle": self._state.cycle}
-        event |= {"step": step, "kind": kind, "name": name, "args": args}
+    def _record(self, name: str, step: int, **event: Any) -> None:
         try:
-            with (self._directory / "events-driver.jsonl").open("a") as file:
-                file.write(json.dumps(event) + "\n")
+            state.record(self._directory, self._state.cycle, name, step, **event)
         except OSError as error:
             self._report(f"an event is lost: {error}")
 
     def _on_signals(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return
-        loop = asyncio.get_running_loop()
-
         def stop() -> None:
             self._stop += 1
 
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop)
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().add_signal_handler(number, stop)

@@ -6,10 +6,11 @@ line is an object with the fields
     t0, t1   seconds since 1970; t0 is earlier for what took time
     cycle    starts of the job until this one; 0 without a supervisor
     step     the step that it belongs to
-    kind     host, device, compile or fault
+    kind     host, device, memory, compile or fault
     name     start, meet, joined, layout, restore, compile, begin, data,
              dispatched, done, save, saved, eval, evaluated, not_finite,
-             wrong_values, error, stopped, finish, bye
+             wrong_values, error, stopped, finish, bye; pace, profile, memory and
+             compiled are measurements beside these
     args     more of it, for example the loss of a step that is done
 
 The args of ``layout`` are the mesh and the place of the process: ``axes``, the sizes by
@@ -49,6 +50,12 @@ VARIABLE = "JAXSCALE_SUPERVISED"
 
 _log = logging.getLogger(__name__)
 _FLUSH_SECONDS = 2.0
+# What is measured of a step, and what of it the driver compares between ranks.
+_MEASURES = {
+    "profile": ("computing", ["computing"]),
+    "pace": ("host", ["seconds", "starved"]),
+}
+_UNTOLD = ("memory", "compiled")
 _ENDS = {"save": "saved", "eval": "evaluated"}
 
 
@@ -236,13 +243,28 @@ class EventLog:
     def _send(self, events: list[dict[str, Any]]) -> None:
         if self._connection is None or not events:
             return
-        lines = b"".join(protocol.encode(self._moved(event)) for event in events)
+        messages = [self._message(x) for x in events if x["name"] not in _UNTOLD]
+        lines = b"".join(protocol.encode(message) for message in messages)
         try:
             self._connection.sendall(lines)
         except OSError as error:
             _log.warning("the executor of this host does not listen: %s", error)
             self._connection.close()
             self._connection = None
+
+    def _message(self, event: Mapping[str, Any]) -> protocol.Moved | protocol.Measured:
+        measure = _MEASURES.get(event["name"])
+        if measure is None:
+            return self._moved(event)
+        name, parts = measure
+        return protocol.Measured(
+            rank=self._rank,
+            cycle=self._cycle,
+            step=event["step"],
+            name=name,
+            seconds=sum(event["args"][part] for part in parts),
+            group=event["args"].get("group", ""),
+        )
 
     def _moved(self, event: Mapping[str, Any]) -> protocol.Moved:
         text = str(event["args"].get("error", "")) if event["kind"] == "fault" else ""

@@ -237,11 +237,13 @@ class Executor:
             rank.speaks = joined.cycle == self._cycle
             while True:
                 message = await channel.receive()
-                if not isinstance(message, protocol.Moved):
+                if not isinstance(message, protocol.Moved | protocol.Measured):
                     return
                 if message.cycle != self._cycle:
                     return
-                if message.kind == "fault":
+                if isinstance(message, protocol.Measured):
+                    self._tell(message)
+                elif message.kind == "fault":
                     self._flush()
                     self._faults.append(message)
                     self._tell(message)

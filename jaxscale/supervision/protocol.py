@@ -61,6 +61,20 @@ class Moved:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Rank to executor to driver: how long a rank was at work by itself."""
+
+    rank: int
+    cycle: int
+    step: int
+    name: str
+    """computing, or host: a step, and what the device waited for before it."""
+    seconds: float
+    group: str = ""
+    """What the rank does, where not all do the same."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Exited:
     """Executor to driver: a process has ended, with the end of what it printed."""
 
@@ -161,6 +175,7 @@ class Quit:
 type Message = (
     Joined
     | Moved
+    | Measured
     | Exited
     | Host
     | Idle

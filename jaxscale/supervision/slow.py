@@ -127,3 +127,55 @@ def _center(values: Sequence[float]) -> float:
     """The mean without the lowest and the highest quarter."""
     quarter = len(values) // 4
     return statistics.fmean(sorted(values)[quarter : len(values) - quarter])
+
+
+class Measurements:
+    """What the ranks of a cycle have measured, and who is slow by it.
+
+    Example:
+        >>> measured = Measurements()
+        >>> for step in range(8):
+        ...     for rank, seconds in enumerate([1.0, 1.0, 1.5]):
+        ...         measured.add("computing", step, rank, seconds)
+        >>> [(name, slow.rank) for name, slow in measured.slow()]
+        [('computing', 2)]
+    """
+
+    def __init__(self) -> None:
+        """Begin without any."""
+        self._series: dict[str, dict[int, dict[int, float]]] = {}
+        self._groups: dict[int, str] = {}
+        self.is_new = False
+        """Whether there are any that `slow` has not seen."""
+
+    def add(
+        self, name: str, step: int, rank: int, seconds: float, group: str = ""
+    ) -> None:
+        """Take in what a rank has measured at a step.
+
+        Args:
+            name: Of the quantity.
+            step: At which all ranks measure it.
+            rank: Number of the process.
+            seconds: How long it was at work by itself.
+            group: What it does, where not all do the same.
+        """
+        steps = self._series.setdefault(name, {})
+        steps.setdefault(step, {})[rank] = seconds
+        self._groups[rank] = group
+        while len(steps) > _WINDOW + 1:
+            del steps[min(steps)]
+        self.is_new = True
+
+    def slow(self) -> list[tuple[str, Slow]]:
+        """The ranks that are slow now, each with the quantity that says so."""
+        self.is_new = False
+        found = []
+        for name, steps in self._series.items():
+            # The newest step may not have come from all ranks yet.
+            known = [steps[step] for step in sorted(steps)[-_WINDOW:]]
+            ranks = sorted({rank for sample in known for rank in sample})
+            series = {n: [s.get(n, math.nan) for s in known] for n in ranks}
+            groups = {rank: self._groups[rank] for rank in ranks}
+            found += [(name, slow) for slow in slow_ranks(series, groups=groups)]
+        return found

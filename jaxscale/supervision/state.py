@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import secrets
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,36 @@ def read(directory: Path, secret: str = "") -> State:
         state.ended, state.idle, state.running, state.excluded = "", 0, False, {}
         state.port, state.wrong = 0, {}
     return state
+
+
+def record(
+    directory: Path,
+    cycle: int,
+    name: str,
+    step: int,
+    *,
+    since: float,
+    kind: str = "host",
+    **args: Any,
+) -> None:
+    """Append an event to those of the driver, in the form of those of the ranks.
+
+    Args:
+        directory: That of the supervisor.
+        cycle: Starts of the job so far.
+        name: The event.
+        step: The step that it belongs to.
+        since: When it began, in seconds since 1970.
+        kind: Whom it concerns.
+        args: More of it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    event = {"t0": since, "t1": time.time(), "cycle": cycle}
+    event |= {"step": step, "kind": kind, "name": name, "args": args}
+    with (directory / "events-driver.jsonl").open("a") as file:
+        file.write(json.dumps(event) + "\n")
 
 
 @contextlib.contextmanager

@@ -50,6 +50,7 @@ class Fault:
         "wrong_values",
         "spike",
         "stopped",
+        "slow",
     ]
     reason: str
     """A sentence."""

@@ -195,9 +195,10 @@ class DeviceEvents:
             seconds = at - (session.begin or at)
             self._report("profile", step, seconds=seconds, **dataclasses.asdict(found))
 
-    def _report(self, name: str, step: int, **args: float) -> None:
-        group = {"group": self._group} if self._group else {}
-        self._events.emit(name, step, kind="device", **args, **group)
+    def _report(self, name: str, step: int, **args: Any) -> None:
+        if self._group:
+            args["group"] = self._group
+        self._events.emit(name, step, kind="device", **args)
 
     def _memory(self, step: int) -> None:
         stats = [device.memory_stats() for device in jax.local_devices()]
@@ -207,10 +208,10 @@ class DeviceEvents:
             most = {name: max(found.get(name, 0) for found in stats) for name in names}
             self._events.emit("memory", step, kind="memory", **most)
 
-    def _compiled(self, event: str, seconds: float, **what: Any) -> None:
-        if event == _COMPILED and seconds >= _LONG_COMPILATION:
-            since = time.time() - seconds
-            program = str(what.get("fun_name", ""))
+    def _compiled(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if event == _COMPILED and duration_secs >= _LONG_COMPILATION:
+            since = time.time() - duration_secs
+            program = kwargs.get("fun_name", "")
             self._events.emit("compiled", kind="compile", since=since, program=program)
 
 

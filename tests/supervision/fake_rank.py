@@ -3,6 +3,7 @@
     python -m tests.supervision.fake_rank DIRECTORY STEPS [FAULT ...]
 
 Each fault, ``kind:rank:step``, happens once, or with ``kind!`` at every start.
+``slow:rank:0`` or ``slow:host:0`` is slow all the time.
 """
 
 import contextlib
@@ -51,7 +52,8 @@ def main(directory, steps, *faults):
             loss = strike(faults, out, rank, step, batch, events)
             while not (at := places(meeting, count)) or min(at) < step - 1:
                 time.sleep(0.002)
-            time.sleep(SECONDS)
+            measure = {"computing": work(faults, rank), "waiting": 0.0}
+            events.emit("profile", step, kind="device", **measure)
             events.emit("done", step, kind="device", since=begun, loss=loss)
             if metrics is not None:
                 metrics.write(step, value)
@@ -86,10 +88,22 @@ def places(meeting, count):
     return None
 
 
+def work(faults, rank):
+    """A step of work, which takes ten times as long where it is slow; its seconds."""
+    words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode().split("\0")
+    places = [str(rank), words[-2]]  # the name of this host
+    slow = any(f.split(":")[:2] == ["slow", at] for f in faults for at in places)
+    begun = time.monotonic()
+    time.sleep(10 * SECONDS if slow else SECONDS)
+    return time.monotonic() - begun
+
+
 def strike(faults, out, rank, step, batch, events):
     """Break, if it is this rank's turn; otherwise the loss."""
     for fault in faults:
         kind, who, when = fault.split(":")
+        if kind == "slow":
+            continue
         mark = out / f"struck-{fault}"
         at = batch if kind.startswith("spike") else step
         if (int(who), int(when)) != (rank, at) or mark.exists():

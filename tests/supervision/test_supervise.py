@@ -328,6 +328,41 @@ def test_of_two_replicas_that_differ_both_hosts_are_checked(tmp_path):
     assert "not used any more" not in said
 
 
+def test_a_slow_rank_is_named_while_the_job_goes_on(run, tmp_path):
+    code, lines, events = run("slow:1:0", processes=3)
+    assert code == 0, lines
+    assert losses(tmp_path) == unbroken(STEPS)
+    assert re.match(
+        r"slow: rank 1 on \S+ takes .* times as long .*\(computing", lines[1]
+    )
+    assert [(e["kind"], e["name"]) for e in events] == [("host", "slow")]
+    assert events[0]["args"]["ranks"] == [1]
+    assert events[0]["args"]["factors"][0] > 3
+
+
+@pytest.mark.parametrize("excludes", [True, False])
+def test_a_slow_host_is_left_out_where_that_is_asked_for(tmp_path, excludes):
+    check = tmp_path / "check.sh"
+    check.touch()
+    options = [*two_hosts(check), *(["--exclude-slow"] if excludes else [])]
+    job = driver(tmp_path, "slow:b:0", options=options)
+    executor(tmp_path, "a")
+    executor(tmp_path, "b")
+    reach(tmp_path, 2)
+    executor(tmp_path, "c")
+    assert job.wait(60) == 0
+    assert losses(tmp_path) == unbroken(STEPS)
+    said = (tmp_path / "driver.txt").read_text()
+    assert "slow: rank 1 on b takes" in said
+    assert ("host b is not used any more: it is slow" in said) == excludes
+    assert ("cycle 2: 2 ranks on a, c" in said) == excludes
+    if excludes:  # the ranks have saved: no step was computed again
+        events = read_events(tmp_path / "events-0.jsonl")
+        steps = [e["step"] for e in events if e["name"] == "begin"]
+        assert steps == list(range(1, STEPS + 1))
+    nothing_runs(tmp_path)
+
+
 def two_hosts(check):
     hosts = ["--processes", "2", "--hosts", "2", "--address", "127.0.0.2:0"]
     return [*hosts, "--diagnose", f"sh {check}"]

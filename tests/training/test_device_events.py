@@ -131,6 +131,24 @@ def test_another_profile_is_left_alone(tmp_path, caplog):
     assert list(tmp_path.rglob("*.xplane.pb"))
 
 
+def test_events_cost_less_than_half_a_per_cent_of_a_short_step(tmp_path):
+    """All of a step of 100 ms: those of the loop, and what is told beside them."""
+    log, steps = EventLog(), 400
+    with log.written_to(tmp_path / "events.jsonl"), DeviceEvents(log) as devices:
+        begun = time.process_time()
+        for step in range(steps):
+            devices.begin(step)
+            at = log.emit("begin", step)
+            at = log.emit("data", step, since=at)
+            at = log.emit("dispatched", step, since=at)
+            devices.dispatched(step, at)
+            done = log.emit("done", step, kind="device", since=at, loss=2.5)
+            devices.done(step, at, done)
+        log.flush()
+        seconds = (time.process_time() - begun) / steps
+    assert seconds < 0.005 * 0.1, f"{seconds:.2e} s a step"
+
+
 @pytest.mark.slow
 def test_of_two_processes_the_slow_one_computes_and_the_other_waits():
     (fast, _), (slow, _) = run_two("tests.training.test_device_events")
