@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Collection, Hashable, Mapping, Sequence
 
 
-_WINDOW, _NOW, _FEWEST = 48, 16, 8
+_WINDOW, _NOW, _FEWEST = 48, 16, 12
 _LEAST = 0.05
 _ERRORS, _SPREADS = 5.0, 4.75
 _SIGMA = 1.4826  # of a normal distribution, by its median absolute deviation
@@ -54,7 +54,7 @@ def slow_ranks(
             pipeline: ranks are compared within a group. None is one group.
 
     Returns:
-        Ranks that are slow now. Of a group of one, and before there are 8 samples,
+        Ranks that are slow now. Of a group of one, and before there are 12 samples,
         nothing is known.
 
     Example:
@@ -112,6 +112,7 @@ def _above_limit(
         abs(x / centers[rank] - 1) for rank in well for x in ratios[rank]
     )
     error = scatter / math.sqrt(min(len(ratios[rank]) for rank in well))
+    error *= math.sqrt(1 + 2 / len(well))  # few do not tell well what is usual
     errors = max(_ERRORS * _SIGMA * error, _SPREADS * _SIGMA * spread / middle)
     excess = max(_LEAST, errors)
     return {
@@ -134,7 +135,7 @@ class Measurements:
 
     Example:
         >>> measured = Measurements()
-        >>> for step in range(8):
+        >>> for step in range(12):
         ...     for rank, seconds in enumerate([1.0, 1.0, 1.5]):
         ...         measured.add("computing", step, rank, seconds)
         >>> [(name, slow.rank) for name, slow in measured.slow()]

@@ -54,8 +54,8 @@ def test_stages_that_do_different_work_are_compared_within():
 
 
 def test_too_little_says_nothing():
-    assert named(series([1.0, 3.0], count=7)) == []
-    assert named(series([1.0, 3.0], count=8)) == [1]
+    assert named(series([1.0, 3.0], count=11)) == []
+    assert named(series([1.0, 3.0], count=12)) == [1]
     assert named(series([3.0])) == [] == named({})
 
 

@@ -98,14 +98,14 @@ def test_slow_ranks_have_their_host_and_go_again(job):
         job.clock.now += 2
         return job.slow_news(hosts)
 
-    assert measure(range(7), 1.5) is None
-    news = measure(range(7, 9), 1.5)
+    assert measure(range(11), 1.5) is None
+    news = measure(range(11, 13), 1.5)
     assert (news.ranks, news.factors, news.hosts) == ([3], [1.5], ['b"\\\n'])
-    assert measure(range(9, 12), 1.5) is None  # it is known
+    assert measure(range(13, 16), 1.5) is None  # it is known
     found = figures(job)
     assert found["jaxscale_slow_ranks",] == 1
     assert found["jaxscale_slow_rank_factor", "3", 'b"\\\n', "computing"] == 1.5
-    assert measure(range(12, 70), 1.0).line == "no rank is slow now"
+    assert measure(range(16, 70), 1.0).line == "no rank is slow now"
     assert figures(job)["jaxscale_slow_ranks",] == 0
 
 
