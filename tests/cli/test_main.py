@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from jaxscale import __version__, cli
-from jaxscale.cli.errors import UsageError, usage_errors
+from jaxscale.cli.errors import RunFailed, UsageError, training_errors, usage_errors
+from jaxscale.training import CheckpointNotWritten, Diverged, ReplicasDiffer
 
 
 def test_help_names_every_command(capsys):
@@ -61,3 +62,17 @@ def test_only_what_the_library_rejects_is_a_mistake_of_usage():
             raise error
     with pytest.raises(RuntimeError), usage_errors():
         raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (Diverged("a"), 3),
+        (CheckpointNotWritten("b"), 4),
+        (ReplicasDiffer("c", [1]), 5),
+    ],
+)
+def test_how_a_run_may_end(error, code):
+    with pytest.raises(RunFailed, match=str(error)) as raised, training_errors():
+        raise error
+    assert raised.value.code == code
