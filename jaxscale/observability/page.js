@@ -160,13 +160,13 @@ function drawFaults() {
 }
 
 function drawHeat() {
-  const {rows, columns, per_column: each, layers} = data.heat, names = Object.keys(layers);
-  const name = names[options("layer", names, drawHeat)];
+  const {rows, layers} = data.heat, names = Object.keys(layers);
+  const name = names[options("layer", names, drawHeat)], {columns, each, cells: z} = layers[name];
   at("slow-text").textContent = data.slow + (each > 1 ? ` A column is ${each} steps, and shows the largest.` : "");
-  const z = columns.length ? layers[name] : [], flat = z.flat().filter(v => v !== null).sort((a, b) => a - b);
+  const flat = z.flat().filter(v => v !== null).sort((a, b) => a - b);
   plot("heat", columns.length ? [{type: "heatmap", z, x: columns, y: rows.map(r => `rank ${r}`), colorscale: "YlOrRd", reversescale: true,
-    zmin: 0, zmax: flat[Math.floor(0.998 * (flat.length - 1))], colorbar: {thickness: 12, title: {text: "s"}},
-    hovertemplate: "%{y}, step %{x}: %{z} s<extra></extra>"}] : [],
+    zmin: 0, zmax: flat[Math.floor(0.998 * (flat.length - 1))], colorbar: {thickness: 12, title: {text: name.startsWith("arrival") ? "" : "s"}},
+    hovertemplate: "%{y}, step %{x}: %{z}<extra></extra>"}] : [],
     {height: Math.min(620, 130 + 18 * Math.max(rows.length, 3)), margin: {l: 74, r: 8, t: 12, b: 48}, xaxis: axis("step"),
      yaxis: axis("", {autorange: "reversed", type: "category"})});
 }
@@ -208,7 +208,7 @@ function drawMemory() {
 
 function drawCompile() {
   at("compile-about").textContent = data.compile.length ? "Of the lowest rank." : "The run has recorded none.";
-  table("compile", ["cycle", "step", "program", "time", "more"], data.compile.map(c => [c.cycle, c.step, c.name, seconds(c.seconds), c.more || "-"]));
+  table("compile", ["cycle", "step", "program", "time"], data.compile.map(c => [c.cycle, c.step, c.name, seconds(c.seconds)]));
 }
 
 const SECTIONS = {title: drawHead, goodput: drawGoodput, loss: drawLoss, moments: drawMesh, faults: drawFaults,

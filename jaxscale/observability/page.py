@@ -25,6 +25,7 @@ from jaxscale.observability.step_view import (
     heat_view,
     loss_view,
     memory_view,
+    slow_text,
 )
 from jaxscale.observability.timeline import timeline
 
@@ -61,7 +62,7 @@ def page_data(run: Run, *, now: float | None = None) -> dict[str, Any]:
             "directions": directions(layout),
             "faults": faults,
             "heat": heat_view(run),
-            "slow": "",
+            "slow": slow_text(run, layout),
             "timeline": timeline(run, layout, [*views[0]["silent"], *named]),
             "memory": memory_view(run),
             "compile": compile_rows(run),

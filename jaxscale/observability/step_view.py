@@ -5,7 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.observability.run import Run, StepGrid
+from jaxscale.observability.layout import Layout
+from jaxscale.observability.run import Rank, Run, StepGrid
+from jaxscale.supervision.events import MEASURES
+from jaxscale.supervision.slow import Measurements
 
 
 _MOST_POINTS = 2000
@@ -89,30 +92,104 @@ def _bad_steps(run: Run) -> list[dict[str, Any]]:
 
 
 def heat_view(run: Run) -> dict[str, Any]:
-    """Seconds of the host and waits of the device, rank by step, the largest of a cell.
+    """Seconds of each rank by step, the largest of a cell, and who is slow.
 
     Clocks of hosts differ, so each number is a difference of times of one rank.
     """
     grid = run.grid
     counts = _last_of_each_step(grid)
     step = grid.step[counts]
-    rows = _parts(len(run.ranks), _MOST_ROWS)
-    columns = _parts(len(step), max(_MOST_CELLS // max(len(rows), 1), 1))
-    layers = {
-        "host, s: batch and dispatch": grid.dispatched - grid.begin,
-        "wait for data, s": grid.fetched - grid.begin,
-        "device, s: dispatched until done": grid.done - grid.dispatched,
-    }
     numbers = [rank.number for rank in run.ranks]
+    rows = _parts(len(numbers), _MOST_ROWS)
+    layers = {
+        "host: batch and dispatch, s": (
+            step,
+            (grid.dispatched - grid.begin)[:, counts],
+        ),
+        "host: wait for data, s": (step, (grid.fetched - grid.begin)[:, counts]),
+        "device: dispatched until done, s": (
+            step,
+            (grid.done - grid.dispatched)[:, counts],
+        ),
+    }
     return {
         "rows": [_span([numbers[i] for i in part]) for part in rows],
-        "columns": [int(step[part[0]]) for part in columns],
-        "per_column": max((len(part) for part in columns), default=1),
         "layers": {
-            name: _cells(values[:, counts], rows, columns)
-            for name, values in layers.items()
+            name: _layer(at, values, rows)
+            for name, (at, values) in {**_profiles(run), **layers}.items()
         },
     }
+
+
+def _layer(
+    step: np.ndarray, values: np.ndarray, rows: list[np.ndarray]
+) -> dict[str, Any]:
+    columns = _parts(len(step), max(_MOST_CELLS // max(len(rows), 1), 1))
+    return {
+        "columns": [int(step[part[0]]) for part in columns],
+        "each": max((len(part) for part in columns), default=1),
+        "cells": _cells(values, rows, columns),
+    }
+
+
+def _profiles(run: Run) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Computing and waiting of the devices in the steps that were profiled."""
+    found = {}
+    for name in ("computing", "waiting"):
+        of_rank = [_measured(rank, "profile", name) for rank in run.ranks]
+        steps = sorted({step for known in of_rank for step in known})
+        if steps:
+            values = [[known.get(s, np.nan) for s in steps] for known in of_rank]
+            found[name] = np.array(steps), np.array(values, np.float64)
+    if not found:
+        return {}
+    steps, waiting = found["waiting"]
+    # Who waits least in collectives has come to them last.
+    order = np.argsort(np.argsort(np.nan_to_num(waiting, nan=np.inf), 0), 0) + 1.0
+    order[np.isnan(waiting)] = np.nan
+    return {
+        "device: computing, s": found["computing"],
+        "device: waiting in collectives, s": found["waiting"],
+        "arrival at collectives, from the last (1)": (steps, order),
+    }
+
+
+def _measured(rank: Rank, event: str, name: str) -> dict[int, float]:
+    """A measurement of a rank by step, of the same step the last."""
+    return {
+        e.step: float(e.args[name])
+        for e in rank.events
+        if e.name == event and _number(e.args.get(name))
+    }
+
+
+def slow_text(run: Run, layout: Layout) -> str:
+    """Who is slow now, by what the ranks have measured of themselves."""
+    measured, samples = Measurements(), 0
+    cycle = max((e.cycle for r in run.ranks for e in r.events[-1:]), default=0)
+    for rank in run.ranks:
+        for event in rank.events:
+            name, args = MEASURES.get(event.name, ("", []))
+            values: list[Any] = [event.args.get(arg) for arg in args]
+            if name and event.cycle == cycle and all(map(_number, values)):
+                group = str(event.args.get("group", ""))
+                measured.add(name, event.step, rank.number, sum(values), group)
+                samples += 1
+    found = measured.slow()
+    if found:
+        names = [
+            f"{layout.name(s.rank)}, {name} {s.factor:.2f} times as long as others"
+            for name, s in found
+        ]
+        return f"Slow now: {'; '.join(names[:_MOST_LINES])}."
+    if len(run.ranks) == 1:
+        return "There is one rank, so nothing to compare it with."
+    if not samples:
+        return (
+            "The ranks have measured nothing of themselves, by which slow ones are "
+            "named; with profile_every they do."
+        )
+    return "No rank stands out by what it has measured of itself."
 
 
 def _last_of_each_step(grid: StepGrid) -> np.ndarray:
@@ -154,7 +231,9 @@ def memory_view(run: Run) -> dict[str, Any]:
             if event.kind == "memory":
                 for name, value in event.args.items():
                     if _number(value):
-                        by_rank = found.setdefault(name, {})
+                        shown = name.removeprefix("bytes_").replace("_", " ")
+                        shown = shown.replace(" bytes", "")
+                        by_rank = found.setdefault(shown, {})
                         by_rank.setdefault(rank.number, {})[event.step] = value
     lines = {}
     for name, by_rank in found.items():
@@ -180,9 +259,8 @@ def _least_and_most(
 
 
 def compile_rows(run: Run) -> list[dict[str, Any]]:
-    """What the lowest rank has compiled: step, name, seconds and the rest."""
-    rank = run.ranks[0]
-    rows = []
+    """What the lowest rank has compiled: step, name and seconds."""
+    rank, rows = run.ranks[0], list[dict[str, Any]]()
     for event in rank.events:
         if event.kind != "compile":
             continue
@@ -194,15 +272,14 @@ def compile_rows(run: Run) -> list[dict[str, Any]]:
             {
                 "step": event.step,
                 "cycle": event.cycle,
-                "name": _PROGRAMS.get(event.name, event.name),
+                "name": str(event.args.get("program") or _FIRST),
                 "seconds": seconds if np.isfinite(seconds) else None,
-                "more": ", ".join(f"{k} {v}" for k, v in event.args.items()),
             }
         )
     return rows[-_MOST_PROGRAMS:]
 
 
-_PROGRAMS = {"compile": "first step: compiled, or read from the cache, and run"}
+_FIRST = "the first step: compiled, or read from the cache, and run"
 
 
 def _number(value: Any) -> bool:

@@ -50,11 +50,11 @@ VARIABLE = "JAXSCALE_SUPERVISED"
 
 _log = logging.getLogger(__name__)
 _FLUSH_SECONDS = 2.0
-# What is measured of a step, and what of it the driver compares between ranks.
-_MEASURES = {
+MEASURES = {
     "profile": ("computing", ["computing"]),
     "pace": ("host", ["seconds", "starved"]),
 }
+"""What is measured of a step, and what of it is summed and compared between ranks."""
 _UNTOLD = ("memory", "compiled")
 _ENDS = {"save": "saved", "eval": "evaluated"}
 
@@ -253,7 +253,7 @@ class EventLog:
             self._connection = None
 
     def _message(self, event: Mapping[str, Any]) -> protocol.Moved | protocol.Measured:
-        measure = _MEASURES.get(event["name"])
+        measure = MEASURES.get(event["name"])
         if measure is None:
             return self._moved(event)
         name, parts = measure

@@ -101,11 +101,42 @@ def test_the_heat_map_shows_the_slow_rank_and_its_step(tmp_path):
         if e["step"] == 20 and e["name"] == "dispatched":
             e["t1"] += 0.7
     heat = page_data(read_run(write(tmp_path, ranks)), now=200.0)["heat"]
-    cells = np.array(heat["layers"]["host, s: batch and dispatch"])
-    assert cells.shape == (8, 50) and heat["columns"] == [*range(1, 51)]
+    layer = heat["layers"]["host: batch and dispatch, s"]
+    cells = np.array(layer["cells"])
+    assert cells.shape == (8, 50) and layer["columns"] == [*range(1, 51)]
     at = np.unravel_index(cells.argmax(), cells.shape)
     assert at == (3, 19) and cells[at] == pytest.approx(0.9)
     assert np.median(cells) == pytest.approx(0.2)
+
+
+def test_measurements_name_the_slow_rank_and_show_memory_and_programs(tmp_path):
+    """Rank 2 computes for longer, so it waits least and comes to collectives last."""
+    ranks = {}
+    for n in range(4):
+        known = [layout(n), *steps(1, 32, 100.0)]
+        for step in range(2, 33, 2):
+            slow = 0.2 if n == 2 else 0.001 * n
+            args = {"computing": 0.5 + slow, "waiting": 0.4 - slow, "seconds": 1.0}
+            known.append(event("profile", step, 100.0 + step, kind="device", args=args))
+        args = {"bytes_in_use": 5e9 + n, "peak_bytes_in_use": 6e9}
+        known.append(event("memory", 30, 131.0, kind="memory", args=args))
+        args = {"program": "jit(step)"}
+        found = event("compiled", 1, 101.0, t0=98.5, kind="compile", args=args)
+        ranks[n] = [*known, found]
+    data = page_data(read_run(write(tmp_path, ranks)), now=140.0)
+    assert data["slow"].startswith("Slow now: rank 2 (pipe 0, data 1, tensor 0")
+    assert "computing 1.4" in data["slow"] and ";" not in data["slow"]
+    layers = data["heat"]["layers"]
+    computing = layers["device: computing, s"]
+    assert computing["columns"] == [*range(2, 33, 2)]
+    assert np.array(computing["cells"])[2] == pytest.approx(0.7)
+    order = np.array(layers["arrival at collectives, from the last (1)"]["cells"])
+    assert (order.T == [4, 3, 1, 2]).all()
+    lines = data["memory"]["lines"]
+    assert lines["in use, rank 3"] == [[30], [5e9]]  # to six digits
+    assert lines["peak in use, rank 0"] == [[30], [6e9]]
+    (program,) = data["compile"]
+    assert (program["name"], program["seconds"]) == ("jit(step)", 2.5)
 
 
 def test_many_ranks_and_steps_are_thinned(tmp_path):
@@ -125,7 +156,7 @@ def test_many_ranks_and_steps_are_thinned(tmp_path):
     assert len(json.dumps(data)) < 1_500_000
     assert len(data["loss"]["loss"][0]) <= 2000 and 99.0 in data["loss"]["loss"][1]
     heat = data["heat"]
-    rows = heat["layers"]["wait for data, s"]
+    rows = heat["layers"]["host: wait for data, s"]["cells"]
     assert len(rows) * len(rows[0]) <= 40_000
     assert max(rows[0]) == pytest.approx(5.1) and heat["rows"][0] == "0-1"
     assert len(data["timeline"]["rows"]) == 24
@@ -174,7 +205,7 @@ def test_damaged_files_give_a_page(survived, tmp_path, seed):
 def test_a_run_that_has_only_begun(tmp_path):
     known = [event("start", 0, 90.0)]
     data = page_data(read_run(write(tmp_path, {0: known})), now=91.0)
-    assert data["facts"]["steps done"] == "none" and data["heat"]["columns"] == []
+    assert data["facts"]["steps done"] == "none" and data["heat"]["rows"] == ["0"]
     assert data["moments"][0]["states"] == ["step 0, start"]
 
 
