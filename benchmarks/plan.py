@@ -30,10 +30,10 @@ from jaxscale.training.cost_model import (
     Layout,
     Program,
     Remat,
-    step_memory,
     step_time,
 )
 from jaxscale.training.hardware import A100, H100, H200, Hardware, mfu
+from jaxscale.training.memory_model import step_memory
 
 
 RESULTS = Path(__file__).parent / "results" / "nvidia_h200"

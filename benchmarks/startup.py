@@ -129,9 +129,9 @@ def child(options: argparse.Namespace) -> None:
         runner = abstract_runner(options.model, options.layers, jax.devices())
         start(runner, options.folder, workers, loadable=True)
         return
-    from tests.compiled import devices
+    from jaxscale.training.compiled import target_devices
 
-    runner = abstract_runner(options.model, options.layers, devices(1))
+    runner = abstract_runner(options.model, options.layers, target_devices(1))
     start(runner, options.folder, 1, loadable=False)
 
 

@@ -2,7 +2,10 @@
 
 import dataclasses
 
-from tests.hlo import transfers, written
+import pytest
+
+from jaxscale.training.hlo import Transfer, transfers
+from tests.hlo import written
 
 
 PROGRAM = """\
@@ -141,9 +144,11 @@ metadata={op_name="jit(f)/my_kernel/mpmd_map"}
 ENTRY %main (a: f32[8], b: f32[32]) -> f32[8] {
   %a = f32[8]{0} parameter(0)
   %b = f32[32]{0} parameter(1)
-  %send = ((f32[8]{0}), f32[8]{0}) collective-permute-start(%a)
+  %send = ((f32[8]{0}), f32[8]{0}) collective-permute-start(%a), \
+source_target_pairs={{0,4},{1,5},{2,6},{3,7}}
   %first = (f32[8]{0}, f32[32]{0}) tuple(%a, %b)
-  %loop = (f32[8]{0}, f32[32]{0}) while(%first), condition=%condition, body=%layer
+  %loop = (f32[8]{0}, f32[32]{0}) while(%first), condition=%condition, body=%layer, \
+backend_config={"known_trip_count":{"n":"7"}}
   %fusion = f32[8]{0} fusion(%a), kind=kLoop, calls=%fused
   %got = f32[8]{0} collective-permute-done(%send)
   ROOT %sum.1 = f32[8]{0} add(%got, %fusion)
@@ -153,13 +158,49 @@ ENTRY %main (a: f32[8], b: f32[32]) -> f32[8] {
 
 def test_what_a_program_sends_and_behind_what():
     send, gather, reduce = transfers(SENDING)
-    assert dataclasses.astuple(send) == (
-        *("collective-permute", frozenset(), 32, 0, "ENTRY"),
-        *(("my_kernel", "product"), False),
+    assert send == Transfer(
+        operation="collective-permute",
+        axes=frozenset({"pipe"}),
+        size=32,
+        group=2,
+        trips=(),
+        loop="ENTRY",
+        behind=("my_kernel", "product"),
+        ahead=False,
     )
-    assert dataclasses.astuple(gather) == (
-        *("all-gather", frozenset({"fsdp"}), 128, 1, "layer"),
-        *(("my_kernel",), True),
+    assert gather == Transfer(
+        operation="all-gather",
+        axes=frozenset({"fsdp"}),
+        size=128,
+        group=4,
+        trips=(7,),
+        loop="layer",
+        behind=("my_kernel",),
+        ahead=True,
     )
     assert (reduce.operation, reduce.behind) == ("all-reduce", None)
+    assert (reduce.axes, reduce.group, reduce.times) == ({"fsdp"}, 4, 7)
     assert (send.hidden, gather.hidden, reduce.hidden) == (True, True, False)
+    assert (send.sent, gather.sent, reduce.sent) == (32, 96, 2 * 32 * 3 / 4)
+    assert all(Transfer.from_json(x.to_json()) == x for x in (send, gather, reduce))
+
+
+@pytest.mark.parametrize(
+    ("written", "axes", "group"),
+    [
+        ("replica_groups=[2,4]<=[4,2]T(1,0)", {"x"}, 4),
+        ("replica_groups=[4,2]<=[8]", {"y"}, 2),
+        ("replica_groups={{0,1,2,3,4,5,6,7}}", {"x", "y"}, 8),
+        ("replica_groups={{0,4},{1,5},{2,6},{3,7}}", {"x"}, 2),
+        ("replica_groups=mesh['a'=2,'b'=4] {'b'}", {"x", "y"}, 4),
+        ("replica_groups=mesh['x'=4,'y'=2] {'x':(2)2}", {"x"}, 2),
+        ("replica_groups={}", {"x", "y"}, 8),
+    ],
+)
+def test_the_axes_of_a_collective_however_its_groups_are_written(written, axes, group):
+    line = f"%r = f32[8]{{0}} all-reduce(%used), {written}, to_apply=%fused\n"
+    before = SENDING.index("%sum = f32[8]")
+    program = SENDING[:before] + line + SENDING[SENDING.index("  ROOT %after") :]
+    program = program.replace("tuple(%sum, %next)", "tuple(%r, %next)")
+    found = transfers(program, {"x": 4, "y": 2})[-1]
+    assert (found.operation, found.axes, found.group) == ("all-reduce", axes, group)

@@ -1,17 +1,29 @@
 """``jaxscale plan --model MODEL --gpus N``: how to share a training step."""
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxscale.checks import check_integers
-from jaxscale.cli.errors import UsageError, usage_errors
+from jaxscale.cli.errors import RunFailed, UsageError, usage_errors
 from jaxscale.cli.options import parse
 from jaxscale.cli.runs import find_run
 from jaxscale.models import DecoderConfig
-from jaxscale.training.plan import Plan, plan_layouts, train_command
+from jaxscale.training import TrainConfig
+from jaxscale.training.compiled import CompiledStep, check_compiler, compile_step
+from jaxscale.training.cost_model import Layout
+from jaxscale.training.plan import (
+    Estimate,
+    Plan,
+    plan_layouts,
+    train_command,
+    xla_flags,
+)
 from jaxscale.training.plan_config import PlanConfig
 from jaxscale.training.plan_report import text, write_report
+from jaxscale.training.plan_run import collectives, compiled_text, planned_run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,17 +37,30 @@ class PlanCommand(PlanConfig):
     """Layouts that are shown."""
     report: Path | None = None
     """An HTML file for table, bars, reasons and the schedule of the best."""
+    compile: bool = False
+    """Compile the step of the best layout for this many H200s, without any: its memory
+    and its collectives. It takes a minute or two, whatever the number of GPUs."""
+    compile_seconds: int = 900
+    """After this time a compilation is given up."""
+    json: bool = False
+    """Print JSON instead of text."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_integers(self, 1, "top")
+        check_integers(self, 1, "top", "compile_seconds")
+        if self.compile and self.gpu != "h200":
+            raise ValueError(
+                f"gpu {self.gpu!r}: programs are compiled for h200 alone; leave out "
+                "compile"
+            )
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command.
 
     Raises:
-        UsageError: there is no such model, or no layout fits.
+        UsageError: there is no such model, no layout fits, or nothing is there that
+            compiles.
     """
     command = parse(
         PlanCommand,
@@ -44,27 +69,88 @@ def main(arguments: Sequence[str]) -> int:
         description="Estimate time and memory of training steps under all layouts of "
         "the GPUs, and rank those that fit. Every choice may be given instead.",
     )
-    shape = find_run(command.model).model
+    run = find_run(command.model)
+    shape = run.model
     if not isinstance(shape, DecoderConfig):
         raise UsageError(f"{command.model} trains an encoder; plans are for decoders")
     with usage_errors():
+        if command.compile:
+            check_compiler()  # before a search that may take a while
         found = plan_layouts(shape, command)
-    print(text(found, command.model, top=command.top))
-    print(_commands(found, command))
+        planned = planned_run(run, found.best, found.config)
+    line = train_command(command.model, run, found.best, found.config)
     if command.report is not None:
         with usage_errors():
-            write_report(found, command.model, command.report)
-        print(f"report: {command.report}")
+            write_report(found, command.model, line, command.report)
+    if not command.json:
+        print(text(found, command.model, top=command.top))
+        print("\n".join(["", line, *_schedule(found.best.layout)]), flush=True)
+        if command.report is not None:
+            print(f"report: {command.report}")
+    step = _compile(planned, found.best, command) if command.compile else None
+    if command.json:
+        print(json.dumps(_as_json(found, line, step, command.top), indent=2))
+    elif step is not None:
+        print("\n" + compiled_text(found.best, step))
     return 0
 
 
-def _commands(found: Plan, command: PlanCommand) -> str:
-    """The command that trains with the best layout, and one that shows its schedule."""
-    layout = found.best.layout
-    lines = ["", train_command(command.model, found.best, found.config)]
-    if layout.pipe > 1:
-        lines.append(
-            f"its schedule: jaxscale schedule --stages {layout.pipe} "
-            f"--microbatches {layout.microbatches} --chunks {layout.chunks}"
+def _schedule(layout: Layout) -> list[str]:
+    """The command that shows the schedule of a pipeline."""
+    if layout.pipe == 1:
+        return []
+    return [
+        f"its schedule: jaxscale schedule --stages {layout.pipe} "
+        f"--microbatches {layout.microbatches} --chunks {layout.chunks}"
+    ]
+
+
+def _compile(
+    planned: TrainConfig, best: Estimate, command: PlanCommand
+) -> CompiledStep:
+    try:
+        return compile_step(
+            planned,
+            command.gpus,
+            xla_flags=xla_flags(best.layout),
+            timeout=command.compile_seconds,
         )
-    return "\n".join(lines)
+    except TimeoutError as error:
+        raise RunFailed(str(error), 1) from None
+
+
+def _as_json(
+    found: Plan, line: str, step: CompiledStep | None, top: int
+) -> dict[str, Any]:
+    """The plan in types of JSON; seconds and bytes."""
+    config = dataclasses.asdict(found.config)
+    asked = {f.name: config[f.name] for f in dataclasses.fields(PlanConfig)}
+    result: dict[str, Any] = {
+        "asked": asked,
+        "limit": found.limit,
+        "fitting": found.num_fitting,
+        "too_large": found.num_too_large,
+        "refused": dict(found.refused),
+        "layouts": [
+            {
+                "layout": dataclasses.asdict(x.layout),
+                "seconds": x.seconds,
+                "time": dict(x.time),
+                "bytes": x.bytes,
+                "memory": dict(x.memory),
+                "mfu": x.mfu,
+            }
+            for x in found.ranked[:top]
+        ],
+        "command": line,
+    }
+    if step is not None:
+        rows = collectives(step)
+        sizes = {n: v for n, v in vars(step).items() if n != "collectives"}
+        result["compiled"] = {
+            **sizes,
+            "bytes": step.bytes,
+            "planned_bytes": found.best.bytes,
+            "collectives": [dataclasses.asdict(row) for row in rows],
+        }
+    return result

@@ -1,4 +1,4 @@
-"""The planner's model of a training step: its time and its memory, part by part.
+"""The planner's model of a training step: its time, part by part.
 
 The time of a step is that of `m` microbatches on one stage, plus the bubble of the
 pipeline, plus what is paid once a step:
@@ -6,9 +6,10 @@ pipeline, plus what is paid once a step:
     time = (m + (p - 1) / v) stage + data + optimizer + fixed
     stage = products + attention + elementwise + exposed communication
 
-`step_time` and `step_memory` say what each part is. The constants that describe
-machines stand in `jaxscale.training.hardware`, those that describe programs in
-`Program`; ``benchmarks/plan.py`` shows the error on what was published and measured.
+`step_time` says what each part is, `jaxscale.training.memory_model` what a step holds.
+The constants that describe machines stand in `jaxscale.training.hardware`, those that
+describe programs in `Program`; ``benchmarks/plan.py`` shows the error on what was
+published and measured.
 
 GPUs are numbered so that the axes vary from slow to fast as ``pipe``, ``data``,
 ``fsdp``, ``context``, ``tensor``: a pipeline needs the least bandwidth.
@@ -20,10 +21,11 @@ query and key heads of H features, V vocabulary.
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from jaxscale.checks import check_choice, check_integers
-from jaxscale.sharding.schedule import check_schedule, stash_size
+from jaxscale.sharding.schedule import check_schedule, place_layers
 from jaxscale.training.hardware import Hardware
 
 
@@ -31,8 +33,6 @@ type Remat = Literal["none", "attention", "full"]
 
 # Bytes of a number of bf16 and of fp32.
 _BF16, _FP32 = 2, 4
-_LOSS_CHUNK = 1024
-"""Positions of each row whose logits exist at one time; that of `TrainConfig`."""
 
 
 @runtime_checkable
@@ -82,6 +82,11 @@ class Shape(Protocol):
     @property
     def position(self) -> Any:
         """``rope``, which is applied in every layer, or another."""
+        ...
+
+    @property
+    def windows(self) -> Sequence[int | None]:
+        """The window of each layer."""
         ...
 
     @property
@@ -214,10 +219,25 @@ class Layout:
             raise ValueError(f"chunks {self.chunks} need a pipeline; set pipe above 1")
         if self.pipe > 1:
             check_schedule(self.pipe, self.microbatches, self.chunks)
+            _check_windows(tuple(shape.windows), self.pipe, self.chunks)
 
     def layers(self, shape: Shape) -> int:
         """Layers that a stage takes the time of; uneven chunks count as the largest."""
         return self.chunks * -(-shape.num_layers // (self.pipe * self.chunks))
+
+
+@functools.lru_cache(maxsize=4096)
+def _check_windows(windows: tuple[int | None, ...], stages: int, chunks: int) -> None:
+    """Raise where the windows of the layers do not repeat with each chunk."""
+    if len(set(windows)) < 2:
+        return
+    places = place_layers(len(windows), stages, chunks)
+    for layers in places.reshape(-1, places.shape[-1]).T:
+        if len({windows[i] for i in layers if i >= 0}) > 1:
+            raise ValueError(
+                f"the windows of the layers do not repeat with each chunk of pipe "
+                f"{stages} x chunks {chunks}, and all stages run one program"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -310,7 +330,7 @@ def step_time(
     hidden = max(program.layer_exposed * each, each - steady)
     parts["data"] = program.step_exposed * once + hidden
     # Moments, parameters and gradients read, written and clipped, and cast to bf16.
-    local = _parameters(shape, layout) / layout.fsdp
+    local = local_parameters(shape, layout) / layout.fsdp
     parts["optimizer"] = 42 * local / hardware.hbm
     if layout.memory_kind == "pinned_host":
         # Those of the next parameter come as the second half of the last ones goes.
@@ -344,7 +364,7 @@ def _stage(
     elementwise = again * touched * layers * program.elementwise / hardware.hbm
     added = 0.0
     if layout.microbatches > 1:
-        added = program.accumulation * _parameters(shape, layout) / hardware.hbm
+        added = program.accumulation * local_parameters(shape, layout) / hardware.hbm
         added /= layout.fsdp if layout.zero > 1 else 1
     # Each region gathers and scatters its tokens.
     regions = 1 if shape.parallel_block else 2
@@ -375,7 +395,7 @@ def _data(
 ) -> tuple[float, float]:
     """Seconds of the collectives over rows: once a step, and with all microbatches."""
     f, inner = layout.fsdp, layout.context * layout.tensor
-    local = _parameters(shape, layout)
+    local = local_parameters(shape, layout)
     shard_rate = _rate(hardware, program, stride=inner, size=f)
     # Parameters in bf16 are gathered, gradients scattered, over fsdp.
     part = local * (f - 1) / f / shard_rate
@@ -401,93 +421,6 @@ def _rate(hardware: Hardware, program: Program, *, stride: int, size: int) -> fl
     return rate if inside else rate * program.network
 
 
-def step_memory(
-    shape: Shape, seq_len: int, layout: Layout, program: Program
-) -> dict[str, float]:
-    """Bytes of a GPU at the peak of a step, by part; their sum is the peak.
-
-    Parameters are fp32, the computation is bf16. Of moments on the host an update holds
-    those of one parameter and a half, at the size of the largest, where passes held
-    activations: what it takes more than these counts. Without accumulation
-    gradients take the place of activations as these are used up, so the larger of both
-    counts. A layer is added whose forward pass is there a second time. With a pipeline
-    the stash holds what `remat` keeps of the layers of each chunk in flight.
-
-    Args:
-        shape: The model.
-        seq_len: Tokens of a row.
-        layout: How the GPUs share the step.
-        program: Whether gathered inputs are kept.
-
-    Returns:
-        ``parameters``, ``moments``, ``gradients``, ``activations``, ``logits``.
-    """
-    m, f = layout.microbatches, layout.fsdp
-    local, vocabulary = _parameters(shape, layout), _vocabulary(shape, layout)
-    tokens = layout.rows * seq_len / layout.context
-    layers = layout.layers(shape)
-    layer = (local - vocabulary) / layers
-    whole = local
-    if layout.zero == 3 and f > 1:  # two layers, and the vocabulary, are there whole
-        whole = 2 * layer + vocabulary + local / f
-    elif layout.remat != "none" and layout.pipe == f == 1:  # cast to bf16 again
-        whole = 2 * layer + vocabulary
-    kept = _kept(shape, layout.remat, layout.tensor, program)
-    run = _kept(shape, "none", layout.tensor, program)
-    chunk = layers // layout.chunks
-    activations = tokens * kept * chunk
-    if layout.pipe > 1:
-        activations *= stash_size(layout.pipe, m, layout.chunks)
-    activations += tokens * run  # the layer that is computed again, or differentiated
-    accumulated = 0.0
-    if m > 1 or layout.pipe > 1:
-        accumulated = local * _FP32 / (f if layout.zero > 1 else 1)
-    fresh = local * _FP32 / (f if layout.zero == 3 else 1)
-    if layout.pipe > 1 or accumulated:
-        # A microbatch's own gradients, of a chunk in a pipeline, before they are added.
-        fresh *= chunk / layers
-    # The whole gradient of the output projection is there from the loss on, and that
-    # of a layer until it is scattered.
-    least = vocabulary / (1 if shape.tie_embeddings else 2) * _FP32
-    if layout.zero > 1 and f > 1:
-        least += layer * _BF16
-    rows = layout.rows * min(_LOSS_CHUNK, seq_len / layout.context)
-    split = layout.tensor * layout.pipe
-    sizes = {
-        "parameters": local * _FP32 / f + whole * _BF16,
-        "moments": layout.moment_bytes * local / f,
-        "gradients": accumulated + max(least, fresh - activations),
-        "activations": activations,
-        "logits": rows * shape.vocab_size * (_FP32 + _BF16) / split,
-    }
-    if layout.memory_kind == "pinned_host":
-        tables = shape.d_model * shape.vocab_size / split
-        largest = max(shape.d_model * shape.d_ff * layers / layout.tensor, tables)
-        update = (1.5 * layout.moment_bytes * largest + local * _FP32) / f
-        passes = sum(sizes.values()) - sizes["moments"] - local * _FP32 / f
-        sizes["moments"] = max(0.0, update - passes)
-    return sizes
-
-
-def _kept(shape: Shape, remat: str, tensor: int, program: Program) -> float:
-    """Bytes of a token and layer that the backward pass finds, on one GPU."""
-    d, f = shape.d_model, shape.d_ff
-    if remat == "full":
-        return _BF16 * d / tensor
-    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    one_norm = shape.parallel_block and not shape.parallel_mlp_norm
-    if remat == "none":
-        # Inputs of norms, their outputs, queries, keys, values, what attention and the
-        # feed-forward network feed their last products.
-        numbers = (2 if one_norm else 4) * d + 2 * q + 2 * kv
-        numbers += shape.num_mlp_kernels * f
-    else:  # results of products and of attention, and the input
-        numbers = 3 * d + 2 * q + 2 * kv + (shape.num_mlp_kernels - 1) * f
-    gathered = (1 if shape.parallel_block else 2) * d * (tensor > 1)
-    extra = gathered if program.keeps_gathered else 0
-    return _BF16 * (numbers / tensor + extra)
-
-
 @functools.lru_cache(maxsize=64)
 def _work(shape: Shape, seq_len: int) -> tuple[float, float]:
     """Parameters of a layer in products, and FLOPs of its attention for a token."""
@@ -498,16 +431,16 @@ def _work(shape: Shape, seq_len: int) -> tuple[float, float]:
     return block, attention / shape.num_layers
 
 
-def _vocabulary(shape: Shape, layout: Layout) -> float:
+def local_tables(shape: Shape, layout: Layout) -> float:
     """Parameters of embedding and output projection on one GPU, before `fsdp`."""
     tables = 1 if shape.tie_embeddings else 2
     whole = tables * shape.vocab_size * shape.d_model
     return whole / (layout.pipe * layout.tensor)
 
 
-def _parameters(shape: Shape, layout: Layout) -> float:
+def local_parameters(shape: Shape, layout: Layout) -> float:
     """Parameters on one GPU, before `fsdp` splits them."""
-    vocabulary = _vocabulary(shape, layout)
+    vocabulary = local_tables(shape, layout)
     blocks = _num_parameters(shape) - vocabulary * layout.pipe * layout.tensor
     layer = blocks / shape.num_layers / layout.tensor
     return layer * layout.layers(shape) + vocabulary

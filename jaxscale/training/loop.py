@@ -12,23 +12,22 @@ from typing import Any
 
 import jax
 import optax
-from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
-from jaxscale.models.decoder import Decoder
 from jaxscale.models.encoder_config import EncoderConfig
 from jaxscale.observability.layout import layout_args
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.parameters import place
 from jaxscale.sharding.state_rules import StateRules
 from jaxscale.supervision import EventLog, current
+from jaxscale.training.assemble import loss_functions, new_state
 from jaxscale.training.checkpoint import Checkpointer
 from jaxscale.training.config import TrainConfig
 from jaxscale.training.data import PackedBatches, TextData
 from jaxscale.training.device_events import device_events
 from jaxscale.training.divergence import DivergenceGuard
-from jaxscale.training.gradients import GradientFunction, LossFunction, accumulated
+from jaxscale.training.gradients import LossFunction
 from jaxscale.training.hardware import peak_flops
 from jaxscale.training.monitor import (
     JsonlWriter,
@@ -38,12 +37,10 @@ from jaxscale.training.monitor import (
     Writer,
 )
 from jaxscale.training.optimizer import make_optimizer, make_schedule
-from jaxscale.training.pipelined import pipelined, pipelined_sums
 from jaxscale.training.step import (
     EvalStep,
     Metrics,
     TrainState,
-    make_eval_step,
     make_train_step,
     next_token_loss,
     state_shardings,
@@ -153,7 +150,7 @@ def fit(
     )
     if loss is None:
         loss = next_token_loss(chunk_size=config.loss_chunk, z_loss=config.z_loss)
-    gradients, eval_step = _functions(config, mesh, loss)
+    gradients, eval_step = loss_functions(config, mesh, loss)
     evaluation, events = None, current()
 
     with contextlib.ExitStack() as stack:
@@ -352,19 +349,7 @@ def _start(
     stack = config.stack_layout(mesh.shape)
 
     def create() -> TrainState:
-        if isinstance(config.model, EncoderConfig):
-            raise TypeError("an encoder is given as model")  # checked by fit
-        decoder = Decoder(
-            config.model,
-            dtype=config.dtype,
-            param_dtype=config.param_dtype,
-            remat=config.remat,
-            scan_layers=config.scan_layers,
-            rules=config.axis_rules,
-            tensor_parallel=config.tensor_parallel,
-            rngs=nnx.Rngs(config.seed),
-        )
-        return TrainState.create(stack.arrange(decoder), optimizer)
+        return new_state(config, mesh, optimizer)
 
     def adopt(model: Any) -> TrainState:
         return TrainState.create(stack.arrange(model), optimizer)
@@ -389,19 +374,6 @@ def _start(
         adopt = jax.jit(adopt, out_shardings=layout, donate_argnums=donated)
         state = adopt(place(model, mesh, _flat_rules(config, mesh).parameters))
     return state, layout
-
-
-def _functions(
-    config: TrainConfig, mesh: Mesh, loss: Any
-) -> tuple[GradientFunction, EvalStep]:
-    """What gives the gradients of a batch, and what evaluates one."""
-    options: dict[str, Any] = {"microbatches": config.microbatches}
-    options |= {"rules": config.axis_rules, "state_rules": config.state_rules}
-    if not config.is_pipelined(mesh.shape):
-        evaluate = make_eval_step(loss, rules=config.axis_rules)
-        return accumulated(loss, **options), evaluate
-    options["chunks"] = config.chunks
-    return pipelined(loss, **options), jax.jit(pipelined_sums(loss, **options))
 
 
 def _flat_rules(config: TrainConfig, mesh: Mesh) -> StateRules:

@@ -6,6 +6,7 @@ and no device.
 
 import collections
 import dataclasses
+import functools
 import heapq
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,10 +16,10 @@ from jaxscale.training.cost_model import (
     JAXSCALE_FUSED,
     Layout,
     Shape,
-    step_memory,
     step_time,
 )
 from jaxscale.training.hardware import mfu
+from jaxscale.training.memory_model import step_memory
 from jaxscale.training.plan_config import CHOICES, MOMENTS, PlanConfig
 
 
@@ -204,47 +205,64 @@ def estimate(shape: Shape, layout: Layout, config: PlanConfig) -> Estimate:
     )
 
 
-def train_command(name: str, found: Estimate, config: PlanConfig) -> str:
-    """The command that trains with a layout.
+def train_settings(found: Estimate, config: PlanConfig) -> dict[str, Any]:
+    """The settings of a `TrainConfig` that a layout decides, by dotted names.
 
     Args:
-        name: The run, for example the preset of the model.
         found: The layout.
         config: What was planned for.
     """
     layout = found.layout
-    sizes = {
-        "data": layout.data,
-        "fsdp": layout.fsdp,
-        "pipe": layout.pipe,
-        "context": layout.context,
-        "tensor": layout.tensor,
+    fused = "fused" if config.program is JAXSCALE_FUSED else "xla"
+    return {
+        "mesh.pipe": layout.pipe,
+        "mesh.data": layout.data,
+        "mesh.fsdp": layout.fsdp,
+        "mesh.context": layout.context,
+        "mesh.tensor": layout.tensor,
+        "mesh.axis_type": "auto",
+        "data.batch_size": layout.batch_size,
+        "data.seq_len": found.tokens // layout.batch_size,
+        "microbatches": layout.microbatches,
+        "rules": "megascale_3d" if layout.pipe > 1 else "fsdp_tp",
+        "chunks": layout.chunks,
+        "zero": layout.zero if layout.fsdp > 1 else 3,
+        "replicated": False,
+        "remat": layout.remat,
+        # Of layers that are not looped over XLA keeps and moves more than is planned.
+        "scan_layers": layout.remat != "none",
+        "tensor_parallel": fused if layout.tensor > 1 else None,
+        **{f"optimizer.{name}": getattr(config, name) for name in MOMENTS},
     }
-    # The run of a preset takes all devices for fsdp, so that is always said.
-    options = [f"--mesh.{a} {n}" for a, n in sizes.items() if n > 1 or a == "fsdp"]
-    options += [
-        f"--data.batch-size {layout.batch_size}",
-        f"--data.seq-len {found.tokens // layout.batch_size}",
-        f"--microbatches {layout.microbatches}",
-    ]
-    if layout.pipe > 1:
-        options.append("--rules megascale_3d")
-    if layout.chunks > 1:
-        options.append(f"--chunks {layout.chunks}")
-    if layout.fsdp > 1 and layout.zero < 3:
-        options.append(f"--zero {layout.zero}")
-    if layout.remat != "none":
-        options.append(f"--remat {layout.remat}")
-    options += [
-        f"--optimizer.{name.replace('_', '-')} {getattr(config, name)}"
-        for name, default in MOMENTS.items()
-        if getattr(config, name) != default
-    ]
-    if layout.tensor > 1:
-        fused = config.program is JAXSCALE_FUSED
-        options.append(f"--tensor-parallel {'fused' if fused else 'xla'}")
+
+
+def train_command(name: str, run: Any, found: Estimate, config: PlanConfig) -> str:
+    """The command that trains with a layout.
+
+    Args:
+        name: The run, for example the preset of the model.
+        run: Its settings, a `TrainConfig`: what the command need not say.
+        found: The layout.
+        config: What was planned for.
+    """
+    options = []
+    for setting, value in train_settings(found, config).items():
+        if functools.reduce(getattr, setting.split("."), run) == value:
+            continue
+        option = setting.replace("_", "-")
+        if isinstance(value, bool):
+            *group, last = option.split(".")
+            options.append("--" + ".".join([*group, last if value else f"no-{last}"]))
+        else:
+            options.append(f"--{option} {value}")
+    options += [f"--xla-flags {preset}" for preset in xla_flags(found.layout)]
     share = f"XLA_PYTHON_CLIENT_MEM_FRACTION={max(config.memory_share, 0.75):g}"
     return f"{share} jaxscale train {name} " + " ".join(options)
+
+
+def xla_flags(layout: Layout) -> tuple[str, ...]:
+    """The presets of XLA's flags whose overlap a plan counts on."""
+    return ("overlap",) if layout.gpus > 1 else ()
 
 
 def _seq_len(shape: Shape) -> int:

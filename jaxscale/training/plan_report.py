@@ -11,7 +11,6 @@ from jaxscale.training.plan import (
     Estimate,
     Plan,
     describe,
-    train_command,
 )
 from jaxscale.training.plan_config import CHOICES
 from jaxscale.training.report import Report
@@ -99,12 +98,15 @@ def why(plan: Plan) -> list[str]:
     return lines
 
 
-def write_report(plan: Plan, name: str, path: str | Path, *, top: int = 30) -> Path:
+def write_report(
+    plan: Plan, name: str, command: str, path: str | Path, *, top: int = 30
+) -> Path:
     """A page with the table, the bars, the reasons and the schedule of the best.
 
     Args:
         plan: The plan.
         name: The model, as `jaxscale train` calls it.
+        command: What trains with the best layout, see `train_command`.
         path: The HTML file.
         top: How many layouts are shown.
     """
@@ -120,7 +122,7 @@ def write_report(plan: Plan, name: str, path: str | Path, *, top: int = 30) -> P
     report.heading("Where the time goes")
     report.drawing(_bars_svg(shown))
     report.heading("Why the first is first")
-    for line in why(plan)[:4]:
+    for line in why(plan)[:5]:
         report.text(line)
     report.table(
         ["choice", "value", "everything else chosen anew"],
@@ -141,7 +143,7 @@ def write_report(plan: Plan, name: str, path: str | Path, *, top: int = 30) -> P
         ],
     )
     report.heading("Command")
-    report.sample(train_command(name, plan.best, plan.config))
+    report.sample(command)
     layout = plan.best.layout
     if layout.pipe > 1 and layout.pipe * layout.microbatches < _MOST_CELLS:
         report.heading("The schedule of the first")

@@ -20,13 +20,13 @@ from jaxscale.sharding import (
     shardings,
     tensor_parallel,
 )
+from jaxscale.training.hlo import transfers
 from jaxscale.training.pipelined import pipelined
 from jaxscale.training.step import next_token_loss
 from pallas_kernels import tuning
 from pallas_kernels.collective_matmul import CollectiveConfig
 from pallas_kernels.mosaic import H200, use_device
 from tests.compiled import compile_for_h200
-from tests.hlo import transfers
 from tests.interpreter import interpret_mosaic_gpu
 from tests.pallas_kernels.varlen_attention import stand_ins  # noqa: F401
 from tests.tolerances import RELATIVE, relative_error

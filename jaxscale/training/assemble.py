@@ -1,0 +1,116 @@
+"""What a run is made of, by its settings: a new state, its gradients, its step."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from jaxscale.models.decoder import Decoder
+from jaxscale.models.encoder_config import EncoderConfig
+from jaxscale.nn.packing import PackedBatch
+from jaxscale.training.config import TrainConfig
+from jaxscale.training.gradients import GradientFunction, accumulated
+from jaxscale.training.optimizer import make_optimizer, make_schedule
+from jaxscale.training.pipelined import pipelined, pipelined_sums
+from jaxscale.training.step import (
+    EvalStep,
+    TrainState,
+    TrainStep,
+    make_eval_step,
+    make_train_step,
+    next_token_loss,
+    state_shardings,
+)
+
+
+def new_state(
+    config: TrainConfig, mesh: Mesh, optimizer: optax.GradientTransformation
+) -> TrainState:
+    """The state of a new run of a decoder, its layers stored as the mesh wants them.
+
+    Args:
+        config: The settings of the run.
+        mesh: Its devices.
+        optimizer: Makes the state of the optimizer.
+
+    Raises:
+        TypeError: the run trains an encoder.
+    """
+    if isinstance(config.model, EncoderConfig):
+        raise TypeError("an encoder is given as model")  # checked by fit
+    decoder = Decoder(
+        config.model,
+        dtype=config.dtype,
+        param_dtype=config.param_dtype,
+        remat=config.remat,
+        scan_layers=config.scan_layers,
+        rules=config.axis_rules,
+        tensor_parallel=config.tensor_parallel,
+        rngs=nnx.Rngs(config.seed),
+    )
+    stack = config.stack_layout(mesh.shape)
+    return TrainState.create(stack.arrange(decoder), optimizer)
+
+
+def loss_functions(
+    config: TrainConfig, mesh: Mesh, loss: Any
+) -> tuple[GradientFunction, EvalStep]:
+    """What gives the gradients of a batch, and what evaluates one."""
+    options: dict[str, Any] = {"microbatches": config.microbatches}
+    options |= {"rules": config.axis_rules, "state_rules": config.state_rules}
+    if not config.is_pipelined(mesh.shape):
+        evaluate = make_eval_step(loss, rules=config.axis_rules)
+        return accumulated(loss, **options), evaluate
+    options["chunks"] = config.chunks
+    return pipelined(loss, **options), jax.jit(pipelined_sums(loss, **options))
+
+
+def abstract_step(
+    config: TrainConfig, mesh: Mesh
+) -> tuple[TrainStep, tuple[TrainState, PackedBatch]]:
+    """The step of a decoder's run, and the shapes and places of what it takes.
+
+    Nothing is computed, so the devices of the mesh need not exist. Lower the step under
+    ``jax.set_mesh(mesh)``, or the abstract mesh of devices that do not.
+
+    Args:
+        config: The settings of the run.
+        mesh: Its devices.
+
+    Raises:
+        ValueError: the settings do not fit the mesh.
+    """
+    config.check_mesh(mesh.shape)
+    optimizer = make_optimizer(config.optimizer, config.steps)
+    abstract = jax.eval_shape(lambda: new_state(config, mesh, optimizer))
+    layout = state_shardings(abstract, mesh, config.state_rules)
+    loss = next_token_loss(chunk_size=config.loss_chunk, z_loss=config.z_loss)
+    step = make_train_step(
+        loss_functions(config, mesh, loss)[0],
+        optimizer,
+        schedule=make_schedule(config.optimizer, config.steps),
+        shardings=layout,
+    )
+    rows = NamedSharding(mesh, config.axis_rules.spec("batch"))
+
+    def of(kind: Any, *inner: int) -> Any:
+        shape = (config.data.batch_size, *inner)
+        return jax.ShapeDtypeStruct(shape, kind, sharding=rows)
+
+    length, pieces = config.data.seq_len, config.data.max_sequences
+    bounds = min(pieces, length + 1) + 1
+    batch = PackedBatch(
+        tokens=of(np.int32, length),
+        targets=of(np.int32, length),
+        loss_mask=of(np.bool_, length),
+        cu_seqlens=of(np.int32, bounds) if pieces > 1 else None,
+    )
+    state = jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+        abstract,
+        layout,
+    )
+    return step, (state, batch)
