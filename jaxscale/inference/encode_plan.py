@@ -1,5 +1,6 @@
 """The packing of texts into rows of a few sizes."""
 
+import bisect
 import dataclasses
 import numbers
 from collections.abc import Sequence
@@ -7,9 +8,11 @@ from collections.abc import Sequence
 from jaxscale.nn.packing import assign_rows
 
 
-# A row of T tokens has a capacity of T / 8 texts: shorter ones leave some of it empty.
-_TOKENS_A_SEQUENCE = 8
 _SMALLEST_BUDGET = 128
+_TOKENS_A_TEXT = (32, 8, 1)
+"""A row is compiled for texts of so many tokens on average, and longer ones."""
+_FEWEST_TEXTS = 32
+"""Room for fewer makes nothing faster."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,7 +24,9 @@ class EncodePlan:
     rows: tuple[tuple[int, ...], ...]
     """Indices of the texts of each row."""
     budgets: tuple[int, ...]
-    """Tokens that each row is computed with; a few different numbers."""
+    """Tokens that each row is computed with: some of those of `budgets`."""
+    capacities: tuple[int, ...]
+    """Texts that each row has room for."""
 
     @property
     def num_tokens(self) -> int:
@@ -34,12 +39,17 @@ class EncodePlan:
         return sum(self.budgets)
 
 
-def plan_rows(lengths: Sequence[int], token_budget: int) -> EncodePlan:
+def plan_rows(
+    lengths: Sequence[int], token_budget: int, *, parts: int = 1
+) -> EncodePlan:
     """Pack texts into rows of at most `token_budget` tokens, the longest texts first.
+
+    There are as few rows as the budget allows, and they are about equally full.
 
     Args:
         lengths: Tokens of each text.
         token_budget: Most tokens of a row.
+        parts: Rows that are computed at a time, by as many devices: they have one size.
 
     Raises:
         ValueError: a text is longer than a row, or the budget is no positive integer.
@@ -59,42 +69,71 @@ def plan_rows(lengths: Sequence[int], token_budget: int) -> EncodePlan:
             f"tokens of texts[{longest}]; raise it, or lower max_length and "
             "truncate"
         )
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    rows = assign_rows(
-        [lengths[i] for i in order], token_budget, max_sequences(token_budget)
-    )
-    rows = [tuple(order[i] for i in row) for row in rows]
     sizes = budgets(token_budget)
-
-    def budget(row: Sequence[int]) -> int:
-        needed = sum(lengths[i] for i in row)
-        return min(
-            size for size in sizes if size >= needed and max_sequences(size) >= len(row)
-        )
-
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    sorted_lengths = [lengths[i] for i in order]
+    rows = _even_rows(sorted_lengths, sizes, parts)
+    used = [sum(sorted_lengths[i] for i in row) for row in rows]
+    found: list[tuple[int, int]] = []
+    for start in range(0, len(rows), parts):
+        group = slice(start, start + parts)
+        size = next(size for size in sizes if size >= max(used[group]))
+        texts = max(map(len, rows[group]))
+        room = next(most for most in capacities(size) if most >= texts)
+        found += [(size, room)] * len(rows[group])
     return EncodePlan(
         lengths=tuple(lengths),
-        rows=tuple(rows),
-        budgets=tuple(budget(row) for row in rows),
+        rows=tuple(tuple(order[i] for i in row) for row in rows),
+        budgets=tuple(size for size, _ in found),
+        capacities=tuple(room for _, room in found),
     )
+
+
+def _even_rows(
+    lengths: Sequence[int], sizes: Sequence[int], parts: int
+) -> list[list[int]]:
+    """As few times `parts` rows as the largest size needs, of the smallest that does.
+
+    The fullest rows come first.
+    """
+    rows = assign_rows(lengths, sizes[-1], sizes[-1])
+    most = -(-len(rows) // parts) * parts
+    least = max(max(lengths, default=0), -(-sum(lengths) // max(most, 1)))
+    for size in sizes[bisect.bisect_left(sizes, least) : -1]:
+        even = assign_rows(lengths, size, size)
+        if len(even) <= most:
+            rows = even
+            break
+    return sorted(rows, key=lambda row: -sum(lengths[i] for i in row))
 
 
 def budgets(token_budget: int) -> tuple[int, ...]:
     """The sizes of rows that the model is compiled for, the smallest first.
 
-    A quarter each time, so that the last rows of a list, which are not full, do not
-    cost as much as full ones.
+    The steps are such that at most 15% of a row stay unused, unless it has fewer tokens
+    than 85% of the smallest size.
 
     Example:
-        >>> budgets(16384)
-        (256, 1024, 4096, 16384)
+        >>> budgets(300)
+        (128, 144, 160, 176, 192, 224, 256, 300)
     """
     sizes = [token_budget]
-    while sizes[-1] // 4 >= _SMALLEST_BUDGET:
-        sizes.append(sizes[-1] // 4)
+    while (size := sizes[-1]) > _SMALLEST_BUDGET:
+        # One token more than the next smaller size holds may waste 15% of this one.
+        least = -(-17 * size // 20) - 1
+        unit = 128 if size > 2048 else 16
+        sizes.append(max(_SMALLEST_BUDGET, -(-least // unit) * unit))
     return tuple(sorted(sizes))
 
 
-def max_sequences(token_budget: int) -> int:
-    """Most texts of a row of `token_budget` tokens."""
-    return max(8, token_budget // _TOKENS_A_SEQUENCE)
+def capacities(size: int) -> tuple[int, ...]:
+    """How many texts the rows of a size are compiled for, the fewest first.
+
+    Attention chooses its kernel by the average length for which there is room.
+
+    Example:
+        >>> capacities(4096)
+        (128, 512, 4096)
+    """
+    found = {min(size, max(_FEWEST_TEXTS, size // tokens)) for tokens in _TOKENS_A_TEXT}
+    return tuple(sorted(found))

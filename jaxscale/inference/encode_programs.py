@@ -1,0 +1,114 @@
+"""The compiled programs of an encoder."""
+
+import concurrent.futures
+import contextlib
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array
+
+
+class Shape(NamedTuple):
+    """What a program is compiled for."""
+
+    method: str
+    """Its name among the functions."""
+    size: int
+    """Tokens of a row."""
+    room: int
+    """Texts that a row has room for."""
+
+
+class Programs:
+    """Functions of a model and a batch, each compiled once for each shape.
+
+    A call takes the leaves of the model, which costs the host a fraction of what the
+    model does: that is flattened here, once.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        functions: Mapping[str, Callable[..., Array]],
+        *,
+        rows: int,
+        types: bool,
+        mesh: Mesh | None,
+        place: NamedSharding | None,
+    ) -> None:
+        """Take the model apart; nothing is compiled yet.
+
+        Args:
+            model: A pytree.
+            functions: Of the model, tokens and types [rows, size], and boundaries
+                [rows, room + 1], by name.
+            rows: Of a batch.
+            types: Whether a batch has types of tokens; otherwise they are None.
+            mesh: The devices; None is one.
+            place: Where a batch lies.
+        """
+        leaves, tree = jax.tree.flatten(model)
+        self._leaves = tuple(leaves)
+        self._jitted = {
+            name: jax.jit(functools.partial(_on_leaves, function, tree))
+            for name, function in functions.items()
+        }
+        self._rows, self._types = rows, types
+        self._mesh, self._place = mesh, place
+        self._begun: dict[Shape, concurrent.futures.Future[None]] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, shape: Shape, *batch: Array | None) -> Array:
+        """Run a program, once it is compiled."""
+        (ready,) = self.begin([shape])
+        ready.result()
+        return self._jitted[shape.method](self._leaves, *batch)
+
+    def begin(self, shapes: Iterable[Shape]) -> list[concurrent.futures.Future[None]]:
+        """Compile what is not compiled yet, in threads, in the order given."""
+        shapes = list(shapes)
+        with self._lock:
+            new = [x for x in dict.fromkeys(shapes) if x not in self._begun]
+            if new:
+                workers = min(len(new), os.cpu_count() or 1)
+                pool = concurrent.futures.ThreadPoolExecutor(workers)
+                self._begun |= {x: pool.submit(self._compile, x) for x in new}
+                pool.shutdown(wait=False)
+            return [self._begun[shape] for shape in shapes]
+
+    def __len__(self) -> int:
+        """How many were begun."""
+        return len(self._begun)
+
+    def _compile(self, shape: Shape) -> None:
+        """Leave a program in the cache of its jitted function."""
+        if not threading.main_thread().is_alive():
+            return  # the interpreter waits for this thread, and needs no more programs
+
+        def array(length: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(
+                (self._rows, length), jnp.int32, sharding=self._place
+            )
+
+        types = array(shape.size) if self._types else None
+        batch = array(shape.size), types, array(shape.room + 1)
+        mesh = self._mesh
+        try:
+            with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+                self._jitted[shape.method].lower(self._leaves, *batch).compile()
+        except BaseException:
+            with self._lock:  # the next call tries again
+                self._begun.pop(shape, None)
+            raise
+
+
+def _on_leaves(
+    function: Callable[..., Array], tree: Any, leaves: Any, *batch: Any
+) -> Array:
+    return function(jax.tree.unflatten(tree, leaves), *batch)
