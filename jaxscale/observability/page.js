@@ -187,10 +187,11 @@ function drawTimeline() {
       line: {color: SEGMENTS[name] || "#777", width: rows.length > 12 ? 5 : 9}, marker: {color: RED, symbol: "x", size: 9}};
     return lines;
   });
+  const brief = r => window.innerWidth < 800 ? r.replace(/ \(.*/, "") : r.length > 48 ? `${r.slice(0, 47)}…` : r;
   const range = shown => [shown[0], shown[1] + 0.03 * (shown[1] - shown[0])];
   plot("timeline", traces, {height: 150 + 28 * Math.max(rows.length, 2), hovermode: "closest", xaxis: axis("time since the first event, s", {range: range(sight)}),
     yaxis: axis("", {range: [rows.length - 0.5, -0.5], tickvals: rows.map((_, i) => i),
-      ticktext: rows.map(r => plain(window.innerWidth < 800 ? r.replace(/ \(.*/, "") : r)), fixedrange: true}),
+      ticktext: rows.map(r => plain(brief(r))), fixedrange: true}),
     legend: {orientation: "h", y: 1.02, yanchor: "bottom"}});
   at("recent").onclick = () => Plotly.relayout("timeline", {"xaxis.range": range(sight)});
   at("whole").onclick = () => Plotly.relayout("timeline", {"xaxis.range": range([0, end])});

@@ -224,7 +224,7 @@ def _span(numbers: Sequence[int]) -> str:
 
 
 def memory_view(run: Run) -> dict[str, Any]:
-    """Bytes over steps: of few ranks each, of many the least and the most."""
+    """Bytes over steps, the least and the most of all ranks."""
     found: dict[str, dict[int, dict[int, float]]] = {}
     for rank in run.ranks:
         for event in rank.events:
@@ -237,11 +237,7 @@ def memory_view(run: Run) -> dict[str, Any]:
                         by_rank.setdefault(rank.number, {})[event.step] = value
     lines = {}
     for name, by_rank in found.items():
-        if len(by_rank) <= _MOST_LINES:
-            named = {f"{name}, rank {n}": values for n, values in by_rank.items()}
-        else:
-            named = _least_and_most(name, by_rank)
-        for line, values in named.items():
+        for line, values in _least_and_most(name, by_rank).items():
             lines[line] = thinned([*values], [*values.values()])
     return {"lines": lines}
 
@@ -249,13 +245,18 @@ def memory_view(run: Run) -> dict[str, Any]:
 def _least_and_most(
     name: str, by_rank: dict[int, dict[int, float]]
 ) -> dict[str, dict[int, float]]:
+    """Two lines over all ranks, or one where they are equal."""
     at: dict[int, list[float]] = {}
     for values in by_rank.values():
         for step, value in values.items():
             at.setdefault(step, []).append(value)
     most = {step: max(values) for step, values in sorted(at.items())}
     least = {step: min(values) for step, values in sorted(at.items())}
-    return {f"{name}, most of all ranks": most, f"{name}, least": least}
+    if most == least:
+        return {name: most}
+    last = max(most)
+    who = max(by_rank, key=lambda rank: by_rank[rank].get(last, 0))
+    return {f"{name}, most: rank {who} at the end": most, f"{name}, least": least}
 
 
 def compile_rows(run: Run) -> list[dict[str, Any]]:

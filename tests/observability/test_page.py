@@ -118,7 +118,7 @@ def test_measurements_name_the_slow_rank_and_show_memory_and_programs(tmp_path):
             slow = 0.2 if n == 2 else 0.001 * n
             args = {"computing": 0.5 + slow, "waiting": 0.4 - slow, "seconds": 1.0}
             known.append(event("profile", step, 100.0 + step, kind="device", args=args))
-        args = {"bytes_in_use": 5e9 + n, "peak_bytes_in_use": 6e9}
+        args = {"bytes_in_use": 5e9 + 1e6 * n, "peak_bytes_in_use": 6e9}
         known.append(event("memory", 30, 131.0, kind="memory", args=args))
         args = {"program": "jit(step)"}
         found = event("compiled", 1, 101.0, t0=98.5, kind="compile", args=args)
@@ -133,8 +133,11 @@ def test_measurements_name_the_slow_rank_and_show_memory_and_programs(tmp_path):
     order = np.array(layers["arrival at collectives, from the last (1)"]["cells"])
     assert (order.T == [4, 3, 1, 2]).all()
     lines = data["memory"]["lines"]
-    assert lines["in use, rank 3"] == [[30], [5e9]]  # to six digits
-    assert lines["peak in use, rank 0"] == [[30], [6e9]]
+    assert lines == {
+        "in use, most: rank 3 at the end": [[30], [5.003e9]],
+        "in use, least": [[30], [5e9]],
+        "peak in use": [[30], [6e9]],
+    }
     (program,) = data["compile"]
     assert (program["name"], program["seconds"]) == ("jit(step)", 2.5)
 
