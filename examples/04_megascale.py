@@ -14,13 +14,13 @@
 # ---
 
 # %% [markdown]
-# # MegaScale: pipelines, crashes and plans
+# # MegaScale: pipelines, stragglers, crashes and plans
 #
 # A large run is as fast as its GPUs are busy, and as long as it has to begin again
 # ([arXiv 2402.15627](https://arxiv.org/abs/2402.15627)). Here a pipeline is drawn and
-# run, a process of a job is killed and the job goes on, and a layout for 1,024 GPUs is
-# chosen. Devices are simulated on the CPU, so nothing here says how fast a GPU is:
-# [docs/megascale.md](../docs/megascale.md) has the whole system.
+# run, a slow rank is found, a process of a job is killed and the job goes on, and a
+# layout for 1,024 GPUs is chosen. Devices are simulated on the CPU, so nothing here
+# says how fast a GPU is: [docs/megascale.md](../docs/megascale.md) has the system.
 
 # %%
 import os
@@ -46,6 +46,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 import matplotlib.pyplot as plt
 import numpy as np
+from jaxscale.supervision.slow import slow_ranks
 
 from jaxscale import models, observability, sharding, supervision, training
 
@@ -169,6 +170,33 @@ plt.legend()
 plt.show()
 
 # %% [markdown]
+# ## A straggler, found
+#
+# All ranks end a step together, so how long a step takes names nobody. What differs is
+# how long a rank is at work by itself, which a run measures now and then
+# (`--profile-every`) and its supervisor compares. Here 64 ranks are made up: each step
+# varies by 5%, sometimes one of them or all are held up, and rank 37 is 15% slow.
+
+# %%
+SLOW = 37
+random = np.random.default_rng(0)
+work = 0.1 * random.lognormal(0, 0.05, (64, 48))
+work *= np.where(random.random(48) < 0.05, 3, 1)  # the network, for all
+work *= np.where(random.random((64, 48)) < 0.02, 2, 1)  # a collection of garbage
+work[SLOW] *= 1.15
+found = slow_ranks(dict(enumerate(work.tolist())))
+print([f"rank {slow.rank} takes {slow.factor:.2f} times as long" for slow in found])
+
+relative = work / np.median(work, axis=0)
+figure, axes = plt.subplots(1, 2, figsize=(12, 3.5))
+axes[0].imshow(relative, vmin=0.8, vmax=1.5, aspect="auto", cmap="magma")
+axes[0].set(xlabel="step", ylabel="rank", title="time at work over that of most ranks")
+axes[1].bar(range(64), np.median(relative, axis=1), color="tab:gray")
+axes[1].bar([s.rank for s in found], [s.factor for s in found], color="tab:red")
+axes[1].set(xlabel="rank", title="a rank over its steps", ylim=(0.9, 1.2))
+plt.show()
+
+# %% [markdown]
 # ## A crash, survived
 #
 # `--supervise` starts the processes of a job, here two, and watches them from outside.
@@ -246,6 +274,9 @@ plt.show()
 
 for part, seconds in observability.goodput(runs["broken"]).seconds.items():
     print(f"{part:>12} {seconds:5.1f} s")
+print(
+    "the same and more:", observability.write_page(runs["broken"], folder / "run.html")
+)
 
 # %% [markdown]
 # ## A layout for 1,024 GPUs
@@ -262,9 +293,9 @@ shown = {"the best": plan.best}
 for stages in (4, 8, 16):
     shown[f"pipe {stages}"] = plan.fastest["pipe", stages]
 figure, axis = plt.subplots(figsize=(10, 2.5))
-for row, found in enumerate(shown.values()):
+for row, chosen in enumerate(shown.values()):
     begun = 0.0
-    for number, (part, seconds) in enumerate(found.time.items()):
+    for number, (part, seconds) in enumerate(chosen.time.items()):
         color = plt.get_cmap("tab20")(number)
         label = part if row == 0 else None
         axis.barh(row, seconds, left=begun, color=color, label=label)
@@ -275,11 +306,11 @@ axis.set(
 axis.invert_yaxis()
 axis.legend(bbox_to_anchor=(1, 1), fontsize=8)
 plt.show()
-for name, found in shown.items():
-    layout = found.layout
+for name, chosen in shown.items():
+    layout = chosen.layout
     print(
-        f"{name:>8}: pipe {layout.pipe} x data {layout.data} x fsdp {layout.fsdp} x "
-        f"tensor {layout.tensor}, MFU {found.mfu:.0%}, {found.bytes / 1e9:.0f} GB a GPU"
+        f"{name:>8}: pipe {layout.pipe} x fsdp {layout.fsdp} x tensor {layout.tensor}, "
+        f"MFU {chosen.mfu:.0%}, {chosen.bytes / 1e9:.0f} GB a GPU"
     )
 
 # %% [markdown]
@@ -300,6 +331,7 @@ def written(name):
 
 assert len(written("broken")) == 40
 assert written("broken") == written("unbroken"), "the crash changed the losses"
+assert [slow.rank for slow in found] == [SLOW], "the slow rank was not named"
 again = runs["broken"].ranks[0].steps
 assert set(again.cycle) == {1, 2}, "the job was started twice"
 first, second = (
@@ -309,4 +341,4 @@ first, second = (
 twice = [step for step in first if step in second and np.isfinite(first[step])]
 assert twice and all(first[step] == second[step] for step in twice)
 assert plan.best.bytes < plan.limit
-print("a pipeline ran, a crash was survived, and a layout was chosen")
+print("a pipeline ran, a straggler was found, a crash survived, a layout chosen")

@@ -24,7 +24,17 @@ from docs import (
     tilewise_pictures,
 )
 from jaxscale import cli
-from jaxscale.cli import generate, prune, serve, supervise, train
+from jaxscale.cli import (
+    diagnose,
+    generate,
+    plan,
+    prune,
+    report,
+    schedule,
+    serve,
+    supervise,
+    train,
+)
 from jaxscale.training import TrainConfig
 
 
@@ -128,11 +138,14 @@ class Parsed(Exception):
     """The command line has understood its arguments."""
 
 
+NAMES = "train|generate|prune|quickstart|serve|plan|schedule|report|diagnose"
+
+
 def commands() -> list[str]:
     """Every call of the command line that pages and help texts show."""
     texts = [*(page.read_text() for page in PAGES), train._help()]
     found = re.findall(
-        r"^ *(?:\$ )?jaxscale ((?:train|generate|prune|quickstart|serve) .*)$",
+        rf"^ *(?:\$ )?jaxscale ((?:{NAMES})(?: .*)?)$",
         "\n".join(texts),
         re.MULTILINE,
     )
@@ -155,6 +168,13 @@ def test_commands_are_understood(command, tmp_path, monkeypatch):
     monkeypatch.setattr(prune, "run", check)
     monkeypatch.setattr(serve, "run", check)
     monkeypatch.setattr(supervise, "_supervise", lambda words, *_: cli.main(words[3:]))
+    for module in (diagnose, plan, report, schedule):
+
+        def parse_only(*arguments, parse=module.parse, **options):
+            parse(*arguments, **options)
+            raise Parsed
+
+        monkeypatch.setattr(module, "parse", parse_only)
     monkeypatch.chdir(tmp_path)
     for page in PAGES:  # the files that pages tell the reader to write
         for block in blocks(page):
