@@ -8,13 +8,14 @@ work. (Orbax's `SingleReplicaArrayHandler` reads all of them in one process, add
 floats, and wants a mesh in which no process holds devices of two replicas.)
 """
 
+import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
 from jaxscale.sharding.rules import as_tuple
@@ -62,18 +63,25 @@ def spread(x: Array | None, wanted: jax.ShapeDtypeStruct) -> Array:
     mesh, spec = place.mesh, place.spec
     shape = place.shard_shape(wanted.shape)
     read = {} if x is None else {s.device: s.data for s in x.addressable_shards}
-    parts = []
-    for device in place.addressable_devices:
-        part = read.get(device)
-        if part is None:
-            part = jnp.zeros(shape, wanted.dtype, device=device)
-        parts.append(jax.device_put(part, device)[None])
-    count = math.prod(mesh.shape[name] for name in axes)
-    replicas = NamedSharding(mesh, PartitionSpec(axes, *spec))
-    stacked = jax.make_array_from_single_device_arrays(
-        (count, *wanted.shape), replicas, parts
+    # No operation on the part of one device: the caller may have set the whole mesh.
+    parts = [
+        read[device]
+        if device in read
+        else jnp.zeros(shape, wanted.dtype, device=device)
+        for device in place.addressable_devices
+    ]
+    apart = jax.make_array_from_single_device_arrays(
+        wanted.shape, NamedSharding(mesh, spec), parts
     )
-    whole = jax.jit(_sum_of_bits, out_shardings=NamedSharding(mesh, spec))(stacked)
+    # Its replicas differ, which only a program that sees each of them may know.
+    add = jax.shard_map(
+        functools.partial(_sum_of_bits, axes=axes),
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=spec,
+        check_vma=False,
+    )
+    whole = jax.jit(add)(apart)
     return jax.device_put(whole, place)
 
 
@@ -93,13 +101,14 @@ def _replica_axes(place: Any) -> tuple[str, ...]:
     return tuple(name for _, name in axes if mesh.shape[name] > 1)
 
 
-def _sum_of_bits(x: Array) -> Array:
+def _sum_of_bits(x: Array, axes: tuple[str, ...]) -> Array:
     """The sum over replicas of which all but one are zeros, bit for bit."""
     dtype = x.dtype
     if dtype == jnp.bool_:
-        return x.any(axis=0)
+        return jax.lax.psum(x.astype(jnp.uint8), axes).astype(jnp.bool_)
     if jnp.iscomplexobj(x):
-        return jax.lax.complex(_sum_of_bits(x.real), _sum_of_bits(x.imag))
+        real, imag = _sum_of_bits(x.real, axes), _sum_of_bits(x.imag, axes)
+        return jax.lax.complex(real, imag)
     bits = jnp.dtype(f"uint{jax.dtypes.itemsize_bits(dtype)}")
     words = jax.lax.bitcast_convert_type(x, bits)
-    return jax.lax.bitcast_convert_type(words.sum(axis=0, dtype=bits), dtype)
+    return jax.lax.bitcast_convert_type(jax.lax.psum(words, axes), dtype)
