@@ -46,9 +46,9 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 import matplotlib.pyplot as plt
 import numpy as np
-from jaxscale.supervision.slow import slow_ranks
 
 from jaxscale import models, observability, sharding, supervision, training
+from jaxscale.supervision.slow import slow_ranks
 
 
 folder = Path(tempfile.mkdtemp())
