@@ -13,6 +13,7 @@ from jaxscale.observability.layout import find_layout
 from jaxscale.observability.live import ReportServer
 from jaxscale.observability.page import write_page
 from jaxscale.observability.run import read_run
+from jaxscale.observability.tensorboard import write_tensorboard
 from jaxscale.observability.timeline import chrome_trace
 from jaxscale.supervision.protocol import split_address
 
@@ -27,6 +28,8 @@ class ReportCommand:
     """The HTML file; report.html in RUN if not given."""
     chrome_trace: Path | None = None
     """A JSON file for the timeline, which https://ui.perfetto.dev opens."""
+    tensorboard: Path | None = None
+    """A new directory for scalars that TensorBoard shows."""
     serve: bool = False
     """Serve the page, which follows the run, until Ctrl-C."""
     address: str = "127.0.0.1:0"
@@ -35,7 +38,7 @@ class ReportCommand:
 
     def __post_init__(self) -> None:
         split_address(self.address)
-        if self.serve and (self.output or self.chrome_trace):
+        if self.serve and (self.output or self.chrome_trace or self.tensorboard):
             raise ValueError(
                 "serve writes no files; give it without the options of any"
             )
@@ -68,6 +71,9 @@ def main(arguments: Sequence[str]) -> int:
                 f"trace: {command.chrome_trace}, {found[1]:,} events from step "
                 f"{found[0]} on; open it in https://ui.perfetto.dev"
             )
+        if command.tensorboard is not None:
+            write_tensorboard(run, command.tensorboard)
+            print(f"scalars: tensorboard --logdir {command.tensorboard}")
     return 0
 
 

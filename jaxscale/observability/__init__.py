@@ -5,6 +5,7 @@ from jaxscale.observability.layout import Layout, find_layout
 from jaxscale.observability.live import ReportServer
 from jaxscale.observability.page import write_page
 from jaxscale.observability.run import Event, Rank, Run, StepGrid, Steps, read_run
+from jaxscale.observability.tensorboard import write_tensorboard
 from jaxscale.observability.timeline import chrome_trace
 
 
@@ -23,4 +24,5 @@ __all__ = [
     "goodput",
     "read_run",
     "write_page",
+    "write_tensorboard",
 ]

@@ -24,7 +24,7 @@ from jaxscale.training.config import TrainConfig
 
 
 _log = logging.getLogger(__name__)
-_PACE_STEPS = 8
+_PACE_STEPS = 4
 _MEMORY_SECONDS = 30.0
 _LONG_COMPILATION = 0.1
 _COMPILED = "/jax/core/compile/backend_compile_duration"
