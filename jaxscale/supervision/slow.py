@@ -32,6 +32,7 @@ def slow_ranks(
     series: Mapping[int, Sequence[float]],
     *,
     groups: Mapping[int, Hashable] | None = None,
+    known: Collection[int] = (),
 ) -> list[Slow]:
     r"""Name the ranks that take longer than the others, the slowest first.
 
@@ -52,6 +53,8 @@ def slow_ranks(
             times; the newest are last. NaN is a sample that is missing.
         groups: What each rank does, where not all do the same, as its stage of a
             pipeline: ranks are compared within a group. None is one group.
+        known: Ranks that were slow before: half as much is enough for them, so that
+            one at the limit does not come and go.
 
     Returns:
         Ranks that are slow now. Of a group of one, and before there are 12 samples,
@@ -71,12 +74,14 @@ def slow_ranks(
         slow
         for ranks in members.values()
         if len(ranks) > 1
-        for slow in _slow_of({rank: series[rank] for rank in ranks})
+        for slow in _slow_of({rank: series[rank] for rank in ranks}, known)
     ]
     return sorted(found, key=lambda slow: -slow.factor)
 
 
-def _slow_of(series: Mapping[int, Sequence[float]]) -> list[Slow]:
+def _slow_of(
+    series: Mapping[int, Sequence[float]], known: Collection[int]
+) -> list[Slow]:
     """Those that are slow among ranks that do the same."""
     count = min(_WINDOW, *(len(samples) for samples in series.values()))
     if count < _FEWEST:
@@ -84,14 +89,16 @@ def _slow_of(series: Mapping[int, Sequence[float]]) -> list[Slow]:
     recent = {rank: samples[-count:] for rank, samples in series.items()}
     found: dict[int, float] = {}
     while True:  # without those that are slow the others are better known
-        factors = _above_limit(recent, recent.keys() - found)
+        factors = _above_limit(recent, recent.keys() - found, known)
         if factors.keys() <= found.keys():
             return [Slow(rank=rank, factor=f) for rank, f in found.items()]
         found |= factors
 
 
 def _above_limit(
-    recent: Mapping[int, Sequence[float]], well: Collection[int]
+    recent: Mapping[int, Sequence[float]],
+    well: Collection[int],
+    known: Collection[int],
 ) -> dict[int, float]:
     """The ranks above the limit that those that are `well` set, and their factors."""
     usual = []  # by sample
@@ -118,7 +125,7 @@ def _above_limit(
     return {
         rank: c / middle
         for rank, c in centers.items()
-        if c > middle * (1 + excess)
+        if c > middle * (1 + (excess / 2 if rank in known else excess))
         # It still is: one that was slow for a time leaves the list sooner.
         and _center(ratios[rank][-_NOW:]) > middle * (1 + excess / 2)
     }
@@ -146,6 +153,7 @@ class Measurements:
         """Begin without any."""
         self._series: dict[str, dict[int, dict[int, float]]] = {}
         self._groups: dict[int, str] = {}
+        self._known: dict[str, set[int]] = {}
         self.is_new = False
         """Whether there are any that `slow` has not seen."""
 
@@ -174,9 +182,12 @@ class Measurements:
         found = []
         for name, steps in self._series.items():
             # The newest step may not have come from all ranks yet.
-            known = [steps[step] for step in sorted(steps)[-_WINDOW:]]
-            ranks = sorted({rank for sample in known for rank in sample})
-            series = {n: [s.get(n, math.nan) for s in known] for n in ranks}
+            recent = [steps[step] for step in sorted(steps)[-_WINDOW:]]
+            ranks = sorted({rank for sample in recent for rank in sample})
+            series = {n: [s.get(n, math.nan) for s in recent] for n in ranks}
             groups = {rank: self._groups[rank] for rank in ranks}
-            found += [(name, slow) for slow in slow_ranks(series, groups=groups)]
+            known = self._known.get(name, set())
+            slow = slow_ranks(series, groups=groups, known=known)
+            self._known[name] = {x.rank for x in slow}
+            found += [(name, x) for x in slow]
         return found

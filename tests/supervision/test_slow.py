@@ -67,3 +67,10 @@ def test_samples_that_are_missing_are_left_out():
     assert named(values) == [2]
     assert named({rank: [math.nan] * 30 for rank in range(3)}) == []
     assert named({rank: [0.0] * 30 for rank in range(3)}) == []
+
+
+def test_one_at_the_limit_does_not_come_and_go():
+    values = series([1.0, 1.0, 1.0, 1.0, 1.04], count=40)
+    assert named(values) == []
+    assert named(values, known={4}) == [4]
+    assert named(series([1.0] * 5, count=40), known={4}) == []

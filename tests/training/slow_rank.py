@@ -55,7 +55,7 @@ def rank(directory, steps, kind):
     def hook(step, state, metrics):
         nonlocal watcher
         if mine and kind == "host":
-            time.sleep(0.15)
+            time.sleep(0.4)  # longer than the device takes
         if mine and kind == "device" and watcher is None and step > 3:
             code = [sys.executable, "-m", "tests.training.slow_rank", "halve"]
             watcher = subprocess.Popen([*code, str(os.getpid())])

@@ -283,11 +283,15 @@ def test_a_run_may_change_who_communicates(unbroken, tmp_path):
         mesh=MeshConfig(fsdp=2, tensor=2),
         tensor_parallel="xla",
         remat="attention",
+        profile_every=2,
         output_dir=str(tmp_path),
     )
     _, before = run(config, hooks=[interrupt_after(3)])
     resumed = dataclasses.replace(config, tensor_parallel=None)
     result, after = run(resumed)
+    events = read_events(tmp_path / "events-0.jsonl")
+    profiles = [event["args"] for event in events if event["name"] == "profile"]
+    assert profiles and all(p["computing"] > 0 < p["waiting"] for p in profiles)
     assert result.state.model.tensor_parallel is None
     assert list(before.losses()) == [1, 2, 3] and list(after.losses()) == [4, 5, 6]
     found = before.losses() | after.losses()
