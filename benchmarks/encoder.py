@@ -258,7 +258,11 @@ BENCHMARK = Benchmark(
     reference=reference,
     implementations={
         **{name: Jax(make) for name, make in MAKERS.items()},
-        **{name: transformers(name) for name in torch_encoder.MODES},
+        **{
+            name: transformers(name)
+            for name in torch_encoder.MODES
+            if name != "torch_cuda_graph"
+        },
     },
     metrics=metrics,
     compare=compare,

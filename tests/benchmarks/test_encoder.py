@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks import command, encoder, encoder_fusions, encoder_steps, plain_encoder
+from benchmarks import (
+    command,
+    encode,
+    encoder,
+    encoder_fusions,
+    encoder_steps,
+    plain_encoder,
+)
 from benchmarks.harness import max_rel_error
 from benchmarks.plain_encoder import Switches
 from jaxscale.models import EncoderModel
@@ -81,6 +88,13 @@ def test_gains():
     assert encoder.compare({}, {"jaxscale": 1.5}) == {}
 
 
+def test_the_public_call_is_compared_with_the_better_graph():
+    medians = {"jaxscale": 1.0, "torch_compile_graphs": 3.0, "torch_cuda_graph": 2.0}
+    found = encode.compare({}, medians)
+    assert found["jaxscale"] == {"vs_torch_graphs": 2.0}
+    assert encode.compare({}, {"jaxscale": 1.0, "torch_compile": 9.0}) == {}
+
+
 def test_cases_begin_with_the_targets():
     cases = encoder.BENCHMARK.cases
     first = [(c.params["model"], c.params["max_len"]) for c in cases[:4]]
@@ -106,10 +120,11 @@ def test_unknown_attention_of_packed_deberta():
     ("benchmark", "case", "said"),
     [
         (encoder.BENCHMARK, "bert_tiny*", "jax_padded: not supported: cuDNN"),
+        (encode.BENCHMARK, "bert_tiny*", "computed_tokens 128"),
         (encoder_steps.BENCHMARK, "*", "gain"),
         (encoder_fusions.BENCHMARK, "*", "there is nothing to fuse"),
     ],
-    ids=["encoder", "encoder_steps", "encoder_fusions"],
+    ids=["encoder", "encode", "encoder_steps", "encoder_fusions"],
 )
 def test_the_commands_run_anywhere_and_write_nothing(
     benchmark, case, said, tmp_path, capsys
