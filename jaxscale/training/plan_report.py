@@ -1,11 +1,13 @@
 """A plan in words, as text for a terminal and as a page."""
 
 import html
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from jaxscale.sharding.schedule import pipeline_schedule
 from jaxscale.sharding.schedule_drawing import svg as schedule_svg
+from jaxscale.training.cost_model import Layout
 from jaxscale.training.plan import (
     COMMUNICATION,
     Estimate,
@@ -69,11 +71,12 @@ def why(plan: Plan) -> list[str]:
     memory = ", ".join(f"{n} {b / 1e9:,.1f}" for n, b in best.memory.items())
     lines = [
         f"The first: {describe(best.layout)}.",
+        f"  mesh:   {_mesh(best.layout, plan.config.hardware.host_gpus)}",
         f"  time:   {shares}",
         f"  memory: {memory} GB; {plan.limit / 1e9:,.0f} GB may be taken",
     ]
     if len(plan.ranked) > 1:
-        lines.append(f"  second: {plan.verdict(plan.ranked[1])} of the step")
+        lines.append(f"  second: {_slower(plan)}")
     lines.append(
         "Other choices, everything else chosen anew: the step, and what grows most"
     )
@@ -96,6 +99,41 @@ def why(plan: Plan) -> list[str]:
         + (f", most often: {excluded[0][0]}" if excluded else "")
     )
     return lines
+
+
+def _mesh(layout: Layout, host_gpus: int) -> str:
+    """Which axes lie on the links of a host, and which go between hosts."""
+    inside, across, room = [], [], host_gpus
+    for axis in ("tensor", "context", "fsdp", "data", "pipe"):  # neighbors first
+        size = getattr(layout, axis)
+        near = math.gcd(size, room)
+        room //= near if near == size else room  # what comes next goes further
+        inside += [f"{axis} {near}"] * (near > 1)
+        across += [f"{axis} {size // near}"] * (size > near)
+    hosts = -(-layout.gpus // host_gpus)
+    words = [f"in a host {' x '.join(inside)}"] if inside else []
+    words += [f"between {hosts:,} hosts {' x '.join(across)}"] if across else []
+    return ", ".join(words) or "one GPU"
+
+
+def _slower(plan: Plan) -> str:
+    """Why the second is not the first, as a sentence."""
+    best, other = plan.best, plan.ranked[1]
+    share = other.seconds / best.seconds - 1
+    growth = {part: other.time[part] - best.time[part] for part in best.time}
+    more, less = (
+        max(growth, key=growth.__getitem__),
+        min(growth, key=growth.__getitem__),
+    )
+    if share < 5e-4:
+        return f"{describe(other.layout)} is as fast"
+    words = (
+        f"{describe(other.layout)} takes {share:.1%} longer: {_title(more)} costs "
+        f"{growth[more] / best.seconds:.1%} of the step more"
+    )
+    if growth[less] < -5e-4 * best.seconds:
+        words += f", {_title(less)} {-growth[less] / best.seconds:.1%} less"
+    return words
 
 
 def write_report(

@@ -9,7 +9,7 @@ def test_layouts_are_ranked_and_the_best_is_a_command(command, tmp_path):
     )
     assert (code, err) == (0, "")
     assert "llama3_8b on 16 H200" in out and "The first: pipe 2" in out
-    assert "jaxscale train llama3_8b --mesh.fsdp" in out
+    assert "jaxscale train llama3_8b --mesh.pipe 2 --mesh.fsdp" in out
     assert "--mesh.pipe 2" in out and "--rules megascale_3d" in out
     assert "does not have yet" not in out
     assert "jaxscale schedule --stages 2" in out

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import re
 import statistics
 import subprocess
 import sys
@@ -443,6 +444,41 @@ def test_a_plan_in_words_and_as_a_page(tmp_path):
     shown = {choice for choice, *_ in plan.alternatives()}
     assert shown == set(CHOICES) - {"pipe", "tensor"}
     assert all(f"<td>{choice}</td>" in page for choice in shown)
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ({}, "one GPU"),
+        ({"fsdp": 8}, "in a host fsdp 8"),
+        ({"fsdp": 16}, "in a host fsdp 8, between 2 hosts fsdp 2"),
+        (
+            {"pipe": 4, "data": 2, "fsdp": 4, "tensor": 4},
+            "in a host tensor 4 x fsdp 2, between 16 hosts fsdp 2 x data 2 x pipe 4",
+        ),
+        ({"tensor": 8, "pipe": 2}, "in a host tensor 8, between 2 hosts pipe 2"),
+    ],
+)
+def test_the_mesh_in_words(layout, words):
+    model = llama_1b()
+    layout = Layout(batch_size=64, **layout)
+    given = {axis: getattr(layout, axis) for axis in MESH_AXES}
+    plan = plan_layouts(
+        model, PlanConfig(gpus=layout.gpus, batch_size=64, memory_share=1, **given)
+    )
+    assert f"  mesh:   {words}" in text(plan, "model").splitlines()
+
+
+def test_it_is_said_why_the_second_is_slower():
+    plan = plan_of_16()
+    best, second = plan.ranked[:2]
+    line = next(x for x in text(plan, "model").splitlines() if "  second:" in x)
+    found = re.search(r"takes ([\d.]+)% longer: (\w+).* costs ([\d.]+)%", line)
+    assert found is not None, line
+    share = 100 * (second.seconds / best.seconds - 1)
+    assert float(found[1]) == pytest.approx(share, abs=0.06)
+    growth = second.time[found[2]] - best.time[found[2]]
+    assert float(found[3]) == pytest.approx(100 * growth / best.seconds, abs=0.06)
 
 
 def test_plans_need_no_jax():
