@@ -19,6 +19,7 @@ from flax import nnx
 from jaxscale.models import Decoder, DecoderConfig
 from jaxscale.models.llama import llama_tiny
 from jaxscale.models.tokenizer import Tokenizer
+from jaxscale.observability import find_layout, read_run
 from jaxscale.sharding import MeshConfig
 from jaxscale.sharding.parameters import logical_axes
 from jaxscale.supervision import EventLog, read_events
@@ -430,6 +431,10 @@ def test_a_given_model_goes_through_a_pipeline(tmp_path):
     assert 0 < writer.losses()[1] < 2 * np.log(32)
     assert (trained.state.model.norm.scale[...] != before).all()
     assert trained.state.model.blocks.mlp.up.kernel.shape[0] == 3
+    # It has told where its devices stand, for the pages of the run.
+    told = find_layout(read_run(tmp_path))
+    assert told.axes == {"pipe": 2, "data": 1, "fsdp": 1, "context": 1, "tensor": 2}
+    assert (told.ranks, told.stages, told.microbatches) == ((0,) * 4, 2, 2)
 
 
 def test_default_writers(tmp_path):
