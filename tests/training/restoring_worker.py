@@ -77,7 +77,7 @@ def replicas(directory: Path) -> dict[str, Any]:
     target: Any = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays
     )
-    with Checkpointer(directory, read_only=True) as checkpointer:
+    with jax.set_mesh(mesh), Checkpointer(directory, read_only=True) as checkpointer:
         before = bytes_read()
         with jax.set_mesh(mesh):  # as a training loop does
             restored, _ = checkpointer.restore(target)
