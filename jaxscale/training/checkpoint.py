@@ -104,8 +104,12 @@ class Checkpointer:
             # Orbax would count those that are not whole among those to keep.
             whole = complete_steps(self.directory)
             set_aside(self.directory, set(numbered(self.directory)) - set(whole))
+        self._failed: list[BaseException] = []
+        """What a save in the background has run into, and its meeting may hide."""
         handlers = {item: ocp.JsonCheckpointHandler() for item in (*ITEMS, RECORD)}
         handlers["state"] = ocp.PyTreeCheckpointHandler()
+        for handler in handlers.values():
+            _telling(handler, self._failed)
         items: dict[str, Any] = {
             "item_names": tuple(handlers),
             "item_handlers": handlers,
@@ -273,7 +277,13 @@ class Checkpointer:
         if not self._is_behind:
             return
         with self._writing():
-            # Of several processes that which cannot write knows it first.
+            # Of several processes one that cannot write would wait for the others.
+            if self._failed:
+                error = self._failed[0]
+                self._failed.clear()
+                if jax.process_count() == 1:
+                    self._manager.wait_until_finished()  # it raises it itself, once
+                raise error
             self._manager.check_for_errors()
             if not self._manager.is_saving_in_progress():
                 self._manager.wait_until_finished()
@@ -359,3 +369,28 @@ class Checkpointer:
         ranks = stack_ranks(state).items()
         staged = [name for name, rank in ranks if rank == len(STACK_AXES)]
         return dict.fromkeys(staged, int(model["num_layers"]))
+
+
+def _telling(handler: Any, failed: list[BaseException]) -> None:
+    """Have a handler of Orbax note what its writes run into, when they do."""
+    save = handler.async_save
+
+    async def async_save(*args: Any, **options: Any) -> Any:
+        futures = await save(*args, **options)
+        return [_Told(future, failed) for future in futures or ()]
+
+    handler.async_save = async_save
+
+
+class _Told:
+    """A future of Orbax, whose error is noted."""
+
+    def __init__(self, future: Any, failed: list[BaseException]) -> None:
+        self._future, self._failed = future, failed
+
+    def result(self, timeout: float | None = None) -> Any:
+        try:
+            return self._future.result(timeout)
+        except BaseException as error:
+            self._failed.append(error)
+            raise

@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -139,6 +140,12 @@ def break_(kind):
             ctypes.string_at(0)
         case "raise":
             raise RuntimeError("injected")
+        case "memory":
+            size = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+            resource.setrlimit(resource.RLIMIT_AS, (size + 2**28, -1))
+            bytearray(2**40)
+        case "full":  # no file may be longer
+            resource.setrlimit(resource.RLIMIT_FSIZE, (200, -1))
         case "unsaved":
             time.sleep(0.2)  # the steps before are heard of
             raise CheckpointNotWritten("no space left")

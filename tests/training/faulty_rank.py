@@ -119,6 +119,9 @@ def strike(faults, out, rank, step, state=None):
                 return spoiled(state)
             if kind == "save":  # in the midst of the checkpoint after this step
                 threading.Thread(target=kill_in_save, args=(out, step)).start()
+            elif kind == "unwritable":  # what was a directory is a file
+                (out / "checkpoints").rename(out / "checkpoints.away")
+                (out / "checkpoints").touch()
             else:
                 break_(kind.strip("!"))
     return None
