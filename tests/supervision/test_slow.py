@@ -24,7 +24,7 @@ def test_precision_and_recall_over_20_seeds(ranks, kind):
 
 @pytest.mark.parametrize("kind", ["none", "one, 1.1x"])
 def test_one_of_many_ranks(kind):
-    hits, alarms, missed = score(512, kind, seeds=5)
+    hits, alarms, missed = score(512, kind, seeds=range(5))
     assert (hits, alarms, missed) == (0 if kind == "none" else 5, 0, 0)
 
 
