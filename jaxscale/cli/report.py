@@ -1,6 +1,7 @@
 """``jaxscale report RUN``: what a run did, as one page, a trace, or live."""
 
 import dataclasses
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -31,7 +32,7 @@ class ReportCommand:
     tensorboard: Path | None = None
     """A new directory for scalars that TensorBoard shows."""
     serve: bool = False
-    """Serve the page, which follows the run, until Ctrl-C."""
+    """Serve the page, which follows the run, until Ctrl-C or SIGTERM."""
     address: str = "127.0.0.1:0"
     """Where --serve listens; port 0 is a free one. What listens elsewhere than on
     127.0.0.1 shows the run to everyone who can reach it."""
@@ -80,6 +81,8 @@ def main(arguments: Sequence[str]) -> int:
 def _serve(command: ReportCommand) -> int:
     with usage_errors():
         server = ReportServer(split_address(command.address), command.run)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background ignores one
+        signal.signal(number, signal.default_int_handler)
     with server:
         print(f"live: {server.url} (Ctrl-C ends it)", flush=True)
         try:

@@ -53,8 +53,8 @@ def test_serve_ends_on_ctrl_c(tmp_path):
         text=True,
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
     )
+    assert process.stdout is not None and process.stderr is not None
     try:
-        assert process.stdout is not None
         url = process.stdout.readline().split()[1]
         assert url.startswith("http://127.0.0.1:")
         data = json.load(urllib.request.urlopen(url + "data.json", timeout=60))
@@ -64,4 +64,6 @@ def test_serve_ends_on_ctrl_c(tmp_path):
     finally:
         process.kill()
         process.wait()
+        process.stdout.close()
+        process.stderr.close()
     assert (process.returncode, out, err) == (0, "ended\n", "")
