@@ -25,7 +25,7 @@ ABLATION = {
 }
 """MFU in %, 175 billion parameters on 256 A100s: table 3 of the paper."""
 
-FAULT = {"struck": 25.0, "noticed": 28.2, "running": 56.2}
+FAULT = {"struck": 25.0, "noticed": 28.1, "running": 33.6}
 """Seconds of a SIGSTOP of process 1, from the table of docs/supervision.md."""
 
 
@@ -115,13 +115,13 @@ def overlap() -> str:
 
 def fault() -> str:
     """The life of a fault, on the clock."""
-    scale, left = 12.0, 96
+    scale, left = 30.0, 96
 
     def at(second: float) -> float:
         return left + (second - 18) * scale
 
     struck, noticed, running = FAULT.values()
-    start = noticed + 1.2  # of what the driver does in between, for the eye
+    start = noticed + 0.5  # of what the driver does in between, for the eye
 
     def parts() -> Iterator[str]:
         for row, rank in enumerate(("process 0", "process 1")):
@@ -131,11 +131,11 @@ def fault() -> str:
             color, doing = (_GRAY, "waits") if row == 0 else (_RED, "halts")
             yield _bar(at(struck), y, at(noticed) - at(struck), color, doing)
             again = at(running) - at(start)
-            yield _bar(at(start), y, again, _ORANGE, "starts, restores step 20")
+            yield _bar(at(start), y, again, _ORANGE, "start, restore step 20")
             yield _bar(at(running), y, 130, _BLUE, "21, 22, 23, ...")
         yield _text(8, 129, "driver")
         yield _bar(at(noticed), 112, at(start) - at(noticed), _GREEN, "")
-        doing = "asks for stacks, names process 1, ends both, starts both"
+        doing = "stacks: it is process 1; ends both, starts both"
         yield _text(at(start) + 6, 129, doing)
         marks = [(struck, "SIGSTOP"), (noticed, f"+{noticed - struck:.1f} s: noticed")]
         marks += [(running, f"+{running - struck:.0f} s: steps again")]
