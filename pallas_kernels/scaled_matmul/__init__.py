@@ -1,0 +1,7 @@
+"""Matrix product of 8-bit floating-point operands with scales, and their rounding."""
+
+from pallas_kernels.scaled_matmul.api import scaled_matmul
+from pallas_kernels.scaled_matmul.quantize import quantize_fp8
+
+
+__all__ = ["quantize_fp8", "scaled_matmul"]

@@ -1,0 +1,40 @@
+"""The product of scaled 8-bit operands through XLA: cuBLASLt on NVIDIA GPUs."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+
+__all__ = ["scaled_matmul"]
+
+
+def scaled_matmul(
+    a: jax.Array,
+    b: jax.Array,
+    a_scale: jax.Array,
+    b_scale: jax.Array,
+    *,
+    out_dtype: DTypeLike,
+) -> jax.Array:
+    """Computes ``(a @ b.T) * scales`` with fp32 sums.
+
+    Args:
+        a: [M,K], float8_e4m3fn or float8_e5m2.
+        b: [N,K], one of the two.
+        a_scale: [M] or [], fp32.
+        b_scale: [N] or [], fp32.
+        out_dtype: type of the output.
+
+    Returns:
+        [M,N] of `out_dtype`.
+    """
+    sums = lax.dot_general(
+        a,
+        b,
+        (((1,), (1,)), ((), ())),
+        # On Hopper this asks cuBLASLt for sums that are promoted to fp32.
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+    return (sums * a_scale[..., None] * b_scale).astype(out_dtype)  # [M,N]
