@@ -22,6 +22,7 @@ from jaxscale.training import (
     FitResult,
     TextData,
     TrainConfig,
+    console,
     fit,
     load_text,
     packed_batches,
@@ -115,8 +116,19 @@ def train(config: TrainConfig, *, resume: bool = False) -> FitResult:
         _check_same_text(text)
         if jax.process_index() == 0:
             run_directory.write(directory, config, text)
+            if not console.shows_bar():
+                console.say(_told(text))
     with training_errors(), run_directory.given_up_on_failure(directory):
         return fit(config, train_data=train_data, eval_data=eval_data)
+
+
+def _told(text: TextData) -> str:
+    """How much text there is, in words."""
+    train, held_out = text.train, text.held_out
+    told = f"text: {len(train):,} documents of {train.num_tokens:,} tokens to train on"
+    if held_out is None:
+        return f"{told}, none held out"
+    return f"{told}, {len(held_out):,} of {held_out.num_tokens:,} held out"
 
 
 def _check_same_text(text: TextData) -> None:

@@ -3,6 +3,7 @@
 from jaxscale.training.checkpoint import Checkpointer
 from jaxscale.training.checkpoint_steps import CheckpointNotWritten, DamagedCheckpoint
 from jaxscale.training.config import TrainConfig
+from jaxscale.training.console import LineWriter
 from jaxscale.training.corpus import (
     Document,
     TokenCorpus,
@@ -84,6 +85,7 @@ __all__ = [
     "LabeledBatch",
     "LabeledBatches",
     "Layout",
+    "LineWriter",
     "LossSums",
     "MaskedBatches",
     "MaskingConfig",

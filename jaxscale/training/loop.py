@@ -24,6 +24,7 @@ from jaxscale.supervision import EventLog, current
 from jaxscale.training.assemble import loss_functions, new_state
 from jaxscale.training.checkpoint import Checkpointer
 from jaxscale.training.config import TrainConfig
+from jaxscale.training.console import console_writer, describe, peak_memory
 from jaxscale.training.data import PackedBatches, TextData
 from jaxscale.training.device_events import device_events
 from jaxscale.training.divergence import DivergenceGuard
@@ -32,7 +33,6 @@ from jaxscale.training.hardware import peak_flops
 from jaxscale.training.monitor import (
     JsonlWriter,
     Monitor,
-    ProgressBar,
     TensorBoardWriter,
     Writer,
 )
@@ -113,8 +113,8 @@ def fit(
         gradient_transforms: Optax transforms of the gradients before they are clipped,
             as the masks of a pruned model.
         transforms: More optax transforms before the learning rate.
-        writers: Writers of the records; None is a progress bar, ``metrics.jsonl`` and
-            TensorBoard in the output directory.
+        writers: Writers of the records; None is a progress bar in a terminal and lines
+            elsewhere, ``metrics.jsonl`` and TensorBoard in the output directory.
         devices: Devices of the mesh; None is all.
 
     Returns:
@@ -182,9 +182,13 @@ def fit(
         # 2. Steps. None of these lines waits for the step that it follows.
         first = step = int(state.step)
         _check_steps(config, first)
+        for line in describe(config, mesh, state):
+            monitor.note(line)
         monitor.start(first)
         guard = DivergenceGuard(config, checkpoints, events)
         events.emit("compile", first, kind="compile")
+        if first < config.steps:
+            monitor.note("compile the step, before the first one")
         for step in range(first + 1, config.steps + 1):
             with monitor.data_wait(step):
                 batch = _next(batches, step, config, events.skips.get(step, 0))
@@ -200,6 +204,7 @@ def fit(
             last, stop = step == config.steps, asked_to_stop(step)
             if last or stop or step % config.checkpoint_every == 0:
                 with monitor.pause("save", step):
+                    monitor.note(f"step {step}: save, while the next steps go on")
                     guard.save(step, state, batches, final=last or stop)
             if stop and not last:
                 logger.warning("stopped by a signal after step %d", step)
@@ -213,6 +218,9 @@ def fit(
             with monitor.pause("eval", first):
                 evaluation = evaluate(config, mesh, eval_step, state, eval_data)
         state = _flattened(state, config, mesh)
+        peak = peak_memory(mesh)
+        memory = f"; at most {peak} were in use" if peak else ""
+        monitor.note(f"end after step {step} of {config.steps}{memory}")
     return FitResult(
         state=state, evaluation=evaluation, interrupted=step < config.steps
     )
@@ -432,7 +440,7 @@ def _monitor(
     if writers is None:
         directory = Path(config.output_dir)
         writers = [
-            ProgressBar(),
+            console_writer(),
             JsonlWriter(directory / "metrics.jsonl"),
             TensorBoardWriter(directory / "tensorboard"),
         ]

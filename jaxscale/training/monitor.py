@@ -28,6 +28,9 @@ class Writer:
     def start(self, first_step: int, total_steps: int) -> None:
         """Called once, before the step after `first_step`."""
 
+    def note(self, text: str) -> None:
+        """Called with a line on what the run does: start, compile, save, end."""
+
     def write(self, record: Record) -> None:
         """Called with the metrics of a step, or of an evaluation after a step."""
 
@@ -243,6 +246,13 @@ class Monitor:
             stack.callback(self._queue.put, None)
             if error[0] is None:
                 self.flush()
+            else:
+                self.note(f"ended by {type(error[1]).__name__}: {error[1]}")
+
+    def note(self, text: str) -> None:
+        """Have the writers say what the run does, in a line."""
+        for writer in self._writers:
+            writer.note(text)
 
     def start(self, first_step: int) -> None:
         """Begin after `first_step`, 0 in a new run."""

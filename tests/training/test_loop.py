@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import jaxscale
 from jaxscale.models import Decoder, DecoderConfig
 from jaxscale.models.llama import llama_tiny
 from jaxscale.models.tokenizer import Tokenizer
@@ -437,7 +438,7 @@ def test_a_given_model_goes_through_a_pipeline(tmp_path):
     assert (told.ranks, told.stages, told.microbatches) == ((0,) * 4, 2, 2)
 
 
-def test_default_writers(tmp_path):
+def test_default_writers(tmp_path, capfd):
     config = dataclasses.replace(CONFIG, output_dir=str(tmp_path), log_every=3)
     train, held_out = packed_batches(config, TEXT, DEVICES)
     result = fit(config, train_data=train, eval_data=held_out, devices=DEVICES)
@@ -448,6 +449,31 @@ def test_default_writers(tmp_path):
     assert list((tmp_path / "tensorboard").iterdir())
     checkpoints = {path.name for path in (tmp_path / "checkpoints").iterdir()}
     assert {"3", "6"} <= checkpoints
+    # A file, not a terminal: a line for each thing that happens, in its order.
+    printed = capfd.readouterr().out.splitlines()
+    lines = iter([line.split(maxsplit=2)[2] for line in printed])
+    for expected in (
+        f"versions: jaxscale {jaxscale.__version__}, jax {jax.__version__}, ",
+        f"devices: {len(DEVICES)} x cpu in 1 process(es)",
+        "mesh: ",
+        f"model: {sum(x.size for x in _parameters(result)):,} parameters; ",
+        "settings of model: vocab_size=32 ",
+        "settings of optimizer: kind=adamw learning_rate=",
+        "settings of the run: rules=",
+        "start after step 0 of 6",
+        "compile the step",
+        "step 3 of 6: loss ",
+        "step 3: save",
+        "step 6 of 6: loss ",
+        "step 6: save",
+        f"step 6 of 6: held-out loss {result.evaluation.loss:.4f}",
+        "end after step 6 of 6",
+    ):
+        assert any(line.startswith(expected) for line in lines), (expected, printed)
+
+
+def _parameters(result):
+    return jax.tree.leaves(nnx.state(result.state.model, nnx.Param))
 
 
 def test_hooks_may_replace_the_state_and_a_given_model_is_used(unbroken, tmp_path):

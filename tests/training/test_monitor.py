@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+import sys
 import threading
 import time
 
@@ -11,6 +13,7 @@ import pytest
 
 from jaxscale.models.llama import llama3_8b
 from jaxscale.supervision import EventLog, read_events
+from jaxscale.training.console import LineWriter, console_writer
 from jaxscale.training.hardware import mfu, peak_flops
 from jaxscale.training.monitor import (
     JsonlWriter,
@@ -24,7 +27,11 @@ from jaxscale.training.monitor import (
 class Memory(Writer):
     def __init__(self):
         self.records = []
+        self.notes = []
         self.closed = False
+
+    def note(self, text):
+        self.notes.append(text)
 
     def write(self, record):
         self.records.append(record)
@@ -231,13 +238,40 @@ def test_progress_bar_shows_the_main_numbers(capsys):
     assert "held out 2.250" in shown
 
 
-def test_writers_are_closed_after_an_error():
+def test_lines_show_the_main_numbers_at_once(tmp_path):
+    with (tmp_path / "job.out").open("w") as file:
+        lines = LineWriter(file)
+        lines.start(0, 20)
+        lines.write({"step": 10, "loss": 2.5, "lr": 1e-3, "mfu_causal": 0.4, "x": 1})
+        lines.write({"step": 11, "loss": None, "eval_loss": None, "skipped": 2})
+        lines.write({"step": 20, "eval_loss": 2.25, "eval_accuracy": 0.5})
+        # Read while the file is open, as `tail -f` does.
+        written = (tmp_path / "job.out").read_text().splitlines()
+    assert all(re.match(r"[\d-]{10} [\d:]{8} ", line) for line in written)
+    assert [line.split(maxsplit=2)[2] for line in written] == [
+        "start after step 0 of 20",
+        "step 10 of 20: loss 2.5000, learning rate 0.001, MFU 40.0%",
+        "step 11 of 20: loss is not finite, eval loss is not finite, 2 updates skipped",
+        "step 20 of 20: held-out loss 2.2500, held-out accuracy 50.0%",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("terminal", "kind"), [(True, ProgressBar), (False, LineWriter)]
+)
+def test_a_bar_is_for_terminals(monkeypatch, terminal, kind):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
+    assert type(console_writer()) is kind
+
+
+def test_writers_are_told_and_closed_after_an_error():
     memory = Memory()
     monitor = Monitor([memory], num_devices=1, total_steps=1)
     with pytest.raises(KeyError), monitor:
         monitor.start(0)
-        raise KeyError
+        raise KeyError("absent")
     assert memory.closed
+    assert memory.notes == ["ended by KeyError: 'absent'"]
 
 
 def test_mfu_of_a_known_run():
