@@ -12,6 +12,7 @@ import shutil
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -156,7 +157,7 @@ class DeviceEvents:
         with self._lock:
             busy = self._reader is not None and self._reader.is_alive()
             if self._session is None and not busy:
-                self._session = _Session.start()
+                self._session = _Session.start(step)
 
     def dispatched(self, step: int, at: float) -> None:
         """The loop has handed a step to the device, at seconds since 1970."""
@@ -179,9 +180,12 @@ class DeviceEvents:
             self._memory(step)
         with self._lock:
             session = self._session
-            if session is None or session.begin is None:
-                if session is not None:
-                    session.begin = at
+            if session is None or step < session.step:
+                # Before: begun while the profiler starts, which halts a host of GPUs
+                # for a quarter of a second, so that their ends are noticed late.
+                return
+            if session.begin is None:
+                session.begin = at
                 return
             self._session = None
         self._reader = threading.Thread(
@@ -229,14 +233,15 @@ def device_events(
 class _Session:
     """A profile that is being taken."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, step: int) -> None:
         self._folder = folder
-        self.started = time.time()
+        self.step = step
+        """The first that begins in it."""
         self.begin: float | None = None
-        """When the first step has ended that did so in it."""
+        """When that step has ended, in seconds since 1970."""
 
     @classmethod
-    def start(cls) -> "_Session | None":
+    def start(cls, step: int) -> "_Session | None":
         """Start, unless somebody else takes a profile."""
         options = jax.profiler.ProfileOptions()
         options.host_tracer_level = 1  # operations, of a CPU
@@ -248,7 +253,7 @@ class _Session:
             _log.warning("no profile of this step is taken: %s", error)
             _remove(folder)
             return None
-        return cls(folder)
+        return cls(folder, step)
 
     def close(self) -> None:
         """Stop, and drop what was taken."""
@@ -262,14 +267,27 @@ class _Session:
             jax.profiler.stop_trace()
             (path,) = Path(self._folder).rglob("*.xplane.pb")
             profile = jax.profiler.ProfileData.from_file(str(path))
-            begin = (self.begin or end) - self.started
-            devices = jax.local_device_count()
-            return share(profile, begin, end - self.started, devices)
+            zero, devices = _started(profile), jax.local_device_count()
+            return share(profile, (self.begin or end) - zero, end - zero, devices)
         except (RuntimeError, OSError, ValueError) as error:  # a full disk
             _log.warning("a profile cannot be read: %s", error)
             return None
         finally:
             _remove(self._folder)
+
+
+def _started(profile: Any) -> float:
+    """What the times of a profile begin with, in seconds since 1970.
+
+    It is before `start_trace` returns, by as long as the profiler needs to start.
+    """
+    with warnings.catch_warnings():  # about a type of `ProfileData` without a module
+        warnings.simplefilter("ignore", DeprecationWarning)
+        stats = [stat for plane in profile.planes for stat in plane.stats]
+    times = [value for name, value in stats if name == "profile_start_time"]
+    if not times:
+        raise ValueError("it does not say when it was started")
+    return 1e-9 * times[0]
 
 
 def _remove(folder: str) -> None:

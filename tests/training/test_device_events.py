@@ -122,6 +122,38 @@ def test_paces_compilations_and_memory_are_events(tmp_path, monkeypatch):
     assert "profile" not in events
 
 
+def test_a_profile_lasts_from_the_end_of_the_step_it_was_started_before(
+    tmp_path, monkeypatch
+):
+    """Ends noticed after a slow start of the profiler, as of CUPTI's, do not count."""
+    start = jax.profiler.start_trace
+
+    def slow(*args, **kwargs):
+        start(*args, **kwargs)
+        time.sleep(0.2)
+
+    monkeypatch.setattr(jax.profiler, "start_trace", slow)
+    work = jax.jit(lambda x: jnp.linalg.matrix_power(x, 9))
+    x = jnp.eye(1200)
+    work(x).block_until_ready()
+    log = EventLog()
+    path = tmp_path / "events.jsonl"
+    with log.written_to(path), DeviceEvents(log, profile_every=3) as devices:
+        for step in range(1, 6):
+            devices.begin(step)
+            if step == 3:  # what was under way has ended while the profiler started
+                devices.done(1, None, time.time())
+                devices.done(2, None, time.time())
+            begun = time.time()
+            work(x).block_until_ready()
+            if step > 2:
+                devices.done(step, begun, time.time())
+    (found,) = [e for e in read_events(path) if e["name"] == "profile"]
+    assert found["step"] == 4
+    computing = found["args"]["computing"] * jax.local_device_count()  # one has worked
+    assert computing > 0.5 * found["args"]["seconds"]
+
+
 def test_another_profile_is_left_alone(tmp_path, caplog):
     watched = DeviceEvents(EventLog(), profile_every=1)
     with jax.profiler.trace(str(tmp_path)), watched as devices:
