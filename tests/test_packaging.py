@@ -23,6 +23,7 @@ PINS = (ROOT / "requirements.txt").read_text().splitlines()
 # Modules that come with extras alone. What the base dependencies bring may be imported
 # anywhere (flax brings orbax-checkpoint and rich).
 ONLY_EXTRAS = {
+    "parquet": ["pyarrow"],
     "train": ["grain", "plotly", "tensorboardX", "tokenizers", "tyro"],
     "serve": [
         "fastapi",

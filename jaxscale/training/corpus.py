@@ -22,9 +22,10 @@ import numpy as np
 from jaxtyping import Int32, Int64
 
 from jaxscale.models.tokenizer import Tokenizer
+from jaxscale.training.records import RECORD_SUFFIXES, read_texts
 
 
-TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".txt.gz", *RECORD_SUFFIXES)
 
 # What the standard library holds besides code worth reading: tests, applications,
 # tables that no person wrote, and packages that were installed next to it.
@@ -61,18 +62,26 @@ class Document:
 
 
 def read_documents(
-    paths: Sequence[str | Path], suffixes: Sequence[str] = TEXT_SUFFIXES
+    paths: Sequence[str | Path],
+    suffixes: Sequence[str] = TEXT_SUFFIXES,
+    text_field: str = "text",
 ) -> list[Document]:
-    """The UTF-8 files that `paths` name, one document each, sorted by name.
+    """The texts of the UTF-8 files that `paths` name, sorted by name.
+
+    A plain file is one document. JSON lines and Parquet tables are one for each record,
+    whose name is that of the file with the line, as ``web.jsonl:17``.
 
     Args:
         paths: Files, directories (searched in depth) and glob patterns, in which ``**``
             stands for any number of directories.
         suffixes: The endings of the files that a directory contributes; files named
             directly or by a pattern may end as they like.
+        text_field: Field of a record that holds its text.
 
     Raises:
-        ValueError: a path matches nothing, a file is not UTF-8, or all are empty.
+        ValueError: a path matches nothing, a file is not UTF-8 or damaged, a record has
+            no text, or all are empty.
+        ImportError: pyarrow is missing for a Parquet table.
 
     Example:
         >>> import pathlib, tempfile
@@ -85,17 +94,20 @@ def read_documents(
     for path in paths:
         for file, name in _files(str(path), suffixes):
             found.setdefault(file.resolve(), name)
-    return _read(found, paths)
+    return _read(found, paths, text_field)
 
 
 def read_sources(
-    paths: Sequence[str | Path], suffixes: Sequence[str] = TEXT_SUFFIXES
+    paths: Sequence[str | Path],
+    suffixes: Sequence[str] = TEXT_SUFFIXES,
+    text_field: str = "text",
 ) -> list[list[Document]]:
     """The documents of each path; a file that two paths name belongs to the first.
 
     Args:
         paths: As those of `read_documents`.
         suffixes: The same.
+        text_field: The same.
 
     Raises:
         ValueError: as in `read_documents`, or a path adds no file.
@@ -113,21 +125,19 @@ def read_sources(
                 "name; leave it out, or put it first"
             )
         seen |= found.keys()
-        sources.append(_read(found, [path]))
+        sources.append(_read(found, [path], text_field))
     return sources
 
 
-def _read(found: dict[Path, str], paths: Sequence[str | Path]) -> list[Document]:
-    """The documents in files with names, sorted by name."""
-    documents = []
-    for file, name in sorted(found.items(), key=lambda item: (item[1], item[0])):
-        try:
-            documents.append(Document(name=name, text=file.read_text("utf-8")))
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"paths: {file} is not UTF-8 text ({error.reason} at byte "
-                f"{error.start}); convert it or leave it out"
-            ) from error
+def _read(
+    found: dict[Path, str], paths: Sequence[str | Path], text_field: str
+) -> list[Document]:
+    """The documents in files with names, in the order of these."""
+    documents = [
+        Document(name=f"{name}{place}", text=text)
+        for file, name in sorted(found.items(), key=lambda item: (item[1], item[0]))
+        for place, text in read_texts(file, text_field)
+    ]
     documents = [document for document in documents if document.text]
     if not documents:
         raise ValueError(
@@ -436,7 +446,7 @@ def _files(path: str, suffixes: Sequence[str]) -> list[tuple[Path, str]]:
         files = [
             (file, file.relative_to(path).as_posix())
             for file in Path(path).rglob("*")
-            if file.suffix in suffixes and file.is_file()
+            if file.name.endswith(tuple(suffixes)) and file.is_file()
         ]
         advice = f"it has no file that ends in one of {tuple(suffixes)}"
     else:

@@ -51,8 +51,11 @@ class DataConfig:
     """
 
     paths: tuple[str, ...] = ()
-    """Files, directories and glob patterns of UTF-8 text; none means the documentation
-    and library source of the running Python."""
+    """Files, directories and glob patterns of UTF-8 text, of JSON lines (.jsonl, both
+    also .gz) or of Parquet tables; none means the documentation and library source of
+    the running Python."""
+    text_field: str = "text"
+    """Field of a JSON line, or column of a Parquet table, that holds the text."""
     weights: tuple[float, ...] = ()
     """Shares of the rows that come from each of the paths, or any multiple of them: 7 3
     is 0.7 0.3. Each path is then a source of its own, shuffled and repeated by itself.
@@ -126,8 +129,9 @@ def load_text(config: DataConfig) -> TextData:
     Held-out documents of several sources are one corpus, whatever the weights.
 
     Raises:
-        ValueError: a path matches nothing, a file is not UTF-8, one side of the split
-            would be empty, or the tokenizer has more tokens than `config.vocab_size`.
+        ValueError: a path matches nothing, a file is not UTF-8 or damaged, a record has
+            no text, one side of the split would be empty, or the tokenizer has more
+            tokens than `config.vocab_size`.
         FileNotFoundError: there is no tokenizer where `config.tokenizer` says.
     """
     tokenizer = load_tokenizer(config) if config.tokenizer is not None else None
@@ -151,10 +155,10 @@ def load_text(config: DataConfig) -> TextData:
 def _documents(config: DataConfig) -> tuple[list[list[Document]], list[Document]]:
     """The training documents of each source, and the held-out ones of all."""
     if config.weights:
-        sources = read_sources(config.paths, config.suffixes)
+        sources = read_sources(config.paths, config.suffixes, config.text_field)
         return split_sources(sources, config.held_out_fraction, config.paths)
     if config.paths:
-        documents = read_documents(config.paths, config.suffixes)
+        documents = read_documents(config.paths, config.suffixes, config.text_field)
     else:
         documents = python_corpus()
     train, held_out = split(documents, config.held_out_fraction)

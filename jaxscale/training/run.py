@@ -36,6 +36,13 @@ MASKS_FILE = "masks.safetensors"
 """Masks beside it, where the run is that of a pruned model."""
 
 
+# What may change of the data, as the text itself and its position are compared.
+_FREE = (
+    *("paths", "suffixes", "text_field", "tokenizer", "cache_dir"),
+    *("batch_size", "prefetch"),
+)
+
+
 def to_dict(config: Any) -> dict[str, Any]:
     """A dataclass as what JSON can hold: dictionaries, lists, text and numbers.
 
@@ -291,8 +298,7 @@ def _identity(config: TrainConfig) -> dict[str, Any]:
     Where the text comes from is free: what it is, `check_text` compares.
     """
     data = to_dict(config.data)
-    free = ("paths", "suffixes", "tokenizer", "cache_dir", "batch_size", "prefetch")
-    for name in free:
+    for name in _FREE:
         del data[name]
     return _flat(config.identity() | {"data": data})
 
