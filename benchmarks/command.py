@@ -122,6 +122,7 @@ def _row(
         "metrics": {key: _rounded(value) for key, value in metrics.items()},
         "max_rel_error": None if m.max_rel_error is None else _rounded(m.max_rel_error),
         "num_devices": m.num_devices,
+        "versions": benchmark.versions(name),
     }
 
 
@@ -261,10 +262,8 @@ def _record(
 ) -> dict:
     """The file that this run alone would write."""
     num_devices = max(row.get("num_devices", 1) for row in rows)
-    rows = [
-        {k: v for k, v in row.items() if k != "num_devices" or v != num_devices}
-        for row in rows
-    ]
+    unsaid = ("num_devices", num_devices), ("versions", {})
+    rows = [{k: v for k, v in row.items() if (k, v) not in unsaid} for row in rows]
     command = ["python", "-m", f"benchmarks.{benchmark.name}", *_without_paths(argv)]
     return {
         "benchmark": benchmark.name,

@@ -25,7 +25,7 @@ from typing import Any
 import jax
 
 from benchmarks import command, records, tables
-from benchmarks.harness import Benchmark, Case
+from benchmarks.harness import Benchmark, Case, installed_version
 
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -260,6 +260,9 @@ def _state(
         return MISSING
     if row["jax"] != jax.__version__:
         return f"of JAX {row['jax']}"
+    for package, version in row.get("versions", {}).items():
+        if installed_version(package) not in (None, version):
+            return f"of {package} {version}"
     ours = [n for n in benchmark.implementations if n in tables.OURS]
     # Where none is called ours, as in a sequence of steps, each may run our kernels.
     if ours and row["implementation"] not in ours:

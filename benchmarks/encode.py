@@ -141,6 +141,7 @@ BENCHMARK = Benchmark(
     metrics=metrics,
     compare=compare,
     time="wall",
+    packages=encoder.BENCHMARK.packages,
     samples=50,
     max_rel_error=5e-2,
     selectors={"model": "model", "batch": "batch", "max_len": "max_len"},

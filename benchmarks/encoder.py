@@ -5,8 +5,7 @@ Tokens and lengths, uniform in [0.2 L, L] as in ByteTransformer's paper, come pa
 and activations go padded, so packing and unpacking are within the time: the wall time
 of a call among ten that are dispatched one after another. Parameters are random, the
 same for all, in bf16, those of each layer in arrays of their own; errors are those of
-the activations against a padded model in fp32. ``memory_mb`` is what a call takes
-beside parameters and input.
+the activations against a padded model in fp32.
 
 - ``jaxscale``: `EncoderModel.padded`, on a buffer of the tokens of the batch, rounded
   up to a multiple of 256.
@@ -155,30 +154,6 @@ def transformers(name: str) -> Torch:
     return Torch(make)
 
 
-class Program:
-    """A jitted function that is compiled once, also where its memory is asked for."""
-
-    def __init__(self, function: Callable):
-        self.jitted = jax.jit(function)
-        self.lowered = self.compiled = None
-
-    def lower(self, *inputs: Any) -> "Program":
-        """Trace it, once."""
-        if self.lowered is None:
-            self.lowered = self.jitted.lower(*inputs)
-        return self
-
-    def compile(self) -> Any:
-        """Compile it, once."""
-        if self.compiled is None and self.lowered is not None:
-            self.compiled = self.lowered.compile()
-        return self.compiled
-
-    def __call__(self, *inputs: Any) -> Any:
-        """Run it."""
-        return self.lower(*inputs).compile()(*inputs)
-
-
 Makers = Mapping[str, Callable[[Params], Callable]]
 
 
@@ -187,8 +162,10 @@ def measure_with(makers: Makers, benchmark: Benchmark) -> Callable:
 
     def prepare(
         case: Case, names: Sequence[str], pool: ThreadPoolExecutor
-    ) -> tuple[dict[str, Program], list[Future]]:
-        programs = {n: Program(makers[n](case.params)) for n in names if n in makers}
+    ) -> tuple[dict[str, timing.Program], list[Future]]:
+        programs = {
+            n: timing.Program(makers[n](case.params)) for n in names if n in makers
+        }
         arguments = inputs(case.params, jax.random.key(0))
         futures = []
         for program in programs.values():
@@ -270,8 +247,8 @@ BENCHMARK = Benchmark(
     burst=10,
     samples=20,
     max_rel_error=5e-2,
-    memory=True,
     count_kernels=True,
+    packages={"torch*": ("torch", "transformers")},
     selectors={"model": "model", "batch": "batch", "max_len": "max_len"},
 )
 BENCHMARK.measure = measure_with(MAKERS, BENCHMARK)

@@ -63,7 +63,6 @@ BENCHMARK = Benchmark(
     burst=10,
     samples=20,
     max_rel_error=5e-2,
-    memory=True,
     selectors={"max_len": "max_len"},
 )
 BENCHMARK.measure = encoder.measure_with(MAKERS, BENCHMARK)

@@ -37,11 +37,15 @@ that set implementations of a case against each other.
 """
 
 import dataclasses
+import functools
+import importlib.metadata
 import operator
 import statistics
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase as fnmatch
 from typing import Any, Literal
 
 import jax
@@ -59,6 +63,12 @@ SEED = 0
 
 ROUNDS = 5
 """How often the implementations of a case take turns."""
+
+PACKAGES: Mapping[str, Sequence[str]] = {
+    "torch*": ("torch",),
+    "cudnn*": ("nvidia-cudnn-cu13",),
+}
+"""What rivals are made of, by patterns of their names; the first that fits counts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,8 +180,6 @@ class Benchmark:
     """With wall time, how many calls are dispatched before they are awaited."""
     rotate: bool = True
     """Whether small inputs take turns; off where the inputs are state."""
-    memory: bool = False
-    """Whether to record what a call takes beyond its inputs, as ``memory_mb``."""
     count_kernels: bool = False
     """Whether to record how many kernels a call in JAX launches, as ``kernels``, and
     how long they take together, without the gaps, as ``kernel_us``."""
@@ -194,6 +202,8 @@ class Benchmark:
     """The name of a case among those of its kernels in ``tests/manifest.json``."""
     devices: Callable[[Params], int] = lambda params: 1
     """How many devices a case needs."""
+    packages: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    """Packages whose versions rows carry, by implementation; else `PACKAGES` says."""
     anywhere: bool = False
     """Whether results of a CPU are written too, since times are not what counts."""
 
@@ -203,12 +213,28 @@ class Benchmark:
 
         sys.exit(command.main(self, argv))
 
+    def versions(self, name: str) -> dict[str, str]:
+        """Versions of the packages that an implementation is made of, if installed."""
+        patterns = {**self.packages, **PACKAGES}
+        fits = (made for pattern, made in patterns.items() if fnmatch(name, pattern))
+        found = {package: installed_version(package) for package in next(fits, ())}
+        return {package: version for package, version in found.items() if version}
+
     def timing_text(self, on_gpu: bool, samples: int) -> str:
         """What the result file says of the times."""
         if self.timing is not None:
             return f"{self.timing}, median of {samples}"
         device = self.time == "device" and on_gpu
         return f"{'device' if device else 'wall'} time, median of {samples}"
+
+
+@functools.cache
+def installed_version(package: str) -> str | None:
+    """Version of a package; None if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 # --- One case -------------------------------------------------------------------------
@@ -299,16 +325,13 @@ def _prepare(
     if isinstance(implementation, Torch):
         timer = timing.torch_device_time if device_time else timing.torch_wall_time
         sets = _to_torch(sets)
-        if benchmark.memory:
-            metrics["memory_mb"] = timing.torch_memory(function, sets[0]) / 1e6
-        output = function(*sets[0])
+        output, costs = timing.torch_first_calls(function, sets[0])
         found = _from_torch(output)
     else:
         timer = timing.jax_device_time if device_time else timing.jax_wall_time
         if implementation.jit and not hasattr(function, "lower"):
             function = jax.jit(function)
-        if benchmark.memory:
-            metrics["memory_mb"] = timing.jax_memory(function, sets[0]) / 1e6
+        function, costs = _compile(function, sets[0])
         found = output = jax.block_until_ready(function(*sets[0]))
         if benchmark.count_kernels and timing.on_gpu():
             kernels = timing.jax_kernels(function, sets[0])
@@ -317,8 +340,21 @@ def _prepare(
     error = None if expected is None else max_rel_error(found, expected)
     del found, output
     return _Candidate(
-        lambda calls: timer(function, sets, calls, **wall), error, metrics
+        lambda calls: timer(function, sets, calls, **wall), error, metrics | costs
     )
+
+
+def _compile(function: Callable, inputs: tuple) -> tuple[Callable, dict[str, float]]:
+    """The function, compiled for these inputs, and what that costs."""
+    if isinstance(function, timing.Program):
+        return function, function.lower(*inputs).compile().costs
+    if hasattr(function, "lower"):  # jit finds what was compiled
+        return function, timing.Program(function).lower(*inputs).compile().costs
+    start = time.perf_counter()
+    jax.block_until_ready(function(*inputs))
+    seconds = time.perf_counter() - start
+    memory = getattr(function, "memory", None)
+    return function, timing.costs(seconds, memory and memory(*inputs))
 
 
 def run_case(

@@ -187,6 +187,8 @@ class _Program:
 
     lowered: Any
     text: str
+    seconds: float
+    """To trace and lower it."""
     options: dict[str, Any]
     """Options of XLA."""
     compiled: Future | None = None
@@ -200,7 +202,9 @@ class _Program:
 
     def compile(self, pool: ThreadPoolExecutor) -> Future:
         if self.compiled is None:
-            self.compiled = pool.submit(self.lowered.compile, self.options or None)
+            self.compiled = pool.submit(
+                timing.compiled, self.lowered, self.seconds, self.options or None
+            )
         return self.compiled
 
 
@@ -288,8 +292,10 @@ def prepare(problem: Problem, pool: ThreadPoolExecutor) -> Prepared:
     checked: dict[str, Any] = {}
     for form in problem.forms:
         try:
+            start = time.monotonic()
             jitted, arguments, calls = program(problem, form)
             lowered = jitted.lower(*arguments)
+            seconds = time.monotonic() - start
         except NotImplementedError as error:
             refused[form.name] = NoMeasurement(f"not supported: {error}")
             continue
@@ -298,7 +304,7 @@ def prepare(problem: Problem, pool: ThreadPoolExecutor) -> Prepared:
             continue
         text = lowered.as_text()
         for options in _choices(form, text):
-            new = _Program(lowered, text, options)
+            new = _Program(lowered, text, seconds, options)
             one = programs.setdefault((text, *options.items()), new)
             if not one.times_algorithms:
                 one.compile(pool)
@@ -409,6 +415,7 @@ class _Timed:
     """The forms whose program it is."""
     arguments: tuple
     program: Any
+    costs: Mapping[str, float]
     error: float = float("inf")
     seconds: list[float] = dataclasses.field(default_factory=list)
 
@@ -481,7 +488,7 @@ def _first_run(
     """Runs the program of forms once; gives its result on the first set as well."""
     ready = alike[0]
     assert ready.program.compiled is not None
-    program = ready.program.compiled.result(COMPILE_SECONDS)
+    compiled = ready.program.compiled.result(COMPILE_SECONDS)
     first, *others = ready.form.operands
     sets = tuple(
         tuple(arrays[name][i % len(arrays[name])] for name in others)
@@ -489,8 +496,12 @@ def _first_run(
     )
     arguments = (arrays[first][0], sets)
     with timing.bounded(f"{problem.label} {ready.form.name}"):
-        results = jax.block_until_ready(program(*arguments))
-    return _Timed(alike, arguments, program), results[0]
+        results = jax.block_until_ready(compiled.program(*arguments))
+    # The program holds the results of a whole turn, a call its own.
+    others = 1 - 1 / len(results)
+    others *= compiled.program.memory_analysis().output_size_in_bytes
+    costs = compiled.costs | {"memory_mb": compiled.costs["memory_mb"] - others / 1e6}
+    return _Timed(alike, arguments, compiled.program, costs), results[0]
 
 
 def _host(tree: Any) -> Any:
@@ -516,7 +527,7 @@ def _fastest(timed: Sequence[_Timed], problem: Problem) -> Results:
     pairs = [(one, ready) for one in timed for ready in one.alike]
     for one, ready in pairs:
         form = ready.form
-        metrics = dict(form.metrics)
+        metrics = {**form.metrics, **one.costs}
         if form.name == "auto":
             metrics["is_mosaic_gpu"] = float(KERNEL in ready.program.text)
         new = Measurement(one.seconds, one.error, metrics, problem.mesh.size)

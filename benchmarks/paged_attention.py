@@ -176,6 +176,11 @@ class Remembered:
         self.ready[key] = arrays, after
         return out
 
+    def memory(self, *arrays: Any) -> float:
+        """Most bytes of a call in JAX beyond what is ready."""
+        step = jax.jit(self.run, donate_argnums=0)
+        return timing.program_bytes(step.lower(self.prepare(*arrays)).compile())
+
 
 def ours(name: str | None) -> Jax:
     """An implementation of `paged_attention`, with pages that it gives up."""

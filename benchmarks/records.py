@@ -45,6 +45,9 @@ ROW = {
 }
 """Keys of a row. ``max_rel_error`` is null only for end-to-end (wall time) rows."""
 
+OPTIONAL = {"versions": dict}
+"""Keys that some rows have: versions of the packages that a rival is made of."""
+
 INHERITED = tuple(key for key in HEAD if key not in ("benchmark", "device"))
 
 Record = dict[str, Any]
@@ -69,6 +72,7 @@ def validate(record: Any) -> None:
     for i, row in enumerate(record["rows"]):
         where = f"rows[{i}]"
         optional = {key: HEAD[key] for key in INHERITED if key in row}
+        optional |= {key: kind for key, kind in OPTIONAL.items() if key in row}
         _check_keys(row, {**ROW, **optional}, where)
         if "date" in row:
             _check_date(row["date"], where)
@@ -90,6 +94,9 @@ def validate(record: Any) -> None:
         if key in seen:
             raise ValueError(f"{where}: a second row for {key}")
         seen.add(key)
+        for name, version in row.get("versions", {}).items():
+            if not isinstance(version, str):
+                raise ValueError(f"{where}: version {version!r} of {name}, not a text")
 
 
 def _check_keys(record: Any, kinds: Mapping[str, Any], where: str) -> None:
@@ -146,7 +153,7 @@ def merge(old: Record | None, new: Record, replaced: Sequence[str] | None) -> Re
             continue
         inherited = {key: row.get(key, old[key]) for key in INHERITED}
         kept.append(
-            {key: row[key] for key in ROW}
+            {key: row[key] for key in (*ROW, *OPTIONAL) if key in row}
             | {key: value for key, value in inherited.items() if value != new[key]}
         )
     # Rows of one case stay together, and all in the order of the file.
@@ -170,7 +177,7 @@ def full_rows(record: Record) -> list[Record]:
     return [head | row for row in record["rows"]]
 
 
-_UNSHOWN = ("spread", "run_seconds")
+_UNSHOWN = ("spread", "run_seconds", "compile_seconds", "memory_mb")
 
 
 def ordered(values: Iterable[Any]) -> list:

@@ -39,6 +39,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -171,6 +172,7 @@ def _serve_ours(policy: str, params: dict[str, Any], seed: int, samples: int) ->
     from benchmarks import serving_policies as policies
 
     load, model = load_of(params, seed), random_model(params["model"], seed)
+    start = time.perf_counter()
     if "weights" in params:
         from jaxscale import models
 
@@ -203,24 +205,40 @@ def _serve_ours(policy: str, params: dict[str, Any], seed: int, samples: int) ->
         return policies.static(engine, load, batch, window)
 
     policies.alone(engines[0], load, [0])
+    costs = {"compile_seconds": time.perf_counter() - start}
     runs = [run() for _ in range(samples + 1)][1:]
     if "context" in params:
         times = [token_seconds([o.events for o in run]) for run in runs]
-        return {"seconds": times, "metrics": {}}
+        return {"seconds": times, "metrics": costs}
     order = sorted(range(len(load.outputs)), key=lambda i: load.outputs[i])
     chosen = [order[(2 * i + 1) * len(order) // (2 * _SOLO)] for i in range(_SOLO)]
     chosen = sorted(set(chosen))
     solo = dict(zip(chosen, policies.alone(engines[0], load, chosen), strict=True))
-    return _summary(runs, solo)
+    return _summary(runs, solo, costs)
 
 
-def _summary(runs: Sequence[Any], solo: dict[int, float] | None) -> dict[str, Any]:
+def _peak_gib(name: str) -> float | None:
+    """Most device memory of this process, weights among it, where it is known."""
+    if name in TORCH:
+        import torch
+
+        return torch.cuda.max_memory_allocated() / 2**30
+    import jax
+
+    used = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    return None if used is None else used / 2**30
+
+
+def _summary(
+    runs: Sequence[Any], solo: dict[int, float] | None, costs: dict[str, float]
+) -> dict[str, Any]:
     from benchmarks import serving_policies as policies
 
     found = [policies.figures(run, solo) for run in runs]
     return {
         "seconds": [max(outcome.ended for outcome in run) for run in runs],
-        "metrics": {k: statistics.median(f[k] for f in found) for k in found[0]},
+        "metrics": {k: statistics.median(f[k] for f in found) for k in found[0]}
+        | costs,
     }
 
 
@@ -242,12 +260,13 @@ def _serve_torch(policy: str, params: dict[str, Any], seed: int, samples: int) -
     }
     batch = params["batch"] if "context" in params else params["slots"]
     loads = [dataclasses.asdict(load)] * samples
-    runs = torch_serving.measure(
+    runs, compile_seconds = torch_serving.measure(
         policy.removeprefix("torch_"), shape, loads, batch, seed
     )
+    costs = {"compile_seconds": compile_seconds}
     if "context" in params:
-        return {"seconds": [token_seconds(run) for run in runs], "metrics": {}}
-    return _summary([policies.outcomes_of(load, run) for run in runs], None)
+        return {"seconds": [token_seconds(run) for run in runs], "metrics": costs}
+    return _summary([policies.outcomes_of(load, run) for run in runs], None, costs)
 
 
 # --- The command ----------------------------------------------------------------------
@@ -327,6 +346,7 @@ BENCHMARK = Benchmark(
     implementations={name: _in_child(name) for name in (*OURS, *TORCH)},
     metrics=metrics,
     time="wall",
+    packages={"torch*": ("torch", "transformers", "flash_attn")},
     samples=3,
     selectors={"model": "model"},
 )  # fmt: skip
@@ -437,7 +457,10 @@ _KINDS: dict[str, Callable[..., Any]] = {
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
         name, *arguments = json.loads(sys.argv[2])
-        print(json.dumps(_KINDS[name](name, *arguments)))
+        result = _KINDS[name](name, *arguments)
+        if (peak := _peak_gib(name)) is not None:
+            result["metrics"]["peak_gib"] = peak
+        print(json.dumps(result))
     elif sys.argv[1:2] == ["bars"]:
         sys.exit(
             not bars(small_model(), requests=160, slots=8, shrink=4, rounds=3).held

@@ -234,11 +234,13 @@ def _source(rows: Sequence[records.Record]) -> str:
     commands = ", ".join(
         f"`{c}`" for c in records.ordered(row["command"] for row in rows)
     )
+    packages = [" ".join(p) for row in rows for p in row.get("versions", {}).items()]
+    versions = ", ".join(["", *records.ordered(packages)])
     errors = [r["max_rel_error"] for r in rows if r["max_rel_error"] is not None]
     worst = f"; largest relative error {max(errors):.1e}" if errors else ""
     return (
         f"{join('device')} x {join('num_devices')}, {join('timing')}, "
-        f"jax {join('jax')}, commit {join('commit')}, {join('date')}: "
+        f"jax {join('jax')}{versions}, commit {join('commit')}, {join('date')}: "
         f"{commands}{worst}."
     )
 

@@ -6,6 +6,7 @@ calls cannot be told apart). The sets together exceed the L2 cache twice, so tha
 call finds its inputs there by accident.
 """
 
+import dataclasses
 import fcntl
 import importlib.util
 import os
@@ -231,20 +232,94 @@ def _wall_time(function, sets, calls, burst, wait) -> list:
     return times
 
 
-def jax_memory(function: Callable, inputs: tuple) -> float:
-    """Bytes of temporaries and outputs of a jitted function, from its compilation."""
-    analysis = function.lower(*inputs).compile().memory_analysis()
-    return analysis.temp_size_in_bytes + analysis.output_size_in_bytes
+# --- What it costs before it runs, and beside its inputs ------------------------------
 
 
-def torch_memory(function: Callable, inputs: tuple) -> float:
-    """Most bytes that torch allocated during a call."""
+def costs(seconds: float, nbytes: float | None = None) -> dict[str, float]:
+    """What every row says beside its time.
+
+    Args:
+        seconds: From a function to one that is ready to run: tracing, lowering and
+            compiling in JAX, all of the first call elsewhere.
+        nbytes: Most device memory of a call beyond its inputs; None if unknown.
+    """
+    found = {"compile_seconds": seconds}
+    return found if nbytes is None else found | {"memory_mb": nbytes / 1e6}
+
+
+def program_bytes(compiled: Any) -> float:
+    """Temporaries and outputs of a compiled program that are not donated inputs."""
+    analysis = compiled.memory_analysis()
+    made = analysis.temp_size_in_bytes + analysis.output_size_in_bytes
+    return made - analysis.alias_size_in_bytes
+
+
+@dataclasses.dataclass
+class Compiled:
+    """A compiled program and what it costs."""
+
+    program: Any
+    costs: dict[str, float]
+
+
+def compiled(lowered: Any, seconds: float = 0.0, options: Any = None) -> Compiled:
+    """Compile a lowered program, also in a thread.
+
+    Args:
+        lowered: The program.
+        seconds: That it took to trace and lower it.
+        options: Of the compiler.
+    """
+    start = time.perf_counter()
+    program = lowered.compile(options)
+    seconds += time.perf_counter() - start
+    return Compiled(program, costs(seconds, program_bytes(program)))
+
+
+class Program:
+    """A jitted function that is compiled once, for one kind of inputs."""
+
+    def __init__(self, function: Callable):
+        self.jitted = function if hasattr(function, "lower") else jax.jit(function)
+        self.lowered = None
+        self.compiled: Compiled | None = None
+        self.seconds = 0.0
+
+    def lower(self, *inputs: Any) -> "Program":
+        """Trace it, once."""
+        if self.lowered is None:
+            start = time.perf_counter()
+            self.lowered = self.jitted.lower(*inputs)
+            self.seconds = time.perf_counter() - start
+        return self
+
+    def compile(self) -> Compiled:
+        """Compile it, once; after `lower`."""
+        if self.compiled is None:
+            self.compiled = compiled(self.lowered, self.seconds)
+        return self.compiled
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run it."""
+        return self.lower(*inputs).compile().program(*inputs)
+
+
+def torch_first_calls(
+    function: Callable, inputs: tuple
+) -> tuple[Any, dict[str, float]]:
+    """Output and costs of a function of torch, from its first two calls.
+
+    What stays from one call to the next, such as the memory of a CUDA graph, counts.
+    """
     import torch
 
-    function(*inputs)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
     function(*inputs)
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+    seconds = time.perf_counter() - start
+    output = function(*inputs)
+    torch.cuda.synchronize()
+    return output, costs(seconds, torch.cuda.max_memory_allocated() - before)

@@ -109,7 +109,7 @@ def run_children(
         new = Measurement(
             line["seconds"],
             line["error"],
-            {"cuda_graph": float(line["cuda_graph"])},
+            {"cuda_graph": float(line["cuda_graph"]), **line["costs"]},
             size,
         )
         old = here.get(name)
@@ -237,7 +237,9 @@ def _measure(
     count = max(1, min(MAX_SETS, int(2 * L2_BYTES // touched) + 1))
     x = torch.randn(x_shape, dtype=torch.bfloat16, device=device)
     ws = [torch.randn(w_shape, dtype=x.dtype, device=device) for _ in range(count)]
-    error = _error(kind, function(x, ws[0]), x, ws[0], size)
+    y, costs = _first_call(function, x, ws[0], device)
+    error = _error(kind, y, x, ws[0], size)
+    del y
 
     def calls() -> None:
         for w in ws * -(-2 // count):
@@ -248,6 +250,7 @@ def _measure(
     yield {
         "seconds": _times(calls, per_turn, samples, device),
         "error": error,
+        "costs": costs,
         "cuda_graph": False,
     }
     if name in capturable:
@@ -258,8 +261,28 @@ def _measure(
         yield {
             "seconds": _times(replay, per_turn, samples, device),
             "error": error,
+            "costs": costs,
             "cuda_graph": True,
         }
+
+
+def _first_call(
+    function: Callable[[Any, Any], Any], x: Any, w: Any, device: Any
+) -> tuple[Any, dict[str, float]]:
+    """The result, and the seconds and memory that a first call takes."""
+    import torch
+
+    start = time.perf_counter()
+    if device == "cpu":
+        return function(x, w), {"compile_seconds": time.perf_counter() - start}
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    y = function(x, w)
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    nbytes = torch.cuda.max_memory_allocated() - before
+    return y, {"compile_seconds": seconds, "memory_mb": nbytes / 1e6}
 
 
 def _captured(calls: Callable[[], None], device: Any) -> Callable[[], None] | None:

@@ -131,10 +131,10 @@ def continuous(model, load: Mapping[str, Any], batch: int, *, level: int) -> lis
 
 def measure(
     policy: str, shape: Mapping[str, Any], loads: Sequence[Any], batch: int, seed: int
-) -> list:
+) -> tuple[list, float]:
     """Times of the tokens of every request of every load, by one model.
 
-    The first load is run once more beforehand, to compile.
+    The first load is run once more beforehand, to compile; the seconds of that too.
     """
     flash = policy.startswith("continuous") and importlib.util.find_spec("flash_attn")
     model = build(shape, seed, "flash_attention_2" if flash else "sdpa")
@@ -145,5 +145,7 @@ def measure(
             return continuous(model, load, batch, level=level)
         return static(model, load, batch, graphs=policy.endswith("graphs"))
 
+    start = time.perf_counter()
     run(loads[0])
-    return [run(load) for load in loads]
+    seconds = time.perf_counter() - start
+    return [run(load) for load in loads], seconds

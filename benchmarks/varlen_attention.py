@@ -308,6 +308,7 @@ def prepare(case: Case, names: Sequence[str], pool: ThreadPoolExecutor) -> Prepa
     results: Results = {}
     for name in names:
         try:
+            start = time.perf_counter()
             form = FORMS[name](spec, gradient)
             if form.torch and not timing.torch_is_there():
                 raise NotImplementedError("torch with a GPU is not there")
@@ -318,7 +319,8 @@ def prepare(case: Case, names: Sequence[str], pool: ThreadPoolExecutor) -> Prepa
                 # jax.nn promotes types.
                 with jax.numpy_dtype_promotion("standard"):
                     lowered = jax.jit(form.function(gradient)).lower(*laid.out_info)
-                program = pool.submit(lowered.compile)
+                seconds = time.perf_counter() - start
+                program = pool.submit(timing.compiled, lowered, seconds)
             forms[name] = form, pool.submit(laid.compile), program
         except NotImplementedError as error:
             results[name] = NoMeasurement(f"not supported: {error}")
@@ -339,19 +341,20 @@ def _make_ready(
     prepared: Prepared,
     form: Form,
     lay: Callable,
-    program: Callable | None,
+    program: timing.Compiled | None,
     packed: Sequence[tuple],
     wanted: Sequence[Sequence[np.ndarray]],
-) -> tuple[Callable, float, float]:
-    """A timer, and the two errors."""
+) -> tuple[Callable, float, dict[str, float]]:
+    """A timer, the error, and what else the row says."""
     sets = [lay(*arrays) for arrays in packed]
     if program is None:
         function = form.function(prepared.gradient)
         sets = [harness._to_torch(operands) for operands in sets]
-        found = harness._from_torch(function(*sets[0]))
+        output, costs = timing.torch_first_calls(function, sets[0])
+        found = harness._from_torch(output)
         timer = timing.torch_device_time
     else:
-        function = program
+        function, costs = program.program, program.costs
         found = jax.block_until_ready(function(*sets[0]))
         timer = timing.jax_device_time if timing.on_gpu() else timing.jax_wall_time
     found = [np.asarray(x) for x in found]
@@ -361,7 +364,7 @@ def _make_ready(
         # All calls in one go: to begin to profile takes longer than the calls.
         return timer(function, sets * -(-calls // len(sets)), calls)
 
-    return take, by_largest, by_norm
+    return take, by_largest, {"norm_error": by_norm, **costs}
 
 
 def run(prepared: Prepared, names: Sequence[str], samples: int) -> Results:
@@ -396,9 +399,9 @@ def run(prepared: Prepared, names: Sequence[str], samples: int) -> Results:
                 time.sleep(min(3 * sum(times), 0.2))
     flops = spec.flops() * (3.5 if prepared.gradient else 1.0)
     for name in [name for name in ready if name not in results]:
-        _, by_largest, by_norm = ready[name]
+        _, by_largest, more = ready[name]
         rate = flops / statistics.median(taken[name]) / 1e12
-        metrics = {"tflops": rate, "norm_error": by_norm}
+        metrics = {"tflops": rate, **more}
         results[name] = Measurement(taken[name], by_largest, metrics)
     return {name: results[name] for name in names}
 

@@ -177,6 +177,13 @@ def test_states(monkeypatch, tmp_path):
     ]
     # Its own seconds, or the median of its implementation's, or else of any.
     assert [one.seconds for one in found] == [4.0 + 6.0, 8.0 + 6.0, 6.0]
+    # A rival of another version than the installed one, if one is installed.
+    monkeypatch.setattr(due, "installed_version", {"rival": "2"}.get)
+    for version, want in (("1", "of rival 1"), ("2", "fresh")):
+        versions = {"absent": "1", "rival": version}
+        rows = [("a", 0, "dense", None, {"versions": versions})]
+        (found, *_) = plan(monkeypatch, tmp_path, one, rows)
+        assert found.states["dense"] == want
     # Where no name is ours, all may be.
     steps = benchmark("op", cases=("a",), names=("one", "two"))
     rows = [("a", 0, "one", None, {"commit": "old"}), ("a", 0, "two", None, {})]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import command, harness, records, timing
+from benchmarks import command, harness, records, tables, timing
 from benchmarks.harness import Benchmark, Case, Custom, Jax, Measurement, Torch
 
 
@@ -115,7 +115,6 @@ def test_memory_of_a_call():
 
     results = harness.run_case(
         benchmark(
-            memory=True,
             implementations={
                 "xla": IMPLEMENTATIONS["xla"],
                 "wasteful": Jax(lambda params: wasteful),
@@ -129,6 +128,79 @@ def test_memory_of_a_call():
         results["wasteful"].metrics["memory_mb"] - results["xla"].metrics["memory_mb"]
     )
     assert more >= 64 * 16 * 512 * 2 / 1e6
+
+
+def test_what_is_compiled_says_its_seconds_once(monkeypatch):
+    """Also what was compiled before, in a thread, and what is no single program."""
+
+    class Calls:
+        def __call__(self, x, w):
+            return x @ w
+
+        def memory(self, x, w):
+            return 5e6
+
+    events = []
+    monkeypatch.setattr(timing, "compiled", _counted(timing.compiled, events))
+    before = timing.Program(lambda x, w: x @ w)
+    case = Case("c", {"M": 8, "N": 8, "K": 8})
+    before.lower(*inputs(case.params, jax.random.key(0))).compile()
+    known = before.compiled.costs
+    results = harness.run_case(
+        benchmark(
+            implementations={
+                "xla": IMPLEMENTATIONS["xla"],
+                "before": Jax(lambda params: before),
+                "calls": Jax(lambda params: Calls(), jit=False),
+            },
+        ),
+        case,
+        ["xla", "before", "calls"],
+        samples=5,
+    )
+    assert len(events) == 2  # one each; the calls are none of its
+    found = {name: result.metrics for name, result in results.items()}
+    assert found["before"] == known and known["compile_seconds"] > 0
+    assert found["xla"]["memory_mb"] == known["memory_mb"] == 8 * 8 * 2 / 1e6
+    assert found["calls"]["memory_mb"] == 5.0 and found["calls"]["compile_seconds"] > 0
+
+
+def _counted(function, events):
+    def run(*arguments):
+        events.append(arguments)
+        return function(*arguments)
+
+    return run
+
+
+def test_donated_inputs_are_no_memory_of_a_call():
+    x = jnp.ones((256, 256))
+    step = jax.jit(lambda x: x + 1, donate_argnums=0)
+    assert timing.program_bytes(step.lower(x).compile()) < x.nbytes
+    other = jax.jit(lambda x: x + 1)
+    assert timing.program_bytes(other.lower(x).compile()) >= x.nbytes
+
+
+def test_rows_carry_the_versions_of_rivals(fake_gpu, tmp_path, monkeypatch):
+    versions = {"rival": "1.2", "other": "3"}
+    monkeypatch.setattr(harness, "installed_version", versions.get)
+    monkeypatch.setattr(timing, "jax_kernels", lambda *a: [])
+    run = benchmark(packages={"de*": ("rival", "missing", "other"), "x*": ("missing",)})
+    arguments = ["--impl", "xla", "dense", "--out", str(tmp_path), "--commit", "abc"]
+    assert command.main(run, arguments) == 0
+    path = tmp_path / "nvidia_h200" / "example.json"
+    rows = {row["implementation"]: row for row in records.load(path)["rows"]}
+    assert rows["dense"]["versions"] == versions and "versions" not in rows["xla"]
+    assert {"compile_seconds", "memory_mb"} <= {*rows["xla"]["metrics"]}
+    # They stay when another implementation is measured again, and are shown.
+    again = ["--impl", "xla", "--out", str(tmp_path), "--commit", "def"]
+    assert command.main(run, again) == 0
+    kept = {row["implementation"]: row for row in records.load(path)["rows"]}
+    assert kept["dense"]["versions"] == versions
+    assert "rival 1.2, other 3" in tables.markdown(records.load(path))
+    rows["dense"]["versions"] = {"rival": 1}
+    with pytest.raises(ValueError, match="version 1 of rival"):
+        records.validate(records.load(path) | {"rows": [rows["dense"]]})
 
 
 def test_looped_calls_pass_for_jitted():
