@@ -45,6 +45,7 @@ from pallas_kernels.collective_matmul.config import (
     CollectiveConfig,
     CollectiveProblem,
     heuristic,
+    in_order_of_k,
 )
 from pallas_kernels.collective_matmul.specs import ROWS, SPECS, TENSOR_PARALLEL
 from pallas_kernels.matmul import MatmulConfig, matmul
@@ -217,6 +218,11 @@ def forms(params: Mapping[str, Any]) -> list[Form]:
             collective("jax_sample", functools.partial(baselines.jax_sample, **config))
             for config in baselines.SAMPLE_CONFIGS
         ]
+        device = DeviceSpec.current() or H200
+        found += [
+            collective("order_of_k", ours("mosaic_gpu", config=config))
+            for config in in_order_of_k(local_problem(params), device)
+        ]
     return found
 
 
@@ -388,6 +394,7 @@ NAMES = (
     "mosaic_gpu",
     "untuned",
     "auto",
+    "order_of_k",
     "matmul_only",
     "comm_only",
     "xla_nccl",

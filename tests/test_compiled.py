@@ -1,5 +1,6 @@
 """Programs compiled for H200s without a GPU: spills, donation, collectives, memory."""
 
+import dataclasses
 import functools
 import sys
 
@@ -12,7 +13,9 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from jaxscale.nn.linear import ColumnParallelLinear, Linear
 from jaxscale.sharding import fsdp, make_mesh, shardings
-from pallas_kernels.collective_matmul import all_gather_matmul
+from pallas_kernels.collective_matmul import CollectiveConfig, all_gather_matmul
+from pallas_kernels.collective_matmul.config import CollectiveProblem, in_order_of_k
+from pallas_kernels.mosaic import H200
 from tests import compiled, manifest
 from tests.compiled import compile_for_h200
 from tests.training import test_step, toy
@@ -82,22 +85,39 @@ ptxas info    : Used 40 registers, used 1 barriers
     ]
 
 
-def gathered(devices):
+def gathered(devices, rows_of_all=4096, config=None):
     mesh = Mesh(np.array(devices), ("tensor",))
     rows, columns = P("tensor"), P(None, "tensor")
     run = functools.partial(
-        all_gather_matmul, axis_name="tensor", implementation="mosaic_gpu"
+        all_gather_matmul,
+        axis_name="tensor",
+        implementation="mosaic_gpu",
+        config=config and CollectiveConfig(**config),
     )
     fn = jax.shard_map(
         run, mesh=mesh, in_specs=(rows, columns), out_specs=columns, check_vma=False
     )
     x, w = (
-        jax.ShapeDtypeStruct(
-            (4096, 4096), jnp.bfloat16, sharding=NamedSharding(mesh, spec)
-        )
-        for spec in (rows, columns)
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for shape, spec in (((rows_of_all, 4096), rows), ((4096, 4096), columns))
     )
     return jax.jit(fn), (x, w)
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_gathers_in_the_order_of_k_spill_nothing(index):
+    problem = CollectiveProblem(
+        kind="all_gather",
+        m=1024,
+        n=(2048,),
+        k=(4096,),
+        devices=2,
+        dtype=jnp.dtype(jnp.bfloat16),
+    )
+    config = dataclasses.asdict(in_order_of_k(problem, H200)[index])
+    found = compile_for_h200(gathered, 1024, config, count=2)
+    assert [(k.name, k.spilled) for k in found.kernels] == [("all_gather_matmul", 0)]
+    assert found.count("all-gather") == found.count("copy") == 0
 
 
 def test_a_collective_kernel_leaves_nothing_to_xla():

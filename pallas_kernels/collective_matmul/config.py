@@ -24,6 +24,7 @@ __all__ = [
     "Kind",
     "candidates",
     "heuristic",
+    "in_order_of_k",
 ]
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
@@ -40,6 +41,11 @@ class CollectiveConfig(MatmulConfig):
     """Largest size of a buffer; a power of two."""
     piece_chunks: int = 4
     """All-gather: how often a buffer is filled before others are told."""
+    gather_order: Literal["rows", "k"] = "rows"
+    """All-gather: what arrives first. "rows": row blocks of the peers one by one, each
+    in its whole depth. "k": the first columns of all their rows, then the next ones,
+    so that all tiles advance with the links: for products of about one wave of tiles.
+    A buffer then holds a part of a row, and its size says how large the steps are."""
     one_shot: bool = False
     """All-reduce: exchange whole sums once, after a product through XLA. Pays for few
     rows."""
@@ -59,6 +65,10 @@ class CollectiveConfig(MatmulConfig):
         if self.buffer_bytes & (self.buffer_bytes - 1):
             raise ValueError(
                 f"buffer_bytes {self.buffer_bytes}, expected a power of two"
+            )
+        if self.gather_order not in ("rows", "k"):
+            raise ValueError(
+                f"gather_order {self.gather_order!r}, expected 'rows' or 'k'"
             )
         if self.minor != "m":
             raise ValueError(
@@ -298,6 +308,34 @@ def heuristic(problem: CollectiveProblem, device: DeviceSpec) -> CollectiveConfi
     return dataclasses.replace(best, one_shot=few)
 
 
+def in_order_of_k(
+    problem: CollectiveProblem, device: DeviceSpec
+) -> list[CollectiveConfig]:
+    """Configs that gather in the order of K: the two best cuts of the product alone.
+
+    All tiles then wait for the links alike, so there is no use for small ones. What is
+    under way to a block, 14 KiB, covers the latency of a link.
+
+    Returns:
+        Steps of 1,024 and of 2,048 columns for each cut; none where nothing is
+        gathered.
+    """
+    if problem.kind != "all_gather":
+        return []
+    cuts = sorted(_tiles(problem), key=lambda cut: _cost(problem, cut, device))
+    return [
+        dataclasses.replace(
+            cut,
+            gather_order="k",
+            store_slots=1,
+            buffers=buffers,
+            buffer_bytes=nbytes,
+        )
+        for cut in cuts[:2]
+        for buffers, nbytes in ((8, 2048), (4, 4096))
+    ]
+
+
 def candidates(
     problem: CollectiveProblem, device: DeviceSpec
 ) -> tuple[CollectiveConfig, ...]:
@@ -328,4 +366,6 @@ def candidates(
         # They are idle until the first tile is there, and after the last of a peer.
         small = [c for c in tiles if c.tile_n == 128]
         found += small + [_pairs(problem, config) for config in small]
+    if _waiting(problem) > 0.4 * _cost(problem, chosen, device):
+        found += in_order_of_k(problem, device)
     return tuple(dict.fromkeys(found))

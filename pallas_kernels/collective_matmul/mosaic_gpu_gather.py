@@ -6,6 +6,11 @@ tiles come in the order of arrival: own rows first, then row block 0 of every pe
 block 1 of every peer, ...; the producer waits for the row block of a tile before it
 streams it. The gathered rows stay in an output: the backward pass wants them.
 
+With ``gather_order="k"`` row blocks come in *steps*: the first columns of all rows of
+the peers, then the next ones, and the producer waits for a step of its row block before
+it streams that part of K. With few tiles to a block there is no other work to hide a
+whole row block behind, and so all tiles advance with the links.
+
 Axis letters: B leading axes, m rows of one device, K contraction, N columns; D devices.
 """
 
@@ -101,7 +106,8 @@ def all_gather_matmul(
 class Plan:
     """A gather and its products as they are cut.
 
-    A row block is moved in *pieces* of some chunks, each announced when it is there.
+    A row block is moved in *pieces* of some chunks, each announced when it is there:
+    all of it at once, or a part of K of all row blocks before the next one.
     """
 
     layout: Layout
@@ -141,11 +147,17 @@ class Plan:
         return self.layout.device(distance), *self.layout.split(block), own
 
     @property
+    def steps(self) -> int:
+        """Parts of K that arrive one after the other: chunks of a row, or 1."""
+        return self.chunks.across if self.config.gather_order == "k" else 1
+
+    @property
     def _chunks_of_blocks(self) -> tuple[int, int]:
-        """Chunks of a row block, and of the last one of a device."""
+        """Chunks of a row block in one step, and of the last one of a device."""
         tile = self.config.tile_m
         last = self.layout.rows - (self.layout.blocks - 1) * tile
-        return self.chunks.count(tile), self.chunks.count(last)
+        steps = self.steps
+        return self.chunks.count(tile) // steps, self.chunks.count(last) // steps
 
     @property
     def piece_chunks(self) -> int:
@@ -154,20 +166,33 @@ class Plan:
 
     @property
     def pieces(self) -> tuple[int, int]:
-        """Pieces of a row block, and of the last one of a device."""
+        """Pieces of a row block in one step, and of the last one of a device."""
         full, last = self._chunks_of_blocks
         return full // self.piece_chunks, last // self.piece_chunks
 
     @property
     def pieces_of_rows(self) -> int:
-        """Pieces of a device's rows within one leading index."""
+        """Pieces of a device's rows within one leading index, in one step."""
         full, last = self.pieces
         return (self.layout.blocks - 1) * full + last
+
+    def stages_of_step(self, step: Scalar) -> tuple[Scalar, Scalar] | None:
+        """The first stage that a step completes, and the one after the last.
+
+        A step need not end where a stage does: those that lie in two come with the
+        second one. None is all of them.
+        """
+        if self.steps == 1:
+            return None
+        columns, depth = self.chunks.shape[1], self.config.tile_k
+        first, end = (lax.div(s * columns, jnp.int32(depth)) for s in (step, step + 1))
+        stages = self.columns.tiles[0].k_tiles
+        return first, jnp.where(step == self.steps - 1, stages, end)
 
     def chunk(
         self, piece: Callable[[Scalar], Scalar], index: Scalar
     ) -> tuple[Any, ...]:
-        """Locate a chunk: device, row block, leading index, rows and columns.
+        """Locate a chunk: device, row block, step, leading index, rows and columns.
 
         The row blocks of peers come in the order of their tiles, own ones last.
 
@@ -176,11 +201,15 @@ class Plan:
             index: int32, number of the chunk among those that this block moves.
         """
         layout, (pieces, last_pieces) = self.layout, self.pieces
-        of_peers = (self.devices - 1) * layout.batch * self.pieces_of_rows
+        of_peers = (self.devices - 1) * layout.batch * self.pieces_of_rows * self.steps
         turn, chunk = divide(index, self.piece_chunks)
         own = piece(turn) >= of_peers
         sources = jnp.where(own, 1, self.devices - 1)
         number = piece(turn) - jnp.where(own, of_peers, 0)
+        step = 0
+        if self.steps > 1:
+            in_step = sources * layout.batch * self.pieces_of_rows
+            step, number = divide(number, in_step)
         b, number = divide(number, sources * self.pieces_of_rows)
         full = (layout.blocks - 1) * pieces * sources
         last = number >= full
@@ -191,7 +220,15 @@ class Plan:
         which = jnp.where(last, row, lax.rem(row, sources))
         device = layout.device(jnp.where(own, 0, 1 + which))
         chunk = (block * pieces + part) * self.piece_chunks + chunk
-        return device, b * layout.blocks + block, b, self.chunks.window(chunk)
+        if self.steps > 1:
+            chunk = chunk * self.steps + step
+        block = b * layout.blocks + block
+        return device, block, step, b, self.chunks.window(chunk)
+
+    def arrival(self, device: Scalar, block: Scalar, step: Scalar) -> Scalar:
+        """The number of the semaphore of a step of one of a device's row blocks."""
+        arrival = device * self.layout.blocks_of_device + block
+        return arrival if self.steps == 1 else arrival * self.steps + step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -211,7 +248,7 @@ class Roles:
     scratch: Mapping[str, Ref]
     """Shared memory and barriers."""
     arrived: Ref
-    """Semaphores by device and row block: pieces that are here."""
+    """Semaphores by device, row block and step: pieces that are here."""
     left: Ref
     """Semaphore: blocks of peers that read no more."""
 
@@ -229,7 +266,7 @@ class Roles:
             scratch=scratch,
             arrived=pl.get_global(
                 plgpu.SemaphoreType.REGULAR(
-                    (plan.devices * plan.layout.blocks_of_device,)
+                    (plan.devices * plan.layout.blocks_of_device * plan.steps,)
                 )
             ),
             left=pl.get_global(plgpu.SemaphoreType.REGULAR),
@@ -251,17 +288,17 @@ class Roles:
     def pull(self) -> None:
         """Copies rows of the peers, then own ones, to the gathered array."""
         plan, layout = self.plan, self.plan.layout
-        total = plan.devices * layout.batch * plan.pieces_of_rows
+        total = plan.devices * layout.batch * plan.pieces_of_rows * plan.steps
         mine, piece = layout.pieces_of_block(total)
         chunk_at = functools.partial(plan.chunk, piece)
 
         def source(index: Scalar) -> Ref:
-            device, _, b, window = chunk_at(index)
+            device, _, _, b, window = chunk_at(index)
             there: Any = {layout.axis_name: device}
             return plgpu.remote_ref(self.x, there).at[(b, *window)]
 
         def target(index: Scalar, store: Callable[[Ref], None]) -> None:
-            device, _, b, window = chunk_at(index)
+            device, _, _, b, window = chunk_at(index)
             store(self.gathered.at[(layout.slab(b, device), *window)])
 
         def stored(index: Scalar) -> None:
@@ -269,9 +306,9 @@ class Roles:
 
             @pl.when(lax.rem(index, jnp.int32(plan.piece_chunks)) == last)
             def _announce() -> None:
-                device, block, _, _ = chunk_at(index)
+                device, block, step, _, _ = chunk_at(index)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=False)
-                arrival = self.arrived.at[device * layout.blocks_of_device + block]
+                arrival = self.arrived.at[plan.arrival(device, block, step)]
                 plgpu.semaphore_signal(arrival, memory_scope="gpu")
 
         relay(
@@ -288,24 +325,30 @@ class Roles:
     # --- Producer ---------------------------------------------------------------------
 
     def load(self, m: Scalar, n: Scalar, slot: Scalar) -> Scalar:
-        """Streams the operands of a tile, once its rows are here."""
-        layout = self.plan.layout
-        source, b, row_block, own = self.plan.place(m)
+        """Streams the operands of a tile, as its rows or parts of them are here."""
+        plan, layout = self.plan, self.plan.layout
+        source, b, row_block, own = plan.place(m)
 
-        def stream(rows: Ref, slot: Scalar) -> Scalar:
-            load_tile = self.plan.columns.load_tile
-            return load_tile(rows, self.ws, self.scratch, row_block, n, slot)
+        def stream(rows: Ref, slot: Scalar, depth: Any = None) -> Scalar:
+            load_tile = plan.columns.load_tile
+            return load_tile(rows, self.ws, self.scratch, row_block, n, slot, depth)
 
         def local(slot: Scalar) -> Scalar:
             return stream(self.x.at[b], slot)
 
         def remote(slot: Scalar) -> Scalar:
-            block = b * layout.blocks + row_block
-            arrival = self.arrived.at[source * layout.blocks_of_device + block]
-            pieces, last_pieces = self.plan.pieces
-            last = row_block == layout.blocks - 1
-            wait_for_signal(arrival, jnp.where(last, last_pieces, pieces), "gpu")
-            return stream(self.gathered.at[layout.slab(b, source)], slot)
+            def advance(step: Scalar, slot: Scalar) -> Scalar:
+                block = b * layout.blocks + row_block
+                arrival = self.arrived.at[plan.arrival(source, block, step)]
+                pieces, last_pieces = plan.pieces
+                last = row_block == layout.blocks - 1
+                wait_for_signal(arrival, jnp.where(last, last_pieces, pieces), "gpu")
+                rows = self.gathered.at[layout.slab(b, source)]
+                return stream(rows, slot, plan.stages_of_step(step))
+
+            if plan.steps == 1:
+                return advance(0, slot)
+            return lax.fori_loop(0, plan.steps, advance, slot)
 
         return lax.cond(own, local, remote, slot)
 

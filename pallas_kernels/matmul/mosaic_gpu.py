@@ -233,6 +233,7 @@ def load_tile(
     m: Scalar,
     n: Scalar,
     slot: Scalar,
+    depth: tuple[Scalar, Scalar] | None = None,
 ) -> Scalar:
     """Producer: streams the operands of output tile (m, n) into the ring.
 
@@ -244,6 +245,8 @@ def load_tile(
         m: tile index along the rows of x.
         n: tile index along the columns of w.
         slot: int32, the next stage of the ring.
+        depth: the first of the tile's stages to stream, and the one after the last; all
+            of them by default.
 
     Returns:
         The stage after the last one that was filled.
@@ -269,7 +272,7 @@ def load_tile(
         )
         return next_slot(slot, config.stages)
 
-    return lax.fori_loop(0, tiles.k_tiles, step, slot)
+    return lax.fori_loop(*(depth or (0, tiles.k_tiles)), step, slot)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -300,6 +303,7 @@ class Columns:
         m: Scalar,
         n: Scalar,
         slot: Scalar,
+        depth: tuple[Scalar, Scalar] | None = None,
     ) -> Scalar:
         """`load_tile` from the weight that column tile `n` belongs to."""
         starts = self.starts
@@ -309,7 +313,7 @@ class Columns:
 
             def from_this(slot: Scalar) -> Scalar:
                 return load_tile(
-                    self.tiles[i], x, ws[i], scratch, m, n - starts[i], slot
+                    self.tiles[i], x, ws[i], scratch, m, n - starts[i], slot, depth
                 )
 
             if i == 0:

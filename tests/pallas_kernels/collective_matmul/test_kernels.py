@@ -146,6 +146,36 @@ def check_gather(
         assert relative_error(out, wide(x) @ wide(w)) < RELATIVE[dtype]
 
 
+K_ORDER = CollectiveConfig(
+    tile_m=64, tile_n=128, split="n", stages=2, buffer_bytes=1024, gather_order="k"
+)
+# A step brings at most 1,024 bytes of a row, and may end within a stage of the ring.
+STEPS = {
+    "two_steps": {"rows": 2 * 72, "columns": (128, 192), "depth": (1024,), "batch": 2},
+    "steps_end_within_stages": {"rows": 2 * 67, "columns": (192,), "depth": (704,)},
+    "transposed": {"rows": 32, "columns": (68, 100), "depth": (1060,), "t": True},
+    "one_step": {"rows": 128, "columns": (128,), "depth": (192,), "dtype": FP16},
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_gathers_in_the_order_of_k(name):
+    check_gather(cpu_mesh(data=1, tensor=2), config=K_ORDER, **STEPS[name])
+
+
+def test_gathers_in_the_order_of_k_over_four_devices():
+    config = dataclasses.replace(K_ORDER, buffers=3, piece_chunks=8)
+    case = {"rows": 4 * 72, "columns": (128,), "depth": (640,)}
+    check_gather(cpu_mesh(data=1, tensor=4), config=config, **case)
+
+
+@pytest.mark.parametrize("cluster", ["m", "n"])
+def test_pairs_of_blocks_gather_in_the_order_of_k(cluster):
+    config = dataclasses.replace(K_ORDER, cluster=cluster)
+    case = {"rows": 144, "columns": (256,), "depth": (640,), "concurrent_blocks": True}
+    check_gather(cpu_mesh(data=1, tensor=2), config=config, **case)
+
+
 @pytest.mark.parametrize("kind", REDUCTIONS)
 @pytest.mark.parametrize("name", CASES)
 def test_reductions(name, kind):
@@ -447,6 +477,7 @@ def test_narrow_weights_need_a_narrow_tile():
         ({"buffers": 1}, "buffers 1, expected an integer of at least 2"),
         ({"minor": "n"}, "minor 'n', expected 'm'"),
         ({"buffer_bytes": 3000}, "buffer_bytes 3000, expected a power of two"),
+        ({"gather_order": "n"}, "gather_order 'n', expected 'rows' or 'k'"),
         ({"piece_chunks": 0}, "piece_chunks 0, expected an integer of at least 1"),
     ],
 )

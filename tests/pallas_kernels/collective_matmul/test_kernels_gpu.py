@@ -1,5 +1,6 @@
 """The kernels on several GPUs: values, repeatability, reuse, stragglers, meshes."""
 
+import dataclasses
 import functools
 import itertools
 import os
@@ -43,6 +44,9 @@ CONFIGS = {
     "pairs_of_columns": CollectiveConfig(cluster="n"),
     "widest": CollectiveConfig(tile_n=320, stages=3, store_slots=2, cluster="m"),
     "many_buffers": CollectiveConfig(tile_n=128, buffers=4, piece_chunks=2),
+    "order_of_k": CollectiveConfig(
+        gather_order="k", store_slots=1, buffers=8, buffer_bytes=1024
+    ),
 }
 
 
@@ -103,7 +107,9 @@ def poison(shape, dtype):
 
 # Sums of an all-reduce are handed on in boxes of at most 256 columns.
 KIND_AND_CONFIG = sorted(
-    {*itertools.product(KINDS, CONFIGS)} - {("all_reduce", "widest")}
+    {*itertools.product(KINDS, CONFIGS)}
+    - {("all_reduce", "widest")}
+    - {(kind, "order_of_k") for kind in KINDS if kind != "all_gather"}
 )
 
 
@@ -156,16 +162,20 @@ def test_one_shot_of_any_size(rows, columns):
         assert relative_error(y, sign * exact(x, w)) < RELATIVE[BF16]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "all_gather in the order of k"])
 def test_random_rows(kind):
     mesh = every_gpu()
     devices = mesh.shape["tensor"]
     draw = random.Random(0)
+    kind, *in_order_of_k = kind.split(" in ")
+    config = CONFIGS["order_of_k"] if in_order_of_k else None
+    config = config and dataclasses.replace(config, tile_n=64)
     for _ in range(6):
         rows = devices * draw.randrange(1, 700)
-        columns, depth = (64 * draw.randrange(1, 12) for _ in range(2))
+        columns = 64 * draw.randrange(1, 12)
+        depth = 64 * draw.randrange(1, 60 if in_order_of_k else 12)
         x, w = operands(kind, mesh, rows, columns, depth)
-        y = split(kind, mesh)(x, w)
+        y = split(kind, mesh, config=config)(x, w)
         assert relative_error(y, exact(x, w)) < RELATIVE[BF16], (rows, columns, depth)
 
 
@@ -198,7 +208,7 @@ def test_gathered_rows_are_exact_and_products_those_of_the_plain_kernel():
 
 
 @pytest.mark.parametrize("rows_of_device", [256, 131])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "all_gather in the order of k"])
 def test_many_calls_back_to_back(kind, rows_of_device):
     """Buffers and semaphores are reused at once; nothing is looked at in between.
 
@@ -207,21 +217,24 @@ def test_many_calls_back_to_back(kind, rows_of_device):
     """
     mesh = every_gpu()
     rows = rows_of_device * mesh.shape["tensor"]
-    x, w = operands(kind, mesh, rows, 320, 128)
-    want = split(kind, mesh)(x, w)
+    kind, *in_order_of_k = kind.split(" in ")
+    depth = 1024 if in_order_of_k else 128
+    config = CONFIGS["order_of_k"] if in_order_of_k else None
+    x, w = operands(kind, mesh, rows, 320, depth)
+    f = split(kind, mesh, config=config)
+    want = f(x, w)
     assert relative_error(want, exact(x, w)) < RELATIVE[BF16]
 
     @jax.jit
     def many(x, w, want):
         def turn(i, wrong):
             sign = jnp.where(i % 2 == 0, 1, -1).astype(BF16)
-            y = split(kind, mesh)(sign * x, w)
+            y = f(sign * x, w)
             return wrong + jnp.any(y != sign * want).astype(jnp.int32)
 
         return lax.fori_loop(0, 1000, turn, jnp.int32(0))
 
     assert many(x, w, want) == 0
-    f = split(kind, mesh)
     outputs = [(sign, f(sign * x, w)) for sign in (1, -1) * 25]
     assert all(bool((y == sign * want).all()) for sign, y in outputs)
 
