@@ -7,7 +7,8 @@ packed tokens, L padded length, N query heads, K key/value heads, H head dim.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import importlib.util
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +18,9 @@ import numpy as np
 from pallas_kernels.varlen_attention import varlen_attention
 from pallas_kernels.varlen_attention.specs import VarlenSpec
 
+
+ALL = "softcap", "sinks", "alibi"
+"""What a spec may ask for beyond masks."""
 
 SCORES_BYTES = 8e9
 """Most memory for scores of an implementation that stores them."""
@@ -71,7 +75,7 @@ class Form:
     Args:
         attend: q, k, v, then `extra`, to the result.
         layout: where rows lie in q, k, v and the result.
-        extra: further operands.
+        extra: further operands, or functions that make them.
         torch: whether it takes tensors of torch.
         prepare: turns q, k, v into what `attend` takes, outside the timing.
         dq_factor: what the gradient of q is to be multiplied with.
@@ -79,7 +83,7 @@ class Form:
 
     attend: Callable
     layout: Layout = Layout()
-    extra: tuple[np.ndarray, ...] = ()
+    extra: tuple[np.ndarray | Callable[[], jax.Array], ...] = ()
     torch: bool = False
     prepare: Callable | None = None
     dq_factor: float = 1.0
@@ -94,7 +98,7 @@ class Form:
         if gradient:
             dout = self.layout.lay(dout, spec.lengths_q).astype(laid[0].dtype)
             laid.append(dout)
-        return *laid, *(jnp.asarray(x) for x in self.extra)
+        return *laid, *(jnp.asarray(x() if callable(x) else x) for x in self.extra)
 
     def function(self, gradient: bool) -> Callable:
         """What is timed: a tuple of the result and, if asked for, gradients."""
@@ -131,6 +135,42 @@ def dense(spec: VarlenSpec) -> bool:
     return self_attention(spec) and len(set(spec.lengths_q)) == 1
 
 
+def slopes_of(spec: VarlenSpec) -> np.ndarray | None:
+    """ALiBi's slope of each head, [N], if the spec has them."""
+    heads = np.arange(1, spec.num_heads + 1, dtype=np.float32)
+    return 2 ** (-8 * heads / spec.num_heads) if spec.alibi else None
+
+
+def sinks_of(spec: VarlenSpec) -> np.ndarray | None:
+    """A random sink for each head, [N], if the spec has them."""
+    random = np.random.default_rng(0)
+    return random.normal(size=spec.num_heads).astype("f4") if spec.sinks else None
+
+
+def want_no_more(spec: VarlenSpec, *supported: str, windows: bool = True) -> None:
+    """Refuse what an implementation cannot do."""
+    asked = spec.softcap is not None, spec.sinks, spec.alibi
+    missing = [n for n, on in zip(ALL, asked, strict=True) if on and n not in supported]
+    if not windows and spec.window != (None, None):
+        missing.append("window")
+    if missing:
+        raise NotImplementedError(f"it has no {', '.join(missing)}")
+
+
+def want_package(module: str, package: str) -> None:
+    """Refuse where a module is not there.
+
+    Raises:
+        NotImplementedError: the package is not installed.
+    """
+    try:
+        found = importlib.util.find_spec(module)
+    except ModuleNotFoundError:  # what it lies in
+        found = None
+    if found is None:
+        raise NotImplementedError(f"{package} is not installed")
+
+
 def _want_gpu() -> None:
     if jax.devices()[0].platform != "gpu":
         raise NotImplementedError("cuDNN and Hopper kernels need a GPU")
@@ -144,8 +184,10 @@ def _want_top_left(spec: VarlenSpec) -> None:
 def ours(implementation: str, spec: VarlenSpec, gradient: bool) -> Form:
     """`varlen_attention`."""
     same = self_attention(spec)
+    per_head = {"alibi_slopes": slopes_of(spec), "sinks": sinks_of(spec)}
+    per_head = {name: x for name, x in per_head.items() if x is not None}
 
-    def attend(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any) -> Any:
+    def attend(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, *heads: Any) -> Any:
         return varlen_attention(
             q,
             k,
@@ -153,10 +195,13 @@ def ours(implementation: str, spec: VarlenSpec, gradient: bool) -> Form:
             cu_q,
             None if same else cu_k,
             causal=spec.causal,
+            window=spec.window,
+            softcap=spec.softcap,
             implementation=implementation,
+            **dict(zip(per_head, heads, strict=True)),
         )
 
-    return Form(attend, extra=spec.cu_seqlens())
+    return Form(attend, extra=(*spec.cu_seqlens(), *per_head.values()))
 
 
 def cudnn_packed(spec: VarlenSpec, gradient: bool) -> Form:
@@ -165,6 +210,8 @@ def cudnn_packed(spec: VarlenSpec, gradient: bool) -> Form:
 
     _want_gpu()
     _want_top_left(spec)
+    left, right = spec.window
+    want_no_more(spec, windows=spec.causal and right is None)
     kinds = cudnn.MaskType
     bounds = [x[None] for x in spec.cu_seqlens()]
 
@@ -179,26 +226,52 @@ def cudnn_packed(spec: VarlenSpec, gradient: bool) -> Form:
             kv_offsets=kv_offsets,
             scale=spec.head_dim**-0.5,
             mask_type=kinds.PADDING_CAUSAL if spec.causal else kinds.PADDING,
+            sliding_window_length=None if left is None else left + 1,
         )
 
     return Form(attend, Layout(batched=True), extra=tuple(bounds))
 
 
 def cudnn_padded(spec: VarlenSpec, gradient: bool) -> Form:
-    """A padded batch in cuDNN, by the public function of jax."""
+    """A padded batch in cuDNN, by the public function of jax.
+
+    ALiBi is a bias, [1, N, L, S], and a window to both sides a mask, [1, 1, L, S].
+    """
     _want_gpu()
     _want_top_left(spec)
-    lengths = {"query_seq_lengths": spec.lengths_q}
-    lengths["key_value_seq_lengths"] = spec.lengths_k
-    extra = [] if dense(spec) else [np.asarray(x, np.int32) for x in lengths.values()]
+    want_no_more(spec, "alibi")
+    extra: dict[str, Any] = {}
+    if not dense(spec):
+        extra["query_seq_lengths"] = np.asarray(spec.lengths_q, np.int32)
+        extra["key_value_seq_lengths"] = np.asarray(spec.lengths_k, np.int32)
+    if spec.alibi:
+        extra["bias"] = functools.partial(alibi_bias, spec)
+    window = spec.window if spec.causal and spec.window[0] is not None else None
+    if window is None and spec.window != (None, None):
+        length = max(spec.lengths_q)
+        one = dataclasses.replace(spec, lengths_q=(length,), lengths_k=(length,))
+        extra["mask"] = padding_mask(one)
 
-    def attend(q: Any, k: Any, v: Any, *extra: Any) -> Any:
-        options = dict(zip(lengths, extra, strict=False))
+    def attend(q: Any, k: Any, v: Any, *operands: Any) -> Any:
         return jax.nn.dot_product_attention(
-            q, k, v, is_causal=spec.causal, implementation="cudnn", **options
+            q,
+            k,
+            v,
+            is_causal=spec.causal,
+            local_window_size=window and (window[0], 0),
+            implementation="cudnn",
+            **dict(zip(extra, operands, strict=True)),
         )
 
-    return Form(attend, Layout(padded=True), extra=tuple(extra))
+    return Form(attend, Layout(padded=True), extra=tuple(extra.values()))
+
+
+def alibi_bias(spec: VarlenSpec) -> jax.Array:
+    """ALiBi's bias of a padded batch of self-attention: [1, N, L, L]."""
+    places = jnp.arange(padded_length(spec.lengths_q))
+    distance = jnp.abs(places[:, None] - places).astype(jnp.float32)
+    bias = -jnp.asarray(slopes_of(spec))[:, None, None] * distance
+    return bias[None].astype(jnp.bfloat16)
 
 
 def padding_mask(spec: VarlenSpec) -> np.ndarray:
@@ -207,30 +280,72 @@ def padding_mask(spec: VarlenSpec) -> np.ndarray:
     i = np.arange(padded_length(spec.lengths_q))[None, :, None]
     j = np.arange(padded_length(spec.lengths_k))[None, None, :]
     mask = (i < len_q[:, None, None]) & (j < len_k[:, None, None])
-    if spec.causal:
-        mask &= j - i <= (len_k - len_q)[:, None, None]
+    distance = j - i - (len_k - len_q)[:, None, None]
+    left, right = spec.window
+    right = 0 if spec.causal else right
+    mask &= True if left is None else distance >= -left
+    mask &= True if right is None else distance <= right
     return mask[:, None]
 
 
-def _want_room(spec: VarlenSpec) -> None:
+def want_room(spec: VarlenSpec) -> None:
+    """Refuse to store scores that take too much."""
     pairs = len(spec.lengths_q) * max(spec.lengths_q) * max(spec.lengths_k)
     if (nbytes := 4.0 * pairs * spec.num_heads) > SCORES_BYTES:
         raise NotImplementedError(f"the scores would take {nbytes / 1e9:.0f} GB")
 
 
 def xla_mask(spec: VarlenSpec, gradient: bool) -> Form:
-    """XLA on a padded batch with a mask."""
-    _want_room(spec)
+    """XLA on a padded batch with a mask, and a bias for ALiBi."""
+    want_room(spec)
+    want_no_more(spec, "alibi")
+    bias = (functools.partial(alibi_bias, spec),) if spec.alibi else ()
 
-    def attend(q: Any, k: Any, v: Any, mask: Any) -> Any:
-        return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation="xla")
+    def attend(q: Any, k: Any, v: Any, mask: Any, *bias: Any) -> Any:
+        return jax.nn.dot_product_attention(
+            q, k, v, *bias, mask=mask, implementation="xla"
+        )
 
-    return Form(attend, Layout(padded=True), extra=(padding_mask(spec),))
+    return Form(attend, Layout(padded=True), extra=(padding_mask(spec), *bias))
+
+
+def tokamax(spec: VarlenSpec, gradient: bool) -> Form:
+    """Tokamax's Mosaic GPU attention on a padded batch, with its own heuristics."""
+    want_package("tokamax", "tokamax")
+    _want_gpu()
+    _want_top_left(spec)
+    want_no_more(spec, "softcap", "alibi")
+    extra: dict[str, Any] = {}
+    if not dense(spec):  # what rows beyond the queries give counts nowhere
+        extra["key_value_seq_lengths"] = np.asarray(spec.lengths_k, np.int32)
+    if spec.alibi:
+        extra["bias"] = functools.partial(alibi_bias, spec)
+    left, right = (
+        padded_length(spec.lengths_k) if w is None else w for w in spec.window
+    )
+    window = (
+        None if spec.window == (None, None) else (left, 0 if spec.causal else right)
+    )
+
+    def attend(q: Any, k: Any, v: Any, *operands: Any) -> Any:
+        return importlib.import_module("tokamax").dot_product_attention(
+            q,
+            k,
+            v,
+            is_causal=spec.causal,
+            local_window_size=window,
+            logits_soft_cap=spec.softcap,
+            implementation="mosaic",
+            **dict(zip(extra, operands, strict=True)),
+        )
+
+    return Form(attend, Layout(padded=True), extra=tuple(extra.values()))
 
 
 def jax_sample(spec: VarlenSpec, gradient: bool) -> Form:
     """The Mosaic GPU sample of jax: sequences of one length, in fp16 as it wants it."""
     _want_gpu()
+    want_no_more(spec, windows=False)
     if not dense(spec):
         raise NotImplementedError("sequences must have one length")
     if gradient and (spec.causal or spec.head_dim > 128):
@@ -264,96 +379,6 @@ def jax_sample(spec: VarlenSpec, gradient: bool) -> Form:
     return Form(attend, Layout(padded=True), prepare=prepare, dq_factor=scale)
 
 
-def torch_varlen(spec: VarlenSpec, gradient: bool) -> Form:
-    """PyTorch's FlashAttention on packed sequences."""
-    window = (-1, 0) if spec.causal else (-1, -1)
-    longest = max(spec.lengths_q), max(spec.lengths_k)
-
-    def attend(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any) -> Any:
-        from torch.nn.attention.varlen import varlen_attn
-
-        return varlen_attn(q, k, v, cu_q, cu_k, *longest, window_size=window)
-
-    return Form(attend, extra=spec.cu_seqlens(), torch=True)
-
-
-def torch_sdpa(spec: VarlenSpec, gradient: bool) -> Form:
-    """PyTorch's scaled_dot_product_attention on a padded batch, its own choice."""
-    grouped, masked = spec.num_heads != spec.num_kv_heads, not dense(spec)
-    if masked:
-        _want_room(spec)
-        if grouped:
-            raise NotImplementedError("it has no fused masked attention by groups")
-
-    def attend(q: Any, k: Any, v: Any, *mask: Any) -> Any:
-        import torch
-
-        return torch.nn.functional.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask[0] if mask else None,
-            is_causal=spec.causal and not mask,
-            enable_gqa=grouped,
-        )
-
-    mask = (padding_mask(spec),) if masked else ()
-    return Form(attend, Layout(padded=True, heads_first=True), extra=mask, torch=True)
-
-
-def torch_flex(spec: VarlenSpec, gradient: bool) -> Form:
-    """PyTorch's flex_attention, compiled, on packed sequences with a block mask."""
-    tokens = tuple(rounded(sum(x)) for x in (spec.lengths_q, spec.lengths_k))
-
-    @functools.cache
-    def compiled() -> tuple[Any, Any]:
-        import torch
-        from torch.nn.attention import flex_attention as flex
-
-        torch.compiler.reset()  # or else the ninth shape would not be compiled
-        ids, places = [], []
-        for lengths, total in zip(
-            (spec.lengths_q, spec.lengths_k), tokens, strict=True
-        ):
-            own = np.repeat(np.arange(len(lengths)), lengths)
-            ids.append(np.pad(own, (0, total - len(own)), constant_values=-1))
-            place = np.concatenate([np.arange(n) for n in lengths])
-            places.append(np.pad(place, (0, total - len(own))))
-        shift = np.subtract(spec.lengths_k, spec.lengths_q)[ids[0]]
-        id_q, id_k, i, j = (
-            torch.tensor(x.astype(np.int32), device="cuda")
-            for x in (*ids, places[0] + shift, places[1])
-        )
-
-        def visible(batch: Any, head: Any, row: Any, column: Any) -> Any:
-            same = (id_q[row] == id_k[column]) & (id_q[row] >= 0)
-            return same & (j[column] <= i[row]) if spec.causal else same
-
-        mask = flex.create_block_mask(visible, None, None, *tokens, device="cuda")
-        return torch.compile(flex.flex_attention, dynamic=False), mask
-
-    def attend(q: Any, k: Any, v: Any) -> Any:
-        attention, mask = compiled()
-        grouped = spec.num_heads != spec.num_kv_heads
-        return attention(q, k, v, block_mask=mask, enable_gqa=grouped)
-
-    return Form(attend, Layout(batched=True, heads_first=True), torch=True)
-
-
 def rounded(tokens: int) -> int:
     """The budget of a packed buffer: a multiple of 64 rows."""
     return -(-tokens // 64) * 64
-
-
-FORMS: Mapping[str, Callable[[VarlenSpec, bool], Form]] = {
-    "mosaic_gpu": functools.partial(ours, "mosaic_gpu"),
-    "xla": functools.partial(ours, "xla"),
-    "cudnn_packed": cudnn_packed,
-    "cudnn_padded": cudnn_padded,
-    "xla_mask": xla_mask,
-    "jax_sample": jax_sample,
-    "torch_varlen": torch_varlen,
-    "torch_sdpa": torch_sdpa,
-    "torch_flex": torch_flex,
-}
-"""By name: the form of a spec, with gradients or without."""

@@ -67,6 +67,9 @@ ROUNDS = 5
 PACKAGES: Mapping[str, Sequence[str]] = {
     "torch*": ("torch",),
     "cudnn*": ("nvidia-cudnn-cu13",),
+    "tokamax": ("tokamax",),
+    "flash_attn_4": ("flash-attn-4", "nvidia-cutlass-dsl", "torch"),
+    "flash_deberta": ("flashdeberta", "triton", "torch"),
 }
 """What rivals are made of, by patterns of their names; the first that fits counts."""
 

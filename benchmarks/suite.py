@@ -61,7 +61,9 @@ def company(name: str, gpus: int) -> tuple[str, ...]:
     return next((names for names in SHARING if name in names), ())
 
 
-_ATTENTION = "--impl mosaic_gpu cudnn_packed cudnn_padded torch_varlen"
+_ATTENTION = (
+    "--impl mosaic_gpu cudnn_packed cudnn_padded torch_varlen flash_attn_4 tokamax"
+)
 _SPARSE = "--impl mosaic_gpu triton dense torch_dense ideal"
 _TRAINING = "--skip jaxscale_scan --samples 10"
 
@@ -69,18 +71,22 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     (
         "attention",
         "varlen_attention --case dense_* --impl mosaic_gpu cudnn_packed cudnn_padded "
-        "jax_sample torch_varlen torch_sdpa",
+        "jax_sample torch_varlen torch_sdpa flash_attn_4 tokamax",
     ),
     ("attention", f"varlen_attention --case bert_base_* {_ATTENTION}"),
     (
         "attention",
         f"varlen_attention --case llama_* prefill_* falcon_* {_ATTENTION}",
     ),
+    (
+        "attention",
+        f"varlen_attention --case modernbert_* gpt_oss_* gemma2_* mpt_* {_ATTENTION} "
+        "xla_mask torch_sdpa torch_flex",
+    ),
     *(
         (
             "encoder",
-            f"encoder --model {model} --batch 16 --skip torch_eager "
-            "torch_compile_graphs --samples 10",
+            f"encoder --model {model} --batch 16 --skip torch_eager --samples 10",
         )
         for model in ("bert_base", "deberta_v3_base", "albert_base", "distilbert_base")
     ),
@@ -126,7 +132,8 @@ COMMANDS: tuple[tuple[str, str], ...] = (
         for gpus in (4, 2)
         for line in (
             "collective_matmul --rows 8192 2048 --skip auto",
-            "collective_matmul --rows 16 64 512 --impl auto xla_nccl xla_lhs xla_ring",
+            "collective_matmul --rows 16 64 512 --impl mosaic_gpu auto xla_nccl "
+            "xla_lhs xla_ring torch_nccl",
             "tensor_parallel_block",
         )
     ),

@@ -8,9 +8,9 @@ Every implementation gets the same random packed sequences, laid out as it wants
 before it is timed, in as many sets as pass through the L2 cache twice. Packed buffers
 are rounded up to 64 rows, padded rows to the longest sequence and a multiple of 8.
 Rates count useful work alone, that of the gradients 2.5 times that of the result.
-Errors are those of a head (of the query heads of a key head) in up to four sequences,
-the longest and the shortest among them, against fp32; ``norm_error`` is the same by
-norms.
+Errors are those of `benchmarks.attention_definition`; ``norm_error`` is by norms.
+Cases with windows, softcap, sinks or ALiBi say so in `features`, and what cannot do
+that says so.
 
 Programs of several cases are compiled at once, in threads, before the first is timed.
 """
@@ -28,8 +28,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import harness, timing
-from benchmarks.attention_baselines import FORMS, Form, rounded
+from benchmarks import attention_baselines as baselines
+from benchmarks import attention_definition as definition
+from benchmarks import harness, timing, torch_attention
+from benchmarks.attention_baselines import Form, rounded
 from benchmarks.harness import (
     Benchmark,
     Case,
@@ -47,11 +49,40 @@ from pallas_kernels.varlen_attention.specs import (
 )
 
 
+FORMS: Mapping[str, Callable[[VarlenSpec, bool], Form]] = {
+    "mosaic_gpu": functools.partial(baselines.ours, "mosaic_gpu"),
+    "xla": functools.partial(baselines.ours, "xla"),
+    "cudnn_packed": baselines.cudnn_packed,
+    "cudnn_padded": baselines.cudnn_padded,
+    "xla_mask": baselines.xla_mask,
+    "jax_sample": baselines.jax_sample,
+    "tokamax": baselines.tokamax,
+    "flash_attn_4": torch_attention.flash_attn_4,
+    "torch_varlen": torch_attention.torch_varlen,
+    "torch_sdpa": torch_attention.torch_sdpa,
+    "torch_flex": torch_attention.torch_flex,
+}
+"""By name: the form of a spec, with gradients or without."""
+
 BATCH = 6
 """Cases whose programs are compiled at once."""
 ROUNDS = 3
-SAMPLED = 4
-"""Sequences that are compared with fp32."""
+
+
+def _small(name: str, **more: Any) -> VarlenSpec:
+    lengths = tuple(map(int, documents(3, 40)))
+    return VarlenSpec(
+        name=name,
+        pattern="documents",
+        lengths_q=lengths,
+        lengths_k=lengths,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        **more,
+    )
+
+
 QUICK = (
     VarlenSpec(
         name="tiny_full",
@@ -62,16 +93,9 @@ QUICK = (
         num_kv_heads=2,
         head_dim=16,
     ),
-    VarlenSpec(
-        name="tiny_causal",
-        pattern="documents",
-        lengths_q=tuple(map(int, documents(3, 40))),
-        lengths_k=tuple(map(int, documents(3, 40))),
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        causal=True,
-    ),
+    _small("tiny_causal", causal=True),
+    _small("tiny_alibi", window=(5, 3), alibi=True),
+    _small("tiny_sinks", causal=True, window=(7, None), softcap=2.0, sinks=True),
     VarlenSpec(
         name="tiny_prefill",
         pattern="constant",
@@ -85,10 +109,14 @@ QUICK = (
 )
 
 
-def plain(spec: VarlenSpec) -> bool:
-    """Whether a spec asks for no more than most implementations have."""
-    features = spec.softcap, spec.sinks, spec.alibi
-    return spec.window == (None, None) and not any(features)
+def features(spec: VarlenSpec) -> str:
+    """What a spec asks for beyond a causal mask, in words."""
+    left, right = spec.window
+    window = f"window {left}" if spec.causal else f"window {left}/{right}"
+    found = [] if spec.window == (None, None) else [window]
+    found += [f"softcap {spec.softcap:g}"] if spec.softcap is not None else []
+    found += ["sinks"] if spec.sinks else []
+    return ", ".join([*found, *(["alibi"] if spec.alibi else [])])
 
 
 def importance(spec: VarlenSpec) -> int:
@@ -98,20 +126,21 @@ def importance(spec: VarlenSpec) -> int:
         return 0
     if name.startswith("bert_base_b16_") or spec.pattern == "documents":
         return 1
-    if name.startswith(("long_tail", "bimodal", "prefill", "wide")):
+    if features(spec) or name.startswith(("long_tail", "bimodal", "prefill", "wide")):
         return 2
     if name.startswith("bert_base"):
         return 3
     return 4 if spec.pattern != "constant" else 5
 
 
-BY_NAME = {spec.name: spec for spec in (*QUICK, *filter(plain, SPECS))}
+BY_NAME = {spec.name: spec for spec in (*QUICK, *SPECS)}
 
 
 def case(spec: VarlenSpec, what: str) -> Case:
     """One problem: a spec and ``fwd`` or ``fwd_bwd``."""
     grouped = spec.num_heads != spec.num_kv_heads
     heads = f"{spec.num_heads}/{spec.num_kv_heads}" if grouped else str(spec.num_heads)
+    more = features(spec)
     return Case(
         spec.name,
         {
@@ -123,6 +152,7 @@ def case(spec: VarlenSpec, what: str) -> Case:
             "batch": len(spec.lengths_q),
             "max_len": spec.max_len,
             "tokens": sum(spec.lengths_q),
+            **({"features": more} if more else {}),
         },
     )
 
@@ -130,140 +160,6 @@ def case(spec: VarlenSpec, what: str) -> Case:
 def cases(specs: Sequence[VarlenSpec]) -> list[Case]:
     """Both passes of specs."""
     return [case(spec, what) for spec in specs for what in ("fwd", "fwd_bwd")]
-
-
-# --- The definition -------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Sample:
-    """Which sequences and which key head are compared."""
-
-    sequences: tuple[int, ...]
-    kv_head: int
-
-
-def sample(spec: VarlenSpec) -> Sample:
-    """The longest, the shortest that is not empty, and random others."""
-    lengths = np.asarray(spec.lengths_q)
-    random = np.random.default_rng(0)
-    order = [int(lengths.argmax()), int(np.where(lengths, lengths, 2**30).argmin())]
-    order += [int(b) for b in random.permutation(len(lengths)) if lengths[b]]
-    chosen = tuple(dict.fromkeys(order))[:SAMPLED]
-    return Sample(chosen, int(random.integers(spec.num_kv_heads)))
-
-
-def definition(causal: bool, scale: float) -> Callable:
-    """Attention of one sequence and key head in fp32, and its gradients."""
-
-    def attend(q: Any, k: Any, v: Any, len_q: Any, len_k: Any) -> Any:
-        i, j = jnp.arange(q.shape[0])[:, None], jnp.arange(k.shape[0])[None]
-        mask = (i < len_q) & (j < len_k)
-        if causal:
-            mask &= j - i <= len_k - len_q
-        scores = scale * jnp.einsum("lgh,sh->gls", q, k)
-        weights = jax.nn.softmax(jnp.where(mask, scores, -1e30), axis=-1)
-        return jnp.einsum("gls,sh->lgh", jnp.where(mask, weights, 0.0), v)
-
-    def run(q: Any, k: Any, v: Any, dout: Any, len_q: Any, len_k: Any) -> tuple:
-        out, back = jax.vjp(lambda q, k, v: attend(q, k, v, len_q, len_k), q, k, v)
-        return out, *back(dout)
-
-    return run
-
-
-def _room(length: int) -> int:
-    return max(64, 1 << (length - 1).bit_length())
-
-
-@functools.cache
-def _definition_program(
-    pool: ThreadPoolExecutor, causal: bool, rows: int, keys: int, groups: int, dim: int
-) -> Future:
-    """Compiles `definition` for sequences of up to so many rows."""
-    shapes = [(rows, groups, dim), (keys, dim), (keys, dim), (rows, groups, dim)]
-    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    length = jax.ShapeDtypeStruct((), jnp.int32)
-    run = definition(causal, dim**-0.5)
-    with jax.default_matmul_precision("highest"):
-        lowered = jax.jit(run).lower(*arguments, length, length)
-    # Trying out the products of many lengths would take longer than all else.
-    options = {"xla_gpu_autotune_level": 0} if timing.on_gpu() else None
-    return pool.submit(lowered.compile, options)
-
-
-def programs_of_definition(spec: VarlenSpec, pool: ThreadPoolExecutor) -> list[Future]:
-    """For each sampled sequence, its program."""
-    groups = spec.num_heads // spec.num_kv_heads
-    return [
-        _definition_program(
-            pool,
-            spec.causal,
-            _room(spec.lengths_q[b]),
-            _room(spec.lengths_k[b]),
-            groups,
-            spec.head_dim,
-        )
-        for b in sample(spec).sequences
-    ]
-
-
-def _group(spec: VarlenSpec) -> slice:
-    """The query heads of the key head that is compared."""
-    groups = spec.num_heads // spec.num_kv_heads
-    head = sample(spec).kv_head
-    return slice(head * groups, (head + 1) * groups)
-
-
-def expected(
-    spec: VarlenSpec, packed: Sequence[jax.Array], programs: Sequence[Future]
-) -> list[list[np.ndarray]]:
-    """The results and gradients of each sampled sequence."""
-    bounds_q, bounds_k = spec.cu_seqlens()
-    q, k, v, dout = (np.asarray(x) for x in packed)
-    head, group = sample(spec).kv_head, _group(spec)
-    found = []
-    for b, program in zip(sample(spec).sequences, programs, strict=True):
-        len_q, len_k = spec.lengths_q[b], spec.lengths_k[b]
-        rows, keys = slice(bounds_q[b], bounds_q[b + 1]), slice(*bounds_k[b : b + 2])
-        own = [q[rows, group], k[keys, head], v[keys, head], dout[rows, group]]
-        rooms = [_room(len_q), _room(len_k), _room(len_k), _room(len_q)]
-        own = [
-            np.pad(
-                x.astype(np.float32), ((0, room - len(x)), *((0, 0),) * (x.ndim - 1))
-            )
-            for x, room in zip(own, rooms, strict=True)
-        ]
-        out = program.result()(*own, np.int32(len_q), np.int32(len_k))
-        sizes = (len_q, len_q, len_k, len_k)
-        found.append([np.asarray(x)[:n] for x, n in zip(out, sizes, strict=True)])
-    return found
-
-
-def errors(
-    spec: VarlenSpec,
-    form: Form,
-    found: Sequence[np.ndarray],
-    wanted: Sequence[Sequence[np.ndarray]],
-) -> tuple[float, float]:
-    """Errors of the result and the gradients: by the largest, and by norms."""
-    head, group = sample(spec).kv_head, _group(spec)
-    worst = [0.0, 0.0]
-    for i, array in enumerate(found):
-        lengths = spec.lengths_k if i >= 2 else spec.lengths_q
-        heads = slice(head, head + 1) if i >= 2 else group
-        rows = [
-            form.layout.rows(array, lengths, b)[:, heads].astype(np.float32)
-            for b in sample(spec).sequences
-        ]
-        factor = form.dq_factor if i == 1 else 1.0
-        actual = factor * np.concatenate([x.reshape(-1) for x in rows])
-        right = np.concatenate([one[i].reshape(-1) for one in wanted])
-        by_norm = float(np.linalg.norm(actual - right) / np.linalg.norm(right))
-        by_largest = harness.max_rel_error(actual, right)
-        by_norm = by_norm if np.isfinite(by_norm) else float("inf")
-        worst = [max(worst[0], by_largest), max(worst[1], by_norm)]
-    return worst[0], worst[1]
 
 
 # --- Compile and time -----------------------------------------------------------------
@@ -331,7 +227,7 @@ def prepare(case: Case, names: Sequence[str], pool: ThreadPoolExecutor) -> Prepa
         spec,
         gradient,
         pool.submit(drawing.compile),
-        programs_of_definition(spec, pool),
+        definition.programs(spec, pool),
         forms,
         results,
     )
@@ -358,7 +254,7 @@ def _make_ready(
         found = jax.block_until_ready(function(*sets[0]))
         timer = timing.jax_device_time if timing.on_gpu() else timing.jax_wall_time
     found = [np.asarray(x) for x in found]
-    by_largest, by_norm = errors(prepared.spec, form, found, wanted)
+    by_largest, by_norm = definition.errors(prepared.spec, form, found, wanted)
 
     def take(calls: int) -> list[float]:
         # All calls in one go: to begin to profile takes longer than the calls.
@@ -376,7 +272,7 @@ def run(prepared: Prepared, names: Sequence[str], samples: int) -> Results:
     count = timing.number_of_sets(nbytes) if timing.on_gpu() else 2
     count = min(count, max(2, samples // ROUNDS))
     packed += [draw(np.uint32(i)) for i in range(1, count)]
-    wanted = expected(spec, packed[0], prepared.definition)
+    wanted = definition.expected(spec, packed[0], prepared.definition)
     ready, taken = {}, {}
     for name, (form, lay, program) in prepared.forms.items():
         try:
@@ -453,7 +349,7 @@ def _elsewhere(params: Params, seed: int, samples: int) -> Measurement:
 
 BENCHMARK = Benchmark(
     name="varlen_attention",
-    cases=cases(sorted(filter(plain, SPECS), key=importance)),
+    cases=cases(sorted(SPECS, key=importance)),
     quick_cases=cases(QUICK),
     kernels=("varlen_attention",),
     inputs=lambda params, key: (),

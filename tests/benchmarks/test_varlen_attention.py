@@ -1,6 +1,7 @@
 """The benchmark of attention: its layouts, definition, errors and quick run."""
 
 import dataclasses
+import importlib.util
 import json
 from pathlib import Path
 
@@ -10,10 +11,10 @@ import numpy as np
 import pytest
 
 from benchmarks import attention_baselines as baselines
-from benchmarks import command
+from benchmarks import attention_definition as definition
+from benchmarks import command, torch_attention
 from benchmarks import varlen_attention as benchmark
 from benchmarks.attention_baselines import Layout
-from pallas_kernels.varlen_attention import varlen_attention
 from pallas_kernels.varlen_attention.specs import VarlenSpec
 
 
@@ -49,24 +50,23 @@ def test_the_definition_is_that_of_the_op(spec):
     queries, keys = sum(spec.lengths_q), sum(spec.lengths_k)
     q, dout = rng.normal(size=(2, queries, spec.num_heads, 16)).astype(np.float32)
     k, v = rng.normal(size=(2, keys, spec.num_kv_heads, 16)).astype(np.float32)
-    cu_q, cu_k = spec.cu_seqlens()
+    form = baselines.ours("xla", spec, True)
+    extra = [jnp.asarray(x) for x in form.extra]
 
     def op(q, k, v):
-        cu = (cu_q,) if baselines.self_attention(spec) else (cu_q, cu_k)
-        return varlen_attention(q, k, v, *cu, causal=spec.causal, implementation="xla")
+        return form.attend(q, k, v, *extra)
 
     out, back = jax.vjp(op, jnp.asarray(q), jnp.asarray(k), jnp.asarray(v))
     want = [np.asarray(x) for x in (out, *back(jnp.asarray(dout)))]
     packed = [jnp.asarray(x) for x in (q, k, v, dout)]
     with benchmark.ThreadPoolExecutor(1) as pool:
-        programs = benchmark.programs_of_definition(spec, pool)
-        right = benchmark.expected(spec, packed, programs)
-    benchmark._definition_program.cache_clear()  # its pool is gone
-    form = baselines.ours("xla", spec, True)
-    worst, by_norm = benchmark.errors(spec, form, want, right)
+        programs = definition.programs(spec, pool)
+        right = definition.expected(spec, packed, programs)
+    definition._definition_program.cache_clear()  # its pool is gone
+    worst, by_norm = definition.errors(spec, form, want, right)
     assert 0 < worst < 1e-5 and 0 < by_norm < 1e-5
     want[2] = want[2] + 0.1  # an error in the gradient of the keys is seen
-    assert benchmark.errors(spec, form, want, right)[1] > 0.01
+    assert definition.errors(spec, form, want, right)[1] > 0.01
 
 
 def test_errors_are_worst_for_nan():
@@ -75,20 +75,59 @@ def test_errors_are_worst_for_nan():
     shape = (sum(spec.lengths_q), spec.num_heads, spec.head_dim)
     right = [
         [np.ones((spec.lengths_q[b], 1, 16), np.float32)]
-        for b in benchmark.sample(spec).sequences
+        for b in definition.sample(spec).sequences
     ]
     found = np.full(shape, np.nan, np.float32)
-    assert benchmark.errors(spec, form, [found], right) == (np.inf, np.inf)
+    assert definition.errors(spec, form, [found], right) == (np.inf, np.inf)
 
 
 def test_masks_of_padded_batches():
     spec = dataclasses.replace(
-        benchmark.QUICK[2], lengths_q=(2, 1), lengths_k=(3, 2), causal=True
+        benchmark.QUICK[-1], lengths_q=(2, 1), lengths_k=(3, 2), causal=True
     )
     mask = baselines.padding_mask(spec)[:, 0].astype(int)
     assert mask.shape == (2, 8, 8) and not mask[:, 2:].any() and not mask[..., 3:].any()
     np.testing.assert_array_equal(mask[0, :2, :3], [[1, 1, 0], [1, 1, 1]])
     np.testing.assert_array_equal(mask[1, :2, :3], [[1, 1, 0], [0, 0, 0]])
+    local = dataclasses.replace(spec, causal=False, window=(0, 1))
+    mask = baselines.padding_mask(local)[:, 0].astype(int)
+    np.testing.assert_array_equal(mask[0, :2, :3], [[0, 1, 1], [0, 0, 1]])
+
+
+@pytest.mark.parametrize("name", ["modernbert_local", "gpt_oss_local", "mpt_7b_alibi"])
+def test_forms_refuse_what_they_lack(name, monkeypatch):
+    monkeypatch.setattr(baselines, "_want_gpu", lambda: None)
+    for module in (baselines, torch_attention):
+        monkeypatch.setattr(module, "want_package", lambda *names: None)
+    spec = benchmark.BY_NAME[name]
+    refused = set()
+    for form in benchmark.FORMS:
+        try:
+            benchmark.FORMS[form](spec, False)
+        except NotImplementedError:
+            refused.add(form)
+    assert (
+        refused
+        == {
+            # cuDNN's packed rows know windows to the left alone, its padded ones masks.
+            "modernbert_local": {"cudnn_packed", "jax_sample"},
+            "gpt_oss_local": {
+                *("cudnn_packed", "cudnn_padded", "xla_mask", "jax_sample", "tokamax"),
+                *("torch_varlen", "torch_sdpa"),
+            },
+            "mpt_7b_alibi": {
+                *("cudnn_packed", "jax_sample", "torch_varlen", "torch_sdpa"),
+                "flash_attn_4",
+            },
+        }[name]
+    )
+
+
+def test_what_is_not_installed_is_said(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for name, package in (("tokamax", "tokamax"), ("flash_attn_4", "flash-attn-4")):
+        with pytest.raises(NotImplementedError, match=f"{package} is not installed"):
+            benchmark.FORMS[name](benchmark.QUICK[0], False)
 
 
 def test_what_does_not_fit_is_said():
@@ -102,9 +141,9 @@ def test_what_does_not_fit_is_said():
         head_dim=64,
     )
     with pytest.raises(NotImplementedError, match="275 GB"):
-        baselines.FORMS["xla_mask"](long, False)
+        benchmark.FORMS["xla_mask"](long, False)
     with pytest.raises(NotImplementedError, match="need a GPU"):
-        baselines.FORMS["cudnn_packed"](long, False)
+        benchmark.FORMS["cudnn_packed"](long, False)
 
 
 def test_cases_hold_the_grids_and_begin_with_the_targets():
@@ -132,9 +171,18 @@ def test_cases_hold_the_grids_and_begin_with_the_targets():
     assert {p["heads"] for p in params if p["pattern"] == "documents"} == {
         "32/8",
         "71/1",
+        "64/8",
+        "16/8",
+        "32",
+    }
+    assert {p["features"] for p in params if "features" in p} == {
+        "window 64/64",
+        "window 127, sinks",
+        "window 4095, softcap 50",
+        "alibi",
     }
     keys = [(c.name, c.params["pass"]) for c in found]
-    assert len(keys) == len(set(keys)) == 2 * len(benchmark.BY_NAME) - 6
+    assert len(keys) == len(set(keys)) == 2 * (len(benchmark.BY_NAME) - 5)
 
 
 def test_ratios_to_cudnn():
@@ -146,13 +194,15 @@ def test_ratios_to_cudnn():
 
 
 def test_the_command_runs_anywhere_and_writes_nothing(tmp_path, capsys):
-    arguments = ["--quick", "--out", str(tmp_path), "--case", "tiny_causal"]
+    cases = ["tiny_causal", "tiny_alibi", "tiny_sinks"]
+    arguments = ["--quick", "--out", str(tmp_path), "--case", *cases]
     assert command.main(benchmark.BENCHMARK, arguments) == 0
     out = capsys.readouterr().out
     assert "mosaic_gpu: not supported" in out and "torch with a GPU" in out
     assert "norm_error" in out and "| tiny_causal | fwd_bwd |" in out
     assert not [*tmp_path.rglob("*")]
-    benchmark._definition_program.cache_clear()
+    assert "tiny_sinks pass=fwd_bwd pattern=documents" in out
+    definition._definition_program.cache_clear()
 
 
 def test_packed_rows_need_no_cudnn():
