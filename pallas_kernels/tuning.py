@@ -61,7 +61,13 @@ __all__ = [
     "tuned_entry",
 ]
 
-OPS = ("matmul", "collective_matmul", "quantized_matmul", "tile_sparse_matmul")
+OPS = (
+    "matmul",
+    "collective_matmul",
+    "quantized_matmul",
+    "scaled_matmul",
+    "tile_sparse_matmul",
+)
 """Ops that the tuner knows: each has a module ``pallas_kernels.<op>.tunable``."""
 
 _L2_BYTES = 60e6

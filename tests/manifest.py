@@ -48,6 +48,8 @@ from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.specs import SPECS as PAGED
 from pallas_kernels.quantized_matmul import quantized_matmul
 from pallas_kernels.quantized_matmul.specs import SPECS as QUANTIZED
+from pallas_kernels.scaled_matmul import scaled_matmul
+from pallas_kernels.scaled_matmul.specs import SPECS as SCALED
 from pallas_kernels.tile_sparse_matmul import tile_sparse_matmul
 from pallas_kernels.tile_sparse_matmul.specs import SPECS as TILE_SPARSE
 from pallas_kernels.varlen_attention import (
@@ -227,6 +229,18 @@ def quantized_matmul_cases() -> Iterator[Case]:
         yield Case(spec.name, run, arguments)
 
 
+def scaled_matmul_cases() -> Iterator[Case]:
+    run = functools.partial(scaled_matmul, implementation="mosaic_gpu")
+    for spec in SCALED:
+        rows = spec.m, spec.n
+        operands = [
+            array(size, spec.k, dtype=dtype)
+            for size, dtype in zip(rows, spec.types, strict=True)
+        ]
+        scales = [array(*([n] if spec.by_row else []), dtype=FP32) for n in rows]
+        yield Case(spec.name, run, (*operands, *scales))
+
+
 def layer_norm_cases() -> Iterator[Case]:
     run = functools.partial(layer_norm, eps=1e-5, implementation="mosaic_gpu")
     for spec in LAYER_NORM:
@@ -284,6 +298,7 @@ OPS: Mapping[str, Callable[[], Iterator[Case]]] = {
     "move_pages": move_pages_cases,
     "matmul": matmul_cases,
     "quantized_matmul": quantized_matmul_cases,
+    "scaled_matmul": scaled_matmul_cases,
     "layer_norm": layer_norm_cases,
     "tile_sparse_matmul": tile_sparse_cases,
     "collective_matmul": collective_cases,

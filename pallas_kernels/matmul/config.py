@@ -5,6 +5,7 @@ Axis letters: M rows, K contraction, N columns.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.cost_model import (
     LEAST_BUSY,
+    TENSOR_CORE,
     TILE_OVERHEAD,
     busy_share,
     step_cycles,
@@ -119,23 +121,26 @@ class Problem:
     k: int
     """Length of the sums."""
     dtype: jnp.dtype
-    """Type of both operands: bfloat16 or float16."""
+    """Type of both operands: bfloat16 or float16; of the left one, if there is
+    `rhs_dtype`."""
     out_dtype: jnp.dtype
     """Type of the output: that of the operands or float32."""
+    rhs_dtype: jnp.dtype | None = None
+    """Type of the right operand, where it is another one: of 8 bits, as the left."""
     lhs_transposed: bool = False
     """The left operand is stored as [K,M]."""
     rhs_transposed: bool = False
     """The right operand is stored as [N,K]."""
 
     @classmethod
-    def of(
-        cls,
+    def of[P: "Problem"](
+        cls: type[P],
         x: Any,
         w: Any,
         out_dtype: DTypeLike,
         lhs_transposed: bool = False,
         rhs_transposed: bool = False,
-    ) -> "Problem":
+    ) -> P:
         """The problem of two arrays (or shapes with types)."""
         k, m = x.shape if lhs_transposed else x.shape[::-1]
         return cls(
@@ -144,6 +149,7 @@ class Problem:
             k=k,
             dtype=jnp.dtype(x.dtype),
             out_dtype=jnp.dtype(out_dtype),
+            rhs_dtype=None if w.dtype == x.dtype else jnp.dtype(w.dtype),
             lhs_transposed=lhs_transposed,
             rhs_transposed=rhs_transposed,
         )
@@ -152,8 +158,11 @@ class Problem:
     def key(self) -> str:
         """Key in the tables of tuned configs, as in ``m=4096 n=8192 k=4096 bf16``."""
         short = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+        short |= {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
         dtype, out = (short.get(d.name, d.name) for d in (self.dtype, self.out_dtype))
         parts = [f"m={self.m} n={self.n} k={self.k} {dtype}"]
+        if self.rhs_dtype is not None:
+            parts.append(f"rhs={short.get(self.rhs_dtype.name, self.rhs_dtype.name)}")
         if self.out_dtype != self.dtype:
             parts.append(f"out={out}")
         if self.lhs_transposed:
@@ -227,14 +236,16 @@ def _counts(problem: Problem, config: MatmulConfig) -> tuple[int, int]:
 
 def _cost(problem: Problem, config: MatmulConfig, device: DeviceSpec) -> float:
     """Estimated cycles: waves of tiles, each bound by tensor cores or L2 traffic."""
-    edges = (config.tile_m + config.tile_n) * problem.dtype.itemsize
-    per_k = step_cycles(config.tile_m, config.tile_n, edges)
+    itemsize = problem.dtype.itemsize
+    edges = (config.tile_m + config.tile_n) * itemsize
+    rate = 2 * TENSOR_CORE // itemsize
+    per_k = step_cycles(config.tile_m, config.tile_n, edges, rate)
     slower = _SECOND_PRODUCT if len(config.product_columns) > 1 else 1.0
     tiles = math.prod(_counts(problem, config))
     return waves(tiles, device) * (problem.k * per_k * slower + TILE_OVERHEAD)
 
 
-def _clustered(problem: Problem, config: MatmulConfig) -> MatmulConfig:
+def _clustered[C: MatmulConfig](problem: Problem, config: C) -> C:
     """Pairs blocks along a dimension with an even number of tiles, rows first."""
     for dimension, count in zip(("m", "n"), _counts(problem, config), strict=True):
         if count % 2 == 0:
@@ -242,12 +253,15 @@ def _clustered(problem: Problem, config: MatmulConfig) -> MatmulConfig:
     return config
 
 
-def heuristic(problem: Problem, device: DeviceSpec) -> MatmulConfig:
+def heuristic[C: MatmulConfig](
+    problem: Problem, device: DeviceSpec, tiles: Sequence[C] = _TILES
+) -> C:
     """The config of a problem that was never tuned.
 
     Args:
         problem: what to compute.
         device: number of multiprocessors.
+        tiles: configs to choose from.
 
     Returns:
         The tile of least estimated time, in clusters of two where the tiles pair up.
@@ -260,15 +274,17 @@ def heuristic(problem: Problem, device: DeviceSpec) -> MatmulConfig:
         >>> config.tile_m, config.tile_n, config.cluster
         (128, 256, 'm')
     """
-    best = min(_TILES, key=lambda config: _cost(problem, config, device))
+    best = min(tiles, key=lambda config: _cost(problem, config, device))
     return _clustered(problem, best) if device.num_sms > 1 else best
 
 
-def candidates(problem: Problem, device: DeviceSpec) -> tuple[MatmulConfig, ...]:
+def candidates[C: MatmulConfig](
+    problem: Problem, device: DeviceSpec, tiles: Sequence[C] = _TILES
+) -> tuple[C, ...]:
     """Configs for the tuner: near the estimate, in several orders and clusters."""
-    estimates = {c: _cost(problem, c, device) for c in _TILES}
+    estimates = {c: _cost(problem, c, device) for c in tiles}
     limit = 1.3 * min(estimates.values())
-    near = [c for c in _TILES if estimates[c] <= limit]
+    near = [c for c in tiles if estimates[c] <= limit]
     near = sorted(near, key=estimates.__getitem__)[:3]
     best = _clustered(problem, near[0])
     found = [_clustered(problem, c) for c in near]
@@ -278,7 +294,7 @@ def candidates(problem: Problem, device: DeviceSpec) -> tuple[MatmulConfig, ...]
             dataclasses.replace(best, minor=minor, group=group)
             for minor, group in (("m", 4), ("m", 16), ("n", 4), ("n", 8))
         ]
-        if best.stages % 2 == 0:
+        if best.tile_k == 64 and best.stages % 2 == 0:
             # Half as many barriers, for rings as deep in bytes.
             deep = dataclasses.replace(best, tile_k=128, stages=best.stages // 2)
             found.append(deep)

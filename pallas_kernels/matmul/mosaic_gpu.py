@@ -62,10 +62,12 @@ __all__ = [
     "Columns",
     "Tiles",
     "check_problem",
+    "check_sizes",
     "load_tile",
     "matmul",
     "multiply_tile",
     "next_slot",
+    "pad_rows",
     "run_roles",
     "snake_tiles",
     "store_tile",
@@ -118,6 +120,15 @@ class Tiles:
         return (n, k) if self.problem.rhs_transposed else (k, n)
 
     @property
+    def _ring(self) -> dict[str, tuple[tuple[int, int], jnp.dtype]]:
+        """Shapes and types of the operands of one stage."""
+        p = self.problem
+        return {
+            "x_smem": (self._x_shape, p.dtype),
+            "w_smem": (self._w_shape, p.rhs_dtype or p.dtype),
+        }
+
+    @property
     def _store_shape(self) -> tuple[int, int, int, int]:
         return (
             CONSUMERS,
@@ -130,7 +141,7 @@ class Tiles:
     def smem_bytes(self) -> int:
         """Shared memory of one block, barriers included."""
         c, p = self.config, self.problem
-        ring = smem_bytes(self._x_shape, p.dtype) + smem_bytes(self._w_shape, p.dtype)
+        ring = sum(smem_bytes(shape, dtype) for shape, dtype in self._ring.values())
         stores = smem_bytes(self._store_shape, p.out_dtype)
         return c.stages * ring + stores + 1024
 
@@ -148,11 +159,9 @@ class Tiles:
             )
         ring = {
             name: plgpu.SMEM(
-                (c.stages, *shape),
-                p.dtype,
-                transforms=smem_transforms(shape[1], p.dtype),
+                (c.stages, *shape), dtype, transforms=smem_transforms(shape[1], dtype)
             )
-            for name, shape in (("x_smem", self._x_shape), ("w_smem", self._w_shape))
+            for name, (shape, dtype) in self._ring.items()
         }
         return ring | {
             "out_smem": plgpu.SMEM(
@@ -422,7 +431,7 @@ def multiply_tile(
 
 def store_tile(
     tiles: Tiles,
-    sums: jax.Array,
+    sums: jax.Array | Sequence[jax.Array],
     scratch: Mapping[str, Ref],
     consumer: Scalar,
     destination: Callable[[int], Ref | None],
@@ -431,7 +440,7 @@ def store_tile(
 
     Args:
         tiles: the cut.
-        sums: fp32 [block_m, block_n].
+        sums: fp32 [block_m, block_n], or its columns in parts of equal width.
         scratch: what `Tiles.scratch_types` allocated.
         consumer: int32, which of the consumers this warpgroup is.
         destination: chunk number to a [block_m, 128 bytes] view of global memory, here
@@ -440,10 +449,13 @@ def store_tile(
             column, and what lies past the end must be left out.
     """
     slots, width = tiles.config.store_slots, tiles.store_columns
+    parts = sums if isinstance(sums, Sequence) else (sums,)
+    chunks_of_part = parts[0].shape[1] // width
     for chunk in range(tiles.config.block[1] // width):
         if (view := destination(chunk)) is None:
             continue
-        values = sums[:, chunk * width : (chunk + 1) * width]
+        part, column = divmod(chunk, chunks_of_part)
+        values = parts[part][:, column * width : (column + 1) * width]
         buffer = scratch["out_smem"].at[consumer, chunk % slots]
         # The copy that used this buffer before has read it. Those of the last tile had
         # the time of this one's products.
@@ -587,7 +599,7 @@ def check_problem(problem: Problem) -> None:
         Unsupported: it cannot; the message says what to do.
     """
     p = problem
-    if p.dtype not in (jnp.bfloat16, jnp.float16):
+    if p.dtype not in (jnp.bfloat16, jnp.float16) or p.rhs_dtype is not None:
         raise Unsupported(
             f"matmul: operands of type {p.dtype.name}, the kernel takes bfloat16 or"
             " float16; cast them or use implementation='xla'"
@@ -597,27 +609,37 @@ def check_problem(problem: Problem) -> None:
             f"matmul: out_dtype {p.out_dtype.name}, the kernel writes {p.dtype.name}"
             " or float32; use implementation='xla'"
         )
+    check_sizes(problem, "matmul")
+
+
+def check_sizes(problem: Problem, op_name: str) -> None:
+    """Checks that whole tiles of the layout in shared memory hold the operands.
+
+    Raises:
+        Unsupported: they do not; the message says what to do.
+    """
+    p = problem
     if 0 in (p.m, p.n, p.k):
         raise Unsupported(
-            f"matmul: empty product of m={p.m} n={p.n} k={p.k}; use"
+            f"{op_name}: empty product of m={p.m} n={p.n} k={p.k}; use"
             " implementation='xla'"
         )
     # Stored columns must fill whole tiles of the layout; stored rows are padded.
-    columns = {
-        "n": p.n,
-        "m" if p.lhs_transposed else "k": p.m if p.lhs_transposed else p.k,
-    }
+    line = 128 // p.dtype.itemsize
+    columns = {"n": (p.n, TILE_COLUMNS)}
+    columns |= {"m": (p.m, line)} if p.lhs_transposed else {"k": (p.k, line)}
     if p.rhs_transposed:
-        columns["k"] = p.k
-    for name, size in columns.items():
-        if size % TILE_COLUMNS:
+        columns["k"] = p.k, line
+    for name, (size, multiple) in columns.items():
+        if size % multiple:
             raise Unsupported(
-                f"matmul: {name}={size}, the kernel needs a multiple of {TILE_COLUMNS}"
+                f"{op_name}: {name}={size}, the kernel needs a multiple of {multiple}"
                 " there; pad it or use implementation='xla'"
             )
 
 
-def _pad_rows(x: jax.Array) -> jax.Array:
+def pad_rows(x: jax.Array) -> jax.Array:
+    """[rows,columns], filled with zeros to whole tiles of the copy engine."""
     return jnp.pad(x, ((0, -x.shape[0] % TILE_ROWS), (0, 0)))
 
 
@@ -653,7 +675,7 @@ def matmul(
     """
     wanted = Problem.of(x, w, out_dtype, lhs_transposed, rhs_transposed)
     check_problem(wanted)
-    x, w = _pad_rows(x), _pad_rows(w)
+    x, w = pad_rows(x), pad_rows(w)
     problem = Problem.of(x, w, out_dtype, lhs_transposed, rhs_transposed)
     tiles = Tiles(problem=problem, config=config)
     check_smem(tiles.smem_bytes, device, f"matmul with {config}")

@@ -220,6 +220,11 @@ def access_of(shared_memory, key, transforms):
     return key, shared_memory.access(key, transforms)
 
 
+def accumulate(sums, products):
+    """What tensor cores add; a test may replace it by less exact ones."""
+    return sums + products
+
+
 @callbacks.fail_on_exception
 def wgmma(*, token, mesh_location, thread, acc, a, b, source_info, a_is_ref):
     shared_memory = shared_memory_of_run()
@@ -237,7 +242,7 @@ def wgmma(*, token, mesh_location, thread, acc, a, b, source_info, a_is_ref):
     shared_memory.store_buffer_content(
         acc_key,
         acc_access,
-        acc_value + np.matmul(a_value, b_value, dtype=acc_value.dtype),
+        accumulate(acc_value, np.matmul(a_value, b_value, dtype=acc_value.dtype)),
         thread,
         logging_info=info,
     )

@@ -1,0 +1,101 @@
+"""Tiling of a product of 8-bit operands: the problem, the config, and its choice.
+
+Axis letters: M rows, K contraction, N columns.
+"""
+
+import dataclasses
+import functools
+
+from pallas_kernels.matmul import config as matmul_config
+from pallas_kernels.matmul.config import MatmulConfig, Problem
+from pallas_kernels.mosaic import DeviceSpec
+
+
+__all__ = [
+    "DEPTH",
+    "ScaledMatmulConfig",
+    "ScaledProblem",
+    "candidates",
+    "heuristic",
+    "promoted_columns",
+]
+
+DEPTH = 128
+"""Products that the tensor cores add before the sum goes to fp32 registers: one line of
+shared memory, and a stage of the ring."""
+
+REGISTERS = 192
+"""Of a thread that multiplies, for sums and what the tensor cores write."""
+
+
+def promoted_columns(block: tuple[int, int]) -> list[slice] | None:
+    """Cut the columns of a consumer's part into those that are promoted together.
+
+    Args:
+        block: rows and columns of the part.
+
+    Returns:
+        The fewest parts of equal width that leave the sums of all columns and what the
+        tensor cores add for one part in registers; None if not even 64 columns do.
+
+    Example:
+        >>> [len(promoted_columns((64, columns))) for columns in (128, 192, 256)]
+        [1, 1, 2]
+    """
+    rows, columns = block
+    for parts in range(1, columns // 64 + 1):
+        width = columns // parts
+        registers = rows * (columns + width) // 128
+        if columns % parts == 0 and width % 64 == 0 and registers <= REGISTERS:
+            return [slice(i, i + width) for i in range(0, columns, width)]
+    return None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScaledMatmulConfig(MatmulConfig):
+    """Tiling of a product of 8-bit operands in the kernel."""
+
+    tile_k: int = DEPTH
+    """Depth of one pipeline stage: 128."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tile_k != DEPTH:
+            raise ValueError(f"tile_k {self.tile_k}, expected {DEPTH}")
+        if promoted_columns(self.block) is None:
+            raise ValueError(
+                f"tile_m {self.tile_m} x tile_n {self.tile_n}, expected smaller ones:"
+                " sums of a consumer and of the tensor cores do not fit in the"
+                f" {REGISTERS} registers of a thread"
+            )
+
+    @property
+    def product_columns(self) -> list[slice]:
+        """Columns of a consumer's part, in parts that are promoted together."""
+        return promoted_columns(self.block) or []
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScaledProblem(Problem):
+    """A product ``[M,K] x [N,K]^T -> [M,N]`` of 8-bit operands."""
+
+    rhs_transposed: bool = True
+
+    def declines(self, device: DeviceSpec) -> str | None:
+        """Say that only a measurement makes the kernel the choice: it has had none."""
+        return f"{self.key} was never measured on {device.name}"
+
+
+# As for 16 bits, but for the widest: beside the sums there are those of the tensor
+# cores. A line of shared memory holds twice as many numbers.
+_TILES = (
+    ScaledMatmulConfig(tile_m=128, tile_n=256, stages=4, store_slots=2),
+    ScaledMatmulConfig(tile_m=128, tile_n=192, stages=4, store_slots=3),
+    ScaledMatmulConfig(tile_m=128, tile_n=128, stages=6, store_slots=2),
+    ScaledMatmulConfig(tile_m=64, tile_n=256, stages=4, store_slots=2, split="n"),
+    ScaledMatmulConfig(tile_m=128, tile_n=64, stages=8, store_slots=1),
+    ScaledMatmulConfig(tile_m=64, tile_n=128, stages=8, store_slots=1, split="n"),
+)
+
+heuristic = functools.partial(matmul_config.heuristic, tiles=_TILES)
+candidates = functools.partial(matmul_config.candidates, tiles=_TILES)

@@ -1,0 +1,344 @@
+"""Hopper product of 8-bit floating-point operands, with sums that are promoted.
+
+It is the kernel of `pallas_kernels.matmul` with another consumer. The tensor cores of
+Hopper align the products of 8-bit numbers to the largest before they add them, and keep
+some 14 bits: over thousands of products an error of 2% builds up. So they add only 128
+(one stage of the ring), and the consumer adds what they give to its own fp32 sums. Of
+a wide tile it promotes one half of the columns after the other, since both do not fit
+in registers; meanwhile the tensor cores have the products of the other consumer.
+
+Scales of the columns reach shared memory while the tile is multiplied.
+
+Axis letters: M rows, K contraction, N columns.
+
+References:
+    DeepSeek-V3 Technical Report (arXiv 2412.19437), section 3.3.2: promotion in
+    intervals of 128. It scales there, too, by blocks of 128; here a row has one scale.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+
+from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.matmul.config import CONSUMERS, Problem
+from pallas_kernels.matmul.mosaic_gpu import (
+    TILE_COLUMNS,
+    Tiles,
+    check_sizes,
+    load_tile,
+    next_slot,
+    pad_rows,
+    run_roles,
+    snake_tiles,
+    store_tile,
+    wgmma_fence,
+)
+from pallas_kernels.mosaic import (
+    DeviceSpec,
+    check_smem,
+    resident_clusters,
+    smem_bytes,
+)
+from pallas_kernels.mosaic.aliases import Ref, Scalar
+from pallas_kernels.scaled_matmul.config import (
+    ScaledMatmulConfig,
+    ScaledProblem,
+    promoted_columns,
+)
+from pallas_kernels.scaled_matmul.quantize import FP8_DTYPES
+
+
+__all__ = ["Scales", "check_problem", "promote_tile", "scaled_matmul"]
+
+type Sums = tuple[jax.Array, ...]
+"""fp32 [block_m, block_n] in parts of some columns."""
+
+
+def check_problem(problem: Problem, op_name: str = "scaled_matmul") -> None:
+    """Checks that the kernel can serve a problem.
+
+    Raises:
+        Unsupported: it cannot; the message says what to do.
+    """
+    p = problem
+    for dtype in (p.dtype, p.rhs_dtype or p.dtype):
+        if dtype.name not in FP8_DTYPES:
+            raise Unsupported(
+                f"{op_name}: an operand of type {dtype.name}, the kernel takes"
+                f" {FP8_DTYPES}; use implementation='xla'"
+            )
+    if p.out_dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        raise Unsupported(
+            f"{op_name}: out_dtype {p.out_dtype.name}, the kernel writes bfloat16,"
+            " float16 or float32; use implementation='xla'"
+        )
+    if not p.rhs_transposed or p.lhs_transposed:
+        raise Unsupported(
+            f"{op_name}: the tensor cores take 8-bit operands that are stored with K"
+            " last, [M,K] and [N,K]; transpose them before they are rounded"
+        )
+    check_sizes(p, op_name)
+
+
+def promote_tile(
+    tiles: Tiles,
+    scratch: Mapping[str, Ref],
+    consumer: Scalar,
+    slot: Scalar,
+    *,
+    scale: Callable[[Sums], Sums],
+    k_tiles: int | None = None,
+    meanwhile: Callable[[], None] | None = None,
+    then: tuple[Any, Callable[[Any, Any, Any], tuple[Any, Any]]] | None = None,
+) -> tuple[Sums, Scalar]:
+    """Consumer: sums the products of one output tile, as `multiply_tile` does.
+
+    Args:
+        tiles: the cut; a stage is as deep as the tensor cores may sum.
+        scratch: what `Tiles.scratch_types` allocated.
+        consumer: int32, which of the consumers this warpgroup is.
+        slot: int32, the next stage of the ring.
+        scale: what makes sums of products of what the operands stand for.
+        k_tiles: stages that the tile consumes; by default those of `tiles`.
+        meanwhile: called once between two stages, some time after the last tile.
+        then: int32, how many stages follow that are added after `scale`, and where the
+            operands lie in one of them: a function as `Tiles.operands`.
+
+    Returns:
+        The scaled sums, and the stage after the last one consumed.
+    """
+    stages = tiles.config.stages
+    k_tiles = tiles.k_tiles if k_tiles is None else k_tiles
+    rows = tiles.config.block[0]
+    parts = promoted_columns(tiles.config.block)
+    assert parts is not None  # the config was checked
+
+    def product(x: Ref, w: Ref) -> jax.Array:
+        def scoped(acc: Ref) -> jax.Array:
+            wgmma_fence()  # pyright: ignore[reportCallIssue]  (the context is passed)
+            plgpu.wgmma(acc, x, w)
+            return acc[...]
+
+        shape = rows, w.shape[1]
+        return pl.run_scoped(scoped, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+
+    def step(operands: Any, _: Any, carry: Any) -> Any:
+        slot, sums = carry
+        plgpu.barrier_wait(scratch["full"].at[slot])
+        x, w = operands(scratch, slot, consumer)
+        found = []
+        for number, (part, total) in enumerate(zip(parts, sums, strict=True), 1):
+            more = product(x, w.at[:, part])
+            if number == len(parts):
+                plgpu.barrier_arrive(scratch["empty"].at[slot])
+            found.append(total + more)
+        return next_slot(slot, stages), tuple(found)
+
+    width = parts[0].stop
+    nothing = plgpu.layout_cast(
+        jnp.zeros((rows, width), jnp.float32), plgpu.Layout.WGMMA
+    )
+    carry = slot, (nothing,) * len(parts)
+    step_here = functools.partial(step, tiles.operands)
+    early = min(k_tiles, 1) if meanwhile is not None else 0
+    carry = lax.fori_loop(0, early, step_here, carry)
+    if meanwhile is not None:
+        meanwhile()
+    slot, sums = lax.fori_loop(early, k_tiles, step_here, carry)
+    carry = slot, scale(sums)
+    if then is not None:
+        count, operands = then
+        carry = lax.fori_loop(0, count, functools.partial(step, operands), carry)
+    slot, sums = carry
+    return sums, slot
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scales:
+    """Scales of both operands as a kernel reads them: one, or one for each row."""
+
+    tiles: Tiles
+    """The cut."""
+    by_row: bool
+    """Each row of the left operand has a scale."""
+    by_column: bool
+    """Each column of the product has a scale."""
+
+    def operands(self, a_scale: jax.Array, b_scale: jax.Array) -> Sums:
+        """What the kernel takes: [1], or [M] in whole tiles and [N].
+
+        Args:
+            a_scale: [] or [.., m].
+            b_scale: [] or [N].
+        """
+        if not self.by_row:
+            a_scale = a_scale.reshape(1)
+        else:
+            missing = -a_scale.shape[-1] % self.tiles.config.tile_m
+            widths = [(0, 0)] * (a_scale.ndim - 1) + [(0, missing)]
+            a_scale = jnp.pad(a_scale, widths)
+        return a_scale, b_scale if self.by_column else b_scale.reshape(1)
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of one block."""
+        shape = CONSUMERS, self.tiles.config.block[1]
+        return smem_bytes(shape, jnp.float32) if self.by_column else 0
+
+    def scratch_types(self) -> dict[str, Any]:
+        """Scratch of one block: the scales of each consumer's columns."""
+        if not self.by_column:
+            return {}
+        shape = CONSUMERS, self.tiles.config.block[1]
+        return {
+            "scale_smem": plgpu.SMEM(shape, jnp.float32),
+            "scale_full": plgpu.Barrier(num_barriers=CONSUMERS),
+        }
+
+    def load(
+        self,
+        a_scale: Ref,
+        b_scale: Ref,
+        scratch: Mapping[str, Ref],
+        m: Scalar,
+        n: Scalar,
+        consumer: Scalar,
+    ) -> Callable[[Sums], Sums]:
+        """Consumer: starts to load the scales of output tile (m, n).
+
+        Args:
+            a_scale: [1] or [m] in whole tiles, in global memory.
+            b_scale: [1] or [N], in global memory.
+            scratch: what `scratch_types` allocated.
+            m: tile index along the rows.
+            n: tile index along the columns.
+            consumer: int32, which of the consumers this warpgroup is.
+
+        Returns:
+            A function, to be called once, that scales the sums of the tile.
+        """
+        config = self.tiles.config
+        (block_m, block_n), split = config.block, config.split
+        row = m * config.tile_m + (consumer * block_m if split == "m" else 0)
+        column = n * config.tile_n + (consumer * block_n if split == "n" else 0)
+        if self.by_row:
+            rows = plgpu.load(
+                a_scale.at[pl.ds(row, block_m)],
+                layout=plgpu.Layout.WGMMA.reduce(1),
+                optimized=False,
+            )
+        else:
+            rows = a_scale[0]
+        if self.by_column:
+            smem = scratch["scale_smem"].at[consumer]
+            full = scratch["scale_full"].at[consumer]
+            plgpu.copy_gmem_to_smem(b_scale.at[pl.ds(column, block_n)], smem, full)
+        else:
+            rows = rows * b_scale[0]
+
+        def scale(sums: Sums) -> Sums:
+            if self.by_column:
+                plgpu.barrier_wait(full)
+            found = []
+            for i, part in enumerate(sums):
+                factor = rows
+                if self.by_row:
+                    factor = lax.broadcast_in_dim(rows, part.shape, (0,))
+                scaled = part * factor
+                if self.by_column:
+                    columns = plgpu.load(
+                        smem.at[pl.ds(i * part.shape[1], part.shape[1])],
+                        layout=plgpu.Layout.WGMMA.reduce(0),
+                        optimized=False,
+                    )
+                    scaled *= lax.broadcast_in_dim(columns, part.shape, (1,))
+                found.append(scaled)
+            if self.by_column:
+                plgpu.commit_smem()  # the copy engine may write what was read
+            return tuple(found)
+
+        return scale
+
+
+def scaled_matmul(
+    a: jax.Array,
+    b: jax.Array,
+    a_scale: jax.Array,
+    b_scale: jax.Array,
+    *,
+    config: ScaledMatmulConfig,
+    device: DeviceSpec,
+    out_dtype: DTypeLike,
+) -> jax.Array:
+    """Computes ``(a @ b.T) * scales`` on a Hopper GPU with promoted fp32 sums.
+
+    Any number of rows is served; where it is no multiple of 8, they are copied first.
+
+    Args:
+        a: [M,K], float8_e4m3fn or float8_e5m2.
+        b: [N,K], one of the two.
+        a_scale: [M] or [], fp32.
+        b_scale: [N] or [], fp32.
+        config: how to cut it.
+        device: the Hopper GPU that the kernel is built for.
+        out_dtype: bfloat16, float16 or float32.
+
+    Returns:
+        [M,N] of `out_dtype`.
+
+    Raises:
+        Unsupported: types, alignment or shared memory do not fit.
+    """
+    rows = a.shape[0]
+    check_problem(ScaledProblem.of(a, b, out_dtype, rhs_transposed=True))
+    a = pad_rows(a)
+    problem = ScaledProblem.of(a, b, out_dtype, rhs_transposed=True)
+    tiles = Tiles(problem=problem, config=config)
+    if problem.n <= TILE_COLUMNS < config.tile_n * config.cluster_tiles[1]:
+        # jax 0.11.2 drops the column index of an array that is one line wide, and the
+        # part of a tile past its end lands on its beginning.
+        raise Unsupported(
+            f"scaled_matmul: {problem.n} columns with tile_n={config.tile_n} and"
+            f" cluster={config.cluster!r}; use tile_n=64, not cluster='n'"
+        )
+    scales = Scales(tiles=tiles, by_row=a_scale.ndim > 0, by_column=b_scale.ndim > 0)
+    need = tiles.smem_bytes + scales.smem_bytes
+    check_smem(need, device, f"scaled_matmul with {config}")
+
+    def body(a_ref, b_ref, a_scale_ref, b_scale_ref, out_ref, **scratch):
+        def consume(m, n, slot, consumer):
+            scale = scales.load(a_scale_ref, b_scale_ref, scratch, m, n, consumer)
+            sums, slot = promote_tile(tiles, scratch, consumer, slot, scale=scale)
+            view = functools.partial(tiles.out_view, out_ref, m, n, consumer)
+            store_tile(tiles, sums, scratch, consumer, view)
+            return slot
+
+        load = functools.partial(load_tile, tiles, a_ref, b_ref, scratch)
+        run_roles(tiles, scratch, snake_tiles(config, tiles.counts), load, consume)
+
+    size = math.prod(config.cluster_tiles)
+    at_a_time = resident_clusters(size, device, f"scaled_matmul with {config}")
+    workers = min(at_a_time, math.prod(tiles.counts) // size)
+    cluster = {"cluster": (size,), "cluster_names": ("cluster",)} if size > 1 else {}
+    out = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((problem.m, problem.n), problem.out_dtype),
+        scratch_types=tiles.scratch_types() | scales.scratch_types(),
+        grid=(workers,),
+        grid_names=("worker",),
+        num_threads=CONSUMERS + 1,
+        thread_name="warpgroup",
+        kernel_name="scaled_matmul",
+        **cluster,
+    )(a, b, *scales.operands(a_scale, b_scale))
+    return out[:rows]
