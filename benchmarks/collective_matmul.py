@@ -41,6 +41,11 @@ from benchmarks.collective_baselines import AXIS
 from benchmarks.harness import Benchmark, Case, Custom, NoMeasurement, Results
 from benchmarks.loops import Check, Form, Operand, Problem
 from pallas_kernels import collective_matmul
+from pallas_kernels.collective_matmul.all_reduce import (
+    Workspace,
+    low_latency_all_reduce,
+    make_workspace,
+)
 from pallas_kernels.collective_matmul.config import (
     CollectiveConfig,
     CollectiveProblem,
@@ -52,8 +57,11 @@ from pallas_kernels.matmul import MatmulConfig, matmul
 from pallas_kernels.mosaic import H200, DeviceSpec
 
 
-DECODE_ROWS = (16, 64, 512)
+DECODE_ROWS = (1, 4, 16, 64, 512)
 """M of `matmul_all_reduce`, which serves decoding."""
+
+MOST_ROWS_AT_ONCE = 128
+"""Most rows of an exchange in one shot, which sends all of them to all devices."""
 
 SAMPLED_ROWS = 16
 """Rows of each device that are compared with the reference."""
@@ -188,6 +196,8 @@ def forms(params: Mapping[str, Any]) -> list[Form]:
         push = getattr(baselines, f"push_{kind}")
 
         def function(x: jax.Array) -> jax.Array:
+            if params["M"] % tp:
+                raise NotImplementedError("rows that do not divide among devices")
             return push(x, size=tp, blocks=blocks, device=DeviceSpec.current())
 
         return Form(
@@ -223,13 +233,40 @@ def forms(params: Mapping[str, Any]) -> list[Form]:
             collective("order_of_k", ours("mosaic_gpu", config=config))
             for config in in_order_of_k(local_problem(params), device)
         ]
+    if kind == "all_reduce":
+        found.append(
+            collective(
+                "low_latency",
+                low_latency,
+                state=functools.partial(workspace, params),
+            )
+        )
     return found
+
+
+def workspace(params: Mapping[str, Any]) -> Workspace:
+    """What the calls of `low_latency` hand on."""
+    device, elements = DeviceSpec.current(), params["M"] * params["N"]
+    if device is None:
+        raise NotImplementedError("the kernel needs an NVIDIA Hopper GPU")
+    if params["M"] > MOST_ROWS_AT_ONCE:
+        raise NotImplementedError(f"more than {MOST_ROWS_AT_ONCE} rows")
+    return make_workspace(
+        elements, jnp.dtype(jnp.bfloat16), axis_name=AXIS, device=device
+    )
+
+
+def low_latency(handed_on: Workspace, x: jax.Array, w: jax.Array) -> Any:
+    """A product of XLA, and the exchange without a barrier."""
+    product = baselines.product(x, w)
+    return low_latency_all_reduce(product, handed_on, axis_name=AXIS)
 
 
 def local_problem(params: Mapping[str, Any]) -> CollectiveProblem:
     """What one device computes in a case."""
     kind, tp, m, n, k = (params[name] for name in ("kind", "tp", "M", "N", "K"))
     n, k = (n // tp, k) if kind == "all_gather" else (n, k // tp)
+    m = -(-m // tp) * tp  # an all-reduce of one row
     return CollectiveProblem(
         kind=kind, m=m, n=(n,), k=(k,), devices=tp, dtype=jnp.dtype(jnp.bfloat16)
     )
@@ -254,6 +291,8 @@ def checks(params: Mapping[str, Any]) -> dict[str, Check]:
     random = np.random.default_rng(0)
     mine = np.sort(random.choice(m // tp, min(SAMPLED_ROWS, m // tp), replace=False))
     every = (np.arange(tp)[:, None] * (m // tp) + mine).ravel()
+    if m < tp:  # an all-reduce, whose rows have no owner
+        every = np.arange(m)
     width = n // tp if kind == "all_gather" else n
     columns = np.sort(random.choice(width, min(SAMPLED_COLUMNS, width), replace=False))
 
@@ -395,6 +434,7 @@ NAMES = (
     "untuned",
     "auto",
     "order_of_k",
+    "low_latency",
     "matmul_only",
     "comm_only",
     "xla_nccl",

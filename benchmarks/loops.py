@@ -110,6 +110,9 @@ class Form:
     """Name of the check."""
     compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Options of XLA."""
+    state: Callable[[], Any] | None = None
+    """Makes what the calls of a program hand on to each other. The function then takes
+    it first, and returns it after its result."""
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """What to say of this form in its row."""
 
@@ -154,26 +157,33 @@ def on_devices(mesh: Any, function: Callable, in_specs: Any, out_specs: Any) -> 
     )
 
 
-def repeated(function: Callable, trips: int) -> Callable:
+def repeated(
+    function: Callable, trips: int, state: Callable[[], Any] | None = None
+) -> Callable:
     """Calls ``function(x, *set)`` on each set in turn, ``trips`` times over.
+
+    With `state`, as in `Form`, the calls are ``function(state, x, *set)``.
 
     Returns:
         ``(x, sets) -> results``: the results of the last turn.
     """
-    call = jax.jit(function)  # traced and lowered once
+    with_state = function if state else lambda none, *args: (function(*args), none)
+    call = jax.jit(with_state)  # traced and lowered once
 
     def run(x: Any, sets: Sequence[tuple]) -> tuple:
-        shapes = [jax.eval_shape(call, x, *operands) for operands in sets]
+        first = state() if state else None
+        shapes = [jax.eval_shape(call, first, x, *operands)[0] for operands in sets]
         start = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), tuple(shapes))
 
         def turn(_: Any, carry: Any) -> Any:
-            x, results = carry[0], []
+            (x, _, handed_on), results = carry, []
             for operands in sets:
-                x, result = lax.optimization_barrier((x, call(x, *operands)))
+                result, handed_on = call(handed_on, x, *operands)
+                x, result = lax.optimization_barrier((x, result))
                 results.append(result)
-            return x, tuple(results)
+            return x, tuple(results), handed_on
 
-        return lax.fori_loop(0, trips, turn, (x, start))[1]
+        return lax.fori_loop(0, trips, turn, (x, start, first))[1]
 
     return run
 
@@ -269,7 +279,7 @@ def program(problem: Problem, form: Form) -> tuple[Any, tuple, int]:
     one = tuple(_spec(problem, name) for name in others)
 
     def device(x: Any, sets: Any) -> Any:
-        return repeated(form.function, trips)(x, sets * repeats)
+        return repeated(form.function, trips, form.state)(x, sets * repeats)
 
     jitted = on_devices(
         problem.mesh,

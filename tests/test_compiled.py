@@ -14,6 +14,10 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jaxscale.nn.linear import ColumnParallelLinear, Linear
 from jaxscale.sharding import fsdp, make_mesh, shardings
 from pallas_kernels.collective_matmul import CollectiveConfig, all_gather_matmul
+from pallas_kernels.collective_matmul.all_reduce import (
+    low_latency_all_reduce,
+    make_workspace,
+)
 from pallas_kernels.collective_matmul.config import CollectiveProblem, in_order_of_k
 from pallas_kernels.mosaic import H200
 from tests import compiled, manifest
@@ -124,6 +128,45 @@ def test_a_collective_kernel_leaves_nothing_to_xla():
     found = compile_for_h200(gathered, count=2)
     assert [(k.name, k.spilled) for k in found.kernels] == [("all_gather_matmul", 0)]
     assert found.count("all-gather") == found.count("copy") == 0
+
+
+def decoding(devices, layers):
+    """Steps of a decoder: a product and a sum over devices in each layer."""
+    mesh = Mesh(np.array(devices), ("tensor",))
+
+    def local(y, w):
+        workspace = make_workspace(y.size, y.dtype, axis_name="tensor", device=H200)
+
+        def step(carry, _):
+            y, workspace = carry
+            for _ in range(layers):
+                y, workspace = low_latency_all_reduce(
+                    jnp.tanh(y @ w), workspace, axis_name="tensor"
+                )
+            return (y, workspace), None
+
+        return jax.lax.scan(step, (y, workspace), length=8)[0][0]
+
+    fn = jax.shard_map(
+        local, mesh=mesh, in_specs=P("tensor"), out_specs=P("tensor"), check_vma=False
+    )
+    rows = NamedSharding(mesh, P("tensor"))
+    return jax.jit(fn), tuple(
+        jax.ShapeDtypeStruct((size * len(devices), 4096), jnp.bfloat16, sharding=rows)
+        for size in (16, 4096)
+    )
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_nothing_moves_the_cells_that_peers_write_to(layers):
+    """A copy between two calls would lose what a peer wrote before it."""
+    found = compile_for_h200(decoding, layers, count=2)
+    assert [(k.name, k.spilled) for k in found.kernels] == [
+        ("low_latency_all_reduce", 0)
+    ] * (1 + layers)
+    cells = 2 * 2 * 16 * 4096 * 4
+    assert max(found.sizes("copy")) < cells // 4
+    assert found.count("all-reduce") == 0
 
 
 def product(devices, donate):

@@ -5,24 +5,56 @@ order of the devices, so that the sums are equal bit for bit on all of them and 
 runs. That is one exchange, where a ring has 2 (D - 1) and a reduce-scatter followed by
 an all-gather has two, for D / 2 times the bytes of the latter.
 
+`one_shot_all_reduce` needs nothing but its argument. What it waits for are semaphores,
+which XLA clears before each call, and arrays of its peers, which XLA's barrier over
+devices says are there. Both together take longer than the exchange.
+
+`low_latency_all_reduce` needs neither. It writes to a `Workspace` that outlives the
+call, made once in a program; its *cells* hold data and a flag, which are written at
+once, so that who sees the flag has the data: no fence, no second message. A cell is
+empty again once it was read.
+
+Why two sets of cells are enough. Calls take turns with them. Take a block of device A
+that writes the cells of a block of device B for call e + 2. It has ended call e + 1, so
+it has read what that block of B wrote for call e + 1; B began that call after it ended
+call e, in which it read and emptied the cells that A now writes. With one set A might
+be a call ahead of B, and write what B has not read.
+
+Nothing is left to read when a device ends a call: it has read all that was sent to it.
+So the workspace may be freed after the last call without another barrier.
+
 Axis letters: L elements of the array; D devices. A *chunk* is what a block moves and
 adds at a time.
+
+References:
+    The cells are those of NCCL's protocol LL, which numbers its flags instead of
+    emptying cells, and must clean them before the numbers repeat.
 """
 
 import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.collective_matmul.communicator import peers, wait_for_signal
-from pallas_kernels.mosaic import DeviceSpec
+from pallas_kernels.mosaic import DeviceSpec, as_varying, unmarked, varying
 from pallas_kernels.mosaic.aliases import Ref, Scalar
 
 
-__all__ = ["one_shot_all_reduce"]
+__all__ = [
+    "Workspace",
+    "low_latency_all_reduce",
+    "make_workspace",
+    "one_shot_all_reduce",
+]
 
 CHUNK = (32, 64)
 """Rows and columns of a chunk, once the array is seen as rows of 64 elements."""
@@ -111,3 +143,264 @@ def one_shot_all_reduce(
         kernel_name="one_shot_all_reduce",
     )(flat)
     return out.reshape(-1)[: y.size].reshape(y.shape)  # [L/64,64] to [L] to [B,M,N]
+
+
+# --- Without a barrier ----------------------------------------------------------------
+
+LINE = 512
+"""Elements of a chunk: 8 bytes for each thread of a warpgroup."""
+
+_LAYOUT = plgpu.Layout.WG_STRIDED((LINE,), vec_size=4)
+
+
+class Workspace(NamedTuple):
+    """Memory of one device that its peers write to, for calls that follow each other.
+
+    Each call takes the workspace of the one before, and all devices make the same
+    calls. It is no value to keep: peers write to the very memory, so a program must
+    use it in a line, without copies, as the carry of a loop for example. A copy that
+    XLA makes between two calls loses what a peer wrote before it.
+    """
+
+    cells: jax.Array
+    """int32 [2,D,chunks,512], by turn, sender and chunk: pairs of data and flag."""
+    turns: jax.Array
+    """int32 [blocks]: which set of cells a block takes next."""
+
+
+def make_workspace(
+    elements: int, dtype: jnp.dtype, *, axis_name: str, device: DeviceSpec
+) -> Workspace:
+    """Makes a workspace for the calls of a program, on all devices of an axis.
+
+    Its one exchange comes after XLA's barrier: from then on the cells of all devices
+    are known to be empty.
+
+    Args:
+        elements: the most elements of an array.
+        dtype: type of the arrays: bfloat16 or float16.
+        axis_name: mesh axis of the sums.
+        device: the GPU that the kernel is built for.
+    """
+    chunks = -(-max(elements, 1) // LINE)
+    blocks = min(chunks, device.num_sms)
+    chunks = -(-chunks // blocks) * blocks
+    cells = jnp.zeros((2, lax.axis_size(axis_name), chunks, LINE), jnp.int32)
+    workspace = Workspace(cells, jnp.zeros(blocks, jnp.int32))
+    start = jnp.zeros((1, LINE), dtype)
+    return _exchange(start, workspace, axis_name=axis_name, barrier=True)[1]
+
+
+def low_latency_all_reduce(
+    y: jax.Array, workspace: Workspace, *, axis_name: str
+) -> tuple[jax.Array, Workspace]:
+    """Adds up an array over a mesh axis, in fp32 and in the order of the devices.
+
+    Args:
+        y: any shape; bfloat16 or float16.
+        workspace: of `make_workspace` or of the call before, large enough for y.
+        axis_name: mesh axis of the sum.
+
+    Returns:
+        The sum, rounded once, in shape and type of y; and the workspace of the next
+        call.
+
+    Raises:
+        ValueError: y does not fit the workspace, or is of another type.
+    """
+    if y.dtype not in (jnp.bfloat16, jnp.float16):
+        raise ValueError(f"y has type {y.dtype}, expected bfloat16 or float16")
+    most = workspace.cells.shape[2] * LINE
+    if y.size > most:
+        raise ValueError(
+            f"y has {y.size} elements, expected at most the {most} of its workspace;"
+            " make a larger one"
+        )
+    if y.size == 0:
+        return y, workspace
+    flat = jnp.pad(y.reshape(-1), (0, -y.size % LINE)).reshape(-1, LINE)  # [L/512,512]
+    axes, all_axes = varying(y), varying(y, *workspace) | {axis_name}
+    total, workspace = unmarked(
+        lambda *operands: _exchange(
+            operands[0], Workspace(*operands[1:]), axis_name=axis_name, barrier=False
+        )
+    )(flat, *workspace)
+    total = as_varying(total, axes - {axis_name})
+    workspace = Workspace(*(as_varying(part, all_axes) for part in workspace))
+    return total.reshape(-1)[: y.size].reshape(y.shape), workspace
+
+
+def _exchange(
+    flat: jax.Array, workspace: Workspace, *, axis_name: str, barrier: bool
+) -> tuple[jax.Array, Workspace]:
+    """The sum of chunks [L/512,512]; the workspace is changed in place."""
+    blocks = workspace.turns.size
+
+    def body(y: Ref, cells: Ref, turns: Ref, out: Ref) -> None:
+        block = lax.axis_index("block")
+        turn = turns[block]
+        exchange(y, out, cells, turn, axis_name=axis_name, blocks=blocks)
+        finish_turn(turns.at[pl.ds(block, 1)], 1 - turn)
+
+    cells, turns = (jax.new_ref(part) for part in workspace)
+    total = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(flat.shape, flat.dtype),
+        grid=(blocks,),
+        grid_names=("block",),
+        kernel_name="low_latency_all_reduce",
+        compiler_params=plgpu.CompilerParams(skip_device_barrier=not barrier),
+    )(flat, cells, turns)
+    return total, Workspace(jax.freeze(cells), jax.freeze(turns))
+
+
+def exchange(
+    y: Ref, out: Ref, cells: Ref, turn: Scalar, *, axis_name: str, blocks: int
+) -> None:
+    """One call of one block: sends its chunks to all, then adds up what all sent.
+
+    Args:
+        y: [chunks,512], what this device adds.
+        out: as y, the sums.
+        cells: as in `Workspace`.
+        turn: int32, which of the two sets of cells.
+        axis_name: mesh axis of the sum.
+        blocks: blocks of the grid. A block always has the same chunks, so that it
+            waits for the same block of the peers, call after call.
+    """
+    devices, chunks = cells.shape[1], y.shape[0]
+    me, block = lax.axis_index(axis_name), lax.axis_index("block")
+    mine = lax.div(chunks - 1 - block + blocks, jnp.int32(blocks))
+
+    def send_chunk(i: Scalar, _: None) -> None:
+        chunk = i * blocks + block
+        values = plgpu.load(y.at[chunk], layout=_LAYOUT, optimized=False)
+        others = [peer for _, peer in peers(axis_name, devices)]
+        for peer in others:
+            send(plgpu.remote_ref(cells, peer).at[turn, me, chunk], values)
+        send(cells.at[turn, me, chunk], values)
+
+    def add_chunk(i: Scalar, _: None) -> None:
+        chunk = i * blocks + block
+        total = jnp.zeros((), jnp.float32)
+        for source in range(devices):
+            part = receive(cells.at[turn, source, chunk], y.dtype)
+            total = total + part.astype(jnp.float32)
+        out[chunk] = total.astype(y.dtype)
+
+    lax.fori_loop(0, mine, send_chunk, None)
+    lax.fori_loop(0, mine, add_chunk, None)
+
+
+def send(there: Ref, values: jax.Array) -> None:
+    """Writes a chunk to cells, which must be empty; returns at once.
+
+    Args:
+        there: int32 [512] of global memory, of a peer as a rule.
+        values: [512] of 16 bits, 4 in a row to a thread.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _LAYOUT))
+    def send_cells(ctx: Any, there: Any, values: mgpu.FragmentedArray) -> None:
+        del ctx
+        i32 = ir.IntegerType.get_signless(32)
+        (register,) = values.registers.flat
+        pair = llvm.bitcast(ir.VectorType.get((2,), i32), register)
+        words = [
+            llvm.extractelement(pair, arith.constant(i32, place)) for place in range(2)
+        ]
+        # Each 8 bytes are written as one.
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"),
+            [_cell(there), *words],
+            "{ .reg .b32 one; .reg .b64 a, b; mov.b32 one, 1;"
+            " mov.b64 a, {$1, one}; mov.b64 b, {$2, one};"
+            " st.relaxed.sys.global.v2.b64 [$0], {a, b}; }",
+            "l,r,r",
+            has_side_effects=True,
+        )
+
+    write: Any = send_cells  # the decorator supplies the context
+    write(there, values)
+
+
+def receive(here: Ref, dtype: jnp.dtype) -> jax.Array:
+    """Waits for a chunk in cells, takes it out, and leaves the cells empty.
+
+    Args:
+        here: int32 [512] of global memory of this device.
+        dtype: type of the values, of 16 bits.
+
+    Returns:
+        [512], 4 in a row to a thread.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),),
+        return_type=plgpu.ShapeDtypeStruct((LINE,), dtype, _LAYOUT),
+    )
+    def receive_cells(ctx: Any, here: Any) -> mgpu.FragmentedArray:
+        del ctx
+        i32 = ir.IntegerType.get_signless(32)
+        pair = ir.VectorType.get((2,), i32)
+        words = llvm.inline_asm(
+            llvm.StructType.get_literal([i32, i32]),
+            [_cell(here)],
+            "{ .reg .pred empty; .reg .b32 f, g; .reg .b64 a, b;"
+            " again: ld.relaxed.sys.global.v2.b64 {a, b}, [$2];"
+            " mov.b64 {$0, f}, a; mov.b64 {$1, g}, b; and.b32 f, f, g;"
+            " setp.eq.u32 empty, f, 0; @empty bra again;"
+            " mov.b64 a, 0; st.relaxed.sys.global.v2.b64 [$2], {a, a}; }",
+            "=&r,=&r,l",
+            has_side_effects=True,
+        )
+        value = llvm.mlir_undef(pair)
+        for place in range(2):
+            word = llvm.extractvalue(i32, words, [place])
+            value = llvm.insertelement(value, word, arith.constant(i32, place))
+        four = ir.VectorType.get((4,), mgpu.utils.dtype_to_ir_type(dtype))
+        return mgpu.FragmentedArray(
+            _registers=np.array([llvm.bitcast(four, value)], dtype=object),
+            _layout=mgpu.WGStridedFragLayout((LINE,), 4),
+            _is_signed=None,
+        )
+
+    read: Any = receive_cells  # the decorator supplies the context
+    return read(here)
+
+
+def finish_turn(turn: Ref, following: Scalar) -> None:
+    """Writes which cells are next, once all warps know which were these.
+
+    Args:
+        turn: int32 [1] of global memory.
+        following: int32.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())),
+    )
+    def write_turn(ctx: Any, turn: Any, following: mgpu.FragmentedArray) -> None:
+        del ctx
+        mgpu.utils.warpgroup_barrier()
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"),
+            [mgpu.utils.memref_ptr(turn), following.registers.item()],
+            "st.global.b32 [$0], $1;",
+            "l,r",
+            has_side_effects=True,
+        )
+
+    write: Any = write_turn  # the decorator supplies the context
+    write(turn, following)
+
+
+def _cell(cells: ir.Value) -> ir.Value:
+    """The address of a thread's 16 bytes."""
+    i32 = ir.IntegerType.get_signless(32)
+    thread = arith.remui(mgpu.utils.thread_idx(), mgpu.utils.c(128, i32))
+    place = arith.muli(thread, mgpu.utils.c(4, i32))
+    start = mgpu.utils.memref_ptr(cells)
+    return llvm.getelementptr(
+        start.type, start, [place], [-(2**31)], i32, llvm.GEPNoWrapFlags.none
+    )

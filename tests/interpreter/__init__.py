@@ -20,8 +20,8 @@ Added to the interpreter of jax 0.11.2:
   ``acc[...] = x``;
 - ``RefUnion`` of a swizzled view (for TMA at any row) with a swizzled and tiled view as
   wide as a tile (for wgmma), which name the same bytes;
-- ``inline_mgpu`` through numpy stand-ins (:func:`register_inline`), also of semaphores
-  and of refs that reach past the end of an array;
+- ``inline_mgpu`` through numpy stand-ins (:func:`register_inline`), also of semaphores,
+  of flags in arrays, and of refs that reach past the end of an array;
 - TMA loads of rows before the first, which read as zero;
 - a bound on every wait: a deadlock is a ``TimeoutError`` that names the line;
 - a kernel is one callback, whose equations run on numpy values and whose warpgroups
@@ -54,12 +54,13 @@ from tests.interpreter.version import check_version
 
 check_version()
 
-from tests.interpreter.inline import register_inline, unregister_inline
+from tests.interpreter.inline import NotYet, register_inline, unregister_inline
 from tests.interpreter.run import RaceError, Run
 from tests.interpreter.session import check_jax, cpu_mesh, interpret_mosaic_gpu
 
 
 __all__ = [
+    "NotYet",
     "RaceError",
     "Run",
     "check_jax",

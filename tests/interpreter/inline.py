@@ -1,21 +1,23 @@
 """Numpy stand-ins for ``inline_mgpu`` functions."""
 
+import contextlib
 import dataclasses
 import inspect
+import time
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import jax
 import numpy as np
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as callbacks
 from jax._src.pallas.mosaic_gpu.interpret import shared_memory as memory
 
-from tests.interpreter.devices import inner_part, shared_memory_of_run
+from tests.interpreter.devices import inner_part, shared_memory_of_run, summary
 from tests.interpreter.operations import (
     access_of,
     semaphore_counts,
     set_semaphore_counts,
 )
+from tests.interpreter.run import current_run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +27,11 @@ class StandIn:
     function: Callable
     writes: tuple[int, ...]
     part: Callable | None = None
+    flags: tuple[int, ...] = ()
+
+
+class NotYet(Exception):
+    """What a stand-in raises that waits for other numbers in its flags."""
 
 
 _stand_ins: dict[str, StandIn] = {
@@ -40,6 +47,7 @@ def register_inline(
     *,
     writes: tuple[int, ...] = (),
     part: Callable | None = None,
+    flags: tuple[int, ...] = (),
 ):
     """Interpret the ``inline_mgpu`` functions called ``name`` by a numpy function.
 
@@ -56,11 +64,15 @@ def register_inline(
             Writing any other has no effect. A ref of semaphores is their counts.
         part: Which part of the refs it writes, a tuple of slices, from the same
             arguments; None is all. What it leaves alone may be written by others.
+        flags: Positions of refs through which threads tell each other something. They
+            race with nothing; what was done before such a ref was written is done for
+            who has read it. The function may raise `NotYet` to be called again when
+            one of them has changed.
 
     Raises:
         ValueError: If another function is registered under the name.
     """
-    stand_in = StandIn(function, tuple(writes), part)
+    stand_in = StandIn(function, tuple(writes), part, tuple(flags))
     if _stand_ins.setdefault(name, stand_in) != stand_in:
         raise ValueError(
             f"name {name!r} already stands for {_stand_ins[name]}; rename the inline "
@@ -101,9 +113,34 @@ def part_of(access, part: tuple[slice, ...]):
 @callbacks.fail_on_exception
 def inline(*, token, mesh_location, thread, args, is_ref, counts, eqn):
     # What counts by itself does so at once.
-    counting = shared_memory_of_run().atomic if any(counts) else nullcontext()
+    counting = (
+        shared_memory_of_run().atomic if any(counts) else contextlib.nullcontext()
+    )
     with counting:
-        return token, _inline(mesh_location, thread, args, is_ref, counts, eqn)
+        return token, _when_ready(
+            lambda: _inline(mesh_location, thread, args, is_ref, counts, eqn),
+            f"inline_mgpu at {summary(eqn.source_info)} on {thread}",
+        )
+
+
+def _when_ready(attempt: Callable, what: str):
+    """What ``attempt`` returns once it does not ask to be called again."""
+    shared_memory, timeout = shared_memory_of_run(), current_run().timeout
+    deadline = time.monotonic() + timeout
+    while True:
+        with contextlib.suppress(NotYet):
+            return attempt()
+        shared_memory.check_failed()
+        with shared_memory.semaphore_changed:
+            # Short, since it may have changed in between.
+            shared_memory.semaphore_changed.wait(0.01)
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what} waited {timeout} s for its flags")
+
+
+def _flag(key, access) -> tuple:
+    """The name of the clock of a flag."""
+    return "flag", key, repr(access.range)
 
 
 def _inline(mesh_location, thread, args, is_ref, counts, eqn):
@@ -127,7 +164,7 @@ def _inline(mesh_location, thread, args, is_ref, counts, eqn):
         )
         if value is None or value.shape != access.shape:  # reaches past the end
             value = callbacks._pad_to_requested(value, access.shape, dtype, 0)
-        if clock is not None and i not in stand_in.writes:
+        if clock is not None and i not in (*stand_in.writes, *stand_in.flags):
             races.check_read(thread, clock.generic_clock, key, access, eqn.source_info)
         values.append(value)
     extra = {}
@@ -138,6 +175,9 @@ def _inline(mesh_location, thread, args, is_ref, counts, eqn):
     result = stand_in.function(
         *jax.tree.unflatten(eqn.params["pytree_args"], values), **extra
     )
+    for i in stand_in.flags:
+        where = summary(eqn.source_info)
+        shared_memory.wait(thread, _flag(*refs[i]), 0, decrement=False, where=where)
     for i in stand_in.writes:
         if counts[i]:
             set_semaphore_counts(args[i], values[i])
@@ -155,7 +195,9 @@ def _inline(mesh_location, thread, args, is_ref, counts, eqn):
         _, _, clock = shared_memory.store_buffer_content(
             key, access, values[i][cut], thread, logging_info=info
         )
-        if clock is not None:
+        if i in stand_in.flags:
+            shared_memory.signal(thread, _flag(key, access), 1)
+        elif clock is not None:
             races.check_write(thread, clock.generic_clock, key, access, eqn.source_info)
     return [
         np.asarray(leaf, kind.dtype).reshape(kind.shape)
