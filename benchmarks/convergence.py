@@ -1,4 +1,4 @@
-"""Held-out loss of what MegaScale changes in the algorithm, on equal bytes of text.
+"""Held-out loss of what changes the algorithm or its numbers, on equal bytes of text.
 
 Small LLaMA-style models learn bytes of CPython's own library source and documentation
 (`benchmarks.byte_text`). All begin with the same seeds and read the same rows in the
@@ -11,14 +11,23 @@ same order; what differs is
 - ``lamb_4x``: `serial` with LAMB at 4 times the batch and a quarter of the steps;
 - ``adamw_4x``: the same with AdamW, the control.
 
-Each has a learning rate of its own, found with a seed of its own: from the same guess
-for all that share an optimizer it is doubled and halved until neither neighbor is
-better on held-out rows that are not those of the results. All rates that were tried are
-rows of the case ``..._rates``. Results are points of curves: the param `tokens` says
+of what MegaScale changes in the algorithm, and
+
+- ``bf16``, ``fp8``, ``fp8_tensorwise``: `serial` with products in bf16, and in fp8 with
+  a scale for each row or for each operand
+
+of what fp8 changes in the numbers: these have one learning rate, and ``against_bf16``
+is by how much of bf16's loss theirs is above it.
+
+Each of the former has a learning rate of its own, found with a seed of its own: from
+the same guess for all that share an optimizer it is doubled and halved until neither
+neighbor is better on held-out rows that are not those of the results. All rates that
+were tried are rows of the case ``..._rates``. Results are points of curves: the param `tokens` says
 how many bytes were read, and only at the end of its cosine is a rate done.
 
 ``python -m benchmarks.convergence --case bytes_600k`` takes most of an hour on one core
-of a CPU; ``bytes_34m`` is for a GPU.
+of a CPU; ``fp8_260k`` takes a quarter of an hour; ``bytes_34m`` and ``fp8_10m`` are for
+a GPU.
 """
 
 import dataclasses
@@ -34,7 +43,18 @@ from flax import nnx
 
 from benchmarks import byte_text
 from benchmarks.harness import Benchmark, Case, Custom, Measurement, Results
-from jaxscale import models, training
+from jaxscale import models, sharding, training
+
+
+ALGORITHMS = (
+    "serial",
+    "parallel",
+    "window",
+    "parallel_window",
+    "lamb_4x",
+    "adamw_4x",
+)
+PRECISIONS = ("bf16", "fp8", "fp8_tensorwise")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +71,10 @@ class Setup:
     """Held out, half of them to choose rates."""
     guesses: Mapping[str, float] = types.MappingProxyType({"adamw": 4e-3, "lamb": 4e-2})
     """Learning rate of each optimizer that the search begins with."""
+    arms: Sequence[str] = ALGORITHMS
+    """What is compared."""
+    rate: float | None = None
+    """Learning rate of all; None searches that of each."""
 
 
 SETUPS = {
@@ -63,6 +87,22 @@ SETUPS = {
         steps=2400,
         eval_rows=512,
         guesses={"adamw": 5e-4, "lamb": 1e-2},
+    ),
+    "fp8_260k": Setup(
+        model=byte_text.decoder(128, 4, 32, 256),
+        rows=2,
+        steps=512,
+        eval_rows=256,
+        arms=PRECISIONS,
+        rate=4e-3,
+    ),
+    "fp8_10m": Setup(
+        model=byte_text.decoder(512, 8, 64, 512),
+        rows=8,
+        steps=2400,
+        eval_rows=512,
+        arms=PRECISIONS,
+        rate=5e-4,
     ),
     "tiny": Setup(
         model=byte_text.decoder(32, 2, 8, 64), rows=2, steps=32, eval_rows=16
@@ -82,6 +122,10 @@ class Arm:
     optimizer: Any = "adamw"
     batches: int = 1
     """Base batches of a step."""
+    dtype: Any = None
+    """Of the computation; None is bf16 where that is fast."""
+    quantization: sharding.Fp8 | None = None
+    """Products in fp8."""
 
 
 ARMS = {
@@ -91,6 +135,9 @@ ARMS = {
     "parallel_window": Arm(parallel=True, window=True),
     "lamb_4x": Arm(optimizer="lamb", batches=4),
     "adamw_4x": Arm(batches=4),
+    "bf16": Arm(dtype=jnp.bfloat16),
+    "fp8": Arm(dtype=jnp.bfloat16, quantization="fp8"),
+    "fp8_tensorwise": Arm(dtype=jnp.bfloat16, quantization="fp8_tensorwise"),
 }
 
 RATE_SEED = 1000
@@ -143,7 +190,8 @@ class Trainer:
         """The model and the seconds of a step at each of `POINTS` points."""
         model = models.Decoder(
             self._config,
-            dtype=byte_text.dtype(),
+            dtype=self.arm.dtype or byte_text.dtype(),
+            quantization=self.arm.quantization,
             scan_layers=True,
             rngs=nnx.Rngs(seed),
         )
@@ -164,7 +212,12 @@ class Trainer:
         return byte_text.bits(self._eval, model, self._rows[rows])
 
     def best_rate(self) -> float:
-        """The rate, doubled and halved from a guess, whose neighbors are no better."""
+        """The rate, doubled and halved from a guess, whose neighbors are no better.
+
+        It is that of the setup if that has one.
+        """
+        if self.setup.rate is not None:
+            return self.setup.rate
 
         def bits(rate: float) -> float:
             if rate not in self.tried:
@@ -186,7 +239,8 @@ def measure(
     del samples  # a training is one sample
     for setup in dict.fromkeys(case.name for case in cases):
         start = time.perf_counter()
-        trainers = {name: Trainer(SETUPS[setup], ARMS[name]) for name in names}
+        arms = [name for name in names if name in SETUPS[setup].arms]
+        trainers = {name: Trainer(SETUPS[setup], ARMS[name]) for name in arms}
         rates = {}
         for name, trainer in trainers.items():
             rates[name] = trainer.best_rate()
@@ -201,7 +255,7 @@ def measure(
             for case in wanted:
                 if case.params["seed"] == seed:
                     read = case.params["tokens"]
-                    yield case, {n: points[read] for n, points in found.items()}
+                    yield case, _compared({n: at[read] for n, at in found.items()})
 
 
 def _tried(
@@ -227,6 +281,15 @@ def _points(trainer: Trainer, seed: int, rate: float) -> dict[int, Measurement]:
     }
 
 
+def _compared(results: dict[str, Any]) -> dict[str, Any]:
+    """The results of one point, with what bf16 says of those that differ in numbers."""
+    if (bf16 := results.get("bf16")) is not None:
+        for result in results.values():
+            ratio = result.metrics["bits_per_byte"] / bf16.metrics["bits_per_byte"]
+            result.metrics["against_bf16"] = ratio - 1
+    return results
+
+
 def points(setup: Setup) -> list[int]:
     """Bytes read until each point of a curve."""
     whole = setup.steps * setup.rows * setup.model.max_seq_len
@@ -247,7 +310,12 @@ def _together(*_: Any) -> Measurement:
 
 BENCHMARK = Benchmark(
     name="convergence",
-    cases=[*_cases("bytes_600k", 3), *_cases("bytes_34m", 3)],
+    cases=[
+        *_cases("bytes_600k", 3),
+        *_cases("bytes_34m", 3),
+        *_cases("fp8_260k", 3),
+        *_cases("fp8_10m", 3),
+    ],
     quick_cases=_cases("tiny", 1),
     inputs=lambda params, key: (),
     implementations={name: Custom(_together) for name in ARMS},

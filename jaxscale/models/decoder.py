@@ -36,6 +36,7 @@ from jaxscale.nn.self_attention import (
     Whole,
     attention_state,
 )
+from jaxscale.sharding.fp8 import Fp8, check_fp8
 from jaxscale.sharding.manual import manual_names
 from jaxscale.sharding.operations import constrain, contract
 from jaxscale.sharding.rules import REPLICATED, AxisRules
@@ -71,6 +72,7 @@ class Decoder(nnx.Module):
         scan_layers: bool = True,
         rules: AxisRules = REPLICATED,
         tensor_parallel: TensorParallel = None,
+        quantization: Fp8 | None = None,
         attention_implementation: str | None = None,
         rngs: nnx.Rngs,
     ) -> None:
@@ -87,15 +89,20 @@ class Decoder(nnx.Module):
             tensor_parallel: Who communicates where the rules split heads and hidden
                 features: ``"fused"`` kernels, ``"xla"`` collectives, or the compiler
                 if None. Parameters and numbers are the same.
+            quantization: Multiply in fp8 in the linear layers of the blocks, with a
+                scale for each row (``"fp8"``) or each operand (``"fp8_tensorwise"``);
+                the rest, and the parameters, stay as they are. None multiplies in
+                `dtype`.
             attention_implementation: Passed to `jaxscale.nn.attention.attention`.
             rngs: Source of the keys.
 
         Raises:
-            ValueError: `remat` is not the name of a policy, or `tensor_parallel` is
-                unknown or finds no one mesh axis in the rules.
+            ValueError: `remat` is not the name of a policy, `quantization` is unknown,
+                or `tensor_parallel` is unknown or finds no one mesh axis in the rules.
         """
         check_remat(remat)
         check_tensor_parallel(tensor_parallel, rules)
+        check_fp8(quantization)
         self.config = config
         self.dtype = dtype
         self.param_dtype = param_dtype
@@ -103,6 +110,7 @@ class Decoder(nnx.Module):
         self.scan_layers = scan_layers
         self.rules = rules
         self.tensor_parallel = tensor_parallel
+        self.quantization = quantization
         types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
 
         def table(rows: int, row_axis: str | None) -> Embed:
@@ -125,6 +133,7 @@ class Decoder(nnx.Module):
                 attention_implementation=attention_implementation,
                 rules=rules,
                 tensor_parallel=tensor_parallel,
+                quantization=quantization,
                 rngs=rngs,
                 **types,
             )

@@ -32,6 +32,7 @@ from jaxscale.nn.linear import Linear
 from jaxscale.nn.norms import LayerNorm
 from jaxscale.nn.packing import pack, unpack
 from jaxscale.nn.self_attention import Attention, attention_state, token_positions
+from jaxscale.sharding.fp8 import Fp8, check_fp8
 from jaxscale.sharding.operations import constrain
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 from pallas_kernels.arrays import concrete
@@ -78,6 +79,7 @@ class EncoderModel(nnx.Module):
         remat: str = "none",
         scan_layers: bool = True,
         rules: AxisRules = REPLICATED,
+        quantization: Fp8 | None = None,
         attention_implementation: str | None = None,
         rngs: nnx.Rngs,
     ) -> None:
@@ -93,19 +95,26 @@ class EncoderModel(nnx.Module):
             scan_layers: Compile one block (or one period of layers that differ) and
                 loop over it, instead of every block.
             rules: Mesh axes of each logical axis.
+            quantization: Multiply in fp8 in the linear layers of the blocks, with a
+                scale for each row (``"fp8"``) or each operand (``"fp8_tensorwise"``);
+                the rest, and the parameters, stay as they are. None multiplies in
+                `dtype`.
             attention_implementation: Passed to `jaxscale.nn.attention.attention`.
             rngs: Source of the keys.
 
         Raises:
-            ValueError: `remat` is not the name of a policy.
+            ValueError: `remat` is not the name of a policy, or `quantization` is
+                unknown.
         """
         check_remat(remat)
+        check_fp8(quantization)
         self.config = config
         self.dtype = dtype
         self.param_dtype = param_dtype
         self.remat = remat
         self.scan_layers = scan_layers
         self.rules = rules
+        self.quantization = quantization
         types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
 
         def table(rows: int, row_axis: str | None, width: int | None = None) -> Embed:
@@ -133,6 +142,7 @@ class EncoderModel(nnx.Module):
                 attention_implementation=attention_implementation,
                 attention_type=self.attention_type,
                 rules=rules,
+                quantization=quantization,
                 rngs=rngs,
                 **types,
             )

@@ -33,6 +33,8 @@ def for_inference[Model: nnx.Module](model: Model, mesh: Mesh | None = None) -> 
     for module in modules:
         if hasattr(module, "rules"):
             module.rules = rules
+        if hasattr(module, "quantization"):
+            module.quantization = None
     mesh = None if mesh is None else serving_mesh(mesh)
     sizes = {} if mesh is None else dict(mesh.shape)
     if mesh is not None:

@@ -36,6 +36,7 @@ _linear_saveable = _policies.save_from_both_policies(
         "matmul_reduce_scatter_out",
         "matmul_all_reduce_out",
         "dense_out",
+        "fp8_matmul_out",
         "tile_sparse_matmul_out",
     ),
 )

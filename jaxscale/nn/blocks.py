@@ -23,6 +23,7 @@ from jaxscale.nn.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from jaxscale.nn.norms import LayerNorm, RMSNorm
 from jaxscale.nn.self_attention import Attention, AttentionState
 from jaxscale.nn.tile_sparse_linear import TileSparseLinear
+from jaxscale.sharding.fp8 import Fp8
 from jaxscale.sharding.operations import constrain
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 from jaxscale.sharding.tensor_parallel import TensorParallel
@@ -64,6 +65,7 @@ class MLP(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rules: AxisRules = REPLICATED,
         tensor_parallel: TensorParallel = None,
+        quantization: Fp8 | None = None,
         rngs: nnx.Rngs,
     ) -> None:
         """Make the projections.
@@ -79,6 +81,7 @@ class MLP(nnx.Module):
             param_dtype: Type of the parameters.
             rules: Mesh axes of each logical axis.
             tensor_parallel: Communication: see `jaxscale.sharding.column_parallel`.
+            quantization: Of the projections: see `jaxscale.nn.Linear`.
             rngs: Source of the keys.
         """
         check_choice("activation", activation, Activation)
@@ -90,6 +93,7 @@ class MLP(nnx.Module):
             "param_dtype": param_dtype,
             "rules": rules,
             "tensor_parallel": tensor_parallel,
+            "quantization": quantization,
             "rngs": rngs,
         }
 
@@ -312,6 +316,7 @@ class Block(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rules: AxisRules = REPLICATED,
         tensor_parallel: TensorParallel = None,
+        quantization: Fp8 | None = None,
         rngs: nnx.Rngs,
     ) -> None:
         """Make the layers.
@@ -324,6 +329,7 @@ class Block(nnx.Module):
             param_dtype: Type of the parameters.
             rules: Mesh axes of each logical axis.
             tensor_parallel: Communication: see `jaxscale.sharding.column_parallel`.
+            quantization: Of the projections: see `jaxscale.nn.Linear`.
             rngs: Source of the keys.
         """
         self.parallel = config.parallel
@@ -351,6 +357,7 @@ class Block(nnx.Module):
             param_dtype=param_dtype,
             rules=rules,
             tensor_parallel=tensor_parallel,
+            quantization=quantization,
             rngs=rngs,
         )
         one_norm = config.parallel and not config.parallel_mlp_norm
@@ -367,6 +374,7 @@ class Block(nnx.Module):
             param_dtype=param_dtype,
             rules=rules,
             tensor_parallel=tensor_parallel,
+            quantization=quantization,
             rngs=rngs,
         )
 

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxscale.nn.embeddings import NORMAL_INIT
+from jaxscale.sharding.fp8 import Fp8, check_fp8
 from jaxscale.sharding.operations import (
     Shards,
     constrain,
@@ -46,6 +47,8 @@ class Linear(nnx.Module):
         (2, 3, 8)
     """
 
+    quantization: Fp8 | None = None
+
     def __init__(
         self,
         in_features: int,
@@ -56,6 +59,7 @@ class Linear(nnx.Module):
         use_bias: bool = False,
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
+        quantization: Fp8 | None = None,
         kernel_init: Initializer = NORMAL_INIT,
         rules: AxisRules = REPLICATED,
         rngs: nnx.Rngs,
@@ -70,13 +74,22 @@ class Linear(nnx.Module):
             use_bias: Add a bias, zero at first.
             dtype: Type of the computation and the result.
             param_dtype: Type of the parameters.
+            quantization: Multiply in fp8 (E4M3, gradients in E5M2) in forward and
+                backward pass, with a scale for each row of an operand (``"fp8"``) or
+                one for the operand (``"fp8_tensorwise"``); None multiplies in `dtype`.
+                Parameters stay as they are: see `jaxscale.sharding.fp8`.
             kernel_init: Initializer of the kernel.
             rules: Mesh axes of each logical axis.
             rngs: Source of the keys.
+
+        Raises:
+            ValueError: `quantization` is unknown.
         """
+        check_fp8(quantization)
         self.kernel_axes = kernel_axes
         self.out_axes = out_axes
         self.dtype = dtype
+        self.quantization = quantization
         self.rules = rules
         self.kernel = nnx.Param(
             partitioned(kernel_init, *kernel_axes)(
@@ -97,15 +110,29 @@ class Linear(nnx.Module):
             activation: Activation of the result, a name in
                 `pallas_kernels.matmul.ACTIVATIONS`.
         """
-        out = contract(
-            "bti,io->bto",
-            x.astype(self.dtype),
-            self.weight,
-            self.kernel_axes,
-            self.out_axes,
-            self.rules,
-        )
+        x = x.astype(self.dtype)
+        axes, out_axes, rules = self.kernel_axes, self.out_axes, self.rules
+        if self.quantization is None:
+            out = contract("bti,io->bto", x, self.weight, axes, out_axes, rules)
+        else:
+            out = row_parallel(
+                [x],
+                [self.factor],
+                kernel_axes=[axes],
+                out_axes=out_axes,
+                rules=rules,
+                quantization=self.quantization,
+            )
         return activate(self.add_bias(out), activation)
+
+    @property
+    def factor(self) -> Float[Array, "in out"]:
+        """The kernel as `column_parallel` and `row_parallel` take it.
+
+        Products in fp8 round it themselves, so that its gradient is not rounded before
+        it reaches the parameter.
+        """
+        return self.weight if self.quantization is None else self.kernel[...]
 
     @property
     def weight(self) -> Float[Array, "in out"]:
@@ -203,7 +230,8 @@ class ColumnParallelLinear(_TensorParallelLinear):
         x = x.astype(first.dtype)
         groups, inputs = [layers], [x]
         has_bias = all(layer.bias is not None for layer in layers)
-        if first.tensor_parallel is None and has_bias:
+        in_fp8 = first.quantization is not None
+        if first.tensor_parallel is None and has_bias and not in_fp8:
             in_axes = [("batch", None, None), *(layer.kernel_axes for layer in layers)]
             weights = [layer.weight for layer in layers]
             shards = Shards.of([x, *weights], in_axes, first.rules)
@@ -220,11 +248,12 @@ class ColumnParallelLinear(_TensorParallelLinear):
             for group, x in zip(groups, inputs, strict=True)
             for out in column_parallel(
                 x,
-                [layer.weight for layer in group],
+                [layer.factor for layer in group],
                 kernel_axes=[layer.kernel_axes for layer in group],
                 out_axes=[layer.out_axes for layer in group],
                 rules=first.rules,
                 tensor_parallel=first.tensor_parallel,
+                quantization=first.quantization,
             )
         ]
         return tuple(
@@ -324,9 +353,10 @@ class RowParallelLinear(_TensorParallelLinear):
         first = layers[0]
         return row_parallel(
             [x.astype(first.dtype) for x in xs],
-            [layer.weight for layer in layers],
+            [layer.factor for layer in layers],
             kernel_axes=[layer.kernel_axes for layer in layers],
             out_axes=first.out_axes,
             rules=first.rules,
             tensor_parallel=first.tensor_parallel,
+            quantization=first.quantization,
         )

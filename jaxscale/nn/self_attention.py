@@ -31,6 +31,7 @@ from jaxscale.nn.joined import JoinedLinear, join_inputs
 from jaxscale.nn.linear import ColumnParallelLinear, RowParallelLinear
 from jaxscale.nn.norms import RMSNorm
 from jaxscale.nn.packing import check_cu_seqlens_of_rows, positions
+from jaxscale.sharding.fp8 import Fp8
 from jaxscale.sharding.manual import manual_names
 from jaxscale.sharding.operations import Shards, per_shard, reshape
 from jaxscale.sharding.rules import REPLICATED, AxisRules
@@ -299,6 +300,7 @@ class Attention(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rules: AxisRules = REPLICATED,
         tensor_parallel: TensorParallel = None,
+        quantization: Fp8 | None = None,
         rngs: nnx.Rngs,
     ) -> None:
         """Make the projections.
@@ -312,6 +314,7 @@ class Attention(nnx.Module):
             param_dtype: Type of the parameters.
             rules: The table of the recipe.
             tensor_parallel: Communication: see `jaxscale.sharding.column_parallel`.
+            quantization: Of the projections: see `jaxscale.nn.Linear`.
             rngs: Source of the keys.
         """
         self.config = config
@@ -322,6 +325,7 @@ class Attention(nnx.Module):
             "param_dtype": param_dtype,
             "rules": rules,
             "tensor_parallel": tensor_parallel,
+            "quantization": quantization,
             "rngs": rngs,
         }
 

@@ -66,8 +66,8 @@ def sparsify(
         Other arrays are shared with `model`.
 
     Raises:
-        ValueError: the pattern is not tile-wise, the masks do not fit the model, or it
-            is sparse already.
+        ValueError: the pattern is not tile-wise, the masks do not fit the model, it
+            multiplies in fp8, or it is sparse already.
 
     Example:
         >>> from flax import nnx
@@ -87,6 +87,12 @@ def sparsify(
         )
     check_masks(model, masks)
     layers, weights = linears(model), kernels(model, masks)
+    if in_fp8 := {layers[name].quantization for name in masks} - {None}:
+        raise ValueError(
+            f"the model has quantization {next(iter(in_fp8))!r}, and sparse layers do "
+            "not multiply in fp8; make or load it with quantization=None, which has "
+            "the same parameters"
+        )
     alive: dict[str, Bool[np.ndarray, "L F"]] = {}
     feeders: dict[str, str] = {}
     for network in feed_forwards(model) if drop_hidden else ():

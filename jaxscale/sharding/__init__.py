@@ -1,6 +1,7 @@
 """Multi-host start-up, meshes, axis rules, and what follows them on each device."""
 
 from jaxscale.sharding.distributed import Cluster, initialize
+from jaxscale.sharding.fp8 import Fp8
 from jaxscale.sharding.mesh import MESH_AXES, MeshConfig, make_mesh
 from jaxscale.sharding.operations import (
     constrain,
@@ -48,6 +49,7 @@ __all__ = [
     "XLA_PRESETS",
     "AxisRules",
     "Cluster",
+    "Fp8",
     "MeshConfig",
     "Phase",
     "PipelineSchedule",

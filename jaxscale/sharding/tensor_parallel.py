@@ -31,6 +31,7 @@ from typing import Any, Literal
 from jaxtyping import Array, Float
 
 from jaxscale.checks import check_choice
+from jaxscale.sharding.fp8 import Fp8, check_fp8, fp8_column_parallel, fp8_row_parallel
 from jaxscale.sharding.operations import Shards, constrain, contract
 from jaxscale.sharding.rules import AxisRules
 from pallas_kernels.collective_matmul import (
@@ -73,6 +74,7 @@ def column_parallel(
     out_axes: Sequence[Sequence[str | None]],
     rules: AxisRules,
     tensor_parallel: TensorParallel = None,
+    quantization: Fp8 | None = None,
 ) -> tuple[Float[Array, "B T _N"], ...]:
     """``x @ kernel`` for several kernels that share one gather of the tokens.
 
@@ -86,13 +88,15 @@ def column_parallel(
         out_axes: Logical axes of each result.
         rules: Mesh axes of each logical axis.
         tensor_parallel: Form of the collectives.
+        quantization: Multiply in fp8, as `jaxscale.sharding.fp8` says: the collectives
+            are then written out whatever their form, and tokens are gathered in fp8.
 
     Returns:
         One product for each kernel, whole along the tokens.
 
     Raises:
-        ValueError: `tensor_parallel` is unknown, shapes disagree, or the rules split
-            the features over several mesh axes.
+        ValueError: `tensor_parallel` or `quantization` is unknown, shapes disagree, or
+            the rules split the features over several mesh axes.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -108,6 +112,17 @@ def column_parallel(
         ((2, 8, 16), P(('data', 'fsdp'), None, 'tensor'))
     """
     _check_shapes([x] * len(kernels), kernels)
+    check_fp8(quantization)
+    if quantization is not None:
+        check_tensor_parallel(tensor_parallel)
+        return fp8_column_parallel(
+            x,
+            kernels,
+            kernel_axes=kernel_axes,
+            out_axes=out_axes,
+            rules=rules,
+            quantization=quantization,
+        )
     features = [axes[1] for axes in kernel_axes]
     in_axes = [_SPLIT, *kernel_axes]
     region = _Region.of([x, *kernels], in_axes, features, rules, tensor_parallel)
@@ -142,6 +157,7 @@ def row_parallel(
     out_axes: Sequence[str | None],
     rules: AxisRules,
     tensor_parallel: TensorParallel = None,
+    quantization: Fp8 | None = None,
 ) -> Float[Array, "B T N"]:
     """``sum_i xs[i] @ kernels[i]``, with one sum over the devices for all of them.
 
@@ -155,13 +171,14 @@ def row_parallel(
         out_axes: Logical axes of the result.
         rules: Mesh axes of each logical axis.
         tensor_parallel: Form of the collectives.
+        quantization: Multiply in fp8, as for `column_parallel`.
 
     Returns:
         The sum, split as `out_axes` say.
 
     Raises:
-        ValueError: `tensor_parallel` is unknown, shapes disagree, or the rules split
-            the features over several mesh axes.
+        ValueError: `tensor_parallel` or `quantization` is unknown, shapes disagree, or
+            the rules split the features over several mesh axes.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -177,6 +194,17 @@ def row_parallel(
         (16.0, P(('data', 'fsdp'), 'tensor', None))
     """
     _check_shapes(xs, kernels)
+    check_fp8(quantization)
+    if quantization is not None:
+        check_tensor_parallel(tensor_parallel)
+        return fp8_row_parallel(
+            xs,
+            kernels,
+            kernel_axes=kernel_axes,
+            out_axes=out_axes,
+            rules=rules,
+            quantization=quantization,
+        )
     features = [axes[0] for axes in kernel_axes]
     in_axes = [*(("batch", None, axis) for axis in features), *kernel_axes]
     region = _Region.of([*xs, *kernels], in_axes, features, rules, tensor_parallel)

@@ -49,6 +49,7 @@ def new_state(
         scan_layers=config.scan_layers,
         rules=config.axis_rules,
         tensor_parallel=config.tensor_parallel,
+        quantization=config.quantization,
         rngs=nnx.Rngs(config.seed),
     )
     stack = config.stack_layout(mesh.shape)

@@ -12,6 +12,7 @@ from jaxscale.checks import check_choice
 from jaxscale.models.config import DecoderConfig
 from jaxscale.models.encoder_config import EncoderConfig
 from jaxscale.models.stack_layout import StackLayout, place_variants
+from jaxscale.sharding.fp8 import check_fp8
 from jaxscale.sharding.mesh import MESH_AXES, MeshConfig
 from jaxscale.sharding.rules import AxisRules, MeshAxes, as_tuple, preset
 from jaxscale.sharding.schedule import check_schedule
@@ -79,6 +80,10 @@ class TrainConfig:
     """Type of the computation."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the parameters. With bfloat16 small updates are rounded away."""
+    quantization: Literal["fp8", "fp8_tensorwise"] | None = None
+    """Products of the linear layers of the blocks in fp8 (E4M3, gradients in E5M2),
+    with a scale for each row or for each operand; None multiplies in `dtype`. A run may
+    change it: parameters and their updates stay in their types."""
     loss_chunk: int = 1024
     """Positions of each row whose logits exist at one time, in the loss of `fit`."""
     z_loss: float = 0.0
@@ -170,6 +175,7 @@ class TrainConfig:
                 "tokens that the model lacks"
             )
         check_tensor_parallel(self.tensor_parallel, self.axis_rules)
+        check_fp8(self.quantization)
         make_schedule(self.optimizer, self.steps)  # raises if it does not fit
         sizes = {axis: getattr(self.mesh, axis) for axis in MESH_AXES}
         # An axis of size -1 is known, and checked by `fit`, when the devices are.
@@ -188,7 +194,8 @@ class TrainConfig:
     def of_model(self, model: Any) -> "TrainConfig":
         """Return these settings with those of a given model, which describes itself.
 
-        Its types, `remat`, `scan_layers` and `tensor_parallel` take the place of ours.
+        Its types, `remat`, `scan_layers`, `tensor_parallel` and `quantization` take the
+        place of ours.
 
         Args:
             model: A `Decoder`, an `EncoderModel`, or another module with their
@@ -224,6 +231,7 @@ class TrainConfig:
             remat=model.remat,
             scan_layers=model.scan_layers,
             tensor_parallel=getattr(model, "tensor_parallel", None),
+            quantization=getattr(model, "quantization", None),
         )
 
     def check_rules(self, model: Any) -> None:

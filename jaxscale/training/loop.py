@@ -105,8 +105,9 @@ def fit(
         eval_data: Held-out batches; each evaluation begins at the first.
         model: A model to begin with, for example pretrained; it is taken over, its
             arrays are donated. What it is, it says itself: its types, `remat`,
-            `scan_layers` and `tensor_parallel` count, whatever `config` says, and are
-            what the checkpoints record. None makes a decoder as `config` describes it.
+            `scan_layers`, `tensor_parallel` and `quantization` count, whatever `config`
+            says, and are what the checkpoints record. None makes a decoder as `config`
+            describes it.
         loss: The objective: `masked_lm_loss`, `classification_loss`, or another
             function of a model and a batch. None is `next_token_loss`, for decoders.
         hooks: Called after each step.

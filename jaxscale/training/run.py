@@ -171,7 +171,7 @@ def load_model(
         step: Step of the checkpoint; None is the newest.
         tensor_parallel: Communication of the model, whatever it was during the run.
         training: True for a model that is trained on: it recomputes, loops over its
-            layers and communicates as during the run.
+            layers, communicates and multiplies as during the run.
 
     Raises:
         ValueError: model and mesh do not fit, the run trained an encoder, or the run
@@ -193,6 +193,7 @@ def load_model(
             scan_layers=run.scan_layers if training else True,
             rules=rules,
             tensor_parallel=run.tensor_parallel if training else tensor_parallel,
+            quantization=run.quantization if training else None,
             rngs=nnx.Rngs(0),
         )
 

@@ -1,0 +1,379 @@
+"""Products of linear layers in fp8, forward and backward, each device at its own part.
+
+The three products of a layer, ``y = x w``, ``dx = g w^T`` and ``dw = x^T g``, multiply
+numbers of 8 bits and add up in fp32: activations and weights in E4M3 (3 bits of
+mantissa), gradients in E5M2 (2 bits, but a wider range). An operand is
+``data * scale``. The scale is chosen from the largest magnitude of the operand at hand (current scaling),
+so nothing is carried from step to step: delayed scaling saves one pass over an operand,
+and pays with a state to store, to share between devices and to restore, and with
+numbers that are cut off in the step in which they grow.
+
+A scale cannot lie along the axis that a product sums over. With a scale for each row
+("fp8") each product therefore takes its operands in another form:
+
+========  ==========================  ==========================
+product   left, scales along          right, scales along
+========  ==========================  ==========================
+``y``     x in E4M3, tokens           w in E4M3, output features
+``dx``    g in E5M2, tokens           w in E4M3, input features
+``dw``    x in E4M3, input features   g in E5M2, output features
+========  ==========================  ==========================
+
+With one scale for each operand ("fp8_tensorwise") the forms differ by a transposition
+only, which takes less time.
+
+Scales are powers of two. A number keeps its mantissa when it goes from one such scale
+to another, unless it is so small that it loses bits at the bottom of the range. So the
+activations are kept for the backward pass in fp8, half of what bf16 takes, and `x` and
+`g` are rounded once although they are scaled twice; devices that choose scales for
+parts of an operand get the numbers that one device would get; and the two kinds of
+scales differ only in what they do to numbers that are thousands of times (E4M3: 2^14)
+smaller than the largest of their operand.
+
+Legend: B batch, T tokens, K features that are contracted, N features of the result, M
+tokens of all rows.
+
+References:
+    FP8 formats for deep learning, arXiv 2209.05433. DeepSeek-V3, arXiv 2412.19437,
+    section 3.3, which has a scale for each 128 numbers of a row instead, and keeps
+    activations in fp8 too.
+"""
+
+import functools
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jaxscale.checks import check_choice
+from jaxscale.sharding.operations import Shards, constrain
+from jaxscale.sharding.rules import AxisRules
+from pallas_kernels.scaled_matmul import scaled_matmul
+
+
+type Fp8 = Literal["fp8", "fp8_tensorwise"]
+"""Products in fp8 whose operands have a scale for each row, or one scale each."""
+
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+
+
+class Scaled(NamedTuple):
+    """An operand of a product, ``data * scale``; its last axis is contracted."""
+
+    data: Array
+    """[..., K], E4M3 or E5M2."""
+    scale: Array
+    """[...] of each row, or () of all; fp32 powers of two."""
+
+
+def check_fp8(quantization: str | None) -> None:
+    """Raise unless `quantization` names products in fp8, or is None.
+
+    Example:
+        >>> check_fp8("int8")
+        Traceback (most recent call last):
+        ...
+        ValueError: quantization 'int8' is for inference:
+        jaxscale.models.quantize(model, 'int8') stores weights so; layers that are
+        trained take 'fp8', 'fp8_tensorwise' or None
+    """
+    if quantization == "int8":
+        raise ValueError(
+            "quantization 'int8' is for inference: jaxscale.models.quantize(model, "
+            "'int8') stores weights so; layers that are trained take 'fp8', "
+            "'fp8_tensorwise' or None"
+        )
+    if quantization is not None:
+        check_choice("quantization", quantization, Fp8)
+
+
+def quantize_operand(
+    x: Float[Array, "*rows K"],
+    dtype: DTypeLike,
+    quantization: Fp8,
+    names: tuple[str, ...] = (),
+) -> Scaled:
+    """`x` in fp8, by the smallest scale, a power of two, that cuts off nothing.
+
+    Zeros keep the scale one. Where a number is NaN or infinite the scale is NaN, so
+    that it stays visible in whatever it would have entered:
+    `pallas_kernels.scaled_matmul.quantize_fp8` makes other scales, for inference.
+
+    Args:
+        x: The operand.
+        dtype: ``float8_e4m3fn`` or ``float8_e5m2``.
+        quantization: A scale for each row, or one.
+        names: Mesh axes, of a `jax.shard_map`, whose devices share one scale.
+
+    Example:
+        >>> data, scale = quantize_operand(jnp.array([[3.0, -896.0]]), E4M3, "fp8")
+        >>> print(data.astype(jnp.float32), scale)
+        [[   1.5 -448. ]] [2.]
+    """
+    wide = x.astype(jnp.float32)
+    by_row = quantization == "fp8"
+    largest = jnp.max(jnp.abs(wide), axis=-1 if by_row else None, initial=0.0)
+    if names and not by_row:
+        largest = jax.lax.pmax(largest, names)
+    scale = _power_of_two(largest / float(jnp.finfo(dtype).max))
+    scale = jnp.where(largest == 0, 1.0, scale)
+    scale = jnp.where(jnp.isfinite(largest), scale, jnp.nan)
+    inverse = 1 / scale  # exact
+    data = wide * (inverse[..., None] if by_row else inverse)
+    return Scaled(data.astype(dtype), scale)
+
+
+def _power_of_two(x: Array) -> Array:
+    """The smallest power of two that is at least `x`, and a normal number."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    mantissa = (1 << jnp.finfo(jnp.float32).nmant) - 1
+    power = jax.lax.bitcast_convert_type((bits + mantissa) & ~mantissa, jnp.float32)
+    return jnp.maximum(power, jnp.finfo(jnp.float32).tiny)
+
+
+def _transposed(x: Scaled) -> Scaled:
+    """A matrix for a product that sums over its rows: [M, K] as [K, M]."""
+    if not x.scale.ndim:
+        return Scaled(x.data.T, x.scale)
+    wide = x.data.astype(jnp.float32) * x.scale[:, None]
+    return quantize_operand(wide.T, x.data.dtype, "fp8")
+
+
+def _product(a: Scaled, b: Scaled, dtype: DTypeLike) -> Array:
+    """``a @ b.T``, [M, K] and [N, K], added up in fp32."""
+    return scaled_matmul(a.data, b.data, a.scale, b.scale, out_dtype=dtype)
+
+
+def _rows(x: Scaled) -> Scaled:
+    """[B, T, K] as the matrix [M, K]."""
+    scale = x.scale.reshape(-1) if x.scale.ndim else x.scale
+    return Scaled(x.data.reshape(-1, x.data.shape[-1]), scale)
+
+
+def _gathered(x: Scaled, names: tuple[str, ...]) -> Scaled:
+    """[B, T, K] with the tokens of all devices; the link carries a byte a number."""
+    if not names:
+        return x
+
+    def whole(part: Array) -> Array:
+        return jax.lax.all_gather(part, names, axis=1, tiled=True)
+
+    # Of one scale all devices have the same.
+    return Scaled(whole(x.data), whole(x.scale) if x.scale.ndim else x.scale)
+
+
+def _scattered(x: Array, names: tuple[str, ...]) -> Array:
+    """The sum over the devices, [B, T, N], of which each keeps its tokens."""
+    if not names:
+        return x
+    return jax.lax.psum_scatter(x, names, scatter_dimension=1, tiled=True)
+
+
+def _kept(x: Scaled) -> Scaled:
+    """An operand as the backward pass reads it, by a name for `jax.checkpoint`."""
+    # What `jax.checkpoint` keeps passes `jax.lax.reduce_precision`, which takes E4M3
+    # for a type with infinities, and would make them of all that is above 240.
+    bits = jax.lax.bitcast_convert_type(x.data, jnp.uint8)
+    return Scaled(*(checkpoint_name(part, "fp8_operand") for part in (bits, x.scale)))
+
+
+def _read(kept: Scaled) -> Scaled:
+    """What `_kept` was given."""
+    return Scaled(jax.lax.bitcast_convert_type(kept.data, E4M3), kept.scale)
+
+
+class _Form(NamedTuple):
+    """What is known of a product while it is traced."""
+
+    quantization: Fp8
+    names: tuple[str, ...]
+    """Mesh axes over which tokens are gathered on the way in, or scattered out."""
+
+
+def _weight(w: Array, dtype: DTypeLike, form: _Form) -> Scaled:
+    """[N, K] or [K, N], rounded to the type of the computation and then to fp8."""
+    return quantize_operand(w.astype(dtype), E4M3, form.quantization)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _column(form: _Form, x: Array, ws: tuple[Array, ...]) -> tuple[Array, ...]:
+    """``x @ w`` for each w, of the gathered tokens."""
+    return _column_forward(form, x, ws)[0]
+
+
+def _column_forward(form: _Form, x: Array, ws: tuple[Array, ...]) -> tuple[Any, Any]:
+    kept = _kept(quantize_operand(x, E4M3, form.quantization, form.names))
+    whole = _gathered(_read(kept), form.names)
+    rows = _rows(whole)
+    outs = []
+    for w in ws:
+        out = _product(rows, _weight(w.T, x.dtype, form), x.dtype)
+        out = out.reshape(*whole.data.shape[:2], -1)  # [B, T, N]
+        outs.append(checkpoint_name(out, "fp8_matmul_out"))
+    return tuple(outs), (kept, ws, jnp.zeros((), x.dtype))
+
+
+def _column_backward(form: _Form, kept: Any, gs: tuple[Array, ...]) -> Any:
+    x, ws, like = kept
+    whole = _gathered(_read(x), form.names)
+    columns = _transposed(_rows(whole))  # [K, M]
+    dx, dws = [], []
+    for w, g in zip(ws, gs, strict=True):
+        rows = _rows(quantize_operand(g, E5M2, form.quantization))  # [M, N]
+        wide = like.dtype if len(ws) == 1 else jnp.float32
+        dx.append(_product(rows, _weight(w, like.dtype, form), wide))
+        dws.append(_product(columns, _transposed(rows), w.dtype))
+    total = functools.reduce(operator.add, dx).astype(like.dtype)
+    total = total.reshape(whole.data.shape)  # [B, T, K]
+    return _scattered(total, form.names), tuple(dws)
+
+
+_column.defvjp(_column_forward, _column_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _row(form: _Form, xs: tuple[Array, ...], ws: tuple[Array, ...]) -> Array:
+    """The sum of ``x @ w`` of all pairs and devices, of which each has its tokens."""
+    return _row_forward(form, xs, ws)[0]
+
+
+def _row_forward(
+    form: _Form, xs: tuple[Array, ...], ws: tuple[Array, ...]
+) -> tuple[Any, Any]:
+    dtype = xs[0].dtype
+    kept = [_kept(quantize_operand(x, E4M3, form.quantization)) for x in xs]
+    wide = dtype if len(xs) == 1 else jnp.float32
+    outs = [
+        _product(_rows(_read(x)), _weight(w.T, dtype, form), wide)
+        for x, w in zip(kept, ws, strict=True)
+    ]
+    out = functools.reduce(operator.add, outs).astype(dtype)
+    out = _scattered(out.reshape(*xs[0].shape[:2], -1), form.names)  # [B, T, N]
+    return checkpoint_name(out, "fp8_matmul_out"), (kept, ws, jnp.zeros((), dtype))
+
+
+def _row_backward(form: _Form, kept: Any, g: Array) -> Any:
+    xs, ws, like = kept
+    part = quantize_operand(g, E5M2, form.quantization, form.names)
+    rows = _rows(_gathered(part, form.names))  # [M, N]
+    columns = _transposed(rows)
+    dxs, dws = [], []
+    for x, w in zip(map(_read, xs), ws, strict=True):
+        dx = _product(rows, _weight(w, like.dtype, form), like.dtype)
+        dxs.append(dx.reshape(x.data.shape))  # [B, T, K]
+        dws.append(_product(_transposed(_rows(x)), columns, w.dtype))
+    return tuple(dxs), tuple(dws)
+
+
+_row.defvjp(_row_forward, _row_backward)
+
+
+# --- Over a mesh ----------------------------------------------------------------------
+
+
+def fp8_column_parallel(
+    x: Float[Array, "B T K"],
+    kernels: Sequence[Float[Array, "K _N"]],
+    *,
+    kernel_axes: Sequence[tuple[str | None, str | None]],
+    out_axes: Sequence[Sequence[str | None]],
+    rules: AxisRules,
+    quantization: Fp8,
+) -> tuple[Float[Array, "B T _N"], ...]:
+    """`column_parallel` in fp8: tokens are gathered in fp8 too, and quantized once.
+
+    Arguments are those of `column_parallel`. Gradients of the kernels come in the type
+    of the kernels, unless kernels are stored in parts (FSDP): then kernels and
+    gradients go between devices in the type of `x`.
+    """
+    plain = [("batch", None, None), *kernel_axes]
+    split = [("batch", "tokens", None), *kernel_axes]
+    shards = Shards.of([x, *kernels], split, rules)
+    if not (names := _dividing(shards, "tokens")):
+        shards = Shards.of([x, *kernels], plain, rules)
+
+    def local(x: Array, *ws: Array) -> tuple[Array, ...]:
+        return _column(_Form(quantization, names), x, ws)
+
+    local_axes = [("batch", None, axes[1]) for axes in kernel_axes]
+    outs = _over(shards, local, local_axes, [x], kernels)
+    return tuple(
+        constrain(out, axes, rules) for out, axes in zip(outs, out_axes, strict=True)
+    )
+
+
+def fp8_row_parallel(
+    xs: Sequence[Float[Array, "B T _K"]],
+    kernels: Sequence[Float[Array, "_K N"]],
+    *,
+    kernel_axes: Sequence[tuple[str | None, str | None]],
+    out_axes: Sequence[str | None],
+    rules: AxisRules,
+    quantization: Fp8,
+) -> Float[Array, "B T N"]:
+    """`row_parallel` in fp8; gradients of the result are gathered in fp8.
+
+    Arguments are those of `row_parallel`; kernels are treated as by
+    `fp8_column_parallel`.
+    """
+    storing = rules.mesh_axes(["batch"])
+    features = [
+        None if rules.mesh_axes([axis]) & storing else axis for axis, _ in kernel_axes
+    ]
+    in_axes = [*(("batch", None, axis) for axis in features), *kernel_axes]
+    shards = Shards.of([*xs, *kernels], in_axes, rules)
+    summed = {_dividing(shards, axis) for axis in features}
+    if len(summed) > 1:
+        pairs = zip(xs, kernels, kernel_axes, strict=True)
+        alone = (
+            fp8_row_parallel(
+                [x],
+                [w],
+                kernel_axes=[axes],
+                out_axes=out_axes,
+                rules=rules,
+                quantization=quantization,
+            )
+            for x, w, axes in pairs
+        )
+        return functools.reduce(operator.add, alone)
+    (names,) = summed
+    ways = math.prod(shards.mesh.shape[name] for name in names)
+    scatters = names == _dividing(shards, "tokens") and not xs[0].shape[1] % ways
+    scattered = names if scatters else ()
+
+    def local(*args: Array) -> tuple[Array]:
+        form = _Form(quantization, scattered)
+        out = _row(form, args[: len(xs)], args[len(xs) :])
+        return (out if names == scattered else jax.lax.psum(out, names),)
+
+    tokens = "tokens" if scattered else None
+    (out,) = _over(shards, local, [("batch", tokens, None)], xs, kernels)
+    return constrain(out, out_axes, rules)
+
+
+def _dividing(shards: Shards, axis: str | None) -> tuple[str, ...]:
+    """The mesh axes of several devices that split `axis` here."""
+    return tuple(name for name in shards.names(axis) if shards.mesh.shape[name] > 1)
+
+
+def _over(
+    shards: Shards,
+    local: Any,
+    out_axes: Sequence[Sequence[str | None]],
+    xs: Sequence[Array],
+    kernels: Sequence[Array],
+) -> Any:
+    """`local` of the shards of each device, with whole kernels."""
+    parameters = range(len(xs), len(xs) + len(kernels))
+    stored = {axis for i in parameters for axis in shards.in_axes[i]}
+    if any(set(_dividing(shards, axis)) & shards.storing for axis in stored):
+        kernels = [w.astype(xs[0].dtype) for w in kernels]
+    args = shards.place([*xs, *kernels])
+    return shards.over(local, out_axes, parameters=parameters)(*args)
