@@ -72,7 +72,7 @@ class Decoder(nnx.Module):
         scan_layers: bool = True,
         rules: AxisRules = REPLICATED,
         tensor_parallel: TensorParallel = None,
-        quantization: Fp8 | None = None,
+        quantization: Fp8 = None,
         attention_implementation: str | None = None,
         rngs: nnx.Rngs,
     ) -> None:

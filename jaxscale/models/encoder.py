@@ -79,7 +79,7 @@ class EncoderModel(nnx.Module):
         remat: str = "none",
         scan_layers: bool = True,
         rules: AxisRules = REPLICATED,
-        quantization: Fp8 | None = None,
+        quantization: Fp8 = None,
         attention_implementation: str | None = None,
         rngs: nnx.Rngs,
     ) -> None:

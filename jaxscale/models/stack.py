@@ -75,6 +75,9 @@ REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
 - ``attention``: the same and the results of fused attention (packed, cuDNN), so that
   only elementwise operations are computed twice. The usual choice.
 
+Linear layers that multiply in fp8 keep their inputs in fp8 with ``none``; with the
+others they round them again, unless a policy of yours keeps the name ``fp8_operand``.
+
 With ``tensor_parallel="fused"`` the last three also keep the gathered inputs of the
 linear layers, which only the kernel could make again; ``"xla"`` gathers them again.
 """

@@ -65,7 +65,7 @@ class MLP(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rules: AxisRules = REPLICATED,
         tensor_parallel: TensorParallel = None,
-        quantization: Fp8 | None = None,
+        quantization: Fp8 = None,
         rngs: nnx.Rngs,
     ) -> None:
         """Make the projections.
@@ -316,7 +316,7 @@ class Block(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rules: AxisRules = REPLICATED,
         tensor_parallel: TensorParallel = None,
-        quantization: Fp8 | None = None,
+        quantization: Fp8 = None,
         rngs: nnx.Rngs,
     ) -> None:
         """Make the layers.

@@ -47,7 +47,7 @@ class Linear(nnx.Module):
         (2, 3, 8)
     """
 
-    quantization: Fp8 | None = None
+    quantization: Fp8 = None
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Linear(nnx.Module):
         use_bias: bool = False,
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
-        quantization: Fp8 | None = None,
+        quantization: Fp8 = None,
         kernel_init: Initializer = NORMAL_INIT,
         rules: AxisRules = REPLICATED,
         rngs: nnx.Rngs,

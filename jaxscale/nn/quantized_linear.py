@@ -20,7 +20,11 @@ from pallas_kernels.quantized_matmul import quantized_matmul
 
 
 type Quantization = Literal["int8", "fp8"]
-"""Type of quantized weights: integers, or floating numbers (E4M3)."""
+"""Type of quantized weights: integers, or floating numbers (E4M3).
+
+Layers that are trained have `jaxscale.sharding.Fp8` instead: they round both operands
+of a product, and keep the weights as they are.
+"""
 
 _TYPES = {"int8": (jnp.int8, 127.0), "fp8": (jnp.float8_e4m3fn, 448.0)}
 """Type of the numbers, and the largest of them that is used."""

@@ -300,7 +300,7 @@ class Attention(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rules: AxisRules = REPLICATED,
         tensor_parallel: TensorParallel = None,
-        quantization: Fp8 | None = None,
+        quantization: Fp8 = None,
         rngs: nnx.Rngs,
     ) -> None:
         """Make the projections.

@@ -3,10 +3,10 @@
 The three products of a layer, ``y = x w``, ``dx = g w^T`` and ``dw = x^T g``, multiply
 numbers of 8 bits and add up in fp32: activations and weights in E4M3 (3 bits of
 mantissa), gradients in E5M2 (2 bits, but a wider range). An operand is
-``data * scale``. The scale is chosen from the largest magnitude of the operand at hand (current scaling),
-so nothing is carried from step to step: delayed scaling saves one pass over an operand,
-and pays with a state to store, to share between devices and to restore, and with
-numbers that are cut off in the step in which they grow.
+``data * scale``. The scale is chosen from the largest magnitude of the operand at hand
+(current scaling), so nothing is carried from step to step: delayed scaling saves one
+pass over an operand, and pays with a state to store, to share between devices and to
+restore, and with numbers that are cut off in the step in which they grow.
 
 A scale cannot lie along the axis that a product sums over. With a scale for each row
 ("fp8") each product therefore takes its operands in another form:
@@ -57,8 +57,10 @@ from jaxscale.sharding.rules import AxisRules
 from pallas_kernels.scaled_matmul import scaled_matmul
 
 
-type Fp8 = Literal["fp8", "fp8_tensorwise"]
+type Fp8 = Literal["fp8", "fp8_tensorwise"] | None
 """Products in fp8 whose operands have a scale for each row, or one scale each."""
+
+_NAMES = ("fp8", "fp8_tensorwise", None)
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
@@ -89,8 +91,7 @@ def check_fp8(quantization: str | None) -> None:
             "'int8') stores weights so; layers that are trained take 'fp8', "
             "'fp8_tensorwise' or None"
         )
-    if quantization is not None:
-        check_choice("quantization", quantization, Fp8)
+    check_choice("quantization", quantization, _NAMES)
 
 
 def quantize_operand(
@@ -118,9 +119,12 @@ def quantize_operand(
     """
     wide = x.astype(jnp.float32)
     by_row = quantization == "fp8"
-    largest = jnp.max(jnp.abs(wide), axis=-1 if by_row else None, initial=0.0)
+    # By bits, which order as magnitudes do: a maximum of numbers may skip NaN.
+    bits = jax.lax.bitcast_convert_type(jnp.abs(wide), jnp.int32)
+    most = jnp.max(bits, axis=-1 if by_row else None, initial=0)
     if names and not by_row:
-        largest = jax.lax.pmax(largest, names)
+        most = jax.lax.pmax(most, names)
+    largest = jax.lax.bitcast_convert_type(most, jnp.float32)
     scale = _power_of_two(largest / float(jnp.finfo(dtype).max))
     scale = jnp.where(largest == 0, 1.0, scale)
     scale = jnp.where(jnp.isfinite(largest), scale, jnp.nan)
@@ -350,7 +354,7 @@ def fp8_row_parallel(
 
     def local(*args: Array) -> tuple[Array]:
         form = _Form(quantization, scattered)
-        out = _row(form, args[: len(xs)], args[len(xs) :])
+        out: Any = _row(form, args[: len(xs)], args[len(xs) :])
         return (out if names == scattered else jax.lax.psum(out, names),)
 
     tokens = "tokens" if scattered else None

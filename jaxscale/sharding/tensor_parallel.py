@@ -74,7 +74,7 @@ def column_parallel(
     out_axes: Sequence[Sequence[str | None]],
     rules: AxisRules,
     tensor_parallel: TensorParallel = None,
-    quantization: Fp8 | None = None,
+    quantization: Fp8 = None,
 ) -> tuple[Float[Array, "B T _N"], ...]:
     """``x @ kernel`` for several kernels that share one gather of the tokens.
 
@@ -157,7 +157,7 @@ def row_parallel(
     out_axes: Sequence[str | None],
     rules: AxisRules,
     tensor_parallel: TensorParallel = None,
-    quantization: Fp8 | None = None,
+    quantization: Fp8 = None,
 ) -> Float[Array, "B T N"]:
     """``sum_i xs[i] @ kernels[i]``, with one sum over the devices for all of them.
 

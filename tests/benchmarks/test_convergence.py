@@ -75,3 +75,18 @@ def test_windows_and_parallel_blocks_are_what_they_say():
     assert not base.parallel_block and base.window is None
     assert trainer("lamb_4x")._settings.kind == "lamb"
     assert byte_text.decoder(32, 2, 8, 64) == base
+
+
+def test_fp8_learns_as_bf16_does():
+    setup = dataclasses.replace(
+        convergence.SETUPS["tiny"], steps=64, arms=("bf16", "fp8"), rate=8e-3
+    )
+    found = {}
+    for name in setup.arms:
+        arm = convergence.Trainer(setup, convergence.ARMS[name])
+        assert arm.best_rate() == 8e-3
+        curve = [arm.bits(model, "result") for model, _ in arm.curve(0, 8e-3)]
+        assert curve[-1] < curve[0] - 1.0
+        found[name] = Measurement([1.0], None, metrics={"bits_per_byte": curve[-1]})
+    gap = convergence._compared(found)["fp8"].metrics["against_bf16"]
+    assert 0 < abs(gap) < 0.01

@@ -1,0 +1,306 @@
+"""Products in fp8 against numpy on rounded operands, and what they keep and send."""
+
+import dataclasses
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxscale.models.stack import REMAT_POLICIES
+from jaxscale.nn import ColumnParallelLinear, Linear, RowParallelLinear
+from jaxscale.sharding import (
+    REPLICATED,
+    MeshConfig,
+    column_parallel,
+    fsdp,
+    fsdp_tp,
+    make_mesh,
+    row_parallel,
+)
+from jaxscale.sharding.fp8 import E4M3, E5M2, quantize_operand
+from tests.tolerances import RELATIVE, relative_error
+
+
+B, T, K, N = 4, 8, 32, 24
+TOLERANCE = RELATIVE[jnp.dtype("float32")]
+BOTH = pytest.mark.parametrize("quantization", ["fp8", "fp8_tensorwise"])
+TYPES = {"x": ml_dtypes.float8_e4m3fn, "g": ml_dtypes.float8_e5m2}
+
+
+def normal(*shape, seed=0):
+    """Numbers of many sizes, without those that differ by more than fp8 can hold."""
+    random = np.random.default_rng(seed)
+    sizes = 2.0 ** random.integers(-6, 3, shape)
+    return (random.normal(size=shape) * sizes).astype(np.float32)
+
+
+def rounded(x, kind, axis):
+    """The numbers that fp8 makes of `x` with a scale for what `axis` reduces."""
+    dtype = TYPES[kind]
+    largest = np.abs(x).max(axis=axis, keepdims=True)
+    scale = 2.0 ** np.ceil(np.log2(largest / float(ml_dtypes.finfo(dtype).max)))
+    return (x / scale).astype(dtype).astype(np.float64) * scale
+
+
+def column(x, w, quantization="fp8", rules=REPLICATED, **options):
+    axes = {"kernel_axes": [("embed", "mlp")], "rules": rules}
+    axes["out_axes"] = [("batch", None, "act_mlp")]
+    x, w = map(jnp.asarray, (x, w))
+    return column_parallel(x, [w], quantization=quantization, **axes, **options)[0]
+
+
+def row(x, w, quantization="fp8", rules=REPLICATED, **options):
+    axes = {"kernel_axes": [("mlp", "embed")], "rules": rules}
+    axes["out_axes"] = ("batch", "tokens", "act_embed")
+    x, w = map(jnp.asarray, (x, w))
+    return row_parallel([x], [w], quantization=quantization, **axes, **options)
+
+
+@pytest.mark.parametrize("product", [column, row])
+@BOTH
+def test_products_are_those_of_rounded_operands(quantization, product):
+    x, w, g = normal(B, T, K), normal(K, N, seed=1), normal(B, T, N, seed=2)
+    f = partial(product, quantization=quantization)
+    y, back = jax.jit(lambda x, w: jax.vjp(f, x, w))(x, w)
+    dx, dw = back(jnp.asarray(g))
+    x, g = x.reshape(-1, K), g.reshape(-1, N)
+    by_row = quantization == "fp8"
+    along = (lambda axis: axis) if by_row else (lambda axis: None)
+    x, g = rounded(x, "x", along(1)), rounded(g, "g", along(1))
+    exact = {
+        "y": x @ rounded(w, "x", along(0)),
+        "dx": g @ rounded(w, "x", along(1)).T,
+        # Scales along the tokens would be inside of the sum: they are others here.
+        "dw": rounded(x, "x", along(0)).T @ rounded(g, "g", along(0)),
+    }
+    for name, found in (("y", y), ("dx", dx), ("dw", dw)):
+        found = found.reshape(exact[name].shape)
+        assert relative_error(found, exact[name]) < TOLERANCE, name
+
+
+def test_a_second_scale_changes_no_number():
+    x = normal(64, K)
+    once = rounded(x, "x", 1)
+    for second, axis in ((rounded(once, "x", 0), 0), (rounded(x, "x", None), None)):
+        # Of what does not fall below the normal numbers of the other scale.
+        held = np.abs(once) > np.abs(x).max(axis=axis, keepdims=True) * 2.0**-14
+        assert held.mean() > 0.9
+        np.testing.assert_array_equal(second[held], once[held])
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_scales_are_the_smallest_powers_of_two_that_cut_off_nothing(dtype):
+    most = float(jnp.finfo(dtype).max)
+    x = jnp.array([[most], [most * 1.0000002], [most / 2], [3e38], [1e-37], [0.0]])
+    data, scale = quantize_operand(x, dtype, "fp8")
+    assert scale.tolist()[:3] == [1, 2, 0.5]
+    assert scale[-1] == 1 and data[-1] == 0
+    exponents = np.log2(np.asarray(scale, np.float64))
+    np.testing.assert_array_equal(exponents, np.round(exponents))
+    back = data.astype(jnp.float32) * scale[:, None]
+    np.testing.assert_allclose(back, x, rtol=2**-3)
+
+
+@BOTH
+def test_small_numbers_are_as_exact_as_large_ones(quantization):
+    x, w = normal(B, T, K), normal(K, N, seed=1)
+    product = partial(column, quantization=quantization)
+    f = jax.jit(jax.value_and_grad(lambda x, w: product(x, w).sum(), (0, 1)))
+    value, (dx, dw) = f(x, w)
+    small = 2.0**-60
+    tiny, (tiny_dx, tiny_dw) = f(x * small, w)
+    assert tiny == value * small and value != 0
+    np.testing.assert_array_equal(tiny_dx, dx)
+    np.testing.assert_array_equal(tiny_dw, dw * small)
+    zeros = f(x * 0, w)
+    assert zeros[0] == 0 and not np.any(zeros[1][1])
+    np.testing.assert_array_equal(zeros[1][0], dx)
+
+
+def test_a_large_number_costs_other_rows_nothing_with_scales_of_rows():
+    x, w = normal(B, T, K), normal(K, N, seed=1)
+    x[0, 0, 0] = 2.0**40
+    by_row, by_tensor = (column(x, w, q) for q in ("fp8", "fp8_tensorwise"))
+    alone = column(x[1:], w)
+    np.testing.assert_array_equal(by_row[1:], alone)
+    assert not np.any(by_tensor[1:])  # all that is smaller is gone
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("product", [column, row])
+@BOTH
+def test_what_is_not_finite_stays_visible(quantization, product, bad):
+    f = partial(product, quantization=quantization)
+    x, w, g = normal(B, T, K), normal(K, N, seed=1), normal(B, T, N, seed=2)
+    x[1, 2, 3] = bad
+    y, back = jax.vjp(f, *map(jnp.asarray, (x, w)))
+    dx, dw = back(jnp.asarray(g))
+    assert np.isnan(y[1, 2]).all() and np.isnan(dw[3]).all()
+    if quantization == "fp8":
+        assert np.isnan(y).sum() == N  # other tokens go on
+    assert np.isfinite(dx).all()
+    g[0, 1, 2] = bad
+    y, back = jax.vjp(f, jnp.asarray(normal(B, T, K)), jnp.asarray(w))
+    dx, dw = back(jnp.asarray(g))
+    assert np.isfinite(y).all()
+    assert np.isnan(dx[0, 1]).all() and np.isnan(dw[:, 2]).all()
+    w[4, 5] = bad
+    assert np.isnan(f(normal(B, T, K), w)[..., 5]).all()
+
+
+def network(params, x, *, rules, tensor_parallel, quantization):
+    options = {"rules": rules, "tensor_parallel": tensor_parallel}
+    options["quantization"] = quantization
+    up, gate = column_parallel(
+        x,
+        [params["up"], params["gate"]],
+        kernel_axes=[("embed", "mlp"), ("embed", "heads")],
+        out_axes=[("batch", None, "act_mlp"), ("batch", None, "act_heads")],
+        **options,
+    )
+    return row_parallel(
+        [jnp.tanh(up), jnp.sin(gate)],
+        [params["down"], params["out"]],
+        kernel_axes=[("mlp", "embed"), ("heads", "embed")],
+        out_axes=("batch", "tokens", "act_embed"),
+        **options,
+    )
+
+
+PARAMS = {
+    "up": normal(K, 48, seed=1),
+    "gate": normal(K, 16, seed=2),
+    "down": normal(48, K, seed=3),
+    "out": normal(16, K, seed=4),
+}
+
+
+def value_and_grads(params, x, **options):
+    def loss(params, x):
+        y = network(params, x, **options)
+        return (y * jnp.cos(jnp.arange(y.size).reshape(y.shape))).sum()
+
+    return jax.jit(jax.value_and_grad(loss, (0, 1)))(params, x)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kind", "rules", "tensor_parallel", "quantization"),
+    [
+        ({"data": 2, "tensor": 4}, "auto", fsdp_tp(), None, "fp8"),
+        ({"fsdp": 2, "tensor": 2}, "auto", fsdp_tp(), "fused", "fp8"),
+        ({"fsdp": 2, "tensor": 2}, "explicit", fsdp_tp(), "xla", "fp8_tensorwise"),
+        ({"data": 2, "fsdp": 2}, "auto", fsdp(), None, "fp8_tensorwise"),
+        # Tokens stay whole, so sums go to every device.
+        (
+            {"data": 2, "tensor": 2},
+            "auto",
+            dataclasses.replace(fsdp_tp(), tokens=None),
+            None,
+            "fp8",
+        ),
+        # Heads are not split: only one of two summed products is a sum over devices.
+        (
+            {"tensor": 4},
+            "auto",
+            dataclasses.replace(fsdp_tp(), heads=None, act_heads=None),
+            None,
+            "fp8",
+        ),
+    ],
+)
+def test_devices_get_what_one_device_gets(
+    sizes, kind, rules, tensor_parallel, quantization
+):
+    options = {"tensor_parallel": tensor_parallel, "quantization": quantization}
+    expected = value_and_grads(PARAMS, normal(B, T, K), rules=REPLICATED, **options)
+    count = int(np.prod(list(sizes.values())))
+    config = MeshConfig(**sizes, axis_type=kind)
+    with jax.set_mesh(make_mesh(config, jax.devices()[:count])):
+        found = value_and_grads(PARAMS, normal(B, T, K), rules=rules, **options)
+    for actual, exact in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        assert relative_error(actual, exact) < TOLERANCE
+
+
+def test_tokens_and_gradients_are_gathered_in_fp8():
+    options = {"rules": fsdp_tp(), "tensor_parallel": "xla", "quantization": "fp8"}
+    with jax.set_mesh(make_mesh(MeshConfig(tensor=4), jax.devices()[:4])):
+        f = jax.jit(jax.grad(lambda p, x: network(p, x, **options).sum()))
+        text = f.lower(PARAMS, normal(B, T, K)).as_text()
+    gathers = re.findall(r"all_gather.*-> tensor<([\w]+)>", text)
+    assert {shape.split("x")[-1] for shape in gathers if shape.count("x") == 3} == {
+        "f8E4M3FN",
+        "f8E5M2",
+    }
+
+
+def kept_types(policy=None):
+    """Types of what the backward pass gets, of the shape of the activations."""
+    f = column if policy is None else jax.checkpoint(column, policy=policy)
+    x, w = jnp.asarray(normal(B, T, K)), jnp.asarray(normal(K, N, seed=1))
+    back = jax.eval_shape(lambda x: jax.vjp(lambda x: f(x * 2, w), x)[1], x)
+    return {leaf.dtype.name for leaf in jax.tree.leaves(back) if leaf.shape == x.shape}
+
+
+def test_activations_are_kept_in_fp8():
+    assert kept_types() == {"uint8"}  # bits of E4M3
+    # Recomputed from the argument, unless a policy names the operand.
+    assert kept_types(REMAT_POLICIES["dots_no_batch"]) == {"float32"}
+    names = jax.checkpoint_policies.save_only_these_names("fp8_operand")
+    assert "uint8" in kept_types(names)
+
+
+def test_what_checkpoints_keep_is_what_they_were_given():
+    x, w = normal(B, T, K), normal(K, N, seed=1)
+    names = jax.checkpoint_policies.save_only_these_names("fp8_operand")
+    plain, saved = (
+        jax.jit(jax.grad(lambda x, w, f=f: jnp.sin(f(x, w)).sum(), 1))(x, w)
+        for f in (column, jax.checkpoint(column, policy=names))
+    )
+    np.testing.assert_array_equal(saved, plain)
+    assert np.isfinite(plain).all()
+
+
+def test_gradients_reach_fp32_parameters_unrounded():
+    layer = ColumnParallelLinear(
+        K,
+        N,
+        kernel_axes=("embed", "mlp"),
+        out_axes=("batch", None, "act_mlp"),
+        dtype=jnp.bfloat16,
+        quantization="fp8",
+        rngs=nnx.Rngs(0),
+    )
+    x = jnp.asarray(normal(B, T, K), jnp.bfloat16)
+    grads = jax.grad(lambda m: m(x).astype(jnp.float32).sum())(layer)
+    dw = np.asarray(grads.kernel[...])
+    assert dw.dtype == np.float32
+    wide = np.asarray(x).astype(np.float64).reshape(-1, K)
+    exact = rounded(rounded(wide, "x", 1), "x", 0).sum(0)[:, None]
+    assert relative_error(dw, np.broadcast_to(exact, dw.shape)) < TOLERANCE
+    y = layer(x)
+    assert y.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("kind", [Linear, ColumnParallelLinear, RowParallelLinear])
+def test_names_of_quantization(kind, no_shape_hook):
+    make = partial(
+        kind,
+        4,
+        8,
+        kernel_axes=("embed", "mlp"),
+        out_axes=("batch", None, "act_mlp"),
+        rngs=nnx.Rngs(0),
+    )
+    with pytest.raises(ValueError, match=r"'int8' is for inference: .* take 'fp8'"):
+        make(quantization="int8")
+    with pytest.raises(ValueError, match=r"'e4m3' is unknown; use one of \('fp8', "):
+        make(quantization="e4m3")
+    x = jnp.asarray(normal(1, 3, 4))
+    layer = make(quantization="fp8")
+    exact = rounded(np.asarray(x), "x", -1) @ rounded(np.asarray(layer.weight), "x", 0)
+    assert relative_error(layer(x), exact) < TOLERANCE
