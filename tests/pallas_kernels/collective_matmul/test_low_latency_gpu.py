@@ -17,7 +17,7 @@ from pallas_kernels.collective_matmul.all_reduce import (
     low_latency_all_reduce, make_workspace)
 from pallas_kernels.mosaic import DeviceSpec
 P = jax.sharding.PartitionSpec
-what, rows, columns = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+rows, columns = map(int, sys.argv[1:3])
 devices = max(n for n in (2, 4, 8) if n <= len(jax.devices()))
 mesh = jax.make_mesh((devices,), ("tensor",), (jax.sharding.AxisType.Auto,),
                      devices=jax.devices()[:devices])
@@ -97,24 +97,24 @@ def programs():
     for sign, copies in outputs:
         assert (np.asarray(copies) == sign * wanted(y)).all()
 
-globals()[what]()
-print("done")
+for check in (values, many, late, programs):
+    check()
+    print("done:", check.__name__, flush=True)
 """
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 64), (16, 4096), (64, 8192)])
-@pytest.mark.parametrize("what", ["values", "many", "late", "programs"])
-def test_on_gpus(what, rows, columns):
+def test_on_gpus(rows, columns):
     """In a process of its own, which a deadlock would not let end."""
     if len(jax.devices()) < 2:
         pytest.skip("needs 2 GPUs")
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, what, str(rows), str(columns)],
+        [sys.executable, "-c", PROGRAM, str(rows), str(columns)],
         env=environment,
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
-    assert done.stdout.strip() == "done", done.stderr[-3000:]
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
