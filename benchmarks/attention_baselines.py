@@ -246,7 +246,8 @@ def cudnn_padded(spec: VarlenSpec, gradient: bool) -> Form:
         extra["key_value_seq_lengths"] = np.asarray(spec.lengths_k, np.int32)
     if spec.alibi:
         extra["bias"] = functools.partial(alibi_bias, spec)
-    window = spec.window if spec.causal and spec.window[0] is not None else None
+    left = spec.window[0] if spec.causal else None
+    window = None if left is None else (left, 0)
     if window is None and spec.window != (None, None):
         length = max(spec.lengths_q)
         one = dataclasses.replace(spec, lengths_q=(length,), lengths_k=(length,))
@@ -258,7 +259,7 @@ def cudnn_padded(spec: VarlenSpec, gradient: bool) -> Form:
             k,
             v,
             is_causal=spec.causal,
-            local_window_size=window and (window[0], 0),
+            local_window_size=window,
             implementation="cudnn",
             **dict(zip(extra, operands, strict=True)),
         )

@@ -26,6 +26,14 @@ Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 LATENCY_HIDING = {"xla_gpu_enable_latency_hiding_scheduler": True}
 """Options of the compiler for ``xla_lhs``."""
 
+WINDOWED = {
+    "xla_gpu_threshold_for_windowed_einsum_mib": 0,
+    "xla_gpu_multi_streamed_windowed_einsum": True,
+    **LATENCY_HIDING,
+}
+"""Options for ``xla_windowed``: products of the partitioner go around in parts, of any
+size; by default from 100,000 MiB on."""
+
 PUSH_BLOCKS = (16, 48, 132)
 """Numbers of blocks that `push` is tried with; 15 multiprocessors fill NVLink."""
 

@@ -9,7 +9,9 @@ Sizes are those of an entire layer; each device multiplies ``1 / tp`` of it.
   ``comm_only``: the same bytes written by a kernel that only copies. No overlap can
   beat both.
 - ``xla_nccl``: the collective and the product, one after the other; ``xla_lhs``: the
-  same with XLA's latency-hiding scheduler; ``xla_ring``: our ring of ``ppermute``.
+  same with XLA's latency-hiding scheduler; ``xla_ring``: our ring of ``ppermute``;
+  ``xla_windowed``: the collective product of XLA's partitioner (its windowed einsum),
+  from shardings alone.
 - ``jax_sample``: the all-gather product of `jax.experimental.pallas.ops.gpu`.
 - ``torch_nccl``, ``torch_async_tp``: PyTorch, one process a GPU.
 
@@ -223,6 +225,15 @@ def forms(params: Mapping[str, Any]) -> list[Form]:
         collective("xla_lhs", xla, compiler_options=baselines.LATENCY_HIDING),
         collective("xla_ring", ours("xla_ring")),
     ]
+    if kind != "all_reduce":
+        found.append(
+            collective(
+                "xla_windowed",
+                baselines.product,
+                partitioned=True,
+                compiler_options=baselines.WINDOWED,
+            )
+        )
     if gathers:
         found += [
             collective("jax_sample", functools.partial(baselines.jax_sample, **config))
@@ -440,6 +451,7 @@ NAMES = (
     "xla_nccl",
     "xla_lhs",
     "xla_ring",
+    "xla_windowed",
     "jax_sample",
     *torch_collective.NAMES,
 )

@@ -31,6 +31,7 @@ from benchmarks.harness import Benchmark, Case, installed_version
 ROOT = pathlib.Path(__file__).parent.parent
 MANIFEST = "tests/manifest.json"
 
+SLOW = "slower than a larger problem"
 FRESH, MISSING, TRIED, AGAIN = "fresh", "missing", "tried", "again"
 """States of a row; every other says why it is stale."""
 
@@ -156,6 +157,7 @@ def plan(
     folders: Sequence[pathlib.Path],
     history: History,
     tried: frozenset[records.Attempt],
+    commit: str | None = None,
 ) -> list[Due]:
     """Every wanted case with its states, the fresh ones too, in the order of worth.
 
@@ -167,6 +169,8 @@ def plan(
         folders: Of a device's result files; where two have a row, the last counts.
         history: Decides what is stale.
         tried: What gave no row at this commit.
+        commit: Whose rows of PyTorch are not measured again for being slower than a
+            larger problem of theirs.
 
     Raises:
         ValueError: a result file is damaged.
@@ -174,6 +178,7 @@ def plan(
     shown = citations()
     found: list[Due] = []
     stored = {name: _stored(name, folders) for name in _names(lines)}
+    slow = {name: _slow(rows, commit) for name, rows in stored.items()}
     for name, case, wanted, samples, topic in _wanted(lines, stored):
         benchmark, rows = load_benchmark(name), stored[name]
         states, seconds = {}, 0.0
@@ -185,6 +190,8 @@ def plan(
                 if (name, *key) in tried and row is None
                 else _state(benchmark, case, row, history)
             )
+            if states[implementation] == FRESH and key in slow[name]:
+                states[implementation] = SLOW
             if states[implementation] != TRIED:
                 seconds += _seconds(benchmark, key, rows)
         ranks = [rank for rank, shows in shown if shows(benchmark, case)]
@@ -251,6 +258,18 @@ def _wanted(
     for name, case, wanted, samples, topic in found.values():
         order = [n for n in load_benchmark(name).implementations if n in wanted]
         yield name, case, order, samples, topic
+
+
+def _slow(rows: Mapping[Key, records.Record], commit: str | None) -> set[Key]:
+    """Rows of PyTorch that took longer than its own larger problems: noise."""
+    bounds = records.within_larger([*rows.values()])
+    return {
+        key
+        for key, row in rows.items()
+        if row["implementation"].startswith("torch")
+        and row["time_us"] > records.SLOWER * bounds[key]
+        and row["commit"] != commit
+    }
 
 
 def _state(

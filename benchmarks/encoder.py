@@ -211,14 +211,6 @@ def metrics(params: Params, seconds: float) -> dict[str, float]:
     return {"tokens_per_second": params["tokens"] / seconds}
 
 
-def compare(params: Params, medians: Mapping[str, float]) -> Mapping[str, dict]:
-    """How much faster than the compiled model of transformers."""
-    if "torch_compile" not in medians:
-        return {}
-    best = medians["torch_compile"]
-    return {name: {"vs_torch_compile": best / t} for name, t in medians.items()}
-
-
 MAKERS: Makers = {"jaxscale": ours, "jax_padded": plain}
 
 BENCHMARK = Benchmark(
@@ -242,7 +234,6 @@ BENCHMARK = Benchmark(
         },
     },
     metrics=metrics,
-    compare=compare,
     time="wall",
     burst=10,
     samples=20,

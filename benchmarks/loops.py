@@ -96,7 +96,10 @@ class Check:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Form:
-    """One way to do a problem; runs on each device, inside `jax.shard_map`."""
+    """One way to do a problem; runs on each device, inside `jax.shard_map`.
+
+    Where it is `partitioned`, XLA splits it instead: its function is of global arrays.
+    """
 
     name: str
     """The implementation. Of several forms of one name the fastest counts."""
@@ -108,6 +111,8 @@ class Form:
     """How the result is split."""
     check: str
     """Name of the check."""
+    partitioned: bool = False
+    """Whether XLA's partitioner puts in what communicates."""
     compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Options of XLA."""
     state: Callable[[], Any] | None = None
@@ -277,16 +282,20 @@ def program(problem: Problem, form: Form) -> tuple[Any, tuple, int]:
     count = problem.num_sets if others else 1
     repeats = per_turn // count
     one = tuple(_spec(problem, name) for name in others)
+    out = NamedSharding(problem.mesh, form.out_spec) if form.partitioned else None
 
-    def device(x: Any, sets: Any) -> Any:
-        return repeated(form.function, trips, form.state)(x, sets * repeats)
+    def placed(*operands: Any) -> Any:
+        return lax.with_sharding_constraint(form.function(*operands), out)
 
-    jitted = on_devices(
-        problem.mesh,
-        device,
-        (_spec(problem, first), (one,) * count),
-        (form.out_spec,) * per_turn,
-    )
+    def run(x: Any, sets: Any) -> Any:
+        function = placed if form.partitioned else form.function
+        return repeated(function, trips, form.state)(x, sets * repeats)
+
+    if form.partitioned:
+        jitted = jax.jit(run, out_shardings=out)
+    else:
+        in_specs = _spec(problem, first), (one,) * count
+        jitted = on_devices(problem.mesh, run, in_specs, (form.out_spec,) * per_turn)
     shapes = tuple(_sharded(problem, name) for name in others)
     return jitted, (_sharded(problem, first), (shapes,) * count), trips * per_turn
 

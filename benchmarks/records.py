@@ -177,7 +177,7 @@ def full_rows(record: Record) -> list[Record]:
     return [head | row for row in record["rows"]]
 
 
-_UNSHOWN = ("spread", "run_seconds", "compile_seconds", "memory_mb")
+_UNSHOWN = ("spread", "run_seconds", "compile_seconds", "memory_mb", "vs_torch")
 
 
 def ordered(values: Iterable[Any]) -> list:
@@ -198,6 +198,37 @@ def lines(rows: Sequence[Record]) -> Iterator[tuple[Record, dict[str, Record]]]:
         by_identity.setdefault(identity(row), {})[row["implementation"]] = row
     for by_name in by_identity.values():
         yield next(iter(by_name.values())), by_name
+
+
+SIZES = ("M", "N", "K", "batch", "max_len", "seq_len", "tokens", "context")
+"""Params of which more is more work."""
+
+SLOWER = 1.05
+"""Times of two measurements of the same differ by less."""
+
+
+def within_larger(rows: Sequence[Record]) -> dict[tuple[str, str, str], float]:
+    """For each row, its time or that of a larger problem, whichever is less, in us.
+
+    A larger problem of the same implementation has no less of any of `SIZES`, more of
+    one, and is otherwise the same, whatever its name. It could be run instead, so a row
+    that takes longer shows what disturbed it.
+    """
+    alike: dict[str, list[tuple[dict, Record]]] = {}
+    for row in rows:
+        sizes = {p: v for p, v in row["params"].items() if p in SIZES}
+        rest = {p: v for p, v in row["params"].items() if p not in SIZES}
+        group = json.dumps([row["implementation"], rest, [*sizes]], sort_keys=True)
+        alike.setdefault(group, []).append((sizes, row))
+    return {
+        (*identity(row), row["implementation"]): min(
+            other["time_us"]
+            for more, other in group
+            if all(more[p] >= sizes[p] for p in sizes)
+        )
+        for group in alike.values()
+        for sizes, row in group
+    }
 
 
 def load(path: pathlib.Path) -> Record:

@@ -133,7 +133,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
         for line in (
             "collective_matmul --rows 8192 2048 --skip auto",
             "collective_matmul --rows 16 64 512 --impl mosaic_gpu auto xla_nccl "
-            "xla_lhs xla_ring torch_nccl",
+            "xla_lhs xla_ring xla_windowed torch_nccl",
             "tensor_parallel_block",
         )
     ),
@@ -347,7 +347,7 @@ def _found(args: argparse.Namespace, commit: str) -> list[Due]:
     if args.load:
         found = due.load(args.load, folders, commit, tried)
         return [one for one in found if not args.topics or one.topic in args.topics]
-    found = due.plan(lines, folders, due.History(), tried)
+    found = due.plan(lines, folders, due.History(), tried, commit)
     if args.all:
         found = due.since(due.again(found), folders, commit, tried)
     return found

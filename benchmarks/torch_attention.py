@@ -130,11 +130,9 @@ def torch_flex(spec: VarlenSpec, gradient: bool) -> Form:
                 score = spec.softcap * torch.tanh(score / spec.softcap)
             return score - slopes[head] * (j[column] - i[row]).abs()
 
-        slopes = slopes_of(spec)
-        slopes = torch.tensor(
-            np.zeros(spec.num_heads, "f4") if slopes is None else slopes
-        )
-        slopes = slopes.cuda()
+        found = slopes_of(spec)
+        found = np.zeros(spec.num_heads, np.float32) if found is None else found
+        slopes = torch.tensor(found, device="cuda")
         mask = flex.create_block_mask(visible, None, None, *tokens, device="cuda")
         options: dict[str, Any] = {"block_mask": mask}
         if spec.softcap is not None or spec.alibi:

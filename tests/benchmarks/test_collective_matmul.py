@@ -3,9 +3,11 @@
 import contextlib
 import functools
 import types
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -14,6 +16,7 @@ from benchmarks import collective_matmul as benchmark
 from benchmarks import command, loops, records, timing
 from benchmarks.collective_baselines import AXIS
 from pallas_kernels.mosaic import H200, use_device
+from tests.compiled import compile_for_h200
 from tests.lowering import CUSTOM_CALL, MULTICAST_MARK
 
 
@@ -113,9 +116,35 @@ def run(kind, names, tp=4, **changes):
     ("kind", "tp"), [*((kind, 4) for kind in KINDS), ("reduce_scatter", 2)]
 )
 def test_right_results_pass(kind, tp):
-    errors = run(kind, ["auto", "matmul_only", "xla_nccl", "xla_ring"], tp)
-    assert set(errors) == {"auto", "matmul_only", "xla_nccl", "xla_ring"}
+    names = {"auto", "matmul_only", "xla_nccl", "xla_ring", "xla_windowed"}
+    if kind == "all_reduce":
+        names.remove("xla_windowed")
+    errors = run(kind, [*names], tp)
+    assert set(errors) == names
     assert all(0 < error < 1e-2 for error in errors.values()), errors
+
+
+def windowed_program(devices, kind):
+    """For H200s: the program that times XLA's windowed einsum."""
+    mesh = jax.sharding.Mesh(np.array(devices), (AXIS,))
+    benchmark_devices = mock.patch.object(jax, "devices", lambda: devices)
+    with benchmark_devices, mock.patch.object(jax, "make_mesh", lambda *a, **k: mesh):
+        sizes = params(kind, len(devices), 1024, 2048, 2048)
+        one = benchmark.problem(sizes, ["xla_windowed"])
+        jitted, arguments, _ = loops.program(one, one.forms[0])
+    return jitted, arguments
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
+def test_xla_windows_what_is_called_so(kind):
+    """Parts go around while others are multiplied, and no collective is left."""
+    given = {name: str(value).lower() for name, value in baselines.WINDOWED.items()}
+    flags = tuple(f"--{name}={value}" for name, value in given.items())
+    made = compile_for_h200(windowed_program, kind, count=4, flags=flags)
+    assert made.count("collective-permute") >= 2 and made.count("while") >= 2
+    assert not made.count("all-gather") and not made.count("reduce-scatter")
+    plain = compile_for_h200(windowed_program, kind, count=4)
+    assert plain.count(kind.replace("_", "-")) and not plain.count("collective-permute")
 
 
 def shifted(function):

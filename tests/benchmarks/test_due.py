@@ -145,13 +145,15 @@ class Never:
         return "changed" if commit == "old" else None
 
 
-def plan(monkeypatch, tmp_path, one, rows, lines=(("t", "fake"),), tried=()):
+def plan(
+    monkeypatch, tmp_path, one, rows, lines=(("t", "fake"),), tried=(), commit=None
+):
     monkeypatch.setitem(
         sys.modules, "benchmarks.fake", types.SimpleNamespace(BENCHMARK=one)
     )
     records.dump(record(rows), tmp_path / "cpu" / "fake.json")
     history: due.History = Never()  # type: ignore[assignment]
-    return due.plan(lines, [tmp_path / "cpu"], history, frozenset(tried))
+    return due.plan(lines, [tmp_path / "cpu"], history, frozenset(tried), commit)
 
 
 def test_states(monkeypatch, tmp_path):
@@ -184,6 +186,19 @@ def test_states(monkeypatch, tmp_path):
         rows = [("a", 0, "dense", None, {"versions": versions})]
         (found, *_) = plan(monkeypatch, tmp_path, one, rows)
         assert found.states["dense"] == want
+    # PyTorch's time of more work shows that a row was disturbed; ours may be slower.
+    one = benchmark("op", cases=("a", "b"), names=("mosaic_gpu", "torch_x"))
+    times = [("a", 0, 1.1), ("b", 1, 1.0)]
+    rows = [
+        (case, m, name, None, {"time_us": t, "commit": "c"})
+        for case, m, t in times
+        for name in one.implementations
+    ]
+    (a, b) = plan(monkeypatch, tmp_path, one, rows)
+    assert a.states == {"mosaic_gpu": "fresh", "torch_x": due.SLOW}
+    assert not b.rows and a.names == ["mosaic_gpu", "torch_x"]
+    (a, _) = plan(monkeypatch, tmp_path, one, rows, commit="c")
+    assert not a.rows  # once at a commit
     # Where no name is ours, all may be.
     steps = benchmark("op", cases=("a",), names=("one", "two"))
     rows = [("a", 0, "one", None, {"commit": "old"}), ("a", 0, "two", None, {})]

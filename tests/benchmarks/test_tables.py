@@ -51,6 +51,38 @@ def test_every_row_is_shown_and_the_fastest_is_bold():
     assert "NVIDIA H200 x 1, device time" in lines[5]
 
 
+def test_pytorch_counts_with_what_it_takes_for_more_work():
+    """Of its forms the best, on this problem or on one with more of everything."""
+    one = encoder_row("m", "jaxscale", 100.0)
+
+    def at(max_len, name, time_us, model="m"):
+        params = one["params"] | {"model": model, "max_len": max_len}
+        case = f"{model}_{max_len}"
+        return one | {
+            "case": case,
+            "params": params,
+            "implementation": name,
+            "time_us": time_us,
+        }
+
+    rows = [
+        at(64, "jaxscale", 100.0),
+        at(64, "torch_compile", 700.0),
+        at(64, "torch_sdpa", 600.0),
+        at(128, "jaxscale", 150.0),
+        at(128, "torch_compile", 300.0),
+        at(128, "torch_compile", 30.0, model="other"),
+        at(32, "torch_compile", 20.0),  # less work
+    ]
+    text = tables.markdown(RECORD | {"rows": rows}, metric="vs_torch", cases="m_*")
+    lines = text.splitlines()
+    shown = {line.split(" | ")[0]: line for line in lines}
+    assert "**100 (3)** | 700 (1) | 600 (0.5) | 3.00 |" in shown["| m_64"]
+    assert "**150 (2)** | 300 (1) | - | 2.00 |" in shown["| m_128"]
+    # It is shown where it is asked for.
+    assert "vs_torch" not in tables.markdown(RECORD)
+
+
 def test_negative_results_are_not_clipped():
     text = tables.markdown(RECORD, metric="gain", implementations="mosaic*", cases="b")
     assert "| b | 128 | 32 | 50 (-0.25) |" in text and "dense" not in text
