@@ -14,7 +14,35 @@ Subpackages, lowest first: `jaxscale.supervision`, which needs no jax,
 `jaxscale.recipes`, which composes these three, and `jaxscale.cli`.
 """
 
+import importlib
+from types import ModuleType
+
+
 __all__ = ["__version__"]
 
 __version__ = "0.1.0"
 """Version of the distribution."""
+
+_SUBPACKAGES = (
+    "cli",
+    "inference",
+    "models",
+    "nn",
+    "observability",
+    "pruning",
+    "recipes",
+    "sharding",
+    "supervision",
+    "training",
+)
+
+
+def __getattr__(name: str) -> ModuleType:
+    """The subpackage `name`, imported when it is first asked for."""
+    if name in _SUBPACKAGES:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_SUBPACKAGES])

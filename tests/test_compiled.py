@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
-from jaxscale.nn.linear import ColumnParallelLinear, Linear
+from jaxscale.nn.linear import ColumnParallelLinear, Linear, project_together
 from jaxscale.sharding import fsdp, make_mesh, shardings
 from pallas_kernels.collective_matmul import CollectiveConfig, all_gather_matmul
 from pallas_kernels.collective_matmul.all_reduce import (
@@ -240,7 +240,7 @@ def stored_over_fsdp(devices, copies, kernel):
     def loss(layers, x):
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             if kernel:
-                ys = ColumnParallelLinear.together(layers, x, ["gelu", "gelu"])
+                ys = project_together(layers, x, ["gelu", "gelu"])
             else:
                 ys = [Linear.__call__(layer, x, "gelu") for layer in layers]
         return sum(jnp.square(y.astype(jnp.float32)).sum() for y in ys)

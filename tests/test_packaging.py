@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import tarfile
 import textwrap
 import tomllib
 import zipfile
@@ -93,6 +94,62 @@ def test_wheel_holds_the_two_packages_and_nothing_else(wheel):
     for table in ROOT.glob("pallas_kernels/tuned/*.json"):
         assert f"pallas_kernels/tuned/{table.name}" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_source_archive_holds_no_tests(tmp_path):
+    build = [sys.executable, "-m", "build", "--sdist", "--no-isolation"]
+    run(*build, "--outdir", tmp_path, ROOT, cwd=tmp_path)
+    (file,) = tmp_path.glob("*.tar.gz")
+    top = file.name.removesuffix(".tar.gz") + "/"
+    with tarfile.open(file) as archive:
+        names = [name.removeprefix(top) for name in archive.getnames()]
+    assert "pallas_kernels/dispatch.py" in names and "jaxscale/nn/linear.py" in names
+    assert {name.split("/")[0] for name in names} <= {
+        "jaxscale",
+        "pallas_kernels",
+        *("README.md", "LICENSE", "CHANGELOG.md", "PKG-INFO"),
+        *("pyproject.toml", ".gitignore"),  # hatchling always adds them
+    }
+
+
+# Requirements that no file of ours imports by their own name.
+BY_OTHERS = {"uvloop": "uvicorn uses it where it is installed"}
+MODULES = {
+    "orbax_checkpoint": "orbax",
+    "prometheus_client": "prometheus_client",
+}
+
+
+@pytest.mark.parametrize("extra", ["train", "serve", "quickstart"])
+def test_what_an_extra_installs_is_imported(extra):
+    text = "\n".join(path.read_text() for path in ROOT.glob("jaxscale/**/*.py"))
+    for requirement in map(Requirement, EXTRAS[extra]):
+        name = requirement.name.replace("-", "_")
+        if name == "jaxscale" or name in BY_OTHERS:
+            continue
+        module = MODULES.get(name, name)
+        pattern = rf"(import|from) {module}\b|import_module\(.{module}"
+        assert re.search(pattern, text), f"{requirement} of {extra} is not imported"
+
+
+def test_notebooks_get_what_they_import_and_show():
+    names = {Requirement(r).name for r in EXTRAS["notebooks"]}
+    assert {"ipywidgets", "matplotlib", "jaxscale"} <= names
+    assert any("train" in Requirement(r).extras for r in EXTRAS["notebooks"])
+
+
+def test_subpackages_are_there_after_a_plain_import():
+    script = """
+        import sys, jaxscale
+        assert "jaxscale.nn" not in sys.modules and "nn" in dir(jaxscale)
+        assert jaxscale.nn.Linear and jaxscale.models.Decoder
+        try:
+            jaxscale.missing
+        except AttributeError as error:
+            print(error)
+        """
+    out = run(sys.executable, "-W", "error", "-c", textwrap.dedent(script), cwd=ROOT)
+    assert out.strip() == "module 'jaxscale' has no attribute 'missing'"
 
 
 def test_imports_and_runs_without_any_extra(wheel, tmp_path):

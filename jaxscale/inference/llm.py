@@ -247,6 +247,7 @@ class LLM:
 
         Raises:
             InvalidRequest: a prompt cannot be served; nothing is generated then.
+            TypeError: a prompt is a single number.
             ValueError: texts were given and there is no tokenizer, or `params` are not
                 as many as prompts.
         """
@@ -279,6 +280,7 @@ class LLM:
     def _ids(self, prompts: Any) -> list[tuple[int, ...]]:
         if isinstance(prompts, str):
             prompts = [prompts]
+        _check_sequences(prompts)
         if any(isinstance(prompt, str) for prompt in prompts) and not self.tokenizer:
             raise ValueError("prompts are texts, but there is no tokenizer; give ids")
         return [tuple(self._encode(p) if isinstance(p, str) else p) for p in prompts]
@@ -389,6 +391,7 @@ def generate(
         ended them.
 
     Raises:
+        TypeError: a prompt is a number or a text, and not a sequence of token ids.
         ValueError: a prompt is empty or holds an id outside the vocabulary, or prompt
             and continuation are longer than the model can continue.
 
@@ -400,7 +403,8 @@ def generate(
         ...     model, [[1, 2, 3], [4]], max_new_tokens=5)]
         [5, 5]
     """
-    if not prompts:
+    _check_ids(prompts)
+    if not len(prompts):
         return []
     params = [
         dataclasses.replace(
@@ -420,3 +424,25 @@ def generate(
         list(first.tokens[:-1] if first.finish == "stop" else first.tokens)
         for first in firsts
     ]
+
+
+_IDS = "pass a list of lists of token ids, as in generate(model, [[1, 2, 3]])"
+
+
+def _check_ids(prompts: Any) -> None:
+    """Raise where `prompts` are no sequence of sequences of ids."""
+    if isinstance(prompts, str) or any(isinstance(prompt, str) for prompt in prompts):
+        raise TypeError(
+            f"prompts are texts, expected token ids; {_IDS}, or use "
+            "LLM.from_pretrained, which has a tokenizer"
+        )
+    _check_sequences(prompts)
+
+
+def _check_sequences(prompts: Any) -> None:
+    """Raise where a prompt is a single number."""
+    for i, prompt in enumerate(prompts):
+        if not isinstance(prompt, str) and np.ndim(prompt) == 0:
+            raise TypeError(
+                f"prompts[{i}] is {prompt!r}, expected a sequence of token ids; {_IDS}"
+            )

@@ -140,7 +140,12 @@ class Decoder(nnx.Module):
 
         self.blocks = make_stack(make_block, config.num_layers, rngs)
         self.norm = make_norm(
-            config.norm, config.d_model, config.norm_eps, rngs=rngs, **types
+            config.norm,
+            config.d_model,
+            config.norm_eps,
+            rules=rules,
+            rngs=rngs,
+            **types,
         )
         head = None if config.tie_embeddings else self._make_lm_head(rngs)
         self.lm_head: Linear | QuantizedLinear | None = head

@@ -132,6 +132,7 @@ class EncoderModel(nnx.Module):
                 features,
                 eps=config.norm_eps,
                 use_bias=config.norm_bias,
+                rules=rules,
                 rngs=rngs,
                 **types,
             )

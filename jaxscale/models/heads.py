@@ -233,7 +233,12 @@ class Head(nnx.Module):
 
         def norm() -> LayerNorm:
             return LayerNorm(
-                width, eps=norm_eps, use_bias=norm_bias, rngs=rngs, **types
+                width,
+                eps=norm_eps,
+                use_bias=norm_bias,
+                rules=rules,
+                rngs=rngs,
+                **types,
             )
 
         self.transform = None if config.transform is None else transform()

@@ -56,8 +56,9 @@ def attention(
         The attended values in the type of `q`.
 
     Raises:
-        ValueError: N is no multiple of K, `cu_seqlens_k` comes without `cu_seqlens`, or
-            packed queries and keys differ in number and it is missing.
+        ValueError: shapes do not fit, N is no multiple of K, `cu_seqlens_k` comes
+            without `cu_seqlens`, or packed queries and keys differ in number and it is
+            missing.
         Unsupported: the named implementation cannot do it.
 
     Example:
@@ -69,10 +70,7 @@ def attention(
     References:
         GQA, arXiv 2305.13245.
     """
-    if q.shape[2] % k.shape[2]:
-        raise ValueError(
-            f"q has {q.shape[2]} heads, no multiple of the {k.shape[2]} of k and v"
-        )
+    _check_shapes(q, k, v, cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
     options: Any = {
         "causal": causal,
         "window": window,
@@ -89,6 +87,33 @@ def attention(
             "boundaries of their queries too"
         )
     return kernels.attention(q, k, v, **options)
+
+
+def _check_shapes(q: Array, k: Array, v: Array, **bounds: Array | None) -> None:
+    for name, x, axes in (("q", q, "T, N"), ("k", k, "S, K"), ("v", v, "S, K")):
+        if x.ndim != 4:
+            raise ValueError(
+                f"{name} of shape {x.shape} has {x.ndim} dimensions, expected "
+                f"[B, {axes}, H]; add the missing ones, as in {name}[None] for one row"
+            )
+    if v.shape != k.shape:
+        raise ValueError(f"v has the shape {v.shape}, expected that of k, {k.shape}")
+    if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
+        raise ValueError(
+            f"q of shape {q.shape} and k of shape {k.shape} must have the same rows B "
+            "and features of a head H; split the heads as [B, T, N, H]"
+        )
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"q has {q.shape[2]} heads, no multiple of the {k.shape[2]} of k and v"
+        )
+    for name, x in bounds.items():
+        if x is not None and (x.ndim != 2 or x.shape[0] != q.shape[0]):
+            raise ValueError(
+                f"{name} of shape {x.shape}, expected [B, sequences + 1] with "
+                f"B={q.shape[0]}: boundaries for each row; of a single row pass "
+                f"{name}[None]"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,13 @@ from jaxscale.checks import check_choice
 from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.embeddings import NORMAL_INIT
 from jaxscale.nn.joined import JoinedLinear, join_inputs
-from jaxscale.nn.linear import ColumnParallelLinear, Linear, RowParallelLinear
+from jaxscale.nn.linear import (
+    ColumnParallelLinear,
+    Linear,
+    RowParallelLinear,
+    project_and_sum,
+    project_together,
+)
 from jaxscale.nn.norms import LayerNorm, RMSNorm
 from jaxscale.nn.self_attention import Attention, AttentionState
 from jaxscale.nn.tile_sparse_linear import TileSparseLinear
@@ -156,8 +162,7 @@ class MLP(nnx.Module):
 
     def hidden(self, x: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
         """Return the input of `down`, where not all layers are sparse."""
-        together = ColumnParallelLinear.together
-        return self.join(together(self.inputs, x, self.activations))
+        return self.join(project_together(self.inputs, x, self.activations))
 
     @property
     def is_sparse(self) -> bool:
@@ -240,9 +245,21 @@ def make_norm(
     use_bias: bool = True,
     dtype: DTypeLike = jnp.float32,
     param_dtype: DTypeLike = jnp.float32,
+    rules: AxisRules = REPLICATED,
     rngs: nnx.Rngs,
 ) -> RMSNorm | LayerNorm:
     """The normalization layer called `kind`; only layer norms have a bias.
+
+    Args:
+        kind: ``"rmsnorm"``, ``"rmsnorm_1p"`` (one is added to its scale) or
+            ``"layernorm"``.
+        features: Size of the normalized dimension.
+        eps: Added to the variance.
+        use_bias: Give a layer norm a bias.
+        dtype: Type of the result; statistics are in fp32.
+        param_dtype: Type of the parameters.
+        rules: Mesh axes of each logical axis.
+        rngs: Source of the keys.
 
     Raises:
         ValueError: no layer has this name.
@@ -252,11 +269,11 @@ def make_norm(
         'LayerNorm'
     """
     check_choice("norm", kind, Norm)
-    types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
+    options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
+    options |= {"eps": eps, "rules": rules, "rngs": rngs}
     if kind != "layernorm":
-        one = kind == "rmsnorm_1p"
-        return RMSNorm(features, eps=eps, plus_one=one, rngs=rngs, **types)
-    return LayerNorm(features, eps=eps, use_bias=use_bias, rngs=rngs, **types)
+        return RMSNorm(features, plus_one=kind == "rmsnorm_1p", **options)
+    return LayerNorm(features, use_bias=use_bias, **options)
 
 
 def norm_of_sum(
@@ -277,7 +294,7 @@ def norm_of_sum(
         and whole
     ):
         product, bias = layer.apart(h)
-        return norm.of_sum(product, residual, bias, layer.rules)
+        return norm.of_sum(product, residual, bias)
     # As in the kernel the sum is not rounded: in fp16 it may pass 65,504.
     return norm(residual.astype(jnp.float32) + layer(h).astype(jnp.float32))
 
@@ -344,6 +361,7 @@ class Block(nnx.Module):
                 use_bias=config.norm_bias,
                 dtype=dtype,
                 param_dtype=param_dtype,
+                rules=rules,
                 rngs=rngs,
             )
 
@@ -387,24 +405,27 @@ class Block(nnx.Module):
             The residual stream, and the state with the keys and values of the tokens.
         """
         attention, mlp = self.attention, self.mlp
-        gather, scatter = ColumnParallelLinear.together, RowParallelLinear.summed
         pre_norm = None if self.post_norm else self.attention_norm
         h = x if pre_norm is None else pre_norm(x)
         if self.parallel:
             count = len(attention.inputs)
             activations = (*[None] * count, *mlp.activations)
             if self.mlp_norm is None:
-                projected = gather([*attention.inputs, *mlp.inputs], h, activations)
+                projected = project_together(
+                    [*attention.inputs, *mlp.inputs], h, activations
+                )
             else:
                 projected = [
-                    *gather(attention.inputs, h),
-                    *gather(mlp.inputs, self.mlp_norm(x), mlp.activations),
+                    *project_together(attention.inputs, h),
+                    *project_together(mlp.inputs, self.mlp_norm(x), mlp.activations),
                 ]
             heads = attention.split_heads(projected[:count])  # [B, T, N or K, H]
             attended, state = attention.attend(heads, state)
             hidden = attention.join_heads(attended), mlp.join(projected[count:])
-            return x + scatter([attention.out, mlp.down], hidden), state
-        projected = gather(attention.inputs, h)  # [B, T, N H], [B, T, K H] twice
+            return x + project_and_sum([attention.out, mlp.down], hidden), state
+        projected = project_together(
+            attention.inputs, h
+        )  # [B, T, N H], [B, T, K H] twice
         heads = attention.split_heads(projected)  # [B, T, N or K, H]
         attended, state = attention.attend(heads, state)
         joined = attention.join_heads(attended)  # [B, T, N H]

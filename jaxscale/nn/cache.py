@@ -16,12 +16,12 @@ import typing
 from typing import Self
 
 import jax.numpy as jnp
-from jax.tree_util import register_dataclass
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxscale.nn.attention import AttentionConfig, attention
 from jaxscale.nn.self_attention import AttentionState
+from jaxscale.nn.state import register_state
 from jaxscale.sharding.operations import constrain
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 from pallas_kernels.paged_attention import paged_attention
@@ -128,7 +128,7 @@ class _Pages(AttentionState):
 
 
 @typing.no_type_check
-@register_dataclass
+@register_state
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedRows(_Pages):
     """New tokens of several sequences, a row each, after what lies in their pages.
@@ -197,7 +197,7 @@ class PagedRows(_Pages):
 
 
 @typing.no_type_check
-@register_dataclass
+@register_state
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedChunks(_Pages):
     """Parts of several prompts, one behind the other in one row, [1, T].

@@ -17,7 +17,6 @@ import typing
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import register_dataclass
 from jaxtyping import Array, Bool, Int, Shaped
 
 from jaxscale.nn.attention import AttentionConfig
@@ -27,6 +26,7 @@ from jaxscale.nn.packing import (
     cu_seqlens_of_rows,
 )
 from jaxscale.nn.self_attention import Packed, token_positions
+from jaxscale.nn.state import register_state
 from jaxscale.sharding.manual import manual_names
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 from pallas_kernels.varlen_attention import varlen_attention
@@ -105,7 +105,7 @@ def own_part[Batch](batch: Batch, rules: AxisRules) -> Batch:
 
 
 @typing.no_type_check
-@register_dataclass
+@register_state
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedPart(Packed):
     """A device's pieces of packed rows; the boundaries are those of whole rows."""

@@ -81,17 +81,15 @@ class JoinedLinear(Parts, ColumnParallelLinear):
         biases = [la.bias[...] for la in layers if la.bias is not None]
         self.bias = joined(biases, self.kernel_axes[1:]) if biases else None
 
-    @staticmethod
-    def can_join(layers: Sequence[Any], shards: int) -> bool:
-        """True if `layers` are several, dense, and split over the same devices."""
-        if len(layers) < 2 or not all(
-            type(la) is ColumnParallelLinear for la in layers
-        ):
-            return False
-        specs = {la.rules.spec(*la.kernel_axes) for la in layers}
-        biased = {la.bias is not None for la in layers}
-        divided = all(la.kernel.shape[1] % shards == 0 for la in layers)
-        return len(specs) == len(biased) == 1 and divided
+
+def can_join(layers: Sequence[Any], shards: int) -> bool:
+    """True if `layers` are several, dense, and split over the same devices."""
+    if len(layers) < 2 or not all(type(la) is ColumnParallelLinear for la in layers):
+        return False
+    specs = {la.rules.spec(*la.kernel_axes) for la in layers}
+    biased = {la.bias is not None for la in layers}
+    divided = all(la.kernel.shape[1] % shards == 0 for la in layers)
+    return len(specs) == len(biased) == 1 and divided
 
 
 def join_inputs(layer: Any, names: Sequence[str], shards: int) -> None:
@@ -100,7 +98,7 @@ def join_inputs(layer: Any, names: Sequence[str], shards: int) -> None:
     Layers that cannot be joined, such as those that pruning has made, stay.
     """
     layers = [getattr(layer, name) for name in names]
-    if JoinedLinear.can_join(layers, shards):
+    if can_join(layers, shards):
         layer.joined = nnx.data(JoinedLinear(layers, shards=shards))
         for name in names:
             setattr(layer, name, None)

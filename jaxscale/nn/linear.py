@@ -24,7 +24,7 @@ from jaxscale.sharding.operations import (
     per_shard,
 )
 from jaxscale.sharding.parameters import partitioned
-from jaxscale.sharding.rules import REPLICATED, AxisRules
+from jaxscale.sharding.rules import REPLICATED, AxisRules, check_axes
 from jaxscale.sharding.tensor_parallel import (
     TensorParallel,
     check_tensor_parallel,
@@ -35,10 +35,20 @@ from pallas_kernels.matmul import dense
 from pallas_kernels.matmul.activations import activate
 
 
+_ACTIVATION_AXES: dict[str | None, str] = {
+    name: f"act_{name}" for name in ("embed", "heads", "kv_heads", "mlp", "vocab")
+}
+"""Logical axis of activations for that of the parameter that makes them."""
+
+
 class Linear(nnx.Module):
     """``y = activation(x @ kernel + bias)``.
 
+    On one device the sizes are enough: axes only say how arrays are split over a mesh.
+
     Example:
+        >>> Linear(4, 8, rngs=nnx.Rngs(0))(jnp.ones((2, 4))).shape
+        (2, 8)
         >>> up = Linear(
         ...     4, 8, kernel_axes=("embed", "mlp"), out_axes=("batch", None, "act_mlp"),
         ...     rngs=nnx.Rngs(0),
@@ -54,8 +64,8 @@ class Linear(nnx.Module):
         in_features: int,
         out_features: int,
         *,
-        kernel_axes: tuple[str | None, str | None],
-        out_axes: tuple[str | None, ...],
+        kernel_axes: tuple[str | None, str | None] = (None, None),
+        out_axes: tuple[str | None, ...] | None = None,
         use_bias: bool = False,
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
@@ -69,8 +79,9 @@ class Linear(nnx.Module):
         Args:
             in_features: Features of the input.
             out_features: Features of the output.
-            kernel_axes: Logical axes of the kernel.
-            out_axes: Logical axes of the result, (batch, tokens, features).
+            kernel_axes: Logical axes of the kernel; None is one that no rule splits.
+            out_axes: Logical axes of the result, (batch, tokens, features). None
+                names the batch, and the features after those of the kernel.
             use_bias: Add a bias, zero at first.
             dtype: Type of the computation and the result.
             param_dtype: Type of the parameters.
@@ -83,9 +94,13 @@ class Linear(nnx.Module):
             rngs: Source of the keys.
 
         Raises:
-            ValueError: `quantization` is unknown.
+            ValueError: `quantization` is unknown, or an axis is none of
+                `jaxscale.sharding.AxisRules`.
         """
         check_fp8(quantization)
+        if out_axes is None:
+            out_axes = ("batch", None, _ACTIVATION_AXES.get(kernel_axes[1]))
+        check_axes(*out_axes)
         self.kernel_axes = kernel_axes
         self.out_axes = out_axes
         self.dtype = dtype
@@ -101,19 +116,29 @@ class Linear(nnx.Module):
         self.bias = None if bias is None else nnx.Param(bias)
 
     def __call__(
-        self, x: Float[Array, "B T in"], activation: str | None = None
-    ) -> Float[Array, "B T out"]:
+        self, x: Float[Array, "B *T in"], activation: str | None = None
+    ) -> Float[Array, "B *T out"]:
         """The projection of each token, in `dtype`.
 
         Args:
-            x: Activations.
+            x: Activations: rows of features, with any number of dimensions between. Of
+                those the rules split none, unless there is one, the tokens. With
+                `quantization` there is one.
             activation: Activation of the result, a name in
                 `pallas_kernels.matmul.ACTIVATIONS`.
+
+        Raises:
+            ValueError: `x` is a vector, or has other features than the kernel.
         """
+        self.check_input(x, ndim=None if self.quantization is None else 3)
         x = x.astype(self.dtype)
         axes, out_axes, rules = self.kernel_axes, self.out_axes, self.rules
+        if x.ndim != len(out_axes):
+            out_axes = (out_axes[0], *[None] * (x.ndim - 2), out_axes[-1])
         if self.quantization is None:
-            out = contract("bti,io->bto", x, self.weight, axes, out_axes, rules)
+            rows = "abcdefgh"[: x.ndim - 1]
+            terms = f"{rows}i,io->{rows}o"
+            out = contract(terms, x, self.weight, axes, out_axes, rules)
         else:
             out = row_parallel(
                 [x],
@@ -134,12 +159,35 @@ class Linear(nnx.Module):
         """
         return self.weight if self.quantization is None else self.kernel[...]
 
+    def check_input(self, x: Array, ndim: int | None = None) -> None:
+        """Raise where `x` is no input of this layer.
+
+        Args:
+            x: Activations.
+            ndim: Dimensions that it must have; None is two or more.
+        """
+        features = self.kernel.shape[0]
+        wanted = (
+            "[batch, ..., features]" if ndim is None else "[batch, tokens, features]"
+        )
+        if x.ndim < 2 or (ndim is not None and x.ndim != ndim):
+            raise ValueError(
+                f"x of shape {x.shape} has {x.ndim} dimensions, expected {wanted}; add "
+                "the missing ones, as in x[None]"
+            )
+        if x.shape[-1] != features:
+            raise ValueError(
+                f"x of shape {x.shape} has {x.shape[-1]} features, but the layer was "
+                f"made for in_features={features}; pass {wanted}, or make the layer "
+                f"with in_features={x.shape[-1]}"
+            )
+
     @property
     def weight(self) -> Float[Array, "in out"]:
         """The kernel in the type of the computation."""
         return self.kernel[...].astype(self.dtype)
 
-    def add_bias(self, out: Float[Array, "B T out"]) -> Float[Array, "B T out"]:
+    def add_bias(self, out: Float[Array, "B *T out"]) -> Float[Array, "B *T out"]:
         """`out` plus the bias if there is one."""
         if self.bias is None:
             return out
@@ -200,99 +248,7 @@ class ColumnParallelLinear(_TensorParallelLinear):
         self, x: Float[Array, "B T in"], activation: str | None = None
     ) -> Float[Array, "B T out"]:
         """The projection of each token, whole along the tokens, in `dtype`."""
-        return self.together([self], x, [activation])[0]
-
-    @staticmethod
-    def together(
-        layers: Sequence[Any],
-        x: Float[Array, "B T in"],
-        activations: Sequence[str | None] | None = None,
-    ) -> tuple[Float[Array, "B T _out"], ...]:
-        """The projections of `x` by several layers that share one gather.
-
-        Layers of another kind, as pruning puts in their place, run one by one.
-
-        Args:
-            layers: The layers, all with the same input.
-            x: Activations.
-            activations: Activation of each projection: a name in
-                `pallas_kernels.matmul.ACTIVATIONS`, or None.
-        """
-        first = layers[0]
-        if activations is None:
-            activations = [None] * len(layers)
-        if not all(isinstance(layer, ColumnParallelLinear) for layer in layers):
-            x = constrain(x, ("batch", None, "act_embed"), first.rules)
-            return tuple(
-                layer(x, activation)
-                for layer, activation in zip(layers, activations, strict=True)
-            )
-        x = x.astype(first.dtype)
-        groups, inputs = [layers], [x]
-        has_bias = all(layer.bias is not None for layer in layers)
-        in_fp8 = first.quantization is not None
-        if first.tensor_parallel is None and has_bias and not in_fp8:
-            in_axes = [("batch", None, None), *(layer.kernel_axes for layer in layers)]
-            weights = [layer.weight for layer in layers]
-            shards = Shards.of([x, *weights], in_axes, first.rules)
-            contracted = {layer.kernel_axes[0] for layer in layers}
-            if not any(map(shards.splits, contracted)):
-                return ColumnParallelLinear._dense(layers, x, activations)
-            # XLA would make one product of them, and then copy each part out of it to
-            # add its bias. It does not where the inputs look different.
-            x = constrain(x, ("batch", None, "act_embed"), first.rules)
-            groups = [[layer] for layer in layers]
-            inputs = jax.lax.optimization_barrier([x] * len(layers))
-        outs = [
-            out
-            for group, x in zip(groups, inputs, strict=True)
-            for out in column_parallel(
-                x,
-                [layer.factor for layer in group],
-                kernel_axes=[layer.kernel_axes for layer in group],
-                out_axes=[layer.out_axes for layer in group],
-                rules=first.rules,
-                tensor_parallel=first.tensor_parallel,
-                quantization=first.quantization,
-            )
-        ]
-        return tuple(
-            activate(layer.add_bias(out), activation)
-            for layer, out, activation in zip(layers, outs, activations, strict=True)
-        )
-
-    @staticmethod
-    def _dense(
-        layers: Sequence[Any], x: Array, activations: Sequence[str | None]
-    ) -> tuple[Array, ...]:
-        """`together` of layers with a bias, each device at its rows and features."""
-        first = layers[0]
-        weights = [layer.weight for layer in layers]
-        biases = [layer.bias[...].astype(first.dtype) for layer in layers]
-        same = activations[0] if len({*activations}) == 1 else None
-
-        def local(x: Array, *layers: Array) -> tuple[Array, ...]:
-            count = len(layers) // 2
-            return dense(x, layers[:count], layers[count:], activation=same)
-
-        features = [layer.kernel_axes[1] for layer in layers]
-        outs = per_shard(
-            local,
-            [
-                ("batch", None, None),
-                *(layer.kernel_axes for layer in layers),
-                *((axis,) for axis in features),
-            ],
-            [("batch", None, axis) for axis in features],
-            first.rules,
-            parameters=range(1, 1 + len(layers)),
-        )(x, *weights, *biases)
-        if same is None:
-            outs = map(activate, outs, activations)
-        return tuple(
-            constrain(out, layer.out_axes, first.rules)
-            for out, layer in zip(outs, layers, strict=True)
-        )
+        return project_together([self], x, [activation])[0]
 
 
 class RowParallelLinear(_TensorParallelLinear):
@@ -323,40 +279,135 @@ class RowParallelLinear(_TensorParallelLinear):
         self, x: Float[Array, "B T in"], activation: str | None = None
     ) -> Float[Array, "B T out"]:
         """The projection of each token, in `dtype`."""
-        return activate(self.summed([self], [x]), activation)
-
-    @staticmethod
-    def summed(
-        layers: Sequence[Any], xs: Sequence[Float[Array, "B T _in"]]
-    ) -> Float[Array, "B T out"]:
-        """The sum of projections, each of its own input, in one communication.
-
-        Layers of another kind, as pruning puts in their place, run one by one.
-        """
-        if not all(isinstance(layer, RowParallelLinear) for layer in layers):
-            outs = [layer(x) for layer, x in zip(layers, xs, strict=True)]
-            return functools.reduce(operator.add, outs)
-        out = RowParallelLinear._products(layers, xs)
-        for layer in layers:
-            out = layer.add_bias(out)
-        return out
+        return activate(project_and_sum([self], [x]), activation)
 
     def apart(
         self, x: Float[Array, "B T in"]
     ) -> tuple[Float[Array, "B T out"], Float[Array, "out"] | None]:
         """The projection without the bias, and the bias."""
         bias = None if self.bias is None else self.bias[...].astype(self.dtype)
-        return self._products([self], [x]), bias
+        return _sum_of_products([self], [x]), bias
 
-    @staticmethod
-    def _products(layers: Sequence[Any], xs: Sequence[Array]) -> Array:
-        first = layers[0]
-        return row_parallel(
-            [x.astype(first.dtype) for x in xs],
-            [layer.factor for layer in layers],
-            kernel_axes=[layer.kernel_axes for layer in layers],
-            out_axes=first.out_axes,
+
+def project_together(
+    layers: Sequence[Any],
+    x: Float[Array, "B T in"],
+    activations: Sequence[str | None] | None = None,
+) -> tuple[Float[Array, "B T _out"], ...]:
+    """The projections of `x` by several layers that share one gather.
+
+    Layers of another kind, as pruning puts in their place, run one by one.
+
+    Args:
+        layers: The layers, all with the same input.
+        x: Activations.
+        activations: Activation of each projection: a name in
+            `pallas_kernels.matmul.ACTIVATIONS`, or None.
+    """
+    first = layers[0]
+    if activations is None:
+        activations = [None] * len(layers)
+    if not all(isinstance(layer, ColumnParallelLinear) for layer in layers):
+        x = constrain(x, ("batch", None, "act_embed"), first.rules)
+        return tuple(
+            layer(x, activation)
+            for layer, activation in zip(layers, activations, strict=True)
+        )
+    first.check_input(x, ndim=3)
+    x = x.astype(first.dtype)
+    groups, inputs = [layers], [x]
+    has_bias = all(layer.bias is not None for layer in layers)
+    in_fp8 = first.quantization is not None
+    if first.tensor_parallel is None and has_bias and not in_fp8:
+        in_axes = [("batch", None, None), *(layer.kernel_axes for layer in layers)]
+        weights = [layer.weight for layer in layers]
+        shards = Shards.of([x, *weights], in_axes, first.rules)
+        contracted = {layer.kernel_axes[0] for layer in layers}
+        if not any(map(shards.splits, contracted)):
+            return _project_dense(layers, x, activations)
+        # XLA would make one product of them, and then copy each part out of it to
+        # add its bias. It does not where the inputs look different.
+        x = constrain(x, ("batch", None, "act_embed"), first.rules)
+        groups = [[layer] for layer in layers]
+        inputs = jax.lax.optimization_barrier([x] * len(layers))
+    outs = [
+        out
+        for group, x in zip(groups, inputs, strict=True)
+        for out in column_parallel(
+            x,
+            [layer.factor for layer in group],
+            kernel_axes=[layer.kernel_axes for layer in group],
+            out_axes=[layer.out_axes for layer in group],
             rules=first.rules,
             tensor_parallel=first.tensor_parallel,
             quantization=first.quantization,
         )
+    ]
+    return tuple(
+        activate(layer.add_bias(out), activation)
+        for layer, out, activation in zip(layers, outs, activations, strict=True)
+    )
+
+
+def _project_dense(
+    layers: Sequence[Any], x: Array, activations: Sequence[str | None]
+) -> tuple[Array, ...]:
+    """`project_together` of layers with biases, each device at its rows and columns."""
+    first = layers[0]
+    weights = [layer.weight for layer in layers]
+    biases = [layer.bias[...].astype(first.dtype) for layer in layers]
+    same = activations[0] if len({*activations}) == 1 else None
+
+    def local(x: Array, *layers: Array) -> tuple[Array, ...]:
+        count = len(layers) // 2
+        return dense(x, layers[:count], layers[count:], activation=same)
+
+    features = [layer.kernel_axes[1] for layer in layers]
+    outs = per_shard(
+        local,
+        [
+            ("batch", None, None),
+            *(layer.kernel_axes for layer in layers),
+            *((axis,) for axis in features),
+        ],
+        [("batch", None, axis) for axis in features],
+        first.rules,
+        parameters=range(1, 1 + len(layers)),
+    )(x, *weights, *biases)
+    if same is None:
+        outs = map(activate, outs, activations)
+    return tuple(
+        constrain(out, layer.out_axes, first.rules)
+        for out, layer in zip(outs, layers, strict=True)
+    )
+
+
+def project_and_sum(
+    layers: Sequence[Any], xs: Sequence[Float[Array, "B T _in"]]
+) -> Float[Array, "B T out"]:
+    """The sum of projections, each of its own input, in one communication.
+
+    Layers of another kind, as pruning puts in their place, run one by one.
+    """
+    if not all(isinstance(layer, RowParallelLinear) for layer in layers):
+        outs = [layer(x) for layer, x in zip(layers, xs, strict=True)]
+        return functools.reduce(operator.add, outs)
+    out = _sum_of_products(layers, xs)
+    for layer in layers:
+        out = layer.add_bias(out)
+    return out
+
+
+def _sum_of_products(layers: Sequence[Any], xs: Sequence[Array]) -> Array:
+    first = layers[0]
+    for layer, x in zip(layers, xs, strict=True):
+        layer.check_input(x, ndim=3)
+    return row_parallel(
+        [x.astype(first.dtype) for x in xs],
+        [layer.factor for layer in layers],
+        kernel_axes=[layer.kernel_axes for layer in layers],
+        out_axes=first.out_axes,
+        rules=first.rules,
+        tensor_parallel=first.tensor_parallel,
+        quantization=first.quantization,
+    )

@@ -71,6 +71,7 @@ class RMSNorm(nnx.Module):
         axis: str | None = "norm",
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
+        rules: AxisRules = REPLICATED,
         rngs: nnx.Rngs,
     ) -> None:
         """Make a scale that changes nothing.
@@ -83,11 +84,13 @@ class RMSNorm(nnx.Module):
             axis: Logical axis of the scale.
             dtype: Type of the result; statistics are in fp32.
             param_dtype: Type of the scale.
+            rules: Mesh axes of each logical axis.
             rngs: Source of the keys.
         """
         self.eps = eps
         self.plus_one = plus_one
         self.dtype = dtype
+        self.rules = rules
         init = jax.nn.initializers.zeros if plus_one else jax.nn.initializers.ones
         init = partitioned(init, axis)
         self.scale = nnx.Param(init(rngs.params(), (features,), param_dtype))
@@ -116,6 +119,7 @@ class LayerNorm(nnx.Module):
         use_bias: bool = True,
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
+        rules: AxisRules = REPLICATED,
         rngs: nnx.Rngs,
     ) -> None:
         """Make a scale of ones and a bias of zeros.
@@ -126,10 +130,12 @@ class LayerNorm(nnx.Module):
             use_bias: Add a bias.
             dtype: Type of the result; statistics are in fp32.
             param_dtype: Type of the parameters.
+            rules: Mesh axes of each logical axis.
             rngs: Source of the keys.
         """
         self.eps = eps
         self.dtype = dtype
+        self.rules = rules
         ones = partitioned(jax.nn.initializers.ones, "norm")
         zeros = partitioned(jax.nn.initializers.zeros, "norm")
         self.scale = nnx.Param(ones(rngs.params(), (features,), param_dtype))
@@ -146,11 +152,10 @@ class LayerNorm(nnx.Module):
         x: Float[Array, "B T D"],
         residual: Float[Array, "B T D"],
         x_bias: Float[Array, "D"] | None = None,
-        rules: AxisRules = REPLICATED,
     ) -> Float[Array, "B T D"]:
         """The normalized sum of these, in `dtype`, by a kernel where there is one.
 
-        Rules may split rows and tokens, of which each device takes its own; all
+        The rules may split rows and tokens, of which each device takes its own; all
         features of a token are on one device.
         """
         vectors = {"scale": self.scale[...], "x_bias": x_bias}
@@ -171,5 +176,7 @@ class LayerNorm(nnx.Module):
             return (out,)
 
         axes, vector = ("batch", "tokens", "act_embed"), (None,)
-        mapped = per_shard(local, [axes, axes, *[vector] * len(given)], [axes], rules)
+        mapped = per_shard(
+            local, [axes, axes, *[vector] * len(given)], [axes], self.rules
+        )
         return mapped(x, residual, *given.values())[0]

@@ -14,7 +14,7 @@ from jaxscale.checks import check_choice
 from jaxscale.nn.joined import JoinedLinear, Parts
 from jaxscale.nn.linear import Linear
 from jaxscale.sharding.operations import constrain, per_shard
-from jaxscale.sharding.rules import REPLICATED, AxisRules
+from jaxscale.sharding.rules import REPLICATED, AxisRules, check_axes
 from pallas_kernels.matmul.activations import activate
 from pallas_kernels.quantized_matmul import quantized_matmul
 
@@ -117,6 +117,7 @@ class QuantizedLinear(Parts, nnx.Module):
             out_dtype: Type of the result; None is that of the computation.
             rules: Mesh axes of each logical axis.
         """
+        check_axes(*kernel_axes, *out_axes)
         self.kernel_axes, self.out_axes = kernel_axes, out_axes
         self.dtype = dtype
         self.out_dtype = dtype if out_dtype is None else out_dtype

@@ -21,16 +21,20 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.nn.initializers import Initializer
-from jax.tree_util import register_dataclass
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.embeddings import NORMAL_INIT, rotary
 from jaxscale.nn.joined import JoinedLinear, join_inputs
-from jaxscale.nn.linear import ColumnParallelLinear, RowParallelLinear
+from jaxscale.nn.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    project_together,
+)
 from jaxscale.nn.norms import RMSNorm
 from jaxscale.nn.packing import check_cu_seqlens_of_rows, positions
+from jaxscale.nn.state import register_state
 from jaxscale.sharding.fp8 import Fp8
 from jaxscale.sharding.manual import manual_names
 from jaxscale.sharding.operations import Shards, per_shard, reshape
@@ -136,7 +140,7 @@ class AttentionState(abc.ABC):
 
 
 @typing.no_type_check
-@register_dataclass
+@register_state
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Whole(AttentionState):
     """Rows that hold one sequence each, without padding that a token could see."""
@@ -160,7 +164,7 @@ class Whole(AttentionState):
 
 
 @typing.no_type_check
-@register_dataclass
+@register_state
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Packed(AttentionState):
     """Rows in which sequences lie one after another and see themselves alone."""
@@ -366,6 +370,7 @@ class Attention(nnx.Module):
                 axis=None,  # every head, on whatever device, has the same scale
                 dtype=dtype,
                 param_dtype=param_dtype,
+                rules=rules,
                 rngs=rngs,
             )
 
@@ -386,7 +391,7 @@ class Attention(nnx.Module):
         self, x: Float[Array, "B T D"], state: State
     ) -> tuple[Float[Array, "B T D"], State]:
         """The layer alone: `inputs`, `attend` and `out` of normalized activations."""
-        heads = self.split_heads(ColumnParallelLinear.together(self.inputs, x))
+        heads = self.split_heads(project_together(self.inputs, x))
         out, state = self.attend(heads, state)
         return self.out(self.join_heads(out)), state
 

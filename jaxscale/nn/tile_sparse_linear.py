@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxscale.sharding.operations import constrain, per_shard, reshape
-from jaxscale.sharding.rules import REPLICATED, AxisRules
+from jaxscale.sharding.rules import REPLICATED, AxisRules, check_axes
 from pallas_kernels.matmul.activations import activate
 from pallas_kernels.tile_sparse_matmul import (
     SingleWeights,
@@ -74,6 +74,7 @@ class TileSparseLinear(nnx.Module):
             rules: Mesh axes of each logical axis.
             implementation: Passed to `tile_sparse_matmul`.
         """
+        check_axes(*kernel_axes, *out_axes)
         self.split = split
         self.kernel_axes = kernel_axes
         self.out_axes = out_axes

@@ -91,7 +91,8 @@ class Masks:
             "shapes": json.dumps(shapes),
             "chosen": json.dumps({n: list(p) for n, p in self.chosen.items()}),
         }
-        safetensors.numpy.save_file(tensors, path, metadata=header)
+        # `save_file` would make a file that only its owner can read.
+        Path(path).write_bytes(safetensors.numpy.save(tensors, metadata=header))
 
     @classmethod
     def load(cls, path: str | Path) -> "Masks":

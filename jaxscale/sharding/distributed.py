@@ -40,8 +40,8 @@ class Cluster:
     coordinator: str | None = None
     """``host:port`` of process 0; None for a single process."""
     launcher: str = "single"
-    """Source of the above: arguments, environment, slurm, kubernetes, open_mpi, jax
-    (someone else had called `jax.distributed.initialize`) or single."""
+    """Source of the above: arguments, environment, torchrun, slurm, kubernetes,
+    open_mpi, jax (someone else had called `jax.distributed.initialize`) or single."""
     local_device_ids: tuple[int, ...] | None = None
     """GPUs of this host that the process uses; None for all that it sees."""
 
@@ -59,9 +59,9 @@ def initialize(
 ) -> Cluster:
     """Join the processes of a job, before any other use of JAX.
 
-    Under Slurm (``srun``), Open MPI (``mpirun``) and the JAX jobs of Kubeflow no
-    argument is needed; a plain Kubernetes Indexed Job sets two variables (see
-    `detect`). A process that is alone returns at once, so a script can always call
+    Under Slurm (``srun``), Open MPI (``mpirun``), ``torchrun`` and the JAX jobs of
+    Kubeflow no argument is needed; a plain Kubernetes Indexed Job sets two variables
+    (see `detect`). A process that is alone returns at once, so a script can always call
     this. A second call returns the record of the first.
 
     Args:
@@ -142,6 +142,9 @@ def detect(
     Arguments win, then ``JAX_COORDINATOR_ADDRESS``, ``JAX_NUM_PROCESSES`` and
     ``JAX_PROCESS_ID`` (which Kubeflow sets), then the launcher:
 
+    - torchrun, and launchers that set the same: ``RANK``, ``WORLD_SIZE``,
+      ``MASTER_ADDR`` and ``LOCAL_RANK``. The port is the one after ``MASTER_PORT``,
+      where torchrun listens itself; ``JAX_COORDINATOR_PORT`` sets another.
     - Open MPI: ``OMPI_COMM_WORLD_{SIZE,RANK,LOCAL_RANK,LOCAL_SIZE}``. The coordinator
       is read from versions before 5 and known when all processes share a host;
       otherwise pass ``mpirun -x JAX_COORDINATOR_ADDRESS=host:port``.
@@ -217,6 +220,8 @@ def _from_environment(environ: Mapping[str, str]) -> tuple[str, dict]:
     explicit = {name: value for name, value in explicit.items() if value is not None}
     if len(explicit) == 3:
         return "environment", explicit
+    if "RANK" in environ and "WORLD_SIZE" in environ:  # started by any of those below
+        return "torchrun", _torchrun(environ) | explicit
     if "OMPI_COMM_WORLD_RANK" in environ:  # before Slurm: mpirun may run under it
         return "open_mpi", _open_mpi(environ) | explicit
     if "SLURM_PROCID" in environ and "SLURM_STEP_NODELIST" in environ:
@@ -225,6 +230,23 @@ def _from_environment(environ: Mapping[str, str]) -> tuple[str, dict]:
         index = _integer(environ, "JOB_COMPLETION_INDEX")
         return "kubernetes", {"process_id": index} | explicit
     return ("environment" if explicit else "single"), explicit
+
+
+def _torchrun(environ: Mapping[str, str]) -> dict:
+    count = _required(environ, "WORLD_SIZE")
+    on_host = _integer(environ, "LOCAL_WORLD_SIZE") or count
+    found = {
+        "num_processes": count,
+        "process_id": _required(environ, "RANK"),
+    } | _local_gpu(environ, "LOCAL_RANK", on_host > 1 and "LOCAL_RANK" in environ)
+    host = environ.get("MASTER_ADDR")
+    if host:
+        port = environ.get("JAX_COORDINATOR_PORT")
+        if port is None:
+            port = (_integer(environ, "MASTER_PORT") or _FIRST_PORT - 1) + 1
+        bare = host.removeprefix("[").removesuffix("]")
+        found["coordinator"] = f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
+    return found
 
 
 def _slurm(environ: Mapping[str, str]) -> dict:

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.nn.initializers import Initializer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxscale.sharding.rules import AxisRules, require_axes
+from jaxscale.sharding.rules import AxisRules, check_axes, require_axes
 
 
 _KIND = "memory_kind"
@@ -26,6 +26,9 @@ def partitioned(init: Initializer, *axes: str | None) -> Callable[..., Any]:
     The eager form of Flax, which places the parameter at once, fails without a mesh
     and inside `jax.shard_map`; `create` places all parameters in one step instead.
 
+    Raises:
+        ValueError: an axis is none of `AxisRules`.
+
     Example:
         >>> import jax, jax.numpy as jnp
         >>> from flax import nnx
@@ -34,6 +37,7 @@ def partitioned(init: Initializer, *axes: str | None) -> Callable[..., Any]:
         >>> logical_axes(kernel)
         ('embed', 'mlp')
     """
+    check_axes(*axes)
     return nnx.with_partitioning(init, axes, eager_sharding=False)
 
 

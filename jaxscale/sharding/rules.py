@@ -81,13 +81,8 @@ class AxisRules:
         Raises:
             ValueError: a name is unknown, or two dimensions claim one mesh axis.
         """
-        entries = []
-        for axis in axes:
-            if axis is not None and axis not in _NAMES:
-                raise ValueError(
-                    f"logical axis {axis!r} is unknown; use one of {sorted(_NAMES)}"
-                )
-            entries.append(None if axis is None else getattr(self, axis))
+        check_axes(*axes)
+        entries = [None if axis is None else getattr(self, axis) for axis in axes]
         used = [name for entry in entries for name in as_tuple(entry)]
         if len(used) != len(set(used)):
             raise ValueError(
@@ -234,6 +229,15 @@ def preset(name: str) -> AxisRules:
     if name not in PRESETS:
         raise ValueError(f"rules {name!r} is no preset; use one of {sorted(PRESETS)}")
     return PRESETS[name]()
+
+
+def check_axes(*axes: str | None) -> None:
+    """Raise where a logical axis is none of the fields of `AxisRules`."""
+    for axis in axes:
+        if axis is not None and axis not in _NAMES:
+            raise ValueError(
+                f"logical axis {axis!r} is unknown; use None or one of {sorted(_NAMES)}"
+            )
 
 
 def require_axes(names: Iterable[str], mesh_axes: Sequence[str]) -> None:

@@ -27,6 +27,9 @@ from jaxscale.training.stack_moves import StackMove, stack_ranks
 
 logger = logging.getLogger("jaxscale.training")
 
+SCHEDULE_STEPS = "schedule_steps"
+"""Name in the settings of a checkpoint, of which a run may name another value."""
+
 
 @dataclasses.dataclass(kw_only=True)
 class Found:
@@ -136,7 +139,7 @@ class CheckpointReader:
         ours, theirs = flatten(self._config), flatten(saved)
         differences = [
             f"{name} {theirs.get(name)!r} (now {ours.get(name)!r})"
-            for name in sorted({*ours, *theirs})
+            for name in sorted({*ours, *theirs} - {SCHEDULE_STEPS})
             if ours.get(name) != theirs.get(name)
         ]
         if differences:

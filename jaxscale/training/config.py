@@ -358,12 +358,13 @@ class TrainConfig:
         """Return the settings that a run must keep to be continued, as JSON.
 
         The data is not part of it: its iterator knows itself from what it can continue.
-        Neither are `steps`, mesh, rules, the memory that moments are kept in, and all
-        that changes speed and reports alone.
+        Neither are the steps of run and schedule, mesh, rules, the memory that moments
+        are kept in, and all that changes speed and reports alone.
         """
         fields = ("model", "optimizer", "dtype", "param_dtype", "z_loss", "seed")
         values = {name: dataclasses.asdict(self)[name] for name in fields}
         del values["optimizer"]["memory_kind"]
+        del values["optimizer"]["schedule_steps"]  # may be named anew
         if self.optimizer.kind == "adamw":  # as before there was a choice
             del values["optimizer"]["kind"]
         if not values["model"].get("window_pattern", True):

@@ -260,6 +260,11 @@ class PackedBatches:
             if epochs is not None:
                 self.num_rows = epochs * self.rows.rows_per_epoch
 
+    @property
+    def is_endless(self) -> bool:
+        """True if no pass over the corpus is the last."""
+        return self.num_rows == sys.maxsize
+
     def __iter__(self) -> "PackedBatchIterator":
         return PackedBatchIterator(self)
 

@@ -169,6 +169,11 @@ class LabeledBatches:
         rows = assign_rows(lengths, self.seq_len, self.max_sequences)
         return [[int(order[i]) for i in row] for row in rows]
 
+    @property
+    def is_endless(self) -> bool:
+        """True if no pass over the texts is the last."""
+        return self.epochs is None
+
     def __iter__(self) -> "LabeledBatchIterator":
         return LabeledBatchIterator(self)
 

@@ -23,6 +23,7 @@ from jaxscale.sharding.state_rules import StateRules
 from jaxscale.supervision import EventLog, current
 from jaxscale.training.assemble import loss_functions, new_state
 from jaxscale.training.checkpoint import Checkpointer
+from jaxscale.training.checkpoint_reader import SCHEDULE_STEPS
 from jaxscale.training.config import TrainConfig
 from jaxscale.training.console import console_writer, describe, peak_memory
 from jaxscale.training.data import PackedBatches, TextData
@@ -36,7 +37,11 @@ from jaxscale.training.monitor import (
     TensorBoardWriter,
     Writer,
 )
-from jaxscale.training.optimizer import make_optimizer, make_schedule
+from jaxscale.training.optimizer import (
+    check_same_schedule,
+    make_optimizer,
+    make_schedule,
+)
 from jaxscale.training.step import (
     EvalStep,
     Metrics,
@@ -125,7 +130,8 @@ def fit(
         ValueError: the settings do not fit the devices, ``config.model`` is not the
             shape of `model`, on several devices ``config.rules`` are not its rules,
             ``config.z_loss`` is given beside `loss`, the checkpoint in the output
-            directory belongs to another run, or `train_data` ends before the last step.
+            directory belongs to another run or had a schedule for another number of
+            steps, `eval_data` has no end, or `train_data` ends before the last step.
         FileNotFoundError: there is no checkpoint of ``config.step``.
         DamagedCheckpoint: it, or each of the checkpoints there, cannot be read.
         CheckpointNotWritten: one could not be; it is raised after the next step.
@@ -318,6 +324,11 @@ def _check_data(train_data: Any, eval_data: Any) -> None:
                 "set_state(), so no checkpoint could hold its position; give "
                 "PackedBatches, or an iterator that has both"
             )
+    if eval_data is not None and getattr(eval_data, "is_endless", False):
+        raise ValueError(
+            f"eval_data is a {type(eval_data).__name__} without end (epochs None), so "
+            "an evaluation would count texts again; make it with epochs=1"
+        )
     if eval_data is not None and iter(eval_data) is eval_data:
         raise TypeError(
             f"eval_data is a {type(eval_data).__name__}, which ends after the first "
@@ -366,6 +377,8 @@ def _start(
     abstract = jax.eval_shape(create) if model is None else jax.eval_shape(adopt, model)
     layout = state_shardings(abstract, mesh, config.state_rules)
     if config.step is not None or checkpoints.newest() is not None:
+        planned = checkpoints.config(config.step).get(SCHEDULE_STEPS)
+        check_same_schedule(config.optimizer, config.steps, planned)
         target = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
             abstract,
@@ -428,7 +441,8 @@ def _checkpointer(config: TrainConfig) -> Checkpointer:
         Path(config.output_dir) / "checkpoints",
         keep=config.keep,
         keep_every=config.keep_every,
-        config=config.identity(),
+        config=config.identity()
+        | {SCHEDULE_STEPS: config.optimizer.schedule_steps or config.steps},
     )
 
 

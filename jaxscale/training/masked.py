@@ -114,6 +114,11 @@ class MaskedBatches:
             )
         )
 
+    @property
+    def is_endless(self) -> bool:
+        """True if no pass over the corpus is the last."""
+        return self.batches.is_endless
+
     def __iter__(self) -> "MaskedBatchIterator":
         return MaskedBatchIterator(self)
 

@@ -40,6 +40,10 @@ class OptimizerConfig:
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """Schedule after the warm-up: a half cosine down to the minimum, or the peak with a
     linear descent over the last part (warm-up, stable, decay), or the peak."""
+    schedule_steps: int | None = None
+    """Updates that the schedule is made for, after which the rate stays as it is at the
+    end; None is all of the run. A run that goes on for more or fewer steps than it was
+    begun with must name it: those of before, or new ones."""
     warmup_steps: int | None = None
     """Updates over which the learning rate rises linearly to its peak; None is a tenth
     of the run, 100 at most."""
@@ -74,6 +78,12 @@ class OptimizerConfig:
             "schedule",
             self.schedule,
             "cosine, wsd or constant",
+        )
+        _check(
+            self.schedule_steps is None or self.schedule_steps >= 1,
+            "schedule_steps",
+            self.schedule_steps,
+            ">= 1, or None",
         )
         _check(
             self.warmup_steps is None or self.warmup_steps >= 0,
@@ -136,7 +146,7 @@ def make_schedule(config: OptimizerConfig, total_steps: int) -> Schedule:
 
     Args:
         config: Shape of the schedule.
-        total_steps: Updates in the entire run.
+        total_steps: Updates in the entire run, if ``config.schedule_steps`` is None.
 
     Raises:
         ValueError: the warm-up, and for ``"wsd"`` the descent, do not fit in the run.
@@ -151,6 +161,7 @@ def make_schedule(config: OptimizerConfig, total_steps: int) -> Schedule:
         WSD: MiniCPM (arXiv 2404.06395), section 4.
     """
     warmup, peak = config.warmup_steps, config.learning_rate
+    total_steps = config.schedule_steps or total_steps
     if warmup is None:
         warmup = min(100, total_steps // 10)
     low = peak * config.min_ratio
@@ -174,6 +185,34 @@ def make_schedule(config: OptimizerConfig, total_steps: int) -> Schedule:
         return jnp.where(n < warmup, peak * (n + 1) / max(warmup, 1), rate)
 
     return schedule
+
+
+def check_same_schedule(
+    config: OptimizerConfig, steps: int, planned: int | None
+) -> None:
+    """Raise where a run that goes on would leave its learning rate by a jump.
+
+    Args:
+        config: Shape of the schedule. One that names `schedule_steps` asks for it.
+        steps: Updates in the entire run, as it goes on.
+        planned: Updates that the schedule was made for so far; None is not known.
+
+    Raises:
+        ValueError: the schedule depends on the number of steps, which has changed.
+    """
+    same = planned is None or planned == steps or config.schedule == "constant"
+    if same or config.schedule_steps is not None:
+        return
+    before, now = (
+        float(make_schedule(config, total)(min(planned, steps)))
+        for total in (planned, steps)
+    )
+    raise ValueError(
+        f"steps {steps}, but the schedule of this run was made for {planned}, and a "
+        f"new one would take the learning rate after step {min(planned, steps)} from "
+        f"{before:.2e} to {now:.2e}; set optimizer.schedule_steps to {planned} to keep "
+        f"the old one, or to {steps} for the new one"
+    )
 
 
 def decays(variable: nnx.Variable) -> bool:

@@ -62,7 +62,8 @@ def save_tile_sparse(path: str | Path, weights: Mapping[str, TileSparse]) -> Non
         "weights": described,
         "sha256": _digest(tensors, described),
     }
-    safetensors.numpy.save_file(tensors, path, metadata=header)
+    # `save_file` would make a file that only its owner can read.
+    Path(path).write_bytes(safetensors.numpy.save(tensors, metadata=header))
 
 
 def load_tile_sparse(path: str | Path) -> dict[str, TileSparse]:

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxscale.inference import LLM, EngineConfig, InvalidRequest, SamplingParams
+from jaxscale.inference import (
+    LLM,
+    EngineConfig,
+    InvalidRequest,
+    SamplingParams,
+    generate,
+)
 from jaxscale.inference.kv_scales import check_scales, measure_kv_scales
 from jaxscale.inference.llm import fit
 from jaxscale.inference.runner import Runner
@@ -242,3 +248,26 @@ def test_pages_fill_the_memory(llm):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             EngineConfig(**wrong)
     assert np.isfinite(memory.computation)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        (
+            [1, 2, 3],
+            r"prompts\[0\] is 1, expected a sequence of token ids; pass a list",
+        ),
+        (["hi"], r"prompts are texts, expected token ids; .* LLM.from_pretrained"),
+        ("hi", "prompts are texts, expected token ids"),
+        (np.arange(3), r"prompts\[0\] is .*0.*, expected a sequence of token ids"),
+    ],
+)
+def test_prompts_that_are_no_lists_of_ids(prompts, message, no_shape_hook):
+    model = jax.eval_shape(lambda: Decoder(preset("llama_tiny"), rngs=nnx.Rngs(0)))
+    with pytest.raises(TypeError, match=message):
+        generate(model, prompts, max_new_tokens=2)
+
+
+def test_a_prompt_that_is_a_number(llm, no_shape_hook):
+    with pytest.raises(TypeError, match=r"prompts\[0\] is 1, expected a sequence"):
+        llm.generate([1, 2, 3])

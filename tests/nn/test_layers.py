@@ -26,7 +26,7 @@ from jaxscale.nn import (
     rms_norm,
 )
 from jaxscale.nn.blocks import norm_of_sum
-from jaxscale.nn.linear import RowParallelLinear
+from jaxscale.nn.linear import RowParallelLinear, project_together
 from jaxscale.sharding import MeshConfig, fsdp_tp, make_mesh
 from pallas_kernels.matmul import gelu
 from pallas_kernels.mosaic import H200, use_device
@@ -96,7 +96,7 @@ def test_norms_of_sums(kind, use_bias):
     rules = fsdp_tp()
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     h, residual = (jnp.asarray(normal(4, 8, d), jnp.bfloat16) for d in (32, 64))
-    norm = make_norm(kind, 64, 1e-5, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    norm = make_norm(kind, 64, 1e-5, dtype=jnp.bfloat16, rules=rules, rngs=nnx.Rngs(0))
     layer = row_parallel(rules, use_bias)
     wide = h.astype(jnp.float32) @ layer.weight.astype(jnp.float32)
     if use_bias:
@@ -114,7 +114,9 @@ def test_norms_of_sums(kind, use_bias):
 
 def test_post_norms_are_kernels_on_the_tokens_of_each_device():
     rules = fsdp_tp()
-    norm = make_norm("layernorm", 64, 1e-5, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    norm = make_norm(
+        "layernorm", 64, 1e-5, dtype=jnp.bfloat16, rules=rules, rngs=nnx.Rngs(0)
+    )
     layer = row_parallel(rules)
     h, x = (jax.ShapeDtypeStruct((4, 8, d), jnp.bfloat16) for d in (32, 64))
 
@@ -194,7 +196,7 @@ def test_projections_with_and_without_bias():
     layers[0].bias[...] = jnp.arange(8.0)
     x = jax.random.normal(jax.random.key(2), (2, 3, 4))
     for order in (layers, layers[::-1]):
-        outs = ColumnParallelLinear.together(order, x, ["relu", "relu"])
+        outs = project_together(order, x, ["relu", "relu"])
         for layer, out in zip(order, outs, strict=True):
             y = np.asarray(x) @ np.asarray(layer.kernel[...])
             y += 0 if layer.bias is None else np.arange(8.0)

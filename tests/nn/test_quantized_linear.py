@@ -15,6 +15,7 @@ from jaxscale.nn import (
     QuantizedLinear,
     RowParallelLinear,
 )
+from jaxscale.nn.linear import project_and_sum, project_together
 from jaxscale.nn.quantized_linear import quantize_kernel
 from jaxscale.sharding import REPLICATED, fsdp_tp, make_mesh
 from tests.tolerances import RELATIVE, relative_error
@@ -136,12 +137,12 @@ def test_layers_of_both_kinds_share_an_input():
     layers: Any = [dense(ColumnParallelLinear, 8, size) for size in (6, 4)]
     layers[1] = QuantizedLinear.of(layers[1], "int8")
     x = random(1, 3, 8, seed=5)
-    found = ColumnParallelLinear.together(layers, x, [None, "relu"])
+    found = project_together(layers, x, [None, "relu"])
     assert relative_error(found[0], layers[0](x)) < 1e-6
     assert relative_error(found[1], layers[1](x, "relu")) < 1e-6
     downs: Any = [dense(RowParallelLinear, 8, 5), dense(RowParallelLinear, 8, 5)]
     downs[0] = QuantizedLinear.of(downs[0], "fp8")
-    both = RowParallelLinear.summed(downs, [x, x])
+    both = project_and_sum(downs, [x, x])
     assert relative_error(both, downs[0](x) + downs[1](x)) < 1e-6
 
 

@@ -85,6 +85,9 @@ def test_masks_come_back_from_a_file(no_shape_hook, model, tmp_path):
     )
     masks = masks_of(model, config)
     masks.save(tmp_path / "masks.safetensors")
+    (tmp_path / "other").write_text("")  # as readable as any file
+    modes = {path.stat().st_mode for path in tmp_path.iterdir()}
+    assert len(modes) == 1
     loaded = Masks.load(tmp_path / "masks.safetensors")
     assert loaded.config == config and loaded.chosen == masks.chosen
     for name in masks:

@@ -69,6 +69,57 @@ def test_gpus_of_a_process(change, gpus):
     assert chosen.local_device_ids == (2, 3)
 
 
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "29500",
+}
+
+
+def test_torchrun():
+    """Its own port is taken: torchrun listens there."""
+    expected = Cluster(
+        process_id=3,
+        num_processes=4,
+        coordinator="node1:29501",
+        launcher="torchrun",
+        local_device_ids=(1,),
+    )
+    assert detect(TORCHRUN) == expected
+    assert detect(SLURM | TORCHRUN) == expected  # as torchrun is started by srun
+    assert detect(TORCHRUN | {"LOCAL_WORLD_SIZE": "1"}).local_device_ids is None
+
+
+@pytest.mark.parametrize(
+    ("change", "coordinator"),
+    [
+        ({"MASTER_ADDR": "fd00::1"}, "[fd00::1]:29501"),
+        ({"JAX_COORDINATOR_PORT": "99"}, "node1:99"),
+        ({"JAX_COORDINATOR_ADDRESS": "n2:8476"}, "n2:8476"),
+        ({"MASTER_PORT": None}, "node1:61440"),
+    ],
+)
+def test_coordinator_under_torchrun(change, coordinator):
+    environ = {k: v for k, v in (TORCHRUN | change).items() if v is not None}
+    assert detect(environ).coordinator == coordinator
+
+
+def test_torchrun_that_names_no_host_or_no_number():
+    environ = {k: v for k, v in TORCHRUN.items() if k != "MASTER_ADDR"}
+    with pytest.raises(
+        ValueError, match=r"coordinator is not known from torchrun; pas"
+    ):
+        detect(environ)
+    with pytest.raises(
+        ValueError, match="variable WORLD_SIZE is 'two', expected a who"
+    ):
+        detect(TORCHRUN | {"WORLD_SIZE": "two"})
+    assert detect(TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1"}) == Cluster()
+
+
 def test_open_mpi_wins_over_the_slurm_that_started_its_daemons():
     found = detect(SLURM | OPEN_MPI)
     assert (found.launcher, found.process_id) == ("open_mpi", 2)

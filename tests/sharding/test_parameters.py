@@ -155,11 +155,17 @@ def test_layers_stacked_without_their_axis_are_named(mesh):
 def test_unknown_logical_axis_names_the_parameter(mesh):
     class Odd(nnx.Module):
         def __init__(self):
-            init = partitioned(jax.nn.initializers.ones, "rows")
-            self.bias = nnx.Param(init(jax.random.key(0), (4,), jnp.float32))
+            self.bias = nnx.Param(
+                jnp.ones(4), out_sharding=("rows",), eager_sharding=False
+            )
 
     with pytest.raises(ValueError, match=r"parameter bias: logical axis 'rows' is unk"):
         shardings(Odd(), mesh, fsdp_tp())
+
+
+def test_unknown_logical_axis_is_refused_by_the_initializer():
+    with pytest.raises(ValueError, match="logical axis 'rows' is unknown; use None or"):
+        partitioned(jax.nn.initializers.ones, "embed", "rows")
 
 
 def test_mesh_without_the_axes_of_the_rules():

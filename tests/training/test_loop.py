@@ -103,6 +103,9 @@ class Losses(Writer):
         target = self.steps if "loss" in record else self.evaluations
         target[record["step"]] = record
 
+    def rates(self):
+        return [record["lr"] for record in self.steps.values()]
+
     def losses(self):
         return {step: record["loss"] for step, record in self.steps.items()}
 
@@ -572,7 +575,30 @@ def test_data_that_cannot_be_saved_or_repeated(tmp_path):
         fit(config, train_data=[], writers=[], devices=DEVICES)
     with pytest.raises(TypeError, match="eval_data is a generator, which ends after"):
         fit(config, train_data=data, eval_data=(x for x in data), devices=DEVICES)
+    with pytest.raises(ValueError, match=r"eval_data is a PackedBatches without end"):
+        fit(config, train_data=data, eval_data=data, devices=DEVICES)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_longer_run_asks_for_its_schedule_by_name(tmp_path):
+    """The learning rate makes no jump that nobody has asked for."""
+    optimizer = dataclasses.replace(CONFIG.optimizer, warmup_steps=0)
+    short = dataclasses.replace(
+        CONFIG, optimizer=optimizer, output_dir=str(tmp_path), steps=2
+    )
+    run(short)
+    longer = dataclasses.replace(short, steps=4)
+    with pytest.raises(
+        ValueError, match=r"steps 4, but .* made for 2, .* from 2.00e-03 to 1.10e-02; s"
+    ):
+        run(longer)
+    kept = dataclasses.replace(optimizer, schedule_steps=2)
+    _, writer = run(dataclasses.replace(short, optimizer=kept, steps=3))
+    assert writer.rates() == pytest.approx([2e-3])
+    stretched = dataclasses.replace(optimizer, schedule_steps=4)
+    _, writer = run(dataclasses.replace(longer, optimizer=stretched))
+    assert writer.rates() == pytest.approx([4.636e-3], rel=1e-3)
+    run(longer)  # the checkpoint now has the new schedule
 
 
 def test_a_run_that_is_beyond_its_end(unbroken):

@@ -136,6 +136,14 @@ def test_files(tmp_path):
     assert loaded["b.c"].equal_counts == b.equal_counts
 
 
+def test_files_are_as_readable_as_others(tmp_path):
+    w, _, _ = random_weight(*SMALL)
+    path, other = tmp_path / "weights.safetensors", tmp_path / "other"
+    other.write_text("")
+    save_tile_sparse(path, {"a": w})
+    assert path.stat().st_mode == other.stat().st_mode
+
+
 def test_files_that_are_refused(tmp_path, monkeypatch):
     import safetensors.numpy
 
