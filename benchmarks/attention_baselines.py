@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.attention import attention
 from pallas_kernels.varlen_attention import varlen_attention
 from pallas_kernels.varlen_attention.specs import VarlenSpec
 
@@ -202,6 +203,29 @@ def ours(implementation: str, spec: VarlenSpec, gradient: bool) -> Form:
         )
 
     return Form(attend, extra=(*spec.cu_seqlens(), *per_head.values()))
+
+
+def whole_rows(spec: VarlenSpec, gradient: bool) -> Form:
+    """Our kernel on rows of one length, which make its schedule a constant."""
+    lengths = set(spec.lengths_q), set(spec.lengths_k)
+    if any(len(x) > 1 or padded_length([*x]) not in x for x in lengths):
+        raise NotImplementedError("whole rows have one length, a multiple of 8")
+    per_head = {"alibi_slopes": slopes_of(spec), "sinks": sinks_of(spec)}
+    per_head = {name: x for name, x in per_head.items() if x is not None}
+
+    def attend(q: Any, k: Any, v: Any, *heads: Any) -> Any:
+        return attention(
+            q,
+            k,
+            v,
+            causal=spec.causal,
+            window=spec.window,
+            softcap=spec.softcap,
+            implementation="mosaic_gpu",
+            **dict(zip(per_head, heads, strict=True)),
+        )
+
+    return Form(attend, Layout(padded=True), extra=tuple(per_head.values()))
 
 
 def cudnn_packed(spec: VarlenSpec, gradient: bool) -> Form:

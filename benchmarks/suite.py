@@ -70,8 +70,9 @@ _TRAINING = "--skip jaxscale_scan --samples 10"
 COMMANDS: tuple[tuple[str, str], ...] = (
     (
         "attention",
-        "varlen_attention --case dense_* --impl mosaic_gpu cudnn_packed cudnn_padded "
-        "jax_sample torch_varlen torch_sdpa flash_attn_4 tokamax",
+        "varlen_attention --case dense_* --impl mosaic_gpu mosaic_gpu_static "
+        "cudnn_packed cudnn_padded jax_sample torch_varlen torch_sdpa flash_attn_4 "
+        "tokamax",
     ),
     ("attention", f"varlen_attention --case bert_base_* {_ATTENTION}"),
     (

@@ -51,6 +51,7 @@ from pallas_kernels.varlen_attention.specs import (
 
 FORMS: Mapping[str, Callable[[VarlenSpec, bool], Form]] = {
     "mosaic_gpu": functools.partial(baselines.ours, "mosaic_gpu"),
+    "mosaic_gpu_static": baselines.whole_rows,
     "xla": functools.partial(baselines.ours, "xla"),
     "cudnn_packed": baselines.cudnn_packed,
     "cudnn_padded": baselines.cudnn_padded,

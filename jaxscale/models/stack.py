@@ -72,7 +72,7 @@ REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
 - ``dots``: results of all matrix products, attention scores among them.
 - ``dots_no_batch``: results of the linear layers; attention and elementwise operations
   are computed twice.
-- ``attention``: the same and the results of fused attention (packed, cuDNN), so that
+- ``attention``: the same and the results of fused attention (ours, cuDNN's), so that
   only elementwise operations are computed twice. The usual choice.
 
 Linear layers that multiply in fp8 keep their inputs in fp8 with ``none``; with the

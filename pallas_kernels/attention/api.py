@@ -4,8 +4,7 @@ Axis letters: B batch, T queries, S keys, N query heads, K key/value heads, H he
 """
 
 import functools
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +17,12 @@ from pallas_kernels.dispatch import dispatch
 from pallas_kernels.mosaic import DeviceSpec
 from pallas_kernels.partition import by_shards
 from pallas_kernels.varlen_attention import varlen_attention
+from pallas_kernels.varlen_attention.inputs import (
+    resolve_per_head,
+    resolve_scale,
+    resolve_softcap,
+    resolve_window,
+)
 from pallas_kernels.varlen_attention.segments import Window
 
 
@@ -33,16 +38,21 @@ def attention(
     window: Window = (None, None),
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    alibi_slopes: Float[Array, " N"] | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """``softmax(mask(softcap(scale * q k^T))) v`` of rows without padding.
+    """``softmax(mask(softcap(scale * q k^T) - alibi)) v`` of rows without padding.
 
     With ``implementation=None`` cuDNN runs on NVIDIA GPUs. On Hopper GPUs the kernel of
     `pallas_kernels.varlen_attention` runs where it was measured to be faster (heads of
-    64 or 128 and rows of at least 2,048 tokens), where cuDNN cannot do it (a softcap,
-    more keys than queries, a window on both sides), and where there is no cuDNN, as
-    when a program is lowered for a GPU on a machine without one. XLA runs elsewhere and
-    stores the scores. Differentiable.
+    64 or 128 and rows of at least 1,024 tokens where the call is differentiated, 2,048
+    where it is not and causal), where cuDNN cannot do it (a softcap, sinks, ALiBi, more
+    keys than queries, a window on both sides), and where there is no cuDNN, as when a
+    program is lowered for a GPU on a machine without one. XLA runs elsewhere and stores
+    the scores. Differentiable.
+
+    The kernel's schedule is a constant of the program, made while it is traced.
 
     Args:
         q: [B,T,N,H] queries.
@@ -53,15 +63,21 @@ def attention(
             own position; None is no limit.
         scale: factor of the scores; None is ``1 / sqrt(H)``.
         softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
+        sinks: [N] logit of one more key per head, whose value is zero, unscaled.
+        alibi_slopes: [N] penalty per token of distance between a key and the query's
+            own position, subtracted behind the softcap.
         implementation: "mosaic_gpu" (Hopper; bfloat16 or float16, H at most 256),
             "cudnn" (bfloat16 or float16, H a multiple of 8, at most 256 on Hopper and
             128 elsewhere), "xla", a sequence of these, or None for the best.
 
     Returns:
-        [B,T,N,H] of the type of q.
+        [B,T,N,H] of the type of q; zeros for a query that sees no key.
 
     Raises:
-        ValueError: N is no multiple of K.
+        TypeError: scale or softcap is traced or no number, or sinks or alibi_slopes are
+            not floating.
+        ValueError: N is no multiple of K, a window, scale or softcap is out of range,
+            or sinks or alibi_slopes are not one for each query head.
         Unsupported: the implementation named cannot serve the arguments here.
         ExceptionGroup: none of several implementations can.
 
@@ -72,18 +88,45 @@ def attention(
         (1, 3, 4, 8)
 
     References:
-        FlashAttention-3, arXiv 2407.08608; GQA, arXiv 2305.13245.
+        FlashAttention-3, arXiv 2407.08608; GQA, arXiv 2305.13245; ALiBi, arXiv
+        2108.12409; sinks, arXiv 2309.17453, as in gpt-oss.
     """
     if not k.shape[2] or q.shape[2] % k.shape[2]:
         raise ValueError(
             f"q has {q.shape[2]} heads, no multiple of the {k.shape[2]} of k and v"
         )
-    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
-    device = DeviceSpec.current()
+    heads, head_dim = q.shape[2:]
+    sinks = resolve_per_head("sinks", sinks, heads)
+    alibi_slopes = resolve_per_head("alibi_slopes", alibi_slopes, heads)
+    variant = {
+        "causal": causal,
+        "window": resolve_window(False, window, q.shape[1] + k.shape[1]),
+        "softcap": resolve_softcap(softcap),
+        "sinks": sinks is not None,
+        "alibi": alibi_slopes is not None,
+    }
+    local = functools.partial(
+        _attention, variant, resolve_scale(scale, head_dim), implementation
+    )
+    args = q, k, v, sinks, alibi_slopes
+    return by_shards(local, args, ["bTnH", "bSnH", "bSnH", "n", "n"], "bTnH")(*args)
 
-    def local(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        problem = Problem.of(q, k, causal=causal, window=tuple(window), softcap=softcap)
-        return dispatch(
+
+def _attention(
+    variant: Mapping[str, Any],
+    scale: float,
+    implementation: str | Sequence[str] | None,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *per_head: jax.Array | None,
+) -> jax.Array:
+    """The best implementation on these shapes, by whether a gradient follows."""
+    device = DeviceSpec.current()
+    problems = [Problem.of(q, k, **variant, gradient=g) for g in (False, True)]
+    forward, both = (
+        functools.partial(
+            dispatch,
             "attention",
             {
                 "mosaic_gpu": _mosaic_gpu,
@@ -91,16 +134,25 @@ def attention(
                 "xla": xla.attention,
             },
             implementation,
-            q,
-            k,
-            v,
             declines={"mosaic_gpu": functools.partial(_declines, problem, device)},
             problem=problem,
             scale=scale,
         )
+        for problem in problems
+    )
+    reasons = [_declines(problem, device) for problem in problems]
+    if implementation is not None or (reasons[0] is None) == (reasons[1] is None):
+        return forward(q, k, v, *per_head)
 
-    dims = ["bTnH", "bSnH", "bSnH"]
-    return by_shards(local, [q, k, v], dims, "bTnH")(q, k, v)
+    @jax.custom_vjp
+    def by_pass(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return forward(q, k, v, *per_head)
+
+    def gradient_follows(*args: jax.Array) -> Any:
+        return jax.vjp(lambda *args: both(*args, *per_head), *args)
+
+    by_pass.defvjp(gradient_follows, lambda pullback, dout: pullback(dout))
+    return by_pass(q, k, v)
 
 
 def _declines(problem: Problem, device: DeviceSpec | None) -> str | None:
@@ -111,7 +163,14 @@ def _declines(problem: Problem, device: DeviceSpec | None) -> str | None:
 
 
 def _mosaic_gpu(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, problem: Problem, scale: float
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sinks: jax.Array | None,
+    alibi_slopes: jax.Array | None,
+    *,
+    problem: Problem,
+    scale: float,
 ) -> jax.Array:
     out: Any = varlen_attention(
         q,
@@ -121,6 +180,8 @@ def _mosaic_gpu(
         window=problem.window,
         scale=scale,
         softcap=problem.softcap,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
         implementation="mosaic_gpu",
     )
     return out

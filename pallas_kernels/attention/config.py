@@ -1,6 +1,7 @@
 """Attention of whole rows as a problem, and which kernel is expected to be faster."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,12 +12,21 @@ from pallas_kernels.varlen_attention.segments import Window
 
 __all__ = ["Problem"]
 
-_HEAD_DIMS = (64, 128)
-_LEAST_TOKENS = 2048
-# benchmarks/results/nvidia_h200/varlen_attention.json, rows of equal length beside
-# cudnn_padded, forward and with the gradient: from 2,048 tokens on, heads of 64 and of
-# 128 take 0.81 to 1.01 of cuDNN's time. Shorter rows take up to 1.16, heads of 256 up
-# to 1.10. Heads of other sizes are padded to the next of these.
+_LEAST_TOKENS: Mapping[tuple[str, int], tuple[int, int]] = {
+    ("fwd", 64): (1024, 2048),
+    ("fwd", 128): (2048, 2048),
+    ("fwd_bwd", 64): (1024, 1024),
+    ("fwd_bwd", 128): (1024, 1024),
+}
+"""Queries of a row from which our kernel is taken, without and with a causal mask, by
+pass and head dim.
+
+From benchmarks/results/nvidia_h200/varlen_attention.json, rows of the pattern
+``constant`` beside cudnn_padded: what is taken needs 0.81 to 1.01 of cuDNN's time.
+Shorter rows need up to 1.16, heads of 256 from 0.96 to 1.10 with no order in it. These
+rows had kernels in them that made a table of the sequences, a few microseconds each,
+which whole rows have no more. Heads of other sizes are padded to the next of these;
+with a window nothing was measured, and the rule is the same."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +53,12 @@ class Problem:
     """Keys that a query sees on each side."""
     softcap: float | None
     """Bound on the scores."""
+    sinks: bool
+    """One more key a head, whose value is zero."""
+    alibi: bool
+    """A penalty on distance."""
+    gradient: bool
+    """The gradient is computed, too."""
 
     @classmethod
     def of(cls, q: Any, k: Any, **variant: Any) -> "Problem":
@@ -65,21 +81,23 @@ class Problem:
         return (
             f"b={self.batch} t={self.queries} s={self.keys} n={self.heads}"
             f" k={self.kv_heads} h={self.head_dim} {self.dtype.name}"
-            + " causal"
-            * self.causal
+            + " causal" * self.causal
+            + " gradient" * self.gradient
         )
 
     def declines(self, device: DeviceSpec) -> str | None:
         """Say why cuDNN is expected to be faster than the Hopper kernel, or None."""
         del device
-        if self.head_dim not in _HEAD_DIMS:
+        measured = "fwd_bwd" if self.gradient else "fwd", self.head_dim
+        if measured not in _LEAST_TOKENS:
             return (
                 f"cuDNN is faster with heads of {self.head_dim}, the kernel with those"
-                f" of {_HEAD_DIMS}"
+                f" of {sorted({head_dim for _, head_dim in _LEAST_TOKENS})}"
             )
-        if self.queries < _LEAST_TOKENS:
+        least = _LEAST_TOKENS[measured][self.causal]
+        if self.queries < least:
             return (
                 f"cuDNN is faster with rows of {self.queries} tokens, the kernel from"
-                f" {_LEAST_TOKENS} on"
+                f" {least} on"
             )
         return None

@@ -20,13 +20,14 @@ def unsupported(problem: Problem, device: DeviceSpec | None) -> str | None:
     """Say why cuDNN cannot do it, or is not there; None where it can."""
     p = problem
     unlimited = p.causal or p.window == (None, None)
-    plain = p.softcap is None and p.queries == p.keys and unlimited
+    plain = p.queries == p.keys and unlimited
+    plain = plain and p.softcap is None and not p.sinks and not p.alibi
     types = (jnp.bfloat16, jnp.float16)
     if not plain or p.dtype not in types or p.head_dim % 8 or not p.queries:
         return (
             "cudnn attention needs bf16 or fp16, a head dim divisible by 8, as many"
-            " queries as keys, at least one, no softcap, and a window only if causal,"
-            f" got {p}; use implementation=None to fall back"
+            " queries as keys, at least one, no softcap, sinks or ALiBi, and a window"
+            f" only if causal, got {p}; use implementation=None to fall back"
         )
     if device is None:
         return "cudnn attention needs an NVIDIA GPU; use implementation=None"
@@ -55,6 +56,8 @@ def attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
+    sinks: jax.Array | None,
+    alibi_slopes: jax.Array | None,
     *,
     problem: Problem,
     scale: float,
@@ -66,6 +69,8 @@ def attention(
         q: [B,T,N,H].
         k: [B,T,K,H].
         v: [B,T,K,H].
+        sinks: must be None.
+        alibi_slopes: must be None.
         problem: mask and shape.
         scale: factor of the scores.
         device: the GPU.
@@ -78,6 +83,7 @@ def attention(
     """
     if (reason := unsupported(problem, device)) is not None:
         raise Unsupported(reason)
+    del sinks, alibi_slopes
     left, _ = problem.window
     return jax.nn.dot_product_attention(
         q,

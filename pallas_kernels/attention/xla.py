@@ -14,7 +14,14 @@ __all__ = ["attention"]
 
 
 def attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, problem: Problem, scale: float
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sinks: jax.Array | None,
+    alibi_slopes: jax.Array | None,
+    *,
+    problem: Problem,
+    scale: float,
 ) -> jax.Array:
     """See `pallas_kernels.attention.attention`; defaults are resolved.
 
@@ -24,6 +31,8 @@ def attention(
         q: [B,T,N,H].
         k: [B,S,K,H].
         v: [B,S,K,H].
+        sinks: [N].
+        alibi_slopes: [N].
         problem: mask and shape.
         scale: factor of the scores.
 
@@ -37,16 +46,36 @@ def attention(
     logits = logits * scale
     if problem.softcap is not None:
         logits = problem.softcap * jnp.tanh(logits / problem.softcap)
-    logits = jnp.where(_mask(problem), logits, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
+    distance = _distance(problem)  # [T, S]
+    if alibi_slopes is not None:
+        away = jnp.abs(distance).astype(jnp.float32)
+        logits -= _by_group(alibi_slopes, k.shape[2]) * away  # [K, G, T, S]
+    mask = _mask(problem, distance)
+    logits = jnp.where(mask, logits, jnp.finfo(jnp.float32).min)
+    if sinks is not None:  # one more key, whose value is zero
+        sink = _by_group(sinks, k.shape[2])  # [K, G, 1, 1]
+        column = jnp.broadcast_to(sink, (*logits.shape[:-1], 1))
+        logits = jnp.concatenate([logits, column], axis=-1)
+    weights = jax.nn.softmax(logits, axis=-1)[..., : problem.keys]
+    # A query that sees no key gets zeros.
+    weights = jnp.where(mask, weights, 0.0).astype(v.dtype)
     out = jnp.einsum("bkgts,bskh->btkgh", weights, v)
     return out.reshape(b, t, n, h)  # [B, T, N, H]
 
 
-def _mask(problem: Problem) -> jax.Array:
-    """True for the keys that each query sees, [T,S]; the last sees the last key."""
+def _by_group(x: jax.Array, kv_heads: int) -> jax.Array:
+    """Numbers of query heads beside logits, fp32."""
+    return x.astype(jnp.float32).reshape(kv_heads, -1, 1, 1)  # [K, G, 1, 1]
+
+
+def _distance(problem: Problem) -> jax.Array:
+    """How far a key lies before each query, [T,S]; the last sees the last key."""
     at = problem.keys - problem.queries + jnp.arange(problem.queries)
-    distance = at[:, None] - jnp.arange(problem.keys)  # [T, S]
+    return at[:, None] - jnp.arange(problem.keys)
+
+
+def _mask(problem: Problem, distance: jax.Array) -> jax.Array:
+    """True for the keys that each query sees, [T,S]."""
     left, right = problem.window
     right = 0 if problem.causal else right
     mask = jnp.ones(distance.shape, bool)

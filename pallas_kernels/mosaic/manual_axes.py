@@ -4,11 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 
-__all__ = ["as_varying", "unmarked", "vary_alike", "varying"]
+__all__ = ["as_varying", "constant", "unmarked", "vary_alike", "varying"]
 
 
 def varying(*arrays: jax.Array) -> frozenset[str]:
@@ -39,6 +41,14 @@ def as_varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
     """
     missing = tuple(sorted(axes - varying(x)))
     return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def constant(x: jax.Array | np.ndarray, like: jax.Array) -> jax.Array:
+    """An array of numpy as a constant that varies as `like` does; others as they are.
+
+    A kernel's operands must vary over the same mesh axes.
+    """
+    return as_varying(jnp.asarray(x), varying(like)) if isinstance(x, np.ndarray) else x
 
 
 def vary_alike(tree: Any) -> Any:

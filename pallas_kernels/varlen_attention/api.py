@@ -12,17 +12,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.arrays import concrete
 from pallas_kernels.dispatch import dispatch
 from pallas_kernels.mosaic import DeviceSpec, vary_alike
 from pallas_kernels.partition import by_shards
 from pallas_kernels.varlen_attention.inputs import (
     Inputs,
+    KnownPacking,
     Passes,
     Scores,
+    resolve_per_head,
     resolve_scale,
     resolve_softcap,
+    resolve_window,
 )
 from pallas_kernels.varlen_attention.mosaic_gpu import varlen_attention_mosaic_gpu
 from pallas_kernels.varlen_attention.relative import RelativeBias, check_relative_bias
@@ -165,8 +170,9 @@ def varlen_attention(
     cu_q, cu_k = _packing(
         cu_seqlens_q, cu_seqlens_k, tuple(rows), num_queries, num_keys
     )
-    sinks = _per_head("sinks", sinks, num_heads)
-    alibi_slopes = _per_head("alibi_slopes", alibi_slopes, num_heads)
+    known = _known_packing(cu_seqlens_q, cu_seqlens_k, q, k)
+    sinks = resolve_per_head("sinks", sinks, num_heads)
+    alibi_slopes = resolve_per_head("alibi_slopes", alibi_slopes, num_heads)
     terms, relative = (None, None), None
     if relative_bias is not None:
         # With one packing the distance is that of the rows, in a tile of scores too.
@@ -179,7 +185,7 @@ def varlen_attention(
         terms = bias.query_terms, bias.key_terms
         relative = bias.buckets, terms[0] is not None, terms[1] is not None
     scores = Scores(
-        _resolve_window(causal, window, num_queries + num_keys),
+        resolve_window(causal, window, num_queries + num_keys),
         resolve_scale(scale, head_dim),
         resolve_softcap(softcap),
         alibi_slopes is not None,
@@ -189,7 +195,7 @@ def varlen_attention(
     def local(*arrays: Any) -> tuple[Array, Array]:
         # Where heads are split and, say, one key/value head lies on every device, the
         # gradient of the latter is the sum over devices, the transpose of the mark.
-        x = vary_alike(Inputs(*arrays))
+        x = vary_alike(Inputs(*arrays, known=known))
         passes = dispatch(
             "varlen_attention",
             IMPLEMENTATIONS,
@@ -205,14 +211,16 @@ def varlen_attention(
     if not rows:
         x = jax.tree.map(lambda a: a[None], x)  # [R, ...] with R = 1
     x = x._replace(sinks=sinks, slopes=alibi_slopes)
-    out, lse = by_shards(local, x, _DIMS, ("rTnV", "rTn"))(*x)
+    arrays: Any = x[: len(_DIMS)]
+    out, lse = by_shards(local, arrays, _DIMS, ("rTnV", "rTn"))(*arrays)
     if not rows:
         out, lse = out[0], lse[0]  # [T, N, Hv], [T, N]
     return (out, lse) if return_lse else out
 
 
 _DIMS = ("rTnH", "rSnH", "rSnV", "rB", "rB", "n", "n", "rTnP", "rSnP")
-"""A letter for each dimension of `Inputs`: rows and heads are independent."""
+"""A letter for each dimension of the arrays of `Inputs`: rows and heads are
+independent."""
 
 
 # --- The gradient rule, one for all implementations -----------------------------------
@@ -395,7 +403,7 @@ def _packing(
                 "for rows that are one sequence"
             )
         whole_q, whole_k = (
-            jnp.broadcast_to(jnp.array([0, size], jnp.int32), (*rows, 2))
+            jnp.asarray(np.tile(np.array([0, size], np.int32), (*rows, 1)))
             for size in (num_queries, num_keys)
         )
         return whole_q, None if num_queries == num_keys else whole_k
@@ -418,36 +426,29 @@ def _packing(
     return checked_q, checked_k
 
 
-def _per_head(name: str, x: Array | None, heads: int) -> Array | None:
-    if x is None:
-        return None
-    x = jnp.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"{name} must be floating, got {x.dtype}")
-    if x.shape != (heads,):
-        raise ValueError(
-            f"{name} must hold one number for each of the N={heads} query heads, got "
-            f"shape {x.shape}"
-        )
-    return x
+def _known_packing(
+    cu_q: Array | np.ndarray | None, cu_k: Array | np.ndarray | None, q: Array, k: Array
+) -> KnownPacking | None:
+    """The packing, where it is known and all rows, on whatever device, have the same.
 
-
-def _resolve_window(causal: bool, window: Window, num_rows: int) -> Window:
-    """The window with the causal mask folded in.
-
-    A side as large as both buffers together hides nothing and becomes None, which also
-    keeps sums of positions and sizes within int32.
+    Programs that are not traced by the caller are not built anew for each packing.
     """
-    if not isinstance(window, tuple | list) or len(window) != 2:
-        raise ValueError(f"window must be (left, right), got {window!r}")
-    sizes = []
-    for side, size in zip(("left", "right"), window, strict=True):
-        known = isinstance(size, int | np.integer) and not isinstance(size, bool)
-        if size is not None and not (known and size >= 0):
-            raise ValueError(
-                f"window must hold non-negative integers or None, got {side}={size}; "
-                "None is no limit"
-            )
-        sizes.append(None if size is None or size >= num_rows else int(size))
-    left, right = sizes
-    return (left, 0) if causal else (left, right)
+    num_queries, num_keys = q.shape[-3], k.shape[-3]
+    if cu_q is None:
+        whole_k = None if num_queries == num_keys else (0, num_keys)
+        return KnownPacking((0, num_queries), whole_k)
+    if not isinstance(q, Tracer):
+        return None
+
+    def of_each_row(cu: Array | np.ndarray) -> tuple[int, ...] | None:
+        values = concrete(cu)
+        if values is None:
+            return None
+        first, *others = values.reshape(-1, values.shape[-1]).tolist()
+        return None if any(row != first for row in others) else tuple(first)
+
+    known_q = of_each_row(cu_q)
+    known_k = None if cu_k is None else of_each_row(cu_k)
+    if known_q is None or (cu_k is not None and known_k is None):
+        return None
+    return KnownPacking(known_q, known_k)

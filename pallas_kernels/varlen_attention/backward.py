@@ -33,6 +33,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -45,7 +46,7 @@ from pallas_kernels.mosaic.lanes import (
     load_in_register_order,
     store_rows,
 )
-from pallas_kernels.mosaic.manual_axes import unmarked
+from pallas_kernels.mosaic.manual_axes import constant, unmarked
 from pallas_kernels.mosaic.tile_scheduler import (
     decode_block,
     largest_divisor,
@@ -65,15 +66,17 @@ from pallas_kernels.varlen_attention.mainloop_backward import (
     SharedKeys,
 )
 from pallas_kernels.varlen_attention.scheduler import (
+    AnyArray,
     Sequences,
     Tiles,
     interval_of_keys,
     most_tiles,
+    namespace,
     tile_sequences,
 )
 
 
-__all__ = ["FIELDS", "backward", "key_heads_together", "key_table"]
+__all__ = ["FIELDS", "backward", "key_heads_together", "key_table", "query_table"]
 
 FIELDS = (
     "row", "k_base", "k_first", "k_stop", "index", "k_tiles", "first", "last",
@@ -98,9 +101,10 @@ def key_table(
     scores: Scores,
     blocks: BackwardBlocks,
     seqs: Sequences,
-    q_first: Int[Array, " E"],
-) -> Int[Array, "slots fields"]:
+    q_first: Int[AnyArray, " E"],
+) -> Int[AnyArray, "slots fields"]:
     """The table of tiles of keys, one line for the block of each."""
+    xp = namespace(seqs.k_start)
     block_q, block_k = blocks.block_q, blocks.block_k
     slots = most_tiles(problem.rows, problem.keys, problem.max_seqs, block_k)
     cost = (seqs.q_end - seqs.q_start) * seqs.real
@@ -109,27 +113,27 @@ def key_table(
     k_tiles = -(-(seq.k_end - seq.k_start) // block_k)
     index = k_tiles - 1 - tiles.index  # a tile waits for those behind it
     k0 = seq.k_start + index * block_k
-    k1 = jnp.minimum(k0 + block_k, seq.k_end)
+    k1 = xp.minimum(k0 + block_k, seq.k_end)
     # A tile that would read past the data is moved up; the rest of a row is not read.
-    base = jnp.where(seq.real == 1, jnp.minimum(k0, seq.k_total - block_k), k0)
+    base = xp.where(seq.real == 1, xp.minimum(k0, seq.k_total - block_k), k0)
     left, right = scores.window
     offset = seq.k_end - seq.q_end
     row_first, row_last = seq.q_start, seq.q_end
     if right is not None:
-        row_first = jnp.maximum(row_first, k0 - right - offset)
+        row_first = xp.maximum(row_first, k0 - right - offset)
     if left is not None:
-        row_last = jnp.minimum(row_last, k1 + left - offset)
+        row_last = xp.minimum(row_last, k1 + left - offset)
     seen = (row_first < row_last) & (seq.real == 1)
-    first = jnp.where(seen, (row_first - seq.q_start) // block_q, 0)
-    last = jnp.where(seen, -(-(row_last - seq.q_start) // block_q), 0)
+    first = xp.where(seen, (row_first - seq.q_start) // block_q, 0)
+    last = xp.where(seen, -(-(row_last - seq.q_start) // block_q), 0)
     # Tiles of queries [full_first, full_last) see all of the keys: no mask.
     full_first, full_last = first, last
     if right is not None:
         full_first = -(-(k0 + block_k - 1 - right - offset - seq.q_start) // block_q)
-        full_first = jnp.clip(full_first, first, last)
+        full_first = xp.clip(full_first, first, last)
     if left is not None:
         full_last = (k0 + left - offset - seq.q_start + 1) // block_q
-        full_last = jnp.clip(full_last, full_first, last)
+        full_last = xp.clip(full_last, full_first, last)
     whole = k1 - k0 == block_k
     fields = {
         "row": seq.row,
@@ -140,8 +144,8 @@ def key_table(
         "k_tiles": k_tiles,
         "first": first,
         "last": last,
-        "full_first": jnp.where(whole, full_first, last),
-        "full_last": jnp.where(whole, full_last, last),
+        "full_first": xp.where(whole, full_first, last),
+        "full_last": xp.where(whole, full_last, last),
         "offset": offset,
         "q_start": seq.q_start,
         "q_len": seq.q_end - seq.q_start,
@@ -170,9 +174,9 @@ def backward(
     block_q = blocks.block_q
     q_slots = most_tiles(problem.rows, problem.queries, problem.max_seqs, block_q)
     tiles = tile_sequences(seqs.q_start, seqs.q_end, None, block_q, q_slots)
-    q_table = _query_table(scores, blocks, seqs, tiles)
+    q_table = constant(query_table(scores, blocks, seqs, tiles), x.q)
     stats = _stats(problem, lse, delta, q_table, block_q)
-    table = key_table(problem, scores, blocks, seqs, tiles.first)
+    table = constant(key_table(problem, scores, blocks, seqs, tiles.first), x.q)
     slots = table.shape[0]
     extra = [] if x.slopes is None else [x.slopes]
     key_heads = problem.kv_heads * blocks.splits
@@ -216,18 +220,17 @@ def backward(
     return dq, dk, dv, jnp.sum(jnp.where(mine[..., None], by_slot, 0.0), axis=1)
 
 
-def _query_table(
+def query_table(
     scores: Scores, blocks: BackwardBlocks, seqs: Sequences, tiles: Tiles
-) -> Int[Array, "slots fields"]:
+) -> Int[AnyArray, "slots fields"]:
     """`QUERY_FIELDS` of each tile of queries."""
+    xp = namespace(seqs.q_start)
     block_q, block_k = blocks.block_q, blocks.block_k
     seq = tiles.sequences(seqs)
     nominal = seq.q_start + tiles.index * block_q
-    end = jnp.minimum(nominal + block_q, seq.q_end)
+    end = xp.minimum(nominal + block_q, seq.q_end)
     # A tile that would read past the data is moved up; the rest of a row is not read.
-    base = jnp.where(
-        seq.real == 1, jnp.minimum(nominal, seq.q_total - block_q), nominal
-    )
+    base = xp.where(seq.real == 1, xp.minimum(nominal, seq.q_total - block_q), nominal)
     start, stop = interval_of_keys(nominal, end - 1, seq, scores.window)
     adders = (stop - 1 - seq.k_start) // block_k - (start - seq.k_start) // block_k + 1
     fields = {
@@ -235,12 +238,11 @@ def _query_table(
         "base": base,
         "first": nominal - base,
         "stop": end - base,
-        "adders": jnp.where(start < stop, adders, 0),
+        "adders": xp.where(start < stop, adders, 0),
     }
+    table = tiles.table([fields[name] for name in QUERY_FIELDS])
     # Not computed again for each row and head.
-    return lax.optimization_barrier(
-        tiles.table([fields[name] for name in QUERY_FIELDS])
-    )
+    return table if xp is np else lax.optimization_barrier(table)
 
 
 def _stats(

@@ -30,6 +30,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.mosaic.aliases import Ref, Scalar
 from pallas_kernels.mosaic.copies import chunked, copy_rows, smem_transforms
 from pallas_kernels.mosaic.lanes import keep_band, load_rows, store_rows
+from pallas_kernels.mosaic.manual_axes import constant
 from pallas_kernels.mosaic.tile_scheduler import find_tile
 from pallas_kernels.varlen_attention.config import ROWS, BackwardBlocks, Problem
 from pallas_kernels.varlen_attention.forward_short import sequence_of
@@ -67,6 +68,7 @@ def backward_short(
         most_tiles(1, problem.keys, problem.max_seqs, ROWS),
         most_tiles(1, problem.queries, problem.max_seqs, ROWS),
     )
+    bounds = (constant(cu, x.q) for cu in (x.cu_q, x.packing_of_keys))
     numbers = slots[0] * problem.kv_heads, slots[1] * problem.heads
     weights = plgpu.SMEM(
         _SHAPE, problem.dtype, transforms=smem_transforms(ROWS, problem.dtype)
@@ -88,7 +90,7 @@ def backward_short(
         compiler_params=plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=0
         ),
-    )(x.cu_q, x.packing_of_keys, x.q, x.k, x.v, dout, lse, delta)
+    )(*bounds, x.q, x.k, x.v, dout, lse, delta)
 
 
 def _body(

@@ -32,6 +32,7 @@ from pallas_kernels.mosaic.aliases import Ref, Scalar
 from pallas_kernels.mosaic.copies import chunked, copy_rows
 from pallas_kernels.mosaic.device import DeviceSpec
 from pallas_kernels.mosaic.lanes import store_rows
+from pallas_kernels.mosaic.manual_axes import constant
 from pallas_kernels.mosaic.tile_scheduler import (
     copy_line,
     decode_block,
@@ -52,9 +53,11 @@ from pallas_kernels.varlen_attention.mainloop import (
 )
 from pallas_kernels.varlen_attention.relative_mosaic_gpu import TileTerms
 from pallas_kernels.varlen_attention.scheduler import (
+    AnyArray,
     Sequences,
     interval_of_keys,
     most_tiles,
+    namespace,
     tile_sequences,
 )
 
@@ -65,6 +68,7 @@ __all__ = [
     "heads_together",
     "store_outputs",
     "tile_fields",
+    "tile_table",
 ]
 
 _L2_BYTES = 32 * 2**20
@@ -82,8 +86,8 @@ def heads_together(problem: Problem) -> int:
 
 
 def tile_fields(
-    scores: Scores, blocks: ForwardBlocks, seq: Sequences, index: Array
-) -> dict[str, Array]:
+    scores: Scores, blocks: ForwardBlocks, seq: Sequences, index: AnyArray
+) -> dict[str, Any]:
     """`_FIELDS` but the last of the tile of a sequence, all of one shape.
 
     Args:
@@ -93,23 +97,24 @@ def tile_fields(
         index: which tile of it. If queries see no keys to their right, the last tile,
             which sees the most, is number 0.
     """
+    xp = namespace(seq.q_start)
     block_q, block_k = blocks.block_q, blocks.block_k
     if scores.window[1] is not None:
         index = -(-(seq.q_end - seq.q_start) // block_q) - 1 - index
     q0 = seq.q_start + index * block_q
-    q1 = jnp.minimum(q0 + block_q, seq.q_end)
+    q1 = xp.minimum(q0 + block_q, seq.q_end)
     start, stop = interval_of_keys(q0, q1 - 1, seq, scores.window)
-    steps = jnp.maximum(-(-(stop - start) // block_k), 0)
+    steps = xp.maximum(-(-(stop - start) // block_k), 0)
     # Steps [first, last) need no mask: each of their keys is seen by all queries.
     left, right = scores.window
     offset = seq.k_end - seq.q_end
-    first, seen_by_all = jnp.zeros_like(steps), seq.k_end
+    first, seen_by_all = xp.zeros_like(steps), seq.k_end
     if left is not None:
         first = -(-(q1 - 1 + offset - left - start) // block_k)
-        first = jnp.clip(first, 0, steps)
+        first = xp.clip(first, 0, steps)
     if right is not None:
-        seen_by_all = jnp.minimum(seen_by_all, q0 + offset + right + 1)
-    last = jnp.clip((seen_by_all - start) // block_k, first, steps)
+        seen_by_all = xp.minimum(seen_by_all, q0 + offset + right + 1)
+    last = xp.clip((seen_by_all - start) // block_k, first, steps)
     return {
         "row": seq.row,
         "q0": q0,
@@ -150,7 +155,7 @@ def store_outputs(
 
 def tile_table(
     problem: Problem, scores: Scores, blocks: ForwardBlocks, seqs: Sequences
-) -> Int[Array, "slots fields"]:
+) -> Int[AnyArray, "slots fields"]:
     """`_FIELDS` of the tile in each slot; "slots" are those that are used.
 
     The last line has no rows: it is for every ticket past the last tile.
@@ -172,7 +177,7 @@ def forward(
 ) -> tuple[Array, ...]:
     """Runs the kernel; `forward_outputs`."""
     seqs = Sequences.of(x.cu_q, x.packing_of_keys, problem.queries, problem.keys)
-    table = tile_table(problem, scores, blocks, seqs)
+    table = constant(tile_table(problem, scores, blocks, seqs), x.q)
     consumers, stages = blocks.consumers, blocks.stages
     chunks, ahead = problem.chunks, query_buffers(problem)
     ring = chunked((stages,), blocks.block_k, chunks, problem.dtype)

@@ -19,6 +19,7 @@ from jaxtyping import Array
 
 from pallas_kernels.mosaic.aliases import Ref, Scalar
 from pallas_kernels.mosaic.copies import chunked, copy_rows
+from pallas_kernels.mosaic.manual_axes import constant
 from pallas_kernels.mosaic.tile_scheduler import find_tile
 from pallas_kernels.varlen_attention.config import ROWS, ForwardBlocks, Problem
 from pallas_kernels.varlen_attention.forward import (
@@ -47,6 +48,7 @@ def forward_short(
     stages, chunks = blocks.stages, problem.chunks
     ring = chunked((stages,), blocks.block_k, chunks, problem.dtype)
     slots = most_tiles(1, problem.queries, problem.max_seqs, ROWS)
+    bounds = (constant(cu, x.q) for cu in (x.cu_q, x.packing_of_keys))
     return plgpu.kernel(
         functools.partial(_body, problem, scores, blocks, slots, structure, len(extra)),
         out_type=forward_outputs(x, with_rest),
@@ -64,7 +66,7 @@ def forward_short(
         compiler_params=plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=0
         ),
-    )(x.cu_q, x.packing_of_keys, x.q, x.k, x.v, *extra)
+    )(*bounds, x.q, x.k, x.v, *extra)
 
 
 def _body(

@@ -12,6 +12,8 @@ import typing
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
@@ -19,7 +21,27 @@ from pallas_kernels.varlen_attention.relative import RelativeBuckets
 from pallas_kernels.varlen_attention.segments import Window
 
 
-__all__ = ["Inputs", "Passes", "Scores", "resolve_scale", "resolve_softcap"]
+__all__ = [
+    "Inputs",
+    "KnownPacking",
+    "Passes",
+    "Scores",
+    "resolve_per_head",
+    "resolve_scale",
+    "resolve_softcap",
+    "resolve_window",
+]
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class KnownPacking:
+    """Prefix sums that are known while a program is traced, the same for each row."""
+
+    q: tuple[int, ...]
+    """Of the queries."""
+    k: tuple[int, ...] | None
+    """Of the keys; None: they are packed as the queries are."""
 
 
 class Inputs(NamedTuple):
@@ -31,18 +53,33 @@ class Inputs(NamedTuple):
     q: Float[Array, "*R T N H"]
     k: Float[Array, "*R S K H"]
     v: Float[Array, "*R S K Hv"]
-    cu_q: Int[Array, "*R bounds"]
-    cu_k: Int[Array, "*R bounds"] | None = None
+    cu_q: Int[Array | np.ndarray, "*R bounds"]
+    cu_k: Int[Array | np.ndarray, "*R bounds"] | None = None
     """None: keys are packed as the queries are, so every query sees at least itself."""
     sinks: Float[Array, "*R N"] | None = None
     slopes: Float[Array, "*R N"] | None = None
     query_terms: Float[Array, "*R T N P"] | None = None
     key_terms: Float[Array, "*R S N P"] | None = None
+    known: KnownPacking | None = None
+    """The values of `cu_q` and `cu_k`, where a kernel may be built for them."""
 
     @property
-    def packing_of_keys(self) -> Int[Array, "*R bounds"]:
+    def packing_of_keys(self) -> Int[Array | np.ndarray, "*R bounds"]:
         """The prefix sums of the keys, given or not."""
         return self.cu_q if self.cu_k is None else self.cu_k
+
+    def with_known(self) -> "Inputs":
+        """The inputs with prefix sums of numpy where they are known."""
+        if self.known is None:
+            return self
+
+        def of_rows(bounds: tuple[int, ...] | None) -> Any:
+            if bounds is None:
+                return None
+            # A broadcast would be one in the program too, and a kernel of its own.
+            return np.tile(np.array(bounds, np.int32), (self.q.shape[0], 1))
+
+        return self._replace(cu_q=of_rows(self.known.q), cu_k=of_rows(self.known.k))
 
 
 @jax.tree_util.register_static
@@ -122,6 +159,47 @@ def resolve_softcap(softcap: float | None) -> float | None:
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap must be positive, got {softcap}; None disables it")
     return softcap
+
+
+def resolve_per_head(name: str, x: Array | None, heads: int) -> Array | None:
+    """One number for each query head, if given.
+
+    Raises:
+        TypeError: they are not floating.
+        ValueError: their number is another one.
+    """
+    if x is None:
+        return None
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{name} must be floating, got {x.dtype}")
+    if x.shape != (heads,):
+        raise ValueError(
+            f"{name} must hold one number for each of the N={heads} query heads, got "
+            f"shape {x.shape}"
+        )
+    return x
+
+
+def resolve_window(causal: bool, window: Window, num_rows: int) -> Window:
+    """The window with the causal mask folded in.
+
+    A side as large as both buffers together hides nothing and becomes None, which also
+    keeps sums of positions and sizes within int32.
+    """
+    if not isinstance(window, tuple | list) or len(window) != 2:
+        raise ValueError(f"window must be (left, right), got {window!r}")
+    sizes = []
+    for side, size in zip(("left", "right"), window, strict=True):
+        known = isinstance(size, int | np.integer) and not isinstance(size, bool)
+        if size is not None and not (known and size >= 0):
+            raise ValueError(
+                f"window must hold non-negative integers or None, got {side}={size}; "
+                "None is no limit"
+            )
+        sizes.append(None if size is None or size >= num_rows else int(size))
+    left, right = sizes
+    return (left, 0) if causal else (left, right)
 
 
 def _number(name: str, value: Any) -> float:

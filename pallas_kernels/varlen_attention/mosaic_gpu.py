@@ -148,6 +148,7 @@ class _Kernels:
         return out, lse, rest[0] if with_rest else None
 
     def _forward(self, with_rest: bool, x: Inputs) -> tuple[Array, ...]:
+        x = x.with_known()
         problem = _problem(x)
         blocks = self.forward_blocks(problem)
         if blocks.consumers == 1:
@@ -174,6 +175,7 @@ class _Kernels:
     def _backward(
         self, x: Inputs, dout: Array, lse: Array, delta: Array
     ) -> tuple[Array, ...]:
+        x = x.with_known()
         problem = _problem(x)
         blocks = self.backward_blocks(problem)
         if blocks.consumers == 1:

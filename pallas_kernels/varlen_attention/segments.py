@@ -80,7 +80,9 @@ def _check_values(name: str, row: str, values: np.ndarray, num_tokens: int) -> N
         )
 
 
-def cut_cu_seqlens(cu_seqlens: Int[Array, "..."], num_tokens: int) -> Int[Array, "..."]:
+def cut_cu_seqlens(
+    cu_seqlens: Int[Array | np.ndarray, "..."], num_tokens: int
+) -> Int[Array, "..."]:
     """Prefix sums that end with the buffer, so that nothing reads past it."""
     return jnp.minimum(cu_seqlens, num_tokens)
 

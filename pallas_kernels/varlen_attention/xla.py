@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Float, Int
 
@@ -338,7 +339,7 @@ def _operands(loops: _Loops, x: Inputs) -> _Operands:
     )
 
 
-def _inside(cu_seqlens: Array, num_tokens: int) -> Array:
+def _inside(cu_seqlens: Array | np.ndarray, num_tokens: int) -> Array:
     """Mark the rows that belong to a sequence."""
     return jnp.arange(num_tokens, dtype=jnp.int32) < cu_seqlens[-1]
 

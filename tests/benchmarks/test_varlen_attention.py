@@ -15,7 +15,9 @@ from benchmarks import attention_definition as definition
 from benchmarks import command, torch_attention
 from benchmarks import varlen_attention as benchmark
 from benchmarks.attention_baselines import Layout
+from pallas_kernels.mosaic import H200, use_device
 from pallas_kernels.varlen_attention.specs import VarlenSpec
+from tests.lowering import lower_for_cuda
 
 
 LENGTHS = (3, 0, 5, 1)
@@ -110,17 +112,33 @@ def test_forms_refuse_what_they_lack(name, monkeypatch):
         refused
         == {
             # cuDNN's packed rows know windows to the left alone, its padded ones masks.
-            "modernbert_local": {"cudnn_packed", "jax_sample"},
+            "modernbert_local": {"cudnn_packed", "jax_sample", "mosaic_gpu_static"},
             "gpt_oss_local": {
                 *("cudnn_packed", "cudnn_padded", "xla_mask", "jax_sample", "tokamax"),
-                *("torch_varlen", "torch_sdpa"),
+                *("torch_varlen", "torch_sdpa", "mosaic_gpu_static"),
             },
             "mpt_7b_alibi": {
                 *("cudnn_packed", "jax_sample", "torch_varlen", "torch_sdpa"),
-                "flash_attn_4",
+                *("flash_attn_4", "mosaic_gpu_static"),
             },
         }[name]
     )
+
+
+def test_whole_rows_are_the_op_of_whole_rows():
+    spec = benchmark.BY_NAME["gpt_oss_local"]
+    spec = dataclasses.replace(spec, lengths_q=(512,) * 2, lengths_k=(512,) * 2)
+    form = baselines.whole_rows(spec, False)
+    q, k = (
+        jax.ShapeDtypeStruct((2, 512, n, 64), jnp.bfloat16)
+        for n in (spec.num_heads, spec.num_kv_heads)
+    )
+    with use_device(H200):
+        lower_for_cuda(form.function(False), q, k, k, *form.extra, kernels=1)
+    for lengths in ((8, 16), (9, 9)):
+        uneven = dataclasses.replace(spec, lengths_q=lengths, lengths_k=lengths)
+        with pytest.raises(NotImplementedError, match="one length, a multiple of 8"):
+            baselines.whole_rows(uneven, False)
 
 
 def test_what_is_not_installed_is_said(monkeypatch):

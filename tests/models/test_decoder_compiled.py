@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jaxscale.models import Decoder, preset
 from jaxscale.sharding import fsdp_tp, make_mesh, shardings
@@ -108,6 +108,40 @@ def training(devices, layers, tensor_parallel):
     return run, (state, batch)
 
 
+def whole_rows(devices, remat):
+    """A training step of two kinds of layers, whose scores XLA would store."""
+    config = dataclasses.replace(
+        CONFIG,
+        d_model=512,
+        d_ff=1024,
+        num_heads=8,
+        num_kv_heads=4,
+        vocab_size=1024,
+        num_layers=4,
+        window_pattern=(256, None),
+        attention_softcap=50.0,
+    )
+    training = OptimizerConfig(warmup_steps=3)
+    optimizer, schedule = make_optimizer(training, 100), make_schedule(training, 100)
+
+    def fresh():
+        model = Decoder(config, dtype=jnp.bfloat16, remat=remat, rngs=nnx.Rngs(0))
+        return TrainState.create(model, optimizer)
+
+    where = SingleDeviceSharding(devices[0])
+
+    def on_device(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+    def rows(dtype):
+        return jax.ShapeDtypeStruct((ROWS, 2000), dtype, sharding=where)
+
+    batch = Batch(rows(jnp.int32), rows(jnp.int32), rows(jnp.bool), None)
+    loss = accumulated(next_token_loss())
+    step = make_train_step(loss, optimizer, schedule=schedule)
+    return step, (jax.tree.map(on_device, jax.eval_shape(fresh)), batch)
+
+
 def of_weights(found):
     """Bytes that are written of arrays which have no tokens, outside of products."""
     sizes = {TOKENS, TOKENS // 4, ROWS * TOKENS}
@@ -117,6 +151,22 @@ def of_weights(found):
         if "custom-call" not in w.operation
         and sizes.isdisjoint(map(int, re.findall(r"\d+", w.shape)))
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("remat", "again"), [("attention", 0), ("full", 2)])
+def test_a_training_step_of_whole_rows_stores_no_scores(remat, again):
+    """2,000 tokens, no multiple of a tile; layers with a window and without."""
+    found = compile_for_h200(whole_rows, remat)
+    kernels = re.findall(r'custom-call\(.*op_name="([^"]*)/(varlen\w+)/', found.hlo)
+    # In the loop of the backward pass, for each of the two kinds of layers.
+    backward = Counter(name for path, name in kernels if "transpose" in path)
+    assert backward["varlen_attention_backward"] == 2
+    assert backward["varlen_attention"] == again
+    assert len(kernels) > backward.total()
+    assert re.findall(r"f32\[[\d,]*2000,2000\]", found.hlo) == []
+    tables = r"= s32\[\d+,(?:5|12|16)\]\S* (?:fusion|copy|custom-call)\("
+    assert re.findall(tables, found.hlo) == []
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from pallas_kernels.varlen_attention import (
     BackwardBlocks,
     ForwardBlocks,
     MosaicGpuConfig,
+    api,
     mosaic_gpu,
     scheduler,
     varlen_attention,
@@ -25,6 +26,7 @@ from pallas_kernels.varlen_attention.backward import (
     FIELDS,
     key_heads_together,
     key_table,
+    query_table,
 )
 from pallas_kernels.varlen_attention.backward_producer import rank_of
 from pallas_kernels.varlen_attention.config import (
@@ -34,6 +36,7 @@ from pallas_kernels.varlen_attention.config import (
     forward_blocks,
     forward_smem,
 )
+from pallas_kernels.varlen_attention.forward import tile_table
 from pallas_kernels.varlen_attention.inputs import Scores
 from pallas_kernels.varlen_attention.scheduler import (
     Sequences,
@@ -201,6 +204,14 @@ CASES = {
 }
 
 
+KNOWN = (
+    "everything",
+    "cross lengths, window, short",
+    "fewer tokens than a tile, short",
+)
+"""Cases whose lengths are known while the program is traced."""
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted_kernels_equal_the_reference(name):
     lengths_q, lengths_k, shape, options, config = CASES[name]
@@ -227,8 +238,9 @@ def test_interpreted_kernels_equal_the_reference(name):
         x[cu_k[-1] :] = np.nan
 
     def attend(q, k, v, extra):
-        return kernel(q, k, v, cu_q, cu_k, return_lse=True, config=config, **options,
-                      **extra)  # fmt: skip
+        cu = cu_q, cu_k
+        cu = cu if name in KNOWN else jax.lax.optimization_barrier(cu)
+        return kernel(q, k, v, *cu, return_lse=True, config=config, **options, **extra)
 
     # Race detection reads the stores of two neighbors' rows apart, see stand_ins.
     races = name.startswith("cross lengths, window")
@@ -472,6 +484,46 @@ def test_tiles_of_keys_add_one_by_one_and_wait_for_earlier_blocks_alone(
         # Lines are in the order of the grid.
         assert turns
         assert all(ranks == list(range(len(ranks))) for ranks in turns.values())
+
+
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (30, 100)])
+def test_tables_of_known_lengths_are_those_of_traced_ones(window, many, monkeypatch):
+    if many:
+        monkeypatch.setattr(scheduler, "_ALL_PAIRS", 0)
+        monkeypatch.setattr(scheduler, "_PAIRWISE", 0)
+    rng = np.random.default_rng(0)
+    problem = Problem(rows=2, queries=900, keys=903, max_seqs=4, heads=1, kv_heads=1,
+                      head_dim=64, dtype=BF16)  # fmt: skip
+    scores = Scores(window)
+    forward, backward = ForwardBlocks(), BackwardBlocks()
+
+    def tables(cu_q, cu_k):
+        seqs = Sequences.of(cu_q, cu_k, 900, 903)
+        slots = most_tiles(2, 900, 4, backward.block_q)
+        tiles = tile_sequences(seqs.q_start, seqs.q_end, None, backward.block_q, slots)
+        return (
+            tile_table(problem, scores, forward, seqs),
+            query_table(scores, backward, seqs, tiles),
+            key_table(problem, scores, backward, seqs, tiles.first),
+        )
+
+    traced = jax.jit(tables)
+    for most in (20, 220, 220):
+        lengths = rng.integers(0, most, (2, 2, 4))
+        cu = np.cumsum(np.pad(lengths, ((0, 0), (0, 0), (1, 0))), 2, dtype=np.int32)
+        for known, found in zip(tables(*cu), traced(*cu), strict=True):
+            assert isinstance(known, np.ndarray) and known.dtype == np.int32
+            np.testing.assert_array_equal(known, found)
+
+
+def test_calls_outside_of_a_program_are_not_compiled_for_their_lengths():
+    q, k, v, _ = map(jnp.asarray, operands(16, 16, 1, 1, 8))
+    programs = []
+    for cut in (3, 4):
+        varlen_attention(q, k, v, np.array([0, cut, 16]), implementation="xla")
+        programs.append(api._one_program._cache_size())
+    assert programs[0] == programs[1]
 
 
 def problem_of(spec):
