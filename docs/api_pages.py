@@ -9,10 +9,12 @@ import importlib
 import inspect
 import pkgutil
 import sys
+import textwrap
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 
 TOP_PACKAGES = ("jaxscale", "pallas_kernels")
@@ -75,14 +77,46 @@ def docstring(module: ModuleType, name: str) -> str:
 def _directive(module: ModuleType, name: str) -> list[str]:
     value = getattr(module, name)
     if inspect.isclass(value):
-        bases = ["   :show-inheritance:"] if value.__bases__ != (object,) else []
-        return [f".. autoclass:: {name}", "   :members:", *bases]
+        return _class_directive(value, name)
     if inspect.isroutine(value):
         return [f".. autofunction:: {name}"]
     if inspect.ismodule(value):
         return [f".. automodule:: {value.__name__}", "   :members:"]
     text = docstring(module, name)
     return [f".. py:data:: {name}", "", *(f"   {line}" for line in text.splitlines())]
+
+
+def _class_directive(value: type, name: str) -> list[str]:
+    """The class, what its constructor takes, and the call of its instances.
+
+    Sphinx finds neither of an NNX module, whose metaclass takes anything.
+    """
+    bases = ["   :show-inheritance:"] if value.__bases__ != (object,) else []
+    init = _ours(value, "__init__")
+    if init is None or not init.__doc__:
+        lines = [f".. autoclass:: {name}", "   :members:", *bases]
+    else:
+        lines = [f".. autoclass:: {name}({_arguments(init)})", "   :members:", *bases]
+        lines.append("   :class-doc-from: both")
+    if _ours(value, "__call__") is not None:
+        lines += ["", f"   .. automethod:: {name}.__call__"]
+    return lines
+
+
+def _ours(value: type, method: str) -> Any:
+    """A method that a file of these packages defines, inherited or not."""
+    found = inspect.unwrap(getattr(value, method, None) or object)
+    top = (getattr(found, "__module__", "") or "").partition(".")[0]
+    return found if inspect.isfunction(found) and top in TOP_PACKAGES else None
+
+
+def _arguments(function: Any) -> str:
+    """The arguments after the first, as the author wrote them."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    assert isinstance(definition, ast.FunctionDef)
+    arguments = definition.args
+    del (arguments.posonlyargs or arguments.args)[0]
+    return ast.unparse(arguments)
 
 
 @cache

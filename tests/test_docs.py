@@ -59,6 +59,15 @@ def test_docs_build_without_warnings(tmp_path):
     for name in ("make_mesh", "AxisRules", "REPLICATED"):
         assert f'id="jaxscale.sharding.{name}"' in page
     assert "Rules that split no axis" in page  # the string under a constant
+    page = (tmp_path / "html/generated/jaxscale.nn.html").read_text()
+    assert 'id="jaxscale.nn.JoinedLinear.__call__"' in page
+    text = re.sub("<[^>]+>", "", page.partition('id="jaxscale.nn.Linear"')[2])
+    for part in (
+        "in_features: int",
+        "Features of the input.",
+        "use_bias: bool = False",
+    ):
+        assert part in text[:4000]
 
 
 def rows(text: str) -> list[str]:

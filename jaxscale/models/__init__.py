@@ -20,6 +20,7 @@ from jaxscale.models.presets import (
 from jaxscale.models.quantization import quantize
 from jaxscale.models.stack import REMAT_POLICIES
 from jaxscale.models.tokenizer import EncodedText, Tokenizer
+from jaxscale.nn.signature import show_constructors
 
 
 __all__ = [
@@ -45,3 +46,5 @@ __all__ = [
     "quantize",
     "save",
 ]
+
+show_constructors([globals()[name] for name in __all__])

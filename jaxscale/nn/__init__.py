@@ -41,6 +41,7 @@ from jaxscale.nn.self_attention import (
     Whole,
     attention_state,
 )
+from jaxscale.nn.signature import show_constructors
 from jaxscale.nn.tile_sparse_linear import TileSparseLinear
 
 
@@ -87,3 +88,5 @@ __all__ = [
     "rotary",
     "unpack",
 ]
+
+show_constructors([globals()[name] for name in __all__])

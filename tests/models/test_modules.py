@@ -4,6 +4,7 @@ Legend: B batch, T tokens, D features.
 """
 
 import inspect
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from docs.api_pages import page
 from jaxscale import models, nn
 from jaxscale.sharding import create, fsdp_tp, make_mesh
 from pallas_kernels.tile_sparse_matmul import TileSparse
@@ -138,6 +140,27 @@ def test_modules_take_rules(name):
     """A joined layer has those of its parts."""
     parameters = inspect.signature(public_modules()[name].__init__).parameters
     assert {"rules", "options"} & set(parameters)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_help_and_pages_show_constructor_and_call(name):
+    """The metaclass of NNX takes any arguments."""
+    cls = public_modules()[name]
+    package = next(p for p in (nn, models) if name in p.__all__)
+    signature = inspect.signature(cls)
+    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+    assert list(signature.parameters.values()) == parameters
+    text = page(package.__name__)
+    arguments = re.search(rf"autoclass:: {name}\((.*)\)\n", text)
+    assert arguments and all(p.name in arguments[1] for p in parameters)
+    assert f"automethod:: {name}.__call__\n" in text
+    assert cls.__init__.__doc__ and cls.__call__.__doc__
+
+    class Narrow(cls):
+        def __init__(self, width):
+            pass
+
+    assert str(inspect.signature(Narrow)) == "(width)"
 
 
 @pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm"])
