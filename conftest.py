@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 
 os.environ.setdefault("NPROC", "64")
+os.environ["HF_HUB_OFFLINE"] = "1"  # names of models come from its cache alone
 
 # Shapes and types of public functions are checked at run time where beartype is there.
 if importlib.util.find_spec("beartype") is not None:

@@ -23,9 +23,10 @@ from docs import (
     scaling_pictures,
     tilewise_pictures,
 )
-from jaxscale import cli
+from jaxscale import cli, recipes
 from jaxscale.cli import (
     diagnose,
+    export,
     generate,
     plan,
     prune,
@@ -147,7 +148,7 @@ class Parsed(Exception):
     """The command line has understood its arguments."""
 
 
-NAMES = "train|generate|prune|quickstart|serve|plan|schedule|report|diagnose"
+NAMES = "train|export|generate|prune|quickstart|serve|plan|schedule|report|diagnose"
 
 
 def commands() -> list[str]:
@@ -166,16 +167,19 @@ def test_commands_are_understood(command, tmp_path, monkeypatch):
     devices = [1]
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
 
-    def check(config, **options):
+    def check(config, *_, **options):
         if isinstance(config, TrainConfig):
             config.check_mesh(config.mesh.sizes(devices[-1]))
         raise Parsed
 
     monkeypatch.setattr(train, "simulate_devices", lambda n: devices.append(n or 1))
     monkeypatch.setattr(train, "train", check)
+    published = Path(__file__).parent / "fixtures" / "models" / "llama3_gqa"
+    monkeypatch.setattr(recipes.runs, "local_directory", lambda source: published)
     monkeypatch.setattr(generate, "complete", check)
     monkeypatch.setattr(prune, "run", check)
     monkeypatch.setattr(serve, "run", check)
+    monkeypatch.setattr(export, "export", check)
     monkeypatch.setattr(supervise, "_supervise", lambda words, *_: cli.main(words[3:]))
     for module in (diagnose, plan, report, schedule):
 

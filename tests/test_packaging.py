@@ -25,7 +25,14 @@ PINS = (ROOT / "requirements.txt").read_text().splitlines()
 # anywhere (flax brings orbax-checkpoint and rich).
 ONLY_EXTRAS = {
     "parquet": ["pyarrow"],
-    "train": ["grain", "plotly", "tensorboardX", "tokenizers", "tyro"],
+    "train": [
+        "grain",
+        "huggingface_hub",
+        "plotly",
+        "tensorboardX",
+        "tokenizers",
+        "tyro",
+    ],
     "serve": [
         "fastapi",
         "httpx2",

@@ -17,8 +17,9 @@ __all__ = ["COMMANDS", "UsageError", "main"]
 
 COMMANDS = {
     "quickstart": "train a small model on real text, restore, prune, serve, report",
-    "train": "train a decoder from a named run, whose settings are options",
+    "train": "train a named run or a model that has weights; settings are options",
     "prune": "prune a trained model, train it under the masks, report",
+    "export": "write the model of a run as a Hugging Face directory",
     "generate": "continue a prompt with a trained or a downloaded model",
     "serve": "answer calls in the form of OpenAI's API with a model",
     "supervise": "run a command as the processes of a job, and start it again",

@@ -27,6 +27,7 @@ from jaxscale.models import (
     quantize,
 )
 from jaxscale.models.hf.files import Checkpoint
+from jaxscale.models.hf.hub import local_directory
 from jaxscale.pruning import TILE_WISE, Masks, sparsify
 from jaxscale.sharding import AxisRules, MeshConfig
 from jaxscale.training import run as run_directory
@@ -38,8 +39,8 @@ class GenerateConfig:
     """The model of ``jaxscale generate``, its prompts, and how tokens are drawn."""
 
     source: Annotated[str, tyro.conf.arg(name="from", metavar="DIR")]
-    """The output directory of a run, or a Hugging Face directory with config.json,
-    safetensors and tokenizer.json."""
+    """The output directory of a run, a Hugging Face directory with config.json,
+    safetensors and tokenizer.json, or the name of a model on the Hugging Face hub."""
     prompt: str
     """The text to continue."""
     max_new_tokens: int = 64
@@ -112,9 +113,8 @@ def complete(config: GenerateConfig) -> str:
             seed=config.seed,
             max_tokens=config.max_new_tokens,
         )
-        source = Path(config.source)
-        if not source.is_dir():
-            raise ValueError(f"--from {source}: there is no such directory")
+        source = local_directory(config.source)
+        config = dataclasses.replace(config, source=str(source))
         tokenizer = Tokenizer.from_file(source)
         mesh = _mesh(config.mesh)
         with jax.set_mesh(mesh):
@@ -179,13 +179,18 @@ def load_run(
     """The model of a checkpoint; a pruned one computes only what it keeps.
 
     Args:
-        directory: Output directory of a run.
+        directory: Output directory of a run of a decoder.
         mesh: Mesh of devices.
         rules: Mesh axes that split it.
         sparse: Compute only what a model keeps that was pruned tile-wise.
         **options: As for `jaxscale.training.run.load_model`.
     """
     model = run_directory.load_model(directory, mesh, rules, **options)
+    if not isinstance(model, Decoder):
+        raise ValueError(
+            f"{directory} trained an encoder, which does not generate; write it as a "
+            "Hugging Face directory with `jaxscale export` for Encoder.from_pretrained"
+        )
     file = directory / run_directory.MASKS_FILE
     if not (sparse and file.is_file()):
         return model

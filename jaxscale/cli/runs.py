@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxscale.cli.errors import UsageError, suggestion
-from jaxscale.models import PRESETS
+from jaxscale.models import ENCODER_PRESETS, PRESETS
 from jaxscale.recipes.runs import from_preset
 from jaxscale.training import TrainConfig
 
@@ -25,12 +25,14 @@ def find_run(name: str) -> TrainConfig:
     Raises:
         UsageError: there is no such run, its function fails, or returns something else.
     """
-    if name in PRESETS:
+    presets = [*PRESETS, *ENCODER_PRESETS]
+    if name in presets:
         return from_preset(name)
     if ":" not in name:
         raise UsageError(
-            f"{name!r} is no run{suggestion(name, PRESETS)}; use one of "
-            f"{', '.join(PRESETS)}, or module:function for your own"
+            f"{name!r} is no run{suggestion(name, presets)}; use one of "
+            f"{', '.join(presets)}, module:function for your own, "
+            "or --from DIR for a model that has weights"
         )
     with _user_errors(name):
         config = _import(name)()

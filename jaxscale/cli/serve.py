@@ -20,6 +20,7 @@ from jaxscale.cli.errors import UsageError, usage_errors
 from jaxscale.cli.options import parse
 from jaxscale.inference import EngineConfig, HostLost, follow
 from jaxscale.models import Decoder, Tokenizer, quantize
+from jaxscale.models.hf.hub import local_directory
 from jaxscale.sharding import AxisRules, MeshConfig
 
 
@@ -32,7 +33,8 @@ class ServeConfig:
 
     source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DIR")]
     """A Hugging Face directory with config.json, safetensors and tokenizer.json, of a
-    decoder or of an encoder; or the output directory of a run."""
+    decoder or of an encoder; the name of a model on the Hugging Face hub; or the output
+    directory of a run."""
     host: str = "127.0.0.1"
     """Address to listen at; 0.0.0.0 is reached from other machines."""
     port: int = 8000
@@ -187,7 +189,7 @@ def _loader(config: ServeConfig) -> Callable[[], Any]:
     return lambda: text_model(
         _load_run(config),
         Tokenizer.from_file(source),
-        name=config.name or source.resolve().name,
+        name=config.name or Path(config.source).resolve().name,
         engine=config.engine,
         chat_template=template,
     )
@@ -195,9 +197,7 @@ def _loader(config: ServeConfig) -> Callable[[], Any]:
 
 def _model(config: ServeConfig) -> tuple[Path, Mesh | None, AxisRules, Any]:
     """Where the model lies, where to put it, and its type."""
-    source = Path(config.source)
-    if not source.is_dir():
-        raise UsageError(f"{source}: there is no such directory")
+    source = local_directory(config.source)
     names = ("config.json", "modules.json", "run.json")
     if not any((source / name).is_file() for name in names):
         raise UsageError(f"{source} holds no model: none of {', '.join(names)}")

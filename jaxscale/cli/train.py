@@ -1,4 +1,4 @@
-"""``jaxscale train RUN [OPTIONS]``: train a decoder from a named run."""
+"""``jaxscale train RUN [OPTIONS]``: train a named run, or a model that has weights."""
 
 import dataclasses
 import itertools
@@ -16,17 +16,9 @@ from jaxscale.cli.devices import simulate_devices
 from jaxscale.cli.errors import UsageError, training_errors, usage_errors
 from jaxscale.cli.options import parse
 from jaxscale.cli.runs import find_run
-from jaxscale.models import PRESETS
-from jaxscale.recipes.runs import check_machine
-from jaxscale.training import (
-    FitResult,
-    TextData,
-    TrainConfig,
-    console,
-    fit,
-    load_text,
-    packed_batches,
-)
+from jaxscale.models import ENCODER_PRESETS, PRESETS, EncoderConfig
+from jaxscale.recipes import check_machine, from_source, prepare
+from jaxscale.training import FitResult, TrainConfig, console, fit
 from jaxscale.training import run as run_directory
 
 
@@ -56,16 +48,22 @@ def main(arguments: Sequence[str]) -> int:
         print(_help())
         return 0
     supervision.current()  # under a supervisor, say that this process lives
-    name, *options = arguments
-    if name.startswith("-"):
-        raise UsageError(f"the run comes first: jaxscale train RUN {name} ...")
-    with usage_errors():
-        run = find_run(name)
+    source, options = _with_source(arguments)
+    if source is None:
+        name, *options = options
+        if name.startswith("-"):
+            raise UsageError(f"the run comes first: jaxscale train RUN {name} ...")
+        with usage_errors():
+            run = find_run(name)
+    else:
+        name = f"--from {source}"
+        with usage_errors():
+            run = from_source(source)
     command = parse(
         TrainCommand,
         _with_resume(options),
         prog=f"jaxscale train {name}",
-        description=f"Train {name}. Options change the settings of the named run.",
+        description=f"Train {name}. Options change the settings of the run.",
         default=TrainCommand(config=run),
     )
     with usage_errors():
@@ -80,6 +78,26 @@ def main(arguments: Sequence[str]) -> int:
     if jax.process_index() == 0:
         print(_report(command.config, result))
     return 1 if result.interrupted else 0
+
+
+def _with_source(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The source that ``--from`` names in the place of a run, and the other words."""
+    words = list(arguments)
+    at = next((i for i, w in enumerate(words) if w.partition("=")[0] == "--from"), None)
+    if at is None:
+        return None, words
+    _, given, source = words.pop(at).partition("=")
+    if not given and at < len(words):
+        source = words.pop(at)
+    if not source or source.startswith("-"):
+        raise UsageError(
+            "--from needs the directory of a model, or its name on the Hugging Face hub"
+        )
+    if words and not words[0].startswith("-"):
+        raise UsageError(
+            f"--from {source} takes the place of the run {words[0]!r}; leave it out"
+        )
+    return source, words
 
 
 def _with_resume(options: Sequence[str]) -> list[str]:
@@ -109,33 +127,24 @@ def train(config: TrainConfig, *, resume: bool = False) -> FitResult:
     with usage_errors():
         check_machine(config)
         run_directory.check_free(directory, config, resume=resume)
-        text = load_text(config.data)
-        run_directory.check_text(directory, text)
-        train_data, eval_data = packed_batches(config, text)
+        task = prepare(config)
+        config = task.config
+        run_directory.check_text(directory, task.text)
         # A meeting too: nobody writes before everybody has found the directory free.
-        _check_same_text(text)
+        _check_same_text(task.text)
         if jax.process_index() == 0:
-            run_directory.write(directory, config, text)
+            run_directory.write(directory, config, task.text)
             if not console.shows_bar():
-                console.say(_told(text))
+                console.say(task.told)
     with training_errors(), run_directory.given_up_on_failure(directory):
-        return fit(config, train_data=train_data, eval_data=eval_data)
+        return fit(config, train_data=task.train_data, eval_data=task.eval_data)
 
 
-def _told(text: TextData) -> str:
-    """How much text there is, in words."""
-    train, held_out = text.train, text.held_out
-    told = f"text: {len(train):,} documents of {train.num_tokens:,} tokens to train on"
-    if held_out is None:
-        return f"{told}, none held out"
-    return f"{told}, {len(held_out):,} of {held_out.num_tokens:,} held out"
-
-
-def _check_same_text(text: TextData) -> None:
+def _check_same_text(text: run_directory.Text) -> None:
     """Compare the text of all processes."""
     if jax.process_count() == 1:
         return
-    mine = np.frombuffer(bytes.fromhex(text.train.fingerprint), np.uint32)
+    mine = np.frombuffer(bytes.fromhex(text.fingerprint), np.uint32)
     everyones = np.asarray(multihost_utils.process_allgather(mine))
     others = np.flatnonzero((everyones != everyones[0]).any(axis=1))
     if others.size:
@@ -156,24 +165,31 @@ def _report(config: TrainConfig, result: FitResult) -> str:
         )
     held_out = result.evaluation
     quality = f", held-out loss {held_out.loss:.3f}" if held_out else ""
+    if held_out and config.data.label_field is not None:
+        quality += f", accuracy {held_out.accuracy:.1%}"
     if skipped := int(result.state.skipped):
         quality += f", {skipped} updates skipped because they were not finite"
-    return (
-        f"{step} steps{quality}; try: jaxscale generate --from {directory} "
-        '--prompt "..."'
-    )
+    following = f'jaxscale generate --from {directory} --prompt "..."'
+    if isinstance(config.model, EncoderConfig):
+        following = f"jaxscale export {directory} {directory}/hf"
+    return f"{step} steps{quality}; try: {following}"
 
 
 def _help() -> str:
     runs = "\n".join(f"  {name}" for name in PRESETS)
-    return f"""usage: jaxscale train RUN [OPTIONS]
+    encoders = "\n".join(f"  {name}" for name in ENCODER_PRESETS)
+    return f"""usage: jaxscale train (RUN | --from SOURCE) [OPTIONS]
 
-Train a decoder. RUN names the settings to start from, each of which is an option:
-`jaxscale train RUN --help` describes them. Without other text in --data.paths, the
-model learns from the documentation and library source of the running Python.
+Train a model. RUN names the settings to start from, each of which is an option:
+`jaxscale train RUN --help` describes them. SOURCE has weights to begin with: a Hugging
+Face directory, the name of a model on its hub, or the output directory of a run.
+Without other text in --data.paths, the model learns from the documentation and library
+source of the running Python. A decoder learns the next token; an encoder learns to
+guess hidden tokens or, with --data.label-field, to classify texts.
 
 runs:
 {runs}
+{encoders}
   module:function  your own function without arguments that returns a TrainConfig
 
 examples:
@@ -182,5 +198,7 @@ examples:
   jaxscale train llama_1b --data.paths corpus/ --data.tokenizer tokenizer.json
   jaxscale train llama_tiny --steps 200 --output-dir runs/tiny --resume
   jaxscale train llama_tiny --output-dir runs/tiny --supervise --supervise.processes 2
+  jaxscale train --from meta-llama/Llama-3.2-1B --data.paths notes.jsonl
+  jaxscale train --from bert/ --data.paths reviews.jsonl --data.label-field stars
   jaxscale generate --from runs/tiny --prompt "import "
 """

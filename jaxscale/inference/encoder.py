@@ -29,6 +29,7 @@ from jaxscale.inference.encode_programs import Programs, Shape
 from jaxscale.inference.progress import progress_bar
 from jaxscale.models.encoder import EncoderModel
 from jaxscale.models.heads import Pooling, pool
+from jaxscale.models.hf.hub import local_directory
 from jaxscale.models.hf.load import load
 from jaxscale.models.hf.sentence_transformers import sentence_settings
 from jaxscale.models.tokenizer import EncodedText, Tokenizer
@@ -140,7 +141,7 @@ class Encoder:
 
         Args:
             path: The directory, with ``config.json``, safetensors and
-                ``tokenizer.json``.
+                ``tokenizer.json``; or the name of a model on the Hugging Face hub.
             pooling: Setting to use instead of the directory's.
             normalize: Setting to use instead of the directory's.
             max_length: Setting to use instead of the directory's.
@@ -155,7 +156,8 @@ class Encoder:
             ValueError: as `load`, the model is a decoder, or ``modules.json`` asks for
                 what we lack.
         """
-        settings = sentence_settings(Path(path))
+        path = local_directory(path)
+        settings = sentence_settings(path)
         source = settings.pop("path")
         tokenizer = Tokenizer.from_file(source)
         lower_case = settings.pop("lower_case", False)

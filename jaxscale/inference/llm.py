@@ -33,6 +33,7 @@ from jaxscale.inference.runner import Runner
 from jaxscale.inference.scheduler import Scheduler
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.generation import GenerationConfig
+from jaxscale.models.hf.hub import local_directory
 from jaxscale.models.hf.load import load
 from jaxscale.models.tokenizer import Tokenizer
 from jaxscale.nn.quantized_linear import Quantization
@@ -211,7 +212,7 @@ class LLM:
         """The model, tokenizer and end-of-text tokens of a Hugging Face directory.
 
         Args:
-            path: The directory.
+            path: The directory, or the name of a model on the Hugging Face hub.
             mesh: Devices to split the model over, with `rules`.
             rules: The table of the recipe; None is `fsdp_tp` on a mesh.
             dtype: Type of the computation; by default that of the file.
@@ -221,6 +222,7 @@ class LLM:
         """
         if rules is None:
             rules = REPLICATED if mesh is None else fsdp_tp()
+        path = local_directory(path)
         ends = GenerationConfig.from_file(path).eos_ids
         model: Any = load(
             path, mesh=mesh, rules=rules, dtype=dtype, quantization=quantization

@@ -4,6 +4,7 @@ The three packages below know nothing of each other. What `jaxscale prune` and
 `jaxscale quickstart` do with them is here, as functions.
 """
 
+from jaxscale.recipes.export import export
 from jaxscale.recipes.prune import (
     Pruned,
     TuneConfig,
@@ -13,17 +14,22 @@ from jaxscale.recipes.prune import (
     prune_and_tune,
     tuning_config,
 )
-from jaxscale.recipes.runs import check_machine, from_preset
+from jaxscale.recipes.runs import check_machine, from_preset, from_source
+from jaxscale.recipes.tasks import Task, prepare
 
 
 __all__ = [
     "Pruned",
+    "Task",
     "TuneConfig",
     "bytes_per_token",
     "check_machine",
+    "export",
     "from_preset",
+    "from_source",
     "make_stages",
     "mean_loss",
+    "prepare",
     "prune_and_tune",
     "tuning_config",
 ]

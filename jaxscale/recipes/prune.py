@@ -17,6 +17,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxscale.checks import check_least
+from jaxscale.models import Decoder
 from jaxscale.pruning import (
     Masks,
     PruneConfig,
@@ -188,8 +189,10 @@ def open_run(
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):
         model = run_directory.load_model(
-            source, mesh, config.axis_rules, step=step, training=True
+            source, mesh, config.axis_rules, step=step, like=config
         )
+    if not isinstance(model, Decoder):
+        raise ValueError(f"--from {source} trained an encoder, expected a decoder")
     check_layers(model, prune)
     text = load_text(config.data)
     run_directory.check_text(source, text)

@@ -2,24 +2,32 @@
 
 import dataclasses
 import importlib.util
+from pathlib import Path
+from typing import Any
 
 import jax
 
-from jaxscale.models import preset
+from jaxscale.models import ENCODER_PRESETS, config_from_hf, encoder_preset, preset
+from jaxscale.models.hf.files import Checkpoint
+from jaxscale.models.hf.hub import local_directory
 from jaxscale.sharding import MeshConfig
-from jaxscale.training import DataConfig, TrainConfig, load_tokenizer
+from jaxscale.training import DataConfig, OptimizerConfig, TrainConfig, load_tokenizer
+from jaxscale.training import run as run_directory
+from jaxscale.training.pretrained import check_source
 
 
 # Byte-level BPE needs 256 bytes and a control token; presets for tests know fewer.
 _SMALLEST_VOCABULARY = 512
 _LONGEST_ROW = 4096
+_ENCODER_TOKENS = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
+_TUNING_RATE = 3e-5
 
 
 def from_preset(name: str) -> TrainConfig:
     """A run that trains a model preset from scratch on the Python corpus.
 
     Rows are as long as the model allows, 4,096 tokens at most. The mesh shards the
-    parameters over all devices.
+    parameters over all devices. An encoder learns to guess hidden tokens.
 
     Raises:
         ValueError: no preset has this name.
@@ -28,16 +36,60 @@ def from_preset(name: str) -> TrainConfig:
         >>> from_preset("llama_1b").data.seq_len
         4096
     """
-    model = preset(name)
+    is_encoder = name in ENCODER_PRESETS
+    model: Any = encoder_preset(name) if is_encoder else preset(name)
     vocab_size = max(model.vocab_size, _SMALLEST_VOCABULARY)
+    data = DataConfig(
+        vocab_size=vocab_size, seq_len=min(model.max_seq_len, _LONGEST_ROW)
+    )
+    if is_encoder:
+        data = dataclasses.replace(data, control_tokens=_ENCODER_TOKENS)
     return TrainConfig(
         model=dataclasses.replace(model, vocab_size=vocab_size),
-        data=DataConfig(
-            vocab_size=vocab_size, seq_len=min(model.max_seq_len, _LONGEST_ROW)
-        ),
+        data=data,
         mesh=MeshConfig(fsdp=-1),
         output_dir=f"runs/{name}",
     )
+
+
+def from_source(source: str) -> TrainConfig:
+    """A run that trains a model on that has weights already.
+
+    It begins with the weights and the tokenizer of the source, at a tenth of the usual
+    learning rate. Model and rows are as large as the source says; rows have at most
+    4,096 tokens.
+
+    Args:
+        source: A Hugging Face directory, the name of a model on its hub, or the output
+            directory of a run, whose settings of text and types stay.
+
+    Raises:
+        FileNotFoundError: there is no such source, or a file of it is missing.
+        ValueError: the model is of a kind that is not supported.
+
+    Example:
+        >>> from_source("tests/fixtures/models/gpt2").model.d_model
+        64
+    """
+    directory = local_directory(source)
+    name = Path(source).resolve().name
+    started = {
+        "source": source,
+        "optimizer": OptimizerConfig(learning_rate=_TUNING_RATE, weight_decay=0.01),
+        "mesh": MeshConfig(fsdp=-1),
+        "output_dir": f"runs/{name}-tuned",
+    }
+    if run_directory.is_run(directory):
+        run = run_directory.read_config(directory)
+        data = dataclasses.replace(run.data, tokenizer=str(directory))
+        return dataclasses.replace(run, data=data, step=None, **started)
+    model = config_from_hf(Checkpoint(directory).config)
+    data = DataConfig(
+        tokenizer=str(directory),
+        vocab_size=model.vocab_size,
+        seq_len=min(model.max_seq_len, _LONGEST_ROW),
+    )
+    return TrainConfig(model=model, data=data, **started)
 
 
 def check_machine(config: TrainConfig) -> None:
@@ -45,8 +97,9 @@ def check_machine(config: TrainConfig) -> None:
 
     Raises:
         ValueError: the mesh does not fit the devices, the model or the batch does not
-            fit the mesh, or the tokenizer does not fit the vocabulary.
-        FileNotFoundError: there is no tokenizer where the settings say.
+            fit the mesh, the tokenizer does not fit the vocabulary, or the weights to
+            begin with do not fit the model.
+        FileNotFoundError: there is no tokenizer or no source where the settings say.
         ImportError: a package that training needs is not installed.
     """
     config.check_mesh(config.mesh.sizes(jax.device_count()))
@@ -56,5 +109,6 @@ def check_machine(config: TrainConfig) -> None:
                 f"train needs {package}, which is not installed; "
                 "pip install 'jaxscale[train]'"
             )
+    check_source(config)
     if config.data.tokenizer is not None:
         load_tokenizer(config.data)

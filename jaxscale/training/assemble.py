@@ -3,16 +3,26 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jaxscale.models.decoder import Decoder
+from jaxscale.models.encoder import EncoderModel
 from jaxscale.models.encoder_config import EncoderConfig
 from jaxscale.nn.packing import PackedBatch
+from jaxscale.sharding.rules import AxisRules
+from jaxscale.sharding.tensor_parallel import TensorParallel
 from jaxscale.training.config import TrainConfig
-from jaxscale.training.gradients import GradientFunction, accumulated
+from jaxscale.training.gradients import (
+    GradientFunction,
+    LossFunction,
+    accumulated,
+)
+from jaxscale.training.labeled import classification_loss
+from jaxscale.training.masked import masked_lm_loss
 from jaxscale.training.optimizer import make_optimizer, make_schedule
 from jaxscale.training.pipelined import pipelined, pipelined_sums
 from jaxscale.training.step import (
@@ -26,34 +36,60 @@ from jaxscale.training.step import (
 )
 
 
+def make_model(
+    config: TrainConfig,
+    *,
+    rules: AxisRules | None = None,
+    tensor_parallel: TensorParallel = None,
+) -> Decoder | EncoderModel:
+    """The model of a run, with new parameters.
+
+    Args:
+        config: The settings of the run.
+        rules: Mesh axes of each logical axis; None is those of the run.
+        tensor_parallel: Communication of a decoder.
+    """
+    options: dict[str, Any] = {
+        "dtype": jnp.dtype(config.dtype),
+        "param_dtype": jnp.dtype(config.param_dtype),
+        "remat": config.remat,
+        "scan_layers": config.scan_layers,
+        "quantization": config.quantization,
+        "rules": config.axis_rules if rules is None else rules,
+        "rngs": nnx.Rngs(config.seed),
+    }
+    if isinstance(config.model, EncoderConfig):
+        return EncoderModel(config.model, head=config.head, **options)
+    return Decoder(config.model, tensor_parallel=tensor_parallel, **options)
+
+
+def make_loss(config: TrainConfig) -> LossFunction:
+    """The loss of a run: that of the head of an encoder, else that of the next token.
+
+    Args:
+        config: The settings of the run.
+    """
+    options = {"chunk_size": config.loss_chunk, "z_loss": config.z_loss}
+    if config.head is None:
+        return next_token_loss(**options)
+    if config.head.kind == "masked_lm":
+        return masked_lm_loss(**options)
+    return classification_loss()
+
+
 def new_state(
     config: TrainConfig, mesh: Mesh, optimizer: optax.GradientTransformation
 ) -> TrainState:
-    """The state of a new run of a decoder, its layers stored as the mesh wants them.
+    """The state of a new run, its layers stored as the mesh wants them.
 
     Args:
         config: The settings of the run.
         mesh: Its devices.
         optimizer: Makes the state of the optimizer.
-
-    Raises:
-        TypeError: the run trains an encoder.
     """
-    if isinstance(config.model, EncoderConfig):
-        raise TypeError("an encoder is given as model")  # checked by fit
-    decoder = Decoder(
-        config.model,
-        dtype=config.dtype,
-        param_dtype=config.param_dtype,
-        remat=config.remat,
-        scan_layers=config.scan_layers,
-        rules=config.axis_rules,
-        tensor_parallel=config.tensor_parallel,
-        quantization=config.quantization,
-        rngs=nnx.Rngs(config.seed),
-    )
+    model = make_model(config, tensor_parallel=config.tensor_parallel)
     stack = config.stack_layout(mesh.shape)
-    return TrainState.create(stack.arrange(decoder), optimizer)
+    return TrainState.create(stack.arrange(model), optimizer)
 
 
 def loss_functions(

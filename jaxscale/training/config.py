@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxscale.checks import check_choice
 from jaxscale.models.config import DecoderConfig
 from jaxscale.models.encoder_config import EncoderConfig
+from jaxscale.models.heads import HeadConfig
 from jaxscale.models.stack_layout import StackLayout, place_variants
 from jaxscale.sharding.fp8 import check_fp8
 from jaxscale.sharding.mesh import MESH_AXES, MeshConfig
@@ -44,6 +45,12 @@ class TrainConfig:
 
     model: DecoderConfig | EncoderConfig
     """Shape of the model."""
+    head: HeadConfig | None = None
+    """Head of an encoder that `fit` makes, which decides its loss: ``masked_lm``, or
+    ``sequence`` or ``token`` for labels."""
+    source: str | None = None
+    """Weights to begin with: a Hugging Face directory, the name of a model on its hub,
+    or the output directory of a run; None begins with new ones."""
     data: DataConfig = DataConfig()
     """Text, tokenizer and batches."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -146,6 +153,11 @@ class TrainConfig:
                 "optimizer.kind 'muon' multiplies matrices that mesh.axis_type "
                 "'explicit' would need to be told the partition of; use 'auto'"
             )
+        if self.head is not None and isinstance(self.model, DecoderConfig):
+            raise ValueError(
+                f"head {self.head.kind!r} is for encoders, and model is a decoder; "
+                "leave it out"
+            )
         for name in ("keep_every", "check_replicas_every", "profile_every", "step"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -224,8 +236,10 @@ class TrainConfig:
                 f"the given model has {', '.join(different)}; set its config in "
                 "the settings"
             )
+        head = getattr(model, "head", None)
         return dataclasses.replace(
             self,
+            head=None if head is None else head.config,
             dtype=jnp.dtype(model.dtype).name,
             param_dtype=jnp.dtype(model.param_dtype).name,
             remat=model.remat,

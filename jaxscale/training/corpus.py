@@ -90,11 +90,26 @@ def read_documents(
         >>> read_documents([folder])
         [Document(name='note.txt', text='to be or not to be')]
     """
+    return _read(find_files(paths, suffixes), paths, text_field)
+
+
+def find_files(
+    paths: Sequence[str | Path], suffixes: Sequence[str] = TEXT_SUFFIXES
+) -> dict[Path, str]:
+    """The files that `paths` name, each once, with the name of each.
+
+    Args:
+        paths: As those of `read_documents`.
+        suffixes: The same.
+
+    Raises:
+        ValueError: a path matches nothing.
+    """
     found: dict[Path, str] = {}
     for path in paths:
         for file, name in _files(str(path), suffixes):
             found.setdefault(file.resolve(), name)
-    return _read(found, paths, text_field)
+    return found
 
 
 def read_sources(

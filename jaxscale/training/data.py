@@ -56,6 +56,11 @@ class DataConfig:
     the running Python."""
     text_field: str = "text"
     """Field of a JSON line, or column of a Parquet table, that holds the text."""
+    pair_field: str | None = None
+    """Field of a second text, where labels are those of pairs."""
+    label_field: str | None = None
+    """Field of the label, a name or an integer, of each text: an encoder learns to
+    classify. None is for text without labels."""
     weights: tuple[float, ...] = ()
     """Shares of the rows that come from each of the paths, or any multiple of them: 7 3
     is 0.7 0.3. Each path is then a source of its own, shuffled and repeated by itself.
@@ -65,6 +70,8 @@ class DataConfig:
     tokenizer: str | None = None
     """A tokenizer.json or a directory that holds one; None trains byte-level BPE on the
     training documents."""
+    control_tokens: tuple[str, ...] = ("<|endoftext|>",)
+    """Control tokens of a tokenizer that is trained here; see `Tokenizer.train`."""
     vocab_size: int = 2048
     """Tokens that the model knows. A tokenizer trained here reaches this size; one from
     a file must not exceed it."""
@@ -102,6 +109,11 @@ class DataConfig:
                 f"held_out_fraction {self.held_out_fraction}, expected at least 0 and "
                 "less than 1"
             )
+        if self.pair_field is not None and self.label_field is None:
+            raise ValueError(
+                f"pair_field {self.pair_field!r} is for texts with labels; name their "
+                "field in label_field, or leave it out"
+            )
         if self.weights:
             check_weights(self.weights, self.paths, "paths")
 
@@ -122,6 +134,11 @@ class TextData:
     held_out: TokenCorpus | None
     """The documents to evaluate on; None if no documents are held out."""
 
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal tokens to train on."""
+        return self.train.fingerprint
+
 
 def load_text(config: DataConfig) -> TextData:
     """Find, split and tokenize the text of `config`.
@@ -138,7 +155,7 @@ def load_text(config: DataConfig) -> TextData:
     sources, held_out = _documents(config)
     if tokenizer is None:
         texts = (document.text for source in sources for document in source)
-        tokenizer = Tokenizer.train(texts, config.vocab_size)
+        tokenizer = Tokenizer.train(texts, config.vocab_size, config.control_tokens)
     corpora = [tokenize(source, tokenizer, config.cache_dir) for source in sources]
     train: TokenCorpus | Mixture = corpora[0]
     if config.weights:

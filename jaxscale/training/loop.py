@@ -4,15 +4,12 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-import signal
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import optax
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
 from jaxscale.models.encoder_config import EncoderConfig
@@ -21,7 +18,7 @@ from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.parameters import place
 from jaxscale.sharding.state_rules import StateRules
 from jaxscale.supervision import EventLog, current
-from jaxscale.training.assemble import loss_functions, new_state
+from jaxscale.training.assemble import loss_functions, make_loss, new_state
 from jaxscale.training.checkpoint import Checkpointer
 from jaxscale.training.checkpoint_reader import SCHEDULE_STEPS
 from jaxscale.training.config import TrainConfig
@@ -42,12 +39,13 @@ from jaxscale.training.optimizer import (
     make_optimizer,
     make_schedule,
 )
+from jaxscale.training.pretrained import pretrained
+from jaxscale.training.signals import stop_on_signal
 from jaxscale.training.step import (
     EvalStep,
     Metrics,
     TrainState,
     make_train_step,
-    next_token_loss,
     state_shardings,
 )
 
@@ -111,10 +109,11 @@ def fit(
         model: A model to begin with, for example pretrained; it is taken over, its
             arrays are donated. What it is, it says itself: its types, `remat`,
             `scan_layers`, `tensor_parallel` and `quantization` count, whatever `config`
-            says, and are what the checkpoints record. None makes a decoder as `config`
-            describes it.
-        loss: The objective: `masked_lm_loss`, `classification_loss`, or another
-            function of a model and a batch. None is `next_token_loss`, for decoders.
+            says, and are what the checkpoints record. None makes it as `config`
+            describes it, with the weights of ``config.source`` if that is given.
+        loss: The objective, a function of a model and a batch. None is that of the
+            head of an encoder, `masked_lm_loss` or `classification_loss`, and
+            `next_token_loss` for decoders.
         hooks: Called after each step.
         gradient_transforms: Optax transforms of the gradients before they are clipped,
             as the masks of a pruned model.
@@ -156,7 +155,7 @@ def fit(
         transforms=transforms,
     )
     if loss is None:
-        loss = next_token_loss(chunk_size=config.loss_chunk, z_loss=config.z_loss)
+        loss = make_loss(config)
     gradients, eval_step = loss_functions(config, mesh, loss)
     evaluation, events = None, current()
 
@@ -282,39 +281,6 @@ def to_rows(batch: Any, config: TrainConfig, mesh: Mesh) -> Any:
     return jax.device_put(batch, NamedSharding(mesh, config.axis_rules.spec("batch")))
 
 
-@contextlib.contextmanager
-def stop_on_signal() -> Iterator[Callable[[int], bool]]:
-    """Give a function that says after each step if a signal asks to stop.
-
-    In one process the first SIGTERM or SIGINT asks for it and the second acts as usual.
-    Of several processes one that gets a SIGTERM is enough: the preemption service of
-    `jax.distributed` lets all of them stop after the same step, so each must ask after
-    each step. Elsewhere than in the main thread Python allows no handlers, and the
-    answer is always no.
-    """
-    if jax.process_count() > 1:
-        yield multihost_utils.reached_preemption_sync_point
-        return
-    event = threading.Event()
-    previous: dict[int, Any] = {}
-
-    def restore() -> None:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-    def handle(number: int, frame: Any) -> None:
-        event.set()
-        restore()
-
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT):
-            previous[number] = signal.signal(number, handle)
-    try:
-        yield lambda step: event.is_set()
-    finally:
-        restore()
-
-
 def _check_data(train_data: Any, eval_data: Any) -> None:
     """Fail now, not at the first checkpoint or the second evaluation."""
     with _closing(iter(train_data)) as batches:
@@ -346,13 +312,12 @@ def _checked(config: TrainConfig, model: Any, loss: LossFunction | None) -> Trai
             "your own, as in next_token_loss(z_loss=...), and leave it 0 here"
         )
     if isinstance(config.model, EncoderConfig):
-        missing = [n for n, v in (("loss", loss), ("model", model)) if v is None]
-        if missing:
+        kind = None if config.head is None else config.head.kind
+        if loss is None and kind not in ("masked_lm", "sequence", "token"):
             raise ValueError(
-                f"{' and '.join(missing)} must be given to train an encoder: its head "
-                "and its loss depend on the task, for example model=EncoderModel("
-                "config.model, head=encoder_head(config.model, 'masked_lm'), ...), "
-                "loss=masked_lm_loss()"
+                f"head {kind!r} of the encoder has no loss of its own; set one for the "
+                "task in the settings, for example head=encoder_head(config.model, "
+                "'masked_lm'), or give model and loss"
             )
     return config
 
@@ -388,9 +353,11 @@ def _start(
         batches.set_state(position)
         checkpoints.set_aside_after(int(state.step))  # not to be read
         logger.info("continue after step %d", int(state.step))
-    elif model is None:
+    elif model is None and config.source is None:
         state = jax.jit(create, out_shardings=layout)()
     else:
+        if model is None:
+            model = pretrained(config, mesh)
         # Layers that move to places of stages cannot take the memory of the given ones.
         donated = 0 if stack.is_flat else ()
         adopt = jax.jit(adopt, out_shardings=layout, donate_argnums=donated)

@@ -12,21 +12,19 @@ import types
 import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
-import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import Mesh
 
 from jaxscale import __version__, sharding
-from jaxscale.models import Decoder, DecoderConfig
+from jaxscale.models import Decoder, EncoderModel, Tokenizer
 from jaxscale.sharding import AxisRules, TensorParallel
 from jaxscale.supervision.driver import DIRECTORY as SUPERVISOR
+from jaxscale.training.assemble import make_model
 from jaxscale.training.checkpoint import Checkpointer
 from jaxscale.training.checkpoint_steps import complete_steps
 from jaxscale.training.config import TrainConfig
-from jaxscale.training.data import TextData
 
 
 RUN_FILE = "run.json"
@@ -38,8 +36,8 @@ MASKS_FILE = "masks.safetensors"
 
 # What may change of the data, as the text itself and its position are compared.
 _FREE = (
-    *("paths", "suffixes", "text_field", "tokenizer", "cache_dir"),
-    *("batch_size", "prefetch"),
+    *("paths", "suffixes", "text_field", "pair_field", "label_field"),
+    *("tokenizer", "control_tokens", "cache_dir", "batch_size", "prefetch"),
 )
 
 
@@ -103,7 +101,22 @@ def is_run(directory: Path) -> bool:
     return (directory / RUN_FILE).is_file()
 
 
-def write(directory: Path, config: TrainConfig, text: TextData) -> None:
+@runtime_checkable
+class Text(Protocol):
+    """What a run is trained on: `TextData`, or `LabeledText`."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Encodes the text."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal tokens to train on."""
+        ...
+
+
+def write(directory: Path, config: TrainConfig, text: Text) -> None:
     """Make `directory` the directory of the run of `config` on `text`.
 
     Raises:
@@ -117,7 +130,7 @@ def write(directory: Path, config: TrainConfig, text: TextData) -> None:
         ) from error
     content = {
         "jaxscale": __version__,
-        "text": text.train.fingerprint,
+        "text": text.fingerprint,
         "config": to_dict(dataclasses.replace(config, step=None)),
     }
     # By a rename: a killed process leaves the file whole, so the run can be resumed.
@@ -159,8 +172,8 @@ def load_model(
     dtype: str | None = None,
     step: int | None = None,
     tensor_parallel: TensorParallel = None,
-    training: bool = False,
-) -> Decoder:
+    like: TrainConfig | None = None,
+) -> Decoder | EncoderModel:
     """The dense model of a checkpoint, straight onto the mesh.
 
     Args:
@@ -170,32 +183,26 @@ def load_model(
         dtype: Type of the computation; None is that of the run.
         step: Step of the checkpoint; None is the newest.
         tensor_parallel: Communication of the model, whatever it was during the run.
-        training: True for a model that is trained on: it recomputes, loops over its
-            layers, communicates and multiplies as during the run.
+        like: Settings of a run that trains the model on: it computes, recomputes,
+            loops over its layers, communicates and multiplies as they say.
 
     Raises:
-        ValueError: model and mesh do not fit, the run trained an encoder, or the run
-            file is damaged.
+        ValueError: model and mesh do not fit, or the run file is damaged.
         FileNotFoundError: there is no such checkpoint.
     """
     run = read_config(directory)
-    if not isinstance(run.model, DecoderConfig):
-        raise ValueError(f"{directory} trained an encoder, expected a decoder")
-    config = run.model
     run.model.check_mesh(dict(mesh.shape), rules)
+    how: dict[str, Any]
+    how = {"remat": "none", "scan_layers": True, "quantization": None}
+    if like is not None:
+        how = {name: getattr(like, name) for name in how}
+        dtype, tensor_parallel = like.dtype, like.tensor_parallel
+    run = dataclasses.replace(
+        run, tensor_parallel=None, dtype=dtype or run.dtype, **how
+    )
 
-    def init() -> Decoder:
-        return Decoder(
-            config,
-            dtype=jnp.dtype(dtype or run.dtype),
-            param_dtype=jnp.dtype(run.param_dtype),
-            remat=run.remat if training else "none",
-            scan_layers=run.scan_layers if training else True,
-            rules=rules,
-            tensor_parallel=run.tensor_parallel if training else tensor_parallel,
-            quantization=run.quantization if training else None,
-            rngs=nnx.Rngs(0),
-        )
+    def init() -> Decoder | EncoderModel:
+        return make_model(run, rules=rules, tensor_parallel=tensor_parallel)
 
     abstract = jax.eval_shape(init)
     target = jax.tree.map(
@@ -262,7 +269,7 @@ def check_free(directory: Path, config: TrainConfig, *, resume: bool) -> None:
             )
 
 
-def check_text(directory: Path, text: TextData) -> None:
+def check_text(directory: Path, text: Text) -> None:
     """Check that a continued run finds the text that it was started with.
 
     Raises:
@@ -270,7 +277,7 @@ def check_text(directory: Path, text: TextData) -> None:
     """
     if not (is_run(directory) and _saved(directory)):
         return
-    if _read(directory)["text"] != text.train.fingerprint:
+    if _read(directory)["text"] != text.fingerprint:
         raise ValueError(
             f"output_dir {directory} belongs to a run on other text: the files, the "
             "tokenizer or the Python that provides the corpus have changed; bring them "

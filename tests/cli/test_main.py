@@ -29,8 +29,8 @@ def test_an_unknown_command_is_named_with_a_guess(capsys):
     assert captured.out == ""
     assert captured.err == (
         "jaxscale: error: 'tarin' is no command (did you mean train?); use one of "
-        "quickstart, train, prune, generate, serve, supervise, executor, diagnose, "
-        "plan, report, schedule, bench-serve\n"
+        "quickstart, train, prune, export, generate, serve, supervise, executor, "
+        "diagnose, plan, report, schedule, bench-serve\n"
     )
 
 

@@ -60,7 +60,7 @@ def test_help_describes_each_setting(call):
     ("arguments", "message"),
     [
         ([], "DIR"),
-        (["nowhere"], "nowhere: there is no such directory"),
+        (["nowhere"], "'nowhere' is no directory, and no name of"),
         (["."], "holds no model: none of config.json"),
         ([".", "--drain-seconds", "0"], "drain_seconds 0"),
         ([".", "--api-keys-file", "missing"], "missing"),

@@ -522,7 +522,7 @@ def test_tensor_in_two_shards(copy):
 
 
 def test_missing_files(copy, tmp_path):
-    with pytest.raises(FileNotFoundError, match="'gpt2' is not a directory; download"):
+    with pytest.raises(FileNotFoundError, match="'gpt2' is no directory, and no name"):
         load("gpt2")
     with pytest.raises(FileNotFoundError, match=r"config\.json does not exist"):
         load(tmp_path)

@@ -393,7 +393,7 @@ def test_labels_beyond_those_of_the_head(kind):
 
 def test_encoders_need_a_head_and_a_loss(tmp_path):
     config = dataclasses.replace(CONFIG, output_dir=str(tmp_path), steps=2)
-    with pytest.raises(ValueError, match="loss and model must be given to train"):
+    with pytest.raises(ValueError, match="head None of the encoder has no loss of its"):
         fit(config, train_data=masked())
     bare = EncoderModel(MODEL, rules=fsdp_tp(), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="the head of the model is None, expected one"):

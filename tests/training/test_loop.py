@@ -462,7 +462,7 @@ def test_default_writers(tmp_path, capfd):
         f"model: {sum(x.size for x in _parameters(result)):,} parameters; ",
         "settings of model: vocab_size=32 ",
         "settings of optimizer: kind=adamw learning_rate=",
-        "settings of the run: rules=",
+        "settings of the run: head=None source=None ",
         "start after step 0 of 6",
         "compile the step",
         "step 3 of 6: loss ",

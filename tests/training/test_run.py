@@ -72,7 +72,7 @@ def test_a_model_is_loaded_as_it_was_trained_or_to_generate(tmp_path):
         checkpoints.save(1, {"model": model}, {})
     mesh = make_mesh(MeshConfig(fsdp=-1))
     with jax.set_mesh(mesh):
-        trained = run_directory.load_model(tmp_path, mesh, fsdp(), training=True)
+        trained = run_directory.load_model(tmp_path, mesh, fsdp(), like=config)
         plain = run_directory.load_model(tmp_path, mesh, fsdp())
     assert (trained.remat, trained.scan_layers) == ("full", False)
     assert (plain.remat, plain.scan_layers) == ("none", True)

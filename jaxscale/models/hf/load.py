@@ -20,6 +20,7 @@ from jaxscale.models.families import FAMILIES, config_from_hf, head_from_hf
 from jaxscale.models.heads import HeadConfig
 from jaxscale.models.hf.family import Family
 from jaxscale.models.hf.files import Checkpoint
+from jaxscale.models.hf.hub import local_directory
 from jaxscale.models.hf.names import TensorMap
 from jaxscale.models.hf.tensors import read_model, without_absent_prefix
 from jaxscale.models.quantization import quantize_read, quantize_rest
@@ -44,7 +45,8 @@ def load(
 
     Args:
         path: A directory with ``config.json`` and ``model.safetensors``, or with shards
-            and their index.
+            and their index; or the name of a model on the Hugging Face hub, as
+            `jaxscale.models.hf.hub.local_directory` takes it.
         head: Head of an encoder. ``"file"``: the one that ``architectures`` in
             ``config.json`` names. None: none, whatever the file has. A configuration: a
             new one in the place of the file's, for fine-tuning.
@@ -78,6 +80,7 @@ def load(
         >>> load("tests/fixtures/encoders/bert").hidden(tokens).shape
         (1, 5, 32)
     """
+    path = local_directory(path)
     checkpoint = Checkpoint(path)
     config = config_from_hf(checkpoint.config)
     is_encoder = isinstance(config, EncoderConfig)
@@ -108,7 +111,7 @@ def load(
                 f"model_type {family.model_type!r}; leave it out"
             )
     else:
-        own = _own_head(checkpoint) if head == "file" else None
+        own = own_head(checkpoint) if head == "file" else None
         options["head"] = own if head == "file" else head
         model_type = EncoderModel
         tied = tied and own is not None and own.kind == "masked_lm"
@@ -152,7 +155,8 @@ def load(
     return quantize_rest(model, quantization, mesh)
 
 
-def _own_head(checkpoint: Checkpoint) -> HeadConfig | None:
+def own_head(checkpoint: Checkpoint) -> HeadConfig | None:
+    """The head of an encoder that its files hold."""
     pooler = any("pooler." in name for name in checkpoint.names())
     return head_from_hf(checkpoint.config, has_pooler=pooler)
 

@@ -1,0 +1,127 @@
+"""What a run learns: the text of its settings, as batches for its model."""
+
+import dataclasses
+from typing import Any
+
+from jax.sharding import NamedSharding
+
+from jaxscale.models import EncoderConfig, encoder_head
+from jaxscale.sharding import make_mesh
+from jaxscale.training import (
+    MaskedBatches,
+    TextData,
+    TrainConfig,
+    load_text,
+    packed_batches,
+)
+from jaxscale.training.labeled_text import LabeledText, load_labeled
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """The settings, text and batches of a run; made by `prepare`."""
+
+    config: TrainConfig
+    """The settings, with the head of an encoder."""
+    text: TextData | LabeledText
+    """The tokenized text."""
+    train_data: Any
+    """Batches for `fit`."""
+    eval_data: Any
+    """Held-out batches for `fit`, or None."""
+
+    @property
+    def told(self) -> str:
+        """How much text there is, in words."""
+        if isinstance(self.text, LabeledText):
+            return (
+                f"text: {len(self.text.train):,} texts to train on, "
+                f"{len(self.text.held_out):,} held out, with the labels "
+                f"{', '.join(self.text.labels)}"
+            )
+        train, held_out = self.text.train, self.text.held_out
+        documents = f"{len(train):,} documents of {train.num_tokens:,} tokens"
+        if held_out is None:
+            return f"text: {documents} to train on, none held out"
+        return (
+            f"text: {documents} to train on, {len(held_out):,} of "
+            f"{held_out.num_tokens:,} held out"
+        )
+
+
+def prepare(config: TrainConfig) -> Task:
+    """Read the text of a run and make its batches, as its model wants them.
+
+    A decoder learns the next token. An encoder learns to guess hidden tokens, or, where
+    ``data.label_field`` names one, to classify texts.
+
+    Args:
+        config: The settings of the run. An encoder without a head gets the one that its
+            family has for the task.
+
+    Raises:
+        ValueError: the text cannot be used, or does not fit model, head or mesh.
+        FileNotFoundError: there is no tokenizer where the settings say.
+    """
+    labeled = config.data.label_field is not None
+    if not isinstance(config.model, EncoderConfig):
+        if labeled:
+            raise ValueError(
+                f"data.label_field {config.data.label_field!r} is for encoders, and "
+                "the model is a decoder; leave it out"
+            )
+        text = load_text(config.data)
+        train_data, eval_data = packed_batches(config, text)
+        return Task(
+            config=config, text=text, train_data=train_data, eval_data=eval_data
+        )
+    if labeled:
+        return _classification(config)
+    return _masked(config)
+
+
+def _masked(config: TrainConfig) -> Task:
+    head = config.head or encoder_head(_encoder(config), "masked_lm")
+    if head.kind != "masked_lm":
+        raise ValueError(
+            f"head {head.kind!r} needs texts with labels; name their field in "
+            "data.label_field"
+        )
+    text = load_text(config.data)
+    train_data, eval_data = packed_batches(config, text)
+    return Task(
+        config=dataclasses.replace(config, head=head),
+        text=text,
+        train_data=MaskedBatches(train_data, text.tokenizer),
+        eval_data=eval_data and MaskedBatches(eval_data, text.tokenizer),
+    )
+
+
+def _classification(config: TrainConfig) -> Task:
+    text = load_labeled(config.data)
+    head = config.head
+    if head is None or head.kind != "sequence" or head.num_labels == 0:
+        head = encoder_head(_encoder(config), "sequence", labels=text.labels)
+    if head.labels and head.labels != text.labels:
+        raise ValueError(
+            f"the texts have the labels {text.labels}, the head has {head.labels}; "
+            "begin without a head, or give texts with the same labels"
+        )
+    mesh = make_mesh(config.mesh)
+    rows = NamedSharding(mesh, config.axis_rules.spec("batch"))
+    eval_data = None
+    if text.held_out:
+        eval_data = text.batches(
+            text.held_out, config.data, sharding=rows, epochs=1, shuffle=False
+        )
+    return Task(
+        config=dataclasses.replace(config, head=head),
+        text=text,
+        train_data=text.batches(text.train, config.data, sharding=rows),
+        eval_data=eval_data,
+    )
+
+
+def _encoder(config: TrainConfig) -> EncoderConfig:
+    assert isinstance(config.model, EncoderConfig)
+    return config.model

@@ -1,0 +1,111 @@
+"""The model that a run begins with, where it has weights already."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxscale.models.decoder import Decoder
+from jaxscale.models.encoder import EncoderModel
+from jaxscale.models.encoder_config import EncoderConfig
+from jaxscale.models.families import config_from_hf
+from jaxscale.models.hf.files import Checkpoint
+from jaxscale.models.hf.hub import local_directory
+from jaxscale.models.hf.load import load, own_head
+from jaxscale.training import run as run_directory
+from jaxscale.training.assemble import make_model
+from jaxscale.training.config import TrainConfig
+
+
+def pretrained(config: TrainConfig, mesh: Mesh) -> Decoder | EncoderModel:
+    """The model of ``config.source``, with the types and rules of `config`.
+
+    An encoder gets the head of `config`, with the parameters of its files if it is the
+    one that these hold, and new ones if not.
+
+    Args:
+        config: The settings of the run; they name the source.
+        mesh: The devices.
+
+    Raises:
+        FileNotFoundError: there is no such source, or a file of it is missing.
+        ValueError: it is not of the shape of ``config.model``, or damaged.
+    """
+    assert config.source is not None
+    directory = local_directory(config.source)
+    if run_directory.is_run(directory):
+        model = _of_run(config, directory, mesh)
+    else:
+        model = _of_hugging_face(config, directory, mesh)
+    config.of_model(model)  # raises where it has another shape
+    return model
+
+
+def check_source(config: TrainConfig) -> None:
+    """Check that the model of ``config.source`` has the shape of ``config.model``.
+
+    Only its settings are read.
+
+    Raises:
+        FileNotFoundError: there is no such source, or a file of it is missing.
+        ValueError: it has another shape, or is of a kind that is not supported.
+    """
+    if config.source is None:
+        return
+    directory = local_directory(config.source)
+    if run_directory.is_run(directory):
+        found = run_directory.read_config(directory).model
+    else:
+        found = config_from_hf(Checkpoint(directory).config)
+    ours, theirs = dataclasses.asdict(config.model), dataclasses.asdict(found)
+    for name in sorted({*ours, *theirs}):
+        if ours.get(name) != theirs.get(name):
+            raise ValueError(
+                f"model.{name} is {ours.get(name)!r}, but the weights of source "
+                f"{config.source} were made with {theirs.get(name)!r}; leave the shape "
+                "of the model as it is"
+            )
+
+
+def _of_run(config: TrainConfig, directory: Path, mesh: Mesh) -> Decoder | EncoderModel:
+    run = run_directory.read_config(directory)
+    if run.param_dtype != config.param_dtype:
+        raise ValueError(
+            f"source {directory} has parameters of param_dtype {run.param_dtype}, and "
+            f"the settings ask for {config.param_dtype}; set them alike"
+        )
+    if run.head != config.head:
+        raise ValueError(
+            f"source {directory} was trained with the head {run.head}, and the "
+            f"settings ask for {config.head}; write it as a Hugging Face directory "
+            "with `jaxscale export`, from where it takes another head"
+        )
+    return run_directory.load_model(directory, mesh, config.axis_rules, like=config)
+
+
+def _of_hugging_face(
+    config: TrainConfig, directory: Path, mesh: Mesh
+) -> Decoder | EncoderModel:
+    options: dict[str, Any] = {"tensor_parallel": config.tensor_parallel}
+    if isinstance(config.model, EncoderConfig):
+        own = own_head(Checkpoint(directory))
+        options = {"head": "file" if own == config.head else config.head}
+    loaded = load(
+        directory,
+        seed=config.seed,
+        mesh=mesh,
+        rules=config.axis_rules,
+        dtype=jnp.dtype(config.dtype),
+        param_dtype=jnp.dtype(config.param_dtype),
+        remat=config.remat,
+        scan_layers=config.scan_layers,
+        **options,
+    )
+    # `load` takes `quantization` for that of serving; here it is how a run multiplies.
+    described = jax.eval_shape(
+        lambda: make_model(config, tensor_parallel=config.tensor_parallel)
+    )
+    return jax.tree.unflatten(jax.tree.structure(described), jax.tree.leaves(loaded))

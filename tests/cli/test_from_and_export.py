@@ -1,0 +1,248 @@
+"""Weights in and out by command: ``jaxscale train --from`` and ``jaxscale export``."""
+
+import dataclasses
+import json
+import random
+import re
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax import nnx
+
+from jaxscale.inference import Encoder
+from jaxscale.models import (
+    Decoder,
+    EncoderModel,
+    Tokenizer,
+    encoder_preset,
+    load,
+    preset,
+    save,
+)
+from jaxscale.sharding import REPLICATED
+from jaxscale.training import run as run_directory
+
+
+pytestmark = pytest.mark.usefixtures("compile_once")
+
+TEXTS = [f"The number {i} follows {i - 1}. " for i in range(24)]
+SMALL = [
+    *("--data.seq-len", "32", "--data.held-out-fraction", "0.3"),
+    *("--eval-batches", "1", "--dtype", "float32"),
+]
+
+
+@pytest.fixture(scope="module")
+def notes(tmp_path_factory):
+    file = tmp_path_factory.mktemp("text") / "notes.jsonl"
+    file.write_text("".join(json.dumps({"text": t * 5}) + "\n" for t in TEXTS))
+    return file
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory):
+    """A Hugging Face directory of a small decoder with its tokenizer."""
+    directory = tmp_path_factory.mktemp("decoder")
+    config = dataclasses.replace(preset("llama_tiny"), vocab_size=300, num_layers=1)
+    model = Decoder(config, rngs=nnx.Rngs(5))
+    save(model, directory, tokenizer=Tokenizer.train(TEXTS, 300))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    """A Hugging Face directory of a small encoder, without a head."""
+    directory = tmp_path_factory.mktemp("encoder")
+    names = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
+    config = dataclasses.replace(
+        encoder_preset("bert_tiny"), vocab_size=300, num_layers=1
+    )
+    model = EncoderModel(config, rngs=nnx.Rngs(5))
+    save(model, directory, tokenizer=Tokenizer.train(TEXTS, 300, names))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def reviews(tmp_path_factory):
+    """Texts whose label is decided by one of their words."""
+    draw = random.Random(0)
+    file = tmp_path_factory.mktemp("labels") / "reviews.jsonl"
+    records = []
+    for i in range(60):
+        words = [draw.choice(["the", "a", "one", "film", "plot"]) for _ in range(4)]
+        words.insert(draw.randrange(5), ("awful", "lovely")[i % 2])
+        records.append({"body": " ".join(words), "stars": (1, 5)[i % 2]})
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return file
+
+
+def tensors(directory):
+    return safetensors.numpy.load_file(directory / "model.safetensors")
+
+
+def test_weights_go_in_and_come_out(decoder, notes, command, tmp_path):
+    """Steps that change nothing leave the file as it was; steps that do continue it."""
+    run, out = tmp_path / "run", tmp_path / "out"
+    options = [*SMALL, "--data.paths", notes, "--optimizer.weight-decay", "0"]
+    still = ["--optimizer.learning-rate", "1e-30", "--steps", "1"]
+    code, _, err = command(
+        "train", "--from", decoder, *options, *still, "--output-dir", run
+    )
+    assert code == 0, err
+    assert json.loads((run / "run.json").read_text())["config"]["source"] == str(
+        decoder
+    )
+    code, told, err = command("export", run, out)
+    assert code == 0, err
+    assert "read back and compared" in told
+    before, after = tensors(decoder), tensors(out)
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        np.testing.assert_array_equal(after[name], value)
+    assert Tokenizer.from_file(out).to_json() == Tokenizer.from_file(decoder).to_json()
+
+    # On from the run itself, and once more from its own checkpoint.
+    second = tmp_path / "second"
+    for steps, resume in ((2, []), (3, ["--resume"])):
+        arguments = [*options, "--steps", steps, "--optimizer.schedule", "constant"]
+        code, told, err = command(
+            *("train", f"--from={run}", *arguments, *resume, "--output-dir", second)
+        )
+        assert code == 0, err
+    assert "start after step 2 of 3" in told
+    mesh = jax.make_mesh((1,), ("data",))
+    moved = run_directory.load_model(second, mesh, REPLICATED)
+    original = load(decoder)
+    change = abs(moved.embed.table[...] - original.embed.table[...])
+    assert 0 < change.max() < 1e-3  # three steps of 3e-5, from the weights of the file
+
+    code, _, err = command("export", run, out)
+    assert code == 2 and "is in use; choose a new directory" in err
+    code, _, err = command("export", decoder, tmp_path / "other")
+    assert code == 2 and "is no directory of a run" in err
+    code, _, err = command("export", run, tmp_path / "other", "--step", 9)
+    assert code == 2 and "no checkpoint of step 9" in err
+
+
+def test_a_type_is_chosen_and_files_are_split(decoder, notes, command, tmp_path):
+    run, out = tmp_path / "run", tmp_path / "out"
+    code, _, err = command(
+        *("train", "--from", decoder, *SMALL, "--data.paths", notes),
+        *("--steps", 1, "--output-dir", run),
+    )
+    assert code == 0, err
+    options = ["--param-dtype", "bfloat16", "--max-shard-gb", 3e-5]
+    code, _, err = command("export", run, out, *options)
+    assert code == 0, err
+    assert len(list(out.glob("model-*.safetensors"))) > 1
+    assert load(out).embed.table[...].dtype == "bfloat16"
+
+
+def test_an_encoder_learns_to_classify(encoder, reviews, command, tmp_path):
+    run, out = tmp_path / "run", tmp_path / "out"
+    arguments = [
+        *("train", "--from", encoder, *SMALL, "--data.paths", reviews),
+        *("--data.text-field", "body", "--data.label-field", "stars"),
+        *("--data.batch-size", 8, "--optimizer.learning-rate", 0.01),
+        *("--optimizer.schedule", "constant", "--output-dir", run),
+    ]
+    code, told, err = command(*arguments, "--steps", 15)
+    assert code == 0, err
+    assert "with the labels 1, 5" in told and f"jaxscale export {run}" in told
+    code, told, err = command(*arguments, "--steps", 30, "--resume")
+    assert code == 0, err
+    assert "start after step 15 of 30" in told and "accuracy 100.0%" in told
+    code, _, err = command("export", run, out)
+    assert code == 0, err
+    config = json.loads((out / "config.json").read_text())
+    assert config["id2label"] == {"0": "1", "1": "5"}
+    answers = Encoder.from_pretrained(out).predict(["an awful plot", "lovely film"])
+    assert np.argmax(answers, axis=-1).tolist() == [0, 1]
+    code, _, err = command("generate", "--from", run, "--prompt", "x")
+    assert code == 2 and "trained an encoder, which does not generate" in err
+
+
+def test_an_encoder_learns_hidden_tokens(encoder, notes, command, tmp_path):
+    run = tmp_path / "run"
+    code, told, err = command(
+        *("train", "--from", encoder, *SMALL, "--data.paths", notes),
+        *("--steps", 2, "--output-dir", run),
+    )
+    assert code == 0, err
+    assert "2 steps, held-out loss" in told
+    assert run_directory.read_config(run).head.kind == "masked_lm"
+    code, _, err = command("export", run, tmp_path / "out")
+    assert code == 0, err
+    assert load(tmp_path / "out").head.config.kind == "masked_lm"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--from"], "--from needs the directory of a model"),
+        (["--from", "--steps", 3], "--from needs the directory of a model"),
+        (["--from", "nowhere"], "'nowhere' is no directory, and no name of a model"),
+        (["--from", "some/one"], "'some/one' is no directory here, and could not be"),
+        (["llama_tiny", "--from", "{decoder}"], "takes the place of the run 'llama_"),
+        (
+            ["--from", "{decoder}", "--model.d-model", 64],
+            "model.d_model is 64, but the weights of source .* made with 32; leave",
+        ),
+        (
+            ["--from", "{decoder}", "--data.label-field", "stars"],
+            "data.label_field 'stars' is for encoders",
+        ),
+        (
+            ["--from", "{encoder}", "--data.label-field", "stars"],
+            "data.label_field is given without data.paths",
+        ),
+        (
+            ["--from", "{encoder}", "--data.pair-field", "other"],
+            "pair_field 'other' is for texts with labels",
+        ),
+        (
+            [
+                *("--from", "{encoder}", "--data.label-field", "star"),
+                *("--data.paths", "{reviews}", "--data.text-field", "body"),
+            ],
+            r"reviews.jsonl:1 has no field 'star', only \['body', 'stars'\]",
+        ),
+    ],
+)
+def test_mistakes_are_explained(
+    command, tmp_path, monkeypatch, decoder, encoder, reviews, arguments, message
+):
+    monkeypatch.chdir(tmp_path)
+    places = {"decoder": decoder, "encoder": encoder, "reviews": reviews}
+    code, _, err = command("train", *(str(a).format(**places) for a in arguments))
+    assert code == 2
+    assert re.search(message, err), err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            '{"text": "a", "label": 1.5}\n',
+            r"a\.jsonl:1: field 'label' is 1.5, expected",
+        ),
+        ('{"text": "a", "label": 1}\n', r"all labels are \{1\}, which leaves nothing"),
+        (
+            '{"text": "a", "label": 1}\n{"text": "b", "label": "x"}\n',
+            r"labels are of the types \['int', 'str'\]; write all of them alike",
+        ),
+    ],
+)
+def test_unusable_labels_are_named(encoder, command, tmp_path, content, message):
+    file = tmp_path / "a.jsonl"
+    file.write_text(content)
+    code, _, err = command(
+        *("train", "--from", encoder, "--data.paths", file),
+        *("--data.label-field", "label", "--output-dir", tmp_path / "run"),
+    )
+    assert code == 2
+    assert re.search(message, err), err
+    assert not (tmp_path / "run").exists()
