@@ -92,6 +92,8 @@ COMMANDS: tuple[tuple[str, str], ...] = (
         for model in ("bert_base", "deberta_v3_base", "albert_base", "distilbert_base")
     ),
     ("encoder", "encode"),
+    ("attention", "disentangled_attention"),
+    ("encoder", "layer_norm"),
     ("encoder", "encoder_steps --samples 10"),
     ("encoder", "encoder_fusions --samples 10"),
     ("sparse", "tile_sparse_layers --impl mosaic_gpu triton dense ideal"),
