@@ -84,6 +84,10 @@ COMMANDS: tuple[tuple[str, str], ...] = (
         f"varlen_attention --case modernbert_* gpt_oss_* gemma2_* mpt_* {_ATTENTION} "
         "xla_mask torch_sdpa torch_flex",
     ),
+    (
+        "attention",
+        f"varlen_attention --case whole_* {_ATTENTION} mosaic_gpu_static xla_mask",
+    ),
     *(
         (
             "encoder",

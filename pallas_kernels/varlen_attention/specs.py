@@ -348,6 +348,34 @@ def _features() -> list[VarlenSpec]:
     ]
 
 
+def _whole() -> list[VarlenSpec]:
+    """Rows that are one sequence each, as decoders and encoders have in training."""
+    causal = {"causal": True}
+    variants = (
+        ("llama3_1b", (8, 2048), (32, 8, 64), causal),
+        ("llama3_8b", (4, 4096), (32, 8, 128), causal),
+        ("mistral_7b", (2, 8192), (32, 8, 128), causal | {"window": (4095, None)}),
+        ("gemma2_9b", (4, 4096), (16, 8, 256), causal | {"softcap": 50.0}),
+        ("grok_1", (4, 4096), (48, 8, 128), causal | {"softcap": 30.0}),
+        ("gpt_oss", (4, 4096), (64, 8, 64),
+         causal | {"window": (127, None), "sinks": True}),
+        ("mpt_7b", (8, 2048), (32, 32, 128), causal | {"alibi": True}),
+        ("modernbert", (16, 1024), (12, 12, 64), {"window": (64, 64)}),
+    )  # fmt: skip
+    return [
+        _spec(
+            f"whole_{name}_b{batch}_l{length}",
+            "whole",
+            constant(batch, length),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            **options,
+        )
+        for name, (batch, length), (heads, kv_heads, head_dim), options in variants
+    ]
+
+
 SPECS: tuple[VarlenSpec, ...] = (
     *_dense(),
     *_bert(),
@@ -355,5 +383,6 @@ SPECS: tuple[VarlenSpec, ...] = (
     *_training(),
     *_serving(),
     *_features(),
+    *_whole(),
 )
 """Every shape that is tested and benchmarked."""

@@ -183,8 +183,11 @@ def test_cases_hold_the_grids_and_begin_with_the_targets():
         "skewed_shuffled",
         "zero_length",
         "documents",
+        "whole",
     }
-    bert = {(p["batch"], p["max_len"]) for p in params if p["heads"] == "12"}
+    bert = {
+        (p["batch"], p["max_len"]) for p in params if p["pattern"] == "bytetransformer"
+    }
     assert {b for b, _ in bert} == {1, 8, 16, 64} and len(bert) == 28
     assert {p["heads"] for p in params if p["pattern"] == "documents"} == {
         "32/8",
@@ -197,6 +200,9 @@ def test_cases_hold_the_grids_and_begin_with_the_targets():
         "window 64/64",
         "window 127, sinks",
         "window 4095, softcap 50",
+        "window 4095",
+        "softcap 50",
+        "softcap 30",
         "alibi",
     }
     keys = [(c.name, c.params["pass"]) for c in found]
