@@ -113,6 +113,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     ),
     ("sparse", f"tile_sparse_matmul --case square_4096 --rows 2048 {_SPARSE}"),
     ("matmul", "matmul"),
+    ("matmul", "scaled_matmul"),
     ("matmul", "quantized_matmul"),
     ("attention", "paged_attention"),
     ("serving", "move_pages"),
