@@ -20,10 +20,10 @@ stages. The indices of a step are read while the step before is gathered. Of une
 tiles, what a block needs before its first step (its place in the order, its count, its
 first indices) is read while the blocks before it run.
 
-Blocks are cut from a persistent grid; of uneven tiles those of many rows and those of
-few take turns. Blocks of one tile run side by side and share its
+Blocks are cut from a persistent grid. Blocks of one tile run side by side and share its
 weights in the L2 cache; bands of `group` clusters of tokens bound what of x must stay
-there.
+there. Uneven tiles come by falling count, and `order` says how bands and rounds turn
+so that all multiprocessors get equally much.
 
 Axes: M tokens, K input features, N packed output features, T tiles, P row capacity of a
 tile, G columns of a tile.
@@ -49,6 +49,7 @@ from pallas_kernels.tile_sparse_matmul import epilogue
 from pallas_kernels.tile_sparse_matmul.config import TILES, Problem, TileSparseConfig
 from pallas_kernels.tile_sparse_matmul.format import STEP, TileSparse
 from pallas_kernels.tile_sparse_matmul.gather import gather_rows, load_rows
+from pallas_kernels.tile_sparse_matmul.order import RESIDENT, Turns, balanced_turns
 from pallas_kernels.tile_sparse_matmul.ring import (
     GatherRing,
     Ring,
@@ -200,13 +201,18 @@ class _Schedule:
         self.worker, self.workers = lax.axis_index("worker"), lax.axis_size("worker")
         total = self.clusters * self.lines
         self.rounds = lax.div(total, jnp.int32(self.workers))
-        # Of tiles by falling count every other band goes backwards, or every other
-        # round where there is one band: who had the most work gets the least.
-        self.group = min(cut.config.group, self.clusters)
-        bands = pl.cdiv(self.clusters, self.group)
-        self.bands_turn = self.order is not None and bands > 1
-        rounds_turn = self.order is not None and bands == 1
-        self.place = self.workers - 1 - self.worker if rounds_turn else self.worker
+        self.turns = Turns(group=min(cut.config.group, self.clusters))
+        if self.order is not None:
+            p = cut.problem
+            self.turns = balanced_turns(
+                self.lines,
+                self.clusters,
+                self.workers,
+                self.turns.group,
+                2 * p.m * p.k <= RESIDENT,
+            )
+        back = self.workers - 1 - self.worker
+        self.place = back if self.turns.rounds else self.worker
         last = jnp.where(lax.rem(self.rounds, 2) == 1, self.place, self.worker)
         left = total - self.rounds * self.workers
         self.mine = self.rounds + jnp.where(last < left, 1, 0)
@@ -217,7 +223,7 @@ class _Schedule:
         i = jnp.minimum(i, self.mine - 1)
         within = jnp.where(lax.rem(i, 2) == 1, self.place, self.worker)
         index = i * self.workers + within
-        group = self.group
+        group = self.turns.group
         band = lax.div(index, jnp.int32(group * lines))
         within = index - band * (group * lines)
         width = jnp.minimum(jnp.int32(group), self.clusters - band * group)
@@ -225,7 +231,7 @@ class _Schedule:
         tokens = band * group + lax.rem(within, width)
         rank = lax.axis_index("cluster") if config.cluster > 1 else 0
         tokens = tokens * config.cluster + rank
-        if self.bands_turn:
+        if self.turns.bands:
             line = jnp.where(lax.rem(band, 2) == 1, lines - 1 - line, line)
         splits = jnp.int32(config.splits)
         return lax.div(line, splits), lax.rem(line, splits), tokens
