@@ -153,13 +153,16 @@ class Experiment:
         )
         return pruning.make_model_masks(self.dense, self.scores, config)
 
+    def tuned(self, masks: pruning.Masks) -> tuple[Any, list[float]]:
+        """The model after training under masks, and the seconds of its steps."""
+        pruned = pruning.apply_masks(self.dense, masks)
+        steps, seed = self.setup.tune_steps, self.seed + 20_000
+        return self._train(self._tune_step, pruned, steps, masks, seed)
+
     def run(self, masks: pruning.Masks) -> Measurement:
         """Prune, and train on."""
-        pruned = pruning.apply_masks(self.dense, masks)
-        before = self.bits(pruned)
-        tuned, seconds = self._train(
-            self._tune_step, pruned, self.setup.tune_steps, masks, self.seed + 20_000
-        )
+        before = self.bits(pruning.apply_masks(self.dense, masks))
+        tuned, seconds = self.tuned(masks)
         cost = pruning.work(masks)
         scores = self.scores
         total = sum(float(scores[n].sum(dtype=np.float64)) for n in masks)

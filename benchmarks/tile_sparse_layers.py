@@ -1,14 +1,20 @@
-"""Layers and training steps with tile-wise sparse weights, all included.
+"""Layers with the weights that pruning leaves, transposes and activations included.
 
 ``python -m benchmarks.tile_sparse_layers --case 'swiglu*' --pass fwd`` selects.
 
-The layers are those of `jaxscale.nn`, with every projection pruned to the same
-sparsity, as `jaxscale.pruning.sparsify` makes them: what transposes the activations,
-biases and activations cost is in the times. `swiglu_dropped` is the same feed-forward
-network with half of its hidden features pruned as a whole, and left out. ``fwd_bwd`` is
+The layers are those of `jaxscale.nn` at the sizes of LLaMA-3 8B: the feed-forward
+network (`swiglu`) and a whole block with attention (`block`), every projection pruned
+as `benchmarks.pruned_model` says and stored as `jaxscale.pruning.sparsify` does, hidden
+features left out where it leaves them out. ``length`` 1 is the size of a step of
+decoding, of which a block has everything but the reading of a cache. ``fwd_bwd`` is
 forward, gradient of the input and gradients of the kept weights, as in training under a
-frozen mask. ``ideal`` computes dense layers with as many input features as a tile
-keeps. Kernels of one case are told apart by ``implementation``.
+frozen mask. Kernels of one case are told apart by ``implementation``; ``int8`` are
+ours, quantized; ``cusparselt_2_4`` is a feed-forward network of PyTorch whose
+activation is compiled.
+
+``matmul_only`` are the dense products alone. With the share of them that is ``kept``
+they say what a layer would take whose products ran at their rate: ``ideal_speed_up`` is
+the time of the dense layer over that.
 """
 
 import copy
@@ -20,83 +26,84 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from benchmarks import byte_text, pruned_model
 from benchmarks import tile_sparse_matmul as products
 from benchmarks.harness import Benchmark, Case, Custom, Measurement, Params
+from benchmarks.pruned_model import normal
+from jaxscale import models
 from jaxscale.nn import (
     MLP,
     Block,
     BlockConfig,
+    QuantizedLinear,
     TileSparseLinear,
     attention_state,
 )
-from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.linear import Linear
 from jaxscale.pruning.layers import linears, replace_linears
 from pallas_kernels.tile_sparse_matmul import TileSparse
 
 
-SCALE = 0.02  # of weights and biases, as models are initialized
+SCALE = 0.02  # of weights, as models are initialized
+
+
+def sizes(name: str) -> BlockConfig:
+    """A block of an architecture."""
+    if name == "tiny":
+        return byte_text.decoder(128, 1, 32, 64).block()
+    return models.preset(name).block()
 
 
 def make_layer(params: Params, dtype: Any) -> Any:
-    """The dense layer, with random weights and biases."""
+    """The dense layer, with random weights."""
+    config = sizes(params["architecture"])
     types = {"dtype": dtype, "param_dtype": dtype, "rngs": nnx.Rngs(0)}
     if params["layer"] == "mlp":
-        return MLP(params["D"], params["F"], activation="swiglu", **types)
-    heads = params["D"] // 64
-    config = BlockConfig(
-        d_model=params["D"],
-        d_ff=params["F"],
-        attention=AttentionConfig(
-            num_heads=heads,
-            num_kv_heads=heads,
-            head_dim=64,
-            causal=False,
-            rope=None,
-            use_bias=True,
-            use_out_bias=True,
-        ),
-        norm="layernorm",
-        post_norm=True,
-        activation="gelu",
-        mlp_bias=True,
-    )
-    block = Block(config, **types)
-    for i, layer in enumerate(linears(block).values()):
-        bias = SCALE * products.normal(i, layer.kernel.shape[1])
-        layer.bias = nnx.Param(bias.astype(dtype))
-    return block
+        return MLP(config.d_model, config.d_ff, activation=config.activation, **types)
+    return Block(config, **types)
+
+
+def _parts(params: Params, layer: Any) -> dict[str, pruned_model.Part]:
+    """What the mask of a case keeps of each linear layer."""
+    model = pruned_model.load(params["model"])
+    return {
+        name: model.part(
+            params["mask"], params["sparsity"], name.rpartition(".")[2]
+        ).scaled(*one.kernel.shape)
+        for name, one in linears(layer).items()
+    }
+
+
+def kept(params: Params) -> float:
+    """The share of the weights of a layer that is kept."""
+    layer = jax.eval_shape(lambda: make_layer(params, jnp.bfloat16))
+    parts = _parts(params, layer).values()
+    return sum(p.weights for p in parts) / sum(p.shape[0] * p.shape[1] for p in parts)
 
 
 def _sparse(params: Params, implementation: str | None, seed: int) -> Any:
     """The layer with sparse projections."""
+    layer = make_layer(params, jnp.bfloat16)
+    parts = _parts(params, layer)
 
     def convert(name: str, layer: Linear) -> TileSparseLinear:
-        k, n = layer.kernel.shape
-        sparsity = params["sparsity"]
-        if dropped := params["dropped"]:  # the rest keeps more, so that all is equal
-            if name.endswith("down"):
-                k = round(k * (1 - dropped))
-            else:
-                n = round(n * (1 - dropped))
-            sparsity = 1 - (1 - sparsity) / (1 - dropped)
-        w = products.sparse_weight(
-            {**params, "K": k, "N": n, "sparsity": sparsity, "mask": "equal"},
-            seed + len(name),
-        )
+        w, singles = parts[name].weight(seed + len(name))
+        if singles is not None:
+            singles = jax.tree.map(lambda x: x[None], singles)  # one shard
+            values = (singles.values * SCALE).astype(jnp.bfloat16)
+            singles = type(singles)(values, singles.rows, singles.inputs)
         return TileSparseLinear(
             TileSparse.stack([w.with_values(w.values * SCALE)]),
             split=None,
             kernel_axes=layer.kernel_axes,
             out_axes=layer.out_axes,
-            bias=layer.bias,
+            singles=singles,
             dtype=layer.dtype,
             implementation=implementation,
         )
 
-    layer = make_layer(params, jnp.bfloat16)
     return replace_linears(
-        layer, {name: functools.partial(convert, name) for name in linears(layer)}
+        layer, {name: functools.partial(convert, name) for name in parts}
     )
 
 
@@ -104,21 +111,16 @@ def densified(layer: Any) -> Any:
     """The layer in fp32 with dense weights, differentiable in what is stored."""
     found = jax.tree.map(lambda x: x, layer)
     for path, node in nnx.iter_modules(layer):
-        if not isinstance(node, TileSparseLinear):
+        if not isinstance(node, TileSparseLinear | QuantizedLinear):
             continue
-        stored = copy.copy(node)
-        stored.dtype = jnp.float32
-        w = jax.tree.map(lambda x: x[0], stored.weight)
+        weight = _dense_weight(node)
         dense = Linear(
-            *w.shape,
+            *weight.shape,
             kernel_axes=node.kernel_axes,
             out_axes=node.out_axes,
-            use_bias=node.bias is not None,
             rngs=nnx.Rngs(0),
         )
-        dense.kernel = nnx.Param(w.to_dense())
-        if node.bias is not None:
-            dense.bias = node.bias
+        dense.kernel = nnx.Param(weight)
         parent = found
         for key in path[:-1]:
             parent = getattr(parent, str(key))
@@ -129,10 +131,20 @@ def densified(layer: Any) -> Any:
     return found
 
 
+def _dense_weight(layer: TileSparseLinear | QuantizedLinear) -> jax.Array:
+    if isinstance(layer, QuantizedLinear):
+        whole = layer.kernel[...].astype(jnp.float32) * layer.scale[...][:, None]
+        return whole[: layer.features].T
+    stored = copy.copy(layer)
+    stored.dtype = jnp.float32
+    w, singles = jax.tree.map(lambda x: x[0], (stored.weight, stored.singles))
+    return w.to_dense() if singles is None else w.to_dense() + singles.to_dense()
+
+
 def _inputs(params: Params, seed: int) -> tuple[jax.Array, jax.Array]:
-    rows = params["M"] // params["length"]
-    shape = rows, params["length"], params["D"]
-    return products.normal(seed + 1, *shape), products.normal(seed + 2, *shape)
+    rows, width = params["M"] // params["length"], sizes(params["architecture"]).d_model
+    shape = rows, params["length"], width
+    return normal(seed + 1, *shape), normal(seed + 2, *shape)
 
 
 def _apply(x: jax.Array, layer: Any) -> jax.Array:
@@ -150,9 +162,7 @@ def _step(run: Callable, x: jax.Array, dy: jax.Array, layer: Any) -> tuple:
 
     y, pullback = jax.vjp(forward, x, params)
     dx, grads = pullback(dy)
-    # But for rounding, the bias of keys has none: a softmax does not see it.
-    named = nnx.to_flat_state(grads)
-    return y, dx, [grad[...] for path, grad in named if path[-2:] != ("key", "bias")]
+    return y, dx, jax.tree.leaves(grads)
 
 
 def _form(params: Params, layer_of: Callable[[int], Any]) -> products.Form:
@@ -177,88 +187,151 @@ def _ours(name: str, params: Params) -> products.Form:
     return _form(params, functools.partial(_sparse, params, implementation))
 
 
+def _dense_layer(params: Params, seed: int) -> Any:
+    layer = make_layer(params, jnp.bfloat16)
+    for i, one in enumerate(linears(layer).values()):
+        weight = normal(seed + i, *one.kernel.shape) * SCALE
+        one.kernel = nnx.Param(weight.astype(jnp.bfloat16))
+    return layer
+
+
 def _dense(params: Params) -> products.Form:
+    return _form(params, functools.partial(_dense_layer, params))
+
+
+def _int8(params: Params) -> products.Form:
+    if params["pass"] != "fwd":
+        raise NotImplementedError("weights of 8 bits have no gradients")
+
     def layer_of(seed: int) -> Any:
-        layer = make_layer(params, jnp.bfloat16)
-        for i, one in enumerate(linears(layer).values()):
-            weight = products.normal(seed + i, *one.kernel.shape) * SCALE
-            one.kernel = nnx.Param(weight.astype(jnp.bfloat16))
-        return layer
+        layer = _dense_layer(params, seed)
+        quantized = functools.partial(QuantizedLinear.of, weights="int8")
+        return replace_linears(layer, dict.fromkeys(linears(layer), quantized))
 
     return _form(params, layer_of)
 
 
-def _ideal(params: Params) -> products.Form:
-    """A dense feed-forward network whose products have fewer input features."""
-    if params["layer"] != "mlp" or params["pass"] != "fwd":
-        raise NotImplementedError("for the forward pass of feed-forward networks")
-    features, hidden = params["D"], params["F"]
-    few, little = (round(n * (1 - params["sparsity"])) for n in (features, hidden))
+def _products(params: Params) -> products.Form:
+    """The products of the dense layer, each with an input of its own."""
+    if params["pass"] != "fwd":
+        raise NotImplementedError("the products of the forward pass alone")
 
     def operands(seed: int) -> tuple:
-        shapes = (few, hidden), (few, hidden), (little, features)
-        weights = [
-            (products.normal(seed + i, *s) * SCALE).astype(jnp.bfloat16)
-            for i, s in enumerate(shapes)
-        ]
-        return products.normal(seed + 9, params["M"], few), *weights
+        layer = _dense_layer(params, seed)
+        weights = [one.kernel[...] for one in linears(layer).values()]
+        widths = {w.shape[0] for w in weights}
+        xs = {str(k): normal(seed + k, params["M"], k) for k in sorted(widths)}
+        return xs, weights
 
-    def function(x: Any, gate: Any, up: Any, down: Any) -> Any:
-        return (jax.nn.silu(x @ gate) * (x @ up))[:, :little] @ down
+    def function(xs: Mapping[str, Any], weights: Sequence[Any]) -> list:
+        return [xs[str(w.shape[0])] @ w for w in weights]
 
     return products.Form(operands, function, function)
+
+
+def _two_four(params: Params) -> products.Form:
+    """A feed-forward network of PyTorch with three products of cuSPARSELt."""
+    if params["sparsity"] != 0.5:
+        raise NotImplementedError("2:4 sparsity prunes 50%")
+    if (params["layer"], params["pass"]) != ("mlp", "fwd"):
+        raise NotImplementedError("for the forward pass of feed-forward networks")
+    if params["M"] % 16:
+        raise NotImplementedError(f"M={params['M']}, 2:4 wants a multiple of 16")
+    config = sizes(params["architecture"])
+    width, hidden = config.d_model, config.d_ff
+
+    def operands(seed: int) -> tuple:
+        pattern = jnp.array([True, False, False, True])
+
+        def weight(i: int, outputs: int, inputs: int) -> jax.Array:
+            mask = jnp.tile(pattern, (outputs, inputs // 4))
+            w = normal(seed + i, outputs, inputs) * SCALE
+            return jnp.where(mask, w, 0).astype(jnp.bfloat16)
+
+        x = normal(seed, params["M"], width)
+        shapes = (hidden, width), (hidden, width), (width, hidden)
+        return x, *(weight(i, *shape) for i, shape in enumerate(shapes))
+
+    def prepare(x: Any, *weights: Any) -> tuple:
+        import torch
+
+        inputs = x.t(), x.t(), x.new_ones(hidden, x.shape[0])  # as they come
+        packed = [torch._cslt_compress(w) for w in weights]
+        searched = map(torch._cslt_sparse_mm_search, packed, inputs)
+        return x, *zip(packed, searched, strict=True)
+
+    def function(x: Any, gate: Any, up: Any, down: Any) -> Any:
+        import torch
+
+        def product(w: tuple, x: Any) -> Any:
+            return torch._cslt_sparse_mm(w[0], x, alg_id=w[1])
+
+        hidden = _torch_swiglu()(product(gate, x.t()), product(up, x.t()))
+        return product(down, hidden)  # [D, M]
+
+    def exact(x: Any, gate: Any, up: Any, down: Any) -> Any:
+        return down @ (jax.nn.silu(gate @ x.T) * (up @ x.T))
+
+    return products.Form(operands, function, exact, torch=True, prepare=prepare)
+
+
+@functools.cache
+def _torch_swiglu() -> Callable:
+    """One kernel for what PyTorch would do in two."""
+    import torch
+
+    return torch.compile(lambda gate, up: torch.nn.functional.silu(gate) * up)
 
 
 FORMS: Mapping[str, Callable[[Params], products.Form]] = {
     **{name: functools.partial(_ours, name) for name in products.OURS},
     "dense": _dense,
-    "ideal": _ideal,
+    "cusparselt_2_4": _two_four,
+    "int8": _int8,
+    "matmul_only": _products,
 }
 
 
-def case(
-    name: str, m: int, sparsity: float, run: str, granularity: int = 1, **changes: Any
-) -> Case:
-    """One layer."""
-    mlp = name.startswith("swiglu")
-    shape = {"D": 4096, "F": 14336} if mlp else {"D": 768, "F": 3072}
+def case(name: str, m: int, length: int, run: str = "fwd") -> Case:
+    """One layer, without a mask."""
     params = {
-        "layer": "mlp" if mlp else "block",
+        "layer": "mlp" if name == "swiglu" else "block",
         "pass": run,
         "M": m,
-        **shape,
-        "length": 128,
-        "sparsity": sparsity,
-        "dropped": 0.5 if name.endswith("dropped") else 0.0,
-        "tile": 128,
-        "k_granularity": granularity,
+        "length": length,
+        "architecture": "llama3_8b",
+        "model": pruned_model.TRAINED,
     }
-    return Case(name, params | changes)
+    return Case(name, params)
 
 
 def cases() -> list[Case]:
-    """The layers of a Llama-3 8B and of a BERT-base."""
-    return [
-        case("swiglu", 4096, 0.75, "fwd"),
-        case("swiglu_dropped", 4096, 0.75, "fwd"),
-        case("swiglu", 4096, 0.75, "fwd_bwd"),
-        case("swiglu", 4096, 0.75, "fwd_bwd", granularity=64),
-        case("bert_base", 8192, 0.75, "fwd"),
-        case("swiglu", 4096, 0.5, "fwd"),
-        case("swiglu", 4096, 0.5, "fwd_bwd"),
-        case("bert_base", 8192, 0.75, "fwd_bwd"),
-        case("bert_base", 8192, 0.5, "fwd"),
+    """Prompts, steps of decoding and training, under every mask."""
+    plain = [
+        case("swiglu", 4096, 2048),
+        case("block", 4096, 2048),
+        *(case(name, m, 1) for name in ("swiglu", "block") for m in (1, 32)),
+        case("swiglu", 4096, 2048, "fwd_bwd"),
     ]
+    return [case for one in plain for case in products.masked(one)]
 
 
-QUICK = case("swiglu", 128, 0.5, "fwd_bwd", D=64, F=128, length=64, tile=64)
+QUICK = {"architecture": "tiny", "model": pruned_model.UNTRAINED}
 
 
 def compare(params: Params, medians: Mapping[str, float]) -> Mapping[str, dict]:
-    """Speed-up over the dense layer of the same run."""
-    if "dense" not in medians:
-        return {}
-    return {name: {"speed_up": medians["dense"] / t} for name, t in medians.items()}
+    """Speed-up over the dense layer of the same run, and the ideal one."""
+    found = products.accuracy(params, medians)
+    found.get("matmul_only", {}).clear()  # it is no model
+    dense, share = medians.get("dense"), kept(params)
+    for name, t in medians.items() if dense else ():
+        found[name]["speed_up"] = dense / t
+        if name in products.OURS:
+            found[name]["kept"] = share
+            if "matmul_only" in medians:
+                saved = medians["matmul_only"] * (1 - share)
+                found[name]["ideal_speed_up"] = dense / (dense - saved)
+    return found
 
 
 def _elsewhere(params: Params, seed: int, samples: int) -> Measurement:
@@ -273,7 +346,13 @@ def measure(wanted: Sequence[Case], names: Sequence[str], samples: int) -> Any:
 BENCHMARK = Benchmark(
     name="tile_sparse_layers",
     cases=cases(),
-    quick_cases=[QUICK],
+    quick_cases=[
+        Case("swiglu", {**one.params, **QUICK, "mask": mask, "sparsity": 0.5})
+        for one, mask in (
+            (case("swiglu", 128, 64, "fwd_bwd"), "tw"),
+            (case("swiglu", 128, 64), "tew"),
+        )
+    ],
     kernels=("tile_sparse_matmul", "matmul"),
     inputs=lambda params, key: (),
     implementations={name: Custom(_elsewhere) for name in FORMS},
@@ -283,8 +362,8 @@ BENCHMARK = Benchmark(
     selectors={
         "rows": "M",
         "pass": "pass",
+        "mask": "mask",
         "sparsity": "sparsity",
-        "granularity": "k_granularity",
     },
 )
 

@@ -1,27 +1,33 @@
-"""Products with tile-wise sparse weights, and with dense, 2:4, block and int8 ones.
+"""Products with the weights that pruning leaves, and with dense, 2:4 and int8 ones.
 
-``python -m benchmarks.tile_sparse_matmul --rows 4096 --sparsity 0.75`` selects by the
-number of tokens and by what is pruned; ``--case 'square_4096*'`` by layer.
+``python -m benchmarks.tile_sparse_matmul --case llama3_8b_up --rows 4096`` selects by
+layer and by the number of tokens.
 
-Every implementation has operands of its own, as many sets of them as pass through the
-L2 cache twice, and is compared with the fp32 product of its own operands. Dense
-baselines get full random weights: zeros would save power and flatter them. ``ideal`` is
-a dense product with as many input features as a tile keeps, what no sparse kernel beats
-by much. Ours read and write feature-major activations, as in a chain of layers.
+The masks are those of a trained model that was pruned by ``tw`` (columns that go as a
+whole, then rows of each tile, so that tiles are uneven) and ``tew`` (the same and
+single weights besides), at the sizes of larger models: `benchmarks.pruned_model` says
+how. ``bits_per_byte`` is that of the very model, under the mask of the row or, for
+baselines, dense, under 2:4 or with int8 weights.
+
+``sparsity`` is that of the whole model; what is ``kept`` of one matrix may be more or
+less. ``ideal_speed_up`` is what the kept products would take at the rate of the dense
+product: one over ``kept``. Every implementation has operands of its own, as many sets
+of them as pass through the L2 cache twice, and is compared with the fp32 product of its
+own operands. Dense baselines get full random weights: zeros would save power and
+flatter them. Ours read and write feature-major activations, as in a chain of layers.
 """
 
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from benchmarks import harness, timing
+from benchmarks import harness, pruned_model, timing
 from benchmarks.harness import (
     ROUNDS,
     Benchmark,
@@ -32,22 +38,36 @@ from benchmarks.harness import (
     Params,
     Results,
 )
-from jaxscale.pruning import PruneConfig
-from jaxscale.pruning.tilewise import Matrix, make_masks
+from benchmarks.pruned_model import Part, normal
+from jaxscale.nn.quantized_linear import quantize_kernel
+from pallas_kernels.quantized_matmul import quantized_matmul
+from pallas_kernels.quantized_matmul import reference as quantized
 from pallas_kernels.tile_sparse_matmul import (
     SingleWeights,
     TileSparse,
-    reference,
     tile_sparse_matmul,
 )
-from pallas_kernels.tile_sparse_matmul.specs import SHAPES
 
 
 OURS = ("mosaic_gpu", "triton", "auto")
-SINGLES = 0.02  # of what `tew` keeps, outside of tiles; the default of the pruner
-DECODING = 64  # most tokens of a step of decoding
-TOKENS = (1, 8, 16, 32, 64, 128, 512, 2048, 4096, 8192)
-SPARSITIES = (0.0, 0.25, 0.5, 0.625, 0.75, 0.875, 0.9, 0.95)
+TOKENS = (1, 32, 128, 512, 2048, 4096, 8192)
+LAYERS = {
+    "llama3_8b_query": ("query", 4096, 4096),
+    "llama3_8b_out": ("out", 4096, 4096),
+    "llama3_8b_up": ("up", 4096, 14336),
+    "llama3_8b_down": ("down", 14336, 4096),
+    "llama3_70b_up": ("up", 8192, 28672),
+    "llama3_70b_down": ("down", 28672, 8192),
+}
+"""Kind of matrix, input and output features."""
+
+ACCURACY = {
+    "dense": "dense",
+    "torch_dense": "dense",
+    "cusparselt_2_4": "two_four",
+    "int8": "int8",
+}
+"""Which model's bits per byte stand beside a baseline."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,126 +91,49 @@ class Form:
     metrics: Callable[[tuple], dict[str, float]] | None = None
 
 
-def normal(seed: int, *shape: int) -> jax.Array:
-    """Random normal bfloat16."""
-    return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
-
-
-def sparse_weight(params: Params, seed: int) -> TileSparse:
-    """A random weight under the mask that ``mask`` names, the same for all seeds.
-
-    Tiles of ``equal`` masks keep equally many random rows, those of ``uneven`` ones
-    between 3/4 and 5/4 as many; ``pruned`` is what the pruner (tw_k) makes of a weight
-    whose rows and columns have scales of their own, as those of trained models have.
-    """
-    rng = np.random.default_rng(0)
-    k, n, tile, unit = (params[x] for x in ("K", "N", "tile", "k_granularity"))
-    if params["mask"] == "pruned":
-        pruned = _pruned_weight(params, rng)
-        scales = 1 + 0.1 * normal(seed, *pruned.values.shape)
-        return pruned.with_values(pruned.values * scales)
-    tiles = -(-n // tile)
-    mean = k * (1 - params["sparsity"])
-    share = (
-        rng.uniform(0.75, 1.25, tiles) if params["mask"] == "uneven" else np.ones(tiles)
-    )
-    counts = np.clip(np.round(mean * share / unit) * unit, unit, k).astype(int)
-    room = -(-counts.max() // 64) * 64
-    rows = np.zeros((tiles, room), np.int32)
-    for t, count in enumerate(counts):
-        groups = np.sort(rng.permutation(k // unit)[: count // unit])
-        found = (groups[:, None] * unit + np.arange(unit)).reshape(-1)
-        rows[t] = np.pad(found, (0, room - count), mode="edge")
-    kept = jnp.arange(room) < jnp.asarray(counts)[:, None]
-    values = jnp.where(kept[:, :, None], normal(seed, tiles, room, tile), 0)
-    return TileSparse(
-        values,
-        jnp.asarray(rows),
-        jnp.asarray(counts, jnp.int32),
-        shape=(k, n),
-        granularity=unit,
-    )
-
-
-def _pruned_weight(params: Params, rng: np.random.Generator) -> TileSparse:
-    """A weight with lognormal scales of rows and columns, pruned by magnitude."""
-    k, n = params["K"], params["N"]
-    weight = rng.standard_normal((k, n), np.float32)
-    for shape in ((k, 1), (1, n)):
-        weight *= np.exp(0.5 * rng.standard_normal(shape, np.float32))
-    config = PruneConfig(
-        pattern="tw_k",
-        sparsity=params["sparsity"],
-        tile=params["tile"],
-        k_granularity=params["k_granularity"],
-    )
-    (mask,) = make_masks([Matrix(name="weight", scores=np.abs(weight))], config)
-    return TileSparse.from_dense(
-        weight.astype(jnp.bfloat16),
-        mask.kept,
-        tile=params["tile"],
-        granularity=params["k_granularity"],
-    )
-
-
-def kept_features(params: Params) -> int:
-    """Input features that a tile keeps on average."""
-    unit = params["k_granularity"]
-    return max(round(params["K"] * (1 - params["sparsity"]) / unit), 1) * unit
+def part_of(params: Params) -> Part:
+    """What the mask of a case keeps of its matrix."""
+    model = pruned_model.load(params["model"])
+    found = model.part(params["mask"], params["sparsity"], params["part"])
+    return found.scaled(params["K"], params["N"])
 
 
 def _ours(name: str, params: Params) -> Form:
-    def operands(seed: int) -> tuple:
-        return normal(seed + 1, params["K"], params["M"]), sparse_weight(params, seed)
+    part = part_of(params)
 
-    def exact(x: jax.Array, w: TileSparse) -> jax.Array:
-        return reference.tile_sparse_matmul(x.T, w).T
+    def operands(seed: int) -> tuple:
+        x = normal(seed + 1, part.inputs, params["M"])
+        return x, *part.weight(seed)
+
+    def function(x: jax.Array, w: TileSparse, singles: SingleWeights | None) -> Any:
+        return tile_sparse_matmul(
+            x,
+            w,
+            singles=singles,
+            feature_major=True,
+            implementation=None if name == "auto" else name,
+        )
+
+    def exact(x: jax.Array, w: TileSparse, singles: SingleWeights | None) -> Any:
+        dense = w.to_dense()
+        return (dense if singles is None else dense + singles.to_dense()).T @ x
 
     return Form(
         operands,
-        functools.partial(
-            tile_sparse_matmul,
-            feature_major=True,
-            implementation=None if name == "auto" else name,
-        ),
+        function,
         exact,
-        metrics=lambda operands: {"weight_mb": operands[1].nbytes / 1e6},
+        metrics=lambda operands: {
+            "kept": part.kept,
+            "weight_mb": sum(x.nbytes for x in jax.tree.leaves(operands[1:])) / 1e6,
+        },
     )
 
 
-def _tile_element_wise(name: str | None, params: Params) -> Form:
-    """Tiles and, besides, single weights; `name` None lets the op choose the form."""
-    room = round(params["K"] * (1 - params["sparsity"]) * SINGLES)
-    if params["sparsity"] not in (0.5, 0.75):
-        raise NotImplementedError("single weights are measured at 50% and 75%")
-
-    def operands(seed: int) -> tuple:
-        keys = jax.random.split(jax.random.key(seed))
-        shape = room, params["N"]
-        rows = jax.random.randint(keys[0], shape, 0, params["K"], jnp.int32)
-        values = jax.random.normal(keys[1], shape, jnp.bfloat16)
-        singles = SingleWeights(values, rows, params["K"])
-        x = normal(seed + 1, params["K"], params["M"])
-        return x, sparse_weight(params, seed), singles
-
-    def function(x: jax.Array, w: TileSparse, singles: SingleWeights) -> jax.Array:
-        return tile_sparse_matmul(
-            x, w, singles=singles, feature_major=True, implementation=name
-        )
-
-    def exact(x: jax.Array, w: TileSparse, singles: SingleWeights) -> jax.Array:
-        columns = jnp.broadcast_to(jnp.arange(params["N"]), singles.rows.shape)
-        dense = w.to_dense().at[singles.rows, columns].add(singles.values)
-        return dense.T @ x
-
-    return Form(operands, function, exact)
-
-
-def _dense(params: Params, features: int, torch: bool = False) -> Form:
+def _dense(params: Params, torch: bool = False) -> Form:
     def operands(seed: int) -> tuple:
         return (
-            normal(seed, params["M"], features),
-            normal(seed + 1, features, params["N"]),
+            normal(seed, params["M"], params["K"]),
+            normal(seed + 1, params["K"], params["N"]),
         )
 
     return Form(
@@ -203,46 +146,16 @@ def _dense(params: Params, features: int, torch: bool = False) -> Form:
 
 
 def _int8(params: Params) -> Form:
-    """Weight-only int8 with a scale for each output feature."""
-    if params["M"] > DECODING:
-        raise NotImplementedError("int8 weights are for decoding")
+    """Weight-only int8 with a scale for each output feature, by what dispatch picks."""
 
     def operands(seed: int) -> tuple:
-        key = jax.random.key(seed)
-        w = jax.random.randint(key, (params["K"], params["N"]), -127, 128, jnp.int8)
-        scale = jnp.abs(normal(seed + 1, params["N"])) + 0.1
-        return normal(seed, params["M"], params["K"]), w, scale.astype(jnp.bfloat16)
+        # Drawn in fp32: in bf16 the largest of each feature would be the same.
+        key = jax.random.key(seed + 1)
+        wide = jax.random.normal(key, (params["K"], params["N"]))
+        numbers, scale = jax.jit(quantize_kernel, static_argnums=1)(wide, "int8")
+        return normal(seed, params["M"], params["K"]), numbers, scale
 
-    def function(x: jax.Array, w: jax.Array, scale: jax.Array) -> jax.Array:
-        return (x @ w.astype(x.dtype)) * scale
-
-    return Form(operands, function, function)
-
-
-def _bcoo(params: Params) -> Form:
-    from jax.experimental import sparse
-
-    if params["K"] * params["N"] > 768 * 3072 or params["M"] > 128:
-        raise NotImplementedError("BCOO is far slower: one small shape is enough")
-    kept = round(params["K"] * params["N"] * (1 - params["sparsity"]))
-
-    def operands(seed: int) -> tuple:
-        rng = np.random.default_rng(seed)
-        at = np.sort(rng.permutation(params["K"] * params["N"])[:kept])
-        places = jnp.asarray(np.stack(np.divmod(at, params["N"]), axis=1))
-        w = sparse.BCOO((normal(seed, kept), places), shape=(params["K"], params["N"]))
-        return normal(seed + 1, params["M"], params["K"]), w
-
-    def function(x: jax.Array, w: sparse.BCOO) -> jax.Array:
-        y = sparse.bcoo_dot_general(
-            w.T,
-            x.T,
-            dimension_numbers=(((1,), (0,)), ((), ())),
-            preferred_element_type=jnp.float32,
-        )
-        return y.astype(x.dtype)
-
-    return Form(operands, function, lambda x, w: w.todense().T @ x.T)
+    return Form(operands, quantized_matmul, quantized.quantized_matmul)
 
 
 def _two_four(params: Params) -> Form:
@@ -251,10 +164,10 @@ def _two_four(params: Params) -> Form:
         raise NotImplementedError("2:4 sparsity prunes 50%")
     if params["M"] % 16:
         raise NotImplementedError(f"M={params['M']}, 2:4 wants a multiple of 16")
-    pattern = np.array([1, 0, 0, 1], bool)
 
     def operands(seed: int) -> tuple:
-        mask = jnp.tile(jnp.asarray(pattern), (params["N"], params["K"] // 4))
+        pattern = jnp.array([True, False, False, True])
+        mask = jnp.tile(pattern, (params["N"], params["K"] // 4))
         w = jnp.where(mask, normal(seed, params["N"], params["K"]), 0)
         return normal(seed + 1, params["M"], params["K"]), w
 
@@ -276,44 +189,12 @@ def _two_four(params: Params) -> Form:
     return Form(operands, function, exact, torch=True, prepare=prepare)
 
 
-def _block_sparse(params: Params) -> Form:
-    """PyTorch's block-sparse rows of 64 x 64, by its Triton kernel."""
-    rows, columns = params["N"] // 64, params["K"] // 64
-    kept = max(round(rows * columns * (1 - params["sparsity"])), 1)
-
-    def operands(seed: int) -> tuple:
-        rng = np.random.default_rng(seed)
-        mask = np.zeros(rows * columns, bool)
-        mask[rng.permutation(rows * columns)[:kept]] = True
-        wide = np.kron(mask.reshape(rows, columns), np.ones((64, 64), bool))
-        w = jnp.where(jnp.asarray(wide), normal(seed, params["N"], params["K"]), 0)
-        return normal(seed + 1, params["M"], params["K"]), w
-
-    def function(x: Any, w: Any) -> Any:
-        import torch
-
-        return torch.nn.functional.linear(x, w)
-
-    return Form(
-        operands,
-        function,
-        lambda x, w: x @ w.T,
-        torch=True,
-        prepare=lambda x, w: (x, w.to_sparse_bsr((64, 64))),
-    )
-
-
 FORMS: Mapping[str, Callable[[Params], Form]] = {
     **{name: functools.partial(_ours, name) for name in OURS},
-    "tew": functools.partial(_tile_element_wise, "mosaic_gpu"),
-    "tew_auto": functools.partial(_tile_element_wise, None),
-    "dense": lambda params: _dense(params, params["K"]),
-    "torch_dense": lambda params: _dense(params, params["K"], torch=True),
-    "ideal": lambda params: _dense(params, kept_features(params)),
+    "dense": _dense,
+    "torch_dense": functools.partial(_dense, torch=True),
     "cusparselt_2_4": _two_four,
-    "torch_bsr": _block_sparse,
-    "bcoo": _bcoo,
-    "int8_dense": _int8,
+    "int8": _int8,
 }
 
 
@@ -408,6 +289,8 @@ def measure(
         forms: of the implementations; None is `FORMS`.
     """
     forms = FORMS if forms is None else forms
+    for name in {case.params["model"] for case in wanted}:
+        pruned_model.load(name)  # here, since threads would each make it
     for case in wanted:
         pending = {}
         with ThreadPoolExecutor(max(len(names), 1)) as pool:  # they compile together
@@ -447,11 +330,22 @@ def _timed(pending: Mapping[str, Future], samples: int) -> Results:
 
 
 def compare(params: Params, medians: Mapping[str, float]) -> Mapping[str, dict]:
-    """Speed-up over the best dense product of the same run."""
+    """Speed-up over the best dense product of the same run, and the ideal one."""
+    kept = part_of(params).kept
     dense = [medians[name] for name in ("dense", "torch_dense") if name in medians]
-    if not dense:
-        return {}
-    return {name: {"speed_up": min(dense) / t} for name, t in medians.items()}
+    found = accuracy(params, medians)
+    for name, t in medians.items() if dense else ():
+        found[name]["speed_up"] = min(dense) / t
+        if name in OURS:
+            found[name]["ideal_speed_up"] = 1 / kept
+    return found
+
+
+def accuracy(params: Params, names: Iterable[str]) -> dict[str, dict[str, float]]:
+    """Bits per byte of the model that each implementation computes."""
+    model = pruned_model.load(params["model"])
+    mask = pruned_model.label(params["mask"], params["sparsity"])
+    return {name: model.bits_of(ACCURACY.get(name, mask)) for name in names}
 
 
 def metrics(params: Params, seconds: float) -> dict[str, float]:
@@ -460,51 +354,36 @@ def metrics(params: Params, seconds: float) -> dict[str, float]:
     return {"dense_tflops": work / seconds / 1e12}
 
 
-def case(
-    layer: str,
-    m: int,
-    sparsity: float,
-    tile: int = 128,
-    granularity: int = 1,
-    mask: str = "equal",
-) -> Case:
-    """One problem."""
-    k, n = SHAPES[layer]
-    return Case(
-        layer,
-        {
-            "M": m,
-            "N": n,
-            "K": k,
-            "sparsity": sparsity,
-            "tile": tile,
-            "k_granularity": granularity,
-            "mask": mask,
-        },
-    )
+def masked(case: Case) -> Iterator[Case]:
+    """A case under every mask."""
+    for mask in pruned_model.MASKS:
+        for sparsity in pruned_model.SPARSITIES:
+            yield Case(case.name, {**case.params, "mask": mask, "sparsity": sparsity})
 
 
 def cases() -> list[Case]:
-    """All layers, tokens and sparsities; tiles, groups and uneven tiles at one."""
-    found = [case(layer, m, s) for layer in SHAPES for m in TOKENS for s in SPARSITIES]
-    for sparsity in (0.5, 0.75):
-        found += [case("square_4096", 4096, sparsity, tile=t) for t in (64, 256)]
-        found += [case("square_4096", 4096, sparsity, granularity=g) for g in (8, 64)]
-        for mask in ("uneven", "pruned"):
-            found.append(case("square_4096", 4096, sparsity, mask=mask))
-    return found
+    """All layers and tokens under every mask."""
+    plain = [
+        Case(
+            name,
+            {"M": m, "N": n, "K": k, "part": kind, "model": pruned_model.TRAINED},
+        )
+        for name, (kind, k, n) in LAYERS.items()
+        for m in TOKENS
+    ]
+    return [case for one in plain for case in masked(one)]
 
 
 QUICK = Case(
     "tiny",
     {
-        "M": 32,
-        "N": 192,
+        "M": 16,
+        "N": 256,
         "K": 128,
+        "part": "query",
+        "model": pruned_model.UNTRAINED,
+        "mask": "tw",
         "sparsity": 0.5,
-        "tile": 64,
-        "k_granularity": 1,
-        "mask": "uneven",
     },
 )
 
@@ -523,13 +402,7 @@ BENCHMARK = Benchmark(
     metrics=metrics,
     measure=measure,
     compare=compare,
-    selectors={
-        "rows": "M",
-        "sparsity": "sparsity",
-        "tile": "tile",
-        "granularity": "k_granularity",
-        "mask": "mask",
-    },
+    selectors={"rows": "M", "mask": "mask", "sparsity": "sparsity"},
 )
 
 if __name__ == "__main__":

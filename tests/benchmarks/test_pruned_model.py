@@ -1,0 +1,123 @@
+"""What is kept of a trained model, and that it stays so at other sizes."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from benchmarks import byte_text, pruned_model, pruning_accuracy
+from benchmarks.pruned_model import MASKS, SPARSITIES, UNTRAINED, Part
+from jaxscale import models, pruning
+
+
+PART = Part(
+    shape=(64, 128),
+    inputs=48,
+    packed=False,
+    counts=(40, 8, 24),
+    singles=30,
+    most_singles=3,
+    tile=16,
+)
+
+
+def test_scaling_keeps_every_share():
+    large = PART.scaled(256, 384)
+    assert large.counts == (160,) * 3 + (32,) * 3 + (96,) * 3
+    assert large.kept == PART.kept and large.inputs == 4 * 48
+    # A single weight stands for twelve, four of them in each of three features.
+    assert (large.singles, large.most_singles) == (30 * 12, 12)
+    with pytest.raises(ValueError, match="no multiple of the trained one"):
+        PART.scaled(100, 128)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_weights_keep_what_the_part_says(packed):
+    part = dataclasses.replace(PART, packed=packed).scaled(128, 256)
+    w, singles = part.weight(0)
+    other, _ = part.weight(1)
+    assert tuple(np.asarray(w.counts)) == part.counts and not w.equal_counts
+    width = 6 * 16
+    assert w.shape == (96, width if packed else 256)
+    np.testing.assert_array_equal(w.rows, other.rows)
+    assert np.any(np.asarray(w.values) != np.asarray(other.values))
+    mask = np.asarray(w.mask())
+    assert mask.sum() == 16 * sum(part.counts)
+    assert mask.any(0).sum() == width
+    assert singles is not None and singles.room == 6 and singles.inputs == 96
+    # No weight is there twice: the dense form has all of them.
+    dense = np.asarray(singles.to_dense().astype(jnp.float32))
+    assert np.count_nonzero(dense) == 6 * 256
+
+
+def test_what_sparsify_keeps_is_what_is_said():
+    """Of the block nearest to the whole, against the masks themselves."""
+    model = models.Decoder(byte_text.decoder(64, 3, 16, 32), rngs=nnx.Rngs(0))
+    scores = pruning.magnitude_scores(model)
+    rng = np.random.default_rng(0)
+    for name, size in scores.items():
+        each = np.array([0.7, 1.0, 1.4])[:, None, None]
+        scale = np.exp(0.5 * rng.standard_normal((3, *size.shape[1:])))
+        scores = {**scores, name: size * each * scale}
+    for mask in MASKS:
+        config = pruning.PruneConfig(pattern=mask, sparsity=0.75, tile=16)
+        masks = pruning.make_model_masks(model, scores, config)
+        found = pruned_model.parts_of(model, masks)
+        kept = [
+            sum(int(m[i].sum()) for m in masks.kept.values())
+            / sum(m[i].size for m in masks.kept.values())
+            for i in range(3)
+        ]
+        block = int(np.argmin(np.abs(np.array(kept) - 0.25)))
+        assert set(found) == {"query", "key", "value", "out", "gate", "up", "down"}
+        for name, whole in masks.kept.items():
+            part = found[name.rpartition(".")[2]]
+            tiled = masks.tiled[name][block]
+            columns = np.flatnonzero(tiled.any(0))
+            assert part["packed"] == (mask == "tw" and name.endswith(("gate", "up")))
+            rows = sorted(tiled[:, columns[::16]].sum(0)) or [0]  # one tile at least
+            assert sorted(part["counts"]) == rows
+            assert part["singles"] == (whole[block] & ~tiled).sum()
+        hidden = 16 * len(found["up"]["counts"]) if mask == "tw" else 256
+        assert found["down"]["inputs"] == hidden
+        assert max(found["down"]["counts"]) <= hidden
+
+
+def test_the_untrained_model_has_uneven_tiles_and_no_bits():
+    model = pruned_model.load(UNTRAINED)
+    assert model.bits_of("dense") == {}
+    for mask in MASKS:
+        for sparsity in SPARSITIES:
+            parts = model.parts[pruned_model.label(mask, sparsity)].values()
+            assert len({n for part in parts for n in part.counts}) > 5
+            assert any(part.singles for part in parts) == (mask == "tew")
+
+
+def test_a_model_is_trained_written_and_read(tmp_path, monkeypatch, capsys):
+    """At the tiny size: every mask has bits of its own, and a file that says all."""
+    tiny = dataclasses.replace(pruning_accuracy.SETUPS["tiny"], steps=4, tune_steps=2)
+    monkeypatch.setitem(pruning_accuracy.SETUPS, "tiny", tiny)
+    monkeypatch.setattr(pruned_model, "FILE", tmp_path / "pruned_model.json")
+    monkeypatch.setattr(pruned_model, "SPARSITIES", (0.5,))
+    found = pruned_model.trained("tiny")
+    pruned_model.write(found)
+    assert json.loads(pruned_model.FILE.read_text()) == found
+    model = pruned_model.load.__wrapped__("tiny")
+    names = {"dense", "int8", "two_four", "tw 0.5", "tew 0.5"}
+    assert set(model.bits) == names
+    assert all(0 < bits < 8.1 for bits in model.bits.values())
+    assert abs(model.bits["int8"] - model.bits["dense"]) < 0.05
+    assert model.part("tw", 0.5, "up").packed
+    assert "tew 0.5" in capsys.readouterr().out
+
+
+def test_without_a_file_and_a_gpu_nothing_is_made(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(pruned_model, "FILE", tmp_path / "pruned_model.json")
+    with pytest.raises(NotImplementedError, match=r"-m benchmarks\.pruned_model"):
+        pruned_model.load.__wrapped__(pruned_model.TRAINED)
+    assert pruned_model.main() == 1 and "no GPU" in capsys.readouterr().err
+    assert jax.devices()[0].platform == "cpu" and not [*tmp_path.iterdir()]
