@@ -24,7 +24,7 @@ from typing import Any
 
 import jax
 
-from benchmarks import command, records, tables
+from benchmarks import command, pruned_speed, records, tables
 from benchmarks.harness import Benchmark, Case, installed_version
 
 
@@ -322,7 +322,8 @@ def citations(root: pathlib.Path = ROOT) -> list[tuple[int, Any]]:
 def _shows(
     name: str, options: dict[str, str], benchmark: Benchmark, case: Case
 ) -> bool:
-    if name != benchmark.name or not tables.matches(
+    joined = pruned_speed.SOURCES if name == pruned_speed.NAME else ()
+    if benchmark.name not in (name, *joined) or not tables.matches(
         case.name, options.get("cases", "*")
     ):
         return False

@@ -10,7 +10,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks import records
+from benchmarks import pruned_speed, records
 
 
 def place(path: pathlib.Path) -> pathlib.Path:
@@ -258,45 +258,10 @@ def _savings(
     panel.legend(fontsize=6)
 
 
-def _speed_up(figure: Any, record: records.Record) -> None:
-    """Speed-up over the dense product against sparsity, with the ideal line.
-
-    One panel for each layer and number of tokens that was measured at several
-    sparsities, for tiles of 128 that keep equally many rows.
-    """
-    panels: dict[tuple[str, int], list[records.Record]] = {}
-    for row in record["rows"]:
-        p = row["params"]
-        plain = (p["tile"], p["k_granularity"], p["mask"]) == (128, 1, "equal")
-        if plain and "speed_up" in row["metrics"]:
-            panels.setdefault((row["case"], p["M"]), []).append(row)
-    several = {
-        key: rows
-        for key, rows in panels.items()
-        if len({row["params"]["sparsity"] for row in rows}) > 2
-    }
-    figure.set_size_inches(max(6.0, 4.5 * len(several)), 4.0)
-    axes = figure.subplots(1, max(len(several), 1), squeeze=False)[0]
-    names = ("mosaic_gpu", "triton", "ideal")
-    for panel, ((case, tokens), rows) in zip(axes, several.items(), strict=False):
-        for name in names:
-            points = sorted(
-                (100 * row["params"]["sparsity"], row["metrics"]["speed_up"])
-                for row in rows
-                if row["implementation"] == name
-            )
-            if not points:
-                continue
-            style = "--" if name == "ideal" else "-"
-            panel.plot(*zip(*points, strict=True), style, marker="o", label=name)
-        panel.axhline(1, color="black", linewidth=0.8)
-        panel.set_yscale("log", base=2)
-        panel.set_yticks([1, 2, 4, 8, 16], ["1", "2", "4", "8", "16"])
-        panel.set_title(f"{case}, {tokens} tokens", fontsize=10)
-        panel.set_xlabel("pruned, %")
-        panel.set_ylabel("times as fast as dense")
-        panel.grid(alpha=0.3)
-        panel.legend()
+def _pruned(figure: Any, record: records.Record) -> None:
+    """Speed-up against bits per byte."""
+    pruned_speed.draw(figure, record["rows"])
+    figure.suptitle(f"Pruned layers, {record['device']}")
 
 
 def _accuracy(figure: Any, record: records.Record) -> None:
@@ -369,7 +334,7 @@ SHAPES = {
     "encoder": _encoders,
     "varlen_attention": _attention,
     "pruning_accuracy": _accuracy,
-    "tile_sparse_matmul": _speed_up,
+    **dict.fromkeys((pruned_speed.NAME, *pruned_speed.SOURCES), _pruned),
 }
 """Drawings of particular benchmarks."""
 

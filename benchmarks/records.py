@@ -7,10 +7,16 @@ what sets them apart from the head of the file (``commit``, ``date``, ``command`
 Files that were written elsewhere (``--out``) are merged by
 
     python -m benchmarks.records FOLDER/nvidia_h200/matmul.json ...
+
+Rows of what a benchmark no longer has (a case, or params that were given another
+meaning) are taken out of its files, and files that have no others, by
+
+    python -m benchmarks.records --drop benchmarks/results/nvidia_h200/matmul.json ...
 """
 
 import datetime
 import fcntl
+import importlib
 import json
 import math
 import os
@@ -309,9 +315,35 @@ def attempts(path: pathlib.Path, commit: str) -> frozenset[Attempt]:
     return frozenset(found)
 
 
+def drop(path: pathlib.Path) -> int:
+    """Take out rows of cases and implementations that there are no longer.
+
+    Returns:
+        How many; the file is gone if no others are left.
+    """
+    record = load(path)
+    benchmark = importlib.import_module(f"benchmarks.{record['benchmark']}").BENCHMARK
+    cases = {key(case.name, case.params) for case in benchmark.cases}
+    kept = [
+        row
+        for row in record["rows"]
+        if identity(row) in cases and row["implementation"] in benchmark.implementations
+    ]
+    if not kept:
+        path.unlink()
+    elif len(kept) < len(record["rows"]):
+        dump(record | {"rows": kept}, path)
+    return len(record["rows"]) - len(kept)
+
+
 def main(argv: Sequence[str] | None = None, out: pathlib.Path = RESULTS) -> None:
-    """Merge files into those of this repository."""
-    for name in sys.argv[1:] if argv is None else argv:
+    """Merge files into those of this repository, or drop rows of files."""
+    names = sys.argv[1:] if argv is None else [*argv]
+    if names[:1] == ["--drop"]:
+        for name in names[1:]:
+            print(f"{name}: {drop(pathlib.Path(name))} rows dropped")
+        return
+    for name in names:
         new = load(pathlib.Path(name))
         path = out / slug(new["device"]) / pathlib.Path(name).name
         names = ordered(row["implementation"] for row in new["rows"])

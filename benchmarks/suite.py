@@ -64,7 +64,7 @@ def company(name: str, gpus: int) -> tuple[str, ...]:
 _ATTENTION = (
     "--impl mosaic_gpu cudnn_packed cudnn_padded torch_varlen flash_attn_4 tokamax"
 )
-_SPARSE = "--impl mosaic_gpu triton dense torch_dense ideal"
+_SPARSE = "--impl auto dense torch_dense cusparselt_2_4 int8"
 _TRAINING = "--skip jaxscale_scan --samples 10"
 
 COMMANDS: tuple[tuple[str, str], ...] = (
@@ -100,18 +100,26 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     ("encoder", "layer_norm"),
     ("encoder", "encoder_steps --samples 10"),
     ("encoder", "encoder_fusions --samples 10"),
-    ("sparse", "tile_sparse_layers --impl mosaic_gpu triton dense ideal"),
     (
         "sparse",
-        "tile_sparse_matmul --case square_* llama3_8b_* --rows 4096 8192 "
-        f"--sparsity 0.5 0.75 {_SPARSE} cusparselt_2_4 torch_bsr",
+        "tile_sparse_layers --case swiglu block --pass fwd --impl auto dense "
+        "cusparselt_2_4 int8 matmul_only --samples 15",
+    ),
+    *(
+        (
+            "sparse",
+            f"tile_sparse_matmul --case {layers} --rows {rows} {_SPARSE} --samples 15",
+        )
+        for layers, rows in (
+            ("llama3_8b_up llama3_8b_down", "4096 32 1"),
+            ("llama3_8b_query llama3_8b_out", "4096"),
+        )
     ),
     (
         "sparse",
-        "tile_sparse_matmul --case llama3_8b_up --rows 1 8 16 32 64 --sparsity 0.75 "
-        f"{_SPARSE} tew int8_dense",
+        "tile_sparse_layers --case swiglu --pass fwd_bwd --mask tw "
+        "--impl auto dense --samples 15",
     ),
-    ("sparse", f"tile_sparse_matmul --case square_4096 --rows 2048 {_SPARSE}"),
     ("matmul", "matmul"),
     ("matmul", "scaled_matmul"),
     ("matmul", "quantized_matmul"),

@@ -16,6 +16,7 @@ default all), and the name of a param chooses rows by its value: ``M=2048,8192``
 ``columns=M`` the values of a param stand side by side and a cell is the metric alone,
 or else the time; a last line has the means. With ``pending=yes`` a table without
 results says so instead of failing. A plot is a block ``<!-- plot:matmul -->``.
+``table:pruned_speed`` and its plot join two files: `benchmarks.pruned_speed`.
 ``--check`` changes nothing and fails if a block or a plot differs from what would be
 written.
 
@@ -35,7 +36,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks import plots, records
+from benchmarks import plots, pruned_speed, records
 
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -53,7 +54,6 @@ OURS = (
     "jaxscale_overlap",
     "tile_wise",
     "tew",
-    "tew_auto",
 )
 """Names of our implementations; every other is a baseline or a bound."""
 
@@ -273,6 +273,20 @@ def _source(rows: Sequence[records.Record]) -> str:
     )
 
 
+def accuracy_table(record: records.Record, *, cases: str = "*", **where: str) -> str:
+    """The table of `benchmarks.pruned_speed` and where its numbers come from."""
+    rows = _chosen(record, "*", cases, where)
+    table = pruned_speed.markdown(rows)
+    return f"{table}\n\n{pruned_speed.CAPTION}. {_source(rows)}\n"
+
+
+def _record(path: pathlib.Path) -> records.Record | None:
+    """A result file, or those that are joined under its name; None if not there."""
+    if path.stem == pruned_speed.NAME:
+        return pruned_speed.joined(path.parent)
+    return records.load(path) if path.exists() else None
+
+
 def matches(name: str, patterns: str) -> bool:
     """Whether one of the comma-separated patterns fits."""
     return any(fnmatch.fnmatch(name, pattern) for pattern in patterns.split(","))
@@ -287,15 +301,18 @@ def fill(text: str, results: pathlib.Path, where: str = "text") -> str:
         pending = options.pop("pending", None) == "yes"
         name = f"{match['what']}:{match['name']}"
         path = results / device / f"{match['name']}.json"
-        if not path.exists() and pending:
+        record = _record(path)
+        if record is None and pending:
             return f"{match['open']}\n{PENDING}\n\n{match['close']}"
-        if not path.exists():
+        if record is None:
             raise ValueError(f"{where}: {name} wants {path}, not there")
         try:
             if match["what"] == "plot":
                 made = plots.link(path, depth=where.count("/"), **options)
+            elif match["name"] == pruned_speed.NAME:
+                made = accuracy_table(record, **options)
             else:
-                made = markdown(records.load(path), **options)
+                made = markdown(record, **options)
         except (TypeError, ValueError) as error:
             if not pending or "no row has" not in str(error):
                 raise ValueError(f"{where}: {name}: {error}") from error
@@ -338,8 +355,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         stale.append(str(path.relative_to(args.root)))
         if not args.check:
             path.write_text(new, encoding="utf-8")
-    for path in sorted(args.results.glob("*/*.json")):
-        record = records.load(path)
+    paths = set(args.results.glob("*/*.json"))
+    paths |= {path.with_stem(pruned_speed.NAME) for path in paths}
+    for path in sorted(paths):
+        record = _record(path)
+        if record is None:
+            continue
         target = args.root / "docs" / plots.place(path)
         if plots.is_current(record, target):
             continue
