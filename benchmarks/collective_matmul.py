@@ -241,7 +241,11 @@ def forms(params: Mapping[str, Any]) -> list[Form]:
         ]
         device = DeviceSpec.current() or H200
         found += [
-            collective("order_of_k", ours("mosaic_gpu", config=config))
+            collective(
+                "order_of_k",
+                ours("mosaic_gpu", config=config),
+                metrics={"tile_n": config.tile_n, "buffer_bytes": config.buffer_bytes},
+            )
             for config in in_order_of_k(local_problem(params), device)
         ]
     if kind == "all_reduce":

@@ -44,6 +44,9 @@ DEFAULT_DEVICE = "nvidia_h200"
 
 OURS = (
     "mosaic_gpu",
+    "mosaic_gpu_static",
+    "order_of_k",
+    "low_latency",
     "triton",
     "xla",
     "auto",
