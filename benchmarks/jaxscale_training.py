@@ -103,6 +103,7 @@ def _model(
             scan_layers=job["scan_layers"],
             rules=rules,
             tensor_parallel=job["tensor_parallel"] if job["tensor"] > 1 else None,
+            quantization=job["quantization"],
             rngs=nnx.Rngs(0),
         )
 

@@ -65,7 +65,7 @@ _ATTENTION = (
     "--impl mosaic_gpu cudnn_packed cudnn_padded torch_varlen flash_attn_4 tokamax"
 )
 _SPARSE = "--impl auto dense torch_dense cusparselt_2_4 int8"
-_TRAINING = "--skip jaxscale_scan --samples 10"
+_TRAINING = "--skip jaxscale_scan jaxscale_fp8* --samples 10"
 
 COMMANDS: tuple[tuple[str, str], ...] = (
     (
@@ -154,11 +154,17 @@ COMMANDS: tuple[tuple[str, str], ...] = (
         )
     ),
     ("training", f"training --case llama_1b_2k llama_1b_4k* {_TRAINING}"),
+    (
+        "training",
+        "training --case llama_1b_2k llama_1b_4k llama3_8b_bf16_moments "
+        "--impl jaxscale jaxscale_fp8 jaxscale_fp8_tensorwise --samples 10",
+    ),
     ("training", f"training --case llama3_8b_*4* {_TRAINING}"),
     ("training", "training --case ablation_* --impl jaxscale --samples 10"),
     ("training", f"training --case llama_1b_*p4* {_TRAINING}"),
     ("training", f"training --case *p2 *p2_interleaved {_TRAINING}"),
     ("training", "convergence --case bytes_34m"),
+    ("training", "convergence --case fp8_10m"),
 )
 """Topic, and module of `benchmarks` with its arguments, the most important first."""
 

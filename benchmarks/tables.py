@@ -55,6 +55,8 @@ OURS = (
     "jaxscale_scan",
     "jaxscale_xla",
     "jaxscale_overlap",
+    "jaxscale_fp8",
+    "jaxscale_fp8_tensorwise",
     "tile_wise",
     "tew",
 )

@@ -14,6 +14,11 @@ over the dense bf16 peak of the data sheet of all GPUs.
 - ``jaxscale_overlap``: ``jaxscale`` with XLA's flags of the preset `overlap`.
 - ``jaxscale_scan``: one layer compiled and looped over, which keeps the results of
   matrix products and attention and computes the rest twice.
+- ``jaxscale_fp8``, ``jaxscale_fp8_tensorwise``: ``jaxscale`` with products in fp8 in
+  the linear layers of the blocks, with a scale for each row or each operand. Their
+  `mfu_full` and `mfu_causal` are over the peak of bf16 like all others; `mfu_fp8_full`
+  and `mfu_fp8_causal` are the time that the data sheet asks for, over that of the step:
+  these products at twice the peak of bf16, attention and output projection at once.
 - ``plain_jax``: `benchmarks.plain_training`, without jaxscale: cuDNN's attention, XLA's
   collectives; no pipelines, no parts of rows, no packed rows.
 - ``plain_jax_overlap``: the same with these flags.
@@ -43,6 +48,7 @@ import importlib.util
 import json
 import math
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -78,6 +84,9 @@ BATCHES = 4
 CHILD_SECONDS = 540.0
 """A child that takes longer hangs."""
 
+FP8_SPEEDUP = 2.0
+"""Of the tensor cores, by the data sheets of H100 and H200."""
+
 DEFAULTS = {
     "documents": None,
     "fsdp": 1,
@@ -95,6 +104,7 @@ DEFAULTS = {
     "memory_kind": "device",
     "tensor_parallel": "fused",
     "xla_flags": None,
+    "quantization": None,
     "remat": "none",
     "scan_layers": False,
     "loss_chunk": 1024,
@@ -121,6 +131,8 @@ REFERENCES = (
     "jaxscale_overlap",
     "jaxscale_scan",
     "jaxscale",
+    "jaxscale_fp8",
+    "jaxscale_fp8_tensorwise",
 )
 """In the order in which losses are compared with them."""
 
@@ -245,6 +257,7 @@ def _implementation(name: str, **more: Any) -> Custom:
             raise NotImplementedError(reason)
         found = _in_torch(job) if name == "torch_compile" else _in_child(name, job)
         losses = found["losses"]
+        in_fp8 = job["quantization"] is not None
         return Trained(
             found["seconds"],
             None,
@@ -253,6 +266,7 @@ def _implementation(name: str, **more: Any) -> Custom:
                 "first_loss": losses[0],
                 "last_loss": losses[-1],
                 "peak_gib": found["peak_bytes"] / 2**30,
+                **(fp8_utilization(params, found["seconds"]) if in_fp8 else {}),
             },
             num_devices=job["size"],
             losses=losses,
@@ -276,7 +290,7 @@ def _unsupported(
     if name == "jaxscale_scan":
         loops = "scan_layers" in params or job["pipe"] > 1
         return "jaxscale loops over layers here" if loops else None
-    if name in ("jaxscale", "jaxscale_overlap"):
+    if name.startswith("jaxscale"):
         return None
     if job["pipe"] > 1:
         return "pipelines"
@@ -344,6 +358,31 @@ def metrics(params: Any, seconds: float) -> dict[str, float]:
         if peak is not None:
             flops = config_of(params).flops_per_token(params["seq_len"], causal)
             found[name] = training.mfu(each, flops, peak)
+    return found
+
+
+def fp8_utilization(
+    params: Mapping[str, Any], seconds: Sequence[float]
+) -> dict[str, float]:
+    """The time of useful work at the peak of each product's type, over that of a step.
+
+    Args:
+        params: Of the case.
+        seconds: Of each step.
+    """
+    peak = training.peak_flops(jax.devices()[0].device_kind)
+    if peak is None:
+        return {}
+    config, length = config_of(params), params["seq_len"]
+    head = 6 * config.d_model * config.vocab_size
+    one_key = 12 * config.num_layers * config.num_heads * config.head_dim
+    layers = config.flops_per_token(1, causal=False) - head - one_key
+    tokens = params["batch"] * length / devices(params)
+    found = {}
+    for name, causal in (("mfu_fp8_causal", True), ("mfu_fp8_full", False)):
+        rest = config.flops_per_token(length, causal) - layers
+        ideal = tokens * (layers / FP8_SPEEDUP + rest) / peak
+        found[name] = ideal / statistics.median(seconds)
     return found
 
 
@@ -450,6 +489,10 @@ BENCHMARK = Benchmark(
             "jaxscale_scan", scan_layers=True, remat="attention"
         ),
         "jaxscale_overlap": _implementation("jaxscale_overlap", xla_flags="overlap"),
+        "jaxscale_fp8": _implementation("jaxscale_fp8", quantization="fp8"),
+        "jaxscale_fp8_tensorwise": _implementation(
+            "jaxscale_fp8_tensorwise", quantization="fp8_tensorwise"
+        ),
         "plain_jax": _implementation("plain_jax"),
         "plain_jax_overlap": _implementation("plain_jax_overlap", xla_flags="overlap"),
         "torch_compile": _implementation("torch_compile"),

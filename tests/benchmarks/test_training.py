@@ -41,6 +41,22 @@ def test_parallel_blocks_and_windows_have_those_of_plain_jax(plain):
     assert np.abs(np.subtract(theirs, plain)).max() > 1e-3
 
 
+def test_fp8_has_almost_those_of_plain_jax(plain):
+    found = losses("jaxscale_fp8", quantization="fp8", scan_layers=True)
+    assert 1e-6 < training.parity(found, {("", "plain_jax"): plain}) < 2e-3
+
+
+def test_fp8_is_held_against_the_peak_of_each_product(monkeypatch):
+    monkeypatch.setattr(training.training, "peak_flops", lambda kind: 1e15)
+    case = {"model": "llama_1b", "batch": 2, "seq_len": 128, "tensor": 2}
+    config = preset("llama_1b")
+    found = training.fp8_utilization(case, [0.25, 0.5, 9.0])
+    layers = 6 * config.num_layers * config._block_matmul_parameters()
+    for name, causal in (("causal", True), ("full", False)):
+        flops = config.flops_per_token(128, causal) - layers / 2
+        assert found[f"mfu_fp8_{name}"] == pytest.approx(128 * flops / 1e15 / 0.5)
+
+
 def test_the_window_alone_is_seen(plain):
     assert np.abs(np.subtract(losses("plain_jax", window=8), plain)).max() > 1e-4
 
