@@ -90,12 +90,12 @@ SETUPS = {
         guesses={"adamw": 5e-4, "lamb": 1e-2},
     ),
     "fp8_500k": Setup(
-        model=byte_text.decoder(128, 4, 32, 256),
-        rows=4,
+        model=byte_text.decoder(64, 2, 16, 128),
+        rows=8,
         steps=512,
         eval_rows=256,
         arms=PRECISIONS,
-        rate=1e-3,
+        rate=2e-3,
     ),
     "fp8_10m": Setup(
         model=byte_text.decoder(512, 8, 64, 512),
@@ -314,7 +314,7 @@ BENCHMARK = Benchmark(
     cases=[
         *_cases("bytes_600k", 3),
         *_cases("bytes_34m", 3),
-        *_cases("fp8_500k", 3),
+        *_cases("fp8_500k", 6),
         *_cases("fp8_10m", 3),
     ],
     quick_cases=_cases("tiny", 1),
