@@ -96,6 +96,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
         for model in ("bert_base", "deberta_v3_base", "albert_base", "distilbert_base")
     ),
     ("encoder", "encode"),
+    ("training", "fine_tuning"),
     ("attention", "disentangled_attention"),
     ("encoder", "layer_norm"),
     ("encoder", "encoder_steps --samples 10"),
