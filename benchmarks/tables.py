@@ -15,7 +15,9 @@ have), ``device`` a folder of results, ``params`` the params that have a column 
 default all), and the name of a param chooses rows by its value: ``M=2048,8192``. With
 ``columns=M`` the values of a param stand side by side and a cell is the metric alone,
 or else the time; a last line has the means. With ``pending=yes`` a table without
-results says so instead of failing. A plot is a block ``<!-- plot:matmul -->``.
+results says so instead of failing. A plot is a block ``<!-- plot:matmul -->``, and
+``<!-- table:headlines -->`` is the table of `benchmarks.headlines`. What a table was
+made by (commands, commits, versions) is folded away under it.
 ``table:pruned_speed`` and its plot join two files: `benchmarks.pruned_speed`.
 ``--check`` changes nothing and fails if a block or a plot differs from what would be
 written.
@@ -33,10 +35,11 @@ import fnmatch
 import pathlib
 import re
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks import plots, pruned_speed, records
+from benchmarks import headlines, plots, pruned_speed, records
 
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -264,18 +267,37 @@ def _source(rows: Sequence[records.Record]) -> str:
     def join(key: str) -> str:
         return ", ".join(records.ordered(str(row[key]) for row in rows))
 
-    commands = ", ".join(
-        f"`{c}`" for c in records.ordered(row["command"] for row in rows)
+    commands = "\n".join(
+        wrapped
+        for command in records.ordered(row["command"] for row in rows)
+        for wrapped in _wrapped(command)
     )
     packages = [" ".join(p) for row in rows for p in row.get("versions", {}).items()]
     versions = ", ".join(["", *records.ordered(packages)])
     errors = [r["max_rel_error"] for r in rows if r["max_rel_error"] is not None]
     worst = f"; largest relative error {max(errors):.1e}" if errors else ""
-    return (
-        f"{join('device')} x {join('num_devices')}, {join('timing')}, "
-        f"jax {join('jax')}{versions}, commit {join('commit')}, {join('date')}: "
-        f"{commands}{worst}."
+    details = textwrap.fill(
+        f"{join('timing')}, jax {join('jax')}{versions}, commit {join('commit')}, "
+        f"{join('date')}{worst}.",
+        88,
     )
+    return (
+        f"{join('device')} x {join('num_devices')}.\n\n"
+        "<details><summary>Commands, commits and versions</summary>\n\n"
+        f"{details}\n\n```text\n{commands}\n```\n\n</details>"
+    )
+
+
+def _wrapped(command: str) -> list[str]:
+    """A command in lines that a page can show, continued as a shell takes them."""
+    lines = textwrap.wrap(
+        command,
+        84,
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [f"{line} \\" for line in lines[:-1]] + lines[-1:]
 
 
 def accuracy_table(record: records.Record, *, cases: str = "*", **where: str) -> str:
@@ -305,6 +327,10 @@ def fill(text: str, results: pathlib.Path, where: str = "text") -> str:
         device = options.pop("device", DEFAULT_DEVICE)
         pending = options.pop("pending", None) == "yes"
         name = f"{match['what']}:{match['name']}"
+        if match["name"] == "headlines":
+            docs = "" if where.startswith("docs/") else "docs/"
+            made = headlines.markdown(results / device, docs)
+            return f"{match['open']}\n{made}\n{match['close']}"
         path = results / device / f"{match['name']}.json"
         record = _record(path)
         if record is None and pending:

@@ -9,6 +9,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 import api_pages
 from docutils import nodes
+from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.application import Sphinx
 from sphinx.ext.autosummary import AutoLink
 from sphinx.ext.napoleon import GoogleDocstring
@@ -33,13 +34,18 @@ html_theme = "sphinx_book_theme"
 html_static_path = ["_static"]
 html_css_files = ["style.css"]
 html_title = f"jaxscale {release}"
-html_theme_options = {"home_page_in_toc": True, "show_navbar_depth": 2}
+html_theme_options = {
+    "home_page_in_toc": True,
+    "show_navbar_depth": 1,
+    "navbar_persistent": [],  # the search is in the sidebar
+}
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 # `make test` runs the notebooks; no page holds cells to run.
 nb_execution_mode = "off"
 
+html_math_renderer = "mathml"  # browsers draw it themselves, without a network
 default_role = "name"
 add_module_names = False
 napoleon_google_docstring = True
@@ -70,5 +76,18 @@ class Name(AutoLink):
         return as_code, messages
 
 
+def visit_math(self, node):
+    self.body.append(tex2mathml(node.astext()))
+    raise nodes.SkipNode
+
+
+def visit_math_block(self, node):
+    self.body.append(
+        f'<div class="math">{tex2mathml(node.astext(), as_block=True)}</div>'
+    )
+    raise nodes.SkipNode
+
+
 def setup(app: Sphinx) -> None:
+    app.add_html_math_renderer("mathml", (visit_math, None), (visit_math_block, None))
     app.add_role("name", Name())

@@ -19,7 +19,9 @@ from jax.sharding import PartitionSpec as P
 import jaxscale
 from docs import (
     flover_pictures,
+    front_pictures,
     megascale_pictures,
+    model_zoo,
     scaling_pictures,
     tilewise_pictures,
 )
@@ -60,6 +62,8 @@ def test_docs_build_without_warnings(tmp_path):
     for name in ("make_mesh", "AxisRules", "REPLICATED"):
         assert f'id="jaxscale.sharding.{name}"' in page
     assert "Rules that split no axis" in page  # the string under a constant
+    assert "<math" in (tmp_path / "html/flux.html").read_text()
+    assert "mathjax" not in (tmp_path / "html/flux.html").read_text().lower()
     page = (tmp_path / "html/generated/jaxscale.nn.html").read_text()
     assert 'id="jaxscale.nn.JoinedLinear.__call__"' in page
     text = re.sub("<[^>]+>", "", page.partition('id="jaxscale.nn.Linear"')[2])
@@ -94,13 +98,46 @@ def test_links_lead_to_files(page):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/own_model.md"])
 def test_examples_run(page):
-    """The Python of the first pages, top to bottom, as a reader would paste it."""
+    """The Python of these pages, top to bottom, as a reader would paste it."""
     script = "\n".join(blocks(ROOT / page))
     assert script
     with jax.numpy_dtype_promotion("standard"):  # the default of a reader's session
         exec(compile(script, page, "exec"), {"__name__": "__main__"})
+
+
+def test_the_readme_is_for_a_person():
+    text = (ROOT / "README.md").read_text()
+    lines = text.splitlines()
+    assert len(lines) <= 160
+    assert max(map(len, lines)) <= 220
+    (snippet,) = blocks(ROOT / "README.md")
+    assert len(snippet.splitlines()) <= 14
+    tables = re.findall(r"(?m)^<!-- (?:table|plot):(\S+)", text)
+    assert tables == ["headlines"] and "python -m benchmarks" not in text
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_made_a_table_is_folded_away(page):
+    """Commands and commits stand in a fold under the table, in lines that fit."""
+    generated = re.findall(r"(?s)<!-- table:.*?<!-- /table -->", page.read_text())
+    for table in generated:
+        shown = re.sub(r"(?s)<details>.*?</details>", "", table)
+        assert "python -m" not in shown and "commit" not in shown
+        for line in table.splitlines():
+            assert len(line) <= 110 or line.startswith(("|", "<!--"))
+
+
+@pytest.mark.parametrize("system", ["flux", "bytetransformer", "flover", "megascale"])
+def test_pages_of_systems_begin_with_a_problem_and_a_picture(system):
+    first, _, rest = (ROOT / f"docs/{system}.md").read_text().partition("\n## ")
+    assert "](_static/" in first and len(first.split()) < 350
+    assert len(rest.split()) < 3000
+
+
+def test_the_zoo_is_current():
+    assert model_zoo.PATH.read_text() == model_zoo.text()
 
 
 def test_what_pjit_became_computes_what_it_says():
@@ -205,6 +242,12 @@ def test_commands_are_understood(command, tmp_path, monkeypatch):
 )
 def test_pictures_are_current(pictures):
     assert pictures.PATH.read_text() == pictures.svg()
+
+
+@pytest.mark.parametrize("path", front_pictures.PICTURES, ids=lambda path: path.stem)
+def test_pictures_of_the_front_are_current_and_shown(path):
+    assert path.read_text() == front_pictures.PICTURES[path]()
+    assert any(f"_static/{path.name})" in page.read_text() for page in PAGES)
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,10 @@ def test_every_row_is_shown_and_the_fastest_is_bold():
     assert lines[2] == "| a | 128 | 64 | **100 (800)** | 110 (727) | - | 1.10 |"
     # The baseline wins, and is shown to.
     assert lines[3] == "| b | 128 | 32 | 50 (300) | **40 (375)** | 41.5 (361) | 0.80 |"
-    assert "Time in us (tflops)" in lines[5] and "commit new, old" in lines[5]
-    assert "NVIDIA H200 x 1, device time" in lines[5]
+    assert lines[5] == "Time in us (tflops). NVIDIA H200 x 1."
+    fold = "\n".join(lines[6:])
+    assert fold.strip().startswith("<details><summary>") and "commit new, old" in fold
+    assert fold.rstrip().endswith("python -m benchmarks.matmul\n```\n\n</details>")
 
 
 def test_pytorch_counts_with_what_it_takes_for_more_work():
