@@ -198,7 +198,7 @@ examples:
   jaxscale train llama_1b --data.paths corpus/ --data.tokenizer tokenizer.json
   jaxscale train llama_tiny --steps 200 --output-dir runs/tiny --resume
   jaxscale train llama_tiny --output-dir runs/tiny --supervise --supervise.processes 2
-  jaxscale train --from meta-llama/Llama-3.2-1B --data.paths notes.jsonl
+  jaxscale train --from meta-llama/Llama-3.2-1B --data.paths notes.jsonl --lora.rank 8
   jaxscale train --from bert/ --data.paths reviews.jsonl --data.label-field stars
   jaxscale generate --from runs/tiny --prompt "import "
 """

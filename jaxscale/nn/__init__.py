@@ -24,6 +24,7 @@ from jaxscale.nn.embeddings import (
 )
 from jaxscale.nn.joined import JoinedLinear
 from jaxscale.nn.linear import ColumnParallelLinear, Linear, RowParallelLinear
+from jaxscale.nn.lora import LoraConfig, add_adapters, merge_adapters
 from jaxscale.nn.norms import LayerNorm, RMSNorm, layer_norm, rms_norm
 from jaxscale.nn.packing import (
     PackedBatch,
@@ -59,6 +60,7 @@ __all__ = [
     "JoinedLinear",
     "LayerNorm",
     "Linear",
+    "LoraConfig",
     "Packed",
     "PackedBatch",
     "PagedChunks",
@@ -72,6 +74,7 @@ __all__ = [
     "SequenceConvolution",
     "TileSparseLinear",
     "Whole",
+    "add_adapters",
     "append_rows",
     "assign_rows",
     "attention",
@@ -79,6 +82,7 @@ __all__ = [
     "empty_pages",
     "layer_norm",
     "make_norm",
+    "merge_adapters",
     "pack",
     "pack_sequences",
     "positions",

@@ -227,7 +227,7 @@ class DisentangledAttention(Attention):
         out = contract(
             "pd,dh->ph",
             constrain(table.astype(projection.dtype), (None, None), self.rules),
-            projection.kernel[...].astype(projection.dtype),
+            projection.merged.astype(projection.dtype),
             projection.kernel_axes,
             axes,
             self.rules,

@@ -58,6 +58,8 @@ class Linear(nnx.Module):
     """
 
     quantization: Fp8 = None
+    low_rank: Any = None
+    """A `jaxscale.nn.lora.LowRank`, whose product is added."""
 
     def __init__(
         self,
@@ -148,7 +150,23 @@ class Linear(nnx.Module):
                 rules=rules,
                 quantization=self.quantization,
             )
-        return activate(self.add_bias(out), activation)
+        return activate(self.add_bias(self.adapt(out, x, out_axes)), activation)
+
+    def adapt(
+        self, out: Array, x: Array, out_axes: tuple[str | None, ...] | None = None
+    ) -> Array:
+        """`out`, the product of `x`, plus that of the adapter if there is one."""
+        if self.low_rank is None:
+            return out
+        return out + self.low_rank(x, self, out_axes or self.out_axes)
+
+    @property
+    def merged(self) -> Float[Array, "*L in out"]:
+        """The kernel plus what an adapter adds to it, in the type of the kernel."""
+        kernel = self.kernel[...]
+        if self.low_rank is None:
+            return kernel
+        return (kernel.astype(jnp.float32) + self.low_rank.delta()).astype(kernel.dtype)
 
     @property
     def factor(self) -> Float[Array, "in out"]:
@@ -286,7 +304,7 @@ class RowParallelLinear(_TensorParallelLinear):
     ) -> tuple[Float[Array, "B T out"], Float[Array, "out"] | None]:
         """The projection without the bias, and the bias."""
         bias = None if self.bias is None else self.bias[...].astype(self.dtype)
-        return _sum_of_products([self], [x]), bias
+        return self.adapt(_sum_of_products([self], [x]), x), bias
 
 
 def project_together(
@@ -318,7 +336,8 @@ def project_together(
     groups, inputs = [layers], [x]
     has_bias = all(layer.bias is not None for layer in layers)
     in_fp8 = first.quantization is not None
-    if first.tensor_parallel is None and has_bias and not in_fp8:
+    adapted = any(layer.low_rank is not None for layer in layers)
+    if first.tensor_parallel is None and has_bias and not (in_fp8 or adapted):
         in_axes = [("batch", None, None), *(layer.kernel_axes for layer in layers)]
         weights = [layer.weight for layer in layers]
         shards = Shards.of([x, *weights], in_axes, first.rules)
@@ -344,7 +363,7 @@ def project_together(
         )
     ]
     return tuple(
-        activate(layer.add_bias(out), activation)
+        activate(layer.add_bias(layer.adapt(out, x)), activation)
         for layer, out, activation in zip(layers, outs, activations, strict=True)
     )
 
@@ -393,8 +412,8 @@ def project_and_sum(
         outs = [layer(x) for layer, x in zip(layers, xs, strict=True)]
         return functools.reduce(operator.add, outs)
     out = _sum_of_products(layers, xs)
-    for layer in layers:
-        out = layer.add_bias(out)
+    for layer, x in zip(layers, xs, strict=True):
+        out = layer.add_bias(layer.adapt(out, x))
     return out
 
 

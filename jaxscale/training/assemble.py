@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.encoder import EncoderModel
 from jaxscale.models.encoder_config import EncoderConfig
+from jaxscale.nn.lora import add_adapters
 from jaxscale.nn.packing import PackedBatch
 from jaxscale.sharding.rules import AxisRules
 from jaxscale.sharding.tensor_parallel import TensorParallel
@@ -63,6 +64,18 @@ def make_model(
     return Decoder(config.model, tensor_parallel=tensor_parallel, **options)
 
 
+def adapted(config: TrainConfig, model: Any) -> Any:
+    """A model with the adapters of a run, if it has any.
+
+    Args:
+        config: The settings of the run.
+        model: The model as it is loaded or made.
+    """
+    if config.lora.rank == 0:
+        return model
+    return add_adapters(model, config.lora, seed=config.seed)
+
+
 def make_loss(config: TrainConfig) -> LossFunction:
     """The loss of a run: that of the head of an encoder, else that of the next token.
 
@@ -88,6 +101,7 @@ def new_state(
         optimizer: Makes the state of the optimizer.
     """
     model = make_model(config, tensor_parallel=config.tensor_parallel)
+    model = adapted(config, model)
     stack = config.stack_layout(mesh.shape)
     return TrainState.create(stack.arrange(model), optimizer)
 

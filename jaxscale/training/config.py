@@ -13,6 +13,7 @@ from jaxscale.models.config import DecoderConfig
 from jaxscale.models.encoder_config import EncoderConfig
 from jaxscale.models.heads import HeadConfig
 from jaxscale.models.stack_layout import StackLayout, place_variants
+from jaxscale.nn.lora import LoraConfig
 from jaxscale.sharding.fp8 import check_fp8
 from jaxscale.sharding.mesh import MESH_AXES, MeshConfig
 from jaxscale.sharding.rules import AxisRules, MeshAxes, as_tuple, preset
@@ -53,6 +54,8 @@ class TrainConfig:
     or the output directory of a run; None begins with new ones."""
     data: DataConfig = DataConfig()
     """Text, tokenizer and batches."""
+    lora: LoraConfig = LoraConfig()
+    """Low-rank adapters, which are trained instead of the whole model."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Learning rates, moments and decay."""
     mesh: MeshConfig = MeshConfig()
@@ -152,6 +155,12 @@ class TrainConfig:
             raise ValueError(
                 "optimizer.kind 'muon' multiplies matrices that mesh.axis_type "
                 "'explicit' would need to be told the partition of; use 'auto'"
+            )
+        if self.lora.rank and (self.mesh.pipe > 1 or self.mesh.axis_type != "auto"):
+            raise ValueError(
+                f"lora.rank {self.lora.rank} makes adapters, which run neither in a "
+                "pipeline nor on explicit meshes; set mesh.pipe to 1 and "
+                "mesh.axis_type to 'auto', or lora.rank to 0"
             )
         if self.head is not None and isinstance(self.model, DecoderConfig):
             raise ValueError(
@@ -377,6 +386,8 @@ class TrainConfig:
         """
         fields = ("model", "optimizer", "dtype", "param_dtype", "z_loss", "seed")
         values = {name: dataclasses.asdict(self)[name] for name in fields}
+        if self.lora.rank:
+            values["lora"] = dataclasses.asdict(self.lora)
         del values["optimizer"]["memory_kind"]
         del values["optimizer"]["schedule_steps"]  # may be named anew
         if self.optimizer.kind == "adamw":  # as before there was a choice

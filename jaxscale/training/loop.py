@@ -18,7 +18,7 @@ from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.parameters import place
 from jaxscale.sharding.state_rules import StateRules
 from jaxscale.supervision import EventLog, current
-from jaxscale.training.assemble import loss_functions, make_loss, new_state
+from jaxscale.training.assemble import adapted, loss_functions, make_loss, new_state
 from jaxscale.training.checkpoint import Checkpointer
 from jaxscale.training.checkpoint_reader import SCHEDULE_STEPS
 from jaxscale.training.config import TrainConfig
@@ -45,8 +45,11 @@ from jaxscale.training.step import (
     EvalStep,
     Metrics,
     TrainState,
+    has_frozen,
     make_train_step,
     state_shardings,
+    trained_part,
+    with_frozen,
 )
 
 
@@ -143,6 +146,8 @@ def fit(
             walked through only once.
     """
     config = _checked(config, model, loss)
+    if model is not None and not has_frozen(model):
+        model = adapted(config, model)
     mesh = make_mesh(config.mesh, devices)
     config.check_mesh(mesh.shape)
     if mesh.size > 1:
@@ -319,6 +324,11 @@ def _checked(config: TrainConfig, model: Any, loss: LossFunction | None) -> Trai
                 "task in the settings, for example head=encoder_head(config.model, "
                 "'masked_lm'), or give model and loss"
             )
+    if config.lora.rank and model is None and config.source is None:
+        raise ValueError(
+            f"lora.rank {config.lora.rank} adapts a model that has weights; name them "
+            "in source (jaxscale train --from), or give model"
+        )
     return config
 
 
@@ -341,7 +351,13 @@ def _start(
 
     abstract = jax.eval_shape(create) if model is None else jax.eval_shape(adopt, model)
     layout = state_shardings(abstract, mesh, config.state_rules)
-    if config.step is not None or checkpoints.newest() is not None:
+    resumed = config.step is not None or checkpoints.newest() is not None
+    frozen = has_frozen(abstract.model)  # which checkpoints leave out
+    if model is None and config.source is not None and (frozen or not resumed):
+        model = pretrained(config, mesh)
+    if model is not None:
+        model = place(model, mesh, _flat_rules(config, mesh).parameters)
+    if resumed:
         planned = checkpoints.config(config.step).get(SCHEDULE_STEPS)
         check_same_schedule(config.optimizer, config.steps, planned)
         target = jax.tree.map(
@@ -349,19 +365,20 @@ def _start(
             abstract,
             layout,
         )
-        state, position = checkpoints.restore(target, config.step)
+        state, position = checkpoints.restore(trained_part(target), config.step)
+        if frozen:
+            whole = with_frozen(state.model, model)
+            state = dataclasses.replace(state, model=whole)
         batches.set_state(position)
         checkpoints.set_aside_after(int(state.step))  # not to be read
         logger.info("continue after step %d", int(state.step))
-    elif model is None and config.source is None:
+    elif model is None:
         state = jax.jit(create, out_shardings=layout)()
     else:
-        if model is None:
-            model = pretrained(config, mesh)
         # Layers that move to places of stages cannot take the memory of the given ones.
         donated = 0 if stack.is_flat else ()
         adopt = jax.jit(adopt, out_shardings=layout, donate_argnums=donated)
-        state = adopt(place(model, mesh, _flat_rules(config, mesh).parameters))
+        state = adopt(model)
     return state, layout
 
 

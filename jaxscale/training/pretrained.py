@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import Mesh
 
 from jaxscale.models.decoder import Decoder
@@ -15,13 +16,21 @@ from jaxscale.models.families import config_from_hf
 from jaxscale.models.hf.files import Checkpoint
 from jaxscale.models.hf.hub import local_directory
 from jaxscale.models.hf.load import load, own_head
+from jaxscale.nn.lora import Frozen, merge_adapters
+from jaxscale.sharding.parameters import place
+from jaxscale.sharding.rules import AxisRules
+from jaxscale.sharding.tensor_parallel import TensorParallel
 from jaxscale.training import run as run_directory
-from jaxscale.training.assemble import make_model
+from jaxscale.training.assemble import adapted, make_model
+from jaxscale.training.checkpoint import Checkpointer
 from jaxscale.training.config import TrainConfig
+from jaxscale.training.step import with_frozen
 
 
-def pretrained(config: TrainConfig, mesh: Mesh) -> Decoder | EncoderModel:
-    """The model of ``config.source``, with the types and rules of `config`.
+def pretrained(
+    config: TrainConfig, mesh: Mesh, rules: AxisRules | None = None
+) -> Decoder | EncoderModel:
+    """The model of ``config.source``, with types and adapters as `config` says.
 
     An encoder gets the head of `config`, with the parameters of its files if it is the
     one that these hold, and new ones if not.
@@ -29,19 +38,59 @@ def pretrained(config: TrainConfig, mesh: Mesh) -> Decoder | EncoderModel:
     Args:
         config: The settings of the run; they name the source.
         mesh: The devices.
+        rules: Mesh axes of each logical axis; None is those of `config`.
 
     Raises:
         FileNotFoundError: there is no such source, or a file of it is missing.
         ValueError: it is not of the shape of ``config.model``, or damaged.
     """
     assert config.source is not None
+    rules = config.axis_rules if rules is None else rules
     directory = local_directory(config.source)
     if run_directory.is_run(directory):
-        model = _of_run(config, directory, mesh)
+        model = _of_run(config, directory, mesh, rules)
     else:
-        model = _of_hugging_face(config, directory, mesh)
+        model = _of_hugging_face(config, directory, mesh, rules)
     config.of_model(model)  # raises where it has another shape
-    return model
+    return adapted(config, model)
+
+
+def load_adapted(
+    directory: Path,
+    config: TrainConfig,
+    mesh: Mesh,
+    rules: AxisRules,
+    step: int | None,
+    tensor_parallel: TensorParallel,
+) -> Decoder | EncoderModel:
+    """The model of a run with adapters, which are merged into its weights.
+
+    Args:
+        directory: Directory of the run, which holds the adapters.
+        config: Settings of the model; their source holds its weights.
+        mesh: The devices.
+        rules: Mesh axes of each logical axis.
+        step: Step of the checkpoint; None is the newest.
+        tensor_parallel: Communication of the model.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint, or the source is gone.
+        ValueError: run and source do not fit.
+    """
+    if config.source is None:
+        raise ValueError(
+            f"{directory} holds adapters of a model that was given to fit; load that "
+            "model, and restore the adapters into it with Checkpointer.restore_model"
+        )
+    config = dataclasses.replace(config, tensor_parallel=tensor_parallel)
+    model = place(pretrained(config, mesh, rules), mesh, rules)
+    target = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+        nnx.state(model, nnx.Not(Frozen)),
+    )
+    with Checkpointer(directory / "checkpoints", read_only=True) as checkpoints:
+        trained = checkpoints.restore_model(target, step)
+    return merge_adapters(with_frozen(trained, model))
 
 
 def check_source(config: TrainConfig) -> None:
@@ -54,6 +103,11 @@ def check_source(config: TrainConfig) -> None:
         ValueError: it has another shape, or is of a kind that is not supported.
     """
     if config.source is None:
+        if config.lora.rank:
+            raise ValueError(
+                f"lora.rank {config.lora.rank} adapts a model that has weights; name "
+                "them in source (jaxscale train --from)"
+            )
         return
     directory = local_directory(config.source)
     if run_directory.is_run(directory):
@@ -68,9 +122,13 @@ def check_source(config: TrainConfig) -> None:
                 f"{config.source} were made with {theirs.get(name)!r}; leave the shape "
                 "of the model as it is"
             )
+    # Raises where the adapters are for layers that the model lacks.
+    jax.eval_shape(lambda: adapted(config, make_model(config)))
 
 
-def _of_run(config: TrainConfig, directory: Path, mesh: Mesh) -> Decoder | EncoderModel:
+def _of_run(
+    config: TrainConfig, directory: Path, mesh: Mesh, rules: AxisRules
+) -> Decoder | EncoderModel:
     run = run_directory.read_config(directory)
     if run.param_dtype != config.param_dtype:
         raise ValueError(
@@ -83,11 +141,11 @@ def _of_run(config: TrainConfig, directory: Path, mesh: Mesh) -> Decoder | Encod
             f"settings ask for {config.head}; write it as a Hugging Face directory "
             "with `jaxscale export`, from where it takes another head"
         )
-    return run_directory.load_model(directory, mesh, config.axis_rules, like=config)
+    return run_directory.load_model(directory, mesh, rules, like=config)
 
 
 def _of_hugging_face(
-    config: TrainConfig, directory: Path, mesh: Mesh
+    config: TrainConfig, directory: Path, mesh: Mesh, rules: AxisRules
 ) -> Decoder | EncoderModel:
     options: dict[str, Any] = {"tensor_parallel": config.tensor_parallel}
     if isinstance(config.model, EncoderConfig):
@@ -97,7 +155,7 @@ def _of_hugging_face(
         directory,
         seed=config.seed,
         mesh=mesh,
-        rules=config.axis_rules,
+        rules=rules,
         dtype=jnp.dtype(config.dtype),
         param_dtype=jnp.dtype(config.param_dtype),
         remat=config.remat,
@@ -106,6 +164,6 @@ def _of_hugging_face(
     )
     # `load` takes `quantization` for that of serving; here it is how a run multiplies.
     described = jax.eval_shape(
-        lambda: make_model(config, tensor_parallel=config.tensor_parallel)
+        lambda: make_model(config, rules=rules, tensor_parallel=config.tensor_parallel)
     )
     return jax.tree.unflatten(jax.tree.structure(described), jax.tree.leaves(loaded))

@@ -204,6 +204,10 @@ def load_model(
     def init() -> Decoder | EncoderModel:
         return make_model(run, rules=rules, tensor_parallel=tensor_parallel)
 
+    if run.lora.rank:
+        from jaxscale.training.pretrained import load_adapted  # which reads runs too
+
+        return load_adapted(directory, run, mesh, rules, step, tensor_parallel)
     abstract = jax.eval_shape(init)
     target = jax.tree.map(
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),

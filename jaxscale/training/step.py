@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh
 from jaxtyping import Array, Float, Int32
 
+from jaxscale.nn.lora import Frozen
 from jaxscale.sharding.parameters import shardings
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 from jaxscale.sharding.state_rules import StateRules
@@ -69,6 +70,39 @@ class TrainState:
             model=model,
             opt_state=optimizer.init(nnx.state(model, nnx.Param)),
         )
+
+
+def trained_part(state: TrainState) -> TrainState:
+    """`state` without the parameters of the model that are `jaxscale.nn.lora.Frozen`.
+
+    The model becomes an `nnx.State`, if it has any.
+
+    Args:
+        state: The state, or a tree of its structure.
+    """
+    if not has_frozen(state.model):
+        return state
+    trained = nnx.state(state.model, nnx.Not(Frozen))
+    return dataclasses.replace(state, model=trained)
+
+
+def with_frozen(trained: Any, model: Any) -> Any:
+    """`model` with the parameters that are not frozen taken from another place.
+
+    Args:
+        trained: The model of `trained_part`.
+        model: Has the frozen parameters.
+    """
+    graph, frozen, _ = nnx.split(model, Frozen, ...)
+    return nnx.merge(graph, frozen, trained)
+
+
+def has_frozen(model: Any) -> bool:
+    """True if training leaves parameters of `model` as they are."""
+    variables = jax.tree.leaves(
+        model, is_leaf=lambda node: isinstance(node, nnx.Variable)
+    )
+    return any(isinstance(variable, Frozen) for variable in variables)
 
 
 def state_shardings(state: TrainState, mesh: Mesh, rules: StateRules) -> TrainState:

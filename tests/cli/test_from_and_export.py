@@ -22,6 +22,7 @@ from jaxscale.models import (
     save,
 )
 from jaxscale.sharding import REPLICATED
+from jaxscale.training import Checkpointer
 from jaxscale.training import run as run_directory
 
 
@@ -138,6 +139,68 @@ def test_a_type_is_chosen_and_files_are_split(decoder, notes, command, tmp_path)
     assert code == 0, err
     assert len(list(out.glob("model-*.safetensors"))) > 1
     assert load(out).embed.table[...].dtype == "bfloat16"
+
+
+def test_adapters_are_trained_saved_and_merged(decoder, notes, command, tmp_path):
+    run, out = tmp_path / "run", tmp_path / "out"
+    arguments = [
+        *("train", "--from", decoder, *SMALL, "--data.paths", notes),
+        *("--lora.rank", 2, "--lora.alpha", 6, "--lora.layers", "query", "mlp.*up"),
+        *("--optimizer.learning-rate", 0.01, "--optimizer.schedule", "constant"),
+    ]
+    code, _, err = command(*arguments, "--output-dir", run, "--steps", 2)
+    assert code == 2 and "lora.layers 'mlp.*up' is no linear layer" in err
+    arguments[arguments.index("mlp.*up")] = "*.up"
+    here = ["--output-dir", run]
+    for steps, layout in (
+        (2, ["--mesh.fsdp", 4, "--mesh.tensor", 2]),
+        (4, ["--mesh.fsdp", 4, "--mesh.data", 2, "--data.batch-size", 8, "--resume"]),
+    ):
+        code, _, err = command(*arguments, *here, "--steps", steps, *layout)
+        assert code == 0, err
+    whole = tmp_path / "whole"
+    code, _, err = command(*arguments, "--steps", 4, "--output-dir", whole)
+    assert code == 0, err
+    losses = [
+        {r["step"]: r["loss"] for r in map(json.loads, lines) if "loss" in r}
+        for lines in (
+            (path / "metrics.jsonl").read_text().splitlines() for path in (run, whole)
+        )
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+    # Checkpoints hold the adapters, two arrays for each of two layers, and no more.
+    with Checkpointer(run / "checkpoints", read_only=True) as checkpoints:
+        text = (checkpoints.directory / "4" / "digests" / "metadata").read_text()
+    names = {name for name in json.loads(text)["arrays"] if name.startswith("model.")}
+    layers = ("attention.query", "mlp.up")
+    assert names == {f"model.blocks.{x}.low_rank.{y}" for x in layers for y in "ab"}
+
+    code, _, err = command("export", run, out)
+    assert code == 0, err
+    before, after = tensors(decoder), tensors(out)
+    changed = {n for n in before if (before[n] != after[n]).any()}
+    assert changed == {
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.0.mlp.up_proj.weight",
+    }
+    for name in changed:  # rank 2
+        values = np.linalg.svd(after[name] - before[name], compute_uv=False)
+        assert values[1] > 1e-4 and values[2] < 1e-6
+    prompt = ["--prompt", "The number", "--temperature", 0, "--max-new-tokens", 6]
+    said = [command("generate", "--from", path, *prompt)[:2] for path in (run, out)]
+    assert said[0] == said[1] and said[0][0] == 0
+
+
+def test_adapters_need_weights(command, tmp_path):
+    code, _, err = command(
+        "train", "llama_tiny", "--lora.rank", 2, "--output-dir", tmp_path / "run"
+    )
+    assert code == 2 and "lora.rank 2 adapts a model that has weights; name them" in err
+    code, _, err = command(
+        *("train", "llama_tiny", "--lora.rank", 2, "--mesh.axis-type", "explicit")
+    )
+    assert code == 2 and "run neither in a pipeline nor on explicit meshes" in err
 
 
 def test_an_encoder_learns_to_classify(encoder, reviews, command, tmp_path):
