@@ -15,9 +15,10 @@ have), ``device`` a folder of results, ``params`` the params that have a column 
 default all), and the name of a param chooses rows by its value: ``M=2048,8192``. With
 ``columns=M`` the values of a param stand side by side and a cell is the metric alone,
 or else the time; a last line has the means. With ``pending=yes`` a table without
-results says so instead of failing. A plot is a block ``<!-- plot:matmul -->``, and
-``<!-- table:headlines -->`` is the table of `benchmarks.headlines`. What a table was
-made by (commands, commits, versions) is folded away under it.
+results says so instead of failing, with ``pending=hidden`` it is not there. A plot is a
+block ``<!-- plot:matmul -->``, and ``<!-- table:headlines -->`` is the table of
+`benchmarks.headlines`. What a table was made by (commands, commits, versions) is folded
+away under it.
 ``table:pruned_speed`` and its plot join two files: `benchmarks.pruned_speed`.
 ``--check`` changes nothing and fails if a block or a plot differs from what would be
 written.
@@ -69,6 +70,8 @@ BOUNDS = ("matmul_only", "comm_only", "ideal")
 """What no implementation of the whole can be faster than."""
 
 PENDING = "Not measured yet."
+WITHOUT_ROWS = {"no": None, "yes": f"\n{PENDING}\n\n", "hidden": ""}
+"""What stands in the place of a table without rows; None is an error."""
 
 MARKER = re.compile(
     r"(?P<open><!-- (?P<what>table|plot):(?P<name>\S+)(?P<options>(?: \w+=\S+)*) -->\n)"
@@ -134,6 +137,8 @@ def markdown(
     """
     rows = _chosen(record, implementations, cases, where)
     if metric is not None and not any(metric in row["metrics"] for row in rows):
+        if metric == "vs_torch":
+            raise ValueError("no row has a time of PyTorch beside it")
         known = records.ordered(name for row in rows for name in row["metrics"])
         raise ValueError(f"metric {metric!r}, expected one of {known}")
     if columns is not None and columns not in rows[0]["params"]:
@@ -325,16 +330,21 @@ def fill(text: str, results: pathlib.Path, where: str = "text") -> str:
     def block(match: re.Match) -> str:
         options = dict(item.split("=", 1) for item in match["options"].split())
         device = options.pop("device", DEFAULT_DEVICE)
-        pending = options.pop("pending", None) == "yes"
+        pending = options.pop("pending", "no")
         name = f"{match['what']}:{match['name']}"
+        if pending not in WITHOUT_ROWS:
+            raise ValueError(
+                f"{where}: {name}: pending={pending}, expected one of {[*WITHOUT_ROWS]}"
+            )
+        without = WITHOUT_ROWS[pending]
         if match["name"] == "headlines":
             docs = "" if where.startswith("docs/") else "docs/"
             made = headlines.markdown(results / device, docs)
             return f"{match['open']}\n{made}\n{match['close']}"
         path = results / device / f"{match['name']}.json"
         record = _record(path)
-        if record is None and pending:
-            return f"{match['open']}\n{PENDING}\n\n{match['close']}"
+        if record is None and without is not None:
+            return f"{match['open']}{without}{match['close']}"
         if record is None:
             raise ValueError(f"{where}: {name} wants {path}, not there")
         try:
@@ -345,9 +355,9 @@ def fill(text: str, results: pathlib.Path, where: str = "text") -> str:
             else:
                 made = markdown(record, **options)
         except (TypeError, ValueError) as error:
-            if not pending or "no row has" not in str(error):
+            if without is None or "no row has" not in str(error):
                 raise ValueError(f"{where}: {name}: {error}") from error
-            made = f"{PENDING}\n"
+            return f"{match['open']}{without}{match['close']}"
         return f"{match['open']}\n{made}\n{match['close']}"
 
     opened = len(re.findall("<!-- (?:table|plot):", text))

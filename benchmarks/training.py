@@ -8,7 +8,7 @@ conventions of model FLOP/s utilization count useful work only: 6 FLOPs a parame
 token plus attention, the whole matrix (`mfu_full`) or the causal half (`mfu_causal`),
 over the dense bf16 peak of the data sheet of all GPUs.
 
-- ``jaxscale``: every layer compiled, nothing recomputed; whole rows by cuDNN; over
+- ``jaxscale``: every layer compiled, nothing recomputed; attention by our kernel; over
   `tensor` the fused kernels.
 - ``jaxscale_xla``: the same with XLA's collectives over `tensor`.
 - ``jaxscale_overlap``: ``jaxscale`` with XLA's flags of the preset `overlap`.

@@ -81,6 +81,8 @@ def test_pytorch_counts_with_what_it_takes_for_more_work():
     shown = {line.split(" | ")[0]: line for line in lines}
     assert "**100 (3)** | 700 (1) | 600 (0.5) | 3.00 |" in shown["| m_64"]
     assert "**150 (2)** | 300 (1) | - | 2.00 |" in shown["| m_128"]
+    with pytest.raises(ValueError, match="no row has a time of PyTorch"):
+        tables.markdown(RECORD, metric="vs_torch", cases="a")
     # It is shown where it is asked for.
     assert "vs_torch" not in tables.markdown(RECORD)
 
@@ -202,7 +204,7 @@ def test_values_of_a_param_stand_side_by_side():
         "| up | 0.5 | - |",
         "| mean | -1 | 0.9 |",
     ]
-    assert "overlap_efficiency_star of `mosaic_gpu`. NVIDIA H200 x 4, wall time" in text
+    assert "overlap_efficiency_star of `mosaic_gpu`. NVIDIA H200 x 4." in text
     times = tables.markdown(OVERLAP, columns="M", kind="all_gather", cases="qkv")
     assert "| qkv | xla_nccl | 20 | 150 |" in times
     assert "mean" not in times and "time in us" in times
@@ -226,6 +228,14 @@ def test_what_is_not_measured_yet_may_say_so(tmp_path):
     made = (tmp_path / "README.md").read_text()
     assert made.count("Not measured yet.") == 3
     assert "![A plot](docs/_static/plots/nvidia_h200_matmul.svg)" in made
+    hidden = text.replace("pending=yes", "pending=hidden")
+    tables.main(document(tmp_path, hidden))
+    made = (tmp_path / "README.md").read_text()
+    assert "<!-- table:other pending=hidden -->\n<!-- /table -->" in made
+    assert "<!-- table:matmul pending=hidden M=77 -->\n<!-- /table -->" in made
+    assert tables.PENDING not in made and "![A plot]" in made
+    with pytest.raises(ValueError, match="pending=maybe, expected one of"):
+        tables.main(document(tmp_path, text.replace("pending=yes", "pending=maybe")))
 
 
 def attention_row(case, name, time_us, what="fwd", batch=16, max_len=512, tokens=16):
