@@ -341,6 +341,10 @@ def test_heads_that_do_not_fit_are_named():
         (2048, 2048, 128, {"causal": False}),
         (256, 700, 128, {"causal": True}),
         (300, 300, 64, {"causal": True, "softcap": 2.0}),
+        (1024, 1024, 128, {"causal": True}),  # where cuDNN has the forward pass alone
+        (1000, 1000, 64, {"window": (64, 64)}),
+        (300, 200, 128, {"causal": True, "sinks": jnp.linspace(-1.0, 1.0, 8)}),
+        (700, 700, 128, {"causal": True, "alibi_slopes": 0.5 ** jnp.arange(1.0, 9.0)}),
     ],
 )
 def test_the_kernel_on_a_gpu(t, s, h, options):
