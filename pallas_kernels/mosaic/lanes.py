@@ -22,6 +22,7 @@ from pallas_kernels.mosaic.copies import smem_transforms
 __all__ = [
     "FLAT",
     "any_of_warp",
+    "distances",
     "in_register_order",
     "keep_band",
     "load_in_register_order",
@@ -151,6 +152,54 @@ def _keep_band(values: mgpu.FragmentedArray, *limits: ir.Value | None) -> Any:
         masked[at] = register
     return mgpu.FragmentedArray(
         _registers=masked, _layout=values.layout, _is_signed=values.is_signed
+    )
+
+
+def distances(values: jax.Array, shift: Scalar) -> jax.Array:
+    """``|column - row + shift|`` of each accumulator, fp32.
+
+    A lane computes it from one number a row. Index arrays would keep one register an
+    element, as for `keep_band`.
+
+    Args:
+        values: fp32 [64, columns], in the layout of wgmma accumulators; not read.
+        shift: int32; up to 2 ** 24 distances are exact.
+    """
+    layout = plgpu.Layout.WGMMA
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout, plgpu.Layout.WG_SPLAT(())),
+        return_type=plgpu.ShapeDtypeStruct(values.shape, jnp.float32, layout),
+    )
+    def measure_distances(ctx: Any, values: mgpu.FragmentedArray, shift: Any) -> Any:
+        del ctx
+        return _distances(values, shift.registers.item())
+
+    measure: Any = measure_distances  # the decorator supplies the context
+    return measure(values, jnp.int32(shift))
+
+
+def _distances(values: mgpu.FragmentedArray, shift: ir.Value) -> Any:
+    """Emits the distances of one lane."""
+    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    lane_row, lane_column = _first_element(values)
+    start = arith.addi(arith.subi(lane_column, lane_row), shift)
+    places = _register_places(values)
+    by_row = {
+        row: arith.sitofp(f32, arith.subi(start, arith.constant(i32, row)))
+        for row in {row for row, _ in places.values()}
+    }
+    found = np.empty_like(values.registers)
+    for at, (row, column) in places.items():
+        register = values.registers[at]
+        for i in range(ir.VectorType(register.type).shape[0]):
+            here = arith.constant(f32, ir.FloatAttr.get(f32, float(column + i)))
+            value = math.absf(arith.addf(by_row[row], here))
+            where = {"dynamic_position": [], "static_position": [i]}
+            register = vector.insert(value, register, **where)
+        found[at] = register
+    return mgpu.FragmentedArray(
+        _registers=found, _layout=values.layout, _is_signed=values.is_signed
     )
 
 

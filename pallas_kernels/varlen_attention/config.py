@@ -240,12 +240,12 @@ def forward_blocks(
         alibi: whether scores depend on slopes, which takes registers.
 
     Returns:
-        Tiles of 128 queries, at head dim 64 of 192; of 64, where the sequences are so
-        short on average (the budget of tokens over that of sequences) that larger tiles
-        would be half empty, or where all such tiles fit in the GPU at once, and not so
-        many sequences that blocks search long for theirs. From head dim 128 on half of
-        the columns of the queries are held in registers: all of them were 5% slower at
-        head dim 128 (trial), and at 256 there is no room.
+        Tiles of 128 queries, at head dim 64 of 192 without ALiBi; of 64, where the
+        sequences are so short on average (the budget of tokens over that of sequences)
+        that larger tiles would be half empty, or where all such tiles fit in the GPU at
+        once, and not so many sequences that blocks search long for theirs. From head
+        dim 128 on half of the columns of the queries are held in registers: all of them
+        were 5% slower at head dim 128 (trial), and at 256 there is no room.
     """
     queries = math.ceil(problem.queries / problem.max_seqs)
     keys = math.ceil(problem.keys / problem.max_seqs)
@@ -254,7 +254,7 @@ def forward_blocks(
         few = tiles <= _SHORT_BLOCKS * device.num_sms and keys <= _SHORT_KEYS
         if (queries <= _SHORT or few) and problem.max_seqs <= MOST_SHORT_SEQUENCES:
             return ForwardBlocks(consumers=1, block_k=64, overlap=False)
-        return ForwardBlocks(consumers=3 if queries > 512 else 2)
+        return ForwardBlocks(consumers=3 if queries > 512 and not alibi else 2)
     if problem.head_dim == 128:
         return ForwardBlocks(held=0 if alibi else 1)
     return ForwardBlocks(block_k=64, overlap=False, ping_pong=True, held=2)

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic.aliases import Ref, Scalar
 from pallas_kernels.mosaic.copies import CHUNK
-from pallas_kernels.mosaic.lanes import any_of_warp, keep_band
+from pallas_kernels.mosaic.lanes import any_of_warp, distances, keep_band
 from pallas_kernels.varlen_attention.config import (
     ROWS,
     ForwardBlocks,
@@ -33,7 +33,6 @@ __all__ = [
     "LOG2E",
     "ForwardMainloop",
     "in_registers",
-    "index_arrays",
     "step_start",
     "tile_terms",
 ]
@@ -53,15 +52,6 @@ limit is computed anew only where sums are scaled: it is too low meanwhile, at m
 def _log2_factor(scores: Scores) -> float:
     """The factor that turns the scores of `log2_scores` into exponents of two."""
     return scores.scale * LOG2E if scores.plain else 1.0
-
-
-def index_arrays(shape: tuple[int, int]) -> tuple[Any, Any]:
-    """Row and column of each accumulator, int32."""
-    rows, columns = (
-        plgpu.broadcasted_iota(jnp.int32, shape, d, layout=plgpu.Layout.WGMMA)
-        for d in (0, 1)
-    )
-    return rows, columns
 
 
 def in_registers(ref: Ref, count: int) -> tuple[Any, ...]:
@@ -177,8 +167,7 @@ class ForwardMainloop:
             else:
                 products = products * (scale * LOG2E)
             if x.alibi:
-                rows, columns = index_arrays(self.shape)
-                away = jnp.abs(columns - rows + shift).astype(jnp.float32)
+                away = distances(products, shift)
                 products = products - away * (self.slope * LOG2E)
         if masked:
             left, right = x.window

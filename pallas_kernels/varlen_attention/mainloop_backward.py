@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.mosaic.aliases import Ref, Scalar
 from pallas_kernels.mosaic.copies import CHUNK
 from pallas_kernels.mosaic.lanes import (
+    distances,
     in_register_order,
     keep_band,
     scale_and_add_row,
@@ -36,7 +37,6 @@ from pallas_kernels.varlen_attention.inputs import Scores
 from pallas_kernels.varlen_attention.mainloop import (
     LOG2E,
     in_registers,
-    index_arrays,
 )
 
 
@@ -245,14 +245,16 @@ class BackwardMainloop:
         p: Any,
         dp: Any,
         derivative: Any,
-        distance: Any,
+        index: Scalar,
         stage: Scalar,
         slope_sums: Any,
     ) -> tuple[Any, Any]:
         """Ds, and the sums for slopes with it."""
         ds = p * scale_and_add_row(dp, 1.0, self.stats(stage, 1))
-        if distance is not None:
-            slope_sums = slope_sums - jnp.sum(ds * distance, axis=1)
+        if self.scores.alibi:
+            # Computed again: until here distances would take a register an element.
+            away = distances(ds, -self.shift(index))
+            slope_sums = slope_sums - jnp.sum(ds * away, axis=1)
         if derivative is not None:
             ds = ds * derivative
         return ds, slope_sums
@@ -264,20 +266,19 @@ class BackwardMainloop:
         head: Scalar,
         index: Scalar,
         full: tuple[Scalar, Scalar],
-    ) -> tuple[Any, Any, Any]:
-        """Weights, the derivative of a score by the product, and distances."""
+    ) -> tuple[Any, Any]:
+        """Weights, and the derivative of a score by the product."""
         x = self.scores
-        derivative = distances = None
+        derivative = None
         factor = x.scale * LOG2E
         if x.softcap is not None:
             capped = jnp.tanh(s * (x.scale / x.softcap))
             derivative = 1.0 - capped * capped
             s, factor = capped, x.softcap * LOG2E
         if x.alibi:
-            rows, columns = index_arrays(self.shape)
-            distances = jnp.abs(rows - columns + self.shift(index)).astype(jnp.float32)
+            away = distances(s, -self.shift(index))
             slope = self.slopes[self.read("row"), head] * LOG2E
-            s, factor = s * factor - distances * slope, 1.0
+            s, factor = s * factor - away * slope, 1.0
         elif factor <= 0:  # which would not leave -inf as it is
             s, factor = s * factor, 1.0
         unmasked = index >= full[0]
@@ -288,7 +289,7 @@ class BackwardMainloop:
         mask = functools.partial(self.mask, index=index)
         s = lax.cond(unmasked, lambda s: s, mask, s)
         weights = jnp.exp2(scale_and_add_row(s, factor, self.stats(stage, 0)))
-        return weights, derivative, distances
+        return weights, derivative
 
     def shift(self, index: Scalar) -> Any:
         """Distance of the first key to the right of the first query's diagonal."""
@@ -370,7 +371,7 @@ class OwnKeys(BackwardMainloop):
             plgpu.barrier_wait(scratch["do_full"].at[do_stage])
             self.start_scores(dp_acc, self.v_smem, self.do_smem.at[do_stage])
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=self.problem.chunks)
-            p, derivative, distance = self.weights(s, stage, head, index, full)
+            p, derivative = self.weights(s, stage, head, index, full)
             dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
             if begin:
 
@@ -380,9 +381,7 @@ class OwnKeys(BackwardMainloop):
 
             # Operands in registers are made after the products, see the forward pass.
             p = lax.optimization_barrier(p)
-            ds, sums = self.score_gradients(
-                p, dp, derivative, distance, stage, slope_sums
-            )
+            ds, sums = self.score_gradients(p, dp, derivative, index, stage, slope_sums)
             p, ds = lax.optimization_barrier((p.astype(dtype), ds.astype(dtype)))
             return p, ds, sums
 
@@ -468,14 +467,12 @@ class SharedKeys(BackwardMainloop):
             plgpu.barrier_wait(scratch["do_full"].at[do_stage])
             self.start_scores(dp_acc, self.v_smem, self.do_smem.at[do_stage])
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=self.problem.chunks)
-            p, derivative, distance = self.weights(s, stage, head, index, full)
+            p, derivative = self.weights(s, stage, head, index, full)
             store_columns(p_smem, p.astype(dtype), self.query_offset)
             self.meet("p_full")
             self.start_sum(dv, p_smem, self.do_smem.at[do_stage], 0)
             dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
-            ds, sums = self.score_gradients(
-                p, dp, derivative, distance, stage, slope_sums
-            )
+            ds, sums = self.score_gradients(p, dp, derivative, index, stage, slope_sums)
             store_columns(buffer.at[0], ds.astype(dtype), self.query_offset)
             return sums
 

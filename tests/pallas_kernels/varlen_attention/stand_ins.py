@@ -58,6 +58,11 @@ def _search_tile(bounds, number, closure):
     return np.int32(sequence), np.int32(index)
 
 
+def _measure_distances(values, shift):
+    rows, columns = np.indices(values.shape)
+    return np.abs(columns - rows + int(shift)).astype(np.float32)
+
+
 def _mask_outside_band(values, *bounds, closure):
     rows, columns = np.indices(values.shape)
     indices = rows, rows, columns, columns, columns - rows, columns - rows
@@ -102,6 +107,7 @@ register_inline(
 register_inline("next_ticket", _next_ticket, writes=(0, 1))
 register_inline("search_tile", _search_tile)
 register_inline("mask_outside_band", _mask_outside_band)
+register_inline("measure_distances", _measure_distances)
 register_inline("add_shared_row", _add_shared_row)
 register_inline("vote_of_warp", np.any)
 register_inline("read_one_number", _read_one_number)
