@@ -15,6 +15,8 @@ the activations against a padded model in fp32.
 - ``torch_compile``, ``torch_compile_graphs``: by `torch.compile` and fused scores
   where the model has them; with its default mode and with CUDA graphs.
 
+- ``flash_deberta``: FlashDeBERTa's model, where it is installed.
+
 Programs of JAX of several cases are compiled at once, in threads.
 """
 

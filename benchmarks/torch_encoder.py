@@ -1,9 +1,11 @@
 """The PyTorch baselines of `benchmarks.encoder`: transformers on a padded batch."""
 
+import importlib
 import tempfile
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.attention_baselines import want_package
 from jaxscale import models
 
 
@@ -13,9 +15,10 @@ MODES = {
     "torch_compile": ("sdpa", "default"),
     "torch_compile_graphs": ("sdpa", "reduce-overhead"),
     "torch_cuda_graph": ("sdpa", "capture"),
+    "flash_deberta": ("flash", None),
 }
 """Attention and mode of `torch.compile`, by name of the implementation; ``capture`` is
-one CUDA graph of the model as it is."""
+one CUDA graph of the model as it is, ``flash`` is FlashDeBERTa's model."""
 
 
 def forward(name: str, model: models.EncoderModel) -> Callable[..., Any]:
@@ -38,13 +41,19 @@ def forward(name: str, model: models.EncoderModel) -> Callable[..., Any]:
     disentangled = model.config.relative is not None
     if disentangled and name == "torch_sdpa":
         raise NotImplementedError("transformers has no fused DeBERTa attention")
+    source = transformers.AutoModel
+    if name == "flash_deberta":
+        if not disentangled or model.config.family == "deberta":
+            raise NotImplementedError("FlashDeBERTa is DeBERTa-v2 and v3 alone")
+        want_package("flashdeberta", "flashdeberta")
+        source = importlib.import_module("flashdeberta").FlashDebertaV2Model
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # The others compute no pooled vector.
     pooled = model.config.family in ("bert", "roberta", "albert")
     options = {"add_pooling_layer": False} if pooled else {}
     with tempfile.TemporaryDirectory() as directory:
         models.save(model, directory)
-        theirs = transformers.AutoModel.from_pretrained(
+        theirs = source.from_pretrained(
             directory,
             dtype=torch.bfloat16,
             attn_implementation="eager" if disentangled else attention,

@@ -45,10 +45,14 @@ def child(job: Mapping[str, Any], rank: int) -> None:
         model = model.to(device)
         enabled = dtype != torch.float32
         cast = torch.autocast(torch.device(device).type, dtype=dtype, enabled=enabled)
-        run = torch.compile(model) if job["compiled"] else model
+        run = model
+        if job["compiled"]:
+            run = torch.compile(model, mode=job["torch_mode"])
     optimizer = _optimizer(model)
 
     def step(batch: tuple) -> float:
+        if job["torch_mode"] == "reduce-overhead":
+            torch.compiler.cudagraph_mark_step_begin()
         with _split_loss(tensor):
             with cast:
                 loss = run(*batch)

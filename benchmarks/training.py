@@ -24,7 +24,8 @@ over the dense bf16 peak of the data sheet of all GPUs.
 - ``plain_jax_overlap``: the same with these flags.
 - ``torch_compile``: `benchmarks.torch_training`: `torch.compile`, fused AdamW, SDPA;
   FSDP2 and DTensor's tensor parallelism on several GPUs; no pipelines, no parts of
-  rows, no window.
+  rows, no window. ``torch_compile_graphs``: the same on one GPU with CUDA graphs of
+  forward and backward pass (reduce-overhead).
 
 Losses of the first `PARITY_STEPS` steps are compared: with plain JAX, or else PyTorch,
 or else ours in another way, on the same workload in the same command, whatever the
@@ -108,6 +109,7 @@ DEFAULTS = {
     "remat": "none",
     "scan_layers": False,
     "loss_chunk": 1024,
+    "torch_mode": None,
 }
 """What a case does not say."""
 
@@ -127,6 +129,7 @@ REFERENCES = (
     "plain_jax",
     "plain_jax_overlap",
     "torch_compile",
+    "torch_compile_graphs",
     "jaxscale_xla",
     "jaxscale_overlap",
     "jaxscale_scan",
@@ -255,7 +258,8 @@ def _implementation(name: str, **more: Any) -> Custom:
         job = job_of({**params, **more}, seed, samples)
         if reason := _unsupported(name, params, job):
             raise NotImplementedError(reason)
-        found = _in_torch(job) if name == "torch_compile" else _in_child(name, job)
+        in_torch = name.startswith("torch")
+        found = _in_torch(job) if in_torch else _in_child(name, job)
         losses = found["losses"]
         in_fp8 = job["quantization"] is not None
         return Trained(
@@ -308,6 +312,10 @@ def _unsupported(
         return "torch is not installed"
     if job["window"]:
         return "SDPA has no window"
+    if name == "torch_compile_graphs" and job["size"] > 1:
+        return "CUDA graphs of a model that is split"
+    if name == "torch_compile_graphs" and not timing.on_gpu():
+        return "CUDA graphs need a GPU"
     if job["documents"] and not timing.on_gpu():
         return "varlen_attn needs a GPU"
     return None
@@ -496,6 +504,9 @@ BENCHMARK = Benchmark(
         "plain_jax": _implementation("plain_jax"),
         "plain_jax_overlap": _implementation("plain_jax_overlap", xla_flags="overlap"),
         "torch_compile": _implementation("torch_compile"),
+        "torch_compile_graphs": _implementation(
+            "torch_compile_graphs", torch_mode="reduce-overhead"
+        ),
     },
     measure=measure,
     metrics=metrics,
