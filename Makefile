@@ -50,8 +50,8 @@ format: $(STAMP)
 tables: $(STAMP)  ## Rewrite the tables and plots of README and docs from benchmarks/results.
 	$(BIN)/python -m benchmarks.tables
 
-docs: $(STAMP)
-	$(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html
+docs: $(STAMP)  ## The site, with the notebooks run; JAXSCALE_NOTEBOOKS=off leaves them.
+	JAXSCALE_NOTEBOOKS=$(or $(JAXSCALE_NOTEBOOKS),cache) $(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html
 
 clean:
 	rm -rf $(VENV) .cuda .cuda_cache .router dist build docs/_build docs/generated .pytest_cache .ruff_cache .hypothesis .import_linter_cache

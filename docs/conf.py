@@ -1,5 +1,6 @@
 """Sphinx: Markdown pages, and an API page for each package made from its docstrings."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -15,6 +16,15 @@ from sphinx.ext.autosummary import AutoLink
 from sphinx.ext.napoleon import GoogleDocstring
 
 import jaxscale
+
+
+def copy_notebooks(source, target):
+    """Sphinx reads only what lies beside it."""
+    target.mkdir(exist_ok=True)
+    for path in source.glob("*.ipynb"):
+        copy, text = target / path.name, path.read_text().replace("../docs/", "../../")
+        if not copy.exists() or copy.read_text() != text:
+            copy.write_text(text)
 
 
 project = "jaxscale"
@@ -42,8 +52,10 @@ html_theme_options = {
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
-# `make test` runs the notebooks; no page holds cells to run.
-nb_execution_mode = "off"
+# `make docs` runs the notebooks, once for each text; `make test` runs them elsewhere.
+nb_execution_mode = os.environ.get("JAXSCALE_NOTEBOOKS", "off")
+nb_execution_timeout = 600
+nb_execution_raise_on_error = True
 
 html_math_renderer = "mathml"  # browsers draw it themselves, without a network
 default_role = "name"
@@ -60,6 +72,7 @@ python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
 
 api_pages.write(HERE / "generated")
+copy_notebooks(HERE.parent / "examples", HERE / "generated" / "examples")
 
 
 class Name(AutoLink):

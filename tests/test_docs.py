@@ -162,6 +162,41 @@ def test_what_pjit_became_computes_what_it_says():
     assert str(jax.typeof(here["typed_y"])) == "float32[8@data,32@tensor]"
 
 
+def test_the_rows_of_a_host_become_a_global_array():
+    page = (ROOT / "docs/scaling.md").read_text()
+    section = page.partition("### The rows of each host")[2].partition("\n### ")[0]
+    here: dict[str, Any] = {}
+    for block in python(section):
+        exec(compile(block, "docs/scaling.md", "exec"), here)
+    tokens = here["tokens"]
+    np.testing.assert_array_equal(tokens, np.arange(32)[:, None] + np.arange(16))
+    assert tokens.sharding == here["rows"] and len(tokens.sharding.device_set) == 8
+
+
+# Arrays that the text around names, with their shapes.
+GIVEN = {
+    "kernels.md": "b bias bk bq bv cu cu_seqlens k kv layer lengths pages q residual "
+    "rows scale source table target to_keys to_queries v w wk wq wv x",
+    "tilewise.md": "w_down w_gate w_up x",
+}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_names_of_the_code_are_defined(page):
+    """From top to bottom, as a reader would paste the blocks of a page."""
+    ruff = [Path(sys.executable).with_name("ruff"), "check", "--isolated", "-"]
+    found = subprocess.run(
+        [*ruff, "--select=F821", "--output-format=concise", "--stdin-filename=page.py"],
+        input="\n".join(blocks(page)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    names = set(re.findall(r"Undefined name `(\w+)`", found.stdout))
+    assert "All checks passed" in found.stdout or names
+    assert names <= set(GIVEN.get(page.name, "").split())
+
+
 def blocks(page: Path) -> list[str]:
     return python(page.read_text())
 
