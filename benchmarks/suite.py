@@ -64,7 +64,6 @@ def company(name: str, gpus: int) -> tuple[str, ...]:
 _ATTENTION = (
     "--impl mosaic_gpu cudnn_packed cudnn_padded torch_varlen flash_attn_4 tokamax"
 )
-_SPARSE = "--impl auto dense torch_dense cusparselt_2_4 int8"
 _TRAINING = "--skip jaxscale_scan jaxscale_fp8* --samples 10"
 
 COMMANDS: tuple[tuple[str, str], ...] = (
@@ -101,20 +100,21 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     ("encoder", "layer_norm"),
     ("encoder", "encoder_steps --samples 10"),
     ("encoder", "encoder_fusions --samples 10"),
+    *(
+        ("sparse", line)
+        for mask in ("tw --sparsity 0.5", "tw", "tew")
+        for baselines in (" cusparselt_2_4 int8" if "0.5" in mask else "",)
+        for line in (
+            f"tile_sparse_layers --case swiglu block --pass fwd --mask {mask} "
+            f"--samples 15 --impl auto dense matmul_only{baselines}",
+            "tile_sparse_matmul --case llama3_8b_up llama3_8b_down --rows 4096 32 1 "
+            f"--mask {mask} --samples 15 --impl auto dense torch_dense{baselines}",
+        )
+    ),
     (
         "sparse",
-        "tile_sparse_layers --case swiglu block --pass fwd --impl auto dense "
-        "cusparselt_2_4 int8 matmul_only --samples 15",
-    ),
-    *(
-        (
-            "sparse",
-            f"tile_sparse_matmul --case {layers} --rows {rows} {_SPARSE} --samples 15",
-        )
-        for layers, rows in (
-            ("llama3_8b_up llama3_8b_down", "4096 32 1"),
-            ("llama3_8b_query llama3_8b_out", "4096"),
-        )
+        "tile_sparse_matmul --case llama3_8b_query llama3_8b_out --rows 4096 "
+        "--samples 15 --impl auto dense torch_dense",
     ),
     (
         "sparse",

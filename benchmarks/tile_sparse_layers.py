@@ -323,8 +323,10 @@ def compare(params: Params, medians: Mapping[str, float]) -> Mapping[str, dict]:
     """Speed-up over the dense layer of the same run, and the ideal one."""
     found = products.accuracy(params, medians)
     found.get("matmul_only", {}).clear()  # it is no model
-    dense, share = medians.get("dense"), kept(params)
-    for name, t in medians.items() if dense else ():
+    if "dense" not in medians:
+        return found
+    dense, share = medians["dense"], kept(params)
+    for name, t in medians.items():
         found[name]["speed_up"] = dense / t
         if name in products.OURS:
             found[name]["kept"] = share

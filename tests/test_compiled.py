@@ -20,8 +20,6 @@ from pallas_kernels.collective_matmul.all_reduce import (
 )
 from pallas_kernels.collective_matmul.config import CollectiveProblem, in_order_of_k
 from pallas_kernels.mosaic import H200
-from pallas_kernels.tile_sparse_matmul import TileSparse, tile_sparse_matmul
-from pallas_kernels.tile_sparse_matmul.specs import SPECS
 from tests import compiled, manifest
 from tests.compiled import compile_for_h200
 from tests.training import test_step, toy
@@ -68,6 +66,11 @@ def kernels(devices, op, name):
             "square_4096_m4096_s75",
             ["tile_sparse_matmul", "tile_sparse_grad_values"],
         ),
+        (
+            "tile_sparse_matmul",
+            "square_4096_m4096_s75_uneven",
+            ["tile_sparse_matmul", "tile_sparse_grad_values"],
+        ),
     ],
 )
 def test_kernels_spill_nothing(op, name, names):
@@ -75,27 +78,6 @@ def test_kernels_spill_nothing(op, name, names):
     assert {kernel.name for kernel in found} >= set(names)
     assert [kernel for kernel in found if kernel.spilled] == []
     assert all(24 <= kernel.registers <= 255 for kernel in found)
-
-
-def uneven(devices):
-    """Tiles that keep rows in unequal numbers, which come in an order."""
-    w = SPECS[0].weight_shape()
-    order = jax.ShapeDtypeStruct((w.tiles,), jnp.int32)
-    (*leaves, _), (shape, granularity, _) = w.tree_flatten_with_keys()
-    leaves = *(leaf for _, leaf in leaves), order
-    w = TileSparse.tree_unflatten((shape, granularity, False), leaves)
-    x = jax.ShapeDtypeStruct((shape[0], 4096), jnp.bfloat16)
-
-    def multiply(x, w):
-        return tile_sparse_matmul(x, w, feature_major=True, implementation="mosaic_gpu")
-
-    return jax.jit(multiply), on_one(devices, (x, w))
-
-
-def test_uneven_tiles_spill_nothing():
-    found = compile_for_h200(uneven).kernels
-    assert [kernel.name for kernel in found] == ["tile_sparse_matmul"]
-    assert [kernel for kernel in found if kernel.spilled] == []
 
 
 def test_spills_are_read():

@@ -19,7 +19,7 @@ __all__ = ["SHAPES", "SPECS", "TileSparseSpec"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TileSparseSpec:
-    """A named product of equally full tiles."""
+    """A named product."""
 
     name: str
     """Layer, tokens and what is pruned."""
@@ -30,11 +30,13 @@ class TileSparseSpec:
     k: int
     """Input features."""
     room: int
-    """Rows that each tile keeps."""
+    """Rows that each tile keeps, or the fullest of uneven ones."""
     tile: int = 128
     """Columns of a tile."""
     granularity: int = 1
     """Rows are kept in aligned groups of so many."""
+    uneven: bool = False
+    """Tiles keep unequal numbers of rows, which kernels read."""
     feature_major: tuple[bool, bool] = (True, True)
     """Layout of the input and the output: features or tokens are the leading axis."""
 
@@ -46,9 +48,9 @@ class TileSparseSpec:
             jax.ShapeDtypeStruct((tiles, self.room), jnp.int32),
             jax.ShapeDtypeStruct((tiles,), jnp.int32),
             None,
-            None,
+            jax.ShapeDtypeStruct((tiles,), jnp.int32) if self.uneven else None,
         )
-        static = ((self.k, self.n), self.granularity, True)
+        static = ((self.k, self.n), self.granularity, not self.uneven)
         return TileSparse.tree_unflatten(static, leaves)
 
 
@@ -69,7 +71,13 @@ def _spec(layer: str, m: int, sparsity: float, **kwargs: Any) -> TileSparseSpec:
     room = round(k * (1 - sparsity) / STEP) * STEP
     extra = "".join(f"_{name}{value}" for name, value in kwargs.items())
     name = f"{layer}_m{m}_s{100 * sparsity:g}{extra}"
-    for word, short in (("feature_major", ""), (" ", ""), ("granularity", "rows")):
+    shorter = {
+        "feature_major": "",
+        " ": "",
+        "granularity": "rows",
+        "unevenTrue": "uneven",
+    }
+    for word, short in shorter.items():
         name = name.replace(word, short)
     return TileSparseSpec(name=name, m=m, n=n, k=k, room=room, **kwargs)
 
@@ -84,5 +92,7 @@ SPECS: tuple[TileSparseSpec, ...] = (
     *(_spec(layer, 4096, 0.75) for layer in SHAPES if layer != "square_4096"),
     *(_spec("llama3_8b_up", m, 0.75) for m in (1, 8, 16, 32, 64, 128, 512, 2048)),
     *(_spec("square_4096", m, 0.75) for m in (8, 64, 512, 2048, 8192)),
+    _spec("square_4096", 4096, 0.75, uneven=True),
+    _spec("llama3_8b_down", 4096, 0.75, uneven=True),
 )
 """Every problem that is lowered in the tests and tuned."""
