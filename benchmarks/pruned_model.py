@@ -30,6 +30,7 @@ import json
 import pathlib
 import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -232,18 +233,16 @@ def trained(name: str = TRAINED) -> dict[str, Any]:
     two_four = experiment.masks("two_four", 0.5)
     bits["two_four"] = experiment.bits(experiment.tuned(two_four)[0])
     kept = {}
-    for mask in MASKS:
-        for sparsity in SPARSITIES:
-            config = pruning.PruneConfig(
-                pattern=mask, sparsity=sparsity, tile=SETUPS[name].tile
-            )
-            masks = pruning.make_model_masks(
-                experiment.dense, experiment.scores, config
-            )
-            model = experiment.tuned(masks)[0]
-            key = label(mask, sparsity)
-            bits[key] = experiment.bits(model)
-            kept[key] = parts_of(model, masks)
+    # The host ranks weights for the next masks while the GPU trains.
+    with ThreadPoolExecutor(4) as pool:
+        pending = {
+            label(mask, sparsity): pool.submit(_pruned, experiment, mask, sparsity)
+            for mask in MASKS
+            for sparsity in SPARSITIES
+        }
+        for key, future in pending.items():
+            masks, kept[key] = future.result()
+            bits[key] = experiment.bits(experiment.tuned(masks)[0])
             print(f"{key}: {bits[key]:.4f} bits a byte", flush=True)
     return {
         "model": name,
@@ -254,6 +253,15 @@ def trained(name: str = TRAINED) -> dict[str, Any]:
         "bits_per_byte": {key: round(value, 5) for key, value in bits.items()},
         "masks": kept,
     }
+
+
+def _pruned(experiment: Experiment, mask: str, sparsity: float) -> tuple[Any, dict]:
+    """A mask of the pruner's default settings, and what it keeps."""
+    config = pruning.PruneConfig(
+        pattern=mask, sparsity=sparsity, tile=experiment.setup.tile
+    )
+    masks = pruning.make_model_masks(experiment.dense, experiment.scores, config)
+    return masks, parts_of(experiment.dense, masks)
 
 
 def _quantized(model: Any) -> Any:
