@@ -11,7 +11,7 @@ from jaxscale.checks import check_least
 from jaxscale.cli.devices import simulate_devices
 from jaxscale.cli.errors import training_errors, usage_errors
 from jaxscale.cli.options import parse
-from jaxscale.pruning import PruneConfig
+from jaxscale.pruning import PruneConfig, layer_reports, lost_layers
 from jaxscale.recipes.prune import (
     Pruned,
     TuneConfig,
@@ -33,7 +33,7 @@ class PruneCommand:
     """The output directory of a run of this command line."""
     prune: Annotated[PruneConfig, tyro.conf.arg(name="")] = PruneConfig()
     """Pattern, sparsity and layers of the pruning."""
-    tune: Annotated[TuneConfig, tyro.conf.arg(name="")] = TuneConfig()
+    tune: Annotated[TuneConfig, tyro.conf.arg(name="")] = TuneConfig(control=True)
     """Importance scores, and the schedule of the stages."""
     steps: int = 200
     """Training steps under the masks, with the batches of the run."""
@@ -68,11 +68,16 @@ def main(arguments: Sequence[str]) -> int:
     )
     simulate_devices(command.devices)
     pruned = run(command)
+    if gone := lost_layers(layer_reports(pruned.masks, pruned.scores)):
+        print(f"layers that lost everything: {', '.join(gone)}")
+    beside = ""
+    if pruned.control is not None:
+        beside = f", dense trained as long {pruned.control.loss:.3f}"
     print(
         f"held-out loss: dense {pruned.before.loss:.3f}, pruned "
-        f"{pruned.after.loss:.3f}, trained under the masks {pruned.tuned.loss:.3f}; "
-        f"report: {command.output_dir / 'report.html'}; try: jaxscale generate --from "
-        f'{command.output_dir} --prompt "..."'
+        f"{pruned.after.loss:.3f}, trained under the masks {pruned.tuned.loss:.3f}"
+        f"{beside}; report: {command.output_dir / 'report.html'}; try: "
+        f'jaxscale generate --from {command.output_dir} --prompt "..."'
     )
     return 0
 

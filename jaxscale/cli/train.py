@@ -17,6 +17,7 @@ from jaxscale.cli.errors import UsageError, training_errors, usage_errors
 from jaxscale.cli.options import parse
 from jaxscale.cli.runs import find_run
 from jaxscale.models import ENCODER_PRESETS, PRESETS, EncoderConfig
+from jaxscale.observability import write_page
 from jaxscale.recipes import check_machine, from_source, prepare
 from jaxscale.training import FitResult, TrainConfig, console, fit
 from jaxscale.training import run as run_directory
@@ -76,7 +77,9 @@ def main(arguments: Sequence[str]) -> int:
     resume = command.resume == "auto"
     result = train(command.config, resume=resume)
     if jax.process_index() == 0:
-        print(_report(command.config, result))
+        directory = Path(command.config.output_dir)
+        page = write_page(directory, directory / "report.html")
+        print(f"{_report(command.config, result)}; report: {page}")
     return 1 if result.interrupted else 0
 
 

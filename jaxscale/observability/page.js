@@ -103,6 +103,21 @@ function drawLoss() {
       line: {color: MARKS[m.kind] || RED, width: 1, dash: "dot"}}))});
 }
 
+function drawRates() {
+  const {lr, grad_norm: norm} = data.rates, traces = [];
+  at("rates-about").textContent = lr[0].length ? "Dotted: the norm of the gradients before they are clipped." : "The run has recorded none.";
+  const points = (name, [x, y], more) => x.length && traces.push({x, y, name, connectgaps: false, mode: "lines", ...more});
+  points("learning rate", lr, {line: {color: "#3f83c7", width: 1.5}});
+  points("gradient norm", norm, {yaxis: "y2", line: {color: "#8a94a0", width: 1, dash: "dot"}});
+  if (traces.length) plot("rates", traces, {xaxis: axis("step"), yaxis: axis("learning rate", {rangemode: "tozero"}),
+    yaxis2: {overlaying: "y", side: "right", title: {text: "gradient norm"}, rangemode: "tozero", showgrid: false}});
+}
+
+function drawSettings() {
+  at("settings-about").textContent = data.settings.length ? "Each is an option of jaxscale train, with -- before it." : "The run has no run.json.";
+  table("settings", ["setting", "value"], data.settings);
+}
+
 const shade = (i, count) => count < 2 ? "#9ad0a0" : `hsl(${280 - 150 * i / (count - 1)}, 55%, ${30 + 40 * i / (count - 1)}%)`;
 
 function drawMesh() {
@@ -212,7 +227,7 @@ function drawCompile() {
   table("compile", ["cycle", "step", "program", "time"], data.compile.map(c => [c.cycle, c.step, c.name, seconds(c.seconds)]));
 }
 
-const SECTIONS = {title: drawHead, goodput: drawGoodput, loss: drawLoss, moments: drawMesh, faults: drawFaults,
+const SECTIONS = {title: drawHead, goodput: drawGoodput, loss: drawLoss, rates: drawRates, settings: drawSettings, moments: drawMesh, faults: drawFaults,
   heat: drawHeat, timeline: drawTimeline, memory: drawMemory, compile: drawCompile};
 function draw() {
   document.body.dataset.drawn = data.time;

@@ -20,6 +20,12 @@ from jaxscale.observability.layout import Layout, find_layout
 from jaxscale.observability.mesh_view import directions, duration
 from jaxscale.observability.plots import plotly
 from jaxscale.observability.run import Run, read_run
+from jaxscale.observability.settings_view import (
+    rates_view,
+    settings_facts,
+    settings_of,
+    settings_rows,
+)
 from jaxscale.observability.step_view import (
     compile_rows,
     heat_view,
@@ -50,14 +56,18 @@ def page_data(run: Run, *, now: float | None = None) -> dict[str, Any]:
     until = now if now - run.end < _RECENT_SECONDS else None
     parts = goodput(run, until=until)
     faults = fault_rows(run)
+    content = settings_of(run)
     named = [n for e in run.driver if e.kind == "fault" for n in suspected(e)]
     return _sound(
         {
             "title": str(run.directory.absolute().name or run.directory),
             "time": now,
-            "facts": _facts(run, layout, parts.shares["productive"]),
+            "facts": _facts(run, layout, parts.shares["productive"])
+            | settings_facts(content),
             "goodput": {"seconds": dict(parts.seconds), "wall": parts.wall},
             "loss": loss_view(run),
+            "rates": rates_view(run),
+            "settings": settings_rows(content),
             "moments": views,
             "directions": directions(layout),
             "faults": faults,

@@ -10,7 +10,14 @@ from jaxscale.pruning.masks import (
     check_layers,
     make_model_masks,
 )
-from jaxscale.pruning.report import LayerReport, Work, layer_reports, picture, work
+from jaxscale.pruning.report import (
+    LayerReport,
+    Work,
+    layer_reports,
+    lost_layers,
+    picture,
+    work,
+)
 from jaxscale.pruning.schedule import (
     PAPER_STAGES,
     Pruner,
@@ -50,6 +57,7 @@ __all__ = [
     "input_squares",
     "layer_reports",
     "linears",
+    "lost_layers",
     "magnitude_scores",
     "make_masks",
     "make_model_masks",

@@ -4,6 +4,7 @@ Legend: K input features, N output features, T tiles.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -92,6 +93,17 @@ def layer_reports(masks: Masks, scores: Scores) -> list[LayerReport]:
                 )
             )
     return found
+
+
+def lost_layers(reports: Sequence[LayerReport]) -> list[str]:
+    """The names of layers of which nothing is kept.
+
+    Such a layer gives zeros (or its bias), whatever it reads.
+
+    Args:
+        reports: From `layer_reports`.
+    """
+    return [layer.name for layer in reports if layer.sparsity == 1.0]
 
 
 def work(masks: Masks) -> Work:

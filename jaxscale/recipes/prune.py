@@ -6,6 +6,7 @@ Pruning and training know nothing of each other; they meet here.
 import dataclasses
 import json
 import math
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +28,7 @@ from jaxscale.pruning import (
     check_layers,
     cubic_stages,
     layer_reports,
+    lost_layers,
     magnitude_scores,
     one_shot,
     paper_stages,
@@ -45,6 +47,7 @@ from jaxscale.training import (
     TrainConfig,
     TrainState,
     Writer,
+    console,
     evaluate,
     fit,
     load_text,
@@ -71,6 +74,9 @@ class TuneConfig:
     steps, fast at first and slower later, or through the list of the paper."""
     stages: int = 5
     """Stages of cubic."""
+    control: bool = False
+    """Train the dense model too, for as many steps at the same rate, to compare with:
+    twice the time."""
 
     def __post_init__(self) -> None:
         check_least(self, 1, "score_batches", "stages")
@@ -90,6 +96,8 @@ class Pruned:
     """Held-out loss of the dense model."""
     after: Evaluation
     """Held-out loss of the model pruned to the full sparsity at once, untrained."""
+    control: Evaluation | None = None
+    """Held-out loss of the dense model trained as long, if that was asked for."""
 
     measure: Callable[[Any], Evaluation]
     """Function that measures the held-out loss of any model on the mesh."""
@@ -210,6 +218,16 @@ def finish(directory: Path, pruned: "Pruned", text: TextData) -> Path:
     pruned.masks.save(directory / run_directory.MASKS_FILE)
     report = Report("jaxscale prune")
     add_to_report(report, pruned, bytes_per_token(text))
+    config = run_directory.read_config(directory)
+    report.heading("Settings")
+    report.facts(
+        console.facts(config, make_mesh(config.mesh))
+        | {
+            f"{group}.{name}".removeprefix("the run."): str(value)
+            for group, values in console.settings(config).items()
+            for name, value in values.items()
+        }
+    )
     report.heading("Training under the masks")
     lines = (directory / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
@@ -286,7 +304,11 @@ def prune_and_tune(
     )
     if result.interrupted:
         raise KeyboardInterrupt
+    control = _control(config, model, text) if tune.control else None
+    if control is not None:
+        say(f"held-out loss of the dense model trained as long {control.loss:.3f}")
     return Pruned(
+        control=control,
         result=result,
         masks=pruner.masks_of(result.state),
         scores=first,
@@ -294,6 +316,22 @@ def prune_and_tune(
         after=after,
         measure=measure,
     )
+
+
+def _control(config: TrainConfig, model: Any, text: TextData) -> Evaluation | None:
+    """The dense model after as many steps on the same batches, which is then gone."""
+    train_data, eval_data = packed_batches(config, text)
+    with tempfile.TemporaryDirectory(prefix="jaxscale-control-") as directory:
+        result = fit(
+            dataclasses.replace(config, output_dir=directory),
+            train_data=train_data,
+            eval_data=eval_data,
+            model=jax.tree.map(jnp.copy, model),  # fit takes what it is given
+            writers=(),
+        )
+    if result.interrupted:
+        raise KeyboardInterrupt
+    return result.evaluation
 
 
 def _scores(
@@ -361,7 +399,9 @@ def add_to_report(report: Report, pruned: Pruned, bytes_per_token: float) -> Non
                 ("dense", pruned.before),
                 ("pruned at once", pruned.after),
                 ("trained under the masks", pruned.tuned),
+                ("dense, trained as long", pruned.control),
             )
+            if e is not None
         ],
     )
     report.facts(
@@ -374,7 +414,14 @@ def add_to_report(report: Report, pruned: Pruned, bytes_per_token: float) -> Non
             "bytes kept (bf16, indices of single weights)": cost.sparse_bytes,
         }
     )
+    if pruned.control is None:
+        report.text(
+            "The dense model was not trained further: what it would have gained in as "
+            "many steps is not among these losses."
+        )
     layers = layer_reports(masks, pruned.scores)
+    if gone := lost_layers(layers):
+        report.text(f"Layers that lost everything: {', '.join(gone)}.")
     report.table(
         ["layer", "shape", "sparsity", "kept score", "rows of the tiles"],
         [

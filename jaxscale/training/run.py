@@ -8,6 +8,7 @@ run or to generate from it.
 import contextlib
 import dataclasses
 import json
+import platform
 import types
 import typing
 from collections.abc import Iterator
@@ -130,6 +131,8 @@ def write(directory: Path, config: TrainConfig, text: Text) -> None:
         ) from error
     content = {
         "jaxscale": __version__,
+        "jax": jax.__version__,
+        "python": platform.python_version(),
         "text": text.fingerprint,
         "config": to_dict(dataclasses.replace(config, step=None)),
     }

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxscale import cli, sharding
+from jaxscale.models import load
 from jaxscale.pruning import Masks, PruneConfig, linears
 from jaxscale.recipes import TuneConfig, make_stages
 from jaxscale.training import run as run_directory
@@ -69,16 +70,29 @@ def test_prune_trains_under_masks_and_reports(trained, command, tmp_path):
         assert (weight[~kept] == 0).all() and (weight[kept] != 0).all()
 
     losses = re.search(
-        r"dense ([\d.]+), pruned ([\d.]+), trained .* ([\d.]+); rep", out
+        r"dense ([\d.]+), pruned ([\d.]+), trained .* ([\d.]+), dense .* ([\d.]+);",
+        out,
     )
     assert losses is not None
-    dense, pruned, tuned = map(float, losses.groups())
+    dense, pruned, tuned, control = map(float, losses.groups())
+    assert control < min(dense, tuned)  # trained further, and with all weights
     lines = (directory / "metrics.jsonl").read_text().splitlines()
     evaluations = [r["eval_loss"] for r in map(json.loads, lines) if "eval_loss" in r]
     assert f"{evaluations[-1]:.3f}" == f"{tuned:.3f}" and tuned < pruned
     page = (directory / "report.html").read_text()
     assert f"{dense:.2f}" in page and "blocks.mlp.up.1" in page and "75.0%" in page
     assert page.count("Plotly.newPlot") == 3  # histogram and two pictures
+
+    assert "dense, trained as long" in page and f"{control:.2f}" in page
+    assert "optimizer.learning_rate" in page and "<td>fsdp 8, rules fsdp_tp" in page
+
+    # What is exported has the zeros of the masks.
+    code, _, err = command("export", directory, tmp_path / "hf")
+    assert code == 0, err
+    exported = linears(load(tmp_path / "hf"))
+    for name in masks:
+        weight = np.asarray(exported[name].kernel[...])
+        np.testing.assert_array_equal(weight != 0, masks.kept[name])
 
     # The directory is that of a run; its model says the same in the sparse form.
     texts = []

@@ -273,6 +273,8 @@ def test_train_resume_and_generate(call, tmp_path, text, capfd):
     assert code == 0, err
     assert re.search(rf"3 steps, held-out loss \d\.\d+; try: .* --from {run} ", out)
     assert json.loads((run / "run.json").read_text())["config"]["steps"] == 3
+    page = (run / "report.html").read_text()
+    assert "learning rate" in page and '["optimizer.schedule","constant"]' in page
     assert Tokenizer.from_file(run).vocab_size <= 512
 
     code, _, err = call(*options, "--steps", "5")

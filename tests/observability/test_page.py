@@ -59,6 +59,36 @@ def test_the_data_in_the_page_are_those_of_the_run(survived, tmp_path):
     assert "3 steps computed again" in loss["marks"][0]["text"]  # 13 had begun
 
 
+def test_settings_and_rates_are_shown(tmp_path):
+    run = survived_hang(tmp_path / "run")
+    content = {
+        "jaxscale": "0.1.0",
+        "jax": "0.11.2",
+        "config": {
+            "seed": 3,
+            "source": None,
+            "optimizer": {"learning_rate": 0.01, "schedule": "wsd"},
+        },
+    }
+    (run / "run.json").write_text(json.dumps(content))
+    lines = [{"step": s, "loss": 1.0, "lr": s / 10, "grad_norm": None} for s in (1, 2)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    data = page_data(read_run(run))
+    assert data["facts"]["versions"] == "jaxscale 0.1.0, jax 0.11.2"
+    assert data["facts"]["seed"] == "3" and data["facts"]["learning rate"] == "0.01"
+    assert "begins with" not in data["facts"]
+    assert data["settings"] == [
+        ["seed", "3"],
+        ["source", "None"],
+        ["optimizer.learning_rate", "0.01"],
+        ["optimizer.schedule", "wsd"],
+    ]
+    assert data["rates"] == {"lr": [[1, 2], [0.1, 0.2]], "grad_norm": [[], []]}
+    for damaged in ("{", "[1]", '{"config": 3}'):
+        (run / "run.json").write_text(damaged)
+        assert page_data(read_run(run))["settings"] == []
+
+
 def test_faults_say_who_how_long_and_where(survived):
     data = page_data(read_run(survived), now=200.0)
     (fault,) = data["faults"]

@@ -1,0 +1,86 @@
+"""What a run is, by its ``run.json``, and how its rates went."""
+
+import json
+from typing import Any
+
+from jaxscale.observability.run import Run
+from jaxscale.observability.step_view import thinned
+
+
+def settings_of(run: Run) -> dict[str, Any]:
+    """The contents of ``run.json``; empty where there is none that can be read.
+
+    Args:
+        run: The result of `read_run`.
+    """
+    try:
+        content = json.loads((run.directory / "run.json").read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def settings_facts(content: dict[str, Any]) -> dict[str, str]:
+    """The few settings that are asked for first, by name.
+
+    Args:
+        content: From `settings_of`.
+
+    Example:
+        >>> settings_facts({"jaxscale": "0.1", "config": {"seed": 3}})
+        {'versions': 'jaxscale 0.1', 'seed': '3'}
+    """
+    versions = [
+        f"{n} {content[n]}" for n in ("jaxscale", "jax", "python") if n in content
+    ]
+    facts = {"versions": ", ".join(versions)} if versions else {}
+    flat = dict(settings_rows(content))
+    for name, key in (
+        ("seed", "seed"),
+        ("learning rate", "optimizer.learning_rate"),
+        ("schedule", "optimizer.schedule"),
+        ("rules", "rules"),
+        ("begins with", "source"),
+    ):
+        if key in flat and flat[key] != "None":
+            facts[name] = flat[key]
+    return facts
+
+
+def settings_rows(content: dict[str, Any]) -> list[tuple[str, str]]:
+    """Every setting by its dotted name, which is that of its option.
+
+    Args:
+        content: From `settings_of`.
+
+    Example:
+        >>> settings_rows({"config": {"steps": 3, "mesh": {"tensor": 2}}})
+        [('steps', '3'), ('mesh.tensor', '2')]
+    """
+    rows: list[tuple[str, str]] = []
+    pending = [("", content.get("config"))]
+    while pending:
+        name, value = pending.pop(0)
+        if isinstance(value, dict) and value:
+            inner = [(f"{name}.{key}".lstrip("."), v) for key, v in value.items()]
+            pending = [*inner, *pending]
+        elif name:
+            rows.append((name, str(value)))
+    return rows
+
+
+def rates_view(run: Run) -> dict[str, Any]:
+    """The learning rate and the norm of the gradients, step by step.
+
+    Args:
+        run: The result of `read_run`.
+    """
+    view = {}
+    for name in ("lr", "grad_norm"):
+        known = {
+            r["step"]: r[name]
+            for r in run.metrics
+            if 0 <= r["step"] < 2**32 and isinstance(r.get(name), float | int)
+        }
+        view[name] = thinned([*known], [float(value) for value in known.values()])
+    return view
