@@ -203,7 +203,7 @@ def _asked(plan: Plan, name: str) -> str:
         f"{name} on {config.gpus:,} {hardware.name} ({hardware.host_gpus} a host, "
         f"{hardware.nic / 1e9:g} GB/s each between hosts), batches of "
         f"{config.batch_size:,} rows of {config.seq_len:,} tokens, "
-        f"{config.program.name}. Estimates: see docs/scaling.md"
+        f"{config.program.name}. Estimates: see docs/layout.md"
     )
 
 
