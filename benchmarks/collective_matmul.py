@@ -13,6 +13,8 @@ Sizes are those of an entire layer; each device multiplies ``1 / tp`` of it.
   ``xla_windowed``: the collective product of XLA's partitioner (its windowed einsum),
   from shardings alone.
 - ``jax_sample``: the all-gather product of `jax.experimental.pallas.ops.gpu`.
+- ``fp8_mosaic_gpu``, ``fp8_xla``: the kernel and XLA on operands of 8 bits (E4M3, a
+  scale for each row), compared with the product of the rounded operands.
 - ``torch_nccl``, ``torch_async_tp``: PyTorch, one process a GPU.
 
 ``overlap_efficiency`` is Flux's ``E = 1 - (t - t_mm) / (t_xla - t_mm)``: the share of
@@ -57,6 +59,7 @@ from pallas_kernels.collective_matmul.config import (
 from pallas_kernels.collective_matmul.specs import ROWS, SPECS, TENSOR_PARALLEL
 from pallas_kernels.matmul import MatmulConfig, matmul
 from pallas_kernels.mosaic import H200, DeviceSpec
+from pallas_kernels.scaled_matmul import quantize_fp8
 
 
 DECODE_ROWS = (1, 4, 16, 64, 512)
@@ -76,6 +79,12 @@ OURS = {
     "reduce_scatter": collective_matmul.matmul_reduce_scatter,
     "all_reduce": collective_matmul.matmul_all_reduce,
 }
+
+SCALED = {
+    "all_gather": collective_matmul.scaled_all_gather_matmul,
+    "reduce_scatter": collective_matmul.scaled_matmul_reduce_scatter,
+}
+"""Of operands of 8 bits."""
 
 BF16_BYTES = 2
 
@@ -139,7 +148,7 @@ def problem(params: Mapping[str, Any], names: Sequence[str]) -> Problem:
             "w": Operand(shape=(k, n), spec=P(None, AXIS)),
         }
         gathered = lambda drawn: lax.all_gather(drawn["x"], AXIS, tiled=True)  # noqa: E731
-        derived = {"x_gathered": (gathered, P())}
+        derived = {"x_gathered": (gathered, P())} | eight_bits(P(AXIS))
         touched = m * k + n * k / tp + m * n / tp
     else:
         operands = {
@@ -147,7 +156,7 @@ def problem(params: Mapping[str, Any], names: Sequence[str]) -> Problem:
             "w": Operand(shape=(k, n), spec=P(AXIS)),
             "partial": Operand(shape=(tp * m, n), spec=P(AXIS), scale=k**0.5),
         }
-        derived = {}
+        derived = eight_bits(P(None, AXIS)) if kind == "reduce_scatter" else {}
         touched = m * k / tp + n * k / tp + m * n
     if tp > len(jax.devices()):
         raise NotImplementedError(f"tp={tp} on {len(jax.devices())} devices")
@@ -162,6 +171,30 @@ def problem(params: Mapping[str, Any], names: Sequence[str]) -> Problem:
         num_sets=loops.number_of_sets(touched * BF16_BYTES),
         seconds=estimate(params),
     )
+
+
+def eight_bits(spec: P) -> dict[str, tuple[Any, P]]:
+    """Both operands in 8 bits, K last and split so, and scales of each device's own."""
+
+    def part(name: str, index: int) -> Any:
+        def make(drawn: Any) -> jax.Array:
+            rows = drawn["x"] if name == "a" else drawn["w"].T  # [.., K]
+            return quantize_fp8(rows, axis=-1)[index]
+
+        return make
+
+    found = {name: (part(name, 0), spec) for name in ("a", "b")}
+    return found | {f"{name}_scale": (part(name, 1), P(AXIS)) for name in ("a", "b")}
+
+
+def rounded(drawn: Any) -> dict[str, jax.Array]:
+    """What the operands in 8 bits stand for."""
+
+    def wide(x: jax.Array) -> jax.Array:
+        q, scale = quantize_fp8(x, axis=-1)
+        return q.astype(jnp.float32) * scale[:, None]
+
+    return {**drawn, "x": wide(drawn["x"]), "w": wide(drawn["w"].T).T}
 
 
 def forms(params: Mapping[str, Any]) -> list[Form]:
@@ -210,6 +243,18 @@ def forms(params: Mapping[str, Any]) -> list[Form]:
             check="pushed",
         )
 
+    def scaled(implementation: str) -> Form:
+        function = functools.partial(
+            SCALED[kind], axis_name=AXIS, implementation=implementation
+        )
+        return Form(
+            name=f"fp8_{implementation}",
+            function=function,
+            operands=("a", "b", "a_scale", "b_scale"),
+            out_spec=out_spec,
+            check="rounded",
+        )
+
     xla = baselines.xla_collective(kind)
     found = [
         collective("mosaic_gpu", ours("mosaic_gpu")),
@@ -226,6 +271,7 @@ def forms(params: Mapping[str, Any]) -> list[Form]:
         collective("xla_ring", ours("xla_ring")),
     ]
     if kind != "all_reduce":
+        found += [scaled("mosaic_gpu"), scaled("xla")]
         found.append(
             collective(
                 "xla_windowed",
@@ -329,6 +375,13 @@ def checks(params: Mapping[str, Any]) -> dict[str, Check]:
                 found=lambda y: y[every][:, columns],
                 spec=P(None, AXIS),
             ),
+            "rounded": Check(
+                expected=lambda drawn: product(
+                    gathered(rounded(drawn)), rounded(drawn)["w"]
+                ),
+                found=lambda y: y[every][:, columns],
+                spec=P(None, AXIS),
+            ),
             "pushed": Check(
                 expected=lambda drawn: gathered(drawn)[:, some],
                 found=lambda y: y[every][:, some],
@@ -360,6 +413,13 @@ def checks(params: Mapping[str, Any]) -> dict[str, Check]:
             "result": Check(
                 expected=lambda drawn: lax.psum_scatter(
                     partial(drawn), AXIS, tiled=True
+                ),
+                found=lambda y: y[mine][:, columns],
+                spec=P(AXIS),
+            ),
+            "rounded": Check(
+                expected=lambda drawn: lax.psum_scatter(
+                    partial(rounded(drawn)), AXIS, tiled=True
                 ),
                 found=lambda y: y[mine][:, columns],
                 spec=P(AXIS),
@@ -400,7 +460,8 @@ def compare(
         if name != "comm_only":
             here["tflops"] = flops / t / 1e12
         if name != "matmul_only":
-            here["nvlink_gb_per_s"] = bytes_sent(params) / t / 1e9
+            halved = name.startswith("fp8") and params["kind"] == "all_gather"
+            here["nvlink_gb_per_s"] = bytes_sent(params) / (1 + halved) / t / 1e9
         if xla is None or name in ("matmul_only", "comm_only"):
             continue
         here["speedup"] = xla / t
@@ -456,6 +517,8 @@ NAMES = (
     "xla_lhs",
     "xla_ring",
     "xla_windowed",
+    "fp8_mosaic_gpu",
+    "fp8_xla",
     "jax_sample",
     *torch_collective.NAMES,
 )

@@ -69,6 +69,9 @@ OURS = (
 BOUNDS = ("matmul_only", "comm_only", "ideal")
 """What no implementation of the whole can be faster than."""
 
+LESS_EXACT = ("fp8_mosaic_gpu", "fp8_xla")
+"""Products of rounded operands beside those of the operands: no rivals of theirs."""
+
 PENDING = "Not measured yet."
 WITHOUT_ROWS = {"no": None, "yes": f"\n{PENDING}\n\n", "hidden": ""}
 """What stands in the place of a table without rows; None is an error."""
@@ -103,7 +106,7 @@ def _cell(
 def ratio(by_name: dict[str, records.Record]) -> float | None:
     """Time of the fastest baseline over that of our fastest, if there are both."""
     ours = [row["time_us"] for name, row in by_name.items() if name in OURS]
-    rivals = by_name.keys() - {*OURS, *BOUNDS}
+    rivals = by_name.keys() - {*OURS, *BOUNDS, *LESS_EXACT}
     others = [
         by_name[name].get("bound_us", by_name[name]["time_us"]) for name in rivals
     ]
@@ -163,13 +166,14 @@ def markdown(
         ["---"] * (1 + len(shown)) + ["--:"] * (len(head) - 1 - len(shown)),
     ]
     for first, by_name in records.lines(rows):
-        times = [r["time_us"] for name, r in by_name.items() if name not in BOUNDS]
+        aside = (*BOUNDS, *LESS_EXACT)
+        times = [r["time_us"] for name, r in by_name.items() if name not in aside]
         best = min(times) if len(times) > 1 else None
         cells = [first["case"]]
         cells += [str(first["params"].get(name, "")) for name in shown]
         for name in names:
             row = by_name.get(name)
-            fastest = row is not None and row["time_us"] == best and name not in BOUNDS
+            fastest = row is not None and row["time_us"] == best and name not in aside
             cells.append(_cell(row, metric, scale, fastest))
         if with_ratio:
             value = ratio(by_name)

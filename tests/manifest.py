@@ -35,7 +35,10 @@ from pallas_kernels.collective_matmul import (
     all_gather_matmul,
     matmul_all_reduce,
     matmul_reduce_scatter,
+    scaled_all_gather_matmul,
+    scaled_matmul_reduce_scatter,
 )
+from pallas_kernels.collective_matmul.specs import SPECS as COLLECTIVE
 from pallas_kernels.collective_matmul.tunable import problems as collective_problems
 from pallas_kernels.layer_norm import layer_norm
 from pallas_kernels.layer_norm.specs import SPECS as LAYER_NORM
@@ -290,6 +293,34 @@ def collective_cases() -> Iterator[Case]:
             run, in_specs=(x_spec, w_spec), out_specs=y_spec, check_vma=False
         )
         yield Case(name, sharded, (x, w), {"tensor": size})
+    yield from scaled_collective_cases()
+
+
+def scaled_collective_cases() -> Iterator[Case]:
+    rows, columns = P("tensor"), P(None, "tensor")
+    ops = {
+        "all_gather": (scaled_all_gather_matmul, rows, rows, (rows, rows), columns),
+        "reduce_scatter": (
+            *(scaled_matmul_reduce_scatter, columns, columns),
+            *((P(), P()), rows),
+        ),
+    }
+    for spec in COLLECTIVE:
+        for m, size in ((2048, 4), (8192, 4), (8192, 2)):
+            if not spec.name.startswith("llama70b"):
+                continue
+            op, a_spec, b_spec, scale_specs, y_spec = ops[spec.kind]
+            a, b = (array(n, spec.k, dtype=jnp.float8_e4m3fn) for n in (m, spec.n))
+            scales = (array(n, dtype=FP32) for n in (m, spec.n))
+            run = functools.partial(op, axis_name="tensor", implementation="mosaic_gpu")
+            sharded = jax.shard_map(
+                run,
+                in_specs=(a_spec, b_spec, *scale_specs),
+                out_specs=y_spec,
+                check_vma=False,
+            )
+            name = f"{spec.name} fp8 tp={size} m={m}"
+            yield Case(name, sharded, (a, b, *scales), {"tensor": size})
 
 
 OPS: Mapping[str, Callable[[], Iterator[Case]]] = {

@@ -6,6 +6,10 @@ from pallas_kernels.collective_matmul.api import (
     matmul_reduce_scatter,
 )
 from pallas_kernels.collective_matmul.config import CollectiveConfig
+from pallas_kernels.collective_matmul.scaled import (
+    scaled_all_gather_matmul,
+    scaled_matmul_reduce_scatter,
+)
 
 
 __all__ = [
@@ -13,4 +17,6 @@ __all__ = [
     "all_gather_matmul",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
+    "scaled_all_gather_matmul",
+    "scaled_matmul_reduce_scatter",
 ]

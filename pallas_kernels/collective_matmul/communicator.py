@@ -116,12 +116,13 @@ class Chunks:
 
         Args:
             rows: how many rows are to be whole chunks.
-            columns: columns of the array, a multiple of 8.
+            columns: columns of the array, in multiples of 16 bytes.
             dtype: type of the elements.
             buffer_bytes: size of a buffer.
         """
         most = buffer_bytes // dtype.itemsize
-        width = 8 * largest_divisor(columns // 8, most // 8)  # 16 bytes at least
+        unit = 16 // dtype.itemsize  # 16 bytes at least
+        width = unit * largest_divisor(columns // unit, most // unit)
         height = 1
         while rows % (2 * height) == 0 and 2 * height * columns <= most:
             height *= 2

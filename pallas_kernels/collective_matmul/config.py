@@ -12,7 +12,12 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from pallas_kernels.cost_model import TILE_OVERHEAD, step_cycles, waves
+from pallas_kernels.cost_model import (
+    TENSOR_CORE,
+    TILE_OVERHEAD,
+    step_cycles,
+    waves,
+)
 from pallas_kernels.matmul.config import MatmulConfig
 from pallas_kernels.mosaic import DeviceSpec
 
@@ -169,6 +174,7 @@ class CollectiveProblem:
     def key(self) -> str:
         """Key in the tables of tuned configs."""
         short = {"bfloat16": "bf16", "float16": "f16"}
+        short |= {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
         m = f"{self.batch}x{self.m}" if self.batch > 1 else f"{self.m}"
         parts = [
             self.kind,
@@ -182,7 +188,8 @@ class CollectiveProblem:
 
     def declines(self, device: DeviceSpec) -> str | None:
         """Say why XLA is expected to be faster where nothing was measured, or None."""
-        del device
+        if self.dtype.itemsize == 1:
+            return f"{self.key} was never measured on {device.name}"
         rows, least = self.batch * self.m, _LEAST_ROWS * self.devices
         if self.kind == "all_reduce":
             least = _LEAST_ROWS_REDUCED // self.devices
@@ -235,8 +242,10 @@ def _cost(
 
 def _tile_cost(problem: CollectiveProblem, config: MatmulConfig) -> float:
     """Estimated cycles of one tile."""
-    edges = (config.tile_m + config.tile_n) * problem.dtype.itemsize
-    per_k = step_cycles(config.tile_m, config.tile_n, edges)
+    itemsize = problem.dtype.itemsize
+    edges = (config.tile_m + config.tile_n) * itemsize
+    rate = 2 * TENSOR_CORE // itemsize
+    per_k = step_cycles(config.tile_m, config.tile_n, edges, rate)
     if config.tile_n > 256:
         per_k *= _WIDEST[problem.kind]
     return sum(problem.k) * per_k + TILE_OVERHEAD
@@ -258,14 +267,22 @@ def _tiles(problem: CollectiveProblem) -> list[CollectiveConfig]:
     narrowest = min(columns, 128)
     # Sums of an all-reduce are handed on in boxes, of which that is the largest.
     widest = min(columns, 256) if problem.kind == "all_reduce" else columns
-    return [c for c in _TILES if narrowest // 2 < c.tile_n <= widest]
+    found = [c for c in _TILES if narrowest // 2 < c.tile_n <= widest]
+    if problem.dtype.itemsize > 1:
+        return found
+    # Stages of as many bytes. Sums of the tensor cores take registers beside those of a
+    # tile; a reduction, which adds in a second loop, would spill those of 256 columns.
+    most = 256 if problem.kind == "all_gather" else 192
+    return [dataclasses.replace(c, tile_k=128) for c in found if c.tile_n <= most]
 
 
 def _waiting(problem: CollectiveProblem) -> float:
     """Estimated cycles in which a device gets what it needs of the others."""
     columns = problem.k if problem.kind == "all_gather" else problem.n
     rows = problem.batch * problem.rows * (problem.devices - 1)
-    nbytes = rows * sum(columns[:1]) * problem.dtype.itemsize
+    # Sums travel in 16 bits at least.
+    least = 1 if problem.kind == "all_gather" else 2
+    nbytes = rows * sum(columns[:1]) * max(problem.dtype.itemsize, least)
     return _LINK_LATENCY + nbytes / _LINK_BYTES
 
 

@@ -28,6 +28,7 @@ from pallas_kernels.matmul.mosaic_gpu import (
 )
 from pallas_kernels.mosaic import DeviceSpec, check_smem, resident_clusters
 from pallas_kernels.mosaic.aliases import Ref, Scalar
+from pallas_kernels.scaled_matmul import mosaic_gpu as scaled
 
 
 __all__ = ["Layout", "cut_tiles", "grid", "pad"]
@@ -149,6 +150,7 @@ def grid(
     chunks: Chunks,
     device: DeviceSpec,
     scratch_types: Mapping[str, Any] = types.MappingProxyType({}),
+    scales: scaled.Scales | None = None,
 ) -> dict[str, Any]:
     """Options of `plgpu.kernel`: blocks, one to a multiprocessor, and their scratch.
 
@@ -158,12 +160,14 @@ def grid(
         chunks: how rows are read from a peer.
         device: the GPU that the kernel is built for.
         scratch_types: scratch of one block beside the ring and the chunks.
+        scales: how scales are read, of operands of 8 bits.
 
     Raises:
         Unsupported: a block needs more shared memory than the GPU has.
     """
     config = layout.config
     need = tiles.smem_bytes + chunks.smem_bytes(config.buffers)
+    need += scales.smem_bytes if scales else 0
     check_smem(need, device, f"collective_matmul with {config}")
     size = math.prod(config.cluster_tiles)
     cluster = {"cluster": (size,), "cluster_names": ("cluster",)} if size > 1 else {}
@@ -171,6 +175,7 @@ def grid(
         "scratch_types": {
             **tiles.scratch_types(),
             **chunks.scratch_types(config.buffers),
+            **(scales.scratch_types() if scales else {}),
             **scratch_types,
         },
         "grid": (layout.num_blocks // size,),
@@ -184,7 +189,7 @@ def grid(
 def pad(x: jax.Array) -> jax.Array:
     """[..,rows,columns], filled with zeros to whole tiles of the copy engine."""
     rows, columns = x.shape[-2:]
-    more = (0, -rows % TILE_ROWS), (0, -columns % TILE_COLUMNS)
+    more = (0, -rows % TILE_ROWS), (0, -columns % (128 // x.dtype.itemsize))
     return jnp.pad(x, (*((0, 0),) * (x.ndim - 2), *more))
 
 
@@ -205,7 +210,11 @@ def cut_tiles(
         )
         columns = pl.cdiv(problem.n, TILE_COLUMNS) * TILE_COLUMNS
         problem = dataclasses.replace(problem, n=columns)
-        check_problem(problem)
+        if problem.dtype.itemsize == 1:
+            scaled.check_problem(problem, "collective_matmul")
+            scaled.check_config(config, "collective_matmul")
+        else:
+            check_problem(problem)
         if problem.n <= 64 < config.tile_n * config.cluster_tiles[1]:
             # jax 0.11.2 drops the column index of an array that is one line wide, and
             # the part of a tile past its end lands on its beginning.

@@ -39,6 +39,7 @@ from pallas_kernels.collective_matmul.layout import (
     grid,
     pad,
 )
+from pallas_kernels.collective_matmul.scales import scales_of, values_of
 from pallas_kernels.matmul.mosaic_gpu import (
     Columns,
     multiply_tile,
@@ -48,14 +49,15 @@ from pallas_kernels.matmul.mosaic_gpu import (
 )
 from pallas_kernels.mosaic import DeviceSpec
 from pallas_kernels.mosaic.aliases import Ref, Scalar
+from pallas_kernels.scaled_matmul.mosaic_gpu import Scales, promote_tile
 
 
 __all__ = ["all_gather_matmul"]
 
 
 def all_gather_matmul(
-    x: jax.Array,
-    ws: Sequence[jax.Array],
+    x: Any,
+    ws: Sequence[Any],
     call: Call,
     config: CollectiveConfig,
     device: DeviceSpec,
@@ -63,7 +65,8 @@ def all_gather_matmul(
     """Computes ``all_gather(x) @ w`` for one or several weights.
 
     Args:
-        x: [B,m,K] rows of this device; bfloat16 or float16.
+        x: [B,m,K] rows of this device; bfloat16 or float16, or a `ScaledArray` of 8
+            bits with the scales of all rows.
         ws: weights [K,N] each, or [N,K] if they are stored so.
         call: the mesh axis, the type of the products (that of x, or float32), how
             weights are stored.
@@ -78,13 +81,17 @@ def all_gather_matmul(
     """
     batch, rows, depth = x.shape
     columns = [w.shape[0 if call.rhs_transposed else 1] for w in ws]
-    x, ws = pad(x), [pad(w) for w in ws]
+    scaled = x, ws
+    x, ws = pad(values_of(x)), [pad(values_of(w)) for w in ws]
     tiles = cut_tiles([x] * len(ws), ws, call, config)
     layout = Layout.of(call, config, device, batch=batch, rows=x.shape[1])
+    scales, factors = scales_of(*scaled, tiles, layout.blocks)
     # Row blocks hold a whole number of chunks, the last and lower one of a device too.
     common = math.gcd(config.tile_m, layout.rows)
     chunks = Chunks.of(common, x.shape[2], x.dtype, config.buffer_bytes)
-    plan = Plan(layout=layout, columns=Columns(tiles=tiles), chunks=chunks)
+    plan = Plan(
+        layout=layout, columns=Columns(tiles=tiles), chunks=chunks, scales=scales
+    )
     outputs = [(cut.problem.n, cut.problem.out_dtype) for cut in tiles]
     results = plgpu.kernel(
         lambda *refs, **scratch: Roles.of(plan, refs, scratch).run(),
@@ -93,8 +100,8 @@ def all_gather_matmul(
             for width, dtype in (*outputs, (x.shape[2], x.dtype))
         ],
         kernel_name="all_gather_matmul",
-        **grid(layout, tiles[0], chunks, device),
-    )(x, *ws)
+        **grid(layout, tiles[0], chunks, device, scales=scales),
+    )(x, *ws, *factors)
     *outs, gathered = (
         y[:, :rows, :width].reshape(batch, -1, width)  # [B,D*m,N or K]
         for y, width in zip(results, (*columns, depth), strict=True)
@@ -116,6 +123,8 @@ class Plan:
     """The tiles of each weight, one weight after the other."""
     chunks: Chunks
     """Chunks in which rows are read from a peer."""
+    scales: Scales | None
+    """How scales are read, of operands of 8 bits."""
 
     @property
     def config(self) -> CollectiveConfig:
@@ -241,6 +250,8 @@ class Roles:
     """Rows of this device, [B,m,K]."""
     ws: Sequence[Ref]
     """Weights."""
+    factors: Sequence[Ref]
+    """Scales of rows and columns, of operands of 8 bits: `scales_of`."""
     outs: Sequence[Ref]
     """Products, [B*D,m,N] each."""
     gathered: Ref
@@ -261,7 +272,8 @@ class Roles:
             plan=plan,
             x=x,
             ws=refs[:weights],
-            outs=refs[weights:],
+            factors=refs[weights:-weights],
+            outs=refs[-weights:],
             gathered=gathered,
             scratch=scratch,
             arrived=pl.get_global(
@@ -358,7 +370,16 @@ class Roles:
         """Multiplies a tile and stores it."""
         plan, columns = self.plan, self.plan.columns
         source, b, row_block, _ = plan.place(m)
-        sums, slot = multiply_tile(columns.tiles[0], self.scratch, consumer, slot)
+        cut = columns.tiles[0]
+        if plan.scales is None:
+            sums, slot = multiply_tile(cut, self.scratch, consumer, slot)
+        else:
+            block = plan.layout.slab(b, source) * plan.layout.blocks + row_block
+            by_row, by_column = self.factors
+            scale = plan.scales.load(
+                by_row, by_column, self.scratch, block, n, consumer
+            )
+            sums, slot = promote_tile(cut, self.scratch, consumer, slot, scale=scale)
 
         def store(i: int, start: int) -> None:
             cut, rows = columns.tiles[i], self.outs[i].at[plan.layout.slab(b, source)]

@@ -50,6 +50,7 @@ from pallas_kernels.collective_matmul.layout import (
     grid,
     pad,
 )
+from pallas_kernels.collective_matmul.scales import scales_of, values_of
 from pallas_kernels.collective_matmul.xla import sum_of_products
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.matmul.config import CONSUMERS
@@ -65,14 +66,15 @@ from pallas_kernels.matmul.mosaic_gpu import (
 )
 from pallas_kernels.mosaic import DeviceSpec, smem_transforms
 from pallas_kernels.mosaic.aliases import Ref, Scalar
+from pallas_kernels.scaled_matmul.mosaic_gpu import Scales, promote_tile
 
 
 __all__ = ["matmul_all_reduce", "matmul_reduce_scatter"]
 
 
 def matmul_reduce_scatter(
-    xs: Sequence[jax.Array],
-    ws: Sequence[jax.Array],
+    xs: Sequence[Any],
+    ws: Sequence[Any],
     call: Call,
     config: CollectiveConfig,
     device: DeviceSpec,
@@ -80,10 +82,10 @@ def matmul_reduce_scatter(
     """Computes ``reduce_scatter(sum_i x_i @ w_i)``, equal bit for bit between runs.
 
     Args:
-        xs: [B,M,K_i] each; bfloat16 or float16.
+        xs: [B,M,K_i] each; bfloat16 or float16; or one `ScaledArray` of 8 bits.
         ws: weights [K_i,N], or [N,K_i] if they are stored so.
-        call: the mesh axis, the type of the sum (that of x: partial sums travel in
-            it), how weights are stored.
+        call: the mesh axis, the type of the sum (that of x, or one of 16 bits: partial
+            sums travel in it), how weights are stored.
         config: how to cut it.
         device: the Hopper GPU that the kernel is built for.
 
@@ -142,6 +144,8 @@ class Plan:
     """The tiles of each product; their sums share one output tile."""
     chunks: Chunks
     """Chunks in which a tile is read from a peer."""
+    scales: Scales | None
+    """How scales are read, of operands of 8 bits."""
     share: bool
     """True: all devices get the sums of all rows."""
 
@@ -170,7 +174,13 @@ class Plan:
     @property
     def steps(self) -> int:
         """Stages of the ring that the sums of one peer take in an own tile."""
-        return self.config.tile_m // self.config.tile_k
+        return self.config.tile_m // self.depth
+
+    @property
+    def depth(self) -> int:
+        """Rows of sums in such a stage: as many bytes as operands of a product have."""
+        p = self.tiles[0].problem
+        return self.config.tile_k * p.dtype.itemsize // p.out_dtype.itemsize
 
     @property
     def for_each_tile(self) -> Callable[..., Any]:
@@ -199,12 +209,20 @@ class Plan:
             "free": plgpu.Barrier(num_barriers=2),
         }
         first, c = self.tiles[0], self.config
-        if first.problem.rhs_transposed:
-            # Sums of peers lie in the ring as rows, however the weight is stored.
-            transforms = smem_transforms(c.tile_n, first.problem.dtype)
-            shape = (c.stages, c.tile_k, c.tile_n)
-            rows = plgpu.SMEM(shape, first.problem.dtype, transforms=transforms)
-            found["w_smem"] = plgpu.RefUnion(first.scratch_types()["w_smem"], rows)
+        p, dtype = first.problem, first.problem.out_dtype
+
+        def beside(name: str, rows: int, columns: int) -> Any:
+            """The ring of an operand, which is one of rows of sums as well."""
+            transforms = smem_transforms(columns, dtype)
+            shape = (c.stages, rows, columns)
+            sums = plgpu.SMEM(shape, dtype, transforms=transforms)
+            return plgpu.RefUnion(first.scratch_types()[name], sums)
+
+        # Sums of peers lie in the ring as rows, however the weight is stored.
+        if p.rhs_transposed:
+            found["w_smem"] = beside("w_smem", self.depth, c.tile_n)
+        if p.dtype != dtype:
+            found["x_smem"] = beside("x_smem", c.tile_m, self.depth)
         return found
 
 
@@ -218,6 +236,8 @@ class Roles:
     """Left operands, [B*D,m,K_i]."""
     ws: Sequence[Ref]
     """Right operands."""
+    factors: Sequence[Ref]
+    """Scales of rows and columns, of operands of 8 bits: `scales_of`."""
     identity: Ref
     """[tile_m,tile_m]."""
     out: Ref
@@ -230,8 +250,10 @@ class Roles:
     number for the device that holds it as for the one that wants it."""
     scratch: Mapping[str, Ref]
     """Shared memory and barriers."""
+    picked_smem: Ref
+    """The part of the ring for x, [stages,tile_m,depth] in the type of the sums."""
     sums_smem: Ref
-    """The part of the ring for w, [stages,tile_k,tile_n] however w is stored."""
+    """The part of the ring for w, [stages,depth,tile_n] however w is stored."""
     ready: Ref
     """Semaphores by distance and tile: it is stored there for this device. First the
     partial sums; then, where all share them, the sums."""
@@ -244,20 +266,24 @@ class Roles:
     def of(cls, plan: Plan, refs: Sequence[Ref], scratch: dict[str, Ref]) -> "Roles":
         """Sort what the kernel gets into the roles' fields."""
         products = len(plan.tiles)
-        identity, out, partial, received = refs[2 * products :]
-        sums_smem = scratch["w_smem"]
+        *factors, identity, out, partial, received = refs[2 * products :]
+        picked_smem, sums_smem = scratch["x_smem"], scratch["w_smem"]
         if plan.tiles[0].problem.rhs_transposed:
             scratch["w_smem"], sums_smem = sums_smem
+        if plan.scales is not None:
+            scratch["x_smem"], picked_smem = picked_smem
         semaphores = (1 + plan.share) * (plan.devices - 1) * plan.own_tiles
         return cls(
             plan=plan,
             xs=refs[:products],
             ws=refs[products : 2 * products],
+            factors=factors,
             identity=identity,
             out=out,
             partial=partial,
             received=received,
             scratch=scratch,
+            picked_smem=picked_smem,
             sums_smem=sums_smem,
             ready=pl.get_global(plgpu.SemaphoreType.REGULAR((semaphores,))),
             arrived=pl.get_global(plgpu.SemaphoreType.REGULAR((plan.own_tiles,))),
@@ -406,12 +432,12 @@ class Roles:
     def _load_sums(self, tile: Scalar, step: int, slot: Scalar) -> None:
         """One stage of a tile of one peer, and the columns that pick its rows."""
         config = self.plan.config
-        depth, full = config.tile_k, self.scratch["full"].at[slot]
+        depth, full = self.plan.depth, self.scratch["full"].at[slot]
         rows = pl.ds(tile * config.tile_m + step * depth, depth)
         picked = self.identity.at[:, pl.ds(step * depth, depth)]
         sums = self.received.at[rows, pl.ds(0, config.tile_n)]
         plgpu.barrier_wait(self.scratch["empty"].at[slot])
-        plgpu.copy_gmem_to_smem(picked, self.scratch["x_smem"].at[slot], full)
+        plgpu.copy_gmem_to_smem(picked, self.picked_smem.at[slot], full)
         plgpu.copy_gmem_to_smem(sums, self.sums_smem.at[slot], full)
 
     # --- Consumers --------------------------------------------------------------------
@@ -421,7 +447,13 @@ class Roles:
         plan, (slot, done) = self.plan, carry
         distance, b, row_block = plan.place(m)
         own = distance == plan.devices
-        sums, slot = multiply_tile(
+        multiply: Any = multiply_tile
+        if plan.scales is not None:
+            block = self.slab(b, distance) * plan.layout.blocks + row_block
+            rows, columns = self.factors
+            scale = plan.scales.load(rows, columns, self.scratch, block, n, consumer)
+            multiply = functools.partial(promote_tile, scale=scale)
+        sums, slot = multiply(
             plan.tiles[0],
             self.scratch,
             consumer,
@@ -452,7 +484,7 @@ class Roles:
     ) -> tuple[Ref, Ref]:
         """Rows of the identity, and the sums of a peer that they pick."""
         height = self.plan.config.block[0]
-        rows = scratch["x_smem"].at[slot, pl.ds(consumer * height, height)]
+        rows = self.picked_smem.at[slot, pl.ds(consumer * height, height)]
         return rows, self.sums_smem.at[slot]
 
     def hand_on(self, done: Scalar) -> None:
@@ -471,9 +503,15 @@ class Roles:
 
 
 def _check(config: CollectiveConfig, dtype: jnp.dtype, out_dtype: DTypeLike) -> None:
-    if jnp.dtype(out_dtype) != dtype:
+    out_dtype = jnp.dtype(out_dtype)
+    if dtype.itemsize == 1 and out_dtype.itemsize != 2:
         raise Unsupported(
-            f"collective_matmul: out_dtype {jnp.dtype(out_dtype).name}, the kernel"
+            f"collective_matmul: out_dtype {out_dtype.name}, the kernel reduces in"
+            " bfloat16 or float16 what 8-bit operands give; use implementation='xla'"
+        )
+    if dtype.itemsize > 1 and out_dtype != dtype:
+        raise Unsupported(
+            f"collective_matmul: out_dtype {out_dtype.name}, the kernel"
             f" reduces in the type of x, {dtype.name}; use implementation='xla'"
         )
     if config.split != "m":
@@ -489,8 +527,8 @@ def _check(config: CollectiveConfig, dtype: jnp.dtype, out_dtype: DTypeLike) -> 
 
 
 def _reduce(
-    xs: Sequence[jax.Array],
-    ws: Sequence[jax.Array],
+    xs: Sequence[Any],
+    ws: Sequence[Any],
     call: Call,
     config: CollectiveConfig,
     device: DeviceSpec,
@@ -502,11 +540,12 @@ def _reduce(
     rows = total_rows // devices
     _check(config, dtype, call.out_dtype)
     slabs = [
-        pad(x.reshape(batch * devices, rows, x.shape[-1]))  # [B*D,m,K]
+        pad(values_of(x).reshape(batch * devices, rows, x.shape[-1]))  # [B*D,m,K]
         for x in xs
     ]
     columns = ws[0].shape[0 if call.rhs_transposed else 1]
-    ws = [pad(w) for w in ws]
+    scaled = xs[0], ws
+    ws = [pad(values_of(w)) for w in ws]
     tiles = cut_tiles(slabs, ws, call, config)
     layout = Layout.of(call, config, device, batch=batch, rows=slabs[0].shape[1])
     if config.cluster == "m" and layout.blocks_of_device % 2:
@@ -522,8 +561,10 @@ def _reduce(
         )
     # Chunks of a tile, and of its rows within the result, are a whole number.
     common = math.gcd(config.tile_m, layout.rows)
+    dtype = tiles[0].problem.out_dtype
     chunks = Chunks.of(common, config.tile_n, dtype, config.buffer_bytes)
-    plan = Plan(layout=layout, tiles=tiles, chunks=chunks, share=share)
+    scales, factors = scales_of(*scaled, tiles, layout.blocks)
+    plan = Plan(layout=layout, tiles=tiles, chunks=chunks, scales=scales, share=share)
     rows_of_tiles = plan.own_tiles * config.tile_m
     slabs_of_result = batch * (devices if share else 1)
     out, *_ = plgpu.kernel(
@@ -537,7 +578,7 @@ def _reduce(
             )
         ],
         kernel_name="matmul_all_reduce" if share else "matmul_reduce_scatter",
-        **grid(layout, tiles[0], chunks, device, plan.scratch_types()),
-    )(*slabs, *ws, jnp.asarray(np.eye(config.tile_m), dtype))
+        **grid(layout, tiles[0], chunks, device, plan.scratch_types(), scales),
+    )(*slabs, *ws, *factors, jnp.asarray(np.eye(config.tile_m), dtype))
     sums = out[:, :rows, :columns]
     return sums.reshape(batch, -1, columns)  # [B,M/D,N], or [B,M,N] if shared

@@ -52,7 +52,9 @@ __all__ = [
 ]
 
 type Arrays = tuple[jax.Array, ...]
-type Implementation = Callable[[Any, Arrays, Call], Any]
+type Operands = tuple[Any, ...]
+"""Arrays, or a `ScaledArray` each."""
+type Implementation = Callable[[Any, Any, Call], Any]
 
 TABLE = "collective_matmul"
 """The name in tables of tuned configs."""
@@ -80,19 +82,19 @@ class Op:
     """``(x, ws, call, config, device)``, for Hopper."""
     xla: Implementation
     """A collective and a product, one after the other."""
-    xla_ring: Implementation
+    xla_ring: Implementation | None = None
     """A step for each device."""
 
     @property
     def implementations(self) -> Mapping[str, Implementation]:
         """Implementations of the op, by name."""
-        return {
-            "mosaic_gpu": functools.partial(_run_kernel, self),
-            "xla": functools.partial(_run_portable, self, "xla", self.xla),
-            "xla_ring": functools.partial(
-                _run_portable, self, "xla_ring", self.xla_ring
-            ),
+        found: dict[str, Implementation] = {
+            "mosaic_gpu": functools.partial(_run_kernel, self)
         }
+        for name, form in (("xla", self.xla), ("xla_ring", self.xla_ring)):
+            if form is not None:
+                found[name] = functools.partial(_run_portable, self, name, form)
+        return found
 
 
 ALL_GATHER = Op(
@@ -119,7 +121,7 @@ ALL_REDUCE = Op(
 OPS = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
 
 
-def run(op: Op, x: Any, ws: Arrays, call: Call) -> Any:
+def run(op: Op, x: Any, ws: Operands, call: Call) -> Any:
     """Computes an op without its gradient rule.
 
     Args:
@@ -151,7 +153,7 @@ def run(op: Op, x: Any, ws: Arrays, call: Call) -> Any:
 
 
 def _run_portable(
-    op: Op, name: str, form: Implementation, x: Any, ws: Arrays, call: Call
+    op: Op, name: str, form: Implementation, x: Any, ws: Operands, call: Call
 ) -> Any:
     """An XLA form, which knows no config."""
     if call.config is not None:
@@ -165,7 +167,7 @@ def _run_portable(
 # --- The kernel -----------------------------------------------------------------------
 
 
-def _run_kernel(op: Op, x: Any, ws: Arrays, call: Call) -> Any:
+def _run_kernel(op: Op, x: Any, ws: Operands, call: Call) -> Any:
     device = _check_mesh(op, call)
     problem = CollectiveProblem.of(op.kind, x, ws, call)
     config = tuned_configs.lookup(
@@ -180,11 +182,11 @@ def _run_kernel(op: Op, x: Any, ws: Arrays, call: Call) -> Any:
     if op is ALL_REDUCE:
         axes -= {call.axis_name}
 
-    def kernel(x: Any, ws: Arrays) -> Any:
+    def kernel(x: Any, ws: Operands) -> Any:
         outputs = op.kernel(x, ws, call, config, device)
         return jax.tree.map(lambda y: as_varying(y, axes), outputs)  # it lost the marks
 
-    def product(x: Any, ws: Arrays) -> Any:
+    def product(x: Any, ws: Operands) -> Any:
         # jax 0.11.2 refuses kernels that run warps of their own on operands whose types
         # say over which mesh axes they vary, so the kernel is traced without.
         types = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (x, ws))
@@ -235,7 +237,7 @@ def _check_mesh(op: Op, call: Call) -> DeviceSpec:
     return device
 
 
-def _after(name: str, op: Op, call: Call) -> Callable[[Any, Arrays], Any] | None:
+def _after(name: str, op: Op, call: Call) -> Callable[[Any, Any], Any] | None:
     """The implementation that the caller would have next, if any."""
     names = PREFERRED if call.implementation is None else call.implementation
     if isinstance(names, str) or names[-1] == name or call.config is not None:

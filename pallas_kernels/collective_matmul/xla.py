@@ -28,6 +28,7 @@ from pallas_kernels.mosaic import as_varying, varying
 
 
 __all__ = [
+    "all_gather",
     "all_gather_matmul",
     "all_reduce",
     "matmul_all_reduce",

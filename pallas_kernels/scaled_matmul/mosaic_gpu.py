@@ -30,7 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Unsupported
-from pallas_kernels.matmul.config import CONSUMERS, Problem
+from pallas_kernels.matmul.config import CONSUMERS, MatmulConfig, Problem
 from pallas_kernels.matmul.mosaic_gpu import (
     TILE_COLUMNS,
     Tiles,
@@ -51,6 +51,7 @@ from pallas_kernels.mosaic import (
 )
 from pallas_kernels.mosaic.aliases import Ref, Scalar
 from pallas_kernels.scaled_matmul.config import (
+    DEPTH,
     ScaledMatmulConfig,
     ScaledProblem,
     promoted_columns,
@@ -58,7 +59,13 @@ from pallas_kernels.scaled_matmul.config import (
 from pallas_kernels.scaled_matmul.quantize import FP8_DTYPES
 
 
-__all__ = ["Scales", "check_problem", "promote_tile", "scaled_matmul"]
+__all__ = [
+    "Scales",
+    "check_config",
+    "check_problem",
+    "promote_tile",
+    "scaled_matmul",
+]
 
 type Sums = tuple[jax.Array, ...]
 """fp32 [block_m, block_n] in parts of some columns."""
@@ -88,6 +95,19 @@ def check_problem(problem: Problem, op_name: str = "scaled_matmul") -> None:
             " last, [M,K] and [N,K]; transpose them before they are rounded"
         )
     check_sizes(p, op_name)
+
+
+def check_config(config: MatmulConfig, op_name: str) -> None:
+    """Checks that a config of another op cuts a product of 8-bit operands.
+
+    Raises:
+        Unsupported: it does not; the message says what to do.
+    """
+    if config.tile_k != DEPTH or promoted_columns(config.block) is None:
+        raise Unsupported(
+            f"{op_name}: {config} for 8-bit operands, expected tile_k={DEPTH} and at"
+            " most 128 x 256 columns of a tile"
+        )
 
 
 def promote_tile(

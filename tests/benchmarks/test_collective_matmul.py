@@ -119,6 +119,8 @@ def test_right_results_pass(kind, tp):
     names = {"auto", "matmul_only", "xla_nccl", "xla_ring", "xla_windowed"}
     if kind == "all_reduce":
         names.remove("xla_windowed")
+    else:
+        names.add("fp8_xla")
     errors = run(kind, [*names], tp)
     assert set(errors) == names
     assert all(0 < error < 1e-2 for error in errors.values()), errors
