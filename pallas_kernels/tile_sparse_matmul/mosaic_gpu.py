@@ -211,8 +211,8 @@ class _Schedule:
                 self.turns.group,
                 2 * p.m * p.k <= RESIDENT,
             )
-        back = self.workers - 1 - self.worker
-        self.place = back if self.turns.rounds else self.worker
+        back = self.turns.rounds
+        self.place = self.workers - 1 - self.worker if back else self.worker
         last = jnp.where(lax.rem(self.rounds, 2) == 1, self.place, self.worker)
         left = total - self.rounds * self.workers
         self.mine = self.rounds + jnp.where(last < left, 1, 0)
