@@ -24,8 +24,8 @@ from typing import Any
 
 import jax
 
-from benchmarks import command, pruned_speed, records, tables
-from benchmarks.harness import Benchmark, Case, installed_version
+from benchmarks import command, headlines, pruned_speed, records, tables
+from benchmarks.harness import OPTIONAL, Benchmark, Case, installed_version
 
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -313,10 +313,19 @@ def citations(root: pathlib.Path = ROOT) -> list[tuple[int, Any]]:
         rank = 0 if path.name == "README.md" else 1
         for marker in tables.MARKER.finditer(path.read_text(encoding="utf-8")):
             options = dict(item.split("=", 1) for item in marker["options"].split())
-            if options.get("device", tables.DEFAULT_DEVICE) == tables.DEFAULT_DEVICE:
-                shows = functools.partial(_shows, marker["name"], options)
-                found.append((rank, shows))
+            if options.get("device", tables.DEFAULT_DEVICE) != tables.DEFAULT_DEVICE:
+                continue
+            shown = [(marker["name"], options)]
+            if marker["name"] == "headlines":
+                shown = [_of_headline(headline) for headline in headlines.HEADLINES]
+            found += [(rank, functools.partial(_shows, *one)) for one in shown]
     return found
+
+
+def _of_headline(headline: headlines.Headline) -> tuple[str, dict[str, str]]:
+    """What a row of the README's table shows, as the options of a table say it."""
+    params = {name: str(value) for name, value in headline.params.items()}
+    return headline.file, {"cases": ",".join(headline.cases) or "*", **params}
 
 
 def _shows(
@@ -384,6 +393,28 @@ def load(
             "--save"
         ) from error
     return since(found, folders, commit, tried)
+
+
+def possible(found: Sequence[Due], awaited: Sequence[str] = ()) -> list[Due]:
+    """The same without rivals that are not installed here, but those awaited.
+
+    Args:
+        found: A plan.
+        awaited: Packages that the machine that measures will have.
+    """
+
+    optional = {*OPTIONAL} - {*awaited}
+
+    def able(due: Due) -> Due:
+        own = {
+            name: optional & {*due.benchmark.packages_of(name)} for name in due.names
+        }
+        names = [name for name in own if all(map(installed_version, own[name]))]
+        states = {n: s if n in names else TRIED for n, s in due.states.items()}
+        seconds = due.seconds * len(names) / max(len(own), 1)
+        return dataclasses.replace(due, states=states, seconds=seconds)
+
+    return [able(due) for due in found]
 
 
 def again(found: Sequence[Due]) -> list[Due]:

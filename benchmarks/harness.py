@@ -73,6 +73,9 @@ PACKAGES: Mapping[str, Sequence[str]] = {
 }
 """What rivals are made of, by patterns of their names; the first that fits counts."""
 
+OPTIONAL = ("tokamax", "flash-attn-4", "flashdeberta")
+"""Packages whose rivals are measured only where they are installed."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -216,11 +219,15 @@ class Benchmark:
 
         sys.exit(command.main(self, argv))
 
-    def versions(self, name: str) -> dict[str, str]:
-        """Versions of the packages that an implementation is made of, if installed."""
+    def packages_of(self, name: str) -> Sequence[str]:
+        """The packages that an implementation is made of."""
         patterns = {**self.packages, **PACKAGES}
         fits = (made for pattern, made in patterns.items() if fnmatch(name, pattern))
-        found = {package: installed_version(package) for package in next(fits, ())}
+        return next(fits, ())
+
+    def versions(self, name: str) -> dict[str, str]:
+        """Their versions, as far as they are installed."""
+        found = {p: installed_version(p) for p in self.packages_of(name)}
         return {package: version for package, version in found.items() if version}
 
     def timing_text(self, on_gpu: bool, samples: int) -> str:

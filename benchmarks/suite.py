@@ -38,6 +38,7 @@ from collections.abc import Sequence
 
 from benchmarks import command, due, records, tables
 from benchmarks.due import Due
+from benchmarks.harness import OPTIONAL
 
 
 PROCESSES = 3
@@ -356,6 +357,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--minutes", type=float, default=60.0, help="time for all (60)")
     add("--save", type=pathlib.Path, help="with --plan: write the list to this file")
     add("--load", type=pathlib.Path, help="read the list, where there is no git")
+    add(
+        "--with",
+        nargs="+",
+        dest="awaited",
+        default=[],
+        choices=OPTIONAL,
+        help="with --plan: packages of rivals that the other machine has",
+    )
     add("--commit", help="the commit measured, where there is no git")
     add("--out", type=pathlib.Path, default=records.RESULTS, help="folder of results")
     return parser
@@ -369,11 +378,12 @@ def _found(args: argparse.Namespace, commit: str) -> list[Due]:
     tried = records.attempts(args.out / ATTEMPTS, commit)
     if args.load:
         found = due.load(args.load, folders, commit, tried)
-        return [one for one in found if not args.topics or one.topic in args.topics]
+        found = [one for one in found if not args.topics or one.topic in args.topics]
+        return due.possible(found, args.awaited)
     found = due.plan(lines, folders, due.History(), tried, commit)
     if args.all:
         found = due.since(due.again(found), folders, commit, tried)
-    return found
+    return due.possible(found, args.awaited)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -385,6 +395,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unknown topics {unknown}; there are: {topics}")
     if not args.minutes > 0:
         parser.error(f"--minutes {args.minutes}, expected above 0")
+    if args.awaited and not args.plan:
+        parser.error("--with says what another machine has: give --plan too")
     if args.save and not args.plan:
         parser.error("--save writes a list: give --plan too")
     names = gpu_names()

@@ -9,7 +9,7 @@ import types
 import jax
 import pytest
 
-from benchmarks import command, due, records, suite
+from benchmarks import command, due, headlines, records, suite
 from benchmarks.harness import Benchmark, Case, Custom
 from tests import manifest
 
@@ -208,6 +208,25 @@ def test_states(monkeypatch, tmp_path):
     assert found.seconds == 2 * due.OTHER_SECONDS
 
 
+def test_rivals_that_are_not_installed_are_left_out(monkeypatch, tmp_path):
+    """Where a plan is made for another machine, it may be known to have them."""
+    names = ("mosaic_gpu", "tokamax", "torch_x")
+    one = benchmark("op", cases=("a", "b"), names=names)
+    rows = [("a", 0, "mosaic_gpu", 4.0, {}), ("a", 0, "torch_x", 4.0, {})]
+    found = plan(monkeypatch, tmp_path, one, rows)
+    monkeypatch.setattr(due, "installed_version", lambda package: None)
+    a, b = due.possible(found)
+    assert not a.rows and b.rows == ["mosaic_gpu", "torch_x"]  # torch is not optional
+    assert a.names == ["mosaic_gpu", "torch_x"]
+    a, b = due.possible(found, ["tokamax"])
+    assert a.rows == ["tokamax"] and b.rows == [*names]
+    assert [c.seconds for c in due.possible(found)] == [
+        pytest.approx(2 / 3 * c.seconds) for c in found
+    ]
+    monkeypatch.setattr(due, "installed_version", lambda package: "1")
+    assert due.possible(found)[0].rows == ["tokamax"]
+
+
 def test_order_is_that_of_worth(monkeypatch, tmp_path):
     (tmp_path / "docs").mkdir()
     marker = "<!-- table:fake {} -->\n<!-- /table -->"
@@ -228,6 +247,17 @@ def test_order_is_that_of_worth(monkeypatch, tmp_path):
     ]
     assert [one.samples for one in found] == [3, 3, None, 3, 3, None]
     assert [*found[-1].states] == ["dense"]  # no line asks for it, but it is stored
+
+
+def test_the_table_of_the_readme_cites_its_cases(tmp_path, monkeypatch):
+    (tmp_path / "README.md").write_text("<!-- table:headlines -->\n<!-- /table -->")
+    one = headlines.Headline(
+        system="s", what="w", page="p", file="fake", cases=("a", "b"), params={"M": 1}
+    )
+    monkeypatch.setattr(headlines, "HEADLINES", (one,))
+    ((rank, shows),) = due.citations(tmp_path)
+    fake = benchmark("op", cases=("a", "b", "c"))
+    assert rank == 0 and [shows(fake, case) for case in fake.cases] == [0, 1, 0]
 
 
 @pytest.fixture(scope="module")
