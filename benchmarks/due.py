@@ -178,7 +178,7 @@ def plan(
     shown = citations()
     found: list[Due] = []
     stored = {name: _stored(name, folders) for name in _names(lines)}
-    slow = {name: _slow(rows, commit) for name, rows in stored.items()}
+    slow = {name: records.disturbed([*rows.values()]) for name, rows in stored.items()}
     for name, case, wanted, samples, topic in _wanted(lines, stored):
         benchmark, rows = load_benchmark(name), stored[name]
         states, seconds = {}, 0.0
@@ -190,7 +190,8 @@ def plan(
                 if (name, *key) in tried and row is None
                 else _state(benchmark, case, row, history)
             )
-            if states[implementation] == FRESH and key in slow[name]:
+            old = row is None or row["commit"] != commit
+            if states[implementation] == FRESH and key in slow[name] and old:
                 states[implementation] = SLOW
             if states[implementation] != TRIED:
                 seconds += _seconds(benchmark, key, rows)
@@ -258,18 +259,6 @@ def _wanted(
     for name, case, wanted, samples, topic in found.values():
         order = [n for n in load_benchmark(name).implementations if n in wanted]
         yield name, case, order, samples, topic
-
-
-def _slow(rows: Mapping[Key, records.Record], commit: str | None) -> set[Key]:
-    """Rows of PyTorch that took longer than its own larger problems: noise."""
-    bounds = records.within_larger([*rows.values()])
-    return {
-        key
-        for key, row in rows.items()
-        if row["implementation"].startswith("torch")
-        and row["time_us"] > records.SLOWER * bounds[key]
-        and row["commit"] != commit
-    }
 
 
 def _state(
@@ -402,7 +391,6 @@ def possible(found: Sequence[Due], awaited: Sequence[str] = ()) -> list[Due]:
         found: A plan.
         awaited: Packages that the machine that measures will have.
     """
-
     optional = {*OPTIONAL} - {*awaited}
 
     def able(due: Due) -> Due:

@@ -237,6 +237,17 @@ def within_larger(rows: Sequence[Record]) -> dict[tuple[str, str, str], float]:
     }
 
 
+def disturbed(rows: Sequence[Record]) -> set[tuple[str, str, str]]:
+    """Which rows of PyTorch took longer than larger problems of its own."""
+    bounds = within_larger(rows)
+    keys = {(*identity(row), row["implementation"]): row["time_us"] for row in rows}
+    return {
+        key
+        for key, time_us in keys.items()
+        if key[2].startswith("torch") and time_us > SLOWER * bounds[key]
+    }
+
+
 def load(path: pathlib.Path) -> Record:
     """Read and validate a result file."""
     try:
