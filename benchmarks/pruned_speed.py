@@ -47,6 +47,9 @@ class Point:
     """Over the best dense product, or the dense layer."""
     ideal: float | None
     """The speed-up if what is kept ran at the rate of the dense products."""
+    kept: float | None
+    """Share of the weights of this layer that a mask keeps: less or more than of the
+    whole model."""
 
 
 def points(rows: Sequence[records.Record]) -> list[Point]:
@@ -73,6 +76,7 @@ def points(rows: Sequence[records.Record]) -> list[Point]:
                 bits=metrics["bits_per_byte"],
                 speed_up=metrics["speed_up"],
                 ideal=metrics.get("ideal_speed_up"),
+                kept=metrics.get("kept"),
             )
             key = point.layer, form, sparsity
             if key not in found or found[key].speed_up < point.speed_up:
@@ -114,12 +118,14 @@ def _cell(point: Point | None) -> str:
     if point is None:
         return "-"
     ideal = "" if point.ideal is None else f" of {point.ideal:.2f}"
-    return f"{point.speed_up:.2f}{ideal}"
+    kept = "" if point.kept is None else f", keeps {point.kept:.2g}"
+    return f"{point.speed_up:.2f}{ideal}{kept}"
 
 
 CAPTION = (
     "Times as fast as dense, *of* what it would be if the kept products ran at the "
-    "rate of the dense ones"
+    "rate of the dense ones; *keeps*: the share of the layer's own weights, where "
+    "*pruned* is that of the whole model"
 )
 
 

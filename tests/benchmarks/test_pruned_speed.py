@@ -31,6 +31,7 @@ def rows_of(benchmark, names, speed):
             metrics["speed_up"] = speed(case.params, name)
             if name in pruned_speed.OURS:
                 metrics["ideal_speed_up"] = 1 / (1 - sparsity)
+                metrics["kept"] = 1.2 * (1 - sparsity)
             if name == "matmul_only":
                 del metrics["bits_per_byte"]
             found.append(
@@ -98,7 +99,7 @@ def test_one_line_a_form_by_accuracy(folder):
     assert lines[1][:4] == ["int8", "-", "1.510", "1.20"]
     assert lines[2][:4] == ["2:4", "50%", "1.550", "1.40"]
     # Ours as dispatch takes it, and what the kept products would allow.
-    assert lines[6][:4] == ["tw", "75%", "1.900", "3.20 of 4.00"]
+    assert lines[6][:4] == ["tw", "75%", "1.900", "3.20 of 4.00, keeps 0.3"]
     assert "of what it would be" in text.replace("*", "")
     assert "python -m benchmarks.tile_sparse_layers" in text
     assert "python -m benchmarks.tile_sparse_matmul" in text
