@@ -192,7 +192,6 @@ def fit(
 
         # 2. Steps. None of these lines waits for the step that it follows.
         first = step = int(state.step)
-        _check_steps(config, first)
         for line in describe(config, mesh, state):
             monitor.note(line)
         monitor.start(first)
@@ -359,7 +358,6 @@ def _start(
         model = place(model, mesh, _flat_rules(config, mesh).parameters)
     if resumed:
         planned = checkpoints.config(config.step).get(SCHEDULE_STEPS)
-        check_same_schedule(config.optimizer, config.steps, planned)
         target = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
             abstract,
@@ -369,6 +367,8 @@ def _start(
         if frozen:
             whole = with_frozen(state.model, model)
             state = dataclasses.replace(state, model=whole)
+        _check_steps(config, int(state.step))
+        check_same_schedule(config.optimizer, config.steps, planned)
         batches.set_state(position)
         checkpoints.set_aside_after(int(state.step))  # not to be read
         logger.info("continue after step %d", int(state.step))
