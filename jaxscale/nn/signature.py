@@ -23,4 +23,4 @@ def show_constructors(values: Iterable[Any]) -> None:
     """Give the module classes among `values` the signatures of their constructors."""
     for value in values:
         if inspect.isclass(value) and issubclass(value, nnx.Module):
-            value.__signature__ = _Constructor()
+            setattr(value, "__signature__", _Constructor())  # noqa: B010

@@ -200,8 +200,9 @@ def check_same_schedule(
     Raises:
         ValueError: the schedule depends on the number of steps, which has changed.
     """
-    same = planned is None or planned == steps or config.schedule == "constant"
-    if same or config.schedule_steps is not None:
+    if planned is None or planned == steps:
+        return
+    if config.schedule == "constant" or config.schedule_steps is not None:
         return
     before, now = (
         float(make_schedule(config, total)(min(planned, steps)))
