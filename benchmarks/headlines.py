@@ -69,8 +69,8 @@ HEADLINES = (
     ),
     Headline(
         system="Tile-wise sparsity",
-        what="a LLaMA 3 8B block pruned to half, 4,096 tokens; bits per byte "
-        "(2:4: 1.52)",
+        what="a LLaMA 3 8B block of a model pruned to half (the block, more), 4,096 "
+        "tokens; bits per byte (2:4: 1.52)",
         page="tilewise.md#speed-at-equal-accuracy",
         file="tile_sparse_layers",
         cases=("block",),
