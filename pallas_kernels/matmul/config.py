@@ -171,13 +171,17 @@ class Problem:
             parts.append("rhs_transposed")
         return " ".join(parts)
 
+    def cut(self, device: DeviceSpec) -> MatmulConfig:
+        """The config where nothing was tuned."""
+        return heuristic(self, device)
+
     def declines(self, device: DeviceSpec) -> str | None:
         """Say why XLA is expected to be faster where nothing was measured, or None."""
         if 0 in (self.m, self.n, self.k):
             return "the product is empty"
         if self.m % 8:
             return f"m={self.m} is no multiple of 8, so its rows would be copied"
-        best = heuristic(self, device)
+        best = self.cut(device)
         tiles = math.prod(_counts(self, best))
         area = best.tile_m * best.tile_n
         busy = busy_share(self.m * self.n, tiles, area, device)

@@ -81,9 +81,9 @@ class ScaledProblem(Problem):
 
     rhs_transposed: bool = True
 
-    def declines(self, device: DeviceSpec) -> str | None:
-        """Say that only a measurement makes the kernel the choice: it has had none."""
-        return f"{self.key} was never measured on {device.name}"
+    def cut(self, device: DeviceSpec) -> ScaledMatmulConfig:
+        """The config where nothing was tuned."""
+        return heuristic(self, device)
 
 
 # As for 16 bits, but for the widest: beside the sums there are those of the tensor
