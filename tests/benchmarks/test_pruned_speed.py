@@ -175,15 +175,14 @@ def test_both_plots_of_the_files_are_drawn(folder, tmp_path):
         plots.draw(records.load(folder / f"{name}.json"), tmp_path / f"{name}.svg")
 
 
-def test_what_the_readme_shows_is_due_first():
-    one = layers.BENCHMARK
-    ranks = due.citations()
-    cited = [
-        min(rank for rank, shows in ranks if shows(one, case)) for case in one.cases
-    ]
-    for case, rank in zip(one.cases, cited, strict=True):
-        readme = case.params["M"] in (32, 4096)
-        assert rank == (0 if readme else 1), case
+def test_the_joined_table_cites_the_cases_of_both_benchmarks():
+    options = {"cases": "swiglu,llama3_8b_up", "M": "32"}
+    for one in (layers.BENCHMARK, products.BENCHMARK):
+        for case in one.cases:
+            chosen = case.name in ("swiglu", "llama3_8b_up") and case.params["M"] == 32
+            assert due._shows(pruned_speed.NAME, options, one, case) == chosen
+    (first, *_) = layers.BENCHMARK.cases
+    assert not due._shows("matmul", {}, layers.BENCHMARK, first)
 
 
 def test_rows_that_are_no_cases_are_dropped(folder, capsys):
