@@ -19,8 +19,8 @@ of what MegaScale changes in the algorithm, and
   roundings alone
 
 of what fp8 changes in the numbers: these have one learning rate, and ``against_bf16``
-is by how much of bf16's loss theirs is above it. The rate is low: at four times as much
-trainings of such small models drift apart by whatever differs, up to 2% either way.
+is by how much of bf16's loss theirs is above it. The rate is low: at two to
+eight times as much trainings of such small models drift apart, by up to 2% either way.
 
 Each of the former has a learning rate of its own, found with a seed of its own: from
 the same guess for all that share an optimizer it is doubled and halved until neither

@@ -300,7 +300,12 @@ def _learning(figure: Any, record: records.Record) -> None:
 
     The last three quarters of the bytes: before them all curves fall alike.
     """
-    rows = [row for row in record["rows"] if "tokens" in row["params"]]
+    drawn = {name for names in LEARNERS.values() for name in names}
+    rows = [
+        row
+        for row in record["rows"]
+        if "tokens" in row["params"] and row["implementation"] in drawn
+    ]
     cases = records.ordered(row["case"] for row in rows)
     figure.set_size_inches(5.2 * len(LEARNERS), 3.8 * len(cases))
     axes = figure.subplots(len(cases), len(LEARNERS), squeeze=False)
