@@ -219,6 +219,9 @@ def low_latency_all_reduce(
     if y.size == 0:
         return y, workspace
     flat = jnp.pad(y.reshape(-1), (0, -y.size % LINE)).reshape(-1, LINE)  # [L/512,512]
+    # XLA fuses a slice, as of a product of padded rows, with the kernel that reads it,
+    # and the fusion says no longer that the workspace is changed in place.
+    flat = lax.optimization_barrier(flat)
     axes, all_axes = varying(y), varying(y, *workspace) | {axis_name}
     total, workspace = unmarked(
         lambda *operands: _exchange(
