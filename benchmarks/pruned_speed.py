@@ -123,9 +123,8 @@ def _cell(point: Point | None) -> str:
 
 
 CAPTION = (
-    "Times as fast as dense, *of* what it would be if the kept products ran at the "
-    "rate of the dense ones; *keeps*: the share of the layer's own weights, where "
-    "*pruned* is that of the whole model"
+    "Times as fast as dense, *of* what the kept products would be at the dense rate; "
+    "*keeps*: of the layer, *pruned*: of the model"
 )
 
 

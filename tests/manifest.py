@@ -17,6 +17,7 @@ not with comments and docstrings, and a stale one costs time and hides nothing.
 import argparse
 import ast
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import json
@@ -38,6 +39,7 @@ from pallas_kernels.collective_matmul import (
     scaled_all_gather_matmul,
     scaled_matmul_reduce_scatter,
 )
+from pallas_kernels.collective_matmul.specs import ROWS
 from pallas_kernels.collective_matmul.specs import SPECS as COLLECTIVE
 from pallas_kernels.collective_matmul.tunable import problems as collective_problems
 from pallas_kernels.layer_norm import layer_norm
@@ -281,7 +283,13 @@ def collective_cases() -> Iterator[Case]:
         "reduce_scatter": (matmul_reduce_scatter, columns, rows, rows),
         "all_reduce": (matmul_all_reduce, columns, rows, whole),
     }
+    found = dict(collective_problems())
     for name, problem in collective_problems().items():
+        if problem.kind == "all_reduce" and problem.m == min(ROWS):
+            for rows in {max(rows, problem.devices) for rows in (1, 4)}:  # as it pads
+                few = dataclasses.replace(problem, m=rows)
+                found[f"{name.partition(' ')[0]} {few.key}"] = few
+    for name, problem in found.items():
         op, x_spec, w_spec, y_spec = ops[problem.kind]
         size, (k,), (n,) = problem.devices, problem.k, problem.n
         if problem.kind == "all_gather":
