@@ -69,7 +69,7 @@ def from_source(source: str) -> TrainConfig:
 
     Example:
         >>> from_source("tests/fixtures/models/gpt2").model.d_model
-        64
+        32
     """
     directory = local_directory(source)
     name = Path(source).resolve().name

@@ -41,7 +41,10 @@ def test_help_describes_each_setting(call):
             ["--from", "x", "--prompt", "a", "--max-new-tokens", "0"],
             "max_new_tokens 0, expected at least 1",
         ),
-        (["--from", "nowhere", "--prompt", "a"], "--from nowhere: there is no such"),
+        (
+            ["--from", "nowhere", "--prompt", "a"],
+            "'nowhere' is no directory, and no name of",
+        ),
     ],
 )
 def test_mistakes_are_explained(call, arguments, message):

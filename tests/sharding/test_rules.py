@@ -453,7 +453,9 @@ def test_rank_mismatch():
 
 
 def test_unknown_logical_axis():
-    with pytest.raises(ValueError, match=r"'features' is unknown; use one of \['act_"):
+    with pytest.raises(
+        ValueError, match=r"'features' is unknown; use None or one of \['act_"
+    ):
         fsdp().spec("batch", "features")
 
 
