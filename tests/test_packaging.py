@@ -141,7 +141,7 @@ def test_what_an_extra_installs_is_imported(extra):
 
 def test_notebooks_get_what_they_import_and_show():
     names = {Requirement(r).name for r in EXTRAS["notebooks"]}
-    assert {"ipywidgets", "matplotlib", "jaxscale"} <= names
+    assert {"matplotlib", "jaxscale"} <= names
     assert any("train" in Requirement(r).extras for r in EXTRAS["notebooks"])
 
 

@@ -204,7 +204,7 @@ class Encoder:
                 busy; the results do not depend on it.
             truncate: Cut texts of more than `max_length` tokens; otherwise they are an
                 error.
-            progress: Show a bar; None shows one in a terminal.
+            progress: Show a bar; None shows one in a terminal or notebook.
 
         Returns:
             The embeddings in the order of `texts`.

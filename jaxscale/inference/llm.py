@@ -245,7 +245,7 @@ class LLM:
             prompts: Texts, before which comes the token that begins texts, if the
                 model's files say so; or token ids, at least one each.
             params: How to continue all, or one for each.
-            progress: Show a progress bar; None shows one on a terminal.
+            progress: Show a progress bar; None shows one in a terminal or notebook.
 
         Raises:
             InvalidRequest: a prompt cannot be served; nothing is generated then.

@@ -1,8 +1,10 @@
-"""A progress bar on the terminal."""
+"""A progress bar, for those who watch."""
 
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+
+from jaxscale.observability.bar import Bar, in_jupyter
 
 
 @contextlib.contextmanager
@@ -13,30 +15,32 @@ def progress_bar(
 
     Args:
         name: What progresses.
-        wanted: None shows it where stderr is a terminal.
+        wanted: None shows it in a notebook, and where stderr is a terminal.
         total: Number of steps.
 
     Returns:
         A function that takes how many more are done.
     """
     if wanted is None:
-        wanted = sys.stderr.isatty()
+        wanted = sys.stderr.isatty() or in_jupyter()
     if not wanted:
         yield lambda count: None
         return
     try:
-        from rich import console, progress
+        bar = Bar(name, total, stderr=True)
     except ImportError as error:
         raise ImportError(
             "the progress bar needs rich: pip install 'jaxscale[serve]', or pass "
             "progress=False"
         ) from error
-    with progress.Progress(
-        progress.TextColumn(name),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TimeRemainingColumn(),
-        console=console.Console(stderr=True),
-    ) as bar:
-        task = bar.add_task(name, total=total)
-        yield lambda count: bar.advance(task, count)
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        bar.update(done)
+
+    try:
+        yield advance
+    finally:
+        bar.close()

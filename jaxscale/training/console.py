@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxscale import __version__
+from jaxscale.observability.bar import in_jupyter
 from jaxscale.training.config import TrainConfig
 from jaxscale.training.monitor import ProgressBar, Record, Writer
 
@@ -84,9 +85,7 @@ def say(text: str, file: io.TextIOBase | None = None) -> None:
 
 def shows_bar() -> bool:
     """True where a bar that moves can be seen: in a terminal and in Jupyter."""
-    from rich import get_console
-
-    return sys.stdout.isatty() or get_console().is_jupyter
+    return sys.stdout.isatty() or in_jupyter()
 
 
 def console_writer() -> Writer:

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from jaxscale.observability.bar import Bar
 from jaxscale.supervision import EventLog
 from jaxscale.training.device_events import DeviceEvents
 from jaxscale.training.hardware import mfu
@@ -116,7 +117,7 @@ class TensorBoardWriter(Writer):
 
 
 class ProgressBar(Writer):
-    """A line at the bottom of the terminal."""
+    """A line at the bottom of the terminal, or below the cell of a notebook."""
 
     def __init__(self, description: str = "train") -> None:
         """Prepare the bar; it appears with `start`.
@@ -125,28 +126,18 @@ class ProgressBar(Writer):
             ImportError: rich is not installed.
         """
         try:
-            from rich import progress
+            import rich  # noqa: F401
         except ImportError as error:
             raise ImportError(
                 "ProgressBar needs rich: pip install 'jaxscale[train]'"
             ) from error
-        self._bar = progress.Progress(
-            progress.TextColumn("{task.description}"),
-            progress.BarColumn(),
-            progress.MofNCompleteColumn(),
-            progress.TextColumn("{task.fields[shown]}"),
-            progress.TimeRemainingColumn(),
-        )
         self._description = description
-        self._task: Any = None
+        self._bar: Bar | None = None
         self._shown: dict[str, str] = {}
 
     def start(self, first_step: int, total_steps: int) -> None:
         """Show the bar."""
-        self._task = self._bar.add_task(
-            self._description, total=total_steps, completed=first_step, shown=""
-        )
-        self._bar.start()
+        self._bar = Bar(self._description, total_steps, done=first_step)
 
     def write(self, record: Record) -> None:
         """Advance to the step and show its main numbers."""
@@ -161,11 +152,13 @@ class ProgressBar(Writer):
             if value is not None:
                 self._shown[name] = text.format(value)
         shown = "  ".join(self._shown[name] for name in formats if name in self._shown)
-        self._bar.update(self._task, completed=record["step"], shown=shown)
+        assert self._bar is not None  # started
+        self._bar.update(int(record["step"] or 0), shown)
 
     def close(self) -> None:
         """Leave the last state on the screen."""
-        self._bar.stop()
+        if self._bar is not None:
+            self._bar.close()
 
 
 class Monitor:

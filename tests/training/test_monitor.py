@@ -6,12 +6,14 @@ import re
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxscale.models.llama import llama3_8b
+from jaxscale.observability import bar as bar_module
 from jaxscale.supervision import EventLog, read_events
 from jaxscale.training.console import LineWriter, console_writer
 from jaxscale.training.hardware import mfu, peak_flops
@@ -236,6 +238,29 @@ def test_progress_bar_shows_the_main_numbers(capsys):
     assert "2/2" in shown
     assert "loss 2.500" in shown
     assert "held out 2.250" in shown
+
+
+def test_a_notebook_keeps_the_last_state_of_a_bar_as_one_line(monkeypatch):
+    from IPython import display
+
+    outputs = []
+
+    def show(line, *, display_id):
+        outputs.append([line._repr_html_()])
+        return SimpleNamespace(update=lambda x: outputs[-1].append(x._repr_html_()))
+
+    monkeypatch.setattr(bar_module, "in_jupyter", lambda: True)
+    monkeypatch.setattr(display, "display", show)
+    bar = ProgressBar()
+    bar.start(0, 500)
+    for step in range(1, 501):
+        bar.write({"step": step, "loss": 3.0 - step / 500})
+    bar.close()
+    (versions,) = outputs
+    assert 2 <= len(versions) < 100, "drawn rarely, and at the end"
+    assert "value='0' max='500'" in versions[0]
+    assert "value='500' max='500'" in versions[-1]
+    assert "500/500  loss 2.000" in versions[-1]
 
 
 def test_lines_show_the_main_numbers_at_once(tmp_path):

@@ -1,0 +1,136 @@
+"""A line that moves while something goes on, in a terminal and in Jupyter.
+
+In a terminal rich draws it. In Jupyter rich draws a widget, of which a notebook that is
+read elsewhere shows nothing. There the line is replaced as a whole, which needs no
+other package, and the last one stays in the notebook.
+"""
+
+import html
+import sys
+import time
+from typing import Any
+
+
+_SECONDS = 0.1
+
+
+def in_jupyter() -> bool:
+    """True in a notebook, also on Colab; False in the terminal of IPython."""
+    ipython = sys.modules.get("IPython")
+    return getattr(ipython and ipython.get_ipython(), "kernel", None) is not None
+
+
+class Bar:
+    """A progress bar, from its first line to its last.
+
+    Example:
+        >>> bar = Bar("count", 2)
+        >>> bar.update(2, "all of them")
+        >>> bar.close()
+        count ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━ 2/2 all of them 0:00:00
+    """
+
+    def __init__(
+        self, name: str, total: int, *, done: int = 0, stderr: bool = False
+    ) -> None:
+        """Show the bar.
+
+        Args:
+            name: What progresses.
+            total: Number of steps.
+            done: Steps that were done before.
+            stderr: In a terminal, write to standard error.
+
+        Raises:
+            ImportError: rich is not installed.
+        """
+        kind = _Notebook if in_jupyter() else _Terminal
+        self._bar = kind(name, total, done, stderr)
+
+    def update(self, done: int, shown: str = "") -> None:
+        """Move the bar.
+
+        Args:
+            done: Steps that are done, of all.
+            shown: Text behind the bar.
+        """
+        self._bar.update(done, shown)
+
+    def close(self) -> None:
+        """Leave the last state on the screen."""
+        self._bar.close()
+
+
+class _Terminal:
+    """A line at the bottom of the terminal."""
+
+    def __init__(self, name: str, total: int, done: int, stderr: bool) -> None:
+        from rich import console, progress
+
+        self._bar = progress.Progress(
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TextColumn("{task.fields[shown]}"),
+            progress.TimeRemainingColumn(),
+            console=console.Console(stderr=True) if stderr else None,
+        )
+        self._task = self._bar.add_task(name, total=total, completed=done, shown="")
+        self._bar.start()
+
+    def update(self, done: int, shown: str) -> None:
+        self._bar.update(self._task, completed=done, shown=shown)
+
+    def close(self) -> None:
+        self._bar.stop()
+
+
+class _Notebook:
+    """An output of a cell, which is replaced at most ten times a second."""
+
+    def __init__(self, name: str, total: int, done: int, stderr: bool) -> None:
+        from IPython.display import display
+
+        self._name, self._total, self._first = name, total, done
+        self._done, self._shown = done, ""
+        self._start = self._drawn = time.monotonic()
+        self._handle: Any = display(self, display_id=True)
+
+    def update(self, done: int, shown: str) -> None:
+        self._done, self._shown = done, shown
+        if time.monotonic() - self._drawn >= _SECONDS:
+            self._draw()
+
+    def close(self) -> None:
+        self._draw()
+
+    def _draw(self) -> None:
+        self._drawn = time.monotonic()
+        self._handle.update(self)
+
+    @property
+    def _text(self) -> str:
+        return "  ".join(
+            filter(None, [f"{self._done}/{self._total}", self._shown, self._time])
+        )
+
+    @property
+    def _time(self) -> str:
+        """The seconds that are left, or at the end those that it took."""
+        taken = time.monotonic() - self._start
+        if self._done >= self._total:
+            return f"{taken:.0f} s"
+        steps = self._done - self._first
+        return (
+            f"{taken / steps * (self._total - self._done):.0f} s left" if steps else ""
+        )
+
+    def __repr__(self) -> str:
+        return f"{self._name} {self._text}"
+
+    def _repr_html_(self) -> str:
+        return (
+            f"<div>{html.escape(self._name)} "
+            f"<progress value='{self._done}' max='{self._total}'></progress> "
+            f"{html.escape(self._text)}</div>"
+        )
