@@ -78,9 +78,9 @@ function drawGoodput() {
   const {seconds: parts, wall} = data.goodput;
   plot("goodput", Object.entries(parts).map(([name, value]) => ({
     type: "bar", orientation: "h", x: [value], y: [""], name: `${name.replace("_", " ")} ${(100 * value / (wall || 1)).toFixed(1)}%`,
-    marker: {color: PARTS[name] || "#999"}, visible: value > 0 ? true : "legendonly",
+    marker: {color: PARTS[name] || "#999"}, visible: value > 0 ? true : window.innerWidth < 800 ? false : "legendonly",
     hovertemplate: `${plain(name.replace("_", " "))}: ${seconds(value)}<extra></extra>`,
-  })), {barmode: "stack", height: window.innerWidth < 800 ? 230 : 170, xaxis: axis("time, s"), yaxis: {visible: false},
+  })), {barmode: "stack", height: window.innerWidth < 800 ? 300 : 170, xaxis: axis("time, s"), yaxis: {visible: false},
         legend: {orientation: "h", y: 1.05, yanchor: "bottom", traceorder: "normal"}});
 }
 
@@ -110,10 +110,16 @@ function drawRates() {
   points("learning rate", lr, {line: {color: "#3f83c7", width: 1.5}});
   points("gradient norm", norm, {yaxis: "y2", line: {color: "#8a94a0", width: 1, dash: "dot"}});
   if (traces.length) plot("rates", traces, {xaxis: axis("step"), yaxis: axis("learning rate", {rangemode: "tozero"}),
-    yaxis2: {overlaying: "y", side: "right", title: {text: "gradient norm"}, rangemode: "tozero", showgrid: false}});
+    yaxis2: {overlaying: "y", side: "right", title: {text: "gradient norm"}, rangemode: "tozero", tickformat: ".2~g", showgrid: false, zeroline: false, automargin: true}});
 }
 
 function drawSettings() {
+  at("command").hidden = !data.command;
+  at("command").replaceChildren(...data.command.split(/ (?=--)/).map(words => {
+    const part = document.createElement("span");  // a line does not break within an option
+    part.textContent = words;
+    return part;
+  }).flatMap(part => [part, " "]));
   at("settings-about").textContent = data.settings.length ? "Each is an option of jaxscale train, with -- before it." : "The run has no run.json.";
   table("settings", ["setting", "value"], data.settings);
 }
@@ -233,7 +239,10 @@ function draw() {
   document.body.dataset.drawn = data.time;
   at("all").hidden = Boolean(data.empty);
   if (data.empty) { at("title").textContent = data.title; at("state").textContent = data.empty; return; }
+  const several = data.timeline.total > 1;  // one rank waits for nobody
+  for (const id of ["waits", "slow"]) at(id).hidden = !several;
   for (const [key, section] of Object.entries(SECTIONS)) {
+    if (!several && (key === "moments" || key === "heat")) continue;
     const text = key === "title" ? null : JSON.stringify(data[key]);
     if (text !== null && drawn[key] === text) continue;
     section();

@@ -68,6 +68,7 @@ def page_data(run: Run, *, now: float | None = None) -> dict[str, Any]:
             "loss": loss_view(run),
             "rates": rates_view(run),
             "settings": settings_rows(content),
+            "command": str(content.get("command") or ""),
             "moments": views,
             "directions": directions(layout),
             "faults": faults,
@@ -142,6 +143,14 @@ def _facts(run: Run, layout: Layout, productive: float) -> dict[str, str]:
         "goodput": f"{productive:.1%}",
         "starts": f"{len(cycles) or 1}",
     }
+    for name, key, text in (
+        ("held-out loss", "eval_loss", "{:.4f}"),
+        ("tokens/s a device", "tokens_per_second_per_device", "{:,.0f}"),
+    ):
+        known = [r[key] for r in run.metrics if isinstance(r.get(key), float | int)]
+        if known:
+            value = known[-1] if key == "eval_loss" else float(np.median(known))
+            facts[name] = text.format(value)
     if run.damaged:
         facts["damaged lines"] = f"{run.damaged:,}, left out"
     if not run.metrics:

@@ -34,6 +34,8 @@ def settings_facts(content: dict[str, Any]) -> dict[str, str]:
         f"{n} {content[n]}" for n in ("jaxscale", "jax", "python") if n in content
     ]
     facts = {"versions": ", ".join(versions)} if versions else {}
+    if content.get("devices"):
+        facts["devices"] = str(content["devices"])
     flat = dict(settings_rows(content))
     for name, key in (
         ("seed", "seed"),

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,7 +37,7 @@ from jaxscale.pruning import (
     wanda_scores,
     work,
 )
-from jaxscale.pruning.layers import matrices
+from jaxscale.pruning.layers import layer_names, matrices
 from jaxscale.recipes.runs import check_machine
 from jaxscale.sharding import MeshConfig, make_mesh
 from jaxscale.training import (
@@ -57,7 +57,7 @@ from jaxscale.training import (
 )
 from jaxscale.training import run as run_directory
 from jaxscale.training.loop import to_rows
-from jaxscale.training.report import Report, Series
+from jaxscale.training.report import Report, Series, add_steps
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -219,23 +219,38 @@ def finish(directory: Path, pruned: "Pruned", text: TextData) -> Path:
     report = Report("jaxscale prune")
     add_to_report(report, pruned, bytes_per_token(text))
     config = run_directory.read_config(directory)
-    report.heading("Settings")
-    report.facts(
-        console.facts(config, make_mesh(config.mesh))
-        | {
-            f"{group}.{name}".removeprefix("the run."): str(value)
-            for group, values in console.settings(config).items()
-            for name, value in values.items()
-        }
-    )
     report.heading("Training under the masks")
     lines = (directory / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    report.table(
-        ["step", "held-out loss"],
-        [[r["step"], f"{r['eval_loss']:.4f}"] for r in records if "eval_loss" in r],
-    )
+    add_steps(report, [json.loads(line) for line in lines])
+    add_settings(report, config, pruning=pruned.masks.config)
     return report.write(directory / "report.html")
+
+
+def add_settings(report: Report, config: TrainConfig, **more: Any) -> None:
+    """A section on what a run was begun with.
+
+    Args:
+        report: Gets the section.
+        config: The settings of the run.
+        more: Other dataclasses of settings, by what they are for.
+    """
+    mesh = make_mesh(config.mesh)
+    peak = console.peak_memory(mesh)
+    report.heading("Settings")
+    report.facts(
+        console.facts(config, mesh)
+        | {"seed": config.seed, "learning rate": config.optimizer.learning_rate}
+        | {"peak of the memory": peak or "not told by these devices"}
+    )
+    groups = {name: dataclasses.asdict(value) for name, value in more.items()}
+    report.facts(
+        {
+            f"{group}.{name}".removeprefix("the run."): str(value)
+            for group, values in (groups | console.settings(config)).items()
+            for name, value in values.items()
+        },
+        folded="All settings",
+    )
 
 
 def prune_and_tune(
@@ -391,18 +406,26 @@ def add_to_report(report: Report, pruned: Pruned, bytes_per_token: float) -> Non
         f"Pattern {config.pattern}, {masks.sparsity:.1%} of the weights of the chosen "
         "layers; the losses are held-out, in nats a token and in bits a byte."
     )
+    steps = int(pruned.result.state.step)
     report.table(
-        ["model", "held-out loss", "bits a byte"],
+        ["model", "steps more", "held-out loss", "bits a byte"],
         [
-            [name, f"{e.loss:.4f}", f"{e.loss / np.log(2) / bytes_per_token:.3f}"]
-            for name, e in (
-                ("dense", pruned.before),
-                ("pruned at once", pruned.after),
-                ("trained under the masks", pruned.tuned),
-                ("dense, trained as long", pruned.control),
+            [name, more, f"{e.loss:.4f}", f"{e.loss / np.log(2) / bytes_per_token:.3f}"]
+            for name, more, e in (
+                ("dense", 0, pruned.before),
+                ("pruned at once", 0, pruned.after),
+                ("trained under the masks", steps, pruned.tuned),
+                ("dense, trained as long", steps, pruned.control),
             )
             if e is not None
         ],
+    )
+    report.text(
+        "The dense model was not trained further: what it would have gained in as many "
+        "steps is not among these losses."
+        if pruned.control is None
+        else "More training lowers any loss, so compare the last two: pruning costs "
+        f"{pruned.tuned.loss - pruned.control.loss:.4f} nats a token."
     )
     report.facts(
         {
@@ -414,14 +437,13 @@ def add_to_report(report: Report, pruned: Pruned, bytes_per_token: float) -> Non
             "bytes kept (bf16, indices of single weights)": cost.sparse_bytes,
         }
     )
-    if pruned.control is None:
-        report.text(
-            "The dense model was not trained further: what it would have gained in as "
-            "many steps is not among these losses."
-        )
     layers = layer_reports(masks, pruned.scores)
-    if gone := lost_layers(layers):
-        report.text(f"Layers that lost everything: {', '.join(gone)}.")
+    gone, whole = lost_layers(layers), [x.name for x in layers if x.sparsity == 0]
+    report.text(f"Layers that lost everything: {', '.join(gone) or 'none'}.")
+    report.text(
+        f"Layers that stayed dense: {', '.join(whole) or 'none of the chosen'}; by "
+        f"choice {', '.join(config.dense) or 'none'}, embeddings and heads always."
+    )
     report.table(
         ["layer", "shape", "sparsity", "kept score", "rows of the tiles"],
         [
@@ -444,10 +466,14 @@ def add_to_report(report: Report, pruned: Pruned, bytes_per_token: float) -> Non
         counts, edges = np.histogram(np.concatenate(shares), bins=20, range=(0, 1))
         middles = (edges[1:] + edges[:-1]) / 2
         bars = Series(name="tiles", x=middles.tolist(), y=counts.tolist())
-        report.bars([bars], x_title="rows kept, as a part of K", y_title="tiles")
-    for name in _pictured(masks):
-        report.text(f"What {name} keeps: inputs from top to bottom, outputs across.")
-        image = picture(matrices(masks.kept[name])[masks.chosen[name][0]], size=96)
+        report.text("How full the tiles are, over all layers:")
+        report.bars([bars], x_title="share of the rows that are kept", y_title="tiles")
+    for layer, mask in _pictured(masks):
+        report.text(
+            f"What {layer} keeps, {mask.mean():.0%} of its weights: inputs from top to "
+            "bottom, outputs across."
+        )
+        image = picture(mask, size=96)
         report.image(image.tolist(), x_title="outputs", y_title="inputs")
 
 
@@ -457,7 +483,14 @@ def _range(rows: np.ndarray | None) -> str:
     return f"{rows.min()} to {rows.max()}"
 
 
-def _pictured(masks: Masks) -> list[str]:
-    """The smallest and the largest layer: enough to see the pattern."""
+def _pictured(masks: Masks) -> Iterator[tuple[str, np.ndarray]]:
+    """Of the largest and the smallest kind of layer, the one of median sparsity."""
     names = sorted(masks.chosen, key=lambda name: masks.kept[name].size)
-    return list(dict.fromkeys([names[-1], names[0]]))
+    for name in dict.fromkeys([names[-1], names[0]]):
+        kept, labels = (
+            matrices(masks.kept[name]),
+            layer_names(name, masks.kept[name].shape),
+        )
+        places = sorted(masks.chosen[name], key=lambda place: kept[place].mean())
+        place = places[len(places) // 2]
+        yield labels[place], kept[place]

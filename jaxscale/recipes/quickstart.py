@@ -23,6 +23,7 @@ from jaxscale.models import Decoder, DecoderConfig
 from jaxscale.pruning import PruneConfig, sparsify
 from jaxscale.recipes.prune import (
     TuneConfig,
+    add_settings,
     add_to_report,
     bytes_per_token,
     prune_and_tune,
@@ -42,7 +43,7 @@ from jaxscale.training import (
 )
 from jaxscale.training import run as run_directory
 from jaxscale.training.config import MAX_SEED, MAX_STEPS
-from jaxscale.training.report import Report, Series
+from jaxscale.training.report import Report, add_steps
 
 
 SIMULATED_DEVICES = 4
@@ -131,7 +132,6 @@ def train(session: Session) -> str:
 
     records = _metrics(config)
     steps = [r for r in records if "loss" in r]
-    evaluations = [r for r in records if "eval_loss" in r]
     # The loss of a uniform guess is where an untrained model starts.
     uniform = math.log(config.model.vocab_size)
     if session.held_out_loss >= uniform:
@@ -142,7 +142,7 @@ def train(session: Session) -> str:
     bits = session.held_out_loss / math.log(2) / session.bytes_per_token
     rates = [r["tokens_per_second_per_device"] for r in steps[1:]]
     rate = sum(rates) / len(rates) if rates else float("nan")
-    _report_training(session, steps, evaluations, rate, bits)
+    _report_training(session, records, rate, bits)
     return (
         f"held-out loss {uniform:.2f} (a guess) to {session.held_out_loss:.2f}, "
         f"{bits:.2f} bits a byte, {rate:,.0f} tokens/s on each device"
@@ -182,7 +182,7 @@ def prune(session: Session) -> str:
     dense, directory = session.train_config, session.config.output_dir / "pruned"
     config = tuning_config(
         dense,
-        steps=max(1, session.config.steps // 4),
+        steps=max(1, session.config.steps // 5),
         learning_rate=None,
         mesh=dense.mesh,
         output_dir=directory,
@@ -200,7 +200,7 @@ def prune(session: Session) -> str:
         session.state.model,
         session.text,
         settings,
-        TuneConfig(),
+        TuneConfig(control=True),
         say=lambda line: session.console.print(f"     {line}"),
     )
     pruned.masks.save(directory / run_directory.MASKS_FILE)
@@ -218,13 +218,15 @@ def prune(session: Session) -> str:
     add_to_report(session.report, pruned, session.bytes_per_token)
     session.report.text(
         "The sparse form, which stores and computes only what is kept, has the same "
-        f"held-out loss up to {difference:.1e}."
+        f"held-out loss{f' up to {difference:.1e}' if difference else ''}."
     )
     speed = _speed(session, masked, session.sparse_model) if session.on_gpu else ""
+    assert pruned.control is not None  # asked for
     return (
         f"{pruned.masks.sparsity:.0%} of the weights of the layers gone: held-out loss "
         f"{pruned.before.loss:.2f}, pruned {pruned.after.loss:.2f}, after "
-        f"{config.steps} steps {pruned.tuned.loss:.2f}{speed}"
+        f"{config.steps} steps {pruned.tuned.loss:.2f}, dense after as many more "
+        f"{pruned.control.loss:.2f}{speed}"
     )
 
 
@@ -314,6 +316,7 @@ def run(config: QuickstartConfig, steps: Sequence[Step] = STEPS) -> Path:
     page.text(f"Device: {where}.")
     page.table(["step", "time", "result"], rows)
     page.extend(session.report)
+    add_settings(page, session.train_config)
     path = page.write(config.output_dir / "report.html")
     table = Table("step", "time", "result", title="jaxscale quickstart")
     for row in rows:
@@ -379,13 +382,9 @@ def make_room(directory: Path) -> None:
 
 
 def _report_training(
-    session: Session,
-    steps: Sequence[dict[str, Any]],
-    evaluations: Sequence[dict[str, Any]],
-    rate: float,
-    bits: float,
+    session: Session, records: Sequence[dict[str, Any]], rate: float, bits: float
 ) -> None:
-    """Settings, loss and throughput of the run."""
+    """Size, loss and throughput of the run."""
     config, report = session.train_config, session.report
     report.heading("Training")
     report.facts(
@@ -399,33 +398,7 @@ def _report_training(
             "tokens/s on each device": rate,
         }
     )
-    report.plot(
-        [
-            Series(
-                name="training",
-                x=[r["step"] for r in steps],
-                y=[r["loss"] for r in steps],
-            ),
-            Series(
-                name="held out",
-                x=[r["step"] for r in evaluations],
-                y=[r["eval_loss"] for r in evaluations],
-            ),
-        ],
-        x_title="step",
-        y_title="loss (nats a token)",
-    )
-    report.plot(
-        [
-            Series(
-                name="throughput",
-                x=[r["step"] for r in steps[1:]],
-                y=[r["tokens_per_second_per_device"] for r in steps[1:]],
-            )
-        ],
-        x_title="step",
-        y_title="tokens/s on each device",
-    )
+    add_steps(report, records)
 
 
 def _metrics(config: TrainConfig) -> list[dict[str, Any]]:

@@ -3,9 +3,11 @@
 import dataclasses
 import io
 import math
+import shlex
 import sys
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -120,7 +122,7 @@ def describe(config: TrainConfig, mesh: Mesh, state: Any) -> list[str]:
 
 
 def facts(config: TrainConfig, mesh: Mesh) -> dict[str, str]:
-    """Versions, devices and mesh of a run, each by its name.
+    """Versions, devices, mesh and command of a run, each by its name.
 
     Args:
         config: The settings of the run.
@@ -128,12 +130,23 @@ def facts(config: TrainConfig, mesh: Mesh) -> dict[str, str]:
     """
     axes = [f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1]
     kind = mesh.devices.flat[0].device_kind
-    return {
+    found = {
         "versions": f"jaxscale {__version__}, jax {jax.__version__}, "
         f"Python {sys.version.split()[0]}",
         "devices": f"{mesh.size} x {kind} in {jax.process_count()} process(es)",
         "mesh": f"{' x '.join(axes) or 'one device'}, rules {config.rules}",
     }
+    command = command_line()
+    return found if command is None else found | {"command": command}
+
+
+def command_line() -> str | None:
+    """The command that began this process, or None in a notebook."""
+    if in_jupyter():
+        return None
+    program = Path(sys.argv[0])
+    name = program.parent.name if program.name == "__main__.py" else program.name
+    return shlex.join([name, *sys.argv[1:]])
 
 
 def settings(config: TrainConfig) -> dict[str, dict[str, Any]]:

@@ -18,13 +18,19 @@ _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1d2733; background: #fff;
        max-width: 960px; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.7rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; }
-table { border-collapse: collapse; width: 100%; margin-bottom: 1.5rem;
-        font-size: .95rem; }
-th, td { text-align: left; padding: .35rem .7rem; border-bottom: 1px solid #dde3ea; }
+.wide { overflow-x: auto; margin-bottom: 1.5rem; }
+table { border-collapse: collapse; width: 100%; font-size: .95rem; }
+th, td { text-align: left; padding: .35rem .7rem; border-bottom: 1px solid #dde3ea;
+         overflow-wrap: break-word; }
 th { background: #f4f6f9; }
 td.number { font-variant-numeric: tabular-nums; }
+.number, .short { white-space: nowrap; } .long { overflow-wrap: anywhere; }
 pre { background: #f4f6f9; padding: .8rem; white-space: pre-wrap; }
+@media (max-width: 600px) {
+  table { font-size: .8rem; } th, td { padding: .3rem .4rem; }
+}
 """
+_COLORS = ("#3f83c7", "#d9822b", "#4f9d49", "#8b7bb5", "#c0504d", "#5b6876")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,9 +83,18 @@ class Report:
         self._parts.append(f"<pre>{html.escape(text)}</pre>")
 
     def table(
-        self, columns: Sequence[str], rows: Sequence[Sequence[str | float]]
+        self,
+        columns: Sequence[str],
+        rows: Sequence[Sequence[str | float]],
+        *,
+        folded: str | None = None,
     ) -> None:
         """A table; numbers are shown with four significant digits.
+
+        Args:
+            columns: Heads of the columns.
+            rows: Cells of each row.
+            folded: A line that shows the table when it is clicked; None shows it.
 
         Raises:
             ValueError: a row has another number of cells than there are columns.
@@ -91,13 +106,21 @@ class Report:
         body = "".join(
             "<tr>" + "".join(_cell(value) for value in row) + "</tr>" for row in rows
         )
-        self._parts.append(
-            f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        table = (
+            f"<div class='wide'><table><thead><tr>{head}</tr></thead>"
+            f"<tbody>{body}</tbody></table></div>"
         )
+        if folded is not None:
+            line = f"<summary>{html.escape(folded)}</summary>"
+            table = f"<details>{line}{table}</details>"
+        self._parts.append(table)
 
-    def facts(self, facts: Mapping[str, str | float]) -> None:
-        """A table of names and values."""
-        self.table(["what", "value"], [[name, value] for name, value in facts.items()])
+    def facts(
+        self, facts: Mapping[str, str | float], *, folded: str | None = None
+    ) -> None:
+        """A table of names and values, as `table` shows one."""
+        rows = [[name, value] for name, value in facts.items()]
+        self.table(["what", "value"], rows, folded=folded)
 
     def drawing(self, svg: str) -> None:
         """A picture; one that is wider than the page can be scrolled.
@@ -105,7 +128,7 @@ class Report:
         Args:
             svg: The picture as an ``<svg>`` element, put into the page as it is.
         """
-        self._parts.append(f"<div style='overflow-x: auto'>{svg}</div>")
+        self._parts.append(f"<div class='wide'>{svg}</div>")
 
     def plot(
         self,
@@ -165,7 +188,7 @@ class Report:
         """An interactive image in shades of one color, its first row on top.
 
         Args:
-            values: Rows of numbers from 0 (white) to 1.
+            values: Rows of shares that are kept, from 0 (white) to 1.
             x_title: Title of the columns.
             y_title: Title of the rows.
 
@@ -178,6 +201,7 @@ class Report:
             zmin=0,
             zmax=1,
             colorscale="Blues",
+            colorbar={"thickness": 12, "title": {"text": "kept", "side": "right"}},
         )
         figure = graph_objects.Figure([heatmap])
         self._figure(figure, x_title, y_title, yaxis_autorange="reversed")
@@ -186,15 +210,22 @@ class Report:
         """Lay a figure out as all are, and append it."""
         figure.update_layout(
             template="plotly_white",
-            height=380,
-            margin={"l": 60, "r": 20, "t": 20, "b": 50},
+            height=340,
+            margin={"l": 60, "r": 20, "t": 30, "b": 50},
+            font={"family": "system-ui, sans-serif", "color": "#1d2733"},
+            colorway=_COLORS,
+            legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
             xaxis_title=x_title,
             yaxis_title=y_title,
             **layout,
         )
         # The script itself is 4.7 MB: it goes in once, before the first plot.
         self._parts.append(
-            figure.to_html(full_html=False, include_plotlyjs=not self._has_plot)
+            figure.to_html(
+                full_html=False,
+                include_plotlyjs=not self._has_plot,
+                config={"displayModeBar": False, "responsive": True},
+            )
         )
         self._has_plot = True
 
@@ -224,8 +255,36 @@ class Report:
         return path
 
 
+def add_steps(report: Report, records: Sequence[Mapping[str, Any]]) -> None:
+    """Plots of a training: losses, learning rate, norm of the gradients, speed.
+
+    Args:
+        report: Gets the plots.
+        records: The lines of ``metrics.jsonl``.
+
+    Example:
+        >>> report = Report("A run")
+        >>> add_steps(report, [{"step": 1, "loss": 2.5}, {"step": 1, "eval_loss": 2.6}])
+    """
+    for y_title, names in (
+        ("loss (nats a token)", {"loss": "training", "eval_loss": "held out"}),
+        ("learning rate", {"lr": "learning rate"}),
+        ("norm of the gradients", {"grad_norm": "before they are clipped"}),
+        ("tokens/s a device", {"tokens_per_second_per_device": "throughput"}),
+    ):
+        series = []
+        for name, label in names.items():
+            known = [r for r in records if r.get(name) is not None]
+            x, y = [r["step"] for r in known], [r[name] for r in known]
+            if known:
+                series.append(Series(name=label, x=x, y=y))
+        if series:
+            report.plot(series, x_title="step", y_title=y_title)
+
+
 def _cell(value: str | float) -> str:
     if isinstance(value, str):
-        return f"<td>{html.escape(value)}</td>"
+        kind = "short" if len(value) < 12 else "long" if len(value) > 30 else None
+        return f"<td{f' class={kind!r}' if kind else ''}>{html.escape(value)}</td>"
     shown = f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
     return f"<td class='number'>{shown}</td>"

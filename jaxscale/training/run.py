@@ -26,6 +26,7 @@ from jaxscale.training.assemble import make_model
 from jaxscale.training.checkpoint import Checkpointer
 from jaxscale.training.checkpoint_steps import complete_steps
 from jaxscale.training.config import TrainConfig
+from jaxscale.training.console import command_line
 
 
 RUN_FILE = "run.json"
@@ -133,6 +134,8 @@ def write(directory: Path, config: TrainConfig, text: Text) -> None:
         "jaxscale": __version__,
         "jax": jax.__version__,
         "python": platform.python_version(),
+        "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "command": command_line(),
         "text": text.fingerprint,
         "config": to_dict(dataclasses.replace(config, step=None)),
     }

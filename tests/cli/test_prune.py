@@ -81,8 +81,10 @@ def test_prune_trains_under_masks_and_reports(trained, command, tmp_path):
     assert f"{evaluations[-1]:.3f}" == f"{tuned:.3f}" and tuned < pruned
     page = (directory / "report.html").read_text()
     assert f"{dense:.2f}" in page and "blocks.mlp.up.1" in page and "75.0%" in page
-    assert page.count("Plotly.newPlot") == 3  # histogram and two pictures
-
+    # Histogram and two pictures; loss, rate, norm and speed.
+    assert page.count("Plotly.newPlot") == 7
+    assert "What blocks.mlp." in page and "Layers that lost everything: none." in page
+    assert "dense: none of the chosen; by choice blocks.attention.*" in page
     assert "dense, trained as long" in page and f"{control:.2f}" in page
     assert "optimizer.learning_rate" in page and "<td>fsdp 8, rules fsdp_tp" in page
 

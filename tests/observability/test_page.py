@@ -64,6 +64,8 @@ def test_settings_and_rates_are_shown(tmp_path):
     content = {
         "jaxscale": "0.1.0",
         "jax": "0.11.2",
+        "devices": "8 x NVIDIA H200",
+        "command": "jaxscale train gpt2",
         "config": {
             "seed": 3,
             "source": None,
@@ -72,11 +74,15 @@ def test_settings_and_rates_are_shown(tmp_path):
     }
     (run / "run.json").write_text(json.dumps(content))
     lines = [{"step": s, "loss": 1.0, "lr": s / 10, "grad_norm": None} for s in (1, 2)]
+    lines += [{"step": s, "eval_loss": 3.0 - s} for s in (1, 2)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
     data = page_data(read_run(run))
     assert data["facts"]["versions"] == "jaxscale 0.1.0, jax 0.11.2"
     assert data["facts"]["seed"] == "3" and data["facts"]["learning rate"] == "0.01"
     assert "begins with" not in data["facts"]
+    assert data["facts"]["devices"] == "8 x NVIDIA H200"
+    assert data["facts"]["held-out loss"] == "1.0000"
+    assert data["command"] == "jaxscale train gpt2"
     assert data["settings"] == [
         ["seed", "3"],
         ["source", "None"],
@@ -219,7 +225,7 @@ def test_damaged_files_give_a_page(survived, tmp_path, seed):
             content[rng.randrange(len(content))] = rng.randrange(256)
         if damage == 1:
             content = content[: rng.randrange(len(content))]
-        words = content.split(b" ")
+        words = bytes(content).split(b" ")
         if damage == 2:
             words[rng.randrange(len(words))] = b"[1e999],"
         file.write_bytes(
@@ -290,7 +296,7 @@ def browse(url, folder, width):
     options += ["--enable-unsafe-swiftshader", "--enable-logging=stderr"]
     options += [f"--window-size={width},900", "--virtual-time-budget=6000"]
     result = subprocess.run(
-        [CHROMIUM, *options, f"--user-data-dir={folder}", "--dump-dom", url],
+        [str(CHROMIUM), *options, f"--user-data-dir={folder}", "--dump-dom", url],
         capture_output=True,
         text=True,
         timeout=120,
