@@ -8,6 +8,7 @@ import ast
 import importlib
 import inspect
 import pkgutil
+import re
 import sys
 import textwrap
 from functools import cache
@@ -74,6 +75,20 @@ def docstring(module: ModuleType, name: str) -> str:
     return ""
 
 
+def full_name(name: str) -> str:
+    """The name from the top: the task list leaves out ``jaxscale``."""
+    return name if name.partition(".")[0] in TOP_PACKAGES else f"jaxscale.{name}"
+
+
+def summary(name: str) -> str:
+    """The first sentence of what the author wrote about a name in full, as Markdown."""
+    package, _, last = name.rpartition(".")
+    text = docstring(importlib.import_module(package), last)
+    line = " ".join(text.split("\n\n")[0].split())
+    line = re.sub(r"(?<=[^.]\.) (?=[A-Z`]).*", "", line).rstrip(":.") + "."
+    return re.sub(r":(\w+):`", r"{\1}`", line).replace("|", r"\|")
+
+
 def _directive(module: ModuleType, name: str) -> list[str]:
     value = getattr(module, name)
     if inspect.isclass(value):
@@ -92,19 +107,19 @@ def _class_directive(value: type, name: str) -> list[str]:
     Sphinx finds neither of an NNX module, whose metaclass takes anything.
     """
     bases = ["   :show-inheritance:"] if value.__bases__ != (object,) else []
-    init = _ours(value, "__init__")
+    init = own_method(value, "__init__")
     if init is None or not init.__doc__:
         lines = [f".. autoclass:: {name}", "   :members:", *bases]
     else:
         lines = [f".. autoclass:: {name}({_arguments(init)})", "   :members:", *bases]
         lines.append("   :class-doc-from: both")
-    if _ours(value, "__call__") is not None:
+    if own_method(value, "__call__") is not None:
         lines += ["", f"   .. automethod:: {name}.__call__"]
     return lines
 
 
-def _ours(value: type, method: str) -> Any:
-    """A method that a file of these packages defines, inherited or not."""
+def own_method(value: type, method: str) -> Any:
+    """The method, inherited or not, if a file of these packages defines it."""
     found = inspect.unwrap(getattr(value, method, None) or object)
     top = (getattr(found, "__module__", "") or "").partition(".")[0]
     return found if inspect.isfunction(found) and top in TOP_PACKAGES else None

@@ -6,16 +6,18 @@ from pathlib import Path
 
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parent), str(HERE)]
+sys.path.insert(0, str(HERE.parent))
 
-import api_pages
 from docutils import nodes
+from docutils.statemachine import StringList
 from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.application import Sphinx
 from sphinx.ext.autosummary import AutoLink
-from sphinx.ext.napoleon import GoogleDocstring
+from sphinx.ext.napoleon.docstring import GoogleDocstring
+from sphinx.util.docutils import SphinxDirective
 
 import jaxscale
+from docs import api_pages
 
 
 def copy_notebooks(source, target):
@@ -89,6 +91,25 @@ class Name(AutoLink):
         return as_code, messages
 
 
+class Names(SphinxDirective):
+    """A table of public names, written in Markdown, with their one-line summaries."""
+
+    required_arguments = 1
+    final_argument_whitespace = True
+    has_content = True
+
+    def run(self):
+        lines = [f"| {self.arguments[0]} | |", "|---|---|"]
+        for name in " ".join(self.content).split():
+            full = api_pages.full_name(name)
+            link = f"{{py:obj}}`{name} <{full}>`"
+            lines.append(f"| {link} | {api_pages.summary(full)} |")
+        container = nodes.container(classes=["names"])
+        source = self.get_source_info()[0]
+        self.state.nested_parse(StringList(lines, source), 0, container)
+        return [container]
+
+
 def visit_math(self, node):
     self.body.append(tex2mathml(node.astext()))
     raise nodes.SkipNode
@@ -104,3 +125,4 @@ def visit_math_block(self, node):
 def setup(app: Sphinx) -> None:
     app.add_html_math_renderer("mathml", (visit_math, None), (visit_math_block, None))
     app.add_role("name", Name())
+    app.add_directive("names", Names)

@@ -265,7 +265,17 @@ class Encoder:
         token_budget: int = 16384,
         truncate: bool = False,
     ) -> EncodePlan:
-        """Return the packing that `encode` would use; arguments and errors as there."""
+        """Return the packing that `encode` would use.
+
+        Args:
+            texts: Texts, or pairs of texts.
+            token_budget: Most tokens of a row on each device.
+            truncate: Cut texts of more than `max_length` tokens; otherwise they are an
+                error.
+
+        Raises:
+            ValueError: as `encode`.
+        """
         return self._plan(self._tokenize(texts, truncate), token_budget)
 
     def compile(

@@ -179,7 +179,16 @@ class Decoder(nnx.Module):
         cu_seqlens: Int[Array, "B seqs_plus_1"] | None = None,
         positions: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T V"]:
-        """Logits of the next token, in fp32; arguments as for `hidden`."""
+        """Logits of the next token, in fp32: `unembed` of what `hidden` returns.
+
+        Args:
+            tokens: Token ids.
+            cu_seqlens: Boundaries of the sequences of packed rows, if rows are packed.
+            positions: Position of each token in its sequence; counted if None.
+
+        Raises:
+            ValueError: as `hidden`.
+        """
         hidden = self.hidden(tokens, cu_seqlens=cu_seqlens, positions=positions)
         return self.unembed(hidden)
 

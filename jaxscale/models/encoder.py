@@ -236,8 +236,17 @@ class EncoderModel(nnx.Module):
     ) -> Float[Array, "*B _ _"]:
         """Return the output of the head, or without one the activations.
 
-        Arguments as for `hidden`. Heads of tokens answer for each token of a row, [B,
-        T, ...]; heads of sequences for each sequence, [B, S, ...]. Logits are in fp32.
+        Heads of tokens answer for each token of a row, [B, T, ...]; heads of sequences
+        for each sequence, [B, S, ...]. Logits are in fp32.
+
+        Args:
+            tokens: Token ids of one row or of several.
+            cu_seqlens: Boundaries of the sequences of packed rows, if rows are packed.
+            token_types: Which of two texts each token is of; 0 if None.
+            positions: Position of each token in its sequence; counted if None.
+
+        Raises:
+            ValueError: as `hidden`.
         """
         hidden = self.hidden(
             tokens, cu_seqlens=cu_seqlens, token_types=token_types, positions=positions
@@ -250,6 +259,10 @@ class EncoderModel(nnx.Module):
         cu_seqlens: Int[Array, "*B seqs_plus_1"] | None = None,
     ) -> Float[Array, "*B _ _"]:
         """Apply the head to the activations that `hidden` returns.
+
+        Args:
+            hidden: The activations.
+            cu_seqlens: Boundaries of the sequences, as given to `hidden`.
 
         Raises:
             ValueError: there is no head.

@@ -401,6 +401,11 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], State]:
         """Transform the residual stream `x` of tokens whose attention is in `state`.
 
+        Args:
+            x: The residual stream.
+            state: Where the tokens stand, and the keys and values that they see:
+                `attention_state` makes one.
+
         Returns:
             The residual stream, and the state with the keys and values of the tokens.
         """

@@ -46,7 +46,16 @@ def empty_pages(
     dtype: DTypeLike = jnp.float32,
     rules: AxisRules = REPLICATED,
 ) -> Float[Array, "L P 2 K G H"]:
-    """A pool of pages, keys before values.
+    """A pool of pages, keys before values, filled with zeros.
+
+    Args:
+        num_layers: Layers with keys and values of their own, L.
+        num_pages: Pages of each layer, P.
+        page_size: Tokens of a page, G.
+        num_kv_heads: Key/value heads, K.
+        head_dim: Features of a head, H.
+        dtype: Type of what is stored.
+        rules: Sharding rules; heads are split as ``kv_heads`` of activations.
 
     Example:
         >>> pages = empty_pages(
@@ -69,6 +78,23 @@ def append_rows(
     """`pages` with keys and values of one layer put at `rows`.
 
     Rows past the pool are dropped. What fp8 cannot hold becomes its largest number.
+
+    Args:
+        pages: The pool.
+        layer: Number of the layer.
+        rows: Place of each token in the pool of a layer: page times page size, plus the
+            place within the page.
+        kv: Keys and values of the tokens.
+        scales: Factors of what is stored, for pages of 8 bits.
+
+    Example:
+        >>> pages = empty_pages(
+        ...     num_layers=1, num_pages=2, page_size=4, num_kv_heads=1, head_dim=2
+        ... )
+        >>> pages = append_rows(pages, 0, jnp.array([5]), jnp.ones((1, 2, 1, 2)))
+        >>> print(read_rows(pages, 0, jnp.array([4, 5]))[:, 0, 0])  # keys
+        [[0. 0.]
+         [1. 1.]]
     """
     page, offset = jnp.divmod(rows, pages.shape[4])
     if scales is not None:
@@ -85,7 +111,14 @@ def read_rows(
 ) -> Float[Array, "S 2 K H"]:
     """Keys and values of one layer at `rows`; zeros for rows past the pool.
 
-    In the type of the pages, or in fp32 where they have `scales`.
+    In the type of the pages, or in fp32 where they have `scales`; see `append_rows`.
+
+    Args:
+        pages: The pool.
+        layer: Number of the layer.
+        rows: Place of each token in the pool of a layer: page times page size, plus the
+            place within the page.
+        scales: Factors of what is stored, for pages of 8 bits.
     """
     page, offset = jnp.divmod(rows, pages.shape[4])
     held = pages.at[layer, page, :, :, offset].get(mode="fill", fill_value=0)

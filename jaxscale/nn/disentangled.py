@@ -147,7 +147,13 @@ class DisentangledAttention(Attention):
     def __init__(
         self, d_model: int, config: DisentangledConfig, **options: Any
     ) -> None:
-        """Make the projections; `options` are those of `Attention`."""
+        """Make the projections.
+
+        Args:
+            d_model: Features of the residual stream.
+            config: Shape and variant of the layer.
+            **options: Those of `Attention`: types, rules, `rngs`, which is required.
+        """
         super().__init__(d_model, config, **options)
         relative = config.relative
         self.relative = relative

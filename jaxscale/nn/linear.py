@@ -265,7 +265,12 @@ class ColumnParallelLinear(_TensorParallelLinear):
     def __call__(
         self, x: Float[Array, "B T in"], activation: str | None = None
     ) -> Float[Array, "B T out"]:
-        """The projection of each token, whole along the tokens, in `dtype`."""
+        """The projection of each token, whole along the tokens, in `dtype`.
+
+        Args:
+            x: Inputs, tokens along the second axis.
+            activation: Name of a function applied to the sum; None is the identity.
+        """
         return project_together([self], x, [activation])[0]
 
 
@@ -296,7 +301,12 @@ class RowParallelLinear(_TensorParallelLinear):
     def __call__(
         self, x: Float[Array, "B T in"], activation: str | None = None
     ) -> Float[Array, "B T out"]:
-        """The projection of each token, in `dtype`."""
+        """The projection of each token, in `dtype`.
+
+        Args:
+            x: Inputs, tokens along the second axis.
+            activation: Name of a function applied to the sum; None is the identity.
+        """
         return activate(project_and_sum([self], [x]), activation)
 
     def apart(

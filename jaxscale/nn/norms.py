@@ -20,6 +20,11 @@ def rms_norm(
 ) -> Float[Array, "... D"]:
     """``x / sqrt(mean(x**2) + eps) * scale`` over the last dimension, in fp32.
 
+    Args:
+        x: Activations, normalized over the last axis.
+        scale: Factor of each feature.
+        eps: Added to the mean of the squares.
+
     Example:
         >>> x = jnp.array([[1.0, 7.0]])
         >>> print(rms_norm(x, jnp.ones(2), eps=0.0))
@@ -40,6 +45,12 @@ def layer_norm(
     eps: float,
 ) -> Float[Array, "... D"]:
     """``(x - mean) / sqrt(variance + eps) * scale + bias``, in fp32; bias may be None.
+
+    Args:
+        x: Activations, normalized over the last axis.
+        scale: Factor of each feature.
+        bias: What is added to each feature.
+        eps: Added to the variance.
 
     Example:
         >>> x = jnp.array([[1.0, 3.0]])

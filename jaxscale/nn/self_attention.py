@@ -390,7 +390,17 @@ class Attention(nnx.Module):
     def __call__[State: AttentionState](
         self, x: Float[Array, "B T D"], state: State
     ) -> tuple[Float[Array, "B T D"], State]:
-        """The layer alone: `inputs`, `attend` and `out` of normalized activations."""
+        """The layer alone: `inputs`, `attend` and `out`, one after the other.
+
+        Args:
+            x: Normalized activations.
+            state: Where the tokens stand, and the keys and values that they see:
+                `attention_state` makes one.
+
+        Returns:
+            The sum that the block adds to its residual stream, and the state with the
+            keys and values of the tokens.
+        """
         heads = self.split_heads(project_together(self.inputs, x))
         out, state = self.attend(heads, state)
         return self.out(self.join_heads(out)), state

@@ -128,6 +128,10 @@ def pruned_units(total: int, sparsity: float) -> int:
 
     ``floor(total * sparsity + 1/2)``; every mask keeps exactly the rest.
 
+    Args:
+        total: How many units there are.
+        sparsity: The share to prune, between 0 and 1.
+
     Example:
         >>> pruned_units(10, 0.75), pruned_units(1000, 0.9)
         (8, 900)

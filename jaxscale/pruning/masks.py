@@ -222,6 +222,10 @@ def _related(model: Any) -> dict[str, tuple[str | None, str | None]]:
 def check_layers(model: Any, config: PruneConfig) -> None:
     """Raise what `make_model_masks` would, before scores are made.
 
+    Args:
+        model: An NNX module.
+        config: Pattern, sparsity and layers.
+
     Raises:
         ValueError: a name in ``config.dense`` is unknown, no layer is left, the model
             is sparse already, or units do not divide a layer.
@@ -246,9 +250,24 @@ def check_layers(model: Any, config: PruneConfig) -> None:
 def apply_masks(model: Any, masks: Masks) -> Any:
     """A copy of `model` in which every pruned weight is zero.
 
+    Args:
+        model: An NNX module with the layers that the masks name.
+        masks: From `make_model_masks`.
+
     Raises:
         ValueError: the model lacks a layer of the masks, its weight has another shape,
             or it is sparse already.
+
+    Example:
+        >>> from flax import nnx
+        >>> from jaxscale import models, pruning
+        >>> model = models.Decoder(models.preset("llama_tiny"), rngs=nnx.Rngs(0))
+        >>> config = pruning.PruneConfig(sparsity=0.75, tile=8)
+        >>> scores = pruning.magnitude_scores(model)
+        >>> masks = pruning.make_model_masks(model, scores, config)
+        >>> up = pruning.apply_masks(model, masks).blocks.mlp.up.kernel[...]
+        >>> bool((up == 0).mean() > 0.5)
+        True
     """
     check_masks(model, masks)
     layers = linears(model)

@@ -134,6 +134,10 @@ def picture(
 ) -> Float[np.ndarray, "rows columns"]:
     """A mask as an image of at most `size` x `size` points: the share kept in each.
 
+    Args:
+        mask: True where a weight is kept.
+        size: Points along the longer side at most.
+
     Example:
         >>> mask = np.zeros((4, 8), bool)
         >>> mask[:2] = True

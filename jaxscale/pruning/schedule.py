@@ -49,6 +49,10 @@ def one_shot(sparsity: float) -> tuple[Stage, ...]:
 def paper_stages(sparsity: float, steps_per_stage: int) -> tuple[Stage, ...]:
     """The authors' list up to `sparsity`, with as many steps after each stage.
 
+    Args:
+        sparsity: Of the last stage, between 0 and 1.
+        steps_per_stage: Training steps from one to the next.
+
     Example:
         >>> [stage.sparsity for stage in paper_stages(0.6, 10)]
         [0.25, 0.35, 0.5, 0.55, 0.6]
@@ -63,6 +67,11 @@ def cubic_stages(
     r"""Fast at first, slower towards the end.
 
     :math:`s_i = s (1 - (1 - i / n)^3)` for stage :math:`i` of :math:`n`.
+
+    Args:
+        sparsity: Of the last stage, between 0 and 1.
+        stages: How many there are, n.
+        steps_per_stage: Training steps from one to the next.
 
     Example:
         >>> [round(stage.sparsity, 3) for stage in cubic_stages(0.75, 3, 10)]
@@ -194,7 +203,13 @@ class Pruner:
         return apply_masks(model, self._first)
 
     def __call__(self, step: int, state: Any, metrics: Any = None) -> Any:
-        """The hook: the pruned state if `step` is a stage, else None."""
+        """The hook: the pruned state if `step` is a stage, else None.
+
+        Args:
+            step: Updates so far.
+            state: The `TrainState` after them.
+            metrics: Not used; hooks of `fit` are given them.
+        """
         del metrics
         stage = next((s for s in self.stages if s.step == step and step), None)
         if stage is None:

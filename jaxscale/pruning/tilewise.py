@@ -82,6 +82,10 @@ class Mask:
 def make_masks(matrices: Sequence[Matrix], config: PruneConfig) -> list[Mask]:
     """The masks of `matrices`, ranked together.
 
+    Args:
+        matrices: Weights with their scores.
+        config: Pattern, sparsity, tile; its layers play no part here.
+
     Raises:
         ValueError: tiles, blocks or vectors do not divide a matrix, scores are not
             finite, or the masks before leave too little.
@@ -140,7 +144,18 @@ def tile_columns(
 def tile_counts(
     tiled: Bool[np.ndarray, "K N"], tile: int, pattern: str
 ) -> Int[np.ndarray, " T"]:
-    """Rows that each tile keeps, its work."""
+    """Rows that each tile keeps, its work.
+
+    Args:
+        tiled: Elements that lie in tiles: ``Mask.tiled``.
+        tile: Columns of a tile.
+        pattern: One of `TILE_WISE`; all but ``tw_k`` leave out empty columns first.
+
+    Example:
+        >>> tiled = np.array([[True, True, False, False], [True, True, True, True]])
+        >>> tile_counts(tiled, 2, "tw")
+        array([2, 1])
+    """
     columns = tile_columns(tiled, pattern)
     packed = tiled if columns is None else tiled[:, columns]
     return packed[:, ::tile].sum(axis=0)

@@ -112,6 +112,11 @@ class Pruned:
 def make_stages(prune: PruneConfig, tune: TuneConfig, steps: int) -> tuple[Stage, ...]:
     """The stages of a schedule within the first half of `steps`.
 
+    Args:
+        prune: Has the sparsity of the last stage.
+        tune: Has the schedule.
+        steps: Training steps of the whole run.
+
     Raises:
         ValueError: there are more stages than steps in that half.
 

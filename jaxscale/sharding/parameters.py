@@ -26,6 +26,10 @@ def partitioned(init: Initializer, *axes: str | None) -> Callable[..., Any]:
     The eager form of Flax, which places the parameter at once, fails without a mesh
     and inside `jax.shard_map`; `create` places all parameters in one step instead.
 
+    Args:
+        init: ``init(key, shape, dtype)``, as those of `jax.nn.initializers`.
+        *axes: A logical axis for each dimension; None is never split.
+
     Raises:
         ValueError: an axis is none of `AxisRules`.
 
@@ -154,7 +158,21 @@ def create[M](init: Callable[[], M], mesh: Mesh, rules: AxisRules) -> M:
 
 
 def place[M](module: M, mesh: Mesh, rules: AxisRules) -> M:
-    """`module` moved to the mesh, or from one mesh to another."""
+    """`module` moved to the mesh, or from one mesh to another.
+
+    Args:
+        module: An NNX module, or a tree with its parameters.
+        mesh: Where to.
+        rules: Say over which mesh axes each logical axis is split.
+
+    Example:
+        >>> from flax import nnx
+        >>> from jaxscale import models, sharding
+        >>> model = models.Decoder(models.preset("llama_tiny"), rngs=nnx.Rngs(0))
+        >>> mesh, rules = sharding.make_mesh({"fsdp": -1}), sharding.fsdp()
+        >>> sharding.place(model, mesh, rules).blocks.mlp.up.kernel.sharding.spec
+        P(None, 'fsdp', None)
+    """
     return jax.device_put(module, shardings(module, mesh, rules))
 
 

@@ -30,6 +30,11 @@ def bubble_fraction(stages: int, microbatches: int, chunks: int = 1) -> float:
 
     It is the same for GPipe and 1F1B, which differ in memory.
 
+    Args:
+        stages: Stages of the pipeline, p.
+        microbatches: Parts of the batch, m.
+        chunks: Parts of the layers that each stage holds, v.
+
     Example:
         >>> bubble_fraction(4, 8), bubble_fraction(4, 8, chunks=4)
         (0.2727..., 0.0857...)

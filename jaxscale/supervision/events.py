@@ -301,7 +301,12 @@ def current() -> EventLog:
 
 
 def leave(code: int, error: BaseException) -> None:
-    """In a supervised process say why and end it at once; elsewhere do nothing."""
+    """In a supervised process say why and end it at once; elsewhere do nothing.
+
+    Args:
+        code: Exit status of the process.
+        error: What went wrong; its message goes to the supervisor.
+    """
     if _current is not None and _current.supervised:
         _current.fail(error)
         _end(code)

@@ -294,7 +294,12 @@ class PackedBatchIterator(Iterator[PackedBatch]):
     """Walks through `PackedBatches`; its position can be saved and restored."""
 
     def __init__(self, batches: PackedBatches, first_row: int = 0) -> None:
-        """Begin with the batch whose first row has the number `first_row`."""
+        """Stand before a batch.
+
+        Args:
+            batches: What to walk through.
+            first_row: Number of the first row of the first batch.
+        """
         self._batches = batches
         self._open(first_row)
 

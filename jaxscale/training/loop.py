@@ -263,7 +263,18 @@ def evaluate(
     state: TrainState,
     eval_data: Iterable[Any],
 ) -> Evaluation:
-    """Means over the first ``config.eval_batches`` held-out batches, from the first."""
+    """Means over the first ``config.eval_batches`` held-out batches, from the first.
+
+    Args:
+        config: The run.
+        mesh: The devices that share the rows of a batch.
+        eval_step: From `make_eval_step`.
+        state: Has the model.
+        eval_data: Held-out batches, as given to `fit`.
+
+    Raises:
+        ValueError: no batch has a target.
+    """
     with _closing(iter(eval_data)) as batches:
         sums = [
             eval_step(state.model, to_rows(batch, config, mesh))

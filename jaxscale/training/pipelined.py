@@ -138,7 +138,18 @@ def pipelined_sums(
     chunks: int = 1,
     state_rules: StateRules | None = None,
 ) -> Callable[[Any, Any], LossSums]:
-    """``sums(model, batch)`` without gradients, for evaluation; see `pipelined`."""
+    """``sums(model, batch)`` without gradients, for evaluation; see `pipelined`.
+
+    Args:
+        loss: A `PipelinedLoss`.
+        microbatches: Parts of a batch.
+        rules: Sharding rules of parameters and rows, which split `layers` over `pipe`.
+        chunks: Parts of the layers that each stage holds.
+        state_rules: Tables of parameters, instead of those that `rules` make.
+
+    Raises:
+        ValueError: as `pipelined`.
+    """
     check_microbatches(microbatches)
     _check_loss(loss)
     tables = state_rules or StateRules.zero(rules, 1)

@@ -47,7 +47,15 @@ class PackedRows:
         seed: int = 0,
         shuffle: bool = True,
     ) -> None:
-        """Lay out one epoch; see the class and `DataConfig` for the arguments."""
+        """Lay out one epoch.
+
+        Args:
+            corpus: The documents.
+            seq_len: Tokens of a row, T.
+            max_sequences: Pieces of documents in a row at most, S.
+            seed: Of the order of documents, which differs between epochs.
+            shuffle: False takes documents in the order of the corpus in every epoch.
+        """
         self._corpus = corpus
         self._seq_len = seq_len
         # With seq_len + 1 every document already has a stretch as short as one place.

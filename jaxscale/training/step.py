@@ -131,7 +131,12 @@ class NextTokenLoss:
     """Coefficient of the squared log-sum-exp."""
 
     def __call__(self, model: Any, batch: Any) -> tuple[Array, LossSums]:
-        """The summed loss of a batch, and its parts."""
+        """The summed loss of a batch, and its parts.
+
+        Args:
+            model: A `Decoder`.
+            batch: A `PackedBatch`.
+        """
         hidden = model.hidden(batch.tokens, cu_seqlens=batch.cu_seqlens)
         return self.of_hidden(model, hidden, batch)
 

@@ -31,8 +31,21 @@ def varlen_attention_reference(
 ) -> tuple[Float[Array, "T N Hv"], Float[Array, "T N"]]:
     """Attention over packed sequences through one dense [N, T, S] mask.
 
-    See `varlen_attention` for the formula and the arguments; a causal mask is
-    ``window=(left, 0)``.
+    See `varlen_attention` for the formula. Nothing has a default that depends on the
+    shapes, and a causal mask is ``window=(left, 0)``.
+
+    Args:
+        q: Queries of all sequences.
+        k: Keys; K divides N.
+        v: Values.
+        cu_seqlens_q: Prefix sums of the numbers of queries, from 0.
+        cu_seqlens_k: The same of the keys.
+        window: Keys that are visible on each side of the diagonal; None is no limit.
+        scale: Factor of the product of query and key.
+        softcap: Bound on the magnitude of scores; None is no bound.
+        sinks: Logit of one more key per head, whose value is zero.
+        alibi_slopes: Penalty per token of distance from the diagonal.
+        relative_bias: Terms that each score adds, by distance.
 
     Returns:
         ``(out, lse)``, both fp32.
