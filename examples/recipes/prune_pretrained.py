@@ -11,23 +11,11 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
-import jax
 import tyro
 
 from jaxscale.pruning import PruneConfig
-from jaxscale.recipes import (
-    Pruned,
-    TuneConfig,
-    check_machine,
-    export,
-    from_source,
-    prune_and_tune,
-)
-from jaxscale.recipes.prune import finish
-from jaxscale.sharding import make_mesh
-from jaxscale.training import load_text
-from jaxscale.training import run as run_directory
-from jaxscale.training.pretrained import pretrained
+from jaxscale.recipes import Pruned, TuneConfig, export, from_source, prune_and_tune
+from jaxscale.recipes.prune import finish, open_source
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,16 +53,10 @@ def main(options: Options) -> Pruned:
         dtype=options.dtype,
         output_dir=options.output_dir,
     )
-    check_machine(config)
-    text = load_text(config.data)
-    directory = Path(options.output_dir)
-    run_directory.check_free(directory, config, resume=False)
-    run_directory.write(directory, config, text)
-    mesh = make_mesh(config.mesh)
-    with jax.set_mesh(mesh):
-        model = pretrained(config, mesh)
+    model, text = open_source(config, options.prune)
     tune = TuneConfig(score=options.score, control=True)
     pruned = prune_and_tune(config, model, text, options.prune, tune)
+    directory = Path(options.output_dir)
     report = finish(directory, pruned, text)
     assert pruned.control is not None
     print(

@@ -1,4 +1,4 @@
-"""``jaxscale prune --from RUN``: prune a trained model and train it under the masks."""
+"""``jaxscale prune --from SOURCE``: prune a model and train it under the masks."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,17 +11,21 @@ from jaxscale.checks import check_least
 from jaxscale.cli.devices import simulate_devices
 from jaxscale.cli.errors import training_errors, usage_errors
 from jaxscale.cli.options import parse
+from jaxscale.cli.runs import take_source
+from jaxscale.nn import LoraConfig
 from jaxscale.pruning import PruneConfig, layer_reports, lost_layers
+from jaxscale.recipes import from_source
 from jaxscale.recipes.prune import (
     Pruned,
     TuneConfig,
     finish,
     make_stages,
-    open_run,
+    open_source,
     prune_and_tune,
     tuning_config,
 )
 from jaxscale.sharding import MeshConfig
+from jaxscale.training import DataConfig, TrainConfig
 from jaxscale.training import run as run_directory
 
 
@@ -29,20 +33,25 @@ from jaxscale.training import run as run_directory
 class PruneCommand:
     """The options of ``jaxscale prune``."""
 
-    source: Annotated[str, tyro.conf.arg(name="from", metavar="DIR")]
-    """The output directory of a run of this command line."""
+    source: Annotated[str, tyro.conf.arg(name="from", metavar="SOURCE")]
+    """The output directory of a run, a Hugging Face directory, or the name of a model
+    on its hub."""
+    data: DataConfig = DataConfig()
+    """Text to train and to measure on: by default that of the run, or for another model
+    the documentation and library source of the running Python."""
     prune: Annotated[PruneConfig, tyro.conf.arg(name="")] = PruneConfig()
     """Pattern, sparsity and layers of the pruning."""
     tune: Annotated[TuneConfig, tyro.conf.arg(name="")] = TuneConfig(control=True)
     """Importance scores, and the schedule of the stages."""
     steps: int = 200
-    """Training steps under the masks, with the batches of the run."""
+    """Training steps under the masks."""
     learning_rate: float | None = None
-    """Peak of the training under the masks; by default half that of the run."""
+    """Peak of the training under the masks; by default half that of the run, or 3e-5
+    for a model of no run."""
     output_dir: Path = Path("runs/pruned")
     """The pruned run: checkpoints, masks.safetensors, metrics and report.html."""
     step: int | None = None
-    """Step of the checkpoint to prune; the newest by default."""
+    """Step of the checkpoint of a run; the newest by default."""
     mesh: MeshConfig = MeshConfig(fsdp=-1)
     """Devices; what they split is as in the run."""
     devices: int | None = None
@@ -60,11 +69,17 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         UsageError: the model cannot be pruned as asked; nothing has been written.
     """
+    source, words = take_source(arguments)
+    default = None
+    if source is not None:
+        with usage_errors():
+            default = PruneCommand(source=source, data=_run_of(source).data)
     command = parse(
         PruneCommand,
-        arguments,
+        words,
         prog="jaxscale prune",
         description="Prune a trained model and train it under the masks.",
+        default=default,
     )
     simulate_devices(command.devices)
     pruned = run(command)
@@ -82,6 +97,16 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _run_of(source: str) -> TrainConfig:
+    """The settings to train a model on with, those of its run if it is of one."""
+    directory = Path(source)
+    if not run_directory.is_run(directory):
+        return from_source(source)
+    run = run_directory.read_config(directory)
+    # Adapters are merged when the model is loaded.
+    return dataclasses.replace(run, source=source, lora=LoraConfig(), step=None)
+
+
 def run(command: PruneCommand) -> Pruned:
     """Prune, train, and write masks and report.
 
@@ -89,23 +114,24 @@ def run(command: PruneCommand) -> Pruned:
         UsageError: the model cannot be pruned as asked; nothing has been written.
         RunFailed: the training under the masks diverged.
     """
-    source, directory = Path(command.source), command.output_dir
+    directory = command.output_dir
     with usage_errors():
-        if not run_directory.is_run(source):
-            raise ValueError(
-                f"--from {source} is no directory of a run; give the output directory "
-                "of jaxscale train"
-            )
+        run = _run_of(command.source)
+        rate = command.learning_rate
+        if rate is None and not run_directory.is_run(Path(command.source)):
+            rate = (
+                run.optimizer.learning_rate
+            )  # meant for weights that are good already
         config = tuning_config(
-            run_directory.read_config(source),
+            dataclasses.replace(run, data=command.data),
             steps=command.steps,
-            learning_rate=command.learning_rate,
+            learning_rate=rate,
             mesh=command.mesh,
             output_dir=directory,
         )
-        model, text = open_run(source, config, command.prune, step=command.step)
+        model, text = open_source(config, command.prune, step=command.step)
     print(
-        f"prune {source} to {command.prune.sparsity:.1%}, pattern "
+        f"prune {command.source} to {command.prune.sparsity:.1%}, pattern "
         f"{command.prune.pattern}"
     )
     with training_errors(), run_directory.given_up_on_failure(directory):

@@ -10,7 +10,7 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxscale.cli.errors import UsageError, suggestion
@@ -41,6 +41,30 @@ def find_run(name: str) -> TrainConfig:
             f"{name} returned {type(config).__name__}, expected a TrainConfig"
         )
     return config
+
+
+def take_source(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The source that ``--from`` names, or None, and the other words.
+
+    Raises:
+        UsageError: the option has no value.
+
+    Example:
+        >>> take_source(["--steps", "5", "--from", "runs/tiny"])
+        ('runs/tiny', ['--steps', '5'])
+    """
+    words = list(arguments)
+    at = next((i for i, w in enumerate(words) if w.partition("=")[0] == "--from"), None)
+    if at is None:
+        return None, words
+    _, given, source = words.pop(at).partition("=")
+    if not given and at < len(words):
+        source = words.pop(at)
+    if not source or source.startswith("-"):
+        raise UsageError(
+            "--from needs the directory of a model, or its name on the Hugging Face hub"
+        )
+    return source, words
 
 
 def _import(name: str) -> Any:

@@ -15,7 +15,7 @@ from jaxscale import sharding, supervision
 from jaxscale.cli.devices import simulate_devices
 from jaxscale.cli.errors import UsageError, training_errors, usage_errors
 from jaxscale.cli.options import parse
-from jaxscale.cli.runs import find_run
+from jaxscale.cli.runs import find_run, take_source
 from jaxscale.models import ENCODER_PRESETS, PRESETS, EncoderConfig
 from jaxscale.observability import write_page
 from jaxscale.recipes import check_machine, from_source, prepare
@@ -85,18 +85,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _with_source(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
     """The source that ``--from`` names in the place of a run, and the other words."""
-    words = list(arguments)
-    at = next((i for i, w in enumerate(words) if w.partition("=")[0] == "--from"), None)
-    if at is None:
-        return None, words
-    _, given, source = words.pop(at).partition("=")
-    if not given and at < len(words):
-        source = words.pop(at)
-    if not source or source.startswith("-"):
-        raise UsageError(
-            "--from needs the directory of a model, or its name on the Hugging Face hub"
-        )
-    if words and not words[0].startswith("-"):
+    source, words = take_source(arguments)
+    if source is not None and words and not words[0].startswith("-"):
         raise UsageError(
             f"--from {source} takes the place of the run {words[0]!r}; leave it out"
         )

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from jaxscale.checks import check_least
 from jaxscale.models import Decoder
+from jaxscale.models.hf.hub import local_directory
 from jaxscale.pruning import (
     Masks,
     PruneConfig,
@@ -57,6 +58,7 @@ from jaxscale.training import (
 )
 from jaxscale.training import run as run_directory
 from jaxscale.training.loop import to_rows
+from jaxscale.training.pretrained import pretrained
 from jaxscale.training.report import Report, Series, add_steps
 
 
@@ -175,44 +177,58 @@ def tuning_config(
     )
 
 
-def open_run(
-    source: Path, config: TrainConfig, prune: PruneConfig, *, step: int | None = None
-) -> tuple[Any, TextData]:
-    """The dense model of a run on the mesh, and its text; makes the new directory.
+def open_source(
+    config: TrainConfig, prune: PruneConfig, *, step: int | None = None
+) -> tuple[Decoder, TextData]:
+    """The dense model of ``config.source`` on the mesh, and the text of `config`.
+
+    Makes the directory of the new run.
 
     Args:
-        source: The directory of the dense run.
-        config: The result of `tuning_config`.
+        config: Settings of the training under masks. Their source is the directory of a
+            run, a Hugging Face directory, or the name of a model on its hub.
         prune: Settings of the pruning.
-        step: Step of the checkpoint; None is the newest that can be read.
+        step: Step of the checkpoint of a run; None is the newest that can be read.
 
     Raises:
-        ValueError: the model cannot be pruned as asked, the text has changed, or the
-            new directory is in use; nothing has been written.
-        FileNotFoundError: there is no such checkpoint.
+        ValueError: the model cannot be pruned as asked, the text of a run has changed,
+            or the new directory is in use; nothing has been written.
+        FileNotFoundError: there is no such source, or no such checkpoint.
     """
+    assert config.source is not None
+    source = local_directory(config.source)
+    is_run = run_directory.is_run(source)
     if (source / run_directory.MASKS_FILE).exists():
         raise ValueError(
             f"--from {source} holds a model that is sparse already; prune the dense "
             "run that it was made from"
+        )
+    if step is not None and not is_run:
+        raise ValueError(
+            f"step {step} is that of a checkpoint, and --from {source} is no directory "
+            "of a run; leave it out"
         )
     check_machine(config)
     directory = Path(config.output_dir)
     run_directory.check_free(directory, config, resume=False)
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):
-        model = run_directory.load_model(
-            source, mesh, config.axis_rules, step=step, like=config
-        )
+        if is_run:
+            model = run_directory.load_model(
+                source, mesh, config.axis_rules, step=step, like=config
+            )
+        else:
+            model = pretrained(config, mesh)
     if not isinstance(model, Decoder):
-        raise ValueError(f"--from {source} trained an encoder, expected a decoder")
+        raise ValueError(f"--from {source} is an encoder, expected a decoder")
     check_layers(model, prune)
     text = load_text(config.data)
-    run_directory.check_text(source, text)
+    if is_run:
+        run_directory.check_text(source, text)
     if text.held_out is None:
         raise ValueError(
-            f"--from {source}: the run holds no text out, so nothing can be measured; "
-            "train with data.held_out_fraction above 0"
+            f"--from {source}: no text is held out, so nothing can be measured; "
+            "set data.held_out_fraction above 0"
         )
     run_directory.write(directory, config, text)
     return model, text

@@ -137,9 +137,44 @@ def test_mistakes_are_explained(trained, call, tmp_path, arguments, message):
     assert not directory.exists()
 
 
-def test_what_is_no_run_is_refused(call, tmp_path):
+def test_a_pretrained_decoder_is_pruned_on_text_of_ones_own(trained, command, tmp_path):
+    weights, directory = tmp_path / "hf", tmp_path / "pruned"
+    code, _, err = command("export", trained, weights)
+    assert code == 0, err
+    text = run_directory.read_config(trained).data.paths[0]
+    options = [
+        *("--from", weights, "--output-dir", directory, "--steps", 2, "--tile", 8),
+        *("--data.paths", text, "--data.seq-len", 32, "--data.held-out-fraction", 0.3),
+        *("--score", "magnitude", "--pattern", "tw"),
+    ]
+    code, _, err = command("prune", *options, "--step", 5)
+    assert code == 2 and "step 5 is that of a checkpoint, and --from" in err
+    code, out, err = command("prune", *options)
+    assert code == 0, err
+    assert "dense trained as long" in out
+    run = run_directory.read_config(directory)
+    assert run.source == str(weights) and run.optimizer.learning_rate == 3e-5
+    # The weights are those of the source: training at this rate hardly moves them.
+    mesh = sharding.make_mesh(sharding.MeshConfig(fsdp=-1))
+    with jax.set_mesh(mesh):
+        model = run_directory.load_model(directory, mesh, sharding.fsdp())
+    masks = Masks.load(directory / "masks.safetensors")
+    before = linears(load(weights))
+    for name, layer in linears(model).items():
+        kept = masks.kept[name]
+        weight = np.asarray(layer.kernel[...])
+        assert (weight[~kept] == 0).all() and (weight[kept] != 0).all()
+        difference = weight[kept] - np.asarray(before[name].kernel[...])[kept]
+        assert 0 < np.abs(difference).max() < 1e-3
+
+
+def test_what_is_no_model_is_refused(call, tmp_path):
     code, _, err = call("--from", tmp_path)
-    assert code == 2 and "is no directory of a run; give the output directory" in err
+    assert code == 2 and "config.json" in err
+    code, _, err = call("--from", tmp_path / "absent")
+    assert code == 2 and "is no directory, and no name of a model" in err
+    code, _, err = call("--steps", 5)
+    assert code == 2 and "--from" in err
 
 
 def test_a_directory_in_use_is_refused(trained, call):
