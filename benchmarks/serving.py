@@ -22,8 +22,10 @@ those of `jaxscale.inference.workload`: of Flover's paper, prompts of 8 and answ
   ``torch_continuous_compile``: see `torch_serving`.
 
 A token: ``batch`` rows that have about ``context`` tokens each; the time of a step.
-``read_gb_per_second`` is how fast weights, keys and values are read in it. Cases with
-``weights`` have them in 8 bits, a byte each.
+``read_gb_per_second`` is how fast weights, keys and values are read in it, by each
+device. Cases with ``weights`` have them in 8 bits, a byte each. With ``tp`` the model
+is split over so many GPUs: ``low_latency`` sums over them by the kernel without a
+barrier, ``xla_nccl`` by XLA, and ``jaxscale`` by what dispatch picks.
 
 ``python -m benchmarks.serving bars`` measures on a small model what continuous batching
 must gain: see `bars`. ``python -m benchmarks.serving server`` measures what HTTP costs:
@@ -48,6 +50,8 @@ from benchmarks.harness import Benchmark, Case, Custom, Measurement
 
 
 OURS = ("jaxscale", "contiguous", "concurrent", "serial", "static", "windowed")
+SUMS = {"low_latency": "low_latency", "xla_nccl": "xla"}
+"""`EngineConfig.all_reduce` of ours on several GPUs; of the others it is None."""
 _JOINING = OURS[:2]
 TORCH = (
     "torch_static",
@@ -76,13 +80,16 @@ def load_case(name: str, model: str, workload: str, gap_ms: float, **more: Any) 
 
 
 def token_case(
-    model: str, batch: int, context: int, weights: str | None = None
+    model: str, batch: int, context: int, weights: str | None = None, tp: int = 1
 ) -> Case:
-    """A step of a full batch; `weights` of 8 bits are int8 or fp8."""
+    """A step of a full batch; `weights` of 8 bits are int8 or fp8; `tp` devices."""
     params: dict[str, Any] = {"model": model, "batch": batch, "context": context}
-    if weights is None:
-        return Case(f"token_b{batch}_c{context}", params)
-    return Case(f"token_b{batch}_c{context}_{weights}", params | {"weights": weights})
+    name = f"token_b{batch}_c{context}"
+    if weights is not None:
+        name, params["weights"] = f"{name}_{weights}", weights
+    if tp > 1:
+        name, params["tp"] = f"{name}_tp{tp}", tp
+    return Case(name, params)
 
 
 def _cases() -> list[Case]:
@@ -93,6 +100,7 @@ def _cases() -> list[Case]:
     return [
         *(token_case(model, *size) for model in models for size in sizes),
         *(token_case(models[1], *s, w) for s in sizes for w in ("int8", "fp8")),
+        *(token_case(models[1], batch, 264, tp=2) for batch in (1, 16, 64)),
         *(load_case("constant", "llama1_7b", "flover", gap) for gap in (0, 135, 500)),
         *(
             load_case("poisson", "llama1_7b", "flover", gap, **poisson)
@@ -107,33 +115,45 @@ def _cases() -> list[Case]:
 # --- In a child -----------------------------------------------------------------------
 
 
-def random_model(name: str, seed: int) -> Any:
-    """A decoder with random weights, on a GPU in bf16."""
+def random_model(name: str, seed: int, tp: int = 1) -> Any:
+    """A decoder with random weights, on GPUs in bf16."""
     import jax
     import jax.numpy as jnp
     from flax import nnx
+    from jax.sharding import SingleDeviceSharding
 
     from jaxscale import models
+    from jaxscale.models.serving import prepared_model, serving_rules
+    from jaxscale.sharding import REPLICATED, fsdp_tp, make_mesh, shardings
 
     dtype = jnp.bfloat16 if timing.on_gpu() else jnp.float32
+    rules = serving_rules(fsdp_tp()) if tp > 1 else REPLICATED
 
     def make() -> models.Decoder:
-        return models.Decoder(
-            models.preset(name), dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0)
-        ).for_inference()
+        options: dict[str, Any] = {"dtype": dtype, "param_dtype": dtype, "rules": rules}
+        model = models.Decoder(models.preset(name), rngs=nnx.Rngs(0), **options)
+        return prepared_model(model, {"tensor": tp})
 
-    @functools.partial(jax.jit, static_argnums=(1, 2))
-    def draw(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        return 0.02 * jax.random.normal(key, shape, dtype)
+    @functools.partial(jax.jit, static_argnums=(1, 2, 3))
+    def draw(
+        key: jax.Array, shape: tuple[int, ...], dtype: Any, where: Any
+    ) -> jax.Array:
+        weights = 0.02 * jax.random.normal(key, shape, dtype)
+        return jax.lax.with_sharding_constraint(weights, where)
 
     # One program for each shape: a program that makes all weights compiles minutes.
-    leaves, tree = jax.tree.flatten(jax.eval_shape(make))
+    shapes = jax.eval_shape(make)
+    leaves, tree = jax.tree.flatten(shapes)
+    places = [SingleDeviceSharding(jax.devices()[0])] * len(leaves)
+    if tp > 1:
+        mesh = make_mesh({"tensor": tp}, jax.devices()[:tp])
+        places = jax.tree.leaves(shardings(shapes, mesh, rules))
     keys = jax.random.split(jax.random.key(seed, impl="rbg"), len(leaves))
     weights = [
-        draw(key, leaf.shape, leaf.dtype)
+        draw(key, leaf.shape, leaf.dtype, where)
         if leaf.ndim > 1
-        else jnp.ones(leaf.shape, leaf.dtype)
-        for key, leaf in zip(keys, leaves, strict=True)
+        else jnp.ones(leaf.shape, leaf.dtype, device=where)
+        for key, leaf, where in zip(keys, leaves, places, strict=True)
     ]
     return jax.tree.unflatten(tree, weights)
 
@@ -171,7 +191,8 @@ def token_seconds(events: Sequence[Sequence[float]]) -> float:
 def _serve_ours(policy: str, params: dict[str, Any], seed: int, samples: int) -> Any:
     from benchmarks import serving_policies as policies
 
-    load, model = load_of(params, seed), random_model(params["model"], seed)
+    load = load_of(params, seed)
+    model = random_model(params["model"], seed, params.get("tp", 1))
     start = time.perf_counter()
     if "weights" in params:
         from jaxscale import models
@@ -185,6 +206,8 @@ def _serve_ours(policy: str, params: dict[str, Any], seed: int, samples: int) ->
     more: dict[str, Any] = {"program_cache": os.environ.get(_PROGRAMS)}
     if policy == "contiguous":
         more["contiguous"] = True
+    if policy in SUMS:
+        more["all_reduce"] = SUMS[policy]
     if step and timing.on_gpu():
         more["prefill_tokens"] = (2048,)
     engine = policies.engine_for(model, load, slots, buckets, **more)
@@ -288,6 +311,10 @@ def _in_child(name: str) -> Custom:
             raise NotImplementedError("torch with a GPU is not installed")
         if "context" in params and name in OURS[1:]:
             raise NotImplementedError("a step is the same however requests are served")
+        if name in SUMS and "tp" not in params:
+            raise NotImplementedError("there is nothing to sum on one GPU")
+        if "tp" in params and name in TORCH:
+            raise NotImplementedError("transformers runs on one GPU here")
         if "weights" in params and name in TORCH:
             raise NotImplementedError("weights of 8 bits are ours")
         if params.get("requests", 0) > _MANY and name in ("concurrent", "serial"):
@@ -303,7 +330,12 @@ def _in_child(name: str) -> Custom:
         if done.returncode:
             raise RuntimeError(f"{name} failed:\n{done.stderr[-4000:]}")
         result = json.loads(done.stdout.splitlines()[-1])
-        return Measurement(result["seconds"], None, metrics=result["metrics"])
+        return Measurement(
+            result["seconds"],
+            None,
+            metrics=result["metrics"],
+            num_devices=params.get("tp", 1),
+        )
 
     return Custom(measure)
 
@@ -326,7 +358,7 @@ def metrics(params: Any, seconds: float) -> dict[str, float]:
     )  # fmt: skip
     return {
         "tokens_per_second": batch / seconds,
-        "read_gb_per_second": read / seconds / 1e9,
+        "read_gb_per_second": read / params.get("tp", 1) / seconds / 1e9,
     }
 
 
@@ -343,9 +375,10 @@ BENCHMARK = Benchmark(
     ],
     kernels=("paged_attention", "varlen_attention", "move_pages"),
     inputs=lambda params, key: (),
-    implementations={name: _in_child(name) for name in (*OURS, *TORCH)},
+    implementations={name: _in_child(name) for name in (*OURS, *SUMS, *TORCH)},
     metrics=metrics,
     time="wall",
+    devices=lambda params: params.get("tp", 1),
     packages={"torch*": ("torch", "transformers", "flash_attn")},
     samples=3,
     selectors={"model": "model"},
@@ -449,7 +482,7 @@ def small_model(d_model: int = 128, num_layers: int = 2) -> Any:
 
 
 _KINDS: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(OURS, _serve_ours),
+    **dict.fromkeys((*OURS, *SUMS), _serve_ours),
     **dict.fromkeys(TORCH, _serve_torch),
 }
 

@@ -131,6 +131,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
         "serving",
         "serving --case token_* --impl jaxscale torch_static_graphs torch_continuous",
     ),
+    ("serving", "serving --case token_*_tp2 --impl jaxscale low_latency xla_nccl"),
     (
         "serving",
         "serving --case constant poisson saturated --impl jaxscale contiguous "

@@ -152,6 +152,7 @@ def _make_runner(
         prefill_tokens=config.chunks(on_cpu=on_cpu),
         buckets=config.buckets,
         kv_scales=kv_scales,
+        all_reduce=config.all_reduce,
     )
 
 

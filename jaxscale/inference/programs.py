@@ -28,6 +28,7 @@ from jaxscale.models.decoder import Decoder
 from jaxscale.nn.cache import PAGES_AXES, PagedChunks, PagedRows
 from jaxscale.sharding.operations import constrain, per_shard
 from jaxscale.sharding.rules import AxisRules
+from jaxscale.sharding.token_sums import Sums, handing_on
 from pallas_kernels.move_pages import move_pages
 
 
@@ -88,27 +89,31 @@ class Programs:
         bucket: int,
         steps: int,
         drafts: int = 0,
+        sums: Sums | None = None,
     ) -> tuple[Pages, Array, Array | None, Int[Array, "steps B R 3"]]:
         """Draw tokens of each live row, greedily or with a temperature.
 
         A row gains a token in each step, and those behind it for which drafts were
-        right.
+        right. With `sums` the layers add up over devices without XLA.
         """
         model = self.model(params)
 
         def step(carry: tuple[Any, ...], _: None) -> tuple[Any, Array]:
-            pages, rows, history = carry
+            pages, rows, history, line = carry
             tokens, num_new, history = self._tokens(rows, history, drafts)
-            pages, logits = _logits(model, pages, rows, tokens, num_new)
+            with handing_on(line) as held:
+                pages, logits = _logits(model, pages, rows, tokens, num_new)
             drawn, hits = verify(logits, rows, tokens, num_new)
             first = rows[:, Column.LENGTH] + 1
             rows, out = _settle(rows, logits, drawn, first, hits=hits)
             drafted = jnp.arange(1, 1 + drafts) < num_new[:, None]
             flags = jnp.where(drafted, int(OutFlag.DRAFTED), 0)
-            return (pages, rows, history), out.at[:, 1:, 1].add(flags)
+            return (pages, rows, history, held.line), out.at[:, 1:, 1].add(flags)
 
-        carry = pages, slots[:bucket], history
-        (pages, rows, history), out = jax.lax.scan(step, carry, None, length=steps)
+        line = None if sums is None else sums.begin()
+        carry = pages, slots[:bucket], history, line
+        carry, out = jax.lax.scan(step, carry, None, length=steps)
+        pages, rows, history, _ = carry
         return pages, slots.at[:bucket].set(rows), history, out
 
     def forward(
@@ -119,19 +124,22 @@ class Programs:
         history: Int[Array, "S M"] | None,
         *,
         bucket: int,
+        sums: Sums | None = None,
     ) -> tuple[Pages, Array | None, Float[Array, "B V"]]:
-        """The logits of each live row's next token, for `sample`."""
+        """The logits of each live row's next token, for `sample`; see `decode`."""
         model, rows = self.model(params), slots[:bucket]
 
         def step(carry: tuple[Any, ...], _: None) -> tuple[Any, Array]:
-            pages, history = carry
+            pages, history, line = carry
             tokens, num_new, history = self._tokens(rows, history)
-            pages, logits = _logits(model, pages, rows, tokens, num_new)
-            return (pages, history), logits
+            with handing_on(line) as held:
+                pages, logits = _logits(model, pages, rows, tokens, num_new)
+            return (pages, history, held.line), logits
 
         # A loop as in `decode`, so that both round alike.
-        carry, logits = jax.lax.scan(step, (pages, history), None, length=1)
-        return *carry, logits[0]
+        carry = pages, history, None if sums is None else sums.begin()
+        (pages, history, _), logits = jax.lax.scan(step, carry, None, length=1)
+        return pages, history, logits[0]
 
     def _tokens(
         self,

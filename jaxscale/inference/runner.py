@@ -29,6 +29,7 @@ from jaxscale.inference.scheduler_config import SchedulerConfig
 from jaxscale.inference.slots import Column
 from jaxscale.models.decoder import Decoder
 from jaxscale.nn.cache import PAGES_AXES, SCALES_AXES
+from jaxscale.sharding.token_sums import AllReduce, Sums
 
 
 NUM_CHANGES = 512
@@ -102,6 +103,7 @@ class Runner:
         prefill_tokens: Sequence[int] | None = None,
         buckets: Sequence[int] | None = None,
         kv_scales: np.ndarray | None = None,
+        all_reduce: AllReduce = None,
     ) -> None:
         """Take over the model; the state is made by `compile`.
 
@@ -117,11 +119,16 @@ class Runner:
                 on how many others there are.
             kv_scales: [L, 2, K], fp32, of keys and values: these are kept in fp8
                 (E4M3), divided by it. None keeps them in the type of the computation.
+            all_reduce: Who sums the tokens of a step over devices: ``"xla"``, our
+                ``"low_latency"`` kernel, or what was measured to be faster if None.
 
         Raises:
             ValueError: ``config.longest`` is more than the model can continue,
                 `prefill_tokens` or `buckets` do not fit `config`, `kv_scales` not the
-                model, or there are more drafts than attention takes.
+                model, there are more drafts than attention takes, or `all_reduce` is
+                unknown.
+            Unsupported: `all_reduce` is ``"low_latency"``, which needs a model in 16
+                bits on Hopper GPUs of one process.
         """
         check_max_len(model.config, config.longest)
         check_drafts(model.config, config.drafts)
@@ -133,6 +140,7 @@ class Runner:
             model.rules,
             model.dtype,
         )
+        self._all_reduce: AllReduce = all_reduce
         self._kv_scales = check_scales(model.config, kv_scales)
         leaves, tree = jax.tree.flatten(model)
         self.params = tuple(leaves)
@@ -142,6 +150,7 @@ class Runner:
         mesh: Any = where.mesh if isinstance(where, NamedSharding) else None
         self.mesh: Mesh | None = mesh
         self.devices = list(where.device_set if mesh is None else mesh.devices.flat)
+        self._sums(self.buckets[0])  # raises
         self._prefill_tokens = program_sizes.prefill_sizes(config, prefill_tokens)
         blocks = config.prefill_requests * (KEY_BLOCK - 1)
         keys = whole_blocks(config.keys_budget + blocks)
@@ -186,10 +195,12 @@ class Runner:
         state = params, pages, slots, history
         for bucket, steps, drafts in program_sizes.decode_sizes(config, self.buckets):
             sizes = {"bucket": bucket, "steps": steps, "drafts": drafts}
-            fn = functools.partial(programs.decode, **sizes)
+            sums = self._sums(bucket * (1 + drafts))
+            fn = functools.partial(programs.decode, **sizes, sums=sums)
             yield _decode_key(**sizes), jit(fn, (1, 2, 3), "psss"), state
         for bucket in self.buckets:
-            fn = functools.partial(programs.forward, bucket=bucket)
+            sums = self._sums(bucket)
+            fn = functools.partial(programs.forward, bucket=bucket, sums=sums)
             yield ("forward", bucket), jit(fn, (1, 3), "pss"), state
             words = -(-vocab // 32)
             shapes = (
@@ -450,6 +461,17 @@ class Runner:
         if config.drafts:
             history = self._shape((count, config.longest), jnp.int32)
         return pages, slots, counts, history
+
+    def _sums(self, rows: int) -> Sums | None:
+        """What sums so many tokens of a step over the devices; None is XLA."""
+        with self._on_mesh():
+            return Sums.choose(
+                self._all_reduce,
+                self.mesh,
+                self.rules,
+                elements=rows * self.model_config.d_model,
+                dtype=self.dtype,
+            )
 
     def _sharding(self, axes: tuple[str | None, ...] = ()) -> Any:
         if self.mesh is None:

@@ -39,7 +39,7 @@ def for_inference[Model: nnx.Module](model: Model, mesh: Mesh | None = None) -> 
     sizes = {} if mesh is None else dict(mesh.shape)
     if mesh is not None:
         result = place(result, mesh, rules)
-    return compiled(lambda model: _prepared(model, sizes), result, mesh, rules)
+    return compiled(lambda model: prepared_model(model, sizes), result, mesh, rules)
 
 
 def compiled[M](
@@ -79,8 +79,13 @@ def serving_rules(rules: AxisRules) -> AxisRules:
     )
 
 
-def _prepared(model: Any, sizes: dict[str, int]) -> Any:
-    """`model` with single blocks, in the type of the computation, inputs joined."""
+def prepared_model(model: Any, sizes: dict[str, int]) -> Any:
+    """`model` with single blocks, in the type of the computation, inputs joined.
+
+    Args:
+        model: A decoder with the rules of `serving_rules`.
+        sizes: Devices of each mesh axis.
+    """
     model = unstacked(model)
     model.config = serving_config(model.config, model.rules, sizes)
     return prepare(model, model.rules, sizes)

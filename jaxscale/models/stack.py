@@ -18,12 +18,14 @@ from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.blocks import Block
 from jaxscale.nn.embeddings import Embed
 from jaxscale.nn.self_attention import AttentionState, Packed
+from jaxscale.sharding import token_sums
 from jaxscale.sharding.operations import constrain
 from jaxscale.sharding.rules import AxisRules
+from jaxscale.sharding.token_sums import Line, handing_on
 
 
-type _Carry = tuple[Array, tuple[Array, ...]]
-"""The residual stream, and what the state carries."""
+type _Carry = tuple[Array, tuple[Array, ...], Line | None]
+"""The residual stream, what the state carries, and what sums over devices do."""
 type _Layer = tuple[Block, Array | None]
 """A block, and whether it is a layer."""
 
@@ -167,10 +169,11 @@ def run_stack[State: AttentionState](
     ) -> Callable[[_Carry, _Layer], _Carry]:
         def body(carry: _Carry, layer_of_stack: _Layer) -> _Carry:
             block, on = layer_of_stack
-            x, carried = carry
+            x, carried, line = carry
             before = state.carrying(carried).at(layer, variant)
-            y, after = block(x, before) if call is None else call(block, x, before)
-            return y if on is None else jnp.where(on, y, x), after.carried
+            with handing_on(line) as held:
+                y, after = block(x, before) if call is None else call(block, x, before)
+            return y if on is None else jnp.where(on, y, x), after.carried, held.line
 
         if policy is None:
             return body
@@ -186,7 +189,7 @@ def run_stack[State: AttentionState](
             return blocks[layer], None
         return jax.tree.map(lambda p: p[layer], stack)
 
-    carry, done = (x, state.carried), 0
+    carry, done = (x, state.carried, token_sums.current()), 0
     if scan and isinstance(blocks, Block):
         period = _period(variants)
         done = num_layers // period * period
@@ -220,22 +223,25 @@ def run_stack[State: AttentionState](
             carry = _run_block(block, *carry, state, jnp.int32(layer), variant)
         else:
             carry = run_layer(layer, variant)(carry, (block, on))
-    x, carried = carry
+    x, carried, line = carry
+    token_sums.leave(line)
     return x, state.carrying(carried)
 
 
-@functools.partial(jax.jit, static_argnums=5)
+@functools.partial(jax.jit, static_argnums=6)
 def _run_block(
     block: Block,
     x: Array,
     carried: tuple[Array, ...],
+    line: Line | None,
     state: AttentionState,
     layer: Array,
     variant: AttentionConfig | None,
 ) -> _Carry:
     """One layer; those that are alike are traced and lowered once, not each."""
-    x, after = block(x, state.carrying(carried).at(layer, variant))
-    return x, after.carried
+    with handing_on(line) as held:
+        x, after = block(x, state.carrying(carried).at(layer, variant))
+    return x, after.carried, held.line
 
 
 def _policy(remat: str, keep_gathered: bool) -> Callable[..., Any] | None:

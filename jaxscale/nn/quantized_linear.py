@@ -15,6 +15,7 @@ from jaxscale.nn.joined import JoinedLinear, Parts
 from jaxscale.nn.linear import Linear
 from jaxscale.sharding.operations import constrain, per_shard
 from jaxscale.sharding.rules import REPLICATED, AxisRules, check_axes
+from jaxscale.sharding.token_sums import sum_over_devices
 from pallas_kernels.matmul.activations import activate
 from pallas_kernels.quantized_matmul import quantized_matmul
 
@@ -181,7 +182,7 @@ class QuantizedLinear(Parts, nnx.Module):
             self.rules,
         )(x.astype(self.dtype), self.kernel[...], self.scale[...])
         if by_rows:
-            out = out.sum(0)  # over the devices
+            out = sum_over_devices(out)
         if out.shape[-1] != self.features:
             out = out[..., : self.features]
         out = constrain(out, self.out_axes, self.rules)

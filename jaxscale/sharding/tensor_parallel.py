@@ -28,9 +28,11 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxscale.checks import check_choice
+from jaxscale.sharding import token_sums
 from jaxscale.sharding.fp8 import Fp8, check_fp8, fp8_column_parallel, fp8_row_parallel
 from jaxscale.sharding.operations import Shards, constrain, contract
 from jaxscale.sharding.rules import AxisRules
@@ -207,13 +209,20 @@ def row_parallel(
         )
     features = [axes[0] for axes in kernel_axes]
     in_axes = [*(("batch", None, axis) for axis in features), *kernel_axes]
-    region = _Region.of([*xs, *kernels], in_axes, features, rules, tensor_parallel)
+    in_line = token_sums.current() is not None
+    form = tensor_parallel or ("xla" if in_line else None)
+    region = _Region.of([*xs, *kernels], in_axes, features, rules, form)
     if region is None or not all(map(region.shards.names, features)):
         outs = (
             contract("btk,kn->btn", x, w, axes, out_axes, rules)
             for x, w, axes in zip(xs, kernels, kernel_axes, strict=True)
         )
         return functools.reduce(operator.add, outs)
+    if in_line and not region.splits_tokens:
+        parts_axes = (features[0], *_WHOLE)
+        args = region.shards.place([*xs, *kernels])
+        (parts,) = region.over(_part_of_sum, [parts_axes])(*args)  # [D, B, T, N]
+        return constrain(token_sums.sum_over_devices(parts), out_axes, rules)
     product: Any
     product = matmul_reduce_scatter if region.splits_tokens else matmul_all_reduce
 
@@ -231,6 +240,17 @@ def row_parallel(
     args = region.shards.place([*xs, *kernels])
     (out,) = region.over(local, [local_axes])(*args)
     return constrain(out, out_axes, rules)
+
+
+def _part_of_sum(*args: Array) -> tuple[Array]:
+    """What a device adds to `row_parallel` of activations and kernels, [1, B, T, N]."""
+    count = len(args) // 2
+    wide = None if count == 1 else jnp.float32
+    products = [
+        jnp.einsum("btk,kn->btn", x, w, preferred_element_type=wide)
+        for x, w in zip(args[:count], args[count:], strict=True)
+    ]
+    return (functools.reduce(operator.add, products).astype(args[0].dtype)[None],)
 
 
 def _check_shapes(xs: Sequence[Array], kernels: Sequence[Array]) -> None:

@@ -23,7 +23,7 @@ from jaxscale.inference.runner import Runner
 from jaxscale.inference.scheduler_config import SchedulerConfig
 from jaxscale.models import Decoder, preset
 from jaxscale.models.quantization import quantized_head, replace_linear
-from jaxscale.models.serving import _prepared, serving_rules
+from jaxscale.models.serving import prepared_model, serving_rules
 from jaxscale.nn import QuantizedLinear
 from jaxscale.sharding import REPLICATED, fsdp_tp, make_mesh, shardings
 from tests.compiled import compile_for_h200
@@ -56,7 +56,7 @@ def abstract_decoder(devices, config, weights=None):
 
     def make():
         options = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "rules": rules}
-        return _prepared(
+        return prepared_model(
             Decoder(config, rngs=nnx.Rngs(0), **options), {"tensor": count}
         )
 
@@ -78,7 +78,9 @@ def abstract_decoder(devices, config, weights=None):
     )
 
 
-def program(devices, name, num_pages, key, fp8=False, num_slots=32, weights=None):
+def program(
+    devices, name, num_pages, key, fp8=False, num_slots=32, weights=None, sums=None
+):
     """One program of a model with two layers."""
     config = dataclasses.replace(preset(name), num_layers=2)
     shape = config.num_layers, 2, config.num_kv_heads
@@ -93,7 +95,7 @@ def program(devices, name, num_pages, key, fp8=False, num_slots=32, weights=None
     )
     buckets = [bucket for bucket in BUCKETS if bucket <= num_slots]
     model = abstract_decoder(devices, config, weights)
-    runner = Runner(model, sizes, buckets=buckets, kv_scales=scales)
+    runner = Runner(model, sizes, buckets=buckets, kv_scales=scales, all_reduce=sums)
     found = {k: (fn, shapes) for k, fn, shapes in runner.programs()}
     fn, shapes = found[tuple(key)]
     return Lowering(runner, fn), shapes

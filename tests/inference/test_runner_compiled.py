@@ -140,3 +140,26 @@ def test_the_estimate_of_memory_is_above_what_programs_need():
         num_pages=512, vocab_size=config.vocab_size, max_len=4096, num_slots=128
     )
     assert most < computation_size(config, sizes, itemsize=2) < 2 * most
+
+
+@pytest.mark.parametrize(
+    ("key", "weights"),
+    [
+        (["speculate", 8, 4], None),
+        (["decode", 2, 4], "fp8"),
+    ],
+)
+def test_sums_without_a_barrier_stay_in_their_memory(key, weights):
+    """What a peer writes to is never copied, whoever multiplies."""
+    arguments = "llama3_8b", 512, key, False, 32, weights, "low_latency"
+    found = compile_for_h200(program, *arguments, count=2)
+    assert found.aliased >= pool("llama3_8b", 512, 2)
+    sums = [k for k in found.kernels if k.name == "low_latency_all_reduce"]
+    assert len(sums) == 3 and not any(k.spilled for k in sums)  # equal ones count once
+    # The first of a call, which begins with a barrier, and two in each layer.
+    in_place = "output_to_operand_aliasing={{1}: (1, {}), {2}: (2, {})}"
+    assert found.hlo.count(in_place) == 1 + 2 * 2
+    rows = key[1] * (1 + DRAFTS * (key[0] == "speculate"))
+    assert max(found.sizes("copy")) < rows * 4096  # an eighth of the cells
+    # The table of tokens is left to XLA.
+    assert found.count("all-reduce") == found.count("all-gather") == 1

@@ -1,0 +1,210 @@
+"""Sums over devices of the few tokens of a decoding step, without a barrier for each.
+
+A row-parallel product ends in a sum over the tensor axis: two in each layer, for each
+token. XLA's costs more to begin than to carry out.
+`pallas_kernels.collective_matmul.all_reduce` has one that begins at once, but works in
+memory that all sums of a program share, one after the other: a `Line`, made by `begin`.
+
+Layers do not pass it on. While a program is traced, `handing_on` holds the line in the
+context, `sum_over_devices` takes it and leaves what the next sum takes. What has a
+trace of its own (a loop, a function under `jax.jit`) takes the line as an argument and
+returns it, as `jaxscale.models.stack.run_stack` does.
+
+Legend: D devices, B batch, T tokens of a row, N features.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Iterator
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jaxscale.checks import check_choice
+from jaxscale.sharding.rules import AxisRules
+from pallas_kernels.collective_matmul.all_reduce import (
+    Workspace,
+    low_latency_all_reduce,
+    make_workspace,
+    was_faster,
+)
+from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.mosaic import DeviceSpec, check_hopper
+
+
+type AllReduce = Literal["xla", "low_latency"] | None
+"""Who sums the tokens of a decoding step: XLA, our kernel, or what was faster."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """What the sums of a program hand on, each to the next."""
+
+    workspace: Workspace
+    """Of all devices, each with its own part of the first dimension."""
+    axis: str = dataclasses.field(metadata={"static": True})
+    """The mesh axis of the sums."""
+
+    def takes(self, parts: Float[Array, "D B T N"]) -> bool:
+        """Whether these can be summed in this line."""
+        mesh = jax.sharding.get_abstract_mesh()
+        cells = self.workspace.cells.shape  # [2 of each device, D, chunks, 512]
+        return (
+            parts.dtype in (jnp.bfloat16, jnp.float16)
+            and parts.shape[0] == mesh.shape.get(self.axis)
+            and 0 < parts[0].size <= cells[2] * cells[3]
+        )
+
+
+class _Held:
+    """The line as a traced function has it at a moment."""
+
+    def __init__(self, line: Line | None) -> None:
+        self.line = line
+
+
+_held: contextvars.ContextVar[_Held] = contextvars.ContextVar("held")
+
+
+def current() -> Line | None:
+    """The line that the next sum takes; None where XLA sums."""
+    held = _held.get(None)
+    return None if held is None else held.line
+
+
+@contextlib.contextmanager
+def handing_on(line: Line | None) -> Iterator[_Held]:
+    """Let the sums inside take `line`; what is yielded has it after them, as ``.line``.
+
+    With None XLA sums.
+    """
+    held = _Held(line)
+    token = _held.set(held)
+    try:
+        yield held
+    finally:
+        _held.reset(token)
+
+
+def leave(line: Line | None) -> None:
+    """Make `line` what the next sum takes, after a trace that returned it."""
+    if line is not None:
+        _held.get().line = line
+
+
+def sum_over_devices(parts: Float[Array, "D B T N"]) -> Float[Array, "B T N"]:
+    """The sum of what each device of the tensor axis has, on all of them.
+
+    Args:
+        parts: Split along the first dimension; the rest is whole.
+    """
+    line = current()
+    if line is None or not line.takes(parts):
+        return parts.sum(0)
+    everywhere = PartitionSpec(jax.sharding.get_abstract_mesh().axis_names)
+    axis = line.axis
+
+    def local(part: Array, workspace: Workspace) -> tuple[Array, Workspace]:
+        return low_latency_all_reduce(part[0], workspace, axis_name=axis)
+
+    total, workspace = jax.shard_map(
+        local,
+        in_specs=(PartitionSpec(axis), everywhere),
+        out_specs=(PartitionSpec(), everywhere),
+        check_vma=False,
+    )(parts, line.workspace)
+    leave(Line(workspace, axis))
+    return total
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sums:
+    """Sums of a program that are `low_latency_all_reduce`."""
+
+    axis: str
+    """The mesh axis."""
+    elements: int
+    """The most numbers of a sum."""
+    dtype: jnp.dtype
+    """Type of the numbers: bfloat16 or float16."""
+    device: DeviceSpec
+    """The GPUs."""
+
+    @classmethod
+    def choose(
+        cls,
+        all_reduce: AllReduce,
+        mesh: Mesh | None,
+        rules: AxisRules,
+        *,
+        elements: int,
+        dtype: DTypeLike,
+    ) -> "Sums | None":
+        """What sums the tokens of a program; None is XLA.
+
+        Args:
+            all_reduce: What the caller asked for. None is our kernel where it was
+                measured to be faster: on two H100s, for 4,096 to 524,288 numbers.
+            mesh: The devices of the program; None is a single one.
+            rules: Mesh axes of each logical axis.
+            elements: The most numbers of a sum.
+            dtype: Type of the computation.
+
+        Raises:
+            ValueError: `all_reduce` is unknown.
+            Unsupported: it is ``"low_latency"``, and these devices cannot.
+        """
+        check_choice("all_reduce", all_reduce, ("xla", "low_latency", None))
+        if all_reduce == "xla":
+            return None
+        dtype = jnp.dtype(dtype)
+        try:
+            axis, devices = _axis(mesh, rules, dtype)
+            device = check_hopper(DeviceSpec.current(), "low_latency_all_reduce")
+        except Unsupported:
+            if all_reduce is None:
+                return None
+            raise
+        if all_reduce is None and not was_faster(elements, devices, device):
+            return None
+        return cls(axis=axis, elements=elements, dtype=dtype, device=device)
+
+    def begin(self) -> Line:
+        """The line of a program, on whose mesh this is called (`jax.set_mesh`).
+
+        It costs one barrier between the devices.
+        """
+        everywhere = PartitionSpec(jax.sharding.get_abstract_mesh().axis_names)
+
+        def local() -> Workspace:
+            return make_workspace(
+                self.elements, self.dtype, axis_name=self.axis, device=self.device
+            )
+
+        make = jax.shard_map(local, in_specs=(), out_specs=everywhere, check_vma=False)
+        return Line(make(), self.axis)
+
+
+def _axis(mesh: Mesh | None, rules: AxisRules, dtype: jnp.dtype) -> tuple[str, int]:
+    """The axis of sums of our own, and the number of its devices."""
+    axes = rules.mesh_axes(["heads"]) | rules.mesh_axes(["mlp"])
+    if mesh is None or all(mesh.shape[axis] == 1 for axis in axes):
+        missing = "a model that is split over several devices"
+    elif len(axes) > 1:
+        missing = f"rules that split a model over one mesh axis, got {sorted(axes)}"
+    elif dtype not in (jnp.bfloat16, jnp.float16):
+        missing = f"a model in bfloat16 or float16, got {dtype}"
+    elif len({d.process_index for d in mesh.devices.flat}) > 1:
+        missing = "devices of one process"
+    elif (ids := [d.id for d in mesh.devices.flat]) != [*range(len(ids))]:
+        missing = f"a mesh of the devices 0, 1, ... in this order, got {ids}"
+    else:
+        (axis,) = axes
+        return axis, mesh.shape[axis]
+    raise Unsupported(f"all_reduce 'low_latency' needs {missing}; use 'xla' or None")

@@ -1,0 +1,23 @@
+"""Decoding whose sums over devices are a kernel, on two GPUs."""
+
+import jax
+import numpy as np
+import pytest
+
+from tests.inference.test_token_sums import BF16, decoded, on_two_devices
+from tests.tolerances import RELATIVE, relative_error
+
+
+@pytest.mark.multigpu
+def test_the_tokens_of_xla_again_and_again():
+    """Programs in turn, whose memory for the sums is that of others in between."""
+    if len(jax.devices()) < 2:
+        pytest.skip("needs 2 GPUs")
+    by_xla, by_kernel = on_two_devices("xla"), on_two_devices("low_latency")
+    tokens, logprobs = decoded(by_xla)
+    live = tokens[..., 0] >= 0
+    for _ in range(20):
+        found, found_logprobs = decoded(by_kernel)
+        np.testing.assert_array_equal(found, tokens)
+        assert relative_error(found_logprobs[live], logprobs[live]) < RELATIVE[BF16]
+        decoded(by_xla)
