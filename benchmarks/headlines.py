@@ -70,7 +70,7 @@ HEADLINES = (
     Headline(
         system="Tile-wise sparsity",
         what="a LLaMA 3 8B block that keeps 36%, 4,096 tokens; bits a byte (2:4: 1.52)",
-        page="tilewise.md#speed-at-equal-accuracy",
+        page="tilewise-measured.md#speed-at-equal-accuracy",
         file="tile_sparse_layers",
         cases=("block",),
         params={"M": 4096, "mask": "tw", "sparsity": 0.5, "pass": "fwd"},

@@ -52,22 +52,34 @@ def draw(record: records.Record, path: pathlib.Path) -> None:
 
     # Without these the file would differ at every run.
     with mpl.rc_context({"svg.hashsalt": "jaxscale", "svg.fonttype": "none"}):
-        figure = Figure(layout="tight")
+        figure = Figure(layout="constrained")  # keeps titles off the panels
         SHAPES.get(record["benchmark"], _bars)(figure, record)
         path.parent.mkdir(parents=True, exist_ok=True)
         metadata = {"Date": None, "Description": digest(record)}
         figure.savefig(path, format="svg", metadata=metadata)
 
 
+UNITS = {
+    "kernels": "kernels of a layer",
+    "speedup": "times as fast as XLA's collective and product",
+    "tflops": "TFLOP/s",
+    "tokens_per_second": "tokens per second",
+}
+"""What a bar is as high as, in words."""
+
+BAR_METRICS = {"tensor_parallel_block": "speedup"}
+"""Metrics of benchmarks whose first one is a rate that differs much between cases."""
+
+
 def _bars(figure: Any, record: records.Record) -> None:
     """One group a case; the height is the metric of the table, or else the time."""
     rows = records.full_rows(record)
-    metric = records.default_metric(rows)
+    metric = BAR_METRICS.get(record["benchmark"]) or records.default_metric(rows)
     names = records.ordered(row["implementation"] for row in rows)
     lines = list(records.lines(rows))
     labels = _labels([first for first, _ in lines])
     width = 0.8 / len(names)
-    figure.set_size_inches(max(6.0, 1.1 * len(lines) + 2), 4.0)
+    figure.set_size_inches(max(6.0, 1.1 * len(lines) + 2), 4.4)
     axes = figure.subplots()
     for i, name in enumerate(names):
         points = [
@@ -80,43 +92,67 @@ def _bars(figure: Any, record: records.Record) -> None:
         ]
         axes.bar([x for x, _ in points], heights, width, label=name)
     axes.set_xticks(range(len(lines)), labels, rotation=30, ha="right")
-    axes.set_ylabel(metric or "time in us")
-    axes.set_title(f"{record['benchmark']}, {record['device']}")
+    axes.set_ylabel(UNITS.get(metric, metric) if metric else "time in us")
     axes.grid(axis="y", alpha=0.3)
-    axes.legend()
+    figure.suptitle(_title(record))
+    _legend(figure)
+
+
+def _title(record: records.Record) -> str:
+    return f"{record['benchmark'].replace('_', ' ')}, {record['device']}"
+
+
+def _legend(figure: Any) -> None:
+    """One for all panels, below them, where it covers no curve."""
+    found: dict[str, Any] = {}
+    for panel in figure.axes:
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    columns = max(1, int(figure.get_figwidth() / 1.9))
+    figure.legend(
+        found.values(),
+        found.keys(),
+        loc="outside lower center",
+        ncols=columns,
+        fontsize=8,
+    )
+
+
+STAR = "E*, share of the possible gain"
+"""The axis of `_overlap`."""
 
 
 def _overlap(figure: Any, record: records.Record) -> None:
-    """Overlap efficiencies of our kernel against the rows, a line for each layer.
+    """What our kernel gains of what it could, against the rows, a line for each layer.
 
-    One row of panels for each number of devices and efficiency, one column for each
-    way of communicating. From -1 to 1 the scale is linear, beyond it logarithmic.
+    One row of panels for each number of devices, one column for each way of
+    communicating. From -1 to 1 the scale is linear, beyond it logarithmic.
     """
     rows = [row for row in record["rows"] if row["implementation"] == "mosaic_gpu"]
     sizes = sorted({row["params"]["tp"] for row in rows}, reverse=True)
     kinds = records.ordered(row["params"]["kind"] for row in rows)
-    metrics = {"overlap_efficiency_star": "E*", "overlap_efficiency": "E"}
     colors = {
         case: f"C{i}" for i, case in enumerate(records.ordered(r["case"] for r in rows))
     }
-    panels = [(tp, metric) for tp in sizes for metric in metrics]
-    figure.set_size_inches(1 + 4.2 * len(kinds), 0.6 + 3.2 * len(panels))
-    axes = figure.subplots(len(panels), len(kinds), squeeze=False)
-    for line, (tp, metric) in enumerate(panels):
+    figure.set_size_inches(1 + 4.2 * len(kinds), 1.6 + 3.2 * len(sizes))
+    axes = figure.subplots(len(sizes), len(kinds), squeeze=False)
+    for line, tp in enumerate(sizes):
         for column, kind in enumerate(kinds):
-            panel = axes[line][column]
             here = [r for r in rows if r["params"]["tp"] == tp]
             here = [r for r in here if r["params"]["kind"] == kind]
-            _curves(panel, here, metric, colors)
-            panel.set_title(f"{kind}, {tp} GPUs", fontsize=10)
-            panel.set_ylabel(metrics[metric])
-    figure.suptitle(f"{record['benchmark']}, {record['device']}: share of the gain")
+            _curves(axes[line][column], here, colors)
+            axes[line][column].set_title(f"{kind}, {tp} GPUs", fontsize=10)
+    figure.suptitle(
+        f"{_title(record)}. E*: 1 is the time of the longer of product and transfer,\n"
+        "0 that of XLA, which does one after the other",
+        fontsize=11,
+    )
+    _legend(figure)
 
 
-def _curves(
-    panel: Any, rows: Sequence[records.Record], metric: str, colors: dict[str, str]
-) -> None:
+def _curves(panel: Any, rows: Sequence[records.Record], colors: dict[str, str]) -> None:
     every = sorted({row["params"]["M"] for row in rows})
+    metric, lowest = "overlap_efficiency_star", 0.0
     for case in records.ordered(row["case"] for row in rows):
         points = sorted(
             (row["params"]["M"], row["metrics"][metric])
@@ -124,19 +160,19 @@ def _curves(
             if row["case"] == case and metric in row["metrics"]
         )
         x, y = [m for m, _ in points], [value for _, value in points]
+        lowest = min([lowest, *y])
         panel.plot(x, y, marker="o", markersize=3, label=case, color=colors[case])
     panel.set_xscale("log", base=2)
     panel.set_xticks(every, [str(m) for m in every], fontsize=8)
     panel.set_yscale("symlog", linthresh=1)
-    low, high = panel.get_ylim()
-    ticks = [y for y in (-100, -30, -10, -3, -1, -0.5, 0, 0.5, 1) if low <= y <= high]
+    panel.set_ylim(lowest - 0.05, 1.05)
+    ticks = [y for y in (-100, -30, -10, -3, -1, -0.5, 0, 0.5, 1) if y >= lowest]
     panel.set_yticks(ticks, [str(y) for y in ticks], fontsize=8)
     panel.axhline(0, color="black", linewidth=0.8)
     panel.axhline(1, color="black", linewidth=0.8, linestyle=":")
     panel.set_xlabel("M, rows of all devices", fontsize=8)
+    panel.set_ylabel(STAR, fontsize=8)
     panel.grid(alpha=0.3)
-    if rows:
-        panel.legend(fontsize=7)
 
 
 def _attention(figure: Any, record: records.Record) -> None:
@@ -153,8 +189,8 @@ def _attention(figure: Any, record: records.Record) -> None:
     )
     passes = records.ordered(r["params"]["pass"] for r in rows)
     panels = len(kinds) + 2 * len(passes)
-    width = min(3, panels)
-    figure.set_size_inches(4.4 * width, 3.4 * -(-panels // width))
+    width = min(2, panels)
+    figure.set_size_inches(4.4 * width, 1 + 2.8 * -(-panels // width))
     flat = iter(figure.subplots(-(-panels // width), width, squeeze=False).flat)
     colors = _colors(rows)
     for kind in sorted(kinds):
@@ -179,19 +215,25 @@ def _attention(figure: Any, record: records.Record) -> None:
         panel = next(flat)
         here = [r for r in rows if r["params"]["pass"] == what]
         _savings(panel, here, "mosaic_gpu", ("cudnn_padded",))
-        panel.set_title(f"{what}, time saved over cudnn_padded")
+        panel.set_title(f"{what}, share of time saved")
     for panel in flat:
         panel.set_visible(False)
-    figure.suptitle(f"{record['benchmark']}, {record['device']}")
+    figure.suptitle(_title(record))
+    _legend(figure)
+
+
+BATCH = 16
+"""Texts of a batch in ByteTransformer's figures, and in `_encoders`."""
 
 
 def _encoders(figure: Any, record: records.Record) -> None:
-    """Time against length for each model and batch, and what packing saves."""
+    """Time against length for each model, and what packing saves at all batches."""
     rows = record["rows"]
     kinds = records.ordered((r["params"]["model"], r["params"]["batch"]) for r in rows)
-    width = min(3, len(kinds) + 1)
+    kinds = [kind for kind in kinds if kind[1] == BATCH]
+    width = min(2, len(kinds) + 1)
     lines = -(-(len(kinds) + 1) // width)
-    figure.set_size_inches(4.4 * width, 3.4 * lines)
+    figure.set_size_inches(4.4 * width, 1 + 2.8 * lines)
     flat = iter(figure.subplots(lines, width, squeeze=False).flat)
     colors = _colors(rows)
     for model, batch in sorted(kinds):
@@ -204,10 +246,11 @@ def _encoders(figure: Any, record: records.Record) -> None:
         panel.set_ylabel("ms")
     panel = next(flat)
     _savings(panel, rows, "jaxscale", ("jax_padded", "torch_compile"))
-    panel.set_title("time saved over padded models")
+    panel.set_title("share of time saved")
     for panel in flat:
         panel.set_visible(False)
-    figure.suptitle(f"{record['benchmark']}, {record['device']}")
+    figure.suptitle(_title(record))
+    _legend(figure)
 
 
 def _colors(rows: Sequence[records.Record]) -> dict[str, str]:
@@ -233,8 +276,6 @@ def _against_length(
     panel.minorticks_off()
     panel.set_xlabel("longest sequence", fontsize=8)
     panel.grid(alpha=0.3)
-    if rows:
-        panel.legend(fontsize=6)
 
 
 def _savings(
@@ -249,19 +290,20 @@ def _savings(
                 padding = 1 - p["tokens"] / (p["batch"] * p["max_len"])
                 ratio = by_name[ours]["time_us"] / by_name[rival]["time_us"]
                 points.append((padding, 1 - ratio))
-        panel.scatter(*(list(zip(*points, strict=True)) or ((), ())), s=8, label=rival)
+        label = f"beside {rival}"
+        panel.scatter(*(list(zip(*points, strict=True)) or ((), ())), s=8, label=label)
     panel.axline((0, 0), slope=1, color="black", linewidth=0.8, linestyle=":")
     panel.set_xlim(0, 1)
     panel.set_ylim(-1, 1)
     panel.set_xlabel("share of padding", fontsize=8)
     panel.grid(alpha=0.3)
-    panel.legend(fontsize=6)
 
 
 def _pruned(figure: Any, record: records.Record) -> None:
     """Speed-up against bits per byte."""
     pruned_speed.draw(figure, record["rows"])
     figure.suptitle(f"Pruned layers, {record['device']}")
+    _legend(figure)
 
 
 def _accuracy(figure: Any, record: records.Record) -> None:

@@ -118,7 +118,7 @@ def _cell(point: Point | None) -> str:
     if point is None:
         return "-"
     ideal = "" if point.ideal is None else f" of {point.ideal:.2f}"
-    kept = "" if point.kept is None else f", keeps {point.kept:.2g}"
+    kept = "" if point.kept is None else f"<br>keeps {point.kept:.2g}"
     return f"{point.speed_up:.2f}{ideal}{kept}"
 
 
@@ -132,9 +132,9 @@ def draw(figure: Any, rows: Sequence[records.Record]) -> None:
     """Speed-up against bits per byte, a panel for each layer."""
     found = points(rows)
     layers = records.ordered(point.layer for point in found)
-    width = min(3, max(len(layers), 1))
+    width = min(2, max(len(layers), 1))
     lines = max(-(-len(layers) // width), 1)
-    figure.set_size_inches(4.6 * width, 3.6 * lines)
+    figure.set_size_inches(4.6 * width, 1 + 2.8 * lines)
     flat = iter(figure.subplots(lines, width, squeeze=False).flat)
     colors = {f: f"C{i}" for i, f in enumerate(("dense", "int8", "2:4", "tw", "tew"))}
     for layer in layers:
@@ -151,12 +151,12 @@ def draw(figure: Any, rows: Sequence[records.Record]) -> None:
                 panel.plot(*zip(*bounds, strict=True), ":", color=colors[form])
         panel.axhline(1, color="black", linewidth=0.8)
         panel.set_yscale("log", base=2)
-        panel.set_yticks([0.5, 1, 2, 4, 8], ["0.5", "1", "2", "4", "8"])
+        ticks = (0.5, 1, 2, 4, 8, 16, 32, 64, 128)
+        panel.set_yticks(ticks, [str(tick) for tick in ticks])
         panel.set_title(layer, fontsize=10)
         panel.set_xlabel("held-out bits per byte (dotted: the ideal)", fontsize=8)
         panel.set_ylabel("times as fast as dense", fontsize=8)
         panel.grid(alpha=0.3)
-        panel.legend(fontsize=7)
     for panel in flat:
         panel.set_visible(False)
 

@@ -14,21 +14,24 @@ the stem of the file. Options follow the name::
 have), ``device`` a folder of results, ``params`` the params that have a column (by
 default all), and the name of a param chooses rows by its value: ``M=2048,8192``. With
 ``columns=M`` the values of a param stand side by side and a cell is the metric alone,
-or else the time; a last line has the means. With ``pending=yes`` a table without
+or else the time; a last line has the means. With ``folded=yes`` the rows are behind a
+fold, for long tables below a plot or a short one. With ``pending=yes`` a table without
 results says so instead of failing, with ``pending=hidden`` it is not there. A plot is a
 block ``<!-- plot:matmul -->``, and ``<!-- table:headlines -->`` is the table of
 `benchmarks.headlines`. What a table was made by (commands, commits, versions) is folded
 away under it.
 ``table:pruned_speed`` and its plot join two files: `benchmarks.pruned_speed`.
-``--check`` changes nothing and fails if a block or a plot differs from what would be
-written.
+Plots that no page shows are removed. ``--check`` changes nothing and fails if a block
+or a plot differs from what would be written.
 
 Every row of a file is shown, ours and baselines alike, the fastest of a line in bold.
-The last column is the time of the fastest baseline over that of our fastest: below 1
-the baseline wins. Lower bounds, such as a product without its communication, compete
-with neither. Where PyTorch took less for a larger problem of its own, that is the time
-of the baseline here. The metric ``vs_torch`` is made from such times as well: how much
-less a row takes than the best form of PyTorch.
+The column before the times is that of the fastest baseline over our fastest: below 1
+the baseline wins. Then come our times, those of baselines, lower bounds, such as a
+product without its communication, which compete with neither, and params that follow
+from the case; params that all rows share stand under the table. Cases of one name are
+in the order of their numbers. Where PyTorch took less for a larger problem of its own,
+that is the time of the baseline here. The metric ``vs_torch`` is made from such times
+as well: how much less a row takes than the best form of PyTorch.
 """
 
 import argparse
@@ -37,7 +40,7 @@ import pathlib
 import re
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks import headlines, plots, pruned_speed, records
@@ -121,6 +124,7 @@ def markdown(
     cases: str = "*",
     params: str = "*",
     columns: str | None = None,
+    folded: str = "no",
     **where: str,
 ) -> str:
     """One Markdown table of a result file.
@@ -132,6 +136,7 @@ def markdown(
         cases: Comma-separated names or patterns.
         params: The same, of the params that have a column.
         columns: A param whose values become columns.
+        folded: Whether the rows are behind a fold: ``yes`` or ``no``.
         **where: Comma-separated values of params. One that leaves a single value has
             no column.
 
@@ -148,39 +153,80 @@ def markdown(
         raise ValueError(f"columns {columns!r}, expected one of {[*rows[0]['params']]}")
     fixed = {p for p in where if len({row["params"][p] for row in rows}) == 1}
     if columns is not None:
-        return _side_by_side(rows, metric, columns)
+        return _side_by_side(rows, metric, columns, folded)
     metric = metric or records.default_metric(rows)
     unit, scale = ("ms", 1e3) if all(r["time_us"] >= 1e4 for r in rows) else ("us", 1)
-    shown = [
-        name
-        for name in records.ordered(p for row in rows for p in row["params"])
-        if name not in fixed and matches(name, params)
-    ]
+    kinds = _kinds_of_params(rows)
+    shown = {
+        kind: [
+            name for name in kinds[kind] if name not in fixed and matches(name, params)
+        ]
+        for kind in kinds
+    }
+    aside = (*BOUNDS, *LESS_EXACT)
     names = records.ordered(row["implementation"] for row in rows)
-    head = ["case", *shown, *names]
-    with_ratio = any(ratio(by_name) is not None for _, by_name in records.lines(rows))
-    if with_ratio:
-        head.append("baseline / ours")
-    table = [
-        head,
-        ["---"] * (1 + len(shown)) + ["--:"] * (len(head) - 1 - len(shown)),
-    ]
-    for first, by_name in records.lines(rows):
-        aside = (*BOUNDS, *LESS_EXACT)
+    names.sort(key=lambda name: 0 if name in OURS else 2 if name in aside else 1)
+    lines = sorted(records.lines(rows), key=_place_of(rows))
+    with_ratio = any(ratio(by_name) is not None for _, by_name in lines)
+    ratios = ["baseline / ours"] if with_ratio else []
+    head = ["case", *shown["free"], *ratios, *names, *shown["of the case"]]
+    left, right = (
+        ["---"] * (1 + len(shown["free"])),
+        ["--:"] * (len(ratios) + len(names)),
+    )
+    table = [head, [*left, *right, *["---"] * len(shown["of the case"])]]
+    for first, by_name in lines:
         times = [r["time_us"] for name, r in by_name.items() if name not in aside]
         best = min(times) if len(times) > 1 else None
         cells = [first["case"]]
-        cells += [str(first["params"].get(name, "")) for name in shown]
+        cells += [str(first["params"].get(name, "")) for name in shown["free"]]
+        if with_ratio:
+            value = ratio(by_name)
+            cells.append("-" if value is None else f"{value:.2f}")
         for name in names:
             row = by_name.get(name)
             fastest = row is not None and row["time_us"] == best and name not in aside
             cells.append(_cell(row, metric, scale, fastest))
-        if with_ratio:
-            value = ratio(by_name)
-            cells.append("-" if value is None else f"{value:.2f}")
+        cells += [str(first["params"].get(name, "")) for name in shown["of the case"]]
         table.append(cells)
     what = f"Time in {unit}" + (f" ({metric})" if metric else "")
-    return f"{_joined(table)}\n\n{what}. {_source(rows)}\n"
+    same = [f"{name} {rows[0]['params'][name]}" for name in shown["the same"]]
+    what = "; ".join([what, *([", ".join(same)] if same else [])])
+    return f"{_joined(table, folded)}\n\n{what}. {_source(rows)}\n"
+
+
+def _kinds_of_params(rows: Sequence[records.Record]) -> dict[str, list[str]]:
+    """Params that differ within a case, those that follow from it, and the constant."""
+    found: dict[str, dict[str, set[str]]] = {}
+    for row in rows:
+        for name in row["params"]:
+            by_case = found.setdefault(name, {})
+            by_case.setdefault(row["case"], set()).add(str(row["params"][name]))
+    kinds: dict[str, list[str]] = {"free": [], "of the case": [], "the same": []}
+    for name, by_case in found.items():
+        everywhere = all(name in row["params"] for row in rows)
+        if any(len(values) > 1 for values in by_case.values()):
+            kinds["free"].append(name)
+        elif everywhere and len(set.union(*by_case.values())) == 1:
+            kinds["the same"].append(name)
+        else:
+            kinds["of the case"].append(name)
+    return kinds
+
+
+def _place_of(rows: Sequence[records.Record]) -> Callable[[Any], tuple]:
+    """The key that sorts lines: names as they appear, then numbers by their size."""
+    numbers = re.compile(r"(?<=_)([a-z])(\d+)(?=_|$)")
+    stems = records.ordered(numbers.sub(r"\1", row["case"]) for row in rows)
+    cases = records.ordered(row["case"] for row in rows)
+
+    def place(line: tuple[records.Record, Any]) -> tuple:
+        case, params = line[0]["case"], line[0]["params"]
+        sizes = [int(digits) for _, digits in numbers.findall(case)]
+        values = [v for v in params.values() if isinstance(v, int | float)]
+        return stems.index(numbers.sub(r"\1", case)), sizes, cases.index(case), values
+
+    return place
 
 
 def _chosen(
@@ -229,7 +275,7 @@ def _beside_torch(rows: Sequence[records.Record]) -> list[records.Record]:
 
 
 def _side_by_side(
-    rows: Sequence[records.Record], metric: str | None, columns: str
+    rows: Sequence[records.Record], metric: str | None, columns: str, folded: str
 ) -> str:
     """A table whose columns are the values of a param, and the mean of each column.
 
@@ -265,11 +311,17 @@ def _side_by_side(
         table.append(["mean", *[""] * (len(heads) - 1), *means])
     shown = metric or "time in us"
     who = f" of `{names[0]}`" if len(names) == 1 else ""
-    return f"{_joined(table)}\n\n{shown}{who}. {_source(rows)}\n"
+    return f"{_joined(table, folded)}\n\n{shown}{who}. {_source(rows)}\n"
 
 
-def _joined(table: Sequence[Sequence[str]]) -> str:
-    return "\n".join("| " + " | ".join(line) + " |" for line in table)
+def _joined(table: Sequence[Sequence[str]], folded: str) -> str:
+    text = "\n".join("| " + " | ".join(line) + " |" for line in table)
+    if folded == "no":
+        return text
+    if folded != "yes":
+        raise ValueError(f"folded {folded!r}, expected yes or no")
+    summary = f"All {len(table) - 2} rows"
+    return f"<details><summary>{summary}</summary>\n\n{text}\n\n</details>"
 
 
 def _source(rows: Sequence[records.Record]) -> str:
@@ -391,10 +443,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--root", type=pathlib.Path, default=ROOT)
     parser.add_argument("--results", type=pathlib.Path, default=records.RESULTS)
     args = parser.parse_args(argv)
-    stale = []
+    stale, pages = [], ""
     for path in documents(args.root):
         old = path.read_text(encoding="utf-8")
         new = fill(old, args.results, str(path.relative_to(args.root)))
+        pages += new
         if new == old:
             continue
         stale.append(str(path.relative_to(args.root)))
@@ -407,11 +460,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if record is None:
             continue
         target = args.root / "docs" / plots.place(path)
-        if plots.is_current(record, target):
+        is_shown = plots.place(path).as_posix() in pages
+        if plots.is_current(record, target) if is_shown else not target.exists():
             continue
         stale.append(str(target.relative_to(args.root)))
-        if not args.check:
+        if args.check:
+            continue
+        if is_shown:
             plots.draw(record, target)
+        else:
+            target.unlink()
     for name in stale:
         print(f"{'out of date' if args.check else 'wrote'}: {name}")
     if args.check and stale:

@@ -25,7 +25,7 @@ from docs import (
     scaling_pictures,
     tilewise_pictures,
 )
-from jaxscale import cli, recipes
+from jaxscale import cli
 from jaxscale.cli import (
     diagnose,
     export,
@@ -38,6 +38,7 @@ from jaxscale.cli import (
     supervise,
     train,
 )
+from jaxscale.recipes import runs
 from jaxscale.training import TrainConfig
 
 
@@ -130,11 +131,21 @@ def test_what_made_a_table_is_folded_away(page):
             assert len(line) <= 160 or line.startswith(("|", "<!--"))
 
 
-@pytest.mark.parametrize("system", ["flux", "bytetransformer", "flover", "megascale"])
+@pytest.mark.parametrize(
+    "system", ["flux", "bytetransformer", "flover", "megascale", "tilewise"]
+)
 def test_pages_of_systems_begin_with_a_problem_and_a_picture(system):
     first, _, rest = (ROOT / f"docs/{system}.md").read_text().partition("\n## ")
     assert "](_static/" in first and len(first.split()) < 350
     assert len(rest.split()) < 3000
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_are_short(page):
+    """What a person reads: without what `make tables` writes, and without code."""
+    text = re.sub(r"(?s)<!-- table:.*?<!-- /table -->|```.*?```", "", page.read_text())
+    limit = 10_000 if page.name == "CHANGELOG.md" else 2000
+    assert len(text.split()) < limit
 
 
 def test_the_zoo_is_current():
@@ -164,11 +175,11 @@ def test_what_pjit_became_computes_what_it_says():
 
 
 def test_the_rows_of_a_host_become_a_global_array():
-    page = (ROOT / "docs/scaling.md").read_text()
-    section = page.partition("### The rows of each host")[2].partition("\n### ")[0]
+    page = (ROOT / "docs/hosts.md").read_text()
+    section = page.partition("## The rows of each host")[2].partition("\n## ")[0]
     here: dict[str, Any] = {}
     for block in python(section):
-        exec(compile(block, "docs/scaling.md", "exec"), here)
+        exec(compile(block, "docs/hosts.md", "exec"), here)
     tokens = here["tokens"]
     np.testing.assert_array_equal(tokens, np.arange(32)[:, None] + np.arange(16))
     assert tokens.sharding == here["rows"] and len(tokens.sharding.device_set) == 8
@@ -179,7 +190,7 @@ GIVEN = {
     "flux.md": "b b_scale x",
     "kernels.md": "b bias bk bq bv cu cu_seqlens k kv layer lengths pages q residual "
     "rows scale source table target to_keys to_queries v w wk wq wv x",
-    "tilewise.md": "w_down w_gate w_up x",
+    "tilewise-kernel.md": "w_down w_gate w_up x",
 }
 
 
@@ -249,7 +260,7 @@ def test_commands_are_understood(command, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "simulate_devices", lambda n: devices.append(n or 1))
     monkeypatch.setattr(train, "train", check)
     published = Path(__file__).parent / "fixtures" / "models" / "llama3_gqa"
-    monkeypatch.setattr(recipes.runs, "local_directory", lambda source: published)
+    monkeypatch.setattr(runs, "local_directory", lambda source: published)
     monkeypatch.setattr(generate, "complete", check)
     monkeypatch.setattr(prune, "run", check)
     monkeypatch.setattr(serve, "run", check)
@@ -297,7 +308,7 @@ def test_megascales_pictures_are_current_and_shown(path):
 
 def test_the_schedule_of_the_page_is_what_the_command_draws(tmp_path):
     options = "--stages 4 --microbatches 8 --chunks 2"
-    assert options in (ROOT / "docs/scaling.md").read_text()
+    assert options in (ROOT / "docs/pipelines.md").read_text()
     path = tmp_path / "s.svg"
     cli.main(["schedule", *options.split(), "--svg", str(path)])
     assert scaling_pictures.SCHEDULE.read_text() == path.read_text()

@@ -18,7 +18,7 @@ Open MPI:
     mpirun -n 2 --host n1,n2 -x JAX_COORDINATOR_ADDRESS=n1:8476 \
         python serve_llama.py DIR
 
-Kubernetes: an Indexed Job with a headless service, as in docs/scaling.md, whose command
+Kubernetes: an Indexed Job with a headless service, as in docs/hosts.md, whose command
 is this file; a second service leads clients to the pod of index 0. When a process is
 lost, process 0 answers /health with 503 and the others end: let the Job start all pods
 again.

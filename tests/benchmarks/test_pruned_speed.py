@@ -99,7 +99,7 @@ def test_one_line_a_form_by_accuracy(folder):
     assert lines[1][:4] == ["int8", "-", "1.510", "1.20"]
     assert lines[2][:4] == ["2:4", "50%", "1.550", "1.40"]
     # Ours as dispatch takes it, and what the kept products would allow.
-    assert lines[6][:4] == ["tw", "75%", "1.900", "3.20 of 4.00, keeps 0.3"]
+    assert lines[6][:4] == ["tw", "75%", "1.900", "3.20 of 4.00<br>keeps 0.3"]
     assert "of what the kept products would be" in text.replace("*", "")
     assert "python -m benchmarks.tile_sparse_layers" in text
     assert "python -m benchmarks.tile_sparse_matmul" in text
@@ -164,10 +164,10 @@ def test_a_panel_has_every_form_and_the_ideal(folder):
     ]
     lines = {line.get_label(): line for line in shown[0].get_lines()}
     assert {"dense", "int8", "2:4", "tw", "tew"} <= set(lines)
-    at = lines["tw"].get_path().vertices
+    at = np.asarray(lines["tw"].get_xydata())
     np.testing.assert_allclose(at, [[1.7, 1.6], [1.9, 3.2], [2.4, 8.0]])
     dotted = [line for line in shown[0].get_lines() if line.get_linestyle() == ":"]
-    assert [len(line.get_path().vertices) for line in dotted] == [3, 3]
+    assert [len(np.asarray(line.get_xydata())) for line in dotted] == [3, 3]
 
 
 def test_both_plots_of_the_files_are_drawn(folder, tmp_path):

@@ -41,13 +41,12 @@ RECORD = {
 
 def test_every_row_is_shown_and_the_fastest_is_bold():
     lines = tables.markdown(RECORD).splitlines()
-    assert lines[0] == (
-        "| case | M | N | mosaic_gpu | dense | torch | baseline / ours |"
-    )
-    assert lines[2] == "| a | 128 | 64 | **100 (800)** | 110 (727) | - | 1.10 |"
+    # What a telephone shows comes first; N follows from the case, M is the same.
+    assert lines[0] == "| case | baseline / ours | mosaic_gpu | dense | torch | N |"
+    assert lines[2] == "| a | 1.10 | **100 (800)** | 110 (727) | - | 64 |"
     # The baseline wins, and is shown to.
-    assert lines[3] == "| b | 128 | 32 | 50 (300) | **40 (375)** | 41.5 (361) | 0.80 |"
-    assert lines[5] == "Time in us (tflops). NVIDIA H200 x 1."
+    assert lines[3] == "| b | 0.80 | 50 (300) | **40 (375)** | 41.5 (361) | 32 |"
+    assert lines[5] == "Time in us (tflops); M 128. NVIDIA H200 x 1."
     fold = "\n".join(lines[6:])
     assert fold.strip().startswith("<details><summary>") and "commit new, old" in fold
     assert fold.rstrip().endswith("python -m benchmarks.matmul\n```\n\n</details>")
@@ -79,8 +78,8 @@ def test_pytorch_counts_with_what_it_takes_for_more_work():
     text = tables.markdown(RECORD | {"rows": rows}, metric="vs_torch", cases="m_*")
     lines = text.splitlines()
     shown = {line.split(" | ")[0]: line for line in lines}
-    assert "**100 (3)** | 700 (1) | 600 (0.5) | 3.00 |" in shown["| m_64"]
-    assert "**150 (2)** | 300 (1) | - | 2.00 |" in shown["| m_128"]
+    assert "| 3.00 | **100 (3)** | 700 (1) | 600 (0.5) |" in shown["| m_64"]
+    assert "| 2.00 | **150 (2)** | 300 (1) | - |" in shown["| m_128"]
     with pytest.raises(ValueError, match="no row has a time of PyTorch"):
         tables.markdown(RECORD, metric="vs_torch", cases="a")
     # It is shown where it is asked for.
@@ -89,17 +88,24 @@ def test_pytorch_counts_with_what_it_takes_for_more_work():
 
 def test_negative_results_are_not_clipped():
     text = tables.markdown(RECORD, metric="gain", implementations="mosaic*", cases="b")
-    assert "| b | 128 | 32 | 50 (-0.25) |" in text and "dense" not in text
+    assert "| b | 50 (-0.25) |" in text and "dense" not in text
 
 
 def test_long_times_are_in_milliseconds():
     rows = [row("a", "jaxscale", 123_400.0, 1.0), row("a", "torch", 98_000.0, 2.0)]
     text = tables.markdown(RECORD | {"rows": rows})
-    assert "| a | 128 | 64 | 123 (1) | **98 (2)** | 0.79 |" in text
+    assert "| a | 0.79 | 123 (1) | **98 (2)** |" in text
     assert "Time in ms (tflops)" in text
 
 
-def document(tmp_path, text="<!-- table:matmul -->\nstale\n<!-- /table -->"):
+BLOCKS = """<!-- table:matmul -->
+stale
+<!-- /table -->
+<!-- plot:matmul -->
+<!-- /plot -->"""
+
+
+def document(tmp_path, text=BLOCKS):
     results = tmp_path / "results"
     records.dump(copy.deepcopy(RECORD), results / "nvidia_h200" / "matmul.json")
     (tmp_path / "docs").mkdir(exist_ok=True)
@@ -121,12 +127,18 @@ def test_documents_are_filled_and_checked(tmp_path, capsys):
     assert tables.main([*arguments, "--check"]) == 0
     plot = tmp_path / "docs" / "_static" / "plots" / "nvidia_h200_matmul.svg"
     first = plot.read_bytes()
-    assert b"mosaic_gpu" in first and b"tflops" in first
+    assert b"mosaic_gpu" in first and b"TFLOP/s" in first
     tables.main(arguments)
     assert plot.read_bytes() == first and readme.read_text() == text
 
-    # A new number makes the documents stale.
+    # What no page shows is not drawn.
     path = tmp_path / "results" / "nvidia_h200" / "matmul.json"
+    records.dump(copy.deepcopy(RECORD), path.with_stem("other"))
+    plot.with_stem("nvidia_h200_other").write_text("drawn once")
+    assert tables.main([*arguments, "--check"]) == 1
+    assert tables.main(arguments) == 0 and [*plot.parent.iterdir()] == [plot]
+
+    # A new number makes the documents stale.
     new = copy.deepcopy(RECORD)
     new["rows"][0]["time_us"] = 99.0
     records.dump(new, path)
@@ -138,7 +150,7 @@ def test_options_of_a_marker(tmp_path):
     arguments = document(tmp_path, f"{marker}\n<!-- /table -->")
     tables.main(arguments)
     text = (tmp_path / "README.md").read_text()
-    assert "| a | 128 | 64 | 110 (-0.25) |" in text and marker in text
+    assert "| a | 110 (-0.25) |" in text and marker in text
 
 
 def overlap_row(case, kind, m, name, time_us, **metrics):
@@ -175,17 +187,37 @@ OVERLAP = RECORD | {
 def test_params_choose_rows_and_bounds_do_not_compete():
     text = tables.markdown(OVERLAP, kind="all_gather", M="512", cases="qkv")
     lines = text.splitlines()
-    assert lines[0] == (
-        "| case | tp | N | K | mosaic_gpu | xla_nccl | matmul_only | baseline / ours |"
+    assert (
+        lines[0] == "| case | baseline / ours | mosaic_gpu | xla_nccl | matmul_only |"
     )
-    assert lines[2] == "| qkv | 4 | 64 | 32 | 30 | **20** | 10 | 0.67 |"
+    assert lines[2] == "| qkv | 0.67 | 30 | **20** | 10 |"
+    assert lines[4] == "Time in us; tp 4, N 64, K 32. NVIDIA H200 x 4."
     with pytest.raises(ValueError, match="option 'colour', expected one of the params"):
         tables.markdown(OVERLAP, colour="red")
 
 
 def test_only_some_params_have_a_column():
     lines = tables.markdown(OVERLAP, cases="qkv", params="M,t*").splitlines()
-    assert lines[0].startswith("| case | tp | M | mosaic_gpu |")
+    assert lines[0].startswith("| case | M | baseline / ours | mosaic_gpu |")
+    assert "; tp 4. NVIDIA" in lines[5]
+
+
+def test_cases_of_one_name_are_in_the_order_of_their_numbers():
+    names = ["up_l512_full", "up_l64_full", "gpt3_b2", "up_l64_causal", "gpt3_b1"]
+    rows = [row(name, "mosaic_gpu", 1.0, 1.0) for name in names]
+    made = tables.markdown(RECORD | {"rows": rows}).splitlines()[2:7]
+    assert [line.split()[1] for line in made] == [
+        *("up_l64_full", "up_l512_full", "gpt3_b1", "gpt3_b2", "up_l64_causal")
+    ]
+
+
+def test_long_tables_may_be_folded():
+    text = tables.markdown(RECORD, folded="yes")
+    rows, _, rest = text.partition("\n\n</details>")
+    assert rows.startswith("<details><summary>All 2 rows</summary>\n\n| case |")
+    assert rest.startswith("\n\nTime in us (tflops)")
+    with pytest.raises(ValueError, match="folded 'si', expected yes or no"):
+        tables.markdown(RECORD, folded="si")
 
 
 def test_values_of_a_param_stand_side_by_side():
@@ -308,8 +340,22 @@ def test_plots_know_what_they_show(tmp_path, record):
 def test_curves_hold_every_layer_and_negative_values(tmp_path):
     plots.draw(OVERLAP, tmp_path / "plot.svg")
     text = (tmp_path / "plot.svg").read_text()
-    for label in ("qkv", "up", "all_gather, 4 GPUs", "reduce_scatter, 4 GPUs", "E*"):
+    panels = ("all_gather, 4 GPUs", "reduce_scatter, 4 GPUs")
+    for label in ("qkv", "up", *panels, plots.STAR):
         assert f">{label}<" in text, label
+    assert "0 that of XLA" in text  # what the letter stands for
+
+
+def test_titles_lie_on_no_panel_and_legends_on_no_curve():
+    from matplotlib.figure import Figure
+
+    figure = Figure(layout="constrained")
+    plots._attention(figure, ATTENTION)
+    figure.draw_without_rendering()
+    (title,), (legend,) = figure.texts, figure.legends
+    panels = [panel.get_tightbbox() for panel in figure.axes if panel.get_visible()]
+    for box in (title.get_window_extent(), legend.get_window_extent()):
+        assert not any(box.overlaps(panel) for panel in panels if panel)
 
 
 def test_attention_against_length_and_padding(tmp_path):
@@ -346,7 +392,7 @@ def test_savings_are_paired_with_the_share_of_padding():
     plots._savings(panel, ATTENTION["rows"], "mosaic_gpu", ("cudnn_padded",))
     found = panel.collections[0].get_offsets()
     expected = [(1 - 16 / 8192, 1 - 10 / 11), (0.5, 1 - 5 / 12)]
-    np.testing.assert_allclose(found, expected)
+    np.testing.assert_allclose(np.asarray(found), expected)
 
 
 def test_a_stale_plot_is_found(tmp_path, capsys):
