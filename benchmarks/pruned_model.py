@@ -1,7 +1,8 @@
 """What the pruner keeps of a trained model, at the sizes of a larger one.
 
-``python -m benchmarks.pruned_model`` trains the model of `benchmarks.pruning_accuracy`
-on a GPU (seed 0), prunes it by ``tw`` and ``tew`` as `jaxscale.pruning` does by
+``python -m benchmarks.pruned_model`` trains a model of bytes as
+`benchmarks.pruning_accuracy` does, but in the proportions of LLaMA-3 8B, on a GPU (seed
+0), prunes it by ``tw`` and ``tew`` as `jaxscale.pruning` does by
 default, ranked over all layers, trains on under each mask, and writes what
 `jaxscale.pruning.sparsify` keeps, with the bits per byte of each model, to
 ``benchmarks/pruned_model.json``. Benchmarks of speed read that file, and make it on a
@@ -15,9 +16,10 @@ output feature has r times as many. Which rows a tile keeps and which columns ar
 is drawn at random, since features of the two models have nothing to do with each other.
 Where hidden features are left out, inputs of the down projection are those left.
 
-Of the blocks of the model, the one stands for all whose share of kept weights is
-nearest to that of the whole. Seven kinds of matrices are told apart by their names:
-query, key, value, out, gate, up and down.
+Every block of the model is there, so that what is timed keeps just what the model does
+whose bits per byte stand beside it. Seven kinds of matrices are told apart by their
+names: query, key, value, out, gate, up and down. Those of which so much is kept that
+`sparsify` leaves them dense are dense here.
 
 Legend: K input features, N output features, C packed output features, T tiles, P rows
 that fit into a tile, G columns of a tile, J single weights of an output feature.
@@ -27,9 +29,10 @@ import dataclasses
 import fcntl
 import functools
 import json
+import operator
 import pathlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -41,15 +44,19 @@ from flax import nnx
 from benchmarks import byte_text, records, timing
 from benchmarks.pruning_accuracy import SETUPS, Experiment
 from jaxscale import models, pruning
-from jaxscale.nn import TileSparseLinear
+from jaxscale.models.stack import unstacked
 from pallas_kernels.tile_sparse_matmul import SingleWeights, TileSparse
 
 
 FILE = pathlib.Path(__file__).parent / "pruned_model.json"
-TRAINED = "bytes_34m"
-"""Name of the model in `benchmarks.pruning_accuracy.SETUPS`."""
+TRAINED = "bytes_27m"
+"""Name of the model in `benchmarks.pruning_accuracy.SETUPS`: LLaMA-3 8B in proportion,
+at an eighth of its width."""
 UNTRAINED = "untrained"
 """A small one, pruned by size, for tests and ``--quick``: its bits mean nothing."""
+
+LAYERS = {TRAINED: SETUPS[TRAINED].model.num_layers, UNTRAINED: 2}
+"""Blocks of the models."""
 
 MASKS = ("tw", "tew")
 SPARSITIES = (0.5, 0.75, 0.9)
@@ -74,6 +81,8 @@ class Part:
     """The most of them that an output feature has."""
     tile: int
     """G."""
+    dense: bool = False
+    """So much is kept that the layer stays dense."""
 
     @property
     def kept(self) -> float:
@@ -115,15 +124,14 @@ class Part:
         rows = np.zeros((len(counts), room), np.int32)  # [T, P]
         for t, count in enumerate(counts):
             found = np.sort(rng.permutation(self.inputs)[:count])
-            rows[t] = np.pad(found, (0, room - count), mode="edge")
+            rows[t, :count] = found
+            rows[t, count:] = found[-1] if count else 0
         width = len(counts) * self.tile
         columns = None
         if not self.packed:
             columns = jnp.asarray(np.sort(rng.permutation(self.shape[1])[:width]))
-        kept = jnp.arange(room) < jnp.asarray(counts)[:, None]  # [T, P]
-        values = normal(seed, len(counts), room, self.tile)
         weight = TileSparse(
-            jnp.where(kept[:, :, None], values, 0),
+            _values(seed, jnp.asarray(counts), room, self.tile),
             jnp.asarray(rows),
             jnp.asarray(counts),
             columns,
@@ -145,8 +153,21 @@ class Part:
         return SingleWeights(values, starts[:, None] + within, self.inputs)
 
 
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _values(seed: int, counts: jax.Array, room: int, tile: int) -> jax.Array:
+    """[T, P, G], random where rows are kept."""
+    values = normal(seed, len(counts), room, tile)
+    kept = jnp.arange(room) < counts[:, None]  # [T, P]
+    return jnp.where(kept[:, :, None], values, 0)
+
+
 def normal(seed: int, *shape: int) -> jax.Array:
     """Random normal bfloat16."""
+    return _normal(seed, shape)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _normal(seed: int, shape: tuple[int, ...]) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
 
 
@@ -157,12 +178,12 @@ class PrunedModel:
     bits: Mapping[str, float]
     """Held-out bits per byte: of ``dense``, ``int8``, ``two_four``, and of masks by
     `label`; none of an untrained one."""
-    parts: Mapping[str, Mapping[str, Part]]
-    """By the label of a mask, what is kept of each kind of matrix."""
+    blocks: Mapping[str, Sequence[Mapping[str, Part]]]
+    """By the label of a mask, what is kept of each kind of matrix in each block."""
 
-    def part(self, mask: str, sparsity: float, kind: str) -> Part:
-        """What a mask keeps of one kind of matrix."""
-        return self.parts[label(mask, sparsity)][kind]
+    def parts(self, mask: str, sparsity: float, kind: str) -> list[Part]:
+        """What a mask keeps of one kind of matrix, block by block."""
+        return [block[kind] for block in self.blocks[label(mask, sparsity)]]
 
     def bits_of(self, name: str) -> dict[str, float]:
         """The metric ``bits_per_byte`` of a row, if it is known."""
@@ -200,11 +221,11 @@ def _read(found: Mapping[str, Any]) -> PrunedModel:
         lists = {k: tuple(stored[k]) for k in ("shape", "counts")}
         return Part(**{**stored, **lists}, tile=found["tile"])
 
-    parts = {
-        name: {kind: part(stored) for kind, stored in block.items()}
-        for name, block in found["masks"].items()
+    blocks = {
+        name: [{kind: part(stored) for kind, stored in block.items()} for block in each]
+        for name, each in found["masks"].items()
     }
-    return PrunedModel(bits=found["bits_per_byte"], parts=parts)
+    return PrunedModel(bits=found["bits_per_byte"], blocks=blocks)
 
 
 def write(found: Mapping[str, Any]) -> None:
@@ -212,9 +233,12 @@ def write(found: Mapping[str, Any]) -> None:
     head = {key: value for key, value in found.items() if key != "masks"}
     lines = [f" {json.dumps(k)}: {json.dumps(v)}" for k, v in head.items()]
     masks = []
-    for name, block in found["masks"].items():
-        parts = [f"   {json.dumps(k)}: {json.dumps(v)}" for k, v in block.items()]
-        masks.append(f"  {json.dumps(name)}: {{\n" + ",\n".join(parts) + "\n  }")
+    for name, blocks in found["masks"].items():
+        each = []
+        for block in blocks:
+            parts = [f"    {json.dumps(k)}: {json.dumps(v)}" for k, v in block.items()]
+            each.append("   {\n" + ",\n".join(parts) + "\n   }")
+        masks.append(f"  {json.dumps(name)}: [\n" + ",\n".join(each) + "\n  ]")
     lines.append(' "masks": {\n' + ",\n".join(masks) + "\n }")
     records.replace(FILE, "{\n" + ",\n".join(lines) + "\n}\n")
 
@@ -255,7 +279,7 @@ def trained(name: str = TRAINED) -> dict[str, Any]:
     }
 
 
-def _pruned(experiment: Experiment, mask: str, sparsity: float) -> tuple[Any, dict]:
+def _pruned(experiment: Experiment, mask: Any, sparsity: float) -> tuple[Any, list]:
     """A mask of the pruner's default settings, and what it keeps."""
     config = pruning.PruneConfig(
         pattern=mask, sparsity=sparsity, tile=experiment.setup.tile
@@ -274,7 +298,9 @@ def _quantized(model: Any) -> Any:
 def untrained() -> dict[str, Any]:
     """A small model whose rows and columns differ in size, as training makes them."""
     tile = 16
-    model = models.Decoder(byte_text.decoder(64, 2, 16, 32), rngs=nnx.Rngs(SEED))
+    model = models.Decoder(
+        byte_text.decoder(64, LAYERS[UNTRAINED], 16, 32), rngs=nnx.Rngs(SEED)
+    )
     rng = np.random.default_rng(SEED)
     scores = {}
     for name, size in pruning.magnitude_scores(model).items():
@@ -290,30 +316,25 @@ def untrained() -> dict[str, Any]:
     return {"tile": tile, "bits_per_byte": {}, "masks": kept}
 
 
-def parts_of(model: Any, masks: pruning.Masks) -> dict[str, dict[str, Any]]:
-    """What `sparsify` keeps of the matrices of the block nearest to the whole."""
-    total = sum(kept[0].size for kept in masks.kept.values())
-    shares = sum(kept.sum((1, 2)) for kept in masks.kept.values()) / total  # [L]
-    block = int(np.argmin(np.abs(shares - (1 - masks.sparsity))))
-    found = {}
-    for path, layer in nnx.iter_modules(pruning.sparsify(model, masks)):
-        if not isinstance(layer, TileSparseLinear):
-            continue
-        name = ".".join(map(str, path))
-        counts = np.asarray(layer.counts[...])[block, 0]  # [T]; stacks are filled up
-        shape = masks.kept[name].shape[1:]
-        single = masks.kept[name][block] & ~masks.tiled[name][block]
-        found[str(path[-1])] = {
-            "shape": [int(n) for n in shape],
-            "inputs": int(shape[0]),
+def parts_of(model: Any, masks: pruning.Masks) -> list[dict[str, dict[str, Any]]]:
+    """What `sparsify` keeps of the matrices of each block, and which stay dense."""
+    sparse = pruning.sparsify(model, masks, dense_above=1.0, separate=True)
+    masks = masks.separated()
+    dense = pruning.dense_layers(unstacked(model), masks)
+    found: list[dict[str, dict[str, Any]]] = [{} for _ in sparse.blocks]
+    for name in masks:
+        _, block, *path = name.split(".")
+        layer = operator.attrgetter(".".join(path))(sparse.blocks[int(block)])
+        shape, single = masks[name].shape, masks[name] & ~masks.tiled[name]
+        found[int(block)][path[-1]] = {
+            "shape": list(shape),
+            "inputs": layer.shape[0],
             "packed": layer.columns is None,
-            "counts": [int(n) for n in counts if n] or [0],
+            "counts": layer.counts[0].tolist(),
             "singles": int(single.sum()),
             "most_singles": int(single.sum(0).max()),
+            "dense": name in dense,
         }
-    if found["up"]["packed"]:  # down takes what is left
-        width = len(found["up"]["counts"]) * masks.config.tile
-        found["down"]["inputs"] = width
     return found
 
 

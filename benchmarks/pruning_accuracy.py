@@ -78,6 +78,18 @@ SETUPS = {
         block=32,
         eval_rows=512,
     ),
+    "bytes_27m": Setup(
+        model=dataclasses.replace(
+            byte_text.decoder(512, 8, 64, 512), num_kv_heads=2, d_ff=1792
+        ),
+        steps=1200,
+        tune_steps=120,
+        rows=16,
+        score_batches=32,
+        tile=128,
+        block=32,
+        eval_rows=512,
+    ),
     "tiny": Setup(
         model=byte_text.decoder(32, 2, 8, 64),
         steps=30,

@@ -9,8 +9,11 @@ features left out where it leaves them out. ``length`` 1 is the size of a step o
 decoding, of which a block has everything but the reading of a cache. ``fwd_bwd`` is
 forward, gradient of the input and gradients of the kept weights, as in training under a
 frozen mask. Kernels of one case are told apart by ``implementation``; ``int8`` are
-ours, quantized; ``cusparselt_2_4`` is a feed-forward network of PyTorch whose
-activation is compiled.
+ours, quantized; ``cusparselt_2_4`` are layers in PyTorch: `benchmarks.torch_two_four`.
+
+Times are those of all ``layers`` of the model that was pruned, one after another, each
+with an input of its own: blocks keep unequal shares, and the bits per byte are those of
+the model. Baselines take every layer alike: one is timed and counted as often.
 
 ``matmul_only`` are the dense products alone. With the share of them that is ``kept``
 they say what a layer would take whose products ran at their rate: ``ideal_speed_up`` is
@@ -26,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from benchmarks import byte_text, pruned_model
+from benchmarks import byte_text, pruned_model, torch_two_four
 from benchmarks import tile_sparse_matmul as products
 from benchmarks.harness import Benchmark, Case, Custom, Measurement, Params
 from benchmarks.pruned_model import normal
@@ -63,31 +66,61 @@ def make_layer(params: Params, dtype: Any) -> Any:
     return Block(config, **types)
 
 
-def _parts(params: Params, layer: Any) -> dict[str, pruned_model.Part]:
-    """What the mask of a case keeps of each linear layer."""
+type Parts = dict[str, pruned_model.Part]
+"""What a mask keeps of each linear layer of a block, by name."""
+
+
+def _parts(params: Params, layer: Any) -> list[Parts]:
+    """Of each block of the model."""
     model = pruned_model.load(params["model"])
-    return {
-        name: model.part(
-            params["mask"], params["sparsity"], name.rpartition(".")[2]
-        ).scaled(*one.kernel.shape)
-        for name, one in linears(layer).items()
-    }
+    blocks = model.blocks[pruned_model.label(params["mask"], params["sparsity"])]
+    return [
+        {
+            name: block[name.rpartition(".")[2]].scaled(*one.kernel.shape)
+            for name, one in linears(layer).items()
+        }
+        for block in blocks
+    ]
 
 
 def kept(params: Params) -> float:
-    """The share of the weights of a layer that is kept."""
-    layer = jax.eval_shape(lambda: make_layer(params, jnp.bfloat16))
-    parts = _parts(params, layer).values()
-    return sum(p.weights for p in parts) / sum(p.shape[0] * p.shape[1] for p in parts)
+    """The share of the weights of all layers that is kept."""
+    blocks = _parts(params, _outline(params))
+    return products.kept(part for parts in blocks for part in parts.values())
 
 
-def _sparse(params: Params, implementation: str | None, seed: int) -> Any:
-    """The layer with sparse projections."""
-    layer = make_layer(params, jnp.bfloat16)
-    parts = _parts(params, layer)
+def _outline(params: Params) -> Any:
+    """The dense layer, without arrays."""
+    return jax.eval_shape(lambda: make_layer(params, jnp.bfloat16))
 
-    def convert(name: str, layer: Linear) -> TileSparseLinear:
-        w, singles = parts[name].weight(seed + len(name))
+
+def _filled(layer: Any, make: Mapping[str, Callable[[Linear], Any]]) -> Any:
+    """The layer with these linear layers; scales of norms are 1."""
+    return jax.tree.map(
+        lambda x: (
+            jnp.ones(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
+        ),
+        replace_linears(layer, make),
+    )
+
+
+def _random(seed: int, layer: Linear) -> Linear:
+    """The layer with random weights."""
+    weight = normal(seed, *layer.kernel.shape) * SCALE
+    layer.kernel = nnx.Param(weight.astype(jnp.bfloat16))
+    return layer
+
+
+def _sparse(
+    params: Params, implementation: str | None, blocks: list[Parts], seed: int, i: int
+) -> Any:
+    """Layer `i` with sparse projections, those dense that stay so."""
+
+    def convert(name: str, layer: Linear) -> Any:
+        own = seed + 10 * i + len(name)
+        if blocks[i][name].dense:
+            return _random(own, layer)
+        w, singles = blocks[i][name].weight(own)
         if singles is not None:
             singles = jax.tree.map(lambda x: x[None], singles)  # one shard
             values = (singles.values * SCALE).astype(jnp.bfloat16)
@@ -102,8 +135,8 @@ def _sparse(params: Params, implementation: str | None, seed: int) -> Any:
             implementation=implementation,
         )
 
-    return replace_linears(
-        layer, {name: functools.partial(convert, name) for name in parts}
+    return _filled(
+        _outline(params), {n: functools.partial(convert, n) for n in blocks[i]}
     )
 
 
@@ -165,18 +198,24 @@ def _step(run: Callable, x: jax.Array, dy: jax.Array, layer: Any) -> tuple:
     return y, dx, jax.tree.leaves(grads)
 
 
-def _form(params: Params, layer_of: Callable[[int], Any]) -> products.Form:
+def _form(
+    params: Params, layer_of: Callable[[int, int], Any], **options: Any
+) -> products.Form:
     def exact(x: jax.Array, layer: Any) -> jax.Array:
         return _apply(x, densified(layer))
 
     if params["pass"] == "fwd":
         return products.Form(
-            lambda seed: (_inputs(params, seed)[0], layer_of(seed)), _apply, exact
+            lambda seed, i: (_inputs(params, seed + 10 * i)[0], layer_of(seed, i)),
+            _apply,
+            exact,
+            **options,
         )
     return products.Form(
-        lambda seed: (*_inputs(params, seed), layer_of(seed)),
+        lambda seed, i: (*_inputs(params, seed + 10 * i), layer_of(seed, i)),
         functools.partial(_step, _apply),
         functools.partial(_step, exact),
+        **options,
     )
 
 
@@ -184,31 +223,37 @@ def _ours(name: str, params: Params) -> products.Form:
     if name == "triton" and params["pass"] != "fwd":
         raise NotImplementedError("Triton has no kernel for gradients")
     implementation = None if name == "auto" else name
-    return _form(params, functools.partial(_sparse, params, implementation))
+    blocks = _parts(params, _outline(params))
+    layer_of = functools.partial(_sparse, params, implementation, blocks)
+    return _form(params, layer_of, layers=len(blocks))
 
 
-def _dense_layer(params: Params, seed: int) -> Any:
-    layer = make_layer(params, jnp.bfloat16)
-    for i, one in enumerate(linears(layer).values()):
-        weight = normal(seed + i, *one.kernel.shape) * SCALE
-        one.kernel = nnx.Param(weight.astype(jnp.bfloat16))
-    return layer
+def _dense_layer(params: Params, seed: int, i: int = 0) -> Any:
+    layer = _outline(params)
+    return _filled(
+        layer,
+        {
+            name: functools.partial(_random, seed + place)
+            for place, name in enumerate(linears(layer))
+        },
+    )
 
 
 def _dense(params: Params) -> products.Form:
-    return _form(params, functools.partial(_dense_layer, params))
+    layer_of = functools.partial(_dense_layer, params)
+    return _form(params, layer_of, repeats=params["layers"])
 
 
 def _int8(params: Params) -> products.Form:
     if params["pass"] != "fwd":
         raise NotImplementedError("weights of 8 bits have no gradients")
 
-    def layer_of(seed: int) -> Any:
+    def layer_of(seed: int, i: int) -> Any:
         layer = _dense_layer(params, seed)
         quantized = functools.partial(QuantizedLinear.of, weights="int8")
         return replace_linears(layer, dict.fromkeys(linears(layer), quantized))
 
-    return _form(params, layer_of)
+    return _form(params, layer_of, repeats=params["layers"])
 
 
 def _products(params: Params) -> products.Form:
@@ -216,7 +261,7 @@ def _products(params: Params) -> products.Form:
     if params["pass"] != "fwd":
         raise NotImplementedError("the products of the forward pass alone")
 
-    def operands(seed: int) -> tuple:
+    def operands(seed: int, i: int) -> tuple:
         layer = _dense_layer(params, seed)
         weights = [one.kernel[...] for one in linears(layer).values()]
         widths = {w.shape[0] for w in weights}
@@ -226,61 +271,47 @@ def _products(params: Params) -> products.Form:
     def function(xs: Mapping[str, Any], weights: Sequence[Any]) -> list:
         return [xs[str(w.shape[0])] @ w for w in weights]
 
-    return products.Form(operands, function, function)
+    return products.Form(operands, function, function, repeats=params["layers"])
 
 
 def _two_four(params: Params) -> products.Form:
-    """A feed-forward network of PyTorch with three products of cuSPARSELt."""
+    """The layer in PyTorch, with products of cuSPARSELt."""
     if params["sparsity"] != 0.5:
         raise NotImplementedError("2:4 sparsity prunes 50%")
-    if (params["layer"], params["pass"]) != ("mlp", "fwd"):
-        raise NotImplementedError("for the forward pass of feed-forward networks")
+    if params["pass"] != "fwd":
+        raise NotImplementedError("for the forward pass")
     if params["M"] % 16:
         raise NotImplementedError(f"M={params['M']}, 2:4 wants a multiple of 16")
     config = sizes(params["architecture"])
-    width, hidden = config.d_model, config.d_ff
 
-    def operands(seed: int) -> tuple:
+    def operands(seed: int, i: int) -> tuple:
         pattern = jnp.array([True, False, False, True])
-
-        def weight(i: int, outputs: int, inputs: int) -> jax.Array:
+        weights = {}
+        for place, (name, one) in enumerate(linears(_outline(params)).items()):
+            inputs, outputs = one.kernel.shape
             mask = jnp.tile(pattern, (outputs, inputs // 4))
-            w = normal(seed + i, outputs, inputs) * SCALE
-            return jnp.where(mask, w, 0).astype(jnp.bfloat16)
+            w = normal(seed + place, outputs, inputs) * SCALE
+            key = name.rpartition(".")[2]
+            weights[key] = jnp.where(mask, w, 0).astype(jnp.bfloat16)
+        return _inputs(params, seed)[0], weights
 
-        x = normal(seed, params["M"], width)
-        shapes = (hidden, width), (hidden, width), (width, hidden)
-        return x, *(weight(i, *shape) for i, shape in enumerate(shapes))
+    def exact(x: jax.Array, weights: Mapping[str, jax.Array]) -> jax.Array:
+        def convert(name: str, layer: Linear) -> Linear:
+            layer.kernel = nnx.Param(weights[name.rpartition(".")[2]].T)
+            return layer
 
-    def prepare(x: Any, *weights: Any) -> tuple:
-        import torch
+        layer = _outline(params)
+        makers = {name: functools.partial(convert, name) for name in linears(layer)}
+        return _apply(x, densified(_filled(layer, makers)))
 
-        inputs = x.t(), x.t(), x.new_ones(hidden, x.shape[0])  # as they come
-        packed = [torch._cslt_compress(w) for w in weights]
-        searched = map(torch._cslt_sparse_mm_search, packed, inputs)
-        return x, *zip(packed, searched, strict=True)
-
-    def function(x: Any, gate: Any, up: Any, down: Any) -> Any:
-        import torch
-
-        def product(w: tuple, x: Any) -> Any:
-            return torch._cslt_sparse_mm(w[0], x, alg_id=w[1])
-
-        hidden = _torch_swiglu()(product(gate, x.t()), product(up, x.t()))
-        return product(down, hidden)  # [D, M]
-
-    def exact(x: Any, gate: Any, up: Any, down: Any) -> Any:
-        return down @ (jax.nn.silu(gate @ x.T) * (up @ x.T))
-
-    return products.Form(operands, function, exact, torch=True, prepare=prepare)
-
-
-@functools.cache
-def _torch_swiglu() -> Callable:
-    """One kernel for what PyTorch would do in two."""
-    import torch
-
-    return torch.compile(lambda gate, up: torch.nn.functional.silu(gate) * up)
+    return products.Form(
+        operands,
+        torch_two_four.block if params["layer"] == "block" else torch_two_four.mlp,
+        exact,
+        torch=True,
+        prepare=functools.partial(torch_two_four.prepare, config),
+        repeats=params["layers"],
+    )
 
 
 FORMS: Mapping[str, Callable[[Params], products.Form]] = {
@@ -301,6 +332,7 @@ def case(name: str, m: int, length: int, run: str = "fwd") -> Case:
         "length": length,
         "architecture": "llama3_8b",
         "model": pruned_model.TRAINED,
+        "layers": pruned_model.LAYERS[pruned_model.TRAINED],
     }
     return Case(name, params)
 
@@ -316,7 +348,11 @@ def cases() -> list[Case]:
     return [case for one in plain for case in products.masked(one)]
 
 
-QUICK = {"architecture": "tiny", "model": pruned_model.UNTRAINED}
+QUICK = {
+    "architecture": "tiny",
+    "model": pruned_model.UNTRAINED,
+    "layers": pruned_model.LAYERS[pruned_model.UNTRAINED],
+}
 
 
 def compare(params: Params, medians: Mapping[str, float]) -> Mapping[str, dict]:

@@ -9,12 +9,15 @@ single weights besides), at the sizes of larger models: `benchmarks.pruned_model
 how. ``bits_per_byte`` is that of the very model, under the mask of the row or, for
 baselines, dense, under 2:4 or with int8 weights.
 
-``sparsity`` is that of the whole model; what is ``kept`` of one matrix may be more or
-less. ``ideal_speed_up`` is what the kept products would take at the rate of the dense
-product: one over ``kept``. Every implementation has operands of its own, as many sets
-of them as pass through the L2 cache twice, and is compared with the fp32 product of its
-own operands. Dense baselines get full random weights: zeros would save power and
-flatter them. Ours read and write feature-major activations, as in a chain of layers.
+Times are those of the matrix in all ``layers`` of the model, one after another, since
+blocks keep unequal shares. ``sparsity`` is that of the whole model; what is ``kept`` of
+one kind of matrix may be more or less. A baseline takes every layer alike: one is timed
+and counted as often. ``ideal_speed_up`` is what the kept products would take at the
+rate of the dense product: one over ``kept``. Every implementation has operands of its
+own, as many sets of them as pass through the L2 cache twice, and is compared with the
+fp32 product of its own operands. Dense baselines get full random weights: zeros would
+save power and flatter them. Ours read and write feature-major activations, as in a
+chain of layers.
 """
 
 import dataclasses
@@ -61,6 +64,9 @@ LAYERS = {
 }
 """Kind of matrix, input and output features."""
 
+THREADS = 16
+"""That compile the layers of a model side by side."""
+
 ACCURACY = {
     "dense": "dense",
     "torch_dense": "dense",
@@ -75,37 +81,55 @@ class Form:
     """An implementation on one case.
 
     Args:
-        operands: gives operands from a seed.
+        operands: gives those of a layer, from a seed and the place of the layer.
         function: what is timed.
         exact: the fp32 definition of what it computes.
         torch: whether the function takes tensors of torch.
         prepare: turns tensors into what the function takes, before the timing.
-        metrics: further metrics from the operands.
+        metrics: further metrics from the operands of all layers.
+        layers: how many layers there are, each with a pattern of its own.
+        repeats: how often they are in the model: one layer stands for all alike.
     """
 
-    operands: Callable[[int], tuple]
+    operands: Callable[[int, int], tuple]
     function: Callable
     exact: Callable
     torch: bool = False
     prepare: Callable | None = None
-    metrics: Callable[[tuple], dict[str, float]] | None = None
+    metrics: Callable[[Sequence[tuple]], dict[str, float]] | None = None
+    layers: int = 1
+    repeats: int = 1
 
 
-def part_of(params: Params) -> Part:
-    """What the mask of a case keeps of its matrix."""
+def parts_of(params: Params) -> list[Part]:
+    """What the mask of a case keeps of its matrix in each layer."""
     model = pruned_model.load(params["model"])
-    found = model.part(params["mask"], params["sparsity"], params["part"])
-    return found.scaled(params["K"], params["N"])
+    found = model.parts(params["mask"], params["sparsity"], params["part"])
+    return [part.scaled(params["K"], params["N"]) for part in found]
+
+
+def kept(parts: Iterable[Part]) -> float:
+    """The share of the weights of several matrices that is kept."""
+    found = [(part.weights, part.shape[0] * part.shape[1]) for part in parts]
+    return sum(weights for weights, _ in found) / sum(size for _, size in found)
 
 
 def _ours(name: str, params: Params) -> Form:
-    part = part_of(params)
+    parts = parts_of(params)
 
-    def operands(seed: int) -> tuple:
-        x = normal(seed + 1, part.inputs, params["M"])
-        return x, *part.weight(seed)
+    def operands(seed: int, layer: int) -> tuple:
+        part, seed = parts[layer], seed + 10 * layer
+        if part.dense:
+            return (
+                normal(seed + 1, params["K"], params["M"]),
+                normal(seed, params["K"], params["N"]),
+                None,
+            )
+        return normal(seed + 1, part.inputs, params["M"]), *part.weight(seed)
 
-    def function(x: jax.Array, w: TileSparse, singles: SingleWeights | None) -> Any:
+    def function(x: jax.Array, w: Any, singles: SingleWeights | None) -> jax.Array:
+        if not isinstance(w, TileSparse):
+            return w.T @ x
         return tile_sparse_matmul(
             x,
             w,
@@ -114,7 +138,9 @@ def _ours(name: str, params: Params) -> Form:
             implementation=None if name == "auto" else name,
         )
 
-    def exact(x: jax.Array, w: TileSparse, singles: SingleWeights | None) -> Any:
+    def exact(x: jax.Array, w: Any, singles: SingleWeights | None) -> jax.Array:
+        if not isinstance(w, TileSparse):
+            return w.T @ x
         dense = w.to_dense()
         return (dense if singles is None else dense + singles.to_dense()).T @ x
 
@@ -122,40 +148,54 @@ def _ours(name: str, params: Params) -> Form:
         operands,
         function,
         exact,
-        metrics=lambda operands: {
-            "kept": part.kept,
-            "weight_mb": sum(x.nbytes for x in jax.tree.leaves(operands[1:])) / 1e6,
+        metrics=lambda layers: {
+            "kept": kept(parts),
+            "weight_mb": sum(_megabytes(weights) for _, *weights in layers),
         },
+        layers=len(parts),
     )
 
 
+def _megabytes(tree: Any) -> float:
+    return sum(x.nbytes for x in jax.tree.leaves(tree)) / 1e6
+
+
 def _dense(params: Params, torch: bool = False) -> Form:
-    def operands(seed: int) -> tuple:
+    def operands(seed: int, layer: int) -> tuple:
         return (
             normal(seed, params["M"], params["K"]),
             normal(seed + 1, params["K"], params["N"]),
         )
+
+    def metrics(layers: Sequence[tuple]) -> dict[str, float]:
+        return {"weight_mb": params["layers"] * _megabytes(layers[0][1])}
 
     return Form(
         operands,
         lambda x, w: x @ w,
         jnp.matmul,
         torch=torch,
-        metrics=lambda operands: {"weight_mb": operands[1].nbytes / 1e6},
+        metrics=metrics,
+        repeats=params["layers"],
     )
 
 
 def _int8(params: Params) -> Form:
     """Weight-only int8 with a scale for each output feature, by what dispatch picks."""
 
-    def operands(seed: int) -> tuple:
+    def operands(seed: int, layer: int) -> tuple:
         # Drawn in fp32: in bf16 the largest of each feature would be the same.
         key = jax.random.key(seed + 1)
         wide = jax.random.normal(key, (params["K"], params["N"]))
         numbers, scale = jax.jit(quantize_kernel, static_argnums=1)(wide, "int8")
         return normal(seed, params["M"], params["K"]), numbers, scale
 
-    return Form(operands, quantized_matmul, quantized.quantized_matmul)
+    return Form(
+        operands,
+        quantized_matmul,
+        quantized.quantized_matmul,
+        repeats=params["layers"],
+    )
 
 
 def _two_four(params: Params) -> Form:
@@ -165,7 +205,7 @@ def _two_four(params: Params) -> Form:
     if params["M"] % 16:
         raise NotImplementedError(f"M={params['M']}, 2:4 wants a multiple of 16")
 
-    def operands(seed: int) -> tuple:
+    def operands(seed: int, layer: int) -> tuple:
         pattern = jnp.array([True, False, False, True])
         mask = jnp.tile(pattern, (params["N"], params["K"] // 4))
         w = jnp.where(mask, normal(seed, params["N"], params["K"]), 0)
@@ -186,7 +226,14 @@ def _two_four(params: Params) -> Form:
     def exact(x: jax.Array, w: jax.Array) -> jax.Array:
         return w @ x.T
 
-    return Form(operands, function, exact, torch=True, prepare=prepare)
+    return Form(
+        operands,
+        function,
+        exact,
+        torch=True,
+        prepare=prepare,
+        repeats=params["layers"],
+    )
 
 
 FORMS: Mapping[str, Callable[[Params], Form]] = {
@@ -213,38 +260,79 @@ class Compiled:
     """An implementation, a set of operands, and programs for them."""
 
     form: Form
-    operands: tuple
-    exact: Callable
-    function: Callable
+    operands: tuple[tuple, ...]
+    """Of each layer."""
+    exact: dict[int, Callable]
+    """The definition, for the first layer of each kind."""
+    functions: list[Callable]
+    """What is timed, of each layer."""
     costs: dict[str, float]
 
 
 def compiled(form: Form) -> Compiled:
-    """Makes a set of operands and compiles, which needs the GPU hardly."""
+    """Makes a set of operands and compiles, which needs the GPU hardly.
+
+    Layers whose operands have the same shapes share their programs.
+    """
     if form.torch and not timing.torch_is_there():
         raise NotImplementedError("torch with a GPU is not there")
-    operands = form.operands(0)
     # To try out the products of the definition would take longer than to run it once.
     options = {"xla_gpu_autotune_level": 0} if timing.on_gpu() else None
-    with jax.default_matmul_precision("highest"):
-        exact = jax.jit(form.exact).lower(*harness._to_fp32(operands)).compile(options)
+
+    def define(operands: tuple) -> Callable:
+        with jax.default_matmul_precision("highest"):
+            lowered = jax.jit(form.exact).lower(*harness._to_fp32(operands))
+            return lowered.compile(options)
+
+    def build(operands: tuple) -> timing.Compiled:
+        return timing.Program(form.function).lower(*operands).compile()
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        layers = (*pool.map(functools.partial(form.operands, 0), range(form.layers)),)
+        kinds = [_kind(operands) for operands in layers]
+        first = {kind: kinds.index(kind) for kind in dict.fromkeys(kinds)}
+        exact = {i: pool.submit(define, layers[i]) for i in first.values()}
+        built = {} if form.torch else {i: pool.submit(build, layers[i]) for i in exact}
+        exact = {i: future.result() for i, future in exact.items()}
+        programs = {i: future.result() for i, future in built.items()}
     if form.torch:
-        return Compiled(form, operands, exact, form.function, {})
-    program = timing.Program(form.function).lower(*operands).compile()
-    return Compiled(form, operands, exact, program.program, program.costs)
+        return Compiled(form, layers, exact, [form.function] * len(layers), {})
+    functions = [programs[first[kind]].program for kind in kinds]
+    costs = [program.costs for program in programs.values()]
+    return Compiled(form, layers, exact, functions, _costs(costs))
+
+
+def _kind(operands: tuple) -> Any:
+    """What layers have in common that share a program."""
+    leaves, structure = jax.tree.flatten(operands)
+    return str(structure), tuple((x.shape, x.dtype.name) for x in leaves)
+
+
+def _costs(costs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of programs that run one after another: all must be compiled, the largest fit."""
+    joins: dict[str, Callable] = {"compile_seconds": sum, "memory_mb": max}
+    return {key: joins[key](each[key] for each in costs) for key in costs[0]}
 
 
 def make_ready(done: Compiled) -> Ready:
     """Makes all operands and compares."""
-    form, function, sets = done.form, done.function, [done.operands]
+    form, sets = done.form, [done.operands]
     nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(sets[0]))
     count = timing.number_of_sets(nbytes) if timing.on_gpu() else 2
-    sets += [form.operands(100 * i) for i in range(1, count)]
-    want = done.exact(*harness._to_fp32(sets[0]))
+    sets += [
+        tuple(form.operands(100 * i, layer) for layer in range(form.layers))
+        for i in range(1, count)
+    ]
     metrics = done.costs | (form.metrics(sets[0]) if form.metrics else {})
+    wants = {i: exact(*harness._to_fp32(sets[0][i])) for i, exact in done.exact.items()}
+
+    def function(*layers: tuple) -> list[Any]:
+        return [f(*own) for f, own in zip(done.functions, layers, strict=True)]
+
     if form.torch:
-        tensors = [harness._to_torch(operands) for operands in sets]
-        tensors = [form.prepare(*t) if form.prepare else t for t in tensors]
+        tensors = harness._to_torch(sets)
+        if prepare := form.prepare:
+            tensors = [tuple(prepare(*own) for own in layers) for layers in tensors]
         output, costs = timing.torch_first_calls(function, tensors[0])
         found, metrics = harness._from_torch(output), metrics | costs
         take = functools.partial(timing.torch_device_time, function, tensors)
@@ -252,7 +340,12 @@ def make_ready(done: Compiled) -> Ready:
         found = jax.block_until_ready(function(*sets[0]))
         timer = timing.jax_device_time if timing.on_gpu() else timing.jax_wall_time
         take = functools.partial(timer, function, sets)
-    return Ready(take, _max_rel_error(found, want), metrics)
+    errors = [_max_rel_error(found[i], want) for i, want in wants.items()]
+    return Ready(
+        lambda calls: [form.repeats * seconds for seconds in take(calls)],
+        max(errors),
+        metrics,
+    )
 
 
 def _max_rel_error(found: Any, want: Any) -> float:
@@ -331,13 +424,13 @@ def _timed(pending: Mapping[str, Future], samples: int) -> Results:
 
 def compare(params: Params, medians: Mapping[str, float]) -> Mapping[str, dict]:
     """Speed-up over the best dense product of the same run, and the ideal one."""
-    kept = part_of(params).kept
+    share = kept(parts_of(params))
     dense = [medians[name] for name in ("dense", "torch_dense") if name in medians]
     found = accuracy(params, medians)
     for name, t in medians.items() if dense else ():
         found[name]["speed_up"] = min(dense) / t
         if name in OURS:
-            found[name]["ideal_speed_up"] = 1 / kept
+            found[name]["ideal_speed_up"] = 1 / share
     return found
 
 
@@ -350,7 +443,7 @@ def accuracy(params: Params, names: Iterable[str]) -> dict[str, dict[str, float]
 
 def metrics(params: Params, seconds: float) -> dict[str, float]:
     """Rate as if nothing were pruned."""
-    work = 2 * params["M"] * params["N"] * params["K"]
+    work = 2 * params["layers"] * params["M"] * params["N"] * params["K"]
     return {"dense_tflops": work / seconds / 1e12}
 
 
@@ -366,7 +459,14 @@ def cases() -> list[Case]:
     plain = [
         Case(
             name,
-            {"M": m, "N": n, "K": k, "part": kind, "model": pruned_model.TRAINED},
+            {
+                "M": m,
+                "N": n,
+                "K": k,
+                "part": kind,
+                "model": pruned_model.TRAINED,
+                "layers": pruned_model.LAYERS[pruned_model.TRAINED],
+            },
         )
         for name, (kind, k, n) in LAYERS.items()
         for m in TOKENS
@@ -382,6 +482,7 @@ QUICK = Case(
         "K": 128,
         "part": "query",
         "model": pruned_model.UNTRAINED,
+        "layers": pruned_model.LAYERS[pruned_model.UNTRAINED],
         "mask": "tw",
         "sparsity": 0.5,
     },

@@ -197,7 +197,7 @@ def load_run(
     masks = Masks.load(file)
     if masks.config.pattern not in TILE_WISE:
         return model
-    return sharding.place(sparsify(model, masks), mesh, rules)
+    return sharding.place(sparsify(model, masks, separate=True), mesh, rules)
 
 
 def _load_hugging_face(config: GenerateConfig, mesh: Mesh) -> Decoder:

@@ -85,6 +85,8 @@ def main(arguments: Sequence[str]) -> int:
     pruned = run(command)
     if gone := lost_layers(layer_reports(pruned.masks, pruned.scores)):
         print(f"layers that lost everything: {', '.join(gone)}")
+    if dense := pruned.dense_layers():
+        print(f"layers that keep most of their weights run dense: {', '.join(dense)}")
     beside = ""
     if pruned.control is not None:
         beside = f", dense trained as long {pruned.control.loss:.3f}"

@@ -14,6 +14,7 @@ from jaxscale.models.config import DecoderConfig
 from jaxscale.models.stack import unstacked
 from jaxscale.nn.blocks import MLP, Block
 from jaxscale.nn.embeddings import Embed
+from jaxscale.nn.joined import can_join
 from jaxscale.nn.linear import Linear
 from jaxscale.nn.self_attention import Attention
 from jaxscale.sharding.parameters import place, shardings
@@ -23,8 +24,8 @@ from jaxscale.sharding.rules import AxisRules, as_tuple
 def for_inference[Model: nnx.Module](model: Model, mesh: Mesh | None = None) -> Model:
     """`Decoder.for_inference`: `model` as compiled programs read it best."""
     result: Any = model
-    if mesh is None and not isinstance(result.blocks, Block):
-        return result  # it is already
+    if mesh is None and _is_served(result):
+        return result
     result = jax.tree.map(lambda p: p, model)
     mesh = mesh or mesh_of(result)
     rules = serving_rules(result.rules)
@@ -40,6 +41,14 @@ def for_inference[Model: nnx.Module](model: Model, mesh: Mesh | None = None) -> 
     if mesh is not None:
         result = place(result, mesh, rules)
     return compiled(lambda model: prepared_model(model, sizes), result, mesh, rules)
+
+
+def _is_served(model: Any) -> bool:
+    """Whether the model is what `for_inference` has made."""
+    if isinstance(model.blocks, Block):
+        return False
+    readers = [m for _, m in nnx.iter_modules(model) if isinstance(m, Attention | MLP)]
+    return not any(can_join(reader.inputs, 1) for reader in readers)
 
 
 def compiled[M](

@@ -1,7 +1,7 @@
 """Pruning to tile-wise and other patterns: scores, masks, schedules, sparse models."""
 
 from jaxscale.pruning.config import PATTERNS, TILE_WISE, PruneConfig, pruned_units
-from jaxscale.pruning.convert import sparsify
+from jaxscale.pruning.convert import DENSE_ABOVE, dense_layers, sparsify
 from jaxscale.pruning.layers import choose, linears
 from jaxscale.pruning.masks import (
     Masks,
@@ -38,6 +38,7 @@ from jaxscale.pruning.tilewise import Mask, Matrix, make_masks, tile_counts
 
 
 __all__ = [
+    "DENSE_ABOVE",
     "PAPER_STAGES",
     "PATTERNS",
     "TILE_WISE",
@@ -54,6 +55,7 @@ __all__ = [
     "check_layers",
     "choose",
     "cubic_stages",
+    "dense_layers",
     "input_squares",
     "layer_reports",
     "linears",

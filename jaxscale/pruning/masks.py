@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,19 @@ class Masks:
     def __iter__(self) -> Iterator[str]:
         return iter(self.kept)
 
+    def of(self, names: Collection[str]) -> "Masks":
+        """Those of some of the layers."""
+
+        def some[T](table: Mapping[str, T]) -> dict[str, T]:
+            return {name: x for name, x in table.items() if name in names}
+
+        return dataclasses.replace(
+            self,
+            kept=some(self.kept),
+            tiled=some(self.tiled),
+            chosen=some(self.chosen),
+        )
+
     @property
     def sparsity(self) -> float:
         """The share of the weights of the chosen layers that is pruned."""
@@ -73,6 +86,23 @@ class Masks:
             for i in places
         ]
         return 1 - sum(int(p.sum()) for p in parts) / sum(p.size for p in parts)
+
+    def separated(self) -> "Masks":
+        """Those of the model whose stack of blocks is taken apart.
+
+        Of a stack ``blocks.mlp.up`` the mask of the first layer is that of
+        ``blocks.0.mlp.up``. Layers that were not chosen are left out.
+        """
+        kept, tiled, chosen = {}, {}, {}
+        for name, places in self.chosen.items():
+            blocks, _, rest = name.partition(".")
+            for i in places:
+                stacked = blocks == "blocks" and self.kept[name].ndim == 3
+                each = f"{blocks}.{i}.{rest}" if stacked else name
+                kept[each] = self.kept[name][i] if stacked else self.kept[name]
+                tiled[each] = self.tiled[name][i] if stacked else self.tiled[name]
+                chosen[each] = [0]
+        return dataclasses.replace(self, kept=kept, tiled=tiled, chosen=chosen)
 
     def save(self, path: str | Path) -> None:
         """Write them into a safetensors file, eight weights a byte."""

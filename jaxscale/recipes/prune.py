@@ -20,7 +20,9 @@ from jax.sharding import Mesh
 from jaxscale.checks import check_least
 from jaxscale.models import Decoder
 from jaxscale.models.hf.hub import local_directory
+from jaxscale.models.stack import unstacked
 from jaxscale.pruning import (
+    DENSE_ABOVE,
     Masks,
     PruneConfig,
     Pruner,
@@ -28,6 +30,7 @@ from jaxscale.pruning import (
     Stage,
     check_layers,
     cubic_stages,
+    dense_layers,
     layer_reports,
     lost_layers,
     magnitude_scores,
@@ -103,6 +106,16 @@ class Pruned:
 
     measure: Callable[[Any], Evaluation]
     """Function that measures the held-out loss of any model on the mesh."""
+
+    def dense_layers(self) -> list[str] | None:
+        """The layers that stay dense where the model runs; None if all do.
+
+        As `jaxscale generate` runs it, every block with shapes of its own.
+        """
+        if not self.masks.config.tiled:
+            return None
+        model = jax.eval_shape(unstacked, self.result.state.model)
+        return dense_layers(model, self.masks.separated())
 
     @property
     def tuned(self) -> Evaluation:
@@ -465,6 +478,11 @@ def add_to_report(report: Report, pruned: Pruned, bytes_per_token: float) -> Non
         f"Layers that stayed dense: {', '.join(whole) or 'none of the chosen'}; by "
         f"choice {', '.join(config.dense) or 'none'}, embeddings and heads always."
     )
+    if (dense := pruned.dense_layers()) is not None:
+        report.text(
+            f"Layers that keep more than {DENSE_ABOVE:.0%} run dense, with zeros: "
+            f"{', '.join(dense) or 'none'}."
+        )
     report.table(
         ["layer", "shape", "sparsity", "kept score", "rows of the tiles"],
         [

@@ -29,6 +29,13 @@ def test_a_rival_must_have_all_cases(results, monkeypatch):
     )
 
 
+def test_what_has_no_rows_says_so(results, monkeypatch):
+    shown = headline(file="other"), headline(cases=("c",))
+    monkeypatch.setattr(headlines, "HEADLINES", shown)
+    _, _, *lines = headlines.markdown(results, "").splitlines()
+    assert [line.count("not yet measured") for line in lines] == [3, 3]
+
+
 def test_params_choose_and_two_rows_of_a_case_are_noticed(results):
     found = headlines.rows(headline(cases=("b",), params={"N": 32}), results)
     assert sorted(found) == ["dense", "mosaic_gpu", "torch"]

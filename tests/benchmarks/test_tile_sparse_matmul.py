@@ -1,11 +1,13 @@
 """The benchmark of tile-sparse products: its operands, forms and quick run."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import command, due, pruned_model
+from benchmarks import command, due, pruned_model, pruning_accuracy
 from benchmarks import tile_sparse_matmul as benchmark
 
 
@@ -34,15 +36,15 @@ def test_forms_compute_what_they_say(name, params, no_shape_hook):
 
 def test_hidden_features_that_are_left_out_are_not_multiplied():
     """Up gives only those that are left, and down takes no others."""
-    _, up, _ = benchmark.FORMS["auto"](UP).operands(0)
-    x, down, _ = benchmark.FORMS["auto"](DOWN).operands(0)
+    _, up, _ = benchmark.FORMS["auto"](UP).operands(0, 0)
+    x, down, _ = benchmark.FORMS["auto"](DOWN).operands(0, 0)
     assert up.columns is None and up.shape[1] == down.shape[0] == len(x) < 512
     assert len(set(np.asarray(up.counts))) > 1  # tiles are uneven
     assert down.shape[1] == 128
 
 
 def test_the_baseline_of_torch_is_pruned_as_it_says():
-    _, w = benchmark.FORMS["cusparselt_2_4"](SMALL).operands(0)
+    _, w = benchmark.FORMS["cusparselt_2_4"](SMALL).operands(0, 0)
     groups = np.asarray(w.astype(jnp.float32)).reshape(-1, 4)
     assert np.all(np.count_nonzero(groups, axis=1) == 2)
     with pytest.raises(NotImplementedError, match="prunes 50%"):
@@ -52,11 +54,11 @@ def test_the_baseline_of_torch_is_pruned_as_it_says():
 def test_speed_stands_beside_accuracy_and_the_ideal(monkeypatch):
     small = pruned_model.load(pruned_model.UNTRAINED)
     bits = {"dense": 1.5, "int8": 1.51, "two_four": 1.6, "tw 0.5": 1.7}
-    known = pruned_model.PrunedModel(bits=bits, parts=small.parts)
+    known = pruned_model.PrunedModel(bits=bits, blocks=small.blocks)
     monkeypatch.setattr(pruned_model, "load", lambda name: known)
     times = {"mosaic_gpu": 1.5, "dense": 4.0, "torch_dense": 3.0, "int8": 2.0}
     found = benchmark.compare(SMALL, times | {"cusparselt_2_4": 2.5})
-    share = benchmark.part_of(SMALL).kept
+    share = benchmark.kept(benchmark.parts_of(SMALL))
     assert found["mosaic_gpu"] == {
         "bits_per_byte": 1.7,
         "speed_up": 2.0,
@@ -70,13 +72,36 @@ def test_speed_stands_beside_accuracy_and_the_ideal(monkeypatch):
     assert benchmark.compare(SMALL, {"auto": 1.0}) == {"auto": {"bits_per_byte": 1.7}}
 
 
-def test_kept_is_said_of_each_matrix():
-    form = benchmark.FORMS["auto"](TEW)
-    part = benchmark.part_of(TEW)
-    x, w, singles = form.operands(0)
-    assert form.metrics is not None
-    assert form.metrics((x, w, singles))["kept"] == part.kept
-    assert part.kept > 1 - w.sparsity  # the single weights count too
+def test_what_all_layers_keep_and_take_is_said():
+    """Ours of each layer, whose shapes differ; a baseline of one, as often."""
+    form, dense = benchmark.FORMS["auto"](TEW), benchmark.FORMS["dense"](TEW)
+    layers = [form.operands(0, i) for i in range(form.layers)]
+    assert form.metrics is not None and dense.metrics is not None
+    parts = benchmark.parts_of(TEW)
+    assert len(parts) == form.layers == dense.repeats == 2 and dense.layers == 1
+    found = form.metrics(layers)
+    weights = sum(part.weights for part in parts)
+    assert found["kept"] == weights / (2 * TEW["K"] * TEW["N"])
+    stored = [x for _, w, s in layers for x in jax.tree.leaves((w, s))]
+    assert found["weight_mb"] == pytest.approx(sum(x.nbytes for x in stored) / 1e6)
+    one = dense.operands(0, 0)
+    assert dense.metrics([one])["weight_mb"] == 2 * one[1].nbytes / 1e6
+    assert not np.array_equal(*(x[0].astype(np.float32) for x in layers))  # inputs
+
+
+def test_layers_that_are_alike_share_a_program(monkeypatch):
+    """Those that stay dense are products; times are of all of them."""
+    small = pruned_model.load(pruned_model.UNTRAINED)
+    one = dataclasses.replace(small.parts("tw", 0.5, "query")[0], dense=False)
+    full = dataclasses.replace(one, dense=True, counts=(64,) * len(one.counts))
+    blocks = {"tw 0.5": [{"query": part} for part in (one, full, one, full, full)]}
+    known = pruned_model.PrunedModel(bits={}, blocks=blocks)
+    monkeypatch.setattr(pruned_model, "load", lambda name: known)
+    done = benchmark.compiled(benchmark.FORMS["auto"](SMALL))
+    assert len(done.functions) == 5 and len(set(map(id, done.functions))) == 2
+    assert [*done.exact] == [0, 1]
+    ready = benchmark.make_ready(done)
+    assert 0 < ready.max_rel_error < 3e-2
 
 
 def test_cases_are_every_mask_at_real_shapes():
@@ -88,9 +113,12 @@ def test_cases_are_every_mask_at_real_shapes():
         for sparsity in (0.5, 0.75, 0.9):
             for tokens in (1, 32, 4096):
                 assert ("llama3_8b_up", tokens, mask, sparsity) in found
-    assert {c.params["model"] for c in benchmark.BENCHMARK.cases} == {"bytes_34m"}
+    assert {c.params["model"] for c in benchmark.BENCHMARK.cases} == {"bytes_27m"}
+    model = pruning_accuracy.SETUPS["bytes_27m"].model
     for kind, k, n in benchmark.LAYERS.values():
-        inputs, outputs = {"up": (512, 2048), "down": (2048, 512)}.get(kind, (512, 512))
+        hidden, width = model.d_ff, model.d_model
+        shapes = {"up": (width, hidden), "down": (hidden, width)}
+        inputs, outputs = shapes.get(kind, (width, width))
         assert k % inputs == n % outputs == 0  # of the trained model
 
 

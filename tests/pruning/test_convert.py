@@ -1,7 +1,5 @@
 """Sparse models against the masked dense ones that they are made from."""
 
-# Which layers have a bias is known to the tests, not to their types.
-
 import contextlib
 import dataclasses
 
@@ -19,6 +17,7 @@ from jaxscale.pruning import (
     PruneConfig,
     apply_masks,
     choose,
+    dense_layers,
     linears,
     magnitude_scores,
     make_model_masks,
@@ -32,10 +31,11 @@ from tests.tolerances import RELATIVE, relative_error
 TILES = PruneConfig(sparsity=0.75, tile=8)
 
 
-def pruned(model, config=TILES, **options):
+def pruned(model, config=TILES, dense_above=1.0, **options):
     """The masked dense model and the sparse one."""
     masks = make_model_masks(model, magnitude_scores(model), config)
-    return masks, apply_masks(model, masks), sparsify(model, masks, **options)
+    sparse = sparsify(model, masks, dense_above=dense_above, **options)
+    return masks, apply_masks(model, masks), sparse
 
 
 def sparse_layers(model):
@@ -132,9 +132,9 @@ def test_gradients_are_those_of_the_masked_model():
             np.testing.assert_allclose(
                 dense_kernel(layers[name], place), kernel[place], rtol=1e-3, atol=1e-7
             )
-        np.testing.assert_allclose(
-            layers[name].bias[...], layer.bias[...], rtol=1e-3, atol=1e-7
-        )
+        a, b = layers[name].bias, layer.bias
+        assert a is not None and b is not None
+        np.testing.assert_allclose(a[...], b[...], rtol=1e-3, atol=1e-7)
     np.testing.assert_allclose(
         found.embed.table[...], expected.embed.table[...], rtol=1e-3, atol=1e-7
     )
@@ -229,6 +229,7 @@ def test_single_weights_stand_beside_the_tiles(shards):
     kept = sum(
         int((layer.single_rows[...] < layer.shape[0]).sum())
         for layer in layers.values()
+        if layer.single_rows is not None
     )
     assert kept == sum(int((masks[n] & ~masks.tiled[n]).sum()) for n in masks) > 100
     batch = batches(1)[0]
@@ -287,19 +288,44 @@ def test_generation_is_that_of_the_masked_model(model):
     assert generate(sparse, prompts, max_new_tokens=6) == expected
 
 
-def test_a_checkpoint_brings_the_sparse_model_back(model, tmp_path):
-    _, _, sparse = pruned(perturbed(model))
-    with Checkpointer(tmp_path) as checkpoints:
-        checkpoints.save(1, {"model": sparse}, {})
-    target = jax.eval_shape(lambda: sparse)
+def copied(model, directory):
+    """The model, saved and restored."""
+    with Checkpointer(directory) as checkpoints:
+        checkpoints.save(1, {"model": model}, {})
+    target = jax.eval_shape(lambda: model)
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     target = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), target
     )
-    with Checkpointer(tmp_path, read_only=True) as checkpoints:
-        restored = checkpoints.restore_model(target)
+    with Checkpointer(directory, read_only=True) as checkpoints:
+        return checkpoints.restore_model(target)
+
+
+def test_a_checkpoint_brings_the_sparse_model_back(model, tmp_path):
+    _, _, sparse = pruned(perturbed(model))
+    restored = copied(sparse, tmp_path)
     tokens = jnp.array([[1, 2, 3]])
     np.testing.assert_array_equal(restored(tokens), sparse(tokens))
+
+
+def test_layers_that_keep_most_stay_dense(model, tmp_path):
+    """Masked; of a stack as a whole, or each that is separate, also when saved."""
+    model = perturbed(model)
+    half = dataclasses.replace(TILES, sparsity=0.5, dense=("*.mlp.*.1",))
+    masks, masked, sparse = pruned(model, half, dense_above=0.7)
+    assert dense_layers(model, masks, 0.7) == [n for n in masks if ".mlp." in n]
+    assert set(sparse_layers(sparse)) == {n for n in masks if "attention" in n}
+    kernel = sparse.blocks.mlp.up.kernel[...]
+    np.testing.assert_array_equal(kernel, masked.blocks.mlp.up.kernel[...])
+    single = sparsify(model, masks, dense_above=0.7, separate=True)
+    assert {n.split(".")[1] for n in sparse_layers(single) if "mlp" in n} == {"0"}
+    assert single.for_inference().blocks[1].mlp.joined is not None
+    tokens = jnp.array([[1, 2, 3]])
+    expected = masked(tokens)
+    for each in (sparse, single, single.for_inference(), copied(single, tmp_path)):
+        assert relative_error(each(tokens), expected) < RELATIVE[expected.dtype]
+    with pytest.raises(ValueError, match=r"dense_above 75, expected a share, 0 to 1"):
+        sparsify(model, masks, dense_above=75)
 
 
 def test_types_stay(model):
