@@ -19,8 +19,13 @@
 # Train a small LLaMA on real text, save it, restore it on another mesh, hand it over in
 # the Hugging Face format and generate from it: under a minute on a laptop without a
 # GPU. The numbers here say that things work, not how fast they are on a GPU.
+#
+# To run it, in a clone of the project: `pip install '.[notebooks]'`. On Colab,
+# clone the project there and put the same into a first cell, with `%` before `pip` and
+# `'.[notebooks,cuda12]'` for its GPU.
 
 # %%
+import json
 import math
 import tempfile
 from pathlib import Path
@@ -35,6 +40,7 @@ import dataclasses
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.patches import Rectangle
 
 from jaxscale import inference, models, sharding, training
 
@@ -92,36 +98,24 @@ print("kernel of the MLP:", config.axis_rules.spec("embed", "mlp"))
 #
 # `fit` is about a hundred lines: state, step, evaluation, checkpoint. It saves at the
 # end, and a second call continues from the newest checkpoint, bit for bit. A writer
-# takes the record of every step; the usual ones are a progress bar, JSON lines and
-# TensorBoard.
-
+# takes the record of every step; these are a progress bar, JSON lines and TensorBoard.
 
 # %%
-class History(training.Writer):
-    """Keeps the records for a plot."""
-
-    def __init__(self):
-        self.records = []
-
-    def write(self, record):
-        self.records.append(record)
-
-
-history = History()
 train_data, eval_data = training.packed_batches(config, text)
-result = training.fit(
-    config, train_data=train_data, eval_data=eval_data, writers=[history]
-)
+result = training.fit(config, train_data=train_data, eval_data=eval_data)
 guess, trained = math.log(config.model.vocab_size), result.evaluation
 assert trained  # held-out batches were given
 print(f"held-out loss {guess:.2f} (a guess) to {trained.loss:.2f}")
 
 # %%
-for name in ("loss", "eval_loss"):
-    points = [(r["step"], r[name]) for r in history.records if name in r]
-    plt.plot(*zip(*points, strict=True), label=name)
+lines = (folder / "run/metrics.jsonl").read_text().splitlines()
+records = [json.loads(line) for line in lines]
+plt.figure(figsize=(6, 3))
+for name, label in (("loss", "training"), ("eval_loss", "held out")):
+    points = [(r["step"], r[name]) for r in records if name in r]
+    plt.plot(*zip(*points, strict=True), label=label)
 plt.xlabel("step")
-plt.ylabel("nats a token")
+plt.ylabel("loss, nats a token")
 plt.legend()
 plt.show()
 
@@ -135,11 +129,41 @@ plt.show()
 flat = dataclasses.replace(config, mesh=sharding.MeshConfig(fsdp=-1))
 train_data, eval_data = training.packed_batches(flat, text)
 restored = training.fit(flat, train_data=train_data, eval_data=eval_data, writers=())
-print(result.state.model.blocks.mlp.up.kernel[...].sharding.spec, "before")
-print(restored.state.model.blocks.mlp.up.kernel[...].sharding.mesh.shape, "after")
 again = restored.evaluation
 assert again
-print(f"{trained.loss:.6f} and {again.loss:.6f}")
+print(f"held-out loss {trained.loss:.6f} and {again.loss:.6f}")
+
+# %% [markdown]
+# Where a weight lies, before and after: each color is a device, which holds that part
+# of the matrix and no other.
+
+
+# %%
+def draw(axis, array):
+    """The last two axes of an array, by the devices that hold them."""
+    height, width = array.shape[-2:]
+    places = array.sharding.devices_indices_map(array.shape)
+    for number, (device, index) in enumerate(places.items()):
+        top, bottom, _ = index[-2].indices(height)
+        left, right, _ = index[-1].indices(width)
+        color = plt.get_cmap("Set2")(number)
+        size = (right - left, bottom - top)
+        axis.add_patch(Rectangle((left, top), *size, facecolor=color, ec="white"))
+        middle = ((left + right) / 2, (top + bottom) / 2)
+        axis.text(*middle, f"device {device.id}", ha="center", va="center")
+    axis.set(xlim=(0, width), ylim=(height, 0), xlabel="outputs", ylabel="inputs")
+
+
+figure, axes = plt.subplots(1, 2, figsize=(9, 3))
+for axis, found, which in zip(
+    axes, (result, restored), ("trained", "restored"), strict=True
+):
+    kernel = found.state.model.blocks.mlp.up.kernel[...]
+    sizes = {k: n for k, n in kernel.sharding.mesh.shape.items() if n > 1}
+    axis.set_title(f"{which} on {sizes}")
+    draw(axis, kernel)
+figure.tight_layout()
+plt.show()
 
 # %% [markdown]
 # ## Hugging Face and back
@@ -156,19 +180,19 @@ print(sorted(path.name for path in (folder / "exported").iterdir()))
 # %% [markdown]
 # ## Generate
 #
-# Requests join and leave the running batch at every token.
+# `LLM` takes texts and gives texts. Requests join and leave the running batch at every
+# token. Its programs are compiled first, and nothing is compiled later.
 
 # %%
-prompts = ["def __init__(self", "import ", "The"]
-ids = [text.tokenizer.encode(prompt) for prompt in prompts]
-drawn = inference.generate(
-    model,
-    ids,
-    max_new_tokens=24,
-    sampling=inference.SamplingParams(temperature=0.7, top_k=40, seed=0),
+engine = inference.EngineConfig(
+    num_slots=4, buckets=(4,), max_len=96, page_size=16, prefill_tokens=(32,), steps=1
 )
-for prompt, before, new in zip(prompts, ids, drawn, strict=True):
-    print(repr(prompt + text.tokenizer.continuation(before, new)))
+llm = inference.LLM(model, text.tokenizer, config=engine, quiet=True)
+params = inference.SamplingParams(temperature=0.7, top_k=40, seed=0, max_tokens=24)
+prompts = ["def __init__(self", "import ", "The"]
+drawn = llm.generate(prompts, params)
+for prompt, found in zip(prompts, drawn, strict=True):
+    print(repr(prompt + found.text))
 
 # %% [markdown]
 # ## What this showed
@@ -178,11 +202,12 @@ for prompt, before, new in zip(prompts, ids, drawn, strict=True):
 # %%
 assert trained.loss < guess - 1, "training did not learn"
 assert abs(trained.loss - again.loss) < 1e-5, "restore changed"
-alone = inference.generate(model, [ids[0]], max_new_tokens=8)
-together = inference.generate(model, ids[:2], max_new_tokens=8)
-assert alone[0] == together[0], "a prompt's continuation depends on its neighbors"
+alone = llm.generate(prompts[:1], params, progress=False)
+assert alone[0].tokens == drawn[0].tokens, "neighbors change a continuation"
+llm.close()
+ids = text.tokenizer.encode(prompts[0])
 with jax.set_mesh(sharding.make_mesh(flat.mesh)):
-    sharded = restored.state.model(np.array([ids[0]] * count))
-whole = model(np.array([ids[0]]))
+    sharded = restored.state.model(np.array([ids] * count))
+whole = model(np.array([ids]))
 assert np.allclose(sharded[:1], whole, atol=1e-4), "the exported model differs"
 print("trained, saved, restored, exported and generated")

@@ -22,6 +22,10 @@
 # operations, the layers made of them, and what can be gained at best, on simulated
 # devices: it says that the numbers are right, not how fast anything is.
 # [docs/flux.md](../docs/flux.md) has the kernels and what they reach on GPUs.
+#
+# To run it, in a clone of the project: `pip install '.[notebooks]'`. On Colab,
+# clone the project there and put the same into a first cell, with `%` before `pip` and
+# `'.[notebooks,cuda12]'` for its GPU.
 
 # %%
 import functools
@@ -96,6 +100,43 @@ for name, layer in LAYERS.items():
 # The large layers of the feed-forward network leave little to gain, those of attention
 # almost a factor of two. This is arithmetic, not a measurement.
 #
+# Drawn, for the gather and the product of `qkv` on one GPU. A product that begins with
+# the rows that are there, and goes on as others arrive, waits less. In four steps it
+# waits for each message; in tiles, as the fused kernel works, for almost nothing.
+
+# %%
+t_mm, t_comm = bounds(*LAYERS["qkv"])
+
+
+def overlapped(parts):
+    """Begin and length of each message and product, when both are cut into `parts`."""
+    messages = [(i * t_comm / parts, t_comm / parts) for i in range(parts)]
+    own = t_mm / WAYS  # its own rows need no message
+    products, end = [(0.0, own)], own
+    for begin, length in messages:
+        begin = max(end, begin + length)
+        products.append((begin, (t_mm - own) / parts))
+        end = begin + (t_mm - own) / parts
+    return messages, products
+
+
+figure, axis = plt.subplots(figsize=(9, 2.4))
+ways = {
+    "one after the other": ([(0.0, t_comm)], [(t_comm, t_mm)]),
+    f"in {WAYS} steps": overlapped(WAYS - 1),
+    "in tiles": overlapped(64),
+}
+for row, (messages, products) in enumerate(ways.values()):
+    axis.broken_barh(messages, (row - 0.4, 0.38), color="tab:orange", ec="white")
+    axis.broken_barh(products, (row + 0.02, 0.38), color="tab:blue", ec="white")
+    end = sum(products[-1])
+    axis.text(end, row + 0.2, f" {end:.0f} us", va="center")
+axis.set(yticks=range(len(ways)), yticklabels=ways, xlabel="microseconds")
+axis.set(title="orange: messages, blue: the product", xlim=(0, 1.1 * (t_mm + t_comm)))
+axis.invert_yaxis()
+plt.show()
+
+# %% [markdown]
 # ## The operations
 #
 # They are called inside `jax.shard_map`, on the arrays of one device, and name the mesh
@@ -262,8 +303,9 @@ for tensor_parallel in ("fused", "xla", None):
 # ## On GPUs
 #
 # Measurements are made by `python -m benchmarks.collective_matmul`; where its results
-# are on disk, this draws them: the share of the exposed communication that is hidden,
-# `E = 1 - (t - t_mm) / (t_xla - t_mm)`, by rows.
+# are on disk, this draws them, a layer in each panel: the share of the exposed
+# communication that is hidden, `E = 1 - (t - t_mm) / (t_xla - t_mm)`, by rows. 1 hides
+# all of it, 0 is as slow as XLA's collective and product.
 
 # %%
 results = Path.cwd().parent if Path.cwd().name == "examples" else Path.cwd()
@@ -273,17 +315,28 @@ for file in sorted(results.glob("collective_matmul*.json")):
     for row in json.loads(file.read_text())["rows"]:
         value = row.get("metrics", {}).get("overlap_efficiency")
         if row["implementation"] == "mosaic_gpu" and value is not None:
-            curve = curves.setdefault((row["case"], row["params"].get("tp")), [])
+            panel = curves.setdefault(row["case"], {})
+            curve = panel.setdefault(row["params"].get("tp"), [])
             curve.append((row["params"]["M"], value))
-for (case, ways), points in curves.items():
-    plt.plot(
-        *zip(*sorted(points), strict=True), marker="o", label=f"{case}, {ways} GPUs"
-    )
 if curves:
-    plt.xscale("log", base=2)
-    plt.xlabel("rows M")
-    plt.ylabel("hidden communication E")
-    plt.legend(fontsize=6)
+    height = -(-len(curves) // 5)
+    figure, axes = plt.subplots(
+        height, 5, figsize=(12, 2.2 * height), sharex=True, sharey=True, squeeze=False
+    )
+    for axis in axes.flat[len(curves) :]:
+        axis.set_visible(False)
+    for axis, (case, panel) in zip(axes.flat, curves.items(), strict=False):
+        for ways, points in sorted(panel.items()):
+            color = {2: "tab:orange", 4: "tab:blue"}.get(ways, "tab:green")
+            line = zip(*sorted(points), strict=True)
+            axis.plot(*line, marker=".", color=color, label=f"{ways} GPUs")
+        axis.set_xscale("log", base=2)
+        axis.set(title=case, ylim=(0, 1))
+        axis.grid(alpha=0.3)
+    axes[0, 0].legend(loc="lower right")
+    figure.supxlabel("rows M")
+    figure.supylabel("hidden, E")
+    figure.tight_layout()
     plt.show()
 else:
     print("no measurements of collective products in", os.path.relpath(results))

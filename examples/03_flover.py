@@ -22,6 +22,10 @@
 # a request joins at the next token and leaves at its last. Here a tiny model with
 # random weights serves the same requests both ways, and we count steps, not seconds:
 # [docs/flover.md](../docs/flover.md) has the engine.
+#
+# To run it, in a clone of the project: `pip install '.[notebooks]'`. On Colab,
+# clone the project there and put the same into a first cell, with `%` before `pip` and
+# `'.[notebooks,cuda12]'` for its GPU.
 
 # %%
 import statistics

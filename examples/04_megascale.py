@@ -21,6 +21,10 @@
 # run, a slow rank is found, a process of a job is killed and the job goes on, and a
 # layout for 1,024 GPUs is chosen. Devices are simulated on the CPU, so nothing here
 # says how fast a GPU is: [docs/megascale.md](../docs/megascale.md) has the system.
+#
+# To run it, in a clone of the project: `pip install '.[notebooks]'`. On Colab,
+# clone the project there and put the same into a first cell, with `%` before `pip` and
+# `'.[notebooks,cuda12]'` for its GPU.
 
 # %%
 import os

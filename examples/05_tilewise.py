@@ -21,8 +21,13 @@
 # ([arXiv 2008.13006](https://arxiv.org/abs/2008.13006)). On a CPU this says what
 # pruning does to the model, and nothing of speed:
 # [docs/tilewise.md](../docs/tilewise.md) has the kernels and what they reach on GPUs.
+#
+# To run it, in a clone of the project: `pip install '.[notebooks]'`. On Colab,
+# clone the project there and put the same into a first cell, with `%` before `pip` and
+# `'.[notebooks,cuda12]'` for its GPU.
 
 # %%
+import sysconfig
 import tempfile
 from pathlib import Path
 
@@ -46,9 +51,11 @@ print(jax.devices()[0].device_kind)
 # %% [markdown]
 # ## A trained model
 #
-# On the documentation and source of the running Python, for a few seconds.
+# On some packages of Python's library, for a few seconds.
 
 # %%
+LIBRARY = Path(sysconfig.get_path("stdlib"))
+PACKAGES = ("asyncio", "email", "http", "json", "logging", "unittest", "urllib")
 config = training.TrainConfig(
     model=models.DecoderConfig(
         vocab_size=1024,
@@ -60,7 +67,13 @@ config = training.TrainConfig(
         d_ff=256,
         max_seq_len=512,
     ),
-    data=training.DataConfig(vocab_size=1024, seq_len=128, batch_size=8),
+    data=training.DataConfig(
+        paths=tuple(str(LIBRARY / name) for name in PACKAGES),
+        vocab_size=1024,
+        seq_len=128,
+        batch_size=8,
+        held_out_fraction=0.1,
+    ),
     optimizer=training.OptimizerConfig(learning_rate=1e-2, warmup_steps=10),
     steps=100,
     eval_batches=4,
@@ -70,7 +83,7 @@ config = training.TrainConfig(
 )
 text = training.load_text(config.data)
 train_data, eval_data = training.packed_batches(config, text)
-trained = training.fit(config, train_data=train_data, eval_data=eval_data, writers=())
+trained = training.fit(config, train_data=train_data, eval_data=eval_data)
 dense = trained.state.model
 assert trained.evaluation is not None  # some text is held out
 print(f"held-out loss {trained.evaluation.loss:.3f}")
@@ -105,10 +118,13 @@ for pattern in ("ew", "tew", "tw", "bw"):
     total = sum(score.sum() for score in scores.values())
     kept[pattern] = sum(scores[n][masks[pattern][n]].sum() for n in scores) / total
 
-figure, axes = plt.subplots(1, 4, figsize=(12, 3.6))
+figure, axes = plt.subplots(1, 4, figsize=(12, 3.6), sharey=True)
 for axis, (pattern, found) in zip(axes, masks.items(), strict=True):
-    axis.imshow(found["blocks.mlp.down"][0].T, cmap="Blues", interpolation="nearest")
-    axis.set_title(f"{pattern}: {kept[pattern]:.0%} of the score")
+    axis.imshow(found["blocks.mlp.gate"][0], cmap="Blues", aspect="auto")
+    axis.set(title=f"{pattern}: {kept[pattern]:.0%} of the score", xlabel="outputs")
+axes[0].set_ylabel("inputs")
+figure.suptitle("What is kept (blue) of the gate of the first layer")
+figure.tight_layout()
 plt.show()
 
 # %% [markdown]
@@ -116,7 +132,9 @@ plt.show()
 #
 # `prune_and_tune`, the recipe of `jaxscale prune`, scores the model and calls
 # `fit` with a `Pruner`. That is a hook, which prunes at the steps of its schedule, and
-# a transform of the gradients, which holds pruned weights at zero in between.
+# a transform of the gradients, which holds pruned weights at zero in between. Training
+# on lowers the loss of any model, so with `control` the dense one is trained for as
+# many steps on the same batches: that is what to compare with.
 
 # %%
 settings = dataclasses.replace(masks["tw"].config, equal_work=True)
@@ -126,12 +144,42 @@ tuning = dataclasses.replace(
     optimizer=dataclasses.replace(config.optimizer, learning_rate=5e-3),
     output_dir=str(folder / "pruned"),
 )
-schedule = recipes.TuneConfig(schedule="cubic", stages=3, score_batches=4)
-tuned = recipes.prune_and_tune(tuning, dense, text, settings, schedule, writers=[])
+schedule = recipes.TuneConfig(schedule="cubic", stages=3, score_batches=4, control=True)
+tuned = recipes.prune_and_tune(tuning, dense, text, settings, schedule)
+assert tuned.control is not None  # asked for
 final = tuned.masks
 work = pruning.work(final)
-print(f"held-out loss {tuned.tuned.loss:.3f} at {final.sparsity:.0%}")
+for name, evaluation in (
+    ("dense", tuned.before),
+    (f"pruned to {final.sparsity:.0%} at once", tuned.after),
+    (f"... and {tuning.steps} steps under the masks", tuned.tuned),
+    (f"dense, {tuning.steps} steps more", tuned.control),
+):
+    print(f"{name:>35}: held-out loss {evaluation.loss:.3f}")
 print(f"{work.tiled:,} of {work.dense:,} multiply-adds a token are left")
+
+# %% [markdown]
+# Layers are ranked together, so they do not lose the same. One of which nothing is left
+# gives zeros, whatever it reads: its block is then without it. Where that is not
+# wanted, `PruneConfig(scope="layer")` prunes each layer alike, and `dense=` leaves
+# some as they are.
+
+# %%
+reports = pruning.layer_reports(final, tuned.scores)
+lost = pruning.lost_layers(reports)
+print("layers that lost everything:", ", ".join(lost) or "none")
+
+figure, axis = plt.subplots(figsize=(8, 4))
+shares = [1 - report.sparsity for report in reports]
+names = [report.name.removeprefix("blocks.") for report in reports]
+axis.barh(names, shares, color="tab:blue")
+for row, share in enumerate(shares):
+    axis.text(share, row, f" {share:.0%}", va="center")
+axis.axvline(1 - final.sparsity, color="gray", linestyle=":")
+axis.set(xlabel="share of the weights that is kept (dots: of all)", xlim=(0, 1.1))
+axis.invert_yaxis()
+figure.tight_layout()
+plt.show()
 
 # %% [markdown]
 # ## Only what is kept
@@ -142,13 +190,18 @@ print(f"{work.tiled:,} of {work.dense:,} multiply-adds a token are left")
 masked = tuned.result.state.model
 sparse = pruning.sparsify(masked, final)
 layer = sparse.blocks.mlp.up
-print("rows of each tile:", layer.counts[...].tolist())
+print("rows that each tile of `up` keeps, of 64, in the first and the second layer:")
+print(*layer.counts[...].tolist(), sep="\n")
 print("dense kernel", dense.blocks.mlp.up.kernel.shape, "sparse", layer.values.shape)
 
-prompt = [text.tokenizer.encode("def read_lines(path):")]
-options = {"max_new_tokens": 16, "sampling": inference.GREEDY}
-drawn = inference.generate(sparse, prompt, **options)
-print(repr(text.tokenizer.continuation(prompt[0], drawn[0])))
+PROMPT = "def read_lines(path):"
+engine = inference.EngineConfig(
+    num_slots=2, buckets=(2,), max_len=64, page_size=16, prefill_tokens=(32,), steps=1
+)
+greedy = inference.SamplingParams(temperature=0.0, max_tokens=16)
+with inference.LLM(sparse, text.tokenizer, config=engine, quiet=True) as llm:
+    (drawn,) = llm.generate(PROMPT, greedy, progress=False)
+print(repr(PROMPT + drawn.text))
 
 # %% [markdown]
 # ## What this showed
@@ -160,10 +213,13 @@ assert kept["ew"] > kept["tew"] > kept["tw"] > kept["bw"], "freer patterns keep 
 assert all(m.sparsity == 0.75 for m in masks.values()), "sparsity is exact"
 for name, linear in pruning.linears(masked).items():
     assert not np.asarray(linear.kernel[...])[~final[name]].any(), "a weight came back"
-tokens = np.array(prompt)
+tokens = np.array([text.tokenizer.encode(PROMPT)])
 assert np.allclose(sparse(tokens), masked(tokens), atol=1e-4), (
     "the sparse model differs"
 )
-assert drawn == inference.generate(masked, prompt, **options)
+likeliest = int(masked(tokens)[0, -1].argmax())
+assert drawn.tokens[0] == likeliest, "the served model differs"
 assert tuned.tuned.loss < tuned.after.loss, "training under the mask helps"
+assert tuned.control.loss < tuned.tuned.loss, "zeros for nothing"
+assert set(lost) == {report.name for report in reports if report.kept_score == 0}
 print("pruned, trained under the masks, and turned into a sparse model")

@@ -270,4 +270,5 @@ def test_notebooks_equal_their_scripts(name):
     cells = [(cell.cell_type, cell.source) for cell in notebook.cells]
     assert cells == [(cell.cell_type, cell.source) for cell in script.cells]
     assert not any(cell.get("outputs") for cell in notebook.cells)
+    assert "`pip install '.[notebooks" in cells[0][1] and "Colab" in cells[0][1]
     assert cells[-1][0] == "code" and "assert " in cells[-1][1]
