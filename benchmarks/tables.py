@@ -54,6 +54,7 @@ OURS = (
     "mosaic_gpu_static",
     "order_of_k",
     "low_latency",
+    "fp8_mosaic_gpu",
     "triton",
     "xla",
     "auto",
@@ -73,7 +74,8 @@ BOUNDS = ("matmul_only", "comm_only", "ideal")
 """What no implementation of the whole can be faster than."""
 
 LESS_EXACT = ("fp8_mosaic_gpu", "fp8_xla")
-"""Products of rounded operands beside those of the operands: no rivals of theirs."""
+"""Products of rounded operands: rivals of each other, but of no product of the
+operands themselves."""
 
 PENDING = "Not measured yet."
 WITHOUT_ROWS = {"no": None, "yes": f"\n{PENDING}\n\n", "hidden": ""}
@@ -108,12 +110,21 @@ def _cell(
 
 def ratio(by_name: dict[str, records.Record]) -> float | None:
     """Time of the fastest baseline over that of our fastest, if there are both."""
-    ours = [row["time_us"] for name, row in by_name.items() if name in OURS]
-    rivals = by_name.keys() - {*OURS, *BOUNDS, *LESS_EXACT}
+    rows = compared(by_name)
+    ours = [row["time_us"] for name, row in rows.items() if name in OURS]
     others = [
-        by_name[name].get("bound_us", by_name[name]["time_us"]) for name in rivals
+        row.get("bound_us", row["time_us"])
+        for name, row in rows.items()
+        if name not in OURS
     ]
     return min(others) / min(ours) if ours and others else None
+
+
+def compared(by_name: dict[str, records.Record]) -> dict[str, records.Record]:
+    """What is set against each other of a line: what is as exact as its operands."""
+    names = by_name.keys() - BOUNDS
+    names = names - {*LESS_EXACT} or names
+    return {name: row for name, row in by_name.items() if name in names}
 
 
 def markdown(
@@ -165,7 +176,7 @@ def markdown(
     }
     aside = (*BOUNDS, *LESS_EXACT)
     names = records.ordered(row["implementation"] for row in rows)
-    names.sort(key=lambda name: 0 if name in OURS else 2 if name in aside else 1)
+    names.sort(key=lambda name: 2 if name in aside else 0 if name in OURS else 1)
     lines = sorted(records.lines(rows), key=_place_of(rows))
     with_ratio = any(ratio(by_name) is not None for _, by_name in lines)
     ratios = ["baseline / ours"] if with_ratio else []
@@ -176,7 +187,8 @@ def markdown(
     )
     table = [head, [*left, *right, *["---"] * len(shown["of the case"])]]
     for first, by_name in lines:
-        times = [r["time_us"] for name, r in by_name.items() if name not in aside]
+        rivals = compared(by_name)
+        times = [row["time_us"] for row in rivals.values()]
         best = min(times) if len(times) > 1 else None
         cells = [first["case"]]
         cells += [str(first["params"].get(name, "")) for name in shown["free"]]
@@ -185,7 +197,7 @@ def markdown(
             cells.append("-" if value is None else f"{value:.2f}")
         for name in names:
             row = by_name.get(name)
-            fastest = row is not None and row["time_us"] == best and name not in aside
+            fastest = name in rivals and rivals[name]["time_us"] == best
             cells.append(_cell(row, metric, scale, fastest))
         cells += [str(first["params"].get(name, "")) for name in shown["of the case"]]
         table.append(cells)

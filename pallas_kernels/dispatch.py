@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 
 
-__all__ = ["Unsupported", "check_floating", "dispatch"]
+__all__ = ["Unsupported", "as_hashable", "check_floating", "dispatch"]
 
 logger = logging.getLogger("pallas_kernels")
 
@@ -107,6 +107,20 @@ def dispatch(
     raise ExceptionGroup(
         f"no implementation of {op_name} supports the arguments ({reasons})", errors
     )
+
+
+def as_hashable(
+    implementation: str | Sequence[str] | None,
+) -> str | tuple[str, ...] | None:
+    """The implementations that a caller names, as an argument that JAX can hash.
+
+    Example:
+        >>> as_hashable("xla"), as_hashable(["mosaic_gpu", "xla"])
+        ('xla', ('mosaic_gpu', 'xla'))
+    """
+    if isinstance(implementation, Sequence) and not isinstance(implementation, str):
+        return tuple(implementation)
+    return implementation
 
 
 _FLOATING = ("bfloat16", "float16", "float32", "float64")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 import sys
 
 import jax
@@ -12,7 +13,15 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from jaxscale.nn.linear import ColumnParallelLinear, Linear, project_together
-from jaxscale.sharding import fsdp, make_mesh, shardings
+from jaxscale.sharding import (
+    column_parallel,
+    fsdp,
+    fsdp_tp,
+    make_mesh,
+    row_parallel,
+    shardings,
+)
+from pallas_kernels import tuning
 from pallas_kernels.collective_matmul import CollectiveConfig, all_gather_matmul
 from pallas_kernels.collective_matmul.all_reduce import (
     low_latency_all_reduce,
@@ -299,3 +308,63 @@ def broken(devices):
 def test_the_traceback_of_a_program_comes_back():
     with pytest.raises(RuntimeError, match="TypeError"):
         compile_for_h200(broken)
+
+
+def fp8_network(devices, tensor_parallel):
+    """Gradients of two layers in fp8 whose tokens are split over the devices."""
+    mesh, rules = make_mesh({"tensor": len(devices)}, devices), fsdp_tp()
+    config = CollectiveConfig(tile_m=128, tile_n=128, tile_k=128, stages=4)
+    features, hidden = 2048, 4096
+    options = {"rules": rules, "tensor_parallel": tensor_parallel}
+    options["quantization"] = "fp8"
+
+    def network(ups, down, x):
+        with (
+            jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
+            tuning.override("collective_matmul", config),
+        ):
+            up, gate = column_parallel(
+                x,
+                ups,
+                kernel_axes=[("embed", "mlp")] * 2,
+                out_axes=[("batch", None, "act_mlp")] * 2,
+                **options,
+            )
+            return row_parallel(
+                [jax.nn.silu(gate) * up],
+                [down],
+                kernel_axes=[("mlp", "embed")],
+                out_axes=("batch", "tokens", "act_embed"),
+                **options,
+            )
+
+    def step(ups, down, x, g):
+        y, back = jax.vjp(network, ups, down, x)
+        with tuning.override("collective_matmul", config):
+            return y, back(g)
+
+    def shape(axes, *sizes):
+        where = NamedSharding(mesh, rules.spec(*axes))
+        return jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=where)
+
+    tokens = shape(("batch", "tokens", None), 1, 2048, features)
+    up = shape(("embed", "mlp"), features, hidden)
+    return jax.jit(step), (
+        [up, up],
+        shape(("mlp", "embed"), hidden, features),
+        tokens,
+        tokens,
+    )
+
+
+def test_layers_in_fp8_take_the_kernels_that_communicate():
+    found = compile_for_h200(fp8_network, "fused", count=2)
+    kernels = [kernel.name for kernel in found.kernels]
+    # A gather and a reduction forward, and one of each backward.
+    assert kernels.count("all_gather_matmul") == 2
+    assert kernels.count("matmul_reduce_scatter") == 2
+    assert [kernel for kernel in found.kernels if kernel.spilled] == []
+    assert found.count("reduce-scatter") == 0
+    # The input is gathered again for the gradient of its weights, in fp8, with scales.
+    gathers = re.findall(r"= (.*) all-gather(?:-start)?\(", found.hlo)
+    assert gathers and not any("bf16[" in types for types in gathers)

@@ -22,6 +22,12 @@ product   left, scales along          right, scales along
 With one scale for each operand ("fp8_tensorwise") the forms differ by a transposition
 only, which takes less time.
 
+Over devices, tokens are gathered in fp8 and partial sums scattered in the type of the
+computation. With ``tensor_parallel="fused"`` the products that do so are those of
+`pallas_kernels.collective_matmul`, forward and backward: kernels where they were tuned
+and are not slower, otherwise XLA. Operands whose products such a kernel adds up have
+one scale for a row of all of them.
+
 Scales are powers of two. A number keeps its mantissa when it goes from one such scale
 to another, unless it is so small that it loses bits at the bottom of the range. So the
 activations are kept for the backward pass in fp8, half of what bf16 takes, and `x` and
@@ -40,6 +46,7 @@ References:
 """
 
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Sequence
@@ -54,6 +61,10 @@ from jaxtyping import Array, Float
 from jaxscale.checks import check_choice
 from jaxscale.sharding.operations import Shards, constrain
 from jaxscale.sharding.rules import AxisRules
+from pallas_kernels.collective_matmul import (
+    scaled_all_gather_matmul,
+    scaled_matmul_reduce_scatter,
+)
 from pallas_kernels.scaled_matmul import scaled_matmul
 
 
@@ -198,11 +209,78 @@ class _Form(NamedTuple):
     quantization: Fp8
     names: tuple[str, ...]
     """Mesh axes over which tokens are gathered on the way in, or scattered out."""
+    fused: bool = False
+    """A kernel multiplies and communicates, where there is one: over one axis."""
+
+    @classmethod
+    def of(cls, quantization: Fp8, names: tuple[str, ...], *, fused: bool) -> "_Form":
+        """The form of a product that communicates over `names`."""
+        return cls(quantization, names, fused and len(names) == 1)
 
 
 def _weight(w: Array, dtype: DTypeLike, form: _Form) -> Scaled:
     """[N, K] or [K, N], rounded to the type of the computation and then to fp8."""
     return quantize_operand(w.astype(dtype), E4M3, form.quantization)
+
+
+def _operands(xs: Sequence[Array], dtype: DTypeLike, form: _Form) -> list[Scaled]:
+    """[B, T, K] of each x in fp8.
+
+    A kernel that adds up their products has one scale for a row of all of them.
+    """
+    if len(xs) == 1 or not form.fused:
+        return [quantize_operand(x, dtype, form.quantization) for x in xs]
+    joined = quantize_operand(_joined(xs), dtype, form.quantization)
+    ends = itertools.accumulate(x.shape[-1] for x in xs[:-1])
+    parts = jnp.split(joined.data, list(ends), axis=-1)
+    return [Scaled(part, joined.scale) for part in parts]
+
+
+def _joined(xs: Sequence[Array]) -> Array:
+    return xs[0] if len(xs) == 1 else jnp.concatenate(xs, axis=-1)
+
+
+def _gather_and_multiply(
+    x: Scaled, ws: Sequence[Scaled], dtype: DTypeLike, form: _Form
+) -> tuple[list[Array], Scaled]:
+    """[B, T, N] of each weight [N, K], and x with the tokens of all devices."""
+    if form.fused:
+        ys, *whole = scaled_all_gather_matmul(
+            x.data,
+            [w.data for w in ws],
+            x.scale,
+            [w.scale for w in ws],
+            axis_name=form.names[0],
+            return_gathered=True,
+            out_dtype=dtype,
+        )
+        return list(ys), Scaled(*whole)
+    whole = _gathered(x, form.names)
+    rows, tokens = _rows(whole), whole.data.shape[:2]
+    return [_product(rows, w, dtype).reshape(*tokens, -1) for w in ws], whole
+
+
+def _multiply_and_scatter(
+    xs: Sequence[Scaled], ws: Sequence[Array], dtype: DTypeLike, form: _Form
+) -> Array:
+    """The sum over devices of ``x @ w.T``, [B, T, K] and [N, K]: [B, T, N]."""
+    if form.fused:
+        w = _weight(_joined(ws), dtype, form)
+        return scaled_matmul_reduce_scatter(
+            _joined([x.data for x in xs]),
+            w.data,
+            xs[0].scale,
+            w.scale,
+            axis_name=form.names[0],
+            out_dtype=dtype,
+        )
+    wide = dtype if len(xs) == 1 else jnp.float32
+    outs = [
+        _product(_rows(x), _weight(w, dtype, form), wide)
+        for x, w in zip(xs, ws, strict=True)
+    ]
+    out = functools.reduce(operator.add, outs).astype(dtype)
+    return _scattered(out.reshape(*xs[0].data.shape[:2], -1), form.names)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -213,29 +291,21 @@ def _column(form: _Form, x: Array, ws: tuple[Array, ...]) -> tuple[Array, ...]:
 
 def _column_forward(form: _Form, x: Array, ws: tuple[Array, ...]) -> tuple[Any, Any]:
     kept = _kept(quantize_operand(x, E4M3, form.quantization, form.names))
-    whole = _gathered(_read(kept), form.names)
-    rows = _rows(whole)
-    outs = []
-    for w in ws:
-        out = _product(rows, _weight(w.T, x.dtype, form), x.dtype)
-        out = out.reshape(*whole.data.shape[:2], -1)  # [B, T, N]
-        outs.append(checkpoint_name(out, "fp8_matmul_out"))
-    return tuple(outs), (kept, ws, jnp.zeros((), x.dtype))
+    weights = [_weight(w.T, x.dtype, form) for w in ws]
+    outs, _ = _gather_and_multiply(_read(kept), weights, x.dtype, form)
+    outs = tuple(checkpoint_name(out, "fp8_matmul_out") for out in outs)
+    return outs, (kept, ws, jnp.zeros((), x.dtype))
 
 
 def _column_backward(form: _Form, kept: Any, gs: tuple[Array, ...]) -> Any:
     x, ws, like = kept
-    whole = _gathered(_read(x), form.names)
-    columns = _transposed(_rows(whole))  # [K, M]
-    dx, dws = [], []
-    for w, g in zip(ws, gs, strict=True):
-        rows = _rows(quantize_operand(g, E5M2, form.quantization))  # [M, N]
-        wide = like.dtype if len(ws) == 1 else jnp.float32
-        dx.append(_product(rows, _weight(w, like.dtype, form), wide))
-        dws.append(_product(columns, _transposed(rows), w.dtype))
-    total = functools.reduce(operator.add, dx).astype(like.dtype)
-    total = total.reshape(whole.data.shape)  # [B, T, K]
-    return _scattered(total, form.names), tuple(dws)
+    columns = _transposed(_rows(_gathered(_read(x), form.names)))  # [K, M]
+    parts = _operands(gs, E5M2, form)
+    dws = [
+        _product(columns, _transposed(_rows(g)), w.dtype)
+        for w, g in zip(ws, parts, strict=True)
+    ]
+    return _multiply_and_scatter(parts, ws, like.dtype, form), tuple(dws)
 
 
 _column.defvjp(_column_forward, _column_backward)
@@ -251,27 +321,22 @@ def _row_forward(
     form: _Form, xs: tuple[Array, ...], ws: tuple[Array, ...]
 ) -> tuple[Any, Any]:
     dtype = xs[0].dtype
-    kept = [_kept(quantize_operand(x, E4M3, form.quantization)) for x in xs]
-    wide = dtype if len(xs) == 1 else jnp.float32
-    outs = [
-        _product(_rows(_read(x)), _weight(w.T, dtype, form), wide)
-        for x, w in zip(kept, ws, strict=True)
-    ]
-    out = functools.reduce(operator.add, outs).astype(dtype)
-    out = _scattered(out.reshape(*xs[0].shape[:2], -1), form.names)  # [B, T, N]
+    kept = [_kept(x) for x in _operands(xs, E4M3, form)]
+    weights = [w.T for w in ws]
+    out = _multiply_and_scatter([_read(x) for x in kept], weights, dtype, form)
     return checkpoint_name(out, "fp8_matmul_out"), (kept, ws, jnp.zeros((), dtype))
 
 
 def _row_backward(form: _Form, kept: Any, g: Array) -> Any:
     xs, ws, like = kept
     part = quantize_operand(g, E5M2, form.quantization, form.names)
-    rows = _rows(_gathered(part, form.names))  # [M, N]
-    columns = _transposed(rows)
-    dxs, dws = [], []
-    for x, w in zip(map(_read, xs), ws, strict=True):
-        dx = _product(rows, _weight(w, like.dtype, form), like.dtype)
-        dxs.append(dx.reshape(x.data.shape))  # [B, T, K]
-        dws.append(_product(_transposed(_rows(x)), columns, w.dtype))
+    weights = [_weight(w, like.dtype, form) for w in ws]
+    dxs, whole = _gather_and_multiply(part, weights, like.dtype, form)
+    columns = _transposed(_rows(whole))
+    dws = [
+        _product(_transposed(_rows(x)), columns, w.dtype)
+        for x, w in zip(map(_read, xs), ws, strict=True)
+    ]
     return tuple(dxs), tuple(dws)
 
 
@@ -289,6 +354,7 @@ def fp8_column_parallel(
     out_axes: Sequence[Sequence[str | None]],
     rules: AxisRules,
     quantization: Fp8,
+    fused: bool = False,
 ) -> tuple[Float[Array, "B T _N"], ...]:
     """`column_parallel` in fp8: tokens are gathered in fp8 too, and quantized once.
 
@@ -303,7 +369,7 @@ def fp8_column_parallel(
         shards = Shards.of([x, *kernels], plain, rules)
 
     def local(x: Array, *ws: Array) -> tuple[Array, ...]:
-        return _column(_Form(quantization, names), x, ws)
+        return _column(_Form.of(quantization, names, fused=fused), x, ws)
 
     local_axes = [("batch", None, axes[1]) for axes in kernel_axes]
     outs = _over(shards, local, local_axes, [x], kernels)
@@ -320,6 +386,7 @@ def fp8_row_parallel(
     out_axes: Sequence[str | None],
     rules: AxisRules,
     quantization: Fp8,
+    fused: bool = False,
 ) -> Float[Array, "B T N"]:
     """`row_parallel` in fp8; gradients of the result are gathered in fp8.
 
@@ -343,6 +410,7 @@ def fp8_row_parallel(
                 out_axes=out_axes,
                 rules=rules,
                 quantization=quantization,
+                fused=fused,
             )
             for x, w, axes in pairs
         )
@@ -353,7 +421,7 @@ def fp8_row_parallel(
     scattered = names if scatters else ()
 
     def local(*args: Array) -> tuple[Array]:
-        form = _Form(quantization, scattered)
+        form = _Form.of(quantization, scattered, fused=fused)
         out: Any = _row(form, args[: len(xs)], args[len(xs) :])
         return (out if names == scattered else jax.lax.psum(out, names),)
 

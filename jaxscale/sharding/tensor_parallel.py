@@ -92,6 +92,7 @@ def column_parallel(
         tensor_parallel: Form of the collectives.
         quantization: Multiply in fp8, as `jaxscale.sharding.fp8` says: the collectives
             are then written out whatever their form, and tokens are gathered in fp8.
+            ``"fused"`` takes kernels where they were tuned and not slower than XLA.
 
     Returns:
         One product for each kernel, whole along the tokens.
@@ -124,6 +125,7 @@ def column_parallel(
             out_axes=out_axes,
             rules=rules,
             quantization=quantization,
+            fused=tensor_parallel == "fused",
         )
     features = [axes[1] for axes in kernel_axes]
     in_axes = [_SPLIT, *kernel_axes]
@@ -206,6 +208,7 @@ def row_parallel(
             out_axes=out_axes,
             rules=rules,
             quantization=quantization,
+            fused=tensor_parallel == "fused",
         )
     features = [axes[0] for axes in kernel_axes]
     in_axes = [*(("batch", None, axis) for axis in features), *kernel_axes]

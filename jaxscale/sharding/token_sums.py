@@ -25,7 +25,6 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxscale.checks import check_choice
 from jaxscale.sharding.rules import AxisRules
 from pallas_kernels.collective_matmul.all_reduce import (
     Workspace,
@@ -33,7 +32,7 @@ from pallas_kernels.collective_matmul.all_reduce import (
     make_workspace,
     was_faster,
 )
-from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.dispatch import Unsupported, dispatch
 from pallas_kernels.mosaic import DeviceSpec, check_hopper
 
 
@@ -160,20 +159,29 @@ class Sums:
             ValueError: `all_reduce` is unknown.
             Unsupported: it is ``"low_latency"``, and these devices cannot.
         """
-        check_choice("all_reduce", all_reduce, ("xla", "low_latency", None))
-        if all_reduce == "xla":
-            return None
-        dtype = jnp.dtype(dtype)
-        try:
-            axis, devices = _axis(mesh, rules, dtype)
-            device = check_hopper(DeviceSpec.current(), "low_latency_all_reduce")
-        except Unsupported:
-            if all_reduce is None:
+
+        def kernel() -> Sums:
+            kind = jnp.dtype(dtype)
+            device = check_hopper(DeviceSpec.current(), "all_reduce")
+            axis = _axis(mesh, rules, kind)
+            return cls(axis=axis, elements=elements, dtype=kind, device=device)
+
+        def declines() -> str | None:
+            sums = kernel()
+            devices = 1 if mesh is None else mesh.shape[sums.axis]
+            if was_faster(elements, devices, sums.device):
                 return None
-            raise
-        if all_reduce is None and not was_faster(elements, devices, device):
-            return None
-        return cls(axis=axis, elements=elements, dtype=dtype, device=device)
+            return (
+                f"sums of {elements} numbers over {devices} devices were not measured"
+                f" to be faster on {sums.device.name}"
+            )
+
+        return dispatch(
+            "all_reduce",
+            {"low_latency": kernel, "xla": lambda: None},
+            all_reduce,
+            declines={"low_latency": declines},
+        )
 
     def begin(self) -> Line:
         """The line of a program, on whose mesh this is called (`jax.set_mesh`).
@@ -191,10 +199,10 @@ class Sums:
         return Line(make(), self.axis)
 
 
-def _axis(mesh: Mesh | None, rules: AxisRules, dtype: jnp.dtype) -> tuple[str, int]:
-    """The axis of sums of our own, and the number of its devices."""
+def _axis(mesh: Mesh | None, rules: AxisRules, dtype: jnp.dtype) -> str:
+    """The mesh axis of sums of our own."""
     axes = rules.mesh_axes(["heads"]) | rules.mesh_axes(["mlp"])
-    if mesh is None or all(mesh.shape[axis] == 1 for axis in axes):
+    if mesh is None or all(mesh.shape.get(axis, 1) == 1 for axis in axes):
         missing = "a model that is split over several devices"
     elif len(axes) > 1:
         missing = f"rules that split a model over one mesh axis, got {sorted(axes)}"
@@ -205,6 +213,5 @@ def _axis(mesh: Mesh | None, rules: AxisRules, dtype: jnp.dtype) -> tuple[str, i
     elif (ids := [d.id for d in mesh.devices.flat]) != [*range(len(ids))]:
         missing = f"a mesh of the devices 0, 1, ... in this order, got {ids}"
     else:
-        (axis,) = axes
-        return axis, mesh.shape[axis]
-    raise Unsupported(f"all_reduce 'low_latency' needs {missing}; use 'xla' or None")
+        return next(iter(axes))
+    raise Unsupported(f"all_reduce: 'low_latency' needs {missing}; use 'xla' or None")

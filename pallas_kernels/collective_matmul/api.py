@@ -12,12 +12,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.collective_matmul import ops
 from pallas_kernels.collective_matmul.config import Call, CollectiveConfig
+from pallas_kernels.dispatch import as_hashable
 from pallas_kernels.mosaic import DeviceSpec, as_varying, varying
 
 
@@ -355,22 +355,11 @@ def _call(
         raise ValueError(f"out_dtype {out_dtype}, expected a floating type")
     if not isinstance(axis_name, str):
         raise ValueError(f"axis_name {axis_name!r}, expected the name of one mesh axis")
-    try:
-        size = lax.axis_size(axis_name)
-    except NameError:
-        raise ValueError(
-            f"axis_name {axis_name!r} is no axis of an enclosing jax.shard_map; call"
-            " the op inside one, over a mesh with that axis"
-        ) from None
-    if isinstance(implementation, Sequence) and not isinstance(implementation, str):
-        implementation = tuple(implementation)
-    return Call(
-        axis_name=axis_name,
-        size=size,
+    return Call.over(
+        axis_name,
         out_dtype=out_dtype,
-        implementation=implementation,
+        implementation=as_hashable(implementation),
         device=DeviceSpec.current(),
-        tracked=bool(varying(lax.axis_index(axis_name))),
         **options,
     )
 

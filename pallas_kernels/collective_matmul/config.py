@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.cost_model import (
     TENSOR_CORE,
@@ -19,7 +20,7 @@ from pallas_kernels.cost_model import (
     waves,
 )
 from pallas_kernels.matmul.config import MatmulConfig
-from pallas_kernels.mosaic import DeviceSpec
+from pallas_kernels.mosaic import DeviceSpec, varying
 
 
 __all__ = [
@@ -105,6 +106,23 @@ class Call:
     """The gathered operand is an output."""
     deterministic: bool = True
     """Sums are equal bit for bit between runs."""
+
+    @classmethod
+    def over(cls, axis_name: str, **arguments: Any) -> "Call":
+        """The call of a function inside `jax.shard_map`.
+
+        Raises:
+            ValueError: `axis_name` is no axis of an enclosing one.
+        """
+        try:
+            size = lax.axis_size(axis_name)
+        except NameError:
+            raise ValueError(
+                f"axis_name {axis_name!r} is no axis of an enclosing jax.shard_map;"
+                " call the op inside one, over a mesh with that axis"
+            ) from None
+        tracked = bool(varying(lax.axis_index(axis_name)))
+        return cls(axis_name=axis_name, size=size, tracked=tracked, **arguments)
 
     def transposed(self, out_dtype: jnp.dtype, **changes: Any) -> "Call":
         """The call that multiplies by the transposed weights."""

@@ -26,10 +26,10 @@ from pallas_kernels.collective_matmul import (
 from pallas_kernels.collective_matmul.config import Call, CollectiveConfig
 from pallas_kernels.collective_matmul.ops import Op, run
 from pallas_kernels.collective_matmul.scales import ScaledArray
-from pallas_kernels.dispatch import check_floating
-from pallas_kernels.mosaic import DeviceSpec, vary_alike, varying
+from pallas_kernels.dispatch import as_hashable, check_floating
+from pallas_kernels.mosaic import DeviceSpec, vary_alike
 from pallas_kernels.scaled_matmul import scaled_matmul
-from pallas_kernels.scaled_matmul.quantize import check_fp8
+from pallas_kernels.scaled_matmul.api import check_operands
 
 
 __all__ = ["scaled_all_gather_matmul", "scaled_matmul_reduce_scatter"]
@@ -42,6 +42,7 @@ def scaled_all_gather_matmul(
     b_scale: Float[Array, "..."] | Sequence[Float[Array, "..."]],
     *,
     axis_name: str,
+    return_gathered: bool = False,
     out_dtype: DTypeLike = jnp.bfloat16,
     implementation: str | Sequence[str] | None = None,
     config: CollectiveConfig | None = None,
@@ -49,8 +50,8 @@ def scaled_all_gather_matmul(
     """Multiplies the 8-bit rows of all devices by the weight of this device.
 
     `all_gather_matmul` of what `scaled_matmul` multiplies: rows ``d m`` to ``(d+1) m``
-    of the product are those of device d. The rows travel in 8 bits; their scales, a
-    number a row, are gathered first. Several weights share one gather.
+    of the product are those of device d. The rows travel in 8 bits; their scales, where
+    there is one a row, are gathered first. Several weights share one gather.
 
     With ``implementation=None`` the kernel runs where a table of tuned problems says
     that it is within 2% of XLA or faster. Not differentiable.
@@ -60,16 +61,20 @@ def scaled_all_gather_matmul(
         b: [N,K] of either type, the columns of this device; or a sequence of such
             weights, whose N may differ.
         a_scale: fp32, what a one of a stands for: ``[*B,m]``, or [] for the rows of
-            this device.
+            all devices, on which it must be the same.
         b_scale: fp32, of b: [N] or []; or a sequence, one for each weight.
         axis_name: mesh axis to gather over.
+        return_gathered: also return the rows of all devices, which are a by-product,
+            and their scales.
         out_dtype: type of y.
         implementation: "mosaic_gpu" (one Hopper kernel), "xla" (a collective, then the
             product), a sequence of these, or None for the best.
         config: how the kernel cuts this product, with ``tile_k=128``; None looks it up.
 
     Returns:
-        ``[*B,D*m,N]``; of a sequence of weights, a tuple.
+        ``[*B,D*m,N]``; of a sequence of weights, a tuple. With `return_gathered` the
+        triple of that, the gathered a, ``[*B,D*m,K]``, and what its ones stand for,
+        ``[*B,D*m]`` or a_scale if that is [].
 
     Raises:
         ValueError: shapes or types disagree, or `axis_name` is no axis of an enclosing
@@ -103,12 +108,16 @@ def scaled_all_gather_matmul(
             " scale for each weight"
         )
     for weight, scale in zip(bs, b_scales, strict=True):
-        _check(a, weight, a_scale, scale)
+        check_operands(a, weight, a_scale, scale)
     call = _call(axis_name, out_dtype, implementation, config)
     arrays = _alike((a, a_scale, tuple(bs), tuple(b_scales)), call)
-    ys: Any = _all_gather(*arrays, call)
-    ys = tuple(y.reshape(*a.shape[:-2], *y.shape[1:]) for y in ys)  # [..,D*m,N]
-    return ys if several else ys[0]
+    outs: Any = _all_gather(*arrays, call)
+    outs = (y.reshape(*a.shape[:-2], *y.shape[1:]) for y in outs)  # [..,D*m,N]
+    *ys, gathered, scale = outs
+    y = tuple(ys) if several else ys[0]
+    if not return_gathered:
+        return y
+    return y, gathered, scale[..., 0] if a_scale.ndim else a_scale
 
 
 def scaled_matmul_reduce_scatter(
@@ -165,7 +174,7 @@ def scaled_matmul_reduce_scatter(
         >>> bool(jax.numpy.allclose(y.astype("float32"), want, atol=0.1))
         True
     """
-    _check(a, b, a_scale, b_scale)
+    check_operands(a, b, a_scale, b_scale)
     call = _call(axis_name, out_dtype, implementation, config)
     if a.shape[-2] % call.size:
         raise ValueError(
@@ -176,21 +185,6 @@ def scaled_matmul_reduce_scatter(
     return y.reshape(*a.shape[:-2], *y.shape[1:])  # [..,M/D,N]
 
 
-def _check(a: Any, b: Any, a_scale: Any, b_scale: Any) -> None:
-    check_fp8(a=a.dtype, b=b.dtype)
-    if a.ndim < 2 or b.ndim != 2 or a.shape[-1] != b.shape[1]:
-        raise ValueError(
-            f"a and b have shapes {a.shape} and {b.shape}, expected [*B, rows, K] and"
-            " [N, K]: both end with the dimension that is summed"
-        )
-    for name, scale, x in (("a", a_scale, a), ("b", b_scale, b)):
-        if scale.dtype != jnp.float32 or scale.shape not in ((), x.shape[:-1]):
-            raise ValueError(
-                f"{name}_scale has type {scale.dtype} and shape {scale.shape}, expected"
-                f" float32 and () or {x.shape[:-1]}, the rows of {name}"
-            )
-
-
 def _call(
     axis_name: str,
     out_dtype: DTypeLike,
@@ -198,26 +192,13 @@ def _call(
     config: CollectiveConfig | None,
 ) -> Call:
     check_floating(out_dtype=out_dtype)
-    try:
-        size = lax.axis_size(axis_name)
-    except NameError:
-        raise ValueError(
-            f"axis_name {axis_name!r} is no axis of an enclosing jax.shard_map; call"
-            " the op inside one, over a mesh with that axis"
-        ) from None
-    return Call(
-        axis_name=axis_name,
-        size=size,
+    return Call.over(
+        axis_name,
         rhs_transposed=True,
         out_dtype=jnp.dtype(out_dtype),
-        implementation=(
-            implementation
-            if implementation is None or isinstance(implementation, str)
-            else tuple(implementation)
-        ),
+        implementation=as_hashable(implementation),
         config=config,
         device=DeviceSpec.current(),
-        tracked=bool(varying(lax.axis_index(axis_name))),
     )
 
 
@@ -246,18 +227,19 @@ def _all_gather(
 ) -> tuple[jax.Array, ...]:
     *batch, rows, depth = a.shape
     batch = math.prod(batch)
-    own = _by_row(a_scale, a.shape[:-1]).reshape(batch, 1, rows)  # [B,1,m]
-    if own.size:  # XLA waits forever in a collective of an empty array
+    if a_scale.ndim and a_scale.size:  # XLA waits forever in an empty collective
+        own = a_scale.reshape(batch, 1, rows)
         scale = lax.all_gather(own, call.axis_name, axis=1, tiled=True)  # [B,D,m]
     else:
+        own = _by_row(a_scale, a.shape[:-1]).reshape(batch, 1, rows)
         scale = jnp.broadcast_to(own, (batch, call.size, rows))
     x = ScaledArray(a.reshape(batch, rows, depth), scale)
     ws = tuple(
         ScaledArray(b, _by_row(scale, b.shape[:1]))
         for b, scale in zip(bs, b_scales, strict=True)
     )
-    ys, _ = run(SCALED_ALL_GATHER, x, ws, call)
-    return ys
+    ys, gathered = run(SCALED_ALL_GATHER, x, ws, call)
+    return *ys, gathered, scale.reshape(batch, call.size * rows, 1)  # [B,M,1]
 
 
 _all_gather.defjvp(_refuse_derivatives)

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels import tuned_configs
-from pallas_kernels.dispatch import check_floating
+from pallas_kernels.dispatch import as_hashable, check_floating
 from pallas_kernels.matmul.config import MatmulConfig
 from pallas_kernels.matmul.dense import run_dense
 from pallas_kernels.matmul.implementations import run
@@ -101,11 +101,7 @@ def matmul(
     call = _Call(
         rhs_transposed=rhs_transposed,
         out_dtype=out_dtype,
-        implementation=(
-            implementation
-            if implementation is None or isinstance(implementation, str)
-            else tuple(implementation)
-        ),
+        implementation=as_hashable(implementation),
         config=config,
         device=DeviceSpec.current(),
     )

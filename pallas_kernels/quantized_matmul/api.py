@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Num
 
 from pallas_kernels import tuned_configs
-from pallas_kernels.dispatch import Unsupported, check_floating, dispatch
+from pallas_kernels.dispatch import Unsupported, as_hashable, check_floating, dispatch
 from pallas_kernels.mosaic import (
     DeviceSpec,
     as_varying,
@@ -86,11 +86,7 @@ def quantized_matmul(
     tuned_configs.check_config("quantized_matmul", config, QuantizedMatmulConfig)
     call = _Call(
         out_dtype=out_dtype,
-        implementation=(
-            implementation
-            if implementation is None or isinstance(implementation, str)
-            else tuple(implementation)
-        ),
+        implementation=as_hashable(implementation),
         config=config,
         device=DeviceSpec.current(),
     )

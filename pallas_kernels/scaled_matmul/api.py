@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels import tuned_configs
-from pallas_kernels.dispatch import Unsupported, check_floating, dispatch
+from pallas_kernels.dispatch import Unsupported, as_hashable, check_floating, dispatch
 from pallas_kernels.mosaic import (
     DeviceSpec,
     as_varying,
@@ -97,16 +97,12 @@ def scaled_matmul(
         DeepSeek-V3 Technical Report (arXiv 2412.19437), section 3.3.2, which promotes
         sums in the same intervals and has a scale for each block of 128 numbers.
     """
-    _check(a, b, a_scale, b_scale)
+    check_operands(a, b, a_scale, b_scale)
     check_floating(out_dtype=out_dtype)
     tuned_configs.check_config("scaled_matmul", config, ScaledMatmulConfig)
     call = _Call(
         out_dtype=jnp.dtype(out_dtype),
-        implementation=(
-            implementation
-            if implementation is None or isinstance(implementation, str)
-            else tuple(implementation)
-        ),
+        implementation=as_hashable(implementation),
         config=config,
         device=DeviceSpec.current(),
     )
@@ -130,7 +126,12 @@ def scaled_matmul(
     return by_shards(local, arrays, dims, leading + columns)(*arrays)
 
 
-def _check(a: Array, b: Array, a_scale: Array, b_scale: Array) -> None:
+def check_operands(a: Array, b: Array, a_scale: Array, b_scale: Array) -> None:
+    """Refuses what is no pair of operands with their scales: see `scaled_matmul`.
+
+    Raises:
+        ValueError: shapes or types disagree.
+    """
     check_fp8(a=a.dtype, b=b.dtype)
     if a.ndim < 2 or b.ndim != 2 or a.shape[-1] != b.shape[1]:
         raise ValueError(

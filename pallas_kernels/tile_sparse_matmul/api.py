@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from pallas_kernels import tuned_configs
-from pallas_kernels.dispatch import Unsupported, dispatch
+from pallas_kernels.dispatch import Unsupported, as_hashable, dispatch
 from pallas_kernels.matmul import matmul
 from pallas_kernels.mosaic import DeviceSpec, vary_alike
 from pallas_kernels.partition import by_shards, check_local
@@ -136,11 +136,7 @@ def tile_sparse_matmul(
         equal_counts=w.equal_counts,
         activation=activation,
         feature_major=(x_major, y_major),
-        implementation=(
-            implementation
-            if implementation is None or isinstance(implementation, str)
-            else tuple(implementation)
-        ),
+        implementation=as_hashable(implementation),
         config=config,
     )
     weights, structure = jax.tree.flatten((w, singles, bias))

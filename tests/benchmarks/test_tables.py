@@ -52,6 +52,14 @@ def test_every_row_is_shown_and_the_fastest_is_bold():
     assert fold.rstrip().endswith("python -m benchmarks.matmul\n```\n\n</details>")
 
 
+def test_rounded_operands_are_set_against_each_other_alone():
+    rounded = [row("a", "fp8_mosaic_gpu", 60.0, 1.0), row("a", "fp8_xla", 90.0, 1.0)]
+    lines = tables.markdown(RECORD | {"rows": RECORD["rows"][:2] + rounded})
+    assert "| 1.10 | **100 (800)** | 110 (727) | 60 (1) | 90 (1) |" in lines
+    lines = tables.markdown(RECORD | {"rows": rounded})
+    assert "| 1.50 | **60 (1)** | 90 (1) |" in lines
+
+
 def test_pytorch_counts_with_what_it_takes_for_more_work():
     """Of its forms the best, on this problem or on one with more of everything."""
     one = encoder_row("m", "jaxscale", 100.0)

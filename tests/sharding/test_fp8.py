@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,10 @@ from jaxscale.sharding import (
     row_parallel,
 )
 from jaxscale.sharding.fp8 import E4M3, E5M2, quantize_operand
+from pallas_kernels import tuning
+from pallas_kernels.collective_matmul import CollectiveConfig
+from pallas_kernels.mosaic import H200, use_device
+from tests.interpreter import interpret_mosaic_gpu
 from tests.tolerances import RELATIVE, relative_error
 
 
@@ -47,14 +52,14 @@ def rounded(x, kind, axis):
     return (x / scale).astype(dtype).astype(np.float64) * scale
 
 
-def column(x, w, quantization="fp8", rules=REPLICATED, **options):
+def column(x, w, quantization: Any = "fp8", rules=REPLICATED, **options):
     axes = {"kernel_axes": [("embed", "mlp")], "rules": rules}
     axes["out_axes"] = [("batch", None, "act_mlp")]
     x, w = map(jnp.asarray, (x, w))
     return column_parallel(x, [w], quantization=quantization, **axes, **options)[0]
 
 
-def row(x, w, quantization="fp8", rules=REPLICATED, **options):
+def row(x, w, quantization: Any = "fp8", rules=REPLICATED, **options):
     axes = {"kernel_axes": [("mlp", "embed")], "rules": rules}
     axes["out_axes"] = ("batch", "tokens", "act_embed")
     x, w = map(jnp.asarray, (x, w))
@@ -304,3 +309,45 @@ def test_names_of_quantization(kind, no_shape_hook):
     layer = make(quantization="fp8")
     exact = rounded(np.asarray(x), "x", -1) @ rounded(np.asarray(layer.weight), "x", 0)
     assert relative_error(layer(x), exact) < TOLERANCE
+
+
+@pytest.mark.slow
+@BOTH
+def test_kernels_that_communicate_give_what_xla_gives(quantization):
+    """Forward and backward, of layers that share a gather and of some in one sum."""
+    rules, config = (
+        fsdp_tp(),
+        CollectiveConfig(tile_m=128, tile_n=64, tile_k=128, stages=2),
+    )
+    sizes = {
+        "up": (256, 256),
+        "gate": (256, 256),
+        "down": (256, 256),
+        "out": (256, 256),
+    }
+    params = {
+        name: normal(*size, seed=seed) / 16
+        for seed, (name, size) in enumerate(sizes.items())
+    }
+    x, g = (jnp.asarray(normal(1, 256, 256, seed=s), jnp.bfloat16) for s in (5, 6))
+
+    def results(tensor_parallel):
+        def run(params, x, g):
+            options = {"rules": rules, "quantization": quantization}
+            options["tensor_parallel"] = tensor_parallel
+            y, back = jax.vjp(partial(network, **options), params, x)
+            return y, back(g)
+
+        return jax.tree.map(np.asarray, jax.jit(run)(params, x, g))
+
+    with jax.set_mesh(make_mesh({"tensor": 2}, jax.devices()[:2])):
+        expected = results("xla")
+        with (
+            use_device(dataclasses.replace(H200, num_sms=1)),
+            interpret_mosaic_gpu() as ran,
+            tuning.override("collective_matmul", config),
+        ):
+            found = results("fused")
+        assert ran.kernels >= 4
+    for actual, exact in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        assert relative_error(actual, exact) < RELATIVE[jnp.dtype(jnp.bfloat16)]
