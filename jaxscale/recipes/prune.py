@@ -475,8 +475,9 @@ def add_to_report(report: Report, pruned: Pruned, bytes_per_token: float) -> Non
     gone, whole = lost_layers(layers), [x.name for x in layers if x.sparsity == 0]
     report.text(f"Layers that lost everything: {', '.join(gone) or 'none'}.")
     report.text(
-        f"Layers that stayed dense: {', '.join(whole) or 'none of the chosen'}; by "
-        f"choice {', '.join(config.dense) or 'none'}, embeddings and heads always."
+        f"Layers that lost nothing: {', '.join(whole) or 'none of the chosen'}; left "
+        f"out by choice: {', '.join(config.dense) or 'none'}; never pruned: embeddings "
+        "and heads."
     )
     if (dense := pruned.dense_layers()) is not None:
         report.text(

@@ -84,7 +84,7 @@ def test_prune_trains_under_masks_and_reports(trained, command, tmp_path):
     # Histogram and two pictures; loss, rate, norm and speed.
     assert page.count("Plotly.newPlot") == 7
     assert "What blocks.mlp." in page and "Layers that lost everything: none." in page
-    assert "dense: none of the chosen; by choice blocks.attention.*" in page
+    assert "of the chosen; left out by choice: blocks.attention.*" in page
     assert "dense, trained as long" in page and f"{control:.2f}" in page
     assert "optimizer.learning_rate" in page and "<td>fsdp 8, rules fsdp_tp" in page
 
