@@ -11,9 +11,10 @@ GPU where it is missing.
 Scaled to a matrix of r times the inputs and c times the outputs, every tile stands for
 c tiles, each of which keeps r times as many rows, and every dropped column for c
 dropped ones: the shares of the tiles, uneven as they are, the share of the columns and
-the sparsity stay exactly what they were. A single weight stands for r c of them, so an
-output feature has r times as many. Which rows a tile keeps and which columns are left
-is drawn at random, since features of the two models have nothing to do with each other.
+the sparsity stay exactly what they were. Rows that are there for single weights are
+mostly zeros, as many as in the model. Which rows a tile keeps, which of its values are
+zero and which columns are left is drawn at random, since features of the two models
+have nothing to do with each other.
 Where hidden features are left out, inputs of the down projection are those left.
 
 Every block of the model is there, so that what is timed keeps just what the model does
@@ -22,7 +23,7 @@ names: query, key, value, out, gate, up and down. Those of which so much is kept
 `sparsify` leaves them dense are dense here.
 
 Legend: K input features, N output features, C packed output features, T tiles, P rows
-that fit into a tile, G columns of a tile, J single weights of an output feature.
+that fit into a tile, G columns of a tile.
 """
 
 import dataclasses
@@ -45,7 +46,7 @@ from benchmarks import byte_text, records, timing
 from benchmarks.pruning_accuracy import SETUPS, Experiment
 from jaxscale import models, pruning
 from jaxscale.models.stack import unstacked
-from pallas_kernels.tile_sparse_matmul import SingleWeights, TileSparse
+from pallas_kernels.tile_sparse_matmul import TileSparse
 
 
 FILE = pathlib.Path(__file__).parent / "pruned_model.json"
@@ -75,10 +76,9 @@ class Part:
     """The outputs that are left stay packed, as the next matrix takes them."""
     counts: tuple[int, ...]
     """Rows that each tile keeps, of the tiles that are left."""
-    singles: int = 0
-    """Weights outside of tiles."""
-    most_singles: int = 0
-    """The most of them that an output feature has."""
+    weights: int
+    """Number of weights that are kept: less than the tiles have where they keep rows
+    for single ones."""
     tile: int
     """G."""
     dense: bool = False
@@ -90,9 +90,11 @@ class Part:
         return self.weights / (self.shape[0] * self.shape[1])
 
     @property
-    def weights(self) -> int:
-        """Number of weights that are kept."""
-        return sum(self.counts) * self.tile + self.singles
+    def multiplied(self) -> float:
+        """Share of the dense product that the tiles take."""
+        if self.dense:
+            return 1.0
+        return sum(self.counts) * self.tile / (self.shape[0] * self.shape[1])
 
     def scaled(self, inputs: int, outputs: int) -> "Part":
         """The same for a matrix of [inputs, outputs].
@@ -111,11 +113,10 @@ class Part:
             shape=(inputs, outputs),
             inputs=self.inputs * rows,
             counts=tuple(rows * n for n in self.counts for _ in range(columns)),
-            singles=self.singles * rows * columns,
-            most_singles=self.most_singles * rows,
+            weights=self.weights * rows * columns,
         )
 
-    def weight(self, seed: int) -> tuple[TileSparse, SingleWeights | None]:
+    def weight(self, seed: int) -> TileSparse:
         """Random values where a mask keeps some, the same mask for every seed."""
         rng = np.random.default_rng(0)
         counts = np.array(self.counts, np.int32)
@@ -130,35 +131,25 @@ class Part:
         columns = None
         if not self.packed:
             columns = jnp.asarray(np.sort(rng.permutation(self.shape[1])[:width]))
-        weight = TileSparse(
-            _values(seed, jnp.asarray(counts), room, self.tile),
+        whole = max(int(counts.sum()) * self.tile, 1)
+        return TileSparse(
+            _values(seed, self.weights / whole, jnp.asarray(counts), room, self.tile),
             jnp.asarray(rows),
             jnp.asarray(counts),
             columns,
             shape=(self.inputs, width if self.packed else self.shape[1]),
         )
-        return weight, self._single_weights(seed)
-
-    def _single_weights(self, seed: int) -> SingleWeights | None:
-        """As many of each output feature as the one with the most has room for."""
-        if not self.singles:
-            return None
-        shape = self.most_singles, self.shape[1]  # [J, N]
-        keys = jax.random.split(jax.random.key(seed + 1))
-        # Apart from each other: one of each stretch of the inputs.
-        stretch = self.inputs // self.most_singles
-        within = jax.random.randint(keys[0], shape, 0, stretch, jnp.int32)
-        starts = stretch * jnp.arange(self.most_singles, dtype=jnp.int32)
-        values = jax.random.normal(keys[1], shape, jnp.bfloat16)
-        return SingleWeights(values, starts[:, None] + within, self.inputs)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _values(seed: int, counts: jax.Array, room: int, tile: int) -> jax.Array:
-    """[T, P, G], random where rows are kept."""
-    values = normal(seed, len(counts), room, tile)
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _values(
+    seed: int, share: float, counts: jax.Array, room: int, tile: int
+) -> jax.Array:
+    """[T, P, G], random in a share of the values of kept rows."""
+    shape = len(counts), room, tile
+    chosen = jax.random.uniform(jax.random.key(0), shape, jnp.float32) < share
     kept = jnp.arange(room) < counts[:, None]  # [T, P]
-    return jnp.where(kept[:, :, None], values, 0)
+    return jnp.where(chosen & kept[:, :, None], normal(seed, *shape), 0)
 
 
 def normal(seed: int, *shape: int) -> jax.Array:
@@ -325,14 +316,12 @@ def parts_of(model: Any, masks: pruning.Masks) -> list[dict[str, dict[str, Any]]
     for name in masks:
         _, block, *path = name.split(".")
         layer = operator.attrgetter(".".join(path))(sparse.blocks[int(block)])
-        shape, single = masks[name].shape, masks[name] & ~masks.tiled[name]
         found[int(block)][path[-1]] = {
-            "shape": list(shape),
+            "shape": list(masks[name].shape),
             "inputs": layer.shape[0],
             "packed": layer.columns is None,
             "counts": layer.counts[0].tolist(),
-            "singles": int(single.sum()),
-            "most_singles": int(single.sum(0).max()),
+            "weights": int(np.count_nonzero(layer.values[...])),
             "dense": name in dense,
         }
     return found

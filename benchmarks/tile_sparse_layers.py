@@ -120,17 +120,13 @@ def _sparse(
         own = seed + 10 * i + len(name)
         if blocks[i][name].dense:
             return _random(own, layer)
-        w, singles = blocks[i][name].weight(own)
-        if singles is not None:
-            singles = jax.tree.map(lambda x: x[None], singles)  # one shard
-            values = (singles.values * SCALE).astype(jnp.bfloat16)
-            singles = type(singles)(values, singles.rows, singles.inputs)
+        w = blocks[i][name].weight(own)
         return TileSparseLinear(
             TileSparse.stack([w.with_values(w.values * SCALE)]),
             split=None,
             kernel_axes=layer.kernel_axes,
             out_axes=layer.out_axes,
-            singles=singles,
+            zeros_stay=params["mask"] == "tew",
             dtype=layer.dtype,
             implementation=implementation,
         )
@@ -170,8 +166,7 @@ def _dense_weight(layer: TileSparseLinear | QuantizedLinear) -> jax.Array:
         return whole[: layer.features].T
     stored = copy.copy(layer)
     stored.dtype = jnp.float32
-    w, singles = jax.tree.map(lambda x: x[0], (stored.weight, stored.singles))
-    return w.to_dense() if singles is None else w.to_dense() + singles.to_dense()
+    return jax.tree.map(lambda x: x[0], stored.weight).to_dense()
 
 
 def _inputs(params: Params, seed: int) -> tuple[jax.Array, jax.Array]:

@@ -13,11 +13,12 @@ Times are those of the matrix in all ``layers`` of the model, one after another,
 blocks keep unequal shares. ``sparsity`` is that of the whole model; what is ``kept`` of
 one kind of matrix may be more or less. A baseline takes every layer alike: one is timed
 and counted as often. ``ideal_speed_up`` is what the kept products would take at the
-rate of the dense product: one over ``kept``. Every implementation has operands of its
-own, as many sets of them as pass through the L2 cache twice, and is compared with the
-fp32 product of its own operands. Dense baselines get full random weights: zeros would
-save power and flatter them. Ours read and write feature-major activations, as in a
-chain of layers.
+rate of the dense product: one over ``kept``. Tiles of ``tew`` keep rows for the sake of
+single weights: ``multiplied`` is what they have. Every implementation has operands of
+its own, as many sets of them as pass through the L2 cache twice, and is compared with
+the fp32 product of its own operands. Dense baselines get full random weights: zeros
+would save power and flatter them. Ours read and write feature-major activations, as in
+a chain of layers.
 """
 
 import dataclasses
@@ -46,7 +47,6 @@ from jaxscale.nn.quantized_linear import quantize_kernel
 from pallas_kernels.quantized_matmul import quantized_matmul
 from pallas_kernels.quantized_matmul import reference as quantized
 from pallas_kernels.tile_sparse_matmul import (
-    SingleWeights,
     TileSparse,
     tile_sparse_matmul,
 )
@@ -123,26 +123,21 @@ def _ours(name: str, params: Params) -> Form:
             return (
                 normal(seed + 1, params["K"], params["M"]),
                 normal(seed, params["K"], params["N"]),
-                None,
             )
-        return normal(seed + 1, part.inputs, params["M"]), *part.weight(seed)
+        return normal(seed + 1, part.inputs, params["M"]), part.weight(seed)
 
-    def function(x: jax.Array, w: Any, singles: SingleWeights | None) -> jax.Array:
+    def function(x: jax.Array, w: Any) -> jax.Array:
         if not isinstance(w, TileSparse):
             return w.T @ x
         return tile_sparse_matmul(
             x,
             w,
-            singles=singles,
             feature_major=True,
             implementation=None if name == "auto" else name,
         )
 
-    def exact(x: jax.Array, w: Any, singles: SingleWeights | None) -> jax.Array:
-        if not isinstance(w, TileSparse):
-            return w.T @ x
-        dense = w.to_dense()
-        return (dense if singles is None else dense + singles.to_dense()).T @ x
+    def exact(x: jax.Array, w: Any) -> jax.Array:
+        return (w.to_dense() if isinstance(w, TileSparse) else w).T @ x
 
     return Form(
         operands,
@@ -150,6 +145,7 @@ def _ours(name: str, params: Params) -> Form:
         exact,
         metrics=lambda layers: {
             "kept": kept(parts),
+            "multiplied": sum(part.multiplied for part in parts) / len(parts),
             "weight_mb": sum(_megabytes(weights) for _, *weights in layers),
         },
         layers=len(parts),

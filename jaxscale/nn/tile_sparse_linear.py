@@ -16,8 +16,8 @@ from jaxscale.sharding.operations import constrain, per_shard, reshape
 from jaxscale.sharding.rules import REPLICATED, AxisRules, check_axes
 from pallas_kernels.matmul.activations import activate
 from pallas_kernels.tile_sparse_matmul import (
-    SingleWeights,
     TileSparse,
+    pin_zeros,
     tile_sparse_matmul,
 )
 
@@ -29,9 +29,8 @@ class SparsePattern(nnx.Variable):
 class TileSparseLinear(nnx.Module):
     """`jaxscale.nn.Linear` with a weight of which each tile keeps its own rows.
 
-    `jaxscale.pruning.sparsify` makes it from a pruned `Linear`; weights that are kept
-    outside of tiles, if any, stand beside them. The weight comes in S shards of equal
-    shape, a tensor-parallel device holding its part of them: each shard
+    `jaxscale.pruning.sparsify` makes it from a pruned `Linear`. The weight comes in S
+    shards of equal shape, a tensor-parallel device holding its part of them: each shard
     has tiles of its own columns where the rules split the output features, and all
     tiles with its own rows where they split the input features, whose products are then
     summed. On fewer devices one computes several shards. Bias and activation are part
@@ -55,7 +54,7 @@ class TileSparseLinear(nnx.Module):
         split: Literal["rows", "columns"] | None,
         kernel_axes: tuple[str | None, str | None],
         out_axes: tuple[str | None, ...],
-        singles: SingleWeights | None = None,
+        zeros_stay: bool = False,
         bias: nnx.Param | None = None,
         dtype: DTypeLike = jnp.float32,
         rules: AxisRules = REPLICATED,
@@ -68,7 +67,8 @@ class TileSparseLinear(nnx.Module):
             split: Dimension of the shards: input features (rows) or output features.
             kernel_axes: Logical axes of the dense kernel.
             out_axes: Logical axes of the result, (batch, tokens, features).
-            singles: Weights outside of tiles, in shards like those of `weight`.
+            zeros_stay: Zeros among the values are pruned weights: tiles keep whole rows
+                for the sake of some of them, and training leaves the others zero.
             bias: Bias of the dense layer.
             dtype: Type of the computation and the result.
             rules: Mesh axes of each logical axis.
@@ -82,7 +82,8 @@ class TileSparseLinear(nnx.Module):
         self.rules = rules
         self.implementation = implementation
         self.shape, self.granularity = weight.shape, weight.granularity
-        self.equal_counts = weight.equal_counts
+        self.zeros_stay = zeros_stay
+        self.equal_counts, self.steps = weight.equal_counts, weight.steps
         self.bias = bias
         # The shards divide one axis of the kernel, one shard none. By the other, FSDP
         # stores a part of the rows of each tile.
@@ -102,32 +103,20 @@ class TileSparseLinear(nnx.Module):
             None if columns is None else variable(SparsePattern, columns, None)
         )
         self.order = None if order is None else variable(SparsePattern, order, None)
-        single_values = single_rows = None
-        if singles is not None and singles.room:
-            single_values = variable(nnx.Param, singles.values, None, None)
-            single_rows = variable(SparsePattern, singles.rows, None, None)
-        self.single_values, self.single_rows = single_values, single_rows
 
     @property
     def weight(self) -> TileSparse:
         """The stacked shards, in the type of the computation."""
+        values = self.values[...]
         leaves = (
-            self.values[...].astype(self.dtype),
+            (pin_zeros(values) if self.zeros_stay else values).astype(self.dtype),
             self.rows[...],
             self.counts[...],
             None if self.columns is None else self.columns[...],
             None if self.order is None else self.order[...],
         )
-        static = (self.shape, self.granularity, self.equal_counts)
+        static = (self.shape, self.granularity, self.equal_counts, self.steps)
         return TileSparse.tree_unflatten(static, leaves)
-
-    @property
-    def singles(self) -> SingleWeights | None:
-        """The shards of what is kept outside of tiles, in the computation's type."""
-        values, rows = self.single_values, self.single_rows
-        if values is None or rows is None:
-            return None
-        return SingleWeights(values[...].astype(self.dtype), rows[...], self.shape[0])
 
     @property
     def _shards_of_bias(self) -> Float[Array, "S C"] | None:
@@ -161,7 +150,7 @@ class TileSparseLinear(nnx.Module):
         x_along, y_along = (0 if major else -1 for major in feature_major)
         # Products of some of the rows are summed before bias and activation.
         bias, follow = (None, None) if by_rows else (self._shards_of_bias, activation)
-        leaves, structure = jax.tree.flatten((self.weight, self.singles, bias))
+        leaves, structure = jax.tree.flatten((self.weight, bias))
 
         def product(x: Array, *leaves: Array) -> tuple[Array]:
             shards = len(leaves[0])
@@ -174,13 +163,12 @@ class TileSparseLinear(nnx.Module):
                 tile_sparse_matmul(
                     x,
                     w,
-                    singles=singles,
                     bias=bias,
                     activation=follow,
                     feature_major=feature_major,
                     implementation=self.implementation,
                 )
-                for x, (w, singles, bias) in zip(xs, parts, strict=True)
+                for x, (w, bias) in zip(xs, parts, strict=True)
             ]
             if by_rows:
                 return (sum(ys[1:], ys[0])[None],)

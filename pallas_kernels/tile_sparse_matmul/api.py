@@ -30,7 +30,7 @@ from pallas_kernels.tile_sparse_matmul import (
     triton,
     xla,
 )
-from pallas_kernels.tile_sparse_matmul.arguments import check_product, check_singles
+from pallas_kernels.tile_sparse_matmul.arguments import check_product
 from pallas_kernels.tile_sparse_matmul.config import (
     GradConfig,
     Problem,
@@ -38,10 +38,6 @@ from pallas_kernels.tile_sparse_matmul.config import (
     heuristic,
 )
 from pallas_kernels.tile_sparse_matmul.format import STEP, TileSparse
-from pallas_kernels.tile_sparse_matmul.singles import (
-    SingleWeights,
-    single_weights_matmul,
-)
 from pallas_kernels.tile_sparse_matmul.transposed import has_tiles, transposed
 
 
@@ -52,7 +48,6 @@ def tile_sparse_matmul(
     x: Float[Array, "..."],
     w: TileSparse,
     *,
-    singles: SingleWeights | None = None,
     bias: Float[Array, " N"] | None = None,
     activation: str | None = None,
     feature_major: bool | tuple[bool, bool] = False,
@@ -70,7 +65,7 @@ def tile_sparse_matmul(
     granularity 1 or 8 is transposed first; token-major output, and either input of
     granularity 64, cost nothing.
 
-    Differentiable in x, ``w.values``, ``singles.values`` and bias. The gradient of the
+    Differentiable in x, ``w.values`` and bias. The gradient of the
     values is computed for the kept rows alone, by a kernel of the same family on
     Hopper; that of x is dense work with the unpacked weight, because the transpose of a
     tile-wise weight has no tiles; of granularity 64 it has, and where half or more is
@@ -86,14 +81,9 @@ def tile_sparse_matmul(
     inside `jax.shard_map`, with `TileSparse.shards`, and where the types of Explicit
     mesh axes say that tokens are split.
 
-    Weights outside of tiles (`singles`) are added by XLA, each at the cost of dozens in
-    a tile: cheap for few tokens. For many the whole weight is expected to be faster
-    unpacked and dense, which ``implementation=None`` then does.
-
     Args:
         x: ``[*B,K]`` activations, or ``[K,*B]``.
         w: weight [K,N] of the same type.
-        singles: weights that are kept outside of tiles, of the same type, or None.
         bias: [N], added before the activation.
         activation: "relu", "silu", "gelu" (exact), "gelu_tanh", or None.
         feature_major: whether features are the leading axis, of x and y or of each.
@@ -128,22 +118,21 @@ def tile_sparse_matmul(
     x_major, y_major = _layouts(feature_major)
     check_product(x, w, bias, activation, x_major)
     tuned_configs.check_config(_OP, config, TileSparseConfig)
-    if singles is not None:
-        check_singles(w, singles)
     call = _Call(
         shape=w.shape,
         granularity=w.granularity,
         equal_counts=w.equal_counts,
+        steps=w.steps,
         activation=activation,
         feature_major=(x_major, y_major),
         implementation=as_hashable(implementation),
         config=config,
     )
-    weights, structure = jax.tree.flatten((w, singles, bias))
+    weights, structure = jax.tree.flatten((w, bias))
 
     def run(x: jax.Array, *weights: jax.Array) -> jax.Array:
-        w, singles, bias = structure.unflatten(weights)
-        return _tile_sparse_matmul(x, w, singles, bias, call)
+        w, bias = structure.unflatten(weights)
+        return _tile_sparse_matmul(x, w, bias, call)
 
     rows = string.ascii_lowercase[: x.ndim - 1]
     x_dims, y_dims = (
@@ -157,7 +146,6 @@ def tile_sparse_matmul(
 def _tile_sparse_matmul(
     x: jax.Array,
     w: TileSparse,
-    singles: SingleWeights | None,
     bias: jax.Array | None,
     call: "_Call",
 ) -> jax.Array:
@@ -167,9 +155,6 @@ def _tile_sparse_matmul(
     tokens = math.prod(batch)
     # [K, M] or [M, K], and back to [N, ..] or [.., N] at the end.
     flat = x.reshape((w.shape[0], tokens) if x_major else (tokens, w.shape[0]))
-    if singles is not None and singles.room:
-        y = _with_singles(flat, w, singles, bias, call)
-        return y.reshape((w.shape[1], *batch) if y_major else (*batch, w.shape[1]))
     if not x_major and w.granularity < STEP and _may_run_a_kernel(flat, w, call):
         # Here, so that the gradient of the values finds it transposed too.
         flat, call = flat.T, dataclasses.replace(call, feature_major=(True, y_major))
@@ -191,64 +176,6 @@ def _layouts(feature_major: Any) -> tuple[bool, bool]:
     return bool(x_major), bool(y_major)
 
 
-def _with_singles(
-    x: jax.Array, w: TileSparse, singles: SingleWeights, bias: Any, call: "_Call"
-) -> jax.Array:
-    """The product by what is in tiles and what is not, or by the whole weight."""
-    y = dispatch(
-        f"{_OP} (with single weights)",
-        {"tiles": _tiles_and_singles, "dense": _dense_with_singles},
-        None,
-        x,
-        w,
-        singles,
-        call,
-        declines={"tiles": functools.partial(_declines_singles, x, w, singles, call)},
-    )
-    return epilogue.apply(
-        y, bias, call.activation, feature_major=call.feature_major[1], dtype=x.dtype
-    ).astype(x.dtype)
-
-
-def _tiles_and_singles(
-    x: jax.Array, w: TileSparse, singles: SingleWeights, call: "_Call"
-) -> jax.Array:
-    x_major, y_major = call.feature_major
-    y = tile_sparse_matmul(
-        x,
-        w,
-        feature_major=call.feature_major,
-        implementation=call.implementation,
-        config=call.config,
-    ).astype(jnp.float32)
-    extra = single_weights_matmul(x if x_major else x.T, singles)  # [N, M]
-    return y + (extra if y_major else extra.T)
-
-
-def _dense_with_singles(
-    x: jax.Array, w: TileSparse, singles: SingleWeights, call: "_Call"
-) -> jax.Array:
-    dense = w.to_dense() + singles.to_dense()
-    return xla.dense_matmul(
-        x, dense, feature_major=call.feature_major, out_dtype=jnp.float32
-    )
-
-
-def _declines_singles(
-    x: jax.Array, w: TileSparse, singles: SingleWeights, call: "_Call"
-) -> str | None:
-    """Say why one dense product is expected to beat tiles and singles, or None."""
-    problem = Problem.of(x, w, call.feature_major)
-    if not _may_run_a_kernel(x, w, call):
-        if xla.gathers(w, problem.m):
-            return None
-        return f"XLA unpacks the weight for {problem.m} tokens in any case"
-    if call.implementation is not None:
-        return None
-    problem = dataclasses.replace(problem, singles=singles.room)
-    return tuned_configs.declines(_OP, problem, DeviceSpec.current(), call.config)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Call:
     """The static part of a call."""
@@ -256,13 +183,14 @@ class _Call:
     shape: tuple[int, int]
     granularity: int
     equal_counts: bool
+    steps: int | None
     activation: str | None
     feature_major: tuple[bool, bool]
     implementation: str | tuple[str, ...] | None
     config: TileSparseConfig | None
 
     def weight(self, values: Any, pattern: Any) -> TileSparse:
-        static = (self.shape, self.granularity, self.equal_counts)
+        static = (self.shape, self.granularity, self.equal_counts, self.steps)
         return TileSparse.tree_unflatten(static, (values, *pattern))
 
 

@@ -7,10 +7,9 @@ import jax
 from pallas_kernels.dispatch import check_floating
 from pallas_kernels.matmul.activations import check_activation
 from pallas_kernels.tile_sparse_matmul.format import TileSparse
-from pallas_kernels.tile_sparse_matmul.singles import SingleWeights
 
 
-__all__ = ["check_product", "check_singles"]
+__all__ = ["check_product"]
 
 
 def check_product(
@@ -47,20 +46,3 @@ def check_product(
     if bias is not None and bias.shape != (outputs,):
         raise ValueError(f"bias has shape {bias.shape}, expected ({outputs},)")
     check_activation(activation)
-
-
-def check_singles(w: TileSparse, singles: SingleWeights) -> None:
-    """Refuses single weights of another matrix."""
-    if not isinstance(singles, SingleWeights):
-        raise TypeError(f"singles is a {type(singles).__name__}, not SingleWeights")
-    shape = singles.inputs, singles.values.shape[-1]
-    if singles.values.ndim != 2 or shape != w.shape:
-        raise ValueError(
-            f"singles have values of shape {singles.values.shape} for"
-            f" {singles.inputs} inputs, expected [J, {w.shape[1]}] for {w.shape[0]}, as"
-            " w has"
-        )
-    if singles.values.dtype != w.dtype:
-        raise ValueError(
-            f"singles have type {singles.values.dtype}, expected that of w, {w.dtype}"
-        )

@@ -127,8 +127,8 @@ class Problem:
     """The input is stored feature by feature."""
     y_major: bool
     """The output is stored feature by feature."""
-    singles: int = 0
-    """Capacity of each output feature for weights outside of tiles."""
+    steps: int | None = None
+    """Steps of 64 rows that all tiles together take; None if it is not known."""
 
     @classmethod
     def of(cls, x: Any, w: TileSparse, feature_major: tuple[bool, bool]) -> "Problem":
@@ -139,6 +139,7 @@ class Problem:
             n=w.packed_columns,
             k=w.shape[0],
             room=w.room,
+            steps=w.steps,
             tile=w.tile,
             granularity=w.granularity,
             dtype=jnp.dtype(x.dtype),
@@ -150,6 +151,11 @@ class Problem:
     def tiles(self) -> int:
         """Number of tiles."""
         return -(-self.n // self.tile)
+
+    @property
+    def mean_rows(self) -> float:
+        """Rows that a tile multiplies in the mean; all it has room for if unknown."""
+        return self.room if self.steps is None else STEP * self.steps / self.tiles
 
     @property
     def gathers(self) -> bool:
@@ -167,8 +173,6 @@ class Problem:
             f"m={self.m} n={self.n} k={self.k} room={self.room} tile={self.tile}"
             f" granularity={self.granularity}"
             f" {short.get(self.dtype.name, self.dtype.name)} {majors}"
-            + f" singles={self.singles}"
-            * bool(self.singles)
         )
 
     def declines(self, device: DeviceSpec) -> str | None:
@@ -187,6 +191,11 @@ class Problem:
             False
             >>> dataclasses.replace(full, room=2048).declines(H200) is None
             True
+
+            Uneven tiles that take half of the steps, the fullest with all rows:
+
+            >>> dataclasses.replace(full, steps=32 * 32).declines(H200) is None
+            True
         """
         if 0 in (self.m, self.n, self.k):
             return "the product is empty"
@@ -196,14 +205,10 @@ class Problem:
         )
         dense += 2 * self.n * (self.room + 2 * self.k) / HBM_BANDWIDTH + _SPLIT_OVERHEAD
         sparse = _cost(self, heuristic(self, device), device)
-        if self.singles:
-            read = 2 * self.m * self.n * self.singles / _SINGLES_BYTES
-            sparse += read + _SINGLES_OVERHEAD * -(-self.singles // 8)
         if dense >= sparse:
             return None
-        kept = f"with {self.room / self.k:.0%} of the rows kept"
-        more = f" and {self.singles} single weights a column" * bool(self.singles)
-        return f"a dense product takes {dense / sparse:.2f} of the time, {kept}{more}"
+        kept = f"with {self.mean_rows / self.k:.0%} of the rows kept"
+        return f"a dense product takes {dense / sparse:.2f} of the time, {kept}"
 
     def matmul(
         self, config: TileSparseConfig, out_dtype: DTypeLike
@@ -284,9 +289,6 @@ def heuristic(problem: Problem, device: DeviceSpec) -> TileSparseConfig:
 _EFFICIENCY = 0.98  # of the tensor cores, of that of a dense product
 _BLOCK_OVERHEAD = 4500  # filling the ring, storing the block
 _SPLIT_OVERHEAD = 4000  # another kernel, which adds the parts
-# From 20 single weights of each of 14,336 output features, 1 to 64 tokens.
-_SINGLES_BYTES = 900  # bytes a cycle of the rows of x that XLA gathers
-_SINGLES_OVERHEAD = 5000  # a pass over eight of them
 
 
 def _cost(problem: Problem, config: TileSparseConfig, device: DeviceSpec) -> float:
@@ -296,8 +298,10 @@ def _cost(problem: Problem, config: TileSparseConfig, device: DeviceSpec) -> flo
     waves = -(-blocks // (device.num_sms // c.cluster))
     bytes_moved = 2 * (min(c.block_tokens, -(-p.m // 8) * 8) + p.tile / c.cluster)
     step = step_cycles(c.block_tokens, p.tile, bytes_moved, _EFFICIENCY * TENSOR_CORE)
-    cycles = waves * (p.room / c.splits * step + _BLOCK_OVERHEAD)
-    weight = 2 * p.tiles * p.tile * p.room / HBM_BANDWIDTH
+    # The fullest tile alone takes as long as all its rows do.
+    rows = max(waves * p.mean_rows, p.room)
+    cycles = rows / c.splits * step + waves * _BLOCK_OVERHEAD
+    weight = 2 * p.tiles * p.tile * p.mean_rows / HBM_BANDWIDTH
     busy = min(1.0, blocks * c.cluster / device.num_sms)
     return max(cycles, weight / busy) + _SPLIT_OVERHEAD * (c.splits > 1)
 

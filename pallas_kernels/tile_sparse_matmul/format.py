@@ -46,6 +46,7 @@ from pallas_kernels.tile_sparse_matmul.validation import (
 __all__ = ["STEP", "TileSparse"]
 
 _LEAVES = ("values", "rows", "counts", "columns", "order")
+_STATIC = ("shape", "granularity", "equal_counts", "steps")
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -96,6 +97,10 @@ class TileSparse:
     equal_counts: bool = dataclasses.field(init=False, default=False)
     """True if all tiles are known to keep the same number of rows, with no more
     capacity than these need: kernels then need not read the counts."""
+    steps: int | None = dataclasses.field(init=False, default=None)
+    """Steps of 64 rows that all tiles together take, of stacked weights the most; None
+    where the counts are not known. It tells whether a kernel pays: where tiles are
+    uneven their room does not."""
     order: Int[Array, "*layers T"] | None = dataclasses.field(init=False, default=None)
     """The tiles by falling count, in which kernels take them; None where they keep
     equally many rows or their counts are not known."""
@@ -106,22 +111,24 @@ class TileSparse:
         equal = check_values(self)
         object.__setattr__(self, "equal_counts", equal)
         counts = concrete(self.counts)
-        if counts is not None and self.values.ndim == 3 and not equal:
+        if counts is None or self.values.ndim != 3:
+            return
+        object.__setattr__(self, "steps", int(-(-counts // STEP).sum()))
+        if not equal:
             order = np.argsort(-counts, kind="stable").astype(np.int32)
             object.__setattr__(self, "order", jnp.asarray(order))
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
         """The leaves with their names, and what is static."""
         leaves = [(jax.tree_util.GetAttrKey(n), getattr(self, n)) for n in _LEAVES]
-        return leaves, (self.shape, self.granularity, self.equal_counts)
+        return leaves, (self.shape, self.granularity, self.equal_counts, self.steps)
 
     @classmethod
     def tree_unflatten(cls, static: Any, leaves: Any) -> "TileSparse":
         """Puts leaves back, whatever they are: nothing is validated."""
         w = object.__new__(cls)
         parts = dict(zip(_LEAVES, leaves, strict=True))
-        static = zip(("shape", "granularity", "equal_counts"), static, strict=True)
-        for name, value in (parts | dict(static)).items():
+        for name, value in (parts | dict(zip(_STATIC, static, strict=True))).items():
             object.__setattr__(w, name, value)
         return w
 
@@ -379,9 +386,9 @@ class TileSparse:
                 f"room {room}, expected a multiple of {unit} of at least {self.room}"
             )
         lead = [(0, 0)] * (self.values.ndim - 2)
-        (_, _, *others), (shape, granularity, equal) = self.tree_flatten_with_keys()
+        (_, _, *others), (*static, equal, steps) = self.tree_flatten_with_keys()
         # Kernels take equal tiles for full ones.
-        static = (shape, granularity, equal and not extra)
+        static = (*static, equal and not extra, steps)
         values = jnp.pad(self.values, [*lead, (0, extra), (0, 0)])
         rows = jnp.pad(self.rows, [*lead, (0, extra)], mode="edge")
         return self.tree_unflatten(static, (values, rows, *(x for _, x in others)))
@@ -410,7 +417,9 @@ class TileSparse:
         room = max(w.room for w in weights)
         weights = [w.with_room(room) for w in weights]
         equal = all(w.equal_counts for w in weights)
-        static = (weights[0].shape, weights[0].granularity, equal)
+        steps = [w.steps for w in weights if w.steps is not None]
+        most = max(steps) if len(steps) == len(weights) else None
+        static = (weights[0].shape, weights[0].granularity, equal, most)
         stacked = []
         for name in _LEAVES:
             leaves = [getattr(w, name) for w in weights]

@@ -50,7 +50,7 @@ class TileSparseSpec:
             None,
             jax.ShapeDtypeStruct((tiles,), jnp.int32) if self.uneven else None,
         )
-        static = ((self.k, self.n), self.granularity, not self.uneven)
+        static = ((self.k, self.n), self.granularity, not self.uneven, None)
         return TileSparse.tree_unflatten(static, leaves)
 
 

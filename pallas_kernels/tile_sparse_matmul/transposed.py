@@ -60,7 +60,7 @@ def transposed(w: TileSparse) -> TileSparse:
         None,
         _falling(counts),
     )
-    return TileSparse.tree_unflatten(((outputs, inputs), STEP, False), leaves)
+    return TileSparse.tree_unflatten(((outputs, inputs), STEP, False, None), leaves)
 
 
 def _falling(counts: jax.Array) -> jax.Array:

@@ -64,7 +64,7 @@ def pruned_small():
 
 
 def test_layers_have_the_structure_that_sparsify_gives(pruned_small, monkeypatch):
-    """In every block: widths, tiles, rows, single weights, and what stays dense."""
+    """In every block: widths, tiles, rows, and what stays dense."""
     masks = {f"{mask} 0.5": parts for mask, (parts, _) in pruned_small.items()}
     stored = {"tile": 16, "bits_per_byte": {}, "masks": masks}
     known = pruned_model._read(json.loads(json.dumps(stored)))
@@ -91,7 +91,7 @@ def test_layers_have_the_structure_that_sparsify_gives(pruned_small, monkeypatch
                 assert found.shape == want.shape
                 np.testing.assert_array_equal(found.counts[...], want.counts[...])
                 assert (found.columns is None) == (want.columns is None), path
-                assert (found.singles is None) == (want.singles is None), path
+                assert found.zeros_stay == (mask == "tew"), path
                 assert found.values[...].shape[0] == 1  # one shard
     assert {("tw", 1, "up"), ("tw", 1, "down")} <= {*dense}
     assert ("tw", 0, "up") not in dense
@@ -101,7 +101,7 @@ def test_every_parameter_has_a_gradient():
     params = params_of("swiglu", "fwd_bwd", "tew")
     form = benchmark.FORMS["auto"](params)
     _, dx, grads = jax.jit(form.function)(*form.operands(0, 0))
-    assert len(grads) == 6  # tiles and single weights of each
+    assert len(grads) == 3
     assert all(float(abs(g).max()) > 0 for g in (dx, *grads))
 
 

@@ -15,7 +15,7 @@ from jaxscale.nn import MLP, TileSparseLinear
 from jaxscale.pruning.layers import linears, replace_linears
 from pallas_kernels.matmul.activations import activate
 from pallas_kernels.mosaic import H200, use_device
-from pallas_kernels.tile_sparse_matmul import SingleWeights, TileSparse
+from pallas_kernels.tile_sparse_matmul import TileSparse, cover
 from tests.interpreter import interpret_mosaic_gpu
 from tests.lowering import lower_for_cuda
 from tests.pallas_kernels.tile_sparse_matmul import stand_ins  # noqa: F401
@@ -38,36 +38,30 @@ def normal(seed, *shape, dtype=jnp.float32):
 def make(axes, shards, extra=0.0):
     """A layer of 32 inputs and 48 outputs, its dense weight and what it keeps."""
     w, dense, mask = random_weight(32, 48, 8, [9, 0, 32, 5, 17, 1])
-    rng = np.random.default_rng(0)
-    alone = ~mask & (rng.random(mask.shape) < extra)
-    dense = np.where(alone, rng.normal(size=mask.shape).astype(np.float32), dense)
-    along = 0 if axes == "down" else 1
-    split: Any = None if shards == 1 else ("rows", "columns")[along]
-    parts = [np.split(a, shards, along) for a in (dense, alone)]
-    room = max(int(part.sum(0).max()) for part in parts[1])
-    singles = [
-        SingleWeights.from_dense(*p, room=room) for p in zip(*parts, strict=True)
-    ]
+    if extra:
+        rng = np.random.default_rng(0)
+        mask = mask | (rng.random(mask.shape) < extra)
+        dense = np.where(mask, rng.normal(size=mask.shape), 0).astype(np.float32)
+        w = TileSparse.from_dense(dense, cover(mask, 8), tile=8)
+    split: Any = None if shards == 1 else ("rows" if axes == "down" else "columns")
     layer = TileSparseLinear(
         w.shards(shards, split) if split else TileSparse.stack([w]),
         split=split,
         kernel_axes=AXES[axes][0],
         out_axes=AXES[axes][1],
-        singles=jax.tree.map(lambda *leaves: jnp.stack(leaves), *singles),
+        zeros_stay=extra > 0,
         bias=nnx.Param(
             normal(7, 48), out_sharding=AXES[axes][0][1:], eager_sharding=False
         ),
         rules=RULES,
     )
-    return layer, jnp.asarray(dense), mask | alone
+    return layer, jnp.asarray(dense), mask
 
 
 def dense_kernel(layer):
-    """The weight, or its gradient, put together from shards and single weights."""
-    parts = []
-    for s in range(len(layer.values[...])):
-        one = jax.tree.map(lambda x, s=s: x[s], (layer.weight, layer.singles))
-        parts.append(sum(w.to_dense() for w in one if w is not None))
+    """The weight, or its gradient, put together from shards."""
+    shards = range(len(layer.values[...]))
+    parts = [jax.tree.map(lambda x, s=s: x[s], layer.weight).to_dense() for s in shards]
     return jnp.concatenate(parts, 0 if layer.split == "rows" else 1)
 
 
@@ -77,9 +71,8 @@ def dense_kernel(layer):
 @pytest.mark.parametrize("axes", AXES)
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_values_and_gradients(activation, axes, shards, extra, devices):
-    """Whole and sharded, also with weights outside of tiles and feature-major."""
+    """Whole and sharded, also with rows of single weights and feature-major."""
     layer, dense, kept = make(axes, shards, extra)
-    assert (layer.singles is not None) == (extra > 0)
     major = (axes == "down", axes == "up")
     x, dy = normal(1, 4, 6, 32), normal(2, 4, 6, 48)
     mesh = contextlib.nullcontext()
@@ -108,7 +101,7 @@ def test_values_and_gradients(activation, axes, shards, extra, devices):
         y, (dx, grads) = jax.jit(lambda *args: both(ours, *args))(x, params)
     want, wide = both(plain, x, dense, normal(7, 48))
     on_host = jax.tree.map(lambda a: jnp.asarray(np.asarray(a)), (grads, rest))
-    found = nnx.merge(graph, *on_host)
+    found: Any = nnx.merge(graph, *on_host)
     for got, wanted in zip(
         (y, dx, dense_kernel(found), found.bias[...]), (want, *wide), strict=True
     ):
@@ -125,7 +118,8 @@ def sparse_mlp(activation, implementation, d=128, f=256):
     """A sparse feed-forward network in bfloat16, and the dense one in fp32."""
     dense = MLP(d, f, activation=activation, use_bias=True, rngs=nnx.Rngs(0))
     weights = {}
-    for i, (name, layer) in enumerate(sorted(linears(dense).items())):
+    layers: dict[str, Any] = linears(dense)
+    for i, (name, layer) in enumerate(sorted(layers.items())):
         k, n = layer.kernel.shape
         weights[name], kernel, _ = random_weight(
             k, n, 64, [(37 * t + 64) % k for t in range(n // 64)], dtype=BF16, seed=i

@@ -72,6 +72,7 @@ def tensor_mesh(fsdp=2, tensor=2):
         {"pattern": "tw", "dense": ("*.1",), "shards": 4, "tile": 4},
         {"pattern": "tw", "sparsity": 0.97},
         {"pattern": "tw_k", "sparsity": 0.0},
+        {"pattern": "tew", "single_fraction": 0.2, "shards": 2},
     ],
 )
 def test_a_sparse_layer_holds_the_kept_weights(changes, model):
@@ -217,41 +218,50 @@ def test_hidden_features_stay_where_leaving_them_out_would_change_the_model():
     assert relative_error(run(sparse), expected) < RELATIVE[expected.dtype]
 
 
-@pytest.mark.parametrize("shards", [1, 2])
-def test_single_weights_stand_beside_the_tiles(shards):
-    """Values and gradients of tile-element-wise masks, also on two devices."""
-    model = biased()
+@pytest.mark.parametrize("kind, shards", [("gated", 1), ("gated", 2), ("biased", 2)])
+def test_single_weights_become_rows_of_tiles(kind, shards, model):
+    """Values and gradients of tile-element-wise masks; what is pruned stays zero."""
+    model = perturbed(model) if kind == "gated" else biased()
+    if shards > 1:
+        model = jax.tree.map(lambda x: x, model)
+        for layer in linears(model).values():
+            layer.rules = sharding.preset("fsdp_tp")
     config = dataclasses.replace(
-        TILES, pattern="tew", single_fraction=0.2, shards=shards
+        TILES, pattern="tew", single_fraction=0.2, shards=shards, sparsity=0.9
     )
     masks, masked, sparse = pruned(model, config)
     layers = sparse_layers(sparse)
-    kept = sum(
-        int((layer.single_rows[...] < layer.shape[0]).sum())
-        for layer in layers.values()
-        if layer.single_rows is not None
-    )
-    assert kept == sum(int((masks[n] & ~masks.tiled[n]).sum()) for n in masks) > 100
+    assert sum(int((masks[n] & ~masks.tiled[n]).sum()) for n in masks) > 100
+    assert any(layer.zeros_stay for layer in layers.values())
+    stored = {n: int((layer.values[...] != 0).sum()) for n, layer in layers.items()}
+    for name in masks:  # all but what belongs to hidden features that are zero
+        assert stored[name] <= masks[name].sum(), name
+        assert "mlp" in name or stored[name] == masks[name].sum(), name
+    if kind == "gated":
+        assert layers["blocks.mlp.up"].shape[1] < CONFIG.d_ff
     batch = batches(1)[0]
 
-    def table_gradient(model):
+    def gradients(model):
         graph, params, rest = nnx.split(model, nnx.Param, ...)
         loss, grads = jax.value_and_grad(
             lambda p: mean_loss(nnx.merge(graph, p, rest), batch)
         )(params)
-        return loss, grads["embed"]["table"][...]
+        return loss, nnx.merge(graph, grads, rest)
 
-    loss, grad = jax.jit(table_gradient)(masked)
-    with (
-        jax.set_mesh(tensor_mesh(1, shards)) if shards > 1 else contextlib.nullcontext()
-    ):
-        if shards > 1:
-            sparse = sharding.place(
-                sparse, tensor_mesh(1, shards), sharding.preset("fsdp_tp")
-            )
-        found, found_grad = jax.jit(table_gradient)(sparse)
-    np.testing.assert_allclose(found, loss, rtol=1e-5)
-    np.testing.assert_allclose(found_grad, grad, rtol=1e-3, atol=1e-6)
+    loss, wanted = jax.jit(gradients)(masked)
+    mesh = tensor_mesh(1, shards) if shards > 1 else None
+    with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
+        if mesh:
+            sparse = sharding.place(sparse, mesh, sharding.preset("fsdp_tp"))
+        found_loss, found = jax.jit(gradients)(sparse)
+    np.testing.assert_allclose(found_loss, loss, rtol=1e-5)
+    np.testing.assert_allclose(
+        found.embed.table[...], wanted.embed.table[...], rtol=1e-3, atol=1e-6
+    )
+    moved = sparse_layers(found)
+    for name, layer in layers.items():
+        moves = np.asarray(moved[name].values[...]) != 0
+        assert moves.any() and not moves[np.asarray(layer.values[...]) == 0].any()
 
 
 @pytest.mark.parametrize("unstacked", [None, "before", "after"])

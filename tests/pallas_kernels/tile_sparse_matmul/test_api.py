@@ -3,10 +3,10 @@
 # Wrong types are passed on purpose.
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,6 @@ from pallas_kernels import dispatch as dispatch_module
 from pallas_kernels.matmul import ACTIVATIONS
 from pallas_kernels.mosaic import H200, use_device
 from pallas_kernels.tile_sparse_matmul import (
-    SingleWeights,
     TileSparse,
     reference,
     tile_sparse_matmul,
@@ -286,15 +285,14 @@ def test_mistakes_of_the_caller_are_named(no_shape_hook):
         tile_sparse_matmul(x, w, implementation="cusparse")
     with pytest.raises(ValueError, match="expected at least one name"):
         tile_sparse_matmul(x, w, implementation=())
+    untyped: Any = tile_sparse_matmul
     with pytest.raises(TypeError, match=r"w is a .*, expected a TileSparse; pack a"):
-        tile_sparse_matmul(x, w.to_dense())
-    with pytest.raises(TypeError, match=r"singles is a .*, not SingleWeights"):
-        tile_sparse_matmul(x, w, singles=w.to_dense())
+        untyped(x, w.to_dense())
     with pytest.raises(ValueError, match=r"bias has shape \(\), expected \(8,\)"):
-        tile_sparse_matmul(x, w, bias=1.0)
+        untyped(x, w, bias=1.0)
     for odd in ((True, False, True), "tf!", 1):
         with pytest.raises(ValueError, match=r"feature_major .*, expected a bool, or"):
-            tile_sparse_matmul(x, w, feature_major=odd)
+            untyped(x, w, feature_major=odd)
     with pytest.raises(ValueError, match=r"shape \(2, 1, 4\) for rows of shape \(2, "):
         tile_sparse_matmul(x, w.with_values(w.values[:, :1]))
 
@@ -350,62 +348,3 @@ def test_no_tokens(layout, device):
     np.testing.assert_array_equal(dbias, np.zeros(8))
     with pytest.raises(ValueError, match="expected 16 features"):
         tile_sparse_matmul(jnp.zeros((0, 17)), w)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("tokens", [2, 160], ids=["gathered", "unpacked"])
-@pytest.mark.parametrize("room", [0, 3, 8, 21])
-def test_single_weights_beside_the_tiles(room, tokens, layout):
-    w, dense, mask = random_weight(96, 48, 16, [7, 0, 60])
-    rng = np.random.default_rng(room)
-    extra = ~mask & (rng.random(mask.shape) < room / 96)
-    if room:
-        extra[:room, 16] = True  # the fullest column
-    wide = rng.normal(size=mask.shape).astype(np.float32)
-    singles = SingleWeights.from_dense(wide, extra)
-    assert singles.room >= room
-    np.testing.assert_array_equal(singles.to_dense(), np.where(extra, wide, 0))
-    x, dy, bias = normal(1, (tokens, 96)), normal(2, (tokens, 48)), normal(3, (48,))
-
-    def ours(x, values, single_values):
-        y = tile_sparse_matmul(
-            x.T if layout[0] else x,
-            w.with_values(values),
-            singles=dataclasses.replace(singles, values=single_values),
-            bias=bias,
-            activation="gelu_tanh",
-            feature_major=layout,
-        )
-        return y.T if layout[1] else y
-
-    def plain(x, dense):
-        whole = jnp.where(mask | extra, dense, 0)
-        return masked_dense(x, whole, bias, w, mask | extra, "gelu_tanh")
-
-    whole = jnp.asarray(np.where(extra, wide, dense))
-    y, pullback = jax.vjp(ours, x, w.values, singles.values)
-    want, want_pullback = jax.vjp(plain, x, whole)
-    assert relative_error(y, want) < 1e-5
-    (dx, dvalues, dsingles), (want_dx, want_dense) = pullback(dy), want_pullback(dy)
-    assert relative_error(dx, want_dx) < 1e-5
-    found = w.with_values(dvalues).to_dense()
-    found += dataclasses.replace(singles, values=dsingles).to_dense()
-    assert relative_error(found, want_dense) < 1e-5
-    assert not np.any(np.asarray(dsingles)[np.asarray(singles.rows) == 96])
-
-
-def test_single_weights_of_another_matrix_are_refused(no_shape_hook):
-    w, _, _ = random_weight(32, 16, 8, [5, 12])
-    x = normal(0, (2, 32))
-    wrong = SingleWeights.from_dense(np.eye(24, 16), np.eye(24, 16) > 0)
-    with pytest.raises(ValueError, match=r"for 24 inputs, expected \[J, 16\] for 32"):
-        tile_sparse_matmul(x, w, singles=wrong)
-    narrow = SingleWeights.from_dense(
-        np.eye(32, 16, dtype=np.float16), np.eye(32, 16) > 0
-    )
-    with pytest.raises(ValueError, match="singles have type float16, expected that of"):
-        tile_sparse_matmul(x, w, singles=narrow)
-    with pytest.raises(
-        ValueError, match=r"mask has shape \(2, 2\), expected \(32, 16\)"
-    ):
-        SingleWeights.from_dense(np.eye(32, 16), np.eye(2) > 0)

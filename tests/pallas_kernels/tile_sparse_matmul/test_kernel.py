@@ -277,7 +277,7 @@ def test_few_tokens_take_no_needless_kernels(layout, granularity):
     """No slices of what is stored, nothing that orders uneven tiles."""
     spec = dataclasses.replace(SPECS[0], granularity=granularity, feature_major=layout)
     uneven = spec.weight_shape()
-    static = (uneven.shape, granularity, False)
+    static = (uneven.shape, granularity, False, None)
     leaves = [*jax.tree.leaves(uneven), None, uneven.counts]
     uneven = uneven.tree_unflatten(static, leaves)
 
