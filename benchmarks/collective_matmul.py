@@ -191,7 +191,8 @@ def rounded(drawn: Any) -> dict[str, jax.Array]:
     """What the operands in 8 bits stand for."""
 
     def wide(x: jax.Array) -> jax.Array:
-        q, scale = quantize_fp8(x, axis=-1)
+        # Without the barrier XLA keeps the digits that are rounded away.
+        q, scale = lax.optimization_barrier(quantize_fp8(x, axis=-1))
         return q.astype(jnp.float32) * scale[:, None]
 
     return {**drawn, "x": wide(drawn["x"]), "w": wide(drawn["w"].T).T}

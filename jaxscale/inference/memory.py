@@ -72,7 +72,7 @@ class EngineConfig:
     """Most tokens of prompts that wait."""
     all_reduce: Literal["xla", "low_latency"] | None = None
     """Who sums the tokens of a step over the devices that a model is split over: XLA,
-    the kernel ``low_latency``, or None: what was measured to be faster."""
+    the kernel ``low_latency``, or None: that with which steps were faster."""
     program_cache: str | None = None
     """A folder that keeps compiled programs for the next start; None compiles them
     each time."""
