@@ -1,5 +1,6 @@
 """What a stranger installs: the wheel, its imports without extras, the pinned list."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -33,11 +34,10 @@ ONLY_EXTRAS = {
         "tokenizers",
         "tyro",
     ],
+    "infer": ["huggingface_hub", "jinja2", "llguidance", "tokenizers"],
     "serve": [
         "fastapi",
         "httpx2",
-        "jinja2",
-        "llguidance",
         "prometheus_client",
         "pydantic",
         "uvicorn",
@@ -127,7 +127,7 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize("extra", ["train", "serve", "quickstart"])
+@pytest.mark.parametrize("extra", ["train", "infer", "serve", "quickstart"])
 def test_what_an_extra_installs_is_imported(extra):
     text = "\n".join(path.read_text() for path in ROOT.glob("jaxscale/**/*.py"))
     for requirement in map(Requirement, EXTRAS[extra]):
@@ -137,6 +137,52 @@ def test_what_an_extra_installs_is_imported(extra):
         module = MODULES.get(name, name)
         pattern = rf"(import|from) {module}\b|import_module\(.{module}"
         assert re.search(pattern, text), f"{requirement} of {extra} is not imported"
+
+
+# Files that an extra is for.
+FOR_AN_EXTRA = {
+    "infer": ["nn/*", "models/**/*", "inference/*", "!inference/loadgen"],
+    "serve": ["inference/**/*", "cli/serve", "cli/bench_serve", "cli/options"],
+    "train": ["training/*", "pruning/*", "cli/*", "!cli/serve", "!cli/bench_serve"],
+    "quickstart": ["recipes/*"],
+}
+OTHERS_BRING = {"jaxlib", "ml_dtypes", "orbax", "rich", "starlette", "yaml"}
+FROM_THEIR_OWN_EXTRA = {"pyarrow", "jax_triton"}
+FROM_THEIR_OWN_EXTRA |= {"httpx"}  # which does instead of httpx2
+
+
+def closure(extra):
+    """The modules of an extra, with those of the extras that it names."""
+    found = set()
+    for requirement in map(Requirement, EXTRAS[extra]):
+        if requirement.name == "jaxscale":
+            found |= set().union(*map(closure, requirement.extras))
+        else:
+            name = requirement.name.replace("-", "_")
+            found.add(MODULES.get(name, name))
+    return found
+
+
+@pytest.mark.parametrize("extra", FOR_AN_EXTRA)
+def test_what_is_imported_comes_with_the_extra(extra):
+    folder = ROOT / "jaxscale"
+    files = set()
+    for pattern in FOR_AN_EXTRA[extra]:
+        chosen = set(folder.glob(f"{pattern.removeprefix('!')}.py"))
+        assert chosen, pattern
+        files = files - chosen if pattern.startswith("!") else files | chosen
+    base = {Requirement(r).name for r in PROJECT["dependencies"]} | OTHERS_BRING
+    known = base | closure(extra) | FROM_THEIR_OWN_EXTRA | {"jaxscale"}
+    known |= {"pallas_kernels", *sys.stdlib_module_names}
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module]
+            missing = {name.partition(".")[0] for name in names} - known
+            assert not missing, f"{file} imports {missing}, which {extra} lacks"
 
 
 def test_notebooks_get_what_they_import_and_show():

@@ -353,7 +353,7 @@ def _environment() -> Any:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError as error:
         raise ImportError(
-            "chat templates need jinja2: pip install 'jaxscale[serve]'"
+            "chat templates need jinja2: pip install 'jaxscale[infer]'"
         ) from error
 
     class Generation(Extension):

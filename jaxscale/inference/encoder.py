@@ -37,6 +37,9 @@ from jaxscale.nn.packing import cu_seqlens_of_lengths
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 
 
+_GPU_BUDGET = 16384
+_CPU_BUDGET = 512
+
 type Text = str | tuple[str, str]
 type Method = Literal["encode", "predict"]
 
@@ -192,7 +195,7 @@ class Encoder:
         self,
         texts: Sequence[Text],
         *,
-        token_budget: int = 16384,
+        token_budget: int | None = None,
         truncate: bool = False,
         progress: bool | None = None,
     ) -> Float[np.ndarray, "texts D"]:
@@ -201,7 +204,8 @@ class Encoder:
         Args:
             texts: Texts, or pairs of texts.
             token_budget: Most tokens of a row on each device. More keep a large GPU
-                busy; the results do not depend on it.
+                busy; the results do not depend on it. None is 16,384, or on a CPU 512,
+                doubled until the longest text fits.
             truncate: Cut texts of more than `max_length` tokens; otherwise they are an
                 error.
             progress: Show a bar; None shows one in a terminal or notebook.
@@ -225,7 +229,7 @@ class Encoder:
         self,
         texts: Sequence[Text],
         *,
-        token_budget: int = 16384,
+        token_budget: int | None = None,
         truncate: bool = False,
         progress: bool | None = None,
     ) -> Float[np.ndarray, "texts C"] | list[Float[np.ndarray, "_ C"]]:
@@ -262,7 +266,7 @@ class Encoder:
         self,
         texts: Sequence[Text],
         *,
-        token_budget: int = 16384,
+        token_budget: int | None = None,
         truncate: bool = False,
     ) -> EncodePlan:
         """Return the packing that `encode` would use.
@@ -282,7 +286,7 @@ class Encoder:
         self,
         method: Method = "encode",
         *,
-        token_budget: int = 16384,
+        token_budget: int | None = None,
         wait: bool = True,
     ) -> None:
         """Compile what `encode` or `predict` runs, so that no call waits for it.
@@ -294,12 +298,15 @@ class Encoder:
         Args:
             method: ``"encode"`` or ``"predict"``.
             token_budget: Of the calls that will come: with another, the sizes differ.
+                None is theirs, for texts of at most 512 tokens on a CPU.
             wait: False: return at once, and compile in the background.
 
         Raises:
             ValueError: `method` is neither, or the budget is no positive integer.
         """
         check_choice("method", method, Method)
+        if token_budget is None:
+            token_budget = self._budget([])
         plan_rows([], token_budget)  # complains of the budget
         futures = self._programs.begin(
             Shape(method, size, room)
@@ -334,15 +341,30 @@ class Encoder:
                 raise ValueError(f"texts[{i}] {texts[i]!r} has no tokens; leave it out")
         return encoded
 
-    def _plan(self, encoded: Sequence[EncodedText], token_budget: int) -> EncodePlan:
+    def _plan(
+        self, encoded: Sequence[EncodedText], token_budget: int | None
+    ) -> EncodePlan:
         lengths = [len(text.ids) for text in encoded]
+        if token_budget is None:
+            token_budget = self._budget(lengths)
         return plan_rows(lengths, token_budget, parts=self._num_rows)
+
+    def _budget(self, lengths: Sequence[int]) -> int:
+        """The budget that suits the device, and the longest text."""
+        device = jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
+        if device.platform != "cpu":
+            return _GPU_BUDGET
+        # Attention of a CPU scores all pairs of a row, also those of two texts.
+        budget = _CPU_BUDGET
+        while budget < max(lengths, default=0):
+            budget *= 2
+        return budget
 
     def _run(
         self,
         method: Method,
         texts: Sequence[Text],
-        token_budget: int,
+        token_budget: int | None,
         truncate: bool,
         progress: bool | None,
     ) -> Iterator[tuple[int, np.ndarray]]:

@@ -1,7 +1,7 @@
 """Masks of tokens for texts that must follow a schema, a pattern or a choice.
 
 The work is done by `llguidance`, an optional dependency
-(``pip install 'jaxscale[serve]'``): an Earley parser over the bytes of all tokens,
+(``pip install 'jaxscale[infer]'``): an Earley parser over the bytes of all tokens,
 which takes microseconds a mask. Here are the bounds that strangers' grammars need.
 """
 
@@ -250,6 +250,6 @@ def _require_llguidance() -> ModuleType:
         import llguidance.numpy
     except ImportError as error:
         raise ImportError(
-            "guided texts need llguidance: pip install 'jaxscale[serve]'"
+            "guided texts need llguidance: pip install 'jaxscale[infer]'"
         ) from error
     return llguidance

@@ -1,7 +1,7 @@
 """Text to token ids and back: a ``tokenizer.json``, or byte-level BPE trained here.
 
 The work is done by the `tokenizers` library of Hugging Face, an optional dependency
-(``pip install 'jaxscale[serve]'``, or ``train``). This module adds what a language
+(``pip install 'jaxscale[infer]'``, or ``train``). This module adds what a language
 model needs around it: the ids that begin, end and pad a document, and encoding that
 never turns the text of a document into a control token.
 """
@@ -540,6 +540,6 @@ def _require_tokenizers() -> ModuleType:
     except ImportError as error:
         raise ImportError(
             "jaxscale.models.Tokenizer needs the tokenizers library: "
-            "pip install 'jaxscale[serve]', or 'jaxscale[train]'"
+            "pip install 'jaxscale[infer]', or 'jaxscale[train]'"
         ) from error
     return tokenizers

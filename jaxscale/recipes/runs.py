@@ -109,6 +109,12 @@ def check_machine(config: TrainConfig) -> None:
                 f"train needs {package}, which is not installed; "
                 "pip install 'jaxscale[train]'"
             )
+    for package in config.trackers:
+        if importlib.util.find_spec(package) is None:
+            raise ImportError(
+                f"trackers names {package}, which is not installed; pip install "
+                f"{package}, or leave it out"
+            )
     check_source(config)
     if config.data.tokenizer is not None:
         load_tokenizer(config.data)

@@ -66,6 +66,7 @@ from jaxscale.training.step import (
     next_token_loss,
     state_shardings,
 )
+from jaxscale.training.trackers import MlflowWriter, WandbWriter
 
 
 __all__ = [
@@ -91,6 +92,7 @@ __all__ = [
     "MaskingConfig",
     "Measurement",
     "Mixture",
+    "MlflowWriter",
     "Monitor",
     "NextTokenLoss",
     "OptimizerConfig",
@@ -106,6 +108,7 @@ __all__ = [
     "TokenCorpus",
     "TrainConfig",
     "TrainState",
+    "WandbWriter",
     "Writer",
     "accumulated",
     "check_replicas",

@@ -125,6 +125,8 @@ class TrainConfig:
     """Steps between records of the metrics."""
     output_dir: str = "runs/train"
     """Directory of this run: checkpoints and metrics."""
+    trackers: tuple[Literal["wandb", "mlflow"], ...] = ()
+    """Services that get the metrics too, set up by their own environment variables."""
     step: int | None = None
     """Go back to the checkpoint of this step; those of later steps are set aside. None
     continues from the newest one that can be read. Under a supervisor only the first

@@ -51,6 +51,7 @@ from jaxscale.training.step import (
     trained_part,
     with_frozen,
 )
+from jaxscale.training.trackers import trackers
 
 
 logger = logging.getLogger("jaxscale.training")
@@ -122,7 +123,8 @@ def fit(
             as the masks of a pruned model.
         transforms: More optax transforms before the learning rate.
         writers: Writers of the records; None is a progress bar in a terminal and lines
-            elsewhere, ``metrics.jsonl`` and TensorBoard in the output directory.
+            elsewhere, ``metrics.jsonl`` and TensorBoard in the output directory, and
+            ``config.trackers``.
         devices: Devices of the mesh; None is all.
 
     Returns:
@@ -453,6 +455,7 @@ def _monitor(
             console_writer(),
             JsonlWriter(directory / "metrics.jsonl"),
             TensorBoardWriter(directory / "tensorboard"),
+            *trackers(config),
         ]
     length = config.data.seq_len
     return Monitor(

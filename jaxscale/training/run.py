@@ -27,6 +27,7 @@ from jaxscale.training.checkpoint import Checkpointer
 from jaxscale.training.checkpoint_steps import complete_steps
 from jaxscale.training.config import TrainConfig
 from jaxscale.training.console import command_line
+from jaxscale.training.optimizer import check_same_schedule
 
 
 RUN_FILE = "run.json"
@@ -235,8 +236,9 @@ def check_free(directory: Path, config: TrainConfig, *, resume: bool) -> None:
         resume: True: it may continue the run that is there.
 
     Raises:
-        ValueError: the directory holds another run or other files, or is a file, or
-            there is no checkpoint of ``config.step``.
+        ValueError: the directory holds another run or other files, or is a file, there
+            is no checkpoint of ``config.step``, or more steps would stretch the
+            schedule of the run.
     """
     saved, step = _saved(directory), config.step
     if step is not None and not (resume and step in saved):
@@ -269,7 +271,8 @@ def check_free(directory: Path, config: TrainConfig, *, resume: bool) -> None:
             f"steps {config.steps}, but the run in output_dir {directory} has done "
             f"{done} already; raise steps, or choose another directory"
         )
-    before, now = _identity(read_config(directory)), _identity(config)
+    saved_config = read_config(directory)
+    before, now = _identity(saved_config), _identity(config)
     for name in sorted(before.keys() | now.keys()):
         if before.get(name) != now.get(name):
             raise ValueError(
@@ -277,6 +280,8 @@ def check_free(directory: Path, config: TrainConfig, *, resume: bool) -> None:
                 f"{before.get(name)!r}, this one's {now.get(name)!r}; use the same "
                 "settings, or choose another directory"
             )
+    planned = saved_config.optimizer.schedule_steps or saved_config.steps
+    check_same_schedule(config.optimizer, config.steps, planned)
 
 
 def check_text(directory: Path, text: Text) -> None:

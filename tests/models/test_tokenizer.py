@@ -331,7 +331,7 @@ def test_unknown_token_and_unknown_id(tokenizer):
 
 def test_missing_library_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ImportError, match=r"pip install 'jaxscale\[serve\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'jaxscale\[infer\]'"):
         Tokenizer.train(TEXTS, vocab_size=300)
 
 

@@ -41,7 +41,7 @@ def local_directory(source: str | Path) -> Path:
     except ImportError as error:
         raise ImportError(
             f"{source!r} is no directory here; to take it from the Hugging Face hub, "
-            "huggingface_hub is needed: pip install 'jaxscale[train]'"
+            "huggingface_hub is needed: pip install 'jaxscale[infer]'"
         ) from error
     name, _, revision = source.partition("@")
     try:
