@@ -188,3 +188,19 @@ def test_stages_fit_into_half_of_the_steps():
     stages = make_stages(prune, cubic, 80)
     assert [stage.step for stage in stages] == [0, 10, 20, 30]
     assert stages[-1].sparsity == 0.75
+
+
+def test_a_resumed_run_does_not_stretch_its_schedule(trained, command):
+    """Refused in a line before anything is written: the learning rate makes no jump."""
+    config = run_directory.read_config(trained)
+    assert config.optimizer.schedule != "constant"
+    settings = (trained / "run.json").read_bytes()
+    code, _, err = command(
+        *("train", "llama_tiny", "--data.paths", config.data.paths[0]),
+        *("--data.seq-len", 32, "--data.held-out-fraction", 0.3, "--eval-batches", 1),
+        *("--optimizer.warmup-steps", 0, "--optimizer.learning-rate", 0.01),
+        *("--dtype", "float32", "--output-dir", trained, "--steps", 24, "--resume"),
+    )
+    assert code == 2
+    assert "set optimizer.schedule_steps to 12 to keep the old one" in err
+    assert (trained / "run.json").read_bytes() == settings
