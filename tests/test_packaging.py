@@ -180,7 +180,7 @@ def test_what_is_imported_comes_with_the_extra(extra):
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
-                names = [node.module]
+                names = [node.module or ""]
             missing = {name.partition(".")[0] for name in names} - known
             assert not missing, f"{file} imports {missing}, which {extra} lacks"
 

@@ -30,7 +30,7 @@ def progress_bar(
         bar = Bar(name, total, stderr=True)
     except ImportError as error:
         raise ImportError(
-            "the progress bar needs rich: pip install 'jaxscale[infer]', or pass "
+            "the progress bar needs rich: pip install 'jaxscale[serve]', or pass "
             "progress=False"
         ) from error
     done = 0

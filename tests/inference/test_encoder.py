@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import sys
-import types
 from pathlib import Path
 
 import jax
@@ -226,17 +225,6 @@ def test_plans_hold_every_text_once():
     # The rows are nearly full; padding to the longest would triple the work.
     assert plan.num_tokens < plan.computed_tokens < 1.15 * plan.num_tokens
     assert plan.computed_tokens < 300 * max(plan.lengths) / 3
-
-
-def test_the_budget_suits_the_device_and_the_longest_text(monkeypatch):
-    encoder, many = make(), texts(300)
-    assert encoder.plan(many) == encoder.plan(many, token_budget=512)
-    monkeypatch.setattr("jaxscale.inference.encoder._CPU_BUDGET", 16)
-    assert max(encoder.plan(many).lengths) > 32
-    assert encoder.plan(many) == encoder.plan(many, token_budget=64)
-    gpu = types.SimpleNamespace(platform="gpu")
-    monkeypatch.setattr(jax, "devices", lambda: [gpu])
-    assert encoder.plan(many) == encoder.plan(many, token_budget=16384)
 
 
 @pytest.mark.parametrize("kind", ["sequence", "token"])
@@ -492,5 +480,5 @@ def test_wrong_settings(no_shape_hook):
 
 def test_missing_rich_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "rich", None)
-    with pytest.raises(ImportError, match=r"pip install 'jaxscale\[infer\]', or pass"):
+    with pytest.raises(ImportError, match=r"pip install 'jaxscale\[serve\]', or pass"):
         make().encode(["cat"], token_budget=64, progress=True)

@@ -82,7 +82,8 @@ def test_mlflow_gets_settings_once_and_names_its_run(service, tmp_path):
 
 
 def test_the_settings_of_a_run_name_them(service, tmp_path):
-    service("wandb"), service("mlflow")
+    service("wandb")
+    service("mlflow")
     config = TrainConfig(
         model=preset("llama_tiny"),
         data=DataConfig(vocab_size=preset("llama_tiny").vocab_size, seq_len=64),
