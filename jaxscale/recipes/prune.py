@@ -114,7 +114,7 @@ class Pruned:
         """
         if not self.masks.config.tiled:
             return None
-        model = jax.eval_shape(unstacked, self.result.state.model)
+        model = unstacked(self.result.state.model)
         return dense_layers(model, self.masks.separated())
 
     @property
