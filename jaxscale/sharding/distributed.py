@@ -4,6 +4,10 @@
 cannot be reached or a process is missing. `initialize` therefore lets the processes
 meet first, over the coordinator's port: process 0 waits for one line from each of the
 others, all of them learn what is wrong, and only then JAX starts its service there.
+
+JAX detects Slurm, Open MPI and Kubernetes as well, but has no public way to ask it what
+it found before that service runs. So `detect` reads the same variables; besides, it
+knows torchrun, Open MPI 5, and Kubernetes without its client.
 """
 
 import contextlib
