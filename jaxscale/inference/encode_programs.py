@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
@@ -23,6 +24,26 @@ class Shape(NamedTuple):
     """Tokens of a row."""
     room: int
     """Texts that a row has room for."""
+
+
+class Batch(NamedTuple):
+    """Rows in one array, as each transfer to a device takes as long as a small one."""
+
+    whole: Any
+    """All of the following, side by side: [rows, size + size + room + 1] int32."""
+    tokens: Any
+    """Part of it [rows, size]."""
+    types: Any
+    """Part of it [rows, size]; None where the model has no types."""
+    bounds: Any
+    """Part of it [rows, room + 1]."""
+
+    @classmethod
+    def of(cls, whole: Any, size: int, *, types: bool) -> "Batch":
+        """The parts of rows of `size` tokens, with types of tokens or without."""
+        end = 2 * size if types else size
+        parts = whole[:, :size], whole[:, size:end] if types else None, whole[:, end:]
+        return cls(whole, *parts)
 
 
 class Programs:
@@ -51,12 +72,14 @@ class Programs:
             rows: Of a batch.
             types: Whether a batch has types of tokens; otherwise they are None.
             mesh: The devices; None is one.
-            place: Where a batch lies.
+            place: Where a batch lies; None is the first device.
         """
         leaves, tree = jax.tree.flatten(model)
         self._leaves = tuple(leaves)
         self._jitted = {
-            name: jax.jit(functools.partial(_on_leaves, function, tree))
+            name: jax.jit(
+                functools.partial(_on_leaves, function, tree, types), static_argnums=2
+            )
             for name, function in functions.items()
         }
         self._rows, self._types = rows, types
@@ -64,11 +87,20 @@ class Programs:
         self._begun: dict[Shape, concurrent.futures.Future[None]] = {}
         self._lock = threading.Lock()
 
-    def __call__(self, shape: Shape, *batch: Array | None) -> Array:
-        """Run a program, once it is compiled."""
+    def __call__(self, shape: Shape, whole: np.ndarray | Array) -> Array:
+        """Run a program on a `Batch`, once it is compiled."""
         (ready,) = self.begin([shape])
         ready.result()
-        return self._jitted[shape.method](self._leaves, *batch)
+        return self._jitted[shape.method](self._leaves, whole, shape.size)
+
+    def batch(self, size: int, room: int) -> Batch:
+        """Rows without texts, on the host."""
+        width = self._width(size, room)
+        whole = np.zeros((self._rows, width), np.int32)
+        return Batch.of(whole, size, types=self._types)
+
+    def _width(self, size: int, room: int) -> int:
+        return size * (2 if self._types else 1) + room + 1
 
     def begin(self, shapes: Iterable[Shape]) -> list[concurrent.futures.Future[None]]:
         """Compile what is not compiled yet, in threads, in the order given."""
@@ -91,17 +123,16 @@ class Programs:
         if not threading.main_thread().is_alive():
             return  # the interpreter waits for this thread, and needs no more programs
 
-        def array(length: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(
-                (self._rows, length), jnp.int32, sharding=self._place
-            )
-
-        types = array(shape.size) if self._types else None
-        batch = array(shape.size), types, array(shape.room + 1)
+        batch = jax.ShapeDtypeStruct(
+            (self._rows, self._width(shape.size, shape.room)),
+            jnp.int32,
+            sharding=self._place,
+        )
         mesh = self._mesh
         try:
             with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-                self._jitted[shape.method].lower(self._leaves, *batch).compile()
+                jitted = self._jitted[shape.method]
+                jitted.lower(self._leaves, batch, shape.size).compile()
         except BaseException:
             with self._lock:  # the next call tries again
                 self._begun.pop(shape, None)
@@ -109,6 +140,13 @@ class Programs:
 
 
 def _on_leaves(
-    function: Callable[..., Array], tree: Any, leaves: Any, *batch: Any
+    function: Callable[..., Array],
+    tree: Any,
+    types: bool,
+    leaves: Any,
+    whole: Array,
+    size: int,
 ) -> Array:
-    return function(jax.tree.unflatten(tree, leaves), *batch)
+    batch = Batch.of(whole, size, types=types)
+    model = jax.tree.unflatten(tree, leaves)
+    return function(model, batch.tokens, batch.types, batch.bounds)

@@ -6,6 +6,7 @@ Legend: B rows, T tokens of a row, S sequences of a row, D model, C labels.
 import collections
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -401,7 +402,7 @@ class Encoder:
         with progress_bar("encode", progress, len(encoded)) as advance, self._on_mesh():
             for rows, *shape in steps:
                 batch = self._batch([[encoded[i] for i in row] for row in rows], *shape)
-                waiting.append((rows, self._programs(Shape(method, *shape), *batch)))
+                waiting.append((rows, self._programs(Shape(method, *shape), batch)))
                 if len(waiting) > 1:
                     yield from finish()
                 advance(sum(map(len, rows)))
@@ -418,18 +419,18 @@ class Encoder:
 
     def _batch(
         self, rows: Sequence[Sequence[EncodedText]], size: int, room: int
-    ) -> tuple[Array, Array | None, Array]:
-        """Tokens, types and boundaries of rows; rows that are missing are empty."""
-        shape = (self._num_rows, size)
-        tokens, types = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-        bounds = np.zeros((shape[0], room + 1), np.int32)
+    ) -> np.ndarray | Array:
+        """The batch of `Programs`; rows that are missing are empty."""
+        batch = self._programs.batch(size, room)
         for i, row in enumerate(rows):
-            bounds[i] = cu_seqlens_of_lengths([len(text.ids) for text in row], room)
-            filled = slice(bounds[i, -1])
-            tokens[i, filled] = np.concatenate([text.ids for text in row])
-            types[i, filled] = np.concatenate([text.types for text in row])
-        used = types if self.model.config.token_types > 1 else None
-        return jax.device_put((tokens, used, bounds), self._place)
+            bounds = cu_seqlens_of_lengths([len(text.ids) for text in row], room)
+            batch.bounds[i], filled = bounds, slice(bounds[-1])
+            batch.tokens[i, filled] = list(itertools.chain(*(x.ids for x in row)))
+            if batch.types is not None:
+                batch.types[i, filled] = list(itertools.chain(*(x.types for x in row)))
+        # Without a mesh the program takes it from the host, which is the fastest way.
+        place = self._place
+        return batch.whole if place is None else jax.device_put(batch.whole, place)
 
     @property
     def _place(self) -> NamedSharding | None:
