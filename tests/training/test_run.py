@@ -134,7 +134,10 @@ def test_a_directory_is_free_or_resumed_or_refused(tmp_path):
     moved = dataclasses.replace(RUN.data, paths=("./a", "b/../b"), tokenizer="x/../t")
     check(run, dataclasses.replace(RUN, data=moved), resume=True)
     longer = dataclasses.replace(RUN, steps=2000, mesh=MeshConfig(fsdp=2))
-    check(run, longer, resume=True)
+    with pytest.raises(ValueError, match=r"optimizer\.schedule_steps to 1000"):
+        check(run, longer, resume=True)
+    kept = dataclasses.replace(RUN.optimizer, schedule_steps=1000)
+    check(run, dataclasses.replace(longer, optimizer=kept), resume=True)
     other = dataclasses.replace(RUN, data=dataclasses.replace(RUN.data, seed=5))
     with pytest.raises(ValueError, match=r"its data\.seed is 0, this one's 5; use"):
         check(run, other, resume=True)
