@@ -166,15 +166,15 @@ class BackwardMainloop:
             head = self.key_head * heads + group
             row_sums = ()
             if self.scores.alibi:
+                # In each step its address would take more registers than the number.
+                self.slope = self.slopes[self.read("row"), head] * LOG2E
                 zero = jnp.zeros((ROWS,), jnp.float32)
                 row_sums = plgpu.layout_cast(zero, plgpu.Layout.WGMMA.reduce(1))
 
             def step(i: Scalar, carry: Any, **options: bool) -> Any:
                 del i
                 number, index, sums = carry
-                sums = self.afresh().step(
-                    number, head, index, full, sums, dk, dv, **options
-                )
+                sums = self.afresh().step(number, index, full, sums, dk, dv, **options)
                 following = jnp.where(index + 1 == last, first, index + 1)
                 return number + 1, following, sums
 
@@ -194,7 +194,6 @@ class BackwardMainloop:
     def step(
         self,
         number: Scalar,
-        head: Scalar,
         index: Scalar,
         full: tuple[Scalar, Scalar],
         slope_sums: Any,
@@ -253,7 +252,8 @@ class BackwardMainloop:
         ds = p * scale_and_add_row(dp, 1.0, self.stats(stage, 1))
         if self.scores.alibi:
             # Computed again: until here distances would take a register an element.
-            away = distances(ds, -self.shift(index))
+            # The compiler must not see that they are those of the weights.
+            away = distances(ds, lax.optimization_barrier(-self.shift(index)))
             slope_sums = slope_sums - jnp.sum(ds * away, axis=1)
         if derivative is not None:
             ds = ds * derivative
@@ -263,7 +263,6 @@ class BackwardMainloop:
         self,
         s: Any,
         stage: Scalar,
-        head: Scalar,
         index: Scalar,
         full: tuple[Scalar, Scalar],
     ) -> tuple[Any, Any]:
@@ -277,8 +276,7 @@ class BackwardMainloop:
             s, factor = capped, x.softcap * LOG2E
         if x.alibi:
             away = distances(s, -self.shift(index))
-            slope = self.slopes[self.read("row"), head] * LOG2E
-            s, factor = s * factor - away * slope, 1.0
+            s, factor = s * factor - away * self.slope, 1.0
         elif factor <= 0:  # which would not leave -inf as it is
             s, factor = s * factor, 1.0
         unmasked = index >= full[0]
@@ -353,7 +351,6 @@ class OwnKeys(BackwardMainloop):
     def step(
         self,
         number: Scalar,
-        head: Scalar,
         index: Scalar,
         full: tuple[Scalar, Scalar],
         slope_sums: Any,
@@ -371,7 +368,7 @@ class OwnKeys(BackwardMainloop):
             plgpu.barrier_wait(scratch["do_full"].at[do_stage])
             self.start_scores(dp_acc, self.v_smem, self.do_smem.at[do_stage])
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=self.problem.chunks)
-            p, derivative = self.weights(s, stage, head, index, full)
+            p, derivative = self.weights(s, stage, index, full)
             dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
             if begin:
 
@@ -446,7 +443,6 @@ class SharedKeys(BackwardMainloop):
     def step(
         self,
         number: Scalar,
-        head: Scalar,
         index: Scalar,
         full: tuple[Scalar, Scalar],
         slope_sums: Any,
@@ -467,7 +463,7 @@ class SharedKeys(BackwardMainloop):
             plgpu.barrier_wait(scratch["do_full"].at[do_stage])
             self.start_scores(dp_acc, self.v_smem, self.do_smem.at[do_stage])
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=self.problem.chunks)
-            p, derivative = self.weights(s, stage, head, index, full)
+            p, derivative = self.weights(s, stage, index, full)
             store_columns(p_smem, p.astype(dtype), self.query_offset)
             self.meet("p_full")
             self.start_sum(dv, p_smem, self.do_smem.at[do_stage], 0)
