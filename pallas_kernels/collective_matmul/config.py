@@ -24,6 +24,7 @@ from pallas_kernels.mosaic import DeviceSpec, varying
 
 
 __all__ = [
+    "MOST_COLUMNS_OF_8_BITS",
     "Call",
     "CollectiveConfig",
     "CollectiveProblem",
@@ -32,6 +33,10 @@ __all__ = [
     "heuristic",
     "in_order_of_k",
 ]
+
+MOST_COLUMNS_OF_8_BITS = 192
+"""Of a tile that is reduced. Sums of the tensor cores take registers beside those of a
+tile, and a reduction adds in a second loop: wider tiles would spill."""
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
@@ -288,9 +293,8 @@ def _tiles(problem: CollectiveProblem) -> list[CollectiveConfig]:
     found = [c for c in _TILES if narrowest // 2 < c.tile_n <= widest]
     if problem.dtype.itemsize > 1:
         return found
-    # Stages of as many bytes. Sums of the tensor cores take registers beside those of a
-    # tile; a reduction, which adds in a second loop, would spill those of 256 columns.
-    most = 256 if problem.kind == "all_gather" else 192
+    # Stages of as many bytes.
+    most = 256 if problem.kind == "all_gather" else MOST_COLUMNS_OF_8_BITS
     return [dataclasses.replace(c, tile_k=128) for c in found if c.tile_n <= most]
 
 

@@ -71,6 +71,7 @@ class BackwardMainloop:
         # Registers are scarce: what of the tile only some steps need, they read again.
         self.read, self.warpgroup, self.key_head = read, warpgroup, key_head
         self.slopes, self.scratch = slopes, scratch
+        self.slope: Any = None  # of the head whose steps run, in units of exp2
         self.k_smem, self.v_smem, self.q_smem, self.do_smem = (
             scratch[f"{name}_smem"][0] for name in ("k", "v", "q", "do")
         )

@@ -3,6 +3,7 @@
 import functools
 import re
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,8 +52,8 @@ def program(devices, name, gradient):
     options = {x: options[x] for x in options if x not in per_head}
 
     def attend(q, k, v, numbers):
-        numbers = dict.fromkeys(per_head, numbers)
-        return attention(q, k, v, **options, **numbers)
+        given: dict[str, Any] = dict.fromkeys(per_head, numbers)
+        return attention(q, k, v, **options, **given)
 
     def both(q, k, v, numbers, dout):
         out, pullback = jax.vjp(functools.partial(attend, numbers=numbers), q, k, v)

@@ -128,7 +128,7 @@ def test_xla_equals_the_reference(types, axis):
         (reduce, ((), 2 * 131, 128, 256), (E4M3, E4M3), -1, SMALL),
         (
             *(reduce, ((2,), 144, 256, 128), (E5M2, E4M3), None),
-            dataclasses.replace(SMALL, tile_n=256),
+            dataclasses.replace(SMALL, tile_n=192),
         ),
     ],
 )
@@ -204,6 +204,12 @@ def test_errors_say_what_to_do():
                 *(GATHER, a, b, a_scale, b_scale),
                 implementation="mosaic_gpu",
                 config=CollectiveConfig(tile_k=64),
+            )
+        with pytest.raises(Unsupported, match=r"tile_n=256, .* registers for 192"):
+            on_devices(
+                *(REDUCE, a, b, a_scale, b_scale),
+                implementation="mosaic_gpu",
+                config=CollectiveConfig(tile_k=128, tile_n=256),
             )
         with pytest.raises(Unsupported, match="reduces in bfloat16"):
             on_devices(
