@@ -49,6 +49,14 @@ def varlen_attention_reference(
 
     Returns:
         ``(out, lse)``, both fp32.
+
+    Example:
+        >>> x = jnp.eye(3, 4)[:, None]  # [3,1,4]: sequences of two tokens and of one
+        >>> bounds = jnp.array([0, 2, 3])
+        >>> out, lse = varlen_attention_reference(
+        ...     x, x, x, bounds, bounds, window=(None, 0), scale=1.0)
+        >>> (100 * out[:, 0]).round().astype(int).tolist()
+        [[100, 0, 0, 0], [27, 73, 0, 0], [0, 0, 100, 0]]
     """
     ids_q = segment_ids_from_cu_seqlens(cu_seqlens_q, q.shape[0])
     ids_k = segment_ids_from_cu_seqlens(cu_seqlens_k, k.shape[0])
