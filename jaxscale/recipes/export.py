@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxscale.models import Tokenizer, load, save
+from jaxscale.models import Decoder, GenerationConfig, Tokenizer, load, save
+from jaxscale.models.hf.hub import local_directory
 from jaxscale.sharding import REPLICATED, make_mesh
 from jaxscale.training import run as run_directory
 from jaxscale.training.array_names import named_leaves
@@ -22,6 +23,9 @@ def export(
     max_shard_bytes: int = 5_000_000_000,
 ) -> str:
     """Write the model of a run, and compare what is read back with what was written.
+
+    The tokenizer goes along, and so does ``generation_config.json`` of the model that
+    the run began with.
 
     Args:
         source: The output directory of a run.
@@ -52,10 +56,29 @@ def export(
         if param_dtype is not None:
             model = _cast(model, jnp.dtype(param_dtype))
     tokenizer = Tokenizer.from_file(source)
-    save(model, target, tokenizer=tokenizer, max_shard_bytes=max_shard_bytes)
+    save(
+        model,
+        target,
+        tokenizer=tokenizer,
+        generation=_generation(source) if isinstance(model, Decoder) else None,
+        max_shard_bytes=max_shard_bytes,
+    )
     _compare(model, load(target), target)
     count = sum(x.size for x in jax.tree.leaves(model))
     return f"{type(model.config).__name__} of {count:,} parameters"
+
+
+def _generation(directory: Path) -> GenerationConfig | None:
+    """How the model that a run began with generates, if its files are still there."""
+    while run_directory.is_run(directory):
+        source = run_directory.read_config(directory).source
+        if source is None:
+            return None
+        try:
+            directory = local_directory(source)
+        except (FileNotFoundError, ImportError):
+            return None
+    return GenerationConfig.from_file(directory)
 
 
 def _cast(model: Any, dtype: np.dtype) -> Any:

@@ -15,6 +15,7 @@ from jaxscale.inference import Encoder
 from jaxscale.models import (
     Decoder,
     EncoderModel,
+    GenerationConfig,
     Tokenizer,
     encoder_preset,
     load,
@@ -48,7 +49,9 @@ def decoder(tmp_path_factory):
     directory = tmp_path_factory.mktemp("decoder")
     config = dataclasses.replace(preset("llama_tiny"), vocab_size=300, num_layers=1)
     model = Decoder(config, rngs=nnx.Rngs(5))
-    save(model, directory, tokenizer=Tokenizer.train(TEXTS, 300))
+    generation = GenerationConfig(eos_ids=(298, 299), do_sample=True, top_p=0.9)
+    tokenizer = Tokenizer.train(TEXTS, 300)
+    save(model, directory, tokenizer=tokenizer, generation=generation)
     return directory
 
 
@@ -102,7 +105,9 @@ def test_weights_go_in_and_come_out(decoder, notes, command, tmp_path):
     assert before.keys() == after.keys()
     for name, value in before.items():
         np.testing.assert_array_equal(after[name], value)
-    assert Tokenizer.from_file(out).to_json() == Tokenizer.from_file(decoder).to_json()
+    for name in ("tokenizer.json", "generation_config.json", "config.json"):
+        wrote, had = ((x / name).read_text() for x in (out, decoder))
+        assert json.loads(wrote) == json.loads(had)
 
     # On from the run itself, and once more from its own checkpoint.
     second = tmp_path / "second"
