@@ -272,7 +272,9 @@ def test_the_rule_is_what_was_measured():
                 gradient=p["pass"] == "fwd_bwd",
             )
             taken = problem.declines(H200) is None
-            ratios[taken].append(found["mosaic_gpu"] / found["cudnn_padded"])
+            # Whole rows take the form without tables, where its rows exist.
+            ours = found.get("mosaic_gpu_static", found["mosaic_gpu"])
+            ratios[taken].append(ours / found["cudnn_padded"])
     assert len(ratios[True]) >= 50 and len(ratios[False]) >= 30
     assert max(ratios[True]) < 1.01 and np.mean(ratios[True]) < 0.94
     assert np.mean(ratios[False]) > 1.03
