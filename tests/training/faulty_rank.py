@@ -114,6 +114,8 @@ def strike(faults, out, rank, step, state=None):
         kind, who, when = fault.split(":")
         if (int(who), int(when)) != (rank, step) or kind.startswith(SPOILED):
             continue
+        if kind == "kill":
+            await_done(out, step - 1)
         if first(out, fault):
             if kind.startswith(WRONG):
                 return spoiled(state)
@@ -137,6 +139,17 @@ def spoiled(state):
     i = max(range(len(leaves)), key=lambda i: leaves[i].ndim)
     leaves[i] = broken_on(leaves[i], jax.local_devices()[-1].id)
     return jax.tree.unflatten(structure, leaves)
+
+
+def await_done(out, step, seconds=10.0):
+    """Let rank 0 say that it is done with a step, which it does a little later."""
+    from jaxscale.supervision.events import read_events
+
+    file, deadline = out / "events-0.jsonl", time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if any(e["name"] == "done" and e["step"] == step for e in read_events(file)):
+            return
+        time.sleep(0.01)
 
 
 def first(out, fault):
