@@ -288,12 +288,12 @@ class Driver:
 
     def _note(self, watch: Watch) -> None:
         """Keep how far the job has come."""
-        if watch.step > self._state.best:
-            self._state.best = watch.step
         if watch.has_state and not self._state.under_way:
             self._state.get_under_way(watch.began)
             self._reached = min(self._reached, self._state.best)
             self._save()
+        if watch.step > self._state.best:
+            self._state.best = watch.step
         if self._since is not None and watch.step > 0:
             took = time.time() - self._since
             self._report(f"step {watch.step} is done, {took:.1f} s after the fault")
