@@ -22,6 +22,7 @@ if importlib.util.find_spec("beartype") is not None:
 
 import jax
 import pytest
+from jax._src.xla_bridge import backends_are_initialized
 from jax.experimental.compilation_cache import compilation_cache
 
 
@@ -46,6 +47,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Tolerances and the eight devices of the other tests are those of the CPU.
     """
+    if backends_are_initialized():
+        raise pytest.UsageError("a conftest.py computes: too early for flags of XLA")
     selected = config.option.markexpr
     if "gpu" not in selected or "not gpu" in selected:
         os.environ["JAX_PLATFORMS"] = "cpu"

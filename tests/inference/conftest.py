@@ -19,7 +19,6 @@ from jaxscale.inference.scheduler_config import SchedulerConfig
 from jaxscale.models import Decoder, preset
 from jaxscale.nn import Whole
 from jaxscale.sharding import create, fsdp_tp, make_mesh
-from tests.models.test_serving import perturbed
 
 
 SIZES = SchedulerConfig(
@@ -98,6 +97,9 @@ class Served:
         scales=None,
         kind=Runner,
     ):
+        # It computes, which a conftest.py must not do before XLA's flags are set.
+        from tests.models.test_serving import perturbed
+
         def make(**options):
             model = perturbed(Decoder(config, rngs=nnx.Rngs(0), **options))
             return model if change is None else change(model)
