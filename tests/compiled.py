@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 import jax
 
-from jaxscale.training.compiled import donate_in_place, target_devices
+from jaxscale.training.compiled import H200_TARGET, donate_in_place, target_devices
 from tests.hlo import Written, written
 from tests.lowering import MULTICAST_MARK, MulticastRefused
 
@@ -63,6 +63,9 @@ class Compiled:
     aliased: int
     """Outputs that take the place of donated arguments."""
     temporaries: int
+    thunks: tuple[str, ...]
+    """Kind and name of what the host starts, in its order. What a command buffer (a
+    CUDA graph) starts follows it, indented."""
     kernels: tuple[Kernel, ...]
     """In the order in which they were compiled, equal ones once."""
 
@@ -115,7 +118,7 @@ def compile_for_h200(
     if "error" in answer:
         raise RuntimeError(answer["error"])
     kernels = tuple(Kernel(**kernel) for kernel in answer.pop("kernels"))
-    return Compiled(**answer, kernels=kernels)
+    return Compiled(**answer | {"kernels": kernels, "thunks": tuple(answer["thunks"])})
 
 
 class _Child:
@@ -186,21 +189,27 @@ def _answer(module: str, name: str, arguments: list[Any], count: int) -> dict[st
     if MULTICAST_MARK in text:
         raise MulticastRefused(f"a kernel holds {MULTICAST_MARK!r}")
     version = importlib.metadata.version("jax-cuda13-pjrt")
-    key = repr((version, os.environ["XLA_FLAGS"], count, text))
+    key = repr((version, os.environ["XLA_FLAGS"], count, text, H200_TARGET))
     path = CACHE / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
     if path.exists():
         return json.loads(path.read_text())
-    with tempfile.TemporaryFile("w+") as messages:
+    with (
+        tempfile.TemporaryFile("w+") as messages,
+        tempfile.TemporaryDirectory() as dump,
+    ):
         # The compiler writes to the file that descriptor 1 stands for.
         before = os.dup(1)
         os.dup2(messages.fileno(), 1)
         try:
-            compiled = lowered.compile()
+            compiled = lowered.compile({"xla_dump_to": dump})
         finally:
             os.dup2(before, 1)
             os.close(before)
         messages.seek(0)
         kernels = kernels_in(messages.read())
+        # There is a second file where passes changed what the first says.
+        file = sorted(Path(dump).glob("*.thunk_sequence*.txt"))[-1]
+        thunks = re.sub(r"\d+: (\w+) *\[.*?\] *(\S*).*", r"\1 \2", file.read_text())
     memory = compiled.memory_analysis()
     answer = {
         # Kernels are long, and are data.
@@ -209,6 +218,7 @@ def _answer(module: str, name: str, arguments: list[Any], count: int) -> dict[st
         "outputs": memory.output_size_in_bytes,
         "aliased": memory.alias_size_in_bytes,
         "temporaries": memory.temp_size_in_bytes,
+        "thunks": [line.rstrip() for line in thunks.splitlines()],
         "kernels": kernels,
     }
     CACHE.mkdir(exist_ok=True)

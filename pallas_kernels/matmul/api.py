@@ -133,10 +133,10 @@ def dense(
     ``y_i = activation(x @ w_i + bias_i)``
 
     On Hopper GPUs one kernel computes all of them, unless they are so small that it
-    would leave most of the GPU idle: it reads x once, and computes the activation of
-    one tile while the tensor cores multiply the next. Elsewhere XLA multiplies, one
-    product for each weight, and fuses what follows. Differentiable; the gradient of an
-    activation starts from its input, which is then stored as well.
+    would leave more than three quarters of the GPU idle: it reads x once, and computes
+    the activation of one tile while the tensor cores multiply the next. Elsewhere XLA
+    multiplies, one product for each weight, and fuses what follows. Differentiable; the
+    gradient of an activation starts from its input, which is then stored as well.
 
     Args:
         x: ``[*B,M,K]`` activations; leading axes are merged with M.

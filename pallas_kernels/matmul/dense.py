@@ -147,12 +147,13 @@ class _Call:
 def _dense(
     x: Array, ws: tuple[Array, ...], biases: tuple[Array, ...], call: _Call
 ) -> tuple[Array, ...]:
+    widths = [w.shape[1] for w in ws]
     ys = mosaic_gpu_dense.dense(
         x,
         ws,
         biases,
         activation=call.activation,
-        config=mosaic_gpu_dense.dense_config(x.shape[0], [w.shape[1] for w in ws]),
+        config=mosaic_gpu_dense.dense_config(x.shape[0], widths, call.device),
         device=call.device,
     )
     axes = varying(x, *ws, *biases)

@@ -46,26 +46,30 @@ MOST_COLUMNS = 256 * CHUNK
 """Columns of a weight: the copy engine moves a bias in at most 256 lines of a chunk."""
 
 
-def dense_config(m: int, widths: Sequence[int]) -> MatmulConfig:
+def dense_config(m: int, widths: Sequence[int], device: DeviceSpec) -> MatmulConfig:
     """Choose the tiling of a product of `m` rows with weights of these widths.
+
+    Tiles are wide, since a wide one reads each operand less often. Few of them, which
+    would leave multiprocessors idle, are cut for as long as all still run at once.
 
     Raises:
         Unsupported: a width is no multiple of 64.
     """
     common = math.gcd(*widths)
-    stages = {192: 4, 128: 5, 64: 7}
-    tile_n = next((n for n in stages if common % n == 0), None)
-    if tile_n is None:
+    stages = {n: s for n, s in {192: 4, 128: 5, 64: 7}.items() if common % n == 0}
+    if not stages:
         raise Unsupported(
             f"dense: weights of {list(widths)} columns, the kernel needs multiples of"
             f" {CHUNK}; pad them or use implementation='xla'"
         )
-    paired = pl.cdiv(m, 128) % 2 == 0
+    rows, columns = pl.cdiv(m, 128), sum(widths)
+    at_once = [n for n in stages if rows * columns // n <= device.num_sms]
+    tile_n = min(at_once, default=max(stages))
     return MatmulConfig(
         tile_n=tile_n,
         stages=stages[tile_n],
         store_slots=tile_n // CHUNK,
-        cluster="m" if paired else "none",
+        cluster="none" if rows % 2 else "m",
     )
 
 

@@ -20,6 +20,7 @@ from tests.tolerances import RELATIVE, relative_error
 
 
 BF16 = jnp.dtype(jnp.bfloat16)
+ONE = dataclasses.replace(H200, num_sms=1)
 SMALL = MatmulConfig(tile_m=128, tile_n=64, stages=2, store_slots=1)
 WIDE = MatmulConfig(tile_m=128, tile_n=128, stages=2, store_slots=2)
 PLAIN = {
@@ -64,7 +65,7 @@ def assert_close(actual, wanted):
         (2, 264, (128, 128), 192, None, WIDE),  # rows past the end of a tile
         (1, 256, (128, 256), 64, "gelu_tanh", WIDE),  # pieces left after one stage
         (1, 128, (64, 128), 128, "relu", SMALL),
-        (1, 128, (192,), 192, "gelu", dense_config(128, [192])),
+        (1, 128, (192,), 192, "gelu", dense_config(128, [192], ONE)),
         (1, 128, (64,), 128, "silu", SMALL),
     ],
 )
@@ -82,7 +83,7 @@ def test_kernel_of_a_batch_of_layers():
     x, ws, biases = operands(128, (64,), 64)
     batch = jax.tree.map(lambda a: jnp.stack([a, -2 * a]), (x, ws, biases))
     run = functools.partial(dense, activation="gelu", implementation="mosaic_gpu")
-    with use_device(dataclasses.replace(H200, num_sms=1)), interpret_mosaic_gpu():
+    with use_device(ONE), interpret_mosaic_gpu():
         ys = jax.tree.map(np.asarray, jax.vmap(run)(*batch))
     for i in range(2):
         x, ws, biases = jax.tree.map(lambda a, i=i: a[i], batch)
@@ -106,7 +107,7 @@ def test_gradients_of_the_kernel():
         return sum(jnp.vdot(y, d) for y, d in zip(ys, dys, strict=True))
 
     want = jax.grad(wanted)((x, ws, biases))
-    with use_device(dataclasses.replace(H200, num_sms=1)), interpret_mosaic_gpu():
+    with use_device(ONE), interpret_mosaic_gpu():
         found = jax.grad(loss)((x, ws, biases), "mosaic_gpu")
         found = jax.tree.map(np.asarray, found)
     portable = jax.grad(loss)((x, ws, biases), "xla")
@@ -139,7 +140,15 @@ def test_activations_of_kernels(name):
     assert ACTIVATIONS["gelu"] is gelu
 
 
-@pytest.mark.parametrize(("m", "by"), [(8, "xla"), (512, "xla"), (768, "mosaic_gpu")])
+@pytest.mark.parametrize(
+    ("m", "columns"),
+    [(128, 64), (256, 64), (688, 128), (1088, 192), (2688, 192), (9984, 192)],
+)
+def test_few_tiles_are_cut_while_all_run_at_once(m, columns):
+    assert dense_config(m, [768] * 3, H200).tile_n == columns
+
+
+@pytest.mark.parametrize(("m", "by"), [(120, "xla"), (128, "mosaic_gpu")])
 def test_small_products_go_to_xla(m, by, monkeypatch):
     module, taken = sys.modules["pallas_kernels.matmul.dense"], []
     for name in ("xla", "mosaic_gpu"):
