@@ -8,7 +8,9 @@ they wait for each other and would starve on a small machine.
 import gc
 import importlib.util
 import os
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 
 os.environ.setdefault("NPROC", "64")
@@ -30,6 +32,8 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
+pytest_plugins = ["tests.resume"]
+
 # Not tests, and they import what a machine for GPU tests may lack.
 collect_ignore = ["tests/fixtures", "tests/typechecker.py"]
 
@@ -40,6 +44,18 @@ COMPILE_FAST = (
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
     "--xla_cpu_parallel_codegen_split_count=1",
 )
+# On a GPU, XLA would compile and time dozens of ways to take each product of a
+# reference, of which cuBLAS knows a good one: minutes for tests of milliseconds.
+CUBLAS_CHOOSES = (
+    "--xla_gpu_autotune_level=0",
+    "--xla_gpu_enable_triton_gemm=false",
+)
+
+
+def asks_for_gpus(config: pytest.Config) -> bool:
+    """Whether `-m` selects tests for GPUs."""
+    selected = config.option.markexpr
+    return "gpu" in selected and "not gpu" not in selected
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -49,13 +65,25 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if backends_are_initialized():
         raise pytest.UsageError("a conftest.py computes: too early for flags of XLA")
-    selected = config.option.markexpr
-    if "gpu" not in selected or "not gpu" in selected:
+    given = os.environ.get("XLA_FLAGS", "")
+    if asks_for_gpus(config):
+        os.environ["XLA_FLAGS"] = " ".join([*CUBLAS_CHOOSES, given])
+        if "PYTEST_XDIST_WORKER" in os.environ:  # one of many on a GPU
+            os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    else:
         os.environ["JAX_PLATFORMS"] = "cpu"
         jax.config.update("jax_platforms", "cpu")
-        os.environ["XLA_FLAGS"] = " ".join(
-            [os.environ.get("XLA_FLAGS", ""), *COMPILE_FAST]
-        )
+        os.environ["XLA_FLAGS"] = " ".join([given, *COMPILE_FAST])
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file without tests for GPUs where those are asked for.
+
+    All the files take longer to import than most tests take.
+    """
+    if not asks_for_gpus(config) or collection_path.suffix != ".py":
+        return None
+    return not re.search(r"mark\.(multi)?gpu\b", collection_path.read_text()) or None
 
 
 def pytest_collection_modifyitems(

@@ -55,7 +55,7 @@ def expected(x, ws, biases, activation):
 def assert_close(actual, wanted):
     assert len(actual) == len(wanted)
     for y, want in zip(actual, wanted, strict=True):
-        assert relative_error(np.asarray(y), want) < RELATIVE[BF16]
+        assert relative_error(y, want) < RELATIVE[BF16]
 
 
 @pytest.mark.parametrize(

@@ -9,15 +9,18 @@ import pytest
 
 from pallas_kernels.matmul import MatmulConfig, matmul, mosaic_gpu, reference
 from pallas_kernels.matmul.config import Problem, candidates, heuristic
-from pallas_kernels.mosaic import DeviceSpec
+from pallas_kernels.mosaic import DeviceSpec, check_hopper
 from tests.tolerances import RELATIVE, relative_error
 
 
 pytestmark = pytest.mark.gpu
 BF16 = jnp.dtype(jnp.bfloat16)
 kernel = functools.partial(matmul, implementation="mosaic_gpu")
+# Compiled whole: each operation by itself would take a GPU a tenth of a second.
+definition = jax.jit(reference.matmul)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def operands(m, n, k, dtype=BF16, seed=0):
     keys = jax.random.split(jax.random.key(seed), 3)
     return (
@@ -45,7 +48,7 @@ def test_values_and_gradients(shape, rhs_transposed, dtype):
     stored = w.T if rhs_transposed else w
     f = functools.partial(kernel, rhs_transposed=rhs_transposed)
     y, pullback = jax.vjp(f, x, stored)
-    want, wide = jax.vjp(reference.matmul, x, w)
+    want, wide = jax.vjp(definition, x, w)
     tolerance = RELATIVE[jnp.dtype(dtype)]
     assert relative_error(y, want) < tolerance
     (dx, dw), (want_dx, want_dw) = pullback(dy), wide(dy.astype(jnp.float32))
@@ -58,9 +61,9 @@ def test_values_and_gradients(shape, rhs_transposed, dtype):
 )
 def test_every_candidate_of_the_tuner(shape):
     m, n, k = shape
-    device = DeviceSpec.current()
+    device = check_hopper(DeviceSpec.current(), "matmul")
     x, w, _ = operands(m, n, k)
-    want = reference.matmul(x, w)
+    want = definition(x, w)
     problem = Problem.of(x, w, BF16)
     for config in candidates(problem, device):
         poison((m, n), BF16)
@@ -83,13 +86,13 @@ def test_tiles_of_two_products(shape, stored, cluster):
             x.T if stored == "x" else x,
             w.T if stored == "w" else w,
             config=config,
-            device=DeviceSpec.current(),
+            device=check_hopper(DeviceSpec.current(), "matmul"),
             out_dtype=out_dtype,
             lhs_transposed=stored == "x",
             rhs_transposed=stored == "w",
         )
         tolerance = 1e-4 if out_dtype == jnp.float32 else RELATIVE[BF16]
-        assert relative_error(y, reference.matmul(x, w)) < tolerance, dtype
+        assert relative_error(y, definition(x, w)) < tolerance, dtype
 
 
 @pytest.mark.parametrize("shape", [(4104, 4096, 2048), (2048, 2560, 2048)])
@@ -103,7 +106,7 @@ def test_results_repeat_bit_for_bit(shape):
 
 def test_random_shapes():
     draw = random.Random(0)
-    device = DeviceSpec.current()
+    device = check_hopper(DeviceSpec.current(), "matmul")
     for seed in range(8):
         m = draw.choice([7, 8, *(draw.randrange(1, 3000) for _ in range(4))])
         n, k = 64 * draw.randrange(1, 40), 64 * draw.randrange(1, 40)
@@ -118,7 +121,7 @@ def test_random_shapes():
             out_dtype=out_dtype,
         )
         tolerance = 1e-4 if out_dtype == jnp.float32 else RELATIVE[BF16]
-        assert relative_error(y, reference.matmul(x, w)) < tolerance, (m, n, k)
+        assert relative_error(y, definition(x, w)) < tolerance, (m, n, k)
 
 
 @pytest.mark.parametrize("cluster", ["none", "m", "n"])
@@ -132,7 +135,7 @@ def test_rows_past_the_end_are_not_read(cluster):
         implementation="mosaic_gpu",
         config=MatmulConfig(cluster=cluster),
     )
-    assert relative_error(y, reference.matmul(x[:104], w)) < RELATIVE[BF16]
+    assert relative_error(y, definition(x[:104], w)) < RELATIVE[BF16]
 
 
 def test_vmap_scan_and_remat():
