@@ -15,6 +15,7 @@ from jax._src.pallas.mosaic.interpret import utils as interpret_utils
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as callbacks
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as pallas_call
 from jax._src.pallas.mosaic_gpu.interpret import jaxpr_interpret as stock
+from jax._src.pallas.mosaic_gpu.interpret import race_detection_state as stock_races
 from jax._src.pallas.mosaic_gpu.interpret import shared_memory as memory
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -38,6 +39,7 @@ from tests.interpreter.operations import (
     get_uninitialized_array,
     resolve_ref,
 )
+from tests.interpreter.races import RaceDetection
 from tests.interpreter.run import RaceError, Run, set_current_run
 from tests.interpreter.thread import Interpreter
 from tests.interpreter.version import ADVICE, check_version
@@ -70,6 +72,15 @@ EXPECTED = {
     (memory.GPUSharedMemory, "reset_per_cluster_state"): "self",
     (memory.GPUSharedMemory, "set_failed"): "self exception failed_thread top_level",
     (memory.Barrier, "wait"): "self thread logging_info",
+    **{
+        (stock_races.GPURaceDetectionState, f"check_{kind}"): (
+            "self thread clock buffer_key rnge source_info"
+        )
+        for kind in ("read", "write")
+    },
+    (stock_races.GPURaceDetectionState, "_check_ref_union"): (
+        "self thread clock buffer_key is_write source_info"
+    ),
     (memory, "_to_int"): "x",
     (
         jax_callback,
@@ -159,6 +170,7 @@ def _patches() -> Iterator[None]:
         (stock, "get_uninitialized_array"): get_uninitialized_array,
         (memory, "GPUSharedMemory"): SharedMemory,
         (memory, "Barrier"): Barrier,
+        (callbacks, "GPURaceDetectionState"): RaceDetection,
         (memory, "_to_int"): int,
         (callbacks, "copy_smem_to_gmem"): copy_smem_to_gmem,
         (callbacks, "cluster_finished"): cluster_finished,
