@@ -122,7 +122,13 @@ def visit_math_block(self, node):
     raise nodes.SkipNode
 
 
+def show_factories(app, what, name, obj, options, arguments, result):
+    """Sphinx cannot parse how Python shows a default that a function makes."""
+    return (arguments or "").replace("<factory>", "...") or arguments, result
+
+
 def setup(app: Sphinx) -> None:
+    app.connect("autodoc-process-signature", show_factories)
     app.add_html_math_renderer("mathml", (visit_math, None), (visit_math_block, None))
     app.add_role("name", Name())
     app.add_directive("names", Names)

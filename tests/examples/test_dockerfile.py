@@ -49,3 +49,11 @@ def test_the_image_holds_what_the_recipes_call():
     path = container["command"][1]
     assert (ROOT / path).is_file()
     assert not any(path.startswith(f"{name}/") for name in left_out)
+
+
+def test_what_git_ignores_is_not_copied():
+    def names(file):
+        lines = (ROOT / file).read_text().split()
+        return {line.removeprefix("**/").removesuffix("/") for line in lines}
+
+    assert names(".gitignore") <= names(".dockerignore")
