@@ -92,7 +92,7 @@ def test_values_repeat_and_rows_do_not_mix(spec, ragged):
     np.testing.assert_array_equal(bits(alone), bits(out[-some:]))
 
 
-def test_random_steps():
+def random_steps():
     numbers = random.Random(0)
     for seed in range(24):
         head_dim = numbers.choice([64, 128, 256])
@@ -114,8 +114,13 @@ def test_random_steps():
             layer=0,
             seed=seed,
         )
-        config = numbers.choice([None, PagedAttentionConfig(split=128, teams=1)])
-        check(step, functools.partial(kernel, config=config))
+        yield step, numbers.choice([None, PagedAttentionConfig(split=128, teams=1)])
+
+
+# Tests by themselves, as Pallas takes ten seconds to lower the kernel for each.
+@pytest.mark.parametrize(("step", "config"), [*random_steps()], ids=map(str, range(24)))
+def test_random_steps(step, config):
+    check(step, functools.partial(kernel, config=config))
 
 
 def test_tokens_without_a_page():
