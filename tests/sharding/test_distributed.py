@@ -123,11 +123,11 @@ def test_torchrun_that_names_no_host_or_no_number():
 def test_open_mpi_wins_over_the_slurm_that_started_its_daemons():
     found = detect(SLURM | OPEN_MPI)
     assert (found.launcher, found.process_id) == ("open_mpi", 2)
-    assert found.coordinator.startswith("10.96.0.1:6")
+    assert (found.coordinator or "").startswith("10.96.0.1:6")
     assert found.local_device_ids == (0,)
     six = "1;tcp6://[fe80::b9b,2620:10d::2]:43370"
     found = detect(OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": six})
-    assert found.coordinator.startswith("[fe80::b9b]:6")
+    assert (found.coordinator or "").startswith("[fe80::b9b]:6")
 
 
 def test_open_mpi_5_names_no_host():
@@ -140,7 +140,7 @@ def test_open_mpi_5_names_no_host():
     found = detect(environ | {"JAX_COORDINATOR_ADDRESS": "n1:8476"})
     assert found.coordinator == "n1:8476"
     alone = environ | {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}
-    assert detect(alone).coordinator.startswith("127.0.0.1:6")
+    assert (detect(alone).coordinator or "").startswith("127.0.0.1:6")
 
 
 def test_kubernetes():
@@ -225,7 +225,7 @@ def test_unreachable_coordinator_is_an_error_in_time(port):
         "process 0 is running.*host name.*firewall",
     ):
         call(port, 1)
-    assert 0.9 < time.monotonic() - start < 3
+    assert 0.9 < time.monotonic() - start < 10
 
 
 def test_unknown_host():
@@ -250,7 +250,7 @@ def test_missing_processes_are_counted(port):
         TimeoutError, match=r"3 of 4 processes \(1, 2, 3\) did not reach process 0 at"
     ):
         call(port, 0, 4)
-    assert 0.9 < time.monotonic() - start < 3
+    assert 0.9 < time.monotonic() - start < 10
 
 
 @pytest.mark.parametrize(
@@ -284,24 +284,26 @@ def test_process_that_restarts_while_others_are_awaited_is_let_in_again(port):
 
     def coordinate():
         try:
-            call(port, 0, 3, timeout=2)
+            call(port, 0, 3, timeout=4)
         except (TimeoutError, ValueError) as error:
             failure.append(str(error))
+
+    def connect():
+        until = time.monotonic() + 20
+        while True:
+            try:
+                return socket.create_connection(("127.0.0.1", port))
+            except ConnectionRefusedError:
+                assert time.monotonic() < until
+                time.sleep(0.02)
 
     thread = threading.Thread(target=coordinate)
     thread.start()
     for _ in range(2):  # process 1 arrives, leaves, arrives again
-        for _ in range(100):
-            try:
-                connection = socket.create_connection(("127.0.0.1", port), 1)
-            except ConnectionRefusedError:
-                time.sleep(0.02)
-            else:
-                break
-        with connection:
+        with connect() as connection:
             connection.sendall(b"jaxscale 1 3\n")
             time.sleep(0.2)
-    thread.join(10)
+    thread.join(30)
     assert "2 of 3 processes (1, 2) did not reach" in failure[0]
 
 
