@@ -27,7 +27,12 @@ MAX_QUERIES = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How much the engine takes on at a time; None is chosen by model and device."""
+    """How much the engine takes on at a time; None is chosen by model and device.
+
+    Example:
+        >>> EngineConfig(num_slots=8, max_len=4096, kv_dtype="fp8").page_size
+        64
+    """
 
     max_len: int | None = None
     """Most tokens of prompt and continuation together; None is what the model was made

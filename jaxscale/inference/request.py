@@ -408,7 +408,14 @@ class TokenLogprobs:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Output:
-    """News for a client of one of the continuations of its request."""
+    """News for a client of one of the continuations of its request.
+
+    Example:
+        >>> parts = [(5, 6), (7,)]
+        >>> news = [Output(request="a", index=0, tokens=part) for part in parts]
+        >>> [token for output in news for token in output.tokens]
+        [5, 6, 7]
+    """
 
     request: str
     """The id of the request."""

@@ -40,7 +40,18 @@ _USUAL_NAMES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncodedText:
-    """A text, or a pair, as a model for classification or embeddings reads it."""
+    """A text, or a pair, as a model for classification or embeddings reads it.
+
+    Example:
+        >>> text = EncodedText(
+        ...     ids=[101, 7, 102],
+        ...     types=[0, 0, 0],
+        ...     spans=[(0, 0), (0, 5), (0, 0)],
+        ...     control=[True, False, True],
+        ... )
+        >>> [token for token, control in zip(text.ids, text.control) if not control]
+        [7]
+    """
 
     ids: list[int]
     """Token ids, with the control tokens of the file's template."""

@@ -41,6 +41,18 @@ class PackedBatch:
     Sequence ``s`` of row ``b`` is ``tokens[b, cu_seqlens[b, s]:cu_seqlens[b, s + 1]]``;
     everything past ``cu_seqlens[b, -1]`` is padding. Fields hold JAX arrays on the
     device and numpy arrays on the host.
+
+    Example:
+        Texts of 2 and 1 tokens in a row of 4:
+
+        >>> batch = PackedBatch(
+        ...     tokens=np.array([[5, 6, 7, 0]]),
+        ...     targets=np.array([[6, 0, 0, 0]]),
+        ...     loss_mask=np.array([[True, False, False, False]]),
+        ...     cu_seqlens=np.array([[0, 2, 3]]),
+        ... )
+        >>> batch.tokens[0, batch.cu_seqlens[0, 1] : batch.cu_seqlens[0, 2]]
+        array([7])
     """
 
     tokens: Int[Array | np.ndarray, "B T"]

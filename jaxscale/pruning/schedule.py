@@ -33,7 +33,13 @@ PAPER_STAGES = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A step of a schedule."""
+    """A step of a schedule.
+
+    Example:
+        >>> paper = [Stage(step=0, sparsity=0.5), Stage(step=100, sparsity=0.75)]
+        >>> max(paper, key=lambda stage: stage.step).sparsity
+        0.75
+    """
 
     step: int
     """Prune when so many steps are done; 0 is before the first."""

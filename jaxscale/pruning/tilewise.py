@@ -48,7 +48,12 @@ from jaxscale.pruning.ranking import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """A weight to prune, or one of a stack."""
+    """A weight to prune, or one of a stack.
+
+    Example:
+        >>> Matrix(name="mlp.up", scores=np.ones((4, 8), np.float32)).scores.shape
+        (4, 8)
+    """
 
     name: str
     """Name of the layer, for messages."""

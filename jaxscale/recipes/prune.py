@@ -67,7 +67,12 @@ from jaxscale.training.report import Report, Series, add_steps
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TuneConfig:
-    """Importance scores of the weights, and the schedule of the stages."""
+    """Importance scores of the weights, and the schedule of the stages.
+
+    Example:
+        >>> TuneConfig(score="magnitude", schedule="cubic").stages
+        5
+    """
 
     score: Literal["magnitude", "taylor", "wanda"] = "taylor"
     """Importance of a weight: its square, what its removal changes of the loss to first

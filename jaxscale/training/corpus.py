@@ -53,7 +53,12 @@ _CACHE_FORMAT = b"2"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Document:
-    """One text and the name that it is split and reported by."""
+    """One text and the name that it is split and reported by.
+
+    Example:
+        >>> Document(name="a/readme.md", text="# A").name
+        'a/readme.md'
+    """
 
     name: str
     """Path relative to where the search began, with ``/`` on every system."""

@@ -123,7 +123,12 @@ def state_shardings(state: TrainState, mesh: Mesh, rules: StateRules) -> TrainSt
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NextTokenLoss:
-    """The loss of a decoder on a `PackedBatch`: see `next_token_loss`."""
+    """The loss of a decoder on a `PackedBatch`: see `next_token_loss`.
+
+    Example:
+        >>> NextTokenLoss(chunk_size=512, z_loss=1e-4).chunk_size
+        512
+    """
 
     chunk_size: int = 1024
     """Positions of a row whose logits exist at one time."""
