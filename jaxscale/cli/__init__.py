@@ -5,7 +5,6 @@ is called, so that ``jaxscale --help`` answers at once.
 """
 
 import importlib
-import logging
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -48,8 +47,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_help())
         return 0
-    # Orbax reports its own defaults as warnings, under the name of absl.
-    logging.getLogger("absl").setLevel(logging.ERROR)
     name, *rest = arguments
     if name == "--version":
         from jaxscale import __version__

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxscale.models.hf.files import read_json_object, write_json
+from jaxscale.models.hf.files import read_config, read_json_object, write_json
 
 
 _FILE = "generation_config.json"
@@ -70,7 +70,7 @@ class GenerationConfig:
         """
         file = Path(path) / _FILE
         if not file.is_file():
-            ids = read_json_object(Path(path) / _CONFIG).get("eos_token_id")
+            ids = read_config(Path(path)).get("eos_token_id")
             return cls(eos_ids=_ids(ids, Path(path) / _CONFIG))
         values = read_json_object(file)
         ids = _ids(values.pop("eos_token_id", None), file)

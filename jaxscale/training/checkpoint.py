@@ -98,6 +98,7 @@ class Checkpointer:
             )
         self.directory = Path(directory).resolve()
         self._config = dict(config or {})
+        self._read_only = read_only
         self._orbax = ocp = require_orbax()
         if not read_only:
             make_writable(self.directory)
@@ -114,6 +115,7 @@ class Checkpointer:
             "item_names": tuple(handlers),
             "item_handlers": handlers,
         }
+        # Its option `read_only` does no more than this, but warns of itself twice.
         policies = ocp.checkpoint_managers
         preserve = [policies.LatestN(keep)]
         if keep_every is not None:
@@ -124,7 +126,6 @@ class Checkpointer:
                 preservation_policy=policies.AnyPreservationPolicy(preserve),
                 create=not read_only,
                 cleanup_tmp_directories=not read_only,
-                read_only=read_only,
             ),
             **items,
         )
@@ -137,7 +138,6 @@ class Checkpointer:
                 self.directory,
                 options=ocp.CheckpointManagerOptions(
                     create=False,
-                    read_only=True,
                     multiprocessing_options=ocp.options.MultiprocessingOptions(
                         primary_host=me,
                         active_processes={me},
@@ -180,9 +180,15 @@ class Checkpointer:
             data_state: Position of the data iterator, as JSON.
 
         Raises:
+            ValueError: the directory was opened with `read_only`.
             CheckpointNotWritten: this or the one before could not be; older ones are as
                 they were.
         """
+        if self._read_only:
+            raise ValueError(
+                f"checkpoints in {self.directory} were opened with read_only=True; "
+                "open them without it to save"
+            )
         if step in self._manager.all_steps():
             return
         data = json.loads(json.dumps(dict(data_state)))

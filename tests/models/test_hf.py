@@ -524,7 +524,12 @@ def test_tensor_in_two_shards(copy):
 def test_missing_files(copy, tmp_path):
     with pytest.raises(FileNotFoundError, match="'gpt2' is no directory, and no name"):
         load("gpt2")
-    with pytest.raises(FileNotFoundError, match=r"config\.json does not exist"):
+    with pytest.raises(FileNotFoundError, match=r"config\.json does not exist; give a"):
+        load(tmp_path)
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(
+        FileNotFoundError, match=r"of a run: .* `jaxscale export .* DIR`"
+    ):
         load(tmp_path)
     directory = copy("gpt2")
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")

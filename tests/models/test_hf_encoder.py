@@ -261,6 +261,10 @@ def test_projections_that_are_not_tied(family, tmp_path):
     assert_as_transformers(model, family)
     save(model, tmp_path / "saved")
     assert_same_parameters(load(tmp_path / "saved"), model)
+    # All that the class of transformers has: it warns of what it does not find.
+    saved = safetensors.numpy.load_file(tmp_path / "saved" / "model.safetensors")
+    assert tensors.keys() <= saved.keys() | {k for k in tensors if "pooler" in k}
+    assert (saved.keys() - tensors.keys()) <= FAMILIES[family].tied.keys()
 
     # Of both names, transformers 5 reads that of the projection.
     tensors[f"{PROJECTIONS[family]}.bias"] = np.ones(99, np.float32)

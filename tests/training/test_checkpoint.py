@@ -131,6 +131,19 @@ def test_an_interrupted_save_is_ignored(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["1", "2"]
 
 
+def test_read_only_is_silent_and_changes_nothing(tmp_path, caplog):
+    tree = {"w": jnp.ones(2)}
+    with Checkpointer(tmp_path, keep=1) as checkpointer:
+        checkpointer.save(1, tree, {})
+    before = sorted(tmp_path.rglob("*"))
+    with Checkpointer(tmp_path, read_only=True) as checkpointer:
+        checkpointer.restore(tree)
+        with pytest.raises(ValueError, match="opened with read_only=True; open them"):
+            checkpointer.save(2, tree, {})
+    assert sorted(tmp_path.rglob("*")) == before
+    assert [r for r in caplog.records if r.levelname == "WARNING"] == []
+
+
 def test_no_checkpoint(tmp_path):
     with Checkpointer(tmp_path) as checkpointer:
         with pytest.raises(FileNotFoundError, match="there is no checkpoint in"):

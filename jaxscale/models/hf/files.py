@@ -15,6 +15,7 @@ import safetensors.numpy
 _FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _CONFIG = "config.json"
+_RUN = "run.json"  # of `jaxscale.training`
 
 # Names of the format; anything else is a quantized or foreign checkpoint.
 _DTYPES = {"F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
@@ -44,7 +45,7 @@ class Checkpoint:
                 f"path {str(path)!r} is not a directory; download the model first, for "
                 "example with `hf download MODEL --local-dir DIRECTORY`"
             )
-        self.config = read_json_object(self.directory / _CONFIG)
+        self.config = read_config(self.directory)
         self._files: dict[str, Path] = {}
         self._open: dict[Path, Any] = {}
         index = self.directory / _INDEX
@@ -214,6 +215,25 @@ def _split[T](
         shards[-1].append(tensor)
         size += tensor[1]
     return shards
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The ``config.json`` of a directory.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is not a JSON object.
+    """
+    file = directory / _CONFIG
+    if file.is_file():
+        return read_json_object(file)
+    todo = "give a directory that transformers or `jaxscale export` wrote"
+    if (directory / _RUN).is_file():
+        todo = (
+            f"{directory} is of a run: write its model as a Hugging Face directory "
+            f"with `jaxscale export {directory} DIR`, and give DIR"
+        )
+    raise FileNotFoundError(f"{file} does not exist; {todo}")
 
 
 def read_json(file: Path) -> Any:

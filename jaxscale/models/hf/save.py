@@ -94,6 +94,13 @@ def _described(
     head = None if model.head is None else model.head.config
     if head is not None and family.heads is not None:
         maps += family.heads.tensors(model.config, head)
+        # Where the table is not tied, transformers has this bias under both names.
+        biases = {copy: of for copy, of in family.tied.items() if ".bias" in copy}
+        maps += [
+            dataclasses.replace(m, name=biases[m.name])
+            for m in maps
+            if m.name in biases
+        ]
     if head is None or head.kind == "pooler":  # the class of the encoder alone
         maps = [
             dataclasses.replace(m, name=m.name.removeprefix(family.prefix))
