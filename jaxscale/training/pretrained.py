@@ -15,7 +15,7 @@ from jaxscale.models.encoder_config import EncoderConfig
 from jaxscale.models.families import config_from_hf
 from jaxscale.models.hf.files import Checkpoint
 from jaxscale.models.hf.hub import local_directory
-from jaxscale.models.hf.load import load, own_head
+from jaxscale.models.hf.load import check_files, load, own_head
 from jaxscale.nn.lora import Frozen, merge_adapters
 from jaxscale.sharding.parameters import place
 from jaxscale.sharding.rules import AxisRules
@@ -96,11 +96,12 @@ def load_adapted(
 def check_source(config: TrainConfig) -> None:
     """Check that the model of ``config.source`` has the shape of ``config.model``.
 
-    Only its settings are read.
+    Only its settings and the headers of its files are read.
 
     Raises:
         FileNotFoundError: there is no such source, or a file of it is missing.
-        ValueError: it has another shape, or is of a kind that is not supported.
+        ValueError: it has another shape, is of a kind that is not supported, or its
+            files do not fit its settings.
     """
     if config.source is None:
         if config.lora.rank:
@@ -122,6 +123,8 @@ def check_source(config: TrainConfig) -> None:
                 f"{config.source} were made with {theirs.get(name)!r}; leave the shape "
                 "of the model as it is"
             )
+    if not run_directory.is_run(directory):
+        check_files(directory)
     # Raises where the adapters are for layers that the model lacks.
     jax.eval_shape(lambda: adapted(config, make_model(config)))
 

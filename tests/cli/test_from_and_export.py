@@ -4,6 +4,7 @@ import dataclasses
 import json
 import random
 import re
+import shutil
 
 import jax
 import numpy as np
@@ -240,7 +241,8 @@ def test_an_encoder_learns_hidden_tokens(encoder, notes, command, tmp_path):
     )
     assert code == 0, err
     assert "2 steps, held-out loss" in told
-    assert run_directory.read_config(run).head.kind == "masked_lm"
+    head = run_directory.read_config(run).head
+    assert head is not None and head.kind == "masked_lm"
     code, _, err = command("export", run, tmp_path / "out")
     assert code == 0, err
     assert load(tmp_path / "out").head.config.kind == "masked_lm"
@@ -288,6 +290,17 @@ def test_mistakes_are_explained(
     assert code == 2
     assert re.search(message, err), err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_of_another_shape_leave_nothing_behind(decoder, command, tmp_path):
+    wrong = shutil.copytree(decoder, tmp_path / "wrong")
+    values = json.loads((wrong / "config.json").read_text())
+    values["intermediate_size"] *= 2
+    (wrong / "config.json").write_text(json.dumps(values))
+    code, _, err = command("train", "--from", wrong, "--output-dir", tmp_path / "run")
+    assert code == 2
+    assert "mlp.gate_proj.weight' of" in err and "config.json is of another" in err
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

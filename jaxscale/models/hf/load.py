@@ -3,16 +3,16 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxscale.checks import check_choice
-from jaxscale.models.config import DecoderConfig
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.encoder import EncoderModel
 from jaxscale.models.encoder_config import EncoderConfig
@@ -22,7 +22,12 @@ from jaxscale.models.hf.family import Family
 from jaxscale.models.hf.files import Checkpoint
 from jaxscale.models.hf.hub import local_directory
 from jaxscale.models.hf.names import TensorMap
-from jaxscale.models.hf.tensors import read_model, without_absent_prefix
+from jaxscale.models.hf.tensors import (
+    check_tensors,
+    parameters_of,
+    read_model,
+    without_absent_prefix,
+)
 from jaxscale.models.quantization import quantize_read, quantize_rest
 from jaxscale.models.serving import serving_config, serving_mesh, serving_rules
 from jaxscale.nn.quantized_linear import Quantization
@@ -81,50 +86,23 @@ def load(
         (1, 5, 32)
     """
     path = local_directory(path)
-    checkpoint = Checkpoint(path)
-    config = config_from_hf(checkpoint.config)
-    is_encoder = isinstance(config, EncoderConfig)
-    num_blocks = config.num_blocks if is_encoder else config.num_layers
-    if num_blocks > len(checkpoint.names()):
-        # Before a model of so many layers is described.
-        raise ValueError(
-            f"config.json has {num_blocks} layers, but {str(path)!r} holds only "
-            f"{len(checkpoint.names())} tensors; config.json is of another model"
-        )
-    family = FAMILIES[checkpoint.config["model_type"]]
-    maps = family.tensors(config)
-    tied, ignored = config.tie_embeddings, list(family.buffers)
-    model_type: Any = Decoder
+    files = _opened(path, head)
+    is_encoder = files.family.heads is not None
+    if is_encoder:
+        options["head"] = files.own_head if head == "file" else head
     if quantization is not None:
         check_choice("quantization", quantization, Quantization)
         if is_encoder:
             raise ValueError(
                 f"quantization {quantization!r} is for decoders, but {str(path)!r} "
-                f"holds an encoder of model_type {family.model_type!r}; leave it out"
+                f"holds an encoder of model_type {files.family.model_type!r}; leave it "
+                "out"
             )
         rules = serving_rules(rules)
         mesh = None if mesh is None else serving_mesh(mesh)
-    if isinstance(config, DecoderConfig):
-        if head != "file":
-            raise ValueError(
-                f"head {head!r} is for encoders, but {str(path)!r} holds a decoder of "
-                f"model_type {family.model_type!r}; leave it out"
-            )
-    else:
-        own = own_head(checkpoint) if head == "file" else None
-        options["head"] = own if head == "file" else head
-        model_type = EncoderModel
-        tied = tied and own is not None and own.kind == "masked_lm"
-        if family.heads is not None:
-            maps += [] if own is None else family.heads.tensors(config, own)
-            names = (*family.heads.names, *family.unread)
-            ignored += ["^" + re.escape(name) for name in names]
-    maps = without_absent_prefix(checkpoint, maps, family.prefix)
-    maps = [_as_named(checkpoint, family, entry) for entry in maps]
 
     def make(dtype: DTypeLike, param_dtype: DTypeLike) -> Any:
-        return model_type(
-            config,
+        return files.make(
             dtype=dtype,
             param_dtype=param_dtype,
             rules=rules,
@@ -133,15 +111,15 @@ def load(
         )
 
     model = read_model(
-        checkpoint,
-        maps,
+        files.checkpoint,
+        files.maps,
         make,
         mesh=mesh,
         rules=rules,
         dtype=dtype,
         param_dtype=param_dtype,
-        ignored=ignored,
-        tied=_tied(family, maps) if tied else {},
+        ignored=files.ignored,
+        tied=files.tied,
         each_block=None
         if quantization is None
         else functools.partial(
@@ -153,6 +131,83 @@ def load(
     sizes = {} if mesh is None else dict(mesh.shape)
     model.config = serving_config(model.config, rules, sizes)
     return quantize_rest(model, quantization, mesh)
+
+
+def check_files(path: str | Path) -> None:
+    """Check that a directory holds the model that its ``config.json`` describes.
+
+    Only the headers of the files are read, and equal copies of what is tied.
+
+    Args:
+        path: As for `load`.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: as `load`, for the parameters without a head.
+    """
+    files = _opened(local_directory(path), "without")
+    options = {} if files.family.heads is None else {"head": None}
+    model = jax.eval_shape(lambda: files.make(rngs=nnx.Rngs(0), **options))
+    shapes = {name: leaf.shape for name, leaf in parameters_of(model).items()}
+    check_tensors(files.checkpoint, files.maps, shapes, files.ignored, files.tied)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Files:
+    """What is to be read from a directory."""
+
+    checkpoint: Checkpoint
+    family: Family
+    maps: list[TensorMap]
+    """The tensors to read, under the names of the files."""
+    make: Callable[..., Any]
+    """Makes the model, given all arguments but its configuration."""
+    own_head: HeadConfig | None
+    """The head that is read along."""
+    ignored: list[str]
+    """Patterns of the names of tensors that are left."""
+    tied: dict[str, str]
+    """Tensors that equal others, where they are in the files."""
+
+
+def _opened(path: Path, head: Any) -> _Files:
+    """The files of a directory, with their own head if `head` is ``"file"``."""
+    checkpoint = Checkpoint(path)
+    config = config_from_hf(checkpoint.config)
+    is_encoder = isinstance(config, EncoderConfig)
+    num_blocks = config.num_blocks if is_encoder else config.num_layers
+    if num_blocks > len(checkpoint.names()):
+        # Before a model of so many layers is described.
+        raise ValueError(
+            f"config.json has {num_blocks} layers, but {str(path)!r} holds only "
+            f"{len(checkpoint.names())} tensors; config.json is of another model"
+        )
+    family = FAMILIES[checkpoint.config["model_type"]]
+    maps, ignored, own = family.tensors(config), list(family.buffers), None
+    tied, model_type = config.tie_embeddings, Decoder
+    if family.heads is None:
+        if head not in ("file", "without"):
+            raise ValueError(
+                f"head {head!r} is for encoders, but {str(path)!r} holds a decoder of "
+                f"model_type {family.model_type!r}; leave it out"
+            )
+    else:
+        own, model_type = own_head(checkpoint) if head == "file" else None, EncoderModel
+        tied = tied and own is not None and own.kind == "masked_lm"
+        maps += [] if own is None else family.heads.tensors(config, own)
+        names = (*family.heads.names, *family.unread)
+        ignored += ["^" + re.escape(name) for name in names]
+    maps = without_absent_prefix(checkpoint, maps, family.prefix)
+    maps = [_as_named(checkpoint, family, entry) for entry in maps]
+    return _Files(
+        checkpoint=checkpoint,
+        family=family,
+        maps=maps,
+        make=functools.partial(model_type, config),
+        own_head=own,
+        ignored=ignored,
+        tied=_tied(family, maps) if tied else {},
+    )
 
 
 def own_head(checkpoint: Checkpoint) -> HeadConfig | None:

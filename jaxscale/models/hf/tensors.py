@@ -68,7 +68,7 @@ def read_model[M](
 
     abstract = jax.eval_shape(init)
     shapes = {name: leaf.shape for name, leaf in parameters_of(abstract).items()}
-    _check_tensors(checkpoint, maps, shapes, ignored, tied)
+    check_tensors(checkpoint, maps, shapes, ignored, tied)
     if mesh is None:
         places = dict.fromkeys(shapes, SingleDeviceSharding(jax.devices()[0]))
     else:
@@ -151,14 +151,25 @@ def _require_tensor(checkpoint: Checkpoint, name: str, where: str = "") -> str:
     )
 
 
-def _check_tensors(
+def check_tensors(
     checkpoint: Checkpoint,
     maps: Sequence[TensorMap],
     shapes: dict[str, tuple[int, ...]],
     ignored: Sequence[str],
     tied: Mapping[str, str],
 ) -> None:
-    """Stops at the first tensor that is missing, misshapen or unexpected."""
+    """Stop at the first tensor that is missing, misshapen or unexpected.
+
+    Args:
+        checkpoint: The directory.
+        maps: The tensors of each parameter.
+        shapes: The shape of each parameter.
+        ignored: Patterns of the names of tensors that no model needs.
+        tied: Tensors that some files hold besides the one that they equal.
+
+    Raises:
+        ValueError: there is one.
+    """
     names = set(checkpoint.names())
     for entry in maps:
         expected = _file_shape(entry, shapes)
