@@ -35,7 +35,7 @@ SLOW = "slower than a larger problem"
 FRESH, MISSING, TRIED, AGAIN = "fresh", "missing", "tried", "again"
 """States of a row; every other says why it is stale."""
 
-SECONDS = {"training": 90.0, "fine_tuning": 30.0, "serving": 60.0, "convergence": 60.0}
+SECONDS = {"training": 90.0, "fine_tuning": 30.0, "serving": 60.0, "convergence": 8.0}
 OTHER_SECONDS = 6.0
 """What a row is taken to need where none like it says what it took."""
 
@@ -243,7 +243,8 @@ def _wanted(
         for case in cases:
             key = (name, *_identity(case))
             _, _, wanted, *_ = found.setdefault(key, (name, case, [], samples, topic))
-            wanted += [n for n in names if n not in wanted]
+            new = [n for n in names if n not in wanted]
+            wanted += [n for n in new if benchmark.offers(case, n)]
     for name, rows in stored.items():
         benchmark = load_benchmark(name)
         cases = {_identity(case): case for case in benchmark.cases}
@@ -450,7 +451,8 @@ def processes(found: Sequence[Due]) -> Iterator[tuple[list[str], list[Due]]]:
     """Arguments and cases of each process: what is alike runs together.
 
     Only cases that follow each other are joined, so that the order stays that of worth,
-    and only where the command line selects nothing else.
+    and only where the command line selects nothing else. Cases that no command line
+    tells apart, as the seeds of an experiment, are one process however long it takes.
     """
 
     def kind(due: Due) -> tuple:
@@ -465,11 +467,14 @@ def processes(found: Sequence[Due]) -> Iterator[tuple[list[str], list[Due]]]:
                 break
             alike.append(due)
         by_identity = {_identity(due.case): due for due in alike}
-        chosen = [first]
+        chosen = [due for due in _brought([first], by_identity) if due]
         for due in alike:
-            trial = _brought(first, [*chosen, due], by_identity)
-            if due not in chosen and trial and _total(trial) <= LONGEST:
-                chosen = trial
+            if due in chosen:
+                continue
+            trial = _brought([*chosen, due], by_identity)
+            whole = [due for due in trial if due]
+            if len(whole) == len(trial) and _total(whole) <= LONGEST:
+                chosen = whole
         arguments = selection(first.benchmark, [due.case for due in chosen])
         arguments += ["--impl", *first.names]
         arguments += ["--samples", str(first.samples)] if first.samples else []
@@ -478,13 +483,14 @@ def processes(found: Sequence[Due]) -> Iterator[tuple[list[str], list[Due]]]:
 
 
 def _brought(
-    first: Due, chosen: Sequence[Due], known: Mapping[tuple[str, str], Due]
-) -> list[Due] | None:
-    """What the command line for these cases selects, if it is nothing else."""
-    arguments = selection(first.benchmark, [due.case for due in chosen])
-    cases, *_ = command.selected(first.benchmark, arguments)
-    found = [known.get(_identity(case)) for case in cases]
-    return [due for due in found if due] if all(found) else None
+    chosen: Sequence[Due], known: Mapping[tuple[str, str], Due]
+) -> list[Due | None]:
+    """What the command line for these cases selects; None for what is not known."""
+    benchmark = chosen[0].benchmark
+    cases, *_ = command.selected(
+        benchmark, selection(benchmark, [due.case for due in chosen])
+    )
+    return [known.get(_identity(case)) for case in cases]
 
 
 def _total(chosen: Sequence[Due]) -> float:

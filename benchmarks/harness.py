@@ -208,6 +208,9 @@ class Benchmark:
     """The name of a case among those of its kernels in ``tests/manifest.json``."""
     devices: Callable[[Params], int] = lambda params: 1
     """How many devices a case needs."""
+    offers: Callable[[Case, str], bool] = lambda case, name: True
+    """Whether an implementation may give a row of a case; what is not offered is not
+    due. Most find out when they are made, and raise ``NotImplementedError``."""
     packages: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
     """Packages whose versions rows carry, by implementation; else `PACKAGES` says."""
     anywhere: bool = False

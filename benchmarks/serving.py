@@ -303,22 +303,29 @@ def _programs() -> str:
     return folder.name
 
 
+def _refused(params: Any, name: str) -> str | None:
+    """Why an implementation does not run a case; None if it may."""
+    if "context" in params and name in OURS[1:]:
+        return "a step is the same however requests are served"
+    if name in SUMS and "tp" not in params:
+        return "there is nothing to sum on one GPU"
+    if "tp" in params and name in TORCH:
+        return "transformers runs on one GPU here"
+    if "weights" in params and name in TORCH:
+        return "weights of 8 bits are ours"
+    if params.get("requests", 0) > _MANY and name in ("concurrent", "serial"):
+        return f"it is run with at most {_MANY} requests"
+    return None
+
+
 def _in_child(name: str) -> Custom:
     """Run an implementation in a process of its own."""
 
     def measure(params: Any, seed: int, samples: int) -> Measurement:
         if name.startswith("torch_") and not timing.torch_is_there():
             raise NotImplementedError("torch with a GPU is not installed")
-        if "context" in params and name in OURS[1:]:
-            raise NotImplementedError("a step is the same however requests are served")
-        if name in SUMS and "tp" not in params:
-            raise NotImplementedError("there is nothing to sum on one GPU")
-        if "tp" in params and name in TORCH:
-            raise NotImplementedError("transformers runs on one GPU here")
-        if "weights" in params and name in TORCH:
-            raise NotImplementedError("weights of 8 bits are ours")
-        if params.get("requests", 0) > _MANY and name in ("concurrent", "serial"):
-            raise NotImplementedError(f"it is run with at most {_MANY} requests")
+        if refused := _refused(params, name):
+            raise NotImplementedError(refused)
         job = json.dumps([name, dict(params), seed, samples])
         done = subprocess.run(
             [sys.executable, "-m", "benchmarks.serving", "--child", job],
@@ -379,6 +386,7 @@ BENCHMARK = Benchmark(
     metrics=metrics,
     time="wall",
     devices=lambda params: params.get("tp", 1),
+    offers=lambda case, name: _refused(case.params, name) is None,
     packages={"torch*": ("torch", "transformers", "flash_attn")},
     samples=3,
     selectors={"model": "model"},

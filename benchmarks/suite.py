@@ -224,6 +224,7 @@ class Suite:
                 start_new_session=True,
             )
             self.children.add(child)
+            guard = _guard(child)
             try:
                 code = child.wait(min(left, limit))
                 ended = "done" if code == 0 else f"exit status {code}"
@@ -233,6 +234,8 @@ class Suite:
             finally:  # with the processes that it started, which hold the GPU
                 _kill(child)
                 self.children.discard(child)
+                with guard:
+                    guard.kill()
         text = log.read_text(errors="replace")
         if code < 0 and self.end > self.start:
             self._note_the_broken(process)
@@ -291,6 +294,15 @@ class Suite:
             for child in list(self.children):
                 _kill(child)
             raise
+
+
+def _guard(child: subprocess.Popen) -> subprocess.Popen:
+    """A process that ends a child's group once this one is gone, killed or not."""
+    return subprocess.Popen(
+        ["sh", "-c", f"read _; kill -s KILL -- -{child.pid}"],
+        stdin=subprocess.PIPE,  # it ends with the process that holds the other side
+        start_new_session=True,
+    )
 
 
 def _kill(child: subprocess.Popen) -> None:

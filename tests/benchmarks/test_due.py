@@ -299,9 +299,11 @@ def test_processes_measure_each_case_once(everything):
         one = cases[0].benchmark
         selected, names, samples = command.selected(one, arguments)
         assert names == cases[0].names and samples == cases[0].samples
-        assert sum(c.seconds for c in cases) <= due.LONGEST or len(cases) == 1
+        alone = due.selection(one, [cases[0].case])
+        least, *_ = command.selected(one, alone)
         brought = [(one.name, c.name, str(c.params)) for c in selected]
-        if len(cases) > 1:
+        if len(selected) > len(least):  # joined
+            assert sum(c.seconds for c in cases) <= due.LONGEST
             assert sorted(brought) == sorted(
                 (one.name, c.case.name, str(c.case.params)) for c in cases
             )
@@ -320,3 +322,22 @@ def test_processes_join_what_a_command_line_selects(monkeypatch, tmp_path):
     # Three of the four are no product.
     parts = [[c.case for c in each] for _, each in due.processes(found[:3])]
     assert parts == [cases[:2], [cases[2]]]
+
+
+def test_what_no_command_line_tells_apart_runs_once(monkeypatch, tmp_path):
+    """As the seeds of an experiment: one line measures all, however long they take."""
+    one = benchmark("op", offers=lambda case, name: (case.name, name) != ("b", "dense"))
+    one.cases = [Case(name, {"seed": i}) for name in "ab" for i in range(3)]
+    found = plan(monkeypatch, tmp_path, one, [])
+    assert [one.rows for one in found] == [["mosaic_gpu", "dense"]] * 3 + [
+        ["mosaic_gpu"]
+    ] * 3
+    monkeypatch.setattr(due, "LONGEST", 1.0)
+    made = [(line, [c.case for c in each]) for line, each in due.processes(found)]
+    assert made == [
+        (["--case", "a", "--impl", "mosaic_gpu", "dense"], one.cases[:3]),
+        (["--case", "b", "--impl", "mosaic_gpu"], one.cases[3:]),
+    ]
+    # Where only some are due the line measures the others too, but once.
+    ((_, some),) = due.processes([found[0], found[2]])
+    assert [c.case for c in some] == [one.cases[0], one.cases[2]]

@@ -307,6 +307,39 @@ time.sleep(60)
         time.sleep(0.05)
 
 
+def test_a_suite_that_is_killed_leaves_nothing_on_a_gpu(tmp_path):
+    child = tmp_path / "child"
+    body = f"""
+    import os, sys, time
+    from pathlib import Path
+    from benchmarks import due, suite
+    from tests.benchmarks.test_suite import process
+    if sys.argv[1:2] == ["-m"]:
+        Path({str(child)!r}).write_text(str(os.getpid()))
+        time.sleep(60)
+    due.START = 0.0
+    sys.executable = {str(tmp_path / "python")!r}
+    one = process(0, "slow")
+    folder = Path({str(tmp_path)!r})
+    suite.Suite(folder / "out", "abc", 60.0, folder).run_all([one], gpus=1)
+    """
+    script = tmp_path / "python"
+    head = f"#!{sys.executable}\nimport sys\nsys.path.insert(0, {str(ROOT)!r})\n"
+    script.write_text(head + textwrap.dedent(body))
+    script.chmod(0o755)
+    with subprocess.Popen([script]) as killed:
+        end = time.monotonic() + 60
+        while not (child.exists() and child.read_text()):
+            assert time.monotonic() < end and killed.poll() is None
+            time.sleep(0.05)
+        killed.kill()
+    stat = Path("/proc") / child.read_text() / "stat"
+    end = time.monotonic() + 10
+    while is_running(stat):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
 def is_running(stat):
     try:
         return stat.read_text().split(")")[-1].split()[0] not in ("Z", "X")
