@@ -257,7 +257,8 @@ def _gather_and_multiply(
         return list(ys), Scaled(*whole)
     whole = _gathered(x, form.names)
     rows, tokens = _rows(whole), whole.data.shape[:2]
-    return [_product(rows, w, dtype).reshape(*tokens, -1) for w in ws], whole
+    ys = [_product(rows, w, dtype) for w in ws]  # [B T, N] each
+    return [y.reshape(*tokens, y.shape[1]) for y in ys], whole
 
 
 def _multiply_and_scatter(
@@ -279,8 +280,9 @@ def _multiply_and_scatter(
         _product(_rows(x), _weight(w, dtype, form), wide)
         for x, w in zip(xs, ws, strict=True)
     ]
-    out = functools.reduce(operator.add, outs).astype(dtype)
-    return _scattered(out.reshape(*xs[0].data.shape[:2], -1), form.names)
+    out = functools.reduce(operator.add, outs).astype(dtype)  # [B T, N]
+    tokens = xs[0].data.shape[:2]
+    return _scattered(out.reshape(*tokens, out.shape[1]), form.names)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

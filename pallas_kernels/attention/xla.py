@@ -41,7 +41,8 @@ def attention(
     """
     # Not JAX's own XLA implementation: strict promotion forbids it in bf16.
     b, t, n, h = q.shape
-    q = q.reshape(b, t, k.shape[2], -1, h)  # [B, T, K, G, H]
+    kv_heads = k.shape[2]
+    q = q.reshape(b, t, kv_heads, n // kv_heads, h)  # [B, T, K, G, H]
     logits = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32)
     logits = logits * scale
     if problem.softcap is not None:

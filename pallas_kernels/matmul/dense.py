@@ -134,7 +134,7 @@ def _mosaic_gpu(
     flat = x.reshape(rows, x.shape[-1])  # [M,K]
     flat, ws, biases = vary_alike((flat, ws, biases))
     ys: Any = _jitted(flat, ws, biases, call)
-    return tuple(y.reshape(*x.shape[:-1], -1) for y in ys)  # [..,N] each
+    return tuple(y.reshape(*x.shape[:-1], y.shape[1]) for y in ys)  # [..,N] each
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

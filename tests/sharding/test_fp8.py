@@ -88,6 +88,17 @@ def test_products_are_those_of_rounded_operands(quantization, product):
         assert relative_error(found, exact[name]) < TOLERANCE, name
 
 
+@pytest.mark.parametrize("product", [column, row])
+@BOTH
+def test_batches_without_tokens(quantization, product):
+    x, w = np.zeros((B, 0, K), np.float32), normal(K, N)
+    y, back = jax.vjp(partial(product, quantization=quantization), x, w)
+    assert y.shape == (B, 0, N)
+    dx, dw = back(y)
+    assert dx.shape == x.shape
+    np.testing.assert_array_equal(dw, np.zeros_like(w))
+
+
 def test_a_second_scale_changes_no_number():
     x = normal(64, K)
     once = rounded(x, "x", 1)
