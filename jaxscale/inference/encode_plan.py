@@ -2,6 +2,7 @@
 
 import bisect
 import dataclasses
+import functools
 import numbers
 from collections.abc import Sequence
 
@@ -107,6 +108,7 @@ def _even_rows(
     return sorted(rows, key=lambda row: -sum(lengths[i] for i in row))
 
 
+@functools.lru_cache
 def budgets(token_budget: int) -> tuple[int, ...]:
     """The sizes of rows that the model is compiled for, the smallest first.
 
@@ -126,6 +128,7 @@ def budgets(token_budget: int) -> tuple[int, ...]:
     return tuple(sorted(sizes))
 
 
+@functools.lru_cache
 def capacities(size: int) -> tuple[int, ...]:
     """How many texts the rows of a size are compiled for, the fewest first.
 
