@@ -15,7 +15,8 @@ import tyro
 
 from jaxscale.pruning import PruneConfig
 from jaxscale.recipes import Pruned, TuneConfig, export, from_source, prune_and_tune
-from jaxscale.recipes.prune import finish, open_source
+from jaxscale.recipes.prune import open_source
+from jaxscale.recipes.prune_report import finish
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

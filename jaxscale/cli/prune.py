@@ -18,12 +18,12 @@ from jaxscale.recipes import from_source
 from jaxscale.recipes.prune import (
     Pruned,
     TuneConfig,
-    finish,
     make_stages,
     open_source,
     prune_and_tune,
     tuning_config,
 )
+from jaxscale.recipes.prune_report import finish
 from jaxscale.sharding import MeshConfig
 from jaxscale.training import DataConfig, TrainConfig
 from jaxscale.training import run as run_directory

@@ -23,12 +23,11 @@ from jaxscale.models import Decoder, DecoderConfig
 from jaxscale.pruning import PruneConfig, sparsify
 from jaxscale.recipes.prune import (
     TuneConfig,
-    add_settings,
-    add_to_report,
     bytes_per_token,
     prune_and_tune,
     tuning_config,
 )
+from jaxscale.recipes.prune_report import add_settings, add_to_report
 from jaxscale.recipes.serve_trained import REQUESTS, serve_trained
 from jaxscale.sharding import MeshConfig
 from jaxscale.training import (
