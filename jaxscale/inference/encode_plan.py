@@ -10,7 +10,7 @@ from jaxscale.nn.packing import assign_rows
 
 
 _SMALLEST_BUDGET = 128
-_TOKENS_A_TEXT = (32, 8, 1)
+_TOKENS_A_TEXT = (128, 32, 8, 1)
 """A row is compiled for texts of so many tokens on average, and longer ones."""
 _FEWEST_TEXTS = 32
 """Room for fewer makes nothing faster."""
@@ -136,7 +136,8 @@ def capacities(size: int) -> tuple[int, ...]:
 
     Example:
         >>> capacities(4096)
-        (128, 512, 4096)
+        (32, 128, 512, 4096)
     """
-    found = {min(size, max(_FEWEST_TEXTS, size // tokens)) for tokens in _TOKENS_A_TEXT}
-    return tuple(sorted(found))
+    # Tensor cores take multiples of 8.
+    rooms = [-(-size // (8 * tokens)) * 8 for tokens in _TOKENS_A_TEXT]
+    return tuple(sorted({min(size, max(_FEWEST_TEXTS, room)) for room in rooms}))

@@ -5,13 +5,13 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jaxtyping import Array
 
 
@@ -58,6 +58,7 @@ class Programs:
         model: Any,
         functions: Mapping[str, Callable[..., Array]],
         *,
+        vectors: Collection[str],
         rows: int,
         types: bool,
         mesh: Mesh | None,
@@ -69,6 +70,7 @@ class Programs:
             model: A pytree.
             functions: Of the model, tokens and types [rows, size], and boundaries
                 [rows, room + 1], by name.
+            vectors: Names of those whose results are few enough for pinned memory.
             rows: Of a batch.
             types: Whether a batch has types of tokens; otherwise they are None.
             mesh: The devices; None is one.
@@ -76,9 +78,12 @@ class Programs:
         """
         leaves, tree = jax.tree.flatten(model)
         self._leaves = tuple(leaves)
+        host = _pinned(leaves) if mesh is None else None
         self._jitted = {
             name: jax.jit(
-                functools.partial(_on_leaves, function, tree, types), static_argnums=2
+                functools.partial(_on_leaves, function, tree, types),
+                static_argnums=2,
+                out_shardings=host if name in vectors else None,
             )
             for name, function in functions.items()
         }
@@ -137,6 +142,18 @@ class Programs:
             with self._lock:  # the next call tries again
                 self._begun.pop(shape, None)
             raise
+
+
+def _pinned(leaves: Iterable[Any]) -> SingleDeviceSharding | None:
+    """Pinned memory of the host, beside the only device of the leaves, if it is one.
+
+    The last kernel of a program writes there itself. A copy that the host asks for
+    after it took 0.5 ms of 1.7 for one text.
+    """
+    devices = {device for leaf in leaves for device in leaf.sharding.device_set}
+    if len(devices) != 1:
+        return None
+    return SingleDeviceSharding(devices.pop(), memory_kind="pinned_host")
 
 
 def _on_leaves(

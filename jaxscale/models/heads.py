@@ -128,8 +128,8 @@ def pool(
             first = hidden[jnp.minimum(cu[:-1], num_tokens - 1)]  # [S, D]
             return jnp.where(empty, jnp.zeros((), hidden.dtype), first)
         ids = segment_ids_from_cu_seqlens(cu, num_tokens)
-        values = hidden.astype(jnp.float32)
         if pooling == "max":
+            values = hidden.astype(jnp.float32)
             ids = jnp.where(ids < 0, cu.shape[0] - 1, ids)
             out = jax.ops.segment_max(values, ids, cu.shape[0])[:-1]  # [S, D]
         else:
@@ -137,11 +137,17 @@ def pool(
             member = ids[None] == jnp.arange(cu.shape[0] - 1)[:, None]  # [S, T]
             count = jnp.maximum(cu[1:] - cu[:-1], 1)[:, None].astype(jnp.float32)
             # The zeros of the product would carry NaN to the other sequences.
-            finite = jnp.isfinite(values).all(axis=1)  # [T]
-            values = jnp.where(((ids >= 0) & finite)[:, None], values, 0)
+            finite = jnp.isfinite(hidden).all(axis=1)  # [T]
+            values = jnp.where(((ids >= 0) & finite)[:, None], hidden, 0)
             spoiled = (member & ~finite).any(axis=1)[:, None]  # [S, 1]
-            member = member.astype(jnp.float32)
-            out = jnp.matmul(member, values, precision="highest") / count
+            # Of 0 and 1, so exact in any type; the sums are in fp32.
+            out = jnp.matmul(
+                member.astype(hidden.dtype),
+                values,
+                precision="highest",
+                preferred_element_type=jnp.float32,
+            )
+            out = out / count
             out = jnp.where(spoiled, jnp.nan, out)
         return jnp.where(empty, 0, out).astype(hidden.dtype)
 
