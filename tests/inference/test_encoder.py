@@ -15,6 +15,7 @@ from flax import nnx
 from tokenizers import processors
 
 from jaxscale.inference import Encoder
+from jaxscale.inference.encode_programs import Shape
 from jaxscale.models import (
     EncoderModel,
     HeadConfig,
@@ -201,6 +202,12 @@ def test_what_was_compiled_before_is_taken(wait):
     assert len(encoder._programs) == 2
     with pytest.raises(ValueError, match="token_budget 0 must be at least 1"):
         encoder.compile(token_budget=0)
+
+
+def test_programs_write_into_memory_of_the_host():
+    programs = make()._programs
+    vectors = programs(Shape("encode", 128, 32), programs.batch(128, 32).whole)
+    assert vectors.sharding.memory_kind == "pinned_host"
 
 
 def test_what_failed_to_compile_is_tried_again(monkeypatch):
