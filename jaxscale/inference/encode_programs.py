@@ -1,11 +1,12 @@
 """The compiled programs of an encoder."""
 
+import array
 import concurrent.futures
 import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jaxtyping import Array
+
+from jaxscale.models.tokenizer import EncodedText
+from jaxscale.nn.packing import cu_seqlens_of_lengths
 
 
 class Shape(NamedTuple):
@@ -44,6 +48,23 @@ class Batch(NamedTuple):
         end = 2 * size if types else size
         parts = whole[:, :size], whole[:, size:end] if types else None, whole[:, end:]
         return cls(whole, *parts)
+
+    def fill(self, row: int, texts: Sequence[EncodedText]) -> None:
+        """Put texts into a row that is empty, on the host."""
+        room = self.bounds.shape[1] - 1
+        bounds = cu_seqlens_of_lengths([len(text.ids) for text in texts], room)
+        self.bounds[row], filled = bounds, slice(bounds[-1])
+        self.tokens[row, filled] = _joined(text.ids for text in texts)
+        if self.types is not None and any(any(text.types) for text in texts):
+            self.types[row, filled] = _joined(text.types for text in texts)
+
+
+def _joined(lists: Iterable[list[int]]) -> np.ndarray:
+    """The integers of all lists: by `array`, in half the time that numpy takes."""
+    found = array.array("i")
+    for one in lists:
+        found.fromlist(one)
+    return np.frombuffer(found, np.int32)
 
 
 class Programs:
