@@ -84,9 +84,10 @@ def test_sums_are_promoted():
     (a, a_scale), (b, b_scale) = map(positive, jax.random.split(jax.random.key(0), 2))
     want = definition(a, b, a_scale, b_scale)
     y = kernel(a, b, a_scale, b_scale, out_dtype=jnp.float32)
-    # Tensor cores cut each product off 14 bits below the sum so far, here always
-    # downwards: 6e-4 over the 128 of a sum on an H200, percents over all 16,384.
-    assert relative_error(y, want) < 1e-3
+    # Tensor cores keep 14 bits of each product, aligned to the largest number of a
+    # step, and cut off the rest, here always downwards. In a model of that in numpy
+    # sums of 128 lose 5.7e-4, and those of all 16,384 a quarter; an H200 gave 6.0e-4.
+    assert relative_error(y, want) < 7e-4
 
 
 @pytest.mark.parametrize("types", TYPES)
