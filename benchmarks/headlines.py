@@ -83,8 +83,10 @@ HEADLINES = (
 NAMES = {
     "cudnn": "cuDNN",
     "dense": "dense, cuBLAS",
+    "plain_jax": "plain JAX, cuDNN",
     "torch_async_tp": "PyTorch async TP",
     "torch_compile": "PyTorch, compiled",
+    "torch_compile_graphs": "PyTorch, compiled, CUDA graphs",
     "torch_nccl": "PyTorch, NCCL",
     "torch_sdpa": "PyTorch SDPA",
 }

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
-__all__ = ["TESTS", "check", "main"]
+__all__ = ["TESTS", "check", "excerpt", "main"]
 
 _FOLDER = "tests/pallas_kernels"
 TESTS = {
@@ -132,6 +132,13 @@ def check(command: Sequence[str], seconds: float) -> tuple[str, str]:
     return "clean", output
 
 
+def excerpt(output: str) -> str:
+    """What the sanitizer says, which comes between other lines, and the last lines."""
+    lines = output.splitlines()
+    found = [line for line in lines[:-20] if line.startswith("=========")]
+    return "".join(f"    {line}\n" for line in found[:40] + lines[-20:])
+
+
 def main() -> None:
     """Prints a table of verdicts; fails unless all are clean."""
     parser = argparse.ArgumentParser(prog="python -m tests.sanitize")
@@ -156,10 +163,7 @@ def main() -> None:
             (sanitizer, "--tool", tool, *_OPTIONS, *pytest), max(1.0, end - start)
         )
         took = time.perf_counter() - start
-        if verdict != "clean":
-            output = "".join(f"    {line}\n" for line in output.splitlines()[-40:])
-        else:
-            output = ""
+        output = "" if verdict == "clean" else excerpt(output)
         print(
             f"{kernel:20} {tool:10} {verdict:12} {took:4.0f} s\n{output}",
             end="",

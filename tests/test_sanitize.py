@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sanitize import TESTS, check
+from tests.sanitize import TESTS, check, excerpt
 
 
 ROOT = Path(__file__).parent / "pallas_kernels"
@@ -30,3 +30,11 @@ def test_the_tests_are_there():
     for node in TESTS.values():
         path, _, name = node.partition("::")
         assert f"def {name.partition('[')[0]}(" in (ROOT / path).read_text()
+
+
+def test_what_the_sanitizer_found_is_shown_before_the_end():
+    lines = [*(f"traceback {i}" for i in range(50)), "1 failed"]
+    lines.insert(10, "========= Error: Race reported between Write and Read")
+    shown = excerpt("\n".join(lines)).splitlines()
+    assert shown[0].strip().startswith("========= Error")
+    assert shown[1:] == [f"    {line}" for line in lines[-20:]]
