@@ -13,7 +13,6 @@ __all__ = [
     "BACKWARD_CONSUMERS",
     "BACKWARD_TILES",
     "MOST_SHORT_SEQUENCES",
-    "SHORT_BACKWARD_BLOCKS",
     "BackwardBlocks",
     "ForwardBlocks",
     "MosaicGpuConfig",
@@ -150,10 +149,6 @@ def _check_least(blocks: object, **limits: int) -> None:
             raise ValueError(f"{name} {value}, expected at least {least}")
 
 
-SHORT_BACKWARD_BLOCKS = BackwardBlocks(consumers=1, block_q=ROWS, block_k=ROWS)
-"""Those of one warpgroup."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MosaicGpuConfig:
     """Block sizes of the Hopper kernels."""
@@ -283,7 +278,7 @@ def backward_blocks(
         kernel for short sequences, but for ALiBi.
     """
     if relative or (_is_short_backward(problem, device) and not alibi):
-        return SHORT_BACKWARD_BLOCKS
+        return BackwardBlocks(consumers=1, block_q=ROWS, block_k=ROWS)
     is_long = problem.queries >= _LONG * problem.max_seqs
     block_q, block_k = BACKWARD_TILES[problem.head_dim]
     return BackwardBlocks(

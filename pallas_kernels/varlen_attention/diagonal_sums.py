@@ -100,24 +100,31 @@ class _Warp:
         begins: ir.Value,
         ends: ir.Value,
     ) -> None:
-        self.of_keys, self.gradient, self.carry = of_keys, gradient, carry
-        self.first_row, self.stop_row = first_row, stop_row
-        self.first, self.stop = first, stop
         self.i32, self.f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        self.begins, self.ends = (self.compare("ne", x, self.c(0)) for x in (begins, ends))
-        thread = mgpu.utils.thread_idx()
+        self.of_keys, self.carry = of_keys, carry
+        self.first, self.stop = first, stop
+        self.begins, self.ends = (
+            self.compare("ne", x, self.c(0)) for x in (begins, ends)
+        )
+        thread = self.here(mgpu.utils.thread_idx())
         self.lane = arith.andi(thread, self.c(_LANES - 1))
         self.warp = arith.divui(thread, self.c(_LANES))
         self.row = arith.muli(self.warp, self.c(_ROWS))
+        self.first_row, self.stop_row = (
+            arith.subi(x, self.row) for x in (first_row, stop_row)
+        )
         self.dtype = ir.MemRefType(ds.type).element_type
-        self.ds = llvm.ptrtoint(self.i32, mgpu.utils.memref_ptr(ds))
+        self.ds = [self.start_of_gradient(ds, i) for i in range(2)]
         # Distances rise with the query and fall with the key.
         self.sign = 1 if of_keys else -1
         away = arith.muli(arith.subi(self.lane, self.row), self.c(self.sign))
         place = arith.addi(arith.addi(base, self.c(terms.reach)), away)
-        self.table = arith.addi(
-            llvm.ptrtoint(self.i32, mgpu.utils.memref_ptr(table)),
-            arith.muli(place, self.c(4)),
+        self.table = arith.addi(self.smem(table), arith.muli(place, self.c(4)))
+        (self.stride, _), _ = ir.MemRefType(gradient.type).get_strides_and_offset()
+        i64 = ir.IntegerType.get_signless(64)
+        self.gradient = arith.addi(
+            llvm.ptrtoint(i64, mgpu.utils.memref_ptr(gradient)),
+            arith.muli(arith.extui(i64, self.row), mgpu.utils.c(2 * self.stride, i64)),
         )
 
     def emit(self) -> None:
@@ -151,12 +158,11 @@ class _Warp:
             for row in rows
         ]
         is_first = self.compare("eq", self.lane, self.c(0))
-        sums = []
+        zero, sums = arith.constant(self.f32, 0.0), []
         for row, head, carried in zip(rows, heads, running, strict=True):
-            value = self.load_gradient(half, row)
-            carries_on = arith.andi(is_first, arith.xori(head, mgpu.utils.c(1, head.type)))
-            sum_ = arith.addf(value, carried)
-            sums.append(arith.select(carries_on, sum_, value))
+            carried = arith.select(head, zero, carried)
+            carried = arith.select(is_first, carried, zero)
+            sums.append(arith.addf(self.load_gradient(half, row), carried))
         for distance in (1, 2, 4, 8, 16):
             sums = [self.add_from_below(x, distance) for x in sums]
         sums = [self.of_run(x, head) for x, head in zip(sums, heads, strict=True)]
@@ -176,30 +182,42 @@ class _Warp:
     def load_entry(self, half: int, row: int) -> ir.Value:
         """The entry of the distance of a row and the lane's column."""
         offset = 4 * self.sign * (half * _LANES - row)
-        address = arith.addi(self.table, self.c(offset))
-        return self.asm(self.i32, "ld.shared.b32 $0, [$1];", "=r,r", address)
+        text = f"ld.shared.b32 $0, [$1+{offset}];"
+        return self.asm(self.i32, text, "=r,r", self.table)
 
-    def load_gradient(self, half: int, row: int) -> ir.Value:
-        """Ds of a row and the lane's column, fp32.
+    def start_of_gradient(self, ds: ir.Value, i: int) -> ir.Value:
+        """The address that `load_gradient` begins with.
 
         Lines of 64 queries have 128 bytes; their eight pieces of 16 bytes are permuted
         by the number of the line.
+
+        Args:
+            ds: the tile.
+            i: which half of the rows, where they are keys, or else of the columns.
         """
-        lane, warp, c = self.lane, self.warp, self.c
-        eighth, within = arith.divui(lane, c(8)), arith.andi(lane, c(7))
+        c = self.c
+        eighth, within = arith.divui(self.lane, c(8)), arith.andi(self.lane, c(7))
         if self.of_keys:  # the lane's line, the row's column
-            line = arith.addi(lane, c(half * _LANES))
-            piece = arith.addi(arith.muli(warp, c(2)), c(row // 8))
-            piece, within = arith.xori(piece, within), c(row % 8)
+            piece = arith.addi(arith.muli(self.warp, c(2)), c(i))
+            parts = (self.lane, 128), (arith.xori(piece, within), 16)
         else:
-            line = arith.addi(self.row, c(row))
-            piece = arith.xori(eighth, c(4 * half ^ row % 8))
-        offsets = (line, 128), (piece, 16), (within, 2)
-        address = self.ds
-        for index, size in offsets:
+            piece = arith.xori(eighth, c(4 * i))
+            parts = (self.row, 128), (piece, 16), (within, 2)
+        address = self.smem(ds)
+        for index, size in parts:
             address = arith.addi(address, arith.muli(index, c(size)))
-        i16 = ir.IntegerType.get_signless(16)
-        value = self.asm(i16, "ld.shared.b16 $0, [$1];", "=h,r", address)
+        return address
+
+    def load_gradient(self, half: int, row: int) -> ir.Value:
+        """Ds of a row and the lane's column, fp32."""
+        if self.of_keys:
+            address = self.ds[row // 8]
+            offset = half * _LANES * 128 + row % 8 * 2
+        else:
+            address = arith.xori(self.ds[half], self.c(row % 8 * 16))
+            offset = row * 128
+        text, i16 = f"ld.shared.b16 $0, [$1+{offset}];", ir.IntegerType.get_signless(16)
+        value = self.asm(i16, text, "=h,r", address)
         return arith.extf(self.f32, arith.bitcast(self.dtype, value))
 
     def store(
@@ -207,19 +225,17 @@ class _Warp:
     ) -> None:
         """Writes the sum of a run, if it ends here and its row is one to be written."""
         i16, i64 = (ir.IntegerType.get_signless(n) for n in (16, 64))
-        index = arith.addi(self.row, self.c(row))
-        for relation, bound in (("sge", self.first_row), ("slt", self.stop_row)):
-            is_end = arith.andi(is_end, self.compare(relation, index, bound))
-        strides, _ = ir.MemRefType(self.gradient.type).get_strides_and_offset()
-        address = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(self.gradient))
-        for place, stride in zip((index, entry), strides, strict=True):
-            offset = arith.muli(arith.extsi(i64, place), mgpu.utils.c(2 * stride, i64))
-            address = arith.addi(address, offset)
-        value = arith.bitcast(i16, arith.truncf(self.dtype, value))
+        for relation, bound in (("sle", self.first_row), ("sgt", self.stop_row)):
+            is_end = arith.andi(is_end, self.compare(relation, bound, self.c(row)))
+        offset = arith.muli(arith.extui(i64, entry), mgpu.utils.c(2, i64))
         llvm.inline_asm(
             ir.Type.parse("!llvm.void"),
-            [is_end, address, value],
-            "@$0 st.global.b16 [$1], $2;",
+            [
+                is_end,
+                arith.addi(self.gradient, offset),
+                arith.bitcast(i16, arith.truncf(self.dtype, value)),
+            ],
+            f"@$0 st.global.b16 [$1+{2 * row * self.stride}], $2;",
             "b,l,h",
             has_side_effects=True,
         )
@@ -262,6 +278,18 @@ class _Warp:
     def compare(self, relation: str, a: ir.Value, b: ir.Value) -> ir.Value:
         """Whether a relation holds."""
         return arith.cmpi(getattr(arith.CmpIPredicate, relation), a, b)
+
+    def smem(self, ref: ir.Value) -> ir.Value:
+        """The address of shared memory."""
+        return llvm.ptrtoint(self.i32, mgpu.utils.memref_ptr(ref))
+
+    def here(self, value: ir.Value) -> ir.Value:
+        """The same number, of which the compiler does not know.
+
+        It would compute the addresses of all rows ahead of the loop over tiles, and
+        there are no registers for them.
+        """
+        return self.asm(self.i32, "mov.b32 $0, $1;", "=r,r", value)
 
     def asm(self, kind: ir.Type, text: str, constraints: str, *operands: Any) -> Any:
         """An instruction that stays where it is."""

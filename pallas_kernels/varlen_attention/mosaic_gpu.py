@@ -41,7 +41,6 @@ from pallas_kernels.varlen_attention.config import (
     HEAD_DIMS,
     MOST_SHORT_SEQUENCES,
     ROWS,
-    SHORT_BACKWARD_BLOCKS,
     BackwardBlocks,
     ForwardBlocks,
     MosaicGpuConfig,
@@ -68,8 +67,8 @@ def varlen_attention_mosaic_gpu(
     """The passes by the Hopper kernels, if they can serve the inputs.
 
     Head dims other than 64, 128 and 256 are padded with zeros to the next of them. The
-    gradient with a relative bias is that of the portable implementation, where
-    there is no kernel for it (`_Kernels.has_backward`).
+    gradient with a relative bias is that of the portable implementation where there is
+    no kernel for it (`_Kernels.has_backward`).
     """
     device = check_hopper(device, "varlen_attention")
     check_local("varlen_attention", x.q, x.k, x.v)
@@ -220,23 +219,12 @@ class _Kernels:
     def has_backward(self, problem: Problem) -> bool:
         """Whether there is a backward kernel; for some relative biases there is none.
 
-        Theirs takes what that for short sequences takes, whatever the lengths.
+        Theirs takes what the one for short sequences takes, whatever the lengths.
         """
-        if self.scores.relative is None:
+        if self.scores.relative is None or self.config.backward is not None:
             return True
-        if self.config.backward is not None:  # its limits are told as errors
-            return True
-        size = self.backward_smem(problem, SHORT_BACKWARD_BLOCKS)
-        fits = size <= self.device.smem_bytes
         few = problem.max_seqs <= MOST_SHORT_SEQUENCES
-        return problem.head_dim == 64 and few and fits and not self.scores.alibi
-
-    def backward_smem(self, problem: Problem, blocks: BackwardBlocks) -> int:
-        """Shared memory of a block of the backward kernel."""
-        size = backward_smem(problem, blocks)
-        if self.scores.relative is not None:
-            size += relative_smem(problem, self.scores)
-        return size
+        return problem.head_dim == 64 and few and not self.scores.alibi
 
     def backward_blocks(self, problem: Problem) -> BackwardBlocks:
         """Return the tiling of the backward kernel; raises where there is none."""
@@ -271,7 +259,9 @@ class _Kernels:
                 f"varlen_attention: splits={blocks.splits} of {problem.groups} query "
                 "heads, expected a divisor"
             )
-        size = self.backward_smem(problem, blocks)
+        size = backward_smem(problem, blocks)
+        if relative:
+            size += relative_smem(problem, self.scores)
         check_smem(size, self.device, f"gradient of varlen_attention with {blocks}")
         return blocks
 

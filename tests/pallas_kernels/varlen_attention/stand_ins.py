@@ -126,9 +126,7 @@ register_inline("store_some_rows", _store_some_rows, writes=(0,), part=_stored_p
 register_inline(
     "store_some_columns", _store_some_columns, writes=(0,), part=_stored_columns
 )
-register_inline(
-    "store_sums", _store_diagonal_sums, writes=(2, 3), part=_summed_rows
-)
+register_inline("store_sums", _store_diagonal_sums, writes=(2, 3), part=_summed_rows)
 register_inline("next_ticket", _next_ticket, writes=(0, 1))
 register_inline("search_tile", _search_tile)
 register_inline("mask_outside_band", _mask_outside_band)
