@@ -86,82 +86,81 @@ class _BiasedTile(Tile):
     """A tile whose logits read terms, and the gradient of the terms of its rows."""
 
     of_keys: bool
-    gradient: Ref | None
+    gradient: Any
+    """[R, T or S, N, entries] of global memory; None without such terms."""
 
-    def run(self, dq: Ref, dk: Ref, dv: Ref, *bias_gradients: Ref) -> None:
-        """Computes and writes the gradients of its tile."""
-        scratch, (buckets, *present) = self.scratch, self.scores.relative
-        del buckets
-        self.gradient = None
-        if present[self.of_keys]:
-            self.gradient = bias_gradients[-1 if self.of_keys else 0]
-        plgpu.copy_gmem_to_smem(
-            self.bias[0], scratch["entries_smem"], scratch["entries_full"]
-        )
-        plgpu.barrier_arrive(scratch["terms_empty"].at[_STAGE])
-        pl.when(self.steps > 0)(lambda: self.load_terms(jnp.int32(0)))
-        self.clear()
-        plgpu.barrier_wait(scratch["entries_full"])
-        super().run(dq, dk, dv)
-        plgpu.barrier_wait(scratch["terms_empty"].at[_STAGE])  # see the last phase
+    @property
+    def terms(self) -> TileTerms:
+        """Of a block of one warpgroup."""
+        return _tile_terms(self.scores)
 
     @property
     def heads(self) -> tuple[Scalar, int]:
-        """The first query head of the tile, and how many it walks over in turn."""
+        """The first of its query heads, and how many it walks over, one by one."""
         raise NotImplementedError
+
+    def corner(self, step: Scalar) -> tuple[Any, Any, Any]:
+        """Query head, first query and first key of a step."""
+        raise NotImplementedError
+
+    def run(self, dq: Ref, dk: Ref, dv: Ref, *bias_gradients: Ref) -> None:
+        """Computes and writes the gradients of its tile."""
+        scratch, self.gradient = self.scratch, None
+        if self.terms.by_key if self.of_keys else self.terms.by_query:
+            self.gradient = bias_gradients[-1 if self.of_keys else 0]
+        entries, full = scratch["entries_smem"], scratch["entries_full"]
+        plgpu.copy_gmem_to_smem(self.bias[0], entries, full)
+        plgpu.barrier_arrive(scratch["terms_empty"].at[_STAGE])
+        pl.when(self.steps > 0)(lambda: self.load_terms(jnp.int32(0)))
+        self.clear()
+        plgpu.barrier_wait(full)
+        super().run(dq, dk, dv)
+        plgpu.barrier_wait(scratch["terms_empty"].at[_STAGE])  # see the last phase
 
     def load_terms(self, step: Scalar) -> None:
         """Asks for the boxes of a step, once those of the step before are read."""
-        (base, _, _), head = self.place(step)
-        first_query, first_key = self.own_place[0], base
-        if self.of_keys:
-            first_query, first_key = first_key, first_query
-        else:
-            head = self.head
+        head, *firsts = self.corner(step)
         where = self.seq.row, head
-        _tile_terms(self.scores).load(
-            self.scratch, _STAGE, self.bias, where, first_query, first_key
-        )
+        self.terms.load(self.scratch, _STAGE, self.bias, where, *firsts)
 
     def logits(self, s: Any, q_place: Place, k_place: Place) -> tuple[Any, float]:
         """Scaled products and the terms that they read."""
-        sums = _tile_terms(self.scores).add_step(
+        sums = self.terms.add_step(
             s * self.scores.scale, self.scratch, _STAGE, 0, q_place[0], k_place[0]
         )
         return sums, 1.0
 
     def meanwhile(self, step: Scalar, ds: Any) -> None:
-        """Loads the terms of the next step, and sums those of this one."""
+        """Loads the terms of the next step, and sums gradients of those of this one."""
         following = step + 1
         pl.when(following < self.steps)(lambda: self.load_terms(following))
         if self.gradient is None:
             return
-        ds_smem, terms = self.scratch["ds_smem"], _tile_terms(self.scores)
-        if not self.of_keys:
+        ds_smem = self.scratch["ds_smem"]
+        if not self.of_keys:  # whose products have it there already
             ds_smem[...] = ds
             plgpu.commit_smem()
-        (own, *rows), ((base, *columns), head) = self.own_place, self.place(step)
-        first_head, count = self.heads
-        per_head = jnp.maximum(lax.div(self.steps, jnp.int32(count)), 1)
+        head, *firsts = self.corner(step)
+        (_, *rows), ((_, *columns), _) = self.own_place, self.place(step)
+        per_head = jnp.maximum(lax.div(self.steps, jnp.int32(self.heads[1])), 1)
         index = lax.rem(step, per_head)
         store_diagonal_sums(
-            terms,
+            self.terms,
             self.of_keys,
             ds_smem,
             self.scratch["entries_smem"],
-            self.rows_of(head if self.of_keys else first_head),
+            self.rows_of(head),
             self.scratch["carry_smem"],
-            terms.base(base, own) if self.of_keys else terms.base(own, base),
+            self.terms.base(*firsts),
             tuple(rows),
             tuple(columns),
             begins=index == 0,
             ends=index == per_head - 1,
         )
 
-    def rows_of(self, head: Scalar) -> Ref:
+    def rows_of(self, head: Scalar) -> Any:
         """Its rows of the gradient of terms, [64, entries]."""
-        base, _, _ = self.own_place
-        return self.gradient.at[self.seq.row, pl.ds(base, ROWS), head]
+        return self.gradient.at[self.seq.row, pl.ds(self.own_place[0], ROWS), head]
 
     def clear(self) -> None:
         """Zeros in its rows; most are overwritten while they are in the cache."""
@@ -191,6 +190,11 @@ class _BiasedKeys(_BiasedTile, KeyTile):
         groups = self.problem.groups
         return self.head * groups, groups
 
+    def corner(self, step: Scalar) -> tuple[Any, Any, Any]:
+        """Query head, first query and first key of a step."""
+        (first_query, _, _), head = self.place(step)
+        return head, first_query, self.own_place[0]
+
 
 class _BiasedQueries(_BiasedTile, QueryTile):
     """64 queries and their gradients, all keys that they see."""
@@ -201,3 +205,8 @@ class _BiasedQueries(_BiasedTile, QueryTile):
     def heads(self) -> tuple[Scalar, int]:
         """Its own."""
         return self.head, 1
+
+    def corner(self, step: Scalar) -> tuple[Any, Any, Any]:
+        """Query head, first query and first key of a step."""
+        (first_key, _, _), _ = self.place(step)
+        return self.head, self.own_place[0], first_key

@@ -65,8 +65,9 @@ def backward_short(
 
     `delta` must be zero for queries that see no key.
     """
-    kinds = KeyTile, QueryTile
-    return run_tiles(problem, scores, blocks, x, (dout, lse, delta), kinds)
+    kinds, cotangents = (KeyTile, QueryTile), (dout, lse, delta)
+    dq, dk, dv = run_tiles(problem, scores, blocks, x, cotangents, kinds)
+    return dq, dk, dv
 
 
 def run_tiles(
