@@ -28,7 +28,10 @@ from pallas_kernels.varlen_attention.backward_short import (
     run_tiles,
 )
 from pallas_kernels.varlen_attention.config import ROWS, BackwardBlocks, Problem
-from pallas_kernels.varlen_attention.diagonal_sums import store_diagonal_sums
+from pallas_kernels.varlen_attention.diagonal_sums import (
+    TilePlace,
+    store_diagonal_sums,
+)
 from pallas_kernels.varlen_attention.inputs import Inputs, Scores
 from pallas_kernels.varlen_attention.relative_mosaic_gpu import TileTerms
 
@@ -141,9 +144,19 @@ class _BiasedTile(Tile):
             ds_smem[...] = ds
             plgpu.commit_smem()
         head, *firsts = self.corner(step)
-        (_, *rows), ((_, *columns), _) = self.own_place, self.place(step)
+        _, first_row, stop_row = self.own_place
+        (_, first, stop), _ = self.place(step)
         per_head = jnp.maximum(lax.div(self.steps, jnp.int32(self.heads[1])), 1)
         index = lax.rem(step, per_head)
+        place = TilePlace(
+            base=self.terms.base(*firsts),
+            first_row=first_row,
+            stop_row=stop_row,
+            first=first,
+            stop=stop,
+            begins=index == 0,
+            ends=index == per_head - 1,
+        )
         store_diagonal_sums(
             self.terms,
             self.of_keys,
@@ -151,11 +164,7 @@ class _BiasedTile(Tile):
             self.scratch["entries_smem"],
             self.rows_of(head),
             self.scratch["carry_smem"],
-            self.terms.base(*firsts),
-            tuple(rows),
-            tuple(columns),
-            begins=index == 0,
-            ends=index == per_head - 1,
+            place,
         )
 
     def rows_of(self, head: Scalar) -> Any:

@@ -11,7 +11,7 @@ add up prefix sums, and the last lane of a run takes what stood before its first
 away. Sums so have an order of their own, whatever else runs.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
@@ -19,12 +19,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref
 
-from pallas_kernels.mosaic.aliases import Ref, Scalar
+from pallas_kernels.mosaic.aliases import Ref
 from pallas_kernels.mosaic.copies import smem_transforms
 from pallas_kernels.varlen_attention.relative_mosaic_gpu import TileTerms
 
 
-__all__ = ["store_diagonal_sums"]
+__all__ = ["TilePlace", "store_diagonal_sums"]
 
 _LANES = 32
 _ROWS = 16
@@ -34,6 +34,25 @@ _TOGETHER = 8
 """Rows whose instructions alternate, since each waits for the one before it."""
 
 
+class TilePlace(NamedTuple):
+    """Where a tile lies: int32, for the kernel, or each of them as a lane has it."""
+
+    base: Any
+    """`TileTerms.base` of the tile."""
+    first_row: Any
+    """The first row whose sums are written."""
+    stop_row: Any
+    """The row after the last of those."""
+    first: Any
+    """The first column that counts; ds of others is zero."""
+    stop: Any
+    """The column after the last of those."""
+    begins: Any
+    """1 for the first tile of a walk, or else 0."""
+    ends: Any
+    """1 for the last tile of a walk, or else 0."""
+
+
 def store_diagonal_sums(
     terms: TileTerms,
     of_keys: bool,
@@ -41,11 +60,7 @@ def store_diagonal_sums(
     table: Ref,
     gradient: Ref,
     carry: Ref,
-    base: Scalar,
-    rows: tuple[Scalar, Scalar],
-    columns: tuple[Scalar, Scalar],
-    begins: Scalar,
-    ends: Scalar,
+    place: TilePlace,
 ) -> None:
     """Adds a tile to the sums of its rows, and writes those that are complete.
 
@@ -57,28 +72,23 @@ def store_diagonal_sums(
         table: entries, in shared memory.
         gradient: [64, entries] of global memory.
         carry: fp32 [64] of shared memory, the sums of runs that began in tiles before.
-        base: `TileTerms.base` of the tile.
-        rows: [first, stop) of those that are written.
-        columns: [first, stop) of those that count; ds of all others is zero.
-        begins: whether this is the first tile of a walk, int32.
-        ends: whether it is the last one, int32.
+        place: of the tile.
     """
     scalar, reference = plgpu.Layout.WG_SPLAT(()), plgpu.RefType()
     operand = plgpu.RefType(smem_transforms(64, ds.dtype))
 
     @plgpu.inline_mgpu(
-        arg_types=(operand, reference, reference, reference, *[scalar] * 7)
+        arg_types=(operand, reference, reference, reference, *[scalar] * len(place))
     )
     def store_sums(
         ctx: Any, ds: Any, table: Any, gradient: Any, carry: Any, *numbers: Any
     ) -> None:
         del ctx
-        numbers = tuple(number.registers.item() for number in numbers)
-        _Warp(terms, of_keys, ds, table, gradient, carry, *numbers).emit()
+        place = TilePlace(*(number.registers.item() for number in numbers))
+        _Warp(terms, of_keys, ds, table, gradient, carry, place).emit()
 
     store: Any = store_sums  # the decorator supplies the context
-    numbers = base, *rows, *columns, begins, ends
-    store(ds, table, gradient, carry, *(jnp.int32(number) for number in numbers))
+    store(ds, table, gradient, carry, *(jnp.int32(number) for number in place))
 
 
 class _Warp:
@@ -92,34 +102,28 @@ class _Warp:
         table: ir.Value,
         gradient: ir.Value,
         carry: ir.Value,
-        base: ir.Value,
-        first_row: ir.Value,
-        stop_row: ir.Value,
-        first: ir.Value,
-        stop: ir.Value,
-        begins: ir.Value,
-        ends: ir.Value,
+        place: TilePlace,
     ) -> None:
         self.i32, self.f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
         self.of_keys, self.carry = of_keys, carry
-        self.first, self.stop = first, stop
+        self.first, self.stop = place.first, place.stop
         self.begins, self.ends = (
-            self.compare("ne", x, self.c(0)) for x in (begins, ends)
+            self.compare("ne", x, self.c(0)) for x in (place.begins, place.ends)
         )
         thread = self.here(mgpu.utils.thread_idx())
         self.lane = arith.andi(thread, self.c(_LANES - 1))
         self.warp = arith.divui(thread, self.c(_LANES))
         self.row = arith.muli(self.warp, self.c(_ROWS))
         self.first_row, self.stop_row = (
-            arith.subi(x, self.row) for x in (first_row, stop_row)
+            arith.subi(x, self.row) for x in (place.first_row, place.stop_row)
         )
         self.dtype = ir.MemRefType(ds.type).element_type
         self.ds = [self.start_of_gradient(ds, i) for i in range(2)]
         # Distances rise with the query and fall with the key.
         self.sign = 1 if of_keys else -1
         away = arith.muli(arith.subi(self.lane, self.row), self.c(self.sign))
-        place = arith.addi(arith.addi(base, self.c(terms.reach)), away)
-        self.table = arith.addi(self.smem(table), arith.muli(place, self.c(4)))
+        index = arith.addi(arith.addi(place.base, self.c(terms.reach)), away)
+        self.table = arith.addi(self.smem(table), arith.muli(index, self.c(4)))
         (self.stride, _), _ = ir.MemRefType(gradient.type).get_strides_and_offset()
         i64 = ir.IntegerType.get_signless(64)
         self.gradient = arith.addi(
