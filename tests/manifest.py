@@ -143,7 +143,7 @@ def attention_cases() -> Iterator[Case]:
 
 
 def relative_cases() -> Iterator[Case]:
-    """Attention with a relative-position bias, whose gradient is XLA's."""
+    """Attention with a relative-position bias; with ALiBi its gradient is XLA's."""
     deberta = RelativeBuckets(span=256, max_distance=512)
     both = ("query_terms", "key_terms")
     cases: tuple[Any, ...] = (
@@ -174,7 +174,8 @@ def relative_cases() -> Iterator[Case]:
                 **options,
             )
 
-        yield Case(name, run, (q, dict.fromkeys(terms, entries), per_head))
+        arguments = q, dict.fromkeys(terms, entries), per_head
+        yield Case(name, with_gradients(run), arguments)
 
 
 def paged_attention_cases() -> Iterator[Case]:

@@ -37,6 +37,9 @@ TESTS = {
     "relative_attention": (
         "varlen_attention/test_relative_mosaic_gpu.py::test_on_a_gpu[150-v3]"
     ),
+    "relative_gradients": (
+        "varlen_attention/test_backward_relative.py::test_on_a_gpu[few-v3]"
+    ),
 }
 """The test that stands for each kernel."""
 TOOLS = ("memcheck", "racecheck")

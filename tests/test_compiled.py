@@ -66,7 +66,11 @@ def kernels(devices, op, name):
             "bert_base_b16_l128",
             ["varlen_attention", "varlen_attention_backward"],
         ),
-        ("varlen_attention", "relative_deberta", ["varlen_attention"]),
+        (
+            "varlen_attention",
+            "relative_deberta",
+            ["varlen_attention", "varlen_attention_backward"],
+        ),
         ("matmul", "cube_4096", ["matmul"]),
         ("matmul", "dense_m9984_k768_n768_768_768", ["dense", "matmul"]),
         ("layer_norm", "bert_base_4939", ["layer_norm"]),

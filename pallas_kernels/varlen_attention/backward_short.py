@@ -17,7 +17,8 @@ transposed by way of shared memory.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -43,11 +44,11 @@ from pallas_kernels.varlen_attention.scheduler import (
 )
 
 
-__all__ = ["backward_short"]
+__all__ = ["KeyTile", "Place", "QueryTile", "Tile", "backward_short", "run_tiles"]
 
 _SHAPE = (ROWS, ROWS)
 
-type _Place = tuple[Scalar, Scalar, Scalar]
+type Place = tuple[Scalar, Scalar, Scalar]
 """Where a tile of 64 rows begins, and which of its rows, [first, stop), are meant."""
 
 
@@ -64,6 +65,35 @@ def backward_short(
 
     `delta` must be zero for queries that see no key.
     """
+    kinds, cotangents = (KeyTile, QueryTile), (dout, lse, delta)
+    dq, dk, dv = run_tiles(problem, scores, blocks, x, cotangents, kinds)
+    return dq, dk, dv
+
+
+def run_tiles(
+    problem: Problem,
+    scores: Scores,
+    blocks: BackwardBlocks,
+    x: Inputs,
+    cotangents: tuple[Array, Array, Array],
+    kinds: "tuple[type[KeyTile], type[QueryTile]]",
+    bias: tuple[Array, ...] = (),
+    bias_gradients: tuple[jax.ShapeDtypeStruct, ...] = (),
+    bias_scratch: Mapping[str, Any] = MappingProxyType({}),
+) -> tuple[Array, ...]:
+    """Runs a kernel of such tiles; ``(dq, dk, dv, *bias_gradients)``.
+
+    Args:
+        problem: what to compute.
+        scores: what becomes of products.
+        blocks: the size of the ring.
+        x: the inputs.
+        cotangents: ``(dout, lse, delta)``.
+        kinds: of the two halves of the blocks.
+        bias: what tiles of these kinds read besides.
+        bias_gradients: what they write besides.
+        bias_scratch: what they need of shared memory besides.
+    """
     slots = (
         most_tiles(1, problem.keys, problem.max_seqs, ROWS),
         most_tiles(1, problem.queries, problem.max_seqs, ROWS),
@@ -74,8 +104,11 @@ def backward_short(
         _SHAPE, problem.dtype, transforms=smem_transforms(ROWS, problem.dtype)
     )
     return plgpu.kernel(
-        functools.partial(_body, problem, scores, blocks, slots),
-        out_type=tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x.q, x.k, x.v)),
+        functools.partial(_body, problem, scores, blocks, slots, kinds, len(bias)),
+        out_type=(
+            *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x.q, x.k, x.v)),
+            *bias_gradients,
+        ),
         scratch_types={
             "own_smem": chunked((2,), ROWS, 1, problem.dtype),
             "ring_smem": chunked((blocks.stages, 2), ROWS, 1, problem.dtype),
@@ -83,6 +116,7 @@ def backward_short(
             "ds_smem": weights,
             "own_full": plgpu.Barrier(num_arrivals=2),
             "ring_full": plgpu.Barrier(num_arrivals=2, num_barriers=blocks.stages),
+            **bias_scratch,
         },
         grid=(problem.rows * sum(numbers),),
         grid_names=("block",),
@@ -90,7 +124,7 @@ def backward_short(
         compiler_params=plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=0
         ),
-    )(*bounds, x.q, x.k, x.v, dout, lse, delta)
+    )(*bounds, x.q, x.k, x.v, *cotangents, *bias)
 
 
 def _body(
@@ -98,6 +132,8 @@ def _body(
     scores: Scores,
     blocks: BackwardBlocks,
     slots: tuple[int, int],
+    kinds: "tuple[type[KeyTile], type[QueryTile]]",
+    num_bias: int,
     cu_q: Ref,
     cu_k: Ref,
     q: Ref,
@@ -106,17 +142,16 @@ def _body(
     dout: Ref,
     lse: Any,
     delta: Any,
-    dq: Ref,
-    dk: Ref,
-    dv: Ref,
+    *refs: Ref,
     **scratch: Ref,
 ) -> None:
     """The kernel: one tile. Neighbors are the heads of the same tile."""
+    bias, gradients = refs[:num_bias], refs[num_bias:]
     block = lax.axis_index("block")
     key_blocks = problem.rows * slots[0] * problem.kv_heads
 
     def tile(
-        kind: type[_Tile], cu: Ref, number: Scalar, slots: int, heads: int, tokens: int
+        kind: "type[Tile]", cu: Ref, number: Scalar, slots: int, heads: int, tokens: int
     ) -> None:
         slot, head = lax.div(number, jnp.int32(heads)), lax.rem(number, heads)
         row = 0  # in a register only if there are others
@@ -127,22 +162,21 @@ def _body(
         @pl.when(sequence >= 0)
         def _() -> None:
             seq = sequence_of(problem, cu_q, cu_k, row, sequence)
-            inputs = (q, dout), (k, v), lse, delta
-            kind(problem, scores, blocks, seq, index, head, inputs, scratch).run(
-                dq, dk, dv
-            )
+            inputs = (q, dout), (k, v), lse, delta, bias
+            mine = kind(problem, scores, blocks, seq, index, head, inputs, scratch)
+            mine.run(*gradients)
 
     @pl.when(block < key_blocks)
     def _() -> None:
-        tile(_Keys, cu_k, block, slots[0], problem.kv_heads, problem.keys)
+        tile(kinds[0], cu_k, block, slots[0], problem.kv_heads, problem.keys)
 
     @pl.when(block >= key_blocks)
     def _() -> None:
         number = block - key_blocks
-        tile(_Queries, cu_q, number, slots[1], problem.heads, problem.queries)
+        tile(kinds[1], cu_q, number, slots[1], problem.heads, problem.queries)
 
 
-def _place(start: Scalar, end: Scalar, total: Any, real: Scalar = 1) -> _Place:
+def _place(start: Scalar, end: Scalar, total: Any, real: Scalar = 1) -> Place:
     """Place a tile; one that would read past the data is moved up.
 
     What is not real, the rest of a row, is not multiplied.
@@ -151,11 +185,11 @@ def _place(start: Scalar, end: Scalar, total: Any, real: Scalar = 1) -> _Place:
     return base, start - base, jnp.minimum(start + ROWS, end) - base
 
 
-class _Tile:
+class Tile:
     """One warpgroup: a tile of its own against those that it walks over."""
 
     masks_columns: bool
-    own_place: _Place
+    own_place: Place
     steps: Scalar
 
     def __init__(
@@ -171,7 +205,7 @@ class _Tile:
     ) -> None:
         self.problem, self.scores, self.blocks = problem, scores, blocks
         self.seq, self.head, self.scratch = seq, head, scratch
-        *pairs, self.lse, self.delta = inputs
+        *pairs, self.lse, self.delta, self.bias = inputs
         self.queries, self.keys = pairs
         self.offset = seq.k_end - seq.q_end
         self.own = scratch["own_smem"][0]
@@ -181,7 +215,7 @@ class _Tile:
         """Says which rows its tile has and which it walks over."""
         raise NotImplementedError
 
-    def run(self, dq: Ref, dk: Ref, dv: Ref) -> None:
+    def run(self, dq: Ref, dk: Ref, dv: Ref, *bias_gradients: Ref) -> None:
         """Computes and writes the gradients of its tile."""
         raise NotImplementedError
 
@@ -200,16 +234,16 @@ class _Tile:
         self._load(pair, *self.place(step), smem, full)
 
     def _load(
-        self, pair: tuple[Ref, Ref], place: _Place, head: Scalar, smem: Ref, full: Ref
+        self, pair: tuple[Ref, Ref], place: Place, head: Scalar, smem: Ref, full: Ref
     ) -> None:
         for i, ref in enumerate(pair):
             copy_rows(ref, self.seq.row, place[0], head, smem.at[i], full)
 
-    def place(self, step: Scalar) -> tuple[_Place, Any]:
+    def place(self, step: Scalar) -> tuple[Place, Any]:
         """The tile of a step, and its head."""
         raise NotImplementedError
 
-    def stats(self, place: _Place, head: Scalar) -> tuple[Any, Any]:
+    def stats(self, place: Place, head: Scalar) -> tuple[Any, Any]:
         """Lse and delta of a tile of queries; ``inf`` and zero of other rows."""
         base, first, stop = place
         here = self.seq.row, pl.ds(base, ROWS), head
@@ -241,8 +275,8 @@ class _Tile:
 
     def score_gradients(
         self,
-        queries: tuple[Any, _Place, tuple[Any, Any]],
-        keys: tuple[Any, _Place],
+        queries: tuple[Any, Place, tuple[Any, Any]],
+        keys: tuple[Any, Place],
         p_smem: Ref = None,
     ) -> Any:
         """Ds of queries and keys, 16-bit; weights are written to shared memory.
@@ -274,20 +308,29 @@ class _Tile:
         return pl.run_scoped(products, acc, acc)
 
     def weights(
-        self, s: Any, lse: Any, q_place: _Place, k_place: _Place
+        self, s: Any, lse: Any, q_place: Place, k_place: Place
     ) -> tuple[Any, Any]:
         """Weights, and the derivative of a score by the product."""
         x = self.scores
-        factor, derivative = x.scale * LOG2E, None
+        s, scale = self.logits(s, q_place, k_place)
+        factor, derivative = scale * LOG2E, None
         if x.softcap is not None:
-            s = jnp.tanh(s * (x.scale / x.softcap))
+            s = jnp.tanh(s * (scale / x.softcap))
             factor, derivative = x.softcap * LOG2E, 1.0 - s * s
         # Of a query that sees nothing and of no query, weights are zero.
         minus_lse = jnp.where(lse == -jnp.inf, lse, lse * -LOG2E)
         s = s * factor + _spread(minus_lse)
         return jnp.exp2(self.mask(s, q_place, k_place)), derivative
 
-    def mask(self, s: Any, q_place: _Place, k_place: _Place) -> Any:
+    def logits(self, s: Any, q_place: Place, k_place: Place) -> tuple[Any, float]:
+        """Logits of products, up to the factor that comes with them."""
+        del q_place, k_place
+        return s, self.scores.scale
+
+    def meanwhile(self, step: Scalar, ds: Any) -> None:
+        """What else is done with ds, while the products of a step run."""
+
+    def mask(self, s: Any, q_place: Place, k_place: Place) -> Any:
         """``-inf`` for keys that are not seen.
 
         Rows and columns of its own tile that are not meant stay: they reach gradients
@@ -322,7 +365,7 @@ class _Tile:
         store_rows(here, sums.astype(self.problem.dtype), first, stop)
 
 
-class _Keys(_Tile):
+class KeyTile(Tile):
     """64 keys and values, all queries that see them."""
 
     masks_columns = False
@@ -343,7 +386,7 @@ class _Keys(_Tile):
         self.per_head = _tiles(first, last) * seq.real
         self.steps = self.per_head * self.problem.groups
 
-    def place(self, step: Scalar) -> tuple[_Place, Any]:
+    def place(self, step: Scalar) -> tuple[Place, Any]:
         """A tile of queries, of one head after the other."""
         head, index = self.head, step
         if (groups := self.problem.groups) > 1:
@@ -353,9 +396,9 @@ class _Keys(_Tile):
         start = self.first + index * ROWS
         return _place(start, self.last, self.seq.q_total), head
 
-    def run(self, dq: Ref, dk: Ref, dv: Ref) -> None:
+    def run(self, dq: Ref, dk: Ref, dv: Ref, *bias_gradients: Ref) -> None:
         """Dk and dv."""
-        del dq
+        del dq, bias_gradients
         self.load_own(self.keys)
         acc = plgpu.WGMMAAccumulatorRef(_SHAPE, jnp.float32)
         dk_sums, dv_sums = pl.run_scoped(self._sums, acc, acc)
@@ -378,6 +421,7 @@ class _Keys(_Tile):
             plgpu.wgmma(dv, p_smem.transpose((1, 0)), smem.at[1, 0])
             plgpu.wgmma(dk, ds_smem.transpose((1, 0)), smem.at[0, 0])
             following = stats(i + 1)  # on their way while the products run
+            self.meanwhile(i, ds)
             plgpu.wgmma_wait(0)
             return following
 
@@ -385,7 +429,7 @@ class _Keys(_Tile):
         return dk[...], dv[...]
 
 
-class _Queries(_Tile):
+class QueryTile(Tile):
     """64 queries and their gradients, all keys that they see."""
 
     masks_columns = True
@@ -401,15 +445,15 @@ class _Queries(_Tile):
         )
         self.steps = _tiles(self.first, self.last)
 
-    def place(self, step: Scalar) -> tuple[_Place, Any]:
+    def place(self, step: Scalar) -> tuple[Place, Any]:
         """A tile of keys."""
         head = lax.div(self.head, jnp.int32(self.problem.groups))
         start = self.first + step * ROWS
         return _place(start, self.last, self.seq.k_total), head
 
-    def run(self, dq: Ref, dk: Ref, dv: Ref) -> None:
+    def run(self, dq: Ref, dk: Ref, dv: Ref, *bias_gradients: Ref) -> None:
         """Dq."""
-        del dk, dv
+        del dk, dv, bias_gradients
         self.load_own(self.queries)
         acc = plgpu.WGMMAAccumulatorRef(_SHAPE, jnp.float32)
         self.store(dq, pl.run_scoped(self._sums, acc) * self.scores.scale)
@@ -420,6 +464,7 @@ class _Queries(_Tile):
         def step(i: Scalar, smem: Ref, _: None) -> None:
             ds = self.score_gradients(queries, (smem, self.place(i)[0]))
             plgpu.wgmma(dq, ds, smem.at[0, 0])
+            self.meanwhile(i, ds)
             plgpu.wgmma_wait(0)
 
         self.walk(self.keys, step, None)

@@ -261,7 +261,7 @@ def forward_blocks(
 
 
 def backward_blocks(
-    problem: Problem, device: DeviceSpec, alibi: bool = False
+    problem: Problem, device: DeviceSpec, alibi: bool = False, relative: bool = False
 ) -> BackwardBlocks:
     """The backward blocks of a problem that was never tuned.
 
@@ -269,13 +269,15 @@ def backward_blocks(
         problem: what to compute.
         device: the GPU.
         alibi: whether scores depend on slopes, which have gradients too.
+        relative: whether they have a relative bias, whose kernel is that for short
+            sequences.
 
     Returns:
         The tiles of the head dim; for sequences that are long on average, a block for
         each query head. Where they are short, or all tiles fit in the GPU at once, the
         kernel for short sequences, but for ALiBi.
     """
-    if _is_short_backward(problem, device) and not alibi:
+    if relative or (_is_short_backward(problem, device) and not alibi):
         return BackwardBlocks(consumers=1, block_q=ROWS, block_k=ROWS)
     is_long = problem.queries >= _LONG * problem.max_seqs
     block_q, block_k = BACKWARD_TILES[problem.head_dim]

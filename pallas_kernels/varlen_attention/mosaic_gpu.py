@@ -31,6 +31,10 @@ from pallas_kernels.mosaic import (
 from pallas_kernels.partition import check_local
 from pallas_kernels.varlen_attention import xla
 from pallas_kernels.varlen_attention.backward import backward
+from pallas_kernels.varlen_attention.backward_relative import (
+    backward_relative,
+    relative_smem,
+)
 from pallas_kernels.varlen_attention.backward_short import backward_short
 from pallas_kernels.varlen_attention.config import (
     BACKWARD_TILES,
@@ -63,7 +67,8 @@ def varlen_attention_mosaic_gpu(
     """The passes by the Hopper kernels, if they can serve the inputs.
 
     Head dims other than 64, 128 and 256 are padded with zeros to the next of them. The
-    gradient with a relative bias is that of the portable implementation.
+    gradient with a relative bias is that of the portable implementation where there is
+    no kernel for it (`_Kernels.has_backward`).
     """
     device = check_hopper(device, "varlen_attention")
     check_local("varlen_attention", x.q, x.k, x.v)
@@ -157,20 +162,26 @@ class _Kernels:
 
     def backward(self, x: Inputs, dout: Array, lse: Array, delta: Array) -> Inputs:
         """The gradients."""
-        if self.scores.relative is not None:
+        by_row = _by_row(x._replace(sinks=None))
+        if not self.has_backward(_problem(by_row)):
             portable = xla.default_passes(self.scores, x, self.device)
             return portable.backward(x, dout, lse, delta)
-        by_row = _by_row(x._replace(sinks=None))
         dout = _pad(dout, by_row.v.shape[3])
         axes = varying(*jax.tree.leaves((by_row, dout)))
         grads = _batched(self._backward)(by_row, dout, lse, delta)
-        dq, dk, dv, *dslopes = (as_varying(a, axes) for a in grads)
+        dq, dk, dv, *more = (as_varying(a, axes) for a in grads)
         dq, dk = (a[..., : x.q.shape[3]] for a in (dq, dk))  # [R, T or S, N or K, H]
         dv = dv[..., : x.v.shape[3]]  # [R, S, K, Hv]
-        slopes = x.slopes
-        if slopes is not None:
-            slopes = jnp.sum(dslopes[0], axis=0).astype(slopes.dtype)  # [R, N] to [N]
-        return x._replace(q=dq, k=dk, v=dv, slopes=slopes)
+        grads = x._replace(q=dq, k=dk, v=dv)
+        if x.slopes is not None:
+            slopes = jnp.sum(more[0], axis=0)  # [R, N] to [N]
+            return grads._replace(slopes=slopes.astype(x.slopes.dtype))
+        terms = {n: getattr(x, n) for n in ("query_terms", "key_terms")}
+        there = (n for n, a in terms.items() if a is not None)
+        entries = {
+            n: a[..., : terms[n].shape[-1]] for n, a in zip(there, more, strict=True)
+        }  # [R, T or S, N, P]
+        return grads._replace(**entries)
 
     def _backward(
         self, x: Inputs, dout: Array, lse: Array, delta: Array
@@ -179,7 +190,8 @@ class _Kernels:
         problem = _problem(x)
         blocks = self.backward_blocks(problem)
         if blocks.consumers == 1:
-            return backward_short(problem, self.scores, blocks, x, dout, lse, delta)
+            run = backward_short if self.scores.relative is None else backward_relative
+            return run(problem, self.scores, blocks, x, dout, lse, delta)
         # Summed in one pass, and not where it is cut into tiles.
         delta = lax.optimization_barrier(delta)
         lse = jnp.where(lse > -jnp.inf, lse, jnp.inf)
@@ -204,10 +216,27 @@ class _Kernels:
         check_smem(size, self.device, f"varlen_attention with {blocks}")
         return blocks
 
+    def has_backward(self, problem: Problem) -> bool:
+        """Whether there is a backward kernel; for some relative biases there is none.
+
+        Theirs takes what the one for short sequences takes, whatever the lengths.
+        """
+        if self.scores.relative is None or self.config.backward is not None:
+            return True
+        few = problem.max_seqs <= MOST_SHORT_SEQUENCES
+        return problem.head_dim == 64 and few and not self.scores.alibi
+
     def backward_blocks(self, problem: Problem) -> BackwardBlocks:
         """Return the tiling of the backward kernel; raises where there is none."""
-        alibi = self.scores.alibi
-        blocks = self.config.backward or backward_blocks(problem, self.device, alibi)
+        alibi, relative = self.scores.alibi, self.scores.relative is not None
+        blocks = self.config.backward
+        if blocks is None:
+            blocks = backward_blocks(problem, self.device, alibi, relative)
+        if relative and blocks.consumers != 1:
+            raise Unsupported(
+                "varlen_attention: a gradient with a relative bias and consumers="
+                f"{blocks.consumers}, expected 1"
+            )
         tile, expected = (
             (blocks.block_q, blocks.block_k),
             BACKWARD_TILES[problem.head_dim],
@@ -231,6 +260,8 @@ class _Kernels:
                 "heads, expected a divisor"
             )
         size = backward_smem(problem, blocks)
+        if relative:
+            size += relative_smem(problem, self.scores)
         check_smem(size, self.device, f"gradient of varlen_attention with {blocks}")
         return blocks
 

@@ -96,6 +96,28 @@ def _add_diagonals(products, base, part, table, boxes, closure):
     return sums
 
 
+def _store_diagonal_sums(ds, table, gradient, carry, *numbers, closure):
+    terms, of_keys, table = closure["terms"], closure["of_keys"], table.reshape(-1)
+    base, first_row, stop_row, first, stop, begins, ends = map(int, numbers)
+    sign = 1 if of_keys else -1
+    tile = (ds.T if of_keys else ds).astype(np.float32)
+    rows = _rows(first_row, stop_row, len(tile))
+    columns = np.arange(first - 1, stop + 1)
+    for row in range(rows.start, rows.stop):
+        entries = table[base + terms.reach + sign * (columns - row)]
+        total = np.float32(0) if begins else carry[row]
+        for at, column in enumerate(range(first, stop), 1):
+            total = tile[row, column] + total * (entries[at] == entries[at - 1])
+            is_last = ends and column == stop - 1
+            if is_last or entries[at] != entries[at + 1]:
+                gradient[row, entries[at]] = total
+        carry[row] = total
+
+
+def _summed_rows(ds, table, gradient, carry, base, first, stop, *numbers):
+    return (_rows(first, stop, len(ds)),)
+
+
 register_inline("add_diagonals", _add_diagonals)
 register_inline("flatten_registers", lambda values: values.reshape(16, 256))
 register_inline("unflatten_registers", lambda values: values.reshape(64, 64))
@@ -104,6 +126,7 @@ register_inline("store_some_rows", _store_some_rows, writes=(0,), part=_stored_p
 register_inline(
     "store_some_columns", _store_some_columns, writes=(0,), part=_stored_columns
 )
+register_inline("store_sums", _store_diagonal_sums, writes=(2, 3), part=_summed_rows)
 register_inline("next_ticket", _next_ticket, writes=(0, 1))
 register_inline("search_tile", _search_tile)
 register_inline("mask_outside_band", _mask_outside_band)
