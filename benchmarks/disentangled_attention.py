@@ -27,8 +27,12 @@ from benchmarks import timing
 from benchmarks.attention_baselines import want_package
 from benchmarks.harness import Benchmark, Case, Jax, Params, Torch
 from benchmarks.paged_attention import Remembered
-from pallas_kernels.varlen_attention import varlen_attention
-from pallas_kernels.varlen_attention.relative import RelativeBias, RelativeBuckets
+from pallas_kernels.varlen_attention import (
+    RelativeBias,
+    RelativeBuckets,
+    position_terms,
+    varlen_attention,
+)
 from pallas_kernels.varlen_attention.specs import bytetransformer
 
 
@@ -98,14 +102,10 @@ def ours(implementation: str) -> Jax:
         scale = scale_of(params)
         bounds = np.cumsum([0, *lengths_of(params)], dtype=np.int32)
 
-        def terms(x: Any, table: Any) -> jax.Array:
-            wide = jnp.einsum("tnh,pnh->tnp", x, table, preferred_element_type="f4")
-            return (scale * wide).astype(x.dtype)
-
         def attend(q: Any, k: Any, v: Any, to_keys: Any, to_queries: Any) -> Any:
             bias = RelativeBias(
-                query_terms=terms(q, to_keys),
-                key_terms=terms(k, to_queries),
+                query_terms=position_terms(q, to_keys, scale),
+                key_terms=position_terms(k, to_queries, scale),
                 buckets=buckets_of(params),
             )
             return varlen_attention(

@@ -9,7 +9,6 @@ import math
 from collections.abc import Sequence
 from typing import Any, cast
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxscale.nn.attention import AttentionConfig
@@ -29,6 +28,7 @@ from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.varlen_attention import (
     RelativeBias,
     RelativeBuckets,
+    position_terms,
     varlen_attention,
 )
 
@@ -257,13 +257,7 @@ class DisentangledAttention(Attention):
         to_queries = tables[-1] if relative.position_to_content else None
 
         def terms(x: Array, table: Array | None) -> Array | None:
-            if table is None:
-                return None
-            # Scaled before it is rounded, as the scores are.
-            product = jnp.einsum(
-                "btnh,pnh->btnp", x, table, preferred_element_type=jnp.float32
-            )  # [B, T, N, P]
-            return (scale * product).astype(x.dtype)
+            return None if table is None else position_terms(x, table, scale)
 
         bias = RelativeBias(
             query_terms=terms(q, to_keys),

@@ -10,7 +10,11 @@ from pallas_kernels.varlen_attention.config import (
     MosaicGpuConfig,
 )
 from pallas_kernels.varlen_attention.reference import varlen_attention_reference
-from pallas_kernels.varlen_attention.relative import RelativeBias, RelativeBuckets
+from pallas_kernels.varlen_attention.relative import (
+    RelativeBias,
+    RelativeBuckets,
+    position_terms,
+)
 from pallas_kernels.varlen_attention.segments import (
     cu_seqlens_from_segment_ids,
     positions_from_cu_seqlens,
@@ -27,6 +31,7 @@ __all__ = [
     "RelativeBuckets",
     "XlaConfig",
     "cu_seqlens_from_segment_ids",
+    "position_terms",
     "positions_from_cu_seqlens",
     "segment_ids_from_cu_seqlens",
     "varlen_attention",

@@ -193,6 +193,47 @@ def check_relative_bias(
     return dataclasses.replace(bias, **terms)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def position_terms(
+    x: Float[Array, "*tokens N H"], positions: Float[Array, "P N H"], scale: float
+) -> Float[Array, "*tokens N P"]:
+    """Terms of disentangled attention: ``scale * x[n] . positions[p, n]``.
+
+    Sums are fp32, and scaled before they are rounded to the type of x, as scores are.
+
+    Args:
+        x: Queries or keys, any leading axes.
+        positions: Keys or queries of the P positions.
+        scale: Of the scores.
+    """
+    wide = _product("...nh,pnh->...np", x, positions)
+    return (scale * wide).astype(x.dtype)
+
+
+def _terms_forward(
+    x: Array, positions: Array, scale: float
+) -> tuple[Array, tuple[Array, Array]]:
+    return position_terms(x, positions, scale), (x, positions)
+
+
+def _terms_backward(
+    scale: float, saved: tuple[Array, Array], gradient: Array
+) -> tuple[Array, Array]:
+    # JAX's own transpose would scale in fp32, store that, and multiply in fp32.
+    x, positions = saved
+    dx = scale * _product("...np,pnh->...nh", gradient, positions)
+    dpositions = scale * _product("...np,...nh->pnh", gradient, x)
+    return dx.astype(x.dtype), dpositions.astype(positions.dtype)
+
+
+position_terms.defvjp(_terms_forward, _terms_backward)
+
+
+def _product(letters: str, a: Array, b: Array) -> Array:
+    """A product of operands of one type, with sums in fp32."""
+    return jnp.einsum(letters, a, b, preferred_element_type=jnp.float32)
+
+
 def tile_bias(
     buckets: RelativeBuckets,
     query_terms: Float[Array, "*heads R P"] | None,
