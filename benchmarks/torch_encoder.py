@@ -1,8 +1,9 @@
 """The PyTorch baselines of `benchmarks.encoder`: transformers on a padded batch."""
 
+import array
 import importlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.attention_baselines import want_package
@@ -35,9 +36,77 @@ def forward(name: str, model: models.EncoderModel) -> Callable[..., Any]:
         NotImplementedError: the model has no such attention.
     """
     import torch
+
+    run = _in_its_mode(name, _hidden_states(name, model))
+    masks: list[Any] = []
+
+    def call(leaves: Any, tokens: Any, lengths: Any) -> Any:
+        del leaves  # it has its own copy
+        if not masks:
+            places = torch.arange(tokens.shape[1], device=tokens.device)
+            masks.append((tokens.long(), (places < lengths[:, None]).long()))
+        with torch.no_grad():
+            return run(*masks[0])
+
+    return call
+
+
+def vectors(name: str, model: models.EncoderModel, length: int) -> Callable[..., Any]:
+    """A function of tokenized texts: the means of their activations, on the host.
+
+    Texts are padded in pinned memory, from where one copy takes tokens and mask to the
+    device. The mean is within the CUDA graph, if there is one.
+
+    Args:
+        name: one of `MODES`.
+        model: its parameters are saved and read by transformers.
+        length: tokens of a padded row.
+
+    Raises:
+        NotImplementedError: the model has no such attention.
+    """
+    import torch
+
+    hidden = _hidden_states(name, model)
+
+    def mean(inputs: Any) -> Any:
+        tokens, mask = inputs  # [B, length]
+        return hidden(tokens, mask).float().sum(1) / mask.sum(1, keepdim=True)
+
+    run, gpu = _in_its_mode(name, mean), torch.cuda.is_available()
+    buffers: list[Any] = []
+
+    def call(texts: Sequence[Sequence[int]]) -> Any:
+        if not buffers:
+            shape = 2, len(texts), length
+            host = torch.zeros(shape, dtype=torch.long, pin_memory=gpu)
+            buffers.extend(
+                (host, host.numpy(), torch.zeros_like(host, device=_device()))
+            )
+        host, (tokens, mask), device = buffers
+        for row, ids in enumerate(texts):
+            tokens[row, : len(ids)] = array.array("q", ids)
+            tokens[row, len(ids) :] = 0
+            mask[row, : len(ids)], mask[row, len(ids) :] = 1, 0
+        device.copy_(host, non_blocking=True)
+        with torch.no_grad():
+            return run(device).cpu()  # which waits: the buffers are free again
+
+    return call
+
+
+def _device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _hidden_states(name: str, model: models.EncoderModel) -> Callable[[Any, Any], Any]:
+    """The activations that transformers computes of tokens and mask [B, L]."""
+    import torch
     import transformers
 
-    attention, mode = MODES[name]
+    attention, _ = MODES[name]
     disentangled = model.config.relative is not None
     if disentangled and name == "torch_sdpa":
         raise NotImplementedError("transformers has no fused DeBERTa attention")
@@ -47,7 +116,6 @@ def forward(name: str, model: models.EncoderModel) -> Callable[..., Any]:
             raise NotImplementedError("FlashDeBERTa is DeBERTa-v2 and v3 alone")
         want_package("flashdeberta", "flashdeberta")
         source = importlib.import_module("flashdeberta").FlashDebertaV2Model
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     # The others compute no pooled vector.
     pooled = model.config.family in ("bert", "roberta", "albert")
     options = {"add_pooling_layer": False} if pooled else {}
@@ -59,36 +127,38 @@ def forward(name: str, model: models.EncoderModel) -> Callable[..., Any]:
             attn_implementation="eager" if disentangled else attention,
             **options,
         )
-    theirs = theirs.to(device).eval()
-    masks: list[Any] = []
-    replays: list[Callable[[], Any]] = []
+    theirs = theirs.to(_device()).eval()
 
     def run(tokens: Any, mask: Any) -> Any:
         out = theirs(input_ids=tokens, attention_mask=mask).last_hidden_state
         return out * mask[..., None].to(out.dtype)
 
-    if mode not in (None, "capture"):
-        torch.compiler.reset()
-        run = torch.compile(run, mode=mode, dynamic=False)
-
-    def call(leaves: Any, tokens: Any, lengths: Any) -> Any:
-        del leaves  # it has its own copy
-        if not masks:
-            places = torch.arange(tokens.shape[1], device=tokens.device)
-            masks.append((tokens.long(), (places < lengths[:, None]).long()))
-            if mode == "capture":
-                replays.append(_captured(run, masks[0]))
-        with torch.no_grad():
-            return replays[0]() if replays else run(*masks[0])
-
-    return call
+    return run
 
 
-def _captured(run: Callable[..., Any], inputs: tuple[Any, ...]) -> Callable[[], Any]:
-    """Replays of one CUDA graph of a function, always of these inputs."""
+def _in_its_mode(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """A function compiled or captured as its name says."""
     import torch
 
-    with torch.no_grad():
+    _, mode = MODES[name]
+    if mode == "capture":
+        return _captured(run)
+    if mode is None:
+        return run
+    torch.compiler.reset()
+    return torch.compile(run, mode=mode, dynamic=False)
+
+
+def _captured(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose first call captures a CUDA graph, always of these inputs.
+
+    Their values may change from call to call.
+    """
+    import torch
+
+    replays: list[tuple[Any, Any]] = []
+
+    def capture(*inputs: Any) -> None:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -98,9 +168,13 @@ def _captured(run: Callable[..., Any], inputs: tuple[Any, ...]) -> Callable[[], 
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             output = run(*inputs)
+        replays.append((graph, output))
 
-    def replay() -> Any:
+    def call(*inputs: Any) -> Any:
+        if not replays:
+            capture(*inputs)
+        ((graph, output),) = replays
         graph.replay()
         return output
 
-    return replay
+    return call
