@@ -158,7 +158,7 @@ def _tile_sparse_matmul(
     if not x_major and w.granularity < STEP and _may_run_a_kernel(flat, w, call):
         # Here, so that the gradient of the values finds it transposed too.
         flat, call = flat.T, dataclasses.replace(call, feature_major=(True, y_major))
-    pattern = (w.rows, w.counts, w.columns, w.order)
+    pattern = (w.rows, w.counts, w.columns, w.places, w.order)
     flat, values, bias, pattern = vary_alike((flat, w.values, bias, pattern))
     y: Any = _product(flat, values, bias, pattern, call)
     return y.reshape((w.shape[1], *batch) if y_major else (*batch, w.shape[1]))
