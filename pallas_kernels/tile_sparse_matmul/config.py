@@ -41,8 +41,8 @@ class TileSparseConfig:
     """Steps that a gather may be in flight; at most ``stages - 2``."""
     ahead: int = 1
     """Steps whose indices are read at a time, before the steps that precede them are
-    gathered; less where that does not divide the steps of a tile. Long steps hide the
-    latency of memory behind one, short ones need several."""
+    gathered; less where that does not divide the steps of equal tiles. Long steps hide
+    the latency of memory behind one, short ones need several."""
     cluster: Literal[1, 2] = 1
     """Blocks side by side along the tokens that load the weight once and share it."""
     group: int = 4

@@ -153,10 +153,10 @@ class _Cut:
     @property
     def steps_together(self) -> int:
         """Steps whose indices are read at a time."""
-        steps = self.steps_of_block
+        steps, most = self.steps_of_block, self.config.ahead
         if steps is None:
-            return 1
-        return max(n for n in range(1, self.config.ahead + 1) if steps % n == 0)
+            return min(most, self.problem.room // STEP)
+        return max(n for n in range(1, most + 1) if steps % n == 0)
 
     @property
     def producers(self) -> tuple[str, ...]:
@@ -345,16 +345,21 @@ def _gather(
     x_smem, _ = cut.operands(scratch)
     together = cut.steps_together
     # Where all blocks have as many steps, indices are read across the end of a block,
-    # elsewhere those of the first step of a block while the one before it runs.
+    # elsewhere those of the first steps of a block while the one before it runs, and
+    # the last steps that are read together may be fewer.
     chained = cut.steps_of_block is not None
+    may_end = together > 1 and not chained
     covered = cut.token_clusters * config.cluster * config.block_tokens
 
     def indices_of(tile: Scalar, step: Scalar) -> tuple[jax.Array, ...]:
         # Steps past the last are read ahead; they must lie within the room.
-        step = jnp.minimum(step, problem.room // STEP - together)
+        last = problem.room // STEP - 1
+        if not may_end:
+            step = jnp.minimum(step, last - (together - 1))
         found = []
         for i in range(together):
-            rows = pl.ds(pl.multiple_of((step + i) * STEP, STEP), STEP)
+            at = jnp.minimum(step + i, last) if may_end else step + i
+            rows = pl.ds(pl.multiple_of(at * STEP, STEP), STEP)
             found.append(load_rows(refs["rows"].at[tile, rows], STEP))
         return tuple(found)
 
@@ -372,22 +377,35 @@ def _gather(
                 then = jnp.where(then < last, then, first_after)
             following = indices_of(tile, then)
             for j in range(together):
-                ring.acquire(slot)
-                if alone:
-                    _load_weights(cut, refs, scratch, block, k + j, slot)
-                gather_rows(
-                    refs["x"],
-                    indices[j],
-                    block.tokens * config.block_tokens,
-                    x_smem.at[slot],
-                    count=STEP,
-                    width=config.block_tokens,
-                    masked=covered > problem.m,
-                )
-                slot, flying = ring.commit(slot, flying)
+
+                def one_step(slot: Scalar, flying: Scalar, j: int = j) -> Any:
+                    ring.acquire(slot)
+                    if alone:
+                        _load_weights(cut, refs, scratch, block, k + j, slot)
+                    gather_rows(
+                        refs["x"],
+                        indices[j],
+                        block.tokens * config.block_tokens,
+                        x_smem.at[slot],
+                        count=STEP,
+                        width=config.block_tokens,
+                        masked=covered > problem.m,
+                    )
+                    return ring.commit(slot, flying)
+
+                if may_end and j:
+                    state = slot, flying
+                    slot, flying = lax.cond(
+                        k + j < last, one_step, lambda *state: state, *state
+                    )
+                else:
+                    slot, flying = one_step(slot, flying)
             return slot, flying, following
 
-        rounds = lax.div(last - first, jnp.int32(together))
+        steps = last - first
+        if may_end:
+            steps = steps + (together - 1)  # rounded up to whole rounds
+        rounds = lax.div(steps, jnp.int32(together))
         slot, flying, indices = lax.fori_loop(0, rounds, some_steps, carry)
         return slot, flying, indices if indices_after is None else indices_after
 
