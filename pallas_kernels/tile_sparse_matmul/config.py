@@ -288,7 +288,8 @@ def heuristic(problem: Problem, device: DeviceSpec) -> TileSparseConfig:
 # block costs beyond them is fixed.
 _EFFICIENCY = 0.98  # of the tensor cores, of that of a dense product
 _BLOCK_OVERHEAD = 4500  # filling the ring, storing the block
-_SPLIT_OVERHEAD = 4000  # another kernel, which adds the parts
+_SPLIT_OVERHEAD = 2000  # another kernel, which adds the parts
+_SATURATING = 0.5  # of the multiprocessors read as fast as memory gives
 
 
 def _cost(problem: Problem, config: TileSparseConfig, device: DeviceSpec) -> float:
@@ -302,7 +303,7 @@ def _cost(problem: Problem, config: TileSparseConfig, device: DeviceSpec) -> flo
     rows = max(waves * p.mean_rows, p.room)
     cycles = rows / c.splits * step + waves * _BLOCK_OVERHEAD
     weight = 2 * p.tiles * p.tile * p.mean_rows / HBM_BANDWIDTH
-    busy = min(1.0, blocks * c.cluster / device.num_sms)
+    busy = min(1.0, blocks * c.cluster / (_SATURATING * device.num_sms))
     return max(cycles, weight / busy) + _SPLIT_OVERHEAD * (c.splits > 1)
 
 
@@ -337,7 +338,7 @@ def _configs(problem: Problem, device: DeviceSpec) -> list[TileSparseConfig]:
                 steps = problem.room // STEP
                 found += [
                     dataclasses.replace(base, splits=splits)
-                    for splits in (2, 4, 8)
+                    for splits in (2, 4, 8, 16)
                     if splits <= steps // 2
                     and splits * problem.tiles <= 2 * device.num_sms
                 ]

@@ -166,17 +166,24 @@ class _Cut:
         return ("load", "gather") if two_producers(self.tiles) else ("gather",)
 
     def steps(self, block: "_Block") -> tuple[Scalar, Scalar]:
-        """First and last (excluded) step of a block."""
+        """First and last (excluded) step of a block.
+
+        Parts are those of the room: where they begin is known before the count is.
+        """
         steps = self.equal_steps
         if steps is None:
             steps = lax.div(block.count + (STEP - 1), jnp.int32(STEP))
         splits = self.config.splits
         if splits == 1:
             return jnp.int32(0), jnp.int32(steps)
-        return (
-            lax.div(steps * block.split, jnp.int32(splits)),
-            lax.div(steps * (block.split + 1), jnp.int32(splits)),
+        room = self.problem.room // STEP
+        first, last = (
+            lax.div(room * part, jnp.int32(splits))
+            for part in (block.split, block.split + 1)
         )
+        if self.equal_steps is None:
+            last = jnp.maximum(jnp.minimum(last, steps), first)
+        return first, last
 
 
 @dataclasses.dataclass(frozen=True)
