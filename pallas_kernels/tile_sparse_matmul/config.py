@@ -18,6 +18,7 @@ from pallas_kernels.tile_sparse_matmul.format import STEP, TileSparse
 
 
 __all__ = [
+    "FEW_TOKENS",
     "GradConfig",
     "Problem",
     "TileSparseConfig",
@@ -25,6 +26,8 @@ __all__ = [
     "heuristic",
 ]
 
+FEW_TOKENS = 64
+"""As many fit into the smallest block of tokens: decoding."""
 TILES = (64, 128, 256)
 """Tile sizes that the kernel takes."""
 

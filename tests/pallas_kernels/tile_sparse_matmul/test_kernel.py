@@ -330,6 +330,29 @@ def test_pruned_columns_are_put_in_place_without_a_scatter():
     assert "stablehlo.scatter" not in text
 
 
+def test_few_tokens_stay_rows_in_a_program():
+    """Else XLA stores the residual stream, which leads to a transpose, by feature."""
+    w, _, _ = random_weight(256, 256, 128, [64, 192], dtype=BF16)
+
+    def constraints(tokens, layout=(False, False), transform=lambda f: f):
+        def run(x, w):
+            y = tile_sparse_matmul(
+                x, w, feature_major=layout, implementation="mosaic_gpu"
+            )
+            return jnp.sum(y.astype(jnp.float32))
+
+        x = normal(0, (tokens, 256))
+        with use_device(H200):
+            text = lower_for_cuda(transform(run), x.T if layout[0] else x, w)
+        return text.count("LayoutConstraint")
+
+    assert constraints(32) == 2  # of the input and of the output
+    assert constraints(32, (True, False)) == constraints(32, (False, True)) == 1
+    assert constraints(32, (True, True)) == constraints(1) == constraints(128) == 0
+    gradient = functools.partial(jax.value_and_grad, argnums=0)
+    assert constraints(32, transform=gradient) == 4
+
+
 def test_split_sums_of_an_odd_number_of_tokens_lower():
     w = dataclasses.replace(SPECS[0], room=512).weight_shape()
     for m in (40, 100):
