@@ -356,7 +356,9 @@ def _gather(
     # the last steps that are read together may be fewer.
     chained = cut.steps_of_block is not None
     may_end = together > 1 and not chained
-    covered = cut.token_clusters * config.cluster * config.block_tokens
+    # A few tokens are less than a block; what else it holds is not stored.
+    width = min(config.block_tokens, max(8, pl.next_power_of_2(problem.m)))
+    covered = cut.token_clusters * config.cluster * width
 
     def indices_of(tile: Scalar, step: Scalar) -> tuple[jax.Array, ...]:
         # Steps past the last are read ahead; they must lie within the room.
@@ -395,7 +397,7 @@ def _gather(
                         block.tokens * config.block_tokens,
                         x_smem.at[slot],
                         count=STEP,
-                        width=config.block_tokens,
+                        width=width,
                         masked=covered > problem.m,
                     )
                     return ring.commit(slot, flying)
