@@ -159,17 +159,17 @@ def _tile_sparse_matmul(
     # [K, M] or [M, K], and back to [N, ..] or [.., N] at the end.
     flat = x.reshape((w.shape[0], tokens) if x_major else (tokens, w.shape[0]))
     kernel = _may_run_a_kernel(flat, w, call)
-    arrange = _row_major if kernel and tokens <= FEW_TOKENS else lambda array: array
-    if not x_major:
-        flat = arrange(flat)
+    few = kernel and tokens <= FEW_TOKENS
+    if few and not x_major:
+        flat = _row_major(flat)
     if not x_major and w.granularity < STEP and kernel:
         # Here, so that the gradient of the values finds it transposed too.
         flat, call = flat.T, dataclasses.replace(call, feature_major=(True, y_major))
     pattern = (w.rows, w.counts, w.columns, w.places, w.order)
     flat, values, bias, pattern = vary_alike((flat, w.values, bias, pattern))
     y: Any = _product(flat, values, bias, pattern, call)
-    if not y_major:
-        y = arrange(y)
+    if few and not y_major:
+        y = _row_major(y)
     return y.reshape((w.shape[1], *batch) if y_major else (*batch, w.shape[1]))
 
 

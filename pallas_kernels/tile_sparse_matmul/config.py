@@ -44,8 +44,8 @@ class TileSparseConfig:
     """Steps that a gather may be in flight; at most ``stages - 2``."""
     ahead: int = 1
     """Steps whose indices are read at a time, before the steps that precede them are
-    gathered; less where that does not divide the steps of equal tiles. Long steps hide
-    the latency of memory behind one, short ones need several."""
+    gathered; less where that does not divide the steps of equal blocks. Long steps
+    hide the latency of memory behind one, short ones need several."""
     cluster: Literal[1, 2] = 1
     """Blocks side by side along the tokens that load the weight once and share it."""
     group: int = 4
@@ -291,8 +291,9 @@ def heuristic(problem: Problem, device: DeviceSpec) -> TileSparseConfig:
 # block costs beyond them is fixed.
 _EFFICIENCY = 0.98  # of the tensor cores, of that of a dense product
 _BLOCK_OVERHEAD = 4500  # filling the ring, storing the block
+# From times of 1 and 32 tokens.
 _SPLIT_OVERHEAD = 2000  # another kernel, which adds the parts
-_SATURATING = 0.5  # of the multiprocessors read as fast as memory gives
+_SATURATING = 0.5  # of the multiprocessors read as fast as all
 
 
 def _cost(problem: Problem, config: TileSparseConfig, device: DeviceSpec) -> float:

@@ -155,7 +155,7 @@ class _Cut:
         """Steps whose indices are read at a time."""
         steps, most = self.steps_of_block, self.config.ahead
         if steps is None:
-            return min(most, self.problem.room // STEP)
+            return min(most, pl.cdiv(self.problem.room // STEP, self.config.splits))
         return max(n for n in range(1, most + 1) if steps % n == 0)
 
     @property
@@ -384,7 +384,10 @@ def _gather(
             if chained:
                 tile = jnp.where(then < last, tile, after.tile)
                 then = jnp.where(then < last, then, first_after)
-            following = indices_of(tile, then)
+            read = functools.partial(indices_of, tile, then)
+            following = (
+                lax.cond(then < last, read, lambda: indices) if may_end else read()
+            )
             for j in range(together):
 
                 def one_step(slot: Scalar, flying: Scalar, j: int = j) -> Any:
