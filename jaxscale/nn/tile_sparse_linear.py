@@ -98,22 +98,24 @@ class TileSparseLinear(nnx.Module):
         self.values = variable(nnx.Param, weight.values, None, storage, None)
         self.rows = variable(SparsePattern, weight.rows, None, None)
         self.counts = variable(SparsePattern, weight.counts, None)
-        columns, order = weight.columns, weight.order
-        self.columns = (
-            None if columns is None else variable(SparsePattern, columns, None)
-        )
-        self.order = None if order is None else variable(SparsePattern, order, None)
+
+        def optional(array: Array | None) -> Any:
+            return None if array is None else variable(SparsePattern, array, None)
+
+        self.columns = optional(weight.columns)
+        self.places = optional(weight.places)
+        self.order = optional(weight.order)
 
     @property
     def weight(self) -> TileSparse:
         """The stacked shards, in the type of the computation."""
         values = self.values[...]
+        optional = self.columns, self.places, self.order
         leaves = (
             (pin_zeros(values) if self.zeros_stay else values).astype(self.dtype),
             self.rows[...],
             self.counts[...],
-            None if self.columns is None else self.columns[...],
-            None if self.order is None else self.order[...],
+            *(None if leaf is None else leaf[...] for leaf in optional),
         )
         static = (self.shape, self.granularity, self.equal_counts, self.steps)
         return TileSparse.tree_unflatten(static, leaves)

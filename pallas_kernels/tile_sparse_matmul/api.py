@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float
 
 from pallas_kernels import tuned_configs
@@ -32,6 +34,7 @@ from pallas_kernels.tile_sparse_matmul import (
 )
 from pallas_kernels.tile_sparse_matmul.arguments import check_product
 from pallas_kernels.tile_sparse_matmul.config import (
+    FEW_TOKENS,
     GradConfig,
     Problem,
     TileSparseConfig,
@@ -155,13 +158,30 @@ def _tile_sparse_matmul(
     tokens = math.prod(batch)
     # [K, M] or [M, K], and back to [N, ..] or [.., N] at the end.
     flat = x.reshape((w.shape[0], tokens) if x_major else (tokens, w.shape[0]))
-    if not x_major and w.granularity < STEP and _may_run_a_kernel(flat, w, call):
+    kernel = _may_run_a_kernel(flat, w, call)
+    few = kernel and tokens <= FEW_TOKENS
+    if few and not x_major:
+        flat = _row_major(flat)
+    if not x_major and w.granularity < STEP and kernel:
         # Here, so that the gradient of the values finds it transposed too.
         flat, call = flat.T, dataclasses.replace(call, feature_major=(True, y_major))
-    pattern = (w.rows, w.counts, w.columns, w.order)
+    pattern = (w.rows, w.counts, w.columns, w.places, w.order)
     flat, values, bias, pattern = vary_alike((flat, w.values, bias, pattern))
     y: Any = _product(flat, values, bias, pattern, call)
+    if few and not y_major:
+        y = _row_major(y)
     return y.reshape((w.shape[1], *batch) if y_major else (*batch, w.shape[1]))
+
+
+def _row_major(x: jax.Array) -> jax.Array:
+    """[M,features], stored so in a program.
+
+    The kernel takes the transpose. XLA would store what leads to it transposed as well,
+    up to the residual stream, and sum over strided features there: dear for few tokens.
+    """
+    if len(x) == 1 or not isinstance(x, Tracer):
+        return x  # nothing to choose
+    return with_layout_constraint(x, Layout((0, 1)))
 
 
 def _layouts(feature_major: Any) -> tuple[bool, bool]:

@@ -18,6 +18,7 @@ from pallas_kernels.tile_sparse_matmul.format import STEP, TileSparse
 
 
 __all__ = [
+    "FEW_TOKENS",
     "GradConfig",
     "Problem",
     "TileSparseConfig",
@@ -25,6 +26,8 @@ __all__ = [
     "heuristic",
 ]
 
+FEW_TOKENS = 64
+"""As many fit into the smallest block of tokens: decoding."""
 TILES = (64, 128, 256)
 """Tile sizes that the kernel takes."""
 
@@ -41,8 +44,8 @@ class TileSparseConfig:
     """Steps that a gather may be in flight; at most ``stages - 2``."""
     ahead: int = 1
     """Steps whose indices are read at a time, before the steps that precede them are
-    gathered; less where that does not divide the steps of a tile. Long steps hide the
-    latency of memory behind one, short ones need several."""
+    gathered; less where that does not divide the steps of equal blocks. Long steps
+    hide the latency of memory behind one, short ones need several."""
     cluster: Literal[1, 2] = 1
     """Blocks side by side along the tokens that load the weight once and share it."""
     group: int = 4
@@ -288,7 +291,9 @@ def heuristic(problem: Problem, device: DeviceSpec) -> TileSparseConfig:
 # block costs beyond them is fixed.
 _EFFICIENCY = 0.98  # of the tensor cores, of that of a dense product
 _BLOCK_OVERHEAD = 4500  # filling the ring, storing the block
-_SPLIT_OVERHEAD = 4000  # another kernel, which adds the parts
+# From times of 1 and 32 tokens.
+_SPLIT_OVERHEAD = 2000  # another kernel, which adds the parts
+_SATURATING = 0.5  # of the multiprocessors read as fast as all
 
 
 def _cost(problem: Problem, config: TileSparseConfig, device: DeviceSpec) -> float:
@@ -302,7 +307,7 @@ def _cost(problem: Problem, config: TileSparseConfig, device: DeviceSpec) -> flo
     rows = max(waves * p.mean_rows, p.room)
     cycles = rows / c.splits * step + waves * _BLOCK_OVERHEAD
     weight = 2 * p.tiles * p.tile * p.mean_rows / HBM_BANDWIDTH
-    busy = min(1.0, blocks * c.cluster / device.num_sms)
+    busy = min(1.0, blocks * c.cluster / (_SATURATING * device.num_sms))
     return max(cycles, weight / busy) + _SPLIT_OVERHEAD * (c.splits > 1)
 
 

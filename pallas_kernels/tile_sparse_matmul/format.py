@@ -45,7 +45,7 @@ from pallas_kernels.tile_sparse_matmul.validation import (
 
 __all__ = ["STEP", "TileSparse"]
 
-_LEAVES = ("values", "rows", "counts", "columns", "order")
+_LEAVES = ("values", "rows", "counts", "columns", "places", "order")
 _STATIC = ("shape", "granularity", "equal_counts", "steps")
 
 
@@ -101,6 +101,10 @@ class TileSparse:
     """Steps of 64 rows that all tiles together take, of stacked weights the most; None
     where the counts are not known. It tells whether a kernel pays: where tiles are
     uneven their room does not."""
+    places: Int[Array, "*layers N"] | None = dataclasses.field(init=False, default=None)
+    """The inverse of `columns`: the packed column of each of the N, C where it was
+    pruned. A gather then puts products in their places. None where there are no
+    `columns` or they are not known."""
     order: Int[Array, "*layers T"] | None = dataclasses.field(init=False, default=None)
     """The tiles by falling count, in which kernels take them; None where they keep
     equally many rows or their counts are not known."""
@@ -110,8 +114,15 @@ class TileSparse:
         check_shapes(self)
         equal = check_values(self)
         object.__setattr__(self, "equal_counts", equal)
+        if self.values.ndim != 3:
+            return
+        columns = None if self.columns is None else concrete(self.columns)
+        if columns is not None:
+            places = np.full(self.shape[1] + 1, len(columns), np.int32)
+            places[columns] = np.arange(len(columns))
+            object.__setattr__(self, "places", jnp.asarray(places[:-1]))  # N is none
         counts = concrete(self.counts)
-        if counts is None or self.values.ndim != 3:
+        if counts is None:
             return
         object.__setattr__(self, "steps", int(-(-counts // STEP).sum()))
         if not equal:
@@ -293,12 +304,12 @@ class TileSparse:
         """
         if self.columns is None:
             return packed
-        outputs = self.shape[1]
-        place = jnp.full((outputs,), packed.shape[axis], jnp.int32)
-        place = place.at[self.columns].set(
-            jnp.arange(len(self.columns), dtype=jnp.int32), mode="drop"
-        )
-        return jnp.take(packed, place, axis=axis, mode="fill", fill_value=0)
+        if (places := self.places) is None:
+            places = jnp.full((self.shape[1],), self.packed_columns, jnp.int32)
+            places = places.at[self.columns].set(
+                jnp.arange(self.packed_columns, dtype=jnp.int32), mode="drop"
+            )
+        return jnp.take(packed, places, axis=axis, mode="fill", fill_value=0)
 
     def with_values(self, values: Float[Array, "*layers T P G"]) -> "TileSparse":
         """The same pattern with other values, which are not validated.
@@ -317,7 +328,8 @@ class TileSparse:
         """
         leaves, (shape, *others) = self.tree_flatten_with_keys()
         shape = (shape[0], self.packed_columns)
-        parts = {key.name: leaf for key, leaf in leaves} | {"columns": None}
+        parts = {key.name: leaf for key, leaf in leaves}
+        parts |= {"columns": None, "places": None}
         return self.tree_unflatten((shape, *others), parts.values())
 
     def fold_rows(self, columns: Int[Array, " C"]) -> "TileSparse":
@@ -426,7 +438,8 @@ class TileSparse:
             if name == "order" and any(leaf is not None for leaf in leaves):
                 as_it_is = jnp.arange(weights[0].tiles, dtype=jnp.int32)
                 leaves = [as_it_is if leaf is None else leaf for leaf in leaves]
-            stacked.append(None if leaves[0] is None else jnp.stack(leaves))
+            missing = any(leaf is None for leaf in leaves)
+            stacked.append(None if missing else jnp.stack(leaves))
         return cls.tree_unflatten(static, stacked)
 
     def shards(self, number: int, axis: Literal["rows", "columns"]) -> "TileSparse":

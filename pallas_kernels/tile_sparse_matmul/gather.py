@@ -113,16 +113,19 @@ def gather_rows(
         x: [K,M] 16-bit elements in global memory; M a multiple of 8.
         indices: what `load_rows` returned.
         start: int32, first column; a multiple of 8.
-        smem: [count, width], tiled and swizzled as `smem_transforms` says.
+        smem: [count, columns], tiled and swizzled as `smem_transforms` says; 64, 128 or
+            256 columns.
         count: rows.
-        width: columns; 64, 128 or 256.
+        width: columns to copy: all of those, or the first 8, 16 or 32 of 64. The others
+            are left as they are.
         masked: columns may pass the end of x, where zeros are written instead.
     """
     chunks = 2 * width // _CHUNK  # of a row
     together = _LANES // chunks  # rows of one instruction
     per_warp = count // _WARPS
     held = held_rows(count)
-    atoms = 2 * width // _LINE  # side by side
+    columns = smem.shape[1]
+    atoms = 2 * columns // _LINE  # side by side
     (_, row_length), itemsize = x.shape, 2
 
     @plgpu.inline_mgpu(
@@ -130,7 +133,7 @@ def gather_rows(
             plgpu.RefType(),
             _layout(count),
             plgpu.Layout.WG_SPLAT,
-            plgpu.RefType(smem_transforms(width, jnp.bfloat16)),
+            plgpu.RefType(smem_transforms(columns, jnp.bfloat16)),
         )
     )
     def gather_into_smem(
@@ -168,7 +171,9 @@ def gather_rows(
             )
             for i in range(held)
         ]
-        for step in range(per_warp // together):
+        if together > per_warp:  # lanes beyond do what others do
+            mine = arith.remui(mine, _i32(per_warp))
+        for step in range(max(per_warp // together, 1)):
             local = arith.addi(mine, _i32(step * together))  # row of this warp
             held_by = arith.divui(local, _i32(held))
             index = [_shuffle(part, held_by) for part in parts]

@@ -153,10 +153,10 @@ class _Cut:
     @property
     def steps_together(self) -> int:
         """Steps whose indices are read at a time."""
-        steps = self.steps_of_block
+        steps, most = self.steps_of_block, self.config.ahead
         if steps is None:
-            return 1
-        return max(n for n in range(1, self.config.ahead + 1) if steps % n == 0)
+            return min(most, pl.cdiv(self.problem.room // STEP, self.config.splits))
+        return max(n for n in range(1, most + 1) if steps % n == 0)
 
     @property
     def producers(self) -> tuple[str, ...]:
@@ -166,17 +166,24 @@ class _Cut:
         return ("load", "gather") if two_producers(self.tiles) else ("gather",)
 
     def steps(self, block: "_Block") -> tuple[Scalar, Scalar]:
-        """First and last (excluded) step of a block."""
+        """First and last (excluded) step of a block.
+
+        Parts are those of the room: where they begin is known before the count is.
+        """
         steps = self.equal_steps
         if steps is None:
             steps = lax.div(block.count + (STEP - 1), jnp.int32(STEP))
         splits = self.config.splits
         if splits == 1:
             return jnp.int32(0), jnp.int32(steps)
-        return (
-            lax.div(steps * block.split, jnp.int32(splits)),
-            lax.div(steps * (block.split + 1), jnp.int32(splits)),
+        room = self.problem.room // STEP
+        first, last = (
+            lax.div(room * part, jnp.int32(splits))
+            for part in (block.split, block.split + 1)
         )
+        if self.equal_steps is None:
+            last = jnp.maximum(jnp.minimum(last, steps), first)
+        return first, last
 
 
 @dataclasses.dataclass(frozen=True)
@@ -345,16 +352,23 @@ def _gather(
     x_smem, _ = cut.operands(scratch)
     together = cut.steps_together
     # Where all blocks have as many steps, indices are read across the end of a block,
-    # elsewhere those of the first step of a block while the one before it runs.
+    # elsewhere those of the first steps of a block while the one before it runs, and
+    # the last steps that are read together may be fewer.
     chained = cut.steps_of_block is not None
-    covered = cut.token_clusters * config.cluster * config.block_tokens
+    may_end = together > 1 and not chained
+    # A few tokens are less than a block; what else it holds is not stored.
+    width = min(config.block_tokens, max(8, pl.next_power_of_2(problem.m)))
+    covered = cut.token_clusters * config.cluster * width
 
     def indices_of(tile: Scalar, step: Scalar) -> tuple[jax.Array, ...]:
         # Steps past the last are read ahead; they must lie within the room.
-        step = jnp.minimum(step, problem.room // STEP - together)
+        last = problem.room // STEP - 1
+        if not may_end:
+            step = jnp.minimum(step, last - (together - 1))
         found = []
         for i in range(together):
-            rows = pl.ds(pl.multiple_of((step + i) * STEP, STEP), STEP)
+            at = jnp.minimum(step + i, last) if may_end else step + i
+            rows = pl.ds(pl.multiple_of(at * STEP, STEP), STEP)
             found.append(load_rows(refs["rows"].at[tile, rows], STEP))
         return tuple(found)
 
@@ -370,24 +384,40 @@ def _gather(
             if chained:
                 tile = jnp.where(then < last, tile, after.tile)
                 then = jnp.where(then < last, then, first_after)
-            following = indices_of(tile, then)
+            read = functools.partial(indices_of, tile, then)
+            following = (
+                lax.cond(then < last, read, lambda: indices) if may_end else read()
+            )
             for j in range(together):
-                ring.acquire(slot)
-                if alone:
-                    _load_weights(cut, refs, scratch, block, k + j, slot)
-                gather_rows(
-                    refs["x"],
-                    indices[j],
-                    block.tokens * config.block_tokens,
-                    x_smem.at[slot],
-                    count=STEP,
-                    width=config.block_tokens,
-                    masked=covered > problem.m,
-                )
-                slot, flying = ring.commit(slot, flying)
+
+                def one_step(slot: Scalar, flying: Scalar, j: int = j) -> Any:
+                    ring.acquire(slot)
+                    if alone:
+                        _load_weights(cut, refs, scratch, block, k + j, slot)
+                    gather_rows(
+                        refs["x"],
+                        indices[j],
+                        block.tokens * config.block_tokens,
+                        x_smem.at[slot],
+                        count=STEP,
+                        width=width,
+                        masked=covered > problem.m,
+                    )
+                    return ring.commit(slot, flying)
+
+                if may_end and j:
+                    state = slot, flying
+                    slot, flying = lax.cond(
+                        k + j < last, one_step, lambda *state: state, *state
+                    )
+                else:
+                    slot, flying = one_step(slot, flying)
             return slot, flying, following
 
-        rounds = lax.div(last - first, jnp.int32(together))
+        steps = last - first
+        if may_end:
+            steps = steps + (together - 1)  # rounded up to whole rounds
+        rounds = lax.div(steps, jnp.int32(together))
         slot, flying, indices = lax.fori_loop(0, rounds, some_steps, carry)
         return slot, flying, indices if indices_after is None else indices_after
 

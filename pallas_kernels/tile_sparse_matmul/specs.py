@@ -48,6 +48,7 @@ class TileSparseSpec:
             jax.ShapeDtypeStruct((tiles, self.room), jnp.int32),
             jax.ShapeDtypeStruct((tiles,), jnp.int32),
             None,
+            None,
             jax.ShapeDtypeStruct((tiles,), jnp.int32) if self.uneven else None,
         )
         static = ((self.k, self.n), self.granularity, not self.uneven, None)

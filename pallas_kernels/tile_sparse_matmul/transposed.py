@@ -58,6 +58,7 @@ def transposed(w: TileSparse) -> TileSparse:
         rows.reshape(groups, outputs),  # [B, N]
         counts,
         None,
+        None,
         _falling(counts),
     )
     return TileSparse.tree_unflatten(((outputs, inputs), STEP, False, None), leaves)

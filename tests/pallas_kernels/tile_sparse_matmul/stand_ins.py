@@ -23,9 +23,11 @@ def gather_into_smem(x, indices, start, smem, closure):
     places = _places(closure["held"], closure["per_warp"]).reshape(-1)
     rows = np.empty(smem.shape[0], np.int64)
     rows[places] = indices
-    part = x[rows, int(start) : int(start) + smem.shape[1]]
-    assert closure["masked"] or part.shape == smem.shape
-    smem[...] = np.zeros_like(smem)
+    width = 8 * closure["chunks"]
+    part = x[rows, int(start) : int(start) + width]
+    assert closure["masked"] or part.shape[1] == width
+    smem[...] = np.nan  # what is left alone must not matter
+    smem[:, :width] = 0
     smem[:, : part.shape[1]] = part
 
 

@@ -42,6 +42,13 @@ def test_round_trip_of_random_weights(data):
     np.testing.assert_array_equal(w.to_dense(), dense)
     np.testing.assert_array_equal(w.mask(), mask)
     np.testing.assert_array_equal(w.counts, counts)
+    if not pruned:
+        assert w.columns is None and w.places is None
+    else:
+        packed = w.packed().to_dense()
+        placed = jnp.take(packed, w.places, axis=1, mode="fill", fill_value=0)
+        np.testing.assert_array_equal(placed, dense)
+        assert w.packed().places is None
     assert w.sparsity == pytest.approx(1 - mask.mean())
     assert w.equal_counts == (len(set(counts)) == 1)
     if w.equal_counts:

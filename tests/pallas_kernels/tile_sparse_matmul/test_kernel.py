@@ -103,6 +103,21 @@ def interpreted(x, w, config, layout, num_sms=1, **epilogue):
             dataclasses.replace(SMALL, ahead=2),
             1,
         ),
+        # Uneven tiles, whose last indices are read beside some past the end.
+        (
+            16,
+            (256, 512, 128, [0, 1, 256, 150], 1),
+            (True, True),
+            dataclasses.replace(SMALL, ahead=3),
+            1,
+        ),
+        (
+            16,
+            (256, 256, 128, [256, 100], 1),
+            (True, False),
+            dataclasses.replace(SMALL, ahead=8, splits=2),
+            2,
+        ),
         # Groups of 64 rows, by the copy engine, from both layouts.
         (128, (256, 256, 128, [64, 192], 64), (True, True), SMALL, 1),
         (128, (256, 256, 128, [64, 192], 64), (False, True), SMALL, 1),
@@ -278,7 +293,7 @@ def test_few_tokens_take_no_needless_kernels(layout, granularity):
     spec = dataclasses.replace(SPECS[0], granularity=granularity, feature_major=layout)
     uneven = spec.weight_shape()
     static = (uneven.shape, granularity, False, None)
-    leaves = [*jax.tree.leaves(uneven), None, uneven.counts]
+    leaves = [*jax.tree.leaves(uneven), None, None, uneven.counts]
     uneven = uneven.tree_unflatten(static, leaves)
 
     def operations(tokens):
@@ -301,6 +316,41 @@ def test_few_tokens_take_no_needless_kernels(layout, granularity):
     assert operations(1) == nothing | {"pad": int(granularity == 1)}
     assert operations(64) == nothing
     assert operations(4096) == nothing
+
+
+def test_pruned_columns_are_put_in_place_without_a_scatter():
+    """Where they come from was found when the weight was packed."""
+    w, _, _ = random_weight(256, 384, 128, [64, 64], dtype=BF16, pruned=range(128))
+
+    def run(x, w):
+        return tile_sparse_matmul(x, w, implementation="mosaic_gpu")
+
+    with use_device(H200):
+        text = lower_for_cuda(run, normal(0, (1, 256)), w, kernels=1)
+    assert "stablehlo.scatter" not in text
+
+
+def test_few_tokens_stay_rows_in_a_program():
+    """Else XLA stores the residual stream, which leads to a transpose, by feature."""
+    w, _, _ = random_weight(256, 256, 128, [64, 192], dtype=BF16)
+
+    def constraints(tokens, layout=(False, False), transform=lambda f: f):
+        def run(x, w):
+            y = tile_sparse_matmul(
+                x, w, feature_major=layout, implementation="mosaic_gpu"
+            )
+            return jnp.sum(y.astype(jnp.float32))
+
+        x = normal(0, (tokens, 256))
+        with use_device(H200):
+            text = lower_for_cuda(transform(run), x.T if layout[0] else x, w)
+        return text.count("LayoutConstraint")
+
+    assert constraints(32) == 2  # of the input and of the output
+    assert constraints(32, (True, False)) == constraints(32, (False, True)) == 1
+    assert constraints(32, (True, True)) == constraints(1) == constraints(128) == 0
+    gradient = functools.partial(jax.value_and_grad, argnums=0)
+    assert constraints(32, transform=gradient) == 4
 
 
 def test_split_sums_of_an_odd_number_of_tokens_lower():
