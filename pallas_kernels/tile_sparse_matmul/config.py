@@ -342,7 +342,7 @@ def _configs(problem: Problem, device: DeviceSpec) -> list[TileSparseConfig]:
                 steps = problem.room // STEP
                 found += [
                     dataclasses.replace(base, splits=splits)
-                    for splits in (2, 4, 8, 16)
+                    for splits in (2, 4, 8)
                     if splits <= steps // 2
                     and splits * problem.tiles <= 2 * device.num_sms
                 ]
