@@ -45,7 +45,7 @@ def skip_without_triton(implementation):
 
 @pytest.mark.parametrize("implementation", KERNELS)
 @pytest.mark.parametrize("layout", [(True, True), (True, False), (False, False)])
-@pytest.mark.parametrize("tokens", [1, 40, 1000, 2048])
+@pytest.mark.parametrize("tokens", [1, 12, 40, 1000, 2048])
 @pytest.mark.parametrize(
     ("tile", "granularity", "dtype"),
     [(128, 1, jnp.bfloat16), (256, 8, jnp.float16), (64, 64, jnp.bfloat16)],
@@ -67,6 +67,24 @@ def test_values(implementation, layout, tokens, tile, granularity, dtype):
     linear = definition(x, w) + bias.astype(jnp.float32)
     want = ACTIVATIONS["gelu"](linear)
     assert relative_error(y.T if layout[1] else y, want) < RELATIVE[jnp.dtype(dtype)]
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 13, 32, 64])
+def test_few_tokens_in_a_program(tokens):
+    """Pruned columns, rows that stay rows, and parts of tiles without steps."""
+    pruned = range(0, 2048, 2)
+    w, _, _ = random_weight(1024, 2048, 128, UNEVEN, dtype=BF16, pruned=pruned)
+    x, dy = normal(1, (tokens, 1024)), normal(2, (tokens, 2048))
+
+    def run(x):
+        return tile_sparse_matmul(x, w, implementation="mosaic_gpu")
+
+    poison((tokens, 2048), BF16)
+    y = jax.jit(run)(x)
+    assert relative_error(y, definition(x, w)) < RELATIVE[BF16]
+    (dx,) = jax.jit(lambda x, dy: jax.vjp(run, x)[1](dy))(x, dy)
+    want = dy.astype(jnp.float32) @ w.to_dense().astype(jnp.float32).T
+    assert relative_error(dx, want) < RELATIVE[BF16]
 
 
 @pytest.mark.parametrize("layout", [(True, True), (True, False), (False, False)])
