@@ -36,7 +36,7 @@ Cases of several GPUs are named by their layout: ``fsdp4``, ``tp4``, ``tp2_pp2``
 pipeline of 2 stages over 2 GPUs each). ``ablation_*`` are the steps of MegaScale's
 table 3 that 4 GPUs can show, each on top of the one before; ZeRO's gathers and sums,
 which need the axis `fsdp`, are ``fsdp4`` against ``fsdp4_zero1``. LLaMA 8B fits one
-H200 with moments in bf16 or on the host.
+H200 with moments in bf16 or on the host, and elementwise operations computed again.
 
 In a case with ``documents`` each row holds that many sequences of random lengths,
 which do not attend to each other: ours takes its varlen kernel, PyTorch `varlen_attn`
@@ -448,8 +448,9 @@ def _of(model: str, batches: Mapping[int, int]) -> list[Case]:
     return cases
 
 
-_ONE_8B = {"model": "llama3_8b", "batch": 2, "seq_len": 4096}
-"""What fits one H200 with fewer bytes of moments there, and nothing recomputed."""
+_ONE_8B = {"model": "llama3_8b", "batch": 2, "seq_len": 4096, "remat": "attention"}
+"""What fits one H200 with fewer bytes of moments there: elementwise operations are
+computed twice."""
 
 _TINY = {"model": "llama_tiny", "batch": 4, "seq_len": 64}
 
