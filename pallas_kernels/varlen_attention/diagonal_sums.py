@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, memref
+from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.mosaic.aliases import Ref
 from pallas_kernels.mosaic.copies import smem_transforms
@@ -105,15 +105,19 @@ class _Warp:
         place: TilePlace,
     ) -> None:
         self.i32, self.f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        self.of_keys, self.carry = of_keys, carry
+        self.nothing = ir.Type.parse("!llvm.void")
+        self.of_keys = of_keys
         self.first, self.stop = place.first, place.stop
-        self.begins, self.ends = (
-            self.compare("ne", x, self.c(0)) for x in (place.begins, place.ends)
-        )
+        self.ends = self.compare("ne", place.ends, self.c(0))
         thread = self.here(mgpu.utils.thread_idx())
         self.lane = arith.andi(thread, self.c(_LANES - 1))
         self.warp = arith.divui(thread, self.c(_LANES))
         self.row = arith.muli(self.warp, self.c(_ROWS))
+        self.is_first = self.compare("eq", self.lane, self.c(0))
+        self.goes_on = arith.andi(
+            self.is_first, self.compare("eq", place.begins, self.c(0))
+        )
+        self.carry = arith.addi(self.smem(carry), arith.muli(self.row, self.c(4)))
         self.first_row, self.stop_row = (
             arith.subi(x, self.row) for x in (place.first_row, place.stop_row)
         )
@@ -135,15 +139,11 @@ class _Warp:
         """Both halves of the columns, of some rows at a time."""
         for start in range(0, _ROWS, _TOGETHER):
             rows = range(start, start + _TOGETHER)
-            zero = arith.constant(self.f32, 0.0)
-            running = [
-                arith.select(self.begins, zero, memref.load(self.carry, [self.at(row)]))
-                for row in rows
-            ]
+            running = [self.load_carry(row) for row in rows]
             for half in range(2):
                 running = self.half(rows, half, running)
             for row, value in zip(rows, running, strict=True):
-                memref.store(value, self.carry, [self.at(row)])
+                self.store_carry(row, value)
 
     def half(self, rows: range, half: int, running: list[ir.Value]) -> list[ir.Value]:
         """Half of the columns; takes and returns the running sum of each row."""
@@ -161,11 +161,10 @@ class _Warp:
             arith.andi(begun, self.compare("ne", entries[row], entries[row + 1]))
             for row in rows
         ]
-        is_first = self.compare("eq", self.lane, self.c(0))
         zero, sums = arith.constant(self.f32, 0.0), []
         for row, head, carried in zip(rows, heads, running, strict=True):
             carried = arith.select(head, zero, carried)
-            carried = arith.select(is_first, carried, zero)
+            carried = arith.select(self.is_first, carried, zero)
             sums.append(arith.addf(self.load_gradient(half, row), carried))
         for distance in (1, 2, 4, 8, 16):
             sums = [self.add_from_below(x, distance) for x in sums]
@@ -178,10 +177,15 @@ class _Warp:
 
     # --- memory -----------------------------------------------------------------------
 
-    def at(self, row: int) -> ir.Value:
-        """The index of a row of the warp."""
-        row = arith.addi(self.row, self.c(row))
-        return arith.index_cast(ir.IndexType.get(), row)
+    def load_carry(self, row: int) -> ir.Value:
+        """The running sum of a row, in the first lane, which alone adds it."""
+        text = f"{{ mov.f32 $0, 0f00000000; @$1 ld.shared.f32 $0, [$2+{4 * row}]; }}"
+        return self.asm(self.f32, text, "=&f,b,r", self.goes_on, self.carry)
+
+    def store_carry(self, row: int, value: ir.Value) -> None:
+        """Keeps the running sum of a row: by the lane that reads it, so no two race."""
+        text = f"@$0 st.shared.f32 [$1+{4 * row}], $2;"
+        self.asm(self.nothing, text, "b,r,f", self.is_first, self.carry, value)
 
     def load_entry(self, half: int, row: int) -> ir.Value:
         """The entry of the distance of a row and the lane's column."""
@@ -232,16 +236,13 @@ class _Warp:
         for relation, bound in (("sle", self.first_row), ("sgt", self.stop_row)):
             is_end = arith.andi(is_end, self.compare(relation, bound, self.c(row)))
         offset = arith.muli(arith.extui(i64, entry), mgpu.utils.c(2, i64))
-        llvm.inline_asm(
-            ir.Type.parse("!llvm.void"),
-            [
-                is_end,
-                arith.addi(self.gradient, offset),
-                arith.bitcast(i16, arith.truncf(self.dtype, value)),
-            ],
+        self.asm(
+            self.nothing,
             f"@$0 st.global.b16 [$1+{2 * row * self.stride}], $2;",
             "b,l,h",
-            has_side_effects=True,
+            is_end,
+            arith.addi(self.gradient, offset),
+            arith.bitcast(i16, arith.truncf(self.dtype, value)),
         )
 
     # --- lanes ------------------------------------------------------------------------
