@@ -348,11 +348,19 @@ def others() -> Iterator[Row]:
 def _trained() -> Iterator[tuple[dict[str, Any], Layout, DecoderConfig]]:
     remat: dict[str, Remat] = {"jaxscale": "none", "jaxscale_scan": "attention"}
     for row in _rows("training"):
+        params, name = row["params"], row["implementation"]
         # Packed rows attend to less than the model counts.
-        if row["implementation"] in remat and "documents" not in row["params"]:
-            batch = row["params"]["batch"]
+        if name not in remat or "documents" in params:
+            continue
+        policy = params.get("remat", remat[name])
+        scanned = params.get("scan_layers", name == "jaxscale_scan")
+        if scanned == (policy != "none"):  # as plans have it
+            moment = 2 if params.get("moments") == "bfloat16" else 4
             layout = Layout(
-                batch_size=batch, rows=batch, remat=remat[row["implementation"]]
+                batch_size=params["batch"],
+                rows=params["batch"],
+                remat=policy,
+                moment_bytes=2 * moment,
             )
             yield row, layout, preset(row["params"]["model"])
 

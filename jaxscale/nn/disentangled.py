@@ -127,6 +127,7 @@ class DisentangledAttention(Attention):
     attention, so nothing of size [T, T] exists.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> from flax import nnx
         >>> config = DisentangledConfig(
         ...     num_heads=4, num_kv_heads=4, head_dim=8, use_bias=True, causal=False,

@@ -47,10 +47,10 @@ def attention(
     With ``implementation=None`` cuDNN runs on NVIDIA GPUs. On Hopper GPUs the kernel of
     `pallas_kernels.varlen_attention` runs where it was measured to be faster (heads of
     64 or 128 and rows of at least 1,024 tokens where the call is differentiated, 2,048
-    where it is not and causal), where cuDNN cannot do it (a softcap, sinks, ALiBi, more
-    keys than queries, a window on both sides), and where there is no cuDNN, as when a
-    program is lowered for a GPU on a machine without one. XLA runs elsewhere and stores
-    the scores. Differentiable.
+    where it is not and causal; without a mask 8,192 with heads of 128), where cuDNN
+    cannot do it (a softcap, sinks, ALiBi, more keys than queries, a window on both
+    sides), and where there is no cuDNN, as when a program is lowered for a GPU on a
+    machine without one. XLA runs elsewhere and stores the scores. Differentiable.
 
     The kernel's schedule is a constant of the program, made while it is traced.
 

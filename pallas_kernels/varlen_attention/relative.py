@@ -193,7 +193,6 @@ def check_relative_bias(
     return dataclasses.replace(bias, **terms)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def position_terms(
     x: Float[Array, "*tokens N H"], positions: Float[Array, "P N H"], scale: float
 ) -> Float[Array, "*tokens N P"]:
@@ -206,6 +205,11 @@ def position_terms(
         positions: Keys or queries of the P positions.
         scale: Of the scores.
     """
+    return _terms(x, positions, scale)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _terms(x: Array, positions: Array, scale: float) -> Array:
     wide = _product("...nh,pnh->...np", x, positions)
     return (scale * wide).astype(x.dtype)
 
@@ -213,7 +217,7 @@ def position_terms(
 def _terms_forward(
     x: Array, positions: Array, scale: float
 ) -> tuple[Array, tuple[Array, Array]]:
-    return position_terms(x, positions, scale), (x, positions)
+    return _terms(x, positions, scale), (x, positions)
 
 
 def _terms_backward(
@@ -226,7 +230,7 @@ def _terms_backward(
     return dx.astype(x.dtype), dpositions.astype(positions.dtype)
 
 
-position_terms.defvjp(_terms_forward, _terms_backward)
+_terms.defvjp(_terms_forward, _terms_backward)
 
 
 def _product(letters: str, a: Array, b: Array) -> Array:

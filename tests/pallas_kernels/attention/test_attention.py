@@ -172,8 +172,9 @@ def chosen(calls, t, h, device, *, s=None, dtype=BF16, gradient=False, **options
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_faster_kernel_is_chosen(installed, causal, gradient):
     choose: Any = functools.partial(chosen, installed, causal=causal, gradient=gradient)
-    assert choose(2048, 64, H200) == choose(4096, 128, H200) == "mosaic_gpu"
+    assert choose(2048, 64, H200) == choose(8192, 128, H200) == "mosaic_gpu"
     assert choose(1023, 64, H200) == choose(4096, 256, H200) == "cudnn"
+    assert choose(4096, 128, H200) == ("mosaic_gpu" if causal or gradient else "cudnn")
     at_1024 = {64: gradient or not causal, 128: gradient}
     for h, ours in at_1024.items():
         assert choose(1024, h, H200) == ("mosaic_gpu" if ours else "cudnn")
@@ -275,7 +276,7 @@ def test_the_rule_is_what_was_measured():
             # Whole rows take the form without tables, where its rows exist.
             ours = found.get("mosaic_gpu_static", found["mosaic_gpu"])
             ratios[taken].append(ours / found["cudnn_padded"])
-    assert len(ratios[True]) >= 50 and len(ratios[False]) >= 30
+    assert min(map(len, ratios.values())) >= 30 and sum(map(len, ratios.values())) >= 80
     assert max(ratios[True]) < 1.01 and np.mean(ratios[True]) < 0.94
     assert np.mean(ratios[False]) > 1.03
 
