@@ -276,7 +276,7 @@ def test_the_rule_is_what_was_measured():
             # Whole rows take the form without tables, where its rows exist.
             ours = found.get("mosaic_gpu_static", found["mosaic_gpu"])
             ratios[taken].append(ours / found["cudnn_padded"])
-    assert min(map(len, ratios.values())) >= 30 and sum(map(len, ratios.values())) >= 80
+    assert len(ratios[True]) >= 47 and len(ratios[False]) >= 33
     assert max(ratios[True]) < 1.01 and np.mean(ratios[True]) < 0.94
     assert np.mean(ratios[False]) > 1.03
 
