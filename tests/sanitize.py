@@ -55,7 +55,8 @@ _ENVIRONMENT = {
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     # An allocation for each array: past its end memcheck finds no other array.
     "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
-    # Launches one by one: racecheck gave up within CUDA graphs of several kernels.
+    # Launches one by one: racecheck gave up in programs of several kernels, perhaps for
+    # the CUDA graphs that these are.
     "XLA_FLAGS": "--xla_gpu_enable_command_buffer=",
 }
 _ALLOCATE = """
