@@ -10,6 +10,8 @@ parallel block gathers and scatters once. Over `fsdp` it is FSDP2.
 Legend: B batch, T tokens, N query heads, K key/value heads, H head dim.
 """
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -124,10 +126,14 @@ def make(shape: Shape, seed: int, tensor: int = 1) -> Any:
     model = model.to_empty(device="cpu")
     if shape.tie_embeddings:
         model.lm_head.weight = model.embed.weight
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            values = np.ascontiguousarray(_value(shape, name, seed, tensor))
+
+    def fill(name: str, parameter: Any) -> None:
+        values = np.ascontiguousarray(_value(shape, name, seed, tensor))
+        with torch.no_grad():  # of this thread
             parameter.copy_(torch.from_numpy(values))
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(fill, *zip(*model.named_parameters(), strict=True)))
     return model
 
 

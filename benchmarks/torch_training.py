@@ -4,6 +4,9 @@ fp32 parameters and Adam moments, bf16 computation, the fused AdamW. One GPU com
 the whole model under autocast; several compile each block, FSDP2 casts and gathers
 what it needs ahead of time, DTensor splits what `tensor` splits. Async tensor
 parallelism is left out: it needs symmetric memory, whose multicast stays off here.
+
+The fused AdamW has no moments in bf16: those are updated by a compiled function, which
+is as fused. Where not all activations fit, the compiler chooses what is computed again.
 """
 
 import contextlib
@@ -11,7 +14,7 @@ import json
 import pathlib
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,6 +26,7 @@ def child(job: Mapping[str, Any], rank: int) -> None:
     """Train on one device; the first process prints the result."""
     import torch
     import torch.distributed as dist
+    from torch._functorch import config as functorch_config
 
     device = torch_processes.meet(job, rank)
     torch.set_float32_matmul_precision("high")
@@ -48,7 +52,8 @@ def child(job: Mapping[str, Any], rank: int) -> None:
         run = model
         if job["compiled"]:
             run = torch.compile(model, mode=job["torch_mode"])
-    optimizer = _optimizer(model)
+    functorch_config.activation_memory_budget = job["torch_memory_budget"]
+    optimizer = _optimizer(model, getattr(torch, job["moments"]), job["compiled"])
 
     def step(batch: tuple) -> float:
         if job["torch_mode"] == "reduce-overhead":
@@ -83,18 +88,72 @@ def child(job: Mapping[str, Any], rank: int) -> None:
     torch_processes.part(rank)
 
 
-def _optimizer(model: Any) -> Any:
+SETTINGS: Any = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8}
+DECAY = 0.1
+"""Of the optimizer; vectors do not decay."""
+
+
+def _optimizer(model: Any, moments: Any, compiled: bool) -> Any:
     import torch
 
+    if moments != torch.float32:
+        return NarrowAdamW(model.parameters(), moments, compiled)
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim == 1]
     return torch.optim.AdamW(
         [{"params": decayed}, {"params": others, "weight_decay": 0.0}],
-        lr=3e-4,
-        betas=(0.9, 0.95),
-        weight_decay=0.1,
+        weight_decay=DECAY,
         fused=True,
+        **SETTINGS,
     )
+
+
+class NarrowAdamW:
+    """AdamW whose moments have a narrow type; it computes in fp32."""
+
+    def __init__(self, parameters: Iterable[Any], dtype: Any, compiled: bool) -> None:
+        """Begin with zeros.
+
+        Args:
+            parameters: In fp32, on one device.
+            dtype: Of the moments.
+            compiled: Compile the update: one kernel for all that decay, one for others.
+        """
+        import torch
+
+        self.parameters = list(parameters)
+        self.moments = [
+            [torch.zeros_like(p, dtype=dtype).view(-1) for _ in range(2)]
+            for p in self.parameters
+        ]
+        self.steps = torch.zeros((), device=self.parameters[0].device)
+        self.update = torch.compile(_update, dynamic=True) if compiled else _update
+
+    def step(self) -> None:
+        """Change the parameters by their gradients."""
+        import torch
+
+        self.steps += 1
+        with torch.no_grad():
+            for p, moments in zip(self.parameters, self.moments, strict=True):
+                decay = DECAY if p.ndim > 1 else 0.0
+                self.update(p.view(-1), p.grad.view(-1), *moments, self.steps, decay)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients."""
+        for p in self.parameters:
+            p.grad = None
+
+
+def _update(p: Any, grad: Any, mu: Any, nu: Any, steps: Any, decay: float) -> None:
+    """One parameter's AdamW step, in place: arXiv 1711.05101."""
+    lr, (b1, b2), eps = SETTINGS["lr"], SETTINGS["betas"], SETTINGS["eps"]
+    first = b1 * mu.float() + (1 - b1) * grad
+    second = b2 * nu.float() + (1 - b2) * grad * grad
+    mu.copy_(first)
+    nu.copy_(second)
+    unit = (first / (1 - b1**steps)) / ((second / (1 - b2**steps)).sqrt() + eps)
+    p.sub_(lr * (unit + decay * p))
 
 
 def _split_loss(tensor: int) -> Any:
