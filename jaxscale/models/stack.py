@@ -183,11 +183,15 @@ def run_stack[State: AttentionState](
 
     stack = blocks, active
 
+    @functools.cache
+    def layers() -> list[_Layer]:
+        return _split(stack)
+
     def block_at(layer: int) -> _Layer:
         layer = layer if order is None else order[layer]
         if not isinstance(blocks, Block):
             return blocks[layer], None
-        return jax.tree.map(lambda p: p[layer], stack)
+        return layers()[layer]
 
     carry, done = (x, state.carried, token_sums.current()), 0
     if scan and isinstance(blocks, Block):
@@ -226,6 +230,20 @@ def run_stack[State: AttentionState](
     x, carried, line = carry
     token_sums.leave(line)
     return x, state.carrying(carried)
+
+
+def _split(stack: Any) -> list[Any]:
+    """The parts of a stack along its first axis.
+
+    The transpose of one split is one concatenation. That of taking one part after the
+    other is a sum of as many arrays as there are parts, each as large as the stack.
+    """
+    leaves, tree = jax.tree.flatten(stack)
+    parts = [
+        [part[0] for part in jax.lax.split(leaf, [1] * leaf.shape[0])]
+        for leaf in leaves
+    ]
+    return [jax.tree.unflatten(tree, part) for part in zip(*parts, strict=True)]
 
 
 @functools.partial(jax.jit, static_argnums=6)

@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jaxscale.models import Decoder, preset
+from jaxscale.nn.linear import Linear
 from jaxscale.sharding import fsdp_tp, make_mesh, shardings
 from jaxscale.training.gradients import accumulated
 from jaxscale.training.optimizer import OptimizerConfig, make_optimizer, make_schedule
@@ -223,3 +224,24 @@ def test_tensor_parallel_training(tensor_parallel, kernels, collectives):
     assert found.aliased == pytest.approx(state, abs=64)
     copied = sum(w.size for w in found.written(2**20) if w.operation.endswith("copy"))
     assert copied < 0.04 * state
+
+
+def one_token(devices):
+    """The value projection of one token of LLaMA-3 8B."""
+    layer = jax.eval_shape(
+        lambda: Linear(
+            4096, 1024, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)
+        )
+    )
+    where = SingleDeviceSharding(devices[0])
+    x = jax.ShapeDtypeStruct((1, 1, 4096), jnp.bfloat16)
+    inputs = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), (x, layer)
+    )
+    return jax.jit(lambda x, layer: layer(x)), inputs
+
+
+def test_one_token_stores_no_terms_of_a_product():
+    found = compile_for_h200(one_token)
+    made = re.findall(r"= \w+\[4096,1024\]\S* ([\w-]+)\(", found.hlo)
+    assert made and set(made) <= {"parameter", "bitcast"}

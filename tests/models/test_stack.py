@@ -1,6 +1,7 @@
 """What a scan over layers compiles, and that it is what a loop over them computes."""
 
 import dataclasses
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +64,26 @@ def test_layers_start_with_parameters_of_their_own():
     model = Decoder(preset("llama_tiny"), rngs=nnx.Rngs(0))
     first, second = model.blocks.mlp.up.kernel[...]
     assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.1
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_gradients_of_layers_are_joined_at_once(remat):
+    """A sum of one array a layer, each as large as the stack, is as slow as a pass."""
+    config = dataclasses.replace(preset("llama_tiny"), num_layers=3)
+    model = Decoder(config, remat=remat, scan_layers=False, rngs=nnx.Rngs(0))
+
+    def loss(model):
+        return model.hidden(jnp.arange(4)[None]).sum()
+
+    program = jax.make_jaxpr(jax.grad(loss))(model)
+    stacked = {p.shape for p in jax.tree.leaves(model.blocks)}
+    made = Counter(
+        eqn.primitive.name
+        for eqn in equations(program.jaxpr)
+        if eqn.outvars[0].aval.shape in stacked
+    )
+    assert made["concatenate"] == len(jax.tree.leaves(model.blocks))
+    assert made.keys() == {"concatenate"}
 
 
 @pytest.mark.parametrize("scan", [True, False])

@@ -441,6 +441,30 @@ def test_contract_accumulates_in_the_preferred_type():
     assert out[0, 0] == 4096 * (1 + 2**-7)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_contract_of_a_row_and_a_narrow_weight(rows):
+    """One row goes with a row of zeros, which shows in neither result nor gradient."""
+    rng = np.random.default_rng(0)
+    x, w, dy = (
+        rng.normal(size=s).astype("float32")
+        for s in ((1, rows, 2048), (2048, 1024), (1, rows, 1024))
+    )
+    axes = ("embed", "mlp"), ("batch", None, "act_mlp")
+
+    def product(x, w):
+        return contract("btd,df->btf", x, w, *axes, REPLICATED)
+
+    program = str(jax.make_jaxpr(product)(x, w))
+    assert ("[1,2,2048]" in program) == (rows == 1)
+    y, pullback = jax.vjp(product, x, w)
+    dx, dw = pullback(dy)
+    assert y.shape == dy.shape
+    wide = [a.astype("float64")[0] for a in (x, dy)]
+    assert relative_error(y[0], wide[0] @ w) < TOLERANCE
+    assert relative_error(dx[0], wide[1] @ w.T) < TOLERANCE
+    assert relative_error(dw, wide[0].T @ wide[1]) < TOLERANCE
+
+
 @pytest.mark.parametrize("bad", ["btd,df", "...d,df->...f", "bd,df->bf"])
 def test_contract_rejects_subscripts(bad):
     with pytest.raises(ValueError, match=r"subscripts .* do not fit .*one letter"):
