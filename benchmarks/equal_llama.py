@@ -15,6 +15,11 @@ from typing import Any
 import numpy as np
 
 
+LEARNING_RATE = 3e-5
+"""Of AdamW, constant. At ten times as much losses of LLaMA 8B jump without a warm-up,
+and two runs of one program in PyTorch differ by 3% after eight steps."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
     """The sizes of a LLaMA model, independent of jaxscale."""

@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from benchmarks.equal_llama import Rows, Shape, weight
+from benchmarks.equal_llama import LEARNING_RATE, Rows, Shape, weight
 from jaxscale import models, sharding, training
 from jaxscale.models.stack_layout import StackLayout
 from jaxscale.nn.packing import PackedBatch
@@ -35,7 +35,7 @@ def prepare(
     )
     settings = training.OptimizerConfig(
         kind=job["optimizer"],
-        learning_rate=3e-4,
+        learning_rate=LEARNING_RATE,
         schedule="constant",
         warmup_steps=0,
         mu_dtype=job["moments"],

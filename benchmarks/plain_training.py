@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from benchmarks.equal_llama import Rows, Shape, shapes, weight
+from benchmarks.equal_llama import LEARNING_RATE, Rows, Shape, shapes, weight
 
 
 SPECS = {
@@ -134,7 +134,7 @@ def prepare(
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.adamw(
-            3e-4,
+            LEARNING_RATE,
             b1=0.9,
             b2=0.95,
             weight_decay=0.1,

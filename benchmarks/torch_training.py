@@ -88,7 +88,7 @@ def child(job: Mapping[str, Any], rank: int) -> None:
     torch_processes.part(rank)
 
 
-SETTINGS: Any = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8}
+SETTINGS: Any = {"lr": equal_llama.LEARNING_RATE, "betas": (0.9, 0.95), "eps": 1e-8}
 DECAY = 0.1
 """Of the optimizer; vectors do not decay."""
 

@@ -70,7 +70,7 @@ from jaxscale import training
 from jaxscale.sharding import use_xla_flags
 
 
-PARITY_STEPS = 8
+PARITY_STEPS = 20
 """Whose losses are compared."""
 
 PARITY_ERROR = 5e-3
@@ -457,9 +457,15 @@ def _of(model: str, batches: Mapping[int, int]) -> list[Case]:
     return cases
 
 
-_ONE_8B = {"model": "llama3_8b", "batch": 2, "seq_len": 4096, "remat": "attention"}
+_ONE_8B = {
+    "model": "llama3_8b",
+    "batch": 3,
+    "seq_len": 4096,
+    "remat": "attention",
+    "torch_memory_budget": 0.7,
+}
 """What fits one H200 with fewer bytes of moments there: elementwise operations are
-computed twice."""
+computed twice, and in PyTorch what its compiler chooses."""
 
 _TINY = {"model": "llama_tiny", "batch": 4, "seq_len": 64}
 
