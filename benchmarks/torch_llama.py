@@ -96,6 +96,9 @@ def build(shape: Shape, tensor: int = 1):
 
         def forward(self, tokens, targets, cos, sin, documents=None):
             x = self.embed(tokens)
+            if torch.is_autocast_enabled(x.device.type):
+                # A table in fp32 would keep the residual stream in fp32.
+                x = x.to(torch.get_autocast_dtype(x.device.type))
             for block in self.blocks:
                 x = block(x, cos, sin, documents)
             return self.loss(self.lm_head(self.norm(x)), targets)

@@ -342,6 +342,8 @@ def measure(
         trained = {n: r for n, r in results.items() if isinstance(r, Trained)}
         runs |= {(case.name, name): result.losses for name, result in trained.items()}
         for name, result in trained.items():
+            losses = " ".join(f"{loss:.4f}" for loss in result.losses)
+            print(f"-- {case.name} {name}, losses: {losses}", flush=True)
             others = {k: v for k, v in runs.items() if k != (case.name, name)}
             result.max_rel_error = parity(result.losses, others)
         yield case, results
