@@ -76,7 +76,7 @@ class _Cut:
     """A problem cut by a config."""
 
     problem: Problem
-    """With M a multiple of 8."""
+    """With M a multiple of 8, or less than 8."""
     config: QuantizedMatmulConfig
     device: DeviceSpec
 
@@ -352,7 +352,7 @@ def quantized_matmul(
     """Computes ``(x @ w.T) * scale`` on a Hopper GPU with fp32 sums.
 
     Args:
-        x: [M,K] bfloat16; any number of tokens, padded to a multiple of 8.
+        x: [M,K] bfloat16; any number of tokens; more than 8 are padded to a multiple.
         w: [N,K], int8 or float8_e4m3fn.
         scale: [N], fp32.
         config: how to cut it.
@@ -367,7 +367,8 @@ def quantized_matmul(
     """
     tokens = x.shape[0]
     check_problem(Problem.of(x, w, out_dtype))
-    x = jnp.pad(x, ((0, -tokens % _TILE_ROWS), (0, 0)))
+    if tokens > _TILE_ROWS:  # the copy engine fills one tile of rows that do not exist
+        x = jnp.pad(x, ((0, -tokens % _TILE_ROWS), (0, 0)))
     cut = _Cut(problem=Problem.of(x, w, out_dtype), config=config, device=device)
     parts = _call(cut, x, w, scale)[:, :tokens, : len(scale)]
     if cut.scales:

@@ -30,20 +30,36 @@ P = jax.sharding.PartitionSpec
 TYPES = ["int8", "float8_e4m3fn"]
 
 
+def prmt(values, high, selector):
+    """Registers of two bfloat16, of pairs of bytes and the byte beside them."""
+    pairs = np.ascontiguousarray(values).view(np.uint16).astype(np.uint32)
+    source = [pairs & 0xFF, pairs >> 8, *2 * [0], np.full_like(pairs, high)]
+    picked = [source[selector >> 4 * i & 0xF] << 8 * i for i in range(4)]
+    return picked[0] | picked[1] | picked[2] | picked[3]
+
+
+def numbers(pairs, shape):
+    halves = np.stack([pairs & 0xFFFF, pairs >> 16], axis=-1).astype(np.uint16)
+    return halves.view(ml_dtypes.bfloat16).reshape(shape).astype(np.float32)
+
+
+def widen_int8(values):
+    """What the instructions of a thread do, two numbers at a time."""
+    pairs = prmt(values, widen.HIGH, widen.INT8_BYTES)
+    low, power = pairs & 0xFF7FFF7F, pairs & 0xFF80FF80
+    found = numbers(low, values.shape) - numbers(power, values.shape)
+    return found.astype(ml_dtypes.bfloat16)
+
+
 def widen_e4m3(values):
-    """What the instructions of a thread do, four numbers at a time."""
-    register = np.ascontiguousarray(values).view(np.uint32)
-    source = [register >> 8 * i & 0xFF for i in range(4)] + [np.zeros_like(register)]
-    halves = []
-    for half in widen.HALVES:
-        picked = [source[half >> 4 * i & 0xF] << 8 * i for i in range(4)]
-        pair = picked[0] | picked[1] | picked[2] | picked[3]
-        halves.append(pair & 0x80008000 | (pair & 0x7F007F00) >> 4)
-    wide = np.stack(halves, axis=-1).view(ml_dtypes.bfloat16).reshape(values.shape)
+    """The same."""
+    pairs = prmt(values, 0, widen.E4M3_BYTES)
+    wide = numbers(pairs & 0x80008000 | (pairs & 0x7F007F00) >> 4, values.shape)
     rebias = np.uint16(widen.REBIAS).view(ml_dtypes.bfloat16)
-    return (wide.astype(np.float32) * np.float32(rebias)).astype(wide.dtype)
+    return (wide * np.float32(rebias)).astype(ml_dtypes.bfloat16)
 
 
+register_inline("widen_int8", widen_int8)
 register_inline("widen_e4m3", widen_e4m3)
 
 
@@ -66,10 +82,12 @@ def interpreted(x, w, scale, config, num_sms=1, **options):
         )
 
 
-def test_every_fp8_number_is_widened_exactly():
+def test_every_number_is_widened_exactly():
     every = np.arange(256, dtype=np.uint8)
-    every = every[(every & 0x7F) != 0x7F].view(ml_dtypes.float8_e4m3fn)[:252]
-    np.testing.assert_array_equal(widen_e4m3(every), every.astype(ml_dtypes.bfloat16))
+    int8, e4m3 = every.view(np.int8), every[(every & 0x7F) != 0x7F]
+    e4m3 = e4m3.view(ml_dtypes.float8_e4m3fn)
+    np.testing.assert_array_equal(widen_int8(int8), int8.astype(ml_dtypes.bfloat16))
+    np.testing.assert_array_equal(widen_e4m3(e4m3), e4m3.astype(ml_dtypes.bfloat16))
 
 
 SMALL = QuantizedMatmulConfig(warpgroups=1, tile_k=64, stages=2)
