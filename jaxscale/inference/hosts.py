@@ -170,7 +170,11 @@ class Followers:
                 try:
                     connection.sendall(frame)
                 except OSError as error:
-                    self.error = HostLost(f"process {index} takes nothing: {error}")
+                    ended = isinstance(error, ConnectionError)
+                    problem = "has ended" if ended else f"takes nothing: {error}"
+                    self.error = HostLost(
+                        f"process {index} {problem}; start all processes again"
+                    )
                     raise self.error from error
 
     def _watch(self) -> None:

@@ -149,6 +149,28 @@ def test_another_process_is_lost(pair, monkeypatch, how):
 
 
 @pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ConnectionResetError("reset by peer"), "process 1 has ended; start all"),
+        (TimeoutError("timed out"), "process 1 takes nothing: timed out; start all"),
+    ],
+)
+def test_who_writes_may_notice_first(pair, error, said):
+    class Socket:
+        def sendall(self, frame):
+            raise error
+
+    followers = pair.meet()
+    (connection,) = followers._sockets.values()
+    followers._sockets[1] = Socket()
+    with pytest.raises(HostLost, match=said):
+        followers.send(("decode", 2, 1), ())
+    followers._sockets[1] = connection
+    followers.close()
+    pair.connection.close()
+
+
+@pytest.mark.parametrize(
     ("frame", "message"),
     [
         (struct.pack("!HBI", 9, 0, 0), "program 9"),
