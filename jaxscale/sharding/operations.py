@@ -502,7 +502,7 @@ def _is_narrow_row(subscripts: str, x: Array, w: Array) -> bool:
     2048] on an H200, where the matrix product of two rows takes 12. For wider, longer
     and smaller ones it is one kernel, as fast as the product or faster.
     """
-    xs, ws, out = subscripts.replace(",", " ").replace("->", " ").split()
+    xs, ws, _, out = _terms(subscripts)
     if (len(ws), out) != (2, xs[:-1] + ws[1:]) or xs[-1] != ws[0] or x.ndim < 2:
         return False
     size, width = w.shape
@@ -514,8 +514,7 @@ def _einsum_shape(
     subscripts: str, x_shape: Sequence[int], w_shape: Sequence[int]
 ) -> tuple[int, ...]:
     """The shape of the result of an einsum of two operands."""
-    operands, arrow, out = subscripts.replace(" ", "").partition("->")
-    x_letters, _, w_letters = operands.partition(",")
+    x_letters, w_letters, arrow, out = _terms(subscripts)
     lengths = len(x_letters), len(w_letters)
     if (
         not arrow
@@ -529,6 +528,13 @@ def _einsum_shape(
         )
     sizes = dict(zip(x_letters + w_letters, (*x_shape, *w_shape), strict=True))
     return tuple(sizes[letter] for letter in out)
+
+
+def _terms(subscripts: str) -> tuple[str, str, str, str]:
+    """The letters of both operands, the arrow if there is one, those of the result."""
+    operands, arrow, out = subscripts.replace(" ", "").partition("->")
+    x, _, w = operands.partition(",")
+    return x, w, arrow, out
 
 
 def _steer(x: Array, auto: NamedSharding | None) -> Array:

@@ -452,7 +452,7 @@ def test_contract_of_a_row_and_a_narrow_weight(rows):
     axes = ("embed", "mlp"), ("batch", None, "act_mlp")
 
     def product(x, w):
-        return contract("btd,df->btf", x, w, *axes, REPLICATED)
+        return contract("b t d, d f -> b t f", x, w, *axes, REPLICATED)
 
     program = str(jax.make_jaxpr(product)(x, w))
     assert ("[1,2,2048]" in program) == (rows == 1)
