@@ -250,8 +250,12 @@ def jax_paged(params: Params) -> Callable[..., Any]:
         module = importlib.import_module(
             "jax.experimental.pallas.ops.gpu.paged_attention"
         )
-    splits, rows = 16, spec.batch
-    width = splits * 8  # the least of a split
+    rows = spec.batch
+    # At a time as much as two stages of it fit in shared memory, and no split without
+    # a token. The pages that each split has are so many blocks.
+    block = max(1, 128 // spec.page)
+    splits = min(16, 1 << (-(-spec.width // block) - 1).bit_length())
+    width = splits * block
 
     def prepare(q: Any, kv: Any, pages: Any, scales: Any, table: Any, _: Any) -> Any:
         del scales
@@ -263,7 +267,11 @@ def jax_paged(params: Params) -> Callable[..., Any]:
         lengths = jnp.full(rows, spec.context + 1, jnp.int32)
         return q[:, 0] * spec.head_dim**-0.5, k, v, table, lengths
 
-    run = jax.jit(functools.partial(module.paged_attention, k_splits=splits))
+    run = jax.jit(
+        functools.partial(
+            module.paged_attention, k_splits=splits, pages_per_compute_block=block
+        )
+    )
     return Remembered(prepare, lambda ready: (run(*ready)[:, None], ready))
 
 

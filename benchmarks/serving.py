@@ -101,9 +101,12 @@ def _cases() -> list[Case]:
         *(token_case(model, *size) for model in models for size in sizes),
         *(token_case(models[1], *s, w) for s in sizes for w in ("int8", "fp8")),
         *(token_case(models[1], batch, 264, tp=2) for batch in (1, 16, 64)),
-        *(load_case("constant", "llama1_7b", "flover", gap) for gap in (0, 135, 500)),
         *(
-            load_case("poisson", "llama1_7b", "flover", gap, **poisson)
+            load_case(f"constant_{gap}ms", "llama1_7b", "flover", gap)
+            for gap in (0, 135, 500)
+        ),
+        *(
+            load_case(f"poisson_{gap}ms", "llama1_7b", "flover", gap, **poisson)
             for gap in (20, 100, 500)
         ),
         load_case("random_lengths", "llama1_7b", "flover:2048", 0),
