@@ -40,6 +40,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import operator
+import signal
 import statistics
 import sys
 import time
@@ -220,6 +221,9 @@ class Benchmark:
         """Run from the command line."""
         from benchmarks import command
 
+        # As an exception, which ends the processes that measure, too: one that is left
+        # keeps a GPU busy and its memory taken.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         sys.exit(command.main(self, argv))
 
     def packages_of(self, name: str) -> Sequence[str]:

@@ -3,6 +3,9 @@
 import fcntl
 import json
 import re
+import subprocess
+import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +67,32 @@ def fake_gpu(monkeypatch):
     monkeypatch.setattr(timing, "jax_device_time", timing.jax_wall_time)
     monkeypatch.setattr(timing, "number_of_sets", lambda nbytes: 3)
     monkeypatch.setattr(jax, "devices", lambda *a: [Device()])
+
+
+ENDED_FROM_OUTSIDE = """
+import subprocess, sys
+from benchmarks.harness import Benchmark, Case, Custom
+
+def measure(params, seed, samples):
+    code = "import sys, time; print('here', flush=True); time.sleep(60)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+Benchmark(
+    name="example", cases=[], quick_cases=[Case("tiny", {})],
+    inputs=lambda params, key: (), implementations={"ours": Custom(measure)},
+).main(["--quick"])
+"""
+
+
+def test_who_is_ended_ends_the_processes_that_measure():
+    started = [sys.executable, "-c", ENDED_FROM_OUTSIDE]
+    with subprocess.Popen(started, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "here\n"
+        process.terminate()
+        begin = time.monotonic()
+        assert process.stdout.read() == ""  # whoever is left holds the other side
+        assert time.monotonic() - begin < 30
+        assert process.wait(10) == 143
 
 
 def test_quick_run_prints_and_writes_nothing(tmp_path, capsys):
