@@ -153,8 +153,11 @@ def candidates(
     """Configs for the tuner: other splits, warpgroups, depths and tiles of tokens."""
     best = heuristic(problem, device)
     found = [best]
+    tiles = -(-problem.n // best.tile_n) * -(-problem.m // best.tile_tokens)
+    # Those of which so many waves have just no block more.
+    full = (max(1, waves * device.num_sms // tiles) for waves in range(1, 7))
     for options in (
-        *({"splits": n} for n in (1, 2, 4, 6, 8, 12, 16)),
+        *({"splits": n} for n in (1, 2, 4, 6, 8, 12, 16, *full)),
         *({"warpgroups": n, "splits": s} for n in (1, 2, 3) for s in (1, 2, 4, 8)),
         *({"tile_k": n} for n in (64, 256)),
         *({"tile_tokens": n, "tile_k": 64} for n in (64, 128)),

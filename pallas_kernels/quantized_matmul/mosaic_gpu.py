@@ -41,7 +41,7 @@ from pallas_kernels.quantized_matmul.config import (
     Problem,
     QuantizedMatmulConfig,
 )
-from pallas_kernels.quantized_matmul.widen import load_widened
+from pallas_kernels.quantized_matmul.widen import in_order_of_pairs, load_widened
 
 
 __all__ = ["check_problem", "quantized_matmul"]
@@ -369,6 +369,7 @@ def quantized_matmul(
     check_problem(Problem.of(x, w, out_dtype))
     if tokens > _TILE_ROWS:  # the copy engine fills one tile of rows that do not exist
         x = jnp.pad(x, ((0, -tokens % _TILE_ROWS), (0, 0)))
+    x = in_order_of_pairs(x)  # by XLA, which computes most x, as it stores them
     cut = _Cut(problem=Problem.of(x, w, out_dtype), config=config, device=device)
     parts = _call(cut, x, w, scale)[:, :tokens, : len(scale)]
     if cut.scales:

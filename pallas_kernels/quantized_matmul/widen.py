@@ -1,8 +1,11 @@
 """8-bit weights in registers made bfloat16, for the tensor cores.
 
-A thread holds pairs of neighbors, as the tensor cores read them. It reads two bytes at
-a time: of four it would have to give two to its neighbor, and get two back. One `prmt`
-puts the bytes of a pair where bfloat16 has them.
+A thread holds pairs, as the tensor cores take them: of every sixteen input features a
+pair from the first eight and one from the last eight. It reads four neighbors at once,
+so both pairs come from these, and the tokens of a product have their features
+`in_order_of_pairs`: exchanges between threads cost more than a product of few tokens.
+The first pair is the even two of the four and the second the odd two, since masks take
+these from a word, a shift apart.
 """
 
 from typing import Any
@@ -13,34 +16,46 @@ import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels.mosaic.aliases import Ref
 
 
-__all__ = ["E4M3_BYTES", "HIGH", "INT8_BYTES", "REBIAS", "load_widened"]
+__all__ = ["HIGH", "REBIAS", "in_order_of_pairs", "load_widened"]
 
-_LAYOUT = plgpu.Layout.WGMMA
+_NARROW, _WIDE = plgpu.Layout.WGMMA_8BIT, plgpu.Layout.WGMMA
 
-INT8_BYTES, E4M3_BYTES = 0x4140, 0x1404
-"""Bytes of a pair of bfloat16, the lowest first, by whose number `prmt` takes them: 0
-and 1 are the pair, 4 is the lowest byte of `HIGH` or a zero."""
-HIGH = 0x43
-"""The high byte of bfloat16 from 128 to 510."""
-REBIAS = 0x7B80
-"""2^120 as bfloat16: the exponents of bfloat16 and E4M3 start at -127 and at -7."""
+HIGH = 0x4300_4300
+"""The high bytes of a pair of bfloat16 from 128 to 510."""
+REBIAS = 0x7B80_7B80
+"""2^120 as a pair of bfloat16: exponents of bfloat16 start at -127, of E4M3 at -7."""
+
+
+def in_order_of_pairs(x: jax.Array) -> jax.Array:
+    """Activations with their features in the order in which weights are loaded.
+
+    Args:
+        x: [M,K], K a multiple of 16.
+
+    Returns:
+        [M,K].
+    """
+    m, k = x.shape
+    x = x.reshape(m, k // 16, 4, 2, 2)  # [M,K/16,thread,number,pair]
+    return x.transpose(0, 1, 4, 2, 3).reshape(m, k)  # [M,K]
 
 
 def load_widened(ref: Ref) -> jax.Array:
     """A tile of weights in shared memory as the left operand of a product.
 
     Args:
-        ref: [64, n] int8 or float8_e4m3fn, not NaN.
+        ref: [64, n] int8 or float8_e4m3fn, not NaN; n a multiple of 16.
 
     Returns:
-        [64, n] bfloat16 in registers; every value is exact.
+        [64, n] bfloat16 in registers, columns `in_order_of_pairs`; every value is
+        exact.
     """
-    narrow = plgpu.load(ref, layout=_LAYOUT, optimized=False)
+    narrow = plgpu.load(ref, layout=_NARROW, optimized=False)
     return _int8(narrow) if narrow.dtype == jnp.int8 else _e4m3(narrow)
 
 
@@ -51,15 +66,18 @@ def _int8(values: jax.Array) -> jax.Array:
     So the seven bits, as 128 + n, less the power of two that stands above them is s.
     """
 
-    @_on_pairs(values)
+    @_on_words(values)
     def widen_int8(ctx: Any, values: Any) -> Any:
         del ctx
-        return _each_pair(
+        masks = [_in_register(mask) for mask in (0x007F_007F, 0x0080_0080)]
+        pair = (
+            f"lop3.b32 n, v, $3, {HIGH}, 0xea; lop3.b32 t, v, $4, {HIGH}, 0xea;"  # &, |
+            " sub.bf16x2"
+        )
+        return _each_word(
             values,
-            HIGH,
-            f"prmt.b32 t, $1, $2, {INT8_BYTES};"
-            " and.b32 n, t, 0xff7fff7f; and.b32 t, t, 0xff80ff80;"
-            " sub.bf16x2 $0, n, t;",
+            masks,
+            f"mov.b32 v, $2; {pair} $0, n, t; shr.u32 v, $2, 8; {pair} $1, n, t;",
         )
 
     return widen_int8(values)
@@ -71,39 +89,60 @@ def _e4m3(values: jax.Array) -> jax.Array:
     product makes up for the other bias, for subnormal numbers too.
     """
 
-    @_on_pairs(values)
+    @_on_words(values)
     def widen_e4m3(ctx: Any, values: Any) -> Any:
         del ctx
-        return _each_pair(
+        pair = (
+            "and.b32 n, v, 0x7f007f00; shr.u32 n, n, 4;"
+            " lop3.b32 n, v, 0x80008000, n, 0xea;"  # v & signs | n
+            " mul.bf16x2"
+        )
+        rebias = mgpu.utils.c(REBIAS, ir.IntegerType.get_signless(32))
+        return _each_word(
             values,
-            REBIAS << 16 | REBIAS,
-            f"prmt.b32 t, $1, 0, {E4M3_BYTES};"
-            " and.b32 n, t, 0x7f007f00; shr.u32 n, n, 4;"
-            " lop3.b32 n, t, 0x80008000, n, 0xea;"  # t & signs | n
-            " mul.bf16x2 $0, n, $2;",
+            [rebias],
+            f"shl.b32 v, $2, 8; {pair} $0, n, $3; mov.b32 v, $2; {pair} $1, n, $3;",
         )
 
     return widen_e4m3(values)
 
 
-def _on_pairs(values: jax.Array) -> Any:
+def _on_words(values: jax.Array) -> Any:
     """The decorator of a function that widens `values`; it supplies the context."""
     return plgpu.inline_mgpu(
-        arg_types=(_LAYOUT,),
-        return_type=plgpu.ShapeDtypeStruct(values.shape, jnp.bfloat16, _LAYOUT),
+        arg_types=(_NARROW,),
+        return_type=plgpu.ShapeDtypeStruct(values.shape, jnp.bfloat16, _WIDE),
     )
 
 
-def _each_pair(values: Any, constant: int, code: str) -> Any:
-    """`code` for each register: $0 of the pair $1, with a constant in $2."""
-    i16, i32 = (ir.IntegerType.get_signless(bits) for bits in (16, 32))
+def _in_register(mask: int) -> ir.Value:
+    """A number that ptxas does not know: what it knows it writes anew for each use.
+
+    No multiprocessor has a number of 32 bits.
+    """
+    i32 = ir.IntegerType.get_signless(32)
+    code = "{ .reg .b32 t; mov.u32 t, %smid; shr.u32 t, t, 31; or.b32 $0, t, $1; }"
+    return llvm.inline_asm(i32, [mgpu.utils.c(mask, i32)], code, "=r,n")
+
+
+def _each_word(values: Any, shared: list[ir.Value], code: str) -> Any:
+    """`code` for each register: pairs $0 and $1 of the word $2, the rest is shared."""
+    i32 = ir.IntegerType.get_signless(32)
+    two = ir.Type.parse("!llvm.struct<(i32, i32)>")
     pair = ir.VectorType.get((2,), ir.BF16Type.get())
-    shared = mgpu.utils.c(constant, i32)
-    wide = np.empty_like(values.registers)
+    layout = _WIDE.to_mgpu()
+    wide = np.empty(layout.registers_shape(values.shape), dtype=object)
+    inputs = ",r" * (1 + len(shared))
     for at, register in np.ndenumerate(values.registers):
-        bits = arith.extui(i32, mgpu.utils.bitcast(register, i16))
         found = llvm.inline_asm(
-            i32, [bits, shared], f"{{ .reg .b32 t, n; {code} }}", "=r,r,r"
+            two,
+            [mgpu.utils.bitcast(register, i32), *shared],
+            f"{{ .reg .b32 v, n, t; {code} }}",
+            f"=r,=r{inputs}",
         )
-        wide[at] = mgpu.utils.bitcast(found, pair)
-    return mgpu.FragmentedArray(_registers=wide, _layout=values.layout, _is_signed=None)
+        _, sixteen, _, _, half, *_ = at  # rows 8 to 15 of a group are the second half
+        for i in range(2):
+            bits = llvm.extractvalue(i32, found, [i])
+            # Registers are counted by groups of eight columns, then by halves.
+            wide[:, 2 * sixteen + i].flat[half] = mgpu.utils.bitcast(bits, pair)
+    return mgpu.FragmentedArray(_registers=wide, _layout=layout, _is_signed=None)
