@@ -134,7 +134,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     ("serving", "serving --case token_*_tp2 --impl jaxscale low_latency xla_nccl"),
     (
         "serving",
-        "serving --case constant poisson saturated --impl jaxscale contiguous "
+        "serving --case constant_* poisson_* saturated --impl jaxscale contiguous "
         "concurrent static torch_static_graphs torch_continuous --samples 1",
     ),
     (
