@@ -3,6 +3,16 @@
 import os
 from pathlib import Path
 
+import pytest
+
+
+READS_GO_ON = pytest.mark.filterwarnings(
+    "ignore:(?s)Exception ignored in. None.*Event loop is closed"
+    ":pytest.PytestUnraisableExceptionWarning"
+)
+"""For tests that read what is damaged: where a read fails, Orbax closes its event loop
+beside others that have not ended, and these complain in a thread of tensorstore."""
+
 
 def damage(step: Path, how: str) -> None:
     """Damage the directory of a step."""

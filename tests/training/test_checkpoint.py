@@ -18,9 +18,10 @@ from jaxscale.training.checkpoint import (
 from jaxscale.training.optimizer import OptimizerConfig, make_optimizer
 from jaxscale.training.step import TrainState
 from tests.training import processes, toy
-from tests.training.damage import damage
+from tests.training.damage import READS_GO_ON, damage
 
 
+pytestmark = READS_GO_ON
 OPTIMIZER = make_optimizer(OptimizerConfig(mu_dtype="bfloat16"), 100)
 
 

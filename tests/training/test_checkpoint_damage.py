@@ -20,8 +20,10 @@ from jaxscale.training import (
     DamagedCheckpoint,
     checkpoint_record,
 )
+from tests.training.damage import READS_GO_ON
 
 
+pytestmark = READS_GO_ON
 CONFIG = {"model": {"num_layers": 2}, "seed": 0}
 
 

@@ -46,6 +46,7 @@ from jaxscale.training.monitor import Writer
 from jaxscale.training.optimizer import OptimizerConfig
 from jaxscale.training.run import from_dict
 from jaxscale.training.step import next_token_loss
+from tests.training.damage import READS_GO_ON
 from tests.training.test_digest import broken_on
 
 
@@ -90,7 +91,7 @@ TEXT = TextData(
 )
 
 
-pytestmark = pytest.mark.usefixtures("compile_once")
+pytestmark = [pytest.mark.usefixtures("compile_once"), READS_GO_ON]
 
 
 class Losses(Writer):
