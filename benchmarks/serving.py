@@ -330,9 +330,14 @@ def _in_child(name: str) -> Custom:
         if refused := _refused(params, name):
             raise NotImplementedError(refused)
         job = json.dumps([name, dict(params), seed, samples])
+        environment = {_PROGRAMS: _programs(), **os.environ}
+        if name not in TORCH:
+            # One piece of memory, as servers have it: in pieces that grow as needed,
+            # half of a GPU may not be free in one.
+            environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "true"
         done = subprocess.run(
             [sys.executable, "-m", "benchmarks.serving", "--child", job],
-            env={_PROGRAMS: _programs(), **os.environ},
+            env=environment,
             capture_output=True,
             text=True,
             check=False,

@@ -270,6 +270,8 @@ class Runner:
 
         with self._on_mesh():
             state = jax.tree.map(zeros, self._state())
+            # Memory that is not there is missed here, not by the first request.
+            jax.block_until_ready(state)
             self.pages, self.slots, self.counts, self.history = state
             if self._kv_scales is not None:
                 scales = self.pages.scales + self._kv_scales[:, None]  # [L, P, 2, K]
