@@ -32,8 +32,13 @@ class QuantizedMatmulConfig:
     """Tokens of an output tile: 8, 16, 32, 64, 128 or 256."""
     warpgroups: int = 4
     """Warpgroups that multiply, 1 to 4; each has 64 output features of a tile."""
+    depth: int = 1
+    """Of these, as many share 64 output features, and each has input features of its
+    own in every stage. So a stage has a longer piece of each row of the weight, which
+    memory gives faster, and fewer rows."""
     tile_k: int = 128
-    """Input features of one stage of the ring: 64 or a multiple of 128."""
+    """Input features that a warpgroup has in one stage of the ring: 64 or a multiple of
+    128."""
     stages: int | None = None
     """Stages of the ring; None is as many as fit in shared memory."""
     splits: int = 1
@@ -47,6 +52,11 @@ class QuantizedMatmulConfig:
         for name, values in allowed.items():
             if (value := getattr(self, name)) not in values:
                 raise ValueError(f"{name} {value!r}, expected one of {values}")
+        if self.depth < 1 or self.warpgroups % self.depth:
+            raise ValueError(
+                f"depth {self.depth!r}, expected a divisor of warpgroups"
+                f" {self.warpgroups}"
+            )
         if self.tile_k != 64 and (self.tile_k < 128 or self.tile_k % 128):
             raise ValueError(
                 f"tile_k {self.tile_k!r}, expected 64 or a positive multiple of 128"
@@ -67,7 +77,12 @@ class QuantizedMatmulConfig:
     @property
     def tile_n(self) -> int:
         """Output features of a tile."""
-        return ROWS * self.warpgroups
+        return ROWS * self.groups
+
+    @property
+    def groups(self) -> int:
+        """Groups of warpgroups that share output features."""
+        return self.warpgroups // self.depth
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,36 +125,41 @@ class Problem:
 
     def stage_bytes(self, config: QuantizedMatmulConfig) -> int:
         """Shared memory of one stage of the ring."""
-        return smem_bytes((config.tile_n, config.tile_k), self.weight_dtype) + (
-            smem_bytes((config.tile_tokens, config.tile_k), self.dtype)
+        rows, tokens = ROWS * config.warpgroups, config.depth * config.tile_tokens
+        return smem_bytes((rows, config.tile_k), self.weight_dtype) + (
+            smem_bytes((tokens, config.tile_k), self.dtype)
         )
 
 
 def heuristic(problem: Problem, device: DeviceSpec) -> QuantizedMatmulConfig:
     """The config of a problem that was never tuned.
 
-    The fewer tokens, the more warpgroups convert weights. Sums are split where tiles
-    leave multiprocessors idle; parts are written and read once more.
+    The fewer tokens, the more warpgroups convert weights. Those of few tokens share
+    features: activations, which each tile of features reads again, are small. Sums are
+    split where tiles leave multiprocessors idle; parts are written and read once more.
 
     Example:
         >>> from pallas_kernels.mosaic import H200
         >>> x, w = (jnp.zeros(s, jnp.int8) for s in ((8, 4096), (4096, 4096)))
-        >>> heuristic(Problem.of(x, w, jnp.float32), H200).splits
-        8
+        >>> config = heuristic(Problem.of(x, w, jnp.float32), H200)
+        >>> config.depth, config.splits
+        (4, 2)
     """
     tokens = next((t for t in (8, 16, 32, 64, 128) if t >= problem.m), 256)
     config = QuantizedMatmulConfig(
         tile_tokens=tokens,
         warpgroups=4 if tokens <= 64 else 2,
+        depth={8: 4, 16: 4, 32: 2}.get(tokens, 1),
         tile_k=128 if tokens <= 128 else 64,
     )
-    steps = -(-problem.k // config.tile_k)
+    steps = -(-problem.k // (config.depth * config.tile_k))
     tiles = -(-problem.n // config.tile_n) * -(-problem.m // tokens)
 
     def cost(splits: int) -> float:
-        """Bytes that the busiest multiprocessor moves, a stage to begin a tile."""
+        """Bytes that the busiest multiprocessor moves; a tile costs some of a stage."""
         waves = -(-tiles * splits // device.num_sms)
-        read = waves * (-(-steps // splits) + 1) * problem.stage_bytes(config)
+        stages = waves * (-(-steps // splits) + (1 if config.depth == 1 else 0.25))
+        read = stages * problem.stage_bytes(config)
         parts = 8 * splits * problem.m * problem.n if splits > 1 else 0
         return read + parts / device.num_sms
 
@@ -158,9 +178,14 @@ def candidates(
     full = (max(1, waves * device.num_sms // tiles) for waves in range(1, 7))
     for options in (
         *({"splits": n} for n in (1, 2, 4, 6, 8, 12, 16, *full)),
-        *({"warpgroups": n, "splits": s} for n in (1, 2, 3) for s in (1, 2, 4, 8)),
+        *({"depth": n, "splits": s} for n in (1, 2, 4) for s in (1, 2, 4, 8)),
+        *(
+            {"warpgroups": n, "depth": 1, "splits": s}
+            for n in (1, 2, 3)
+            for s in (1, 2, 4, 8)
+        ),
         *({"tile_k": n} for n in (64, 256)),
-        *({"tile_tokens": n, "tile_k": 64} for n in (64, 128)),
+        *({"tile_tokens": n, "tile_k": 64, "depth": 1} for n in (64, 128)),
     ):
         try:
             found.append(dataclasses.replace(best, **options))

@@ -8,10 +8,11 @@ for a prompt.
 
 One more warpgroup streams tiles of both operands into a ring of stages. The grid is
 persistent: while a tile is stored, the ring already fills for the next one. A few
-tokens are bound by memory: what counts is how many bytes are on their way, and that
-four warpgroups share the conversions. Where output tiles are fewer than
-multiprocessors, several blocks compute parts of the sums; XLA adds them, in fp32 and in
-their order.
+tokens are bound by memory: what counts is how many bytes are on their way, that four
+warpgroups share the conversions, and in which pieces rows are read. So the warpgroups
+of few tokens share 64 features, each has input features of its own, and the first adds
+their sums. Where output tiles do not fill the multiprocessors, several blocks compute
+parts of the sums; XLA adds them, in fp32 and in their order.
 
 The sums of a tile are ``[features, tokens]``; they are turned on their way to shared
 memory, so that the output is token-major.
@@ -85,8 +86,13 @@ class _Cut:
         return min(self.config.tile_k, self.problem.k)
 
     @property
+    def stage_k(self) -> int:
+        """Input features of one stage of the ring."""
+        return self.tile_k * self.config.depth
+
+    @property
     def steps(self) -> int:
-        return pl.cdiv(self.problem.k, self.tile_k)
+        return pl.cdiv(self.problem.k, self.stage_k)
 
     @property
     def splits(self) -> int:
@@ -129,11 +135,17 @@ class _Cut:
         return min(self.config.tile_tokens, 128 // self.out_dtype.itemsize)
 
     @property
+    def shared_sums(self) -> tuple[int, int, int]:
+        """Sums of the warpgroups that hand them to the first of their group."""
+        c = self.config
+        return c.warpgroups - c.groups, ROWS, c.tile_tokens
+
+    @property
     def stages(self) -> int:
         """Stages of the ring."""
         stores = smem_bytes(
-            (self.config.warpgroups, self.store_tokens, ROWS), self.out_dtype
-        )
+            (self.config.groups, self.store_tokens, ROWS), self.out_dtype
+        ) + smem_bytes(self.shared_sums, jnp.float32)
         most = (self.device.smem_bytes - stores - 2048) // self.problem.stage_bytes(
             self.config
         )
@@ -150,22 +162,31 @@ class _Cut:
         p, c, stages = self.problem, self.config, self.stages
         # The widest line of the layout that divides the rows of the weight.
         line = 128 if p.k % 128 == 0 and self.tile_k % 128 == 0 else 64
+        shared = {}
+        if c.depth > 1:
+            shared = {
+                "sums_smem": plgpu.SMEM(self.shared_sums, jnp.float32),
+                "sums_full": plgpu.Barrier(
+                    num_arrivals=c.depth - 1, num_barriers=c.groups
+                ),
+                "sums_read": plgpu.Barrier(num_barriers=c.groups),
+            }
         return {
+            # Of each part of a stage's input features all rows, then of the next.
             "w_smem": plgpu.SMEM(
-                (stages, c.tile_n, self.tile_k),
+                (stages, c.depth * c.tile_n, self.tile_k),
                 p.weight_dtype,
                 transforms=smem_transforms(line, p.weight_dtype),
             ),
             "x_smem": plgpu.SMEM(
-                (stages, c.tile_tokens, self.tile_k),
+                (stages, c.depth * c.tile_tokens, self.tile_k),
                 p.dtype,
                 transforms=smem_transforms(_LINE, p.dtype),
             ),
-            "out_smem": plgpu.SMEM(
-                (c.warpgroups, self.store_tokens, ROWS), self.out_dtype
-            ),
-            "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            "out_smem": plgpu.SMEM((c.groups, self.store_tokens, ROWS), self.out_dtype),
+            "full": plgpu.Barrier(num_arrivals=2 * c.depth, num_barriers=stages),
             "empty": plgpu.Barrier(num_arrivals=c.warpgroups, num_barriers=stages),
+            **shared,
         }
 
 
@@ -204,6 +225,14 @@ def _next(slot: Scalar, stages: int) -> Scalar:
     return jnp.where(slot == stages - 1, 0, slot + 1)
 
 
+def _part(cut: _Cut, stage: Ref, part: Scalar) -> Ref:
+    """The rows of a stage that belong to a part of its input features."""
+    if cut.config.depth == 1:
+        return stage
+    rows = stage.shape[0] // cut.config.depth
+    return stage.at[pl.ds(part * rows, rows)]
+
+
 def _load(cut: _Cut, x: Ref, w: Ref, scratch: Mapping[str, Ref]) -> None:
     """Producer: streams the operands of all items into the ring."""
     config, stages = cut.config, cut.stages
@@ -214,13 +243,20 @@ def _load(cut: _Cut, x: Ref, w: Ref, scratch: Mapping[str, Ref]) -> None:
         tokens = pl.ds(item.m * config.tile_tokens, config.tile_tokens)
 
         def step(k: jax.Array, slot: jax.Array) -> jax.Array:
-            depth = pl.ds(k * cut.tile_k, cut.tile_k)
+            first = k * cut.stage_k
             plgpu.barrier_wait(empty.at[slot])
-            for source, target in (
-                (w.at[features, depth], "w_smem"),
-                (x.at[tokens, depth], "x_smem"),
+            # Pieces of a row of the weight one after the other: memory likes that.
+            for source, rows, target in (
+                (w, features, scratch["w_smem"]),
+                (x, tokens, scratch["x_smem"]),
             ):
-                plgpu.copy_gmem_to_smem(source, scratch[target].at[slot], full.at[slot])
+                for part in range(config.depth):
+                    begin = first + part * cut.tile_k if part else first
+                    plgpu.copy_gmem_to_smem(
+                        source.at[rows, pl.ds(begin, cut.tile_k)],
+                        _part(cut, target.at[slot], part),
+                        full.at[slot],
+                    )
             return _next(slot, stages)
 
         return lax.fori_loop(item.first, item.last, step, slot)
@@ -238,15 +274,20 @@ def _load(cut: _Cut, x: Ref, w: Ref, scratch: Mapping[str, Ref]) -> None:
 def _multiply(
     cut: _Cut, item: _Item, scratch: Mapping[str, Ref], number: Scalar, slot: Scalar
 ) -> tuple[jax.Array, Scalar]:
-    """Consumer: the sums of its features, fp32 [64, tokens], and the next stage."""
+    """Consumer: the sums of its features, fp32 [64, tokens], and the next stage.
+
+    Where several share features, these are the sums of its part of the inputs.
+    """
     features = pl.ds(number * ROWS, ROWS)
+    groups = cut.config.groups
+    part = lax.div(number, jnp.int32(groups)) if cut.config.depth > 1 else 0
 
     def scoped(acc: Ref) -> tuple[jax.Array, Scalar]:
         def step(_: jax.Array, slot: jax.Array) -> jax.Array:
             plgpu.barrier_wait(scratch["full"].at[slot])
             weight = load_widened(scratch["w_smem"].at[slot, features])
-            tokens = scratch["x_smem"].at[slot].transpose((1, 0))  # [k, tokens]
-            plgpu.wgmma(acc, weight, tokens)
+            tokens = _part(cut, scratch["x_smem"].at[slot], part)
+            plgpu.wgmma(acc, weight, tokens.transpose((1, 0)))  # [k, tokens]
             # The other warpgroups widen or multiply meanwhile.
             plgpu.wgmma_wait(0)
             plgpu.commit_smem()  # the copy engine may write what registers have read
@@ -260,13 +301,39 @@ def _multiply(
     return pl.run_scoped(scoped, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
 
+def _add(
+    cut: _Cut, sums: jax.Array, scratch: Mapping[str, Ref], number: Scalar
+) -> jax.Array:
+    """Consumer: the first of a group adds the sums of the others, in their order."""
+    config, shared = cut.config, scratch["sums_smem"]
+    group = lax.rem(number, jnp.int32(config.groups))
+    full, read = (scratch[name].at[group] for name in ("sums_full", "sums_read"))
+
+    def take(sums: jax.Array) -> jax.Array:
+        plgpu.barrier_wait(full)
+        for part in range(config.depth - 1):
+            other = shared.at[part * config.groups + group]
+            sums += plgpu.load(other, layout=plgpu.Layout.WGMMA, optimized=False)
+        plgpu.barrier_arrive(read)
+        return sums
+
+    def give(sums: jax.Array) -> jax.Array:
+        shared[number - config.groups] = sums
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(full)
+        plgpu.barrier_wait(read)  # which the next sums would overwrite
+        return sums
+
+    return lax.cond(number < config.groups, take, give, sums)
+
+
 def _store(
     cut: _Cut,
     item: _Item,
-    sums: jax.Array,
     scale: Ref,
     out: Ref,
     scratch: Mapping[str, Ref],
+    sums: jax.Array,
     number: Scalar,
 ) -> None:
     """Consumer: stores its sums, some tokens at a time."""
@@ -318,7 +385,12 @@ def _call(cut: _Cut, x: jax.Array, w: jax.Array, scale: jax.Array) -> jax.Array:
 
             def item(item: _Item, slot: Scalar) -> Scalar:
                 sums, slot = _multiply(cut, item, scratch, number, slot)
-                _store(cut, item, sums, scale, out, scratch, number)
+                store = functools.partial(_store, cut, item, scale, out, scratch)
+                if cut.config.depth == 1:
+                    store(sums, number)
+                else:
+                    sums = _add(cut, sums, scratch, number)
+                    pl.when(number < cut.config.groups)(lambda: store(sums, number))
                 return slot
 
             _for_each_item(cut, item, jnp.int32(0))

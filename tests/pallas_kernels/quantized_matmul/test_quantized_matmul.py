@@ -105,6 +105,7 @@ def test_every_number_is_widened_exactly(widened, dtype):
 
 
 SMALL = QuantizedMatmulConfig(warpgroups=1, tile_k=64, stages=2)
+SHARED = {"tile_tokens": 32, "warpgroups": 4, "depth": 2}
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -117,6 +118,10 @@ SMALL = QuantizedMatmulConfig(warpgroups=1, tile_k=64, stages=2)
         (8, 192, 320, dataclasses.replace(SMALL, warpgroups=2, splits=3), 2),
         # Features past the end within a group, tokens past the end, two tiles of each.
         (72, 136, 128, QuantizedMatmulConfig(tile_tokens=64, warpgroups=1), 1),
+        # Warpgroups that share features, the last with no inputs in the last stage.
+        (8, 136, 320, dataclasses.replace(SMALL, warpgroups=4, depth=4, splits=2), 3),
+        # Two groups of two, and more items than blocks.
+        (20, 200, 384, dataclasses.replace(SMALL, **SHARED), 1),
     ],
 )
 def test_interpreted_kernel_equals_the_reference(m, n, k, config, num_sms, dtype):
@@ -172,6 +177,8 @@ def test_errors_say_what_to_do():
         QuantizedMatmulConfig(tile_tokens=256)
     with pytest.raises(ValueError, match="tile_tokens 12"):
         QuantizedMatmulConfig(tile_tokens=12)
+    with pytest.raises(ValueError, match="depth 3, expected a divisor of warpgroups 4"):
+        QuantizedMatmulConfig(depth=3)
 
 
 def test_candidates_of_the_tuner_lower():
@@ -191,6 +198,8 @@ def test_few_tiles_are_split_and_many_are_not():
         x, w = (jax.ShapeDtypeStruct(s, jnp.int8) for s in ((m, k), (n, k)))
         return heuristic(Problem.of(x, w, BF16), H200).splits
 
-    assert splits(2, 4096, 4096) == splits(2, 4096, 14336) == 8
+    assert splits(2, 4096, 4096) == splits(2, 28672, 4096) == 2
+    assert splits(2, 6144, 4096) == 4
+    assert splits(64, 4096, 14336) == 8
     assert splits(2, 128256, 4096) == splits(2048, 4096, 4096) == 1
     assert len({spec.name for spec in SPECS}) == len(SPECS)
