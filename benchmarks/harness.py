@@ -390,6 +390,7 @@ def run_case(
                 results[name] = _attempt(
                     lambda c=custom: c.measure(case.params, SEED, samples)
                 )
+                _tell(f"{case.name} {name}", results[name])
         for _ in range(ROUNDS):
             for name in list(candidates):
                 candidate = candidates[name]
@@ -403,6 +404,13 @@ def run_case(
             candidate.seconds, candidate.max_rel_error, candidate.metrics, num_devices
         )
     return {name: results[name] for name in names}
+
+
+def _tell(label: str, result: Measurement | NoMeasurement) -> None:
+    """Says what was measured; the next may take minutes, and the run may be cut."""
+    if isinstance(result, Measurement):
+        metrics = (f", {name} {value:.6g}" for name, value in result.metrics.items())
+        print(f"{label}: {result.median:.6g} s{''.join(metrics)}", file=sys.stderr)
 
 
 def _candidates(

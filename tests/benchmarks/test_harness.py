@@ -263,7 +263,9 @@ def test_implementations_take_turns(monkeypatch):
     assert order == ["a", "b"] * harness.ROUNDS
 
 
-def test_a_case_is_prepared_beside_others_and_timed_alone(monkeypatch, tmp_path):
+def test_a_case_is_prepared_beside_others_and_timed_alone(
+    monkeypatch, tmp_path, capsys
+):
     monkeypatch.setenv("BENCHMARK_LOCK", str(tmp_path / "lock"))
     seen = []
 
@@ -286,7 +288,7 @@ def test_a_case_is_prepared_beside_others_and_timed_alone(monkeypatch, tmp_path)
 
     def custom(params, seed, samples):
         seen.append(("custom", shared()))
-        return harness.Measurement([1.0], None, {})
+        return harness.Measurement([1.0], None, {"rate": 2.0})
 
     monkeypatch.setattr(timing, "jax_wall_time", timer)
     implementations = {"a": Jax(make), "b": harness.Custom(custom)}
@@ -295,6 +297,8 @@ def test_a_case_is_prepared_beside_others_and_timed_alone(monkeypatch, tmp_path)
     results = harness.run_case(run, case, ["a", "b"], samples=10)
     assert all(isinstance(r, harness.Measurement) for r in results.values())
     assert set(seen) == {("made", True), ("timed", False), ("custom", False)}
+    # At once, since what follows may be cut.
+    assert capsys.readouterr().err == "c b: 1 s, rate 2\n"
 
 
 def test_inputs_take_turns():
