@@ -36,7 +36,6 @@ from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.mosaic import DeviceSpec, check_smem, smem_bytes, smem_transforms
 from pallas_kernels.mosaic.aliases import Ref, Scalar
 from pallas_kernels.quantized_matmul.config import (
-    PRODUCER_REGISTERS,
     REGISTERS,
     ROWS,
     Problem,
@@ -367,16 +366,17 @@ def _store(
 def _call(cut: _Cut, x: jax.Array, w: jax.Array, scale: jax.Array) -> jax.Array:
     """The kernel: [splits,M,N]."""
     warpgroups = cut.config.warpgroups
+    copies, multiplies = REGISTERS[warpgroups]
 
     def body(x: Ref, w: Ref, scale: Ref, out: Ref, **scratch: Ref) -> None:
         number = lax.axis_index("warpgroup")
 
         def producer() -> None:
-            plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+            plgpu.set_max_registers(copies, action="decrease")
             _load(cut, x, w, scratch)
 
         def consumer() -> None:
-            plgpu.set_max_registers(REGISTERS[warpgroups], action="increase")
+            plgpu.set_max_registers(multiplies, action="increase")
 
             def give(slot: jax.Array, _: None) -> None:
                 plgpu.barrier_arrive(scratch["empty"].at[slot])

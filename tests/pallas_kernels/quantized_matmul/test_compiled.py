@@ -19,6 +19,7 @@ CASES = {case.name: case for case in manifest.quantized_matmul_cases()}
     "name",
     [
         "llama3_8b_qkv_int8_m2",
+        "llama3_8b_gate_up_int8_m2",
         "llama3_8b_out_fp8_m128",
         "llama3_8b_gate_up_fp8_m32",
         "llama3_8b_gate_up_int8_m2048",
