@@ -30,7 +30,7 @@ class QuantizedMatmulConfig:
     tile_tokens: int = 8
     """Tokens of an output tile: 8, 16, 32, 64, 128 or 256."""
     warpgroups: int = 4
-    """Warpgroups that multiply, 1 to 4; each has 64 output features of a tile."""
+    """Warpgroups that multiply, 1 to 4, each by 64 output features of a tile."""
     depth: int = 1
     """Of these, as many share 64 output features, and each has input features of its
     own in every stage. So a stage has a longer piece of each row of the weight, which

@@ -199,7 +199,7 @@ def test_few_tiles_are_split_and_many_are_not():
         return heuristic(Problem.of(x, w, BF16), H200).splits
 
     assert splits(2, 4096, 4096) == splits(2, 28672, 4096) == 2
-    assert splits(2, 6144, 4096) == 4
+    assert splits(2, 4096, 14336) == 2 and splits(2, 6144, 4096) == 4
     assert splits(64, 4096, 14336) == 8
     assert splits(2, 128256, 4096) == splits(2048, 4096, 4096) == 1
     assert len({spec.name for spec in SPECS}) == len(SPECS)
