@@ -166,22 +166,19 @@ def _body(problem: Problem, scores: Scores, *refs: Ref, **scratch: Ref) -> None:
     # Tickets, and how many splits of each row and head are done.
     tiles = problem.rows * problem.kv_heads
     counters = pl.get_global(plgpu.SemaphoreType.REGULAR((1 + tiles,)))
-    teams = [
-        _Team(problem, scores, number, counters, refs, scratch)
-        for number in range(problem.teams)
-    ]
+    # One code for all teams: the more code, the longer it takes to find its layouts.
+    number = lax.rem(warpgroup, jnp.int32(problem.teams))
+    team = _Team(problem, scores, number, counters, refs, scratch)
 
-    def copier(team: _Team) -> None:
+    def copier() -> None:
         plgpu.set_max_registers(copies, action="decrease")
         team.copy_splits()
 
-    def computer(team: _Team) -> None:
+    def computer() -> None:
         plgpu.set_max_registers(computes, action="increase")
         team.compute_splits()
 
-    # One branch: what a role needs takes no registers in those before.
-    roles = [functools.partial(role, t) for role in (copier, computer) for t in teams]
-    lax.switch(warpgroup, roles)
+    lax.cond(warpgroup < problem.teams, copier, computer)
 
 
 class _Splits(NamedTuple):
@@ -234,7 +231,7 @@ class _Team:
         self,
         problem: Problem,
         scores: Scores,
-        number: int,
+        number: Scalar,
         counters: Ref,
         refs: tuple[Ref, ...],
         scratch: dict[str, Ref],
