@@ -35,8 +35,9 @@ layout. The largest relative difference is the error of the row, and above
 Cases of several GPUs are named by their layout: ``fsdp4``, ``tp4``, ``tp2_pp2`` (a
 pipeline of 2 stages over 2 GPUs each). ``ablation_*`` are the steps of MegaScale's
 table 3 that 4 GPUs can show, each on top of the one before; ZeRO's gathers and sums,
-which need the axis `fsdp`, are ``fsdp4`` against ``fsdp4_zero1``. LLaMA 8B fits one
-H200 with moments in bf16 or on the host, and elementwise operations computed again.
+which need the axis `fsdp`, are ``fsdp4`` against ``fsdp4_zero1``. LLaMA 8B computes
+elementwise operations again everywhere: so it fits one H200 with moments in bf16 or on
+the host, and 4 GPUs of 80 GB with most layouts.
 
 In a case with ``documents`` each row holds that many sequences of random lengths,
 which do not attend to each other: ours takes its varlen kernel, PyTorch `varlen_attn`
@@ -422,12 +423,22 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 """Of the cases of several GPUs, by the end of their names."""
 
 
+_1B = {"model": "llama_1b", "seq_len": 4096}
+_8B = {
+    "model": "llama3_8b",
+    "seq_len": 4096,
+    "remat": "attention",
+    "torch_memory_budget": 0.7,
+}
+"""Elementwise operations are computed twice, and in PyTorch what its compiler
+chooses: otherwise the schedules of a pipeline do not all fit."""
+
+
 def _ablation() -> list[Case]:
     """The steps of MegaScale's table 3, each on top of the one before."""
     params: dict[str, Any] = {
-        "model": "llama3_8b",
+        **_8B,
         "batch": 16,
-        "seq_len": 4096,
         "tensor": 2,
         "pipe": 2,
         "microbatches": 16,
@@ -449,25 +460,14 @@ def _ablation() -> list[Case]:
     return cases
 
 
-def _of(model: str, batches: Mapping[int, int]) -> list[Case]:
+def _of(model: Mapping[str, Any], batches: Mapping[int, int]) -> list[Case]:
     """The layouts of a model at a batch for each number of GPUs."""
     cases = []
     for name, layout in LAYOUTS.items():
-        batch = batches[devices(layout)]
-        params = {"model": model, "batch": batch, "seq_len": 4096, **layout}
-        cases.append(Case(f"{model}_{name}", params))
+        params = {**model, "batch": batches[devices(layout)], **layout}
+        cases.append(Case(f"{model['model']}_{name}", params))
     return cases
 
-
-_ONE_8B = {
-    "model": "llama3_8b",
-    "batch": 3,
-    "seq_len": 4096,
-    "remat": "attention",
-    "torch_memory_budget": 0.7,
-}
-"""What fits one H200 with fewer bytes of moments there: elementwise operations are
-computed twice, and in PyTorch what its compiler chooses."""
 
 _TINY = {"model": "llama_tiny", "batch": 4, "seq_len": 64}
 
@@ -480,10 +480,12 @@ BENCHMARK = Benchmark(
             "llama_1b_4k_packed",
             {"model": "llama_1b", "batch": 8, "seq_len": 4096, "documents": 8},
         ),
-        Case("llama3_8b_bf16_moments", {**_ONE_8B, "moments": "bfloat16"}),
-        Case("llama3_8b_host_moments", {**_ONE_8B, "memory_kind": "pinned_host"}),
-        *_of("llama_1b", {2: 16, 4: 32}),
-        *_of("llama3_8b", {2: 2, 4: 8}),
+        Case("llama3_8b_bf16_moments", {**_8B, "batch": 3, "moments": "bfloat16"}),
+        Case(
+            "llama3_8b_host_moments", {**_8B, "batch": 3, "memory_kind": "pinned_host"}
+        ),
+        *_of(_1B, {2: 16, 4: 32}),
+        *_of(_8B, {2: 2, 4: 8}),
         *_ablation(),
     ],
     quick_cases=[
