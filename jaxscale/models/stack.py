@@ -223,8 +223,11 @@ def run_stack[State: AttentionState](
         carry, _ = jax.lax.scan(group, carry, (parts, firsts), length=length)
     for layer in range(done, num_layers):
         (block, on), variant = block_at(layer), variants[layer]
-        if policy is None and call is None and on is None:
-            carry = _run_block(block, *carry, state, jnp.int32(layer), variant)
+        if call is None and on is None:
+            number = jnp.int32(layer)
+            carry = _run_block(
+                block, *carry, state, number, variant, remat, keep_gathered
+            )
         else:
             carry = run_layer(layer, variant)(carry, (block, on))
     x, carried, line = carry
@@ -246,7 +249,7 @@ def _split(stack: Any) -> list[Any]:
     return [jax.tree.unflatten(tree, part) for part in zip(*parts, strict=True)]
 
 
-@functools.partial(jax.jit, static_argnums=6)
+@functools.partial(jax.jit, static_argnums=(6, 7, 8))
 def _run_block(
     block: Block,
     x: Array,
@@ -255,11 +258,20 @@ def _run_block(
     state: AttentionState,
     layer: Array,
     variant: AttentionConfig | None,
+    remat: str,
+    keep_gathered: bool,
 ) -> _Carry:
     """One layer; those that are alike are traced and lowered once, not each."""
-    with handing_on(line) as held:
-        x, after = block(x, state.carrying(carried).at(layer, variant))
-    return x, after.carried, held.line
+
+    def run(block: Block, x: Array, carried: tuple[Array, ...], line: Any) -> _Carry:
+        with handing_on(line) as held:
+            x, after = block(x, state.carrying(carried).at(layer, variant))
+        return x, after.carried, held.line
+
+    policy = _policy(remat, keep_gathered)
+    if policy is not None:
+        run = jax.checkpoint(run, policy=policy)
+    return run(block, x, carried, line)
 
 
 def _policy(remat: str, keep_gathered: bool) -> Callable[..., Any] | None:

@@ -86,6 +86,19 @@ def test_gradients_of_layers_are_joined_at_once(remat):
     assert made.keys() == {"concatenate"}
 
 
+@pytest.mark.parametrize("remat", ["none", "attention"])
+def test_layers_that_are_alike_are_lowered_once(remat):
+    """A kernel takes a second to lower, and a layer has a dozen."""
+
+    def lowered(num_layers: int) -> int:
+        config = dataclasses.replace(preset("llama_tiny"), num_layers=num_layers)
+        model = Decoder(config, remat=remat, scan_layers=False, rngs=nnx.Rngs(0))
+        loss = lambda model: model.hidden(jnp.arange(4)[None]).sum()  # noqa: E731
+        return jax.jit(jax.grad(loss)).lower(model).as_text().count("dot_general")
+
+    assert lowered(2) == lowered(4)
+
+
 @pytest.mark.parametrize("scan", [True, False])
 def test_recomputation_is_merged_with_nothing(scan):
     """Inside a loop the compiler cannot, and a barrier would cost something."""
