@@ -5,10 +5,12 @@ integers say what each stage does (`jaxscale.sharding.schedule_table` tells the 
 a tick). Stages without work compute on zeros: in lock step that costs no time, so no
 layer stands in a conditional, and no collective runs on only some devices.
 
-The backward pass is `jax.vjp` inside a tick. Nothing differentiates through the loop,
-so that what the stash holds is all the memory, however many microbatches come.
+The backward pass is `jax.vjp` inside a tick, layer by layer. Nothing differentiates
+through a loop, so that what the stash holds is all the memory, however many
+microbatches come; a layer writes what it keeps into the stash and adds its gradient to
+those of the other microbatches, and no array of all layers is made in between.
 
-Legend: p stages, v chunks a stage, m microbatches.
+Legend: p stages, v chunks a stage, k layers a chunk, m microbatches.
 """
 
 import dataclasses
@@ -34,15 +36,15 @@ class PipelineProgram:
 
     embed: Callable[[Any, Array], Array]
     """``embed(ends, microbatch)``: the input of the first chunk, on all stages."""
-    stage: Callable[[Any, Array, Array, Array], Array]
-    """``stage(chunk, x, microbatch, c)``: the output of the chunk of index c."""
+    layer: Callable[[Any, Array, Array, Array, Array], Array]
+    """``layer(params, x, microbatch, c, i)``: the output of layer i of chunk c."""
     loss: Callable[[Any, Array, Array], tuple[Array, Any]]
     """``loss(ends, y, microbatch)``: the loss of an output, and sums to add up."""
     activation: Callable[[tuple[int, ...]], Array]
     """``activation(leading)``: zeros with the shape and the placement of `x`, behind
     leading dimensions."""
     reduce: Callable[[Any], Any] = lambda grads: grads
-    """Applied to the gradient of a chunk, before it is added to those of the other
+    """Applied to the gradient of a layer, before it is added to those of the other
     microbatches."""
     axis: str = "pipe"
     """The Manual mesh axis of the stages."""
@@ -78,7 +80,7 @@ def run_schedule(
     Args:
         schedule: The table, with backward passes.
         program: What the stages compute.
-        chunks: Parameters of the stage, a pytree of arrays [v, ...].
+        chunks: Parameters of the stage, a pytree of arrays [v, k, ...].
         ends: Parameters outside of the chunks.
 
     Returns:
@@ -133,8 +135,9 @@ class _Runner:
     def _table(self) -> dict[str, np.ndarray]:
         """The columns of the schedule, and the entries of the first stage's chunk 0."""
         table = self.schedule
-        names = ("f_mb", "f_chunk", "f_slot", "b_mb", "b_chunk", "b_slot")
+        names = ("f_mb", "f_chunk", "b_mb", "b_chunk", "b_slot")
         columns = {name: getattr(table, name) for name in names}
+        columns["f_slot"] = table.f_put
         for name in ("loss_mb", "loss_slot", "out_slot"):
             columns[name] = getattr(table, name)
         for kind in ("f", "b"):
@@ -160,20 +163,21 @@ class _Runner:
         )
         if not gradients:
             return empty
-        chunk = self._chunk(jnp.int32(0))
+        none = jnp.int32(0)
+        layer, place = self._layer(none, none), (none, none, none)
         kept = jax.eval_shape(
-            lambda chunk, x: self._forward(chunk, x, jnp.int32(0), jnp.int32(0))[1],
-            chunk,
-            zero,
+            lambda layer, x: self._forward(layer, x, *place)[1], layer, zero
         )
-        stash = [jnp.zeros((table.num_slots, *x.shape), x.dtype) for x in kept]
-        reduced = jax.eval_shape(program.reduce, chunk)
+        size = table.num_slots, self.layers
+        stash = [jnp.zeros((*size, *x.shape), x.dtype) for x in kept]
+        reduced = jax.eval_shape(program.reduce, layer)
         return empty._replace(
             dx=zero,
             dy=zero,
             stash=stash,
             chunk_grads=jax.tree.map(
-                lambda x: jnp.zeros((table.chunks, *x.shape), jnp.float32), reduced
+                lambda x: jnp.zeros((table.chunks, self.layers, *x.shape), jnp.float32),
+                reduced,
             ),
             end_grads=jax.tree.map(
                 lambda x: jnp.zeros(x.shape, jnp.float32), self.ends
@@ -201,13 +205,20 @@ class _Runner:
         entry, on = self._entry(row, "b")
         mb, c, slot = entry
         is_last = (self.stage == p - 1) & (c == self.schedule.chunks - 1)
-        dy = jnp.where(is_last, carry.dy, carry.dx)
-        chunk, kept = self._chunk(c), _at(carry.stash, slot)
-        pull = self._pullback(chunk, kept, mb, c)
-        d_chunk, dx = pull(jnp.where(on, dy, 0))
+        dy = jnp.where(on, jnp.where(is_last, carry.dy, carry.dx), 0)
+
+        def backward_of(n: Array, at: tuple[Array, Any]) -> tuple[Array, Any]:
+            (dy, grads), i = at, self.layers - 1 - n
+            kept = _at(carry.stash, slot, i)
+            pull = self._pullback(self._layer(c, i), kept, mb, c, i)
+            d_layer, dx = pull(dy)
+            return dx, _add_at(grads, program.reduce(d_layer), on, c, i)
+
+        dx, grads = jax.lax.fori_loop(
+            0, self.layers, backward_of, (dy, carry.chunk_grads)
+        )
         # Both have long to travel: one while this pass runs, one during the next.
         arrived, dx = jax.lax.optimization_barrier((arrived, jnp.where(on, dx, 0)))
-        grads = _add_at(carry.chunk_grads, program.reduce(d_chunk), c, on)
 
         def add(end_grads: Any) -> Any:
             _, pull = jax.vjp(
@@ -225,7 +236,9 @@ class _Runner:
 
     def _run_loss(self, carry: _Carry, row: dict[str, Array], phase: Phase) -> _Carry:
         """Keep the last stage's output, and compute the loss of one that is kept."""
-        outputs = _put(carry.outputs, carry.y, row["out_slot"], row["out_slot"] >= 0)
+        at, made = jnp.maximum(row["out_slot"], 0), row["out_slot"] >= 0
+        kept = jnp.where(made, carry.y, _at(carry.outputs, at))
+        outputs = _put(carry.outputs, kept, at)
         carry = carry._replace(outputs=outputs)
 
         def with_loss(carry: _Carry) -> _Carry:
@@ -276,41 +289,65 @@ class _Runner:
         flags = self._table()["f_first"][phase.start : phase.stop] >= 0
         x = _where_on(flags, row["f_first"], embedded, lambda x: x, arrived)
         x = jnp.where(on, x, 0)
-        if carry.stash is None:
-            return carry._replace(y=program.stage(self._chunk(c), x, mb, c))
-        y, kept = self._forward(self._chunk(c), x, mb, c)
-        return carry._replace(y=y, stash=_put(carry.stash, kept, slot, on))
+        if carry.stash is None:  # to be differentiated: what is looped over is given
 
-    def _forward(self, chunk: Any, x: Array, mb: Array, c: Array) -> tuple[Array, Any]:
-        """The output of a chunk, and what its backward pass needs besides `chunk`."""
-        y, pull = jax.vjp(lambda b, x: self.program.stage(b, x, mb, c), chunk, x)
-        ours = {id(leaf) for leaf in jax.tree.leaves(chunk)}
+            def plain(x: Array, at: tuple[Array, Any]) -> tuple[Array, None]:
+                i, layer = at
+                return program.layer(layer, x, mb, c, i), None
+
+            layers = jnp.arange(self.layers), self._chunk(c)
+            return carry._replace(y=jax.lax.scan(plain, x, layers)[0])
+
+        def forward(i: Array, at: tuple[Array, Any]) -> tuple[Array, Any]:
+            x, stash = at
+            y, kept = self._forward(self._layer(c, i), x, mb, c, i)
+            return y, _put(stash, kept, slot, i)
+
+        y, stash = jax.lax.fori_loop(0, self.layers, forward, (x, carry.stash))
+        return carry._replace(y=y, stash=stash)
+
+    def _forward(
+        self, layer: Any, x: Array, mb: Array, c: Array, i: Array
+    ) -> tuple[Array, Any]:
+        """The output of a layer, and what its backward pass needs besides `layer`."""
+        y, pull = jax.vjp(lambda b, x: self.program.layer(b, x, mb, c, i), layer, x)
+        ours = {id(leaf) for leaf in jax.tree.leaves(layer)}
         return y, [leaf for leaf in jax.tree.leaves(pull) if id(leaf) not in ours]
 
     def _pullback(
-        self, chunk: Any, kept: Any, mb: Array, c: Array
+        self, layer: Any, kept: Any, mb: Array, c: Array, i: Array
     ) -> Callable[[Array], Any]:
-        """The derivative of a chunk whose forward pass kept what `_forward` says."""
+        """The derivative of a layer whose forward pass kept what `_forward` says."""
         program = self.program
         # A derivative is a pytree: an abstract evaluation gives its structure, the
         # parameters stand in their places and the rest is what was kept.
         places: list[int | None] = []
 
-        def abstract(chunk: Any, x: Array) -> Any:
-            _, pull = jax.vjp(lambda b, x: program.stage(b, x, mb, c), chunk, x)
-            at = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(chunk))}
+        def abstract(layer: Any, x: Array) -> Any:
+            _, pull = jax.vjp(lambda b, x: program.layer(b, x, mb, c, i), layer, x)
+            at = {id(leaf): n for n, leaf in enumerate(jax.tree.leaves(layer))}
             places[:] = [at.get(id(leaf)) for leaf in jax.tree.leaves(pull)]
             return pull
 
-        pull = jax.eval_shape(abstract, chunk, program.activation(()))
-        ours, rest = jax.tree.leaves(chunk), iter(kept)
-        leaves = [next(rest) if i is None else ours[i] for i in places]
+        pull = jax.eval_shape(abstract, layer, program.activation(()))
+        ours, rest = jax.tree.leaves(layer), iter(kept)
+        leaves = [next(rest) if n is None else ours[n] for n in places]
         return jax.tree.unflatten(jax.tree.structure(pull), leaves)
+
+    @property
+    def layers(self) -> int:
+        """Layers of a chunk, k."""
+        return jax.tree.leaves(self.chunks)[0].shape[1]
 
     def _chunk(self, c: Int[Array, ""]) -> Any:
         if self.schedule.chunks == 1:
             return jax.tree.map(lambda x: x[0], self.chunks)
         return _at(self.chunks, c)
+
+    def _layer(self, c: Int[Array, ""], i: Int[Array, ""]) -> Any:
+        if self.schedule.chunks == 1:
+            return _at(self._chunk(c), i)
+        return _at(self.chunks, c, i)
 
     def _entry(
         self, row: dict[str, Array], kind: Literal["f", "b"]
@@ -340,19 +377,27 @@ def _where_on[T](
     return jax.lax.cond(entry >= 0, on, off, operand)
 
 
-def _at(tree: Any, i: Array) -> Any:
-    return jax.tree.map(
-        lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False), tree
-    )
+def _at(tree: Any, *place: Array) -> Any:
+    """Each array of `tree` at a place of its first dimensions."""
+
+    def at(x: Array) -> Array:
+        start = (*place, *[0] * (x.ndim - len(place)))
+        size = (*[1] * len(place), *x.shape[len(place) :])
+        part = jax.lax.dynamic_slice(x, start, size, allow_negative_indices=False)
+        return part.reshape(x.shape[len(place) :])
+
+    return jax.tree.map(at, tree)
 
 
-def _put(tree: Any, values: Any, i: Array, on: Array) -> Any:
-    """`tree` with `values` at the index `i`, where `on`."""
-    i = jnp.maximum(i, 0)
+def _put(tree: Any, values: Any, *place: Array) -> Any:
+    """`tree` with `values` there."""
 
     def put(x: Array, value: Array) -> Array:
-        old = jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
-        return jax.lax.dynamic_update_index_in_dim(x, jnp.where(on, value, old), i, 0)
+        value = value[(None,) * len(place)]  # [1, ..., *value.shape]
+        start = (*place, *[0] * (x.ndim - len(place)))
+        return jax.lax.dynamic_update_slice(
+            x, value, start, allow_negative_indices=False
+        )
 
     return jax.tree.map(put, tree, values)
 
@@ -361,12 +406,11 @@ def _add(total: Any, part: Any) -> Any:
     return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, part)
 
 
-def _add_at(total: Any, part: Any, i: Array, on: Array) -> Any:
-    """`total` with `part` added at the index `i`, where `on`."""
+def _add_at(total: Any, part: Any, on: Array, *place: Array) -> Any:
+    """`total` with `part` added there, where `on`."""
 
     def add(t: Array, g: Array) -> Array:
-        old = jax.lax.dynamic_index_in_dim(t, i, 0, keepdims=False)
-        new = old + jnp.where(on, g.astype(t.dtype), 0)
-        return jax.lax.dynamic_update_index_in_dim(t, new, i, 0)
+        g = jnp.where(on, g.astype(t.dtype), 0)
+        return t.at[place].add(g, mode="promise_in_bounds", unique_indices=True)
 
     return jax.tree.map(add, total, part)

@@ -43,7 +43,10 @@ def bubble_fraction(stages: int, microbatches: int, chunks: int = 1) -> float:
 
 
 def stash_size(stages: int, microbatches: int, chunks: int = 1) -> int:
-    """The most inputs of chunks that a stage keeps under 1F1B, interleaved or not.
+    """Inputs of chunks that a stage has room for under 1F1B, interleaved or not.
+
+    Where those of all microbatches are kept, there is room for one more: a stage
+    without work writes, too.
 
     Example:
         >>> stash_size(4, 100), stash_size(4, 100, chunks=2)
@@ -52,7 +55,7 @@ def stash_size(stages: int, microbatches: int, chunks: int = 1) -> int:
         12
     """
     most = 2 * stages if chunks == 1 else (chunks + 1) * stages
-    return min(microbatches * chunks, most)
+    return min(microbatches * chunks + (stages > 1), most)
 
 
 def pipeline_schedule(
@@ -65,7 +68,8 @@ def pipeline_schedule(
 
     - ``1f1b``: at once. A stage keeps at most 2 p inputs, or (v + 1) p of the chunks'
       inputs where it has several (interleaved 1F1B), however many microbatches come.
-    - ``gpipe``: after all forward passes, so that all inputs are kept: for comparison.
+    - ``gpipe``: after all forward passes, so that all inputs are kept, and one more
+      slot is written to without work: for comparison.
     - ``forward``: never; for evaluation.
 
     Args:
@@ -85,7 +89,7 @@ def pipeline_schedule(
         >>> round(one.bubble, 3), round(two.bubble, 3)
         (0.158, 0.086)
         >>> pipeline_schedule(4, 16, kind="gpipe").num_slots
-        16
+        17
     """
     check_choice("kind", kind, Kind)
     check_schedule(stages, microbatches, chunks)

@@ -21,6 +21,7 @@ Legend: p stages, v chunks, m microbatches.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Literal
@@ -101,10 +102,29 @@ class PipelineSchedule:
         """Rows of the table."""
         return len(self.loss_mb)
 
+    @functools.cached_property
+    def f_put(self) -> np.ndarray:
+        """[ticks, stages] `f_slot`, and without work a slot that holds nothing then.
+
+        So that a stage may write in every tick, and nothing has to be kept from it.
+        """
+        put = self.f_slot.copy()
+        for s in range(self.stages):
+            held: set[int] = set()
+            for t in range(self.num_ticks):
+                held.discard(int(self.b_slot[t, s]))
+                if put[t, s] < 0:
+                    put[t, s] = next(i for i in itertools.count() if i not in held)
+                else:
+                    held.add(int(put[t, s]))
+        return put
+
     @property
     def num_slots(self) -> int:
-        """Slots for inputs of chunks that each stage needs."""
-        return int(self.f_slot.max(initial=-1)) + 1
+        """Slots for inputs of chunks that each stage needs, those of `f_put`."""
+        kept = (self.f_slot >= 0).any()
+        ticks = (self.f_mb >= 0).any(1) & kept
+        return int(self.f_put[ticks].max(initial=-1)) + 1
 
     @property
     def num_out_slots(self) -> int:

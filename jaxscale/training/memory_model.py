@@ -65,7 +65,7 @@ def step_memory(
         run=run,
         logits=logits,
     )
-    found = parts.piped(chunk) if looped else parts.whole()
+    found = parts.piped() if looped else parts.whole()
     sizes = {
         "parameters": local * _FP32 / f + found["computed"],
         "moments": layout.moment_bytes * local / f,
@@ -106,8 +106,8 @@ class _Parts:
         """Parameters of the layers."""
         return self.local - self.tables
 
-    def piped(self, chunk: int) -> dict[str, float]:
-        """A pipeline: stash, gathered tables and parameters, gradients of a chunk."""
+    def piped(self) -> dict[str, float]:
+        """A pipeline: stash, gathered tables and parameters, sums of gradients."""
         layout, f = self.layout, self.layout.fsdp
         gathered = layout.zero == 3 and f > 1
         computed = (2 * self.layer if gathered else self.blocks) * _BF16
@@ -115,12 +115,10 @@ class _Parts:
             computed += self.tables * _FP32 + self.local * _FP32 / f
         shards = f if layout.zero > 1 else 1
         added = self.blocks / shards + 2 * self.tables  # the sum, and one more
-        fresh = chunk * self.layer * _BF16 / (f if layout.zero == 3 else 1)
-        slots = stash_size(layout.pipe, layout.microbatches, layout.chunks) + 2
+        slots = stash_size(layout.pipe, layout.microbatches, layout.chunks)
         return {
             "computed": computed,
-            # Those of a chunk are there where the next one is written.
-            "gradients": added * _FP32 + max(0.0, fresh - self.kept),
+            "gradients": added * _FP32,
             "activations": slots * self.kept + self.run,
             "logits": self.logits,
         }

@@ -3,8 +3,8 @@
 One `jax.shard_map`, Manual over the stages and the axes that see other tokens, runs the
 ticks of a schedule (`jaxscale.sharding.pipeline`); `tensor` is left to the layers.
 
-Legend: B batch, T tokens of a row, D model, v chunks a stage, p stages, k places of a
-chunk, m microbatches.
+Legend: B batch, T tokens of a row, D model, v chunks a stage, p stages, k groups of a
+chunk, of g layers each, m microbatches.
 """
 
 import dataclasses
@@ -180,7 +180,7 @@ class _Region:
     ends: Any
     rest: Any
     variants: list[AttentionConfig]
-    """The attention of the layer at each place of a chunk."""
+    """The attention of each layer of a group: of the shortest pattern of a chunk."""
 
     @classmethod
     def of(
@@ -226,7 +226,7 @@ class _Region:
             blocks=blocks["blocks"],
             ends=ends,
             rest=rest,
-            variants=place_variants(model.config, layout),
+            variants=_pattern(place_variants(model.config, layout)),
         )
 
     @property
@@ -305,7 +305,7 @@ class _Region:
         layout, tables = self.layout, self.tables
         batch = own_part(batch, self.rules)
         blocks = cast_layers(blocks, self.model.dtype)
-        blocks = jax.tree.map(  # [v, k, ...]
+        blocks = jax.tree.map(  # [v, k g, ...]
             lambda x: x[None] if layout.is_flat else x[:, 0], blocks
         )
         stored, computed, added, split = (
@@ -325,6 +325,7 @@ class _Region:
         ends = jax.tree.map(
             whole, ends, self.split(self.ends, tables.parameters), places[1]
         )
+        blocks = jax.tree.map(self._grouped, blocks)  # [v, k, g, ...]
         m = self.microbatches
         batch = jax.tree.map(
             lambda x: x.reshape(m, x.shape[0] // m, *x.shape[1:]), batch
@@ -344,6 +345,9 @@ class _Region:
         else:
             sums, *grads = run_schedule(schedule, program, blocks, ends)
         g_blocks, g_ends = grads
+        g_blocks = jax.tree.map(  # [v, k g, ...]
+            lambda g: g.reshape(g.shape[0], -1, *g.shape[3:]), g_blocks
+        )
         done = computed if kind == "forward" else added
         total, g_blocks = sum_once(
             sums, g_blocks, self.others, split=split, done=done, placed=places[0]
@@ -358,6 +362,10 @@ class _Region:
             g_blocks,
         )
         return total, (g_blocks, g_ends)
+
+    def _grouped(self, x: Array) -> Array:
+        """Parameters of layers by groups, [v, k, g, ...]."""
+        return x.reshape(x.shape[0], -1, len(self.variants), *x.shape[2:])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -388,7 +396,7 @@ class _Stage:
 
         return PipelineProgram(
             embed=self.embed,
-            stage=self.stage,
+            layer=self.layer,
             loss=self.loss,
             activation=self.activation,
             reduce=reduce,
@@ -410,19 +418,20 @@ class _Stage:
         x, lost = model.embedded(batch.tokens, state, region.vocab_axes)
         return self._placed(lose(x, lost, region.rules))
 
-    def stage(self, chunk: Any, x: Array, mb: Array, c: Array) -> Array:
-        """The residual stream behind a chunk of layers."""
+    def layer(self, group: Any, x: Array, mb: Array, c: Array, i: Array) -> Array:
+        """The residual stream behind a group of layers."""
         region, batch = self.region, self._rows(mb)
         model, layout = region.model, region.layout
         graph, _, rest = nnx.split(model.blocks, nnx.Param, ...)
         state = model.attention_state(batch.tokens.shape, batch.cu_seqlens)
         active = None
         if not layout.is_even:
-            active = jnp.asarray(layout.places >= 0)[c, jax.lax.axis_index(_AXIS)]
+            on = jnp.asarray(layout.places >= 0).swapaxes(0, 1)  # [p, v, k g]
+            active = region._grouped(on[jax.lax.axis_index(_AXIS)])[c, i]
         y, _ = model.run_blocks(
             x,
             state,
-            blocks=nnx.merge(graph, chunk, rest),
+            blocks=nnx.merge(graph, group, rest),
             variants=region.variants,
             active=active,
             call=self._call,
@@ -474,6 +483,14 @@ class _Stage:
     def _placed(self, x: Array) -> Array:
         axes = (*[None] * (x.ndim - 3), "batch", "tokens", "act_embed")
         return constrain(x, axes, self.region.rules)
+
+
+def _pattern(variants: list[AttentionConfig]) -> list[AttentionConfig]:
+    """The shortest list that `variants` repeats without a rest."""
+    sizes = (g for g in range(1, len(variants) + 1) if len(variants) % g == 0)
+    return next(
+        variants[:g] for g in sizes if variants == variants[:g] * (len(variants) // g)
+    )
 
 
 def _check_loss(loss: Any) -> None:

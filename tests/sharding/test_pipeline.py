@@ -11,14 +11,14 @@ from jaxscale.sharding import make_mesh, pipeline_schedule
 from jaxscale.sharding.pipeline import PipelineProgram, run_forward, run_schedule
 
 
-STAGES, ROWS, WIDTH = 2, 64, 256
+STAGES, LAYERS, ROWS, WIDTH = 2, 2, 64, 256
 
 
 def program():
-    """Stages of one product each; the loss is a sum of squares."""
+    """Layers of one product each; the loss is a sum of squares."""
     return PipelineProgram(
         embed=lambda ends, mb: jnp.broadcast_to(ends, (ROWS, WIDTH)),
-        stage=lambda chunk, x, mb, c: jnp.tanh(x @ chunk),
+        layer=lambda layer, x, mb, c, i: jnp.tanh(x @ layer),
         loss=lambda ends, y, mb: ((y @ ends).sum(), y.sum()),
         activation=lambda leading: jnp.zeros((*leading, ROWS, WIDTH)),
     )
@@ -37,11 +37,11 @@ def temporaries(microbatches, kind, chunks):
     mapped = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(P(None, "pipe"), P()),
-        out_specs=(P(None, "pipe"), P()),
+        in_specs=(P(None, None, "pipe"), P()),
+        out_specs=(P(None, None, "pipe"), P()),
         check_vma=False,
     )
-    shapes = (chunks, STAGES * WIDTH, WIDTH), (WIDTH,)
+    shapes = (chunks, LAYERS, STAGES * WIDTH, WIDTH), (WIDTH,)
     arguments = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
     compiled = jax.jit(mapped).lower(*arguments).compile()
     return compiled.memory_analysis().temp_size_in_bytes

@@ -177,8 +177,8 @@ def test_no_copy_of_the_weights_waits_for_the_backward_pass(options, monkeypatch
     class Spy(pipeline._Runner):
         def run(self, *, gradients):
             carry = super().run(gradients=gradients)
-            kept.extend(x.shape[1:] for x in jax.tree.leaves(carry.stash))
-            weights.update(x.shape[1:] for x in jax.tree.leaves(self.chunks))
+            kept.extend(x.shape[2:] for x in jax.tree.leaves(carry.stash))
+            weights.update(x.shape[2:] for x in jax.tree.leaves(self.chunks))
             return carry
 
     weights = set()
@@ -186,7 +186,7 @@ def test_no_copy_of_the_weights_waits_for_the_backward_pass(options, monkeypatch
     layout = Layout(pipe=2, fsdp=2, tensor=2, **options)
     with jax.set_mesh(layout.mesh):
         jax.eval_shape(layout.gradients, *layout.arguments())
-    matrices = {shape for shape in weights if len(shape) == 3}  # [layers, in, out]
+    matrices = {shape for shape in weights if len(shape) == 3}  # [group, in, out]
     single = {shape[1:] for shape in matrices}
     assert len(kept) > 10 and len(single) > 3
     assert not (matrices | single) & set(kept)

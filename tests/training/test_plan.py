@@ -212,9 +212,10 @@ def test_a_pipelines_stash_stops_growing_but_accumulation_is_kept(remat):
     assert size(8) == size(64)
     table = pipeline_schedule(4, 64)
     if remat == "full":  # inputs of 8 layers of 8,192 tokens x 4,096 features in bf16
-        per_slot = (size(8)["activations"] - size(4)["activations"]) / 4
+        slots = table.num_slots - pipeline_schedule(4, 4).num_slots
+        per_slot = (size(8)["activations"] - size(4)["activations"]) / slots
         assert per_slot == 8 * 2 * 8192 * 4096
-        assert table.num_slots == 8
+        assert (table.num_slots, slots) == (8, 3)
 
 
 def test_more_of_anything_is_never_faster_or_smaller():
