@@ -90,10 +90,12 @@ def test_gradients_of_layers_are_joined_at_once(remat):
 def test_layers_that_are_alike_are_lowered_once(remat):
     """A kernel takes a second to lower, and a layer has a dozen."""
 
-    def lowered(num_layers: int) -> int:
+    def loss(model):
+        return model.hidden(jnp.arange(4)[None]).sum()
+
+    def lowered(num_layers):
         config = dataclasses.replace(preset("llama_tiny"), num_layers=num_layers)
         model = Decoder(config, remat=remat, scan_layers=False, rngs=nnx.Rngs(0))
-        loss = lambda model: model.hidden(jnp.arange(4)[None]).sum()  # noqa: E731
         return jax.jit(jax.grad(loss)).lower(model).as_text().count("dot_general")
 
     assert lowered(2) == lowered(4)
