@@ -162,7 +162,7 @@ def run_stack[State: AttentionState](
             None.
         call: How a block is called; ``block(x, state)`` if None.
     """
-    policy, num_layers = _policy(remat, keep_gathered), len(variants)
+    num_layers = len(variants)
 
     def run_layer(
         layer: Array | int, variant: AttentionConfig | None
@@ -175,11 +175,7 @@ def run_stack[State: AttentionState](
                 y, after = block(x, before) if call is None else call(block, x, before)
             return y if on is None else jnp.where(on, y, x), after.carried, held.line
 
-        if policy is None:
-            return body
-        # Inside a scan, XLA cannot undo the recomputation by merging it with the
-        # forward pass; outside, it must be kept from doing so.
-        return jax.checkpoint(body, policy=policy, prevent_cse=not scan)
+        return _checkpointed(body, remat, keep_gathered, scan=scan)
 
     stack = blocks, active
 
@@ -195,7 +191,7 @@ def run_stack[State: AttentionState](
 
     carry, done = (x, state.carried, token_sums.current()), 0
     if scan and isinstance(blocks, Block):
-        period = _period(variants)
+        period = period_of(variants)
         done = num_layers // period * period
         # Forms that carry nothing never ask which layer they are at.
         firsts = jnp.arange(0, done, period) if state.carried else None
@@ -268,18 +264,22 @@ def _run_block(
             x, after = block(x, state.carrying(carried).at(layer, variant))
         return x, after.carried, held.line
 
-    policy = _policy(remat, keep_gathered)
-    if policy is not None:
-        run = jax.checkpoint(run, policy=policy)
-    return run(block, x, carried, line)
+    kept = _checkpointed(run, remat, keep_gathered, scan=False)
+    return kept(block, x, carried, line)
 
 
-def _policy(remat: str, keep_gathered: bool) -> Callable[..., Any] | None:
-    """The policy of this name, which may also keep what was gathered."""
+def _checkpointed[**P, R](
+    run: Callable[P, R], remat: str, keep_gathered: bool, *, scan: bool
+) -> Callable[P, R]:
+    """`run`, whose backward pass finds what `remat` keeps and nothing else."""
     policy = REMAT_POLICIES[remat]
-    if keep_gathered and remat not in ("none", "full"):
-        return _policies.save_from_both_policies(policy, _gathered_saveable)
-    return policy
+    if policy is None:
+        return run
+    if keep_gathered and remat != "full":
+        policy = _policies.save_from_both_policies(policy, _gathered_saveable)
+    # Inside a scan, XLA cannot undo the recomputation by merging it with the forward
+    # pass; outside, it must be kept from doing so.
+    return jax.checkpoint(run, policy=policy, prevent_cse=not scan)
 
 
 def look_up(
@@ -333,7 +333,7 @@ def lose(
     return jnp.where(lost[..., None], jnp.nan, x)
 
 
-def _period(variants: Sequence[Any]) -> int:
+def period_of(variants: Sequence[Any]) -> int:
     """Length of the shortest pattern whose repetition begins with `variants`."""
     return next(
         size

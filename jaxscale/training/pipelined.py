@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxscale.checks import check_choice
-from jaxscale.models.stack import lose
+from jaxscale.models.stack import lose, period_of
 from jaxscale.models.stack_layout import StackLayout, place_variants
 from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.blocks import Block
@@ -487,10 +487,8 @@ class _Stage:
 
 def _pattern(variants: list[AttentionConfig]) -> list[AttentionConfig]:
     """The shortest list that `variants` repeats without a rest."""
-    sizes = (g for g in range(1, len(variants) + 1) if len(variants) % g == 0)
-    return next(
-        variants[:g] for g in sizes if variants == variants[:g] * (len(variants) // g)
-    )
+    period = period_of(variants)
+    return variants if len(variants) % period else variants[:period]
 
 
 def _check_loss(loss: Any) -> None:
