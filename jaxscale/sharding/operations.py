@@ -163,16 +163,36 @@ def gather(
         # The partitioner of jaxlib 0.11.2 aborts on split rows there.
         table_axes = (None, *table_axes[1:])
         table = constrain(table, table_axes, rules)
-    table = _gather_storage_axes(table, table_axes, rules)
     # The sum over the devices that hold rows has no place to go while the result is
     # split over the same devices: the compiler would gather the whole table instead.
     rows = rules.mesh_axes(table_axes[:1]) - rules.mesh_axes(["batch"])
+    found_axes, found_rules = out_axes, rules.without(rows, out_axes)
+    stored = rules.mesh_axes(table_axes[1:]) & rules.mesh_axes(["batch"])
+    if stored and _is_smaller(indices, out_axes, table, rules):
+        # Each device looks up all tokens in the columns that it stores: what is found
+        # changes places, and neither the table nor its gradient does.
+        found_axes = (*out_axes[: indices.ndim], *table_axes[1:])
+        found_rules = found_rules.without(stored, out_axes[: indices.ndim])
+        indices = constrain(indices, found_axes[: indices.ndim], found_rules)
+        table = constrain(table, table_axes, rules)
+    else:
+        table = _gather_storage_axes(table, table_axes, rules)
     shape = indices.shape + table.shape[1:]
-    explicit, auto = _layout(shape, out_axes, rules.without(rows, out_axes), table)
+    explicit, auto = _layout(shape, found_axes, found_rules, table)
     out = table.at[indices].get(
         mode="fill", wrap_negative_indices=False, out_sharding=explicit
     )
     return constrain(_steer(out, auto), out_axes, rules)
+
+
+def _is_smaller(
+    indices: Array, axes: Sequence[str | None], table: Array, rules: AxisRules
+) -> bool:
+    """Whether a device has fewer indices than the table has rows."""
+    sizes = _current_mesh((indices, table)).shape
+    names = rules.mesh_axes(axes[: indices.ndim])
+    ways = math.prod(sizes.get(name, 1) for name in names)
+    return indices.size < ways * table.shape[0]
 
 
 def _look_up(

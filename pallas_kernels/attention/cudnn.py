@@ -37,6 +37,13 @@ def unsupported(problem: Problem, device: DeviceSpec | None) -> str | None:
             f"cudnn attention: head dim {p.head_dim}, expected at most {widest} on"
             f" {device.name}; use implementation='xla'"
         )
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.manual_axes and len(mesh.manual_axes) < len(mesh.axis_names):
+        return (
+            "cudnn attention: JAX cannot partition it inside a jax.shard_map over only"
+            f" {mesh.manual_axes} of the mesh axes {mesh.axis_names}; map over all of"
+            " them, or use implementation=None"
+        )
     return _missing()
 
 

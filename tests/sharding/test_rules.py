@@ -6,6 +6,7 @@ and merging of heads. Its definition is the same network in numpy, in float64.
 """
 
 import dataclasses
+import math
 from collections import Counter
 from functools import partial
 
@@ -210,18 +211,27 @@ def collectives_of(text):
     return found
 
 
+@pytest.mark.parametrize("longer", [1, 4])
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
-def test_fsdp_gathers_weights_and_leaves_activations_alone(problem, kind):
+def test_fsdp_gathers_weights_and_leaves_activations_alone(problem, kind, longer):
     mesh, rules = make_mesh(MeshConfig(fsdp=8, axis_type=kind)), fsdp()
+    params, tokens, *_ = problem
+    problem = params, np.tile(tokens, (1, longer)), np.zeros((B, longer * T, D))
     params, tokens, _ = on_mesh(problem, mesh, rules)
     with jax.set_mesh(mesh):
         found = collectives(partial(network, rules=rules), params, tokens)
-    weights = [params[name].shape for name in ("table", "up", "down")]
+    # A table that is larger than what a device looks up stays where it is.
+    stays = tokens.size // 8 < V
+    names = ["up", "down"] if stays else ["up", "down", "table"]
+    weights = [params[name].shape for name in names]
+    gathered = [shape for name, shape in found if name == "all-gather"]
+    if stays:
+        gathered.remove(tokens.shape)
     # The compiler may choose either layout of a gathered weight.
-    assert sorted(map(sorted, [shape for _, shape in found])) == sorted(
-        map(sorted, weights)
-    )
-    assert {name for name, _ in found} == {"all-gather"}
+    assert sorted(map(sorted, gathered)) == sorted(map(sorted, weights))
+    moved = {name: math.prod(shape) for name, shape in found if name != "all-gather"}
+    between_two = tokens.size * D // 8**2
+    assert moved == ({"all-to-all": between_two} if stays else {})
     assert set(found.values()) == {1}
 
 
@@ -233,7 +243,13 @@ def test_fsdp_reduces_gradients_of_weights_only(problem, kind):
         grad = jax.grad(partial(loss, rules=rules))
         found = collectives(grad, *args)
         grads = jax.jit(grad)(*args)
-    assert all(shape[:2] != (B // 8, T) for _, shape in found), found
+    # What the table gave changes places, forward and backward.
+    sizes = [math.prod(shape) for name, shape in found if name == "all-to-all"]
+    assert sizes == [B * T * D // 8**2] * 2
+    summed = {
+        shape for name, shape in found if name not in ("all-gather", "all-to-all")
+    }
+    assert summed <= {params.shape for params in args[0].values()}
     for name in ("table", "up", "down"):
         local = grads[name].addressable_shards[0].data.size
         assert local == grads[name].size // 8, name

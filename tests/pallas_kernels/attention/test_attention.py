@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import tests.pallas_kernels.varlen_attention.stand_ins  # noqa: F401  registers them
 from jaxscale.models.stack import REMAT_POLICIES
@@ -232,6 +234,25 @@ def test_options_are_checked(options, error, message, no_shape_hook):
 def test_cudnn_gets_the_window(installed):
     assert chosen(installed, 512, 64, H200, causal=True, window=(7, None)) == "cudnn"
     assert installed[0]["local_window_size"] == (7, 0) and installed[0]["is_causal"]
+
+
+def test_cudnn_declines_where_jax_cannot_partition_it(installed):
+    """In a region over some mesh axes only, as that of a pipeline."""
+    q, k, v = jax.eval_shape(lambda: operands(2, 512, 512, 4, 2, 64))
+
+    def trace(names, implementation=None):
+        attend = functools.partial(attention, implementation=implementation)
+        mesh = jax.make_mesh((2, 1), ("pipe", "tensor"), (AxisType.Auto,) * 2)
+        where = {"mesh": mesh, "in_specs": P("pipe"), "out_specs": P("pipe")}
+        region = jax.shard_map(attend, axis_names=names, check_vma=False, **where)
+        installed.clear()
+        with use_device(H200), jax.set_mesh(mesh):
+            return str(jax.make_jaxpr(region)(q, k, v))
+
+    assert "varlen_attention" not in trace({"pipe", "tensor"}) and installed
+    assert "varlen_attention" in trace({"pipe"}) and not installed
+    with pytest.raises(Unsupported, match=r"only.*pipe.*of the mesh axes"):
+        trace({"pipe"}, "cudnn")
 
 
 def test_without_cudnn_our_kernel_is_lowered_for_a_gpu():
