@@ -64,6 +64,7 @@ def step_memory(
         kept=kept,
         run=run,
         logits=logits,
+        looks_up_more=tokens >= shape.vocab_size,
     )
     found = parts.piped() if looped else parts.whole()
     sizes = {
@@ -100,19 +101,27 @@ class _Parts:
     """Bytes of one layer that is computed again."""
     logits: float
     """Bytes of the logits of a chunk of the loss."""
+    looks_up_more: bool
+    """Whether a GPU has more tokens than the table rows, and so gathers it."""
 
     @property
     def blocks(self) -> float:
         """Parameters of the layers."""
         return self.local - self.tables
 
+    @property
+    def copied(self) -> float:
+        """Bytes of parameters that XLA copies to update them, beside `tensor`."""
+        layout = self.layout
+        return self.local * _FP32 / layout.fsdp if layout.tensor > 1 else 0.0
+
     def piped(self) -> dict[str, float]:
         """A pipeline: stash, gathered tables and parameters, sums of gradients."""
         layout, f = self.layout, self.layout.fsdp
         gathered = layout.zero == 3 and f > 1
         computed = (2 * self.layer if gathered else self.blocks) * _BF16
-        if f > 1:  # tables are whole, and XLA copies parameters that it updates
-            computed += self.tables * _FP32 + self.local * _FP32 / f
+        if f > 1:  # tables are whole
+            computed += self.tables * _FP32 + self.copied
         shards = f if layout.zero > 1 else 1
         added = self.blocks / shards + 2 * self.tables  # the sum, and one more
         slots = stash_size(layout.pipe, layout.microbatches, layout.chunks)
@@ -153,8 +162,8 @@ class _Parts:
         """ZeRO-1 and 2: gathered once a step."""
         layout, f = self.layout, self.layout.fsdp
         computed = self.blocks * _BF16 + self.tables * _FP32
-        if layout.zero == 1:  # XLA copies parameters that it updates
-            computed += self.local * _FP32 / f
+        if layout.zero == 1:
+            computed += self.copied
         scattered = layout.zero == 2 or layout.microbatches == 1
         fresh = self.blocks * _BF16
         activations = self.kept + self.run
@@ -175,24 +184,28 @@ class _Parts:
         """ZeRO-3: layers are gathered one ahead, tables each for its use."""
         layout, f, shape = self.layout, self.layout.fsdp, self.shape
         table = self.tables / (1 if shape.tie_embeddings else 2)
-        # Gathers want the split dimension first; these parameters have it last.
-        heads = shape.num_heads * shape.head_dim
-        moved = shape.num_layers * shape.d_model * (shape.d_ff + heads) / layout.tensor
-        computed = (moved + table) * _FP32 / f
+        computed, alone = 0.0, layout.tensor == 1
+        if not alone:
+            # Gathers want the split dimension first; these parameters have it last.
+            heads = shape.num_heads * shape.head_dim
+            moved = shape.num_layers * shape.d_model * (shape.d_ff + heads)
+            computed = (moved / layout.tensor + table) * _FP32 / f
         working = table * (_FP32 + _BF16)  # before, during and after the layers
         working = max(working, 2 * self.layer * _BF16 + self.run)
-        if layout.remat == "none" and layout.tensor == 1:
+        if layout.remat == "none" and alone:
             # The backward pass finds what the forward pass gathered.
             computed += self.blocks * _BF16
-        sharded = self.blocks / f * _FP32
+        # The output projection's is whole; an embedding of its own stays split.
+        whole = self.tables if self.looks_up_more else table
+        fresh = (self.blocks / f + whole + (self.tables - whole) / f) * _FP32
         several = layout.microbatches > 1
         # A loop over microbatches holds the zeros that each of them begins with.
         twice = 1 + several
         return {
             "computed": computed + working,
-            "gradients": twice * (sharded + self.tables * _FP32)
-            + several * self.tables / f * _FP32,
-            "activations": (twice if layout.remat != "none" else 1) * self.kept,
+            "gradients": twice * fresh + several * self.tables / f * _FP32,
+            "activations": self.kept
+            * (twice if layout.remat != "none" and not alone else 1),
             "logits": self.logits - working,
         }
 

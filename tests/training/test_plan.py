@@ -117,12 +117,14 @@ def test_memory_that_xla_reserves_for_8b_on_one_gpu(
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the compiler's plugin is for it")
 def test_what_was_compiled_is_what_is_compiled_now():
-    """The least costly of the stored rows, compiled again."""
-    sizes, layers, rows, remat, gigabytes = known.COMPILED[1]
+    """A stored row, which takes a third more with its table or gradients turned."""
+    sizes, layers, rows, remat, gigabytes = known.COMPILED[2]
     arguments = (sizes, layers, rows, remat)
     found = compile_for_h200(planned_step.step, *arguments, count=4)
     peak = found.arguments + found.outputs - found.aliased + found.temporaries
     assert peak / 1e9 == pytest.approx(gigabytes, rel=0.02)
+    # What the embedding gives changes places, forward and backward.
+    assert found.count("all-to-all") == 2
 
 
 def test_other_programs_are_predicted_roughly():
