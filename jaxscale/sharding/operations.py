@@ -167,12 +167,13 @@ def gather(
     # split over the same devices: the compiler would gather the whole table instead.
     rows = rules.mesh_axes(table_axes[:1]) - rules.mesh_axes(["batch"])
     found_axes, found_rules = out_axes, rules.without(rows, out_axes)
-    stored = rules.mesh_axes(table_axes[1:]) & rules.mesh_axes(["batch"])
-    if stored and _is_smaller(indices, out_axes, table, rules):
+    columns = rules.mesh_axes(table_axes[1:])
+    is_stored = columns & rules.mesh_axes(["batch"])
+    if is_stored and _is_smaller(indices, out_axes, table, rules):
         # Each device looks up all tokens in the columns that it stores: what is found
         # changes places, and neither the table nor its gradient does.
         found_axes = (*out_axes[: indices.ndim], *table_axes[1:])
-        found_rules = found_rules.without(stored, out_axes[: indices.ndim])
+        found_rules = found_rules.without(columns, out_axes[: indices.ndim])
         indices = constrain(indices, found_axes[: indices.ndim], found_rules)
         table = constrain(table, table_axes, rules)
     else:

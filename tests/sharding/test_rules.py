@@ -312,6 +312,25 @@ def test_rows_of_a_table_split_over_tensor_stay_in_place(problem, kind):
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_columns_of_a_table_may_be_split_over_the_axes_of_tokens_too(problem, kind):
+    mesh = mesh_of(kind)
+    rules = AxisRules(batch="fsdp", tokens="tensor", embed=("fsdp", "tensor"))
+    params, tokens, *_ = problem
+    table = put(params["table"], mesh, ("vocab", "embed"), rules)
+    tokens = put(tokens, mesh, ("batch", "tokens"), rules)
+
+    def look_up(table, tokens):
+        out_axes = ("batch", "tokens", "act_embed")
+        return gather(table, tokens, ("vocab", "embed"), out_axes, rules)
+
+    with jax.set_mesh(mesh):
+        out = jax.jit(look_up)(table, tokens)
+    np.testing.assert_array_equal(out, params["table"][problem[1]])
+    spec = NamedSharding(mesh, P("fsdp", "tensor"))
+    assert out.sharding.is_equivalent_to(spec, out.ndim)
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_parameters_are_gathered_layer_by_layer_in_a_scan(kind):
     """One layer is whole at a time, also for the backward pass; gradients are split."""
     layers, rules = 3, fsdp()
