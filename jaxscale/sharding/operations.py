@@ -13,6 +13,7 @@ The mesh is the one of `jax.set_mesh`, or else the one that the arrays live on.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -174,7 +175,11 @@ def gather(
         # changes places, and neither the table nor its gradient does.
         found_axes = (*out_axes[: indices.ndim], *table_axes[1:])
         found_rules = found_rules.without(columns, out_axes[: indices.ndim])
-        indices = constrain(indices, found_axes[: indices.ndim], found_rules)
+        whole = functools.partial(
+            constrain, axes=found_axes[: indices.ndim], rules=found_rules
+        )
+        # Outside of `jax.jit` they may be on one device, where a constraint fails.
+        indices = jax.jit(whole, inline=True)(indices)
         table = constrain(table, table_axes, rules)
     else:
         table = _gather_storage_axes(table, table_axes, rules)
