@@ -129,7 +129,9 @@ def gather(
 
     Where the rows of the table are split over devices (a vocabulary over `tensor`),
     each device looks up the rows that it has and the results are added up; the table
-    itself stays in place.
+    itself stays in place. So it does where its columns are split over axes of the batch
+    and a device has fewer indices than the table has rows: each device looks up all
+    indices in its columns, and the results change places. Otherwise it is gathered.
 
     Args:
         table: Parameter, for example a table of embeddings.

@@ -111,7 +111,10 @@ class _Parts:
 
     @property
     def copied(self) -> float:
-        """Bytes of parameters that XLA copies to update them, beside `tensor`."""
+        """Bytes of parameters that XLA copies to update them.
+
+        Sizes of compiled programs have them beside `tensor` alone; why is not known.
+        """
         layout = self.layout
         return self.local * _FP32 / layout.fsdp if layout.tensor > 1 else 0.0
 
