@@ -59,6 +59,11 @@ class Load:
         """Request `i` alone."""
         return Load(prompts=[self.prompts[i]], outputs=[self.outputs[i]], due=[0.0])
 
+    def cut(self, tokens: int) -> "Load":
+        """The same requests, with answers of at most `tokens`."""
+        outputs = [min(output, tokens) for output in self.outputs]
+        return dataclasses.replace(self, outputs=outputs)
+
 
 def make_load(params: Mapping[str, Any], vocab_size: int, seed: int) -> Load:
     """The requests of a case.
