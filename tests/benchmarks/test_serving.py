@@ -89,6 +89,13 @@ def test_what_is_refused_is_an_error(engine, load):
         serving_policies.continuous(engine, long)
 
 
+def test_a_load_is_cut(load):
+    cut = load.cut(5)
+    assert max(load.outputs) > 5
+    assert cut.outputs == [min(output, 5) for output in load.outputs]
+    assert (cut.prompts, cut.due) == (load.prompts, load.due)
+
+
 def test_figures():
     load = serving_policies.Load(prompts=[[1], [2]], outputs=[2, 3], due=[0.0, 1.0])
     outcomes = serving_policies.outcomes_of(load, [[0.5, 2.0], [1.5, 2.0, 2.5]])
