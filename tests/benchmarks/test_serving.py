@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks import command, serving, serving_host, serving_http, serving_policies
+from benchmarks import (
+    command,
+    serving,
+    serving_host,
+    serving_http,
+    serving_policies,
+    torch_serving,
+)
 from jaxscale.models import Decoder, preset
 from tests.inference.server.conftest import LiveServer
 from tests.inference.server.fake_engine import TOKENIZER, FakeEngine
@@ -94,6 +101,32 @@ def test_a_load_is_cut(load):
     assert max(load.outputs) > 5
     assert cut.outputs == [min(output, 5) for output in load.outputs]
     assert (cut.prompts, cut.due) == (load.prompts, load.due)
+
+
+@pytest.mark.parametrize(
+    ("policy", "attention", "warm"),
+    [
+        ("continuous", "sdpa", [3, 16]),
+        ("continuous", "flash_attention_2", [3, 40]),
+        ("continuous_compile", "sdpa", [3, 40, 5]),
+        ("static", "sdpa", [3, 40, 5]),
+    ],
+)
+def test_transformers_warms_up(monkeypatch, policy, attention, warm):
+    """By the whole load, unless nothing is compiled, or captured either."""
+    ran = []
+
+    def run(model, load, batch, **_):
+        ran.append(load["outputs"])
+        return batch
+
+    monkeypatch.setattr(torch_serving, "build", lambda shape, seed, attention: None)
+    monkeypatch.setattr(torch_serving, "fastest_attention", lambda: attention)
+    monkeypatch.setattr(torch_serving, "continuous", run)
+    monkeypatch.setattr(torch_serving, "static", run)
+    load = {"prompts": [[1]] * 3, "outputs": [3, 40, 5], "due": [0.0] * 3}
+    runs, seconds = torch_serving.measure(policy, {}, [load], 2, 0)
+    assert ran == [warm, [3, 40, 5]] and runs == [2] and seconds >= 0
 
 
 def test_figures():
