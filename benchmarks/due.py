@@ -35,7 +35,13 @@ SLOW = "slower than a larger problem"
 FRESH, MISSING, TRIED, AGAIN = "fresh", "missing", "tried", "again"
 """States of a row; every other says why it is stale."""
 
-SECONDS = {"training": 90.0, "fine_tuning": 30.0, "serving": 60.0, "convergence": 8.0}
+SECONDS = {
+    "training": 90.0,
+    "training_loop": 60.0,
+    "fine_tuning": 30.0,
+    "serving": 60.0,
+    "convergence": 8.0,
+}
 OTHER_SECONDS = 6.0
 """What a row is taken to need where none like it says what it took."""
 

@@ -97,6 +97,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     ),
     ("encoder", "encode"),
     ("training", "fine_tuning"),
+    ("training", "training_loop"),
     ("attention", "disentangled_attention"),
     ("encoder", "layer_norm"),
     ("encoder", "encoder_steps --samples 10"),

@@ -1,0 +1,65 @@
+"""The benchmark of the training loop: equal steps, and what a checkpoint costs them."""
+
+import time
+
+import jax
+import pytest
+
+from benchmarks import command, training_loop
+from jaxscale import models, training
+
+
+PARAMS = training_loop.BENCHMARK.quick_cases[0].params
+
+
+def test_steps_by_hand_are_those_of_fit():
+    by_hand = training_loop.by_hand(PARAMS, seed=0, samples=3)
+    fit = training_loop.fit(PARAMS, seed=0, samples=3)
+    assert by_hand.metrics == fit.metrics  # the loss after as many steps, bit for bit
+    assert len(by_hand.seconds) == len(fit.seconds) == 3
+    other = training_loop.by_hand(PARAMS, seed=1, samples=3)
+    assert other.metrics != by_hand.metrics
+
+
+def test_a_stall_is_found(monkeypatch):
+    """Half a second that a save holds up the loop, and two that it takes alone."""
+    save, alone = training.Checkpointer.save, []
+
+    def slow(self, step, *rest):
+        save(self, step, *rest)
+        time.sleep(0.5)
+
+    monkeypatch.setattr(training.Checkpointer, "save", slow)
+    monkeypatch.setattr(
+        training_loop, "_alone", lambda state, folder: alone.append(state) or (1.0, 2.0)
+    )
+    found = training_loop.fit_saves(PARAMS, seed=0, samples=3)
+    assert 0.5 <= found.metrics["stall_seconds"] < 5
+    assert found.metrics["copy_seconds"] == 1 and found.metrics["save_seconds"] == 2
+    # Weights and two moments in fp32.
+    numbers = models.preset(PARAMS["model"]).num_parameters()
+    assert found.metrics["gigabytes"] == pytest.approx(12e-9 * numbers, rel=1e-3)
+    assert int(alone[0].step) == 2 * PARAMS["save_every"] - 1
+    assert len(found.seconds) == 1 and found.median > 0.05
+
+
+def test_a_save_alone_is_whole(tmp_path):
+    state = {"w": jax.numpy.arange(1000.0)}
+    copy, save = training_loop._alone(state, tmp_path)
+    assert 0 < copy < save
+    with training.Checkpointer(tmp_path, read_only=True) as checkpoints:
+        assert checkpoints.steps == [1, 2]
+
+
+def test_what_is_beside_a_step():
+    found = training_loop.compare(PARAMS, {"by_hand": 2.0, "fit": 2.5})
+    assert found["fit"] == {"beside_step": 0.25}
+    assert training_loop.compare(PARAMS, {"fit": 2.5}) == {}
+
+
+def test_the_command_writes_nothing_without_a_gpu(tmp_path, capsys):
+    arguments = ["--quick", "--out", str(tmp_path), "--samples", "3"]
+    arguments += ["--impl", "by_hand", "fit"]
+    assert command.main(training_loop.BENCHMARK, arguments) == 0
+    assert "beside_step" in capsys.readouterr().out
+    assert not [*tmp_path.rglob("*")]
