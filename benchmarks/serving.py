@@ -60,7 +60,7 @@ TORCH = (
     "torch_continuous_compile",
 )
 _STEPS = 64  # of a token's time
-_WARM = 16  # tokens of an answer
+_WARM = 16  # tokens of an answer, where the first ones are enough to warm up
 _SOLO = 4  # requests that also run by themselves
 _PROGRAMS = "BENCHMARK_PROGRAMS"  # names a folder of compiled programs
 _MANY = 64  # requests that are too many to run one after another, or on instances
@@ -233,7 +233,7 @@ def _serve_ours(policy: str, params: dict[str, Any], seed: int, samples: int) ->
 
     policies.alone(engines[0], load, [0])
     costs = {"compile_seconds": time.perf_counter() - start}
-    # Others than ours take minutes, and have one size of batch: its first tokens warm.
+    # Without joining a load takes minutes, and all steps have one shape.
     run(load if policy in _JOINING else load.cut(_WARM))
     runs = [run(load) for _ in range(samples)]
     if "context" in params:
@@ -290,7 +290,7 @@ def _serve_torch(policy: str, params: dict[str, Any], seed: int, samples: int) -
     batch = params["batch"] if "context" in params else params["slots"]
     loads = [dataclasses.asdict(load)] * samples
     runs, compile_seconds = torch_serving.measure(
-        policy.removeprefix("torch_"), shape, loads, batch, seed
+        policy.removeprefix("torch_"), shape, loads, batch, seed, _WARM
     )
     costs = {"compile_seconds": compile_seconds}
     if "context" in params:

@@ -139,14 +139,19 @@ def continuous(model, load: Mapping[str, Any], batch: int, *, level: int) -> lis
 
 
 def measure(
-    policy: str, shape: Mapping[str, Any], loads: Sequence[Any], batch: int, seed: int
+    policy: str,
+    shape: Mapping[str, Any],
+    loads: Sequence[Any],
+    batch: int,
+    seed: int,
+    warm_tokens: int,
 ) -> tuple[list, float]:
     """Times of the tokens of every request of every load, by one model.
 
     The first load is run once more beforehand, to compile; the seconds of that too.
     Where nothing is compiled, its first batch is enough, and without CUDA graphs, which
-    continuous batching captures as lengths come, the first tokens of that: the whole
-    takes minutes.
+    continuous batching captures as lengths come, the first `warm_tokens` of each of its
+    answers: the whole takes minutes.
     """
     continuously = policy.startswith("continuous")
     attention = fastest_attention() if continuously else "sdpa"
@@ -162,7 +167,7 @@ def measure(
     if policy == "continuous":
         first = {name: values[:batch] for name, values in first.items()}
         if attention == "sdpa":
-            first["outputs"] = [min(output, 16) for output in first["outputs"]]
+            first["outputs"] = [min(n, warm_tokens) for n in first["outputs"]]
     start = time.perf_counter()
     run(first)
     seconds = time.perf_counter() - start

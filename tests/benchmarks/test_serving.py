@@ -125,7 +125,7 @@ def test_transformers_warms_up(monkeypatch, policy, attention, warm):
     monkeypatch.setattr(torch_serving, "continuous", run)
     monkeypatch.setattr(torch_serving, "static", run)
     load = {"prompts": [[1]] * 3, "outputs": [3, 40, 5], "due": [0.0] * 3}
-    runs, seconds = torch_serving.measure(policy, {}, [load], 2, 0)
+    runs, seconds = torch_serving.measure(policy, {}, [load], 2, 0, 16)
     assert ran == [warm, [3, 40, 5]] and runs == [2] and seconds >= 0
 
 
