@@ -46,7 +46,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks import timing
-from benchmarks.harness import Benchmark, Case, Custom, Measurement
+from benchmarks.harness import Benchmark, Case, Custom, Measurement, Params
 
 
 OURS = ("jaxscale", "contiguous", "concurrent", "serial", "static", "windowed")
@@ -81,11 +81,27 @@ def load_case(name: str, model: str, workload: str, gap_ms: float, **more: Any) 
 
 
 def token_case(
-    model: str, batch: int, context: int, weights: str | None = None, tp: int = 1
+    model: str,
+    batch: int,
+    context: int,
+    weights: str | None = None,
+    tp: int = 1,
+    layers: int | None = None,
 ) -> Case:
-    """A step of a full batch; `weights` of 8 bits are int8 or fp8; `tp` devices."""
+    """A step of a full batch.
+
+    Args:
+        model: Of `jaxscale.models.preset`.
+        batch: Rows.
+        context: Tokens of each.
+        weights: int8 or fp8, if not bf16.
+        tp: Devices.
+        layers: Of the model; None is all.
+    """
     params: dict[str, Any] = {"model": model, "batch": batch, "context": context}
     name = f"token_b{batch}_c{context}"
+    if layers is not None:
+        name, params["layers"] = f"{name}_l{layers}", layers
     if weights is not None:
         name, params["weights"] = f"{name}_{weights}", weights
     if tp > 1:
@@ -103,6 +119,12 @@ def _cases() -> list[Case]:
         *(token_case(models[1], *s, w) for s in sizes for w in ("int8", "fp8")),
         *(token_case(models[1], batch, 264, tp=2) for batch in (1, 16, 64)),
         *(
+            token_case(model, batch, 264, tp=tp, layers=layers)
+            for model, layers in (("llama3_70b", 8), ("llama1_13b", None))
+            for batch in (1, 32)
+            for tp in (1, 4)
+        ),
+        *(
             load_case(f"constant_{gap}ms", "llama1_7b", "flover", gap)
             for gap in (0, 135, 500)
         ),
@@ -119,8 +141,17 @@ def _cases() -> list[Case]:
 # --- In a child -----------------------------------------------------------------------
 
 
-def random_model(name: str, seed: int, tp: int = 1) -> Any:
-    """A decoder with random weights, on GPUs in bf16."""
+def config_of(params: Params) -> Any:
+    """The model of a case."""
+    from jaxscale import models
+
+    config = models.preset(params["model"])
+    layers = params.get("layers", config.num_layers)
+    return dataclasses.replace(config, num_layers=layers)
+
+
+def random_model(params: Params, seed: int) -> Any:
+    """The decoder of a case with random weights, on GPUs in bf16."""
     import jax
     import jax.numpy as jnp
     from flax import nnx
@@ -131,11 +162,12 @@ def random_model(name: str, seed: int, tp: int = 1) -> Any:
     from jaxscale.sharding import REPLICATED, fsdp_tp, make_mesh, shardings
 
     dtype = jnp.bfloat16 if timing.on_gpu() else jnp.float32
+    config, tp = config_of(params), params.get("tp", 1)
     rules = serving_rules(fsdp_tp()) if tp > 1 else REPLICATED
 
     def make() -> models.Decoder:
         options: dict[str, Any] = {"dtype": dtype, "param_dtype": dtype, "rules": rules}
-        model = models.Decoder(models.preset(name), rngs=nnx.Rngs(0), **options)
+        model = models.Decoder(config, rngs=nnx.Rngs(0), **options)
         return prepared_model(model, {"tensor": tp})
 
     @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -165,9 +197,8 @@ def random_model(name: str, seed: int, tp: int = 1) -> Any:
 def load_of(params: dict[str, Any], seed: int) -> Any:
     """The requests of a case of either kind."""
     from benchmarks import serving_policies as policies
-    from jaxscale import models
 
-    vocab_size = models.preset(params["model"]).vocab_size
+    vocab_size = config_of(params).vocab_size
     if "context" not in params:
         return policies.make_load(params, vocab_size, seed)
     # Who is first goes on until the prompt of the last is computed, too.
@@ -196,7 +227,7 @@ def _serve_ours(policy: str, params: dict[str, Any], seed: int, samples: int) ->
     from benchmarks import serving_policies as policies
 
     load = load_of(params, seed)
-    model = random_model(params["model"], seed, params.get("tp", 1))
+    model = random_model(params, seed)
     start = time.perf_counter()
     if "weights" in params:
         from jaxscale import models
@@ -274,9 +305,8 @@ def _summary(
 def _serve_torch(policy: str, params: dict[str, Any], seed: int, samples: int) -> Any:
     from benchmarks import serving_policies as policies
     from benchmarks import torch_serving
-    from jaxscale import models
 
-    config, load = models.preset(params["model"]), load_of(params, seed)
+    config, load = config_of(params), load_of(params, seed)
     shape = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.d_model,
@@ -360,11 +390,9 @@ def _in_child(name: str) -> Custom:
 
 def metrics(params: Any, seconds: float) -> dict[str, float]:
     """Of a step: tokens a second, and how fast memory is read."""
-    from jaxscale import models
-
     if "context" not in params:
         return {}
-    config, batch = models.preset(params["model"]), params["batch"]
+    config, batch = config_of(params), params["batch"]
     size = 2 if timing.on_gpu() else 4
     # The table of embeddings is looked up, not read; the output projection is.
     table = 0 if config.tie_embeddings else config.vocab_size * config.d_model

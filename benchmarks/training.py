@@ -416,6 +416,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2_pp2": {"tensor": 2, "pipe": 2, "microbatches": 8},
     "pp4_interleaved": {"pipe": 4, "microbatches": 8, "chunks": 4},
     "pp4_gpipe": {"pipe": 4, "microbatches": 8, "schedule": "gpipe"},
+    "pp4_interleaved_b4": {"pipe": 4, "microbatches": 4, "chunks": 4, "batch": 4},
+    "pp4_gpipe_b4": {"pipe": 4, "microbatches": 4, "schedule": "gpipe", "batch": 4},
     "fsdp2": {"fsdp": 2},
     "tp2": {"tensor": 2},
     "pp2_interleaved": {"pipe": 2, "microbatches": 8, "chunks": 4, "batch": 8},

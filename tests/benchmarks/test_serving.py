@@ -158,6 +158,13 @@ def test_the_bytes_of_a_step():
     assert case.name == "token_b32_c264_int8"
     found = serving.metrics(case.params, 1.0)
     assert found["read_gb_per_second"] == pytest.approx(15.01 / 2 + 2 * 1.11, rel=1e-2)
+    # Eight layers of 856 million weights, the output projection, keys and values.
+    case = serving.token_case("llama3_70b", 32, 264, tp=4, layers=8)
+    assert case.name == "token_b32_c264_l8_tp4"
+    found = serving.metrics(case.params, 1.0)
+    weights, values = 8 * 0.8557 + 1.0507, 32 * 264 * 8 * 2 * 1024 / 1e9
+    each = 4 * (weights + values) / 4  # fp32 here, on four devices
+    assert found["read_gb_per_second"] == pytest.approx(each, rel=1e-3)
 
 
 def test_the_command_runs_anywhere_and_writes_nothing(tmp_path, capsys):
