@@ -16,8 +16,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxscale.checks import check_positive
+from jaxscale.sharding.lookup import gather
 from jaxscale.sharding.manual import sum_for_all
-from jaxscale.sharding.operations import constrain, gather
+from jaxscale.sharding.operations import constrain
 from jaxscale.sharding.parameters import partitioned
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 

@@ -2,11 +2,11 @@
 
 from jaxscale.sharding.distributed import Cluster, initialize
 from jaxscale.sharding.fp8 import Fp8
+from jaxscale.sharding.lookup import gather
 from jaxscale.sharding.mesh import MESH_AXES, MeshConfig, make_mesh
 from jaxscale.sharding.operations import (
     constrain,
     contract,
-    gather,
     per_shard,
     reshape,
 )

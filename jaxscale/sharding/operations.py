@@ -6,14 +6,13 @@ operation whose result is ambiguous must be told it (``out_sharding``), which Au
 reject. On a *Manual* axis, inside `jax.shard_map`, arrays are local and the rules say
 nothing: whoever writes the `shard_map` passes each device its rows of the batch and
 whole parameters, or makes the collectives that split parameters need. The functions
-`constrain`, `contract`, `gather`, `reshape` and `per_shard` choose by axis type, so
-that the same module runs under all three, and under meshes that mix them.
+`constrain`, `contract`, `reshape` and `per_shard`, and `gather` in `lookup`, choose by
+axis type, so that the same module runs under all three, and under meshes that mix them.
 
 The mesh is the one of `jax.set_mesh`, or else the one that the arrays live on.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Inexact, Int, Shaped
+from jaxtyping import Array, Inexact, Shaped
 
 from jaxscale.sharding.rules import AxisRules, as_tuple, require_axes
 
@@ -95,7 +94,7 @@ def contract(
         Array([4., 4., 4., 4., 4.], dtype=float32)
     """
     shape = _einsum_shape(subscripts, x.shape, w.shape)
-    explicit, auto = _layout(shape, out_axes, rules, x, w)
+    explicit, auto = layout_of(shape, out_axes, rules, x, w)
 
     twice = explicit is auto is None and _is_narrow_row(subscripts, x, w)
 
@@ -105,127 +104,17 @@ def contract(
         out = jnp.einsum(
             subscripts,
             x,
-            _gather_storage_axes(w, w_axes, rules),
+            gather_storage_axes(w, w_axes, rules),
             out_sharding=explicit,
             preferred_element_type=preferred_element_type,
         )
-        return out[..., :1, :] if twice else _steer(out, auto)
+        return out[..., :1, :] if twice else steer(out, auto)
 
     if _is_gathered(w, w_axes, rules):
         # The backward pass gathers `w` again: kept from the forward pass, the whole
         # parameters of all layers would lie on every device.
         product = jax.checkpoint(product)
     return product(x, w)
-
-
-def gather(
-    table: Shaped[Array, "rows *rest"],
-    indices: Int[Array, "..."],
-    table_axes: Sequence[str | None],
-    out_axes: Sequence[str | None],
-    rules: AxisRules,
-) -> Shaped[Array, "..."]:
-    """``table[indices]`` along the first dimension, split as `out_axes` say.
-
-    Where the rows of the table are split over devices (a vocabulary over `tensor`),
-    each device looks up the rows that it has and the results are added up; the table
-    itself stays in place. So it does where its columns are split over axes of the batch
-    and a device has fewer indices than the table has rows: each device looks up all
-    indices in its columns, and the results change places. Otherwise it is gathered.
-
-    Args:
-        table: Parameter, for example a table of embeddings.
-        indices: Rows to take. Those outside the table, negative ones too, give NaN
-            (integers: the minimum).
-        table_axes: Logical axes of `table`.
-        out_axes: Logical axes of the result: those of `indices`, then of a row.
-        rules: Mesh axes of each logical axis.
-
-    Raises:
-        ValueError: as `constrain`.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from jaxscale.sharding import fsdp_tp
-        >>> table = jnp.asarray([[1.0, 2.0], [3.0, 4.0]])
-        >>> axes = ("vocab", "embed"), ("tokens", "act_embed")
-        >>> gather(table, jnp.asarray([1, 1, 0]), *axes, fsdp_tp())[:, 0]
-        Array([3., 3., 1.], dtype=float32)
-    """
-    if _partly_manual(_current_mesh((table, indices))):
-        # Indices are whole where rows are split: a token may be in any row.
-        rows = rules.mesh_axes(table_axes[:1])
-        at = [
-            None if axis is None or rules.mesh_axes([axis]) & rows else axis
-            for axis in out_axes[: indices.ndim]
-        ]
-        shards = Shards.of((table, indices), (table_axes, at), rules)
-        tracked = any(jax.typeof(x).manual_axis_type.varying for x in (table, indices))
-        if shards.splits(table_axes[0]) and not tracked:
-            return _look_up(shards, table, indices, out_axes)
-        # The partitioner of jaxlib 0.11.2 aborts on split rows there.
-        table_axes = (None, *table_axes[1:])
-        table = constrain(table, table_axes, rules)
-    # The sum over the devices that hold rows has no place to go while the result is
-    # split over the same devices: the compiler would gather the whole table instead.
-    rows = rules.mesh_axes(table_axes[:1]) - rules.mesh_axes(["batch"])
-    found_axes, found_rules = out_axes, rules.without(rows, out_axes)
-    columns = rules.mesh_axes(table_axes[1:])
-    is_stored = columns & rules.mesh_axes(["batch"])
-    if is_stored and _is_smaller(indices, out_axes, table, rules):
-        # Each device looks up all tokens in the columns that it stores: what is found
-        # changes places, and neither the table nor its gradient does.
-        found_axes = (*out_axes[: indices.ndim], *table_axes[1:])
-        found_rules = found_rules.without(columns, out_axes[: indices.ndim])
-        whole = functools.partial(
-            constrain, axes=found_axes[: indices.ndim], rules=found_rules
-        )
-        # Outside of `jax.jit` they may be on one device, where a constraint fails.
-        indices = jax.jit(whole, inline=True)(indices)
-        table = constrain(table, table_axes, rules)
-    else:
-        table = _gather_storage_axes(table, table_axes, rules)
-    shape = indices.shape + table.shape[1:]
-    explicit, auto = _layout(shape, found_axes, found_rules, table)
-    out = table.at[indices].get(
-        mode="fill", wrap_negative_indices=False, out_sharding=explicit
-    )
-    return constrain(_steer(out, auto), out_axes, rules)
-
-
-def _is_smaller(
-    indices: Array, axes: Sequence[str | None], table: Array, rules: AxisRules
-) -> bool:
-    """Whether a device has fewer indices than the table has rows."""
-    sizes = _current_mesh((indices, table)).shape
-    names = rules.mesh_axes(axes[: indices.ndim])
-    ways = math.prod(sizes.get(name, 1) for name in names)
-    return indices.size < ways * table.shape[0]
-
-
-def _look_up(
-    shards: "Shards", table: Array, indices: Array, out_axes: Sequence[str | None]
-) -> Array:
-    """`gather` inside a Manual region: each device looks up the rows that it has."""
-    names = shards.names(shards.in_axes[0][0])
-    total = table.shape[0]
-
-    def local(table: Array, indices: Array) -> tuple[Array]:
-        rows = table.shape[0]
-        at = indices - jax.lax.axis_index(names) * rows
-        here = (at >= 0) & (at < rows)
-        found = table[jnp.where(here, at, 0)]
-        found = jnp.where(here[..., None], found, jnp.zeros((), found.dtype))
-        found = jax.lax.psum(found, names)
-        inside = (indices >= 0) & (indices < total)
-        real = jnp.issubdtype(table.dtype, jnp.inexact)
-        nothing = jnp.nan if real else jnp.iinfo(table.dtype).min
-        return (jnp.where(inside[..., None], found, nothing),)
-
-    axes = (*shards.in_axes[1], *[None] * (table.ndim - 1))
-    look_up = shards.over(local, [axes], parameters=(0,))
-    (out,) = look_up(*shards.place((table, indices)))
-    return constrain(out, out_axes, shards.rules)
 
 
 def reshape(
@@ -252,8 +141,8 @@ def reshape(
         >>> reshape(jnp.ones((2, 3, 8)), (2, 3, 2, 4), axes, fsdp_tp()).shape
         (2, 3, 2, 4)
     """
-    explicit, auto = _layout(tuple(shape), out_axes, rules, x)
-    return _steer(jax.lax.reshape(x, tuple(shape), out_sharding=explicit), auto)
+    explicit, auto = layout_of(tuple(shape), out_axes, rules, x)
+    return steer(jax.lax.reshape(x, tuple(shape), out_sharding=explicit), auto)
 
 
 def per_shard[Result](
@@ -332,7 +221,7 @@ class Shards:
         """Return how `args` are cut, arrays or pytrees of them."""
         in_axes = tuple(in_axes)
         leaves, tree = jax.tree.flatten(tuple(args))
-        mesh = _current_mesh(leaves)
+        mesh = current_mesh(leaves)
         types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
         free = frozenset(n for n, kind in types.items() if kind != AxisType.Manual)
         pairs = zip(leaves, tree.flatten_up_to(in_axes), strict=True)
@@ -494,13 +383,13 @@ def _constrain(
     x: Array, axes: Sequence[str | None], rules: AxisRules, *arrays: Array
 ) -> Array:
     """`constrain` on the mesh of the context, or else that of `arrays`."""
-    explicit, auto = _layout(x.shape, axes, rules, *arrays)
+    explicit, auto = layout_of(x.shape, axes, rules, *arrays)
     if explicit is not None:
         x = jax.sharding.reshard(x, explicit)
-    return _steer(x, auto)
+    return steer(x, auto)
 
 
-def _gather_storage_axes(
+def gather_storage_axes(
     w: Shaped[Array, "..."], w_axes: Sequence[str | None], rules: AxisRules
 ) -> Shaped[Array, "..."]:
     """`w` split only over the mesh axes that its computation is split over."""
@@ -516,7 +405,7 @@ def _is_gathered(
     w: Shaped[Array, "..."], w_axes: Sequence[str | None], rules: AxisRules
 ) -> bool:
     """Return whether one device computes with more than one shard of `w`."""
-    mesh = _current_mesh((w,))
+    mesh = current_mesh((w,))
     manual = set(mesh.manual_axes)
     stored = rules.mesh_axes(w_axes) & rules.mesh_axes(["batch"]) - manual
     return any(mesh.shape.get(axis, 1) > 1 for axis in stored)
@@ -565,11 +454,12 @@ def _terms(subscripts: str) -> tuple[str, str, str, str]:
     return x, w, arrow, out
 
 
-def _steer(x: Array, auto: NamedSharding | None) -> Array:
+def steer(x: Array, auto: NamedSharding | None) -> Array:
+    """`x` with the sharding over Auto axes that `layout_of` gives, if there are any."""
     return x if auto is None else jax.lax.with_sharding_constraint(x, auto)
 
 
-def _layout(
+def layout_of(
     shape: Sequence[int],
     axes: Sequence[str | None],
     rules: AxisRules,
@@ -585,7 +475,7 @@ def _layout(
             "dimension, with None for one that is not split"
         )
     spec = rules.spec(*axes)
-    mesh = _current_mesh(arrays)
+    mesh = current_mesh(arrays)
     if mesh.empty:
         return None, None
     require_axes(sorted(rules.mesh_axes(axes)), mesh.axis_names)
@@ -613,13 +503,14 @@ def _layout(
     return part(AxisType.Explicit), part(AxisType.Auto)
 
 
-def _current_mesh(arrays: Sequence[Array]) -> AbstractMesh:
+def current_mesh(arrays: Sequence[Array]) -> AbstractMesh:
     """The mesh of the context, or else that of the first array that has one."""
     context = jax.sharding.get_abstract_mesh()
     meshes = (context, *(jax.typeof(array).sharding.mesh for array in arrays))
     return next((mesh for mesh in meshes if not mesh.empty), context)
 
 
-def _partly_manual(mesh: AbstractMesh) -> bool:
+def partly_manual(mesh: AbstractMesh) -> bool:
+    """Whether some axes of a mesh are Manual and others are not."""
     types = set(mesh.axis_types)
     return AxisType.Manual in types and len(types) > 1

@@ -40,6 +40,7 @@ from jaxscale.training.optimizer import (
     make_schedule,
 )
 from jaxscale.training.pretrained import pretrained
+from jaxscale.training.programs import programs_in
 from jaxscale.training.signals import stop_on_signal
 from jaxscale.training.step import (
     EvalStep,
@@ -100,9 +101,10 @@ def fit(
     """Train a model, from the newest checkpoint in the output directory on.
 
     The same call starts a run, continues an interrupted one bit for bit, on the same or
-    another mesh, and evaluates a finished one. SIGTERM or SIGINT (Ctrl-C) ends the run
-    after the current step with a checkpoint; a second one ends it at once. Of several
-    processes any may get the SIGTERM.
+    another mesh, and evaluates a finished one. On GPUs the output directory keeps the
+    compiled programs for that, unless JAX has a cache of them. SIGTERM or SIGINT
+    (Ctrl-C) ends the run after the current step with a checkpoint; a second one ends it
+    at once. Of several processes any may get the SIGTERM.
 
     Args:
         config: The settings of the run.
@@ -171,6 +173,8 @@ def fit(
         file = Path(config.output_dir) / f"events-{jax.process_index()}.jsonl"
         stack.enter_context(events.written_to(file))
         events.emit("layout", 0, **layout_args(mesh, jax.process_index(), config))
+        platform = mesh.devices.flat[0].platform
+        stack.enter_context(programs_in(Path(config.output_dir) / "programs", platform))
         checkpoints = stack.enter_context(_checkpointer(config))
         monitor = stack.enter_context(_monitor(config, mesh, writers, events))
         asked_to_stop = stack.enter_context(stop_on_signal())

@@ -9,7 +9,8 @@ import numpy as np
 from flax import nnx
 
 from jaxscale.models.llama import llama_tiny
-from jaxscale.sharding.operations import constrain, contract, gather
+from jaxscale.sharding.lookup import gather
+from jaxscale.sharding.operations import constrain, contract
 from jaxscale.sharding.parameters import partitioned
 from jaxscale.sharding.rules import REPLICATED
 

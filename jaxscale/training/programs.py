@@ -1,0 +1,36 @@
+"""Compiled programs of a run, for its next start."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+
+@contextlib.contextmanager
+def programs_in(folder: Path, platform: str) -> Iterator[None]:
+    """Within it, what JAX compiles for a GPU is looked up in `folder`, and put there.
+
+    On a GPU, XLA times several forms of each matrix product and takes the fastest.
+    Which one wins differs from start to start, and with it the last bits of its result:
+    a run that goes on with the programs that it began with has the losses of one that
+    was not interrupted, and starts without compiling. A cache that JAX has already
+    (``JAX_COMPILATION_CACHE_DIR``) does the same and is left in place. On a CPU
+    programs depend on no timing.
+
+    Args:
+        folder: Of the run; to load a program can run any code, so only the user may
+            write there.
+        platform: Of the devices.
+    """
+    if platform != "gpu" or jax.config.jax_compilation_cache_dir:
+        yield
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_compilation_cache_dir", None)
+        compilation_cache.reset_cache()
