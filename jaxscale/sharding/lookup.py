@@ -130,7 +130,7 @@ def row_sums(
         return jnp.zeros((rows, *values.shape[1:]), dtype)
     size = min(_CHUNK, n)
     missing = -n % size
-    at = jnp.pad(indices, (0, missing), constant_values=rows)
+    at = jnp.pad(indices.astype(jnp.int32), (0, missing), constant_values=rows)
     flat = jnp.pad(values.reshape(n, -1), ((0, missing), (0, 0)))  # [n, F]
     order = jnp.argsort(at)  # stable
     chunks = at[order].reshape(-1, size)  # [K, C]
@@ -154,7 +154,7 @@ def row_sums(
     sums, at = (sums + carried).reshape(flat.shape), chunks.reshape(-1)
     is_last = jnp.concatenate([at[1:] != at[:-1], jnp.ones(1, bool)])
     # Places outside of the table, each another one, are dropped.
-    outside = rows + jnp.arange(len(at), dtype=at.dtype)
+    outside = rows + jnp.arange(len(at), dtype=jnp.int32)
     at = jnp.where(is_last & (at >= 0) & (at < rows), at, outside)
     table = jnp.zeros((rows, sums.shape[1]), dtype)
     table = table.at[at].set(sums.astype(dtype), mode="drop", unique_indices=True)
@@ -226,15 +226,8 @@ def _look_up(
         rows = table.shape[0]
         at = indices - jax.lax.axis_index(names) * rows
         here = (at >= 0) & (at < rows)
-        whole = (None,) * (indices.ndim + table.ndim)
-        found = _take(
-            table,
-            jnp.where(here, at, 0),
-            None,
-            whole[: table.ndim],
-            whole[1:],
-            shards.rules,
-        )
+        at, whole = jnp.where(here, at, 0), (None,) * (at.ndim + table.ndim)
+        found = _take(table, at, None, whole[: table.ndim], whole[1:], shards.rules)
         found = jnp.where(here[..., None], found, jnp.zeros((), found.dtype))
         found = jax.lax.psum(found, names)
         inside = (indices >= 0) & (indices < total)

@@ -69,6 +69,13 @@ def test_narrow_values_are_summed_in_fp32():
     assert sums.dtype == jnp.bfloat16 and float(sums[0]) == 528
 
 
+def test_narrow_indices():
+    """Places that are dropped have numbers that do not fit them."""
+    indices, values = np.arange(200) % 100, values_of(range(200), (3,))
+    sums = row_sums(values, jnp.asarray(indices, jnp.int8), 120)
+    np.testing.assert_allclose(sums, expected(values, indices, 120), atol=1e-6)
+
+
 def test_no_values():
     assert (
         row_sums(jnp.zeros((0, 2)), jnp.zeros(0, jnp.int32), 3).tolist() == [[0, 0]] * 3
