@@ -339,8 +339,9 @@ class Embed(nnx.Module):
             here = (at >= 0) & (at < rows)
             at = jnp.where(here, at, 0)
         out_axes = ("batch", "tokens", "act_embed")
-        out = gather(self.table[...], at, self.axes, out_axes, self.rules)
-        out = out.astype(self.dtype)
+        out = gather(
+            self.table[...], at, self.axes, out_axes, self.rules, dtype=self.dtype
+        )
         if not row_axes:
             return out
         masks = here, (indices >= 0) & (indices < self.num_rows(row_axes))

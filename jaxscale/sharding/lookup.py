@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
+from jax.typing import DTypeLike
 from jaxtyping import Array, Inexact, Int, Shaped
 
 from jaxscale.sharding.operations import (
@@ -38,6 +39,7 @@ def gather(
     table_axes: Sequence[str | None],
     out_axes: Sequence[str | None],
     rules: AxisRules,
+    dtype: DTypeLike | None = None,
 ) -> Shaped[Array, "..."]:
     """``table[indices]`` along the first dimension, split as `out_axes` say.
 
@@ -54,6 +56,7 @@ def gather(
         table_axes: Logical axes of `table`.
         out_axes: Logical axes of the result: those of `indices`, then of a row.
         rules: Mesh axes of each logical axis.
+        dtype: Type of the result, and of its cotangent; None is that of the table.
 
     Raises:
         ValueError: as `constrain`.
@@ -76,7 +79,7 @@ def gather(
         shards = Shards.of((table, indices), (table_axes, at), rules)
         tracked = any(jax.typeof(x).manual_axis_type.varying for x in (table, indices))
         if shards.splits(table_axes[0]) and not tracked:
-            return _look_up(shards, table, indices, out_axes)
+            return _look_up(shards, table, indices, out_axes, dtype)
         # The partitioner of jaxlib 0.11.2 aborts on split rows there.
         table_axes = (None, *table_axes[1:])
         table = constrain(table, table_axes, rules)
@@ -101,12 +104,15 @@ def gather(
         table = gather_storage_axes(table, table_axes, rules)
     shape = indices.shape + table.shape[1:]
     explicit, auto = layout_of(shape, found_axes, found_rules, table)
-    out = _take(table, indices, explicit, table_axes, found_axes, found_rules)
+    out = _take(table, indices, explicit, table_axes, found_axes, found_rules, dtype)
     return constrain(steer(out, auto), out_axes, rules)
 
 
 def row_sums(
-    values: Inexact[Array, "n *rest"], indices: Int[Array, "n"], rows: int
+    values: Inexact[Array, "n *rest"],
+    indices: Int[Array, "n"],
+    rows: int,
+    dtype: DTypeLike | None = None,
 ) -> Inexact[Array, "rows *rest"]:
     """For each row of a table the sum of the values that belong to it.
 
@@ -120,12 +126,13 @@ def row_sums(
             rows of its chunk.
         indices: Row of each value; those outside of the table are left out.
         rows: Rows of the table.
+        dtype: Type of the sums; None is that of the values.
 
     Example:
         >>> row_sums(jnp.asarray([1.0, 2.0, 4.0]), jnp.asarray([2, 0, 2]), 3)
         Array([2., 0., 5.], dtype=float32)
     """
-    dtype, n = values.dtype, len(indices)
+    dtype, n = dtype or values.dtype, len(indices)
     if not n:
         return jnp.zeros((rows, *values.shape[1:]), dtype)
     size = min(_CHUNK, n)
@@ -134,11 +141,15 @@ def row_sums(
     flat = jnp.pad(values.reshape(n, -1), ((0, missing), (0, 0)))  # [n, F]
     order = jnp.argsort(at)  # stable
     chunks = at[order].reshape(-1, size)  # [K, C]
-    wide = jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
-    each = flat[order].astype(wide).reshape(*chunks.shape, -1)  # [K, C, F]
+    each = flat[order].reshape(*chunks.shape, -1)  # [K, C, F]
     equal = chunks[:, :, None] == chunks[:, None, :]
+    narrow = jnp.finfo(each.dtype).bits < 32
     sums = jnp.einsum(
-        "kij,kjf->kif", equal.astype(wide), each, precision=jax.lax.Precision.HIGHEST
+        "kij,kjf->kif",
+        equal.astype(each.dtype),
+        each,
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32 if narrow else each.dtype,
     )
     first, last = chunks[:, 0], chunks[:, -1]
     goes_on = jnp.concatenate([jnp.zeros(1, bool), last[:-1] == first[1:]])
@@ -168,6 +179,7 @@ def _take(
     table_axes: Sequence[str | None],
     out_axes: Sequence[str | None],
     rules: AxisRules,
+    dtype: DTypeLike | None,
 ) -> Array:
     """``table[indices]`` with its result split as `out_axes` say, NaN outside.
 
@@ -178,13 +190,15 @@ def _take(
         table_axes: Logical axes of `table`; its gradient is split over all of them.
         out_axes: Logical axes of the result.
         rules: Mesh axes of each logical axis.
+        dtype: Type of the result; None is that of the table.
     """
-    shape, kind = table.shape, jax.typeof(table)
+    kind = jax.typeof(table)
 
     def look_up(table: Array, indices: Array) -> Array:
-        return table.at[indices].get(
+        found = table.at[indices].get(
             mode="fill", wrap_negative_indices=False, out_sharding=explicit
         )
+        return found.astype(dtype or table.dtype)
 
     # A rule of our own says nothing of what varies over Manual axes that are tracked.
     tracked = any(jax.typeof(x).manual_axis_type.varying for x in (table, indices))
@@ -195,7 +209,7 @@ def _take(
         return look_up(table, indices), indices
 
     def backward(indices: Array, dy: Array) -> tuple[Array, None]:
-        sums = _gradient(dy, indices, shape, table_axes, out_axes, rules)
+        sums = _gradient(dy, indices, kind, table_axes, out_axes, rules)
         if explicit is not None:  # there the type of a gradient names its sharding
             sums = jax.sharding.reshard(sums, kind.sharding)
         return sums, None
@@ -216,7 +230,11 @@ def _is_smaller(
 
 
 def _look_up(
-    shards: "Shards", table: Array, indices: Array, out_axes: Sequence[str | None]
+    shards: Shards,
+    table: Array,
+    indices: Array,
+    out_axes: Sequence[str | None],
+    dtype: DTypeLike | None,
 ) -> Array:
     """`gather` inside a Manual region: each device looks up the rows that it has."""
     names = shards.names(shards.in_axes[0][0])
@@ -227,7 +245,8 @@ def _look_up(
         at = indices - jax.lax.axis_index(names) * rows
         here = (at >= 0) & (at < rows)
         at, whole = jnp.where(here, at, 0), (None,) * (at.ndim + table.ndim)
-        found = _take(table, at, None, whole[: table.ndim], whole[1:], shards.rules)
+        axes = whole[: table.ndim], whole[1:]
+        found = _take(table, at, None, *axes, shards.rules, dtype)
         found = jnp.where(here[..., None], found, jnp.zeros((), found.dtype))
         found = jax.lax.psum(found, names)
         inside = (indices >= 0) & (indices < total)
@@ -244,12 +263,12 @@ def _look_up(
 def _gradient(
     dy: Array,
     indices: Array,
-    shape: tuple[int, ...],
+    table: Any,
     table_axes: Sequence[str | None],
     out_axes: Sequence[str | None],
     rules: AxisRules,
 ) -> Array:
-    """The gradient of a table of that `shape`, split as the parameter where it can be.
+    """The gradient of a table of that type, split as the parameter where it can be.
 
     Each device adds up its own rows of the table, its own columns, or those of its own
     indices, which are then summed over the devices.
@@ -266,7 +285,7 @@ def _gradient(
         ways = math.prod(shards.mesh.shape[name] for name in names)
         return axis if not size % ways and (is_free(axis) or names <= summed) else None
 
-    axes = [kept(*pair) for pair in zip(shape, table_axes, strict=True)]
+    axes = [kept(*pair) for pair in zip(table.shape, table_axes, strict=True)]
     axes[0] = axes[0] if is_free(axes[0]) else None
     columns = [axis if is_free(axis) else None for axis in axes[1:]]
     arguments = (indices, dy)
@@ -274,13 +293,14 @@ def _gradient(
     rows, summed = shards.names(axes[0]), _split(shards, at_axes)
 
     def local(indices: Array, dy: Array) -> tuple[Array]:
-        count = shape[0]
+        count = table.shape[0]
         if rows:
             count //= math.prod(map(jax.lax.axis_size, rows))
             indices = indices - jax.lax.axis_index(rows) * count
         # [*indices, *rest] -> [n, *rest]
         values = dy.reshape(-1, *dy.shape[indices.ndim :])
-        sums, left = row_sums(values, indices.reshape(-1), count), set(summed)
+        sums = row_sums(values, indices.reshape(-1), count, table.dtype)
+        left = set(summed)
         for dimension, axis in enumerate(axes[1:], 1):
             names = _split(shards, [axis])
             if names & left:

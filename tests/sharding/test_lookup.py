@@ -67,6 +67,9 @@ def test_narrow_values_are_summed_in_fp32():
     values = jnp.concatenate([jnp.ones(512), jnp.full(1024, 1 / 64)])
     sums = row_sums(values.astype(jnp.bfloat16), jnp.zeros(1536, jnp.int32), 1)
     assert sums.dtype == jnp.bfloat16 and float(sums[0]) == 528
+    values = jnp.full(1000, 1 + 1 / 128, jnp.bfloat16)
+    sums = row_sums(values, jnp.zeros(1000, jnp.int32), 1, jnp.float32)
+    assert sums.dtype == jnp.float32 and float(sums[0]) == 1000 * (1 + 1 / 128)
 
 
 def test_narrow_indices():
@@ -80,6 +83,26 @@ def test_no_values():
     assert (
         row_sums(jnp.zeros((0, 2)), jnp.zeros(0, jnp.int32), 3).tolist() == [[0, 0]] * 3
     )
+
+
+def test_the_type_of_the_result():
+    """Cotangents come in it, and are added up in that of the table."""
+    random = np.random.default_rng(0)
+    table = jnp.asarray(random.normal(size=(5, 4)), jnp.float32)
+    indices = jnp.asarray(random.integers(0, 5, (2, 300)), jnp.int32)
+    dy = jnp.asarray(random.normal(size=(2, 300, 4)), jnp.bfloat16)
+
+    def look_up(table):
+        return gather(
+            table, indices, TABLE_AXES, OUT_AXES, fsdp_tp(), dtype=jnp.bfloat16
+        )
+
+    found, pull = jax.vjp(look_up, table)
+    assert (found == table.astype(jnp.bfloat16)[indices]).all()
+    (sums,) = pull(dy)
+    assert sums.dtype == jnp.float32
+    want = expected(dy.reshape(-1, 4), indices.reshape(-1).tolist(), 5)
+    np.testing.assert_allclose(sums, want, rtol=2e-6, atol=1e-5)
 
 
 def gradient(devices, axis, rows, features, tokens):
