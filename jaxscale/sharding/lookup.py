@@ -277,6 +277,8 @@ def _gradient(
     shards = Shards.of((indices,), (at_axes,), rules)
     summed, claimed = _split(shards, at_axes), rules.mesh_axes(at_axes)
 
+    # A mesh axis that splits indices cannot split rows or columns of `dy` as well: sums
+    # over it are scattered onto the columns, or made whole.
     def is_free(axis: str | None) -> bool:
         return axis is None or not claimed & rules.mesh_axes([axis])
 
