@@ -12,12 +12,11 @@ from jax.experimental.compilation_cache import compilation_cache
 def programs_in(folder: Path, platform: str) -> Iterator[None]:
     """Within it, what JAX compiles for a GPU is looked up in `folder`, and put there.
 
-    On a GPU, XLA times several forms of each matrix product and takes the fastest.
-    Which one wins differs from start to start, and with it the last bits of its result:
-    a run that goes on with the programs that it began with has the losses of one that
-    was not interrupted, and starts without compiling. A cache that JAX has already
-    (``JAX_COMPILATION_CACHE_DIR``) does the same and is left in place. On a CPU
-    programs depend on no timing.
+    On a GPU, XLA times several forms of each matrix product at every start and takes
+    the fastest, and another one rounds otherwise. A run that goes on with the programs
+    that it began with is spared that, and the time to compile. A cache that JAX has
+    already (``JAX_COMPILATION_CACHE_DIR``, as a supervisor sets it) does the same and is
+    left in place. On a CPU programs depend on no timing.
 
     Args:
         folder: Of the run; to load a program can run any code, so only the user may
