@@ -15,8 +15,8 @@ def programs_in(folder: Path, platform: str) -> Iterator[None]:
     On a GPU, XLA times several forms of each matrix product at every start and takes
     the fastest, and another one rounds otherwise. A run that goes on with the programs
     that it began with is spared that, and the time to compile. A cache that JAX has
-    already (``JAX_COMPILATION_CACHE_DIR``, as a supervisor sets it) does the same and is
-    left in place. On a CPU programs depend on no timing.
+    already (``JAX_COMPILATION_CACHE_DIR``, which a supervisor sets) does the same and
+    stays. On a CPU programs depend on no timing.
 
     Args:
         folder: Of the run; to load a program can run any code, so only the user may
