@@ -3,8 +3,8 @@
     python -m benchmarks.plan
 
 No GPU is needed: the rows are those of MegaScale's tables 2 and 3 and figure 9 (arXiv
-2402.15627), and of ``benchmarks/results/nvidia_h200``. ``set`` marks rows by which
-constants were set; the others are predictions.
+2402.15627), and of ``benchmarks/results``, on H200s and H100s. ``set`` marks rows by
+which constants were set; the others are predictions.
 
 What was set by what: the rates of `jaxscale.training.hardware.A100` by the first and
 the fourth row of Megatron-LM in table 2; `MEGATRON` by the same rows and by the first
@@ -36,7 +36,7 @@ from jaxscale.training.hardware import A100, H100, H200, Hardware, mfu
 from jaxscale.training.memory_model import step_memory
 
 
-RESULTS = Path(__file__).parent / "results" / "nvidia_h200"
+RESULTS = Path(__file__).parent / "results"
 
 # Megatron-LM as the paper ran it. Its last stage alone has the output projection.
 MEGATRON = Program(
@@ -242,6 +242,56 @@ def measured() -> Iterator[Row]:
             )
 
 
+def on_h100s() -> Iterator[Row]:
+    """Times of training on one and on four H100s, from the stored results.
+
+    GPipe is no plan. Rows with several chunks were measured when each pass of a layer
+    copied its parameters, not each change to another chunk.
+    """
+    for row in _rows("training", H100):
+        params = row["params"]
+        if row["implementation"] != "jaxscale" or "schedule" in params:
+            continue
+        model = preset(params["model"])
+        model = dataclasses.replace(
+            model,
+            parallel_block=params.get("parallel", model.parallel_block),
+            window=params.get("window", model.window),
+        )
+        sizes = {axis: params.get(axis, 1) for axis in ("fsdp", "pipe", "tensor")}
+        batch, parts = params["batch"], params.get("microbatches", 1)
+        layout = Layout(
+            **sizes,
+            chunks=params.get("chunks", 1),
+            batch_size=batch,
+            rows=batch // parts // sizes["fsdp"],
+            remat=params.get("remat", "none"),
+        )
+        fused = params.get("tensor_parallel", "fused") == "fused"
+        program = JAXSCALE_FUSED if fused and layout.tensor > 1 else JAXSCALE_XLA
+        yield _on_h100s(row, model, layout, program)
+    for row in _rows("training_loop", H100):
+        params = row["params"]
+        if row["implementation"] == "by_hand":
+            fsdp, batch = params["fsdp"], params["batch"]
+            layout = Layout(fsdp=fsdp, batch_size=batch, rows=batch // fsdp)
+            yield _on_h100s(row, preset(params["model"]), layout, JAXSCALE_XLA)
+
+
+def _on_h100s(
+    row: dict[str, Any], model: DecoderConfig, layout: Layout, program: Program
+) -> Row:
+    seq_len = row["params"]["seq_len"]
+    return Row(
+        source="training",
+        name=row["case"],
+        unit="ms",
+        known=row["time_us"] / 1e3,
+        predicted=1e3 * seconds(model, seq_len, layout, H100, program),
+        was_set=False,
+    )
+
+
 def measured_memory() -> Iterator[Row]:
     """Peaks of memory in training on one H200, from the stored results."""
     for row, layout, model in _trained():
@@ -365,8 +415,9 @@ def _trained() -> Iterator[tuple[dict[str, Any], Layout, DecoderConfig]]:
             yield row, layout, preset(row["params"]["model"])
 
 
-def _rows(name: str) -> list[dict[str, Any]]:
-    return json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+def _rows(name: str, hardware: Hardware = H200) -> list[dict[str, Any]]:
+    folder = {H200: "nvidia_h200", H100: "nvidia_h100_80gb_hbm3"}[hardware]
+    return json.loads((RESULTS / folder / f"{name}.json").read_text())["rows"]
 
 
 def main() -> int:
@@ -374,6 +425,7 @@ def main() -> int:
     for title, rows in (
         ("Published (A100)", [*published()]),
         ("Time, measured here (H200)", [*measured()]),
+        ("Time, measured here (H100)", [*on_h100s()]),
         ("Memory, measured here (H200)", [*measured_memory()]),
         ("Memory, compiled here (H200)", [*compiled_memory()]),
         ("Published by others", [*others()]),

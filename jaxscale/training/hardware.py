@@ -146,14 +146,15 @@ H200 = Hardware(
 H100 = Hardware(
     name="H100",
     peak=PEAK_BF16_FLOPS["NVIDIA H100"],
-    matmul=750e12,
+    matmul=720e12,
     fp32=50e12,
     attention=480e12,
     hbm=2.8e12,
     link=300e9,
     nic=45e9,
     memory=80e9,
-    origin="by the data sheet from the H200, not measured",
+    origin="products (of LLaMA 8B's widths, on two) measured here; the rest by the "
+    "data sheet from the H200, not measured",
 )
 """One H100 SXM in a host with NVLink."""
 

@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -61,6 +63,32 @@ def test_what_was_measured_here():
     rows = list(known.measured())
     assert {row.source for row in rows} == {"training", "70B block, TP 4"}
     assert max(abs(row.error) for row in rows) < 0.1, rows
+
+
+def test_what_was_measured_on_h100s():
+    rows = {row.name: row for row in known.on_h100s()}
+    errors = {name: row.error for name, row in rows.items()}
+    assert len(errors) == 16
+    assert -0.17 < errors.pop("llama_1b_pp4_interleaved") < 0  # short ticks
+    assert max(map(abs, errors.values())) < 0.14, errors
+    assert statistics.mean(map(abs, errors.values())) < 0.07
+
+
+def test_the_docs_say_what_each_step_of_the_ablation_gains():
+    """Tokens a second over the step before: measured, and by the model."""
+    rows = [row for row in known.on_h100s() if row.name.startswith("ablation_")]
+    rows.sort(key=lambda row: row.name)
+    gains = []
+    for before, after in itertools.pairwise(rows):
+        batch = 3 if after.name == "ablation_6_lamb_3x_batch" else 1
+        for was, now in (
+            (before.known, after.known),
+            (before.predicted, after.predicted),
+        ):
+            gains.append(round(100 * (batch * was / now - 1), 1))
+    text = (Path(__file__).parents[2] / "docs" / "scaling-measured.md").read_text()
+    said = re.findall(r"^  \| .*? \| ([+-].*)% \| (.*)% \|$", text, re.M)
+    assert [float(x) for x in itertools.chain(*said)] == gains and len(gains) == 12
 
 
 def test_memory_that_was_measured_here():
