@@ -219,13 +219,13 @@ class _Runner:
         entry, on = self._entry(row, "b")
         mb, c, slot = entry
         is_last = (self.stage == p - 1) & (c == self.schedule.chunks - 1)
-        carry, layers = self._held(carry, row, "b")
+        carry, chunk = self._held(carry, row, "b")
         dy = jnp.where(on, jnp.where(is_last, carry.dy, carry.dx), 0)
 
         def backward_of(n: Array, at: tuple[Array, Any]) -> tuple[Array, Any]:
             (dy, grads), i = at, self.layers - 1 - n
             kept = _at(carry.stash, slot, i)
-            pull = self._pullback(_at(layers, i), kept, mb, c, i)
+            pull = self._pullback(_at(chunk, i), kept, mb, c, i)
             d_layer, dx = pull(dy)
             return dx, _add_at(grads, program.reduce(d_layer), on, c, i)
 
@@ -310,14 +310,14 @@ class _Runner:
                 i, layer = at
                 return program.layer(layer, x, mb, c, i), None
 
-            given = jnp.arange(self.layers), self._chunk(c)
-            return carry._replace(y=jax.lax.scan(plain, x, given)[0])
+            layers = jnp.arange(self.layers), self._chunk(c)
+            return carry._replace(y=jax.lax.scan(plain, x, layers)[0])
 
-        carry, layers = self._held(carry, row, "f")
+        carry, chunk = self._held(carry, row, "f")
 
         def forward(i: Array, at: tuple[Array, Any]) -> tuple[Array, Any]:
             x, stash = at
-            y, kept = self._forward(_at(layers, i), x, mb, c, i)
+            y, kept = self._forward(_at(chunk, i), x, mb, c, i)
             return y, _put(stash, kept, slot, i)
 
         y, stash = jax.lax.fori_loop(0, self.layers, forward, (x, carry.stash))
@@ -368,10 +368,10 @@ class _Runner:
         c = row[f"{kind}_copied"][self.stage]
         if self.schedule.chunks == 1:
             return carry, self._chunk(c)
-        layers = jax.lax.cond(
-            c >= 0, lambda old: self._chunk(c), lambda old: old, carry.held[kind]
+        chunk = jax.lax.cond(
+            c >= 0, lambda held: self._chunk(c), lambda held: held, carry.held[kind]
         )
-        return carry._replace(held=carry.held | {kind: layers}), layers
+        return carry._replace(held=carry.held | {kind: chunk}), chunk
 
     def _entry(
         self, row: dict[str, Array], kind: Literal["f", "b"]
