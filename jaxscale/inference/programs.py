@@ -26,8 +26,9 @@ from jaxscale.inference.slots import NUM_STOPS, Column, OutFlag, RowFlag
 from jaxscale.inference.speculation import look_up, verify
 from jaxscale.models.decoder import Decoder
 from jaxscale.nn.cache import PAGES_AXES, PagedChunks, PagedRows
-from jaxscale.sharding.operations import constrain, per_shard
+from jaxscale.sharding.operations import constrain
 from jaxscale.sharding.rules import AxisRules
+from jaxscale.sharding.shards import per_shard
 from jaxscale.sharding.token_sums import Sums, handing_on
 from pallas_kernels.move_pages import move_pages
 

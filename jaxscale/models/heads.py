@@ -19,9 +19,10 @@ from jaxscale.models.encoder_config import EncoderConfig
 from jaxscale.nn.linear import Linear
 from jaxscale.nn.norms import LayerNorm
 from jaxscale.nn.packing import cu_seqlens_of_rows
-from jaxscale.sharding.operations import constrain, contract, per_shard
+from jaxscale.sharding.operations import constrain, contract
 from jaxscale.sharding.parameters import partitioned
 from jaxscale.sharding.rules import REPLICATED, AxisRules
+from jaxscale.sharding.shards import per_shard
 from pallas_kernels.varlen_attention import segment_ids_from_cu_seqlens
 
 

@@ -23,7 +23,8 @@ from jaxscale.nn.self_attention import (
     Whole,
 )
 from jaxscale.nn.tile_sparse_linear import TileSparseLinear
-from jaxscale.sharding.operations import constrain, contract, per_shard, reshape
+from jaxscale.sharding.operations import constrain, contract, reshape
+from jaxscale.sharding.shards import per_shard
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.varlen_attention import (
     RelativeBias,

@@ -17,14 +17,10 @@ from jaxtyping import Array, Float
 
 from jaxscale.nn.embeddings import NORMAL_INIT
 from jaxscale.sharding.fp8 import Fp8, check_fp8
-from jaxscale.sharding.operations import (
-    Shards,
-    constrain,
-    contract,
-    per_shard,
-)
+from jaxscale.sharding.operations import constrain, contract
 from jaxscale.sharding.parameters import partitioned
 from jaxscale.sharding.rules import REPLICATED, AxisRules, check_axes
+from jaxscale.sharding.shards import Shards, per_shard
 from jaxscale.sharding.tensor_parallel import (
     TensorParallel,
     check_tensor_parallel,

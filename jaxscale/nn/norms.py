@@ -9,9 +9,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxscale.sharding.operations import per_shard
 from jaxscale.sharding.parameters import partitioned
 from jaxscale.sharding.rules import REPLICATED, AxisRules
+from jaxscale.sharding.shards import per_shard
 from pallas_kernels import layer_norm as kernels
 
 

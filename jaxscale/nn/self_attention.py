@@ -37,8 +37,9 @@ from jaxscale.nn.packing import check_cu_seqlens_of_rows, positions
 from jaxscale.nn.state import register_state
 from jaxscale.sharding.fp8 import Fp8
 from jaxscale.sharding.manual import manual_names
-from jaxscale.sharding.operations import Shards, per_shard, reshape
+from jaxscale.sharding.operations import reshape
 from jaxscale.sharding.rules import REPLICATED, AxisRules
+from jaxscale.sharding.shards import Shards, per_shard
 from jaxscale.sharding.tensor_parallel import TensorParallel
 from pallas_kernels.attention import attention
 from pallas_kernels.varlen_attention import (

@@ -12,8 +12,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxscale.sharding.operations import constrain, per_shard, reshape
+from jaxscale.sharding.operations import constrain, reshape
 from jaxscale.sharding.rules import REPLICATED, AxisRules, check_axes
+from jaxscale.sharding.shards import per_shard
 from pallas_kernels.matmul.activations import activate
 from pallas_kernels.tile_sparse_matmul import (
     TileSparse,

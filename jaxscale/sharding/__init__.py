@@ -4,12 +4,7 @@ from jaxscale.sharding.distributed import Cluster, initialize
 from jaxscale.sharding.fp8 import Fp8
 from jaxscale.sharding.lookup import gather
 from jaxscale.sharding.mesh import MESH_AXES, MeshConfig, make_mesh
-from jaxscale.sharding.operations import (
-    constrain,
-    contract,
-    per_shard,
-    reshape,
-)
+from jaxscale.sharding.operations import constrain, contract, reshape
 from jaxscale.sharding.parameters import (
     create,
     logical_axes,
@@ -33,6 +28,7 @@ from jaxscale.sharding.schedule import (
     place_layers,
 )
 from jaxscale.sharding.schedule_table import Phase, PipelineSchedule
+from jaxscale.sharding.shards import per_shard
 from jaxscale.sharding.state_rules import StateRules
 from jaxscale.sharding.tensor_parallel import (
     TensorParallel,

@@ -59,8 +59,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxscale.checks import check_choice
-from jaxscale.sharding.operations import Shards, constrain
+from jaxscale.sharding.operations import constrain
 from jaxscale.sharding.rules import AxisRules
+from jaxscale.sharding.shards import Shards
 from pallas_kernels.collective_matmul import (
     scaled_all_gather_matmul,
     scaled_matmul_reduce_scatter,

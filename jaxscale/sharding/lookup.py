@@ -18,7 +18,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Inexact, Int, Shaped
 
 from jaxscale.sharding.operations import (
-    Shards,
     constrain,
     current_mesh,
     gather_storage_axes,
@@ -27,6 +26,7 @@ from jaxscale.sharding.operations import (
     steer,
 )
 from jaxscale.sharding.rules import AxisRules
+from jaxscale.sharding.shards import Shards
 
 
 _CHUNK = 128

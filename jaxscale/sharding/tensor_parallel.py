@@ -34,8 +34,9 @@ from jaxtyping import Array, Float
 from jaxscale.checks import check_choice
 from jaxscale.sharding import token_sums
 from jaxscale.sharding.fp8 import Fp8, check_fp8, fp8_column_parallel, fp8_row_parallel
-from jaxscale.sharding.operations import Shards, constrain, contract
+from jaxscale.sharding.operations import constrain, contract
 from jaxscale.sharding.rules import AxisRules
+from jaxscale.sharding.shards import Shards
 from pallas_kernels.collective_matmul import (
     all_gather_matmul,
     matmul_all_reduce,
