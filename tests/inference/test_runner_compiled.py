@@ -163,3 +163,19 @@ def test_sums_without_a_barrier_stay_in_their_memory(key, weights):
     assert max(found.sizes("copy")) < rows * 4096  # an eighth of the cells
     # The table of tokens is left to XLA.
     assert found.count("all-reduce") == found.count("all-gather") == 1
+
+
+def test_sums_of_ours_do_not_end_a_graph():
+    """XLA's do: a step is started by the host in pieces, two for each layer."""
+    key = ["decode", 2, 4]
+    graphs = {}
+    for sums in ("xla", "low_latency"):
+        found = compile_for_h200(
+            program, "llama3_8b", 512, key, False, 128, None, sums, count=4
+        )
+        starts = [thunk.strip().split()[0] for thunk in found.thunks]
+        first = starts.index("kWhile")
+        graphs[sums] = starts[first:].count("kCommandBuffer")
+    layers = 2
+    assert graphs["xla"] == 2 * layers + 1
+    assert graphs["low_latency"] == 2  # the layers, and sampling
