@@ -311,7 +311,8 @@ def step_time(
     at that of memory; full remat computes the forward pass twice, ``attention`` only
     elementwise operations. A tensor-parallel region gathers and scatters its tokens
     forward, the same backward and half of that again, because the gathered input is
-    not kept. ``bubble`` is (p - 1) / v of a stage.
+    not kept. ``bubble`` is (p - 1) / v of a stage. ``elementwise`` has what memory also
+    moves: gradients that microbatches add to, and chunks that a stage changes over to.
 
     Args:
         shape: The model.
