@@ -251,6 +251,7 @@ _LINK_BYTES = 170  # bytes a cycle from all peers to one device
 _LINK_LATENCY = 15000  # until the first of them are there, barriers included
 _BESIDE = 1.1  # a product beside reads from peers takes so much longer
 _ONE_SHOT_ROWS = 128
+_FEW_ROWS = 4096  # of all devices, up to which gathers may gain in the order of K
 _ROOMY_BYTES = 176 << 10  # rings that leave room for more buffers
 
 
@@ -405,6 +406,7 @@ def candidates(
         # They are idle until the first tile is there, and after the last of a peer.
         small = [c for c in tiles if c.tile_n == 128]
         found += small + [_pairs(problem, config) for config in small]
-    if _waiting(problem) > 0.4 * _cost(problem, chosen, device):
+    few = problem.batch * problem.m <= _FEW_ROWS
+    if few or _waiting(problem) > 0.4 * _cost(problem, chosen, device):
         found += in_order_of_k(problem, device)
     return tuple(dict.fromkeys(found))
