@@ -131,23 +131,30 @@ def test_saved_entries_are_read_back_and_replaced(tmp_path):
     assert tuning.load_table(path) == {"matmul": {KEY: second, "other": first}}
 
 
-def test_the_shipped_tables_parse():
-    tables = sorted((tuning.table_path(H200).parent).glob("*.json"))
-    assert [t.name for t in tables] == ["nvidia_h200.json"]
+TABLES = sorted(tuning.table_path(H200).parent.glob("*.json"))
+
+
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
+def test_the_shipped_tables_parse(path):
     ops = {
         "matmul": (tunable, MatmulConfig),
         "collective_matmul": (collective_tunable, CollectiveConfig),
         "tile_sparse_matmul": (tile_sparse_tunable, TileSparseConfig),
     }
-    for op, rows in tuning.load_table(tables[0]).items():
+    device = dataclasses.replace(H200, name=path.stem)
+    for op, rows in tuning.load_table(path).items():
         module, config_type = ops[op]
         known = {problem.key for problem in module.problems().values()}
         for key, entry in rows.items():
             assert key in known, f"{key} belongs to no spec"
             config = tuning.lookup(
-                op, key, H200, config_type, heuristic=lambda: pytest.fail("no entry")
+                op, key, device, config_type, heuristic=lambda: pytest.fail("no entry")
             )
             assert entry.config.items() <= dataclasses.asdict(config).items()
+
+
+def test_tables_are_shipped():
+    assert {path.stem for path in TABLES} == {"nvidia_h200", "nvidia_h100_80gb_hbm3"}
 
 
 def test_the_measured_winner_is_preferred(table):
