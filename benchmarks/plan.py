@@ -245,8 +245,7 @@ def measured() -> Iterator[Row]:
 def on_h100s() -> Iterator[Row]:
     """Times of training on one and on four H100s, from the stored results.
 
-    GPipe is no plan. Rows with several chunks were measured when each pass of a layer
-    copied its parameters, not each change to another chunk.
+    GPipe is no plan.
     """
     for row in _rows("training", H100):
         params = row["params"]

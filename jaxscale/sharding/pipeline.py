@@ -11,9 +11,9 @@ microbatches come; a layer writes what it keeps into the stash and adds its grad
 those of the other microbatches, and no array of all layers is made in between.
 
 XLA reads the parameters of a layer in place where a loop over layers counts to it. With
-several chunks a table says which one a stage computes with, and each layer would be
-copied for each of its passes. So the chunk of a pass is held, one of forward and one of
-backward passes, and copied where the next pass is of another: after p microbatches.
+several chunks a table says which one a stage computes with, and each layer is copied
+for each of its passes. To copy a chunk once, where a stage changes over to it, gains
+nothing: the stage behind changes over a tick later, when the late activation comes.
 
 Legend: p stages, v chunks a stage, k layers a chunk, m microbatches.
 """
@@ -67,9 +67,6 @@ class _Carry(NamedTuple):
     stash: Any
     outputs: Any
     """Outputs of the last stage that wait for their loss."""
-    held: dict[str, Any]
-    """Parameters [k, ...] of the chunk of the last pass, by ``f`` and ``b``; none where
-    there is one chunk."""
     chunk_grads: Any
     end_grads: Any
     value: Any
@@ -141,7 +138,7 @@ class _Runner:
         return carry
 
     def _table(self) -> dict[str, np.ndarray]:
-        """The columns of the schedule, the chunks to copy, and stage 0's chunk 0."""
+        """The columns of the schedule, and the entries of the first stage's chunk 0."""
         table = self.schedule
         names = ("f_mb", "f_chunk", "b_mb", "b_chunk", "b_slot")
         columns = {name: getattr(table, name) for name in names}
@@ -151,9 +148,6 @@ class _Runner:
         for kind in ("f", "b"):
             mb, chunk = columns[f"{kind}_mb"][:, 0], columns[f"{kind}_chunk"][:, 0]
             columns[f"{kind}_first"] = np.where(chunk == 0, mb, -1)
-            columns[f"{kind}_copied"] = copied_chunks(
-                columns[f"{kind}_mb"], columns[f"{kind}_chunk"]
-            )
         return columns
 
     def _start(self, *, gradients: bool) -> _Carry:
@@ -167,7 +161,6 @@ class _Runner:
             dy=None,
             stash=None,
             outputs=program.activation((table.num_out_slots,)),
-            held={},
             chunk_grads=None,
             end_grads=None,
             value=jnp.zeros((), jnp.float32),
@@ -176,8 +169,7 @@ class _Runner:
         if not gradients:
             return empty
         none = jnp.int32(0)
-        first = jax.tree.map(lambda x: x[0], self.chunks)
-        layer, place = _at(first, none), (none, none, none)
+        layer, place = self._layer(none, none), (none, none, none)
         kept = jax.eval_shape(
             lambda layer, x: self._forward(layer, x, *place)[1], layer, zero
         )
@@ -188,7 +180,6 @@ class _Runner:
             dx=zero,
             dy=zero,
             stash=stash,
-            held={"f": first, "b": first} if table.chunks > 1 else {},
             chunk_grads=jax.tree.map(
                 lambda x: jnp.zeros((table.chunks, self.layers, *x.shape), jnp.float32),
                 reduced,
@@ -219,13 +210,12 @@ class _Runner:
         entry, on = self._entry(row, "b")
         mb, c, slot = entry
         is_last = (self.stage == p - 1) & (c == self.schedule.chunks - 1)
-        carry, chunk = self._held(carry, row, "b")
         dy = jnp.where(on, jnp.where(is_last, carry.dy, carry.dx), 0)
 
         def backward_of(n: Array, at: tuple[Array, Any]) -> tuple[Array, Any]:
             (dy, grads), i = at, self.layers - 1 - n
             kept = _at(carry.stash, slot, i)
-            pull = self._pullback(_at(chunk, i), kept, mb, c, i)
+            pull = self._pullback(self._layer(c, i), kept, mb, c, i)
             d_layer, dx = pull(dy)
             return dx, _add_at(grads, program.reduce(d_layer), on, c, i)
 
@@ -313,11 +303,9 @@ class _Runner:
             layers = jnp.arange(self.layers), self._chunk(c)
             return carry._replace(y=jax.lax.scan(plain, x, layers)[0])
 
-        carry, chunk = self._held(carry, row, "f")
-
         def forward(i: Array, at: tuple[Array, Any]) -> tuple[Array, Any]:
             x, stash = at
-            y, kept = self._forward(_at(chunk, i), x, mb, c, i)
+            y, kept = self._forward(self._layer(c, i), x, mb, c, i)
             return y, _put(stash, kept, slot, i)
 
         y, stash = jax.lax.fori_loop(0, self.layers, forward, (x, carry.stash))
@@ -361,17 +349,10 @@ class _Runner:
             return jax.tree.map(lambda x: x[0], self.chunks)
         return _at(self.chunks, c)
 
-    def _held(
-        self, carry: _Carry, row: dict[str, Array], kind: Literal["f", "b"]
-    ) -> tuple[_Carry, Any]:
-        """The parameters of the chunk of this stage's pass, [k, ...]."""
-        c = row[f"{kind}_copied"][self.stage]
+    def _layer(self, c: Int[Array, ""], i: Int[Array, ""]) -> Any:
         if self.schedule.chunks == 1:
-            return carry, self._chunk(c)
-        chunk = jax.lax.cond(
-            c >= 0, lambda held: self._chunk(c), lambda held: held, carry.held[kind]
-        )
-        return carry._replace(held=carry.held | {kind: chunk}), chunk
+            return _at(self._chunk(c), i)
+        return _at(self.chunks, c, i)
 
     def _entry(
         self, row: dict[str, Array], kind: Literal["f", "b"]
@@ -384,25 +365,6 @@ class _Runner:
         """`x` of one stage, on all of them."""
         x = jnp.where(self.stage == stage, x, 0)
         return sum_for_all(x, (self.program.axis,))
-
-
-def copied_chunks(
-    microbatch: Int[np.ndarray, "ticks p"], chunk: Int[np.ndarray, "ticks p"]
-) -> Int[np.ndarray, "ticks p"]:
-    """The chunk of each pass that is not that of the stage's pass before, or -1.
-
-    Before the first pass it is chunk 0.
-
-    Args:
-        microbatch: Of each pass; negative where a stage has no work.
-        chunk: Of each pass.
-    """
-    copied, held = np.full_like(chunk, -1), np.zeros_like(chunk[0])
-    for tick, (mb, c) in enumerate(zip(microbatch, chunk, strict=True)):
-        new = (mb >= 0) & (c != held)
-        copied[tick] = np.where(new, c, -1)
-        held = np.where(new, c, held)
-    return copied
 
 
 def _where_on[T](

@@ -262,9 +262,9 @@ class Program:
     accumulation: float = 0.0
     """Bytes of a parameter that are read and written to add the gradients of one of
     several microbatches; 0 where that is part of the products and of their rate."""
-    chunk_copies: float = 0.0
-    """Bytes of a parameter that are read and written where a stage of several chunks
-    changes over to another, after p microbatches, forward or backward."""
+    layer_copies: float = 0.0
+    """Bytes of a parameter that are read and written before each pass of its layer,
+    forward or backward, on a stage of several chunks, which cuts the layer out."""
     split_vocabulary: bool = True
     """Whether all stages share the output projection; else the last one has it, and
     the others wait."""
@@ -285,7 +285,7 @@ JAXSCALE_XLA = Program(
     layer_exposed=0.3,
     elementwise=1.4,
     accumulation=12.0,
-    chunk_copies=4.0,
+    layer_copies=4.0,
     jitter=0.01,
 )
 """This library with ``tensor_parallel="xla"``. `elementwise` is set by training LLaMA
@@ -372,8 +372,8 @@ def _stage(
         added = program.accumulation * local_parameters(shape, layout) / hardware.hbm
         added /= layout.fsdp if layout.zero > 1 else 1
     if v > 1:
-        chunk = layers / v * block / t / (layout.fsdp if layout.zero == 3 else 1)
-        added += 2 * v / p * program.chunk_copies * chunk / hardware.hbm
+        cut = layers * block / t / (layout.fsdp if layout.zero == 3 else 1)
+        added += 2 * program.layer_copies * cut / hardware.hbm
     # Each region gathers and scatters its tokens.
     regions = 1 if shape.parallel_block else 2
     moved = (passes - 0.5) * 2 * regions * layers * _BF16 * d * (t - 1) / t

@@ -123,9 +123,6 @@ class _Parts:
         layout, f = self.layout, self.layout.fsdp
         gathered = layout.zero == 3 and f > 1
         computed = (2 * self.layer if gathered else self.blocks) * _BF16
-        if layout.chunks > 1:  # that of the pass, once more
-            held = self.blocks / layout.chunks
-            computed += held * _BF16 / (f if layout.zero == 3 else 1)
         if f > 1:  # tables are whole
             computed += self.tables * _FP32 + self.copied
         shards = f if layout.zero > 1 else 1

@@ -4,17 +4,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxscale.sharding import make_mesh, pipeline_schedule
-from jaxscale.sharding.pipeline import (
-    PipelineProgram,
-    copied_chunks,
-    run_forward,
-    run_schedule,
-)
+from jaxscale.sharding.pipeline import PipelineProgram, run_forward, run_schedule
 
 
 STAGES, LAYERS, ROWS, WIDTH = 2, 2, 64, 256
@@ -59,22 +53,3 @@ def test_memory_does_not_grow_with_microbatches(chunks):
     assert max(sizes) < 1.01 * min(sizes), sizes
     grown = [temporaries(m, "forward", chunks) for m in (8, 32)]
     assert grown[1] > 1.2 * grown[0]  # the check sees what grows
-
-
-@pytest.mark.parametrize(("stages", "microbatches", "chunks"), [(2, 8, 4), (4, 8, 3)])
-def test_a_stage_copies_a_chunk_once_for_as_many_microbatches_as_stages(
-    stages, microbatches, chunks
-):
-    table = pipeline_schedule(stages, microbatches, chunks)
-    for mb, c in ((table.f_mb, table.f_chunk), (table.b_mb, table.b_chunk)):
-        copied = copied_chunks(mb, c)
-        held = [0] * stages
-        for tick, stage in np.ndindex(mb.shape):
-            if copied[tick, stage] >= 0:
-                held[stage] = copied[tick, stage]
-            if mb[tick, stage] >= 0:
-                assert held[stage] == c[tick, stage]
-        # One less where the first pass is of chunk 0, which is held from the start.
-        starts_held = c is table.f_chunk
-        times = microbatches // stages * chunks - starts_held
-        assert ((copied >= 0).sum(0) == times).all()

@@ -142,27 +142,6 @@ def test_a_layer_writes_into_the_stash_and_the_sums_of_gradients():
 
 
 @COMPILES
-def test_layers_of_several_chunks_are_read_in_place():
-    """A chunk is copied in a conditional whose other branch does nothing."""
-    options = {"chunks": 2, "tensor_parallel": "fused"}
-    sizes, layers = {"pipe": 2, "tensor": 2}, 2
-    found = compile_for_h200(
-        pipelined_step.gradients, "llama3_8b", sizes, 8, 4, options, {}, count=4
-    )
-    cut = Counter(
-        w.shape
-        for w in found.written(4 * 2**20)
-        if "dynamic-slice" in w.operation and w.looped
-    )
-    width, hidden = 4096, 14336 // 2
-    for k, n in ((width, hidden), (hidden, width), (width, width // 2)):
-        assert f"bf16[1,1,1,{k},{n}]" not in cut, cut
-    # Gate and up, in four passes: forward and backward alone, and both in one tick.
-    assert cut[f"bf16[1,{layers},1,{width},{hidden}]"] == 2 * 4
-    assert sum("No thunks" in thunk for thunk in found.thunks) >= 4
-
-
-@COMPILES
 def test_activations_travel_while_the_other_pass_runs():
     found = sent({"pipe": 4, "data": 2}, 8, 4, {"zero": 1})
     sends = [x for x in found if x.operation == "collective-permute"]
