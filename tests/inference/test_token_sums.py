@@ -27,12 +27,14 @@ BF16 = jnp.dtype(jnp.bfloat16)
 H100 = dataclasses.replace(H200, name="nvidia_h100_80gb_hbm3")
 
 
-def on_two_devices(name):
+def on_devices(count, name):
     """A runner that has compiled what decodes two rows, two tokens in a call."""
-    rules, mesh = fsdp_tp(), make_mesh({"tensor": 2}, jax.devices()[:2])
+    rules, mesh = fsdp_tp(), make_mesh({"tensor": count}, jax.devices()[:count])
+
+    config = dataclasses.replace(LLAMA, num_kv_heads=count)
 
     def make():
-        return Decoder(LLAMA, dtype=BF16, rules=rules, rngs=nnx.Rngs(0))
+        return Decoder(config, dtype=BF16, rules=rules, rngs=nnx.Rngs(0))
 
     model = perturbed(create(make, mesh, rules))
     runner = Runner(model, SIZES, buckets=[2, 4], all_reduce=name)
@@ -75,10 +77,10 @@ def decoded(runner):
 
 @pytest.mark.slow
 def test_sums_of_the_kernel_give_the_tokens_of_xla(monkeypatch):
-    tokens, logprobs = decoded(on_two_devices("xla"))
+    tokens, logprobs = decoded(on_devices(2, "xla"))
     monkeypatch.setattr(token_sums, "check_hopper", lambda *_: SMALL)
     with interpret_mosaic_gpu(detect_races=True) as found:
-        runner = on_two_devices("low_latency")
+        runner = on_devices(2, "low_latency")
         tokens_here, logprobs_here = decoded(runner)
         # One begins the line of a call; then two in each layer and step.
         assert found.kernels == 4 * (1 + 2 * 2 * LLAMA.num_layers)
@@ -109,6 +111,13 @@ def test_who_sums_what(monkeypatch):
         assert choose(None) is None  # not measured
         assert choose("low_latency") is not None
     assert choose(None) is None
+
+
+def test_four_h100s_sum_by_the_kernel():
+    with use_device(H100):
+        assert choose(None, devices=4, elements=32 * 8192) is not None
+        assert choose(None, devices=4, elements=33 * 8192) is None
+        assert choose(None, devices=2) is None
 
 
 @pytest.mark.parametrize(
