@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from benchmarks import records, timing
+from benchmarks.clocks import HELD_BACK, Clocks
 from benchmarks.harness import (
     ROUNDS,
     Benchmark,
@@ -40,9 +41,11 @@ def main(benchmark: Benchmark, argv: Sequence[str] | None) -> int:
     write = not args.quick and (benchmark.anywhere or timing.on_gpu())
     samples = args.samples or (ROUNDS if args.quick else benchmark.samples)
     head = commit(args.commit) if write else args.commit or "none"
-    progress = _Progress(chosen)
+    progress, clocks = _Progress(chosen), Clocks()
     shown, wrong = [], []
     for case, results in _measured(benchmark, chosen, names, samples):
+        if (share := clocks.held_back()) > HELD_BACK:
+            results = _held_back(results, share)
         each = progress.passed(case) / max(len(results), 1)
         rows, bad = _report(benchmark, case, results, each)
         wrong += bad
@@ -65,6 +68,16 @@ def main(benchmark: Benchmark, argv: Sequence[str] | None) -> int:
     if not write and not args.quick:
         print(f"not written: the device is {jax.devices()[0].device_kind}")
     return 1 if wrong else 0
+
+
+def _held_back(results: Results, share: float) -> Results:
+    """No measurements, for those that a host with lowered clocks gave."""
+    reason = f"heat or the power supply lowered the clock {share:.0%} of the time"
+    none = NoMeasurement(f"failed: {reason}", failed=True)
+    return {
+        name: none if isinstance(result, Measurement) else result
+        for name, result in results.items()
+    }
 
 
 class _Progress:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import command, harness, records, tables, timing
+from benchmarks import clocks, command, harness, records, tables, timing
 from benchmarks.harness import Benchmark, Case, Custom, Jax, Measurement, Torch
 
 
@@ -231,6 +231,19 @@ def test_rows_carry_the_versions_of_rivals(fake_gpu, tmp_path, monkeypatch):
     rows["dense"]["versions"] = {"rival": 1}
     with pytest.raises(ValueError, match="version 1 of rival"):
         records.validate(records.load(path) | {"rows": [rows["dense"]]})
+
+
+def test_no_rows_of_a_host_that_held_back(fake_gpu, tmp_path, monkeypatch, capsys):
+    shares = iter([0.02, 0.005])
+    monkeypatch.setattr(clocks.Clocks, "held_back", lambda self: next(shares))
+    monkeypatch.setattr(timing, "jax_kernels", lambda *a: [])
+    arguments = ["--impl", "xla", "--out", str(tmp_path), "--commit", "abc"]
+    command.main(benchmark(), arguments)
+    path = tmp_path / "nvidia_h200" / "example.json"
+    assert not path.exists()
+    assert "lowered the clock 2% of the time" in capsys.readouterr().out
+    command.main(benchmark(), arguments)
+    assert {row["implementation"] for row in records.load(path)["rows"]} == {"xla"}
 
 
 def test_looped_calls_pass_for_jitted():
