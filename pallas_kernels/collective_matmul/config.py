@@ -342,7 +342,7 @@ def heuristic(problem: CollectiveProblem, device: DeviceSpec) -> CollectiveConfi
         (128, 320, 'm')
     """
     if problem.kind == "all_gather" and problem.batch * problem.m <= _FEW_ROWS:
-        return in_order_of_k(problem, device)[1]
+        return in_order_of_k(problem, device)[0]
     return _best_cut(problem, device)
 
 
@@ -365,8 +365,8 @@ def in_order_of_k(
     under way to a block, 14 KiB, covers the latency of a link.
 
     Returns:
-        Steps of 1,024 and of 2,048 columns for each cut; none where nothing is
-        gathered.
+        Steps of 2,048 and of 1,024 columns for each cut, the best cut first; none where
+        nothing is gathered.
     """
     if problem.kind != "all_gather":
         return []
@@ -380,7 +380,7 @@ def in_order_of_k(
             buffer_bytes=nbytes,
         )
         for cut in cuts[:2]
-        for buffers, nbytes in ((8, 2048), (4, 4096))
+        for buffers, nbytes in ((4, 4096), (8, 2048))
     ]
 
 
