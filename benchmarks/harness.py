@@ -36,6 +36,7 @@ for example, gives ``measure`` in place of the one here, and ``compare`` for the
 that set implementations of a case against each other.
 """
 
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
@@ -150,9 +151,11 @@ class Custom:
 
     Args:
         measure: Gets the params, the seed of the inputs and the number of samples.
+        takes_turns: Whether it waits for its turn on the GPU itself.
     """
 
     measure: Callable[[Params, int, int], Measurement]
+    takes_turns: bool = False
 
 
 Implementation = Jax | Torch | Custom
@@ -383,14 +386,15 @@ def run_case(
     """
     with timing.preparing():
         results, candidates, num_devices = _candidates(benchmark, case, names)
-    with timing.turn():
-        for name in names:
-            custom = benchmark.implementations[name]
-            if isinstance(custom, Custom):
+    for name in names:
+        custom = benchmark.implementations[name]
+        if isinstance(custom, Custom):
+            with contextlib.nullcontext() if custom.takes_turns else timing.turn():
                 results[name] = _attempt(
                     lambda c=custom: c.measure(case.params, SEED, samples)
                 )
-                _tell(f"{case.name} {name}", results[name])
+            _tell(f"{case.name} {name}", results[name])
+    with timing.turn():
         for _ in range(ROUNDS):
             for name in list(candidates):
                 candidate = candidates[name]

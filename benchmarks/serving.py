@@ -223,10 +223,12 @@ def token_seconds(events: Sequence[Sequence[float]]) -> float:
     return (shared[-1] - shared[0]) / after
 
 
-def _serve_ours(policy: str, params: dict[str, Any], seed: int, samples: int) -> Any:
+def _started(
+    policy: str, params: dict[str, Any], load: Any, seed: int
+) -> tuple[list[Any], Callable[[Any], list[Any]], dict[str, float]]:
+    """The engines of a policy, how they serve a load, and what starting them took."""
     from benchmarks import serving_policies as policies
 
-    load = load_of(params, seed)
     model = random_model(params, seed)
     start = time.perf_counter()
     if "weights" in params:
@@ -263,7 +265,28 @@ def _serve_ours(policy: str, params: dict[str, Any], seed: int, samples: int) ->
         return policies.static(engine, load, batch, window)
 
     policies.alone(engines[0], load, [0])
-    costs = {"compile_seconds": time.perf_counter() - start}
+    return engines, run, {"compile_seconds": time.perf_counter() - start}
+
+
+def _serve_ours(policy: str, params: dict[str, Any], seed: int, samples: int) -> Any:
+    load = load_of(params, seed)
+    with timing.preparing():
+        started = _started(policy, params, load, seed)
+    with timing.turn():
+        return _timed(policy, params, load, samples, *started)
+
+
+def _timed(
+    policy: str,
+    params: dict[str, Any],
+    load: Any,
+    samples: int,
+    engines: list[Any],
+    run: Callable[[Any], list[Any]],
+    costs: dict[str, float],
+) -> Any:
+    from benchmarks import serving_policies as policies
+
     # Without joining a load takes minutes, and all steps have one shape.
     run(load if policy in _JOINING else load.cut(_WARM))
     runs = [run(load) for _ in range(samples)]
@@ -303,6 +326,11 @@ def _summary(
 
 
 def _serve_torch(policy: str, params: dict[str, Any], seed: int, samples: int) -> Any:
+    with timing.turn():
+        return _torch_timed(policy, params, seed, samples)
+
+
+def _torch_timed(policy: str, params: dict[str, Any], seed: int, samples: int) -> Any:
     from benchmarks import serving_policies as policies
     from benchmarks import torch_serving
 
@@ -385,7 +413,7 @@ def _in_child(name: str) -> Custom:
             num_devices=params.get("tp", 1),
         )
 
-    return Custom(measure)
+    return Custom(measure, takes_turns=True)
 
 
 def metrics(params: Any, seconds: float) -> dict[str, float]:

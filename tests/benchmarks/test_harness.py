@@ -304,14 +304,25 @@ def test_a_case_is_prepared_beside_others_and_timed_alone(
         return harness.Measurement([1.0], None, {"rate": 2.0})
 
     monkeypatch.setattr(timing, "jax_wall_time", timer)
-    implementations = {"a": Jax(make), "b": harness.Custom(custom)}
+
+    def in_turns(params, seed, samples):
+        seen.append(("in turns", shared()))
+        return custom(params, seed, samples)
+
+    implementations = {
+        "a": Jax(make),
+        "b": harness.Custom(custom),
+        "c": harness.Custom(in_turns, takes_turns=True),
+    }
     case = Case("c", {"M": 8, "N": 8, "K": 8})
     run = benchmark(implementations=implementations)
-    results = harness.run_case(run, case, ["a", "b"], samples=10)
+    results = harness.run_case(run, case, ["a", "b", "c"], samples=10)
     assert all(isinstance(r, harness.Measurement) for r in results.values())
-    assert set(seen) == {("made", True), ("timed", False), ("custom", False)}
+    assert seen.pop() == ("timed", False)
+    alone = [("made", True), ("custom", False), ("in turns", True), ("custom", True)]
+    assert list(dict.fromkeys(seen)) == [*alone, ("timed", False)]
     # At once, since what follows may be cut.
-    assert capsys.readouterr().err == "c b: 1 s, rate 2\n"
+    assert capsys.readouterr().err == "c b: 1 s, rate 2\nc c: 1 s, rate 2\n"
 
 
 def test_inputs_take_turns():
