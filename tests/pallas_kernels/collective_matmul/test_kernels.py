@@ -407,7 +407,7 @@ def test_addresses_of_peers_are_looked_up_on_the_device(kind, one_shot, monkeypa
     ("kind", "m", "n", "k", "tile_n", "cluster"),
     [
         ("all_gather", 8192, 14336, 8192, 320, "m"),
-        ("all_gather", 512, 2560, 8192, 128, "m"),  # row blocks pair up across devices
+        ("all_gather", 2560, 14336, 8192, 320, "m"),  # blocks pair up across devices
         ("all_gather", 8192, 2560, 8192, 256, "none"),  # links are nearly the bound
         ("reduce_scatter", 512, 8192, 8192, 256, "none"),  # a row block an owner
         ("reduce_scatter", 8192, 192, 8192, 128, "m"),
@@ -420,6 +420,22 @@ def test_what_the_heuristic_chooses(kind, m, n, k, tile_n, cluster):
     problem = CollectiveProblem(kind=kind, m=m, n=(n,), k=(k,), devices=4, dtype=BF16)
     config = heuristic(problem, H200)
     assert (config.tile_n, config.cluster) == (tile_n, cluster)
+
+
+@pytest.mark.parametrize(
+    ("m", "dtype", "order"),
+    [
+        (512, "bfloat16", "k"),
+        (2048, "bfloat16", "k"),
+        (2560, "bfloat16", "rows"),
+        (2048, "float8_e4m3fn", "rows"),  # not measured
+    ],
+)
+def test_few_rows_come_in_the_order_of_k(m, dtype, order):
+    problem = CollectiveProblem(
+        kind="all_gather", m=m, n=(2560,), k=(8192,), devices=4, dtype=jnp.dtype(dtype)
+    )
+    assert heuristic(problem, H200).gather_order == order
 
 
 @pytest.mark.parametrize("rows", [16, 512])
