@@ -44,7 +44,8 @@ def main(benchmark: Benchmark, argv: Sequence[str] | None) -> int:
     progress, clocks = _Progress(chosen), Clocks()
     shown, wrong = [], []
     for case, results in _measured(benchmark, chosen, names, samples):
-        if (share := clocks.held_back()) > HELD_BACK:
+        held_back = (share := clocks.held_back()) > HELD_BACK
+        if held_back:
             results = _held_back(results, share)
         each = progress.passed(case) / max(len(results), 1)
         rows, bad = _report(benchmark, case, results, each)
@@ -54,7 +55,7 @@ def main(benchmark: Benchmark, argv: Sequence[str] | None) -> int:
                 new = _record(benchmark, rows, samples, head, argv)
                 selects = args.impl or args.skip
                 _write(benchmark, new, args.out, names if selects else None)
-            if args.attempts:
+            if args.attempts and not held_back:  # another host may do better
                 gone = results.keys() - {row["implementation"] for row in rows}
                 records.note_attempt(args.attempts, head, benchmark.name, case, gone)
         shown += rows

@@ -325,12 +325,8 @@ def _summary(
     }
 
 
+@timing.turn()
 def _serve_torch(policy: str, params: dict[str, Any], seed: int, samples: int) -> Any:
-    with timing.turn():
-        return _torch_timed(policy, params, seed, samples)
-
-
-def _torch_timed(policy: str, params: dict[str, Any], seed: int, samples: int) -> Any:
     from benchmarks import serving_policies as policies
     from benchmarks import torch_serving
 

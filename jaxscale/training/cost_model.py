@@ -312,7 +312,7 @@ def step_time(
     elementwise operations. A tensor-parallel region gathers and scatters its tokens
     forward, the same backward and half of that again, because the gathered input is
     not kept. ``bubble`` is (p - 1) / v of a stage. ``elementwise`` has what memory also
-    moves: gradients that microbatches add to, and chunks that a stage changes over to.
+    moves: gradients that microbatches add to, and layers that are cut out of chunks.
 
     Args:
         shape: The model.

@@ -142,6 +142,23 @@ def test_a_layer_writes_into_the_stash_and_the_sums_of_gradients():
 
 
 @COMPILES
+def test_each_pass_cuts_its_layer_out_of_several_chunks():
+    """Which `jaxscale plan` counts."""
+    found = compile_for_h200(
+        pipelined_step.gradients,
+        *("llama3_8b", {"pipe": 2}, 8, 4, {"chunks": 2}, {}),
+        count=2,
+    )
+    shape = "bf16[1,1,1,14336,4096]"  # the second product of the MLP
+    cut = [
+        w
+        for w in found.written(2 * 14336 * 4096)
+        if w.looped and w.shape == shape and "dynamic-slice" in w.operation
+    ]
+    assert len(cut) == 4  # forward and backward alone, and both in one tick
+
+
+@COMPILES
 def test_activations_travel_while_the_other_pass_runs():
     found = sent({"pipe": 4, "data": 2}, 8, 4, {"zero": 1})
     sends = [x for x in found if x.operation == "collective-permute"]
