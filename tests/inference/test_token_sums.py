@@ -115,8 +115,8 @@ def test_who_sums_what(monkeypatch):
 
 def test_four_h100s_sum_by_the_kernel():
     with use_device(H100):
-        assert choose(None, devices=4, elements=32 * 5120) is not None
-        assert choose(None, devices=4, elements=33 * 5120) is None
+        assert choose(None, devices=4, elements=32 * 8192) is not None
+        assert choose(None, devices=4, elements=33 * 8192) is None
         assert choose(None, devices=2) is None
 
 
