@@ -1,7 +1,5 @@
 """Collective matrix products: the call, the problem, the tiling, and its choice.
 
-The call, the problem, the config, and its choice.
-
 Axis letters: B leading axes, M rows of all devices, m rows of one, K contraction,
 N columns; D devices.
 """

@@ -143,24 +143,28 @@ def promote_tile(
     parts = promoted_columns(tiles.config.block)
     assert parts is not None  # the config was checked
 
-    def product(x: Ref, w: Ref) -> jax.Array:
-        def scoped(acc: Ref) -> jax.Array:
+    def product(x: Ref, w: Ref, start: jax.Array) -> jax.Array:
+        def scoped(acc: Ref) -> None:
             wgmma_fence()  # pyright: ignore[reportCallIssue]  (the context is passed)
             plgpu.wgmma(acc, x, w)
-            return acc[...]
 
-        shape = rows, w.shape[1]
-        return pl.run_scoped(scoped, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+        sums: Any = plgpu.WGMMAAccumulatorRef.init(start)
+        return pl.run_state(scoped)(sums)
 
     def step(operands: Any, _: Any, carry: Any) -> Any:
         slot, sums = carry
         plgpu.barrier_wait(scratch["full"].at[slot])
         x, w = operands(scratch, slot, consumer)
-        found = []
+        found, start = [], nothing
         for number, (part, total) in enumerate(zip(parts, sums, strict=True), 1):
-            more = product(x, w.at[:, part])
+            more = product(x, w.at[:, part], start)
             if number == len(parts):
                 plgpu.barrier_arrive(scratch["empty"].at[slot])
+            else:
+                # Zeros that come from these sums, in whose registers they then lie.
+                # Others ptxas may write beside them, and spill hundreds of bytes.
+                never = lax.broadcast(slot < 0, more.shape)
+                start = jnp.where(never, more, nothing)
             found.append(total + more)
         return next_slot(slot, stages), tuple(found)
 
