@@ -43,11 +43,7 @@ from pallas_kernels.collective_matmul.communicator import (
     relay,
     wait_for_signal,
 )
-from pallas_kernels.collective_matmul.config import (
-    MOST_COLUMNS_OF_8_BITS,
-    Call,
-    CollectiveConfig,
-)
+from pallas_kernels.collective_matmul.config import Call, CollectiveConfig
 from pallas_kernels.collective_matmul.layout import (
     Layout,
     cut_tiles,
@@ -512,12 +508,6 @@ def _check(config: CollectiveConfig, dtype: jnp.dtype, out_dtype: DTypeLike) -> 
         raise Unsupported(
             f"collective_matmul: out_dtype {out_dtype.name}, the kernel reduces in"
             " bfloat16 or float16 what 8-bit operands give; use implementation='xla'"
-        )
-    if dtype.itemsize == 1 and config.tile_n > MOST_COLUMNS_OF_8_BITS:
-        raise Unsupported(
-            f"collective_matmul: tile_n={config.tile_n}, the kernel has registers for"
-            f" {MOST_COLUMNS_OF_8_BITS} columns of sums of 8-bit operands; use"
-            f" tile_n={MOST_COLUMNS_OF_8_BITS}"
         )
     if dtype.itemsize > 1 and out_dtype != dtype:
         raise Unsupported(
