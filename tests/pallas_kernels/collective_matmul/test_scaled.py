@@ -130,6 +130,10 @@ def test_xla_equals_the_reference(types, axis):
             *(reduce, ((2,), 144, 256, 128), (E5M2, E4M3), None),
             dataclasses.replace(SMALL, tile_n=192),
         ),
+        (  # Two promotions a stage, of products and of the sums of peers.
+            *(reduce, ((), 144, 320, 256), (E4M3, E4M3), -1),
+            dataclasses.replace(SMALL, tile_n=256),
+        ),
     ],
 )
 def test_interpreted_kernels_equal_the_reference(op, shape, types, axis, config):

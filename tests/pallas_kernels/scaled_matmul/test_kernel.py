@@ -98,6 +98,16 @@ def test_a_row_of_nan_stays_in_its_row():
     assert np.isnan(y).any(axis=1).tolist() == [i == 3 for i in range(72)]
 
 
+def test_a_column_of_nan_stays_in_its_half_of_a_wide_tile():
+    """The sums of the second half begin in the registers of those of the first."""
+    a, b, a_scale, b_scale = operands(64, 256, 256)
+    b = b.at[5, 7].set(jnp.nan)
+    y = interpreted((a, b, a_scale, b_scale), WIDE)
+    assert np.isnan(y).any(axis=0).tolist() == [i == 5 for i in range(256)]
+    want = np.asarray(reference.scaled_matmul(a, b, a_scale, b_scale))
+    assert relative_error(y[:, 128:], want[:, 128:]) < RELATIVE[y.dtype]
+
+
 def test_candidates_of_the_tuner_lower():
     """Those with the most shared memory and the widest part."""
     problems = list(tunable.problems().values())
