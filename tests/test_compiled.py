@@ -22,7 +22,11 @@ from jaxscale.sharding import (
     shardings,
 )
 from pallas_kernels import tuning
-from pallas_kernels.collective_matmul import CollectiveConfig, all_gather_matmul
+from pallas_kernels.collective_matmul import (
+    CollectiveConfig,
+    all_gather_matmul,
+    matmul_reduce_scatter,
+)
 from pallas_kernels.collective_matmul.all_reduce import (
     low_latency_all_reduce,
     make_workspace,
@@ -107,23 +111,27 @@ ptxas info    : Used 40 registers, used 1 barriers
     ]
 
 
-def gathered(devices, rows_of_all=4096, config=None):
+def collective_product(devices, rows_of_all=4096, config=None, reduces=False):
     mesh = Mesh(np.array(devices), ("tensor",))
     rows, columns = P("tensor"), P(None, "tensor")
+    specs, out_specs = (rows, columns), columns
+    if reduces:
+        specs, out_specs = (columns, rows), rows
     run = functools.partial(
-        all_gather_matmul,
+        matmul_reduce_scatter if reduces else all_gather_matmul,
         axis_name="tensor",
         implementation="mosaic_gpu",
         config=config and CollectiveConfig(**config),
     )
     fn = jax.shard_map(
-        run, mesh=mesh, in_specs=(rows, columns), out_specs=columns, check_vma=False
+        run, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False
     )
-    x, w = (
+    shapes = (rows_of_all, 4096), (4096, 4096)
+    operands = (
         jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
-        for shape, spec in (((rows_of_all, 4096), rows), ((4096, 4096), columns))
+        for shape, spec in zip(shapes, specs, strict=True)
     )
-    return jax.jit(fn), (x, w)
+    return jax.jit(fn), tuple(operands)
 
 
 @pytest.mark.parametrize("index", range(4))
@@ -137,15 +145,26 @@ def test_gathers_in_the_order_of_k_spill_nothing(index):
         dtype=jnp.dtype(jnp.bfloat16),
     )
     config = dataclasses.asdict(in_order_of_k(problem, H200)[index])
-    found = compile_for_h200(gathered, 1024, config, count=2)
+    found = compile_for_h200(collective_product, 1024, config, count=2)
     assert [(k.name, k.spilled) for k in found.kernels] == [("all_gather_matmul", 0)]
     assert found.count("all-gather") == found.count("copy") == 0
 
 
 def test_a_collective_kernel_leaves_nothing_to_xla():
-    found = compile_for_h200(gathered, count=2)
+    found = compile_for_h200(collective_product, count=2)
     assert [(k.name, k.spilled) for k in found.kernels] == [("all_gather_matmul", 0)]
     assert found.count("all-gather") == found.count("copy") == 0
+
+
+@pytest.mark.parametrize("cluster", ["none", "m"])
+def test_sums_written_to_their_owners_spill_nothing(cluster):
+    config = {"cluster": cluster, "transfer": "push"}
+    found = compile_for_h200(collective_product, 4096, config, True, count=2)
+    assert [(k.name, k.spilled) for k in found.kernels] == [
+        ("matmul_reduce_scatter", 0)
+    ]
+    assert found.count("reduce-scatter") == found.count("all-reduce") == 0
+    assert found.count("copy") == 0
 
 
 def decoding(devices, layers, rows_of_one=16):

@@ -1,19 +1,22 @@
-"""Warps that read from other GPUs while the rest of their block multiplies.
+"""Warps that copy between GPUs while the rest of their block multiplies.
 
-What such a warp reads is cut into *pieces*, each announced to whoever waits for it by a
-signal, and pieces into *chunks*, lines of memory that pass through a buffer in shared
-memory: the copy engine brings one in, from a peer as a rule, and takes it out again.
+What such a warp copies is cut into *pieces*, each announced by a signal to whoever
+waits for it, and pieces into *chunks*, lines of memory that pass through a buffer in
+shared memory: the copy engine brings one in, from a peer as a rule, and takes it out
+again.
 
 In each block of the persistent matmul (`pallas_kernels.matmul.mosaic_gpu`) warps that
-the producer has to spare read from the other GPUs while the rest multiplies. Nothing is
+the producer has to spare copy between GPUs while the rest multiplies. Nothing is
 restarted for a step of a ring and nobody waits for a whole shard: all output tiles lie
 in one flat order, and what a tile needs from a peer is signaled row block by row block
 (`mosaic_gpu_gather`), or tile by tile (`mosaic_gpu_reduce`). Data comes over NVLink by
-TMA loads from `plgpu.remote_ref`, never through multicast.
+TMA copies from or to `plgpu.remote_ref`, never through multicast.
 
 Why reads. When the links are full, what a multiprocessor writes to a peer seems to wait
 in front of what it asks of its own memory; reads disturbed the product far less in
-trials, and least when every block reads a little.
+trials, and least when every block reads a little. A gather that writes was slower for
+each of 25 layers (four H100s, trials). Reductions that the links bound write
+(`CollectiveConfig.transfer`): links carry more so, and nothing is asked for first.
 
 A device leaves the kernel when all peers have read what they need of it, so nothing is
 read from memory that XLA has reused. Before a kernel starts, a barrier of XLA's makes
@@ -161,7 +164,7 @@ def relay(
     target: Callable[[Scalar, Callable[[Ref], None]], None],
     stored: Callable[[Scalar], None] = lambda chunk: None,
 ) -> None:
-    """Copies chunks, from peers as a rule; returns when all of them are here.
+    """Copies chunks, from peers or to them; returns when all of them are there.
 
     All buffers but one are coming in while that one is being written: what comes from a
     peer takes microseconds, what goes to the memory of this device does not.
@@ -171,8 +174,8 @@ def relay(
         scratch: what `Chunks.scratch_types` allocated.
         buffers: how many buffers, at least 2.
         total: int32, how many chunks.
-        source: from the number of a chunk to where it lies, on a peer as a rule.
-        target: ``(chunk, store)``, calls ``store`` with where it goes on this device.
+        source: from the number of a chunk to where it lies.
+        target: ``(chunk, store)``, calls ``store`` with where it goes.
         stored: called with the number of each chunk once its copy has begun.
     """
     ahead = buffers - 1

@@ -4,8 +4,10 @@ Reduce-scatter. Tiles for the next device come first, then those for the one aft
 ..., own ones last, so that no two devices read from one. The consumers store partial
 sums locally, as any matmul does, and go on. Of the two spare warps that each block
 uses one announces stored tiles to their owners, and one reads over NVLink what peers
-have announced to this device. Partial sums lie one tile after another, so that a tile
-is a line of memory (`Chunks` says why that matters).
+have announced to this device (`pull`); or the one announces them to the other, which
+writes them to their owners (`push`): a way less over the links, and these carry more.
+Partial sums lie one tile after another, so that a tile is a line of memory (`Chunks`
+says why that matters).
 
 Own tiles are the usual products and then the sums of the peers, times the identity:
 these pass through the same ring as two more stages for each peer, and the tensor cores
@@ -160,6 +162,11 @@ class Plan:
         return self.layout.devices
 
     @property
+    def pushes(self) -> bool:
+        """Whether devices write partial sums to their owners, or these read them."""
+        return self.config.transfer == "push" and not self.share
+
+    @property
     def counts(self) -> tuple[int, int]:
         """Output tiles along rows and columns, in whole clusters."""
         cn = self.config.cluster_tiles[1]
@@ -255,8 +262,8 @@ class Roles:
     sums_smem: Ref
     """The part of the ring for w, [stages,depth,tile_n] however w is stored."""
     ready: Ref
-    """Semaphores by distance and tile: it is stored there for this device. First the
-    partial sums; then, where all share them, the sums."""
+    """Semaphores by distance and tile: it is stored there for this device, or here for
+    that one. First the partial sums; then, where all share them, the sums."""
     arrived: Ref
     """Semaphores by tile: peers whose partial sums are here."""
     left: Ref
@@ -298,7 +305,10 @@ class Roles:
             self.plan.for_each_tile,
             self.load,
             self.consume,
-            spare_warps=[self.pull, self.announce],
+            spare_warps=[
+                self.push if self.plan.pushes else self.pull,
+                self.announce,
+            ],
             finish=lambda carry: self.hand_on(carry[1]),
             consumer_carry=jnp.int32(0),
         )
@@ -314,21 +324,29 @@ class Roles:
 
     # --- Spare warps ------------------------------------------------------------------
 
-    def pull(self) -> None:
-        """Reads what peers have for this device, as they announce it."""
+    def _for_each_turn(self, move: Callable[[Scalar, Scalar], None]) -> None:
+        """Calls `move` with the tiles that this block moves, in their order."""
         plan, size = self.plan, math.prod(self.plan.config.cluster_tiles)
         mine, piece_of = plan.layout.pieces_of_block(math.prod(plan.counts))
 
-        def pull_tile(i: jax.Array, _: None) -> None:
+        def turn(i: jax.Array, _: None) -> None:
             cluster, rank = divide(piece_of(i), size)
-            m, n = tile_at(plan.layout.order, plan.counts, cluster, rank)
+            move(*tile_at(plan.layout.order, plan.counts, cluster, rank))
+
+        lax.fori_loop(0, mine, turn, None)
+
+    def pull(self) -> None:
+        """Reads what peers have for this device, as they announce it."""
+        plan = self.plan
+
+        def pull_tile(m: Scalar, n: Scalar) -> None:
             own = plan.place(m)[0] == plan.devices
             # A tile for another device stands for that which this one gets from the
             # device that is as far away on the other side; an own one for those of all.
             turns = jnp.where(own, (plan.devices - 1) * plan.share, 1)
             lax.fori_loop(0, turns, lambda turn, _: self._pull(m, n, turn), None)
 
-        lax.fori_loop(0, mine, pull_tile, None)
+        self._for_each_turn(pull_tile)
         plan.layout.leave(self.left)
 
     def _pull(self, m: Scalar, n: Scalar, turn: Scalar) -> None:
@@ -372,8 +390,42 @@ class Roles:
             arrival = self.arrived.at[plan.own_tile(m, n)]
             plgpu.semaphore_signal(arrival, memory_scope="gpu")
 
+    def push(self) -> None:
+        """Writes partial sums of this device to their owners, once they are stored.
+
+        No peer reads here, and an own tile waits for all that is written here, so
+        nothing is left to wait for at the end.
+        """
+        plan, layout, config = self.plan, self.plan.layout, self.plan.config
+        count = plan.chunks.count(config.tile_m)
+
+        def push_tile(m: Scalar, n: Scalar) -> None:
+            distance, index = plan.place(m)[0], plan.number(m, n)
+
+            @pl.when(distance < plan.devices)
+            def _partial() -> None:
+                owner: Any = {layout.axis_name: layout.device(distance)}
+                received = plgpu.remote_ref(self.received, owner)
+
+                def window(chunk: Scalar) -> tuple[Any, Any]:
+                    return plan.chunks.window(index * count + chunk)
+
+                wait_for_signal(self.ready.at[index], 1, "gpu")
+                relay(
+                    plan.chunks,
+                    self.scratch,
+                    config.buffers,
+                    jnp.int32(count),
+                    source=lambda chunk: self.partial.at[window(chunk)],
+                    target=lambda chunk, store: store(received.at[window(chunk)]),
+                )
+                arrival = self.arrived.at[plan.own_tile(m, n)]
+                pl.semaphore_signal(arrival, device_id=owner)
+
+        self._for_each_turn(push_tile)
+
     def announce(self) -> None:
-        """Tells who needs a tile of this device that it is there.
+        """Tells who moves a tile of this device that it is there.
 
         A signal to a peer takes a microsecond that the consumers do not have.
         """
@@ -391,9 +443,12 @@ class Roles:
 
             @pl.when(distance < plan.devices)
             def _partial() -> None:
-                layout = plan.layout
+                layout, ready = plan.layout, self.ready.at[index]
+                if plan.pushes:
+                    plgpu.semaphore_signal(ready, memory_scope="gpu")
+                    return
                 owner: Any = {layout.axis_name: layout.device(distance)}
-                pl.semaphore_signal(self.ready.at[index], device_id=owner)
+                pl.semaphore_signal(ready, device_id=owner)
 
             if plan.share:
 
@@ -419,7 +474,8 @@ class Roles:
 
         def load_sums(slot: Scalar) -> Scalar:
             arrival = self.arrived.at[plan.own_tile(m, n)]
-            wait_for_signal(arrival, plan.devices - 1, "gpu")
+            scope = "sys" if plan.pushes else "gpu"
+            wait_for_signal(arrival, plan.devices - 1, scope)
             tile = plan.own_tile(m, n)
             for r, step in itertools.product(range(1, plan.devices), range(plan.steps)):
                 self._load_sums(tile + (r - 1) * plan.own_tiles, step, slot)

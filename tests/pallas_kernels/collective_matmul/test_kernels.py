@@ -42,6 +42,11 @@ REDUCTIONS = {
     "reduce_scatter": (mosaic_gpu_reduce.matmul_reduce_scatter, P("data", "tensor")),
     "all_reduce": (mosaic_gpu_reduce.matmul_all_reduce, P("data")),
 }
+KIND_AND_TRANSFER = [
+    ("reduce_scatter", "pull"),
+    ("reduce_scatter", "push"),
+    ("all_reduce", "pull"),
+]
 
 
 def by_device(x, axis, devices):
@@ -176,10 +181,18 @@ def test_pairs_of_blocks_gather_in_the_order_of_k(cluster):
     check_gather(cpu_mesh(data=1, tensor=2), config=config, **case)
 
 
-@pytest.mark.parametrize("kind", REDUCTIONS)
+@pytest.mark.parametrize(("kind", "transfer"), KIND_AND_TRANSFER)
 @pytest.mark.parametrize("name", CASES)
-def test_reductions(name, kind):
-    check_reduction(cpu_mesh(data=1, tensor=2), kind=kind, config=SMALL, **CASES[name])
+def test_reductions(name, kind, transfer):
+    config = dataclasses.replace(SMALL, transfer=transfer)
+    check_reduction(cpu_mesh(data=1, tensor=2), kind=kind, config=config, **CASES[name])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_reductions_by_writes(name):
+    config = dataclasses.replace(SMALL, transfer="push")
+    mesh = cpu_mesh(data=1, tensor=2)
+    check_reduction(mesh, kind="reduce_scatter", config=config, **CASES[name])
 
 
 def check_reduction(
@@ -203,11 +216,12 @@ def check_reduction(
     assert relative_error(y, want) < RELATIVE[dtype]
 
 
-@pytest.mark.parametrize("kind", REDUCTIONS)
-def test_reductions_over_four_devices(kind):
+@pytest.mark.parametrize(("kind", "transfer"), KIND_AND_TRANSFER)
+def test_reductions_over_four_devices(kind, transfer):
     """Which of the peers holds what is plain only with more than one."""
     case = {"rows": 4 * 72, "columns": (128,), "depth": (64,), "batch": 2}
-    check_reduction(cpu_mesh(data=1, tensor=4), kind=kind, config=SMALL, **case)
+    config = dataclasses.replace(SMALL, transfer=transfer)
+    check_reduction(cpu_mesh(data=1, tensor=4), kind=kind, config=config, **case)
 
 
 def test_sums_that_are_as_wide_as_a_tile():
@@ -378,15 +392,16 @@ def test_every_candidate_fits(kind, columns):
 
 
 @pytest.mark.parametrize(
-    ("kind", "one_shot"),
+    ("kind", "changes"),
     [
-        ("all_gather", False),
-        ("reduce_scatter", False),
-        ("all_reduce", False),
-        ("all_reduce", True),
+        ("all_gather", {}),
+        ("reduce_scatter", {}),
+        ("reduce_scatter", {"transfer": "push"}),
+        ("all_reduce", {}),
+        ("all_reduce", {"one_shot": True}),
     ],
 )
-def test_addresses_of_peers_are_looked_up_on_the_device(kind, one_shot, monkeypatch):
+def test_addresses_of_peers_are_looked_up_on_the_device(kind, changes, monkeypatch):
     """What the host looks up stays as it is in a recorded CUDA graph."""
     looked_up = []
     real = LaunchContext.to_remote
@@ -399,7 +414,7 @@ def test_addresses_of_peers_are_looked_up_on_the_device(kind, one_shot, monkeypa
     problem = CollectiveProblem(
         kind=kind, m=1024, n=(384,), k=(320,), devices=4, dtype=BF16
     )
-    lowered(problem, dataclasses.replace(SMALL, one_shot=one_shot))
+    lowered(problem, dataclasses.replace(SMALL, **changes))
     assert looked_up and not any(looked_up)
 
 
@@ -436,6 +451,24 @@ def test_few_rows_come_in_the_order_of_k(m, dtype, order):
         kind="all_gather", m=m, n=(2560,), k=(8192,), devices=4, dtype=jnp.dtype(dtype)
     )
     assert heuristic(problem, H200).gather_order == order
+
+
+@pytest.mark.parametrize(
+    ("kind", "m", "k", "transfer"),
+    [
+        ("reduce_scatter", 2048, 2048, "push"),
+        ("reduce_scatter", 8192, 1024, "push"),
+        ("reduce_scatter", 8192, 2048, "pull"),
+        ("all_reduce", 8192, 1024, "pull"),
+    ],
+)
+def test_sums_that_the_links_bound_are_written_to_their_owners(kind, m, k, transfer):
+    problem = CollectiveProblem(
+        kind=kind, m=m, n=(8192,), k=(k,), devices=4, dtype=BF16
+    )
+    assert heuristic(problem, H200).transfer == transfer
+    found = {config.transfer for config in candidates(problem, H200)}
+    assert found == ({"pull", "push"} if kind == "reduce_scatter" else {"pull"})
 
 
 @pytest.mark.parametrize("rows", [16, 512])
@@ -492,6 +525,7 @@ def test_narrow_weights_need_a_narrow_tile():
     [
         ({"buffers": 1}, "buffers 1, expected an integer of at least 2"),
         ({"minor": "n"}, "minor 'n', expected 'm'"),
+        ({"transfer": "copy"}, "transfer 'copy', expected 'pull' or 'push'"),
         ({"buffer_bytes": 3000}, "buffer_bytes 3000, expected a power of two"),
         ({"gather_order": "n"}, "gather_order 'n', expected 'rows' or 'k'"),
         ({"piece_chunks": 0}, "piece_chunks 0, expected an integer of at least 1"),

@@ -44,6 +44,8 @@ CONFIGS = {
     "pairs_of_columns": CollectiveConfig(cluster="n"),
     "widest": CollectiveConfig(tile_n=320, stages=3, store_slots=2, cluster="m"),
     "many_buffers": CollectiveConfig(tile_n=128, buffers=4, piece_chunks=2),
+    "push": CollectiveConfig(tile_n=128, transfer="push"),
+    "push_by_pairs": CollectiveConfig(transfer="push", cluster="m"),
     "order_of_k": CollectiveConfig(
         gather_order="k", store_slots=1, buffers=8, buffer_bytes=1024
     ),
@@ -110,6 +112,12 @@ KIND_AND_CONFIG = sorted(
     {*itertools.product(KINDS, CONFIGS)}
     - {("all_reduce", "widest")}
     - {(kind, "order_of_k") for kind in KINDS if kind != "all_gather"}
+    - {
+        (kind, config)
+        for kind in KINDS
+        for config in ("push", "push_by_pairs")
+        if kind != "reduce_scatter"
+    }
 )
 
 

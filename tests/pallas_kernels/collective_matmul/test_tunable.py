@@ -50,7 +50,7 @@ def test_problems_are_those_of_the_layers():
     for problem in found.values():
         candidates = tunable.candidates(problem, H200)
         assert heuristic(problem, H200) in candidates
-        assert len(candidates) <= 14
+        assert len(candidates) <= 28
 
 
 def test_the_fastest_that_works_wins():
