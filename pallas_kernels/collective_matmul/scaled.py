@@ -54,7 +54,8 @@ def scaled_all_gather_matmul(
     there is one a row, are gathered first. Several weights share one gather.
 
     With ``implementation=None`` the kernel runs where a table of tuned problems says
-    that it is within 2% of XLA or faster. Not differentiable.
+    that it is within 2% of XLA or faster, and on four H100s from 2,048 rows of all
+    devices on. Not differentiable.
 
     Args:
         a: ``[*B,m,K]`` float8_e4m3fn or float8_e5m2, the rows of this device.
@@ -137,7 +138,8 @@ def scaled_matmul_reduce_scatter(
     sums before they travel, in `out_dtype`: scales may differ between devices.
 
     With ``implementation=None`` the kernel runs where a table of tuned problems says
-    that it is within 2% of XLA or faster. Not differentiable.
+    that it is within 2% of XLA or faster, and on four H100s from 2,048 rows of all
+    devices on. Not differentiable.
 
     Args:
         a: ``[*B,M,K]`` float8_e4m3fn or float8_e5m2, the features of this device.

@@ -113,11 +113,11 @@ def test_who_sums_what(monkeypatch):
     assert choose(None) is None
 
 
-def test_four_h100s_sum_by_the_kernel():
+@pytest.mark.parametrize(("devices", "most"), [(2, 64 * 4096), (4, 32 * 8192)])
+def test_h100s_sum_by_the_kernel(devices, most):
     with use_device(H100):
-        assert choose(None, devices=4, elements=32 * 8192) is not None
-        assert choose(None, devices=4, elements=33 * 8192) is None
-        assert choose(None, devices=2) is None
+        assert choose(None, devices=devices, elements=most) is not None
+        assert choose(None, devices=devices, elements=most + 1) is None
 
 
 @pytest.mark.parametrize(

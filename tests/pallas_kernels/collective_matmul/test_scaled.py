@@ -28,6 +28,7 @@ E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 BF16 = jnp.dtype(jnp.bfloat16)
 SMALL = CollectiveConfig(tile_m=128, tile_n=64, tile_k=128, stages=2)
 P = jax.sharding.PartitionSpec
+H100 = dataclasses.replace(H200, name="nvidia_h100_80gb_hbm3")
 GATHER, REDUCE = scaled_all_gather_matmul, scaled_matmul_reduce_scatter
 GATHERED = (P("tensor"),) * 4, P(None, "tensor")
 REDUCED = (P(None, "tensor"), P(None, "tensor"), P(), P()), P("tensor")
@@ -157,26 +158,30 @@ def test_interpreted_kernels_equal_the_reference(op, shape, types, axis, config)
         (REDUCE, *REDUCED),
     ],
 )
-def test_kernels_lower_and_only_by_name(op, spec, out_spec):
-    shapes = [
-        jax.ShapeDtypeStruct((8192, 8192), E4M3),
-        jax.ShapeDtypeStruct((8192, 8192), E5M2),
-        *[jax.ShapeDtypeStruct((8192,), jnp.float32)] * 2,
-    ]
-
-    def run(implementation):
+def test_kernels_lower_by_name_and_where_they_were_faster(op, spec, out_spec):
+    def run(implementation, device=H200, rows=8192, devices=4):
+        shapes = [
+            jax.ShapeDtypeStruct((rows, 8192), E4M3),
+            jax.ShapeDtypeStruct((8192, 8192), E5M2),
+            jax.ShapeDtypeStruct((rows,), jnp.float32),
+            jax.ShapeDtypeStruct((8192,), jnp.float32),
+        ]
         f = functools.partial(op, axis_name="tensor", implementation=implementation)
         mapped = jax.shard_map(f, in_specs=spec, out_specs=out_spec, check_vma=False)
-        with use_device(H200):
-            return lower_for_cuda(mapped, *shapes, mesh={"tensor": 4}, kernels=1)
+        with use_device(device):
+            return lower_for_cuda(mapped, *shapes, mesh={"tensor": devices}, kernels=1)
 
     def collectives(text):
         names = ("all_gather", "reduce_scatter")
         return [text.count(f"stablehlo.{name}") for name in names]
 
     # Scales alone are gathered outside of the kernel; else the kernel is the product's.
-    assert collectives(run("mosaic_gpu")) == [int(op is GATHER), 0]
-    assert collectives(run(None)) == ([2, 0] if op is GATHER else [0, 1])
+    ours, of_xla = ([1, 0], [2, 0]) if op is GATHER else ([0, 0], [0, 1])
+    assert collectives(run("mosaic_gpu")) == ours
+    assert collectives(run(None)) == of_xla
+    assert collectives(run(None, H100, rows=2048)) == ours
+    assert collectives(run(None, H100, rows=1024)) == of_xla
+    assert collectives(run(None, H100, devices=2)) == of_xla
 
 
 def test_errors_say_what_to_do():
