@@ -106,7 +106,7 @@ class Call:
     tracked: bool = False
     """Types say over which mesh axes arrays vary: `check_vma` of `jax.shard_map`."""
     return_gathered: bool = False
-    """The gathered operand is an output."""
+    """The gathered operand is an output; if not, its own rows need not be copied."""
     deterministic: bool = True
     """Sums are equal bit for bit between runs."""
 

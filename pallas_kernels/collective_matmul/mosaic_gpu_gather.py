@@ -4,7 +4,8 @@ One spare warp of each block reads rows of the peers over NVLink, a piece of a r
 at a time, writes them to the gathered array and counts them in ``arrived``. Output
 tiles come in the order of arrival: own rows first, then row block 0 of every peer, row
 block 1 of every peer, ...; the producer waits for the row block of a tile before it
-streams it. The gathered rows stay in an output: the backward pass wants them.
+streams it. Where the gathered rows are wanted, as the backward pass does, own ones are
+copied to them last.
 
 With ``gather_order="k"`` row blocks come in *steps*: the first columns of all rows of
 the peers, then the next ones, and the producer waits for a step of its row block before
@@ -61,7 +62,7 @@ def all_gather_matmul(
     call: Call,
     config: CollectiveConfig,
     device: DeviceSpec,
-) -> tuple[tuple[jax.Array, ...], jax.Array]:
+) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
     """Computes ``all_gather(x) @ w`` for one or several weights.
 
     Args:
@@ -69,12 +70,12 @@ def all_gather_matmul(
             bits with the scales of all rows.
         ws: weights [K,N] each, or [N,K] if they are stored so.
         call: the mesh axis, the type of the products (that of x, or float32), how
-            weights are stored.
+            weights are stored, whether the gathered rows are wanted.
         config: how to cut it.
         device: the Hopper GPU that the kernel is built for.
 
     Returns:
-        The products, [B,D*m,N] each, and the gathered x, [B,D*m,K].
+        The products, [B,D*m,N] each, and the gathered x, [B,D*m,K], or None.
 
     Raises:
         Unsupported: types, alignment or shared memory do not fit.
@@ -90,7 +91,11 @@ def all_gather_matmul(
     common = math.gcd(config.tile_m, layout.rows)
     chunks = Chunks.of(common, x.shape[2], x.dtype, config.buffer_bytes)
     plan = Plan(
-        layout=layout, columns=Columns(tiles=tiles), chunks=chunks, scales=scales
+        layout=layout,
+        columns=Columns(tiles=tiles),
+        chunks=chunks,
+        scales=scales,
+        keep=call.return_gathered,
     )
     outputs = [(cut.problem.n, cut.problem.out_dtype) for cut in tiles]
     results = plgpu.kernel(
@@ -106,7 +111,7 @@ def all_gather_matmul(
         y[:, :rows, :width].reshape(batch, -1, width)  # [B,D*m,N or K]
         for y, width in zip(results, (*columns, depth), strict=True)
     )
-    return tuple(outs), gathered
+    return tuple(outs), gathered if call.return_gathered else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,6 +130,8 @@ class Plan:
     """Chunks in which rows are read from a peer."""
     scales: Scales | None
     """How scales are read, of operands of 8 bits."""
+    keep: bool
+    """The gathered rows are an output: own ones are among them."""
 
     @property
     def config(self) -> CollectiveConfig:
@@ -298,9 +305,10 @@ class Roles:
     # --- Spare warp -------------------------------------------------------------------
 
     def pull(self) -> None:
-        """Copies rows of the peers, then own ones, to the gathered array."""
+        """Copies rows of the peers, then own ones if kept, to the gathered array."""
         plan, layout = self.plan, self.plan.layout
-        total = plan.devices * layout.batch * plan.pieces_of_rows * plan.steps
+        sources = plan.devices - 1 + plan.keep
+        total = sources * layout.batch * plan.pieces_of_rows * plan.steps
         mine, piece = layout.pieces_of_block(total)
         chunk_at = functools.partial(plan.chunk, piece)
 

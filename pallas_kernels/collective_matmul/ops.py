@@ -70,8 +70,8 @@ PREFERRED = ("mosaic_gpu", "xla")
 class Op:
     """A collective matrix product and what computes it.
 
-    A gather takes x [B,m,K] and gives ``(products, gathered x)``; a reduction takes a
-    tuple of x [B,M,K_i] and gives one sum.
+    A gather takes x [B,m,K] and gives ``(products, gathered x or None)``; a reduction
+    takes a tuple of x [B,M,K_i] and gives one sum.
     """
 
     name: str
@@ -285,7 +285,8 @@ def all_gather_matmul(x: jax.Array, ws: Arrays, call: Call) -> Arrays:
 def _all_gather_forward(
     x: jax.Array, ws: Arrays, call: Call
 ) -> tuple[Arrays, tuple[Any, ...]]:
-    ys, gathered = run(ALL_GATHER, x, ws, call)
+    kept = dataclasses.replace(call, return_gathered=True)
+    ys, gathered = run(ALL_GATHER, x, ws, kept)
     ys = checkpoint_name(ys, "all_gather_matmul_out")
     gathered = checkpoint_name(gathered, "all_gather_matmul_gathered")
     return ((*ys, gathered) if call.return_gathered else ys), (gathered, ws)
@@ -325,7 +326,8 @@ def _reduce_scatter_backward(
 ) -> tuple[Arrays, Arrays]:
     xs, ws = saved
     dtype = xs[0].dtype
-    dxs, gathered = run(ALL_GATHER, dy.astype(dtype), ws, call.transposed(dtype))
+    kept = call.transposed(dtype, return_gathered=True)
+    dxs, gathered = run(ALL_GATHER, dy.astype(dtype), ws, kept)
     pairs = zip(xs, ws, strict=True)
     return dxs, tuple(_weight_gradient(x, gathered, w, call) for x, w in pairs)
 

@@ -110,14 +110,21 @@ def scaled_all_gather_matmul(
         )
     for weight, scale in zip(bs, b_scales, strict=True):
         check_operands(a, weight, a_scale, scale)
-    call = _call(axis_name, out_dtype, implementation, config)
+    call = _call(
+        axis_name,
+        out_dtype,
+        implementation,
+        config,
+        return_gathered=return_gathered,
+    )
     arrays = _alike((a, a_scale, tuple(bs), tuple(b_scales)), call)
     outs: Any = _all_gather(*arrays, call)
-    outs = (y.reshape(*a.shape[:-2], *y.shape[1:]) for y in outs)  # [..,D*m,N]
-    *ys, gathered, scale = outs
+    outs = [y.reshape(*a.shape[:-2], *y.shape[1:]) for y in outs]  # [..,D*m,N]
+    ys, kept = outs[: len(bs)], outs[len(bs) :]
     y = tuple(ys) if several else ys[0]
     if not return_gathered:
         return y
+    gathered, scale = kept
     return y, gathered, scale[..., 0] if a_scale.ndim else a_scale
 
 
@@ -192,6 +199,8 @@ def _call(
     out_dtype: DTypeLike,
     implementation: str | Sequence[str] | None,
     config: CollectiveConfig | None,
+    *,
+    return_gathered: bool = False,
 ) -> Call:
     check_floating(out_dtype=out_dtype)
     return Call.over(
@@ -201,6 +210,7 @@ def _call(
         implementation=as_hashable(implementation),
         config=config,
         device=DeviceSpec.current(),
+        return_gathered=return_gathered,
     )
 
 
@@ -241,6 +251,8 @@ def _all_gather(
         for b, scale in zip(bs, b_scales, strict=True)
     )
     ys, gathered = run(SCALED_ALL_GATHER, x, ws, call)
+    if not call.return_gathered:
+        return ys
     return *ys, gathered, scale.reshape(batch, call.size * rows, 1)  # [B,M,1]
 
 
@@ -283,9 +295,10 @@ def _product(x: jax.Array, scale: jax.Array, w: ScaledArray, call: Call) -> jax.
 
 def _xla_all_gather(
     x: ScaledArray, ws: Any, call: Call
-) -> tuple[tuple[jax.Array, ...], jax.Array]:
+) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
     gathered = xla.all_gather(x.values, call.axis_name)
-    return tuple(_product(gathered, x.scale, w, call) for w in ws), gathered
+    ys = tuple(_product(gathered, x.scale, w, call) for w in ws)
+    return ys, gathered if call.return_gathered else None
 
 
 def _xla_reduce_scatter(xs: Any, ws: Any, call: Call) -> jax.Array:

@@ -46,20 +46,24 @@ type Arrays = tuple[jax.Array, ...]
 _ROWS = 1  # the axis of [B,m,K] that is gathered and scattered
 
 
-def all_gather_matmul(x: jax.Array, ws: Arrays, call: Call) -> tuple[Arrays, jax.Array]:
+def all_gather_matmul(
+    x: jax.Array, ws: Arrays, call: Call
+) -> tuple[Arrays, jax.Array | None]:
     """Gathers rows, then multiplies them.
 
     Args:
         x: [B,m,K] rows of this device.
         ws: weights [K,N_i], or [N_i,K] if they are stored so.
-        call: the mesh axis, the type of the products, how weights are stored.
+        call: the mesh axis, the type of the products, how weights are stored, whether
+            the gathered rows are wanted.
 
     Returns:
-        Products [B,D*m,N_i], and the gathered rows [B,D*m,K].
+        Products [B,D*m,N_i], and the gathered rows [B,D*m,K], or None.
     """
     gathered = all_gather(x, call.axis_name)
     dot = _dot(call.out_dtype, call.rhs_transposed)
-    return tuple(dot(gathered, w) for w in ws), gathered
+    ys = tuple(dot(gathered, w) for w in ws)
+    return ys, gathered if call.return_gathered else None
 
 
 def matmul_reduce_scatter(xs: Arrays, ws: Arrays, call: Call) -> jax.Array:
@@ -85,7 +89,7 @@ def matmul_all_reduce(xs: Arrays, ws: Arrays, call: Call) -> jax.Array:
 
 def ring_all_gather_matmul(
     x: jax.Array, ws: Arrays, call: Call
-) -> tuple[Arrays, jax.Array]:
+) -> tuple[Arrays, jax.Array | None]:
     """Compute `all_gather_matmul`, multiplying a shard while the next arrives."""
     if x.size == 0:
         return all_gather_matmul(x, ws, call)
@@ -96,7 +100,7 @@ def ring_all_gather_matmul(
     for _ in range(size - 1):
         shards.append(lax.ppermute(shards[-1], call.axis_name, to_previous))
     ys = tuple(_in_order([dot(shard, w) for shard in shards], me) for w in ws)
-    return ys, _in_order(shards, me)
+    return ys, _in_order(shards, me) if call.return_gathered else None
 
 
 def ring_matmul_reduce_scatter(xs: Arrays, ws: Arrays, call: Call) -> jax.Array:

@@ -60,20 +60,21 @@ def wide(x):
     return np.asarray(x, np.float32)
 
 
-def call_of(x, transposed):
+def call_of(x, transposed, **options):
     return Call(
         axis_name="tensor",
         size=jax.lax.axis_size("tensor"),
         rhs_transposed=transposed,
         out_dtype=x.dtype,
+        **options,
     )
 
 
-def gather(mesh, x, ws, *, config, num_sms=1, transposed=False):
+def gather(mesh, x, ws, *, config, num_sms=1, transposed=False, keep=True):
     device = dataclasses.replace(H200, num_sms=num_sms)
 
     def local(x, ws):
-        call = call_of(x, transposed)
+        call = call_of(x, transposed, return_gathered=keep)
         return mosaic_gpu_gather.all_gather_matmul(x, ws, call, config, device)
 
     w_spec = P("tensor") if transposed else P(None, "tensor")
@@ -132,8 +133,24 @@ def test_all_gather_matmul(name):
     check_gather(cpu_mesh(data=1, tensor=2), config=SMALL, **CASES[name])
 
 
+@pytest.mark.parametrize("name", ["plain", "several", "ragged"])
+def test_gathered_rows_that_nobody_wants(name):
+    mesh = cpu_mesh(data=1, tensor=2)
+    check_gather(mesh, config=SMALL, **CASES[name], keep=False)
+
+
 def check_gather(
-    mesh, *, rows, columns, depth, batch=1, t=False, dtype=BF16, config, **how
+    mesh,
+    *,
+    rows,
+    columns,
+    depth,
+    batch=1,
+    t=False,
+    dtype=BF16,
+    config,
+    keep=True,
+    **how,
 ):
     devices = mesh.shape["tensor"]
     x = by_device(normal(1, (batch, rows, depth[0]), dtype), 1, devices)
@@ -142,10 +159,18 @@ def check_gather(
     races = {"detect_races": not how} | how
     with interpret_mosaic_gpu(**races):
         run = functools.partial(
-            gather, mesh, config=config, num_sms=1 + bool(how), transposed=t
+            gather,
+            mesh,
+            config=config,
+            num_sms=1 + bool(how),
+            transposed=t,
+            keep=keep,
         )
         outs, gathered = jax.tree.map(np.asarray, jax.jit(run)(x, stored))
-    np.testing.assert_array_equal(wide(gathered), wide(x))
+    if keep:
+        np.testing.assert_array_equal(wide(gathered), wide(x))
+    else:
+        assert gathered is None
     for out, w in zip(outs, ws, strict=True):
         assert out.dtype == dtype
         assert relative_error(out, wide(x) @ wide(w)) < RELATIVE[dtype]
@@ -168,10 +193,11 @@ def test_gathers_in_the_order_of_k(name):
     check_gather(cpu_mesh(data=1, tensor=2), config=K_ORDER, **STEPS[name])
 
 
-def test_gathers_in_the_order_of_k_over_four_devices():
+@pytest.mark.parametrize("keep", [True, False])
+def test_gathers_in_the_order_of_k_over_four_devices(keep):
     config = dataclasses.replace(K_ORDER, buffers=3, piece_chunks=8)
     case = {"rows": 4 * 72, "columns": (128,), "depth": (640,)}
-    check_gather(cpu_mesh(data=1, tensor=4), config=config, **case)
+    check_gather(cpu_mesh(data=1, tensor=4), config=config, keep=keep, **case)
 
 
 @pytest.mark.parametrize("cluster", ["m", "n"])
