@@ -214,13 +214,6 @@ def test_reductions(name, kind, transfer):
     check_reduction(cpu_mesh(data=1, tensor=2), kind=kind, config=config, **CASES[name])
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_reductions_by_writes(name):
-    config = dataclasses.replace(SMALL, transfer="push")
-    mesh = cpu_mesh(data=1, tensor=2)
-    check_reduction(mesh, kind="reduce_scatter", config=config, **CASES[name])
-
-
 def check_reduction(
     mesh, *, kind, rows, columns, depth, batch=1, t=False, dtype=BF16, config, **how
 ):
