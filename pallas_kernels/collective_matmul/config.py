@@ -334,9 +334,9 @@ def heuristic(problem: CollectiveProblem, device: DeviceSpec) -> CollectiveConfi
     Returns:
         The tile of least estimated time, in clusters of two where that gains; writes to
         peers for a reduce-scatter that waits for the links; one shot for an all-reduce
-        of few rows. A gather of few, in 16 bits, comes in the order
-        of K, which is 3 % faster with 1,024 and 7 % with 2,048, in the mean of five
-        layers over four H100s; in 8 bits it is not faster.
+        of few rows. A gather of few, in 16 bits, comes in the order of K, which is 3 %
+        faster with 1,024 and 7 % with 2,048, in the mean of five layers over four
+        H100s; in 8 bits it is not faster.
 
     Example:
         >>> from pallas_kernels.mosaic import H200

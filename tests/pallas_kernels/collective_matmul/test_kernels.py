@@ -139,6 +139,26 @@ def test_gathered_rows_that_nobody_wants(name):
     check_gather(mesh, config=SMALL, **CASES[name], keep=False)
 
 
+@pytest.mark.parametrize("order", ["rows", "k"])
+def test_own_rows_are_copied_only_where_they_are_wanted(order, monkeypatch):
+    counts = []
+    real = Layout.pieces_of_block
+
+    def pieces_of_block(self, count):
+        counts.append(count)
+        return real(self, count)
+
+    monkeypatch.setattr(Layout, "pieces_of_block", pieces_of_block)
+    problem = CollectiveProblem(
+        kind="all_gather", m=1024, n=(128,), k=(1024,), devices=4, dtype=BF16
+    )
+    config = dataclasses.replace(SMALL, gather_order=order, buffer_bytes=1024)
+    for keep in (False, True):
+        lowered(problem, config, keep=keep)
+    unwanted, wanted = counts
+    assert 4 * unwanted == 3 * wanted
+
+
 def check_gather(
     mesh,
     *,
@@ -361,7 +381,7 @@ def test_gathered_products_equal_those_of_the_plain_kernel_bit_for_bit():
         np.testing.assert_array_equal(wide(y[0]), wide(want))
 
 
-def lowered(problem, config):
+def lowered(problem, config, keep=True):
     """The text of a kernel for devices that need not exist."""
     devices = problem.devices
     gathers = problem.kind == "all_gather"
@@ -372,7 +392,7 @@ def lowered(problem, config):
 
     def run(x, w):
         if gathers:
-            return gather(None, x, (w,), config=config, num_sms=132)
+            return gather(None, x, (w,), config=config, num_sms=132, keep=keep)
         return reduce(None, (x,), (w,), kind=problem.kind, config=config, num_sms=132)
 
     # Raises if the kernel asks for multicast, or for too much shared memory.
