@@ -26,14 +26,6 @@ Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 LATENCY_HIDING = {"xla_gpu_enable_latency_hiding_scheduler": True}
 """Options of the compiler for ``xla_lhs``."""
 
-WINDOWED = {
-    "xla_gpu_threshold_for_windowed_einsum_mib": 0,
-    "xla_gpu_multi_streamed_windowed_einsum": True,
-    **LATENCY_HIDING,
-}
-"""Options for ``xla_windowed``: products of the partitioner go around in parts, of any
-size; by default from 100,000 MiB on."""
-
 PUSH_BLOCKS = (16, 48, 132)
 """Numbers of blocks that `push` is tried with; 15 multiprocessors fill NVLink."""
 
@@ -71,6 +63,26 @@ def xla_collective(kind: Kind) -> Callable[[jax.Array, jax.Array], jax.Array]:
         "reduce_scatter": reduce_scatter,
         "all_reduce": all_reduce,
     }[kind]
+
+
+def windowed(size: int) -> list[dict[str, Any]]:
+    """Options of the compiler for ``xla_windowed``; the fastest count.
+
+    Products of the partitioner go around in parts, of any size; by default from
+    100,000 MiB on. XLA then gives the parts streams of their own, in a pass that
+    unrolls the loop over them and counts its turns where it should count parts: with
+    more than two devices parts are written over each other (jax 0.11.2). There the
+    loop stays as the partitioner leaves it, with and without the pass that makes one
+    product of the two in a turn, which then has to wait for both.
+
+    Args:
+        size: number of devices.
+    """
+    parts = {"xla_gpu_threshold_for_windowed_einsum_mib": 0, **LATENCY_HIDING}
+    if size == 2:
+        return [{**parts, "xla_gpu_multi_streamed_windowed_einsum": True}]
+    passes = "windowed-einsum-handler", "windowed-einsum-handler,dot-merger"
+    return [{**parts, "xla_disable_hlo_passes": some} for some in passes]
 
 
 # --- The communication alone ----------------------------------------------------------

@@ -273,14 +273,15 @@ def forms(params: Mapping[str, Any]) -> list[Form]:
     ]
     if kind != "all_reduce":
         found += [scaled("mosaic_gpu"), scaled("xla")]
-        found.append(
+        found += [
             collective(
                 "xla_windowed",
                 baselines.product,
                 partitioned=True,
-                compiler_options=baselines.WINDOWED,
+                compiler_options=options,
             )
-        )
+            for options in baselines.windowed(tp)
+        ]
     if gathers:
         found += [
             collective("jax_sample", functools.partial(baselines.jax_sample, **config))
