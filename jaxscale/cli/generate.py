@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jaxscale import sharding
 from jaxscale.checks import check_least, check_range
 from jaxscale.cli.devices import simulate_devices
-from jaxscale.cli.errors import usage_errors
+from jaxscale.cli.errors import UsageError, usage_errors
 from jaxscale.cli.options import parse
 from jaxscale.inference import LLM, EngineConfig, SamplingParams
 from jaxscale.models import (
@@ -145,6 +145,9 @@ def complete(config: GenerateConfig) -> str:
         )
     with llm:
         (result,) = llm.generate([prompt], params, progress=False)
+    (continuation,) = result.continuations.values()
+    if continuation.finish == "error":
+        raise UsageError(f"{config.source}: {continuation.error}")
     return result.text
 
 

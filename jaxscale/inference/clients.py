@@ -71,6 +71,8 @@ class Client:
         ]
         self._scores: list[TokenLogprobs | None] = [None]
         self._news: dict[int, _News] = {}
+        if params.prompt_logprobs is not None and len(request.prompt) == 1:
+            self._new(0).prompt_logprobs = (None,)  # nothing is there to be computed
 
     def wants_scores(self, c: Continuation) -> bool:
         """Whether log-probabilities of the prompt, which `c` computes, are missing."""
@@ -125,6 +127,8 @@ class Client:
     def end(self, c: Continuation, finish: FinishReason | None) -> None:
         """Note why a continuation has ended."""
         news, stream = self._new(c.index), self._texts[c.index]
+        if finish == "length" and stream is not None and stream.stop is not None:
+            finish = "stop"  # its text ended first, in tokens that came together
         news.finish = finish
         if stream is not None and finish in ("aborted", "timeout"):
             news.text += stream.add([], finish)

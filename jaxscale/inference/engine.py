@@ -311,6 +311,10 @@ class Engine:
                 f"stop {params.stop} needs the text, but the engine has no tokenizer; "
                 "give it one, or use stop_token_ids"
             )
+        if request.id in self._clients:
+            # One that was aborted may not have been told yet.
+            self._take_events()
+            self._give_out()
         now = self.clock()
         request = dataclasses.replace(request, arrival=now)
         client = Client(request, sink, self.tokenizer, matcher)
@@ -368,15 +372,20 @@ class Engine:
         scored = any(self._scored(chunk.continuation) for chunk in plan.prefill)
         return targets if scored else None
 
+    def _client(self, c: Continuation) -> Client | None:
+        """Who waits for a continuation, and not for another request of the same id."""
+        client = self._clients.get(c.request.id)
+        return client if client is not None and client.request is c.request else None
+
     def _scored(self, c: Continuation) -> Client | None:
         """The client of a continuation whose prompt is yet to be scored."""
-        client = self._clients.get(c.request.id)
+        client = self._client(c)
         return client if client is not None and client.wants_scores(c) else None
 
     def _inputs(self, rows: Sequence[Continuation | None]) -> SampleInputs:
         """What the sampler has to know of each row."""
-        if any(c is not None and c.request.params.guided is not None for c in rows):
-            # What a grammar allows depends on the tokens that are on their way. The
+        if any(c and (c.request.params.guided or _stops_late(c)) for c in rows):
+            # What a row may draw depends on the tokens that are on their way. The
             # device is busy with the logits meanwhile.
             while self._flying:
                 self._read()
@@ -398,11 +407,11 @@ class Engine:
         """The tokens that rows may draw; None where the device knows it all."""
         guided, early = [], []
         for i, c in live:
-            client = self._clients.get(c.request.id)
+            client = self._client(c)
             matcher = None if client is None else client.matchers[c.index]
             if matcher is not None:
                 guided.append((matcher, i))
-            if len(c.stops) > NUM_STOPS and c.num_drawn < c.request.params.min_tokens:
+            if _stops_late(c):
                 early.append((i, c))
         if not guided and not early:
             return None
@@ -428,7 +437,7 @@ class Engine:
             flight.plan, prefill=prefill, decode=decode, now=self.clock()
         ):
             c = progress.continuation
-            client = self._clients.get(c.request.id)
+            client = self._client(c)
             if client is not None:
                 verdict = client.take(progress, top)
                 self._changed[client.request.id] = client
@@ -449,7 +458,7 @@ class Engine:
     def _take_events(self) -> None:
         for event in self.scheduler.take_events():
             c = event.continuation
-            client = self._clients.get(c.request.id)
+            client = self._client(c)
             if event.kind == "admitted" and client is not None and c.index == 0:
                 client.cached_tokens = event.cached_tokens
             if event.kind in ("preempted", "ended") and c in self._counted:
@@ -474,6 +483,11 @@ class Engine:
         if changed:
             for call in self.after_tick:
                 call()
+
+
+def _stops_late(c: Continuation) -> bool:
+    """Whether the host keeps a row from stopping; the device knows `NUM_STOPS`."""
+    return len(c.stops) > NUM_STOPS and c.num_drawn < c.request.params.min_tokens
 
 
 def _drawn(out: jax.Array | None) -> Drawn | None:

@@ -397,6 +397,7 @@ def generate(
         TypeError: a prompt is a number or a text, and not a sequence of token ids.
         ValueError: a prompt is empty or holds an id outside the vocabulary, or prompt
             and continuation are longer than the model can continue.
+        FloatingPointError: logits were not finite.
 
     Example:
         >>> from flax import nnx
@@ -423,6 +424,9 @@ def generate(
     with LLM(model, config=config, eos_ids=ends, quiet=True) as llm:
         results = llm.generate(prompts, params, progress=False)
     firsts = [result.continuations[0] for result in results]
+    for first in firsts:
+        if first.finish == "error":
+            raise FloatingPointError(first.error)
     return [
         list(first.tokens[:-1] if first.finish == "stop" else first.tokens)
         for first in firsts

@@ -72,7 +72,7 @@ class EngineConfig:
     """Give each slot neighboring pages of its own, for `max_len` tokens, and move what
     they hold when rows move, as Flover does: for comparison."""
     max_waiting: int = 2048
-    """Most continuations that wait; then requests are refused."""
+    """Most requests that wait for their first turn; then more are refused."""
     max_waiting_tokens: int = 2**20
     """Most tokens of prompts that wait."""
     all_reduce: Literal["xla", "low_latency"] | None = None

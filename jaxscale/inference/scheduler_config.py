@@ -58,7 +58,7 @@ class SchedulerConfig:
     watermark: float = 0.01
     """Share of the pages that admission leaves to requests that already run."""
     max_waiting: int = 2048
-    """Most continuations that wait; then requests are refused."""
+    """Most requests that wait for their first turn; then more are refused."""
     max_waiting_tokens: int = 2**20
     """Most tokens of prompts that wait."""
     prefix_cache: bool = True

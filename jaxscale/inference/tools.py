@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 from jaxscale.checks import check_choice
@@ -23,6 +23,13 @@ is the whole text, or that of Hermes and Qwen, ``arguments`` within ``<tool_call
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
 _MAX_TOOLS = 128
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,14 +131,23 @@ class ToolParser:
         ('f', '{"x": 1}')
     """
 
-    def __init__(self, format: ToolFormat, *, forced: bool = False) -> None:
+    def __init__(
+        self,
+        format: ToolFormat,
+        *,
+        names: Collection[str] | None = None,
+        forced: bool = False,
+    ) -> None:
         """Begin without text.
 
         Args:
             format: Format in which the model writes calls.
+            names: Functions that there are; any by default. An object with another
+                name is no call.
             forced: True: all of the text is one call, by `forced_call`.
         """
         check_choice("tool format", format, ToolFormat)
+        self._names = names
         self._format = "llama" if forced else format
         self._waiting = ""
         self._began = False
@@ -152,13 +168,13 @@ class ToolParser:
     def flush(self) -> tuple[str, list[ToolCall]]:
         """The rest, at the end of the text."""
         if self._format == "llama":
-            calls = _objects(self._waiting.strip().removeprefix(_PYTHON_TAG))
+            calls = self._calls(self._waiting.strip().removeprefix(_PYTHON_TAG))
             if calls:
                 self._waiting = ""
                 return "", calls
         elif self._waiting.startswith(_OPEN):
             # Some models end with the object, without the closing tag.
-            calls = _objects(self._waiting.removeprefix(_OPEN))
+            calls = self._calls(self._waiting.removeprefix(_OPEN))
             if calls:
                 self._waiting = ""
                 return "", calls
@@ -185,7 +201,7 @@ class ToolParser:
                 break
             inside = self._waiting[len(_OPEN) : end]
             whole = self._waiting[: end + len(_CLOSE)]
-            found = _objects(inside)
+            found = self._calls(inside)
             calls += found
             content.append("" if found else whole)
             self._waiting = self._waiting[len(whole) :]
@@ -193,9 +209,48 @@ class ToolParser:
         # Between calls there are line breaks, which are no content.
         return ("" if calls and not text.strip() else text), calls
 
+    def _calls(self, text: str) -> list[ToolCall]:
+        """The calls in JSON objects one behind the other; none if there is more."""
+        calls, at, text = [], 0, text.strip()
+        while at < len(text):
+            try:
+                value, at = _DECODER.raw_decode(text, at)
+                items = value if isinstance(value, list) else [value]
+                calls += [self._as_call(item) for item in items]
+            except (ValueError, RecursionError):
+                return []
+            while at < len(text) and text[at] in " \t\r\n;":
+                at += 1
+        return calls
+
+    def _as_call(self, item: Any) -> ToolCall:
+        """The call that an object is.
+
+        Raises:
+            ValueError: it is none.
+        """
+        keys = item.keys() if isinstance(item, dict) else set()
+        given = keys & {"arguments", "parameters"}
+        # What has no arguments, but more than a name, is some other object.
+        if "name" not in keys or not (given or keys <= {"name", "type", "id"}):
+            raise ValueError("an object that is no call")
+        name = item["name"]
+        arguments = item.get("arguments", item.get("parameters", {}))
+        if isinstance(arguments, str):  # some write the object as text
+            arguments = _DECODER.decode(arguments or "{}")
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            raise ValueError("an object that is no call")
+        if self._names is not None and name not in self._names:
+            raise ValueError(f"a function {name!r} that there is not")
+        return ToolCall(name=name, arguments=json.dumps(arguments, ensure_ascii=False))
+
 
 def parse_calls(
-    text: str, format: ToolFormat, *, forced: bool = False
+    text: str,
+    format: ToolFormat,
+    *,
+    names: Collection[str] | None = None,
+    forced: bool = False,
 ) -> tuple[str, list[ToolCall]]:
     """The content of a whole text, and the calls in it.
 
@@ -204,35 +259,10 @@ def parse_calls(
         >>> content, [(call.name, call.arguments) for call in calls]
         ('', [('f', '{}')])
     """
-    parser = ToolParser(format, forced=forced)
+    parser = ToolParser(format, names=names, forced=forced)
     first, calls = parser.add(text)
     rest, more = parser.flush()
     return first + rest, calls + more
-
-
-def _objects(text: str) -> list[ToolCall]:
-    """The calls in JSON objects one behind the other; none if there is more."""
-    calls, at, decoder = [], 0, json.JSONDecoder()
-    text = text.strip()
-    while at < len(text):
-        try:
-            value, at = decoder.raw_decode(text, at)
-        except (ValueError, RecursionError):
-            return []
-        values = value if isinstance(value, list) else [value]
-        for item in values:
-            name = item.get("name") if isinstance(item, dict) else None
-            if not isinstance(name, str):
-                return []
-            arguments = item.get("arguments", item.get("parameters", {}))
-            if isinstance(arguments, str):  # some write the object as text
-                calls.append(ToolCall(name=name, arguments=arguments))
-                continue
-            written = json.dumps(arguments, ensure_ascii=False)
-            calls.append(ToolCall(name=name, arguments=written))
-        while at < len(text) and text[at] in " \t\r\n;":
-            at += 1
-    return calls
 
 
 def _overlap(text: str, tag: str) -> int:

@@ -6,8 +6,10 @@ import re
 import shutil
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file, save_file
 
 from jaxscale.models import (
     Decoder,
@@ -127,6 +129,15 @@ def test_what_the_model_cannot_do(call, hugging_face):
     assert code == 2 and "top_p" in err
     code, _, err = call(*source, "--top-k", "301")
     assert code == 2 and "top_k 301 exceeds the vocabulary of 300; lower it" in err
+
+
+def test_a_model_whose_logits_are_not_finite(call, hugging_face, tmp_path):
+    shutil.copytree(hugging_face, tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    weights = load_file(file)
+    save_file({k: np.full_like(v, np.nan) for k, v in weights.items()}, file)
+    code, _, err = call("--from", tmp_path / "model", "--prompt", "to be")
+    assert code == 2 and "logits were not finite" in err
 
 
 def test_a_tokenizer_of_another_model(call, tmp_path):

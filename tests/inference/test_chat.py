@@ -229,6 +229,22 @@ def test_templates_are_bounded(tokenizer, monkeypatch, source, message):
             ],
             "arguments is not JSON",
         ),
+        (
+            [
+                {
+                    "role": "a",
+                    "tool_calls": [
+                        {
+                            "function": {
+                                "name": "f",
+                                "arguments": "[" * 100_000 + "]" * 100_000,
+                            }
+                        }
+                    ],
+                }
+            ],
+            "arguments is not JSON",
+        ),
     ],
 )
 @pytest.mark.usefixtures("no_shape_hook")
@@ -269,6 +285,21 @@ HERMES = 'Well. <tool_call>\n{"name": "f", "arguments": {"x": "<"}}\n</tool_call
             [("f", "{}"), ("g", "{}")],
         ),
         ("llama", '{"name": 5}', '{"name": 5}', []),
+        ("llama", '{"name": "f", "age": 3}', '{"name": "f", "age": 3}', []),
+        ("llama", '{"name": "Ann"}', '{"name": "Ann"}', []),
+        (
+            "llama",
+            '{"name": "f", "parameters": [1]}',
+            '{"name": "f", "parameters": [1]}',
+            [],
+        ),
+        (
+            "llama",
+            '{"name": "f", "parameters": {"x": NaN}}',
+            '{"name": "f", "parameters": {"x": NaN}}',
+            [],
+        ),
+        ("llama", '{"name": "f", "parameters": "{}"}', "", [("f", "{}")]),
         ("llama", "{ a set }", "{ a set }", []),
         ("llama", "Just text {", "Just text {", []),
         (
@@ -280,7 +311,7 @@ HERMES = 'Well. <tool_call>\n{"name": "f", "arguments": {"x": "<"}}\n</tool_call
     ],
 )
 def test_calls_in_text(format, text, content, calls, size):
-    parser = ToolParser(format)
+    parser = ToolParser(format, names=("f", "g"))
     said, found = "", []
     for at in range(0, len(text), size):
         more, some = parser.add(text[at : at + size])

@@ -202,6 +202,12 @@ def test_stop_tokens(llama):
                 stop_token_ids=stops)  # fmt: skip
         run.finish()
         assert not set(run.result(name)[0][:8]) & set(stops)
+    # But then at once, though a token is still on its way when that is decided.
+    for name, stops in (("then", [end]), ("then many", [*many, end])):
+        run.add(name, PROMPTS["short"], max_tokens=12, min_tokens=first,
+                stop_token_ids=stops)  # fmt: skip
+        run.finish()
+        assert first and run.result(name)[0] == tokens[: first + 1]
 
 
 def test_penalties_count_prompt_and_continuation(llama):
@@ -248,6 +254,9 @@ def test_log_probabilities(llama):
     (only,) = [o.prompt_logprobs for n in run.told["score"] for o in n]
     assert [x and x.logprob for x in only] == [x and x.logprob for x in scores]
     assert run.result("score")[2] == "length"
+    run.add("one", PROMPTS["one"], max_tokens=2, prompt_logprobs=1)
+    run.finish()
+    assert run.told["one"][0][0].prompt_logprobs == (None,)
 
 
 def test_grammars(llama):
@@ -336,6 +345,28 @@ def test_abort_in_any_state(llama, steps):
     assert not run.engine._clients and not run.engine._counted
 
 
+def test_the_id_of_an_aborted_request_is_free_at_once(llama):
+    """What is under way for the old one does not go to the new one."""
+    run, old = llama.run(), PROMPTS["long"]
+    new = old[::-1]
+    run.add("a", old, max_tokens=10, prompt_logprobs=0)
+    told = run.told["a"]
+    run.engine.abort("a")
+    run.add("a", new, max_tokens=3, prompt_logprobs=0)
+    assert [o.finish for news in told for o in news] == ["aborted"]
+    refused = run.engine.admit(Request(prompt=old, id="a"), told.append)
+    run.finish()
+    assert "in use" in str(refused.exception(timeout=0))
+    run.check("a", new)
+    assert run.result("a")[2] == "length"
+    (scores,) = [
+        o.prompt_logprobs for n in run.told["a"] for o in n if o.prompt_logprobs
+    ]
+    whole = llama.logprobs(new)
+    for i, score in enumerate(scores[1:]):
+        np.testing.assert_allclose(score.logprob, whole[i, new[i + 1]], atol=1e-4)
+
+
 def test_deadlines(llama):
     time = [0.0]
     run = llama.run(clock=lambda: time[0])
@@ -384,6 +415,14 @@ def test_text_and_stop_strings(llama):
     outputs = [o for news in run.told["stopped"] for o in news]
     assert "".join(o.text for o in outputs) == text[: text.index(stop)]
     assert outputs[-1].finish == "stop" and outputs[-1].stop == stop
+    # The text ends first, even if its last token is the last that was wanted.
+    most = len(run.result("stopped")[0])
+    for name, limit in (("last", most), ("next", most + 1)):
+        run.add(name, PROMPTS["page"], max_tokens=limit, stop=[stop])
+        run.finish()
+        assert run.result(name)[0] == tokens[:most]
+        assert run.result(name)[2] == "stop"
+        assert run.told[name][-1][0].stop == stop
     assert run.result("stopped")[0] == tokens[: len(run.result("stopped")[0])]
     with pytest.raises(InvalidRequest, match="has no tokenizer"):
         llama.run().add("b", [1], stop=["x"])

@@ -110,5 +110,12 @@ def test_impossible_requests_are_refused(llama, arguments, message):
         generate(llama, **{"prompts": [[1]], "max_new_tokens": 3} | arguments)
 
 
+def test_logits_that_are_not_finite_are_an_error():
+    model = make("llama_tiny")
+    model.embed.table[...] = model.embed.table[...].at[:].set(np.nan)
+    with pytest.raises(FloatingPointError, match="not finite"):
+        generate(model, PROMPTS, max_new_tokens=3)
+
+
 def test_no_prompts_give_no_continuations(llama):
     assert generate(llama, [], max_new_tokens=3) == []

@@ -71,7 +71,9 @@ def test_what_is_drawn_follows_the_guide(tokenizer, compiler, seed):
     regex = r"(不|ab{2,3})[0-9]{2}x?!"
     text = draw(tokenizer, compiler.compile(Guide(kind="regex", text=regex)), rng)
     assert re.fullmatch(regex, text)
-    choices = ("to be", "to", "不", 'a "b"')
+    choices = ("to be", "to", "不", 'a "b"', "(a|b)*\\d[x]{2}", "^.+?$\n#&~-")
+    choices += tuple(f"item {i}" for i in range(3000))
+    choices = choices if seed else choices[:6]
     guide = Guide(kind="choice", choices=choices)
     assert draw(tokenizer, compiler.compile(guide), rng) in choices
 

@@ -34,6 +34,8 @@ class _Call:
     request: Request
     format: ToolFormat | None
     """How calls of tools are found in the text; None where there are none."""
+    functions: frozenset[str]
+    """Names that a call may have."""
     forced: bool
     """Whether the text is one call."""
     one_tool: bool
@@ -136,6 +138,7 @@ def _prepare(body: Chat, model: TextModel, caller: Caller) -> _Call:
         model=model,
         request=caller.request(body, prompt, params, model),
         format="llama" if forced is not None else found,
+        functions=frozenset(tool["function"]["name"] for tool in tools),
         forced=forced is not None,
         one_tool=body.parallel_tool_calls is False,
     )
@@ -171,7 +174,9 @@ def _logprobs(body: Chat) -> int | None:
 def _choice(call: _Call, index: int, whole: Collected) -> dict[str, Any]:
     text, calls = whole.text, []
     if call.format is not None:
-        text, calls = parse_calls(text, call.format, forced=call.forced)
+        text, calls = parse_calls(
+            text, call.format, names=call.functions, forced=call.forced
+        )
         calls = calls[:1] if call.one_tool else calls
     message: dict[str, Any] = {
         "role": "assistant",
@@ -252,7 +257,9 @@ class _Part:
         self._num_calls = 0
         self._parser = None
         if call.format is not None:
-            self._parser = ToolParser(call.format, forced=call.forced)
+            self._parser = ToolParser(
+                call.format, names=call.functions, forced=call.forced
+            )
 
     def choices(self, output: Output) -> list[dict[str, Any]]:
         """What is to be sent now."""

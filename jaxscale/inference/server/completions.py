@@ -106,6 +106,11 @@ def _prepare(body: Completion, model: TextModel, caller: Caller) -> _Call:
 
 def _check(body: Completion) -> None:
     body.check_stream()
+    if body.stream and body.prompt_logprobs is not None:
+        raise ValueError(
+            "prompt_logprobs come with a whole answer; leave out stream, or use echo "
+            "with logprobs"
+        )
     if body.suffix:
         raise ValueError(
             "suffix is not supported: the models continue texts, and do not fill gaps; "
@@ -174,8 +179,10 @@ def _logprobs(
         text = model.token_text(item.token if known else item)
         made["tokens"].append(text)
         made["token_logprobs"].append(item.logprob if known else None)
-        top = {model.token_text(t): value for t, value in item.top} if known else None
-        made["top_logprobs"].append(top)
+        top: dict[str, float] = {}
+        for token, value in item.top if known else ():
+            top.setdefault(model.token_text(token), value)  # of one text the likeliest
+        made["top_logprobs"].append(top if known else None)
         made["text_offset"].append(offset)
         offset += len(text)
     return made

@@ -1,9 +1,12 @@
 """``/v1/completions``: what is answered, at once and in parts."""
 
 import itertools
+from unittest import mock
 
 import pytest
 
+from jaxscale.inference.request import TokenLogprobs
+from jaxscale.inference.server import TextModel, completions
 from tests.inference.server.conftest import events
 from tests.inference.server.fake_engine import TOKENIZER, FakeEngine
 
@@ -132,6 +135,23 @@ def test_prompt_log_probabilities_without_echo(harness):
     entry = {"logprob": -0.5, "decoded_token": TOKENIZER.decode([6])}
     assert choice["prompt_logprobs"] == [None, {"6": entry}]
     assert choice["text"] == " to be"
+
+
+def test_a_stream_has_no_part_for_prompt_log_probabilities(harness):
+    response = harness.post(
+        PATH, {"prompt": [5, 6], "prompt_logprobs": 0, "stream": True}
+    )
+    assert response.status_code == 400 and "leave out stream" in response.text
+
+
+def test_of_tokens_with_one_text_the_likeliest_counts():
+    model = mock.Mock(
+        spec=TextModel, token_text=lambda token: "x" if token < 3 else "y"
+    )
+    top = ((2, -0.5), (7, -1.0), (1, -2.0))
+    item = TokenLogprobs(token=2, logprob=-0.5, top=top)
+    made = completions._logprobs(model, [item], 0)
+    assert made["top_logprobs"] == [{"x": -0.5, "y": -1.0}]
 
 
 def test_all_settings_arrive(harness):
