@@ -142,7 +142,8 @@ def make_schedule(config: OptimizerConfig, total_steps: int) -> Schedule:
     :math:`p (n + 1) / w` while :math:`n < w`; then for ``"cosine"``
     :math:`m + (p - m)(1 + \cos \pi x) / 2` with :math:`x = (n - w) / (N - w)`; for
     ``"wsd"`` :math:`p`, and over the last ``decay_fraction`` of the steps a line down
-    to :math:`m`, reached at :math:`n = N`.
+    to :math:`m`, reached at :math:`n = N`. From there on the rate stays as it is: at
+    :math:`p` where no steps are left for a descent.
 
     Args:
         config: Shape of the schedule.
@@ -176,11 +177,11 @@ def make_schedule(config: OptimizerConfig, total_steps: int) -> Schedule:
     def schedule(count: jax.typing.ArrayLike) -> jax.Array:
         n = jnp.asarray(count).astype(jnp.float32)
         rate = jnp.full((), peak, jnp.float32)
-        if config.schedule == "cosine":
-            x = jnp.clip((n - warmup) / max(total_steps - warmup, 1), 0, 1)
+        if config.schedule == "cosine" and warmup < total_steps:
+            x = jnp.clip((n - warmup) / (total_steps - warmup), 0, 1)
             rate = low + (peak - low) * (1 + jnp.cos(jnp.pi * x)) / 2
-        elif config.schedule == "wsd":
-            x = jnp.clip((n - (total_steps - descent)) / max(descent, 1), 0, 1)
+        elif config.schedule == "wsd" and descent:
+            x = jnp.clip((n - (total_steps - descent)) / descent, 0, 1)
             rate = peak + (low - peak) * x
         return jnp.where(n < warmup, peak * (n + 1) / max(warmup, 1), rate)
 

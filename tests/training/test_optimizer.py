@@ -45,6 +45,18 @@ def test_wsd_corners():
     np.testing.assert_allclose(got, [0.5, 2, 2, 2, 2, 1, 0, 0], rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "wsd", "decay_fraction": 0.0, "warmup_steps": 0},
+        {"schedule": "wsd", "decay_fraction": 0.04, "warmup_steps": 0},
+        {"schedule": "cosine", "warmup_steps": 10},
+    ],
+)
+def test_without_steps_for_a_descent_the_peak_stays(options):
+    assert rates(20, [9, 10, 11, 19], schedule_steps=10, **options) == [2.0] * 4
+
+
 def test_constant_and_no_warmup():
     counts = [0, 50, 1000]
     assert rates(100, counts, schedule="constant", warmup_steps=0) == [2.0, 2.0, 2.0]
