@@ -172,7 +172,10 @@ def tuning_config(
     """
     rate = run.optimizer.learning_rate / 2 if learning_rate is None else learning_rate
     optimizer = dataclasses.replace(
-        run.optimizer, learning_rate=rate, warmup_steps=min(10, steps // 10)
+        run.optimizer,
+        learning_rate=rate,
+        warmup_steps=min(10, steps // 10),
+        schedule_steps=None,  # those of the dense run
     )
     return dataclasses.replace(
         run,

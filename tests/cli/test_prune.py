@@ -1,5 +1,6 @@
 """Pruning from the command line: a run of it, and what is refused."""
 
+import dataclasses
 import functools
 import json
 import re
@@ -8,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxscale import cli, sharding
+from jaxscale import cli, recipes, sharding, training
 from jaxscale.models import load
 from jaxscale.pruning import Masks, PruneConfig, linears
 from jaxscale.recipes import TuneConfig, make_stages
@@ -188,6 +189,20 @@ def test_stages_fit_into_half_of_the_steps():
     stages = make_stages(prune, cubic, 80)
     assert [stage.step for stage in stages] == [0, 10, 20, 30]
     assert stages[-1].sparsity == 0.75
+
+
+def test_the_schedule_of_the_tuning_is_not_that_of_the_dense_run(tmp_path):
+    optimizer = training.OptimizerConfig(schedule_steps=4000)
+    dense = dataclasses.replace(recipes.from_preset("llama_tiny"), optimizer=optimizer)
+    tuned = recipes.tuning_config(
+        dense,
+        steps=100,
+        learning_rate=2.0,
+        mesh=sharding.MeshConfig(),
+        output_dir=tmp_path,
+    )
+    schedule = training.make_schedule(tuned.optimizer, tuned.steps)
+    np.testing.assert_allclose(float(schedule(100)), 0.2, rtol=1e-5)
 
 
 def test_a_resumed_run_does_not_stretch_its_schedule(trained, command):
