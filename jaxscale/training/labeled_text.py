@@ -86,8 +86,8 @@ def load_labeled(config: DataConfig) -> LabeledText:
             "read as they are; leave them out"
         )
     tokenizer = load_tokenizer(config)
-    found: dict[str, tuple[Any, Label]] = {}
-    for file, name in find_files(config.paths, config.suffixes).items():
+    found: list[tuple[str, Any, Label]] = []
+    for file, name in sorted(find_files(config.paths, config.suffixes).items()):
         if not holds_records(file):
             raise ValueError(
                 f"paths: {file} holds no records with labels; give JSON lines (.jsonl) "
@@ -95,24 +95,30 @@ def load_labeled(config: DataConfig) -> LabeledText:
             )
         for place, record in read_records(file):
             at = f"{name}{place.removeprefix(str(file))}"
-            found[at] = (_text(record, config, place), _label(record, config, place))
+            found.append(
+                (at, _text(record, config, place), _label(record, config, place))
+            )
     if not found:
         raise ValueError(f"paths {config.paths} hold no records")
-    names = _numbered({label for _, label in found.values()})
+    # Files of several paths may have one name; their records keep the order of files.
+    found.sort(key=lambda example: example[0])
+    names = _numbered({label for _, _, label in found})
     encoded = tokenizer.encode_inputs(
-        [text for text, _ in found.values()], max_length=config.seq_len
+        [text for _, text, _ in found], max_length=config.seq_len
     )
-    examples = {
-        at: (text, names[label])
-        for (at, (_, label)), text in zip(found.items(), encoded, strict=True)
-    }
-    documents = [Document(name=at, text="") for at in sorted(examples)]
-    train, held_out = split(documents, config.held_out_fraction)
+    examples = [
+        (at, (text, names[label]))
+        for (at, _, label), text in zip(found, encoded, strict=True)
+    ]
+    train, _ = split(
+        [Document(name=at, text="") for at, _ in examples], config.held_out_fraction
+    )
+    to_train = {document.name for document in train}
     return LabeledText(
         tokenizer=tokenizer,
         labels=tuple(map(str, names)),
-        train=[examples[document.name] for document in train],
-        held_out=[examples[document.name] for document in held_out],
+        train=[example for at, example in examples if at in to_train],
+        held_out=[example for at, example in examples if at not in to_train],
     )
 
 

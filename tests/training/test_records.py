@@ -6,8 +6,10 @@ import sys
 
 import pytest
 
+from jaxscale.models import Tokenizer
 from jaxscale.training import DataConfig, PackedBatches, load_text
 from jaxscale.training.corpus import Document, read_documents
+from jaxscale.training.labeled_text import load_labeled
 
 
 RECORDS = [{"text": "to be", "id": 1}, {"text": "or not ü", "id": 2}]
@@ -95,6 +97,25 @@ def test_records_make_sources_with_weights_and_an_exact_position(tmp_path):
     again = iter(PackedBatches(load_text(config).train, config))
     again.set_state(position)
     assert (next(again).tokens == expected).all()
+
+
+def test_labeled_records_of_files_with_one_name_are_all_kept(tmp_path):
+    Tokenizer.train(["good bad"], 260).save(tmp_path / "tokenizer")
+    for label in ("good", "bad"):
+        (tmp_path / label).mkdir()
+        records = [{"text": label, "stars": label}] * 40
+        (tmp_path / label / "reviews.jsonl").write_text(lines(records))
+    config = DataConfig(
+        paths=(str(tmp_path / "good"), str(tmp_path / "bad")),
+        label_field="stars",
+        tokenizer=str(tmp_path / "tokenizer"),
+        vocab_size=260,
+        held_out_fraction=0.2,
+    )
+    text = load_labeled(config)
+    for side in (text.train, text.held_out):  # the same lines of both files
+        assert [label for _, label in side] == [0, 1] * (len(side) // 2)
+    assert len(text.train) + len(text.held_out) == 80 and text.held_out
 
 
 def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
