@@ -369,10 +369,11 @@ def _start(
     layout = state_shardings(abstract, mesh, config.state_rules)
     resumed = config.step is not None or checkpoints.newest() is not None
     frozen = has_frozen(abstract.model)  # which checkpoints leave out
+    flat = _flat_rules(config, mesh).parameters
     if model is None and config.source is not None and (frozen or not resumed):
-        model = pretrained(config, mesh)
+        model = pretrained(config, mesh, places=flat)
     if model is not None:
-        model = place(model, mesh, _flat_rules(config, mesh).parameters)
+        model = place(model, mesh, flat)
     if resumed:
         planned = checkpoints.config(config.step).get(SCHEDULE_STEPS)
         target = jax.tree.map(

@@ -28,7 +28,11 @@ from jaxscale.training.step import with_frozen
 
 
 def pretrained(
-    config: TrainConfig, mesh: Mesh, rules: AxisRules | None = None
+    config: TrainConfig,
+    mesh: Mesh,
+    rules: AxisRules | None = None,
+    *,
+    places: AxisRules | None = None,
 ) -> Decoder | EncoderModel:
     """The model of ``config.source``, with types and adapters as `config` says.
 
@@ -39,6 +43,8 @@ def pretrained(
         config: The settings of the run; they name the source.
         mesh: The devices.
         rules: Mesh axes of each logical axis; None is those of `config`.
+        places: Those by which the parameters lie; None is `rules`. Others are for
+            layers that do not divide over the stages of a pipeline.
 
     Raises:
         FileNotFoundError: there is no such source, or a file of it is missing.
@@ -46,12 +52,19 @@ def pretrained(
     """
     assert config.source is not None
     rules = config.axis_rules if rules is None else rules
+    places = rules if places is None else places
     directory = local_directory(config.source)
     if run_directory.is_run(directory):
-        model = _of_run(config, directory, mesh, rules)
+        model = _of_run(config, directory, mesh, places)
     else:
-        model = _of_hugging_face(config, directory, mesh, rules)
+        model = _of_hugging_face(config, directory, mesh, places)
     config.of_model(model)  # raises where it has another shape
+    # It computes by the settings, wherever it lies: neither by `places`, nor with the
+    # `quantization` of `load`, which is that of serving.
+    described = jax.eval_shape(
+        lambda: make_model(config, rules=rules, tensor_parallel=config.tensor_parallel)
+    )
+    model = jax.tree.unflatten(jax.tree.structure(described), jax.tree.leaves(model))
     return adapted(config, model)
 
 
@@ -154,7 +167,7 @@ def _of_hugging_face(
     if isinstance(config.model, EncoderConfig):
         own = own_head(Checkpoint(directory))
         options = {"head": "file" if own == config.head else config.head}
-    loaded = load(
+    return load(
         directory,
         seed=config.seed,
         mesh=mesh,
@@ -165,8 +178,3 @@ def _of_hugging_face(
         scan_layers=config.scan_layers,
         **options,
     )
-    # `load` takes `quantization` for that of serving; here it is how a run multiplies.
-    described = jax.eval_shape(
-        lambda: make_model(config, rules=rules, tensor_parallel=config.tensor_parallel)
-    )
-    return jax.tree.unflatten(jax.tree.structure(described), jax.tree.leaves(loaded))

@@ -17,7 +17,7 @@ import pytest
 from flax import nnx
 
 import jaxscale
-from jaxscale.models import Decoder, DecoderConfig
+from jaxscale.models import Decoder, DecoderConfig, save
 from jaxscale.models.llama import llama_tiny
 from jaxscale.models.tokenizer import Tokenizer
 from jaxscale.observability import find_layout, read_run
@@ -25,6 +25,7 @@ from jaxscale.sharding import MeshConfig
 from jaxscale.sharding.parameters import logical_axes
 from jaxscale.supervision import EventLog, read_events
 from jaxscale.training import loop
+from jaxscale.training import run as run_directory
 from jaxscale.training.checkpoint import Checkpointer, named_leaves
 from jaxscale.training.checkpoint_steps import (
     CheckpointNotWritten,
@@ -440,6 +441,37 @@ def test_a_given_model_goes_through_a_pipeline(tmp_path):
     told = find_layout(read_run(tmp_path))
     assert told.axes == {"pipe": 2, "data": 1, "fsdp": 1, "context": 1, "tensor": 2}
     assert (told.ranks, told.stages, told.microbatches) == ((0,) * 4, 2, 2)
+
+
+@pytest.mark.parametrize("kind", ["run", "hugging_face"])
+def test_saved_weights_begin_a_pipeline_with_a_free_place(tmp_path, kind):
+    """Three layers do not divide over two stages, and are read all the same."""
+    source = tmp_path / "source"
+    config = dataclasses.replace(
+        CONFIG,
+        model=dataclasses.replace(MODEL, num_layers=3),
+        source=str(source),
+        output_dir=str(tmp_path / "pipeline"),
+        steps=2,
+    )
+    model = Decoder(config.model, rngs=nnx.Rngs(7), rules=config.axis_rules)
+    if kind == "hugging_face":
+        save(model, source)
+    else:
+        run_directory.write(source, config, TEXT)
+        with Checkpointer(source / "checkpoints") as checkpoints:
+            checkpoints.save(1, {"model": model}, {})
+    _, piped = run(
+        dataclasses.replace(
+            config,
+            mesh=MeshConfig(pipe=2, fsdp=2),
+            rules="megascale_3d",
+            microbatches=2,
+        )
+    )
+    flat = dataclasses.replace(config, output_dir=str(tmp_path / "flat"))
+    _, plain = run(flat, model=model)
+    assert piped.losses() == pytest.approx(plain.losses(), rel=1e-5)
 
 
 def test_default_writers(tmp_path, capfd):
