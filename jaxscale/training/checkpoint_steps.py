@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -53,6 +54,19 @@ def was_recorded(checkpoint: Path) -> bool:
         return set(content["item_handlers"]) != set(ITEMS)
     except (OSError, ValueError, KeyError, TypeError):
         return True
+
+
+def settings_of(checkpoint: Path) -> dict[str, Any] | None:
+    """The settings that a checkpoint was made with, unchecked; None is damaged.
+
+    A process reads them alone, where Orbax and `Checkpointer.config` would wait for the
+    others.
+    """
+    try:
+        content = json.loads((checkpoint / "config" / "metadata").read_text())
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
 
 
 def set_aside_after(directory: str | os.PathLike[str], step: int) -> None:

@@ -24,7 +24,8 @@ from jaxscale.sharding import AxisRules, TensorParallel
 from jaxscale.supervision.driver import DIRECTORY as SUPERVISOR
 from jaxscale.training.assemble import make_model
 from jaxscale.training.checkpoint import Checkpointer
-from jaxscale.training.checkpoint_steps import complete_steps
+from jaxscale.training.checkpoint_reader import SCHEDULE_STEPS
+from jaxscale.training.checkpoint_steps import complete_steps, settings_of
 from jaxscale.training.config import TrainConfig
 from jaxscale.training.console import command_line
 from jaxscale.training.optimizer import check_same_schedule
@@ -280,7 +281,9 @@ def check_free(directory: Path, config: TrainConfig, *, resume: bool) -> None:
                 f"{before.get(name)!r}, this one's {now.get(name)!r}; use the same "
                 "settings, or choose another directory"
             )
-    planned = saved_config.optimizer.schedule_steps or saved_config.steps
+    planned = _planned(directory, saved if step is None else [step])
+    if planned is None:
+        planned = saved_config.optimizer.schedule_steps or saved_config.steps
     check_same_schedule(config.optimizer, config.steps, planned)
 
 
@@ -302,6 +305,19 @@ def check_text(directory: Path, text: Text) -> None:
 
 def _saved(directory: Path) -> list[int]:
     return complete_steps(directory / "checkpoints")
+
+
+def _planned(directory: Path, steps: list[int]) -> int | None:
+    """Updates that the schedule of the newest of these checkpoints was made for.
+
+    None is not known. ``run.json`` has those of the last start, which may have ended
+    before it saved anything by its new plan.
+    """
+    for step in reversed(steps):
+        settings = settings_of(directory / "checkpoints" / str(step))
+        if settings is not None:  # else damaged: the run goes on from the one before
+            return settings.get(SCHEDULE_STEPS)
+    return None
 
 
 def _read(directory: Path) -> dict[str, Any]:

@@ -91,6 +91,30 @@ def test_settings_and_tokenizer_come_back_as_they_were(tmp_path):
     assert Tokenizer.from_file(run).vocab_size == 260
 
 
+def test_the_schedule_to_keep_is_that_of_the_checkpoint(tmp_path):
+    """A start with another plan that ended before it saved anything binds nobody."""
+    for step, planned in ((400, 1000), (500, 2000)):
+        save(tmp_path, step)
+        settings = tmp_path / "checkpoints" / str(step) / "config" / "metadata"
+        settings.write_text(json.dumps({"schedule_steps": planned}))
+    last = dataclasses.replace(RUN, steps=3000)
+    run_directory.write(tmp_path, last, text_of([1, 2]))
+
+    def refused(steps, step=None):
+        config = dataclasses.replace(RUN, steps=steps, step=step)
+        try:
+            run_directory.check_free(tmp_path, config, resume=True)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    assert not refused(2000) and not refused(1000, step=400)
+    assert "schedule of this run was made for 2000" in refused(3000)
+    assert "schedule of this run was made for 1000" in refused(2000, step=400)
+    settings.write_text("")  # damaged: the run goes on from the one before
+    assert not refused(1000)
+
+
 def test_damaged_or_foreign_files_are_refused(tmp_path):
     file = tmp_path / "run.json"
     for damaged in ("{", "[]", '{"config": {}}'):
