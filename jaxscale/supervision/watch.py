@@ -153,7 +153,7 @@ class Watch:
     ) -> None:
         """Begin when the processes start, or come back, at `now` in seconds."""
         self._deadlines, self._spikes = deadlines, spikes
-        self._spike: int | None = None
+        self._spiked: set[int] = set()
         self._ranks = {rank: _Rank(heard=now) for rank in ranks}
         self._durations: collections.deque[float] = collections.deque(maxlen=64)
         self._done_at: tuple[int, float] | None = None
@@ -213,7 +213,7 @@ class Watch:
             rank.done = max(rank.done, message.step)
             self._measure(message.step, now)
             if self._spikes and self._spikes.add(message.step, message.loss):
-                self._spike = message.step
+                self._spiked.add(message.step)
         else:
             rank.step, rank.phase = message.step, message.phase
             if message.phase == "compile":
@@ -256,9 +256,10 @@ class Watch:
         if news:
             reason = f"loss or gradients of step {min(news)} were not finite"
             return Fault(kind="not_finite", reason=reason, step=min(news))
-        if self._spike is not None and self._spike not in skipped:
-            reason = f"the loss of step {self._spike} was far above those before"
-            return Fault(kind="spike", reason=reason, step=self._spike)
+        # The first one: a checkpoint after it holds what its batch has done.
+        if spiked := [s for s in self._spiked if s not in skipped]:
+            reason = f"the loss of step {min(spiked)} was far above those before"
+            return Fault(kind="spike", reason=reason, step=min(spiked))
         return self._stall(now)
 
     def lost(self, ranks: Iterable[int], reason: str) -> Fault:

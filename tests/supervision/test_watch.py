@@ -207,6 +207,8 @@ def test_a_loss_far_above_the_last_ones_is_a_spike():
     fault = done(14, 6.1)
     assert (fault.kind, fault.step) == ("spike", 14)
     assert watch.fault(14.0, skipped=[14]) is None
+    assert done(15, 9.0).step == done(16, 8.0).step == 14  # where it began
+    assert watch.fault(16.0, skipped=[14]).step == 15
     # Computed again, it is compared with what was usual then.
     again = Spikes(2.0, spikes.limits)
     assert not again.add(13, 100.0) and not again.add(14, 5.9)
