@@ -161,8 +161,6 @@ class Driver:
                     skips=[[int(step), n] for step, n in job.skips.items()],
                 )
             )
-        job.resume_before = 0
-        self._save()
         names = ", ".join(host.name for host in hosts)
         self._report(f"cycle {job.cycle}: {config.processes} ranks on {names}")
         self._begin_watch()
@@ -291,6 +289,10 @@ class Driver:
         if watch.has_state and not self._state.under_way:
             self._state.get_under_way(watch.began)
             self._reached = min(self._reached, self._state.best)
+            self._save()
+        # Not at the start: until all have restored, another one has to go back as well.
+        if watch.has_state and self._state.resume_before:
+            self._state.resume_before = 0
             self._save()
         if watch.step > self._state.best:
             self._state.best = watch.step

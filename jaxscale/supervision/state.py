@@ -47,7 +47,8 @@ class State:
     skips: dict[str, int] = dataclasses.field(default_factory=dict)
     """Steps whose loss was too high again, and how many batches are left out there."""
     resume_before: int = 0
-    """The next start uses no checkpoint of this step or later; 0 for the newest."""
+    """Until all ranks have restored, a start uses no checkpoint of this step or later;
+    0 for the newest."""
     command: list[str] = dataclasses.field(default_factory=list)
     """What the ranks of the last cycle run."""
     under_way: bool = False
@@ -112,7 +113,7 @@ def read(directory: Path, secret: str = "") -> State:
         ) from error
     state.secret = secret or state.secret
     if state.ended == DONE:
-        state.under_way = False
+        state.under_way, state.resume_before = False, 0
     if state.ended:
         state.ended, state.idle, state.running, state.excluded = "", 0, False, {}
         state.port, state.wrong = 0, {}

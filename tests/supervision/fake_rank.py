@@ -3,6 +3,7 @@
     python -m tests.supervision.fake_rank DIRECTORY STEPS [FAULT ...]
 
 Each fault, ``kind:rank:step``, happens once, or with ``kind!`` at every start.
+At step -2 it happens in the second start, before that restores.
 ``slow:rank:0`` or ``slow:host:0`` is slow all the time.
 """
 
@@ -39,6 +40,7 @@ def main(directory, steps, *faults):
         with (out / f"wishes-{rank}").open("a") as file:
             print(events.at_first("granted"), file=file)
         strike(faults, out, rank, 0, 0, events)
+        strike(faults, out, rank, -cycle, 0, events)
         step, value, batch = restore(out, events.resume_before)
         metrics = Metrics(out / "metrics.jsonl", step) if rank == 0 else None
         events.emit("compile", step)

@@ -20,6 +20,7 @@ from jaxscale.supervision import (
     read_events,
     supervise,
 )
+from jaxscale.supervision.state import DONE, State, read
 from tests.supervision.fake_rank import unbroken
 
 
@@ -223,6 +224,38 @@ def test_batches_are_left_out_at_a_spike_that_comes_back(run, tmp_path):
     (tmp_path / "checkpoint-24").unlink()
     assert run(spike=3.0, skip_batches=3)[0] == 0
     assert losses(tmp_path) == unbroken(STEPS, left_out=(16, 17, 18))
+
+
+@pytest.mark.parametrize("start", [2, 3])
+def test_a_start_that_dies_before_it_restores_goes_back_all_the_same(
+    run, tmp_path, start
+):
+    """To compute a spike again, or to leave batches out."""
+    faults = "spike!:0:16", f"kill:1:-{start}"
+    code, lines, _ = run(*faults, spike=3.0, skip_batches=3)
+    assert code == 0, lines
+    assert losses(tmp_path) == unbroken(STEPS, left_out=(16, 17, 18))
+    assert read(tmp_path / "supervisor").resume_before == 0
+
+
+def test_a_driver_that_was_killed_goes_back_all_the_same(tmp_path):
+    spike = ("--processes", "2", "--spike", "3", "--skip-batches", "3")
+    faults = "spike!:0:16", "loop:1:-3"
+    job = driver(tmp_path, *faults, options=spike, idle_cycles=2)
+    wait_until((tmp_path / "struck-loop:1:-3").exists)
+    job.kill()
+    job.wait()
+    events = read_events(tmp_path / "events-1.jsonl")
+    *_, process = (e["args"]["pid"] for e in events if e["name"] == "start")
+    os.kill(process, signal.SIGKILL)
+    job = driver(tmp_path, *faults, options=spike, idle_cycles=2)
+    assert job.wait(30) == 0
+    assert losses(tmp_path) == unbroken(STEPS, left_out=(16, 17, 18))
+
+
+def test_a_job_after_one_that_was_done_uses_its_newest_checkpoint(tmp_path):
+    State(secret="x", resume_before=8, ended=DONE).write(tmp_path)
+    assert read(tmp_path).resume_before == 0
 
 
 def test_a_driver_that_was_killed_finds_its_ranks(tmp_path):
