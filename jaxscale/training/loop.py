@@ -175,9 +175,10 @@ def fit(
         events.emit("layout", 0, **layout_args(mesh, jax.process_index(), config))
         platform = mesh.devices.flat[0].platform
         stack.enter_context(programs_in(Path(config.output_dir) / "programs", platform))
+        # Before the checkpointer, which is closed when the last checkpoint is written.
+        asked_to_stop = stack.enter_context(stop_on_signal())
         checkpoints = stack.enter_context(_checkpointer(config))
         monitor = stack.enter_context(_monitor(config, mesh, writers, events))
-        asked_to_stop = stack.enter_context(stop_on_signal())
         batches: Any = stack.enter_context(_closing(iter(train_data)))
         # Before the above are closed, which may wait for processes that are dead.
         stack.enter_context(events.reported())

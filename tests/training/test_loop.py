@@ -324,6 +324,26 @@ def test_resumes_bit_for_bit_after_a_signal(unbroken, tmp_path):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
+def test_a_signal_at_the_end_waits_for_the_last_checkpoint(tmp_path, monkeypatch):
+    """And a second one does not."""
+    as_usual, close = [], Checkpointer.close
+    before = signal.signal(signal.SIGTERM, lambda *_: as_usual.append(True))
+
+    def closing(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not as_usual
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert as_usual
+        close(self)
+
+    monkeypatch.setattr(Checkpointer, "close", closing)
+    try:
+        result, _ = run(dataclasses.replace(CONFIG, output_dir=str(tmp_path)))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not result.interrupted
+
+
 @pytest.mark.parametrize(
     ("rules", "mesh"),
     [("fsdp", MeshConfig(fsdp=4)), ("fsdp_tp", MeshConfig(fsdp=2, tensor=2))],
