@@ -103,8 +103,9 @@ def fit(
     The same call starts a run, continues an interrupted one bit for bit, on the same or
     another mesh, and evaluates a finished one. On GPUs the output directory keeps the
     compiled programs for that, unless JAX has a cache of them. SIGTERM or SIGINT
-    (Ctrl-C) ends the run after the current step with a checkpoint; a second one ends it
-    at once. Of several processes any may get the SIGTERM.
+    (Ctrl-C) ends the run after the current step, and its evaluation if one is due, with
+    a checkpoint; a second one ends it at once. Of several processes any may get the
+    SIGTERM.
 
     Args:
         config: The settings of the run.
@@ -223,14 +224,15 @@ def fit(
                 with monitor.pause("save", step):
                     monitor.note(f"step {step}: save, while the next steps go on")
                     guard.save(step, state, batches, final=last or stop)
-            if stop and not last:
-                logger.warning("stopped by a signal after step %d", step)
-                events.emit("stopped", step)
-                break
             if eval_data is not None and (last or step % config.eval_every == 0):
                 with monitor.pause("eval", step):
                     evaluation = evaluate(config, mesh, eval_step, state, eval_data)
                     monitor.log_evaluation(step, **dataclasses.asdict(evaluation))
+            # After the evaluation, which the run that goes on would not catch up on.
+            if stop and not last:
+                logger.warning("stopped by a signal after step %d", step)
+                events.emit("stopped", step)
+                break
         if eval_data is not None and first == config.steps:
             with monitor.pause("eval", first):
                 evaluation = evaluate(config, mesh, eval_step, state, eval_data)

@@ -344,6 +344,17 @@ def test_a_signal_at_the_end_waits_for_the_last_checkpoint(tmp_path, monkeypatch
     assert not result.interrupted
 
 
+def test_no_evaluation_is_lost_to_a_signal(tmp_path):
+    config = dataclasses.replace(
+        CONFIG, eval_every=2, output_dir=str(tmp_path / "stopped")
+    )
+    _, before = run(config, hooks=[interrupt_after(4)])
+    _, after = run(config)
+    _, whole = run(dataclasses.replace(config, output_dir=str(tmp_path / "whole")))
+    assert list(before.evaluations) == [2, 4] and list(after.evaluations) == [6]
+    assert before.evaluations | after.evaluations == whole.evaluations
+
+
 @pytest.mark.parametrize(
     ("rules", "mesh"),
     [("fsdp", MeshConfig(fsdp=4)), ("fsdp_tp", MeshConfig(fsdp=2, tensor=2))],
