@@ -20,6 +20,7 @@ from jaxscale.models.llama import LLAMA
 from jaxscale.models.mistral import MISTRAL
 from jaxscale.models.modernbert import MODERNBERT
 from jaxscale.models.qwen import QWEN2, QWEN3
+from jaxscale.nn import RopeScaling
 
 
 DECODERS: tuple[Family[DecoderConfig], ...] = (
@@ -234,14 +235,24 @@ def _lacking(config: DecoderConfig, family: Family[DecoderConfig]) -> list[str]:
     return _differences(config, theirs)
 
 
+def _scaling(config: Any) -> RopeScaling | None:
+    return getattr(config, "rope_scaling", None)  # encoders have none
+
+
 def _differences(ours: Any, theirs: Any) -> list[str]:
     """List where a file would not say what `ours` says."""
 
     def value(config: Any, name: str) -> Any:
+        """A setting in one of the ways that there may be to say it."""
         found = getattr(config, name)
-        # Two ways to say that all features are rotated.
-        every = name == "rotary_dim" and found == config.head_dim
-        return None if every else found
+        if name in ("rotary_dim", "query_pre_attn_scalar"):
+            return None if found == config.head_dim else found
+        # With a scaling None says that all layers have that, too.
+        if name == "rope_theta_local" and found is None and not _scaling(config):
+            return config.rope_theta
+        if name == "rope_scaling" and found is not None and found.kind == "linear":
+            return RopeScaling(kind="linear", factor=found.factor)
+        return found
 
     return [
         f"{field.name}={value(theirs, field.name)!r} instead of "

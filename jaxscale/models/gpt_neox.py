@@ -5,6 +5,7 @@ References:
     each behind a norm of its own. Pythia, arXiv 2304.01373.
 """
 
+import math
 from typing import Any
 
 from jaxscale.models.config import DecoderConfig
@@ -118,7 +119,10 @@ def _read(values: Keys) -> DecoderConfig:
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
     rotary_dim = config.rotary_dim or config.head_dim
-    factor = {"partial_rotary_factor": rotary_dim / config.head_dim}
+    share = rotary_dim / config.head_dim
+    if int(config.head_dim * share) < rotary_dim:  # readers cut off, as _read does
+        share = math.nextafter(share, 1)
+    factor = {"partial_rotary_factor": share}
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.d_model,

@@ -9,7 +9,7 @@ pruned weights are zero.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -292,27 +292,36 @@ def _prune_state(state: Any, codes: Mapping[str, Any]) -> Any:
         )
 
     opt_state = jax.tree.map(replace, state.opt_state, is_leaf=_is_masks)
+    layers = [name for path, _ in _variables(state.model) if (name := _layer(path))]
     return dataclasses.replace(
         state,
         model=_masked(state.model, codes),
-        opt_state=_masked(opt_state, codes),
+        opt_state=_masked(opt_state, codes, layers),
     )
 
 
-def _masked(tree: Any, codes: Mapping[str, Any]) -> Any:
-    """A tree in which what belongs to pruned weights is zero, moments for example."""
+def _masked(
+    tree: Any, codes: Mapping[str, Any], layers: Collection[str] | None = None
+) -> Any:
+    """A tree in which what belongs to pruned weights is zero, moments for example.
+
+    Args:
+        tree: A model, or what is made like it.
+        codes: Codes of the masks, by layer.
+        layers: Names of all layers, where in `tree` they stand behind other names, as
+            behind those of the moments of an optimizer; one may be the end of another.
+    """
 
     def mask(path: Any, node: Any) -> Any:
         name = _layer(path)
         if _is_masks(node) or name is None:
             return node
-        # In the state of an optimizer the name stands behind that of the moment.
-        code = next(
-            (c for n, c in codes.items() if name == n or name.endswith(f".{n}")), None
-        )
-        if code is None:
+        if layers is not None:
+            ends = [n for n in layers if f".{name}".endswith(f".{n}")]
+            name = max(ends, key=len, default="")
+        if name not in codes:
             return node
-        (kept,) = jax.tree.leaves(code)
+        (kept,) = jax.tree.leaves(codes[name])
 
         def zeroed(x: jax.Array) -> jax.Array:
             x = jax.device_put(x, jax.memory.Space.Device)  # moments may be on the host

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 from jaxscale.models.families import FAMILIES, config_from_hf, config_to_hf
+from jaxscale.models.gemma import gemma2_tiny, gemma3_tiny
 from jaxscale.models.gpt import gpt2_tiny, gptj_tiny
 from jaxscale.models.gpt_neox import neox_tiny
 from jaxscale.models.hf.keys import Keys
 from jaxscale.models.llama import llama_tiny
 from jaxscale.models.mistral import mistral_tiny
+from jaxscale.models.modernbert import modernbert_tiny
 from jaxscale.models.presets import PRESETS
 from jaxscale.nn.embeddings import RopeScaling
 
@@ -537,6 +539,32 @@ def test_llama3_scaling_without_the_original_length():
 def test_settings_that_the_decoder_lacks(values, message, no_shape_hook):
     with pytest.raises(ValueError, match=message):
         config_from_hf(values)
+
+
+TWICE = RopeScaling(kind="linear", factor=2.0)
+LINEAR = dataclasses.replace(TWICE, original_max_position_embeddings=64)
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "same"),
+    [
+        (llama_tiny, {"rotary_dim": 8}, {"rotary_dim": None}),
+        (llama_tiny, {"query_pre_attn_scalar": 8}, {"query_pre_attn_scalar": None}),
+        (gemma2_tiny, {"query_pre_attn_scalar": None}, {"query_pre_attn_scalar": 16}),
+        (gemma3_tiny, {"rope_theta_local": None}, {"rope_theta_local": 1e6}),
+        (modernbert_tiny, {"rope_theta_local": None}, {"rope_theta_local": 160000.0}),
+        (llama_tiny, {"rope_scaling": LINEAR}, {"rope_scaling": TWICE}),
+        (
+            neox_tiny,
+            {"head_dim": 100, "d_model": 200, "rotary_dim": 58},
+            {"head_dim": 100, "d_model": 200, "rotary_dim": 58},
+        ),
+    ],
+)
+def test_two_ways_to_say_one_thing(config, change, same):
+    """A file has one of them, which says the same."""
+    written = config_to_hf(dataclasses.replace(config(), **change))
+    assert config_from_hf(written) == dataclasses.replace(config(), **same)
 
 
 @pytest.mark.parametrize(

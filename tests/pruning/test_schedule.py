@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from jaxscale.models import Decoder
+from jaxscale.nn import Linear
 from jaxscale.pruning import (
     PruneConfig,
     Pruner,
@@ -23,6 +24,8 @@ from jaxscale.pruning import (
     one_shot,
     paper_stages,
 )
+from jaxscale.pruning.schedule import _codes, _prune_state
+from jaxscale.training.step import TrainState
 from tests.training.test_loop import CONFIG, MODEL, run
 
 
@@ -49,7 +52,7 @@ def moments(state):
     return [linears_of(m) for m in (adam.mu, adam.nu)]
 
 
-def linears_of(params):
+def linears_of(params, within="blocks."):
     leaves, _ = jax.tree_util.tree_flatten_with_path(
         params, is_leaf=lambda n: isinstance(n, nnx.Variable)
     )
@@ -60,7 +63,7 @@ def linears_of(params):
     return {
         name.removesuffix(".kernel"): value
         for name, value in names.items()
-        if name.startswith("blocks.") and name.endswith(".kernel")
+        if name.startswith(within) and name.endswith(".kernel")
     }
 
 
@@ -191,6 +194,43 @@ def test_clipping_counts_only_what_is_kept():
             squares += float(jnp.square(variable[...]).sum())
     for name, update in linears_of(updates).items():
         np.testing.assert_allclose(update, kept[name] / np.sqrt(squares), rtol=1e-5)
+
+
+class Nested(nnx.Module):
+    """Layers whose names are ends of others': one of each kind is not pruned."""
+
+    def __init__(self, depth, rngs):
+        axes = {"kernel_axes": ("embed", "mlp"), "out_axes": ("batch", None, "act_mlp")}
+        self.a = Linear(16, 16, **axes, rngs=rngs)
+        self.up = Linear(16, 16, **axes, rngs=rngs)
+        if depth:
+            self.b = Nested(depth - 1, rngs)
+
+
+def test_names_that_are_ends_of_others():
+    """Each layer, its gradients and its moments have the mask of that layer."""
+    model = Nested(1, nnx.Rngs(0))
+    config = PruneConfig(pattern="ew", sparsity=0.5, scope="layer", dense=("b.up",))
+    masks = make_model_masks(model, magnitude_scores(model), config)
+    ones = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+    kept = {name: masks[name] if name != "b.up" else True for name in linears(model)}
+    transform = optax.chain(mask_gradients(masks), optax.adam(1.0))
+    opt_state = transform.init(ones)
+    gradients, _ = mask_gradients(masks).update(ones, mask_gradients(masks).init(ones))
+    moments = jax.tree.map(jnp.ones_like, opt_state[1])
+    state = TrainState(
+        step=jnp.int32(0),
+        model=ones,
+        opt_state=(opt_state[0], moments),
+        skipped=jnp.int32(0),
+    )
+    found = _prune_state(state, _codes(masks))
+    for tree in (gradients, found.model, found.opt_state[1][0].mu):
+        by_name = linears_of(tree, within="")
+        assert by_name.keys() == kept.keys()
+        for name, values in by_name.items():
+            assert ((values != 0) == kept[name]).all(), name
+    assert len(kept) == 4 and not (masks["a"] == masks["b.a"]).all()
 
 
 def test_schedules():
