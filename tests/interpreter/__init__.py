@@ -37,7 +37,8 @@ What it cannot do, and therefore needs a test on a GPU:
 
 - NVLink multicast (``multicast_ref``, ``multimem_*``), which this project never uses;
 - ``RefUnion`` aliasing between views that differ in more than a tiling as wide as the
-  array: such members have buffers of their own;
+  array: such members have buffers of their own, and race detection takes two stages of
+  a ring for one, as in reductions of transposed weights with tiles wider than 64;
 - ``mma``, atomics (``plgpu.atomic_*``), ``semaphore_read``, TMA loads without a
   barrier, TMA gather, dynamic grids;
 - swizzles and tilings: buffers have their logical shape, so an access that reads wrong
