@@ -217,7 +217,7 @@ class GrammarCompiler:
             return library.grammar_from_regex(guide.text)
         if guide.kind == "choice":
             # A grammar of choices has a row for each, of which 2,000 are the most.
-            return library.grammar_from_regex("|".join(map(_escaped, guide.choices)))
+            return library.grammar_from_regex("|".join(map(re.escape, guide.choices)))
         schema = guide.text if guide.kind == "json_schema" else '{"type": "object"}'
         if not isinstance(json.loads(schema), dict | bool):
             raise ValueError("a JSON schema is an object")
@@ -234,11 +234,6 @@ def _answer(
             future.set_result(result)
         else:
             future.set_exception(error)
-
-
-def _escaped(text: str) -> str:
-    """A regular expression for just this text."""
-    return re.sub(r"[][\\.+*?(){}|^$#&~-]", r"\\\g<0>", text)
 
 
 def _words(message: str) -> str:

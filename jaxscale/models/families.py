@@ -235,10 +235,6 @@ def _lacking(config: DecoderConfig, family: Family[DecoderConfig]) -> list[str]:
     return _differences(config, theirs)
 
 
-def _scaling(config: Any) -> RopeScaling | None:
-    return getattr(config, "rope_scaling", None)  # encoders have none
-
-
 def _differences(ours: Any, theirs: Any) -> list[str]:
     """List where a file would not say what `ours` says."""
 
@@ -247,8 +243,9 @@ def _differences(ours: Any, theirs: Any) -> list[str]:
         found = getattr(config, name)
         if name in ("rotary_dim", "query_pre_attn_scalar"):
             return None if found == config.head_dim else found
-        # With a scaling None says that all layers have that, too.
-        if name == "rope_theta_local" and found is None and not _scaling(config):
+        # With a scaling None says that all layers have that, too; encoders have none.
+        scaled = getattr(config, "rope_scaling", None) is not None
+        if name == "rope_theta_local" and found is None and not scaled:
             return config.rope_theta
         if name == "rope_scaling" and found is not None and found.kind == "linear":
             return RopeScaling(kind="linear", factor=found.factor)
