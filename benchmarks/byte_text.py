@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxscale.models import DecoderConfig
 from jaxscale.nn.packing import PackedBatch
-from jaxscale.training.corpus import python_corpus, split
+from jaxscale.training.data.corpus import python_corpus, split
 
 
 @functools.cache

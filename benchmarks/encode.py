@@ -26,7 +26,7 @@ import numpy as np
 from benchmarks import encoder, torch_encoder
 from benchmarks.harness import Benchmark, Jax, Params, Torch
 from jaxscale.inference import Encoder
-from jaxscale.inference.encode_plan import plan_rows
+from jaxscale.inference.encoder.encode_plan import plan_rows
 from jaxscale.models.tokenizer import EncodedText, Tokenizer
 
 

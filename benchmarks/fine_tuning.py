@@ -32,7 +32,7 @@ from benchmarks.attention_baselines import want_package
 from benchmarks.harness import Benchmark, Case, Jax, Params, Torch
 from benchmarks.plain_encoder import Switches
 from jaxscale import models, training
-from jaxscale.training.labeled import LabeledBatch
+from jaxscale.training.data.labeled import LabeledBatch
 from jaxscale.training.losses import LossSums
 from jaxscale.training.step import LossFunction
 

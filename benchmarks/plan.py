@@ -24,7 +24,8 @@ from typing import Any
 
 from jaxscale.models import preset
 from jaxscale.models.config import DecoderConfig
-from jaxscale.training.cost_model import (
+from jaxscale.training.hardware import A100, H100, H200, Hardware, mfu
+from jaxscale.training.planning.cost_model import (
     JAXSCALE_FUSED,
     JAXSCALE_XLA,
     Layout,
@@ -32,8 +33,7 @@ from jaxscale.training.cost_model import (
     Remat,
     step_time,
 )
-from jaxscale.training.hardware import A100, H100, H200, Hardware, mfu
-from jaxscale.training.memory_model import step_memory
+from jaxscale.training.planning.memory_model import step_memory
 
 
 RESULTS = Path(__file__).parent / "results"
@@ -312,7 +312,7 @@ COMPILED: tuple[tuple[dict[str, int], int, int, Remat, float], ...] = (
 )
 """Axes, layers, rows, remat and GB of a GPU of steps that were compiled for H200s:
 LLaMA-3 8B with fewer layers on packed rows of 4,096 tokens
-(`tests.training.planned_step`)."""
+(`tests.training.planning.planned_step`)."""
 
 
 def compiled_memory() -> Iterator[Row]:

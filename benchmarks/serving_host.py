@@ -20,11 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxscale.inference import Engine, Request, SamplingParams
-from jaxscale.inference.plan import Chunk
-from jaxscale.inference.runner import Runner
-from jaxscale.inference.scheduler import Scheduler
-from jaxscale.inference.scheduler_config import SchedulerConfig
-from jaxscale.inference.slots import Column, OutFlag, RowFlag
+from jaxscale.inference.engine.batch_rows import Column, OutFlag, RowFlag
+from jaxscale.inference.engine.runner import Runner
+from jaxscale.inference.engine.scheduler import Scheduler
+from jaxscale.inference.engine.scheduler_config import SchedulerConfig
+from jaxscale.inference.engine.scheduler_output import Chunk
 
 
 class IdleDevice(Runner):

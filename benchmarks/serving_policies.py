@@ -32,9 +32,9 @@ from jaxscale.inference import (
     SamplingParams,
     make_engine,
 )
-from jaxscale.inference.loadgen import Outcome
-from jaxscale.inference.scheduler import Scheduler
-from jaxscale.inference.workload import arrivals, lengths
+from jaxscale.inference.engine.scheduler import Scheduler
+from jaxscale.inference.load.loadgen import Outcome
+from jaxscale.inference.load.workload import arrivals, lengths
 from jaxscale.models import Decoder
 
 
@@ -69,7 +69,7 @@ def make_load(params: Mapping[str, Any], vocab_size: int, seed: int) -> Load:
     """The requests of a case.
 
     Args:
-        params: ``workload`` and ``requests`` as in `jaxscale.inference.workload`;
+        params: ``workload`` and ``requests`` as in `jaxscale.inference.load.workload`;
             ``shrink`` divides all lengths; ``gap_ms`` is the mean time between
             arrivals, 0 for all at once, and ``arrivals`` is poisson or constant.
         vocab_size: V.

@@ -46,7 +46,7 @@ def abstract_runner(name: str, layers: int | None, devices: list[Any]) -> Any:
     from jax.sharding import SingleDeviceSharding
 
     from jaxscale.inference import EngineConfig
-    from jaxscale.inference.runner import Runner
+    from jaxscale.inference.engine.runner import Runner
     from jaxscale.models import Decoder, preset
 
     config = preset(name)
@@ -71,7 +71,7 @@ def start(runner: Any, folder: str, workers: int, loadable: bool) -> None:
     """Compile or find all programs, and print what it took."""
     import jax
 
-    from jaxscale.inference.program_cache import ProgramCache
+    from jaxscale.inference.engine.program_cache import ProgramCache
     from pallas_kernels import mosaic
 
     local = threading.local()
@@ -129,7 +129,7 @@ def child(options: argparse.Namespace) -> None:
         runner = abstract_runner(options.model, options.layers, jax.devices())
         start(runner, options.folder, workers, loadable=True)
         return
-    from jaxscale.training.compiled import target_devices
+    from jaxscale.training.planning.compiled import target_devices
 
     runner = abstract_runner(options.model, options.layers, target_devices(1))
     start(runner, options.folder, 1, loadable=False)

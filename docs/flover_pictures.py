@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxscale.inference.plan import Continuation, Drawn
+from jaxscale.inference.engine.scheduler import Scheduler
+from jaxscale.inference.engine.scheduler_config import SchedulerConfig
+from jaxscale.inference.engine.scheduler_output import Continuation, Drawn
 from jaxscale.inference.request import Request, SamplingParams
-from jaxscale.inference.scheduler import Scheduler
-from jaxscale.inference.scheduler_config import SchedulerConfig
 
 
 PATH = Path(__file__).parent / "_static" / "flover_slots.svg"

@@ -43,7 +43,7 @@ import numpy as np
 
 from jaxscale import inference, recipes, training
 from jaxscale.training import run as run_directory
-from jaxscale.training.labeled_text import LabeledText
+from jaxscale.training.data.labeled_text import LabeledText
 
 
 logging.getLogger("absl").setLevel("ERROR")  # it warns that export only reads

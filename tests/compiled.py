@@ -29,7 +29,11 @@ from typing import Any, Literal
 
 import jax
 
-from jaxscale.training.compiled import H200_TARGET, donate_in_place, target_devices
+from jaxscale.training.planning.compiled import (
+    H200_TARGET,
+    donate_in_place,
+    target_devices,
+)
 from tests.hlo import Written, written
 from tests.lowering import MULTICAST_MARK, MulticastRefused
 

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 
-from jaxscale.training.hlo import Instruction, called_by, parse_hlo, size_of
+from jaxscale.training.planning.hlo import Instruction, called_by, parse_hlo, size_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from jaxscale.training.hlo import Transfer, transfers
+from jaxscale.training.planning.hlo import Transfer, transfers
 from tests.hlo import written
 
 

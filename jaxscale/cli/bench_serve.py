@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jaxscale.cli.errors import UsageError, usage_errors
 from jaxscale.cli.options import parse
-from jaxscale.inference.loadgen import LoadConfig, Outcome, run, summarize
+from jaxscale.inference.load.loadgen import LoadConfig, Outcome, run, summarize
 
 
 _KEY = "OPENAI_API_KEY"
@@ -92,7 +92,7 @@ def _write_report(
     figures: Mapping[str, float | int],
     outcomes: Sequence[Outcome],
 ) -> None:
-    from jaxscale.training.report import Report, Series
+    from jaxscale.observability.html_report import Report, Series
 
     page = Report(f"Load of {config.workload} on {config.url}")
     page.facts(dict(figures))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jaxscale.cli.errors import usage_errors
 from jaxscale.cli.options import parse
-from jaxscale.training.diagnosis import (
+from jaxscale.training.diagnosis.suite import (
     DiagnoseConfig,
     Diagnosis,
     Finding,

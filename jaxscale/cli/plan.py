@@ -12,18 +12,22 @@ from jaxscale.cli.options import parse
 from jaxscale.cli.runs import find_run
 from jaxscale.models import DecoderConfig
 from jaxscale.training import TrainConfig
-from jaxscale.training.compiled import CompiledStep, check_compiler, compile_step
-from jaxscale.training.cost_model import Layout
-from jaxscale.training.plan import (
+from jaxscale.training.planning.compiled import (
+    CompiledStep,
+    check_compiler,
+    compile_step,
+)
+from jaxscale.training.planning.config import PlanConfig
+from jaxscale.training.planning.cost_model import Layout
+from jaxscale.training.planning.plan_report import text, write_report
+from jaxscale.training.planning.search import (
     Estimate,
     Plan,
     plan_layouts,
     train_command,
     xla_flags,
 )
-from jaxscale.training.plan_config import PlanConfig
-from jaxscale.training.plan_report import text, write_report
-from jaxscale.training.plan_run import collectives, compiled_text, planned_run
+from jaxscale.training.planning.verify import collectives, compiled_text, planned_run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,13 @@
 """Text generation (sampling, batched decoding), serving, and encoding of texts."""
 
-from jaxscale.inference.async_engine import AsyncEngine
-from jaxscale.inference.clients import EngineDead
-from jaxscale.inference.encode_plan import EncodePlan
-from jaxscale.inference.encoder import Encoder
-from jaxscale.inference.engine import Engine
-from jaxscale.inference.hosts import HostLost
-from jaxscale.inference.kv_scales import measure_kv_scales
+from jaxscale.inference.encoder.encode_plan import EncodePlan
+from jaxscale.inference.encoder.encoder import Encoder
+from jaxscale.inference.engine.async_engine import AsyncEngine
+from jaxscale.inference.engine.engine import Engine
+from jaxscale.inference.engine.hosts import HostLost
+from jaxscale.inference.engine.kv_scales import measure_kv_scales
+from jaxscale.inference.engine.memory import EngineConfig
+from jaxscale.inference.engine.output_processor import EngineDead
 from jaxscale.inference.llm import (
     GREEDY,
     LLM,
@@ -15,7 +16,6 @@ from jaxscale.inference.llm import (
     generate,
     make_engine,
 )
-from jaxscale.inference.memory import EngineConfig
 from jaxscale.inference.request import (
     Draining,
     Guide,

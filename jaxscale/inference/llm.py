@@ -14,13 +14,14 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxscale.inference import hosts
-from jaxscale.inference.clients import EngineDead, Sink
-from jaxscale.inference.engine import Engine
+from jaxscale.inference.engine.engine import Engine, hosts
+from jaxscale.inference.engine.kv_scales import measure_kv_scales
+from jaxscale.inference.engine.memory import EngineConfig, fit
+from jaxscale.inference.engine.output_processor import EngineDead, Sink
+from jaxscale.inference.engine.program_cache import ProgramCache
+from jaxscale.inference.engine.runner import Runner
+from jaxscale.inference.engine.scheduler import Scheduler
 from jaxscale.inference.grammar import GrammarCompiler
-from jaxscale.inference.kv_scales import measure_kv_scales
-from jaxscale.inference.memory import EngineConfig, fit
-from jaxscale.inference.program_cache import ProgramCache
 from jaxscale.inference.progress import progress_bar
 from jaxscale.inference.request import (
     Output,
@@ -29,8 +30,6 @@ from jaxscale.inference.request import (
     SamplingParams,
     joined,
 )
-from jaxscale.inference.runner import Runner
-from jaxscale.inference.scheduler import Scheduler
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.generation import GenerationConfig
 from jaxscale.models.hf.hub import local_directory

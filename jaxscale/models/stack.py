@@ -18,10 +18,10 @@ from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.blocks import Block
 from jaxscale.nn.embeddings import Embed
 from jaxscale.nn.self_attention import AttentionState, Packed
-from jaxscale.sharding import token_sums
+from jaxscale.sharding import decode_all_reduce
+from jaxscale.sharding.decode_all_reduce import Line, handing_on
 from jaxscale.sharding.operations import constrain
 from jaxscale.sharding.rules import AxisRules
-from jaxscale.sharding.token_sums import Line, handing_on
 
 
 type _Carry = tuple[Array, tuple[Array, ...], Line | None]
@@ -189,7 +189,7 @@ def run_stack[State: AttentionState](
             return blocks[layer], None
         return layers()[layer]
 
-    carry, done = (x, state.carried, token_sums.current()), 0
+    carry, done = (x, state.carried, decode_all_reduce.current()), 0
     if scan and isinstance(blocks, Block):
         period = period_of(variants)
         done = num_layers // period * period
@@ -227,7 +227,7 @@ def run_stack[State: AttentionState](
         else:
             carry = run_layer(layer, variant)(carry, (block, on))
     x, carried, line = carry
-    token_sums.leave(line)
+    decode_all_reduce.leave(line)
     return x, state.carrying(carried)
 
 

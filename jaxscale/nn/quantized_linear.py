@@ -13,10 +13,10 @@ from jaxtyping import Array, Float, Num
 from jaxscale.checks import check_choice
 from jaxscale.nn.joined import JoinedLinear, Parts
 from jaxscale.nn.linear import Linear
+from jaxscale.sharding.decode_all_reduce import sum_over_devices
 from jaxscale.sharding.operations import constrain
 from jaxscale.sharding.rules import REPLICATED, AxisRules, check_axes
 from jaxscale.sharding.shards import per_shard
-from jaxscale.sharding.token_sums import sum_over_devices
 from pallas_kernels.matmul.activations import activate
 from pallas_kernels.quantized_matmul import quantized_matmul
 

@@ -11,7 +11,7 @@ from jaxscale.models import Decoder, GenerationConfig, Tokenizer, load, save
 from jaxscale.models.hf.hub import local_directory
 from jaxscale.sharding import REPLICATED, make_mesh
 from jaxscale.training import run as run_directory
-from jaxscale.training.array_names import named_leaves
+from jaxscale.training.checkpoint.array_names import named_leaves
 
 
 def export(

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxscale.observability.html_report import Report, Series, add_steps
 from jaxscale.pruning import (
     DENSE_ABOVE,
     LayerReport,
@@ -22,7 +23,6 @@ from jaxscale.recipes.prune import Pruned, bytes_per_token
 from jaxscale.sharding import make_mesh
 from jaxscale.training import TextData, TrainConfig, console
 from jaxscale.training import run as run_directory
-from jaxscale.training.report import Report, Series, add_steps
 
 
 def finish(directory: Path, pruned: Pruned, text: TextData) -> Path:

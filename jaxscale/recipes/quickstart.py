@@ -20,6 +20,7 @@ import jax
 from jaxscale import sharding
 from jaxscale.checks import check_range
 from jaxscale.models import Decoder, DecoderConfig
+from jaxscale.observability.html_report import Report, add_steps
 from jaxscale.pruning import PruneConfig, sparsify
 from jaxscale.recipes.prune import (
     TuneConfig,
@@ -42,7 +43,6 @@ from jaxscale.training import (
 )
 from jaxscale.training import run as run_directory
 from jaxscale.training.config import MAX_SEED, MAX_STEPS
-from jaxscale.training.report import Report, add_steps
 
 
 SIMULATED_DEVICES = 4

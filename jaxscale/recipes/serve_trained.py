@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxscale.inference import EngineConfig
 from jaxscale.models import Decoder, Tokenizer
-from jaxscale.training.report import Report
+from jaxscale.observability.html_report import Report
 
 
 REQUESTS = 16

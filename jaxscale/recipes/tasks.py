@@ -14,7 +14,7 @@ from jaxscale.training import (
     load_text,
     packed_batches,
 )
-from jaxscale.training.labeled_text import LabeledText, load_labeled
+from jaxscale.training.data.labeled_text import LabeledText, load_labeled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

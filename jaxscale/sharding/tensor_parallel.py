@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxscale.checks import check_choice
-from jaxscale.sharding import token_sums
+from jaxscale.sharding import decode_all_reduce
 from jaxscale.sharding.fp8 import Fp8, check_fp8, fp8_column_parallel, fp8_row_parallel
 from jaxscale.sharding.operations import constrain, contract
 from jaxscale.sharding.rules import AxisRules
@@ -213,7 +213,7 @@ def row_parallel(
         )
     features = [axes[0] for axes in kernel_axes]
     in_axes = [*(("batch", None, axis) for axis in features), *kernel_axes]
-    in_line = token_sums.current() is not None
+    in_line = decode_all_reduce.current() is not None
     form = tensor_parallel or ("xla" if in_line else None)
     region = _Region.of([*xs, *kernels], in_axes, features, rules, form)
     if region is None or not all(map(region.shards.names, features)):
@@ -226,7 +226,7 @@ def row_parallel(
         parts_axes = (features[0], *_WHOLE)
         args = region.shards.place([*xs, *kernels])
         (parts,) = region.over(_part_of_sum, [parts_axes])(*args)  # [D, B, T, N]
-        return constrain(token_sums.sum_over_devices(parts), out_axes, rules)
+        return constrain(decode_all_reduce.sum_over_devices(parts), out_axes, rules)
     product: Any
     product = matmul_reduce_scatter if region.splits_tokens else matmul_all_reduce
 

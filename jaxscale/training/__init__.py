@@ -1,10 +1,11 @@
 """Training: losses, optimizers, the step, checkpoints, metrics and the loop."""
 
-from jaxscale.training.checkpoint import Checkpointer
-from jaxscale.training.checkpoint_steps import CheckpointNotWritten, DamagedCheckpoint
+from jaxscale.training.checkpoint.digest import ReplicasDiffer, check_replicas
+from jaxscale.training.checkpoint.steps import CheckpointNotWritten, DamagedCheckpoint
+from jaxscale.training.checkpoint.store import Checkpointer
 from jaxscale.training.config import TrainConfig
 from jaxscale.training.console import LineWriter
-from jaxscale.training.corpus import (
+from jaxscale.training.data.corpus import (
     Document,
     TokenCorpus,
     python_corpus,
@@ -12,8 +13,13 @@ from jaxscale.training.corpus import (
     split,
     tokenize,
 )
-from jaxscale.training.cost_model import Layout
-from jaxscale.training.data import (
+from jaxscale.training.data.labeled import (
+    LabeledBatch,
+    LabeledBatches,
+    classification_loss,
+)
+from jaxscale.training.data.mixture import Mixture
+from jaxscale.training.data.packed import (
     DataConfig,
     PackedBatches,
     PackedBatchIterator,
@@ -21,26 +27,20 @@ from jaxscale.training.data import (
     load_text,
     load_tokenizer,
 )
-from jaxscale.training.diagnosis import (
+from jaxscale.training.data.row_packing import PackedRows
+from jaxscale.training.diagnosis.suite import (
     DiagnoseConfig,
     Diagnosis,
     Finding,
     Measurement,
     diagnose,
 )
-from jaxscale.training.digest import ReplicasDiffer, check_replicas
 from jaxscale.training.divergence import Diverged
 from jaxscale.training.gradients import accumulated
 from jaxscale.training.hardware import mfu, peak_flops
-from jaxscale.training.labeled import (
-    LabeledBatch,
-    LabeledBatches,
-    classification_loss,
-)
 from jaxscale.training.loop import Evaluation, FitResult, evaluate, fit, packed_batches
 from jaxscale.training.losses import LossSums, chunked_cross_entropy
 from jaxscale.training.masked import MaskedBatches, MaskingConfig, masked_lm_loss
-from jaxscale.training.mixture import Mixture
 from jaxscale.training.monitor import (
     JsonlWriter,
     Monitor,
@@ -55,9 +55,9 @@ from jaxscale.training.optimizer import (
     make_schedule,
 )
 from jaxscale.training.pipelined import pipelined, pipelined_sums
-from jaxscale.training.plan import Estimate, Plan, plan_layouts
-from jaxscale.training.plan_config import PlanConfig
-from jaxscale.training.rows import PackedRows
+from jaxscale.training.planning.config import PlanConfig
+from jaxscale.training.planning.cost_model import Layout
+from jaxscale.training.planning.search import Estimate, Plan, plan_layouts
 from jaxscale.training.step import (
     NextTokenLoss,
     TrainState,

@@ -20,7 +20,7 @@ from jaxscale.sharding.rules import AxisRules, MeshAxes, as_tuple, preset
 from jaxscale.sharding.schedule import check_schedule
 from jaxscale.sharding.state_rules import StateRules
 from jaxscale.sharding.tensor_parallel import check_tensor_parallel
-from jaxscale.training.data import DataConfig
+from jaxscale.training.data.packed import DataConfig
 from jaxscale.training.optimizer import OptimizerConfig, make_schedule
 
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxscale.supervision import EventLog
-from jaxscale.training.checkpoint import Checkpointer
+from jaxscale.training.checkpoint.digest import ReplicasDiffer, check_replicas
+from jaxscale.training.checkpoint.store import Checkpointer
 from jaxscale.training.config import TrainConfig
-from jaxscale.training.digest import ReplicasDiffer, check_replicas
 from jaxscale.training.step import TrainState, global_norm, trained_part
 
 

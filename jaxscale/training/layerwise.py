@@ -15,7 +15,7 @@ from optax import contrib
 
 from jaxscale.sharding.parameters import logical_axes
 from jaxscale.sharding.rules import STACK_AXES
-from jaxscale.training.moments import MemoryKind, keep_moments
+from jaxscale.training.moment_dtypes import MemoryKind, keep_moments
 
 
 def scale_by_trust_ratio_of_layers() -> optax.GradientTransformation:

@@ -19,11 +19,12 @@ from jaxscale.sharding.parameters import place
 from jaxscale.sharding.state_rules import StateRules
 from jaxscale.supervision import EventLog, current
 from jaxscale.training.assemble import adapted, loss_functions, make_loss, new_state
-from jaxscale.training.checkpoint import Checkpointer
-from jaxscale.training.checkpoint_reader import SCHEDULE_STEPS
+from jaxscale.training.checkpoint.reader import SCHEDULE_STEPS
+from jaxscale.training.checkpoint.store import Checkpointer
+from jaxscale.training.compilation_cache import programs_in
 from jaxscale.training.config import TrainConfig
 from jaxscale.training.console import console_writer, describe, peak_memory
-from jaxscale.training.data import PackedBatches, TextData
+from jaxscale.training.data.packed import PackedBatches, TextData
 from jaxscale.training.device_events import device_events
 from jaxscale.training.divergence import DivergenceGuard
 from jaxscale.training.gradients import LossFunction
@@ -39,9 +40,8 @@ from jaxscale.training.optimizer import (
     make_optimizer,
     make_schedule,
 )
+from jaxscale.training.preemption_signal import stop_on_signal
 from jaxscale.training.pretrained import pretrained
-from jaxscale.training.programs import programs_in
-from jaxscale.training.signals import stop_on_signal
 from jaxscale.training.step import (
     EvalStep,
     Metrics,

@@ -14,7 +14,7 @@ from jaxtyping import Array, Int
 
 from jaxscale.models.tokenizer import Tokenizer
 from jaxscale.nn.packing import PackedBatch
-from jaxscale.training.data import PackedBatches
+from jaxscale.training.data.packed import PackedBatches
 from jaxscale.training.losses import LossSums, chunked_cross_entropy
 from jaxscale.training.step import LossFunction
 from pallas_kernels.varlen_attention import segment_ids_from_cu_seqlens

@@ -17,7 +17,7 @@ from jaxscale.training.layerwise import (
     scale_by_muon_of_layers,
     scale_by_trust_ratio_of_layers,
 )
-from jaxscale.training.moments import MemoryKind, keep_moments
+from jaxscale.training.moment_dtypes import MemoryKind, keep_moments
 
 
 type Schedule = Callable[[jax.typing.ArrayLike], jax.Array]

@@ -22,7 +22,7 @@ from jaxscale.sharding.rules import AxisRules
 from jaxscale.sharding.tensor_parallel import TensorParallel
 from jaxscale.training import run as run_directory
 from jaxscale.training.assemble import adapted, make_model
-from jaxscale.training.checkpoint import Checkpointer
+from jaxscale.training.checkpoint.store import Checkpointer
 from jaxscale.training.config import TrainConfig
 from jaxscale.training.step import with_frozen
 

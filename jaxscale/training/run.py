@@ -23,9 +23,9 @@ from jaxscale.models import Decoder, EncoderModel, Tokenizer
 from jaxscale.sharding import AxisRules, TensorParallel
 from jaxscale.supervision.driver import DIRECTORY as SUPERVISOR
 from jaxscale.training.assemble import make_model
-from jaxscale.training.checkpoint import Checkpointer
-from jaxscale.training.checkpoint_reader import SCHEDULE_STEPS
-from jaxscale.training.checkpoint_steps import complete_steps, settings_of
+from jaxscale.training.checkpoint.reader import SCHEDULE_STEPS
+from jaxscale.training.checkpoint.steps import complete_steps, settings_of
+from jaxscale.training.checkpoint.store import Checkpointer
 from jaxscale.training.config import TrainConfig
 from jaxscale.training.console import command_line
 from jaxscale.training.optimizer import check_same_schedule

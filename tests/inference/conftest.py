@@ -11,11 +11,11 @@ import pytest
 from flax import nnx
 from jax.tree_util import register_dataclass
 
-from jaxscale.inference.engine import Engine
+from jaxscale.inference.engine.engine import Engine
+from jaxscale.inference.engine.runner import Runner
+from jaxscale.inference.engine.scheduler import Scheduler
+from jaxscale.inference.engine.scheduler_config import SchedulerConfig
 from jaxscale.inference.request import Request, SamplingParams
-from jaxscale.inference.runner import Runner
-from jaxscale.inference.scheduler import Scheduler
-from jaxscale.inference.scheduler_config import SchedulerConfig
 from jaxscale.models import Decoder, preset
 from jaxscale.nn import Whole
 from jaxscale.sharding import create, fsdp_tp, make_mesh

@@ -18,10 +18,10 @@ import sys
 import time
 
 from jaxscale.inference import InvalidRequest, Overloaded, Request, SamplingParams
-from jaxscale.inference.async_engine import AsyncEngine
-from jaxscale.inference.engine import Engine
+from jaxscale.inference.engine.async_engine import AsyncEngine
+from jaxscale.inference.engine.engine import Engine
+from jaxscale.inference.engine.scheduler import Scheduler
 from jaxscale.inference.grammar import GrammarCompiler
-from jaxscale.inference.scheduler import Scheduler
 from jaxscale.models import Tokenizer
 from tests.inference.conftest import LLAMA, SIZES, Served
 from tests.inference.typical import REQUESTS, TEXT_REQUESTS, alone, prompt

@@ -15,9 +15,9 @@ from jaxscale.inference import (
     SamplingParams,
     generate,
 )
-from jaxscale.inference.kv_scales import check_scales, measure_kv_scales
+from jaxscale.inference.engine.kv_scales import check_scales, measure_kv_scales
+from jaxscale.inference.engine.runner import Runner
 from jaxscale.inference.llm import fit
-from jaxscale.inference.runner import Runner
 from jaxscale.models import Decoder, Tokenizer, load, preset, save
 from jaxscale.models.generation import GenerationConfig
 from jaxscale.nn import RopeScaling

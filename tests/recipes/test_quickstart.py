@@ -16,9 +16,9 @@ from jaxscale.cli import main
 from jaxscale.inference import server
 from jaxscale.inference.server import load
 from jaxscale.models import Decoder, preset
+from jaxscale.observability.html_report import Report
 from jaxscale.pruning import Masks
 from jaxscale.recipes import quickstart, serve_trained
-from jaxscale.training.report import Report
 from tests.inference.server.fake_engine import FakeEngine, text_model
 
 

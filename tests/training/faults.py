@@ -224,7 +224,7 @@ def port_in_use(unbroken):
 
 def damaged_files():
     """In a process of its own, which imports jax."""
-    module = "tests.training.damaged_files"
+    module = "tests.training.checkpoint.damaged_files"
     return subprocess.run([sys.executable, "-m", module], check=False).returncode == 0
 
 

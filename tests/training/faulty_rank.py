@@ -133,7 +133,7 @@ def spoiled(state):
     """`state` with one element a little larger on the last device of this process."""
     import jax
 
-    from tests.training.test_digest import broken_on
+    from tests.training.checkpoint.test_digest import broken_on
 
     leaves, structure = jax.tree.flatten(state)
     i = max(range(len(leaves)), key=lambda i: leaves[i].ndim)

@@ -19,7 +19,7 @@ from jaxscale.models.stack_layout import StackLayout
 from jaxscale.nn.packing import PackedBatch
 from jaxscale.sharding import make_mesh, megascale_3d, shardings
 from jaxscale.training import next_token_loss, pipelined
-from jaxscale.training.hlo import transfers
+from jaxscale.training.planning.hlo import transfers
 from tests.compiled import compile_for_h200
 
 

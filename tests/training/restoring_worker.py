@@ -13,9 +13,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.sharding import make_mesh
-from jaxscale.training.checkpoint import Checkpointer, DamagedCheckpoint
+from jaxscale.training.checkpoint.store import Checkpointer, DamagedCheckpoint
 from tests.training import processes
-from tests.training.damage import damage
+from tests.training.checkpoint.damage import damage
 
 
 def main(coordinator: str, rank: str, root: str) -> None:

@@ -10,7 +10,7 @@ from jaxscale.models import encoder_preset
 from jaxscale.models.llama import llama_tiny
 from jaxscale.sharding import MeshConfig
 from jaxscale.training.config import TrainConfig
-from jaxscale.training.data import DataConfig
+from jaxscale.training.data.packed import DataConfig
 from jaxscale.training.losses import chunked_cross_entropy
 from jaxscale.training.optimizer import OptimizerConfig
 from jaxscale.training.run import from_dict, to_dict

@@ -31,7 +31,7 @@ from jaxscale.training import (
     make_train_step,
     masked_lm_loss,
 )
-from jaxscale.training.labeled import _LocalBatches
+from jaxscale.training.data.labeled import _LocalBatches
 from jaxscale.training.masked import hide_tokens
 from jaxscale.training.monitor import Writer
 

@@ -26,29 +26,29 @@ from jaxscale.sharding.parameters import logical_axes
 from jaxscale.supervision import EventLog, read_events
 from jaxscale.training import loop
 from jaxscale.training import run as run_directory
-from jaxscale.training.checkpoint import Checkpointer, named_leaves
-from jaxscale.training.checkpoint_steps import (
+from jaxscale.training.checkpoint.digest import ReplicasDiffer
+from jaxscale.training.checkpoint.steps import (
     CheckpointNotWritten,
     DamagedCheckpoint,
     complete_steps,
 )
+from jaxscale.training.checkpoint.store import Checkpointer, named_leaves
 from jaxscale.training.config import TrainConfig
-from jaxscale.training.corpus import TokenCorpus
-from jaxscale.training.data import (
+from jaxscale.training.data.corpus import TokenCorpus
+from jaxscale.training.data.packed import (
     DataConfig,
     PackedBatches,
     TextData,
     _LocalBatches,
 )
-from jaxscale.training.digest import ReplicasDiffer
 from jaxscale.training.divergence import Diverged
 from jaxscale.training.loop import fit, packed_batches
 from jaxscale.training.monitor import Writer
 from jaxscale.training.optimizer import OptimizerConfig
 from jaxscale.training.run import from_dict
 from jaxscale.training.step import next_token_loss
-from tests.training.damage import READS_GO_ON
-from tests.training.test_digest import broken_on
+from tests.training.checkpoint.damage import READS_GO_ON
+from tests.training.checkpoint.test_digest import broken_on
 
 
 MODEL = dataclasses.replace(

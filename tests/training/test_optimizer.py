@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxscale.sharding import fsdp_tp, make_mesh, shardings
 from jaxscale.sharding.parameters import partitioned
-from jaxscale.training.checkpoint import named_leaves
+from jaxscale.training.checkpoint.store import named_leaves
 from jaxscale.training.layerwise import scale_by_trust_ratio_of_layers
 from jaxscale.training.optimizer import (
     OptimizerConfig,

@@ -21,8 +21,8 @@ from jaxscale.sharding import (
     pipeline,
     shardings,
 )
-from jaxscale.training.hlo import transfers
 from jaxscale.training.pipelined import pipelined, pipelined_sums
+from jaxscale.training.planning.hlo import transfers
 from tests.training.layouts import (
     LOSS,
     ROWS,

@@ -20,8 +20,8 @@ from jaxscale.sharding import (
     shardings,
     tensor_parallel,
 )
-from jaxscale.training.hlo import transfers
 from jaxscale.training.pipelined import pipelined
+from jaxscale.training.planning.hlo import transfers
 from jaxscale.training.step import next_token_loss
 from pallas_kernels import tuning
 from pallas_kernels.collective_matmul import CollectiveConfig

@@ -5,12 +5,12 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol, runtime_checkable
 
-from jaxscale.inference.async_engine import AsyncEngine
 from jaxscale.inference.chat import ChatTemplate
-from jaxscale.inference.engine import Engine
-from jaxscale.inference.plan import Counts, Event
+from jaxscale.inference.engine.async_engine import AsyncEngine
+from jaxscale.inference.engine.engine import Engine
+from jaxscale.inference.engine.scheduler_config import SchedulerConfig
+from jaxscale.inference.engine.scheduler_output import Counts, Event
 from jaxscale.inference.request import Output, Request
-from jaxscale.inference.scheduler_config import SchedulerConfig
 from jaxscale.models.tokenizer import Tokenizer
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxscale.inference.encoder import Encoder, Text
+from jaxscale.inference.encoder.encoder import Encoder, Text
 from jaxscale.inference.request import InvalidRequest, Overloaded
 from jaxscale.inference.server.calls import Caller, prepared
 from jaxscale.inference.server.schema import Embedding, Score

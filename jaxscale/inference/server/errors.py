@@ -6,7 +6,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from jaxscale.inference.clients import EngineDead
+from jaxscale.inference.engine.output_processor import EngineDead
 from jaxscale.inference.request import Draining, InvalidRequest, Output, Overloaded
 
 

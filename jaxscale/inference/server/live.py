@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxscale.inference.plan import Continuation, Event, State
+from jaxscale.inference.engine.scheduler_output import Continuation, Event, State
 from jaxscale.inference.request import Overloaded
 from jaxscale.inference.server.backend import Load
 from jaxscale.inference.server.metrics import Metrics

@@ -10,10 +10,10 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxscale.inference.chat import ChatTemplate
-from jaxscale.inference.encoder import Encoder
+from jaxscale.inference.encoder.encoder import Encoder
+from jaxscale.inference.engine.memory import EngineConfig
 from jaxscale.inference.grammar import GrammarCompiler
 from jaxscale.inference.llm import make_engine
-from jaxscale.inference.memory import EngineConfig
 from jaxscale.inference.server.backend import EngineBackend, TextModel
 from jaxscale.inference.server.encoders import ServedEncoder
 from jaxscale.inference.server.service import Served

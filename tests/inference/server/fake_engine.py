@@ -8,8 +8,14 @@ import itertools
 import threading
 
 from jaxscale.inference.chat import ChatTemplate
-from jaxscale.inference.clients import EngineDead
-from jaxscale.inference.plan import Continuation, Counts, Event, State
+from jaxscale.inference.engine.output_processor import EngineDead
+from jaxscale.inference.engine.scheduler_config import SchedulerConfig
+from jaxscale.inference.engine.scheduler_output import (
+    Continuation,
+    Counts,
+    Event,
+    State,
+)
 from jaxscale.inference.request import (
     Draining,
     InvalidRequest,
@@ -17,7 +23,6 @@ from jaxscale.inference.request import (
     Overloaded,
     TokenLogprobs,
 )
-from jaxscale.inference.scheduler_config import SchedulerConfig
 from jaxscale.inference.server import Load, TextModel
 from jaxscale.inference.text import TextStream
 from jaxscale.models import Tokenizer

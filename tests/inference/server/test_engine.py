@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from jaxscale.inference.chat import ChatTemplate
-from jaxscale.inference.engine import Engine
+from jaxscale.inference.engine.engine import Engine
+from jaxscale.inference.engine.scheduler import Scheduler
 from jaxscale.inference.grammar import GrammarCompiler
-from jaxscale.inference.scheduler import Scheduler
 from jaxscale.inference.server import EngineBackend, TextModel
 from tests.inference.server.conftest import events
 from tests.inference.server.fake_engine import TOKENIZER

@@ -8,7 +8,12 @@ import subprocess
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxscale.inference.plan import Continuation, Counts, Event, State
+from jaxscale.inference.engine.scheduler_output import (
+    Continuation,
+    Counts,
+    Event,
+    State,
+)
 from jaxscale.inference.request import Overloaded, Request
 from jaxscale.inference.server import Load
 from jaxscale.inference.server.live import Recorder, _percentiles

@@ -1,0 +1,1 @@
+"""Embeddings and labels of texts by encoders, without computation on padding."""

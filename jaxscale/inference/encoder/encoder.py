@@ -1,0 +1,503 @@
+"""Texts to embeddings and answers of an encoder, packed so that nothing is padded.
+
+Legend: B rows, T tokens of a row, S sequences of a row, D model, C labels.
+"""
+
+import collections
+import contextlib
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxscale.checks import check_choice
+from jaxscale.inference.encoder.encode_plan import (
+    EncodePlan,
+    budgets,
+    capacities,
+    plan_rows,
+)
+from jaxscale.inference.encoder.encode_programs import Programs, Shape
+from jaxscale.inference.progress import progress_bar
+from jaxscale.models.encoder import EncoderModel
+from jaxscale.models.heads import Pooling, pool
+from jaxscale.models.hf.hub import local_directory
+from jaxscale.models.hf.load import load
+from jaxscale.models.hf.sentence_transformers import sentence_settings
+from jaxscale.models.tokenizer import EncodedText, Tokenizer
+from jaxscale.sharding.rules import REPLICATED, AxisRules
+
+
+_GPU_BUDGET = 16384
+_CPU_BUDGET = 512
+
+type Text = str | tuple[str, str]
+type Method = Literal["encode", "predict"]
+
+
+class Encoder:
+    """An encoder, its tokenizer and its pooling, for lists of texts of any lengths.
+
+    Texts are tokenized, sorted by length and packed into rows, of which at most 15% are
+    unused from 109 tokens on. Rows come in some thirty sizes, for each of which the
+    model is compiled once: at its first use, or before by `compile`. While the device
+    computes a row, the next one is on its way; results come back in the order of the
+    texts.
+
+    Example:
+        >>> import dataclasses
+        >>> from flax import nnx
+        >>> from jaxscale.models import EncoderModel, Tokenizer, encoder_preset
+        >>> tokenizer = Tokenizer.train(["to be or not to be"], vocab_size=256 + 1)
+        >>> config = dataclasses.replace(encoder_preset("bert_tiny"), vocab_size=300)
+        >>> encoder = Encoder(EncoderModel(config, rngs=nnx.Rngs(0)), tokenizer)
+        >>> encoder.encode(["to be", "or not"], token_budget=64).shape
+        (2, 32)
+    """
+
+    def __init__(
+        self,
+        model: EncoderModel,
+        tokenizer: Tokenizer,
+        *,
+        pooling: Pooling = "mean",
+        normalize: bool = False,
+        max_length: int | None = None,
+        mesh: Mesh | None = None,
+    ) -> None:
+        """Put the parts together; nothing is compiled yet.
+
+        Args:
+            model: The encoder, with a head if `predict` is to be called. With
+                ``scan_layers=False`` and without a mesh it takes longer to compile and
+                runs faster: `EncoderModel.unstacked`. Its parameters are taken as they
+                are now: make another `Encoder` after they have changed.
+            tokenizer: The tokenizer of the model.
+            pooling: The vector of a text, from those of its tokens.
+            normalize: True: `encode` scales each embedding to length 1.
+            max_length: Most tokens of a text; None is what the model allows.
+            mesh: The devices that the model is on; None is one. Rows are split over
+                the mesh axes of its rule for ``batch``.
+
+        Raises:
+            ValueError: the tokenizer has more tokens than the model, `pooling` is
+                unknown, or `max_length` exceeds what the model allows.
+        """
+        check_choice("pooling", pooling, Pooling)
+        config = model.config
+        if tokenizer.vocab_size > config.vocab_size:
+            raise ValueError(
+                f"tokenizer has {tokenizer.vocab_size} tokens, but vocab_size of the "
+                f"model is {config.vocab_size}; they do not belong together"
+            )
+        if max_length is not None and not 0 < max_length <= config.max_seq_len:
+            raise ValueError(
+                f"max_length {max_length} must be positive and at most "
+                f"{config.max_seq_len}, the longest sequence of the model"
+            )
+        # The fast program of one device reads no stack of layers.
+        single = mesh is None and not model.scan_layers
+        self.model = model.unstacked() if single else model
+        self.tokenizer = tokenizer
+        self.pooling: Pooling = pooling
+        self.normalize = normalize
+        self.max_length = max_length or config.max_seq_len
+        self.mesh = mesh
+        embed = functools.partial(_embed, pooling=pooling, normalize=normalize)
+        answers = model.head is not None and model.head.config.pools
+        self._vectors = {"encode", "predict"} if answers else {"encode"}
+        self._programs = Programs(
+            self.model,
+            {"encode": embed, "predict": _answer},
+            vectors=self._vectors,
+            rows=self._num_rows,
+            types=config.token_types > 1,
+            mesh=mesh,
+            place=self._place,
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        pooling: Pooling | None = None,
+        normalize: bool | None = None,
+        max_length: int | None = None,
+        mesh: Mesh | None = None,
+        rules: AxisRules = REPLICATED,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike | None = None,
+        **options: Any,
+    ) -> "Encoder":
+        """The encoder of a Hugging Face or sentence-transformers directory.
+
+        A ``modules.json`` says how sentences are embedded: its pooling, whether
+        embeddings are normalized, and the longest text. Without one, the mean over the
+        tokens is taken as it is.
+
+        Args:
+            path: The directory, with ``config.json``, safetensors and
+                ``tokenizer.json``; or the name of a model on the Hugging Face hub.
+            pooling: Setting to use instead of the directory's.
+            normalize: Setting to use instead of the directory's.
+            max_length: Setting to use instead of the directory's.
+            mesh: The devices; None is the first one alone.
+            rules: Mesh axes that split parameters and rows.
+            dtype: Type of the computation; None is that of the parameters.
+            param_dtype: Type of the parameters; None keeps that of the file.
+            **options: Further arguments of `jaxscale.models.load`.
+
+        Raises:
+            FileNotFoundError: a file is missing.
+            ValueError: as `load`, the model is a decoder, or ``modules.json`` asks for
+                what we lack.
+        """
+        path = local_directory(path)
+        settings = sentence_settings(path)
+        source = settings.pop("path")
+        tokenizer = Tokenizer.from_file(source)
+        lower_case = settings.pop("lower_case", False)
+        if lower_case and tokenizer.encode("A") != tokenizer.encode("a"):
+            raise ValueError(
+                f"path {str(path)!r} sets do_lower_case, which is not supported: its "
+                "tokenizer tells upper case from lower; set it to false and give texts "
+                "in lower case"
+            )
+        model = load(
+            source,
+            mesh=mesh,
+            rules=rules,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            **options,
+        )
+        if not isinstance(model, EncoderModel):
+            raise ValueError(
+                f"path {str(path)!r} holds a decoder, which embeds no sentences; give "
+                "the directory of an encoder"
+            )
+        limit = settings.get("max_length")
+        if limit is not None:
+            # Where there is no limit, the files say a number of thirty digits.
+            settings["max_length"] = min(limit, model.config.max_seq_len)
+        given = {"pooling": pooling, "normalize": normalize, "max_length": max_length}
+        settings |= {name: v for name, v in given.items() if v is not None}
+        return cls(model, tokenizer, mesh=mesh, **settings)
+
+    def encode(
+        self,
+        texts: Sequence[Text],
+        *,
+        token_budget: int | None = None,
+        truncate: bool = False,
+        progress: bool | None = None,
+    ) -> Float[np.ndarray, "texts D"]:
+        """One vector for each text, in fp32.
+
+        Args:
+            texts: Texts, or pairs of texts.
+            token_budget: Most tokens of a row on each device. More keep a large GPU
+                busy; the results do not depend on it. None is 16,384, or on a CPU 512,
+                doubled until the longest text fits.
+            truncate: Cut texts of more than `max_length` tokens; otherwise they are an
+                error.
+            progress: Show a bar; None shows one in a terminal or notebook.
+
+        Returns:
+            The embeddings in the order of `texts`.
+
+        Raises:
+            TypeError: `texts` is one string or no list, or holds what is no text.
+            ValueError: a text is empty or too long, or the budget is too small for it
+                or no positive integer.
+        """
+        found = self._run("encode", texts, token_budget, truncate, progress)
+        width = self.model.config.d_model
+        rows = np.empty((len(texts), width), np.float32)
+        for index, row in found:
+            rows[index] = row
+        return rows
+
+    def predict(
+        self,
+        texts: Sequence[Text],
+        *,
+        token_budget: int | None = None,
+        truncate: bool = False,
+        progress: bool | None = None,
+    ) -> Float[np.ndarray, "texts C"] | list[Float[np.ndarray, "_ C"]]:
+        """The logits of the model's head for each text, in fp32.
+
+        Arguments and errors as for `encode`. Logits of a ``masked_lm`` head take 4 V
+        bytes for each token of the budget: give it a small one.
+
+        Returns:
+            [texts, C] from a head of sequences. From a head of tokens a list: for each
+            text [tokens, C], the tokens being those of ``tokenizer.encode_inputs``.
+
+        Raises:
+            ValueError: also where the model has no head.
+        """
+        head = self.model.head
+        if head is None or head.config.kind == "pooler":
+            raise ValueError(
+                "the model has no head that answers; load it from a directory with "
+                "one, or call encode for embeddings"
+            )
+        found = self._run("predict", texts, token_budget, truncate, progress)
+        if not head.config.pools:
+            answers: list[Any] = [None] * len(texts)
+            for index, rows in found:
+                answers[index] = rows
+            return answers
+        logits = np.empty((len(texts), head.config.num_labels), np.float32)
+        for index, row in found:
+            logits[index] = row
+        return logits
+
+    def plan(
+        self,
+        texts: Sequence[Text],
+        *,
+        token_budget: int | None = None,
+        truncate: bool = False,
+    ) -> EncodePlan:
+        """Return the packing that `encode` would use.
+
+        Args:
+            texts: Texts, or pairs of texts.
+            token_budget: Most tokens of a row on each device.
+            truncate: Cut texts of more than `max_length` tokens; otherwise they are an
+                error.
+
+        Raises:
+            ValueError: as `encode`.
+        """
+        return self._plan(self._tokenize(texts, truncate), token_budget)
+
+    def compile(
+        self,
+        method: Method = "encode",
+        *,
+        token_budget: int | None = None,
+        wait: bool = True,
+    ) -> None:
+        """Compile what `encode` or `predict` runs, so that no call waits for it.
+
+        That is one to three programs for each size of rows, enough for texts of at
+        least 8 tokens on average. Without it, or while it goes on in the background, a
+        call waits for those alone that it needs.
+
+        Args:
+            method: ``"encode"`` or ``"predict"``.
+            token_budget: Of the calls that will come: with another, the sizes differ.
+                None is theirs, for texts of at most 512 tokens on a CPU.
+            wait: False: return at once, and compile in the background.
+
+        Raises:
+            ValueError: `method` is neither, or the budget is no positive integer.
+        """
+        check_choice("method", method, Method)
+        if token_budget is None:
+            token_budget = self._budget([])
+        plan_rows([], token_budget)  # complains of the budget
+        futures = self._programs.begin(
+            Shape(method, size, room)
+            for size in reversed(budgets(token_budget))
+            for room in capacities(size)[:-1] or (size,)
+        )
+        for future in futures if wait else ():
+            future.result()
+
+    # --------------------------------------------------------------------------------
+
+    def _tokenize(self, texts: Sequence[Text], truncate: bool) -> list[EncodedText]:
+        _check_texts(texts)
+        limit = self.max_length
+        encoded = self.tokenizer.encode_inputs(texts)
+        long = [i for i, text in enumerate(encoded) if len(text.ids) > limit]
+        if long and not truncate:
+            raise ValueError(
+                f"texts[{long[0]}] has {len(encoded[long[0]].ids)} tokens, more than "
+                f"max_length {limit} (and so have {len(long) - 1} others); shorten "
+                "them, or cut them with truncate=True"
+            )
+        if long:
+            cut = self.tokenizer.encode_inputs(
+                [texts[i] for i in long], max_length=limit
+            )
+            for i, text in zip(long, cut, strict=True):
+                encoded[i] = text
+        for i, text in enumerate(encoded):
+            # Characters without a token, as a zero-width space, leave the template.
+            if all(text.control):
+                raise ValueError(f"texts[{i}] {texts[i]!r} has no tokens; leave it out")
+        return encoded
+
+    def _plan(
+        self, encoded: Sequence[EncodedText], token_budget: int | None
+    ) -> EncodePlan:
+        lengths = [len(text.ids) for text in encoded]
+        if token_budget is None:
+            token_budget = self._budget(lengths)
+        return plan_rows(lengths, token_budget, parts=self._num_rows)
+
+    def _budget(self, lengths: Sequence[int]) -> int:
+        """The budget that suits the device, and the longest text."""
+        device = jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
+        if device.platform != "cpu":
+            return _GPU_BUDGET
+        # Attention of a CPU scores all pairs of a row, also those of two texts.
+        budget = _CPU_BUDGET
+        while budget < max(lengths, default=0):
+            budget *= 2
+        return budget
+
+    def _run(
+        self,
+        method: Method,
+        texts: Sequence[Text],
+        token_budget: int | None,
+        truncate: bool,
+        progress: bool | None,
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        """Index and result of each text, row after row; mistakes are raised at once."""
+        encoded = self._tokenize(texts, truncate)
+        plan = self._plan(encoded, token_budget)
+        return self._results(method, encoded, plan, progress)
+
+    def _results(
+        self,
+        method: Method,
+        encoded: Sequence[EncodedText],
+        plan: EncodePlan,
+        progress: bool | None,
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        pooled = method in self._vectors
+        waiting: collections.deque[tuple[list[tuple[int, ...]], Array]]
+        waiting = collections.deque()
+
+        def finish() -> Iterator[tuple[int, np.ndarray]]:
+            rows, result = waiting.popleft()
+            values = np.asarray(result, np.float32)
+            for row, value in zip(rows, values, strict=False):
+                place = 0
+                for slot, index in enumerate(row):
+                    end = place + plan.lengths[index]
+                    yield index, value[slot] if pooled else value[place:end]
+                    place = end
+
+        steps = list(self._steps(plan))
+        self._programs.begin(Shape(method, *shape) for _, *shape in steps)
+        with progress_bar("encode", progress, len(encoded)) as advance, self._on_mesh():
+            for rows, *shape in steps:
+                batch = self._batch([[encoded[i] for i in row] for row in rows], *shape)
+                waiting.append((rows, self._programs(Shape(method, *shape), batch)))
+                if len(waiting) > 1:
+                    yield from finish()
+                advance(sum(map(len, rows)))
+            while waiting:
+                yield from finish()
+
+    def _steps(
+        self, plan: EncodePlan
+    ) -> Iterator[tuple[list[tuple[int, ...]], int, int]]:
+        """The rows that are computed at a time, their size and room for texts."""
+        for start in range(0, len(plan.rows), self._num_rows):
+            group = list(plan.rows[start : start + self._num_rows])
+            yield group, plan.budgets[start], plan.capacities[start]
+
+    def _batch(
+        self, rows: Sequence[Sequence[EncodedText]], size: int, room: int
+    ) -> np.ndarray | Array:
+        """The batch of `Programs`; rows that are missing are empty."""
+        batch = self._programs.batch(size, room)
+        for i, row in enumerate(rows):
+            batch.fill(i, row)
+        # Without a mesh the program takes it from the host, which is the fastest way.
+        place = self._place
+        return batch.whole if place is None else jax.device_put(batch.whole, place)
+
+    @property
+    def _place(self) -> NamedSharding | None:
+        """Where the rows go."""
+        if self.mesh is None:
+            return None
+        return NamedSharding(self.mesh, self.model.rules.spec("batch", None))
+
+    @property
+    def _num_rows(self) -> int:
+        """Rows that are computed at a time: one for each part of the batch."""
+        if self.mesh is None:
+            return 1
+        axes = self.model.rules.mesh_axes(["batch"])
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+    def _on_mesh(self) -> contextlib.AbstractContextManager[Any]:
+        if self.mesh is None:
+            return contextlib.nullcontext()
+        return jax.set_mesh(self.mesh)
+
+
+def _hidden(model: EncoderModel, tokens: Array, types: Any, bounds: Array) -> Array:
+    return model.hidden(tokens, cu_seqlens=bounds, token_types=types)
+
+
+def _embed(
+    model: EncoderModel,
+    tokens: Int[Array, "B T"],
+    types: Int[Array, "B T"] | None,
+    bounds: Int[Array, "B seqs_plus_1"],
+    *,
+    pooling: Pooling,
+    normalize: bool,
+) -> Float[Array, "B S D"]:
+    hidden = _hidden(model, tokens, types, bounds)
+    vectors = pool(hidden, bounds, pooling, model.rules).astype(jnp.float32)
+    if not normalize:
+        return vectors
+    norms = jnp.linalg.norm(vectors, axis=-1, keepdims=True)
+    return vectors / jnp.maximum(norms, 1e-12)
+
+
+def _answer(
+    model: EncoderModel,
+    tokens: Int[Array, "B T"],
+    types: Int[Array, "B T"] | None,
+    bounds: Int[Array, "B seqs_plus_1"],
+) -> Float[Array, "B _ C"]:
+    return model.answer(_hidden(model, tokens, types, bounds), bounds)
+
+
+def _check_texts(texts: Sequence[Text]) -> None:
+    if isinstance(texts, str):
+        raise TypeError(
+            "texts must be a list of strings, got one string; pass [text] for one text"
+        )
+    # Answers come in the order of the texts, so they must have one and lie still.
+    ordered = hasattr(texts, "__getitem__") and not isinstance(texts, Mapping)
+    if not ordered:
+        raise TypeError(
+            f"texts must be a list of strings, got {type(texts).__name__}; pass "
+            "list(texts)"
+        )
+    for i, text in enumerate(texts):
+        parts = text if isinstance(text, tuple) else (text,)
+        if not all(isinstance(part, str) for part in parts) or (
+            isinstance(text, tuple) and len(text) != 2
+        ):
+            raise TypeError(
+                f"texts[{i}] must be a string or a pair of strings (a tuple), got "
+                f"{text!r}"
+            )
+        if not all(part.strip() for part in parts):
+            raise ValueError(f"texts[{i}] {text!r} is empty; leave it out")

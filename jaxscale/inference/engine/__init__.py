@@ -1,0 +1,1 @@
+"""The continuous-batching engine: scheduler, pages of keys and values, device programs."""

@@ -1,0 +1,120 @@
+"""The engine for asyncio, which servers run on."""
+
+import asyncio
+import collections
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+from jaxscale.inference.engine.engine import Engine
+from jaxscale.inference.engine.output_processor import EngineDead
+from jaxscale.inference.request import Output, Request, joined
+
+
+type _News = list[Output] | EngineDead
+
+_KEPT = 32  # outputs of a request that wait, before they are joined
+
+
+class _Mailbox:
+    """What a request has brought since its reader looked; used on the event loop.
+
+    It never holds more than a few outputs: for a reader that is slow they are joined,
+    one for each continuation.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._most = _KEPT + request.params.n
+        self._outputs: list[Output] = []
+        self._dead: EngineDead | None = None
+        self._news = asyncio.Event()
+
+    def put(self, news: _News) -> None:
+        """Add news."""
+        if isinstance(news, EngineDead):
+            self._dead = news
+        else:
+            self._outputs += news
+        if len(self._outputs) > self._most:
+            self._outputs = joined(self._outputs)
+        self._news.set()
+
+    async def get(self) -> list[Output]:
+        """Wait for news, and take them.
+
+        Raises:
+            EngineDead: there will be none.
+        """
+        await self._news.wait()
+        self._news.clear()
+        if self._dead is not None:
+            raise self._dead
+        outputs, self._outputs = self._outputs, []
+        return joined(outputs)
+
+
+class AsyncEngine:
+    """An `Engine` for asyncio: outputs of a tick reach the event loop together.
+
+    Example:
+        >>> import asyncio
+        >>> async def count(engine, request):
+        ...     outputs = [output async for output in engine.generate(request)]
+        ...     return sum(len(output.tokens) for output in outputs)
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        """Wrap an engine that was started.
+
+        Args:
+            engine: It may serve others, too.
+        """
+        self.engine = engine
+        self._ready: list[tuple[asyncio.AbstractEventLoop, _Mailbox, _News]] = []
+        engine.after_tick.append(self._post)
+
+    async def generate(self, request: Request) -> AsyncIterator[Output]:
+        """What the request brings, until it has ended.
+
+        Who reads slowly gets longer outputs: those that wait are joined.
+        Closing the iterator, or canceling the task that reads it, aborts the request.
+
+        Raises:
+            InvalidRequest, Overloaded, Draining, EngineDead: as `Engine.submit`.
+        """
+        loop = asyncio.get_running_loop()
+        news = _Mailbox(request)
+        ready = self._ready
+        remaining = request.params.n
+
+        def sink(outputs: _News) -> None:
+            ready.append((loop, news, outputs))
+
+        guide, compiler, matcher = request.params.guided, self.engine.compiler, None
+        if guide is not None and compiler is not None:
+            matcher = await asyncio.wrap_future(compiler.submit(guide))
+        try:
+            await asyncio.wrap_future(self.engine.admit(request, sink, matcher))
+            while remaining:
+                for output in await news.get():
+                    remaining -= output.finish is not None
+                    yield output
+        finally:
+            if remaining:  # a dead engine forgets what it is told
+                self.engine.abort(request.id, sink)
+
+    def _post(self) -> None:
+        """Hand what is ready to each event loop, on the engine's thread."""
+        by_loop: dict[Any, list[tuple[_Mailbox, _News]]]
+        by_loop = collections.defaultdict(list)
+        for loop, news, outputs in self._ready:
+            by_loop[loop].append((news, outputs))
+        self._ready.clear()
+        for loop, items in by_loop.items():
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(_put, items)
+
+
+def _put(items: list[tuple[_Mailbox, _News]]) -> None:
+    for news, outputs in items:
+        news.put(outputs)

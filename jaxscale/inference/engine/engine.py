@@ -1,0 +1,509 @@
+"""The loop of the serving engine: one thread that owns the scheduler and the device.
+
+In a tick it takes in what clients want, asks the scheduler for a plan, sends it to the
+device, and reads what the plan before has drawn: the device always has the next plan
+when one is done, and text is made while it computes.
+"""
+
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+from jaxscale.inference.engine.batch_rows import NUM_STOPS
+from jaxscale.inference.engine.output_processor import Client, EngineDead, Sink
+from jaxscale.inference.engine.runner import Runner, SampleInputs
+from jaxscale.inference.engine.scheduler import Scheduler
+from jaxscale.inference.engine.scheduler_output import (
+    Continuation,
+    Drawn,
+    Event,
+    Plan,
+    State,
+)
+from jaxscale.inference.grammar import GrammarCompiler, Matcher, fill_masks
+from jaxscale.inference.request import InvalidRequest, Request
+from jaxscale.inference.text import TextDecoder
+
+
+@dataclasses.dataclass(slots=True)
+class _Flight:
+    """A plan whose results are on their way."""
+
+    plan: Plan
+    prefill: jax.Array | None
+    scores: jax.Array | None
+    decode: jax.Array | None
+
+
+class Engine:
+    """Runs requests; its methods may be called from any thread.
+
+    Example:
+        >>> from flax import nnx
+        >>> from jaxscale.inference.engine.scheduler_config import SchedulerConfig
+        >>> from jaxscale.models.llama import llama_tiny
+        >>> from jaxscale.models import Decoder
+        >>> from jaxscale.inference import SamplingParams
+        >>> config = SchedulerConfig(
+        ...     num_pages=8, vocab_size=256, max_len=64, page_size=16, num_slots=2,
+        ...     prefill_tokens=16, split=16, prefill_requests=2, steps=1,
+        ... )
+        >>> runner = Runner(Decoder(llama_tiny(), rngs=nnx.Rngs(0)), config)
+        >>> runner.compile()
+        >>> with Engine(runner, Scheduler(config)) as engine:
+        ...     outputs = queue.SimpleQueue()
+        ...     params = SamplingParams(max_tokens=1)
+        ...     engine.submit(Request(prompt=[1, 2], params=params), outputs.put)
+        ...     [output] = outputs.get()
+        >>> output.finish, len(output.tokens)
+        ('length', 1)
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        *,
+        tokenizer: TextDecoder | None = None,
+        compiler: GrammarCompiler | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Put the parts together; `start` begins.
+
+        Args:
+            runner: Compiled, with the config of the scheduler.
+            scheduler: Without requests.
+            tokenizer: Makes text; without one outputs have tokens alone, and requests
+                with stop strings are refused.
+            compiler: For requests that are guided; without one they are refused.
+            clock: Seconds, for deadlines and events.
+        """
+        self.runner, self.scheduler = runner, scheduler
+        self.tokenizer, self.compiler = tokenizer, compiler
+        self.clock = clock
+        self.error: BaseException | None = None
+        """Why the engine is dead."""
+        self.observers: list[Callable[[Event], None]] = []
+        """Called with every event of the scheduler, on the engine's thread."""
+        self.after_tick: list[Callable[[], None]] = []
+        """Called after the outputs of a tick were given out, on the engine's thread."""
+        self.at_end: list[Callable[[BaseException | None], None]] = []
+        """Called once when the engine has stopped, with what made it fail."""
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._flying: collections.deque[_Flight] = collections.deque()
+        self._clients: dict[str, Client] = {}
+        self._changed: dict[str, Client] = {}
+        self._counted: dict[Continuation, int] = {}
+        self._uncounted = list(range(runner.config.num_slots))
+        self._closing = False
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(
+            target=self._run, name="jaxscale-engine", daemon=True
+        )
+
+    # For clients.
+
+    def start(self) -> "Engine":
+        """Begin to serve."""
+        self._thread.start()
+        return self
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Let a request in.
+
+        Args:
+            request: Its `arrival` is set to the present time.
+            sink: What is told of it.
+
+        Raises:
+            InvalidRequest: it cannot be served.
+            Overloaded: too many wait.
+            Draining: the engine is shutting down.
+            EngineDead: it has failed.
+        """
+        self.admit(request, sink).result()
+
+    def admit(
+        self, request: Request, sink: Sink, matcher: Matcher | None = None
+    ) -> concurrent.futures.Future[None]:
+        """As `submit`, without waiting for whether the request is let in.
+
+        Args:
+            request: As for `submit`.
+            sink: As for `submit`.
+            matcher: What the compiler has made of the guide; None lets it do so here.
+
+        Raises:
+            InvalidRequest: the request is guided, and there is no compiler or it
+                refuses the guide.
+        """
+        guide = request.params.guided
+        if guide is not None and matcher is None:
+            if self.compiler is None:
+                raise InvalidRequest(
+                    f"guided {guide.kind!r} is not supported by this engine; give it a "
+                    "GrammarCompiler"
+                )
+            matcher = self.compiler.compile(guide)
+        admitted: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+        def command() -> None:
+            if not admitted.set_running_or_notify_cancel():
+                return
+            try:
+                self._admit(request, sink, matcher)
+            except Exception as error:
+                admitted.set_exception(error)
+            else:
+                admitted.set_result(None)
+
+        self._send(command, admitted)
+        return admitted
+
+    def abort(self, request_id: str, sink: Sink | None = None) -> None:
+        """End a request, whatever state it is in; one that has ended is forgotten.
+
+        Args:
+            request_id: Which.
+            sink: Only if this one is told of it; otherwise the id is another's.
+        """
+
+        def command() -> None:
+            client = self._clients.get(request_id)
+            if client is not None and sink in (None, client.sink):
+                self.scheduler.abort(request_id, now=self.clock())
+
+        with contextlib.suppress(EngineDead):
+            self._send(command)
+
+    def drain(self) -> None:
+        """Refuse what comes from now on; what is here goes on."""
+        with contextlib.suppress(EngineDead):
+            self._send(self.scheduler.drain)
+
+    def close(self, timeout: float | None = None) -> None:
+        """Finish what is here, until `timeout` seconds are over; end the rest."""
+        self.drain()
+
+        def command() -> None:
+            self._closing = True
+
+        def give_up() -> None:
+            for request_id in list(self._clients):
+                self.scheduler.abort(request_id, now=self.clock())
+
+        with contextlib.suppress(EngineDead):
+            self._send(command)
+        if self._thread.ident is None:
+            self._die(None)
+            return
+        if self.error is not None:
+            # Its thread may wait for devices that never answer.
+            self._thread.join(1.0)
+            return
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            with contextlib.suppress(EngineDead):
+                self._send(give_up)
+            while self._thread.is_alive() and self.error is None:
+                self._thread.join(1.0)
+
+    def fail(self, error: BaseException) -> None:
+        """Stop at once, whatever the engine's own thread may be waiting for."""
+        self._die(error)
+        self._commands.put(lambda: None)  # wakes the thread
+
+    def __enter__(self) -> "Engine":
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(timeout=0 if kind is not None else None)
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return self.scheduler.idle and not self._flying
+
+    # The thread.
+
+    def _send(
+        self,
+        command: Callable[[], None],
+        waiting: concurrent.futures.Future[None] | None = None,
+    ) -> None:
+        with self._lock:
+            if self.error is None:
+                self._commands.put(command)
+                return
+        dead = self._dead()
+        if waiting is None:
+            raise dead
+        waiting.set_exception(dead)
+
+    def _dead(self) -> EngineDead:
+        dead = EngineDead(f"the engine has stopped: {self.error!r}")
+        dead.__cause__ = self.error
+        return dead
+
+    def _run(self) -> None:
+        try:
+            while self.error is None and not (self._closing and self.idle):
+                self.step(wait=self.idle)
+        except BaseException as error:
+            self._die(error)
+        else:
+            self._die(None)
+
+    def _die(self, error: BaseException | None) -> None:
+        """End all; what came first is the reason. None: the engine was closed."""
+        with self._lock:
+            if self.error is not None:
+                return
+            self.error = error or RuntimeError("it was closed")
+        clients, self._clients = self._clients, {}
+        for client in clients.values():
+            with contextlib.suppress(Exception):
+                client.sink(self._dead())
+        with contextlib.suppress(queue.Empty):
+            while True:
+                # Those that wait for an answer are told that the engine is dead.
+                self._commands.get_nowait()()
+        for call in self.after_tick:
+            with contextlib.suppress(Exception):
+                call()
+        for end in self.at_end:
+            with contextlib.suppress(Exception):
+                end(error)
+
+    def _obey(self, *, wait: bool) -> None:
+        """Carry out commands, at least one where there is nothing else to do."""
+        with contextlib.suppress(queue.Empty):
+            if wait and not self._closing:
+                self._commands.get()()
+            while True:
+                self._commands.get_nowait()()
+
+    def step(self, *, wait: bool = False) -> None:
+        """One tick, for whoever runs the loop instead of `start`.
+
+        Args:
+            wait: Wait for a command first.
+        """
+        self._obey(wait=wait)
+        plan = self.scheduler.plan(now=self.clock())
+        self._take_events()
+        if plan is not None:
+            self._flying.append(self._dispatch(plan))
+        while len(self._flying) > (plan is not None):
+            self._read()
+        if plan is None and not self.scheduler.idle and not self._flying:
+            time.sleep(0.001)  # until a deadline, or pages
+        self._give_out()
+
+    def _admit(self, request: Request, sink: Sink, matcher: Matcher | None) -> None:
+        if self.error is not None:
+            raise self._dead()
+        params = request.params
+        if params.stop and self.tokenizer is None:
+            raise InvalidRequest(
+                f"stop {params.stop} needs the text, but the engine has no tokenizer; "
+                "give it one, or use stop_token_ids"
+            )
+        if request.id in self._clients:
+            # One that was aborted may not have been told yet.
+            self._take_events()
+            self._give_out()
+        now = self.clock()
+        request = dataclasses.replace(request, arrival=now)
+        client = Client(request, sink, self.tokenizer, matcher)
+        self.scheduler.add(request, now=now)
+        self._clients[request.id] = client
+
+    # To the device.
+
+    def _dispatch(self, plan: Plan) -> _Flight:
+        runner = self.runner
+        runner.move(plan.moves)
+        runner.update(plan.source, plan.changes)
+        for row, c in plan.placed:
+            self._count(c)
+            runner.remember(row, c.tokens)
+        prefill = scores = decode = None
+        if plan.prefill:
+            prefill, scores = runner.prefill(plan.prefill, self._targets(plan))
+        if plan.decode is not None and plan.decode.full:
+            logits = runner.forward(bucket=plan.decode.bucket)
+            rows = list(plan.decode.rows)
+            for row in plan.decode.replayed:
+                rows[row] = None
+            decode = runner.sample(logits, self._inputs(rows))
+        elif plan.decode is not None:
+            decode = runner.decode(
+                bucket=plan.decode.bucket,
+                steps=plan.decode.steps,
+                drafts=plan.decode.drafts,
+            )
+        return _Flight(plan, prefill, scores, decode)
+
+    def _count(self, c: Continuation) -> None:
+        """Let the device count the tokens of a continuation that is penalized."""
+        params = c.request.params
+        if (
+            params.repetition_penalty == 1
+            and not params.presence_penalty
+            and not params.frequency_penalty
+        ):
+            return
+        if c not in self._counted:
+            self._counted[c] = self._uncounted.pop()
+        prompt = len(c.request.prompt)
+        self.runner.count(self._counted[c], c.tokens, prompt)
+
+    def _targets(self, plan: Plan) -> list[list[int]] | None:
+        """Of each chunk the tokens that follow its own, where someone wants scores."""
+        targets = []
+        for chunk in plan.prefill:
+            prompt, count = chunk.continuation.request.prompt, len(chunk.tokens)
+            wanted = self._scored(chunk.continuation) is not None
+            following = prompt[chunk.start + 1 : chunk.end + 1] if wanted else ()
+            targets.append([*following, *[-1] * (count - len(following))])
+        scored = any(self._scored(chunk.continuation) for chunk in plan.prefill)
+        return targets if scored else None
+
+    def _client(self, c: Continuation) -> Client | None:
+        """Who waits for a continuation, and not for another request of the same id."""
+        client = self._clients.get(c.request.id)
+        return client if client is not None and client.request is c.request else None
+
+    def _scored(self, c: Continuation) -> Client | None:
+        """The client of a continuation whose prompt is yet to be scored."""
+        client = self._client(c)
+        return client if client is not None and client.wants_scores(c) else None
+
+    def _inputs(self, rows: Sequence[Continuation | None]) -> SampleInputs:
+        """What the sampler has to know of each row."""
+        if any(c and (c.request.params.guided or _stops_late(c)) for c in rows):
+            # What a row may draw depends on the tokens that are on their way. The
+            # device is busy with the logits meanwhile.
+            while self._flying:
+                self._read()
+        live = [(i, c) for i, c in enumerate(rows) if c and c.state is State.DECODE]
+        return SampleInputs(
+            counted=[None if c is None else self._counted.get(c) for c in rows],
+            want_top=any(c.request.params.logprobs for _, c in live),
+            masks=self._masks(live, len(rows)),
+            biases={
+                i: c.request.params.logit_bias
+                for i, c in live
+                if c.request.params.logit_bias
+            },
+        )
+
+    def _masks(
+        self, live: Sequence[tuple[int, Continuation]], num_rows: int
+    ) -> np.ndarray | None:
+        """The tokens that rows may draw; None where the device knows it all."""
+        guided, early = [], []
+        for i, c in live:
+            client = self._client(c)
+            matcher = None if client is None else client.matchers[c.index]
+            if matcher is not None:
+                guided.append((matcher, i))
+            if _stops_late(c):
+                early.append((i, c))
+        if not guided and not early:
+            return None
+        words = -(-self.runner.model_config.vocab_size // 32)
+        masks = np.full((num_rows, words), -1, np.int32)
+        fill_masks(guided, masks)
+        for i, c in early:
+            stops = np.zeros(words * 32, np.uint8)
+            stops[list(c.stops)] = 1
+            masks[i] &= ~np.packbits(stops, bitorder="little").view("<i4")
+        return masks
+
+    # From the device.
+
+    def _read(self) -> None:
+        """Wait for the oldest flight, and take in what it brings."""
+        flight = self._flying.popleft()
+        prefill, decode = _drawn(flight.prefill), _drawn(flight.decode)
+        if flight.scores is not None:
+            self._take_scores(flight.plan, np.asarray(flight.scores))
+        top = None if flight.decode is None else np.asarray(flight.decode)[:, :, 0, 3:]
+        for progress in self.scheduler.update(
+            flight.plan, prefill=prefill, decode=decode, now=self.clock()
+        ):
+            c = progress.continuation
+            client = self._client(c)
+            if client is not None:
+                verdict = client.take(progress, top)
+                self._changed[client.request.id] = client
+                if verdict is not None:
+                    self.scheduler.finish(c, verdict, now=self.clock())
+        self._take_events()
+
+    def _take_scores(self, plan: Plan, scores: np.ndarray) -> None:
+        """Log-probabilities of prompts."""
+        at = 0
+        for chunk in plan.prefill:
+            rows = scores[at : (at := at + len(chunk.tokens))]
+            client = self._scored(chunk.continuation)
+            if client is not None:
+                client.take_scores(chunk, rows)
+                self._changed[client.request.id] = client
+
+    def _take_events(self) -> None:
+        for event in self.scheduler.take_events():
+            c = event.continuation
+            client = self._client(c)
+            if event.kind == "admitted" and client is not None and c.index == 0:
+                client.cached_tokens = event.cached_tokens
+            if event.kind in ("preempted", "ended") and c in self._counted:
+                self._uncounted.append(self._counted.pop(c))
+            if event.kind == "ended" and client is not None:
+                client.end(c, event.finish)
+                self._changed[client.request.id] = client
+            for observe in self.observers:
+                observe(event)
+
+    def _give_out(self) -> None:
+        """Tell the clients what is new in this tick."""
+        changed, self._changed = self._changed, {}
+        for client in changed.values():
+            outputs = client.outputs()
+            if not client.remaining:
+                self._clients.pop(client.request.id, None)
+            try:
+                client.sink(outputs)
+            except Exception:  # a client that is gone is no reason to stop
+                self.scheduler.abort(client.request.id, now=self.clock())
+        if changed:
+            for call in self.after_tick:
+                call()
+
+
+def _stops_late(c: Continuation) -> bool:
+    """Whether the host keeps a row from stopping; the device knows `NUM_STOPS`."""
+    return len(c.stops) > NUM_STOPS and c.num_drawn < c.request.params.min_tokens
+
+
+def _drawn(out: jax.Array | None) -> Drawn | None:
+    """What came back, as the scheduler takes it: [n, B, R]."""
+    if out is None:
+        return None
+    values = np.asarray(out)
+    logprobs = np.ascontiguousarray(values[..., 2]).view(np.float32)
+    return Drawn(
+        tokens=values[..., 0].tolist(),
+        flags=values[..., 1].tolist(),
+        logprobs=logprobs.tolist(),
+    )

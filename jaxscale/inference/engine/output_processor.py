@@ -1,0 +1,186 @@
+"""What the engine keeps of each request for whoever waits for it: text, guide, news."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from jaxscale.inference.engine.sampling import NUM_TOP
+from jaxscale.inference.engine.scheduler_output import Chunk, Continuation, Progress
+from jaxscale.inference.grammar import Matcher
+from jaxscale.inference.request import (
+    FinishReason,
+    Output,
+    Request,
+    TokenLogprobs,
+)
+from jaxscale.inference.text import TextDecoder, TextStream
+
+
+class EngineDead(RuntimeError):
+    """The engine has failed and serves nobody any more; HTTP 503."""
+
+
+type Sink = Callable[[list[Output] | EngineDead], None]
+"""Called on the engine's thread with what is new, and once if the engine dies."""
+
+_ERRORS: dict[FinishReason, str] = {
+    "error": "the model's logits were not finite, or its guide allowed no token",
+    "timeout": "the deadline of the request has passed",
+}
+
+
+@dataclasses.dataclass(slots=True)
+class _News:
+    """What a continuation has gained in a tick."""
+
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    finish: FinishReason | None = None
+
+
+class Client:
+    """A request, who waits for it, and what they have not been told yet."""
+
+    def __init__(
+        self,
+        request: Request,
+        sink: Sink,
+        tokenizer: TextDecoder | None,
+        matcher: Matcher | None,
+    ) -> None:
+        """Nothing yet.
+
+        Args:
+            request: Whose.
+            sink: What is told.
+            tokenizer: Makes text, if there is one.
+            matcher: At the beginning of the guide, if there is one.
+        """
+        params = request.params
+        self.request, self.sink = request, sink
+        self.remaining = params.n
+        """Continuations that have not ended."""
+        self.matchers = [matcher and matcher.copy() for _ in range(params.n)]
+        self.cached_tokens = 0
+        self._texts = [
+            None if tokenizer is None else TextStream(tokenizer, request.prompt, params)
+            for _ in range(params.n)
+        ]
+        self._scores: list[TokenLogprobs | None] = [None]
+        self._news: dict[int, _News] = {}
+        if params.prompt_logprobs is not None and len(request.prompt) == 1:
+            self._new(0).prompt_logprobs = (None,)  # nothing is there to be computed
+
+    def wants_scores(self, c: Continuation) -> bool:
+        """Whether log-probabilities of the prompt, which `c` computes, are missing."""
+        wanted = self.request.params.prompt_logprobs is not None and c.index == 0
+        return wanted and len(self._scores) < len(self.request.prompt)
+
+    def take_scores(self, chunk: Chunk, scores: np.ndarray) -> None:
+        """Log-probabilities of what follows the tokens of a chunk, [tokens, 41]."""
+        prompt, most = self.request.prompt, self.request.params.prompt_logprobs or 0
+        following = prompt[chunk.start + 1 : chunk.end + 1]
+        for i, token in enumerate(following, start=chunk.start + 1):
+            if i == len(self._scores):
+                row = scores[i - chunk.start - 1]
+                value = float(row[:1].view(np.float32)[0])
+                self._scores.append(
+                    TokenLogprobs(token=token, logprob=value, top=_top(row[1:], most))
+                )
+        if len(self._scores) == len(prompt):
+            self._new(0).prompt_logprobs = tuple(self._scores)
+
+    def take(self, progress: Progress, top: np.ndarray | None) -> FinishReason | None:
+        """Take in drawn tokens.
+
+        Args:
+            progress: From the scheduler.
+            top: [steps, B, 40], the likeliest tokens, where they were computed.
+
+        Returns:
+            Why the continuation ends now, if the scheduler does not know yet.
+        """
+        c = progress.continuation
+        news, tokens = self._new(c.index), list(progress.tokens)
+        verdict: FinishReason | None = None
+        matcher = self.matchers[c.index]
+        if matcher is not None and progress.finish is None:
+            if not matcher.accept(tokens):
+                verdict = "error"
+            elif matcher.finished:
+                verdict = "stop"
+        stream = self._texts[c.index]
+        if stream is not None:
+            before = stream.num_tokens
+            # The last token of a guide has text, that which stops a text has none.
+            news.text += stream.add(tokens, progress.finish or (verdict and "length"))
+            if stream.stop is not None:
+                tokens = tokens[: stream.num_tokens - before]
+                verdict = "stop"
+        news.tokens += tokens
+        news.logprobs += self._logprobs(progress, tokens, top)
+        return verdict
+
+    def end(self, c: Continuation, finish: FinishReason | None) -> None:
+        """Note why a continuation has ended."""
+        news, stream = self._new(c.index), self._texts[c.index]
+        if finish == "length" and stream is not None and stream.stop is not None:
+            finish = "stop"  # its text ended first, in tokens that came together
+        news.finish = finish
+        if stream is not None and finish in ("aborted", "timeout"):
+            news.text += stream.add([], finish)
+
+    def outputs(self) -> list[Output]:
+        """What is new since the last call."""
+        news, self._news = self._news, {}
+        outputs = [self._output(index, each) for index, each in news.items()]
+        self.remaining -= sum(output.finish is not None for output in outputs)
+        return outputs
+
+    def _new(self, index: int) -> _News:
+        return self._news.setdefault(index, _News())
+
+    def _logprobs(
+        self, progress: Progress, tokens: Sequence[int], top: np.ndarray | None
+    ) -> list[TokenLogprobs]:
+        most = self.request.params.logprobs
+        if most is None:
+            return []
+        pairs = zip(tokens, progress.logprobs, strict=False)
+        if not most or not progress.decoded or top is None:
+            return [TokenLogprobs(token=token, logprob=value) for token, value in pairs]
+        rows = top[: len(tokens), progress.row]
+        likeliest = [_top(row, most) for row in rows] + [()] * (len(tokens) - len(rows))
+        return [
+            TokenLogprobs(token=token, logprob=value, top=best)
+            for (token, value), best in zip(pairs, likeliest, strict=False)
+        ]
+
+    def _output(self, index: int, news: _News) -> Output:
+        stream = self._texts[index]
+        stop: str | int | None = None
+        if news.finish == "stop":
+            found = None if stream is None else stream.stop
+            stop = found if found is not None else (news.tokens or [None])[-1]
+        return Output(
+            request=self.request.id,
+            index=index,
+            tokens=tuple(news.tokens),
+            text=news.text,
+            logprobs=tuple(news.logprobs),
+            prompt_logprobs=news.prompt_logprobs,
+            finish=news.finish,
+            stop=stop,
+            cached_tokens=self.cached_tokens,
+            error=None if news.finish is None else _ERRORS.get(news.finish),
+        )
+
+
+def _top(row: np.ndarray, most: int) -> tuple[tuple[int, float], ...]:
+    """The likeliest tokens and their log-probabilities."""
+    values = np.ascontiguousarray(row[NUM_TOP : 2 * NUM_TOP]).view(np.float32)
+    pairs = zip(row[:most].tolist(), values[:most].tolist(), strict=True)
+    return tuple((token, value) for token, value in pairs if token >= 0)

@@ -1,0 +1,134 @@
+"""The pages of each continuation: those it finds, those it needs, what they are named.
+
+Legend: G tokens of a page, W pages of a slot.
+"""
+
+import collections
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+from jaxscale.inference.engine.block_pool import ROOT, BlockPool, page_hash
+from jaxscale.inference.engine.scheduler_config import SchedulerConfig
+from jaxscale.inference.engine.scheduler_output import Continuation
+
+
+class PageTables:
+    """Fills, names and empties `Continuation.pages` from one pool.
+
+    With contiguous caches each slot has W neighboring pages, and the pool is unused.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        """All pages free.
+
+        Args:
+            config: Number and size of the pages, and the sharing of prompts.
+        """
+        self.pool = BlockPool(num_pages=config.num_pages, page_size=config.page_size)
+        self._config = config
+        self._watermark = math.ceil(config.watermark * config.num_pages)
+
+    def sharable(self, c: Continuation) -> int:
+        """Full pages before its last token, which has to be computed anyway."""
+        if not self._config.prefix_cache or self._config.contiguous:
+            return 0
+        return (len(c.tokens) - 1) // self._config.page_size
+
+    def find(self, c: Continuation) -> list[int]:
+        """The pages in the cache that begin like its tokens; nobody holds them yet."""
+        wants_all = c.request.params.prompt_logprobs is not None and c.index == 0
+        if wants_all and not c.prompt_done:
+            return []
+        names = (self._named(c, page) for page in range(self.sharable(c)))
+        return self.pool.find(names)
+
+    def lacks(self, c: Continuation, found: Sequence[int], *, alone: bool) -> int:
+        """Pages that are missing before `admit` may be called; 0 or less for none.
+
+        Args:
+            c: Holds no pages.
+            found: The result of `find` for it.
+            alone: Nobody else runs, who is about to need pages too.
+        """
+        if self._config.contiguous:
+            return 0
+        needed = self._size(c) - len(found) + self.pool.num_unheld(found)
+        return needed - self.pool.num_available + (0 if alone else self._watermark)
+
+    def gains(
+        self, others: Iterable[Continuation], found: Sequence[int]
+    ) -> Iterator[int]:
+        """How many pages fewer `lacks` counts after the release of each of `others`."""
+        # One that is found and becomes available has to be held again.
+        gained, wanted = 0, set(found)
+        holders: collections.Counter[int] = collections.Counter()
+        for other in others:
+            holders.update(other.pages)
+            gained += sum(
+                holders[page] == self.pool.holders(page) and page not in wanted
+                for page in other.pages
+            )
+            yield gained
+
+    def admit(self, c: Continuation, found: list[int]) -> None:
+        """Take the found pages, and new ones for the rest of its tokens and a step."""
+        self.pool.hold(found)
+        c.pages = found + self.pool.allocate(self._size(c) - len(found))
+        c.kv = len(found) * self._config.page_size
+        c.named = len(found)
+
+    def _size(self, c: Continuation) -> int:
+        """Pages of a continuation that is admitted."""
+        reach = min(len(c.tokens) + 1 + self._config.drafts, c.limit - 1)
+        return self.pool.pages_for(max(reach, len(c.tokens)))
+
+    def missing(self, c: Continuation, ahead: int) -> int:
+        """Pages to add before a dispatch that writes at most `ahead` tokens."""
+        # The last token is never in the cache.
+        reach = min(c.kv + c.pending + ahead, c.limit - 1)
+        return max(0, self.pool.pages_for(reach) - len(c.pages))
+
+    def name(self, c: Continuation) -> None:
+        """Let others find the pages that have become full."""
+        full = c.kv // self._config.page_size
+        if c.named >= full or not self._config.prefix_cache or self._config.contiguous:
+            return
+        while c.named < full:
+            self.pool.name(c.pages[c.named], self._named(c, c.named))
+            c.named += 1
+
+    def move_home(self, c: Continuation) -> list[tuple[int, int]]:
+        """Give it the pages of its slot, where caches are contiguous.
+
+        Returns:
+            The pages that have to move there, (from, to): those that hold tokens, or
+            will when what is on its way has been computed.
+        """
+        assert c.slot is not None
+        first = c.slot * self._config.pages_per_slot
+        old, c.pages = c.pages, list(range(first, first + self._config.table_width))
+        c.told = 0
+        held = self.pool.pages_for(min(c.kv + c.pending, c.limit - 1))
+        return list(zip(old[:held], c.pages, strict=False))
+
+    def release(self, c: Continuation, *, keep: bool) -> None:
+        """Take all pages from it.
+
+        Args:
+            c: Holds pages.
+            keep: True: others may still find them.
+        """
+        if not self._config.contiguous:
+            self.pool.release(c.pages, keep=keep)
+        c.pages = []
+        c.kv = c.pending = c.due = c.named = c.told = 0
+
+    def _named(self, c: Continuation, page: int) -> bytes:
+        size = self._config.page_size
+        while len(c.names) <= page:
+            start = len(c.names) * size
+            parent = c.names[-1] if c.names else ROOT
+            tokens = c.tokens[start : start + size]
+            decoded = c.target if start + size > c.target else None
+            c.names.append(page_hash(parent, tokens, c.request.salt, decoded=decoded))
+        return c.names[page]

@@ -1,0 +1,92 @@
+"""The chunks of a prefill as one array of integers.
+
+Legend: S slots, T tokens of a prefill, N chunks of a prefill.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxscale.inference.engine.scheduler_config import SchedulerConfig
+from jaxscale.inference.engine.scheduler_output import Chunk
+
+
+KEY_BLOCK = 128
+"""The keys of each prompt begin at a multiple of this: a block of a kernel then holds
+those of one prompt, and what it adds up does not depend on the others."""
+
+
+class Packed(NamedTuple):
+    """The chunks of a prefill, one behind the other; one array on its way.
+
+    Between two chunks there is one without tokens, whose keys are what `KEY_BLOCK`
+    leaves free.
+    """
+
+    tokens: Any
+    """[T] ids."""
+    positions: Any
+    """[T] in their sequences."""
+    rows: Any
+    """[T] of the pool, where keys and values go; past the pool for padding."""
+    targets: Any
+    """[T] the token that follows in the prompt, where its log-probability is asked
+    for; -1 otherwise."""
+    key_rows: Any
+    """[keys] rows of the pool that the chunks read."""
+    cu_q: Any
+    """[2 N + 1] boundaries in T."""
+    cu_k: Any
+    """[2 N + 1] boundaries in the keys."""
+    slots: Any
+    """[N] where the token that follows a chunk goes; S where none is drawn."""
+
+    @staticmethod
+    def sizes(tokens: int, keys: int, chunks: int) -> "Packed":
+        """How long each part is."""
+        bounds = 2 * chunks + 1
+        return Packed(tokens, tokens, tokens, tokens, keys, bounds, bounds, chunks)
+
+    def split(self, packed: Any) -> "Packed":
+        """The parts of one array, which have these sizes."""
+        ends = np.cumsum(self)
+        return Packed._make(packed[e - n : e] for e, n in zip(ends, self, strict=True))
+
+    def pack(
+        self,
+        chunks: Sequence[Chunk],
+        targets: Sequence[Sequence[int]] | None,
+        config: SchedulerConfig,
+    ) -> np.ndarray:
+        """The array of `chunks`, whose parts have these sizes.
+
+        Args:
+            chunks: No more of them, of their tokens and of their keys than fit.
+            targets: Of each chunk, one for each token; None for none.
+            config: Sizes of the pool and of the state.
+        """
+        size, past = config.page_size, config.num_pages * config.page_size
+        x = self.split(packed := np.zeros(sum(self), np.int32))
+        x.rows[:], x.key_rows[:], x.targets[:] = past, past, -1
+        x.slots[:] = config.num_slots
+        at = key_at = 0
+        for i, chunk in enumerate(chunks):
+            here = slice(at, at := at + len(chunk.tokens))
+            x.tokens[here] = chunk.tokens
+            x.positions[here] = range(chunk.start, chunk.end)
+            x.rows[here] = chunk.write_rows(size)
+            if targets is not None:
+                x.targets[here] = targets[i]
+            x.key_rows[key_at : key_at + chunk.end] = chunk.key_rows(size)
+            x.cu_q[2 * i + 1 :] = at
+            x.cu_k[2 * i + 1] = key_at + chunk.end
+            x.cu_k[2 * i + 2 :] = key_at = key_at + whole_blocks(chunk.end)
+            if chunk.slot is not None:
+                x.slots[i] = chunk.slot
+        return packed
+
+
+def whole_blocks(keys: int) -> int:
+    """The smallest multiple of `KEY_BLOCK` that holds so many keys."""
+    return -(-keys // KEY_BLOCK) * KEY_BLOCK

@@ -1,0 +1,418 @@
+"""What the device does for the serving engine: the functions that are compiled.
+
+The state lies on the device and is donated to each call: `pages`, the pool of keys and
+values, with the scales of fp8; `slots`, a row a request, whose columns are
+`slots.Column`; `counts`, how often penalized requests hold each token; and with drafts
+`history`, the tokens of each row whose keys and values its pages hold. The parameters
+are a flat tuple, the leaves of `Decoder.for_inference`: flattening a module takes
+milliseconds.
+
+Legend: S slots, C columns, B bucket, R tokens of a row in a step (1 + drafts), M tokens
+of the longest request, W pages of a request, L layers, P pages, K key/value heads, G
+tokens of a page, H head dim, V vocabulary, D model, T tokens of a prefill, N chunks of
+a prefill, E changes or moves.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Int16, UInt32
+
+from jaxscale.inference.engine.batch_rows import NUM_STOPS, Column, OutFlag, RowFlag
+from jaxscale.inference.engine import sampling
+from jaxscale.inference.engine.prefill_batch import Packed
+from jaxscale.inference.engine.speculation import look_up, verify
+from jaxscale.models.decoder import Decoder
+from jaxscale.nn.cache import PAGES_AXES, PagedChunks, PagedRows
+from jaxscale.sharding.decode_all_reduce import Sums, handing_on
+from jaxscale.sharding.operations import constrain
+from jaxscale.sharding.rules import AxisRules
+from jaxscale.sharding.shards import per_shard
+from pallas_kernels.move_pages import move_pages
+
+
+SCORED = 128
+"""Tokens of a prompt whose logits exist at a time."""
+
+
+class Pages(NamedTuple):
+    """The pool of keys and values."""
+
+    kv: Any
+    """[L, P, 2, K, G, H]."""
+    scales: Any = None
+    """[L, P, 2, K], those of fp8."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """The functions, with the structure of the parameters."""
+
+    tree: Any
+    """Of the flat parameters."""
+    num_chunks: int
+    """N."""
+    ngrams: tuple[int, int] = (1, 1)
+    """Fewest and most tokens that drafts are looked up by."""
+
+    def model(self, params: tuple[Array, ...]) -> Decoder:
+        """The module that has these parameters."""
+        return jax.tree.unflatten(self.tree, params)
+
+    def update(
+        self,
+        slots: Int[Array, "S C"],
+        source: Int[Array, "S"],
+        changes: Int[Array, "E 3"],
+    ) -> tuple[Int[Array, "S C"]]:
+        """Take each row from `source`, then set (row, column) to a value."""
+        row, column, value = changes.T
+        return (slots[source].at[row, column].set(value, mode="drop"),)
+
+    def move(
+        self, pages: Pages, moves: Int[Array, "2 E"], *, rules: AxisRules
+    ) -> tuple[Pages]:
+        """Move keys and values from pages to pages, past the pool for none."""
+        local = lambda kv, moves: (move_pages(kv, *moves),)  # noqa: E731
+        axes = [PAGES_AXES, (None, None)]
+        (kv,) = per_shard(local, axes, axes[:1], rules)(pages.kv, moves)
+        return (pages._replace(kv=kv),)
+
+    def decode(
+        self,
+        params: tuple[Array, ...],
+        pages: Pages,
+        slots: Int[Array, "S C"],
+        history: Int[Array, "S M"] | None,
+        *,
+        bucket: int,
+        steps: int,
+        drafts: int = 0,
+        sums: Sums | None = None,
+    ) -> tuple[Pages, Array, Array | None, Int[Array, "steps B R 3"]]:
+        """Draw tokens of each live row, greedily or with a temperature.
+
+        A row gains a token in each step, and those behind it for which drafts were
+        right. With `sums` the layers add up over devices without XLA.
+        """
+        model = self.model(params)
+
+        def step(carry: tuple[Any, ...], _: None) -> tuple[Any, Array]:
+            pages, rows, history, line = carry
+            tokens, num_new, history = self._tokens(rows, history, drafts)
+            with handing_on(line) as held:
+                pages, logits = _logits(model, pages, rows, tokens, num_new)
+            drawn, hits = verify(logits, rows, tokens, num_new)
+            first = rows[:, Column.LENGTH] + 1
+            rows, out = _settle(rows, logits, drawn, first, hits=hits)
+            drafted = jnp.arange(1, 1 + drafts) < num_new[:, None]
+            flags = jnp.where(drafted, int(OutFlag.DRAFTED), 0)
+            return (pages, rows, history, held.line), out.at[:, 1:, 1].add(flags)
+
+        line = None if sums is None else sums.begin()
+        carry = pages, slots[:bucket], history, line
+        carry, out = jax.lax.scan(step, carry, None, length=steps)
+        pages, rows, history, _ = carry
+        return pages, slots.at[:bucket].set(rows), history, out
+
+    def forward(
+        self,
+        params: tuple[Array, ...],
+        pages: Pages,
+        slots: Int[Array, "S C"],
+        history: Int[Array, "S M"] | None,
+        *,
+        bucket: int,
+        sums: Sums | None = None,
+    ) -> tuple[Pages, Array | None, Float[Array, "B V"]]:
+        """The logits of each live row's next token, for `sample`; see `decode`."""
+        model, rows = self.model(params), slots[:bucket]
+
+        def step(carry: tuple[Any, ...], _: None) -> tuple[Any, Array]:
+            pages, history, line = carry
+            tokens, num_new, history = self._tokens(rows, history)
+            with handing_on(line) as held:
+                pages, logits = _logits(model, pages, rows, tokens, num_new)
+            return (pages, history, held.line), logits
+
+        # A loop as in `decode`, so that both round alike.
+        carry = pages, history, None if sums is None else sums.begin()
+        (pages, history, _), logits = jax.lax.scan(step, carry, None, length=1)
+        return pages, history, logits[0]
+
+    def _tokens(
+        self,
+        rows: Int[Array, "B C"],
+        history: Int[Array, "S M"] | None,
+        drafts: int = 0,
+    ) -> tuple[Int[Array, "B R"], Int[Array, "B"], Array | None]:
+        """The newest token of each live row and its drafts, how many both are, and the
+        history with them: drafts that are wrong are behind its end, as in the pages.
+        """
+        num_new = rows[:, Column.FLAGS] & int(RowFlag.LIVE)
+        tokens = (num_new * rows[:, Column.TOKEN])[:, None]
+        length = rows[:, Column.LENGTH]
+        if history is None:
+            return tokens, num_new, None
+        history = _write(history, length, tokens, num_new)
+        if drafts:
+            shortest, longest = self.ngrams
+            guesses, any_found = look_up(
+                history[: len(rows)],
+                length,
+                drafts=drafts,
+                shortest=shortest,
+                longest=longest,
+            )
+            # The last token of a row never goes into the cache.
+            room = jnp.maximum(rows[:, Column.LIMIT] - 2 - length, 0)
+            num_new *= 1 + jnp.where(any_found, jnp.minimum(room, drafts), 0)
+            tokens = jnp.concatenate([tokens, guesses], axis=1)
+            history = _write(history, length, tokens, num_new)
+        return tokens, num_new, history
+
+    def sample(
+        self,
+        logits: Float[Array, "B V"],
+        slots: Int[Array, "S C"],
+        counts: Int16[Array, "S V"],
+        extra: Int[Array, "B_plus_1"],
+        mask: UInt32[Array, "B words"],
+        bias: Int[Array, "B E 2"],
+    ) -> tuple[Array, Array, Int[Array, "1 B 1 43"]]:
+        """Draw a token of each live row by all of its settings.
+
+        Args:
+            logits: From `forward`.
+            slots: The state.
+            counts: The state.
+            extra: The row of `counts` of each row, S for none; then whether the
+                likeliest tokens are to be reported.
+            mask: See `sampling.adjusted`.
+            bias: See `sampling.adjusted`.
+        """
+        rows = slots[: len(logits)]
+        counted, wanted = extra[:-1], extra[-1] > 0
+        own = counts.at[counted].get(mode="fill", fill_value=0)
+        allowed = sampling.adjusted(logits, rows, own, mask, bias)
+        position = rows[:, Column.LENGTH] + 1
+        tokens = sampling.draw_filtered(allowed, rows, position)[:, None]
+        # Nothing is allowed, or a penalty of no size that makes sense gives infinity.
+        stuck = ~jnp.isfinite(jnp.max(allowed, axis=-1))
+        rows, out = _settle(rows, logits, tokens, position, stuck=stuck)
+        live = out[:, 0, 0] >= 0
+        counted = jnp.where(live, counted, len(counts))
+        counts = counts.at[counted, tokens[:, 0]].add(1, mode="drop")
+        top = jax.lax.cond(
+            wanted, _top, lambda x: jnp.zeros((len(x), 40), jnp.int32), logits
+        )
+        out = jnp.concatenate([out, top[:, None]], axis=-1)
+        return slots.at[: len(rows)].set(rows), counts, out[None]
+
+    def prefill(
+        self,
+        params: tuple[Array, ...],
+        pages: Pages,
+        slots: Int[Array, "S C"],
+        packed: Int[Array, "all"],
+        *,
+        num_tokens: int,
+        num_keys: int,
+        scored: bool = False,
+    ) -> tuple[Any, ...]:
+        """Compute chunks of prompts, and draw the token after those that are whole.
+
+        Returns:
+            pages, slots, what was drawn [1, N, 1, 3], and with `scored` of each token
+            the bits of the log-probability of its target and the likeliest in its
+            place, [T, 41].
+        """
+        model = self.model(params)
+        x = Packed.sizes(num_tokens, num_keys, self.num_chunks).split(packed)
+        state = PagedChunks(
+            positions=x.positions[None],
+            pages=pages.kv,
+            scales=pages.scales,
+            layer=jnp.int32(0),
+            rows=x.rows,
+            key_rows=x.key_rows,
+            cu_q=x.cu_q[None],
+            cu_k=x.cu_k[None],
+        )
+        hidden, state = model.run(x.tokens[None], state)
+        pages = pages._replace(kv=state.pages)
+        hidden = constrain(hidden, ("batch", None, "act_embed"), model.rules)
+        last = jnp.maximum(x.cu_q[1::2] - 1, 0)
+        logits = _unembed(model, hidden[0][last])
+        rows = slots.at[x.slots].get(mode="fill", fill_value=0)
+        length = rows[:, Column.LENGTH]
+        rows = rows.at[:, Column.FLAGS].set(int(RowFlag.LIVE))
+        tokens = sampling.draw(logits, rows, length)
+        rows, out = _settle(rows, logits, tokens[:, None], length)
+        slots = slots.at[x.slots].set(rows, mode="drop")
+        if not scored:
+            return pages, slots, out[None]
+        return pages, slots, out[None], _scores(model, hidden[0], x.targets)
+
+    def remember(
+        self,
+        history: Int[Array, "S M"],
+        tokens: Int[Array, "M"],
+        row: Int[Array, "1"],
+    ) -> tuple[Int[Array, "S M"]]:
+        """Make a row of the history that of `tokens`."""
+        return (history.at[row].set(tokens),)
+
+    def reorder(
+        self, history: Int[Array, "S M"], source: Int[Array, "S"]
+    ) -> tuple[Int[Array, "S M"]]:
+        """Take each row from `source`."""
+        return (history[source],)
+
+    def count(
+        self,
+        counts: Int16[Array, "S V"],
+        tokens: Int[Array, "E"],
+        head: Int[Array, "3"],
+    ) -> tuple[Int16[Array, "S V"]]:
+        """Count tokens of a request.
+
+        Args:
+            counts: The state.
+            tokens: Ids; V for none.
+            head: The row; how many of `tokens` belong to the prompt; and whether the
+                row starts from nothing.
+        """
+        row, in_prompt, fresh = head
+        old = jnp.where(fresh > 0, jnp.int16(0), counts[row])
+        before = jnp.arange(len(tokens)) < in_prompt
+        seen = jnp.zeros(old.shape, bool).at[tokens].max(before, mode="drop")
+        old = old.at[tokens].add((~before).astype(jnp.int16), mode="drop")
+        return (counts.at[row].set(jnp.where(seen, old | sampling.IN_PROMPT, old)),)
+
+
+def _logits(
+    model: Decoder,
+    pages: Pages,
+    rows: Int[Array, "B C"],
+    tokens: Int[Array, "B R"],
+    num_new: Int[Array, "B"],
+) -> tuple[Pages, Float[Array, "B_times_R V"]]:
+    """The pages with the first `num_new` tokens of each row, and the logits of those
+    that follow each.
+    """
+    length = jnp.where(num_new > 0, rows[:, Column.LENGTH], 0)
+    state = PagedRows.of(
+        pages.kv,
+        rows[:, Column.TABLE :],
+        length,
+        num_new,
+        tokens.shape[1],
+        scales=pages.scales,
+    )
+    # Rows of one token, [B R, 1]: tensor parallelism would split longer ones by tokens.
+    state = dataclasses.replace(state, positions=state.positions.reshape(-1, 1))
+    hidden, state = model.run(tokens.reshape(-1, 1), state)
+    return pages._replace(kv=state.pages), _unembed(model, hidden[:, 0])
+
+
+def _write(
+    history: Int[Array, "S M"],
+    start: Int[Array, "B"],
+    tokens: Int[Array, "B R"],
+    num_new: Int[Array, "B"],
+) -> Int[Array, "S M"]:
+    """`history` with the first `num_new` tokens of each row from `start` on."""
+    count = jnp.arange(tokens.shape[1])
+    at = jnp.where(count < num_new[:, None], start[:, None] + count, history.shape[1])
+    return history.at[jnp.arange(len(tokens))[:, None], at].set(tokens, mode="drop")
+
+
+def _unembed(model: Decoder, hidden: Float[Array, "B D"]) -> Float[Array, "B V"]:
+    """Logits, whole on each device."""
+    logits = model.unembed(hidden[:, None])[:, 0]
+    return constrain(logits, (None, None), model.rules)
+
+
+def _settle(
+    rows: Int[Array, "B C"],
+    logits: Float[Array, "B_times_R V"],
+    tokens: Int[Array, "B R"],
+    start: Int[Array, "B"],
+    *,
+    stuck: Array | bool = False,
+    hits: Bool[Array, "B D"] | None = None,
+) -> tuple[Int[Array, "B C"], Int[Array, "B R 3"]]:
+    """The rows after drawing `tokens`, and what the host is told.
+
+    Args:
+        rows: The state.
+        logits: Of the model, before anything was changed.
+        tokens: What was drawn.
+        start: Position of the first of them.
+        stuck: Rows that may draw no token at all.
+        hits: Drafts that are what was drawn; a token counts if all before it are.
+    """
+    live = rows[:, Column.FLAGS] & int(RowFlag.LIVE) > 0
+    found = sampling.logprobs(logits, tokens.reshape(-1))
+    logprob, finite = (x.reshape(tokens.shape) for x in found)
+    at = start[:, None] + jnp.arange(tokens.shape[1])
+    stops = rows[:, None, Column.STOPS : Column.STOPS + NUM_STOPS]
+    stopped = jnp.any(tokens[..., None] == stops, axis=-1)
+    stopped &= at >= rows[:, Column.MIN_LENGTH, None]
+    failed = ~finite | jnp.asarray(stuck)[..., None]
+    ended = stopped | failed | (at + 1 >= rows[:, Column.LIMIT, None])
+    real = live[:, None]
+    if hits is not None:
+        goes_on = (hits & ~ended[:, :-1]).astype(jnp.int32)
+        goes_on = jnp.cumprod(goes_on, axis=1) > 0
+        real = jnp.concatenate([real, real & goes_on], axis=1)
+    said = (
+        (OutFlag.ENDED, ended),
+        (OutFlag.STOPPED, stopped),
+        (OutFlag.NOT_FINITE, failed),
+    )
+    flags = sum(int(flag) * where.astype(jnp.int32) for flag, where in said)
+    bits = jax.lax.bitcast_convert_type(logprob, jnp.int32)
+    out = jnp.where(
+        real[..., None],
+        jnp.stack([tokens, flags, bits], axis=-1),
+        jnp.array([-1, 0, 0]),
+    )
+    last = jnp.sum(real, axis=1, keepdims=True) - 1
+    newest = jnp.take_along_axis(tokens, jnp.maximum(last, 0), axis=1)
+    ends = jnp.any(real & ended, axis=1)
+    after = (
+        rows.at[:, Column.TOKEN]
+        .set(newest[:, 0])
+        .at[:, Column.LENGTH]
+        .set(start + last[:, 0])
+        .at[:, Column.FLAGS]
+        .set(jnp.where(ends, 0, int(RowFlag.LIVE)))
+    )
+    return jnp.where(live[:, None], after, rows), out.astype(jnp.int32)
+
+
+def _top(logits: Float[Array, "B V"]) -> Int[Array, "B 40"]:
+    """The likeliest tokens, then the bits of their log-probabilities."""
+    tokens, values = sampling.top_logprobs(logits)
+    bits = jax.lax.bitcast_convert_type(values, jnp.int32)
+    return jnp.concatenate([tokens, bits], axis=-1)
+
+
+def _scores(
+    model: Decoder, hidden: Float[Array, "T D"], targets: Int[Array, "T"]
+) -> Int[Array, "T 41"]:
+    """What the model thinks of the tokens that follow, some of them at a time."""
+
+    def part(x: tuple[Array, Array]) -> Array:
+        logits = _unembed(model, x[0])
+        logprob, _ = sampling.logprobs(logits, jnp.maximum(x[1], 0))
+        bits = jax.lax.bitcast_convert_type(logprob, jnp.int32)
+        return jnp.concatenate([bits[:, None], _top(logits)], axis=-1)
+
+    size = min(SCORED, len(targets))
+    parts = hidden.reshape(-1, size, hidden.shape[-1]), targets.reshape(-1, size)
+    return jax.lax.map(part, parts).reshape(len(targets), -1)

@@ -1,0 +1,513 @@
+"""The device side of the serving engine: its state, and what is compiled to change it.
+
+Legend: S slots, B bucket, W pages of a request, L layers, P pages, K key/value heads,
+G tokens of a page, H head dim, V vocabulary, T tokens of a prefill.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jaxtyping import Array
+
+from jaxscale.inference.engine.batch_rows import Column
+from jaxscale.inference.engine import program_sizes
+from jaxscale.inference.engine.kv_scales import FP8, check_scales
+from jaxscale.inference.engine.memory import check_drafts, check_max_len
+from jaxscale.inference.engine.prefill_batch import KEY_BLOCK, Packed, whole_blocks
+from jaxscale.inference.engine.program_cache import ProgramCache
+from jaxscale.inference.engine.programs import Pages, Programs
+from jaxscale.inference.engine.scheduler_config import SchedulerConfig
+from jaxscale.inference.engine.scheduler_output import Chunk
+from jaxscale.inference.request import MAX_BIASES
+from jaxscale.models.decoder import Decoder
+from jaxscale.nn.cache import PAGES_AXES, SCALES_AXES
+from jaxscale.sharding.decode_all_reduce import AllReduce, Sums
+
+
+NUM_CHANGES = 512
+"""Cells of the slots that one call of `Programs.update` changes."""
+
+NUM_MOVES = 512
+"""Pages that one call of `Programs.move` moves."""
+
+NUM_COUNTED = 512
+"""Tokens that one call of `Programs.count` counts."""
+
+type Key = tuple[Any, ...]
+"""The name of a program and its sizes."""
+
+_DECODED = ["params", "pages", "slots", "history"]
+_STATE = {
+    "move": (["pages"], ["pages"]),
+    "update": (["slots"], ["slots"]),
+    "count": (["counts"], ["counts"]),
+    "remember": (["history"], ["history"]),
+    "reorder": (["history"], ["history"]),
+    "decode": (_DECODED, _DECODED[1:]),
+    "speculate": (_DECODED, _DECODED[1:]),
+    "forward": (_DECODED, ["pages", "history", "logits"]),
+    "sample": (["logits", "slots", "counts"], ["slots", "counts"]),
+    "prefill": (["params", "pages", "slots"], ["pages", "slots"]),
+}
+"""What a program takes of the state before its inputs, and what its first results take
+the place of."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SampleInputs:
+    """What the full sampler needs besides the rows; None is nothing special."""
+
+    counted: Sequence[int | None] = ()
+    """The row of the counts of each row of the batch."""
+    want_top: bool = False
+    """Report the likeliest tokens."""
+    masks: np.ndarray | None = None
+    """[B, V / 32] int32, a bit for each token that may be drawn; None is all."""
+    biases: Mapping[int, Mapping[int, float]] = dataclasses.field(default_factory=dict)
+    """By row, what is added to the logits of tokens."""
+
+
+class Runner:
+    """The state of the engine on the device, and the programs that change it.
+
+    All programs are compiled before the first request, and nothing is compiled after.
+    Calls return at once, with arrays that are on their way to the host.
+
+    Example:
+        >>> from flax import nnx
+        >>> from jaxscale.models.llama import llama_tiny
+        >>> model = Decoder(llama_tiny(), rngs=nnx.Rngs(0))
+        >>> config = SchedulerConfig(
+        ...     num_pages=8, vocab_size=256, max_len=64, page_size=16, num_slots=2,
+        ...     prefill_tokens=16, split=16, prefill_requests=2, steps=1,
+        ... )
+        >>> runner = Runner(model, config)
+        >>> runner.compile()
+        >>> runner.decode(bucket=2, steps=1).shape
+        (1, 2, 1, 3)
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        config: SchedulerConfig,
+        *,
+        prefill_tokens: Sequence[int] | None = None,
+        buckets: Sequence[int] | None = None,
+        kv_scales: np.ndarray | None = None,
+        all_reduce: AllReduce = None,
+    ) -> None:
+        """Take over the model; the state is made by `compile`.
+
+        Args:
+            model: A decoder; `Decoder.for_inference` is called.
+            config: The sizes.
+            prefill_tokens: T of the programs that prompts are computed with, the
+                largest ``config.prefill_tokens``; by default that, a quarter of it, and
+                a sixteenth.
+            buckets: B of the programs that decode, powers of two, the largest S; by
+                default 2, 8, 32 and so on, and S: a step reads all weights, so a few
+                rows more cost it little. With one, what a request gets does not depend
+                on how many others there are.
+            kv_scales: [L, 2, K], fp32, of keys and values: these are kept in fp8
+                (E4M3), divided by it. None keeps them in the type of the computation.
+            all_reduce: Who sums the tokens of a step over devices: ``"xla"``, our
+                ``"low_latency"`` kernel, or what was measured to be faster if None.
+
+        Raises:
+            ValueError: ``config.longest`` is more than the model can continue,
+                `prefill_tokens` or `buckets` do not fit `config`, `kv_scales` not the
+                model, there are more drafts than attention takes, or `all_reduce` is
+                unknown.
+            Unsupported: `all_reduce` is ``"low_latency"``, which needs a model in 16
+                bits on Hopper GPUs of one process.
+        """
+        check_max_len(model.config, config.longest)
+        check_drafts(model.config, config.drafts)
+        self.config = config
+        self.buckets = program_sizes.bucket_sizes(config, buckets)
+        model = model.for_inference()
+        self.model_config, self.rules, self.dtype = (
+            model.config,
+            model.rules,
+            model.dtype,
+        )
+        self._all_reduce: AllReduce = all_reduce
+        self._kv_scales = check_scales(model.config, kv_scales)
+        leaves, tree = jax.tree.flatten(model)
+        self.params = tuple(leaves)
+        ngrams = config.shortest_ngram, config.longest_ngram
+        self._programs = Programs(tree, config.prefill_requests, ngrams)
+        where = leaves[0].sharding
+        mesh: Any = where.mesh if isinstance(where, NamedSharding) else None
+        self.mesh: Mesh | None = mesh
+        self.devices = list(where.device_set if mesh is None else mesh.devices.flat)
+        self._sums(self.buckets[0])  # raises
+        self._prefill_tokens = program_sizes.prefill_sizes(config, prefill_tokens)
+        blocks = config.prefill_requests * (KEY_BLOCK - 1)
+        keys = whole_blocks(config.keys_budget + blocks)
+        # Gathered keys that nobody has cost little, a program costs seconds.
+        few = whole_blocks(keys // 8)
+        self._prefill_keys = [few, keys] if keys > 8192 else [keys]
+        self._compiled: dict[Key, Callable[..., Any]] = {}
+        self.on_dispatch: Callable[[Key, Sequence[np.ndarray | None]], None] | None
+        self.on_dispatch = None
+        """Called before each program with the arguments of `dispatch`."""
+        self.pages: Pages
+        self.slots: Array
+        self.counts: Array
+        self.logits: Array
+        self.history: Array | None = None
+
+    # What there is to compile.
+
+    def programs(self) -> Iterator[tuple[Key, Callable[..., Any], tuple[Any, ...]]]:
+        """Every program: its key, the jitted function, and the shapes it takes."""
+        config, programs = self.config, self._programs
+        params = jax.tree.map(_shape_of, self.params)
+        pages, slots, counts, history = self._state()
+        vocab, num_slots = self.model_config.vocab_size, config.num_slots
+
+        def integers(*shape: int) -> Any:
+            return self._shape(shape, jnp.int32)
+
+        jit = self._jit
+        changes = integers(num_slots), integers(NUM_CHANGES, 3)
+        yield ("update",), jit(programs.update, (0,), "s"), (slots, *changes)
+        counted = integers(NUM_COUNTED), integers(3)
+        yield ("count",), jit(programs.count, (0,), "s"), (counts, *counted)
+        if config.contiguous:
+            fn = functools.partial(programs.move, rules=self.rules)
+            yield ("move",), jit(fn, (0,), "p"), (pages, integers(2, NUM_MOVES))
+        if history is not None:
+            kept = integers(config.longest), integers(1)
+            yield ("remember",), jit(programs.remember, (0,), "s"), (history, *kept)
+            source = integers(num_slots)
+            yield ("reorder",), jit(programs.reorder, (0,), "s"), (history, source)
+        state = params, pages, slots, history
+        for bucket, steps, drafts in program_sizes.decode_sizes(config, self.buckets):
+            sizes = {"bucket": bucket, "steps": steps, "drafts": drafts}
+            sums = self._sums(bucket * (1 + drafts))
+            fn = functools.partial(programs.decode, **sizes, sums=sums)
+            yield _decode_key(**sizes), jit(fn, (1, 2, 3), "psss"), state
+        for bucket in self.buckets:
+            sums = self._sums(bucket)
+            fn = functools.partial(programs.forward, bucket=bucket, sums=sums)
+            yield ("forward", bucket), jit(fn, (1, 3), "pss"), state
+            words = -(-vocab // 32)
+            shapes = (
+                self._shape((bucket, vocab), jnp.float32),
+                slots,
+                counts,
+                integers(bucket + 1),
+                self._shape((bucket, words), jnp.uint32),
+                integers(bucket, MAX_BIASES, 2),
+            )
+            yield ("sample", bucket), jit(programs.sample, (1, 2), "sss"), shapes
+        for tokens, keys, scored in self._prefills():
+            sizes = {"num_tokens": tokens, "num_keys": keys, "scored": scored}
+            fn = functools.partial(programs.prefill, **sizes)
+            total = sum(Packed.sizes(tokens, keys, config.prefill_requests))
+            yield (
+                ("prefill", tokens, keys, scored),
+                jit(fn, (1, 2), "psss" if scored else "pss"),
+                (params, pages, slots, integers(total)),
+            )
+
+    def inputs(self) -> dict[Key, tuple[jax.ShapeDtypeStruct, ...]]:
+        """What `dispatch` takes besides the key, by the key."""
+        return {
+            key: shapes[len(_STATE[key[0]][0]) :] for key, _, shapes in self.programs()
+        }
+
+    def compile(
+        self,
+        progress: Callable[[], None] | None = None,
+        cache: ProgramCache | None = None,
+    ) -> None:
+        """Compile everything, several programs at a time, and make the state.
+
+        Args:
+            progress: Called after each program.
+            cache: Where programs are looked up, and kept.
+        """
+        todo = list(self.programs())
+        placement = repr((self._sharding(PAGES_AXES), self._sharding()))
+
+        def one(item: tuple[Key, Any, tuple[Any, ...]]) -> tuple[Key, Any]:
+            key, fn, shapes = item
+            with self._on_mesh():
+                traced = fn.trace(*shapes)
+                if cache is None:
+                    return key, traced.lower().compile()
+                # What a key stands for is code, on which the cache depends.
+                where = [key, placement, [x.sharding for x in jax.tree.leaves(shapes)]]
+                return key, cache.compile(traced, repr(where))[0]
+
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            futures = [pool.submit(one, item) for item in todo]
+            for future in concurrent.futures.as_completed(futures):
+                key, compiled = future.result()
+                self._compiled[key] = compiled
+                if progress is not None:
+                    progress()
+        self.reset()
+
+    def reset(self) -> None:
+        """An empty state."""
+
+        def zeros(x: jax.ShapeDtypeStruct) -> Array:
+            made = jnp.zeros(x.shape, x.dtype, device=x.sharding)
+            return jax.device_put(made, x.sharding)
+
+        with self._on_mesh():
+            state = jax.tree.map(zeros, self._state())
+            # Memory that is not there is missed here, not by the first request.
+            jax.block_until_ready(state)
+            self.pages, self.slots, self.counts, self.history = state
+            if self._kv_scales is not None:
+                scales = self.pages.scales + self._kv_scales[:, None]  # [L, P, 2, K]
+                scales = jax.device_put(scales, self._sharding(SCALES_AXES))
+                self.pages = self.pages._replace(scales=scales)
+        self._neutral = {
+            ("sample", bucket): self._neutral_inputs(bucket) for bucket in self.buckets
+        }
+
+    # What the engine calls.
+
+    def update(
+        self,
+        source: Sequence[int] | None,
+        changes: Sequence[tuple[int, int, int]],
+    ) -> None:
+        """Move rows of the slots, then change cells of them.
+
+        Args:
+            source: The row that each is taken from; None where all stay.
+            changes: (row, column, value), no cell twice.
+        """
+        count = self.config.num_slots
+        if source is not None and self.history is not None:
+            self.dispatch(("reorder",), np.asarray(source, np.int32))
+        for start in range(0, max(len(changes), 1), NUM_CHANGES):
+            part = changes[start : start + NUM_CHANGES]
+            if not part and source is None:
+                return
+            cells = np.full((NUM_CHANGES, 3), count, np.int32)
+            if part:
+                cells[: len(part)] = part
+            order = np.arange(count) if source is None else np.asarray(source)
+            self.dispatch(("update",), order.astype("i4"), cells)
+            source = None
+
+    def move(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Move keys and values to other pages, (from, to), where caches are contiguous.
+
+        Args:
+            moves: No page is written twice, or read and written.
+        """
+        for start in range(0, len(moves), NUM_MOVES):
+            part = np.full((2, NUM_MOVES), self.config.num_pages, np.int32)
+            found = np.asarray(moves[start : start + NUM_MOVES]).T
+            part[:, : found.shape[1]] = found
+            self.dispatch(("move",), part)
+
+    def remember(self, row: int, tokens: Sequence[int]) -> None:
+        """Look drafts of a row up in `tokens`, and in those that it draws."""
+        if self.history is not None:
+            padded = np.zeros(self.config.longest, np.int32)
+            padded[: len(tokens)] = tokens
+            self.dispatch(("remember",), padded, np.array([row], np.int32))
+
+    def decode(self, *, bucket: int, steps: int, drafts: int = 0) -> Array:
+        """Draw tokens for each live row of the bucket, [steps, B, 1 + drafts, 3].
+
+        Args:
+            bucket: Rows that may be live.
+            steps: Tokens that a row draws at most, apart from drafts.
+            drafts: As many as `SchedulerConfig.drafts_of` says, or none in one step.
+        """
+        (out,) = self.dispatch(
+            _decode_key(program_sizes.bucket_of(bucket, self.buckets), steps, drafts)
+        )
+        return out
+
+    def forward(self, *, bucket: int) -> Array:
+        """The logits of each live row of the bucket, for `sample`."""
+        self.dispatch(("forward", program_sizes.bucket_of(bucket, self.buckets)))
+        return self.logits
+
+    def sample(self, logits: Array, inputs: SampleInputs) -> Array:
+        """Draw a token for each live row by all of its settings, [1, B, 1, 43]."""
+        bucket, none = len(logits), self.config.num_slots
+        extra = np.full(bucket + 1, none, np.int32)
+        extra[bucket] = inputs.want_top
+        for row, counted in enumerate(inputs.counted):
+            extra[row] = none if counted is None else counted
+        mask = bias = None
+        if inputs.masks is not None:
+            missing = bucket - len(inputs.masks)
+            mask = np.pad(inputs.masks, ((0, missing), (0, 0))).view(np.uint32)
+        if inputs.biases:
+            vocab = self.model_config.vocab_size
+            bias = np.full((bucket, MAX_BIASES, 2), vocab, np.int32)
+            for row, added in inputs.biases.items():
+                bias[row, : len(added), 0] = list(added)
+                values = np.asarray(list(added.values()), np.float32)
+                bias[row, : len(added), 1] = values.view(np.int32)
+        self.logits = logits
+        (out,) = self.dispatch(("sample", bucket), extra, mask, bias)
+        return out
+
+    def prefill(
+        self, chunks: Sequence[Chunk], targets: Sequence[Sequence[int]] | None = None
+    ) -> tuple[Array, Array | None]:
+        """Compute chunks of prompts; the rows that are drawn for must have been set.
+
+        Args:
+            chunks: Which, `SchedulerConfig.prefill_requests` at most.
+            targets: For log-probabilities of prompts, of each chunk the tokens that
+                follow each of its tokens, -1 for none.
+
+        Returns:
+            What was drawn after each chunk, [1, N, 1, 3], and the log-probabilities,
+            [T, 41].
+        """
+        packed, key = self._pack(chunks, targets)
+        outs = self.dispatch(key, packed)
+        return outs[0], outs[1] if targets is not None else None
+
+    def count(self, row: int, tokens: Sequence[int], num_prompt: int) -> None:
+        """Count the tokens of a request anew, the first `num_prompt` as its prompt."""
+        none = self.model_config.vocab_size
+        for start in range(0, max(len(tokens), 1), NUM_COUNTED):
+            part = tokens[start : start + NUM_COUNTED]
+            padded = np.full(NUM_COUNTED, none, np.int32)
+            padded[: len(part)] = part
+            before = min(max(num_prompt - start, 0), NUM_COUNTED)
+            head = np.array([row, before, start == 0], np.int32)
+            self.dispatch(("count",), padded, head)
+
+    def dispatch(self, key: Key, *inputs: np.ndarray | None) -> list[Array]:
+        """Run a program on the state; several hosts do so in the same order.
+
+        Args:
+            key: Which.
+            inputs: What it takes besides the state; None for what changes nothing.
+
+        Returns:
+            What it gives besides the state, on its way to the host.
+        """
+        if self.on_dispatch is not None:
+            self.on_dispatch(key, inputs)
+        taken, given = _STATE[key[0]]
+        neutral = self._neutral.get(key, inputs)
+        whole = [n if x is None else x for x, n in zip(inputs, neutral, strict=True)]
+        with self._on_mesh():
+            state = (getattr(self, name) for name in taken)
+            found = self._compiled[key](*state, *whole)
+        for name, value in zip(given, found, strict=False):
+            setattr(self, name, value)
+        outs = list(found[len(given) :])
+        for out in outs:
+            out.copy_to_host_async()
+        return outs
+
+    # How.
+
+    def _pack(
+        self, chunks: Sequence[Chunk], targets: Sequence[Sequence[int]] | None
+    ) -> tuple[np.ndarray, Key]:
+        """The array that `Programs.prefill` takes, and which program takes it."""
+        config = self.config
+        needed = sum(len(chunk.tokens) for chunk in chunks)
+        keys = sum(whole_blocks(chunk.end) for chunk in chunks)
+        key = next(
+            ("prefill", t, k, scored)
+            for t, k, scored in self._prefills()
+            if scored == (targets is not None) and needed <= t and keys <= k
+        )
+        sizes = Packed.sizes(key[1], key[2], config.prefill_requests)
+        return sizes.pack(chunks, targets, config), key
+
+    def _prefills(self) -> Iterable[tuple[int, int, bool]]:
+        """Tokens and keys of the prefill programs, the smallest first."""
+        for keys in self._prefill_keys:
+            for tokens in self._prefill_tokens:
+                if keys >= tokens or keys == self._prefill_keys[-1]:
+                    yield tokens, keys, False
+        yield self._prefill_tokens[-1], self._prefill_keys[-1], True
+
+    def _state(self) -> tuple[Pages, Any, Any, Any]:
+        """Shapes of pages, slots and counts, and of the history where there is one."""
+        model, config = self.model_config, self.config
+        shape = (model.num_layers, config.num_pages, 2, model.num_kv_heads)
+        dtype, scales = self.dtype, None
+        if self._kv_scales is not None:
+            dtype, scales = FP8, self._shape(shape, jnp.float32, SCALES_AXES)
+        rows = (*shape, config.page_size, model.head_dim)
+        pages = Pages(self._shape(rows, dtype, PAGES_AXES), scales)
+        width = Column.TABLE + config.table_width
+        count = config.num_slots
+        slots = self._shape((count, width), jnp.int32)
+        counts = self._shape((count, model.vocab_size), jnp.int16)
+        history = None
+        if config.drafts:
+            history = self._shape((count, config.longest), jnp.int32)
+        return pages, slots, counts, history
+
+    def _sums(self, rows: int) -> Sums | None:
+        """What sums so many tokens of a step over the devices; None is XLA."""
+        with self._on_mesh():
+            return Sums.choose(
+                self._all_reduce,
+                self.mesh,
+                self.rules,
+                elements=rows * self.model_config.d_model,
+                dtype=self.dtype,
+            )
+
+    def _sharding(self, axes: tuple[str | None, ...] = ()) -> Any:
+        if self.mesh is None:
+            return SingleDeviceSharding(self.devices[0])
+        return NamedSharding(self.mesh, self.rules.spec(*axes))
+
+    def _shape(
+        self, shape: tuple[int, ...], dtype: Any, axes: tuple[str | None, ...] = ()
+    ) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding(axes))
+
+    def _jit(self, fn: Callable[..., Any], donated: tuple[int, ...], outs: str) -> Any:
+        """`fn` compiled; `outs` names the results, p for pages and s for small ones."""
+        pages = jax.tree.map(lambda shape: shape.sharding, self._state()[0])
+        where = {"p": pages, "s": self._sharding()}
+        shardings = [where[kind] for kind in outs]
+        return jax.jit(fn, donate_argnums=donated, out_shardings=tuple(shardings))
+
+    def _on_mesh(self) -> contextlib.AbstractContextManager[Any]:
+        return (
+            contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+        )
+
+    def _neutral_inputs(self, bucket: int) -> tuple[None, Array, Array]:
+        """Mask and bias that change nothing, on the device, as inputs of `sample`."""
+        vocab = self.model_config.vocab_size
+        mask = np.full((bucket, -(-vocab // 32)), 2**32 - 1, np.uint32)
+        bias = np.full((bucket, MAX_BIASES, 2), vocab, np.int32)
+        return None, *jax.device_put((mask, bias), self._sharding())
+
+
+def _decode_key(bucket: int, steps: int, drafts: int) -> Key:
+    return ("speculate" if drafts else "decode", bucket, steps)
+
+
+def _shape_of(x: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)

@@ -1,0 +1,496 @@
+"""The scheduler: one plan a tick, from the requests and what the device has drawn.
+
+A request is decoded with all others from the tick in which its prompt ends, and leaves
+in the tick after the token that ends it. The work of a tick grows with what changes in
+it and with the rows that are live, not with the requests that wait.
+"""
+
+import bisect
+from collections.abc import Iterator
+
+from jaxscale.inference.engine.batch_rows import OutFlag, Slots
+from jaxscale.inference.engine.block_pool import BlockPool
+from jaxscale.inference.engine.chunks import choose_chunks
+from jaxscale.inference.engine.page_tables import PageTables
+from jaxscale.inference.engine.preemption import choose_yielding
+from jaxscale.inference.engine.request_table import Jobs
+from jaxscale.inference.engine.row_updates import RowUpdates
+from jaxscale.inference.engine.scheduler_config import SchedulerConfig
+from jaxscale.inference.engine.scheduler_output import (
+    Chunk,
+    Continuation,
+    Counts,
+    Decode,
+    Drawn,
+    Event,
+    Plan,
+    Progress,
+    State,
+)
+from jaxscale.inference.engine.waiting_queue import BY_ORDER, Line
+from jaxscale.inference.request import (
+    Draining,
+    FinishReason,
+    InvalidRequest,
+    Overloaded,
+    Request,
+)
+
+
+class Scheduler:
+    """The policy of the engine; one thread owns it.
+
+    In a loop: `add`, `abort` and `finish` for what clients want, `plan` for what to
+    dispatch, `update` with what came back, however late, and `take_events`.
+
+    Example:
+        >>> config = SchedulerConfig(num_pages=8, vocab_size=100, max_len=64)
+        >>> scheduler = Scheduler(config)
+        >>> scheduler.add(Request(prompt=[1, 2, 3], id="a"), now=0.0)
+        >>> plan = scheduler.plan(now=0.0)
+        >>> [chunk.tokens for chunk in plan.prefill], plan.decode.bucket
+        ([[1, 2, 3]], 2)
+        >>> drawn = Drawn(tokens=[[[7]]], flags=[[[0]]])
+        >>> [p.tokens for p in scheduler.update(plan, prefill=drawn, now=0.1)]
+        [[7]]
+        >>> scheduler.abort("a", now=0.2)
+        True
+        >>> scheduler.idle, scheduler.counts.aborted
+        (True, 1)
+    """
+
+    def __init__(self, config: SchedulerConfig, *, seed: int | None = None) -> None:
+        """A scheduler without requests.
+
+        Args:
+            config: The sizes.
+            seed: Source of the seeds that requests lack; None for others each time.
+        """
+        self.config = config
+        self.counts = Counts()
+        self._jobs = Jobs(config, self.counts, seed)
+        self._line = Line(config)
+        self._num_running = 0
+        self._prefilling: list[Continuation] = []
+        self._slots = Slots[Continuation](config.num_slots, self._moved)
+        self._tables = PageTables(config)
+        self._updates = RowUpdates(self._slots)
+        # Pages that move before the next dispatch, where caches are contiguous.
+        self._page_moves: list[tuple[int, int]] = []
+        self._events: list[Event] = []
+        self._tick = 0
+        self._draining = False
+
+    @property
+    def idle(self) -> bool:
+        """True where there are no requests."""
+        return not self._jobs
+
+    @property
+    def num_waiting(self) -> int:
+        """Continuations that wait for pages or a row, the preempted ones among them."""
+        return len(self._line)
+
+    @property
+    def num_running(self) -> int:
+        """Continuations that hold pages."""
+        return self._num_running
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens of the prompts of new requests that wait."""
+        return self._line.num_tokens
+
+    @property
+    def pool(self) -> BlockPool:
+        """The pages, to be looked at."""
+        return self._tables.pool
+
+    def continuations(self) -> Iterator[Continuation]:
+        """All that have not ended, in the order of their arrival."""
+        return self._jobs.continuations()
+
+    # What clients want.
+
+    def add(self, request: Request, *, now: float) -> None:
+        """Let a request wait for its turn.
+
+        Args:
+            request: The request; it is checked here against the model and the cache.
+            now: The time in seconds, by any clock that does not go back.
+
+        Raises:
+            InvalidRequest: it can never run, or its id is in use.
+            Overloaded: too many wait.
+            Draining: `drain` was called.
+        """
+        self.counts.received += 1
+        try:
+            self._check(request)
+        except (InvalidRequest, Overloaded, Draining):
+            self.counts.rejected += 1
+            raise
+        continuations = self._jobs.open(request)
+        self._line.join(continuations[0])
+        for c in continuations:
+            self._events.append(Event(kind="queued", continuation=c, time=now))
+        params = request.params
+        if params.max_tokens == 0 and params.prompt_logprobs is None:
+            for c in continuations:  # there is nothing to compute
+                self._end(c, "length", now)
+
+    def abort(
+        self, request_id: str, *, now: float, reason: FinishReason = "aborted"
+    ) -> bool:
+        """End all continuations of a request, in whatever state they are.
+
+        Returns:
+            True if there was such a request; those that ended are forgotten.
+        """
+        continuations = self._jobs.of(request_id)
+        for c in continuations:
+            self._end(c, reason, now)
+        return bool(continuations)
+
+    def finish(self, c: Continuation, reason: FinishReason, *, now: float) -> None:
+        """End one continuation, for example because its text has a stop string.
+
+        One that has ended already stays as it is.
+        """
+        self._end(c, reason, now)
+
+    def drain(self) -> None:
+        """Refuse what comes from now on; what is here goes on."""
+        self._draining = True
+
+    def take_events(self) -> list[Event]:
+        """Return the events since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def _check(self, request: Request) -> None:
+        config = self.config
+        if self._draining:
+            raise Draining("the engine is shutting down; send the request elsewhere")
+        request.check(vocab_size=config.vocab_size, max_len=config.longest)
+        if request.id in self._jobs:
+            raise InvalidRequest(f"id {request.id!r} is in use; choose another")
+        self._line.check(request)
+
+    def _end(self, c: Continuation, reason: FinishReason, now: float) -> None:
+        if c.state is State.ENDED:
+            return
+        if c.index == 0:
+            self._let_others_go(c)
+        if c.state is not State.WAITING:
+            self._release(c, keep=reason != "error")
+        elif not self._jobs.is_held(c):
+            self._line.leave(c)
+        c.state, c.finish = State.ENDED, reason
+        event = Event(kind="ended", continuation=c, time=now, finish=reason)
+        self._events.append(event)
+        self._jobs.close(c, reason)
+
+    # What the device is to do.
+
+    def plan(self, *, now: float) -> Plan | None:
+        """Return what to dispatch next; None where there is nothing.
+
+        A plan must be dispatched: what it says of pages and rows is settled.
+
+        Args:
+            now: The time in seconds.
+        """
+        for request_id in self._jobs.take_late(now):
+            self.abort(request_id, now=now, reason="timeout")
+        self._tick += 1
+        live, ahead = self._grow(now)
+        ready = self._admit(now)
+        chosen = choose_chunks(self._prefilling, self.config)
+        if not (live or ready or chosen):
+            return None
+        placed, source = self._place(ready, chosen)
+        moves, self._page_moves = self._page_moves, []
+        prefill = [self._chunk(c, end) for c, end in chosen]
+        changes = self._updates.take(placed, self._tick)
+        decode = self._decode(*ahead)
+        tokens = sum(len(chunk.tokens) for chunk in prefill)
+        self.counts.prompt_tokens += tokens
+        self.counts.compactions += source is not None
+        self._line.speed.count(tokens, now)
+        return Plan(
+            tick=self._tick,
+            moves=moves,
+            source=source,
+            changes=changes,
+            placed=[(c.slot, c) for c in placed if c.slot is not None],
+            prefill=prefill,
+            decode=decode,
+        )
+
+    def _grow(self, now: float) -> tuple[list[Continuation], tuple[int, int]]:
+        """Give each live row the pages that the next dispatch may write.
+
+        Returns:
+            The rows that go on, and how many steps and drafts they have pages for.
+        """
+        config = self.config
+        live = [c for c in self._slots.owners() if c.goes_on]
+        busy = self.num_waiting or self._prefilling or self._updates.replaying
+        one_step = busy or any(c.needs_sampler for c in live)
+        steps = 1 if one_step else config.steps
+        drafts = config.drafts_of(self._slots.bucket)
+        needs = self._needs(live, steps * (1 + drafts))
+        if sum(need for _, need in needs) > self.pool.num_available:
+            steps, drafts = 1, 0
+            needs = self._needs(live, 1)
+        for c, need in sorted(needs, key=lambda item: item[0].order):
+            while need > self.pool.num_available and c.state is State.DECODE:
+                self._preempt(max(self._preemptible(), key=BY_ORDER), now)
+            if c.state is State.DECODE:
+                c.pages += self.pool.allocate(need)
+                self._updates.grow(c)
+        return [c for c in live if c.state is State.DECODE], (steps, drafts)
+
+    def _needs(
+        self, live: list[Continuation], ahead: int
+    ) -> list[tuple[Continuation, int]]:
+        needs = ((c, self._tables.missing(c, ahead)) for c in live)
+        return [(c, need) for c, need in needs if need]
+
+    def _preemptible(self) -> Iterator[Continuation]:
+        yield from self._prefilling
+        yield from self._slots.owners()
+
+    def _preempt(self, c: Continuation, now: float) -> None:
+        """Take the pages of a continuation, which starts again."""
+        self._release(c, keep=True)
+        c.state = State.WAITING
+        self._line.come_back(c)
+        self.counts.preempted += 1
+        self._events.append(Event(kind="preempted", continuation=c, time=now))
+
+    def _admit(self, now: float) -> list[Continuation]:
+        """Give pages to those whose turn it is, while there are enough.
+
+        Returns:
+            The continuations whose prompt needs no prefill.
+        """
+        ready = []
+        while (c := self._line.peek()) is not None:
+            room = choose_yielding(
+                c,
+                self._preemptible(),
+                self._tables,
+                num_running=self._num_running,
+                num_slots=self.config.num_slots,
+            )
+            if room is None:
+                break
+            found, yielding = room
+            for other in yielding:
+                self._preempt(other, now)
+            self._line.leave(c)
+            if self.config.contiguous:
+                c.slot = self._slots.take(c)
+                self._tables.move_home(c)
+            else:
+                self._tables.admit(c, found)
+            c.state = State.PREFILL
+            self._num_running += 1
+            self._count_admission(c, now)
+            if c.kv >= c.target:
+                ready.append(c)
+            else:
+                bisect.insort(self._prefilling, c, key=BY_ORDER)
+            if c.index == 0 and not self._tables.sharable(c):
+                self._let_others_go(c)
+        return ready
+
+    def _count_admission(self, c: Continuation, now: float) -> None:
+        self._events.append(
+            Event(kind="admitted", continuation=c, time=now, cached_tokens=c.kv)
+        )
+        if not c.admitted:
+            c.admitted = True
+            self.counts.cached_tokens += c.kv
+            self._line.charge([(c, len(c.tokens) - c.kv)])
+
+    def _let_others_go(self, first: Continuation) -> None:
+        """Let the others of a request wait no longer for its first one."""
+        for c in self._jobs.let_go(first):
+            if c.state is State.WAITING:
+                self._line.come_back(c)
+
+    def _release(self, c: Continuation, *, keep: bool) -> None:
+        if c in self._prefilling:
+            self._prefilling.remove(c)
+        if c.slot is not None:
+            self._slots.free(c.slot)
+            c.slot = None
+        self._tables.release(c, keep=keep)
+        self._num_running -= 1
+
+    def _place(
+        self, ready: list[Continuation], chosen: list[tuple[Continuation, int]]
+    ) -> tuple[list[Continuation], list[int] | None]:
+        """Rows for those whose prompt ends in this tick; first the others move up."""
+        done = [c for c, end in chosen if end == c.target] + ready
+        placed = [c for c in done if c.limit > len(c.tokens)]
+        more = sum(c.slot is None for c in placed)
+        source = self._slots.resize(self._slots.num_used + more)
+        for c in done:
+            c.prompt_done = True
+            if c in self._prefilling:
+                self._prefilling.remove(c)
+        for c in placed:
+            if c.slot is None:
+                c.slot = self._slots.take(c)
+            c.state, c.placed, c.known = State.DECODE, self._tick, len(c.tokens)
+        return placed, source
+
+    def _moved(self, c: Continuation, slot: int) -> None:
+        c.slot = slot
+        if self.config.contiguous:
+            self._page_moves += self._tables.move_home(c)
+            self._updates.grow(c)
+
+    def _chunk(self, c: Continuation, end: int) -> Chunk:
+        draws = c.placed == self._tick and end == len(c.tokens)
+        chunk = Chunk(
+            continuation=c,
+            tokens=c.tokens[c.kv : end],
+            start=c.kv,
+            pages=c.pages[: self.pool.pages_for(end)],
+            slot=c.slot if draws else None,
+        )
+        c.kv = end
+        # Whoever reads the pages is planned later, so they will have been written.
+        self._tables.name(c)
+        if c.index == 0 and c.prompt_done:
+            self._let_others_go(c)
+        return chunk
+
+    def _decode(self, steps: int, drafts: int) -> Decode | None:
+        bucket = self._slots.bucket
+        rows = [
+            c if c and c.state is State.DECODE else None
+            for c in self._slots.rows[:bucket]
+        ]
+        live = [(i, c) for i, c in enumerate(rows) if c and c.goes_on]
+        replaying = self._updates.replaying
+        replayed = {c.slot for c in replaying if c.slot is not None}
+        full = [i for i, c in live if c.needs_sampler and i not in replayed]
+        most = self.config.drafts_of(bucket)
+        drafts = 0 if full or replayed else min(drafts, most)
+        if drafts < most:
+            steps = 1
+        if not live:
+            return None
+        for c in filter(None, rows):
+            c.pending += steps * (1 + drafts)
+            c.due += steps
+        return Decode(
+            rows=rows,
+            bucket=bucket,
+            steps=steps,
+            drafts=drafts,
+            full=full,
+            replayed=replayed,
+        )
+
+    # What came back.
+
+    def update(
+        self,
+        plan: Plan,
+        *,
+        prefill: Drawn | None = None,
+        decode: Drawn | None = None,
+        now: float,
+    ) -> list[Progress]:
+        """Take in the results of a plan, after those of the plans before it.
+
+        Results of continuations that ended or were preempted meanwhile are dropped.
+
+        Args:
+            plan: The plan as it was dispatched.
+            prefill: Results of its prefill; None where it has none, or is not back yet.
+            decode: Results of its decode, likewise.
+            now: The time in seconds.
+
+        Returns:
+            The gain of each continuation; none without news.
+        """
+        news = []
+        for row, chunk in enumerate(plan.prefill):
+            c = chunk.continuation
+            if prefill is None:
+                break
+            if c.state is State.DECODE and c.placed == plan.tick and chunk.sampled:
+                news.append(self._advance(c, row, prefill, now, decoded=False))
+            elif c.state is State.PREFILL and chunk.end == c.limit:
+                # Only the prompt was wanted.
+                self._end(c, "length", now)
+        if decode is not None and plan.decode is not None:
+            news += self._decoded(plan.tick, plan.decode, decode, now)
+        self._line.charge((p.continuation, len(p.tokens)) for p in news)
+        return news
+
+    def _decoded(
+        self, tick: int, plan: Decode, drawn: Drawn, now: float
+    ) -> Iterator[Progress]:
+        for row, c in enumerate(plan.rows):
+            if c is None or c.state is not State.DECODE or c.placed > tick:
+                continue
+            c.pending -= plan.steps * (1 + plan.drafts)
+            c.due -= plan.steps
+            if plan.drafts:
+                self.counts.add_drafts(drawn, row)
+            if row in plan.replayed:
+                c.kv += 1
+                self._tables.name(c)
+            else:
+                yield self._advance(c, row, drawn, now, decoded=True)
+
+    def _advance(
+        self, c: Continuation, row: int, drawn: Drawn, now: float, *, decoded: bool
+    ) -> Progress:
+        tokens, flags, logprobs = drawn.of_row(row)
+        # A live row that draws nothing is one that the device knows nothing of.
+        finish: FinishReason | None = None if tokens else "error"
+        kept = 0
+        for token, flag in zip(tokens, flags, strict=True):
+            if flag and flag & OutFlag.NOT_FINITE:
+                finish = "error"
+                break
+            c.tokens.append(token)
+            kept += 1
+            finish = _reason(c, token, flag)
+            if finish is not None:
+                break
+        c.kv += kept * decoded
+        self.counts.drawn_tokens += kept
+        self._tables.name(c)
+        if finish is not None:
+            self._end(c, finish, now)
+        return Progress(
+            continuation=c,
+            tokens=tokens[:kept],
+            logprobs=logprobs[:kept],
+            row=row,
+            decoded=decoded,
+            finish=finish,
+        )
+
+
+def _reason(c: Continuation, token: int, flag: int) -> FinishReason | None:
+    """Say why the newest token ends the continuation, if it does."""
+    length = len(c.tokens)
+    if token in c.stops and c.num_drawn > c.request.params.min_tokens:
+        return "stop"
+    if length >= c.limit:
+        return "length"
+    if flag and flag & OutFlag.ENDED:
+        return "stop" if flag & OutFlag.STOPPED else "length"
+    return None

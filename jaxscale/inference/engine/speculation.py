@@ -1,0 +1,102 @@
+"""Drafts: the tokens that a request is likely to draw, guessed from those it has.
+
+The newest few tokens are looked for among the earlier ones, and what followed there is
+guessed to follow again. Code that is edited, a text that is quoted or summed up, and
+whatever repeats itself are guessed well. A step then computes the newest token and its
+drafts together, which takes about as long as one token while the batch is small.
+
+The token of each place is drawn as it would be without drafts, with the noise of its
+position, and counts if all drafts before it are what was drawn. So nothing changes but
+the number of steps: where the draft has the probability p, it is what is drawn with
+this probability, and otherwise the draw follows what p leaves to the other tokens. That
+is rejection sampling with drafts that are certain.
+
+Legend: B rows, C columns of a row, M tokens of the longest request, D drafts, R = 1 + D
+tokens of a step, V vocabulary.
+
+References:
+    Prompt lookup decoding: https://github.com/apoorvumang/prompt-lookup-decoding.
+    Speculative sampling: Leviathan et al., arXiv 2211.17192; Chen et al., arXiv
+    2302.01318.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxscale.inference.engine.batch_rows import Column
+from jaxscale.inference.engine import sampling
+
+
+def look_up(
+    history: Int[Array, "B M"],
+    last: Int[Array, "B"],
+    *,
+    drafts: int,
+    shortest: int,
+    longest: int,
+) -> tuple[Int[Array, "B D"], Bool[Array, "B"]]:
+    """Guess the tokens that follow by those that followed the same n-gram before.
+
+    Of the n-grams that end with the newest token, the longest that occurs earlier is
+    taken, where it has occurred last. If fewer than D tokens followed, what repeats
+    itself is taken to go on.
+
+    Args:
+        history: Tokens of each row; those behind `last` mean nothing.
+        last: Position of the newest token.
+        drafts: D, how many to guess.
+        shortest: Fewest tokens of an n-gram.
+        longest: Most tokens of an n-gram.
+
+    Returns:
+        The guesses, and the rows that have any; the others have zeros.
+
+    Example:
+        >>> history, last = jnp.array([[5, 6, 7, 8, 6, 7, 0, 0]]), jnp.array([5])
+        >>> look_up(history, last, drafts=4, shortest=1, longest=3)[0].tolist()
+        [[8, 6, 7, 8]]
+    """
+    width = history.shape[1]
+    at = jnp.arange(width, dtype=jnp.int32)
+    # How many tokens before and at each place are the newest ones. [B, M]
+    run = jnp.ones(history.shape, bool)
+    length = jnp.zeros(history.shape, jnp.int32)
+    for back in range(longest):
+        place = jnp.maximum(last - back, 0)
+        token = jnp.take_along_axis(history, place[:, None], axis=1)
+        here = jnp.pad(history, ((0, 0), (back, 0)))[:, :width]
+        # Before the first token there is nothing.
+        run &= (here == token) & (at >= back)
+        length += run.astype(jnp.int32)
+    found = (length >= shortest) & (at < last[:, None])
+    best = jnp.argmax(jnp.where(found, length * width + at, -1), axis=1)
+    any_found = jnp.any(found, axis=1)
+    period = jnp.maximum(last - best, 1)[:, None]
+    ahead = best[:, None] + 1 + jnp.arange(drafts, dtype=jnp.int32) % period
+    guesses = jnp.take_along_axis(history, ahead, axis=1)
+    return jnp.where(any_found[:, None], guesses, 0), any_found
+
+
+def verify(
+    logits: Float[Array, "B_times_R V"],
+    rows: Int[Array, "B C"],
+    tokens: Int[Array, "B R"],
+    num_new: Int[Array, "B"],
+) -> tuple[Int[Array, "B R"], Bool[Array, "B D"]]:
+    """Draw the token that follows each of `tokens`, and find the drafts that are right.
+
+    Args:
+        logits: Of the token that follows each.
+        rows: The state: settings, seeds and lengths.
+        tokens: The newest of each row, then its drafts.
+        num_new: How many of them are real.
+
+    Returns:
+        What was drawn, and for each draft whether it is what was drawn in its place.
+    """
+    width = tokens.shape[1]
+    at = rows[:, Column.LENGTH, None] + 1 + jnp.arange(width)
+    each = jnp.repeat(rows, width, axis=0)
+    drawn = sampling.draw(logits, each, at.reshape(-1)).reshape(tokens.shape)
+    drafted = jnp.arange(1, width) < num_new[:, None]
+    return drawn, drafted & (tokens[:, 1:] == drawn[:, :-1])

@@ -1,0 +1,114 @@
+"""Everyone who waits: new requests, and those whose turn has come before."""
+
+import bisect
+import collections
+import math
+import operator
+from collections.abc import Iterable
+
+from jaxscale.inference.engine.fair_queue import FairQueue
+from jaxscale.inference.engine.scheduler_config import SchedulerConfig
+from jaxscale.inference.engine.scheduler_output import Continuation
+from jaxscale.inference.request import Overloaded, Request
+
+
+_LONGEST_RETRY = 60  # seconds
+
+BY_ORDER = operator.attrgetter("order")
+"""Sorts continuations by priority, arrival and index."""
+
+
+class Speed:
+    """Tokens of prompts a second, lately."""
+
+    def __init__(self) -> None:
+        self._rate = 0.0
+        self._last: float | None = None
+
+    def count(self, tokens: int, now: float) -> None:
+        """A tick computes this many."""
+        if self._last is not None and tokens and now > self._last:
+            rate = tokens / (now - self._last)
+            self._rate = rate if not self._rate else 0.9 * self._rate + 0.1 * rate
+        self._last = now
+
+    def retry_after(self, tokens: int) -> int:
+        """Seconds until so many are computed, at least 1."""
+        seconds = math.ceil(tokens / self._rate) if self._rate else 1
+        return min(max(seconds, 1), _LONGEST_RETRY)
+
+
+class Line:
+    """Continuations that wait for pages and a row.
+
+    Those that were preempted, or whose request has had its turn, go before new ones of
+    their priority, by arrival.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        """Nobody waits.
+
+        Args:
+            config: How many may.
+        """
+        self.speed = Speed()
+        """How fast the line moves."""
+        self._config = config
+        self._new = FairQueue[Continuation]()
+        self._returning: list[Continuation] = []
+        self.num_tokens = 0
+        """Tokens of the prompts of the new ones."""
+
+    def __len__(self) -> int:
+        return len(self._new) + len(self._returning)
+
+    @property
+    def num_new(self) -> int:
+        """Number of those that have not had a turn."""
+        return len(self._new)
+
+    def check(self, request: Request) -> None:
+        """Raise `Overloaded` where a request may not join."""
+        config, waiting, tokens = self._config, self.num_new, self.num_tokens
+        full = waiting + 1 > config.max_waiting
+        long = tokens + len(request.prompt) > config.max_waiting_tokens
+        # An empty queue takes anything, or the largest request would never run.
+        if waiting and (full or long):
+            raise Overloaded(
+                f"{waiting} requests with {tokens} tokens wait, at most "
+                f"{config.max_waiting} with {config.max_waiting_tokens} may",
+                self.speed.retry_after(tokens),
+            )
+
+    def join(self, c: Continuation) -> None:
+        """Let a new one wait."""
+        self._new.push(c, priority=c.request.priority, client=c.request.client)
+        self.num_tokens += len(c.request.prompt)
+
+    def come_back(self, c: Continuation) -> None:
+        """Let one wait that has had a turn before."""
+        bisect.insort(self._returning, c, key=BY_ORDER)
+
+    def peek(self) -> Continuation | None:
+        """The next in turn, None where nobody waits."""
+        new = self._new.peek()
+        back = self._returning[0] if self._returning else None
+        if new is None or (back is not None and back.order[0] <= new.order[0]):
+            return back
+        return new
+
+    def leave(self, c: Continuation) -> None:
+        """Take one out, wherever it stands."""
+        if c in self._returning:
+            self._returning.remove(c)
+            return
+        self._new.remove(c, priority=c.request.priority, client=c.request.client)
+        self.num_tokens -= len(c.request.prompt)
+
+    def charge(self, served: Iterable[tuple[Continuation, int]]) -> None:
+        """Count tokens that the clients of continuations were served."""
+        tokens = collections.Counter[tuple[int, str]]()
+        for c, count in served:
+            tokens[c.request.priority, c.request.client] += count
+        for (priority, client), count in tokens.items():
+            self._new.charge(count, priority=priority, client=client)

@@ -1,0 +1,1 @@
+"""Checkpoints: what is written when, checked by digests, read back on other meshes."""

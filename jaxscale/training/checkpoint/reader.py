@@ -1,0 +1,324 @@
+"""Reading of checkpoints: what a process finds in one, checked against its record."""
+
+import collections
+import contextlib
+import dataclasses
+import json
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxscale.training.checkpoint.array_names import flatten, named_leaves, nest
+from jaxscale.training.checkpoint.record import CheckpointRecord
+from jaxscale.training.checkpoint.replicas import is_read_here, reading_place, spread
+from jaxscale.training.checkpoint.stack_moves import StackMove, stack_ranks
+from jaxscale.training.checkpoint.steps import (
+    RECORD,
+    DamagedCheckpoint,
+    texts,
+    was_recorded,
+)
+
+
+logger = logging.getLogger("jaxscale.training")
+
+SCHEDULE_STEPS = "schedule_steps"
+"""Name in the settings of a checkpoint, of which a run may name another value."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Found:
+    """What was read from a checkpoint, as it was saved."""
+
+    step: int
+    record: CheckpointRecord | None
+    """None for a checkpoint of a version that made none."""
+    data: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """The small item that was asked for."""
+    arrays: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """By name; at first only what this process has read."""
+    wanted: Mapping[str, jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
+    """Shape, type and place that they get by `CheckpointReader.verify`."""
+    moves: Mapping[str, StackMove] = dataclasses.field(default_factory=dict)
+    """How arrays of layers come to where they are wanted."""
+
+
+class CheckpointReader:
+    """Reads the checkpoints of a directory.
+
+    Damage is a `DamagedCheckpoint` whose message names step, directory and reason.
+    """
+
+    def __init__(
+        self, directory: Path, manager: Any, config: Mapping[str, Any]
+    ) -> None:
+        """Begin to read.
+
+        Args:
+            directory: Directory of the checkpoints.
+            manager: Orbax's manager of this directory.
+            config: Settings of the run that reads.
+        """
+        self._directory = directory
+        self._manager = manager
+        self._config = config
+        self._orbax = require_orbax()
+
+    def items(
+        self, step: int, *items: str
+    ) -> tuple[CheckpointRecord | None, dict[str, Any]]:
+        """The record of a checkpoint, if it has one, and small items, checked.
+
+        Raises:
+            DamagedCheckpoint: they cannot be read, or are not what was saved.
+        """
+        checkpoint = self._directory / str(step)
+        is_recorded = (checkpoint / RECORD).is_dir()
+        names = [*items, RECORD] if is_recorded else items
+        json_items = {name: self._orbax.args.JsonRestore() for name in names}
+        with self._reading(step):
+            if checkpoint.is_dir() and not is_recorded and was_recorded(checkpoint):
+                raise ValueError("its digests are gone")
+            args = self._orbax.args.Composite(**json_items)
+            restored = self._manager.restore(step, args=args) if names else {}
+            found = {name: dict(restored[name]) for name in items}
+            if not is_recorded:
+                return None, found
+            record = CheckpointRecord.from_json(restored[RECORD])
+            for name, content in found.items():
+                record.check_item(name, content)
+        return record, found
+
+    def verify(self, found: Found) -> None:
+        """Give all processes what each has read, and compare it with what was saved.
+
+        Raises:
+            DamagedCheckpoint: it is not that.
+        """
+        with self._reading(found.step):
+            mine = json.dumps(found.record and found.record.to_json()["checksum"])
+            if set(texts(mine)) != {mine}:
+                raise ValueError("processes have read different digests")
+            found.arrays = {
+                name: spread(found.arrays.pop(name, None), x)
+                for name, x in found.wanted.items()
+            }
+            if found.record is not None:
+                found.record.check_arrays(found.arrays)
+        if found.record is None and found.arrays and jax.process_index() == 0:
+            logger.warning(
+                "checkpoint %d in %s is of a version without digests: not checked",
+                found.step,
+                self._directory,
+            )
+
+    @contextlib.contextmanager
+    def _reading(self, step: int) -> Iterator[None]:
+        """Errors of the file formats, many lines long, as `DamagedCheckpoint`."""
+        try:
+            yield
+        except (MemoryError, PermissionError, jax.errors.JaxRuntimeError):
+            raise  # the machine's fault
+        except Exception as error:
+            raise DamagedCheckpoint(
+                f"checkpoint {step} in {self._directory} is damaged and not used "
+                f"({type(error).__name__}: {first_line(error)})"
+            ) from error
+
+    def check_config(self, step: int, saved: Mapping[str, Any]) -> None:
+        """Compare the settings of a checkpoint with those of the run that reads.
+
+        Raises:
+            ValueError: they differ.
+        """
+        ours, theirs = flatten(self._config), flatten(saved)
+        differences = [
+            f"{name} {theirs.get(name)!r} (now {ours.get(name)!r})"
+            for name in sorted({*ours, *theirs} - {SCHEDULE_STEPS})
+            if ours.get(name) != theirs.get(name)
+        ]
+        if differences:
+            raise ValueError(
+                f"checkpoint {step} in {self._directory} belongs to another run, with "
+                f"{', '.join(differences)}; set these back or choose another output_dir"
+            )
+
+    def arrays(
+        self,
+        target: Any,
+        step: int,
+        record: CheckpointRecord | None,
+        *,
+        data: Mapping[str, Any] = MappingProxyType({}),
+        prefix: str = "",
+    ) -> Found:
+        """The arrays of `target` in the shapes and types that they were saved in.
+
+        Args:
+            target: Arrays or `jax.ShapeDtypeStruct` with structure and shardings.
+            step: Step of the checkpoint.
+            record: What was saved.
+            data: A small item to go with them.
+            prefix: What the names of the arrays in the checkpoint begin with.
+
+        Raises:
+            DamagedCheckpoint: they cannot be read.
+            ValueError: they are others than those of `target`.
+        """
+        wanted = {
+            prefix + name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+            for name, x in named_leaves(target).items()
+        }
+        saved = self._saved(step, record)
+        found = {name: x for name, x in saved.items() if name.startswith(prefix)}
+        moves = self._moves(target, wanted, found, prefix)
+        self._check_arrays(step, wanted, found, moves)
+        places = {name: x.sharding for name, x in wanted.items()}
+        places |= {name: move.saved.sharding for name, move in moves.items()}
+        all_of_them = {
+            name: x.update(sharding=places[name]) for name, x in found.items()
+        }
+        mine: dict[str, jax.ShapeDtypeStruct] = {}
+        turns = collections.Counter[Any]()
+        for name, x in all_of_them.items():
+            place = reading_place(x.sharding, turns[x.sharding])
+            turns[x.sharding] += 1
+            if is_read_here(place):
+                mine[name] = x.update(sharding=place)
+        return Found(
+            step=step,
+            record=record,
+            data=dict(data),
+            arrays=self._read(step, mine, is_all=len(mine) == len(saved)),
+            wanted=all_of_them,
+            moves=moves,
+        )
+
+    def _read(
+        self, step: int, arrays: Mapping[str, jax.ShapeDtypeStruct], *, is_all: bool
+    ) -> dict[str, Any]:
+        """Some or all arrays of a checkpoint, in the shapes and types of its own."""
+        if not arrays:
+            return {}
+        ocp, abstract = self._orbax, nest(arrays)
+        args = ocp.args.PyTreeRestore(
+            abstract,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
+            partial_restore=not is_all,
+        )
+        with self._reading(step):
+            restored = self._manager.restore(step, args=ocp.args.Composite(state=args))
+            return flatten(restored["state"])
+
+    def _saved(
+        self, step: int, record: CheckpointRecord | None
+    ) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape and type of each array of a checkpoint."""
+        with self._reading(step):
+            metadata = self._manager.item_metadata(step).state
+            if metadata is None:
+                raise FileNotFoundError("state/_METADATA")
+            arrays = flatten(metadata.tree)
+            if record is not None:
+                shapes = {name: x.shape for name, x in record.arrays.items()}
+                if shapes != {name: tuple(x.shape) for name, x in arrays.items()}:
+                    raise ValueError("other arrays are there than were saved")
+                arrays = record.arrays
+            return {
+                name: jax.ShapeDtypeStruct(
+                    tuple(x.shape), jax.dtypes.canonicalize_dtype(jnp.dtype(x.dtype))
+                )
+                for name, x in arrays.items()
+            }
+
+    def placed[S](self, target: S, found: Found, *, prefix: str = "") -> S:
+        """The arrays as `target` wants them."""
+        leaves = []
+        for name, want in named_leaves(target).items():
+            x = found.arrays.pop(prefix + name)
+            if move := found.moves.get(prefix + name):
+                x = move(x)
+            if x.dtype != want.dtype:
+                x = _cast(x, want)
+            leaves.append(x)
+        return jax.tree.unflatten(jax.tree.structure(target), leaves)
+
+    def _moves(
+        self,
+        target: Any,
+        wanted: Mapping[str, Any],
+        found: Mapping[str, Any],
+        prefix: str,
+    ) -> dict[str, StackMove]:
+        """How stacks that were saved for other stages of a pipeline come over."""
+        moves = {}
+        model = self._config.get("model")
+        num_layers = model.get("num_layers") if isinstance(model, Mapping) else None
+        for path, lead in stack_ranks(target).items():
+            name = prefix + path
+            if name not in found:
+                continue
+            saved, x = tuple(found[name].shape), wanted[name]
+            if saved != tuple(x.shape):
+                move = StackMove.between(saved, x, lead, num_layers)
+                moves |= {} if move is None else {name: move}
+        return moves
+
+    def _check_arrays(
+        self,
+        step: int,
+        wanted: Mapping[str, Any],
+        found: Mapping[str, Any],
+        moved: Collection[str],
+    ) -> None:
+        problems = [f"lacks {name}" for name in wanted if name not in found]
+        problems += [f"has {name} too" for name in found if name not in wanted]
+        problems += [
+            f"has {name} of shape {tuple(found[name].shape)} instead of {x.shape}"
+            for name, x in wanted.items()
+            if name in found
+            and name not in moved
+            and tuple(found[name].shape) != tuple(x.shape)
+        ]
+        if problems:
+            more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+            raise ValueError(
+                f"checkpoint {step} in {self._directory} does not fit this model and "
+                f"optimizer: it {', '.join(problems[:5])}{more}; use the settings that "
+                "it was made with"
+            )
+
+
+def _cast(x: jax.Array, want: Any) -> jax.Array:
+    """`x` in the wanted type, where it should be."""
+
+    def cast(x: jax.Array) -> jax.Array:
+        return jax.device_put(x, jax.memory.Space.Device).astype(want.dtype)
+
+    return jax.jit(cast, out_shardings=want.sharding)(x)
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, in a line."""
+    text = error.strerror if isinstance(error, OSError) else None
+    return (text or str(error)).partition("\n")[0][:100]
+
+
+def require_orbax() -> ModuleType:
+    """Orbax.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        import orbax.checkpoint as ocp
+    except ImportError as error:
+        raise ImportError(
+            "jaxscale.training.checkpoint.store needs Orbax: pip install 'jaxscale[train]'"
+        ) from error
+    return ocp

@@ -1,0 +1,146 @@
+"""What a checkpoint was saved with, by which it is checked when it is read."""
+
+import dataclasses
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxscale.training.checkpoint.digest import differing, digests
+
+
+logger = logging.getLogger("jaxscale.training")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ArrayRecord:
+    """An array as it was saved."""
+
+    shape: tuple[int, ...]
+    """Its shape."""
+    dtype: str
+    """Its type."""
+    digest: str
+    """Its digest; see `jaxscale.training.checkpoint.digest`."""
+    layers: int | None = None
+    """The number of its layers if it is stored [v, p, k, ...]."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointRecord:
+    """Digests of the arrays of a checkpoint and checksums of its other items.
+
+    Example:
+        >>> record = CheckpointRecord.of({"w": jnp.ones(3)}, {}, data={"row": 12})
+        >>> saved = record.to_json()
+        >>> CheckpointRecord.from_json(saved) == record
+        True
+        >>> record.check_item("data", {"row": 13})
+        Traceback (most recent call last):
+        ...
+        ValueError: the checksum of data differs
+    """
+
+    arrays: Mapping[str, ArrayRecord]
+    """By the name of the array."""
+    items: Mapping[str, str]
+    """Checksums, by the name of the item."""
+
+    @classmethod
+    def of(
+        cls, arrays: Mapping[str, Any], layers: Mapping[str, int], **items: Any
+    ) -> "CheckpointRecord":
+        """The record of a state; all processes must make it together.
+
+        Args:
+            arrays: The arrays by name.
+            layers: Number of layers of those that are stored [v, p, k, ...].
+            items: The other items, as JSON.
+        """
+        found = digests(arrays, layers)
+        if (text := differing(found)) and jax.process_index() == 0:
+            logger.warning("%s; the checkpoint holds the first of each", text)
+        records = {}
+        for name, x in arrays.items():
+            stored = jax.eval_shape(_stored, x)
+            records[name] = ArrayRecord(
+                shape=stored.shape,
+                dtype=stored.dtype.name,
+                digest=found[name].value,
+                layers=layers.get(name),
+            )
+        sums = {name: _checksum(content) for name, content in items.items()}
+        return cls(arrays=records, items=sums)
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as JSON, with a checksum of its own."""
+        content = {
+            "arrays": {name: dataclasses.asdict(x) for name, x in self.arrays.items()},
+            "items": dict(self.items),
+        }
+        return content | {"checksum": _checksum(content)}
+
+    @classmethod
+    def from_json(cls, content: Any) -> "CheckpointRecord":
+        """The record of `to_json`.
+
+        Raises:
+            ValueError: it is damaged.
+        """
+        given = dict(content)
+        if given.pop("checksum", None) != _checksum(given):
+            raise ValueError("the checksum of the digests differs")
+        arrays = {
+            name: ArrayRecord(**{**x, "shape": tuple(x["shape"])})
+            for name, x in given["arrays"].items()
+        }
+        return cls(arrays=arrays, items=given["items"])
+
+    @property
+    def layers(self) -> dict[str, int]:
+        """Number of layers of the arrays that are stored [v, p, k, ...]."""
+        return {name: x.layers for name, x in self.arrays.items() if x.layers}
+
+    def check_item(self, name: str, content: Any) -> None:
+        """Check an item other than the arrays.
+
+        Raises:
+            ValueError: it is not what was saved.
+        """
+        if self.items[name] != _checksum(content):
+            raise ValueError(f"the checksum of {name} differs")
+
+    def check_arrays(self, arrays: Mapping[str, Any]) -> None:
+        """Check arrays as they were read; all processes must do it together.
+
+        Args:
+            arrays: Some or all, in the shape and type that they were saved in.
+
+        Raises:
+            ValueError: some are not what was saved.
+        """
+        found = digests(arrays, self.layers)
+        wrong = [
+            name
+            for name, digest in found.items()
+            if digest.odd or digest.value != self.arrays[name].digest
+        ]
+        if wrong:
+            more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            raise ValueError(f"the digest of {wrong[0]}{more} differs")
+
+
+def _stored(x: Any) -> Any:
+    """What is on disk of an array: random keys are stored as their bits."""
+    x = jnp.asarray(x)
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(x) if is_key else x
+
+
+def _checksum(content: Any) -> str:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

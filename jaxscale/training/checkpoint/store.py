@@ -1,0 +1,402 @@
+"""Checkpoints of a run: parameters by name, optimizer, data position, settings."""
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxscale.sharding.rules import STACK_AXES
+from jaxscale.training.checkpoint.array_names import named_leaves, nest
+from jaxscale.training.checkpoint.reader import (
+    CheckpointReader,
+    Found,
+    first_line,
+    require_orbax,
+)
+from jaxscale.training.checkpoint.record import CheckpointRecord
+from jaxscale.training.checkpoint.stack_moves import stack_ranks
+from jaxscale.training.checkpoint.steps import (
+    ITEMS,
+    RECORD,
+    CheckpointNotWritten,
+    DamagedCheckpoint,
+    complete_steps,
+    make_writable,
+    numbered,
+    of_first,
+    on_all,
+    set_aside,
+    set_aside_after,
+)
+
+
+logger = logging.getLogger("jaxscale.training")
+
+
+class Checkpointer:
+    """Saves the state of a run in the background, and brings it back on any mesh.
+
+    A checkpoint is a directory named by its step with four items: ``state`` (arrays
+    under the path of each parameter, so that it outlives changes of the code), ``data``
+    (position of the data iterator), ``config`` (settings of the run) and ``digests``,
+    which the devices make of the arrays before the save, and again of what is read: a
+    changed byte on the way through host, network and disk is found. It becomes visible
+    by a rename when all of it is written: what a killed process leaves behind is
+    ignored, and removed when the next run opens the directory. Where the newest one
+    cannot be read or is not what was saved, the one before is taken, with a line on the
+    log; a directory that lacks one of the first three counts for nothing, one that has
+    lost its digests is damaged, and one of an older version, which made none, is taken
+    unchecked. Of several processes all take the same one, which each of them can read.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp
+        >>> directory = tempfile.mkdtemp()
+        >>> with Checkpointer(directory) as checkpointer:
+        ...     checkpointer.save(3, {"w": jnp.arange(4.0)}, {"row": 12})
+        >>> with Checkpointer(directory, read_only=True) as checkpointer:
+        ...     state, data = checkpointer.restore({"w": jnp.zeros(4)})
+        >>> state["w"].tolist(), data
+        ([0.0, 1.0, 2.0, 3.0], {'row': 12})
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep: int = 3,
+        keep_every: int | None = None,
+        config: Mapping[str, Any] | None = None,
+        read_only: bool = False,
+    ) -> None:
+        """Open, and if needed make, a directory of checkpoints.
+
+        Args:
+            directory: Directory for this run alone.
+            keep: Number of the newest checkpoints that are kept.
+            keep_every: Checkpoints at multiples of this step are kept for good.
+            config: Settings that decide what the run computes, as JSON. They are saved
+                with each checkpoint and compared when one is restored.
+            read_only: Neither save nor clean up, for example beside a running job.
+
+        Raises:
+            ImportError: Orbax is not installed.
+            ValueError: `keep` or `keep_every` is not positive.
+            CheckpointNotWritten: the directory cannot be made or written to.
+        """
+        if keep < 1:
+            raise ValueError(f"keep {keep} must be at least 1 checkpoint")
+        if keep_every is not None and keep_every < 1:
+            raise ValueError(
+                f"keep_every {keep_every} must be at least 1 step, or None"
+            )
+        self.directory = Path(directory).resolve()
+        self._config = dict(config or {})
+        self._read_only = read_only
+        self._orbax = ocp = require_orbax()
+        if not read_only:
+            make_writable(self.directory)
+            # Orbax would count those that are not whole among those to keep.
+            whole = complete_steps(self.directory)
+            set_aside(self.directory, set(numbered(self.directory)) - set(whole))
+        self._failed: list[BaseException] = []
+        """What a save in the background has run into, and its meeting may hide."""
+        handlers = {item: ocp.JsonCheckpointHandler() for item in (*ITEMS, RECORD)}
+        handlers["state"] = ocp.PyTreeCheckpointHandler()
+        for handler in handlers.values():
+            _telling(handler, self._failed)
+        items: dict[str, Any] = {
+            "item_names": tuple(handlers),
+            "item_handlers": handlers,
+        }
+        # Its option `read_only` does no more than this, but warns of itself twice.
+        policies = ocp.checkpoint_managers
+        preserve = [policies.LatestN(keep)]
+        if keep_every is not None:
+            preserve.append(policies.EveryNSteps(keep_every))
+        self._manager = ocp.CheckpointManager(
+            self.directory,
+            options=ocp.CheckpointManagerOptions(
+                preservation_policy=policies.AnyPreservationPolicy(preserve),
+                create=not read_only,
+                cleanup_tmp_directories=not read_only,
+            ),
+            **items,
+        )
+        manager = self._manager
+        if jax.process_count() > 1:
+            # Orbax ends each restore with a meeting of all processes, to which one that
+            # cannot read would not come. Each reads alone; what is taken, they agree.
+            me = jax.process_index()
+            manager = ocp.CheckpointManager(
+                self.directory,
+                options=ocp.CheckpointManagerOptions(
+                    create=False,
+                    multiprocessing_options=ocp.options.MultiprocessingOptions(
+                        primary_host=me,
+                        active_processes={me},
+                        barrier_sync_key_prefix=f"process_{me}",
+                    ),
+                ),
+                **items,
+            )
+        self._reading_manager = manager
+        self._is_behind = False
+        """Whether it is not known yet how the last save has ended."""
+        self._reader = CheckpointReader(self.directory, manager, self._config)
+
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps of which there is a complete checkpoint, oldest first."""
+        return complete_steps(self.directory)
+
+    def newest(self) -> int | None:
+        """The newest of `steps`, as process 0 sees them; all processes must ask."""
+        newest = of_first(max(self.steps, default=-1))
+        return None if newest < 0 else newest
+
+    def save(self, step: int, state: Any, data_state: Mapping[str, Any]) -> None:
+        """Copy `state` to the host and write it in the background.
+
+        The arrays may be donated once this returns. A step that is there already is
+        left as it is. What goes wrong later is raised by `check`, the next save, `wait`
+        or `close`.
+
+        Args:
+            step: Name of the checkpoint.
+            state: Any pytree of arrays, for example a `TrainState`.
+            data_state: Position of the data iterator, as JSON.
+
+        Raises:
+            ValueError: the directory was opened with `read_only`.
+            CheckpointNotWritten: this or the one before could not be; older ones are as
+                they were.
+        """
+        if self._read_only:
+            raise ValueError(
+                f"checkpoints in {self.directory} were opened with read_only=True; "
+                "open them without it to save"
+            )
+        if step in self._manager.all_steps():
+            return
+        data = json.loads(json.dumps(dict(data_state)))
+        arrays = named_leaves(state)
+        record = CheckpointRecord.of(
+            arrays, self._layers(state), data=data, config=self._config
+        )
+        args = self._orbax.args
+        with self._writing():
+            self._is_behind = True
+            self._manager.save(
+                step,
+                args=args.Composite(
+                    state=args.PyTreeSave(nest(arrays)),
+                    data=args.JsonSave(data),
+                    config=args.JsonSave(self._config),
+                    **{RECORD: args.JsonSave(record.to_json())},
+                ),
+                force=True,
+            )
+
+    def restore[S](
+        self, target: S, step: int | None = None
+    ) -> tuple[S, dict[str, Any]]:
+        """The state and the data position of a checkpoint.
+
+        Args:
+            target: Arrays or `jax.ShapeDtypeStruct` with the wanted structure, types
+                and shardings, on whatever mesh.
+            step: Step of the checkpoint, of which no other takes the place; None is the
+                newest that can be read.
+
+        Raises:
+            FileNotFoundError: there is no checkpoint, or none of `step`.
+            DamagedCheckpoint: that of `step`, or every one, cannot be read.
+            ValueError: the settings of the run or the parameters differ; the message
+                names them.
+        """
+
+        def read(step: int) -> Found:
+            record, items = self._reader.items(step, "data", "config")
+            self._reader.check_config(step, items["config"])
+            return self._reader.arrays(target, step, record, data=items["data"])
+
+        found = self._newest(read, step)
+        return self._reader.placed(target, found), found.data
+
+    def restore_model[M](self, target: M, step: int | None = None) -> M:
+        """The model alone, without the optimizer, for evaluation and generation.
+
+        Args:
+            target: Module with the wanted types and shardings, for example abstract.
+            step: Step of the checkpoint; None is the newest that can be read.
+
+        Raises:
+            FileNotFoundError: there is no checkpoint, or none of `step`.
+            DamagedCheckpoint: that of `step`, or every one, cannot be read.
+            ValueError: the parameters differ; the message names them.
+        """
+
+        def read(step: int) -> Found:
+            record, _ = self._reader.items(step)
+            return self._reader.arrays(target, step, record, prefix="model.")
+
+        return self._reader.placed(target, self._newest(read, step), prefix="model.")
+
+    def config(self, step: int | None = None) -> dict[str, Any]:
+        """The settings that a checkpoint was made with.
+
+        Raises:
+            FileNotFoundError: there is no checkpoint, or none of `step`.
+            DamagedCheckpoint: that of `step`, or every one, cannot be read.
+        """
+
+        def read(step: int) -> Found:
+            record, items = self._reader.items(step, "config")
+            return Found(step=step, record=record, data=items["config"])
+
+        return self._newest(read, step).data
+
+    def set_aside_after(self, step: int) -> None:
+        """Rename the checkpoints of later steps; see the function of this name."""
+        set_aside_after(self.directory, step)
+        self._manager.reload()
+
+    def check(self) -> None:
+        """Raise what a save in the background has run into, without waiting for it.
+
+        Raises:
+            CheckpointNotWritten: older checkpoints are as they were.
+        """
+        if not self._is_behind:
+            return
+        with self._writing():
+            # Of several processes one that cannot write would wait for the others.
+            if self._failed:
+                error = self._failed[0]
+                self._failed.clear()
+                if jax.process_count() == 1:
+                    self._manager.wait_until_finished()  # it raises it itself, once
+                raise error
+            self._manager.check_for_errors()
+            if not self._manager.is_saving_in_progress():
+                self._manager.wait_until_finished()
+                self._is_behind = False
+
+    def wait(self) -> None:
+        """Return when everything is on disk.
+
+        Raises:
+            CheckpointNotWritten: older checkpoints are as they were.
+        """
+        with self._writing():
+            self._manager.wait_until_finished()
+            self._is_behind = False
+
+    def close(self) -> None:
+        """Wait and release the threads.
+
+        Raises:
+            CheckpointNotWritten: older checkpoints are as they were.
+        """
+        with self._writing():
+            self._manager.close()
+        if self._reading_manager is not self._manager:
+            self._reading_manager.close()
+
+    def _newest(self, read: Callable[[int], Found], step: int | None) -> Found:
+        """What `read` finds in the checkpoint of `step`, or in the newest good one.
+
+        All processes read the same one, which process 0 names, and take it if all can.
+        """
+        self.wait()  # for one that this process still writes
+        steps = self.steps
+        chosen = of_first(max(steps, default=-1) if step is None else step)
+        if chosen < 0:
+            raise FileNotFoundError(
+                f"there is no checkpoint in {self.directory}; give the output "
+                "directory of a run that has saved one"
+            )
+        if step is not None and not of_first(step in steps):
+            raise FileNotFoundError(
+                f"there is no checkpoint of step {step} in {self.directory}, only of "
+                f"{steps}"
+            )
+        while chosen >= 0:
+            found, problem = on_all(functools.partial(read, chosen))
+            if found is not None:
+                _, problem = on_all(functools.partial(self._reader.verify, found))
+            if found is not None and problem is None:
+                return found
+            del found  # the room that its arrays take
+            if step is not None:
+                raise DamagedCheckpoint(problem)
+            if jax.process_index() == 0:
+                logger.warning("%s", problem)
+            chosen = of_first(max((s for s in steps if s < chosen), default=-1))
+        raise DamagedCheckpoint(
+            f"no checkpoint in {self.directory} can be read; choose another output_dir"
+        )
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Errors of the file formats, many lines long, in one line."""
+        try:
+            yield
+        except (MemoryError, jax.errors.JaxRuntimeError):
+            raise  # not of the files
+        except Exception as error:
+            self._manager.reload()  # it counts the one that is not there
+            code = re.search(r"os_error_code='(\d+)'", str(error))
+            reason = os.strerror(int(code[1])) if code else first_line(error)
+            raise CheckpointNotWritten(
+                f"a checkpoint could not be written to {self.directory} "
+                f"({reason}); those of the steps {self.steps} are as they were; "
+                "make room, or choose another output_dir"
+            ) from error
+
+    def _layers(self, state: Any) -> dict[str, int]:
+        """The number of layers of each array that is stored for stages."""
+        model: Any = self._config.get("model")
+        if not (isinstance(model, Mapping) and "num_layers" in model):
+            return {}
+        ranks = stack_ranks(state).items()
+        staged = [name for name, rank in ranks if rank == len(STACK_AXES)]
+        return dict.fromkeys(staged, int(model["num_layers"]))
+
+
+def _telling(handler: Any, failed: list[BaseException]) -> None:
+    """Have a handler of Orbax note what its writes run into, when they do."""
+    save = handler.async_save
+
+    async def async_save(*args: Any, **options: Any) -> Any:
+        futures = await save(*args, **options)
+        return [_Told(future, failed) for future in futures or ()]
+
+    handler.async_save = async_save
+
+
+class _Told:
+    """A future of Orbax, whose error is noted."""
+
+    def __init__(self, future: Any, failed: list[BaseException]) -> None:
+        self._future, self._failed = future, failed
+
+    def result(self, timeout: float | None = None) -> Any:
+        try:
+            return self._future.result(timeout)
+        except BaseException as error:
+            self._failed.append(error)
+            raise

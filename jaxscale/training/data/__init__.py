@@ -1,0 +1,1 @@
+"""Text to batches: files, corpora, mixtures, packing of sequences into rows, labels."""

@@ -1,0 +1,383 @@
+"""Rows of packed tokens, in an order that depends on nothing but the seed.
+
+Documents are shuffled, laid end to end and cut into rows of `seq_len` tokens; the rows
+are shuffled again, so that a batch does not hold neighboring pieces of one document.
+Nothing is dropped: a document that crosses the end of a row continues in another row,
+and the rows of one epoch are followed by those of the next.
+
+Any row can be computed from its number alone. A position in the data is therefore one
+integer, whatever was prefetched; every process reads just the rows of its own devices;
+and the global batch is the same on any number of processes, so a run may be resumed on
+another number of them.
+
+Shape legend: B batch, T tokens of a row, S sequences (pieces of documents) in a row.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxscale.checks import check_least
+from jaxscale.models.tokenizer import Tokenizer
+from jaxscale.nn.packing import PackedBatch
+from jaxscale.training.data.corpus import (
+    TEXT_SUFFIXES,
+    Document,
+    TokenCorpus,
+    python_corpus,
+    read_documents,
+    read_sources,
+    split,
+    split_sources,
+    tokenize,
+)
+from jaxscale.training.data.mixture import Mixture, check_weights
+from jaxscale.training.data.placement import MAX_PREFETCH, RowPlacement, prefetched
+from jaxscale.training.data.row_packing import MixedRows, PackedRows
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The text to train on, and the size of its batches.
+
+    Example:
+        >>> DataConfig(seq_len=256, batch_size=8).tokens_per_batch
+        2048
+    """
+
+    paths: tuple[str, ...] = ()
+    """Files, directories and glob patterns of UTF-8 text, of JSON lines (.jsonl, both
+    also .gz) or of Parquet tables; none means the documentation and library source of
+    the running Python."""
+    text_field: str = "text"
+    """Field of a JSON line, or column of a Parquet table, that holds the text."""
+    pair_field: str | None = None
+    """Field of a second text, where labels are those of pairs."""
+    label_field: str | None = None
+    """Field of the label, a name or an integer, of each text: an encoder learns to
+    classify. None is for text without labels."""
+    weights: tuple[float, ...] = ()
+    """Shares of the rows that come from each of the paths, or any multiple of them: 7 3
+    is 0.7 0.3. Each path is then a source of its own, shuffled and repeated by itself.
+    None: the paths are one source, read as it is."""
+    suffixes: tuple[str, ...] = TEXT_SUFFIXES
+    """Endings of the files that a directory contributes."""
+    tokenizer: str | None = None
+    """A tokenizer.json or a directory that holds one; None trains byte-level BPE on the
+    training documents."""
+    control_tokens: tuple[str, ...] = ("<|endoftext|>",)
+    """Control tokens of a tokenizer that is trained here; see `Tokenizer.train`."""
+    vocab_size: int = 2048
+    """Tokens that the model knows. A tokenizer trained here reaches this size; one from
+    a file must not exceed it."""
+    seq_len: int = 256
+    """T, tokens of a row: the token budget that documents are packed into."""
+    batch_size: int = 8
+    """B, rows of a batch over all processes."""
+    max_sequences: int = 32
+    """S, most documents or pieces of documents in a row. Documents shorter than about
+    seq_len / max_sequences leave padding behind; 1 gives each row to one document, for
+    which attention has the faster kernels. A row holds no more pieces than tokens, so
+    numbers above seq_len + 1 change nothing."""
+    seed: int = 0
+    """Decides the order of documents and rows."""
+    held_out_fraction: float = 0.05
+    """Share of the documents kept for evaluation, chosen by a hash of their names."""
+    prefetch: int = 2
+    """Batches made ahead of time on another thread, on the devices too; 1,000 at most.
+    0 makes each when asked."""
+    cache_dir: str | None = None
+    """Directory that keeps the tokenized text for the next run; None: memory only."""
+
+    def __post_init__(self) -> None:
+        """Check the settings that need no files."""
+        check_least(self, 1, "vocab_size", "batch_size", "max_sequences")
+        check_least(self, 2, "seq_len")
+        check_least(self, 0, "seed", "prefetch")
+        for name, largest in (("prefetch", MAX_PREFETCH), ("seed", 2**63 - 1)):
+            if getattr(self, name) > largest:
+                raise ValueError(
+                    f"{name} {getattr(self, name)}, expected at most {largest}"
+                )
+        if not 0 <= self.held_out_fraction < 1:
+            raise ValueError(
+                f"held_out_fraction {self.held_out_fraction}, expected at least 0 and "
+                "less than 1"
+            )
+        if self.pair_field is not None and self.label_field is None:
+            raise ValueError(
+                f"pair_field {self.pair_field!r} is for texts with labels; name their "
+                "field in label_field, or leave it out"
+            )
+        if self.weights:
+            check_weights(self.weights, self.paths, "paths")
+
+    @property
+    def tokens_per_batch(self) -> int:
+        """B * T, padding included."""
+        return self.batch_size * self.seq_len
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextData:
+    """Tokenized text, ready to be batched; made by `load_text`."""
+
+    tokenizer: Tokenizer
+    """Encodes and decodes the text."""
+    train: TokenCorpus | Mixture
+    """The documents to train on."""
+    held_out: TokenCorpus | None
+    """The documents to evaluate on; None if no documents are held out."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal tokens to train on."""
+        return self.train.fingerprint
+
+
+def load_text(config: DataConfig) -> TextData:
+    """Find, split and tokenize the text of `config`.
+
+    Held-out documents of several sources are one corpus, whatever the weights.
+
+    Raises:
+        ValueError: a path matches nothing, a file is not UTF-8 or damaged, a record has
+            no text, one side of the split would be empty, or the tokenizer has more
+            tokens than `config.vocab_size`.
+        FileNotFoundError: there is no tokenizer where `config.tokenizer` says.
+    """
+    tokenizer = load_tokenizer(config) if config.tokenizer is not None else None
+    sources, held_out = _documents(config)
+    if tokenizer is None:
+        texts = (document.text for source in sources for document in source)
+        tokenizer = Tokenizer.train(texts, config.vocab_size, config.control_tokens)
+    corpora = [tokenize(source, tokenizer, config.cache_dir) for source in sources]
+    train: TokenCorpus | Mixture = corpora[0]
+    if config.weights:
+        train = Mixture(
+            corpora=tuple(corpora), weights=config.weights, names=config.paths
+        )
+    return TextData(
+        tokenizer=tokenizer,
+        train=train,
+        held_out=tokenize(held_out, tokenizer, config.cache_dir) if held_out else None,
+    )
+
+
+def _documents(config: DataConfig) -> tuple[list[list[Document]], list[Document]]:
+    """The training documents of each source, and the held-out ones of all."""
+    if config.weights:
+        sources = read_sources(config.paths, config.suffixes, config.text_field)
+        return split_sources(sources, config.held_out_fraction, config.paths)
+    if config.paths:
+        documents = read_documents(config.paths, config.suffixes, config.text_field)
+    else:
+        documents = python_corpus()
+    train, held_out = split(documents, config.held_out_fraction)
+    return [train], held_out
+
+
+def load_tokenizer(config: DataConfig) -> Tokenizer:
+    """The tokenizer of the file that `config` names, checked against its vocabulary.
+
+    Raises:
+        ValueError: no file is named, or the tokenizer is larger than the vocabulary.
+        FileNotFoundError: there is no such file.
+    """
+    if config.tokenizer is None:
+        raise ValueError("tokenizer is None: it is trained with the text by load_text")
+    tokenizer = Tokenizer.from_file(Path(config.tokenizer))
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ValueError(
+            f"vocab_size {config.vocab_size} is too small for the tokenizer "
+            f"{config.tokenizer}, which has {tokenizer.vocab_size} tokens; set the "
+            f"vocabulary of data and model to at least {tokenizer.vocab_size}"
+        )
+    return tokenizer
+
+
+class PackedBatches:
+    """Batches of packed rows on the devices; each `iter` starts at the first.
+
+    Example:
+        >>> corpus = TokenCorpus.from_ids([range(1, 40), range(40, 80)])
+        >>> config = DataConfig(seq_len=8, batch_size=2, max_sequences=4)
+        >>> batches = PackedBatches(corpus, config)
+        >>> iterator = iter(batches)
+        >>> next(iterator).tokens.shape
+        (2, 8)
+        >>> state = iterator.get_state()
+        >>> again = iter(batches)
+        >>> again.set_state(state)
+        >>> bool((next(again).tokens == next(iterator).tokens).all())
+        True
+    """
+
+    def __init__(
+        self,
+        corpus: TokenCorpus | Mixture,
+        config: DataConfig,
+        *,
+        sharding: NamedSharding | None = None,
+        epochs: int | None = None,
+        shuffle: bool = True,
+    ) -> None:
+        """Describe the batches; nothing is read before the first `next`.
+
+        Args:
+            corpus: The tokens, or several corpora with weights.
+            config: Row length, batch size, seed, prefetch.
+            sharding: Sharding of the rows of a batch, for example
+                ``NamedSharding(mesh, rules.spec("batch"))``: each process makes just
+                the rows that its own devices hold. None: everything on the default
+                device of this process.
+            epochs: Passes over the corpus, None for no end. The last batch of the last
+                pass is filled up with rows of padding, so all processes take equally
+                many steps.
+            shuffle: True shuffles documents and rows, anew in each epoch.
+
+        Raises:
+            ValueError: the rows of a batch cannot be spread evenly, the corpus holds
+                ids from ``config.vocab_size`` on, or `epochs` are asked of a mixture.
+        """
+        if epochs is not None and epochs < 1:
+            raise ValueError(f"epochs {epochs}, expected at least 1, or None for ever")
+        if corpus.vocab_size > config.vocab_size:
+            raise ValueError(
+                f"corpus holds the token id {corpus.vocab_size - 1}, outside the "
+                f"vocabulary of vocab_size {config.vocab_size}; raise it in the "
+                "configurations of data and model, or tokenize again"
+            )
+        self.config = config
+        self.placement = RowPlacement(sharding, config.batch_size)
+        options = {
+            "seq_len": config.seq_len,
+            "max_sequences": config.max_sequences,
+            "seed": config.seed,
+            "shuffle": shuffle,
+        }
+        # What a saved position is only good for.
+        self.identity: dict[str, Any] = {"corpus": corpus.fingerprint, **options}
+        self.num_rows = sys.maxsize
+        if isinstance(corpus, Mixture):
+            if epochs is not None:
+                raise ValueError(
+                    f"epochs {epochs} of a mixture: its corpora do not end together; "
+                    "leave epochs None, or give one corpus"
+                )
+            self.rows = MixedRows(corpus, **options)
+            self.identity["weights"] = [str(share) for share in corpus.shares]
+        else:
+            self.rows = PackedRows(corpus, **options)
+            if epochs is not None:
+                self.num_rows = epochs * self.rows.rows_per_epoch
+
+    @property
+    def is_endless(self) -> bool:
+        """True if no pass over the corpus is the last."""
+        return self.num_rows == sys.maxsize
+
+    def __iter__(self) -> "PackedBatchIterator":
+        return PackedBatchIterator(self)
+
+    def __len__(self) -> int:
+        """Batches until the end; for endless ones a number that is never reached."""
+        return -(-self.num_rows // self.config.batch_size)
+
+
+class PackedBatchIterator(Iterator[PackedBatch]):
+    """Walks through `PackedBatches`; its position can be saved and restored."""
+
+    def __init__(self, batches: PackedBatches, first_row: int = 0) -> None:
+        """Stand before a batch.
+
+        Args:
+            batches: What to walk through.
+            first_row: Number of the first row of the first batch.
+        """
+        self._batches = batches
+        self._open(first_row)
+
+    def __next__(self) -> PackedBatch:
+        return next(self._source)
+
+    def progress(self) -> dict[str, float]:
+        """How often the text was read so far, for the metrics.
+
+        ``epochs`` of a corpus; ``epochs/NAME`` and ``share/NAME``, the part of the rows
+        so far, for each corpus of a mixture.
+        """
+        return self._batches.rows.progress(self._row)
+
+    def get_state(self) -> dict[str, Any]:
+        """The position, as a small dictionary that JSON can hold."""
+        return {"row": self._row, **self._batches.identity}
+
+    @property
+    def _row(self) -> int:
+        """The first row of the next batch."""
+        steps = self._source.get_state()["next_index"]
+        return self._first_row + steps * self._batches.config.batch_size
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Continue where `get_state` was called, bit for bit.
+
+        The batch size, the prefetching and the number of processes may have changed.
+
+        Raises:
+            ValueError: the state comes from other data or another packing.
+        """
+        for name, mine in self._batches.identity.items():
+            if state.get(name) != mine:
+                raise ValueError(
+                    f"the saved position was made with {name} {state.get(name)!r}, "
+                    f"this data has {mine!r}; resume with the same data settings and "
+                    "text, or start a new run"
+                )
+        self._source.close()
+        self._open(int(state["row"]))
+
+    def close(self) -> None:
+        """Stop the prefetching thread."""
+        self._source.close()
+
+    def _open(self, first_row: int) -> None:
+        self._first_row = first_row
+        source = _LocalBatches(self._batches, first_row)
+        self._source = prefetched(source, self._batches.config.prefetch)
+
+
+class _LocalBatches:
+    """The source that Grain reads: batches of which this process makes its rows."""
+
+    def __init__(self, batches: PackedBatches, first_row: int) -> None:
+        self._batches = batches
+        self._first_row = first_row
+
+    def __len__(self) -> int:
+        rows = self._batches.num_rows - self._first_row
+        return max(0, -(-rows // self._batches.config.batch_size))
+
+    def __getitem__(self, step: int) -> PackedBatch:
+        local = self.on_host(step)
+        if self._batches.config.max_sequences == 1:
+            # A row is one sequence; no token sees the padding behind it.
+            del local["cu_seqlens"]
+        place = self._batches.placement.to_devices
+        arrays = {name: place(rows) for name, rows in local.items()}
+        return PackedBatch(**{"cu_seqlens": None, **arrays})
+
+    def on_host(self, step: int) -> dict[str, np.ndarray]:
+        """The rows of this process: [B, T] tokens, [B, S + 1] boundaries."""
+        rows, end = self._batches.rows, self._batches.num_rows
+        start = self._first_row + step * self._batches.config.batch_size
+        made = [
+            rows[start + i] if start + i < end else rows.empty_row()
+            for i in self._batches.placement.local_rows
+        ]
+        return {name: np.stack([row[name] for row in made]) for name in made[0]}

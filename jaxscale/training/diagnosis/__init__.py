@@ -1,0 +1,1 @@
+"""Checks of the hosts, devices and links that a run is to use."""

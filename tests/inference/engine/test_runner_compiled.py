@@ -1,0 +1,181 @@
+"""The engine's programs compiled for H200s without a GPU: nothing large is copied."""
+
+import sys
+
+import pytest
+
+from jaxscale.inference.engine.memory import computation_size
+from jaxscale.inference.engine.scheduler_config import SchedulerConfig
+from jaxscale.models import preset
+from tests.compiled import compile_for_h200
+from tests.inference.engine.compiled_decode import DRAFTS, MIB, check, pool, program
+
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="the plugin that compiles is for Linux"
+)
+
+
+@pytest.mark.parametrize("products", ["cublas", "triton"])
+@pytest.mark.parametrize(
+    ("name", "bucket", "count"),
+    [
+        ("llama2_7b", 2, 1),
+        ("llama3_8b", 32, 1),
+        ("llama3_8b", 2, 4),
+        ("llama3_8b", 128, 4),
+    ],
+)
+def test_decoding_copies_neither_weights_nor_pages(name, bucket, count, products):
+    """Some cases of those that ``python -m tests.inference.engine.compiled_decode`` checks."""
+    found, written = check(name, bucket, count, products)
+    assert [w for w in written if w.size >= 6 * MIB] == []
+    if bucket <= 32:  # parts of the attention are small, too
+        logits = bucket * preset(name).vocab_size * 4
+        assert [w for w in found.written(6 * MIB) if w.size > logits] == []
+        assert found.temporaries < 36 * MIB + 2 * logits
+
+
+@pytest.mark.parametrize("key", [["decode", 32, 4], ["prefill", 2048, 18432, False]])
+def test_pages_in_fp8_stay_where_they_are(key):
+    found = compile_for_h200(program, "llama3_8b", 1024, key, True)
+    size = pool("llama3_8b", 512, 1)  # of twice as many
+    assert found.aliased >= size
+    assert [w for w in found.written(size // 2) if "[2,1024," in w.shape] == []
+    if key[0] == "decode":
+        logits = 32 * preset("llama3_8b").vocab_size * 4
+        assert [w for w in found.written(6 * MIB) if w.size > logits] == []
+        assert [kernel.name for kernel in found.kernels] == ["paged_attention"]
+        assert not found.kernels[0].spilled
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_drafts_copy_nothing_either(count):
+    found = compile_for_h200(
+        program, "llama3_8b", 512, ["speculate", 8, 4], count=count
+    )
+    history = 32 * 4096 * 4
+    assert found.aliased >= pool("llama3_8b", 512, count) + history
+    logits = 8 * (1 + DRAFTS) * preset("llama3_8b").vocab_size * 4
+    assert [w for w in found.written(6 * MIB) if w.size > logits] == []
+    assert found.temporaries < 36 * MIB + 4 * logits
+    assert [kernel.name for kernel in found.kernels] == ["paged_attention"]
+    assert not found.kernels[0].spilled
+    if count > 1:
+        assert found.count("all-reduce") == 2 * 2 + 1
+        assert found.count("all-gather") == 1
+
+
+@pytest.mark.parametrize(
+    ("weights", "key", "count"),
+    [
+        ("int8", ["decode", 2, 4], 1),
+        ("fp8", ["decode", 32, 4], 1),
+        ("int8", ["decode", 128, 1], 1),
+        ("fp8", ["decode", 2, 4], 4),
+        ("int8", ["prefill", 2048, 18432, False], 1),
+    ],
+)
+def test_weights_of_8_bits_are_read_as_they_are(weights, key, count):
+    slots = 128 if key[1] == 128 else 32
+    arguments = "llama3_8b", 512, key, False, slots, weights
+    found = compile_for_h200(program, *arguments, count=count)
+    assert {kernel.name for kernel in found.kernels} >= {"quantized_matmul"}
+    assert [kernel for kernel in found.kernels if kernel.spilled] == []
+    # No product is left to XLA, which may write a weight in the other type first.
+    assert "__cublas" not in found.hlo and "gemm_fusion" not in found.hlo
+    sizes = (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)
+    written = found.written(MIB)
+    for a, b in sizes:
+        split = {(a // count, b), (a, b // count)}
+        shapes = {f"[{x},{y}]" for pair in split for x, y in (pair, pair[::-1])}
+        assert not [w for w in written if any(w.shape.endswith(s) for s in shapes)]
+    if key[0] == "decode":
+        # Parts of sums, of products and of attention; all of them are activations.
+        largest = max(key[1] * 128256 * 4, 16 * MIB) // count
+        assert [w for w in written if w.size > largest] == []
+    if count > 1:
+        assert found.count("all-reduce") == 2 * 2 + 1
+        assert found.count("all-gather") == 1
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_pages_that_move_are_copied_by_one_kernel(count):
+    found = compile_for_h200(program, "llama3_8b", 512, ["move"], count=count)
+    assert found.aliased >= pool("llama3_8b", 512, count)
+    assert [kernel.name for kernel in found.kernels] == ["move_pages"]
+    assert found.temporaries < MIB and found.written(MIB) == []
+
+
+def test_memory_does_not_grow_with_the_pool():
+    sizes = [
+        compile_for_h200(program, "llama3_8b", pages, ["decode", 32, 4]).temporaries
+        for pages in (512, 1024)
+    ]
+    assert abs(sizes[1] - sizes[0]) < MIB
+
+
+@pytest.mark.parametrize("key", [["forward", 32], ["prefill", 2048, 18432, False]])
+def test_prompts_and_logits(key):
+    found = compile_for_h200(program, "llama3_8b", 512, key)
+    assert found.aliased >= pool("llama3_8b", 512, 1)
+    weight = 4096 * 6144 * 2
+    # Keys and values that a prefill reads are gathered: 36 MiB each.
+    gathered = 2 * 18432 * 8 * 128 * 2
+    shapes = {w.shape for w in found.written(weight) if w.size > gathered}
+    assert not any("4096,6144" in s or "4096,28672" in s for s in shapes), shapes
+    assert not any(s.startswith("bf16[2,512,") for s in shapes), shapes
+
+
+def test_the_estimate_of_memory_is_above_what_programs_need():
+    """Not by so much that it would cost pages."""
+    keys = ["sample", 128], ["prefill", 2048, 18432, True]
+    needed = [
+        compile_for_h200(program, "llama3_8b", 512, key, False, 128) for key in keys
+    ]
+    config = preset("llama3_8b")
+    logits = 128 * config.vocab_size * 4  # the argument of the full sampler
+    most = max(p.temporaries + p.outputs - p.aliased for p in needed) + logits
+    sizes = SchedulerConfig(
+        num_pages=512, vocab_size=config.vocab_size, max_len=4096, num_slots=128
+    )
+    assert most < computation_size(config, sizes, itemsize=2) < 2 * most
+
+
+@pytest.mark.parametrize(
+    ("key", "weights"),
+    [
+        (["speculate", 8, 4], None),
+        (["decode", 2, 4], "fp8"),
+    ],
+)
+def test_sums_without_a_barrier_stay_in_their_memory(key, weights):
+    """What a peer writes to is never copied, whoever multiplies."""
+    arguments = "llama3_8b", 512, key, False, 32, weights, "low_latency"
+    found = compile_for_h200(program, *arguments, count=2)
+    assert found.aliased >= pool("llama3_8b", 512, 2)
+    sums = [k for k in found.kernels if k.name == "low_latency_all_reduce"]
+    assert len(sums) == 3 and not any(k.spilled for k in sums)  # equal ones count once
+    # The first of a call, which begins with a barrier, and two in each layer.
+    in_place = "output_to_operand_aliasing={{1}: (1, {}), {2}: (2, {})}"
+    assert found.hlo.count(in_place) == 1 + 2 * 2
+    rows = key[1] * (1 + DRAFTS * (key[0] == "speculate"))
+    assert max(found.sizes("copy")) < rows * 4096  # an eighth of the cells
+    # The table of tokens is left to XLA.
+    assert found.count("all-reduce") == found.count("all-gather") == 1
+
+
+def test_sums_of_ours_do_not_end_a_graph():
+    """XLA's do: a step is started by the host in pieces, two for each layer."""
+    key = ["decode", 2, 4]
+    graphs = {}
+    for sums in ("xla", "low_latency"):
+        found = compile_for_h200(
+            program, "llama3_8b", 512, key, False, 128, None, sums, count=4
+        )
+        starts = [thunk.strip().split()[0] for thunk in found.thunks]
+        first = starts.index("kWhile")
+        graphs[sums] = starts[first:].count("kCommandBuffer")
+    layers = 2
+    assert graphs["xla"] == 2 * layers + 1
+    assert graphs["low_latency"] == 2  # the layers, and sampling

@@ -1,0 +1,739 @@
+"""The policy, driven against a device without a model."""
+
+import collections
+import contextlib
+import dataclasses
+import random
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxscale.inference.engine.batch_rows import OutFlag
+from jaxscale.inference.engine.fair_queue import FairQueue
+from jaxscale.inference.engine.scheduler import Scheduler
+from jaxscale.inference.engine.scheduler_config import SchedulerConfig
+from jaxscale.inference.engine.scheduler_output import Drawn, State
+from jaxscale.inference.request import (
+    Draining,
+    InvalidRequest,
+    Overloaded,
+    Request,
+    SamplingParams,
+)
+from tests.inference.engine.fake_device import VOCAB, FakeDevice, solo
+
+
+def config(**changes):
+    sizes = {
+        "num_pages": 16,
+        "vocab_size": VOCAB,
+        "max_len": 40,
+        "page_size": 4,
+        "num_slots": 8,
+        "prefill_tokens": 16,
+        "prefill_requests": 3,
+        "split": 8,
+        "eos_ids": (0,),
+        "watermark": 0.05,
+    }
+    return SchedulerConfig(**sizes | changes)
+
+
+class Server:
+    """The loop of the engine, with results that come `lag` dispatches late."""
+
+    def __init__(self, config, lag=1, seed=0):
+        self.scheduler = Scheduler(config, seed=seed)
+        self.device = FakeDevice(self.scheduler, seed)
+        self.lag, self.time = lag, 0.0
+        self.flying = collections.deque()
+        self.received = collections.defaultdict(list)
+        self.ended = {}
+        self.events = []
+        self.continuations = {}
+
+    def add(self, *requests):
+        for request in requests:
+            self.scheduler.add(request, now=self.time)
+        for c in self.scheduler.continuations():
+            self.continuations[c.request.id, c.index] = c
+
+    def tick(self):
+        self.time += 0.001
+        plan = self.scheduler.plan(now=self.time)
+        if plan is not None:
+            self.flying.append((plan, *self.device.dispatch(plan)))
+        self.check_pages()
+        while self.flying and (plan is None or len(self.flying) > self.lag):
+            self._read()
+        self._events()
+        return plan
+
+    def run(self, ticks=5000):
+        for _ in range(ticks):
+            if self.scheduler.idle and not self.flying:
+                break
+            plan = self.tick() or self.tick()  # what was under way may have been all
+            assert plan is not None or self.scheduler.idle
+        assert self.scheduler.idle, "requests are left"
+        self.check_pages()
+        pool = self.scheduler.pool
+        assert pool.num_held == 0 and self.scheduler.num_running == 0
+        assert pool.num_free + pool.num_cached == pool.num_pages
+
+    def check_solo(self):
+        """Everyone who was not given up got what it gets alone."""
+        for key, c in self.continuations.items():
+            expected = solo(c)
+            if self.ended[key] in ("stop", "length"):
+                assert self.received[key] == expected, key
+            else:
+                assert self.received[key] == expected[: len(self.received[key])]
+
+    def check_pages(self):
+        pool = self.scheduler.pool
+        if self.scheduler.config.contiguous:
+            return
+        holders = collections.Counter()
+        for c in self.scheduler.continuations():
+            assert len(set(c.pages)) == len(c.pages)
+            holders.update(c.pages)
+        for page in range(pool.num_pages):
+            assert pool.holders(page) == holders[page]
+        assert pool.num_held == len(holders)
+        assert pool.num_free + pool.num_cached + pool.num_held == pool.num_pages
+
+    def _read(self):
+        plan, prefill, decode = self.flying.popleft()
+        # Both results of a plan at once, or one after the other.
+        if plan.tick % 2:
+            news = self.scheduler.update(plan, prefill=prefill, now=self.time)
+            news += self.scheduler.update(plan, decode=decode, now=self.time)
+        else:
+            both = {"prefill": prefill, "decode": decode}
+            news = self.scheduler.update(plan, **both, now=self.time)
+        for item in news:
+            c = item.continuation
+            assert (c.request.id, c.index) not in self.ended
+            self.received[c.request.id, c.index] += item.tokens
+        self._events()
+
+    def _events(self):
+        for event in self.scheduler.take_events():
+            self.events.append(event)
+            if event.kind == "ended":
+                key = event.continuation.request.id, event.continuation.index
+                assert key not in self.ended
+                self.ended[key] = event.finish
+
+
+def prompt(rng, most=20):
+    """Few different tokens, so that prompts begin alike."""
+    return [rng.choice((3, 3, 3, 7)) for _ in range(rng.randint(1, most))]
+
+
+def params(rng):
+    most = rng.choice((0, 1, 2, 5, 12, None))
+    return SamplingParams(
+        max_tokens=most,
+        min_tokens=min(rng.choice((0, 0, 3)), 5 if most is None else most),
+        n=rng.choice((1, 1, 1, 3)),
+        ignore_eos=rng.random() < 0.5,
+        stop_token_ids=rng.sample(range(VOCAB), rng.choice((0, 2, 12))),
+        top_p=rng.choice((1.0, 1.0, 0.5)),
+        seed=rng.choice((None, -5)),
+        prompt_logprobs=rng.choice((None, None, 0)),
+    )
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    lag=st.integers(0, 2),
+    pages=st.integers(8, 24),
+    steps=st.sampled_from((1, 4)),
+    drafts=st.sampled_from((0, 2)),
+    cache=st.booleans(),
+    contiguous=st.booleans(),
+    trouble=st.floats(0, 0.2),
+)
+def test_everything_is_answered_as_if_alone(
+    seed, lag, pages, steps, drafts, cache, contiguous, trouble
+):
+    """Whatever joins, leaves, is aborted, expires or is preempted."""
+    rng = random.Random(seed)
+    server = Server(
+        config(
+            num_pages=pages * (4 if contiguous else 1),
+            num_slots=rng.choice((2, 8)),
+            draft_bucket=rng.choice((2, 4)),
+            steps=steps,
+            drafts=drafts,
+            prefix_cache=cache,
+            contiguous=contiguous,
+        ),
+        lag,
+        seed,
+    )
+    scheduler = server.scheduler
+    for number in range(12):
+        deadline = server.time + rng.random() / 20 if rng.random() < trouble else None
+        request = Request(
+            prompt=prompt(rng),
+            id=str(number),
+            params=params(rng),
+            priority=rng.choice((0, 0, 1)),
+            client=rng.choice("ab"),
+            salt=rng.choice(("", "", "x")),
+            deadline=deadline,
+        )
+        with contextlib.suppress(InvalidRequest):
+            server.add(request)
+        for _ in range(rng.choice((0, 0, 1, 5))):
+            server.tick()
+        if rng.random() < trouble:
+            scheduler.abort(str(rng.randint(0, number)), now=server.time)
+        if rng.random() < trouble and (some := list(scheduler.continuations())):
+            scheduler.finish(rng.choice(some), "stop", now=server.time)
+            server.continuations = {
+                k: c for k, c in server.continuations.items() if c.finish != "stop"
+            }
+    server.run()
+    server.continuations = {
+        k: c for k, c in server.continuations.items() if k in server.ended
+    }
+    server.check_solo()
+    counts = scheduler.counts
+    assert counts.accepted_tokens <= counts.drafted_tokens
+    assert counts.received == 12
+    assert counts.received == (
+        counts.finished + counts.aborted + counts.rejected + counts.failed
+    )
+
+
+def requests(count, *, length=6, most=6, **fields):
+    return [
+        Request(
+            prompt=[(7 * i + j) % VOCAB for j in range(length)],
+            id=f"{fields.get('client', '')}{i}",
+            params=SamplingParams(max_tokens=most, ignore_eos=True),
+            **fields,
+        )
+        for i in range(count)
+    ]
+
+
+def test_eight_pages_and_64_requests():
+    server = Server(config(num_pages=8, num_slots=64, max_waiting=64))
+    server.add(*requests(64, length=9, most=20))
+    server.run()
+    server.check_solo()
+    assert server.scheduler.counts.finished == 64
+    assert server.scheduler.counts.preempted > 0
+
+
+def test_the_newest_of_the_lowest_priority_is_preempted():
+    server = Server(config(num_pages=8, watermark=0.0))
+    for i, priority in enumerate((0, 1, 0, 1)):
+        request = requests(i + 1, length=7, most=20)[i]
+        server.add(dataclasses.replace(request, priority=priority))
+    server.run()
+    order = [e.continuation.request.id for e in server.events if e.kind == "preempted"]
+    assert order[:2] == ["2", "0"]
+    finished = [e.continuation.request.id for e in server.events if e.kind == "ended"]
+    assert finished[:2] == ["1", "3"]
+    server.check_solo()
+
+
+def preempted(server):
+    return [e.continuation.request.id for e in server.events if e.kind == "preempted"]
+
+
+def test_a_higher_priority_takes_the_slot_of_the_newest():
+    server = Server(config(num_pages=64, num_slots=2))
+    server.add(*requests(2, most=25))
+    while len(server.received) < 2:
+        server.tick()
+    server.add(*requests(1, client="same"))
+    server.add(*requests(1, client="high", priority=1))
+    plan = server.tick()
+    assert [chunk.continuation.request.id for chunk in plan.prefill] == ["high0"]
+    server.run()
+    # Once, and the one that was there goes on before the one that came.
+    assert preempted(server) == ["1"]
+    order = [e.continuation.request.id for e in server.events if e.kind == "admitted"]
+    assert order == ["0", "1", "high0", "1", "same0"]
+    server.check_solo()
+
+
+@pytest.mark.parametrize("needed", [1, 2, 3, 6, 8])
+def test_a_higher_priority_takes_no_more_pages_than_it_needs(needed):
+    """From three that hold two pages each; two more are free."""
+    server = Server(config(num_pages=8, watermark=0.0, eos_ids=()))
+    low = requests(5, length=6, most=2, client="low")
+    server.add(*low[:3])
+    server.tick()
+    assert server.scheduler.pool.num_available == 2
+    server.add(*low[3:])  # it waits for pages as the high one does
+    server.add(Request(prompt=[9] * (4 * needed - 2), params=params_of(2), priority=1))
+    server.tick()
+    assert preempted(server) == ["low2", "low1", "low0"][: max(0, needed - 1) // 2]
+    server.run()
+    server.check_solo()
+
+
+def test_nobody_is_preempted_in_vain():
+    """For one that would not fit all the same, nor for one of equal priority."""
+    server = Server(config(num_pages=8, watermark=0.0, num_slots=4, eos_ids=()))
+    server.add(*requests(1, length=12, most=8, client="first", priority=1))
+    server.add(*requests(1, length=8, most=4, client="low"))
+    server.tick()
+    server.add(Request(prompt=[9] * 24, params=params_of(4), priority=1))
+    server.add(*requests(4, length=2, most=2, client="equal"))
+    while ("first0", 0) not in server.ended:
+        server.tick()
+        assert not preempted(server) or ("low0", 0) in server.ended
+    server.run()
+    server.check_solo()
+
+
+def test_pages_that_those_who_yield_share():
+    """They become free when the last one has yielded; those found are held again."""
+    server = Server(config(num_pages=12, watermark=0.0, num_slots=8, eos_ids=()))
+    stem = list(range(16))
+    server.add(Request(prompt=stem, id="low", params=params_of(12, n=4)))
+    while len(server.received) < 4:
+        server.tick()
+    high = Request(prompt=[*stem, 1, 2], id="high", params=params_of(20), priority=1)
+    other = Request(prompt=[5] * 20, id="other", params=params_of(4), priority=2)
+    server.add(high, other)
+    del server.events[:]
+    server.tick()
+    admitted = [e.continuation for e in server.events if e.kind == "admitted"]
+    assert [c.request.id for c in admitted] == ["other", "high"]
+    assert [e.cached_tokens for e in server.events if e.kind == "admitted"] == [0, 16]
+    assert len(preempted(server)) == 3  # the fewest
+    server.run()
+    server.check_solo()
+
+
+def test_clients_get_equal_shares():
+    """Of two that always wait, neither is served more than a request ahead."""
+    server = Server(config(num_slots=2, num_pages=64, eos_ids=()))
+    server.add(*requests(30, length=4, most=4, client="short"))
+    server.add(*requests(30, length=20, most=18, client="long"))
+    server.add(*requests(8, length=20, most=18, client="late", priority=-1))
+    admitted = collections.Counter()
+    served = collections.Counter()
+    for _ in range(400):
+        server.tick()
+        admitted = {e.continuation for e in server.events if e.kind == "admitted"}
+        served = {
+            name: sum(
+                len(c.request.prompt) + c.num_drawn
+                for c in admitted
+                if c.request.client == name
+            )
+            for name in ("short", "long", "late")
+        }
+        if sum(c.request.client == "short" for c in admitted) == 30:
+            break
+        assert abs(served["short"] - served["long"]) <= 2 * 38
+        assert not served["late"]
+    assert served["long"] > 3 * 38
+    server.run()
+
+
+def test_clients_who_stay_away_save_nothing():
+    queue = FairQueue()
+    for i in range(4):
+        queue.push(f"a{i}", priority=0, client="a")
+    for _ in range(3):
+        queue.peek()
+        queue.pop()
+        queue.charge(100, priority=0, client="a")
+    assert queue.peek() == "a3"
+    for i in range(4):
+        queue.push(f"b{i}", priority=0, client="b")
+    order = []
+    while (item := queue.peek()) is not None:
+        queue.pop()
+        queue.charge(100, priority=0, client=item[0])
+        order.append(item)
+    assert order.index("a3") <= 1
+
+
+def test_a_queue_forgets_who_is_gone():
+    queue = FairQueue()
+    queue.push("x", priority=0, client="x")
+    for i in range(6000):
+        queue.push(i, priority=1, client=str(i))
+        assert queue.peek() == i
+        if i % 2:
+            queue.pop()
+        else:
+            queue.remove(i, priority=1, client=str(i))
+        queue.charge(5, priority=1, client=str(i))
+        queue.push(i, priority=0, client=str(i))
+        queue.remove(i, priority=0, client=str(i))
+        queue.charge(5, priority=0, client=str(i))
+    level = queue._levels[0]
+    assert len(level._served) < 5000 and len(level._heap) < 100
+    assert queue.peek() == "x" and list(queue._levels) == [0] and len(queue) == 1
+
+
+def test_a_large_request_is_not_passed_by():
+    """Small ones that come all the time do not keep the pages from it."""
+    server = Server(config(num_pages=10, num_slots=8))
+    small = requests(200, length=4, most=8)
+    server.add(*small[:4])
+    server.tick()
+    (large,) = requests(1, length=36, most=2, client="large")
+    server.add(large)
+    for i in range(4, 60):
+        if ("large0", 0) in server.ended:
+            break
+        server.add(small[i])
+        server.tick()
+    assert server.ended["large0", 0] == "length"
+    server.run()
+
+
+def test_a_long_prompt_holds_up_no_short_one():
+    server = Server(config(num_pages=64, max_len=200, prefill_tokens=16, split=8))
+    server.add(*requests(1, length=150, client="long"))
+    server.tick()
+    server.add(*requests(4, length=6, client="short"))
+    ticks = 0
+    while not all((f"short{i}", 0) in server.received for i in range(4)):
+        server.tick()
+        ticks += 1
+    assert ticks <= 6 and ("long0", 0) not in server.received
+    while ("long0", 0) not in server.received:
+        server.tick()
+        ticks += 1
+    assert ticks <= 150 // 8 + 3  # half of the budget at least was its own
+    server.run()
+
+
+def test_prompts_share_pages():
+    """Of the same salt; the tail of a prompt is computed again in any case."""
+    server = Server(config(num_pages=32))
+    ids = list(range(12))
+    for name, salt in (("first", ""), ("again", ""), ("other", "x")):
+        server.add(Request(prompt=ids, id=name, salt=salt))
+        computed = server.scheduler.counts.prompt_tokens
+        server.run()
+        computed = server.scheduler.counts.prompt_tokens - computed
+        assert computed == (4 if name == "again" else 12), name
+    server.check_solo()
+    assert server.received["again", 0] != []
+    assert server.scheduler.counts.cached_tokens == 8
+
+
+def test_a_conversation_finds_what_prefill_computed():
+    """Not its answers: prefill would have rounded them differently."""
+    server = Server(config(num_pages=32))
+    server.add(*requests(1, length=6, most=7))
+    server.run()
+    whole = [*server.continuations["0", 0].request.prompt, *server.received["0", 0]]
+    server.add(Request(prompt=[*whole, 1, 2], id="next", params=params_of(most=1)))
+    server.run()
+    assert server.scheduler.counts.cached_tokens == 4
+    server.check_solo()
+
+
+def params_of(most, **fields):
+    return SamplingParams(max_tokens=most, ignore_eos=True, **fields)
+
+
+def test_samples_share_the_pages_of_the_prompt():
+    server = Server(config(num_pages=40), lag=1)
+    server.add(Request(prompt=list(range(13)), id="a", params=params_of(9, n=5)))
+    most = 0
+    while not server.scheduler.idle:
+        server.tick()
+        pool = server.scheduler.pool
+        most = max(most, max(map(pool.holders, range(pool.num_pages))))
+    assert most == 5
+    server.check_solo()
+    drawn = [tuple(server.received["a", i]) for i in range(5)]
+    assert len(set(drawn)) == 5 and server.scheduler.counts.finished == 1
+    # Once the prompt, then the last token and what was not full for each other.
+    assert server.scheduler.counts.prompt_tokens == 13 + 4
+
+
+def test_rows_move_up_when_half_of_them_are_empty_twice():
+    server = Server(config(num_pages=64, max_len=100), lag=0)
+    server.add(*(r for r in requests(4, length=4, most=50)))
+    server.add(*requests(4, length=4, most=80, client="z"))
+    while len(server.received) < 8:
+        plan = server.tick()
+    assert plan.decode.bucket == 8
+    for i in range(4):
+        server.scheduler.abort(str(i), now=server.time)
+    first, second = server.tick(), server.tick()
+    assert (first.decode.bucket, first.source) == (8, None)
+    assert second.decode.bucket == 4 and second.source is not None
+    assert sorted(second.source[:4]) == [4, 5, 6, 7]
+    assert server.scheduler.counts.compactions == 1
+    server.run()
+    server.check_solo()
+
+
+def test_contiguous_caches_move_with_their_rows():
+    server = Server(config(num_pages=8 * 25, max_len=100, contiguous=True), lag=1)
+    server.add(*requests(4, length=4, most=20), *requests(4, client="z", most=80))
+    moves = []
+    while not server.scheduler.idle:
+        plan = server.tick()
+        moves += plan.moves if plan else ()
+    assert len(moves) >= 2
+    server.check_solo()
+
+
+def test_several_steps_where_nothing_waits():
+    server = Server(config(num_pages=64, max_len=100))
+    server.add(*requests(2, most=40))
+    plans = [server.tick() for _ in range(6)]
+    assert [plan.decode.steps for plan in plans] == [1, 4, 4, 4, 4, 4]
+    server.add(*requests(1, client="z"))
+    joins = server.tick()
+    assert joins.prefill and joins.decode.steps == 1 and len(joins.placed) == 1
+    server.run()
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_nothing_is_dispatched_in_vain(lag):
+    """Once all tokens are on their way, the device waits."""
+    server = Server(config(num_pages=64, steps=1), lag)
+    server.add(*requests(1, most=9))
+    plans = [server.tick() for _ in range(20)]
+    assert [bool(plan) for plan in plans] == [True] * 8 + [False] * 12
+    server.run()
+
+
+def test_the_preempted_come_back_before_others_come():
+    server = Server(config(num_pages=8, watermark=0.0))
+    server.add(*requests(3, length=10, most=18))
+    while not server.scheduler.counts.preempted:
+        server.tick()
+    server.add(*requests(3, length=1, client="new"))
+    server.run()
+    away = set()
+    for event in server.events:
+        if event.kind == "preempted":
+            away.add(event.continuation)
+        elif event.kind == "admitted" and event.continuation in away:
+            away.remove(event.continuation)
+        else:
+            assert event.kind != "admitted" or not away
+    assert server.scheduler.counts.preempted > 1
+    server.check_solo()
+
+
+def test_the_full_sampler_runs_only_while_a_row_needs_it():
+    server = Server(config(num_pages=64, max_len=100))
+    server.add(*requests(1, most=60))
+    server.add(Request(prompt=[1, 2], id="k", params=params_of(5, top_k=3)))
+    plans = []
+    while not server.scheduler.idle:
+        plans += filter(None, [server.tick()])
+    full = [bool(p.decode.full) for p in plans if p.decode]
+    # One more than it draws: its last results come a dispatch late.
+    assert full[0] and sum(full) in (5, 6) and not any(full[8:])
+    server.check_solo()
+
+
+def test_queue_is_bounded():
+    server = Server(config(max_waiting=3, max_waiting_tokens=40))
+    server.add(*requests(3))
+    with pytest.raises(Overloaded, match=r"^3 requests with 18 tokens wait, at most 3"):
+        server.add(*requests(1, client="z"))
+    server.run()
+    server.add(*requests(2, length=15, client="x"))
+    with pytest.raises(Overloaded) as caught:
+        server.add(*requests(1, length=15, client="z"))
+    assert 1 <= caught.value.retry_after <= 60
+    server.scheduler.drain()
+    with pytest.raises(Draining):
+        server.add(*requests(1, client="y"))
+    server.run()
+    counts = server.scheduler.counts
+    assert (counts.received, counts.finished, counts.rejected) == (8, 5, 3)
+
+
+def test_impossible_requests_are_refused():
+    server = Server(config(num_pages=5))
+    for request, message in (
+        (Request(prompt=[VOCAB]), "token 50, outside the vocabulary of 50"),
+        (Request(prompt=[1] * 20), "with at least 1 makes 21, more than the 20"),
+        (
+            Request(prompt=[1] * 16, params=SamplingParams(max_tokens=5)),
+            "with max_tokens 5 makes 21",
+        ),
+        (
+            Request(prompt=[1], params=SamplingParams(top_k=51)),
+            "top_k 51 exceeds the vocabulary",
+        ),
+    ):
+        with pytest.raises(InvalidRequest, match=message):
+            server.add(request)
+    server.add(Request(prompt=[1] * 16, id="a", params=SamplingParams(max_tokens=4)))
+    with pytest.raises(InvalidRequest, match="id 'a' is in use"):
+        server.add(Request(prompt=[1], id="a"))
+    server.run()
+    assert server.scheduler.counts.finished == 1
+
+
+def test_deadlines():
+    server = Server(config(num_pages=8))
+    server.add(*requests(3, length=8, most=24, deadline=0.01))
+    server.add(*requests(1, client="z"))
+    server.run()
+    assert [server.ended[str(i), 0] for i in range(3)] == ["timeout"] * 3
+    assert server.ended["z0", 0] == "length"
+    counts = server.scheduler.counts
+    assert (counts.failed, counts.finished) == (3, 1)
+
+
+def test_a_deadline_is_not_that_of_the_next_with_the_same_id():
+    scheduler = Scheduler(config())
+    for deadline in (1.0, None):
+        (request,) = requests(1, deadline=deadline)
+        scheduler.add(request, now=0.0)
+        if deadline is not None:
+            scheduler.abort(request.id, now=0.5)
+    scheduler.plan(now=2.0)
+    assert not scheduler.idle and scheduler.counts.failed == 0
+
+
+def test_an_empty_queue_takes_the_largest_request():
+    server = Server(config(max_waiting_tokens=5))
+    server.add(*requests(1, length=20))
+    with pytest.raises(Overloaded):
+        server.add(*requests(1, length=1, client="z"))
+    server.run()
+    assert server.scheduler.counts.finished == 1
+
+
+def test_log_probabilities_of_a_prompt_need_all_of_it():
+    """What others have computed says nothing of them; its samples share as always."""
+    server = Server(config(num_pages=32))
+    ids = list(range(12))
+    for name, fields in (("a", {}), ("b", {"prompt_logprobs": 0, "n": 2})):
+        params = params_of(3, **fields)
+        server.add(Request(prompt=ids, id=name, params=params))
+        server.run()
+    assert server.scheduler.counts.prompt_tokens == 12 + 12 + 4
+    server.add(Request(prompt=ids, id="c", params=params_of(0, prompt_logprobs=2)))
+    server.run()
+    assert server.scheduler.counts.prompt_tokens == 12 + 12 + 4 + 12
+    assert server.ended["c", 0] == "length"
+    server.check_solo()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_pages": 0}, "num_pages 0 must be an integer"),
+        ({"num_slots": 6}, "num_slots 6 must be a power of two"),
+        ({"num_slots": 1}, "num_slots 1 must be an integer of at least 2"),
+        ({"split": 6}, "split 6 must be a multiple of page_size 4"),
+        ({"prefill_tokens": 7}, "prefill_tokens 7 must be at least split 8"),
+        ({"watermark": 1.0}, "watermark 1.0 must be"),
+        ({"watermark": float("nan")}, "watermark nan must be"),
+        ({"eos_ids": (50,)}, "eos_ids .* must be tokens of the vocabulary of 50"),
+        ({"contiguous": True, "num_pages": 7}, "num_pages 7 must be at least num_slo"),
+        ({"prefill_keys": 39}, "prefill_keys 39 must be an integer of at least 40"),
+        ({"drafts": -1}, "drafts -1 must be"),
+        ({"shortest_ngram": 5}, "longest_ngram 4 must be at least shortest_ngram 5"),
+        ({"longest_ngram": 33}, "longest_ngram 33 must .* at most 32"),
+    ],
+)
+def test_sizes_that_cannot_be(fields, message):
+    with pytest.raises(ValueError, match=message):
+        config(**fields)
+
+
+def test_logits_that_are_not_finite_end_their_request_alone():
+    server = Server(config(num_pages=32), lag=0)
+    server.add(*requests(2, length=9, most=9))
+    while len(server.received) < 2:
+        server.tick()
+    plan = server.scheduler.plan(now=1.0)
+    _, decode = server.device.dispatch(plan)
+    row = server.continuations["0", 0].slot
+    decode.flags[0][row][0] |= OutFlag.NOT_FINITE
+    news = server.scheduler.update(plan, decode=decode, now=1.0)
+    (bad,) = [item for item in news if item.finish]
+    assert (bad.continuation.request.id, bad.finish) == ("0", "error")
+    assert not bad.tokens and bad.continuation.state is State.ENDED
+    assert server.scheduler.pool.num_cached == 0  # nobody finds its pages
+    server.received["1", 0] += next(n.tokens for n in news if not n.finish)
+    server.run()
+    assert server.ended["0", 0] == "error"
+    assert server.received["1", 0] == solo(server.continuations["1", 0])
+
+
+def test_a_row_that_the_device_does_not_know_is_an_error():
+    """It would be decoded for ever."""
+    server = Server(config(), lag=0)
+    server.add(*requests(1, most=9))
+    server.tick()
+    plan = server.scheduler.plan(now=1.0)
+    empty = Drawn(tokens=[[[-1], [-1]]] * plan.decode.steps, flags=[])
+    (news,) = server.scheduler.update(plan, decode=empty, now=1.0)
+    assert news.finish == "error" and server.scheduler.idle
+
+
+def test_unknown_requests_are_no_error():
+    scheduler = Scheduler(config())
+    assert not scheduler.abort("nobody", now=0.0)
+    assert scheduler.plan(now=0.0) is None and scheduler.idle
+
+
+def test_seeds():
+    """Those of requests are kept, those of others differ; continuations differ."""
+    scheduler = Scheduler(config(), seed=1)
+    for i, seed in enumerate((7, 7, -7, None, None)):
+        params = SamplingParams(seed=seed, n=2)
+        scheduler.add(Request(prompt=[1], id=str(i), params=params), now=0.0)
+    seeds = [c.seed for c in scheduler.continuations()]
+    assert seeds[0] == 7 == seeds[2] and seeds[4] == 2**64 - 7
+    assert len(set(seeds)) == 8
+
+
+def calls_of_a_tick(waiting):
+    """Python calls of a tick in which 32 rows are decoded and one request ends."""
+    server = Server(
+        SchedulerConfig(num_pages=4096, vocab_size=VOCAB, max_len=4096, num_slots=32)
+    )
+    scheduler = server.scheduler
+    server.add(*requests(32, length=16, most=4000))
+    while scheduler.num_running < 32 or scheduler._prefilling:
+        server.tick()
+    server.add(*requests(waiting, length=16, client="w"))
+    for _ in range(3):
+        server.tick()
+    scheduler.abort("5", now=server.time)
+    count = 0
+
+    def profile(frame, event, argument):
+        nonlocal count
+        count += event == "call" and "jaxscale/inference" in frame.f_code.co_filename
+
+    sys.setprofile(profile)
+    try:
+        plan = scheduler.plan(now=server.time)
+    finally:
+        sys.setprofile(None)
+    assert len(plan.placed) == 1 and plan.decode.bucket == 32
+    return count
+
+
+def test_those_who_wait_cost_nothing():
+    few, many = calls_of_a_tick(10), calls_of_a_tick(300)
+    assert many <= few + 10

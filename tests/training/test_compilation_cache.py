@@ -1,0 +1,62 @@
+"""Where the compiled programs of a run are kept."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxscale.training.compilation_cache import programs_in
+
+
+@pytest.fixture(autouse=True)
+def keep_all():
+    """Programs that compile in no time, too."""
+    before = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    yield
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
+
+
+def run(power):
+    jax.block_until_ready(jax.jit(lambda x: x**power)(jnp.arange(3.0)))
+
+
+def entries(folder):
+    return sorted(path.name for path in folder.glob("*-cache"))
+
+
+def test_programs_are_kept_and_found(tmp_path):
+    folder = tmp_path / "programs"
+    with programs_in(folder, "gpu"):
+        run(5)
+    first = entries(folder)
+    assert any(name.startswith("jit__lambda") for name in first)
+    run(6)  # outside
+    assert entries(folder) == first
+    jax.clear_caches()
+    written = {path: path.stat().st_mtime_ns for path in folder.glob("*-cache")}
+    with programs_in(folder, "gpu"):
+        run(5)
+    assert entries(folder) == first
+    assert written == {path: path.stat().st_mtime_ns for path in written}
+    assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_an_error_leaves_no_cache_behind(tmp_path):
+    with pytest.raises(KeyError), programs_in(tmp_path / "programs", "gpu"):
+        raise KeyError
+    assert jax.config.jax_compilation_cache_dir is None
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_others_are_left_alone(tmp_path, platform):
+    """A CPU has no need of them, and JAX may have a cache."""
+    own = str(tmp_path / "own") if platform == "gpu" else None
+    jax.config.update("jax_compilation_cache_dir", own)
+    try:
+        with programs_in(tmp_path / "programs", platform):
+            assert jax.config.jax_compilation_cache_dir == own
+            run(7)
+        assert jax.config.jax_compilation_cache_dir == own
+        assert not (tmp_path / "programs").exists()
+    finally:
+        jax.config.update("jax_compilation_cache_dir", None)
