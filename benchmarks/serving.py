@@ -8,8 +8,8 @@ both). Cases are of two kinds.
 A load: ``requests`` arrive ``gap_ms`` apart on average, all at once with 0, and the
 time is that until the last answer ends. ``mean_latency_ms`` counts from the arrival,
 and ``latency_vs_solo`` sets it against the same requests by themselves. Lengths are
-those of `jaxscale.inference.load.workload`: of Flover's paper, prompts of 8 and answers of
-504 tokens, or like those of ShareGPT.
+those of `jaxscale.inference.load.workload`: of Flover's paper, prompts of 8 and answers
+of 504 tokens, or like those of ShareGPT.
 
 - ``jaxscale``: requests join and leave at every token.
 - ``contiguous``: the same, with keys and values of each request in one piece, which

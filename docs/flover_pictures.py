@@ -4,14 +4,15 @@ The scheduler of the engine plans both: with requests let in as they arrive, and
 at a time. No device takes part.
 """
 
-from collections.abc import Sequence
+from collections import abc
 from pathlib import Path
 
 import numpy as np
 
 from jaxscale.inference.engine.scheduler import Scheduler
 from jaxscale.inference.engine.scheduler_config import SchedulerConfig
-from jaxscale.inference.engine.scheduler_output import Continuation, Drawn
+from jaxscale.inference.engine.scheduler_output import Drawn
+from jaxscale.inference.engine.sequence import Sequence
 from jaxscale.inference.request import Request, SamplingParams
 
 
@@ -57,10 +58,10 @@ def play(*, batches: bool) -> list[list[tuple[int, int, bool]]]:
             request = Request(prompt=[1, 2], id=str(i), params=params)
             scheduler.add(request, now=float(now))
         waiting = [each for each in waiting if each not in joining]
-        plan = scheduler.plan(now=float(now))
+        plan = scheduler.schedule(now=float(now))
         shown = []
         if plan is not None and plan.decode is not None:
-            prompts = [chunk.continuation for chunk in plan.prefill]
+            prompts = [chunk.sequence for chunk in plan.prefill]
             rows = plan.decode.rows
             live = [int(c.request.id) for c in rows if c is not None]
             new = {int(c.request.id) for c in prompts}
@@ -74,7 +75,7 @@ def play(*, batches: bool) -> list[list[tuple[int, int, bool]]]:
     return steps
 
 
-def _drawn(rows: Sequence[Continuation | None]) -> Drawn:
+def _drawn(rows: abc.Sequence[Sequence | None]) -> Drawn:
     """A token for each row that has an owner."""
     tokens = [[-1 if c is None else 1] for c in rows]
     return Drawn(tokens=[tokens], flags=[[[0]] * len(tokens)])

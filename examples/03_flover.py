@@ -112,7 +112,7 @@ class Play:
             start = time.perf_counter()
             engine.step()
             self.seconds.append(time.perf_counter() - start)
-            live = engine.scheduler.continuations()
+            live = engine.scheduler.sequences()
             self.rows.append({c.slot: int(c.request.id) for c in live})
             tick += 1
 

@@ -3,11 +3,10 @@
 from jaxscale.inference.encoder.encode_plan import EncodePlan
 from jaxscale.inference.encoder.encoder import Encoder
 from jaxscale.inference.engine.async_engine import AsyncEngine
+from jaxscale.inference.engine.config import EngineConfig
 from jaxscale.inference.engine.engine import Engine
 from jaxscale.inference.engine.hosts import HostLost
 from jaxscale.inference.engine.kv_scales import measure_kv_scales
-from jaxscale.inference.engine.memory import EngineConfig
-from jaxscale.inference.engine.output_processor import EngineDead
 from jaxscale.inference.llm import (
     GREEDY,
     LLM,
@@ -18,6 +17,7 @@ from jaxscale.inference.llm import (
 )
 from jaxscale.inference.request import (
     Draining,
+    EngineDead,
     Guide,
     InvalidRequest,
     Output,

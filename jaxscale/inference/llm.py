@@ -14,16 +14,18 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxscale.inference.engine.engine import Engine, hosts
+from jaxscale.inference.engine import hosts
+from jaxscale.inference.engine.config import EngineConfig
+from jaxscale.inference.engine.engine import Engine
 from jaxscale.inference.engine.kv_scales import measure_kv_scales
-from jaxscale.inference.engine.memory import EngineConfig, fit
-from jaxscale.inference.engine.output_processor import EngineDead, Sink
+from jaxscale.inference.engine.memory import fit
+from jaxscale.inference.engine.output_processor import Sink
 from jaxscale.inference.engine.program_cache import ProgramCache
 from jaxscale.inference.engine.runner import Runner
 from jaxscale.inference.engine.scheduler import Scheduler
 from jaxscale.inference.grammar import GrammarCompiler
-from jaxscale.inference.progress import progress_bar
 from jaxscale.inference.request import (
+    EngineDead,
     Output,
     Overloaded,
     Request,
@@ -36,6 +38,7 @@ from jaxscale.models.hf.hub import local_directory
 from jaxscale.models.hf.load import load
 from jaxscale.models.tokenizer import Tokenizer
 from jaxscale.nn.quantized_linear import Quantization
+from jaxscale.observability.bar import progress_bar
 from jaxscale.sharding.rules import REPLICATED, AxisRules, fsdp_tp
 
 

@@ -124,6 +124,10 @@ class Overloaded(RuntimeError):
         self.retry_after = retry_after
 
 
+class EngineDead(RuntimeError):
+    """The engine has failed and serves nobody any more; HTTP 503."""
+
+
 class Draining(RuntimeError):
     """The engine finishes what it has and takes nothing new; HTTP 503."""
 

@@ -19,12 +19,12 @@ from jaxscale.nn.blocks import Block
 from jaxscale.nn.embeddings import Embed
 from jaxscale.nn.self_attention import AttentionState, Packed
 from jaxscale.sharding import decode_all_reduce
-from jaxscale.sharding.decode_all_reduce import Line, handing_on
+from jaxscale.sharding.decode_all_reduce import ReduceWorkspace, handing_on
 from jaxscale.sharding.operations import constrain
 from jaxscale.sharding.rules import AxisRules
 
 
-type _Carry = tuple[Array, tuple[Array, ...], Line | None]
+type _Carry = tuple[Array, tuple[Array, ...], ReduceWorkspace | None]
 """The residual stream, what the state carries, and what sums over devices do."""
 type _Layer = tuple[Block, Array | None]
 """A block, and whether it is a layer."""
@@ -250,7 +250,7 @@ def _run_block(
     block: Block,
     x: Array,
     carried: tuple[Array, ...],
-    line: Line | None,
+    line: ReduceWorkspace | None,
     state: AttentionState,
     layer: Array,
     variant: AttentionConfig | None,

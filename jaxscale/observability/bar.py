@@ -5,9 +5,11 @@ read elsewhere shows nothing. There the line is replaced as a whole, which needs
 other package, and the last one stays in the notebook.
 """
 
+import contextlib
 import html
 import sys
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -134,3 +136,42 @@ class _Notebook:
             f"<progress value='{self._done}' max='{self._total}'></progress> "
             f"{html.escape(self._text)}</div>"
         )
+
+
+@contextlib.contextmanager
+def progress_bar(
+    name: str, wanted: bool | None, total: int
+) -> Iterator[Callable[[int], None]]:
+    """A progress bar, or nothing.
+
+    Args:
+        name: What progresses.
+        wanted: None shows it in a notebook, and where stderr is a terminal.
+        total: Number of steps.
+
+    Returns:
+        A function that takes how many more are done.
+    """
+    if wanted is None:
+        wanted = sys.stderr.isatty() or in_jupyter()
+    if not wanted:
+        yield lambda count: None
+        return
+    try:
+        bar = Bar(name, total, stderr=True)
+    except ImportError as error:
+        raise ImportError(
+            "the progress bar needs rich: pip install 'jaxscale[serve]', or pass "
+            "progress=False"
+        ) from error
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        bar.update(done)
+
+    try:
+        yield advance
+    finally:
+        bar.close()

@@ -6,11 +6,11 @@ without a network and can be mailed.
 
 import dataclasses
 import html
+import importlib
 import pathlib
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Any
-
-from jaxscale.observability.plots import plotly
 
 
 _STYLE = """
@@ -31,6 +31,20 @@ pre { background: #f4f6f9; padding: .8rem; white-space: pre-wrap; }
 }
 """
 _COLORS = ("#3f83c7", "#d9822b", "#4f9d49", "#8b7bb5", "#c0504d", "#5b6876")
+
+
+def plotly(module: str) -> ModuleType:
+    """A module of plotly, such as ``graph_objects``.
+
+    Raises:
+        ImportError: plotly is missing; the message names the extra.
+    """
+    try:
+        return importlib.import_module(f"plotly.{module}")
+    except ImportError as error:
+        raise ImportError(
+            "plots need plotly; install it with: pip install 'jaxscale[train]'"
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,9 +16,9 @@ import numpy as np
 
 from jaxscale.observability.fault_view import fault_rows, moments, suspected
 from jaxscale.observability.goodput import goodput
+from jaxscale.observability.html_report import plotly
 from jaxscale.observability.layout import Layout, find_layout
 from jaxscale.observability.mesh_view import directions, duration
-from jaxscale.observability.plots import plotly
 from jaxscale.observability.run import Run, read_run
 from jaxscale.observability.settings_view import (
     rates_view,

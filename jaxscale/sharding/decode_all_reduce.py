@@ -3,7 +3,8 @@
 A row-parallel product ends in a sum over the tensor axis: two in each layer, for each
 token. XLA's costs more to begin than to carry out.
 `pallas_kernels.collective_matmul.all_reduce` has one that begins at once, but works in
-memory that all sums of a program share, one after the other: a `Line`, made by `begin`.
+memory that all sums of a program share, one after the other: a `ReduceWorkspace`, made
+by `begin`.
 
 Layers do not pass it on. While a program is traced, `handing_on` holds the line in the
 context, `sum_over_devices` takes it and leaves what the next sum takes. What has a
@@ -42,7 +43,7 @@ type AllReduce = Literal["xla", "low_latency"] | None
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Line:
+class ReduceWorkspace:
     """What the sums of a program hand on, each to the next."""
 
     workspace: Workspace
@@ -64,21 +65,21 @@ class Line:
 class _Held:
     """The line as a traced function has it at a moment."""
 
-    def __init__(self, line: Line | None) -> None:
+    def __init__(self, line: ReduceWorkspace | None) -> None:
         self.line = line
 
 
 _held: contextvars.ContextVar[_Held] = contextvars.ContextVar("held")
 
 
-def current() -> Line | None:
+def current() -> ReduceWorkspace | None:
     """The line that the next sum takes; None where XLA sums."""
     held = _held.get(None)
     return None if held is None else held.line
 
 
 @contextlib.contextmanager
-def handing_on(line: Line | None) -> Iterator[_Held]:
+def handing_on(line: ReduceWorkspace | None) -> Iterator[_Held]:
     """Let the sums inside take `line`; what is yielded has it after them, as ``.line``.
 
     With None XLA sums.
@@ -91,7 +92,7 @@ def handing_on(line: Line | None) -> Iterator[_Held]:
         _held.reset(token)
 
 
-def leave(line: Line | None) -> None:
+def leave(line: ReduceWorkspace | None) -> None:
     """Make `line` what the next sum takes, after a trace that returned it."""
     if line is not None:
         _held.get().line = line
@@ -118,7 +119,7 @@ def sum_over_devices(parts: Float[Array, "D B T N"]) -> Float[Array, "B T N"]:
         out_specs=(PartitionSpec(), everywhere),
         check_vma=False,
     )(parts, line.workspace)
-    leave(Line(workspace, axis))
+    leave(ReduceWorkspace(workspace, axis))
     return total
 
 
@@ -183,7 +184,7 @@ class Sums:
             declines={"low_latency": declines},
         )
 
-    def begin(self) -> Line:
+    def begin(self) -> ReduceWorkspace:
         """The line of a program, on whose mesh this is called (`jax.set_mesh`).
 
         It costs one barrier between the devices.
@@ -196,7 +197,7 @@ class Sums:
             )
 
         make = jax.shard_map(local, in_specs=(), out_specs=everywhere, check_vma=False)
-        return Line(make(), self.axis)
+        return ReduceWorkspace(make(), self.axis)
 
 
 def _axis(mesh: Mesh | None, rules: AxisRules, dtype: jnp.dtype) -> str:

@@ -70,7 +70,7 @@ class Soak:
         self.compiler.close()
 
     def _observe(self, event):
-        name = event.continuation.request.id
+        name = event.sequence.request.id
         if event.kind == "queued":
             self.open[name] += 1
         elif event.kind == "ended":
@@ -162,7 +162,7 @@ class Soak:
         assert not any(map(pool.holders, range(pool.num_pages)))
         assert not engine._counted and not engine._changed and not engine._flying
         assert sorted(engine._uncounted) == list(range(FEW.num_slots))
-        assert len(list(scheduler.continuations())) == scheduler.waiting_tokens == 0
+        assert len(list(scheduler.sequences())) == scheduler.waiting_tokens == 0
 
 
 def resident():

@@ -67,7 +67,7 @@ def _joined(lists: Iterable[list[int]]) -> np.ndarray:
     return np.frombuffer(found, np.int32)
 
 
-class Programs:
+class EncodePrograms:
     """Functions of a model and a batch, each compiled once for each shape.
 
     A call takes the leaves of the model, which costs the host a fraction of what the

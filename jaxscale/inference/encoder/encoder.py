@@ -25,14 +25,14 @@ from jaxscale.inference.encoder.encode_plan import (
     capacities,
     plan_rows,
 )
-from jaxscale.inference.encoder.encode_programs import Programs, Shape
-from jaxscale.inference.progress import progress_bar
+from jaxscale.inference.encoder.encode_programs import EncodePrograms, Shape
 from jaxscale.models.encoder import EncoderModel
 from jaxscale.models.heads import Pooling, pool
 from jaxscale.models.hf.hub import local_directory
 from jaxscale.models.hf.load import load
 from jaxscale.models.hf.sentence_transformers import sentence_settings
 from jaxscale.models.tokenizer import EncodedText, Tokenizer
+from jaxscale.observability.bar import progress_bar
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 
 
@@ -114,7 +114,7 @@ class Encoder:
         embed = functools.partial(_embed, pooling=pooling, normalize=normalize)
         answers = model.head is not None and model.head.config.pools
         self._vectors = {"encode", "predict"} if answers else {"encode"}
-        self._programs = Programs(
+        self._programs = EncodePrograms(
             self.model,
             {"encode": embed, "predict": _answer},
             vectors=self._vectors,
@@ -419,7 +419,7 @@ class Encoder:
     def _batch(
         self, rows: Sequence[Sequence[EncodedText]], size: int, room: int
     ) -> np.ndarray | Array:
-        """The batch of `Programs`; rows that are missing are empty."""
+        """The batch of `EncodePrograms`; rows that are missing are empty."""
         batch = self._programs.batch(size, room)
         for i, row in enumerate(rows):
             batch.fill(i, row)

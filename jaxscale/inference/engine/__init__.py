@@ -1,1 +1,1 @@
-"""The continuous-batching engine: scheduler, pages of keys and values, device programs."""
+"""The engine of continuous batching: scheduler, paged KV cache, compiled programs."""

@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from jaxscale.inference.engine.engine import Engine
-from jaxscale.inference.engine.output_processor import EngineDead
-from jaxscale.inference.request import Output, Request, joined
+from jaxscale.inference.request import EngineDead, Output, Request, joined
 
 
 type _News = list[Output] | EngineDead
@@ -20,7 +19,7 @@ class _Mailbox:
     """What a request has brought since its reader looked; used on the event loop.
 
     It never holds more than a few outputs: for a reader that is slow they are joined,
-    one for each continuation.
+    one for each sequence.
     """
 
     def __init__(self, request: Request) -> None:

@@ -10,9 +10,10 @@ shrinks.
 import enum
 import heapq
 import struct
+from collections import abc
 from collections.abc import Callable, Iterable
 
-from jaxscale.inference.engine.scheduler_output import Continuation
+from jaxscale.inference.engine.sequence import Sequence, SequenceStatus
 
 
 SMALLEST_BUCKET = 2
@@ -48,7 +49,7 @@ class Column(enum.IntEnum):
     PRESENCE = 11
     FREQUENCY = 12
     MIN_LENGTH = 13
-    """Tokens of prompt and continuation before which no stop token may be drawn."""
+    """Tokens of prompt and completion before which no stop token may be drawn."""
     STOPS = 16
     """`NUM_STOPS` columns; -1 where there are fewer."""
     TABLE = 32
@@ -98,7 +99,7 @@ def stop_row(row: int) -> Change:
     return (row, Column.FLAGS, 0)
 
 
-def whole_row(c: Continuation) -> list[Change]:
+def whole_row(c: Sequence) -> list[Change]:
     """The changes that make a row one of `c`, up to its page table.
 
     It is live at once where the token that it goes on with is known; otherwise the
@@ -128,7 +129,7 @@ def whole_row(c: Continuation) -> list[Change]:
     return [(c.slot, int(column), int(value)) for column, value in cells.items()]
 
 
-def forced(c: Continuation) -> list[Change]:
+def forced(c: Sequence) -> list[Change]:
     """The changes that let a row go on with a token that is known.
 
     It is live whatever was drawn before: that could have been one that stops.
@@ -142,17 +143,17 @@ def forced(c: Continuation) -> list[Change]:
     ]
 
 
-def table(c: Continuation) -> list[Change]:
+def table(c: Sequence) -> list[Change]:
     """The changes that add pages which the device does not know yet to a table."""
     assert c.slot is not None
     return [(c.slot, Column.TABLE + i, c.pages[i]) for i in range(c.told, len(c.pages))]
 
 
-class Slots[T]:
+class BatchRows[T]:
     """The owners of rows, the number of decoded rows, and those that must be stopped.
 
     Example:
-        >>> slots = Slots[str](4)
+        >>> slots = BatchRows[str](4)
         >>> slots.resize(3), slots.bucket
         (None, 4)
         >>> [slots.take(name) for name in "abc"]
@@ -243,3 +244,51 @@ class Slots[T]:
     def owners(self) -> Iterable[T]:
         """Everyone who has a row, by rows."""
         return (owner for owner in self.rows[: self.bucket] if owner is not None)
+
+
+class RowUpdates:
+    """Collects the changes of rows until they are sent."""
+
+    def __init__(self, slots: BatchRows[Sequence]) -> None:
+        """Nothing has changed.
+
+        Args:
+            slots: The owners of the rows.
+        """
+        self._slots = slots
+        self._grown: list[Sequence] = []
+        self.replaying: list[Sequence] = []
+        """Those that were preempted and draw what is known in the present tick."""
+
+    def grow(self, c: Sequence) -> None:
+        """Note that the table of `c` on the device lacks pages, if it has a row."""
+        self._grown.append(c)
+
+    def take(self, placed: abc.Sequence[Sequence], tick: int) -> list[Change]:
+        """The changes since the last call, no cell twice.
+
+        Args:
+            placed: Those that go live in this tick.
+            tick: Its number.
+        """
+        changes = []
+        for row in self._slots.take_stopped():
+            owner = self._slots.rows[row]
+            if owner is None or owner.state is not SequenceStatus.DECODE:
+                changes.append(stop_row(row))
+        for c in placed:
+            changes += whole_row(c)
+            c.told = 0
+        for c in self.replaying:
+            if c.state is SequenceStatus.DECODE and c.placed < tick:
+                changes += forced(c)
+        for c in [*placed, *self._grown]:
+            if c.state is SequenceStatus.DECODE:
+                changes += table(c)
+                c.told = len(c.pages)
+        self._grown = []
+        again = dict.fromkeys((*self.replaying, *placed))
+        self.replaying = [
+            c for c in again if c.state is SequenceStatus.DECODE and c.replays
+        ]
+        return changes

@@ -12,24 +12,20 @@ import dataclasses
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 
 import jax
 import numpy as np
 
 from jaxscale.inference.engine.batch_rows import NUM_STOPS
-from jaxscale.inference.engine.output_processor import Client, EngineDead, Sink
+from jaxscale.inference.engine.output_processor import OutputProcessor, Sink
 from jaxscale.inference.engine.runner import Runner, SampleInputs
 from jaxscale.inference.engine.scheduler import Scheduler
-from jaxscale.inference.engine.scheduler_output import (
-    Continuation,
-    Drawn,
-    Event,
-    Plan,
-    State,
-)
+from jaxscale.inference.engine.scheduler_output import Drawn, Event, SchedulerOutput
+from jaxscale.inference.engine.sequence import Sequence, SequenceStatus
 from jaxscale.inference.grammar import GrammarCompiler, Matcher, fill_masks
-from jaxscale.inference.request import InvalidRequest, Request
+from jaxscale.inference.request import EngineDead, InvalidRequest, Request
 from jaxscale.inference.text import TextDecoder
 
 
@@ -37,7 +33,7 @@ from jaxscale.inference.text import TextDecoder
 class _Flight:
     """A plan whose results are on their way."""
 
-    plan: Plan
+    plan: SchedulerOutput
     prefill: jax.Array | None
     scores: jax.Array | None
     decode: jax.Array | None
@@ -99,9 +95,9 @@ class Engine:
         """Called once when the engine has stopped, with what made it fail."""
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._flying: collections.deque[_Flight] = collections.deque()
-        self._clients: dict[str, Client] = {}
-        self._changed: dict[str, Client] = {}
-        self._counted: dict[Continuation, int] = {}
+        self._clients: dict[str, OutputProcessor] = {}
+        self._changed: dict[str, OutputProcessor] = {}
+        self._counted: dict[Sequence, int] = {}
         self._uncounted = list(range(runner.config.num_slots))
         self._closing = False
         self._lock = threading.Lock()
@@ -298,7 +294,7 @@ class Engine:
             wait: Wait for a command first.
         """
         self._obey(wait=wait)
-        plan = self.scheduler.plan(now=self.clock())
+        plan = self.scheduler.schedule(now=self.clock())
         self._take_events()
         if plan is not None:
             self._flying.append(self._dispatch(plan))
@@ -323,13 +319,13 @@ class Engine:
             self._give_out()
         now = self.clock()
         request = dataclasses.replace(request, arrival=now)
-        client = Client(request, sink, self.tokenizer, matcher)
+        client = OutputProcessor(request, sink, self.tokenizer, matcher)
         self.scheduler.add(request, now=now)
         self._clients[request.id] = client
 
     # To the device.
 
-    def _dispatch(self, plan: Plan) -> _Flight:
+    def _dispatch(self, plan: SchedulerOutput) -> _Flight:
         runner = self.runner
         runner.move(plan.moves)
         runner.update(plan.source, plan.changes)
@@ -353,8 +349,8 @@ class Engine:
             )
         return _Flight(plan, prefill, scores, decode)
 
-    def _count(self, c: Continuation) -> None:
-        """Let the device count the tokens of a continuation that is penalized."""
+    def _count(self, c: Sequence) -> None:
+        """Let the device count the tokens of a sequence that is penalized."""
         params = c.request.params
         if (
             params.repetition_penalty == 1
@@ -367,35 +363,37 @@ class Engine:
         prompt = len(c.request.prompt)
         self.runner.count(self._counted[c], c.tokens, prompt)
 
-    def _targets(self, plan: Plan) -> list[list[int]] | None:
+    def _targets(self, plan: SchedulerOutput) -> list[list[int]] | None:
         """Of each chunk the tokens that follow its own, where someone wants scores."""
         targets = []
         for chunk in plan.prefill:
-            prompt, count = chunk.continuation.request.prompt, len(chunk.tokens)
-            wanted = self._scored(chunk.continuation) is not None
+            prompt, count = chunk.sequence.request.prompt, len(chunk.tokens)
+            wanted = self._scored(chunk.sequence) is not None
             following = prompt[chunk.start + 1 : chunk.end + 1] if wanted else ()
             targets.append([*following, *[-1] * (count - len(following))])
-        scored = any(self._scored(chunk.continuation) for chunk in plan.prefill)
+        scored = any(self._scored(chunk.sequence) for chunk in plan.prefill)
         return targets if scored else None
 
-    def _client(self, c: Continuation) -> Client | None:
-        """Who waits for a continuation, and not for another request of the same id."""
+    def _client(self, c: Sequence) -> OutputProcessor | None:
+        """Who waits for a sequence, and not for another request of the same id."""
         client = self._clients.get(c.request.id)
         return client if client is not None and client.request is c.request else None
 
-    def _scored(self, c: Continuation) -> Client | None:
-        """The client of a continuation whose prompt is yet to be scored."""
+    def _scored(self, c: Sequence) -> OutputProcessor | None:
+        """The client of a sequence whose prompt is yet to be scored."""
         client = self._client(c)
         return client if client is not None and client.wants_scores(c) else None
 
-    def _inputs(self, rows: Sequence[Continuation | None]) -> SampleInputs:
+    def _inputs(self, rows: abc.Sequence[Sequence | None]) -> SampleInputs:
         """What the sampler has to know of each row."""
         if any(c and (c.request.params.guided or _stops_late(c)) for c in rows):
             # What a row may draw depends on the tokens that are on their way. The
             # device is busy with the logits meanwhile.
             while self._flying:
                 self._read()
-        live = [(i, c) for i, c in enumerate(rows) if c and c.state is State.DECODE]
+        live = [
+            (i, c) for i, c in enumerate(rows) if c and c.state is SequenceStatus.DECODE
+        ]
         return SampleInputs(
             counted=[None if c is None else self._counted.get(c) for c in rows],
             want_top=any(c.request.params.logprobs for _, c in live),
@@ -408,7 +406,7 @@ class Engine:
         )
 
     def _masks(
-        self, live: Sequence[tuple[int, Continuation]], num_rows: int
+        self, live: abc.Sequence[tuple[int, Sequence]], num_rows: int
     ) -> np.ndarray | None:
         """The tokens that rows may draw; None where the device knows it all."""
         guided, early = [], []
@@ -442,7 +440,7 @@ class Engine:
         for progress in self.scheduler.update(
             flight.plan, prefill=prefill, decode=decode, now=self.clock()
         ):
-            c = progress.continuation
+            c = progress.sequence
             client = self._client(c)
             if client is not None:
                 verdict = client.take(progress, top)
@@ -451,19 +449,19 @@ class Engine:
                     self.scheduler.finish(c, verdict, now=self.clock())
         self._take_events()
 
-    def _take_scores(self, plan: Plan, scores: np.ndarray) -> None:
+    def _take_scores(self, plan: SchedulerOutput, scores: np.ndarray) -> None:
         """Log-probabilities of prompts."""
         at = 0
         for chunk in plan.prefill:
             rows = scores[at : (at := at + len(chunk.tokens))]
-            client = self._scored(chunk.continuation)
+            client = self._scored(chunk.sequence)
             if client is not None:
                 client.take_scores(chunk, rows)
                 self._changed[client.request.id] = client
 
     def _take_events(self) -> None:
         for event in self.scheduler.take_events():
-            c = event.continuation
+            c = event.sequence
             client = self._client(c)
             if event.kind == "admitted" and client is not None and c.index == 0:
                 client.cached_tokens = event.cached_tokens
@@ -491,7 +489,7 @@ class Engine:
                 call()
 
 
-def _stops_late(c: Continuation) -> bool:
+def _stops_late(c: Sequence) -> bool:
     """Whether the host keeps a row from stopping; the device knows `NUM_STOPS`."""
     return len(c.stops) > NUM_STOPS and c.num_drawn < c.request.params.min_tokens
 

@@ -1,24 +1,23 @@
 """What the engine keeps of each request for whoever waits for it: text, guide, news."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 
 import numpy as np
 
 from jaxscale.inference.engine.sampling import NUM_TOP
-from jaxscale.inference.engine.scheduler_output import Chunk, Continuation, Progress
+from jaxscale.inference.engine.scheduler_output import Chunk, Progress
+from jaxscale.inference.engine.sequence import Sequence
 from jaxscale.inference.grammar import Matcher
 from jaxscale.inference.request import (
+    EngineDead,
     FinishReason,
     Output,
     Request,
     TokenLogprobs,
 )
 from jaxscale.inference.text import TextDecoder, TextStream
-
-
-class EngineDead(RuntimeError):
-    """The engine has failed and serves nobody any more; HTTP 503."""
 
 
 type Sink = Callable[[list[Output] | EngineDead], None]
@@ -32,7 +31,7 @@ _ERRORS: dict[FinishReason, str] = {
 
 @dataclasses.dataclass(slots=True)
 class _News:
-    """What a continuation has gained in a tick."""
+    """What a sequence has gained in a tick."""
 
     tokens: list[int] = dataclasses.field(default_factory=list)
     text: str = ""
@@ -41,7 +40,7 @@ class _News:
     finish: FinishReason | None = None
 
 
-class Client:
+class OutputProcessor:
     """A request, who waits for it, and what they have not been told yet."""
 
     def __init__(
@@ -62,7 +61,7 @@ class Client:
         params = request.params
         self.request, self.sink = request, sink
         self.remaining = params.n
-        """Continuations that have not ended."""
+        """Sequences that have not ended."""
         self.matchers = [matcher and matcher.copy() for _ in range(params.n)]
         self.cached_tokens = 0
         self._texts = [
@@ -74,7 +73,7 @@ class Client:
         if params.prompt_logprobs is not None and len(request.prompt) == 1:
             self._new(0).prompt_logprobs = (None,)  # nothing is there to be computed
 
-    def wants_scores(self, c: Continuation) -> bool:
+    def wants_scores(self, c: Sequence) -> bool:
         """Whether log-probabilities of the prompt, which `c` computes, are missing."""
         wanted = self.request.params.prompt_logprobs is not None and c.index == 0
         return wanted and len(self._scores) < len(self.request.prompt)
@@ -101,9 +100,9 @@ class Client:
             top: [steps, B, 40], the likeliest tokens, where they were computed.
 
         Returns:
-            Why the continuation ends now, if the scheduler does not know yet.
+            Why the sequence ends now, if the scheduler does not know yet.
         """
-        c = progress.continuation
+        c = progress.sequence
         news, tokens = self._new(c.index), list(progress.tokens)
         verdict: FinishReason | None = None
         matcher = self.matchers[c.index]
@@ -124,8 +123,8 @@ class Client:
         news.logprobs += self._logprobs(progress, tokens, top)
         return verdict
 
-    def end(self, c: Continuation, finish: FinishReason | None) -> None:
-        """Note why a continuation has ended."""
+    def end(self, c: Sequence, finish: FinishReason | None) -> None:
+        """Note why a sequence has ended."""
         news, stream = self._new(c.index), self._texts[c.index]
         if finish == "length" and stream is not None and stream.stop is not None:
             finish = "stop"  # its text ended first, in tokens that came together
@@ -144,7 +143,7 @@ class Client:
         return self._news.setdefault(index, _News())
 
     def _logprobs(
-        self, progress: Progress, tokens: Sequence[int], top: np.ndarray | None
+        self, progress: Progress, tokens: abc.Sequence[int], top: np.ndarray | None
     ) -> list[TokenLogprobs]:
         most = self.request.params.logprobs
         if most is None:

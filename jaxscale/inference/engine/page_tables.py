@@ -1,19 +1,20 @@
-"""The pages of each continuation: those it finds, those it needs, what they are named.
+"""The pages of each sequence: those it finds, those it needs, what they are named.
 
 Legend: G tokens of a page, W pages of a slot.
 """
 
 import collections
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections import abc
+from collections.abc import Iterable, Iterator
 
 from jaxscale.inference.engine.block_pool import ROOT, BlockPool, page_hash
 from jaxscale.inference.engine.scheduler_config import SchedulerConfig
-from jaxscale.inference.engine.scheduler_output import Continuation
+from jaxscale.inference.engine.sequence import Sequence
 
 
 class PageTables:
-    """Fills, names and empties `Continuation.pages` from one pool.
+    """Fills, names and empties `Sequence.pages` from one pool.
 
     With contiguous caches each slot has W neighboring pages, and the pool is unused.
     """
@@ -28,13 +29,13 @@ class PageTables:
         self._config = config
         self._watermark = math.ceil(config.watermark * config.num_pages)
 
-    def sharable(self, c: Continuation) -> int:
+    def sharable(self, c: Sequence) -> int:
         """Full pages before its last token, which has to be computed anyway."""
         if not self._config.prefix_cache or self._config.contiguous:
             return 0
         return (len(c.tokens) - 1) // self._config.page_size
 
-    def find(self, c: Continuation) -> list[int]:
+    def find(self, c: Sequence) -> list[int]:
         """The pages in the cache that begin like its tokens; nobody holds them yet."""
         wants_all = c.request.params.prompt_logprobs is not None and c.index == 0
         if wants_all and not c.prompt_done:
@@ -42,7 +43,7 @@ class PageTables:
         names = (self._named(c, page) for page in range(self.sharable(c)))
         return self.pool.find(names)
 
-    def lacks(self, c: Continuation, found: Sequence[int], *, alone: bool) -> int:
+    def lacks(self, c: Sequence, found: abc.Sequence[int], *, alone: bool) -> int:
         """Pages that are missing before `admit` may be called; 0 or less for none.
 
         Args:
@@ -56,7 +57,7 @@ class PageTables:
         return needed - self.pool.num_available + (0 if alone else self._watermark)
 
     def gains(
-        self, others: Iterable[Continuation], found: Sequence[int]
+        self, others: Iterable[Sequence], found: abc.Sequence[int]
     ) -> Iterator[int]:
         """How many pages fewer `lacks` counts after the release of each of `others`."""
         # One that is found and becomes available has to be held again.
@@ -70,25 +71,25 @@ class PageTables:
             )
             yield gained
 
-    def admit(self, c: Continuation, found: list[int]) -> None:
+    def admit(self, c: Sequence, found: list[int]) -> None:
         """Take the found pages, and new ones for the rest of its tokens and a step."""
         self.pool.hold(found)
         c.pages = found + self.pool.allocate(self._size(c) - len(found))
         c.kv = len(found) * self._config.page_size
         c.named = len(found)
 
-    def _size(self, c: Continuation) -> int:
-        """Pages of a continuation that is admitted."""
+    def _size(self, c: Sequence) -> int:
+        """Pages of a sequence that is admitted."""
         reach = min(len(c.tokens) + 1 + self._config.drafts, c.limit - 1)
         return self.pool.pages_for(max(reach, len(c.tokens)))
 
-    def missing(self, c: Continuation, ahead: int) -> int:
+    def missing(self, c: Sequence, ahead: int) -> int:
         """Pages to add before a dispatch that writes at most `ahead` tokens."""
         # The last token is never in the cache.
         reach = min(c.kv + c.pending + ahead, c.limit - 1)
         return max(0, self.pool.pages_for(reach) - len(c.pages))
 
-    def name(self, c: Continuation) -> None:
+    def name(self, c: Sequence) -> None:
         """Let others find the pages that have become full."""
         full = c.kv // self._config.page_size
         if c.named >= full or not self._config.prefix_cache or self._config.contiguous:
@@ -97,7 +98,7 @@ class PageTables:
             self.pool.name(c.pages[c.named], self._named(c, c.named))
             c.named += 1
 
-    def move_home(self, c: Continuation) -> list[tuple[int, int]]:
+    def move_home(self, c: Sequence) -> list[tuple[int, int]]:
         """Give it the pages of its slot, where caches are contiguous.
 
         Returns:
@@ -111,7 +112,7 @@ class PageTables:
         held = self.pool.pages_for(min(c.kv + c.pending, c.limit - 1))
         return list(zip(old[:held], c.pages, strict=False))
 
-    def release(self, c: Continuation, *, keep: bool) -> None:
+    def release(self, c: Sequence, *, keep: bool) -> None:
         """Take all pages from it.
 
         Args:
@@ -123,7 +124,7 @@ class PageTables:
         c.pages = []
         c.kv = c.pending = c.due = c.named = c.told = 0
 
-    def _named(self, c: Continuation, page: int) -> bytes:
+    def _named(self, c: Sequence, page: int) -> bytes:
         size = self._config.page_size
         while len(c.names) <= page:
             start = len(c.names) * size

@@ -17,7 +17,7 @@ KEY_BLOCK = 128
 those of one prompt, and what it adds up does not depend on the others."""
 
 
-class Packed(NamedTuple):
+class PrefillBatch(NamedTuple):
     """The chunks of a prefill, one behind the other; one array on its way.
 
     Between two chunks there is one without tokens, whose keys are what `KEY_BLOCK`
@@ -43,15 +43,19 @@ class Packed(NamedTuple):
     """[N] where the token that follows a chunk goes; S where none is drawn."""
 
     @staticmethod
-    def sizes(tokens: int, keys: int, chunks: int) -> "Packed":
+    def sizes(tokens: int, keys: int, chunks: int) -> "PrefillBatch":
         """How long each part is."""
         bounds = 2 * chunks + 1
-        return Packed(tokens, tokens, tokens, tokens, keys, bounds, bounds, chunks)
+        return PrefillBatch(
+            tokens, tokens, tokens, tokens, keys, bounds, bounds, chunks
+        )
 
-    def split(self, packed: Any) -> "Packed":
+    def split(self, packed: Any) -> "PrefillBatch":
         """The parts of one array, which have these sizes."""
         ends = np.cumsum(self)
-        return Packed._make(packed[e - n : e] for e, n in zip(ends, self, strict=True))
+        return PrefillBatch._make(
+            packed[e - n : e] for e, n in zip(ends, self, strict=True)
+        )
 
     def pack(
         self,

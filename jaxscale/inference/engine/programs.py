@@ -2,10 +2,10 @@
 
 The state lies on the device and is donated to each call: `pages`, the pool of keys and
 values, with the scales of fp8; `slots`, a row a request, whose columns are
-`slots.Column`; `counts`, how often penalized requests hold each token; and with drafts
-`history`, the tokens of each row whose keys and values its pages hold. The parameters
-are a flat tuple, the leaves of `Decoder.for_inference`: flattening a module takes
-milliseconds.
+`batch_rows.Column`; `counts`, how often penalized requests hold each token; and with
+drafts `history`, the tokens of each row whose keys and values its pages hold. The
+parameters are a flat tuple, the leaves of `Decoder.for_inference`: flattening a module
+takes milliseconds.
 
 Legend: S slots, C columns, B bucket, R tokens of a row in a step (1 + drafts), M tokens
 of the longest request, W pages of a request, L layers, P pages, K key/value heads, G
@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int16, UInt32
 
-from jaxscale.inference.engine.batch_rows import NUM_STOPS, Column, OutFlag, RowFlag
 from jaxscale.inference.engine import sampling
-from jaxscale.inference.engine.prefill_batch import Packed
+from jaxscale.inference.engine.batch_rows import NUM_STOPS, Column, OutFlag, RowFlag
+from jaxscale.inference.engine.prefill_batch import PrefillBatch
 from jaxscale.inference.engine.speculation import look_up, verify
 from jaxscale.models.decoder import Decoder
 from jaxscale.nn.cache import PAGES_AXES, PagedChunks, PagedRows
@@ -47,7 +47,7 @@ class Pages(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Programs:
+class DecodePrograms:
     """The functions, with the structure of the parameters."""
 
     tree: Any
@@ -230,7 +230,7 @@ class Programs:
             place, [T, 41].
         """
         model = self.model(params)
-        x = Packed.sizes(num_tokens, num_keys, self.num_chunks).split(packed)
+        x = PrefillBatch.sizes(num_tokens, num_keys, self.num_chunks).split(packed)
         state = PagedChunks(
             positions=x.positions[None],
             pages=pages.kv,

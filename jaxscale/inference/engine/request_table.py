@@ -1,4 +1,4 @@
-"""The requests in the engine: continuations, deadlines, and how they end."""
+"""The requests in the engine: sequences, deadlines, and how they end."""
 
 import dataclasses
 import heapq
@@ -6,29 +6,30 @@ import random
 from collections.abc import Iterator
 
 from jaxscale.inference.engine.scheduler_config import SchedulerConfig
-from jaxscale.inference.engine.scheduler_output import Continuation, Counts, State
+from jaxscale.inference.engine.scheduler_output import Counts
+from jaxscale.inference.engine.sequence import Sequence, SequenceStatus
 from jaxscale.inference.request import FinishReason, Request
 
 
-_GOLDEN = 0x9E3779B97F4A7C15  # spreads the seeds of the n continuations
+_GOLDEN = 0x9E3779B97F4A7C15  # spreads the seeds of the n sequences
 _OUTCOMES = {"aborted": "aborted", "timeout": "failed", "error": "failed"}
 _WORST = ("finished", "aborted", "failed")
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class _Job:
+class _Entry:
     """A request in the engine."""
 
-    continuations: list[Continuation]
+    sequences: list[Sequence]
     number: int
     remaining: int
-    # Continuations that wait for the first one to compute the prompt.
-    held: list[Continuation]
+    # Sequences that wait for the first one to compute the prompt.
+    held: list[Sequence]
     outcome: str = "finished"
 
 
-class Jobs:
-    """Requests from their arrival to the end of their last continuation."""
+class RequestTable:
+    """Requests from their arrival to the end of their last sequence."""
 
     def __init__(
         self, config: SchedulerConfig, counts: Counts, seed: int | None
@@ -42,35 +43,35 @@ class Jobs:
         """
         self._config, self._counts = config, counts
         self._random = random.Random(seed)
-        self._jobs: dict[str, _Job] = {}
+        self._requests: dict[str, _Entry] = {}
         self._deadlines: list[tuple[float, int, str]] = []
         self._arrivals = 0
 
     def __len__(self) -> int:
-        return len(self._jobs)
+        return len(self._requests)
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._jobs
+        return request_id in self._requests
 
-    def continuations(self) -> Iterator[Continuation]:
+    def sequences(self) -> Iterator[Sequence]:
         """All that have not ended, in the order of their arrival."""
-        for job in self._jobs.values():
-            yield from (c for c in job.continuations if c.state is not State.ENDED)
+        for job in self._requests.values():
+            yield from (c for c in job.sequences if c.state is not SequenceStatus.ENDED)
 
-    def of(self, request_id: str) -> list[Continuation]:
-        """The continuations of a request, none where there is no such request."""
-        job = self._jobs.get(request_id)
-        return job.continuations if job else []
+    def of(self, request_id: str) -> list[Sequence]:
+        """The sequences of a request, none where there is no such request."""
+        job = self._requests.get(request_id)
+        return job.sequences if job else []
 
-    def open(self, request: Request) -> list[Continuation]:
-        """The continuations of a new request; all but the first are held."""
+    def open(self, request: Request) -> list[Sequence]:
+        """The sequences of a new request; all but the first are held."""
         self._arrivals += 1
         params = request.params
         seed = self._random.getrandbits(64) if params.seed is None else params.seed
         stops = set(params.stop_token_ids)
         stops.update(() if params.ignore_eos else self._config.eos_ids)
-        continuations = [
-            Continuation(
+        sequences = [
+            Sequence(
                 request=request,
                 index=index,
                 order=(-request.priority, self._arrivals, index),
@@ -81,35 +82,35 @@ class Jobs:
             )
             for index in range(params.n)
         ]
-        self._jobs[request.id] = _Job(
-            continuations, self._arrivals, params.n, continuations[1:]
+        self._requests[request.id] = _Entry(
+            sequences, self._arrivals, params.n, sequences[1:]
         )
         if request.deadline is not None:
             entry = (request.deadline, self._arrivals, request.id)
             heapq.heappush(self._deadlines, entry)
-        return continuations
+        return sequences
 
-    def is_held(self, c: Continuation) -> bool:
+    def is_held(self, c: Sequence) -> bool:
         """True while it waits for the first one of its request."""
-        return c in self._jobs[c.request.id].held
+        return c in self._requests[c.request.id].held
 
-    def let_go(self, c: Continuation) -> list[Continuation]:
-        """The continuations that its request held; from now on it holds none."""
-        job = self._jobs[c.request.id]
+    def let_go(self, c: Sequence) -> list[Sequence]:
+        """The sequences that its request held; from now on it holds none."""
+        job = self._requests[c.request.id]
         held, job.held = job.held, []
         return held
 
-    def close(self, c: Continuation, reason: FinishReason) -> None:
-        """Count the end of a continuation, and of its request with the last one.
+    def close(self, c: Sequence, reason: FinishReason) -> None:
+        """Count the end of a sequence, and of its request with the last one.
 
-        A request ends as badly as the worst of its continuations.
+        A request ends as badly as the worst of its sequences.
         """
-        job = self._jobs[c.request.id]
+        job = self._requests[c.request.id]
         outcome = _OUTCOMES.get(reason, "finished")
         job.outcome = max(job.outcome, outcome, key=_WORST.index)
         job.remaining -= 1
         if not job.remaining:
-            del self._jobs[c.request.id]
+            del self._requests[c.request.id]
             counts = self._counts
             setattr(counts, job.outcome, getattr(counts, job.outcome) + 1)
 
@@ -120,12 +121,12 @@ class Jobs:
             entry = heapq.heappop(self._deadlines)
             if self._is_here(entry):
                 late.append(entry[2])
-        if len(self._deadlines) > 2 * len(self._jobs) + 64:
+        if len(self._deadlines) > 2 * len(self._requests) + 64:
             self._deadlines = [d for d in self._deadlines if self._is_here(d)]
             heapq.heapify(self._deadlines)
         return late
 
     def _is_here(self, deadline: tuple[float, int, str]) -> bool:
         """An id may be used again once its request has ended."""
-        job = self._jobs.get(deadline[2])
+        job = self._requests.get(deadline[2])
         return job is not None and job.number == deadline[1]

@@ -18,13 +18,22 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jaxtyping import Array
 
 from jaxscale.inference.engine.batch_rows import Column
-from jaxscale.inference.engine import program_sizes
+from jaxscale.inference.engine.config import check_drafts, check_max_len
 from jaxscale.inference.engine.kv_scales import FP8, check_scales
-from jaxscale.inference.engine.memory import check_drafts, check_max_len
-from jaxscale.inference.engine.prefill_batch import KEY_BLOCK, Packed, whole_blocks
+from jaxscale.inference.engine.prefill_batch import (
+    KEY_BLOCK,
+    PrefillBatch,
+    whole_blocks,
+)
 from jaxscale.inference.engine.program_cache import ProgramCache
-from jaxscale.inference.engine.programs import Pages, Programs
-from jaxscale.inference.engine.scheduler_config import SchedulerConfig
+from jaxscale.inference.engine.programs import DecodePrograms, Pages
+from jaxscale.inference.engine.scheduler_config import (
+    SchedulerConfig,
+    bucket_of,
+    bucket_sizes,
+    decode_sizes,
+    prefill_sizes,
+)
 from jaxscale.inference.engine.scheduler_output import Chunk
 from jaxscale.inference.request import MAX_BIASES
 from jaxscale.models.decoder import Decoder
@@ -33,13 +42,13 @@ from jaxscale.sharding.decode_all_reduce import AllReduce, Sums
 
 
 NUM_CHANGES = 512
-"""Cells of the slots that one call of `Programs.update` changes."""
+"""Cells of the slots that one call of `DecodePrograms.update` changes."""
 
 NUM_MOVES = 512
-"""Pages that one call of `Programs.move` moves."""
+"""Pages that one call of `DecodePrograms.move` moves."""
 
 NUM_COUNTED = 512
-"""Tokens that one call of `Programs.count` counts."""
+"""Tokens that one call of `DecodePrograms.count` counts."""
 
 type Key = tuple[Any, ...]
 """The name of a program and its sizes."""
@@ -133,7 +142,7 @@ class Runner:
         check_max_len(model.config, config.longest)
         check_drafts(model.config, config.drafts)
         self.config = config
-        self.buckets = program_sizes.bucket_sizes(config, buckets)
+        self.buckets = bucket_sizes(config, buckets)
         model = model.for_inference()
         self.model_config, self.rules, self.dtype = (
             model.config,
@@ -145,13 +154,13 @@ class Runner:
         leaves, tree = jax.tree.flatten(model)
         self.params = tuple(leaves)
         ngrams = config.shortest_ngram, config.longest_ngram
-        self._programs = Programs(tree, config.prefill_requests, ngrams)
+        self._programs = DecodePrograms(tree, config.prefill_requests, ngrams)
         where = leaves[0].sharding
         mesh: Any = where.mesh if isinstance(where, NamedSharding) else None
         self.mesh: Mesh | None = mesh
         self.devices = list(where.device_set if mesh is None else mesh.devices.flat)
         self._sums(self.buckets[0])  # raises
-        self._prefill_tokens = program_sizes.prefill_sizes(config, prefill_tokens)
+        self._prefill_tokens = prefill_sizes(config, prefill_tokens)
         blocks = config.prefill_requests * (KEY_BLOCK - 1)
         keys = whole_blocks(config.keys_budget + blocks)
         # Gathered keys that nobody has cost little, a program costs seconds.
@@ -193,7 +202,7 @@ class Runner:
             source = integers(num_slots)
             yield ("reorder",), jit(programs.reorder, (0,), "s"), (history, source)
         state = params, pages, slots, history
-        for bucket, steps, drafts in program_sizes.decode_sizes(config, self.buckets):
+        for bucket, steps, drafts in decode_sizes(config, self.buckets):
             sizes = {"bucket": bucket, "steps": steps, "drafts": drafts}
             sums = self._sums(bucket * (1 + drafts))
             fn = functools.partial(programs.decode, **sizes, sums=sums)
@@ -215,7 +224,7 @@ class Runner:
         for tokens, keys, scored in self._prefills():
             sizes = {"num_tokens": tokens, "num_keys": keys, "scored": scored}
             fn = functools.partial(programs.prefill, **sizes)
-            total = sum(Packed.sizes(tokens, keys, config.prefill_requests))
+            total = sum(PrefillBatch.sizes(tokens, keys, config.prefill_requests))
             yield (
                 ("prefill", tokens, keys, scored),
                 jit(fn, (1, 2), "psss" if scored else "pss"),
@@ -336,13 +345,13 @@ class Runner:
             drafts: As many as `SchedulerConfig.drafts_of` says, or none in one step.
         """
         (out,) = self.dispatch(
-            _decode_key(program_sizes.bucket_of(bucket, self.buckets), steps, drafts)
+            _decode_key(bucket_of(bucket, self.buckets), steps, drafts)
         )
         return out
 
     def forward(self, *, bucket: int) -> Array:
         """The logits of each live row of the bucket, for `sample`."""
-        self.dispatch(("forward", program_sizes.bucket_of(bucket, self.buckets)))
+        self.dispatch(("forward", bucket_of(bucket, self.buckets)))
         return self.logits
 
     def sample(self, logits: Array, inputs: SampleInputs) -> Array:
@@ -426,7 +435,7 @@ class Runner:
     def _pack(
         self, chunks: Sequence[Chunk], targets: Sequence[Sequence[int]] | None
     ) -> tuple[np.ndarray, Key]:
-        """The array that `Programs.prefill` takes, and which program takes it."""
+        """The array that `DecodePrograms.prefill` takes, and which program takes it."""
         config = self.config
         needed = sum(len(chunk.tokens) for chunk in chunks)
         keys = sum(whole_blocks(chunk.end) for chunk in chunks)
@@ -435,7 +444,7 @@ class Runner:
             for t, k, scored in self._prefills()
             if scored == (targets is not None) and needed <= t and keys <= k
         )
-        sizes = Packed.sizes(key[1], key[2], config.prefill_requests)
+        sizes = PrefillBatch.sizes(key[1], key[2], config.prefill_requests)
         return sizes.pack(chunks, targets, config), key
 
     def _prefills(self) -> Iterable[tuple[int, int, bool]]:

@@ -1,6 +1,6 @@
 """Drawing the next token of many requests at once, each by its own settings.
 
-The settings are columns of the rows that the device keeps (`slots.Column`). What a
+The settings are columns of the rows that the device keeps (`batch_rows.Column`). What a
 request gets depends on its logits, its settings, its seed and the position of the
 token, and not on its neighbors. Everything is in fp32.
 
@@ -107,7 +107,7 @@ def adjusted(
     Args:
         logits: Unnormalized log-probabilities.
         rows: Settings.
-        counts: How often the continuation holds each token, with the bit `IN_PROMPT`.
+        counts: How often the sequence holds each token, with the bit `IN_PROMPT`.
         mask: A bit for each token that may be drawn, the lowest first.
         bias: Tokens, V or more where there are fewer, and the bits of what is added.
     """

@@ -8,26 +8,23 @@ it and with the rows that are live, not with the requests that wait.
 import bisect
 from collections.abc import Iterator
 
-from jaxscale.inference.engine.batch_rows import OutFlag, Slots
+from jaxscale.inference.engine.batch_rows import BatchRows, OutFlag, RowUpdates
 from jaxscale.inference.engine.block_pool import BlockPool
-from jaxscale.inference.engine.chunks import choose_chunks
 from jaxscale.inference.engine.page_tables import PageTables
-from jaxscale.inference.engine.preemption import choose_yielding
-from jaxscale.inference.engine.request_table import Jobs
-from jaxscale.inference.engine.row_updates import RowUpdates
+from jaxscale.inference.engine.request_table import RequestTable
 from jaxscale.inference.engine.scheduler_config import SchedulerConfig
 from jaxscale.inference.engine.scheduler_output import (
     Chunk,
-    Continuation,
     Counts,
     Decode,
     Drawn,
     Event,
-    Plan,
     Progress,
-    State,
+    SchedulerOutput,
 )
-from jaxscale.inference.engine.waiting_queue import BY_ORDER, Line
+from jaxscale.inference.engine.scheduling_policy import choose_chunks, choose_yielding
+from jaxscale.inference.engine.sequence import Sequence, SequenceStatus
+from jaxscale.inference.engine.waiting_queue import BY_ORDER, WaitingQueue
 from jaxscale.inference.request import (
     Draining,
     FinishReason,
@@ -40,14 +37,14 @@ from jaxscale.inference.request import (
 class Scheduler:
     """The policy of the engine; one thread owns it.
 
-    In a loop: `add`, `abort` and `finish` for what clients want, `plan` for what to
+    In a loop: `add`, `abort` and `finish` for what clients want, `schedule` for what to
     dispatch, `update` with what came back, however late, and `take_events`.
 
     Example:
         >>> config = SchedulerConfig(num_pages=8, vocab_size=100, max_len=64)
         >>> scheduler = Scheduler(config)
         >>> scheduler.add(Request(prompt=[1, 2, 3], id="a"), now=0.0)
-        >>> plan = scheduler.plan(now=0.0)
+        >>> plan = scheduler.schedule(now=0.0)
         >>> [chunk.tokens for chunk in plan.prefill], plan.decode.bucket
         ([[1, 2, 3]], 2)
         >>> drawn = Drawn(tokens=[[[7]]], flags=[[[0]]])
@@ -68,11 +65,11 @@ class Scheduler:
         """
         self.config = config
         self.counts = Counts()
-        self._jobs = Jobs(config, self.counts, seed)
-        self._line = Line(config)
+        self._requests = RequestTable(config, self.counts, seed)
+        self._waiting = WaitingQueue(config)
         self._num_running = 0
-        self._prefilling: list[Continuation] = []
-        self._slots = Slots[Continuation](config.num_slots, self._moved)
+        self._prefilling: list[Sequence] = []
+        self._slots = BatchRows[Sequence](config.num_slots, self._moved)
         self._tables = PageTables(config)
         self._updates = RowUpdates(self._slots)
         # Pages that move before the next dispatch, where caches are contiguous.
@@ -84,31 +81,31 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """True where there are no requests."""
-        return not self._jobs
+        return not self._requests
 
     @property
     def num_waiting(self) -> int:
-        """Continuations that wait for pages or a row, the preempted ones among them."""
-        return len(self._line)
+        """Sequences that wait for pages or a row, the preempted ones among them."""
+        return len(self._waiting)
 
     @property
     def num_running(self) -> int:
-        """Continuations that hold pages."""
+        """Sequences that hold pages."""
         return self._num_running
 
     @property
     def waiting_tokens(self) -> int:
         """Tokens of the prompts of new requests that wait."""
-        return self._line.num_tokens
+        return self._waiting.num_tokens
 
     @property
     def pool(self) -> BlockPool:
         """The pages, to be looked at."""
         return self._tables.pool
 
-    def continuations(self) -> Iterator[Continuation]:
+    def sequences(self) -> Iterator[Sequence]:
         """All that have not ended, in the order of their arrival."""
-        return self._jobs.continuations()
+        return self._requests.sequences()
 
     # What clients want.
 
@@ -130,30 +127,30 @@ class Scheduler:
         except (InvalidRequest, Overloaded, Draining):
             self.counts.rejected += 1
             raise
-        continuations = self._jobs.open(request)
-        self._line.join(continuations[0])
-        for c in continuations:
-            self._events.append(Event(kind="queued", continuation=c, time=now))
+        sequences = self._requests.open(request)
+        self._waiting.join(sequences[0])
+        for c in sequences:
+            self._events.append(Event(kind="queued", sequence=c, time=now))
         params = request.params
         if params.max_tokens == 0 and params.prompt_logprobs is None:
-            for c in continuations:  # there is nothing to compute
+            for c in sequences:  # there is nothing to compute
                 self._end(c, "length", now)
 
     def abort(
         self, request_id: str, *, now: float, reason: FinishReason = "aborted"
     ) -> bool:
-        """End all continuations of a request, in whatever state they are.
+        """End all sequences of a request, in whatever state they are.
 
         Returns:
             True if there was such a request; those that ended are forgotten.
         """
-        continuations = self._jobs.of(request_id)
-        for c in continuations:
+        sequences = self._requests.of(request_id)
+        for c in sequences:
             self._end(c, reason, now)
-        return bool(continuations)
+        return bool(sequences)
 
-    def finish(self, c: Continuation, reason: FinishReason, *, now: float) -> None:
-        """End one continuation, for example because its text has a stop string.
+    def finish(self, c: Sequence, reason: FinishReason, *, now: float) -> None:
+        """End one sequence, for example because its text has a stop string.
 
         One that has ended already stays as it is.
         """
@@ -173,27 +170,27 @@ class Scheduler:
         if self._draining:
             raise Draining("the engine is shutting down; send the request elsewhere")
         request.check(vocab_size=config.vocab_size, max_len=config.longest)
-        if request.id in self._jobs:
+        if request.id in self._requests:
             raise InvalidRequest(f"id {request.id!r} is in use; choose another")
-        self._line.check(request)
+        self._waiting.check(request)
 
-    def _end(self, c: Continuation, reason: FinishReason, now: float) -> None:
-        if c.state is State.ENDED:
+    def _end(self, c: Sequence, reason: FinishReason, now: float) -> None:
+        if c.state is SequenceStatus.ENDED:
             return
         if c.index == 0:
             self._let_others_go(c)
-        if c.state is not State.WAITING:
+        if c.state is not SequenceStatus.WAITING:
             self._release(c, keep=reason != "error")
-        elif not self._jobs.is_held(c):
-            self._line.leave(c)
-        c.state, c.finish = State.ENDED, reason
-        event = Event(kind="ended", continuation=c, time=now, finish=reason)
+        elif not self._requests.is_held(c):
+            self._waiting.leave(c)
+        c.state, c.finish = SequenceStatus.ENDED, reason
+        event = Event(kind="ended", sequence=c, time=now, finish=reason)
         self._events.append(event)
-        self._jobs.close(c, reason)
+        self._requests.close(c, reason)
 
     # What the device is to do.
 
-    def plan(self, *, now: float) -> Plan | None:
+    def schedule(self, *, now: float) -> SchedulerOutput | None:
         """Return what to dispatch next; None where there is nothing.
 
         A plan must be dispatched: what it says of pages and rows is settled.
@@ -201,7 +198,7 @@ class Scheduler:
         Args:
             now: The time in seconds.
         """
-        for request_id in self._jobs.take_late(now):
+        for request_id in self._requests.take_late(now):
             self.abort(request_id, now=now, reason="timeout")
         self._tick += 1
         live, ahead = self._grow(now)
@@ -217,8 +214,8 @@ class Scheduler:
         tokens = sum(len(chunk.tokens) for chunk in prefill)
         self.counts.prompt_tokens += tokens
         self.counts.compactions += source is not None
-        self._line.speed.count(tokens, now)
-        return Plan(
+        self._waiting.speed.count(tokens, now)
+        return SchedulerOutput(
             tick=self._tick,
             moves=moves,
             source=source,
@@ -228,7 +225,7 @@ class Scheduler:
             decode=decode,
         )
 
-    def _grow(self, now: float) -> tuple[list[Continuation], tuple[int, int]]:
+    def _grow(self, now: float) -> tuple[list[Sequence], tuple[int, int]]:
         """Give each live row the pages that the next dispatch may write.
 
         Returns:
@@ -245,39 +242,37 @@ class Scheduler:
             steps, drafts = 1, 0
             needs = self._needs(live, 1)
         for c, need in sorted(needs, key=lambda item: item[0].order):
-            while need > self.pool.num_available and c.state is State.DECODE:
+            while need > self.pool.num_available and c.state is SequenceStatus.DECODE:
                 self._preempt(max(self._preemptible(), key=BY_ORDER), now)
-            if c.state is State.DECODE:
+            if c.state is SequenceStatus.DECODE:
                 c.pages += self.pool.allocate(need)
                 self._updates.grow(c)
-        return [c for c in live if c.state is State.DECODE], (steps, drafts)
+        return [c for c in live if c.state is SequenceStatus.DECODE], (steps, drafts)
 
-    def _needs(
-        self, live: list[Continuation], ahead: int
-    ) -> list[tuple[Continuation, int]]:
+    def _needs(self, live: list[Sequence], ahead: int) -> list[tuple[Sequence, int]]:
         needs = ((c, self._tables.missing(c, ahead)) for c in live)
         return [(c, need) for c, need in needs if need]
 
-    def _preemptible(self) -> Iterator[Continuation]:
+    def _preemptible(self) -> Iterator[Sequence]:
         yield from self._prefilling
         yield from self._slots.owners()
 
-    def _preempt(self, c: Continuation, now: float) -> None:
-        """Take the pages of a continuation, which starts again."""
+    def _preempt(self, c: Sequence, now: float) -> None:
+        """Take the pages of a sequence, which starts again."""
         self._release(c, keep=True)
-        c.state = State.WAITING
-        self._line.come_back(c)
+        c.state = SequenceStatus.WAITING
+        self._waiting.come_back(c)
         self.counts.preempted += 1
-        self._events.append(Event(kind="preempted", continuation=c, time=now))
+        self._events.append(Event(kind="preempted", sequence=c, time=now))
 
-    def _admit(self, now: float) -> list[Continuation]:
+    def _admit(self, now: float) -> list[Sequence]:
         """Give pages to those whose turn it is, while there are enough.
 
         Returns:
-            The continuations whose prompt needs no prefill.
+            The sequences whose prompt needs no prefill.
         """
         ready = []
-        while (c := self._line.peek()) is not None:
+        while (c := self._waiting.peek()) is not None:
             room = choose_yielding(
                 c,
                 self._preemptible(),
@@ -290,13 +285,13 @@ class Scheduler:
             found, yielding = room
             for other in yielding:
                 self._preempt(other, now)
-            self._line.leave(c)
+            self._waiting.leave(c)
             if self.config.contiguous:
                 c.slot = self._slots.take(c)
                 self._tables.move_home(c)
             else:
                 self._tables.admit(c, found)
-            c.state = State.PREFILL
+            c.state = SequenceStatus.PREFILL
             self._num_running += 1
             self._count_admission(c, now)
             if c.kv >= c.target:
@@ -307,22 +302,22 @@ class Scheduler:
                 self._let_others_go(c)
         return ready
 
-    def _count_admission(self, c: Continuation, now: float) -> None:
+    def _count_admission(self, c: Sequence, now: float) -> None:
         self._events.append(
-            Event(kind="admitted", continuation=c, time=now, cached_tokens=c.kv)
+            Event(kind="admitted", sequence=c, time=now, cached_tokens=c.kv)
         )
         if not c.admitted:
             c.admitted = True
             self.counts.cached_tokens += c.kv
-            self._line.charge([(c, len(c.tokens) - c.kv)])
+            self._waiting.charge([(c, len(c.tokens) - c.kv)])
 
-    def _let_others_go(self, first: Continuation) -> None:
+    def _let_others_go(self, first: Sequence) -> None:
         """Let the others of a request wait no longer for its first one."""
-        for c in self._jobs.let_go(first):
-            if c.state is State.WAITING:
-                self._line.come_back(c)
+        for c in self._requests.let_go(first):
+            if c.state is SequenceStatus.WAITING:
+                self._waiting.come_back(c)
 
-    def _release(self, c: Continuation, *, keep: bool) -> None:
+    def _release(self, c: Sequence, *, keep: bool) -> None:
         if c in self._prefilling:
             self._prefilling.remove(c)
         if c.slot is not None:
@@ -332,8 +327,8 @@ class Scheduler:
         self._num_running -= 1
 
     def _place(
-        self, ready: list[Continuation], chosen: list[tuple[Continuation, int]]
-    ) -> tuple[list[Continuation], list[int] | None]:
+        self, ready: list[Sequence], chosen: list[tuple[Sequence, int]]
+    ) -> tuple[list[Sequence], list[int] | None]:
         """Rows for those whose prompt ends in this tick; first the others move up."""
         done = [c for c, end in chosen if end == c.target] + ready
         placed = [c for c in done if c.limit > len(c.tokens)]
@@ -346,19 +341,23 @@ class Scheduler:
         for c in placed:
             if c.slot is None:
                 c.slot = self._slots.take(c)
-            c.state, c.placed, c.known = State.DECODE, self._tick, len(c.tokens)
+            c.state, c.placed, c.known = (
+                SequenceStatus.DECODE,
+                self._tick,
+                len(c.tokens),
+            )
         return placed, source
 
-    def _moved(self, c: Continuation, slot: int) -> None:
+    def _moved(self, c: Sequence, slot: int) -> None:
         c.slot = slot
         if self.config.contiguous:
             self._page_moves += self._tables.move_home(c)
             self._updates.grow(c)
 
-    def _chunk(self, c: Continuation, end: int) -> Chunk:
+    def _chunk(self, c: Sequence, end: int) -> Chunk:
         draws = c.placed == self._tick and end == len(c.tokens)
         chunk = Chunk(
-            continuation=c,
+            sequence=c,
             tokens=c.tokens[c.kv : end],
             start=c.kv,
             pages=c.pages[: self.pool.pages_for(end)],
@@ -374,7 +373,7 @@ class Scheduler:
     def _decode(self, steps: int, drafts: int) -> Decode | None:
         bucket = self._slots.bucket
         rows = [
-            c if c and c.state is State.DECODE else None
+            c if c and c.state is SequenceStatus.DECODE else None
             for c in self._slots.rows[:bucket]
         ]
         live = [(i, c) for i, c in enumerate(rows) if c and c.goes_on]
@@ -403,7 +402,7 @@ class Scheduler:
 
     def update(
         self,
-        plan: Plan,
+        plan: SchedulerOutput,
         *,
         prefill: Drawn | None = None,
         decode: Drawn | None = None,
@@ -411,7 +410,7 @@ class Scheduler:
     ) -> list[Progress]:
         """Take in the results of a plan, after those of the plans before it.
 
-        Results of continuations that ended or were preempted meanwhile are dropped.
+        Results of sequences that ended or were preempted meanwhile are dropped.
 
         Args:
             plan: The plan as it was dispatched.
@@ -420,28 +419,32 @@ class Scheduler:
             now: The time in seconds.
 
         Returns:
-            The gain of each continuation; none without news.
+            The gain of each sequence; none without news.
         """
         news = []
         for row, chunk in enumerate(plan.prefill):
-            c = chunk.continuation
+            c = chunk.sequence
             if prefill is None:
                 break
-            if c.state is State.DECODE and c.placed == plan.tick and chunk.sampled:
+            if (
+                c.state is SequenceStatus.DECODE
+                and c.placed == plan.tick
+                and chunk.sampled
+            ):
                 news.append(self._advance(c, row, prefill, now, decoded=False))
-            elif c.state is State.PREFILL and chunk.end == c.limit:
+            elif c.state is SequenceStatus.PREFILL and chunk.end == c.limit:
                 # Only the prompt was wanted.
                 self._end(c, "length", now)
         if decode is not None and plan.decode is not None:
             news += self._decoded(plan.tick, plan.decode, decode, now)
-        self._line.charge((p.continuation, len(p.tokens)) for p in news)
+        self._waiting.charge((p.sequence, len(p.tokens)) for p in news)
         return news
 
     def _decoded(
         self, tick: int, plan: Decode, drawn: Drawn, now: float
     ) -> Iterator[Progress]:
         for row, c in enumerate(plan.rows):
-            if c is None or c.state is not State.DECODE or c.placed > tick:
+            if c is None or c.state is not SequenceStatus.DECODE or c.placed > tick:
                 continue
             c.pending -= plan.steps * (1 + plan.drafts)
             c.due -= plan.steps
@@ -454,7 +457,7 @@ class Scheduler:
                 yield self._advance(c, row, drawn, now, decoded=True)
 
     def _advance(
-        self, c: Continuation, row: int, drawn: Drawn, now: float, *, decoded: bool
+        self, c: Sequence, row: int, drawn: Drawn, now: float, *, decoded: bool
     ) -> Progress:
         tokens, flags, logprobs = drawn.of_row(row)
         # A live row that draws nothing is one that the device knows nothing of.
@@ -475,7 +478,7 @@ class Scheduler:
         if finish is not None:
             self._end(c, finish, now)
         return Progress(
-            continuation=c,
+            sequence=c,
             tokens=tokens[:kept],
             logprobs=logprobs[:kept],
             row=row,
@@ -484,8 +487,8 @@ class Scheduler:
         )
 
 
-def _reason(c: Continuation, token: int, flag: int) -> FinishReason | None:
-    """Say why the newest token ends the continuation, if it does."""
+def _reason(c: Sequence, token: int, flag: int) -> FinishReason | None:
+    """Say why the newest token ends the sequence, if it does."""
     length = len(c.tokens)
     if token in c.stops and c.num_drawn > c.request.params.min_tokens:
         return "stop"

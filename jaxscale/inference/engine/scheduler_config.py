@@ -14,7 +14,36 @@ LONGEST_NGRAM = 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SchedulerConfig:
+class SchedulerSettings:
+    """What callers choose of the scheduler."""
+
+    page_size: int = 64
+    """G, tokens of a page."""
+    steps: int = 4
+    """Tokens that a request draws in one call of the device while none waits; one
+    while others wait, so that they join at the next token."""
+    drafts: int = 0
+    """Tokens guessed ahead for each request and step, from what the same tokens were
+    followed by earlier in it; 0 guesses none. Results stay what they are."""
+    draft_bucket: int = 8
+    """Guess while at most this many rows are decoded; more keep the device busy."""
+    shortest_ngram: int = 2
+    """Fewest tokens that have to occur again before anything is guessed."""
+    longest_ngram: int = 4
+    """Most tokens that are looked for; the longest that occur again decide."""
+    prefix_cache: bool = True
+    """Whether prompts that begin alike are computed once."""
+    contiguous: bool = False
+    """Give each slot neighboring pages of its own, for `max_len` tokens, and move what
+    they hold when rows move, as Flover does: for comparison."""
+    max_waiting: int = 2048
+    """Most requests that wait for their first turn; then more are refused."""
+    max_waiting_tokens: int = 2**20
+    """Most tokens of prompts that wait."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SchedulerConfig(SchedulerSettings):
     """The sizes that the scheduler plans for, most of them those of compiled programs.
 
     Example:
@@ -27,13 +56,11 @@ class SchedulerConfig:
     vocab_size: int
     """V, tokens that the model knows."""
     max_len: int
-    """Most tokens of prompt and continuation together."""
-    page_size: int = 64
-    """G, tokens of a page."""
+    """Most tokens of prompt and completion together."""
     num_slots: int = 128
     """S, most requests that are decoded together: a power of two, at least 2."""
     eos_ids: Sequence[int] = ()
-    """Tokens that end a continuation, unless its request ignores them."""
+    """Tokens that end a sequence, unless its request ignores them."""
     prefill_tokens: int = 2048
     """Most tokens of prompts that are computed in a tick."""
     prefill_requests: int = 16
@@ -44,28 +71,8 @@ class SchedulerConfig:
     split: int = 512
     """Tokens of a split of the attention: chunks end on multiples of it, or with their
     prompt, so that no result depends on what was cached."""
-    steps: int = 4
-    """Steps of a decode where nothing waits; otherwise one, so that a request still
-    joins at the next token."""
-    drafts: int = 0
-    """Tokens that the device guesses ahead for each row and step."""
-    draft_bucket: int = 8
-    """Largest bucket that guesses: more rows keep the device busy by themselves."""
-    shortest_ngram: int = 2
-    """Fewest tokens before a place that say what is guessed there."""
-    longest_ngram: int = 4
-    """Most tokens before a place that are looked for."""
     watermark: float = 0.01
     """Share of the pages that admission leaves to requests that already run."""
-    max_waiting: int = 2048
-    """Most requests that wait for their first turn; then more are refused."""
-    max_waiting_tokens: int = 2**20
-    """Most tokens of prompts that wait."""
-    prefix_cache: bool = True
-    """True: prompts find what others have computed."""
-    contiguous: bool = False
-    """Give each slot neighboring pages of its own, as Flover does, and move them when
-    rows move. For comparison: without sharing, and a request takes all of its pages."""
 
     def __post_init__(self) -> None:
         counts = ("num_pages", "vocab_size", "page_size", "prefill_tokens", "split")
@@ -141,3 +148,54 @@ class SchedulerConfig:
 
     def _whole_pages(self) -> int:
         return self.table_width * self.page_size
+
+
+def prefill_sizes(config: SchedulerConfig, sizes: Sequence[int] | None) -> list[int]:
+    """The numbers of tokens that prefill is compiled for, ascending."""
+    most = config.prefill_tokens
+    chosen = sorted(sizes or {most, max(most // 4, 1), max(most // 16, 1)})
+    if chosen[-1] != most or chosen[0] < 1:
+        raise ValueError(
+            f"prefill_tokens {chosen} must be positive and end with {most}, the most "
+            "tokens of a tick"
+        )
+    return chosen
+
+
+def bucket_sizes(config: SchedulerConfig, buckets: Sequence[int] | None) -> list[int]:
+    """The sizes of batches that decoding is compiled for, ascending."""
+    powers = config.batches
+    chosen = sorted(buckets or {*powers[::2], config.num_slots})
+    if chosen[-1] != config.num_slots or not set(chosen) <= set(powers):
+        raise ValueError(
+            f"buckets {chosen} must be powers of two from 2 on and end with "
+            f"{config.num_slots}, the most requests that are decoded together"
+        )
+    return chosen
+
+
+def bucket_of(rows: int, buckets: Sequence[int]) -> int:
+    """The smallest compiled batch of at least so many rows."""
+    return next(bucket for bucket in buckets if bucket >= rows)
+
+
+def decode_sizes(
+    config: SchedulerConfig, buckets: Sequence[int]
+) -> list[tuple[int, int, int]]:
+    """Rows, steps and drafts of the programs that decode: what a plan may ask for.
+
+    Example:
+        >>> config = SchedulerConfig(
+        ...     num_pages=8, vocab_size=9, max_len=99, num_slots=8, drafts=3,
+        ...     draft_bucket=4,
+        ... )
+        >>> decode_sizes(config, [4, 8])
+        [(4, 1, 0), (4, 1, 3), (4, 4, 3), (8, 1, 0), (8, 4, 0)]
+    """
+    found = set[tuple[int, int, int]]()
+    for rows in config.batches:
+        bucket, drafts = bucket_of(rows, buckets), config.drafts_of(rows)
+        found |= {(bucket, steps, drafts) for steps in (1, config.steps)}
+        # Where pages are short, there are no drafts.
+        found.add((bucket, 1, 0))
+    return sorted(found)

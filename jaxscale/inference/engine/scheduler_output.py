@@ -4,112 +4,12 @@ Legend: S slots, B bucket, R tokens a step (1 + drafts), G tokens of a page.
 """
 
 import dataclasses
-import enum
-from collections.abc import Collection, Sequence
+from collections import abc
+from collections.abc import Collection
 from typing import Literal
 
-from jaxscale.inference.request import FinishReason, Request
-
-
-class State(enum.Enum):
-    """Stage of a continuation."""
-
-    WAITING = enum.auto()
-    PREFILL = enum.auto()
-    DECODE = enum.auto()
-    ENDED = enum.auto()
-
-
-@dataclasses.dataclass(eq=False, slots=True, kw_only=True)
-class Continuation:
-    """One of the n continuations of a request, while it is in the engine.
-
-    The scheduler alone changes it; others may read it on the engine's thread.
-    """
-
-    request: Request
-    index: int
-    """Number among the n."""
-    order: tuple[int, int, int]
-    """Sort key of turns: negated priority, number of its arrival, index."""
-    seed: int
-    """64 bits that its draws depend on, besides the position."""
-    limit: int
-    """Tokens of prompt and continuation at which it ends."""
-    stops: frozenset[int]
-    """Tokens that end it."""
-    tokens: list[int]
-    """Prompt and continuation, as far as the host knows."""
-    state: State = State.WAITING
-    slot: int | None = None
-    """Row on the device, from the end of the prompt on."""
-    pages: list[int] = dataclasses.field(default_factory=list)
-    """Pages, in the order of the tokens."""
-    kv: int = 0
-    """Tokens in the cache, as far as the host knows."""
-    pending: int = 0
-    """Tokens that dispatches whose results are not back yet may add to them."""
-    due: int = 0
-    """Tokens that those add at least, unless it ends."""
-    placed: int = 0
-    """The tick in which it went live; results of earlier plans are not meant."""
-    known: int = 0
-    """Number of its tokens when it went live. Those behind the prompt are decoded
-    again, whatever is drawn, so that their keys and values are the same bits."""
-    names: list[bytes] = dataclasses.field(default_factory=list)
-    """Names of its full pages, as far as they were needed."""
-    named: int = 0
-    """Number of pages that were given their names."""
-    told: int = 0
-    """Number of pages that are in the table on the device."""
-    admitted: bool = False
-    """True once it has held pages."""
-    prompt_done: bool = False
-    """True once its whole prompt was planned."""
-    finish: FinishReason | None = None
-    """Reason for its end."""
-
-    @property
-    def num_drawn(self) -> int:
-        """Tokens of the continuation, as far as the host knows."""
-        return len(self.tokens) - len(self.request.prompt)
-
-    @property
-    def needs_sampler(self) -> bool:
-        """True where its next token needs the full sampler."""
-        params = self.request.params
-        return params.needs_sampler or (
-            params.min_tokens > 0
-            and self.num_drawn < params.min_tokens
-            and bool(self.stops)
-        )
-
-    @property
-    def goes_on(self) -> bool:
-        """True where its row may have tokens to draw after those on their way."""
-        return self.state is State.DECODE and self.kv + self.due < self.limit - 1
-
-    @property
-    def target(self) -> int:
-        """Tokens that prefill puts into the cache, also after a preemption.
-
-        Prefill draws with a temperature alone. Who needs the full sampler for the first
-        token leaves the last one of the prompt to the first step of decoding.
-        """
-        params, length = self.request.params, len(self.request.prompt)
-        full = params.needs_sampler or (params.min_tokens > 0 and bool(self.stops))
-        return length - (full and self.limit > length)
-
-    @property
-    def forced(self) -> int | None:
-        """The token that the next step has to read; None for that which was drawn."""
-        position = self.kv + self.pending
-        return self.tokens[position] if position < self.known else None
-
-    @property
-    def replays(self) -> bool:
-        """True where the token after the next step is known already."""
-        return self.kv + self.pending < self.known - 1
+from jaxscale.inference.engine.sequence import Sequence
+from jaxscale.inference.request import FinishReason
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,12 +20,12 @@ class Chunk:
     cache of its request up to itself.
     """
 
-    continuation: Continuation
-    tokens: Sequence[int]
+    sequence: Sequence
+    tokens: abc.Sequence[int]
     """Token ids."""
     start: int
     """Position of the first; all before it are in the cache."""
-    pages: Sequence[int]
+    pages: abc.Sequence[int]
     """Pages of the positions 0 to `end` - 1."""
     slot: int | None
     """Row for a token that is drawn after the last one: the device puts it there and
@@ -150,7 +50,7 @@ class Chunk:
         return _rows(self.pages, 0, self.end, page_size)
 
 
-def _rows(pages: Sequence[int], start: int, end: int, page_size: int) -> list[int]:
+def _rows(pages: abc.Sequence[int], start: int, end: int, page_size: int) -> list[int]:
     first = start // page_size
     rows = []
     for page in pages[first : -(-end // page_size)]:
@@ -162,7 +62,7 @@ def _rows(pages: Sequence[int], start: int, end: int, page_size: int) -> list[in
 class Decode:
     """A few steps of all rows."""
 
-    rows: Sequence[Continuation | None]
+    rows: abc.Sequence[Sequence | None]
     """[B] whose row each is when the steps begin; None for rows that are not live.
     Results are matched by it, whatever has become of the rows meanwhile."""
     bucket: int
@@ -171,7 +71,7 @@ class Decode:
     """Tokens that a row draws at most, apart from accepted drafts."""
     drafts: int = 0
     """Tokens that the device guesses for each row and step: R - 1."""
-    full: Sequence[int] = ()
+    full: abc.Sequence[int] = ()
     """Rows that need the full sampler. With any, there is one step without drafts: the
     logits of all rows, then the full sampler."""
     replayed: Collection[int] = ()
@@ -180,7 +80,7 @@ class Decode:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class SchedulerOutput:
     """The work of a tick, in the order of the fields.
 
     Moves and `source` come before `changes`, which name rows as they are after that;
@@ -189,17 +89,18 @@ class Plan:
 
     tick: int
     """Number of the plan, from 1."""
-    moves: Sequence[tuple[int, int]] = ()
+    moves: abc.Sequence[tuple[int, int]] = ()
     """Pages whose keys and values move, (from, to); only with contiguous caches."""
-    source: Sequence[int] | None = None
+    source: abc.Sequence[int] | None = None
     """[S] the row that each row is taken from; None where all stay."""
-    changes: Sequence[tuple[int, int, int]] = ()
-    """(row, column, value), no cell twice; columns are those of `slots.Column`. Any
-    number: more than fit into one array are applied in several."""
-    placed: Sequence[tuple[int, Continuation]] = ()
-    """Rows that belong to another continuation than before: what the device keeps by
+    changes: abc.Sequence[tuple[int, int, int]] = ()
+    """(row, column, value), no cell twice; columns are those of
+    `batch_rows.Column`. Any number: more than fit into one array are applied in
+    several."""
+    placed: abc.Sequence[tuple[int, Sequence]] = ()
+    """Rows that belong to another sequence than before: what the device keeps by
     row beside the slots, such as counts of tokens, is to be made anew."""
-    prefill: Sequence[Chunk] = ()
+    prefill: abc.Sequence[Chunk] = ()
     """Chunks to compute together; none where no prompt waits."""
     decode: Decode | None = None
     """None where no row is live."""
@@ -221,11 +122,11 @@ class Drawn:
         (([7], [1], []), ([5, 6], [0, 0], []))
     """
 
-    tokens: Sequence[Sequence[Sequence[int]]]
+    tokens: abc.Sequence[abc.Sequence[abc.Sequence[int]]]
     """Token ids; -1 where a row has none."""
-    flags: Sequence[Sequence[Sequence[int]]]
-    """Bits of `slots.OutFlag`."""
-    logprobs: Sequence[Sequence[Sequence[float]]] | None = None
+    flags: abc.Sequence[abc.Sequence[abc.Sequence[int]]]
+    """Bits of `batch_rows.OutFlag`."""
+    logprobs: abc.Sequence[abc.Sequence[abc.Sequence[float]]] | None = None
     """Log-probabilities in nats; None where nobody wants them."""
 
     def of_row(self, row: int) -> tuple[list[int], list[int], list[float]]:
@@ -248,27 +149,27 @@ class Drawn:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Progress:
-    """Gain of a continuation from the results of a plan."""
+    """Gain of a sequence from the results of a plan."""
 
-    continuation: Continuation
-    tokens: Sequence[int]
+    sequence: Sequence
+    tokens: abc.Sequence[int]
     """New tokens, the one that ended it included."""
-    logprobs: Sequence[float]
+    logprobs: abc.Sequence[float]
     """One for each of `tokens`, or none at all."""
     row: int
-    """Row in `Plan.decode`, or place in `Plan.prefill`."""
+    """Row in `SchedulerOutput.decode`, or place in `SchedulerOutput.prefill`."""
     decoded: bool
-    """True: `row` is one of `Plan.decode`."""
+    """True: `row` is one of `SchedulerOutput.decode`."""
     finish: FinishReason | None
     """Reason for its end with the last of them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Something that happened to a continuation, for its client and the metrics."""
+    """Something that happened to a sequence, for its client and the metrics."""
 
     kind: Literal["queued", "admitted", "preempted", "ended"]
-    continuation: Continuation
+    sequence: Sequence
     time: float
     """Time of the clock that the scheduler is given."""
     cached_tokens: int = 0
@@ -293,7 +194,7 @@ class Counts:
     failed: int = 0
     """Past their deadline, or their logits were not finite."""
     preempted: int = 0
-    """Preemptions; the continuations go on later."""
+    """Preemptions; the sequences go on later."""
     prompt_tokens: int = 0
     """Tokens that prefill computed."""
     cached_tokens: int = 0

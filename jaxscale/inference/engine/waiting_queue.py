@@ -8,14 +8,14 @@ from collections.abc import Iterable
 
 from jaxscale.inference.engine.fair_queue import FairQueue
 from jaxscale.inference.engine.scheduler_config import SchedulerConfig
-from jaxscale.inference.engine.scheduler_output import Continuation
+from jaxscale.inference.engine.sequence import Sequence
 from jaxscale.inference.request import Overloaded, Request
 
 
 _LONGEST_RETRY = 60  # seconds
 
 BY_ORDER = operator.attrgetter("order")
-"""Sorts continuations by priority, arrival and index."""
+"""Sorts sequences by priority, arrival and index."""
 
 
 class Speed:
@@ -38,8 +38,8 @@ class Speed:
         return min(max(seconds, 1), _LONGEST_RETRY)
 
 
-class Line:
-    """Continuations that wait for pages and a row.
+class WaitingQueue:
+    """Sequences that wait for pages and a row.
 
     Those that were preempted, or whose request has had its turn, go before new ones of
     their priority, by arrival.
@@ -54,8 +54,8 @@ class Line:
         self.speed = Speed()
         """How fast the line moves."""
         self._config = config
-        self._new = FairQueue[Continuation]()
-        self._returning: list[Continuation] = []
+        self._new = FairQueue[Sequence]()
+        self._returning: list[Sequence] = []
         self.num_tokens = 0
         """Tokens of the prompts of the new ones."""
 
@@ -80,16 +80,16 @@ class Line:
                 self.speed.retry_after(tokens),
             )
 
-    def join(self, c: Continuation) -> None:
+    def join(self, c: Sequence) -> None:
         """Let a new one wait."""
         self._new.push(c, priority=c.request.priority, client=c.request.client)
         self.num_tokens += len(c.request.prompt)
 
-    def come_back(self, c: Continuation) -> None:
+    def come_back(self, c: Sequence) -> None:
         """Let one wait that has had a turn before."""
         bisect.insort(self._returning, c, key=BY_ORDER)
 
-    def peek(self) -> Continuation | None:
+    def peek(self) -> Sequence | None:
         """The next in turn, None where nobody waits."""
         new = self._new.peek()
         back = self._returning[0] if self._returning else None
@@ -97,7 +97,7 @@ class Line:
             return back
         return new
 
-    def leave(self, c: Continuation) -> None:
+    def leave(self, c: Sequence) -> None:
         """Take one out, wherever it stands."""
         if c in self._returning:
             self._returning.remove(c)
@@ -105,8 +105,8 @@ class Line:
         self._new.remove(c, priority=c.request.priority, client=c.request.client)
         self.num_tokens -= len(c.request.prompt)
 
-    def charge(self, served: Iterable[tuple[Continuation, int]]) -> None:
-        """Count tokens that the clients of continuations were served."""
+    def charge(self, served: Iterable[tuple[Sequence, int]]) -> None:
+        """Count tokens that the clients of sequences were served."""
         tokens = collections.Counter[tuple[int, str]]()
         for c, count in served:
             tokens[c.request.priority, c.request.client] += count

@@ -11,8 +11,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from jaxscale import __version__
-from jaxscale.inference.engine.output_processor import EngineDead
-from jaxscale.inference.request import Draining, InvalidRequest, Overloaded
+from jaxscale.inference.request import Draining, EngineDead, InvalidRequest, Overloaded
 from jaxscale.inference.server import chat_completions, completions, encoders
 from jaxscale.inference.server.backend import TextModel
 from jaxscale.inference.server.calls import Caller, prepared

@@ -6,8 +6,13 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from jaxscale.inference.engine.output_processor import EngineDead
-from jaxscale.inference.request import Draining, InvalidRequest, Output, Overloaded
+from jaxscale.inference.request import (
+    Draining,
+    EngineDead,
+    InvalidRequest,
+    Output,
+    Overloaded,
+)
 
 
 _TYPES = {

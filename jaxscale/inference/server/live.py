@@ -8,11 +8,13 @@ import json
 import threading
 import time
 import zlib
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections import abc
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
-from jaxscale.inference.engine.scheduler_output import Continuation, Event, State
+from jaxscale.inference.engine.scheduler_output import Event
+from jaxscale.inference.engine.sequence import Sequence, SequenceStatus
 from jaxscale.inference.request import Overloaded
 from jaxscale.inference.server.backend import Load
 from jaxscale.inference.server.metrics import Metrics
@@ -71,8 +73,8 @@ class Recorder:
         self._load, self._num_slots, self._clock = load, num_slots, clock
         self._start = clock()
         self._lock = threading.Lock()
-        self._lanes: dict[Continuation, _Lane] = {}
-        self._prompts: set[Continuation] = set()
+        self._lanes: dict[Sequence, _Lane] = {}
+        self._prompts: set[Sequence] = set()
         self._free = list(range(num_slots))
         self._most = num_slots
         self._segments: collections.deque[list[float]] = collections.deque(
@@ -95,7 +97,7 @@ class Recorder:
 
     def observe(self, event: Event) -> None:
         """Take note of what has happened to a continuation."""
-        c, now = event.continuation, self._now()
+        c, now = event.sequence, self._now()
         with self._lock:
             if event.kind == "admitted":
                 self._enter(c, now)
@@ -108,7 +110,7 @@ class Recorder:
         """Take note of the end of a tick of the engine."""
         now = self._now()
         with self._lock:
-            done = [c for c in self._prompts if c.state is not State.PREFILL]
+            done = [c for c in self._prompts if c.state is not SequenceStatus.PREFILL]
             for c in done:
                 lane = self._lanes[c]
                 self._close(lane, now)
@@ -118,16 +120,16 @@ class Recorder:
         if before is not None and self.on_step is not None:
             self.on_step(now - before)
 
-    def _enter(self, c: Continuation, now: float) -> None:
+    def _enter(self, c: Sequence, now: float) -> None:
         number = heapq.heappop(self._free) if self._free else self._most
         self._most = max(self._most, number + 1)
-        kind = _PREFILL if c.state is State.PREFILL else _DECODE
+        kind = _PREFILL if c.state is SequenceStatus.PREFILL else _DECODE
         color = zlib.crc32(c.request.id.encode())
         self._lanes[c] = _Lane(number, color, kind, now)
         if kind == _PREFILL:
             self._prompts.add(c)
 
-    def _leave(self, c: Continuation, now: float) -> _Lane:
+    def _leave(self, c: Sequence, now: float) -> _Lane:
         lane = self._lanes.pop(c)
         self._prompts.discard(c)
         self._close(lane, now)
@@ -250,7 +252,7 @@ class Recorder:
 _NAMES = ("step", "ttft", "gap")
 
 
-def _percentiles(values: Sequence[float]) -> list[float] | None:
+def _percentiles(values: abc.Sequence[float]) -> list[float] | None:
     """Median and 95th percentile, in milliseconds; None where there are no values."""
     if not values:
         return None

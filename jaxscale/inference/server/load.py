@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from jaxscale.inference.chat import ChatTemplate
 from jaxscale.inference.encoder.encoder import Encoder
-from jaxscale.inference.engine.memory import EngineConfig
+from jaxscale.inference.engine.config import EngineConfig
 from jaxscale.inference.grammar import GrammarCompiler
 from jaxscale.inference.llm import make_engine
 from jaxscale.inference.server.backend import EngineBackend, TextModel

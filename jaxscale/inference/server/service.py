@@ -12,8 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from jaxscale.inference.engine.output_processor import EngineDead
-from jaxscale.inference.request import Draining
+from jaxscale.inference.request import Draining, EngineDead
 from jaxscale.inference.server.backend import TextModel
 from jaxscale.inference.server.calls import Caller
 from jaxscale.inference.server.config import ServerConfig

@@ -319,6 +319,6 @@ def require_orbax() -> ModuleType:
         import orbax.checkpoint as ocp
     except ImportError as error:
         raise ImportError(
-            "jaxscale.training.checkpoint.store needs Orbax: pip install 'jaxscale[train]'"
+            "checkpoints need Orbax: pip install 'jaxscale[train]'"
         ) from error
     return ocp

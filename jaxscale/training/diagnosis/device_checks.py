@@ -1,8 +1,8 @@
 """Measurements of devices, in a process of their own that may hang or die.
 
-``python -m`` it with a `Request` as JSON. It prints a JSON line before and after each
-measurement, so that whoever reads them, `jaxscale.training.diagnosis.suite`, knows what does
-not end.
+``python -m`` it with a `CheckRequest` as JSON. It prints a JSON line before and after
+each measurement, so that whoever reads them, `jaxscale.training.diagnosis.suite`, knows
+what does not end.
 
 What is computed of whole numbers is exact in any order, so that it has the same bits on
 every device, whichever algorithm a library chose there, and can be checked on the host.
@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxscale.sharding import initialize
 from jaxscale.training.checkpoint.digest import digests
-from jaxscale.training.diagnosis.suite import Measurement, Request
+from jaxscale.training.diagnosis.suite import CheckRequest, Measurement
 
 
 _BATCHES, _CALLS = 5, 4  # of which one rate is the best
@@ -212,7 +212,7 @@ ALONE: Mapping[str, Probe] = {
 
 
 def measure(
-    request: Request,
+    request: CheckRequest,
     emit: Callable[[dict[str, Any]], None],
     alone: Mapping[str, Probe] = ALONE,
 ) -> None:
@@ -390,7 +390,7 @@ def main(text: str) -> None:
         print(json.dumps(said), flush=True)
 
     emit({"begin": "start", "ids": []})
-    request = Request(**json.loads(text))
+    request = CheckRequest(**json.loads(text))
     if request.simulated:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", request.simulated)

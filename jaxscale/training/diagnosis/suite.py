@@ -1,8 +1,8 @@
 """Self-checks of the devices of a host or a job: which of them is slow, wrong or stuck.
 
-A process of its own measures (`jaxscale.training.diagnosis.device_checks`), since a broken device
-may hang it or end it. Here it is watched, started again without what it did not
-survive, and its figures are judged.
+A process of its own measures (`jaxscale.training.diagnosis.device_checks`), since a
+broken device may hang it or end it. Here it is watched, started again without what it
+did not survive, and its figures are judged.
 """
 
 import collections
@@ -76,7 +76,7 @@ class DiagnoseConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Request:
+class CheckRequest:
     """What the process that measures is asked for."""
 
     together: bool = False
@@ -155,7 +155,7 @@ def diagnose(
         config: The settings.
         directory: Where it is tried that files come back as they were written; None
             leaves out this check of the host.
-        command: What measures, given a `Request` as JSON; by default
+        command: What measures, given a `CheckRequest` as JSON; by default
             ``jaxscale.training.diagnosis.device_checks``.
 
     Returns:
@@ -225,7 +225,7 @@ class _Watched:
 
     def _once(self) -> tuple[tuple[str, list[int]], str] | None:
         """What did not end, and how; None if all did."""
-        request = Request(
+        request = CheckRequest(
             together=self._config.together,
             simulated=self._config.devices,
             skip=self._skip,

@@ -1,1 +1,1 @@
-"""Search for the layout of a run: cost and memory models, and programs that XLA compiles."""
+"""The search for a layout of a run: models of cost and memory, checks by compiling."""

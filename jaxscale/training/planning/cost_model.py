@@ -6,10 +6,10 @@ pipeline, plus what is paid once a step:
     time = (m + (p - 1) / v) stage + data + optimizer + fixed
     stage = products + attention + elementwise + exposed communication
 
-`step_time` says what each part is, `jaxscale.training.planning.memory_model` what a step holds.
-The constants that describe machines stand in `jaxscale.training.hardware`, those that
-describe programs in `Program`; ``benchmarks/plan.py`` shows the error on what was
-published and measured.
+`step_time` says what each part is, `jaxscale.training.planning.memory_model` what a
+step holds. The constants that describe machines stand in `jaxscale.training.hardware`,
+those that describe programs in `Program`; ``benchmarks/plan.py`` shows the error on
+what was published and measured.
 
 GPUs are numbered so that the axes vary from slow to fast as ``pipe``, ``data``,
 ``fsdp``, ``context``, ``tensor``: a pipeline needs the least bandwidth.

@@ -1,7 +1,8 @@
 """The planner's model of the memory of a training step, part by part.
 
 No constant is set by measurements: it counts the arrays that live at the peak of
-programs that XLA compiled for 8 to 512 GPUs, see ``tests/training/planning/planned_memory.py``.
+programs that XLA compiled for 8 to 512 GPUs, see
+``tests/training/planning/planned_memory.py``.
 """
 
 import dataclasses

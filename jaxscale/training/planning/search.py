@@ -1,7 +1,7 @@
 """Chooses how many GPUs share a training step: tries layouts, ranks and explains them.
 
-What a layout costs is estimated by `jaxscale.training.planning.cost_model`. No jax is needed,
-and no device.
+What a layout costs is estimated by `jaxscale.training.planning.cost_model`. No jax is
+needed, and no device.
 """
 
 import collections

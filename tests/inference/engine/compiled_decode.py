@@ -1,9 +1,9 @@
 """What the engine's programs write when they are compiled for H200s, without a GPU.
 
-``python -m tests.inference.engine.compiled_decode`` compiles decoding for every bucket, on one
-device and on four, with the products of cuBLAS and those of Triton, and says of each
-what it writes; tests look at some of them. Two layers are enough: XLA gets every layer
-by itself.
+``python -m tests.inference.engine.compiled_decode`` compiles decoding for every bucket,
+on one device and on four, with the products of cuBLAS and those of Triton, and says of
+each what it writes; tests look at some of them. Two layers are enough: XLA gets every
+layer by itself.
 """
 
 import dataclasses

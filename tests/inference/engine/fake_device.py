@@ -27,23 +27,23 @@ def next_token(hashes, seed, barred=()):
     return token
 
 
-def solo(continuation):
+def solo(sequence):
     """What a request draws when it is alone."""
-    request, params = continuation.request, continuation.request.params
+    request, params = sequence.request, sequence.request.params
     hashes, tokens = [], []
 
     def compute(token):
-        decoded = len(hashes) >= continuation.target
+        decoded = len(hashes) >= sequence.target
         before = hashes[-1] if hashes else 0
         hashes.append(step_hash(before, token, decoded=decoded))
 
     for token in request.prompt:
         compute(token)
-    while len(request.prompt) + len(tokens) < continuation.limit:
+    while len(request.prompt) + len(tokens) < sequence.limit:
         early = len(tokens) < params.min_tokens
-        barred = continuation.stops if early else ()
-        tokens.append(next_token(hashes, continuation.seed, barred))
-        if tokens[-1] in continuation.stops:
+        barred = sequence.stops if early else ()
+        tokens.append(next_token(hashes, sequence.seed, barred))
+        if tokens[-1] in sequence.stops:
             break
         compute(tokens[-1])
     return tokens
@@ -87,7 +87,7 @@ class FakeDevice:
         assert keys <= config.keys_budget
         tokens, flags = [], []
         for chunk in chunks:
-            ends = chunk.end == chunk.continuation.target
+            ends = chunk.end == chunk.sequence.target
             assert chunk.tokens and (ends or chunk.end % config.split == 0)
             rows = chunk.key_rows(config.page_size)
             assert rows[chunk.start :] == chunk.write_rows(config.page_size)

@@ -15,10 +15,9 @@ import pytest
 from jaxscale.inference import Guide, InvalidRequest, Output, Request, SamplingParams
 from jaxscale.inference.engine.async_engine import AsyncEngine
 from jaxscale.inference.engine.engine import Engine, async_engine
-from jaxscale.inference.engine.output_processor import EngineDead
 from jaxscale.inference.engine.scheduler import Scheduler
 from jaxscale.inference.grammar import GrammarCompiler
-from jaxscale.inference.request import joined
+from jaxscale.inference.request import EngineDead, joined
 from jaxscale.models import Tokenizer
 from tests.inference.conftest import LLAMA, SIZES, Greedy, Served
 
@@ -401,7 +400,7 @@ def test_text_and_stop_strings(llama):
     text = "".join(o.text for news in run.told["free"] for o in news)
     tokens = run.result("free")[0]
     known = [token for token in tokens if token < 257]  # the model has a few more
-    assert text == tokenizer.continuation(PROMPTS["page"], known)
+    assert text == tokenizer.sequence(PROMPTS["page"], known)
     stop = next(c for c in text[5:] if c != "\N{REPLACEMENT CHARACTER}")
     run.add("stopped", PROMPTS["page"], max_tokens=20, stop=[stop])
     run.finish()

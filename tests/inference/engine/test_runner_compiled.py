@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
     ],
 )
 def test_decoding_copies_neither_weights_nor_pages(name, bucket, count, products):
-    """Some cases of those that ``python -m tests.inference.engine.compiled_decode`` checks."""
+    """Some cases of ``python -m tests.inference.engine.compiled_decode``."""
     found, written = check(name, bucket, count, products)
     assert [w for w in written if w.size >= 6 * MIB] == []
     if bucket <= 32:  # parts of the attention are small, too

@@ -14,7 +14,8 @@ from jaxscale.inference.engine.batch_rows import OutFlag
 from jaxscale.inference.engine.fair_queue import FairQueue
 from jaxscale.inference.engine.scheduler import Scheduler
 from jaxscale.inference.engine.scheduler_config import SchedulerConfig
-from jaxscale.inference.engine.scheduler_output import Drawn, State
+from jaxscale.inference.engine.scheduler_output import Drawn
+from jaxscale.inference.engine.sequence import SequenceStatus
 from jaxscale.inference.request import (
     Draining,
     InvalidRequest,
@@ -52,17 +53,17 @@ class Server:
         self.received = collections.defaultdict(list)
         self.ended = {}
         self.events = []
-        self.continuations = {}
+        self.sequences = {}
 
     def add(self, *requests):
         for request in requests:
             self.scheduler.add(request, now=self.time)
-        for c in self.scheduler.continuations():
-            self.continuations[c.request.id, c.index] = c
+        for c in self.scheduler.sequences():
+            self.sequences[c.request.id, c.index] = c
 
     def tick(self):
         self.time += 0.001
-        plan = self.scheduler.plan(now=self.time)
+        plan = self.scheduler.schedule(now=self.time)
         if plan is not None:
             self.flying.append((plan, *self.device.dispatch(plan)))
         self.check_pages()
@@ -85,7 +86,7 @@ class Server:
 
     def check_solo(self):
         """Everyone who was not given up got what it gets alone."""
-        for key, c in self.continuations.items():
+        for key, c in self.sequences.items():
             expected = solo(c)
             if self.ended[key] in ("stop", "length"):
                 assert self.received[key] == expected, key
@@ -97,7 +98,7 @@ class Server:
         if self.scheduler.config.contiguous:
             return
         holders = collections.Counter()
-        for c in self.scheduler.continuations():
+        for c in self.scheduler.sequences():
             assert len(set(c.pages)) == len(c.pages)
             holders.update(c.pages)
         for page in range(pool.num_pages):
@@ -115,7 +116,7 @@ class Server:
             both = {"prefill": prefill, "decode": decode}
             news = self.scheduler.update(plan, **both, now=self.time)
         for item in news:
-            c = item.continuation
+            c = item.sequence
             assert (c.request.id, c.index) not in self.ended
             self.received[c.request.id, c.index] += item.tokens
         self._events()
@@ -124,7 +125,7 @@ class Server:
         for event in self.scheduler.take_events():
             self.events.append(event)
             if event.kind == "ended":
-                key = event.continuation.request.id, event.continuation.index
+                key = event.sequence.request.id, event.sequence.index
                 assert key not in self.ended
                 self.ended[key] = event.finish
 
@@ -195,15 +196,13 @@ def test_everything_is_answered_as_if_alone(
             server.tick()
         if rng.random() < trouble:
             scheduler.abort(str(rng.randint(0, number)), now=server.time)
-        if rng.random() < trouble and (some := list(scheduler.continuations())):
+        if rng.random() < trouble and (some := list(scheduler.sequences())):
             scheduler.finish(rng.choice(some), "stop", now=server.time)
-            server.continuations = {
-                k: c for k, c in server.continuations.items() if c.finish != "stop"
+            server.sequences = {
+                k: c for k, c in server.sequences.items() if c.finish != "stop"
             }
     server.run()
-    server.continuations = {
-        k: c for k, c in server.continuations.items() if k in server.ended
-    }
+    server.sequences = {k: c for k, c in server.sequences.items() if k in server.ended}
     server.check_solo()
     counts = scheduler.counts
     assert counts.accepted_tokens <= counts.drafted_tokens
@@ -240,15 +239,15 @@ def test_the_newest_of_the_lowest_priority_is_preempted():
         request = requests(i + 1, length=7, most=20)[i]
         server.add(dataclasses.replace(request, priority=priority))
     server.run()
-    order = [e.continuation.request.id for e in server.events if e.kind == "preempted"]
+    order = [e.sequence.request.id for e in server.events if e.kind == "preempted"]
     assert order[:2] == ["2", "0"]
-    finished = [e.continuation.request.id for e in server.events if e.kind == "ended"]
+    finished = [e.sequence.request.id for e in server.events if e.kind == "ended"]
     assert finished[:2] == ["1", "3"]
     server.check_solo()
 
 
 def preempted(server):
-    return [e.continuation.request.id for e in server.events if e.kind == "preempted"]
+    return [e.sequence.request.id for e in server.events if e.kind == "preempted"]
 
 
 def test_a_higher_priority_takes_the_slot_of_the_newest():
@@ -259,11 +258,11 @@ def test_a_higher_priority_takes_the_slot_of_the_newest():
     server.add(*requests(1, client="same"))
     server.add(*requests(1, client="high", priority=1))
     plan = server.tick()
-    assert [chunk.continuation.request.id for chunk in plan.prefill] == ["high0"]
+    assert [chunk.sequence.request.id for chunk in plan.prefill] == ["high0"]
     server.run()
     # Once, and the one that was there goes on before the one that came.
     assert preempted(server) == ["1"]
-    order = [e.continuation.request.id for e in server.events if e.kind == "admitted"]
+    order = [e.sequence.request.id for e in server.events if e.kind == "admitted"]
     assert order == ["0", "1", "high0", "1", "same0"]
     server.check_solo()
 
@@ -311,7 +310,7 @@ def test_pages_that_those_who_yield_share():
     server.add(high, other)
     del server.events[:]
     server.tick()
-    admitted = [e.continuation for e in server.events if e.kind == "admitted"]
+    admitted = [e.sequence for e in server.events if e.kind == "admitted"]
     assert [c.request.id for c in admitted] == ["other", "high"]
     assert [e.cached_tokens for e in server.events if e.kind == "admitted"] == [0, 16]
     assert len(preempted(server)) == 3  # the fewest
@@ -329,7 +328,7 @@ def test_clients_get_equal_shares():
     served = collections.Counter()
     for _ in range(400):
         server.tick()
-        admitted = {e.continuation for e in server.events if e.kind == "admitted"}
+        admitted = {e.sequence for e in server.events if e.kind == "admitted"}
         served = {
             name: sum(
                 len(c.request.prompt) + c.num_drawn
@@ -438,7 +437,7 @@ def test_a_conversation_finds_what_prefill_computed():
     server = Server(config(num_pages=32))
     server.add(*requests(1, length=6, most=7))
     server.run()
-    whole = [*server.continuations["0", 0].request.prompt, *server.received["0", 0]]
+    whole = [*server.sequences["0", 0].request.prompt, *server.received["0", 0]]
     server.add(Request(prompt=[*whole, 1, 2], id="next", params=params_of(most=1)))
     server.run()
     assert server.scheduler.counts.cached_tokens == 4
@@ -525,9 +524,9 @@ def test_the_preempted_come_back_before_others_come():
     away = set()
     for event in server.events:
         if event.kind == "preempted":
-            away.add(event.continuation)
-        elif event.kind == "admitted" and event.continuation in away:
-            away.remove(event.continuation)
+            away.add(event.sequence)
+        elif event.kind == "admitted" and event.sequence in away:
+            away.remove(event.sequence)
         else:
             assert event.kind != "admitted" or not away
     assert server.scheduler.counts.preempted > 1
@@ -606,7 +605,7 @@ def test_a_deadline_is_not_that_of_the_next_with_the_same_id():
         scheduler.add(request, now=0.0)
         if deadline is not None:
             scheduler.abort(request.id, now=0.5)
-    scheduler.plan(now=2.0)
+    scheduler.schedule(now=2.0)
     assert not scheduler.idle and scheduler.counts.failed == 0
 
 
@@ -663,19 +662,19 @@ def test_logits_that_are_not_finite_end_their_request_alone():
     server.add(*requests(2, length=9, most=9))
     while len(server.received) < 2:
         server.tick()
-    plan = server.scheduler.plan(now=1.0)
+    plan = server.scheduler.schedule(now=1.0)
     _, decode = server.device.dispatch(plan)
-    row = server.continuations["0", 0].slot
+    row = server.sequences["0", 0].slot
     decode.flags[0][row][0] |= OutFlag.NOT_FINITE
     news = server.scheduler.update(plan, decode=decode, now=1.0)
     (bad,) = [item for item in news if item.finish]
-    assert (bad.continuation.request.id, bad.finish) == ("0", "error")
-    assert not bad.tokens and bad.continuation.state is State.ENDED
+    assert (bad.sequence.request.id, bad.finish) == ("0", "error")
+    assert not bad.tokens and bad.sequence.state is SequenceStatus.ENDED
     assert server.scheduler.pool.num_cached == 0  # nobody finds its pages
     server.received["1", 0] += next(n.tokens for n in news if not n.finish)
     server.run()
     assert server.ended["0", 0] == "error"
-    assert server.received["1", 0] == solo(server.continuations["1", 0])
+    assert server.received["1", 0] == solo(server.sequences["1", 0])
 
 
 def test_a_row_that_the_device_does_not_know_is_an_error():
@@ -683,7 +682,7 @@ def test_a_row_that_the_device_does_not_know_is_an_error():
     server = Server(config(), lag=0)
     server.add(*requests(1, most=9))
     server.tick()
-    plan = server.scheduler.plan(now=1.0)
+    plan = server.scheduler.schedule(now=1.0)
     empty = Drawn(tokens=[[[-1], [-1]]] * plan.decode.steps, flags=[])
     (news,) = server.scheduler.update(plan, decode=empty, now=1.0)
     assert news.finish == "error" and server.scheduler.idle
@@ -692,16 +691,16 @@ def test_a_row_that_the_device_does_not_know_is_an_error():
 def test_unknown_requests_are_no_error():
     scheduler = Scheduler(config())
     assert not scheduler.abort("nobody", now=0.0)
-    assert scheduler.plan(now=0.0) is None and scheduler.idle
+    assert scheduler.schedule(now=0.0) is None and scheduler.idle
 
 
 def test_seeds():
-    """Those of requests are kept, those of others differ; continuations differ."""
+    """Those of requests are kept, those of others differ; sequences differ."""
     scheduler = Scheduler(config(), seed=1)
     for i, seed in enumerate((7, 7, -7, None, None)):
         params = SamplingParams(seed=seed, n=2)
         scheduler.add(Request(prompt=[1], id=str(i), params=params), now=0.0)
-    seeds = [c.seed for c in scheduler.continuations()]
+    seeds = [c.seed for c in scheduler.sequences()]
     assert seeds[0] == 7 == seeds[2] and seeds[4] == 2**64 - 7
     assert len(set(seeds)) == 8
 
@@ -727,7 +726,7 @@ def calls_of_a_tick(waiting):
 
     sys.setprofile(profile)
     try:
-        plan = scheduler.plan(now=server.time)
+        plan = scheduler.schedule(now=server.time)
     finally:
         sys.setprofile(None)
     assert len(plan.placed) == 1 and plan.decode.bucket == 32

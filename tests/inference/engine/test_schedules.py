@@ -73,7 +73,7 @@ def test_nan_reaches_nobody_else(llama, expected):
         run.add(str(which), *REQUESTS[which][:1], **REQUESTS[which][1])
     run.add("bad", prompt(30), max_tokens=30)
     pool = run.scheduler.pool
-    bad = next(c for c in run.scheduler.continuations() if c.request.id == "bad")
+    bad = next(c for c in run.scheduler.sequences() if c.request.id == "bad")
     while bad.num_drawn < 3:
         run.engine.step()
     free = [page for page in range(pool.num_pages) if not pool.holders(page)]

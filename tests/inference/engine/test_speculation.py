@@ -189,7 +189,7 @@ def test_the_preempted_go_on(served, plain):
     """
     run, found = drafting(served, num_pages=18), []
     run.engine.observers.append(
-        lambda e: found.append(e.cached_tokens - len(e.continuation.request.prompt))
+        lambda e: found.append(e.cached_tokens - len(e.sequence.request.prompt))
     )
     for name, settings in SETTINGS.items():
         run.add(name, PROMPTS[name], max_tokens=40, **settings)

@@ -8,16 +8,12 @@ import itertools
 import threading
 
 from jaxscale.inference.chat import ChatTemplate
-from jaxscale.inference.engine.output_processor import EngineDead
 from jaxscale.inference.engine.scheduler_config import SchedulerConfig
-from jaxscale.inference.engine.scheduler_output import (
-    Continuation,
-    Counts,
-    Event,
-    State,
-)
+from jaxscale.inference.engine.scheduler_output import Counts, Event
+from jaxscale.inference.engine.sequence import Sequence, SequenceStatus
 from jaxscale.inference.request import (
     Draining,
+    EngineDead,
     InvalidRequest,
     Output,
     Overloaded,
@@ -103,7 +99,7 @@ class FakeEngine:
         self.live[request.id] = request
 
     def _continuation(self, request, index):
-        c = Continuation(
+        c = Sequence(
             request=request,
             index=index,
             order=(0, next(self._order), index),
@@ -111,14 +107,14 @@ class FakeEngine:
             limit=2048,
             stops=frozenset(),
             tokens=list(request.prompt),
-            state=State.PREFILL,
+            state=SequenceStatus.PREFILL,
         )
         self._say("admitted", c)
-        c.state = State.DECODE
+        c.state = SequenceStatus.DECODE
         return c
 
     def _say(self, kind, c):
-        self._on_event(Event(kind=kind, continuation=c, time=0.0))
+        self._on_event(Event(kind=kind, sequence=c, time=0.0))
 
     def _outputs(self, c):
         request, params = c.request, c.request.params

@@ -8,12 +8,8 @@ import subprocess
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxscale.inference.engine.scheduler_output import (
-    Continuation,
-    Counts,
-    Event,
-    State,
-)
+from jaxscale.inference.engine.scheduler_output import Counts, Event
+from jaxscale.inference.engine.sequence import Sequence, SequenceStatus
 from jaxscale.inference.request import Overloaded, Request
 from jaxscale.inference.server import Load
 from jaxscale.inference.server.live import Recorder, _percentiles
@@ -22,7 +18,7 @@ from tests.inference.server.test_app import BODY, PATH, Client, release, settle
 
 
 def continuation(name, order):
-    return Continuation(
+    return Sequence(
         request=Request(prompt=[1], id=name),
         index=0,
         order=(0, order, 0),
@@ -30,7 +26,7 @@ def continuation(name, order):
         limit=9,
         stops=frozenset(),
         tokens=[1],
-        state=State.PREFILL,
+        state=SequenceStatus.PREFILL,
     )
 
 
@@ -45,7 +41,7 @@ class Scene:
 
     def say(self, kind, c, *, after=1.0):
         self.now += after
-        self.recorder.observe(Event(kind=kind, continuation=c, time=0.0))
+        self.recorder.observe(Event(kind=kind, sequence=c, time=0.0))
 
     def tick(self, *, after=1.0):
         self.now += after
@@ -59,9 +55,9 @@ def test_segments():
     scene.say("queued", a)
     scene.say("admitted", a)  # at 2
     scene.say("admitted", b)  # 3
-    a.state = State.DECODE
+    a.state = SequenceStatus.DECODE
     scene.tick()  # 4
-    b.state = State.DECODE
+    b.state = SequenceStatus.DECODE
     scene.tick()  # 5
     scene.say("ended", a)  # 6
     scene.say("admitted", c)  # 7, in the place of a

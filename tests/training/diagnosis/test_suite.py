@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxscale.training import DiagnoseConfig, Measurement, diagnose
-from jaxscale.training.diagnosis.suite import Request, judge
+from jaxscale.training.diagnosis.suite import CheckRequest, judge
 from jaxscale.training.diagnosis.suite import device_checks as checks
 from jaxscale.training.hardware import H200
 
@@ -150,7 +150,7 @@ def measured():
     said = []
     alone = {name: broken_on(2, probe) for name, probe in checks.ALONE.items()}
     others = [device.id for device in jax.devices()[4:]]
-    checks.measure(Request(without=others), said.append, alone)
+    checks.measure(CheckRequest(without=others), said.append, alone)
     assert said[-1] == {"end": 0}
     found = [line["measured"] for line in said if "measured" in line]
     found = [Measurement(**m | {"devices": tuple(m["devices"])}) for m in found]

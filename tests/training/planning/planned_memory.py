@@ -1,8 +1,9 @@
 """The planner's memory beside what XLA reserves, for real steps on 8 to 512 H200s.
 
-``python -m tests.training.planning.planned_memory`` compiles every program of `PROGRAMS`, a
-minute or two each, without a GPU, and prints a table; names choose some of them. What
-was compiled is kept in ``planned_memory.json``, which the tests compare with.
+``python -m tests.training.planning.planned_memory`` compiles every program of
+`PROGRAMS`, a minute or two each, without a GPU, and prints a table; names choose some
+of them. What was compiled is kept in ``planned_memory.json``, which the tests compare
+with.
 """
 
 import dataclasses

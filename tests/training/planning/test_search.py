@@ -130,7 +130,7 @@ def test_memory_that_xla_reserves_on_many_gpus():
 def test_memory_that_xla_reserves_for_8b_on_one_gpu(
     moment_bytes, memory_kind, microbatches, rows, gibibytes
 ):
-    """As `tests.training.planning.planned_step` was compiled; two again in `test_moments`."""
+    """As `planned_step` was compiled; two again in `test_moment_dtypes`."""
     layout = Layout(
         batch_size=microbatches * rows,
         rows=rows,
