@@ -40,7 +40,7 @@ def test_dependencies_run_one_way():
         ("jaxscale/inference/generate.py", "jaxscale.training"),
         ("jaxscale/training/loop.py", "jaxscale.pruning"),
         ("jaxscale/models/decoder/late.py", "jaxscale.models.hf"),
-        ("jaxscale/inference/scheduler/late.py", "jax"),
+        ("jaxscale/inference/engine/scheduler/late.py", "jax"),
         ("jaxscale/supervision/driver.py", "numpy"),
     ],
 )
@@ -51,9 +51,11 @@ def test_a_reversed_arrow_is_caught(tmp_path, module, forbidden):
     for contract in forbids:
         names += contract["source_modules"] + contract["forbidden_modules"]
     for name in ("jaxscale", "pallas_kernels", *names):
-        package = tmp_path.joinpath(*name.split("."))
-        package.mkdir(parents=True, exist_ok=True)
-        (package / "__init__.py").touch()
+        package = tmp_path
+        for part in name.split("."):
+            package /= part
+            package.mkdir(exist_ok=True)
+            (package / "__init__.py").touch()
     file = tmp_path / module
     file.parent.mkdir(exist_ok=True)
     (file.parent / "__init__.py").touch()

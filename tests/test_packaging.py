@@ -141,9 +141,15 @@ def test_what_an_extra_installs_is_imported(extra):
 
 # Files that an extra is for.
 FOR_AN_EXTRA = {
-    "infer": ["nn/*", "models/**/*", "inference/*", "!inference/loadgen"],
+    "infer": [
+        "nn/*",
+        "models/**/*",
+        "inference/*",
+        "inference/engine/*",
+        "inference/encoder/*",
+    ],
     "serve": ["inference/**/*", "cli/serve", "cli/bench_serve", "cli/options"],
-    "train": ["training/*", "pruning/*", "cli/*", "!cli/serve", "!cli/bench_serve"],
+    "train": ["training/**/*", "pruning/*", "cli/*", "!cli/serve", "!cli/bench_serve"],
     "quickstart": ["recipes/*"],
 }
 OTHERS_BRING = {"jaxlib", "ml_dtypes", "orbax", "rich", "starlette", "yaml"}

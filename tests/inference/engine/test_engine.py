@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from jaxscale.inference import Guide, InvalidRequest, Output, Request, SamplingParams
+from jaxscale.inference.engine import async_engine
 from jaxscale.inference.engine.async_engine import AsyncEngine
-from jaxscale.inference.engine.engine import Engine, async_engine
+from jaxscale.inference.engine.engine import Engine
 from jaxscale.inference.engine.scheduler import Scheduler
 from jaxscale.inference.grammar import GrammarCompiler
 from jaxscale.inference.request import EngineDead, joined

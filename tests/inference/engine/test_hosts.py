@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 from jaxscale.inference import LLM, EngineDead, HostLost, Request, SamplingParams
-from jaxscale.inference.engine.engine import Engine, hosts
+from jaxscale.inference.engine import hosts
+from jaxscale.inference.engine.engine import Engine
 from jaxscale.inference.engine.runner import Runner
 from jaxscale.inference.engine.scheduler import Scheduler
 from jaxscale.models import save

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxscale.inference.engine import sampling
 from jaxscale.inference.engine.batch_rows import Column, float_bits
-from jaxscale.inference.engine.engine import sampling
 from jaxscale.inference.engine.sampling import IN_PROMPT
 
 

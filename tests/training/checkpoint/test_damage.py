@@ -15,7 +15,7 @@ from flax import nnx
 from jaxscale.models.stack_layout import StackLayout
 from jaxscale.sharding.parameters import partitioned
 from jaxscale.training import Checkpointer, CheckpointNotWritten, DamagedCheckpoint
-from jaxscale.training.checkpoint.store import record
+from jaxscale.training.checkpoint import record
 from tests.training.checkpoint.damage import READS_GO_ON
 
 

@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxscale.models.stack_layout import StackLayout
 from jaxscale.sharding import make_mesh
 from jaxscale.training import ReplicasDiffer, check_replicas
+from jaxscale.training.checkpoint import digest as digest_module
 from jaxscale.training.checkpoint.digest import digests
-from jaxscale.training.checkpoint.store import digest as digest_module
 
 
 def mix(x):

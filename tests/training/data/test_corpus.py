@@ -7,6 +7,7 @@ import pytest
 
 from jaxscale.models import Tokenizer
 from jaxscale.training import DataConfig, PackedBatches
+from jaxscale.training.data import corpus as corpus_module
 from jaxscale.training.data.corpus import (
     Document,
     TokenCorpus,
@@ -15,7 +16,6 @@ from jaxscale.training.data.corpus import (
     split,
     tokenize,
 )
-from jaxscale.training.data.packed import corpus as corpus_module
 
 
 @pytest.fixture

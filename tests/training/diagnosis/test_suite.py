@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from jaxscale.training import DiagnoseConfig, Measurement, diagnose
+from jaxscale.training.diagnosis import device_checks as checks
 from jaxscale.training.diagnosis.suite import CheckRequest, judge
-from jaxscale.training.diagnosis.suite import device_checks as checks
 from jaxscale.training.hardware import H200
 
 
