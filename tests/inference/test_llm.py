@@ -57,7 +57,7 @@ def test_texts_and_ids(llm):
         assert list(result.prompt) == llm.tokenizer.encode(text)
         known = [t for t in result.tokens if t < llm.tokenizer.vocab_size]
         ends = result.continuations[0].finish == "stop"
-        expected = llm.tokenizer.sequence(result.prompt, known[: -1 if ends else 6])
+        expected = llm.tokenizer.continuation(result.prompt, known[: -1 if ends else 6])
         assert result.text == expected
     (single,) = llm.generate("to be", GREEDY)
     assert single.tokens == found[0].tokens

@@ -122,7 +122,7 @@ def test_tokenizers(kind):
         new.insert(len(new) // 2, tokenizer.eos_id)
         new.insert(0, tokenizer.eos_id)
         added = "".join(deltas_of(tokenizer, [*new, tokenizer.vocab_size + 5], prompt))
-        assert added == tokenizer.sequence(prompt, new), at
+        assert added == tokenizer.continuation(prompt, new), at
     # The library's own stream says the same, where it says something.
     backend = tokenizers.Tokenizer.from_str(tokenizer._backend.to_str())
     theirs = tokenizers.decoders.DecodeStream(skip_special_tokens=True)

@@ -401,7 +401,7 @@ def test_text_and_stop_strings(llama):
     text = "".join(o.text for news in run.told["free"] for o in news)
     tokens = run.result("free")[0]
     known = [token for token in tokens if token < 257]  # the model has a few more
-    assert text == tokenizer.sequence(PROMPTS["page"], known)
+    assert text == tokenizer.continuation(PROMPTS["page"], known)
     stop = next(c for c in text[5:] if c != "\N{REPLACEMENT CHARACTER}")
     run.add("stopped", PROMPTS["page"], max_tokens=20, stop=[stop])
     run.finish()

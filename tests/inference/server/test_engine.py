@@ -76,7 +76,7 @@ def test_many_at_a_time(harness, llama, model):
             tokens.append(int(expected.argmax()))
             np.testing.assert_allclose(logprob, expected.max(), atol=1e-4)
         known = [t for t in tokens[len(prompt) :] if t < TOKENIZER.vocab_size]
-        assert choice["text"] == TOKENIZER.sequence(prompt, known)
+        assert choice["text"] == TOKENIZER.continuation(prompt, known)
 
 
 def test_scores_of_a_prompt(harness, llama, model):
