@@ -12,9 +12,6 @@ those of `jaxscale.inference.load.workload`: of Flover's paper, prompts of 8 and
 of 504 tokens, or like those of ShareGPT.
 
 - ``jaxscale``: requests join and leave at every token.
-- ``contiguous``: the same, with keys and values of each request in one piece, which
-  moves when the batch shrinks: Flover's reordering. ``python -m benchmarks.move_pages``
-  has the time of a move.
 - ``concurrent``, ``serial``, ``static``, ``windowed``: see `serving_policies`. The
   first stands for the baseline of Flover's paper, the last for dynamic batching that
   waits up to ``window_s``.
@@ -49,10 +46,9 @@ from benchmarks import timing
 from benchmarks.harness import Benchmark, Case, Custom, Measurement, Params
 
 
-OURS = ("jaxscale", "contiguous", "concurrent", "serial", "static", "windowed")
+OURS = ("jaxscale", "concurrent", "serial", "static", "windowed")
 SUMS = {"low_latency": "low_latency", "xla_nccl": "xla"}
 """`EngineConfig.all_reduce` of ours on several GPUs; of the others it is None."""
-_JOINING = OURS[:2]
 TORCH = (
     "torch_static",
     "torch_static_graphs",
@@ -239,10 +235,8 @@ def _started(
     sizes = {"jaxscale": slots, "concurrent": 2, "serial": 2}
     slots = sizes.get(policy, slots)
     step = "context" in params  # which needs few programs
-    buckets = None if policy in _JOINING and not step else [slots]
+    buckets = None if policy == "jaxscale" and not step else [slots]
     more: dict[str, Any] = {"program_cache": os.environ.get(_PROGRAMS)}
-    if policy == "contiguous":
-        more["contiguous"] = True
     if policy in SUMS:
         more["all_reduce"] = SUMS[policy]
     if step and timing.on_gpu():
@@ -256,7 +250,7 @@ def _started(
         each.start()
 
     def run(load: Any) -> list[Any]:
-        if policy in _JOINING:
+        if policy == "jaxscale":
             return policies.continuous(engine, load)
         if policy == "concurrent":
             return policies.concurrent_instances(engines, load)
@@ -288,7 +282,7 @@ def _timed(
 
     policies.alone(engines[0], load, [0])
     # Without joining a load takes minutes, and all steps have one shape.
-    run(load if policy in _JOINING else load.cut(_WARM))
+    run(load if policy == "jaxscale" else load.cut(_WARM))
     runs = [run(load) for _ in range(samples)]
     if "context" in params:
         times = [token_seconds([o.events for o in run]) for run in runs]
@@ -443,7 +437,7 @@ BENCHMARK = Benchmark(
             slots=4, shrink=16, window_s=0.01,
         ),
     ],
-    kernels=("paged_attention", "varlen_attention", "move_pages"),
+    kernels=("paged_attention", "varlen_attention"),
     inputs=lambda params, key: (),
     implementations={name: _in_child(name) for name in (*OURS, *SUMS, *TORCH)},
     metrics=metrics,

@@ -127,7 +127,6 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     ("matmul", "scaled_matmul"),
     ("matmul", "quantized_matmul"),
     ("attention", "paged_attention"),
-    ("serving", "move_pages"),
     (
         "serving",
         "serving --case token_* --impl jaxscale torch_static_graphs torch_continuous",
@@ -135,7 +134,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     ("serving", "serving --case token_*_tp2 --impl jaxscale low_latency xla_nccl"),
     (
         "serving",
-        "serving --case constant_* poisson_* saturated --impl jaxscale contiguous "
+        "serving --case constant_* poisson_* saturated --impl jaxscale "
         "concurrent static torch_static_graphs torch_continuous --samples 1",
     ),
     (

@@ -47,8 +47,6 @@ from pallas_kernels.layer_norm.specs import SPECS as LAYER_NORM
 from pallas_kernels.matmul import dense, matmul
 from pallas_kernels.matmul.specs import SPECS as MATMUL
 from pallas_kernels.mosaic import H200, use_device
-from pallas_kernels.move_pages import move_pages
-from pallas_kernels.move_pages.specs import SPECS as MOVES
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.specs import SPECS as PAGED
 from pallas_kernels.quantized_matmul import quantized_matmul
@@ -200,14 +198,6 @@ def paged_attention_cases() -> Iterator[Case]:
         yield Case(spec.name, run, (arrays,))
 
 
-def move_pages_cases() -> Iterator[Case]:
-    run = functools.partial(move_pages, implementation="mosaic_gpu")
-    for spec in MOVES:
-        pages = array(*spec.shape, dtype=spec.dtype)
-        ids = array(spec.moves, dtype=INT32)
-        yield Case(spec.name, run, (pages, ids, ids))
-
-
 def matmul_cases() -> Iterator[Case]:
     run = functools.partial(matmul, implementation="mosaic_gpu")
     for spec in MATMUL:
@@ -335,7 +325,6 @@ def scaled_collective_cases() -> Iterator[Case]:
 OPS: Mapping[str, Callable[[], Iterator[Case]]] = {
     "varlen_attention": attention_cases,
     "paged_attention": paged_attention_cases,
-    "move_pages": move_pages_cases,
     "matmul": matmul_cases,
     "quantized_matmul": quantized_matmul_cases,
     "scaled_matmul": scaled_matmul_cases,

@@ -30,7 +30,6 @@ TESTS = {
     "dense": "matmul/test_dense_gpu.py::test_gradients",
     "quantized_matmul": "quantized_matmul/test_gpu.py::test_every_number_is_exact",
     "scaled_matmul": "scaled_matmul/test_gpu.py::test_sums_are_promoted",
-    "move_pages": "move_pages/test_gpu.py::test_pages_move[llama2_7b_n1_c512]",
     "paged_attention": "paged_attention/test_gpu.py::test_tokens_without_a_page",
     "tile_sparse_matmul": "tile_sparse_matmul/test_gpu.py::test_gradients_of_a_layer",
     "attention": "varlen_attention/test_mosaic_gpu_gpu.py::test_other_head_dims[96]",

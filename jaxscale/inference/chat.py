@@ -356,7 +356,7 @@ def _environment() -> Any:
             "chat templates need jinja2: pip install 'jaxscale[infer]'"
         ) from error
 
-    class Generation(Extension):
+    class GenerationBlock(Extension):
         """``{% generation %}`` marks answers for training; here it changes nothing."""
 
         tags = {"generation"}  # noqa: RUF012  as the base class has it
@@ -389,7 +389,7 @@ def _environment() -> Any:
     environment = Environment(
         trim_blocks=True,
         lstrip_blocks=True,
-        extensions=[Generation, "jinja2.ext.loopcontrols"],
+        extensions=[GenerationBlock, "jinja2.ext.loopcontrols"],
     )
     environment.filters["tojson"] = to_json
     environment.globals |= {

@@ -301,7 +301,7 @@ class LLM:
         config = self.engine.scheduler.config
         outputs: queue.SimpleQueue[list[Output] | EngineDead] = queue.SimpleQueue()
         waiting = collections.deque(requests)
-        made = {r.id: Generation(prompt=r.prompt, params=r.params) for r in requests}
+        made: dict[str, list[Output]] = {request.id: [] for request in requests}
         running: dict[str, int] = {}
         refused: list[Request] = []
         try:
@@ -321,7 +321,7 @@ class LLM:
                 if isinstance(news, EngineDead):
                     raise news
                 for output in news:
-                    made[output.request].add(output)
+                    made[output.request].append(output)
                     running[output.request] -= output.finish is not None
                     if not running[output.request]:
                         del running[output.request]
@@ -329,7 +329,14 @@ class LLM:
         finally:
             for request_id in running:
                 self.engine.abort(request_id)
-        return made
+        return {
+            r.id: Generation(
+                prompt=r.prompt,
+                params=r.params,
+                continuations={o.index: o for o in joined(made[r.id])},
+            )
+            for r in requests
+        }
 
     def _submit(self, requests: Sequence[Request], sink: Sink) -> list[Request]:
         """Submit requests to one tick; those for which the queue has no room."""
@@ -353,12 +360,6 @@ class Generation:
     """How it was continued."""
     continuations: dict[int, Output] = dataclasses.field(default_factory=dict)
     """By their index, 0 to n - 1, each with all of its tokens and text."""
-
-    def add(self, output: Output) -> None:
-        """Append what is new."""
-        old = self.continuations.get(output.index)
-        both = [output] if old is None else [old, output]
-        (self.continuations[output.index],) = joined(both)
 
     @property
     def text(self) -> str:

@@ -233,10 +233,6 @@ def test_pages_fill_the_memory(llm):
     with pytest.raises(ValueError, match="max_len 100 exceeds 64"):
         limited = dataclasses.replace(preset("gpt2_tiny"), max_seq_len=64)
         EngineConfig(max_len=100).scheduler(limited, (), on_cpu=True)
-    apart = dataclasses.replace(options, contiguous=True)
-    needed = apart.scheduler(model.config, (), on_cpu=True)
-    assert needed.num_pages == 2 * 8 and needed.longest == 128
-    assert fit(model, needed, apart)[0].pages_per_slot == 8
     _, narrow = fit(model, config, dataclasses.replace(options, kv_dtype="fp8"))
     # A byte a number, and a scale for those of a head.
     assert narrow.page == (16 * c.head_dim + 4) * c.num_layers * 2 * c.num_kv_heads

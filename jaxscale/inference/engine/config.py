@@ -101,7 +101,7 @@ class EngineConfig(SchedulerSettings):
         # to gather those that nobody has, too.
         keys = (4096 if on_cpu else 16_384) // self.page_size
         return SchedulerConfig(
-            num_pages=self.num_pages or pages * (slots if self.contiguous else 1),
+            num_pages=self.num_pages or pages,
             vocab_size=model.vocab_size,
             max_len=longest,
             page_size=self.page_size,
@@ -118,7 +118,6 @@ class EngineConfig(SchedulerSettings):
             shortest_ngram=self.shortest_ngram,
             longest_ngram=self.longest_ngram,
             prefix_cache=self.prefix_cache,
-            contiguous=self.contiguous,
             max_waiting=self.max_waiting,
             max_waiting_tokens=self.max_waiting_tokens,
         )

@@ -327,7 +327,6 @@ class Engine:
 
     def _dispatch(self, plan: SchedulerOutput) -> _Flight:
         runner = self.runner
-        runner.move(plan.moves)
         runner.update(plan.source, plan.changes)
         for row, c in plan.placed:
             self._count(c)

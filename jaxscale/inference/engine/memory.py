@@ -105,7 +105,7 @@ def fit(
         page_size=config.page_size,
         computation=computation,
     )
-    needed = options.num_pages or (most if config.contiguous else config.table_width)
+    needed = options.num_pages or config.table_width
     if room < needed:
         raise ValueError(
             f"{memory.weights / 2**30:.2f} GiB of weights, "

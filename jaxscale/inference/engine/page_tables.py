@@ -1,6 +1,6 @@
 """The pages of each sequence: those it finds, those it needs, what they are named.
 
-Legend: G tokens of a page, W pages of a slot.
+Legend: G tokens of a page.
 """
 
 import collections
@@ -14,10 +14,7 @@ from jaxscale.inference.engine.sequence import Sequence
 
 
 class PageTables:
-    """Fills, names and empties `Sequence.pages` from one pool.
-
-    With contiguous caches each slot has W neighboring pages, and the pool is unused.
-    """
+    """Fills, names and empties `Sequence.pages` from one pool."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         """All pages free.
@@ -31,7 +28,7 @@ class PageTables:
 
     def sharable(self, c: Sequence) -> int:
         """Full pages before its last token, which has to be computed anyway."""
-        if not self._config.prefix_cache or self._config.contiguous:
+        if not self._config.prefix_cache:
             return 0
         return (len(c.tokens) - 1) // self._config.page_size
 
@@ -51,8 +48,6 @@ class PageTables:
             found: The result of `find` for it.
             alone: Nobody else runs, who is about to need pages too.
         """
-        if self._config.contiguous:
-            return 0
         needed = self._size(c) - len(found) + self.pool.num_unheld(found)
         return needed - self.pool.num_available + (0 if alone else self._watermark)
 
@@ -92,25 +87,11 @@ class PageTables:
     def name(self, c: Sequence) -> None:
         """Let others find the pages that have become full."""
         full = c.kv // self._config.page_size
-        if c.named >= full or not self._config.prefix_cache or self._config.contiguous:
+        if c.named >= full or not self._config.prefix_cache:
             return
         while c.named < full:
             self.pool.name(c.pages[c.named], self._named(c, c.named))
             c.named += 1
-
-    def move_home(self, c: Sequence) -> list[tuple[int, int]]:
-        """Give it the pages of its slot, where caches are contiguous.
-
-        Returns:
-            The pages that have to move there, (from, to): those that hold tokens, or
-            will when what is on its way has been computed.
-        """
-        assert c.slot is not None
-        first = c.slot * self._config.pages_per_slot
-        old, c.pages = c.pages, list(range(first, first + self._config.table_width))
-        c.told = 0
-        held = self.pool.pages_for(min(c.kv + c.pending, c.limit - 1))
-        return list(zip(old[:held], c.pages, strict=False))
 
     def release(self, c: Sequence, *, keep: bool) -> None:
         """Take all pages from it.
@@ -119,8 +100,7 @@ class PageTables:
             c: Holds pages.
             keep: True: others may still find them.
         """
-        if not self._config.contiguous:
-            self.pool.release(c.pages, keep=keep)
+        self.pool.release(c.pages, keep=keep)
         c.pages = []
         c.kv = c.pending = c.due = c.named = c.told = 0
 

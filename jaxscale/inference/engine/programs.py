@@ -10,7 +10,7 @@ takes milliseconds.
 Legend: S slots, C columns, B bucket, R tokens of a row in a step (1 + drafts), M tokens
 of the longest request, W pages of a request, L layers, P pages, K key/value heads, G
 tokens of a page, H head dim, V vocabulary, D model, T tokens of a prefill, N chunks of
-a prefill, E changes or moves.
+a prefill, E changes.
 """
 
 import dataclasses
@@ -25,12 +25,9 @@ from jaxscale.inference.engine.batch_rows import NUM_STOPS, Column, OutFlag, Row
 from jaxscale.inference.engine.prefill_batch import PrefillBatch
 from jaxscale.inference.engine.speculation import look_up, verify
 from jaxscale.models.decoder import Decoder
-from jaxscale.nn.cache import PAGES_AXES, PagedChunks, PagedRows
+from jaxscale.nn.cache import PagedChunks, PagedRows
 from jaxscale.sharding.decode_all_reduce import Sums, handing_on
 from jaxscale.sharding.operations import constrain
-from jaxscale.sharding.rules import AxisRules
-from jaxscale.sharding.shards import per_shard
-from pallas_kernels.move_pages import move_pages
 
 
 SCORED = 128
@@ -70,15 +67,6 @@ class DecodePrograms:
         """Take each row from `source`, then set (row, column) to a value."""
         row, column, value = changes.T
         return (slots[source].at[row, column].set(value, mode="drop"),)
-
-    def move(
-        self, pages: Pages, moves: Int[Array, "2 E"], *, rules: AxisRules
-    ) -> tuple[Pages]:
-        """Move keys and values from pages to pages, past the pool for none."""
-        local = lambda kv, moves: (move_pages(kv, *moves),)  # noqa: E731
-        axes = [PAGES_AXES, (None, None)]
-        (kv,) = per_shard(local, axes, axes[:1], rules)(pages.kv, moves)
-        return (pages._replace(kv=kv),)
 
     def decode(
         self,

@@ -44,9 +44,6 @@ from jaxscale.sharding.decode_all_reduce import AllReduce, Sums
 NUM_CHANGES = 512
 """Cells of the slots that one call of `DecodePrograms.update` changes."""
 
-NUM_MOVES = 512
-"""Pages that one call of `DecodePrograms.move` moves."""
-
 NUM_COUNTED = 512
 """Tokens that one call of `DecodePrograms.count` counts."""
 
@@ -193,9 +190,6 @@ class Runner:
         yield ("update",), jit(programs.update, (0,), "s"), (slots, *changes)
         counted = integers(NUM_COUNTED), integers(3)
         yield ("count",), jit(programs.count, (0,), "s"), (counts, *counted)
-        if config.contiguous:
-            fn = functools.partial(programs.move, rules=self.rules)
-            yield ("move",), jit(fn, (0,), "p"), (pages, integers(2, NUM_MOVES))
         if history is not None:
             kept = integers(config.longest), integers(1)
             yield ("remember",), jit(programs.remember, (0,), "s"), (history, *kept)
@@ -316,18 +310,6 @@ class Runner:
             order = np.arange(count) if source is None else np.asarray(source)
             self.dispatch(("update",), order.astype("i4"), cells)
             source = None
-
-    def move(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Move keys and values to other pages, (from, to), where caches are contiguous.
-
-        Args:
-            moves: No page is written twice, or read and written.
-        """
-        for start in range(0, len(moves), NUM_MOVES):
-            part = np.full((2, NUM_MOVES), self.config.num_pages, np.int32)
-            found = np.asarray(moves[start : start + NUM_MOVES]).T
-            part[:, : found.shape[1]] = found
-            self.dispatch(("move",), part)
 
     def remember(self, row: int, tokens: Sequence[int]) -> None:
         """Look drafts of a row up in `tokens`, and in those that it draws."""

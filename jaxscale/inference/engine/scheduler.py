@@ -72,8 +72,6 @@ class Scheduler:
         self._slots = BatchRows[Sequence](config.num_slots, self._moved)
         self._tables = PageTables(config)
         self._updates = RowUpdates(self._slots)
-        # Pages that move before the next dispatch, where caches are contiguous.
-        self._page_moves: list[tuple[int, int]] = []
         self._events: list[Event] = []
         self._tick = 0
         self._draining = False
@@ -207,7 +205,6 @@ class Scheduler:
         if not (live or ready or chosen):
             return None
         placed, source = self._place(ready, chosen)
-        moves, self._page_moves = self._page_moves, []
         prefill = [self._chunk(c, end) for c, end in chosen]
         changes = self._updates.take(placed, self._tick)
         decode = self._decode(*ahead)
@@ -217,7 +214,6 @@ class Scheduler:
         self._waiting.speed.count(tokens, now)
         return SchedulerOutput(
             tick=self._tick,
-            moves=moves,
             source=source,
             changes=changes,
             placed=[(c.slot, c) for c in placed if c.slot is not None],
@@ -286,11 +282,7 @@ class Scheduler:
             for other in yielding:
                 self._preempt(other, now)
             self._waiting.leave(c)
-            if self.config.contiguous:
-                c.slot = self._slots.take(c)
-                self._tables.move_home(c)
-            else:
-                self._tables.admit(c, found)
+            self._tables.admit(c, found)
             c.state = SequenceStatus.PREFILL
             self._num_running += 1
             self._count_admission(c, now)
@@ -350,9 +342,6 @@ class Scheduler:
 
     def _moved(self, c: Sequence, slot: int) -> None:
         c.slot = slot
-        if self.config.contiguous:
-            self._page_moves += self._tables.move_home(c)
-            self._updates.grow(c)
 
     def _chunk(self, c: Sequence, end: int) -> Chunk:
         draws = c.placed == self._tick and end == len(c.tokens)

@@ -33,9 +33,6 @@ class SchedulerSettings:
     """Most tokens that are looked for; the longest that occur again decide."""
     prefix_cache: bool = True
     """Whether prompts that begin alike are computed once."""
-    contiguous: bool = False
-    """Give each slot neighboring pages of its own, for `max_len` tokens, and move what
-    they hold when rows move, as Flover does: for comparison."""
     max_waiting: int = 2048
     """Most requests that wait for their first turn; then more are refused."""
     max_waiting_tokens: int = 2**20
@@ -101,11 +98,6 @@ class SchedulerConfig(SchedulerSettings):
             raise ValueError(
                 f"watermark {self.watermark} must be at least 0 and below 1"
             )
-        if self.contiguous and self.num_pages < self.num_slots:
-            raise ValueError(
-                f"num_pages {self.num_pages} must be at least num_slots "
-                f"{self.num_slots} where caches are contiguous"
-            )
         object.__setattr__(self, "eos_ids", tuple(self.eos_ids))
         if any(not 0 <= token < self.vocab_size for token in self.eos_ids):
             raise ValueError(
@@ -125,14 +117,9 @@ class SchedulerConfig(SchedulerSettings):
         return self.drafts if bucket <= self.draft_bucket else 0
 
     @property
-    def pages_per_slot(self) -> int:
-        """Pages that a slot can have: all, unless caches are contiguous."""
-        return self.num_pages // (self.num_slots if self.contiguous else 1)
-
-    @property
     def longest(self) -> int:
         """Most tokens of a request: what the model allows, and the pages."""
-        return min(self.max_len, self.pages_per_slot * self.page_size)
+        return min(self.max_len, self.num_pages * self.page_size)
 
     @property
     def table_width(self) -> int:

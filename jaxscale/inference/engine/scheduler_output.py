@@ -83,14 +83,12 @@ class Decode:
 class SchedulerOutput:
     """The work of a tick, in the order of the fields.
 
-    Moves and `source` come before `changes`, which name rows as they are after that;
+    `source` comes before `changes`, which name rows as they are after that;
     then the prefill, then the decode, which sees the tokens that the prefill has drawn.
     """
 
     tick: int
     """Number of the plan, from 1."""
-    moves: abc.Sequence[tuple[int, int]] = ()
-    """Pages whose keys and values move, (from, to); only with contiguous caches."""
     source: abc.Sequence[int] | None = None
     """[S] the row that each row is taken from; None where all stay."""
     changes: abc.Sequence[tuple[int, int, int]] = ()

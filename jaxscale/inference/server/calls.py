@@ -13,7 +13,7 @@ from jaxscale.inference.server.metrics import Metrics
 
 
 if TYPE_CHECKING:
-    from jaxscale.inference.server.schema import Generation
+    from jaxscale.inference.server.schema import GenerationBody
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class Caller:
 
     def request(
         self,
-        body: "Generation",
+        body: "GenerationBody",
         prompt: Sequence[int],
         params: SamplingParams,
         model: TextModel,

@@ -14,7 +14,7 @@ from jaxscale.inference.chat import ChatTemplate
 from jaxscale.inference.request import InvalidRequest, Output, Request, TokenLogprobs
 from jaxscale.inference.server.backend import TextModel
 from jaxscale.inference.server.calls import Caller, check_choices, prepared, rendered
-from jaxscale.inference.server.generation import Collected, Usage, collect, merged
+from jaxscale.inference.server.generation import Usage, collect, merged
 from jaxscale.inference.server.schema import Chat, Message, NamedTool
 from jaxscale.inference.server.stream import attended, event_stream
 from jaxscale.inference.tools import (
@@ -171,7 +171,7 @@ def _logprobs(body: Chat) -> int | None:
     return (body.top_logprobs or 0) if body.logprobs else None
 
 
-def _choice(call: _Call, index: int, whole: Collected) -> dict[str, Any]:
+def _choice(call: _Call, index: int, whole: Output) -> dict[str, Any]:
     text, calls = whole.text, []
     if call.format is not None:
         text, calls = parse_calls(

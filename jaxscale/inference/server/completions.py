@@ -13,7 +13,7 @@ from starlette.types import Receive
 from jaxscale.inference.request import Output, Request, TokenLogprobs
 from jaxscale.inference.server.backend import TextModel
 from jaxscale.inference.server.calls import Caller, check_choices, prepared, rendered
-from jaxscale.inference.server.generation import Collected, Usage, collect, merged
+from jaxscale.inference.server.generation import Usage, collect, merged
 from jaxscale.inference.server.schema import Completion
 from jaxscale.inference.server.stream import attended, event_stream
 
@@ -136,7 +136,7 @@ def _choice(
     call: _Call,
     number: int,
     index: int,
-    whole: Collected,
+    whole: Output,
     scores: Sequence[TokenLogprobs | None],
 ) -> dict[str, Any]:
     """One continuation, complete."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from jaxscale.inference.request import Output, Request, TokenLogprobs
+from jaxscale.inference.request import Output, Request, joined
 from jaxscale.inference.server.backend import Backend
 from jaxscale.inference.server.errors import check_outcome
 from jaxscale.inference.server.metrics import Metrics
@@ -94,30 +94,6 @@ async def _together(
 
 
 @dataclasses.dataclass
-class Collected:
-    """All that one continuation has brought."""
-
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    texts: list[str] = dataclasses.field(default_factory=list)
-    logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
-    finish: str | None = None
-
-    @property
-    def text(self) -> str:
-        """The whole text."""
-        return "".join(self.texts)
-
-    def add(self, output: Output) -> None:
-        """Append what is new."""
-        self.tokens += output.tokens
-        self.texts.append(output.text)
-        self.logprobs += output.logprobs
-        self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
-        self.finish = output.finish or self.finish
-
-
-@dataclasses.dataclass
 class Usage:
     """Numbers of tokens of a call."""
 
@@ -147,12 +123,12 @@ class Usage:
 
 async def collect(
     backend: Backend, requests: Sequence[Request], metrics: Metrics
-) -> tuple[list[list[Collected]], Usage]:
-    """All that the requests bring, request by request, and their tokens."""
-    found = [[Collected() for _ in range(r.params.n)] for r in requests]
+) -> tuple[list[list[Output]], Usage]:
+    """The whole outputs of each request, by index, and their tokens."""
+    found: list[list[Output]] = [[] for _ in requests]
     usage = Usage.of(requests)
     async with contextlib.aclosing(merged(backend, requests, metrics)) as outputs:
         async for number, output in outputs:
-            found[number][output.index].add(output)
+            found[number].append(output)
             usage.add(number, output)
-    return found, usage
+    return [sorted(joined(each), key=lambda o: o.index) for each in found], usage

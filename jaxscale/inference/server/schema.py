@@ -71,7 +71,7 @@ class ResponseFormat(pydantic.BaseModel):
     json_schema: JsonSchema | None = None
 
 
-class Generation(Body):
+class GenerationBody(Body):
     """What completions and conversations have in common."""
 
     frequency_penalty: float | None = None
@@ -183,7 +183,7 @@ def _biases(given: Mapping[str, float] | None) -> dict[int, float] | None:
     return {int(key): bias for key, bias in given.items()}
 
 
-class Completion(Generation):
+class Completion(GenerationBody):
     """The body of ``/v1/completions``."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
@@ -221,7 +221,7 @@ class NamedTool(pydantic.BaseModel):
     function: NamedFunction
 
 
-class Chat(Generation):
+class Chat(GenerationBody):
     """The body of ``/v1/chat/completions``."""
 
     messages: list[Message]

@@ -91,7 +91,6 @@ def program(
         max_len=4096,
         num_slots=num_slots,
         drafts=DRAFTS * (key[0] == "speculate"),
-        contiguous=key == ["move"],
     )
     buckets = [bucket for bucket in BUCKETS if bucket <= num_slots]
     model = abstract_decoder(devices, config, weights)

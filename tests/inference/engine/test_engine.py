@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import queue
 import re
 import threading
@@ -20,7 +19,7 @@ from jaxscale.inference.engine.scheduler import Scheduler
 from jaxscale.inference.grammar import GrammarCompiler
 from jaxscale.inference.request import EngineDead, joined
 from jaxscale.models import Tokenizer
-from tests.inference.conftest import LLAMA, SIZES, Greedy, Served
+from tests.inference.conftest import SIZES
 
 
 RNG = np.random.default_rng(0)
@@ -111,36 +110,6 @@ def test_fp8_depends_neither_on_chunks_nor_on_the_prefix_cache(fp8):
     assert results == results[:1] * 6
     assert fp8.runner.pages.kv.dtype == jnp.float8_e4m3fn
     assert fp8.runner.pages.scales.addressable_shards[0].data.shape[3] == 1
-
-
-def test_contiguous_caches_give_the_same_tokens():
-    """Requests join and leave, and keys and values move when the batch shrinks."""
-    sizes = dataclasses.replace(SIZES, contiguous=True, steps=1)
-    served = Served(LLAMA, sizes=sizes, buckets=(2, 4), kind=Greedy)
-    move, moved, results = served.runner.move, [], []
-    served.runner.move = lambda moves: (moved.extend(moves), move(moves))
-    for contiguous in (True, False):
-        sizes = dataclasses.replace(sizes, contiguous=contiguous)
-        run = served.run(sizes=sizes, poison=True)
-        for name, most in (("page", 3), ("short", 5), ("one", 40), ("long", 24)):
-            run.add(name, PROMPTS[name], max_tokens=most)
-        for _ in range(12):
-            run.engine.step()
-        run.add("joins", PROMPTS["long"], max_tokens=9)
-        run.finish()
-        assert run.scheduler.counts.compactions > 0
-        names = [*PROMPTS, "joins"]
-        results.append([run.result(name) for name in names])
-        for name in names if contiguous else ():
-            run.check(name, PROMPTS.get(name, PROMPTS["long"]))
-        # Pages in use alone, of 16 a slot, from behind the smaller batch into it.
-        assert all(old // 16 >= 2 > new // 16 for old, new in moved)
-        assert len(moved) < 16 and {old % 16 for old, _ in moved} <= set(range(13))
-        assert bool(moved) == contiguous
-        moved.clear()
-    for one, other in zip(*results, strict=True):
-        assert one[0] == other[0]
-        np.testing.assert_allclose(one[1], other[1], atol=1e-5)
 
 
 def test_samples_of_one_request(llama):

@@ -99,14 +99,6 @@ def test_weights_of_8_bits_are_read_as_they_are(weights, key, count):
         assert found.count("all-gather") == 1
 
 
-@pytest.mark.parametrize("count", [1, 4])
-def test_pages_that_move_are_copied_by_one_kernel(count):
-    found = compile_for_h200(program, "llama3_8b", 512, ["move"], count=count)
-    assert found.aliased >= pool("llama3_8b", 512, count)
-    assert [kernel.name for kernel in found.kernels] == ["move_pages"]
-    assert found.temporaries < MIB and found.written(MIB) == []
-
-
 def test_memory_does_not_grow_with_the_pool():
     sizes = [
         compile_for_h200(program, "llama3_8b", pages, ["decode", 32, 4]).temporaries

@@ -95,8 +95,6 @@ class Server:
 
     def check_pages(self):
         pool = self.scheduler.pool
-        if self.scheduler.config.contiguous:
-            return
         holders = collections.Counter()
         for c in self.scheduler.sequences():
             assert len(set(c.pages)) == len(c.pages)
@@ -157,23 +155,21 @@ def params(rng):
     steps=st.sampled_from((1, 4)),
     drafts=st.sampled_from((0, 2)),
     cache=st.booleans(),
-    contiguous=st.booleans(),
     trouble=st.floats(0, 0.2),
 )
 def test_everything_is_answered_as_if_alone(
-    seed, lag, pages, steps, drafts, cache, contiguous, trouble
+    seed, lag, pages, steps, drafts, cache, trouble
 ):
     """Whatever joins, leaves, is aborted, expires or is preempted."""
     rng = random.Random(seed)
     server = Server(
         config(
-            num_pages=pages * (4 if contiguous else 1),
+            num_pages=pages,
             num_slots=rng.choice((2, 8)),
             draft_bucket=rng.choice((2, 4)),
             steps=steps,
             drafts=drafts,
             prefix_cache=cache,
-            contiguous=contiguous,
         ),
         lag,
         seed,
@@ -482,17 +478,6 @@ def test_rows_move_up_when_half_of_them_are_empty_twice():
     server.check_solo()
 
 
-def test_contiguous_caches_move_with_their_rows():
-    server = Server(config(num_pages=8 * 25, max_len=100, contiguous=True), lag=1)
-    server.add(*requests(4, length=4, most=20), *requests(4, client="z", most=80))
-    moves = []
-    while not server.scheduler.idle:
-        plan = server.tick()
-        moves += plan.moves if plan else ()
-    assert len(moves) >= 2
-    server.check_solo()
-
-
 def test_several_steps_where_nothing_waits():
     server = Server(config(num_pages=64, max_len=100))
     server.add(*requests(2, most=40))
@@ -645,7 +630,6 @@ def test_log_probabilities_of_a_prompt_need_all_of_it():
         ({"watermark": 1.0}, "watermark 1.0 must be"),
         ({"watermark": float("nan")}, "watermark nan must be"),
         ({"eos_ids": (50,)}, "eos_ids .* must be tokens of the vocabulary of 50"),
-        ({"contiguous": True, "num_pages": 7}, "num_pages 7 must be at least num_slo"),
         ({"prefill_keys": 39}, "prefill_keys 39 must be an integer of at least 40"),
         ({"drafts": -1}, "drafts -1 must be"),
         ({"shortest_ngram": 5}, "longest_ngram 4 must be at least shortest_ngram 5"),
