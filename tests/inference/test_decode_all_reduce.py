@@ -78,7 +78,7 @@ def decoded(runner):
 @pytest.mark.slow
 def test_sums_of_the_kernel_give_the_tokens_of_xla(monkeypatch):
     tokens, logprobs = decoded(on_devices(2, "xla"))
-    monkeypatch.setattr(token_sums, "check_hopper", lambda *_: SMALL)
+    monkeypatch.setattr(decode_all_reduce, "check_hopper", lambda *_: SMALL)
     with interpret_mosaic_gpu(detect_races=True) as found:
         runner = on_devices(2, "low_latency")
         tokens_here, logprobs_here = decoded(runner)
