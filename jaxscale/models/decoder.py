@@ -93,7 +93,9 @@ class Decoder(nnx.Module):
                 scale for each row (``"fp8"``) or each operand (``"fp8_tensorwise"``);
                 the rest, and the parameters, stay as they are. None multiplies in
                 `dtype`.
-            attention_implementation: Passed to `jaxscale.nn.attention.attention`.
+            attention_implementation: Name of an implementation of attention, of
+                `pallas_kernels.varlen_attention` for packed rows and of
+                `pallas_kernels.attention` for whole ones; None picks one.
             rngs: Source of the keys.
 
         Raises:

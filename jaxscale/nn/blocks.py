@@ -340,7 +340,9 @@ class Block(nnx.Module):
 
         Args:
             config: Shape and variant.
-            attention_implementation: Passed to `jaxscale.nn.attention.attention`.
+            attention_implementation: Name of an implementation of attention, of
+                `pallas_kernels.varlen_attention` for packed rows and of
+                `pallas_kernels.attention` for whole ones; None picks one.
             attention_type: Makes the attention layer from ``config.attention``.
             dtype: Type of the computation.
             param_dtype: Type of the parameters.

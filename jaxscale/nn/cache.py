@@ -19,14 +19,17 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from jaxscale.nn.attention import AttentionConfig, attention
+from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.self_attention import AttentionState
 from jaxscale.nn.state import register_state
 from jaxscale.sharding.operations import constrain
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.inputs import as_stored
-from pallas_kernels.varlen_attention import segment_ids_from_cu_seqlens
+from pallas_kernels.varlen_attention import (
+    segment_ids_from_cu_seqlens,
+    varlen_attention,
+)
 
 
 PAGES_AXES = (None, None, None, "act_kv_heads", None, None)
@@ -264,18 +267,19 @@ class PagedChunks(_Pages):
         held = read_rows(pages, self.layer, self.key_rows, self.scales)
         held = held.astype(q.dtype)
         held, lost = self._apart(held, q.shape[1])
-        out = attention(
+        out = varlen_attention(
             q,
             held[None, :, 0],
             held[None, :, 1],
-            cu_seqlens=self.cu_q,
-            cu_seqlens_k=self.cu_k,
+            self.cu_q,
+            self.cu_k,
             causal=True,
             window=config.limits,
             scale=config.logits_scale,
             softcap=config.softcap,
             implementation=implementation,
         )
+        out = typing.cast(Array, out)  # a tuple only with return_lse
         out = jnp.where(lost[None, :, None, None], jnp.nan, out)
         return out, dataclasses.replace(self, pages=pages)
 
