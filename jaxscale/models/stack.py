@@ -18,14 +18,12 @@ from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.blocks import Block
 from jaxscale.nn.embeddings import Embed
 from jaxscale.nn.self_attention import AttentionState, Packed
-from jaxscale.sharding import decode_all_reduce
-from jaxscale.sharding.decode_all_reduce import ReduceWorkspace, handing_on
 from jaxscale.sharding.operations import constrain
 from jaxscale.sharding.rules import AxisRules
 
 
-type _Carry = tuple[Array, tuple[Array, ...], ReduceWorkspace | None]
-"""The residual stream, what the state carries, and what sums over devices do."""
+type _Carry = tuple[Array, tuple[Any, ...]]
+"""The residual stream, and what the state carries."""
 type _Layer = tuple[Block, Array | None]
 """A block, and whether it is a layer."""
 
@@ -169,11 +167,10 @@ def run_stack[State: AttentionState](
     ) -> Callable[[_Carry, _Layer], _Carry]:
         def body(carry: _Carry, layer_of_stack: _Layer) -> _Carry:
             block, on = layer_of_stack
-            x, carried, line = carry
+            x, carried = carry
             before = state.carrying(carried).at(layer, variant)
-            with handing_on(line) as held:
-                y, after = block(x, before) if call is None else call(block, x, before)
-            return y if on is None else jnp.where(on, y, x), after.carried, held.line
+            y, after = block(x, before) if call is None else call(block, x, before)
+            return y if on is None else jnp.where(on, y, x), after.carried
 
         return _checkpointed(body, remat, keep_gathered, scan=scan)
 
@@ -189,7 +186,7 @@ def run_stack[State: AttentionState](
             return blocks[layer], None
         return layers()[layer]
 
-    carry, done = (x, state.carried, decode_all_reduce.current()), 0
+    carry, done = (x, state.carried), 0
     if scan and isinstance(blocks, Block):
         period = period_of(variants)
         done = num_layers // period * period
@@ -226,8 +223,7 @@ def run_stack[State: AttentionState](
             )
         else:
             carry = run_layer(layer, variant)(carry, (block, on))
-    x, carried, line = carry
-    decode_all_reduce.leave(line)
+    x, carried = carry
     return x, state.carrying(carried)
 
 
@@ -245,12 +241,11 @@ def _split(stack: Any) -> list[Any]:
     return [jax.tree.unflatten(tree, part) for part in zip(*parts, strict=True)]
 
 
-@functools.partial(jax.jit, static_argnums=(6, 7, 8))
+@functools.partial(jax.jit, static_argnums=(5, 6, 7))
 def _run_block(
     block: Block,
     x: Array,
-    carried: tuple[Array, ...],
-    line: ReduceWorkspace | None,
+    carried: tuple[Any, ...],
     state: AttentionState,
     layer: Array,
     variant: AttentionConfig | None,
@@ -259,13 +254,12 @@ def _run_block(
 ) -> _Carry:
     """One layer; those that are alike are traced and lowered once, not each."""
 
-    def run(block: Block, x: Array, carried: tuple[Array, ...], line: Any) -> _Carry:
-        with handing_on(line) as held:
-            x, after = block(x, state.carrying(carried).at(layer, variant))
-        return x, after.carried, held.line
+    def run(block: Block, x: Array, carried: tuple[Any, ...]) -> _Carry:
+        x, after = block(x, state.carrying(carried).at(layer, variant))
+        return x, after.carried
 
     kept = _checkpointed(run, remat, keep_gathered, scan=False)
-    return kept(block, x, carried, line)
+    return kept(block, x, carried)
 
 
 def _checkpointed[**P, R](

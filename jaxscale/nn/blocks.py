@@ -29,6 +29,7 @@ from jaxscale.nn.linear import (
 from jaxscale.nn.norms import LayerNorm, RMSNorm
 from jaxscale.nn.self_attention import Attention, AttentionState
 from jaxscale.nn.tile_sparse_linear import TileSparseLinear
+from jaxscale.sharding.decode_all_reduce import reduce_through
 from jaxscale.sharding.fp8 import Fp8
 from jaxscale.sharding.operations import constrain
 from jaxscale.sharding.rules import REPLICATED, AxisRules
@@ -411,6 +412,13 @@ class Block(nnx.Module):
         Returns:
             The residual stream, and the state with the keys and values of the tokens.
         """
+        with reduce_through(state.workspace) as held:
+            x, state = self._run(x, state)
+        return x, dataclasses.replace(state, workspace=held.workspace)
+
+    def _run[State: AttentionState](
+        self, x: Array, state: State
+    ) -> tuple[Array, State]:
         attention, mlp = self.attention, self.mlp
         pre_norm = None if self.post_norm else self.attention_norm
         h = x if pre_norm is None else pre_norm(x)

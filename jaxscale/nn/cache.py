@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.self_attention import AttentionState
 from jaxscale.nn.state import register_state
+from jaxscale.sharding.decode_all_reduce import ReduceWorkspace
 from jaxscale.sharding.operations import constrain
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 from pallas_kernels.paged_attention import paged_attention
@@ -190,6 +191,7 @@ class PagedRows(_Pages):
         num_new: Int[Array, "B"],
         num_tokens: int = 1,
         scales: Float[Array, "L P 2 K"] | None = None,
+        workspace: ReduceWorkspace | None = None,
     ) -> Self:
         """The state of rows of `num_tokens` tokens, R."""
         positions = lengths[:, None] + jnp.arange(num_tokens, dtype=lengths.dtype)
@@ -201,6 +203,7 @@ class PagedRows(_Pages):
             table=table,
             lengths=lengths,
             num_new=num_new,
+            workspace=workspace,
         )
 
     @typing.override

@@ -35,6 +35,7 @@ from jaxscale.nn.linear import (
 from jaxscale.nn.norms import RMSNorm
 from jaxscale.nn.packing import check_cu_seqlens_of_rows, positions
 from jaxscale.nn.state import register_state
+from jaxscale.sharding.decode_all_reduce import ReduceWorkspace
 from jaxscale.sharding.fp8 import Fp8
 from jaxscale.sharding.manual import manual_names
 from jaxscale.sharding.operations import reshape
@@ -77,6 +78,10 @@ class AttentionState(abc.ABC):
     )
     """Window and rotary embedding of the layer at hand; None: those it was made with.
     """
+    workspace: ReduceWorkspace | None = dataclasses.field(
+        default=None, metadata={"carried": True}
+    )
+    """Of the sums over devices of a step of decoding; None where XLA sums."""
 
     @abc.abstractmethod
     def attend(
@@ -118,14 +123,19 @@ class AttentionState(abc.ABC):
         return dataclasses.replace(self, variant=variant)
 
     @property
-    def carried(self) -> tuple[Array, ...]:
-        """The arrays that go from layer to layer."""
-        return tuple(getattr(self, name) for name in self._fields("carried"))
+    def carried(self) -> tuple[Any, ...]:
+        """What goes from layer to layer."""
+        return tuple(getattr(self, name) for name in self._carried_names)
 
-    def carrying(self, carried: Sequence[Array]) -> Self:
-        """The state with other arrays in the place of `carried`."""
-        names = self._fields("carried")
+    def carrying(self, carried: Sequence[Any]) -> Self:
+        """The state with others in the place of `carried`."""
+        names = self._carried_names
         return dataclasses.replace(self, **dict(zip(names, carried, strict=True)))
+
+    @property
+    def _carried_names(self) -> list[str]:
+        names = self._fields("carried")
+        return [name for name in names if getattr(self, name) is not None]
 
     @property
     def axes(self) -> Self:
@@ -416,6 +426,7 @@ class Attention(nnx.Module):
             state: Positions, and where the keys and values of a sequence lie.
         """
         config = self.config if state.variant is None else state.variant
+        workspace, state = state.workspace, dataclasses.replace(state, workspace=None)
 
         def local(
             state: State, q: Array, k: Array, v: Array
@@ -428,7 +439,8 @@ class Attention(nnx.Module):
         shards = Shards.of(args, axes, self._head_rules)
         attend = shards.over(local, [Q_AXES, state.axes.carried])
         out, carried = attend(*shards.place(args))
-        return out, state.carrying(carried)
+        state = dataclasses.replace(state.carrying(carried), workspace=workspace)
+        return out, state
 
     def split_heads(
         self, projected: Sequence[Float[Array, "B T _features"]]

@@ -6,10 +6,10 @@ token. XLA's costs more to begin than to carry out.
 memory that all sums of a program share, one after the other: a `ReduceWorkspace`, made
 by `begin`.
 
-Layers do not pass it on. While a program is traced, `handing_on` holds the line in the
-context, `sum_over_devices` takes it and leaves what the next sum takes. What has a
-trace of its own (a loop, a function under `jax.jit`) takes the line as an argument and
-returns it, as `jaxscale.models.stack.run_stack` does.
+It goes from layer to layer in the attention state (`PagedRows.workspace`), as the pages
+do. Within a block, whose layers are functions of activations alone, `reduce_through`
+holds it while the block is traced: `sum_over_devices` takes it, and leaves what the
+next sum takes.
 
 Legend: D devices, B batch, T tokens of a row, N features.
 """
@@ -52,7 +52,7 @@ class ReduceWorkspace:
     """The mesh axis of the sums."""
 
     def takes(self, parts: Float[Array, "D B T N"]) -> bool:
-        """Whether these can be summed in this line."""
+        """Whether these can be summed in it."""
         mesh = jax.sharding.get_abstract_mesh()
         cells = self.workspace.cells.shape  # [2 of each device, D, chunks, 512]
         return (
@@ -63,39 +63,33 @@ class ReduceWorkspace:
 
 
 class _Held:
-    """The line as a traced function has it at a moment."""
+    """The workspace of a traced block at a moment."""
 
-    def __init__(self, line: ReduceWorkspace | None) -> None:
-        self.line = line
+    def __init__(self, workspace: ReduceWorkspace | None) -> None:
+        self.workspace = workspace
 
 
 _held: contextvars.ContextVar[_Held] = contextvars.ContextVar("held")
 
 
 def current() -> ReduceWorkspace | None:
-    """The line that the next sum takes; None where XLA sums."""
+    """What the next sum takes; None where XLA sums."""
     held = _held.get(None)
-    return None if held is None else held.line
+    return None if held is None else held.workspace
 
 
 @contextlib.contextmanager
-def handing_on(line: ReduceWorkspace | None) -> Iterator[_Held]:
-    """Let the sums inside take `line`; what is yielded has it after them, as ``.line``.
+def reduce_through(workspace: ReduceWorkspace | None) -> Iterator[_Held]:
+    """Let the sums inside take `workspace`; what is yielded has it after them.
 
     With None XLA sums.
     """
-    held = _Held(line)
+    held = _Held(workspace)
     token = _held.set(held)
     try:
         yield held
     finally:
         _held.reset(token)
-
-
-def leave(line: ReduceWorkspace | None) -> None:
-    """Make `line` what the next sum takes, after a trace that returned it."""
-    if line is not None:
-        _held.get().line = line
 
 
 def sum_over_devices(parts: Float[Array, "D B T N"]) -> Float[Array, "B T N"]:
@@ -104,11 +98,11 @@ def sum_over_devices(parts: Float[Array, "D B T N"]) -> Float[Array, "B T N"]:
     Args:
         parts: Split along the first dimension; the rest is whole.
     """
-    line = current()
-    if line is None or not line.takes(parts):
+    given = current()
+    if given is None or not given.takes(parts):
         return parts.sum(0)
     everywhere = PartitionSpec(jax.sharding.get_abstract_mesh().axis_names)
-    axis = line.axis
+    axis = given.axis
 
     def local(part: Array, workspace: Workspace) -> tuple[Array, Workspace]:
         return low_latency_all_reduce(part[0], workspace, axis_name=axis)
@@ -118,8 +112,8 @@ def sum_over_devices(parts: Float[Array, "D B T N"]) -> Float[Array, "B T N"]:
         in_specs=(PartitionSpec(axis), everywhere),
         out_specs=(PartitionSpec(), everywhere),
         check_vma=False,
-    )(parts, line.workspace)
-    leave(ReduceWorkspace(workspace, axis))
+    )(parts, given.workspace)
+    _held.get().workspace = ReduceWorkspace(workspace, axis)
     return total
 
 
@@ -185,7 +179,7 @@ class Sums:
         )
 
     def begin(self) -> ReduceWorkspace:
-        """The line of a program, on whose mesh this is called (`jax.set_mesh`).
+        """The workspace of a program, on whose mesh this is called (`jax.set_mesh`).
 
         It costs one barrier between the devices.
         """

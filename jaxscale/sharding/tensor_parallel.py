@@ -213,8 +213,8 @@ def row_parallel(
         )
     features = [axes[0] for axes in kernel_axes]
     in_axes = [*(("batch", None, axis) for axis in features), *kernel_axes]
-    in_line = decode_all_reduce.current() is not None
-    form = tensor_parallel or ("xla" if in_line else None)
+    in_workspace = decode_all_reduce.current() is not None
+    form = tensor_parallel or ("xla" if in_workspace else None)
     region = _Region.of([*xs, *kernels], in_axes, features, rules, form)
     if region is None or not all(map(region.shards.names, features)):
         outs = (
@@ -222,7 +222,7 @@ def row_parallel(
             for x, w, axes in zip(xs, kernels, kernel_axes, strict=True)
         )
         return functools.reduce(operator.add, outs)
-    if in_line and not region.splits_tokens:
+    if in_workspace and not region.splits_tokens:
         parts_axes = (features[0], *_WHOLE)
         args = region.shards.place([*xs, *kernels])
         (parts,) = region.over(_part_of_sum, [parts_axes])(*args)  # [D, B, T, N]

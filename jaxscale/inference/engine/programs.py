@@ -26,7 +26,7 @@ from jaxscale.inference.engine.prefill_batch import PrefillBatch
 from jaxscale.inference.engine.speculation import look_up, verify
 from jaxscale.models.decoder import Decoder
 from jaxscale.nn.cache import PagedChunks, PagedRows
-from jaxscale.sharding.decode_all_reduce import Sums, handing_on
+from jaxscale.sharding.decode_all_reduce import ReduceWorkspace, Sums
 from jaxscale.sharding.operations import constrain
 
 
@@ -88,19 +88,20 @@ class DecodePrograms:
         model = self.model(params)
 
         def step(carry: tuple[Any, ...], _: None) -> tuple[Any, Array]:
-            pages, rows, history, line = carry
+            pages, rows, history, workspace = carry
             tokens, num_new, history = self._tokens(rows, history, drafts)
-            with handing_on(line) as held:
-                pages, logits = _logits(model, pages, rows, tokens, num_new)
+            pages, logits, workspace = _logits(
+                model, pages, rows, tokens, num_new, workspace
+            )
             drawn, hits = verify(logits, rows, tokens, num_new)
             first = rows[:, Column.LENGTH] + 1
             rows, out = _settle(rows, logits, drawn, first, hits=hits)
             drafted = jnp.arange(1, 1 + drafts) < num_new[:, None]
             flags = jnp.where(drafted, int(OutFlag.DRAFTED), 0)
-            return (pages, rows, history, held.line), out.at[:, 1:, 1].add(flags)
+            return (pages, rows, history, workspace), out.at[:, 1:, 1].add(flags)
 
-        line = None if sums is None else sums.begin()
-        carry = pages, slots[:bucket], history, line
+        workspace = None if sums is None else sums.begin()
+        carry = pages, slots[:bucket], history, workspace
         carry, out = jax.lax.scan(step, carry, None, length=steps)
         pages, rows, history, _ = carry
         return pages, slots.at[:bucket].set(rows), history, out
@@ -119,11 +120,12 @@ class DecodePrograms:
         model, rows = self.model(params), slots[:bucket]
 
         def step(carry: tuple[Any, ...], _: None) -> tuple[Any, Array]:
-            pages, history, line = carry
+            pages, history, workspace = carry
             tokens, num_new, history = self._tokens(rows, history)
-            with handing_on(line) as held:
-                pages, logits = _logits(model, pages, rows, tokens, num_new)
-            return (pages, history, held.line), logits
+            pages, logits, workspace = _logits(
+                model, pages, rows, tokens, num_new, workspace
+            )
+            return (pages, history, workspace), logits
 
         # A loop as in `decode`, so that both round alike.
         carry = pages, history, None if sums is None else sums.begin()
@@ -287,9 +289,10 @@ def _logits(
     rows: Int[Array, "B C"],
     tokens: Int[Array, "B R"],
     num_new: Int[Array, "B"],
-) -> tuple[Pages, Float[Array, "B_times_R V"]]:
-    """The pages with the first `num_new` tokens of each row, and the logits of those
-    that follow each.
+    workspace: ReduceWorkspace | None,
+) -> tuple[Pages, Float[Array, "B_times_R V"], ReduceWorkspace | None]:
+    """The pages with the first `num_new` tokens of each row, the logits of those that
+    follow each, and what the next sums over devices take.
     """
     length = jnp.where(num_new > 0, rows[:, Column.LENGTH], 0)
     state = PagedRows.of(
@@ -299,11 +302,13 @@ def _logits(
         num_new,
         tokens.shape[1],
         scales=pages.scales,
+        workspace=workspace,
     )
     # Rows of one token, [B R, 1]: tensor parallelism would split longer ones by tokens.
     state = dataclasses.replace(state, positions=state.positions.reshape(-1, 1))
     hidden, state = model.run(tokens.reshape(-1, 1), state)
-    return pages._replace(kv=state.pages), _unembed(model, hidden[:, 0])
+    logits = _unembed(model, hidden[:, 0])
+    return pages._replace(kv=state.pages), logits, state.workspace
 
 
 def _write(
