@@ -28,6 +28,7 @@ from pallas_kernels.matmul.mosaic_gpu import (
 )
 from pallas_kernels.mosaic import DeviceSpec, check_smem, resident_clusters
 from pallas_kernels.mosaic.aliases import Ref, Scalar
+from pallas_kernels.mosaic.pipeline import launch
 from pallas_kernels.scaled_matmul import mosaic_gpu as scaled
 
 
@@ -170,7 +171,6 @@ def grid(
     need += scales.smem_bytes if scales else 0
     check_smem(need, device, f"collective_matmul with {config}")
     size = math.prod(config.cluster_tiles)
-    cluster = {"cluster": (size,), "cluster_names": ("cluster",)} if size > 1 else {}
     return {
         "scratch_types": {
             **tiles.scratch_types(),
@@ -178,11 +178,13 @@ def grid(
             **(scales.scratch_types() if scales else {}),
             **scratch_types,
         },
-        "grid": (layout.num_blocks // size,),
-        "grid_names": ("worker",),
-        "num_threads": CONSUMERS + 1,
-        "thread_name": "warpgroup",
-        **cluster,
+        **launch(
+            layout.num_blocks // size,
+            device,
+            f"collective_matmul with {config}",
+            warpgroups=CONSUMERS + 1,
+            cluster=size,
+        ),
     }
 
 

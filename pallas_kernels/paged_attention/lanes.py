@@ -20,7 +20,6 @@ __all__ = [
     "Cut",
     "copy_page_ids",
     "find_split",
-    "proxy_fence",
     "store_first_rows",
     "take_ticket_and_count",
 ]
@@ -371,11 +370,3 @@ def take_ticket_and_count(
 
     take: Any = ticket_and_count  # the decorator supplies the context
     return take(counters, jnp.int32(at), jnp.int32(counts), mailbox)
-
-
-@plgpu.inline_mgpu()
-def proxy_fence(_: Any) -> None:
-    """Orders what the copy engine does next after the memory accesses before."""
-    llvm.inline_asm(
-        ir.Type.parse("!llvm.void"), [], "fence.proxy.async;", "", has_side_effects=True
-    )

@@ -18,7 +18,6 @@ References:
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -35,21 +34,17 @@ from pallas_kernels.matmul.mosaic_gpu import (
     TILE_COLUMNS,
     Tiles,
     check_sizes,
+    grid,
     load_tile,
-    next_slot,
     pad_rows,
-    run_roles,
+    run_tiles,
     snake_tiles,
     store_tile,
     wgmma_fence,
 )
-from pallas_kernels.mosaic import (
-    DeviceSpec,
-    check_smem,
-    resident_clusters,
-    smem_bytes,
-)
+from pallas_kernels.mosaic import DeviceSpec, check_smem, smem_bytes
 from pallas_kernels.mosaic.aliases import Ref, Scalar
+from pallas_kernels.mosaic.pipeline import next_slot
 from pallas_kernels.scaled_matmul.config import (
     DEPTH,
     ScaledMatmulConfig,
@@ -348,21 +343,13 @@ def scaled_matmul(
             return slot
 
         load = functools.partial(load_tile, tiles, a_ref, b_ref, scratch)
-        run_roles(tiles, scratch, snake_tiles(config, tiles.counts), load, consume)
+        run_tiles(tiles, scratch, snake_tiles(config, tiles.counts), load, consume)
 
-    size = math.prod(config.cluster_tiles)
-    at_a_time = resident_clusters(size, device, f"scaled_matmul with {config}")
-    workers = min(at_a_time, math.prod(tiles.counts) // size)
-    cluster = {"cluster": (size,), "cluster_names": ("cluster",)} if size > 1 else {}
     out = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((problem.m, problem.n), problem.out_dtype),
         scratch_types=tiles.scratch_types() | scales.scratch_types(),
-        grid=(workers,),
-        grid_names=("worker",),
-        num_threads=CONSUMERS + 1,
-        thread_name="warpgroup",
         kernel_name="scaled_matmul",
-        **cluster,
+        **grid(config, tiles.counts, device, "scaled_matmul"),
     )(a, b, *scales.operands(a_scale, b_scale))
     return out[:rows]
