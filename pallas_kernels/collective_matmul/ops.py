@@ -34,7 +34,7 @@ from pallas_kernels.collective_matmul.config import (
     heuristic,
 )
 from pallas_kernels.collective_matmul.device_order import by_device_order
-from pallas_kernels.dispatch import Unsupported, dispatch
+from pallas_kernels.dispatch import Unsupported, dispatch, no_config
 from pallas_kernels.matmul import implementations as local
 from pallas_kernels.mosaic import DeviceSpec, as_varying, check_hopper, varying
 
@@ -156,11 +156,7 @@ def _run_portable(
     op: Op, name: str, form: Implementation, x: Any, ws: Operands, call: Call
 ) -> Any:
     """An XLA form, which knows no config."""
-    if call.config is not None:
-        raise Unsupported(
-            f"{op.name}: {name!r} takes no config, got {call.config!r}; pass None"
-            " or use implementation='mosaic_gpu'"
-        )
+    no_config(op.name, call.config, repr(name))
     return form(x, ws, call)
 
 

@@ -7,7 +7,6 @@ Axis letters: B any leading axes, m rows of a device, M rows of all devices, K
 contraction, N columns, D devices of the axis.
 """
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +25,7 @@ from pallas_kernels.collective_matmul import (
 from pallas_kernels.collective_matmul.config import Call, CollectiveConfig
 from pallas_kernels.collective_matmul.ops import Op, run
 from pallas_kernels.collective_matmul.scales import ScaledArray
-from pallas_kernels.dispatch import as_hashable, check_floating
+from pallas_kernels.dispatch import as_hashable, check_floating, no_derivative
 from pallas_kernels.mosaic import DeviceSpec, vary_alike
 from pallas_kernels.scaled_matmul import scaled_matmul
 from pallas_kernels.scaled_matmul.api import check_operands
@@ -226,17 +225,17 @@ def _by_row(scale: jax.Array, rows: Sequence[int]) -> jax.Array:
     return jnp.broadcast_to(scale, tuple(rows))
 
 
-def _refuse_derivatives(call: Call, *_: Any) -> Any:
-    raise NotImplementedError(
-        "collective products of 8-bit operands have no derivatives: rounding to 8 bits"
-        " has none; give the layer that rounds its operands a gradient rule of its own"
-    )
+_NO_DERIVATIVE = (
+    "collective products of 8-bit operands have no derivatives: rounding to 8 bits"
+    " has none; give the layer that rounds its operands a gradient rule of its own"
+)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(4,))
 def _all_gather(
     a: jax.Array, a_scale: jax.Array, bs: Any, b_scales: Any, call: Call
 ) -> tuple[jax.Array, ...]:
+    operands = a, a_scale, bs, b_scales
+    a, a_scale, bs, b_scales = no_derivative(operands, _NO_DERIVATIVE)
     *batch, rows, depth = a.shape
     batch = math.prod(batch)
     if a_scale.ndim and a_scale.size:  # XLA waits forever in an empty collective
@@ -256,13 +255,10 @@ def _all_gather(
     return *ys, gathered, scale.reshape(batch, call.size * rows, 1)  # [B,M,1]
 
 
-_all_gather.defjvp(_refuse_derivatives)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(4,))
 def _reduce_scatter(
     a: jax.Array, b: jax.Array, a_scale: jax.Array, b_scale: jax.Array, call: Call
 ) -> jax.Array:
+    a, b, a_scale, b_scale = no_derivative((a, b, a_scale, b_scale), _NO_DERIVATIVE)
     *batch, rows, depth = a.shape
     batch = math.prod(batch)
     scale = _by_row(a_scale, a.shape[:-1])
@@ -272,9 +268,6 @@ def _reduce_scatter(
     )
     w = ScaledArray(b, _by_row(b_scale, b.shape[:1]))
     return run(SCALED_REDUCE_SCATTER, (x,), (w,), call)
-
-
-_reduce_scatter.defjvp(_refuse_derivatives)
 
 
 # --- What computes them ---------------------------------------------------------------

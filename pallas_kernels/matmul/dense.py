@@ -24,10 +24,9 @@ from pallas_kernels.matmul.config import DenseProblem
 from pallas_kernels.matmul.implementations import run
 from pallas_kernels.mosaic import (
     DeviceSpec,
-    as_varying,
     check_hopper,
+    keep_mark,
     vary_alike,
-    varying,
 )
 from pallas_kernels.partition import by_shards, check_local
 
@@ -156,8 +155,7 @@ def _dense(
         config=mosaic_gpu_dense.dense_config(x.shape[0], widths, call.device),
         device=call.device,
     )
-    axes = varying(x, *ws, *biases)
-    return tuple(as_varying(y, axes) for y in ys)  # kernels lose the mark
+    return keep_mark(ys, x, *ws, *biases)
 
 
 def _forward(

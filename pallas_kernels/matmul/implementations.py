@@ -9,11 +9,13 @@ from typing import Any
 import jax
 
 from pallas_kernels import tuned_configs
-from pallas_kernels.dispatch import Unsupported, dispatch
+from pallas_kernels.dispatch import dispatch, no_config
 from pallas_kernels.matmul import mosaic_gpu, xla
 from pallas_kernels.matmul.config import MatmulConfig, Problem, heuristic
-from pallas_kernels.mosaic import DeviceSpec, as_varying, check_hopper, varying
-from pallas_kernels.partition import check_local
+from pallas_kernels.mosaic import (
+    DeviceSpec,
+    keep_mark,
+)
 
 
 __all__ = ["run"]
@@ -58,7 +60,7 @@ def run(
         declines={"mosaic_gpu": declines},
         **storage,
     )
-    return as_varying(y, varying(x, w))  # kernels lose the mark
+    return keep_mark(y, x, w)
 
 
 def _xla(
@@ -69,11 +71,7 @@ def _xla(
     config: MatmulConfig | None,
     **storage: Any,
 ) -> jax.Array:
-    if config is not None:
-        raise Unsupported(
-            f"matmul: XLA takes no config, got {config!r}; pass None or use"
-            " implementation='mosaic_gpu'"
-        )
+    no_config("matmul", config)
     return xla.matmul(x, w, wide=wide, **storage)
 
 
@@ -85,16 +83,14 @@ def _mosaic_gpu(
     config: MatmulConfig | None,
     **storage: Any,
 ) -> jax.Array:
-    problem = Problem.of(x, w, **storage)
-    device = check_hopper(device, "matmul")
-    mosaic_gpu.check_problem(problem)
-    check_local("matmul", x, w)
-    config = tuned_configs.lookup(
+    device, config = tuned_configs.hopper_config(
         "matmul",
-        problem.key,
+        Problem.of(x, w, **storage),
         device,
         MatmulConfig,
+        arrays=(x, w),
+        check=mosaic_gpu.check_problem,
         config=config,
-        heuristic=functools.partial(heuristic, problem, device),
+        heuristic=heuristic,
     )
     return mosaic_gpu.matmul(x, w, config=config, device=device, **storage)

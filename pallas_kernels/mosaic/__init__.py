@@ -18,6 +18,7 @@ from pallas_kernels.mosaic.device import (
 )
 from pallas_kernels.mosaic.manual_axes import (
     as_varying,
+    keep_mark,
     unmarked,
     vary_alike,
     varying,
@@ -31,6 +32,7 @@ __all__ = [
     "as_varying",
     "check_hopper",
     "check_smem",
+    "keep_mark",
     "largest_divisor",
     "resident_clusters",
     "smem_bytes",

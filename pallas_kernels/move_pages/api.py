@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Int, Shaped
 
 from pallas_kernels.arrays import concrete
-from pallas_kernels.dispatch import dispatch
+from pallas_kernels.dispatch import dispatch, no_derivative
 from pallas_kernels.mosaic import DeviceSpec, vary_alike
 from pallas_kernels.move_pages import mosaic_gpu, xla
 from pallas_kernels.partition import by_shards
@@ -78,7 +78,9 @@ def move_pages(
     device = DeviceSpec.current()
 
     def run(*arrays: Array) -> Array:
-        pages, source, target = vary_alike(_without_derivative(arrays))
+        pages, source, target = vary_alike(
+            no_derivative(arrays, _NO_DERIVATIVE, TypeError)
+        )
         most = pages.shape[1]
         real = (source >= 0) & (source < most) & (target >= 0) & (target < most)
         order = jnp.argsort(~real)  # those to do come first
@@ -98,18 +100,10 @@ def move_pages(
     return by_shards(run, arrays, (letters, "M", "M"), letters)(*arrays)
 
 
-@jax.custom_jvp
-def _without_derivative(arrays: Any) -> Any:
-    """The arrays, which may not be differentiated by."""
-    return arrays
-
-
-@_without_derivative.defjvp
-def _refuse_derivative(*_: Any) -> Any:
-    raise TypeError(
-        "move_pages is a step of serving and has no derivative; hide its arguments"
-        " behind jax.lax.stop_gradient"
-    )
+_NO_DERIVATIVE = (
+    "move_pages is a step of serving and has no derivative; hide its arguments"
+    " behind jax.lax.stop_gradient"
+)
 
 
 def _xla(

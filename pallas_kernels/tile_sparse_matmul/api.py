@@ -21,9 +21,9 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float
 
 from pallas_kernels import tuned_configs
-from pallas_kernels.dispatch import Unsupported, as_hashable, dispatch
+from pallas_kernels.dispatch import as_hashable, dispatch, no_config
 from pallas_kernels.matmul import matmul
-from pallas_kernels.mosaic import DeviceSpec, vary_alike
+from pallas_kernels.mosaic import DeviceSpec, check_hopper, keep_mark, vary_alike
 from pallas_kernels.partition import by_shards, check_local
 from pallas_kernels.tile_sparse_matmul import (
     epilogue,
@@ -298,7 +298,7 @@ def _sparse_grad_inputs(dy: jax.Array, w: TileSparse, call: _Call) -> jax.Array:
     x_major, y_major = call.feature_major
     back = dataclasses.replace(call, feature_major=(y_major, x_major), config=None)
     dx = _mosaic_gpu(dy, transposed(w), None, None, back)
-    return vary_alike((dx, dy))[0]
+    return keep_mark(dx, dy)
 
 
 def _dense_grad_inputs(dy: jax.Array, w: TileSparse, call: _Call) -> jax.Array:
@@ -359,7 +359,7 @@ def _run(
         call,
         declines=dict.fromkeys(_KERNELS, functools.partial(_declines, x, w, call)),
     )
-    return vary_alike((y, x))[0]  # kernels lose the mark
+    return keep_mark(y, x)
 
 
 def _run_grad(x: jax.Array, dy: jax.Array, w: TileSparse, call: _Call) -> jax.Array:
@@ -377,21 +377,13 @@ def _run_grad(x: jax.Array, dy: jax.Array, w: TileSparse, call: _Call) -> jax.Ar
         declines={"mosaic_gpu": functools.partial(_declines, x, w, call)},
         feature_major=call.feature_major,
     )
-    return vary_alike((grad, x))[0]
-
-
-def _refuse_config(name: str, call: _Call) -> None:
-    if call.config is not None:
-        raise Unsupported(
-            f"{_OP}: {name} takes no config, got {call.config!r}; pass None or use"
-            " implementation='mosaic_gpu'"
-        )
+    return keep_mark(grad, x)
 
 
 def _xla(
     x: jax.Array, w: TileSparse, bias: Any, activation: str | None, call: _Call
 ) -> jax.Array:
-    _refuse_config("XLA", call)
+    no_config(_OP, call.config)
     y = xla.tile_sparse_matmul(x, w, feature_major=call.feature_major)
     return epilogue.apply(
         y, bias, activation, feature_major=call.feature_major[1], dtype=x.dtype
@@ -401,7 +393,7 @@ def _xla(
 def _triton(
     x: jax.Array, w: TileSparse, bias: Any, activation: str | None, call: _Call
 ) -> jax.Array:
-    _refuse_config("Triton", call)
+    no_config(_OP, call.config, "Triton")
     check_local(_OP, x, w.values)
     return triton.tile_sparse_matmul(
         x,
@@ -416,16 +408,15 @@ def _triton(
 def _mosaic_gpu(
     x: jax.Array, w: TileSparse, bias: Any, activation: str | None, call: _Call
 ) -> jax.Array:
-    problem = Problem.of(x, w, call.feature_major)
-    device = mosaic_gpu.check_problem(problem, DeviceSpec.current())
-    check_local(_OP, x, w.values)
-    config = tuned_configs.lookup(
+    device, config = tuned_configs.hopper_config(
         _OP,
-        problem.key,
-        device,
+        Problem.of(x, w, call.feature_major),
+        DeviceSpec.current(),
         TileSparseConfig,
+        arrays=(x, w.values),
+        check=mosaic_gpu.check_problem,
         config=call.config,
-        heuristic=functools.partial(heuristic, problem, device),
+        heuristic=heuristic,
     )
     return mosaic_gpu.tile_sparse_matmul(
         x,
@@ -442,7 +433,7 @@ def _grad_mosaic_gpu(
     x: jax.Array, dy: jax.Array, w: TileSparse, *, feature_major: tuple[bool, bool]
 ) -> jax.Array:
     problem = Problem.of(x, w, feature_major)
-    device = mosaic_gpu.check_problem(problem, DeviceSpec.current())
+    device = check_hopper(DeviceSpec.current(), _OP)
     check_local(_OP, x, w.values)
     return mosaic_gpu_grad.grad_values(
         x,

@@ -44,7 +44,7 @@ from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.matmul.activations import KERNEL_ACTIVATIONS
 from pallas_kernels.matmul.config import CONSUMERS
 from pallas_kernels.matmul.mosaic_gpu import Tiles, store_tile
-from pallas_kernels.mosaic import DeviceSpec, check_hopper
+from pallas_kernels.mosaic import DeviceSpec
 from pallas_kernels.mosaic.aliases import Ref, Scalar
 from pallas_kernels.mosaic.pipeline import drain, hand_over, launch, next_slot
 from pallas_kernels.tile_sparse_matmul import epilogue
@@ -64,13 +64,12 @@ from pallas_kernels.tile_sparse_matmul.ring import (
 __all__ = ["check_problem", "tile_sparse_matmul"]
 
 
-def check_problem(problem: Problem, device: DeviceSpec | None) -> DeviceSpec:
-    """Checks that the kernel can serve a problem on a device.
+def check_problem(problem: Problem) -> None:
+    """Checks that the kernel can serve a problem.
 
     Raises:
         Unsupported: it cannot; the message says what to do.
     """
-    device = check_hopper(device, "tile_sparse_matmul")
     p = problem
     if p.dtype not in (jnp.bfloat16, jnp.float16):
         raise Unsupported(
@@ -87,7 +86,6 @@ def check_problem(problem: Problem, device: DeviceSpec | None) -> DeviceSpec:
             f"tile_sparse_matmul: empty product of m={p.m} n={p.n} k={p.k}; use"
             " implementation='xla'"
         )
-    return device
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -493,7 +491,7 @@ def tile_sparse_matmul(
     *,
     feature_major: tuple[bool, bool],
     config: TileSparseConfig,
-    device: DeviceSpec | None,
+    device: DeviceSpec,
 ) -> jax.Array:
     """Computes the packed product on a Hopper GPU with fp32 sums.
 
@@ -510,10 +508,10 @@ def tile_sparse_matmul(
         [M,N] of the type of x, or [N,M].
 
     Raises:
-        Unsupported: the device, types, tile or shared memory do not fit.
+        Unsupported: types, tile or shared memory do not fit.
     """
     wanted = Problem.of(x, w, feature_major)
-    device = check_problem(wanted, device)
+    check_problem(wanted)
     x, (x_major, y_major), config = _stored(x, w, feature_major, config)
     problem = Problem.of(x, w, (x_major, y_major))
     fused = config.splits == 1

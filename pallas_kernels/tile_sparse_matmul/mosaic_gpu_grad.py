@@ -212,7 +212,7 @@ def grad_values(
     *,
     feature_major: tuple[bool, bool],
     config: GradConfig,
-    device: DeviceSpec | None,
+    device: DeviceSpec,
 ) -> jax.Array:
     """The gradient of the values on a Hopper GPU, with fp32 sums.
 
@@ -228,10 +228,10 @@ def grad_values(
         [T,P,G] of the type of x, zero past the counts.
 
     Raises:
-        Unsupported: the device, types, tile or shared memory do not fit.
+        Unsupported: types, tile or shared memory do not fit.
     """
     x_major, y_major = feature_major
-    device = check_problem(Problem.of(x, w, feature_major), device)
+    check_problem(Problem.of(x, w, feature_major))
     x = x if x_major else x.T  # [K,M]: a kept row must be one run of memory
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % STEP)))
     tokens = ((0, x.shape[1] - dy.shape[1 if y_major else 0]),)
