@@ -59,8 +59,8 @@ def matmul(
         implementation: "mosaic_gpu" (Hopper; bfloat16 or float16, K and N multiples of
             64), "xla", a sequence of these, or None for the best.
         config: how the kernel cuts this product (gradients look theirs up); None looks
-            it up: `pallas_kernels.tuning`. With one, or inside `tuning.override`, the
-            kernel is tried first. XLA takes none and refuses one given here.
+            it up in `pallas_kernels.tuned_configs`. With one, or inside `override` of
+            that module, the kernel is tried first. XLA refuses one given here.
 
     Returns:
         ``[*B,M,N]`` of `out_dtype`.

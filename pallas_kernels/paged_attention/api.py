@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import tuning
+from pallas_kernels import tuned_configs
 from pallas_kernels.arrays import concrete
 from pallas_kernels.dispatch import dispatch, no_config, no_derivative
 from pallas_kernels.mosaic import DeviceSpec, vary_alike
@@ -142,7 +142,7 @@ def paged_attention(
     scores = Scores(
         resolve_scale(scale, q.shape[3]), resolve_softcap(softcap), _window(window)
     )
-    tuning.check_config("paged_attention", config, PagedAttentionConfig)
+    tuned_configs.check_config("paged_attention", config, PagedAttentionConfig)
     device = DeviceSpec.current()
 
     def run(*arrays: Any) -> tuple[Array, Array]:

@@ -66,7 +66,7 @@ def quantized_matmul(
         implementation: "mosaic_gpu" (Hopper; bfloat16 x, K a multiple of 64, N of 8),
             "xla", a sequence of these, or None for the first that can.
         config: how the kernel cuts this product; None looks it up:
-            `pallas_kernels.tuning`. XLA takes none and refuses one given here.
+            `pallas_kernels.tuned_configs`. XLA takes none and refuses one given here.
 
     Returns:
         ``[*B,M,N]`` of `out_dtype`.

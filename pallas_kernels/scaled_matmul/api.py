@@ -76,8 +76,8 @@ def scaled_matmul(
         implementation: "mosaic_gpu" (Hopper; K a multiple of 128, N of 64), "xla", a
             sequence of these, or None for the best.
         config: how the kernel cuts this product; None looks it up:
-            `pallas_kernels.tuning`. With one, or inside `tuning.override`, the kernel
-            is tried first. XLA takes none and refuses one given here.
+            `pallas_kernels.tuned_configs`. With one, or inside `override` of that
+            module, the kernel is tried first. XLA refuses one given here.
 
     Returns:
         ``[*B,M,N]`` of `out_dtype`.

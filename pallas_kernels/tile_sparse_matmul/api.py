@@ -94,8 +94,8 @@ def tile_sparse_matmul(
             256), "triton" (Ampere, Ada and Hopper; the same types and tiles; needs the
             extra ``triton``), "xla", a sequence of these, or None for the best.
         config: how the Hopper kernel cuts this product; None looks it up:
-            `pallas_kernels.tuning`. With one the kernel is tried first; the others take
-            none and refuse one given here.
+            `pallas_kernels.tuned_configs`. With one the kernel is tried first; the
+            others take none and refuse one given here.
 
     Returns:
         ``[*B,N]`` of the type of x, or ``[N,*B]``.
