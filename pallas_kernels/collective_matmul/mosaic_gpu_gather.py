@@ -39,8 +39,9 @@ from pallas_kernels.collective_matmul.layout import (
     cut_tiles,
     grid,
     pad,
+    scales_of,
+    values_of,
 )
-from pallas_kernels.collective_matmul.scales import scales_of, values_of
 from pallas_kernels.matmul.mosaic_gpu import (
     Columns,
     multiply_tile,

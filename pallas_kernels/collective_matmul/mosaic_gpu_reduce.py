@@ -51,8 +51,9 @@ from pallas_kernels.collective_matmul.layout import (
     cut_tiles,
     grid,
     pad,
+    scales_of,
+    values_of,
 )
-from pallas_kernels.collective_matmul.scales import scales_of, values_of
 from pallas_kernels.collective_matmul.xla import sum_of_products
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.matmul.config import CONSUMERS

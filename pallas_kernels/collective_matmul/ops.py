@@ -35,7 +35,7 @@ from pallas_kernels.collective_matmul.config import (
 )
 from pallas_kernels.collective_matmul.device_order import by_device_order
 from pallas_kernels.dispatch import Unsupported, dispatch, no_config
-from pallas_kernels.matmul import implementations as local
+from pallas_kernels.matmul.api import run as run_local
 from pallas_kernels.mosaic import DeviceSpec, as_varying, check_hopper, varying
 
 
@@ -363,7 +363,7 @@ def _all_reduce_backward(
     dy = as_varying(dy, varying(*xs, *ws))
     rows = dy.reshape(math.prod(dy.shape[:-1]), dy.shape[-1])  # [B*M,N]
     dxs = tuple(
-        local.run(
+        run_local(
             rows,
             w,
             _local(call),
@@ -387,7 +387,7 @@ def _weight_gradient(
     if x.size == 0 or dy.size == 0:
         return xla.zeros(w.shape, w.dtype, varying(x, dy))
     left, right = (dy, x) if call.rhs_transposed else (x, dy)
-    return local.run(
+    return run_local(
         left.reshape(math.prod(left.shape[:-1]), left.shape[-1]),  # [B*M,K or N]
         right.reshape(math.prod(right.shape[:-1]), right.shape[-1]),  # [B*M,N or K]
         _local(call),

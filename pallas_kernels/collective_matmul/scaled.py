@@ -23,8 +23,8 @@ from pallas_kernels.collective_matmul import (
     xla,
 )
 from pallas_kernels.collective_matmul.config import Call, CollectiveConfig
+from pallas_kernels.collective_matmul.layout import ScaledArray
 from pallas_kernels.collective_matmul.ops import Op, run
-from pallas_kernels.collective_matmul.scales import ScaledArray
 from pallas_kernels.dispatch import as_hashable, check_floating, no_derivative
 from pallas_kernels.mosaic import DeviceSpec, vary_alike
 from pallas_kernels.scaled_matmul import scaled_matmul

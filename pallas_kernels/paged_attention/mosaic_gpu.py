@@ -23,7 +23,7 @@ from pallas_kernels.mosaic import (
     smem_bytes,
     unmarked,
 )
-from pallas_kernels.paged_attention import kernel
+from pallas_kernels.paged_attention import mosaic_gpu_kernel
 from pallas_kernels.paged_attention.config import BLOCK, PagedAttentionConfig
 from pallas_kernels.paged_attention.inputs import Inputs, Scores
 from pallas_kernels.paged_attention.operands import in_order_of_keys
@@ -182,7 +182,7 @@ def _run(
     if p.narrow:
         q = q[:, in_order_of_keys(p.head_dim)]
     pages = jax.new_ref(x.pages.reshape(-1, p.page, p.head_dim))
-    out = kernel.run(
+    out = mosaic_gpu_kernel.run(
         p,
         scores,
         device,

@@ -21,8 +21,9 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float
 
 from pallas_kernels import tuned_configs
-from pallas_kernels.dispatch import as_hashable, dispatch, no_config
+from pallas_kernels.dispatch import as_hashable, check_floating, dispatch, no_config
 from pallas_kernels.matmul import matmul
+from pallas_kernels.matmul.activations import check_activation
 from pallas_kernels.mosaic import DeviceSpec, check_hopper, keep_mark, vary_alike
 from pallas_kernels.partition import by_shards, check_local
 from pallas_kernels.tile_sparse_matmul import (
@@ -32,7 +33,6 @@ from pallas_kernels.tile_sparse_matmul import (
     triton,
     xla,
 )
-from pallas_kernels.tile_sparse_matmul.arguments import check_product
 from pallas_kernels.tile_sparse_matmul.config import (
     FEW_TOKENS,
     GradConfig,
@@ -119,7 +119,7 @@ def tile_sparse_matmul(
     x = jnp.asarray(x)
     bias = None if bias is None else jnp.asarray(bias)
     x_major, y_major = _layouts(feature_major)
-    check_product(x, w, bias, activation, x_major)
+    _check(x, w, bias, activation, x_major)
     tuned_configs.check_config(_OP, config, TileSparseConfig)
     call = _Call(
         shape=w.shape,
@@ -194,6 +194,42 @@ def _layouts(feature_major: Any) -> tuple[bool, bool]:
         )
     x_major, y_major = feature_major
     return bool(x_major), bool(y_major)
+
+
+def _check(
+    x: jax.Array, w: TileSparse, bias: Any, activation: str | None, x_major: bool
+) -> None:
+    """Refuses what the caller got wrong."""
+    if not isinstance(w, TileSparse):
+        raise TypeError(
+            f"w is a {type(w).__name__}, expected a TileSparse; pack a dense weight"
+            " with TileSparse.from_dense"
+        )
+    inputs, outputs = w.shape
+    if w.values.ndim != 3:
+        raise ValueError(
+            f"w has values of shape {w.values.shape}, expected [T, P, G]; scan or vmap"
+            " over stacked weights"
+        )
+    if w.values.shape[:-1] != w.rows.shape or w.tiles * w.tile < w.packed_columns:
+        raise ValueError(
+            f"w has values of shape {w.values.shape} for rows of shape {w.rows.shape}"
+            f" and {w.packed_columns} columns; see with_values"
+        )
+    if x.ndim < 1 or x.shape[0 if x_major else -1] != inputs:
+        raise ValueError(
+            f"x has shape {x.shape} ({'feature' if x_major else 'token'}-major),"
+            f" expected {inputs} features as w of shape {w.shape} has; see"
+            " feature_major"
+        )
+    if x.dtype != w.dtype:
+        raise ValueError(f"w has type {w.dtype}, expected that of x, {x.dtype}")
+    check_floating(x=x.dtype)
+    if bias is not None:
+        check_floating(bias=bias.dtype)
+    if bias is not None and bias.shape != (outputs,):
+        raise ValueError(f"bias has shape {bias.shape}, expected ({outputs},)")
+    check_activation(activation)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
