@@ -42,8 +42,12 @@ from pallas_kernels.mosaic import DeviceSpec, as_varying, check_hopper, varying
 __all__ = [
     "ALL_GATHER",
     "ALL_REDUCE",
+    "GATHERED_NAME",
+    "GATHER_OUT_NAME",
     "OPS",
+    "REDUCE_OUT_NAME",
     "REDUCE_SCATTER",
+    "SCATTER_OUT_NAME",
     "Op",
     "all_gather_matmul",
     "matmul_all_reduce",
@@ -270,6 +274,12 @@ def _batched(
 
 # --- Gradients ------------------------------------------------------------------------
 
+# What results are called, to policies of `jax.checkpoint`.
+GATHER_OUT_NAME = "all_gather_matmul_out"
+GATHERED_NAME = "all_gather_matmul_gathered"
+SCATTER_OUT_NAME = "matmul_reduce_scatter_out"
+REDUCE_OUT_NAME = "matmul_all_reduce_out"
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def all_gather_matmul(x: jax.Array, ws: Arrays, call: Call) -> Arrays:
@@ -283,8 +293,8 @@ def _all_gather_forward(
 ) -> tuple[Arrays, tuple[Any, ...]]:
     kept = dataclasses.replace(call, return_gathered=True)
     ys, gathered = run(ALL_GATHER, x, ws, kept)
-    ys = checkpoint_name(ys, "all_gather_matmul_out")
-    gathered = checkpoint_name(gathered, "all_gather_matmul_gathered")
+    ys = checkpoint_name(ys, GATHER_OUT_NAME)
+    gathered = checkpoint_name(gathered, GATHERED_NAME)
     return ((*ys, gathered) if call.return_gathered else ys), (gathered, ws)
 
 
@@ -314,7 +324,7 @@ def _reduce_scatter_forward(
     xs: Arrays, ws: Arrays, call: Call
 ) -> tuple[jax.Array, tuple[Arrays, Arrays]]:
     y = matmul_reduce_scatter(xs, ws, call)
-    return checkpoint_name(y, "matmul_reduce_scatter_out"), (xs, ws)
+    return checkpoint_name(y, SCATTER_OUT_NAME), (xs, ws)
 
 
 def _reduce_scatter_backward(
@@ -341,7 +351,7 @@ def _all_reduce_forward(
     xs: Arrays, ws: Arrays, call: Call
 ) -> tuple[jax.Array, tuple[Arrays, Arrays]]:
     y = matmul_all_reduce(xs, ws, call)
-    return checkpoint_name(y, "matmul_all_reduce_out"), (xs, ws)
+    return checkpoint_name(y, REDUCE_OUT_NAME), (xs, ws)
 
 
 def _all_reduce_backward(

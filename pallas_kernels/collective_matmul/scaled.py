@@ -117,7 +117,7 @@ def scaled_all_gather_matmul(
         return_gathered=return_gathered,
     )
     arrays = _alike((a, a_scale, tuple(bs), tuple(b_scales)), call)
-    outs: Any = _all_gather(*arrays, call)
+    outs = _all_gather(*arrays, call=call)
     outs = [y.reshape(*a.shape[:-2], *y.shape[1:]) for y in outs]  # [..,D*m,N]
     ys, kept = outs[: len(bs)], outs[len(bs) :]
     y = tuple(ys) if several else ys[0]
@@ -189,7 +189,7 @@ def scaled_matmul_reduce_scatter(
             f"a has shape {a.shape}, expected rows M={a.shape[-2]} in multiples of the"
             f" {call.size} devices of axis {axis_name!r}; pad the rows"
         )
-    y: Any = _reduce_scatter(*_alike((a, b, a_scale, b_scale), call), call)
+    y = _reduce_scatter(*_alike((a, b, a_scale, b_scale), call), call=call)
     return y.reshape(*a.shape[:-2], *y.shape[1:])  # [..,M/D,N]
 
 
@@ -214,7 +214,11 @@ def _call(
 
 
 def _alike(arrays: Any, call: Call) -> Any:
-    """All arrays, marked as varying over the axis and where any of them does."""
+    """All arrays, marked as varying over the axis and where any of them does.
+
+    Nothing may be differentiated by them.
+    """
+    arrays = no_derivative(arrays, _NO_DERIVATIVE)
     if not call.tracked:
         return arrays
     _, arrays = vary_alike((lax.axis_index(call.axis_name), arrays))
@@ -234,8 +238,6 @@ _NO_DERIVATIVE = (
 def _all_gather(
     a: jax.Array, a_scale: jax.Array, bs: Any, b_scales: Any, call: Call
 ) -> tuple[jax.Array, ...]:
-    operands = a, a_scale, bs, b_scales
-    a, a_scale, bs, b_scales = no_derivative(operands, _NO_DERIVATIVE)
     *batch, rows, depth = a.shape
     batch = math.prod(batch)
     if a_scale.ndim and a_scale.size:  # XLA waits forever in an empty collective
@@ -258,7 +260,6 @@ def _all_gather(
 def _reduce_scatter(
     a: jax.Array, b: jax.Array, a_scale: jax.Array, b_scale: jax.Array, call: Call
 ) -> jax.Array:
-    a, b, a_scale, b_scale = no_derivative((a, b, a_scale, b_scale), _NO_DERIVATIVE)
     *batch, rows, depth = a.shape
     batch = math.prod(batch)
     scale = _by_row(a_scale, a.shape[:-1])

@@ -31,7 +31,10 @@ from pallas_kernels.mosaic import (
 from pallas_kernels.partition import by_shards, check_local
 
 
-__all__ = ["dense"]
+__all__ = ["OUT_NAME", "dense"]
+
+OUT_NAME = "dense_out"
+"""The sums before the activation, to policies of `jax.checkpoint`."""
 
 
 def dense(
@@ -195,8 +198,7 @@ def _forward(
     x: Array, ws: tuple[Array, ...], biases: tuple[Array, ...], call: _Call
 ) -> tuple[tuple[Array, ...], Any]:
     ys: Any = _dense(x, ws, biases, dataclasses.replace(call, activation=None))
-    # A rematerialization policy may keep these by name.
-    ys = tuple(checkpoint_name(y, "dense_out") for y in ys)
+    ys = tuple(checkpoint_name(y, OUT_NAME) for y in ys)
     kept = None if call.activation is None else ys
     return tuple(activate(y, call.activation) for y in ys), (x, ws, kept)
 

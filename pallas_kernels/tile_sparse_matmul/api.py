@@ -44,7 +44,10 @@ from pallas_kernels.tile_sparse_matmul.format import STEP, TileSparse
 from pallas_kernels.tile_sparse_matmul.transposed import has_tiles, transposed
 
 
-__all__ = ["tile_sparse_matmul"]
+__all__ = ["OUT_NAME", "tile_sparse_matmul"]
+
+OUT_NAME = "tile_sparse_matmul_out"
+"""The sums before the activation, to policies of `jax.checkpoint`."""
 
 
 def tile_sparse_matmul(
@@ -271,7 +274,7 @@ def _forward(
     linear = dataclasses.replace(call, activation=None)
     z: Any = _product(x, values, bias, pattern, linear)
     # A rematerialization policy may keep it by name.
-    z = checkpoint_name(z, "tile_sparse_matmul_out")
+    z = checkpoint_name(z, OUT_NAME)
     if call.activation is None:
         return z, (x, values, bias, pattern, None)
     y = epilogue.activate_in_fp32(z, call.activation, x.dtype)
