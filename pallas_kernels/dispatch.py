@@ -135,11 +135,6 @@ def as_hashable(
 def no_config(op_name: str, config: Any, name: str = "XLA") -> None:
     """Declines a call with a config, for an implementation that takes none.
 
-    Args:
-        op_name: name of the op, for messages.
-        config: what the caller gave.
-        name: the implementation, for messages.
-
     Raises:
         Unsupported: `config` is not None.
     """

@@ -154,15 +154,8 @@ def hopper_config[C](
 ) -> tuple[DeviceSpec, C]:
     """Finds how the Hopper kernel of an op serves a call: the device and the config.
 
-    Args:
-        op_name: name of the op.
-        problem: what to compute, with its `key` in the tables.
-        device: the GPU, if there is one.
-        config_type: the op's config class.
-        arrays: all operands.
-        check: raises `Unsupported` for a problem that the kernel does not take.
-        config: what the caller asked for, if anything.
-        heuristic: the config of a problem that is not in the table.
+    Args are those of `lookup`, but for all operands, the problem with its `key`, and
+    `check`, which raises `Unsupported` for a problem that the kernel does not take.
 
     Raises:
         Unsupported: there is no Hopper GPU, the compiler may split the arrays, or the

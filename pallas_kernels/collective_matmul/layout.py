@@ -18,12 +18,12 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.collective_matmul.communicator import Chunks, peers
 from pallas_kernels.collective_matmul.config import Call, CollectiveConfig
-from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.matmul.config import CONSUMERS, Problem
 from pallas_kernels.matmul.mosaic_gpu import (
     TILE_COLUMNS,
     TILE_ROWS,
     Tiles,
+    check_columns,
     check_problem,
 )
 from pallas_kernels.mosaic import DeviceSpec, check_smem, resident_clusters
@@ -225,13 +225,7 @@ def cut_tiles(
             scaled.check_config(config, "collective_matmul")
         else:
             check_problem(problem)
-        if problem.n <= 64 < config.tile_n * config.cluster_tiles[1]:
-            # jax 0.11.2 drops the column index of an array that is one line wide, and
-            # the part of a tile past its end lands on its beginning.
-            raise Unsupported(
-                f"collective_matmul: {problem.n} columns with tile_n={config.tile_n}"
-                f" and cluster={config.cluster!r}; use tile_n=64, not cluster='n'"
-            )
+        check_columns(problem, config, "collective_matmul")
         tiles.append(Tiles(problem=problem, config=config))
     return tiles
 

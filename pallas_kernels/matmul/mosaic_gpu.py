@@ -67,6 +67,7 @@ from pallas_kernels.mosaic.pipeline import (
 __all__ = [
     "Columns",
     "Tiles",
+    "check_columns",
     "check_problem",
     "check_sizes",
     "grid",
@@ -635,6 +636,21 @@ def check_sizes(problem: Problem, op_name: str) -> None:
                 f"{op_name}: {name}={size}, the kernel needs a multiple of {multiple}"
                 " there; pad it or use implementation='xla'"
             )
+
+
+def check_columns(problem: Problem, config: MatmulConfig, op_name: str) -> None:
+    """Checks that no part of a tile lies past the end of an array one line wide.
+
+    jax 0.11.2 drops the column index there, and that part lands on the beginning.
+
+    Raises:
+        Unsupported: one does.
+    """
+    if problem.n <= TILE_COLUMNS < config.tile_n * config.cluster_tiles[1]:
+        raise Unsupported(
+            f"{op_name}: {problem.n} columns with tile_n={config.tile_n} and"
+            f" cluster={config.cluster!r}; use tile_n=64, not cluster='n'"
+        )
 
 
 def pad_rows(x: jax.Array) -> jax.Array:

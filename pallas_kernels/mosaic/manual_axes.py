@@ -51,12 +51,7 @@ def as_varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
 
 
 def keep_mark[T](results: T, *operands: jax.Array) -> T:
-    """What a kernel gives, marked as varying over the axes that its operands vary over.
-
-    Args:
-        results: arrays, a pytree.
-        *operands: what they were computed from.
-    """
+    """What a kernel gives, marked as varying where its operands vary."""
     axes = varying(*operands)
     return jax.tree.map(lambda y: as_varying(y, axes), results)
 

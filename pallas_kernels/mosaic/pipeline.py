@@ -71,13 +71,9 @@ def run_roles(
     consumers: int,
     registers: tuple[int, int],
 ) -> None:
-    """The body of a kernel: consumers, and one producer after them.
+    """The body of a kernel: consumers, which get their number, and then a producer.
 
-    Args:
-        produce: what the producer does.
-        consume: what a consumer does; gets its number.
-        consumers: how many there are.
-        registers: of a thread of the producer, and of a consumer.
+    The registers are those of a thread of the producer, and of a consumer.
     """
     warpgroup = lax.axis_index("warpgroup")
 
@@ -118,12 +114,7 @@ def drain(scratch: Mapping[str, Ref], slot: Scalar, stages: int) -> None:
     """Producer: waits until all stages have come back, at the end.
 
     A barrier remembers only one phase, and the peer of a cluster still writes here
-    until then.
-
-    Args:
-        scratch: the scratch memory of the kernel.
-        slot: int32, the stage after the last that was filled.
-        stages: of the ring.
+    until then. `slot` is the stage after the last that was filled.
     """
 
     def wait(_: jax.Array, slot: jax.Array) -> jax.Array:

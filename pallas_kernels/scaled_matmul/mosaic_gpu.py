@@ -31,8 +31,8 @@ from jax.typing import DTypeLike
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.matmul.config import CONSUMERS, MatmulConfig, Problem
 from pallas_kernels.matmul.mosaic_gpu import (
-    TILE_COLUMNS,
     Tiles,
+    check_columns,
     check_sizes,
     grid,
     load_tile,
@@ -323,13 +323,7 @@ def scaled_matmul(
     a = pad_rows(a)
     problem = ScaledProblem.of(a, b, out_dtype, rhs_transposed=True)
     tiles = Tiles(problem=problem, config=config)
-    if problem.n <= TILE_COLUMNS < config.tile_n * config.cluster_tiles[1]:
-        # jax 0.11.2 drops the column index of an array that is one line wide, and the
-        # part of a tile past its end lands on its beginning.
-        raise Unsupported(
-            f"scaled_matmul: {problem.n} columns with tile_n={config.tile_n} and"
-            f" cluster={config.cluster!r}; use tile_n=64, not cluster='n'"
-        )
+    check_columns(problem, config, "scaled_matmul")
     scales = Scales(tiles=tiles, by_row=a_scale.ndim > 0, by_column=b_scale.ndim > 0)
     need = tiles.smem_bytes + scales.smem_bytes
     check_smem(need, device, f"scaled_matmul with {config}")

@@ -77,17 +77,13 @@ def arguments(problem: Problem) -> tuple[jax.Array, TileSparse]:
     )
 
 
-def _storage(problem: Problem) -> tuple[bool, bool]:
-    return problem.x_major, problem.y_major
-
-
 def kernel(
     problem: Problem, config: TileSparseConfig, device: DeviceSpec
 ) -> Callable[..., jax.Array]:
     """The kernel with a config."""
     return functools.partial(
         mosaic_gpu.tile_sparse_matmul,
-        feature_major=_storage(problem),
+        feature_major=(problem.x_major, problem.y_major),
         config=config,
         device=device,
     )
@@ -95,7 +91,5 @@ def kernel(
 
 def baseline(problem: Problem) -> Callable[..., jax.Array]:
     """The unpacked weight multiplied by XLA."""
-    return functools.partial(
-        xla.tile_sparse_matmul,
-        feature_major=_storage(problem),
-    )
+    layout = problem.x_major, problem.y_major
+    return functools.partial(xla.tile_sparse_matmul, feature_major=layout)
