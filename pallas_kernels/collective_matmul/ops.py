@@ -42,12 +42,8 @@ from pallas_kernels.mosaic import DeviceSpec, as_varying, check_hopper, varying
 __all__ = [
     "ALL_GATHER",
     "ALL_REDUCE",
-    "GATHERED_NAME",
-    "GATHER_OUT_NAME",
     "OPS",
-    "REDUCE_OUT_NAME",
     "REDUCE_SCATTER",
-    "SCATTER_OUT_NAME",
     "Op",
     "all_gather_matmul",
     "matmul_all_reduce",

@@ -577,11 +577,7 @@ def snake_tiles(config: MatmulConfig, counts: tuple[int, int]) -> Callable[..., 
 def grid(
     config: MatmulConfig, counts: tuple[int, int], device: DeviceSpec, op_name: str
 ) -> dict[str, Any]:
-    """Options of `plgpu.kernel`: clusters that walk over the tiles of `snake_tiles`.
-
-    Raises:
-        Unsupported: the device has no room for a cluster.
-    """
+    """Options of `plgpu.kernel`, as `launch`, for the tiles of `snake_tiles`."""
     size = math.prod(config.cluster_tiles)
     return launch(
         math.prod(counts) // size,

@@ -45,11 +45,7 @@ def launch(
         device: the GPU, on which as many workers run as fit at a time.
         what: the kernel, for messages.
         warpgroups: warpgroups of a block.
-        cluster: blocks of a cluster.
-
-    Returns:
-        A grid with the axes "worker", "cluster" if one has several blocks, and
-        "warpgroup".
+        cluster: blocks of a cluster; the axis is left out where it is one.
 
     Raises:
         Unsupported: not one cluster fits.
