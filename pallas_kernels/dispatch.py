@@ -5,15 +5,24 @@ the next one"; `ValueError` and `TypeError` mean that the caller made a mistake,
 leave the loop at once.
 """
 
+import functools
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 
-__all__ = ["Unsupported", "as_hashable", "check_floating", "dispatch"]
+__all__ = [
+    "Unsupported",
+    "as_hashable",
+    "check_floating",
+    "dispatch",
+    "no_config",
+    "no_derivative",
+]
 
 logger = logging.getLogger("pallas_kernels")
 
@@ -121,6 +130,48 @@ def as_hashable(
     if isinstance(implementation, Sequence) and not isinstance(implementation, str):
         return tuple(implementation)
     return implementation
+
+
+def no_config(op_name: str, config: Any, name: str = "XLA") -> None:
+    """Declines a call with a config, for an implementation that takes none.
+
+    Raises:
+        Unsupported: `config` is not None.
+    """
+    if config is not None:
+        raise Unsupported(
+            f"{op_name}: {name} takes no config, got {config!r}; pass None or use"
+            " implementation='mosaic_gpu'"
+        )
+
+
+def no_derivative[T](
+    arrays: T, message: str, error: type[Exception] = NotImplementedError
+) -> T:
+    """The arrays, by which nothing may be differentiated.
+
+    Args:
+        arrays: operands of an op that has no derivative, a pytree.
+        message: why, and what to do.
+        error: what a derivative raises, with the message.
+
+    Example:
+        >>> double = lambda x: 2 * no_derivative(x, "double has no derivative")
+        >>> double(1.5)
+        3.0
+    """
+    return _no_derivative(message, error, arrays)  # pyright: ignore[reportReturnType]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _no_derivative(message: str, error: type[Exception], arrays: Any) -> Any:
+    del message, error
+    return arrays
+
+
+@_no_derivative.defjvp
+def _refuse_derivative(message: str, error: type[Exception], *_: Any) -> Any:
+    raise error(message)
 
 
 _FLOATING = ("bfloat16", "float16", "float32", "float64")

@@ -11,7 +11,9 @@ the type of the axes:
   decline, and XLA computes the op.
 
 An op calls `by_shards` once, in its public function, and each of its kernels
-`check_local`.
+`check_local`. The layers of jaxscale have functions of their own for shards, which cut
+by the rules of logical axes, on Auto axes too, and may communicate. An op called in one
+of these finds all axes Manual, and `by_shards` has nothing to do.
 """
 
 import math
@@ -24,7 +26,14 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from pallas_kernels.dispatch import Unsupported
 
 
-__all__ = ["by_shards", "check_local"]
+__all__ = ["by_shards", "check_local", "current_mesh"]
+
+
+def current_mesh(arrays: Sequence[jax.Array]) -> AbstractMesh:
+    """The mesh of the context, or else that of the first array that has one."""
+    context = jax.sharding.get_abstract_mesh()
+    meshes = (context, *(jax.typeof(x).sharding.mesh for x in arrays))
+    return next((mesh for mesh in meshes if not mesh.empty), context)
 
 
 def check_local(op_name: str, *arrays: jax.Array | None) -> None:
@@ -37,7 +46,7 @@ def check_local(op_name: str, *arrays: jax.Array | None) -> None:
     Raises:
         Unsupported: the compiler may split them over several devices.
     """
-    mesh = _mesh_of([x for x in arrays if x is not None])
+    mesh = current_mesh([x for x in arrays if x is not None])
     free = _free_axes(mesh)
     explicit = _explicit_axes(mesh)
     if explicit or any(mesh.shape[name] > 1 for name in free):
@@ -85,7 +94,7 @@ def by_shards[R](
         ShapedArray(float32[8@data])
     """
     present = [x for x in args if x is not None]
-    mesh = _mesh_of(present)
+    mesh = current_mesh(present)
     free = _free_axes(mesh)
     explicit = _explicit_axes(mesh)
     large = {name for name in free if mesh.shape[name] > 1}
@@ -125,13 +134,6 @@ def by_shards[R](
     return jax.jit(placed, inline=True)
 
 
-def _mesh_of(arrays: Sequence[jax.Array]) -> AbstractMesh:
-    """The mesh of the context, or else that of the first array that has one."""
-    context = jax.sharding.get_abstract_mesh()
-    meshes = (context, *(jax.typeof(x).sharding.mesh for x in arrays))
-    return next((mesh for mesh in meshes if not mesh.empty), context)
-
-
 def _free_axes(mesh: AbstractMesh) -> frozenset[str]:
     """The axes over which the compiler, not the program, splits arrays."""
     return frozenset(mesh.axis_names) - frozenset(mesh.manual_axes)
@@ -144,7 +146,7 @@ def _explicit_axes(mesh: AbstractMesh) -> set[str]:
 
 def _split(arrays: Sequence[jax.Array], dims: Sequence[str]) -> dict[str, Any]:
     """The mesh axes of each letter along which devices share the work."""
-    mesh = _mesh_of(arrays)
+    mesh = current_mesh(arrays)
     found: dict[str, Any] = {}
     used: set[str] = set()
     for x, letters in zip(arrays, dims, strict=True):

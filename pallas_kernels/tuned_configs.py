@@ -11,14 +11,16 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+from jaxtyping import Array
 
 from pallas_kernels.cost_model import NOISE
-from pallas_kernels.mosaic import DeviceSpec
+from pallas_kernels.mosaic import DeviceSpec, check_hopper
+from pallas_kernels.partition import check_local
 
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "TunedEntry",
     "check_config",
     "declines",
+    "hopper_config",
     "load_table",
     "lookup",
     "override",
@@ -136,6 +139,41 @@ def lookup[C](
     if device is not None and (entry := tuned_entry(op_name, key, device)) is not None:
         return _parse_config(op_name, key, device, config_type, entry)
     return heuristic()
+
+
+def hopper_config[C](
+    op_name: str,
+    problem: Any,
+    device: DeviceSpec | None,
+    config_type: type[C],
+    *,
+    arrays: Sequence[Array | None],
+    check: Callable[[Any], None],
+    config: C | None,
+    heuristic: Callable[[Any, DeviceSpec], C],
+) -> tuple[DeviceSpec, C]:
+    """Finds how the Hopper kernel of an op serves a call: the device and the config.
+
+    Args are those of `lookup`, but for all operands, the problem with its `key`, and
+    `check`, which raises `Unsupported` for a problem that the kernel does not take.
+
+    Raises:
+        Unsupported: there is no Hopper GPU, the compiler may split the arrays, or the
+            kernel does not take the problem.
+        ValueError: as `lookup`.
+    """
+    device = check_hopper(device, op_name)
+    check_local(op_name, *arrays)
+    check(problem)
+    config = lookup(
+        op_name,
+        problem.key,
+        device,
+        config_type,
+        config=config,
+        heuristic=functools.partial(heuristic, problem, device),
+    )
+    return device, config
 
 
 @runtime_checkable

@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import dataclasses
 import datetime
-import fcntl
 import importlib
 import itertools
 import math
@@ -31,35 +30,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.mosaic import DeviceSpec
-from pallas_kernels.tuned_configs import (
-    TunedEntry,
-    check_config,
-    declines,
-    load_table,
-    lookup,
-    override,
-    overriding,
-    save_table,
-    table_path,
-    tuned_entry,
-)
+from pallas_kernels.tuned_configs import TunedEntry, save_table, table_path
 
 
-__all__ = [
-    "Tunable",
-    "TunedEntry",
-    "check_config",
-    "declines",
-    "device_time_us",
-    "load_table",
-    "lookup",
-    "override",
-    "overriding",
-    "save_table",
-    "table_path",
-    "tune",
-    "tuned_entry",
-]
+__all__ = ["IDLE_SHARE", "Tunable", "device_time_us", "tune"]
 
 OPS = (
     "matmul",
@@ -74,6 +48,9 @@ _L2_BYTES = 60e6
 """L2 of the H200; the H100 has 50 MB."""
 
 _MOST_SETS = 64
+
+IDLE_SHARE: float = 6
+"""`Tunable.IDLE_SHARE` for the clock of a GPU that is cool."""
 
 
 @runtime_checkable
@@ -167,14 +144,16 @@ def _line(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def _shared(kind: int) -> Iterator[None]:
-    """Waits for other tuners: ``fcntl.LOCK_SH`` to prepare, ``LOCK_EX`` to measure."""
+def _turn(*, alone: bool) -> Iterator[None]:
+    """Waits for other tuners: side by side to prepare, alone to measure."""
     path = os.environ.get("PALLAS_KERNELS_TUNING_LOCK")
     if not path:
         yield
         return
+    import fcntl  # which not all platforms have
+
     with open(path, "w") as file:
-        fcntl.flock(file, kind)
+        fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         yield
 
 
@@ -375,7 +354,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if isinstance(prepared, str):
                 print(f"  skipped: {prepared}")
                 continue
-            with _shared(fcntl.LOCK_EX):
+            with _turn(alone=True):
                 entry = _measure(prepared)
                 if entry is not None:  # saved at once: a later failure loses nothing
                     save_table(path, options.op, {wanted[name].key: entry})
@@ -387,7 +366,7 @@ def _attempt(
 ) -> _Prepared | str:
     """The prepared problem, or why there is none, which must not end the run."""
     try:
-        with _shared(fcntl.LOCK_SH):
+        with _turn(alone=False):
             return _prepare(tunable, problem, device, pool)
     except Unsupported as error:
         return str(error)

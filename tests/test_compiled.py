@@ -21,7 +21,7 @@ from jaxscale.sharding import (
     row_parallel,
     shardings,
 )
-from pallas_kernels import tuning
+from pallas_kernels import tuned_configs
 from pallas_kernels.collective_matmul import (
     CollectiveConfig,
     all_gather_matmul,
@@ -344,7 +344,7 @@ def fp8_network(devices, tensor_parallel):
     def network(ups, down, x):
         with (
             jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
-            tuning.override("collective_matmul", config),
+            tuned_configs.override("collective_matmul", config),
         ):
             up, gate = column_parallel(
                 x,
@@ -363,7 +363,7 @@ def fp8_network(devices, tensor_parallel):
 
     def step(ups, down, x, g):
         y, back = jax.vjp(network, ups, down, x)
-        with tuning.override("collective_matmul", config):
+        with tuned_configs.override("collective_matmul", config):
             return y, back(g)
 
     def shape(axes, *sizes):

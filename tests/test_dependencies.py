@@ -71,3 +71,16 @@ def test_a_reversed_arrow_is_caught(tmp_path, module, forbidden):
     assert result.returncode != 0
     arrow = f"{module.removesuffix('.py').replace('/', '.')} -> {forbidden}"
     assert arrow in result.stdout.replace("\n", ""), result.stdout
+
+
+def test_kernels_and_layers_need_no_locks_of_files():
+    """`fcntl` is missing on some platforms; the tuner alone of the kernels needs it."""
+    code = (
+        "import sys; sys.modules['fcntl'] = None\n"
+        "import jaxscale.nn, pallas_kernels.attention, pallas_kernels.paged_attention\n"
+        "print('pallas_kernels.tuning' in sys.modules)"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert found.stdout.strip() == "False"

@@ -9,7 +9,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import tuning
+from pallas_kernels import tuned_configs
 from pallas_kernels.matmul import MatmulConfig
 from tests import manifest
 from tests.lowering import MulticastRefused
@@ -77,9 +77,9 @@ def test_hashes_follow_the_kernel_and_not_its_place():
 def test_another_config_is_another_kernel():
     case = next(manifest.matmul_cases())
     config = MatmulConfig(tile_m=128, tile_n=128, stages=4)
-    with tuning.override("matmul", config):
+    with tuned_configs.override("matmul", config):
         first = manifest.kernels(case)
-    with tuning.override("matmul", dataclasses.replace(config, stages=3)):
+    with tuned_configs.override("matmul", dataclasses.replace(config, stages=3)):
         assert manifest.kernels(case) != first
         assert manifest.kernels(case) == manifest.kernels(case, to_the_end=True)
 

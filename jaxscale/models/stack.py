@@ -16,10 +16,20 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxscale.checks import check_choice
 from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.blocks import Block
+from jaxscale.nn.context import packed_attention_saveable
 from jaxscale.nn.embeddings import Embed
 from jaxscale.nn.self_attention import AttentionState, Packed
+from jaxscale.sharding.fp8 import OUT_NAME as FP8_NAME
 from jaxscale.sharding.operations import constrain
 from jaxscale.sharding.rules import AxisRules
+from pallas_kernels.collective_matmul.ops import (
+    GATHER_OUT_NAME,
+    GATHERED_NAME,
+    REDUCE_OUT_NAME,
+    SCATTER_OUT_NAME,
+)
+from pallas_kernels.matmul.dense import OUT_NAME as DENSE_NAME
+from pallas_kernels.tile_sparse_matmul.api import OUT_NAME as TILE_SPARSE_NAME
 
 
 type _Carry = tuple[Array, tuple[Any, ...]]
@@ -32,18 +42,15 @@ _policies = jax.checkpoint_policies
 _linear_saveable = _policies.save_from_both_policies(
     _policies.dots_with_no_batch_dims_saveable,
     _policies.save_only_these_names(
-        "all_gather_matmul_out",
-        "matmul_reduce_scatter_out",
-        "matmul_all_reduce_out",
-        "dense_out",
-        "fp8_matmul_out",
-        "tile_sparse_matmul_out",
+        GATHER_OUT_NAME,
+        SCATTER_OUT_NAME,
+        REDUCE_OUT_NAME,
+        DENSE_NAME,
+        FP8_NAME,
+        TILE_SPARSE_NAME,
     ),
 )
-_gathered_saveable = _policies.save_only_these_names("all_gather_matmul_gathered")
-_packed_attention_saveable = _policies.save_only_these_names(
-    "varlen_attention_out", "varlen_attention_lse"
-)
+_gathered_saveable = _policies.save_only_these_names(GATHERED_NAME)
 
 
 def _attention_saveable(primitive: Any, *args: Any, **params: Any) -> bool:
@@ -51,7 +58,7 @@ def _attention_saveable(primitive: Any, *args: Any, **params: Any) -> bool:
     return (
         # cuDNN's forward pass, whose result and log-sum-exp carry no names.
         primitive.name.startswith("dot_product_attention_fwd")
-        or _packed_attention_saveable(primitive, *args, **params)
+        or packed_attention_saveable(primitive, *args, **params)
         or _linear_saveable(primitive, *args, **params)
     )
 

@@ -30,11 +30,13 @@ from jaxscale.nn.state import register_state
 from jaxscale.sharding.manual import manual_names
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 from pallas_kernels.varlen_attention import varlen_attention
+from pallas_kernels.varlen_attention.api import LSE_NAME, OUT_NAME
 
 
-_attention_saveable = jax.checkpoint_policies.save_only_these_names(
-    "varlen_attention_out", "varlen_attention_lse"
+packed_attention_saveable = jax.checkpoint_policies.save_only_these_names(
+    OUT_NAME, LSE_NAME
 )
+"""The policy that keeps what the gradient of packed attention reads."""
 
 
 def own_tokens(
@@ -142,7 +144,9 @@ class PackedPart(Packed):
         # The backward pass gathers again: kept from the forward pass, keys and values
         # of whole rows would take as many times the memory as devices share a row.
         # Where the layer is computed again, what that gathers serves for both.
-        attend = jax.checkpoint(pieces, policy=_attention_saveable, prevent_cse=False)
+        attend = jax.checkpoint(
+            pieces, policy=packed_attention_saveable, prevent_cse=False
+        )
         return attend(q, k, v), self
 
     @typing.override

@@ -69,6 +69,10 @@ from pallas_kernels.collective_matmul import (
 from pallas_kernels.scaled_matmul import scaled_matmul
 
 
+OUT_NAME = "fp8_matmul_out"
+"""Results of products, to policies of `jax.checkpoint`."""
+
+
 type Fp8 = Literal["fp8", "fp8_tensorwise"] | None
 """Products in fp8 whose operands have a scale for each row, or one scale each."""
 
@@ -296,7 +300,7 @@ def _column_forward(form: _Form, x: Array, ws: tuple[Array, ...]) -> tuple[Any, 
     kept = _kept(quantize_operand(x, E4M3, form.quantization, form.names))
     weights = [_weight(w.T, x.dtype, form) for w in ws]
     outs, _ = _gather_and_multiply(_read(kept), weights, x.dtype, form)
-    outs = tuple(checkpoint_name(out, "fp8_matmul_out") for out in outs)
+    outs = tuple(checkpoint_name(out, OUT_NAME) for out in outs)
     return outs, (kept, ws, jnp.zeros((), x.dtype))
 
 
@@ -327,7 +331,7 @@ def _row_forward(
     kept = [_kept(x) for x in _operands(xs, E4M3, form)]
     weights = [w.T for w in ws]
     out = _multiply_and_scatter([_read(x) for x in kept], weights, dtype, form)
-    return checkpoint_name(out, "fp8_matmul_out"), (kept, ws, jnp.zeros((), dtype))
+    return checkpoint_name(out, OUT_NAME), (kept, ws, jnp.zeros((), dtype))
 
 
 def _row_backward(form: _Form, kept: Any, g: Array) -> Any:

@@ -19,7 +19,6 @@ from jaxtyping import Array, Inexact, Int, Shaped
 
 from jaxscale.sharding.operations import (
     constrain,
-    current_mesh,
     gather_storage_axes,
     layout_of,
     partly_manual,
@@ -27,6 +26,7 @@ from jaxscale.sharding.operations import (
 )
 from jaxscale.sharding.rules import AxisRules
 from jaxscale.sharding.shards import Shards
+from pallas_kernels.partition import current_mesh
 
 
 _CHUNK = 128

@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Inexact, Shaped
 
 from jaxscale.sharding.rules import AxisRules, as_tuple, require_axes
+from pallas_kernels.partition import current_mesh
 
 
 def constrain(
@@ -266,13 +267,6 @@ def layout_of(
         return NamedSharding(mesh, PartitionSpec(*entries))
 
     return part(AxisType.Explicit), part(AxisType.Auto)
-
-
-def current_mesh(arrays: Sequence[Array]) -> AbstractMesh:
-    """The mesh of the context, or else that of the first array that has one."""
-    context = jax.sharding.get_abstract_mesh()
-    meshes = (context, *(jax.typeof(array).sharding.mesh for array in arrays))
-    return next((mesh for mesh in meshes if not mesh.empty), context)
 
 
 def partly_manual(mesh: AbstractMesh) -> bool:

@@ -1,4 +1,9 @@
-"""Functions that each device runs on its own shards: kernels, and collectives."""
+"""Functions that each device runs on its own shards: kernels, and collectives.
+
+`pallas_kernels.partition` does the same for one op on Explicit axes, by the types of
+its operands; it knows no rules, and so nothing of Auto axes and of parameters that are
+only stored over the axes of the batch.
+"""
 
 import dataclasses
 import math
@@ -9,8 +14,9 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jaxtyping import Array
 
-from jaxscale.sharding.operations import constrain_beside, current_mesh
+from jaxscale.sharding.operations import constrain_beside
 from jaxscale.sharding.rules import AxisRules, as_tuple, require_axes
+from pallas_kernels.partition import current_mesh
 
 
 def per_shard[Result](

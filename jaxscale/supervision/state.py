@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import secrets
@@ -157,6 +156,8 @@ def locked(directory: Path) -> Iterator[None]:
     Raises:
         ValueError: there is one, or the directory cannot be made.
     """
+    import fcntl  # which not all platforms have
+
     try:
         directory.mkdir(parents=True, exist_ok=True)
         file = (directory / "lock").open("a+")

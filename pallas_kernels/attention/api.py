@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float
 
-from pallas_kernels import tuning
+from pallas_kernels import tuned_configs
 from pallas_kernels.attention import cudnn, xla
 from pallas_kernels.attention.config import Problem
 from pallas_kernels.dispatch import dispatch
@@ -159,7 +159,7 @@ def _declines(problem: Problem, device: DeviceSpec | None) -> str | None:
     """Say why cuDNN is to run where our kernel can, or None."""
     if cudnn.unsupported(problem, device) is not None:
         return None
-    return tuning.declines("attention", problem, device)
+    return tuned_configs.declines("attention", problem, device)
 
 
 def _mosaic_gpu(

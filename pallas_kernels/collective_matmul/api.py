@@ -73,8 +73,9 @@ def all_gather_matmul(
             then the product), "xla_ring" (D steps, in each of which a transfer can
             overlap a product), a sequence of these, or None for the best.
         config: how the kernel cuts this product (gradients look theirs up); None looks
-            it up: `pallas_kernels.tuning`, op "collective_matmul". With one, or inside
-            `tuning.override`, the kernel is tried first. The XLA forms refuse one.
+            it up in `pallas_kernels.tuned_configs`, op "collective_matmul". With one,
+            or inside `override` of that module, the kernel is tried first. The XLA
+            forms refuse one.
 
     Returns:
         y ``[*B,D*m,N]``; of a sequence of weights, a tuple. With `return_gathered`

@@ -41,26 +41,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels.mosaic import largest_divisor, smem_bytes
 from pallas_kernels.mosaic.aliases import Ref, Scalar
+from pallas_kernels.mosaic.pipeline import proxy_fence
 
 
 __all__ = ["Chunks", "divide", "peers", "relay", "wait_for_signal"]
-
-
-@plgpu.inline_mgpu()
-def proxy_fence(_: Any) -> None:
-    """Orders what the copy engine does next after the memory accesses before.
-
-    A wait on a semaphore is an ordinary access; the copy engine is another way to
-    memory (a *proxy* in PTX), and nothing else orders the two.
-    """
-    llvm.inline_asm(
-        ir.Type.parse("!llvm.void"), [], "fence.proxy.async;", "", has_side_effects=True
-    )
 
 
 def wait_for_signal(

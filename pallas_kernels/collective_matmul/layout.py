@@ -1,4 +1,4 @@
-"""Layout of the rows of several devices, their tiling, and the launch of kernels.
+"""Layout of the rows of several devices, their tiling, scales, and the launch.
 
 Axis letters: B leading axes, M rows of all devices, m rows of one, K contraction,
 N columns; D devices. A *row block* is `tile_m` rows of one device; the *distance* of a
@@ -18,20 +18,29 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.collective_matmul.communicator import Chunks, peers
 from pallas_kernels.collective_matmul.config import Call, CollectiveConfig
-from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.matmul.config import CONSUMERS, Problem
 from pallas_kernels.matmul.mosaic_gpu import (
     TILE_COLUMNS,
     TILE_ROWS,
     Tiles,
+    check_columns,
     check_problem,
 )
 from pallas_kernels.mosaic import DeviceSpec, check_smem, resident_clusters
 from pallas_kernels.mosaic.aliases import Ref, Scalar
+from pallas_kernels.mosaic.pipeline import launch
 from pallas_kernels.scaled_matmul import mosaic_gpu as scaled
 
 
-__all__ = ["Layout", "cut_tiles", "grid", "pad"]
+__all__ = [
+    "Layout",
+    "ScaledArray",
+    "cut_tiles",
+    "grid",
+    "pad",
+    "scales_of",
+    "values_of",
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,7 +179,6 @@ def grid(
     need += scales.smem_bytes if scales else 0
     check_smem(need, device, f"collective_matmul with {config}")
     size = math.prod(config.cluster_tiles)
-    cluster = {"cluster": (size,), "cluster_names": ("cluster",)} if size > 1 else {}
     return {
         "scratch_types": {
             **tiles.scratch_types(),
@@ -178,11 +186,13 @@ def grid(
             **(scales.scratch_types() if scales else {}),
             **scratch_types,
         },
-        "grid": (layout.num_blocks // size,),
-        "grid_names": ("worker",),
-        "num_threads": CONSUMERS + 1,
-        "thread_name": "warpgroup",
-        **cluster,
+        **launch(
+            layout.num_blocks // size,
+            device,
+            f"collective_matmul with {config}",
+            warpgroups=CONSUMERS + 1,
+            cluster=size,
+        ),
     }
 
 
@@ -215,12 +225,67 @@ def cut_tiles(
             scaled.check_config(config, "collective_matmul")
         else:
             check_problem(problem)
-        if problem.n <= 64 < config.tile_n * config.cluster_tiles[1]:
-            # jax 0.11.2 drops the column index of an array that is one line wide, and
-            # the part of a tile past its end lands on its beginning.
-            raise Unsupported(
-                f"collective_matmul: {problem.n} columns with tile_n={config.tile_n}"
-                f" and cluster={config.cluster!r}; use tile_n=64, not cluster='n'"
-            )
+        check_columns(problem, config, "collective_matmul")
         tiles.append(Tiles(problem=problem, config=config))
     return tiles
+
+
+# --- Operands of 8 bits with the scales of their rows ---------------------------------
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ScaledArray:
+    """An operand of 8 bits and the scales of its rows, with the shape of the former."""
+
+    values: Any
+    """[..,rows,K]."""
+    scale: Any
+    """fp32; of x [B,D,m] for the rows of all devices, of a weight [N]."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the values."""
+        return self.values.shape
+
+    @property
+    def dtype(self) -> Any:
+        """The type of the values."""
+        return self.values.dtype
+
+
+def values_of(x: Any) -> jax.Array:
+    """The numbers of an operand, which may have scales."""
+    return x.values if isinstance(x, ScaledArray) else x
+
+
+def scales_of(
+    x: Any, ws: Sequence[Any], tiles: Sequence[Tiles], blocks: int
+) -> tuple[scaled.Scales | None, tuple[jax.Array, ...]]:
+    """How a kernel reads scales, and the scales as it takes them.
+
+    Args:
+        x: the left operand; its scales are those of the rows of all devices.
+        ws: the weights.
+        tiles: the tiles of each product.
+        blocks: row blocks of one device within one leading index.
+
+    Returns:
+        The reader and two arrays: a scale for each row of a row block, row blocks in
+        the order of a [B*D,m] view, and one for each column of a column tile, one
+        weight after the other. None and nothing for operands without scales.
+    """
+    if not isinstance(x, ScaledArray):
+        return None, ()
+    config = tiles[0].config
+
+    def padded(scale: jax.Array, size: int) -> jax.Array:
+        widths = [(0, 0)] * (scale.ndim - 1) + [(0, size - scale.shape[-1])]
+        return jnp.pad(scale, widths).reshape(-1)
+
+    columns = [
+        padded(w.scale, cut.counts[1] * config.tile_n)
+        for w, cut in zip(ws, tiles, strict=True)
+    ]
+    scales = scaled.Scales(tiles=tiles[0], by_row=True, by_column=True)
+    return scales, (padded(x.scale, blocks * config.tile_m), jnp.concatenate(columns))

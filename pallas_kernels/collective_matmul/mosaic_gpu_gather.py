@@ -39,12 +39,13 @@ from pallas_kernels.collective_matmul.layout import (
     cut_tiles,
     grid,
     pad,
+    scales_of,
+    values_of,
 )
-from pallas_kernels.collective_matmul.scales import scales_of, values_of
 from pallas_kernels.matmul.mosaic_gpu import (
     Columns,
     multiply_tile,
-    run_roles,
+    run_tiles,
     snake_tiles,
     store_tile,
 )
@@ -151,7 +152,7 @@ class Plan:
 
     @property
     def for_each_tile(self) -> Callable[..., Any]:
-        """The tiles of a block, for `run_roles`."""
+        """The tiles of a block, for `run_tiles`."""
         return snake_tiles(self.layout.order, self.counts)
 
     def place(self, m: Scalar) -> tuple[Scalar, Scalar, Scalar, Scalar]:
@@ -293,7 +294,7 @@ class Roles:
 
     def run(self) -> None:
         """Each warp takes its role."""
-        run_roles(
+        run_tiles(
             self.plan.columns.tiles[0],
             self.scratch,
             self.plan.for_each_tile,

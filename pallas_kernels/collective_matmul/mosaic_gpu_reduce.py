@@ -51,8 +51,9 @@ from pallas_kernels.collective_matmul.layout import (
     cut_tiles,
     grid,
     pad,
+    scales_of,
+    values_of,
 )
-from pallas_kernels.collective_matmul.scales import scales_of, values_of
 from pallas_kernels.collective_matmul.xla import sum_of_products
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.matmul.config import CONSUMERS
@@ -60,14 +61,14 @@ from pallas_kernels.matmul.mosaic_gpu import (
     Tiles,
     load_tile,
     multiply_tile,
-    next_slot,
-    run_roles,
+    run_tiles,
     snake_tiles,
     store_tile,
     tile_at,
 )
 from pallas_kernels.mosaic import DeviceSpec, smem_transforms
 from pallas_kernels.mosaic.aliases import Ref, Scalar
+from pallas_kernels.mosaic.pipeline import next_slot
 from pallas_kernels.scaled_matmul.mosaic_gpu import Scales, promote_tile
 
 
@@ -191,7 +192,7 @@ class Plan:
 
     @property
     def for_each_tile(self) -> Callable[..., Any]:
-        """The tiles of a block, for `run_roles`."""
+        """The tiles of a block, for `run_tiles`."""
         return snake_tiles(self.layout.order, self.counts)
 
     def place(self, m: Scalar) -> tuple[Scalar, Scalar, Scalar]:
@@ -299,7 +300,7 @@ class Roles:
 
     def run(self) -> None:
         """Each warp takes its role."""
-        run_roles(
+        run_tiles(
             self.plan.tiles[0],
             self.scratch,
             self.plan.for_each_tile,

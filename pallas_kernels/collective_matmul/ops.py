@@ -34,8 +34,8 @@ from pallas_kernels.collective_matmul.config import (
     heuristic,
 )
 from pallas_kernels.collective_matmul.device_order import by_device_order
-from pallas_kernels.dispatch import Unsupported, dispatch
-from pallas_kernels.matmul import implementations as local
+from pallas_kernels.dispatch import Unsupported, dispatch, no_config
+from pallas_kernels.matmul.api import run as run_local
 from pallas_kernels.mosaic import DeviceSpec, as_varying, check_hopper, varying
 
 
@@ -156,11 +156,7 @@ def _run_portable(
     op: Op, name: str, form: Implementation, x: Any, ws: Operands, call: Call
 ) -> Any:
     """An XLA form, which knows no config."""
-    if call.config is not None:
-        raise Unsupported(
-            f"{op.name}: {name!r} takes no config, got {call.config!r}; pass None"
-            " or use implementation='mosaic_gpu'"
-        )
+    no_config(op.name, call.config, repr(name))
     return form(x, ws, call)
 
 
@@ -274,6 +270,12 @@ def _batched(
 
 # --- Gradients ------------------------------------------------------------------------
 
+# What results are called, to policies of `jax.checkpoint`.
+GATHER_OUT_NAME = "all_gather_matmul_out"
+GATHERED_NAME = "all_gather_matmul_gathered"
+SCATTER_OUT_NAME = "matmul_reduce_scatter_out"
+REDUCE_OUT_NAME = "matmul_all_reduce_out"
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def all_gather_matmul(x: jax.Array, ws: Arrays, call: Call) -> Arrays:
@@ -287,8 +289,8 @@ def _all_gather_forward(
 ) -> tuple[Arrays, tuple[Any, ...]]:
     kept = dataclasses.replace(call, return_gathered=True)
     ys, gathered = run(ALL_GATHER, x, ws, kept)
-    ys = checkpoint_name(ys, "all_gather_matmul_out")
-    gathered = checkpoint_name(gathered, "all_gather_matmul_gathered")
+    ys = checkpoint_name(ys, GATHER_OUT_NAME)
+    gathered = checkpoint_name(gathered, GATHERED_NAME)
     return ((*ys, gathered) if call.return_gathered else ys), (gathered, ws)
 
 
@@ -318,7 +320,7 @@ def _reduce_scatter_forward(
     xs: Arrays, ws: Arrays, call: Call
 ) -> tuple[jax.Array, tuple[Arrays, Arrays]]:
     y = matmul_reduce_scatter(xs, ws, call)
-    return checkpoint_name(y, "matmul_reduce_scatter_out"), (xs, ws)
+    return checkpoint_name(y, SCATTER_OUT_NAME), (xs, ws)
 
 
 def _reduce_scatter_backward(
@@ -345,7 +347,7 @@ def _all_reduce_forward(
     xs: Arrays, ws: Arrays, call: Call
 ) -> tuple[jax.Array, tuple[Arrays, Arrays]]:
     y = matmul_all_reduce(xs, ws, call)
-    return checkpoint_name(y, "matmul_all_reduce_out"), (xs, ws)
+    return checkpoint_name(y, REDUCE_OUT_NAME), (xs, ws)
 
 
 def _all_reduce_backward(
@@ -367,7 +369,7 @@ def _all_reduce_backward(
     dy = as_varying(dy, varying(*xs, *ws))
     rows = dy.reshape(math.prod(dy.shape[:-1]), dy.shape[-1])  # [B*M,N]
     dxs = tuple(
-        local.run(
+        run_local(
             rows,
             w,
             _local(call),
@@ -391,7 +393,7 @@ def _weight_gradient(
     if x.size == 0 or dy.size == 0:
         return xla.zeros(w.shape, w.dtype, varying(x, dy))
     left, right = (dy, x) if call.rhs_transposed else (x, dy)
-    return local.run(
+    return run_local(
         left.reshape(math.prod(left.shape[:-1]), left.shape[-1]),  # [B*M,K or N]
         right.reshape(math.prod(right.shape[:-1]), right.shape[-1]),  # [B*M,N or K]
         _local(call),

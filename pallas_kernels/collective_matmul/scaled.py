@@ -7,7 +7,6 @@ Axis letters: B any leading axes, m rows of a device, M rows of all devices, K
 contraction, N columns, D devices of the axis.
 """
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -24,9 +23,9 @@ from pallas_kernels.collective_matmul import (
     xla,
 )
 from pallas_kernels.collective_matmul.config import Call, CollectiveConfig
+from pallas_kernels.collective_matmul.layout import ScaledArray
 from pallas_kernels.collective_matmul.ops import Op, run
-from pallas_kernels.collective_matmul.scales import ScaledArray
-from pallas_kernels.dispatch import as_hashable, check_floating
+from pallas_kernels.dispatch import as_hashable, check_floating, no_derivative
 from pallas_kernels.mosaic import DeviceSpec, vary_alike
 from pallas_kernels.scaled_matmul import scaled_matmul
 from pallas_kernels.scaled_matmul.api import check_operands
@@ -118,7 +117,7 @@ def scaled_all_gather_matmul(
         return_gathered=return_gathered,
     )
     arrays = _alike((a, a_scale, tuple(bs), tuple(b_scales)), call)
-    outs: Any = _all_gather(*arrays, call)
+    outs = _all_gather(*arrays, call=call)
     outs = [y.reshape(*a.shape[:-2], *y.shape[1:]) for y in outs]  # [..,D*m,N]
     ys, kept = outs[: len(bs)], outs[len(bs) :]
     y = tuple(ys) if several else ys[0]
@@ -190,7 +189,7 @@ def scaled_matmul_reduce_scatter(
             f"a has shape {a.shape}, expected rows M={a.shape[-2]} in multiples of the"
             f" {call.size} devices of axis {axis_name!r}; pad the rows"
         )
-    y: Any = _reduce_scatter(*_alike((a, b, a_scale, b_scale), call), call)
+    y = _reduce_scatter(*_alike((a, b, a_scale, b_scale), call), call=call)
     return y.reshape(*a.shape[:-2], *y.shape[1:])  # [..,M/D,N]
 
 
@@ -215,7 +214,11 @@ def _call(
 
 
 def _alike(arrays: Any, call: Call) -> Any:
-    """All arrays, marked as varying over the axis and where any of them does."""
+    """All arrays, marked as varying over the axis and where any of them does.
+
+    Nothing may be differentiated by them.
+    """
+    arrays = no_derivative(arrays, _NO_DERIVATIVE)
     if not call.tracked:
         return arrays
     _, arrays = vary_alike((lax.axis_index(call.axis_name), arrays))
@@ -226,14 +229,12 @@ def _by_row(scale: jax.Array, rows: Sequence[int]) -> jax.Array:
     return jnp.broadcast_to(scale, tuple(rows))
 
 
-def _refuse_derivatives(call: Call, *_: Any) -> Any:
-    raise NotImplementedError(
-        "collective products of 8-bit operands have no derivatives: rounding to 8 bits"
-        " has none; give the layer that rounds its operands a gradient rule of its own"
-    )
+_NO_DERIVATIVE = (
+    "collective products of 8-bit operands have no derivatives: rounding to 8 bits"
+    " has none; give the layer that rounds its operands a gradient rule of its own"
+)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(4,))
 def _all_gather(
     a: jax.Array, a_scale: jax.Array, bs: Any, b_scales: Any, call: Call
 ) -> tuple[jax.Array, ...]:
@@ -256,10 +257,6 @@ def _all_gather(
     return *ys, gathered, scale.reshape(batch, call.size * rows, 1)  # [B,M,1]
 
 
-_all_gather.defjvp(_refuse_derivatives)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(4,))
 def _reduce_scatter(
     a: jax.Array, b: jax.Array, a_scale: jax.Array, b_scale: jax.Array, call: Call
 ) -> jax.Array:
@@ -272,9 +269,6 @@ def _reduce_scatter(
     )
     w = ScaledArray(b, _by_row(b_scale, b.shape[:1]))
     return run(SCALED_REDUCE_SCATTER, (x,), (w,), call)
-
-
-_reduce_scatter.defjvp(_refuse_derivatives)
 
 
 # --- What computes them ---------------------------------------------------------------

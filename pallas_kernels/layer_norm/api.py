@@ -16,15 +16,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels import tuned_configs
-from pallas_kernels.dispatch import Unsupported, check_floating, dispatch
+from pallas_kernels.dispatch import check_floating, dispatch, no_config
 from pallas_kernels.layer_norm import mosaic_gpu, xla
 from pallas_kernels.layer_norm.config import LayerNormConfig
 from pallas_kernels.mosaic import (
     DeviceSpec,
-    as_varying,
     check_hopper,
+    keep_mark,
     vary_alike,
-    varying,
 )
 from pallas_kernels.partition import by_shards, check_local
 
@@ -146,11 +145,7 @@ class _Call:
 
 
 def _xla(arrays: _Arrays, call: _Call) -> Array:
-    if call.config is not None:
-        raise Unsupported(
-            f"layer_norm: XLA takes no config, got {call.config!r}; pass None or use"
-            " implementation='mosaic_gpu'"
-        )
+    no_config("layer_norm", call.config)
     return _portable(arrays, call)
 
 
@@ -178,7 +173,7 @@ def _layer_norm(arrays: _Arrays, call: _Call) -> Array:
         config=call.config,
         device=call.device,
     )
-    return as_varying(y, varying(arrays[0]))  # kernels lose the mark
+    return keep_mark(y, arrays[0])
 
 
 def _forward(arrays: _Arrays, call: _Call) -> tuple[Any, _Arrays]:

@@ -1,8 +1,9 @@
 """Matrix product: ``y = x w`` with fp32 sums, on tensor cores; linear layers of it."""
 
 from pallas_kernels.matmul.activations import ACTIVATIONS, gelu
-from pallas_kernels.matmul.api import dense, matmul
+from pallas_kernels.matmul.api import matmul
 from pallas_kernels.matmul.config import MatmulConfig
+from pallas_kernels.matmul.dense import dense
 
 
 __all__ = ["ACTIVATIONS", "MatmulConfig", "dense", "gelu", "matmul"]

@@ -1,4 +1,4 @@
-"""The public matrix product, and linear layers of it.
+"""The public matrix product.
 
 Axis letters: B any leading axes, M rows, K contraction, N columns.
 """
@@ -16,15 +16,19 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels import tuned_configs
-from pallas_kernels.dispatch import as_hashable, check_floating
-from pallas_kernels.matmul.config import MatmulConfig
-from pallas_kernels.matmul.dense import run_dense
-from pallas_kernels.matmul.implementations import run
-from pallas_kernels.mosaic import DeviceSpec, as_varying, varying
+from pallas_kernels.dispatch import (
+    as_hashable,
+    check_floating,
+    dispatch,
+    no_config,
+)
+from pallas_kernels.matmul import mosaic_gpu, xla
+from pallas_kernels.matmul.config import MatmulConfig, Problem, heuristic
+from pallas_kernels.mosaic import DeviceSpec, as_varying, keep_mark, varying
 from pallas_kernels.partition import by_shards
 
 
-__all__ = ["dense", "matmul"]
+__all__ = ["matmul", "run"]
 
 
 def matmul(
@@ -59,8 +63,8 @@ def matmul(
         implementation: "mosaic_gpu" (Hopper; bfloat16 or float16, K and N multiples of
             64), "xla", a sequence of these, or None for the best.
         config: how the kernel cuts this product (gradients look theirs up); None looks
-            it up: `pallas_kernels.tuning`. With one, or inside `tuning.override`, the
-            kernel is tried first. XLA takes none and refuses one given here.
+            it up in `pallas_kernels.tuned_configs`. With one, or inside `override` of
+            that module, the kernel is tried first. XLA refuses one given here.
 
     Returns:
         ``[*B,M,N]`` of `out_dtype`.
@@ -120,50 +124,6 @@ def matmul(
     return by_shards(local, [x, w], dims, leading + columns)(x, w)
 
 
-def dense(
-    x: Float[Array, "*B M K"],
-    ws: Sequence[Float[Array, "K _N"]],
-    biases: Sequence[Float[Array, " _N"]],
-    *,
-    activation: str | None = None,
-    implementation: str | Sequence[str] | None = None,
-) -> tuple[Float[Array, "*B M _N"], ...]:
-    """Linear layers of one input, with bias and activation.
-
-    ``y_i = activation(x @ w_i + bias_i)``
-
-    On Hopper GPUs one kernel computes all of them, unless they are so small that it
-    would leave more than three quarters of the GPU idle: it reads x once, and computes
-    the activation of one tile while the tensor cores multiply the next. Elsewhere XLA
-    multiplies, one product for each weight, and fuses what follows. Differentiable; the
-    gradient of an activation starts from its input, which is then stored as well.
-
-    Args:
-        x: ``[*B,M,K]`` activations; leading axes are merged with M.
-        ws: weights of the same type, [K,N] each.
-        biases: [N] each.
-        activation: "gelu" (exact), "gelu_tanh", "relu", "silu", or None.
-        implementation: "mosaic_gpu" (Hopper; bfloat16 or float16, K and N multiples of
-            64, M of 8), "xla", a sequence of these, or None for the best.
-
-    Returns:
-        One ``[*B,M,N]`` of the type of x for each weight.
-
-    Raises:
-        ValueError: shapes or types disagree, or the activation is unknown.
-        Unsupported: the implementation named cannot serve the arguments here.
-        ExceptionGroup: none of several implementations can.
-
-    Example:
-        >>> x, w = jnp.ones((2, 3)), jnp.ones((3, 2))
-        >>> (y,) = dense(x, [w], [jnp.array([-4.0, 0.0])], activation="relu")
-        >>> y
-        Array([[0., 3.],
-               [0., 3.]], dtype=float32)
-    """
-    return run_dense(x, ws, biases, activation, implementation, DeviceSpec.current())
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Call:
     rhs_transposed: bool
@@ -208,3 +168,78 @@ def _backward(call: _Call, saved: Any, dy: jax.Array) -> tuple[jax.Array, jax.Ar
 
 
 _matmul.defvjp(_forward, _backward)
+
+
+def run(
+    x: jax.Array,
+    w: jax.Array,
+    implementation: str | tuple[str, ...] | None,
+    *,
+    device: DeviceSpec | None,
+    config: MatmulConfig | None = None,
+    **storage: Any,
+) -> jax.Array:
+    """`matmul` of two matrices without its gradient rule, for other ops' rules.
+
+    Args:
+        x: [M,K], or [K,M] with `lhs_transposed`.
+        w: [K,N], or [N,K] with `rhs_transposed`.
+        implementation: as in `matmul`.
+        device: the GPU that the kernel is built for, if there is one.
+        config: as in `matmul`.
+        **storage: `out_dtype`, `lhs_transposed`, `rhs_transposed`.
+
+    Returns:
+        [M,N] of `out_dtype`.
+    """
+    problem = Problem.of(x, w, **storage)
+    declines = functools.partial(
+        tuned_configs.declines, "matmul", problem, device, config
+    )
+    implementations = {
+        "mosaic_gpu": functools.partial(_mosaic_gpu, device=device, config=config),
+        "xla": functools.partial(_xla, wide=device is None, config=config),
+    }
+    y = dispatch(
+        "matmul",
+        implementations,
+        implementation,
+        x,
+        w,
+        declines={"mosaic_gpu": declines},
+        **storage,
+    )
+    return keep_mark(y, x, w)
+
+
+def _xla(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    wide: bool,
+    config: MatmulConfig | None,
+    **storage: Any,
+) -> jax.Array:
+    no_config("matmul", config)
+    return xla.matmul(x, w, wide=wide, **storage)
+
+
+def _mosaic_gpu(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    device: DeviceSpec | None,
+    config: MatmulConfig | None,
+    **storage: Any,
+) -> jax.Array:
+    device, config = tuned_configs.hopper_config(
+        "matmul",
+        Problem.of(x, w, **storage),
+        device,
+        MatmulConfig,
+        arrays=(x, w),
+        check=mosaic_gpu.check_problem,
+        config=config,
+        heuristic=heuristic,
+    )
+    return mosaic_gpu.matmul(x, w, config=config, device=device, **storage)

@@ -1,4 +1,4 @@
-"""Linear layers: products, bias and activation of one input.
+"""The public linear layers: products, bias and activation of one input.
 
 Axis letters: B any leading axes, M rows, K contraction, N columns.
 """
@@ -14,36 +14,71 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from pallas_kernels import tuned_configs
 from pallas_kernels.dispatch import check_floating, dispatch
 from pallas_kernels.matmul import mosaic_gpu_dense
 from pallas_kernels.matmul.activations import activate, check_activation
+from pallas_kernels.matmul.api import run as run_matmul
 from pallas_kernels.matmul.config import DenseProblem
-from pallas_kernels.matmul.implementations import run
 from pallas_kernels.mosaic import (
     DeviceSpec,
-    as_varying,
     check_hopper,
+    keep_mark,
     vary_alike,
-    varying,
 )
 from pallas_kernels.partition import by_shards, check_local
 
 
-__all__ = ["run_dense"]
+__all__ = ["OUT_NAME", "dense"]
+
+OUT_NAME = "dense_out"
+"""The sums before the activation, to policies of `jax.checkpoint`."""
 
 
-def run_dense(
-    x: Array,
-    ws: Sequence[Array],
-    biases: Sequence[Array],
-    activation: str | None,
-    implementation: str | Sequence[str] | None,
-    device: DeviceSpec | None,
-) -> tuple[Array, ...]:
-    """See `pallas_kernels.matmul.dense`; kernels are built for `device`."""
+def dense(
+    x: Float[Array, "*B M K"],
+    ws: Sequence[Float[Array, "K _N"]],
+    biases: Sequence[Float[Array, " _N"]],
+    *,
+    activation: str | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> tuple[Float[Array, "*B M _N"], ...]:
+    """Linear layers of one input, with bias and activation.
+
+    ``y_i = activation(x @ w_i + bias_i)``
+
+    On Hopper GPUs one kernel computes all of them, unless they are so small that it
+    would leave more than three quarters of the GPU idle: it reads x once, and computes
+    the activation of one tile while the tensor cores multiply the next. Elsewhere XLA
+    multiplies, one product for each weight, and fuses what follows. Differentiable; the
+    gradient of an activation starts from its input, which is then stored as well.
+
+    Args:
+        x: ``[*B,M,K]`` activations; leading axes are merged with M.
+        ws: weights of the same type, [K,N] each.
+        biases: [N] each.
+        activation: "gelu" (exact), "gelu_tanh", "relu", "silu", or None.
+        implementation: "mosaic_gpu" (Hopper; bfloat16 or float16, K and N multiples of
+            64, M of 8), "xla", a sequence of these, or None for the best.
+
+    Returns:
+        One ``[*B,M,N]`` of the type of x for each weight.
+
+    Raises:
+        ValueError: shapes or types disagree, or the activation is unknown.
+        Unsupported: the implementation named cannot serve the arguments here.
+        ExceptionGroup: none of several implementations can.
+
+    Example:
+        >>> x, w = jnp.ones((2, 3)), jnp.ones((3, 2))
+        >>> (y,) = dense(x, [w], [jnp.array([-4.0, 0.0])], activation="relu")
+        >>> y
+        Array([[0., 3.],
+               [0., 3.]], dtype=float32)
+    """
+    device = DeviceSpec.current()
     _check(x, ws, biases, activation)
     implementations = {
         "mosaic_gpu": functools.partial(_mosaic_gpu, device=device),
@@ -156,16 +191,14 @@ def _dense(
         config=mosaic_gpu_dense.dense_config(x.shape[0], widths, call.device),
         device=call.device,
     )
-    axes = varying(x, *ws, *biases)
-    return tuple(as_varying(y, axes) for y in ys)  # kernels lose the mark
+    return keep_mark(ys, x, *ws, *biases)
 
 
 def _forward(
     x: Array, ws: tuple[Array, ...], biases: tuple[Array, ...], call: _Call
 ) -> tuple[tuple[Array, ...], Any]:
     ys: Any = _dense(x, ws, biases, dataclasses.replace(call, activation=None))
-    # A rematerialization policy may keep these by name.
-    ys = tuple(checkpoint_name(y, "dense_out") for y in ys)
+    ys = tuple(checkpoint_name(y, OUT_NAME) for y in ys)
     kept = None if call.activation is None else ys
     return tuple(activate(y, call.activation) for y in ys), (x, ws, kept)
 
@@ -177,7 +210,7 @@ def _backward(call: _Call, saved: Any, dys: tuple[Array, ...]) -> tuple[Any, ...
         dys = tuple(
             jax.vjp(follow, y)[1](dy)[0] for y, dy in zip(kept, dys, strict=True)
         )
-    product = functools.partial(run, implementation=None, device=call.device)
+    product = functools.partial(run_matmul, implementation=None, device=call.device)
     # One of several parts is rounded once, with the sum.
     dtype = x.dtype if len(ws) == 1 else jnp.float32
     parts = (

@@ -13,7 +13,7 @@ A kernel that communicates (all-gather matmul, matmul reduce-scatter) reuses
   both carry the stage of the ring, so tiles follow each other without a bubble;
 * `Columns`: which of several weights a column tile belongs to;
 * `store_tile`: registers to any destination, through a small ring of its own;
-* `run_roles`: the flat loop over tiles with an order of the caller's choosing, where
+* `run_tiles`: the flat loop over tiles with an order of the caller's choosing, where
   the caller may wait before the loads of a tile and signal after its store.
 
 `matmul` at the end of this file is the shortest use of them; the kernels of
@@ -50,25 +50,32 @@ from pallas_kernels.matmul.config import CONSUMERS, MatmulConfig, Problem
 from pallas_kernels.mosaic import (
     DeviceSpec,
     check_smem,
-    resident_clusters,
     smem_bytes,
     smem_transforms,
     snake_order,
 )
 from pallas_kernels.mosaic.aliases import Ref, Scalar
+from pallas_kernels.mosaic.pipeline import (
+    drain,
+    hand_over,
+    launch,
+    next_slot,
+    run_roles,
+)
 
 
 __all__ = [
     "Columns",
     "Tiles",
+    "check_columns",
     "check_problem",
     "check_sizes",
+    "grid",
     "load_tile",
     "matmul",
     "multiply_tile",
-    "next_slot",
     "pad_rows",
-    "run_roles",
+    "run_tiles",
     "snake_tiles",
     "store_tile",
     "tile_at",
@@ -76,8 +83,7 @@ __all__ = [
 
 # A block of 384 threads is launched with 168 registers each, 504 for three warpgroups'
 # threads together: with more asked for, a consumer would wait for them forever.
-PRODUCER_REGISTERS = 40
-CONSUMER_REGISTERS = 232
+REGISTERS = 40, 232
 # The layout in shared memory has tiles of 8 rows of 64 elements, and the copy engine
 # moves whole ones.
 TILE_ROWS, TILE_COLUMNS = 8, 64
@@ -227,11 +233,6 @@ EARLY_STAGES = 8
 def wgmma_fence(_: Any) -> None:
     """Lets the tensor cores read and write the registers of the sums."""
     nvvm.wgmma_fence_aligned()
-
-
-def next_slot(slot: jax.Array, stages: int) -> jax.Array:
-    """The stage of the ring after `slot`."""
-    return jnp.where(slot == stages - 1, 0, slot + 1)
 
 
 def load_tile(
@@ -465,7 +466,7 @@ def store_tile(
         plgpu.copy_smem_to_gmem(buffer, view)
 
 
-def run_roles(
+def run_tiles(
     tiles: Tiles,
     scratch: Mapping[str, Ref],
     for_each_tile: Callable[[Callable[[Scalar, Scalar, Any], Any], Any], Any],
@@ -493,42 +494,26 @@ def run_roles(
         finish: consumer, called with the carry after its last tile.
         consumer_carry: what else the consumers carry from tile to tile, at first.
     """
-    stages = tiles.config.stages
-    warpgroup = lax.axis_index("warpgroup")
-    first = jnp.int32(0)
+    stages, first = tiles.config.stages, jnp.int32(0)
 
     def produce() -> None:
-        slot = for_each_tile(load, first)
-
-        # Every stage must be handed back before the block ends: a barrier remembers
-        # only one phase, and the peer of a cluster still writes here until then.
-        def drain(_: jax.Array, slot: jax.Array) -> jax.Array:
-            plgpu.barrier_wait(scratch["empty"].at[slot])
-            return next_slot(slot, stages)
-
-        lax.fori_loop(0, stages, drain, slot)
+        drain(scratch, for_each_tile(load, first), stages)
 
     def share_warps(warp: jax.Array) -> None:
         for number, work in enumerate((produce, *spare_warps)):
             pl.when(warp == number)(work)
 
     def producer() -> None:
-        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
         if spare_warps:
             plgpu.warp_map(share_warps)
         else:
             produce()
 
-    def consumer() -> None:
-        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-
-        def hand_over(slot: jax.Array, _: None) -> None:
-            plgpu.barrier_arrive(scratch["empty"].at[slot])
-
-        lax.fori_loop(0, stages, hand_over, None)
+    def consumer(number: Scalar) -> None:
+        hand_over(scratch, stages)
 
         def tile(m: Scalar, n: Scalar, carry: Any) -> Any:
-            return consume(m, n, carry, warpgroup)
+            return consume(m, n, carry, number)
 
         carry = first if consumer_carry is None else (first, consumer_carry)
         carry = for_each_tile(tile, carry)
@@ -536,10 +521,7 @@ def run_roles(
             finish(carry)
         plgpu.wait_smem_to_gmem(0)
 
-    # One branch or the other. As two that follow each other, ptxas may take it that a
-    # warp comes to the second one divided by the waits of the first; the stage of the
-    # ring then lies in registers that the tensor cores cannot read.
-    lax.cond(warpgroup < CONSUMERS, consumer, producer)
+    run_roles(producer, consumer, consumers=CONSUMERS, registers=REGISTERS)
 
 
 def tile_at(
@@ -566,7 +548,7 @@ def tile_at(
 
 
 def snake_tiles(config: MatmulConfig, counts: tuple[int, int]) -> Callable[..., Any]:
-    """Loop over a block's share of output tiles in `snake_order`, for `run_roles`.
+    """Loop over a block's share of output tiles in `snake_order`, for `run_tiles`.
 
     Args:
         config: clusters and the order.
@@ -590,6 +572,20 @@ def snake_tiles(config: MatmulConfig, counts: tuple[int, int]) -> Callable[..., 
         return lax.fori_loop(0, mine, step, carry)
 
     return for_each_tile
+
+
+def grid(
+    config: MatmulConfig, counts: tuple[int, int], device: DeviceSpec, op_name: str
+) -> dict[str, Any]:
+    """Options of `plgpu.kernel`, as `launch`, for the tiles of `snake_tiles`."""
+    size = math.prod(config.cluster_tiles)
+    return launch(
+        math.prod(counts) // size,
+        device,
+        f"{op_name} with {config}",
+        warpgroups=CONSUMERS + 1,
+        cluster=size,
+    )
 
 
 def check_problem(problem: Problem) -> None:
@@ -636,6 +632,21 @@ def check_sizes(problem: Problem, op_name: str) -> None:
                 f"{op_name}: {name}={size}, the kernel needs a multiple of {multiple}"
                 " there; pad it or use implementation='xla'"
             )
+
+
+def check_columns(problem: Problem, config: MatmulConfig, op_name: str) -> None:
+    """Checks that no part of a tile lies past the end of an array one line wide.
+
+    jax 0.11.2 drops the column index there, and that part lands on the beginning.
+
+    Raises:
+        Unsupported: one does.
+    """
+    if problem.n <= TILE_COLUMNS < config.tile_n * config.cluster_tiles[1]:
+        raise Unsupported(
+            f"{op_name}: {problem.n} columns with tile_n={config.tile_n} and"
+            f" cluster={config.cluster!r}; use tile_n=64, not cluster='n'"
+        )
 
 
 def pad_rows(x: jax.Array) -> jax.Array:
@@ -689,21 +700,13 @@ def matmul(
             return slot
 
         load = functools.partial(load_tile, tiles, x_ref, w_ref, scratch)
-        run_roles(tiles, scratch, for_each_tile, load, consume)
+        run_tiles(tiles, scratch, for_each_tile, load, consume)
 
-    size = math.prod(config.cluster_tiles)
-    at_a_time = resident_clusters(size, device, f"matmul with {config}")
-    workers = min(at_a_time, math.prod(tiles.counts) // size)
-    cluster = {"cluster": (size,), "cluster_names": ("cluster",)} if size > 1 else {}
     out = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((problem.m, problem.n), problem.out_dtype),
         scratch_types=tiles.scratch_types(),
-        grid=(workers,),
-        grid_names=("worker",),
-        num_threads=CONSUMERS + 1,
-        thread_name="warpgroup",
         kernel_name="matmul",
-        **cluster,
+        **grid(config, tiles.counts, device, "matmul"),
     )(x, w)
     return out[: wanted.m, : wanted.n]

@@ -29,11 +29,12 @@ from pallas_kernels.matmul.mosaic_gpu import (
     Columns,
     Tiles,
     check_problem,
+    grid,
     multiply_tile,
-    run_roles,
+    run_tiles,
     snake_tiles,
 )
-from pallas_kernels.mosaic import DeviceSpec, check_smem, resident_clusters
+from pallas_kernels.mosaic import DeviceSpec, check_smem
 from pallas_kernels.mosaic.aliases import Scalar
 
 
@@ -191,7 +192,7 @@ def dense(
             jnp.zeros((config.block[0], CHUNK), x.dtype), plgpu.Layout.WGMMA
         )
         kept = (nothing,) * chunks, jnp.int32(-1), jnp.int32(0)
-        run_roles(
+        run_tiles(
             cut,
             scratch,
             snake_tiles(config, counts),
@@ -201,10 +202,6 @@ def dense(
             consumer_carry=kept,
         )
 
-    size = math.prod(config.cluster_tiles)
-    at_a_time = resident_clusters(size, device, f"dense with {config}")
-    workers = min(at_a_time, math.prod(counts) // size)
-    cluster = {"cluster": (size,), "cluster_names": ("cluster",)} if size > 1 else {}
     ys = plgpu.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct((p.m, p.n), x.dtype) for p in problems],
@@ -213,11 +210,7 @@ def dense(
             "bias_smem": plgpu.SMEM((lines, CHUNK), x.dtype),
             "bias_full": plgpu.Barrier(num_arrivals=len(ws)),
         },
-        grid=(workers,),
-        grid_names=("worker",),
-        num_threads=CONSUMERS + 1,
-        thread_name="warpgroup",
         kernel_name="dense",
-        **cluster,
+        **grid(config, counts, device, "dense"),
     )(x, *ws, *(bias.reshape(-1, CHUNK) for bias in biases))  # [N/CHUNK,CHUNK]
     return tuple(ys)

@@ -1,16 +1,16 @@
 """The matrix product, as the tuner sees it."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.matmul import config as config_module
 from pallas_kernels.matmul import mosaic_gpu, xla
-from pallas_kernels.matmul.config import MatmulConfig, Problem
+from pallas_kernels.matmul.config import MatmulConfig, Problem, candidates
 from pallas_kernels.matmul.specs import SPECS
 from pallas_kernels.mosaic import DeviceSpec
+from pallas_kernels.tuning import IDLE_SHARE
 from pallas_kernels.tuning import device_time_us as time_us
 
 
@@ -24,19 +24,12 @@ __all__ = [
     "time_us",
 ]
 
-IDLE_SHARE: float = 6  # for the clock of a GPU that is cool
-
 
 def problems() -> Mapping[str, Problem]:
     """The problems of `SPECS`, in bfloat16."""
     dtype = jnp.dtype(jnp.bfloat16)
     found = [Problem(m=s.m, n=s.n, k=s.k, dtype=dtype, out_dtype=dtype) for s in SPECS]
     return {problem.key: problem for problem in found}
-
-
-def candidates(problem: Problem, device: DeviceSpec) -> Sequence[MatmulConfig]:
-    """Configs worth timing."""
-    return config_module.candidates(problem, device)
 
 
 def arguments(problem: Problem) -> tuple[jax.Array, jax.Array]:

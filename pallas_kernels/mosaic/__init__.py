@@ -2,8 +2,9 @@
 
 `device` is the device that a kernel is built for, `tile_scheduler` which tile a block
 computes, `copies` shared memory and what fills it, `lanes` what lanes do with registers
-(masks, rows, columns, votes), `manual_axes` the marks of `jax.shard_map`, and `aliases`
-names for what Pallas gives no type to.
+(masks, rows, columns, votes), `pipeline` the roles of warpgroups and the ring between
+them, `manual_axes` the marks of `jax.shard_map`, and `aliases` names for what Pallas
+gives no type to.
 """
 
 from pallas_kernels.mosaic.copies import smem_bytes, smem_transforms
@@ -17,6 +18,7 @@ from pallas_kernels.mosaic.device import (
 )
 from pallas_kernels.mosaic.manual_axes import (
     as_varying,
+    keep_mark,
     unmarked,
     vary_alike,
     varying,
@@ -30,6 +32,7 @@ __all__ = [
     "as_varying",
     "check_hopper",
     "check_smem",
+    "keep_mark",
     "largest_divisor",
     "resident_clusters",
     "smem_bytes",

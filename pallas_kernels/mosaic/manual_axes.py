@@ -10,7 +10,14 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 
-__all__ = ["as_varying", "constant", "unmarked", "vary_alike", "varying"]
+__all__ = [
+    "as_varying",
+    "constant",
+    "keep_mark",
+    "unmarked",
+    "vary_alike",
+    "varying",
+]
 
 
 def varying(*arrays: jax.Array) -> frozenset[str]:
@@ -34,13 +41,19 @@ def unmarked(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def as_varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
-    """Marks an array as varying over mesh axes: kernels lose the mark.
+    """Marks an array as varying over mesh axes.
 
     The transpose of the mark sums gradients over the axes, which a gradient rule,
     seeing only local values, could not know.
     """
     missing = tuple(sorted(axes - varying(x)))
     return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def keep_mark[T](results: T, *operands: jax.Array) -> T:
+    """What a kernel gives, marked as varying where its operands vary."""
+    axes = varying(*operands)
+    return jax.tree.map(lambda y: as_varying(y, axes), results)
 
 
 def constant(x: jax.Array | np.ndarray, like: jax.Array) -> jax.Array:

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import tuning
+from pallas_kernels import tuned_configs
 from pallas_kernels.arrays import concrete
-from pallas_kernels.dispatch import Unsupported, dispatch
+from pallas_kernels.dispatch import dispatch, no_config, no_derivative
 from pallas_kernels.mosaic import DeviceSpec, vary_alike
 from pallas_kernels.paged_attention import mosaic_gpu, xla
 from pallas_kernels.paged_attention.config import PagedAttentionConfig
@@ -142,15 +142,15 @@ def paged_attention(
     scores = Scores(
         resolve_scale(scale, q.shape[3]), resolve_softcap(softcap), _window(window)
     )
-    tuning.check_config("paged_attention", config, PagedAttentionConfig)
+    tuned_configs.check_config("paged_attention", config, PagedAttentionConfig)
     device = DeviceSpec.current()
 
-    def run(*arrays: Array | None) -> tuple[Array, Array]:
+    def run(*arrays: Any) -> tuple[Array, Array]:
         return dispatch(
             "paged_attention",
             IMPLEMENTATIONS,
             implementation,
-            vary_alike(_without_derivative(Inputs(*arrays))),  # pyright: ignore[reportArgumentType]
+            vary_alike(Inputs(*no_derivative(arrays, _NO_DERIVATIVE, TypeError))),
             scores,
             config=config,
             device=device,
@@ -164,18 +164,10 @@ _DIMS = ("BRnH", "BRTnH", "LPTnGH", "", "BW", "B", "B", "LPTn")
 they write to the same pages."""
 
 
-@jax.custom_jvp
-def _without_derivative(x: Inputs) -> Inputs:
-    """The arrays, which may not be differentiated by."""
-    return x
-
-
-@_without_derivative.defjvp
-def _refuse_derivative(*_: Any) -> Any:
-    raise TypeError(
-        "paged_attention is a step of serving and has no derivative; train with"
-        " varlen_attention, or hide its arguments behind jax.lax.stop_gradient"
-    )
+_NO_DERIVATIVE = (
+    "paged_attention is a step of serving and has no derivative; train with"
+    " varlen_attention, or hide its arguments behind jax.lax.stop_gradient"
+)
 
 
 def _xla(
@@ -186,11 +178,7 @@ def _xla(
     device: DeviceSpec | None,
 ) -> tuple[Array, Array]:
     del device
-    if config is not None:
-        raise Unsupported(
-            f"paged_attention: XLA takes no config, got {config!r}; pass None or use"
-            " implementation='mosaic_gpu'"
-        )
+    no_config("paged_attention", config)
     return xla.paged_attention(x, scores)
 
 

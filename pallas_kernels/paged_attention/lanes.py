@@ -1,69 +1,28 @@
 """What the kernel of paged attention does that Pallas has no operation for."""
 
-import dataclasses
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, math, memref
 
 from pallas_kernels.mosaic.aliases import Ref, Scalar
+from pallas_kernels.paged_attention.problem import Cut
 
 
 __all__ = [
-    "Cut",
     "copy_page_ids",
     "find_split",
-    "proxy_fence",
     "store_first_rows",
     "take_ticket_and_count",
 ]
 
 _LANES = 32
-
-
-@dataclasses.dataclass(frozen=True)
-class Cut:
-    """How rows are cut into splits."""
-
-    split: int
-    """Tokens of a split; the last of a row may have up to half as many more or less."""
-    queries: int
-    """New tokens of a row, at most."""
-    capacity: int
-    """Tokens of a row, at most."""
-    window: int | None
-    """Tokens that a query sees."""
-
-    @property
-    def most_splits(self) -> int:
-        """Splits of a row, at most."""
-        return max(1, (self.capacity + self.split // 2 - 1) // self.split)
-
-    def splits(self, length: Any, num_new: Any, ops: Any = jnp) -> tuple[Any, Any, Any]:
-        """The first split of a row, their number, and the tokens after the step.
-
-        A row has one at least, so that its zeros are written too. Its tokens are
-        rounded to whole splits: a split of a few tokens would cost as much as any.
-        """
-        divide = lax.div if ops is jnp else ops.floor_divide
-        zero, split = ops.int32(0), ops.int32(self.split)
-        length = ops.maximum(length, zero)
-        num_new = ops.clip(num_new, zero, ops.int32(self.queries))
-        total = ops.minimum(length + num_new, ops.int32(self.capacity))
-        total = ops.where(num_new > 0, total, zero)
-        past = divide(total + ops.int32(self.split // 2 - 1), split)
-        past, first = ops.maximum(past, ops.int32(1)), zero
-        if self.window is not None:
-            seen = ops.maximum(length - ops.int32(self.window - 1), zero)
-            first = ops.minimum(divide(seen, split), past - ops.int32(1))
-        return first, past - first, total
 
 
 def find_split(
@@ -371,11 +330,3 @@ def take_ticket_and_count(
 
     take: Any = ticket_and_count  # the decorator supplies the context
     return take(counters, jnp.int32(at), jnp.int32(counts), mailbox)
-
-
-@plgpu.inline_mgpu()
-def proxy_fence(_: Any) -> None:
-    """Orders what the copy engine does next after the memory accesses before."""
-    llvm.inline_asm(
-        ir.Type.parse("!llvm.void"), [], "fence.proxy.async;", "", has_side_effects=True
-    )

@@ -17,14 +17,13 @@ from jaxtyping import Array, Float
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.mosaic import (
     DeviceSpec,
-    as_varying,
     check_hopper,
     check_smem,
+    keep_mark,
     smem_bytes,
     unmarked,
-    varying,
 )
-from pallas_kernels.paged_attention import kernel
+from pallas_kernels.paged_attention import mosaic_gpu_kernel
 from pallas_kernels.paged_attention.config import BLOCK, PagedAttentionConfig
 from pallas_kernels.paged_attention.inputs import Inputs, Scores
 from pallas_kernels.paged_attention.operands import in_order_of_keys
@@ -59,9 +58,8 @@ def paged_attention(
     device = check_hopper(device, "paged_attention")
     check_local("paged_attention", *x)
     problem = make_problem(x, config or PagedAttentionConfig(), device)
-    axes = varying(*(a for a in x if a is not None))
-    out, pages = _jitted(problem, scores, device, x)
-    return as_varying(out, axes), as_varying(pages, axes)  # kernels lose the mark
+    results = _jitted(problem, scores, device, x)
+    return keep_mark(results, *(a for a in x if a is not None))
 
 
 def make_problem(
@@ -184,7 +182,7 @@ def _run(
     if p.narrow:
         q = q[:, in_order_of_keys(p.head_dim)]
     pages = jax.new_ref(x.pages.reshape(-1, p.page, p.head_dim))
-    out = kernel.run(
+    out = mosaic_gpu_kernel.run(
         p,
         scores,
         device,

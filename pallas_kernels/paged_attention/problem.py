@@ -5,22 +5,61 @@ a page, W pages of a row.
 """
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.mosaic.copies import CHUNK
 from pallas_kernels.paged_attention.config import BLOCK
 from pallas_kernels.paged_attention.inputs import Scores
-from pallas_kernels.paged_attention.lanes import Cut
 
 
-__all__ = ["ROWS", "WARPS", "Problem"]
+__all__ = ["ROWS", "WARPS", "Cut", "Problem"]
 
 ROWS = 64
 """Queries of a key/value head, of its group and of all new tokens, at most."""
 
 WARPS = 4
 """Of a warpgroup; each adds splits of queries of its own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How rows are cut into splits."""
+
+    split: int
+    """Tokens of a split; the last of a row may have up to half as many more or less."""
+    queries: int
+    """New tokens of a row, at most."""
+    capacity: int
+    """Tokens of a row, at most."""
+    window: int | None
+    """Tokens that a query sees."""
+
+    @property
+    def most_splits(self) -> int:
+        """Splits of a row, at most."""
+        return max(1, (self.capacity + self.split // 2 - 1) // self.split)
+
+    def splits(self, length: Any, num_new: Any, ops: Any = jnp) -> tuple[Any, Any, Any]:
+        """The first split of a row, their number, and the tokens after the step.
+
+        A row has one at least, so that its zeros are written too. Its tokens are
+        rounded to whole splits: a split of a few tokens would cost as much as any.
+        """
+        divide = lax.div if ops is jnp else ops.floor_divide
+        zero, split = ops.int32(0), ops.int32(self.split)
+        length = ops.maximum(length, zero)
+        num_new = ops.clip(num_new, zero, ops.int32(self.queries))
+        total = ops.minimum(length + num_new, ops.int32(self.capacity))
+        total = ops.where(num_new > 0, total, zero)
+        past = divide(total + ops.int32(self.split // 2 - 1), split)
+        past, first = ops.maximum(past, ops.int32(1)), zero
+        if self.window is not None:
+            seen = ops.maximum(length - ops.int32(self.window - 1), zero)
+            first = ops.minimum(divide(seen, split), past - ops.int32(1))
+        return first, past - first, total
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,27 +4,29 @@ Axis letters: B any leading axes, M tokens, K input features, N output features.
 """
 
 import dataclasses
-import functools
 import math
 import string
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Num
 
 from pallas_kernels import tuned_configs
-from pallas_kernels.dispatch import Unsupported, as_hashable, check_floating, dispatch
+from pallas_kernels.dispatch import (
+    as_hashable,
+    check_floating,
+    dispatch,
+    no_config,
+    no_derivative,
+)
 from pallas_kernels.mosaic import (
     DeviceSpec,
-    as_varying,
-    check_hopper,
+    keep_mark,
     vary_alike,
-    varying,
 )
-from pallas_kernels.partition import by_shards, check_local
+from pallas_kernels.partition import by_shards
 from pallas_kernels.quantized_matmul import mosaic_gpu, xla
 from pallas_kernels.quantized_matmul.config import (
     Problem,
@@ -64,7 +66,7 @@ def quantized_matmul(
         implementation: "mosaic_gpu" (Hopper; bfloat16 x, K a multiple of 64, N of 8),
             "xla", a sequence of these, or None for the first that can.
         config: how the kernel cuts this product; None looks it up:
-            `pallas_kernels.tuning`. XLA takes none and refuses one given here.
+            `pallas_kernels.tuned_configs`. XLA takes none and refuses one given here.
 
     Returns:
         ``[*B,M,N]`` of `out_dtype`.
@@ -123,46 +125,36 @@ class _Call:
     device: DeviceSpec | None
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
+_NO_DERIVATIVE = (
+    "quantized_matmul has no derivatives: quantized weights are for inference;"
+    " differentiate the model before it is quantized"
+)
+
+
 def _run(x: Array, w: Array, scale: Array, call: _Call) -> Array:
-    axes = varying(x, w, scale)
-    x, w, scale = vary_alike((x, w, scale))
+    operands = vary_alike(no_derivative((x, w, scale), _NO_DERIVATIVE))
     implementations = {"mosaic_gpu": _mosaic_gpu, "xla": _xla}
     y = dispatch(
-        "quantized_matmul", implementations, call.implementation, x, w, scale, call
+        "quantized_matmul", implementations, call.implementation, *operands, call
     )
-    return as_varying(y, axes)  # kernels lose the mark
-
-
-@_run.defjvp
-def _refuse_derivatives(call: _Call, *_: Any) -> Any:
-    raise NotImplementedError(
-        "quantized_matmul has no derivatives: quantized weights are for inference;"
-        " differentiate the model before it is quantized"
-    )
+    return keep_mark(y, *operands)
 
 
 def _xla(x: Array, w: Array, scale: Array, call: _Call) -> Array:
-    if call.config is not None:
-        raise Unsupported(
-            f"quantized_matmul: XLA takes no config, got {call.config!r}; pass None or"
-            " use implementation='mosaic_gpu'"
-        )
+    no_config("quantized_matmul", call.config)
     return xla.quantized_matmul(x, w, scale, out_dtype=call.out_dtype)
 
 
 def _mosaic_gpu(x: Array, w: Array, scale: Array, call: _Call) -> Array:
-    device = check_hopper(call.device, "quantized_matmul")
-    check_local("quantized_matmul", x, w, scale)
-    problem = Problem.of(x, w, call.out_dtype)
-    mosaic_gpu.check_problem(problem)
-    config = tuned_configs.lookup(
+    device, config = tuned_configs.hopper_config(
         "quantized_matmul",
-        problem.key,
-        device,
+        Problem.of(x, w, call.out_dtype),
+        call.device,
         QuantizedMatmulConfig,
+        arrays=(x, w, scale),
+        check=mosaic_gpu.check_problem,
         config=call.config,
-        heuristic=functools.partial(heuristic, problem, device),
+        heuristic=heuristic,
     )
     return mosaic_gpu.quantized_matmul(
         x, w, scale, config=config, device=device, out_dtype=call.out_dtype

@@ -35,6 +35,13 @@ from jax.typing import DTypeLike
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.mosaic import DeviceSpec, check_smem, smem_bytes, smem_transforms
 from pallas_kernels.mosaic.aliases import Ref, Scalar
+from pallas_kernels.mosaic.pipeline import (
+    drain,
+    hand_over,
+    launch,
+    next_slot,
+    run_roles,
+)
 from pallas_kernels.quantized_matmul.config import (
     REGISTERS,
     ROWS,
@@ -220,10 +227,6 @@ def _for_each_item(cut: _Cut, body: Any, carry: Any) -> Any:
     return lax.fori_loop(0, mine, item, carry)
 
 
-def _next(slot: Scalar, stages: int) -> Scalar:
-    return jnp.where(slot == stages - 1, 0, slot + 1)
-
-
 def _part(cut: _Cut, stage: Ref, part: Scalar) -> Ref:
     """The rows of a stage that belong to a part of its input features."""
     if cut.config.depth == 1:
@@ -256,18 +259,11 @@ def _load(cut: _Cut, x: Ref, w: Ref, scratch: Mapping[str, Ref]) -> None:
                         _part(cut, target.at[slot], part),
                         full.at[slot],
                     )
-            return _next(slot, stages)
+            return next_slot(slot, stages)
 
         return lax.fori_loop(item.first, item.last, step, slot)
 
-    slot = _for_each_item(cut, load, jnp.int32(0))
-
-    # Every stage must be handed back before the block ends.
-    def drain(_: jax.Array, slot: jax.Array) -> jax.Array:
-        plgpu.barrier_wait(empty.at[slot])
-        return _next(slot, stages)
-
-    lax.fori_loop(0, stages, drain, slot)
+    drain(scratch, _for_each_item(cut, load, jnp.int32(0)), stages)
 
 
 def _multiply(
@@ -291,7 +287,7 @@ def _multiply(
             plgpu.wgmma_wait(0)
             plgpu.commit_smem()  # the copy engine may write what registers have read
             plgpu.barrier_arrive(scratch["empty"].at[slot])
-            return _next(slot, cut.stages)
+            return next_slot(slot, cut.stages)
 
         slot_after = lax.fori_loop(item.first, item.last, step, slot)
         return acc[...], slot_after
@@ -366,22 +362,13 @@ def _store(
 def _call(cut: _Cut, x: jax.Array, w: jax.Array, scale: jax.Array) -> jax.Array:
     """The kernel: [splits,M,N]."""
     warpgroups = cut.config.warpgroups
-    copies, multiplies = REGISTERS[warpgroups]
 
     def body(x: Ref, w: Ref, scale: Ref, out: Ref, **scratch: Ref) -> None:
-        number = lax.axis_index("warpgroup")
-
         def producer() -> None:
-            plgpu.set_max_registers(copies, action="decrease")
             _load(cut, x, w, scratch)
 
-        def consumer() -> None:
-            plgpu.set_max_registers(multiplies, action="increase")
-
-            def give(slot: jax.Array, _: None) -> None:
-                plgpu.barrier_arrive(scratch["empty"].at[slot])
-
-            lax.fori_loop(0, cut.stages, give, None)
+        def consumer(number: Scalar) -> None:
+            hand_over(scratch, cut.stages)
 
             def item(item: _Item, slot: Scalar) -> Scalar:
                 sums, slot = _multiply(cut, item, scratch, number, slot)
@@ -396,17 +383,15 @@ def _call(cut: _Cut, x: jax.Array, w: jax.Array, scale: jax.Array) -> jax.Array:
             _for_each_item(cut, item, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0)
 
-        lax.cond(number < warpgroups, consumer, producer)
+        registers = REGISTERS[warpgroups]
+        run_roles(producer, consumer, consumers=warpgroups, registers=registers)
 
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct(cut.out_shape, cut.out_dtype),
         scratch_types=cut.scratch_types(),
         kernel_name="quantized_matmul",
-        grid=(cut.workers,),
-        grid_names=("worker",),
-        num_threads=warpgroups + 1,
-        thread_name="warpgroup",
+        **launch(cut.items, cut.device, "quantized_matmul", warpgroups=warpgroups + 1),
     )(x, w, scale)
 
 

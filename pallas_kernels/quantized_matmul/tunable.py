@@ -1,16 +1,20 @@
 """The product with a quantized weight, as the tuner sees it."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.mosaic import DeviceSpec
-from pallas_kernels.quantized_matmul import config as config_module
 from pallas_kernels.quantized_matmul import mosaic_gpu, xla
-from pallas_kernels.quantized_matmul.config import Problem, QuantizedMatmulConfig
+from pallas_kernels.quantized_matmul.config import (
+    Problem,
+    QuantizedMatmulConfig,
+    candidates,
+)
 from pallas_kernels.quantized_matmul.specs import SPECS
+from pallas_kernels.tuning import IDLE_SHARE
 from pallas_kernels.tuning import device_time_us as time_us
 
 
@@ -23,8 +27,6 @@ __all__ = [
     "problems",
     "time_us",
 ]
-
-IDLE_SHARE: float = 6  # for the clock of a GPU that is cool
 
 
 def problems() -> Mapping[str, Problem]:
@@ -41,11 +43,6 @@ def problems() -> Mapping[str, Problem]:
         for s in SPECS
     ]
     return {problem.key: problem for problem in found}
-
-
-def candidates(problem: Problem, device: DeviceSpec) -> Sequence[QuantizedMatmulConfig]:
-    """Configs worth timing."""
-    return config_module.candidates(problem, device)
 
 
 def arguments(problem: Problem) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -10,21 +10,24 @@ import string
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels import tuned_configs
-from pallas_kernels.dispatch import Unsupported, as_hashable, check_floating, dispatch
+from pallas_kernels.dispatch import (
+    as_hashable,
+    check_floating,
+    dispatch,
+    no_config,
+    no_derivative,
+)
 from pallas_kernels.mosaic import (
     DeviceSpec,
-    as_varying,
-    check_hopper,
+    keep_mark,
     vary_alike,
-    varying,
 )
-from pallas_kernels.partition import by_shards, check_local
+from pallas_kernels.partition import by_shards
 from pallas_kernels.scaled_matmul import mosaic_gpu, xla
 from pallas_kernels.scaled_matmul.config import (
     ScaledMatmulConfig,
@@ -73,8 +76,8 @@ def scaled_matmul(
         implementation: "mosaic_gpu" (Hopper; K a multiple of 128, N of 64), "xla", a
             sequence of these, or None for the best.
         config: how the kernel cuts this product; None looks it up:
-            `pallas_kernels.tuning`. With one, or inside `tuning.override`, the kernel
-            is tried first. XLA takes none and refuses one given here.
+            `pallas_kernels.tuned_configs`. With one, or inside `override` of that
+            module, the kernel is tried first. XLA refuses one given here.
 
     Returns:
         ``[*B,M,N]`` of `out_dtype`.
@@ -154,10 +157,14 @@ class _Call:
     device: DeviceSpec | None
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(4,))
+_NO_DERIVATIVE = (
+    "scaled_matmul has no derivatives: rounding to 8 bits has none; give the layer"
+    " that rounds its operands a gradient rule of its own"
+)
+
+
 def _run(a: Array, b: Array, a_scale: Array, b_scale: Array, call: _Call) -> Array:
-    axes = varying(a, b, a_scale, b_scale)
-    operands = vary_alike((a, b, a_scale, b_scale))
+    operands = vary_alike(no_derivative((a, b, a_scale, b_scale), _NO_DERIVATIVE))
     problem = ScaledProblem.of(a, b, call.out_dtype, rhs_transposed=True)
     declines = functools.partial(
         tuned_configs.declines, "scaled_matmul", problem, call.device, call.config
@@ -170,40 +177,26 @@ def _run(a: Array, b: Array, a_scale: Array, b_scale: Array, call: _Call) -> Arr
         call,
         declines={"mosaic_gpu": declines},
     )
-    return as_varying(y, axes)  # kernels lose the mark
-
-
-@_run.defjvp
-def _refuse_derivatives(call: _Call, *_: Any) -> Any:
-    raise NotImplementedError(
-        "scaled_matmul has no derivatives: rounding to 8 bits has none; give the layer"
-        " that rounds its operands a gradient rule of its own"
-    )
+    return keep_mark(y, *operands)
 
 
 def _xla(a: Array, b: Array, a_scale: Array, b_scale: Array, call: _Call) -> Array:
-    if call.config is not None:
-        raise Unsupported(
-            f"scaled_matmul: XLA takes no config, got {call.config!r}; pass None or use"
-            " implementation='mosaic_gpu'"
-        )
+    no_config("scaled_matmul", call.config)
     return xla.scaled_matmul(a, b, a_scale, b_scale, out_dtype=call.out_dtype)
 
 
 def _mosaic_gpu(
     a: Array, b: Array, a_scale: Array, b_scale: Array, call: _Call
 ) -> Array:
-    device = check_hopper(call.device, "scaled_matmul")
-    check_local("scaled_matmul", a, b, a_scale, b_scale)
-    problem = ScaledProblem.of(a, b, call.out_dtype, rhs_transposed=True)
-    mosaic_gpu.check_problem(problem)
-    config = tuned_configs.lookup(
+    device, config = tuned_configs.hopper_config(
         "scaled_matmul",
-        problem.key,
-        device,
+        ScaledProblem.of(a, b, call.out_dtype, rhs_transposed=True),
+        call.device,
         ScaledMatmulConfig,
+        arrays=(a, b, a_scale, b_scale),
+        check=mosaic_gpu.check_problem,
         config=call.config,
-        heuristic=functools.partial(heuristic, problem, device),
+        heuristic=heuristic,
     )
     return mosaic_gpu.scaled_matmul(
         a, b, a_scale, b_scale, config=config, device=device, out_dtype=call.out_dtype

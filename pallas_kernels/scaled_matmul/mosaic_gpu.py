@@ -18,7 +18,6 @@ References:
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,24 +31,20 @@ from jax.typing import DTypeLike
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.matmul.config import CONSUMERS, MatmulConfig, Problem
 from pallas_kernels.matmul.mosaic_gpu import (
-    TILE_COLUMNS,
     Tiles,
+    check_columns,
     check_sizes,
+    grid,
     load_tile,
-    next_slot,
     pad_rows,
-    run_roles,
+    run_tiles,
     snake_tiles,
     store_tile,
     wgmma_fence,
 )
-from pallas_kernels.mosaic import (
-    DeviceSpec,
-    check_smem,
-    resident_clusters,
-    smem_bytes,
-)
+from pallas_kernels.mosaic import DeviceSpec, check_smem, smem_bytes
 from pallas_kernels.mosaic.aliases import Ref, Scalar
+from pallas_kernels.mosaic.pipeline import next_slot
 from pallas_kernels.scaled_matmul.config import (
     DEPTH,
     ScaledMatmulConfig,
@@ -328,13 +323,7 @@ def scaled_matmul(
     a = pad_rows(a)
     problem = ScaledProblem.of(a, b, out_dtype, rhs_transposed=True)
     tiles = Tiles(problem=problem, config=config)
-    if problem.n <= TILE_COLUMNS < config.tile_n * config.cluster_tiles[1]:
-        # jax 0.11.2 drops the column index of an array that is one line wide, and the
-        # part of a tile past its end lands on its beginning.
-        raise Unsupported(
-            f"scaled_matmul: {problem.n} columns with tile_n={config.tile_n} and"
-            f" cluster={config.cluster!r}; use tile_n=64, not cluster='n'"
-        )
+    check_columns(problem, config, "scaled_matmul")
     scales = Scales(tiles=tiles, by_row=a_scale.ndim > 0, by_column=b_scale.ndim > 0)
     need = tiles.smem_bytes + scales.smem_bytes
     check_smem(need, device, f"scaled_matmul with {config}")
@@ -348,21 +337,13 @@ def scaled_matmul(
             return slot
 
         load = functools.partial(load_tile, tiles, a_ref, b_ref, scratch)
-        run_roles(tiles, scratch, snake_tiles(config, tiles.counts), load, consume)
+        run_tiles(tiles, scratch, snake_tiles(config, tiles.counts), load, consume)
 
-    size = math.prod(config.cluster_tiles)
-    at_a_time = resident_clusters(size, device, f"scaled_matmul with {config}")
-    workers = min(at_a_time, math.prod(tiles.counts) // size)
-    cluster = {"cluster": (size,), "cluster_names": ("cluster",)} if size > 1 else {}
     out = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((problem.m, problem.n), problem.out_dtype),
         scratch_types=tiles.scratch_types() | scales.scratch_types(),
-        grid=(workers,),
-        grid_names=("worker",),
-        num_threads=CONSUMERS + 1,
-        thread_name="warpgroup",
         kernel_name="scaled_matmul",
-        **cluster,
+        **grid(config, tiles.counts, device, "scaled_matmul"),
     )(a, b, *scales.operands(a_scale, b_scale))
     return out[:rows]

@@ -1,17 +1,21 @@
 """The product of scaled 8-bit operands, as the tuner sees it."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.mosaic import DeviceSpec
-from pallas_kernels.scaled_matmul import config as config_module
 from pallas_kernels.scaled_matmul import mosaic_gpu, xla
-from pallas_kernels.scaled_matmul.config import ScaledMatmulConfig, ScaledProblem
+from pallas_kernels.scaled_matmul.config import (
+    ScaledMatmulConfig,
+    ScaledProblem,
+    candidates,
+)
 from pallas_kernels.scaled_matmul.quantize import quantize_fp8
 from pallas_kernels.scaled_matmul.specs import SPECS
+from pallas_kernels.tuning import IDLE_SHARE
 from pallas_kernels.tuning import device_time_us as time_us
 
 
@@ -25,8 +29,6 @@ __all__ = [
     "time_us",
 ]
 
-IDLE_SHARE: float = 6  # for the clock of a GPU that is cool
-
 
 def problems() -> Mapping[str, ScaledProblem]:
     """The problems of `SPECS`, to bfloat16; how they are scaled is none of them."""
@@ -39,13 +41,6 @@ def problems() -> Mapping[str, ScaledProblem]:
         problem = ScaledProblem.of(a, b, jnp.bfloat16, rhs_transposed=True)
         found[problem.key] = problem
     return found
-
-
-def candidates(
-    problem: ScaledProblem, device: DeviceSpec
-) -> Sequence[ScaledMatmulConfig]:
-    """Configs worth timing."""
-    return config_module.candidates(problem, device)
 
 
 def arguments(problem: ScaledProblem) -> tuple[jax.Array, ...]:

@@ -21,9 +21,10 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float
 
 from pallas_kernels import tuned_configs
-from pallas_kernels.dispatch import Unsupported, as_hashable, dispatch
+from pallas_kernels.dispatch import as_hashable, check_floating, dispatch, no_config
 from pallas_kernels.matmul import matmul
-from pallas_kernels.mosaic import DeviceSpec, vary_alike
+from pallas_kernels.matmul.activations import check_activation
+from pallas_kernels.mosaic import DeviceSpec, check_hopper, keep_mark, vary_alike
 from pallas_kernels.partition import by_shards, check_local
 from pallas_kernels.tile_sparse_matmul import (
     epilogue,
@@ -32,7 +33,6 @@ from pallas_kernels.tile_sparse_matmul import (
     triton,
     xla,
 )
-from pallas_kernels.tile_sparse_matmul.arguments import check_product
 from pallas_kernels.tile_sparse_matmul.config import (
     FEW_TOKENS,
     GradConfig,
@@ -44,7 +44,10 @@ from pallas_kernels.tile_sparse_matmul.format import STEP, TileSparse
 from pallas_kernels.tile_sparse_matmul.transposed import has_tiles, transposed
 
 
-__all__ = ["tile_sparse_matmul"]
+__all__ = ["OUT_NAME", "tile_sparse_matmul"]
+
+OUT_NAME = "tile_sparse_matmul_out"
+"""The sums before the activation, to policies of `jax.checkpoint`."""
 
 
 def tile_sparse_matmul(
@@ -94,8 +97,8 @@ def tile_sparse_matmul(
             256), "triton" (Ampere, Ada and Hopper; the same types and tiles; needs the
             extra ``triton``), "xla", a sequence of these, or None for the best.
         config: how the Hopper kernel cuts this product; None looks it up:
-            `pallas_kernels.tuning`. With one the kernel is tried first; the others take
-            none and refuse one given here.
+            `pallas_kernels.tuned_configs`. With one the kernel is tried first; the
+            others take none and refuse one given here.
 
     Returns:
         ``[*B,N]`` of the type of x, or ``[N,*B]``.
@@ -119,7 +122,7 @@ def tile_sparse_matmul(
     x = jnp.asarray(x)
     bias = None if bias is None else jnp.asarray(bias)
     x_major, y_major = _layouts(feature_major)
-    check_product(x, w, bias, activation, x_major)
+    _check(x, w, bias, activation, x_major)
     tuned_configs.check_config(_OP, config, TileSparseConfig)
     call = _Call(
         shape=w.shape,
@@ -196,6 +199,42 @@ def _layouts(feature_major: Any) -> tuple[bool, bool]:
     return bool(x_major), bool(y_major)
 
 
+def _check(
+    x: jax.Array, w: TileSparse, bias: Any, activation: str | None, x_major: bool
+) -> None:
+    """Refuses what the caller got wrong."""
+    if not isinstance(w, TileSparse):
+        raise TypeError(
+            f"w is a {type(w).__name__}, expected a TileSparse; pack a dense weight"
+            " with TileSparse.from_dense"
+        )
+    inputs, outputs = w.shape
+    if w.values.ndim != 3:
+        raise ValueError(
+            f"w has values of shape {w.values.shape}, expected [T, P, G]; scan or vmap"
+            " over stacked weights"
+        )
+    if w.values.shape[:-1] != w.rows.shape or w.tiles * w.tile < w.packed_columns:
+        raise ValueError(
+            f"w has values of shape {w.values.shape} for rows of shape {w.rows.shape}"
+            f" and {w.packed_columns} columns; see with_values"
+        )
+    if x.ndim < 1 or x.shape[0 if x_major else -1] != inputs:
+        raise ValueError(
+            f"x has shape {x.shape} ({'feature' if x_major else 'token'}-major),"
+            f" expected {inputs} features as w of shape {w.shape} has; see"
+            " feature_major"
+        )
+    if x.dtype != w.dtype:
+        raise ValueError(f"w has type {w.dtype}, expected that of x, {x.dtype}")
+    check_floating(x=x.dtype)
+    if bias is not None:
+        check_floating(bias=bias.dtype)
+    if bias is not None and bias.shape != (outputs,):
+        raise ValueError(f"bias has shape {bias.shape}, expected ({outputs},)")
+    check_activation(activation)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Call:
     """The static part of a call."""
@@ -235,7 +274,7 @@ def _forward(
     linear = dataclasses.replace(call, activation=None)
     z: Any = _product(x, values, bias, pattern, linear)
     # A rematerialization policy may keep it by name.
-    z = checkpoint_name(z, "tile_sparse_matmul_out")
+    z = checkpoint_name(z, OUT_NAME)
     if call.activation is None:
         return z, (x, values, bias, pattern, None)
     y = epilogue.activate_in_fp32(z, call.activation, x.dtype)
@@ -298,7 +337,7 @@ def _sparse_grad_inputs(dy: jax.Array, w: TileSparse, call: _Call) -> jax.Array:
     x_major, y_major = call.feature_major
     back = dataclasses.replace(call, feature_major=(y_major, x_major), config=None)
     dx = _mosaic_gpu(dy, transposed(w), None, None, back)
-    return vary_alike((dx, dy))[0]
+    return keep_mark(dx, dy)
 
 
 def _dense_grad_inputs(dy: jax.Array, w: TileSparse, call: _Call) -> jax.Array:
@@ -359,7 +398,7 @@ def _run(
         call,
         declines=dict.fromkeys(_KERNELS, functools.partial(_declines, x, w, call)),
     )
-    return vary_alike((y, x))[0]  # kernels lose the mark
+    return keep_mark(y, x)
 
 
 def _run_grad(x: jax.Array, dy: jax.Array, w: TileSparse, call: _Call) -> jax.Array:
@@ -377,21 +416,13 @@ def _run_grad(x: jax.Array, dy: jax.Array, w: TileSparse, call: _Call) -> jax.Ar
         declines={"mosaic_gpu": functools.partial(_declines, x, w, call)},
         feature_major=call.feature_major,
     )
-    return vary_alike((grad, x))[0]
-
-
-def _refuse_config(name: str, call: _Call) -> None:
-    if call.config is not None:
-        raise Unsupported(
-            f"{_OP}: {name} takes no config, got {call.config!r}; pass None or use"
-            " implementation='mosaic_gpu'"
-        )
+    return keep_mark(grad, x)
 
 
 def _xla(
     x: jax.Array, w: TileSparse, bias: Any, activation: str | None, call: _Call
 ) -> jax.Array:
-    _refuse_config("XLA", call)
+    no_config(_OP, call.config)
     y = xla.tile_sparse_matmul(x, w, feature_major=call.feature_major)
     return epilogue.apply(
         y, bias, activation, feature_major=call.feature_major[1], dtype=x.dtype
@@ -401,7 +432,7 @@ def _xla(
 def _triton(
     x: jax.Array, w: TileSparse, bias: Any, activation: str | None, call: _Call
 ) -> jax.Array:
-    _refuse_config("Triton", call)
+    no_config(_OP, call.config, "Triton")
     check_local(_OP, x, w.values)
     return triton.tile_sparse_matmul(
         x,
@@ -416,16 +447,15 @@ def _triton(
 def _mosaic_gpu(
     x: jax.Array, w: TileSparse, bias: Any, activation: str | None, call: _Call
 ) -> jax.Array:
-    problem = Problem.of(x, w, call.feature_major)
-    device = mosaic_gpu.check_problem(problem, DeviceSpec.current())
-    check_local(_OP, x, w.values)
-    config = tuned_configs.lookup(
+    device, config = tuned_configs.hopper_config(
         _OP,
-        problem.key,
-        device,
+        Problem.of(x, w, call.feature_major),
+        DeviceSpec.current(),
         TileSparseConfig,
+        arrays=(x, w.values),
+        check=mosaic_gpu.check_problem,
         config=call.config,
-        heuristic=functools.partial(heuristic, problem, device),
+        heuristic=heuristic,
     )
     return mosaic_gpu.tile_sparse_matmul(
         x,
@@ -442,7 +472,7 @@ def _grad_mosaic_gpu(
     x: jax.Array, dy: jax.Array, w: TileSparse, *, feature_major: tuple[bool, bool]
 ) -> jax.Array:
     problem = Problem.of(x, w, feature_major)
-    device = mosaic_gpu.check_problem(problem, DeviceSpec.current())
+    device = check_hopper(DeviceSpec.current(), _OP)
     check_local(_OP, x, w.values)
     return mosaic_gpu_grad.grad_values(
         x,

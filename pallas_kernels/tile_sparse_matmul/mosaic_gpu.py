@@ -42,9 +42,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.matmul.activations import KERNEL_ACTIVATIONS
+from pallas_kernels.matmul.config import CONSUMERS
 from pallas_kernels.matmul.mosaic_gpu import Tiles, store_tile
-from pallas_kernels.mosaic import DeviceSpec, check_hopper
+from pallas_kernels.mosaic import DeviceSpec
 from pallas_kernels.mosaic.aliases import Ref, Scalar
+from pallas_kernels.mosaic.pipeline import drain, hand_over, launch, next_slot
 from pallas_kernels.tile_sparse_matmul import epilogue
 from pallas_kernels.tile_sparse_matmul.config import TILES, Problem, TileSparseConfig
 from pallas_kernels.tile_sparse_matmul.format import STEP, TileSparse
@@ -52,13 +54,9 @@ from pallas_kernels.tile_sparse_matmul.gather import gather_rows, load_rows
 from pallas_kernels.tile_sparse_matmul.order import RESIDENT, Turns, balanced_turns
 from pallas_kernels.tile_sparse_matmul.ring import (
     GatherRing,
-    Ring,
     check_tiles,
-    hand_over,
-    launch,
     multiply_steps,
-    next_slot,
-    run_roles,
+    run_warpgroups,
     two_producers,
 )
 
@@ -66,13 +64,12 @@ from pallas_kernels.tile_sparse_matmul.ring import (
 __all__ = ["check_problem", "tile_sparse_matmul"]
 
 
-def check_problem(problem: Problem, device: DeviceSpec | None) -> DeviceSpec:
-    """Checks that the kernel can serve a problem on a device.
+def check_problem(problem: Problem) -> None:
+    """Checks that the kernel can serve a problem.
 
     Raises:
         Unsupported: it cannot; the message says what to do.
     """
-    device = check_hopper(device, "tile_sparse_matmul")
     p = problem
     if p.dtype not in (jnp.bfloat16, jnp.float16):
         raise Unsupported(
@@ -89,7 +86,6 @@ def check_problem(problem: Problem, device: DeviceSpec | None) -> DeviceSpec:
             f"tile_sparse_matmul: empty product of m={p.m} n={p.n} k={p.k}; use"
             " implementation='xla'"
         )
-    return device
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -304,7 +300,6 @@ def _load(
     """Starts the plain copies: weights, and x where whole groups of rows are kept."""
     config, problem = cut.config, cut.problem
     x_smem, _ = cut.operands(scratch)
-    ring = Ring(scratch, config.stages)
 
     def group_of(block: _Block, k: Scalar) -> Any:
         # One step past the last is read ahead; it must lie within the room.
@@ -318,14 +313,15 @@ def _load(
         def step(k: jax.Array, carry: Any) -> Any:
             slot, group = carry
             following = group_of(block, k + 1)
-            ring.acquire(slot)
+            plgpu.barrier_wait(scratch["empty"].at[slot])
             _load_weights(cut, refs, scratch, block, k, slot)
             if not problem.gathers:
                 token = pl.ds(block.tokens * config.block_tokens, config.block_tokens)
                 rows = pl.ds(pl.multiple_of(group, STEP), STEP)
                 x = refs["x"]
                 view = x.at[rows, token] if problem.x_major else x.at[token, rows]
-                plgpu.copy_gmem_to_smem(view, x_smem.at[slot], ring.full.at[slot])
+                full = scratch["full"].at[slot]
+                plgpu.copy_gmem_to_smem(view, x_smem.at[slot], full)
             return next_slot(slot, config.stages), following
 
         slot, _ = lax.fori_loop(*cut.steps(block), step, carry)
@@ -333,7 +329,7 @@ def _load(
 
     start = schedule.first()
     carry = (jnp.int32(0), group_of(start, cut.steps(start)[0]))
-    ring.drain(schedule.for_each(load_block, carry)[0])
+    drain(scratch, schedule.for_each(load_block, carry)[0], config.stages)
 
 
 def _gather(
@@ -495,7 +491,7 @@ def tile_sparse_matmul(
     *,
     feature_major: tuple[bool, bool],
     config: TileSparseConfig,
-    device: DeviceSpec | None,
+    device: DeviceSpec,
 ) -> jax.Array:
     """Computes the packed product on a Hopper GPU with fp32 sums.
 
@@ -512,10 +508,10 @@ def tile_sparse_matmul(
         [M,N] of the type of x, or [N,M].
 
     Raises:
-        Unsupported: the device, types, tile or shared memory do not fit.
+        Unsupported: types, tile or shared memory do not fit.
     """
     wanted = Problem.of(x, w, feature_major)
-    device = check_problem(wanted, device)
+    check_problem(wanted)
     x, (x_major, y_major), config = _stored(x, w, feature_major, config)
     problem = Problem.of(x, w, (x_major, y_major))
     fused = config.splits == 1
@@ -602,7 +598,7 @@ def _call(cut: _Cut, inputs: dict[str, jax.Array], device: DeviceSpec) -> jax.Ar
                 cut, refs, scratch, schedule, alone="load" not in cut.producers
             ),
         }
-        run_roles(
+        run_warpgroups(
             lambda consumer: _consume(cut, refs, scratch, schedule, consumer),
             {role: roles[role] for role in cut.producers},
         )
@@ -612,5 +608,11 @@ def _call(cut: _Cut, inputs: dict[str, jax.Array], device: DeviceSpec) -> jax.Ar
         out_type=jax.ShapeDtypeStruct(cut.out_shape, cut.dtype_stored),
         scratch_types=cut.tiles.scratch_types(),
         kernel_name="tile_sparse_matmul",
-        **launch(cut.blocks, cut.config.cluster, device, len(cut.producers)),
+        **launch(
+            cut.blocks,
+            device,
+            "tile_sparse_matmul",
+            warpgroups=CONSUMERS + len(cut.producers),
+            cluster=cut.config.cluster,
+        ),
     )(*inputs.values())

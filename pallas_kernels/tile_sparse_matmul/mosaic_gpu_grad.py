@@ -27,19 +27,16 @@ from pallas_kernels.matmul.config import Problem as MatmulProblem
 from pallas_kernels.matmul.mosaic_gpu import Tiles, store_tile
 from pallas_kernels.mosaic import DeviceSpec
 from pallas_kernels.mosaic.aliases import Ref, Scalar
+from pallas_kernels.mosaic.pipeline import drain, hand_over, launch, next_slot
 from pallas_kernels.tile_sparse_matmul.config import GradConfig, Problem
 from pallas_kernels.tile_sparse_matmul.format import STEP, TileSparse
 from pallas_kernels.tile_sparse_matmul.gather import gather_rows, load_rows
 from pallas_kernels.tile_sparse_matmul.mosaic_gpu import check_problem
 from pallas_kernels.tile_sparse_matmul.ring import (
     GatherRing,
-    Ring,
     check_tiles,
-    hand_over,
-    launch,
     multiply_steps,
-    next_slot,
-    run_roles,
+    run_warpgroups,
     two_producers,
 )
 
@@ -122,7 +119,6 @@ def _load(
 ) -> None:
     """Copies the tiles of dy."""
     config, problem = cut.config, cut.problem
-    ring = Ring(scratch, config.stages)
     axes = ("cluster",) if config.cluster > 1 else None
 
     def load_block(tile: Scalar, row: Scalar, slot: Scalar) -> Scalar:
@@ -131,18 +127,18 @@ def _load(
         def step(k: jax.Array, slot: jax.Array) -> jax.Array:
             tokens = pl.ds(pl.multiple_of(k * STEP, STEP), STEP)
             place = (features, tokens) if problem.y_major else (tokens, features)
-            ring.acquire(slot)
+            plgpu.barrier_wait(scratch["empty"].at[slot])
             plgpu.copy_gmem_to_smem(
                 refs["dy"].at[place],
                 scratch["w_smem"].at[slot],
-                ring.full.at[slot],
+                scratch["full"].at[slot],
                 collective_axes=axes,
             )
             return next_slot(slot, config.stages)
 
         return lax.fori_loop(0, _steps(cut, refs["counts"], tile, row), step, slot)
 
-    ring.drain(for_each(load_block, jnp.int32(0)))
+    drain(scratch, for_each(load_block, jnp.int32(0)), config.stages)
 
 
 def _gather(
@@ -216,7 +212,7 @@ def grad_values(
     *,
     feature_major: tuple[bool, bool],
     config: GradConfig,
-    device: DeviceSpec | None,
+    device: DeviceSpec,
 ) -> jax.Array:
     """The gradient of the values on a Hopper GPU, with fp32 sums.
 
@@ -232,10 +228,10 @@ def grad_values(
         [T,P,G] of the type of x, zero past the counts.
 
     Raises:
-        Unsupported: the device, types, tile or shared memory do not fit.
+        Unsupported: types, tile or shared memory do not fit.
     """
     x_major, y_major = feature_major
-    device = check_problem(Problem.of(x, w, feature_major), device)
+    check_problem(Problem.of(x, w, feature_major))
     x = x if x_major else x.T  # [K,M]: a kept row must be one run of memory
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % STEP)))
     tokens = ((0, x.shape[1] - dy.shape[1 if y_major else 0]),)
@@ -256,7 +252,7 @@ def grad_values(
     def body(*args: Ref, **scratch: Ref) -> None:
         refs = dict(zip(names, args, strict=True))
         for_each = _for_each_block(cut)
-        run_roles(
+        run_warpgroups(
             lambda consumer: _consume(cut, refs, scratch, for_each, consumer),
             {
                 "load": lambda: _load(cut, refs, scratch, for_each),
@@ -269,5 +265,11 @@ def grad_values(
         out_type=jax.ShapeDtypeStruct(w.values.shape, cut.problem.dtype),
         scratch_types=cut.tiles.scratch_types(),
         kernel_name="tile_sparse_grad_values",
-        **launch(cut.row_clusters * w.tiles, config.cluster, device, producers=2),
+        **launch(
+            cut.row_clusters * w.tiles,
+            device,
+            "tile_sparse_matmul",
+            warpgroups=CONSUMERS + 2,
+            cluster=config.cluster,
+        ),
     )(*inputs.values())

@@ -19,20 +19,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.matmul.config import CONSUMERS
 from pallas_kernels.matmul.mosaic_gpu import Tiles
-from pallas_kernels.mosaic import DeviceSpec, check_smem, resident_clusters
+from pallas_kernels.mosaic import DeviceSpec, check_smem
 from pallas_kernels.mosaic.aliases import Ref, Scalar
+from pallas_kernels.mosaic.pipeline import drain, next_slot, previous_slot
 from pallas_kernels.tile_sparse_matmul.gather import commit_gather, wait_gathers
 
 
 __all__ = [
     "GatherRing",
-    "Ring",
     "check_tiles",
-    "hand_over",
-    "launch",
     "multiply_steps",
-    "next_slot",
-    "run_roles",
+    "run_warpgroups",
     "two_producers",
 ]
 
@@ -54,27 +51,10 @@ def two_producers(tiles: Tiles) -> bool:
     return math.prod(tiles.config.block) <= _FOUR_WARPGROUPS
 
 
-def launch(
-    blocks: int, cluster: int, device: DeviceSpec, producers: int
-) -> dict[str, Any]:
-    """The grid of a persistent kernel: blocks (clusters) to compute, threads."""
-    clusters: dict[str, Any] = (
-        {"cluster": (cluster,), "cluster_names": ("cluster",)} if cluster > 1 else {}
-    )
-    return clusters | {
-        "grid": (
-            min(resident_clusters(cluster, device, "tile_sparse_matmul"), blocks),
-        ),
-        "grid_names": ("worker",),
-        "num_threads": CONSUMERS + producers,
-        "thread_name": "warpgroup",
-    }
-
-
-def run_roles(
+def run_warpgroups(
     consume: Callable[[Scalar], None], producers: Mapping[str, Callable[[], None]]
 ) -> None:
-    """The body of a kernel: each warpgroup plays its role.
+    """The body of a kernel: consumers, and one or two producers after them.
 
     Args:
         consume: gets the number of the consumer.
@@ -114,49 +94,18 @@ def check_tiles(tiles: Tiles, device: DeviceSpec, config: Any) -> None:
     check_smem(tiles.smem_bytes, device, f"tile_sparse_matmul with {config}")
 
 
-def next_slot(slot: Scalar, stages: int) -> Scalar:
-    """The stage after `slot`."""
-    return jnp.where(slot == stages - 1, 0, slot + 1)
-
-
-def _back(slot: Scalar, by: int, stages: int) -> Scalar:
-    return jnp.where(slot >= by, slot - by, slot - by + stages)
-
-
-class Ring:
-    """The side of a producer: it waits for each stage before it fills it."""
-
-    def __init__(self, scratch: Mapping[str, Ref], stages: int) -> None:
-        self.full, self.empty = scratch["full"], scratch["empty"]
-        self.stages = stages
-
-    def acquire(self, slot: Scalar) -> None:
-        """Waits until the consumers have given the stage back."""
-        plgpu.barrier_wait(self.empty.at[slot])
-
-    def drain(self, slot: Scalar) -> None:
-        """Waits until all stages have come back, at the end.
-
-        A barrier remembers only one phase, and the peer of a cluster still writes here
-        until then.
-        """
-
-        def wait(_: jax.Array, slot: jax.Array) -> jax.Array:
-            self.acquire(slot)
-            return next_slot(slot, self.stages)
-
-        lax.fori_loop(0, self.stages, wait, slot)
-
-
-class GatherRing(Ring):
+class GatherRing:
     """The side of a producer that gathers: it hands a stage over `lag` steps later.
 
     Its state is the next stage and the number of gathers in flight.
     """
 
     def __init__(self, scratch: Mapping[str, Ref], stages: int, lag: int) -> None:
-        super().__init__(scratch, stages)
-        self.lag = lag
+        self.scratch, self.stages, self.lag = scratch, stages, lag
+
+    def acquire(self, slot: Scalar) -> None:
+        """Waits until the consumers have given the stage back."""
+        plgpu.barrier_wait(self.scratch["empty"].at[slot])
 
     def commit(self, slot: Scalar, flying: Scalar) -> tuple[Scalar, Scalar]:
         """Ends the gather of a stage and hands over the one `lag` steps ago."""
@@ -168,24 +117,15 @@ class GatherRing(Ring):
     def _show(self, slot: Scalar, in_flight: int) -> None:
         wait_gathers(in_flight)
         plgpu.commit_smem()
-        done = _back(slot, in_flight + 1, self.stages)
-        plgpu.barrier_arrive(self.full.at[done])
+        done = previous_slot(slot, in_flight + 1, self.stages)
+        plgpu.barrier_arrive(self.scratch["full"].at[done])
 
     def finish(self, slot: Scalar, flying: Scalar) -> None:
         """Hands over what is in flight and drains the ring."""
         for in_flight in reversed(range(self.lag)):
             show = functools.partial(self._show, slot, in_flight)
             pl.when(flying > in_flight)(show)
-        self.drain(slot)
-
-
-def hand_over(scratch: Mapping[str, Ref], stages: int) -> None:
-    """Consumer: gives all stages to the producer, at the start."""
-
-    def give(slot: jax.Array, _: None) -> None:
-        plgpu.barrier_arrive(scratch["empty"].at[slot])
-
-    lax.fori_loop(0, stages, give, None)
+        drain(self.scratch, slot, self.stages)
 
 
 def multiply_steps(
@@ -218,13 +158,13 @@ def multiply_steps(
             plgpu.wgmma(acc, *tiles.operands(scratch, slot, consumer))
             # One product stays in flight, the one before it has left its stage.
             plgpu.wgmma_wait(1)
-            before = _back(slot, 1, stages)
+            before = previous_slot(slot, 1, stages)
             pl.when(k > first)(lambda: plgpu.barrier_arrive(empty.at[before]))
             return next_slot(slot, stages)
 
         after = lax.fori_loop(first, last, step, slot)
         sums = acc[...]
-        before = _back(after, 1, stages)
+        before = previous_slot(after, 1, stages)
         pl.when(last > first)(lambda: plgpu.barrier_arrive(empty.at[before]))
         return sums, after
 

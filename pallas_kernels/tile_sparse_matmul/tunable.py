@@ -1,17 +1,21 @@
 """The tile-sparse product, as the tuner sees it."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.mosaic import DeviceSpec
-from pallas_kernels.tile_sparse_matmul import config as config_module
 from pallas_kernels.tile_sparse_matmul import mosaic_gpu, xla
-from pallas_kernels.tile_sparse_matmul.config import Problem, TileSparseConfig
+from pallas_kernels.tile_sparse_matmul.config import (
+    Problem,
+    TileSparseConfig,
+    candidates,
+)
 from pallas_kernels.tile_sparse_matmul.format import TileSparse
 from pallas_kernels.tile_sparse_matmul.specs import SPECS
+from pallas_kernels.tuning import IDLE_SHARE
 from pallas_kernels.tuning import device_time_us as time_us
 
 
@@ -26,8 +30,6 @@ __all__ = [
     "time_us",
 ]
 
-IDLE_SHARE: float = 6  # for the clock of a GPU that is cool
-
 
 def problems() -> Mapping[str, Problem]:
     """The problems of `SPECS`, in bfloat16."""
@@ -39,11 +41,6 @@ def problems() -> Mapping[str, Problem]:
         )
         found.append(Problem.of(x, spec.weight_shape(), spec.feature_major))
     return {problem.key: problem for problem in found}
-
-
-def candidates(problem: Problem, device: DeviceSpec) -> Sequence[TileSparseConfig]:
-    """Configs worth timing."""
-    return config_module.candidates(problem, device)
 
 
 def random_weight(problem: Problem, key: jax.Array) -> TileSparse:
@@ -80,17 +77,13 @@ def arguments(problem: Problem) -> tuple[jax.Array, TileSparse]:
     )
 
 
-def _storage(problem: Problem) -> tuple[bool, bool]:
-    return problem.x_major, problem.y_major
-
-
 def kernel(
     problem: Problem, config: TileSparseConfig, device: DeviceSpec
 ) -> Callable[..., jax.Array]:
     """The kernel with a config."""
     return functools.partial(
         mosaic_gpu.tile_sparse_matmul,
-        feature_major=_storage(problem),
+        feature_major=(problem.x_major, problem.y_major),
         config=config,
         device=device,
     )
@@ -98,7 +91,5 @@ def kernel(
 
 def baseline(problem: Problem) -> Callable[..., jax.Array]:
     """The unpacked weight multiplied by XLA."""
-    return functools.partial(
-        xla.tile_sparse_matmul,
-        feature_major=_storage(problem),
-    )
+    layout = problem.x_major, problem.y_major
+    return functools.partial(xla.tile_sparse_matmul, feature_major=layout)

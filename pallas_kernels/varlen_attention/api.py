@@ -218,6 +218,9 @@ def varlen_attention(
     return (out, lse) if return_lse else out
 
 
+OUT_NAME, LSE_NAME = "varlen_attention_out", "varlen_attention_lse"
+"""What the forward pass gives the backward pass, to policies of `jax.checkpoint`."""
+
 _DIMS = ("rTnH", "rSnH", "rSnV", "rB", "rB", "n", "n", "rTnP", "rSnP")
 """A letter for each dimension of the arrays of `Inputs`: rows and heads are
 independent."""
@@ -250,10 +253,9 @@ type _Residuals = tuple[Inputs, Array, Array, Array | None]
 
 
 def _attention_fwd(passes: Passes, x: Inputs) -> tuple[tuple[Array, Array], _Residuals]:
-    # Rematerialization policies may keep these by name.
     out, lse, rest = passes.forward(x, True)
-    out, rest = checkpoint_name((out, rest), "varlen_attention_out")
-    lse = checkpoint_name(lse, "varlen_attention_lse")
+    out, rest = checkpoint_name((out, rest), OUT_NAME)
+    lse = checkpoint_name(lse, LSE_NAME)
     return (out, lse), (x, out, lse, rest)
 
 

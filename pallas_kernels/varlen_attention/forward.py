@@ -33,6 +33,7 @@ from pallas_kernels.mosaic.copies import chunked, copy_rows
 from pallas_kernels.mosaic.device import DeviceSpec
 from pallas_kernels.mosaic.lanes import store_rows
 from pallas_kernels.mosaic.manual_axes import constant
+from pallas_kernels.mosaic.pipeline import launch
 from pallas_kernels.mosaic.tile_scheduler import (
     copy_line,
     decode_block,
@@ -210,10 +211,12 @@ def forward(
             "turn": plgpu.Barrier(num_arrivals=consumers),
             **bias_scratch,
         },
-        grid=(min(device.num_sms, (table.shape[0] - 1) * problem.heads),),
-        grid_names=("worker",),
-        num_threads=consumers + 1,
-        thread_name="warpgroup",
+        **launch(
+            (table.shape[0] - 1) * problem.heads,
+            device,
+            "varlen_attention",
+            warpgroups=consumers + 1,
+        ),
         kernel_name="varlen_attention",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(table, x.q, x.k, x.v, *extra)

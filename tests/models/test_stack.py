@@ -14,6 +14,17 @@ from jax.extend.core import Primitive, jaxprs_in_params
 from jaxscale.models import Decoder, preset
 from jaxscale.models.stack import REMAT_POLICIES, run_stack
 from jaxscale.nn import attention_state
+from jaxscale.sharding import dp, make_mesh
+from jaxscale.sharding.fp8 import fp8_column_parallel, fp8_row_parallel
+from pallas_kernels.collective_matmul import (
+    all_gather_matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
+from pallas_kernels.matmul import dense
+from pallas_kernels.mosaic import H200, use_device
+from pallas_kernels.tile_sparse_matmul import TileSparse, tile_sparse_matmul
+from pallas_kernels.varlen_attention import varlen_attention
 from tests.tolerances import relative_error
 
 
@@ -157,3 +168,92 @@ def test_what_is_kept_for_the_backward_pass(remat, kept):
         for name, (primitive, avals, params) in results.items()
         if policy(primitive, *avals, **params)
     }
+
+
+def collective(op, x_spec, w_spec, y_spec):
+    """A collective product over two devices."""
+
+    def run(x, w):
+        return jax.shard_map(
+            lambda x, w: op(x, w, axis_name="tensor", implementation="xla"),
+            mesh=make_mesh({"tensor": 2}, devices=jax.devices()[:2]),
+            in_specs=(jax.P(*x_spec), jax.P(*w_spec)),
+            out_specs=jax.P(*y_spec),
+        )(x, w)
+
+    return run
+
+
+def fused_layer(x, w):
+    with use_device(H200):
+        return dense(x, [w], [w[0]], implementation="mosaic_gpu")
+
+
+def sparse_product(x, w):
+    everything = np.ones(w.shape, bool)
+    sparse = TileSparse.from_dense(np.zeros(w.shape, np.float32), everything)
+    sparse = sparse.with_values(sparse.values.astype(x.dtype))
+    return tile_sparse_matmul(x, sparse, implementation="xla")
+
+
+def packed_attention(x, w):
+    del w
+    q = x.reshape(-1, 2, 8)
+    starts = np.array([0, q.shape[0]])
+    return varlen_attention(q, q, q, cu_seqlens_q=starts, implementation="xla")
+
+
+COLUMNS = {
+    "kernel_axes": [(None, None)],
+    "out_axes": [("batch", None, None)],
+    "rules": dp(),
+    "quantization": "fp8",
+}
+ROWS = COLUMNS | {"out_axes": ("batch", None, None)}
+
+
+@pytest.mark.parametrize(
+    ("program", "names"),
+    [
+        (
+            collective(
+                all_gather_matmul, ["tensor"], [None, "tensor"], [None, "tensor"]
+            ),
+            {"all_gather_matmul_out", "all_gather_matmul_gathered"},
+        ),
+        (
+            collective(matmul_reduce_scatter, [None, "tensor"], ["tensor"], ["tensor"]),
+            {"matmul_reduce_scatter_out"},
+        ),
+        (
+            collective(matmul_all_reduce, [None, "tensor"], ["tensor"], []),
+            {"matmul_all_reduce_out"},
+        ),
+        (fused_layer, {"dense_out"}),
+        (sparse_product, {"tile_sparse_matmul_out"}),
+        (packed_attention, PACKED),
+        (
+            lambda x, w: fp8_column_parallel(x[None], [w], **COLUMNS),
+            {"fp8_matmul_out", "fp8_operand"},
+        ),
+        (
+            lambda x, w: fp8_row_parallel([x[None]], [w], **ROWS),
+            {"fp8_matmul_out", "fp8_operand"},
+        ),
+    ],
+    ids=["gather", "scatter", "reduce", "dense", "sparse", "packed", "fp8", "fp8_rows"],
+)
+def test_results_have_the_names_that_policies_keep(program, names):
+    """One of another name would be computed again, and nothing would say so."""
+    x = jnp.ones((128, 128), jnp.bfloat16)
+    traced = jax.make_jaxpr(lambda x, w: jax.vjp(program, x, w)[0])(x, x)
+    named = [e for e in equations(traced.jaxpr) if e.primitive.name == "name"]
+    assert {eqn.params["name"] for eqn in named} == names
+    kept = {
+        eqn.params["name"]
+        for eqn in named
+        if REMAT_POLICIES["attention"](
+            eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params
+        )
+    }
+    assert kept == names - {"all_gather_matmul_gathered", "fp8_operand"}

@@ -22,6 +22,7 @@ ASKED = {
     "pallas_kernels": {
         "api.py",
         "collective_matmul/scaled.py",  # public calls too, those of 8-bit operands
+        "matmul/dense.py",  # and linear layers
         "mosaic/device.py",  # what the answer is
         "tunable.py",  # the tuner measures on the GPU at hand
         "tuning.py",

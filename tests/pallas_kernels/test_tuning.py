@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental.mosaic.gpu import profiler
 
-from pallas_kernels import tuning
+from pallas_kernels import tuned_configs, tuning
 from pallas_kernels.collective_matmul import CollectiveConfig
 from pallas_kernels.collective_matmul import tunable as collective_tunable
 from pallas_kernels.matmul import MatmulConfig, tunable
@@ -43,7 +43,7 @@ def table(tmp_path, monkeypatch):
 
 
 def look_up(**kwargs):
-    return tuning.lookup(
+    return tuned_configs.lookup(
         "matmul",
         KEY,
         H200,
@@ -57,10 +57,10 @@ def test_explicit_then_override_then_table_then_heuristic(table):
     assert look_up().tile_n == 64
     table({"matmul": {KEY: ENTRY}})
     assert look_up() == MatmulConfig(tile_n=192, store_slots=3)
-    with tuning.override("matmul", MatmulConfig(tile_n=128)):
+    with tuned_configs.override("matmul", MatmulConfig(tile_n=128)):
         assert look_up().tile_n == 128
         assert look_up(config=MatmulConfig(tile_n=256)).tile_n == 256
-        with tuning.override("other", object()):
+        with tuned_configs.override("other", object()):
             assert look_up().tile_n == 128
     assert look_up().tile_n == 192
 
@@ -68,13 +68,13 @@ def test_explicit_then_override_then_table_then_heuristic(table):
 def test_without_a_device_no_table_is_read(table):
     table("no json")
     assert (
-        tuning.lookup("matmul", KEY, None, MatmulConfig, heuristic=MatmulConfig)
+        tuned_configs.lookup("matmul", KEY, None, MatmulConfig, heuristic=MatmulConfig)
         == MatmulConfig()
     )
 
 
 def test_an_override_ends_with_its_block_also_on_errors():
-    with pytest.raises(RuntimeError), tuning.override("matmul", MatmulConfig()):
+    with pytest.raises(RuntimeError), tuned_configs.override("matmul", MatmulConfig()):
         raise RuntimeError
     assert look_up().tile_n == 64
 
@@ -84,7 +84,7 @@ def test_a_config_of_another_op_is_refused(source):
     with pytest.raises(ValueError, match=f"{source} .* expected a MatmulConfig"):
         if source == "config":
             look_up(config=H200)
-        with tuning.override("matmul", H200):
+        with tuned_configs.override("matmul", H200):
             look_up()
 
 
@@ -124,14 +124,14 @@ def test_malformed_tables_are_clear_errors(table, content, message):
 
 def test_saved_entries_are_read_back_and_replaced(tmp_path):
     path = tmp_path / "deep" / "nvidia_h200.json"
-    first = tuning.TunedEntry(**ENTRY)
-    tuning.save_table(path, "matmul", {KEY: first, "other": first})
+    first = tuned_configs.TunedEntry(**ENTRY)
+    tuned_configs.save_table(path, "matmul", {KEY: first, "other": first})
     second = dataclasses.replace(first, time_us=9.0)
-    tuning.save_table(path, "matmul", {KEY: second})
-    assert tuning.load_table(path) == {"matmul": {KEY: second, "other": first}}
+    tuned_configs.save_table(path, "matmul", {KEY: second})
+    assert tuned_configs.load_table(path) == {"matmul": {KEY: second, "other": first}}
 
 
-TABLES = sorted(tuning.table_path(H200).parent.glob("*.json"))
+TABLES = sorted(tuned_configs.table_path(H200).parent.glob("*.json"))
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
@@ -142,12 +142,12 @@ def test_the_shipped_tables_parse(path):
         "tile_sparse_matmul": (tile_sparse_tunable, TileSparseConfig),
     }
     device = dataclasses.replace(H200, name=path.stem)
-    for op, rows in tuning.load_table(path).items():
+    for op, rows in tuned_configs.load_table(path).items():
         module, config_type = ops[op]
         known = {problem.key for problem in module.problems().values()}
         for key, entry in rows.items():
             assert key in known, f"{key} belongs to no spec"
-            config = tuning.lookup(
+            config = tuned_configs.lookup(
                 op, key, device, config_type, heuristic=lambda: pytest.fail("no entry")
             )
             assert entry.config.items() <= dataclasses.asdict(config).items()
@@ -160,7 +160,7 @@ def test_tables_are_shipped():
 def test_the_measured_winner_is_preferred(table):
     problem = Problem(m=4096, n=8192, k=4096, dtype=BF16, out_dtype=BF16)
     assert problem.key == KEY
-    choose = functools.partial(tuning.declines, "matmul", problem, H200)
+    choose = functools.partial(tuned_configs.declines, "matmul", problem, H200)
     assert choose() is None
     table({"matmul": {KEY: ENTRY}})
     assert choose() is None
@@ -172,11 +172,11 @@ def test_the_measured_winner_is_preferred(table):
     assert choose() is None
     table({"matmul": {KEY: ENTRY | {"xla_us": 10.28, "date": "2026-11-23"}}})
     assert choose() is not None
-    assert tuning.declines("matmul", problem, None) is None  # the kernel says so
+    assert tuned_configs.declines("matmul", problem, None) is None  # the kernel says so
     assert choose(MatmulConfig()) is None
-    with tuning.override("matmul", MatmulConfig()):
+    with tuned_configs.override("matmul", MatmulConfig()):
         assert choose() is None
-    with tuning.override("other", MatmulConfig()):
+    with tuned_configs.override("other", MatmulConfig()):
         assert choose() is not None
 
 
@@ -189,7 +189,7 @@ def test_functions_are_traced_again_under_another_override():
         return x
 
     for tile_n in (128, 192, 128):
-        with tuning.override("matmul", MatmulConfig(tile_n=tile_n)):
+        with tuned_configs.override("matmul", MatmulConfig(tile_n=tile_n)):
             f(1.0)
     f(1.0)
     assert found == [128, 192, 64]
@@ -198,7 +198,7 @@ def test_functions_are_traced_again_under_another_override():
 def test_unknown_problems_without_enough_tiles_go_to_xla():
     def order(m, n):
         problem = Problem(m=m, n=n, k=4096, dtype=BF16, out_dtype=BF16)
-        reason = tuning.declines("matmul", problem, H200)
+        reason = tuned_configs.declines("matmul", problem, H200)
         return "mosaic_gpu" if reason is None else "xla"
 
     assert order(16, 1024) == "xla"

@@ -24,7 +24,7 @@ from jaxscale.sharding import (
     row_parallel,
 )
 from jaxscale.sharding.fp8 import E4M3, E5M2, quantize_operand
-from pallas_kernels import tuning
+from pallas_kernels import tuned_configs
 from pallas_kernels.collective_matmul import CollectiveConfig
 from pallas_kernels.mosaic import H200, use_device
 from tests.interpreter import interpret_mosaic_gpu
@@ -356,7 +356,7 @@ def test_kernels_that_communicate_give_what_xla_gives(quantization):
         with (
             use_device(dataclasses.replace(H200, num_sms=1)),
             interpret_mosaic_gpu() as ran,
-            tuning.override("collective_matmul", config),
+            tuned_configs.override("collective_matmul", config),
         ):
             found = results("fused")
         assert ran.kernels >= 4

@@ -23,7 +23,7 @@ from jaxscale.sharding import (
 from jaxscale.training.pipelined import pipelined
 from jaxscale.training.planning.hlo import transfers
 from jaxscale.training.step import next_token_loss
-from pallas_kernels import tuning
+from pallas_kernels import tuned_configs
 from pallas_kernels.collective_matmul import CollectiveConfig
 from pallas_kernels.mosaic import H200, use_device
 from tests.compiled import compile_for_h200
@@ -81,7 +81,7 @@ def test_kernels_inside_a_pipeline_give_what_collectives_give(monkeypatch):
     monkeypatch.setitem(tensor_parallel._IMPLEMENTATIONS, "fused", "mosaic_gpu")
     with (
         use_device(dataclasses.replace(H200, num_sms=1)),
-        tuning.override("collective_matmul", SMALL),
+        tuned_configs.override("collective_matmul", SMALL),
         interpret_mosaic_gpu() as interpreted,
     ):
         loss, grads = loss_and_gradients("fused")

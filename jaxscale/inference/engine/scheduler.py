@@ -22,7 +22,10 @@ from jaxscale.inference.engine.scheduler_output import (
     Progress,
     SchedulerOutput,
 )
-from jaxscale.inference.engine.scheduling_policy import choose_chunks, choose_yielding
+from jaxscale.inference.engine.scheduling_policy import (
+    choose_chunks,
+    choose_yielding,
+)
 from jaxscale.inference.engine.sequence import Sequence, SequenceStatus
 from jaxscale.inference.engine.waiting_queue import BY_ORDER, WaitingQueue
 from jaxscale.inference.request import (

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh
 
 from pallas_kernels import dispatch as dispatch_module
-from pallas_kernels import tuning
+from pallas_kernels import tuned_configs
 from pallas_kernels.collective_matmul import (
     CollectiveConfig,
     all_gather_matmul,
@@ -265,7 +265,7 @@ def test_the_kernel_runs_where_it_is_expected_to_gain(tmp_path, monkeypatch, sai
         assert uses_kernel(few, implementation="mosaic_gpu")
         assert uses_kernel(few, implementation=("mosaic_gpu", "xla_ring"))
         assert uses_kernel(few, config=SMALL)
-        with tuning.override("collective_matmul", SMALL):
+        with tuned_configs.override("collective_matmul", SMALL):
             assert uses_kernel(few)
         entry = {
             "config": {"tile_n": 128},
@@ -405,7 +405,7 @@ def test_values_and_gradients_through_interpreted_kernels():
     device = dataclasses.replace(H200, num_sms=2)
     with (
         use_device(device),
-        tuning.override("collective_matmul", SMALL),
+        tuned_configs.override("collective_matmul", SMALL),
         interpret_mosaic_gpu(detect_races=False, concurrent_blocks=True),
     ):
         got = run(implementation="mosaic_gpu")

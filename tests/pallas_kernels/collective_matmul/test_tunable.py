@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import tuning
+from pallas_kernels import tuned_configs, tuning
 from pallas_kernels.collective_matmul import CollectiveConfig, tunable
 from pallas_kernels.collective_matmul.config import CollectiveProblem, heuristic
 from pallas_kernels.collective_matmul.specs import ROWS, SPECS
@@ -131,7 +131,7 @@ def test_the_command_saves_each_problem_at_once(tmp_path, monkeypatch, capsys):
 
     def measure(prepared):
         tuned.append(prepared.args[0])
-        return tuning.TunedEntry(
+        return tuned_configs.TunedEntry(
             config={}, time_us=1.0, xla_us=2.0, jax="0.11.2", date="2026-11-21"
         )
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import tuning
+from pallas_kernels import tuned_configs
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.matmul import MatmulConfig, dense, matmul, reference
 from pallas_kernels.matmul.specs import SPECS
@@ -215,9 +215,9 @@ def test_a_config_is_never_ignored():
     with pytest.raises(ExceptionGroup, match=r"(?s)needs .* Hopper .*takes no config"):
         matmul(x, w, config=MatmulConfig())
     # A small problem, for which XLA would be preferred.
-    with use_device(H200), tuning.override("matmul", MatmulConfig()):
+    with use_device(H200), tuned_configs.override("matmul", MatmulConfig()):
         assert "dot_general" not in str(jax.make_jaxpr(lambda *a: matmul(*a))(x, w))
-    with tuning.override("matmul", MatmulConfig()):
+    with tuned_configs.override("matmul", MatmulConfig()):
         assert relative_error(matmul(x, w), reference.matmul(x, w)) < 2e-2
     with use_device(H200):
         assert "dot_general" in str(jax.make_jaxpr(lambda *a: matmul(*a))(x, w))

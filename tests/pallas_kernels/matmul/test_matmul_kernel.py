@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import tuning
+from pallas_kernels import tuned_configs
 from pallas_kernels.matmul import MatmulConfig, matmul, mosaic_gpu, reference
 from pallas_kernels.matmul.config import Problem, candidates, heuristic
 from pallas_kernels.mosaic import H200, snake_order, use_device
@@ -96,7 +96,7 @@ def test_gradients_run_the_kernel_under_shard_map_and_vmap():
     device = dataclasses.replace(H200, num_sms=1)
     with (
         use_device(device),
-        tuning.override("matmul", SMALL),
+        tuned_configs.override("matmul", SMALL),
         interpret_mosaic_gpu(),
     ):
         got = jax.tree.map(np.asarray, grad(x, w, "mosaic_gpu"))

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import tuning
+from pallas_kernels import tuned_configs
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.mosaic import H200, use_device
 from pallas_kernels.quantized_matmul import (
@@ -83,7 +83,7 @@ def operands(m, n, k, dtype, x_dtype=BF16):
 def interpreted(x, w, scale, config, num_sms=1, **options):
     with (
         use_device(dataclasses.replace(H200, num_sms=num_sms)),
-        tuning.override("quantized_matmul", config),
+        tuned_configs.override("quantized_matmul", config),
         interpret_mosaic_gpu(detect_races=True),
     ):
         return np.asarray(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import tuning
+from pallas_kernels import tuned_configs
 from pallas_kernels.mosaic import H200
 from pallas_kernels.scaled_matmul import quantize_fp8, reference, scaled_matmul, tunable
 from pallas_kernels.scaled_matmul.specs import SPECS
@@ -70,7 +70,7 @@ def test_every_candidate_of_the_tuner_is_right():
     arrays = tunable.arguments(problem)
     want = definition(*arrays)
     for config in tunable.candidates(problem, H200):
-        with tuning.override("scaled_matmul", config):
+        with tuned_configs.override("scaled_matmul", config):
             assert relative_error(kernel(*arrays), want) < RELATIVE[problem.out_dtype]
 
 

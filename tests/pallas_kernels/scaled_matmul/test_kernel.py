@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import tuned_configs, tuning
+from pallas_kernels import tuned_configs
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.mosaic import H200, use_device
 from pallas_kernels.scaled_matmul import (
@@ -33,7 +33,7 @@ FLAT = ScaledMatmulConfig(tile_m=64, tile_n=128, split="n", stages=3, store_slot
 def interpreted(arrays, config, num_sms=1, **options):
     with (
         use_device(dataclasses.replace(H200, num_sms=num_sms)),
-        tuning.override("scaled_matmul", config),
+        tuned_configs.override("scaled_matmul", config),
         interpret_mosaic_gpu(detect_races=True),
     ):
         # Without a name: a config asks for the kernel.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import tuning
+from pallas_kernels import tuned_configs
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.matmul.activations import ACTIVATIONS, activate
 from pallas_kernels.mosaic import H200, use_device
@@ -457,7 +457,7 @@ def test_dispatch_chooses():
     assert "dot_general" not in text(sparse)
     assert "dot_general" in text(full)  # nothing is pruned: unpacked and multiplied
     assert "dot_general" not in text(full, config=TileSparseConfig())
-    with tuning.override("tile_sparse_matmul", TileSparseConfig()):
+    with tuned_configs.override("tile_sparse_matmul", TileSparseConfig()):
         assert "dot_general" not in text(full)
     assert "dot_general" in text(sparse, implementation="xla")
     odd = dataclasses.replace(sparse, tile=32)

@@ -38,12 +38,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.mosaic.aliases import Ref, Scalar
 from pallas_kernels.mosaic.copies import CHUNK, chunked, smem_transforms
 from pallas_kernels.mosaic.device import DeviceSpec
+from pallas_kernels.mosaic.pipeline import launch, proxy_fence
 from pallas_kernels.paged_attention.config import BLOCK
 from pallas_kernels.paged_attention.inputs import Scores
 from pallas_kernels.paged_attention.lanes import (
     copy_page_ids,
     find_split,
-    proxy_fence,
     store_first_rows,
     take_ticket_and_count,
 )
@@ -149,10 +149,7 @@ def run(
             "work_empty": plgpu.Barrier(num_barriers=teams * 2),
             **of_fp8,
         },
-        grid=(min(device.num_sms, tiles * most_splits),),
-        grid_names=("worker",),
-        num_threads=2 * teams,
-        thread_name="warpgroup",
+        **launch(tiles * most_splits, device, "paged_attention", warpgroups=2 * teams),
         kernel_name="paged_attention",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(q, kv, table, lengths, num_new, layer, *given, pages)
