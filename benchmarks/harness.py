@@ -190,6 +190,9 @@ class Benchmark:
     """With wall time, how many calls are dispatched before they are awaited."""
     rotate: bool = True
     """Whether small inputs take turns; off where the inputs are state."""
+    read_bytes: Callable[[Params], float] | None = None
+    """What the implementation that reads least of the inputs reads, on one device: so
+    much decides how many take turns. By default all of the inputs."""
     count_kernels: bool = False
     """Whether to record how many kernels a call in JAX launches, as ``kernels``, and
     how long they take together, without the gaps, as ``kernel_us``."""
@@ -425,6 +428,8 @@ def _candidates(
     arrays = [a for a in jax.tree.leaves(sets) if isinstance(a, jax.Array)]
     num_devices = max((len(a.devices()) for a in arrays), default=1)
     nbytes = sum(a.nbytes for a in arrays) / num_devices
+    if benchmark.read_bytes is not None:
+        nbytes = benchmark.read_bytes(case.params)
     if benchmark.rotate and benchmark.time == "device":
         count = timing.number_of_sets(nbytes) if timing.on_gpu() else 2
         sets += [

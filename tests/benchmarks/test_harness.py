@@ -1,5 +1,6 @@
 """The harness measures, compares and merges; result files have their form."""
 
+import dataclasses
 import fcntl
 import json
 import re
@@ -594,3 +595,16 @@ def test_committed_results_have_the_form():
         assert path.parent.name == records.slug(record["device"]), path
         assert re.fullmatch(rf"{record['benchmark']}(_\w+)?", path.stem), path
         assert record["rows"], path
+
+
+def test_sets_are_counted_by_what_the_least_reader_reads(monkeypatch, fake_gpu):
+    counted = []
+    monkeypatch.setattr(
+        timing, "number_of_sets", lambda nbytes: counted.append(nbytes) or 2
+    )
+    one = benchmark(implementations={})
+    harness.run_case(one, one.cases[0], [], 1)
+    one = dataclasses.replace(one, read_bytes=lambda params: 3 * params["M"])
+    harness.run_case(one, one.cases[0], [], 1)
+    m, n, k = (one.cases[0].params[name] for name in "MNK")
+    assert counted[1] == 3 * m and counted[0] > 2 * k * (m + n) - 1
