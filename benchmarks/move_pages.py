@@ -18,7 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.harness import Benchmark, Case, Jax, Params
+from benchmarks.measure import command
+from benchmarks.measure.harness import Benchmark, Case, Jax, Params
 from benchmarks.paged_attention import Remembered, copy_rate
 from pallas_kernels.move_pages import move_pages
 from pallas_kernels.move_pages.specs import SPECS, MoveSpec
@@ -168,4 +169,4 @@ BENCHMARK = Benchmark(
 )
 
 if __name__ == "__main__":
-    BENCHMARK.main()
+    command.run(BENCHMARK)

@@ -10,7 +10,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from benchmarks.harness import Benchmark, Case, Jax
+from benchmarks.measure import command
+from benchmarks.measure.harness import Benchmark, Case, Jax
 from jaxscale.nn.quantized_linear import quantize_kernel
 from pallas_kernels.quantized_matmul import quantized_matmul, reference
 from pallas_kernels.quantized_matmul.specs import SPECS
@@ -81,4 +82,4 @@ BENCHMARK = Benchmark(
 )
 
 if __name__ == "__main__":
-    BENCHMARK.main()
+    command.run(BENCHMARK)

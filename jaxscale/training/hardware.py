@@ -169,7 +169,7 @@ A100 = Hardware(
     nic=22e9,
     host=22e9,
     memory=80e9,
-    origin="set so that MegaScale's published rows come out; see benchmarks/plan.py",
+    origin="set so that MegaScale's published rows come out; see benchmarks/publish/plan.py",
 )
 """One A100 SXM in a host with NVLink and 200 Gbit/s a GPU, as in MegaScale's paper."""
 

@@ -3,8 +3,8 @@
 import jax
 import numpy as np
 
-from benchmarks import command
 from benchmarks import move_pages as benchmark
+from benchmarks.measure import command
 
 
 def test_all_read_the_page_that_moved():

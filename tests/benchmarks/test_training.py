@@ -5,8 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks import equal_llama, torch_llama, training
-from benchmarks.harness import Case, Measurement, NoMeasurement
+from benchmarks import training
+from benchmarks.measure.harness import Case, Measurement, NoMeasurement
+from benchmarks.rivals import torch_llama
+from benchmarks.workloads import equal_llama
 from jaxscale.models import preset
 from jaxscale.sharding import MeshConfig
 from jaxscale.training import DataConfig, TrainConfig
