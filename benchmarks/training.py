@@ -148,6 +148,16 @@ REFERENCES = (
 """In the order in which losses are compared with them."""
 
 
+def runs(case: Case, name: str, op: str) -> bool:
+    """Whether an implementation of ours runs the kernels of a package in a case."""
+    params = DEFAULTS | case.params
+    if op == "collective_matmul":
+        return params["tensor"] > 1
+    if op == "scaled_matmul":
+        return "fp8" in name or params["quantization"] is not None
+    return True
+
+
 def devices(params: Mapping[str, Any]) -> int:
     """GPUs of a case."""
     given = DEFAULTS | dict(params)
@@ -507,7 +517,8 @@ BENCHMARK = Benchmark(
             {**_TINY, "pipe": 2, "tensor": 2, "microbatches": 2, "schedule": "gpipe"},
         ),
     ],
-    kernels=("varlen_attention", "collective_matmul"),
+    kernels=("varlen_attention", "collective_matmul", "scaled_matmul"),
+    runs=runs,
     devices=devices,
     inputs=lambda params, key: (),
     implementations={

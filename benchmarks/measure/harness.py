@@ -210,6 +210,8 @@ class Benchmark:
     """What the times are, if `measure` takes them; begins with ``wall time``."""
     kernels: Sequence[str] = ()
     """Packages of `pallas_kernels` that ours run; their changes make rows stale."""
+    runs: Callable[[Case, str, str], bool] = lambda case, name, op: True
+    """Whether an implementation runs those of a package in a case; by default all."""
     spec: Callable[[Case], str] = operator.attrgetter("name")
     """The name of a case among those of its kernels in ``tests/manifest.json``."""
     devices: Callable[[Params], int] = lambda params: 1

@@ -133,18 +133,28 @@ class History:
         files = map(str, kernel_code.sources(op))
         return self._git("diff", "--quiet", commit, "--", *files).returncode == 0
 
-    def stale(self, benchmark: Benchmark, case: Case, commit: str) -> str | None:
-        """Why the kernels of a case may not be those of a commit; None if they are."""
-        for op in benchmark.kernels:
+    def stale(
+        self, benchmark: Benchmark, case: Case, name: str, commit: str
+    ) -> str | None:
+        """Why the kernels of a row may not be those of a commit; None if they are.
+
+        Args:
+            benchmark: What has the row.
+            case: Of the row.
+            name: Of the implementation.
+            commit: At which it was measured.
+        """
+        ops = [op for op in benchmark.kernels if benchmark.runs(case, name, op)]
+        for op in ops:
             if self.unchanged(commit, op):
                 continue
             then = self.manifest(commit)
             if then is None or op not in then["kernels"]:
                 return f"{op} changed since {commit}, which has no manifest of it"
             before, now = then["kernels"][op], self.now["kernels"][op]
-            name = benchmark.spec(case)
-            alone = len(benchmark.kernels) == 1 and name in before and name in now
-            names = [name] if alone else sorted(before.keys() & now.keys())
+            spec = benchmark.spec(case)
+            alone = len(ops) == 1 and spec in before and spec in now
+            names = [spec] if alone else sorted(before.keys() & now.keys())
             if then["jax"] != self.now["jax"]:
                 return f"{op} changed since {commit}, and JAX did"
             if not names or any(before[n] != now[n] for n in names):
@@ -279,7 +289,7 @@ def _state(
     # Where none is called ours, as in a sequence of steps, each may run our kernels.
     if ours and row["implementation"] not in ours:
         return FRESH
-    return history.stale(benchmark, case, row["commit"]) or FRESH
+    return history.stale(benchmark, case, row["implementation"], row["commit"]) or FRESH
 
 
 def _seconds(

@@ -81,20 +81,47 @@ def test_stale_is_what_cannot_be_shown_to_be_the_same(repository):
     one = benchmark("op", cases=("a", "b", "unknown"))
     a, b, unknown = one.cases
     for old in (first, comment):
-        assert history.stale(one, a, old) is None
-        assert history.stale(one, b, old) == f"kernels of op changed since {old}"
+        assert history.stale(one, a, "mosaic_gpu", old) is None
+        assert (
+            history.stale(one, b, "mosaic_gpu", old)
+            == f"kernels of op changed since {old}"
+        )
         # Where its case is not written down, all of the op's must agree.
-        assert "kernels of op" in (history.stale(one, unknown, old) or "")
-    assert history.stale(one, b, last) is None
-    assert "has no manifest" in (history.stale(one, a, before) or "")
-    assert "has no manifest" in (history.stale(one, a, "0123456") or "")
+        assert "kernels of op" in (history.stale(one, unknown, "mosaic_gpu", old) or "")
+    assert history.stale(one, b, "mosaic_gpu", last) is None
+    assert "has no manifest" in (history.stale(one, a, "mosaic_gpu", before) or "")
+    assert "has no manifest" in (history.stale(one, a, "mosaic_gpu", "0123456") or "")
     # A model runs kernels of both at shapes of its own.
     both = benchmark("other", "op", cases=("a",))
-    assert "kernels of op" in (history.stale(both, both.cases[0], first) or "")
+    assert "kernels of op" in (
+        history.stale(both, both.cases[0], "mosaic_gpu", first) or ""
+    )
     # The files of the other are the same since before there was a manifest.
     other = benchmark("other")
-    assert history.stale(other, other.cases[0], before) is None
-    assert due.History(root).stale(benchmark(), a, "0123456") is None
+    assert history.stale(other, other.cases[0], "mosaic_gpu", before) is None
+    assert due.History(root).stale(benchmark(), a, "mosaic_gpu", "0123456") is None
+
+
+def test_kernels_that_a_row_does_not_run_make_it_no_older(repository):
+    root, commit = repository
+    old = commit("v = 1", KERNELS)
+    commit("v = 2", {"op": {"a": "k 9"}, "other": KERNELS["other"]})
+    runs = lambda case, name, op: op == "other" or case.params["M"] == 1  # noqa: E731
+    one = benchmark("other", "op", runs=runs)
+    history = due.History(root)
+    a, b = (history.stale(one, case, "mosaic_gpu", old) for case in one.cases)
+    assert a is None and b == f"kernels of op changed since {old}"
+
+
+def test_training_runs_collective_kernels_where_tensors_are_split():
+    one = due.load_benchmark("training")
+    by_name = {case.name: case for case in one.cases}
+    alone, split = by_name["llama_1b_4k"], by_name["llama3_8b_tp4"]
+    assert not one.runs(alone, "jaxscale", "collective_matmul")
+    assert one.runs(split, "jaxscale", "collective_matmul")
+    assert one.runs(alone, "jaxscale", "varlen_attention")
+    assert not one.runs(alone, "jaxscale", "scaled_matmul")
+    assert one.runs(alone, "jaxscale_fp8", "scaled_matmul")
 
 
 def test_changes_that_are_not_committed_count(repository):
@@ -102,9 +129,11 @@ def test_changes_that_are_not_committed_count(repository):
     head = commit("v = 1", None)
     commit("v = 1", KERNELS)
     one = benchmark("op")
-    assert due.History(root).stale(one, one.cases[0], head) is None
+    assert due.History(root).stale(one, one.cases[0], "mosaic_gpu", head) is None
     (root / "pallas_kernels" / "op" / "__init__.py").write_text("v = 3")
-    assert "changed since" in (due.History(root).stale(one, one.cases[0], head) or "")
+    assert "changed since" in (
+        due.History(root).stale(one, one.cases[0], "mosaic_gpu", head) or ""
+    )
 
 
 def test_another_jax_makes_other_kernels(repository):
@@ -112,7 +141,9 @@ def test_another_jax_makes_other_kernels(repository):
     old = commit("v = 1", KERNELS)
     commit("v = 2", KERNELS, version="2")
     one = benchmark("op")
-    assert "JAX did" in (due.History(root).stale(one, one.cases[0], old) or "")
+    assert "JAX did" in (
+        due.History(root).stale(one, one.cases[0], "mosaic_gpu", old) or ""
+    )
 
 
 def record(rows):
@@ -143,7 +174,7 @@ def record(rows):
 class Never:
     """Nothing changed but what is said."""
 
-    def stale(self, benchmark, case, commit):
+    def stale(self, benchmark, case, name, commit):
         return "changed" if commit == "old" else None
 
 
