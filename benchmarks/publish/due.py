@@ -171,6 +171,8 @@ def plan(
     history: History,
     tried: frozenset[records.Attempt],
     commit: str | None = None,
+    *,
+    stored_only: bool = False,
 ) -> list[Due]:
     """Every wanted case with its states, the fresh ones too, in the order of worth.
 
@@ -184,6 +186,8 @@ def plan(
         tried: What gave no row at this commit.
         commit: Whose rows of PyTorch are not measured again for being slower than a
             larger problem of theirs.
+        stored_only: Leaves out what has no row yet: a device beside the one that all
+            rows are wanted of.
 
     Raises:
         ValueError: a result file is damaged.
@@ -194,6 +198,10 @@ def plan(
     slow = {name: records.disturbed([*rows.values()]) for name, rows in stored.items()}
     for name, case, wanted, samples, topic in _wanted(lines, stored):
         benchmark, rows = load_benchmark(name), stored[name]
+        if stored_only:
+            wanted = [n for n in wanted if (*_identity(case), n) in rows]
+        if not wanted:
+            continue
         states, seconds = {}, 0.0
         for implementation in wanted:
             key = (*_identity(case), implementation)

@@ -385,9 +385,25 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _lines(args: argparse.Namespace) -> list[tuple[str, str]]:
+    return [one for one in COMMANDS if not args.topics or one[0] in args.topics]
+
+
+def stale_elsewhere(lines: Sequence[tuple[str, str]]) -> dict[str, list[Due]]:
+    """Cases of the other GPUs whose rows are stored, by the folder of each."""
+    folders = sorted(records.RESULTS.glob("nvidia_*"))
+    return {
+        folder.name: due.plan(
+            lines, [folder], due.History(), frozenset(), stored_only=True
+        )
+        for folder in folders
+        if folder.name != device_folder()
+    }
+
+
 def _found(args: argparse.Namespace, commit: str) -> list[Due]:
     """The plan of the topics chosen."""
-    lines = [one for one in COMMANDS if not args.topics or one[0] in args.topics]
+    lines = _lines(args)
     device = device_folder()
     folders = [folder / device for folder in dict.fromkeys([records.RESULTS, args.out])]
     tried = records.attempts(args.out / ATTEMPTS, commit)
@@ -426,6 +442,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     if args.plan:
         show(found, len(names) or None)
+        if not args.load:
+            for device, others in stale_elsewhere(_lines(args)).items():
+                print(f"\nStored rows of {device}, which such a GPU measures:")
+                show(others, None)
         if args.save:
             due.save(found, args.save)
         return 0

@@ -374,3 +374,23 @@ def test_what_no_command_line_tells_apart_runs_once(monkeypatch, tmp_path):
     # Where only some are due the line measures the others too, but once.
     ((_, some),) = due.processes([found[0], found[2]])
     assert [c.case for c in some] == [one.cases[0], one.cases[2]]
+
+
+def test_of_another_gpu_stored_rows_alone_are_wanted(monkeypatch, tmp_path):
+    one = benchmark("op", cases=("a", "b"))
+    rows = [("a", 0, "mosaic_gpu", None, {"commit": "old"})]
+    plan(monkeypatch, tmp_path, one, rows)
+    history: due.History = Never()  # type: ignore[assignment]
+    found = due.plan(
+        [("t", "fake")], [tmp_path / "cpu"], history, frozenset(), stored_only=True
+    )
+    assert [(each.case.name, each.states) for each in found] == [
+        ("a", {"mosaic_gpu": "changed"})
+    ]
+
+
+def test_a_plan_lists_every_gpu_that_has_rows(monkeypatch):
+    monkeypatch.setattr(suite, "gpu_names", lambda: [])
+    found = suite.stale_elsewhere([("training", "training")])
+    (device,) = found
+    assert device.startswith("nvidia_h100") and found[device]
