@@ -150,7 +150,7 @@ REFERENCES = (
 
 def runs(case: Case, name: str, op: str) -> bool:
     """Whether an implementation of ours runs the kernels of a package in a case."""
-    params = DEFAULTS | case.params
+    params = {**DEFAULTS, **case.params}
     if op == "collective_matmul":
         return params["tensor"] > 1
     if op == "scaled_matmul":

@@ -390,7 +390,7 @@ def test_of_another_gpu_stored_rows_alone_are_wanted(monkeypatch, tmp_path):
 
 
 def test_a_plan_lists_every_gpu_that_has_rows(monkeypatch):
-    monkeypatch.setattr(suite, "gpu_names", lambda: [])
+    monkeypatch.setattr(suite, "gpu_names", list)
     found = suite.stale_elsewhere([("training", "training")])
     (device,) = found
     assert device.startswith("nvidia_h100") and found[device]
