@@ -48,7 +48,7 @@ format: $(STAMP)
 	$(if $(wildcard examples/*.py),$(BIN)/jupytext --sync --quiet examples/*.py)
 
 tables: $(STAMP)  ## Rewrite the tables and plots of README and docs from benchmarks/results.
-	$(BIN)/python -m benchmarks.tables
+	$(BIN)/python -m benchmarks.publish.tables
 
 docs: $(STAMP)  ## The site, with the notebooks run; JAXSCALE_NOTEBOOKS=off leaves them.
 	JAXSCALE_NOTEBOOKS=$(or $(JAXSCALE_NOTEBOOKS),cache) $(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html

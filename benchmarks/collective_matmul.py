@@ -39,11 +39,12 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import collective_baselines as baselines
-from benchmarks import loops, timing, torch_collective, torch_processes
-from benchmarks.collective_baselines import AXIS
-from benchmarks.harness import Benchmark, Case, Custom, NoMeasurement, Results
-from benchmarks.loops import Check, Form, Operand, Problem
+from benchmarks.measure import command, loops, timing
+from benchmarks.measure.harness import Benchmark, Case, Custom, NoMeasurement, Results
+from benchmarks.measure.loops import Check, Form, Operand, Problem
+from benchmarks.rivals import collective_baselines as baselines
+from benchmarks.rivals import torch_collective, torch_processes
+from benchmarks.rivals.collective_baselines import AXIS
 from pallas_kernels import collective_matmul
 from pallas_kernels.collective_matmul.all_reduce import (
     Workspace,
@@ -168,7 +169,7 @@ def problem(params: Mapping[str, Any], names: Sequence[str]) -> Problem:
         derived=derived,
         forms=[form for form in forms(params) if form.name in names],
         checks=checks(params),
-        num_sets=loops.number_of_sets(touched * BF16_BYTES),
+        num_sets=timing.number_of_sets(touched * BF16_BYTES, loops.MAX_SETS),
         seconds=estimate(params),
     )
 
@@ -558,4 +559,4 @@ def prepare_devices(argv: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     prepare_devices(sys.argv[1:])
-    BENCHMARK.main()
+    command.run(BENCHMARK)

@@ -1,8 +1,8 @@
 """Held-out loss of what changes the algorithm or its numbers, on equal bytes of text.
 
 Small LLaMA-style models learn bytes of CPython's own library source and documentation
-(`benchmarks.byte_text`). All begin with the same seeds and read the same rows in the
-same order; what differs is
+(`benchmarks.workloads.byte_text`). All begin with the same seeds and read the same rows
+in the same order; what differs is
 
 - ``serial``: serial blocks, full attention, AdamW: the baseline;
 - ``parallel``: attention and feed-forward network side by side, under one norm;
@@ -45,8 +45,9 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from benchmarks import byte_text
-from benchmarks.harness import Benchmark, Case, Custom, Measurement, Results
+from benchmarks.measure import command
+from benchmarks.measure.harness import Benchmark, Case, Custom, Measurement, Results
+from benchmarks.workloads import byte_text
 from jaxscale import models, sharding, training
 
 
@@ -334,4 +335,4 @@ BENCHMARK = Benchmark(
 
 
 if __name__ == "__main__":
-    BENCHMARK.main()
+    command.run(BENCHMARK)

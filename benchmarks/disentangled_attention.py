@@ -23,10 +23,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import timing
-from benchmarks.attention_baselines import want_package
-from benchmarks.harness import Benchmark, Case, Jax, Params, Torch
+from benchmarks.measure import command, timing
+from benchmarks.measure.harness import Benchmark, Case, Jax, Params, Torch
 from benchmarks.paged_attention import Remembered
+from benchmarks.rivals.attention_baselines import want_package
 from pallas_kernels.varlen_attention import (
     RelativeBias,
     RelativeBuckets,
@@ -341,4 +341,4 @@ BENCHMARK = Benchmark(
 )
 
 if __name__ == "__main__":
-    BENCHMARK.main()
+    command.run(BENCHMARK)

@@ -23,8 +23,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import encoder, torch_encoder
-from benchmarks.harness import Benchmark, Jax, Params, Torch
+from benchmarks import encoder
+from benchmarks.measure import command
+from benchmarks.measure.harness import Benchmark, Jax, Params, Torch
+from benchmarks.rivals import torch_encoder
 from jaxscale.inference import Encoder
 from jaxscale.inference.encoder.encode_plan import plan_rows
 from jaxscale.models.tokenizer import EncodedText, Tokenizer
@@ -155,4 +157,4 @@ BENCHMARK = Benchmark(
 )
 
 if __name__ == "__main__":
-    BENCHMARK.main()
+    command.run(BENCHMARK)

@@ -33,9 +33,18 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks import plain_encoder, timing, torch_encoder
-from benchmarks.harness import Benchmark, Case, Jax, Params, Results, Torch, run_case
-from benchmarks.plain_encoder import Switches
+from benchmarks.measure import command, timing
+from benchmarks.measure.harness import (
+    Benchmark,
+    Case,
+    Jax,
+    Params,
+    Results,
+    Torch,
+    run_case,
+)
+from benchmarks.rivals import plain_encoder, torch_encoder
+from benchmarks.rivals.plain_encoder import Switches
 from jaxscale import models
 from pallas_kernels.varlen_attention.specs import bytetransformer
 
@@ -247,4 +256,4 @@ BENCHMARK = Benchmark(
 BENCHMARK.measure = measure_with(MAKERS, BENCHMARK)
 
 if __name__ == "__main__":
-    BENCHMARK.main()
+    command.run(BENCHMARK)

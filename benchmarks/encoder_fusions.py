@@ -26,7 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import encoder
-from benchmarks.harness import Benchmark, Case, Jax, Params
+from benchmarks.measure import command
+from benchmarks.measure.harness import Benchmark, Case, Jax, Params
 from jaxscale.nn.norms import layer_norm
 from pallas_kernels import layer_norm as kernels
 from pallas_kernels.matmul import dense, gelu
@@ -259,4 +260,4 @@ BENCHMARK = Benchmark(
 )
 
 if __name__ == "__main__":
-    BENCHMARK.main()
+    command.run(BENCHMARK)

@@ -18,7 +18,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from benchmarks import encoder
-from benchmarks.harness import Benchmark, Jax, Params
+from benchmarks.measure import command
+from benchmarks.measure.harness import Benchmark, Jax, Params
 
 
 def _step(packed: bool, switches: Mapping[str, Any], params: Params) -> Callable:
@@ -68,4 +69,4 @@ BENCHMARK = Benchmark(
 BENCHMARK.measure = encoder.measure_with(MAKERS, BENCHMARK)
 
 if __name__ == "__main__":
-    BENCHMARK.main()
+    command.run(BENCHMARK)

@@ -27,10 +27,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks import encoder, plain_encoder, timing
-from benchmarks.attention_baselines import want_package
-from benchmarks.harness import Benchmark, Case, Jax, Params, Torch
-from benchmarks.plain_encoder import Switches
+from benchmarks import encoder
+from benchmarks.measure import command, timing
+from benchmarks.measure.harness import Benchmark, Case, Jax, Params, Torch
+from benchmarks.rivals import plain_encoder
+from benchmarks.rivals.attention_baselines import want_package
+from benchmarks.rivals.plain_encoder import Switches
 from jaxscale import models, training
 from jaxscale.training.data.labeled import LabeledBatch
 from jaxscale.training.losses import LossSums
@@ -355,4 +357,4 @@ BENCHMARK = Benchmark(
 )
 
 if __name__ == "__main__":
-    BENCHMARK.main()
+    command.run(BENCHMARK)

@@ -14,7 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.harness import Benchmark, Case, Jax, Params, Torch
+from benchmarks.measure import command
+from benchmarks.measure.harness import Benchmark, Case, Jax, Params, Torch
 from pallas_kernels.layer_norm import layer_norm
 from pallas_kernels.layer_norm.specs import SPECS
 
@@ -116,4 +117,4 @@ BENCHMARK = Benchmark(
 )
 
 if __name__ == "__main__":
-    BENCHMARK.main()
+    command.run(BENCHMARK)

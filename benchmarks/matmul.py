@@ -5,7 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from benchmarks.harness import Benchmark, Case, Jax
+from benchmarks.measure import command
+from benchmarks.measure.harness import Benchmark, Case, Jax
 from pallas_kernels.matmul import matmul
 from pallas_kernels.matmul.specs import SPECS
 
@@ -42,4 +43,4 @@ BENCHMARK = Benchmark(
 )
 
 if __name__ == "__main__":
-    BENCHMARK.main()
+    command.run(BENCHMARK)

@@ -20,8 +20,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import timing
-from benchmarks.harness import Benchmark, Case, Jax, Params, Torch
+from benchmarks.measure import command, timing
+from benchmarks.measure.harness import Benchmark, Case, Jax, Params, Torch
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.specs import SPECS, PagedSpec
 
@@ -366,4 +366,4 @@ BENCHMARK = Benchmark(
 )
 
 if __name__ == "__main__":
-    BENCHMARK.main()
+    command.run(BENCHMARK)

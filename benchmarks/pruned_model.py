@@ -42,8 +42,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks import byte_text, records, timing
+from benchmarks.measure import records, timing
 from benchmarks.pruning_accuracy import SETUPS, Experiment
+from benchmarks.workloads import byte_text
 from jaxscale import models, pruning
 from jaxscale.models.stack import unstacked
 from pallas_kernels.tile_sparse_matmul import TileSparse

@@ -12,8 +12,8 @@ made anew in each, so seeds may run side by side on one GPU, with an ``--out`` e
 twenty-five times a hundred of tuning: enough to tell the patterns apart, not to say
 what a model that was trained to the end would lose.
 
-What the corpus is and does not show: `benchmarks.byte_text`. Differences between
-patterns are what it is for.
+What the corpus is and does not show: `benchmarks.workloads.byte_text`. Differences
+between patterns are what it is for.
 
 Metrics: `bits_per_byte` after tuning, `pruned_bits` before it, `sparsity` of the pruned
 layers and of all parameters (`sparsity_all`), the share of the score that is kept, and
@@ -33,8 +33,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks import byte_text
-from benchmarks.harness import (
+from benchmarks.measure import command
+from benchmarks.measure.harness import (
     Benchmark,
     Case,
     Custom,
@@ -42,6 +42,7 @@ from benchmarks.harness import (
     NoMeasurement,
     Results,
 )
+from benchmarks.workloads import byte_text
 from jaxscale import models, pruning, training
 
 
@@ -319,4 +320,4 @@ BENCHMARK = Benchmark(
 
 
 if __name__ == "__main__":
-    BENCHMARK.main()
+    command.run(BENCHMARK)

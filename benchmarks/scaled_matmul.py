@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.harness import Benchmark, Case, Jax, Params, Torch
+from benchmarks.measure import command
+from benchmarks.measure.harness import Benchmark, Case, Jax, Params, Torch
 from pallas_kernels.matmul import matmul
 from pallas_kernels.scaled_matmul import quantize_fp8, reference, scaled_matmul
 from pallas_kernels.scaled_matmul.specs import SPECS
@@ -176,4 +177,4 @@ BENCHMARK = Benchmark(
 )
 
 if __name__ == "__main__":
-    BENCHMARK.main()
+    command.run(BENCHMARK)

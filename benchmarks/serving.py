@@ -42,8 +42,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks import timing
-from benchmarks.harness import Benchmark, Case, Custom, Measurement, Params
+from benchmarks.measure import command, timing
+from benchmarks.measure.harness import Benchmark, Case, Custom, Measurement, Params
 
 
 OURS = ("jaxscale", "concurrent", "serial", "static", "windowed")
@@ -192,7 +192,7 @@ def random_model(params: Params, seed: int) -> Any:
 
 def load_of(params: dict[str, Any], seed: int) -> Any:
     """The requests of a case of either kind."""
-    from benchmarks import serving_policies as policies
+    from benchmarks.workloads import serving_policies as policies
 
     vocab_size = config_of(params).vocab_size
     if "context" not in params:
@@ -223,7 +223,7 @@ def _started(
     policy: str, params: dict[str, Any], load: Any, seed: int
 ) -> tuple[list[Any], Callable[[Any], list[Any]], dict[str, float]]:
     """The engines of a policy, how they serve a load, and what starting them took."""
-    from benchmarks import serving_policies as policies
+    from benchmarks.workloads import serving_policies as policies
 
     model = random_model(params, seed)
     start = time.perf_counter()
@@ -278,7 +278,7 @@ def _timed(
     run: Callable[[Any], list[Any]],
     costs: dict[str, float],
 ) -> Any:
-    from benchmarks import serving_policies as policies
+    from benchmarks.workloads import serving_policies as policies
 
     policies.alone(engines[0], load, [0])
     # Without joining a load takes minutes, and all steps have one shape.
@@ -309,7 +309,7 @@ def _peak_gib(name: str) -> float | None:
 def _summary(
     runs: Sequence[Any], solo: dict[int, float] | None, costs: dict[str, float]
 ) -> dict[str, Any]:
-    from benchmarks import serving_policies as policies
+    from benchmarks.workloads import serving_policies as policies
 
     found = [policies.figures(run, solo) for run in runs]
     return {
@@ -321,8 +321,8 @@ def _summary(
 
 @timing.turn()
 def _serve_torch(policy: str, params: dict[str, Any], seed: int, samples: int) -> Any:
-    from benchmarks import serving_policies as policies
-    from benchmarks import torch_serving
+    from benchmarks.rivals import torch_serving
+    from benchmarks.workloads import serving_policies as policies
 
     config, load = config_of(params), load_of(params, seed)
     shape = {
@@ -490,7 +490,7 @@ def bars(
         rounds: How often each is measured.
         seed: Of everything.
     """
-    from benchmarks import serving_policies as policies
+    from benchmarks.workloads import serving_policies as policies
 
     case = {"workload": "sharegpt", "requests": requests, "shrink": shrink}
     load = policies.make_load(
@@ -527,25 +527,6 @@ def _shown(found: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in found.items())
 
 
-def small_model(d_model: int = 128, num_layers: int = 2) -> Any:
-    """A decoder whose steps take a CPU about a millisecond."""
-    from flax import nnx
-
-    from jaxscale import models
-
-    config = models.DecoderConfig(
-        vocab_size=512,
-        d_model=d_model,
-        num_layers=num_layers,
-        num_heads=4,
-        num_kv_heads=1,
-        head_dim=d_model // 4,
-        d_ff=4 * d_model,
-        max_seq_len=2048,
-    )
-    return models.Decoder(config, rngs=nnx.Rngs(0))
-
-
 _KINDS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys((*OURS, *SUMS), _serve_ours),
     **dict.fromkeys(TORCH, _serve_torch),
@@ -560,12 +541,13 @@ if __name__ == "__main__":
             result["metrics"]["peak_gib"] = peak
         print(json.dumps(result))
     elif sys.argv[1:2] == ["bars"]:
-        sys.exit(
-            not bars(small_model(), requests=160, slots=8, shrink=4, rounds=3).held
-        )
+        from benchmarks.workloads import serving_policies as policies
+
+        model = policies.small_model()
+        sys.exit(not bars(model, requests=160, slots=8, shrink=4, rounds=3).held)
     elif sys.argv[1:2] == ["server"]:
-        from benchmarks import serving_http
+        from benchmarks.workloads import serving_http
 
         sys.exit(not serving_http.compare().held)
     else:
-        BENCHMARK.main()
+        command.run(BENCHMARK)

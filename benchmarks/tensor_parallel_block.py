@@ -24,11 +24,11 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import loops
-from benchmarks.collective_baselines import AXIS, LATENCY_HIDING
 from benchmarks.collective_matmul import prepare_devices
-from benchmarks.harness import Benchmark, Case, Custom, Results
-from benchmarks.loops import Check, Form, Operand, Problem
+from benchmarks.measure import command, loops
+from benchmarks.measure.harness import Benchmark, Case, Custom, Results
+from benchmarks.measure.loops import Check, Form, Operand, Problem
+from benchmarks.rivals.collective_baselines import AXIS, LATENCY_HIDING
 from jaxscale import nn
 from pallas_kernels.collective_matmul import (
     all_gather_matmul,
@@ -338,4 +338,4 @@ BENCHMARK = Benchmark(
 
 if __name__ == "__main__":
     prepare_devices(sys.argv[1:])
-    BENCHMARK.main()
+    command.run(BENCHMARK)

@@ -9,7 +9,8 @@ features left out where it leaves them out. ``length`` 1 is the size of a step o
 decoding, of which a block has everything but the reading of a cache. ``fwd_bwd`` is
 forward, gradient of the input and gradients of the kept weights, as in training under a
 frozen mask. Kernels of one case are told apart by ``implementation``; ``int8`` are
-ours, quantized; ``cusparselt_2_4`` are layers in PyTorch: `benchmarks.torch_two_four`.
+ours, quantized; ``cusparselt_2_4`` are layers in PyTorch:
+`benchmarks.rivals.torch_two_four`.
 
 Times are those of all ``layers`` of the model that was pruned, one after another, each
 with an input of its own: blocks keep unequal shares, and the bits per byte are those of
@@ -29,10 +30,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from benchmarks import byte_text, pruned_model, torch_two_four
+from benchmarks import pruned_model
 from benchmarks import tile_sparse_matmul as products
-from benchmarks.harness import Benchmark, Case, Custom, Measurement, Params
+from benchmarks.measure import command
+from benchmarks.measure.harness import Benchmark, Case, Custom, Measurement, Params
 from benchmarks.pruned_model import normal
+from benchmarks.rivals import torch_two_four
+from benchmarks.workloads import byte_text
 from jaxscale import models
 from jaxscale.nn import (
     MLP,
@@ -401,4 +405,4 @@ BENCHMARK = Benchmark(
 )
 
 if __name__ == "__main__":
-    BENCHMARK.main()
+    command.run(BENCHMARK)

@@ -31,8 +31,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import harness, pruned_model, timing
-from benchmarks.harness import (
+from benchmarks import pruned_model
+from benchmarks.measure import command, harness, timing
+from benchmarks.measure.harness import (
     ROUNDS,
     Benchmark,
     Case,
@@ -277,7 +278,7 @@ def compiled(form: Form) -> Compiled:
 
     def define(operands: tuple) -> Callable:
         with jax.default_matmul_precision("highest"):
-            lowered = jax.jit(form.exact).lower(*harness._to_fp32(operands))
+            lowered = jax.jit(form.exact).lower(*harness.to_fp32(operands))
             return lowered.compile(options)
 
     def build(operands: tuple) -> timing.Compiled:
@@ -314,23 +315,23 @@ def make_ready(done: Compiled) -> Ready:
     """Makes all operands and compares."""
     form, sets = done.form, [done.operands]
     nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(sets[0]))
-    count = timing.number_of_sets(nbytes) if timing.on_gpu() else 2
+    count = timing.number_of_sets(nbytes)
     sets += [
         tuple(form.operands(100 * i, layer) for layer in range(form.layers))
         for i in range(1, count)
     ]
     metrics = done.costs | (form.metrics(sets[0]) if form.metrics else {})
-    wants = {i: exact(*harness._to_fp32(sets[0][i])) for i, exact in done.exact.items()}
+    wants = {i: exact(*harness.to_fp32(sets[0][i])) for i, exact in done.exact.items()}
 
     def function(*layers: tuple) -> list[Any]:
         return [f(*own) for f, own in zip(done.functions, layers, strict=True)]
 
     if form.torch:
-        tensors = harness._to_torch(sets)
+        tensors = harness.to_torch(sets)
         if prepare := form.prepare:
             tensors = [tuple(prepare(*own) for own in layers) for layers in tensors]
         output, costs = timing.torch_first_calls(function, tensors[0])
-        found, metrics = harness._from_torch(output), metrics | costs
+        found, metrics = harness.from_torch(output), metrics | costs
         take = functools.partial(timing.torch_device_time, function, tensors)
     else:
         found = jax.block_until_ready(function(*sets[0]))
@@ -357,7 +358,7 @@ def _max_rel_error(found: Any, want: Any) -> float:
         all_finite = jnp.all(jnp.stack(finite))
         return jnp.where(all_finite, jnp.max(jnp.stack(errors)), jnp.inf)
 
-    return float(worst(harness._to_fp32(jax.tree.map(jnp.asarray, found)), want))
+    return float(worst(harness.to_fp32(jax.tree.map(jnp.asarray, found)), want))
 
 
 def measure(
@@ -503,4 +504,4 @@ BENCHMARK = Benchmark(
 )
 
 if __name__ == "__main__":
-    BENCHMARK.main()
+    command.run(BENCHMARK)

@@ -2,11 +2,11 @@
 
 Each implementation runs in a child process of this command, one after the other, so
 that none shares its memory. All begin with the same weights and read the same random
-tokens (`benchmarks.equal_llama`); all train fp32 parameters with AdamW in bf16, with
-gradient clipping. The time is the median wall time of a step that is awaited. Both
-conventions of model FLOP/s utilization count useful work only: 6 FLOPs a parameter and
-token plus attention, the whole matrix (`mfu_full`) or the causal half (`mfu_causal`),
-over the dense bf16 peak of the data sheet of all GPUs.
+tokens (`benchmarks.workloads.equal_llama`); all train fp32 parameters with AdamW in
+bf16, with gradient clipping. The time is the median wall time of a step that is
+awaited. Both conventions of model FLOP/s utilization count useful work only: 6 FLOPs a
+parameter and token plus attention, the whole matrix (`mfu_full`) or the causal half
+(`mfu_causal`), over the dense bf16 peak of the data sheet of all GPUs.
 
 - ``jaxscale``: every layer compiled, nothing recomputed; attention by our kernel; over
   `tensor` the fused kernels.
@@ -19,12 +19,12 @@ over the dense bf16 peak of the data sheet of all GPUs.
   `mfu_full` and `mfu_causal` are over the peak of bf16 like all others; `mfu_fp8_full`
   and `mfu_fp8_causal` are the time that the data sheet asks for, over that of the step:
   these products at twice the peak of bf16, attention and output projection at once.
-- ``plain_jax``: `benchmarks.plain_training`, without jaxscale: cuDNN's attention, XLA's
-  collectives; no pipelines, no parts of rows, no packed rows.
+- ``plain_jax``: `benchmarks.rivals.plain_training`, without jaxscale: cuDNN's
+  attention, XLA's collectives; no pipelines, no parts of rows, no packed rows.
 - ``plain_jax_overlap``: the same with these flags.
-- ``torch_compile``: `benchmarks.torch_training`: `torch.compile`, fused AdamW, SDPA;
-  FSDP2 and DTensor's tensor parallelism on several GPUs; no pipelines, no parts of
-  rows, no window. ``torch_compile_graphs``: the same on one GPU with CUDA graphs of
+- ``torch_compile``: `benchmarks.rivals.torch_training`: `torch.compile`, fused AdamW,
+  SDPA; FSDP2 and DTensor's tensor parallelism on several GPUs; no pipelines, no parts
+  of rows, no window. ``torch_compile_graphs``: the same on one GPU with CUDA graphs of
   forward and backward pass (reduce-overhead).
 
 Losses of the first `PARITY_STEPS` steps are compared: with plain JAX, or else PyTorch,
@@ -59,14 +59,17 @@ from typing import Any
 
 import jax
 
-from benchmarks import (
-    equal_llama,
-    jaxscale_training,
-    plain_training,
-    timing,
-    torch_processes,
+from benchmarks.measure import command, timing
+from benchmarks.measure.harness import (
+    Benchmark,
+    Case,
+    Custom,
+    Measurement,
+    Results,
+    run_case,
 )
-from benchmarks.harness import Benchmark, Case, Custom, Measurement, Results, run_case
+from benchmarks.rivals import plain_training, torch_processes
+from benchmarks.workloads import equal_llama, jaxscale_training
 from jaxscale import training
 from jaxscale.sharding import use_xla_flags
 
@@ -143,6 +146,16 @@ REFERENCES = (
     "jaxscale_fp8_tensorwise",
 )
 """In the order in which losses are compared with them."""
+
+
+def runs(case: Case, name: str, op: str) -> bool:
+    """Whether an implementation of ours runs the kernels of a package in a case."""
+    params = {**DEFAULTS, **case.params}
+    if op == "collective_matmul":
+        return params["tensor"] > 1
+    if op == "scaled_matmul":
+        return "fp8" in name or params["quantization"] is not None
+    return True
 
 
 def devices(params: Mapping[str, Any]) -> int:
@@ -504,7 +517,8 @@ BENCHMARK = Benchmark(
             {**_TINY, "pipe": 2, "tensor": 2, "microbatches": 2, "schedule": "gpipe"},
         ),
     ],
-    kernels=("varlen_attention", "collective_matmul"),
+    kernels=("varlen_attention", "collective_matmul", "scaled_matmul"),
+    runs=runs,
     devices=devices,
     inputs=lambda params, key: (),
     implementations={
@@ -539,4 +553,4 @@ if __name__ == "__main__":
         name, job = json.loads(sys.argv[2])
         print(json.dumps(train(name, job)))
     else:
-        BENCHMARK.main()
+        command.run(BENCHMARK)

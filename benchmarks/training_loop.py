@@ -27,8 +27,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks import timing
-from benchmarks.harness import Benchmark, Case, Custom, Measurement, Params
+from benchmarks.measure import command, timing
+from benchmarks.measure.harness import Benchmark, Case, Custom, Measurement, Params
 from jaxscale import models, training
 from jaxscale.nn.packing import PackedBatch
 from jaxscale.sharding import MeshConfig, make_mesh
@@ -239,4 +239,4 @@ BENCHMARK = Benchmark(
 )
 
 if __name__ == "__main__":
-    BENCHMARK.main()
+    command.run(BENCHMARK)

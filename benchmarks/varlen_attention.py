@@ -8,9 +8,9 @@ Every implementation gets the same random packed sequences, laid out as it wants
 before it is timed, in as many sets as pass through the L2 cache twice. Packed buffers
 are rounded up to 64 rows, padded rows to the longest sequence and a multiple of 8.
 Rates count useful work alone, that of the gradients 2.5 times that of the result.
-Errors are those of `benchmarks.attention_definition`; ``norm_error`` is by norms.
-Cases with windows, softcap, sinks or ALiBi say so in `features`, and what cannot do
-that says so.
+Errors are those of `benchmarks.rivals.attention_definition`; ``norm_error`` is by
+norms. Cases with windows, softcap, sinks or ALiBi say so in `features`, and what cannot
+do that says so.
 
 Programs of several cases are compiled at once, in threads, before the first is timed.
 """
@@ -28,11 +28,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import attention_baselines as baselines
-from benchmarks import attention_definition as definition
-from benchmarks import harness, timing, torch_attention
-from benchmarks.attention_baselines import Form, rounded
-from benchmarks.harness import (
+from benchmarks.measure import command, harness, timing
+from benchmarks.measure.harness import (
     Benchmark,
     Case,
     Custom,
@@ -41,6 +38,10 @@ from benchmarks.harness import (
     Params,
     Results,
 )
+from benchmarks.rivals import attention_baselines as baselines
+from benchmarks.rivals import attention_definition as definition
+from benchmarks.rivals import torch_attention
+from benchmarks.rivals.attention_baselines import Form, rounded
 from pallas_kernels.varlen_attention.specs import (
     SPECS,
     VarlenSpec,
@@ -246,9 +247,9 @@ def _make_ready(
     sets = [lay(*arrays) for arrays in packed]
     if program is None:
         function = form.function(prepared.gradient)
-        sets = [harness._to_torch(operands) for operands in sets]
+        sets = [harness.to_torch(operands) for operands in sets]
         output, costs = timing.torch_first_calls(function, sets[0])
-        found = harness._from_torch(output)
+        found = harness.from_torch(output)
         timer = timing.torch_device_time
     else:
         function, costs = program.program, program.costs
@@ -270,7 +271,7 @@ def run(prepared: Prepared, names: Sequence[str], samples: int) -> Results:
     draw = prepared.draw.result()
     packed = [draw(np.uint32(0))]
     nbytes = sum(x.nbytes for x in packed[0])
-    count = timing.number_of_sets(nbytes) if timing.on_gpu() else 2
+    count = timing.number_of_sets(nbytes)
     count = min(count, max(2, samples // ROUNDS))
     packed += [draw(np.uint32(i)) for i in range(1, count)]
     wanted = definition.expected(spec, packed[0], prepared.definition)
@@ -367,4 +368,4 @@ BENCHMARK = Benchmark(
 )
 
 if __name__ == "__main__":
-    BENCHMARK.main()
+    command.run(BENCHMARK)

@@ -15,13 +15,11 @@ not with comments and docstrings, and a stale one costs time and hides nothing.
 """
 
 import argparse
-import ast
 import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import core as mosaic
 
-import pallas_kernels
+from benchmarks.publish import kernel_code
 from pallas_kernels.collective_matmul import (
     all_gather_matmul,
     matmul_all_reduce,
@@ -70,7 +68,6 @@ FP32 = jnp.dtype(jnp.float32)
 INT32 = jnp.dtype(jnp.int32)
 
 PATH = Path(__file__).with_suffix(".json")
-PACKAGE = Path(pallas_kernels.__file__).parent
 
 MULTICAST_MARKS = (
     "mosaic_gpu.multimem_used",
@@ -382,46 +379,9 @@ def differences(op: str, cases: Iterator[Case]) -> Iterator[tuple[Case, str]]:
             yield case, now
 
 
-# --- The code that an op is made of ---------------------------------------------------
-
-
-def sources(op: str) -> list[Path]:
-    """The package of an op, those that it imports, and what all ops share."""
-    packages, todo = set(), {op, "mosaic"}
-    files = {Path(__file__), PACKAGE / "tuned" / f"{H200.name}.json"}
-    files.update(PACKAGE.glob("*.py"))
-    while todo:
-        package = todo.pop()
-        packages.add(package)
-        for path in PACKAGE.joinpath(package).glob("**/*.py"):
-            files.add(path)
-            found = re.findall(r"pallas_kernels\.(\w+)", path.read_text())
-            todo |= {n for n in found if PACKAGE.joinpath(n).is_dir()} - packages
-    return sorted(files)
-
-
 def digest(op: str) -> str:
-    """A hash of all syntax and tuned configs that the kernels of an op come from."""
-    total = hashlib.sha256()
-    for path in sources(op):
-        text = path.read_text()
-        total.update((syntax(text) if path.suffix == ".py" else text).encode())
-    return total.hexdigest()[:12]
-
-
-def syntax(text: str) -> str:
-    """The code without comments, docstrings and places."""
-    tree = ast.parse(text)
-    for node in ast.walk(tree):
-        if isinstance(body := getattr(node, "body", None), list):
-            node.body = [
-                part
-                for part in body
-                if not (
-                    isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant)
-                )
-            ]
-    return ast.dump(tree)
+    """A hash of all that the kernels of an op come from: its code and its cases."""
+    return kernel_code.digest(sorted([Path(__file__), *kernel_code.sources(op)]))
 
 
 # --- The file -------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from benchmarks.publish import kernel_code
 from pallas_kernels import tuned_configs
 from pallas_kernels.matmul import MatmulConfig
 from tests import manifest
@@ -85,9 +86,9 @@ def test_another_config_is_another_kernel():
 
 
 def test_digests_follow_the_code_and_not_its_comments():
-    code = manifest.syntax('def f(x):\n    """One."""\n    return x + 1\n')
-    assert code == manifest.syntax("# Two.\n\ndef f(x):\n    return x + 1  # three")
-    assert code != manifest.syntax("def f(x):\n    return x + 2")
-    names = {path.parent.name for path in manifest.sources("collective_matmul")}
+    code = kernel_code.syntax('def f(x):\n    """One."""\n    return x + 1\n')
+    assert code == kernel_code.syntax("# Two.\n\ndef f(x):\n    return x + 1  # three")
+    assert code != kernel_code.syntax("def f(x):\n    return x + 2")
+    names = {path.parent.name for path in kernel_code.sources("collective_matmul")}
     assert {"collective_matmul", "matmul", "mosaic", "tuned"} <= names
     assert "varlen_attention" not in names

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from jax import lax
 
-from benchmarks import collective_baselines as baselines
 from benchmarks import collective_matmul as benchmark
-from benchmarks import command, loops, records, timing
-from benchmarks.collective_baselines import AXIS
+from benchmarks.measure import command, loops, records, timing
+from benchmarks.rivals import collective_baselines as baselines
+from benchmarks.rivals.collective_baselines import AXIS
 from pallas_kernels.mosaic import H200, use_device
 from tests.compiled import compile_for_h200
 from tests.lowering import CUSTOM_CALL, MULTICAST_MARK
@@ -306,7 +306,7 @@ def test_rows_of_a_gpu_are_written(tmp_path, monkeypatch, capsys):
 
     real = jax.devices()
     monkeypatch.setattr(timing, "on_gpu", lambda: True)
-    monkeypatch.setattr(timing, "number_of_sets", lambda nbytes: 2)
+    monkeypatch.setattr(timing, "number_of_sets", lambda *_: 2)
     small = benchmark.BENCHMARK
     tiny = [*benchmark.quick_cases()]
     monkeypatch.setattr(small, "cases", tiny)

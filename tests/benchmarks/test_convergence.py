@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import byte_text, convergence
-from benchmarks.harness import Case, Measurement
+from benchmarks import convergence
+from benchmarks.measure.harness import Case, Measurement
+from benchmarks.workloads import byte_text
 
 
 def trainer(name):

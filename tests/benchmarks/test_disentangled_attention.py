@@ -4,8 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import command, harness, layer_norm
 from benchmarks import disentangled_attention as benchmark
+from benchmarks import layer_norm
+from benchmarks.measure import command, harness
 
 
 def test_the_command_runs_anywhere_and_writes_nothing(tmp_path, capsys):
@@ -18,7 +19,7 @@ def test_the_command_runs_anywhere_and_writes_nothing(tmp_path, capsys):
 
 def test_padded_forms_give_what_the_definition_does():
     params = benchmark.case("tiny", 3, 16, "fwd_bwd", (2, 16, 4)).params
-    operands = harness._to_fp32(benchmark.inputs(params, jax.random.key(0)))
+    operands = harness.to_fp32(benchmark.inputs(params, jax.random.key(0)))
     found = benchmark.padded(params, cudnn=False)(*operands)
     wanted = jax.jit(benchmark.reference(params))(*operands)
     assert len(found) == 6 and harness.max_rel_error(found, wanted) < 1e-5

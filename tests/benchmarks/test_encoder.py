@@ -6,17 +6,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks import (
-    command,
-    encode,
-    encoder,
-    encoder_fusions,
-    encoder_steps,
-    plain_encoder,
-    timing,
-)
-from benchmarks.harness import max_rel_error
-from benchmarks.plain_encoder import Switches
+from benchmarks import encode, encoder, encoder_fusions, encoder_steps
+from benchmarks.measure import command, timing
+from benchmarks.measure.harness import max_rel_error
+from benchmarks.rivals import plain_encoder
+from benchmarks.rivals.plain_encoder import Switches
 from jaxscale.models import EncoderModel
 
 

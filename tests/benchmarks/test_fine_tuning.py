@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import encoder
 from benchmarks import fine_tuning as benchmark
-from benchmarks.plain_encoder import Switches
+from benchmarks.rivals.plain_encoder import Switches
 
 
 PARAMS = benchmark.case("bert_tiny", 3, 12).params

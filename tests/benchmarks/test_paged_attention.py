@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import command
 from benchmarks import paged_attention as benchmark
+from benchmarks.measure import command
 from tests.tolerances import RELATIVE, relative_error
 
 

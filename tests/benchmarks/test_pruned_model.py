@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks import byte_text, pruned_model, pruning_accuracy
+from benchmarks import pruned_model, pruning_accuracy
 from benchmarks.pruned_model import MASKS, SPARSITIES, UNTRAINED, Part
+from benchmarks.workloads import byte_text
 from jaxscale import models, pruning
 from jaxscale.models.stack import unstacked
 

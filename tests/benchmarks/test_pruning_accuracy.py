@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from benchmarks import byte_text, pruning_accuracy
-from benchmarks.harness import Case, Measurement, NoMeasurement
+from benchmarks import pruning_accuracy
+from benchmarks.measure.harness import Case, Measurement, NoMeasurement
+from benchmarks.workloads import byte_text
 
 
 NAMES = ["dense", "element_wise", "block_wise", "two_four", "tile_wise", "tew"]

@@ -6,14 +6,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks import (
-    command,
-    serving,
-    serving_host,
-    serving_http,
-    serving_policies,
-    torch_serving,
-)
+from benchmarks import serving
+from benchmarks.measure import command
+from benchmarks.rivals import torch_serving
+from benchmarks.workloads import serving_host, serving_http, serving_policies
 from jaxscale.models import Decoder, preset
 from tests.inference.server.conftest import LiveServer
 from tests.inference.server.fake_engine import TOKENIZER, FakeEngine

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import command, loops
 from benchmarks import tensor_parallel_block as benchmark
+from benchmarks.measure import command, loops
 from benchmarks.tensor_parallel_block import SHAPES, WEIGHTS
 
 

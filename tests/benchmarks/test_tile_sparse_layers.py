@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks import byte_text, command, pruned_model, pruning_accuracy
+from benchmarks import pruned_model, pruning_accuracy
 from benchmarks import tile_sparse_layers as benchmark
+from benchmarks.measure import command
 from benchmarks.tile_sparse_matmul import compiled, make_ready
+from benchmarks.workloads import byte_text
 from jaxscale import models, pruning
 from jaxscale.nn import TileSparseLinear
 from jaxscale.nn.linear import Linear

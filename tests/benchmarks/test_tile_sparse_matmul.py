@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import command, due, pruned_model, pruning_accuracy
+from benchmarks import pruned_model, pruning_accuracy
 from benchmarks import tile_sparse_matmul as benchmark
+from benchmarks.measure import command
+from benchmarks.publish import due
 
 
 SMALL = benchmark.QUICK.params

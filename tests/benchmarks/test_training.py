@@ -5,8 +5,11 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks import equal_llama, torch_llama, training
-from benchmarks.harness import Case, Measurement, NoMeasurement
+from benchmarks import training
+from benchmarks.measure import command
+from benchmarks.measure.harness import Case, Measurement, NoMeasurement
+from benchmarks.rivals import torch_llama
+from benchmarks.workloads import equal_llama
 from jaxscale.models import preset
 from jaxscale.sharding import MeshConfig
 from jaxscale.training import DataConfig, TrainConfig
@@ -64,8 +67,9 @@ def test_the_window_alone_is_seen(plain):
 
 def test_the_command_trains_in_children(capsys):
     with pytest.raises(SystemExit) as end:
-        training.BENCHMARK.main(
-            ["--quick", "--case", "tiny_fsdp2", "--impl", "plain_jax", "torch_compile"]
+        command.run(
+            training.BENCHMARK,
+            ["--quick", "--case", "tiny_fsdp2", "--impl", "plain_jax", "torch_compile"],
         )
     assert end.value.code == 0
     out = capsys.readouterr().out

@@ -5,7 +5,8 @@ import time
 import jax
 import pytest
 
-from benchmarks import command, training_loop
+from benchmarks import training_loop
+from benchmarks.measure import command
 from jaxscale import models, training
 
 

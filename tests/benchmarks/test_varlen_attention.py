@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import attention_baselines as baselines
-from benchmarks import attention_definition as definition
-from benchmarks import command, torch_attention
 from benchmarks import varlen_attention as benchmark
-from benchmarks.attention_baselines import Layout
+from benchmarks.measure import command
+from benchmarks.rivals import attention_baselines as baselines
+from benchmarks.rivals import attention_definition as definition
+from benchmarks.rivals import torch_attention
+from benchmarks.rivals.attention_baselines import Layout
 from pallas_kernels.mosaic import H200, use_device
 from pallas_kernels.varlen_attention.specs import VarlenSpec
 from tests.lowering import lower_for_cuda

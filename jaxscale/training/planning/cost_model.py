@@ -8,8 +8,8 @@ pipeline, plus what is paid once a step:
 
 `step_time` says what each part is, `jaxscale.training.planning.memory_model` what a
 step holds. The constants that describe machines stand in `jaxscale.training.hardware`,
-those that describe programs in `Program`; ``benchmarks/plan.py`` shows the error on
-what was published and measured.
+those that describe programs in `Program`; ``benchmarks/publish/plan.py`` shows the
+error on what was published and measured.
 
 GPUs are numbered so that the axes vary from slow to fast as ``pipe``, ``data``,
 ``fsdp``, ``context``, ``tensor``: a pipeline needs the least bandwidth.

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.plan import GPT_175B
+from benchmarks.publish.plan import GPT_175B
 from jaxscale.models import preset
 from jaxscale.models.config import DecoderConfig
 from jaxscale.recipes.runs import from_preset

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks import plan as known
+from benchmarks.publish import plan as known
 from jaxscale import sharding, training
 from jaxscale.cli.options import parse
 from jaxscale.cli.runs import find_run

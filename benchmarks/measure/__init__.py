@@ -1,0 +1,1 @@
+"""The machinery: command line, harness, loops, timers and records of results."""

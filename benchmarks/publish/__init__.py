@@ -1,0 +1,1 @@
+"""From results to tables and plots, and the plan of what is due."""

@@ -1,0 +1,167 @@
+"""Writes the tables of README.md and docs/*.md, and the plots, from the result files.
+
+``make tables`` (``python -m benchmarks.publish.tables``) fills each block ::
+
+    <!-- table:matmul -->
+    <!-- /table -->
+
+with the table of ``benchmarks/results/nvidia_h200/matmul.json``: the marker's name is
+the stem of the file. Options follow the name::
+
+    <!-- table:matmul metric=tflops implementations=mosaic_gpu,dense cases=4096* -->
+
+``metric`` is what a cell shows beside the time (by default the first that all rows
+have), ``device`` a folder of results, ``params`` the params that have a column (by
+default all), and the name of a param chooses rows by its value: ``M=2048,8192``. With
+``columns=M`` the values of a param stand side by side and a cell is the metric alone,
+or else the time; a last line has the means. With ``folded=yes`` the rows are behind a
+fold, for long tables below a plot or a short one. With ``pending=yes`` a table without
+results says so instead of failing, with ``pending=hidden`` it is not there. A plot is a
+block ``<!-- plot:matmul -->``, and ``<!-- table:headlines -->`` is the table of
+`benchmarks.publish.headlines`. What a table was made by (commands, commits, versions)
+is folded away under it. ``table:pruned_speed`` and its plot join two files:
+`benchmarks.publish.pruned_speed`. Plots that no page shows are removed. ``--check``
+changes nothing and fails if a block or a plot differs from what would be written.
+
+The table of a file is that of `benchmarks.measure.comparison`.
+"""
+
+import argparse
+import pathlib
+import re
+import sys
+from collections.abc import Sequence
+
+from benchmarks.measure import comparison, records
+from benchmarks.publish import headlines, plots, pruned_speed
+
+
+ROOT = pathlib.Path(__file__).parents[2]
+DEFAULT_DEVICE = "nvidia_h200"
+
+PENDING = "Not measured yet."
+WITHOUT_ROWS = {"no": None, "yes": f"\n{PENDING}\n\n", "hidden": ""}
+"""What stands in the place of a table without rows; None is an error."""
+
+MARKER = re.compile(
+    r"(?P<open><!-- (?P<what>table|plot):(?P<name>\S+)(?P<options>(?: \w+=\S+)*) -->\n)"
+    r"(?P<body>.*?)"
+    r"(?P<close><!-- /(?P=what) -->)",
+    re.DOTALL,
+)
+
+
+def accuracy_table(record: records.Record, *, cases: str = "*", **where: str) -> str:
+    """The table of `pruned_speed` and where its numbers come from."""
+    rows = comparison.chosen(record, "*", cases, where)
+    table = pruned_speed.markdown(rows)
+    return f"{table}\n\n{pruned_speed.CAPTION}. {comparison.source(rows)}\n"
+
+
+def _record(path: pathlib.Path) -> records.Record | None:
+    """A result file, or those that are joined under its name; None if not there."""
+    if path.stem == pruned_speed.NAME:
+        return pruned_speed.joined(path.parent)
+    return records.load(path) if path.exists() else None
+
+
+def fill(text: str, results: pathlib.Path, where: str = "text") -> str:
+    """Replace the contents of every marked block of a document."""
+
+    def block(match: re.Match) -> str:
+        options = dict(item.split("=", 1) for item in match["options"].split())
+        device = options.pop("device", DEFAULT_DEVICE)
+        pending = options.pop("pending", "no")
+        name = f"{match['what']}:{match['name']}"
+        if pending not in WITHOUT_ROWS:
+            raise ValueError(
+                f"{where}: {name}: pending={pending}, expected one of {[*WITHOUT_ROWS]}"
+            )
+        without = WITHOUT_ROWS[pending]
+        if match["name"] == "headlines":
+            docs = "" if where.startswith("docs/") else "docs/"
+            made = headlines.markdown(results / device, docs)
+            return f"{match['open']}\n{made}\n{match['close']}"
+        path = results / device / f"{match['name']}.json"
+        record = _record(path)
+        if record is None and without is not None:
+            return f"{match['open']}{without}{match['close']}"
+        if record is None:
+            raise ValueError(f"{where}: {name} wants {path}, not there")
+        try:
+            if match["what"] == "plot":
+                made = plots.link(path, depth=where.count("/"), **options)
+            elif match["name"] == pruned_speed.NAME:
+                made = accuracy_table(record, **options)
+            else:
+                made = comparison.markdown(record, **options)
+        except (TypeError, ValueError) as error:
+            if without is None or "no row has" not in str(error):
+                raise ValueError(f"{where}: {name}: {error}") from error
+            return f"{match['open']}{without}{match['close']}"
+        return f"{match['open']}\n{made}\n{match['close']}"
+
+    opened = len(re.findall("<!-- (?:table|plot):", text))
+    closed = len(MARKER.findall(text))
+    if opened != closed:
+        raise ValueError(
+            f"{where}: {opened} markers '<!-- table:NAME -->', {closed} with an end "
+            "'<!-- /table -->' and a newline between"
+        )
+    return MARKER.sub(block, text)
+
+
+def documents(root: pathlib.Path) -> list[pathlib.Path]:
+    """The files that may hold tables."""
+    found = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+    return [
+        path
+        for path in found
+        if path.exists() and "_build" not in path.relative_to(root).parts
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.publish.tables")
+    parser.add_argument("--check", action="store_true", help="change nothing")
+    parser.add_argument("--root", type=pathlib.Path, default=ROOT)
+    parser.add_argument("--results", type=pathlib.Path, default=records.RESULTS)
+    args = parser.parse_args(argv)
+    stale, pages = [], ""
+    for path in documents(args.root):
+        old = path.read_text(encoding="utf-8")
+        new = fill(old, args.results, str(path.relative_to(args.root)))
+        pages += new
+        if new == old:
+            continue
+        stale.append(str(path.relative_to(args.root)))
+        if not args.check:
+            path.write_text(new, encoding="utf-8")
+    paths = set(args.results.glob("*/*.json"))
+    paths |= {path.with_stem(pruned_speed.NAME) for path in paths}
+    for path in sorted(paths):
+        record = _record(path)
+        if record is None:
+            continue
+        target = args.root / "docs" / plots.place(path)
+        is_shown = plots.place(path).as_posix() in pages
+        if plots.is_current(record, target) if is_shown else not target.exists():
+            continue
+        stale.append(str(target.relative_to(args.root)))
+        if args.check:
+            continue
+        if is_shown:
+            plots.draw(record, target)
+        else:
+            target.unlink()
+    for name in stale:
+        print(f"{'out of date' if args.check else 'wrote'}: {name}")
+    if args.check and stale:
+        print("run `make tables`", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What others do on the same problems, in PyTorch and in plain JAX."""

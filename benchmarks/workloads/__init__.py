@@ -1,0 +1,1 @@
+"""Texts, models and loads that benchmarks run."""

@@ -1,0 +1,328 @@
+"""What HTTP costs: requests through the server against the same calls of `LLM`.
+
+Both ways run in turns on one engine in one process, which also holds the server, so
+that programs, sizes and the process are the same. Both get all requests at once: the
+server from one client, this process, over loopback, a connection for each. The client
+reads bytes from sockets and looks for the end of each answer, no more, so that
+it takes little of the machine; on few cores what it takes is still missing elsewhere.
+
+Answers have text: a word for each token. Lengths are uniform around their mean.
+
+``python -m benchmarks.serving server`` runs it.
+"""
+
+import contextlib
+import dataclasses
+import json
+import selectors
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+
+type Bodies = list[dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """A measurement of all requests."""
+
+    tokens: int
+    """Tokens of all answers."""
+    seconds: float
+    """From the first request to the last answer."""
+    server_cpu: float
+    """Seconds of processor time of the process that has engine and server."""
+    client_cpu: float = 0.0
+    """Seconds of processor time of the client."""
+    events: int = 0
+    """Parts of all streams."""
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
+
+def make_bodies(requests: int, prompt: int, output: int, seed: int = 0) -> Bodies:
+    """Calls of ``/v1/completions`` whose answers have half to one and a half `output`.
+
+    Args:
+        requests: Number of calls.
+        prompt: Tokens of each prompt.
+        output: Mean tokens of an answer.
+        seed: Of tokens and lengths.
+    """
+    random = np.random.default_rng(seed)
+    return [
+        {
+            "prompt": random.integers(0, VOCAB, prompt).tolist(),
+            "max_tokens": int(random.integers(output // 2, output * 3 // 2)),
+            "ignore_eos": True,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        for _ in range(requests)
+    ]
+
+
+# --- The client -----------------------------------------------------------------------
+
+
+class _Stream:
+    """A connection that sends one request after another."""
+
+    def __init__(self, port: int) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", port))
+        self.tail = b""
+        self.events = self.tokens = 0
+
+    def send(self, body: dict[str, Any]) -> None:
+        data = json.dumps(body).encode()
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+        )
+        self.tail = b""
+        self.socket.sendall(head.encode() + data)
+
+    def read(self) -> bool:
+        """Take in what is there; True at the end of an answer."""
+        data = self.socket.recv(1 << 16)
+        self.events += data.count(b"data: {")
+        if not self.tail and not data.startswith(b"HTTP/1.1 200"):
+            raise RuntimeError(f"a call failed: {data!r}")
+        self.tail = (self.tail + data)[-1024:]
+        if not data:
+            raise RuntimeError(f"the server closed the connection: {self.tail!r}")
+        if not self.tail.endswith(b"0\r\n\r\n"):
+            return False
+        _, _, after = self.tail.rpartition(b'"completion_tokens":')
+        if not after or b"[DONE]" not in after:
+            raise RuntimeError(f"an answer did not end well: {self.tail!r}")
+        self.tokens += int(after.partition(b",")[0])
+        return True
+
+
+def call(port: int, bodies: Bodies, streams: int) -> tuple[int, int, float]:
+    """Send all bodies over as many connections; tokens, events and seconds."""
+    waiting = list(reversed(bodies))
+    made = [_Stream(port) for _ in range(min(streams, len(bodies)))]
+    left = len(bodies)
+    with contextlib.ExitStack() as stack:
+        for stream in made:
+            stack.enter_context(stream.socket)
+        selector = stack.enter_context(selectors.DefaultSelector())
+        start = time.perf_counter()
+        for stream in made:
+            selector.register(stream.socket, selectors.EVENT_READ, stream)
+            stream.send(waiting.pop())
+        while left:
+            for key, _ in selector.select():
+                if not key.data.read():
+                    continue
+                left -= 1
+                if waiting:
+                    key.data.send(waiting.pop())
+                else:  # the server closes it after a while
+                    selector.unregister(key.data.socket)
+        seconds = time.perf_counter() - start
+    return sum(s.tokens for s in made), sum(s.events for s in made), seconds
+
+
+# --- The process with engine and server -----------------------------------------------
+
+VOCAB = 512
+
+
+def words(size: int) -> Any:
+    """A tokenizer of which every token is a word."""
+    import tokenizers
+
+    from jaxscale.models import Tokenizer
+
+    vocab = {f"w{i}": i for i in range(size)}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="w0"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return Tokenizer(backend)
+
+
+def serve(d_model: int, num_layers: int, slots: int, longest: int) -> None:
+    """Hold a server and an `LLM` on one engine; lines of standard input are runs."""
+    from benchmarks.workloads.serving_policies import small_model
+    from jaxscale.inference import LLM, EngineConfig, SamplingParams
+    from jaxscale.inference.server import EngineBackend, ServerConfig, TextModel
+    from jaxscale.inference.server.run import make_server
+
+    sizes = EngineConfig(
+        max_len=longest,
+        num_slots=slots,
+        buckets=(slots,),
+        prefill_tokens=(256,),
+        prefix_cache=False,
+    )
+    tokenizer = words(VOCAB)
+    llm = LLM(small_model(d_model, num_layers), tokenizer, config=sizes, quiet=True)
+    model = TextModel(
+        name="tiny", backend=EngineBackend(llm.engine), tokenizer=tokenizer
+    )
+    server = make_server(lambda: model, ServerConfig())
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    while server.service.state != "ready":
+        time.sleep(0.01)
+    print(json.dumps({"port": listener.getsockname()[1]}), flush=True)
+    for line in sys.stdin:
+        bodies = json.loads(line)
+        if bodies:
+            params = [
+                SamplingParams(
+                    max_tokens=b["max_tokens"], ignore_eos=True, temperature=0
+                )
+                for b in bodies
+            ]
+            start = time.perf_counter()
+            found = llm.generate([b["prompt"] for b in bodies], params, progress=False)
+            seconds = time.perf_counter() - start
+            tokens = sum(len(each.tokens) for each in found)
+            assert all(each.text.count("w") == len(each.tokens) for each in found)
+            print(json.dumps({"tokens": tokens, "seconds": seconds}), flush=True)
+        else:
+            print(json.dumps({"cpu": time.process_time()}), flush=True)
+    server.stop()
+    thread.join()
+
+
+class Process:
+    """The child that `serve` runs in."""
+
+    def __init__(self, *sizes: int) -> None:
+        job = [
+            sys.executable,
+            "-m",
+            "benchmarks.workloads.serving_http",
+            *map(str, sizes),
+        ]
+        self._child = subprocess.Popen(
+            job, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.port: int = self._answer()["port"]
+
+    def __enter__(self) -> "Process":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._child.communicate(timeout=60)
+
+    def ask(self, bodies: Bodies) -> dict[str, Any]:
+        """Run `bodies` by `LLM`; none of them asks for the time of the processor."""
+        assert self._child.stdin is not None
+        print(json.dumps(bodies), file=self._child.stdin, flush=True)
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._child.stdout is not None
+        line = self._child.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the server has ended: {self._child.wait()}")
+        return json.loads(line)
+
+
+def measure(process: Process, bodies: Bodies, streams: int) -> Round:
+    """All requests through the server, or with 0 streams by `LLM`."""
+    before, mine = process.ask([])["cpu"], time.process_time()
+    if streams:
+        tokens, events, seconds = call(process.port, bodies, streams)
+    else:
+        found = process.ask(bodies)
+        tokens, events, seconds = found["tokens"], 0, found["seconds"]
+    used = process.ask([])["cpu"] - before
+    return Round(tokens, seconds, used, time.process_time() - mine, events)
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """The server against `LLM`."""
+
+    throughput: float
+    """Tokens a second over those of `LLM`, of the best rounds."""
+    cpu: float
+    """Processor time a token over that of `LLM`, of the cheapest rounds."""
+
+    @property
+    def held(self) -> bool:
+        """Whether less than a tenth is lost."""
+        return self.throughput > 0.9
+
+
+def compare(
+    *,
+    streams: int = 64,
+    prompt: int = 32,
+    output: int = 256,
+    d_model: int = 128,
+    num_layers: int = 2,
+    rounds: int = 5,
+) -> Comparison:
+    """Measure the server and `LLM` in turns; the best of some rounds of each counts.
+
+    Where others use the machine, the server's process has one thread more than with
+    `LLM` alone to get a share of it with, and the rate says little: the time of the
+    processor does not depend on them.
+
+    Args:
+        streams: Requests of a round, all at once.
+        prompt: Tokens of each prompt.
+        output: Mean tokens of an answer.
+        d_model: Width of the model.
+        num_layers: Its layers.
+        rounds: How often each is measured.
+    """
+    bodies = make_bodies(streams, prompt, output)
+    longest = prompt + output * 3 // 2
+    llm, server = [], []
+    with Process(d_model, num_layers, streams, longest) as process:
+        for _ in range(rounds + 1):
+            llm.append(measure(process, bodies, 0))
+            server.append(measure(process, bodies, streams))
+    del llm[0], server[0]
+    for name, found in (("LLM", llm), ("server", server)):
+        print(f"{name}: {_shown(found)}")
+    made = Comparison(
+        max(r.rate for r in server) / max(r.rate for r in llm),
+        min(map(_cpu, server)) / min(map(_cpu, llm)),
+    )
+    pairs = zip(server, llm, strict=True)
+    median = statistics.median(a.rate / b.rate for a, b in pairs)
+    print(
+        f"{streams} streams: {made.throughput:.3f} of the throughput of LLM (at least "
+        f"0.9; median of rounds {median:.3f}), {made.cpu:.3f} of its processor time"
+    )
+    return made
+
+
+def _cpu(found: Round) -> float:
+    """Microseconds of the processor a token."""
+    return 1e6 * found.server_cpu / found.tokens
+
+
+def _shown(rounds: Sequence[Round]) -> str:
+    rates = ", ".join(f"{r.rate:,.0f}" for r in rounds)
+    mine = 1e6 * min(r.client_cpu / r.tokens for r in rounds)
+    return (
+        f"{rates} tokens/s, {rounds[0].tokens} tokens in {rounds[0].events} parts, "
+        f"processor {min(map(_cpu, rounds)):.0f} us a token, client {mine:.1f}"
+    )
+
+
+if __name__ == "__main__":
+    serve(*map(int, sys.argv[1:]))

@@ -1,0 +1,55 @@
+"""The table of the README adds up what was measured, and shows the best rival."""
+
+import copy
+
+import pytest
+
+from benchmarks.measure import records
+from benchmarks.publish import headlines
+from tests.benchmarks.publish.test_tables import RECORD, row
+
+
+def headline(**changes):
+    values = {"cases": ("a", "b"), "file": "matmul", "rivals": "*"} | changes
+    return headlines.Headline(system="X", what="two products", page="x.md", **values)
+
+
+@pytest.fixture
+def results(tmp_path):
+    records.dump(copy.deepcopy(RECORD), tmp_path / "matmul.json")
+    return tmp_path
+
+
+def test_a_rival_must_have_all_cases(results, monkeypatch):
+    """`torch` is the fastest of all at b, and was not run at a."""
+    monkeypatch.setattr(headlines, "HEADLINES", (headline(),))
+    monkeypatch.setattr(headlines, "NAMES", {"dense": "cuBLAS"})
+    (*_, line) = headlines.markdown(results, "docs/").splitlines()
+    assert line == (
+        "| X | two products | 150 us | 150 us (cuBLAS) | 1.00 | [all rows](docs/x.md) |"
+    )
+
+
+def test_what_has_no_rows_says_so(results, monkeypatch):
+    shown = headline(file="other"), headline(cases=("c",))
+    monkeypatch.setattr(headlines, "HEADLINES", shown)
+    _, _, *lines = headlines.markdown(results, "").splitlines()
+    assert [line.count("not yet measured") for line in lines] == [3, 3]
+
+
+def test_params_choose_and_two_rows_of_a_case_are_noticed(results):
+    found = headlines.rows(headline(cases=("b",), params={"N": 32}), results)
+    assert sorted(found) == ["dense", "mosaic_gpu", "torch"]
+    assert headlines.rows(headline(cases=("b",), params={"N": 64}), results) == {}
+    more = copy.deepcopy(RECORD)
+    more["rows"].append(row("a", "dense", 90.0, 800.0) | {"params": {"M": 8, "N": 8}})
+    records.dump(more, results / "matmul.json")
+    with pytest.raises(ValueError, match="X: a has two dense rows"):
+        headlines.rows(headline(), results)
+
+
+def test_metrics_stand_beside_the_times(results, monkeypatch):
+    shown = headline(cases=("a",), metric="gain", rivals="dense")
+    monkeypatch.setattr(headlines, "HEADLINES", (shown,))
+    text = headlines.markdown(results, "")
+    assert "| 100 us, -0.25 | 110 us (dense, cuBLAS), -0.25 | 1.10 |" in text
