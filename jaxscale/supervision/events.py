@@ -258,18 +258,18 @@ class EventLog:
             return self._moved(event)
         name, parts = measure
         return protocol.Measured(
-            rank=self._rank,
+            ranks=[self._rank],
             cycle=self._cycle,
             step=event["step"],
             name=name,
-            seconds=sum(event["args"][part] for part in parts),
+            seconds=[sum(event["args"][part] for part in parts)],
             group=event["args"].get("group", ""),
         )
 
     def _moved(self, event: Mapping[str, Any]) -> protocol.Moved:
         text = str(event["args"].get("error", "")) if event["kind"] == "fault" else ""
         return protocol.Moved(
-            rank=self._rank,
+            ranks=[self._rank],
             cycle=self._cycle,
             step=event["step"],
             phase=event["name"],
