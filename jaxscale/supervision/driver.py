@@ -34,6 +34,7 @@ _SETTLE_SECONDS = 0.5
 _SHORT_SECONDS = 0.1
 _LONGEST_BACKOFF = 60.0
 _LONGEST_MOMENT = 0.5
+_SHOWN = 8
 
 
 class GaveUp(RuntimeError):
@@ -165,7 +166,8 @@ class Driver:
                     skips=[[int(step), n] for step, n in job.skips.items()],
                 )
             )
-        names = ", ".join(host.name for host in hosts)
+        names = ", ".join(host.name for host in hosts[:_SHOWN])
+        names += f" and {len(hosts) - _SHOWN:,} more" if len(hosts) > _SHOWN else ""
         self._report(f"cycle {job.cycle}: {config.processes} ranks on {names}")
         self._begin_watch()
 

@@ -32,7 +32,13 @@ def test_messages_come_back_as_they_were():
         START,
         protocol.Moved(ranks=[0], cycle=1, step=7, phase="done", kind="device"),
         protocol.Moved(
-            ranks=[0], cycle=1, step=7, phase="x", kind="fault", suspects=[1], sure=False
+            ranks=[0],
+            cycle=1,
+            step=7,
+            phase="x",
+            kind="fault",
+            suspects=[1],
+            sure=False,
         ),
         protocol.Exited(rank=0, cycle=1, code=-9, tail="ü\n"),
         protocol.Diagnose(command=[], directory="/", seconds=2),

@@ -213,7 +213,9 @@ def test_a_loss_far_above_the_last_ones_is_a_spike():
 
     def done(step, loss):
         watch.moved(
-            Moved(ranks=[0], cycle=1, step=step, phase="done", kind="device", loss=loss),
+            Moved(
+                ranks=[0], cycle=1, step=step, phase="done", kind="device", loss=loss
+            ),
             float(step),
         )
         return watch.fault(float(step))
