@@ -6,6 +6,7 @@ meet first, over the coordinator's port: process 0 waits for one line from each 
 others, all of them learn what is wrong, and only then JAX starts its service there.
 """
 
+import collections
 import contextlib
 import errno
 import itertools
@@ -125,7 +126,7 @@ class _Meeting:
         self._numbers: dict[socket.socket, int] = {}
         self._heard: dict[socket.socket, bytes] = {}
         """Of those that have not said a whole line yet, who is silent longest first."""
-        self._until: dict[socket.socket, float] = {}
+        self._until = collections.OrderedDict[socket.socket, float]()
 
     def wait(self, timeout: float, deadline: float) -> None:
         """Wait for all.

@@ -168,7 +168,8 @@ class Watch:
         self._deadlines, self._spikes = deadlines, spikes
         self._spiked: set[int] = set()
         self._ranks = {rank: _Rank(heard=now) for rank in ranks}
-        self._live = dict.fromkeys(self._ranks)
+        # No plain dict: that one steps over all that have left its front.
+        self._live = collections.OrderedDict.fromkeys(self._ranks)
         """Ranks that have not left, who was silent for longest first."""
         self._limits = collections.Counter(r.limit for r in self._ranks.values())
         """How many of them each deadline holds for."""
@@ -254,9 +255,10 @@ class Watch:
 
     def _note(self, number: int, rank: _Rank) -> None:
         """Keep what is known of all ranks, after one has spoken or left."""
-        self._live.pop(number, None)
         if rank.code is None:
-            self._live[number] = None
+            self._live.move_to_end(number)
+        else:
+            self._live.pop(number, None)
         if rank.limit != (limit := rank.deadline):
             self._limits[rank.limit] -= 1
             self._limits[limit] += 1

@@ -36,7 +36,7 @@ from jaxscale.supervision.limits import allow_connections
 RANKS = 8
 """Of each host."""
 DEADLINE = 5.0
-"""Seconds of a step."""
+"""Seconds of a step, unless stated."""
 
 
 class Job:
@@ -65,11 +65,14 @@ class Executor:
         """Serve one driver after the other, until one says that the job is over."""
         while True:
             with contextlib.suppress(OSError):
-                self.channel = await protocol.connect(self.address, "of the simulation")
-                self.greet()
-                self.connected.set()
-                if await self.serve():
-                    return
+                channel = await protocol.connect(self.address, "of the simulation")
+                self.channel = channel
+                with contextlib.closing(channel):
+                    self.greet()
+                    self.connected.set()
+                    if await self.serve():
+                        self.end()
+                        return
             self.connected.clear()
             self.channel = None
             await asyncio.sleep(0.25)
@@ -212,16 +215,17 @@ class Figures:
 class Simulation:
     """A driver, its executors, and what happens to them."""
 
-    def __init__(self, out, hosts, step):
+    def __init__(self, out, hosts, step, deadline=DEADLINE):
         self.out, self.hosts, self.job = Path(out), hosts, Job(hosts, step)
+        self.deadline = deadline
         self.log = self.out / "driver.txt"
 
     def driver(self):
         environment = os.environ | {protocol.SECRET: "of the simulation"}
         with self.log.open("a") as log:
-            words = [sys.executable, "-m", __spec__.name if __spec__ else __name__]
+            words = [sys.executable, "-m", "tests.supervision.scale", "driver"]
             return subprocess.Popen(
-                [*words, "driver", str(self.out), str(self.hosts)],
+                [*words, str(self.out), str(self.hosts), str(self.deadline)],
                 stdout=log,
                 stderr=log,
                 env=environment,
@@ -313,14 +317,14 @@ def cpu_seconds(process):
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def drive(out, hosts):
+def drive(out, hosts, deadline):
     """The driver of the simulation, in a process of its own."""
     config = SuperviseConfig(
         processes=RANKS * hosts,
         hosts=hosts,
         address="127.0.0.2:0",
         backoff=0.1,
-        deadlines=Deadlines(step=DEADLINE, step_factor=1.0, compile=60.0),
+        deadlines=Deadlines(step=deadline, step_factor=1.0, compile=60.0),
     )
     return supervise(["true"], out, config)
 
@@ -347,5 +351,5 @@ def main():
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["driver"]:
-        sys.exit(drive(sys.argv[2], int(sys.argv[3])))
+        sys.exit(drive(sys.argv[2], int(sys.argv[3]), float(sys.argv[4])))
     main()
