@@ -263,10 +263,13 @@ class Watch:
             self._limits[rank.limit] -= 1
             self._limits[limit] += 1
             rank.limit = limit
-        _put(self._failed, number, rank.has_failed)
-        _put(self._failing, number, bool(rank.error) and rank.code is None)
-        _put(self._stopped, number, rank.stopped)
-        _put(self._stateless, number, rank.place[1] < _ORDER["compile"])
+        for numbers, belongs in (
+            (self._failed, rank.has_failed),
+            (self._failing, bool(rank.error) and rank.code is None),
+            (self._stopped, rank.stopped),
+            (self._stateless, rank.place[1] < _ORDER["compile"]),
+        ):
+            (numbers.add if belongs else numbers.discard)(number)
 
     def exited(self, message: Exited, now: float) -> None:
         """Take in that a process has ended."""
@@ -402,10 +405,6 @@ class Watch:
             return getattr(deadlines, name)
         usual = statistics.median(self._durations) if self._durations else 0.0
         return max(deadlines.step, deadlines.step_factor * usual)
-
-
-def _put(numbers: set[int], number: int, belongs: bool) -> None:
-    (numbers.add if belongs else numbers.discard)(number)
 
 
 def _wrong_values(said: Moved) -> Fault:

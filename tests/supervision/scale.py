@@ -269,6 +269,7 @@ class Simulation:
             await self.until(lambda: self.working(executors, 1))
             used, at = cpu_seconds(driver.pid), time.monotonic()
             await asyncio.sleep(seconds)
+            assert not self.faults(), self.faults()
             share = (cpu_seconds(driver.pid) - used) / (time.monotonic() - at)
 
             dead, died = executors[self.hosts // 2], time.time()
@@ -337,8 +338,10 @@ def main():
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as out:
         simulation = Simulation(out, options.hosts, options.step)
-        figures, hung = asyncio.run(simulation.run(options.seconds))
-        print(simulation.log.read_text(), end="")
+        try:
+            figures, hung = asyncio.run(simulation.run(options.seconds))
+        finally:
+            print(simulation.log.read_text(), end="", flush=True)
     print(f"{options.hosts} executors, {RANKS * options.hosts} ranks")
     print(f"  all connected after      {figures.connect:6.2f} s")
     print(f"  driver, a step each {options.step:g} s  {figures.share:6.1%} of a core")
