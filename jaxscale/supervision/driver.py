@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -348,6 +348,7 @@ class Driver:
         job, since = self._state, time.time()
         ranks_of = {host.name: list(host.ranks) for host in self._hosts}
         suspects = dict.fromkeys(fault.suspects, fault.why)
+        stacks = dict[int, str]()
         if fault.kind in ("stall", "exit", "error"):
             stacks = await self._stacks()
             if fault.kind == "stall":
@@ -371,6 +372,7 @@ class Driver:
             suspects=who,
         )
         self._save()
+        self._keep_stacks(stacks)  # many files, after the others have been told
         self._give_up_if_useless(fault, watch, suspects)
         names = [name for name, ranks in ranks_of.items() if {*ranks} & {*suspects}]
         if fault.kind != "unsaved":  # no host is to blame for a disk that is full
@@ -424,13 +426,14 @@ class Driver:
             lambda: all({*h.ranks} <= {*h.stacks} or self._gone(h) for h in asked),
             self._config.deadlines.host / 2,
         )
-        stacks = {rank: text for host in asked for rank, text in host.stacks.items()}
+        return {rank: text for host in asked for rank, text in host.stacks.items()}
+
+    def _keep_stacks(self, stacks: Mapping[int, str]) -> None:
         for rank, text in stacks.items():
             if text:
                 name = f"stacks-{self._state.cycle}-{rank}.txt"
                 with contextlib.suppress(OSError):  # a full disk
                     (self._directory / name).write_text(text)
-        return stacks
 
     async def _kill(self) -> None:
         """End all ranks; an executor that does not obey is ended too."""

@@ -332,16 +332,16 @@ class Watch:
             for n, rank in live.items()
             if rank.place == first
         }
-        groups = collections.Counter(
-            main_thread(text) for n, text in stacks.items() if n in live and text
-        )
+        calls = {n: main_thread(text) for n, text in stacks.items() if text}
+        calls = {n: names for n, names in calls.items() if n in live}
+        groups = collections.Counter(calls.values())
         usual, count = groups.most_common(1)[0] if groups else ("", 0)
         elsewhere = {}
         if 2 * count > sum(groups.values()):
             elsewhere = {
-                n: f"it stands elsewhere: {main_thread(text).partition(' < ')[0]}"
-                for n, text in stacks.items()
-                if n in live and text and main_thread(text) != usual
+                n: f"it stands elsewhere: {names.partition(' < ')[0]}"
+                for n, names in calls.items()
+                if names != usual
             }
         if len(behind) == len(live) > 1:
             behind = {}

@@ -44,11 +44,16 @@ class Job:
 
     def __init__(self, hosts, seconds):
         self.hosts, self.step_seconds = hosts, seconds
-        self.hung = None
+        self.hung = self.hung_step = None
         self.hung_at = 0.0
+        """When the rank that hangs said its last word."""
 
-    def hang(self, rank):
-        self.hung, self.hung_at = rank, time.time()
+    def hang(self, rank, step):
+        self.hung, self.hung_step = rank, step
+
+    def hangs(self, step):
+        """Whether one is not heard of again after this step."""
+        return self.hung is not None and step == self.hung_step
 
 
 class Executor:
@@ -133,6 +138,8 @@ class Executor:
     def move(self, phase, ranks=None, **more):
         """Each rank says it for itself, as to a real executor."""
         ranks = self.ranks if ranks is None else ranks
+        if self.job.hung in ranks:
+            self.job.hung_at = time.time()
         said = [
             protocol.Moved(
                 ranks=[rank],
@@ -157,7 +164,7 @@ class Executor:
             now = time.monotonic()
             seconds = self.job.step_seconds
             await asyncio.sleep(seconds - now % seconds + late * random.random())
-            if self.step and self.job.hung is not None:
+            if self.job.hangs(self.step):
                 # The others have handed over the next step, and wait in it.
                 others = [rank for rank in self.ranks if rank != self.job.hung]
                 self.step += 1
@@ -279,7 +286,7 @@ class Simulation:
 
             await self.until(lambda: self.working(executors, 2))
             hung = executors[self.hosts // 3].ranks[5]
-            self.job.hang(hung)
+            self.job.hang(hung, executors[0].step + 2)
             _, fault = await self.until(lambda: self.faults()[1:] and self.faults())
             hang, named = (fault[t] - self.job.hung_at for t in ("t0", "t1"))
             self.job.hung = None
