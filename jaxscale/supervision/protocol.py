@@ -310,12 +310,22 @@ def _object(line: bytes) -> dict[str, Any]:
 
 
 def _is(value: Any, hint: Any) -> bool:
-    if typing.get_origin(hint) is list:
-        (element,) = typing.get_args(hint)
-        return isinstance(value, list) and all(_is(x, element) for x in value)
-    if hint is float:
-        hint = (int, float)
-    return isinstance(value, hint) and isinstance(value, bool) == (hint is bool)
+    if hint in _PLAIN:  # what JSON makes is of no subclass
+        return type(value) in _PLAIN[hint]
+    (element,) = typing.get_args(hint)
+    if type(value) is not list:
+        return False
+    if element in _PLAIN:
+        return {*map(type, value)} <= _PLAIN[element]
+    return all(_is(x, element) for x in value)
+
+
+_PLAIN: dict[Any, frozenset[type]] = {
+    bool: frozenset([bool]),
+    float: frozenset([int, float]),
+    int: frozenset([int]),
+    str: frozenset([str]),
+}
 
 
 class Channel:

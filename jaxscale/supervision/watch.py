@@ -263,11 +263,14 @@ class Watch:
             self._limits[rank.limit] -= 1
             self._limits[limit] += 1
             rank.limit = limit
+        if number in self._stateless and rank.place[1] >= _ORDER["compile"]:
+            self._stateless.remove(number)
+        if not rank.error and not rank.stopped and rank.code is None:
+            return  # nearly always
         for numbers, belongs in (
             (self._failed, rank.has_failed),
             (self._failing, bool(rank.error) and rank.code is None),
             (self._stopped, rank.stopped),
-            (self._stateless, rank.place[1] < _ORDER["compile"]),
         ):
             (numbers.add if belongs else numbers.discard)(number)
 
