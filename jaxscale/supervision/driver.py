@@ -422,10 +422,15 @@ class Driver:
         for host in asked:
             host.stacks = {}
             host.send(protocol.Stacks())
-        await self._until(
-            lambda: all({*h.ranks} <= {*h.stacks} or self._gone(h) for h in asked),
-            self._config.deadlines.host / 2,
-        )
+        seconds, before = self._config.deadlines.host / 2, -1
+        # Nobody is silent while the answers of a large job still come in.
+        while before < (before := sum(len(host.stacks) for host in asked)):
+            await self._until(
+                lambda: all(
+                    len(h.stacks) >= len(h.ranks) or self._gone(h) for h in asked
+                ),
+                seconds,
+            )
         return {rank: text for host in asked for rank, text in host.stacks.items()}
 
     def _keep_stacks(self, stacks: Mapping[int, str]) -> None:

@@ -349,7 +349,8 @@ def main():
             figures, hung = asyncio.run(simulation.run(options.seconds))
         finally:
             print(simulation.log.read_text(), end="", flush=True)
-    print(f"{options.hosts} executors, {RANKS * options.hosts} ranks")
+    load = os.getloadavg()[0]
+    print(f"{options.hosts} executors, {RANKS * options.hosts} ranks, load {load:.1f}")
     print(f"  all connected after      {figures.connect:6.2f} s")
     print(f"  driver, a step each {options.step:g} s  {figures.share:6.1%} of a core")
     print(f"  a death noticed after    {figures.death:6.2f} s")
