@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from jaxscale.observability.page import page, page_data
-from jaxscale.observability.run import Run, read_run
+from jaxscale.observability.run import Run, RunReader
 
 
 _LEAST_SECONDS = 1.0
@@ -36,7 +36,7 @@ class LiveRun:
     ) -> None:
         """Name the output directory, which may be empty yet."""
         self._directory, self._clock = Path(directory), clock
-        self._reading = threading.Lock()
+        self._reader, self._reading = RunReader(directory), threading.Lock()
         self._run: Run | None = None
         self._seen: dict[str, tuple[int, int]] | None = None
         self._next = 0.0
@@ -59,7 +59,7 @@ class LiveRun:
         seen, began = self._files(), time.perf_counter()
         if seen != self._seen:
             try:
-                self._run = read_run(self._directory)
+                self._run = self._reader.read()
             except FileNotFoundError as error:
                 self._run, self._seen = None, seen
                 self._data = {"title": str(self._directory), "time": now}

@@ -8,9 +8,9 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -24,6 +24,7 @@ _STEP_LINE = re.compile(
     rb'"args": \{(?:"loss": (-?\d+(?:\.\d+)?(?:e[+-]?\d+)?|null))?\}\}\r?\n'
 )
 _GROUPS = 6
+_REMEMBERED = 256  # bytes, by which a file is known again
 _COLUMNS = {b"begin": 0, b"data": 1, b"dispatched": 2, b"done": 3}
 _COLUMN_NAMES = ("begin", "fetched", "dispatched", "done")
 
@@ -168,54 +169,171 @@ def read_run(directory: str | Path) -> Run:
         >>> rank.steps.loss, rank.place
         (array([2.5]), (1, 'bye'))
     """
-    directory = Path(directory)
-    files = {
-        int(match[1]): path
-        for path in directory.glob("events-*.jsonl")
-        if (match := re.fullmatch(r"events-(\d+)\.jsonl", path.name))
-    }
-    ranks = [_read_rank(number, files[number]) for number in sorted(files)]
-    ranks = [rank for rank in ranks if rank is not None]
-    if not ranks:
-        raise FileNotFoundError(
-            f"{directory} holds no events of a run (events-0.jsonl, ...); give the "
-            "output directory of one"
+    return RunReader(directory).read()
+
+
+class RunReader:
+    """Reads a run again and again: of each file only what has been added to it.
+
+    Example:
+        >>> import tempfile
+        >>> RunReader(tempfile.mkdtemp()).read()
+        Traceback (most recent call last):
+        ...
+        FileNotFoundError: ... holds no events of a run (events-0.jsonl, ...); give ...
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        """Name the output directory, which may be empty yet."""
+        self._directory = Path(directory)
+        self._ranks: dict[int, _Growing[_Part]] = {}
+        self._driver = _Growing(_read_events, _joined)
+        self._metrics = _Growing(_read_metrics, _joined)
+
+    def read(self) -> Run:
+        """The run as it is now.
+
+        Raises:
+            FileNotFoundError: there are no events.
+        """
+        directory = self._directory
+        files = {
+            int(match[1]): path
+            for path in directory.glob("events-*.jsonl")
+            if (match := re.fullmatch(r"events-(\d+)\.jsonl", path.name))
+        }
+        ranks = []
+        for number in sorted(files):
+            file = self._ranks.setdefault(number, _Growing(_part, _join))
+            if (rank := _rank(number, file.read(files[number]))) is not None:
+                ranks.append(rank)
+        if not ranks:
+            raise FileNotFoundError(
+                f"{directory} holds no events of a run (events-0.jsonl, ...); give the "
+                "output directory of one"
+            )
+        supervisor = directory / "supervisor" / "events-driver.jsonl"
+        driver, damaged = self._driver.read(supervisor)
+        metrics, lost = self._metrics.read(directory / "metrics.jsonl")
+        return Run(
+            directory=directory,
+            ranks=tuple(ranks),
+            driver=tuple(driver),
+            metrics=tuple(metrics),
+            damaged=damaged + lost + sum(rank.damaged for rank in ranks),
         )
-    driver, damaged = _read_events(directory / "supervisor" / "events-driver.jsonl")
-    metrics, lost = _read_metrics(directory / "metrics.jsonl")
-    return Run(
-        directory=directory,
-        ranks=tuple(ranks),
-        driver=tuple(driver),
-        metrics=tuple(metrics),
-        damaged=damaged + lost + sum(rank.damaged for rank in ranks),
-    )
 
 
-def _read_rank(number: int, path: Path) -> Rank | None:
-    """What is in the file of a rank; None where there is nothing."""
-    parts = _STEP_LINE.split(path.read_bytes())
+class _Growing[T]:
+    """What is in a file to which lines are added."""
+
+    def __init__(self, parse: Callable[[bytes], T], join: Callable[[T, T], T]) -> None:
+        self._parse, self._join = parse, join
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._offset, self._first, self._before = 0, b"", b""
+        self._whole = self._parse(b"")
+
+    def read(self, path: Path) -> T:
+        """All of it; a file that is not there is empty."""
+        try:
+            with path.open("rb") as file:
+                new = self._added(file)
+        except FileNotFoundError:
+            self._begin_anew()
+            return self._whole
+        end = new.rfind(b"\n") + 1
+        if end:
+            self._offset += end
+            self._first = self._first or new[:end][:_REMEMBERED]
+            self._before = (self._before + new[:end])[-_REMEMBERED:]
+            self._whole = self._join(self._whole, self._parse(new[:end]))
+        # A line that is not whole yet is read again.
+        rest = new[end:]
+        return self._join(self._whole, self._parse(rest)) if rest else self._whole
+
+    def _added(self, file: BinaryIO) -> bytes:
+        """What has not been read; all of it where the file is another one now."""
+        same = file.read(len(self._first)) == self._first
+        file.seek(self._offset - len(self._before))
+        if not same or file.read(len(self._before)) != self._before:
+            self._begin_anew()
+            file.seek(0)
+        return file.read()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Part:
+    """Lines of the file of a rank: [M] of steps, and other events."""
+
+    t0: np.ndarray
+    t1: np.ndarray
+    cycle: np.ndarray
+    step: np.ndarray
+    column: np.ndarray
+    loss: np.ndarray
+    events: list[Event]
+    damaged: int
+    newest: int
+    """Lines of steps before the newest event that is a place; -1 without one."""
+
+
+def _part(text: bytes) -> _Part:
+    parts = _STEP_LINE.split(text)
     width = _GROUPS + 1
     columns = [parts[1 + i :: width] for i in range(_GROUPS)]
     t0, t1 = (np.array([*map(float, c)], np.float64) for c in columns[:2])
     cycle, step = (np.array([*map(int, c)], np.int64) for c in columns[2:4])
-    column = np.array([_COLUMNS[name] for name in columns[4]], np.int64)
-    loss = np.array([float(x) if x and x != b"null" else np.nan for x in columns[5]])
     events, damaged, newest = _other_events(parts[::width])
-    if not len(t1) and not events:
+    losses = [float(x) if x and x != b"null" else np.nan for x in columns[5]]
+    return _Part(
+        t0=t0,
+        t1=t1,
+        cycle=cycle,
+        step=step,
+        column=np.array([_COLUMNS[name] for name in columns[4]], np.int64),
+        loss=np.array(losses, np.float64),
+        events=events,
+        damaged=damaged,
+        newest=newest,
+    )
+
+
+def _join(a: _Part, b: _Part) -> _Part:
+    names = ("t0", "t1", "cycle", "step", "column", "loss")
+    columns = {n: np.concatenate([getattr(a, n), getattr(b, n)]) for n in names}
+    newest = a.newest if b.newest < 0 else len(a.t1) + b.newest
+    return _Part(
+        **columns,
+        events=a.events + b.events,
+        damaged=a.damaged + b.damaged,
+        newest=newest,
+    )
+
+
+def _joined[T](a: tuple[list[T], int], b: tuple[list[T], int]) -> tuple[list[T], int]:
+    return a[0] + b[0], a[1] + b[1]
+
+
+def _rank(number: int, part: _Part) -> Rank | None:
+    """What is known of a rank; None where there is nothing."""
+    events = part.events
+    if not len(part.t1) and not events:
         return None
     places = [(event.step, event.name) for event in events if _is_place(event)][-1:]
-    host = np.flatnonzero(column != _COLUMNS[b"done"])
-    if len(host) and host[-1] >= newest:
-        places.append((int(step[host[-1]]), columns[4][host[-1]].decode()))
+    host = np.flatnonzero(part.column != _COLUMNS[b"done"])
+    if len(host) and host[-1] >= part.newest:
+        names = {column: name.decode() for name, column in _COLUMNS.items()}
+        places.append((int(part.step[host[-1]]), names[int(part.column[host[-1]])]))
     return Rank(
         number=number,
-        steps=_steps(t1, cycle, step, column, loss),
+        steps=_steps(part.t1, part.cycle, part.step, part.column, part.loss),
         events=tuple(events),
         place=places[-1] if places else (0, ""),
-        first=min([*t0[:1], *(event.t0 for event in events[:1])]),
-        last=max([*t1[-1:], *(event.t1 for event in events[-1:])]),
-        damaged=damaged,
+        first=min([*part.t0[:1], *(event.t0 for event in events[:1])]),
+        last=max([*part.t1[-1:], *(event.t1 for event in events[-1:])]),
+        damaged=part.damaged,
     )
 
 
@@ -280,10 +398,9 @@ def _grid(ranks: Sequence[Steps]) -> StepGrid:
     return StepGrid(cycle=union >> 32, step=union & (2**32 - 1), **times)
 
 
-def _read_events(path: Path) -> tuple[list[Event], int]:
-    """The events of a file, and how many lines are damaged."""
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    events = [_event(line) for line in lines]
+def _read_events(text: bytes) -> tuple[list[Event], int]:
+    """The events of lines, and how many are damaged."""
+    events = [_event(line) for line in text.splitlines()]
     return [e for e in events if e is not None], events.count(None)
 
 
@@ -311,9 +428,8 @@ _TYPES: dict[str, Any] = {
 _FIELDS = set(_TYPES)
 
 
-def _read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
-    lines: Iterable[bytes] = path.read_bytes().splitlines() if path.exists() else []
-    records = [_object(line) for line in lines]
+def _read_metrics(text: bytes) -> tuple[list[dict[str, Any]], int]:
+    records = [_object(line) for line in text.splitlines()]
     good = [r for r in records if r is not None and isinstance(r.get("step"), int)]
     return good, len(records) - len(good)
 

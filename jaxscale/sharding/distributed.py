@@ -1,53 +1,35 @@
-"""Start-up of a job of many processes: who is who, and do all of them answer.
+"""Start-up of a job of many processes: do all of them answer.
 
 `jax.distributed.initialize` ends the process without an exception when the coordinator
 cannot be reached or a process is missing. `initialize` therefore lets the processes
 meet first, over the coordinator's port: process 0 waits for one line from each of the
 others, all of them learn what is wrong, and only then JAX starts its service there.
-
-JAX detects Slurm, Open MPI and Kubernetes as well, but has no public way to ask it what
-it found before that service runs. So `detect` reads the same variables; besides, it
-knows torchrun, Open MPI 5, and Kubernetes without its client.
 """
 
+import collections
 import contextlib
-import dataclasses
+import errno
+import itertools
 import logging
 import os
-import re
+import selectors
 import socket
 import time
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any, BinaryIO
 
 import jax
 
+from jaxscale.sharding.launchers import Cluster, detect, split_address
 from jaxscale.supervision import current
+from jaxscale.supervision.limits import allow_connections
 
 
 _log = logging.getLogger(__name__)
 
-# Where launchers give no port: the last 4096, outside the ports of most services.
-_FIRST_PORT = 2**16 - 2**12
 _RETRY_SECONDS = 0.25
-_HELLO = "jaxscale"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cluster:
-    """The place of one process in its job."""
-
-    process_id: int = 0
-    """Number of this process, from 0."""
-    num_processes: int = 1
-    """Number of processes of the job."""
-    coordinator: str | None = None
-    """``host:port`` of process 0; None for a single process."""
-    launcher: str = "single"
-    """Source of the above: arguments, environment, torchrun, slurm, kubernetes,
-    open_mpi, jax (someone else had called `jax.distributed.initialize`) or single."""
-    local_device_ids: tuple[int, ...] | None = None
-    """GPUs of this host that the process uses; None for all that it sees."""
+_SILENT_SECONDS, _LAST_WORD_SECONDS = 5.0, 2.0
+_HELLO, _WAIT, _LONGEST_LINE = "jaxscale", "wait", 512
 
 
 _started: Cluster | None = None
@@ -129,310 +111,193 @@ def initialize(
     return cluster
 
 
-# ------------------------------------------------------------------------------------
-# Who is who
+class _Meeting:
+    """Process 0: has a line from each other process, then lets all go.
 
-
-def detect(
-    environ: Mapping[str, str],
-    *,
-    coordinator: str | None = None,
-    num_processes: int | None = None,
-    process_id: int | None = None,
-    local_device_ids: Sequence[int] | None = None,
-) -> Cluster:
-    """The cluster that arguments and environment variables describe.
-
-    Arguments win, then ``JAX_COORDINATOR_ADDRESS``, ``JAX_NUM_PROCESSES`` and
-    ``JAX_PROCESS_ID`` (which Kubeflow sets), then the launcher:
-
-    - torchrun, and launchers that set the same: ``RANK``, ``WORLD_SIZE``,
-      ``MASTER_ADDR`` and ``LOCAL_RANK``. The port is the one after ``MASTER_PORT``,
-      where torchrun listens itself; ``JAX_COORDINATOR_PORT`` sets another.
-    - Open MPI: ``OMPI_COMM_WORLD_{SIZE,RANK,LOCAL_RANK,LOCAL_SIZE}``. The coordinator
-      is read from versions before 5 and known when all processes share a host;
-      otherwise pass ``mpirun -x JAX_COORDINATOR_ADDRESS=host:port``.
-    - Slurm: ``SLURM_PROCID``, ``SLURM_NTASKS`` and ``SLURM_STEP_NODELIST`` of ``srun``,
-      whose first host is the coordinator; ``JAX_COORDINATOR_PORT`` sets the port.
-    - Kubernetes: ``JOB_COMPLETION_INDEX`` of an Indexed Job is the number of the
-      process; the pod's specification sets the other two variables above.
-
-    Args:
-        environ: Environment variables, `os.environ`.
-        coordinator: The same as for `initialize`, and so the rest.
-        num_processes: Number of processes.
-        process_id: Number of this process.
-        local_device_ids: GPUs of this process.
-
-    Raises:
-        ValueError: something is missing, malformed or contradictory.
-
-    Example:
-        >>> detect({"JOB_COMPLETION_INDEX": "1", "JAX_NUM_PROCESSES": "2",
-        ...         "JAX_COORDINATOR_ADDRESS": "job-0.jobs:1234"}).launcher
-        'kubernetes'
+    One thread hears all connections at once, so nobody waits for one that is silent.
     """
-    given = {
-        "coordinator": coordinator,
-        "num_processes": num_processes,
-        "process_id": process_id,
-    }
-    launcher = "arguments"
-    if None in given.values():
-        launcher, found = _from_environment(environ)
-        for name, value in given.items():
-            if value is None:
-                given[name] = found.get(name)
-            elif name != "coordinator" and found.get(name, value) != value:
-                raise ValueError(
-                    f"{name} is {value}, but {launcher} says {found[name]}; leave the "
-                    "argument out, or give coordinator, num_processes and process_id"
-                )
-        local_device_ids = local_device_ids or found.get("local_device_ids")
-        if launcher == "single" and any(value is not None for value in given.values()):
-            launcher = "arguments"
-    coordinator, count, index = given.values()
-    if count == 1 or all(value is None for value in given.values()):
-        return Cluster()
-    for name, value in given.items():
-        if value is None:
-            raise ValueError(_missing(name, launcher))
-    _split_address(str(coordinator))
-    if count < 1:
-        raise ValueError(f"num_processes is {count}, expected at least 1")
-    if not 0 <= index < count:
-        raise ValueError(
-            f"process_id is {index}, expected 0 to {count - 1} for "
-            f"num_processes={count}; number the processes from 0"
+
+    def __init__(self, cluster: Cluster, server: socket.socket) -> None:
+        self._cluster, self._server = cluster, server
+        self._selector = selectors.DefaultSelector()
+        self._arrived: dict[int, socket.socket] = {}
+        self._left: set[int] = set()
+        """Processes that have arrived and gone again."""
+        self._numbers: dict[socket.socket, int] = {}
+        self._heard: dict[socket.socket, bytes] = {}
+        """Of those that have not said a whole line yet, who is silent longest first."""
+        self._until = collections.OrderedDict[socket.socket, float]()
+
+    def wait(self, timeout: float, deadline: float) -> None:
+        """Wait for all.
+
+        Raises:
+            TimeoutError: a process is missing.
+            ValueError: processes contradict each other.
+        """
+        others = self._cluster.num_processes - 1
+        self._server.setblocking(False)
+        self._selector.register(self._server, selectors.EVENT_READ)
+        try:
+            while len(self._arrived) < others:
+                now = time.monotonic()
+                if now >= deadline:
+                    raise TimeoutError(self._tell(self._who_is_missing(timeout)))
+                self._forget_silent(now)
+                until = min([deadline, *itertools.islice(self._until.values(), 1)])
+                for key, _ in self._selector.select(until - now):
+                    self._hear(key.fileobj)
+            # Closed before the answer: whoever connects now reaches the service of JAX.
+            self._server.close()
+            self._tell("ok")
+        finally:
+            for connection in (*self._numbers, *self._heard):
+                connection.close()
+            self._selector.close()
+            self._server.close()
+
+    def _hear(self, source: Any) -> None:
+        if source is self._server:
+            self._accept()
+        elif source in self._heard:
+            self._greet(source)
+        elif source in self._numbers and not _waits(source):
+            self._lose(source)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                connection, _ = self._server.accept()
+                connection.setblocking(False)
+                self._selector.register(connection, selectors.EVENT_READ)
+                self._heard[connection] = b""
+                self._until[connection] = time.monotonic() + _SILENT_SECONDS
+
+    def _forget_silent(self, now: float) -> None:
+        while self._until and next(iter(self._until.values())) <= now:
+            self._drop(next(iter(self._until)))
+
+    def _drop(self, connection: socket.socket) -> None:
+        del self._heard[connection], self._until[connection]
+        self._selector.unregister(connection)
+        connection.close()
+
+    def _lose(self, connection: socket.socket) -> None:
+        """One that has arrived leaves; started again, it comes again."""
+        number = self._numbers.pop(connection)
+        del self._arrived[number]
+        self._left.add(number)
+        self._selector.unregister(connection)
+        connection.close()
+
+    def _greet(self, connection: socket.socket) -> None:
+        """Take one process in, or tell all what is wrong. Strangers are ignored."""
+        try:
+            said = connection.recv(_LONGEST_LINE)
+        except OSError:
+            said = b""
+        line = self._heard[connection] + said
+        if said and b"\n" not in line and len(line) < _LONGEST_LINE:
+            self._heard[connection] = line
+            return
+        words = line.decode(errors="replace").split()
+        known = b"\n" in line and len(words) == 3 and words[0] == _HELLO
+        if not known or not (words[1] + words[2]).isdecimal():
+            self._drop(connection)
+            return
+        index, count = int(words[1]), int(words[2])
+        same = self._arrived.get(index)
+        if same is not None and not _waits(same):
+            self._lose(same)
+        if problem := self._problem(index, count):
+            _send(connection, problem)
+            where = connection.getpeername()[0]
+            raise ValueError(f"{self._tell(problem)} (a process at {where})")
+        del self._heard[connection], self._until[connection]
+        self._numbers[connection] = index
+        self._arrived[index] = connection
+        self._left.discard(index)
+        _send(connection, _WAIT)
+
+    def _problem(self, index: int, count: int) -> str:
+        ours = self._cluster.num_processes
+        if count != ours:
+            return (
+                f"process {index} has num_processes={count}, but process 0 has "
+                f"{ours}; start all processes with the same number"
+            )
+        if not 1 <= index < count or index in self._arrived:
+            return (
+                f"two processes have process_id={index}; give each its own number from "
+                f"0 to {count - 1}"
+            )
+        return ""
+
+    def _tell(self, line: str) -> str:
+        """Say `line` to all that have arrived; returns it."""
+        for connection in self._arrived.values():
+            _send(connection, line)
+        return line
+
+    def _who_is_missing(self, seconds: float) -> str:
+        cluster = self._cluster
+        everyone = set(range(1, cluster.num_processes))
+        missing = sorted(everyone - self._arrived.keys() - self._left)
+        left, texts = sorted(self._left), []
+        if missing:
+            texts.append(
+                f"{len(missing)} of {cluster.num_processes} processes "
+                f"({_shown(missing)}) did not reach process 0 at {cluster.coordinator}"
+            )
+        if left:
+            texts.append(f"{len(left)} ({_shown(left)}) came and left again")
+        return (
+            f"{', and '.join(texts)} within {seconds:g} s; check that they run, that "
+            f"the host leads to this machine ({socket.gethostname()}), and that no "
+            "firewall closes the port"
         )
-    return Cluster(
-        process_id=index,
-        num_processes=count,
-        coordinator=coordinator,
-        launcher=launcher,
-        local_device_ids=None if local_device_ids is None else tuple(local_device_ids),
-    )
-
-
-def _from_environment(environ: Mapping[str, str]) -> tuple[str, dict]:
-    """Name of the launcher, and what it says of coordinator, count, number, GPUs."""
-    explicit = {
-        "coordinator": environ.get("JAX_COORDINATOR_ADDRESS"),
-        "num_processes": _integer(environ, "JAX_NUM_PROCESSES"),
-        "process_id": _integer(environ, "JAX_PROCESS_ID"),
-    }
-    explicit = {name: value for name, value in explicit.items() if value is not None}
-    if len(explicit) == 3:
-        return "environment", explicit
-    if "RANK" in environ and "WORLD_SIZE" in environ:  # started by any of those below
-        return "torchrun", _torchrun(environ) | explicit
-    if "OMPI_COMM_WORLD_RANK" in environ:  # before Slurm: mpirun may run under it
-        return "open_mpi", _open_mpi(environ) | explicit
-    if "SLURM_PROCID" in environ and "SLURM_STEP_NODELIST" in environ:
-        return "slurm", _slurm(environ) | explicit
-    if "JOB_COMPLETION_INDEX" in environ:
-        index = _integer(environ, "JOB_COMPLETION_INDEX")
-        return "kubernetes", {"process_id": index} | explicit
-    return ("environment" if explicit else "single"), explicit
-
-
-def _torchrun(environ: Mapping[str, str]) -> dict:
-    count = _required(environ, "WORLD_SIZE")
-    on_host = _integer(environ, "LOCAL_WORLD_SIZE") or count
-    found = {
-        "num_processes": count,
-        "process_id": _required(environ, "RANK"),
-    } | _local_gpu(environ, "LOCAL_RANK", on_host > 1 and "LOCAL_RANK" in environ)
-    host = environ.get("MASTER_ADDR")
-    if host:
-        port = environ.get("JAX_COORDINATOR_PORT")
-        if port is None:
-            port = (_integer(environ, "MASTER_PORT") or _FIRST_PORT - 1) + 1
-        bare = host.removeprefix("[").removesuffix("]")
-        found["coordinator"] = f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
-    return found
-
-
-def _slurm(environ: Mapping[str, str]) -> dict:
-    nodes = environ["SLURM_STEP_NODELIST"]  # node001 or node[001-004,9],gpu7
-    first = re.match(r"([^\[,]+)(?:\[(\w+))?", nodes)
-    if first is None:
-        raise ValueError(f"SLURM_STEP_NODELIST is {nodes!r}, expected names of hosts")
-    job = _required(environ, "SLURM_JOB_ID")
-    port = environ.get("JAX_COORDINATOR_PORT", str(_FIRST_PORT + job % 2**12))
-    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "1")  # 4(x2),3
-    several = any(int(number) > 1 for number in re.findall(r"\b(\d+)", tasks))
-    return {
-        "coordinator": f"{first[1]}{first[2] or ''}:{port}",
-        "num_processes": _required(environ, "SLURM_NTASKS"),
-        "process_id": _integer(environ, "SLURM_PROCID"),
-    } | _local_gpu(environ, "SLURM_LOCALID", several)
-
-
-def _open_mpi(environ: Mapping[str, str]) -> dict:
-    count = _required(environ, "OMPI_COMM_WORLD_SIZE")
-    on_host = _integer(environ, "OMPI_COMM_WORLD_LOCAL_SIZE") or 1
-    found = {
-        "num_processes": count,
-        "process_id": _integer(environ, "OMPI_COMM_WORLD_RANK"),
-    } | _local_gpu(environ, "OMPI_COMM_WORLD_LOCAL_RANK", on_host > 1)
-    uri = environ.get("OMPI_MCA_orte_hnp_uri", "")  # 12582912.0;tcp://10.0.0.1,10.1.0.1
-    job = uri.partition(";")[0] or environ.get("PMIX_NAMESPACE", "")
-    port = environ.get(
-        "JAX_COORDINATOR_PORT", str(_FIRST_PORT + zlib.crc32(job.encode()) % 2**12)
-    )
-    address = re.search(r"tcp://([^,:]+)|tcp6://\[([^,\]]+)", uri)
-    if on_host == count:
-        found["coordinator"] = f"127.0.0.1:{port}"
-    elif address is not None:
-        found["coordinator"] = f"{address[1] or f'[{address[2]}]'}:{port}"
-    return found
-
-
-def _local_gpu(environ: Mapping[str, str], variable: str, several: bool) -> dict:
-    """One GPU for each process, where several share a host and see more than one."""
-    visible = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if not several or (len(visible) == 1 and visible[0]):
-        return {}
-    return {"local_device_ids": (_required(environ, variable),)}
-
-
-def _integer(environ: Mapping[str, str], variable: str) -> int | None:
-    return _required(environ, variable) if variable in environ else None
-
-
-def _required(environ: Mapping[str, str], variable: str) -> int:
-    value = environ.get(variable)
-    if value is None or not value.strip().isdecimal():
-        raise ValueError(
-            f"environment variable {variable} is {value!r}, expected a whole number"
-        )
-    return int(value)
-
-
-def _missing(name: str, launcher: str) -> str:
-    variable = {
-        "coordinator": "JAX_COORDINATOR_ADDRESS=host:port (a host that all reach)",
-        "num_processes": "JAX_NUM_PROCESSES",
-        "process_id": "JAX_PROCESS_ID, or completionMode: Indexed in Kubernetes",
-    }[name]
-    return (
-        f"{name} is not known from {launcher}; pass {name}= to initialize, or set the "
-        f"environment variable {variable}, on every process"
-    )
-
-
-def _split_address(coordinator: str) -> tuple[str, int]:
-    host, _, port = coordinator.rpartition(":")
-    bare = host.removeprefix("[").removesuffix("]")
-    number = int(port) if port.isdecimal() else 0
-    if not bare or "/" in host or (":" in bare) != (bare != host) or number > 65535:
-        number = 0
-    if number < 1:
-        raise ValueError(
-            f"coordinator is {coordinator!r}, expected host:port with a port from 1 to "
-            "65535, such as node001:8476 or [fd00::1]:8476"
-        )
-    return bare, number
-
-
-# ------------------------------------------------------------------------------------
-# Does everyone answer
 
 
 def _await_others(cluster: Cluster, timeout: float, deadline: float) -> None:
     """Process 0: wait for a line from each other process, then let all go."""
-    _, port = _split_address(cluster.coordinator or "")
+    _, port = split_address(cluster.coordinator or "")
+    allow_connections(cluster.num_processes)
     try:
         dual = socket.has_dualstack_ipv6()
         server = socket.create_server(
             ("", port),
             family=socket.AF_INET6 if dual else socket.AF_INET,
             dualstack_ipv6=dual,
-            backlog=1024,
+            backlog=max(1024, cluster.num_processes),
         )
     except OSError as error:
+        advice = f"choose a port that process {os.getpid()} may listen on"
+        if error.errno == errno.EADDRINUSE:
+            advice = f"end the process that uses port {port} or choose another"
         raise ValueError(
             f"coordinator {cluster.coordinator}: process 0 cannot listen on its port "
-            f"({error}); end the process that uses port {port} or choose another"
+            f"({error}); {advice}"
         ) from error
-    arrived: dict[int, socket.socket] = {}
-    with contextlib.ExitStack() as connections:
-        connections.callback(server.close)
-        while True:
-            arrived = {i: other for i, other in arrived.items() if _waits(other)}
-            if len(arrived) == cluster.num_processes - 1:
-                break
-            server.settimeout(max(deadline - time.monotonic(), 0.001))
-            try:
-                connection, address = server.accept()
-            except TimeoutError:
-                raise TimeoutError(_who_is_missing(cluster, arrived, timeout)) from None
-            connections.enter_context(connection)
-            problem = _greet(connection, cluster, arrived)
-            if problem:
-                for other in (connection, *arrived.values()):
-                    _send(other, problem)
-                raise ValueError(f"{problem} (a process at {address[0]})")
-        # Closed before the answer: whoever connects now reaches the service of JAX.
-        server.close()
-        for connection in arrived.values():
-            _send(connection, "ok")
-
-
-def _greet(
-    connection: socket.socket, cluster: Cluster, arrived: dict[int, socket.socket]
-) -> str | None:
-    """Take one process in; or say what is wrong with it. Strangers are ignored."""
-    connection.settimeout(5.0)
-    words = _receive(connection).split()
-    if len(words) != 3 or words[0] != _HELLO or not (words[1] + words[2]).isdecimal():
-        return None
-    index, count = int(words[1]), int(words[2])
-    if count != cluster.num_processes:
-        return (
-            f"process {index} has num_processes={count}, but process 0 has "
-            f"{cluster.num_processes}; start all processes with the same number"
-        )
-    if not 1 <= index < count or (index in arrived and _waits(arrived[index])):
-        return (
-            f"two processes have process_id={index}; give each its own number from 0 "
-            f"to {count - 1}"
-        )
-    arrived[index] = connection
-    return None
+    _Meeting(cluster, server).wait(timeout, deadline)
 
 
 def _waits(connection: socket.socket) -> bool:
-    """Return whether the other side still waits; one that restarts comes again."""
-    connection.setblocking(False)
+    """Return whether the other side still waits, and has nothing more to say."""
     try:
-        return bool(connection.recv(1, socket.MSG_PEEK))
+        return bool(connection.recv(_LONGEST_LINE))
     except BlockingIOError:
         return True
     except OSError:
         return False
-    finally:
-        connection.settimeout(5.0)
 
 
-def _who_is_missing(
-    cluster: Cluster, arrived: Mapping[int, socket.socket], seconds: float
-) -> str:
-    present = {index for index, other in arrived.items() if _waits(other)}
-    missing = sorted(set(range(1, cluster.num_processes)) - present)
-    shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-    return (
-        f"{len(missing)} of {cluster.num_processes} processes ({shown}) did not reach "
-        f"process 0 at {cluster.coordinator} within {seconds:g} s; check that they "
-        f"run, that the host leads to this machine ({socket.gethostname()}), and that "
-        "no firewall closes the port"
-    )
+def _shown(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
 
 
 def _report_to_coordinator(cluster: Cluster, timeout: float, deadline: float) -> None:
     """Another process: report to process 0, then wait until JAX's service is there."""
-    address = _split_address(cluster.coordinator or "")
+    address = split_address(cluster.coordinator or "")
     problem = "no attempt was made"
     reported = False
     while (left := deadline - time.monotonic()) > 0:
@@ -442,18 +307,19 @@ def _report_to_coordinator(cluster: Cluster, timeout: float, deadline: float) ->
             ) as connection:
                 if reported:
                     return
-                connection.settimeout(left)
                 _send(
                     connection, f"{_HELLO} {cluster.process_id} {cluster.num_processes}"
                 )
-                answer = _receive(connection)
+                connection.settimeout(min(left, _SILENT_SECONDS))
+                answer, problem = _answer(connection, left)
         except OSError as error:
             problem = str(error)
         else:
             reported = answer == "ok"
+            if "did not reach process 0" in answer or "left again" in answer:
+                raise TimeoutError(answer)
             if answer and not reported:
                 raise ValueError(answer)
-            problem = "it is in use by something that is not waiting for this process"
         time.sleep(min(_RETRY_SECONDS, left))
     raise TimeoutError(
         f"process {cluster.process_id} of {cluster.num_processes} could not join the "
@@ -464,6 +330,20 @@ def _report_to_coordinator(cluster: Cluster, timeout: float, deadline: float) ->
     )
 
 
+def _answer(connection: socket.socket, left: float) -> tuple[str, str]:
+    """What process 0 says in the end, and what is to be said where it does not.
+
+    It is a moment later than this process at the end of its time, and says who is
+    missing.
+    """
+    with connection.makefile("rb") as stream:
+        first = _receive(stream)
+        if first != _WAIT:
+            return first, "what listens there is not waiting for this process"
+        connection.settimeout(left + _LAST_WORD_SECONDS)
+        return _receive(stream), "process 0 still waited for others, or has ended"
+
+
 def _send(connection: socket.socket, line: str) -> None:
     try:
         connection.sendall(line.encode() + b"\n")
@@ -471,10 +351,9 @@ def _send(connection: socket.socket, line: str) -> None:
         _log.warning("a process left during start-up: %s", error)
 
 
-def _receive(connection: socket.socket) -> str:
+def _receive(stream: BinaryIO) -> str:
     """One line of at most 512 bytes; empty when the other side is silent or leaves."""
     try:
-        with connection.makefile("rb") as stream:
-            return stream.readline(512).decode(errors="replace").strip()
+        return stream.readline(_LONGEST_LINE).decode(errors="replace").strip()
     except OSError:
         return ""

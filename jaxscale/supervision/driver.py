@@ -14,11 +14,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxscale.supervision import protocol, state
+from jaxscale.supervision import limits, protocol, state
 from jaxscale.supervision.config import SuperviseConfig
 from jaxscale.supervision.hosts import Host, Hosts
 from jaxscale.supervision.telemetry import SlowNews, Telemetry
@@ -33,6 +33,8 @@ GAVE_UP = 4
 _SETTLE_SECONDS = 0.5
 _SHORT_SECONDS = 0.1
 _LONGEST_BACKOFF = 60.0
+_LONGEST_MOMENT = 0.5
+_SHOWN = 8
 
 
 class GaveUp(RuntimeError):
@@ -71,6 +73,8 @@ class Driver:
         self._telemetry = Telemetry(directory, config.processes)
         self._slow: SlowNews | None = None
         """The ranks that are slow in this cycle."""
+        self._now = 0.0
+        """Seconds that the driver has listened: by this clock others are late."""
         self._since: float | None = None
         """When the last fault was noticed, until a step is done again."""
         self._reached = 0
@@ -80,20 +84,21 @@ class Driver:
         """Run the job; the exit code.
 
         Raises:
-            ValueError: another driver works here, the state is damaged, or the address
-                cannot be listened at.
+            ValueError: another driver works here, the state is damaged, the address
+                cannot be listened at, or too few files may be open.
             GaveUp: it is of no use to go on.
         """
         with state.locked(self._directory):
             self._state = state.read(
                 self._directory, os.environ.get(protocol.SECRET, "")
             )
+            limits.allow_connections(2 * self._config.hosts)  # spare ones too
             self._hosts = Hosts(
                 self._state.secret, self._directory, report=self._report
             )
             config = self._config
-            limits = {int(s): limit for s, limit in self._state.spikes.items()}
-            self._spikes = Spikes(config.spike, limits)
+            spikes = {int(s): limit for s, limit in self._state.spikes.items()}
+            self._spikes = Spikes(config.spike, spikes)
             self._state.port = await self._hosts.listen(
                 config.address, self._state.port
             )
@@ -161,14 +166,14 @@ class Driver:
                     skips=[[int(step), n] for step, n in job.skips.items()],
                 )
             )
-        names = ", ".join(host.name for host in hosts)
+        names = ", ".join(host.name for host in hosts[:_SHOWN])
+        names += f" and {len(hosts) - _SHOWN:,} more" if len(hosts) > _SHOWN else ""
         self._report(f"cycle {job.cycle}: {config.processes} ranks on {names}")
         self._begin_watch()
 
     def _begin_watch(self) -> None:
-        config, now = self._config, time.monotonic()
-        ranks = range(config.processes)
-        self._watch = Watch(ranks, config.deadlines, now, self._spikes)
+        config, ranks = self._config, range(self._config.processes)
+        self._watch = Watch(ranks, config.deadlines, self._now, self._spikes)
         self._telemetry.started(self._state.cycle)
         self._slow = None
 
@@ -209,8 +214,10 @@ class Driver:
 
     def _missing(self) -> list[int]:
         """Ranks that no executor has."""
-        cycle = self._state.cycle
-        there = {rank for h in self._hosts if h.cycle == cycle for rank in h.ranks}
+        ours = [host.ranks for host in self._hosts if host.cycle == self._state.cycle]
+        if sum(map(len, ours)) == self._config.processes:  # each is on one host
+            return []
+        there = {rank for ranks in ours for rank in ranks}
         return sorted(set(range(self._config.processes)) - there)
 
     # --------------------------------------------------------------------------------
@@ -233,7 +240,7 @@ class Driver:
             if fault is None and self._fault(watch) is not None:
                 # Those that fail say why, and leave.
                 await self._until(lambda: False, _SHORT_SECONDS)
-                await self._until(lambda: not watch.failing(), _SETTLE_SECONDS)
+                await self._until(lambda: watch.is_settled, _SETTLE_SECONDS)
                 fault = self._fault(watch)
             if fault is not None:
                 return fault
@@ -242,13 +249,13 @@ class Driver:
     def _fault(self, watch: Watch) -> Fault | None:
         known = self._state.replayed if self._config.replay else range(sys.maxsize)
         skipped = {int(step) for step in self._state.skips}
-        return watch.fault(time.monotonic(), known=known, skipped=skipped)
+        return watch.fault(self._now, known=known, skipped=skipped)
 
     def _lost_hosts(self, watch: Watch) -> Fault | None:
         if missing := self._missing():
             return watch.lost(missing, "has gone")
         for host in self._hosts:
-            silence = time.monotonic() - host.heard
+            silence = self._now - host.heard
             if host.ranks and silence > self._config.deadlines.host:
                 reason = f"on {host.name} said nothing for {silence:.3g} s"
                 return watch.lost(host.ranks, reason)
@@ -256,7 +263,10 @@ class Driver:
 
     async def _take(self) -> None:
         """Take in what the executors say, for a moment."""
+        begun = time.monotonic()
         await self._hosts.take(self._understand)
+        # While the driver itself stands still it hears nothing, and nobody is late.
+        self._now += min(time.monotonic() - begun, _LONGEST_MOMENT)
 
     async def _until(self, done: Callable[[], bool], seconds: float) -> None:
         """Take in what the executors say until `done`, or for so long."""
@@ -265,7 +275,7 @@ class Driver:
             await self._take()
 
     def _understand(self, host: Host, message: Any) -> None:
-        now = host.heard = time.monotonic()
+        now = host.heard = self._now
         job, watch = self._state, self._watch
         current = job.running and getattr(message, "cycle", 0) == job.cycle
         if current:
@@ -302,7 +312,7 @@ class Driver:
             self._record("running", watch.step, since=self._since)
             self._since = None
         news = self._telemetry.slow_news(
-            {host.name: host.ranks for host in self._hosts}
+            (host.name, host.ranks) for host in self._hosts
         )
         if news is not None:
             self._slow = news
@@ -338,6 +348,7 @@ class Driver:
         job, since = self._state, time.time()
         ranks_of = {host.name: list(host.ranks) for host in self._hosts}
         suspects = dict.fromkeys(fault.suspects, fault.why)
+        stacks = dict[int, str]()
         if fault.kind in ("stall", "exit", "error"):
             stacks = await self._stacks()
             if fault.kind == "stall":
@@ -361,6 +372,7 @@ class Driver:
             suspects=who,
         )
         self._save()
+        self._keep_stacks(stacks)  # many files, after the others have been told
         self._give_up_if_useless(fault, watch, suspects)
         names = [name for name, ranks in ranks_of.items() if {*ranks} & {*suspects}]
         if fault.kind != "unsaved":  # no host is to blame for a disk that is full
@@ -410,17 +422,23 @@ class Driver:
         for host in asked:
             host.stacks = {}
             host.send(protocol.Stacks())
-        await self._until(
-            lambda: all({*h.ranks} <= {*h.stacks} or self._gone(h) for h in asked),
-            self._config.deadlines.host / 2,
-        )
-        stacks = {rank: text for host in asked for rank, text in host.stacks.items()}
+        seconds, before = self._config.deadlines.host / 2, -1
+        # Nobody is silent while the answers of a large job still come in.
+        while before < (before := sum(len(host.stacks) for host in asked)):
+            await self._until(
+                lambda: all(
+                    len(h.stacks) >= len(h.ranks) or self._gone(h) for h in asked
+                ),
+                seconds,
+            )
+        return {rank: text for host in asked for rank, text in host.stacks.items()}
+
+    def _keep_stacks(self, stacks: Mapping[int, str]) -> None:
         for rank, text in stacks.items():
             if text:
                 name = f"stacks-{self._state.cycle}-{rank}.txt"
                 with contextlib.suppress(OSError):  # a full disk
                     (self._directory / name).write_text(text)
-        return stacks
 
     async def _kill(self) -> None:
         """End all ranks; an executor that does not obey is ended too."""
@@ -527,5 +545,8 @@ class Driver:
             self._stop += 1
 
         if threading.current_thread() is threading.main_thread():
+            loop = asyncio.get_running_loop()
             for number in (signal.SIGTERM, signal.SIGINT):
-                asyncio.get_running_loop().add_signal_handler(number, stop)
+                loop.add_signal_handler(number, stop)
+            hung_up = "the terminal is closed, and the job goes on: SIGTERM stops it"
+            loop.add_signal_handler(signal.SIGHUP, self._report, hung_up)

@@ -43,6 +43,7 @@ from types import TracebackType
 from typing import Any
 
 from jaxscale.supervision import protocol
+from jaxscale.supervision.pauses import Pauses
 
 
 VARIABLE = "JAXSCALE_SUPERVISED"
@@ -101,6 +102,7 @@ class EventLog:
         self._is_first = is_first
         self._rank, self._cycle, self._connection = rank, cycle, connection
         self._step = 0
+        self._pauses = Pauses()
         self._file: int | None = None
         # What happens before there is a file, for example the meeting of the processes.
         self._early: collections.deque[str] = collections.deque(maxlen=256)
@@ -243,7 +245,7 @@ class EventLog:
     def _send(self, events: list[dict[str, Any]]) -> None:
         if self._connection is None or not events:
             return
-        messages = [self._message(x) for x in events if x["name"] not in _UNTOLD]
+        messages = [m for x in events for m in self._messages(x)]
         lines = b"".join(protocol.encode(message) for message in messages)
         try:
             self._connection.sendall(lines)
@@ -252,24 +254,37 @@ class EventLog:
             self._connection.close()
             self._connection = None
 
-    def _message(self, event: Mapping[str, Any]) -> protocol.Moved | protocol.Measured:
-        measure = MEASURES.get(event["name"])
-        if measure is None:
-            return self._moved(event)
-        name, parts = measure
+    def _messages(
+        self, event: Mapping[str, Any]
+    ) -> Iterator[protocol.Moved | protocol.Measured]:
+        """What the executor is told of an event."""
+        name = event["name"]
+        if name in MEASURES:
+            measure, parts = MEASURES[name]
+            yield self._measured(event, measure, sum(event["args"][p] for p in parts))
+            if name == "pace" and (factor := self._pauses.factor()):
+                yield self._measured(event, "paused", factor)
+        elif name not in _UNTOLD:
+            yield self._moved(event)
+        if name == "begin":
+            self._pauses.start()
+
+    def _measured(
+        self, event: Mapping[str, Any], name: str, seconds: float
+    ) -> protocol.Measured:
         return protocol.Measured(
-            rank=self._rank,
+            ranks=[self._rank],
             cycle=self._cycle,
             step=event["step"],
             name=name,
-            seconds=sum(event["args"][part] for part in parts),
+            seconds=[seconds],
             group=event["args"].get("group", ""),
         )
 
     def _moved(self, event: Mapping[str, Any]) -> protocol.Moved:
         text = str(event["args"].get("error", "")) if event["kind"] == "fault" else ""
         return protocol.Moved(
-            rank=self._rank,
+            ranks=[self._rank],
             cycle=self._cycle,
             step=event["step"],
             phase=event["name"],

@@ -24,12 +24,24 @@ from jaxscale.supervision.events import VARIABLE
 
 
 ALIVE_SECONDS = 1.0
-_REPORT_SECONDS = 0.05
+_REPORT_SECONDS, _HOSTS_A_SECOND = 0.05, 6000
 _STACK_SECONDS = 0.3
 _RETRY_SECONDS = 0.25
 _LEAVE_SECONDS = 60.0
 _TAIL, _STACK = 2**12, 2**15  # bytes, and JSON may write six for one
 _PR_SET_PDEATHSIG = 1
+
+
+def report_seconds(hosts: int) -> float:
+    """Seconds between what an executor tells of its ranks, where nothing is wrong.
+
+    The driver hears a bounded number of them in a second, however many there are.
+
+    Example:
+        >>> report_seconds(8), report_seconds(1536)
+        (0.05, 0.256)
+    """
+    return max(_REPORT_SECONDS, hosts / _HOSTS_A_SECOND)
 
 
 class Rank:
@@ -71,9 +83,11 @@ class Executor:
         self._rank_secret = secrets.token_hex()
         self._address = ""
         self._cycle, self._directory = 0, Path()
+        self._seconds = report_seconds(1)
         self._ranks: dict[int, Rank] = {}
         self._newest: dict[tuple[int, str], protocol.Moved] = {}
         self._untold: dict[tuple[int, str, int], protocol.Moved] = {}
+        self._measured: list[protocol.Measured] = []
         self._faults: list[protocol.Moved] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -138,8 +152,7 @@ class Executor:
         )
         if not self._ranks:
             channel.send(protocol.Idle(port=_free_port()))
-        for message in (*self._newest.values(), *self._faults):
-            channel.send(message)
+        channel.send(*protocol.merged(self._newest.values()), *self._faults)
         for rank in self._ranks.values():
             if rank.exited is not None:
                 channel.send(rank.exited)
@@ -170,7 +183,9 @@ class Executor:
     async def _start(self, start: protocol.Start) -> None:
         await self._kill()
         self._cycle, self._directory = start.cycle, Path(start.directory)
+        self._seconds = report_seconds(start.processes // len(start.ranks))
         self._newest, self._untold, self._faults = {}, {}, []
+        self._measured = []
         for index, number in enumerate(start.ranks):
             try:
                 await self._start_rank(
@@ -239,10 +254,10 @@ class Executor:
                 message = await channel.receive()
                 if not isinstance(message, protocol.Moved | protocol.Measured):
                     return
-                if message.cycle != self._cycle:
+                if message.cycle != self._cycle or message.ranks != [joined.rank]:
                     return
                 if isinstance(message, protocol.Measured):
-                    self._tell(message)
+                    self._measured.append(message)
                 elif message.kind == "fault":
                     self._flush()
                     self._faults.append(message)
@@ -257,8 +272,9 @@ class Executor:
         """
         kept = ("compile", "done", "stopped")  # whatever comes after
         about = message.phase if message.phase in kept else "place"
-        losses = about == "done" and message.rank == min(self._ranks)
-        place = message.rank, about
+        (rank,) = message.ranks
+        losses = about == "done" and rank == min(self._ranks)
+        place = rank, about
         untold = (*place, message.step if losses else 0)
         # What is older goes away, so that they are told in the order of time.
         self._newest.pop(place, None)
@@ -269,20 +285,20 @@ class Executor:
         """Tell the driver where the ranks are, and that this host lives."""
         loop, told = asyncio.get_running_loop(), 0.0
         while True:
-            await asyncio.sleep(_REPORT_SECONDS)
+            await asyncio.sleep(self._seconds)
             self._flush()
             if loop.time() - told >= ALIVE_SECONDS:
                 told = loop.time()
                 self._tell(protocol.Alive())
 
     def _flush(self) -> None:
-        for message in self._untold.values():
-            self._tell(message)
-        self._untold = {}
+        if self._untold or self._measured:
+            self._tell(*protocol.merged([*self._untold.values(), *self._measured]))
+        self._untold, self._measured = {}, []
 
-    def _tell(self, message: protocol.Message) -> None:
+    def _tell(self, *messages: protocol.Message) -> None:
         if self._channel is not None:
-            self._channel.send(message)
+            self._channel.send(*messages)
 
     async def _stacks(self, channel: protocol.Channel) -> None:
         """Have the ranks write where they are, and send what they wrote."""

@@ -16,7 +16,11 @@ from jaxscale.supervision import protocol
 
 
 _TICK_SECONDS = 0.05
+_SHORT_SECONDS = 0.02
 _LEAVE_SECONDS = 10.0
+# Executors come back at the same moment to a driver that was started again. The kernel
+# may allow fewer (net.core.somaxconn); those that are refused try again.
+_BACKLOG = 4096
 
 
 class Host:
@@ -26,7 +30,8 @@ class Host:
         """Take in what it says of itself."""
         self.name, self.address, self._channel = host.name, host.address, channel
         self.cycle, self.ranks = host.cycle, list(host.ranks)
-        self.heard = time.monotonic()
+        self.heard = 0.0
+        """When it last spoke, by the clock of the driver."""
         self.port: int | None = None
         """A free port, while nothing runs there."""
         self.stacks: dict[int, str] = {}
@@ -56,7 +61,10 @@ class Hosts:
         """
         self._secret, self._directory, self._report = secret, directory, report
         self._connected: dict[str, Host] = {}
+        self._ordered: list[Host] | None = None
+        """Those above by their names, until one comes or goes."""
         self._inbox: asyncio.Queue[tuple[Host, Any]] = asyncio.Queue()
+        self._taken = 0.0
         self._doubles: set[str] = set()
         self._server: asyncio.Server | None = None
         self._local: subprocess.Popen[bytes] | None = None
@@ -64,7 +72,10 @@ class Hosts:
         """``host:port`` of the driver."""
 
     def __iter__(self) -> Iterator[Host]:
-        return iter(sorted(self._connected.values(), key=lambda host: host.name))
+        if self._ordered is None:
+            hosts = self._connected.values()
+            self._ordered = sorted(hosts, key=lambda host: host.name)
+        return iter(self._ordered)
 
     def __len__(self) -> int:
         return len(self._connected)
@@ -82,7 +93,11 @@ class Hosts:
         host, wanted = protocol.split_address(address)
         try:
             self._server = await asyncio.start_server(
-                self._hear, host, wanted or port, limit=protocol.LONGEST_LINE
+                self._hear,
+                host,
+                wanted or port,
+                limit=protocol.LONGEST_LINE,
+                backlog=_BACKLOG,
             )
         except OSError as error:
             raise ValueError(
@@ -97,7 +112,12 @@ class Hosts:
         """Pass on what the executors say, for a moment."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_TICK_SECONDS):
-                understand(*await self._inbox.get())
+                first = await self._inbox.get()
+                # What follows at once is taken together: who looks after each message
+                # at the whole job has no time for anything else.
+                await asyncio.sleep(self._taken + _SHORT_SECONDS - time.monotonic())
+                self._taken = time.monotonic()
+                understand(*first)
         while not self._inbox.empty():
             understand(*self._inbox.get_nowait())
 
@@ -110,6 +130,7 @@ class Hosts:
         """End the connection to one that does not answer."""
         host.close()
         self._connected.pop(host.name, None)
+        self._ordered = None
 
     def start_local(self, before: int) -> int:
         """Start the executor of this machine if none is there; its process.
@@ -175,8 +196,10 @@ class Hosts:
                 self._doubles.add(first.name)
                 return
             host = self._connected[first.name] = Host(first, channel)
+            self._ordered = None
             self._inbox.put_nowait((host, first))
             while True:
                 self._inbox.put_nowait((host, await channel.receive()))
         if host is not None and self._connected.get(host.name) is host:
             del self._connected[host.name]
+            self._ordered = None

@@ -11,11 +11,13 @@ the first line both sides prove that they know the secret, without sending it:
 
 import asyncio
 import dataclasses
+import functools
 import hmac
 import json
 import secrets
 import socket
 import typing
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -43,9 +45,12 @@ class Joined:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Moved:
-    """Rank to executor to driver: a rank has reached a phase of a step."""
+    """Rank to executor to driver: ranks have reached a phase of a step.
 
-    rank: int
+    A rank speaks for itself; its executor tells at once what several have said.
+    """
+
+    ranks: list[int]
     cycle: int
     step: int
     phase: str
@@ -62,16 +67,24 @@ class Moved:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Rank to executor to driver: how long a rank was at work by itself."""
+    """Rank to executor to driver: how long ranks were at work by themselves."""
 
-    rank: int
+    ranks: list[int]
     cycle: int
     step: int
     name: str
-    """computing, or host: a step, and what the device waited for before it."""
-    seconds: float
+    """computing, host or paused: a step, what the device waited for before it, and how
+    many times as long as needed the process took, since it was not run."""
+    seconds: list[float]
+    """One for each rank."""
     group: str = ""
-    """What the rank does, where not all do the same."""
+    """What the ranks do, where not all do the same."""
+
+    def __post_init__(self) -> None:
+        if len(self.seconds) != len(self.ranks):
+            raise ProtocolError(
+                f"Measured has {len(self.seconds)} seconds of {len(self.ranks)} ranks"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,6 +206,59 @@ type Message = (
 _KINDS: dict[str, Any] = {k.__name__: k for k in typing.get_args(Message.__value__)}
 
 
+@functools.cache
+def _fields(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
+    """Types of the fields of a message, and the names of those that it must have."""
+    hints = typing.get_type_hints(kind)
+    required = {
+        f.name
+        for f in dataclasses.fields(kind)
+        if f.default is f.default_factory is dataclasses.MISSING
+    }
+    return hints, frozenset(required)
+
+
+def merged(messages: Iterable[Moved | Measured]) -> list[Moved | Measured]:
+    """The same in fewer messages: what is alike of several ranks is said once.
+
+    What a rank says stays in its order, as faults do.
+
+    Example:
+        >>> place = {"cycle": 1, "step": 7, "phase": "data", "kind": "host"}
+        >>> [m.ranks for m in merged(Moved(ranks=[n], **place) for n in range(3))]
+        [[0, 1, 2]]
+    """
+    groups = list[list[Moved | Measured]]()
+    index, last = dict[Any, int](), dict[int, int]()
+    for message in messages:
+        alike = _alike(message)
+        at = index.get(alike, -1)
+        if alike is None or at <= max(last.get(n, -1) for n in message.ranks):
+            at = index[alike] = len(groups)
+            groups.append([])
+        groups[at].append(message)
+        last |= dict.fromkeys(message.ranks, at)
+    return [_merge(group) for group in groups]
+
+
+def _alike(message: Moved | Measured) -> Any:
+    """What messages have in common that are told as one; None of one that is not."""
+    if isinstance(message, Measured):
+        return message.cycle, message.step, message.name, message.group
+    if message.kind == "fault":
+        return None
+    return message.cycle, message.step, message.phase, message.kind, message.loss
+
+
+def _merge(group: list[Moved | Measured]) -> Moved | Measured:
+    changes: dict[str, Any] = {"ranks": [n for x in group for n in x.ranks]}
+    if isinstance(group[0], Measured):
+        changes["seconds"] = [
+            s for x in group if isinstance(x, Measured) for s in x.seconds
+        ]
+    return group[0] if len(group) == 1 else dataclasses.replace(group[0], **changes)
+
+
 def encode(message: Message) -> bytes:
     r"""A message as a line.
 
@@ -221,15 +287,10 @@ def decode(line: bytes) -> Any:
     kind = _KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
         raise ProtocolError(f"a message is {name!r}, expected one of {list(_KINDS)}")
-    hints = typing.get_type_hints(kind)
-    required = {
-        f.name
-        for f in dataclasses.fields(kind)
-        if f.default is f.default_factory is dataclasses.MISSING
-    }
-    if unknown := sorted(set(fields) - set(hints)):
+    hints, required = _fields(kind)
+    if unknown := sorted(fields.keys() - hints.keys()):
         raise ProtocolError(f"{name} has the unknown field {unknown[0]!r}")
-    if missing := sorted(required - set(fields)):
+    if missing := sorted(required - fields.keys()):
         raise ProtocolError(f"{name} lacks {missing[0]}")
     for field, value in fields.items():
         if not _is(value, hints[field]):
@@ -249,12 +310,22 @@ def _object(line: bytes) -> dict[str, Any]:
 
 
 def _is(value: Any, hint: Any) -> bool:
-    if typing.get_origin(hint) is list:
-        (element,) = typing.get_args(hint)
-        return isinstance(value, list) and all(_is(x, element) for x in value)
-    if hint is float:
-        hint = (int, float)
-    return isinstance(value, hint) and isinstance(value, bool) == (hint is bool)
+    if hint in _PLAIN:  # what JSON makes is of no subclass
+        return type(value) in _PLAIN[hint]
+    (element,) = typing.get_args(hint)
+    if type(value) is not list:
+        return False
+    if element in _PLAIN:
+        return {*map(type, value)} <= _PLAIN[element]
+    return all(_is(x, element) for x in value)
+
+
+_PLAIN: dict[Any, frozenset[type]] = {
+    bool: frozenset([bool]),
+    float: frozenset([int, float]),
+    int: frozenset([int]),
+    str: frozenset([str]),
+}
 
 
 class Channel:
@@ -266,11 +337,11 @@ class Channel:
         """Take over an open connection."""
         self._reader, self._writer = reader, writer
 
-    def send(self, message: Message) -> None:
+    def send(self, *messages: Message) -> None:
         """Send without waiting; one who does not read for long is cut off."""
         if self._writer.transport.get_write_buffer_size() > _MOST_UNREAD:
             self._writer.transport.abort()
-        self._writer.write(encode(message))
+        self._writer.write(b"".join(map(encode, messages)))
 
     async def receive(self) -> Any:
         """The next message.

@@ -11,9 +11,12 @@ import math
 import statistics
 from collections.abc import Collection, Hashable, Mapping, Sequence
 
+from jaxscale.supervision.protocol import Measured
+
 
 _WINDOW, _NOW, _FEWEST = 48, 16, 12
 _LEAST = 0.05
+_ENOUGH = 512  # ranks; of more the rest only makes a look slower
 _ERRORS, _SPREADS = 5.0, 4.75
 _SIGMA = 1.4826  # of a normal distribution, by its median absolute deviation
 
@@ -101,8 +104,9 @@ def _above_limit(
     known: Collection[int],
 ) -> dict[int, float]:
     """The ranks above the limit that those that are `well` set, and their factors."""
+    some = _some(well)
     usual = []  # by sample
-    for column in zip(*(recent[rank] for rank in well), strict=True):
+    for column in zip(*(recent[rank] for rank in some), strict=True):
         values = [x for x in column if x == x]
         usual.append(statistics.median_low(values) if values else math.nan)
     ratios = {
@@ -110,13 +114,13 @@ def _above_limit(
         for rank, samples in recent.items()
     }
     centers = {n: _center(x) for n, x in ratios.items() if len(x) >= _FEWEST}
-    well = [rank for rank in well if rank in centers]
-    if len(well) < 1 or len(centers) < 2:
+    well, some = ([n for n in of if n in centers] for of in (well, some))
+    if not some or len(well) < 1 or len(centers) < 2:
         return {}
     middle = statistics.median_low(centers[rank] for rank in well)
     spread = statistics.median_low(abs(centers[rank] - middle) for rank in well)
     scatter = statistics.median(
-        abs(x / centers[rank] - 1) for rank in well for x in ratios[rank]
+        abs(x / centers[rank] - 1) for rank in some for x in ratios[rank]
     )
     error = scatter / math.sqrt(min(len(ratios[rank]) for rank in well))
     error *= math.sqrt(1 + 2 / len(well))  # few do not tell well what is usual
@@ -129,6 +133,12 @@ def _above_limit(
         # It still is: one that was slow for a time leaves the list sooner.
         and _center(ratios[rank][-_NOW:]) > middle * (1 + excess / 2)
     }
+
+
+def _some(ranks: Collection[int]) -> Collection[int]:
+    """Enough of them, evenly, to know by what is usual."""
+    stride = -(-len(ranks) // _ENOUGH)
+    return ranks if stride <= 1 else sorted(ranks)[::stride]
 
 
 def _center(values: Sequence[float]) -> float:
@@ -144,7 +154,8 @@ class Measurements:
         >>> measured = Measurements()
         >>> for step in range(12):
         ...     for rank, seconds in enumerate([1.0, 1.0, 1.5]):
-        ...         measured.add("computing", step, rank, seconds)
+        ...         measured.add(Measured(ranks=[rank], seconds=[seconds], cycle=1,
+        ...                               step=step, name="computing"))
         >>> [(name, slow.rank) for name, slow in measured.slow()]
         [('computing', 2)]
     """
@@ -157,21 +168,12 @@ class Measurements:
         self.is_new = False
         """Whether there are any that `slow` has not seen."""
 
-    def add(
-        self, name: str, step: int, rank: int, seconds: float, group: str = ""
-    ) -> None:
-        """Take in what a rank has measured at a step.
-
-        Args:
-            name: Of the quantity.
-            step: At which all ranks measure it.
-            rank: Number of the process.
-            seconds: How long it was at work by itself.
-            group: What it does, where not all do the same.
-        """
-        steps = self._series.setdefault(name, {})
-        steps.setdefault(step, {})[rank] = seconds
-        self._groups[rank] = group
+    def add(self, said: Measured) -> None:
+        """Take in what ranks have measured at a step at which all measure it."""
+        steps = self._series.setdefault(said.name, {})
+        sample = steps.setdefault(said.step, {})
+        sample |= zip(said.ranks, said.seconds, strict=True)
+        self._groups |= dict.fromkeys(said.ranks, said.group)
         while len(steps) > _WINDOW + 1:
             del steps[min(steps)]
         self.is_new = True

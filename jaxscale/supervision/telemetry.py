@@ -4,6 +4,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import heapq
 import json
 import math
 import os
@@ -29,6 +30,7 @@ PARTS: tuple[str, ...] = (
 _CONTENT = "text/plain; version=0.0.4; charset=utf-8"
 _REQUEST_SECONDS, _LONGEST_REQUEST = 5.0, 2**14
 _LOOK_SECONDS, _TAIL = 1.0, 2**14
+_REST = 20  # times as long as a look at slow ranks took
 _PAUSES = {
     **dict.fromkeys(["save", "stopped", "finish"], "checkpoint"),
     "eval": "evaluation",
@@ -70,6 +72,8 @@ class Telemetry:
         self.starts = 0
         """Starts of the job until now."""
         self._phases: dict[int, str] = {}
+        self._lowest: list[int] = []
+        """A heap of the ranks above, and of some that have left."""
         self._step, self._loss, self._step_at = -1, math.nan, math.nan
         self._faults = collections.Counter[str]()
         self._times: dict[str, float] = dict.fromkeys(PARTS, 0.0)
@@ -79,8 +83,8 @@ class Telemetry:
         self._begin_cycle()
 
     def _begin_cycle(self) -> None:
-        self._phases, self._runs = {}, False
-        self._measured, self._slow, self._looked = Measurements(), [], 0.0
+        self._phases, self._lowest, self._runs = {}, [], False
+        self._measured, self._slow, self._next_look = Measurements(), [], 0.0
 
     def started(self, cycle: int) -> None:
         """The ranks were started."""
@@ -92,13 +96,7 @@ class Telemetry:
         """Take in what a rank of the present cycle says."""
         match message:
             case Measured():
-                self._measured.add(
-                    message.name,
-                    message.step,
-                    message.rank,
-                    message.seconds,
-                    message.group,
-                )
+                self._measured.add(message)
             case Exited():
                 self._phases.pop(message.rank, None)
             case Moved(phase="done"):
@@ -109,7 +107,10 @@ class Telemetry:
                 self._loss = message.loss or self._loss
             case Moved():
                 self._tick()
-                self._phases[message.rank] = message.phase
+                for rank in message.ranks:
+                    if rank not in self._phases:
+                        heapq.heappush(self._lowest, rank)
+                    self._phases[rank] = message.phase
                 if message.phase == "saved":
                     self._unsaved = 0.0
 
@@ -126,7 +127,9 @@ class Telemetry:
         """Add the time until now to the part that the job is in."""
         now = time.monotonic()
         seconds, self._at = now - self._at, now
-        phase = self._phases.get(min(self._phases, default=0), "")
+        while self._lowest and self._lowest[0] not in self._phases:
+            heapq.heappop(self._lowest)
+        phase = self._phases[self._lowest[0]] if self._lowest else ""
         part = _PAUSES.get(phase, "productive")
         if not self._runs and phase not in _PAUSES:
             part = "restart" if self._is_down else "start"
@@ -134,21 +137,27 @@ class Telemetry:
         if part == "productive":
             self._unsaved += seconds
 
-    def slow_news(self, ranks_of: Mapping[str, Iterable[int]]) -> SlowNews | None:
-        """What is new about slow ranks, if anything; looked for once a second.
+    def slow_news(
+        self, ranks_of: Iterable[tuple[str, Iterable[int]]]
+    ) -> SlowNews | None:
+        """What is new about slow ranks, if anything.
+
+        It is looked for once a second, or where that takes long, less often.
 
         Args:
-            ranks_of: The ranks of each host.
+            ranks_of: Hosts and their ranks.
         """
         now = time.monotonic()
-        if not self._measured.is_new or now - self._looked < _LOOK_SECONDS:
+        if not self._measured.is_new or now < self._next_look:
             return None
-        self._looked = now
+        begun = time.perf_counter()
         before = {(name, slow.rank) for name, slow in self._slow}
         self._slow = self._measured.slow()
+        took = time.perf_counter() - begun
+        self._next_look = now + max(_LOOK_SECONDS, _REST * took)
         if {(name, slow.rank) for name, slow in self._slow} == before:
             return None
-        host_of = {rank: host for host, ranks in ranks_of.items() for rank in ranks}
+        host_of = {rank: host for host, ranks in ranks_of for rank in ranks}
         self._host_of = host_of
         hosts = dict.fromkeys(host_of.get(slow.rank, "?") for _, slow in self._slow)
         texts = [

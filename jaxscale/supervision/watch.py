@@ -79,6 +79,8 @@ class _Rank:
     """Whether a signal has ended its run."""
     code: int | None = None
     tail: str = ""
+    limit: str = "start"
+    """The deadline that holds for what it does; empty once it has left."""
 
     @property
     def has_failed(self) -> bool:
@@ -89,6 +91,14 @@ class _Rank:
     @property
     def place(self) -> tuple[int, int]:
         return self.step, _ORDER.get(self.phase, 0)
+
+    @property
+    def deadline(self) -> str:
+        """The name of the deadline of what it does."""
+        if self.code is not None:
+            return ""
+        # The first step compiles, and connects the devices.
+        return _DEADLINES.get(self.phase, "compile" if self.done < 0 else "step")
 
 
 class Spikes:
@@ -136,6 +146,9 @@ class Spikes:
 class Watch:
     """Follows the ranks of one cycle.
 
+    All that is asked after every message is kept up to date: nothing here looks at all
+    ranks but at the end of a cycle.
+
     Example:
         >>> watch = Watch([0, 1], Deadlines(start=60), now=0.0)
         >>> watch.fault(now=59.0) is None
@@ -155,6 +168,17 @@ class Watch:
         self._deadlines, self._spikes = deadlines, spikes
         self._spiked: set[int] = set()
         self._ranks = {rank: _Rank(heard=now) for rank in ranks}
+        # No plain dict: that one steps over all that have left its front.
+        self._live = collections.OrderedDict.fromkeys(self._ranks)
+        """Ranks that have not left, who was silent for longest first."""
+        self._limits = collections.Counter(r.limit for r in self._ranks.values())
+        """How many of them each deadline holds for."""
+        self._failed: set[int] = set()
+        self._failing: set[int] = set()
+        self._stopped: set[int] = set()
+        self._stateless = set(self._ranks)
+        """Ranks that have not come to a state to go on from."""
+        self._step = -1
         self._durations: collections.deque[float] = collections.deque(maxlen=64)
         self._done_at: tuple[int, float] | None = None
         self._not_finite: set[int] = set()
@@ -165,28 +189,32 @@ class Watch:
     @property
     def step(self) -> int:
         """The newest step that a rank has done in this cycle; -1 before the first."""
-        return max((rank.done for rank in self._ranks.values()), default=-1)
+        return self._step
 
     @property
     def has_state(self) -> bool:
         """Whether all ranks have come to a state to go on from."""
-        ranks = self._ranks.values()
-        return all(rank.place[1] >= _ORDER["compile"] for rank in ranks)
+        return not self._stateless
 
     @property
     def finished(self) -> bool:
         """Whether all have left, and have done all steps."""
-        ranks = self._ranks.values()
-        return all(rank.code == 0 and not rank.stopped for rank in ranks)
+        well = not self._failed and not self._stopped
+        return self.gone and well and not any(r.code for r in self._ranks.values())
 
     @property
     def gone(self) -> bool:
         """Whether all have left."""
-        return all(rank.code is not None for rank in self._ranks.values())
+        return not self._live
 
-    def failing(self) -> bool:
-        """Whether a rank has said that it fails and has not left yet."""
-        return any(r.error and r.code is None for r in self._ranks.values())
+    @property
+    def is_settled(self) -> bool:
+        """Whether all that fail have left, and one of them by itself.
+
+        JAX aborts a process when it has lost another, which may not be heard of yet.
+        """
+        aborted = all(self._ranks[n].code == -signal.SIGABRT for n in self._failed)
+        return not self._failing and not (self._failed and aborted)
 
     def places(self) -> dict[int, tuple[int, str]]:
         """Step and phase of each rank."""
@@ -198,27 +226,53 @@ class Watch:
 
     def moved(self, message: Moved, now: float) -> None:
         """Take in what a rank does; what belongs to another cycle is ignored."""
-        rank = self._ranks.get(message.rank)
-        if rank is None:
+        known = [n for n in message.ranks if n in self._ranks]
+        if not known:
             return
-        rank.heard = now
-        if message.phase == "error":
-            rank.error = rank.error or message.text or "an error without a text"
-            rank.failed = min(rank.failed, now)
-        elif message.phase == "not_finite":
+        if message.phase == "not_finite":
             self._not_finite.add(message.step)
         elif message.phase == "wrong_values":
             self._wrong = message
         elif message.phase == "done":
-            rank.done = max(rank.done, message.step)
+            self._step = max(self._step, message.step)
             self._measure(message.step, now)
             if self._spikes and self._spikes.add(message.step, message.loss):
                 self._spiked.add(message.step)
+        elif message.phase == "compile":
+            self.began = message.step
+        for number in known:
+            rank = self._ranks[number]
+            rank.heard = now
+            if message.phase == "error":
+                rank.error = rank.error or message.text or "an error without a text"
+                rank.failed = min(rank.failed, now)
+            elif message.phase == "done":
+                rank.done = max(rank.done, message.step)
+            elif message.phase in _ORDER:
+                rank.step, rank.phase = message.step, message.phase
+                rank.stopped = rank.stopped or message.phase == "stopped"
+            self._note(number, rank)
+
+    def _note(self, number: int, rank: _Rank) -> None:
+        """Keep what is known of all ranks, after one has spoken or left."""
+        if rank.code is None:
+            self._live.move_to_end(number)
         else:
-            rank.step, rank.phase = message.step, message.phase
-            if message.phase == "compile":
-                self.began = message.step
-            rank.stopped = rank.stopped or message.phase == "stopped"
+            self._live.pop(number, None)
+        if rank.limit != (limit := rank.deadline):
+            self._limits[rank.limit] -= 1
+            self._limits[limit] += 1
+            rank.limit = limit
+        if number in self._stateless and rank.place[1] >= _ORDER["compile"]:
+            self._stateless.remove(number)
+        if not rank.error and not rank.stopped and rank.code is None:
+            return  # nearly always
+        for numbers, belongs in (
+            (self._failed, rank.has_failed),
+            (self._failing, bool(rank.error) and rank.code is None),
+            (self._stopped, rank.stopped),
+        ):
+            (numbers.add if belongs else numbers.discard)(number)
 
     def exited(self, message: Exited, now: float) -> None:
         """Take in that a process has ended."""
@@ -227,6 +281,7 @@ class Watch:
             rank.code, rank.tail = message.code, message.tail
             if message.code != 0:
                 rank.failed = min(rank.failed, now)
+            self._note(message.rank, rank)
 
     def fault(
         self,
@@ -245,10 +300,9 @@ class Watch:
         """
         if self._wrong is not None:  # all ranks fail, after they have said this
             return _wrong_values(self._wrong)
-        failed = [n for n, r in self._ranks.items() if r.has_failed]
-        if failed:
-            return self._failed(failed)
-        if self.gone and any(rank.stopped for rank in self._ranks.values()):
+        if self._failed:
+            return self._failure(sorted(self._failed))
+        if self.gone and self._stopped:
             reason = "the ranks were asked to stop, not by the driver, and have saved"
             return Fault(kind="stopped", reason=reason, step=self.step)
         bad = self._not_finite
@@ -281,16 +335,16 @@ class Watch:
             for n, rank in live.items()
             if rank.place == first
         }
-        groups = collections.Counter(
-            main_thread(text) for n, text in stacks.items() if n in live and text
-        )
+        calls = {n: main_thread(text) for n, text in stacks.items() if text}
+        calls = {n: names for n, names in calls.items() if n in live}
+        groups = collections.Counter(calls.values())
         usual, count = groups.most_common(1)[0] if groups else ("", 0)
         elsewhere = {}
         if 2 * count > sum(groups.values()):
             elsewhere = {
-                n: f"it stands elsewhere: {main_thread(text).partition(' < ')[0]}"
-                for n, text in stacks.items()
-                if n in live and text and main_thread(text) != usual
+                n: f"it stands elsewhere: {names.partition(' < ')[0]}"
+                for n, names in calls.items()
+                if names != usual
             }
         if len(behind) == len(live) > 1:
             behind = {}
@@ -306,10 +360,12 @@ class Watch:
         if self._done_at is None or step > self._done_at[0]:
             self._done_at = (step, now)
 
-    def _failed(self, failed: list[int]) -> Fault:
+    def _failure(self, failed: list[int]) -> Fault:
         ranks = self._ranks
-        # Of a killed rank the others hear within milliseconds, and fail as well.
+        # Of a killed rank the others hear within milliseconds, and fail as well; some
+        # of them by an abort, as JAX ends a process that has lost its coordinator.
         killed = [n for n in failed if (ranks[n].code or 0) < 0]
+        killed = [n for n in killed if ranks[n].code != -signal.SIGABRT] or killed
         first = min(killed or failed, key=lambda n: ranks[n].failed)
         rank = ranks[first]
         where = f"in {rank.phase} of step {rank.step}"
@@ -330,27 +386,26 @@ class Watch:
         )
 
     def _stall(self, now: float) -> Fault | None:
-        live = {n: rank for n, rank in self._ranks.items() if rank.code is None}
-        # One that saves lets the others wait in the next step, and so on.
-        limit = max(map(self._deadline, live.values()), default=0.0)
-        late = [n for n, rank in live.items() if now - rank.heard > limit]
-        if not late:
+        if not self._live:
             return None
-        silence = max(now - live[n].heard for n in late)
-        phases = ", ".join(dict.fromkeys(live[n].phase for n in late))
+        # One that saves lets the others wait in the next step, and so on.
+        doing = [name for name, count in self._limits.items() if name and count]
+        limit = max(map(self._deadline, doing))
+        silence = now - self._ranks[next(iter(self._live))].heard
+        if silence <= limit:
+            return None
+        late = sorted(n for n in self._live if now - self._ranks[n].heard > limit)
+        phases = ", ".join(dict.fromkeys(self._ranks[n].phase for n in late))
         reason = (
             f"{_named(late)} said nothing for {silence:.3g} s, in {phases} "
             f"(deadline {limit:g} s)"
         )
         return Fault(kind="stall", reason=reason, step=self.step)
 
-    def _deadline(self, rank: _Rank) -> float:
+    def _deadline(self, name: str) -> float:
         deadlines = self._deadlines
-        name = _DEADLINES.get(rank.phase)
-        if name is not None:
+        if name != "step":
             return getattr(deadlines, name)
-        if rank.done < 0:  # the first step compiles, and connects the devices
-            return deadlines.compile
         usual = statistics.median(self._durations) if self._durations else 0.0
         return max(deadlines.step, deadlines.step_factor * usual)
 

@@ -95,8 +95,8 @@ def test_other_names_and_methods_are_refused(server, tmp_path):
 
 def test_files_are_not_read_more_often_than_they_may(tmp_path, monkeypatch):
     reads = []
-    real = live.read_run
-    monkeypatch.setattr(live, "read_run", lambda path: reads.append(path) or real(path))
+    real = live.RunReader.read
+    monkeypatch.setattr(live.RunReader, "read", lambda x: reads.append(x) or real(x))
     monkeypatch.setattr(live, "_REST", 0)
     now = [1000.0]
     run = LiveRun(write(tmp_path, {0: steps(1, 2, 900.0)}), clock=lambda: now[0])

@@ -1,12 +1,16 @@
 """Runs are read as they are on disk: damaged, cut off, going on, large."""
 
+import contextlib
 import json
+import random
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jaxscale.observability import read_run
+from jaxscale.observability.run import RunReader
 from jaxscale.supervision import EventLog, read_events
 from tests.observability.histories import history
 
@@ -97,6 +101,46 @@ def test_a_directory_without_events_says_so(tmp_path):
     (tmp_path / "events-0.jsonl").touch()
     with pytest.raises(FileNotFoundError, match="holds no events of a run"):
         read_run(tmp_path)
+
+
+def test_a_run_that_grows_is_read_as_if_at_once(tmp_path):
+    """Cut at any byte, and made anew as another run; only what is new is parsed."""
+    made = history(tmp_path / "made", 0, ["compute", "save", "compute", "die"], ranks=2)
+    made.write("save")
+    rng, reader, out = random.Random(0), RunReader(tmp_path / "run"), tmp_path / "run"
+    (out / "supervisor").mkdir(parents=True)
+    files = [p.relative_to(made.out) for p in made.out.rglob("*.jsonl")]
+    texts = {path: (made.out / path).read_bytes() for path in files}
+    texts[Path("metrics.jsonl")] = b'{"step": 1, "loss": 2}\n{"step": 2, "loss": 1}\n'
+    sizes = dict.fromkeys(texts, 0)
+    while any(sizes[path] < len(text) for path, text in texts.items()):
+        for path, text in texts.items():
+            end = sizes[path] + rng.randrange(400)
+            with (out / path).open("ab") as file:
+                file.write(text[sizes[path] : end])
+            sizes[path] = end
+        with contextlib.suppress(FileNotFoundError):
+            same(reader.read(), read_run(out))
+    parsed = []
+    for file in reader._ranks.values():
+        file._parse = lambda text, real=file._parse: parsed.append(text) or real(text)
+    whole = reader.read()
+    assert parsed == [] and whole.ranks[0].place == (3, "save")
+    for path, text in texts.items():  # as long as before, and another run
+        text = text.replace(b'"cycle": 1', b'"cycle": 7')
+        (out / path).write_bytes(text.replace(b'"loss": 1}', b'"loss": 7}'))
+    same(reader.read(), read_run(out))
+    (out / "metrics.jsonl").unlink()
+    assert reader.read().metrics == ()
+
+
+def same(run, other):
+    assert repr(run) == repr(other)
+    for a, b in zip(run.ranks, other.ranks, strict=True):
+        for name in ("cycle", "step", "begin", "fetched", "dispatched", "done", "loss"):
+            np.testing.assert_array_equal(
+                getattr(a.steps, name), getattr(b.steps, name)
+            )
 
 
 def test_many_ranks_are_read_in_seconds(tmp_path):

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from jaxscale.sharding import Cluster, initialize
-from jaxscale.sharding.distributed import detect
+from jaxscale.sharding import Cluster, distributed, initialize
+from jaxscale.sharding.distributed import _Meeting, detect
 
 
 SLURM = {
@@ -304,7 +304,93 @@ def test_process_that_restarts_while_others_are_awaited_is_let_in_again(port):
             connection.sendall(b"jaxscale 1 3\n")
             time.sleep(0.2)
     thread.join(30)
-    assert "2 of 3 processes (1, 2) did not reach" in failure[0]
+    assert "1 of 3 processes (2) did not reach process 0" in failure[0]
+    assert "1 (1) came and left again within 4 s" in failure[0]
+
+
+def test_exactly_those_that_are_missing_are_named_to_all(port):
+    """Also where the time of another process ends a moment before that of process 0."""
+    errors = {}
+
+    def join(process_id, timeout):
+        try:
+            call(port, process_id, 3, timeout=timeout)
+        except TimeoutError as error:
+            errors[process_id] = str(error)
+
+    calls = [(0, 2.0), (1, 1.9)]
+    threads = [threading.Thread(target=join, args=c) for c in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert errors[0] == errors[1] and "in use" not in errors[0]
+    assert errors[0].startswith("1 of 3 processes (2) did not reach process 0 at")
+
+
+def meet(count, timeout, strangers=0):
+    """Have so many others meet process 0; what it raised, and its seconds of CPU."""
+    cluster = Cluster(process_id=0, num_processes=count, coordinator="127.0.0.1:1")
+    with socket.create_server(("127.0.0.1", 0), backlog=4096) as server:
+        address = server.getsockname()
+        silent = [socket.create_connection(address) for _ in range(strangers)]
+        others = [socket.create_connection(address) for _ in range(1, count)]
+        for index, other in enumerate(others, start=1):
+            other.sendall(f"jaxscale {index} {count}\n".encode())
+        begun, used = time.monotonic(), time.thread_time()
+        _Meeting(cluster, server).wait(timeout, begun + timeout)
+        used = time.thread_time() - used
+        for other in others:
+            with other, other.makefile() as lines:
+                assert lines.read() == "wait\nok\n"
+        for other in silent:
+            other.close()
+    return used, time.monotonic() - begun
+
+
+def test_silent_strangers_hold_up_nobody():
+    _, seconds = meet(4, 300.0, strangers=40)
+    assert seconds < 60  # each was waited for
+
+
+def test_process_0_does_as_much_for_each_process_however_many_there_are():
+    few, many = (min(meet(n, 300.0)[0] for _ in range(2)) for n in (100, 1600))
+    assert many < 64 * few  # 16 times as many: 256 times as long where it is quadratic
+
+
+def test_a_stranger_that_says_half_a_line_is_let_go(port, monkeypatch):
+    monkeypatch.setattr(distributed, "_SILENT_SECONDS", 0.2)
+
+    def coordinate():
+        with pytest.raises(TimeoutError, match="did not reach process 0"):
+            call(port, 0)
+
+    thread = threading.Thread(target=coordinate)
+    thread.start()
+    until = time.monotonic() + 20
+    while True:
+        try:
+            stranger = socket.create_connection(("127.0.0.1", port))
+            break
+        except ConnectionRefusedError:
+            assert time.monotonic() < until
+    with stranger:
+        stranger.sendall(b"jaxscale 1")
+        stranger.settimeout(20)
+        assert stranger.recv(1) == b""
+    thread.join(20)
+
+
+def test_a_port_that_may_not_be_used_is_not_called_in_use(port, monkeypatch):
+    def refuse(*args, **options):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(socket, "create_server", refuse)
+    with pytest.raises(
+        ValueError, match=r"Permission denied.*; choose a port"
+    ) as found:
+        call(port, 0)
+    assert "that uses port" not in str(found.value)
 
 
 WORKER = """

@@ -7,9 +7,11 @@ rule was made with seeds 0 to 19 in view; others tell how well it does on new on
 """
 
 import argparse
+import math
 import random
 from pathlib import Path
 
+from jaxscale.supervision.pauses import Pauses
 from jaxscale.supervision.slow import slow_ranks
 
 
@@ -55,7 +57,38 @@ def simulate(ranks, kind, seed):
     return series, {rank for rank, (_, _, last) in factors.items() if last == SAMPLES}
 
 
-def score(ranks, kind, seeds=range(SEEDS)):
+PAUSES = ("none", "garbage", "10 ms", "0.1 s", "1 s", "3 s", "10 s")
+"""Periods of which a rank is stopped for 70%."""
+STEP, STEPS, EVERY = 0.05, 420, 4
+
+
+def simulate_pauses(ranks, kind, seed):
+    """Factors by which ranks say that they are not run, and those that are stopped."""
+    rng = random.Random(f"{ranks} {kind} {seed}")
+    stopped = {rng.randrange(ranks)} if kind[0] in "013" else set()
+    number, _, unit = kind.partition(" ")
+    period = float(number) * (1e-3 if unit == "ms" else 1) if stopped else 0.0
+    step = STEP / 0.3 if stopped else STEP  # all wait for it
+    series = {}
+    for rank in range(ranks):
+        pauses, at, phase = Pauses(), 0.0, rng.random() * period
+        samples, halt = [], rng.uniform(0, STEPS * step)
+        for number in range(EVERY, STEPS + 1, EVERY):
+            while at < number * step:
+                until = at + 0.01 + rng.expovariate(2000)  # the scheduler
+                until += 0.005 * (rng.random() < 0.05)  # the interpreter's lock
+                if kind == "garbage" and at < halt <= until:
+                    until += 3.0
+                if rank in stopped and (until + phase) % period < 0.7 * period:
+                    until += 0.7 * period - (until + phase) % period
+                pauses.woke(at, until)
+                at = until
+            samples.append(pauses.factor() or math.nan)
+        series[rank] = samples
+    return series, stopped
+
+
+def score(ranks, kind, seeds=range(SEEDS), simulate=simulate):
     """Slow ranks that were named, others that were, and slow ones that were not."""
     hits = alarms = missed = 0
     for seed in seeds:

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import json
+import random
 import socket
 import threading
 
@@ -28,9 +30,15 @@ START = protocol.Start(
 def test_messages_come_back_as_they_were():
     messages = [
         START,
-        protocol.Moved(rank=0, cycle=1, step=7, phase="done", kind="device"),
+        protocol.Moved(ranks=[0], cycle=1, step=7, phase="done", kind="device"),
         protocol.Moved(
-            rank=0, cycle=1, step=7, phase="x", kind="fault", suspects=[1], sure=False
+            ranks=[0],
+            cycle=1,
+            step=7,
+            phase="x",
+            kind="fault",
+            suspects=[1],
+            sure=False,
         ),
         protocol.Exited(rank=0, cycle=1, code=-9, tail="ü\n"),
         protocol.Diagnose(command=[], directory="/", seconds=2),
@@ -42,9 +50,57 @@ def test_messages_come_back_as_they_were():
         assert protocol.decode(line) == message
 
 
+def test_what_is_alike_is_told_once_and_in_order():
+    """Against each rank's own words, for random ones."""
+    rng = random.Random(3)
+    for _ in range(200):
+        said = [
+            protocol.Moved(
+                ranks=[rng.randrange(4)],
+                cycle=1,
+                step=rng.randrange(2),
+                phase=rng.choice(["compile", "begin", "done"]),
+                kind=rng.choice(["host", "host", "host", "fault"]),
+                loss=rng.choice([0.0, 2.5]),
+            )
+            for _ in range(rng.randrange(12))
+        ]
+        told = protocol.merged(said)
+        assert len(told) <= len(said)
+        for rank in range(4):
+            words = [dataclasses.replace(m, ranks=[]) for m in said if rank in m.ranks]
+            heard = [dataclasses.replace(m, ranks=[]) for m in told if rank in m.ranks]
+            assert heard == words
+        faults = [m for m in told if m.kind == "fault"]
+        assert all(len(m.ranks) == 1 for m in faults)
+
+
+def test_what_ranks_in_step_say_does_not_grow_with_them():
+    def told(ranks):
+        place = {"cycle": 1, "step": 4, "kind": "host"}
+        moved = [
+            protocol.Moved(ranks=[rank], phase=phase, **place)
+            for rank in range(ranks)
+            for phase in ("dispatched", "done")
+        ]
+        measured = [
+            protocol.Measured(ranks=[n], seconds=[n], cycle=1, step=4, name="host")
+            for n in range(ranks)
+        ]
+        return protocol.merged([*moved, *measured])
+
+    assert len(told(2)) == len(told(64)) == 3
+    assert told(64)[2].ranks == told(64)[2].seconds == list(range(64))
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
+        (
+            b'{"is": "Measured", "ranks": [1], "cycle": 1, "step": 1, "name": "host", '
+            b'"seconds": []}\n',
+            "Measured has 0 seconds of 1 ranks",
+        ),
         (b"\xff\n", "a line is no JSON"),
         (b"[" * 9999 + b"\n", "a line is no JSON"),
         (b"[1]\n", "a line is no object"),

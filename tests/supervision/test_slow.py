@@ -6,7 +6,7 @@ import random
 import pytest
 
 from jaxscale.supervision.slow import slow_ranks
-from tests.supervision.slow_runs import KINDS, score
+from tests.supervision.slow_runs import KINDS, PAUSES, score, simulate_pauses
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -26,6 +26,13 @@ def test_precision_and_recall_over_20_seeds(ranks, kind):
 def test_one_of_many_ranks(kind):
     hits, alarms, missed = score(512, kind, seeds=range(5))
     assert (hits, alarms, missed) == (0 if kind == "none" else 5, 0, 0)
+
+
+@pytest.mark.parametrize("kind", PAUSES)
+def test_a_rank_that_is_stopped_for_most_of_the_time_is_named(kind):
+    """420 steps of which one of eight ranks is run for 30% of the time."""
+    hits, alarms, missed = score(8, kind, range(3), simulate_pauses)
+    assert (hits, alarms, missed) == (3 * kind[0].isdecimal(), 0, 0)
 
 
 def series(factors, count=20, seed=0):

@@ -301,6 +301,15 @@ def test_a_signal_to_the_driver_has_the_ranks_save(tmp_path):
     assert losses(tmp_path) == unbroken(STEPS)
 
 
+def test_a_terminal_that_is_closed_does_not_end_the_job(tmp_path):
+    job = driver(tmp_path)
+    reach(tmp_path, 2)
+    job.send_signal(signal.SIGHUP)
+    assert job.wait(30) == 0
+    assert "the job goes on: SIGTERM stops it" in (tmp_path / "driver.txt").read_text()
+    assert losses(tmp_path) == unbroken(STEPS)
+
+
 def test_a_second_signal_does_not_wait(tmp_path):
     job = driver(tmp_path, "loop:1:3")
     wait_until((tmp_path / "struck").exists)

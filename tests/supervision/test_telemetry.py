@@ -29,7 +29,7 @@ class Clock:
 def say(job, phase, step=0, seconds=0.0, rank=0, loss=0.0):
     job.clock.now += seconds
     kind = "device" if phase == "done" else "host"
-    where = {"rank": rank, "cycle": 1, "step": step, "kind": kind}
+    where = {"ranks": [rank], "cycle": 1, "step": step, "kind": kind}
     job.heard(Moved(phase=phase, loss=loss, **where))
 
 
@@ -93,10 +93,10 @@ def test_slow_ranks_have_their_host_and_go_again(job):
         for step in steps:
             for rank in range(4):
                 seconds = factor if rank == 3 else 1.0
-                where = {"rank": rank, "cycle": 1, "step": step}
-                job.heard(Measured(name="computing", seconds=seconds, **where))
+                where = {"ranks": [rank], "cycle": 1, "step": step}
+                job.heard(Measured(name="computing", seconds=[seconds], **where))
         job.clock.now += 2
-        return job.slow_news(hosts)
+        return job.slow_news(hosts.items())
 
     assert measure(range(11), 1.5) is None
     news = measure(range(11, 13), 1.5)

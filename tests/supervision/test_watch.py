@@ -14,7 +14,7 @@ DEADLINES = Deadlines(start=100, compile=900, step=30, step_factor=10, save=300)
 
 def moved(rank, phase, step=0, text=""):
     kind = "fault" if text or phase == "not_finite" else "host"
-    return Moved(rank=rank, cycle=1, step=step, phase=phase, kind=kind, text=text)
+    return Moved(ranks=[rank], cycle=1, step=step, phase=phase, kind=kind, text=text)
 
 
 def exited(rank, code, tail=""):
@@ -103,6 +103,24 @@ def test_of_several_that_fail_the_killed_one_is_named():
     assert "rank 2 died in dispatched of step 5 by SIGKILL" in fault.reason
 
 
+def test_of_a_killed_rank_and_one_that_aborted_after_it_the_killed_one_is_named():
+    """Whichever is heard of first; JAX aborts a process without its coordinator."""
+    watch, now = watching(step=5)
+    watch.exited(exited(1, -6), now)
+    assert not watch.is_settled  # somebody else may be the cause
+    watch.exited(exited(2, -6), now)
+    watch.exited(exited(0, -9), now + 0.2)
+    assert watch.is_settled
+    fault = watch.fault(now)
+    assert fault.suspects == (0,) and "rank 0 died in" in fault.reason
+
+
+def test_who_aborts_alone_is_named():
+    watch, now = watching(step=5)
+    watch.exited(exited(1, -6), now)
+    assert watch.fault(now).suspects == (1,)
+
+
 def test_wrong_values_come_before_the_errors_that_follow():
     watch, now = watching(step=5)
     watch.moved(moved(1, "error", 5, "ReplicasDiffer: differ"), now)
@@ -117,11 +135,11 @@ def test_wrong_values_come_before_the_errors_that_follow():
 def test_of_several_errors_the_first_is_named():
     watch, now = watching(step=5)
     watch.moved(moved(1, "error", 5, "KeyError: 'x'"), now)
-    assert watch.failing()
+    assert not watch.is_settled
     watch.moved(moved(0, "error", 5, "XlaRuntimeError: reset by peer"), now + 0.01)
     watch.exited(exited(1, 1, "the end"), now + 0.02)
     watch.exited(exited(0, 1), now + 0.02)
-    assert not watch.failing()
+    assert watch.is_settled
     fault = watch.fault(now)
     assert fault.suspects == (1,) and "KeyError: 'x'" in fault.reason
     assert fault.final == 0 and watch.tail(1) == "the end"
@@ -195,7 +213,9 @@ def test_a_loss_far_above_the_last_ones_is_a_spike():
 
     def done(step, loss):
         watch.moved(
-            Moved(rank=0, cycle=1, step=step, phase="done", kind="device", loss=loss),
+            Moved(
+                ranks=[0], cycle=1, step=step, phase="done", kind="device", loss=loss
+            ),
             float(step),
         )
         return watch.fault(float(step))

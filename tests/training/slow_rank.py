@@ -1,10 +1,11 @@
 """A real run of four processes of which one is slow, and what its supervisor says.
 
-    python -m tests.training.slow_rank [none | host | device]
+    python -m tests.training.slow_rank [none | host | device | stopped]
 
 ``host`` sleeps between steps of rank 1; ``device`` stops the process of rank 1 for a
-half of the time, so that whatever it computes takes twice as long. All ranks meet in
-the collectives of each step, and so end it together.
+half of the time, so that whatever it computes takes twice as long; ``stopped`` for 70%
+of it, in tenths of a second. All ranks meet in the collectives of each step, and so end
+it together.
 """
 
 import dataclasses
@@ -19,6 +20,7 @@ from jaxscale.supervision import current
 
 
 STEPS, SLOW, PROCESSES = 120, 1, 4
+STOPS = {"device": (0.005, 0.005), "stopped": (0.07, 0.03)}
 
 
 def run(kind):
@@ -56,8 +58,8 @@ def rank(directory, steps, kind):
         nonlocal watcher
         if mine and kind == "host":
             time.sleep(0.4)  # longer than the device takes
-        if mine and kind == "device" and watcher is None and step > 3:
-            code = [sys.executable, "-m", "tests.training.slow_rank", "halve"]
+        if mine and kind in STOPS and watcher is None and step > 3:
+            code = [sys.executable, "-m", "tests.training.slow_rank", "stop", kind]
             watcher = subprocess.Popen([*code, str(os.getpid())])
 
     fit(
@@ -86,13 +88,14 @@ def heavy_loss(model, batch):
     return loss, sums._replace(nll=sums.nll + 0 * jax.lax.stop_gradient(x.sum()))
 
 
-def halve(process):
-    """Let a process run for a half of the time, until it has gone."""
+def stop(kind, process):
+    """Let a process run for a part of the time, until it has gone."""
+    stopped, running = STOPS[kind]
     while os.getppid() == process:
         os.kill(process, signal.SIGSTOP)
-        time.sleep(0.005)
+        time.sleep(stopped)
         os.kill(process, signal.SIGCONT)
-        time.sleep(0.005)
+        time.sleep(running)
 
 
 def main(kinds):
@@ -115,9 +118,9 @@ def main(kinds):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["halve"]:
-        halve(int(sys.argv[2]))
+    if sys.argv[1:2] == ["stop"]:
+        stop(sys.argv[2], int(sys.argv[3]))
     elif len(sys.argv) == 4 and Path(sys.argv[1]).is_dir():
         rank(*sys.argv[1:])
     else:
-        main(sys.argv[1:] or ["none", "host", "device"])
+        main(sys.argv[1:] or ["none", "host", "device", "stopped"])
