@@ -159,10 +159,17 @@ H100 = Hardware(
 """One H100 SXM in a host with NVLink."""
 
 A100 = Hardware(
-    name="A100", peak=PEAK_BF16_FLOPS["NVIDIA A100"], matmul=231.5e12, fp32=15e12,
-    attention=140e12, hbm=1.6e12, link=200e9, nic=22e9, host=22e9, memory=80e9,
-    origin="set so that MegaScale's published rows come out; see
-    benchmarks/publish/plan.py",
+    name="A100",
+    peak=PEAK_BF16_FLOPS["NVIDIA A100"],
+    matmul=231.5e12,
+    fp32=15e12,
+    attention=140e12,
+    hbm=1.6e12,
+    link=200e9,
+    nic=22e9,
+    host=22e9,
+    memory=80e9,
+    origin="set so that MegaScale's published rows come out: benchmarks.publish.plan",
 )
 """One A100 SXM in a host with NVLink and 200 Gbit/s a GPU, as in MegaScale's paper."""
 
