@@ -8,7 +8,7 @@ control tokens.
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxscale.inference.templates import WORKERS
@@ -99,14 +99,25 @@ class ChatTemplate:
         tool_choice: ToolChoice = "auto",
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        check: Callable[[str], None] | None = None,
     ) -> list[int]:
-        """The prompt as token ids; arguments are those of `render`.
+        """The prompt as token ids; other arguments are those of `render`.
 
         A name of a control token in a message is encoded in two parts, as text.
+
+        Args:
+            messages: As for `render`.
+            tools: As for `render`.
+            tool_choice: As for `render`.
+            add_generation_prompt: As for `render`.
+            variables: As for `render`.
+            check: Raises where the text is too long to be tokenized.
         """
         text, mark = self._render(
             messages, tools, tool_choice, add_generation_prompt, variables or {}
         )
+        if check is not None:
+            check(text)
         parts = [part for part in text.split(mark) if part]
         return [
             token

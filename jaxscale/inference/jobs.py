@@ -11,8 +11,8 @@ from jaxscale.inference.scheduler_config import SchedulerConfig
 
 
 _GOLDEN = 0x9E3779B97F4A7C15  # spreads the seeds of the n continuations
-_OUTCOMES = {"aborted": "aborted", "timeout": "failed", "error": "failed"}
-_WORST = ("finished", "aborted", "failed")
+_OUTCOMES = {"aborted": "aborted", "timeout": "timeout", "error": "failed"}
+_WORST = ("finished", "aborted", "timeout", "failed")
 
 
 @dataclasses.dataclass(eq=False, slots=True)

@@ -17,10 +17,10 @@ from typing import Any
 
 sys.path += [path for path in sys.argv[4:] if path not in sys.path]
 
-import jinja2  # noqa: E402  its place is an argument
-from jinja2 import nodes  # noqa: E402
-from jinja2.ext import Extension  # noqa: E402
-from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: E402
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class Generation(Extension):
@@ -93,7 +93,7 @@ def answered(request: dict[str, Any], most: int) -> dict[str, str]:
     except MemoryError:
         return {"memory": ""}
     # Jinja raises what the values of a conversation raise: anything.
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         return {"error": f"the chat template failed: {error!r:.500}"}
 
 

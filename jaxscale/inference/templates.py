@@ -1,8 +1,9 @@
 """Jinja templates rendered by processes with bounded time and memory.
 
-A template comes with a model, and the model from anywhere. Jinja's sandbox keeps it from
-Python's internals, but not from a filter that takes gigabytes or minutes, so templates
-never run in this process: not even to be compiled, which evaluates what is constant.
+A template comes with a model, and the model from anywhere. Jinja's sandbox keeps it
+from Python's internals, but not from a filter that takes gigabytes or minutes, so
+templates never run in this process: not even to be compiled, which evaluates what is
+constant.
 """
 
 import atexit
