@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from jaxscale.inference.grammar import GrammarCompiler, fill_masks
+from jaxscale.inference.grammar import GrammarCache, GrammarCompiler, fill_masks
 from jaxscale.inference.request import Guide, InvalidRequest, Overloaded
 from jaxscale.models import Tokenizer
 
@@ -138,6 +138,23 @@ def test_rows_without_a_matcher_stay(compiler):
     fill_masks([(compiler.compile(Guide(kind="regex", text="a")), 1)], masks)
     assert (masks[[0, 2]] == 7).all() and (masks[1] != 7).any()
     fill_masks([], masks)
+
+
+def test_grammars_in_memory_are_bounded(tokenizer):
+    """However large a pattern is that takes a few characters to write."""
+    compiler = GrammarCompiler(tokenizer, vocab_size=V, eos_ids=[0], seconds=30)
+    for length in (900_000, 90_000):
+        with pytest.raises(InvalidRequest, match="too many expressions"):
+            compiler.compile(Guide(kind="regex", text=f"a{{{length}}}"))
+    assert compiler._cache.size == 0  # what is refused is not kept
+    compiler._cache = GrammarCache(2**18)
+    small = Guide(kind="choice", choices=("yes", "no"))
+    compiler.compile(small, "quiet")
+    for i in range(20):
+        compiler.compile(Guide(kind="regex", text=f"{'b' * 400}{i}"), "loud")
+    assert 0 < compiler._cache.size <= 2**18
+    assert compiler._cache.get(small) is not None
+    compiler.close()
 
 
 @pytest.mark.parametrize(

@@ -60,8 +60,6 @@ class ServerConfig:
         object.__setattr__(self, "api_keys", tuple(self.api_keys))
         for name in ("allowed_hosts", "allowed_origins"):
             given = getattr(self, name)
-            if isinstance(given, str):
-                raise ValueError(f"{name} is {given!r}, expected a tuple of names")
             if given is not None:
                 object.__setattr__(self, name, tuple(given))
         for origin in self.allowed_origins:
