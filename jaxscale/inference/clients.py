@@ -169,11 +169,12 @@ class Client:
             found = None if stream is None else stream.stop
             stop = found if found is not None else (news.tokens or [None])[-1]
         error = None if news.finish is None else _ERRORS.get(news.finish)
-        matcher = self.matchers[index]
-        stuck = index in self.stuck and news.finish == "error" and matcher is not None
+        stuck = index in self.stuck and news.finish == "error"
         if stuck:
+            matcher = self.matchers[index]
+            why = None if matcher is None else matcher.error
             error = "the guide of the request allows no token any more"
-            error += f": {matcher.error}" if matcher.error else "; change it"
+            error += f": {why}" if why else "; change it"
         return Output(
             request=self.request.id,
             index=index,

@@ -8,7 +8,12 @@ import threading
 import numpy as np
 import pytest
 
-from jaxscale.inference.grammar import GrammarCache, GrammarCompiler, fill_masks
+from jaxscale.inference.grammar import (
+    GrammarCache,
+    GrammarCompiler,
+    Matcher,
+    fill_masks,
+)
 from jaxscale.inference.request import Guide, InvalidRequest, Overloaded
 from jaxscale.models import Tokenizer
 
@@ -147,14 +152,20 @@ def test_grammars_in_memory_are_bounded(tokenizer):
         with pytest.raises(InvalidRequest, match="too many expressions"):
             compiler.compile(Guide(kind="regex", text=f"a{{{length}}}"))
     assert compiler._cache.size == 0  # what is refused is not kept
-    compiler._cache = GrammarCache(2**18)
-    small = Guide(kind="choice", choices=("yes", "no"))
-    compiler.compile(small, "quiet")
-    for i in range(20):
-        compiler.compile(Guide(kind="regex", text=f"{'b' * 400}{i}"), "loud")
-    assert 0 < compiler._cache.size <= 2**18
-    assert compiler._cache.get(small) is not None
+    compiler.compile(Guide(kind="choice", choices=("yes", "no")), "quiet")
+    assert compiler._cache.size > 0
     compiler.close()
+    cache = GrammarCache(1000)
+    guides = [Guide(kind="regex", text=f"a{i}") for i in range(20)]
+    cache.put(guides[0], Matcher(None), owner="quiet", size=100)
+    for guide in guides[1:]:
+        cache.put(guide, Matcher(None), owner="loud", size=200)
+        assert cache.size <= 1000
+    # Who fills it makes room, by what it has not used for longest.
+    kept = [guide for guide in guides if cache.get(guide) is not None]
+    assert kept == [guides[0], *guides[-4:]]
+    cache.put(guides[1], Matcher(None), owner="loud", size=1001)
+    assert cache.get(guides[1]) is None and cache.size == 900
 
 
 @pytest.mark.parametrize(

@@ -209,7 +209,11 @@ def test_everything_is_answered_as_if_alone(
     assert counts.accepted_tokens <= counts.drafted_tokens
     assert counts.received == 12
     assert counts.received == (
-        counts.finished + counts.aborted + counts.rejected + counts.failed
+        counts.finished
+        + counts.aborted
+        + counts.rejected
+        + counts.timeout
+        + counts.failed
     )
 
 
