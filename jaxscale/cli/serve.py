@@ -42,7 +42,13 @@ class ServeConfig:
     name: str | None = None
     """Name of the model in calls; by default that of the directory."""
     api_keys_file: str | None = None
-    """A file with a key in each line, of which a call must show one."""
+    """A file with a key in each line, of which a call must show one; lines that begin
+    with # are comments."""
+    allowed_hosts: tuple[str, ...] | None = None
+    """Names by which calls may ask for the server in `Host`, "*" for any; by default
+    those of this machine where --host is loopback, otherwise any."""
+    allowed_origins: tuple[str, ...] = ()
+    """Sites whose pages may call from a browser (CORS), "*" for any."""
     isolate_clients: bool = False
     """Share cached prompts among calls with the same key only."""
     allow_priority: bool = False
@@ -98,10 +104,13 @@ def run(config: ServeConfig) -> None:
     """
     with usage_errors():
         from jaxscale.inference.server import ServerConfig, serve
+        from jaxscale.inference.server.run import LOOPBACK
 
         keys = _keys(config)
         settings = ServerConfig(
             api_keys=keys,
+            allowed_hosts=config.allowed_hosts,
+            allowed_origins=config.allowed_origins,
             isolate_clients=config.isolate_clients,
             allow_priority=config.allow_priority,
             drain_seconds=config.drain_seconds,
@@ -110,31 +119,45 @@ def run(config: ServeConfig) -> None:
         if jax.process_index():
             _follow(config)
             return
+        # Until the server takes signals itself: nothing runs yet that has to end.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         load = _loader(config)
-        if not keys and config.host not in ("127.0.0.1", "::1", "localhost"):
+        if not keys and config.host not in LOOPBACK:
             print(
                 f"jaxscale: --host {config.host} lets other machines in, and there are "
                 "no keys: anyone who reaches this port can use the model",
                 file=sys.stderr,
             )
-        print(
-            f"jaxscale: serving at http://{config.host}:{config.port}, the batch at "
-            "/live; ready when /ready says so",
-            file=sys.stderr,
-        )
-        serve(
+        host = f"[{config.host}]" if ":" in config.host else config.host
+
+        def bound(port: int) -> None:
+            print(
+                f"jaxscale: serving at http://{host}:{port}, the batch at /live; ready "
+                "when /ready says so",
+                file=sys.stderr,
+                flush=True,
+            )
+
+        loaded = serve(
             load,
             settings,
             host=config.host,
             port=config.port,
             access_log=config.access_log,
+            on_bound=bound,
         )
+    if not loaded:
+        # What compiles cannot be stopped, and would abort the end of the interpreter.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def _keys(config: ServeConfig) -> tuple[str, ...]:
     keys = os.environ.get(_KEYS, "").split(",")
     if config.api_keys_file is not None:
         lines = Path(config.api_keys_file).read_text().splitlines()
+        lines = [line for line in lines if not line.lstrip().startswith("#")]
         if not any(line.strip() for line in lines):
             raise ValueError(f"--api-keys-file {config.api_keys_file} holds no key")
         keys += lines

@@ -1,19 +1,17 @@
 """Conversations as prompts: the chat template of a model, rendered and encoded.
 
 The template comes with the model, the messages come from strangers. So the template
-runs in a sandbox with bounded time and size, and what looks like a control token in a
-message stays text: only those that the template writes become control tokens.
+runs in a process of its own with bounded time and memory (`templates`), and what looks
+like a control token in a message stays text: only those that the template writes become
+control tokens.
 """
 
 import dataclasses
-import datetime
-import functools
 import json
-import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxscale.inference.templates import WORKERS
 from jaxscale.inference.tools import Tool, ToolChoice, ToolFormat, chosen, detect_format
 from jaxscale.models.tokenizer import Tokenizer
 
@@ -22,8 +20,6 @@ type Message = Mapping[str, Any]
 """A message in OpenAI's form: role, content, perhaps tool_calls and others."""
 
 _MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # no characters, by definition
-_SECONDS = 2.0
-_MAX_CHARACTERS = 2**23
 _MAX_MESSAGES = 4096
 _MAX_DEPTH = 32
 
@@ -56,8 +52,9 @@ class ChatTemplate:
                 "out; give a template, or send prompts to /v1/completions"
             )
         named = {"default": found} if isinstance(found, str) else _named(found)
-        compiled = {name: _compile(source) for name, source in named.items()}
-        object.__setattr__(self, "_templates", compiled)
+        for source in named.values():
+            WORKERS.render(source, None)
+        object.__setattr__(self, "_templates", named)
         object.__setattr__(self, "_format", detect_format("".join(named.values())))
         guard = _Guard(tuple(self.tokenizer.control_tokens))
         object.__setattr__(self, "_guard", guard)
@@ -102,14 +99,25 @@ class ChatTemplate:
         tool_choice: ToolChoice = "auto",
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        check: Callable[[str], None] | None = None,
     ) -> list[int]:
-        """The prompt as token ids; arguments are those of `render`.
+        """The prompt as token ids; other arguments are those of `render`.
 
         A name of a control token in a message is encoded in two parts, as text.
+
+        Args:
+            messages: As for `render`.
+            tools: As for `render`.
+            tool_choice: As for `render`.
+            add_generation_prompt: As for `render`.
+            variables: As for `render`.
+            check: Raises where the text is too long to be tokenized.
         """
         text, mark = self._render(
             messages, tools, tool_choice, add_generation_prompt, variables or {}
         )
+        if check is not None:
+            check(text)
         parts = [part for part in text.split(mark) if part]
         return [
             token
@@ -147,7 +155,7 @@ class ChatTemplate:
             "tools": given["tools"],
             "add_generation_prompt": add_generation_prompt,
         }
-        return _run(templates[use], context), mark
+        return WORKERS.render(templates[use], context), mark
 
 
 def _listed(messages: Sequence[Message]) -> Sequence[Message]:
@@ -261,53 +269,6 @@ class _Guard:
         return mark * begins + text + mark * ends
 
 
-# Rendering.
-
-
-class _Clock(threading.local):
-    """Deadline of the rendering on this thread."""
-
-    deadline = float("inf")
-
-
-_CLOCK = _Clock()
-
-
-def _check_time() -> None:
-    if time.monotonic() > _CLOCK.deadline:
-        raise ValueError(f"the chat template ran for more than {_SECONDS} seconds")
-
-
-def _bounded(items: Any) -> Iterator[Any]:
-    """Iterate for the loops of templates, and stop at the deadline."""
-    for item in items:
-        _check_time()
-        yield item
-
-
-def _run(template: Any, context: Mapping[str, Any]) -> str:
-    import jinja2  # an extra; without it there would be no template
-
-    _CLOCK.deadline = time.monotonic() + _SECONDS
-    pieces, size = [], 0
-    try:
-        for piece in template.generate(**context):
-            _check_time()
-            size += len(piece)
-            if size > _MAX_CHARACTERS:
-                raise ValueError(
-                    f"the chat template wrote more than {_MAX_CHARACTERS} characters"
-                )
-            pieces.append(piece)
-    except (jinja2.TemplateError, RecursionError) as error:
-        raise ValueError(f"the chat template refused: {error}") from error
-    except (TypeError, AttributeError, KeyError, IndexError, OverflowError) as error:
-        raise ValueError(f"the chat template failed: {error!r}") from error
-    finally:
-        _CLOCK.deadline = float("inf")
-    return "".join(pieces)
-
-
 def _named(templates: Any) -> dict[str, str]:
     try:
         return {entry["name"]: entry["template"] for entry in templates}
@@ -316,85 +277,3 @@ def _named(templates: Any) -> dict[str, str]:
             "chat_template must be a string, or a list of objects with name and "
             "template"
         ) from error
-
-
-@functools.lru_cache(maxsize=32)
-def _compile(source: str) -> Any:
-    """A template whose loops are bounded.
-
-    Raises:
-        ValueError: it is no Jinja template.
-        ImportError: jinja2 is not installed.
-    """
-    environment = _environment()
-    import jinja2
-    from jinja2 import nodes
-
-    try:
-        tree = environment.parse(source)
-        for loop in tree.find_all(nodes.For):
-            name = nodes.Name("_bounded", "load")
-            loop.iter = nodes.Call(name, [loop.iter], [], None, None)
-        tree.set_environment(environment)
-        code = environment.compile(tree)
-    except jinja2.TemplateError as error:
-        raise ValueError(f"chat_template is no Jinja template: {error}") from error
-    return environment.template_class.from_code(
-        environment, code, environment.make_globals(None)
-    )
-
-
-@functools.cache
-def _environment() -> Any:
-    try:
-        import jinja2
-        from jinja2 import nodes
-        from jinja2.ext import Extension
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError as error:
-        raise ImportError(
-            "chat templates need jinja2: pip install 'jaxscale[infer]'"
-        ) from error
-
-    class GenerationBlock(Extension):
-        """``{% generation %}`` marks answers for training; here it changes nothing."""
-
-        tags = {"generation"}  # noqa: RUF012  as the base class has it
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.Scope(body, lineno=line)
-
-    class Environment(ImmutableSandboxedEnvironment):
-        intercepted_binops = frozenset(("*", "**"))
-
-        def call(self, *args: Any, **kwargs: Any) -> Any:
-            _check_time()
-            return super().call(*args, **kwargs)
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            if operator == "**" or not all(
-                isinstance(side, int | float) for side in (left, right)
-            ):
-                raise jinja2.TemplateError(f"{operator} may make too much of a little")
-            return super().call_binop(context, operator, left, right)
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def to_json(value: Any, ensure_ascii: bool = False, **settings: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **settings)
-
-    environment = Environment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[GenerationBlock, "jinja2.ext.loopcontrols"],
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals |= {
-        "raise_exception": raise_exception,
-        "strftime_now": lambda form: datetime.datetime.now().strftime(form),
-        "_bounded": _bounded,
-    }
-    return environment

@@ -5,12 +5,15 @@ The work is done by `llguidance`, an optional dependency
 which takes microseconds a mask. Here are the bounds that strangers' grammars need.
 """
 
+import collections
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import json
 import re
 import threading
+import time
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -22,8 +25,15 @@ from jaxscale.inference.request import Guide, InvalidRequest, Overloaded
 from jaxscale.models.tokenizer import Tokenizer
 
 
-_CACHED = 256
+_CACHED_BYTES = 2**28
 _MAX_PENDING = 64
+_CLIENT_PENDING = 32  # of one client, so that it leaves room for others
+_LEAST_BYTES = 2**15  # of a grammar in the cache, however small
+_BYTES_A_CHARACTER = 64  # of the text of a guide, for what is made of it
+# Lexers write no more than this while they compile: what takes long may be large.
+_BYTES_A_SECOND = 2**28
+# A twentieth of the default, in which `a{900000}` took 90 MB and half a second.
+_LEXER_FUEL = 50_000
 # Without a bound a model may write spaces until its tokens are used up.
 _SPACE = r"[\x20\x0A\x0D\x09]{1,20}"
 
@@ -90,6 +100,73 @@ def fill_masks(
         llguidance.numpy.fill_next_token_bitmask_par(_executor(), pairs, masks)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Entry:
+    """A grammar in the cache."""
+
+    matcher: Matcher
+    owner: str
+    size: int
+
+
+class GrammarCache:
+    """Compiled grammars, bounded in bytes; who fills it makes room for the others.
+
+    Example:
+        >>> cache = GrammarCache(100)
+        >>> guides = [Guide(kind="regex", text=text) for text in "abc"]
+        >>> for guide, owner in zip(guides, ["x", "y", "x"]):
+        ...     cache.put(guide, Matcher(None), owner=owner, size=40)
+        >>> [cache.get(guide) is None for guide in guides]
+        [True, False, False]
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        """Empty.
+
+        Args:
+            most_bytes: Of all grammars, as far as they can be estimated.
+        """
+        self._most, self._lock = most_bytes, threading.Lock()
+        self._entries: collections.OrderedDict[Guide, _Entry]
+        self._entries = collections.OrderedDict()
+        self._sizes: collections.Counter[str] = collections.Counter()
+
+    @property
+    def size(self) -> int:
+        """Bytes of all."""
+        return self._sizes.total()
+
+    def get(self, guide: Guide) -> Matcher | None:
+        """What was made of a guide, None where it is not here."""
+        with self._lock:
+            found = self._entries.get(guide)
+            if found is None:
+                return None
+            self._entries.move_to_end(guide)
+            return found.matcher
+
+    def put(self, guide: Guide, matcher: Matcher, *, owner: str, size: int) -> None:
+        """Keep what was made of a guide; the oldest of who has most make room.
+
+        Args:
+            guide: Whose.
+            matcher: At the beginning.
+            owner: The client that asked first.
+            size: Bytes.
+        """
+        with self._lock:
+            if size > self._most or guide in self._entries:
+                return
+            self._entries[guide] = _Entry(matcher=matcher, owner=owner, size=size)
+            self._sizes[owner] += size
+            while self.size > self._most:
+                ((largest, _),) = self._sizes.most_common(1)
+                oldest = next(g for g, e in self._entries.items() if e.owner == largest)
+                self._sizes[largest] -= self._entries.pop(oldest).size
+            self._sizes += collections.Counter()  # without those that have none
+
+
 class GrammarCompiler:
     """Makes matchers of guides, on threads of its own, and keeps the last ones.
 
@@ -145,12 +222,19 @@ class GrammarCompiler:
         )
         self._seconds = seconds
         self._pool = concurrent.futures.ThreadPoolExecutor(threads, "grammar")
-        self._cached = functools.lru_cache(maxsize=_CACHED)(self._compile)
-        self._pending = 0
+        self._limits = self._library.LLParserLimits(initial_lexer_fuel=_LEXER_FUEL)
+        self._cache = GrammarCache(_CACHED_BYTES)
+        self._pending: collections.Counter[str] = collections.Counter()
         self._lock = threading.Lock()
 
-    def submit(self, guide: Guide) -> concurrent.futures.Future[Matcher]:
+    def submit(
+        self, guide: Guide, client: str = ""
+    ) -> concurrent.futures.Future[Matcher]:
         """Compile on another thread.
+
+        Args:
+            guide: What to compile.
+            client: Who asks: none fills the queue or the cache for all.
 
         Returns:
             A future of a matcher at the beginning, or of `InvalidRequest` where the
@@ -160,9 +244,10 @@ class GrammarCompiler:
             Overloaded: too many are being compiled.
         """
         with self._lock:
-            if self._pending >= _MAX_PENDING:
-                raise Overloaded(f"{self._pending} grammars are being compiled", 1)
-            self._pending += 1
+            pending, own = self._pending.total(), self._pending[client]
+            if pending >= _MAX_PENDING or (client and own >= _CLIENT_PENDING):
+                raise Overloaded(f"{pending} grammars are being compiled", 1)
+            self._pending[client] += 1
         answer: concurrent.futures.Future[Matcher] = concurrent.futures.Future()
         late = InvalidRequest(
             f"the {guide.kind} took more than {self._seconds} seconds to compile; "
@@ -174,25 +259,37 @@ class GrammarCompiler:
 
         def run() -> None:
             try:
-                matcher = self._cached(guide).copy()
-                _answer(answer, matcher, None)
+                matcher = self._cache.get(guide) or self._kept(guide, client)
+                _answer(answer, matcher.copy(), None)
             except Exception as error:
                 _answer(answer, None, error)
             finally:
                 clock.cancel()
                 with self._lock:
-                    self._pending -= 1
+                    self._pending[client] -= 1
+                    self._pending += collections.Counter()  # without those that ended
 
         self._pool.submit(run)
         return answer
 
-    def compile(self, guide: Guide) -> Matcher:
+    def compile(self, guide: Guide, client: str = "") -> Matcher:
         """A matcher at the beginning; as `submit`, but waits for it."""
-        return self.submit(guide).result()
+        return self.submit(guide, client).result()
 
     def close(self) -> None:
         """End the threads once they are done."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _kept(self, guide: Guide, client: str) -> Matcher:
+        """Compile, and keep the result."""
+        start = time.thread_time()
+        matcher = self._compile(guide)
+        seconds = time.thread_time() - start
+        characters = len(guide.text) + sum(map(len, guide.choices))
+        size = _LEAST_BYTES + _BYTES_A_CHARACTER * characters
+        size += int(_BYTES_A_SECOND * seconds)
+        self._cache.put(guide, matcher, owner=client, size=size)
+        return matcher
 
     def _compile(self, guide: Guide) -> Matcher:
         library = self._library.LLMatcher
@@ -200,9 +297,21 @@ class GrammarCompiler:
             grammar = self._grammar(guide)
         except (ValueError, RecursionError) as error:
             raise InvalidRequest(f"the {guide.kind} is malformed: {error}") from error
-        matcher = library(self._tokenizer, grammar, log_level=0)
+        matcher = library(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if not matcher.is_error():
-            matcher.compute_bitmask()  # lexers keep some of their work for later
+            # Lexers keep some of their work for later: what is too complex, and what
+            # allows no token at all, is found at the first step.
+            mask = np.frombuffer(matcher.compute_bitmask(), "<i4")
+            words = np.flatnonzero(mask)
+            if not len(words) and not matcher.is_error():
+                raise InvalidRequest(f"no text matches the {guide.kind}")
+            if len(words):
+                word = int(words[0])
+                bit = int(mask[word]) & -int(mask[word])
+                step = matcher.deep_copy()
+                step.consume_token(32 * word + bit.bit_length() - 1)
+                if step.is_error():
+                    matcher = step
         if "NoExtension" in matcher.get_error():
             raise InvalidRequest(f"no text matches the {guide.kind}")
         if matcher.is_error():

@@ -441,6 +441,8 @@ class Output:
     """Tokens of the prompt that were found in the cache."""
     error: str | None = None
     """Message of the failure, for the reason ``"error"``."""
+    blames_request: bool = False
+    """Whether the failure is the request's own: its guide allows no token."""
 
 
 def joined(outputs: Iterable[Output]) -> list[Output]:

@@ -7,6 +7,7 @@ never turns the text of a document into a control token.
 """
 
 import dataclasses
+import functools
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -429,6 +430,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """One more than the largest token id: the rows that an embedding needs."""
         return self._vocab_size
+
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token, as the vocabulary writes it."""
+        return max(map(len, self._backend.get_vocab()), default=0)
 
     @property
     def bos_id(self) -> int | None:

@@ -78,7 +78,7 @@ def test_mistakes_are_explained(call, arguments, message, tmp_path, monkeypatch)
 
 
 def test_keys(tmp_path, monkeypatch):
-    (tmp_path / "keys").write_text("a\n\n b \n")
+    (tmp_path / "keys").write_text("# ours\na\n\n b \n  # c\n")
     monkeypatch.setenv("JAXSCALE_API_KEYS", "c,a")
     config = serve.ServeConfig(source=".", api_keys_file=str(tmp_path / "keys"))
     assert serve._keys(config) == ("c", "a", "b")
@@ -133,6 +133,12 @@ def test_a_model_on_four_devices(tmp_path, quantization):
 def test_a_model_that_does_not_fit(call, decoder):
     code, _, err = call(decoder, "--port", "0", "--engine.memory-fraction", "1e-6")
     assert code == 2 and "do not fit into 0.00 GiB of a device" in err
+
+
+def test_a_longer_max_len_than_the_model_was_made_for(call, decoder):
+    code, _, err = call(decoder, "--port", "0", "--engine.max-len", "100000")
+    assert code == 2 and "max_len is 100000, expected at most" in err
+    assert re.search(r"serving at http://127\.0\.0\.1:[1-9]\d*,", err)
 
 
 @pytest.mark.slow

@@ -32,8 +32,13 @@ CLIENTS = 36
 
 FEW = dataclasses.replace(SIZES, num_pages=16, max_waiting=32, watermark=0.0)
 
-_OUTCOMES = {"stop": "finished", "length": "finished", "aborted": "aborted"}
-_WORST = ("finished", "aborted", "failed")
+_OUTCOMES = {
+    "stop": "finished",
+    "length": "finished",
+    "aborted": "aborted",
+    "timeout": "timeout",
+}
+_WORST = ("finished", "aborted", "timeout", "failed")
 
 
 class Soak:
@@ -152,8 +157,9 @@ class Soak:
         assert engine.error is None
         assert not any(self.open.values())
         ended = collections.Counter(self.outcomes.values())
-        truth = (ended["finished"], ended["aborted"], ended["failed"])
-        assert (counts.finished, counts.aborted, counts.failed) == truth
+        names = ("finished", "aborted", "timeout", "failed")
+        truth = tuple(ended[name] for name in names)
+        assert tuple(getattr(counts, name) for name in names) == truth
         assert counts.received == sum(truth) + counts.rejected
         assert self.rejected <= counts.rejected  # the canceled do not hear of it
         pool = scheduler.pool

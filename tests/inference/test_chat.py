@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from jaxscale.inference import chat as chat_module
 from jaxscale.inference.chat import ChatTemplate
+from jaxscale.inference.templates import Workers
 from jaxscale.inference.tools import ToolParser, chosen, forced_call, parse_calls
 from jaxscale.models import Tokenizer
 
@@ -175,13 +175,21 @@ def test_what_templates_of_transformers_use(tokenizer):
         refuses.render(user("x"))
 
 
+@pytest.fixture(scope="module")
+def bounded():
+    """Processes with less time, text and memory than those of servers."""
+    workers = Workers(seconds=0.5, characters=2**16, memory=2**28)
+    yield workers
+    workers.close()
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
         (
             "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}"
             "{% endfor %}",
-            "ran for more than",
+            "ran for more than 0.5 seconds",
         ),
         (
             "{% macro f(n) %}{{ f(n - 1) }}{{ f(n - 1) }}{% endmacro %}{{ f(9) }}",
@@ -191,20 +199,42 @@ def test_what_templates_of_transformers_use(tokenizer):
             "{% for i in range(9999) %}{{ 'aaaaaaaaaa' | center(999) }}{% endfor %}",
             "wrote more",
         ),
-        ("{{ 'a' * 10**9 }}", "may make too much"),
-        ("{{ 9 ** 9 ** 9 }}", "may make too much"),
+        # One call of a filter, which nothing in Jinja looks into.
+        ("{{ lipsum(n=3000, min=900, max=999) }}", "ran for more|wrote more"),
+        ("{{ messages | slice(10 ** 9) | list }}", "ran for more|took more than 256"),
+        (
+            "{{ (range(99999) | map('string') | join) | wordwrap(1) | length }}"
+            "{{ range(99999) | groupby('real') | map('list') | map('list') | list }}",
+            "ran for more|wrote more",
+        ),
+        ("{{ 'a' | center(2000000000) }}", "took more than 256 MiB"),
+        ("{{ messages[0].content.ljust(2000000000) }}", "took more than 256 MiB"),
+        ("{{ '%2000000000d' % 1 }}", "took more than 256 MiB"),
+        ("{{ 'a\nb' | indent(2000000000) }}", "took more than 256 MiB"),
+        ("{{ messages | tojson(indent=2000000000) }}", "took more than 256 MiB"),
+        ("{{ 'a' * 10**9 }}", "took more than 256 MiB"),
+        ("{{ 9 ** (9 ** 9) }}", "ran for more|took more than 256"),
         ("{{ messages.append(1) }}", "refused"),
         ("{{ ''.__class__.__mro__ }}", "refused"),
         ("{{ messages[5].content }}", "refused|failed"),
         ("{{ 1 + 'a' }}", "failed"),
     ],
 )
-def test_templates_are_bounded(tokenizer, monkeypatch, source, message):
-    monkeypatch.setattr(chat_module, "_SECONDS", 0.1)
-    monkeypatch.setattr(chat_module, "_MAX_CHARACTERS", 2**16)
+def test_templates_are_bounded(bounded, source, message):
     with pytest.raises(ValueError, match=message):
-        ChatTemplate(tokenizer, source).render(user("x"))
-    assert ChatTemplate(tokenizer, "fine").render(user("x")) == "fine"
+        bounded.render(source, {"messages": user("x")})
+    assert bounded.render("fine", {}) == "fine"
+
+
+def test_a_process_that_was_killed_is_replaced(bounded):
+    """And what templates see is not the environment of the server."""
+    assert bounded.render("a", {}) == "a"
+    (worker,) = bounded._idle
+    worker.kill()
+    worker.wait()
+    assert bounded.render("{{ x }}", {"x": "é\ud800\n"}) == "é\ud800\n"
+    with pytest.raises(ValueError, match="variables are JSON"):
+        bounded.render("a", {"x": object()})
 
 
 @pytest.mark.parametrize(

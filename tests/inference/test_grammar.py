@@ -8,7 +8,12 @@ import threading
 import numpy as np
 import pytest
 
-from jaxscale.inference.grammar import GrammarCompiler, fill_masks
+from jaxscale.inference.grammar import (
+    GrammarCache,
+    GrammarCompiler,
+    Matcher,
+    fill_masks,
+)
 from jaxscale.inference.request import Guide, InvalidRequest, Overloaded
 from jaxscale.models import Tokenizer
 
@@ -140,6 +145,29 @@ def test_rows_without_a_matcher_stay(compiler):
     fill_masks([], masks)
 
 
+def test_grammars_in_memory_are_bounded(tokenizer):
+    """However large a pattern is that takes a few characters to write."""
+    compiler = GrammarCompiler(tokenizer, vocab_size=V, eos_ids=[0], seconds=30)
+    for length in (900_000, 90_000):
+        with pytest.raises(InvalidRequest, match="too many expressions"):
+            compiler.compile(Guide(kind="regex", text=f"a{{{length}}}"))
+    assert compiler._cache.size == 0  # what is refused is not kept
+    compiler.compile(Guide(kind="choice", choices=("yes", "no")), "quiet")
+    assert compiler._cache.size > 0
+    compiler.close()
+    cache = GrammarCache(1000)
+    guides = [Guide(kind="regex", text=f"a{i}") for i in range(20)]
+    cache.put(guides[0], Matcher(None), owner="quiet", size=100)
+    for guide in guides[1:]:
+        cache.put(guide, Matcher(None), owner="loud", size=200)
+        assert cache.size <= 1000
+    # Who fills it makes room, by what it has not used for longest.
+    kept = [guide for guide in guides if cache.get(guide) is not None]
+    assert kept == [guides[0], *guides[-4:]]
+    cache.put(guides[1], Matcher(None), owner="loud", size=1001)
+    assert cache.get(guides[1]) is None and cache.size == 900
+
+
 @pytest.mark.parametrize(
     ("kind", "text", "message"),
     [
@@ -162,7 +190,7 @@ def test_compilation_is_bounded(tokenizer, monkeypatch):
     """By time, by how many wait, and a slow one does not answer twice."""
     compiler = GrammarCompiler(tokenizer, vocab_size=V, eos_ids=[0], seconds=0.05)
     go = threading.Event()
-    monkeypatch.setattr(compiler, "_cached", lambda guide: go.wait(10) and 1 / 0)
+    monkeypatch.setattr(compiler, "_compile", lambda guide: go.wait(10) and 1 / 0)
     guide = Guide(kind="regex", text="a")
     with pytest.raises(InvalidRequest, match=r"regex took more than 0\.05 sec"):
         compiler.compile(guide)

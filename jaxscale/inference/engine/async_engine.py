@@ -91,7 +91,7 @@ class AsyncEngine:
 
         guide, compiler, matcher = request.params.guided, self.engine.compiler, None
         if guide is not None and compiler is not None:
-            matcher = await asyncio.wrap_future(compiler.submit(guide))
+            matcher = await asyncio.wrap_future(compiler.submit(guide, request.client))
         try:
             await asyncio.wrap_future(self.engine.admit(request, sink, matcher))
             while remaining:

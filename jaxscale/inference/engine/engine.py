@@ -148,7 +148,7 @@ class Engine:
                     f"guided {guide.kind!r} is not supported by this engine; give it a "
                     "GrammarCompiler"
                 )
-            matcher = self.compiler.compile(guide)
+            matcher = self.compiler.compile(guide, request.client)
         admitted: concurrent.futures.Future[None] = concurrent.futures.Future()
 
         def command() -> None:
@@ -425,6 +425,10 @@ class Engine:
             stops = np.zeros(words * 32, np.uint8)
             stops[list(c.stops)] = 1
             masks[i] &= ~np.packbits(stops, bitorder="little").view("<i4")
+        for i, c in live:
+            client = self._client(c)
+            if client is not None and not masks[i].any():
+                client.stuck.add(c.index)
         return masks
 
     # From the device.

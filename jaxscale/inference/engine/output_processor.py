@@ -24,7 +24,7 @@ type Sink = Callable[[list[Output] | EngineDead], None]
 """Called on the engine's thread with what is new, and once if the engine dies."""
 
 _ERRORS: dict[FinishReason, str] = {
-    "error": "the model's logits were not finite, or its guide allowed no token",
+    "error": "the model's logits were not finite",
     "timeout": "the deadline of the request has passed",
 }
 
@@ -64,6 +64,8 @@ class OutputProcessor:
         """Sequences that have not ended."""
         self.matchers = [matcher and matcher.copy() for _ in range(params.n)]
         self.cached_tokens = 0
+        self.stuck: set[int] = set()
+        """Sequences whose guide allows nothing."""
         self._texts = [
             None if tokenizer is None else TextStream(tokenizer, request.prompt, params)
             for _ in range(params.n)
@@ -109,6 +111,7 @@ class OutputProcessor:
         if matcher is not None and progress.finish is None:
             if not matcher.accept(tokens):
                 verdict = "error"
+                self.stuck.add(c.index)
             elif matcher.finished:
                 verdict = "stop"
         stream = self._texts[c.index]
@@ -164,6 +167,13 @@ class OutputProcessor:
         if news.finish == "stop":
             found = None if stream is None else stream.stop
             stop = found if found is not None else (news.tokens or [None])[-1]
+        error = None if news.finish is None else _ERRORS.get(news.finish)
+        stuck = index in self.stuck and news.finish == "error"
+        if stuck:
+            matcher = self.matchers[index]
+            why = None if matcher is None else matcher.error
+            error = "the guide of the request allows no token any more"
+            error += f": {why}" if why else "; change it"
         return Output(
             request=self.request.id,
             index=index,
@@ -174,7 +184,8 @@ class OutputProcessor:
             finish=news.finish,
             stop=stop,
             cached_tokens=self.cached_tokens,
-            error=None if news.finish is None else _ERRORS.get(news.finish),
+            error=error,
+            blames_request=stuck,
         )
 
 

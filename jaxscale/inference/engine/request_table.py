@@ -11,9 +11,9 @@ from jaxscale.inference.engine.sequence import Sequence, SequenceStatus
 from jaxscale.inference.request import FinishReason, Request
 
 
-_GOLDEN = 0x9E3779B97F4A7C15  # spreads the seeds of the n sequences
-_OUTCOMES = {"aborted": "aborted", "timeout": "failed", "error": "failed"}
-_WORST = ("finished", "aborted", "failed")
+_GOLDEN = 0x9E3779B97F4A7C15  # spreads the seeds of the n continuations
+_OUTCOMES = {"aborted": "aborted", "timeout": "timeout", "error": "failed"}
+_WORST = ("finished", "aborted", "timeout", "failed")
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -88,7 +88,7 @@ class RequestTable:
         if request.deadline is not None:
             entry = (request.deadline, self._arrivals, request.id)
             heapq.heappush(self._deadlines, entry)
-        return sequences
+        return continuations
 
     def is_held(self, c: Sequence) -> bool:
         """True while it waits for the first one of its request."""

@@ -189,8 +189,10 @@ class Counts:
     """Number that their clients gave up."""
     rejected: int = 0
     """Refused at once: not possible, too many, or the engine is draining."""
+    timeout: int = 0
+    """Past the deadline that their clients gave them."""
     failed: int = 0
-    """Past their deadline, or their logits were not finite."""
+    """Their logits were not finite, or their guide allowed no token."""
     preempted: int = 0
     """Preemptions; the sequences go on later."""
     prompt_tokens: int = 0

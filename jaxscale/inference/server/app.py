@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
@@ -14,8 +15,9 @@ from jaxscale import __version__
 from jaxscale.inference.request import Draining, EngineDead, InvalidRequest, Overloaded
 from jaxscale.inference.server import chat_completions, completions, encoders
 from jaxscale.inference.server.backend import TextModel
-from jaxscale.inference.server.calls import Caller, prepared
+from jaxscale.inference.server.calls import Caller, check_length, prepared
 from jaxscale.inference.server.config import ServerConfig
+from jaxscale.inference.server.encoders import ServedEncoder
 from jaxscale.inference.server.errors import api_error, validation_error
 from jaxscale.inference.server.gate import Gate
 from jaxscale.inference.server.live import PAGE
@@ -37,6 +39,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     for status, about in {
         400: "The call asks for what there is not.",
         401: "It shows no valid key.",
+        403: "The Host of the call is no name of this server.",
         404: "The model is another one.",
         408: "The body came too slowly.",
         413: "The body is too long.",
@@ -46,6 +49,8 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         504: "The time of the request is over.",
     }.items()
 }
+# Characters that /tokenize takes, or this many times the tokens of the model.
+_COUNTED, _COUNTED_SHARE = 2**20, 8
 # Only what the page itself holds may run in it.
 _PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; "
@@ -89,8 +94,19 @@ def create_app(config: ServerConfig, load: Callable[[], Served]) -> FastAPI:
     _add_model_routes(app, service)
     _add_calls(app, service)
     _describe(app)
-    paths = frozenset(app.openapi()["paths"])
+    paths = {
+        path: frozenset(method.upper() for method in operations)
+        for path, operations in app.openapi()["paths"].items()
+    }
     app.add_middleware(Gate, service=service, paths=paths)
+    if config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.allowed_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("x-request-id", "retry-after"),
+        )
     return app
 
 
@@ -105,7 +121,7 @@ def _add_errors(app: FastAPI) -> None:
         return validation_error(error.errors()).response()
 
     known = (HTTPException, InvalidRequest, Overloaded, Draining, EngineDead)
-    for kind in (*known, Exception):
+    for kind in known:
         app.add_exception_handler(kind, answer)
     app.add_exception_handler(RequestValidationError, invalid)
 
@@ -131,9 +147,15 @@ def _add_operations(app: FastAPI, service: Service) -> None:
 
     @app.get("/ready")
     async def ready() -> Response:
-        """200 while calls are taken, 503 while loading, draining or dead."""
+        """200 while calls are taken, 503 while loading, draining or dead.
+
+        An encoder takes them before all sizes of rows are compiled, and says so.
+        """
         is_ready = service.state == "ready"
-        return JSONResponse({"status": service.state}, 200 if is_ready else 503)
+        body: dict[str, Any] = {"status": service.state}
+        if is_ready and isinstance(service.model, ServedEncoder):
+            body["compiles_on_demand"] = True
+        return JSONResponse(body, 200 if is_ready else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -173,20 +195,23 @@ def _add_model_routes(app: FastAPI, service: Service) -> None:
         return JSONResponse(_card(service.served(name)))
 
     @app.post("/tokenize")
-    async def tokenize(body: Tokenize) -> Response:
+    async def tokenize(body: Tokenize, http: Request) -> Response:
         """The token ids of a prompt or of messages."""
         model = service.decoder(body.model)
-        tokens = await prepared(_tokenize, body, model)
+        work = prepared(_caller(http), _tokenize, body, model)
+        tokens = await attended(http.receive, work)
         longest = model.backend.config.longest
         return JSONResponse(
             {"tokens": tokens, "count": len(tokens), "max_model_len": longest}
         )
 
     @app.post("/detokenize")
-    async def detokenize(body: Detokenize) -> Response:
+    async def detokenize(body: Detokenize, http: Request) -> Response:
         """The text of token ids."""
         model = service.decoder(body.model)
-        text = await prepared(model.tokenizer.decode, body.tokens)
+        check_length(len(body.tokens), max(_COUNTED, model.backend.config.longest))
+        work = prepared(_caller(http), model.tokenizer.decode, body.tokens)
+        text = await attended(http.receive, work)
         return JSONResponse({"prompt": text})
 
 
@@ -209,13 +234,14 @@ def _add_calls(app: FastAPI, service: Service) -> None:
     async def render(body: Completion, http: Request) -> Response:
         """The token ids of prompts, for gateways."""
         model = service.decoder(body.model)
-        return await completions.render(body, model, _caller(http))
+        return await completions.render(body, model, _caller(http), http.receive)
 
     @app.post("/v1/chat/completions/render")
     async def render_chat(body: Chat, http: Request) -> Response:
         """The token ids of a conversation, for gateways."""
         model = service.decoder(body.model)
-        return await chat_completions.render(body, model, _caller(http))
+        caller = _caller(http)
+        return await chat_completions.render(body, model, caller, http.receive)
 
     @app.post("/v1/embeddings")
     async def embed(body: Embedding, http: Request) -> Response:
@@ -254,7 +280,18 @@ def _card(model: Served) -> dict[str, Any]:
 def _tokenize(body: Tokenize, model: TextModel) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("give either prompt or messages")
+    most = max(_COUNTED, _COUNTED_SHARE * model.backend.config.longest)
+
+    def check(text: str) -> None:
+        """Texts that do not fit are counted too, within limits."""
+        if len(text) > most:
+            raise InvalidRequest(
+                f"a text of {len(text)} characters is too long to be counted: at most "
+                f"{most} are; send it in parts"
+            )
+
     if body.prompt is not None:
+        check(body.prompt)
         special = body.add_special_tokens is not False
         return model.encode(body.prompt, add_special_tokens=special)
     return chat_completions.template(model).encode(
@@ -262,4 +299,5 @@ def _tokenize(body: Tokenize, model: TextModel) -> list[int]:
         tools=body.tools or (),
         add_generation_prompt=body.add_generation_prompt is not False,
         variables=body.chat_template_kwargs,
+        check=check,
     )

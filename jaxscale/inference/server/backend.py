@@ -1,6 +1,7 @@
 """What the server needs of an engine and a model, whichever they are."""
 
 import dataclasses
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol, runtime_checkable
@@ -11,6 +12,7 @@ from jaxscale.inference.engine.engine import Engine
 from jaxscale.inference.engine.scheduler_config import SchedulerConfig
 from jaxscale.inference.engine.scheduler_output import Counts, Event
 from jaxscale.inference.request import Output, Request
+from jaxscale.inference.text_bound import TextBound
 from jaxscale.models.tokenizer import Tokenizer
 
 
@@ -143,6 +145,16 @@ class TextModel:
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     """When it was loaded, in seconds since 1970."""
     _texts: dict[int, str] = dataclasses.field(default_factory=dict, repr=False)
+
+    def bound(self, gone: threading.Event | None = None) -> TextBound:
+        """What says that a text is too long, before all of it is tokenized.
+
+        Args:
+            gone: Set once nobody waits for the answer.
+        """
+        left = {} if gone is None else {"left": gone.is_set}
+        most = self.backend.config.longest
+        return TextBound(tokenizer=self.tokenizer, most=most, **left)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a prompt, behind the token that begins texts."""

@@ -1,12 +1,22 @@
 """What calls have in common: who makes them, and how much they may ask for."""
 
 import asyncio
+import collections
+import concurrent.futures
+import contextlib
 import dataclasses
+import functools
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxscale.inference.request import InvalidRequest, Request, SamplingParams
+from jaxscale.inference.request import (
+    InvalidRequest,
+    Overloaded,
+    Request,
+    SamplingParams,
+)
 from jaxscale.inference.server.backend import TextModel
 from jaxscale.inference.server.config import ServerConfig
 from jaxscale.inference.server.metrics import Metrics
@@ -16,16 +26,68 @@ if TYPE_CHECKING:
     from jaxscale.inference.server.schema import GenerationBody
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+_LONG = 2**16  # bytes of a body that is tokenized at once, as most are
+_THREADS = 2
+_BODIES = 4  # of the longest that is taken, that a client may have waiting
+
+
+class LongTexts:
+    """Threads for calls with long texts: one at a time of a client, and a few of all.
+
+    Tokenizing takes the processor's time and a hundred times the memory of the text, so
+    what strangers send at once is bounded, and none keeps others from their turn.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        """Nothing waits.
+
+        Args:
+            most_bytes: Of the bodies of one client that wait.
+        """
+        self._most = most_bytes
+        self._bytes: collections.Counter[str] = collections.Counter()
+        self._turns: dict[str, asyncio.Lock] = {}
+        self.threads = concurrent.futures.ThreadPoolExecutor(_THREADS, "texts")
+
+    @contextlib.asynccontextmanager
+    async def turn(self, client: str, size: int) -> AsyncIterator[None]:
+        """Wait until the other long texts of a client are done.
+
+        Raises:
+            Overloaded: too much of it waits.
+        """
+        if self._bytes[client] + size > self._most:
+            raise Overloaded(
+                f"long texts of {self._bytes[client]} bytes of this client wait", 1
+            )
+        self._bytes[client] += size
+        try:
+            async with self._turns.setdefault(client, asyncio.Lock()):
+                yield
+        finally:
+            self._bytes[client] -= size
+            if not self._bytes[client]:
+                del self._bytes[client], self._turns[client]
+
+
+@dataclasses.dataclass(kw_only=True)
 class Caller:
     """Who makes a call."""
 
     name: str
     """Stands for the key that was shown, or for the address."""
+    request_id: str
+    """Names the call in logs and in its answer."""
     config: ServerConfig
     """Settings."""
     metrics: Metrics
     """Learn the times."""
+    texts: LongTexts
+    """Where long texts are tokenized."""
+    body_bytes: int = 0
+    """Length of the body, as far as it is here."""
+    gone: threading.Event = dataclasses.field(default_factory=threading.Event)
+    """Set once nobody waits for what is being prepared."""
 
     def request(
         self,
@@ -46,6 +108,8 @@ class Caller:
                 f"priority {body.priority} is refused: this server lets no call choose "
                 "its priority; leave it out"
             )
+        config = model.backend.config
+        check_length(len(prompt), config.longest)
         deadline = None
         if body.timeout is not None:
             if body.timeout <= 0:
@@ -64,23 +128,51 @@ class Caller:
             deadline=deadline,
             echo=echo,
         )
-        config = model.backend.config
         request.check(vocab_size=config.vocab_size, max_len=config.longest)
         return request
 
 
 async def prepared[**P, T](
-    function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    caller: Caller, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
 ) -> T:
     """What `function` makes of a call, on another thread.
 
+    Args:
+        caller: Who makes the call; is told if this is canceled.
+        function: Prepares it.
+        *args: Of the function.
+        **kwargs: Of the function.
+
     Raises:
         InvalidRequest: the call is to blame.
+        Overloaded: too many long texts of the caller wait.
     """
+    run = functools.partial(function, *args, **kwargs)
+    loop, size = asyncio.get_running_loop(), caller.body_bytes
     try:
-        return await asyncio.to_thread(function, *args, **kwargs)
+        if size <= _LONG:
+            return await loop.run_in_executor(None, run)
+        async with caller.texts.turn(caller.name, size):
+            return await loop.run_in_executor(caller.texts.threads, run)
+    except asyncio.CancelledError:
+        caller.gone.set()
+        raise
     except ValueError as error:
         raise InvalidRequest(str(error)) from error
+
+
+def longest_waiting(config: ServerConfig) -> int:
+    """Bytes of long bodies of one client that may wait."""
+    return _BODIES * config.max_body_bytes
+
+
+def check_length(count: int, most: int) -> None:
+    """Raise before anything is made of token ids that are too many."""
+    if count > most:
+        raise InvalidRequest(
+            f"the prompt has {count} tokens, more than the {most} that there is room "
+            "for; shorten it"
+        )
 
 
 def check_choices(prompts: int, n: int, config: ServerConfig) -> None:

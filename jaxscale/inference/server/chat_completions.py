@@ -61,7 +61,8 @@ async def chat(
     Raises:
         ValueError: it asks for what there is not.
     """
-    call = await prepared(_prepare, body, model, caller)
+    prepare = prepared(caller, _prepare, body, model, caller)
+    call = await attended(receive, prepare)
     if body.stream:
         events = _events(call, caller, body.wants_usage)
         return await event_stream(events, caller.config)
@@ -72,13 +73,16 @@ async def chat(
     return JSONResponse({**head, "choices": choices, "usage": usage.body()})
 
 
-async def render(body: Chat, model: TextModel, caller: Caller) -> Response:
+async def render(
+    body: Chat, model: TextModel, caller: Caller, receive: Receive
+) -> Response:
     """The token ids of a conversation, which is not answered.
 
     Raises:
         ValueError: it asks for what there is not.
     """
-    call = await prepared(_prepare, body, model, caller)
+    prepare = prepared(caller, _prepare, body, model, caller)
+    call = await attended(receive, prepare)
     return JSONResponse(rendered(call.request, model))
 
 
@@ -133,6 +137,7 @@ def _prepare(body: Chat, model: TextModel, caller: Caller) -> _Call:
         tool_choice=choice,
         add_generation_prompt=body.add_generation_prompt is not False,
         variables=body.chat_template_kwargs,
+        check=model.bound(caller.gone).check,
     )
     return _Call(
         model=model,

@@ -12,7 +12,13 @@ from starlette.types import Receive
 
 from jaxscale.inference.request import Output, Request, TokenLogprobs
 from jaxscale.inference.server.backend import TextModel
-from jaxscale.inference.server.calls import Caller, check_choices, prepared, rendered
+from jaxscale.inference.server.calls import (
+    Caller,
+    check_choices,
+    check_length,
+    prepared,
+    rendered,
+)
 from jaxscale.inference.server.generation import Usage, collect, merged
 from jaxscale.inference.server.schema import Completion
 from jaxscale.inference.server.stream import attended, event_stream
@@ -44,7 +50,8 @@ async def complete(
     Raises:
         ValueError: it asks for what there is not.
     """
-    call = await prepared(_prepare, body, model, caller)
+    prepare = prepared(caller, _prepare, body, model, caller)
+    call = await attended(receive, prepare)
     if body.stream:
         events = _events(call, caller, body.wants_usage)
         return await event_stream(events, caller.config)
@@ -58,13 +65,16 @@ async def complete(
     return JSONResponse({**call.head, "choices": choices, "usage": usage.body()})
 
 
-async def render(body: Completion, model: TextModel, caller: Caller) -> Response:
+async def render(
+    body: Completion, model: TextModel, caller: Caller, receive: Receive
+) -> Response:
     """The token ids of the prompts of a call, which is not run.
 
     Raises:
         ValueError: it asks for what there is not.
     """
-    call = await prepared(_prepare, body, model, caller)
+    prepare = prepared(caller, _prepare, body, model, caller)
+    call = await attended(receive, prepare)
     return JSONResponse([rendered(request, model) for request in call.requests])
 
 
@@ -84,6 +94,12 @@ def _prepare(body: Completion, model: TextModel, caller: Caller) -> _Call:
     prompts = _prompts(body.prompt)
     check_choices(len(prompts), params.n, caller.config)
     special = body.add_special_tokens is not False
+    bound = model.bound(caller.gone)
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            bound.check(prompt)
+        else:
+            check_length(len(prompt), bound.most)
     ids = [
         model.encode(p, add_special_tokens=special) if isinstance(p, str) else p
         for p in prompts

@@ -1,6 +1,7 @@
 """Settings of the HTTP server."""
 
 import dataclasses
+import re
 
 from jaxscale.checks import check_integers, check_positive
 
@@ -19,6 +20,13 @@ class ServerConfig:
     api_keys: tuple[str, ...] = ()
     """Keys of which a call must show one as ``Authorization: Bearer KEY``; none lets
     everyone in. Clients with different keys get equal shares of the engine."""
+    allowed_hosts: tuple[str, ...] | None = None
+    """Names by which calls may ask for the server, in their ``Host``; ``"*"`` is any.
+    None is this machine's own where it listens at loopback alone, so that no page of
+    another site reaches it by a name that was made to mean this machine; else any."""
+    allowed_origins: tuple[str, ...] = ()
+    """Sites whose pages may call from a browser (CORS), as ``https://a.example``;
+    ``"*"`` is any."""
     isolate_clients: bool = False
     """Let clients find only their own prompts in the cache, so that none learns from
     the clock what others have asked; beginnings that they share are computed again."""
@@ -50,6 +58,16 @@ class ServerConfig:
         times = ("header_seconds", "body_seconds", "stall_seconds")
         check_positive(self, *times, "heartbeat_seconds", "drain_seconds")
         object.__setattr__(self, "api_keys", tuple(self.api_keys))
+        for name in ("allowed_hosts", "allowed_origins"):
+            given = getattr(self, name)
+            if given is not None:
+                object.__setattr__(self, name, tuple(given))
+        for origin in self.allowed_origins:
+            if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
+                raise ValueError(
+                    f"allowed_origins holds {origin!r}, expected '*' or the origin of "
+                    "a site, as https://a.example, without a path"
+                )
         for key in self.api_keys:
             if not key.isascii() or not key.isprintable() or not key.strip():
                 raise ValueError(

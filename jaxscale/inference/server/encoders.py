@@ -10,15 +10,19 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 from jaxscale.inference.encoder.encoder import Encoder, Text
+from jaxscale.inference.engine.scheduler_output import Counts
 from jaxscale.inference.request import InvalidRequest, Overloaded
+from jaxscale.inference.server.backend import Load
 from jaxscale.inference.server.calls import Caller, prepared
+from jaxscale.inference.server.metrics import Metrics
 from jaxscale.inference.server.schema import Embedding, Score
+from jaxscale.inference.text_bound import TextBound
 
 
 _MOST_WAITING = 256
@@ -32,6 +36,8 @@ class _Job:
     texts: Sequence[Text]
     truncate: bool
     result: concurrent.futures.Future[Any]
+    begun: Callable[[], None]
+    """Called when it is its turn."""
 
 
 class ServedEncoder:
@@ -50,6 +56,7 @@ class ServedEncoder:
         self.name, self.encoder = name, encoder
         self.created = int(time.time())
         self._budget = max(token_budget, encoder.max_length)
+        self._counts, self._running = Counts(), 0
         self._jobs: queue.Queue[_Job | None] = queue.Queue(_MOST_WAITING)
         self._thread = threading.Thread(target=self._run, name="encoder", daemon=True)
         encoder.encode(["a"], token_budget=self._budget, progress=False)
@@ -66,31 +73,81 @@ class ServedEncoder:
             and head.config.num_labels == 1
         )
 
-    def count(self, texts: Sequence[Text], truncate: bool) -> int:
-        """Tokens of texts, which are checked.
+    def counted(
+        self, texts: Sequence[Text], truncate: bool, caller: Caller
+    ) -> tuple[list[Text], int]:
+        """Texts as they are computed, and their tokens; they are checked.
+
+        Texts that are to be cut come without what is certainly cut off.
 
         Raises:
             ValueError: one is empty or too long.
         """
-        budget = self._budget
-        plan = self.encoder.plan(texts, token_budget=budget, truncate=truncate)
-        return sum(plan.lengths)
+        encoder = self.encoder
+        bound = TextBound(
+            tokenizer=encoder.tokenizer,
+            most=encoder.max_length,
+            left=caller.gone.is_set,
+        )
+
+        def kept(text: str) -> str:
+            if truncate:
+                return bound.beginning(text)
+            bound.check(text)
+            return text
+
+        kept_texts: list[Text] = [
+            kept(text) if isinstance(text, str) else (kept(text[0]), kept(text[1]))
+            for text in texts
+        ]
+        plan = encoder.plan(kept_texts, token_budget=self._budget, truncate=truncate)
+        return kept_texts, sum(plan.lengths)
 
     async def compute(
-        self, kind: Literal["encode", "predict"], texts: Sequence[Text], truncate: bool
+        self,
+        kind: Literal["encode", "predict"],
+        texts: Sequence[Text],
+        truncate: bool,
+        tokens: int,
+        metrics: Metrics,
     ) -> np.ndarray:
-        """Embeddings, or logits, of texts that were checked.
+        """Embeddings, or logits, of texts that were checked, and their tokens counted.
 
         Raises:
             Overloaded: too many calls wait.
         """
+        start, loop = time.monotonic(), asyncio.get_running_loop()
+
+        def begun() -> None:
+            loop.call_soon_threadsafe(metrics.queued, time.monotonic() - start)
+
         result: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        job = _Job(kind=kind, texts=texts, truncate=truncate, result=result)
+        job = _Job(
+            kind=kind, texts=texts, truncate=truncate, result=result, begun=begun
+        )
+        counts = self._counts
+        counts.received += 1
+        outcome = "failed"
         try:
             self._jobs.put_nowait(job)
+            rows = await asyncio.wrap_future(result)
+            outcome = "finished"
         except queue.Full:
+            outcome = "rejected"
             raise Overloaded(f"{_MOST_WAITING} calls wait", 1) from None
-        return await asyncio.wrap_future(result)
+        except asyncio.CancelledError:
+            outcome = "aborted"
+            raise
+        finally:
+            setattr(counts, outcome, getattr(counts, outcome) + 1)
+        counts.prompt_tokens += tokens
+        metrics.finished(time.monotonic() - start)
+        return rows
+
+    def load(self) -> Load:
+        """How busy it is, as of a moment ago."""
+        waiting = self._jobs.qsize()
+        return Load(waiting=waiting, running=self._running, counts=self._counts)
 
     def close(self) -> None:
         """End the thread once it is done."""
@@ -116,7 +173,11 @@ class ServedEncoder:
         wanted = [job for job in batch if job.result.set_running_or_notify_cancel()]
         if not wanted:
             return
+        for job in wanted:
+            with contextlib.suppress(RuntimeError):  # its event loop is closed
+                job.begun()
         texts = [text for job in wanted for text in job.texts]
+        self._running = len(wanted)
         function = getattr(self.encoder, wanted[0].kind)
         try:
             rows = function(
@@ -129,6 +190,8 @@ class ServedEncoder:
             for job in wanted:
                 job.result.set_exception(error)
             return
+        finally:
+            self._running = 0
         at = 0
         for job in wanted:
             job.result.set_result(rows[at : at + len(job.texts)])
@@ -154,8 +217,8 @@ async def embed(
         raise InvalidRequest("input must be a text or a list of texts, not token ids")
     _check_number("input", texts, caller)
     truncate = bool(body.truncate)
-    tokens = await prepared(model.count, texts, truncate)
-    rows = await model.compute("encode", texts, truncate)
+    kept, tokens = await prepared(caller, model.counted, texts, truncate, caller)
+    rows = await model.compute("encode", kept, truncate, tokens, caller.metrics)
     as_text = body.encoding_format == "base64"
 
     def vector(row: np.ndarray) -> str | list[float]:
@@ -198,12 +261,13 @@ async def score(body: Score, model: ServedEncoder, caller: Caller) -> dict[str, 
     truncate = bool(body.truncate)
     if model.scores_pairs:
         pairs = list(zip(first, second, strict=True))
-        tokens = await prepared(model.count, pairs, truncate)
-        logits = await model.compute("predict", pairs, truncate)
+        kept, tokens = await prepared(caller, model.counted, pairs, truncate, caller)
+        logits = await model.compute("predict", kept, truncate, tokens, caller.metrics)
         scores = 1 / (1 + np.exp(-logits[:, 0].astype(np.float64)))
     else:
-        tokens = await prepared(model.count, [*first, *second], truncate)
-        rows = await model.compute("encode", [*first, *second], truncate)
+        both = [*first, *second]
+        kept, tokens = await prepared(caller, model.counted, both, truncate, caller)
+        rows = await model.compute("encode", kept, truncate, tokens, caller.metrics)
         rows = rows / np.linalg.norm(rows, axis=1, keepdims=True)
         scores = (rows[: len(first)] * rows[len(first) :]).sum(axis=1)
     return {

@@ -17,6 +17,7 @@ from jaxscale.inference.request import (
 
 _TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     408: "timeout_error",
     429: "rate_limit_error",
@@ -109,6 +110,8 @@ def check_outcome(output: Output) -> None:
     """
     if output.finish in (None, "stop", "length"):
         return
+    if output.blames_request:
+        raise ApiError(400, output.error or "the request cannot be served")
     message = output.error or f"the request was ended: {output.finish}"
     raise ApiError(_FAILURES.get(str(output.finish), 500), message, code=output.finish)
 

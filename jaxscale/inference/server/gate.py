@@ -1,12 +1,17 @@
 """What every call passes first: keys, sizes, times, and counting."""
 
 import asyncio
+import logging
+import re
+import uuid
+from collections.abc import Mapping
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxscale.inference.server.config import ServerConfig
-from jaxscale.inference.server.errors import ApiError
+from jaxscale.inference.server.calls import Caller
+from jaxscale.inference.server.errors import ApiError, api_error
 from jaxscale.inference.server.service import Service
 from jaxscale.inference.server.stream import ClientGone
 
@@ -14,21 +19,27 @@ from jaxscale.inference.server.stream import ClientGone
 PUBLIC = frozenset({"/health", "/ready", "/metrics", "/version", "/live"})
 """Paths for which no key is needed: they say nothing of what anyone has asked."""
 
+_LOG = logging.getLogger(__name__)
+_ENDLESS = "/live/events"  # it has no head without a body
 _GONE = 499  # as nginx calls a client that has left
 
 
 class Gate:
     """Middleware around all calls; it looks at a body only as far as its length."""
 
-    def __init__(self, app: ASGIApp, service: Service, paths: frozenset[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, service: Service, paths: Mapping[str, frozenset[str]]
+    ) -> None:
         """Stand before an application.
 
         Args:
             app: What comes after.
             service: Knows the keys, and is told how many calls there are.
-            paths: Known paths; others are counted as one.
+            paths: Methods of known paths; other paths are counted as one.
         """
         self._app, self._service, self._paths = app, service, paths
+        hosts = service.config.allowed_hosts or ("*",)
+        self._hosts = None if "*" in hosts else frozenset(map(str.lower, hosts))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a call through, or answer it."""
@@ -36,37 +47,93 @@ class Gate:
             await self._app(scope, receive, send)
             return
         service, path, status = self._service, scope["path"], _GONE
+        name = scope.setdefault("state", {})["request_id"] = _request_id(scope)
 
         async def watched(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = name
             await send(message)
 
         counted = path not in PUBLIC and not path.startswith("/live")
         service.active += counted
         try:
-            caller = service.caller(scope, public=path in PUBLIC)
-            scope.setdefault("state", {})["caller"] = caller
-            limited = _limited(scope, receive, service.config)
-            await self._app(scope, limited, watched)
-        except ApiError as error:
-            if status != _GONE:
-                raise
-            await error.response()(scope, receive, watched)
+            await self._answer(scope, receive, watched)
         except ClientGone:
             status = _GONE
+        except Exception as error:
+            # What nobody foresaw is logged with the name that its client was told.
+            told = api_error(error)
+            if told is not error:
+                _LOG.exception("%s %s failed: request %s", scope["method"], path, name)
+            if status == _GONE:
+                await told.response()(scope, receive, watched)
+            else:
+                status = told.status_code  # the stream ends where it is
         finally:
             service.active -= counted
             service.metrics.answered(path if path in self._paths else "other", status)
 
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Have a call answered by the application.
 
-def _limited(scope: Scope, receive: Receive, config: ServerConfig) -> Receive:
+        Raises:
+            ApiError: it is refused before.
+        """
+        service, path, method = self._service, scope["path"], scope["method"]
+        if self._hosts is not None and _host(scope) not in self._hosts:
+            raise ApiError(
+                403,
+                "this server is not called by the name that the call has in Host; "
+                "start it with --allowed-hosts to give it more names",
+                code="host_not_allowed",
+            )
+        methods = self._paths.get(path, frozenset())
+        if method == "OPTIONS" and methods:
+            head = {"HEAD"} if "GET" in methods else set()
+            allow = ", ".join(sorted({*methods, *head, "OPTIONS"}))
+            await Response(status_code=204, headers={"allow": allow})(
+                scope, receive, send
+            )
+            return
+        caller = service.caller(scope, public=path in PUBLIC)
+        scope["state"]["caller"] = caller
+        limited = _limited(scope, receive, caller)
+        if method == "HEAD" and "GET" in methods and path != _ENDLESS:
+            scope, send = {**scope, "method": "GET"}, _without_body(send)
+        await self._app(scope, limited, send)
+
+
+def _request_id(scope: Scope) -> str:
+    """The name that the client has given the call, or a new one."""
+    given = Headers(scope=scope).get("x-request-id", "")
+    return given if re.fullmatch(r"[!-~]{1,128}", given) else uuid.uuid4().hex
+
+
+def _host(scope: Scope) -> str:
+    """The name that the call has for the server, without a port."""
+    return re.sub(r":\d*$", "", Headers(scope=scope).get("host", "")).lower()
+
+
+def _without_body(send: Send) -> Send:
+    """`send` for the head of an answer alone."""
+
+    async def head(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            message = {**message, "body": b""}
+        await send(message)
+
+    return head
+
+
+def _limited(scope: Scope, receive: Receive, caller: Caller) -> Receive:
     """`receive` for a body of bounded length that is here in time.
 
     Raises:
         ApiError: the call says itself that it is too long; `receive` raises it later.
     """
+    config = caller.config
     most = config.max_body_bytes
     too_long = ApiError(
         413,
@@ -76,11 +143,11 @@ def _limited(scope: Scope, receive: Receive, config: ServerConfig) -> Receive:
     length = Headers(scope=scope).get("content-length", "")
     if length.isdigit() and (len(length) > 18 or int(length) > most):
         raise too_long
-    read, more = 0, True
+    more = True
     deadline = asyncio.get_running_loop().time() + config.body_seconds
 
     async def limited() -> Message:
-        nonlocal read, more
+        nonlocal more
         if not more:
             return await receive()
         try:
@@ -92,9 +159,9 @@ def _limited(scope: Scope, receive: Receive, config: ServerConfig) -> Receive:
                 f"the body was not here after {config.body_seconds} seconds",
                 headers={"connection": "close"},
             ) from None
-        read += len(message.get("body", b""))
+        caller.body_bytes += len(message.get("body", b""))
         more = message.get("more_body", False)
-        if read > most:
+        if caller.body_bytes > most:
             raise too_long
         return message
 

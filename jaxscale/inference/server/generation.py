@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from jaxscale.inference.server.errors import check_outcome
 from jaxscale.inference.server.metrics import Metrics
 
 
+_LOG = logging.getLogger(__name__)
 _BUFFERED = 16
 
 
@@ -36,6 +38,8 @@ async def _measured(
                 else:
                     metrics.gaps((now - before) / count, count)
                 last[output.index] = now
+            if output.finish == "error" and not output.blames_request:
+                _LOG.error("request %s failed: %s", request.id, output.error)
             check_outcome(output)
             yield number, output
     metrics.finished(time.monotonic() - start)

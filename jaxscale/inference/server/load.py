@@ -124,6 +124,12 @@ def text_model(
     Raises:
         ValueError: sizes do not fit, or the template is malformed.
     """
+    longest, limit = (engine or EngineConfig()).max_len, model.config.max_seq_len
+    if longest is not None and longest > limit:
+        raise ValueError(
+            f"max_len is {longest}, expected at most {limit}, for which the model was "
+            "made; lower it"
+        )
     chat = None
     if chat_template or tokenizer.chat_template:
         chat = ChatTemplate(tokenizer, chat_template)

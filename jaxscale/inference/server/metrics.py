@@ -41,6 +41,12 @@ _COUNTERS = {
     "accepted_tokens": "Guessed tokens that were right.",
     "compactions": "Times that rows of the batch moved.",
 }
+_OF_ENCODERS = (
+    "requests_waiting",
+    "requests_running",
+    "requests_received",
+    "prompt_tokens",
+)
 
 
 class Metrics:
@@ -70,6 +76,11 @@ class Metrics:
             "gap": times(
                 "time_between_tokens", "Between tokens of a continuation.", _STEPS
             ),
+            "queue": times(
+                "request_queue",
+                "From a call of an encoder to the beginning of its computation.",
+                _WAITS,
+            ),
             "request": times("request", "From a request to its end.", _WHOLE),
             "step": times("step", "Of the engine's loop while it is busy.", _STEPS),
         }
@@ -80,9 +91,14 @@ class Metrics:
             registry=self._registry,
         )
 
-    def watch(self, load: Callable[[], Load]) -> None:
-        """Ask an engine how busy it is, each time that the text is read."""
-        self._registry.register(_LoadCollector(load))
+    def watch(self, load: Callable[[], Load], *, generates: bool = True) -> None:
+        """Ask a model how busy it is, each time that the text is read.
+
+        Args:
+            load: Says it.
+            generates: False for encoders, which have no pages and draw no tokens.
+        """
+        self._registry.register(_LoadCollector(load, generates))
 
     def first_token(self, seconds: float) -> None:
         """A continuation has its first token, so long after its request."""
@@ -91,6 +107,10 @@ class Metrics:
     def gaps(self, seconds: float, count: int) -> None:
         """A continuation has `count` more tokens, so long after each other."""
         self._measure("gap", seconds, count)
+
+    def queued(self, seconds: float) -> None:
+        """A call of an encoder is computed, so long after it came."""
+        self._measure("queue", seconds)
 
     def finished(self, seconds: float) -> None:
         """A request is complete, so long after it came."""
@@ -140,8 +160,10 @@ class _Times(Collector):
 class _LoadCollector(Collector):
     """Reads an engine when Prometheus reads the server."""
 
-    def __init__(self, load: Callable[[], Load]) -> None:
+    def __init__(self, load: Callable[[], Load], generates: bool) -> None:
         self._load = load
+        names = [*_GAUGES, *_COUNTERS]
+        self._shown = names if generates else _OF_ENCODERS
 
     def collect(self) -> Iterator[Metric]:
         load = self._load()
@@ -164,13 +186,17 @@ class _LoadCollector(Collector):
             "compactions": counts.compactions,
         }
         for name, about in _GAUGES.items():
+            if name not in self._shown:
+                continue
             yield GaugeMetricFamily(f"jaxscale_{name}", about, value=gauges[name])
         for name, about in _COUNTERS.items():
+            if name not in self._shown:
+                continue
             yield CounterMetricFamily(f"jaxscale_{name}", about, value=counters[name])
         ended = CounterMetricFamily(
             "jaxscale_requests_ended", "Requests by how they ended.", labels=["outcome"]
         )
-        for outcome in ("finished", "aborted", "rejected", "failed"):
+        for outcome in ("finished", "aborted", "rejected", "timeout", "failed"):
             ended.add_metric([outcome], getattr(counts, outcome))
         yield ended
         build = GaugeMetricFamily("jaxscale_build", "The version.", labels=["version"])

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import socket
 import threading
 import time
@@ -18,6 +19,8 @@ from jaxscale.inference.server.config import ServerConfig
 from jaxscale.inference.server.service import Served, Service
 
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
+"""Names of this machine that no other can have."""
 _CUT_OFF_SECONDS = 5
 _POLL_SECONDS = 0.01
 
@@ -97,7 +100,8 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     access_log: bool = False,
-) -> None:
+    on_bound: Callable[[int], None] = lambda port: None,
+) -> bool:
     """Serve a model until SIGTERM or Ctrl-C.
 
     Args:
@@ -106,17 +110,24 @@ def serve(
         host: Address to listen at.
         port: Port to listen at.
         access_log: Write a line for each call.
+        on_bound: Called with the port once it is listened at.
+
+    Returns:
+        Whether the model was loaded. False: `load` still runs, on a thread, and a
+        process that does not wait for it has to leave by `os._exit`.
 
     Raises:
         OSError: the address cannot be listened at.
         Exception: what `load` raises.
     """
-    server = make_server(load, config, access_log=access_log)
+    server = make_server(load, _named(config, host), access_log=access_log)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family, backlog=2048) as listener:
+        on_bound(listener.getsockname()[1])
         server.run([listener])
     if server.service.failure is not None:
         raise server.service.failure
+    return server.service.model is not None
 
 
 @contextlib.contextmanager
@@ -135,7 +146,7 @@ def background(
     Raises:
         Exception: what `load` raises.
     """
-    server = make_server(load, config or ServerConfig())
+    server = make_server(load, _named(config or ServerConfig(), "127.0.0.1"))
     with socket.create_server(("127.0.0.1", 0), backlog=2048) as listener:
         thread = threading.Thread(target=server.run, args=([listener],), name="server")
         thread.start()
@@ -148,6 +159,13 @@ def background(
         finally:
             server.stop()
             thread.join()
+
+
+def _named(config: ServerConfig, host: str) -> ServerConfig:
+    """Settings with the names that a server has which listens at `host`."""
+    if config.allowed_hosts is not None or host not in LOOPBACK:
+        return config
+    return dataclasses.replace(config, allowed_hosts=LOOPBACK)
 
 
 def _bounded(seconds: float) -> type[asyncio.Protocol]:

@@ -14,7 +14,7 @@ from starlette.types import Scope
 
 from jaxscale.inference.request import Draining, EngineDead
 from jaxscale.inference.server.backend import TextModel
-from jaxscale.inference.server.calls import Caller
+from jaxscale.inference.server.calls import Caller, LongTexts, longest_waiting
 from jaxscale.inference.server.config import ServerConfig
 from jaxscale.inference.server.encoders import ServedEncoder
 from jaxscale.inference.server.errors import ApiError
@@ -48,15 +48,18 @@ class Service:
         self.draining = False
         self.active = 0
         """Calls that are being answered."""
+        self.texts = LongTexts(longest_waiting(config))
         self._keys = [_digest(key) for key in config.api_keys]
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Load the model while calls are already answered; close it in the end."""
+        self.texts = LongTexts(longest_waiting(self.config))
         tasks = [asyncio.create_task(self._start())]
         try:
             yield
         finally:
+            self.texts.threads.shutdown(wait=False, cancel_futures=True)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -76,6 +79,7 @@ class Service:
             return
         self.model = model
         if not isinstance(model, TextModel):
+            self.metrics.watch(model.load, generates=False)
             return
         backend = model.backend
         slots = backend.config.num_slots
@@ -183,7 +187,13 @@ class Service:
                     code="invalid_api_key",
                 )
             name = f"key-{found.index(True)}"
-        return Caller(name=name, config=self.config, metrics=self.metrics)
+        return Caller(
+            name=name,
+            request_id=scope["state"]["request_id"],
+            config=self.config,
+            metrics=self.metrics,
+            texts=self.texts,
+        )
 
     async def drain(self) -> None:
         """Refuse what comes from now on; return when the rest is answered.

@@ -204,7 +204,11 @@ def test_everything_is_answered_as_if_alone(
     assert counts.accepted_tokens <= counts.drafted_tokens
     assert counts.received == 12
     assert counts.received == (
-        counts.finished + counts.aborted + counts.rejected + counts.failed
+        counts.finished
+        + counts.aborted
+        + counts.rejected
+        + counts.timeout
+        + counts.failed
     )
 
 
@@ -580,7 +584,7 @@ def test_deadlines():
     assert [server.ended[str(i), 0] for i in range(3)] == ["timeout"] * 3
     assert server.ended["z0", 0] == "length"
     counts = server.scheduler.counts
-    assert (counts.failed, counts.finished) == (3, 1)
+    assert (counts.timeout, counts.failed, counts.finished) == (3, 0, 1)
 
 
 def test_a_deadline_is_not_that_of_the_next_with_the_same_id():

@@ -44,7 +44,7 @@ def at_rest(model):
     """Whether all pages are free again, and every request is accounted for."""
     load = model.backend.load()
     c = load.counts
-    ended = c.finished + c.aborted + c.rejected + c.failed
+    ended = c.finished + c.aborted + c.rejected + c.timeout + c.failed
     return load.pages_held == load.running == load.waiting == 0 and c.received == ended
 
 

@@ -1,0 +1,121 @@
+"""A process that renders chat templates: a model's template cannot harm the server.
+
+It is run as a script, by `jaxscale.inference.templates`, and imports nothing but jinja2
+and the standard library. Each request is a line of JSON, and so is each answer. Memory
+is bounded for good, and time by an alarm that ends the process, whatever filter runs.
+"""
+
+import datetime
+import functools
+import json
+import os
+import resource
+import signal
+import sys
+from typing import Any
+
+
+sys.path += [path for path in sys.argv[4:] if path not in sys.path]
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+
+class Generation(Extension):
+    """``{% generation %}`` marks answers for training; here it changes nothing."""
+
+    tags = {"generation"}  # noqa: RUF012  as the base class has it
+
+    def parse(self, parser: Any) -> Any:
+        """The statements between the tags."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def raise_exception(message: str) -> None:
+    """Refuse a conversation, as templates do."""
+    raise jinja2.TemplateError(message)
+
+
+def to_json(value: Any, ensure_ascii: bool = False, **settings: Any) -> str:
+    """JSON as transformers writes it: jinja2's own filter escapes HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **settings)
+
+
+def strftime_now(form: str) -> str:
+    """The time, in the form of ``strftime``."""
+    return datetime.datetime.now().strftime(form)
+
+
+ENVIRONMENT = ImmutableSandboxedEnvironment(
+    trim_blocks=True,
+    lstrip_blocks=True,
+    extensions=[Generation, "jinja2.ext.loopcontrols"],
+)
+ENVIRONMENT.filters["tojson"] = to_json
+ENVIRONMENT.globals |= {
+    "raise_exception": raise_exception,
+    "strftime_now": strftime_now,
+}
+
+
+@functools.lru_cache(maxsize=32)
+def compiled(source: str) -> Any:
+    """A template, kept for the next request."""
+    return ENVIRONMENT.from_string(source)
+
+
+def rendered(source: str, context: dict[str, Any] | None, most: int) -> dict[str, str]:
+    """The text of a template, or what is wrong; without a context it is only read."""
+    try:
+        template = compiled(source)
+    except (jinja2.TemplateError, RecursionError) as error:
+        return {"malformed": f"chat_template is no Jinja template: {error}"}
+    pieces, size = [], 0
+    try:
+        for piece in () if context is None else template.generate(**context):
+            size += len(piece)
+            if size > most:
+                return {"error": f"the chat template wrote more than {most} characters"}
+            pieces.append(piece)
+    except (jinja2.TemplateError, RecursionError) as error:
+        return {"error": f"the chat template refused: {error}"}
+    return {"text": "".join(pieces)}
+
+
+def answered(request: dict[str, Any], most: int) -> dict[str, str]:
+    """The answer to a request, whatever the template does."""
+    try:
+        return rendered(request["source"], request["context"], most)
+    except MemoryError:
+        return {"memory": ""}
+    # Jinja raises what the values of a conversation raise: anything.
+    except Exception as error:
+        return {"error": f"the chat template failed: {error!r:.500}"}
+
+
+def main() -> None:
+    """Answer requests until the other end is closed."""
+    seconds, memory, most = float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other end decides
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # nothing else writes among the answers
+    for line in sys.stdin:
+        signal.setitimer(signal.ITIMER_REAL, seconds)  # the alarm ends the process
+        try:
+            answer = answered(json.loads(line), most)
+            text = json.dumps(answer)
+        except MemoryError:
+            text = '{"memory": ""}'
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        answers.write(text + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

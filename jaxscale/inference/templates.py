@@ -1,0 +1,160 @@
+"""Jinja templates rendered by processes with bounded time and memory.
+
+A template comes with a model, and the model from anywhere. Jinja's sandbox keeps it
+from Python's internals, but not from a filter that takes gigabytes or minutes, so
+templates never run in this process: not even to be compiled, which evaluates what is
+constant.
+"""
+
+import atexit
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+
+SECONDS = 2.0
+"""Longest rendering."""
+MAX_CHARACTERS = 2**23
+"""Longest text of a template."""
+MEMORY = 2**30
+"""Bytes of address space of a process that renders."""
+_MOST = 4
+_WORKER = Path(__file__).with_name("template_worker.py")
+
+
+class Workers:
+    """Processes that render, kept warm; as many as render at once."""
+
+    def __init__(
+        self,
+        *,
+        seconds: float = SECONDS,
+        memory: int = MEMORY,
+        characters: int = MAX_CHARACTERS,
+    ) -> None:
+        """None is started.
+
+        Args:
+            seconds: Longest rendering.
+            memory: Bytes of address space of each.
+            characters: Longest text.
+        """
+        self._seconds, self._memory, self._characters = seconds, memory, characters
+        self._room = threading.BoundedSemaphore(_MOST)
+        self._idle: list[subprocess.Popen[bytes]] = []
+        atexit.register(self.close)
+
+    def render(self, source: str, context: Mapping[str, Any] | None) -> str:
+        """The text of a template.
+
+        Args:
+            source: The template.
+            context: Its variables, of types that JSON has; None only compiles it.
+
+        Raises:
+            ValueError: it is no template, refuses the variables, or takes too long or
+                too much memory.
+            ImportError: jinja2 is not installed.
+        """
+        try:
+            request = json.dumps({"source": source, "context": context}).encode()
+        except TypeError as error:
+            raise ValueError(
+                f"messages, tools and variables are JSON: {error}"
+            ) from error
+        with self._worker() as worker:
+            answer = self._ask(worker, request)
+        if "memory" in answer:
+            raise ValueError(
+                f"the chat template took more than {self._memory >> 20} MiB of memory"
+            )
+        if "text" not in answer:
+            raise ValueError(answer.get("malformed") or answer["error"])
+        return answer["text"]
+
+    def close(self) -> None:
+        """End those that wait."""
+        while self._idle:
+            _end(self._idle.pop())
+
+    @contextlib.contextmanager
+    def _worker(self) -> Iterator[subprocess.Popen[bytes]]:
+        """One that nobody else uses; it is kept if it lives."""
+        with self._room:
+            worker = None
+            while worker is None and self._idle:
+                with contextlib.suppress(IndexError):  # another thread was faster
+                    worker = self._idle.pop()
+                if worker is not None and worker.poll() is not None:
+                    _end(worker)
+                    worker = None
+            worker = worker or self._start()
+            try:
+                yield worker
+            except BaseException:
+                _end(worker)
+                raise
+            if worker.poll() is None:
+                self._idle.append(worker)
+            else:
+                _end(worker)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        folders = []
+        for name in ("jinja2", "markupsafe"):
+            found = importlib.util.find_spec(name)
+            if found is None or found.origin is None:
+                raise ImportError(
+                    "chat templates need jinja2: pip install 'jaxscale[infer]'"
+                )
+            folders.append(str(Path(found.origin).parents[1]))
+        limits = (self._seconds, self._memory, self._characters)
+        # Keys of the server are in its environment: the template sees nothing of it.
+        kept = ("PATH", "TZ", "LANG", "LC_ALL", "LD_LIBRARY_PATH")
+        return subprocess.Popen(
+            [sys.executable, "-I", str(_WORKER), *map(str, limits), *folders],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={name: os.environ[name] for name in kept if name in os.environ},
+            start_new_session=True,  # signals of the terminal are for the server
+        )
+
+    def _ask(self, worker: subprocess.Popen[bytes], request: bytes) -> dict[str, str]:
+        """The answer of a worker; one that dies has been ended by its bounds."""
+        assert worker.stdin is not None and worker.stdout is not None  # as started
+        try:
+            worker.stdin.write(request + b"\n")
+            worker.stdin.flush()
+            line = worker.stdout.readline()
+        except BrokenPipeError:
+            line = b""
+        if line:
+            return json.loads(line)
+        code = worker.wait()
+        if code == -signal.SIGALRM:
+            return {
+                "error": f"the chat template ran for more than {self._seconds} seconds"
+            }
+        return {"error": f"the process that renders chat templates ended with {code}"}
+
+
+def _end(worker: subprocess.Popen[bytes]) -> None:
+    worker.kill()
+    for pipe in (worker.stdin, worker.stdout):
+        if pipe is not None:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+    worker.wait()
+
+
+WORKERS = Workers()
+"""The processes that all chat templates share."""
