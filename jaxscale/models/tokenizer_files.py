@@ -55,7 +55,7 @@ def check_ids(file: Path) -> None:
         [t for t in added if isinstance(t, dict)] if isinstance(added, list) else []
     )
     for group in (pairs, [(t.get("content"), t.get("id")) for t in tokens]):
-        owners: dict[int, str] = {}
+        owners: dict[int, Any] = {}
         for token, i in group:
             if type(i) is not int or not 0 <= i < _MOST_TOKENS:
                 raise ValueError(
