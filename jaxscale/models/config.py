@@ -235,6 +235,11 @@ class DecoderConfig:
             )
         check_positive(self, "rope_theta")
         scaling = self.rope_scaling
+        if scaling is not None and scaling.kind == "yarn" and self.rope_theta <= 1:
+            raise ValueError(
+                f"rope_theta {self.rope_theta} must exceed 1 for the ramp of "
+                f"rope_scaling {scaling}; give the base of the pretrained model"
+            )
         if scaling is not None and scaling.kind == "dynamic" and dim < 4:
             raise ValueError(
                 f"rope_scaling {scaling} needs at least 4 rotated features instead of "

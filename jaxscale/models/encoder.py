@@ -8,6 +8,7 @@ D model, E embedding.
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -35,6 +36,7 @@ from jaxscale.nn.self_attention import Attention, attention_state, token_positio
 from jaxscale.sharding.fp8 import Fp8, check_fp8
 from jaxscale.sharding.operations import constrain
 from jaxscale.sharding.rules import REPLICATED, AxisRules
+from jaxscale.sharding.shards import per_shard
 from pallas_kernels.arrays import concrete
 
 
@@ -336,9 +338,10 @@ class EncoderModel(nnx.Module):
             relative=self.relative_table(),
             rules=rules,
         )
-        x, lost = look_up(
-            state, self._lookups(tokens, state.positions, token_types), rules
-        )
+        places = state.positions + config.position_offset
+        if config.position_offset and positions is None:
+            places = _places(tokens, state.positions, config.position_offset, rules)
+        x, lost = look_up(state, self._lookups(tokens, places, token_types), rules)
         x = self.embed_norm(x)
         x = embedded = x if self.embed_out is None else self.embed_out(x)
         variants = [config.attention(layer) for layer in range(config.num_layers)]
@@ -409,7 +412,7 @@ class EncoderModel(nnx.Module):
         return unpack(out, cu_seqlens, length)
 
     def _lookups(
-        self, tokens: Array, positions: Array, token_types: Array | None
+        self, tokens: Array, places: Array, token_types: Array | None
     ) -> list[tuple[Array, Embed]]:
         """The indices of tokens in each table that is added to their activations."""
         lookups = [(tokens, self.embed)]
@@ -423,7 +426,6 @@ class EncoderModel(nnx.Module):
                 "them out"
             )
         if self.positions is not None:
-            places = positions + self.config.position_offset
             lookups.append((places, self.positions))
         return lookups
 
@@ -434,6 +436,21 @@ class EncoderModel(nnx.Module):
                 f"{name} {length} exceeds max_seq_len {limit}, the size of the table "
                 "of learned positions; shorten the sequences or pack them"
             )
+
+
+def _places(tokens: Array, positions: Array, offset: int, rules: AxisRules) -> Array:
+    """Rows of the table of positions, counted without padding tokens, [B, T]."""
+
+    def local(tokens: Array, positions: Array) -> tuple[Array]:
+        counted = (tokens != offset - 1).astype(jnp.int32)
+        count = jnp.cumsum(counted, axis=1)
+        # Of the tokens before each sequence; it never falls along a row.
+        before = jnp.where(positions == 0, count - counted, 0)
+        before = jax.lax.cummax(before, axis=1)
+        return ((count - before) * counted + offset - 1,)
+
+    axes = [("batch", None)]
+    return per_shard(local, 2 * axes, axes, rules)(tokens, positions)[0]
 
 
 def _lengths(mask: Array) -> Array:

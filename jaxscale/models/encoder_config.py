@@ -59,7 +59,9 @@ class EncoderConfig:
     position: EncoderPosition = "learned"
     """A learned table added to the tokens, rotary embeddings, or neither."""
     position_offset: int = 0
-    """Row of the table of positions that the first token takes (RoBERTa: 2)."""
+    """Row of the table of positions that the first token takes (RoBERTa: 2). The token
+    whose id is one less is padding: within a text it takes the row before and is not
+    counted, as in transformers."""
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies."""
     rope_theta_local: float | None = None

@@ -15,7 +15,7 @@ from jaxscale.models.gpt import GPT2, GPTJ
 from jaxscale.models.gpt_neox import GPT_NEOX
 from jaxscale.models.heads import HeadConfig, HeadKind
 from jaxscale.models.hf.family import Family, Heads, read_labels, write_labels
-from jaxscale.models.hf.keys import Keys, require
+from jaxscale.models.hf.keys import Keys, check_finite, require
 from jaxscale.models.llama import LLAMA
 from jaxscale.models.mistral import MISTRAL
 from jaxscale.models.modernbert import MODERNBERT
@@ -126,13 +126,14 @@ def config_from_hf(values: Mapping[str, Any]) -> Any:
             f"model_type {name!r} is not supported; use one of {sorted(FAMILIES)}"
         )
     require(values, "quantization_config", None)
+    check_finite(dict(values))
     return FAMILIES[name].read(Keys(values))
 
 
 def config_to_hf(
     config: DecoderConfig | EncoderConfig, head: HeadConfig | None = None
 ) -> dict[str, Any]:
-    """The ``config.json`` of a model, in the keys of transformers 5.
+    """The ``config.json`` of a model, in the keys of transformers 4 and 5.
 
     The ids of control tokens are null: they belong to a tokenizer. A decoder that
     several families compute is written as the first of them: a Mistral without a

@@ -14,6 +14,7 @@ from jaxscale.models.hf.keys import (
     SLIDING,
     Keys,
     activation_name,
+    beside,
     full_layers,
     layer_types,
     read_activation,
@@ -190,7 +191,12 @@ def gemma3_1b() -> DecoderConfig:
 # Hugging Face files
 
 
-def _keys(values: Keys, activation_key: str) -> dict[str, Any]:
+type _Rope = tuple[float, RopeScaling | None]
+
+
+def _keys(
+    values: Keys, activation_key: str, rope: _Rope | None = None
+) -> dict[str, Any]:
     """The settings that all have under the same keys, except the activation."""
     require(values, "use_bidirectional_attention", False)
     plain = read_activation(values, activation_key, "gelu_pytorch_tanh")
@@ -204,7 +210,7 @@ def _keys(values: Keys, activation_key: str) -> dict[str, Any]:
     # transformers leaves out what has its default, which differs from LLaMA's.
     defaults = {"head_dim": 256, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
     return _COMMON | {
-        **llama_keys(Keys(defaults | values), hidden_act=None),
+        **llama_keys(Keys(defaults | values), hidden_act=None, rope=rope),
         "num_kv_heads": values["num_key_value_heads"],
         "activation": gated[plain],
         "attention_bias": bias,
@@ -213,11 +219,22 @@ def _keys(values: Keys, activation_key: str) -> dict[str, Any]:
 
 
 def _read(values: Keys) -> DecoderConfig:
-    # The first files name the exact GELU, and beside it the one that is meant.
-    given = "hidden_activation" in values
-    return DecoderConfig(
-        **_keys(values, "hidden_activation" if given else "hidden_act")
-    )
+    # The first files name the exact GELU where they mean its approximation, which some
+    # name beside it; no version of transformers after them computes the exact one.
+    meant = Keys(values)
+    if values.get("hidden_act", "gelu") == "gelu":
+        meant["hidden_act"] = "gelu_pytorch_tanh"
+    keys = _keys(meant, "hidden_act")
+    if "hidden_activation" in values and (
+        read_activation(values, "hidden_activation")
+        != read_activation(meant, "hidden_act")
+    ):
+        raise ValueError(
+            f"hidden_activation {values['hidden_activation']!r} of config.json is not "
+            f"supported for model_type 'gemma' beside hidden_act "
+            f"{values.get('hidden_act')!r}, which counts; set both to the same"
+        )
+    return DecoderConfig(**keys)
 
 
 def _read_gemma2(values: Keys) -> DecoderConfig:
@@ -231,8 +248,8 @@ def _read_gemma2(values: Keys) -> DecoderConfig:
 
 def _read_gemma3(values: Keys) -> DecoderConfig:
     require(values, "attn_logit_softcapping", None)
-    keys = _keys_after_gemma2(values, values.get("sliding_window_pattern", 6))
-    theta, scaling = _read_rope_of(values, FULL, values.get("rope_theta", 1e6))
+    rope = _read_rope_of(values, FULL, values.get("rope_theta", 1e6))
+    keys = _keys_after_gemma2(values, values.get("sliding_window_pattern", 6), rope)
     local, unscaled = _read_rope_of(
         values, SLIDING, values.get("rope_local_base_freq", 10_000.0)
     )
@@ -242,8 +259,6 @@ def _read_gemma3(values: Keys) -> DecoderConfig:
             "scaling; expected rope_type 'default'"
         )
     keys |= {
-        "rope_theta": theta,
-        "rope_scaling": scaling,
         "rope_theta_local": None if keys["window"] is None else local,
         "qk_norm": True,
     }
@@ -252,7 +267,9 @@ def _read_gemma3(values: Keys) -> DecoderConfig:
     )
 
 
-def _keys_after_gemma2(values: Keys, period: int) -> dict[str, Any]:
+def _keys_after_gemma2(
+    values: Keys, period: int, rope: _Rope | None = None
+) -> dict[str, Any]:
     count = values["num_hidden_layers"]
     usual = [SLIDING if (i + 1) % period else FULL for i in range(count)]
     window = values.get("sliding_window", 4096)
@@ -261,7 +278,7 @@ def _keys_after_gemma2(values: Keys, period: int) -> dict[str, Any]:
     full = full_layers(Keys({"layer_types": usual} | values), window)
     if len(full) == count:
         window, full = None, ()
-    return _keys(values, "hidden_activation") | {
+    return _keys(values, "hidden_activation", rope) | {
         "window": window,
         "global_layers": full,
         "query_pre_attn_scalar": values.get("query_pre_attn_scalar", 256),
@@ -275,16 +292,12 @@ def _softcap(values: Keys, key: str, default: float | None) -> float | None:
     return None if cap is None else float(cap)
 
 
-def _read_rope_of(
-    values: Keys, kind: str, theta: float
-) -> tuple[float, RopeScaling | None]:
+def _read_rope_of(values: Keys, kind: str, theta: float) -> _Rope:
     """Base and scaling of the layers of a kind; `theta` is that of old files."""
     rope = values.get("rope_parameters", {}).get(kind) or {}
     if kind == FULL:
-        rope = values.get("rope_scaling", {}) | rope
-    same = ("model_type", "max_position_embeddings")
-    given = {"rope_parameters": {"rope_theta": theta} | rope}
-    return read_rope(Keys({key: values[key] for key in same} | given))
+        rope = rope | values.get("rope_scaling", {})
+    return read_rope(beside(values, {"rope_theta": theta} | rope))
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
@@ -312,10 +325,11 @@ def _write_gemma2(config: DecoderConfig) -> dict[str, Any]:
 def _write_gemma3(config: DecoderConfig) -> dict[str, Any]:
     local = config.rope_theta_local or config.rope_theta
     return _write_gemma2(config) | {
+        "rope_local_base_freq": local,
         "rope_parameters": {
             FULL: write_rope(config.rope_theta, config.rope_scaling),
             SLIDING: write_rope(local, None),
-        }
+        },
     }
 
 

@@ -16,7 +16,7 @@ from jaxscale.models.hf.keys import (
     divided_width,
     read_activation,
     read_rope,
-    write_rope,
+    write_rope_keys,
 )
 from jaxscale.models.hf.names import TensorMap, layer_norm, linear, table
 
@@ -83,12 +83,13 @@ def neox_20b() -> DecoderConfig:
 def _read(values: Keys) -> DecoderConfig:
     width, heads = values["hidden_size"], values["num_attention_heads"]
     head_dim = divided_width("hidden_size", width, "num_attention_heads", heads)
-    rope = Keys(values.get("rope_parameters", values.get("rope_scaling", {})))
+    rope = Keys(values.get("rope_scaling") or values.get("rope_parameters") or {})
     factor = rope.get("partial_rotary_factor", values.get("rotary_pct", 0.25))
     # In the keys of the other families, which rotate every feature.
     renamed = {
         "rope_theta": values.get("rotary_emb_base", 10_000.0),
-        "rope_parameters": {**rope, "partial_rotary_factor": 1.0},
+        "partial_rotary_factor": 1.0,
+        "rope_scaling": {**rope, "partial_rotary_factor": 1.0},
     }
     theta, scaling = read_rope(Keys(values | renamed))
     bias = values.get("attention_bias", True)
@@ -122,7 +123,8 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     share = rotary_dim / config.head_dim
     if int(config.head_dim * share) < rotary_dim:  # readers cut off, as _read does
         share = math.nextafter(share, 1)
-    factor = {"partial_rotary_factor": share}
+    rope = write_rope_keys(config.rope_theta, config.rope_scaling)
+    rope["rope_parameters"]["partial_rotary_factor"] = share
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.d_model,
@@ -132,7 +134,9 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
         "hidden_act": activation_name(config.activation),
         "max_position_embeddings": config.max_seq_len,
         "layer_norm_eps": config.norm_eps,
-        "rope_parameters": write_rope(config.rope_theta, config.rope_scaling) | factor,
+        **rope,
+        "rotary_emb_base": config.rope_theta,
+        "rotary_pct": share,
         "use_parallel_residual": config.parallel_block,
         "attention_bias": config.attention_bias,
         "tie_word_embeddings": config.tie_embeddings,

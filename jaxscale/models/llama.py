@@ -14,7 +14,7 @@ from jaxscale.models.hf.keys import (
     divided_width,
     read_rope,
     require,
-    write_rope,
+    write_rope_keys,
 )
 from jaxscale.models.hf.names import TensorMap, linear, scale, table
 from jaxscale.nn.embeddings import RopeScaling
@@ -220,12 +220,18 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-def llama_keys(values: Keys, *, hidden_act: str | None = "silu") -> dict[str, Any]:
+def llama_keys(
+    values: Keys,
+    *,
+    hidden_act: str | None = "silu",
+    rope: tuple[float, RopeScaling | None] | None = None,
+) -> dict[str, Any]:
     """The settings that LLaMA and the families after it have under the same keys.
 
     Args:
         values: The parsed file.
         hidden_act: The only activation that is supported; None does not read it.
+        rope: What `read_rope` gives; None reads it.
 
     Raises:
         ValueError: a setting that matters is not supported, or a key is missing.
@@ -233,7 +239,7 @@ def llama_keys(values: Keys, *, hidden_act: str | None = "silu") -> dict[str, An
     if hidden_act is not None:
         require(values, "hidden_act", hidden_act)
     width, heads = values["hidden_size"], values["num_attention_heads"]
-    theta, scaling = read_rope(values)
+    theta, scaling = read_rope(values) if rope is None else rope
     return {
         "vocab_size": values["vocab_size"],
         "d_model": width,
@@ -265,7 +271,7 @@ def write_llama_keys(config: DecoderConfig) -> dict[str, Any]:
         "hidden_act": "silu",
         "max_position_embeddings": config.max_seq_len,
         "rms_norm_eps": config.norm_eps,
-        "rope_parameters": write_rope(config.rope_theta, config.rope_scaling),
+        **write_rope_keys(config.rope_theta, config.rope_scaling),
         "tie_word_embeddings": config.tie_embeddings,
     }
 

@@ -20,8 +20,10 @@ from jaxscale.models.hf.family import (
 from jaxscale.models.hf.keys import (
     Keys,
     activation_name,
+    beside,
     divided_width,
     read_activation,
+    read_rope,
     require,
 )
 from jaxscale.models.hf.names import (
@@ -128,19 +130,22 @@ def _read(values: Keys) -> EncoderConfig:
 
 def _thetas(values: Keys) -> tuple[float, float]:
     """Bases of the frequencies of global and local layers, of any version."""
+    require(values, "rope_scaling", None)
     old = {"full": "global_rope_theta", "local": "local_rope_theta"}
     default = {"full": 160_000.0, "local": 10_000.0}
     thetas = []
     for kind, key in old.items():
-        rope = Keys(Keys(values.get("rope_parameters", {})).get(_KINDS[kind], {}))
-        if rope.get("rope_type", "default") != "default":
+        rope = Keys(values.get("rope_parameters", {})).get(_KINDS[kind], {})
+        # Null is the base of the global layers.
+        base = thetas[0] if thetas and key in values.nulls else default[kind]
+        rope = {"rope_theta": values.get(key, base)} | rope
+        theta, scaling = read_rope(beside(values, rope))
+        if scaling is not None:
             raise ValueError(
-                f"rope_type {rope['rope_type']!r} of config.json is not supported for "
+                f"rope_type {scaling.kind!r} of config.json is not supported for "
                 "model_type 'modernbert'; expected 'default'"
             )
-        theta = rope.get("rope_theta", values.get(key, default[kind]))
-        thetas.append(float(theta))
-    require(values, "rope_scaling", None)
+        thetas.append(theta)
     return thetas[0], thetas[1]
 
 
@@ -183,6 +188,8 @@ def _write(config: EncoderConfig) -> dict[str, Any]:
             kind: {"rope_theta": theta, "rope_type": "default"}
             for kind, theta in thetas.items()
         },
+        "global_rope_theta": config.rope_theta,
+        "local_rope_theta": local,
         "norm_eps": config.norm_eps,
         "norm_bias": config.norm_bias,
         "attention_bias": config.attention_bias,

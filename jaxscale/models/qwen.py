@@ -141,7 +141,7 @@ def _read_qwen2(values: Keys) -> DecoderConfig:
 def _read_qwen3(values: Keys) -> DecoderConfig:
     bias = values.get("attention_bias", False)
     return DecoderConfig(
-        **_keys(values) | {"head_dim": values["head_dim"]},
+        **_keys(Keys({"head_dim": 128} | values)),
         attention_bias=bias,
         attention_out_bias=bias,
         qk_norm=True,

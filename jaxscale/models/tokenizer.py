@@ -18,6 +18,7 @@ from typing import Any
 from jaxscale.models.tokenizer_files import (
     CONFIG_FILE,
     FILE,
+    check_ids,
     configured,
     instead_of,
     read_settings,
@@ -137,8 +138,9 @@ class Tokenizer:
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: the file is not a tokenizer, or its configuration names a
-                control token that is not in the vocabulary.
+            ValueError: the file is not a tokenizer, an id or a token in it is too
+                large, two tokens have one id, or its configuration names a control
+                token that is not in the vocabulary.
             ImportError: the `tokenizers` library is not installed.
         """
         tokenizers = _require_tokenizers()
@@ -150,6 +152,7 @@ class Tokenizer:
                 f"path {str(path)!r} has no tokenizer: {file} does not exist; "
                 + instead_of(file)
             )
+        check_ids(file)
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
         # The library raises plain Exception for whatever it cannot parse.
@@ -355,22 +358,24 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
         """The text of `ids`; bytes that are not valid UTF-8 become U+FFFD.
 
+        Ids past the vocabulary have no text: models often have more rows, so that their
+        number divides well.
+
         Args:
             ids: Token ids.
             skip_special_tokens: Leave control tokens out of the text.
 
         Raises:
-            ValueError: an id is not in the vocabulary.
+            ValueError: an id is negative.
         """
         ids = [int(i) for i in ids]
-        for i in ids:
-            # The library would drop it without a word.
-            if not 0 <= i < self._vocab_size:
-                raise ValueError(
-                    f"ids contain {i}, outside the vocabulary of {self._vocab_size} "
-                    "tokens; the model and the tokenizer disagree"
-                )
-        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        if ids and min(ids) < 0:
+            raise ValueError(
+                f"ids contain {min(ids)}, expected token ids from 0 on; leave out what "
+                "marks ignored places"
+            )
+        known = [i for i in ids if i < self._vocab_size]
+        return self._backend.decode(known, skip_special_tokens=skip_special_tokens)
 
     def continuation(
         self,
@@ -392,7 +397,7 @@ class Tokenizer:
             skip_special_tokens: Leave control tokens out of the text.
 
         Raises:
-            ValueError: an id is not in the vocabulary.
+            ValueError: an id is negative.
 
         Example:
             >>> tokenizer = Tokenizer.train(["to be or not to be"], vocab_size=260)

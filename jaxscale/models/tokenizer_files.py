@@ -19,6 +19,10 @@ _TEMPLATE_FILE = "chat_template.jinja"
 # BERT's names for the tokens that begin and end a text.
 _ALIASES = {"bos": "cls", "eos": "sep"}
 
+# Far above those of any model, and far below what a process has no memory for.
+_MOST_TOKENS = 2**24
+_LONGEST_TOKEN = 2**16
+
 # What directories hold that were saved without a tokenizer.json, DeBERTa-v3's first.
 _OTHER_FILES = {
     "spm.model": "SentencePiece",
@@ -27,6 +31,47 @@ _OTHER_FILES = {
     "tokenizer.model": "SentencePiece",
     "vocab.txt": "WordPiece",
 }
+
+
+def check_ids(file: Path) -> None:
+    """Check ids and lengths of the tokens of a ``tokenizer.json``.
+
+    The library, which checks the rest, makes tables as long as the largest id and trees
+    as deep as the longest token, and ends the process where there is no memory for
+    them; of two tokens with one id it forgets one.
+
+    Raises:
+        ValueError: the file is no JSON object, an id is no integer or too large, a
+            token is too long, or two tokens have one id.
+    """
+    values = read_json_object(file)
+    model, added = values.get("model"), values.get("added_tokens")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    pairs = list(vocab.items()) if isinstance(vocab, dict) else []
+    if isinstance(vocab, list):  # of Unigram: tokens with their scores
+        pieces = [item[0] for item in vocab if isinstance(item, list) and item]
+        pairs = [(piece, i) for i, piece in enumerate(pieces)]
+    tokens = (
+        [t for t in added if isinstance(t, dict)] if isinstance(added, list) else []
+    )
+    for group in (pairs, [(t.get("content"), t.get("id")) for t in tokens]):
+        owners: dict[int, Any] = {}
+        for token, i in group:
+            if type(i) is not int or not 0 <= i < _MOST_TOKENS:
+                raise ValueError(
+                    f"{file} gives {token!r:.80} the id {i!r:.40}, expected an integer "
+                    f"from 0 to {_MOST_TOKENS - 1}; download it again"
+                )
+            if isinstance(token, str) and len(token) > _LONGEST_TOKEN:
+                raise ValueError(
+                    f"{file} has the token {token!r:.40} of {len(token)} characters, "
+                    f"expected at most {_LONGEST_TOKEN}; download it again"
+                )
+            if owners.setdefault(i, token) != token:
+                raise ValueError(
+                    f"{file} gives {owners[i]!r:.80} and {token!r:.80} the same id "
+                    f"{i}; download it again"
+                )
 
 
 def read_settings(directory: Path) -> dict[str, Any] | None:

@@ -1,6 +1,7 @@
 """Encoders: packed, padded, scanned and recomputed runs against plain ones."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jaxscale.models import (
     encoder_preset,
     pool,
 )
+from jaxscale.models.bert import roberta_tiny
 from jaxscale.nn import PagedRows, empty_pages
 from jaxscale.sharding import fsdp_tp, logical_axes
 from tests.tolerances import relative_error
@@ -320,3 +322,27 @@ def test_bad_heads(changes, message, no_shape_hook):
     head = HeadConfig(kind="sequence", num_labels=3)
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(head, **changes)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_padding_within_a_text_is_not_counted(packed):
+    """Positions as transformers' `create_position_ids_from_input_ids` counts them."""
+    config = roberta_tiny()
+    padding = config.position_offset - 1
+    model = EncoderModel(config, rngs=nnx.Rngs(0))
+    tokens = np.random.default_rng(0).integers(2, config.vocab_size, (2, 12), np.int32)
+    tokens[0, [0, 3, 4, 7]] = tokens[1, 11] = padding
+    bounds = [0, 5, 12] if packed else [0, 12]
+    places = np.zeros_like(tokens)
+    for start, end in itertools.pairwise(bounds):
+        counted = tokens[:, start:end] != padding
+        places[:, start:end] = counted.cumsum(axis=1) * counted + padding
+    ends = jnp.asarray([bounds, bounds], jnp.int32) if packed else None
+    found = model.hidden(jnp.asarray(tokens), cu_seqlens=ends)
+    # Places that are given are taken as they are.
+    expected = model.hidden(
+        jnp.asarray(tokens),
+        cu_seqlens=ends,
+        positions=jnp.asarray(places - config.position_offset),
+    )
+    np.testing.assert_array_equal(found, expected)

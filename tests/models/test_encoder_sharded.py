@@ -26,7 +26,7 @@ from tests.lowering import CUSTOM_CALL, lower_for_cuda
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 256, (8, 16)), jnp.int32)
 BOUNDS = jnp.tile(jnp.array([[0, 5, 5, 14, 14], [0, 16, 16, 16, 16]]), (4, 1))
 RULES = fsdp_tp()
-CASES = [("bert_tiny", "sequence", 1), ("modernbert_tiny", "masked_lm", 2)]
+CASES = [("roberta_tiny", "sequence", 1), ("modernbert_tiny", "masked_lm", 2)]
 """Preset, head, and over how many devices the parameters are stored."""
 
 

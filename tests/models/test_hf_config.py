@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxscale.models.families import FAMILIES, config_from_hf, config_to_hf
-from jaxscale.models.gemma import gemma2_tiny, gemma3_tiny
+from jaxscale.models.gemma import gemma2_tiny, gemma3_tiny, gemma_tiny
 from jaxscale.models.gpt import gpt2_tiny, gptj_tiny
 from jaxscale.models.gpt_neox import neox_tiny
 from jaxscale.models.hf.keys import Keys
@@ -377,7 +377,7 @@ def test_presets_survive_the_round_trip(name):
     config = PRESETS[name]()
     values = json.loads(json.dumps(config_to_hf(config)))
     assert config_from_hf(values) == config
-    assert not {"rope_theta", "rope_scaling", "torch_dtype"} & set(values)
+    assert "torch_dtype" not in values
 
 
 @pytest.mark.parametrize(
@@ -436,6 +436,85 @@ def test_yarn_whose_logits_are_scaled_by_two_numbers():
     assert config.rope_scaling.original_max_position_embeddings == 128
 
 
+def test_where_two_keys_speak_of_rope_that_of_transformers_5_counts():
+    old = {"type": "linear", "factor": 4.0}
+    new = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
+    both = LLAMA | {"rope_scaling": old, "rope_parameters": new}
+    config = config_from_hf(both)
+    assert (config.rope_scaling.factor, config.rope_theta) == (4.0, 10_000.0)
+    config = config_from_hf(both | {"rope_theta": 3e5})
+    assert (config.rope_scaling.factor, config.rope_theta) == (4.0, 3e5)
+    config = config_from_hf(both | {"rope_scaling": None, "rope_theta": 3e5})
+    assert (config.rope_scaling.factor, config.rope_theta) == (2.0, 5e5)
+    neox = PUBLISHED["pythia_1_4b"]
+    part = {"rope_parameters": {**new, "partial_rotary_factor": 0.5}}
+    config = config_from_hf(neox | part | {"rope_scaling": old})
+    assert (config.rope_scaling.factor, config.rope_theta) == (4.0, 10_000.0)
+    assert config.rotary_dim == 32
+    assert config_from_hf(neox | part).rotary_dim == 64
+    scaling = {"rope_type": "linear", "factor": 4.0}
+    kinds = {"full_attention": {"rope_type": "default", "rope_theta": 3e5}}
+    config = config_from_hf(
+        PUBLISHED["gemma3_1b"] | {"rope_scaling": scaling, "rope_parameters": kinds}
+    )
+    assert (config.rope_scaling.factor, config.rope_theta) == (4.0, 3e5)
+
+
+@pytest.mark.parametrize("kind", ["yarn", "llama3"])
+def test_original_length_outside_of_the_scaling(kind):
+    scaling = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 16}
+    scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    values = LLAMA | {"rope_scaling": scaling, "original_max_position_embeddings": 32}
+    config = config_from_hf(values)
+    assert config.rope_scaling.original_max_position_embeddings == 32
+
+
+def test_a_factor_of_null_is_the_growth_of_the_length():
+    scaling = {"rope_type": "yarn", "factor": None}
+    values = LLAMA | {"rope_scaling": scaling, "original_max_position_embeddings": 32}
+    assert config_from_hf(values).rope_scaling.factor == 4.0
+
+
+@pytest.mark.parametrize("key", ["mscale", "mscale_all_dim", "beta_fast", "beta_slow"])
+def test_zero_is_the_default_of_yarn(key):
+    plain = {"rope_type": "yarn", "factor": 40.0, "rope_theta": 5e5}
+    expected = config_from_hf(LLAMA | {"rope_scaling": plain})
+    zero = plain | {"mscale": 0.7, "mscale_all_dim": 1.0} | {key: 0}
+    if key.startswith("beta"):
+        zero = plain | {key: 0}
+    assert config_from_hf(LLAMA | {"rope_scaling": zero}) == expected
+
+
+def test_qwen3_without_the_size_of_a_head():
+    values = {k: v for k, v in PUBLISHED["qwen3_0_6b"].items() if k != "head_dim"}
+    assert config_from_hf(values | {"hidden_size": 512}).head_dim == 128
+
+
+def test_the_first_gemma_means_the_approximation():
+    values = {k: v for k, v in PUBLISHED["gemma_2b"].items() if "hidden_act" not in k}
+    for name in ("gelu", "gelu_pytorch_tanh", None):
+        config = config_from_hf(values | {"hidden_act": name})
+        assert config.activation == "geglu_tanh"
+    # Of Gemma 2 the exact one is what it says.
+    gemma2 = PUBLISHED["gemma2_27b"] | {"hidden_activation": "gelu"}
+    assert config_from_hf(gemma2).activation == "geglu"
+    exact = dataclasses.replace(gemma_tiny(), activation="geglu")
+    with pytest.raises(ValueError, match="activation='geglu_tanh' instead of 'geglu'"):
+        config_to_hf(exact)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_numbers_that_json_lacks(number):
+    """Whether a family reads them or not."""
+    for values in (
+        {"initializer_range": number},
+        {"rope_scaling": {"rope_type": "default", "factor": number}},
+        {"rope_parameters": {"long_factor": [1.0, number]}},
+    ):
+        with pytest.raises(ValueError, match=r"(range|factor) -?(nan|inf) of config"):
+            config_from_hf(LLAMA | values)
+
+
 def test_llama3_scaling_without_the_original_length():
     scaling = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 1e4}
     scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -485,6 +564,20 @@ def test_llama3_scaling_without_the_original_length():
             "lacks the key 'low_freq_factor'",
         ),
         (
+            LLAMA | {"partial_rotary_factor": 0.5},
+            "partial_rotary_factor 0.5 is not sup",
+        ),
+        (LLAMA | {"rope_theta": 10**400}, "rope_theta 10{9}.* a number from 1e-37 to"),
+        (LLAMA | {"rms_norm_eps": 1e-300}, "rms_norm_eps 1e-300 .* from 1e-37 to 1e"),
+        (
+            LLAMA | {"rope_parameters": {"full_attention": {"rope_theta": 5e5}}},
+            "full_attention .* of config.json is not supported for model_type 'llama'",
+        ),
+        (
+            LLAMA | {"rope_theta": 1, "rope_scaling": {"type": "yarn", "factor": 2.0}},
+            "rope_theta 1.0 must exceed 1",
+        ),
+        (
             LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}},
             "partial_rotary_factor 0.5 is not supported",
         ),
@@ -506,7 +599,7 @@ def test_llama3_scaling_without_the_original_length():
         (GPTJ | {"rotary": False}, "rotary False .* expected True"),
         (
             PUBLISHED["gemma_2b"] | {"hidden_activation": "relu"},
-            "hidden_activation 'relu' .* is not supported for model_type 'gemma'; use",
+            "hidden_activation 'relu' .* for model_type 'gemma' beside hidden_act",
         ),
         (
             PUBLISHED["gemma2_27b"] | {"use_bidirectional_attention": True},

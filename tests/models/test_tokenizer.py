@@ -250,7 +250,7 @@ def test_missing_file(tmp_path):
 def test_not_a_tokenizer_file(tmp_path, content):
     file = tmp_path / "tokenizer.json"
     file.write_text(content)
-    with pytest.raises(ValueError, match=r"tokenizer\.json is not a tokenizer"):
+    with pytest.raises(ValueError, match=r"tokenizer\.json is not (a tok|valid)"):
         Tokenizer.from_file(file)
 
 
@@ -322,11 +322,62 @@ def test_a_text_without_spaces_is_learned_in_time(tokenizer):
     assert cut._backend.to_str() == whole._backend.to_str()
 
 
-def test_unknown_token_and_unknown_id(tokenizer):
+def test_unknown_token_and_ids_past_the_vocabulary(tokenizer):
     with pytest.raises(ValueError, match=r"'<pad>' is not .*\['<\|endoftext\|>'\]"):
         tokenizer.token_id("<pad>")
-    with pytest.raises(ValueError, match="ids contain 300, outside the vocabulary of"):
-        tokenizer.decode([1, 300])
+    # Rows that a table is padded with have no text.
+    ids = tokenizer.encode("the cat")
+    assert tokenizer.decode([*ids, 300, 2**40]) == "the cat"
+    assert tokenizer.continuation(ids, [*tokenizer.encode(" sat"), 300]) == " sat"
+    with pytest.raises(ValueError, match="ids contain -100, expected token ids from 0"):
+        tokenizer.decode([1, -100])
+
+
+def _token(content, number):
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    return {"content": content, "id": number} | dict.fromkeys(flags, False)
+
+
+UNIGRAM = {"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0], ["ab", -1.0]]}
+
+
+@pytest.mark.parametrize(
+    ("vocab", "added", "message"),
+    [
+        ({"zz": 2**31}, [], "gives 'zz' the id 2147483648, expected an integer from 0"),
+        ({"zz": 2**24}, [], "gives 'zz' the id 16777216, .* from 0 to 16777215"),
+        ({"zz": -1}, [], "gives 'zz' the id -1"),
+        ({"zz": "7"}, [], "gives 'zz' the id '7'"),
+        ({"zz": True}, [], "gives 'zz' the id True"),
+        ({"zz": 5}, [], "gives '.*' and 'zz' the same id 5"),
+        ({}, [_token("zz", 2**32 - 1)], "gives 'zz' the id 4294967295"),
+        ({}, [_token("a", 300), _token("b", 300)], "gives 'a' and 'b' the same id 300"),
+        (
+            {},
+            [_token("x" * 70_000, 300)],
+            "of 70000 characters, expected at most 65536",
+        ),
+        ({"x" * 70_000: 300}, [], "of 70000 characters, expected at most 65536"),
+    ],
+)
+def test_ids_that_would_end_the_process(tokenizer, tmp_path, vocab, added, message):
+    values = json.loads(tokenizer.to_json())
+    values["model"]["vocab"] |= vocab
+    values["added_tokens"] += added
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=message):
+        Tokenizer.from_file(tmp_path)
+
+
+def test_pieces_of_unigram_are_checked_too(tmp_path):
+    plain = {"version": "1.0", "added_tokens": [], "model": UNIGRAM}
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(plain))
+    assert Tokenizer.from_file(file).vocab_size == 2
+    pieces = [*UNIGRAM["vocab"], ["y" * 70_000, -2.0]]
+    file.write_text(json.dumps(plain | {"model": UNIGRAM | {"vocab": pieces}}))
+    with pytest.raises(ValueError, match="of 70000 characters"):
+        Tokenizer.from_file(file)
 
 
 def test_missing_library_names_the_extra(monkeypatch):

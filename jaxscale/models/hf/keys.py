@@ -2,8 +2,9 @@
 
 Read are the keys of every version of transformers: version 5 renamed ``torch_dtype`` to
 ``dtype`` and joined ``rope_theta`` and ``rope_scaling`` in ``rope_parameters``. Written
-are those of version 5. A setting that would change the result and that our models do
-not have is an error, never dropped.
+are those of version 5 and, of rotary embeddings, those of version 4 beside them. Where
+a file has both, what version 5 takes counts. A setting that would change the result and
+that our models do not have is an error, never dropped.
 """
 
 import math
@@ -23,6 +24,9 @@ _RANGES = {
     "size or default": (-1, 2**31 - 1),
 }
 """The least and the largest value of each kind of integer."""
+
+_NUMBERS = 1e-37, 1e38
+"""The least and the largest number that is not an integer, both of fp32."""
 
 _TYPES = {
     "flag": (bool, "true or false"),
@@ -50,10 +54,11 @@ _KEYS = {
     "number": """
         rms_norm_eps layer_norm_eps layer_norm_epsilon norm_eps rope_theta factor
         low_freq_factor high_freq_factor partial_rotary_factor global_rope_theta
-        local_rope_theta rotary_pct rotary_emb_base attention_factor mscale
-        mscale_all_dim beta_fast beta_slow rope_local_base_freq
-        attn_logit_softcapping final_logit_softcapping
+        local_rope_theta rotary_pct rotary_emb_base attention_factor
+        rope_local_base_freq attn_logit_softcapping final_logit_softcapping
     """,
+    # Zero stands for the default of transformers.
+    "number or zero": "mscale mscale_all_dim beta_fast beta_slow",
     "flag": """
         attention_bias mlp_bias norm_bias tie_word_embeddings classifier_bias
         decoder_bias position_biased_input legacy relative_attention share_att_key
@@ -116,9 +121,14 @@ def _checked(key: str, value: Any) -> Any:
         low, high = _RANGES[kind]
         fits = type(value) is int and low <= value <= high
         expected = f"an integer from {low} to {high}"
-    elif kind == "number":
-        fits = type(value) in (int, float) and 0 < value < math.inf
-        expected = "a positive finite number"
+    elif kind in ("number", "number or zero"):
+        # An integer may exceed every float; a float may vanish in fp32.
+        low, high = _NUMBERS
+        fits = type(value) in (int, float) and low <= value <= high
+        expected = f"a number from {low} to {high}"
+        if kind == "number or zero":
+            fits = fits or (type(value) in (int, float) and value == 0)
+            expected += ", or 0"
     else:
         types, expected = _TYPES[kind]
         items = value if isinstance(value, list) else ()
@@ -198,18 +208,40 @@ def activation_name(activation: str) -> str:
     return _NAMES.get(activation, "gelu_new")
 
 
+def check_finite(values: Any, name: str = "the value") -> None:
+    """Stop at a number of a ``config.json`` that is infinite or no number.
+
+    JSON has no such numbers, but Python reads them.
+
+    Raises:
+        ValueError: there is one.
+    """
+    if isinstance(values, float) and not math.isfinite(values):
+        raise ValueError(f"{name} {values!r} of config.json must be a finite number")
+    pairs = values.items() if isinstance(values, dict) else ()
+    items = [(name, item) for item in values] if isinstance(values, list) else pairs
+    for key, value in items:
+        check_finite(value, key)
+
+
 def read_rope(values: Keys) -> tuple[float, RopeScaling | None]:
     """Base and scaling of the rotary frequencies, from the keys of any version.
+
+    As in transformers 5 all of ``rope_parameters`` yields to ``rope_scaling``, and the
+    ``original_max_position_embeddings`` of either to that of the file.
 
     Raises:
         ValueError: the kind of scaling is not supported, or one of its keys is missing.
     """
+    given = values.get("rope_scaling") or values.get("rope_parameters") or {}
     rope = Keys(
-        {"rope_theta": values.get("rope_theta", 10_000.0)}
-        | values.get("rope_scaling", {})
-        | values.get("rope_parameters", {})
+        {"rope_theta": 10_000.0}
+        | _of(values)
+        | given
         | {"model_type": values["model_type"]}
     )
+    for key in (FULL, SLIDING):
+        require(rope, key, None)
     theta = float(rope["rope_theta"])
     # "type" is what versions before 4.43 wrote.
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -218,37 +250,52 @@ def read_rope(values: Keys) -> tuple[float, RopeScaling | None]:
             f"partial_rotary_factor {rope['partial_rotary_factor']} is not supported "
             f"for model_type {values['model_type']!r}; expected 1.0"
         )
+    if kind == "default":
+        return theta, None
+    longest = values["max_position_embeddings"]
+    original = values.get(_ORIGINAL, rope.get(_ORIGINAL, longest))
     match kind:
-        case "default":
-            return theta, None
         case "linear":
             return theta, RopeScaling(kind="linear", factor=float(rope["factor"]))
         case "dynamic":
             return theta, RopeScaling(
                 kind="dynamic",
                 factor=float(rope["factor"]),
-                original_max_position_embeddings=values["max_position_embeddings"],
+                original_max_position_embeddings=longest,
             )
         case "llama3":
             return theta, RopeScaling(
                 factor=float(rope["factor"]),
                 low_freq_factor=float(rope["low_freq_factor"]),
                 high_freq_factor=float(rope["high_freq_factor"]),
-                original_max_position_embeddings=rope.get(
-                    "original_max_position_embeddings",
-                    values["max_position_embeddings"],
-                ),
+                original_max_position_embeddings=original,
             )
         case "yarn":
-            return theta, _read_yarn(rope, values["max_position_embeddings"])
+            stretch = longest / original if "factor" in rope.nulls else rope["factor"]
+            return theta, _read_yarn(rope, float(stretch), original)
     raise ValueError(
         f"rope_type {kind!r} is not supported; use 'default', 'linear', 'llama3', "
         "'yarn' or 'dynamic'"
     )
 
 
-def _read_yarn(rope: Keys, max_positions: int) -> RopeScaling:
-    factor = float(rope["factor"])
+def beside(values: Keys, rope: Mapping[str, Any]) -> Keys:
+    """What `read_rope` reads, for the layers of a kind with settings of their own."""
+    same = "model_type", "max_position_embeddings", "partial_rotary_factor"
+    kept = {key: values[key] for key in same if key in values}
+    return Keys(kept | {"rope_parameters": rope})
+
+
+_ORIGINAL = "original_max_position_embeddings"
+
+
+def _of(values: Keys) -> dict[str, Any]:
+    """The settings of rotary embeddings outside of their object."""
+    keys = "rope_theta", "partial_rotary_factor"
+    return {key: values[key] for key in keys if key in values}
+
+
+def _read_yarn(rope: Keys, factor: float, original: int) -> RopeScaling:
     attention_factor = rope.get("attention_factor")
     over, under = rope.get("mscale"), rope.get("mscale_all_dim")
     if attention_factor is None and over and under and factor > 1:
@@ -257,11 +304,9 @@ def _read_yarn(rope: Keys, max_positions: int) -> RopeScaling:
     return RopeScaling(
         kind="yarn",
         factor=factor,
-        original_max_position_embeddings=rope.get(
-            "original_max_position_embeddings", max_positions
-        ),
-        beta_fast=float(rope.get("beta_fast", 32.0)),
-        beta_slow=float(rope.get("beta_slow", 1.0)),
+        original_max_position_embeddings=original,
+        beta_fast=float(rope.get("beta_fast") or 32.0),
+        beta_slow=float(rope.get("beta_slow") or 1.0),
         truncate=rope.get("truncate", True),
         attention_factor=None if attention_factor is None else float(attention_factor),
     )
@@ -291,6 +336,21 @@ def layer_types(config: DecoderConfig) -> list[str]:
     """The value that `full_layers` reads."""
     windows = [config.attention(i).window for i in range(config.num_layers)]
     return [FULL if window is None else SLIDING for window in windows]
+
+
+def write_rope_keys(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
+    """The keys that `read_rope` reads, of transformers 4 and 5."""
+    rope = write_rope(theta, scaling)
+    return {
+        "rope_theta": theta,
+        "rope_scaling": None if scaling is None else without_theta(rope),
+        "rope_parameters": rope,
+    }
+
+
+def without_theta(rope: dict[str, Any]) -> dict[str, Any]:
+    """The value of ``rope_scaling`` in transformers 4, whose base is another key."""
+    return {key: value for key, value in rope.items() if key != "rope_theta"}
 
 
 def write_rope(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def save(
 ) -> None:
     """Write `model` as a directory that transformers and `load` read.
 
-    Parameters keep their type. The configuration has the keys of transformers 5.
+    Parameters keep their type. transformers from 4.57 on reads the configuration.
 
     Args:
         model: The model; its parameters may be sharded, over devices of this process.

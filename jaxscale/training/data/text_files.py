@@ -5,6 +5,7 @@ records, of which one field is the text; any file but Parquet may be compressed 
 (``.gz``).
 """
 
+import codecs
 import contextlib
 import gzip
 import json
@@ -71,10 +72,10 @@ def read_records(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     with _opened(file) as lines:
         for number, line in enumerate(lines, 1):
             place = f"{file}:{number}"
-            if not line.strip():
+            if not line.removeprefix(codecs.BOM_UTF8 if number == 1 else b"").strip():
                 continue
             try:
-                record = json.loads(_decoded(line, place))
+                record = json.loads(_decoded(line, place, first=number == 1))
             except (json.JSONDecodeError, RecursionError) as error:
                 raise ValueError(
                     f"paths: {place} is no JSON ({error}); each line of JSON lines is "
@@ -143,9 +144,13 @@ def _content(file: Path) -> bytes:
         return b"".join(opened)
 
 
-def _decoded(data: bytes, place: str) -> str:
+def _decoded(data: bytes, place: str, *, first: bool = True) -> str:
+    """The text of the `first` bytes of a file, which may begin with a mark, or others.
+
+    Some editors put a byte order mark there; it is no part of the text.
+    """
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8-sig" if first else "utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(
             f"paths: {place} is not UTF-8 text ({error.reason} at byte "

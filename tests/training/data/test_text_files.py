@@ -34,6 +34,20 @@ def test_each_record_is_a_document_named_by_its_line(tmp_path):
     ]
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    mark = b"\xef\xbb\xbf"
+    (tmp_path / "a.jsonl").write_bytes(mark + lines(RECORDS).encode())
+    (tmp_path / "b.jsonl").write_bytes(mark + b"\n" + lines(RECORDS[:1]).encode())
+    (tmp_path / "c.txt").write_bytes(mark + b"whole")
+    found = [(d.name, d.text) for d in read_documents([tmp_path])]
+    assert found == [
+        ("a.jsonl:1", "to be"),
+        ("a.jsonl:2", "or not ü"),
+        ("b.jsonl:2", "to be"),
+        ("c.txt", "whole"),
+    ]
+
+
 def test_another_field(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text(lines([{"body": "x", "text": "y"}]))
