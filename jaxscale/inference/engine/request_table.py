@@ -88,7 +88,7 @@ class RequestTable:
         if request.deadline is not None:
             entry = (request.deadline, self._arrivals, request.id)
             heapq.heappush(self._deadlines, entry)
-        return continuations
+        return sequences
 
     def is_held(self, c: Sequence) -> bool:
         """True while it waits for the first one of its request."""
