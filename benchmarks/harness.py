@@ -226,8 +226,13 @@ class Benchmark:
 
         # As an exception, which ends the processes that measure, too: one that is left
         # keeps a GPU busy and its memory taken.
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-        sys.exit(command.main(self, argv))
+        before = signal.signal(
+            signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+        )
+        try:
+            sys.exit(command.main(self, argv))
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
     def packages_of(self, name: str) -> Sequence[str]:
         """The packages that an implementation is made of."""
