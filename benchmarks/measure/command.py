@@ -35,8 +35,11 @@ def run(benchmark: Benchmark, argv: Sequence[str] | None = None) -> NoReturn:
     """Run a benchmark as the process that it is."""
     # As an exception, which ends the processes that measure, too: one that is left
     # keeps a GPU busy and its memory taken.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    sys.exit(main(benchmark, argv))
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        sys.exit(main(benchmark, argv))
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def main(benchmark: Benchmark, argv: Sequence[str] | None) -> int:

@@ -1,5 +1,6 @@
 """``jaxscale prune --from SOURCE``: prune a model and train it under the masks."""
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from jaxscale.recipes.prune_report import finish
 from jaxscale.sharding import MeshConfig
 from jaxscale.training import DataConfig, TrainConfig
 from jaxscale.training import run as run_directory
+from jaxscale.training.lock import locked
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,6 +108,7 @@ def _run_of(source: str) -> TrainConfig:
         return from_source(source)
     run = run_directory.read_config(directory)
     # Adapters are merged when the model is loaded.
+    source = str(directory.resolve())  # found from elsewhere too
     return dataclasses.replace(run, source=source, lora=LoraConfig(), step=None)
 
 
@@ -116,7 +119,13 @@ def run(command: PruneCommand) -> Pruned:
         UsageError: the model cannot be pruned as asked; nothing has been written.
         RunFailed: the training under the masks diverged.
     """
-    directory = command.output_dir
+    with contextlib.ExitStack() as stack:
+        with usage_errors():
+            stack.enter_context(locked(command.output_dir))
+        return _run(command, command.output_dir)
+
+
+def _run(command: PruneCommand, directory: Path) -> Pruned:
     with usage_errors():
         run = _run_of(command.source)
         rate = command.learning_rate

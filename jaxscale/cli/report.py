@@ -81,12 +81,20 @@ def main(arguments: Sequence[str]) -> int:
 def _serve(command: ReportCommand) -> int:
     with usage_errors():
         server = ReportServer(split_address(command.address), command.run)
-    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background ignores one
-        signal.signal(number, signal.default_int_handler)
+    before = {  # a shell's background ignores one
+        number: signal.signal(number, signal.default_int_handler)
+        for number in (
+            signal.SIGINT,
+            signal.SIGTERM,
+        )  # a shell's background ignores one
+    }
     with server:
         print(f"live: {server.url} (Ctrl-C ends it)", flush=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:
             print("ended")
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
     return 0

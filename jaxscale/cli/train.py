@@ -1,5 +1,6 @@
 """``jaxscale train RUN [OPTIONS]``: train a named run, or a model that has weights."""
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Sequence
@@ -21,6 +22,8 @@ from jaxscale.observability import write_page
 from jaxscale.recipes import check_machine, from_source, prepare
 from jaxscale.training import FitResult, TrainConfig, console, fit
 from jaxscale.training import run as run_directory
+from jaxscale.training.agreement import check_same_settings, of_first_or_error
+from jaxscale.training.lock import locked
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,13 +113,22 @@ def train(config: TrainConfig, *, resume: bool = False) -> FitResult:
         resume: True continues the run in the output directory.
 
     Raises:
-        UsageError: the settings cannot work; nothing has been compiled or written. Or
-            no checkpoint of the run can be read, or not that of ``config.step``.
+        UsageError: the settings cannot work, differ between processes, or another
+            process writes to the directory; nothing has been compiled or written. Or no
+            checkpoint of the run can be read, or not that of ``config.step``.
         RunFailed: the run diverged, or could not write a checkpoint.
     """
     step = supervision.current().at_first(config.step)
     config = dataclasses.replace(config, step=step)
     directory = Path(config.output_dir)
+    with contextlib.ExitStack() as stack:
+        with usage_errors():
+            check_same_settings(config)
+            of_first_or_error(lambda: stack.enter_context(locked(directory)))
+        return _train(config, directory, resume=resume)
+
+
+def _train(config: TrainConfig, directory: Path, *, resume: bool) -> FitResult:
     with usage_errors():
         check_machine(config)
         run_directory.check_free(directory, config, resume=resume)

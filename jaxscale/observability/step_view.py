@@ -173,7 +173,16 @@ def slow_text(run: Run, layout: Layout) -> str:
             values: list[Any] = [event.args.get(arg) for arg in args]
             if name and event.cycle == cycle and all(map(_number, values)):
                 group = str(event.args.get("group", ""))
-                measured.add(name, event.step, rank.number, sum(values), group)
+                measured.add(
+                    Measured(
+                        ranks=[rank.number],
+                        seconds=[sum(values)],
+                        cycle=cycle,
+                        step=event.step,
+                        name=name,
+                        group=group,
+                    )
+                )
                 samples += 1
     found = measured.slow()
     if found:

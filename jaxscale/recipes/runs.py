@@ -74,7 +74,8 @@ def from_source(source: str) -> TrainConfig:
     directory = local_directory(source)
     name = Path(source).resolve().name
     started = {
-        "source": source,
+        # A name on the hub stays; a directory is found from elsewhere too.
+        "source": str(directory.resolve()) if Path(source).is_dir() else source,
         "optimizer": OptimizerConfig(learning_rate=_TUNING_RATE, weight_decay=0.01),
         "mesh": MeshConfig(fsdp=-1),
         "output_dir": f"runs/{name}-tuned",

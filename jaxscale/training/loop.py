@@ -18,6 +18,7 @@ from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.parameters import place
 from jaxscale.sharding.state_rules import StateRules
 from jaxscale.supervision import EventLog, current
+from jaxscale.training.agreement import check_same_settings, of_first_or_error
 from jaxscale.training.assemble import adapted, loss_functions, make_loss, new_state
 from jaxscale.training.checkpoint.reader import SCHEDULE_STEPS
 from jaxscale.training.checkpoint.store import Checkpointer
@@ -29,6 +30,7 @@ from jaxscale.training.device_events import device_events
 from jaxscale.training.divergence import DivergenceGuard
 from jaxscale.training.gradients import LossFunction
 from jaxscale.training.hardware import peak_flops
+from jaxscale.training.lock import locked
 from jaxscale.training.monitor import (
     JsonlWriter,
     Monitor,
@@ -151,6 +153,7 @@ def fit(
             walked through only once.
     """
     config = _checked(config, model, loss)
+    check_same_settings(config)
     if model is not None and not has_frozen(model):
         model = adapted(config, model)
     mesh = make_mesh(config.mesh, devices)
@@ -170,12 +173,14 @@ def fit(
     evaluation, events = None, current()
 
     with contextlib.ExitStack() as stack:
+        directory = Path(config.output_dir)
+        of_first_or_error(lambda: stack.enter_context(locked(directory)))
         stack.enter_context(jax.set_mesh(mesh))
-        file = Path(config.output_dir) / f"events-{jax.process_index()}.jsonl"
+        file = directory / f"events-{jax.process_index()}.jsonl"
         stack.enter_context(events.written_to(file))
         events.emit("layout", 0, **layout_args(mesh, jax.process_index(), config))
         platform = mesh.devices.flat[0].platform
-        stack.enter_context(programs_in(Path(config.output_dir) / "programs", platform))
+        stack.enter_context(programs_in(directory / "programs", platform))
         # Before the checkpointer, which is closed when the last checkpoint is written.
         asked_to_stop = stack.enter_context(stop_on_signal())
         checkpoints = stack.enter_context(_checkpointer(config))

@@ -28,6 +28,7 @@ from jaxscale.training.checkpoint.steps import complete_steps, settings_of
 from jaxscale.training.checkpoint.store import Checkpointer
 from jaxscale.training.config import TrainConfig
 from jaxscale.training.console import command_line
+from jaxscale.training.lock import LOCK_FILE
 from jaxscale.training.optimizer import check_same_schedule
 
 
@@ -249,8 +250,10 @@ def check_free(directory: Path, config: TrainConfig, *, resume: bool) -> None:
         )
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"output_dir {directory} is a file; choose a directory")
-    # The supervisor of the run is there before it.
-    if not directory.exists() or {p.name for p in directory.iterdir()} <= {SUPERVISOR}:
+    # The supervisor of the run is there before it, and so is the lock.
+    if not directory.exists() or all(
+        p.name == SUPERVISOR or LOCK_FILE in p.name for p in directory.iterdir()
+    ):
         return
     if not is_run(directory):
         if (directory / FAILED_FILE).is_file() and not saved:
@@ -326,6 +329,11 @@ def _read(directory: Path) -> dict[str, Any]:
         content = json.loads(file.read_text())
     except ValueError as error:
         raise ValueError(f"{file} is damaged: {error}") from error
+    except RecursionError:
+        raise ValueError(
+            f"{file} is damaged: it is nested too deeply; bring back the file that the "
+            "run has written"
+        ) from None
     if not isinstance(content, dict) or not {"text", "config"} <= set(content):
         raise ValueError(f"{file} is damaged: it lacks the settings of the run")
     return content

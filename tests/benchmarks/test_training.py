@@ -1,6 +1,7 @@
 """The training benchmark on simulated devices: equal losses from equal weights."""
 
 import json
+import signal
 
 import numpy as np
 import pytest
@@ -66,12 +67,14 @@ def test_the_window_alone_is_seen(plain):
 
 
 def test_the_command_trains_in_children(capsys):
+    before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as end:
         command.run(
             training.BENCHMARK,
             ["--quick", "--case", "tiny_fsdp2", "--impl", "plain_jax", "torch_compile"],
         )
     assert end.value.code == 0
+    assert signal.getsignal(signal.SIGTERM) == before
     out = capsys.readouterr().out
     assert "tiny_fsdp2 torch_compile: not supported" in out
     assert "tokens_per_second_per_device" in out and "cpu x 2" in out

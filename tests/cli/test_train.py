@@ -16,7 +16,7 @@ from jaxscale.cli import runs, train
 from jaxscale.cli.errors import UsageError
 from jaxscale.cli.serve import ServeConfig
 from jaxscale.models import PRESETS, Tokenizer
-from jaxscale.training import Diverged, TrainConfig
+from jaxscale.training import Diverged, TrainConfig, lock
 from tests.cli.test_serve import SIZES, answer
 
 
@@ -368,3 +368,20 @@ def test_the_number_of_queues_that_the_user_chose_stays(monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     train.sharding.launch_in_order()
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
+
+
+def test_a_directory_that_another_command_writes_to_is_left_alone(command, tmp_path):
+    owner = {
+        "host": socket.gethostname(),
+        "pid": os.getppid(),
+        "started": lock._started(os.getppid()),
+        "since": "noon",
+        "supervised": False,
+    }
+    (tmp_path / "run.lock").write_text(json.dumps(owner))
+    (tmp_path / "run.json").write_text("{}")
+    arguments = ("train", *TINY, "--output-dir", tmp_path, "--resume")
+    code, _, err = command(*arguments)
+    assert code == 2 and f"is in use by process {os.getppid()} on " in err
+    assert (tmp_path / "run.json").read_text() == "{}"
+    assert {path.name for path in tmp_path.iterdir()} == {"run.lock", "run.json"}

@@ -308,9 +308,10 @@ def test_a_run_may_change_who_communicates(unbroken, tmp_path):
 def test_resumes_bit_for_bit_after_a_signal(unbroken, tmp_path):
     config, result, writer = unbroken
     config = dataclasses.replace(config, output_dir=str(tmp_path))
+    usual = signal.getsignal(signal.SIGTERM)
     stopped, before = run(config, hooks=[interrupt_after(4)])
     assert stopped.interrupted
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == usual
     resumed, after = run(config)
     assert list(before.steps) == [1, 2, 3, 4]
     assert list(after.steps) == [5, 6]

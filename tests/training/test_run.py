@@ -39,6 +39,12 @@ def save(run, step):
         (run / "checkpoints" / str(step) / item).mkdir(parents=True)
 
 
+def test_settings_that_are_nested_too_deeply_are_an_error_in_a_line(tmp_path):
+    (tmp_path / "run.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"run.json is damaged: it is nested too deep"):
+        run_directory.read_config(tmp_path)
+
+
 def test_a_run_that_fails_before_its_first_checkpoint_gives_its_place_up(tmp_path):
     def fail():
         with run_directory.given_up_on_failure(tmp_path):

@@ -44,12 +44,15 @@ def values(shape, dtype="float32", seed=0):
 
 
 def broken_on(x, device_id):
-    """`x` with one element in the memory of one device a little larger."""
+    """`x` with one element in the memory of one device a little off.
+
+    By more than its last bit, which the rounding of an update may take away.
+    """
     shards = []
     for shard in x.addressable_shards:
         piece = np.array(shard.data)
         if shard.device.id == device_id:
-            piece.ravel()[-1] = np.nextafter(piece.ravel()[-1], np.inf)
+            piece.ravel()[-1] *= 1.001
         shards.append(jax.device_put(piece, shard.device))
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
 

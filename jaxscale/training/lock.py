@@ -1,0 +1,201 @@
+"""One command at a time writes to the directory of a run.
+
+The lock is a file that only one process can make, on shared disks too, where locks of
+the kernel often hold nothing. It says who holds it, and its time of change shows that
+the holder lives.
+"""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxscale.supervision import current
+
+
+logger = logging.getLogger("jaxscale.training")
+
+LOCK_FILE = "run.lock"
+"""Name of the file in the directory of the run."""
+_BEAT_SECONDS = 30.0
+_STALE_SECONDS = 300.0
+_held: set[Path] = set()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Owner:
+    """Who holds a lock."""
+
+    host: str
+    pid: int
+    started: str
+    """When the process began, since numbers of processes come again."""
+    since: str
+    supervised: bool
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host} since {self.since}"
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether it ran on this host and has ended."""
+        return self.host == _host() and _started(self.pid) != self.started
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Let no other process write a run to `directory` meanwhile.
+
+    A process may hold it several times. A lock whose process has ended is taken over,
+    on another host when it has shown no life for five minutes; a process that a
+    supervisor has started again takes that of the start before.
+
+    Args:
+        directory: The output directory; made if needed.
+
+    Raises:
+        ValueError: another process holds it, or it cannot be made.
+    """
+    path = directory.resolve() / LOCK_FILE
+    if path in _held:
+        yield
+        return
+    if path.parent.is_file():
+        raise ValueError(f"output_dir {directory} is a file; choose a directory")
+    made = [p for p in (path.parent, *path.parent.parents) if not p.exists()]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        mine = _take(path)
+    except OSError as error:
+        raise ValueError(
+            f"output_dir {directory} cannot be made: {error.strerror}; choose another"
+        ) from error
+    ended = threading.Event()
+    beat = threading.Thread(target=_beat, args=(path, mine, ended), daemon=True)
+    _held.add(path)
+    beat.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        beat.join()
+        _held.discard(path)
+        with contextlib.suppress(OSError):
+            if _read(path) == mine:
+                path.unlink()
+            for folder in made:  # which nothing was written to
+                folder.rmdir()
+
+
+def _take(path: Path) -> _Owner:
+    """Make the file, in the place of one that nobody holds any more."""
+    me = os.getpid()
+    mine = _Owner(
+        host=_host(),
+        pid=me,
+        started=_started(me),
+        since=time.strftime("%Y-%m-%d %H:%M:%S%z"),
+        supervised=current().supervised,
+    )
+    while True:
+        try:
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError:
+            _remove_stale(path)
+            continue
+        with os.fdopen(file, "w") as out:
+            json.dump(dataclasses.asdict(mine), out)
+        return mine
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove a lock that nobody holds any more.
+
+    Raises:
+        ValueError: somebody does.
+    """
+    owner, age = _read(path), _age(path)
+    if age is None:
+        return  # it has just been given back
+    log = current()
+    restarted = log.supervised and not log.at_first(True)
+    ours = restarted and owner is not None and owner.supervised
+    dead = owner is not None and owner.is_dead
+    if not (ours or dead or age > _STALE_SECONDS):
+        raise ValueError(
+            f"output_dir {path.parent} is in use by {owner or 'another process'}; wait "
+            "until it has ended, or choose another directory"
+        )
+    # By a rename, of which only one of several processes gets the file that it judged.
+    aside = path.with_name(f".{path.name}.{_host()}.{os.getpid()}")
+    try:
+        path.rename(aside)
+    except FileNotFoundError:
+        return
+    if _read(aside) != owner:
+        aside.rename(path)
+        return
+    aside.unlink()
+    logger.warning("%s: the lock of %s is taken over", path.parent, owner or "nobody")
+
+
+def _read(path: Path) -> _Owner | None:
+    """The owner; None if the file is gone or says nothing yet."""
+    try:
+        content: Any = json.loads(path.read_text())
+        return _Owner(**content)
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _age(path: Path) -> float | None:
+    """Seconds since the last sign of life, by the clock of the disk."""
+    probe = path.with_name(f".{path.name}.{_host()}.{os.getpid()}.clock")
+    try:
+        probe.touch()
+        now = probe.stat().st_mtime
+        return now - path.stat().st_mtime
+    except FileNotFoundError:
+        return None
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def _beat(path: Path, mine: _Owner, ended: threading.Event) -> None:
+    while not ended.wait(_BEAT_SECONDS):
+        with contextlib.suppress(OSError):
+            if _read(path) == mine:
+                os.utime(path)
+
+
+def _host() -> str:
+    return socket.gethostname()
+
+
+def _started(pid: int) -> str:
+    """When a process of this host began; empty if there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return _without_proc(pid)
+    return "" if fields[0] == "Z" else fields[19]
+
+
+def _without_proc(pid: int) -> str:
+    """Whether it lives, where there is no /proc or no such process."""
+    if Path("/proc/self/stat").exists():
+        return ""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return ""
+    except PermissionError:
+        pass
+    return "lives"
