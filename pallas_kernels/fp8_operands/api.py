@@ -109,7 +109,9 @@ def transpose_rows(
     ``y[k, m] = data[m, k] scale[m] / column_scale[k]``
 
     A number keeps its mantissa, unless it falls below the normal numbers of the type.
-    On Hopper GPUs a kernel reads once and writes once. Not differentiable.
+    A number that was below them already may have been rounded above `largest`: it
+    becomes the largest of the type. On Hopper GPUs a kernel reads once and writes once.
+    Not differentiable.
 
     Args:
         data: [M,K] float8_e4m3fn or float8_e5m2.
@@ -288,7 +290,7 @@ _quantize_rows = _op(
     lambda arrays, call: mosaic_gpu.quantize_rows(
         *arrays, call.dtype, through=call.through, device=call.device
     ),
-    lambda arrays, call: xla.quantize_rows(arrays[0].astype(call.through), call.dtype),
+    lambda arrays, call: xla.quantize_rows(*arrays, call.dtype, through=call.through),
 )
 _transpose_rows = _op(
     "transpose_rows",
@@ -306,6 +308,6 @@ _quantize_and_transpose = _op(
         arrays[0], inverse_scale(arrays[1]), call.dtype, through=call.through
     ),
     lambda arrays, call: xla.quantize_and_transpose(
-        arrays[0].astype(call.through), arrays[1], call.dtype
+        *arrays, call.dtype, through=call.through
     ),
 )

@@ -184,6 +184,7 @@ def transpose_rows(
     """
     dtype = data.dtype
     _check_tiles(*data.shape, dtype, dtype)
+    most = float(jnp.finfo(dtype).max)
 
     def body(x_ref: Ref, scale_ref: Ref, largest_ref: Ref, *outs: Ref, **scratch: Ref):
         out_ref, column_scale_ref = outs
@@ -192,9 +193,10 @@ def transpose_rows(
         plgpu.barrier_wait(scratch["full"])
         for start in range(0, TILE, _PART):
             wide = _part(scratch["x"], start).astype(jnp.float32) * _repeated(rows, 1)
-            most = _each(largest_ref, column + start, _PART, axis=0)
-            columns = scale_bits(most, dtype)
+            columns = _each(largest_ref, column + start, _PART, axis=0)
+            columns = scale_bits(columns, dtype)
             wide *= _repeated(_number(inverse_bits(columns)), 0)
+            wide = jnp.minimum(jnp.maximum(wide, -most), most)
             scratch["out"][pl.ds(start, _PART)] = _transpose(wide.astype(dtype))
 
             @pl.when(row == 0)

@@ -45,7 +45,10 @@ def requantize_transposed(
     column_scale: Float[Array, "..."],
     dtype: DTypeLike,
 ) -> Float[Array, "K M"]:
-    """``(x * scale / column_scale)^T`` in 8 bits.
+    """``(x * scale / column_scale)^T`` in 8 bits, at most the largest number.
+
+    Scales of columns that bear all of what rows were made of may not bear all of what
+    it was rounded to: below the normal numbers of its row, x may have doubled.
 
     Args:
         x: [M,K].
@@ -56,4 +59,6 @@ def requantize_transposed(
     Returns:
         [K,M] of `dtype`.
     """
-    return (x.astype(jnp.float32) * scale[..., None] / column_scale).astype(dtype).T
+    wide = x.astype(jnp.float32) * scale[..., None] / column_scale
+    most = float(jnp.finfo(dtype).max)
+    return jnp.clip(wide, -most, most).astype(dtype).T

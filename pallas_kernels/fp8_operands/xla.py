@@ -11,19 +11,31 @@ from pallas_kernels.fp8_operands.scales import inverse_scale, power_of_two_scale
 __all__ = ["quantize_and_transpose", "quantize_rows", "transpose_rows"]
 
 
+def _rounded_to(x: jax.Array, through: DTypeLike) -> jax.Array:
+    """X in fp32 with no more bits than `through` has.
+
+    Two casts would not do: XLA takes them for one to fp32 and leaves the bits.
+    """
+    if x.dtype == through:
+        return x.astype(jnp.float32)
+    kind = jnp.finfo(through)
+    return lax.reduce_precision(x.astype(jnp.float32), kind.nexp, kind.nmant)
+
+
 def quantize_rows(
-    x: jax.Array, dtype: DTypeLike
+    x: jax.Array, dtype: DTypeLike, *, through: DTypeLike
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Rounds rows by their own scales.
 
     Args:
         x: [M,K].
         dtype: type of the numbers.
+        through: type to which x is rounded first.
 
     Returns:
         [M,K] of `dtype`, scales [M], largest magnitudes of columns [K].
     """
-    wide = x.astype(jnp.float32)
+    wide = _rounded_to(x, through)
     # By bits, which order as magnitudes do: a maximum of numbers may skip NaN.
     bits = lax.bitcast_convert_type(jnp.abs(wide), jnp.int32)
     row, column = (
@@ -49,11 +61,13 @@ def transpose_rows(
     """
     column_scale = power_of_two_scale(largest, data.dtype)
     wide = data.astype(jnp.float32) * scale[:, None] * inverse_scale(column_scale)
+    most = float(jnp.finfo(data.dtype).max)
+    wide = jnp.clip(wide, -most, most)  # see `reference`
     return wide.astype(data.dtype).T, column_scale
 
 
 def quantize_and_transpose(
-    x: jax.Array, scale: jax.Array, dtype: DTypeLike
+    x: jax.Array, scale: jax.Array, dtype: DTypeLike, *, through: DTypeLike
 ) -> tuple[jax.Array, jax.Array]:
     """Rounds by one scale.
 
@@ -61,9 +75,10 @@ def quantize_and_transpose(
         x: [M,K].
         scale: [].
         dtype: type of the numbers.
+        through: type to which x is rounded first.
 
     Returns:
         [M,K] and [K,M] of `dtype`.
     """
-    data = (x.astype(jnp.float32) * inverse_scale(scale)).astype(dtype)
+    data = (_rounded_to(x, through) * inverse_scale(scale)).astype(dtype)
     return data, data.T

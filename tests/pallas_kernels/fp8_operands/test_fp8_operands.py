@@ -165,6 +165,23 @@ def test_scales_against_wide_arithmetic(dtype):
     )
 
 
+@TYPES
+def test_what_was_rounded_above_the_largest_of_its_column(dtype):
+    """Below the normal numbers of its row, where the next one may be twice as large."""
+    least = float(jnp.finfo(dtype).smallest_subnormal)
+    most = float(jnp.finfo(dtype).max)
+    x = np.zeros((128, 256), np.float32)
+    x[:, 0], x[:, 1], x[:, 2] = most, 1.625 * least, -0.75 * least
+    x = jnp.asarray(x, BF16)
+    (data, scale, largest), (turned, column_scale), *_ = interpreted(x, dtype)
+    assert (np.asarray(data, np.float32)[:, 1] * scale > largest[1]).all()
+    back = np.asarray(turned, np.float32)[1:3] * column_scale[1:3, None]
+    assert (np.abs(turned.astype(np.float32)) <= most).all()
+    assert (np.abs(back) <= 2 * largest[1:3, None]).all()
+    again = map(jnp.asarray, (data, scale, largest))
+    assert_same(turned, transpose_rows(*again, implementation="xla")[0])
+
+
 def test_rows_and_columns_of_very_different_sizes():
     """A product of two factors first would overflow, and make NaN of zeros."""
     x = np.zeros((128, 256), np.float32)
