@@ -15,11 +15,7 @@ from tests.tolerances import num_different
 pytestmark = pytest.mark.gpu
 
 
-def run(x, dtype, implementation):
-    f = functools.partial(
-        all_of, dtype=dtype, implementation=implementation, through=BF16
-    )
-    return jax.jit(f)(x)
+run = functools.partial(all_of, through=BF16)
 
 
 def assert_same_bits(x, dtype):
