@@ -20,7 +20,7 @@ product   left, scales along          right, scales along
 ========  ==========================  ==========================
 
 With one scale for each operand ("fp8_tensorwise") the forms differ by a transposition
-only, which takes less time.
+only.
 
 Over devices, tokens are gathered in fp8 and partial sums scattered in the type of the
 computation. With ``tensor_parallel="fused"`` the products that do so are those of
@@ -30,11 +30,11 @@ one scale for a row of all of them.
 
 Scales are powers of two. A number keeps its mantissa when it goes from one such scale
 to another, unless it is so small that it loses bits at the bottom of the range. So the
-activations are kept for the backward pass in fp8, half of what bf16 takes, and `x` and
-`g` are rounded once although they are scaled twice; devices that choose scales for
-parts of an operand get the numbers that one device would get; and the two kinds of
-scales differ only in what they do to numbers that are thousands of times (E4M3: 2^14)
-smaller than the largest of their operand.
+activations are kept for the backward pass in fp8, half of what bf16 takes, and operands
+are rounded once although they are scaled twice (`pallas_kernels.fp8_operands`); devices
+that choose scales for parts of an operand get the numbers that one device would get;
+and the two kinds of scales differ only in what they do to numbers that are thousands of
+times (E4M3: 2^14) smaller than the largest of their operand.
 
 Legend: B batch, T tokens, K features that are contracted, N features of the result, M
 tokens of all rows.
@@ -229,12 +229,8 @@ def _kept(x: Scaled) -> Scaled:
     # What `jax.checkpoint` keeps passes `jax.lax.reduce_precision`, which takes E4M3
     # for a type with infinities, and would make them of all that is above 240.
     bits = jax.lax.bitcast_convert_type(x.data, jnp.uint8)
-    return Scaled(
-        *(
-            None if part is None else checkpoint_name(part, "fp8_operand")
-            for part in (bits, x.scale, x.largest)
-        )
-    )
+    kept = x._replace(data=bits)
+    return jax.tree.map(lambda part: checkpoint_name(part, "fp8_operand"), kept)
 
 
 def _read(kept: Scaled) -> Scaled:
@@ -299,7 +295,8 @@ def _gather_and_multiply(
             return_gathered=True,
             out_dtype=dtype,
         )
-        return list(ys), Scaled(*whole, _largest_everywhere(x, form.names))
+        data, scale = whole
+        return list(ys), Scaled(data, scale, _largest_everywhere(x, form.names))
     whole = _gathered(x, form.names)
     rows, tokens = _rows(whole), whole.data.shape[:2]
     ys = [_product(rows, w, dtype) for w in ws]  # [B T, N] each

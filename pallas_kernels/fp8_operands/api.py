@@ -288,9 +288,9 @@ def _op(name: str, kernel: Callable[..., Any], portable: Callable[..., Any]) -> 
 _quantize_rows = _op(
     "quantize_rows",
     lambda arrays, call: mosaic_gpu.quantize_rows(
-        *arrays, call.dtype, through=call.through, device=call.device
+        arrays[0], call.dtype, through=call.through, device=call.device
     ),
-    lambda arrays, call: xla.quantize_rows(*arrays, call.dtype, through=call.through),
+    lambda arrays, call: xla.quantize_rows(arrays[0], call.dtype, through=call.through),
 )
 _transpose_rows = _op(
     "transpose_rows",
@@ -308,6 +308,6 @@ _quantize_and_transpose = _op(
         arrays[0], inverse_scale(arrays[1]), call.dtype, through=call.through
     ),
     lambda arrays, call: xla.quantize_and_transpose(
-        *arrays, call.dtype, through=call.through
+        arrays[0], arrays[1], call.dtype, through=call.through
     ),
 )

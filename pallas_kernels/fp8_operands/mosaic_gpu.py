@@ -53,8 +53,9 @@ _PART = TILE // 2
 _LANES = 128
 """Lanes of a warpgroup."""
 
-_BLOCKS = 3
-"""Blocks of a multiprocessor that registers let run at a time, of rows of 4,096."""
+_WIDEST_OF_THREE = 4096
+"""Columns up to which registers let three blocks of a multiprocessor run at a time; of
+wider rows two."""
 
 _WIDE = ("bfloat16", "float16", "float32")
 
@@ -83,7 +84,8 @@ def quantize_rows(
     _check_rows(m, k, x.dtype, through)
     width, layout = _row_layout(k, x.dtype)
     rows = min(m, max(1, MOST_COLUMNS // k))
-    turns = pl.cdiv(pl.cdiv(m, rows), _BLOCKS * device.num_sms)
+    at_a_time = (3 if k <= _WIDEST_OF_THREE else 2) * device.num_sms
+    turns = pl.cdiv(pl.cdiv(m, rows), at_a_time)
     blocks = pl.cdiv(pl.cdiv(m, rows), turns)
     shape = (k // width, width)
 
@@ -183,7 +185,7 @@ def transpose_rows(
         Unsupported: types or shape do not fit.
     """
     dtype = data.dtype
-    _check_tiles(*data.shape, dtype, dtype)
+    _check_tiles(data, dtype)
     most = float(jnp.finfo(dtype).max)
 
     def body(x_ref: Ref, scale_ref: Ref, largest_ref: Ref, *outs: Ref, **scratch: Ref):
@@ -228,7 +230,7 @@ def transpose(data: jax.Array) -> jax.Array:
     Raises:
         Unsupported: types or shape do not fit.
     """
-    _check_tiles(*data.shape, data.dtype, data.dtype)
+    _check_tiles(data, data.dtype)
 
     def body(x_ref: Ref, out_ref: Ref, **scratch: Ref) -> None:
         row, column = _start_tile(x_ref, scratch)
@@ -261,7 +263,7 @@ def quantize_and_transpose(
     Raises:
         Unsupported: types or shape do not fit.
     """
-    _check_tiles(*x.shape, x.dtype, *map(jnp.dtype, _WIDE))
+    _check_tiles(x, *map(jnp.dtype, _WIDE))
 
     def body(x_ref: Ref, inverse_ref: Ref, *outs: Ref, **scratch: Ref) -> None:
         turned_ref, rows_ref = outs
@@ -395,7 +397,7 @@ def _transpose_registers(data: mgpu.FragmentedArray) -> Any:
         for j, (pairs, order) in enumerate(
             ((low, 0x5410), (low, 0x7632), (high, 0x5410), (high, 0x7632))
         ):
-            columns[j].append(_permute(*pairs, order))
+            columns[j].append(_permute(pairs[0], pairs[1], order))
     shape = (data.shape[1], data.shape[0])
     registers = np.empty(layout.registers_shape(shape), object)
     kind = ir.VectorType.get((4 * len(columns[0]),), data.mlir_dtype)
@@ -411,14 +413,14 @@ def _permute(low: ir.Value, high: ir.Value, order: int) -> ir.Value:
     return llvm.inline_asm(i32, [low, high], f"prmt.b32 $0, $1, $2, {order};", "=r,r,r")
 
 
-def _check_tiles(m: int, k: int, dtype: jnp.dtype, *known: jnp.dtype) -> None:
-    if dtype not in known:
+def _check_tiles(x: jax.Array, *known: jnp.dtype) -> None:
+    if x.dtype not in known:
         raise Unsupported(
-            f"transpose_rows: an operand of type {dtype.name}, the kernel takes"
+            f"transpose_rows: an operand of type {x.dtype.name}, the kernel takes"
             f" {[one.name for one in known]}; use implementation='xla'"
         )
-    if m % TILE or k % TILE or not m * k:
+    if x.size == 0 or any(size % TILE for size in x.shape):
         raise Unsupported(
-            f"transpose_rows: an operand of shape {(m, k)}, the kernel takes multiples"
+            f"transpose_rows: an operand of shape {x.shape}, the kernel takes multiples"
             f" of {TILE}; use implementation='xla'"
         )
