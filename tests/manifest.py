@@ -40,6 +40,13 @@ from pallas_kernels.collective_matmul import (
 from pallas_kernels.collective_matmul.specs import ROWS
 from pallas_kernels.collective_matmul.specs import SPECS as COLLECTIVE
 from pallas_kernels.collective_matmul.tunable import problems as collective_problems
+from pallas_kernels.fp8_operands import (
+    quantize_and_transpose,
+    quantize_rows,
+    transpose,
+    transpose_rows,
+)
+from pallas_kernels.fp8_operands.specs import SPECS as FP8_OPERANDS
 from pallas_kernels.layer_norm import layer_norm
 from pallas_kernels.layer_norm.specs import SPECS as LAYER_NORM
 from pallas_kernels.matmul import dense, matmul
@@ -234,6 +241,26 @@ def scaled_matmul_cases() -> Iterator[Case]:
         yield Case(spec.name, run, (*operands, *scales))
 
 
+def fp8_operand_cases() -> Iterator[Case]:
+    options = {"implementation": "mosaic_gpu"}
+    for spec in FP8_OPERANDS:
+
+        def run(x, spec=spec):
+            rows = quantize_rows(x, spec.dtype, through=BF16, **options)
+            return rows, transpose_rows(*rows, **options)
+
+        x = array(spec.m, spec.k, dtype=spec.x_dtype)
+        yield Case(spec.name, run, (x,))
+
+        def both(x, scale, spec=spec):
+            found = quantize_and_transpose(
+                x, scale, spec.dtype, through=BF16, **options
+            )
+            return *found, transpose(found[0], **options)
+
+        yield Case(f"{spec.name}_per_tensor", both, (x, array(dtype=FP32)))
+
+
 def layer_norm_cases() -> Iterator[Case]:
     run = functools.partial(layer_norm, eps=1e-5, implementation="mosaic_gpu")
     for spec in LAYER_NORM:
@@ -325,6 +352,7 @@ OPS: Mapping[str, Callable[[], Iterator[Case]]] = {
     "matmul": matmul_cases,
     "quantized_matmul": quantized_matmul_cases,
     "scaled_matmul": scaled_matmul_cases,
+    "fp8_operands": fp8_operand_cases,
     "layer_norm": layer_norm_cases,
     "tile_sparse_matmul": tile_sparse_cases,
     "collective_matmul": collective_cases,

@@ -8,6 +8,7 @@ import numpy as np
 from jaxscale.observability.layout import Layout
 from jaxscale.observability.run import Rank, Run, StepGrid
 from jaxscale.supervision.events import MEASURES
+from jaxscale.supervision.protocol import Measured
 from jaxscale.supervision.slow import Measurements
 
 

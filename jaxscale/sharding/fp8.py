@@ -20,7 +20,7 @@ product   left, scales along          right, scales along
 ========  ==========================  ==========================
 
 With one scale for each operand ("fp8_tensorwise") the forms differ by a transposition
-only, which takes less time.
+only.
 
 Over devices, tokens are gathered in fp8 and partial sums scattered in the type of the
 computation. With ``tensor_parallel="fused"`` the products that do so are those of
@@ -30,11 +30,11 @@ one scale for a row of all of them.
 
 Scales are powers of two. A number keeps its mantissa when it goes from one such scale
 to another, unless it is so small that it loses bits at the bottom of the range. So the
-activations are kept for the backward pass in fp8, half of what bf16 takes, and `x` and
-`g` are rounded once although they are scaled twice; devices that choose scales for
-parts of an operand get the numbers that one device would get; and the two kinds of
-scales differ only in what they do to numbers that are thousands of times (E4M3: 2^14)
-smaller than the largest of their operand.
+activations are kept for the backward pass in fp8, half of what bf16 takes, and operands
+are rounded once although they are scaled twice (`pallas_kernels.fp8_operands`); devices
+that choose scales for parts of an operand get the numbers that one device would get;
+and the two kinds of scales differ only in what they do to numbers that are thousands of
+times (E4M3: 2^14) smaller than the largest of their operand.
 
 Legend: B batch, T tokens, K features that are contracted, N features of the result, M
 tokens of all rows.
@@ -66,6 +66,14 @@ from pallas_kernels.collective_matmul import (
     scaled_all_gather_matmul,
     scaled_matmul_reduce_scatter,
 )
+from pallas_kernels.fp8_operands import (
+    inverse_scale,
+    power_of_two_scale,
+    quantize_and_transpose,
+    quantize_rows,
+    transpose,
+    transpose_rows,
+)
 from pallas_kernels.scaled_matmul import scaled_matmul
 
 
@@ -88,6 +96,9 @@ class Scaled(NamedTuple):
     """[..., K], E4M3 or E5M2."""
     scale: Array
     """[...] of each row, or () of all; fp32 powers of two."""
+    largest: Array | None = None
+    """[K], fp32: the largest magnitude of each column, with a scale for each row. For a
+    product that sums over the rows it gives the scales of the columns."""
 
 
 def check_fp8(quantization: str | None) -> None:
@@ -115,54 +126,70 @@ def quantize_operand(
     dtype: DTypeLike,
     quantization: Fp8,
     names: tuple[str, ...] = (),
+    *,
+    through: DTypeLike | None = None,
 ) -> Scaled:
     """`x` in fp8, by the smallest scale, a power of two, that cuts off nothing.
 
     Zeros keep the scale one. Where a number is NaN or infinite the scale is NaN, so
     that it stays visible in whatever it would have entered:
-    `pallas_kernels.scaled_matmul.quantize_fp8` makes other scales, for inference.
+    `pallas_kernels.scaled_matmul.quantize_fp8` makes other scales, for inference. Rows
+    are rounded by a kernel where there is one.
 
     Args:
         x: The operand.
         dtype: ``float8_e4m3fn`` or ``float8_e5m2``.
         quantization: A scale for each row, or one.
         names: Mesh axes, of a `jax.shard_map`, whose devices share one scale.
+        through: Type to which `x` is rounded first; None is that of `x`.
 
     Example:
-        >>> data, scale = quantize_operand(jnp.array([[3.0, -896.0]]), E4M3, "fp8")
+        >>> data, scale, _ = quantize_operand(jnp.array([[3.0, -896.0]]), E4M3, "fp8")
         >>> print(data.astype(jnp.float32), scale)
         [[   1.5 -448. ]] [2.]
     """
-    wide = x.astype(jnp.float32)
-    by_row = quantization == "fp8"
+    if quantization == "fp8":
+        matrix = x.reshape(-1, x.shape[-1])
+        data, scale, largest = quantize_rows(matrix, dtype, through=through)
+        return Scaled(data.reshape(x.shape), scale.reshape(x.shape[:-1]), largest)
+    wide = (x if through is None else x.astype(through)).astype(jnp.float32)
+    scale = _scale_of_all(wide, dtype, names)
+    return Scaled((wide * inverse_scale(scale)).astype(dtype), scale)
+
+
+def _scale_of_all(wide: Array, dtype: DTypeLike, names: tuple[str, ...]) -> Array:
+    """One scale for the fp32 operand of all devices of `names`."""
     # By bits, which order as magnitudes do: a maximum of numbers may skip NaN.
     bits = jax.lax.bitcast_convert_type(jnp.abs(wide), jnp.int32)
-    most = jnp.max(bits, axis=-1 if by_row else None, initial=0)
-    if names and not by_row:
-        most = jax.lax.pmax(most, names)
-    largest = jax.lax.bitcast_convert_type(most, jnp.float32)
-    scale = _power_of_two(largest / float(jnp.finfo(dtype).max))
-    scale = jnp.where(largest == 0, 1.0, scale)
-    scale = jnp.where(jnp.isfinite(largest), scale, jnp.nan)
-    inverse = 1 / scale  # exact
-    data = wide * (inverse[..., None] if by_row else inverse)
-    return Scaled(data.astype(dtype), scale)
+    largest = jax.lax.bitcast_convert_type(jnp.max(bits, initial=0), jnp.float32)
+    return power_of_two_scale(_largest_of(largest, names), dtype)
 
 
-def _power_of_two(x: Array) -> Array:
-    """The smallest power of two that is at least `x`, and a normal number."""
+def _largest_of(x: Array, names: tuple[str, ...]) -> Array:
+    """The largest magnitudes of all devices; NaN counts most."""
+    if not names:
+        return x
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
-    mantissa = (1 << jnp.finfo(jnp.float32).nmant) - 1
-    power = jax.lax.bitcast_convert_type((bits + mantissa) & ~mantissa, jnp.float32)
-    return jnp.maximum(power, jnp.finfo(jnp.float32).tiny)
+    bits = jax.lax.pmax(bits, names)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _transposed(x: Scaled) -> Scaled:
     """A matrix for a product that sums over its rows: [M, K] as [K, M]."""
-    if not x.scale.ndim:
-        return Scaled(x.data.T, x.scale)
-    wide = x.data.astype(jnp.float32) * x.scale[:, None]
-    return quantize_operand(wide.T, x.data.dtype, "fp8")
+    if x.largest is None:
+        return Scaled(transpose(x.data), x.scale)
+    return Scaled(*transpose_rows(x.data, x.scale, x.largest))
+
+
+def _two_layouts(x: Array, dtype: DTypeLike, form: "_Form") -> tuple[Scaled, Scaled]:
+    """[B, T, N] in fp8, and transposed for a product that sums over its rows."""
+    if form.quantization == "fp8":
+        rows = quantize_operand(x, dtype, "fp8")
+        return rows, _transposed(_rows(rows))
+    scale = _scale_of_all(x.astype(jnp.float32), dtype, ())
+    matrix = x.reshape(-1, x.shape[-1])
+    data, turned = quantize_and_transpose(matrix, scale, dtype)
+    return Scaled(data.reshape(x.shape), scale), Scaled(turned, scale)
 
 
 def _product(a: Scaled, b: Scaled, dtype: DTypeLike) -> Array:
@@ -173,7 +200,7 @@ def _product(a: Scaled, b: Scaled, dtype: DTypeLike) -> Array:
 def _rows(x: Scaled) -> Scaled:
     """[B, T, K] as the matrix [M, K]."""
     scale = x.scale.reshape(-1) if x.scale.ndim else x.scale
-    return Scaled(x.data.reshape(-1, x.data.shape[-1]), scale)
+    return x._replace(data=x.data.reshape(-1, x.data.shape[-1]), scale=scale)
 
 
 def _gathered(x: Scaled, names: tuple[str, ...]) -> Scaled:
@@ -185,7 +212,13 @@ def _gathered(x: Scaled, names: tuple[str, ...]) -> Scaled:
         return jax.lax.all_gather(part, names, axis=1, tiled=True)
 
     # Of one scale all devices have the same.
-    return Scaled(whole(x.data), whole(x.scale) if x.scale.ndim else x.scale)
+    scale = whole(x.scale) if x.scale.ndim else x.scale
+    return Scaled(whole(x.data), scale, _largest_everywhere(x, names))
+
+
+def _largest_everywhere(x: Scaled, names: tuple[str, ...]) -> Array | None:
+    """The largest of each column with the tokens of all devices."""
+    return None if x.largest is None else _largest_of(x.largest, names)
 
 
 def _scattered(x: Array, names: tuple[str, ...]) -> Array:
@@ -200,12 +233,13 @@ def _kept(x: Scaled) -> Scaled:
     # What `jax.checkpoint` keeps passes `jax.lax.reduce_precision`, which takes E4M3
     # for a type with infinities, and would make them of all that is above 240.
     bits = jax.lax.bitcast_convert_type(x.data, jnp.uint8)
-    return Scaled(*(checkpoint_name(part, "fp8_operand") for part in (bits, x.scale)))
+    kept = x._replace(data=bits)
+    return jax.tree.map(lambda part: checkpoint_name(part, "fp8_operand"), kept)
 
 
 def _read(kept: Scaled) -> Scaled:
     """What `_kept` was given."""
-    return Scaled(jax.lax.bitcast_convert_type(kept.data, E4M3), kept.scale)
+    return kept._replace(data=jax.lax.bitcast_convert_type(kept.data, E4M3))
 
 
 class _Form(NamedTuple):
@@ -224,8 +258,8 @@ class _Form(NamedTuple):
 
 
 def _weight(w: Array, dtype: DTypeLike, form: _Form) -> Scaled:
-    """[N, K] or [K, N], rounded to the type of the computation and then to fp8."""
-    return quantize_operand(w.astype(dtype), E4M3, form.quantization)
+    """[K, N], rounded to the type of the computation and then to fp8."""
+    return quantize_operand(w, E4M3, form.quantization, through=dtype)
 
 
 def _operands(xs: Sequence[Array], dtype: DTypeLike, form: _Form) -> list[Scaled]:
@@ -236,9 +270,15 @@ def _operands(xs: Sequence[Array], dtype: DTypeLike, form: _Form) -> list[Scaled
     if len(xs) == 1 or not form.fused:
         return [quantize_operand(x, dtype, form.quantization) for x in xs]
     joined = quantize_operand(_joined(xs), dtype, form.quantization)
-    ends = itertools.accumulate(x.shape[-1] for x in xs[:-1])
-    parts = jnp.split(joined.data, list(ends), axis=-1)
-    return [Scaled(part, joined.scale) for part in parts]
+    ends = list(itertools.accumulate(x.shape[-1] for x in xs[:-1]))
+    parts = jnp.split(joined.data, ends, axis=-1)
+    if joined.largest is None:
+        return [joined._replace(data=part) for part in parts]
+    largest = jnp.split(joined.largest, ends)
+    return [
+        Scaled(part, joined.scale, most)
+        for part, most in zip(parts, largest, strict=True)
+    ]
 
 
 def _joined(xs: Sequence[Array]) -> Array:
@@ -259,7 +299,8 @@ def _gather_and_multiply(
             return_gathered=True,
             out_dtype=dtype,
         )
-        return list(ys), Scaled(*whole)
+        data, scale = whole
+        return list(ys), Scaled(data, scale, _largest_everywhere(x, form.names))
     whole = _gathered(x, form.names)
     rows, tokens = _rows(whole), whole.data.shape[:2]
     ys = [_product(rows, w, dtype) for w in ws]  # [B T, N] each
@@ -267,11 +308,14 @@ def _gather_and_multiply(
 
 
 def _multiply_and_scatter(
-    xs: Sequence[Scaled], ws: Sequence[Array], dtype: DTypeLike, form: _Form
+    xs: Sequence[Scaled], ws: Sequence[Scaled], dtype: DTypeLike, form: _Form
 ) -> Array:
-    """The sum over devices of ``x @ w.T``, [B, T, K] and [N, K]: [B, T, N]."""
+    """The sum over devices of ``x @ w.T``, [B, T, K] and [N, K]: [B, T, N].
+
+    A kernel takes one weight, of all x.
+    """
     if form.fused:
-        w = _weight(_joined(ws), dtype, form)
+        (w,) = ws
         return scaled_matmul_reduce_scatter(
             _joined([x.data for x in xs]),
             w.data,
@@ -281,10 +325,7 @@ def _multiply_and_scatter(
             out_dtype=dtype,
         )
     wide = dtype if len(xs) == 1 else jnp.float32
-    outs = [
-        _product(_rows(x), _weight(w, dtype, form), wide)
-        for x, w in zip(xs, ws, strict=True)
-    ]
+    outs = [_product(_rows(x), w, wide) for x, w in zip(xs, ws, strict=True)]
     out = functools.reduce(operator.add, outs).astype(dtype)  # [B T, N]
     tokens = xs[0].data.shape[:2]
     return _scattered(out.reshape(*tokens, out.shape[1]), form.names)
@@ -298,7 +339,7 @@ def _column(form: _Form, x: Array, ws: tuple[Array, ...]) -> tuple[Array, ...]:
 
 def _column_forward(form: _Form, x: Array, ws: tuple[Array, ...]) -> tuple[Any, Any]:
     kept = _kept(quantize_operand(x, E4M3, form.quantization, form.names))
-    weights = [_weight(w.T, x.dtype, form) for w in ws]
+    weights = [_transposed(_weight(w, x.dtype, form)) for w in ws]
     outs, _ = _gather_and_multiply(_read(kept), weights, x.dtype, form)
     outs = tuple(checkpoint_name(out, OUT_NAME) for out in outs)
     return outs, (kept, ws, jnp.zeros((), x.dtype))
@@ -307,12 +348,16 @@ def _column_forward(form: _Form, x: Array, ws: tuple[Array, ...]) -> tuple[Any, 
 def _column_backward(form: _Form, kept: Any, gs: tuple[Array, ...]) -> Any:
     x, ws, like = kept
     columns = _transposed(_rows(_gathered(_read(x), form.names)))  # [K, M]
-    parts = _operands(gs, E5M2, form)
-    dws = [
-        _product(columns, _transposed(_rows(g)), w.dtype)
-        for w, g in zip(ws, parts, strict=True)
-    ]
-    return _multiply_and_scatter(parts, ws, like.dtype, form), tuple(dws)
+    if len(gs) > 1 and form.fused:
+        parts = _operands(gs, E5M2, form)
+        turned = [_transposed(_rows(g)) for g in parts]
+        ws8 = [_weight(_joined(ws), like.dtype, form)]
+    else:
+        both = [_two_layouts(g, E5M2, form) for g in gs]
+        parts, turned = ([g[i] for g in both] for i in range(2))
+        ws8 = [_weight(w, like.dtype, form) for w in ws]
+    dws = [_product(columns, g, w.dtype) for w, g in zip(ws, turned, strict=True)]
+    return _multiply_and_scatter(parts, ws8, like.dtype, form), tuple(dws)
 
 
 _column.defvjp(_column_forward, _column_backward)
@@ -329,8 +374,11 @@ def _row_forward(
 ) -> tuple[Any, Any]:
     dtype = xs[0].dtype
     kept = [_kept(x) for x in _operands(xs, E4M3, form)]
-    weights = [w.T for w in ws]
-    out = _multiply_and_scatter([_read(x) for x in kept], weights, dtype, form)
+    if form.fused:
+        ws8 = [_transposed(_weight(jnp.concatenate(ws), dtype, form))]
+    else:
+        ws8 = [_transposed(_weight(w, dtype, form)) for w in ws]
+    out = _multiply_and_scatter([_read(x) for x in kept], ws8, dtype, form)
     return checkpoint_name(out, OUT_NAME), (kept, ws, jnp.zeros((), dtype))
 
 

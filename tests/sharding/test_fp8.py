@@ -18,6 +18,7 @@ from jaxscale.sharding import (
     REPLICATED,
     MeshConfig,
     column_parallel,
+    fp8,
     fsdp,
     fsdp_tp,
     make_mesh,
@@ -28,6 +29,7 @@ from pallas_kernels import tuned_configs
 from pallas_kernels.collective_matmul import CollectiveConfig
 from pallas_kernels.mosaic import H200, use_device
 from tests.interpreter import interpret_mosaic_gpu
+from tests.pallas_kernels.fp8_operands import stand_ins  # noqa: F401
 from tests.tolerances import RELATIVE, relative_error
 
 
@@ -113,7 +115,7 @@ def test_a_second_scale_changes_no_number():
 def test_scales_are_the_smallest_powers_of_two_that_cut_off_nothing(dtype):
     most = float(jnp.finfo(dtype).max)
     x = jnp.array([[most], [most * 1.0000002], [most / 2], [3e38], [1e-37], [0.0]])
-    data, scale = quantize_operand(x, dtype, "fp8")
+    data, scale, _ = quantize_operand(x, dtype, "fp8")
     assert scale.tolist()[:3] == [1, 2, 0.5]
     assert scale[-1] == 1 and data[-1] == 0
     exponents = np.log2(np.asarray(scale, np.float64))
@@ -322,10 +324,41 @@ def test_names_of_quantization(kind, no_shape_hook):
     assert relative_error(layer(x), exact) < TOLERANCE
 
 
+@pytest.mark.parametrize("product", [column, row])
+@BOTH
+def test_kernels_that_round_give_what_xla_gives(quantization, product, monkeypatch):
+    """Forward and backward, in every bit where sums are in the same order."""
+    x, w, g = normal(1, 128, 256), normal(256, 256, seed=1), normal(1, 128, 256, seed=2)
+    x, g = (jnp.asarray(a, jnp.bfloat16) for a in (x, g))
+    multiply = partial(fp8.scaled_matmul, implementation="xla")
+    monkeypatch.setattr(fp8, "scaled_matmul", multiply)
+
+    def results():
+        def run(x, w, g):
+            y, back = jax.vjp(partial(product, quantization=quantization), x, w)
+            return y, back(g)
+
+        return jax.tree.map(np.asarray, jax.jit(run)(x, w, g))
+
+    expected = results()
+    with (
+        use_device(dataclasses.replace(H200, num_sms=2)),
+        interpret_mosaic_gpu() as ran,
+    ):
+        found = results()
+    assert ran.kernels == {"fp8": 7, "fp8_tensorwise": 3}[quantization]
+    for actual, exact in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_array_equal(actual, exact)
+
+
 @pytest.mark.slow
 @BOTH
-def test_kernels_that_communicate_give_what_xla_gives(quantization):
+def test_kernels_that_communicate_give_what_xla_gives(quantization, monkeypatch):
     """Forward and backward, of layers that share a gather and of some in one sum."""
+    # Devices meet at interpreted kernels, in no order with sums over devices of XLA.
+    for name in ("quantize_rows", "transpose_rows", "transpose"):
+        local = partial(getattr(fp8, name), implementation="xla")
+        monkeypatch.setattr(fp8, name, local)
     rules, config = (
         fsdp_tp(),
         CollectiveConfig(tile_m=128, tile_n=64, tile_k=128, stages=2),

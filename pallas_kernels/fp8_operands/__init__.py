@@ -1,0 +1,21 @@
+"""Operands of 8-bit products: rounded by rows and transposed, with their scales."""
+
+from pallas_kernels.fp8_operands.api import (
+    QuantizedRows,
+    quantize_and_transpose,
+    quantize_rows,
+    transpose,
+    transpose_rows,
+)
+from pallas_kernels.fp8_operands.scales import inverse_scale, power_of_two_scale
+
+
+__all__ = [
+    "QuantizedRows",
+    "inverse_scale",
+    "power_of_two_scale",
+    "quantize_and_transpose",
+    "quantize_rows",
+    "transpose",
+    "transpose_rows",
+]

@@ -1,0 +1,313 @@
+"""Operands of 8-bit products, with the scales that training takes.
+
+Scales are powers of two: see `power_of_two_scale`. Axis letters: M rows, K columns.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from pallas_kernels.dispatch import as_hashable, check_floating, dispatch
+from pallas_kernels.fp8_operands import mosaic_gpu, xla
+from pallas_kernels.fp8_operands.scales import inverse_scale
+from pallas_kernels.mosaic import (
+    DeviceSpec,
+    as_varying,
+    check_hopper,
+    vary_alike,
+    varying,
+)
+from pallas_kernels.partition import check_local
+from pallas_kernels.scaled_matmul.quantize import check_fp8
+
+
+__all__ = [
+    "QuantizedRows",
+    "quantize_and_transpose",
+    "quantize_rows",
+    "transpose",
+    "transpose_rows",
+]
+
+
+class QuantizedRows(NamedTuple):
+    """A matrix in 8 bits, ``data * scale[:, None]``."""
+
+    data: Array
+    """[M,K], float8_e4m3fn or float8_e5m2."""
+    scale: Array
+    """[M], fp32 powers of two."""
+    largest: Array
+    """[K], fp32: the largest magnitude of each column before it was rounded, from which
+    `power_of_two_scale` makes the scales of the transposed matrix."""
+
+
+def quantize_rows(
+    x: Float[Array, "M K"],
+    dtype: DTypeLike,
+    *,
+    through: DTypeLike | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> QuantizedRows:
+    """Rounds each row to 8 bits by a scale of its own, and looks at the columns.
+
+    ``data[m, k] = x[m, k] / scale[m]``
+
+    On Hopper GPUs a kernel reads x once and writes it once. Not differentiable.
+
+    Args:
+        x: [M,K] activations, gradients or weights, of any floating type.
+        dtype: float8_e4m3fn or float8_e5m2.
+        through: type to which x is rounded first: that of the computation, for weights
+            in fp32. None is the type of x.
+        implementation: "mosaic_gpu" (Hopper; K a multiple of 128 from 256 to 16,384;
+            bfloat16 or float16, or fp32 through one of these), "xla", a sequence of
+            these, or None for the best.
+
+    Returns:
+        The numbers, the scale of each row, and the largest magnitude of each column.
+
+    Raises:
+        ValueError: x is no matrix or has no floating type, or `dtype` is none of the
+            two.
+        Unsupported: the implementation named cannot serve the arguments here.
+        ExceptionGroup: none of several implementations can.
+        NotImplementedError: it is differentiated.
+
+    Example:
+        >>> q = quantize_rows(jnp.array([[3.0, -896.0], [1.0, 0.0]]), "float8_e4m3fn")
+        >>> print(q.data.astype(jnp.float32), q.scale, q.largest)
+        [[   1.5 -448. ]
+         [ 256.     0. ]] [2.         0.00390625] [  3. 896.]
+
+    References:
+        FP8 Formats for Deep Learning, arXiv 2209.05433.
+    """
+    _check_matrix(x)
+    check_floating(x=x.dtype)
+    check_fp8(dtype=dtype)
+    through = x.dtype if through is None else through
+    call = _Call.of(implementation, dtype, through)
+    return QuantizedRows(*_quantize_rows((x,), call))
+
+
+def transpose_rows(
+    data: Float[Array, "M _K"],
+    scale: Float[Array, " M"],
+    largest: Float[Array, " _K"],
+    *,
+    implementation: str | Sequence[str] | None = None,
+) -> tuple[Float[Array, "_K M"], Float[Array, " _K"]]:
+    """What `quantize_rows` made, for a product that sums over its rows.
+
+    ``y[k, m] = data[m, k] scale[m] / column_scale[k]``
+
+    A number keeps its mantissa, unless it falls below the normal numbers of the type.
+    A number that was below them already may have been rounded above `largest`: it
+    becomes the largest of the type. On Hopper GPUs a kernel reads once and writes once.
+    Not differentiable.
+
+    Args:
+        data: [M,K] float8_e4m3fn or float8_e5m2.
+        scale: [M] fp32 powers of two, what a one of `data` stands for.
+        largest: [K] fp32, at least the largest magnitude of each column.
+        implementation: "mosaic_gpu" (Hopper; M and K multiples of 128), "xla", a
+            sequence of these, or None for the best.
+
+    Returns:
+        [K,M] of the type of `data`, and fp32 [K], what a one of it stands for.
+
+    Raises:
+        ValueError: types or shapes disagree.
+        Unsupported: the implementation named cannot serve the arguments here.
+        ExceptionGroup: none of several implementations can.
+        NotImplementedError: it is differentiated.
+
+    Example:
+        >>> q = quantize_rows(jnp.array([[3.0, -896.0], [1.0, 0.0]]), "float8_e4m3fn")
+        >>> print(*transpose_rows(*q))
+        [[384 128]
+         [-448 0]] [0.0078125 2.       ]
+    """
+    _check_matrix(data)
+    check_fp8(data=data.dtype)
+    shapes = [scale.shape, largest.shape]
+    kinds = {scale.dtype, largest.dtype}
+    if shapes != [data.shape[:1], data.shape[1:]] or kinds != {jnp.dtype(jnp.float32)}:
+        raise ValueError(
+            f"scale and largest have shapes {shapes} and types"
+            f" {sorted(map(str, kinds))}, expected float32 for the rows and the columns"
+            f" of data of shape {data.shape}"
+        )
+    return _transpose_rows((data, scale, largest), _Call.of(implementation))
+
+
+def transpose(
+    data: Float[Array, "M K"],
+    *,
+    implementation: str | Sequence[str] | None = None,
+) -> Float[Array, "K M"]:
+    """The transpose of a matrix in 8 bits that has one scale.
+
+    On Hopper GPUs a kernel reads once and writes once. Not differentiable.
+
+    Args:
+        data: [M,K] float8_e4m3fn or float8_e5m2.
+        implementation: as of `transpose_rows`.
+
+    Returns:
+        [K,M] of the type of `data`.
+
+    Raises:
+        ValueError: `data` is no matrix of 8 bits.
+        Unsupported: the implementation named cannot serve the arguments here.
+        ExceptionGroup: none of several implementations can.
+        NotImplementedError: it is differentiated.
+    """
+    _check_matrix(data)
+    check_fp8(data=data.dtype)
+    return _transpose((data,), _Call.of(implementation))
+
+
+def quantize_and_transpose(
+    x: Float[Array, "M K"],
+    scale: Float[Array, ""],
+    dtype: DTypeLike,
+    *,
+    through: DTypeLike | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> tuple[Float[Array, "M K"], Float[Array, "K M"]]:
+    """Rounds a matrix to 8 bits by one scale, in both layouts.
+
+    ``data[m, k] = transposed[k, m] = x[m, k] / scale``
+
+    On Hopper GPUs a kernel reads x once. Not differentiable.
+
+    Args:
+        x: [M,K] of any floating type.
+        scale: [] fp32, a power of two.
+        dtype: float8_e4m3fn or float8_e5m2.
+        through: type to which x is rounded first; None is that of x.
+        implementation: as of `transpose_rows`.
+
+    Returns:
+        The matrix and its transpose, of `dtype`.
+
+    Raises:
+        ValueError: x is no matrix or has no floating type, scale is not one fp32
+            number, or `dtype` is none of the two.
+        Unsupported: the implementation named cannot serve the arguments here.
+        ExceptionGroup: none of several implementations can.
+        NotImplementedError: it is differentiated.
+
+    Example:
+        >>> x = jnp.array([[3.0, -896.0]])
+        >>> print(*quantize_and_transpose(x, jnp.float32(2), "float8_e4m3fn"))
+        [[1.5 -448]] [[1.5]
+         [-448]]
+    """
+    _check_matrix(x)
+    check_floating(x=x.dtype)
+    check_fp8(dtype=dtype)
+    if scale.shape or scale.dtype != jnp.float32:
+        raise ValueError(
+            f"scale has type {scale.dtype} and shape {scale.shape}, expected one"
+            " float32; quantize_rows takes scales of rows"
+        )
+    through = x.dtype if through is None else through
+    call = _Call.of(implementation, dtype, through)
+    return _quantize_and_transpose((x, scale), call)
+
+
+def _check_matrix(x: Array) -> None:
+    if x.ndim != 2:
+        raise ValueError(
+            f"an operand of shape {x.shape}, expected a matrix [M, K]; merge its"
+            " leading axes"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Call:
+    dtype: Any
+    through: Any
+    implementation: str | tuple[str, ...] | None
+    device: DeviceSpec | None
+
+    @classmethod
+    def of(
+        cls,
+        implementation: str | Sequence[str] | None,
+        dtype: DTypeLike | None = None,
+        through: DTypeLike | None = None,
+    ) -> "_Call":
+        return cls(
+            dtype=None if dtype is None else jnp.dtype(dtype),
+            through=None if through is None else jnp.dtype(through),
+            implementation=as_hashable(implementation),
+            device=DeviceSpec.current(),
+        )
+
+
+type _Arrays = tuple[Array, ...]
+
+
+def _op(name: str, kernel: Callable[..., Any], portable: Callable[..., Any]) -> Any:
+    """A function of arrays and a call, without derivatives."""
+    # The layers of a model are traced and lowered once.
+    jitted = jax.jit(kernel, static_argnums=1)
+
+    def mosaic_gpu(arrays: _Arrays, call: _Call) -> Any:
+        check_hopper(call.device, name)
+        check_local(name, *arrays)
+        return jitted(vary_alike(arrays), call)
+
+    @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+    def run(arrays: _Arrays, call: _Call) -> Any:
+        implementations = {"mosaic_gpu": mosaic_gpu, "xla": portable}
+        found = dispatch(name, implementations, call.implementation, arrays, call)
+        axes = varying(*arrays)
+        return jax.tree.map(lambda a: as_varying(a, axes), found)  # kernels lose it
+
+    @run.defjvp
+    def _(call: _Call, *_: Any) -> Any:
+        raise NotImplementedError(
+            f"{name} has no derivatives: rounding to 8 bits has none; give the layer"
+            " that rounds its operands a gradient rule of its own"
+        )
+
+    return run
+
+
+_quantize_rows = _op(
+    "quantize_rows",
+    lambda arrays, call: mosaic_gpu.quantize_rows(
+        arrays[0], call.dtype, through=call.through, device=call.device
+    ),
+    lambda arrays, call: xla.quantize_rows(arrays[0], call.dtype, through=call.through),
+)
+_transpose_rows = _op(
+    "transpose_rows",
+    lambda arrays, _: mosaic_gpu.transpose_rows(*arrays),
+    lambda arrays, _: xla.transpose_rows(*arrays),
+)
+_transpose = _op(
+    "transpose",
+    lambda arrays, _: mosaic_gpu.transpose(*arrays),
+    lambda arrays, _: arrays[0].T,
+)
+_quantize_and_transpose = _op(
+    "quantize_and_transpose",
+    lambda arrays, call: mosaic_gpu.quantize_and_transpose(
+        arrays[0], inverse_scale(arrays[1]), call.dtype, through=call.through
+    ),
+    lambda arrays, call: xla.quantize_and_transpose(
+        arrays[0], arrays[1], call.dtype, through=call.through
+    ),
+)

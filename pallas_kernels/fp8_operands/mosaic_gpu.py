@@ -1,0 +1,426 @@
+"""Hopper kernels that round operands to 8 bits and transpose them.
+
+Memory is all that limits them. `quantize_rows` has whole rows in registers: it needs
+the largest number of a row before it can round the first. Each warpgroup reads rows
+straight into registers, 16 bytes a lane at a time, and writes them; what it has seen of
+each column it keeps until its last row.
+
+The others go by tiles. A lane holds 16 rows of 4 columns, of which each
+four rows are one transposition of 4 x 4 bytes, and writes 16 bytes of each column.
+
+Axis letters: M rows, K columns.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm, vector
+
+from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.fp8_operands.scales import inverse_bits, scale_bits
+from pallas_kernels.mosaic import DeviceSpec, smem_transforms
+from pallas_kernels.mosaic.aliases import Ref
+
+
+__all__ = [
+    "MOST_COLUMNS",
+    "TILE",
+    "quantize_and_transpose",
+    "quantize_rows",
+    "transpose",
+    "transpose_rows",
+]
+
+MOST_COLUMNS = 16_384
+"""Most columns of a row: 128 numbers a lane, and as many maxima of columns."""
+
+TILE = 128
+"""Rows and columns of a tile that is transposed."""
+
+_PART = TILE // 2
+"""Columns that are in registers at a time: 64 numbers a lane."""
+
+_LANES = 128
+"""Lanes of a warpgroup."""
+
+_WIDEST_OF_THREE = 4096
+"""Columns up to which registers let three blocks of a multiprocessor run at a time; of
+wider rows two."""
+
+_WIDE = ("bfloat16", "float16", "float32")
+
+
+# --- Rows -----------------------------------------------------------------------------
+
+
+def quantize_rows(
+    x: jax.Array, dtype: DTypeLike, *, through: jnp.dtype, device: DeviceSpec
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Rounds rows by their own scales on a Hopper GPU.
+
+    Args:
+        x: [M,K]; K a multiple of 128, at most `MOST_COLUMNS`.
+        dtype: float8_e4m3fn or float8_e5m2.
+        through: bfloat16 or float16, to which x is rounded first.
+        device: the GPU that the kernel is built for.
+
+    Returns:
+        [M,K] of `dtype`; scales [M]; the largest magnitude of each column [K].
+
+    Raises:
+        Unsupported: types or shape do not fit.
+    """
+    m, k = x.shape
+    _check_rows(m, k, x.dtype, through)
+    width, layout = _row_layout(k, x.dtype)
+    rows = min(m, max(1, MOST_COLUMNS // k))
+    at_a_time = (3 if k <= _WIDEST_OF_THREE else 2) * device.num_sms
+    turns = pl.cdiv(pl.cdiv(m, rows), at_a_time)
+    blocks = pl.cdiv(pl.cdiv(m, rows), turns)
+    shape = (k // width, width)
+
+    def body(x_ref: Ref, data_ref: Ref, scale_ref: Ref, largest_ref: Ref) -> None:
+        block = lax.axis_index("block")
+
+        def turn(i: Any, largest: Any) -> Any:
+            # The last rows are a whole group too; what two blocks write is the same.
+            start = jnp.minimum((i * blocks + block) * rows, m - rows)
+            loaded = [
+                plgpu.load(x_ref.at[start + row], layout=layout, optimized=False)
+                for row in range(rows)
+            ]
+            for j, x in enumerate(loaded):
+                row = start + j
+                x = x.astype(through)
+                size = jnp.abs(x)
+                most = _bits(jnp.max(size, 0).astype(jnp.float32))  # [width]
+                scale = scale_bits(jnp.max(most), dtype)
+                inverse = lax.broadcast(inverse_bits(scale), shape)
+                wide = x.astype(jnp.float32) * _number(inverse)
+                data_ref[row] = wide.astype(dtype)
+                scale_ref[row] = scale
+                largest = jnp.maximum(largest, size)
+            return largest
+
+        nothing = plgpu.layout_cast(jnp.zeros(shape, through), layout)
+        largest_ref[block] = lax.fori_loop(0, turns, turn, nothing)
+
+    data, scale, largest = plgpu.kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct((m, *shape), dtype),
+            jax.ShapeDtypeStruct((m,), jnp.int32),
+            jax.ShapeDtypeStruct((blocks, *shape), through),
+        ),
+        grid=(blocks,),
+        grid_names=("block",),
+        kernel_name="quantize_rows",
+        # No array is both read and written.
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    )(x.reshape(m, *shape))
+    # By bits, which order as magnitudes do: a maximum of numbers may skip NaN.
+    largest = _number(jnp.max(_bits(largest.astype(jnp.float32)), axis=0))
+    return data.reshape(m, k), _number(scale), largest.reshape(k)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.int32)
+
+
+def _number(bits: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _row_layout(k: int, dtype: jnp.dtype) -> tuple[int, Any]:
+    """Columns that a warpgroup reads at a time, up to 16 bytes a lane; their layout."""
+    piece = math.gcd(16 // dtype.itemsize, k // _LANES)
+    if k == _LANES * piece:  # of one line jax cannot infer the layout of the maximum
+        piece //= 2
+    width = _LANES * piece
+    tiling = plgpu.Tiling(((1, width), (width // 4,), (piece,)))
+    layout = plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+    return width, layout
+
+
+def _check_rows(m: int, k: int, dtype: jnp.dtype, through: jnp.dtype) -> None:
+    if dtype.name not in _WIDE or through.name not in _WIDE[:2]:
+        raise Unsupported(
+            f"quantize_rows: x of type {dtype.name} rounded to {through.name}, the"
+            f" kernel takes {_WIDE} rounded to {_WIDE[:2]}; use implementation='xla'"
+        )
+    if k % _LANES or not _LANES < k <= MOST_COLUMNS or m == 0:
+        raise Unsupported(
+            f"quantize_rows: {m} rows of {k}, the kernel takes rows of multiples of"
+            f" {_LANES} from {2 * _LANES} to {MOST_COLUMNS}; use implementation='xla'"
+        )
+
+
+# --- Tiles ----------------------------------------------------------------------------
+
+
+def transpose_rows(
+    data: jax.Array, scale: jax.Array, largest: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Rounds ``data * scale`` again, by scales of its columns, and transposes it.
+
+    Args:
+        data: [M,K], both multiples of `TILE`; float8_e4m3fn or float8_e5m2.
+        scale: [M], fp32.
+        largest: [K], fp32: the largest magnitude of each column.
+
+    Returns:
+        [K,M] of the type of `data`; scales [K].
+
+    Raises:
+        Unsupported: types or shape do not fit.
+    """
+    dtype = data.dtype
+    _check_tiles(data, dtype)
+    most = float(jnp.finfo(dtype).max)
+
+    def body(x_ref: Ref, scale_ref: Ref, largest_ref: Ref, *outs: Ref, **scratch: Ref):
+        out_ref, column_scale_ref = outs
+        row, column = _start_tile(x_ref, scratch)
+        rows = _each(scale_ref, row, TILE, axis=1)
+        plgpu.barrier_wait(scratch["full"])
+        for start in range(0, TILE, _PART):
+            wide = _part(scratch["x"], start).astype(jnp.float32) * _repeated(rows, 1)
+            columns = _each(largest_ref, column + start, _PART, axis=0)
+            columns = scale_bits(columns, dtype)
+            wide *= _repeated(_number(inverse_bits(columns)), 0)
+            wide = jnp.minimum(jnp.maximum(wide, -most), most)
+            scratch["out"][pl.ds(start, _PART)] = _transpose(wide.astype(dtype))
+
+            @pl.when(row == 0)
+            def _(columns=columns, start=start):
+                column_scale_ref[pl.ds(column + start, _PART)] = columns
+
+        plgpu.commit_smem()
+        _store_tile(scratch["out"], out_ref, column, row)
+        plgpu.wait_smem_to_gmem(0)
+
+    turned, bits = _over_tiles(
+        body,
+        (data, scale, _bits(largest)),
+        dtype,
+        [jax.ShapeDtypeStruct(data.shape[1:], jnp.int32)],
+    )
+    return turned, _number(bits)
+
+
+def transpose(data: jax.Array) -> jax.Array:
+    """Transposes a matrix of bytes.
+
+    Args:
+        data: [M,K], both multiples of `TILE`; float8_e4m3fn or float8_e5m2.
+
+    Returns:
+        [K,M] of the type of `data`.
+
+    Raises:
+        Unsupported: types or shape do not fit.
+    """
+    _check_tiles(data, data.dtype)
+
+    def body(x_ref: Ref, out_ref: Ref, **scratch: Ref) -> None:
+        row, column = _start_tile(x_ref, scratch)
+        plgpu.barrier_wait(scratch["full"])
+        for start in range(0, TILE, _PART):
+            part = _part(scratch["x"], start)
+            scratch["out"][pl.ds(start, _PART)] = _transpose(part)
+        plgpu.commit_smem()
+        _store_tile(scratch["out"], out_ref, column, row)
+        plgpu.wait_smem_to_gmem(0)
+
+    (turned,) = _over_tiles(body, (data,), data.dtype)
+    return turned
+
+
+def quantize_and_transpose(
+    x: jax.Array, inverse: jax.Array, dtype: DTypeLike, *, through: jnp.dtype
+) -> tuple[jax.Array, jax.Array]:
+    """Rounds ``x * inverse`` and writes it in both layouts.
+
+    Args:
+        x: [M,K], both multiples of `TILE`; bfloat16, float16 or float32.
+        inverse: [], fp32.
+        dtype: float8_e4m3fn or float8_e5m2.
+        through: type to which x is rounded first.
+
+    Returns:
+        [M,K] and [K,M] of `dtype`.
+
+    Raises:
+        Unsupported: types or shape do not fit.
+    """
+    _check_tiles(x, *map(jnp.dtype, _WIDE))
+
+    def body(x_ref: Ref, inverse_ref: Ref, *outs: Ref, **scratch: Ref) -> None:
+        turned_ref, rows_ref = outs
+        row, column = _start_tile(x_ref, scratch)
+        plgpu.barrier_wait(scratch["full"])
+        for start in range(0, TILE, _PART):
+            wide = _part(scratch["x"], start).astype(through).astype(jnp.float32)
+            data = (wide * inverse_ref[0]).astype(dtype)
+            scratch["rows"][:, pl.ds(start, _PART)] = data
+            scratch["out"][pl.ds(start, _PART)] = _transpose(data)
+        plgpu.commit_smem()
+        _store_tile(scratch["rows"], rows_ref, row, column)
+        _store_tile(scratch["out"], turned_ref, column, row)
+        plgpu.wait_smem_to_gmem(0)
+
+    rows = jax.ShapeDtypeStruct(x.shape, dtype)
+    turned, rows = _over_tiles(
+        body,
+        (x, inverse.reshape(1)),
+        dtype,
+        [rows],
+        rows=plgpu.SMEM((TILE, TILE), dtype),
+    )
+    return rows, turned
+
+
+def _over_tiles(
+    body: Callable[..., None],
+    operands: Sequence[jax.Array],
+    dtype: DTypeLike,
+    more: Sequence[jax.ShapeDtypeStruct] = (),
+    **scratch: Any,
+) -> Sequence[jax.Array]:
+    """Runs a kernel for each tile of the first operand, whose transpose comes first."""
+    m, k = operands[0].shape
+    tile = (TILE, TILE)
+    return plgpu.kernel(
+        body,
+        out_type=(jax.ShapeDtypeStruct((k, m), dtype), *more),
+        scratch_types={
+            "x": plgpu.SMEM(tile, operands[0].dtype),
+            "out": plgpu.SMEM(tile, dtype, transforms=smem_transforms(TILE, dtype)),
+            "full": plgpu.Barrier(),
+            **scratch,
+        },
+        grid=(m // TILE, k // TILE),
+        grid_names=("m", "k"),
+        kernel_name=body.__qualname__.partition(".")[0],
+    )(*operands)
+
+
+def _start_tile(x_ref: Ref, scratch: Mapping[str, Ref]) -> tuple[Any, Any]:
+    """Starts to load the tile of this block; returns its first row and column."""
+    row, column = (lax.axis_index(name) * TILE for name in ("m", "k"))
+    tile = x_ref.at[pl.ds(row, TILE), pl.ds(column, TILE)]
+    plgpu.copy_gmem_to_smem(tile, scratch["x"], scratch["full"])
+    return row, column
+
+
+def _store_tile(smem: Ref, ref: Ref, row: Any, column: Any) -> None:
+    there = ref.at[pl.ds(row, TILE), pl.ds(column, TILE)]
+    plgpu.copy_smem_to_gmem(smem, there)
+
+
+def _part(tile: Ref, start: int) -> jax.Array:
+    return plgpu.load(tile.at[:, pl.ds(start, _PART)], layout=_ROWS, optimized=False)
+
+
+_ROWS = plgpu.Layout.TILED(
+    plgpu.Tiling(((TILE, _PART), (64, 32), (16, 4))),
+    warp_dims=(-6, -5),
+    lane_dims=(-3, -4),
+    vector_dim=-1,
+)
+"""Of a part of a tile: a lane has 16 rows of 4 columns."""
+
+_COLUMNS = plgpu.Layout.TILED(
+    plgpu.Tiling(((_PART, TILE), (32, 64), (4, 16))),
+    warp_dims=(-5, -6),
+    lane_dims=(-4, -3),
+    vector_dim=-1,
+)
+"""Of the transposed part: the same lane has 4 rows of 16 columns."""
+
+
+def _each(ref: Ref, start: Any, size: int, *, axis: int) -> jax.Array:
+    """What a part of a tile has one of for each row or column, not along `axis`."""
+    part = ref.at[pl.ds(start, size)]
+    return plgpu.load(part, layout=_ROWS.reduce(axis), optimized=False)
+
+
+def _repeated(x: jax.Array, axis: int) -> jax.Array:
+    """The same along `axis` of a part of a tile."""
+    whole = lax.broadcast_in_dim(x, (TILE, _PART), (1 - axis,))
+    return plgpu.layout_cast(whole, _ROWS)
+
+
+def _transpose(data: jax.Array) -> jax.Array:
+    """The transposed part of a tile; each lane keeps its numbers.
+
+    Args:
+        data: 8-bit [TILE, _PART].
+
+    Returns:
+        [_PART, TILE].
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(_ROWS,),
+        return_type=plgpu.ShapeDtypeStruct(data.shape[::-1], data.dtype, _COLUMNS),
+    )
+    def transpose_bytes(ctx: Any, data: mgpu.FragmentedArray) -> Any:
+        del ctx
+        return _transpose_registers(data)
+
+    transpose: Any = transpose_bytes  # the decorator supplies the context
+    return transpose(data)
+
+
+def _transpose_registers(data: mgpu.FragmentedArray) -> Any:
+    """Emits the transpositions of one lane: 16 words of 4 columns, 4 of 16 bytes."""
+    i32, layout = ir.IntegerType.get_signless(32), _COLUMNS.to_mgpu()
+    words = [mgpu.utils.bitcast(register, i32) for register in data.registers.flat]
+    columns: list[list[ir.Value]] = [[] for _ in range(4)]
+    for i in range(0, len(words), 4):
+        # Two rows are interleaved, and then two pairs of rows.
+        low, high = (
+            [_permute(words[i + j], words[i + j + 1], order) for j in (0, 2)]
+            for order in (0x5140, 0x7362)
+        )
+        for j, (pairs, order) in enumerate(
+            ((low, 0x5410), (low, 0x7632), (high, 0x5410), (high, 0x7632))
+        ):
+            columns[j].append(_permute(pairs[0], pairs[1], order))
+    shape = (data.shape[1], data.shape[0])
+    registers = np.empty(layout.registers_shape(shape), object)
+    kind = ir.VectorType.get((4 * len(columns[0]),), data.mlir_dtype)
+    for at, column in zip(np.ndindex(registers.shape), columns, strict=True):
+        four = ir.VectorType.get((len(column),), i32)
+        registers[at] = vector.bitcast(kind, vector.from_elements(four, column))
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+
+def _permute(low: ir.Value, high: ir.Value, order: int) -> ir.Value:
+    """Four of the eight bytes of two words, the first by the lowest digit."""
+    i32 = ir.IntegerType.get_signless(32)
+    return llvm.inline_asm(i32, [low, high], f"prmt.b32 $0, $1, $2, {order};", "=r,r,r")
+
+
+def _check_tiles(x: jax.Array, *known: jnp.dtype) -> None:
+    if x.dtype not in known:
+        raise Unsupported(
+            f"transpose_rows: an operand of type {x.dtype.name}, the kernel takes"
+            f" {[one.name for one in known]}; use implementation='xla'"
+        )
+    if x.size == 0 or any(size % TILE for size in x.shape):
+        raise Unsupported(
+            f"transpose_rows: an operand of shape {x.shape}, the kernel takes multiples"
+            f" of {TILE}; use implementation='xla'"
+        )

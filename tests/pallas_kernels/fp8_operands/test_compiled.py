@@ -1,0 +1,33 @@
+"""Kernels of 8-bit operands compiled for H200s: spills, launches, what is written."""
+
+import sys
+
+import pytest
+
+from tests import manifest
+from tests.compiled import compile_for_h200
+from tests.test_compiled import kernels
+
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="the plugin that compiles is for Linux"
+)
+CASES = {case.name: case for case in manifest.fp8_operand_cases()}
+
+
+@pytest.mark.parametrize(
+    ("name", "names"),
+    [
+        ("llama3_8b_hidden_8192", ["quantize_rows", "transpose_rows"]),
+        ("llama3_8b_mlp_gradient_8192", ["quantize_rows", "transpose_rows"]),
+        ("llama3_8b_up", ["quantize_rows", "transpose_rows"]),
+        ("llama3_8b_up_per_tensor", ["quantize_and_transpose", "transpose"]),
+    ],
+)
+def test_nothing_is_spilled_and_little_is_written_besides(name, names):
+    found = compile_for_h200(kernels, "fp8_operands", name)
+    assert [(k.name, k.spilled) for k in found.kernels] == [(n, 0) for n in names]
+    operand = CASES[name].arguments[0]
+    # The largest of each column that each block has seen, and no second operand.
+    assert sum(w.size for w in found.written(1)) < 0.13 * operand.size
+    assert len(found.thunks) <= 3
