@@ -160,6 +160,8 @@ def _report(config: TrainConfig, result: FitResult) -> str:
     quality = f", held-out loss {held_out.loss:.3f}" if held_out else ""
     if held_out and config.data.label_field is not None:
         quality += f", accuracy {held_out.accuracy:.1%}"
+    if held_out:
+        quality += f" ({held_out.extent})"
     if skipped := int(result.state.skipped):
         quality += f", {skipped} updates skipped because they were not finite"
     following = f'jaxscale generate --from {directory} --prompt "..."'

@@ -51,7 +51,7 @@ from jaxscale.training import (
     packed_batches,
 )
 from jaxscale.training import run as run_directory
-from jaxscale.training.loop import to_rows
+from jaxscale.training.evaluation import to_rows
 from jaxscale.training.pretrained import pretrained
 
 
@@ -299,7 +299,10 @@ def prune_and_tune(
     if len(stages) > 1:
         at_once = Pruner(prune, one_shot(prune.sparsity), scores=score).start(model)
     before, after = measure(model), measure(at_once)
-    say(f"held-out loss {before.loss:.3f}, pruned {after.loss:.3f}")
+    say(
+        f"held-out loss {before.loss:.3f}, pruned {after.loss:.3f}; both on "
+        f"{before.extent}"
+    )
     result = fit(
         config,
         train_data=train_data,

@@ -30,6 +30,7 @@ from jaxscale.training.diagnosis import (
 )
 from jaxscale.training.digest import ReplicasDiffer, check_replicas
 from jaxscale.training.divergence import Diverged
+from jaxscale.training.evaluation import Evaluation, evaluate
 from jaxscale.training.gradients import accumulated
 from jaxscale.training.hardware import mfu, peak_flops
 from jaxscale.training.labeled import (
@@ -37,7 +38,7 @@ from jaxscale.training.labeled import (
     LabeledBatches,
     classification_loss,
 )
-from jaxscale.training.loop import Evaluation, FitResult, evaluate, fit, packed_batches
+from jaxscale.training.loop import FitResult, fit, packed_batches
 from jaxscale.training.losses import LossSums, chunked_cross_entropy
 from jaxscale.training.masked import MaskedBatches, MaskingConfig, masked_lm_loss
 from jaxscale.training.mixture import Mixture

@@ -70,6 +70,11 @@ class LineWriter(Writer):
             for name in _NOT_FINITE
             if name in record and record[name] is None
         ]
+        if record.get("eval_batches_held_out"):
+            shown.append(
+                f"{record['eval_batches']} of {record['eval_batches_held_out']} "
+                "held-out batches"
+            )
         if record.get("skipped"):
             shown.append(f"{record['skipped']} updates skipped")
         self.note(f"step {record['step']} of {self._total}: {', '.join(shown)}")

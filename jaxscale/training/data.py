@@ -13,6 +13,7 @@ another number of them.
 Shape legend: B batch, T tokens of a row, S sequences (pieces of documents) in a row.
 """
 
+import copy
 import dataclasses
 import sys
 from collections.abc import Iterator, Mapping
@@ -38,7 +39,7 @@ from jaxscale.training.corpus import (
 )
 from jaxscale.training.mixture import Mixture, check_weights
 from jaxscale.training.placement import MAX_PREFETCH, RowPlacement, prefetched
-from jaxscale.training.rows import MixedRows, PackedRows
+from jaxscale.training.rows import MixedRows, PackedRows, spread
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -264,6 +265,7 @@ class PackedBatches:
         # What a saved position is only good for.
         self.identity: dict[str, Any] = {"corpus": corpus.fingerprint, **options}
         self.num_rows = sys.maxsize
+        self.drawn: np.ndarray | None = None
         if isinstance(corpus, Mixture):
             if epochs is not None:
                 raise ValueError(
@@ -281,6 +283,17 @@ class PackedBatches:
     def is_endless(self) -> bool:
         """True if no pass over the corpus is the last."""
         return self.num_rows == sys.maxsize
+
+    def sample(self, count: int) -> "PackedBatches":
+        """Return `count` batches of rows that are drawn evenly from all, always alike.
+
+        Args:
+            count: Batches, fewer than there are.
+        """
+        drawn = copy.copy(self)
+        drawn.drawn = spread(self.num_rows, count * self.config.batch_size)
+        drawn.num_rows = len(drawn.drawn)
+        return drawn
 
     def __iter__(self) -> "PackedBatchIterator":
         return PackedBatchIterator(self)
@@ -376,8 +389,12 @@ class _LocalBatches:
         """The rows of this process: [B, T] tokens, [B, S + 1] boundaries."""
         rows, end = self._batches.rows, self._batches.num_rows
         start = self._first_row + step * self._batches.config.batch_size
-        made = [
-            rows[start + i] if start + i < end else rows.empty_row()
-            for i in self._batches.placement.local_rows
-        ]
+        drawn = self._batches.drawn
+
+        def row(number: int) -> dict[str, np.ndarray]:
+            if number >= end:
+                return rows.empty_row()
+            return rows[number if drawn is None else int(drawn[number])]
+
+        made = [row(start + i) for i in self._batches.placement.local_rows]
         return {name: np.stack([row[name] for row in made]) for name in made[0]}

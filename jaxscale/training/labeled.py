@@ -3,6 +3,7 @@
 Axes: B rows, T tokens of a row, S sequences of a row, C labels.
 """
 
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -21,6 +22,7 @@ from jaxscale.models.tokenizer import EncodedText
 from jaxscale.nn.packing import assign_rows, cu_seqlens_of_lengths
 from jaxscale.training.losses import LossSums
 from jaxscale.training.placement import MAX_PREFETCH, RowPlacement, prefetched
+from jaxscale.training.rows import spread
 from jaxscale.training.step import LossFunction
 
 
@@ -174,8 +176,29 @@ class LabeledBatches:
         """True if no pass over the texts is the last."""
         return self.epochs is None
 
+    def sample(self, count: int) -> "LabeledBatches":
+        """Return `count` batches of rows that are drawn evenly from all, always alike.
+
+        Args:
+            count: Batches, fewer than there are.
+        """
+        size = count * self.batch_size
+
+        def rows_of(epoch: int) -> list[list[int]]:
+            rows = self.rows_of(epoch)
+            return [rows[i] for i in spread(len(rows), min(size, len(rows)))]
+
+        drawn = copy.copy(self)
+        drawn.epochs = 1
+        drawn._rows_of = functools.lru_cache(maxsize=2)(rows_of)
+        return drawn
+
     def __iter__(self) -> "LabeledBatchIterator":
         return LabeledBatchIterator(self)
+
+    def __len__(self) -> int:
+        """Batches until the end; for endless ones a number that is never reached."""
+        return len(_LocalBatches(self, 0, 0))
 
 
 class LabeledBatchIterator(Iterator[LabeledBatch]):
