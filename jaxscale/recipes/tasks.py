@@ -5,7 +5,10 @@ from typing import Any
 
 from jax.sharding import NamedSharding
 
-from jaxscale.models import EncoderConfig, encoder_head
+from jaxscale.models import EncoderConfig, HeadConfig, encoder_head
+from jaxscale.models.hf.files import Checkpoint
+from jaxscale.models.hf.hub import local_directory
+from jaxscale.models.hf.load import own_head
 from jaxscale.sharding import make_mesh
 from jaxscale.training import (
     MaskedBatches,
@@ -14,6 +17,8 @@ from jaxscale.training import (
     load_text,
     packed_batches,
 )
+from jaxscale.training import run as run_directory
+from jaxscale.training.kept_head import kept_of
 from jaxscale.training.labeled_text import LabeledText, load_labeled
 
 
@@ -29,15 +34,18 @@ class Task:
     """Batches for `fit`."""
     eval_data: Any
     """Held-out batches for `fit`, or None."""
+    head: str | None = None
+    """What the head takes over from that of the source, in words."""
 
     @property
     def told(self) -> str:
         """How much text there is, in words."""
         if isinstance(self.text, LabeledText):
+            head = "" if self.head is None else f"; {self.head}"
             return (
                 f"text: {len(self.text.train):,} texts to train on, "
                 f"{len(self.text.held_out):,} held out, with the labels "
-                f"{', '.join(self.text.labels)}"
+                f"{', '.join(self.text.labels)}{head}"
             )
         train, held_out = self.text.train, self.text.held_out
         documents = f"{len(train):,} documents of {train.num_tokens:,} tokens"
@@ -99,9 +107,12 @@ def _masked(config: TrainConfig) -> Task:
 
 def _classification(config: TrainConfig) -> Task:
     text = load_labeled(config.data)
-    head = config.head
+    head, own = config.head, _head_of_source(config)
     if head is None or head.kind != "sequence" or head.num_labels == 0:
         head = encoder_head(_encoder(config), "sequence", labels=text.labels)
+        if own is not None and own.kind == "sequence":  # with its layers
+            count = head.num_labels
+            head = dataclasses.replace(own, num_labels=count, labels=text.labels)
     if head.labels and head.labels != text.labels:
         raise ValueError(
             f"the texts have the labels {text.labels}, the head has {head.labels}; "
@@ -114,12 +125,26 @@ def _classification(config: TrainConfig) -> Task:
         eval_data = text.batches(
             text.held_out, config.data, sharding=rows, epochs=1, shuffle=False
         )
+    kept = None
+    if own is not None and own != head:
+        kept = kept_of(_encoder(config), own, head).told
     return Task(
         config=dataclasses.replace(config, head=head),
         text=text,
         train_data=text.batches(text.train, config.data, sharding=rows),
         eval_data=eval_data,
+        head=kept,
     )
+
+
+def _head_of_source(config: TrainConfig) -> HeadConfig | None:
+    """The head in the Hugging Face files that a run begins with, if they have one."""
+    if config.source is None:
+        return None
+    directory = local_directory(config.source)
+    if run_directory.is_run(directory):
+        return None
+    return own_head(Checkpoint(directory))
 
 
 def _encoder(config: TrainConfig) -> EncoderConfig:
