@@ -73,11 +73,11 @@ def main(options: Options) -> Encoder:
     # 3. Train, and write what transformers and we read.
     result = fit(task.config, train_data=task.train_data, eval_data=task.eval_data)
     assert result.evaluation is not None
-    counted, held_out = result.evaluation.tokens, len(task.text.held_out)
-    print(
-        f"accuracy on {counted} of {held_out} held-out texts: "
-        f"{result.evaluation.accuracy:.1%}"
-    )
+    found, held_out = result.evaluation, len(task.text.held_out)
+    quality = f"loss {found.loss:.3f}"
+    if found.accuracy is not None:  # which numbers have none of
+        quality = f"accuracy {found.accuracy:.1%}"
+    print(f"{quality} on {found.tokens} of {held_out} held-out texts")
     export(directory, directory / "model")
     return Encoder.from_pretrained(directory / "model")
 

@@ -44,8 +44,7 @@ class Task:
             head = "" if self.head is None else f"; {self.head}"
             return (
                 f"text: {len(self.text.train):,} texts to train on, "
-                f"{len(self.text.held_out):,} held out, with the labels "
-                f"{', '.join(self.text.labels)}{head}"
+                f"{len(self.text.held_out):,} held out, {self._labels}{head}"
             )
         train, held_out = self.text.train, self.text.held_out
         documents = f"{len(train):,} documents of {train.num_tokens:,} tokens"
@@ -55,6 +54,14 @@ class Task:
             f"text: {documents} to train on, {len(held_out):,} of "
             f"{held_out.num_tokens:,} held out"
         )
+
+    @property
+    def _labels(self) -> str:
+        assert isinstance(self.text, LabeledText)
+        if self.text.problem == "regression":
+            return f"with {self.text.num_labels} numbers to predict for each"
+        several = "any of " if self.text.problem == "multi_label" else ""
+        return f"with {several}the labels {', '.join(self.text.labels)}"
 
 
 def prepare(config: TrainConfig) -> Task:
@@ -109,10 +116,17 @@ def _classification(config: TrainConfig) -> Task:
     text = load_labeled(config.data)
     head, own = config.head, _head_of_source(config)
     if head is None or head.kind != "sequence" or head.num_labels == 0:
-        head = encoder_head(_encoder(config), "sequence", labels=text.labels)
+        asked: dict[str, Any] = {"labels": text.labels, "problem": text.problem}
+        asked["num_labels"] = text.num_labels
         if own is not None and own.kind == "sequence":  # with its layers
-            count = head.num_labels
-            head = dataclasses.replace(own, num_labels=count, labels=text.labels)
+            head = dataclasses.replace(own, **asked)
+        else:
+            head = encoder_head(_encoder(config), "sequence", **asked)
+    if head.problem != text.problem:
+        raise ValueError(
+            f"the labels of the texts are those of problem {text.problem!r}, the head "
+            f"has {head.problem!r}; begin without a head, or set data.problem"
+        )
     if head.labels and head.labels != text.labels:
         raise ValueError(
             f"the texts have the labels {text.labels}, the head has {head.labels}; "

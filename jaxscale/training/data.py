@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxscale.checks import check_least
+from jaxscale.checks import check_choice, check_least
+from jaxscale.models.heads import Problem
 from jaxscale.models.tokenizer import Tokenizer
 from jaxscale.nn.packing import PackedBatch
 from jaxscale.training.corpus import (
@@ -60,8 +61,12 @@ class DataConfig:
     pair_field: str | None = None
     """Field of a second text, where labels are those of pairs."""
     label_field: str | None = None
-    """Field of the label, a name or an integer, of each text: an encoder learns to
-    classify. None is for text without labels."""
+    """Field of the label of each text: a name or an integer, a list of them, or
+    numbers, as `problem` says. None is for text without labels."""
+    problem: Problem | None = None
+    """What labels are: one of several, any number of them (``multi_label``), or numbers
+    to be predicted (``regression``). None tells by their types: lists are several
+    labels, numbers with a fraction are numbers, all else is one label."""
     weights: tuple[float, ...] = ()
     """Shares of the rows that come from each of the paths, or any multiple of them: 7 3
     is 0.7 0.3. Each path is then a source of its own, shuffled and repeated by itself.
@@ -115,6 +120,13 @@ class DataConfig:
                 f"pair_field {self.pair_field!r} is for texts with labels; name their "
                 "field in label_field, or leave it out"
             )
+        if self.problem is not None:
+            check_choice("problem", self.problem, Problem)
+            if self.label_field is None:
+                raise ValueError(
+                    f"problem {self.problem!r} is for texts with labels; name their "
+                    "field in label_field, or leave it out"
+                )
         if self.weights:
             check_weights(self.weights, self.paths, "paths")
 

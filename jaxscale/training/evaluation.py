@@ -27,8 +27,9 @@ class Evaluation:
 
     loss: float
     """Negative log-likelihood, in nats a token."""
-    accuracy: float
-    """Part of the tokens that were the model's first guess."""
+    accuracy: float | None
+    """Part of the tokens that were the model's first guess, or of the texts with no
+    wrong label; None where answers are numbers (regression)."""
     tokens: int
     """Number of predicted tokens, or of the texts that have a label."""
     batches: int
@@ -99,11 +100,17 @@ def evaluate(
         raise ValueError("eval_data has no batch with a target; give held-out text")
     return Evaluation(
         loss=sum(float(s.nll) for s in sums) / tokens,
-        accuracy=sum(int(s.correct) for s in sums) / tokens,
+        accuracy=_accuracy(sums, tokens),
         tokens=tokens,
         batches=len(sums),
         batches_held_out=held_out,
     )
+
+
+def _accuracy(sums: Sequence[LossSums], tokens: int) -> float | None:
+    if any(s.correct is None for s in sums):
+        return None
+    return sum(int(s.correct) for s in sums) / tokens
 
 
 def to_rows(batch: Any, config: TrainConfig, mesh: Mesh) -> Any:

@@ -67,7 +67,9 @@ def kept_of(
         and all(getattr(own, name) == getattr(head, name) for name in before)
     )
     rows: tuple[int | None, ...] = (None,) * head.num_labels
-    if own.kind == head.kind and own.bias == head.bias and head.num_labels:
+    # A file of one number may leave out what it means.
+    same = own.problem == head.problem or own.num_labels == head.num_labels == 1
+    if same and own.kind == head.kind and own.bias == head.bias and head.num_labels:
         rows = _rows(own, head)
     told = _told(own, head, rows)
     if layers and not set(rows) - {None}:
