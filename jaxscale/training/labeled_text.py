@@ -26,7 +26,7 @@ class LabeledText:
     """Tokenized texts with the number of their label; made by `load_labeled`."""
 
     tokenizer: Tokenizer
-    """Encodes the texts."""
+    """Encodes the texts; it keeps the length at which they were cut."""
     labels: tuple[str, ...]
     """Names of the labels, by their numbers; none where numbers are predicted."""
     problem: Problem
@@ -129,7 +129,7 @@ def load_labeled(config: DataConfig) -> LabeledText:
     )
     to_train = {document.name for document in train}
     return LabeledText(
-        tokenizer=tokenizer,
+        tokenizer=tokenizer.with_max_length(config.seq_len),
         labels=tuple(map(str, names)),
         problem=problem,
         num_labels=len(names) or len(np.atleast_1d(answers[0])),

@@ -145,7 +145,7 @@ def test_from_records_to_answers(tmp_path, problem, good, bad, names, told):
         config,
         data=data,
         optimizer=dataclasses.replace(config.optimizer, learning_rate=0.02),
-        mesh=MeshConfig(fsdp=2, data=2),
+        mesh=MeshConfig(fsdp=2, data=4),
         rules="fsdp",
         dtype="float32",
         steps=25,
@@ -159,7 +159,6 @@ def test_from_records_to_answers(tmp_path, problem, good, bad, names, told):
         task.config,
         train_data=task.train_data,
         eval_data=task.eval_data,
-        devices=jax.devices()[:4],
         writers=(),
     )
     assert result.evaluation.tokens == len(task.text.held_out)
@@ -170,6 +169,10 @@ def test_from_records_to_answers(tmp_path, problem, good, bad, names, told):
     assert written["problem_type"] == expected
     assert load(tmp_path / "hf").head.config == task.config.head
     encoder = Encoder.from_pretrained(tmp_path / "hf")
+    # Texts are cut as in training, by transformers too.
+    assert encoder.max_length == 32
+    settings = json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())
+    assert settings["model_max_length"] == 32
     answers = encoder.predict(["a lovely film 3", "an awful plot 3"])
     if problem == "multi_label":
         assert (answers > 0).tolist() == [[False, True, True], [True, False, False]]
