@@ -73,7 +73,7 @@ def main(options: Options) -> Encoder:
     # 3. Train, and write what transformers and we read.
     result = fit(task.config, train_data=task.train_data, eval_data=task.eval_data)
     assert result.evaluation is not None
-    found, held_out = result.evaluation, len(task.text.held_out)
+    found, held_out = result.evaluation, len(task.text.held_out or ())
     quality = f"loss {found.loss:.3f}"
     if found.accuracy is not None:  # which numbers have none of
         quality = f"accuracy {found.accuracy:.1%}"

@@ -108,9 +108,8 @@ def evaluate(
 
 
 def _accuracy(sums: Sequence[LossSums], tokens: int) -> float | None:
-    if any(s.correct is None for s in sums):
-        return None
-    return sum(int(s.correct) for s in sums) / tokens
+    correct = [int(s.correct) for s in sums if s.correct is not None]
+    return sum(correct) / tokens if correct else None
 
 
 def to_rows(batch: Any, config: TrainConfig, mesh: Mesh) -> Any:
