@@ -30,6 +30,7 @@ class Options:
     seq_len: int = 512
     batch_size: int = 8
     steps: int = 500
+    eval_batches: int | None = None  # drawn at each evaluation; None is all held out
     learning_rate: float = 5e-5
     dtype: str = "bfloat16"
     output_dir: str = "runs/classify"
@@ -56,6 +57,7 @@ def main(options: Options) -> Encoder:
         optimizer=optimizer,
         steps=options.steps,
         eval_every=max(1, options.steps // 4),
+        eval_batches=options.eval_batches,
         dtype=options.dtype,
         output_dir=options.output_dir,
     )
@@ -71,7 +73,11 @@ def main(options: Options) -> Encoder:
     # 3. Train, and write what transformers and we read.
     result = fit(task.config, train_data=task.train_data, eval_data=task.eval_data)
     assert result.evaluation is not None
-    print(f"accuracy on held-out texts: {result.evaluation.accuracy:.1%}")
+    found, held_out = result.evaluation, len(task.text.held_out or ())
+    quality = f"loss {found.loss:.3f}"
+    if found.accuracy is not None:  # which numbers have none of
+        quality = f"accuracy {found.accuracy:.1%}"
+    print(f"{quality} on {found.tokens} of {held_out} held-out texts")
     export(directory, directory / "model")
     return Encoder.from_pretrained(directory / "model")
 

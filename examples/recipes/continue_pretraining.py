@@ -29,6 +29,7 @@ class Options:
     seq_len: int = 1024
     batch_size: int = 8
     steps: int = 1000
+    eval_batches: int | None = None  # drawn at each evaluation; None is 32
     learning_rate: float = 3e-5
     rank: int = 0
     dtype: str = "bfloat16"
@@ -53,6 +54,7 @@ def main(options: Options) -> tuple[Evaluation, Evaluation]:
         optimizer=optimizer,
         lora=LoraConfig(rank=options.rank),
         steps=1,
+        eval_batches=options.eval_batches,
         dtype=options.dtype,
         output_dir=options.output_dir,
     )

@@ -47,6 +47,9 @@ class PruneCommand:
     """Importance scores, and the schedule of the stages."""
     steps: int = 200
     """Training steps under the masks."""
+    eval_batches: int | None = None
+    """Most batches of an evaluation, drawn evenly from the held-out text; by default as
+    in the run, or 32."""
     learning_rate: float | None = None
     """Peak of the training under the masks; by default half that of the run, or 3e-5
     for a model of no run."""
@@ -134,7 +137,11 @@ def _run(command: PruneCommand, directory: Path) -> Pruned:
                 run.optimizer.learning_rate
             )  # meant for weights that are good already
         config = tuning_config(
-            dataclasses.replace(run, data=command.data),
+            dataclasses.replace(
+                run,
+                data=command.data,
+                eval_batches=command.eval_batches or run.eval_batches,
+            ),
             steps=command.steps,
             learning_rate=rate,
             mesh=command.mesh,

@@ -13,7 +13,7 @@ from jaxscale.models.encoder_config import EncoderConfig
 from jaxscale.models.gemma import GEMMA, GEMMA2, GEMMA3
 from jaxscale.models.gpt import GPT2, GPTJ
 from jaxscale.models.gpt_neox import GPT_NEOX
-from jaxscale.models.heads import HeadConfig, HeadKind
+from jaxscale.models.heads import HeadConfig, HeadKind, Problem
 from jaxscale.models.hf.family import Family, Heads, read_labels, write_labels
 from jaxscale.models.hf.keys import Keys, check_finite, require
 from jaxscale.models.llama import LLAMA
@@ -73,6 +73,7 @@ def encoder_head(
     *,
     num_labels: int | None = None,
     labels: tuple[str, ...] = (),
+    problem: Problem = "single_label",
 ) -> HeadConfig:
     """The head that the family of `config` has for a task.
 
@@ -81,6 +82,7 @@ def encoder_head(
         kind: The task.
         num_labels: Number of labels, for ``sequence`` and ``token``.
         labels: Names of the labels; they also say their number.
+        problem: Meaning of the answers of ``sequence``, as `HeadConfig.problem`.
 
     Raises:
         ValueError: the family has no such head, or the number of labels does not fit.
@@ -94,7 +96,9 @@ def encoder_head(
     head = heads.read(Keys(config_to_hf(config)), kind)
     if num_labels is None:
         num_labels = len(labels) or {"span": 2}.get(kind, 0)
-    return dataclasses.replace(head, num_labels=num_labels, labels=labels)
+    return dataclasses.replace(
+        head, num_labels=num_labels, labels=labels, problem=problem
+    )
 
 
 def config_from_hf(values: Mapping[str, Any]) -> Any:

@@ -27,6 +27,7 @@ from pallas_kernels.varlen_attention import segment_ids_from_cu_seqlens
 
 
 type HeadKind = Literal["masked_lm", "sequence", "token", "span", "pooler"]
+type Problem = Literal["single_label", "multi_label", "regression"]
 type Pooling = Literal["first", "mean", "max"]
 type HeadActivation = Literal["gelu", "gelu_tanh", "relu", "tanh"]
 
@@ -56,6 +57,9 @@ class HeadConfig:
     """Labels, C; 2 for ``span``, 0 for ``masked_lm`` and ``pooler``."""
     labels: tuple[str, ...] = ()
     """Names of the labels; empty where they have none."""
+    problem: Problem = "single_label"
+    """Meaning of the answers of a ``sequence`` head: one label of several by softmax,
+    any number of labels by sigmoids, or numbers that are the answer themselves."""
     pooling: Pooling = "first"
     """Pooling of a sequence: its first token, or the mean or maximum of all."""
     transform: HeadActivation | None = None
@@ -70,6 +74,7 @@ class HeadConfig:
     def __post_init__(self) -> None:
         for name, kind in (
             ("kind", HeadKind),
+            ("problem", Problem),
             ("pooling", Pooling),
             ("transform", HeadActivation),
         ):
@@ -82,6 +87,11 @@ class HeadConfig:
             raise ValueError(
                 f"num_labels {self.num_labels}, expected {expected} for kind "
                 f"{self.kind!r}"
+            )
+        if self.problem != "single_label" and self.kind != "sequence":
+            raise ValueError(
+                f"problem {self.problem!r} is for kind 'sequence', not {self.kind!r}; "
+                "leave it out"
             )
         if self.labels and len(self.labels) != self.num_labels:
             raise ValueError(

@@ -502,6 +502,18 @@ class Tokenizer:
         """The ids of all control tokens, those without a role among them."""
         return sorted(self.control_tokens.values())
 
+    def with_max_length(self, max_length: int) -> "Tokenizer":
+        """Return this tokenizer with another note on how long texts of its model are.
+
+        `save` writes it as ``model_max_length``, by which transformers cuts texts and
+        which `Encoder` takes; `encode_inputs` cuts where it is told to.
+
+        Args:
+            max_length: Most tokens of a text.
+        """
+        settings = self._settings | {"model_max_length": max_length}
+        return _restore(self._backend.to_str(), self._tokens, settings)
+
     def __repr__(self) -> str:
         tokens = ", ".join(f"{role}={self._tokens[role]!r}" for role in _ROLES)
         return f"Tokenizer(vocab_size={self.vocab_size}, {tokens})"

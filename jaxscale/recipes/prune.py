@@ -51,7 +51,7 @@ from jaxscale.training import (
     packed_batches,
 )
 from jaxscale.training import run as run_directory
-from jaxscale.training.loop import to_rows
+from jaxscale.training.evaluation import to_rows
 from jaxscale.training.pretrained import pretrained
 
 
@@ -232,7 +232,7 @@ def open_source(
             model = pretrained(config, mesh)
     if not isinstance(model, Decoder):
         raise ValueError(f"--from {source} is an encoder, expected a decoder")
-    check_layers(model, prune)
+    check_layers(model, with_fitting_tile(model, prune))
     text = load_text(config.data)
     if is_run:
         run_directory.check_text(source, text)
@@ -243,6 +243,29 @@ def open_source(
         )
     run_directory.write(directory, config, text)
     return model, text
+
+
+def with_fitting_tile(model: Any, prune: PruneConfig) -> PruneConfig:
+    """Settings whose tile divides the layers of `model`, where theirs is the default.
+
+    Args:
+        model: The dense model.
+        prune: The settings. A tile that was chosen, any but the default, stays.
+
+    Returns:
+        The settings with the largest power of two that fits, from the default down to
+        8; as they are where none does.
+    """
+    if not prune.tiled or prune.tile != PruneConfig.tile:
+        return prune
+    for tile in (128, 64, 32, 16, 8):
+        fitting = dataclasses.replace(prune, tile=tile)
+        try:
+            check_layers(model, fitting)
+        except ValueError:
+            continue
+        return fitting
+    return prune
 
 
 def prune_and_tune(
@@ -261,7 +284,8 @@ def prune_and_tune(
         config: Training under the masks: steps, learning rate, mesh, directory.
         model: The dense model on the mesh of `config`; it is left as it is.
         text: Text to train and to measure on.
-        prune: Pattern and sparsity.
+        prune: Pattern and sparsity. A tile of the default size that does not divide the
+            layers becomes the largest that does, which `say` tells.
         tune: Scores and schedule.
         say: Called with a line on each thing that was done.
         writers: Writers of the records, as in `fit`.
@@ -271,6 +295,13 @@ def prune_and_tune(
         KeyboardInterrupt: a signal ended the training.
     """
     mesh = make_mesh(config.mesh)
+    fitting = with_fitting_tile(model, prune)
+    if fitting != prune:
+        say(
+            f"tiles of {fitting.tile} columns: those of {prune.tile} do not divide the "
+            "layers (kernels of GPUs take 64, 128 and 256)"
+        )
+        prune = fitting
     train_data, eval_data = packed_batches(config, text)
     assert eval_data is not None
     loss = next_token_loss(chunk_size=config.loss_chunk)
@@ -299,7 +330,10 @@ def prune_and_tune(
     if len(stages) > 1:
         at_once = Pruner(prune, one_shot(prune.sparsity), scores=score).start(model)
     before, after = measure(model), measure(at_once)
-    say(f"held-out loss {before.loss:.3f}, pruned {after.loss:.3f}")
+    say(
+        f"held-out loss {before.loss:.3f}, pruned {after.loss:.3f}; both on "
+        f"{before.extent}"
+    )
     result = fit(
         config,
         train_data=train_data,

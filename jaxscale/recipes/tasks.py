@@ -5,7 +5,10 @@ from typing import Any
 
 from jax.sharding import NamedSharding
 
-from jaxscale.models import EncoderConfig, encoder_head
+from jaxscale.models import EncoderConfig, HeadConfig, encoder_head
+from jaxscale.models.hf.files import Checkpoint
+from jaxscale.models.hf.hub import local_directory
+from jaxscale.models.hf.load import own_head
 from jaxscale.sharding import make_mesh
 from jaxscale.training import (
     MaskedBatches,
@@ -14,7 +17,9 @@ from jaxscale.training import (
     load_text,
     packed_batches,
 )
+from jaxscale.training import run as run_directory
 from jaxscale.training.data.labeled_text import LabeledText, load_labeled
+from jaxscale.training.kept_head import kept_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,15 +34,17 @@ class Task:
     """Batches for `fit`."""
     eval_data: Any
     """Held-out batches for `fit`, or None."""
+    head: str | None = None
+    """What the head takes over from that of the source, in words."""
 
     @property
     def told(self) -> str:
         """How much text there is, in words."""
         if isinstance(self.text, LabeledText):
+            head = "" if self.head is None else f"; {self.head}"
             return (
                 f"text: {len(self.text.train):,} texts to train on, "
-                f"{len(self.text.held_out):,} held out, with the labels "
-                f"{', '.join(self.text.labels)}"
+                f"{len(self.text.held_out):,} held out, {self._labels}{head}"
             )
         train, held_out = self.text.train, self.text.held_out
         documents = f"{len(train):,} documents of {train.num_tokens:,} tokens"
@@ -47,6 +54,14 @@ class Task:
             f"text: {documents} to train on, {len(held_out):,} of "
             f"{held_out.num_tokens:,} held out"
         )
+
+    @property
+    def _labels(self) -> str:
+        assert isinstance(self.text, LabeledText)
+        if self.text.problem == "regression":
+            return f"with {self.text.num_labels} numbers to predict for each"
+        several = "any of " if self.text.problem == "multi_label" else ""
+        return f"with {several}the labels {', '.join(self.text.labels)}"
 
 
 def prepare(config: TrainConfig) -> Task:
@@ -99,9 +114,19 @@ def _masked(config: TrainConfig) -> Task:
 
 def _classification(config: TrainConfig) -> Task:
     text = load_labeled(config.data)
-    head = config.head
+    head, own = config.head, _head_of_source(config)
     if head is None or head.kind != "sequence" or head.num_labels == 0:
-        head = encoder_head(_encoder(config), "sequence", labels=text.labels)
+        asked: dict[str, Any] = {"labels": text.labels, "problem": text.problem}
+        asked["num_labels"] = text.num_labels
+        if own is not None and own.kind == "sequence":  # with its layers
+            head = dataclasses.replace(own, **asked)
+        else:
+            head = encoder_head(_encoder(config), "sequence", **asked)
+    if head.problem != text.problem:
+        raise ValueError(
+            f"the labels of the texts are those of problem {text.problem!r}, the head "
+            f"has {head.problem!r}; begin without a head, or set data.problem"
+        )
     if head.labels and head.labels != text.labels:
         raise ValueError(
             f"the texts have the labels {text.labels}, the head has {head.labels}; "
@@ -114,12 +139,26 @@ def _classification(config: TrainConfig) -> Task:
         eval_data = text.batches(
             text.held_out, config.data, sharding=rows, epochs=1, shuffle=False
         )
+    kept = None
+    if own is not None and own != head:
+        kept = kept_of(_encoder(config), own, head).told
     return Task(
         config=dataclasses.replace(config, head=head),
         text=text,
         train_data=text.batches(text.train, config.data, sharding=rows),
         eval_data=eval_data,
+        head=kept,
     )
+
+
+def _head_of_source(config: TrainConfig) -> HeadConfig | None:
+    """The head in the Hugging Face files that a run begins with, if they have one."""
+    if config.source is None:
+        return None
+    directory = local_directory(config.source)
+    if run_directory.is_run(directory):
+        return None
+    return own_head(Checkpoint(directory))
 
 
 def _encoder(config: TrainConfig) -> EncoderConfig:

@@ -36,9 +36,10 @@ from jaxscale.training.diagnosis.suite import (
     diagnose,
 )
 from jaxscale.training.divergence import Diverged
+from jaxscale.training.evaluation import Evaluation, evaluate
 from jaxscale.training.gradients import accumulated
 from jaxscale.training.hardware import mfu, peak_flops
-from jaxscale.training.loop import Evaluation, FitResult, evaluate, fit, packed_batches
+from jaxscale.training.loop import FitResult, fit, packed_batches
 from jaxscale.training.losses import LossSums, chunked_cross_entropy
 from jaxscale.training.masked import MaskedBatches, MaskingConfig, masked_lm_loss
 from jaxscale.training.monitor import (

@@ -30,6 +30,10 @@ MAX_SEED = 2**32 - 1
 """`jax.random.key` keeps 32 bits: a larger seed would act as a smaller one."""
 
 
+EVAL_BATCHES_OF_TEXT = 32
+"""Most batches of an evaluation without labels, where the settings do not say."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Everything that `fit` needs to know about a run.
@@ -102,8 +106,10 @@ class TrainConfig:
     """Decides the initial parameters."""
     eval_every: int = 100
     """Steps between evaluations on the held-out batches; the last step has one too."""
-    eval_batches: int = 16
-    """Most batches of an evaluation."""
+    eval_batches: int | None = None
+    """Most batches of an evaluation: where more are held out, so many are drawn from
+    all of them, evenly and each time the same. None is all of the texts with labels
+    (heads ``sequence`` and ``token``), and 32 batches of other text."""
     checkpoint_every: int = 500
     """Steps between checkpoints; the last step has one too."""
     keep: int = 3
@@ -139,7 +145,6 @@ class TrainConfig:
             "chunks",
             "loss_chunk",
             "eval_every",
-            "eval_batches",
             "checkpoint_every",
             "keep",
             "max_skipped",
@@ -169,7 +174,10 @@ class TrainConfig:
                 f"head {self.head.kind!r} is for encoders, and model is a decoder; "
                 "leave it out"
             )
-        for name in ("keep_every", "check_replicas_every", "profile_every", "step"):
+        for name in (
+            *("eval_batches", "keep_every", "check_replicas_every", "profile_every"),
+            "step",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} {value} must be at least 1, or None")
@@ -203,6 +211,13 @@ class TrainConfig:
         sizes = {axis: getattr(self.mesh, axis) for axis in MESH_AXES}
         # An axis of size -1 is known, and checked by `fit`, when the devices are.
         self.check_mesh({axis: max(size, 1) for axis, size in sizes.items()})
+
+    @property
+    def eval_limit(self) -> int | None:
+        """Most batches of an evaluation, `eval_batches` or its default; None is all."""
+        labeled = self.head is not None and self.head.kind in ("sequence", "token")
+        default = None if labeled else EVAL_BATCHES_OF_TEXT
+        return default if self.eval_batches is None else self.eval_batches
 
     @property
     def axis_rules(self) -> AxisRules:

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jaxscale import __version__
 from jaxscale.observability.bar import in_jupyter
 from jaxscale.training.config import TrainConfig
+from jaxscale.training.layerwise import of_muon
 from jaxscale.training.monitor import ProgressBar, Record, Writer
 
 
@@ -70,6 +71,11 @@ class LineWriter(Writer):
             for name in _NOT_FINITE
             if name in record and record[name] is None
         ]
+        if record.get("eval_batches_held_out"):
+            shown.append(
+                f"{record['eval_batches']} of {record['eval_batches_held_out']} "
+                "held-out batches"
+            )
         if record.get("skipped"):
             shown.append(f"{record['skipped']} updates skipped")
         self.note(f"step {record['step']} of {self._total}: {', '.join(shown)}")
@@ -115,10 +121,23 @@ def describe(config: TrainConfig, mesh: Mesh, state: Any) -> list[str]:
         f"model: {count:,} parameters; parameters and moments take "
         f"{_size(_bytes_of_a_device(state))} of {_memory(mesh)}"
     )
+    if config.optimizer.kind == "muon":
+        lines += _of_each_kind(parameters)
     for name, values in settings(config).items():
         shown = " ".join(f"{key}={value}" for key, value in values.items())
         lines.append(f"settings of {name}: {shown}")
     return lines
+
+
+def _of_each_kind(parameters: Any) -> list[str]:
+    """Lines on which parameters Muon takes, and which AdamW."""
+    names: dict[bool, list[str]] = {True: [], False: []}
+    for path, by_muon in jax.tree_util.tree_leaves_with_path(of_muon(parameters)):
+        names[by_muon].append(jax.tree_util.keystr(path, simple=True, separator="."))
+    return [
+        f"{kind} takes {', '.join(names[by_muon]) or 'nothing'}"
+        for by_muon, kind in ((True, "muon"), (False, "adamw"))
+    ]
 
 
 def facts(config: TrainConfig, mesh: Mesh) -> dict[str, str]:

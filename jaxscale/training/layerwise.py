@@ -3,7 +3,8 @@
 A stack of layers is one array, which Optax's own transforms take for one layer.
 """
 
-from collections.abc import Callable
+import collections
+import re
 from typing import Any
 
 import jax
@@ -65,18 +66,18 @@ def scale_by_trust_ratio_of_layers() -> optax.GradientTransformation:
 def scale_by_muon_of_layers(
     others: optax.GradientTransformation,
     *,
-    is_matrix: Callable[[nnx.Variable], bool],
     mu_dtype: str = "float32",
     memory_kind: MemoryKind = "device",
 ) -> optax.GradientTransformation:
-    """Muon of Optax for the matrices of layers, another transform for all else.
+    """Muon of Optax for the matrices of hidden layers, another transform for all else.
+
+    `of_muon` tells which these are.
 
     The update of each layer's matrix is orthogonalized by itself, and scaled to the
     root mean square of Adam's, 0.2, so that the learning rates of Adam serve.
 
     Args:
-        others: For norms, biases, embeddings and the output projection.
-        is_matrix: Which parameters of layers are matrices.
+        others: For norms, biases, embeddings and heads.
         mu_dtype: Type in which the momentum is kept.
         memory_kind: Where it is kept.
 
@@ -89,10 +90,6 @@ def scale_by_muon_of_layers(
             lambda x: contrib.MuonDimensionNumbers(x.ndim - 2, x.ndim - 1), updates
         )
 
-    def label(node: Any) -> str:
-        of_layers = _is_variable(node) and "layers" in logical_axes(node)
-        return "muon" if of_layers and is_matrix(node) else "others"
-
     muon = optax.chain(
         keep_moments(
             contrib.scale_by_muon(weight_dimension_numbers=dimensions),
@@ -103,8 +100,89 @@ def scale_by_muon_of_layers(
     )
     return optax.partition(
         {"muon": muon, "others": others},
-        lambda params: jax.tree.map(label, params, is_leaf=_is_variable),
+        lambda params: jax.tree.map(
+            lambda m: "muon" if m else "others", of_muon(params)
+        ),
     )
+
+
+_OUTSIDE = re.compile(
+    r"embed|^(table|wte|wpe|.*tokens?|.*positions?)$"
+    r"|(^|_)(un)?(heads?|logits|classifier|score|readout|vocab)$"
+)
+"""Names of modules and parameters that read tokens, or give the answer."""
+
+
+def of_muon(params: Any) -> Any:
+    """True for each parameter that Muon takes: the matrices of hidden layers.
+
+    A matrix has two dimensions beside those of a stack of layers, by the logical axes
+    or, without these, by its shape. Embeddings and heads are left out: by their axis
+    ``vocab``, by their name or that of a module around them, or, without axes, as the
+    only matrix between the width and the number of rows of a table of embeddings.
+
+    Args:
+        params: Parameters of any NNX module, as ``nnx.state(model, nnx.Param)``.
+
+    Returns:
+        The tree with a boolean in the place of each variable.
+
+    Example:
+        >>> rngs = nnx.Rngs(0)
+        >>> layers = nnx.Dict(
+        ...     embed=nnx.Embed(9, 4, rngs=rngs), up=nnx.Linear(4, 8, rngs=rngs)
+        ... )
+        >>> found = of_muon(nnx.state(layers, nnx.Param))
+        >>> found["embed"]["embedding"], found["up"]["kernel"], found["up"]["bias"]
+        (False, True, False)
+    """
+    nodes, structure = jax.tree_util.tree_flatten_with_path(
+        params, is_leaf=_is_variable
+    )
+    found = [_inside(path, node) for path, node in nodes]
+    shapes = [
+        tuple(sorted(node.shape)) if set(_axes(node)) == {None} else None
+        for _, node in nodes
+    ]
+    tables = {
+        shape
+        for shape, (path, _) in zip(shapes, nodes, strict=True)
+        if shape and re.search("embed|wte", "/".join(_names(path)))
+    }
+    count = collections.Counter(
+        shape for shape, inside in zip(shapes, found, strict=True) if inside
+    )
+    heads = {shape for shape in tables if count[shape] == 1}
+    found = [
+        inside and shape not in heads
+        for inside, shape in zip(found, shapes, strict=True)
+    ]
+    return jax.tree.unflatten(structure, found)
+
+
+def _axes(node: Any) -> tuple[str | None, ...]:
+    return logical_axes(node) if _is_variable(node) else (None,) * node.ndim
+
+
+def _inside(path: tuple[Any, ...], node: Any) -> bool:
+    """Whether a parameter is a matrix, and by its names that of a hidden layer."""
+    axes = _axes(node)
+    inner = [i for i, axis in enumerate(axes) if axis not in STACK_AXES]
+    named = [axes[i] for i in inner]
+    return (
+        len(inner) == 2
+        and min(node.shape[i] for i in inner) > 1
+        and not {"norm", "vocab"} & set(named)
+        and not any(_OUTSIDE.search(name) for name in _names(path))
+    )
+
+
+def _names(path: tuple[Any, ...]) -> list[str]:
+    return [
+        name.lower()
+        for entry in path
+        if (name := jax.tree_util.keystr((entry,), simple=True)) != "value"
+    ]
 
 
 def _scale_to_rms(rms: float) -> optax.GradientTransformation:

@@ -28,6 +28,7 @@ from jaxscale.training.console import console_writer, describe, peak_memory
 from jaxscale.training.data.packed import PackedBatches, TextData
 from jaxscale.training.device_events import device_events
 from jaxscale.training.divergence import DivergenceGuard
+from jaxscale.training.evaluation import Evaluation, closing, evaluate, to_rows
 from jaxscale.training.gradients import LossFunction
 from jaxscale.training.hardware import peak_flops
 from jaxscale.training.lock import locked
@@ -45,7 +46,6 @@ from jaxscale.training.optimizer import (
 from jaxscale.training.preemption_signal import stop_on_signal
 from jaxscale.training.pretrained import pretrained
 from jaxscale.training.step import (
-    EvalStep,
     Metrics,
     TrainState,
     has_frozen,
@@ -61,18 +61,6 @@ logger = logging.getLogger("jaxscale.training")
 
 type Hook = Callable[[int, TrainState, Metrics], TrainState | None]
 """``hook(step, state, metrics)`` after each step; a state it returns replaces ours."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """Means over the held-out tokens."""
-
-    loss: float
-    """Negative log-likelihood, in nats a token."""
-    accuracy: float
-    """Part of the tokens that were the model's first guess."""
-    tokens: int
-    """Number of predicted tokens."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,7 +102,8 @@ def fit(
         train_data: Batches (`PackedBatch`) for all steps. Its iterator has
             ``get_state()`` and ``set_state(state)``, as that of `PackedBatches`, and
             may have ``progress()``: numbers for the metrics.
-        eval_data: Held-out batches; each evaluation begins at the first.
+        eval_data: Held-out batches, of which ``config.eval_batches`` are evaluated; see
+            `evaluate`.
         model: A model to begin with, for example pretrained; it is taken over, its
             arrays are donated. What it is, it says itself: its types, `remat`,
             `scan_layers`, `tensor_parallel` and `quantization` count, whatever `config`
@@ -185,7 +174,7 @@ def fit(
         asked_to_stop = stack.enter_context(stop_on_signal())
         checkpoints = stack.enter_context(_checkpointer(config))
         monitor = stack.enter_context(_monitor(config, mesh, writers, events))
-        batches: Any = stack.enter_context(_closing(iter(train_data)))
+        batches: Any = stack.enter_context(closing(iter(train_data)))
         # Before the above are closed, which may wait for processes that are dead.
         stack.enter_context(events.reported())
 
@@ -270,49 +259,9 @@ def packed_batches(
     )
 
 
-def evaluate(
-    config: TrainConfig,
-    mesh: Mesh,
-    eval_step: EvalStep,
-    state: TrainState,
-    eval_data: Iterable[Any],
-) -> Evaluation:
-    """Means over the first ``config.eval_batches`` held-out batches, from the first.
-
-    Args:
-        config: The run.
-        mesh: The devices that share the rows of a batch.
-        eval_step: From `make_eval_step`.
-        state: Has the model.
-        eval_data: Held-out batches, as given to `fit`.
-
-    Raises:
-        ValueError: no batch has a target.
-    """
-    with _closing(iter(eval_data)) as batches:
-        sums = [
-            eval_step(state.model, to_rows(batch, config, mesh))
-            for batch in itertools.islice(batches, config.eval_batches)
-        ]
-    sums = jax.device_get(sums)
-    tokens = sum(int(s.tokens) for s in sums)
-    if tokens == 0:
-        raise ValueError("eval_data has no batch with a target; give held-out text")
-    return Evaluation(
-        loss=sum(float(s.nll) for s in sums) / tokens,
-        accuracy=sum(int(s.correct) for s in sums) / tokens,
-        tokens=tokens,
-    )
-
-
-def to_rows(batch: Any, config: TrainConfig, mesh: Mesh) -> Any:
-    """`batch` with its rows spread over the mesh; nothing moves if they are already."""
-    return jax.device_put(batch, NamedSharding(mesh, config.axis_rules.spec("batch")))
-
-
 def _check_data(train_data: Any, eval_data: Any) -> None:
     """Fail now, not at the first checkpoint or the second evaluation."""
-    with _closing(iter(train_data)) as batches:
+    with closing(iter(train_data)) as batches:
         if not (hasattr(batches, "get_state") and hasattr(batches, "set_state")):
             raise TypeError(
                 f"train_data gives a {type(batches).__name__} without get_state() and "
@@ -484,15 +433,6 @@ def _monitor(
         events=events,
         devices=device_events(config, mesh, events),
     )
-
-
-@contextlib.contextmanager
-def _closing(iterator: Iterator[Any]) -> Iterator[Iterator[Any]]:
-    """`iterator`, whose threads are stopped at the end if it has any."""
-    try:
-        yield iterator
-    finally:
-        getattr(iterator, "close", lambda: None)()
 
 
 def _progress(batches: Any) -> dict[str, float]:

@@ -26,8 +26,9 @@ class LossSums(NamedTuple):
     """The penalty ``z_loss * logsumexp**2``, its coefficient included."""
     tokens: Int[Array, ""]
     """Number of unmasked tokens."""
-    correct: Int[Array, ""]
-    """Number of unmasked tokens whose target has the largest logit."""
+    correct: Int[Array, ""] | None
+    """Number of unmasked tokens whose target has the largest logit; None where answers
+    are numbers, which are not right or wrong."""
     inputs: Int[Array, ""] | None = None
     """Number of tokens that the model read, where it is not that of the unmasked."""
 

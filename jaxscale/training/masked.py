@@ -3,6 +3,7 @@
 Axes: B rows, T tokens of a row, S sequences of a row.
 """
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
@@ -118,6 +119,16 @@ class MaskedBatches:
     def is_endless(self) -> bool:
         """True if no pass over the corpus is the last."""
         return self.batches.is_endless
+
+    def sample(self, count: int) -> "MaskedBatches":
+        """Return `count` batches of rows that are drawn evenly from all, always alike.
+
+        Args:
+            count: Batches, fewer than there are.
+        """
+        drawn = copy.copy(self)
+        drawn.batches = self.batches.sample(count)
+        return drawn
 
     def __iter__(self) -> "MaskedBatchIterator":
         return MaskedBatchIterator(self)

@@ -34,7 +34,8 @@ class OptimizerConfig:
 
     kind: Literal["adamw", "lamb", "muon"] = "adamw"
     """AdamW; LAMB, which scales the update of each layer's parameter to its norm, for
-    large batches; or Muon for the matrices of layers, AdamW for the rest."""
+    large batches; or Muon for the matrices of hidden layers, AdamW for the rest, as the
+    log of the run says."""
     learning_rate: float = 3e-4
     """Peak learning rate, reached at the end of the warm-up."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
@@ -276,7 +277,6 @@ def make_optimizer(
     if config.kind == "muon":
         scale = scale_by_muon_of_layers(
             scale,
-            is_matrix=decays,
             mu_dtype=config.mu_dtype,
             memory_kind=config.memory_kind,
         )

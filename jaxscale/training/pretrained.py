@@ -1,6 +1,7 @@
 """The model that a run begins with, where it has weights already."""
 
 import dataclasses
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,11 @@ from jaxscale.training import run as run_directory
 from jaxscale.training.assemble import adapted, make_model
 from jaxscale.training.checkpoint.store import Checkpointer
 from jaxscale.training.config import TrainConfig
+from jaxscale.training.kept_head import kept_of, with_head
 from jaxscale.training.step import with_frozen
+
+
+logger = logging.getLogger("jaxscale.training")
 
 
 def pretrained(
@@ -37,7 +42,8 @@ def pretrained(
     """The model of ``config.source``, with types and adapters as `config` says.
 
     An encoder gets the head of `config`, with the parameters of its files if it is the
-    one that these hold, and new ones if not.
+    one that these hold. Another one keeps the rows of labels that both have, and the
+    pooler; the rest is new.
 
     Args:
         config: The settings of the run; they name the source.
@@ -164,10 +170,16 @@ def _of_hugging_face(
     config: TrainConfig, directory: Path, mesh: Mesh, rules: AxisRules
 ) -> Decoder | EncoderModel:
     options: dict[str, Any] = {"tensor_parallel": config.tensor_parallel}
+    kept = None
     if isinstance(config.model, EncoderConfig):
         own = own_head(Checkpoint(directory))
-        options = {"head": "file" if own == config.head else config.head}
-    return load(
+        if config.head is not None and config.head != own:
+            kept = kept_of(config.model, own, config.head)
+            logger.info("%s", kept.told)
+        if kept is not None and not kept.anything:
+            kept = None
+        options = {"head": "file" if own == config.head or kept else config.head}
+    model = load(
         directory,
         seed=config.seed,
         mesh=mesh,
@@ -178,3 +190,7 @@ def _of_hugging_face(
         scan_layers=config.scan_layers,
         **options,
     )
+    if kept is None:
+        return model
+    assert config.head is not None
+    return with_head(model, config.head, kept, seed=config.seed, mesh=mesh, rules=rules)

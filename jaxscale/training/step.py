@@ -217,10 +217,10 @@ def make_train_step(
             again.
 
     Returns:
-        The step. Its metrics are scalars: mean `loss` and `z_loss` by token,
-        `accuracy`, `grad_norm` before clipping, `param_norm` before the update, `lr`,
-        `tokens` of this batch (all that the model read, if the loss tells them), and
-        `skipped` updates until now.
+        The step. Its metrics are scalars: mean `loss` and `z_loss` by token, `accuracy`
+        if the loss tells it, `grad_norm` before clipping, `param_norm` before the
+        update, `lr`, `tokens` of this batch (all that the model read, if the loss tells
+        them), and `skipped` updates until now.
     """
     optimizer = optax.with_extra_args_support(optimizer)
 
@@ -258,13 +258,14 @@ def make_train_step(
         metrics = {
             "loss": sums.nll / tokens,
             "z_loss": sums.z_loss / tokens,
-            "accuracy": sums.correct.astype(jnp.float32) / tokens,
             "grad_norm": norm,
             "param_norm": global_norm(params),
             "lr": schedule(state.step - state.skipped),
             "tokens": sums.tokens if sums.inputs is None else sums.inputs,
             "skipped": new_state.skipped,
         }
+        if sums.correct is not None:
+            metrics["accuracy"] = sums.correct.astype(jnp.float32) / tokens
         return new_state, metrics
 
     outputs = None if shardings is None else (shardings, None)

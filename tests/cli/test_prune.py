@@ -122,7 +122,7 @@ def test_prune_trains_under_masks_and_reports(trained, command, tmp_path):
             ["--schedule", "paper", "--steps", "10"],
             "half of them are fewer than the 8 stages of the schedule paper",
         ),
-        (["--tile", "128"], "tile 128 does not divide the 16 columns of layer blocks"),
+        (["--tile", "24"], "tile 24 does not divide the 16 columns of layer blocks"),
         (
             ["--tile", "8", "--dense", "blocks.mlp.upp"],
             r"dense 'blocks.mlp.upp' is no layer of the model \(did you mean",
@@ -144,7 +144,7 @@ def test_a_pretrained_decoder_is_pruned_on_text_of_ones_own(trained, command, tm
     assert code == 0, err
     text = run_directory.read_config(trained).data.paths[0]
     options = [
-        *("--from", weights, "--output-dir", directory, "--steps", 2, "--tile", 8),
+        *("--from", weights, "--output-dir", directory, "--steps", 2),
         *("--data.paths", text, "--data.seq-len", 32, "--data.held-out-fraction", 0.3),
         *("--score", "magnitude", "--pattern", "tw"),
     ]
@@ -153,6 +153,8 @@ def test_a_pretrained_decoder_is_pruned_on_text_of_ones_own(trained, command, tm
     code, out, err = command("prune", *options)
     assert code == 0, err
     assert "dense trained as long" in out
+    assert "tiles of 16 columns: those of 128 do not divide the layers" in out
+    assert re.search(r"pruned \d\.\d+; both on \d+ of \d+ held-out batches", out)
     run = run_directory.read_config(directory)
     assert run.source == str(weights) and run.optimizer.learning_rate == 3e-5
     # The weights are those of the source: training at this rate hardly moves them.

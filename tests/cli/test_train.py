@@ -271,7 +271,9 @@ def test_train_resume_and_generate(call, tmp_path, text, capfd):
     options += ["--optimizer.schedule", "constant"]
     code, out, err = call(*options, "--steps", "3")
     assert code == 0, err
-    assert re.search(rf"3 steps, held-out loss \d\.\d+; try: .* --from {run} ", out)
+    extent = r"\(\d+ of \d+ held-out batches\)"
+    said = rf"3 steps, held-out loss \d\.\d+ {extent}; try: .* --from {run} "
+    assert re.search(said, out)
     assert json.loads((run / "run.json").read_text())["config"]["steps"] == 3
     page = (run / "report.html").read_text()
     assert "learning rate" in page and '["optimizer.schedule","constant"]' in page

@@ -9,10 +9,15 @@ import optax
 import pytest
 from flax import nnx
 
+from jaxscale.models import EncoderModel, encoder_head, encoder_preset
+from jaxscale.models.llama import llama_tiny
 from jaxscale.sharding import fsdp_tp, make_mesh, shardings
 from jaxscale.sharding.parameters import partitioned
 from jaxscale.training.checkpoint.store import named_leaves
-from jaxscale.training.layerwise import scale_by_trust_ratio_of_layers
+from jaxscale.training.config import TrainConfig
+from jaxscale.training.console import describe
+from jaxscale.training.data.packed import DataConfig
+from jaxscale.training.layerwise import of_muon, scale_by_trust_ratio_of_layers
 from jaxscale.training.optimizer import (
     OptimizerConfig,
     decays,
@@ -219,3 +224,81 @@ def test_a_layer_of_zeros_stays_zero():
     for kind in ("adamw", "lamb", "muon"):
         optimizer = make_optimizer(OptimizerConfig(kind=kind), 10)
         np.testing.assert_array_equal(updated(optimizer, zeros, zeros)["w"][...], 0)
+
+
+class Own(nnx.Module):
+    """A model that knows nothing of logical axes."""
+
+    def __init__(self, rngs):
+        self.wte = nnx.Embed(50, 8, rngs=rngs)
+        self.wpe = nnx.Embed(16, 8, rngs=rngs)
+        self.blocks = nnx.List(
+            [
+                nnx.Dict(
+                    norm=nnx.LayerNorm(8, rngs=rngs),
+                    attention=nnx.Linear(8, 8, rngs=rngs),
+                    up=nnx.Linear(8, 16, rngs=rngs),
+                    down=nnx.Linear(16, 8, rngs=rngs),
+                )
+                for _ in range(2)
+            ]
+        )
+        self.conv = nnx.Conv(8, 8, (3,), rngs=rngs)
+        self.out = nnx.Linear(8, 50, use_bias=False, rngs=rngs)
+        self.lm_head = nnx.Linear(8, 3, rngs=rngs)
+
+
+def test_muon_takes_the_matrices_of_the_layers_of_any_model():
+    params = nnx.state(Own(nnx.Rngs(0)), nnx.Param)
+    of_each = named_leaves(of_muon(params))
+    assert {name for name, by_muon in of_each.items() if by_muon} == {
+        f"blocks.{i}.{layer}.kernel"
+        for i in range(2)
+        for layer in ("attention", "up", "down")
+    }
+    kind = OptimizerConfig(
+        kind="muon", learning_rate=1.0, schedule="constant", warmup_steps=0,
+        weight_decay=0.0, clip_norm=None,
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    updates = jax.tree.map(
+        lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), params
+    )
+    got = named_leaves(updated(make_optimizer(kind, 10), updates, params))
+    adam = dataclasses.replace(kind, kind="adamw")
+    want = named_leaves(updated(make_optimizer(adam, 10), updates, params))
+    for name, gradient in named_leaves(updates).items():
+        if not of_each[name]:
+            np.testing.assert_allclose(got[name], want[name], rtol=1e-6)
+            continue
+        # As U V^T of the gradient, to the precision of five iterations.
+        left, _, right = np.linalg.svd(gradient, full_matrices=False)
+        scale = 0.2 * max(gradient.shape) ** 0.5
+        singular = np.diag(left.T @ np.asarray(got[name]) @ right.T) / -scale
+        assert (np.abs(singular - 1) < 0.4).all(), name
+
+
+@pytest.mark.parametrize("name", ["modernbert_tiny", "bert_tiny", "deberta_v2_tiny"])
+def test_muon_takes_the_first_layer_of_encoders_too(name):
+    config = encoder_preset(name)
+    head = encoder_head(config, "masked_lm")
+    model = jax.eval_shape(lambda: EncoderModel(config, head=head, rngs=nnx.Rngs(0)))
+    params = nnx.state(model, nnx.Param)
+    of_each = named_leaves(of_muon(params))
+    for name, by_muon in of_each.items():
+        hidden = name.startswith(("first.", "blocks.")) and name.endswith(".kernel")
+        assert by_muon == (hidden and "conv" not in name), name
+    assert sum(of_each.values()) >= 6
+
+
+def test_a_run_says_what_muon_takes():
+    config = TrainConfig(
+        model=llama_tiny(),
+        data=DataConfig(seq_len=64, vocab_size=256),
+        optimizer=OptimizerConfig(kind="muon"),
+    )
+    mesh = make_mesh({"data": 1}, jax.devices()[:1])
+    state = TrainState.create(toy.Toy(), make_optimizer(config.optimizer, 10))
+    lines = describe(config, mesh, state)
+    assert "muon takes down, up" in lines
+    assert "adamw takes embedding, output, scale" in lines

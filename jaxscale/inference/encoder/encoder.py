@@ -142,7 +142,9 @@ class Encoder:
 
         A ``modules.json`` says how sentences are embedded: its pooling, whether
         embeddings are normalized, and the longest text. Without one, the mean over the
-        tokens is taken as it is.
+        tokens is taken as it is, and ``model_max_length`` of the tokenizer is the
+        longest text, which for a model that was trained here is the length at which
+        its texts were cut.
 
         Args:
             path: The directory, with ``config.json``, safetensors and
@@ -188,7 +190,7 @@ class Encoder:
         limit = settings.get("max_length")
         if limit is not None:
             # Where there is no limit, the files say a number of thirty digits.
-            settings["max_length"] = min(limit, model.config.max_seq_len)
+            settings["max_length"] = int(min(limit, model.config.max_seq_len))
         given = {"pooling": pooling, "normalize": normalize, "max_length": max_length}
         settings |= {name: v for name, v in given.items() if v is not None}
         return cls(model, tokenizer, mesh=mesh, **settings)

@@ -10,9 +10,16 @@ from typing import Any
 
 from jaxscale.models.config import DecoderConfig
 from jaxscale.models.encoder_config import EncoderConfig
-from jaxscale.models.heads import HeadConfig, HeadKind
+from jaxscale.models.heads import HeadConfig, HeadKind, Problem
 from jaxscale.models.hf.keys import Keys
 from jaxscale.models.hf.names import TensorMap, linear
+
+
+_PROBLEMS: Mapping[str, Problem] = {
+    "single_label_classification": "single_label",
+    "multi_label_classification": "multi_label",
+    "regression": "regression",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,10 +94,13 @@ def read_labels(values: Keys, head: HeadConfig) -> HeadConfig:
     """`head` with the labels of ``config.json``.
 
     Raises:
-        ValueError: they are not numbered 0, 1, 2, ...
+        ValueError: they are not numbered 0, 1, 2, ..., or ``problem_type`` is none
+            that we have.
     """
     if head.kind in ("masked_lm", "pooler"):
         return head
+    if head.kind == "sequence":
+        head = dataclasses.replace(head, problem=_problem(values))
     names = {str(key): name for key, name in values.get("id2label", {}).items()}
     if not names:
         return dataclasses.replace(head, num_labels=values.get("num_labels", 2))
@@ -107,14 +117,30 @@ def read_labels(values: Keys, head: HeadConfig) -> HeadConfig:
     )
 
 
+def _problem(values: Keys) -> Problem:
+    """What ``problem_type`` says; None is what transformers makes of whole numbers."""
+    found = values.get("problem_type", None)
+    if found is None:
+        return "single_label"
+    if found not in _PROBLEMS:
+        raise ValueError(
+            f"problem_type {found!r} of config.json is not supported, only "
+            f"{sorted(_PROBLEMS)}; load the encoder alone with head=None, or give "
+            "another head"
+        )
+    return _PROBLEMS[found]
+
+
 def write_labels(head: HeadConfig) -> dict[str, Any]:
     """The keys that name the labels of a head."""
     if not head.num_labels:
         return {}
+    problem = next(name for name, p in _PROBLEMS.items() if p == head.problem)
     names = head.labels or tuple(f"LABEL_{i}" for i in range(head.num_labels))
     return {
         "id2label": {str(i): name for i, name in enumerate(names)},
         "label2id": {name: i for i, name in enumerate(names)},
+        **({"problem_type": problem} if head.problem != "single_label" else {}),
     }
 
 

@@ -22,7 +22,8 @@ def sentence_settings(path: Path) -> dict[str, Any]:
     """Read how a directory embeds sentences.
 
     Args:
-        path: The directory. Without a ``modules.json`` it says nothing.
+        path: The directory. Without a ``modules.json`` it says no more than the length
+            of texts.
 
     Returns:
         The folder of the model as `path`, and what the files say of `normalize`,
@@ -35,7 +36,7 @@ def sentence_settings(path: Path) -> dict[str, Any]:
     settings: dict[str, Any] = {"path": path}
     file = path / "modules.json"
     if not file.is_file():
-        return settings
+        return settings | {"max_length": _text_settings(path)["max_length"]}
     settings["normalize"] = False
     for module, folder in _modules(file):
         kind = module.rpartition(".")[2]

@@ -3,23 +3,27 @@
 Axes: B rows, T tokens of a row, S sequences of a row, C labels.
 """
 
+import copy
 import dataclasses
 import functools
 import hashlib
 import sys
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Shaped
 
+from jaxscale.checks import check_choice
+from jaxscale.models.heads import Problem
 from jaxscale.models.tokenizer import EncodedText
 from jaxscale.nn.packing import assign_rows, cu_seqlens_of_lengths
 from jaxscale.training.data.placement import MAX_PREFETCH, RowPlacement, prefetched
+from jaxscale.training.data.row_packing import spread
 from jaxscale.training.losses import LossSums
 from jaxscale.training.step import LossFunction
 
@@ -37,12 +41,17 @@ class LabeledBatch:
     """int32, which text of a pair each token belongs to."""
     cu_seqlens: Int[Array | np.ndarray, "B bounds"]
     """int32 [B, S+1], prefix sums of the lengths; the last value is repeated."""
-    labels: Int[Array | np.ndarray, "B _"]
-    """int32, of each sequence [B, S] or of each token [B, T]."""
+    labels: Shaped[Array | np.ndarray, "B _ *C"]
+    """int32, of each sequence [B, S] or of each token [B, T]; or float32 [B, S, C], 1
+    for each label of a sequence, or its numbers."""
     loss_mask: Bool[Array | np.ndarray, "B _"]
     """True for the labels that count."""
     num_labels: int | None = dataclasses.field(default=None, metadata={"static": True})
     """One more than the largest label of all batches, if that is known."""
+    problem: Problem = dataclasses.field(
+        default="single_label", metadata={"static": True}
+    )
+    """What the labels are, as `HeadConfig.problem`."""
 
 
 class LabeledBatches:
@@ -66,8 +75,10 @@ class LabeledBatches:
     def __init__(
         self,
         texts: Sequence[EncodedText],
-        labels: Sequence[int] | Sequence[Sequence[int]],
+        labels: Sequence[Any],
         *,
+        problem: Problem = "single_label",
+        num_labels: int | None = None,
         seq_len: int,
         batch_size: int,
         max_sequences: int,
@@ -82,7 +93,10 @@ class LabeledBatches:
         Args:
             texts: Results of ``Tokenizer.encode_inputs``.
             labels: The label of each text; or, for each text, one of each token, -1
-                where none counts.
+                where none counts. With "multi_label" the labels of each text, any
+                number of them; with "regression" its number, or its numbers.
+            problem: What the labels are, as `HeadConfig.problem`.
+            num_labels: C, labels of "multi_label"; None is one more than the largest.
             seq_len: T, tokens of a row.
             batch_size: B, rows of a batch.
             max_sequences: S, most texts of a row.
@@ -94,7 +108,7 @@ class LabeledBatches:
                 0 makes each when asked.
 
         Raises:
-            TypeError: a text is not encoded, or a label is no integer.
+            TypeError: a text is not encoded, or a label is not what `problem` says.
             ValueError: labels do not fit the texts, a text is empty or longer than a
                 row, or the rows of a batch cannot be spread evenly.
         """
@@ -110,16 +124,18 @@ class LabeledBatches:
                 raise ValueError(f"{name} {value}, expected at least 1")
         if not 0 <= prefetch <= MAX_PREFETCH:
             raise ValueError(f"prefetch {prefetch}, expected 0 to {MAX_PREFETCH}")
+        check_choice("problem", problem, Problem)
         for i, (text, label) in enumerate(zip(texts, labels, strict=True)):
-            _check_types(i, text, label)
+            _check_types(i, text, label, problem)
         self.texts = [np.asarray(text.ids, np.int32) for text in texts]
         self.types = [np.asarray(text.types, np.int32) for text in texts]
-        self.labels = [np.asarray(label, np.int32) for label in labels]
-        self.by_token = self.labels[0].ndim == 1
-        self.num_labels = 1 + max(int(label.max(initial=-1)) for label in self.labels)
+        self.problem: Problem = problem
+        self.labels, self.num_labels = _targets(labels, problem, num_labels)
+        single = problem == "single_label"
+        self.by_token = single and self.labels[0].ndim == 1
         for i, (ids, label) in enumerate(zip(self.texts, self.labels, strict=True)):
             expected = ids.shape if self.by_token else ()
-            if label.shape != expected:
+            if single and label.shape != expected:
                 raise ValueError(
                     f"labels[{i}] has shape {label.shape}, expected {expected}: one "
                     f"label for the text, or one for each of its {len(ids)} tokens"
@@ -131,7 +147,7 @@ class LabeledBatches:
                     f"texts[{i}] has {len(ids)} tokens, more than seq_len {seq_len}; "
                     "raise it, or cut the text with encode_inputs(max_length=...)"
                 )
-            if not self.by_token and label < 0:
+            if single and not self.by_token and label < 0:
                 raise ValueError(f"labels[{i}] {label} must not be negative")
         self.seq_len = seq_len
         self.batch_size = batch_size
@@ -154,6 +170,8 @@ class LabeledBatches:
             "seed": seed,
             "shuffle": shuffle,
         }
+        if not single:
+            self.identity |= {"problem": problem, "num_labels": self.num_labels}
 
     def rows_of(self, epoch: int) -> list[list[int]]:
         """The texts of each row of an epoch."""
@@ -174,8 +192,29 @@ class LabeledBatches:
         """True if no pass over the texts is the last."""
         return self.epochs is None
 
+    def sample(self, count: int) -> "LabeledBatches":
+        """Return `count` batches of rows that are drawn evenly from all, always alike.
+
+        Args:
+            count: Batches, fewer than there are.
+        """
+        size = count * self.batch_size
+
+        def rows_of(epoch: int) -> list[list[int]]:
+            rows = self.rows_of(epoch)
+            return [rows[i] for i in spread(len(rows), min(size, len(rows)))]
+
+        drawn = copy.copy(self)
+        drawn.epochs = 1
+        drawn._rows_of = functools.lru_cache(maxsize=2)(rows_of)
+        return drawn
+
     def __iter__(self) -> "LabeledBatchIterator":
         return LabeledBatchIterator(self)
+
+    def __len__(self) -> int:
+        """Batches until the end; for endless ones a number that is never reached."""
+        return len(_LocalBatches(self, 0, 0))
 
 
 class LabeledBatchIterator(Iterator[LabeledBatch]):
@@ -272,9 +311,15 @@ class _LocalBatches:
         shape = (len(rows), batches.seq_len)
         seqs = batches.max_sequences
         answers = shape if batches.by_token else (shape[0], seqs)
+        single = batches.problem == "single_label"
         tokens, types = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
         bounds = np.zeros((shape[0], seqs + 1), np.int32)
-        labels = np.full(answers, -1, np.int32)
+        mask = np.zeros(answers, np.bool_)
+        labels = (
+            np.zeros(answers, np.int32)
+            if single
+            else np.zeros((*answers, batches.num_labels), np.float32)
+        )
         for b, row in enumerate(rows):
             lengths = [len(batches.texts[i]) for i in row]
             bounds[b] = cu_seqlens_of_lengths(lengths, seqs)
@@ -283,20 +328,53 @@ class _LocalBatches:
             filled = slice(bounds[b, -1])
             tokens[b, filled] = np.concatenate([batches.texts[i] for i in row])
             types[b, filled] = np.concatenate([batches.types[i] for i in row])
-            chosen = [np.atleast_1d(batches.labels[i]) for i in row]
-            joined = np.concatenate(chosen)
-            labels[b, : len(joined)] = joined
+            chosen = [batches.labels[i] for i in row]
+            join = np.concatenate if batches.by_token else np.stack
+            joined = join(chosen)
+            counts = joined >= 0 if single else True
+            mask[b, : len(joined)] = counts
+            labels[b, : len(joined)] = np.where(counts, joined, 0)
         return LabeledBatch(
             tokens=tokens,
             token_types=types,
             cu_seqlens=bounds,
-            labels=np.maximum(labels, 0),
-            loss_mask=labels >= 0,
+            labels=labels,
+            loss_mask=mask,
             num_labels=batches.num_labels,
+            problem=batches.problem,
         )
 
 
-def _check_types(i: int, text: Any, label: Any) -> None:
+def _targets(
+    labels: Sequence[Any], problem: Problem, num_labels: int | None
+) -> tuple[list[np.ndarray], int]:
+    """The array of each label, and how many labels there are."""
+    if problem == "single_label":
+        numbers = [np.asarray(label, np.int32) for label in labels]
+        return numbers, 1 + max(int(label.max(initial=-1)) for label in numbers)
+    if problem == "regression":
+        numbers = [np.atleast_1d(np.asarray(label, np.float32)) for label in labels]
+        for i, array in enumerate(numbers):
+            if array.shape != numbers[0].shape or not np.isfinite(array).all():
+                raise ValueError(
+                    f"labels[{i}] {labels[i]!r} must be {len(numbers[0])} finite "
+                    "numbers, as labels[0]"
+                )
+        return numbers, len(numbers[0])
+    largest = max((max(label, default=-1) for label in labels), default=-1)
+    count = 1 + largest if num_labels is None else num_labels
+    targets = []
+    for i, label in enumerate(labels):
+        if not all(0 <= number < count for number in label):
+            raise ValueError(
+                f"labels[{i}] {label!r} must be numbers of labels from 0 to {count - 1}"
+            )
+        targets.append(np.zeros(count, np.float32))
+        targets[-1][list(label)] = 1
+    return targets, count
+
+
+def _check_types(i: int, text: Any, label: Any, problem: Problem) -> None:
     """Stop at what would fail without a name, and at a number that would be rounded."""
     if not isinstance(text, EncodedText):
         raise TypeError(
@@ -304,6 +382,16 @@ def _check_types(i: int, text: Any, label: Any) -> None:
             "tokenizer.encode_inputs(texts)"
         )
     array = np.asarray(label)
+    if problem == "regression":
+        if array.ndim > 1 or not array.size or array.dtype.kind not in "iuf":
+            raise TypeError(
+                f"labels[{i}] must be a number, or a list of them, got {label!r}"
+            )
+        return
+    if problem == "multi_label" and array.ndim != 1:
+        raise TypeError(
+            f"labels[{i}] must be a list of the numbers of labels, got {label!r}"
+        )
     if array.size and array.dtype.kind not in "biu":
         raise TypeError(
             f"labels[{i}] must be an integer, or one for each token, got {label!r}; "
@@ -315,7 +403,9 @@ def classification_loss() -> LossFunction:
     r"""The loss of an encoder with a ``sequence`` or ``token`` head.
 
     The sum of :math:`-\log \mathrm{softmax}(l)_y` over the texts, or tokens, that have
-    a label :math:`y`, on batches of `LabeledBatches`.
+    a label :math:`y`, on batches of `LabeledBatches`. Of a head whose ``problem`` is
+    ``multi_label`` the binary cross-entropy of the sigmoids, of ``regression`` the
+    squared error; both are means over the labels of a text.
     It raises ValueError for another head, one that has fewer labels than the data, and
     one of a single label, which has nothing to learn.
     """
@@ -332,10 +422,22 @@ def classification_loss() -> LossFunction:
                 "labels; make the model with head=encoder_head(config, ...)"
             )
         count = head.num_labels
-        if count < 2:
+        if head.problem != batch.problem:
+            raise ValueError(
+                f"problem {head.problem!r} of the head, but the labels are those of "
+                f"{batch.problem!r}; make the head with problem={batch.problem!r}"
+            )
+        if count < 2 and head.problem == "single_label":
             raise ValueError(
                 f"num_labels {count} of the head leaves nothing to choose, and a loss "
-                "of 0; give it one for each class, at least 2"
+                "of 0; give it one for each class, at least 2, or number what is to be "
+                "predicted, with problem='regression'"
+            )
+        fixed = head.problem != "single_label"
+        if fixed and batch.labels.shape[-1] != count:
+            raise ValueError(
+                f"num_labels {count} of the head, but the data have "
+                f"{batch.labels.shape[-1]}; make both alike"
             )
         if batch.num_labels is not None and batch.num_labels > count:
             raise ValueError(
@@ -345,18 +447,41 @@ def classification_loss() -> LossFunction:
             )
         types = batch.token_types if model.config.token_types > 1 else None
         logits = model(batch.tokens, cu_seqlens=batch.cu_seqlens, token_types=types)
-        log_p = jax.nn.log_softmax(logits, axis=-1)
-        picked = jnp.take_along_axis(log_p, batch.labels[..., None], axis=-1)
-        picked = picked[..., 0]  # [B, S or T]
-        nll = -jnp.where(batch.loss_mask, picked, 0).sum()
-        right = (logits.argmax(-1) == batch.labels) & batch.loss_mask
+        each, right = _LOSSES[head.problem](logits, batch.labels)  # [B, S or T]
+        nll = jnp.where(batch.loss_mask, each, 0).sum()
+        correct = None
+        if right is not None:
+            correct = (right & batch.loss_mask).sum(dtype=jnp.int32)
         sums = LossSums(
             nll=nll,
             z_loss=jnp.zeros((), jnp.float32),
             tokens=batch.loss_mask.sum(dtype=jnp.int32),
-            correct=right.sum(dtype=jnp.int32),
+            correct=correct,
             inputs=batch.cu_seqlens[:, -1].sum(),
         )
         return nll, sums
 
     return loss
+
+
+def _of_one_label(logits: Array, labels: Array) -> tuple[Array, Array]:
+    log_p = jax.nn.log_softmax(logits, axis=-1)
+    picked = jnp.take_along_axis(log_p, labels[..., None], axis=-1)[..., 0]
+    return -picked, logits.argmax(-1) == labels
+
+
+def _of_several_labels(logits: Array, labels: Array) -> tuple[Array, Array]:
+    each = jax.nn.softplus(logits) - logits * labels
+    return each.mean(-1), ((logits > 0) == (labels > 0)).all(-1)
+
+
+def _of_numbers(logits: Array, labels: Array) -> tuple[Array, None]:
+    return jnp.square(logits - labels).mean(-1), None
+
+
+_LOSSES: dict[Problem, Callable[[Array, Array], tuple[Array, Array | None]]] = {
+    "single_label": _of_one_label,
+    "multi_label": _of_several_labels,
+    "regression": _of_numbers,
+}
+"""Loss of each text or token, and whether the model is right."""

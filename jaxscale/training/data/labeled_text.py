@@ -2,9 +2,13 @@
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
+from jaxscale.models.heads import Problem
 from jaxscale.models.tokenizer import EncodedText, Tokenizer
 from jaxscale.training.data.corpus import Document, find_files, split
 from jaxscale.training.data.labeled import LabeledBatches
@@ -12,8 +16,9 @@ from jaxscale.training.data.packed import DataConfig, load_tokenizer
 from jaxscale.training.data.text_files import holds_records, read_records, text_of
 
 
-type Label = str | int
-type Example = tuple[EncodedText, int]
+type Label = str | int | float | list[Any]
+type Answer = int | tuple[int, ...] | tuple[float, ...]
+type Example = tuple[EncodedText, Answer]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,9 +26,13 @@ class LabeledText:
     """Tokenized texts with the number of their label; made by `load_labeled`."""
 
     tokenizer: Tokenizer
-    """Encodes the texts."""
+    """Encodes the texts; it keeps the length at which they were cut."""
     labels: tuple[str, ...]
-    """Names of the labels, by their numbers."""
+    """Names of the labels, by their numbers; none where numbers are predicted."""
+    problem: Problem
+    """What the labels are, as `HeadConfig.problem`."""
+    num_labels: int
+    """C, how many labels, or numbers of a text."""
     train: list[Example]
     """The texts to train on."""
     held_out: list[Example]
@@ -50,6 +59,8 @@ class LabeledText:
         return LabeledBatches(
             [text for text, _ in examples],
             [label for _, label in examples],
+            problem=self.problem,
+            num_labels=self.num_labels if self.problem == "multi_label" else None,
             seq_len=config.seq_len,
             batch_size=config.batch_size,
             max_sequences=config.max_sequences,
@@ -64,15 +75,16 @@ def load_labeled(config: DataConfig) -> LabeledText:
 
     Records are held out by a hash of their file and line. Texts are cut at
     ``config.seq_len`` tokens. Labels are numbered in their order: names by the
-    alphabet, integers by size.
+    alphabet, integers by size. Lists of them are the labels of one text, and numbers
+    with a fraction, or lists of such, are to be predicted (`DataConfig.problem`).
 
     Args:
         config: Paths, the fields of text and label, and the tokenizer.
 
     Raises:
         ValueError: a file holds no records or is damaged, a record lacks a field, its
-            label is no text and no integer, all labels are equal, or one side of the
-            split would be empty.
+            label is not of the kind of the others, all labels are equal, or one side of
+            the split would be empty.
         FileNotFoundError: there is no tokenizer where `config.tokenizer` says.
     """
     if not config.paths:
@@ -102,21 +114,25 @@ def load_labeled(config: DataConfig) -> LabeledText:
         raise ValueError(f"paths {config.paths} hold no records")
     # Files of several paths may have one name; their records keep the order of files.
     found.sort(key=lambda example: example[0])
-    names = _numbered({label for _, _, label in found})
+    labels = [label for _, _, label in found]
+    problem = _problem(labels) if config.problem is None else config.problem
+    names, answers = _answers(labels, problem)
     encoded = tokenizer.encode_inputs(
         [text for _, text, _ in found], max_length=config.seq_len
     )
     examples = [
-        (at, (text, names[label]))
-        for (at, _, label), text in zip(found, encoded, strict=True)
+        (at, (text, answer))
+        for (at, _, _), text, answer in zip(found, encoded, answers, strict=True)
     ]
     train, _ = split(
         [Document(name=at, text="") for at, _ in examples], config.held_out_fraction
     )
     to_train = {document.name for document in train}
     return LabeledText(
-        tokenizer=tokenizer,
+        tokenizer=tokenizer.with_max_length(config.seq_len),
         labels=tuple(map(str, names)),
+        problem=problem,
+        num_labels=len(names) or len(np.atleast_1d(answers[0])),
         train=[example for at, example in examples if at in to_train],
         held_out=[example for at, example in examples if at not in to_train],
     )
@@ -139,12 +155,53 @@ def _label(record: Mapping[str, Any], config: DataConfig, place: str) -> Label:
             "field of the label in data.label_field"
         )
     label = record[field]
-    if not isinstance(label, str | int):
+    parts = label if isinstance(label, list) else [label]
+    if not all(isinstance(part, str | int | float) for part in parts):
         raise ValueError(
-            f"paths: {place}: field {field!r} is {label!r:.60}, expected a name or an "
-            "integer"
+            f"paths: {place}: field {field!r} is {label!r:.60}, expected a name, a "
+            "number, or a list of them"
         )
     return label
+
+
+def _problem(labels: list[Label]) -> Problem:
+    """What the labels are, by their types."""
+    lists = [label for label in labels if isinstance(label, list)]
+    parts = [part for label in lists for part in label] if lists else labels
+    if any(isinstance(part, float) for part in parts):
+        return "regression"
+    return "multi_label" if lists else "single_label"
+
+
+def _answers(
+    labels: list[Label], problem: Problem
+) -> tuple[dict[Label, int], list[Any]]:
+    """The number of each name, and the answer of each text."""
+    if problem == "single_label":
+        for label in labels:
+            if isinstance(label, list | float):
+                raise ValueError(
+                    f"problem 'single_label', but a label is {label!r:.60}; expected "
+                    "a name or an integer"
+                )
+        names = _numbered(set(labels))
+        return names, [names[label] for label in labels]
+    several = [label if isinstance(label, list) else [label] for label in labels]
+    if problem == "multi_label":
+        names = _numbered({part for label in several for part in label})
+        return names, [tuple(names[part] for part in label) for label in several]
+    for label in several:
+        fits = len(label) == len(several[0]) > 0
+        if not fits or not all(_is_number(part) for part in label):
+            raise ValueError(
+                f"problem 'regression', but a label is {label!r:.60}; expected "
+                f"{len(several[0]) or 1} finite numbers"
+            )
+    return {}, [tuple(map(float, label)) for label in several]
+
+
+def _is_number(part: Any) -> bool:
+    return isinstance(part, int | float) and math.isfinite(part)
 
 
 def _numbered(labels: set[Label]) -> dict[Label, int]:

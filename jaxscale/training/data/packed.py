@@ -13,6 +13,7 @@ another number of them.
 Shape legend: B batch, T tokens of a row, S sequences (pieces of documents) in a row.
 """
 
+import copy
 import dataclasses
 import sys
 from collections.abc import Iterator, Mapping
@@ -22,7 +23,8 @@ from typing import Any
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxscale.checks import check_least
+from jaxscale.checks import check_choice, check_least
+from jaxscale.models.heads import Problem
 from jaxscale.models.tokenizer import Tokenizer
 from jaxscale.nn.packing import PackedBatch
 from jaxscale.training.data.corpus import (
@@ -38,7 +40,7 @@ from jaxscale.training.data.corpus import (
 )
 from jaxscale.training.data.mixture import Mixture, check_weights
 from jaxscale.training.data.placement import MAX_PREFETCH, RowPlacement, prefetched
-from jaxscale.training.data.row_packing import MixedRows, PackedRows
+from jaxscale.training.data.row_packing import MixedRows, PackedRows, spread
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,8 +61,12 @@ class DataConfig:
     pair_field: str | None = None
     """Field of a second text, where labels are those of pairs."""
     label_field: str | None = None
-    """Field of the label, a name or an integer, of each text: an encoder learns to
-    classify. None is for text without labels."""
+    """Field of the label of each text: a name or an integer, a list of them, or
+    numbers, as `problem` says. None is for text without labels."""
+    problem: Problem | None = None
+    """What labels are: one of several, any number of them (``multi_label``), or numbers
+    to be predicted (``regression``). None tells by their types: lists are several
+    labels, numbers with a fraction are numbers, all else is one label."""
     weights: tuple[float, ...] = ()
     """Shares of the rows that come from each of the paths, or any multiple of them: 7 3
     is 0.7 0.3. Each path is then a source of its own, shuffled and repeated by itself.
@@ -114,6 +120,13 @@ class DataConfig:
                 f"pair_field {self.pair_field!r} is for texts with labels; name their "
                 "field in label_field, or leave it out"
             )
+        if self.problem is not None:
+            check_choice("problem", self.problem, Problem)
+            if self.label_field is None:
+                raise ValueError(
+                    f"problem {self.problem!r} is for texts with labels; name their "
+                    "field in label_field, or leave it out"
+                )
         if self.weights:
             check_weights(self.weights, self.paths, "paths")
 
@@ -264,6 +277,7 @@ class PackedBatches:
         # What a saved position is only good for.
         self.identity: dict[str, Any] = {"corpus": corpus.fingerprint, **options}
         self.num_rows = sys.maxsize
+        self.drawn: np.ndarray | None = None
         if isinstance(corpus, Mixture):
             if epochs is not None:
                 raise ValueError(
@@ -281,6 +295,17 @@ class PackedBatches:
     def is_endless(self) -> bool:
         """True if no pass over the corpus is the last."""
         return self.num_rows == sys.maxsize
+
+    def sample(self, count: int) -> "PackedBatches":
+        """Return `count` batches of rows that are drawn evenly from all, always alike.
+
+        Args:
+            count: Batches, fewer than there are.
+        """
+        drawn = copy.copy(self)
+        drawn.drawn = spread(self.num_rows, count * self.config.batch_size)
+        drawn.num_rows = len(drawn.drawn)
+        return drawn
 
     def __iter__(self) -> "PackedBatchIterator":
         return PackedBatchIterator(self)
@@ -376,8 +401,12 @@ class _LocalBatches:
         """The rows of this process: [B, T] tokens, [B, S + 1] boundaries."""
         rows, end = self._batches.rows, self._batches.num_rows
         start = self._first_row + step * self._batches.config.batch_size
-        made = [
-            rows[start + i] if start + i < end else rows.empty_row()
-            for i in self._batches.placement.local_rows
-        ]
+        drawn = self._batches.drawn
+
+        def row(number: int) -> dict[str, np.ndarray]:
+            if number >= end:
+                return rows.empty_row()
+            return rows[number if drawn is None else int(drawn[number])]
+
+        made = [row(start + i) for i in self._batches.placement.local_rows]
         return {name: np.stack([row[name] for row in made]) for name in made[0]}

@@ -40,17 +40,17 @@ class RowPlacement:
             held = [range(batch_size)[place[0]] for place in places.values() if place]
             self.local_rows = sorted(set().union(*held))
 
-    def to_devices(self, local: Shaped[np.ndarray, "rows _"]) -> jax.Array:
-        """The array [B, _] of all processes, each of which gives its rows."""
+    def to_devices(self, local: Shaped[np.ndarray, "rows *_"]) -> jax.Array:
+        """The array [B, ...] of all processes, each of which gives its rows."""
         if self._sharding is None:
             with jax.default_device(self._device):
                 return jnp.asarray(local)
-        shape = (self._batch_size, local.shape[1])
+        shape = (self._batch_size, *local.shape[1:])
 
         def shard(index: Any) -> np.ndarray:
             low, high, _ = index[0].indices(shape[0])
             start = int(np.searchsorted(self.local_rows, low))
-            return local[start : start + high - low, index[1]]
+            return local[(slice(start, start + high - low), *index[1:])]
 
         return jax.make_array_from_callback(shape, self._sharding, shard)
 

@@ -14,6 +14,25 @@ from jaxscale.training.data.corpus import TokenCorpus
 from jaxscale.training.data.mixture import Mixture, Turns
 
 
+def spread(total: int, count: int) -> Int64[np.ndarray, " count"]:
+    """Numbers of `count` of `total` things, drawn evenly: a systematic sample.
+
+    Where things lie by source, each source gives its share of them, to within one; each
+    thing is as likely as any other. The draw is always the same.
+
+    Args:
+        total: How many there are.
+        count: How many are drawn, at most `total`.
+
+    Example:
+        >>> spread(10, 5) // 2
+        array([0, 1, 2, 3, 4])
+    """
+    # The raw stream of Philox is the same in every release of numpy.
+    start = int(np.random.Philox(key=total).random_raw()) % total
+    return (np.arange(count) * total + start) // count
+
+
 class PackedRows:
     """The rows of all epochs of a corpus, each computed from its number.
 
