@@ -23,6 +23,7 @@ __all__ = ["TESTS", "check", "excerpt", "main"]
 
 _FOLDER = "tests/pallas_kernels"
 TESTS = {
+    "fp8_operands": "fp8_operands/test_gpu.py::test_what_is_not_finite",
     "layer_norm": (
         "layer_norm/test_gpu.py::test_values_repeat_and_are_right[bert_base_130-direct]"
     ),
