@@ -90,4 +90,5 @@ def test_fp8_learns_as_bf16_does():
         assert curve[-1] < curve[0] - 1.0
         found[name] = Measurement([1.0], None, metrics={"bits_per_byte": curve[-1]})
     gap = convergence._compared(found)["fp8"].metrics["against_bf16"]
-    assert 0 < abs(gap) < 0.01
+    # Bits above those of bf16; below them is chance, and no fault.
+    assert gap != 0 and gap < 0.01
