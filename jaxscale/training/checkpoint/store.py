@@ -149,9 +149,12 @@ class Checkpointer:
         self._reading_manager = manager
         self._is_behind = False
         """Whether it is not known yet how the last save has ended."""
+        self._will_close = False
+        """Whether a ``with`` ends it, which a save in the background needs."""
         self._reader = CheckpointReader(self.directory, manager, self._config)
 
     def __enter__(self) -> "Checkpointer":
+        self._will_close = True
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -170,8 +173,9 @@ class Checkpointer:
     def save(self, step: int, state: Any, data_state: Mapping[str, Any]) -> None:
         """Copy `state` to the host and write it in the background.
 
-        The arrays may be donated once this returns. A step that is there already is
-        left as it is. What goes wrong later is raised by `check`, the next save, `wait`
+        Outside of a ``with`` it returns when everything is on disk: a script that ends
+        without `close` stops the threads that write. The arrays may be donated once
+        this returns. A step that is there already is left as it is. What goes wrong later is raised by `check`, the next save, `wait`
         or `close`.
 
         Args:
@@ -209,6 +213,8 @@ class Checkpointer:
                 ),
                 force=True,
             )
+        if not self._will_close:
+            self.wait()
 
     def restore[S](
         self, target: S, step: int | None = None

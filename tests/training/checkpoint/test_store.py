@@ -1,6 +1,10 @@
 """Checkpoints: exact, on another mesh, and errors that name what does not fit."""
 
 import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -276,3 +280,27 @@ def test_checkpoints_of_later_steps_make_room(three):
         checkpointer.wait()
         assert checkpointer.restore({"w": jnp.ones(2)})[1] == {"row": 30}
     assert (three / "2.aside").is_dir() and (three / "3.aside").is_dir()
+
+
+def test_a_script_that_ends_without_close_has_saved(tmp_path):
+    script = (
+        "import sys, jax.numpy as jnp\n"
+        "from jaxscale.training import Checkpointer\n"
+        "checkpointer = Checkpointer(sys.argv[1])\n"
+        "checkpointer.save(3, {'x': jnp.arange(1 << 20)}, {'row': 1})\n"
+    )
+    root = Path(__file__).parents[3]
+    ended = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)],
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "Traceback" not in ended.stderr
+    with Checkpointer(tmp_path, read_only=True) as checkpointer:
+        restored, data = checkpointer.restore({"x": jnp.zeros(1 << 20, jnp.int32)})
+    np.testing.assert_array_equal(restored["x"], np.arange(1 << 20))
+    assert data == {"row": 1}
