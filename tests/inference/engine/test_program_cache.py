@@ -62,7 +62,7 @@ def test_a_program_is_found_by_what_it_does(cache):
 
 
 def test_settings_of_jax_are_part_of_the_name(cache, monkeypatch):
-    from jaxscale.inference.engine.engine import program_cache
+    from jaxscale.inference.engine import program_cache
 
     traced = add(1).trace(np.float32(1))
     first = cache._name(traced, "")
