@@ -430,7 +430,11 @@ def test_presets_are_written_and_read():
         ),
         (
             "modernbert",
-            {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
+            {
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "yarn", "factor": 2.0}
+                }
+            },
             "rope_type 'yarn' of config.json is not supported",
         ),
     ],
