@@ -175,8 +175,8 @@ class Checkpointer:
 
         Outside of a ``with`` it returns when everything is on disk: a script that ends
         without `close` stops the threads that write. The arrays may be donated once
-        this returns. A step that is there already is left as it is. What goes wrong later is raised by `check`, the next save, `wait`
-        or `close`.
+        this returns. A step that is there already is left as it is. What goes wrong
+        later is raised by `check`, the next save, `wait` or `close`.
 
         Args:
             step: Name of the checkpoint.
