@@ -24,6 +24,7 @@ from jaxscale.supervision.events import VARIABLE
 
 
 ALIVE_SECONDS = 1.0
+_LAST_WORDS_SECONDS = 0.5  # a socket of this host is read sooner
 _REPORT_SECONDS, _HOSTS_A_SECOND = 0.05, 6000
 _STACK_SECONDS = 0.3
 _RETRY_SECONDS = 0.25
@@ -56,6 +57,8 @@ class Rank:
         """Bytes of its log that are older."""
         self.speaks = False
         """Whether it has joined, and so listens to SIGUSR1."""
+        self.silent = asyncio.Event()
+        """Set once all that it said has been read."""
         self.exited: protocol.Exited | None = None
 
     def signal(self, number: int) -> None:
@@ -230,6 +233,10 @@ class Executor:
     async def _wait(self, rank: Rank) -> None:
         code = await rank.process.wait()
         rank.signal(signal.SIGKILL)  # children that it has left behind
+        if rank.speaks:  # its last words may still be on their way
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_WORDS_SECONDS):
+                    await rank.silent.wait()
         tail = _tail(self._file("log", rank.number), _TAIL, rank.printed)
         rank.exited = self._exit(rank.number, code, tail)
         self._flush()  # what it said before comes before
@@ -250,20 +257,27 @@ class Executor:
             if not isinstance(joined, protocol.Joined) or rank is None:
                 return
             rank.speaks = joined.cycle == self._cycle
-            while True:
-                message = await channel.receive()
-                if not isinstance(message, protocol.Moved | protocol.Measured):
-                    return
-                if message.cycle != self._cycle or message.ranks != [joined.rank]:
-                    return
-                if isinstance(message, protocol.Measured):
-                    self._measured.append(message)
-                elif message.kind == "fault":
-                    self._flush()
-                    self._faults.append(message)
-                    self._tell(message)
-                else:
-                    self._keep(message)
+            try:
+                await self._take(channel, joined.rank)
+            finally:
+                rank.silent.set()
+
+    async def _take(self, channel: protocol.Channel, rank: int) -> None:
+        """Take in what a rank says, to its end."""
+        while True:
+            message = await channel.receive()
+            if not isinstance(message, protocol.Moved | protocol.Measured):
+                return
+            if message.cycle != self._cycle or message.ranks != [rank]:
+                return
+            if isinstance(message, protocol.Measured):
+                self._measured.append(message)
+            elif message.kind == "fault":
+                self._flush()
+                self._faults.append(message)
+                self._tell(message)
+            else:
+                self._keep(message)
 
     def _keep(self, message: protocol.Moved) -> None:
         """Keep the newest place and the newest done step of each rank, to be told.
