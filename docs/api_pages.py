@@ -19,8 +19,18 @@ from typing import Any
 
 
 TOP_PACKAGES = ("jaxscale", "pallas_kernels")
-# For authors; `jaxscale.models` and `pallas_kernels` export what users need of them.
-INTERNAL_PACKAGES = ("jaxscale.models.hf", "pallas_kernels.mosaic")
+# For authors; the packages above them export what users need of them.
+INTERNAL_PACKAGES = (
+    "jaxscale.inference.encoder",
+    "jaxscale.inference.engine",
+    "jaxscale.inference.load",
+    "jaxscale.models.hf",
+    "jaxscale.training.checkpoint",
+    "jaxscale.training.data",
+    "jaxscale.training.diagnosis",
+    "jaxscale.training.planning",
+    "pallas_kernels.mosaic",
+)
 
 
 def packages() -> list[str]:

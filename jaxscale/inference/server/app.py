@@ -209,7 +209,12 @@ def _add_model_routes(app: FastAPI, service: Service) -> None:
     async def detokenize(body: Detokenize, http: Request) -> Response:
         """The text of token ids."""
         model = service.decoder(body.model)
-        check_length(len(body.tokens), max(_COUNTED, model.backend.config.longest))
+        config = model.backend.config
+        check_length(len(body.tokens), max(_COUNTED, config.longest))
+        if any(not 0 <= token < config.vocab_size for token in body.tokens):
+            raise InvalidRequest(
+                f"tokens holds ids outside the vocabulary of {config.vocab_size}"
+            )
         work = prepared(_caller(http), model.tokenizer.decode, body.tokens)
         text = await attended(http.receive, work)
         return JSONResponse({"prompt": text})
