@@ -110,14 +110,14 @@ class Hosts:
 
     async def take(self, understand: Callable[[Host, Any], None]) -> None:
         """Pass on what the executors say, for a moment."""
+        # What comes within a moment is taken together: who looks after each message at
+        # the whole job has no time for anything else.
+        await asyncio.sleep(self._taken + _SHORT_SECONDS - time.monotonic())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_TICK_SECONDS):
                 first = await self._inbox.get()
-                # What follows at once is taken together: who looks after each message
-                # at the whole job has no time for anything else.
-                await asyncio.sleep(self._taken + _SHORT_SECONDS - time.monotonic())
-                self._taken = time.monotonic()
-                understand(*first)
+            understand(*first)
+        self._taken = time.monotonic()
         while not self._inbox.empty():
             understand(*self._inbox.get_nowait())
 

@@ -283,6 +283,8 @@ class Simulation:
             dead.say(dead.exited(dead.ranks[3], -signal.SIGKILL))
             (fault,) = await self.until(self.faults)
             death = fault["t0"] - died
+            if fault["name"] != "exit":
+                raise RuntimeError(f"the executors did not keep up: {fault['args']}")
 
             await self.until(lambda: self.working(executors, 2))
             hung = executors[self.hosts // 3].ranks[5]

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from jaxscale.supervision import limits
+from jaxscale.supervision import hosts, limits
 from jaxscale.supervision.config import Deadlines
 from jaxscale.supervision.protocol import Exited, Measured, Moved
 from jaxscale.supervision.telemetry import Telemetry
@@ -24,6 +24,29 @@ def test_a_driver_and_many_executors(tmp_path):
     assert len(deaths) == 2 and "rank 67 died in" in deaths[0]
     assert f"rank {hung} said nothing for" in deaths[1]
     assert "has gone" not in simulation.log.read_text()
+
+
+def test_no_message_is_lost_on_the_way_to_the_driver(tmp_path, monkeypatch):
+    """Also where the driver is busy for longer than a moment of listening."""
+    monkeypatch.setattr(hosts, "_TICK_SECONDS", 0.004)
+    monkeypatch.setattr(hosts, "_SHORT_SECONDS", 0.003)
+    heard = []
+
+    async def listen():
+        made = hosts.Hosts("", tmp_path, report=print)
+
+        async def say():
+            for number in range(300):
+                made._inbox.put_nowait((None, number))
+                await asyncio.sleep(0.001 * rng.random())
+                time.sleep(0.005)
+
+        rng, said = random.Random(2), asyncio.create_task(say())
+        while not said.done() or not made._inbox.empty():
+            await made.take(lambda host, message: heard.append(message))
+
+    asyncio.run(listen())
+    assert heard == list(range(300))
 
 
 def seconds_of_messages(ranks, out):
