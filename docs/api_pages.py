@@ -28,6 +28,7 @@ INTERNAL_PACKAGES = (
     "jaxscale.training.checkpoint",
     "jaxscale.training.data",
     "jaxscale.training.diagnosis",
+    "jaxscale.training.monitoring",
     "jaxscale.training.planning",
     "pallas_kernels.mosaic",
 )

@@ -20,10 +20,11 @@ from jaxscale.cli.runs import find_run, take_source
 from jaxscale.models import ENCODER_PRESETS, PRESETS, EncoderConfig
 from jaxscale.observability import write_page
 from jaxscale.recipes import check_machine, from_source, prepare
-from jaxscale.training import FitResult, TrainConfig, console, fit
+from jaxscale.training import FitResult, TrainConfig, fit
 from jaxscale.training import run as run_directory
 from jaxscale.training.agreement import check_same_settings, of_first_or_error
 from jaxscale.training.lock import locked
+from jaxscale.training.monitoring import console
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,9 @@ from jaxscale.pruning import (
 from jaxscale.pruning.layers import layer_names, matrices
 from jaxscale.recipes.prune import Pruned, bytes_per_token
 from jaxscale.sharding import make_mesh
-from jaxscale.training import TextData, TrainConfig, console
+from jaxscale.training import TextData, TrainConfig
 from jaxscale.training import run as run_directory
+from jaxscale.training.monitoring import console
 
 
 def finish(directory: Path, pruned: Pruned, text: TextData) -> Path:

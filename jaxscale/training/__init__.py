@@ -4,7 +4,6 @@ from jaxscale.training.checkpoint.digest import ReplicasDiffer, check_replicas
 from jaxscale.training.checkpoint.steps import CheckpointNotWritten, DamagedCheckpoint
 from jaxscale.training.checkpoint.store import Checkpointer
 from jaxscale.training.config import TrainConfig
-from jaxscale.training.console import LineWriter
 from jaxscale.training.data.corpus import (
     Document,
     TokenCorpus,
@@ -35,20 +34,22 @@ from jaxscale.training.diagnosis.suite import (
     Measurement,
     diagnose,
 )
-from jaxscale.training.divergence import Diverged
 from jaxscale.training.evaluation import Evaluation, evaluate
 from jaxscale.training.gradients import accumulated
 from jaxscale.training.hardware import mfu, peak_flops
 from jaxscale.training.loop import FitResult, fit, packed_batches
 from jaxscale.training.losses import LossSums, chunked_cross_entropy
 from jaxscale.training.masked import MaskedBatches, MaskingConfig, masked_lm_loss
-from jaxscale.training.monitor import (
+from jaxscale.training.monitoring.console import LineWriter
+from jaxscale.training.monitoring.divergence import Diverged
+from jaxscale.training.monitoring.monitor import (
     JsonlWriter,
     Monitor,
     ProgressBar,
     TensorBoardWriter,
     Writer,
 )
+from jaxscale.training.monitoring.trackers import MlflowWriter, WandbWriter
 from jaxscale.training.optimizer import (
     OptimizerConfig,
     decays,
@@ -67,7 +68,6 @@ from jaxscale.training.step import (
     next_token_loss,
     state_shardings,
 )
-from jaxscale.training.trackers import MlflowWriter, WandbWriter
 
 
 __all__ = [

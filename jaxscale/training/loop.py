@@ -24,20 +24,21 @@ from jaxscale.training.checkpoint.reader import SCHEDULE_STEPS
 from jaxscale.training.checkpoint.store import Checkpointer
 from jaxscale.training.compilation_cache import programs_in
 from jaxscale.training.config import TrainConfig
-from jaxscale.training.console import console_writer, describe, peak_memory
 from jaxscale.training.data.packed import PackedBatches, TextData
-from jaxscale.training.device_events import device_events
-from jaxscale.training.divergence import DivergenceGuard
 from jaxscale.training.evaluation import Evaluation, closing, evaluate, to_rows
 from jaxscale.training.gradients import LossFunction
 from jaxscale.training.hardware import peak_flops
 from jaxscale.training.lock import locked
-from jaxscale.training.monitor import (
+from jaxscale.training.monitoring.console import console_writer, describe, peak_memory
+from jaxscale.training.monitoring.device_events import device_events
+from jaxscale.training.monitoring.divergence import DivergenceGuard
+from jaxscale.training.monitoring.monitor import (
     JsonlWriter,
     Monitor,
     TensorBoardWriter,
     Writer,
 )
+from jaxscale.training.monitoring.trackers import trackers
 from jaxscale.training.optimizer import (
     check_same_schedule,
     make_optimizer,
@@ -54,7 +55,6 @@ from jaxscale.training.step import (
     trained_part,
     with_frozen,
 )
-from jaxscale.training.trackers import trackers
 
 
 logger = logging.getLogger("jaxscale.training")

@@ -27,8 +27,8 @@ from jaxscale.training.checkpoint.reader import SCHEDULE_STEPS
 from jaxscale.training.checkpoint.steps import complete_steps, settings_of
 from jaxscale.training.checkpoint.store import Checkpointer
 from jaxscale.training.config import TrainConfig
-from jaxscale.training.console import command_line
 from jaxscale.training.lock import LOCK_FILE
+from jaxscale.training.monitoring.console import command_line
 from jaxscale.training.optimizer import check_same_schedule
 
 

@@ -33,7 +33,7 @@ from jaxscale.training import (
 )
 from jaxscale.training.data.labeled import _LocalBatches
 from jaxscale.training.masked import hide_tokens
-from jaxscale.training.monitor import Writer
+from jaxscale.training.monitoring.monitor import Writer
 
 
 NAMES = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")

@@ -41,9 +41,9 @@ from jaxscale.training.data.packed import (
     TextData,
     _LocalBatches,
 )
-from jaxscale.training.divergence import Diverged
 from jaxscale.training.loop import fit, packed_batches
-from jaxscale.training.monitor import Writer
+from jaxscale.training.monitoring.divergence import Diverged
+from jaxscale.training.monitoring.monitor import Writer
 from jaxscale.training.optimizer import OptimizerConfig
 from jaxscale.training.run import from_dict
 from jaxscale.training.step import next_token_loss

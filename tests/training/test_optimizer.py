@@ -15,9 +15,9 @@ from jaxscale.sharding import fsdp_tp, make_mesh, shardings
 from jaxscale.sharding.parameters import partitioned
 from jaxscale.training.checkpoint.store import named_leaves
 from jaxscale.training.config import TrainConfig
-from jaxscale.training.console import describe
 from jaxscale.training.data.packed import DataConfig
 from jaxscale.training.layerwise import of_muon, scale_by_trust_ratio_of_layers
+from jaxscale.training.monitoring.console import describe
 from jaxscale.training.optimizer import (
     OptimizerConfig,
     decays,

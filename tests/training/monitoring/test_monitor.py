@@ -15,9 +15,9 @@ import pytest
 from jaxscale.models.llama import llama3_8b
 from jaxscale.observability import bar as bar_module
 from jaxscale.supervision import EventLog, read_events
-from jaxscale.training.console import LineWriter, console_writer
 from jaxscale.training.hardware import mfu, peak_flops
-from jaxscale.training.monitor import (
+from jaxscale.training.monitoring.console import LineWriter, console_writer
+from jaxscale.training.monitoring.monitor import (
     JsonlWriter,
     Monitor,
     ProgressBar,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxscale.supervision import EventLog, read_events
-from jaxscale.training.device_events import DeviceEvents, Share, share
+from jaxscale.training.monitoring.device_events import DeviceEvents, Share, share
 from tests.training.processes import join, run_two
 
 
@@ -183,7 +183,7 @@ def test_events_cost_less_than_half_a_per_cent_of_a_short_step(tmp_path):
 
 @pytest.mark.slow
 def test_of_two_processes_the_slow_one_computes_and_the_other_waits():
-    (fast, _), (slow, _) = run_two("tests.training.test_device_events")
+    (fast, _), (slow, _) = run_two("tests.training.monitoring.test_device_events")
     assert slow["computing"] > 2 * fast["computing"]
     assert fast["waiting"] > 2 * slow["waiting"]
     assert fast["waiting"] > 0.3 * fast["seconds"]

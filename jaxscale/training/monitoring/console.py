@@ -18,7 +18,7 @@ from jaxscale import __version__
 from jaxscale.observability.bar import in_jupyter
 from jaxscale.training.config import TrainConfig
 from jaxscale.training.layerwise import of_muon
-from jaxscale.training.monitor import ProgressBar, Record, Writer
+from jaxscale.training.monitoring.monitor import ProgressBar, Record, Writer
 
 
 _FORMATS = {

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxscale.training.config import TrainConfig
-from jaxscale.training.monitor import Record, Writer
+from jaxscale.training.monitoring.monitor import Record, Writer
 
 
 class _Tracker(Writer):

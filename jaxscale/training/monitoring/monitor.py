@@ -15,8 +15,8 @@ import jax
 
 from jaxscale.observability.bar import Bar
 from jaxscale.supervision import EventLog
-from jaxscale.training.device_events import DeviceEvents
 from jaxscale.training.hardware import mfu
+from jaxscale.training.monitoring.device_events import DeviceEvents
 
 
 type Record = dict[str, int | float | None]

@@ -7,13 +7,8 @@ import pytest
 
 from jaxscale.cli import main
 from jaxscale.models import preset
-from jaxscale.training import (
-    DataConfig,
-    MlflowWriter,
-    TrainConfig,
-    WandbWriter,
-    trackers,
-)
+from jaxscale.training import DataConfig, MlflowWriter, TrainConfig, WandbWriter
+from jaxscale.training.monitoring import trackers
 
 
 class Service(types.ModuleType):

@@ -1,0 +1,1 @@
+"""What a run says of itself: progress, metrics, device events and diverged losses."""
