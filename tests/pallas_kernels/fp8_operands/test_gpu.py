@@ -37,7 +37,7 @@ def test_every_bit(spec):
 
 def test_random_shapes():
     draw = random.Random(0)
-    for seed in range(8):
+    for seed in range(3):
         m, k = 128 * draw.randint(1, 20), 128 * draw.randint(2, 40)
         x_dtype = draw.choice([jnp.bfloat16, jnp.float32])
         dtype = draw.choice([jnp.float8_e4m3fn, jnp.float8_e5m2])
