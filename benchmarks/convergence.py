@@ -30,8 +30,8 @@ were tried are rows of the case ``..._rates``. Results are points of curves: the
 done.
 
 ``python -m benchmarks.convergence --case bytes_600k`` takes most of an hour on one core
-of a CPU; ``fp8_500k`` takes a quarter of an hour; ``bytes_34m`` and ``fp8_10m`` are for
-a GPU.
+of a CPU; ``fp8_500k`` takes a quarter of an hour; ``bytes_34m``, ``fp8_10m`` and
+``fp8_300m`` are for a GPU.
 """
 
 import dataclasses
@@ -105,6 +105,14 @@ SETUPS = {
         model=byte_text.decoder(512, 8, 64, 512),
         rows=8,
         steps=2400,
+        eval_rows=512,
+        arms=PRECISIONS,
+        rate=5e-4,
+    ),
+    "fp8_300m": Setup(
+        model=byte_text.decoder(1024, 24, 64, 512),
+        rows=32,
+        steps=400,
         eval_rows=512,
         arms=PRECISIONS,
         rate=5e-4,
@@ -321,6 +329,7 @@ BENCHMARK = Benchmark(
         *_cases("bytes_34m", 3),
         *_cases("fp8_500k", 3),
         *_cases("fp8_10m", 3),
+        *_cases("fp8_300m", 3),
     ],
     quick_cases=_cases("tiny", 1),
     inputs=lambda params, key: (),

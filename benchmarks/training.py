@@ -26,11 +26,17 @@ parameter and token plus attention, the whole matrix (`mfu_full`) or the causal 
   SDPA; FSDP2 and DTensor's tensor parallelism on several GPUs; no pipelines, no parts
   of rows, no window. ``torch_compile_graphs``: the same on one GPU with CUDA graphs of
   forward and backward pass (reduce-overhead).
+- ``torch_float8``, ``torch_float8_tensorwise``: ``torch_compile`` with the linear
+  layers of the blocks in torchao's float8, where it is installed; the latter gathers
+  weights in 8 bits.
 
 Losses of the first `PARITY_STEPS` steps are compared: with plain JAX, or else PyTorch,
 or else ours in another way, on the same workload in the same command, whatever the
 layout. The largest relative difference is the error of the row, and above
-`PARITY_ERROR` the row is wrong. Alone, an implementation has no error.
+`PARITY_ERROR` the row is wrong. Alone, an implementation has no error. In fp8 these are
+the steps before a batch comes again: how fast random tokens are then memorized depends
+on roundings, and says little of text, on which `benchmarks.convergence` compares fp8
+with bf16.
 
 Cases of several GPUs are named by their layout: ``fsdp4``, ``tp4``, ``tp2_pp2`` (a
 pipeline of 2 stages over 2 GPUs each). ``ablation_*`` are the steps of MegaScale's
@@ -118,6 +124,7 @@ DEFAULTS = {
     "loss_chunk": 1024,
     "torch_mode": None,
     "torch_memory_budget": 1.0,
+    "torch_float8": None,
 }
 """What a case does not say."""
 
@@ -144,6 +151,8 @@ REFERENCES = (
     "jaxscale",
     "jaxscale_fp8",
     "jaxscale_fp8_tensorwise",
+    "torch_float8",
+    "torch_float8_tensorwise",
 )
 """In the order in which losses are compared with them."""
 
@@ -341,6 +350,11 @@ def _unsupported(
         return "CUDA graphs need a GPU"
     if job["documents"] and not timing.on_gpu():
         return "varlen_attn needs a GPU"
+    if job["torch_float8"] is not None:
+        if importlib.util.find_spec("torchao") is None:
+            return "torchao is not installed"
+        if job["tensor"] > 1:
+            return "float8 in what DTensor splits"
     return None
 
 
@@ -359,7 +373,8 @@ def measure(
             losses = " ".join(f"{loss:.4f}" for loss in result.losses)
             print(f"-- {case.name} {name}, losses: {losses}", flush=True)
             others = {k: v for k, v in runs.items() if k != (case.name, name)}
-            result.max_rel_error = parity(result.losses, others)
+            steps = BATCHES if "fp8" in name or "float8" in name else PARITY_STEPS
+            result.max_rel_error = parity(result.losses[:steps], others)
         yield case, results
 
 
@@ -537,6 +552,10 @@ BENCHMARK = Benchmark(
         "torch_compile": _implementation("torch_compile"),
         "torch_compile_graphs": _implementation(
             "torch_compile_graphs", torch_mode="reduce-overhead"
+        ),
+        "torch_float8": _implementation("torch_float8", torch_float8="rowwise"),
+        "torch_float8_tensorwise": _implementation(
+            "torch_float8_tensorwise", torch_float8="tensorwise"
         ),
     },
     measure=measure,

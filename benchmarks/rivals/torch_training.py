@@ -5,6 +5,9 @@ the whole model under autocast; several compile each block, FSDP2 casts and gath
 what it needs ahead of time, DTensor splits what `tensor` splits. Async tensor
 parallelism is left out: it needs symmetric memory, whose multicast stays off here.
 
+In float8, torchao's layers stand in for the linear layers of the blocks: ``rowwise``
+scales each row, ``tensorwise`` the whole operand, which FSDP gathers in 8 bits.
+
 The fused AdamW has no moments in bf16: those are updated by a compiled function, which
 is as fused. Where not all activations fit, the compiler chooses what is computed again.
 """
@@ -35,6 +38,11 @@ def child(job: Mapping[str, Any], rank: int) -> None:
     fsdp, tensor = job["fsdp"], job["tensor"]
     dtype = getattr(torch, job["dtype"])
     model = torch_llama.make(shape, job["seed"], tensor)
+    gathers_float8 = job["torch_float8"] == "tensorwise" and fsdp > 1
+    if job["torch_float8"] is not None:
+        _use_float8(model, job["torch_float8"], gathers_float8)
+    if gathers_float8:
+        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
     mesh = dist.device_mesh.init_device_mesh(
         "cpu" if device == "cpu" else "cuda",
         (fsdp, tensor),
@@ -65,6 +73,8 @@ def child(job: Mapping[str, Any], rank: int) -> None:
             loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        if gathers_float8:
+            precompute_float8_dynamic_scale_for_fsdp(model)
         optimizer.zero_grad(set_to_none=True)
         return (loss.full_tensor() if tensor > 1 else loss).item()
 
@@ -87,6 +97,22 @@ def child(job: Mapping[str, Any], rank: int) -> None:
     }
     torch_processes.say(rank, result)
     torch_processes.part(rank)
+
+
+def _use_float8(model: Any, recipe: str, gathers_float8: bool) -> None:
+    """Torchao's float8 in the blocks of a model, in place."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = (
+        Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+        if gathers_float8
+        else Float8LinearConfig.from_recipe_name(recipe)
+    )
+    convert_to_float8_training(
+        model,
+        config=config,
+        module_filter_fn=lambda module, name: name.startswith("blocks."),
+    )
 
 
 SETTINGS: Any = {"lr": equal_llama.LEARNING_RATE, "betas": (0.9, 0.95), "eps": 1e-8}
