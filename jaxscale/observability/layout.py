@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxscale.observability.run import Run
+from jaxscale.supervision import phases
 
 
-EVENT = "layout"
-"""Name of the event."""
 _MOST_PLACES = 2**20  # of a mesh that is drawn; a damaged file may name any number
 
 
@@ -115,7 +114,7 @@ def find_layout(run: Run) -> Layout:
         rank.number: event.args
         for rank in run.ranks
         for event in rank.events
-        if event.name == EVENT and _is_sound(event.args)
+        if event.name == phases.LAYOUT and _is_sound(event.args)
     }
     if not told:
         ranks = [rank.number for rank in run.ranks]

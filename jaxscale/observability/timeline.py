@@ -14,11 +14,14 @@ import numpy as np
 
 from jaxscale.observability.layout import Layout
 from jaxscale.observability.run import Rank, Run, Steps
+from jaxscale.supervision import phases
 
 
-SPANS = {"saved": "save", "evaluated": "evaluate"}
-"""Events that took the time that another one had begun, and its name."""
-_INSTANT = ("start", "meet", "joined", "restore", "compile", "stopped", "finish", "bye")
+SPANS = {phases.SAVED: "save", phases.EVALUATED: "evaluate"}
+"""Events that took time, and what that is called."""
+_INSTANT = {*phases.STARTING, phases.COMPILE, phases.STOPPED, *phases.ENDING}
+_INSTANT -= {phases.LAYOUT}
+_STARTS = (phases.START, phases.LAYOUT, phases.RESTORE, phases.COMPILE)
 _MOST_EVENTS = 400_000
 _MOST_CELLS = 20_000
 _BACKWARD = 2  # of forward passes
@@ -256,8 +259,8 @@ def _pauses(rank: Rank) -> Iterator[tuple[str, float, float, int]]:
             found.append((SPANS[event.name], event.t0, event.t1, event.step))
         elif event.kind == "fault":
             found.append(("fault", event.t1, event.t1, event.step))
-        elif event.name in ("start", "layout", "restore", "compile"):
-            if event.name != "compile":
+        elif event.name in _STARTS:
+            if event.name != phases.COMPILE:
                 began = event.t1 if began is None else began
                 continue
             if began is not None:

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxscale.supervision import protocol
+from jaxscale.supervision import phases, protocol
 from jaxscale.supervision.events import VARIABLE
 
 
@@ -284,10 +284,10 @@ class Executor:
 
         Of one rank all steps are, for their losses.
         """
-        kept = ("compile", "done", "stopped")  # whatever comes after
+        kept = (phases.COMPILE, phases.DONE, phases.STOPPED)  # whatever comes after
         about = message.phase if message.phase in kept else "place"
         (rank,) = message.ranks
-        losses = about == "done" and rank == min(self._ranks)
+        losses = about == phases.DONE and rank == min(self._ranks)
         place = rank, about
         untold = (*place, message.step if losses else 0)
         # What is older goes away, so that they are told in the order of time.
