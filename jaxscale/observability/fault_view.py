@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxscale.observability.layout import Layout
+from jaxscale.observability.layout import MeshLayout
 from jaxscale.observability.mesh_view import mesh_view, standings, step_seconds
 from jaxscale.observability.run import Event, Run
 from jaxscale.supervision import phases
@@ -58,7 +58,7 @@ def fault_rows(run: Run) -> list[dict[str, Any]]:
     return rows[-_MOST_FAULTS:]
 
 
-def moments(run: Run, layout: Layout, now: float) -> list[dict[str, Any]]:
+def moments(run: Run, layout: MeshLayout, now: float) -> list[dict[str, Any]]:
     """The mesh at each of the last faults, and `now`, which comes first."""
     ranks = sorted({*layout.ranks})
     usual = step_seconds(run)

@@ -19,11 +19,11 @@ _MOST_PLACES = 2**20  # of a mesh that is drawn; a damaged file may name any num
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Layout:
+class MeshLayout:
     """The mesh of a run: where each rank stands, and what its pipeline does.
 
     Example:
-        >>> layout = Layout(axes={"pipe": 2, "tensor": 2}, ranks=(0, 0, 1, 1))
+        >>> layout = MeshLayout(axes={"pipe": 2, "tensor": 2}, ranks=(0, 0, 1, 1))
         >>> layout.coordinates(2), layout.places(1)
         ((1, 0), [2, 3])
     """
@@ -104,7 +104,7 @@ def layout_args(mesh: Any, rank: int, config: Any) -> dict[str, Any]:
     }
 
 
-def find_layout(run: Run) -> Layout:
+def find_layout(run: Run) -> MeshLayout:
     """The layout that the ranks have told last.
 
     Places that nobody claims belong to ranks that have told nothing, in their order.
@@ -118,7 +118,7 @@ def find_layout(run: Run) -> Layout:
     }
     if not told:
         ranks = [rank.number for rank in run.ranks]
-        return Layout(axes={"rank": len(ranks)}, ranks=tuple(ranks))
+        return MeshLayout(axes={"rank": len(ranks)}, ranks=tuple(ranks))
     newest = told[min(told)]
     axes, total = newest["axes"], math.prod(newest["axes"].values())
     owners: list[int | None] = [None] * total
@@ -130,7 +130,7 @@ def find_layout(run: Run) -> Layout:
     each = max(len(newest["places"]), 1)
     others = (n for n in itertools.count() if n not in told)
     silent = itertools.chain.from_iterable(itertools.repeat(n, each) for n in others)
-    return Layout(
+    return MeshLayout(
         axes=axes,
         ranks=tuple(next(silent) if owner is None else owner for owner in owners),
         hosts={rank: str(args.get("host", "")) for rank, args in told.items()},

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.observability.layout import Layout
+from jaxscale.observability.layout import MeshLayout
 from jaxscale.observability.run import Rank, Run
 from jaxscale.supervision import phases
 
@@ -119,7 +119,7 @@ def step_seconds(run: Run) -> float:
 
 def mesh_view(
     stand: Mapping[int, Standing],
-    layout: Layout,
+    layout: MeshLayout,
     *,
     now: float,
     usual: float = 0.0,
@@ -188,7 +188,7 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
 
 
-def directions(layout: Layout) -> list[list[str]]:
+def directions(layout: MeshLayout) -> list[list[str]]:
     """The axes along each direction of the picture: replicas, stages, the rest."""
     known = [["data", "fsdp"], ["pipe"], ["context", "tensor"]]
     named = {axis for axes in known for axis in axes}
@@ -196,7 +196,7 @@ def directions(layout: Layout) -> list[list[str]]:
     return [[a for a in axes if layout.axes.get(a, 1) > 1] for axes in known]
 
 
-def _position(layout: Layout, place: int) -> list[int]:
+def _position(layout: MeshLayout, place: int) -> list[int]:
     at = dict(zip(layout.axes, layout.coordinates(place), strict=True))
     found = []
     for axes in directions(layout):
@@ -222,7 +222,7 @@ def _silent(stand: Mapping[int, Standing], suspects: Collection[int]) -> list[in
 
 
 def _edges(
-    layout: Layout, silent: Collection[int], waiting: Collection[int]
+    layout: MeshLayout, silent: Collection[int], waiting: Collection[int]
 ) -> list[list[Any]]:
     """Who waits for whom by the shortest ways, those that wait directly first.
 
@@ -254,7 +254,7 @@ def _said(stand: Standing, now: float) -> str:
 
 def _text(
     stand: Mapping[int, Standing],
-    layout: Layout,
+    layout: MeshLayout,
     silent: Sequence[int],
     waiting: Collection[int],
     now: float,

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.observability.layout import Layout
+from jaxscale.observability.layout import MeshLayout
 from jaxscale.observability.run import Rank, Run, StepGrid
 from jaxscale.supervision import phases
 from jaxscale.supervision.events import MEASURES
@@ -165,7 +165,7 @@ def _measured(rank: Rank, event: str, name: str) -> dict[int, float]:
     }
 
 
-def slow_text(run: Run, layout: Layout) -> str:
+def slow_text(run: Run, layout: MeshLayout) -> str:
     """Who is slow now, by what the ranks have measured of themselves."""
     measured, samples = Measurements(), 0
     cycle = max((e.cycle for r in run.ranks for e in r.events[-1:]), default=0)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.observability.layout import Layout
+from jaxscale.observability.layout import MeshLayout
 from jaxscale.observability.run import Rank, Run, Steps
 from jaxscale.supervision import phases
 
@@ -42,7 +42,7 @@ def host_and_device(
     yield "device", "step", begin[keep], steps.done[keep]
 
 
-def chrome_trace(run: Run, layout: Layout, path: str | Path) -> tuple[int, int]:
+def chrome_trace(run: Run, layout: MeshLayout, path: str | Path) -> tuple[int, int]:
     """Write the trace; of a long run its last steps.
 
     Args:
@@ -68,7 +68,7 @@ def chrome_trace(run: Run, layout: Layout, path: str | Path) -> tuple[int, int]:
     return first, count
 
 
-def _trace(run: Run, layout: Layout, steps: int) -> Iterator[dict[str, Any]]:
+def _trace(run: Run, layout: MeshLayout, steps: int) -> Iterator[dict[str, Any]]:
     start = run.begin
     driver = max(rank.number for rank in run.ranks) + 1
     for rank in run.ranks:
@@ -106,7 +106,7 @@ def _rank_trace(rank: Rank, start: float, steps: int) -> Iterator[dict[str, Any]
 
 
 def _schedule_trace(
-    run: Run, layout: Layout, pid: int, start: float
+    run: Run, layout: MeshLayout, pid: int, start: float
 ) -> Iterator[dict[str, Any]]:
     """The schedule as it is planned, as long as the last step took."""
     grid = run.grid
@@ -140,7 +140,7 @@ def _schedule_trace(
         yield _slice(pid, stage, name, t0, t0 + long * scale, {})
 
 
-def schedule_drawing(layout: Layout) -> str:
+def schedule_drawing(layout: MeshLayout) -> str:
     """The schedule of a pipeline as SVG; empty where there is none, or it is long."""
     schedule = _schedule(layout)
     if schedule is None:
@@ -150,7 +150,7 @@ def schedule_drawing(layout: Layout) -> str:
     return svg(schedule)
 
 
-def _schedule(layout: Layout) -> Any:
+def _schedule(layout: MeshLayout) -> Any:
     cells = layout.stages * layout.microbatches * layout.chunks
     if layout.stages < 2 or cells > _MOST_CELLS:
         return None
@@ -185,7 +185,9 @@ _FEWEST_STEPS = 4
 _MOST_MARKS = 60  # of a rank
 
 
-def timeline(run: Run, layout: Layout, chosen: Sequence[int] = ()) -> dict[str, Any]:
+def timeline(
+    run: Run, layout: MeshLayout, chosen: Sequence[int] = ()
+) -> dict[str, Any]:
     """The last steps of some ranks, and the pauses of the whole run, for the page.
 
     Args:
