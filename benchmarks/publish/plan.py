@@ -33,7 +33,6 @@ from jaxscale.training.planning.cost_model import (
     Remat,
     step_time,
 )
-from jaxscale.training.planning.memory_model import step_memory
 
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -291,48 +290,6 @@ def _on_h100s(
     )
 
 
-def measured_memory() -> Iterator[Row]:
-    """Peaks of memory in training on one H200, from the stored results."""
-    for row, layout, model in _trained():
-        size = step_memory(model, row["params"]["seq_len"], layout, JAXSCALE_XLA)
-        yield Row(
-            source="training",
-            name=f"{row['case']}, {row['implementation']}",
-            unit="GiB",
-            known=row["metrics"]["peak_gib"],
-            predicted=sum(size.values()) / 2**30,
-            was_set=False,
-        )
-
-
-COMPILED: tuple[tuple[dict[str, int], int, int, Remat, float], ...] = (
-    ({"fsdp": 4}, 4, 8, "attention", 15.20),
-    ({"fsdp": 2, "tensor": 2}, 4, 4, "attention", 12.65),
-    ({"fsdp": 4}, 3, 8, "none", 14.99),
-)
-"""Axes, layers, rows, remat and GB of a GPU of steps that were compiled for H200s:
-LLaMA-3 8B with fewer layers on packed rows of 4,096 tokens
-(`tests.training.planning.planned_step`)."""
-
-
-def compiled_memory() -> Iterator[Row]:
-    """What XLA reserves for steps on several GPUs, which it compiled without any."""
-    for sizes, layers, rows, remat, known in COMPILED:
-        model = dataclasses.replace(preset("llama3_8b"), num_layers=layers)
-        each = rows // sizes["fsdp"]
-        layout = Layout(**sizes, batch_size=rows, rows=each, remat=remat)
-        axes = ", ".join(f"{axis} {size}" for axis, size in sizes.items())
-        yield Row(
-            source="compiled",
-            name=f"{layers} layers, {axes}, {remat}",
-            unit="GB",
-            known=known,
-            predicted=sum(step_memory(model, 4096, layout, JAXSCALE_XLA).values())
-            / 1e9,
-            was_set=False,
-        )
-
-
 def others() -> Iterator[Row]:
     """Training by other programs, FSDP and TP; what they hide is taken to be as ours.
 
@@ -425,8 +382,6 @@ def main() -> int:
         ("Published (A100)", [*published()]),
         ("Time, measured here (H200)", [*measured()]),
         ("Time, measured here (H100)", [*on_h100s()]),
-        ("Memory, measured here (H200)", [*measured_memory()]),
-        ("Memory, compiled here (H200)", [*compiled_memory()]),
         ("Published by others", [*others()]),
     ):
         print(f"{title}\n{'':53} known     model           error")

@@ -32,6 +32,7 @@ from jaxscale.pruning import TILE_WISE, Masks, sparsify
 from jaxscale.sharding import AxisRules, MeshConfig
 from jaxscale.training import run as run_directory
 from jaxscale.training.config import MAX_SEED
+from jaxscale.training.pretrained import load_model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -186,9 +187,9 @@ def load_run(
         mesh: Mesh of devices.
         rules: Mesh axes that split it.
         sparse: Compute only what a model keeps that was pruned tile-wise.
-        **options: As for `jaxscale.training.run.load_model`.
+        **options: As for `jaxscale.training.pretrained.load_model`.
     """
-    model = run_directory.load_model(directory, mesh, rules, **options)
+    model = load_model(directory, mesh, rules, **options)
     if not isinstance(model, Decoder):
         raise ValueError(
             f"{directory} trained an encoder, which does not generate; write it as a "

@@ -70,8 +70,9 @@ def main(arguments: Sequence[str]) -> int:
         PlanCommand,
         arguments,
         prog="jaxscale plan",
-        description="Estimate time and memory of training steps under all layouts of "
-        "the GPUs, and rank those that fit. Every choice may be given instead.",
+        description="Estimate the time of training steps under all layouts of the "
+        "GPUs, and rank those that the least memory of a step does not rule out. Every "
+        "choice may be given instead.",
     )
     run = find_run(command.model)
     shape = run.model

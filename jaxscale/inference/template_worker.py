@@ -23,7 +23,7 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
-class Generation(Extension):
+class GenerationTag(Extension):
     """``{% generation %}`` marks answers for training; here it changes nothing."""
 
     tags = {"generation"}  # noqa: RUF012  as the base class has it
@@ -53,7 +53,7 @@ def strftime_now(form: str) -> str:
 ENVIRONMENT = ImmutableSandboxedEnvironment(
     trim_blocks=True,
     lstrip_blocks=True,
-    extensions=[Generation, "jinja2.ext.loopcontrols"],
+    extensions=[GenerationTag, "jinja2.ext.loopcontrols"],
 )
 ENVIRONMENT.filters["tojson"] = to_json
 ENVIRONMENT.globals |= {

@@ -1,7 +1,7 @@
 """What a run has done, from the files that it writes; on any machine, without jax."""
 
 from jaxscale.observability.goodput import PARTS, Goodput, goodput
-from jaxscale.observability.layout import Layout, find_layout
+from jaxscale.observability.layout import MeshLayout, find_layout
 from jaxscale.observability.live import ReportServer
 from jaxscale.observability.page import write_page
 from jaxscale.observability.run import Event, Rank, Run, StepGrid, Steps, read_run
@@ -13,7 +13,7 @@ __all__ = [
     "PARTS",
     "Event",
     "Goodput",
-    "Layout",
+    "MeshLayout",
     "Rank",
     "ReportServer",
     "Run",

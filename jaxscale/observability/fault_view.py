@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxscale.observability.layout import Layout
+from jaxscale.observability.layout import MeshLayout
 from jaxscale.observability.mesh_view import mesh_view, standings, step_seconds
 from jaxscale.observability.run import Event, Run
+from jaxscale.supervision import phases
 from jaxscale.supervision.watch import main_thread
 
 
@@ -57,7 +58,7 @@ def fault_rows(run: Run) -> list[dict[str, Any]]:
     return rows[-_MOST_FAULTS:]
 
 
-def moments(run: Run, layout: Layout, now: float) -> list[dict[str, Any]]:
+def moments(run: Run, layout: MeshLayout, now: float) -> list[dict[str, Any]]:
     """The mesh at each of the last faults, and `now`, which comes first."""
     ranks = sorted({*layout.ranks})
     usual = step_seconds(run)
@@ -105,7 +106,7 @@ def _error_row(run: Run, rank: int, event: Event) -> dict[str, Any]:
         if r.number == rank
         for done in r.steps.done[r.steps.begin > event.t1][:1].tolist()
     ]
-    restart = later[0] - event.t1 if later and event.name == "error" else None
+    restart = later[0] - event.t1 if later and event.name == phases.ERROR else None
     return {
         "kind": event.name,
         "cycle": event.cycle,

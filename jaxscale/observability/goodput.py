@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jaxscale.observability.run import Event, Rank, Run, Steps
+from jaxscale.supervision import phases
 
 
 PARTS = (
@@ -21,8 +22,7 @@ PARTS = (
 )
 """Parts of the time of a run, see `Goodput`."""
 
-_PAUSES = {"saved": "checkpoint", "evaluated": "evaluation"}
-_STARTING = ("start", "meet", "joined", "layout", "restore")
+_PAUSES = {end: phases.PAUSES[begin] for begin, end in phases.SPANS.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,7 +126,7 @@ def goodput(run: Run, *, until: float | None = None) -> Goodput:
         t, label = _points(launch, restarts, again)
         last = i == len(launches) - 1
         cycle = launch.events[-1].cycle if launch.events else -1
-        failed = any(event.name == "error" for event in launch.events)
+        failed = any(event.name == phases.ERROR for event in launch.events)
         restarts = not launch.ended and (not last or failed or cycle in died)
         if restarts:
             cut = _last_progress(launch)
@@ -146,10 +146,10 @@ def _launches(rank: Rank, waits: np.ndarray) -> list[_Launch]:
     groups: list[list[Event]] = []
     for event in rank.events:
         before = groups[-1][-1] if groups else None
-        starts = event.name in _STARTING and (
+        starts = event.name in phases.STARTING and (
             before is None
-            or before.name not in _STARTING
-            or _STARTING.index(event.name) <= _STARTING.index(before.name)
+            or before.name not in phases.STARTING
+            or phases.STARTING.index(event.name) <= phases.STARTING.index(before.name)
         )
         if before is None or starts or event.cycle != before.cycle:
             groups.append([])
@@ -163,7 +163,7 @@ def _launches(rank: Rank, waits: np.ndarray) -> list[_Launch]:
     for group, low, high in zip(groups, bounds, bounds[1:], strict=False):
         columns = dataclasses.fields(Steps)
         steps = {f.name: getattr(rank.steps, f.name)[low:high] for f in columns}
-        ended = any(event.name == "bye" for event in group)
+        ended = any(event.name == phases.BYE for event in group)
         launches.append(
             _Launch(
                 events=group,
@@ -220,15 +220,15 @@ def _points(
     for event in launch.events:
         if not points and not restarts:
             points.append((event.t0, code["start"]))
-        if event.name == "compile" and not restarts:
+        if event.name == phases.COMPILE and not restarts:
             part = "compile"
             points.append((event.t1, code[part]))
         elif event.name in _PAUSES:
             points.append((event.t0, code[_PAUSES[event.name]]))
             points.append((event.t1, code[part if event.t1 < runs else "idle"]))
-        elif event.name == "finish":
-            points.append((event.t1, code["checkpoint"]))
-        elif event.name == "bye":
+        elif event.name == phases.FINISH:
+            points.append((event.t1, code[phases.PAUSES[phases.FINISH]]))
+        elif event.name == phases.BYE:
             points.append((event.t1, code["idle"]))
     # After the first step: idle, waiting for data, computing, for each that follows.
     waits = launch.waits[:, is_done][:, 1:]

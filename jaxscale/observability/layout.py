@@ -12,19 +12,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxscale.observability.run import Run
+from jaxscale.supervision import phases
 
 
-EVENT = "layout"
-"""Name of the event."""
 _MOST_PLACES = 2**20  # of a mesh that is drawn; a damaged file may name any number
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Layout:
+class MeshLayout:
     """The mesh of a run: where each rank stands, and what its pipeline does.
 
     Example:
-        >>> layout = Layout(axes={"pipe": 2, "tensor": 2}, ranks=(0, 0, 1, 1))
+        >>> layout = MeshLayout(axes={"pipe": 2, "tensor": 2}, ranks=(0, 0, 1, 1))
         >>> layout.coordinates(2), layout.places(1)
         ((1, 0), [2, 3])
     """
@@ -105,7 +104,7 @@ def layout_args(mesh: Any, rank: int, config: Any) -> dict[str, Any]:
     }
 
 
-def find_layout(run: Run) -> Layout:
+def find_layout(run: Run) -> MeshLayout:
     """The layout that the ranks have told last.
 
     Places that nobody claims belong to ranks that have told nothing, in their order.
@@ -115,11 +114,11 @@ def find_layout(run: Run) -> Layout:
         rank.number: event.args
         for rank in run.ranks
         for event in rank.events
-        if event.name == EVENT and _is_sound(event.args)
+        if event.name == phases.LAYOUT and _is_sound(event.args)
     }
     if not told:
         ranks = [rank.number for rank in run.ranks]
-        return Layout(axes={"rank": len(ranks)}, ranks=tuple(ranks))
+        return MeshLayout(axes={"rank": len(ranks)}, ranks=tuple(ranks))
     newest = told[min(told)]
     axes, total = newest["axes"], math.prod(newest["axes"].values())
     owners: list[int | None] = [None] * total
@@ -131,7 +130,7 @@ def find_layout(run: Run) -> Layout:
     each = max(len(newest["places"]), 1)
     others = (n for n in itertools.count() if n not in told)
     silent = itertools.chain.from_iterable(itertools.repeat(n, each) for n in others)
-    return Layout(
+    return MeshLayout(
         axes=axes,
         ranks=tuple(next(silent) if owner is None else owner for owner in owners),
         hosts={rank: str(args.get("host", "")) for rank, args in told.items()},

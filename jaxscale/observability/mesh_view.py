@@ -14,15 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.observability.layout import Layout
+from jaxscale.observability.layout import MeshLayout
 from jaxscale.observability.run import Rank, Run
-from jaxscale.supervision.watch import PHASES
+from jaxscale.supervision import phases
 
 
-_ORDER = {name: i for i, name in enumerate(PHASES)}
-_PARTS = ("begin", "data", "dispatched")  # of a step, on the host
-_ENDS = ("finish", "bye")
-_BEGINS = ("start", "meet", "joined", "layout", "restore")
 _LEAST_SILENCE = 10.0
 _STEPS_SILENCE = 10
 _MOST_EDGES = 4000
@@ -45,7 +41,7 @@ class Standing:
     @property
     def place(self) -> tuple[int, int]:
         """What is lower is behind."""
-        return self.step, _ORDER.get(self.phase, -1)
+        return self.step, phases.ORDER.get(self.phase, -1)
 
     @property
     def text(self) -> str:
@@ -77,7 +73,7 @@ def standings(
     newest = max(began.values(), default=0.0)
     for n, stand in found.items():
         # What had ended when the others began anew has not come back.
-        if not cycle and stand.time < newest and stand.phase not in _BEGINS:
+        if not cycle and stand.time < newest and stand.phase not in phases.STARTING:
             found[n] = _NOTHING
     return found
 
@@ -88,12 +84,12 @@ def _standing(rank: Rank, cycle: int, until: float) -> tuple[Standing, float]:
     for event in rank.events:
         if event.cycle != cycle or event.t1 > until:
             continue
-        order = _ORDER.get(event.name, -1)
-        if event.name in _BEGINS and (
-            stand.phase not in _BEGINS or order <= stand.place[1]
+        order = phases.ORDER.get(event.name, -1)
+        if event.name in phases.STARTING and (
+            stand.phase not in phases.STARTING or order <= stand.place[1]
         ):
             stand, begun = _NOTHING, event.t1
-        if event.name == "error":
+        if event.name == phases.ERROR:
             text = str(event.args.get("error", "")) or "an error without text"
             stand = dataclasses.replace(stand, error=text, time=event.t1)
         elif order >= 0:
@@ -103,7 +99,9 @@ def _standing(rank: Rank, cycle: int, until: float) -> tuple[Standing, float]:
     past = (steps.cycle == cycle)[:, None] & (times <= until) & (times >= begun)
     if past.any():
         row, column = np.argwhere(past)[-1].tolist()
-        last = Standing(int(steps.step[row]), _PARTS[column], float(times[row, column]))
+        last = Standing(
+            int(steps.step[row]), phases.STEP[column], float(times[row, column])
+        )
         if last.time >= stand.time:
             stand = last
         elif stand.error:  # it failed there
@@ -121,7 +119,7 @@ def step_seconds(run: Run) -> float:
 
 def mesh_view(
     stand: Mapping[int, Standing],
-    layout: Layout,
+    layout: MeshLayout,
     *,
     now: float,
     usual: float = 0.0,
@@ -153,7 +151,7 @@ def mesh_view(
         groups[(bool(s.phase), *s.place, bool(s.error), s.text)].append(rank)
     states = sorted(groups)
     of_rank = {rank: i for i, key in enumerate(states) for rank in groups[key]}
-    ended = [n for n, s in stand.items() if s.phase in _ENDS and not s.error]
+    ended = [n for n, s in stand.items() if s.phase in phases.ENDING and not s.error]
     waiting = {*stand} - {*silent} - {*ended} if silent else set()
     return {
         "axes": dict(layout.axes),
@@ -190,7 +188,7 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
 
 
-def directions(layout: Layout) -> list[list[str]]:
+def directions(layout: MeshLayout) -> list[list[str]]:
     """The axes along each direction of the picture: replicas, stages, the rest."""
     known = [["data", "fsdp"], ["pipe"], ["context", "tensor"]]
     named = {axis for axes in known for axis in axes}
@@ -198,7 +196,7 @@ def directions(layout: Layout) -> list[list[str]]:
     return [[a for a in axes if layout.axes.get(a, 1) > 1] for axes in known]
 
 
-def _position(layout: Layout, place: int) -> list[int]:
+def _position(layout: MeshLayout, place: int) -> list[int]:
     at = dict(zip(layout.axes, layout.coordinates(place), strict=True))
     found = []
     for axes in directions(layout):
@@ -224,7 +222,7 @@ def _silent(stand: Mapping[int, Standing], suspects: Collection[int]) -> list[in
 
 
 def _edges(
-    layout: Layout, silent: Collection[int], waiting: Collection[int]
+    layout: MeshLayout, silent: Collection[int], waiting: Collection[int]
 ) -> list[list[Any]]:
     """Who waits for whom by the shortest ways, those that wait directly first.
 
@@ -256,13 +254,13 @@ def _said(stand: Standing, now: float) -> str:
 
 def _text(
     stand: Mapping[int, Standing],
-    layout: Layout,
+    layout: MeshLayout,
     silent: Sequence[int],
     waiting: Collection[int],
     now: float,
     quiet: float | None,
 ) -> str:
-    if stand and all(s.phase in _ENDS and not s.error for s in stand.values()):
+    if stand and all(s.phase in phases.ENDING and not s.error for s in stand.values()):
         return "All ranks have finished."
     if quiet is None:
         return "The ranks are at work."

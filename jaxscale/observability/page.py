@@ -17,7 +17,7 @@ import numpy as np
 from jaxscale.observability.fault_view import fault_rows, moments, suspected
 from jaxscale.observability.goodput import goodput
 from jaxscale.observability.html_report import plotly
-from jaxscale.observability.layout import Layout, find_layout
+from jaxscale.observability.layout import MeshLayout, find_layout
 from jaxscale.observability.mesh_view import directions, duration
 from jaxscale.observability.run import Run, read_run
 from jaxscale.observability.settings_view import (
@@ -129,7 +129,7 @@ def embedded(data: Any) -> str:
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028")
 
 
-def _facts(run: Run, layout: Layout, productive: float) -> dict[str, str]:
+def _facts(run: Run, layout: MeshLayout, productive: float) -> dict[str, str]:
     steps = run.ranks[0].steps
     done = steps.step[np.isfinite(steps.done)]
     cycles = {e.cycle for r in run.ranks[:1] for e in r.events} - {0}

@@ -14,18 +14,20 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from jaxscale.supervision import phases
 
+
+_COLUMNS = {name.encode(): i for i, name in enumerate((*phases.STEP, phases.DONE))}
 # Nearly all lines are those of steps: at 512 ranks and 10,000 steps 20 million. A
 # pattern takes them apart five times faster than a reader of JSON.
 _STEP_LINE = re.compile(
     rb'\{"t0": (\d+(?:\.\d+)?), "t1": (\d+(?:\.\d+)?), '
     rb'"cycle": (\d{1,9}), "step": (\d{1,9}), '
-    rb'"kind": "(?:host|device)", "name": "(begin|data|dispatched|done)", '
+    rb'"kind": "(?:host|device)", "name": "(' + b"|".join(_COLUMNS) + rb')", '
     rb'"args": \{(?:"loss": (-?\d+(?:\.\d+)?(?:e[+-]?\d+)?|null))?\}\}\r?\n'
 )
 _GROUPS = 6
 _REMEMBERED = 256  # bytes, by which a file is known again
-_COLUMNS = {b"begin": 0, b"data": 1, b"dispatched": 2, b"done": 3}
 _COLUMN_NAMES = ("begin", "fetched", "dispatched", "done")
 
 
@@ -322,7 +324,7 @@ def _rank(number: int, part: _Part) -> Rank | None:
     if not len(part.t1) and not events:
         return None
     places = [(event.step, event.name) for event in events if _is_place(event)][-1:]
-    host = np.flatnonzero(part.column != _COLUMNS[b"done"])
+    host = np.flatnonzero(part.column != _COLUMNS[phases.DONE.encode()])
     if len(host) and host[-1] >= part.newest:
         names = {column: name.decode() for name, column in _COLUMNS.items()}
         places.append((int(part.step[host[-1]]), names[int(part.column[host[-1]])]))
@@ -357,7 +359,7 @@ def _other_events(texts: Sequence[bytes]) -> tuple[list[Event], int, int]:
 
 def _is_place(event: Event) -> bool:
     """Whether a process is somewhere by this event; others are measurements."""
-    return event.kind not in ("device", "memory") and event.name != "compiled"
+    return event.kind not in ("device", "memory") and event.name != phases.COMPILED
 
 
 def _steps(

@@ -5,8 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.observability.layout import Layout
+from jaxscale.observability.layout import MeshLayout
 from jaxscale.observability.run import Rank, Run, StepGrid
+from jaxscale.supervision import phases
 from jaxscale.supervision.events import MEASURES
 from jaxscale.supervision.protocol import Measured
 from jaxscale.supervision.slow import Measurements
@@ -79,7 +80,7 @@ def _bad_steps(run: Run) -> list[dict[str, Any]]:
         (event.step, "not finite: the update was skipped")
         for rank in run.ranks
         for event in rank.events
-        if event.name == "not_finite"
+        if event.name == phases.NOT_FINITE
     }
     bad |= {
         (event.step, f"{event.name}: {event.args.get('reason', '')}")
@@ -137,7 +138,7 @@ def _profiles(run: Run) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Computing and waiting of the devices in the steps that were profiled."""
     found = {}
     for name in ("computing", "waiting"):
-        of_rank = [_measured(rank, "profile", name) for rank in run.ranks]
+        of_rank = [_measured(rank, phases.PROFILE, name) for rank in run.ranks]
         steps = sorted({step for known in of_rank for step in known})
         if steps:
             values = [[known.get(s, np.nan) for s in steps] for known in of_rank]
@@ -164,7 +165,7 @@ def _measured(rank: Rank, event: str, name: str) -> dict[int, float]:
     }
 
 
-def slow_text(run: Run, layout: Layout) -> str:
+def slow_text(run: Run, layout: MeshLayout) -> str:
     """Who is slow now, by what the ranks have measured of themselves."""
     measured, samples = Measurements(), 0
     cycle = max((e.cycle for r in run.ranks for e in r.events[-1:]), default=0)
@@ -276,7 +277,7 @@ def compile_rows(run: Run) -> list[dict[str, Any]]:
         if event.kind != "compile":
             continue
         seconds = event.t1 - event.t0
-        if event.name == "compile" and not seconds:  # it says that it begins
+        if event.name == phases.COMPILE and not seconds:  # it says that it begins
             done = rank.steps.done[rank.steps.begin >= event.t1][:1]
             seconds = float(done[0]) - event.t1 if len(done) else np.nan
         rows.append(

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxscale.observability.goodput import goodput
 from jaxscale.observability.run import Run
+from jaxscale.supervision import phases
 
 
 def write_tensorboard(run: Run, directory: str | os.PathLike[str]) -> None:
@@ -56,7 +57,7 @@ def _write_steps(run: Run, writer: Any) -> None:
     """The time from one step's end to the next, of the lowest rank, without pauses."""
     steps = run.ranks[0].steps
     events = run.ranks[0].events
-    pauses = np.array(sorted(e.t0 for e in events if e.name in ("saved", "evaluated")))
+    pauses = np.array(sorted(e.t0 for e in events if e.name in phases.SPANS.values()))
     before = np.searchsorted(pauses, steps.done)  # [N] pauses before the end of a step
     for i in range(1, len(steps)):
         seconds = steps.done[i] - steps.done[i - 1]
@@ -75,11 +76,11 @@ def _write_measurements(run: Run, writer: Any) -> None:
             values: dict[str, float] = {
                 k: v for k, v in event.args.items() if isinstance(v, int | float)
             }
-            if event.name == "profile":
+            if event.name == phases.PROFILE:
                 names = {"computing", "waiting"} & values.keys()
-            elif event.name == "pace":
+            elif event.name == phases.PACE:
                 names = {"starved"} & values.keys()
-            elif event.name == "memory" and values.get("bytes_limit"):
+            elif event.name == phases.MEMORY and values.get("bytes_limit"):
                 values["memory"] = values.get("bytes_in_use", 0) / values["bytes_limit"]
                 names = {"memory"}
             else:

@@ -12,13 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.observability.layout import Layout
+from jaxscale.observability.layout import MeshLayout
 from jaxscale.observability.run import Rank, Run, Steps
+from jaxscale.supervision import phases
 
 
-SPANS = {"saved": "save", "evaluated": "evaluate"}
-"""Events that took the time that another one had begun, and its name."""
-_INSTANT = ("start", "meet", "joined", "restore", "compile", "stopped", "finish", "bye")
+SPANS = {phases.SAVED: "save", phases.EVALUATED: "evaluate"}
+"""Events that took time, and what that is called."""
+_INSTANT = {*phases.STARTING, phases.COMPILE, phases.STOPPED, *phases.ENDING}
+_INSTANT -= {phases.LAYOUT}
+_STARTS = (phases.START, phases.LAYOUT, phases.RESTORE, phases.COMPILE)
 _MOST_EVENTS = 400_000
 _MOST_CELLS = 20_000
 _BACKWARD = 2  # of forward passes
@@ -39,7 +42,7 @@ def host_and_device(
     yield "device", "step", begin[keep], steps.done[keep]
 
 
-def chrome_trace(run: Run, layout: Layout, path: str | Path) -> tuple[int, int]:
+def chrome_trace(run: Run, layout: MeshLayout, path: str | Path) -> tuple[int, int]:
     """Write the trace; of a long run its last steps.
 
     Args:
@@ -65,7 +68,7 @@ def chrome_trace(run: Run, layout: Layout, path: str | Path) -> tuple[int, int]:
     return first, count
 
 
-def _trace(run: Run, layout: Layout, steps: int) -> Iterator[dict[str, Any]]:
+def _trace(run: Run, layout: MeshLayout, steps: int) -> Iterator[dict[str, Any]]:
     start = run.begin
     driver = max(rank.number for rank in run.ranks) + 1
     for rank in run.ranks:
@@ -103,7 +106,7 @@ def _rank_trace(rank: Rank, start: float, steps: int) -> Iterator[dict[str, Any]
 
 
 def _schedule_trace(
-    run: Run, layout: Layout, pid: int, start: float
+    run: Run, layout: MeshLayout, pid: int, start: float
 ) -> Iterator[dict[str, Any]]:
     """The schedule as it is planned, as long as the last step took."""
     grid = run.grid
@@ -137,7 +140,7 @@ def _schedule_trace(
         yield _slice(pid, stage, name, t0, t0 + long * scale, {})
 
 
-def schedule_drawing(layout: Layout) -> str:
+def schedule_drawing(layout: MeshLayout) -> str:
     """The schedule of a pipeline as SVG; empty where there is none, or it is long."""
     schedule = _schedule(layout)
     if schedule is None:
@@ -147,7 +150,7 @@ def schedule_drawing(layout: Layout) -> str:
     return svg(schedule)
 
 
-def _schedule(layout: Layout) -> Any:
+def _schedule(layout: MeshLayout) -> Any:
     cells = layout.stages * layout.microbatches * layout.chunks
     if layout.stages < 2 or cells > _MOST_CELLS:
         return None
@@ -182,7 +185,9 @@ _FEWEST_STEPS = 4
 _MOST_MARKS = 60  # of a rank
 
 
-def timeline(run: Run, layout: Layout, chosen: Sequence[int] = ()) -> dict[str, Any]:
+def timeline(
+    run: Run, layout: MeshLayout, chosen: Sequence[int] = ()
+) -> dict[str, Any]:
     """The last steps of some ranks, and the pauses of the whole run, for the page.
 
     Args:
@@ -256,8 +261,8 @@ def _pauses(rank: Rank) -> Iterator[tuple[str, float, float, int]]:
             found.append((SPANS[event.name], event.t0, event.t1, event.step))
         elif event.kind == "fault":
             found.append(("fault", event.t1, event.t1, event.step))
-        elif event.name in ("start", "layout", "restore", "compile"):
-            if event.name != "compile":
+        elif event.name in _STARTS:
+            if event.name != phases.COMPILE:
                 began = event.t1 if began is None else began
                 continue
             if began is not None:

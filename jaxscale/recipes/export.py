@@ -12,6 +12,7 @@ from jaxscale.models.hf.hub import local_directory
 from jaxscale.sharding import REPLICATED, make_mesh
 from jaxscale.training import run as run_directory
 from jaxscale.training.checkpoint.array_names import named_leaves
+from jaxscale.training.pretrained import load_model
 
 
 def export(
@@ -52,7 +53,7 @@ def export(
         raise ValueError(f"{target} is in use; choose a new directory")
     mesh = make_mesh({"data": 1}, jax.local_devices()[:1])
     with jax.set_mesh(mesh):
-        model = run_directory.load_model(source, mesh, REPLICATED, step=step)
+        model = load_model(source, mesh, REPLICATED, step=step)
         if param_dtype is not None:
             model = _cast(model, jnp.dtype(param_dtype))
     tokenizer = Tokenizer.from_file(source)

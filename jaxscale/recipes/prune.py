@@ -52,7 +52,7 @@ from jaxscale.training import (
 )
 from jaxscale.training import run as run_directory
 from jaxscale.training.evaluation import to_rows
-from jaxscale.training.pretrained import pretrained
+from jaxscale.training.pretrained import load_model, pretrained
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -225,9 +225,7 @@ def open_source(
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):
         if is_run:
-            model = run_directory.load_model(
-                source, mesh, config.axis_rules, step=step, like=config
-            )
+            model = load_model(source, mesh, config.axis_rules, step=step, like=config)
         else:
             model = pretrained(config, mesh)
     if not isinstance(model, Decoder):

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 import jax
 
 from jaxscale.sharding.launchers import Cluster, detect, split_address
-from jaxscale.supervision import current
+from jaxscale.supervision import current, phases
 from jaxscale.supervision.limits import allow_connections
 
 
@@ -87,13 +87,13 @@ def initialize(
         local_device_ids=local_device_ids,
     )
     if cluster.coordinator is None:
-        current().emit("joined", 0)
+        current().emit(phases.JOINED, 0)
         return cluster
     _log.info(
         "process %d of %d: %s", cluster.process_id, cluster.num_processes, cluster
     )
     deadline = time.monotonic() + timeout
-    current().emit("meet", 0)
+    current().emit(phases.MEET, 0)
     if cluster.process_id == 0:
         _await_others(cluster, timeout, deadline)
     else:
@@ -107,7 +107,7 @@ def initialize(
         initialization_timeout=max(30, int(timeout)),
     )
     _started = cluster
-    current().emit("joined", 0)
+    current().emit(phases.JOINED, 0)
     return cluster
 
 

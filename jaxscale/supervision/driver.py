@@ -20,7 +20,7 @@ from typing import Any
 
 from jaxscale.supervision import limits, protocol, state
 from jaxscale.supervision.config import SuperviseConfig
-from jaxscale.supervision.hosts import Host, Hosts
+from jaxscale.supervision.hosts import ConnectedHost, Hosts
 from jaxscale.supervision.telemetry import SlowNews, Telemetry
 from jaxscale.supervision.watch import STOPPED, Fault, Spikes, Watch
 
@@ -177,7 +177,7 @@ class Driver:
         self._telemetry.started(self._state.cycle)
         self._slow = None
 
-    async def _enough_hosts(self) -> list[Host]:
+    async def _enough_hosts(self) -> list[ConnectedHost]:
         """As many hosts as needed, in the order of their names."""
         needed, excluded = self._config.hosts, self._state.excluded
         begun, deadline = time.monotonic(), self._config.deadlines.hosts
@@ -274,7 +274,7 @@ class Driver:
         while not done() and time.monotonic() < until:
             await self._take()
 
-    def _understand(self, host: Host, message: Any) -> None:
+    def _understand(self, host: ConnectedHost, message: Any) -> None:
         now = host.heard = self._now
         job, watch = self._state, self._watch
         current = job.running and getattr(message, "cycle", 0) == job.cycle
@@ -291,7 +291,7 @@ class Driver:
                 host.port, host.ranks = message.port, []
             case protocol.Stack():
                 host.stacks[message.rank] = message.text
-            case protocol.Diagnosis():
+            case protocol.Diagnosed():
                 host.diagnosis = message
 
     def _note(self, watch: Watch) -> None:
@@ -457,7 +457,7 @@ class Driver:
         if self._config.hosts == 1 and not len(self._hosts):
             self._hosts.end_local(self._state.executor)
 
-    def _gone(self, host: Host) -> bool:
+    def _gone(self, host: ConnectedHost) -> bool:
         return self._hosts.get(host.name) is not host
 
     async def _diagnose(self, names: Collection[str]) -> None:

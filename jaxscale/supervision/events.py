@@ -7,10 +7,7 @@ line is an object with the fields
     cycle    starts of the job until this one; 0 without a supervisor
     step     the step that it belongs to
     kind     host, device, memory, compile or fault
-    name     start, meet, joined, layout, restore, compile, begin, data,
-             dispatched, done, save, saved, eval, evaluated, not_finite,
-             wrong_values, error, stopped, finish, bye; pace, profile, memory and
-             compiled are measurements beside these
+    name     one of `jaxscale.supervision.phases`
     args     more of it, for example the loss of a step that is done
 
 The args of ``layout`` are the mesh and the place of the process: ``axes``, the sizes by
@@ -42,7 +39,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from jaxscale.supervision import protocol
+from jaxscale.supervision import phases, protocol
 from jaxscale.supervision.pauses import Pauses
 
 
@@ -52,12 +49,10 @@ VARIABLE = "JAXSCALE_SUPERVISED"
 _log = logging.getLogger(__name__)
 _FLUSH_SECONDS = 2.0
 MEASURES = {
-    "profile": ("computing", ["computing"]),
-    "pace": ("host", ["seconds", "starved"]),
+    phases.PROFILE: ("computing", ["computing"]),
+    phases.PACE: ("host", ["seconds", "starved"]),
 }
 """What is measured of a step, and what of it is summed and compared between ranks."""
-_UNTOLD = ("memory", "compiled")
-_ENDS = {"save": "saved", "eval": "evaluated"}
 
 
 class EventLog:
@@ -165,7 +160,7 @@ class EventLog:
         """Report ``save`` or ``eval`` when it begins, and when it has ended well."""
         begun = self.emit(name, step)
         yield
-        self.emit(_ENDS[name], step, since=begun)
+        self.emit(phases.SPANS[name], step, since=begun)
 
     @contextlib.contextmanager
     def written_to(self, path: str | os.PathLike[str]) -> Iterator[None]:
@@ -181,7 +176,7 @@ class EventLog:
             self.fail(error)
             raise
         else:
-            self.emit("bye")
+            self.emit(phases.BYE)
         finally:
             self.flush()
             self._file = None
@@ -195,13 +190,13 @@ class EventLog:
         except BaseException as error:
             self.fail(error)
             raise
-        self.emit("finish")
+        self.emit(phases.FINISH)
 
     def fail(self, error: BaseException) -> None:
         """Report an error, once, and wait until it is written."""
         if not getattr(error, "_jaxscale_reported", False):
             text = f"{type(error).__name__}: {error}"[:500]
-            self.emit("error", kind="fault", error=text)
+            self.emit(phases.ERROR, kind="fault", error=text)
             error._jaxscale_reported = True  # pyright: ignore[reportAttributeAccessIssue]
         self.flush()
 
@@ -262,11 +257,11 @@ class EventLog:
         if name in MEASURES:
             measure, parts = MEASURES[name]
             yield self._measured(event, measure, sum(event["args"][p] for p in parts))
-            if name == "pace" and (factor := self._pauses.factor()):
+            if name == phases.PACE and (factor := self._pauses.factor()):
                 yield self._measured(event, "paused", factor)
-        elif name not in _UNTOLD:
+        elif name not in phases.MEASUREMENTS:
             yield self._moved(event)
-        if name == "begin":
+        if name == phases.BEGIN:
             self._pauses.start()
 
     def _measured(
@@ -351,7 +346,7 @@ def _supervised(place: Mapping[str, Any]) -> EventLog:
         connection=connection,
     )
     sys.excepthook = _leave_at_once
-    log.emit("start", 0, pid=os.getpid())
+    log.emit(phases.START, 0, pid=os.getpid())
     return log
 
 

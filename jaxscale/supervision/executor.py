@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxscale.supervision import protocol
+from jaxscale.supervision import phases, protocol
 from jaxscale.supervision.events import VARIABLE
 
 
@@ -45,7 +45,7 @@ def report_seconds(hosts: int) -> float:
     return max(_REPORT_SECONDS, hosts / _HOSTS_A_SECOND)
 
 
-class Rank:
+class RankProcess:
     """A process of the job on this host."""
 
     def __init__(
@@ -87,7 +87,7 @@ class Executor:
         self._address = ""
         self._cycle, self._directory = 0, Path()
         self._seconds = report_seconds(1)
-        self._ranks: dict[int, Rank] = {}
+        self._ranks: dict[int, RankProcess] = {}
         self._newest: dict[tuple[int, str], protocol.Moved] = {}
         self._untold: dict[tuple[int, str, int], protocol.Moved] = {}
         self._measured: list[protocol.Measured] = []
@@ -224,13 +224,13 @@ class Executor:
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
             )
-        rank = self._ranks[number] = Rank(number, process, printed)
+        rank = self._ranks[number] = RankProcess(number, process, printed)
         self._spawn(self._wait(rank))
 
     def _file(self, kind: str, rank: int) -> Path:
         return self._directory / f"{kind}-{rank}.txt"
 
-    async def _wait(self, rank: Rank) -> None:
+    async def _wait(self, rank: RankProcess) -> None:
         code = await rank.process.wait()
         rank.signal(signal.SIGKILL)  # children that it has left behind
         if rank.speaks:  # its last words may still be on their way
@@ -284,10 +284,10 @@ class Executor:
 
         Of one rank all steps are, for their losses.
         """
-        kept = ("compile", "done", "stopped")  # whatever comes after
+        kept = (phases.COMPILE, phases.DONE, phases.STOPPED)  # whatever comes after
         about = message.phase if message.phase in kept else "place"
         (rank,) = message.ranks
-        losses = about == "done" and rank == min(self._ranks)
+        losses = about == phases.DONE and rank == min(self._ranks)
         place = rank, about
         untold = (*place, message.step if losses else 0)
         # What is older goes away, so that they are told in the order of time.
@@ -381,7 +381,7 @@ def _environment(
     return mine
 
 
-async def _diagnosis(wanted: protocol.Diagnose) -> protocol.Diagnosis:
+async def _diagnosis(wanted: protocol.Diagnose) -> protocol.Diagnosed:
     command = wanted.command or [
         *(sys.executable, "-m", _SELF_CHECK),
         *(wanted.directory, str(wanted.seconds)),
@@ -396,7 +396,7 @@ async def _diagnosis(wanted: protocol.Diagnose) -> protocol.Diagnosis:
             preexec_fn=_die_with_parent,
         )
     except OSError as error:
-        return protocol.Diagnosis(code=127, text=f"{command[0]}: {error.strerror}")
+        return protocol.Diagnosed(code=127, text=f"{command[0]}: {error.strerror}")
     try:
         async with asyncio.timeout(wanted.seconds):
             output, _ = await process.communicate()
@@ -404,9 +404,9 @@ async def _diagnosis(wanted: protocol.Diagnose) -> protocol.Diagnosis:
         os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
         text = f"{command[0]} did not end within {wanted.seconds:g} s"
-        return protocol.Diagnosis(code=124, text=text)
+        return protocol.Diagnosed(code=124, text=text)
     text = output[-_TAIL:].decode(errors="replace")
-    return protocol.Diagnosis(code=process.returncode or 0, text=text)
+    return protocol.Diagnosed(code=process.returncode or 0, text=text)
 
 
 _SELF_CHECK = "jaxscale.supervision.self_check"

@@ -23,7 +23,7 @@ _LEAVE_SECONDS = 10.0
 _BACKLOG = 4096
 
 
-class Host:
+class ConnectedHost:
     """An executor that is connected."""
 
     def __init__(self, host: protocol.Host, channel: protocol.Channel) -> None:
@@ -35,7 +35,7 @@ class Host:
         self.port: int | None = None
         """A free port, while nothing runs there."""
         self.stacks: dict[int, str] = {}
-        self.diagnosis: protocol.Diagnosis | None = None
+        self.diagnosis: protocol.Diagnosed | None = None
 
     def send(self, message: protocol.Message) -> None:
         """Send without waiting."""
@@ -60,10 +60,10 @@ class Hosts:
             report: Takes lines for the user.
         """
         self._secret, self._directory, self._report = secret, directory, report
-        self._connected: dict[str, Host] = {}
-        self._ordered: list[Host] | None = None
+        self._connected: dict[str, ConnectedHost] = {}
+        self._ordered: list[ConnectedHost] | None = None
         """Those above by their names, until one comes or goes."""
-        self._inbox: asyncio.Queue[tuple[Host, Any]] = asyncio.Queue()
+        self._inbox: asyncio.Queue[tuple[ConnectedHost, Any]] = asyncio.Queue()
         self._taken = 0.0
         self._doubles: set[str] = set()
         self._server: asyncio.Server | None = None
@@ -71,7 +71,7 @@ class Hosts:
         self.address = ""
         """``host:port`` of the driver."""
 
-    def __iter__(self) -> Iterator[Host]:
+    def __iter__(self) -> Iterator[ConnectedHost]:
         if self._ordered is None:
             hosts = self._connected.values()
             self._ordered = sorted(hosts, key=lambda host: host.name)
@@ -80,7 +80,7 @@ class Hosts:
     def __len__(self) -> int:
         return len(self._connected)
 
-    def get(self, name: str) -> Host | None:
+    def get(self, name: str) -> ConnectedHost | None:
         """The host of this name, if it is connected."""
         return self._connected.get(name)
 
@@ -108,7 +108,7 @@ class Hosts:
         self.address = f"[{host}]:{found}" if ":" in host else f"{host}:{found}"
         return found
 
-    async def take(self, understand: Callable[[Host, Any], None]) -> None:
+    async def take(self, understand: Callable[[ConnectedHost, Any], None]) -> None:
         """Pass on what the executors say, for a moment."""
         # What comes within a moment is taken together: who looks after each message at
         # the whole job has no time for anything else.
@@ -126,7 +126,7 @@ class Hosts:
         for host in self._connected.values():
             host.send(message)
 
-    def drop(self, host: Host) -> None:
+    def drop(self, host: ConnectedHost) -> None:
         """End the connection to one that does not answer."""
         host.close()
         self._connected.pop(host.name, None)
@@ -195,7 +195,7 @@ class Hosts:
                     self._report(f"a second executor called {first.name} is sent away")
                 self._doubles.add(first.name)
                 return
-            host = self._connected[first.name] = Host(first, channel)
+            host = self._connected[first.name] = ConnectedHost(first, channel)
             self._ordered = None
             self._inbox.put_nowait((host, first))
             while True:

@@ -130,7 +130,7 @@ class Stack:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Diagnosis:
+class Diagnosed:
     """Executor to driver: the exit code and the last lines of a self-check."""
 
     code: int
@@ -194,7 +194,7 @@ type Message = (
     | Idle
     | Alive
     | Stack
-    | Diagnosis
+    | Diagnosed
     | Start
     | Stacks
     | Kill

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxscale.supervision import phases
 from jaxscale.supervision.protocol import Exited, Measured, Moved, split_address
 from jaxscale.supervision.slow import Measurements
 
@@ -31,10 +32,6 @@ _CONTENT = "text/plain; version=0.0.4; charset=utf-8"
 _REQUEST_SECONDS, _LONGEST_REQUEST = 5.0, 2**14
 _LOOK_SECONDS, _TAIL = 1.0, 2**14
 _REST = 20  # times as long as a look at slow ranks took
-_PAUSES = {
-    **dict.fromkeys(["save", "stopped", "finish"], "checkpoint"),
-    "eval": "evaluation",
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,7 +96,7 @@ class Telemetry:
                 self._measured.add(message)
             case Exited():
                 self._phases.pop(message.rank, None)
-            case Moved(phase="done"):
+            case Moved(phase=phases.DONE):
                 self._tick()
                 self._runs, self._is_down = True, False
                 if message.step > self._step:
@@ -111,7 +108,7 @@ class Telemetry:
                     if rank not in self._phases:
                         heapq.heappush(self._lowest, rank)
                     self._phases[rank] = message.phase
-                if message.phase == "saved":
+                if message.phase == phases.SAVED:
                     self._unsaved = 0.0
 
     def failed(self, kind: str) -> None:
@@ -130,8 +127,8 @@ class Telemetry:
         while self._lowest and self._lowest[0] not in self._phases:
             heapq.heappop(self._lowest)
         phase = self._phases[self._lowest[0]] if self._lowest else ""
-        part = _PAUSES.get(phase, "productive")
-        if not self._runs and phase not in _PAUSES:
+        part = phases.PAUSES.get(phase, "productive")
+        if not self._runs and phase not in phases.PAUSES:
             part = "restart" if self._is_down else "start"
         self._times[part] += seconds
         if part == "productive":

@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Container, Iterable, Mapping
 from typing import Literal
 
+from jaxscale.supervision import phases
 from jaxscale.supervision.config import Deadlines
 from jaxscale.supervision.protocol import Exited, Moved
 
@@ -19,21 +20,8 @@ USAGE, DIVERGED, STOPPED = 2, 3, 1
 """Exit codes of ``jaxscale train`` after which nothing is tried again, and of a run
 that a signal has ended with a checkpoint."""
 
-# That a step is done is heard from another thread, at any time, and is no place of the
-# process.
-PHASES = ("start", "meet", "joined", "layout", "restore", "compile", "begin", "data")
-PHASES += ("dispatched", "save", "saved", "eval", "evaluated", "stopped", "finish")
-PHASES += ("bye",)
-"""What a process does at one step, in this order."""
-_ORDER = {name: i for i, name in enumerate(PHASES)}
 _LOSSES, _FEWEST_LOSSES = 64, 8
 _UNSAVED = "CheckpointNotWritten:"
-_DEADLINES = {
-    **dict.fromkeys(["start", "meet"], "start"),
-    **dict.fromkeys(["joined", "layout", "restore", "compile"], "compile"),
-    **dict.fromkeys(["save", "stopped", "finish", "bye"], "save"),
-    "eval": "evaluate",
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,7 +58,7 @@ class Fault:
 class _Rank:
     heard: float
     step: int = 0
-    phase: str = "start"
+    phase: str = phases.START
     done: int = -1
     """The newest step that is done, in this cycle."""
     error: str = ""
@@ -90,7 +78,7 @@ class _Rank:
 
     @property
     def place(self) -> tuple[int, int]:
-        return self.step, _ORDER.get(self.phase, 0)
+        return self.step, phases.ORDER.get(self.phase, 0)
 
     @property
     def deadline(self) -> str:
@@ -98,7 +86,7 @@ class _Rank:
         if self.code is not None:
             return ""
         # The first step compiles, and connects the devices.
-        return _DEADLINES.get(self.phase, "compile" if self.done < 0 else "step")
+        return phases.DEADLINES.get(self.phase, "compile" if self.done < 0 else "step")
 
 
 class Spikes:
@@ -229,28 +217,28 @@ class Watch:
         known = [n for n in message.ranks if n in self._ranks]
         if not known:
             return
-        if message.phase == "not_finite":
+        if message.phase == phases.NOT_FINITE:
             self._not_finite.add(message.step)
-        elif message.phase == "wrong_values":
+        elif message.phase == phases.WRONG_VALUES:
             self._wrong = message
-        elif message.phase == "done":
+        elif message.phase == phases.DONE:
             self._step = max(self._step, message.step)
             self._measure(message.step, now)
             if self._spikes and self._spikes.add(message.step, message.loss):
                 self._spiked.add(message.step)
-        elif message.phase == "compile":
+        elif message.phase == phases.COMPILE:
             self.began = message.step
         for number in known:
             rank = self._ranks[number]
             rank.heard = now
-            if message.phase == "error":
+            if message.phase == phases.ERROR:
                 rank.error = rank.error or message.text or "an error without a text"
                 rank.failed = min(rank.failed, now)
-            elif message.phase == "done":
+            elif message.phase == phases.DONE:
                 rank.done = max(rank.done, message.step)
-            elif message.phase in _ORDER:
+            elif message.phase in phases.ORDER:
                 rank.step, rank.phase = message.step, message.phase
-                rank.stopped = rank.stopped or message.phase == "stopped"
+                rank.stopped = rank.stopped or message.phase == phases.STOPPED
             self._note(number, rank)
 
     def _note(self, number: int, rank: _Rank) -> None:
@@ -263,7 +251,7 @@ class Watch:
             self._limits[rank.limit] -= 1
             self._limits[limit] += 1
             rank.limit = limit
-        if number in self._stateless and rank.place[1] >= _ORDER["compile"]:
+        if number in self._stateless and rank.place[1] >= phases.ORDER[phases.COMPILE]:
             self._stateless.remove(number)
         if not rank.error and not rank.stopped and rank.code is None:
             return  # nearly always
@@ -395,9 +383,9 @@ class Watch:
         if silence <= limit:
             return None
         late = sorted(n for n in self._live if now - self._ranks[n].heard > limit)
-        phases = ", ".join(dict.fromkeys(self._ranks[n].phase for n in late))
+        places = ", ".join(dict.fromkeys(self._ranks[n].phase for n in late))
         reason = (
-            f"{_named(late)} said nothing for {silence:.3g} s, in {phases} "
+            f"{_named(late)} said nothing for {silence:.3g} s, in {places} "
             f"(deadline {limit:g} s)"
         )
         return Fault(kind="stall", reason=reason, step=self.step)
@@ -429,7 +417,7 @@ def _final(rank: _Rank) -> int:
     codes = {"UsageError": USAGE, "Diverged": DIVERGED}
     code = codes.get(rank.error.partition(":")[0], rank.code or 0)
     # Where the port of the meeting was taken, another one may be free.
-    taken = rank.phase in ("start", "meet") and "cannot listen" in rank.error
+    taken = rank.phase in (phases.START, phases.MEET) and "cannot listen" in rank.error
     return code if code in codes.values() and not taken else 0
 
 

@@ -12,11 +12,8 @@ from jaxscale.training.data.corpus import (
     split,
     tokenize,
 )
-from jaxscale.training.data.labeled import (
-    LabeledBatch,
-    LabeledBatches,
-    classification_loss,
-)
+from jaxscale.training.data.labeled import LabeledBatch, LabeledBatches
+from jaxscale.training.data.masked import MaskedBatches, MaskingConfig
 from jaxscale.training.data.mixture import Mixture
 from jaxscale.training.data.packed import (
     DataConfig,
@@ -34,12 +31,12 @@ from jaxscale.training.diagnosis.suite import (
     Measurement,
     diagnose,
 )
+from jaxscale.training.encoder_losses import classification_loss, masked_lm_loss
 from jaxscale.training.evaluation import Evaluation, evaluate
 from jaxscale.training.gradients import accumulated
 from jaxscale.training.hardware import mfu, peak_flops
 from jaxscale.training.loop import FitResult, fit, packed_batches
 from jaxscale.training.losses import LossSums, chunked_cross_entropy
-from jaxscale.training.masked import MaskedBatches, MaskingConfig, masked_lm_loss
 from jaxscale.training.monitoring.console import LineWriter
 from jaxscale.training.monitoring.divergence import Diverged
 from jaxscale.training.monitoring.monitor import (

@@ -17,13 +17,12 @@ from jaxscale.nn.packing import PackedBatch
 from jaxscale.sharding.rules import AxisRules
 from jaxscale.sharding.tensor_parallel import TensorParallel
 from jaxscale.training.config import TrainConfig
-from jaxscale.training.data.labeled import classification_loss
+from jaxscale.training.encoder_losses import classification_loss, masked_lm_loss
 from jaxscale.training.gradients import (
     GradientFunction,
     LossFunction,
     accumulated,
 )
-from jaxscale.training.masked import masked_lm_loss
 from jaxscale.training.optimizer import make_optimizer, make_schedule
 from jaxscale.training.pipelined import pipelined, pipelined_sums
 from jaxscale.training.step import (

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from jaxscale.supervision import current
+from jaxscale.supervision import current, phases
 from jaxscale.training.config import TrainConfig
 from jaxscale.training.data.row_packing import spread
 from jaxscale.training.losses import LossSums
@@ -93,7 +93,7 @@ def evaluate(
             for batch in itertools.islice(batches, _BATCHES_AT_A_TIME)
         ]:
             if sums:  # a supervisor hears that it goes on
-                current().emit("eval", int(state.step))
+                current().emit(phases.EVAL, int(state.step))
             sums += jax.device_get(some)
     tokens = sum(int(s.tokens) for s in sums)
     if tokens == 0:

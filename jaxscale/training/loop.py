@@ -17,7 +17,7 @@ from jaxscale.observability.layout import layout_args
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.parameters import place
 from jaxscale.sharding.state_rules import StateRules
-from jaxscale.supervision import EventLog, current
+from jaxscale.supervision import EventLog, current, phases
 from jaxscale.training.agreement import check_same_settings, of_first_or_error
 from jaxscale.training.assemble import adapted, loss_functions, make_loss, new_state
 from jaxscale.training.checkpoint.reader import SCHEDULE_STEPS
@@ -167,7 +167,7 @@ def fit(
         stack.enter_context(jax.set_mesh(mesh))
         file = directory / f"events-{jax.process_index()}.jsonl"
         stack.enter_context(events.written_to(file))
-        events.emit("layout", 0, **layout_args(mesh, jax.process_index(), config))
+        events.emit(phases.LAYOUT, 0, **layout_args(mesh, jax.process_index(), config))
         platform = mesh.devices.flat[0].platform
         stack.enter_context(programs_in(directory / "programs", platform))
         # Before the checkpointer, which is closed when the last checkpoint is written.
@@ -179,7 +179,7 @@ def fit(
         stack.enter_context(events.reported())
 
         # 1. The state, new or restored, on the mesh.
-        events.emit("restore", 0)
+        events.emit(phases.RESTORE, 0)
         config = dataclasses.replace(config, step=events.at_first(config.step))
         if events.resume_before and config.step is None:
             checkpoints.set_aside_after(events.resume_before - 1)
@@ -198,7 +198,7 @@ def fit(
             monitor.note(line)
         monitor.start(first)
         guard = DivergenceGuard(config, checkpoints, events)
-        events.emit("compile", first, kind="compile")
+        events.emit(phases.COMPILE, first, kind="compile")
         if first < config.steps:
             monitor.note("compile the step, before the first one")
         for step in range(first + 1, config.steps + 1):
@@ -215,20 +215,20 @@ def fit(
             # 3. Now and then: save, which goes on in the background, and evaluate.
             last, stop = step == config.steps, asked_to_stop(step)
             if last or stop or step % config.checkpoint_every == 0:
-                with monitor.pause("save", step):
+                with monitor.pause(phases.SAVE, step):
                     monitor.note(f"step {step}: save, while the next steps go on")
                     guard.save(step, state, batches, final=last or stop)
             if eval_data is not None and (last or step % config.eval_every == 0):
-                with monitor.pause("eval", step):
+                with monitor.pause(phases.EVAL, step):
                     evaluation = evaluate(config, mesh, eval_step, state, eval_data)
                     monitor.log_evaluation(step, **dataclasses.asdict(evaluation))
             # After the evaluation, which the run that goes on would not catch up on.
             if stop and not last:
                 logger.warning("stopped by a signal after step %d", step)
-                events.emit("stopped", step)
+                events.emit(phases.STOPPED, step)
                 break
         if eval_data is not None and first == config.steps:
-            with monitor.pause("eval", first):
+            with monitor.pause(phases.EVAL, first):
                 evaluation = evaluate(config, mesh, eval_step, state, eval_data)
         state = _flattened(state, config, mesh)
         peak = peak_memory(mesh)

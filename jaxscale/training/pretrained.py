@@ -1,4 +1,4 @@
-"""The model that a run begins with, where it has weights already."""
+"""Models that have weights already: of a source to begin with, or of a run."""
 
 import dataclasses
 import logging
@@ -18,7 +18,7 @@ from jaxscale.models.hf.files import Checkpoint
 from jaxscale.models.hf.hub import local_directory
 from jaxscale.models.hf.load import check_files, load, own_head
 from jaxscale.nn.lora import Frozen, merge_adapters
-from jaxscale.sharding.parameters import place
+from jaxscale.sharding.parameters import place, shardings
 from jaxscale.sharding.rules import AxisRules
 from jaxscale.sharding.tensor_parallel import TensorParallel
 from jaxscale.training import run as run_directory
@@ -74,7 +74,59 @@ def pretrained(
     return adapted(config, model)
 
 
-def load_adapted(
+def load_model(
+    directory: Path,
+    mesh: Mesh,
+    rules: AxisRules,
+    *,
+    dtype: str | None = None,
+    step: int | None = None,
+    tensor_parallel: TensorParallel = None,
+    like: TrainConfig | None = None,
+) -> Decoder | EncoderModel:
+    """The dense model of a checkpoint, straight onto the mesh.
+
+    Args:
+        directory: Directory of the run.
+        mesh: The devices.
+        rules: Mesh axes of each logical axis.
+        dtype: Type of the computation; None is that of the run.
+        step: Step of the checkpoint; None is the newest.
+        tensor_parallel: Communication of the model, whatever it was during the run.
+        like: Settings of a run that trains the model on: it computes, recomputes,
+            loops over its layers, communicates and multiplies as they say.
+
+    Raises:
+        ValueError: model and mesh do not fit, or the run file is damaged.
+        FileNotFoundError: there is no such checkpoint.
+    """
+    run = run_directory.read_config(directory)
+    run.model.check_mesh(dict(mesh.shape), rules)
+    how: dict[str, Any]
+    how = {"remat": "none", "scan_layers": True, "quantization": None}
+    if like is not None:
+        how = {name: getattr(like, name) for name in how}
+        dtype, tensor_parallel = like.dtype, like.tensor_parallel
+    run = dataclasses.replace(
+        run, tensor_parallel=None, dtype=dtype or run.dtype, **how
+    )
+
+    def init() -> Decoder | EncoderModel:
+        return make_model(run, rules=rules, tensor_parallel=tensor_parallel)
+
+    if run.lora.rank:
+        return _load_adapted(directory, run, mesh, rules, step, tensor_parallel)
+    abstract = jax.eval_shape(init)
+    target = jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        abstract,
+        shardings(abstract, mesh, rules),
+    )
+    with Checkpointer(directory / "checkpoints", read_only=True) as checkpoints:
+        return checkpoints.restore_model(target, step)
+
+
+def _load_adapted(
     directory: Path,
     config: TrainConfig,
     mesh: Mesh,
@@ -163,7 +215,7 @@ def _of_run(
             f"settings ask for {config.head}; write it as a Hugging Face directory "
             "with `jaxscale export`, from where it takes another head"
         )
-    return run_directory.load_model(directory, mesh, rules, like=config)
+    return load_model(directory, mesh, rules, like=config)
 
 
 def _of_hugging_face(

@@ -16,16 +16,12 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import jax
-from jax.sharding import Mesh
 
-from jaxscale import __version__, sharding
-from jaxscale.models import Decoder, EncoderModel, Tokenizer
-from jaxscale.sharding import AxisRules, TensorParallel
+from jaxscale import __version__
+from jaxscale.models import Tokenizer
 from jaxscale.supervision.driver import DIRECTORY as SUPERVISOR
-from jaxscale.training.assemble import make_model
 from jaxscale.training.checkpoint.reader import SCHEDULE_STEPS
 from jaxscale.training.checkpoint.steps import complete_steps, settings_of
-from jaxscale.training.checkpoint.store import Checkpointer
 from jaxscale.training.config import TrainConfig
 from jaxscale.training.lock import LOCK_FILE
 from jaxscale.training.monitoring.console import command_line
@@ -171,60 +167,6 @@ def read_config(directory: Path) -> TrainConfig:
         ValueError: the file is damaged, or another version of jaxscale wrote it.
     """
     return from_dict(TrainConfig, _read(directory)["config"])
-
-
-def load_model(
-    directory: Path,
-    mesh: Mesh,
-    rules: AxisRules,
-    *,
-    dtype: str | None = None,
-    step: int | None = None,
-    tensor_parallel: TensorParallel = None,
-    like: TrainConfig | None = None,
-) -> Decoder | EncoderModel:
-    """The dense model of a checkpoint, straight onto the mesh.
-
-    Args:
-        directory: Directory of the run.
-        mesh: The devices.
-        rules: Mesh axes of each logical axis.
-        dtype: Type of the computation; None is that of the run.
-        step: Step of the checkpoint; None is the newest.
-        tensor_parallel: Communication of the model, whatever it was during the run.
-        like: Settings of a run that trains the model on: it computes, recomputes,
-            loops over its layers, communicates and multiplies as they say.
-
-    Raises:
-        ValueError: model and mesh do not fit, or the run file is damaged.
-        FileNotFoundError: there is no such checkpoint.
-    """
-    run = read_config(directory)
-    run.model.check_mesh(dict(mesh.shape), rules)
-    how: dict[str, Any]
-    how = {"remat": "none", "scan_layers": True, "quantization": None}
-    if like is not None:
-        how = {name: getattr(like, name) for name in how}
-        dtype, tensor_parallel = like.dtype, like.tensor_parallel
-    run = dataclasses.replace(
-        run, tensor_parallel=None, dtype=dtype or run.dtype, **how
-    )
-
-    def init() -> Decoder | EncoderModel:
-        return make_model(run, rules=rules, tensor_parallel=tensor_parallel)
-
-    if run.lora.rank:
-        from jaxscale.training.pretrained import load_adapted  # which reads runs too
-
-        return load_adapted(directory, run, mesh, rules, step, tensor_parallel)
-    abstract = jax.eval_shape(init)
-    target = jax.tree.map(
-        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-        abstract,
-        sharding.shardings(abstract, mesh, rules),
-    )
-    with Checkpointer(directory / "checkpoints", read_only=True) as checkpoints:
-        return checkpoints.restore_model(target, step)
 
 
 def check_free(directory: Path, config: TrainConfig, *, resume: bool) -> None:

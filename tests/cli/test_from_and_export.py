@@ -26,6 +26,7 @@ from jaxscale.models import (
 from jaxscale.sharding import REPLICATED
 from jaxscale.training import Checkpointer
 from jaxscale.training import run as run_directory
+from jaxscale.training.pretrained import load_model
 
 
 pytestmark = pytest.mark.usefixtures("compile_once")
@@ -120,7 +121,7 @@ def test_weights_go_in_and_come_out(decoder, notes, command, tmp_path):
         assert code == 0, err
     assert "start after step 2 of 3" in told
     mesh = jax.make_mesh((1,), ("data",))
-    moved = run_directory.load_model(second, mesh, REPLICATED)
+    moved = load_model(second, mesh, REPLICATED)
     original = load(decoder)
     change = abs(moved.embed.table[...] - original.embed.table[...])
     assert 0 < change.max() < 1e-3  # three steps of 3e-5, from the weights of the file

@@ -14,6 +14,7 @@ from jaxscale.models import load
 from jaxscale.pruning import Masks, PruneConfig, linears
 from jaxscale.recipes import TuneConfig, make_stages
 from jaxscale.training import run as run_directory
+from jaxscale.training.pretrained import load_model
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def test_prune_trains_under_masks_and_reports(trained, command, tmp_path):
     ]
     mesh = sharding.make_mesh(sharding.MeshConfig(fsdp=-1))
     with jax.set_mesh(mesh):
-        model = run_directory.load_model(directory, mesh, sharding.fsdp())
+        model = load_model(directory, mesh, sharding.fsdp())
     for name, layer in linears(model).items():
         weight = np.asarray(layer.kernel[...])
         kept = masks.kept.get(name, np.ones(weight.shape, bool))
@@ -160,7 +161,7 @@ def test_a_pretrained_decoder_is_pruned_on_text_of_ones_own(trained, command, tm
     # The weights are those of the source: training at this rate hardly moves them.
     mesh = sharding.make_mesh(sharding.MeshConfig(fsdp=-1))
     with jax.set_mesh(mesh):
-        model = run_directory.load_model(directory, mesh, sharding.fsdp())
+        model = load_model(directory, mesh, sharding.fsdp())
     masks = Masks.load(directory / "masks.safetensors")
     before = linears(load(weights))
     for name, layer in linears(model).items():

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxscale.observability.layout import Layout, find_layout, layout_args
+from jaxscale.observability.layout import MeshLayout, find_layout, layout_args
 from jaxscale.observability.mesh_view import mesh_view, standings, step_seconds
 from jaxscale.observability.run import read_run
 from tests.observability.runs import AXES, CUBE, event, hanging_cube, layout, write
@@ -152,5 +152,5 @@ def test_damaged_layouts_are_passed_over(written, args):
 
 
 def test_lines_are_the_neighbors_along_each_axis():
-    cube = Layout(axes={"a": 2, "b": 3}, ranks=tuple(range(6)))
+    cube = MeshLayout(axes={"a": 2, "b": 3}, ranks=tuple(range(6)))
     assert cube.lines(4) == {"a": [1], "b": [3, 5]}

@@ -113,7 +113,7 @@ class Executor:
                     case protocol.Stacks():
                         self.say(*(self.stack(rank) for rank in self.ranks))
                     case protocol.Diagnose():
-                        self.say(protocol.Diagnosis(code=0, text=""))
+                        self.say(protocol.Diagnosed(code=0, text=""))
                     case protocol.Terminate():
                         self.move("stopped")
                         ranks = self.ranks

@@ -32,7 +32,7 @@ from jaxscale.training import (
     masked_lm_loss,
 )
 from jaxscale.training.data.labeled import _LocalBatches
-from jaxscale.training.masked import hide_tokens
+from jaxscale.training.data.masked import hide_tokens
 from jaxscale.training.monitoring.monitor import Writer
 
 

@@ -18,6 +18,7 @@ from jaxscale.training import (
     TrainConfig,
 )
 from jaxscale.training import run as run_directory
+from jaxscale.training.pretrained import load_model
 
 
 RUN = TrainConfig(
@@ -78,8 +79,8 @@ def test_a_model_is_loaded_as_it_was_trained_or_to_generate(tmp_path):
         checkpoints.save(1, {"model": model}, {})
     mesh = make_mesh(MeshConfig(fsdp=-1))
     with jax.set_mesh(mesh):
-        trained = run_directory.load_model(tmp_path, mesh, fsdp(), like=config)
-        plain = run_directory.load_model(tmp_path, mesh, fsdp())
+        trained = load_model(tmp_path, mesh, fsdp(), like=config)
+        plain = load_model(tmp_path, mesh, fsdp())
     assert (trained.remat, trained.scan_layers) == ("full", False)
     assert (plain.remat, plain.scan_layers) == ("none", True)
     for found in (trained, plain):

@@ -19,7 +19,7 @@ from jaxscale.models.tokenizer import EncodedText
 from jaxscale.nn.packing import cu_seqlens_of_lengths
 
 
-class Shape(NamedTuple):
+class ProgramShape(NamedTuple):
     """What a program is compiled for."""
 
     method: str
@@ -110,10 +110,10 @@ class EncodePrograms:
         }
         self._rows, self._types = rows, types
         self._mesh, self._place = mesh, place
-        self._begun: dict[Shape, concurrent.futures.Future[None]] = {}
+        self._begun: dict[ProgramShape, concurrent.futures.Future[None]] = {}
         self._lock = threading.Lock()
 
-    def __call__(self, shape: Shape, whole: np.ndarray | Array) -> Array:
+    def __call__(self, shape: ProgramShape, whole: np.ndarray | Array) -> Array:
         """Run a program on a `Batch`, once it is compiled."""
         (ready,) = self.begin([shape])
         ready.result()
@@ -128,7 +128,9 @@ class EncodePrograms:
     def _width(self, size: int, room: int) -> int:
         return size * (2 if self._types else 1) + room + 1
 
-    def begin(self, shapes: Iterable[Shape]) -> list[concurrent.futures.Future[None]]:
+    def begin(
+        self, shapes: Iterable[ProgramShape]
+    ) -> list[concurrent.futures.Future[None]]:
         """Compile what is not compiled yet, in threads, in the order given."""
         shapes = list(shapes)
         with self._lock:
@@ -144,7 +146,7 @@ class EncodePrograms:
         """How many were begun."""
         return len(self._begun)
 
-    def _compile(self, shape: Shape) -> None:
+    def _compile(self, shape: ProgramShape) -> None:
         """Leave a program in the cache of its jitted function."""
         if not threading.main_thread().is_alive():
             return  # the interpreter waits for this thread, and needs no more programs

@@ -25,7 +25,7 @@ from jaxscale.inference.encoder.encode_plan import (
     capacities,
     plan_rows,
 )
-from jaxscale.inference.encoder.encode_programs import EncodePrograms, Shape
+from jaxscale.inference.encoder.encode_programs import EncodePrograms, ProgramShape
 from jaxscale.models.encoder import EncoderModel
 from jaxscale.models.heads import Pooling, pool
 from jaxscale.models.hf.hub import local_directory
@@ -313,7 +313,7 @@ class Encoder:
             token_budget = self._budget([])
         plan_rows([], token_budget)  # complains of the budget
         futures = self._programs.begin(
-            Shape(method, size, room)
+            ProgramShape(method, size, room)
             for size in reversed(budgets(token_budget))
             for room in capacities(size)[:-1] or (size,)
         )
@@ -399,11 +399,13 @@ class Encoder:
                     place = end
 
         steps = list(self._steps(plan))
-        self._programs.begin(Shape(method, *shape) for _, *shape in steps)
+        self._programs.begin(ProgramShape(method, *shape) for _, *shape in steps)
         with progress_bar("encode", progress, len(encoded)) as advance, self._on_mesh():
             for rows, *shape in steps:
                 batch = self._batch([[encoded[i] for i in row] for row in rows], *shape)
-                waiting.append((rows, self._programs(Shape(method, *shape), batch)))
+                waiting.append(
+                    (rows, self._programs(ProgramShape(method, *shape), batch))
+                )
                 if len(waiting) > 1:
                     yield from finish()
                 advance(sum(map(len, rows)))

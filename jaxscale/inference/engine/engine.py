@@ -22,7 +22,11 @@ from jaxscale.inference.engine.batch_rows import NUM_STOPS
 from jaxscale.inference.engine.output_processor import OutputProcessor, Sink
 from jaxscale.inference.engine.runner import Runner, SampleInputs
 from jaxscale.inference.engine.scheduler import Scheduler
-from jaxscale.inference.engine.scheduler_output import Drawn, Event, SchedulerOutput
+from jaxscale.inference.engine.scheduler_output import (
+    Drawn,
+    SchedulerEvent,
+    SchedulerOutput,
+)
 from jaxscale.inference.engine.sequence import Sequence, SequenceStatus
 from jaxscale.inference.grammar import GrammarCompiler, Matcher, fill_masks
 from jaxscale.inference.request import EngineDead, InvalidRequest, Request
@@ -87,7 +91,7 @@ class Engine:
         self.clock = clock
         self.error: BaseException | None = None
         """Why the engine is dead."""
-        self.observers: list[Callable[[Event], None]] = []
+        self.observers: list[Callable[[SchedulerEvent], None]] = []
         """Called with every event of the scheduler, on the engine's thread."""
         self.after_tick: list[Callable[[], None]] = []
         """Called after the outputs of a tick were given out, on the engine's thread."""

@@ -18,8 +18,8 @@ from jaxscale.inference.engine.scheduler_output import (
     Counts,
     Decode,
     Drawn,
-    Event,
     Progress,
+    SchedulerEvent,
     SchedulerOutput,
 )
 from jaxscale.inference.engine.scheduling_policy import (
@@ -75,7 +75,7 @@ class Scheduler:
         self._slots = BatchRows[Sequence](config.num_slots, self._moved)
         self._tables = PageTables(config)
         self._updates = RowUpdates(self._slots)
-        self._events: list[Event] = []
+        self._events: list[SchedulerEvent] = []
         self._tick = 0
         self._draining = False
 
@@ -131,7 +131,7 @@ class Scheduler:
         sequences = self._requests.open(request)
         self._waiting.join(sequences[0])
         for c in sequences:
-            self._events.append(Event(kind="queued", sequence=c, time=now))
+            self._events.append(SchedulerEvent(kind="queued", sequence=c, time=now))
         params = request.params
         if params.max_tokens == 0 and params.prompt_logprobs is None:
             for c in sequences:  # there is nothing to compute
@@ -161,7 +161,7 @@ class Scheduler:
         """Refuse what comes from now on; what is here goes on."""
         self._draining = True
 
-    def take_events(self) -> list[Event]:
+    def take_events(self) -> list[SchedulerEvent]:
         """Return the events since the last call, in order."""
         events, self._events = self._events, []
         return events
@@ -185,7 +185,7 @@ class Scheduler:
         elif not self._requests.is_held(c):
             self._waiting.leave(c)
         c.state, c.finish = SequenceStatus.ENDED, reason
-        event = Event(kind="ended", sequence=c, time=now, finish=reason)
+        event = SchedulerEvent(kind="ended", sequence=c, time=now, finish=reason)
         self._events.append(event)
         self._requests.close(c, reason)
 
@@ -262,7 +262,7 @@ class Scheduler:
         c.state = SequenceStatus.WAITING
         self._waiting.come_back(c)
         self.counts.preempted += 1
-        self._events.append(Event(kind="preempted", sequence=c, time=now))
+        self._events.append(SchedulerEvent(kind="preempted", sequence=c, time=now))
 
     def _admit(self, now: float) -> list[Sequence]:
         """Give pages to those whose turn it is, while there are enough.
@@ -299,7 +299,7 @@ class Scheduler:
 
     def _count_admission(self, c: Sequence, now: float) -> None:
         self._events.append(
-            Event(kind="admitted", sequence=c, time=now, cached_tokens=c.kv)
+            SchedulerEvent(kind="admitted", sequence=c, time=now, cached_tokens=c.kv)
         )
         if not c.admitted:
             c.admitted = True

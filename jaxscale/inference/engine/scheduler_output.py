@@ -163,7 +163,7 @@ class Progress:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class SchedulerEvent:
     """Something that happened to a sequence, for its client and the metrics."""
 
     kind: Literal["queued", "admitted", "preempted", "ended"]

@@ -10,7 +10,7 @@ from jaxscale.inference.chat import ChatTemplate
 from jaxscale.inference.engine.async_engine import AsyncEngine
 from jaxscale.inference.engine.engine import Engine
 from jaxscale.inference.engine.scheduler_config import SchedulerConfig
-from jaxscale.inference.engine.scheduler_output import Counts, Event
+from jaxscale.inference.engine.scheduler_output import Counts, SchedulerEvent
 from jaxscale.inference.request import Output, Request
 from jaxscale.inference.text_bound import TextBound
 from jaxscale.models.tokenizer import Tokenizer
@@ -65,7 +65,7 @@ class Backend(Protocol):
         ...
 
     def observe(
-        self, on_event: Callable[[Event], None], on_tick: Callable[[], None]
+        self, on_event: Callable[[SchedulerEvent], None], on_tick: Callable[[], None]
     ) -> None:
         """Have events, and the ends of ticks, reported on any thread."""
         ...
@@ -113,7 +113,7 @@ class EngineBackend:
         )
 
     def observe(
-        self, on_event: Callable[[Event], None], on_tick: Callable[[], None]
+        self, on_event: Callable[[SchedulerEvent], None], on_tick: Callable[[], None]
     ) -> None:
         """Have events and the ends of ticks reported, on the engine's thread."""
         self._engine.observers.append(on_event)

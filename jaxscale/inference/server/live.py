@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
-from jaxscale.inference.engine.scheduler_output import Event
+from jaxscale.inference.engine.scheduler_output import SchedulerEvent
 from jaxscale.inference.engine.sequence import Sequence, SequenceStatus
 from jaxscale.inference.request import Overloaded
 from jaxscale.inference.server.backend import Load
@@ -95,7 +95,7 @@ class Recorder:
 
     # On the engine's thread.
 
-    def observe(self, event: Event) -> None:
+    def observe(self, event: SchedulerEvent) -> None:
         """Take note of what has happened to a continuation."""
         c, now = event.sequence, self._now()
         with self._lock:

@@ -9,11 +9,11 @@ import functools
 import hashlib
 import sys
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Int, Shaped
@@ -22,10 +22,9 @@ from jaxscale.checks import check_choice
 from jaxscale.models.heads import Problem
 from jaxscale.models.tokenizer import EncodedText
 from jaxscale.nn.packing import assign_rows, cu_seqlens_of_lengths
-from jaxscale.training.data.placement import MAX_PREFETCH, RowPlacement, prefetched
+from jaxscale.training.data.iterator import MAX_PREFETCH, BatchIterator
+from jaxscale.training.data.placement import RowPlacement
 from jaxscale.training.data.row_packing import spread
-from jaxscale.training.losses import LossSums
-from jaxscale.training.step import LossFunction
 
 
 # As a pytree it also carries shardings or shapes in the place of arrays.
@@ -71,6 +70,8 @@ class LabeledBatches:
         >>> sum(int(batch.loss_mask.sum()) for batch in batches)
         4
     """
+
+    start: Mapping[str, int] = MappingProxyType({"epoch": 0, "row": 0})
 
     def __init__(
         self,
@@ -209,61 +210,21 @@ class LabeledBatches:
         drawn._rows_of = functools.lru_cache(maxsize=2)(rows_of)
         return drawn
 
-    def __iter__(self) -> "LabeledBatchIterator":
-        return LabeledBatchIterator(self)
+    def source(self, position: Mapping[str, int]) -> "_LocalBatches":
+        """The batches from a position on."""
+        return _LocalBatches(self, position["epoch"], position["row"])
+
+    def progress(self, position: Mapping[str, int]) -> dict[str, float]:
+        """How often the texts were read until a position, for the metrics."""
+        epoch = position["epoch"]
+        return {"epochs": epoch + position["row"] / len(self.rows_of(epoch))}
+
+    def __iter__(self) -> BatchIterator[LabeledBatch]:
+        return BatchIterator(self)
 
     def __len__(self) -> int:
         """Batches until the end; for endless ones a number that is never reached."""
         return len(_LocalBatches(self, 0, 0))
-
-
-class LabeledBatchIterator(Iterator[LabeledBatch]):
-    """Walks through `LabeledBatches`; its position can be saved and restored."""
-
-    def __init__(self, batches: LabeledBatches) -> None:
-        """Begin with the first batch."""
-        self._batches = batches
-        self._open(0, 0)
-
-    def __next__(self) -> LabeledBatch:
-        return next(self._source)
-
-    def progress(self) -> dict[str, float]:
-        """How often the texts were read so far, for the metrics."""
-        epoch, row = self._place()
-        return {"epochs": epoch + row / len(self._batches.rows_of(epoch))}
-
-    def get_state(self) -> dict[str, Any]:
-        """The position, as a small dictionary that JSON can hold."""
-        epoch, row = self._place()
-        return {"epoch": epoch, "row": row, **self._batches.identity}
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continue where `get_state` was called, bit for bit.
-
-        Raises:
-            ValueError: the state comes from other texts or another packing.
-        """
-        for name, mine in self._batches.identity.items():
-            if state.get(name) != mine:
-                raise ValueError(
-                    f"the saved position was made with {name} {state.get(name)!r}, "
-                    f"this data has {mine!r}; resume with the same settings and texts"
-                )
-        self.close()
-        self._open(int(state["epoch"]), int(state["row"]))
-
-    def close(self) -> None:
-        """Stop the prefetching thread."""
-        self._source.close()
-
-    def _open(self, epoch: int, row: int) -> None:
-        self._made = _LocalBatches(self._batches, epoch, row)
-        self._source = prefetched(self._made, self._batches.prefetch)
-
-    def _place(self) -> tuple[int, int]:
-        """Epoch and first row of the next batch."""
-        return self._made.place(self._source.get_state()["next_index"])
 
 
 class _LocalBatches:
@@ -286,18 +247,18 @@ class _LocalBatches:
 
     def on_host(self, step: int) -> LabeledBatch:
         """The rows of this process."""
-        epoch, row = self.place(step)
-        rows = self._batches.rows_of(epoch)[row : row + self._batches.batch_size]
+        at, size = self.place(step), self._batches.batch_size
+        rows = self._batches.rows_of(at["epoch"])[at["row"] : at["row"] + size]
         mine = self._batches.placement.local_rows
         return self._make([rows[i] if i < len(rows) else [] for i in mine])
 
-    def place(self, step: int) -> tuple[int, int]:
+    def place(self, step: int) -> dict[str, int]:
         """Epoch and first row of a batch, `step` batches after the first."""
         epoch, batch = self._epoch, self._first + step
         while batch >= self._count(epoch):
             batch -= self._count(epoch)
             epoch += 1
-        return epoch, batch * self._batches.batch_size
+        return {"epoch": epoch, "row": batch * self._batches.batch_size}
 
     def _count(self, epoch: int) -> int:
         """Batches of an epoch."""
@@ -397,91 +358,3 @@ def _check_types(i: int, text: Any, label: Any, problem: Problem) -> None:
             f"labels[{i}] must be an integer, or one for each token, got {label!r}; "
             "number the classes from 0"
         )
-
-
-def classification_loss() -> LossFunction:
-    r"""The loss of an encoder with a ``sequence`` or ``token`` head.
-
-    The sum of :math:`-\log \mathrm{softmax}(l)_y` over the texts, or tokens, that have
-    a label :math:`y`, on batches of `LabeledBatches`. Of a head whose ``problem`` is
-    ``multi_label`` the binary cross-entropy of the sigmoids, of ``regression`` the
-    squared error; both are means over the labels of a text.
-    It raises ValueError for another head, one that has fewer labels than the data, and
-    one of a single label, which has nothing to learn.
-    """
-
-    def loss(model: Any, batch: Any) -> tuple[Array, LossSums]:
-        head = None if model.head is None else model.head.config
-        found = None if head is None else head.kind
-        expected = "sequence"
-        if batch.labels.shape[1] == batch.tokens.shape[1] and found == "token":
-            expected = "token"
-        if head is None or found != expected:
-            raise ValueError(
-                f"the head of the model is {found!r}, expected {expected!r} for these "
-                "labels; make the model with head=encoder_head(config, ...)"
-            )
-        count = head.num_labels
-        if head.problem != batch.problem:
-            raise ValueError(
-                f"problem {head.problem!r} of the head, but the labels are those of "
-                f"{batch.problem!r}; make the head with problem={batch.problem!r}"
-            )
-        if count < 2 and head.problem == "single_label":
-            raise ValueError(
-                f"num_labels {count} of the head leaves nothing to choose, and a loss "
-                "of 0; give it one for each class, at least 2, or number what is to be "
-                "predicted, with problem='regression'"
-            )
-        fixed = head.problem != "single_label"
-        if fixed and batch.labels.shape[-1] != count:
-            raise ValueError(
-                f"num_labels {count} of the head, but the data have "
-                f"{batch.labels.shape[-1]}; make both alike"
-            )
-        if batch.num_labels is not None and batch.num_labels > count:
-            raise ValueError(
-                f"num_labels {count} of the head is too small for the data, whose "
-                f"labels reach {batch.num_labels - 1}; make the head with "
-                f"num_labels={batch.num_labels}"
-            )
-        types = batch.token_types if model.config.token_types > 1 else None
-        logits = model(batch.tokens, cu_seqlens=batch.cu_seqlens, token_types=types)
-        each, right = _LOSSES[head.problem](logits, batch.labels)  # [B, S or T]
-        nll = jnp.where(batch.loss_mask, each, 0).sum()
-        correct = None
-        if right is not None:
-            correct = (right & batch.loss_mask).sum(dtype=jnp.int32)
-        sums = LossSums(
-            nll=nll,
-            z_loss=jnp.zeros((), jnp.float32),
-            tokens=batch.loss_mask.sum(dtype=jnp.int32),
-            correct=correct,
-            inputs=batch.cu_seqlens[:, -1].sum(),
-        )
-        return nll, sums
-
-    return loss
-
-
-def _of_one_label(logits: Array, labels: Array) -> tuple[Array, Array]:
-    log_p = jax.nn.log_softmax(logits, axis=-1)
-    picked = jnp.take_along_axis(log_p, labels[..., None], axis=-1)[..., 0]
-    return -picked, logits.argmax(-1) == labels
-
-
-def _of_several_labels(logits: Array, labels: Array) -> tuple[Array, Array]:
-    each = jax.nn.softplus(logits) - logits * labels
-    return each.mean(-1), ((logits > 0) == (labels > 0)).all(-1)
-
-
-def _of_numbers(logits: Array, labels: Array) -> tuple[Array, None]:
-    return jnp.square(logits - labels).mean(-1), None
-
-
-_LOSSES: dict[Problem, Callable[[Array, Array], tuple[Array, Array | None]]] = {
-    "single_label": _of_one_label,
-    "multi_label": _of_several_labels,
-    "regression": _of_numbers,
-}
-"""Loss of each text or token, and whether the model is right."""

@@ -16,8 +16,9 @@ Shape legend: B batch, T tokens of a row, S sequences (pieces of documents) in a
 import copy
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -38,8 +39,9 @@ from jaxscale.training.data.corpus import (
     split_sources,
     tokenize,
 )
+from jaxscale.training.data.iterator import MAX_PREFETCH, BatchIterator
 from jaxscale.training.data.mixture import Mixture, check_weights
-from jaxscale.training.data.placement import MAX_PREFETCH, RowPlacement, prefetched
+from jaxscale.training.data.placement import RowPlacement
 from jaxscale.training.data.row_packing import MixedRows, PackedRows, spread
 
 
@@ -231,6 +233,8 @@ class PackedBatches:
         True
     """
 
+    start: Mapping[str, int] = MappingProxyType({"row": 0})
+
     def __init__(
         self,
         corpus: TokenCorpus | Mixture,
@@ -307,6 +311,23 @@ class PackedBatches:
         drawn.num_rows = len(drawn.drawn)
         return drawn
 
+    @property
+    def prefetch(self) -> int:
+        """Batches made ahead of time."""
+        return self.config.prefetch
+
+    def source(self, position: Mapping[str, int]) -> "_LocalBatches":
+        """The batches from a position on."""
+        return _LocalBatches(self, position["row"])
+
+    def progress(self, position: Mapping[str, int]) -> dict[str, float]:
+        """How often the text was read until a position, for the metrics.
+
+        ``epochs`` of a corpus; ``epochs/NAME`` and ``share/NAME``, the part of the rows
+        so far, for each corpus of a mixture.
+        """
+        return self.rows.progress(position["row"])
+
     def __iter__(self) -> "PackedBatchIterator":
         return PackedBatchIterator(self)
 
@@ -315,66 +336,11 @@ class PackedBatches:
         return -(-self.num_rows // self.config.batch_size)
 
 
-class PackedBatchIterator(Iterator[PackedBatch]):
-    """Walks through `PackedBatches`; its position can be saved and restored."""
+class PackedBatchIterator(BatchIterator[PackedBatch]):
+    """Walks through `PackedBatches`; its position can be saved and restored.
 
-    def __init__(self, batches: PackedBatches, first_row: int = 0) -> None:
-        """Stand before a batch.
-
-        Args:
-            batches: What to walk through.
-            first_row: Number of the first row of the first batch.
-        """
-        self._batches = batches
-        self._open(first_row)
-
-    def __next__(self) -> PackedBatch:
-        return next(self._source)
-
-    def progress(self) -> dict[str, float]:
-        """How often the text was read so far, for the metrics.
-
-        ``epochs`` of a corpus; ``epochs/NAME`` and ``share/NAME``, the part of the rows
-        so far, for each corpus of a mixture.
-        """
-        return self._batches.rows.progress(self._row)
-
-    def get_state(self) -> dict[str, Any]:
-        """The position, as a small dictionary that JSON can hold."""
-        return {"row": self._row, **self._batches.identity}
-
-    @property
-    def _row(self) -> int:
-        """The first row of the next batch."""
-        steps = self._source.get_state()["next_index"]
-        return self._first_row + steps * self._batches.config.batch_size
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continue where `get_state` was called, bit for bit.
-
-        The batch size, the prefetching and the number of processes may have changed.
-
-        Raises:
-            ValueError: the state comes from other data or another packing.
-        """
-        for name, mine in self._batches.identity.items():
-            if state.get(name) != mine:
-                raise ValueError(
-                    f"the saved position was made with {name} {state.get(name)!r}, "
-                    f"this data has {mine!r}; resume with the same data settings and "
-                    "text, or start a new run"
-                )
-        self._source.close()
-        self._open(int(state["row"]))
-
-    def close(self) -> None:
-        """Stop the prefetching thread."""
-        self._source.close()
-
-    def _open(self, first_row: int) -> None:
-        self._first_row = first_row
-        source = _LocalBatches(self._batches, first_row)
-        self._source = prefetched(source, self._batches.config.prefetch)
+    It may go on with another batch size.
+    """
 
 
 class _LocalBatches:
@@ -397,10 +363,14 @@ class _LocalBatches:
         arrays = {name: place(rows) for name, rows in local.items()}
         return PackedBatch(**{"cu_seqlens": None, **arrays})
 
+    def place(self, step: int) -> dict[str, int]:
+        """The first row of a batch, `step` batches after the first."""
+        return {"row": self._first_row + step * self._batches.config.batch_size}
+
     def on_host(self, step: int) -> dict[str, np.ndarray]:
         """The rows of this process: [B, T] tokens, [B, S + 1] boundaries."""
         rows, end = self._batches.rows, self._batches.num_rows
-        start = self._first_row + step * self._batches.config.batch_size
+        start = self.place(step)["row"]
         drawn = self._batches.drawn
 
         def row(number: int) -> dict[str, np.ndarray]:

@@ -1,7 +1,6 @@
-"""Batches on the devices, made ahead of time by a thread of Grain."""
+"""Which rows of a batch a process makes, and how they become one array."""
 
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -9,10 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Shaped
-
-
-MAX_PREFETCH = 1000
-"""Most batches made ahead of time."""
 
 
 class RowPlacement:
@@ -55,18 +50,6 @@ class RowPlacement:
         return jax.make_array_from_callback(shape, self._sharding, shard)
 
 
-def prefetched(source: Any, count: int) -> Any:
-    """An iterator of Grain over `source`, which has a length and items.
-
-    Items are made on one thread, `count` of them before they are asked for; 0: none,
-    and no thread. Packing and the transfer to the devices are then done while the
-    devices compute an earlier step.
-    """
-    grain = _require_grain()
-    options = grain.ReadOptions(num_threads=min(count, 1), prefetch_buffer_size=count)
-    return iter(grain.MapDataset.source(source).to_iter_dataset(options))
-
-
 def _check_divisible(sharding: NamedSharding, batch_size: int) -> None:
     axes = sharding.spec[0] if len(sharding.spec) else None
     if any(axis is not None for axis in sharding.spec[1:]):
@@ -83,14 +66,3 @@ def _check_divisible(sharding: NamedSharding, batch_size: int) -> None:
             f"batch_size {batch_size} is not divisible by the {shards} shards of the "
             f"rows ({written}); make it a multiple of {shards}"
         )
-
-
-def _require_grain() -> ModuleType:
-    """The Grain library, or an error that says how to install it."""
-    try:
-        import grain
-    except ImportError as error:
-        raise ImportError(
-            "batches need Grain: pip install 'jaxscale[train]'"
-        ) from error
-    return grain

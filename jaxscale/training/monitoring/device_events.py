@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxscale.supervision import EventLog
+from jaxscale.supervision import EventLog, phases
 from jaxscale.training.config import TrainConfig
 
 
@@ -174,7 +174,7 @@ class DeviceEvents:
         if step % _PACE_STEPS == 0 and self._paces:
             seconds, starved = np.mean(self._paces, axis=0).tolist()
             self._paces = []
-            self._report("pace", step, seconds=seconds, starved=starved)
+            self._report(phases.PACE, step, seconds=seconds, starved=starved)
         if time.monotonic() - self._memory_at > _MEMORY_SECONDS:
             self._memory_at = time.monotonic()
             self._memory(step)
@@ -197,7 +197,9 @@ class DeviceEvents:
         found = session.read(at)
         if found is not None:
             seconds = at - (session.begin or at)
-            self._report("profile", step, seconds=seconds, **dataclasses.asdict(found))
+            self._report(
+                phases.PROFILE, step, seconds=seconds, **dataclasses.asdict(found)
+            )
 
     def _report(self, name: str, step: int, **args: Any) -> None:
         if self._group:
@@ -210,13 +212,15 @@ class DeviceEvents:
         if stats:  # a CPU gives none
             names = ("bytes_in_use", "peak_bytes_in_use", "bytes_limit")
             most = {name: max(found.get(name, 0) for found in stats) for name in names}
-            self._events.emit("memory", step, kind="memory", **most)
+            self._events.emit(phases.MEMORY, step, kind="memory", **most)
 
     def _compiled(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == _COMPILED and duration_secs >= _LONG_COMPILATION:
             since = time.time() - duration_secs
             program = kwargs.get("fun_name", "")
-            self._events.emit("compiled", kind="compile", since=since, program=program)
+            self._events.emit(
+                phases.COMPILED, kind="compile", since=since, program=program
+            )
 
 
 def device_events(

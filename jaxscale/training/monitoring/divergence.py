@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxscale.supervision import EventLog
+from jaxscale.supervision import EventLog, phases
 from jaxscale.training.checkpoint.digest import ReplicasDiffer, check_replicas
 from jaxscale.training.checkpoint.store import Checkpointer
 from jaxscale.training.config import TrainConfig
@@ -128,7 +128,7 @@ class DivergenceGuard:
             check_replicas(state)
         except ReplicasDiffer as error:
             self._events.emit(
-                "wrong_values",
+                phases.WRONG_VALUES,
                 step,
                 kind="fault",
                 error=str(error),

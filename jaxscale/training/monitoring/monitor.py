@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from jaxscale.observability.bar import Bar
-from jaxscale.supervision import EventLog
+from jaxscale.supervision import EventLog, phases
 from jaxscale.training.hardware import mfu
 from jaxscale.training.monitoring.device_events import DeviceEvents
 
@@ -257,10 +257,10 @@ class Monitor:
     def data_wait(self, step: int | None = None) -> Iterator[None]:
         """The beginning of `step`, in which the loop waits for its batch."""
         self._devices.begin(step)
-        begun, before = self._events.emit("begin", step), self._clock()
+        begun, before = self._events.emit(phases.BEGIN, step), self._clock()
         yield
         self._waited += self._clock() - before
-        self._fetched = self._events.emit("data", step, since=begun)
+        self._fetched = self._events.emit(phases.DATA, step, since=begun)
 
     def log(
         self,
@@ -278,7 +278,7 @@ class Monitor:
         Raises:
             Exception: what went wrong earlier, on the device or in a writer.
         """
-        at = self._events.emit("dispatched", step, since=self._fetched)
+        at = self._events.emit(phases.DISPATCHED, step, since=self._fetched)
         self._devices.dispatched(step, at)
         self._raise()
         for value in metrics.values():
@@ -351,13 +351,17 @@ class Monitor:
         before, self._done = (
             self._done,
             self._events.emit(
-                "done", step, kind="device", since=self._done, loss=values.get("loss")
+                phases.DONE,
+                step,
+                kind="device",
+                since=self._done,
+                loss=values.get("loss"),
             ),
         )
         self._devices.done(step, before, self._done)
         # What makes a step skip its update, see `make_train_step`.
         if None in [values.get(n, 0.0) for n in ("loss", "z_loss", "grad_norm")]:
-            self._events.emit("not_finite", step, kind="fault")
+            self._events.emit(phases.NOT_FINITE, step, kind="fault")
 
     def _rates(self) -> Record:
         seconds = (self._clock() - self._since) / self._steps

@@ -7,9 +7,9 @@ pipeline, plus what is paid once a step:
     stage = products + attention + elementwise + exposed communication
 
 `step_time` says what each part is, `jaxscale.training.planning.memory_model` what a
-step holds. The constants that describe machines stand in `jaxscale.training.hardware`,
-those that describe programs in `Program`; ``benchmarks/publish/plan.py`` shows the
-error on what was published and measured.
+step holds at least. The constants that describe machines stand in
+`jaxscale.training.hardware`, those that describe programs in `Program`;
+``benchmarks/publish/plan.py`` shows the error on what was published and measured.
 
 GPUs are numbered so that the axes vary from slow to fast as ``pipe``, ``data``,
 ``fsdp``, ``context``, ``tensor``: a pipeline needs the least bandwidth.
@@ -270,8 +270,6 @@ class Program:
     the others wait."""
     network: float = 1.0
     """Part of the rate of the network cards that is reached."""
-    keeps_gathered: bool = False
-    """Whether the inputs that a tensor-parallel product gathered are kept."""
     fixed: float = 0.0
     """Seconds a step for data and the host."""
     jitter: float = 0.0
@@ -296,7 +294,6 @@ JAXSCALE_FUSED = dataclasses.replace(
     JAXSCALE_XLA,
     name="jaxscale, fused kernels",
     tensor_exposed=0.15,
-    keeps_gathered=True,
 )
 """This library with ``tensor_parallel="fused"``, which runs inside one process alone:
 80% to 88% of the communication of a 70B layer were measured to be hidden."""
@@ -439,19 +436,14 @@ def _work(shape: Shape, seq_len: int) -> tuple[float, float]:
     return block, attention / shape.num_layers
 
 
-def local_tables(shape: Shape, layout: Layout) -> float:
-    """Parameters of embedding and output projection on one GPU, before `fsdp`."""
-    tables = 1 if shape.tie_embeddings else 2
-    whole = tables * shape.vocab_size * shape.d_model
-    return whole / (layout.pipe * layout.tensor)
-
-
 def local_parameters(shape: Shape, layout: Layout) -> float:
     """Parameters on one GPU, before `fsdp` splits them."""
-    vocabulary = local_tables(shape, layout)
-    blocks = _num_parameters(shape) - vocabulary * layout.pipe * layout.tensor
-    layer = blocks / shape.num_layers / layout.tensor
-    return layer * layout.layers(shape) + vocabulary
+    tables = 1 if shape.tie_embeddings else 2
+    vocabulary = tables * shape.vocab_size * shape.d_model
+    layer = (_num_parameters(shape) - vocabulary) / shape.num_layers
+    return layer * layout.layers(shape) / layout.tensor + vocabulary / (
+        layout.pipe * layout.tensor
+    )
 
 
 @functools.lru_cache(maxsize=64)

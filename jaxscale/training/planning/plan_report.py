@@ -73,7 +73,8 @@ def why(plan: Plan) -> list[str]:
         f"The first: {describe(best.layout)}.",
         f"  mesh:   {_mesh(best.layout, plan.config.hardware.host_gpus)}",
         f"  time:   {shares}",
-        f"  memory: {memory} GB; {plan.limit / 1e9:,.0f} GB may be taken",
+        f"  memory: at least {memory} GB; {plan.limit / 1e9:,.0f} GB may be taken, and "
+        "--compile says what is",
     ]
     if len(plan.ranked) > 1:
         lines.append(f"  second: {_slower(plan)}")

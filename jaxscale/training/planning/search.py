@@ -20,7 +20,7 @@ from jaxscale.training.planning.cost_model import (
     Shape,
     step_time,
 )
-from jaxscale.training.planning.memory_model import step_memory
+from jaxscale.training.planning.memory_model import least_memory
 
 
 COMMUNICATION = ("tensor", "context", "pipe", "data")
@@ -41,7 +41,7 @@ class Estimate:
     time: Mapping[str, float]
     """Seconds of a step, by part."""
     memory: Mapping[str, float]
-    """Bytes of a GPU at the peak, by part."""
+    """Bytes of a GPU that the step needs at least, by part."""
     tokens: int
     """Tokens of a batch."""
     mfu: float
@@ -54,7 +54,7 @@ class Estimate:
 
     @property
     def bytes(self) -> float:
-        """Bytes of a GPU at the peak."""
+        """Bytes of a GPU that the step needs at least; XLA reserves more."""
         return sum(self.memory.values())
 
     @property
@@ -117,7 +117,9 @@ class Plan:
         """
         best = self.best
         if other.bytes > self.limit:
-            return f"needs {other.bytes / 1e9:,.0f} of {self.limit / 1e9:,.0f} GB"
+            return (
+                f"needs at least {other.bytes / 1e9:,.0f} of {self.limit / 1e9:,.0f} GB"
+            )
         growth = {part: other.time[part] - best.time[part] for part in best.time}
         part = max(growth, key=lambda name: growth[name])
         share = other.seconds / best.seconds - 1
@@ -199,7 +201,7 @@ def estimate(shape: Shape, layout: Layout, config: PlanConfig) -> Estimate:
     return Estimate(
         layout=layout,
         time=time,
-        memory=step_memory(shape, seq_len, layout, program),
+        memory=least_memory(shape, seq_len, layout),
         tokens=tokens,
         mfu=mfu(rate, shape.flops_per_token(seq_len, causal=True), hardware.peak),
     )
@@ -410,10 +412,10 @@ def _nothing_fits(
     enough = math.ceil(state / limit)
     return (
         f"{where} fits: the smallest, {describe(least.layout)}, needs "
-        f"{least.bytes / 1e9:,.1f} GB of a GPU, which may take {limit / 1e9:,.1f} GB, "
-        f"so {(least.bytes - limit) / 1e9:,.1f} GB are short; the largest part is "
-        f"{part}, {least.memory[part] / 1e9:,.1f} GB. {kept} alone are "
-        f"{state / 1e9:,.0f} GB, the memory of {enough} such GPUs; use more GPUs, "
+        f"at least {least.bytes / 1e9:,.1f} GB of a GPU, which may take "
+        f"{limit / 1e9:,.1f} GB, so {(least.bytes - limit) / 1e9:,.1f} GB are short; "
+        f"the largest part is {part}, {least.memory[part] / 1e9:,.1f} GB. {kept} alone "
+        f"are {state / 1e9:,.0f} GB, the memory of {enough} such GPUs; use more GPUs, "
         "shorter or fewer rows, moments in bfloat16 or on the host, or a smaller model"
     )
 

@@ -15,7 +15,7 @@ from flax import nnx
 from tokenizers import processors
 
 from jaxscale.inference import Encoder
-from jaxscale.inference.encoder.encode_programs import Shape
+from jaxscale.inference.encoder.encode_programs import ProgramShape
 from jaxscale.models import (
     EncoderModel,
     HeadConfig,
@@ -206,7 +206,7 @@ def test_what_was_compiled_before_is_taken(wait):
 
 def test_programs_write_into_memory_of_the_host():
     programs = make()._programs
-    vectors = programs(Shape("encode", 128, 32), programs.batch(128, 32).whole)
+    vectors = programs(ProgramShape("encode", 128, 32), programs.batch(128, 32).whole)
     assert vectors.sharding.memory_kind == "pinned_host"
 
 

@@ -9,7 +9,7 @@ import threading
 
 from jaxscale.inference.chat import ChatTemplate
 from jaxscale.inference.engine.scheduler_config import SchedulerConfig
-from jaxscale.inference.engine.scheduler_output import Counts, Event
+from jaxscale.inference.engine.scheduler_output import Counts, SchedulerEvent
 from jaxscale.inference.engine.sequence import Sequence, SequenceStatus
 from jaxscale.inference.request import (
     Draining,
@@ -114,7 +114,7 @@ class FakeEngine:
         return c
 
     def _say(self, kind, c):
-        self._on_event(Event(kind=kind, sequence=c, time=0.0))
+        self._on_event(SchedulerEvent(kind=kind, sequence=c, time=0.0))
 
     def _outputs(self, c):
         request, params = c.request, c.request.params

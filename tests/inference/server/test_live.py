@@ -8,7 +8,7 @@ import subprocess
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxscale.inference.engine.scheduler_output import Counts, Event
+from jaxscale.inference.engine.scheduler_output import Counts, SchedulerEvent
 from jaxscale.inference.engine.sequence import Sequence, SequenceStatus
 from jaxscale.inference.request import Overloaded, Request
 from jaxscale.inference.server import Load
@@ -41,7 +41,7 @@ class Scene:
 
     def say(self, kind, c, *, after=1.0):
         self.now += after
-        self.recorder.observe(Event(kind=kind, sequence=c, time=0.0))
+        self.recorder.observe(SchedulerEvent(kind=kind, sequence=c, time=0.0))
 
     def tick(self, *, after=1.0):
         self.now += after

@@ -1,4 +1,4 @@
-"""The planner's memory beside what XLA reserves, for real steps on 8 to 512 H200s.
+"""The memory that is counted beside what XLA reserves, for steps on 8 to 512 H200s.
 
 ``python -m tests.training.planning.planned_memory`` compiles every program of
 `PROGRAMS`, a minute or two each, without a GPU, and prints a table; names choose some
@@ -175,28 +175,28 @@ def stored() -> dict[str, dict[str, Any]]:
     return json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
 
 
-def error(name: str) -> float:
-    """The part by which the planner says more than XLA reserves."""
-    return PROGRAMS[name].estimate.bytes / stored()[name]["bytes"] - 1
+def share(name: str) -> float:
+    """The part of what XLA reserves that the planner counts."""
+    return PROGRAMS[name].estimate.bytes / stored()[name]["bytes"]
 
 
 def table() -> str:
     """The programs that were compiled, as Markdown."""
     lines = [
-        "| Model | GPUs | Layout | XLA, GB | Planner, GB | Error |",
+        "| Model | GPUs | Layout | XLA, GB | Counted, GB | Share |",
         "|---|--:|---|--:|--:|--:|",
     ]
-    errors = []
+    shares = []
     for name, known in stored().items():
         program = PROGRAMS[name]
         found = program.estimate.bytes
-        errors.append(error(name))
+        shares.append(share(name))
         lines.append(
             f"| {program.model} | {program.layout.gpus} | {program} "
-            f"| {known['bytes'] / 1e9:.1f} | {found / 1e9:.1f} | {errors[-1]:+.1%} |"
+            f"| {known['bytes'] / 1e9:.1f} | {found / 1e9:.1f} | {shares[-1]:.0%} |"
         )
-    size = [abs(x) for x in errors]
-    lines += ["", f"mean error {statistics.mean(size):.1%}, worst {max(size):.1%}"]
+    low, high = min(shares), max(shares)
+    lines += ["", f"mean {statistics.mean(shares):.0%}, from {low:.0%} to {high:.0%}"]
     return "\n".join(lines)
 
 
@@ -208,7 +208,7 @@ def main(names: list[str]) -> int:
         known = stored() | {name: result}
         known = {x: known[x] for x in PROGRAMS if x in known}
         RESULTS.write_text(json.dumps(known, indent=1) + "\n")
-        print(name, result, f"{error(name):+.1%}", flush=True)
+        print(name, result, f"{share(name):.0%}", flush=True)
     print(table())
     return 0
 

@@ -1,4 +1,4 @@
-"""Masked language modeling: which tokens are hidden, and the loss of guessing them.
+"""Masked language modeling: which tokens are hidden.
 
 Axes: B rows, T tokens of a row, S sequences of a row.
 """
@@ -6,7 +6,7 @@ Axes: B rows, T tokens of a row, S sequences of a row.
 import copy
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,9 +15,8 @@ from jaxtyping import Array, Int
 
 from jaxscale.models.tokenizer import Tokenizer
 from jaxscale.nn.packing import PackedBatch
+from jaxscale.training.data.iterator import BatchIterator, Source
 from jaxscale.training.data.packed import PackedBatches
-from jaxscale.training.losses import LossSums, chunked_cross_entropy
-from jaxscale.training.step import LossFunction
 from pallas_kernels.varlen_attention import segment_ids_from_cu_seqlens
 
 
@@ -75,6 +74,8 @@ class MaskedBatches:
         1907.11692, section 4.1.
     """
 
+    start = PackedBatches.start
+
     def __init__(
         self,
         batches: PackedBatches,
@@ -105,7 +106,7 @@ class MaskedBatches:
             )
         self.batches = batches
         self.config = config
-        self._hide = jax.jit(
+        self.hide = jax.jit(
             functools.partial(
                 hide_tokens,
                 config=config,
@@ -130,6 +131,25 @@ class MaskedBatches:
         drawn.batches = self.batches.sample(count)
         return drawn
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a saved position is only good for."""
+        masking = dataclasses.asdict(self.config)
+        return self.batches.identity | {"masking": masking}
+
+    @property
+    def prefetch(self) -> int:
+        """Batches made ahead of time."""
+        return self.batches.prefetch
+
+    def source(self, position: Mapping[str, int]) -> Source[PackedBatch]:
+        """The batches from a position on, with nothing hidden yet."""
+        return self.batches.source(position)
+
+    def progress(self, position: Mapping[str, int]) -> dict[str, float]:
+        """How often the text was read, as `PackedBatches` say it."""
+        return self.batches.progress(position)
+
     def __iter__(self) -> "MaskedBatchIterator":
         return MaskedBatchIterator(self)
 
@@ -137,46 +157,18 @@ class MaskedBatches:
         return len(self.batches)
 
 
-class MaskedBatchIterator(Iterator[PackedBatch]):
+class MaskedBatchIterator(BatchIterator[PackedBatch]):
     """Walks through `MaskedBatches`; its position can be saved and restored."""
 
     def __init__(self, masked: MaskedBatches) -> None:
         """Begin with the first batch."""
+        super().__init__(masked)
         self._masked = masked
-        self._batches = iter(masked.batches)
 
     def __next__(self) -> PackedBatch:
         # Keys take 32 bits; no run has so many rows that they repeat within an epoch.
-        first_row = self._batches.get_state()["row"] % 2**31
-        batch = next(self._batches)
-        return self._masked._hide(batch, jnp.asarray(first_row, jnp.int32))
-
-    def progress(self) -> dict[str, float]:
-        """How often the text was read so far, as `PackedBatches` say it."""
-        return self._batches.progress()
-
-    def get_state(self) -> dict[str, Any]:
-        """The position, as a small dictionary that JSON can hold."""
-        masking = dataclasses.asdict(self._masked.config)
-        return self._batches.get_state() | {"masking": masking}
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continue where `get_state` was called, bit for bit.
-
-        Raises:
-            ValueError: the state comes from other data, packing or masking.
-        """
-        masking = dataclasses.asdict(self._masked.config)
-        if state.get("masking") != masking:
-            raise ValueError(
-                f"the saved position was made with masking {state.get('masking')!r}, "
-                f"this data has {masking!r}; resume with the same settings"
-            )
-        self._batches.set_state(state)
-
-    def close(self) -> None:
-        """Stop the prefetching thread."""
-        self._batches.close()
+        first_row = self._place()["row"] % 2**31
+        return self._masked.hide(super().__next__(), jnp.asarray(first_row, jnp.int32))
 
 
 def hide_tokens(
@@ -224,39 +216,3 @@ def hide_tokens(
     numbers = first_row + jnp.arange(tokens.shape[0], dtype=jnp.int32)
     hidden, chosen = jax.vmap(one_row)(tokens, jnp.asarray(bounds), numbers)
     return dataclasses.replace(batch, tokens=hidden, targets=tokens, loss_mask=chosen)
-
-
-def masked_lm_loss(*, chunk_size: int = 1024, z_loss: float = 0.0) -> LossFunction:
-    """The loss of an encoder with a ``masked_lm`` head on batches of `MaskedBatches`.
-
-    Args:
-        chunk_size: Positions of a row whose logits exist at one time.
-        z_loss: Coefficient of the squared log-sum-exp.
-    """
-
-    def loss(model: Any, batch: Any) -> tuple[Array, LossSums]:
-        _require_head(model, "masked_lm")
-        hidden = model.hidden(batch.tokens, cu_seqlens=batch.cu_seqlens)
-        kernel, bias = model.output_embedding()
-        value, sums = chunked_cross_entropy(
-            model.head.features(hidden),
-            kernel,
-            batch.targets,
-            batch.loss_mask,
-            chunk_size=chunk_size,
-            z_loss=z_loss,
-            bias=bias,
-            rules=model.rules,
-        )
-        return value, sums._replace(inputs=batch.cu_seqlens[:, -1].sum())
-
-    return loss
-
-
-def _require_head(model: Any, *kinds: str) -> None:
-    found = None if model.head is None else model.head.config.kind
-    if found not in kinds:
-        raise ValueError(
-            f"the head of the model is {found!r}, expected one of {kinds} for this "
-            "loss; make the model with head=encoder_head(config, ...)"
-        )

@@ -1,0 +1,121 @@
+"""Walks through batches that are made ahead of time, from a position that was saved."""
+
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import Any, Protocol, runtime_checkable
+
+
+MAX_PREFETCH = 1000
+"""Most batches made ahead of time."""
+
+
+@runtime_checkable
+class Source[B](Protocol):
+    """Batches from a position on, as Grain reads them."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, step: int) -> B: ...
+
+    def place(self, step: int) -> dict[str, int]:
+        """The position before a batch."""
+        ...
+
+
+@runtime_checkable
+class Batches[B](Protocol):
+    """What a `BatchIterator` walks through."""
+
+    start: Mapping[str, int]
+    """The position before the first batch, by names under which it is saved."""
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """What a saved position is only good for."""
+        ...
+
+    @property
+    def prefetch(self) -> int:
+        """Batches made ahead of time."""
+        ...
+
+    def source(self, position: Mapping[str, int]) -> Source[B]:
+        """The batches from a position on."""
+        ...
+
+    def progress(self, position: Mapping[str, int]) -> dict[str, float]:
+        """How often the text was read until a position, for the metrics."""
+        ...
+
+
+class BatchIterator[B](Iterator[B]):
+    """Walks through batches; its position can be saved and restored."""
+
+    def __init__(self, batches: Batches[B]) -> None:
+        """Begin with the first batch."""
+        self._batches = batches
+        self._open(batches.start)
+
+    def __next__(self) -> B:
+        return next(self._prefetched)
+
+    def progress(self) -> dict[str, float]:
+        """How often the text was read so far, for the metrics."""
+        return self._batches.progress(self._place())
+
+    def get_state(self) -> dict[str, Any]:
+        """The position, as a small dictionary that JSON can hold."""
+        return {**self._place(), **self._batches.identity}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Continue where `get_state` was called, bit for bit.
+
+        The prefetching and the number of processes may have changed.
+
+        Raises:
+            ValueError: the state comes from other data, packing or masking.
+        """
+        for name, mine in self._batches.identity.items():
+            if state.get(name) != mine:
+                raise ValueError(
+                    f"the saved position was made with {name} {state.get(name)!r}, "
+                    f"this data has {mine!r}; resume with the same data settings and "
+                    "text, or start a new run"
+                )
+        self.close()
+        self._open({name: int(state[name]) for name in self._batches.start})
+
+    def close(self) -> None:
+        """Stop the prefetching thread."""
+        self._prefetched.close()
+
+    def _open(self, position: Mapping[str, int]) -> None:
+        self._source = self._batches.source(position)
+        self._prefetched = _prefetched(self._source, self._batches.prefetch)
+
+    def _place(self) -> dict[str, int]:
+        """The position before the next batch."""
+        return self._source.place(self._prefetched.get_state()["next_index"])
+
+
+def _prefetched(source: Any, count: int) -> Any:
+    """An iterator of Grain over `source`, which has a length and items.
+
+    Items are made on one thread, `count` of them before they are asked for; 0: none,
+    and no thread. Packing and the transfer to the devices are then done while the
+    devices compute an earlier step.
+    """
+    grain = _require_grain()
+    options = grain.ReadOptions(num_threads=min(count, 1), prefetch_buffer_size=count)
+    return iter(grain.MapDataset.source(source).to_iter_dataset(options))
+
+
+def _require_grain() -> ModuleType:
+    """The Grain library, or an error that says how to install it."""
+    try:
+        import grain
+    except ImportError as error:
+        raise ImportError(
+            "batches need Grain: pip install 'jaxscale[train]'"
+        ) from error
+    return grain
