@@ -34,9 +34,7 @@ def test_barred_sequences_are_never_completed(llama):
         tokens, _, _ = run.result("barred", index)
         assert len(tokens) == 20
         for sequence in bad:
-            found = [
-                tuple(tokens[i : i + len(sequence)]) for i in range(len(tokens))
-            ]
+            found = [tuple(tokens[i : i + len(sequence)]) for i in range(len(tokens))]
             assert sequence not in found
 
 
