@@ -35,7 +35,12 @@ class ServerConfig:
     max_body_bytes: int = 16 * 2**20
     """Most bytes of the body of a call."""
     max_prompts: int = 256
-    """Most prompts of one call, or texts to embed or score."""
+    """Most prompts of one call, or texts to score."""
+    max_inputs: int = 2048
+    """Most texts of one call to embed."""
+    strict_schemas: bool = False
+    """Refuse schemas of which something cannot be enforced; otherwise that is left
+    aside, and the answer says so in ``x-jaxscale-ignored``."""
     max_choices: int = 512
     """Most continuations of one call: prompts times n."""
     header_seconds: float = 20.0
@@ -54,6 +59,7 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         counts = ("max_body_bytes", "max_prompts", "max_choices", "max_connections")
+        check_integers(self, 1, "max_inputs")
         check_integers(self, 1, *counts)
         times = ("header_seconds", "body_seconds", "stall_seconds")
         check_positive(self, *times, "heartbeat_seconds", "drain_seconds")

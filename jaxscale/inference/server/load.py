@@ -15,7 +15,7 @@ from jaxscale.inference.engine.config import EngineConfig
 from jaxscale.inference.grammar import GrammarCompiler
 from jaxscale.inference.llm import make_engine
 from jaxscale.inference.server.backend import EngineBackend, TextModel
-from jaxscale.inference.server.encoders import ServedEncoder
+from jaxscale.inference.server.served_encoder import ServedEncoder
 from jaxscale.inference.server.service import Served
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.encoder_config import EncoderConfig
