@@ -17,6 +17,7 @@ from jaxscale.inference.server.calls import IGNORED_HEADER
 from jaxscale.inference.server.config import ServerConfig
 from jaxscale.inference.server.errors import api_error, validation_error
 from jaxscale.inference.server.gate import Gate
+from jaxscale.inference.server.inflate import Inflate
 from jaxscale.inference.server.live import PAGE
 from jaxscale.inference.server.metrics import CONTENT_TYPE
 from jaxscale.inference.server.routes import (
@@ -38,6 +39,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         404: "The model is another one.",
         408: "The body came too slowly.",
         413: "The body is too long.",
+        415: "The body comes in a form that is not known.",
         429: "Too many wait; Retry-After says when to come again.",
         500: "The server failed.",
         503: "The server is loading, shutting down or dead.",
@@ -92,6 +94,7 @@ def create_app(config: ServerConfig, load: Callable[[], Served]) -> FastAPI:
         path: frozenset(method.upper() for method in operations)
         for path, operations in app.openapi()["paths"].items()
     }
+    app.add_middleware(Inflate, most=config.max_body_bytes)
     app.add_middleware(Gate, service=service, paths=paths)
     if config.allowed_origins:
         app.add_middleware(

@@ -54,6 +54,11 @@ class ServerConfig:
     open."""
     drain_seconds: float = 60.0
     """Time that running calls have to end after SIGTERM."""
+    tls_certificate: str | None = None
+    """A file with a certificate and those that vouch for it (PEM): calls come by
+    https."""
+    tls_key: str | None = None
+    """A file with its key; None: it is in the same file."""
     max_connections: int = 4096
     """Most open connections; more are answered with 503."""
 
@@ -74,6 +79,8 @@ class ServerConfig:
                     f"allowed_origins holds {origin!r}, expected '*' or the origin of "
                     "a site, as https://a.example, without a path"
                 )
+        if self.tls_key is not None and self.tls_certificate is None:
+            raise ValueError("tls_key needs a tls_certificate; give both")
         for key in self.api_keys:
             if not key.isascii() or not key.isprintable() or not key.strip():
                 raise ValueError(
