@@ -1,6 +1,7 @@
 """``jaxscale serve DIR``: a model behind an HTTP server in the form of OpenAI's API."""
 
 import dataclasses
+import logging
 import math
 import os
 import signal
@@ -41,6 +42,8 @@ class ServeConfig:
     """Port to listen at; 0 takes a free one."""
     name: str | None = None
     """Name of the model in calls; by default that of the directory."""
+    aliases: tuple[str, ...] = ()
+    """Other names that calls may give it."""
     api_keys_file: str | None = None
     """A file with a key in each line, of which a call must show one; lines that begin
     with # are comments."""
@@ -55,6 +58,24 @@ class ServeConfig:
     """Let calls choose their priority."""
     chat_template: str | None = None
     """A file with a Jinja template, instead of the model's."""
+    tool_format: Literal["auto", "hermes", "llama", "mistral", "qwen3_coder"] = "auto"
+    """Format of the calls of tools in answers; auto takes that of the template."""
+    reasoning_format: Literal["auto", "none", "deepseek_r1", "qwen3"] = "auto"
+    """Format of the reasoning in answers, which is told from the rest; auto takes that
+    of the template, none leaves it in the text."""
+    sampling_defaults: bool = True
+    """Where a call says nothing, draw as the generation_config.json of the model
+    advises."""
+    strict_schemas: bool = False
+    """Refuse JSON schemas of which something cannot be enforced, instead of leaving
+    that aside."""
+    tls_certificate: str | None = None
+    """A file with a certificate, and those that vouch for it (PEM): calls come by
+    https."""
+    tls_key: str | None = None
+    """A file with the key of the certificate; by default it is in the same file."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Lines of the log that are written: these and graver ones."""
     drain_seconds: float = 60.0
     """Time that running calls have to end after SIGTERM."""
     max_body_mib: int = 16
@@ -102,6 +123,8 @@ def run(config: ServeConfig) -> None:
     Raises:
         UsageError: there is no model, it does not fit, or the address is taken.
     """
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    logging.getLogger("jaxscale").setLevel(config.log_level.upper())
     with usage_errors():
         from jaxscale.inference.server import ServerConfig, serve
         from jaxscale.inference.server.run import LOOPBACK
@@ -115,6 +138,9 @@ def run(config: ServeConfig) -> None:
             allow_priority=config.allow_priority,
             drain_seconds=config.drain_seconds,
             max_body_bytes=config.max_body_mib * 2**20,
+            strict_schemas=config.strict_schemas,
+            tls_certificate=config.tls_certificate,
+            tls_key=config.tls_key,
         )
         if jax.process_index():
             _follow(config)
@@ -131,9 +157,10 @@ def run(config: ServeConfig) -> None:
         host = f"[{config.host}]" if ":" in config.host else config.host
 
         def bound(port: int) -> None:
+            scheme = "http" if config.tls_certificate is None else "https"
             print(
-                f"jaxscale: serving at http://{host}:{port}, the batch at /live; ready "
-                "when /ready says so",
+                f"jaxscale: serving at {scheme}://{host}:{port}, the batch at /live; "
+                "ready when /ready says so",
                 file=sys.stderr,
                 flush=True,
             )
@@ -192,18 +219,25 @@ def _follow(config: ServeConfig) -> None:
 
 def _loader(config: ServeConfig) -> Callable[[], Any]:
     """What loads the model; what can be checked at once is."""
-    from jaxscale.inference.server.load import served, text_model
+    from jaxscale.inference.server.load import ChatOptions, served, text_model
 
     template = None
     if config.chat_template is not None:
         template = Path(config.chat_template).read_text()
+    chat = ChatOptions(
+        template=template,
+        tool_format=config.tool_format,
+        reasoning_format=config.reasoning_format,
+    )
     source, mesh, rules, dtype = _model(config)
     if not _is_run(source):
         return lambda: served(
             source,
             name=config.name,
             engine=config.engine,
-            chat_template=template,
+            chat=chat,
+            aliases=config.aliases,
+            sampling_defaults=config.sampling_defaults,
             mesh=mesh,
             rules=rules,
             dtype=dtype,
@@ -214,7 +248,8 @@ def _loader(config: ServeConfig) -> Callable[[], Any]:
         Tokenizer.from_file(source),
         name=config.name or Path(config.source).resolve().name,
         engine=config.engine,
-        chat_template=template,
+        chat=chat,
+        aliases=config.aliases,
     )
 
 

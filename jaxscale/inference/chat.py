@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxscale.inference.reasoning import ReasoningFormat, detect_reasoning
 from jaxscale.inference.templates import WORKERS
 from jaxscale.inference.tools import Tool, ToolChoice, ToolFormat, chosen, detect_format
 from jaxscale.models.tokenizer import Tokenizer
@@ -19,6 +20,7 @@ from jaxscale.models.tokenizer import Tokenizer
 type Message = Mapping[str, Any]
 """A message in OpenAI's form: role, content, perhaps tool_calls and others."""
 
+_END_WITHIN = "within"
 _MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # no characters, by definition
 _MAX_MESSAGES = 4096
 _MAX_DEPTH = 32
@@ -55,7 +57,9 @@ class ChatTemplate:
         for source in named.values():
             WORKERS.render(source, None)
         object.__setattr__(self, "_templates", named)
-        object.__setattr__(self, "_format", detect_format("".join(named.values())))
+        text = "".join(named.values())
+        object.__setattr__(self, "_format", detect_format(text))
+        object.__setattr__(self, "_reasoning", detect_reasoning(text))
         guard = _Guard(tuple(self.tokenizer.control_tokens))
         object.__setattr__(self, "_guard", guard)
 
@@ -64,6 +68,11 @@ class ChatTemplate:
         """Format of the calls of tools in texts, as far as the template tells."""
         return self._format  # type: ignore[attr-defined]
 
+    @property
+    def reasoning_format(self) -> ReasoningFormat | None:
+        """Format of the reasoning in texts, as far as the template tells."""
+        return self._reasoning  # type: ignore[attr-defined]
+
     def render(
         self,
         messages: Sequence[Message],
@@ -71,6 +80,7 @@ class ChatTemplate:
         tools: Sequence[Tool] = (),
         tool_choice: ToolChoice = "auto",
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt as text.
@@ -80,15 +90,16 @@ class ChatTemplate:
             tools: Functions that the model may call, in OpenAI's form.
             tool_choice: ``"none"`` shows the template no tools; a name shows it one.
             add_generation_prompt: End with what begins an answer.
+            continue_final_message: End within the last message, which is to be
+                continued; instead of `add_generation_prompt`.
             variables: More that the template may ask for, such as ``enable_thinking``.
 
         Raises:
             ValueError: a message is malformed, the template refuses the conversation,
                 or it takes too long or gets too large.
         """
-        text, mark = self._render(
-            messages, tools, tool_choice, add_generation_prompt, variables or {}
-        )
+        end = _END_WITHIN if continue_final_message else add_generation_prompt
+        text, mark = self._render(messages, tools, tool_choice, end, variables or {})
         return text.replace(mark, "")
 
     def encode(
@@ -98,6 +109,7 @@ class ChatTemplate:
         tools: Sequence[Tool] = (),
         tool_choice: ToolChoice = "auto",
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
         check: Callable[[str], None] | None = None,
     ) -> list[int]:
@@ -110,12 +122,12 @@ class ChatTemplate:
             tools: As for `render`.
             tool_choice: As for `render`.
             add_generation_prompt: As for `render`.
+            continue_final_message: As for `render`.
             variables: As for `render`.
             check: Raises where the text is too long to be tokenized.
         """
-        text, mark = self._render(
-            messages, tools, tool_choice, add_generation_prompt, variables or {}
-        )
+        end = _END_WITHIN if continue_final_message else add_generation_prompt
+        text, mark = self._render(messages, tools, tool_choice, end, variables or {})
         if check is not None:
             check(text)
         parts = [part for part in text.split(mark) if part]
@@ -130,10 +142,11 @@ class ChatTemplate:
         messages: Sequence[Message],
         tools: Sequence[Tool],
         tool_choice: ToolChoice,
-        add_generation_prompt: bool,
+        end: bool | str,
         variables: Mapping[str, Any],
     ) -> tuple[str, str]:
         """The text, and what marks the places where it must be cut."""
+        within = end == _END_WITHIN
         given = {
             "messages": [_message(i, m) for i, m in enumerate(_listed(messages))],
             "tools": list(chosen(tools, tool_choice)) or None,
@@ -141,6 +154,9 @@ class ChatTemplate:
         }
         mark = _unused_mark(given)
         given = self._guard.all(given, mark)  # type: ignore[attr-defined]
+        if within:
+            last = given["messages"][-1]
+            last["content"] = last["content"].removesuffix(mark) + 3 * mark
         templates = self._templates  # type: ignore[attr-defined]
         use = "tool_use" if given["tools"] and "tool_use" in templates else "default"
         if use not in templates:
@@ -153,9 +169,19 @@ class ChatTemplate:
             **given["variables"],
             "messages": given["messages"],
             "tools": given["tools"],
-            "add_generation_prompt": add_generation_prompt,
+            "add_generation_prompt": end is True,
         }
-        return WORKERS.render(templates[use], context), mark
+        text = WORKERS.render(templates[use], context)
+        if not within:
+            return text, mark
+        before, found, _ = text.rpartition(3 * mark)
+        if not found:
+            raise ValueError(
+                "continue_final_message is true, but the chat template does not write "
+                "the text of the last message; give the model a prompt in "
+                "/v1/completions"
+            )
+        return before, mark
 
 
 def _listed(messages: Sequence[Message]) -> Sequence[Message]:
@@ -212,13 +238,22 @@ def _call(where: str, call: Any) -> dict[str, Any]:
         raise ValueError(f"{where} must be an object with function.name")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            raise ValueError(
-                f"{where}.function.arguments is not JSON: {error}"
-            ) from None
+        arguments = _arguments(arguments or "{}")
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _arguments(text: str) -> Any:
+    """The object that a call was given, as templates expect it.
+
+    What a model wrote that is none, or none that can be written again, stays as it is:
+    templates get it as a text that they write without quotes.
+    """
+    try:
+        found = json.loads(text)
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        return text
+    return found if isinstance(found, dict) else text
 
 
 def _unused_mark(given: Any) -> str:

@@ -330,7 +330,13 @@ class GrammarCompiler:
         schema = guide.text if guide.kind == "json_schema" else '{"type": "object"}'
         if not isinstance(json.loads(schema), dict | bool):
             raise ValueError("a JSON schema is an object")
-        overrides = {"whitespace_pattern": _SPACE}
+        overrides: dict[str, Any] = {"whitespace_pattern": _SPACE}
+        if guide.compact:
+            overrides = {
+                "whitespace_flexible": False,
+                "item_separator": ",",
+                "key_separator": ":",
+            }
         return library.grammar_from_json_schema(schema, overrides=overrides)
 
 

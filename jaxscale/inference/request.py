@@ -30,6 +30,8 @@ MAX_LOGPROBS = 20
 """Most alternatives whose log-probabilities are reported for a token."""
 MAX_BIASES = 300
 """Most tokens of a request that have a bias."""
+MAX_BAD_TOKENS = 16_384
+"""Most tokens of all the sequences that a request must not draw."""
 MAX_STOPS = 16_384
 """Most stop strings of a request, and most stop tokens."""
 MAX_STOP_CHARACTERS = 2**20
@@ -147,6 +149,8 @@ class Guide:
     """The JSON schema, as JSON, or the regular expression."""
     choices: Sequence[str] = ()
     """The texts of which the continuation is one."""
+    compact: bool = False
+    """JSON without spaces and line breaks between its parts."""
 
     def __post_init__(self) -> None:
         check_choice("guided", self.kind, GuideKind)
@@ -223,6 +227,10 @@ class SamplingParams:
     """Leave control tokens out of the text."""
     guided: Guide | None = None
     """Constraint on the text."""
+    allowed_token_ids: Sequence[int] | None = None
+    """The only tokens that may be drawn, also of those that end a text; None is all."""
+    bad_token_ids: Sequence[Sequence[int]] = ()
+    """Sequences of tokens of which none may be completed."""
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -240,6 +248,21 @@ class SamplingParams:
                 f"most {MAX_STOPS}"
             )
         put(self, "logit_bias", _biases(self.logit_bias))
+        if self.allowed_token_ids is not None:
+            allowed = _ids("allowed_token_ids", self.allowed_token_ids)
+            put(self, "allowed_token_ids", tuple(sorted(set(allowed))))
+            if not allowed:
+                raise ValueError(
+                    "allowed_token_ids is empty, expected at least one token id; leave "
+                    "it out to allow all"
+                )
+        bad = tuple(_ids("bad_token_ids", each) for each in self.bad_token_ids)
+        put(self, "bad_token_ids", bad)
+        if not all(bad) or sum(map(len, bad)) > MAX_BAD_TOKENS:
+            raise ValueError(
+                f"bad_token_ids has {len(bad)} sequences of {sum(map(len, bad))} "
+                f"tokens, expected none empty and at most {MAX_BAD_TOKENS} tokens"
+            )
         for name in ("include_stop", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(
@@ -292,7 +315,16 @@ class SamplingParams:
             or self.frequency_penalty != 0
             or bool(self.logit_bias)
             or bool(self.logprobs)
-            or self.guided is not None
+            or self.masked
+        )
+
+    @property
+    def masked(self) -> bool:
+        """True where what may be drawn depends on what has been drawn."""
+        return (
+            self.guided is not None
+            or self.allowed_token_ids is not None
+            or bool(self.bad_token_ids)
         )
 
 
@@ -369,6 +401,8 @@ class Request:
             ("prompt", self.prompt),
             ("stop_token_ids", params.stop_token_ids),
             ("logit_bias", tuple(params.logit_bias)),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+            ("bad_token_ids", tuple(itertools.chain(*params.bad_token_ids))),
         ):
             if ids and max(ids) >= vocab_size:
                 raise InvalidRequest(

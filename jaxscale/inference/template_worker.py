@@ -20,6 +20,7 @@ sys.path += [path for path in sys.argv[4:] if path not in sys.path]
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension
+from jinja2.filters import do_items
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
@@ -40,8 +41,21 @@ def raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
+class Arguments(str):
+    """Arguments of a call that are no JSON object: written as the model wrote them."""
+
+
+def items(value: Any) -> Any:
+    """The pairs of a mapping; arguments that are none are one pair."""
+    if isinstance(value, Arguments):
+        return iter([("arguments", str(value))])
+    return do_items(value)
+
+
 def to_json(value: Any, ensure_ascii: bool = False, **settings: Any) -> str:
     """JSON as transformers writes it: jinja2's own filter escapes HTML."""
+    if isinstance(value, Arguments):
+        return value
     return json.dumps(value, ensure_ascii=ensure_ascii, **settings)
 
 
@@ -55,7 +69,7 @@ ENVIRONMENT = ImmutableSandboxedEnvironment(
     lstrip_blocks=True,
     extensions=[GenerationTag, "jinja2.ext.loopcontrols"],
 )
-ENVIRONMENT.filters["tojson"] = to_json
+ENVIRONMENT.filters |= {"tojson": to_json, "items": items}
 ENVIRONMENT.globals |= {
     "raise_exception": raise_exception,
     "strftime_now": strftime_now,
@@ -86,10 +100,22 @@ def rendered(source: str, context: dict[str, Any] | None, most: int) -> dict[str
     return {"text": "".join(pieces)}
 
 
+def with_arguments(context: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Variables in which arguments that are no objects are known as such."""
+    for message in (context or {}).get("messages", ()):
+        calls = message.get("tool_calls") if isinstance(message, dict) else None
+        for call in calls or ():
+            function = call.get("function")
+            if function and isinstance(function.get("arguments"), str):
+                function["arguments"] = Arguments(function["arguments"])
+    return context
+
+
 def answered(request: dict[str, Any], most: int) -> dict[str, str]:
     """The answer to a request, whatever the template does."""
     try:
-        return rendered(request["source"], request["context"], most)
+        context = with_arguments(request["context"])
+        return rendered(request["source"], context, most)
     except MemoryError:
         return {"memory": ""}
     # Jinja raises what the values of a conversation raise: anything.

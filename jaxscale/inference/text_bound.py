@@ -68,6 +68,18 @@ class TextBound:
                 f"{self.most} that there is room for; shorten it"
             )
 
+    def check_characters(self, text: str) -> None:
+        """Raise where `text` is too long to be tokenized, to be cut afterwards.
+
+        Raises:
+            InvalidRequest: it has more characters than any text that fits.
+        """
+        if len(text) > self.characters:
+            raise InvalidRequest(
+                f"a text of {len(text)} characters is too long to be tokenized, at "
+                f"most {self.characters} are; send less of it"
+            )
+
     def beginning(self, text: str) -> str:
         """The part of a text that has at least its first `most` tokens.
 

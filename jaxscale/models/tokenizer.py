@@ -21,6 +21,7 @@ from jaxscale.models.tokenizer_files import (
     check_ids,
     configured,
     instead_of,
+    piece_bytes,
     read_settings,
     write_settings,
 )
@@ -376,6 +377,22 @@ class Tokenizer:
             )
         known = [i for i in ids if i < self._vocab_size]
         return self._backend.decode(known, skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of one token, which may be part of a character.
+
+        Args:
+            token: Its id, below `vocab_size`.
+
+        Example:
+            >>> tokenizer = Tokenizer.train(["to be or not to be"], vocab_size=260)
+            >>> [tokenizer.token_bytes(i).hex() for i in tokenizer.encode("é")]
+            ['c3', 'a9']
+        """
+        text = self.decode([token])
+        if "\N{REPLACEMENT CHARACTER}" not in text:
+            return text.encode()
+        return piece_bytes(self._backend.id_to_token(token) or "")
 
     def continuation(
         self,

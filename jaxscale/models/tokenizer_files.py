@@ -4,7 +4,9 @@ A ``tokenizer_config.json`` names the control tokens and holds what else is know
 tokenizer: its longest text, its chat template.
 """
 
+import functools
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -133,3 +135,35 @@ def instead_of(file: Path) -> str:
         f"give a {FILE} or a directory that holds one, or train one with "
         "Tokenizer.train"
     )
+
+
+@functools.cache
+def _byte_characters() -> dict[str, int]:
+    """Characters for which byte-level vocabularies have bytes.
+
+    References:
+        ``bytes_to_unicode`` of GPT-2: bytes that can be printed stand for themselves.
+    """
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    table = {chr(byte): byte for byte in plain}
+    return table | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def piece_bytes(piece: str) -> bytes:
+    """The bytes for which a piece of a vocabulary stands, if it is part of a character.
+
+    Args:
+        piece: Of a byte-level vocabulary, or ``<0xE4>`` as SentencePiece writes bytes.
+
+    Example:
+        >>> piece_bytes("<0xE4>").hex(), piece_bytes("Ã").hex()
+        ('e4', 'c3')
+    """
+    single = re.fullmatch("<0x([0-9A-Fa-f]{2})>", piece)
+    if single:
+        return bytes([int(single[1], 16)])
+    table = _byte_characters()
+    if all(character in table for character in piece):
+        return bytes(table[character] for character in piece)
+    return piece.encode(errors="replace")

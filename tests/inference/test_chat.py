@@ -7,7 +7,7 @@ import pytest
 
 from jaxscale.inference.chat import ChatTemplate
 from jaxscale.inference.templates import Workers
-from jaxscale.inference.tools import ToolParser, chosen, forced_call, parse_calls
+from jaxscale.inference.tools import chosen, forced_call
 from jaxscale.models import Tokenizer
 
 
@@ -250,31 +250,6 @@ def test_a_process_that_was_killed_is_replaced(bounded):
         (user(5), "content must be a string or a list"),
         (user([{"type": "image_url"}]), "part of type 'image_url'; only text"),
         ([{"role": "assistant", "tool_calls": [{}]}], "with function.name"),
-        (
-            [
-                {
-                    "role": "a",
-                    "tool_calls": [{"function": {"name": "f", "arguments": "{"}}],
-                }
-            ],
-            "arguments is not JSON",
-        ),
-        (
-            [
-                {
-                    "role": "a",
-                    "tool_calls": [
-                        {
-                            "function": {
-                                "name": "f",
-                                "arguments": "[" * 100_000 + "]" * 100_000,
-                            }
-                        }
-                    ],
-                }
-            ],
-            "arguments is not JSON",
-        ),
     ],
 )
 @pytest.mark.usefixtures("no_shape_hook")
@@ -295,63 +270,45 @@ def test_malformed_templates(tokenizer):
         ChatTemplate(tokenizer, "x").render(user("x"), variables={"deep": deep})
 
 
-HERMES = 'Well. <tool_call>\n{"name": "f", "arguments": {"x": "<"}}\n</tool_call>'
+CODER = """\
+{%- for call in messages[-1].tool_calls %}<function={{ call.function.name }}>
+{%- for name, value in call.function.arguments|items -%}
+<parameter={{ name }}>{{ value if value is string else value|tojson }}</parameter>
+{%- endfor %}</function>{% endfor %}"""
 
 
-@pytest.mark.parametrize("size", [1, 3, 100])
+@pytest.mark.usefixtures("no_shape_hook")
 @pytest.mark.parametrize(
-    ("format", "text", "content", "calls"),
+    "arguments",
     [
-        ("hermes", HERMES, "Well. ", [("f", '{"x": "<"}')]),
-        ("hermes", HERMES + "\n" + HERMES[6:], "Well. ", [("f", '{"x": "<"}')] * 2),
-        ("hermes", HERMES[:-12], "Well. ", [("f", '{"x": "<"}')]),
-        ("hermes", "<tool_call>no</tool_call> x", "<tool_call>no</tool_call> x", []),
-        ("hermes", "a <tool_ca b <", "a <tool_ca b <", []),
-        ("llama", '{"name": "f", "parameters": {"x": 1}}', "", [("f", '{"x": 1}')]),
-        (
-            "llama",
-            '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g"}',
-            "",
-            [("f", "{}"), ("g", "{}")],
-        ),
-        ("llama", '{"name": 5}', '{"name": 5}', []),
-        ("llama", '{"name": "f", "age": 3}', '{"name": "f", "age": 3}', []),
-        ("llama", '{"name": "Ann"}', '{"name": "Ann"}', []),
-        (
-            "llama",
-            '{"name": "f", "parameters": [1]}',
-            '{"name": "f", "parameters": [1]}',
-            [],
-        ),
-        (
-            "llama",
-            '{"name": "f", "parameters": {"x": NaN}}',
-            '{"name": "f", "parameters": {"x": NaN}}',
-            [],
-        ),
-        ("llama", '{"name": "f", "parameters": "{}"}', "", [("f", "{}")]),
-        ("llama", "{ a set }", "{ a set }", []),
-        ("llama", "Just text {", "Just text {", []),
-        (
-            "llama",
-            '[{"name": "f", "arguments": "{}"}]',
-            '[{"name": "f", "arguments": "{}"}]',
-            [],
-        ),
+        '{"city": ',
+        "[1, 2]",
+        '{"city": "\\ud800"}',
+        '{"city": 1e400}',
+        "[" * 100_000,
     ],
 )
-def test_calls_in_text(format, text, content, calls, size):
-    parser = ToolParser(format, names=("f", "g"))
-    said, found = "", []
-    for at in range(0, len(text), size):
-        more, some = parser.add(text[at : at + size])
-        said += more
-        found += some
-    more, some = parser.flush()
-    found += some
-    assert said.rstrip("\n") + more == content
-    assert [(call.name, call.arguments) for call in found] == calls
-    assert len({call.id for call in found}) == len(calls)
+def test_arguments_that_are_no_object_stay_as_they_are(tokenizer, arguments):
+    """What a model once wrote refuses no later turn."""
+    call = {"function": {"name": "f", "arguments": arguments}}
+    history = [{"role": "assistant", "tool_calls": [call]}]
+    assert f"<tool_call>f {arguments}</tool_call>" in ChatTemplate(
+        tokenizer, CHATML
+    ).render(history)
+    found = ChatTemplate(tokenizer, CODER).render(history)
+    assert f"<parameter=arguments>{arguments}</parameter>" in found
+    assert ChatTemplate(tokenizer, CODER).encode(history)
+
+
+def test_a_message_that_is_to_be_continued(tokenizer):
+    chat = ChatTemplate(tokenizer, CHATML)
+    messages = [*user("to be?"), {"role": "assistant", "content": "or not <|im_"}]
+    text = chat.render(messages, continue_final_message=True)
+    assert text.endswith("<|im_start|>assistant\nor not <|im_")
+    ids = chat.encode(messages, continue_final_message=True)
+    assert tokenizer.decode(ids) == text
+    with pytest.raises(ValueError, match="does not write the text"):
+        ChatTemplate(tokenizer, "x").render(messages, continue_final_message=True)
 
 
 def test_choices_of_tools():
@@ -359,17 +316,17 @@ def test_choices_of_tools():
     tools = [TOOL, other]
     assert chosen(tools, "auto") == chosen(tools, "required") == (TOOL, other)
     assert chosen(tools, "other") == (other,) and chosen([], "auto") == ()
-    assert forced_call(tools, "auto") is None is forced_call(tools, "none")
-    schema = json.loads(forced_call(tools, "required").text)
+    assert forced_call(tools, "auto") == (None, []) == forced_call(tools, "none")
+    guide, ignored = forced_call(tools, "required")
+    schema = json.loads(guide.text)
+    assert guide.compact and ignored == []
     assert [c["properties"]["name"]["const"] for c in schema["anyOf"]] == [
         "weather",
         "other",
     ]
-    named = json.loads(forced_call(tools, "weather").text)
-    assert named["properties"]["arguments"] == TOOL["function"]["parameters"]
-    written = '{"name": "weather", "arguments": {"city": "x"}}'
-    content, (call,) = parse_calls(written, "hermes", forced=True)
-    assert (content, call.name, call.arguments) == ("", "weather", '{"city": "x"}')
+    named = json.loads(forced_call(tools, "weather")[0].text)
+    assert named["$defs"]["tool0"] == TOOL["function"]["parameters"]
+    assert named["properties"]["arguments"] == {"$ref": "#/$defs/tool0"}
     for bad, message in (
         (([TOOL, TOOL], "auto"), "name 'weather' of one before"),
         (([{}], "auto"), "with function.name"),

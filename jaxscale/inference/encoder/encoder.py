@@ -39,7 +39,8 @@ from jaxscale.sharding.rules import REPLICATED, AxisRules
 _GPU_BUDGET = 16384
 _CPU_BUDGET = 512
 
-type Text = str | tuple[str, str]
+type Text = str | tuple[str, str] | list[int]
+"""A text, a pair of texts, or the token ids of a text, control tokens included."""
 type Method = Literal["encode", "predict"]
 
 
@@ -325,7 +326,7 @@ class Encoder:
     def _tokenize(self, texts: Sequence[Text], truncate: bool) -> list[EncodedText]:
         _check_texts(texts)
         limit = self.max_length
-        encoded = self.tokenizer.encode_inputs(texts)
+        encoded = self._encoded(texts)
         long = [i for i, text in enumerate(encoded) if len(text.ids) > limit]
         if long and not truncate:
             raise ValueError(
@@ -334,15 +335,35 @@ class Encoder:
                 "them, or cut them with truncate=True"
             )
         if long:
-            cut = self.tokenizer.encode_inputs(
-                [texts[i] for i in long], max_length=limit
-            )
+            cut = self._encoded([texts[i] for i in long], max_length=limit)
             for i, text in zip(long, cut, strict=True):
                 encoded[i] = text
         for i, text in enumerate(encoded):
             # Characters without a token, as a zero-width space, leave the template.
             if all(text.control):
                 raise ValueError(f"texts[{i}] {texts[i]!r} has no tokens; leave it out")
+        return encoded
+
+    def _encoded(
+        self, texts: Sequence[Text], max_length: int | None = None
+    ) -> list[EncodedText]:
+        """Texts in tokens; token ids as they are."""
+        words = [text for text in texts if not isinstance(text, list)]
+        made = iter(self.tokenizer.encode_inputs(words, max_length=max_length))
+        vocab = self.model.config.vocab_size
+        encoded = []
+        for i, text in enumerate(texts):
+            if not isinstance(text, list):
+                encoded.append(next(made))
+                continue
+            wrong = [token for token in text if not 0 <= token < vocab]
+            if wrong:
+                raise ValueError(
+                    f"texts[{i}] holds the token {wrong[0]}, outside the vocabulary of "
+                    f"{vocab}; token ids are those of the model's own tokenizer: send "
+                    "texts instead"
+                )
+            encoded.append(_as_encoded(text[:max_length]))
         return encoded
 
     def _plan(
@@ -482,6 +503,14 @@ def _answer(
     return model.answer(_hidden(model, tokens, types, bounds), bounds)
 
 
+def _as_encoded(ids: list[int]) -> EncodedText:
+    """Token ids as one text, of which no token is left out."""
+    count = len(ids)
+    return EncodedText(
+        ids=ids, types=[0] * count, spans=[(0, 0)] * count, control=[False] * count
+    )
+
+
 def _check_texts(texts: Sequence[Text]) -> None:
     if isinstance(texts, str):
         raise TypeError(
@@ -495,6 +524,10 @@ def _check_texts(texts: Sequence[Text]) -> None:
             "list(texts)"
         )
     for i, text in enumerate(texts):
+        if isinstance(text, list) and all(type(token) is int for token in text):
+            if not text:
+                raise ValueError(f"texts[{i}] is empty; leave it out")
+            continue
         parts = text if isinstance(text, tuple) else (text,)
         if not all(isinstance(part, str) for part in parts) or (
             isinstance(text, tuple) and len(text) != 2

@@ -9,6 +9,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import queue
 import threading
 import time
@@ -31,6 +32,7 @@ from jaxscale.inference.engine.sequence import Sequence, SequenceStatus
 from jaxscale.inference.grammar import GrammarCompiler, Matcher, fill_masks
 from jaxscale.inference.request import EngineDead, InvalidRequest, Request
 from jaxscale.inference.text import TextDecoder
+from jaxscale.inference.token_rules import TokenRules, token_mask
 
 
 @dataclasses.dataclass(slots=True)
@@ -323,7 +325,9 @@ class Engine:
             self._give_out()
         now = self.clock()
         request = dataclasses.replace(request, arrival=now)
-        client = OutputProcessor(request, sink, self.tokenizer, matcher)
+        vocab = self.runner.model_config.vocab_size
+        rules = TokenRules.of(params, vocab)
+        client = OutputProcessor(request, sink, self.tokenizer, matcher, rules)
         self.scheduler.add(request, now=now)
         self._clients[request.id] = client
 
@@ -389,7 +393,7 @@ class Engine:
 
     def _inputs(self, rows: abc.Sequence[Sequence | None]) -> SampleInputs:
         """What the sampler has to know of each row."""
-        if any(c and (c.request.params.guided or _stops_late(c)) for c in rows):
+        if any(c and (c.request.params.masked or _stops_late(c)) for c in rows):
             # What a row may draw depends on the tokens that are on their way. The
             # device is busy with the logits meanwhile.
             while self._flying:
@@ -412,26 +416,21 @@ class Engine:
         self, live: abc.Sequence[tuple[int, Sequence]], num_rows: int
     ) -> np.ndarray | None:
         """The tokens that rows may draw; None where the device knows it all."""
-        guided, early = [], []
-        for i, c in live:
-            client = self._client(c)
-            matcher = None if client is None else client.matchers[c.index]
-            if matcher is not None:
-                guided.append((matcher, i))
-            if _stops_late(c):
-                early.append((i, c))
-        if not guided and not early:
+        waiting = [(i, c, client) for i, c in live if (client := self._client(c))]
+        matchers = [(client.matchers[c.index], i) for i, c, client in waiting]
+        guided = [(matcher, i) for matcher, i in matchers if matcher is not None]
+        ruled = [(i, c, client) for i, c, client in waiting if client.rules]
+        if not guided and not ruled and not any(_stops_late(c) for _, c in live):
             return None
-        words = -(-self.runner.model_config.vocab_size // 32)
-        masks = np.full((num_rows, words), -1, np.int32)
+        vocab = self.runner.model_config.vocab_size
+        masks = np.tile(_all_tokens(vocab), (num_rows, 1))
         fill_masks(guided, masks)
-        for i, c in early:
-            stops = np.zeros(words * 32, np.uint8)
-            stops[list(c.stops)] = 1
-            masks[i] &= ~np.packbits(stops, bitorder="little").view("<i4")
-        for i, c in live:
-            client = self._client(c)
-            if client is not None and not masks[i].any():
+        for i, c, client in ruled:
+            client.rules[c.index].narrow(masks[i])
+        for i, c, client in waiting:
+            if c.num_drawn < c.request.params.min_tokens:
+                masks[i] &= ~token_mask(c.stops, vocab)
+            if not masks[i].any():
                 client.stuck.add(c.index)
         return masks
 
@@ -494,6 +493,11 @@ class Engine:
         if changed:
             for call in self.after_tick:
                 call()
+
+
+@functools.cache
+def _all_tokens(vocab_size: int) -> np.ndarray:
+    return token_mask(range(vocab_size), vocab_size)
 
 
 def _stops_late(c: Sequence) -> bool:

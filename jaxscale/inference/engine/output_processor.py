@@ -18,6 +18,7 @@ from jaxscale.inference.request import (
     TokenLogprobs,
 )
 from jaxscale.inference.text import TextDecoder, TextStream
+from jaxscale.inference.token_rules import TokenRules
 
 
 type Sink = Callable[[list[Output] | EngineDead], None]
@@ -49,6 +50,7 @@ class OutputProcessor:
         sink: Sink,
         tokenizer: TextDecoder | None,
         matcher: Matcher | None,
+        rules: TokenRules | None = None,
     ) -> None:
         """Nothing yet.
 
@@ -57,12 +59,15 @@ class OutputProcessor:
             sink: What is told.
             tokenizer: Makes text, if there is one.
             matcher: At the beginning of the guide, if there is one.
+            rules: Of what may be drawn, if there are some.
         """
         params = request.params
         self.request, self.sink = request, sink
         self.remaining = params.n
         """Sequences that have not ended."""
         self.matchers = [matcher and matcher.copy() for _ in range(params.n)]
+        self.rules = [] if rules is None else [rules.copy() for _ in range(params.n)]
+        """Of each sequence, if there are some."""
         self.cached_tokens = 0
         self.stuck: set[int] = set()
         """Sequences whose guide allows nothing."""
@@ -107,6 +112,8 @@ class OutputProcessor:
         c = progress.sequence
         news, tokens = self._new(c.index), list(progress.tokens)
         verdict: FinishReason | None = None
+        if self.rules:
+            self.rules[c.index].accept(tokens)
         matcher = self.matchers[c.index]
         if matcher is not None and progress.finish is None:
             if not matcher.accept(tokens):
@@ -172,7 +179,7 @@ class OutputProcessor:
         if stuck:
             matcher = self.matchers[index]
             why = None if matcher is None else matcher.error
-            error = "the guide of the request allows no token any more"
+            error = "what the request allows leaves no token to be drawn"
             error += f": {why}" if why else "; change it"
         return Output(
             request=self.request.id,

@@ -19,6 +19,9 @@ from jaxscale.inference.engine.batch_rows import NUM_STOPS, Column
 NUM_TOP = 20
 """Likeliest tokens that `top_logprobs` reports."""
 
+LARGEST = 1e30
+"""Logits that a penalty makes larger are taken for it: they stay finite."""
+
 IN_PROMPT = -(2**15)
 """The bit of a count of tokens that says that the prompt holds it, too."""
 
@@ -115,6 +118,7 @@ def adjusted(
     seen, drawn = counts != 0, (counts & ~jnp.int16(IN_PROMPT)).astype(jnp.float32)
     factor = _float(rows, Column.REPETITION)[:, None]
     penalized = jnp.where(logits > 0, logits / factor, logits * factor)
+    penalized = jnp.clip(penalized, -LARGEST, LARGEST)
     logits = jnp.where(seen & (factor != 1), penalized, logits)
     logits -= _float(rows, Column.FREQUENCY)[:, None] * drawn
     some = (drawn > 0).astype(jnp.float32)

@@ -20,8 +20,8 @@ from jaxscale.inference.server.backend import (
     TextModel,
 )
 from jaxscale.inference.server.config import ServerConfig
-from jaxscale.inference.server.encoders import ServedEncoder
 from jaxscale.inference.server.run import background, serve
+from jaxscale.inference.server.served_encoder import ServedEncoder
 
 
 __all__ = [

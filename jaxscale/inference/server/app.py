@@ -13,25 +13,21 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from jaxscale import __version__
 from jaxscale.inference.request import Draining, EngineDead, InvalidRequest, Overloaded
-from jaxscale.inference.server import chat_completions, completions, encoders
-from jaxscale.inference.server.backend import TextModel
-from jaxscale.inference.server.calls import Caller, check_length, prepared
+from jaxscale.inference.server.calls import IGNORED_HEADER
 from jaxscale.inference.server.config import ServerConfig
-from jaxscale.inference.server.encoders import ServedEncoder
 from jaxscale.inference.server.errors import api_error, validation_error
 from jaxscale.inference.server.gate import Gate
+from jaxscale.inference.server.inflate import Inflate
 from jaxscale.inference.server.live import PAGE
 from jaxscale.inference.server.metrics import CONTENT_TYPE
-from jaxscale.inference.server.schema import (
-    Chat,
-    Completion,
-    Detokenize,
-    Embedding,
-    Score,
-    Tokenize,
+from jaxscale.inference.server.routes import (
+    add_encoders,
+    add_generation,
+    add_models,
 )
+from jaxscale.inference.server.served_encoder import ServedEncoder
 from jaxscale.inference.server.service import Served, Service
-from jaxscale.inference.server.stream import EventStream, attended
+from jaxscale.inference.server.stream import EventStream
 
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -43,14 +39,13 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         404: "The model is another one.",
         408: "The body came too slowly.",
         413: "The body is too long.",
+        415: "The body comes in a form that is not known.",
         429: "Too many wait; Retry-After says when to come again.",
         500: "The server failed.",
         503: "The server is loading, shutting down or dead.",
         504: "The time of the request is over.",
     }.items()
 }
-# Characters that /tokenize takes, or this many times the tokens of the model.
-_COUNTED, _COUNTED_SHARE = 2**20, 8
 # Only what the page itself holds may run in it.
 _PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; "
@@ -91,13 +86,15 @@ def create_app(config: ServerConfig, load: Callable[[], Served]) -> FastAPI:
     app.state.service = service
     _add_errors(app)
     _add_operations(app, service)
-    _add_model_routes(app, service)
-    _add_calls(app, service)
+    add_models(app, service)
+    add_generation(app, service)
+    add_encoders(app, service)
     _describe(app)
     paths = {
         path: frozenset(method.upper() for method in operations)
         for path, operations in app.openapi()["paths"].items()
     }
+    app.add_middleware(Inflate, most=config.max_body_bytes)
     app.add_middleware(Gate, service=service, paths=paths)
     if config.allowed_origins:
         app.add_middleware(
@@ -105,7 +102,7 @@ def create_app(config: ServerConfig, load: Callable[[], Served]) -> FastAPI:
             allow_origins=config.allowed_origins,
             allow_methods=("GET", "POST"),
             allow_headers=("*",),
-            expose_headers=("x-request-id", "retry-after"),
+            expose_headers=("x-request-id", "retry-after", IGNORED_HEADER),
         )
     return app
 
@@ -179,130 +176,3 @@ def _add_operations(app: FastAPI, service: Service) -> None:
         assert service.recorder is not None
         frames = service.recorder.watch()
         return EventStream(frames, service.config, frames.aclose)
-
-
-def _add_model_routes(app: FastAPI, service: Service) -> None:
-    """Routes about the model."""
-
-    @app.get("/v1/models")
-    async def models() -> Response:
-        """The model that is served."""
-        return JSONResponse({"object": "list", "data": [_card(service.served())]})
-
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
-        """The model of this name."""
-        return JSONResponse(_card(service.served(name)))
-
-    @app.post("/tokenize")
-    async def tokenize(body: Tokenize, http: Request) -> Response:
-        """The token ids of a prompt or of messages."""
-        model = service.decoder(body.model)
-        work = prepared(_caller(http), _tokenize, body, model)
-        tokens = await attended(http.receive, work)
-        longest = model.backend.config.longest
-        return JSONResponse(
-            {"tokens": tokens, "count": len(tokens), "max_model_len": longest}
-        )
-
-    @app.post("/detokenize")
-    async def detokenize(body: Detokenize, http: Request) -> Response:
-        """The text of token ids."""
-        model = service.decoder(body.model)
-        config = model.backend.config
-        check_length(len(body.tokens), max(_COUNTED, config.longest))
-        if any(not 0 <= token < config.vocab_size for token in body.tokens):
-            raise InvalidRequest(
-                f"tokens holds ids outside the vocabulary of {config.vocab_size}"
-            )
-        work = prepared(_caller(http), model.tokenizer.decode, body.tokens)
-        text = await attended(http.receive, work)
-        return JSONResponse({"prompt": text})
-
-
-def _add_calls(app: FastAPI, service: Service) -> None:
-    """Routes that compute."""
-
-    @app.post("/v1/completions")
-    async def complete(body: Completion, http: Request) -> Response:
-        """Continue prompts."""
-        model, caller = service.decoder(body.model), _caller(http)
-        return await completions.complete(body, model, caller, http.receive)
-
-    @app.post("/v1/chat/completions")
-    async def chat(body: Chat, http: Request) -> Response:
-        """Answer a conversation."""
-        model, caller = service.decoder(body.model), _caller(http)
-        return await chat_completions.chat(body, model, caller, http.receive)
-
-    @app.post("/v1/completions/render")
-    async def render(body: Completion, http: Request) -> Response:
-        """The token ids of prompts, for gateways."""
-        model = service.decoder(body.model)
-        return await completions.render(body, model, _caller(http), http.receive)
-
-    @app.post("/v1/chat/completions/render")
-    async def render_chat(body: Chat, http: Request) -> Response:
-        """The token ids of a conversation, for gateways."""
-        model = service.decoder(body.model)
-        caller = _caller(http)
-        return await chat_completions.render(body, model, caller, http.receive)
-
-    @app.post("/v1/embeddings")
-    async def embed(body: Embedding, http: Request) -> Response:
-        """Embed texts."""
-        model = service.encoder(body.model)
-        work = encoders.embed(body, model, _caller(http))
-        return JSONResponse(await attended(http.receive, work))
-
-    @app.post("/v1/score")
-    async def score(body: Score, http: Request) -> Response:
-        """Compare texts."""
-        model = service.encoder(body.model)
-        work = encoders.score(body, model, _caller(http))
-        return JSONResponse(await attended(http.receive, work))
-
-
-def _caller(http: Request) -> Caller:
-    return http.state.caller
-
-
-def _card(model: Served) -> dict[str, Any]:
-    """What ``/v1/models`` says of a model."""
-    if isinstance(model, TextModel):
-        longest = model.backend.config.longest
-    else:
-        longest = model.encoder.max_length
-    return {
-        "id": model.name,
-        "object": "model",
-        "created": model.created,
-        "owned_by": "jaxscale",
-        "max_model_len": longest,
-    }
-
-
-def _tokenize(body: Tokenize, model: TextModel) -> list[int]:
-    if (body.prompt is None) == (body.messages is None):
-        raise InvalidRequest("give either prompt or messages")
-    most = max(_COUNTED, _COUNTED_SHARE * model.backend.config.longest)
-
-    def check(text: str) -> None:
-        """Texts that do not fit are counted too, within limits."""
-        if len(text) > most:
-            raise InvalidRequest(
-                f"a text of {len(text)} characters is too long to be counted: at most "
-                f"{most} are; send it in parts"
-            )
-
-    if body.prompt is not None:
-        check(body.prompt)
-        special = body.add_special_tokens is not False
-        return model.encode(body.prompt, add_special_tokens=special)
-    return chat_completions.template(model).encode(
-        chat_completions.dumped(body.messages or []),
-        tools=body.tools or (),
-        add_generation_prompt=body.add_generation_prompt is not False,
-        variables=body.chat_template_kwargs,
-        check=check,
-    )

@@ -3,16 +3,18 @@
 import dataclasses
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from typing import Protocol, runtime_checkable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from jaxscale.inference.chat import ChatTemplate
 from jaxscale.inference.engine.async_engine import AsyncEngine
 from jaxscale.inference.engine.engine import Engine
 from jaxscale.inference.engine.scheduler_config import SchedulerConfig
 from jaxscale.inference.engine.scheduler_output import Counts, SchedulerEvent
+from jaxscale.inference.reasoning import TAIL, ReasoningFormat
 from jaxscale.inference.request import Output, Request
 from jaxscale.inference.text_bound import TextBound
+from jaxscale.inference.tools import ToolFormat
 from jaxscale.models.tokenizer import Tokenizer
 
 
@@ -142,6 +144,14 @@ class TextModel:
     """Encodes prompts."""
     chat: ChatTemplate | None = None
     """Lays out conversations; None where the model has no template."""
+    aliases: Sequence[str] = ()
+    """Other names that calls may give."""
+    tool_format: ToolFormat | None = None
+    """How it writes calls of tools; None where that is not known."""
+    reasoning_format: ReasoningFormat | None = None
+    """How it writes what it reasons; None leaves that in the text."""
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Settings of `SamplingParams` where a call says nothing."""
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     """When it was loaded, in seconds since 1970."""
     _texts: dict[int, str] = dataclasses.field(default_factory=dict, repr=False)
@@ -160,6 +170,15 @@ class TextModel:
         """The token ids of a prompt, behind the token that begins texts."""
         tokenizer = self.tokenizer
         return tokenizer.encode(text, add_bos=add_special_tokens and tokenizer.adds_bos)
+
+    def prompt_end(self, prompt: Sequence[int]) -> str:
+        """The text of the last tokens of a prompt, which the template has written."""
+        return self.tokenizer.decode(prompt[-TAIL:])
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of one token, which may be part of a character."""
+        known = token < self.tokenizer.vocab_size
+        return self.tokenizer.token_bytes(token) if known else b""
 
     def token_text(self, token: int) -> str:
         """The text of one token; tables are rounded up to tokens that have none."""

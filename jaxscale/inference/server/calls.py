@@ -6,10 +6,14 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import logging
+import re
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
+
+from starlette.responses import Response
 
 from jaxscale.inference.request import (
     InvalidRequest,
@@ -26,6 +30,10 @@ if TYPE_CHECKING:
     from jaxscale.inference.server.schema import GenerationBody
 
 
+IGNORED_HEADER = "x-jaxscale-ignored"
+"""Header of an answer that names what of its call changed nothing."""
+
+_LOG = logging.getLogger(__name__)
 _LONG = 2**16  # bytes of a body that is tokenized at once, as most are
 _THREADS = 2
 _BODIES = 4  # of the longest that is taken, that a client may have waiting
@@ -187,6 +195,21 @@ def check_choices(prompts: int, n: int, config: ServerConfig) -> None:
             f"{prompts} prompts with n {n} make {prompts * n} continuations, at most "
             f"{config.max_choices} are taken; send several calls"
         )
+
+
+def noted[R: Response](response: R, ignored: Sequence[str], caller: Caller) -> R:
+    """An answer that says, in a header, what it has left aside.
+
+    Args:
+        response: The answer.
+        ignored: Parameters, and keywords of schemas.
+        caller: Who makes the call.
+    """
+    if ignored:
+        names = ", ".join(dict.fromkeys(re.sub(r"[^!-+.-~]", "?", n) for n in ignored))
+        response.headers[IGNORED_HEADER] = names
+        _LOG.info("request %s: ignored %s", caller.request_id, names)
+    return response
 
 
 def rendered(request: Request, model: TextModel) -> dict[str, Any]:

@@ -16,10 +16,12 @@ from jaxscale.inference.server.calls import (
     Caller,
     check_choices,
     check_length,
+    noted,
     prepared,
     rendered,
 )
 from jaxscale.inference.server.generation import Usage, collect, merged
+from jaxscale.inference.server.logprobs import CompletionLogprobs, prompt_logprobs
 from jaxscale.inference.server.schema import Completion
 from jaxscale.inference.server.stream import attended, event_stream
 
@@ -33,13 +35,32 @@ class _Call:
     texts: list[str]
     """Texts of the prompts, where they are to be repeated."""
     echo: bool
+    special: bool
+    """Whether control tokens are part of those texts."""
     head: dict[str, Any]
     """What all parts of the answer have."""
+    body: Completion
 
     @property
     def scored(self) -> bool:
         """Whether the log-probabilities of the prompt are to be repeated too."""
         return self.echo and self.requests[0].params.logprobs is not None
+
+    def logprobs(self, number: int) -> CompletionLogprobs:
+        """What lists the log-probabilities of a continuation of a prompt."""
+        return CompletionLogprobs(
+            self.model,
+            self.requests[number],
+            echo=self.texts[number] if self.echo else None,
+            special=self.special,
+        )
+
+    def ids(self, number: int, output: Output, *, first: bool) -> dict[str, Any]:
+        """The tokens of an output, where they are asked for."""
+        if not self.body.return_token_ids:
+            return {}
+        prompt = {"prompt_token_ids": list(self.requests[number].prompt)}
+        return {**(prompt if first else {}), "token_ids": list(output.tokens)}
 
 
 async def complete(
@@ -53,8 +74,8 @@ async def complete(
     prepare = prepared(caller, _prepare, body, model, caller)
     call = await attended(receive, prepare)
     if body.stream:
-        events = _events(call, caller, body.wants_usage)
-        return await event_stream(events, caller.config)
+        response = await event_stream(_events(call, caller), caller.config)
+        return noted(response, body.ignored, caller)
     run = collect(model.backend, call.requests, caller.metrics)
     found, usage = await attended(receive, run)
     choices = [
@@ -62,7 +83,8 @@ async def complete(
         for number, group in enumerate(found)
         for index, whole in enumerate(group)
     ]
-    return JSONResponse({**call.head, "choices": choices, "usage": usage.body()})
+    content = {**call.head, "choices": choices, "usage": usage.body()}
+    return noted(JSONResponse(content), body.ignored, caller)
 
 
 async def render(
@@ -84,40 +106,57 @@ def _prepare(body: Completion, model: TextModel, caller: Caller) -> _Call:
     echo = bool(body.echo)
     scored = body.logprobs if echo else None
     params = body.sampling_params(
+        model.defaults,
+        model.tokenizer,
         max_tokens=16 if body.max_tokens is None else body.max_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=scored
         if body.prompt_logprobs is None
         else body.prompt_logprobs,
-        guided=body.guide(),
+        guided=body.guide(strict=caller.config.strict_schemas),
     )
     prompts = _prompts(body.prompt)
     check_choices(len(prompts), params.n, caller.config)
     special = body.add_special_tokens is not False
     bound = model.bound(caller.gone)
+    kept = body.kept_tokens(bound.most, params.max_tokens)
     for prompt in prompts:
         if isinstance(prompt, str):
-            bound.check(prompt)
-        else:
+            (bound.check if kept is None else bound.check_characters)(prompt)
+        elif kept is None:
             check_length(len(prompt), bound.most)
     ids = [
         model.encode(p, add_special_tokens=special) if isinstance(p, str) else p
         for p in prompts
     ]
+    if kept is not None:
+        ids = [tokens[-kept:] for tokens in ids]
     requests = [
         caller.request(body, prompt, params, model, echo=echo) for prompt in ids
     ]
     texts = []
     if echo:
         decode = model.tokenizer.decode
-        texts = [p if isinstance(p, str) else decode(p) for p in prompts]
+        whole = kept is None
+        texts = [
+            p if whole and isinstance(p, str) else decode(tokens)
+            for p, tokens in zip(prompts, ids, strict=True)
+        ]
     head = {
         "id": f"cmpl-{uuid.uuid4().hex}",
         "object": "text_completion",
         "created": int(time.time()),
         "model": model.name,
     }
-    return _Call(model=model, requests=requests, texts=texts, echo=echo, head=head)
+    return _Call(
+        model=model,
+        requests=requests,
+        texts=texts,
+        echo=echo,
+        special=kept is not None or not isinstance(prompts[0], str),
+        head=head,
+        body=body,
+    )
 
 
 def _check(body: Completion) -> None:
@@ -161,15 +200,17 @@ def _choice(
     logprobs = None
     if request.params.logprobs is not None:
         prompt = _scores(request, scores) if call.scored else []
-        logprobs = _logprobs(call.model, [*prompt, *whole.logprobs], 0)
+        most = len(before + whole.text)
+        logprobs = call.logprobs(number).listed(prompt, whole.logprobs, most)
     choice = {
         "index": number * request.params.n + index,
         "text": before + whole.text,
         "logprobs": logprobs,
         "finish_reason": whole.finish,
+        **call.ids(number, whole, first=True),
     }
     if request.params.prompt_logprobs is not None and not call.scored:
-        choice["prompt_logprobs"] = _prompt_logprobs(call.model, scores)
+        choice["prompt_logprobs"] = prompt_logprobs(call.model, scores)
     return choice
 
 
@@ -183,49 +224,9 @@ def _scores(
     ]
 
 
-def _logprobs(
-    model: TextModel, items: Sequence[TokenLogprobs | int], offset: int
-) -> dict[str, Any]:
-    """Tokens with their log-probabilities, as completions list them."""
-    made: dict[str, Any] = {
-        name: [] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-    }
-    for item in items:
-        known = not isinstance(item, int)
-        text = model.token_text(item.token if known else item)
-        made["tokens"].append(text)
-        made["token_logprobs"].append(item.logprob if known else None)
-        top: dict[str, float] = {}
-        for token, value in item.top if known else ():
-            top.setdefault(model.token_text(token), value)  # of one text the likeliest
-        made["top_logprobs"].append(top if known else None)
-        made["text_offset"].append(offset)
-        offset += len(text)
-    return made
-
-
-def _prompt_logprobs(
-    model: TextModel, scores: Sequence[TokenLogprobs | None]
-) -> list[dict[str, Any] | None]:
-    """Of each token of the prompt: what is known of it, and of likelier ones, by id."""
-
-    def entry(token: int, logprob: float) -> dict[str, Any]:
-        return {"logprob": logprob, "decoded_token": model.token_text(token)}
-
-    return [
-        None
-        if score is None
-        else {
-            str(t): entry(t, v) for t, v in ((score.token, score.logprob), *score.top)
-        }
-        for score in scores
-    ]
-
-
-async def _events(
-    call: _Call, caller: Caller, wants_usage: bool
-) -> AsyncGenerator[dict[str, Any]]:
+async def _events(call: _Call, caller: Caller) -> AsyncGenerator[dict[str, Any]]:
     """The parts of a stream."""
+    wants_usage = call.body.wants_usage
     usage = Usage.of(call.requests)
     head = {**call.head, **({"usage": None} if wants_usage else {})}
     parts = [_Part(call, number) for number in range(len(call.requests))]
@@ -233,6 +234,8 @@ async def _events(
     async with contextlib.aclosing(run) as outputs:
         async for number, output in outputs:
             usage.add(number, output)
+            if call.body.wants_usage_always:
+                head["usage"] = usage.body()
             for choice in parts[number].choices(output):
                 yield {**head, "choices": [choice]}
     if wants_usage:
@@ -246,7 +249,8 @@ class _Part:
         self._call, self._number = call, number
         self._request = call.requests[number]
         self._begun: set[int] = set()
-        self._offsets: dict[int, int] = {}
+        self._logprobs: dict[int, CompletionLogprobs] = {}
+        self._lengths: dict[int, int] = {}
         # The log-probabilities of the prompt come with the first continuation.
         self._scores: Sequence[TokenLogprobs | None] | None = None
         self._held: list[Output] = []
@@ -264,23 +268,30 @@ class _Part:
 
     def _choice(self, output: Output) -> dict[str, Any] | None:
         call, request, index = self._call, self._request, output.index
-        text, items = output.text, list(output.logprobs)
-        if index not in self._begun:
+        text, prompt = output.text, []
+        first = index not in self._begun
+        if first:
             self._begun.add(index)
             text = (call.texts[self._number] if call.echo else "") + text
             if call.scored:
-                items = [*_scores(request, self._scores or ()), *items]
-        if not text and not items and output.finish is None:
+                prompt = _scores(request, self._scores or ())
+        items = output.logprobs
+        tells = (
+            text or prompt or items or (output.tokens and call.body.return_token_ids)
+        )
+        if not tells and output.finish is None:
             return None
+        self._lengths[index] = self._lengths.get(index, 0) + len(text)
         logprobs = None
         if request.params.logprobs is not None:
-            logprobs = _logprobs(call.model, items, self._offsets.get(index, 0))
-            self._offsets[index] = sum(map(len, logprobs["tokens"])) + (
-                self._offsets.get(index, 0)
-            )
+            if index not in self._logprobs:
+                self._logprobs[index] = call.logprobs(self._number)
+            most = self._lengths[index]
+            logprobs = self._logprobs[index].listed(prompt, items, most)
         return {
             "index": self._number * request.params.n + index,
             "text": text,
             "logprobs": logprobs,
             "finish_reason": output.finish,
+            **call.ids(self._number, output, first=first),
         }

@@ -35,7 +35,12 @@ class ServerConfig:
     max_body_bytes: int = 16 * 2**20
     """Most bytes of the body of a call."""
     max_prompts: int = 256
-    """Most prompts of one call, or texts to embed or score."""
+    """Most prompts of one call, or texts to score."""
+    max_inputs: int = 2048
+    """Most texts of one call to embed."""
+    strict_schemas: bool = False
+    """Refuse schemas of which something cannot be enforced; otherwise that is left
+    aside, and the answer says so in ``x-jaxscale-ignored``."""
     max_choices: int = 512
     """Most continuations of one call: prompts times n."""
     header_seconds: float = 20.0
@@ -49,11 +54,17 @@ class ServerConfig:
     open."""
     drain_seconds: float = 60.0
     """Time that running calls have to end after SIGTERM."""
+    tls_certificate: str | None = None
+    """A file with a certificate and those that vouch for it (PEM): calls come by
+    https."""
+    tls_key: str | None = None
+    """A file with its key; None: it is in the same file."""
     max_connections: int = 4096
     """Most open connections; more are answered with 503."""
 
     def __post_init__(self) -> None:
         counts = ("max_body_bytes", "max_prompts", "max_choices", "max_connections")
+        check_integers(self, 1, "max_inputs")
         check_integers(self, 1, *counts)
         times = ("header_seconds", "body_seconds", "stall_seconds")
         check_positive(self, *times, "heartbeat_seconds", "drain_seconds")
@@ -68,6 +79,8 @@ class ServerConfig:
                     f"allowed_origins holds {origin!r}, expected '*' or the origin of "
                     "a site, as https://a.example, without a path"
                 )
+        if self.tls_key is not None and self.tls_certificate is None:
+            raise ValueError("tls_key needs a tls_certificate; give both")
         for key in self.api_keys:
             if not key.isascii() or not key.isprintable() or not key.strip():
                 raise ValueError(

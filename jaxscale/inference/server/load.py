@@ -1,22 +1,27 @@
 """The model of a directory, ready to be served."""
 
+import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from jaxscale.checks import check_choice
 from jaxscale.inference.chat import ChatTemplate
 from jaxscale.inference.encoder.encoder import Encoder
 from jaxscale.inference.engine.config import EngineConfig
 from jaxscale.inference.grammar import GrammarCompiler
 from jaxscale.inference.llm import make_engine
+from jaxscale.inference.reasoning import ReasoningFormat
+from jaxscale.inference.request import SamplingParams
 from jaxscale.inference.server.backend import EngineBackend, TextModel
-from jaxscale.inference.server.encoders import ServedEncoder
+from jaxscale.inference.server.served_encoder import ServedEncoder
 from jaxscale.inference.server.service import Served
+from jaxscale.inference.tools import ToolFormat
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.encoder_config import EncoderConfig
 from jaxscale.models.families import config_from_hf
@@ -29,12 +34,66 @@ from jaxscale.nn.quantized_linear import Quantization
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """How conversations are laid out and answered."""
+
+    template: str | None = None
+    """Jinja template to use instead of the model's."""
+    tool_format: ToolFormat | Literal["auto"] = "auto"
+    """Format of the calls of tools in answers; ``"auto"`` takes that which the template
+    shows."""
+    reasoning_format: ReasoningFormat | Literal["auto", "none"] = "auto"
+    """Format of the reasoning in answers; ``"auto"`` takes that which the template
+    knows, ``"none"`` leaves it in the text."""
+
+    def __post_init__(self) -> None:
+        if self.tool_format != "auto":
+            check_choice("tool_format", self.tool_format, ToolFormat)
+        if self.reasoning_format not in ("auto", "none"):
+            check_choice("reasoning_format", self.reasoning_format, ReasoningFormat)
+
+    def tools(self, template: ChatTemplate | None) -> ToolFormat | None:
+        """The format of calls, None where the template shows none."""
+        if self.tool_format != "auto":
+            return self.tool_format
+        return None if template is None else template.tool_format
+
+    def thoughts(self, template: ChatTemplate | None) -> ReasoningFormat | None:
+        """The format of reasoning, None where it is not looked for."""
+        if self.reasoning_format == "auto":
+            return None if template is None else template.reasoning_format
+        return None if self.reasoning_format == "none" else self.reasoning_format
+
+
+def defaults_of(config: GenerationConfig) -> dict[str, Any]:
+    """Settings of `SamplingParams` that the authors of a model advise.
+
+    They are those that vLLM takes: of a file that says nothing of drawing, none.
+
+    Example:
+        >>> defaults_of(GenerationConfig(temperature=0.6, other={"max_new_tokens": 9}))
+        {'temperature': 0.6, 'max_tokens': 9}
+    """
+    names = ("temperature", "top_k", "top_p")
+    found = {name: getattr(config, name) for name in names}
+    found |= {name: config.other.get(name) for name in ("min_p", "repetition_penalty")}
+    found["max_tokens"] = config.other.get("max_new_tokens")
+    if found["top_k"] == 0:
+        found["top_k"] = None
+    if found["top_p"] == 0:
+        found |= {"temperature": 0.0, "top_p": None}
+    return {name: value for name, value in found.items() if value is not None}
+
+
 def served(
     path: str | Path,
     *,
     name: str | None = None,
     engine: EngineConfig | None = None,
-    chat_template: str | None = None,
+    chat: ChatOptions = ChatOptions(),
+    aliases: Sequence[str] = (),
+    sampling_defaults: bool = True,
     mesh: Mesh | None = None,
     rules: AxisRules = REPLICATED,
     dtype: DTypeLike | None = None,
@@ -46,7 +105,10 @@ def served(
         path: A decoder's directory, or an encoder's, which embeds and scores texts.
         name: Name that calls give; None is that of the directory.
         engine: Sizes of the engine.
-        chat_template: Jinja template to use instead of the directory's.
+        chat: How conversations are laid out and answered.
+        aliases: Other names that calls may give.
+        sampling_defaults: Draw as ``generation_config.json`` says where a call says
+            nothing.
         mesh: Devices to split the model over, with `rules`.
         rules: Mesh axes that split it.
         dtype: Type of the computation; by default that of the file.
@@ -66,14 +128,18 @@ def served(
                 f"quantization {quantization!r} is for decoders, but {path} holds an "
                 "encoder; leave it out"
             )
-        return ServedEncoder(Encoder.from_pretrained(path, **options), name)
+        encoder = Encoder.from_pretrained(path, **options)
+        return ServedEncoder(encoder, name, aliases=aliases)
+    generation = GenerationConfig.from_file(path)
     return text_model(
         load_decoder(path, quantization=quantization, **options),
         Tokenizer.from_file(path),
         name=name,
         engine=engine,
-        chat_template=chat_template,
-        eos_ids=GenerationConfig.from_file(path).eos_ids,
+        chat=chat,
+        aliases=aliases,
+        eos_ids=generation.eos_ids,
+        defaults=defaults_of(generation) if sampling_defaults else {},
     )
 
 
@@ -108,8 +174,10 @@ def text_model(
     *,
     name: str,
     engine: EngineConfig | None = None,
-    chat_template: str | None = None,
+    chat: ChatOptions = ChatOptions(),
+    aliases: Sequence[str] = (),
     eos_ids: Sequence[int] = (),
+    defaults: Mapping[str, Any] | None = None,
 ) -> TextModel:
     """A decoder, compiled, its engine started.
 
@@ -118,8 +186,11 @@ def text_model(
         tokenizer: Of the model.
         name: Name that calls give.
         engine: Sizes of the engine.
-        chat_template: Jinja template to use instead of the tokenizer's.
+        chat: How conversations are laid out and answered.
+        aliases: Other names that calls may give.
         eos_ids: Tokens that end a text, besides the tokenizer's.
+        defaults: Settings of `SamplingParams` where a call says nothing; the server
+            says them at its start.
 
     Raises:
         ValueError: sizes do not fit, or the template is malformed.
@@ -130,9 +201,17 @@ def text_model(
             f"max_len is {longest}, expected at most {limit}, for which the model was "
             "made; lower it"
         )
-    chat = None
-    if chat_template or tokenizer.chat_template:
-        chat = ChatTemplate(tokenizer, chat_template)
+    lay = None
+    if chat.template or tokenizer.chat_template:
+        lay = ChatTemplate(tokenizer, chat.template)
+    if defaults:
+        SamplingParams(**defaults)
+        said = ", ".join(f"{name} {value}" for name, value in defaults.items())
+        print(
+            f"jaxscale: where a call says nothing, {said} (generation_config.json; "
+            "--no-sampling-defaults turns it off)",
+            file=sys.stderr,
+        )
     ends = {*eos_ids, *([] if tokenizer.eos_id is None else [tokenizer.eos_id])}
     size = model.config.vocab_size
     compiler = None
@@ -147,5 +226,9 @@ def text_model(
         name=name,
         backend=EngineBackend(made.start()),
         tokenizer=tokenizer,
-        chat=chat,
+        chat=lay,
+        aliases=tuple(aliases),
+        tool_format=chat.tools(lay),
+        reasoning_format=chat.thoughts(lay),
+        defaults=defaults or {},
     )

@@ -85,6 +85,8 @@ def make_server(
         access_log=access_log,
         # Without lines for calls, logging is left as its user has set it up.
         log_config=LOGGING_CONFIG if access_log else None,
+        ssl_certfile=config.tls_certificate,
+        ssl_keyfile=config.tls_key,
         proxy_headers=False,  # anyone could write them
         server_header=False,
         limit_concurrency=config.max_connections,
@@ -155,7 +157,8 @@ def background(
                 time.sleep(_POLL_SECONDS)
             if server.service.failure is not None:
                 raise server.service.failure
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+            scheme = "http" if server.config.ssl_certfile is None else "https"
+            yield f"{scheme}://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             server.stop()
             thread.join()

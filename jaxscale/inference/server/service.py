@@ -16,10 +16,10 @@ from jaxscale.inference.request import Draining, EngineDead
 from jaxscale.inference.server.backend import TextModel
 from jaxscale.inference.server.calls import Caller, LongTexts, longest_waiting
 from jaxscale.inference.server.config import ServerConfig
-from jaxscale.inference.server.encoders import ServedEncoder
 from jaxscale.inference.server.errors import ApiError
 from jaxscale.inference.server.live import Recorder, attach
 from jaxscale.inference.server.metrics import Metrics
+from jaxscale.inference.server.served_encoder import ServedEncoder
 
 
 type Served = TextModel | ServedEncoder
@@ -137,7 +137,7 @@ class Service:
         if model is None:
             wait = {"retry-after": "5"}
             raise ApiError(503, "the model is loading", code="loading", headers=wait)
-        if name is not None and name != model.name:
+        if name is not None and name not in (model.name, *model.aliases):
             raise ApiError(
                 404,
                 f"the model {name!r} is not served here; use {model.name!r}",
@@ -173,17 +173,18 @@ class Service:
         client = scope.get("client")
         name = client[0] if client else ""
         if self._keys and not public:
-            scheme, _, key = (
-                Headers(scope=scope).get("authorization", "").partition(" ")
-            )
-            shown = _digest(key.strip() if scheme.lower() == "bearer" else "")
+            headers = Headers(scope=scope)
+            scheme, _, key = headers.get("authorization", "").partition(" ")
+            if scheme.lower() != "bearer":
+                key = headers.get("x-api-key", "")  # as clients of Anthropic's send it
+            shown = _digest(key.strip())
             # All are compared, each in constant time.
             found = [hmac.compare_digest(shown, known) for known in self._keys]
             if not any(found):
                 raise ApiError(
                     401,
                     "the call shows no valid API key; send it as Authorization: Bearer "
-                    "KEY",
+                    "KEY, or as x-api-key",
                     code="invalid_api_key",
                 )
             name = f"key-{found.index(True)}"

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 from starlette.responses import Response
@@ -58,14 +58,25 @@ async def attended[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await _cancel(task, gone)
 
 
+def named_event(data: Mapping[str, Any]) -> bytes:
+    """One server-sent event of JSON that has the name of its type.
+
+    Example:
+        >>> named_event({"type": "ping"}).decode().splitlines()
+        ['event: ping', 'data: {"type":"ping"}', '']
+    """
+    return f"event: {data['type']}\n".encode() + event(data)
+
+
 async def event_stream(
-    events: AsyncGenerator[Any], config: ServerConfig
+    events: AsyncGenerator[Any], config: ServerConfig, *, named: bool = False
 ) -> "EventStream":
-    """An answer that streams `events`, as JSON, and ends with ``[DONE]``.
+    """An answer that streams `events`, as JSON.
 
     Args:
         events: What is sent; closed at the end or when the client leaves.
         config: Says how long a client may stall.
+        named: Give events the names of their types; otherwise ``[DONE]`` ends them.
 
     Raises:
         Exception: what the first event raises, so that the call fails with a status.
@@ -83,25 +94,28 @@ async def event_stream(
     except BaseException:
         await close()
         raise
-    return EventStream(_encoded(first, events), config, close)
+    return EventStream(_encoded(first, events, named), config, close)
 
 
 async def _encoded(
-    first: Awaitable[Any], events: AsyncGenerator[Any]
+    first: Awaitable[Any], events: AsyncGenerator[Any], named: bool
 ) -> AsyncGenerator[bytes]:
+    encode = named_event if named else event
     try:
         data = await first
         if data is not None:
-            yield event(data)
+            yield encode(data)
             async for data in events:
-                yield event(data)
+                yield encode(data)
     except Exception as error:
         # The status has been sent; clients know errors within streams.
         told = api_error(error)
         if told.status_code == 500 and told is not error:
             _LOG.exception("a stream failed")
-        yield event(told.body())
-    yield _DONE
+        body = told.body()
+        yield encode({"type": "error", **body["error"], **body} if named else body)
+    if not named:
+        yield _DONE
 
 
 class EventStream(Response):

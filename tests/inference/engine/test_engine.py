@@ -271,7 +271,7 @@ def test_logits_that_are_not_finite_end_their_request_alone(llama):
 
 
 def test_settings_that_fp32_cannot_hold(llama):
-    """They are as good as the nearest, or end their request; the others go on."""
+    """They are as good as the nearest; the others go on."""
     run = llama.run()
     run.add("beside", PROMPTS["page"], max_tokens=20)
     for name, setting in {
@@ -286,8 +286,8 @@ def test_settings_that_fp32_cannot_hold(llama):
     run.check("beside", PROMPTS["page"])
     for name in ("cold", "narrow"):
         run.check(name, PROMPTS["short"])
-    assert len(run.result("hot")[0]) == len(run.result("large")[0]) == 4
-    assert run.result("small")[2] == "error"
+    for name in ("hot", "large", "small"):
+        assert len(run.result(name)[0]) == 4
 
 
 @pytest.mark.parametrize("steps", range(0, 9, 2))

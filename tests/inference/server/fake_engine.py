@@ -158,9 +158,15 @@ def score(token, most):
     return TokenLogprobs(token=token, logprob=-0.5, top=top)
 
 
-def text_model(engine, *, chat=True):
-    template = ChatTemplate(TOKENIZER, CHATML) if chat else None
-    return TextModel(name="tiny", backend=engine, tokenizer=TOKENIZER, chat=template)
+def text_model(engine, *, chat=True, template=CHATML, **more):
+    chat = ChatTemplate(TOKENIZER, template) if chat else None
+    found = {
+        "tool_format": chat and chat.tool_format,
+        "reasoning_format": chat and chat.reasoning_format,
+    }
+    return TextModel(
+        name="tiny", backend=engine, tokenizer=TOKENIZER, chat=chat, **(found | more)
+    )
 
 
 def in_thread(function):

@@ -34,7 +34,12 @@ def streamed(harness, more, **options):
             if "role" in delta:
                 made["role"] = delta["role"]
             made["content"] += delta.get("content") or ""
-            made["calls"] += delta.get("tool_calls", [])
+            for part in delta.get("tool_calls", []):
+                if "id" in part:
+                    made["calls"].append(part)
+                else:
+                    call = made["calls"][part["index"]]["function"]
+                    call["arguments"] += part["function"]["arguments"]
             made["finish"] = choice["finish_reason"] or made.get("finish")
     return choices
 
@@ -208,7 +213,7 @@ def test_guided_answers(harness, more, kind, text):
             {"tools": [TOOL], "tool_choice": "required", "guided_regex": "a"},
             "give one of them",
         ),
-        ({"functions": []}, "functions is no parameter"),
+        ({"function": []}, "function is no parameter"),
     ],
 )
 def test_mistakes(harness, more, message):
@@ -226,9 +231,7 @@ def test_models_without_templates_or_formats(harness):
     answer = harness.run(post, text_model(FakeEngine(), chat=False))
     assert answer.status_code == 400
     assert "has no chat template" in answer.json()["error"]["message"]
-    template = ChatTemplate(TOKENIZER, "{{ messages[0].content }}")
-    model = text_model(FakeEngine())
-    object.__setattr__(model, "chat", template)
+    model = text_model(FakeEngine(), template="{{ messages[0].content }}")
     body["tools"] = [TOOL]
     answer = harness.run(post, model)
     assert answer.status_code == 400

@@ -1,14 +1,13 @@
 """``/v1/completions``: what is answered, at once and in parts."""
 
 import itertools
-from unittest import mock
 
 import pytest
 
-from jaxscale.inference.request import TokenLogprobs
-from jaxscale.inference.server import TextModel, completions
+from jaxscale.inference.request import Request, TokenLogprobs
+from jaxscale.inference.server.logprobs import CompletionLogprobs
 from tests.inference.server.conftest import events
-from tests.inference.server.fake_engine import TOKENIZER, FakeEngine
+from tests.inference.server.fake_engine import TOKENIZER, FakeEngine, text_model
 
 
 PATH = "/v1/completions"
@@ -145,13 +144,32 @@ def test_a_stream_has_no_part_for_prompt_log_probabilities(harness):
 
 
 def test_of_tokens_with_one_text_the_likeliest_counts():
-    model = mock.Mock(
-        spec=TextModel, token_text=lambda token: "x" if token < 3 else "y"
-    )
+    """And the token that stands there is among them, however unlikely."""
+    model = text_model(FakeEngine())
+    model._texts.update({1: "x", 2: "x", 7: "y", 9: "z"})
     top = ((2, -0.5), (7, -1.0), (1, -2.0))
-    item = TokenLogprobs(token=2, logprob=-0.5, top=top)
-    made = completions._logprobs(model, [item], 0)
-    assert made["top_logprobs"] == [{"x": -0.5, "y": -1.0}]
+    item = TokenLogprobs(token=9, logprob=-8.5, top=top)
+    listed = CompletionLogprobs(model, Request(prompt=[5]), echo=None, special=False)
+    made = listed.listed([], [item], 100)
+    assert made["top_logprobs"] == [{"x": -0.5, "y": -1.0, "z": -8.5}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_stay_within_the_text(harness, stream):
+    """Tokens that are parts of a character stand where it begins."""
+    body = {"prompt": "or", "logprobs": 1, "echo": True, "stop": "X", "stream": stream}
+    answer = harness.post(
+        PATH, {**body, "max_tokens": 50}, engine=FakeEngine("a不b不X")
+    )
+    if stream:
+        parts = [c for p in events(answer) for c in p["choices"]]
+    else:
+        parts = answer.json()["choices"]
+    text = "".join(part["text"] for part in parts)
+    offsets = [o for p in parts for o in p["logprobs"]["text_offset"]]
+    assert text == "ora不b不"
+    prompt = len(TOKENIZER.encode("or"))
+    assert offsets[prompt:] == [2, 3, 3, 3, 4, 5, 5, 5, 6]
 
 
 def test_all_settings_arrive(harness):
@@ -268,7 +286,7 @@ def test_most_tokens(harness, most, count):
         ({"max_tokens": -1}, "max_tokens -1 must be", None),
         ({"max_tokens": 10**9}, "shorten the prompt or lower max_tokens", None),
         ({"temperature": -0.1}, "temperature -0.1 must be at least 0", None),
-        ({"top_p": 0}, "top_p 0", None),
+        ({"top_p": -0.1}, "top_p -0.1", None),
         ({"logprobs": 21}, "logprobs 21", None),
         ({"logit_bias": {"x": 1}}, "logit_bias holds 'x'", None),
         ({"logit_bias": {"5": 101}}, "logit_bias of token 5", None),

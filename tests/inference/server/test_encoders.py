@@ -64,6 +64,46 @@ def test_embeddings(post, model):
     np.testing.assert_allclose(row, expected[0], atol=1e-5)
 
 
+def test_embeddings_of_token_ids(post, model):
+    """As they are, control tokens included."""
+    (encoded,) = TOKENIZER.encode_inputs(TEXTS[:1])
+    (expected,) = model.encoder.encode(TEXTS[:1], token_budget=128)
+    for given in (encoded.ids, [encoded.ids]):
+        answer = post("/v1/embeddings", {"input": given}).json()
+        (entry,) = answer["data"]
+        np.testing.assert_allclose(entry["embedding"], expected, atol=1e-5)
+        assert answer["usage"]["prompt_tokens"] == len(encoded.ids)
+    many = post("/v1/embeddings", {"input": [[7]] * 2048}).json()["data"]
+    assert len(many) == 2048
+
+
+def test_embeddings_of_fewer_dimensions(post, model):
+    (whole,) = model.encoder.encode(TEXTS[:1], token_budget=128)
+    body = {"input": TEXTS[0], "dimensions": 3}
+    (entry,) = post("/v1/embeddings", body).json()["data"]
+    expected = whole[:3] / np.linalg.norm(whole[:3])
+    np.testing.assert_allclose(entry["embedding"], expected, atol=1e-5)
+
+
+def test_documents_in_order(post, model):
+    rows = model.encoder.encode(TEXTS, token_budget=64).astype(np.float64)
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    scores = rows[1:] @ rows[0]
+    documents = [TEXTS[1], {"text": TEXTS[2]}]
+    body = {"query": TEXTS[0], "documents": documents}
+    results = post("/v1/rerank", body).json()["results"]
+    assert [r["index"] for r in results] == np.argsort(-scores).tolist()
+    for result in results:
+        np.testing.assert_allclose(
+            result["relevance_score"], scores[result["index"]], atol=1e-5
+        )
+        assert result["document"] == {"text": TEXTS[1 + result["index"]]}
+    (best,) = post(
+        "/v1/rerank", {**body, "top_n": 1, "return_documents": False}
+    ).json()["results"]
+    assert best == {k: v for k, v in results[0].items() if k != "document"}
+
+
 def test_calls_that_wait_are_computed_together(harness, model, monkeypatch):
     monkeypatch.setattr(model, "close", lambda: None)
     sizes, encode = [], model.encoder.encode
@@ -127,13 +167,18 @@ def test_scores_by_a_head(harness):
     ("path", "body", "status", "message"),
     [
         ("embeddings", {"input": []}, 400, "input has 0 texts"),
-        ("embeddings", {"input": [[1, 2]]}, 400, "not token ids"),
-        ("embeddings", {"input": "a", "dimensions": 3}, 400, "dimensions are not"),
+        ("embeddings", {"input": [[1, 300]]}, 400, "outside the vocabulary of 288"),
+        ("embeddings", {"input": [[]]}, 400, "texts[0] is empty"),
+        ("embeddings", {"input": "a", "dimensions": 0}, 400, "dimensions 0 must"),
+        ("embeddings", {"input": "a", "dimensions": 33}, 400, "at most 32"),
         ("embeddings", {"input": ["a", ""]}, 400, "texts[1]"),
         ("embeddings", {"input": "to be " * 500}, 400, "more than max_length"),
-        ("embeddings", {"input": ["a"] * 257}, 400, "input has 257 texts"),
+        ("embeddings", {"input": ["a"] * 2049}, 400, "input has 2049 texts"),
         ("embeddings", {"input": "a", "model": "x"}, 404, "is not served here"),
         ("score", {"text_1": ["a"] * 2, "text_2": ["b"] * 3}, 400, "as many"),
+        ("rerank", {"query": "a", "documents": []}, 400, "documents has 0 texts"),
+        ("rerank", {"query": "a", "documents": [{}]}, 400, "an object with a text"),
+        ("rerank", {"query": "a", "documents": ["b"], "top_n": 0}, 400, "top_n 0"),
         ("score", {"text_1": [], "text_2": []}, 400, "text_2 has 0 texts"),
         ("completions", {"prompt": "a"}, 404, "the model is an encoder"),
     ],

@@ -1,7 +1,6 @@
-"""``/v1/embeddings`` and ``/v1/score``: an encoder that is served."""
+"""An encoder that is served: calls that wait are computed together."""
 
 import asyncio
-import base64
 import collections
 import concurrent.futures
 import contextlib
@@ -9,7 +8,6 @@ import dataclasses
 import queue
 import threading
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -17,11 +15,10 @@ import numpy as np
 
 from jaxscale.inference.encoder.encoder import Encoder, Text
 from jaxscale.inference.engine.scheduler_output import Counts
-from jaxscale.inference.request import InvalidRequest, Overloaded
+from jaxscale.inference.request import Overloaded
 from jaxscale.inference.server.backend import Load
-from jaxscale.inference.server.calls import Caller, prepared
+from jaxscale.inference.server.calls import Caller
 from jaxscale.inference.server.metrics import Metrics
-from jaxscale.inference.server.schema import Embedding, Score
 from jaxscale.inference.text_bound import TextBound
 
 
@@ -44,16 +41,22 @@ class ServedEncoder:
     """An encoder that is served: calls that wait are computed together."""
 
     def __init__(
-        self, encoder: Encoder, name: str, *, token_budget: int = 4096
+        self,
+        encoder: Encoder,
+        name: str,
+        *,
+        aliases: Sequence[str] = (),
+        token_budget: int = 4096,
     ) -> None:
         """Compile for one text, so that the first call waits less.
 
         Args:
             encoder: The encoder.
             name: Name that calls give.
+            aliases: Other names that they may give.
             token_budget: Most tokens of a row.
         """
-        self.name, self.encoder = name, encoder
+        self.name, self.aliases, self.encoder = name, tuple(aliases), encoder
         self.created = int(time.time())
         self._budget = max(token_budget, encoder.max_length)
         self._counts, self._running = Counts(), 0
@@ -96,10 +99,14 @@ class ServedEncoder:
             bound.check(text)
             return text
 
-        kept_texts: list[Text] = [
-            kept(text) if isinstance(text, str) else (kept(text[0]), kept(text[1]))
-            for text in texts
-        ]
+        def of(text: Text) -> Text:
+            if isinstance(text, list):
+                return text
+            if isinstance(text, str):
+                return kept(text)
+            return kept(text[0]), kept(text[1])
+
+        kept_texts = [of(text) for text in texts]
         plan = encoder.plan(kept_texts, token_budget=self._budget, truncate=truncate)
         return kept_texts, sum(plan.lengths)
 
@@ -196,94 +203,3 @@ class ServedEncoder:
         for job in wanted:
             job.result.set_result(rows[at : at + len(job.texts)])
             at += len(job.texts)
-
-
-async def embed(
-    body: Embedding, model: ServedEncoder, caller: Caller
-) -> dict[str, Any]:
-    """Answer ``/v1/embeddings``.
-
-    Raises:
-        InvalidRequest: it asks for what there is not.
-    """
-    if body.dimensions is not None:
-        raise InvalidRequest(
-            "dimensions are not supported: vectors have the width of the model; leave "
-            "it out"
-        )
-    given = [body.input] if isinstance(body.input, str) else body.input
-    texts = [text for text in given if isinstance(text, str)]
-    if len(texts) < len(given):
-        raise InvalidRequest("input must be a text or a list of texts, not token ids")
-    _check_number("input", texts, caller)
-    truncate = bool(body.truncate)
-    kept, tokens = await prepared(caller, model.counted, texts, truncate, caller)
-    rows = await model.compute("encode", kept, truncate, tokens, caller.metrics)
-    as_text = body.encoding_format == "base64"
-
-    def vector(row: np.ndarray) -> str | list[float]:
-        if as_text:
-            return base64.b64encode(row.astype("<f4").tobytes()).decode()
-        return row.tolist()
-
-    return {
-        "object": "list",
-        "model": model.name,
-        "data": [
-            {"object": "embedding", "index": i, "embedding": vector(row)}
-            for i, row in enumerate(rows)
-        ],
-        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-    }
-
-
-async def score(body: Score, model: ServedEncoder, caller: Caller) -> dict[str, Any]:
-    """Answer ``/v1/score``.
-
-    A model whose head gives one number scores each pair, between 0 and 1; of any other
-    it is the cosine of the embeddings.
-
-    Raises:
-        InvalidRequest: the texts do not make pairs.
-    """
-    first, second = (
-        [texts] if isinstance(texts, str) else texts
-        for texts in (body.text_1, body.text_2)
-    )
-    if len(first) == 1:
-        first = first * len(second)
-    if len(first) != len(second):
-        raise InvalidRequest(
-            f"text_1 has {len(first)} texts and text_2 {len(second)}; give one to "
-            "compare with all, or as many"
-        )
-    _check_number("text_2", second, caller)
-    truncate = bool(body.truncate)
-    if model.scores_pairs:
-        pairs = list(zip(first, second, strict=True))
-        kept, tokens = await prepared(caller, model.counted, pairs, truncate, caller)
-        logits = await model.compute("predict", kept, truncate, tokens, caller.metrics)
-        scores = 1 / (1 + np.exp(-logits[:, 0].astype(np.float64)))
-    else:
-        both = [*first, *second]
-        kept, tokens = await prepared(caller, model.counted, both, truncate, caller)
-        rows = await model.compute("encode", kept, truncate, tokens, caller.metrics)
-        rows = rows / np.linalg.norm(rows, axis=1, keepdims=True)
-        scores = (rows[: len(first)] * rows[len(first) :]).sum(axis=1)
-    return {
-        "id": f"score-{uuid.uuid4().hex}",
-        "object": "list",
-        "created": int(time.time()),
-        "model": model.name,
-        "data": [
-            {"object": "score", "index": i, "score": float(value)}
-            for i, value in enumerate(scores)
-        ],
-        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-    }
-
-
-def _check_number(name: str, texts: Sequence[str], caller: Caller) -> None:
-    most = caller.config.max_prompts
-    if not 1 <= len(texts) <= most:
-        raise InvalidRequest(f"{name} has {len(texts)} texts, expected 1 to {most}")

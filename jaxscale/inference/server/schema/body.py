@@ -1,0 +1,71 @@
+"""What the bodies of all calls have in common.
+
+A field that is unknown is an error, as it is in OpenAI's API: a misspelled one would
+otherwise be ignored without a word. Null means that a field is left out.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pydantic
+
+
+class Part(pydantic.BaseModel):
+    """Part of a body."""
+
+    model_config = pydantic.ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True
+    )
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset()
+    """Parameters of the API that change nothing here; who sends one is told so."""
+
+    _ignored: list[str] = pydantic.PrivateAttr(default_factory=list)
+
+    @pydantic.model_validator(mode="wrap")
+    @classmethod
+    def without_ignored(cls, body: Any, handler: Callable[[Any], Any]) -> Any:
+        """Leave out what is null, or known to mean nothing here."""
+        if not isinstance(body, dict):
+            return handler(body)
+        known = set(cls.model_fields)
+        known |= {field.alias for field in cls.model_fields.values() if field.alias}
+        given = {k: v for k, v in body.items() if v is not None or k in known}
+        ignored = [key for key in given if key in cls.IGNORED]
+        made = handler({k: v for k, v in given.items() if k not in ignored})
+        made._ignored = ignored
+        return made
+
+    @property
+    def ignored(self) -> list[str]:
+        """Names of the parameters that were given and change nothing."""
+        return list(self._ignored)
+
+
+class Body(Part):
+    """The body of a call."""
+
+    model: str | None = None
+    """Name of the model, if it is given that which is served."""
+    user: str | None = None
+    """Means nothing here."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def check_text(cls, body: Any) -> Any:
+        """Refuse halves of surrogate pairs, and numbers that are not finite.
+
+        JSON can write both, but no text has the first and no answer the second.
+        """
+        if not isinstance(body, dict):
+            return body
+        try:
+            json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError("a string holds half of a surrogate pair") from error
+        except ValueError as error:
+            raise ValueError("a number is not finite, or too large") from error
+        except TypeError:  # a model that is already made
+            return body
+        return body

@@ -1,0 +1,78 @@
+"""Bodies of calls about conversations."""
+
+from typing import Any, ClassVar, Literal
+
+import pydantic
+
+from jaxscale.inference.server.schema.body import Body, Part
+from jaxscale.inference.server.schema.generation import GenerationBody
+
+
+class Message(pydantic.BaseModel):
+    """A message; what else it has is for the template."""
+
+    model_config = pydantic.ConfigDict(extra="allow")
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+
+
+class NamedFunction(Part):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(Part):
+    """The tool that the model must call."""
+
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+class Chat(GenerationBody):
+    """The body of ``/v1/chat/completions``."""
+
+    IGNORED: ClassVar[frozenset[str]] = GenerationBody.IGNORED | {
+        "function_call",
+        "functions",
+        "modalities",
+        "prediction",
+        "reasoning_effort",
+        "verbosity",
+    }
+
+    messages: list[Message]
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    logprobs: bool | None = None
+    max_completion_tokens: int | None = None
+    parallel_tool_calls: bool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tools: list[dict[str, Any]] | None = None
+    top_logprobs: int | None = None
+    include_reasoning: bool | None = None
+    """False leaves the reasoning of the model out of the answer."""
+    separate_reasoning: bool | None = None
+    """False leaves the reasoning where it is, in the text."""
+    stream_reasoning: bool | None = None
+    """Means nothing here: reasoning is streamed as all else."""
+
+
+class Tokenize(Body):
+    """The body of ``/tokenize``: a prompt, or messages."""
+
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+
+
+class Detokenize(Body):
+    """The body of ``/detokenize``."""
+
+    tokens: list[int]

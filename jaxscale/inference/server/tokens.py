@@ -1,0 +1,44 @@
+"""``/tokenize``: the tokens of texts and conversations."""
+
+from jaxscale.inference.request import InvalidRequest
+from jaxscale.inference.server.backend import TextModel
+from jaxscale.inference.server.conversation import dumped, template
+from jaxscale.inference.server.schema import Tokenize
+
+
+COUNTED = 2**20
+"""Characters, or tokens, that are taken at least."""
+_SHARE = 8  # times the tokens of the model, if that is more
+
+
+def tokenized(body: Tokenize, model: TextModel) -> list[int]:
+    """The token ids of a prompt or of messages.
+
+    Raises:
+        InvalidRequest: there is neither, both, or too much.
+    """
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("give either prompt or messages")
+    most = max(COUNTED, _SHARE * model.backend.config.longest)
+
+    def check(text: str) -> None:
+        """Texts that do not fit are counted too, within limits."""
+        if len(text) > most:
+            raise InvalidRequest(
+                f"a text of {len(text)} characters is too long to be counted: at most "
+                f"{most} are; send it in parts"
+            )
+
+    if body.prompt is not None:
+        check(body.prompt)
+        special = body.add_special_tokens is not False
+        return model.encode(body.prompt, add_special_tokens=special)
+    goes_on = bool(body.continue_final_message)
+    return template(model).encode(
+        dumped(body.messages or []),
+        tools=body.tools or (),
+        add_generation_prompt=body.add_generation_prompt is not False and not goes_on,
+        continue_final_message=goes_on,
+        variables=body.chat_template_kwargs,
+        check=check,
+    )
