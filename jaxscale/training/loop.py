@@ -46,6 +46,7 @@ from jaxscale.training.optimizer import (
 )
 from jaxscale.training.preemption_signal import stop_on_signal
 from jaxscale.training.pretrained import pretrained
+from jaxscale.training.run import checkpoint_settings
 from jaxscale.training.step import (
     Metrics,
     TrainState,
@@ -400,8 +401,7 @@ def _checkpointer(config: TrainConfig) -> Checkpointer:
         Path(config.output_dir) / "checkpoints",
         keep=config.keep,
         keep_every=config.keep_every,
-        config=config.identity()
-        | {SCHEDULE_STEPS: config.optimizer.schedule_steps or config.steps},
+        config=checkpoint_settings(config),
     )
 
 

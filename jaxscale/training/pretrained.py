@@ -23,7 +23,6 @@ from jaxscale.sharding.rules import AxisRules
 from jaxscale.sharding.tensor_parallel import TensorParallel
 from jaxscale.training import run as run_directory
 from jaxscale.training.assemble import adapted, make_model
-from jaxscale.training.checkpoint.store import Checkpointer
 from jaxscale.training.config import TrainConfig
 from jaxscale.training.kept_head import kept_of, with_head
 from jaxscale.training.step import with_frozen
@@ -107,7 +106,7 @@ def load_adapted(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
         nnx.state(model, nnx.Not(Frozen)),
     )
-    with Checkpointer(directory / "checkpoints", read_only=True) as checkpoints:
+    with run_directory.open_checkpoints(directory, config) as checkpoints:
         trained = checkpoints.restore_model(target, step)
     return merge_adapters(with_frozen(trained, model))
 

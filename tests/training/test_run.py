@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from flax import nnx
 
 from jaxscale.models import Decoder, DecoderConfig, Tokenizer, preset
-from jaxscale.sharding import MeshConfig, fsdp, make_mesh
+from jaxscale.sharding import REPLICATED, MeshConfig, fsdp, make_mesh
 from jaxscale.training import (
     Checkpointer,
     DataConfig,
@@ -18,6 +19,7 @@ from jaxscale.training import (
     TrainConfig,
 )
 from jaxscale.training import run as run_directory
+from tests.flips import outcomes
 
 
 RUN = TrainConfig(
@@ -95,6 +97,60 @@ def test_settings_and_tokenizer_come_back_as_they_were(tmp_path):
     assert isinstance(RUN.model, DecoderConfig) and RUN.model.rope_scaling is not None
     assert run_directory.read_config(run) == RUN
     assert Tokenizer.from_file(run).vocab_size == 260
+
+
+@pytest.fixture
+def small(tmp_path):
+    """The directory of a run of a small model with a checkpoint, and its settings."""
+    config = TrainConfig(
+        model=dataclasses.replace(preset("llama_tiny"), num_layers=1, window=16),
+        data=DataConfig(vocab_size=256, seq_len=32),
+        dtype="float32",
+    )
+    run_directory.write(tmp_path, config, text_of([1, 2]))
+    settings = run_directory.checkpoint_settings(config)
+    with Checkpointer(tmp_path / "checkpoints", config=settings) as checkpoints:
+        checkpoints.save(1, {"model": Decoder(config.model, rngs=nnx.Rngs(3))}, {})
+    return tmp_path, config
+
+
+def loaded(directory):
+    """What a directory gives to those who generate, comparable."""
+    mesh = make_mesh({"data": 1}, jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        model = run_directory.load_model(directory, mesh, REPLICATED)
+    ids = Tokenizer.from_file(directory).encode("to be or not to be")
+    return model.config, [np.asarray(x).tobytes() for x in jax.tree.leaves(model)], ids
+
+
+def test_no_flipped_bit_gives_another_model_or_other_ids(small):
+    directory, _ = small
+    found = outcomes(directory / "run.json", lambda: loaded(directory), 25, seed=1)
+    assert not found["wrong"] and found["refused"] > 8
+    found = outcomes(directory / "tokenizer.json", lambda: loaded(directory), 2)
+    assert found == {"refused": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("rope_theta", 9e9), ("window", 8), ("norm_eps", 1e-4)]
+)
+def test_settings_that_have_changed_since_the_checkpoint_are_named(small, name, value):
+    directory, config = small
+    was = getattr(config.model, name)
+    model = dataclasses.replace(config.model, **{name: value})
+    run_directory.write(
+        directory, dataclasses.replace(config, model=model), text_of([1, 2])
+    )
+    with pytest.raises(
+        ValueError,
+        match=rf"checkpoint 1 in .* was made with model.{name} {was} \(now {value}\): "
+        "the settings of its run, run.json, have changed since; bring the file back",
+    ):
+        loaded(directory)
+    shutil.rmtree(directory / "checkpoints")
+    with Checkpointer(directory / "checkpoints") as checkpoints:  # without settings
+        checkpoints.save(1, {"model": Decoder(config.model, rngs=nnx.Rngs(3))}, {})
+    assert loaded(directory)[0] == model
 
 
 def test_the_schedule_to_keep_is_that_of_the_checkpoint(tmp_path):

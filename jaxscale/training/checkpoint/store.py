@@ -252,11 +252,13 @@ class Checkpointer:
         Raises:
             FileNotFoundError: there is no checkpoint, or none of `step`.
             DamagedCheckpoint: that of `step`, or every one, cannot be read.
-            ValueError: the parameters differ; the message names them.
+            ValueError: the parameters differ, or model, adapters or head in the
+                settings, if there are any; the message names them.
         """
 
         def read(step: int) -> Found:
-            record, _ = self._reader.items(step)
+            record, items = self._reader.items(step, "config")
+            self._reader.check_model(step, items["config"])
             return self._reader.arrays(target, step, record, prefix="model.")
 
         return self._reader.placed(target, self._newest(read, step), prefix="model.")
