@@ -50,6 +50,7 @@ from jaxscale.training.run import checkpoint_settings
 from jaxscale.training.step import (
     Metrics,
     TrainState,
+    frozen_part,
     has_frozen,
     make_train_step,
     state_shardings,
@@ -339,7 +340,10 @@ def _start(
             abstract,
             layout,
         )
-        state, position = checkpoints.restore(trained_part(target), config.step)
+        base = frozen_part(model) if frozen else None
+        state, position = checkpoints.restore(
+            trained_part(target), config.step, base=base
+        )
         if frozen:
             whole = with_frozen(state.model, model)
             state = dataclasses.replace(state, model=whole)
@@ -402,6 +406,7 @@ def _checkpointer(config: TrainConfig) -> Checkpointer:
         keep=config.keep,
         keep_every=config.keep_every,
         config=checkpoint_settings(config),
+        source=config.source,
     )
 
 

@@ -25,7 +25,7 @@ from jaxscale.training import run as run_directory
 from jaxscale.training.assemble import adapted, make_model
 from jaxscale.training.config import TrainConfig
 from jaxscale.training.kept_head import kept_of, with_head
-from jaxscale.training.step import with_frozen
+from jaxscale.training.step import frozen_part, with_frozen
 
 
 logger = logging.getLogger("jaxscale.training")
@@ -93,7 +93,8 @@ def load_adapted(
 
     Raises:
         FileNotFoundError: there is no such checkpoint, or the source is gone.
-        ValueError: run and source do not fit.
+        ValueError: run and source do not fit, or the source holds other weights than
+            the adapters were trained on.
     """
     if config.source is None:
         raise ValueError(
@@ -107,7 +108,7 @@ def load_adapted(
         nnx.state(model, nnx.Not(Frozen)),
     )
     with run_directory.open_checkpoints(directory, config) as checkpoints:
-        trained = checkpoints.restore_model(target, step)
+        trained = checkpoints.restore_model(target, step, base=frozen_part(model))
     return merge_adapters(with_frozen(trained, model))
 
 

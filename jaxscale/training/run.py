@@ -275,7 +275,10 @@ def load_model(
 def open_checkpoints(directory: Path, config: TrainConfig) -> Checkpointer:
     """The checkpoints of the run of `config`, to read."""
     return Checkpointer(
-        directory / "checkpoints", config=checkpoint_settings(config), read_only=True
+        directory / "checkpoints",
+        config=checkpoint_settings(config),
+        source=config.source,
+        read_only=True,
     )
 
 

@@ -19,6 +19,7 @@ from jaxscale.training.checkpoint.replicas import is_read_here, reading_place, s
 from jaxscale.training.checkpoint.stack_moves import StackMove, stack_ranks
 from jaxscale.training.checkpoint.steps import (
     RECORD,
+    CheckpointDiffers,
     DamagedCheckpoint,
     texts,
     was_recorded,
@@ -137,10 +138,10 @@ class CheckpointReader:
         """Compare the settings of a checkpoint with those of the run that reads.
 
         Raises:
-            ValueError: they differ.
+            CheckpointDiffers: they differ.
         """
         if differences := self._differences(saved, {*self._config, *saved}):
-            raise ValueError(
+            raise CheckpointDiffers(
                 f"checkpoint {step} in {self._directory} belongs to another run, with "
                 f"{', '.join(differences)}; set these back or choose another output_dir"
             )
@@ -149,11 +150,11 @@ class CheckpointReader:
         """Compare what decides the outputs of a model with the settings of its run.
 
         Raises:
-            ValueError: they differ.
+            CheckpointDiffers: they differ.
         """
         described = _DESCRIBES_MODEL if self._config else ()
         if differences := self._differences(saved, {*described} & {*saved}):
-            raise ValueError(
+            raise CheckpointDiffers(
                 f"checkpoint {step} in {self._directory} was made with "
                 f"{', '.join(differences)}: the settings of its run, run.json, have "
                 "changed since; bring the file back"

@@ -25,6 +25,10 @@ class DamagedCheckpoint(ValueError):
     """A checkpoint does not hold what was saved; its message names it."""
 
 
+class CheckpointDiffers(ValueError):
+    """A checkpoint is of other settings or weights; its message names them."""
+
+
 class CheckpointNotWritten(OSError):
     """A checkpoint could not be written; those before it are as they were."""
 

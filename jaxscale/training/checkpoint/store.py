@@ -25,6 +25,7 @@ from jaxscale.training.checkpoint.stack_moves import stack_ranks
 from jaxscale.training.checkpoint.steps import (
     ITEMS,
     RECORD,
+    CheckpointDiffers,
     CheckpointNotWritten,
     DamagedCheckpoint,
     complete_steps,
@@ -73,6 +74,7 @@ class Checkpointer:
         keep: int = 3,
         keep_every: int | None = None,
         config: Mapping[str, Any] | None = None,
+        source: str | None = None,
         read_only: bool = False,
     ) -> None:
         """Open, and if needed make, a directory of checkpoints.
@@ -83,6 +85,8 @@ class Checkpointer:
             keep_every: Checkpoints at multiples of this step are kept for good.
             config: Settings that decide what the run computes, as JSON. They are saved
                 with each checkpoint and compared when one is restored.
+            source: Where weights come from that are trained on but not saved, for
+                errors.
             read_only: Neither save nor clean up, for example beside a running job.
 
         Raises:
@@ -98,6 +102,7 @@ class Checkpointer:
             )
         self.directory = Path(directory).resolve()
         self._config = dict(config or {})
+        self._source = f"source {source}" if source else "the given model"
         self._read_only = read_only
         self._orbax = ocp = require_orbax()
         if not read_only:
@@ -170,7 +175,14 @@ class Checkpointer:
         newest = of_first(max(self.steps, default=-1))
         return None if newest < 0 else newest
 
-    def save(self, step: int, state: Any, data_state: Mapping[str, Any]) -> None:
+    def save(
+        self,
+        step: int,
+        state: Any,
+        data_state: Mapping[str, Any],
+        *,
+        base: Any = None,
+    ) -> None:
         """Copy `state` to the host and write it in the background.
 
         Outside of a ``with`` it returns when everything is on disk: a script that ends
@@ -182,6 +194,8 @@ class Checkpointer:
             step: Name of the checkpoint.
             state: Any pytree of arrays, for example a `TrainState`.
             data_state: Position of the data iterator, as JSON.
+            base: A pytree of arrays that are not saved, such as the weights that
+                adapters are trained on; their digests are, for `restore` to compare.
 
         Raises:
             ValueError: the directory was opened with `read_only`.
@@ -198,7 +212,11 @@ class Checkpointer:
         data = json.loads(json.dumps(dict(data_state)))
         arrays = named_leaves(state)
         record = CheckpointRecord.of(
-            arrays, self._layers(state), data=data, config=self._config
+            arrays,
+            self._layers(state),
+            base=named_leaves(base),
+            data=data,
+            config=self._config,
         )
         args = self._orbax.args
         with self._writing():
@@ -217,7 +235,7 @@ class Checkpointer:
             self.wait()
 
     def restore[S](
-        self, target: S, step: int | None = None
+        self, target: S, step: int | None = None, *, base: Any = None
     ) -> tuple[S, dict[str, Any]]:
         """The state and the data position of a checkpoint.
 
@@ -226,12 +244,13 @@ class Checkpointer:
                 and shardings, on whatever mesh.
             step: Step of the checkpoint, of which no other takes the place; None is the
                 newest that can be read.
+            base: What `save` was given; None compares nothing.
 
         Raises:
             FileNotFoundError: there is no checkpoint, or none of `step`.
             DamagedCheckpoint: that of `step`, or every one, cannot be read.
-            ValueError: the settings of the run or the parameters differ; the message
-                names them.
+            ValueError: the settings of the run, the parameters or `base` differ; the
+                message names them.
         """
 
         def read(step: int) -> Found:
@@ -240,20 +259,24 @@ class Checkpointer:
             return self._reader.arrays(target, step, record, data=items["data"])
 
         found = self._newest(read, step)
+        self._check_base(found, base)
         return self._reader.placed(target, found), found.data
 
-    def restore_model[M](self, target: M, step: int | None = None) -> M:
+    def restore_model[M](
+        self, target: M, step: int | None = None, *, base: Any = None
+    ) -> M:
         """The model alone, without the optimizer, for evaluation and generation.
 
         Args:
             target: Module with the wanted types and shardings, for example abstract.
             step: Step of the checkpoint; None is the newest that can be read.
+            base: What `save` was given; None compares nothing.
 
         Raises:
             FileNotFoundError: there is no checkpoint, or none of `step`.
             DamagedCheckpoint: that of `step`, or every one, cannot be read.
-            ValueError: the parameters differ, or model, adapters or head in the
-                settings, if there are any; the message names them.
+            ValueError: the parameters, `base`, or model, adapters or head in the
+                settings, if there are any, differ; the message names them.
         """
 
         def read(step: int) -> Found:
@@ -261,7 +284,9 @@ class Checkpointer:
             self._reader.check_model(step, items["config"])
             return self._reader.arrays(target, step, record, prefix="model.")
 
-        return self._reader.placed(target, self._newest(read, step), prefix="model.")
+        found = self._newest(read, step)
+        self._check_base(found, base)
+        return self._reader.placed(target, found, prefix="model.")
 
     def config(self, step: int | None = None) -> dict[str, Any]:
         """The settings that a checkpoint was made with.
@@ -357,6 +382,22 @@ class Checkpointer:
         raise DamagedCheckpoint(
             f"no checkpoint in {self.directory} can be read; choose another output_dir"
         )
+
+    def _check_base(self, found: Found, base: Any) -> None:
+        """Compare what is not saved with what the checkpoint was trained on.
+
+        Raises:
+            CheckpointDiffers: it differs.
+        """
+        if base is None or found.record is None:
+            return
+        if wrong := found.record.differing_base(named_leaves(base)):
+            more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            raise CheckpointDiffers(
+                f"checkpoint {found.step} in {self.directory} has adapters of other "
+                f"weights than {self._source} holds now ({wrong[0]}{more} differ); "
+                "bring back the weights that they were trained on, or begin a new run"
+            )
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
