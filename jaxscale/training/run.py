@@ -374,7 +374,9 @@ def _planned(directory: Path, steps: list[int]) -> int | None:
     for step in reversed(steps):
         settings = settings_of(directory / "checkpoints" / str(step))
         if settings is not None:  # else damaged: the run goes on from the one before
-            return settings.get(SCHEDULE_STEPS)
+            planned = settings.get(SCHEDULE_STEPS)
+            if planned is None or type(planned) is int:
+                return planned
     return None
 
 

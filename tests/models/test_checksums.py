@@ -10,7 +10,7 @@ from flax import nnx
 
 from jaxscale.models import Decoder, GenerationConfig, Tokenizer, load, preset, save
 from jaxscale.models.hf.checksums import write_checksums
-from tests.flips import outcomes
+from tests.changed_files import outcomes
 
 
 TEXT = "To be, or not to be: that is the question. " * 3

@@ -19,7 +19,7 @@ from jaxscale.pruning import (
     magnitude_scores,
     make_model_masks,
 )
-from tests.flips import outcomes
+from tests.changed_files import outcomes
 from tests.pruning.conftest import CONFIG
 
 

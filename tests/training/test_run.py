@@ -19,7 +19,7 @@ from jaxscale.training import (
     TrainConfig,
 )
 from jaxscale.training import run as run_directory
-from tests.flips import outcomes
+from tests.changed_files import outcomes, replaced
 
 
 RUN = TrainConfig(
@@ -175,6 +175,8 @@ def test_the_schedule_to_keep_is_that_of_the_checkpoint(tmp_path):
     assert "schedule of this run was made for 1000" in refused(2000, step=400)
     settings.write_text("")  # damaged: the run goes on from the one before
     assert not refused(1000)
+    settings.write_text(json.dumps({"schedule_steps": ["2000"]}))
+    assert not refused(1000)
 
 
 def test_damaged_or_foreign_files_are_refused(tmp_path):
@@ -186,6 +188,48 @@ def test_damaged_or_foreign_files_are_refused(tmp_path):
     config = run_directory.to_dict(RUN) | {"speed": 1}
     file.write_text(json.dumps({"config": config, "text": ""}))
     with pytest.raises(ValueError, match=r"TrainConfig has no field 'speed'; .* anoth"):
+        run_directory.read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("way", "other", "message"),
+    [
+        ((), [], "run.json is damaged: it lacks the settings"),
+        (("config",), None, "run.json is damaged: it lacks the settings"),
+        (("config",), {}, "run.json: model is missing, expected a value"),
+        (("config", "model"), None, r"model is None, expected DecoderConfig"),
+        (("config", "model"), {}, "model.vocab_size is missing, expected a value"),
+        (
+            ("config", "model", "num_layers"),
+            "2",
+            "model.num_layers is '2', expected in",
+        ),
+        (
+            ("config", "model", "rope_theta"),
+            [1.0],
+            r"rope_theta is \[1.0\], expected fl",
+        ),
+        (("config", "model", "rope_scaling"), 8, "rope_scaling is 8, expected RopeSca"),
+        (
+            ("config", "model", "parallel_block"),
+            1,
+            "parallel_block is 1, expected bool",
+        ),
+        (("config", "model", "norm"), -1, "model.norm is -1, expected typing.Literal"),
+        (("config", "model", "global_layers"), {"a": [1]}, "global_layers is .* tuple"),
+        (("config", "data", "paths"), [None], "data.paths is None, expected str"),
+        (("config", "lora"), "x", "lora is 'x', expected LoraConfig"),
+        (("config", "optimizer", "b1"), True, "optimizer.b1 is True, expected float"),
+        (("config", "steps"), 10.5, r"steps is 10.5, expected int"),
+        (("config", "zero"), True, "zero is True, expected typing.Literal"),
+    ],
+)
+def test_fields_of_other_types_are_named(tmp_path, way, other, message):
+    run_directory.write(tmp_path, RUN, text_of([1, 2]))
+    file = tmp_path / "run.json"
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps(replaced(content, way, other)))
+    with pytest.raises(ValueError, match=message):
         run_directory.read_config(tmp_path)
 
 

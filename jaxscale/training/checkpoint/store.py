@@ -110,53 +110,61 @@ class Checkpointer:
             # Orbax would count those that are not whole among those to keep.
             whole = complete_steps(self.directory)
             set_aside(self.directory, set(numbered(self.directory)) - set(whole))
-        self._failed: list[BaseException] = []
-        """What a save in the background has run into, and its meeting may hide."""
-        handlers = {item: ocp.JsonCheckpointHandler() for item in (*ITEMS, RECORD)}
-        handlers["state"] = ocp.PyTreeCheckpointHandler()
-        for handler in handlers.values():
-            _telling(handler, self._failed)
-        items: dict[str, Any] = {
-            "item_names": tuple(handlers),
-            "item_handlers": handlers,
-        }
-        # Its option `read_only` does no more than this, but warns of itself twice.
         policies = ocp.checkpoint_managers
         preserve = [policies.LatestN(keep)]
         if keep_every is not None:
             preserve.append(policies.EveryNSteps(keep_every))
-        self._manager = ocp.CheckpointManager(
-            self.directory,
-            options=ocp.CheckpointManagerOptions(
-                preservation_policy=policies.AnyPreservationPolicy(preserve),
-                create=not read_only,
-                cleanup_tmp_directories=not read_only,
-            ),
-            **items,
-        )
-        manager = self._manager
-        if jax.process_count() > 1:
-            # Orbax ends each restore with a meeting of all processes, to which one that
-            # cannot read would not come. Each reads alone; what is taken, they agree.
-            me = jax.process_index()
-            manager = ocp.CheckpointManager(
-                self.directory,
-                options=ocp.CheckpointManagerOptions(
-                    create=False,
-                    multiprocessing_options=ocp.options.MultiprocessingOptions(
-                        primary_host=me,
-                        active_processes={me},
-                        barrier_sync_key_prefix=f"process_{me}",
-                    ),
-                ),
-                **items,
-            )
-        self._reading_manager = manager
+        self._policy = policies.AnyPreservationPolicy(preserve)
+        self._failed: list[BaseException] = []
+        """What a save in the background has run into, and its meeting may hide."""
         self._is_behind = False
         """Whether it is not known yet how the last save has ended."""
         self._will_close = False
         """Whether a ``with`` ends it, which a save in the background needs."""
-        self._reader = CheckpointReader(self.directory, manager, self._config)
+        self._open()
+
+    def _open(self) -> None:
+        """Have Orbax count the checkpoints, by their directories alone.
+
+        One with a damaged file would keep it from opening, and so from any other.
+        """
+        ocp = self._orbax
+        handlers = {item: ocp.JsonCheckpointHandler() for item in (*ITEMS, RECORD)}
+        handlers["state"] = ocp.PyTreeCheckpointHandler()
+        for handler in handlers.values():
+            _telling(handler, self._failed)
+
+        def manager(**options: Any) -> Any:
+            return ocp.CheckpointManager(
+                self.directory,
+                item_names=tuple(handlers),
+                item_handlers=handlers,
+                options=ocp.CheckpointManagerOptions(
+                    lightweight_initialize=True, **options
+                ),
+            )
+
+        self._manager = self._reading_manager = manager(
+            preservation_policy=self._policy,
+            # Its option `read_only` does no more than this, but warns of itself twice.
+            create=not self._read_only,
+            cleanup_tmp_directories=not self._read_only,
+        )
+        if jax.process_count() > 1:
+            # Orbax ends each restore with a meeting of all processes, to which one that
+            # cannot read would not come. Each reads alone; what is taken, they agree.
+            me = jax.process_index()
+            self._reading_manager = manager(
+                create=False,
+                multiprocessing_options=ocp.options.MultiprocessingOptions(
+                    primary_host=me,
+                    active_processes={me},
+                    barrier_sync_key_prefix=f"process_{me}",
+                ),
+            )
+        self._reader = CheckpointReader(
+            self.directory, self._reading_manager, self._config
+        )
 
     def __enter__(self) -> "Checkpointer":
         self._will_close = True
@@ -305,7 +313,8 @@ class Checkpointer:
     def set_aside_after(self, step: int) -> None:
         """Rename the checkpoints of later steps; see the function of this name."""
         set_aside_after(self.directory, step)
-        self._manager.reload()
+        self.close()
+        self._open()
 
     def check(self) -> None:
         """Raise what a save in the background has run into, without waiting for it.
@@ -407,7 +416,8 @@ class Checkpointer:
         except (MemoryError, jax.errors.JaxRuntimeError):
             raise  # not of the files
         except Exception as error:
-            self._manager.reload()  # it counts the one that is not there
+            with contextlib.suppress(ValueError):  # of a file of an older one
+                self._manager.reload()  # it counts the one that is not there
             code = re.search(r"os_error_code='(\d+)'", str(error))
             reason = os.strerror(int(code[1])) if code else first_line(error)
             raise CheckpointNotWritten(

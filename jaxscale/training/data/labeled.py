@@ -22,7 +22,12 @@ from jaxscale.checks import check_choice
 from jaxscale.models.heads import Problem
 from jaxscale.models.tokenizer import EncodedText
 from jaxscale.nn.packing import assign_rows, cu_seqlens_of_lengths
-from jaxscale.training.data.placement import MAX_PREFETCH, RowPlacement, prefetched
+from jaxscale.training.data.placement import (
+    MAX_PREFETCH,
+    RowPlacement,
+    prefetched,
+    saved_place,
+)
 from jaxscale.training.data.row_packing import spread
 from jaxscale.training.losses import LossSums
 from jaxscale.training.step import LossFunction
@@ -242,7 +247,7 @@ class LabeledBatchIterator(Iterator[LabeledBatch]):
         """Continue where `get_state` was called, bit for bit.
 
         Raises:
-            ValueError: the state comes from other texts or another packing.
+            ValueError: the state is none, or comes from other texts or another packing.
         """
         for name, mine in self._batches.identity.items():
             if state.get(name) != mine:
@@ -250,8 +255,9 @@ class LabeledBatchIterator(Iterator[LabeledBatch]):
                     f"the saved position was made with {name} {state.get(name)!r}, "
                     f"this data has {mine!r}; resume with the same settings and texts"
                 )
+        epoch, row = saved_place(state, "epoch"), saved_place(state, "row")
         self.close()
-        self._open(int(state["epoch"]), int(state["row"]))
+        self._open(epoch, row)
 
     def close(self) -> None:
         """Stop the prefetching thread."""

@@ -39,7 +39,12 @@ from jaxscale.training.data.corpus import (
     tokenize,
 )
 from jaxscale.training.data.mixture import Mixture, check_weights
-from jaxscale.training.data.placement import MAX_PREFETCH, RowPlacement, prefetched
+from jaxscale.training.data.placement import (
+    MAX_PREFETCH,
+    RowPlacement,
+    prefetched,
+    saved_place,
+)
 from jaxscale.training.data.row_packing import MixedRows, PackedRows, spread
 
 
@@ -355,7 +360,7 @@ class PackedBatchIterator(Iterator[PackedBatch]):
         The batch size, the prefetching and the number of processes may have changed.
 
         Raises:
-            ValueError: the state comes from other data or another packing.
+            ValueError: the state is none, or comes from other data or another packing.
         """
         for name, mine in self._batches.identity.items():
             if state.get(name) != mine:
@@ -364,8 +369,9 @@ class PackedBatchIterator(Iterator[PackedBatch]):
                     f"this data has {mine!r}; resume with the same data settings and "
                     "text, or start a new run"
                 )
+        row = saved_place(state, "row")
         self._source.close()
-        self._open(int(state["row"]))
+        self._open(row)
 
     def close(self) -> None:
         """Stop the prefetching thread."""

@@ -1,6 +1,6 @@
 """Batches on the devices, made ahead of time by a thread of Grain."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -65,6 +65,21 @@ def prefetched(source: Any, count: int) -> Any:
     grain = _require_grain()
     options = grain.ReadOptions(num_threads=min(count, 1), prefetch_buffer_size=count)
     return iter(grain.MapDataset.source(source).to_iter_dataset(options))
+
+
+def saved_place(state: Mapping[str, Any], name: str) -> int:
+    """A number of a saved position.
+
+    Raises:
+        ValueError: it is none.
+    """
+    value = state.get(name)
+    if type(value) is not int or value < 0:
+        raise ValueError(
+            f"the saved position has {name} {value!r:.80}, expected a number from 0 "
+            "on; resume from another checkpoint"
+        )
+    return value
 
 
 def _check_divisible(sharding: NamedSharding, batch_size: int) -> None:

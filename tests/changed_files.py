@@ -1,4 +1,4 @@
-"""Files with one bit flipped: refused, or read as what they were, and nothing else."""
+"""Files that have changed: refused, or read as what they were, and nothing else."""
 
 import collections
 import random
@@ -34,3 +34,12 @@ def outcomes(file, read, count, seed=0):
     finally:
         file.write_bytes(raw)
     return found
+
+
+def replaced(value, path, other):
+    """The value of a JSON file with another one at a place, a tuple of keys."""
+    if not path:
+        return other
+    value = value.copy()
+    value[path[0]] = replaced(value[path[0]], path[1:], other)
+    return value
