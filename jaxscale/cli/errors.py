@@ -34,10 +34,11 @@ def training_errors() -> Iterator[None]:
         Diverged,
         ReplicasDiffer,
     )
+    from jaxscale.training.checkpoint.steps import CheckpointDiffers
 
     try:
         yield
-    except DamagedCheckpoint as error:
+    except (CheckpointDiffers, DamagedCheckpoint) as error:
         raise UsageError(str(error)) from None
     except Diverged as error:
         raise RunFailed(str(error), DIVERGED) from None

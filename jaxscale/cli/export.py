@@ -27,6 +27,9 @@ class ExportCommand:
     """Type of the parameters in the files; by default that of the run."""
     max_shard_gb: float = 5.0
     """Size at which another file is begun, in GB."""
+    checksums: bool = True
+    """Write checksums.sha256 too, with which this library compares what it reads: all
+    bytes of the weights, once at each start."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -49,6 +52,7 @@ def main(arguments: Sequence[str]) -> int:
             step=command.step,
             param_dtype=command.param_dtype,
             max_shard_bytes=int(command.max_shard_gb * 1e9),
+            checksums=command.checksums,
         )
     print(f"{command.target}: {written}, read back and compared")
     return 0

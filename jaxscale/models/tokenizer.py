@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from jaxscale.models.hf.checksums import remove_checksums
 from jaxscale.models.tokenizer_files import (
     CONFIG_FILE,
     FILE,
@@ -139,9 +140,9 @@ class Tokenizer:
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: the file is not a tokenizer, an id or a token in it is too
-                large, two tokens have one id, or its configuration names a control
-                token that is not in the vocabulary.
+            ValueError: the file is not a tokenizer, is not what its checksum says, an
+                id or a token in it is too large, two tokens have one id, or its
+                configuration names a control token that is not in the vocabulary.
             ImportError: the `tokenizers` library is not installed.
         """
         tokenizers = _require_tokenizers()
@@ -249,6 +250,7 @@ class Tokenizer:
                 "are written into it"
             )
         directory.mkdir(parents=True, exist_ok=True)
+        remove_checksums(directory)
         self._backend.save(str(directory / FILE))
         config = {"tokenizer_class": "PreTrainedTokenizerFast"} | self._settings
         for role in _ROLES:

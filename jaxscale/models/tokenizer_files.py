@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxscale.models.hf.checksums import checked_bytes
 from jaxscale.models.hf.files import read_json_object
 
 
@@ -88,7 +89,7 @@ def read_settings(directory: Path) -> dict[str, Any] | None:
         settings |= read_json_object(file)
     template = directory / _TEMPLATE_FILE
     if template.is_file():
-        settings["chat_template"] = template.read_text("utf-8")
+        settings["chat_template"] = checked_bytes(template).decode()
     return settings
 
 
@@ -104,6 +105,12 @@ def write_settings(directory: Path, settings: Mapping[str, Any]) -> None:
         (directory / _TEMPLATE_FILE).unlink(missing_ok=True)
         kept |= {} if template is None else {"chat_template": template}
     (directory / CONFIG_FILE).write_text(json.dumps(kept, indent=2) + "\n")
+
+
+def files_of(directory: Path) -> list[Path]:
+    """The files in a directory that decide what its tokenizer does."""
+    names = (FILE, CONFIG_FILE, _MAP_FILE, _TEMPLATE_FILE)
+    return [directory / name for name in names if (directory / name).is_file()]
 
 
 def configured(settings: Mapping[str, Any], role: str) -> str | None:

@@ -1,6 +1,7 @@
 """Masks of a model: made from scores, applied, saved and loaded."""
 
 import dataclasses
+import hashlib
 import json
 import math
 from collections.abc import Collection, Iterator, Mapping
@@ -31,7 +32,9 @@ from jaxscale.pruning.tilewise import Matrix, check_units, make_masks
 type Scores = Mapping[str, Float[np.ndarray, "..."]]
 """Importance of each weight, by the name of the layer; [L, K, N] for a stack."""
 
-_VERSION = "1"
+_VERSION = "2"
+_WITHOUT_DIGEST = "1"
+"""The version before, whose files are read unchecked."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -121,6 +124,7 @@ class Masks:
             "shapes": json.dumps(shapes),
             "chosen": json.dumps({n: list(p) for n, p in self.chosen.items()}),
         }
+        header["digest"] = _digest(header, tensors)
         # `save_file` would make a file that only its owner can read.
         Path(path).write_bytes(safetensors.numpy.save(tensors, metadata=header))
 
@@ -129,7 +133,8 @@ class Masks:
         """Read what `save` wrote.
 
         Raises:
-            ValueError: the file is none of ours, of another version, or damaged.
+            ValueError: the file is none of ours, of another version, or damaged; one of
+                a version without a digest is read unchecked.
         """
         try:
             with safetensors.safe_open(path, framework="numpy") as file:
@@ -137,18 +142,22 @@ class Masks:
                 bits = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except safetensors.SafetensorError as error:
             raise ValueError(f"{path} is no safetensors file: {error}") from error
-        if (header.get("format"), header.get("version")) != (
-            "jaxscale_masks",
-            _VERSION,
-        ):
+        version = header.get("version")
+        known = version in (_VERSION, _WITHOUT_DIGEST)
+        if header.get("format") != "jaxscale_masks" or not known:
             raise ValueError(
-                f"{path} holds {header.get('format')!r} of version "
-                f"{header.get('version')!r}, expected jaxscale_masks {_VERSION}; prune "
+                f"{path} holds {header.get('format')!r} of version {version!r}, "
+                f"expected jaxscale_masks {_VERSION}; prune again"
+            )
+        digest = header.pop("digest", None)
+        if version != _WITHOUT_DIGEST and digest != _digest(header, bits):
+            raise ValueError(
+                f"{path} is damaged: its digest differs; bring the file back, or prune "
                 "again"
             )
         try:
             return cls._from_file(header, bits)
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is damaged: {error}") from error
 
     @classmethod
@@ -174,6 +183,15 @@ class Masks:
             tiled=unpack("tiled"),
             chosen=json.loads(header["chosen"]),
         )
+
+
+def _digest(header: Mapping[str, str], bits: Mapping[str, np.ndarray]) -> str:
+    """A digest of all that a file of masks says."""
+    digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
+    for name in sorted(bits):
+        digest.update(f"{name} {bits[name].dtype} {bits[name].shape}".encode())
+        digest.update(bits[name].tobytes())
+    return digest.hexdigest()
 
 
 def make_model_masks(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxscale.models import Decoder, GenerationConfig, Tokenizer, load, save
+from jaxscale.models.hf.checksums import write_checksums
 from jaxscale.models.hf.hub import local_directory
 from jaxscale.sharding import REPLICATED, make_mesh
 from jaxscale.training import run as run_directory
@@ -22,6 +23,7 @@ def export(
     step: int | None = None,
     param_dtype: str | None = None,
     max_shard_bytes: int = 5_000_000_000,
+    checksums: bool = True,
 ) -> str:
     """Write the model of a run, and compare what is read back with what was written.
 
@@ -34,6 +36,8 @@ def export(
         step: Step of the checkpoint; None is the newest.
         param_dtype: Type of the parameters in the files; None is that of the run.
         max_shard_bytes: Size at which another file is begun.
+        checksums: Write ``checksums.sha256`` too, with which `load` and
+            `Tokenizer.from_file` compare what they read.
 
     Returns:
         What was written, in words.
@@ -64,6 +68,8 @@ def export(
         generation=_generation(source) if isinstance(model, Decoder) else None,
         max_shard_bytes=max_shard_bytes,
     )
+    if checksums:
+        write_checksums(target)
     _compare(model, load(target), target)
     count = sum(x.size for x in jax.tree.leaves(model))
     return f"{type(model.config).__name__} of {count:,} parameters"

@@ -46,9 +46,11 @@ from jaxscale.training.optimizer import (
 )
 from jaxscale.training.preemption_signal import stop_on_signal
 from jaxscale.training.pretrained import pretrained
+from jaxscale.training.run import checkpoint_settings
 from jaxscale.training.step import (
     Metrics,
     TrainState,
+    frozen_part,
     has_frozen,
     make_train_step,
     state_shardings,
@@ -338,7 +340,10 @@ def _start(
             abstract,
             layout,
         )
-        state, position = checkpoints.restore(trained_part(target), config.step)
+        base = frozen_part(model) if frozen else None
+        state, position = checkpoints.restore(
+            trained_part(target), config.step, base=base
+        )
         if frozen:
             whole = with_frozen(state.model, model)
             state = dataclasses.replace(state, model=whole)
@@ -400,8 +405,8 @@ def _checkpointer(config: TrainConfig) -> Checkpointer:
         Path(config.output_dir) / "checkpoints",
         keep=config.keep,
         keep_every=config.keep_every,
-        config=config.identity()
-        | {SCHEDULE_STEPS: config.optimizer.schedule_steps or config.steps},
+        config=checkpoint_settings(config),
+        source=config.source,
     )
 
 

@@ -26,7 +26,7 @@ from jaxscale.training.assemble import adapted, make_model
 from jaxscale.training.checkpoint.store import Checkpointer
 from jaxscale.training.config import TrainConfig
 from jaxscale.training.kept_head import kept_of, with_head
-from jaxscale.training.step import with_frozen
+from jaxscale.training.step import frozen_part, with_frozen
 
 
 logger = logging.getLogger("jaxscale.training")
@@ -122,8 +122,18 @@ def load_model(
         abstract,
         shardings(abstract, mesh, rules),
     )
-    with Checkpointer(directory / "checkpoints", read_only=True) as checkpoints:
+    with _open_checkpoints(directory, run) as checkpoints:
         return checkpoints.restore_model(target, step)
+
+
+def _open_checkpoints(directory: Path, config: TrainConfig) -> Checkpointer:
+    """The checkpoints of the run of `config`, to read."""
+    return Checkpointer(
+        directory / "checkpoints",
+        config=run_directory.checkpoint_settings(config),
+        source=config.source,
+        read_only=True,
+    )
 
 
 def _load_adapted(
@@ -146,7 +156,8 @@ def _load_adapted(
 
     Raises:
         FileNotFoundError: there is no such checkpoint, or the source is gone.
-        ValueError: run and source do not fit.
+        ValueError: run and source do not fit, or the source holds other weights than
+            the adapters were trained on.
     """
     if config.source is None:
         raise ValueError(
@@ -159,8 +170,8 @@ def _load_adapted(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
         nnx.state(model, nnx.Not(Frozen)),
     )
-    with Checkpointer(directory / "checkpoints", read_only=True) as checkpoints:
-        trained = checkpoints.restore_model(target, step)
+    with _open_checkpoints(directory, config) as checkpoints:
+        trained = checkpoints.restore_model(target, step, base=frozen_part(model))
     return merge_adapters(with_frozen(trained, model))
 
 

@@ -19,8 +19,10 @@ import jax
 
 from jaxscale import __version__
 from jaxscale.models import Tokenizer
+from jaxscale.models.hf.checksums import write_checksums
+from jaxscale.models.tokenizer_files import files_of
 from jaxscale.supervision.driver import DIRECTORY as SUPERVISOR
-from jaxscale.training.checkpoint.reader import SCHEDULE_STEPS
+from jaxscale.training.checkpoint.reader import HEAD, SCHEDULE_STEPS
 from jaxscale.training.checkpoint.steps import complete_steps, settings_of
 from jaxscale.training.config import TrainConfig
 from jaxscale.training.lock import LOCK_FILE
@@ -53,16 +55,26 @@ def to_dict(config: Any) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 
-def from_dict[C](kind: type[C], values: dict[str, Any]) -> C:
+def from_dict[C](kind: type[C], values: dict[str, Any], prefix: str = "") -> C:
     """The dataclass that `to_dict` took apart.
 
+    Args:
+        kind: The dataclass.
+        values: Its fields.
+        prefix: What the names of fields begin with in errors.
+
     Raises:
-        ValueError: `values` has a field that `kind` does not know.
+        ValueError: `values` has a field that `kind` does not know, lacks one, or has a
+            value of another type.
 
     Example:
         >>> from jaxscale.sharding import MeshConfig
         >>> from_dict(MeshConfig, to_dict(MeshConfig(tensor=2))) == MeshConfig(tensor=2)
         True
+        >>> from_dict(MeshConfig, {"tensor": "2"})
+        Traceback (most recent call last):
+        ...
+        ValueError: tensor is '2', expected int
     """
     hints = typing.get_type_hints(kind)
     unknown = sorted(set(values) - set(hints))
@@ -71,30 +83,58 @@ def from_dict[C](kind: type[C], values: dict[str, Any]) -> C:
             f"{kind.__name__} has no field {unknown[0]!r}; the file was written by "
             "another version of jaxscale"
         )
-    return kind(**{name: _revive(hints[name], v) for name, v in values.items()})
+    fields: Any = dataclasses.fields(typing.cast(Any, kind))
+    for field in fields:
+        defaults = (field.default, field.default_factory)
+        if field.name not in values and defaults == (dataclasses.MISSING,) * 2:
+            raise ValueError(f"{prefix}{field.name} is missing, expected a value")
+    return kind(
+        **{
+            name: _revive(hints[name], value, f"{prefix}{name}")
+            for name, value in values.items()
+        }
+    )
 
 
-def _revive(hint: Any, value: Any) -> Any:
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        if value is None:
+def _revive(hint: Any, value: Any, name: str) -> Any:
+    hint = getattr(hint, "__value__", hint)  # of a name that `type` gave it
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if value is None and types.NoneType in args:
             return None
-        hints = [h for h in typing.get_args(hint) if h is not type(None)]
+        hints = [h for h in args if h is not types.NoneType]
         # Of several dataclasses the first that has all fields; they differ in these.
-        hint = next(
-            (h for h in hints if _has_fields(h, value)),
-            hints[0],
-        )
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        return from_dict(hint, value)
-    if typing.get_origin(hint) is tuple:
-        return tuple(value)
-    return Path(value) if hint is Path else value
+        hint = next((h for h in hints if _has_fields(h, value)), hints[0])
+        return _revive(hint, value, name)
+    if dataclasses.is_dataclass(hint) and isinstance(value, dict):
+        return from_dict(typing.cast(Any, hint), value, f"{name}.")
+    if origin is tuple and isinstance(value, list):
+        return tuple(_revive(args[0], x, name) for x in value)
+    if origin is typing.Literal and any(
+        value == one and type(value) is type(one) for one in args
+    ):
+        return value
+    if hint is Path and isinstance(value, str):
+        return Path(value)
+    allowed = (int, float) if hint is float else (hint,)
+    if type(value) in allowed:
+        return value
+    expected = hint.__name__ if isinstance(hint, type) else hint
+    raise ValueError(f"{name} is {value!r:.80}, expected {expected}")
 
 
 def _has_fields(hint: Any, value: Any) -> bool:
     if not dataclasses.is_dataclass(hint) or not isinstance(value, dict):
         return False
     return set(value) <= {field.name for field in dataclasses.fields(hint)}
+
+
+def checkpoint_settings(config: TrainConfig) -> dict[str, Any]:
+    """The settings of a run with which its checkpoints are saved, and compared."""
+    return config.identity() | {
+        HEAD: None if config.head is None else to_dict(config.head),
+        SCHEDULE_STEPS: config.optimizer.schedule_steps or config.steps,
+    }
 
 
 def is_run(directory: Path) -> bool:
@@ -144,6 +184,7 @@ def write(directory: Path, config: TrainConfig, text: Text) -> None:
     draft.replace(directory / RUN_FILE)
     (directory / FAILED_FILE).unlink(missing_ok=True)
     text.tokenizer.save(directory)
+    write_checksums(directory, files_of(directory))
 
 
 @contextlib.contextmanager
@@ -166,7 +207,11 @@ def read_config(directory: Path) -> TrainConfig:
     Raises:
         ValueError: the file is damaged, or another version of jaxscale wrote it.
     """
-    return from_dict(TrainConfig, _read(directory)["config"])
+    content = _read(directory)
+    try:
+        return from_dict(TrainConfig, content["config"])
+    except ValueError as error:
+        raise ValueError(f"{directory / RUN_FILE}: {error}") from error
 
 
 def check_free(directory: Path, config: TrainConfig, *, resume: bool) -> None:
@@ -261,7 +306,9 @@ def _planned(directory: Path, steps: list[int]) -> int | None:
     for step in reversed(steps):
         settings = settings_of(directory / "checkpoints" / str(step))
         if settings is not None:  # else damaged: the run goes on from the one before
-            return settings.get(SCHEDULE_STEPS)
+            planned = settings.get(SCHEDULE_STEPS)
+            if planned is None or type(planned) is int:
+                return planned
     return None
 
 
@@ -276,7 +323,8 @@ def _read(directory: Path) -> dict[str, Any]:
             f"{file} is damaged: it is nested too deeply; bring back the file that the "
             "run has written"
         ) from None
-    if not isinstance(content, dict) or not {"text", "config"} <= set(content):
+    whole = isinstance(content, dict) and {"text", "config"} <= set(content)
+    if not whole or not isinstance(content["config"], dict):
         raise ValueError(f"{file} is damaged: it lacks the settings of the run")
     return content
 

@@ -87,6 +87,11 @@ def trained_part(state: TrainState) -> TrainState:
     return dataclasses.replace(state, model=trained)
 
 
+def frozen_part(model: Any) -> Any:
+    """The parameters of `model` that training leaves as they are; None without any."""
+    return nnx.state(model, Frozen) if has_frozen(model) else None
+
+
 def with_frozen(trained: Any, model: Any) -> Any:
     """`model` with the parameters that are not frozen taken from another place.
 

@@ -198,6 +198,27 @@ def test_adapters_are_trained_saved_and_merged(decoder, notes, command, tmp_path
     said = [command("generate", "--from", path, *prompt)[:2] for path in (run, out)]
     assert said[0] == said[1] and said[0][0] == 0
 
+    # Files that hold the same weights otherwise will do; other weights will not.
+    settings = json.loads((run / "run.json").read_text())
+    moved = shutil.copytree(decoder, tmp_path / "moved")
+    save(load(decoder), moved, max_shard_bytes=30_000)
+    settings["config"]["source"] = str(moved)
+    (run / "run.json").write_text(json.dumps(settings))
+    code, _, err = command("export", run, tmp_path / "again")
+    assert code == 0, err
+    other = load(decoder)
+    other.norm.scale[...] = other.norm.scale[...].at[3].add(1e-3)
+    save(other, moved)
+    told = (
+        rf"has adapters of other weights than source {moved} holds now \(norm"
+        r"\.scale differ\); bring back the weights that they were trained on, or"
+    )
+    arguments[2] = moved
+    resumed = [*arguments, *here, "--steps", 5, "--resume"]
+    for words in (["export", run, tmp_path / "wrong"], resumed):
+        code, _, err = command(*words)
+        assert code == 2 and re.search(told, err.replace("\n", " ")), err
+
 
 def test_adapters_need_weights(command, tmp_path):
     code, _, err = command(

@@ -19,6 +19,7 @@ from jaxscale.pruning import (
     magnitude_scores,
     make_model_masks,
 )
+from tests.changed_files import outcomes
 from tests.pruning.conftest import CONFIG
 
 
@@ -123,9 +124,30 @@ def test_damaged_files_are_refused(model, tmp_path, damage, message):
     with safetensors.safe_open(path, framework="numpy") as file:
         header = file.metadata()
         bits = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    # Of the version before, which had no digest: that would be told first.
+    assert header.pop("digest")
+    header["version"] = "1"
     damage(bits, header)
     safetensors.numpy.save_file(bits, path, metadata=header)
     with pytest.raises(ValueError, match=message):
+        Masks.load(path)
+
+
+def test_no_flipped_bit_gives_other_masks(no_shape_hook, model, tmp_path):
+    path = tmp_path / "masks.safetensors"
+    masks_of(model, dataclasses.replace(TILES, pattern="tew")).save(path)
+
+    def read():
+        masks = Masks.load(path)
+        bits = {name: masks[name].tobytes() for name in masks}
+        tiled = {name: masks.tiled[name].tobytes() for name in masks}
+        return masks.config, masks.chosen, bits, tiled
+
+    found = outcomes(path, read, 60)
+    assert not found["wrong"] and found["refused"] > 50
+    raw = path.read_bytes()
+    path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    with pytest.raises(ValueError, match="is damaged: its digest differs; bring the"):
         Masks.load(path)
 
 

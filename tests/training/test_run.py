@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from flax import nnx
 
 from jaxscale.models import Decoder, DecoderConfig, Tokenizer, preset
-from jaxscale.sharding import MeshConfig, fsdp, make_mesh
+from jaxscale.sharding import REPLICATED, MeshConfig, fsdp, make_mesh
 from jaxscale.training import (
     Checkpointer,
     DataConfig,
@@ -19,6 +20,7 @@ from jaxscale.training import (
 )
 from jaxscale.training import run as run_directory
 from jaxscale.training.pretrained import load_model
+from tests.changed_files import outcomes, replaced
 
 
 RUN = TrainConfig(
@@ -98,6 +100,60 @@ def test_settings_and_tokenizer_come_back_as_they_were(tmp_path):
     assert Tokenizer.from_file(run).vocab_size == 260
 
 
+@pytest.fixture
+def small(tmp_path):
+    """The directory of a run of a small model with a checkpoint, and its settings."""
+    config = TrainConfig(
+        model=dataclasses.replace(preset("llama_tiny"), num_layers=1, window=16),
+        data=DataConfig(vocab_size=256, seq_len=32),
+        dtype="float32",
+    )
+    run_directory.write(tmp_path, config, text_of([1, 2]))
+    settings = run_directory.checkpoint_settings(config)
+    with Checkpointer(tmp_path / "checkpoints", config=settings) as checkpoints:
+        checkpoints.save(1, {"model": Decoder(config.model, rngs=nnx.Rngs(3))}, {})
+    return tmp_path, config
+
+
+def loaded(directory):
+    """What a directory gives to those who generate, comparable."""
+    mesh = make_mesh({"data": 1}, jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        model = run_directory.load_model(directory, mesh, REPLICATED)
+    ids = Tokenizer.from_file(directory).encode("to be or not to be")
+    return model.config, [np.asarray(x).tobytes() for x in jax.tree.leaves(model)], ids
+
+
+def test_no_flipped_bit_gives_another_model_or_other_ids(small):
+    directory, _ = small
+    found = outcomes(directory / "run.json", lambda: loaded(directory), 25, seed=1)
+    assert not found["wrong"] and found["refused"] > 8
+    found = outcomes(directory / "tokenizer.json", lambda: loaded(directory), 2)
+    assert found == {"refused": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("rope_theta", 9e9), ("window", 8), ("norm_eps", 1e-4)]
+)
+def test_settings_that_have_changed_since_the_checkpoint_are_named(small, name, value):
+    directory, config = small
+    was = getattr(config.model, name)
+    model = dataclasses.replace(config.model, **{name: value})
+    run_directory.write(
+        directory, dataclasses.replace(config, model=model), text_of([1, 2])
+    )
+    with pytest.raises(
+        ValueError,
+        match=rf"checkpoint 1 in .* was made with model.{name} {was} \(now {value}\): "
+        "the settings of its run, run.json, have changed since; bring the file back",
+    ):
+        loaded(directory)
+    shutil.rmtree(directory / "checkpoints")
+    with Checkpointer(directory / "checkpoints") as checkpoints:  # without settings
+        checkpoints.save(1, {"model": Decoder(config.model, rngs=nnx.Rngs(3))}, {})
+    assert loaded(directory)[0] == model
+
+
 def test_the_schedule_to_keep_is_that_of_the_checkpoint(tmp_path):
     """A start with another plan that ended before it saved anything binds nobody."""
     for step, planned in ((400, 1000), (500, 2000)):
@@ -120,6 +176,8 @@ def test_the_schedule_to_keep_is_that_of_the_checkpoint(tmp_path):
     assert "schedule of this run was made for 1000" in refused(2000, step=400)
     settings.write_text("")  # damaged: the run goes on from the one before
     assert not refused(1000)
+    settings.write_text(json.dumps({"schedule_steps": ["2000"]}))
+    assert not refused(1000)
 
 
 def test_damaged_or_foreign_files_are_refused(tmp_path):
@@ -131,6 +189,48 @@ def test_damaged_or_foreign_files_are_refused(tmp_path):
     config = run_directory.to_dict(RUN) | {"speed": 1}
     file.write_text(json.dumps({"config": config, "text": ""}))
     with pytest.raises(ValueError, match=r"TrainConfig has no field 'speed'; .* anoth"):
+        run_directory.read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("way", "other", "message"),
+    [
+        ((), [], "run.json is damaged: it lacks the settings"),
+        (("config",), None, "run.json is damaged: it lacks the settings"),
+        (("config",), {}, "run.json: model is missing, expected a value"),
+        (("config", "model"), None, r"model is None, expected DecoderConfig"),
+        (("config", "model"), {}, "model.vocab_size is missing, expected a value"),
+        (
+            ("config", "model", "num_layers"),
+            "2",
+            "model.num_layers is '2', expected in",
+        ),
+        (
+            ("config", "model", "rope_theta"),
+            [1.0],
+            r"rope_theta is \[1.0\], expected fl",
+        ),
+        (("config", "model", "rope_scaling"), 8, "rope_scaling is 8, expected RopeSca"),
+        (
+            ("config", "model", "parallel_block"),
+            1,
+            "parallel_block is 1, expected bool",
+        ),
+        (("config", "model", "norm"), -1, "model.norm is -1, expected typing.Literal"),
+        (("config", "model", "global_layers"), {"a": [1]}, "global_layers is .* tuple"),
+        (("config", "data", "paths"), [None], "data.paths is None, expected str"),
+        (("config", "lora"), "x", "lora is 'x', expected LoraConfig"),
+        (("config", "optimizer", "b1"), True, "optimizer.b1 is True, expected float"),
+        (("config", "steps"), 10.5, r"steps is 10.5, expected int"),
+        (("config", "zero"), True, "zero is True, expected typing.Literal"),
+    ],
+)
+def test_fields_of_other_types_are_named(tmp_path, way, other, message):
+    run_directory.write(tmp_path, RUN, text_of([1, 2]))
+    file = tmp_path / "run.json"
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps(replaced(content, way, other)))
+    with pytest.raises(ValueError, match=message):
         run_directory.read_config(tmp_path)
 
 

@@ -11,6 +11,8 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from jaxscale.models.hf.checksums import check_files, checked_bytes, remove_checksums
+
 
 _FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -88,6 +90,14 @@ class Checkpoint:
         """A slice of a tensor; the rest of it is not read."""
         part = self._slice(name)
         return np.asarray(part[index] if index else part[...])
+
+    def check_weights(self) -> None:
+        """Compare the files of the tensors with their checksums, if they have some.
+
+        Raises:
+            ValueError: a file is not what was written.
+        """
+        check_files(sorted(set(self._files.values())))
 
     def _read_index(self, index: Path) -> None:
         """Map each tensor to its shard, and check that the shards hold them."""
@@ -184,6 +194,7 @@ def write_checkpoint(
             file.unlink(missing_ok=True)
         raise
 
+    remove_checksums(directory)
     for old in (directory / _INDEX, *directory.glob("model*.safetensors")):
         old.unlink(missing_ok=True)
     for file in written:
@@ -241,12 +252,14 @@ def read_json(file: Path) -> Any:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is not JSON in UTF-8, or nested too deep.
+        ValueError: it is not JSON in UTF-8, nested too deep, or not what its checksum
+            says.
     """
     if not file.is_file():
         raise FileNotFoundError(f"{file} does not exist")
+    content = checked_bytes(file)
     try:
-        return json.loads(file.read_text("utf-8"))
+        return json.loads(content.decode())
     except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{file} is not valid JSON ({error}); download it again"
@@ -289,4 +302,5 @@ def inside(directory: Path, name: Any, source: Path) -> Path:
 
 def write_json(file: Path, values: Mapping[str, Any]) -> None:
     """Write the object of a JSON file."""
+    remove_checksums(file.parent)
     file.write_text(json.dumps(values, indent=2) + "\n")

@@ -73,9 +73,9 @@ def load(
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: the model or its head is of a kind that is not supported, `head` is
-            given for a decoder or `quantization` for an encoder, a file is damaged, or
-            a tensor is missing, unexpected, of the wrong shape or, with `quantization`,
-            not finite.
+            given for a decoder or `quantization` for an encoder, a file is damaged or
+            not what ``checksums.sha256`` beside it says, or a tensor is missing,
+            unexpected, of the wrong shape or, with `quantization`, not finite.
 
     Example:
         >>> import jax
@@ -100,6 +100,8 @@ def load(
             )
         rules = serving_rules(rules)
         mesh = None if mesh is None else serving_mesh(mesh)
+
+    files.checkpoint.check_weights()
 
     def make(dtype: DTypeLike, param_dtype: DTypeLike) -> Any:
         return files.make(

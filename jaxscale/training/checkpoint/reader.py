@@ -19,6 +19,7 @@ from jaxscale.training.checkpoint.replicas import is_read_here, reading_place, s
 from jaxscale.training.checkpoint.stack_moves import StackMove, stack_ranks
 from jaxscale.training.checkpoint.steps import (
     RECORD,
+    CheckpointDiffers,
     DamagedCheckpoint,
     texts,
     was_recorded,
@@ -29,6 +30,9 @@ logger = logging.getLogger("jaxscale.training")
 
 SCHEDULE_STEPS = "schedule_steps"
 """Name in the settings of a checkpoint, of which a run may name another value."""
+HEAD = "head"
+"""Name of the head of an encoder in these settings."""
+_DESCRIBES_MODEL = ("model", "lora", HEAD)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -134,19 +138,44 @@ class CheckpointReader:
         """Compare the settings of a checkpoint with those of the run that reads.
 
         Raises:
-            ValueError: they differ.
+            CheckpointDiffers: they differ.
         """
-        ours, theirs = flatten(self._config), flatten(saved)
-        differences = [
-            f"{name} {theirs.get(name)!r} (now {ours.get(name)!r})"
-            for name in sorted({*ours, *theirs} - {SCHEDULE_STEPS})
-            if ours.get(name) != theirs.get(name)
-        ]
-        if differences:
-            raise ValueError(
+        if differences := self._differences(saved, {*self._config, *saved}):
+            raise CheckpointDiffers(
                 f"checkpoint {step} in {self._directory} belongs to another run, with "
                 f"{', '.join(differences)}; set these back or choose another output_dir"
             )
+
+    def check_model(self, step: int, saved: Mapping[str, Any]) -> None:
+        """Compare what decides the outputs of a model with the settings of its run.
+
+        Raises:
+            CheckpointDiffers: they differ.
+        """
+        described = _DESCRIBES_MODEL if self._config else ()
+        if differences := self._differences(saved, {*described} & {*saved}):
+            raise CheckpointDiffers(
+                f"checkpoint {step} in {self._directory} was made with "
+                f"{', '.join(differences)}: the settings of its run, run.json, have "
+                "changed since; bring the file back"
+            )
+
+    def _differences(
+        self, saved: Mapping[str, Any], names: Collection[str]
+    ) -> list[str]:
+        """The settings of some names that are not those of a checkpoint, in words."""
+        names = {*names} - {SCHEDULE_STEPS}
+        if HEAD not in saved:  # an older version did not save it
+            names -= {HEAD}
+        ours, theirs = (
+            flatten({name: x[name] for name in names if name in x})
+            for x in (self._config, saved)
+        )
+        return [
+            f"{name} {theirs.get(name)!r} (now {ours.get(name)!r})"
+            for name in sorted({*ours, *theirs})
+            if ours.get(name) != theirs.get(name)
+        ]
 
     def arrays(
         self,

@@ -5,6 +5,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -49,16 +50,24 @@ class CheckpointRecord:
     """By the name of the array."""
     items: Mapping[str, str]
     """Checksums, by the name of the item."""
+    base: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Digests, by name, of arrays that are not saved but that these were trained on."""
 
     @classmethod
     def of(
-        cls, arrays: Mapping[str, Any], layers: Mapping[str, int], **items: Any
+        cls,
+        arrays: Mapping[str, Any],
+        layers: Mapping[str, int],
+        *,
+        base: Mapping[str, Any] = MappingProxyType({}),
+        **items: Any,
     ) -> "CheckpointRecord":
         """The record of a state; all processes must make it together.
 
         Args:
             arrays: The arrays by name.
             layers: Number of layers of those that are stored [v, p, k, ...].
+            base: Arrays that are not saved but that these were trained on.
             items: The other items, as JSON.
         """
         found = digests(arrays, layers)
@@ -74,7 +83,8 @@ class CheckpointRecord:
                 layers=layers.get(name),
             )
         sums = {name: _checksum(content) for name, content in items.items()}
-        return cls(arrays=records, items=sums)
+        values = {name: digest.value for name, digest in digests(base).items()}
+        return cls(arrays=records, items=sums, base=values)
 
     def to_json(self) -> dict[str, Any]:
         """The record as JSON, with a checksum of its own."""
@@ -82,6 +92,7 @@ class CheckpointRecord:
             "arrays": {name: dataclasses.asdict(x) for name, x in self.arrays.items()},
             "items": dict(self.items),
         }
+        content |= {"base": dict(self.base)} if self.base else {}
         return content | {"checksum": _checksum(content)}
 
     @classmethod
@@ -98,7 +109,7 @@ class CheckpointRecord:
             name: ArrayRecord(**{**x, "shape": tuple(x["shape"])})
             for name, x in given["arrays"].items()
         }
-        return cls(arrays=arrays, items=given["items"])
+        return cls(arrays=arrays, items=given["items"], base=given.get("base", {}))
 
     @property
     def layers(self) -> dict[str, int]:
@@ -132,6 +143,21 @@ class CheckpointRecord:
         if wrong:
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
             raise ValueError(f"the digest of {wrong[0]}{more} differs")
+
+    def differing_base(self, base: Mapping[str, Any]) -> list[str]:
+        """The names of arrays that are not those that the saved ones were trained on.
+
+        All processes must ask together. A checkpoint of an older version, which noted
+        none, has no such names.
+
+        Args:
+            base: The arrays by name.
+        """
+        if not self.base:
+            return []
+        found = {name: digest.value for name, digest in digests(base).items()}
+        names = sorted({*found, *self.base})
+        return [name for name in names if found.get(name) != self.base.get(name)]
 
 
 def _stored(x: Any) -> Any:

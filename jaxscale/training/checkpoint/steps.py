@@ -25,6 +25,10 @@ class DamagedCheckpoint(ValueError):
     """A checkpoint does not hold what was saved; its message names it."""
 
 
+class CheckpointDiffers(ValueError):
+    """A checkpoint is of other settings or weights; its message names them."""
+
+
 class CheckpointNotWritten(OSError):
     """A checkpoint could not be written; those before it are as they were."""
 
@@ -52,7 +56,7 @@ def was_recorded(checkpoint: Path) -> bool:
     try:
         content = json.loads((checkpoint / _METADATA).read_text())
         return set(content["item_handlers"]) != set(ITEMS)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return True
 
 
@@ -64,7 +68,7 @@ def settings_of(checkpoint: Path) -> dict[str, Any] | None:
     """
     try:
         content = json.loads((checkpoint / "config" / "metadata").read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
 

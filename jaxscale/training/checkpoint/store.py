@@ -25,6 +25,7 @@ from jaxscale.training.checkpoint.stack_moves import stack_ranks
 from jaxscale.training.checkpoint.steps import (
     ITEMS,
     RECORD,
+    CheckpointDiffers,
     CheckpointNotWritten,
     DamagedCheckpoint,
     complete_steps,
@@ -73,6 +74,7 @@ class Checkpointer:
         keep: int = 3,
         keep_every: int | None = None,
         config: Mapping[str, Any] | None = None,
+        source: str | None = None,
         read_only: bool = False,
     ) -> None:
         """Open, and if needed make, a directory of checkpoints.
@@ -83,6 +85,8 @@ class Checkpointer:
             keep_every: Checkpoints at multiples of this step are kept for good.
             config: Settings that decide what the run computes, as JSON. They are saved
                 with each checkpoint and compared when one is restored.
+            source: Where weights come from that are trained on but not saved, for
+                errors.
             read_only: Neither save nor clean up, for example beside a running job.
 
         Raises:
@@ -98,6 +102,7 @@ class Checkpointer:
             )
         self.directory = Path(directory).resolve()
         self._config = dict(config or {})
+        self._source = f"source {source}" if source else "the given model"
         self._read_only = read_only
         self._orbax = ocp = require_orbax()
         if not read_only:
@@ -105,53 +110,61 @@ class Checkpointer:
             # Orbax would count those that are not whole among those to keep.
             whole = complete_steps(self.directory)
             set_aside(self.directory, set(numbered(self.directory)) - set(whole))
-        self._failed: list[BaseException] = []
-        """What a save in the background has run into, and its meeting may hide."""
-        handlers = {item: ocp.JsonCheckpointHandler() for item in (*ITEMS, RECORD)}
-        handlers["state"] = ocp.PyTreeCheckpointHandler()
-        for handler in handlers.values():
-            _telling(handler, self._failed)
-        items: dict[str, Any] = {
-            "item_names": tuple(handlers),
-            "item_handlers": handlers,
-        }
-        # Its option `read_only` does no more than this, but warns of itself twice.
         policies = ocp.checkpoint_managers
         preserve = [policies.LatestN(keep)]
         if keep_every is not None:
             preserve.append(policies.EveryNSteps(keep_every))
-        self._manager = ocp.CheckpointManager(
-            self.directory,
-            options=ocp.CheckpointManagerOptions(
-                preservation_policy=policies.AnyPreservationPolicy(preserve),
-                create=not read_only,
-                cleanup_tmp_directories=not read_only,
-            ),
-            **items,
-        )
-        manager = self._manager
-        if jax.process_count() > 1:
-            # Orbax ends each restore with a meeting of all processes, to which one that
-            # cannot read would not come. Each reads alone; what is taken, they agree.
-            me = jax.process_index()
-            manager = ocp.CheckpointManager(
-                self.directory,
-                options=ocp.CheckpointManagerOptions(
-                    create=False,
-                    multiprocessing_options=ocp.options.MultiprocessingOptions(
-                        primary_host=me,
-                        active_processes={me},
-                        barrier_sync_key_prefix=f"process_{me}",
-                    ),
-                ),
-                **items,
-            )
-        self._reading_manager = manager
+        self._policy = policies.AnyPreservationPolicy(preserve)
+        self._failed: list[BaseException] = []
+        """What a save in the background has run into, and its meeting may hide."""
         self._is_behind = False
         """Whether it is not known yet how the last save has ended."""
         self._will_close = False
         """Whether a ``with`` ends it, which a save in the background needs."""
-        self._reader = CheckpointReader(self.directory, manager, self._config)
+        self._open()
+
+    def _open(self) -> None:
+        """Have Orbax count the checkpoints, by their directories alone.
+
+        One with a damaged file would keep it from opening, and so from any other.
+        """
+        ocp = self._orbax
+        handlers = {item: ocp.JsonCheckpointHandler() for item in (*ITEMS, RECORD)}
+        handlers["state"] = ocp.PyTreeCheckpointHandler()
+        for handler in handlers.values():
+            _telling(handler, self._failed)
+
+        def manager(**options: Any) -> Any:
+            return ocp.CheckpointManager(
+                self.directory,
+                item_names=tuple(handlers),
+                item_handlers=handlers,
+                options=ocp.CheckpointManagerOptions(
+                    lightweight_initialize=True, **options
+                ),
+            )
+
+        self._manager = self._reading_manager = manager(
+            preservation_policy=self._policy,
+            # Its option `read_only` does no more than this, but warns of itself twice.
+            create=not self._read_only,
+            cleanup_tmp_directories=not self._read_only,
+        )
+        if jax.process_count() > 1:
+            # Orbax ends each restore with a meeting of all processes, to which one that
+            # cannot read would not come. Each reads alone; what is taken, they agree.
+            me = jax.process_index()
+            self._reading_manager = manager(
+                create=False,
+                multiprocessing_options=ocp.options.MultiprocessingOptions(
+                    primary_host=me,
+                    active_processes={me},
+                    barrier_sync_key_prefix=f"process_{me}",
+                ),
+            )
+        self._reader = CheckpointReader(
+            self.directory, self._reading_manager, self._config
+        )
 
     def __enter__(self) -> "Checkpointer":
         self._will_close = True
@@ -170,7 +183,14 @@ class Checkpointer:
         newest = of_first(max(self.steps, default=-1))
         return None if newest < 0 else newest
 
-    def save(self, step: int, state: Any, data_state: Mapping[str, Any]) -> None:
+    def save(
+        self,
+        step: int,
+        state: Any,
+        data_state: Mapping[str, Any],
+        *,
+        base: Any = None,
+    ) -> None:
         """Copy `state` to the host and write it in the background.
 
         Outside of a ``with`` it returns when everything is on disk: a script that ends
@@ -182,6 +202,8 @@ class Checkpointer:
             step: Name of the checkpoint.
             state: Any pytree of arrays, for example a `TrainState`.
             data_state: Position of the data iterator, as JSON.
+            base: A pytree of arrays that are not saved, such as the weights that
+                adapters are trained on; their digests are, for `restore` to compare.
 
         Raises:
             ValueError: the directory was opened with `read_only`.
@@ -198,7 +220,11 @@ class Checkpointer:
         data = json.loads(json.dumps(dict(data_state)))
         arrays = named_leaves(state)
         record = CheckpointRecord.of(
-            arrays, self._layers(state), data=data, config=self._config
+            arrays,
+            self._layers(state),
+            base=named_leaves(base),
+            data=data,
+            config=self._config,
         )
         args = self._orbax.args
         with self._writing():
@@ -217,7 +243,7 @@ class Checkpointer:
             self.wait()
 
     def restore[S](
-        self, target: S, step: int | None = None
+        self, target: S, step: int | None = None, *, base: Any = None
     ) -> tuple[S, dict[str, Any]]:
         """The state and the data position of a checkpoint.
 
@@ -226,12 +252,13 @@ class Checkpointer:
                 and shardings, on whatever mesh.
             step: Step of the checkpoint, of which no other takes the place; None is the
                 newest that can be read.
+            base: What `save` was given; None compares nothing.
 
         Raises:
             FileNotFoundError: there is no checkpoint, or none of `step`.
             DamagedCheckpoint: that of `step`, or every one, cannot be read.
-            ValueError: the settings of the run or the parameters differ; the message
-                names them.
+            ValueError: the settings of the run, the parameters or `base` differ; the
+                message names them.
         """
 
         def read(step: int) -> Found:
@@ -240,26 +267,34 @@ class Checkpointer:
             return self._reader.arrays(target, step, record, data=items["data"])
 
         found = self._newest(read, step)
+        self._check_base(found, base)
         return self._reader.placed(target, found), found.data
 
-    def restore_model[M](self, target: M, step: int | None = None) -> M:
+    def restore_model[M](
+        self, target: M, step: int | None = None, *, base: Any = None
+    ) -> M:
         """The model alone, without the optimizer, for evaluation and generation.
 
         Args:
             target: Module with the wanted types and shardings, for example abstract.
             step: Step of the checkpoint; None is the newest that can be read.
+            base: What `save` was given; None compares nothing.
 
         Raises:
             FileNotFoundError: there is no checkpoint, or none of `step`.
             DamagedCheckpoint: that of `step`, or every one, cannot be read.
-            ValueError: the parameters differ; the message names them.
+            ValueError: the parameters, `base`, or model, adapters or head in the
+                settings, if there are any, differ; the message names them.
         """
 
         def read(step: int) -> Found:
-            record, _ = self._reader.items(step)
+            record, items = self._reader.items(step, "config")
+            self._reader.check_model(step, items["config"])
             return self._reader.arrays(target, step, record, prefix="model.")
 
-        return self._reader.placed(target, self._newest(read, step), prefix="model.")
+        found = self._newest(read, step)
+        self._check_base(found, base)
+        return self._reader.placed(target, found, prefix="model.")
 
     def config(self, step: int | None = None) -> dict[str, Any]:
         """The settings that a checkpoint was made with.
@@ -278,7 +313,8 @@ class Checkpointer:
     def set_aside_after(self, step: int) -> None:
         """Rename the checkpoints of later steps; see the function of this name."""
         set_aside_after(self.directory, step)
-        self._manager.reload()
+        self.close()
+        self._open()
 
     def check(self) -> None:
         """Raise what a save in the background has run into, without waiting for it.
@@ -356,6 +392,22 @@ class Checkpointer:
             f"no checkpoint in {self.directory} can be read; choose another output_dir"
         )
 
+    def _check_base(self, found: Found, base: Any) -> None:
+        """Compare what is not saved with what the checkpoint was trained on.
+
+        Raises:
+            CheckpointDiffers: it differs.
+        """
+        if base is None or found.record is None:
+            return
+        if wrong := found.record.differing_base(named_leaves(base)):
+            more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            raise CheckpointDiffers(
+                f"checkpoint {found.step} in {self.directory} has adapters of other "
+                f"weights than {self._source} holds now ({wrong[0]}{more} differ); "
+                "bring back the weights that they were trained on, or begin a new run"
+            )
+
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
         """Errors of the file formats, many lines long, in one line."""
@@ -364,7 +416,8 @@ class Checkpointer:
         except (MemoryError, jax.errors.JaxRuntimeError):
             raise  # not of the files
         except Exception as error:
-            self._manager.reload()  # it counts the one that is not there
+            with contextlib.suppress(ValueError):  # of a file of an older one
+                self._manager.reload()  # it counts the one that is not there
             code = re.search(r"os_error_code='(\d+)'", str(error))
             reason = os.strerror(int(code[1])) if code else first_line(error)
             raise CheckpointNotWritten(

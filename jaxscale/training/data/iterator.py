@@ -73,7 +73,7 @@ class BatchIterator[B](Iterator[B]):
         The prefetching and the number of processes may have changed.
 
         Raises:
-            ValueError: the state comes from other data, packing or masking.
+            ValueError: the state is none, or comes from other data, packing or masking.
         """
         for name, mine in self._batches.identity.items():
             if state.get(name) != mine:
@@ -82,8 +82,9 @@ class BatchIterator[B](Iterator[B]):
                     f"this data has {mine!r}; resume with the same data settings and "
                     "text, or start a new run"
                 )
+        place = {name: _saved_number(state, name) for name in self._batches.start}
         self.close()
-        self._open({name: int(state[name]) for name in self._batches.start})
+        self._open(place)
 
     def close(self) -> None:
         """Stop the prefetching thread."""
@@ -96,6 +97,16 @@ class BatchIterator[B](Iterator[B]):
     def _place(self) -> dict[str, int]:
         """The position before the next batch."""
         return self._source.place(self._prefetched.get_state()["next_index"])
+
+
+def _saved_number(state: Mapping[str, Any], name: str) -> int:
+    value = state.get(name)
+    if type(value) is not int or value < 0:
+        raise ValueError(
+            f"the saved position has {name} {value!r:.80}, expected a number from 0 "
+            "on; resume from another checkpoint"
+        )
+    return value
 
 
 def _prefetched(source: Any, count: int) -> Any:

@@ -14,7 +14,7 @@ from jaxscale.supervision import EventLog, phases
 from jaxscale.training.checkpoint.digest import ReplicasDiffer, check_replicas
 from jaxscale.training.checkpoint.store import Checkpointer
 from jaxscale.training.config import TrainConfig
-from jaxscale.training.step import TrainState, global_norm, trained_part
+from jaxscale.training.step import TrainState, frozen_part, global_norm, trained_part
 
 
 logger = logging.getLogger("jaxscale.training")
@@ -116,7 +116,12 @@ class DivergenceGuard:
             self._compare(step, state)
         finite = bool(is_finite(state.model))
         if finite and (final or not self._skipped.count):
-            self._checkpoints.save(step, trained_part(state), batches.get_state())
+            self._checkpoints.save(
+                step,
+                trained_part(state),
+                batches.get_state(),
+                base=frozen_part(state.model),
+            )
         elif final:
             raise self._diverged()
         else:

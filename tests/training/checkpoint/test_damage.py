@@ -1,5 +1,6 @@
 """A damaged file is never a traceback and never other parameters; full disks."""
 
+import gc
 import json
 import random
 import resource
@@ -16,6 +17,7 @@ from jaxscale.models.stack_layout import StackLayout
 from jaxscale.sharding.parameters import partitioned
 from jaxscale.training import Checkpointer, CheckpointNotWritten, DamagedCheckpoint
 from jaxscale.training.checkpoint import record
+from tests.changed_files import replaced
 from tests.training.checkpoint.damage import READS_GO_ON
 
 
@@ -102,6 +104,70 @@ def test_any_file_in_turn(two, caplog):
             found.append(step)
         file.write_bytes(raw)
     assert set(found) == {1, 2} and found.count(1) > len(found) / 4
+
+
+def places(value, path=()):
+    """The way to each field of what a JSON file holds, and to those within."""
+    yield path
+    inner = value.items() if isinstance(value, dict) else []
+    inner = enumerate(value) if isinstance(value, list) else inner
+    for key, x in inner:
+        yield from places(x, (*path, key))
+
+
+WRONG = [None, [], "x", -1, 10**40, {"a": {"b": [1]}}]
+
+
+def json_files(step):
+    for file in sorted(file for file in step.rglob("*") if file.is_file()):
+        try:
+            yield file, json.loads(file.read_bytes())
+        except ValueError:  # not of JSON
+            continue
+
+
+@pytest.mark.filterwarnings(
+    "ignore:(?s)Exception ignored in. <coroutine object"
+    ":pytest.PytestUnraisableExceptionWarning"
+)
+def test_fields_of_other_types(two, caplog):
+    """Valid JSON that says nonsense: the step before is taken, with a line."""
+    rng, told, names = random.Random(0), 0, set()
+    for file, content in json_files(two / "2"):
+        names.add(file.name)
+        raw, ways = file.read_bytes(), [*places(content)]
+        if file.name == "_CHECKPOINT_METADATA":  # Orbax reads it before all others
+            cases = [(way, rng.choice(WRONG)) for way in ways]
+            cases += [((name,), "x") for name in content]
+        else:
+            cases = [(rng.choice(ways), rng.choice(WRONG)) for _ in range(3)]
+            cases += [((), None)]
+        for way, other in cases:
+            file.write_text(json.dumps(replaced(content, way, other)))
+            with Checkpointer(two, config=CONFIG, read_only=True) as checkpointer:
+                restored, position = checkpointer.restore(state(0))
+            said = lines(caplog)
+            step = position["row"]
+            assert same(restored, step) and len(said) == (step == 1), (file, way, other)
+            assert all("checkpoint 2 in" in x and "\n" not in x for x in said)
+            told += len(said)
+        file.write_bytes(raw)
+    assert {"_CHECKPOINT_METADATA", "_METADATA", "_sharding", "metadata"} <= names
+    assert told > 20
+    gc.collect()  # what Orbax has begun and not ended, with its warnings
+
+
+def test_nonsense_in_an_older_step_does_not_keep_a_run_from_going_on(two):
+    file = two / "1" / "_CHECKPOINT_METADATA"
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps(content | {"init_timestamp_nsecs": "x"}))
+    with Checkpointer(two, keep=2, config=CONFIG) as checkpointer:
+        assert same(checkpointer.restore(state(0))[0], 2)
+        checkpointer.set_aside_after(2)
+        checkpointer.save(3, state(3), data(3))
+        checkpointer.wait()
+        assert checkpointer.steps == [2, 3]
+        assert same(checkpointer.restore(state(0))[0], 3)
 
 
 @pytest.mark.parametrize(

@@ -195,6 +195,10 @@ def test_a_position_of_other_data_is_refused():
     other = iter(PackedBatches(numbered_corpus([17, 5]), longer))
     with pytest.raises(ValueError, match="with seq_len 8, this data has 16"):
         other.set_state(state)
+    same = iter(PackedBatches(numbered_corpus([17, 5]), SMALL))
+    for row in (None, "1", -1, [1], {"a": 1}, 1.5):
+        with pytest.raises(ValueError, match=r"position has row .* a number from"):
+            same.set_state({**state, "row": row})
 
 
 def test_an_evaluation_ends_with_padding():
