@@ -119,7 +119,7 @@ def loaded(directory):
     """What a directory gives to those who generate, comparable."""
     mesh = make_mesh({"data": 1}, jax.devices()[:1])
     with jax.set_mesh(mesh):
-        model = run_directory.load_model(directory, mesh, REPLICATED)
+        model = load_model(directory, mesh, REPLICATED)
     ids = Tokenizer.from_file(directory).encode("to be or not to be")
     return model.config, [np.asarray(x).tobytes() for x in jax.tree.leaves(model)], ids
 
