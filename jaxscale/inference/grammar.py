@@ -52,19 +52,6 @@ class Matcher:
         """Go on by drawn tokens; False where they are not allowed, see `error`."""
         return all(self._matcher.consume_token(token) for token in tokens)
 
-    def accept_some(self, tokens: Sequence[int]) -> int:
-        """Go on by drafts as far as they are allowed; how many are."""
-        return self._matcher.try_consume_tokens(list(tokens))
-
-    def rollback(self, count: int) -> None:
-        """Take the last tokens back.
-
-        Raises:
-            ValueError: fewer were accepted.
-        """
-        if not self._matcher.rollback(count):
-            raise ValueError(f"count {count} exceeds the tokens that were accepted")
-
     @property
     def finished(self) -> bool:
         """True where nothing but the end of the text can follow."""

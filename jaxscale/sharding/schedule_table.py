@@ -132,38 +132,6 @@ class PipelineSchedule:
         return int(self.out_slot.max(initial=-1)) + 1
 
     @property
-    def f_recv(self) -> np.ndarray:
-        """[ticks, stages] True where the input comes from the stage before.
-
-        It is an embedding where a forward pass runs and this is False.
-        """
-        entry = (np.arange(self.stages) == 0) & (self.f_chunk == 0)
-        return (self.f_mb >= 0) & ~entry
-
-    @property
-    def f_send(self) -> np.ndarray:
-        """[ticks, stages] True where what is computed goes on to the next stage."""
-        exit = self.chunks - 1
-        last = (np.arange(self.stages) == self.stages - 1) & (self.f_chunk == exit)
-        return (self.f_mb >= 0) & ~last
-
-    @property
-    def b_recv(self) -> np.ndarray:
-        """[ticks, stages] True where the gradient comes from the next stage.
-
-        It is that of the loss where a backward pass runs and this is False.
-        """
-        exit = self.chunks - 1
-        last = (np.arange(self.stages) == self.stages - 1) & (self.b_chunk == exit)
-        return (self.b_mb >= 0) & ~last
-
-    @property
-    def b_send(self) -> np.ndarray:
-        """[ticks, stages] True where the gradient goes on to the stage before."""
-        entry = (np.arange(self.stages) == 0) & (self.b_chunk == 0)
-        return (self.b_mb >= 0) & ~entry
-
-    @property
     def op_ticks(self) -> tuple[int, int]:
         """Ticks with a forward pass and ticks with a backward pass, on any stage.
 

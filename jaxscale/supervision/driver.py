@@ -20,6 +20,7 @@ from typing import Any
 
 from jaxscale.supervision import limits, protocol, state
 from jaxscale.supervision.config import SuperviseConfig
+from jaxscale.supervision.host_requests import failing_hosts, kill_ranks, stacks_of
 from jaxscale.supervision.hosts import ConnectedHost, Hosts
 from jaxscale.supervision.telemetry import SlowNews, Telemetry
 from jaxscale.supervision.watch import STOPPED, Fault, Spikes, Watch
@@ -350,7 +351,8 @@ class Driver:
         suspects = dict.fromkeys(fault.suspects, fault.why)
         stacks = dict[int, str]()
         if fault.kind in ("stall", "exit", "error"):
-            stacks = await self._stacks()
+            seconds = self._config.deadlines.host / 2
+            stacks = await stacks_of(self._hosts, self._until, seconds)
             if fault.kind == "stall":
                 suspects = watch.suspects(stacks)
         await self._kill()
@@ -416,23 +418,6 @@ class Driver:
                 "command tries again."
             )
 
-    async def _stacks(self) -> dict[int, str]:
-        """Where the ranks stand; empty for those that do not answer."""
-        asked = [host for host in self._hosts if host.ranks]
-        for host in asked:
-            host.stacks = {}
-            host.send(protocol.Stacks())
-        seconds, before = self._config.deadlines.host / 2, -1
-        # Nobody is silent while the answers of a large job still come in.
-        while before < (before := sum(len(host.stacks) for host in asked)):
-            await self._until(
-                lambda: all(
-                    len(h.stacks) >= len(h.ranks) or self._gone(h) for h in asked
-                ),
-                seconds,
-            )
-        return {rank: text for host in asked for rank, text in host.stacks.items()}
-
     def _keep_stacks(self, stacks: Mapping[int, str]) -> None:
         for rank, text in stacks.items():
             if text:
@@ -442,48 +427,23 @@ class Driver:
 
     async def _kill(self) -> None:
         """End all ranks; an executor that does not obey is ended too."""
-        busy = list(self._hosts)
-        for host in busy:
-            host.port = None
-            host.send(protocol.Kill())
-        await self._until(
-            lambda: all(host.port is not None or self._gone(host) for host in busy),
-            self._config.deadlines.host,
-        )
-        for host in busy:
-            if host.port is None and not self._gone(host):
-                self._report(f"the executor of {host.name} is dropped: it is silent")
-                self._hosts.drop(host)
+        seconds = self._config.deadlines.host
+        await kill_ranks(self._hosts, self._until, seconds, self._report)
         if self._config.hosts == 1 and not len(self._hosts):
             self._hosts.end_local(self._state.executor)
 
-    def _gone(self, host: ConnectedHost) -> bool:
-        return self._hosts.get(host.name) is not host
-
     async def _diagnose(self, names: Collection[str]) -> None:
         """Have suspect hosts check themselves, and use those no more that fail."""
-        deadline = self._config.deadlines.diagnose
-        asked = [host for host in self._hosts if host.name in names]
-        for host in asked:
-            host.diagnosis = None
-            host.send(
-                protocol.Diagnose(
-                    command=shlex.split(self._config.diagnose),
-                    directory=str(self._output.resolve()),
-                    seconds=deadline,
-                )
-            )
-        await self._until(
-            lambda: all(h.diagnosis is not None or self._gone(h) for h in asked),
-            deadline + 5,
+        failed = await failing_hosts(
+            self._hosts,
+            self._until,
+            self._config.deadlines.diagnose,
+            names=names,
+            command=shlex.split(self._config.diagnose),
+            directory=str(self._output.resolve()),
         )
-        for host in asked:
-            found = host.diagnosis
-            # Without its executor nothing is known of a host; it comes back, or not.
-            if not self._gone(host) and (found is None or found.code != 0):
-                text = "no answer" if found is None else found.text.strip()
-                why = (text.splitlines() or [f"code {found and found.code}"])[-1]
-                self._exclude(host.name, why)
+        for name, why in failed.items():
+            self._exclude(name, why)
         self._save()
 
     def _exclude(self, name: str, why: str) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxscale.supervision import phases, protocol
+from jaxscale.supervision import handshake, phases, protocol
 from jaxscale.supervision.events import VARIABLE
 
 
@@ -251,7 +251,7 @@ class Executor:
         """Listen to a rank."""
         channel = protocol.Channel(reader, writer)
         with contextlib.closing(channel), contextlib.suppress(OSError):
-            await channel.welcome(self._rank_secret)
+            await channel.shake_hands(handshake.welcome(self._rank_secret))
             joined = await channel.receive()
             rank = self._ranks.get(getattr(joined, "rank", -1))
             if not isinstance(joined, protocol.Joined) or rank is None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxscale.supervision import protocol
+from jaxscale.supervision import handshake, protocol
 
 
 _TICK_SECONDS = 0.05
@@ -186,7 +186,7 @@ class Hosts:
         """Listen to an executor."""
         channel, host = protocol.Channel(reader, writer), None
         with contextlib.closing(channel), contextlib.suppress(OSError):
-            await channel.welcome(self._secret)
+            await channel.shake_hands(handshake.welcome(self._secret))
             first = await channel.receive()
             if not isinstance(first, protocol.Host):
                 raise protocol.ProtocolError(f"an executor begins with {first}")

@@ -2,36 +2,28 @@
 
 A line is an object ``{"is": "Moved", ...}`` with the fields of one of the dataclasses
 here, no more and no fewer, of their types; anything else ends the connection. Before
-the first line both sides prove that they know the secret, without sending it:
-
-    server  {"challenge": A}
-    client  {"challenge": B, "proof": HMAC(secret, "client" + A)}
-    server  {"proof": HMAC(secret, "server" + B)}
+the first line both sides prove that they know the secret (`handshake`).
 """
 
 import asyncio
 import dataclasses
 import functools
-import hmac
 import json
-import secrets
 import socket
 import typing
 from collections.abc import Iterable
 from typing import Any
+
+from jaxscale.supervision import handshake
+from jaxscale.supervision.handshake import ProtocolError, fields_of
 
 
 SECRET = "JAXSCALE_SECRET"
 """Environment variable that holds the secret of a job."""
 LONGEST_LINE = 2**16
 """Bytes of a line; a longer one ends the connection."""
-HANDSHAKE_SECONDS = 10.0
 
 _MOST_UNREAD = 2**24
-
-
-class ProtocolError(ConnectionError):
-    """The other side said what the protocol does not know."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -280,9 +272,9 @@ def decode(line: bytes) -> Any:
         >>> decode(b'{"is": "Idle", "port": "8476"}')
         Traceback (most recent call last):
         ...
-        jaxscale.supervision.protocol.ProtocolError: Idle.port is '8476', expected int
+        jaxscale.supervision.handshake.ProtocolError: Idle.port is '8476', expected int
     """
-    fields = _object(line)
+    fields = fields_of(line)
     name = fields.pop("is", None)
     kind = _KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
@@ -297,16 +289,6 @@ def decode(line: bytes) -> Any:
             expected = getattr(hints[field], "__name__", hints[field])
             raise ProtocolError(f"{name}.{field} is {value!r:.60}, expected {expected}")
     return kind(**fields)
-
-
-def _object(line: bytes) -> dict[str, Any]:
-    try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"a line is no JSON: {line[:60]!r}") from error
-    if not isinstance(fields, dict):
-        raise ProtocolError(f"a line is no object: {line[:60]!r}")
-    return fields
 
 
 def _is(value: Any, hint: Any) -> bool:
@@ -364,36 +346,20 @@ class Channel:
         """Close the connection after what was sent."""
         self._writer.close()
 
-    async def welcome(self, secret: str) -> None:
-        """As the server, let a client prove that it knows the secret.
+    async def shake_hands(self, steps: handshake.Steps) -> None:
+        """Run one side of a handshake.
 
         Raises:
-            ConnectionError: it does not.
+            ConnectionError: the other side does not know the secret.
         """
-        async with asyncio.timeout(HANDSHAKE_SECONDS):
-            ours = secrets.token_hex()
-            self._writer.write(_line(challenge=ours))
-            answer = _object(await self._line())
-            _check(answer, secret, "client", ours)
-            proof = _proof(secret, "server", _text(answer, "challenge"))
-            self._writer.write(_line(proof=proof))
-
-    async def introduce(self, secret: str) -> None:
-        """As a client, prove to the server that this one knows the secret.
-
-        Raises:
-            ConnectionError: the server does not know it.
-        """
-        async with asyncio.timeout(HANDSHAKE_SECONDS):
-            line, ours = _answer(await self._line(), secret)
-            self._writer.write(line)
+        async with asyncio.timeout(handshake.SECONDS):
+            say = next(steps)
             try:
-                answer = await self._line()
-            except ConnectionResetError as error:
-                raise ConnectionResetError(
-                    "it ends the connection: the secrets may differ"
-                ) from error
-            _check(_object(answer), secret, "server", ours)
+                while True:
+                    self._writer.write(say)
+                    say = steps.send(await self._line())
+            except StopIteration as end:
+                self._writer.write(end.value)
 
 
 async def connect(address: str, secret: str) -> Channel:
@@ -406,7 +372,12 @@ async def connect(address: str, secret: str) -> Channel:
     reader, writer = await asyncio.open_connection(host, port, limit=LONGEST_LINE)
     channel = Channel(reader, writer)
     try:
-        await channel.introduce(secret)
+        await channel.shake_hands(handshake.introduce(secret))
+    except ConnectionResetError as error:
+        channel.close()
+        raise ConnectionResetError(
+            "it ends the connection: the secrets may differ"
+        ) from error
     except BaseException:
         channel.close()
         raise
@@ -419,13 +390,9 @@ def connect_blocking(address: str, secret: str) -> socket.socket:
     Raises:
         OSError: nobody listens there, or no one of this job.
     """
-    connection = socket.create_connection(split_address(address), HANDSHAKE_SECONDS)
+    connection = socket.create_connection(split_address(address), handshake.SECONDS)
     try:
-        with connection.makefile("rb") as lines:
-            line, ours = _answer(lines.readline(LONGEST_LINE), secret)
-            connection.sendall(line)
-            answer = _object(lines.readline(LONGEST_LINE))
-            _check(answer, secret, "server", ours)
+        handshake.shake_hands(connection, handshake.introduce(secret))
     except BaseException:
         connection.close()
         raise
@@ -450,31 +417,3 @@ def split_address(address: str) -> tuple[str, int]:
             "port from 0 to 65535, where 0 is a free one"
         )
     return bare, int(port)
-
-
-def _answer(line: bytes, secret: str) -> tuple[bytes, str]:
-    """What a client says to the server's challenge, with a challenge of its own."""
-    ours = secrets.token_hex()
-    proof = _proof(secret, "client", _text(_object(line), "challenge"))
-    return _line(challenge=ours, proof=proof), ours
-
-
-def _line(**fields: str) -> bytes:
-    return json.dumps(fields).encode() + b"\n"
-
-
-def _text(fields: dict[str, Any], name: str) -> str:
-    value = fields.get(name)
-    if not isinstance(value, str):
-        raise ProtocolError(f"a handshake lacks its {name}")
-    return value
-
-
-def _proof(secret: str, role: str, challenge: str) -> str:
-    return hmac.digest(secret.encode(), (role + challenge).encode(), "sha256").hex()
-
-
-def _check(answer: dict[str, Any], secret: str, role: str, challenge: str) -> None:
-    theirs = _text(answer, "proof").encode()
-    if not hmac.compare_digest(theirs, _proof(secret, role, challenge).encode()):
-        raise ProtocolError("the other side does not know the secret of this job")

@@ -119,19 +119,6 @@ def test_matchers_of_one_guide_are_apart(tokenizer, compiler):
     assert first.accept([0]) and first.error is None
 
 
-def test_drafts_are_taken_back(tokenizer, compiler):
-    matcher = compiler.compile(Guide(kind="regex", text="abc[0-9]+d"))
-    before = allowed(matcher)
-    drafts = tokenizer.encode("abcx")
-    assert matcher.accept_some(drafts) == 3 and matcher.error is None
-    matcher.rollback(2)
-    assert allowed(matcher) == [set(tokenizer.encode("b"))]
-    matcher.rollback(1)
-    assert allowed(matcher) == before
-    with pytest.raises(ValueError, match="count 1 exceeds the tokens"):
-        matcher.rollback(1)
-
-
 def test_a_token_that_is_not_allowed_is_an_error(tokenizer, compiler):
     matcher = compiler.compile(Guide(kind="regex", text="ab"))
     assert not matcher.accept(tokenizer.encode("x"))

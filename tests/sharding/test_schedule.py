@@ -21,6 +21,9 @@ from jaxscale.sharding.schedule import stash_size
 from jaxscale.sharding.schedule_drawing import draw, svg
 
 
+CHUNKS = ("f_chunk", "b_chunk")
+
+
 @st.composite
 def sizes(draw_value):
     """Stages, microbatches and chunks that fit each other."""
@@ -42,9 +45,12 @@ def executed(table, weights, inputs, targets):
     stash = np.full((table.num_slots, p), np.nan)
     outputs = np.full(table.num_out_slots, np.nan)
     gradients, loss, d_loss = np.zeros((v, p)), 0.0, np.nan
-    f_recv, f_send, b_recv, b_send = (
-        getattr(table, name) for name in ("f_recv", "f_send", "b_recv", "b_send")
-    )
+    stage = np.arange(p)
+    # Where the input is an embedding, and where the output goes to the loss.
+    first = {name: (stage == 0) & (getattr(table, name) == 0) for name in CHUNKS}
+    last = {name: (stage == p - 1) & (getattr(table, name) == v - 1) for name in CHUNKS}
+    f_recv, f_send = ((table.f_mb >= 0) & ~x["f_chunk"] for x in (first, last))
+    b_recv, b_send = ((table.b_mb >= 0) & ~x["b_chunk"] for x in (last, first))
     for t in range(table.num_ticks):
         sent = np.where(f_send[t - 1], y, np.nan) if t else nan
         arrived = np.roll(sent, 1)

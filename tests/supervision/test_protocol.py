@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from jaxscale.supervision import protocol
+from jaxscale.supervision import handshake, protocol
 from jaxscale.supervision.protocol import ProtocolError
 
 
@@ -129,7 +129,7 @@ def server(secret, heard):
     async def hear(reader, writer):
         channel = protocol.Channel(reader, writer)
         try:
-            await channel.welcome(secret)
+            await channel.shake_hands(handshake.welcome(secret))
             heard.append("welcome")
             while True:
                 heard.append(await channel.receive())

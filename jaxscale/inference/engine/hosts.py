@@ -14,7 +14,6 @@ devices send each other: the network has to be your own.
 import collections
 import contextlib
 import hashlib
-import hmac
 import logging
 import math
 import os
@@ -34,6 +33,7 @@ from jax.experimental import multihost_utils
 
 from jaxscale.inference.engine.runner import Key, Runner
 from jaxscale.sharding.distributed import initialize
+from jaxscale.supervision import handshake
 
 
 ALIVE_SECONDS = 5.0
@@ -330,42 +330,31 @@ def join(runner: Runner, *, timeout: float = 120.0) -> socket.socket:
             connection = socket.create_connection((host, port), timeout=timeout)
             unless_known.enter_context(connection)
             connection.settimeout(SILENT_SECONDS)
-            known = _introduce(connection, secret)
+            _introduce(connection, secret)
+        except handshake.ProtocolError as error:
+            raise HostLost(f"{host}:{port} is not process 0 of this job") from error
         except OSError as error:
             raise HostLost(
                 f"process 0 cannot be reached at {host}:{port}: {error}; check that "
                 "the name leads there and that no firewall closes its ports"
             ) from error
-        if not known:
-            raise HostLost(f"{host}:{port} is not process 0 of this job")
         unless_known.pop_all()
     return connection
 
 
-def _introduce(connection: socket.socket, secret: bytes) -> bool:
-    """Prove to process 0 that this one knows the secret; whether it knows it, too."""
+def _introduce(connection: socket.socket, secret: bytes) -> None:
+    """Prove to process 0 that this one knows the secret, and say its number."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    index = struct.pack("!I", jax.process_index())
-    challenge, mine = _exactly(connection, _SECRET), secrets.token_bytes(_SECRET)
-    proof = hmac.digest(secret, b"follower" + index + challenge, "sha256")
-    connection.sendall(index + mine + proof)
-    proof = hmac.digest(secret, b"leader" + mine, "sha256")
-    return hmac.compare_digest(_exactly(connection, _SECRET), proof)
+    handshake.shake_hands(connection, handshake.introduce(secret.hex()))
+    connection.sendall(struct.pack("!I", jax.process_index()))
 
 
-def _welcome(connection: socket.socket, secret: bytes) -> int | None:
+def _welcome(connection: socket.socket, secret: bytes) -> int:
     """The number of a process that knows the secret."""
-    connection.settimeout(5.0)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    challenge = secrets.token_bytes(_SECRET)
-    connection.sendall(challenge)
-    index, theirs = _exactly(connection, 4), _exactly(connection, _SECRET)
-    proof = hmac.digest(secret, b"follower" + index + challenge, "sha256")
-    if not hmac.compare_digest(_exactly(connection, _SECRET), proof):
-        return None
-    connection.sendall(hmac.digest(secret, b"leader" + theirs, "sha256"))
     connection.settimeout(SILENT_SECONDS)
-    return struct.unpack("!I", index)[0]
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    handshake.shake_hands(connection, handshake.welcome(secret.hex()))
+    return struct.unpack("!I", _exactly(connection, 4))[0]
 
 
 def _agree(wire: Wire) -> None:

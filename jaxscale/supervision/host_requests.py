@@ -1,0 +1,95 @@
+"""What a driver asks of the hosts of its job, and waits for.
+
+Each function takes `until`, which takes in what the executors say until a condition
+holds, or for so many seconds.
+"""
+
+from collections.abc import Awaitable, Callable, Collection, Sequence
+
+from jaxscale.supervision import protocol
+from jaxscale.supervision.hosts import ConnectedHost, Hosts
+
+
+type Until = Callable[[Callable[[], bool], float], Awaitable[None]]
+
+
+async def stacks_of(hosts: Hosts, until: Until, seconds: float) -> dict[int, str]:
+    """Where the ranks stand; empty for those that do not answer."""
+    asked = [host for host in hosts if host.ranks]
+    for host in asked:
+        host.stacks = {}
+        host.send(protocol.Stacks())
+    before = -1
+    # Nobody is silent while the answers of a large job still come in.
+    while before < (before := sum(len(host.stacks) for host in asked)):
+        await until(
+            lambda: all(
+                len(h.stacks) >= len(h.ranks) or _is_gone(h, hosts) for h in asked
+            ),
+            seconds,
+        )
+    return {rank: text for host in asked for rank, text in host.stacks.items()}
+
+
+async def kill_ranks(
+    hosts: Hosts, until: Until, seconds: float, report: Callable[[str], None]
+) -> None:
+    """End all ranks; an executor that does not obey is dropped."""
+    busy = list(hosts)
+    for host in busy:
+        host.port = None
+        host.send(protocol.Kill())
+    await until(
+        lambda: all(host.port is not None or _is_gone(host, hosts) for host in busy),
+        seconds,
+    )
+    for host in busy:
+        if host.port is None and not _is_gone(host, hosts):
+            report(f"the executor of {host.name} is dropped: it is silent")
+            hosts.drop(host)
+
+
+async def failing_hosts(
+    hosts: Hosts,
+    until: Until,
+    seconds: float,
+    *,
+    names: Collection[str],
+    command: Sequence[str],
+    directory: str,
+) -> dict[str, str]:
+    """Have hosts check themselves: the names of those that fail, and why.
+
+    Args:
+        hosts: All hosts.
+        until: Takes in what they say.
+        seconds: How long a check may take.
+        names: The hosts that are asked.
+        command: The check.
+        directory: Output directory of the run.
+    """
+    asked = [host for host in hosts if host.name in names]
+    for host in asked:
+        host.diagnosis = None
+        host.send(
+            protocol.Diagnose(
+                command=list(command), directory=directory, seconds=seconds
+            )
+        )
+    await until(
+        lambda: all(h.diagnosis is not None or _is_gone(h, hosts) for h in asked),
+        seconds + 5,
+    )
+    failed = {}
+    for host in asked:
+        found = host.diagnosis
+        # Without its executor nothing is known of a host; it comes back, or not.
+        if not _is_gone(host, hosts) and (found is None or found.code != 0):
+            text = "no answer" if found is None else found.text.strip()
+            code = f"code {found and found.code}"
+            failed[host.name] = (text.splitlines() or [code])[-1]
+    return failed
+
+
+def _is_gone(host: ConnectedHost, hosts: Hosts) -> bool:
+    return hosts.get(host.name) is not host
