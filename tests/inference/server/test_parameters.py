@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from jaxscale.inference.server.schema import Chat, Completion, Embedding, Responses
+from jaxscale.inference.server.schema.chat import Chat
+from jaxscale.inference.server.schema.completions import Completion
+from jaxscale.inference.server.schema.encoders import Embedding
+from jaxscale.inference.server.schema.responses import Responses
 
 
 PAGE = Path(__file__).parents[3] / "docs" / "serving-parameters.md"
