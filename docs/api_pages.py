@@ -24,6 +24,7 @@ INTERNAL_PACKAGES = (
     "jaxscale.inference.encoder",
     "jaxscale.inference.engine",
     "jaxscale.inference.load",
+    "jaxscale.inference.server.schema",
     "jaxscale.models.hf",
     "jaxscale.training.checkpoint",
     "jaxscale.training.data",

@@ -152,6 +152,11 @@ class ChatTemplate:
             "tools": list(chosen(tools, tool_choice)) or None,
             "variables": dict(variables),
         }
+        if "developer" not in "".join(self._templates.values()):  # type: ignore[attr-defined]
+            # What OpenAI's newer clients call the system; templates would drop it.
+            for message in given["messages"]:
+                if message["role"] == "developer":
+                    message["role"] = "system"
         mark = _unused_mark(given)
         given = self._guard.all(given, mark)  # type: ignore[attr-defined]
         if within:

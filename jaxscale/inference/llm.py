@@ -5,7 +5,7 @@ import dataclasses
 import queue
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from jaxscale.inference.chat import ChatTemplate, Message
 from jaxscale.inference.engine import hosts
 from jaxscale.inference.engine.config import EngineConfig
 from jaxscale.inference.engine.engine import Engine
@@ -271,6 +272,36 @@ class LLM:
         with progress_bar("generate", progress, len(requests)) as advance:
             found = self._run(requests, lambda: advance(1))
         return [found[request.id] for request in requests]
+
+    def chat(
+        self,
+        conversations: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        chat_template: str | None = None,
+        progress: bool | None = None,
+        **options: Any,
+    ) -> list["Generation"]:
+        """Answers to conversations, in their order; calls of tools are in their texts.
+
+        Args:
+            conversations: One, a list of messages in OpenAI's form; or a list of them.
+            params: As for `generate`.
+            chat_template: Jinja template to use instead of the model's.
+            progress: As for `generate`.
+            **options: ``tools``, ``continue_final_message``, and ``variables`` of the
+                template, such as ``{"enable_thinking": False}``.
+
+        Raises:
+            ValueError: as `generate`; also where there is no tokenizer or no template.
+        """
+        if self.tokenizer is None:
+            raise ValueError("conversations need a tokenizer; give one to LLM")
+        lay = ChatTemplate(self.tokenizer, chat_template)
+        single = bool(conversations) and isinstance(conversations[0], Mapping)
+        listed: Any = [conversations] if single else conversations
+        prompts = [lay.encode(each, **options) for each in listed]
+        return self.generate(prompts, params, progress=progress)
 
     def close(self) -> None:
         """Stop the engine."""

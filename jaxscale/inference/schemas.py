@@ -41,6 +41,7 @@ _FORMATS = frozenset(
 )
 # Look-around and references back are not regular.
 _IRREGULAR = re.compile(r"\(\?<?[=!]|\\[1-9]|\\k<|\(\?P=")
+_OPEN = _IGNORED - {"contains", "not", "unevaluatedProperties", "unevaluatedItems"}
 _MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 _SCHEMAS = frozenset({"items", "additionalItems", "additionalProperties"})
 _LISTS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems", "items"})
@@ -71,9 +72,8 @@ def lenient(schema: Any) -> tuple[Any, list[str]]:
         for key, value in part.items():
             name = None
             if key in _IGNORED:
-                # What allows anything, or bars nothing, is no loss.
-                name = key if value not in (False, {}) or key == "not" else ""
-                name = key if key.startswith("unevaluated") and not value else name
+                # What bars nothing is no loss.
+                name = "" if key in _OPEN and value in (False, {}) else key
             elif key == "format" and value not in _FORMATS:
                 name = f"format={value!s:.40}"
             elif key == "pattern" and _IRREGULAR.search(str(value)):

@@ -84,8 +84,8 @@ class ToolParser:
         >>> parser = ToolParser("hermes")
         >>> parser.add("Let me see. <tool_"), parser.add('call>{"name": "f", ')
         (['Let me see. '], [])
-        >>> delta, = parser.add('"arguments": {"x": 1}}</tool_call>')
-        >>> delta.name, delta.arguments
+        >>> begin, rest = parser.add('"arguments": {"x": 1}}</tool_call>')
+        >>> begin.name, rest.arguments
         ('f', '{"x": 1}')
     """
 

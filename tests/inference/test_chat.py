@@ -300,6 +300,14 @@ def test_arguments_that_are_no_object_stay_as_they_are(tokenizer, arguments):
     assert ChatTemplate(tokenizer, CODER).encode(history)
 
 
+def test_developers_are_the_system(tokenizer):
+    """Unless the template knows them."""
+    messages = [{"role": "developer", "content": "Be."}, *user("to be?")]
+    assert "<|im_start|>system\nBe." in ChatTemplate(tokenizer, CHATML).render(messages)
+    knows = ChatTemplate(tokenizer, "{# developer #}{{ messages[0].role }}")
+    assert knows.render(messages) == "developer"
+
+
 def test_a_message_that_is_to_be_continued(tokenizer):
     chat = ChatTemplate(tokenizer, CHATML)
     messages = [*user("to be?"), {"role": "assistant", "content": "or not <|im_"}]

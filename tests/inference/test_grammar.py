@@ -15,6 +15,8 @@ from jaxscale.inference.grammar import (
     fill_masks,
 )
 from jaxscale.inference.request import Guide, InvalidRequest, Overloaded
+from jaxscale.inference.schemas import lenient
+from jaxscale.inference.tools import forced_call
 from jaxscale.models import Tokenizer
 
 
@@ -196,3 +198,60 @@ def test_vocabularies(tokenizer):
     for ids in ([], [V]):
         with pytest.raises(ValueError, match="must be tokens of the vocabulary"):
             GrammarCompiler(tokenizer, vocab_size=V, eos_ids=ids)
+
+
+def test_compact_json(compiler, tokenizer):
+    """Without spaces, which cost a token each."""
+    schema = json.dumps({"properties": {"a": {"type": "string"}}, "required": ["a"]})
+    for compact in (False, True):
+        guide = Guide(kind="json_schema", text=schema, compact=compact)
+        spaced = compiler.compile(guide).accept(tokenizer.encode('{"a": "x"}'))
+        assert spaced is not compact
+        assert compiler.compile(guide).accept(tokenizer.encode('{"a":"x"}'))
+
+
+@pytest.mark.parametrize(
+    ("schema", "ignored"),
+    [
+        ({"type": "array", "uniqueItems": True}, ["uniqueItems"]),
+        ({"propertyNames": {"pattern": "^a"}}, ["propertyNames"]),
+        ({"not": {"type": "null"}, "if": {}, "then": {}}, ["not", "if", "then"]),
+        ({"type": "string", "pattern": "^(?!a)b"}, ["pattern"]),
+        ({"type": "string", "pattern": "^a+$"}, []),
+        ({"const": {"uniqueItems": True}}, []),
+        ({"properties": {"not": {"type": "null"}}}, []),
+        ({"anyOf": [{"$ref": "#/$defs/not"}], "$defs": {"not": {"not": {}}}}, ["not"]),
+        *(
+            (
+                {"type": "string", "format": name},
+                [f"format={name}"] if name in ("binary", "cuid2", "int32") else [],
+            )
+            for name in ("binary", "date-time", "email", "cuid2", "uri", "int32")
+        ),
+    ],
+)
+def test_schemas_without_what_no_grammar_enforces(compiler, schema, ignored):
+    """What is left compiles; nothing is left out that would have."""
+    left, names = lenient(schema)
+    assert names == [n for n in ignored if n not in ("if", "then")]
+    compiler.compile(Guide(kind="json_schema", text=json.dumps(left)))
+    if names:
+        with pytest.raises(InvalidRequest):
+            compiler.compile(Guide(kind="json_schema", text=json.dumps(schema)))
+    else:
+        assert left == {k: v for k, v in schema.items() if k not in ("if", "then")}
+
+
+def test_schemas_of_tools_with_definitions(compiler, tokenizer):
+    """Also those that refer to themselves."""
+    tree = {
+        "type": "object",
+        "properties": {"next": {"$ref": "#/$defs/Node"}, "same": {"$ref": "#"}},
+        "$defs": {"Node": {"type": "integer"}},
+    }
+    tools = [{"function": {"name": n, "parameters": tree}} for n in ("f", "g")]
+    guide, ignored = forced_call(tools, "required")
+    assert ignored == []
+    call = '{"name":"g","arguments":{"same":{"next":5}}}'
+    matcher = compiler.compile(guide)
+    assert matcher.accept(tokenizer.encode(call)) and matcher.finished

@@ -71,6 +71,21 @@ def test_texts_begin_as_the_tokenizer_says(llm, monkeypatch):
     assert list(result.prompt) == [tokenizer.bos_id, *tokenizer.encode("to be")]
 
 
+def test_conversations(llm):
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
+    user = [{"role": "user", "content": "to be"}]
+    begun = [*user, {"role": "assistant", "content": "or"}]
+    first, second = llm.chat([user, begun], GREEDY, chat_template=template)
+    (alone,) = llm.chat(user, GREEDY, chat_template=template)
+    assert alone.tokens == first.tokens
+    assert llm.tokenizer.decode(second.prompt) == "user: to be;assistant: or;"
+    options = {"chat_template": template, "continue_final_message": True}
+    (goes_on,) = llm.chat(begun, GREEDY, **options)
+    assert llm.tokenizer.decode(goes_on.prompt) == "user: to be;assistant: or"
+    with pytest.raises(ValueError, match="has no chat_template"):
+        llm.chat(user)
+
+
 def test_log_probabilities_of_prompts_are_those_of_the_model(llm, directory):
     """As lm-eval asks for them, in chunks and beside others."""
     prompts = [list(range(3, 40)), [7, 7, 9]]

@@ -528,7 +528,7 @@ def _check_texts(texts: Sequence[Text]) -> None:
             if not text:
                 raise ValueError(f"texts[{i}] is empty; leave it out")
             continue
-        parts = text if isinstance(text, tuple) else (text,)
+        parts: Any = text if isinstance(text, tuple) else (text,)
         if not all(isinstance(part, str) for part in parts) or (
             isinstance(text, tuple) and len(text) != 2
         ):

@@ -27,7 +27,7 @@ from jaxscale.inference.server.metrics import Metrics
 
 
 if TYPE_CHECKING:
-    from jaxscale.inference.server.schema import GenerationBody
+    from jaxscale.inference.server.schema.generation import GenerationBody
 
 
 IGNORED_HEADER = "x-jaxscale-ignored"

@@ -17,7 +17,7 @@ from jaxscale.inference.server.calls import Caller, noted, prepared, rendered
 from jaxscale.inference.server.conversation import Conversation, prepare
 from jaxscale.inference.server.generation import Usage, collect, merged
 from jaxscale.inference.server.logprobs import chat_logprobs
-from jaxscale.inference.server.schema import Chat
+from jaxscale.inference.server.schema.chat import Chat
 from jaxscale.inference.server.stream import attended, event_stream
 from jaxscale.inference.tool_parser import CallDelta, ToolCall
 

@@ -22,7 +22,7 @@ from jaxscale.inference.server.calls import (
 )
 from jaxscale.inference.server.generation import Usage, collect, merged
 from jaxscale.inference.server.logprobs import CompletionLogprobs, prompt_logprobs
-from jaxscale.inference.server.schema import Completion
+from jaxscale.inference.server.schema.completions import Completion
 from jaxscale.inference.server.stream import attended, event_stream
 
 

@@ -9,7 +9,7 @@ from jaxscale.inference.reasoning import ReasoningFormat
 from jaxscale.inference.request import InvalidRequest, Request
 from jaxscale.inference.server.backend import TextModel
 from jaxscale.inference.server.calls import Caller, check_choices
-from jaxscale.inference.server.schema import Chat, Message, NamedTool
+from jaxscale.inference.server.schema.chat import Chat, Message, NamedTool
 from jaxscale.inference.tools import ToolFormat, forced_call
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from jaxscale.inference.encoder.encoder import Text
 from jaxscale.inference.request import InvalidRequest
 from jaxscale.inference.server.calls import Caller, prepared
-from jaxscale.inference.server.schema import Embedding
+from jaxscale.inference.server.schema.encoders import Embedding
 from jaxscale.inference.server.served_encoder import ServedEncoder
 
 

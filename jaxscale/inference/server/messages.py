@@ -15,7 +15,7 @@ from jaxscale.inference.server.backend import TextModel
 from jaxscale.inference.server.calls import Caller, noted, prepared
 from jaxscale.inference.server.conversation import Conversation, prepare
 from jaxscale.inference.server.generation import Usage, collect, merged
-from jaxscale.inference.server.schema import Messages
+from jaxscale.inference.server.schema.messages import Messages
 from jaxscale.inference.server.stream import attended, event_stream
 
 

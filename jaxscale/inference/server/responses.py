@@ -18,8 +18,7 @@ from jaxscale.inference.server.errors import ApiError
 from jaxscale.inference.server.generation import Usage, collect, merged
 from jaxscale.inference.server.logprobs import chat_logprobs
 from jaxscale.inference.server.response_store import ResponseStore
-from jaxscale.inference.server.schema import Responses
-from jaxscale.inference.server.schema.responses import messages_of
+from jaxscale.inference.server.schema.responses import Responses, messages_of
 from jaxscale.inference.server.stream import attended, event_stream
 
 

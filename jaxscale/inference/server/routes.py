@@ -18,17 +18,11 @@ from jaxscale.inference.server import (
 from jaxscale.inference.server.backend import TextModel
 from jaxscale.inference.server.calls import Caller, check_length, prepared
 from jaxscale.inference.server.response_store import ResponseStore
-from jaxscale.inference.server.schema import (
-    Chat,
-    Completion,
-    Detokenize,
-    Embedding,
-    Messages,
-    Rerank,
-    Responses,
-    Score,
-    Tokenize,
-)
+from jaxscale.inference.server.schema.chat import Chat, Detokenize, Tokenize
+from jaxscale.inference.server.schema.completions import Completion
+from jaxscale.inference.server.schema.encoders import Embedding, Rerank, Score
+from jaxscale.inference.server.schema.messages import Messages
+from jaxscale.inference.server.schema.responses import Responses
 from jaxscale.inference.server.service import Served, Service
 from jaxscale.inference.server.stream import attended
 from jaxscale.inference.server.tokens import COUNTED, tokenized

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxscale.inference.request import InvalidRequest
 from jaxscale.inference.server.calls import Caller, prepared
-from jaxscale.inference.server.schema import Rerank, Score
+from jaxscale.inference.server.schema.encoders import Rerank, Score
 from jaxscale.inference.server.served_encoder import ServedEncoder
 
 

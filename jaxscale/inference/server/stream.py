@@ -113,7 +113,8 @@ async def _encoded(
         if told.status_code == 500 and told is not error:
             _LOG.exception("a stream failed")
         body = told.body()
-        yield encode({"type": "error", **body["error"], **body} if named else body)
+        told_as = {**body["error"], **body, "type": "error"}
+        yield encode(told_as if named else body)
     if not named:
         yield _DONE
 

@@ -3,7 +3,7 @@
 from jaxscale.inference.request import InvalidRequest
 from jaxscale.inference.server.backend import TextModel
 from jaxscale.inference.server.conversation import dumped, template
-from jaxscale.inference.server.schema import Tokenize
+from jaxscale.inference.server.schema.chat import Tokenize
 
 
 COUNTED = 2**20

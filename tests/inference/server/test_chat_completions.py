@@ -256,3 +256,59 @@ def test_tokens_of_conversations(harness):
         assert lost.status_code == 400 and "outside the vocabulary" in lost.text
 
     harness.run(test)
+
+
+OPENS = CHATML.replace("assistant\\n' }}{% endif", "assistant\\n<think>\\n' }}{% endif")
+CLOSED = OPENS.replace("<think>\\n' }}{% endif", "<think></think>' }}{% endif")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("template", "text", "reasoning", "content"),
+    [
+        (OPENS, f"Hm. {CALL}</think>\n\nSo.", f"Hm. {CALL}", "So."),
+        (OPENS, "cut off", "cut off", ""),
+        (CLOSED, "So. <think>no", "", "So. <think>no"),
+        (OPENS + "{# </think> #}", "Hm.</think>So.", "Hm.", "So."),
+    ],
+)
+def test_reasoning_that_the_template_begins(
+    harness, stream, template, text, reasoning, content
+):
+    """Or ends: the answer has no tag of its own then."""
+    model = text_model(FakeEngine(text), template=template, reasoning_format="qwen3")
+
+    async def post(client):
+        body = {"messages": USER, "tools": [TOOL], "stream": stream}
+        return await client.post(PATH, json=body)
+
+    answer = harness.run(post, model)
+    if stream:
+        deltas = [c["delta"] for p in events(answer) for c in p["choices"]]
+        found = ["", ""]
+        for delta in deltas:
+            found[0] += delta.get("reasoning_content") or ""
+            found[1] += delta.get("content") or ""
+            assert "tool_calls" not in delta
+    else:
+        message = answer.json()["choices"][0]["message"]
+        found = [message.get("reasoning_content", ""), message["content"]]
+    assert found == [reasoning, content]
+
+
+def test_reasoning_can_be_left_out_or_in(harness):
+    text = "<think>Hm.</think>So."
+    for more, reasoning, content in (
+        ({}, "Hm.", "So."),
+        ({"include_reasoning": False}, None, "So."),
+        ({"separate_reasoning": False}, None, text),
+        ({"guided_regex": "a"}, None, text),
+    ):
+        model = text_model(FakeEngine(text), reasoning_format="qwen3")
+
+        async def post(client, more=more):
+            return await client.post(PATH, json={"messages": USER, **more})
+
+        message = harness.run(post, model).json()["choices"][0]["message"]
+        assert message.get("reasoning_content") == reasoning
+        assert message["content"] == content

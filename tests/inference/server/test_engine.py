@@ -186,6 +186,43 @@ def test_guided_texts(harness, model):
     harness.run(test, model)
 
 
+def test_requests_that_leave_little_to_draw(harness, model):
+    """Extreme ones are served, impossible ones refused; nobody else is touched."""
+    definitions = {"City": {"type": "object", "properties": {"x": {"type": "null"}}}}
+    schema = {"properties": {"to": {"$ref": "#/$defs/City"}}, "$defs": definitions}
+    schema |= {"type": "object", "required": ["to"], "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "go", "parameters": schema}}
+    forced = {
+        "messages": [{"role": "user", "content": "to"}],
+        "tools": [tool],
+        "tool_choice": "required",
+        "max_tokens": 60,
+    }
+
+    async def test(client):
+        for penalty in (1e-300, 1.0, 1e300):
+            body = {**forced, "repetition_penalty": penalty}
+            answer = await client.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            (choice,) = answer.json()["choices"]
+            text = choice["message"]["content"] or ""
+            for call in choice["message"].get("tool_calls", ()):
+                text = call["function"]["arguments"]
+            assert " " not in text.split('"x"')[0]
+        few = {"prompt": "to", "max_tokens": 5, "allowed_token_ids": [20, 21]}
+        answer = await client.post(PATH, json={**few, "return_token_ids": True})
+        assert set(answer.json()["choices"][0]["token_ids"]) <= {20, 21}
+        none = {**few, "stop_token_ids": [20, 21], "min_tokens": 3}
+        everything = {"prompt": "to", "stop_token_ids": [*range(288)], "min_tokens": 3}
+        for body in (none, everything):
+            answer = await client.post(PATH, json=body)
+            assert answer.status_code == 400, answer.text
+            assert "leaves no token to be drawn" in answer.text
+        await settle(lambda: at_rest(model))
+
+    harness.run(test, model)
+
+
 def test_overload(harness, llama):
     model = make(llama, max_waiting=1)
 

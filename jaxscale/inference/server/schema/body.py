@@ -21,6 +21,10 @@ class Part(pydantic.BaseModel):
     IGNORED: ClassVar[frozenset[str]] = frozenset()
     """Parameters of the API that change nothing here; who sends one is told so."""
 
+    TAKEN: ClassVar[frozenset[str]] = frozenset()
+    """Parameters that change nothing here either, and need no word: they are for
+    accounts, storage and caches of others."""
+
     _ignored: list[str] = pydantic.PrivateAttr(default_factory=list)
 
     @pydantic.model_validator(mode="wrap")
@@ -46,10 +50,11 @@ class Part(pydantic.BaseModel):
 class Body(Part):
     """The body of a call."""
 
+    TAKEN: ClassVar[frozenset[str]] = frozenset({"user"})
+
     model: str | None = None
     """Name of the model, if it is given that which is served."""
     user: str | None = None
-    """Means nothing here."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -61,11 +66,12 @@ class Body(Part):
         if not isinstance(body, dict):
             return body
         try:
-            json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
+            json.dumps(body, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             raise ValueError("a string holds half of a surrogate pair") from error
-        except ValueError as error:
-            raise ValueError("a number is not finite, or too large") from error
-        except TypeError:  # a model that is already made
-            return body
+        for name, value in body.items():
+            try:
+                json.dumps(value, allow_nan=False)
+            except ValueError as error:
+                raise ValueError(f"{name} holds a number that is not finite") from error
         return body

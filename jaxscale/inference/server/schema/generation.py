@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pydantic
 
@@ -57,6 +57,16 @@ class StructuredOutputs(Part):
 class GenerationBody(Body):
     """What completions and conversations have in common."""
 
+    TAKEN: ClassVar[frozenset[str]] = Body.TAKEN | {
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+    }
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"prompt_cache_options"})
+
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     max_tokens: int | None = None
@@ -110,7 +120,7 @@ class GenerationBody(Body):
         Raises:
             ValueError: there are several.
         """
-        given = self.structured_outputs or StructuredOutputs()
+        given = self.structured_outputs or StructuredOutputs.model_validate({})
         found: list[tuple[Any, ...]] = []
         form = self.response_format
         if form is not None and form.type == "json_schema":

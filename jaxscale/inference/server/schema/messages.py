@@ -26,6 +26,7 @@ class MessagesToolChoice(Part):
 class Messages(Body):
     """The body of ``/v1/messages`` and ``/v1/messages/count_tokens``."""
 
+    TAKEN: ClassVar[frozenset[str]] = Body.TAKEN | {"metadata", "service_tier"}
     IGNORED: ClassVar[frozenset[str]] = frozenset(
         {
             *("betas", "cache_control", "container", "context_management"),

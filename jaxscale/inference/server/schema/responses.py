@@ -48,8 +48,17 @@ class NamedFunctionTool(Part):
 class Responses(Body):
     """The body of ``/v1/responses``."""
 
+    TAKEN: ClassVar[frozenset[str]] = Body.TAKEN | {
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+    }
     IGNORED: ClassVar[frozenset[str]] = frozenset(
-        {"include", "max_tool_calls", "reasoning", "stream_options"}
+        {
+            *("background_options", "context_management", "include"),
+            *("max_tool_calls", "prompt_cache_options", "reasoning", "stream_options"),
+        }
     )
 
     input: str | list[dict[str, Any]]
