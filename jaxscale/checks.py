@@ -5,7 +5,9 @@ NaN is in no range.
 
 import math
 import numbers
+import os
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any, TypeAliasType, get_args
 
 
@@ -65,3 +67,25 @@ def check_integers(config: Any, least: int, *names: str) -> None:
         value = getattr(config, name)
         if not isinstance(value, numbers.Integral) or value < least:
             raise ValueError(f"{name} {value!r} must be an integer of at least {least}")
+
+
+def private_folder(folder: Path) -> Path:
+    """Make a folder of compiled programs, to which only this user may write.
+
+    Args:
+        folder: The folder; a new one can only be read by this user, too.
+
+    Raises:
+        ValueError: it cannot be made, or others own it or may write to it.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+    except OSError as error:
+        raise ValueError(f"cannot keep programs in {folder}: {error}") from error
+    if found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise ValueError(
+            f"others may write to {folder}, and to load a program can run any code: "
+            "delete it, or name a folder that only you may write to"
+        )
+    return folder

@@ -18,6 +18,7 @@ from jaxscale.inference import Encoder
 from jaxscale.recipes import check_machine, export, from_source, prepare
 from jaxscale.training import fit
 from jaxscale.training import run as run_directory
+from jaxscale.training.lock import locked
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,11 +68,12 @@ def main(options: Options) -> Encoder:
     task = prepare(config)
     print(task.told)
     directory = Path(options.output_dir)
-    run_directory.check_free(directory, task.config, resume=False)
-    run_directory.write(directory, task.config, task.text)
+    with locked(directory):
+        run_directory.check_free(directory, task.config, resume=False)
+        run_directory.write(directory, task.config, task.text)
 
-    # 3. Train, and write what transformers and we read.
-    result = fit(task.config, train_data=task.train_data, eval_data=task.eval_data)
+        # 3. Train, and write what transformers and we read.
+        result = fit(task.config, train_data=task.train_data, eval_data=task.eval_data)
     assert result.evaluation is not None
     found, held_out = result.evaluation, len(task.text.held_out or ())
     quality = f"loss {found.loss:.3f}"

@@ -19,6 +19,7 @@ from jaxscale.nn import LoraConfig
 from jaxscale.recipes import check_machine, export, from_source, prepare
 from jaxscale.training import Evaluation, fit
 from jaxscale.training import run as run_directory
+from jaxscale.training.lock import locked
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,16 +63,17 @@ def main(options: Options) -> tuple[Evaluation, Evaluation]:
     task = prepare(config)
     print(task.told)
     directory = Path(options.output_dir)
-    run_directory.check_free(directory, task.config, resume=False)
+    with locked(directory):
+        run_directory.check_free(directory, task.config, resume=False)
 
-    # The first step tells where we begin; the same call continues it to the last.
-    results = []
-    for steps in (1, options.steps):
-        config = dataclasses.replace(task.config, steps=steps)
-        run_directory.write(directory, config, task.text)
-        result = fit(config, train_data=task.train_data, eval_data=task.eval_data)
-        assert result.evaluation is not None
-        results.append(result.evaluation)
+        # The first step tells where we begin; the same call continues it to the last.
+        results = []
+        for steps in (1, options.steps):
+            config = dataclasses.replace(task.config, steps=steps)
+            run_directory.write(directory, config, task.text)
+            result = fit(config, train_data=task.train_data, eval_data=task.eval_data)
+            assert result.evaluation is not None
+            results.append(result.evaluation)
     first, last = results
     print(f"held-out loss after a step {first.loss:.3f}, at the end {last.loss:.3f}")
     export(directory, directory / "model")

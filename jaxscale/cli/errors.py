@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import errno
 from collections.abc import Iterable, Iterator
 
 
@@ -44,6 +45,15 @@ def training_errors() -> Iterator[None]:
         raise RunFailed(str(error), DIVERGED) from None
     except CheckpointNotWritten as error:
         raise RunFailed(str(error), NOT_WRITTEN) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        where = f" ({error.filename})" if error.filename else ""
+        raise RunFailed(
+            f"{error.strerror}{where}: older checkpoints are as they were; make room, "
+            "and the same command with --resume goes on",
+            NOT_WRITTEN,
+        ) from None
     except ReplicasDiffer as error:
         raise RunFailed(str(error), WRONG_VALUES) from None
 

@@ -1,5 +1,6 @@
 """``jaxscale quickstart``: the main job, end to end, on real text in a few minutes."""
 
+import contextlib
 from collections.abc import Sequence
 
 import jax
@@ -13,6 +14,7 @@ from jaxscale.recipes.quickstart import (
     run,
 )
 from jaxscale.recipes.serve_trained import check_client
+from jaxscale.training.lock import locked
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -28,12 +30,13 @@ def main(arguments: Sequence[str]) -> int:
         prog="jaxscale quickstart",
         description="Train a small model on real text, save, restore, prune, serve.",
     )
-    with usage_errors():
-        check_client()
-        make_room(config.output_dir)
-        config.output_dir.mkdir(parents=True, exist_ok=True)
-    # Without a GPU, four simulated devices stand in for a machine of four.
-    jax.config.update("jax_num_cpu_devices", SIMULATED_DEVICES)
-    with training_errors():
-        run(config)
+    with contextlib.ExitStack() as stack:
+        with usage_errors():
+            check_client()
+            stack.enter_context(locked(config.output_dir))
+            make_room(config.output_dir)
+        # Without a GPU, four simulated devices stand in for a machine of four.
+        jax.config.update("jax_num_cpu_devices", SIMULATED_DEVICES)
+        with training_errors():
+            run(config)
     return 0

@@ -81,8 +81,7 @@ def main(arguments: Sequence[str]) -> int:
     resume = command.resume == "auto"
     result = train(command.config, resume=resume)
     if jax.process_index() == 0:
-        directory = Path(command.config.output_dir)
-        page = write_page(directory, directory / "report.html")
+        page = _page(command.config)
         print(f"{_report(command.config, result)}; report: {page}")
     return 1 if result.interrupted else 0
 
@@ -126,7 +125,15 @@ def train(config: TrainConfig, *, resume: bool = False) -> FitResult:
         with usage_errors():
             check_same_settings(config)
             of_first_or_error(lambda: stack.enter_context(locked(directory)))
-        return _train(config, directory, resume=resume)
+        result = _train(config, directory, resume=resume)
+        if jax.process_index() == 0:
+            write_page(directory, _page(config))
+        return result
+
+
+def _page(config: TrainConfig) -> Path:
+    """Where the report of a run stands."""
+    return Path(config.output_dir) / "report.html"
 
 
 def _train(config: TrainConfig, directory: Path, *, resume: bool) -> FitResult:

@@ -43,6 +43,7 @@ from jaxscale.training import (
 )
 from jaxscale.training import run as run_directory
 from jaxscale.training.config import MAX_SEED, MAX_STEPS
+from jaxscale.training.lock import LOCK_FILE
 
 
 SIMULATED_DEVICES = 4
@@ -370,14 +371,21 @@ def make_room(directory: Path) -> None:
     Raises:
         ValueError: `directory` is or holds something else.
     """
-    if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
+    if not directory.exists():
         return
-    if not run_directory.is_run(directory):
+    there = [directory]
+    if directory.is_dir():  # but for the lock, which may be ours
+        there = [path for path in directory.iterdir() if path.name != LOCK_FILE]
+    if there and not run_directory.is_run(directory):
         raise ValueError(
             f"output_dir {directory} is or holds what is no run of jaxscale; choose "
             "another directory"
         )
-    shutil.rmtree(directory)
+    for path in there:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _report_training(

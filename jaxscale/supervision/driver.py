@@ -85,14 +85,16 @@ class Driver:
         """Run the job; the exit code.
 
         Raises:
-            ValueError: another driver works here, the state is damaged, the address
-                cannot be listened at, or too few files may be open.
+            ValueError: another driver works here, the state is damaged, others may
+                write to the compiled programs, the address cannot be listened at, or
+                too few files may be open.
             GaveUp: it is of no use to go on.
         """
         with state.locked(self._directory):
             self._state = state.read(
                 self._directory, os.environ.get(protocol.SECRET, "")
             )
+            state.programs(self._directory)  # raises where others may write
             limits.allow_connections(2 * self._config.hosts)  # spare ones too
             self._hosts = Hosts(
                 self._state.secret, self._directory, report=self._report

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxscale.supervision import handshake, phases, protocol
+from jaxscale.supervision import handshake, phases, protocol, state
 from jaxscale.supervision.events import VARIABLE
 
 
@@ -194,7 +194,7 @@ class Executor:
                 await self._start_rank(
                     start, number, _environment(start, number, index)
                 )
-            except OSError as error:  # no such command, no such directory
+            except (OSError, ValueError) as error:  # no such command or directory
                 self._tell(self._exit(number, 127, str(error)))
 
     async def _start_rank(
@@ -376,7 +376,7 @@ def _environment(
         mine["CUDA_VISIBLE_DEVICES"] = (
             visible[index] if index < len(visible) else str(index)
         )
-    mine.setdefault("JAX_COMPILATION_CACHE_DIR", f"{start.directory}/compiled")
+    mine["JAX_COMPILATION_CACHE_DIR"] = state.programs(Path(start.directory), environ)
     mine.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
     return mine
 

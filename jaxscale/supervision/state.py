@@ -6,9 +6,11 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from jaxscale.checks import private_folder
 
 
 STATE_FILE = "state.json"
@@ -178,3 +180,17 @@ def locked(directory: Path) -> Iterator[None]:
         file.write(str(os.getpid()))
         file.flush()
         yield
+
+
+def programs(directory: Path, environ: Mapping[str, str] = os.environ) -> str:
+    """Where ranks keep compiled programs: the user's own cache, or beside the run.
+
+    Args:
+        directory: That of the driver.
+        environ: The variables of this process.
+
+    Raises:
+        ValueError: others may write to it, or it cannot be made.
+    """
+    own = environ.get("JAX_COMPILATION_CACHE_DIR")
+    return str(private_folder(directory / "compiled")) if own is None else own

@@ -7,6 +7,8 @@ from pathlib import Path
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from jaxscale.checks import private_folder
+
 
 @contextlib.contextmanager
 def programs_in(folder: Path, platform: str) -> Iterator[None]:
@@ -22,11 +24,14 @@ def programs_in(folder: Path, platform: str) -> Iterator[None]:
         folder: Of the run; to load a program can run any code, so only the user may
             write there.
         platform: Of the devices.
+
+    Raises:
+        ValueError: others may write to the folder, or it cannot be made.
     """
     if platform != "gpu" or jax.config.jax_compilation_cache_dir:
         yield
         return
-    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_compilation_cache_dir", str(private_folder(folder)))
     compilation_cache.reset_cache()
     try:
         yield

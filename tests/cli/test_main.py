@@ -1,5 +1,6 @@
 """The command line before any command runs: help, version, what is missing."""
 
+import errno
 import subprocess
 import sys
 
@@ -76,3 +77,13 @@ def test_how_a_run_may_end(error, code):
     with pytest.raises(RunFailed, match=str(error)) as raised, training_errors():
         raise error
     assert raised.value.code == code
+
+
+def test_a_full_disk_ends_a_run_with_the_code_of_what_was_not_written():
+    full = OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
+    told = r"No space left on device \(metrics.jsonl\): .* make room"
+    with pytest.raises(RunFailed, match=told) as raised, training_errors():
+        raise full
+    assert raised.value.code == 4
+    with pytest.raises(PermissionError), training_errors():
+        raise PermissionError(errno.EACCES, "no")

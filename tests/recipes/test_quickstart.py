@@ -156,7 +156,7 @@ def test_other_files_are_not_removed(tmp_path, capsys):
     assert "holds what is no run of jaxscale" in capsys.readouterr().err
     file = tmp_path / "thesis.txt"
     assert main(["quickstart", "--output-dir", str(file)]) == 2
-    assert "thesis.txt is or holds" in capsys.readouterr().err
+    assert "thesis.txt is a file; choose a directory" in capsys.readouterr().err
     assert file.read_text() == "years of work"
 
 

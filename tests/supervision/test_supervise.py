@@ -17,9 +17,11 @@ from jaxscale.supervision import (
     Deadlines,
     GaveUp,
     SuperviseConfig,
+    protocol,
     read_events,
     supervise,
 )
+from jaxscale.supervision.executor import _environment
 from jaxscale.supervision.state import DONE, State, read
 from tests.supervision.fake_rank import unbroken
 
@@ -100,6 +102,34 @@ def test_a_fault_is_noticed_and_the_trace_has_no_gap(
     assert event["t0"] - float((tmp_path / "struck").read_text()) < seconds
     assert (again["name"], again["cycle"]) == ("running", 2)
     nothing_runs(tmp_path)
+
+
+def test_compiled_programs_are_of_the_user_alone(run, tmp_path, monkeypatch):
+    """To load one can run any code; a cache of the user's own is theirs to guard."""
+    start = protocol.Start(
+        cycle=1,
+        ranks=[0],
+        processes=1,
+        coordinator="",
+        command=[],
+        directory=str(tmp_path / "supervisor"),
+        resume_before=0,
+        is_first=True,
+        skips=[],
+    )
+    folder = tmp_path / "supervisor" / "compiled"
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    assert _environment(start, 0, 0, {})["JAX_COMPILATION_CACHE_DIR"] == str(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o720)
+    refused = f"others may write to {folder}, and to load a program can run any code: "
+    with pytest.raises(ValueError, match=refused):
+        _environment(start, 0, 0, {})
+    with pytest.raises(ValueError, match=refused):
+        run()
+    assert not (tmp_path / "metrics.jsonl").exists()
+    own = {"JAX_COMPILATION_CACHE_DIR": "/own"}
+    assert _environment(start, 0, 0, own)["JAX_COMPILATION_CACHE_DIR"] == "/own"
 
 
 def test_an_executor_that_is_silent_is_replaced(run, tmp_path):

@@ -41,6 +41,20 @@ def test_programs_are_kept_and_found(tmp_path):
     assert jax.config.jax_compilation_cache_dir is None
 
 
+def test_a_folder_that_others_write_to_is_refused(tmp_path):
+    folder = tmp_path / "programs"
+    with programs_in(folder, "gpu"):
+        assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o770)
+    with (
+        pytest.raises(
+            ValueError, match=rf"others may write to {folder}, and .* delete"
+        ),
+        programs_in(folder, "gpu"),
+    ):
+        pass
+
+
 def test_an_error_leaves_no_cache_behind(tmp_path):
     with pytest.raises(KeyError), programs_in(tmp_path / "programs", "gpu"):
         raise KeyError

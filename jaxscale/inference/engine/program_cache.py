@@ -25,6 +25,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 import jaxscale
 import pallas_kernels
+from jaxscale.checks import private_folder
 
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -60,17 +61,8 @@ class ProgramCache:
         Raises:
             ValueError: the folder cannot be made, or others may write to it.
         """
-        self.folder, self.devices = Path(folder).expanduser(), list(devices)
-        try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            found = self.folder.stat()
-        except OSError as e:
-            raise ValueError(f"cannot keep programs in {self.folder}: {e}") from e
-        if found.st_uid != os.getuid() or found.st_mode & 0o022:
-            raise ValueError(
-                f"others may write to {self.folder}, and to load a program can run "
-                "any code: name a folder that only you may write to"
-            )
+        self.folder = private_folder(Path(folder).expanduser())
+        self.devices = list(devices)
 
     def compile(
         self, traced: jax.stages.Traced, placement: str = ""

@@ -83,7 +83,11 @@ def _step_of(line: str) -> float:
 
 
 class TensorBoardWriter(Writer):
-    """Scalars for TensorBoard."""
+    """Scalars for TensorBoard.
+
+    Each record is on the disk when `write` returns: the thread that tensorboardX has
+    for that ends without a word where a disk is full, and its caller waits for good.
+    """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         """Name the directory; it is opened by `start`.
@@ -92,28 +96,43 @@ class TensorBoardWriter(Writer):
             ImportError: tensorboardX is not installed.
         """
         try:
-            from tensorboardX import SummaryWriter
+            import tensorboardX  # noqa: F401
         except ImportError as error:
             raise ImportError(
                 "TensorBoardWriter needs tensorboardX: pip install 'jaxscale[train]'"
             ) from error
-        self._open = lambda **options: SummaryWriter(str(directory), **options)
-        self._writer: Any = None
+        self._directory = Path(directory)
+        self._file: Any = None
 
     def start(self, first_step: int, total_steps: int) -> None:
         """Open the event file; points of later steps are hidden."""
-        self._writer = self._open(purge_step=first_step + 1)
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import SessionLog
+
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._file = EventsWriter(str(self._directory / "events"))
+        began = SessionLog(status=SessionLog.START)
+        self._add(first_step + 1, session_log=began)
 
     def write(self, record: Record) -> None:
         """Add each finite number under its own name."""
+        from tensorboardX.summary import scalar
+
+        step = int(record["step"] or 0)
         for name, value in record.items():
             if name != "step" and value is not None:
-                self._writer.add_scalar(name, value, record["step"])
+                self._add(step, summary=scalar(name, value))
+        self._file.flush()
 
     def close(self) -> None:
-        """Write what is left."""
-        if self._writer is not None:
-            self._writer.close()
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+    def _add(self, step: int, **content: Any) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+
+        self._file.write_event(Event(step=step, wall_time=time.time(), **content))
 
 
 class ProgressBar(Writer):
@@ -233,6 +252,9 @@ class Monitor:
     def __exit__(self, *error: object) -> None:
         with contextlib.ExitStack() as stack:  # closes all, whatever fails
             for writer in self._writers:
+                # A full disk must not take the place of what has gone wrong before.
+                also = (OSError,) if error[0] is not None else ()
+                stack.enter_context(contextlib.suppress(*also))
                 stack.callback(writer.close)
             stack.callback(self._devices.__exit__)
             stack.callback(self._thread.join)

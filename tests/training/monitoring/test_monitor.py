@@ -1,8 +1,10 @@
 """Records, their arithmetic with a clock of ours, and the writers."""
 
+import errno
 import json
 import math
 import re
+import resource
 import sys
 import threading
 import time
@@ -225,6 +227,53 @@ def test_tensorboard_gets_the_finite_numbers(tmp_path):
     content = file.read_bytes()
     assert b"loss" in content
     assert b"mfu_full" not in content
+
+
+@pytest.mark.parametrize("kind", [TensorBoardWriter, JsonlWriter])
+def test_a_full_disk_is_an_error_and_no_wait(tmp_path, kind):
+    """The limit of a file's size stands for that of the disk."""
+    writer, raised = kind(tmp_path / "records"), []
+    writer.start(0, 100)
+
+    def write():
+        for step in range(1, 101):
+            try:
+                writer.write({"step": step, "loss": 1.0, "rate": 2.0})
+            except OSError as error:
+                raised.append(error)
+
+    thread = threading.Thread(target=write, daemon=True)
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, most))
+    try:
+        thread.start()
+        thread.join(60)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    assert not thread.is_alive() and raised
+    writer.close()
+
+
+def test_a_full_disk_at_the_end_does_not_hide_what_went_wrong_before():
+    class Full(Memory):
+        def close(self):
+            super().close()
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def run(error):
+        first, last = Full(), Full()
+        try:
+            with Monitor([first, last], num_devices=1, total_steps=1) as monitor:
+                monitor.start(0)
+                if error is not None:
+                    raise error
+        finally:
+            assert first.closed and last.closed
+
+    with pytest.raises(ZeroDivisionError):
+        run(ZeroDivisionError())
+    with pytest.raises(OSError, match="No space left"):
+        run(None)
 
 
 def test_progress_bar_shows_the_main_numbers(capsys):
