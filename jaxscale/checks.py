@@ -89,3 +89,8 @@ def private_folder(folder: Path) -> Path:
             "delete it, or name a folder that only you may write to"
         )
     return folder
+
+
+def pip_install(extra: str) -> str:
+    """The command that installs an extra: from a clone, for PyPI has no release yet."""
+    return f"pip install '.[{extra}]' in a clone of jaxscale"

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
+from jaxscale.checks import pip_install
 from jaxscale.cli.errors import RunFailed, UsageError, suggestion
 
 
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"use one of {', '.join(COMMANDS)}"
             )
         if name == "train":
-            supervise = _load("supervise")  # which needs no jax
+            supervise = _load("supervise", "train")  # which needs no jax
             if supervise.is_supervised(rest):
                 return supervise.train(rest)
         return _load(name).main(rest)
@@ -83,16 +84,18 @@ def _failed(error: Exception, code: int) -> int:
     return code
 
 
-def _load(command: str) -> ModuleType:
+def _load(module: str, command: str | None = None) -> ModuleType:
+    """The module of a command, `module` if that is its name."""
+    command = command or module
     try:
-        return importlib.import_module(f"jaxscale.cli.{command.replace('-', '_')}")
+        return importlib.import_module(f"jaxscale.cli.{module.replace('-', '_')}")
     except ModuleNotFoundError as error:
         if not error.name or error.name.startswith("jaxscale"):
             raise
         extra = _EXTRAS.get(command, "train")
         raise UsageError(
             f"{command} needs {error.name.partition('.')[0]}, which is not installed; "
-            f"pip install 'jaxscale[{extra}]'"
+            + pip_install(extra)
         ) from error
 
 

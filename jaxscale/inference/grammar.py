@@ -1,7 +1,7 @@
 """Masks of tokens for texts that must follow a schema, a pattern or a choice.
 
 The work is done by `llguidance`, an optional dependency
-(``pip install 'jaxscale[infer]'``): an Earley parser over the bytes of all tokens,
+(extra ``infer``): an Earley parser over the bytes of all tokens,
 which takes microseconds a mask. Here are the bounds that strangers' grammars need.
 """
 
@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
+from jaxscale.checks import pip_install
 from jaxscale.inference.request import Guide, InvalidRequest, Overloaded
 from jaxscale.models.tokenizer import Tokenizer
 
@@ -354,6 +355,6 @@ def _require_llguidance() -> ModuleType:
         import llguidance.numpy
     except ImportError as error:
         raise ImportError(
-            "guided texts need llguidance: pip install 'jaxscale[infer]'"
+            f"guided texts need llguidance: {pip_install('infer')}"
         ) from error
     return llguidance

@@ -1,6 +1,7 @@
 """Jinja templates rendered by processes with bounded time and memory.
 
 A template comes with a model, and the model from anywhere. Jinja's sandbox keeps it
+from jaxscale.checks import pip_install
 from Python's internals, but not from a filter that takes gigabytes or minutes, so
 templates never run in this process: not even to be compiled, which evaluates what is
 constant.
@@ -112,9 +113,7 @@ class Workers:
         for name in ("jinja2", "markupsafe"):
             found = importlib.util.find_spec(name)
             if found is None or found.origin is None:
-                raise ImportError(
-                    "chat templates need jinja2: pip install 'jaxscale[infer]'"
-                )
+                raise ImportError(f"chat templates need jinja2: {pip_install('infer')}")
             folders.append(str(Path(found.origin).parents[1]))
         limits = (self._seconds, self._memory, self._characters)
         # Keys of the server are in its environment: the template sees nothing of it.

@@ -1,7 +1,7 @@
 """Text to token ids and back: a ``tokenizer.json``, or byte-level BPE trained here.
 
 The work is done by the `tokenizers` library of Hugging Face, an optional dependency
-(``pip install 'jaxscale[infer]'``, or ``train``). This module adds what a language
+(extra ``infer`` or ``train``). This module adds what a language
 model needs around it: the ids that begin, end and pad a document, and encoding that
 never turns the text of a document into a control token.
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from jaxscale.checks import pip_install
 from jaxscale.models.hf.checksums import remove_checksums
 from jaxscale.models.tokenizer_files import (
     CONFIG_FILE,
@@ -593,6 +594,6 @@ def _require_tokenizers() -> ModuleType:
     except ImportError as error:
         raise ImportError(
             "jaxscale.models.Tokenizer needs the tokenizers library: "
-            "pip install 'jaxscale[infer]', or 'jaxscale[train]'"
+            + pip_install("infer")
         ) from error
     return tokenizers

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from jaxscale.checks import pip_install
+
 
 _SECONDS = 0.1
 
@@ -161,7 +163,7 @@ def progress_bar(
         bar = Bar(name, total, stderr=True)
     except ImportError as error:
         raise ImportError(
-            "the progress bar needs rich: pip install 'jaxscale[serve]', or pass "
+            f"the progress bar needs rich: {pip_install('serve')}, or pass "
             "progress=False"
         ) from error
     done = 0

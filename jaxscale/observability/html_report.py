@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
+from jaxscale.checks import pip_install
+
 
 _STYLE = """
 :root { color-scheme: light; }
@@ -43,7 +45,7 @@ def plotly(module: str) -> ModuleType:
         return importlib.import_module(f"plotly.{module}")
     except ImportError as error:
         raise ImportError(
-            "plots need plotly; install it with: pip install 'jaxscale[train]'"
+            f"plots need plotly; install it with: {pip_install('train')}"
         ) from error
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxscale.checks import pip_install
 from jaxscale.observability.goodput import goodput
 from jaxscale.observability.run import Run
 from jaxscale.supervision import phases
@@ -37,7 +38,7 @@ def write_tensorboard(run: Run, directory: str | os.PathLike[str]) -> None:
         from tensorboardX import SummaryWriter
     except ImportError as error:
         raise ImportError(
-            "write_tensorboard needs tensorboardX: pip install 'jaxscale[train]'"
+            f"write_tensorboard needs tensorboardX: {pip_install('train')}"
         ) from error
     with SummaryWriter(str(directory)) as writer:
         _write_steps(run, writer)

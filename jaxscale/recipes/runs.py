@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from jaxscale.checks import pip_install
 from jaxscale.models import ENCODER_PRESETS, config_from_hf, encoder_preset, preset
 from jaxscale.models.hf.files import Checkpoint
 from jaxscale.models.hf.hub import local_directory
@@ -107,8 +108,7 @@ def check_machine(config: TrainConfig) -> None:
     for package in ("grain", "orbax", "rich", "tensorboardX", "tokenizers"):
         if importlib.util.find_spec(package) is None:
             raise ImportError(
-                f"train needs {package}, which is not installed; "
-                "pip install 'jaxscale[train]'"
+                f"train needs {package}, which is not installed; {pip_install('train')}"
             )
     for package in config.trackers:
         if importlib.util.find_spec(package) is None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxscale.checks import pip_install
 from jaxscale.inference import EngineConfig
 from jaxscale.models import Decoder, Tokenizer
 from jaxscale.observability.html_report import Report
@@ -75,7 +76,7 @@ def check_client() -> None:
     except ImportError as error:
         raise ImportError(
             f"the quickstart needs {error.name}, which is not installed; "
-            "pip install 'jaxscale[quickstart]'"
+            + pip_install("quickstart")
         ) from error
 
 

@@ -53,7 +53,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, capsys):
     assert cli.main(["generate", "--help"]) == 2
     assert capsys.readouterr().err == (
         "jaxscale: error: generate needs tyro, which is not installed; "
-        "pip install 'jaxscale[train]'\n"
+        "pip install '.[train]' in a clone of jaxscale\n"
     )
 
 

@@ -114,7 +114,9 @@ def test_an_answer_that_depends_on_others_is_an_error(monkeypatch):
 def test_a_missing_client_is_named_with_its_extra(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "openai", None)
     assert main(["quickstart", "--output-dir", str(tmp_path)]) == 2
-    assert "pip install 'jaxscale[quickstart]'" in capsys.readouterr().err
+    assert (
+        "pip install '.[quickstart]' in a clone of jaxscale" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxscale.checks import check_choice, check_integers, check_positive
+from jaxscale.checks import check_choice, check_integers, check_positive, pip_install
 from jaxscale.inference.load.workload import arrivals, lengths
 
 
@@ -372,5 +372,5 @@ def _require_client() -> ModuleType:
         return httpx
     except ImportError as error:
         raise ImportError(
-            "the load generator needs httpx2: pip install 'jaxscale[serve]'"
+            f"the load generator needs httpx2: {pip_install('serve')}"
         ) from error

@@ -3,13 +3,16 @@
 ``jaxscale serve PATH`` starts it from the command line. It needs the extra ``serve``.
 """
 
+from jaxscale.checks import pip_install
+
+
 try:
     import fastapi  # noqa: F401
     import prometheus_client  # noqa: F401
     import uvicorn  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        f"the HTTP server needs {error.name}: pip install 'jaxscale[serve]'"
+        f"the HTTP server needs {error.name}: {pip_install('serve')}"
     ) from error
 
 from jaxscale.inference.server.app import create_app

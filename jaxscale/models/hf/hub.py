@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from jaxscale.checks import pip_install
+
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 _FILES = ["*.json", "*.safetensors", "*.jinja"]
@@ -41,7 +43,7 @@ def local_directory(source: str | Path) -> Path:
     except ImportError as error:
         raise ImportError(
             f"{source!r} is no directory here; to take it from the Hugging Face hub, "
-            "huggingface_hub is needed: pip install 'jaxscale[infer]'"
+            f"huggingface_hub is needed: {pip_install('infer')}"
         ) from error
     name, _, revision = source.partition("@")
     try:

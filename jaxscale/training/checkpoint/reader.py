@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxscale.checks import pip_install
 from jaxscale.training.checkpoint.array_names import flatten, named_leaves, nest
 from jaxscale.training.checkpoint.record import CheckpointRecord
 from jaxscale.training.checkpoint.replicas import is_read_here, reading_place, spread
@@ -347,7 +348,5 @@ def require_orbax() -> ModuleType:
     try:
         import orbax.checkpoint as ocp
     except ImportError as error:
-        raise ImportError(
-            "checkpoints need Orbax: pip install 'jaxscale[train]'"
-        ) from error
+        raise ImportError(f"checkpoints need Orbax: {pip_install('train')}") from error
     return ocp

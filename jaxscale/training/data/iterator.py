@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
 
+from jaxscale.checks import pip_install
+
 
 MAX_PREFETCH = 1000
 """Most batches made ahead of time."""
@@ -126,7 +128,5 @@ def _require_grain() -> ModuleType:
     try:
         import grain
     except ImportError as error:
-        raise ImportError(
-            "batches need Grain: pip install 'jaxscale[train]'"
-        ) from error
+        raise ImportError(f"batches need Grain: {pip_install('train')}") from error
     return grain

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxscale.checks import pip_install
+
 
 RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 """Endings of the files that hold records."""
@@ -165,7 +167,7 @@ def _parquet(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     except ImportError as error:
         raise ImportError(
             f"paths: {file} is a Parquet table, for which pyarrow is needed; "
-            "pip install 'jaxscale[parquet]'"
+            + pip_install("parquet")
         ) from error
     number = 0
     try:

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from jaxscale.checks import pip_install
 from jaxscale.observability.bar import Bar
 from jaxscale.supervision import EventLog, phases
 from jaxscale.training.hardware import mfu
@@ -99,7 +100,7 @@ class TensorBoardWriter(Writer):
             import tensorboardX  # noqa: F401
         except ImportError as error:
             raise ImportError(
-                "TensorBoardWriter needs tensorboardX: pip install 'jaxscale[train]'"
+                f"TensorBoardWriter needs tensorboardX: {pip_install('train')}"
             ) from error
         self._directory = Path(directory)
         self._file: Any = None
@@ -148,7 +149,7 @@ class ProgressBar(Writer):
             import rich  # noqa: F401
         except ImportError as error:
             raise ImportError(
-                "ProgressBar needs rich: pip install 'jaxscale[train]'"
+                f"ProgressBar needs rich: {pip_install('train')}"
             ) from error
         self._description = description
         self._bar: Bar | None = None
