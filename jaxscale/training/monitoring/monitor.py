@@ -104,15 +104,17 @@ class TensorBoardWriter(Writer):
             ) from error
         self._directory = Path(directory)
         self._file: Any = None
+        self._proto: Any = None
 
     def start(self, first_step: int, total_steps: int) -> None:
         """Open the event file; points of later steps are hidden."""
         from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto.event_pb2 import SessionLog
+        from tensorboardX.proto import event_pb2
 
+        self._proto = event_pb2  # whose names are made when it is imported
         self._directory.mkdir(parents=True, exist_ok=True)
         self._file = EventsWriter(str(self._directory / "events"))
-        began = SessionLog(status=SessionLog.START)
+        began = self._proto.SessionLog(status=self._proto.SessionLog.START)
         self._add(first_step + 1, session_log=began)
 
     def write(self, record: Record) -> None:
@@ -131,9 +133,8 @@ class TensorBoardWriter(Writer):
             self._file.close()
 
     def _add(self, step: int, **content: Any) -> None:
-        from tensorboardX.proto.event_pb2 import Event
-
-        self._file.write_event(Event(step=step, wall_time=time.time(), **content))
+        event = self._proto.Event(step=step, wall_time=time.time(), **content)
+        self._file.write_event(event)
 
 
 class ProgressBar(Writer):
