@@ -207,7 +207,7 @@ class Encoder:
         """One vector for each text, in fp32.
 
         Args:
-            texts: Texts, or pairs of texts.
+            texts: Texts, pairs of texts, or token ids of texts, in any mixture.
             token_budget: Most tokens of a row on each device. More keep a large GPU
                 busy; the results do not depend on it. None is 16,384, or on a CPU 512,
                 doubled until the longest text fits.
@@ -277,7 +277,7 @@ class Encoder:
         """Return the packing that `encode` would use.
 
         Args:
-            texts: Texts, or pairs of texts.
+            texts: Texts, pairs of texts, or token ids of texts, in any mixture.
             token_budget: Most tokens of a row on each device.
             truncate: Cut texts of more than `max_length` tokens; otherwise they are an
                 error.
