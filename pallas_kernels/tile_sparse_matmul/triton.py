@@ -153,7 +153,7 @@ def _check(x: jax.Array, w: TileSparse, device: DeviceSpec | None) -> None:
     if importlib.util.find_spec("jax_triton") is None:
         raise Unsupported(
             "tile_sparse_matmul: the Triton kernel needs jax-triton; install"
-            " '.[triton]' in a clone of jaxscale or use implementation='xla'"
+            " 'jaxscale[triton]' or use implementation='xla'"
         )
 
 
