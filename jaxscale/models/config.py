@@ -394,6 +394,8 @@ class DecoderConfig:
     ) -> None:
         """Check, before anything is compiled, that the model divides over a mesh.
 
+        A vocabulary need not: tables are padded (`jaxscale.models.vocabulary`).
+
         Args:
             mesh_sizes: Size of each mesh axis, as ``dict(mesh.shape)``.
             rules: Mesh axes of each logical axis.
@@ -418,7 +420,6 @@ class DecoderConfig:
             ("num_heads", self.num_heads, ("heads", "act_heads")),
             ("num_kv_heads", self.num_kv_heads, ("kv_heads", "act_kv_heads")),
             ("d_ff", self.d_ff, ("mlp", "act_mlp")),
-            ("vocab_size", self.vocab_size, ("vocab", "act_vocab")),
             ("d_model", self.d_model, ("embed", "act_embed", "norm")),
             ("num_layers", self.num_layers, ("layers",)),
             ("batch_size", batch_size, ("batch",)),

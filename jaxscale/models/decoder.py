@@ -24,10 +24,11 @@ from jaxscale.models.stack import (
     run_stack,
 )
 from jaxscale.models.stack_layout import flat_stack
+from jaxscale.models.vocabulary import real_logits, rows_in_context
 from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.blocks import Block, make_norm
 from jaxscale.nn.context import state_of_part
-from jaxscale.nn.embeddings import Embed
+from jaxscale.nn.embeddings import NORMAL_INIT, Embed, zero_behind
 from jaxscale.nn.linear import Linear
 from jaxscale.nn.quantized_linear import QuantizedLinear
 from jaxscale.nn.self_attention import (
@@ -115,17 +116,19 @@ class Decoder(nnx.Module):
         self.quantization = quantization
         types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
 
-        def table(rows: int, row_axis: str | None) -> Embed:
+        def table(count: int, row_axis: str | None, rows: int | None = None) -> Embed:
             return Embed(
-                rows,
+                count,
                 config.d_model,
+                rows=rows,
                 row_axis=row_axis,
                 rules=rules,
                 rngs=rngs,
                 **types,
             )
 
-        self.embed = table(config.vocab_size, "vocab")
+        rows = rows_in_context(config.vocab_size, rules)
+        self.embed = table(config.vocab_size, "vocab", rows)
         learned = config.position == "learned"
         self.positions = table(config.max_seq_len, None) if learned else None
 
@@ -149,7 +152,7 @@ class Decoder(nnx.Module):
             rngs=rngs,
             **types,
         )
-        head = None if config.tie_embeddings else self._make_lm_head(rngs)
+        head = None if config.tie_embeddings else self._make_lm_head(rows, rngs)
         self.lm_head: Linear | QuantizedLinear | None = head
 
     def for_inference(self, mesh: Mesh | None = None) -> "Decoder":
@@ -357,7 +360,12 @@ class Decoder(nnx.Module):
                 logits += constrain(bias.astype(jnp.float32), axes[-1:], self.rules)
         if (cap := self.logit_softcap) is not None:
             logits = cap * jnp.tanh(logits / cap)
-        return logits
+        return real_logits(logits, self.vocab_size, self.rules)
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that have logits; tables may have more rows on a mesh."""
+        return self.config.vocab_size
 
     @property
     def logit_softcap(self) -> float | None:
@@ -368,6 +376,8 @@ class Decoder(nnx.Module):
         self,
     ) -> tuple[Float[Array, "D V"], Float[Array, "V"] | None]:
         """The kernel and the bias that give the logits that `logit_softcap` bounds.
+
+        Columns from `vocab_size` on are padding.
 
         Raises:
             ValueError: the model is quantized, so there is no kernel to train.
@@ -382,15 +392,16 @@ class Decoder(nnx.Module):
         bias = self.lm_head.bias
         return self.lm_head.kernel[...], None if bias is None else bias[...]
 
-    def _make_lm_head(self, rngs: nnx.Rngs) -> Linear:
+    def _make_lm_head(self, rows: int, rngs: nnx.Rngs) -> Linear:
         return Linear(
             self.config.d_model,
-            self.config.vocab_size,
+            rows,
             kernel_axes=("embed", "vocab"),
             out_axes=("batch", None, "act_vocab"),
             use_bias=self.config.lm_head_bias,
             dtype=self.dtype,
             param_dtype=self.param_dtype,
+            kernel_init=zero_behind(NORMAL_INIT, 1, self.config.vocab_size),
             rules=self.rules,
             rngs=rngs,
         )

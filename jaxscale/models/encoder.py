@@ -25,6 +25,7 @@ from jaxscale.models.stack import (
     run_stack,
     unstacked,
 )
+from jaxscale.models.vocabulary import rows_in_context
 from jaxscale.nn.blocks import Block
 from jaxscale.nn.convolution import SequenceConvolution
 from jaxscale.nn.disentangled import DisentangledAttention
@@ -121,10 +122,16 @@ class EncoderModel(nnx.Module):
         self.quantization = quantization
         types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
 
-        def table(rows: int, row_axis: str | None, width: int | None = None) -> Embed:
+        def table(
+            count: int,
+            row_axis: str | None,
+            width: int = config.table_dim,
+            rows: int | None = None,
+        ) -> Embed:
             return Embed(
-                rows,
-                width or config.table_dim,
+                count,
+                width,
+                rows=rows,
                 row_axis=row_axis,
                 rules=rules,
                 rngs=rngs,
@@ -164,9 +171,11 @@ class EncoderModel(nnx.Module):
                 **types,
             )
 
-        self.embed = table(config.vocab_size, "vocab")
-        learned, rows = config.position == "learned", config.max_seq_len
-        self.positions = table(rows + config.position_offset, None) if learned else None
+        rows = rows_in_context(config.vocab_size, rules)
+        self.embed = table(config.vocab_size, "vocab", rows=rows)
+        learned, places = config.position == "learned", config.max_seq_len
+        places += config.position_offset
+        self.positions = table(places, None) if learned else None
         typed = config.token_types > 0
         self.token_types = table(config.token_types, None) if typed else None
         self.embed_norm = norm(config.table_dim)
@@ -282,6 +291,8 @@ class EncoderModel(nnx.Module):
         self,
     ) -> tuple[Float[Array, "width answers"], Float[Array, "answers"] | None]:
         """Kernel and bias that turn the features of the head into logits.
+
+        Columns past the vocabulary, which the tables of some meshes have, are padding.
 
         Raises:
             ValueError: there is no head, or it is a pooler.

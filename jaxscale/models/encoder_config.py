@@ -324,6 +324,8 @@ class EncoderConfig:
     ) -> None:
         """Check, before anything is compiled, that the model divides over a mesh.
 
+        A vocabulary need not: tables are padded (`jaxscale.models.vocabulary`).
+
         Args:
             mesh_sizes: Size of each mesh axis, as ``dict(mesh.shape)``.
             rules: Mesh axes of each logical axis.
@@ -339,7 +341,6 @@ class EncoderConfig:
         divided: list[Divided] = [
             ("num_heads", self.num_heads, heads),
             ("d_ff", self.d_ff, ("mlp", "act_mlp")),
-            ("vocab_size", self.vocab_size, ("vocab", "act_vocab")),
             ("d_model", self.d_model, ("embed", "act_embed", "norm")),
             ("embed_dim", self.embed_dim, ("embed", "act_embed", "norm")),
             ("num_layers", layers, ("layers",)),

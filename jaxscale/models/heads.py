@@ -16,6 +16,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxscale.checks import check_choice
 from jaxscale.models.encoder_config import EncoderConfig
+from jaxscale.models.vocabulary import real_logits, rows_in_context
+from jaxscale.nn.embeddings import NORMAL_INIT, zero_behind
 from jaxscale.nn.linear import Linear
 from jaxscale.nn.norms import LayerNorm
 from jaxscale.nn.packing import cu_seqlens_of_rows
@@ -220,7 +222,10 @@ class Head(nnx.Module):
         if masked_lm and vocab_size is None:
             raise ValueError("vocab_size None: a masked_lm head needs the vocabulary")
         width = (table_dim or d_model) if masked_lm else d_model
-        answers = (vocab_size or 0) if masked_lm else config.num_labels
+        answers = columns = (vocab_size or 0) if masked_lm else config.num_labels
+        if masked_lm:
+            columns = rows_in_context(answers, rules)
+        self.answers = answers
         column_axis = "vocab" if masked_lm else None
         tied = tied and masked_lm
 
@@ -239,10 +244,11 @@ class Head(nnx.Module):
         def output() -> Linear:
             return Linear(
                 width,
-                answers,
+                columns,
                 kernel_axes=("embed", column_axis),
                 out_axes=("batch", None, "act_vocab" if masked_lm else None),
                 use_bias=config.bias,
+                kernel_init=zero_behind(NORMAL_INIT, 1, answers),
                 rules=rules,
                 rngs=rngs,
                 **types,
@@ -262,7 +268,7 @@ class Head(nnx.Module):
         self.norm = norm() if config.transform_norm else None
         self.output = None if tied or config.kind == "pooler" else output()
         zeros = partitioned(jax.nn.initializers.zeros, column_axis)
-        bias = zeros(rngs.params(), (answers,), param_dtype) if tied else None
+        bias = zeros(rngs.params(), (columns,), param_dtype) if tied else None
         self.bias = None if bias is None or not config.bias else nnx.Param(bias)
 
     def __call__(
@@ -293,9 +299,9 @@ class Head(nnx.Module):
             self.rules,
             preferred_element_type=jnp.float32,
         )
-        if bias is None:
-            return logits
-        return logits + constrain(bias.astype(jnp.float32), axes[-1:], self.rules)
+        if bias is not None:
+            logits += constrain(bias.astype(jnp.float32), axes[-1:], self.rules)
+        return real_logits(logits, self.answers, self.rules)
 
     def features(
         self,

@@ -1,7 +1,6 @@
 """A decoder made ready to serve: parameters as compiled programs read them best."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,13 +11,15 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jaxscale.models.config import DecoderConfig
 from jaxscale.models.stack import unstacked
+from jaxscale.models.vocabulary import fitted, ways_of
 from jaxscale.nn.blocks import MLP, Block
 from jaxscale.nn.embeddings import Embed
 from jaxscale.nn.joined import can_join
 from jaxscale.nn.linear import Linear
+from jaxscale.nn.quantized_linear import QuantizedLinear
 from jaxscale.nn.self_attention import Attention
 from jaxscale.sharding.parameters import place, shardings
-from jaxscale.sharding.rules import AxisRules, as_tuple
+from jaxscale.sharding.rules import AxisRules
 
 
 def for_inference[Model: nnx.Module](model: Model, mesh: Mesh | None = None) -> Model:
@@ -39,6 +40,8 @@ def for_inference[Model: nnx.Module](model: Model, mesh: Mesh | None = None) -> 
     mesh = None if mesh is None else serving_mesh(mesh)
     sizes = {} if mesh is None else dict(mesh.shape)
     if mesh is not None:
+        if not isinstance(result.lm_head, QuantizedLinear):  # which pads its own rows
+            result = fitted(result, sizes, rules)
         result = place(result, mesh, rules)
     return compiled(lambda model: prepared_model(model, sizes), result, mesh, rules)
 
@@ -113,7 +116,7 @@ def serving_config(
     Raises:
         ValueError: a mesh cannot split the model.
     """
-    ways = _ways(rules, sizes, "kv_heads")
+    ways = ways_of("kv_heads", sizes, rules)
     if _can_repeat(config, ways):
         config = dataclasses.replace(config, num_kv_heads=ways)
     if sizes:
@@ -142,18 +145,12 @@ def prepare[M: nnx.Module](module: M, rules: AxisRules, sizes: dict[str, int]) -
             _cast(part.table, part.dtype)
     for part in modules:
         if isinstance(part, Attention):
-            ways = _ways(rules, sizes, "kv_heads")
+            ways = ways_of("kv_heads", sizes, rules)
             _repeat_heads(part, ways)
             part.join_inputs(ways)
         elif isinstance(part, MLP):
-            part.join_inputs(_ways(rules, sizes, "mlp"))
+            part.join_inputs(ways_of("mlp", sizes, rules))
     return module
-
-
-def _ways(rules: AxisRules, sizes: dict[str, int], axis: str) -> int:
-    """Among how many devices a logical axis is split."""
-    names = as_tuple(rules.spec(axis)[0])
-    return math.prod(sizes.get(name, 1) for name in names)
 
 
 def _can_repeat(config: Any, ways: int) -> bool:

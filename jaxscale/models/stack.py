@@ -308,11 +308,10 @@ def look_up(
     lost, split = None, row_axes or [()] * len(lookups)
     if isinstance(state, Packed):
         placed = [constrain(at, ("batch", None), rules) for at, _ in lookups]
-        sizes = [
-            table.num_rows(axes)
-            for (_, table), axes in zip(lookups, split, strict=True)
+        outside = [
+            (at < 0) | (at >= table.num_embeddings)
+            for at, (_, table) in zip(placed, lookups, strict=True)
         ]
-        outside = [(at < 0) | (at >= n) for at, n in zip(placed, sizes, strict=True)]
         lost = state.in_sequence_with(functools.reduce(jnp.logical_or, outside), rules)
         tables = (table for _, table in lookups)
         inside = (jnp.where(lost, 0, at) for at in placed)

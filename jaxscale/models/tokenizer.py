@@ -522,6 +522,16 @@ class Tokenizer:
         """The ids of all control tokens, those without a role among them."""
         return sorted(self.control_tokens.values())
 
+    @property
+    def max_length(self) -> int | None:
+        """The most tokens of a text of its model, as `with_max_length` notes them; None
+        where nothing is noted, or a number that is no limit.
+        """
+        noted: Any = self._settings.get("model_max_length")
+        # Where there is no limit, files say a number of thirty digits.
+        is_limit = isinstance(noted, int | float) and 1 <= noted < 10**9
+        return int(noted) if is_limit else None
+
     def with_max_length(self, max_length: int) -> "Tokenizer":
         """Return this tokenizer with another note on how long texts of its model are.
 

@@ -5,7 +5,7 @@ Legend: B batch, T tokens, N heads, H head dim, D model, V vocabulary.
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -279,6 +279,29 @@ NORMAL_INIT = jax.nn.initializers.normal(0.02)
 """Initialization of tables and kernels in GPT-2 and LLaMA."""
 
 
+def zero_behind(init: Initializer, dimension: int, size: int) -> Initializer:
+    """`init` of the first `size` places of a dimension, and zeros behind them.
+
+    Args:
+        init: Initializer of a parameter.
+        dimension: The one that is padded.
+        size: Its places that are initialized, in the same way whatever is behind.
+
+    Example:
+        >>> init = zero_behind(jax.nn.initializers.ones, 1, 2)
+        >>> print(init(jax.random.key(0), (1, 3)))
+        [[1. 1. 0.]]
+    """
+
+    def padded(key: Any, shape: Any, *rest: Any, **options: Any) -> Array:
+        drawn, widths = list(shape), [(0, 0)] * len(shape)
+        drawn[dimension] = size
+        widths[dimension] = (0, shape[dimension] - size)
+        return jnp.pad(init(key, tuple(drawn), *rest, **options), widths)
+
+    return padded
+
+
 class Embed(nnx.Module):
     """A table of vectors, looked up by index.
 
@@ -295,6 +318,7 @@ class Embed(nnx.Module):
         num_embeddings: int,
         features: int,
         *,
+        rows: int | None = None,
         row_axis: str | None = "vocab",
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
@@ -305,7 +329,9 @@ class Embed(nnx.Module):
         """Make the table.
 
         Args:
-            num_embeddings: Rows of the table.
+            num_embeddings: Vectors, which indices choose from.
+            rows: Rows of the table, if there are more than vectors: zeros, which no
+                index finds, for devices among which the vectors do not divide.
             features: Columns of the table.
             row_axis: Logical axis of the rows, None where they are never split.
             dtype: Type of the result.
@@ -314,12 +340,16 @@ class Embed(nnx.Module):
             rules: Mesh axes of each logical axis.
             rngs: Source of the keys.
         """
+        rows = num_embeddings if rows is None else rows
+        if rows > num_embeddings:
+            table_init = zero_behind(table_init, 0, num_embeddings)
+        self.num_embeddings = num_embeddings
         self.axes = (row_axis, "embed")
         self.dtype = dtype
         self.rules = rules
         self.table = nnx.Param(
             partitioned(table_init, *self.axes)(
-                rngs.params(), (num_embeddings, features), param_dtype
+                rngs.params(), (rows, features), param_dtype
             )
         )
 
@@ -329,7 +359,7 @@ class Embed(nnx.Module):
         """The rows of the table at `indices`, in `dtype`.
 
         Args:
-            indices: Rows to take; those outside of the table give NaN.
+            indices: Vectors to take; those that it lacks give NaN.
             row_axes: Manual mesh axes over which the caller has split the rows of the
                 table, outermost first. Each device gets all results.
         """
@@ -338,20 +368,18 @@ class Embed(nnx.Module):
             at = indices - jax.lax.axis_index(row_axes) * rows
             here = (at >= 0) & (at < rows)
             at = jnp.where(here, at, 0)
+        elif rows > self.num_embeddings:
+            at = jnp.where(at < self.num_embeddings, at, rows)  # outside of the table
         out_axes = ("batch", "tokens", "act_embed")
         out = gather(
             self.table[...], at, self.axes, out_axes, self.rules, dtype=self.dtype
         )
         if not row_axes:
             return out
-        masks = here, (indices >= 0) & (indices < self.num_rows(row_axes))
+        masks = here, (indices >= 0) & (indices < self.num_embeddings)
         here, inside = (
             constrain(mask, out_axes[:2], self.rules)[..., None] for mask in masks
         )  # [B, T, 1]
         return jnp.where(
             inside, sum_for_all(jnp.where(here, out, 0), row_axes), jnp.nan
         )
-
-    def num_rows(self, row_axes: tuple[str, ...] = ()) -> int:
-        """Rows of the whole table, of which the caller has split `row_axes`."""
-        return self.table.shape[0] * math.prod(map(jax.lax.axis_size, row_axes))

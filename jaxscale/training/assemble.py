@@ -135,7 +135,8 @@ def abstract_step(
     """
     config.check_mesh(mesh.shape)
     optimizer = make_optimizer(config.optimizer, config.steps)
-    abstract = jax.eval_shape(lambda: new_state(config, mesh, optimizer))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        abstract = jax.eval_shape(lambda: new_state(config, mesh, optimizer))
     layout = state_shardings(abstract, mesh, config.state_rules)
     loss = next_token_loss(chunk_size=config.loss_chunk, z_loss=config.z_loss)
     step = make_train_step(

@@ -35,6 +35,7 @@ def masked_lm_loss(*, chunk_size: int = 1024, z_loss: float = 0.0) -> LossFuncti
             chunk_size=chunk_size,
             z_loss=z_loss,
             bias=bias,
+            vocab_size=model.head.answers,
             rules=model.rules,
         )
         return value, sums._replace(inputs=batch.cu_seqlens[:, -1].sum())

@@ -12,7 +12,10 @@ import jax
 import optax
 from jax.sharding import Mesh, NamedSharding
 
+from jaxscale.models.decoder import Decoder
+from jaxscale.models.encoder import EncoderModel
 from jaxscale.models.encoder_config import EncoderConfig
+from jaxscale.models.vocabulary import fitted
 from jaxscale.observability.layout import layout_args
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.parameters import place
@@ -317,6 +320,8 @@ def _start(
 ) -> tuple[TrainState, TrainState]:
     """The state of a new or of the saved run, and its shardings."""
     stack = config.stack_layout(mesh.shape)
+    if isinstance(model, Decoder | EncoderModel):
+        model = fitted(model, mesh.shape, config.axis_rules)
 
     def create() -> TrainState:
         return new_state(config, mesh, optimizer)

@@ -43,6 +43,7 @@ def chunked_cross_entropy(
     z_loss: float = 0.0,
     bias: Float[Array, "V"] | None = None,
     softcap: float | None = None,
+    vocab_size: int | None = None,
     rules: AxisRules = REPLICATED,
     vocab_axes: tuple[str, ...] = (),
 ) -> tuple[Float[Array, ""], LossSums]:
@@ -74,6 +75,8 @@ def chunked_cross_entropy(
         z_loss: Coefficient of the penalty that keeps the log-sum-exp near zero.
         bias: Added to the logits.
         softcap: Logits become ``softcap * tanh(logits / softcap)``.
+        vocab_size: Columns of `kernel` that are tokens; those behind them are padding,
+            which has no part in the loss and no gradient. None is all.
         rules: Sharding rules of the arrays. Mesh axes that are Manual hold complete
             arrays: the caller sums over them.
         vocab_axes: Manual mesh axes over which the caller has split the columns of
@@ -117,10 +120,12 @@ def chunked_cross_entropy(
     rules = layout.rules
     hidden = constrain(hidden, ("batch", "tokens", None), rules)
     kernel = constrain(kernel, ("embed", "vocab"), rules)
+    columns = kernel.shape[1] * math.prod(map(jax.lax.axis_size, vocab_axes))
     settings = _Settings(
         chunk_size=chunk_size,
         z_loss=z_loss,
         softcap=softcap,
+        vocab_size=None if vocab_size == columns else vocab_size,
         layout=layout,
         varying=tuple(_varying(x) for x in (hidden, kernel, bias) if x is not None),
     )
@@ -160,6 +165,8 @@ class _Settings:
     chunk_size: int
     z_loss: float
     softcap: float | None
+    vocab_size: int | None
+    """Columns that count, where others are behind them."""
     layout: _Layout
     varying: tuple[frozenset[str], ...]
     """The Manual axes that each differentiable operand varies over."""
@@ -380,11 +387,13 @@ def _chunk(
         logits = cap * jnp.tanh(logits / cap)
 
     vocab = settings.layout.columns
-    local = targets
-    if vocab:  # these columns start at the position of the device along `vocab`
-        local = targets - jax.lax.axis_index(vocab) * kernel.shape[1]
-    columns = jax.lax.broadcasted_iota(local.dtype, logits.shape, 2)
-    hot = columns == local[..., None]  # [B, T, V]
+    # These columns start at the position of the device along `vocab`.
+    first = jax.lax.axis_index(vocab) * kernel.shape[1] if vocab else 0
+    columns = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2)
+    hot = columns == (targets - first)[..., None]  # [B, T, V]
+    slope = None if cap is None else 1 - (logits / cap) ** 2
+    if settings.vocab_size is not None:
+        logits = jnp.where(columns < settings.vocab_size - first, logits, -jnp.inf)
 
     largest = logits.max(-1)  # [B, T]
     target = jnp.where(hot, logits, 0).sum(-1)  # [B, T]
@@ -404,6 +413,6 @@ def _chunk(
     scale = jnp.where(mask, 1 + 2 * settings.z_loss * lse, 0)[..., None]  # [B, T, 1]
     d_logits = scale * jnp.exp(logits - lse[..., None])  # [B, T, V]
     d_logits -= (hot & mask[..., None]).astype(jnp.float32)
-    if cap is not None:
-        d_logits *= 1 - (logits / cap) ** 2
+    if slope is not None:
+        d_logits *= slope
     return sums, d_logits

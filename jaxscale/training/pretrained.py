@@ -116,7 +116,8 @@ def load_model(
 
     if run.lora.rank:
         return _load_adapted(directory, run, mesh, rules, step, tensor_parallel)
-    abstract = jax.eval_shape(init)
+    with jax.set_mesh(mesh):
+        abstract = jax.eval_shape(init)
     target = jax.tree.map(
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
         abstract,

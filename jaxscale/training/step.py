@@ -177,6 +177,8 @@ class NextTokenLoss:
             z_loss=self.z_loss,
             bias=bias,
             softcap=model.logit_softcap,
+            # A model of one's own has no columns behind its vocabulary.
+            vocab_size=getattr(model, "vocab_size", None),
             rules=model.rules,
             vocab_axes=vocab_axes,
         )

@@ -134,10 +134,6 @@ def test_a_run_of_ones_own(tmp_path, monkeypatch):
             "microbatches 1 do not fit chunks 2.*use microbatches=2, or chunks=1",
         ),
         (
-            [*PIPELINE, "--mesh.pipe", "2", "--model.vocab-size", "513"],
-            r"vocab_size 513 is not divisible by 2, .*'pipe', 'tensor'",
-        ),
-        (
             [*TINY, "--mesh.fsdp", "2", "--mesh.context", "4", "--data.seq-len", "60"],
             "data.seq_len 60 is not divisible by 8: .* mesh.context 4 .* to 56 or 64",
         ),

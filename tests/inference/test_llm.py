@@ -35,7 +35,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
-    config = dataclasses.replace(preset("llama_tiny"), vocab_size=288)
+    config = dataclasses.replace(preset("llama_tiny"), vocab_size=289)
     save(Decoder(config, rngs=nnx.Rngs(0)), path)
     Tokenizer.train(TEXT, vocab_size=280).save(path)
     GenerationConfig(eos_ids=(281, 282)).save(path)
@@ -102,14 +102,25 @@ def test_log_probabilities_of_prompts_are_those_of_the_model(llm, directory):
 
 
 def test_four_devices(directory, llm):
+    """They split a vocabulary that does not divide."""
     mesh = make_mesh({"tensor": 4}, jax.devices()[:4])
+    drawn = SamplingParams(seed=3, temperature=2.0, top_p=0.999, logprobs=20, n=2)
+    prompts, params = ["to be", "or not"], [GREEDY, drawn]
     with LLM.from_pretrained(directory, mesh=mesh, config=SIZES, quiet=True) as split:
-        found = split.generate(["to be", "or not"], GREEDY)
+        assert split.engine.runner.model_config.vocab_size == 289
+        found = split.generate(prompts, params)
         # As many key/value heads as devices, each with a page's part of its own.
         shards = split.engine.runner.pages.kv.addressable_shards
         assert [shard.data.shape[3] for shard in shards] == [1] * 4
-    whole = llm.generate(["to be", "or not"], GREEDY)
-    assert [r.tokens for r in found] == [r.tokens for r in whole]
+    for a, b in zip(found, llm.generate(prompts, params), strict=True):
+        assert a.continuations.keys() == b.continuations.keys()
+        for x, y in zip(
+            a.continuations.values(), b.continuations.values(), strict=True
+        ):
+            assert x.tokens == y.tokens
+            for p, q in zip(x.logprobs or (), y.logprobs or (), strict=True):
+                assert p.logprob == pytest.approx(q.logprob, abs=1e-4)
+                assert all(t < 289 for t, _ in p.top)
 
 
 def test_ends_of_the_directory_count(llm):
@@ -194,7 +205,7 @@ def test_weights_of_8_bits(directory, llm):
     assert output.tokens == (int(expected[-1].argmax()),)
     for i, entry in enumerate(output.prompt_logprobs[1:]):
         np.testing.assert_allclose(entry.logprob, expected[i, prompt[i + 1]], atol=1e-5)
-    table = 288 * 32 * 4
+    table = 289 * 32 * 4
     assert sizes[0] - table < 0.4 * (sizes[1] - table)
 
 

@@ -413,10 +413,12 @@ SHARED = {"mesh": MeshConfig(fsdp=2, context=2), "zero": 2}
     ],
 )
 def test_a_run_goes_on_with_any_layout_of_its_layers(kind, layouts, tmp_path):
-    """Five layers: stacks, two chunks of two stages, shared rows; moments anywhere."""
+    """Five layers, 33 tokens: stacks, two chunks of two stages, shared rows, padded
+    tables; moments anywhere.
+    """
     config = dataclasses.replace(
         CONFIG,
-        model=dataclasses.replace(MODEL, num_layers=5),
+        model=dataclasses.replace(MODEL, num_layers=5, vocab_size=33),
         optimizer=dataclasses.replace(CONFIG.optimizer, kind=kind, weight_decay=0.1),
         scan_layers=True,
         steps=layouts[-1][0],
@@ -446,6 +448,10 @@ def test_a_run_goes_on_with_any_layout_of_its_layers(kind, layouts, tmp_path):
         assert moment.shape == up.shape and moment.sharding.memory_kind == memory_kind
         assert "fsdp" in str(moment.sharding.spec)
         assert ("fsdp" in str(up.sharding.spec)) != layout.replicated
+        rows = 128 if pipelined or layout.mesh.tensor > 1 else 33
+        for name, x in named_leaves(result.state).items():
+            if name.endswith("embed.table"):
+                assert x.shape == (rows, 32) and not np.asarray(x)[33:].any()
     assert found == pytest.approx(whole.losses(), rel=1e-5)
     assert result.evaluation.loss == pytest.approx(
         whole.evaluations[config.steps]["eval_loss"], rel=1e-5
@@ -456,7 +462,7 @@ def test_a_given_model_goes_through_a_pipeline(tmp_path):
     """Three layers in two stages leave a place without one."""
     config = dataclasses.replace(
         CONFIG,
-        model=dataclasses.replace(MODEL, num_layers=3),
+        model=dataclasses.replace(MODEL, num_layers=3, vocab_size=33),
         mesh=MeshConfig(pipe=2, tensor=2),
         rules="megascale_3d",
         output_dir=str(tmp_path),
@@ -469,6 +475,7 @@ def test_a_given_model_goes_through_a_pipeline(tmp_path):
     assert 0 < writer.losses()[1] < 2 * np.log(32)
     assert (trained.state.model.norm.scale[...] != before).all()
     assert trained.state.model.blocks.mlp.up.kernel.shape[0] == 3
+    assert trained.state.model.embed.table.shape[0] == 128  # 33 rows are padded
     # It has told where its devices stand, for the pages of the run.
     told = find_layout(read_run(tmp_path))
     assert told.axes == {"pipe": 2, "data": 1, "fsdp": 1, "context": 1, "tensor": 2}

@@ -78,6 +78,28 @@ def test_value_and_gradients(chunk_size, z_loss, bias, softcap):
     )
 
 
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_columns_behind_the_vocabulary_do_not_exist(softcap):
+    (hidden, kernel, bias), targets, mask = inputs()
+    targets %= 33
+    options = {"chunk_size": 7, "z_loss": 0.01, "softcap": softcap}
+
+    def results(params, **more):
+        def loss(params):
+            return ours(params, targets, mask, **options, **more)
+
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
+    expected, gradients = results((hidden, kernel[:, :33], bias[:33]))
+    # They would have the largest logits of all.
+    long = (hidden, kernel, bias.at[33:].set(50.0))
+    found, longer = results(long, vocab_size=33)
+    np.testing.assert_allclose(jax.tree.leaves(found), jax.tree.leaves(expected), 1e-6)
+    for got, want in zip(longer, gradients, strict=True):
+        np.testing.assert_allclose(got[..., : want.shape[-1]], want, 1e-4, 1e-5)
+        assert not got[..., want.shape[-1] :].any()
+
+
 def test_accuracy_counts_the_largest_logit():
     params, targets, mask = inputs()
     hidden, kernel, bias = params

@@ -47,7 +47,9 @@ COVERING = [
         pipe=4, tensor=2, zero=2, model="gptj_tiny", layers=6, microbatches=4,
         tensor_parallel="fused", remat="attention",
     ),
-    Layout(pipe=2, data=2, tensor=2, zero=1, chunks=4, layers=9, packed=False),
+    Layout(
+        pipe=2, data=2, tensor=2, zero=1, chunks=4, layers=9, packed=False, vocab=65,
+    ),
     Layout(
         pipe=4, fsdp=2, chunks=2, model="gpt2_tiny", layers=9, microbatches=4,
         remat="full",

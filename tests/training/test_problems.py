@@ -79,6 +79,34 @@ def test_numbers_have_a_squared_error(count):
     assert accuracy == [None] * len(data)
 
 
+def test_answers_to_long_texts_are_those_of_training(tmp_path, caplog):
+    """They are cut where training cut them, and a line says so."""
+    model, _ = made("single_label", 3)
+    rng = np.random.default_rng(0)
+    words = ["a", "film", "an", "awful", "plot", "lovely"]
+    texts = [" ".join(rng.choice(words, n)) for n in (3, 60, 40, 5, 70, 50, 33, 4)]
+    labels = rng.integers(0, 3, len(texts)).tolist()
+    cut = TOKENIZER.encode_inputs(texts, max_length=12)
+    loss, accuracy = means(model, LabeledBatches(cut, labels, **SIZES))
+    save(model, tmp_path, tokenizer=TOKENIZER.with_max_length(12))
+    for encoder in (
+        Encoder.from_pretrained(tmp_path),
+        Encoder(model, TOKENIZER.with_max_length(12)),
+    ):
+        with caplog.at_level("INFO", "jaxscale.inference"):
+            logits = encoder.predict(texts)
+        assert "5 of 8 texts are cut at 12 tokens" in caplog.text
+        caplog.clear()
+        found = jax.nn.log_softmax(logits)[np.arange(len(texts)), labels]
+        assert -found.mean() == pytest.approx(loss, rel=1e-5)
+        assert (logits.argmax(-1) == labels).mean() == pytest.approx(accuracy)
+        with pytest.raises(ValueError, match=r"texts\[1\] has .* max_length 12"):
+            encoder.predict(texts, truncate=False)
+    given = Encoder.from_pretrained(tmp_path, max_length=12)
+    with pytest.raises(ValueError, match=r"texts\[1\] has .* max_length 12"):
+        given.predict(texts)
+
+
 def test_problems_that_do_not_fit():
     model, _ = made("multi_label", 3)
     one = LabeledBatches(TEXTS, [0, 1, 2, 0, 1], **SIZES)

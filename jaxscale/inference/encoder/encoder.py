@@ -6,6 +6,7 @@ Legend: B rows, T tokens of a row, S sequences of a row, D model, C labels.
 import collections
 import contextlib
 import functools
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,6 +36,8 @@ from jaxscale.models.tokenizer import EncodedText, Tokenizer
 from jaxscale.observability.bar import progress_bar
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 
+
+logger = logging.getLogger("jaxscale.inference")
 
 _GPU_BUDGET = 16384
 _CPU_BUDGET = 512
@@ -84,7 +87,9 @@ class Encoder:
             tokenizer: The tokenizer of the model.
             pooling: The vector of a text, from those of its tokens.
             normalize: True: `encode` scales each embedding to length 1.
-            max_length: Most tokens of a text; None is what the model allows.
+            max_length: Most tokens of a text; None is what `tokenizer` notes of its
+                model, at which `predict` then cuts texts as training did, or else what
+                the model allows.
             mesh: The devices that the model is on; None is one. Rows are split over
                 the mesh axes of its rule for ``batch``.
 
@@ -110,7 +115,11 @@ class Encoder:
         self.tokenizer = tokenizer
         self.pooling: Pooling = pooling
         self.normalize = normalize
-        self.max_length = max_length or config.max_seq_len
+        noted = tokenizer.max_length if max_length is None else None
+        limit = config.max_seq_len if noted is None else noted
+        self.max_length = max_length or min(limit, config.max_seq_len)
+        self.cuts = noted is not None
+        """Whether `predict` cuts texts at `max_length` where it is not told."""
         self.mesh = mesh
         embed = functools.partial(_embed, pooling=pooling, normalize=normalize)
         answers = model.head is not None and model.head.config.pools
@@ -145,7 +154,8 @@ class Encoder:
         embeddings are normalized, and the longest text. Without one, the mean over the
         tokens is taken as it is, and ``model_max_length`` of the tokenizer is the
         longest text, which for a model that was trained here is the length at which
-        its texts were cut.
+        its texts were cut: so `predict` cuts them too. A `max_length` that is given is
+        a limit beyond which texts are refused.
 
         Args:
             path: The directory, with ``config.json``, safetensors and
@@ -188,10 +198,9 @@ class Encoder:
                 f"path {str(path)!r} holds a decoder, which embeds no sentences; give "
                 "the directory of an encoder"
             )
-        limit = settings.get("max_length")
-        if limit is not None:
-            # Where there is no limit, the files say a number of thirty digits.
-            settings["max_length"] = int(min(limit, model.config.max_seq_len))
+        noted = settings.pop("max_length", None)
+        if noted is not None:
+            tokenizer = tokenizer.with_max_length(int(noted))
         given = {"pooling": pooling, "normalize": normalize, "max_length": max_length}
         settings |= {name: v for name, v in given.items() if v is not None}
         return cls(model, tokenizer, mesh=mesh, **settings)
@@ -235,13 +244,22 @@ class Encoder:
         texts: Sequence[Text],
         *,
         token_budget: int | None = None,
-        truncate: bool = False,
+        truncate: bool | None = None,
         progress: bool | None = None,
     ) -> Float[np.ndarray, "texts C"] | list[Float[np.ndarray, "_ C"]]:
         """The logits of the model's head for each text, in fp32.
 
-        Arguments and errors as for `encode`. Logits of a ``masked_lm`` head take 4 V
+        Arguments and errors as for `encode`, but that texts which are longer than those
+        that the head was trained on are cut as they were then, with a line on the log:
+        so the accuracy is that of training. Logits of a ``masked_lm`` head take 4 V
         bytes for each token of the budget: give it a small one.
+
+        Args:
+            texts: Texts, or pairs of texts.
+            token_budget: Most tokens of a row on each device.
+            truncate: Cut texts of more than `max_length` tokens; False refuses them.
+                None cuts them if the model's own files or tokenizer say that length.
+            progress: Show a bar; None shows one in a terminal or notebook.
 
         Returns:
             [texts, C] from a head of sequences. From a head of tokens a list: for each
@@ -256,7 +274,8 @@ class Encoder:
                 "the model has no head that answers; load it from a directory with "
                 "one, or call encode for embeddings"
             )
-        found = self._run("predict", texts, token_budget, truncate, progress)
+        cuts = self.cuts if truncate is None else truncate
+        found = self._run("predict", texts, token_budget, cuts, progress)
         if not head.config.pools:
             answers: list[Any] = [None] * len(texts)
             for index, rows in found:
@@ -335,6 +354,9 @@ class Encoder:
                 "them, or cut them with truncate=True"
             )
         if long:
+            logger.info(
+                "%d of %d texts are cut at %d tokens", len(long), len(encoded), limit
+            )
             cut = self._encoded([texts[i] for i in long], max_length=limit)
             for i, text in zip(long, cut, strict=True):
                 encoded[i] = text

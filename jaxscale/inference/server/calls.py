@@ -35,6 +35,9 @@ IGNORED_HEADER = "x-jaxscale-ignored"
 
 _LOG = logging.getLogger(__name__)
 _LONG = 2**16  # bytes of a body that is tokenized at once, as most are
+_ESCAPED = 12  # bytes of a character in JSON
+_USUAL = 8  # bytes of most tokens
+_BESIDE = 2**21  # bytes of tools, a grammar, spaces that a tokenizer joins
 _THREADS = 2
 _BODIES = 4  # of the longest that is taken, that a client may have waiting
 
@@ -167,6 +170,25 @@ async def prepared[**P, T](
         raise
     except ValueError as error:
         raise InvalidRequest(str(error)) from error
+
+
+def most_bytes(model: TextModel | None, config: ServerConfig) -> int:
+    """Bytes of the longest body that is read.
+
+    Reading and parsing take the loop's time, so no body is read that is too long for
+    the model whatever it holds: there is room for a prompt of its longest tokens with
+    every character escaped, for as many prompts of usual tokens as a call may have, and
+    for what else a call may say.
+
+    Args:
+        model: The decoder, once it is there.
+        config: Settings.
+    """
+    if model is None:
+        return config.max_body_bytes
+    longest = model.backend.config.longest
+    each = max(_ESCAPED * model.tokenizer.longest_token, _USUAL * config.max_prompts)
+    return min(config.max_body_bytes, _BESIDE + each * longest)
 
 
 def longest_waiting(config: ServerConfig) -> int:

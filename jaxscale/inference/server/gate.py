@@ -10,7 +10,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxscale.inference.server.calls import Caller
+from jaxscale.inference.server.backend import TextModel
+from jaxscale.inference.server.calls import Caller, most_bytes
 from jaxscale.inference.server.errors import ApiError, api_error
 from jaxscale.inference.server.service import Service
 from jaxscale.inference.server.stream import ClientGone
@@ -99,7 +100,10 @@ class Gate:
             return
         caller = service.caller(scope, public=path in PUBLIC)
         scope["state"]["caller"] = caller
-        limited = _limited(scope, receive, caller)
+        model = service.model if isinstance(service.model, TextModel) else None
+        # Texts that do not fit are counted too, and encoders may cut them.
+        most = most_bytes(model if path.startswith("/v1/") else None, service.config)
+        limited = _limited(scope, receive, caller, most)
         if method == "HEAD" and "GET" in methods and path != _ENDLESS:
             scope, send = {**scope, "method": "GET"}, _without_body(send)
         await self._app(scope, limited, send)
@@ -127,14 +131,13 @@ def _without_body(send: Send) -> Send:
     return head
 
 
-def _limited(scope: Scope, receive: Receive, caller: Caller) -> Receive:
+def _limited(scope: Scope, receive: Receive, caller: Caller, most: int) -> Receive:
     """`receive` for a body of bounded length that is here in time.
 
     Raises:
         ApiError: the call says itself that it is too long; `receive` raises it later.
     """
     config = caller.config
-    most = config.max_body_bytes
     too_long = ApiError(
         413,
         f"the body is longer than {most} bytes; send less, or in several calls",

@@ -76,7 +76,7 @@ def save(
         _set_pad_id(values, tokenizer)
     if generation is not None:
         values["eos_token_id"] = generation.eos_token_id
-    write_checkpoint(path, values, tensors_to_write(maps, parameters), max_shard_bytes)
+    write_checkpoint(path, values, tensors_to_write(maps, model), max_shard_bytes)
     if tokenizer is not None:
         tokenizer.save(path)
     if generation is not None:

@@ -6,6 +6,7 @@ at a time (the stacked parameter of all blocks counts as one), never the model. 
 letters of shapes: L layers, D model, V vocabulary.
 """
 
+import contextlib
 import dataclasses
 import functools
 import re
@@ -22,6 +23,7 @@ from jax.typing import DTypeLike
 from jaxscale.models.hf.files import Checkpoint
 from jaxscale.models.hf.names import TensorMap
 from jaxscale.models.stack import single_block
+from jaxscale.models.vocabulary import vocabulary_dimensions
 from jaxscale.sharding.parameters import shardings
 from jaxscale.sharding.rules import AxisRules
 
@@ -66,9 +68,11 @@ def read_model[M](
     def init() -> M:
         return make(main_dtype if dtype is None else dtype, main_dtype)
 
-    abstract = jax.eval_shape(init)
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        abstract = jax.eval_shape(init)
     shapes = {name: leaf.shape for name, leaf in parameters_of(abstract).items()}
-    check_tensors(checkpoint, maps, shapes, ignored, tied)
+    in_files = shapes_in_files(abstract)
+    check_tensors(checkpoint, maps, in_files, ignored, tied)
     if mesh is None:
         places = dict.fromkeys(shapes, SingleDeviceSharding(jax.devices()[0]))
     else:
@@ -81,8 +85,9 @@ def read_model[M](
             lambda: [parameters_of(init())[name] for name in new],
             out_shardings=[places[name] for name in new],
         )
-        values = dict(zip(new, draw(), strict=True))
-    read = functools.partial(_read_parameter, checkpoint, shapes, param_dtype)
+        with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+            values = dict(zip(new, draw(), strict=True))
+    read = functools.partial(_read_parameter, checkpoint, shapes, in_files, param_dtype)
     apart = [n for n in shapes if each_block and n.startswith("blocks.")]
     for name in sources:
         if name not in apart:
@@ -123,6 +128,20 @@ def parameters_of(model: Any) -> dict[str, Any]:
         ): leaf
         for path, leaf in leaves
     }
+
+
+def shapes_in_files(model: Any) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter without the rows that a mesh pads a vocabulary by.
+
+    Args:
+        model: A `Decoder` or an `EncoderModel`, or its abstract form.
+    """
+    shapes = {name: leaf.shape for name, leaf in parameters_of(model).items()}
+    for name, dimension in vocabulary_dimensions(model).items():
+        sizes = list(shapes[name])
+        sizes[dimension] = model.config.vocab_size
+        shapes[name] = tuple(sizes)
+    return shapes
 
 
 def without_absent_prefix(
@@ -236,6 +255,7 @@ def _file_shape(
 def _read_parameter(
     checkpoint: Checkpoint,
     shapes: dict[str, tuple[int, ...]],
+    in_files: dict[str, tuple[int, ...]],
     param_dtype: DTypeLike | None,
     entry: TensorMap,
     name: str,
@@ -245,7 +265,8 @@ def _read_parameter(
     """One parameter, or its part of one layer, each device given only its shard."""
     shape = shapes[name] if layer is None else shapes[name][1:]
     dtype = _dtype_of(checkpoint, _names(entry, shapes), param_dtype)
-    columns = _columns(entry, name, shapes)
+    columns = _columns(entry, name, in_files)
+    limits = in_files[name] if layer is None else in_files[name][1:]
 
     devices: dict[tuple[tuple[int, int], ...], list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
@@ -255,14 +276,33 @@ def _read_parameter(
         devices.setdefault(bounds, []).append(device)
     arrays = []
     for bounds, copies in devices.items():
+        sizes = [stop - start for start, stop in bounds]
+        bounds = _within(bounds, limits)
         if layer is not None:
             bounds = ((layer, layer + 1), *bounds)
         shard = _read_shard(checkpoint, entry, bounds, columns, dtype)
-        shard = shard if layer is None else shard[0]
+        shard = _padded(shard if layer is None else shard[0], sizes)
         arrays += [jax.device_put(shard, device) for device in copies]
         # The host memory of this shard is free before the next one is read.
         jax.block_until_ready(arrays)
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+
+
+def _within(
+    bounds: tuple[tuple[int, int], ...], limits: tuple[int, ...]
+) -> tuple[tuple[int, int], ...]:
+    """The part of a box that the file has."""
+    return tuple(
+        (min(start, limit), min(stop, limit))
+        for (start, stop), limit in zip(bounds, limits, strict=True)
+    )
+
+
+def _padded(shard: np.ndarray, sizes: list[int]) -> np.ndarray:
+    """`shard` with zeros behind what the file has of it."""
+    if shard.shape == tuple(sizes):
+        return shard
+    return np.pad(shard, [(0, n - m) for n, m in zip(sizes, shard.shape, strict=True)])
 
 
 def _read_shard(
@@ -274,12 +314,14 @@ def _read_shard(
 ) -> np.ndarray:
     """A box of a parameter, `bounds` being its start and end in each dimension."""
     columns = columns[slice(*bounds[-1])]
+    shard = np.empty([stop - start for start, stop in bounds], dtype)
+    if not shard.size:
+        return shard
     low, high = columns[0], columns[-1] + 1
     layers = range(*bounds[0]) if entry.stacked else (None,)
     inner = [slice(*b) for b in (bounds[1:] if entry.stacked else bounds)]
     inner[-1] = slice(int(low), int(high))
     index = tuple(inner[::-1] if entry.transpose else inner)
-    shard = np.empty([stop - start for start, stop in bounds], dtype)
     for i, layer in enumerate(layers):
         tensor = checkpoint.read(entry.tensor(layer), index)
         if len(columns) < high - low:  # those of other parameters lie between
@@ -332,10 +374,10 @@ def _dtype_of(
 
 
 def tensors_to_write(
-    maps: Sequence[TensorMap], parameters: dict[str, jax.Array]
+    maps: Sequence[TensorMap], model: Any
 ) -> Iterator[tuple[str, int, Callable[[], np.ndarray]]]:
-    """Name, bytes and content of each tensor, in the order of the file."""
-    shapes = {name: value.shape for name, value in parameters.items()}
+    """Name, bytes and content of each tensor of a model, in the order of the file."""
+    parameters, shapes = parameters_of(model), shapes_in_files(model)
     stacked = [entry for entry in maps if entry.stacked]
     first = maps.index(stacked[0]) if stacked else 0
     num_layers = shapes[stacked[0].parameters[0]][0] if stacked else 0
@@ -346,13 +388,21 @@ def tensors_to_write(
         size = int(np.prod(_file_shape(entry, shapes))) * dtype.itemsize
 
         def fetch(entry: TensorMap = entry, layer: int | None = layer) -> np.ndarray:
-            parts = [_to_host(parameters[name], layer) for name in entry.parameters]
+            parts = [
+                _cut(_to_host(parameters[name], layer), shapes[name], layer)
+                for name in entry.parameters
+            ]
             joined = _join(parts, entry.groups)
             tensor = np.empty(_file_shape(entry, shapes), joined.dtype)
             _assign(tensor, joined, entry.transpose)
             return tensor
 
         yield entry.tensor(layer), size, fetch
+
+
+def _cut(value: np.ndarray, shape: tuple[int, ...], layer: int | None) -> np.ndarray:
+    """What a file has of a parameter, or of one block of it."""
+    return value[tuple(map(slice, shape if layer is None else shape[1:]))]
 
 
 def _join(parts: Sequence[np.ndarray], groups: int) -> np.ndarray:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxscale.checks import pip_install
+from jaxscale.models.vocabulary import vocabulary_dimensions
 from jaxscale.training.checkpoint.array_names import flatten, named_leaves, nest
 from jaxscale.training.checkpoint.record import CheckpointRecord
 from jaxscale.training.checkpoint.replicas import is_read_here, reading_place, spread
@@ -25,6 +26,7 @@ from jaxscale.training.checkpoint.steps import (
     texts,
     was_recorded,
 )
+from jaxscale.training.checkpoint.vocabulary_moves import VocabularyMove
 
 
 logger = logging.getLogger("jaxscale.training")
@@ -34,6 +36,9 @@ SCHEDULE_STEPS = "schedule_steps"
 HEAD = "head"
 """Name of the head of an encoder in these settings."""
 _DESCRIBES_MODEL = ("model", "lora", HEAD)
+
+
+type Move = StackMove | VocabularyMove
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -49,8 +54,8 @@ class Found:
     """By name; at first only what this process has read."""
     wanted: Mapping[str, jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
     """Shape, type and place that they get by `CheckpointReader.verify`."""
-    moves: Mapping[str, StackMove] = dataclasses.field(default_factory=dict)
-    """How arrays of layers come to where they are wanted."""
+    moves: Mapping[str, Move] = dataclasses.field(default_factory=dict)
+    """How arrays come to shapes that they were not saved in."""
 
 
 class CheckpointReader:
@@ -184,6 +189,7 @@ class CheckpointReader:
         step: int,
         record: CheckpointRecord | None,
         *,
+        config: Mapping[str, Any] = MappingProxyType({}),
         data: Mapping[str, Any] = MappingProxyType({}),
         prefix: str = "",
     ) -> Found:
@@ -193,6 +199,7 @@ class CheckpointReader:
             target: Arrays or `jax.ShapeDtypeStruct` with structure and shardings.
             step: Step of the checkpoint.
             record: What was saved.
+            config: The settings of the run that saved it.
             data: A small item to go with them.
             prefix: What the names of the arrays in the checkpoint begin with.
 
@@ -206,7 +213,7 @@ class CheckpointReader:
         }
         saved = self._saved(step, record)
         found = {name: x for name, x in saved.items() if name.startswith(prefix)}
-        moves = self._moves(target, wanted, found, prefix)
+        moves = _moves(target, wanted, found, prefix, config.get("model"))
         self._check_arrays(step, wanted, found, moves)
         places = {name: x.sharding for name, x in wanted.items()}
         places |= {name: move.saved.sharding for name, move in moves.items()}
@@ -278,27 +285,6 @@ class CheckpointReader:
             leaves.append(x)
         return jax.tree.unflatten(jax.tree.structure(target), leaves)
 
-    def _moves(
-        self,
-        target: Any,
-        wanted: Mapping[str, Any],
-        found: Mapping[str, Any],
-        prefix: str,
-    ) -> dict[str, StackMove]:
-        """How stacks that were saved for other stages of a pipeline come over."""
-        moves = {}
-        model = self._config.get("model")
-        num_layers = model.get("num_layers") if isinstance(model, Mapping) else None
-        for path, lead in stack_ranks(target).items():
-            name = prefix + path
-            if name not in found:
-                continue
-            saved, x = tuple(found[name].shape), wanted[name]
-            if saved != tuple(x.shape):
-                move = StackMove.between(saved, x, lead, num_layers)
-                moves |= {} if move is None else {name: move}
-        return moves
-
     def _check_arrays(
         self,
         step: int,
@@ -322,6 +308,38 @@ class CheckpointReader:
                 f"optimizer: it {', '.join(problems[:5])}{more}; use the settings that "
                 "it was made with"
             )
+
+
+def _moves(
+    target: Any,
+    wanted: Mapping[str, Any],
+    found: Mapping[str, Any],
+    prefix: str,
+    model: Any,
+) -> dict[str, Move]:
+    """How arrays come over that were saved for another mesh.
+
+    They are stacks for other stages of a pipeline, and tables of a vocabulary with
+    other rows of padding.
+    """
+    model = model if isinstance(model, Mapping) else {}
+    num_layers, vocab_size = model.get("num_layers"), model.get("vocab_size")
+    moves: dict[str, Move | None] = {}
+
+    def differing(
+        paths: Mapping[str, int],
+    ) -> Iterator[tuple[str, tuple[int, ...], int]]:
+        for path, number in paths.items():
+            name = prefix + path
+            if name in found and tuple(found[name].shape) != tuple(wanted[name].shape):
+                yield name, tuple(found[name].shape), number
+
+    for name, saved, lead in differing(stack_ranks(target)):
+        moves[name] = StackMove.between(saved, wanted[name], lead, num_layers)
+    if vocab_size is not None:
+        for name, saved, at in differing(vocabulary_dimensions(target)):
+            moves[name] = VocabularyMove.between(saved, wanted[name], at, vocab_size)
+    return {name: move for name, move in moves.items() if move is not None}
 
 
 def _cast(x: jax.Array, want: Any) -> jax.Array:

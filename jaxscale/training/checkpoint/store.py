@@ -264,7 +264,7 @@ class Checkpointer:
         def read(step: int) -> Found:
             record, items = self._reader.items(step, "data", "config")
             self._reader.check_config(step, items["config"])
-            return self._reader.arrays(target, step, record, data=items["data"])
+            return self._reader.arrays(target, step, record, **items)
 
         found = self._newest(read, step)
         self._check_base(found, base)
@@ -290,7 +290,7 @@ class Checkpointer:
         def read(step: int) -> Found:
             record, items = self._reader.items(step, "config")
             self._reader.check_model(step, items["config"])
-            return self._reader.arrays(target, step, record, prefix="model.")
+            return self._reader.arrays(target, step, record, **items, prefix="model.")
 
         found = self._newest(read, step)
         self._check_base(found, base)

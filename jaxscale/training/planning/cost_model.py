@@ -197,11 +197,6 @@ class Layout:
         ):
             if size % (ways := getattr(self, axis)):
                 raise ValueError(f"{name} {size} is not divisible by {axis} {ways}")
-        if shape.vocab_size % (self.pipe * self.tensor):
-            raise ValueError(
-                f"vocab_size {shape.vocab_size} is not divisible by pipe {self.pipe} x "
-                f"tensor {self.tensor}"
-            )
         parts = self.context * self.tensor
         if self.context > 1:  # a device has two pieces of a row
             parts = math.lcm(parts, 2 * self.context)

@@ -12,6 +12,7 @@ import httpx2
 import pytest
 
 from jaxscale.inference.server import ServerConfig, create_app
+from jaxscale.inference.server.calls import most_bytes
 from tests.inference.server.conftest import Harness, events
 from tests.inference.server.fake_engine import FakeEngine, text_model
 
@@ -373,6 +374,24 @@ def test_bodies_that_are_too_long(small):
     assert len(fits) == 100
     assert small.post(PATH, content=fits, headers=headers).status_code == 200
     assert not engine.seen
+
+
+def test_bodies_that_no_prompt_of_the_model_needs_are_not_read(harness):
+    """A batch of full prompts is; the bound is the operator's where that is lower."""
+    engine = FakeEngine()
+    config, longest = harness.service.config, engine.config.longest
+    model = text_model(engine)
+    most = most_bytes(model, config)
+    assert most < config.max_body_bytes == most_bytes(None, config)
+    assert most > 4 * longest * config.max_prompts
+    assert most_bytes(model, ServerConfig(max_body_bytes=99)) == 99
+    body = json.dumps({"prompt": "o" * most}).encode()
+    headers = {"content-type": "application/json"}
+    answer = harness.post(PATH, content=body, headers=headers, engine=engine)
+    assert answer.status_code == 413
+    assert f"longer than {most} bytes" in answer.json()["error"]["message"]
+    shorter = harness.post(PATH, {"prompt": "o" * (most - 99)}, engine=engine)
+    assert shorter.status_code == 400 and not engine.seen
 
 
 def test_bodies_that_do_not_come(small):

@@ -130,16 +130,16 @@ def test_long_texts_are_refused_before_they_are_tokenized(harness, monkeypatch):
         return encode(self, text, **options)
 
     monkeypatch.setattr(type(TOKENIZER), "encode", counted)
-    message = [{"role": "user", "content": LONG}]
+    message = [{"role": "user", "content": LONG[: 2**20]}]
     for path, body in (
-        (PATH, {"prompt": LONG}),
-        (PATH, {"prompt": ["a", LONG]}),
+        (PATH, {"prompt": LONG[: 2**20]}),
+        (PATH, {"prompt": ["a", LONG[: 2**20]]}),
         (PATH, {"prompt": LONG[: 2**19]}),
-        ("/v1/completions/render", {"prompt": LONG}),
+        ("/v1/completions/render", {"prompt": LONG[: 2**20]}),
         ("/v1/chat/completions", {"messages": message}),
         ("/v1/chat/completions/render", {"messages": message}),
         ("/tokenize", {"prompt": LONG}),
-        ("/tokenize", {"messages": message}),
+        ("/tokenize", {"messages": [{"role": "user", "content": LONG}]}),
         (PATH, {"prompt": [1] * 2**18}),
         ("/detokenize", {"tokens": [1] * (2**20 + 1)}),
     ):
