@@ -11,7 +11,7 @@ from flax import nnx
 from jaxscale.inference.engine.batch_rows import Column, OutFlag, RowFlag
 from jaxscale.inference.engine.runner import Runner
 from jaxscale.models import Decoder
-from jaxscale.sharding import REPLICATED, create, fsdp_tp, make_mesh
+from jaxscale.sharding import REPLICATED, create, decode_all_reduce, fsdp_tp, make_mesh
 from jaxscale.sharding.decode_all_reduce import Sums
 from pallas_kernels.collective_matmul import all_reduce
 from pallas_kernels.dispatch import Unsupported

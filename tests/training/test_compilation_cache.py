@@ -1,7 +1,7 @@
 """Where the compiled programs of a run are kept."""
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxscale.training.compilation_cache import programs_in
@@ -17,7 +17,7 @@ def keep_all():
 
 
 def run(power):
-    jax.block_until_ready(jax.jit(lambda x: x**power)(jnp.arange(3.0)))
+    jax.block_until_ready(jax.jit(lambda x: x**power)(np.arange(3, dtype=np.float32)))
 
 
 def entries(folder):

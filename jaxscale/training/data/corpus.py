@@ -231,8 +231,8 @@ def split(
     if not train or (held_out_fraction > 0 and not held_out):
         raise ValueError(
             f"held_out_fraction {held_out_fraction} leaves {len(train)} documents to "
-            f"train on and {len(held_out)} held out; whole files are held out, so "
-            "give more files, another fraction, or 0 to hold out none"
+            f"train on and {len(held_out)} held out; documents are held out "
+            "whole, so give more of them, another fraction, or 0 to hold out none"
         )
     return train, held_out
 
