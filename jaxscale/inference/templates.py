@@ -1,7 +1,6 @@
 """Jinja templates rendered by processes with bounded time and memory.
 
 A template comes with a model, and the model from anywhere. Jinja's sandbox keeps it
-from jaxscale.checks import pip_install
 from Python's internals, but not from a filter that takes gigabytes or minutes, so
 templates never run in this process: not even to be compiled, which evaluates what is
 constant.
@@ -19,6 +18,8 @@ import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from jaxscale.checks import pip_install
 
 
 SECONDS = 2.0
