@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jaxscale.cli.devices import simulate_devices
 from jaxscale.cli.errors import UsageError, usage_errors
 from jaxscale.cli.options import parse
 from jaxscale.inference import LLM, EngineConfig, SamplingParams
+from jaxscale.inference.run_directory import is_run, load_run
 from jaxscale.models import (
     Decoder,
     EncoderConfig,
@@ -24,15 +25,11 @@ from jaxscale.models import (
     Tokenizer,
     config_from_hf,
     load,
-    quantize,
 )
 from jaxscale.models.hf.files import Checkpoint
 from jaxscale.models.hf.hub import local_directory
-from jaxscale.pruning import TILE_WISE, Masks, sparsify
-from jaxscale.sharding import AxisRules, MeshConfig
-from jaxscale.training import run as run_directory
+from jaxscale.sharding import MeshConfig
 from jaxscale.training.config import MAX_SEED
-from jaxscale.training.pretrained import load_model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,18 +116,22 @@ def complete(config: GenerateConfig) -> str:
         tokenizer = Tokenizer.from_file(source)
         mesh = _mesh(config.mesh)
         with jax.set_mesh(mesh):
-            if run_directory.is_run(source):
+            if is_run(source):
                 model = load_run(
                     source,
-                    mesh,
-                    sharding.preset(config.rules),
+                    mesh=mesh,
+                    rules=sharding.preset(config.rules),
                     dtype=config.dtype,
                     step=config.step,
                     sparse=config.sparse,
+                    quantization=config.quantization,
                     tensor_parallel=config.tensor_parallel,
                 )
-                if config.quantization is not None:
-                    model = quantize(model, config.quantization)
+                if not isinstance(model, Decoder):
+                    raise ValueError(
+                        f"{source} trained an encoder, which does not generate; give "
+                        "it to Encoder.from_pretrained"
+                    )
             else:
                 model = _load_hugging_face(config, mesh)
         prompt = tokenizer.encode(config.prompt, add_bos=tokenizer.adds_bos)
@@ -155,7 +156,7 @@ def complete(config: GenerateConfig) -> str:
 def _ends(config: GenerateConfig, tokenizer: Tokenizer, model: Decoder) -> list[int]:
     """The tokens that end the text: the tokenizer's, and those of a published model."""
     ends = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
-    if not run_directory.is_run(Path(config.source)):
+    if not is_run(Path(config.source)):
         ends += GenerationConfig.from_file(config.source).eos_ids
     if ends and max(ends) >= model.config.vocab_size:
         raise ValueError(
@@ -170,38 +171,6 @@ def _mesh(config: MeshConfig) -> Mesh:
     sizes = [getattr(config, axis) for axis in sharding.MESH_AXES]
     needed = None if -1 in sizes else math.prod(sizes)
     return sharding.make_mesh(config, jax.devices()[:needed])
-
-
-def load_run(
-    directory: Path,
-    mesh: Mesh,
-    rules: AxisRules,
-    *,
-    sparse: bool = True,
-    **options: Any,
-) -> Decoder:
-    """The model of a checkpoint; a pruned one computes only what it keeps.
-
-    Args:
-        directory: Output directory of a run of a decoder.
-        mesh: Mesh of devices.
-        rules: Mesh axes that split it.
-        sparse: Compute only what a model keeps that was pruned tile-wise.
-        **options: As for `jaxscale.training.pretrained.load_model`.
-    """
-    model = load_model(directory, mesh, rules, **options)
-    if not isinstance(model, Decoder):
-        raise ValueError(
-            f"{directory} trained an encoder, which does not generate; write it as a "
-            "Hugging Face directory with `jaxscale export` for Encoder.from_pretrained"
-        )
-    file = directory / run_directory.MASKS_FILE
-    if not (sparse and file.is_file()):
-        return model
-    masks = Masks.load(file)
-    if masks.config.pattern not in TILE_WISE:
-        return model
-    return sharding.place(sparsify(model, masks, separate=True), mesh, rules)
 
 
 def _load_hugging_face(config: GenerateConfig, mesh: Mesh) -> Decoder:

@@ -20,7 +20,6 @@ from jaxscale.cli.devices import simulate_devices
 from jaxscale.cli.errors import UsageError, usage_errors
 from jaxscale.cli.options import parse
 from jaxscale.inference import EngineConfig, HostLost, follow
-from jaxscale.models import Decoder, Tokenizer, quantize
 from jaxscale.models.hf.hub import local_directory
 from jaxscale.sharding import AxisRules, MeshConfig
 
@@ -201,16 +200,13 @@ def _follow(config: ServeConfig) -> None:
     source, mesh, rules, dtype = _model(config)
     me, count = jax.process_index(), jax.process_count()
     print(f"jaxscale: process {me} of {count} follows process 0", file=sys.stderr)
-    if _is_run(source):
-        model = _load_run(config)
-    else:
-        model = load_decoder(
-            source,
-            mesh=mesh,
-            rules=rules,
-            dtype=dtype,
-            quantization=config.quantization,
-        )
+    model = load_decoder(
+        source,
+        mesh=mesh,
+        rules=rules,
+        dtype=dtype,
+        quantization=config.quantization,
+    )
     try:
         follow(model, config=config.engine)
     except HostLost:  # which has been logged
@@ -219,7 +215,7 @@ def _follow(config: ServeConfig) -> None:
 
 def _loader(config: ServeConfig) -> Callable[[], Any]:
     """What loads the model; what can be checked at once is."""
-    from jaxscale.inference.server.load import ChatOptions, served, text_model
+    from jaxscale.inference.server.load import ChatOptions, served
 
     template = None
     if config.chat_template is not None:
@@ -230,26 +226,17 @@ def _loader(config: ServeConfig) -> Callable[[], Any]:
         reasoning_format=config.reasoning_format,
     )
     source, mesh, rules, dtype = _model(config)
-    if not _is_run(source):
-        return lambda: served(
-            source,
-            name=config.name,
-            engine=config.engine,
-            chat=chat,
-            aliases=config.aliases,
-            sampling_defaults=config.sampling_defaults,
-            mesh=mesh,
-            rules=rules,
-            dtype=dtype,
-            quantization=config.quantization,
-        )
-    return lambda: text_model(
-        _load_run(config),
-        Tokenizer.from_file(source),
-        name=config.name or Path(config.source).resolve().name,
+    return lambda: served(
+        source,
+        name=config.name,
         engine=config.engine,
         chat=chat,
         aliases=config.aliases,
+        sampling_defaults=config.sampling_defaults,
+        mesh=mesh,
+        rules=rules,
+        dtype=dtype,
+        quantization=config.quantization,
     )
 
 
@@ -267,20 +254,6 @@ def _model(config: ServeConfig) -> tuple[Path, Mesh | None, AxisRules, Any]:
         rules,
         None if config.dtype is None else jnp.dtype(config.dtype),
     )
-
-
-def _is_run(source: Path) -> bool:
-    return (source / "run.json").is_file()
-
-
-def _load_run(config: ServeConfig) -> Decoder:
-    # A run is read by what trains, which a server of other models does not need.
-    from jaxscale.cli.generate import load_run
-
-    source, mesh, rules, _ = _model(config)
-    one = sharding.make_mesh({"fsdp": 1}, jax.devices()[:1])
-    model = load_run(source, mesh or one, rules, dtype=config.dtype)
-    return quantize(model, config.quantization) if config.quantization else model
 
 
 def _mesh(config: MeshConfig) -> Mesh | None:

@@ -33,6 +33,7 @@ from jaxscale.inference.request import (
     SamplingParams,
     joined,
 )
+from jaxscale.inference.run_directory import is_run, load_run
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.generation import GenerationConfig
 from jaxscale.models.hf.hub import local_directory
@@ -213,10 +214,11 @@ class LLM:
         quantization: Quantization | None = None,
         **options: Any,
     ) -> "LLM":
-        """The model, tokenizer and end-of-text tokens of a Hugging Face directory.
+        """The model, tokenizer and end-of-text tokens of a directory.
 
         Args:
-            path: The directory, or the name of a model on the Hugging Face hub.
+            path: A Hugging Face directory, the name of a model on the Hugging Face hub,
+                or the output directory of a run, whose newest checkpoint is taken.
             mesh: Devices to split the model over, with `rules`.
             rules: The table of the recipe; None is `fsdp_tp` on a mesh.
             dtype: Type of the computation; by default that of the file.
@@ -227,12 +229,16 @@ class LLM:
         if rules is None:
             rules = REPLICATED if mesh is None else fsdp_tp()
         path = local_directory(path)
-        ends = GenerationConfig.from_file(path).eos_ids
-        model: Any = load(
+        run = is_run(path)
+        ends = () if run else GenerationConfig.from_file(path).eos_ids
+        model: Any = (load_run if run else load)(
             path, mesh=mesh, rules=rules, dtype=dtype, quantization=quantization
         )
         if not isinstance(model, Decoder):
-            raise ValueError(f"path {path} holds an encoder, which does not generate")
+            raise ValueError(
+                f"path {path} holds an encoder, which does not generate; give it to "
+                "Encoder.from_pretrained"
+            )
         model = model.for_inference()  # and what was loaded is gone
         return cls(model, Tokenizer.from_file(path), eos_ids=ends, **options)
 

@@ -12,7 +12,7 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 
-from jaxscale.inference import Encoder
+from jaxscale.inference import LLM, Encoder, EngineConfig, SamplingParams
 from jaxscale.models import (
     Decoder,
     EncoderModel,
@@ -88,6 +88,17 @@ def tensors(directory):
     return safetensors.numpy.load_file(directory / "model.safetensors")
 
 
+def continued(directory):
+    """The likeliest continuation by the model of a directory."""
+    config = EngineConfig.for_prompts([3], 4)
+    params = SamplingParams(temperature=0, max_tokens=4)
+    with LLM.from_pretrained(
+        directory, dtype="float32", config=config, quiet=True
+    ) as llm:
+        (result,) = llm.generate([[5, 6, 7]], params, progress=False)
+    return result.continuations[0].tokens
+
+
 def test_weights_go_in_and_come_out(decoder, notes, command, tmp_path):
     """Steps that change nothing leave the file as it was; steps that do continue it."""
     run, out = tmp_path / "run", tmp_path / "out"
@@ -110,6 +121,8 @@ def test_weights_go_in_and_come_out(decoder, notes, command, tmp_path):
     for name in ("tokenizer.json", "generation_config.json", "config.json"):
         wrote, had = ((x / name).read_text() for x in (out, decoder))
         assert json.loads(wrote) == json.loads(had)
+
+    assert continued(run) == continued(out)
 
     # On from the run itself, and once more from its own checkpoint.
     second = tmp_path / "second"
@@ -251,8 +264,14 @@ def test_an_encoder_learns_to_classify(encoder, reviews, command, tmp_path):
     assert code == 0, err
     config = json.loads((out / "config.json").read_text())
     assert config["id2label"] == {"0": "1", "1": "5"}
-    answers = Encoder.from_pretrained(out).predict(["an awful plot", "lovely film"])
+    texts = ["an awful plot", "lovely film"]
+    answers = Encoder.from_pretrained(out).predict(texts)
     assert np.argmax(answers, axis=-1).tolist() == [0, 1]
+    np.testing.assert_allclose(
+        Encoder.from_pretrained(run).predict(texts), answers, rtol=1e-5, atol=1e-6
+    )
+    with pytest.raises(ValueError, match=r"holds an encoder, .* Encoder"):
+        LLM.from_pretrained(run)
     code, _, err = command("generate", "--from", run, "--prompt", "x")
     assert code == 2 and "trained an encoder, which does not generate" in err
 

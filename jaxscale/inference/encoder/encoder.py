@@ -27,6 +27,7 @@ from jaxscale.inference.encoder.encode_plan import (
     plan_rows,
 )
 from jaxscale.inference.encoder.encode_programs import EncodePrograms, ProgramShape
+from jaxscale.inference.run_directory import is_run, load_run
 from jaxscale.models.encoder import EncoderModel
 from jaxscale.models.heads import Pooling, pool
 from jaxscale.models.hf.hub import local_directory
@@ -148,7 +149,7 @@ class Encoder:
         param_dtype: DTypeLike | None = None,
         **options: Any,
     ) -> "Encoder":
-        """The encoder of a Hugging Face or sentence-transformers directory.
+        """The encoder of a Hugging Face or sentence-transformers directory, or a run.
 
         A ``modules.json`` says how sentences are embedded: its pooling, whether
         embeddings are normalized, and the longest text. Without one, the mean over the
@@ -159,14 +160,16 @@ class Encoder:
 
         Args:
             path: The directory, with ``config.json``, safetensors and
-                ``tokenizer.json``; or the name of a model on the Hugging Face hub.
+                ``tokenizer.json``; the name of a model on the Hugging Face hub; or the
+                output directory of a run, whose newest checkpoint is taken.
             pooling: Setting to use instead of the directory's.
             normalize: Setting to use instead of the directory's.
             max_length: Setting to use instead of the directory's.
             mesh: The devices; None is the first one alone.
             rules: Mesh axes that split parameters and rows.
             dtype: Type of the computation; None is that of the parameters.
-            param_dtype: Type of the parameters; None keeps that of the file.
+            param_dtype: Type of the parameters; None keeps that of the file. A run has
+                no other.
             **options: Further arguments of `jaxscale.models.load`.
 
         Raises:
@@ -185,13 +188,10 @@ class Encoder:
                 "tokenizer tells upper case from lower; set it to false and give texts "
                 "in lower case"
             )
-        model = load(
-            source,
-            mesh=mesh,
-            rules=rules,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            **options,
+        if param_dtype is not None:
+            options["param_dtype"] = param_dtype
+        model = (load_run if is_run(source) else load)(
+            source, mesh=mesh, rules=rules, dtype=dtype, **options
         )
         if not isinstance(model, EncoderModel):
             raise ValueError(

@@ -18,6 +18,7 @@ from jaxscale.inference.grammar import GrammarCompiler
 from jaxscale.inference.llm import make_engine
 from jaxscale.inference.reasoning import ReasoningFormat
 from jaxscale.inference.request import SamplingParams
+from jaxscale.inference.run_directory import is_encoder_run, is_run, load_run
 from jaxscale.inference.server.backend import EngineBackend, TextModel
 from jaxscale.inference.server.served_encoder import ServedEncoder
 from jaxscale.inference.server.service import Served
@@ -99,10 +100,11 @@ def served(
     dtype: DTypeLike | None = None,
     quantization: Quantization | None = None,
 ) -> Served:
-    """The model of a Hugging Face directory, compiled, its engine started.
+    """The model of a directory, compiled, its engine started.
 
     Args:
-        path: A decoder's directory, or an encoder's, which embeds and scores texts.
+        path: A Hugging Face directory or that of a run, of a decoder or of an encoder,
+            which embeds and scores texts.
         name: Name that calls give; None is that of the directory.
         engine: Sizes of the engine.
         chat: How conversations are laid out and answered.
@@ -130,7 +132,10 @@ def served(
             )
         encoder = Encoder.from_pretrained(path, **options)
         return ServedEncoder(encoder, name, aliases=aliases)
-    generation = GenerationConfig.from_file(path)
+    if is_run(path):
+        generation = GenerationConfig()
+    else:
+        generation = GenerationConfig.from_file(path)
     return text_model(
         load_decoder(path, quantization=quantization, **options),
         Tokenizer.from_file(path),
@@ -144,7 +149,7 @@ def served(
 
 
 def load_decoder(path: str | Path, **options: Any) -> Decoder:
-    """The decoder of a Hugging Face directory, as engines read it.
+    """The decoder of a Hugging Face directory or of a run, as engines read it.
 
     Args:
         path: The directory.
@@ -158,11 +163,13 @@ def load_decoder(path: str | Path, **options: Any) -> Decoder:
         raise ValueError(
             f"{path} holds an encoder, which one process serves: start it alone"
         )
-    model: Any = load(path, **options)
+    model: Any = (load_run if is_run(path) else load)(path, **options)
     return model.for_inference()  # and what was loaded is gone
 
 
 def _is_encoder(path: str | Path) -> bool:
+    if is_run(path):
+        return is_encoder_run(path)
     settings = sentence_settings(Path(path))
     config = config_from_hf(Checkpoint(settings["path"]).config)
     return isinstance(config, EncoderConfig)

@@ -1,0 +1,96 @@
+"""Models of the output directories of training runs, ready for inference.
+
+A run is read by what wrote it. So this is the one file of `jaxscale.inference` that
+imports training and pruning, and it does so when a run is read: what serves other
+models never loads them.
+"""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from jaxscale.models.decoder import Decoder
+from jaxscale.models.encoder import EncoderModel
+from jaxscale.models.encoder_config import EncoderConfig
+from jaxscale.models.quantization import quantize
+from jaxscale.nn.quantized_linear import Quantization
+from jaxscale.sharding.mesh import make_mesh
+from jaxscale.sharding.parameters import place
+from jaxscale.sharding.rules import REPLICATED, AxisRules
+from jaxscale.sharding.tensor_parallel import TensorParallel
+
+
+def is_run(directory: str | Path) -> bool:
+    """Whether a directory is the output directory of a run."""
+    return (Path(directory) / "run.json").is_file()
+
+
+def is_encoder_run(directory: str | Path) -> bool:
+    """Whether the run of a directory trained an encoder.
+
+    Raises:
+        ValueError: ``run.json`` is damaged.
+    """
+    from jaxscale.training.run import read_config
+
+    return isinstance(read_config(Path(directory)).model, EncoderConfig)
+
+
+def load_run(
+    directory: str | Path,
+    *,
+    mesh: Mesh | None = None,
+    rules: AxisRules = REPLICATED,
+    dtype: DTypeLike | None = None,
+    step: int | None = None,
+    sparse: bool = True,
+    quantization: Quantization | None = None,
+    tensor_parallel: TensorParallel = None,
+) -> Decoder | EncoderModel:
+    """The model of a checkpoint; a pruned decoder computes only what it keeps.
+
+    Args:
+        directory: Output directory of the run.
+        mesh: The devices; None is the first one alone.
+        rules: Mesh axes that split it.
+        dtype: Type of the computation; None is that of the run.
+        step: Step of the checkpoint; None is the newest.
+        sparse: Compute only what a decoder keeps that was pruned tile-wise.
+        quantization: Weights of 8 bits of a decoder; None keeps those of the run.
+        tensor_parallel: Communication of the model, whatever it was during the run.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        ValueError: model and mesh do not fit, a file is damaged, or an encoder would be
+            quantized.
+    """
+    from jaxscale.pruning import TILE_WISE, Masks, sparsify
+    from jaxscale.training.pretrained import load_model
+    from jaxscale.training.run import MASKS_FILE
+
+    directory = Path(directory)
+    mesh = mesh or make_mesh({"fsdp": 1}, jax.devices()[:1])
+    model = load_model(
+        directory,
+        mesh,
+        rules,
+        dtype=None if dtype is None else jnp.dtype(dtype).name,
+        step=step,
+        tensor_parallel=tensor_parallel,
+    )
+    if not isinstance(model, Decoder):
+        if quantization is not None:
+            raise ValueError(
+                f"quantization {quantization!r} is for decoders, but {directory} "
+                "trained an encoder; leave it out"
+            )
+        return model
+    file = directory / MASKS_FILE
+    if sparse and file.is_file():
+        masks = Masks.load(file)
+        if masks.config.pattern in TILE_WISE:
+            model = place(sparsify(model, masks, separate=True), mesh, rules)
+    return model if quantization is None else quantize(model, quantization)
