@@ -72,7 +72,8 @@ def ours(params: Params) -> Callable:
         if not made:
             config = encoder.config_of(params)
             tokenizer = Prepared(ids_of(tokens, lengths), config.vocab_size)
-            made.append(Encoder(encoder.model_of(params, leaves), tokenizer))
+            model = encoder.model_of(params, leaves)
+            made.append(Encoder(model, tokenizer, max_length=params["max_len"]))
         return made[0].encode(["text"] * params["batch"], progress=False)
 
     return run

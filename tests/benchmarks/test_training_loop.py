@@ -26,8 +26,8 @@ def test_a_stall_is_found(monkeypatch):
     """A second and a half that saves hold up the loop, the first one longer."""
     save, alone = training.Checkpointer.save, []
 
-    def slow(self, step, *rest):
-        save(self, step, *rest)
+    def slow(self, step, *rest, **base):
+        save(self, step, *rest, **base)
         time.sleep(3 if step == PARAMS["save_every"] else 1.5)
 
     monkeypatch.setattr(training.Checkpointer, "save", slow)

@@ -148,7 +148,7 @@ def test_more_prompts_than_rows_each_with_its_settings(llm):
 
 def test_what_cannot_be_served_is_refused_before_anything_runs(llm):
     before = llm.engine.scheduler.counts.received
-    with pytest.raises(InvalidRequest, match="outside the vocabulary of 288"):
+    with pytest.raises(InvalidRequest, match="outside the vocabulary of 289"):
         llm.generate([[1], [300]], GREEDY)
     with pytest.raises(ValueError, match="2 params for 1 prompts"):
         llm.generate([[1]], [GREEDY, GREEDY])

@@ -52,5 +52,5 @@ def test_revisions_reach_the_hub(monkeypatch):
 
 def test_without_the_library_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ImportError, match=r"pip install 'jaxscale\[infer\]'"):
+    with pytest.raises(ImportError, match=r"pip install '\.\[infer\]' in a clone"):
         local_directory("someone/tiny")

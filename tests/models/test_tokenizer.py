@@ -382,7 +382,7 @@ def test_pieces_of_unigram_are_checked_too(tmp_path):
 
 def test_missing_library_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ImportError, match=r"pip install 'jaxscale\[infer\]'"):
+    with pytest.raises(ImportError, match=r"pip install '\.\[infer\]' in a clone"):
         Tokenizer.train(TEXTS, vocab_size=300)
 
 

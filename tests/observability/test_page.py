@@ -250,7 +250,7 @@ def test_a_run_that_has_only_begun(tmp_path):
 
 def test_missing_plotly_names_the_extra(survived, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    with pytest.raises(ImportError, match=r"pip install 'jaxscale\[train\]'"):
+    with pytest.raises(ImportError, match=r"pip install '\.\[train\]' in a clone"):
         write_page(survived, tmp_path / "page.html")
     assert not (tmp_path / "page.html").exists()
 

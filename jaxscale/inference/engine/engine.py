@@ -325,8 +325,7 @@ class Engine:
             self._give_out()
         now = self.clock()
         request = dataclasses.replace(request, arrival=now)
-        vocab = self.runner.model_config.vocab_size
-        rules = TokenRules.of(params, vocab)
+        rules = TokenRules.of(params, self.scheduler.config.vocab_size)
         client = OutputProcessor(request, sink, self.tokenizer, matcher, rules)
         self.scheduler.add(request, now=now)
         self._clients[request.id] = client

@@ -487,5 +487,7 @@ def test_wrong_settings(no_shape_hook):
 
 def test_missing_rich_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "rich", None)
-    with pytest.raises(ImportError, match=r"pip install 'jaxscale\[serve\]', or pass"):
+    with pytest.raises(
+        ImportError, match=r"pip install '\.\[serve\]' in a clone of jaxscale, or pass"
+    ):
         make().encode(["cat"], token_budget=64, progress=True)
