@@ -135,7 +135,7 @@ def test_labeled_records_of_files_with_one_name_are_all_kept(tmp_path):
 def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ImportError, match=r"a\.parquet .*'jaxscale\[parquet\]'"):
+    with pytest.raises(ImportError, match=r"a\.parquet .*'\.\[parquet\]'"):
         read_documents([tmp_path])
 
 
