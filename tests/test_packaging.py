@@ -8,6 +8,7 @@ import tarfile
 import textwrap
 import tomllib
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,8 @@ import jaxscale
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-PINS = (ROOT / "requirements.txt").read_text().splitlines()
+USERS = (ROOT / "requirements.txt").read_text().splitlines()
+PINS = USERS + (ROOT / "requirements-dev.txt").read_text().splitlines()
 
 # Modules that come with extras alone. What the base dependencies bring may be imported
 # anywhere (flax brings orbax-checkpoint and rich).
@@ -277,6 +279,33 @@ def test_pins_satisfy_the_project():
                 continue
             assert name in pins, f"{requirement} of {source} is not pinned"
             assert requirement.specifier.contains(pins[name]), (requirement, pins[name])
+
+
+def test_the_quickstart_installs_nothing_else():
+    """Its pins are what its extra leads to, with what an editable install needs."""
+    installed = {canonicalize_name(d.name): d for d in metadata.distributions()}
+    needed = set()
+    todo = [Requirement(f"jaxscale[{extra}]") for extra in ("quickstart", "train")]
+    todo += map(Requirement, ("hatchling", "editables"))
+    while todo:
+        requirement = todo.pop()
+        name = canonicalize_name(requirement.name)
+        extras = frozenset(requirement.extras)
+        if name not in installed or (name, extras) in needed:
+            continue
+        needed.add((name, extras))
+        for text in installed[name].requires or []:
+            found = Requirement(text)
+            if found.marker is None or any(
+                found.marker.evaluate({"extra": extra}) for extra in extras or {""}
+            ):
+                todo.append(found)
+    pins = {canonicalize_name(line.split("==")[0]) for line in USERS}
+    assert pins == {name for name, _ in needed} - {"jaxscale"}
+    makefile = (ROOT / "Makefile").read_text()
+    assert re.search(r"^quickstart: \$\(STAMP\)", makefile, re.MULTILINE)
+    (runtime,) = re.findall(r"^\$\(STAMP\):(.*)$", makefile, re.MULTILINE)
+    assert runtime.split() == ["requirements.txt", "pyproject.toml"]
 
 
 def test_cuda_extras_take_the_pinned_jax():
