@@ -19,7 +19,8 @@ import jaxscale
 
 
 ROOT = Path(__file__).parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT, BUILD = SETTINGS["project"], SETTINGS["build-system"]
 EXTRAS = PROJECT["optional-dependencies"]
 USERS = (ROOT / "requirements.txt").read_text().splitlines()
 PINS = USERS + (ROOT / "requirements-dev.txt").read_text().splitlines()
@@ -103,6 +104,18 @@ def test_wheel_holds_the_two_packages_and_nothing_else(wheel):
     for table in ROOT.glob("pallas_kernels/tuned/*.json"):
         assert f"pallas_kernels/tuned/{table.name}" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_an_index_shows_the_readme_without_dead_links(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
+        head, page = archive.read(name).decode().split("\n\n", 1)
+    assert "Description-Content-Type: text/markdown" in head
+    assert page.startswith("# jaxscale") and "make quickstart" in page
+    links = re.findall(r"\]\(([^)]*)\)|(?:src|href)=\"([^\"]*)\"", page)
+    dead = ["".join(link) for link in links if not "".join(link).startswith("http")]
+    assert not dead
+    assert "docs/flux.md" in (ROOT / "README.md").read_text()  # which has such links
 
 
 def test_source_archive_holds_no_tests(tmp_path):
@@ -286,7 +299,7 @@ def test_the_quickstart_installs_nothing_else():
     installed = {canonicalize_name(d.name): d for d in metadata.distributions()}
     needed = set()
     todo = [Requirement(f"jaxscale[{extra}]") for extra in ("quickstart", "train")]
-    todo += map(Requirement, ("hatchling", "editables"))
+    todo += map(Requirement, ("editables", *BUILD["requires"]))
     while todo:
         requirement = todo.pop()
         name = canonicalize_name(requirement.name)
