@@ -149,7 +149,7 @@ class MLP(nnx.Module):
         return (self.activation,)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Transform each token, with an all-gather before and a reduce-scatter after."""
+        """Transform each token; all-gather the input and reduce-scatter the result."""
         if not self.is_sparse:
             return self.down(self.hidden(x))
         # Activations between sparse layers stay feature-major.

@@ -397,7 +397,7 @@ class Attention(nnx.Module):
         return self.query, self.key, self.value
 
     def join_inputs(self, shards: int) -> None:
-        """Merge query, key and value projections into one matmul, see `JoinedLinear`."""
+        """Merge the query, key and value projections, see `JoinedLinear`."""
         join_inputs(self, ("query", "key", "value"), shards)
 
     def __call__[State: AttentionState](
