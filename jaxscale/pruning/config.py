@@ -129,7 +129,7 @@ def pruned_units(total: int, sparsity: float) -> int:
 
     Args:
         total: How many units there are.
-        sparsity: The share to prune, between 0 and 1.
+        sparsity: The fraction to prune, between 0 and 1.
 
     Example:
         >>> pruned_units(10, 0.75), pruned_units(1000, 0.9)
