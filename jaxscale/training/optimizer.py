@@ -218,11 +218,11 @@ def check_same_schedule(
 
 
 def decays(variable: nnx.Variable) -> bool:
-    """True where weight decay applies: to matrices, not to scales and biases.
+    """True if weight decay applies: to matrices, not to scales and biases.
 
-    The rank alone does not tell: in a stack of blocks the scale of a norm has the shape
-    [L, D]. The logical axes do: what is left without the stack's has two or more
-    dimensions, and none of them is ``"norm"``.
+    The rank does not decide it: in a stack of blocks the scale of a norm has the shape
+    [L, D]. The logical axes do: without the stack's there are two or more, and none of
+    them is ``"norm"``.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -255,10 +255,9 @@ def make_optimizer(
     Args:
         config: Learning rate, schedule and types.
         total_steps: Updates in the entire run, for the schedule.
-        gradient_transforms: Optax transforms of the gradients, before they are clipped;
-            the masks of a pruned model come in here.
-        transforms: More optax transforms, applied to the update before the learning
-            rate is.
+        gradient_transforms: Optax transforms of the gradients, before they are clipped,
+            such as the masks of a pruned model.
+        transforms: More optax transforms of the update, before the learning rate.
 
     References:
         AdamW: arXiv 1711.05101. LAMB: arXiv 1904.00962. Muon: arXiv 2502.16982.

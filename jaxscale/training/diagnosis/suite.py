@@ -468,7 +468,7 @@ def _read(stream: Any, lines: "queue.Queue[str | None]") -> None:
 
 
 def _said(line: str) -> dict[str, Any]:
-    """A line of the process that measures; what a library has printed says nothing."""
+    """Parse a line of the measuring process; output of libraries is ignored."""
     try:
         said = json.loads(line)
     except ValueError:
