@@ -232,7 +232,8 @@ def read_config(directory: Path) -> dict[str, Any]:
     """The ``config.json`` of a directory.
 
     Raises:
-        FileNotFoundError: there is none. ValueError: it is not a JSON object.
+        FileNotFoundError: there is none.
+        ValueError: it is not a JSON object.
     """
     file = directory / _CONFIG
     if file.is_file():
